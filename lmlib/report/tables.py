@@ -25,9 +25,11 @@ _FINAL = (
     "mean_mfu",
 )
 _OF_STEPS = ("loss", "evaluation_loss", "evaluation_bits_per_byte", "tokens_per_second", "mfu")
+_OF_TILES = ("parameters", "tokens", "goodput", "peak_memory_bytes")
 _TEXTS: Mapping[str, Callable[[float], str]] = {
-    "tokens_per_second": count_text,
-    "mfu": "{:.1%}".format,
+    **dict.fromkeys(("tokens_per_second", "parameters", "tokens"), count_text),
+    **dict.fromkeys(("mfu", "goodput"), "{:.1%}".format),
+    "peak_memory_bytes": bytes_text,
 }
 
 
@@ -69,26 +71,18 @@ def reasons(runs: Sequence[Seen]) -> list[tuple[str, str]]:
 
 def tiles(each: Seen) -> list[tuple[str, str, str]]:
     """The numbers at the head of one run's page, with their units and what they are over: those of
-    the whole run once it has finished, until then those of a step."""
+    the whole run once it has finished, besides those of a step."""
     found = []
-    for name in _shown_numbers([each]):
+    for name in [*_shown_numbers([each]), *_OF_TILES]:
         if (number := each.run.final.get(name)) is not None:
             value, about = number.value, [number.unit, number.over]
-        else:
-            series = each.measurements.series[name]
+        elif (series := each.measurements.series.get(name)) is not None:
             value, about = float(series.values_N[-1]), [f"step {series.steps_N[-1]:,}"]
+        else:
+            continue
         text = _TEXTS.get(name.removeprefix("mean_"), "{:.4f}".format)(value)
         found.append((name.replace("_", " "), text, shown(", ".join(filter(None, about)))))
-    parameters = (each.run.result or {}).get("parameters")
-    numbers: dict[str, tuple[Any, Callable[[Any], str]]] = {
-        "parameters": (parameters, count_text),
-        "tokens seen": (_last(each, "tokens"), count_text),
-        "goodput": (_last(each, "goodput"), "{:.1%}".format),
-        "memory in use, at most": (_last(each, "peak_memory_bytes"), bytes_text),
-    }
-    return found + [
-        (name, text(value), "") for name, (value, text) in numbers.items() if value is not None
-    ]
+    return found
 
 
 def comparison(runs: Sequence[Seen]) -> list[Table]:

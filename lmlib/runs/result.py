@@ -10,6 +10,7 @@ from lmlib.storage.unlinked import unlinked
 
 FILE_NAME = "result.json"
 LOSS_STEPS = 50  # whose mean is `training_loss`
+_MEANS = "mean_tokens_per_second", "mean_mfu"
 
 
 class Final(NamedTuple):
@@ -52,9 +53,9 @@ def final_numbers(result: Mapping[str, Any]) -> dict[str, Final]:
         found["training_loss"] = Final(float(loss), unit, over)
     for name, each in result.get("validation", {}).items():
         found[name] = Final(float(each["value"]), each["unit"], result.get("validated_on") or "")
-    for name in ("mean_tokens_per_second", "mean_mfu"):
+    for name, over in {**dict.fromkeys(_MEANS, "all steps"), "parameters": ""}.items():
         if result.get(name) is not None:
-            found[name] = Final(float(result[name]), "", "all steps")
+            found[name] = Final(float(result[name]), "", over)
     return found
 
 

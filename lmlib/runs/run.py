@@ -91,16 +91,6 @@ class Run:
         finished. The last that a step measured of a metric has another name."""
         return final_numbers(self.result or {}) if self.finished else {}
 
-    def series(self, metric: str) -> tuple[list[int], list[float]]:
-        """The steps that measured `metric`, and what they measured."""
-        lines = [line for line in self.metrics if metric in line]
-        return [line["step"] for line in lines], [float(line[metric]) for line in lines]
-
-    def last(self, metric: str) -> float | None:
-        """What the last step that measured `metric` found; `None` if none did."""
-        _, values = self.series(metric)
-        return values[-1] if values else None
-
 
 def read_run(workdir: str | os.PathLike[str]) -> Run:
     """The run in `workdir`.

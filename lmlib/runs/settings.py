@@ -4,6 +4,7 @@ A value is text as Python's `repr` writes it, a callable is its name.
 """
 
 import ast
+import contextlib
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -54,13 +55,10 @@ def last_name(path: str) -> str:
 
 def value_of(text: str) -> Any:
     """The number, string, truth value or `None` that `text` is; all else as text."""
-    if text in (constants := {"None": None, "True": True, "False": False}):
-        return constants[text]
-    for kind in (int, float, ast.literal_eval if text[:1] in ("'", '"') else str):
-        try:
-            return kind(text)
-        except (ValueError, SyntaxError, MemoryError, RecursionError):
-            continue
+    is_literal = text in ("None", "True", "False") or text[:1] in ("'", '"')
+    for read in (ast.literal_eval,) if is_literal else (int, float):
+        with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
+            return read(text)
     return text
 
 

@@ -1,6 +1,7 @@
 """The final numbers of runs, and whether they may be compared."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -22,9 +23,8 @@ class FinishedRun:
       value: of the metric, in `unit`.
       measured: what the metric is called in texts.
       tokens: targets that it has seen.
-      positions: tokens that went through the model, padding included.
-      seconds: of all its steps together.
-      flops: of all its steps, analytic; `None` if result.json does not have them.
+      tokens_per_second: that went through the model, padding included.
+      flops_per_token: analytic; `None` if result.json does not have it.
       validation: `None` of a metric that is none of validation's.
     """
 
@@ -35,10 +35,21 @@ class FinishedRun:
     steps: int
     parameters: int
     tokens: int
-    positions: float
-    seconds: float
-    flops: float | None
+    tokens_per_second: float
+    flops_per_token: float | None
     validation: StoredValidation | None
+
+    @functools.cached_property
+    def seconds(self) -> float:
+        """The time of all its steps; only this reads metrics.jsonl."""
+        return math.fsum(line.get("step_seconds", 0.0) for line in self.run.metrics)
+
+    @property
+    def flops(self) -> float | None:
+        """Those of all its steps, analytic."""
+        if self.flops_per_token is None:
+            return None
+        return self.flops_per_token * self.tokens_per_second * self.seconds
 
 
 def finished_run(run: Run, metric: str) -> FinishedRun:
@@ -48,18 +59,16 @@ def finished_run(run: Run, metric: str) -> FinishedRun:
       ValueError: in words, if it has not finished, its files are damaged, or it has no such metric.
     """
     try:
-        result, lines, steps = run.result, run.metrics, run.settings.get("steps")
+        result, steps = run.result, run.settings.get("steps")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{run.path} cannot be read: {error}") from error
     if result is None:
         raise ValueError(f"{run.path} has not finished: it has no result.json")
     try:
         measured = _measured(result)
-        found = None if metric not in measured else _finished(run, result, lines, metric, measured)
+        found = None if metric not in measured else _finished(run, result, metric, measured)
     except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise ValueError(
-            f"result.json or metrics.jsonl of {run.path} is damaged ({error!r:.200})"
-        ) from error
+        raise ValueError(f"result.json of {run.path} is damaged ({error!r:.200})") from error
     if found is None:
         raise ValueError(f"{run.path} has no {metric}: it measured {', '.join(measured)}")
     if steps not in (None, str(found.steps)):
@@ -144,13 +153,10 @@ def _measured(result: Mapping[str, Any]) -> dict[str, tuple[float, str]]:
 def _finished(
     run: Run,
     result: Mapping[str, Any],
-    lines: Sequence[Mapping[str, Any]],
     metric: str,
     measured: Mapping[str, tuple[float, str]],
 ) -> FinishedRun:
     value, unit = measured[metric]
-    seconds = math.fsum(line["step_seconds"] for line in lines if "step_seconds" in line)
-    positions = float(result["mean_tokens_per_second"]) * seconds
     flops_per_token = result.get("flops_per_token")
     name = metric.removeprefix("validation_").partition("/")[0]
     return FinishedRun(
@@ -161,9 +167,8 @@ def _finished(
         steps=int(result["steps"]),
         parameters=int(result["parameters"]),
         tokens=int(result["tokens"]),
-        positions=positions,
-        seconds=seconds,
-        flops=None if flops_per_token is None else float(flops_per_token) * positions,
+        tokens_per_second=float(result["mean_tokens_per_second"]),
+        flops_per_token=None if flops_per_token is None else float(flops_per_token),
         validation=None,
     )
 

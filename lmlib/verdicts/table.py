@@ -37,10 +37,7 @@ def comparison_text(comparison: Comparison) -> str:
 
 def _no_verdict(comparison: Comparison) -> str:
     if len(comparison.rows) == 1:
-        return (
-            "no verdict: all of these runs have the baseline's settings; name runs of another "
-            "setting too"
-        )
+        return "no verdict: all runs have the baseline's settings; give runs of another setting too"
     return (
         "no verdict: each of the others differs from the baseline in more than what --baseline "
         "names; name one run as the baseline of all, or give runs that differ in nothing else"

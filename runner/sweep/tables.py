@@ -1,10 +1,10 @@
 """The points of a sweep as tables: what they will cost, and what came of them."""
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 from lmlib.plan.cost import Cost, time_of
+from lmlib.runs.result import Final
 from lmlib.terminal.quantities import count_text, duration_text
 from lmlib.terminal.table import columns
 from runner.monitoring.run_log import FILE_NAME as RUN_LOG
@@ -54,11 +54,11 @@ def costs_text(points: Sequence[Point], costs: Sequence[Cost | None]) -> str:
 def results_text(points: Sequence[Point], failures: Mapping[str, str]) -> str:
     """A row for each point that has finished, by validation loss, else training loss; then those
     that have not, with the last line of what they wrote."""
-    results = {each.name: each.run.result or {} for each in points if each.finished}
+    results = {each.name: each.run.final for each in points if each.finished}
     finished = sorted(results, key=lambda name: _order(results[name]))
     tables = []
     if finished:
-        unit = next((str(each.get("loss_unit")) for each in results.values()), "")
+        unit = next((loss.unit for each in results.values() for loss in each.values()), "")
         rows = [("point", f"validation_loss, {unit}", f"training_loss, {unit}", "mean tokens/s")]
         rows += [(name, *_numbers(results[name])) for name in finished]
         tables.append(columns(rows))
@@ -71,18 +71,15 @@ def results_text(points: Sequence[Point], failures: Mapping[str, str]) -> str:
 
 def result_text(point: Point) -> str:
     """What came of a point that has finished, in a few words."""
-    validation, training, speed = _numbers(point.run.result or {})
+    validation, training, speed = _numbers(point.run.final)
     return f"validation loss {validation}, training loss {training}, {speed} tokens/s"
 
 
 def _speed(points: Sequence[Point]) -> float | None:
     """Tokens per second, on average over the points that have finished."""
-    found = [
-        _number((each.run.result or {}).get("mean_tokens_per_second"))
-        for each in points
-        if each.finished
-    ]
-    speeds = [each for each in found if each is not None and each > 0]
+    name = "mean_tokens_per_second"
+    finals = [each.run.final for each in points if each.finished]
+    speeds = [each[name].value for each in finals if name in each and each[name].value > 0]
     return sum(speeds) / len(speeds) if speeds else None
 
 
@@ -104,28 +101,19 @@ def _last(point: Point, failures: Mapping[str, str]) -> str:
     return line if len(line) <= _LONGEST else f"{line[:_LONGEST]}…"
 
 
-def _order(result: Mapping[str, Any]) -> tuple[bool, float]:
+def _order(final: Mapping[str, Final]) -> tuple[bool, float]:
     """By validation loss; without one, after those that have it, by training loss."""
-    validation = _validation_loss(result)
-    loss = validation if validation is not None else _number(result.get("training_loss"))
-    return validation is None, math.inf if loss is None or math.isnan(loss) else loss
+    loss = final.get("validation_loss") or final.get("training_loss")
+    value = loss.value if loss and math.isfinite(loss.value) else math.inf
+    return "validation_loss" not in final, value
 
 
-def _numbers(result: Mapping[str, Any]) -> tuple[str, str, str]:
-    validation, training = _validation_loss(result), _number(result.get("training_loss"))
-    speed = _number(result.get("mean_tokens_per_second"))
+def _numbers(final: Mapping[str, Final]) -> tuple[str, str, str]:
+    def text(name: str, of: Callable[[float], str]) -> str:
+        return of(final[name].value) if name in final else _NOTHING
+
     return (
-        _NOTHING if validation is None else f"{validation:.4f}",
-        _NOTHING if training is None else f"{training:.4f}",
-        _NOTHING if speed is None else count_text(speed),
+        text("validation_loss", "{:.4f}".format),
+        text("training_loss", "{:.4f}".format),
+        text("mean_tokens_per_second", count_text),
     )
-
-
-def _validation_loss(result: Mapping[str, Any]) -> float | None:
-    validation = result.get("validation")
-    measured = validation.get("validation_loss") if isinstance(validation, dict) else None
-    return _number(measured.get("value")) if isinstance(measured, dict) else None
-
-
-def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None

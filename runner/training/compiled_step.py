@@ -41,6 +41,7 @@ from runner.training.options import Options
 _FORMAT = b"lmlib compiled step, format 1\n"
 _LONGEST_HEADER = 2**24
 
+Texts = Mapping[str, str]
 Identity = dict[str, str]
 
 
@@ -207,10 +208,7 @@ def compiled_anew() -> Iterator[None]:
 
 
 def save_compiled(
-    compiled: jax.stages.Compiled,
-    path: str | os.PathLike[str],
-    identity: Identity,
-    config: Mapping[str, str],
+    compiled: jax.stages.Compiled, path: str | os.PathLike[str], identity: Identity, config: Texts
 ) -> None:
     """Writes a step, whole or not at all. It must have been compiled in `compiled_anew`.
 
@@ -226,7 +224,7 @@ def save_compiled(
         reason = str(error).partition("\n")[0]
         raise ConfigError(f"--save_compiled: JAX cannot save this program: {reason}") from error
     digest = hashlib.sha256(content).hexdigest()
-    header = {"identity": identity, "config": config, "sha256": digest}
+    header = {"identity": identity, "config": dict(config), "sha256": digest}
     path = Path(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -235,19 +233,14 @@ def save_compiled(
         raise ConfigError(f"--save_compiled={path}: {error}") from error
 
 
-def check_compiled(
-    path: str | os.PathLike[str], identity: Identity, config: Mapping[str, str]
-) -> None:
+def check_compiled(path: str | os.PathLike[str], identity: Identity, config: Texts) -> None:
     """Raises ConfigError unless `path` was saved with `identity`; none of its code is run."""
     with _opened(path) as file:
         _read_header(file, path, identity, config)
 
 
 def load_compiled(
-    path: str | os.PathLike[str],
-    step: jax.stages.Lowered,
-    identity: Identity,
-    config: Mapping[str, str],
+    path: str | os.PathLike[str], step: jax.stages.Lowered, identity: Identity, config: Texts
 ) -> jax.stages.Compiled:
     """What `save_compiled` wrote, which may be code; see this module.
 
@@ -281,7 +274,7 @@ def _opened(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 def _read_header(
-    file: BinaryIO, path: str | os.PathLike[str], identity: Identity, config: Mapping[str, str]
+    file: BinaryIO, path: str | os.PathLike[str], identity: Identity, config: Texts
 ) -> dict[str, Any]:
     if file.readline(len(_FORMAT)) != _FORMAT:
         raise _refused(path, "is no compiled step, or of another version")

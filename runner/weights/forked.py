@@ -10,7 +10,7 @@ from lmlib.state import State
 from lmlib.storage.bucket.copies import shown
 from runner.config.references import HuggingFace, located
 from runner.config.text import changed_paths
-from runner.errors import ConfigError, in_words
+from runner.errors import ConfigError, in_words, user_errors
 from runner.processes.agreement import agreed
 from runner.weights.notes import WEIGHTS_ALONE, Fork, check_notes
 from runner.weights.saved_run import Access, SavedRun, opened
@@ -84,7 +84,8 @@ def _check_step(step: int | None, run: SavedRun, steps: int) -> None:
 
 def _check_model(run: SavedRun, config: Mapping[str, str], target: State) -> None:
     """Raises ConfigError if the model's settings in `config` are not those of `run`."""
-    before = read_settings(run.workdir)
+    with user_errors():
+        before = read_settings(run.workdir)
     changed = [] if before is None else changed_paths(before, config)
     of_the_model = [path for path in changed if path.partition(".")[0] == "model"]
     if of_the_model:

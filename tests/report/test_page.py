@@ -20,8 +20,8 @@ from lmlib.runs import read_run, runs
 from lmlib.terminal.text import shown
 
 FINISHED = {
-    "steps": 2, "parameters": 1000, "tokens": 64, "mean_tokens_per_second": 100.0, "training_loss": 2.5,
-    "loss_unit": "nats per token", "validated_on": "the whole split",
+    "steps": 2, "parameters": 1000, "tokens": 64, "mean_tokens_per_second": 100.0,
+    "training_loss": 2.5, "loss_unit": "nats per token", "validated_on": "the whole split",
     "validation": {"validation_loss": {"value": 2.25, "unit": "nats per token"}},
 }  # fmt: skip
 

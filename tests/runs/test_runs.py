@@ -28,9 +28,8 @@ def test_a_run_says_what_was_set_and_measured(tmp_path):
     run = read_run(tmp_path / "a")
     assert run.settings["optimizer.peak_lr"] == "0.001"
     assert run.settings["model"] == "lmlib.models.families.llama.llama (partial)"
-    steps, losses = run.series("loss")
-    assert steps == [1, 2] and losses[0] == 3.5 and math.isnan(losses[1])
-    assert run.last("validation_loss") is None
+    assert [line["step"] for line in run.metrics] == [1, 2]
+    assert run.metrics[0]["loss"] == 3.5 and math.isnan(run.metrics[1]["loss"])
     assert run.finished and run.result == {"steps": 2}
     # It was made longer since, and has the result of its earlier end.
     leave_settings(tmp_path / "a", {"steps": "5"})

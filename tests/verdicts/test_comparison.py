@@ -124,7 +124,7 @@ def test_a_baseline_without_a_verdict_says_why(tmp_path):
     runs = find_runs([tmp_path / "one"])
     assert "no verdict" not in comparison_text(compare(runs))
     alone = comparison_text(compare(runs, baseline="0.001_0"))
-    assert "no verdict: all of these runs have the baseline's settings" in alone
+    assert "no verdict: all runs have the baseline's settings" in alone
     sweep(tmp_path / "two", {0.003: (2.9,)}, **{"model.embed": 128})
     runs = find_runs([tmp_path])
     told = comparison_text(compare(runs, baseline=BASELINE))
