@@ -97,10 +97,15 @@ class Run:
     def store(self) -> BucketStore:
         return BucketStore(BucketUrl.parsed(self.url))
 
+    def folders(self) -> dict[int, str]:
+        """The folder of each step that is there."""
+        steps = json.loads(self.store().read("checkpoints/steps.json"))["steps"]
+        return {int(name): f"checkpoints.files/{step['folder']}" for name, step in steps.items()}
+
     def result(self) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         """Its curve, and the digests of the arrays of its last checkpoint."""
         lines = read_metrics(folder_to_read(self.url))
-        manifest = json.loads(self.store().read(f"checkpoints/{STEPS}/manifest.json"))
+        manifest = json.loads(self.store().read(f"{self.folders()[STEPS]}/manifest.json"))
         arrays = {name: entry for name, entry in manifest["files"].items() if "state/" in name}
         return [{k: v for k, v in line.items() if k not in TIMES} for line in lines], arrays
 
@@ -185,13 +190,9 @@ def flipped(run: Run, random: Random, machine: str) -> tuple[list[int], set[int]
     """A bit of an object of the newest checkpoint of several, after a kill."""
     codes, fitting = killed(run, random, machine)
     run.proxy.fault = lambda request: None
-    below = BucketStore(BucketUrl.parsed(f"{run.url}/checkpoints"))
-    arrays = BucketStore(BucketUrl.parsed(f"{run.url}/checkpoints.arrays"))
-    steps = [int(name.split("/")[0]) for name in below.list() if name.endswith("/manifest.json")]
+    store, steps = run.store(), run.folders()
     if len(steps) > 1 and max(steps) < STEPS:  # of one alone nothing would be left to go on from
-        of_step = [(below, name) for name in below.list(str(max(steps)))]
-        of_step += [(arrays, name) for name in arrays.list() if name.startswith(f"{max(steps)}-")]
-        store, name = random.choice(sorted(of_step, key=lambda each: each[1]))
+        name = random.choice(sorted(store.list(steps[max(steps)])))
         content = bytearray(store.read(name))
         content[random.randrange(len(content))] ^= 1 << random.randrange(8)
         store.write(name, bytes(content))

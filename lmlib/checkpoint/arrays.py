@@ -19,6 +19,7 @@ from lmlib.checkpoint.folders import files_of
 from lmlib.checkpoint.manifest import DamagedCheckpointError, Manifest, SavedArray
 from lmlib.checkpoint.orbax_internals import LAYOUTS, STATE_FILES
 from lmlib.storage.bucket.failures import BucketError
+from lmlib.storage.store import Store
 from lmlib.storage.stored_json import parse_json
 
 STATE = "state"
@@ -105,11 +106,14 @@ def is_chunk(file: str, wanted: Collection[str]) -> bool:
 
 
 def check_layout(
-    folder: Path, manifest: Manifest, wanted: dict[str, Any]
+    folder: Path, manifest: Manifest, wanted: dict[str, Any], files: Store | None = None
 ) -> dict[str, tuple[int, ...]]:
     """Compares the files of the arrays with the wanted shapes and dtypes; opens no array.
 
     The sizes of the files were compared with the manifest before.
+
+    Args:
+      files: those of a step that is not visible in `folder` yet.
 
     Returns:
       The shape of the chunks of each array.
@@ -119,10 +123,10 @@ def check_layout(
         a chunk, or if there are files that belong to no array.
     """
     rest = {name: file.size for name, file in manifest.files.items()}
-    chunks = {}
+    chunks, files = {}, files or files_of(folder)
     for name, leaf in wanted.items():
         prefix, stored = f"{STATE}/{name}/", stored_leaf(leaf)
-        chunks[name] = _chunk_shape(folder, prefix + ZARRAY, rest, stored)
+        chunks[name] = _chunk_shape(folder, files, prefix + ZARRAY, rest, stored)
         for file, size in _chunk_files(chunks[name], stored).items():
             if rest.pop(prefix + file, None) != size:
                 reason = f"is no chunk of {size:,} bytes, as {_describe(leaf)} needs"
@@ -136,7 +140,7 @@ def check_layout(
 
 
 def _chunk_shape(
-    folder: Path, description: str, sizes: dict[str, int], leaf: jax.ShapeDtypeStruct
+    folder: Path, files: Store, description: str, sizes: dict[str, int], leaf: jax.ShapeDtypeStruct
 ) -> tuple[int, ...]:
     """The shape of an array's chunks, read off its `.zarray`, which is taken from `sizes`."""
     if (size := sizes.pop(description, None)) is None:
@@ -144,7 +148,7 @@ def _chunk_shape(
     if size > _LARGEST_ZARRAY:
         raise DamagedCheckpointError(folder, description, f"has {size:,} bytes, too many")
     try:
-        zarray = parse_json(files_of(folder).read(description))
+        zarray = parse_json(files.read(description))
         chunks = [int(length) for length in zarray["chunks"]]
         stored = (tuple(zarray["shape"]), np.dtype(str(zarray["dtype"])))
         plain = (zarray["compressor"], zarray["filters"], zarray["order"]) == (None, None, "C")

@@ -31,6 +31,7 @@ from lmlib.checkpoint.manifest import (
     check_digests,
     check_names_and_sizes,
     read_manifest,
+    rewrite_metric,
 )
 from lmlib.checkpoint.processes import agreed, barrier, random_text
 from lmlib.checkpoint.reading import read_arrays
@@ -83,7 +84,7 @@ class Checkpoints:
         """
         self._directory = folder_named(directory).absolute()
         self._retention = Retention(keep, keep_every, keep_best, keep_steps)
-        self._in_bucket = steps_at(self._directory)
+        self._in_bucket = steps_at(self._directory, check)
         self._manager: orbax_internals.ManagerOfOneFolder | Uploads | None = None
         self._saving: int | None = None  # the step that was begun last
         # Of that step: each process digests the chunks it wrote; process 0 writes the manifest.
@@ -99,7 +100,9 @@ class Checkpoints:
             if jax.process_index() == 0:
                 if self._in_bucket is None:
                     make_folder(self._directory)
-                removal.finish(self._directory)
+                    removal.finish(self._directory)
+                else:
+                    self._in_bucket.take()
             # In the name of what is saved, so that no other run, which was asleep in the middle of
             # a save say, writes into it. The processes wait for each other here.
             self._opening = random_text()
@@ -177,7 +180,15 @@ class Checkpoints:
         """
         self.wait()
         with named_errors(f"rank step {step}", self._directory):
-            self._retention.rank(self._directory, step, metric)
+            if not self._retention.rank(step, metric) or jax.process_index() != 0:
+                return
+            folder = self._directory / str(step)
+            if not folders.is_there(folder):
+                return
+            if self._in_bucket is not None:
+                return self._in_bucket.rank(str(step), metric)
+            unfinished = folders.unfinished_folder(self._directory, step, "ranked")
+            rewrite_metric(folder, unfinished, metric, self._check)
 
     @property
     def deleted(self) -> bool:
@@ -301,7 +312,12 @@ class Checkpoints:
         self.wait()
         if jax.process_index() == 0:
             for error in damaged:
-                folders.set_aside(error.folder)
+                self._check()
+                if self._in_bucket is None:
+                    folders.set_aside(error.folder)
+                else:
+                    name = error.folder.name
+                    self._in_bucket.set_aside(name, name + folders.SET_ASIDE)
         barrier("damaged checkpoints set aside")
         self._reopen()
 
@@ -340,8 +356,7 @@ class Checkpoints:
                 self._directory,
                 self._in_bucket,
                 self._opening,
-                self._check,
-                self._retention.remove_old,
+                self._remove_old,
                 self._save_seconds,
             )
         return open_manager(
@@ -349,9 +364,17 @@ class Checkpoints:
             self._opening,
             lambda folder: self._digest(folder),
             lambda: self._finish(),
-            self._retention.remove_old,
+            self._remove_old,
             self._save_seconds,
         )
+
+    def _remove_old(self, directory: Path) -> None:
+        """Removes the checkpoints that need not stay, on process 0."""
+        old = self._retention.outdated(folders.steps_in(directory))
+        if self._in_bucket is None:
+            removal.remove([directory / str(step) for step in old], self._check)
+        else:
+            self._in_bucket.remove(map(str, old))
 
     def _restore(self, step: int, target: PyTree, part: str) -> tuple[PyTree, dict[str, Any]]:
         folder = self._folder(step)
@@ -404,7 +427,10 @@ class Checkpoints:
             self._check()
             if jax.process_count() == 1:
                 with contextlib.suppress(OSError):
-                    removal.finish(self._directory)
+                    if self._in_bucket is None:
+                        removal.finish(self._directory)
+                    else:
+                        self._in_bucket.finish()
                 with contextlib.suppress(Exception):  # it may raise the same error again
                     self._reopen()
             raise

@@ -11,7 +11,7 @@ from lmlib.storage.unlinked import check_no_link
 from lmlib.storage.whole_file import sync
 
 DIRECTORY = "checkpoints"  # of a run
-_SET_ASIDE = ".damaged"
+SET_ASIDE = ".damaged"
 
 
 def steps_in(directory: Path) -> list[int]:
@@ -37,14 +37,12 @@ def unfinished_in(directory: Path) -> list[Path]:
 
 def set_aside_in(directory: Path) -> list[Path]:
     """Damaged checkpoints that a run fell back from."""
-    return [directory / name for name in _folder_names(directory) if name.endswith(_SET_ASIDE)]
+    return [directory / name for name in _folder_names(directory) if name.endswith(SET_ASIDE)]
 
 
 def set_aside(folder: Path) -> None:
-    """Renames a damaged step; one of the same step that was renamed before is deleted."""
-    aside = folder.with_name(folder.name + _SET_ASIDE)
-    if (steps := steps_at(folder.parent)) is not None:
-        return steps.set_aside(folder.name, aside.name)
+    """Renames a damaged step on a disk; one of the same step that was renamed before is deleted."""
+    aside = folder.with_name(folder.name + SET_ASIDE)
     if aside.exists():
         shutil.rmtree(aside)
     folder.rename(aside)
@@ -58,9 +56,9 @@ def make_again(directory: Path) -> None:
 
 
 def is_there(folder: Path) -> bool:
-    """Whether the folder of a step is; in a bucket, whether it is whole."""
+    """Whether the folder of a step is there."""
     steps = steps_at(folder.parent)
-    return folder.is_dir() if steps is None else steps.is_whole(folder.name)
+    return folder.is_dir() if steps is None else folder.name in steps.kept()
 
 
 def files_of(folder: Path) -> Store:
@@ -71,8 +69,7 @@ def files_of(folder: Path) -> Store:
 
 def _folder_names(directory: Path) -> list[str]:
     if (steps := steps_at(directory)) is not None:
-        named = steps.names()
-        return [name if whole else f"{name}{UNFINISHED}" for name, whole in named.items()]
+        return sorted(steps.kept())
     if not directory.is_dir():
         return []
     found = []

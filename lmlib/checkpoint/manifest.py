@@ -10,7 +10,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -113,23 +113,25 @@ def write_manifest(
     return manifest
 
 
-def rewrite_metric(folder: Path, unfinished: Path, metric: float) -> None:
-    """Puts `metric` into the manifest of a step's folder, in one step.
+def rewrite_metric(
+    folder: Path, unfinished: Path, metric: float, check: Callable[[], None]
+) -> None:
+    """Puts `metric` into the manifest of a step's folder on a disk, in one step.
 
     Args:
       unfinished: a folder beside it that is not there yet. A kill may leave it, and nothing in
         `folder` itself, where another file would be damage.
+      check: called immediately before the rename; what it raises prevents that.
 
     Raises:
       DamagedCheckpointError: if the manifest cannot be read.
       OSError: if it cannot be written.
     """
     content = encode(dataclasses.replace(read_manifest(folder), metric=metric))
-    if (steps := steps_at(folder.parent)) is not None:
-        return steps.files(folder.name).write(MANIFEST, content)
     unfinished.mkdir()
     try:
         write_whole(unfinished / MANIFEST, content)
+        check()
         os.replace(unfinished / MANIFEST, folder / MANIFEST)
     finally:
         shutil.rmtree(unfinished)
@@ -159,7 +161,10 @@ def read_manifest(folder: Path) -> Manifest:
         raise DamagedCheckpointError(folder, MANIFEST, "does not match its own digest")
     if folder.name != str(manifest.step):
         raise DamagedCheckpointError(folder, MANIFEST, f"is that of step {manifest.step}")
-    return manifest
+    if (steps := steps_at(folder.parent)) is None:
+        return manifest
+    kept = steps.kept().get(folder.name)  # the rank is not in the manifest, which never changes
+    return manifest if kept is None else dataclasses.replace(manifest, metric=kept.metric)
 
 
 def check_names_and_sizes(folder: Path, manifest: Manifest) -> None:

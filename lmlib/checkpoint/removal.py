@@ -1,4 +1,4 @@
-"""How a checkpoint is removed, and how a reader tells that from damage.
+"""How a checkpoint on a disk is removed, and how a reader tells that from damage.
 
 Its folder is renamed before the first file is deleted, so a reader finds the checkpoint whole, or
 not at all; what cannot be read of a folder that is still there is damage.
@@ -7,11 +7,10 @@ not at all; what cannot be read of a folder that is still there is damage.
 import contextlib
 import errno
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from lmlib.checkpoint.folders import is_there, unfinished_in
-from lmlib.checkpoint.in_bucket.steps import steps_at
 from lmlib.checkpoint.orbax_internals import UNFINISHED
 from lmlib.storage.bucket.copies import shown
 from lmlib.storage.whole_file import sync
@@ -51,16 +50,12 @@ def reading(folder: Path) -> Iterator[None]:
         raise RemovedCheckpointError(folder) from error
 
 
-def remove(steps: Sequence[Path]) -> None:
+def remove(steps: Sequence[Path], check: Callable[[], None] = lambda: None) -> None:
     """Deletes the folders of steps in one directory. A kill or a power cut meanwhile leaves folders
-    with the ending `REMOVED`, and no half of a step."""
-    kept_apart = [(steps_at(step.parent), step) for step in steps]
-    for place, step in kept_apart:
-        if place is not None:
-            place.remove(step.name.removesuffix(UNFINISHED))
-    steps = [step for place, step in kept_apart if place is None]
+    with the ending `REMOVED`, and no half of a step. `check` is called before each renaming."""
     leaving = [step.with_name(step.name + REMOVED) for step in steps]
     for step, left in zip(steps, leaving, strict=True):
+        check()
         step.rename(left)
     for directory in {left.parent for left in leaving}:
         sync(directory)
@@ -81,8 +76,6 @@ def finish(directory: Path) -> None:
 
 def _delete(folder: Path) -> None:
     """What NFS keeps for a reader stays for the next time."""
-    if (steps := steps_at(folder.parent)) is not None:
-        return steps.remove(folder.name.removesuffix(UNFINISHED))
     try:
         shutil.rmtree(folder)
     except OSError as error:

@@ -5,11 +5,8 @@ import math
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-import jax
-
 from lmlib.checkpoint import folders
-from lmlib.checkpoint.manifest import DamagedCheckpointError, read_manifest, rewrite_metric
-from lmlib.checkpoint.removal import remove
+from lmlib.checkpoint.manifest import DamagedCheckpointError, read_manifest
 
 
 class Retention:
@@ -38,27 +35,18 @@ class Retention:
         self._keep, self._keep_every, self._keep_best = keep, keep_every, keep_best
         self._keep_steps = frozenset(keep_steps)
 
-    def remove_old(self, directory: Path) -> None:
-        """Removes the checkpoints in `directory` that need not stay."""
-        steps = folders.steps_in(directory)
+    def outdated(self, steps: Sequence[int]) -> list[int]:
+        """Those of all `steps`, in order, that need not stay."""
         kept = {*steps[-self._keep :], self.held, *self._keep_steps, *self._best(steps)}
         if self._keep_every is not None:
             kept |= {step for step in steps if step % self._keep_every == 0}
-        remove([directory / str(step) for step in steps if step not in kept])
+        return [step for step in steps if step not in kept]
 
-    def rank(self, directory: Path, step: int, metric: float) -> None:
-        """Ranks `step`, also in its manifest if it is there; what is not finite has no rank.
-
-        Raises:
-          DamagedCheckpointError: if its manifest cannot be read.
-          OSError: if it cannot be written.
-        """
-        if not math.isfinite(metric):
-            return
-        self._metrics[step] = metric
-        folder = directory / str(step)
-        if jax.process_index() == 0 and folders.is_there(folder):
-            rewrite_metric(folder, folders.unfinished_folder(directory, step, "ranked"), metric)
+    def rank(self, step: int, metric: float) -> bool:
+        """Ranks `step`; whether that can be: what is not finite has no rank."""
+        if finite := math.isfinite(metric):
+            self._metrics[step] = metric
+        return finite
 
     def read_ranks(self, directory: Path) -> None:
         """Ranks what is in `directory` as the manifests say; a damaged one has no rank."""

@@ -1,17 +1,14 @@
 """The files of a folder on a disk, as a `Store`."""
 
-import contextlib
 import errno
 import os
 import re
-import secrets
 import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from lmlib.storage.unlinked import LinkError, unlinked
-from lmlib.storage.whole_file import UNFINISHED, make_folder, sync, write_whole
 
 _PIECE = 1 << 20  # bytes
 _DELETED_ON_NFS = re.compile(r"\.nfs[0-9a-f]+")
@@ -30,15 +27,14 @@ class NotAFileError(ValueError):
 
 
 class FolderStore:
-    """Files below `folder`, which may be absent until something is written; it may be a link, and
-    what is read below it may not."""
+    """Files below `folder`, which may be a link; what is read below it may not."""
 
     def __init__(self, folder: Path):
         self._folder = folder
 
     def list(self, under: str = "") -> dict[str, int | None]:
-        """See `Store`. Files that NFS keeps because they were open when they were deleted, and what
-        a kill left of a write, are left out; raises NotAFileError for a link or a device."""
+        """See `Store`. Files that NFS keeps because they were open when they were deleted are left
+        out; raises NotAFileError for a link or a device."""
         sizes: dict[str, int | None] = {}
         pending = [f"{under}/" if under else ""]
         while pending:
@@ -72,26 +68,6 @@ class FolderStore:
                 if into is not None:
                     piece = into[size : size + _PIECE]
 
-    def write(self, name: str, content: bytes) -> None:
-        """See `Store`."""
-        make_folder((self._folder / name).parent)
-        write_whole(self._folder / name, content)
-
-    def write_if_absent(self, name: str, content: bytes) -> bool:
-        """See `Store`: a link to a new file is made only where there is none of that name."""
-        file = self._folder / name
-        unfinished = file.with_name(f".{file.name}.{secrets.token_hex(8)}{UNFINISHED}")
-        make_folder(file.parent)
-        write_whole(unfinished, content)
-        try:
-            os.link(unfinished, file)
-        except FileExistsError:
-            return False
-        finally:
-            unfinished.unlink()
-        sync(file.parent)
-        return True
-
     def _opened(self, name: str, buffering: int) -> Any:
         """Raises NotAFileError for a link, also among the folders above, a pipe or a device."""
         try:
@@ -112,10 +88,3 @@ class FolderStore:
             file.close()
             raise NotAFileError(name)
         return file
-
-    def delete(self, name: str) -> None:
-        """See `Store`."""
-        file = self._folder / name
-        with contextlib.suppress(FileNotFoundError):
-            file.unlink()
-            sync(file.parent)

@@ -1,24 +1,25 @@
 """One run at a time in a bucket: process 0 holds a lease while its run lasts.
 
-Who takes it makes `lease/<number>`, one more than the newest, by a conditional write: of several
-one succeeds. Its owner writes the object anew every ten seconds. One that has not changed for a
-minute, on the clock of the process that looks, is a dead run's, and the next number may be made; so
-is one of this machine, where a lock of the kernel's says whether its owner lives. An owner that
-finds a newer number, or could not write its own in time, has lost the lease.
+The lease is one object, `lease/owner.json`, which each write changes, and which is only written
+while it is as the writer last saw it: of two that write, one succeeds. Its owner writes it anew
+every ten seconds. Who finds that it has not changed for a minute, on its own clock, takes it over
+by writing it; so does at once who is on the same machine, where a lock of the kernel's says whether
+the owner lives. An owner that finds it written by another, or could not write it in time, has lost
+the lease.
 """
 
 import contextlib
 import getpass
-import json
 import os
-import secrets
 import socket
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 from lmlib.storage.bucket.copies import LEASE, copies_folder
-from lmlib.storage.bucket.store import BucketStore, Patience, give_lease_back, hold_lease
+from lmlib.storage.bucket.owned import OwnedObject, TakenOverError
+from lmlib.storage.bucket.store import BucketStore, Found, Patience
 from lmlib.storage.stored_json import parse_json
 from runner.errors import ConfigError, WorkdirLost
 from runner.processes.lock import ABANDONED_SECONDS, RENEW_SECONDS, kernel, seconds_awake_or_not
@@ -44,25 +45,16 @@ class Lease:
           ConfigError: if another run goes on there, and whose.
           BucketError: if the bucket cannot be read or written.
         """
-        self._store = BucketStore(store.url, leased=False)
-        # A renewal that takes longer is of no use, and `check` waits for it.
-        soon = Patience(answer=abandoned_seconds / 6, total=abandoned_seconds / 6)
-        self._renewing = BucketStore(store.url, soon, leased=False)
-        self._limit = abandoned_seconds
+        self._url, self._limit = store.url, abandoned_seconds
         self._closed, self._lost = threading.Event(), ""
-        self._content = {
-            "owner": f"{_user()} (pid {os.getpid()} on {socket.gethostname()})",
-            "start": secrets.token_hex(8),
-            "machine": _machine(),
-        }
-        number = None
-        while number is None:
-            number = self._taken(tell)
-        self._name = f"{LEASE}/{number:08}"
-        for older in self._store.list(LEASE):
-            if older < self._name:
-                self._store.delete(older)
-        hold_lease(store.url, self._seconds)
+        self._mutex = threading.Lock()  # of the object
+        self._machine = f"{kernel()} {copies_folder()}"
+        self._object = OwnedObject(store, f"{LEASE}/owner.json")
+        while not self._taken(tell):
+            pass
+        # A renewal that takes longer is of no use, and `check` waits for it.
+        soon = Patience(answer=abandoned_seconds / 10, total=abandoned_seconds / 10)
+        self._object.store = BucketStore(store.url, soon)
         threading.Thread(target=self._keep, name="lease", daemon=True).start()
 
     def check(self) -> None:
@@ -73,7 +65,7 @@ class Lease:
         if self._lost:
             raise WorkdirLost(self._lost)
 
-    def _seconds(self) -> float:
+    def seconds(self) -> float:
         """For how long this process may write; raises as `check` does."""
         self.check()
         return max(0.0, self._limit - (seconds_awake_or_not() - self._renewed_at))
@@ -84,45 +76,40 @@ class Lease:
     def __exit__(self, *exception: object) -> None:
         """Gives the lease back; a bucket that is not to be reached finds it abandoned."""
         self._closed.set()
-        if not self._lost:  # else what other threads still try is held back
-            give_lease_back(self._store.url)
-            with contextlib.suppress(OSError):
-                self._store.write(self._name, self._encoded(ended=True))
+        with self._mutex, contextlib.suppress(OSError):
+            if not self._lost:
+                self._object.write(self._content(ended=True))
 
-    def _taken(self, tell: Callable[[str], None]) -> int | None:
-        """The number of this process's own object; `None` if another was faster."""
-        newest = max(self._store.list(LEASE), default=None)
-        if newest is None:
-            number = 1
-        else:
-            self._wait_for(newest, tell)
-            number = int(newest.removeprefix(f"{LEASE}/")) + 1
+    def _taken(self, tell: Callable[[str], None]) -> bool:
+        """Waits until the lease is free, then takes it; false if another was faster."""
+        free = self._free(tell)
         self._renewed_at = seconds_awake_or_not()  # who watches may see it from now on
-        took = self._store.write_if_absent(f"{LEASE}/{number:08}", self._encoded())
-        return number if took else None
+        return self._object.take(self._content(), free)
 
-    def _wait_for(self, name: str, tell: Callable[[str], None]) -> None:
-        """Returns when the owner of an object has ended, or is dead."""
-        began, first = time.monotonic(), b""
+    def _free(self, tell: Callable[[str], None]) -> Found:
+        """The object of an owner that has ended, or is dead."""
+        first, began = None, time.monotonic()
         while True:
+            unchanged = time.monotonic() - began
+            found = self._object.found()
             try:
-                content = self._store.read(name)
-                held = parse_json(content)
-                owner, machine, ended = held["owner"], held["machine"], held["ended"]
-            except (FileNotFoundError, ValueError, KeyError, TypeError):
-                return
-            if ended or machine == _machine() or time.monotonic() - began >= self._limit:
-                return
-            if first and content != first:
-                raise ConfigError(
-                    f"{self._store.url} is in use by the run of {owner}: one run at a time; end "
-                    "that one or use another workdir"
-                )
-            if not first:
-                first = content
+                held = parse_json(found.content or b"")
+                user, machine, ended = held["user"], held["machine"], held["ended"]
+            except (ValueError, KeyError, TypeError):
+                return found
+            abandoned = found == first and unchanged >= self._limit
+            if ended or machine == self._machine or abandoned:
+                return found
+            if first is None:
+                first, began = found, time.monotonic()
                 tell(
-                    f"{self._store.url} is locked by the run of {owner}: waiting, for "
+                    f"{self._url} is locked by the run of {user}: waiting, for "
                     f"{self._limit:g} s at most"
+                )
+            elif found != first:
+                raise ConfigError(
+                    f"{self._url} is in use by the run of {user}: one run at a time; end "
+                    "that one or use another workdir"
                 )
             time.sleep(min(1.0, self._limit / 10))
 
@@ -134,38 +121,35 @@ class Lease:
 
     def _renew(self) -> None:
         """Where the bucket is not to be reached, the next try may succeed, until it is too late."""
-        began = seconds_awake_or_not()
-        silent = began - self._renewed_at
-        with contextlib.suppress(OSError):
-            newest = max(self._renewing.list(LEASE), default=None)
-            if newest != self._name:
+        with self._mutex:
+            began = seconds_awake_or_not()
+            silent = began - self._renewed_at
+            if self._closed.is_set() or self._lost:
+                return
+            try:
+                self._object.write(self._content())
+                self._renewed_at = began  # not later: who watches has seen it since
+            except TakenOverError:
                 self._lost = (
-                    f"another run has taken over {self._store.url}, since nothing was heard of "
+                    f"another run has taken over {self._url}, since nothing was heard of "
                     f"this process for {silent:.0f} s: it ends, and writes nothing more"
                 )
-            elif not self._closed.is_set():
-                self._renewing.write(self._name, self._encoded())
-                self._renewed_at = began  # not later: who watches has seen it since
-                return
-        if silent >= self._limit and not self._lost:
-            self._lost = (
-                f"{self._store.url} could not be reached for {silent:.0f} s, and another run may "
-                "have taken it over: this process ends. The same command goes on from the newest "
-                "checkpoint"
-            )
+            except OSError:
+                if silent >= self._limit:
+                    self._lost = (
+                        f"{self._url} could not be reached for {silent:.0f} s, and another run may "
+                        "have taken it over: this process ends. The same command goes on from the "
+                        "newest checkpoint"
+                    )
 
-    def _encoded(self, ended: bool = False) -> bytes:
-        content = self._content | {
+    def _content(self, ended: bool = False) -> dict[str, Any]:
+        return {
+            "user": f"{_user()} (pid {os.getpid()} on {socket.gethostname()})",
+            # The kernel lets one process at a time of a machine and folder write into a copy.
+            "machine": self._machine,
             "ended": ended,
             "renewed": time.time(),
-            "is": secrets.token_hex(4),
         }
-        return json.dumps(content, indent=1).encode()
-
-
-def _machine() -> str:
-    """Of processes that tell the same, the kernel lets one alone write into a copy."""
-    return f"{kernel()} {copies_folder()}"
 
 
 def _user() -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import jax
 
+from lmlib.checkpoint.folders import DIRECTORY as CHECKPOINTS
 from lmlib.storage.bucket.copies import LOGS, copy_to_read, fetch, place_to_write, url_of
 from lmlib.storage.bucket.mirror import Mirror
 from lmlib.storage.bucket.store import BucketStore
@@ -70,20 +71,20 @@ def opened(path: str | os.PathLike[str], tell: Callable[[str], None]) -> Iterato
 @contextlib.contextmanager
 def _written(url: BucketUrl, tell: Callable[[str], None]) -> Iterator[Workdir]:
     """The workdir of process 0, while it holds the lease."""
-    store = BucketStore(url)
     with contextlib.ExitStack() as held:
         with _mistakes():
             folder = held.enter_context(_alone(url))
-            lease = held.enter_context(Lease(store, tell=tell))
+            lease = held.enter_context(Lease(BucketStore(url), tell=tell))
             fetch(url, folder)  # not before: who held the lease may have written until then
+        store = BucketStore(url, permit=lease.seconds)
         mirror = Mirror(folder, store, tell=tell, check=lease.check, wanted=_is_the_runs)
         held.callback(mirror.close)
         yield Workdir(folder, url, lease.check, mirror.sync)
 
 
 def _is_the_runs(name: str) -> bool:
-    """And not this machine's own, nor sent by `supervise`."""
-    return name != LOCK and not name.startswith(f"{LOGS}/")
+    """And not this machine's own, nor sent by `supervise` or with the checkpoints."""
+    return name != LOCK and not name.startswith((f"{LOGS}/", f"{CHECKPOINTS}/"))
 
 
 @contextlib.contextmanager

@@ -92,7 +92,7 @@ def test_older_ones_go_and_the_ranked_stays(bucket):
         checkpoints.save(4, state, {})
         checkpoints.wait()
         assert checkpoints.steps() == [2, 4]
-    left = BucketStore(BucketUrl.parsed(f"{bucket[0]}/checkpoints.arrays")).list()
+    left = BucketStore(BucketUrl.parsed(f"{bucket[0]}/checkpoints.files")).list()
     assert {name.partition("-")[0] for name in left} == {"2", "4"}
 
 
@@ -130,7 +130,7 @@ def test_damage_is_noticed_and_set_aside(bucket):
     with Checkpoints(f"{url}/checkpoints") as checkpoints:
         checkpoints.save(1, state, {})
         checkpoints.save(2, state_on(mesh(2, 1), seed=1), {})
-    arrays = BucketStore(BucketUrl.parsed(f"{url}/checkpoints.arrays"))
+    arrays = BucketStore(BucketUrl.parsed(f"{url}/checkpoints.files"))
     chunk = next(n for n in sorted(arrays.list()) if n.startswith("2-") and "/matrix/0" in n)
     content = bytearray(arrays.read(chunk))
     content[3] ^= 1
@@ -145,3 +145,30 @@ def test_damage_is_noticed_and_set_aside(bucket):
         checkpoints.verify(2)
         assert checkpoints.steps() == [1, 2]
         assert arrays.read(chunk) == content  # what was set aside stays
+
+
+@pytest.mark.parametrize(
+    "index, told",
+    [
+        (None, "steps.json: it is gone, and only it leads to the checkpoints in .*files: put it"),
+        (b'{"steps": {"1": {"folder": "../other", "metric": null}}}', "steps.json: it is damaged"),
+        (b'{"steps": {"1": {"folder": "1-a-0", "metric": "low"}}}', "steps.json: it is damaged"),
+        (b'{"steps": {"/1": {"folder": "1-a-0", "metric": null}}}', "steps.json: it is damaged"),
+    ],
+)
+def test_without_a_sound_list_of_steps_no_checkpoint_is_deleted(bucket, index, told):
+    url = f"{bucket[0]}/checkpoints"
+    with Checkpoints(url) as checkpoints:
+        checkpoints.save(1, state_on(mesh(2, 1)), {})
+    small = BucketStore(BucketUrl.parsed(url))
+    files = BucketStore(BucketUrl.parsed(f"{url}.files"))
+    before, written = files.list(), small.read("steps.json")
+    small.delete("steps.json")
+    if index is not None:
+        small.write("steps.json", index)
+    with pytest.raises(OSError, match=told):
+        Checkpoints(url)
+    assert files.list() == before
+    small.write("steps.json", written)
+    with Checkpoints(url) as checkpoints:
+        assert checkpoints.verify(1).step == 1

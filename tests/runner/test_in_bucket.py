@@ -1,7 +1,9 @@
 """Runs whose workdir is in a bucket: the same curve, bit for bit, or a sentence that says why."""
 
 import contextlib
+import itertools
 import json
+import os
 import re
 import threading
 from collections.abc import Iterator
@@ -13,6 +15,7 @@ import pytest
 import small_experiment
 from buckets.fixtures import folder_in_bucket
 from buckets.proxy import Fault, FaultyProxy, Request
+from buckets.servers import environment
 from forked_processes import ForkedProcess, run_forked
 from small_experiment import small
 from states import assert_same_bits
@@ -22,6 +25,7 @@ from lmlib.metrics.log import read_metrics
 from lmlib.storage.bucket.store import BucketStore, Patience
 from lmlib.storage.bucket.url import BucketUrl
 from lmlib.storage.local_folder import folder_to_read
+from lmlib.storage.stored_json import parse_json
 from runner import Options, fit
 from runner.errors import ConfigError, StoppedEarly, WorkdirLost
 from runner.processes.lease import Lease
@@ -37,7 +41,7 @@ EXPERIMENT_FLAGS = (
 EXPERIMENT = (f"steps={STEPS}", "checkpoints.every=2")
 TIMES = ("tokens_per_second", "step_seconds", "data_wait_seconds", "goodput", "peak_memory_bytes")
 LOG = "metrics.jsonl"
-LEASE = r"lease(/|%2F)0"  # the object of an owner, in a request's path
+LEASE = r"lease(/|%2F)owner.json"  # in a request's path
 PASSING = (Fault.REFUSED, Fault.THROTTLED, Fault.UNAVAILABLE, Fault.CUT, Fault.LOST)
 
 
@@ -139,7 +143,7 @@ def test_a_save_that_fails_leaves_the_last_and_training_goes_on(bucket, machine,
     proxy.fault = lambda request: (
         Fault.FORBIDDEN
         if request.method in ("PUT", "POST")
-        and "checkpoints.arrays" in request.path
+        and "checkpoints.files" in request.path
         and ("/4-" in request.path or "%2F4-" in request.path)
         else None
     )
@@ -168,21 +172,21 @@ def test_no_request_of_an_owner_that_was_cut_off_reaches_the_next(bucket, how):
     """It is tried again and again while another machine takes the lease, and after it."""
     url, proxy = bucket
     quick = Patience(answer=0.5, first_delay=0.01, longest_delay=0.05, total=60.0)
-    late = BucketStore(BucketUrl.parsed(f"{url}/checkpoints"), quick)
-    of_next = BucketStore(BucketUrl.parsed(url), leased=False)
+    of_next = BucketStore(BucketUrl.parsed(url))
     tried = threading.Event()
 
     def cut_off(request: Request) -> Fault | None:
         changes = request.method != "GET" and request.method != "HEAD"
         if changes and "pointer" in request.path:
             tried.set()
-        return Fault.REFUSED if changes and "00000002" not in request.path else None
+        return Fault.REFUSED if changes else None
 
-    of_next.write("checkpoints/pointer", b"of both")
+    of_next.write("pointer", b"of both")
     with (
         Lease(BucketStore(of_next.url), abandoned_seconds=1.0) as own,
         ThreadPoolExecutor() as pool,
     ):
+        late = BucketStore(of_next.url, quick, permit=own.seconds)
         proxy.fault = cut_off
         content = (b"late",) if how == "write" else ()
         sent = pool.submit(getattr(late, how), "pointer", *content)
@@ -190,12 +194,84 @@ def test_no_request_of_an_owner_that_was_cut_off_reaches_the_next(bucket, how):
         with pytest.raises(WorkdirLost, match="another run may have taken it over"):
             while True:  # until the lease has ended
                 own.check()
-        assert of_next.write_if_absent("lease/00000002", b"of another machine")
         proxy.fault = lambda request: None
-        of_next.write("checkpoints/pointer", b"of the next")
+        of_next.write("pointer", b"of the next")
         with pytest.raises(WorkdirLost, match="another run may have taken it over"):
             sent.result(60)
-    assert of_next.read("checkpoints/pointer") == b"of the next"
+    assert of_next.read("pointer") == b"of the next"
+
+
+HOLDER = """
+import sys
+from lmlib.storage.bucket.store import BucketStore
+from lmlib.storage.bucket.url import BucketUrl
+from runner.errors import WorkdirLost
+from runner.processes.lease import Lease
+
+with Lease(BucketStore(BucketUrl.parsed(sys.argv[1])), abandoned_seconds=1.0) as lease:
+    print("held", flush=True)
+    try:
+        while True:
+            lease.check()
+    except WorkdirLost as lost:
+        print(lost, flush=True)
+"""
+
+
+@pytest.mark.landing
+@pytest.mark.parametrize("order", range(5))
+def test_a_delayed_renewal_and_a_takeover_leave_one_owner(bucket, machine, tmp_path, order):
+    """It lands before the next looks, while it looks, or after it has taken, renewed or ended."""
+    url, proxy = bucket
+    store, scheme = BucketStore(BucketUrl.parsed(url)), url.partition(":")[0]
+    ours, theirs = os.pipe()
+    held, looks = threading.Event(), itertools.count()
+
+    def hold(request: Request) -> Fault | None:
+        if request.method in ("GET", "HEAD"):
+            return Fault.REFUSED if held.is_set() else None
+        held.set()
+        return Fault.HELD
+
+    def release_while_the_next_looks(request: Request) -> None:
+        if order == 1 and request.method == "GET" and next(looks) == 1:
+            of_first.release()
+
+    with FaultyProxy(proxy.port) as of_first, os.fdopen(ours) as said:
+        place = environment(scheme, of_first.port) | {"XDG_CACHE_HOME": str(tmp_path / "other")}
+        first = ForkedProcess("-c", HOLDER, url, stdout=theirs, stderr=2, environment=place)
+        os.close(theirs)
+        assert said.readline() == "held\n"
+        of_first.fault = hold
+        assert held.wait(60)
+        if order == 0:
+            of_first.release()
+        proxy.fault = release_while_the_next_looks
+        refused = 0
+        while True:
+            try:
+                lease = Lease(store, abandoned_seconds=1.0)
+                break
+            except ConfigError:  # it was renewed meanwhile
+                refused += 1
+        with lease:
+            if order == 2:
+                of_first.release()
+            renewed = store.read("lease/owner.json")
+            while order == 3 and store.read("lease/owner.json") == renewed:
+                pass
+            if order == 3:
+                of_first.release()
+            assert f"(pid {os.getpid()} on" in parse_json(store.read("lease/owner.json"))["user"]
+            lease.check()
+        if order == 4:
+            of_first.release()
+        assert refused == (order == 1)
+        assert parse_json(store.read("lease/owner.json"))["ended"] is True
+        of_first.fault = lambda request: None
+        assert re.search("may have taken it over|has taken over", said.readline())
+        assert first.wait(60) == 0
+    assert parse_json(store.read("lease/owner.json"))["ended"] is True
 
 
 @pytest.mark.landing

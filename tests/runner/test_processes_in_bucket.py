@@ -8,6 +8,7 @@ import pytest
 from buckets.fixtures import folder_in_bucket
 from several_processes import SECONDS, SeveralProcesses, assert_same_curve
 
+from lmlib.checkpoint import Checkpoints
 from lmlib.storage.bucket.parts import file_of
 from lmlib.storage.bucket.store import BucketStore
 from lmlib.storage.bucket.url import BucketUrl
@@ -31,16 +32,17 @@ def begun(url, folder, count, **settings):
     return SeveralProcesses(count, url, folder / "outputs", environments=machines, **settings)
 
 
-def wait_for(store, name, run):
+def wait_for(url, step, run):
     deadline = time.monotonic() + SECONDS
-    while name not in store.list():
-        assert time.monotonic() < deadline, run.everything()
+    with Checkpoints(f"{url}/checkpoints", read_only=True) as checkpoints:
+        while step not in checkpoints.steps():
+            assert time.monotonic() < deadline, run.everything()
 
 
 def test_a_lost_machine_costs_no_step_of_the_curve(url, tmp_path, monkeypatch):
     store = BucketStore(BucketUrl.parsed(url))
     first = begun(url, tmp_path / "first", 2)
-    wait_for(store, "checkpoints/10/manifest.json", first)
+    wait_for(url, 10, first)
     os.kill(first.running[1].pid, signal.SIGKILL)
     codes = first.exit_codes()
     assert codes[0] == 3 and "because process 1 ended or stopped answering" in first.output(0)

@@ -21,11 +21,8 @@ QUICK = Patience(answer=0.5, first_delay=0.01, longest_delay=0.05, total=20.0)
 SHORT = Patience(answer=0.3, first_delay=0.01, longest_delay=0.02, total=0.5)
 
 
-@pytest.fixture(params=("disk", *SCHEMES))
-def store(request, tmp_path, monkeypatch) -> Iterator[Store]:
-    if request.param == "disk":
-        yield FolderStore(tmp_path / "store")
-        return
+@pytest.fixture(params=SCHEMES)
+def store(request, monkeypatch) -> Iterator[BucketStore]:
     with folder_in_bucket(request.param, monkeypatch) as (url, _):
         yield BucketStore(BucketUrl.parsed(url))
 
@@ -41,6 +38,24 @@ def test_what_was_written_is_read_listed_and_deleted(store):
     store.write("model.norm/.zarray", b"{}")
     store.write("notes", b"old")
     store.write("notes", b"new")
+    check_reading(store)
+    store.delete("notes")
+    store.delete("notes")
+    assert "notes" not in store.list()
+    for read in (lambda: store.read("notes"), lambda: list(store.pieces("notes"))):
+        with pytest.raises(FileNotFoundError):
+            read()
+
+
+def test_a_folder_is_read_as_a_bucket_is(tmp_path):
+    (tmp_path / "model.norm").mkdir()
+    (tmp_path / "model.norm/0.0").write_bytes(b"0123456789")
+    (tmp_path / "model.norm/.zarray").write_bytes(b"{}")
+    (tmp_path / "notes").write_bytes(b"new")
+    check_reading(FolderStore(tmp_path))
+
+
+def check_reading(store: Store) -> None:
     assert store.read("notes") == b"new"
     assert store.read("model.norm/0.0", 2, 5) == b"234"
     assert store.read("model.norm/0.0", 8, 20) == b"89"
@@ -49,10 +64,7 @@ def test_what_was_written_is_read_listed_and_deleted(store):
     into = bytearray(12)
     assert b"".join(map(bytes, store.pieces("model.norm/0.0", memoryview(into)))) == b"0123456789"
     assert into == b"0123456789\0\0"
-    store.delete("notes")
-    store.delete("notes")
-    assert "notes" not in store.list()
-    for read in (lambda: store.read("notes"), lambda: list(store.pieces("notes"))):
+    for read in (lambda: store.read("absent"), lambda: list(store.pieces("absent"))):
         with pytest.raises(FileNotFoundError):
             read()
 

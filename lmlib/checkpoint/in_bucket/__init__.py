@@ -1,13 +1,12 @@
-"""Checkpoints in a bucket, where nothing is renamed and nothing changes in place.
+"""Checkpoints in a bucket, where nothing is renamed and one object alone changes in place.
 
-Of a directory `gs://BUCKET/RUN/checkpoints`, each step has
+Of a directory `gs://BUCKET/RUN/checkpoints` there are
 
-    checkpoints/<step>/arrays            the name of the folder of its arrays, written first
-    checkpoints/<step>/notes/notes.json
-    checkpoints/<step>/manifest.json     as on a disk, written last: with it the step is whole
-    checkpoints.arrays/<step>-<text>/state/<leaf>/…
+    checkpoints/steps.json                   which steps there are, and in which folder each is
+    checkpoints.files/<step>-<text>-<n>/…    the files of a step, named as on a disk
 
-The text is another one whenever the directory is opened, so no process writes into what another
-has begun. A step is removed manifest first. Arrays lie apart, since they are many, and what lists
-the steps should not list them.
+A step is there as soon as steps.json says so, and no longer. It is written with the condition that
+nobody else has written it since (`lmlib.storage.bucket.owned`). No folder's name comes twice: the
+text is another one whenever the directory is opened, and n counts saves. So a request of an earlier
+process, however late it arrives, finds steps.json changed, or a folder that nobody reads.
 """

@@ -1,130 +1,162 @@
-"""The steps in a directory of a bucket: found, read, removed and set aside."""
+"""The steps in a directory of a bucket: found, read, added, removed and set aside."""
 
 import dataclasses
-import functools
-from collections.abc import Iterator
+import errno
+import math
+import os
+import re
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from lmlib.storage.bucket.copies import ARRAYS, REQUESTS, url_of
+from lmlib.storage.bucket.copies import FILES, REQUESTS, url_of
+from lmlib.storage.bucket.failures import BucketError
+from lmlib.storage.bucket.owned import OwnedObject
 from lmlib.storage.bucket.store import BucketStore
+from lmlib.storage.bucket.url import BucketUrl
+from lmlib.storage.stored_json import parse_json
 
-POINTER = "arrays"
+INDEX = "steps.json"
 MANIFEST = "manifest.json"
-_STATE = "state/"  # how the names of files in the folder of arrays begin
+_NAME = re.compile(r"[0-9]{1,18}(\.damaged)?")
+_FOLDER = re.compile(r"[0-9]+-[0-9a-f]+-[0-9]+")
 
 
-def steps_at(directory: Path) -> "StepsInBucket | None":
-    """The steps that `directory`, a copy of a folder in a bucket, stands for; else `None`."""
-    url = url_of(directory)
-    if url is None:
-        return None
-    apart = dataclasses.replace(url, folder=f"{url.folder}{ARRAYS}")
-    return StepsInBucket(BucketStore(url), BucketStore(apart))
+def steps_at(directory: Path, check: Callable[[], None] = lambda: None) -> "StepsInBucket | None":
+    """The steps that `directory`, a copy of a folder in a bucket, stands for; else `None`.
 
-
-@dataclasses.dataclass(frozen=True)
-class StepsInBucket:
-    """Steps by the names of their folders.
-
-    Attributes:
-      small: has the folders of the steps.
-      arrays: has those of their arrays.
+    Args:
+      check: called before each write and deletion, which it prevents by raising.
     """
+    url = url_of(directory)
+    return None if url is None else StepsInBucket(url, check)
 
-    small: BucketStore
-    arrays: BucketStore
 
-    def names(self) -> dict[str, bool]:
-        """Every folder of a step, and whether it is whole."""
-        files = self.small.list()
-        folders = {name.partition("/")[0] for name in files if "/" in name}
-        return {folder: f"{folder}/{MANIFEST}" in files for folder in sorted(folders)}
+class Kept(NamedTuple):
+    """A step that is there: the folder of its files, and its rank, lower is better."""
 
-    def is_whole(self, name: str) -> bool:
-        return f"{name}/{MANIFEST}" in self.small.list(name)
+    folder: str
+    metric: float | None = None
 
-    def files(self, name: str) -> "FilesOfStep":
-        return FilesOfStep(self, name)
 
-    def remove(self, name: str) -> None:
-        """Removes a step; a kill leaves one that is not whole."""
-        self.small.delete(f"{name}/{MANIFEST}")
-        files = self.files(name)
-        if files.folder is not None:
-            self._delete_arrays(files.folder)
-        self._delete_small(name)
+class StepsInBucket:
+    """Steps by their names. Any process may read them; one that has called `take` may change
+    them, until another calls it."""
+
+    def __init__(self, url: BucketUrl, check: Callable[[], None]):
+        self._check = check
+        self._folders = dataclasses.replace(url, folder=f"{url.folder}{FILES}")
+        self._all_files = BucketStore(self._folders, permit=check)
+        self._index = OwnedObject(BucketStore(url, permit=check), INDEX)
+        self._kept: dict[str, Kept] = {}  # as this process has written it
+
+    def kept(self) -> dict[str, Kept]:
+        """The steps that are there now; raises BucketError if steps.json is damaged."""
+        return self._parsed(self._index.found().content)
+
+    def files(self, name: str) -> BucketStore:
+        """The files of a step; raises FileNotFoundError if it is not there."""
+        kept = self.kept().get(name)
+        if kept is None:
+            place = f"{self._index.store.url}/{name}"
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), place)
+        return self.files_in(kept.folder)
+
+    def files_in(self, folder: str) -> BucketStore:
+        """The files in the folder of a step, which may be new."""
+        url = dataclasses.replace(self._folders, folder=self._folders.key(folder))
+        return BucketStore(url, permit=self._check)
+
+    def take(self) -> None:
+        """Makes this process the one that writes; removes what others have left unfinished.
+
+        Raises:
+          BucketError: if there are checkpoints that nothing leads to.
+        """
+        taken = False
+        while not taken:
+            folders, found = self._list_folders(), self._index.found()
+            self._kept = self._parsed(found.content)
+            if found.content is None and any(MANIFEST in files for files in folders.values()):
+                raise BucketError(
+                    errno.EIO,
+                    f"cannot read {self._index.store.url}/{INDEX}: it is gone, and only it leads "
+                    f"to the checkpoints in {self._folders}: put it back, or delete them",
+                )
+            taken = self._index.take(_encoded(self._kept), found)
+        # Nobody else can add them now, since the object has changed.
+        self._delete(folders)
+
+    def finish(self) -> None:
+        """Removes what a save of this process that failed has left."""
+        folders = self._list_folders()
+        self._write(self._kept)
+        self._delete(folders)
+
+    def add(self, name: str, folder: str) -> None:
+        """Makes the step whose files are in `folder` visible."""
+        self._write({**self._kept, name: Kept(folder)})
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Removes steps; a kill leaves files that are no step's."""
+        kept, removed = dict(self._kept), {name: self._kept[name] for name in names}
+        for name in removed:
+            del kept[name]
+        if removed:
+            self._write(kept)
+            self._delete(step.folder for step in removed.values())
 
     def set_aside(self, name: str, aside: str) -> None:
-        """Puts what leads to the arrays of `name` in a folder `aside`; what was there goes."""
-        own, other = self.files(name).folder, self.files(aside).folder
-        if other is not None and own is not None and other != own:
-            self.remove(aside)
-        files = sorted(self.small.list(name), key=lambda file: not file.endswith(f"/{POINTER}"))
-        for file in files:
-            self.small.write(file.replace(name, aside, 1), self.small.read(file))
-        for file in files:  # what leads to the arrays goes first: then they are the other's alone
-            self.small.delete(file)
+        """Renames a step; what has the other name goes."""
+        kept = dict(self._kept)
+        replaced = kept.pop(aside, None)
+        kept[aside] = kept.pop(name)
+        self._write(kept)
+        if replaced is not None:
+            self._delete([replaced.folder])
 
-    def _delete_arrays(self, folder: str) -> None:
+    def rank(self, name: str, metric: float) -> None:
+        self._write({**self._kept, name: self._kept[name]._replace(metric=float(metric))})
+
+    def _write(self, kept: dict[str, Kept]) -> None:
+        self._index.write(_encoded(kept))
+        self._kept = kept
+
+    def _list_folders(self) -> dict[str, set[str]]:
+        """The names of the files in each folder of a step, whole or not."""
+        folders: dict[str, set[str]] = {}
+        for name in self._all_files.list():
+            folder, _, file = name.partition("/")
+            folders.setdefault(folder, set()).add(file)
+        return folders
+
+    def _delete(self, folders: Iterable[str]) -> None:
+        """Deletes the files in those of `folders` that no step has."""
+        kept = {step.folder for step in self._kept.values()}
         with ThreadPoolExecutor(REQUESTS) as threads:
-            list(threads.map(self.arrays.delete, self.arrays.list(folder)))
+            for folder in set(folders) - kept:
+                list(threads.map(self._all_files.delete, self._all_files.list(folder)))
 
-    def _delete_small(self, name: str) -> None:
-        """What leads to the arrays goes last."""
-        for file in sorted(self.small.list(name), key=lambda file: file.endswith(f"/{POINTER}")):
-            self.small.delete(file)
-
-
-class FilesOfStep:
-    """The files of one step by the names that they have on a disk, as a `Store`."""
-
-    def __init__(self, steps: StepsInBucket, name: str):
-        self._steps, self._name = steps, name
-
-    @functools.cached_property
-    def folder(self) -> str | None:
-        """The folder of the arrays; `None` if nothing says which it is."""
+    def _parsed(self, content: bytes | None) -> dict[str, Kept]:
+        if content is None:
+            return {}
         try:
-            return self._steps.small.read(f"{self._name}/{POINTER}").decode()
-        except FileNotFoundError:
-            return None
+            steps = parse_json(content)["steps"]
+            return {name: _step(name, **facts) for name, facts in steps.items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            place = f"{self._index.store.url}/{INDEX}"
+            raise BucketError(errno.EIO, f"cannot read {place}: it is damaged") from error
 
-    def list(self, under: str = "") -> dict[str, int | None]:
-        """See `Store`."""
-        small = self._steps.small.list(self._name)
-        names = {name.removeprefix(f"{self._name}/") for name in small} - {POINTER}
-        if self.folder is not None:
-            found = self._steps.arrays.list(self.folder)
-            names |= {name.removeprefix(f"{self.folder}/") for name in found}
-        return {name: None for name in names if not under or name.startswith(f"{under}/")}
 
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
-        """See `Store`."""
-        store, name = self._placed(name)
-        return store.read(name, start, stop)
+def _step(name: str, folder: Any, metric: Any) -> Kept:
+    """Raises ValueError or TypeError for what no process has written."""
+    if not (_NAME.fullmatch(name) and _FOLDER.fullmatch(folder)):
+        raise ValueError(f"step {name!r:.80} in {folder!r:.80}")
+    if metric is not None and not (isinstance(metric, float) and math.isfinite(metric)):
+        raise ValueError(f"metric {metric!r:.80}")
+    return Kept(folder, metric)
 
-    def pieces(self, name: str, into: memoryview | None = None) -> Iterator[bytes | memoryview]:
-        """See `Store`."""
-        store, name = self._placed(name)
-        return store.pieces(name, into)
 
-    def write(self, name: str, content: bytes) -> None:
-        """See `Store`."""
-        store, name = self._placed(name)
-        store.write(name, content)
-
-    def write_if_absent(self, name: str, content: bytes) -> bool:
-        """See `Store`."""
-        store, name = self._placed(name)
-        return store.write_if_absent(name, content)
-
-    def delete(self, name: str) -> None:
-        """See `Store`."""
-        store, name = self._placed(name)
-        store.delete(name)
-
-    def _placed(self, name: str) -> tuple[BucketStore, str]:
-        if name.startswith(_STATE):
-            return self._steps.arrays, f"{self.folder}/{name}"
-        return self._steps.small, f"{self._name}/{name}"
+def _encoded(kept: dict[str, Kept]) -> dict[str, Any]:
+    return {"steps": {name: step._asdict() for name, step in kept.items()}}

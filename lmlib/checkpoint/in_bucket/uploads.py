@@ -1,7 +1,6 @@
 """How a step gets into a bucket: each process sends chunks of its own, and process 0 the rest."""
 
 import datetime
-import errno
 import itertools
 import json
 import math
@@ -16,10 +15,11 @@ import numpy as np
 
 from lmlib.checkpoint import arrays as saved
 from lmlib.checkpoint import notes as saved_notes
-from lmlib.checkpoint.in_bucket.steps import POINTER, FilesOfStep, StepsInBucket
-from lmlib.checkpoint.manifest import MANIFEST, Manifest, SavedArray, SavedFile, digest_of, encode
+from lmlib.checkpoint.in_bucket.steps import MANIFEST, StepsInBucket
+from lmlib.checkpoint.manifest import Manifest, SavedArray, SavedFile, digest_of, encode
 from lmlib.checkpoint.processes import wait_for_all
 from lmlib.storage.bucket.copies import REQUESTS
+from lmlib.storage.bucket.store import BucketStore
 
 CHUNK_BYTES = 32 << 20  # at most, where a shard can be cut so: the unit that goes in one request
 _SENT = "digests_of_process_{}.json"  # from a process to process 0, until the manifest is written
@@ -36,16 +36,14 @@ class Uploads:
         directory: Path,
         steps: StepsInBucket,
         opening: str,
-        check: Callable[[], None],
         remove_old: Callable[[Path], None],
         save_seconds: int,
     ):
-        """Takes what `manager.open_manager` takes; `check` is called before each thing is written
-        that others would read."""
+        """Takes what `manager.open_manager` takes; process 0 has taken the `steps`."""
         self._directory, self._steps, self._opening = directory, steps, opening
-        self._check, self._remove_old, self._seconds = check, remove_old, save_seconds
+        self._remove_old, self._seconds = remove_old, save_seconds
         self._pending: Future[None] | None = None
-        self._newest = max((int(name) for name in steps.names() if name.isdecimal()), default=None)
+        self._newest = max((int(name) for name in steps.kept() if name.isdecimal()), default=None)
 
     def latest_step(self) -> int | None:
         """The newest step that is there, or that was begun."""
@@ -102,12 +100,8 @@ class Uploads:
         bare: dict[str, jax.ShapeDtypeStruct],
         beforehand: Callable[[], None],
     ) -> None:
-        self._check()
-        folder, first = f"{step}-{self._opening}", jax.process_index() == 0
-        files = self._steps.files(str(step))
-        if first:
-            self._steps.small.write(f"{step}/{POINTER}", folder.encode())
-        wait_for_all(f"upload_begun_{number}", self._seconds)
+        folder, first = f"{step}-{self._opening}-{number}", jax.process_index() == 0
+        files = self._steps.files_in(folder)
         digests = _send_all(files, chunks)
         if not first:
             sent = json.dumps(digests).encode()
@@ -121,18 +115,15 @@ class Uploads:
             now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
             manifest = Manifest(step, now, None, arrays, digests)
             # What could not be restored is not saved.
-            saved.check_layout(self._directory / str(step), manifest, bare)
+            saved.check_layout(self._directory / str(step), manifest, bare, files)
             beforehand()
-            self._check()
-            if not files.write_if_absent(MANIFEST, encode(manifest)):
-                raise FileExistsError(
-                    errno.EEXIST, f"step {step} of {self._directory} has been saved by another"
-                )
+            files.write(MANIFEST, encode(manifest))
+            self._steps.add(str(step), folder)
             self._remove_old(self._directory)
         wait_for_all(f"upload_whole_{number}", self._seconds)
 
 
-def _send_all(files: FilesOfStep, contents: list[Any]) -> dict[str, SavedFile]:
+def _send_all(files: BucketStore, contents: list[Any]) -> dict[str, SavedFile]:
     """Writes files in parallel; their sizes and digests."""
 
     def send(content: tuple[str, Any]) -> tuple[str, SavedFile]:
@@ -145,7 +136,7 @@ def _send_all(files: FilesOfStep, contents: list[Any]) -> dict[str, SavedFile]:
         return dict(threads.map(send, contents))
 
 
-def _taken(files: FilesOfStep, processes: Iterable[int]) -> list[dict[str, SavedFile]]:
+def _taken(files: BucketStore, processes: Iterable[int]) -> list[dict[str, SavedFile]]:
     """What each of `processes` sent, whose notes of that are deleted."""
 
     def take(process: int) -> dict[str, SavedFile]:

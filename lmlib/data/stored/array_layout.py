@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lmlib.storage.bucket.copies import url_of
-from lmlib.storage.store import store_of
+from lmlib.storage.bucket.store import BucketStore
 from lmlib.storage.stored_json import read_json
 
 _LARGEST_DESCRIPTION = 1 << 20  # bytes
@@ -144,8 +144,8 @@ def file_sizes(layout: ArrayLayout) -> dict[str, int]:
 
     A bucket does not tell them: each file that is there has what it should, until it is read.
     """
-    if url_of(layout.folder) is not None:
-        names = [name for name in store_of(layout.folder).list() if name.isdecimal()]
+    if (url := url_of(layout.folder)) is not None:
+        names = [name for name in BucketStore(url).list() if name.isdecimal()]
         return {name: layout.least_bytes(int(name)) for name in names}
     if not layout.folder.is_dir():
         return {}

@@ -23,7 +23,7 @@ from lmlib.storage.whole_file import write_whole
 
 LEASE = "lease"  # folder of who writes there, by number
 LOGS = "logs"  # folder of what the processes of a run print: each sends its own
-ARRAYS = ".arrays"  # ending of the folder that has the arrays of checkpoints in it
+FILES = ".files"  # ending of the folder that has the files of checkpoints
 # Folders whose files stay in the bucket: what reads them goes there, or they are for people alone.
 _LARGE = frozenset({"c", "tensorboard", "profile", "hlo", LEASE, LOGS})
 REQUESTS = 16  # at once
@@ -132,4 +132,4 @@ def _url_of(path: Path, *kinds: str) -> BucketUrl | None:
 
 def _stays(name: str) -> bool:
     folders = name.split("/")[:-1]
-    return any(folder in _LARGE or folder.endswith(ARRAYS) for folder in folders)
+    return any(folder in _LARGE or folder.endswith(FILES) for folder in folders)

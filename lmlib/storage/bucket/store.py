@@ -3,7 +3,6 @@
 import errno
 import functools
 import json
-import math
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -15,9 +14,6 @@ from lmlib.storage.bucket.url import BucketUrl
 
 if TYPE_CHECKING:  # it is imported where a bucket is: most commands need none
     import tensorstore as ts
-
-# By URL: of folders whose lease this process holds or has lost, for how many seconds it may write.
-_leases: dict[str, Callable[[], float]] = {}
 
 _READING = {"list", "read"}
 _ONCE = {"max_retries": 1, "initial_delay": "1ms", "max_delay": "1ms"}
@@ -43,19 +39,38 @@ class Patience:
     total: float = 180.0
 
 
+@dataclass(frozen=True)
+class Found:
+    """An object as it was found.
+
+    Attributes:
+      content: `None` if there is no such object.
+      generation: tells this state of the object from every other one; on S3, from those with other
+        content.
+    """
+
+    content: bytes | None
+    generation: bytes
+
+
 class BucketStore:
     """Objects whose names begin with a URL's folder. Any thread may use it."""
 
-    def __init__(self, url: BucketUrl, patience: Patience = Patience(), *, leased: bool = True):
+    def __init__(
+        self,
+        url: BucketUrl,
+        patience: Patience = Patience(),
+        permit: Callable[[], float | None] = lambda: None,
+    ):
         """Sends nothing: what is wrong with the bucket is known at the first request.
 
         Args:
-          leased: whether each write and deletion, each further try included, needs the lease that
-            this process has taken of a folder above, if it has; `False` for the lease itself.
+          permit: called before each try of a write or a deletion. Returns for how many seconds it
+            may take, `None` for any number, and prevents it by raising.
         """
         self.url = url
         self._patience = patience
-        self._leased = leased
+        self._permit = permit
 
     def list(self, under: str = "") -> dict[str, int | None]:
         """See `Store`; TensorStore tells no sizes."""
@@ -97,22 +112,35 @@ class BucketStore:
         yield content
 
     def write(self, name: str, content: bytes) -> None:
-        """See `Store`."""
+        """Puts `content` in the place of an object, whole, and durably when it returns."""
         key = self.url.key(name)
         self._answer("write", name, lambda: self._keys.write(key, content), len(content))
 
     def write_if_absent(self, name: str, content: bytes) -> bool:
-        """See `Store`. A write whose answer was lost finds its own content there."""
-        key = self.url.key(name)
-        found = self._answer("read", name, lambda: self._keys.read(key))
-        if found.state == "missing":
-            absent = found.stamp.generation
-            self._answer("write", name, lambda: self._keys.write(key, content, if_equal=absent))
-            found = self._answer("read", name, lambda: self._keys.read(key))
-        return found.value == content
+        """As `write`, of an object that is not there; whether it was not. Of several processes one
+        writes it, unless all write the same. A write whose answer was lost finds its own."""
+        found = self.found(name)
+        if found.content is None:
+            found = self.replace(name, content, found)
+        return found.content == content
+
+    def found(self, name: str) -> Found:
+        """The object as it is now."""
+        read = self._answer("read", name, lambda: self._keys.read(self.url.key(name)))
+        content = read.value if read.state == "value" else None
+        return Found(content, read.stamp.generation)
+
+    def replace(self, name: str, content: bytes, before: Found) -> Found:
+        """Writes `content` if the object is still as it was found `before`, which the server
+        decides; then the object as it is now. `content` must not be what was ever there."""
+        key, unchanged = self.url.key(name), before.generation
+        self._answer(
+            "write", name, lambda: self._keys.write(key, content, if_equal=unchanged), len(content)
+        )
+        return self.found(name)
 
     def delete(self, name: str) -> None:
-        """See `Store`."""
+        """Deletes an object, which may be absent."""
         self._answer("delete", name, lambda: self._keys.write(self.url.key(name), None))
 
     @property
@@ -125,7 +153,8 @@ class BucketStore:
         longest = patience.answer + size / patience.bytes_per_second
         began, delay = time.monotonic(), patience.first_delay
         while True:
-            limit = longest if doing in _READING else min(longest, self._lease_seconds())
+            permitted = None if doing in _READING else self._permit()
+            limit = longest if permitted is None else min(longest, permitted)
             try:
                 return _within(request, limit)
             except TimeoutError:
@@ -142,29 +171,9 @@ class BucketStore:
             time.sleep(delay * random.uniform(0.5, 1.0))  # not all processes at once
             delay = min(2 * delay, patience.longest_delay)
 
-    def _lease_seconds(self) -> float:
-        """For how long this process may write; raises what its lease does where it is lost."""
-        held = [
-            seconds
-            for folder, seconds in list(_leases.items())
-            if self._leased and f"{self.url}/".startswith(f"{folder}/")
-        ]
-        return min((seconds() for seconds in held), default=math.inf)
-
     def _failure(self, doing: str, name: str, code: int, cause: str) -> BucketError:
         where = str(self.url) if name == "." else f"{self.url}/{name}"
         return BucketError(code, f"cannot {doing} {where}: {cause}")
-
-
-def hold_lease(url: BucketUrl, seconds: Callable[[], float]) -> None:
-    """From now on this process writes below `url` only for as long as `seconds` says, which raises
-    where the lease is lost."""
-    _leases[str(url)] = seconds
-
-
-def give_lease_back(url: BucketUrl) -> None:
-    """Nothing is held back any more."""
-    _leases.pop(str(url), None)
 
 
 def _within(request: Callable[[], Any], seconds: float) -> Any:

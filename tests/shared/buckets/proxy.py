@@ -5,6 +5,7 @@ import dataclasses
 import enum
 import http.client
 import http.server
+import json
 import socket
 import threading
 import time
@@ -23,6 +24,7 @@ class Fault(enum.Enum):
     FORBIDDEN = "403 is answered"
     CUT = "half of the answer comes"
     LOST = "it is done, and its answer is lost"
+    HELD = "the connection is closed, and it is done when `release` is called"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +42,7 @@ class FaultyProxy:
     Attributes:
       port: where it listens, on the loopback interface.
       requests: those that came.
+      held: those that the network has delayed.
     """
 
     def __init__(
@@ -50,12 +53,13 @@ class FaultyProxy:
         keeps_conditions: bool = False,
     ):
         """`keeps_conditions`: of a server that takes every upload, even one that says, as Google's
-        servers understand it (https://cloud.google.com/storage/docs/request-preconditions), that no
-        object of that name may be there."""
+        servers understand it (https://cloud.google.com/storage/docs/request-preconditions), of
+        which generation the object must be, and 0 if none may be there."""
         self._writing = threading.Lock()
         self._keeps_conditions = keeps_conditions
         self.fault, self.latency = fault, latency
         self.requests: list[Request] = []
+        self.held: list[_Held] = []
         self._server = server
         self._ended = threading.Event()
         self._mutex = threading.Lock()
@@ -63,6 +67,7 @@ class FaultyProxy:
 
         class Handler(http.server.BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+            disable_nagle_algorithm = True  # which waits 40 ms before it sends a short answer
 
             def _pass_on(self) -> None:
                 proxy._serve(self)
@@ -84,13 +89,19 @@ class FaultyProxy:
         self.port = self._listener.server_address[1]
         threading.Thread(target=self._listener.serve_forever, daemon=True).start()
 
+    def release(self, order: Callable[[list["_Held"]], list["_Held"]] = list) -> list[int]:
+        """Does what was held, in `order`; the status of each answer."""
+        with self._mutex:
+            held, self.held = self.held, []
+        return [self._answered(each)[0] for each in order(held)]
+
     @contextlib.contextmanager
     def faultless_afterwards(self) -> Iterator[None]:
         """A block after which requests are passed on as they come, and those that wait end."""
         try:
             yield
         finally:
-            self.fault, self.latency = (lambda request: None), 0.0
+            self.fault, self.latency, self.held = (lambda request: None), 0.0, []
             self._ended.set()
             self._ended = threading.Event()
 
@@ -111,8 +122,12 @@ class FaultyProxy:
         with self._mutex:
             request = Request(len(self.requests), client.command, client.path)
             self.requests.append(request)
-        body = _body(client)
+        sent = _Held(client.command, client.path, dict(client.headers), _body(client))
         fault = self.fault(request)
+        if fault is Fault.HELD:
+            with self._mutex:
+                self.held.append(sent)
+            return _close(client)
         if self.latency:
             time.sleep(self.latency)
         match fault:
@@ -124,44 +139,51 @@ class FaultyProxy:
             case Fault.THROTTLED | Fault.UNAVAILABLE | Fault.FORBIDDEN:
                 code = {Fault.THROTTLED: 429, Fault.UNAVAILABLE: 503, Fault.FORBIDDEN: 403}[fault]
                 return _answer(client, code, {"Content-Type": "application/json"}, b"{}")
-        with self._writing if self._keeps_conditions else contextlib.nullcontext():
-            if self._keeps_conditions and self._is_refused(client):
-                status, headers, content = 412, {}, b"{}"
-            else:
-                status, headers, content = self._asked(client, client.path, body)
+        status, headers, content = self._answered(sent)
         if fault is Fault.LOST:
             return _close(client)
-        sent = content[: len(content) // 2] if fault is Fault.CUT else content
-        _answer(client, status, headers, sent, whole=len(content))
+        shown = content[: len(content) // 2] if fault is Fault.CUT else content
+        _answer(client, status, headers, shown, whole=len(content))
         if fault is Fault.CUT:
             _close(client)
 
-    def _is_refused(self, client: http.server.BaseHTTPRequestHandler) -> bool:
-        """Whether it uploads an object, to be new, that is there already."""
-        url = urllib.parse.urlsplit(client.path)
+    def _answered(self, sent: "_Held") -> tuple[int, dict[str, str], bytes]:
+        with self._writing if self._keeps_conditions else contextlib.nullcontext():
+            if self._keeps_conditions and self._is_refused(sent):
+                return 412, {}, b"{}"
+            return self._asked(sent)
+
+    def _is_refused(self, sent: "_Held") -> bool:
+        """Whether it uploads an object that is not as the request says it must be."""
+        url = urllib.parse.urlsplit(sent.path)
         asked = urllib.parse.parse_qs(url.query)
-        if client.command != "POST" or asked.get("ifGenerationMatch") != ["0"]:
+        if sent.method != "POST" or "ifGenerationMatch" not in asked:
             return False
         name = urllib.parse.quote(asked["name"][0], safe="")
         path = f"{url.path.removeprefix('/upload')}/{name}"
-        return self._asked(client, path, b"", "GET")[0] == 200
+        status, _, content = self._asked(_Held("GET", path, {}, b""))
+        found = json.loads(content)["generation"] if status == 200 else "0"
+        return asked["ifGenerationMatch"] != [found]
 
-    def _asked(
-        self,
-        client: http.server.BaseHTTPRequestHandler,
-        path: str,
-        body: bytes,
-        method: str | None = None,
-    ) -> tuple[int, dict[str, str], bytes]:
+    def _asked(self, sent: "_Held") -> tuple[int, dict[str, str], bytes]:
         """What the server answers."""
         connection = http.client.HTTPConnection("127.0.0.1", self._server)
         try:
-            headers = {} if method else dict(client.headers)
-            connection.request(method or client.command, path, body, headers)
+            connection.request(sent.method, sent.path, sent.body, sent.headers)
             answer = connection.getresponse()
             return answer.status, dict(answer.headers), answer.read()
         finally:
             connection.close()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Held:
+    """A request as it came."""
+
+    method: str
+    path: str
+    headers: dict[str, str]
+    body: bytes
 
 
 def _body(client: http.server.BaseHTTPRequestHandler) -> bytes:

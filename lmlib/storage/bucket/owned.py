@@ -1,0 +1,80 @@
+"""An object in a bucket that one owner at a time writes, and that another may take over.
+
+The server makes each write only while the object is as the writer last saw it. So a takeover is a
+write like any other, and whatever an earlier owner still sends is refused, however late it arrives.
+"""
+
+import errno
+import json
+import secrets
+from typing import Any
+
+from lmlib.storage.bucket.failures import BucketError
+from lmlib.storage.bucket.store import BucketStore, Found
+from lmlib.storage.stored_json import parse_json
+
+_OWNER = "owner"
+
+
+class TakenOverError(BucketError):
+    """Another owner has taken the object over, or it was deleted."""
+
+
+class OwnedObject:
+    """A JSON object with the entries of its content, its owner, and a random text.
+
+    One thread at a time may use it.
+    """
+
+    def __init__(self, store: BucketStore, name: str):
+        """`store` may be exchanged for one with another patience."""
+        self.store = store
+        self._name = name
+        self._owner = secrets.token_hex(8)
+        self._last: Found | None = None  # as this process left it
+
+    def found(self) -> Found:
+        """The object as it is now."""
+        return self.store.found(self._name)
+
+    def take(self, content: dict[str, Any], before: Found) -> bool:
+        """Makes this process the owner if the object is still as it was found `before`; whether it
+        is."""
+        encoded = self._encoded(content)
+        found = self.store.replace(self._name, encoded, before)
+        self._last = found
+        return found.content == encoded
+
+    def write(self, content: dict[str, Any]) -> None:
+        """Puts `content` in the place of what this process wrote last.
+
+        Raises:
+          TakenOverError: if the object is another's now; nothing was written.
+          BucketError: if the bucket cannot be written. The object then has this content or the one
+            before, and the next call puts that right.
+        """
+        assert self._last is not None
+        encoded = self._encoded(content)
+        while self._last.content != encoded:
+            found = self.store.replace(self._name, encoded, self._last)
+            # Another content of this process's is that of an earlier call that seemed to fail.
+            if found.content is None or _owner_of(found.content) != self._owner:
+                place = f"{self.store.url}/{self._name}"
+                raise TakenOverError(
+                    errno.EBUSY,
+                    f"cannot write {place}: another process has begun to write there since, or the "
+                    "object was deleted",
+                )
+            self._last = found
+
+    def _encoded(self, content: dict[str, Any]) -> bytes:
+        # S3 tells an object's states by their content: no two may be the same.
+        own = {_OWNER: self._owner, "random": secrets.token_hex(8)}
+        return json.dumps({**own, **content}, indent=1).encode()
+
+
+def _owner_of(content: bytes) -> Any:
+    try:
+        return parse_json(content)[_OWNER]
+    except (ValueError, KeyError, TypeError):
+        return None

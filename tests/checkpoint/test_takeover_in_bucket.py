@@ -1,0 +1,235 @@
+"""Checkpoints in a bucket, taken over while the network holds the requests of their owner.
+
+The first owner is a process of its own, behind a proxy of its own. It holds no lease: what it sends
+late, and what it tries again once it is back, is refused by the names of things and by the server.
+"""
+
+import itertools
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from typing import IO
+
+import jax
+import pytest
+from buckets.fixtures import folder_in_bucket
+from buckets.owner import state
+from buckets.proxy import Fault, FaultyProxy, Request
+from buckets.servers import environment
+from forked_processes import ForkedProcess
+
+from lmlib.checkpoint import Checkpoints
+from lmlib.storage.bucket.store import BucketStore
+from lmlib.storage.bucket.url import BucketUrl
+from lmlib.storage.stored_json import parse_json
+
+pytestmark = pytest.mark.landing
+INDEX = "checkpoints/steps.json"
+# Writes and deletions of the first owner's act, in order: four files of arrays, notes, the
+# manifest, steps.json with the step, steps.json without the one before, and that one's six files.
+ARRAYS, NOTES, MANIFEST, ADDED, REMOVED, DELETED = 0, 4, 5, 6, 7, 8
+
+
+@pytest.fixture(params=[pytest.param("s3", marks=pytest.mark.slow), "gs"])
+def bucket(request, monkeypatch, tmp_path) -> Iterator[tuple[str, str, FaultyProxy]]:
+    """A folder's URL and scheme, and the proxy of the first owner."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with (
+        folder_in_bucket(request.param, monkeypatch) as (url, proxy),
+        FaultyProxy(proxy.port) as of_first,
+    ):
+        yield url, request.param, of_first
+
+
+class First:
+    """The first owner, which has saved step 2."""
+
+    def __init__(self, bucket: tuple[str, str, FaultyProxy], how: str, errors: IO[str]):
+        url, scheme, self.proxy = bucket
+        ours, theirs = os.pipe()
+        self._said = os.fdopen(ours)
+        given, self._line = os.pipe()
+        self.process = ForkedProcess(
+            *("-m", "buckets.owner", f"{url}/checkpoints", how),
+            stdin=given,
+            stdout=theirs,
+            stderr=errors,
+            environment=environment(scheme, self.proxy.port),
+        )
+        os.close(theirs)
+        os.close(given)
+        assert self._said.readline() == "ready\n"
+
+    def act(self, strike: int) -> None:
+        """Lets it act until its changing request number `strike` has come: the network holds that
+        and all that follow, and lets nothing be read any more."""
+        numbers, struck = itertools.count(), threading.Event()
+
+        def fault(request: Request) -> Fault | None:
+            if request.method in ("GET", "HEAD"):
+                return Fault.REFUSED if struck.is_set() else None
+            if next(numbers) < strike:
+                return None
+            struck.set()
+            return Fault.HELD
+
+        self.proxy.fault = fault
+        os.write(self._line, b"\n")
+        assert struck.wait(60)
+
+    def act_until_it_is_stopped(self, strike: int) -> None:
+        """Lets it act until its changing request number `strike` has come; that is done."""
+        numbers, stopped = itertools.count(), threading.Event()
+
+        def fault(request: Request) -> None:
+            if request.method not in ("GET", "HEAD") and next(numbers) == strike:
+                os.kill(self.process.pid, signal.SIGSTOP)
+                stopped.set()
+
+        self.proxy.fault = fault
+        os.write(self._line, b"\n")
+        assert stopped.wait(60)
+
+    def comes_back(self) -> list[str]:
+        """What came of its act, and of the save after it."""
+        self.proxy.release()
+        self.proxy.fault = lambda request: None
+        self.proxy.release()
+        assert self.process.wait(60) == 0
+        return self._said.read().splitlines()
+
+
+@pytest.fixture
+def first(bucket, tmp_path) -> Iterator[Callable[[str], First]]:
+    started: list[First] = []
+    with (tmp_path / "errors").open("w") as errors:
+
+        def start(how: str) -> First:
+            started.append(First(bucket, how, errors))
+            return started[-1]
+
+        yield start
+        for each in started:
+            each.process.kill()
+
+
+def contents(url: str) -> dict[str, bytes]:
+    store = BucketStore(BucketUrl.parsed(url))
+    return {name: store.read(name) for name in store.list()}
+
+
+def folders_of(found: dict[str, bytes]) -> tuple[set[str], set[str]]:
+    """Those that hold something, and those that steps.json names."""
+    there = {name.split("/")[1] for name in found if name.startswith("checkpoints.files/")}
+    return there, {step["folder"] for step in parse_json(found[INDEX])["steps"].values()}
+
+
+def check_undisturbed(url: str, before: dict[str, bytes], steps: dict[int, float]) -> None:
+    """Nothing of `before` has changed, its steps are sound, and the next owner removes the rest."""
+    after = contents(url)
+    _, named = folders_of(before)
+    own = {name for name in before if name == INDEX or name.split("/")[1] in named}
+    assert {name: after.get(name) for name in own} == {name: before[name] for name in own}
+    assert folders_of(after)[1] == named
+    target = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding),
+        state(0.0),
+    )
+    with Checkpoints(f"{url}/checkpoints") as checkpoints:
+        assert checkpoints.steps() == sorted(steps)
+        for step, value in steps.items():
+            restored, _ = checkpoints.restore(step, target)
+            assert jax.device_get(restored["matrix"]).tolist() == [[value] * 6] * 4
+            checkpoints.verify(step)
+    there, named = folders_of(contents(url))
+    assert there == named
+
+
+def saved_by_the_next(url: str, step: int, **settings: int) -> None:
+    with Checkpoints(f"{url}/checkpoints", **settings) as checkpoints:
+        checkpoints.save(step, state(step + 0.5), {"by": "the next"})
+
+
+def is_taken_over(line: str) -> bool:
+    return "cannot write" in line and "another process has begun to write there" in line
+
+
+@pytest.mark.parametrize("strike", (ARRAYS, ARRAYS + 2, NOTES, MANIFEST, ADDED))
+def test_a_save_that_is_cut_off_disturbs_nothing_of_the_next(bucket, first, strike):
+    url = bucket[0]
+    cut_off = first("save")
+    cut_off.act(strike)
+    saved_by_the_next(url, 4)
+    saved_by_the_next(url, 6)
+    before = contents(url)
+    save, later = cut_off.comes_back()
+    assert save != "done" and is_taken_over(later)
+    check_undisturbed(url, before, {2: 2.0, 4: 4.5, 6: 6.5})
+
+
+@pytest.mark.parametrize("strike", (REMOVED, DELETED, DELETED + 1, DELETED + 3, DELETED + 5))
+def test_a_removal_that_is_cut_off_disturbs_nothing_of_the_next(bucket, first, strike):
+    """The next has the step that was to go, or not: the object that says so came first."""
+    url = bucket[0]
+    cut_off = first("save")
+    cut_off.act(strike)
+    saved_by_the_next(url, 6)
+    before = contents(url)
+    assert is_taken_over(cut_off.comes_back()[-1])
+    check_undisturbed(url, before, ({2: 2.0} if strike == REMOVED else {}) | {4: 4.0, 6: 6.5})
+
+
+@pytest.mark.parametrize("how", ["rank", "set aside"])
+@pytest.mark.parametrize("of_next", range(5))
+def test_what_was_to_be_changed_of_a_step_stays_as_the_next_has_it(bucket, first, how, of_next):
+    """The next opens, saves, ranks or removes the same step; or is followed by another."""
+    url, steps = bucket[0], {2: 2.0}
+    cut_off = first(how)
+    cut_off.act(0)
+    with Checkpoints(f"{url}/checkpoints", keep=1 if of_next == 3 else 3) as checkpoints:
+        if of_next in (1, 3):
+            checkpoints.save(4, state(4.5), {})
+            checkpoints.wait()
+            steps = {2: 2.0, 4: 4.5} if of_next == 1 else {4: 4.5}
+        if of_next == 2:
+            checkpoints.rank(2, 0.25)
+    if of_next == 4:
+        saved_by_the_next(url, 6)
+        steps = {2: 2.0, 6: 6.5}
+    before = contents(url)
+    assert all(map(is_taken_over, cut_off.comes_back()))
+    check_undisturbed(url, before, steps)
+
+
+@pytest.mark.parametrize("strike", (ARRAYS, NOTES, MANIFEST, ADDED, DELETED + 2))
+def test_a_process_that_is_stopped_in_a_save_disturbs_nothing_of_the_next(bucket, first, strike):
+    url = bucket[0]
+    stopped = first("save")
+    stopped.act_until_it_is_stopped(strike)
+    saved_by_the_next(url, 6)
+    before = contents(url)
+    os.kill(stopped.process.pid, signal.SIGCONT)
+    assert is_taken_over(stopped.comes_back()[-1])
+    had = parse_json(before[INDEX])["steps"]
+    assert set(had) - {"6"} in ({"2"}, {"2", "4"}, {"4"})
+    values = {"2": 2.0, "4": 4.0, "6": 6.5}
+    check_undisturbed(url, before, {int(name): values[name] for name in had})
+
+
+@pytest.mark.parametrize("order", range(5))
+def test_delayed_requests_of_a_save_may_land_between_any_two_of_the_next(bucket, first, order):
+    """All that a save sends from its first array on lands before, or in the midst of, or after the
+    next owner's two saves."""
+    url, has = bucket[0], 4 if order == 4 else 2
+    cut_off = first("save")
+    cut_off.act((ARRAYS, MANIFEST, ADDED, ADDED, DELETED)[order])
+    for turn, step in enumerate((6, 8)):
+        with Checkpoints(f"{url}/checkpoints") as checkpoints:
+            checkpoints.save(step, state(step + 0.5), {})
+            if turn == order % 2:
+                cut_off.proxy.release()
+            checkpoints.wait()
+    before = contents(url)
+    assert is_taken_over(cut_off.comes_back()[-1])
+    check_undisturbed(url, before, {has: float(has), 6: 6.5, 8: 8.5})
