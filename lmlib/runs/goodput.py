@@ -27,7 +27,8 @@ class Start:
 
     `seconds` are those of each phase, by a clock that nobody can set. `began` and `until` are
     seconds since the epoch, as the clock on the wall had it when the process began. `ended`: how,
-    if it was not by the last step, "diverged" say; empty while it lasts. `reason`: in words.
+    if it was not by the last step, "diverged" say; empty while it lasts. `reason`: in words. `start` is
+    the random text of the start, as in its start.json.
     """
 
     began: float
@@ -36,6 +37,7 @@ class Start:
     seconds: Mapping[str, float]
     ended: str = ""
     reason: str = ""
+    start: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +102,7 @@ def _parsed(entry: Any) -> Start | None:
             _seconds(entry["until"]),
             entry["last_step"],
             {str(name): _seconds(value) for name, value in entry["seconds"].items()},
-            *(str(entry.get(name, "")) for name in ("ended", "reason")),
+            *(str(entry.get(name, "")) for name in ("ended", "reason", "start")),
         )
     except (ValueError, KeyError, TypeError, AttributeError):
         return None

@@ -118,4 +118,5 @@ _KEYS: Mapping[str, Callable[[Any], bool]] = {
     "compressed_bits_per_byte": _each(is_number),
     "samples": lambda value: isinstance(value, list) and all(map(_is_text, value)),
     "goodput": _or_none(_is_goodput),
+    "start": _is_text,
 }

@@ -24,11 +24,13 @@ class GoodputLog:
         phases: Phases,
         check: Callable[[], None] = lambda: None,
         enabled: bool = True,
+        start: str = "",
     ):
         """Reads what earlier starts left; what cannot be read is not counted.
 
         Args:
           check: called before each write, which it prevents if it raises.
+          start: the random text of this start.
 
         Attributes:
           problem: what could not be read, in words; `None` if all could.
@@ -36,7 +38,7 @@ class GoodputLog:
         self._file = workdir / FILE_NAME
         self._phases = phases
         self._check = check
-        self._enabled = enabled
+        self._enabled, self._start_text = enabled, start
         self._earlier, self.problem = read_starts(workdir)
         self._began = time.time() - sum(phases.seconds().values())
         self._last_step = 0
@@ -81,4 +83,12 @@ class GoodputLog:
     def _start(self) -> Start:
         seconds = {str(phase): value for phase, value in self._phases.seconds().items()}
         until = self._began + sum(seconds.values())
-        return Start(self._began, until, self._last_step, seconds, self._ended, self._reason)
+        return Start(
+            self._began,
+            until,
+            self._last_step,
+            seconds,
+            self._ended,
+            self._reason,
+            self._start_text,
+        )

@@ -82,10 +82,14 @@ class Profiler:
 
 
 def where_the_time_went(
-    folder: Path, compiled: jax.stages.Compiled, experiment: Experiment, steps: int
+    folder: Path,
+    compiled: jax.stages.Compiled,
+    experiment: Experiment,
+    steps: int,
+    check: Callable[[], None] = lambda: None,
 ) -> str:
     """Tables of the newest trace in `folder`, which has `steps` steps; those of all kernels go into
-    folder/kernels.txt.
+    folder/kernels.txt, written as `write_whole` does with `check`.
 
     Beside what was measured stands what `runner.plan` expects, if it knows the devices. What cannot
     be read or written ends no run: the text says so.
@@ -104,7 +108,7 @@ def where_the_time_went(
         return f"WARNING: where the time went is not known: {error}"
     file = folder / "kernels.txt"
     try:
-        write_whole(file, profile.text(every_kernel=True) + "\n")
+        write_whole(file, profile.text(every_kernel=True) + "\n", check)
     except OSError as error:
         return f"{profile}\nWARNING: not all kernels are written: {error}"
     return f"{profile}\nall kernels are in {file}"

@@ -51,9 +51,10 @@ class Progress:
         self._log: RunLog | None = None
         self._before_log: list[tuple[float, str]] = []  # messages, and when they were written
 
-    def keep(self, workdir: Path) -> None:
-        """From now on `workdir/run.log` gets the plain lines too; first the messages so far."""
-        self._log = RunLog(workdir)
+    def keep(self, workdir: Path, check: Callable[[], None] = lambda: None) -> None:
+        """From now on `workdir/run.log` gets the plain lines too, each after a `check`; first the
+        messages so far."""
+        self._log = RunLog(workdir, check=check)
         for at, text in self._before_log:
             self._log.write(text, at)
 

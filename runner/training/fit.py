@@ -185,9 +185,9 @@ def _fit_in(
             made_now = summary is None
             if summary is None:
                 if primary:
-                    progress.keep(workdir)
+                    progress.keep(workdir, lock.check)
                 try:
-                    with GoodputLog(workdir, phases, lock.check, enabled=primary) as goodput:
+                    with GoodputLog(workdir, phases, lock.check, primary, lock.start) as goodput:
                         if goodput.problem is not None:
                             progress.message(f"WARNING: {goodput.problem}")
                         if beginning.step < experiment.steps or run.unevaluated(beginning.step):
@@ -386,7 +386,9 @@ class _Run:
         if self.primary and by_batch is not None:
             by_batch.save(self.workdir, self.lock.check)
         samples = self.samples.write(self.experiment.steps, state.whole_model)
-        summary = dataclasses.replace(summary, samples=samples, goodput=goodput.total())
+        summary = dataclasses.replace(
+            summary, samples=samples, goodput=goodput.total(), start=self.lock.start
+        )
         if self.primary:
             summary.save(self.workdir, self.lock.check)
         return summary
@@ -405,6 +407,7 @@ class _Run:
             assert steps is not None
             last = min(steps[-1], self.experiment.steps) - 1
             stage = self.experiment.at(last)
-            self.progress.message(where_the_time_went(folder, at(compiled, last), stage, count))
+            told = where_the_time_went(folder, at(compiled, last), stage, count, self.lock.check)
+            self.progress.message(told)
 
         return Profiler(folder, steps if self.primary else None, written=tell)

@@ -44,6 +44,7 @@ class Summary:
     compressors need for the validation texts, by their names in `lmlib.data.compressors`. `goodput`
     tells where the wall time went. `flops_per_token` is analytic, of a position of a training step,
     on average over the steps, without the causal saving.
+    `start` is the random text of the start that made it.
     """
 
     steps: int
@@ -60,6 +61,7 @@ class Summary:
     compressed_bits_per_byte: Mapping[str, float] = dataclasses.field(default_factory=dict)
     goodput: Goodput | None = None
     flops_per_token: float | None = None
+    start: str = ""
 
     @property
     def validation_loss(self) -> float | None:

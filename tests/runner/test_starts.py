@@ -41,6 +41,9 @@ def test_the_config_kept_is_the_one_that_trained(tmp_path, capsys):
     facts = json.loads((start / "start.json").read_text())
     assert facts["first_step"] == 1 and facts["processes"] == 1
     assert len(facts["start"]) == 16
+    assert json.loads((tmp_path / "result.json").read_text())["start"] == facts["start"]
+    (account,) = json.loads((tmp_path / "goodput.json").read_text())["starts"]
+    assert account["start"] == facts["start"]
     assert facts["versions"].keys() >= {"python", "jax", "jaxlib", "lmlib"}
     assert facts["jax_settings"]["JAX_THREEFRY_PARTITIONABLE"] == "true"
     assert {"lmlib/train.py", "experiments/llama_84m.py", "runner/__main__.py"} <= set(

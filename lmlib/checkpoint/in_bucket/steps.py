@@ -25,10 +25,7 @@ _FOLDER = re.compile(r"[0-9]+-[0-9a-f]+-[0-9]+")
 
 def steps_at(directory: Path, check: Callable[[], None] = lambda: None) -> "StepsInBucket | None":
     """The steps that `directory`, a copy of a folder in a bucket, stands for; else `None`.
-
-    Args:
-      check: called before each write and deletion, which it prevents by raising.
-    """
+    `check` is called before each write and deletion, which it prevents by raising."""
     url = url_of(directory)
     return None if url is None else StepsInBucket(url, check)
 
