@@ -8,9 +8,9 @@ from pathlib import Path
 
 import jax
 import pytest
+from event_files import shown
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 from lmlib.metrics.log import MetricsLog, mfu, read_metrics
 from lmlib.metrics.tensorboard import TensorBoard
@@ -25,28 +25,6 @@ def strict_lines(workdir: Path) -> list[dict]:
     text = (workdir / "metrics.jsonl").read_text()
     assert not text or text.endswith("\n")
     return [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
-
-
-def events(workdir: Path) -> list[Event]:
-    """All events, in TensorBoard's order; one is length (8), checksum (4), event, checksum (4)."""
-    found = []
-    for file in sorted((workdir / "tensorboard").iterdir()):
-        data = file.read_bytes()
-        while data:
-            end = 12 + int.from_bytes(data[:8], "little")
-            found.append(Event.FromString(data[12:end]))
-            data = data[end + 4 :]
-    return found
-
-
-def scalars(workdir: Path) -> list[tuple[int, str, float]]:
-    """What TensorBoard shows: a restart at a step hides what came before from that step on."""
-    shown: list[tuple[int, str, float]] = []
-    for event in events(workdir):
-        if event.session_log.status == SessionLog.START:
-            shown = [scalar for scalar in shown if scalar[0] < event.step]
-        shown += [(event.step, value.tag, value.simple_value) for value in event.summary.value]
-    return shown
 
 
 def test_lines_are_on_disk_at_once_and_read_back(tmp_path):
@@ -72,7 +50,7 @@ def test_what_is_known_later_is_added_to_the_newest_line(tmp_path):
         {"step": 2, "loss": 3.0, "evaluation_loss": "NaN", "bits": 1.5},
         {"step": 3, "loss": 2.5, "evaluation_loss": 2.0},
     ]
-    assert (2, "bits", 1.5) in scalars(tmp_path)
+    assert (2, "bits", 1.5) in shown(tmp_path)
 
 
 def test_what_is_not_finite_stays_strict_json_and_comes_back(tmp_path):
@@ -84,7 +62,7 @@ def test_what_is_not_finite_stays_strict_json_and_comes_back(tmp_path):
         (entry,) = read_metrics(tmp_path)
     assert math.isnan(entry["nan"])
     assert (entry["up"], entry["down"], entry["loss"]) == (math.inf, -math.inf, 1.0)
-    assert scalars(tmp_path) == [(1, "loss", 1.0)]
+    assert shown(tmp_path) == [(1, "loss", 1.0)]
 
 
 def test_no_log_has_no_metrics(tmp_path):
@@ -101,7 +79,7 @@ def test_a_fresh_start_keeps_the_lines_of_the_runs_before_apart(tmp_path):
     assert kept == [None, first, tmp_path / "metrics.jsonl.2"]
     assert [json.loads(line)["loss"] for line in first.read_text().splitlines()] == [4.0, 4.0]
     assert strict_lines(tmp_path) == [{"step": 0, "loss": 2.0}, {"step": 1, "loss": 2.0}]
-    assert scalars(tmp_path) == [(0, "loss", 2.0), (1, "loss", 2.0)]
+    assert shown(tmp_path) == [(0, "loss", 2.0), (1, "loss", 2.0)]
 
 
 def test_a_log_that_another_start_has_opened_again_writes_into_no_file_of_its(tmp_path):
@@ -168,7 +146,7 @@ def test_a_sink_that_fails_ends_nothing_and_is_told_of_once(tmp_path):
             log.write(step, {"loss": 3.0})
     assert len(told) == 1
     assert told[0].startswith("WARNING: FailsAtOnce gets no more metrics: RuntimeError: no route")
-    assert [step for step, _, _ in scalars(tmp_path)] == [1, 2]
+    assert [step for step, _, _ in shown(tmp_path)] == [1, 2]
 
 
 def test_resuming_purges_tensorboard_from_the_next_step(tmp_path):
@@ -177,7 +155,7 @@ def test_resuming_purges_tensorboard_from_the_next_step(tmp_path):
             log.write(step, {"loss": 5.0})
     with MetricsLog(tmp_path, resume_step=2, sinks=[TensorBoard]) as log:
         log.write(3, {"loss": 4.0})
-    assert scalars(tmp_path) == [(1, "loss", 5.0), (2, "loss", 5.0), (3, "loss", 4.0)]
+    assert shown(tmp_path) == [(1, "loss", 5.0), (2, "loss", 5.0), (3, "loss", 4.0)]
 
 
 @settings(max_examples=40)

@@ -89,11 +89,13 @@ class MetricsLog:
         Attributes:
           missing: which steps from `first` to `resume_step` have no line, in words; `None` if all
             have.
+          furthest: the last step that the file had; 0 if none.
           set_aside: what the file of a run before is called now; `None` if there was none.
         """
         self._enabled = enabled
         self.missing: str | None = None
         self.set_aside: Path | None = None
+        self.furthest = 0
         if not enabled:
             return
         last = -1 if resume_step is None else resume_step
@@ -101,6 +103,7 @@ class MetricsLog:
         make_folder(folder)
         path = folder / FILE_NAME
         found = list(_entries(path))
+        self.furthest = max((entry["step"] for entry in found[-1:]), default=0)
         entries = [entry for entry in found if entry["step"] <= last]
         self.missing = _missing(path, {entry["step"] for entry in entries}, first, last)
         if found and resume_step is None:
@@ -132,11 +135,6 @@ class MetricsLog:
         end = f", {to_json(present)[1:]}\n".encode()  # in the place of the line's own "}\n"
         self._file.append(end, over=2)
         self._sinks.write(step, present)
-
-    def write_text(self, step: int, name: str, text: str) -> None:
-        """Gives a text to sinks that take some; metrics.jsonl does not have it."""
-        if self._enabled:
-            self._sinks.write_text(step, name, text)
 
     def flush(self) -> None:
         """Raises OSError, naming the file, if there are lines that it still does not take."""

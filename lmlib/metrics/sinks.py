@@ -11,25 +11,17 @@ class Sink(Protocol):
     """Takes a run's metrics; on process 0 alone, between steps.
 
     What it raises ends no run: that is told, and the sink gets nothing more. What takes it long
-    holds training up.
+    holds training up. A text that it returns is shown above the progress.
     """
 
-    def write(self, step: int, metrics: Mapping[str, float | int]) -> None:
+    def write(self, step: int, metrics: Mapping[str, float | int]) -> str | None:
         """Takes the metrics of a step, which may be NaN or infinite, in the order of steps.
 
         An evaluation after a step, or an action, adds more to it: another call with that step.
         """
 
-    def close(self) -> None:
+    def close(self) -> str | None:
         """The run ends, well or not."""
-
-
-@runtime_checkable
-class TakesTexts(Protocol):
-    """A sink that shows texts too, such as samples."""
-
-    def write_text(self, step: int, name: str, text: str) -> None:
-        """Takes a text of a step."""
 
 
 MakeSink = Callable[[Path, int], Sink]
@@ -56,24 +48,16 @@ class Sinks:
     def write(self, step: int, metrics: Mapping[str, float | int]) -> None:
         self._each(lambda sink: sink.write(step, metrics))
 
-    def write_text(self, step: int, name: str, text: str) -> None:
-        """Gives the text to those that take texts."""
-
-        def write(sink: Sink) -> None:
-            if isinstance(sink, TakesTexts):
-                sink.write_text(step, name, text)
-
-        self._each(write)
-
     def close(self) -> None:
         self._each(lambda sink: sink.close())
         self._open = []
 
-    def _each(self, act: Callable[[Sink], None]) -> None:
+    def _each(self, act: Callable[[Sink], str | None]) -> None:
         sound = []
         for sink in self._open:
             with self._told(type(sink)):
-                act(sink)
+                if text := act(sink):
+                    self._tell(text)
                 sound.append(sink)
         self._open = sound
 

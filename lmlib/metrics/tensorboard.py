@@ -1,12 +1,17 @@
 """A run's metrics as event files for TensorBoard."""
 
 import contextlib
-import functools
 import math
+import socket
+import struct
 import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+
+from lmlib.metrics.log import read_metrics
+from lmlib.storage.stored_json import read_text
+from lmlib.storage.unlinked import unlinked
 
 
 @contextlib.contextmanager
@@ -24,62 +29,61 @@ def _without_torch() -> Iterator[None]:
 
 with _without_torch():
     from tensorboardX import summary
-    from tensorboardX.event_file_writer import EventsWriter
     from tensorboardX.proto.event_pb2 import Event, SessionLog
     from tensorboardX.proto.summary_pb2 import Summary
-
-FLUSH_SECONDS = 10.0
-
-
-@functools.cache
-def _tag(name: str) -> str:
-    """The name with the characters that TensorBoard takes."""
-    tag: str = summary.scalar(name, 0.0).value[0].tag
-    return tag
+    from tensorboardX.record_writer import masked_crc32c
 
 
 class TensorBoard:
     """The `lmlib.metrics.sinks.Sink` that writes into the event files of WORKDIR/tensorboard.
 
-    What is not finite is left out. Every method raises OSError where the storage fails. (The
-    `SummaryWriter` of tensorboardX would wait for ever then.)
+    A step has its metrics and the text in WORKDIR/samples. Values that are not finite are left out.
+    Every method raises OSError where the storage fails. (The `SummaryWriter` of tensorboardX would
+    wait for ever then, and its `EventsWriter` keeps events back, which a kill then loses.)
     """
 
     def __init__(self, workdir: Path, first_step: int):
-        """Hides what earlier event files of the run have from `first_step` on."""
-        folder = workdir / "tensorboard"
+        """Hides the steps of earlier event files from the one before `first_step` on, of which a
+        kill may have left a part, and writes that one anew."""
+        folder, self._samples = workdir / "tensorboard", workdir / "samples"
         folder.mkdir(parents=True, exist_ok=True)
-        # Files are named by the second: a run resumed within one would overwrite its own.
-        # The absolute path: a relative one such as gs:run would be taken for a bucket.
-        self._events = EventsWriter(str(folder.absolute() / "events"), f".{first_step}")
-        self._flushed_at = time.monotonic()
-        start = SessionLog(status=SessionLog.START)
-        self._events.write_event(Event(step=first_step, session_log=start))
+        name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{first_step}"
+        self._file = open(folder / name, "wb")
+        self._step = max(0, first_step - 1)
+        self._add(Event(file_version="brain.Event:2"))
+        self._add(Event(step=self._step, session_log=SessionLog(status=SessionLog.START)))
+        for line in read_metrics(workdir)[-1:]:
+            self.write(line.pop("step"), line)
 
     def write(self, step: int, metrics: Mapping[str, float | int]) -> None:
+        if step != self._step:
+            self._add_text()
+        self._step = step
         # One event holds all values: an event of its own for each takes seven times as long.
         values = [
-            Summary.Value(tag=_tag(name), simple_value=float(value))
+            Summary.Value(tag=name, simple_value=float(value))
             for name, value in metrics.items()
             if math.isfinite(value)
         ]
         if values:
-            self._add(step, Summary(value=values))
-        self._flush_now_and_then()
-
-    def write_text(self, step: int, name: str, text: str) -> None:
-        """Adds a text of a step, shown as it is: indented, Markdown takes it for code."""
-        shown = "\n".join(f"    {line}" for line in text.splitlines())
-        self._add(step, summary.text(name, shown))
-        self._flush_now_and_then()
+            self._add(Event(step=step, summary=Summary(value=values)))
 
     def close(self) -> None:
-        self._events.close()
+        self._add_text()
+        self._file.close()
 
-    def _add(self, step: int, shown: Summary) -> None:
-        self._events.write_event(Event(wall_time=time.time(), step=step, summary=shown))
+    def _add_text(self) -> None:
+        """Adds the step's text, shown as it is: indented, Markdown takes it for code."""
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            text = read_text(unlinked(self._samples, f"{self._step:08d}.txt"))
+            shown = "\n".join(f"    {line}" for line in text.splitlines())
+            self._add(Event(step=self._step, summary=summary.text("samples", shown)))
 
-    def _flush_now_and_then(self) -> None:
-        if time.monotonic() - self._flushed_at >= FLUSH_SECONDS:
-            self._flushed_at = time.monotonic()
-            self._events.flush()
+    def _add(self, event: Event) -> None:
+        """Writes one record: length, its checksum, event, its checksum."""
+        event.wall_time = time.time()
+        data = event.SerializeToString()
+        length = struct.pack("<Q", len(data))
+        for part in (length, data):
+            self._file.write(part + struct.pack("<I", masked_crc32c(part)))
+        self._file.flush()

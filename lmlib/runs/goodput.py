@@ -27,8 +27,8 @@ class Start:
 
     `seconds` are those of each phase, by a clock that nobody can set. `began` and `until` are
     seconds since the epoch, as the clock on the wall had it when the process began. `ended`: how,
-    if it was not by the last step, "diverged" say; empty while it lasts. `reason`: in words. `start` is
-    the random text of the start, as in its start.json.
+    if it was not by the last step, "diverged" say; empty while it lasts. `reason`: in words. `start`
+    is the random text of the start, as in its start.json.
     """
 
     began: float

@@ -1,32 +1,49 @@
-"""What sinks of trackers share: one run of the tracker for one run, however often it was killed."""
+"""What sinks of trackers share: a thread that sends a run's files to one run of the tracker."""
 
 import abc
 import contextlib
 import hashlib
 import importlib
+import itertools
+import json
+import os
+import re
 import secrets
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from lmlib.runs.run import SETTINGS, Run
-from lmlib.storage.stored_json import read_text
+from lmlib.metrics.log import FILE_NAME as METRICS
+from lmlib.metrics.log import from_json
+from lmlib.runs.run import SAMPLES, SETTINGS, Run
+from lmlib.storage.bucket.copies import url_of
+from lmlib.storage.stored_json import read_json, read_text
+from lmlib.storage.unlinked import unlinked
 from lmlib.storage.whole_file import make_folder, write_whole
 
 FOLDER = "trackers"
+_NAMED = 5  # renamed values that a warning names
+_Value = TypeVar("_Value")
 
 
 class Tracker(abc.ABC):
-    """A `lmlib.metrics.sinks.Sink` that gives everything to a tracker's package, `package`.
+    """A `lmlib.metrics.sinks.Sink` that sends a run to a tracker's package, `package`.
 
-    WORKDIR/trackers/PACKAGE.txt holds the run's id in the tracker, which stays the same over kills,
-    and a digest of its settings: a run that begins anew with others is a new run of the tracker.
-    Trackers send with a delay, and a kill loses that; so a start asks which step the tracker has
-    last, and first sends what metrics.jsonl has after that. Of steps that are made again the
-    tracker keeps what it has: it is given none of them twice.
+    A thread follows metrics.jsonl and samples/, so training never waits for the tracker. It sends a
+    step in one piece once nothing more is added to it: when metrics.jsonl has the next step, or
+    result.json says that the run has finished. Each start asks which step the tracker has last and
+    sends all later ones, so neither a kill nor an unreachable server loses a step. The tracker
+    keeps the values that it has of steps that are made again.
+
+    WORKDIR/trackers/PACKAGE.json holds the run's id in the tracker. A copy of the workdir is
+    another run of the tracker, and so is a run that begins anew with other settings.
     """
 
     package: str  # to import, and to install as lmlib[PACKAGE]
+    waits = False  # whether `send` returns only when the tracker has the step
+    patience = 60.0  # seconds that the end of a run waits for the tracker
+    retry = 60.0  # seconds between attempts to reach it
 
     def __init__(self, workdir: Path, first_step: int):
         """Raises ImportError, saying what to install, without the package."""
@@ -35,7 +52,14 @@ class Tracker(abc.ABC):
         except ImportError as error:
             raise ImportError(f"pip install 'lmlib[{self.package}]' ({error})") from error
         self.workdir, self._first_step = workdir, first_step
-        self._last_step: int | None = None  # that the tracker had before this start
+        self._file, self._kept = workdir / METRICS, workdir / FOLDER / f"{self.package}.json"
+        self._thread = threading.Thread(target=self._follow, name=self.package, daemon=True)
+        self._news, self._closing = threading.Event(), threading.Event()
+        self._warnings: list[str] = []
+        self._names = {"metric": {"": "step", " ": SAMPLES}, "setting": dict[str, str]()}
+        self._newest = self._has = -1  # steps: of metrics.jsonl, and surely in the tracker
+        self._end: int | None = None  # the last step of a run that has finished
+        self._done = False
 
     @abc.abstractmethod
     def start(self, run_id: str, name: str, settings: Mapping[str, str]) -> int:
@@ -43,52 +67,157 @@ class Tracker(abc.ABC):
         the tracker has of it, -1 if none."""
 
     @abc.abstractmethod
-    def send(self, step: int, metrics: Mapping[str, float | int]) -> None: ...
-
-    @abc.abstractmethod
-    def send_text(self, step: int, name: str, text: str) -> None: ...
+    def send(self, step: int, metrics: Mapping[str, float | int], texts: Mapping[str, str]) -> None:
+        """Gives a step to the tracker. A kill at any moment leaves all of it there, or nothing."""
 
     @abc.abstractmethod
     def finish(self) -> None:
-        """This start ends; another may go on."""
+        """Returns when the tracker has all that was sent; another start may go on."""
 
-    def write(self, step: int, metrics: Mapping[str, float | int]) -> None:
-        if self._is_new(step):
-            self.send(step, metrics)
+    def accepted(self, name: str) -> str:
+        """The name that the tracker accepts in place of `name`, of a metric or a setting."""
+        return name
 
-    def write_text(self, step: int, name: str, text: str) -> None:
-        if self._is_new(step):
-            self.send_text(step, name, text)
+    def warn(self, text: str) -> None:
+        """Shows a warning at the next step, or at the end."""
+        self._warnings.append(f"WARNING: {type(self).__name__}: {text}")
 
-    def close(self) -> None:
-        if self._last_step is not None:
-            self.finish()
+    def write(self, step: int, metrics: Mapping[str, float | int]) -> str | None:
+        self._begin()
+        self._newest = step
+        self._news.set()
+        return self._untold()
 
-    def _is_new(self, step: int) -> bool:
-        if self._last_step is None:
-            self._last_step = self._begin()  # only now: the first step writes the settings
-        return not self._first_step <= step <= self._last_step
-
-    def _begin(self) -> int:
-        """Opens the run of the tracker and sends what it lacks; the last step that it had."""
-        run = Run(self.workdir)
-        settings = run.settings if (self.workdir / SETTINGS).exists() else {}
-        name = self.workdir.absolute().name
-        last = self.start(self._id(settings), name, settings)
-        for line in run.metrics:
-            if last < line["step"] < self._first_step:
-                self.send(line["step"], {key: line[key] for key in line if key != "step"})
-        return last
-
-    def _id(self, settings: Mapping[str, str]) -> str:
-        """The one that is kept, or a new one."""
-        file = self.workdir / FOLDER / f"{self.package}.txt"
-        digest = hashlib.sha256(repr(sorted(settings.items())).encode()).hexdigest()[:16]
+    def close(self) -> str | None:
+        """Waits until the tracker has all complete steps, `patience` seconds at most."""
         with contextlib.suppress(OSError, ValueError):
-            run_id, known = read_text(file).split()
-            if int(run_id, 16) and (known == digest or self._first_step > 1):
-                return run_id
-        run_id = secrets.token_hex(16)
-        make_folder(file.parent)
-        write_whole(file, f"{run_id} {digest}\n")
-        return run_id
+            self._end = (Run(self.workdir).result or {}).get("steps")
+        if self._end is not None and self._known().get("sent") != self._end:
+            self._newest = max(self._newest, self._end)
+            self._begin()  # also for a run that had finished before this start
+        if self._thread.ident is None:
+            return None
+        self._closing.set()
+        self._news.set()
+        self._thread.join(self.patience)
+        if not self._done:
+            self.warn(
+                f"it may lack the steps from {max(self._has + 1, 1):,} to {self._newest:,}: "
+                "metrics.jsonl has them, and the next start of this run sends them"
+            )
+        elif self._has == self._end:
+            self._keep(self._known() | {"sent": self._end})
+        return self._untold()
+
+    def _begin(self) -> None:
+        """Starts the thread, once; not before the first step, which writes the settings."""
+        if self._thread.ident is not None:
+            return
+        found = Run(self.workdir).settings if (self.workdir / SETTINGS).exists() else {}
+        self._settings = {path: str(value) for path, value in found.items()}
+        digest = hashlib.sha256(repr(sorted(self._settings.items())).encode()).hexdigest()[:16]
+        known = self._known()
+        if not known or (self._first_step <= 1 and known.get("settings") != digest):
+            known = {"id": secrets.token_hex(16)}
+        self._id = known["id"]
+        self._keep({"id": self._id, "settings": digest})
+        self._thread.start()
+
+    def _follow(self) -> None:
+        settings, failed = self._renamed("setting", self._settings), False
+        while True:
+            try:
+                had = self._has = self.start(self._id, self.workdir.absolute().name, settings)
+                failed = False
+                for line in self._lines():
+                    step = line.pop("step")
+                    metrics = self._renamed("metric", line)
+                    if step > had:
+                        self.send(step, metrics, self._texts(step))
+                        had = step
+                        if self.waits:
+                            self._has = step
+                self.finish()
+                self._has, self._done = had, True
+                return
+            except Exception as error:
+                if not failed:
+                    self.warn(
+                        f"{type(error).__name__}: {error}; it is tried again every "
+                        f"{self.retry:g} s, and metrics.jsonl has everything"
+                    )
+                failed = True
+            if self._closing.wait(self.retry):
+                return
+
+    def _lines(self) -> Iterator[dict[str, Any]]:
+        """The complete lines of metrics.jsonl, as they come, until this start ends."""
+        place = 0
+        while True:
+            self._news.clear()
+            closing = self._closing.is_set()
+            line = b""
+            with contextlib.suppress(FileNotFoundError), open(self._file, "rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                file.seek(place)
+                while place + len(line := file.readline()) < size:  # more follows: it is complete
+                    place += len(line)
+                    yield from _parsed(line)
+            if closing:
+                yield from (each for each in _parsed(line) if each["step"] == self._end)
+                return
+            self._news.wait()
+
+    def _texts(self, step: int) -> dict[str, str]:
+        with contextlib.suppress(OSError, ValueError):
+            return {SAMPLES: read_text(unlinked(self.workdir, f"{SAMPLES}/{step:08d}.txt"))}
+        return {}
+
+    def _renamed(self, kind: str, values: Mapping[str, _Value]) -> dict[str, _Value]:
+        """`values` by names that the tracker accepts and that differ. All starts see the lines from
+        the first on, and so give the same names."""
+        names, changed = self._names[kind], []
+        for name in values:
+            if name in names:
+                continue
+            accepted = free = self.accepted(name)
+            taken, number = {*names.values()}, itertools.count(2)
+            while free in taken:
+                free = f"{accepted[:240]} {next(number)}"
+            names[name] = free
+            if free != name:
+                changed.append(f"{name!r:.80} is {free!r:.80}")
+        if changed:
+            more = f" and {len(changed) - _NAMED:,} more" if len(changed) > _NAMED else ""
+            self.warn(f"another name for each {kind}: {', '.join(changed[:_NAMED])}{more}")
+        return {names[name]: value for name, value in values.items()}
+
+    def _known(self) -> dict[str, Any]:
+        """What earlier starts kept; nothing if they were another folder's."""
+        with contextlib.suppress(OSError, ValueError):
+            known = read_json(self._kept)
+            same = isinstance(known, dict) and self._place().items() & known.items()
+            if same and re.fullmatch("[0-9a-f]{32}", str(known.get("id"))):
+                return known
+        return {}
+
+    def _keep(self, known: Mapping[str, Any]) -> None:
+        make_folder(self._kept.parent)
+        write_whole(self._kept, json.dumps({**known, **self._place()}) + "\n")
+
+    def _place(self) -> dict[str, str | int]:
+        """A copy of the workdir has another path and another inode; a moved one, its inode."""
+        path = self.workdir.absolute()
+        if (url := url_of(path)) is not None:  # this machine has only a copy of it
+            return {"path": str(url)}
+        return {"path": str(path), "inode": path.stat().st_ino}
+
+    def _untold(self) -> str | None:
+        return "\n".join(self._warnings.pop(0) for _ in range(len(self._warnings))) or None
+
+
+def _parsed(line: bytes) -> list[dict[str, Any]]:
+    """The line's entry; none if the line is damaged."""
+    with contextlib.suppress(ValueError, TypeError):
+        return [from_json(line)]
+    return []

@@ -1,7 +1,5 @@
 """Trackio, whose database is on this machine: https://huggingface.co/docs/trackio."""
 
-import contextlib
-import io
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -22,36 +20,33 @@ class Trackio(Tracker):
         super().__init__(workdir, first_step)
         self._project = project
 
+    def accepted(self, name: str) -> str:
+        """Trackio keeps some names, and those that begin with "_", for itself."""
+        kept = name in self.library.utils.RESERVED_KEYS or name.startswith("_")
+        return f"{name.lstrip('_')}_" if kept else name
+
     def start(self, run_id: str, name: str, settings: Mapping[str, str]) -> int:
-        called = f"{name} {run_id[:8]}"  # Trackio knows runs by their names
-        from trackio.sqlite_storage import SQLiteStorage as stored
+        # The terminal is the run's own: Trackio prints nothing.
+        for module in (self.library, self.library.run, self.library.utils):
+            vars(module)["print"] = lambda *text, **settings: None
+        self._run = self.library.init(
+            project=self._project,
+            name=f"{name} {run_id[:8]}",  # Trackio knows runs by their names
+            resume="allow",
+            config=dict(settings),
+            embed=False,
+            auto_log_cpu=False,
+            auto_log_gpu=False,
+        )
+        return int(self._run._next_step) - 1
 
-        last = stored.get_max_step_for_run(self._project, called)
-        with _quiet():
-            self._run = self.library.init(
-                project=self._project,
-                name=called,
-                resume="allow",
-                config=dict(settings),
-                embed=False,
-                auto_log_cpu=False,
-                auto_log_gpu=False,
-            )
-        return -1 if last is None else last
-
-    def send(self, step: int, metrics: Mapping[str, float | int]) -> None:
-        self._run.log(dict(metrics), step=step)
-
-    def send_text(self, step: int, name: str, text: str) -> None:
+    def send(self, step: int, metrics: Mapping[str, float | int], texts: Mapping[str, str]) -> None:
         # As code: Markdown would take a model's text for its own marks.
-        shown = "\n".join(f"    {line}" for line in text.splitlines())
-        self._run.log({name: self.library.Markdown(shown)}, step=step)
+        pages = {
+            name: self.library.Markdown("\n".join(f"    {line}" for line in text.splitlines()))
+            for name, text in texts.items()
+        }
+        self._run.log({**metrics, **pages}, step=step)
 
     def finish(self) -> None:
-        with _quiet():
-            self._run.finish()
-
-
-def _quiet() -> contextlib.AbstractContextManager[object]:
-    """The terminal is the run's own."""
-    return contextlib.redirect_stdout(io.StringIO())
+        self._run.finish()

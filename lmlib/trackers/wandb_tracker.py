@@ -25,6 +25,14 @@ class WeightsAndBiases(Tracker):
         self._project, self._mode = project, mode
 
     def start(self, run_id: str, name: str, settings: Mapping[str, str]) -> int:
+        quiet = self.library.Settings(
+            console="off",  # the terminal is the run's own, and so are its errors
+            silent=True,
+            init_timeout=self.patience / 2,
+            finish_timeout=self.patience / 2,
+            finish_timeout_raises=True,
+        )
+        self.library.setup(settings=quiet)
         self._run = self.library.init(
             project=self._project,
             id=run_id,
@@ -33,17 +41,16 @@ class WeightsAndBiases(Tracker):
             config=dict(settings),
             dir=str(self.workdir),
             mode=self._mode,
-            # The terminal is the run's own, and so are its errors.
-            settings=self.library.Settings(console="off", silent=True),
+            settings=quiet,
         )
         return self._run.starting_step - 1  # offline it knows of none
 
-    def send(self, step: int, metrics: Mapping[str, float | int]) -> None:
-        self._run.log(dict(metrics), step=step)
-
-    def send_text(self, step: int, name: str, text: str) -> None:
-        page = self.library.Html(f"<pre>{html.escape(text)}</pre>", inject=False)
-        self._run.log({name: page}, step=step)
+    def send(self, step: int, metrics: Mapping[str, float | int], texts: Mapping[str, str]) -> None:
+        pages = {
+            name: self.library.Html(f"<pre>{html.escape(text)}</pre>", inject=False)
+            for name, text in texts.items()
+        }
+        self._run.log({**metrics, **pages}, step=step, commit=True)
 
     def finish(self) -> None:
         self._run.finish()

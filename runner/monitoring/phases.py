@@ -20,6 +20,7 @@ class Phase(enum.StrEnum):
     REPEATED = "repeated steps"  # made before by a process that ended before it saved them
     EVALUATION = "evaluation"  # samples and a user's own actions, too
     CHECKPOINT = "checkpoint"  # what saving holds training up for
+    TRACKERS = "trackers"  # the wait at the end until they have the run
 
 
 class Phases:

@@ -1,11 +1,12 @@
 """Training, from a Fiddle config to a result: `fit(cfg, workdir)`."""
 
+import contextlib
 import dataclasses
 import functools
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from lmlib.experiment.stages import at
 from lmlib.inspect.description import describe
 from lmlib.inspect.saved_activations import saved_activations
 from lmlib.metrics.log import MetricsLog, missing_lines, read_metrics
+from lmlib.metrics.sinks import Sinks
 from lmlib.metrics.tensorboard import TensorBoard
 from lmlib.parallel.axes import PartError
 from lmlib.parallel.layout import sharding
@@ -187,17 +189,24 @@ def _fit_in(
                 if primary:
                     progress.keep(workdir, lock.check)
                 try:
-                    with GoodputLog(workdir, phases, lock.check, primary, lock.start) as goodput:
+                    with (
+                        GoodputLog(workdir, phases, lock.check, primary, lock.start) as goodput,
+                        run.metrics_log(beginning) as log,
+                    ):
                         if goodput.problem is not None:
                             progress.message(f"WARNING: {goodput.problem}")
                         if beginning.step < experiment.steps or run.unevaluated(beginning.step):
-                            state = run.make_steps(beginning, checkpoints, goodput)
+                            state = run.make_steps(beginning, checkpoints, goodput, log)
                         phases.enter(Phase.EVALUATION)
+                        log.flush()
                         summary = run.summarise(state, goodput)
                 except Exception as error:
                     if primary and not isinstance(error, WorkdirLost):
                         leave_page(workdir, progress.message, lock.check)
                     raise
+            elif primary:  # sinks may lack what an earlier start could not send
+                sinks = [*experiment.sinks, *options.sinks]
+                Sinks(sinks, workdir, experiment.steps + 1, progress.message).close()
             lock.check()
             if primary and (made_now or not (workdir / REPORT).exists()):
                 leave_page(workdir, progress.message, lock.check)
@@ -267,17 +276,12 @@ class _Run:
             )
 
     def make_steps(
-        self, beginning: Beginning, checkpoints: Checkpoints, goodput: GoodputLog
+        self, beginning: Beginning, checkpoints: Checkpoints, goodput: GoodputLog, log: MetricsLog
     ) -> State:
         """The state after the last step."""
         experiment, progress, workdir = self.experiment, self.progress, self.workdir
-        repeated = max([goodput.furthest, *(line["step"] for line in read_metrics(workdir)[-1:])])
-        self.lock.check()  # the log begins with a file of its own
-        with (
-            self._metrics_log(beginning) as log,
-            # Prefetching begins here, so that it goes on while the step compiles.
-            self._prefetch(beginning.step) as batches,
-        ):
+        # Prefetching begins here, so that it goes on while the step compiles.
+        with self._prefetch(beginning.step) as batches:
             if log.missing is not None:
                 progress.message(f"WARNING: {log.missing}")
             if log.set_aside is not None:
@@ -308,7 +312,7 @@ class _Run:
             validation, evaluating = self.validation, None
             if validation is not None:
                 evaluating = Evaluating(validation, saver, self.lock, progress)
-            sampling = Sampling(self.samples, log, experiment.steps)
+            sampling = Sampling(self.samples, experiment.steps)
             hyperparameters = experiment.training.hyperparameters
 
             def make_step(step: int, state: State, batch: Batch) -> tuple[State, Metrics]:
@@ -332,22 +336,27 @@ class _Run:
                     begun=functools.partial(self.start.record, lock=self.lock)
                     if self.primary
                     else lambda step: None,
-                    repeated=repeated,
+                    repeated=max(goodput.furthest, log.furthest),
                     stop=self.options.stop,
                 ).run(beginning.state)
 
-    def _metrics_log(self, beginning: Beginning) -> MetricsLog:
-        sinks = (TensorBoard, *self.experiment.sinks, *self.options.sinks)
-        return MetricsLog(
+    @contextlib.contextmanager
+    def metrics_log(self, beginning: Beginning) -> Iterator[MetricsLog]:
+        self.lock.check()  # the log begins with a file of its own
+        with MetricsLog(
             self.workdir,
             None if beginning.is_new_fork else beginning.step or None,
             self.primary,
             self._lost_metrics,
-            sinks,
+            (TensorBoard, *self.experiment.sinks, *self.options.sinks),
             self.progress.message,
             beginning.first,
             self.lock.check,
-        )
+        ) as log:
+            try:
+                yield log
+            finally:
+                self.phases.enter(Phase.TRACKERS)
 
     def _lost_metrics(self, what: str) -> None:
         """Called before metrics.jsonl is put back; raises WorkdirLost if it is another run's."""

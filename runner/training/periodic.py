@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from lmlib.data.prefetch import Prefetch
 from lmlib.data.resumable import gather_states
 from lmlib.experiment import Every, Experiment, Moment
-from lmlib.metrics.log import MetricsLog
 from runner.monitoring.progress import Progress
 from runner.processes.lock import WorkdirLock
 from runner.training.samples import Samples
@@ -51,13 +50,12 @@ class Sampling:
     belong to the summary."""
 
     samples: Samples
-    log: MetricsLog
     last: int
 
     def __call__(self, now: Moment) -> None:
         if now.step == self.last:
             return
-        texts = self.samples.write(now.step, now.state.whole_model, self.log)
+        texts = self.samples.write(now.step, now.state.whole_model)
         if texts:
             now.tell(f"sampled after step {now.step:,}: {texts[0]!r:.200}")
 

@@ -11,7 +11,6 @@ from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.text import HasText, TextCodec
 from lmlib.experiment import Experiment
 from lmlib.generate import Generator, Sampling
-from lmlib.metrics.log import MetricsLog
 from lmlib.models.model import padded_length
 from lmlib.storage.whole_file import make_folder, write_whole
 from runner.errors import ConfigError, WorkdirLost, in_words, user_errors
@@ -41,9 +40,8 @@ class Samples:
     tell: Callable[[str], None]
     primary: bool
 
-    def write(self, step: int, model: Any, log: MetricsLog | None = None) -> tuple[str, ...]:
-        """The texts, which are then in WORKDIR/samples/STEP.txt and in `log` too; every process
-        must call it."""
+    def write(self, step: int, model: Any) -> tuple[str, ...]:
+        """The texts, which are then in WORKDIR/samples/STEP.txt too; every process must call it."""
         try:
             texts = continued(self.experiment, model)
             self.lock.check()
@@ -51,8 +49,6 @@ class Samples:
                 make_folder(self.workdir / FOLDER)
                 file = self.workdir / FOLDER / f"{step:08d}.txt"
                 write_whole(file, _page(texts), self.lock.check)
-                if log is not None:
-                    log.write_text(step, FOLDER, _page(texts))
             return texts
         except WorkdirLost:
             raise

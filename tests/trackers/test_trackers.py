@@ -1,127 +1,126 @@
-"""Trackers have each step of a run once, with its settings and samples, over kills and resumption.
+"""Real packages of trackers: what they have of a run, read by their own means.
 
-What they have is read from their own files. A test is left out where its package is absent:
-pip install 'lmlib[wandb,trackio,mlflow]'.
+A test is left out where its package is absent: pip install 'lmlib[wandb,trackio,mlflow]'.
 """
 
+import contextlib
 import functools
+import html
 import importlib.util
 import json
 import math
-import sqlite3
+import os
+import re
+import signal
+import socket
 import struct
+import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
+import fiddle as fdl
 import pytest
+import tracked_run
+from byte_texts import write_texts
+from event_files import shown
+from small_experiment import small
 
 from lmlib import trackers
-from lmlib.metrics.log import MetricsLog
+from lmlib.data.flat_tokens import FlatTokens
+from lmlib.experiment import Every
+from lmlib.metrics.log import MetricsLog, read_metrics
+from lmlib.runs.run import read_run
+from runner import fit
 
-SETTINGS = {"optimizer.peak_lr": "0.1", "steps": "9"}
-
-
-def needs(package):
-    absent = importlib.util.find_spec(package) is None
-    return pytest.mark.skipif(absent, reason=f"{package} is not installed")
-
-
-def make_steps(workdir, sink, steps, resume_step=None, offset=0.0):
-    """What a start of a run gives to its sinks; the config is there once the first step is made."""
-    told = []
-    with MetricsLog(workdir, resume_step, sinks=[sink], tell=told.append) as log:
-        (workdir / "settings.json").write_text(json.dumps(SETTINGS))
-        for step in steps:
-            log.write(step, {"loss": step + offset, "skew": math.nan})
-        log.write_text(steps[-1], "samples", "def <b>f")
-        log.add(steps[-1], {"validation_loss": 1.5})
-    assert not told
+ACCEPTED = {  # in place of the names that a tracker refuses
+    "WeightsAndBiases": {},
+    "Trackio": {"time": "time_"},
+    "MLflow": {
+        tracked_run.ODD: "validation_loss/web_v2 _new_",
+    },
+}
+PACKAGES = {"WeightsAndBiases": "wandb", "Trackio": "trackio", "MLflow": "mlflow"}
 
 
-def check_starts(workdir, sink, has):
-    """`has()`: (step, loss) as the tracker has them. Of two starts the second makes steps 5 and 6
-    again."""
-    make_steps(workdir, sink, range(1, 7))
-    run_id = next((workdir / "trackers").iterdir()).read_text()
-    make_steps(workdir, sink, range(5, 10), resume_step=4, offset=100.0)
-    found = [(step, float(step)) for step in range(1, 7)]
-    assert has() == found + [(step, step + 100.0) for step in (7, 8, 9)]
-    assert next((workdir / "trackers").iterdir()).read_text() == run_id
+def needs(*packages):
+    absent = [each for each in packages if importlib.util.find_spec(each) is None]
+    return pytest.mark.skipif(bool(absent), reason=f"{absent} not installed")
 
 
 @pytest.fixture(scope="module")
-def trackio_folder(tmp_path_factory):
-    """Where Trackio keeps its databases; it looks at the variable when it is first imported."""
-    folder = tmp_path_factory.mktemp("trackio")
+def stores(tmp_path_factory):
+    """A folder with the stores of all trackers. Trackio looks at its variable when it is imported.
+
+    In it are `trackio/` and `mlflow.db`; W&B's is in each workdir.
+    """
+    folder = tmp_path_factory.mktemp("stores")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRACKIO_DIR", str(folder))
+        patch.setenv("TRACKIO_DIR", str(folder / "trackio"))
+        patch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{folder}/mlflow.db")
+        patch.setenv("WANDB_MODE", "offline")
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+        patch.chdir(folder)
         yield folder
 
 
-@pytest.mark.slow
-@needs("trackio")
-def test_trackio(tmp_path, trackio_folder, capsys):
-    def rows(query):
-        return sqlite3.connect(trackio_folder / "lmlib.db").execute(query).fetchall()
+def in_trackio(workdir, project):
+    import trackio
+    from trackio.sqlite_storage import SQLiteStorage
 
-    def has():
-        found = [
-            (step, json.loads(each)) for step, each in rows("SELECT step, metrics FROM metrics")
-        ]
-        return sorted((step, each["loss"]) for step, each in found if "loss" in each)
-
-    check_starts(tmp_path / "run", trackers.Trackio, has)
-    ((config,),) = rows("SELECT config FROM configs")
-    assert json.loads(config).items() >= SETTINGS.items()
-    texts = [each for (each,) in rows("SELECT metrics FROM metrics") if b"samples" in bytes(each)]
-    assert len(texts) == 2 and b"    def <b>f" in bytes(texts[0])
-    assert capsys.readouterr().out == ""
-
-
-@pytest.mark.slow
-@needs("trackio")
-def test_what_a_kill_lost_in_the_tracker_is_sent_later(tmp_path, trackio_folder):
-    sink = functools.partial(trackers.Trackio, project="killed")
-    make_steps(tmp_path / "run", sink, range(1, 5))
-    file = trackio_folder / "killed.db"
-    with sqlite3.connect(file) as connection:
-        connection.execute("DELETE FROM metrics WHERE step > 2")
-    make_steps(tmp_path / "run", sink, range(5, 7), resume_step=4)
-    with sqlite3.connect(file) as connection:
-        found = connection.execute("SELECT step, metrics FROM metrics").fetchall()
-    losses = [(step, json.loads(each).get("loss")) for step, each in found]
-    assert sorted(each for each in losses if each[1]) == [(step, step) for step in range(1, 7)]
-
-
-@pytest.mark.slow
-@needs("wandb")
-def test_weights_and_biases_offline(tmp_path, monkeypatch):
-    """The newest folder has all that `wandb sync` needs."""
-    monkeypatch.setenv("WANDB_MODE", "offline")
-
-    def newest():
-        return sorted((tmp_path / "run/wandb").glob("offline-run-*/*.wandb"))[-1]
-
-    def has():
-        rows = [
-            {item.key or item.nested_key[0]: json.loads(item.value_json) for item in r.history.item}
-            for r in records(newest())
-            if r.HasField("history")
-        ]
-        return [(row["_step"], row["loss"]) for row in rows if "loss" in row]
-
-    make_steps(tmp_path / "run", trackers.WeightsAndBiases, range(1, 7))
-    assert has() == [(step, float(step)) for step in range(1, 7)]
-    first = newest()
-    make_steps(tmp_path / "run", trackers.WeightsAndBiases, range(5, 10), resume_step=4, offset=0.5)
-    assert newest() != first and newest().name == first.name  # which has the run's id
-    assert has() == [(step, float(step)) for step in range(1, 5)] + [
-        (step, step + 0.5) for step in range(5, 10)
+    (run,) = trackio.Api().runs(project)
+    rows = [
+        (row["step"], name, value)
+        for row in SQLiteStorage.get_logs(project, run.name, run_id=run.id)
+        for name, value in row.items()
+        if name not in ("step", "timestamp")
     ]
-    (run,) = [r.run for r in records(newest()) if r.HasField("run")]
-    config = {each.key: json.loads(each.value_json) for each in run.config.update}
-    assert config.items() >= SETTINGS.items() and run.display_name == "run"
-    (page,) = newest().parent.glob("files/media/html/*.html")
-    assert page.read_text() == "<pre>def &lt;b&gt;f</pre>"
+    texts = [  # Markdown, in which four spaces begin code
+        (step, name, re.sub("^    ", "", value["_value"]) + "\n" if name == "samples" else value)
+        for step, name, value in rows
+    ]
+    return run.config, texts
+
+
+def in_mlflow(workdir, experiment):
+    import mlflow
+
+    client = mlflow.MlflowClient()
+    (run,) = client.search_runs([client.get_experiment_by_name(experiment).experiment_id])
+    assert run.info.status == "FINISHED" and run.info.run_name == workdir.name
+    found = [
+        (each.step, name, each.value)
+        for name in run.data.metrics
+        if name != "step"
+        for each in client.get_metric_history(run.info.run_id, name)
+    ]
+    for file in client.list_artifacts(run.info.run_id, "samples"):
+        with tempfile.TemporaryDirectory() as folder:
+            text = Path(client.download_artifacts(run.info.run_id, file.path, folder)).read_text()
+        found.append((int(Path(file.path).stem), "samples", text))
+    return run.data.params, found
+
+
+def in_wandb(workdir, project):
+    """Of the newest start, which has what `wandb sync` needs."""
+    file = sorted((workdir / "wandb").glob("offline-run-*/*.wandb"))[-1]
+    found, config = [], {}
+    for record in records(file):
+        if record.HasField("run"):
+            config |= {each.key: json.loads(each.value_json) for each in record.run.config.update}
+            assert record.run.project == project and record.run.display_name == workdir.name
+        row = {
+            tuple(item.nested_key) or (item.key,): json.loads(item.value_json)
+            for item in record.history.item
+        }
+        for name, value in row.items():
+            if name == ("samples", "path"):
+                page = (file.parent / "files" / value).read_text()
+                value = html.unescape(page.removeprefix("<pre>").removesuffix("</pre>"))
+            elif len(name) > 1 or name[0].startswith("_"):
+                continue
+            found.append((row[("_step",)], name[0], float(value) if value == "NaN" else value))
+    return config, found
 
 
 def records(file):
@@ -144,30 +143,160 @@ def records(file):
             piece = b""
 
 
+FOUND = {"WeightsAndBiases": in_wandb, "Trackio": in_trackio, "MLflow": in_mlflow}
+
+
+def check(tracker, workdir, place):
+    """The tracker has exactly what metrics.jsonl and samples/ have, each value once; returns the
+    settings that it has."""
+    run, names = read_run(workdir), ACCEPTED[tracker]
+    expected = [
+        (line["step"], names.get(name, name), value)
+        for line in run.metrics
+        for name, value in line.items()
+        if name != "step"
+    ] + [(step, "samples", text) for step, text in run.samples.items()]
+    settings, found = FOUND[tracker](workdir, place)
+    assert sorted(map(comparable, found)) == sorted(map(comparable, expected))
+    return settings
+
+
+def measured(now):
+    return {tracked_run.ODD: now.step}
+
+
+def comparable(value):
+    step, name, content = value
+    return step, name, content if isinstance(content, str) else repr(float(content))
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("tracker", "moment"),
+    [
+        ("Trackio", "sent 4"),
+        ("Trackio", "evaluated 3"),
+        ("Trackio", "finishing"),
+        ("WeightsAndBiases", "saved 6"),
+        ("WeightsAndBiases", "sent 5"),
+        ("MLflow", "first params"),
+        ("MLflow", "first metrics"),
+        ("MLflow", "sending 3"),
+        ("MLflow", "evaluated 3"),
+        ("MLflow", "finished"),
+    ],
+)
+def test_after_a_kill_a_tracker_has_what_the_files_have(tmp_path, stores, tracker, moment):
+    """Two processes, the first of which a signal kills at that moment."""
+    pytest.importorskip(PACKAGES[tracker])
+    workdir, place = tmp_path / "run", f"{tracker} {moment}".replace(" ", "-")
+    where = json.dumps({"experiment" if tracker == "MLflow" else "project": place})
+    for when, status in ((moment, -signal.SIGKILL), ("never", 0)):
+        command = [sys.executable, tracked_run.__file__, workdir, tracker, when, where]
+        run = subprocess.run(command, capture_output=True, text=True)
+        assert run.returncode == status, run.stderr
+    settings = check(tracker, workdir, place)
+    expected = dict(read_run(workdir).settings)
+    if tracker == "MLflow":
+        expected["sinks.0.project"] = expected.pop("sinks[0].project")
+        expected["long"] = expected["long"][:6000]
+    assert settings.items() >= expected.items()
+
+
+@pytest.mark.landing
+@needs("wandb", "trackio", "mlflow")
+def test_the_documented_sinks_have_all_of_a_run_and_nothing_twice(tmp_path, stores):
+    """A run that is made longer later; its samples and the last evaluation belong to it."""
+    write_texts(tmp_path / "data")
+    source = fdl.Config(FlatTokens, str(tmp_path / "data"), "train", 4, 16)
+    for steps in (3, 5):
+        often = ("checkpoints.every=2", "evaluation.every=2", "samples.every=2")
+        cfg = small(f"steps={steps}", *often, "evaluation.batches=1")
+        cfg.samples.prompts = ("the",)
+        cfg.data, cfg.validation = source, {"books": source, "web": source}
+        cfg.actions = [fdl.Config(Every, 2, measured)]
+        cfg.sinks = [
+            fdl.Partial(trackers.Trackio, project="small"),
+            fdl.Partial(trackers.WeightsAndBiases, mode="offline"),
+            fdl.Partial(trackers.MLflow),
+        ]
+        fit(cfg, tmp_path / "run")
+        fit(cfg, tmp_path / "run")  # of which nothing is left to make or to send
+    run = read_run(tmp_path / "run")
+    assert [*run.samples] == [2, 3, 4, 5] and tracked_run.ODD in run.metrics[3]
+    settings = check("Trackio", run.path, "small")
+    assert settings.items() >= check("WeightsAndBiases", run.path, "lmlib").items()
+    in_mlflow = check("MLflow", run.path, "lmlib")
+    assert in_mlflow["sinks.0.project"] == settings["sinks[0].project"] == "'small'"
+    texts = {step: text for step, name, text in shown(run.path) if name == "samples/text_summary"}
+    lines = {step: text.splitlines() for step, text in run.samples.items()}
+    assert texts == {step: "\n".join(f"    {line}" for line in lines[step]) for step in lines}
+    assert len(list((run.path / "wandb").glob("offline-run-*"))) == 2
+    assert "trackers" in (run.path / "goodput.json").read_text()
+
+
+@contextlib.contextmanager
+def no_server(answer):
+    """The address of a server that refuses connections, or takes them and never answers."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        if answer == "hangs":
+            server.listen()
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("answer", ["refuses", "hangs"])
+@pytest.mark.parametrize("tracker", ["MLflow", "WeightsAndBiases"])
+def test_a_run_ends_without_its_server_and_the_next_start_sends_all(
+    tmp_path, stores, monkeypatch, tracker, answer
+):
+    """The server is as it was until the process has ended."""
+    pytest.importorskip(PACKAGES[tracker])
+    workdir, place = tmp_path / "run", f"{tracker} {answer}".replace(" ", "-")
+    where = {"experiment" if tracker == "MLflow" else "project": place}
+    command = [sys.executable, tracked_run.__file__, workdir, tracker, "never"]
+    with no_server(answer) as url, monkeypatch.context() as patch:
+        patch.setenv("MLFLOW_TRACKING_URI", url)
+        patch.setenv("WANDB_BASE_URL", url)
+        patch.setenv("WANDB_API_KEY", "a" * 40)
+        patch.setenv("WANDB_MODE", "online")
+        arguments = json.dumps({**where, "patience": 2})
+        run = subprocess.run([*command, arguments], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert [line["step"] for line in read_metrics(workdir)] == list(range(1, 7))
+    assert "it may lack the steps from 1 to 6: metrics.jsonl has them" in run.stdout
+    subprocess.run([*command, json.dumps(where)], check=True)
+    check(tracker, workdir, place)
+
+
+@pytest.mark.landing
 @needs("mlflow")
-def test_mlflow(tmp_path):
-    import mlflow
+def test_goodput_has_the_wait_for_a_server_that_hangs(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(trackers.MLflow, "patience", 0.5)
+    with no_server("hangs") as url:
+        cfg = small("steps=2")
+        cfg.sinks = [fdl.Partial(trackers.MLflow, tracking_uri=url)]
+        result = fit(cfg, tmp_path)
+        assert [line["step"] for line in result.metrics] == [1, 2]
+        (start,) = json.loads((tmp_path / "goodput.json").read_text())["starts"]
+        assert start["seconds"]["trackers"] >= 0.5
+    assert "WARNING: MLflow: it may lack the steps from 1 to 2" in capsys.readouterr().err
 
-    uri = f"sqlite:///{tmp_path}/mlflow.db"
-    client = mlflow.MlflowClient(uri)
-    client.create_experiment("lmlib", artifact_location=(tmp_path / "artifacts").as_uri())
-    sink = functools.partial(trackers.MLflow, tracking_uri=uri)
 
-    def run():
-        experiment = client.get_experiment_by_name("lmlib").experiment_id
-        (found,) = client.search_runs([experiment])
-        return found
-
-    def has():
-        history = client.get_metric_history(run().info.run_id, "loss")
-        return sorted((each.step, each.value) for each in history)
-
-    check_starts(tmp_path / "run", sink, has)
-    assert run().data.params == SETTINGS and run().info.run_name == "run"
-    assert run().data.metrics["validation_loss"] == 1.5 and run().info.status == "FINISHED"
-    texts = sorted((tmp_path / "artifacts").rglob("samples/*.txt"))
-    assert [text.name for text in texts] == ["00000006.txt", "00000009.txt"]
+@pytest.mark.landing
+@needs("mlflow")
+def test_a_value_that_mlflow_refuses_is_left_out_alone(tmp_path, stores, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRUNCATE_LONG_VALUES", "false")
+    told = []
+    sink = functools.partial(trackers.MLflow, experiment="refused")
+    with MetricsLog(tmp_path, None, sinks=[sink], tell=told.append) as log:
+        (tmp_path / "config.txt").write_text(f"root\nlong = {'x' * 7000}\nseed = 1\n")
+        log.write(1, {"loss": 1.0, "low": -math.inf})
+        (tmp_path / "result.json").write_text('{"steps": 1}')
+    assert in_mlflow(tmp_path, "refused")[0] == {"seed": "1"}
+    (warning,) = told
+    assert warning.startswith("WARNING: MLflow: refuses 'long'") and "6000" in warning
 
 
 def test_without_its_package_a_tracker_says_what_to_install(tmp_path, monkeypatch):
@@ -178,51 +307,3 @@ def test_without_its_package_a_tracker_says_what_to_install(tmp_path, monkeypatc
     with MetricsLog(tmp_path, None, sinks=sinks, tell=told.append) as log:
         log.write(1, {"loss": 1.0})
     assert "pip install 'lmlib[wandb]'" in told[0]
-
-
-class Remembering(trackers.Trackio):
-    """One that keeps what it is given in `sent`; its tracker has the steps up to `last_step`."""
-
-    package = "json"  # which is always there
-    last_step = -1
-
-    def start(self, run_id, name, settings):
-        self.run_id, self.sent = run_id, []
-        return self.last_step
-
-    def send(self, step, metrics):
-        self.sent.append((step, metrics))
-
-    def finish(self): ...
-
-
-def test_a_start_sends_what_the_tracker_lacks_and_nothing_twice(tmp_path):
-    with MetricsLog(tmp_path, None) as log:
-        for step in range(1, 5):
-            log.write(step, {"loss": step})
-    tracker = Remembering(tmp_path, first_step=5)
-    tracker.last_step = 2
-    tracker.write(5, {"loss": 5})
-    assert tracker.sent == [(step, {"loss": step}) for step in (3, 4, 5)]
-    tracker = Remembering(tmp_path, first_step=3)
-    tracker.last_step = 4  # the run's newest checkpoint is older than that
-    for step in range(3, 6):
-        tracker.write(step, {"loss": -step})
-    assert tracker.sent == [(5, {"loss": -5})]
-    tracker = Remembering(tmp_path, first_step=5)
-    tracker.last_step = 4
-    tracker.write(4, {"validation_loss": 1.0})  # which the start before left undone
-    assert tracker.sent == [(4, {"validation_loss": 1.0})]
-
-
-def test_a_run_that_begins_anew_with_other_settings_is_another(tmp_path):
-    def run_id(first_step, seed):
-        (tmp_path / "settings.json").write_text(json.dumps({"seed": str(seed)}))
-        tracker = Remembering(tmp_path, first_step)
-        tracker.write(first_step, {})
-        return tracker.run_id
-
-    first = run_id(0, seed=0)
-    assert run_id(0, seed=0) == first  # killed before its first checkpoint
-    assert run_id(5, seed=0) == run_id(9, seed=1) == first
-    assert run_id(0, seed=2) != first
