@@ -48,7 +48,7 @@ class TensorBoard:
         folder, self._samples = workdir / "tensorboard", workdir / "samples"
         folder.mkdir(parents=True, exist_ok=True)
         name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{first_step}"
-        self._file = open(folder / name, "wb")
+        self._file = (folder / name).open("wb")
         self._step = max(0, first_step - 1)
         self._add(Event(file_version="brain.Event:2"))
         self._add(Event(step=self._step, session_log=SessionLog(status=SessionLog.START)))

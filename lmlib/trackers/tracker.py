@@ -23,7 +23,6 @@ from lmlib.storage.unlinked import unlinked
 from lmlib.storage.whole_file import make_folder, write_whole
 
 FOLDER = "trackers"
-_NAMED = 5  # renamed values that a warning names
 _Value = TypeVar("_Value")
 
 
@@ -162,9 +161,10 @@ class Tracker(abc.ABC):
                 file.seek(place)
                 while place + len(line := file.readline()) < size:  # more follows: it is complete
                     place += len(line)
-                    yield from _parsed(line)
+                    yield from_json(line)
             if closing:
-                yield from (each for each in _parsed(line) if each["step"] == self._end)
+                if line and from_json(line)["step"] == self._end:
+                    yield from_json(line)
                 return
             self._news.wait()
 
@@ -178,18 +178,16 @@ class Tracker(abc.ABC):
         the first on, and so give the same names."""
         names, changed = self._names[kind], []
         for name in values:
-            if name in names:
-                continue
-            accepted = free = self.accepted(name)
-            taken, number = {*names.values()}, itertools.count(2)
-            while free in taken:
-                free = f"{accepted[:240]} {next(number)}"
-            names[name] = free
-            if free != name:
-                changed.append(f"{name!r:.80} is {free!r:.80}")
+            if name not in names:
+                accepted, taken = self.accepted(name), {*names.values()}
+                numbered = (f"{accepted[:240]} {number}" for number in itertools.count(2))
+                names[name] = next(
+                    n for n in itertools.chain([accepted], numbered) if n not in taken
+                )
+                if names[name] != name:
+                    changed.append(f"{name!r:.80} is {names[name]!r:.80}")
         if changed:
-            more = f" and {len(changed) - _NAMED:,} more" if len(changed) > _NAMED else ""
-            self.warn(f"another name for each {kind}: {', '.join(changed[:_NAMED])}{more}")
+            self.warn(f"another name for each {kind}: {', '.join(changed)}")
         return {names[name]: value for name, value in values.items()}
 
     def _known(self) -> dict[str, Any]:
@@ -214,10 +212,3 @@ class Tracker(abc.ABC):
 
     def _untold(self) -> str | None:
         return "\n".join(self._warnings.pop(0) for _ in range(len(self._warnings))) or None
-
-
-def _parsed(line: bytes) -> list[dict[str, Any]]:
-    """The line's entry; none if the line is damaged."""
-    with contextlib.suppress(ValueError, TypeError):
-        return [from_json(line)]
-    return []
