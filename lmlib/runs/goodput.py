@@ -26,8 +26,8 @@ class Start:
     """One process's share of a run (process 0's, where there are many).
 
     `seconds` are those of each phase, by a clock that nobody can set. `began` and `until` are
-    seconds since the epoch, as the clock on the wall had it when the process began. `ended`: how,
-    if it was not by the last step, "diverged" say; empty while it lasts. `reason`: in words. `start`
+    seconds since the epoch, by the clock on the wall when the process began. `ended` and `reason`
+    say how it ended before the last step, and why in words; both are empty while it lasts. `start`
     is the random text of the start, as in its start.json.
     """
 
