@@ -1,0 +1,202 @@
+"""A number that two places show under one name is one number: in files, tables, pages, trackers."""
+
+import contextlib
+import functools
+import html
+import json
+import math
+import re
+import sqlite3
+
+import fiddle as fdl
+import pytest
+from byte_texts import write_texts
+from small_experiment import small
+from tensorboardX.proto.event_pb2 import Event
+from wandb_file import records
+
+from lmlib import trackers
+from lmlib.data.flat_tokens import FlatTokens
+from lmlib.report import page, seen
+from lmlib.report.terminal import view
+from lmlib.runs import find_runs, read_run, runs
+from lmlib.verdicts import compare
+from lmlib.verdicts.table import comparison_text
+from runner import fit
+from runner.sweep.folder import Point
+from runner.sweep.tables import results_text
+from runner.training.options import Options
+
+pytestmark = pytest.mark.slow
+
+# Words in place of a name.
+NAMES = {"tokens seen": "tokens", "memory in use, at most": "peak_memory_bytes", "step": "step"}
+SCALES = {"k": 1e3, "M": 1e6, "KB": 1e3, "MB": 1e6, "GB": 1e9, "%": 0.01}
+METRICS = ("training_loss", "validation_loss", "validation_bits_per_byte")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Two runs whose evaluations see one batch of several, and the trackers that they had."""
+    folder = tmp_path_factory.mktemp("shown")
+    write_texts(folder / "data")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRACKIO_DIR", str(folder / "trackio"))
+        patch.setenv("WANDB_MODE", "offline")
+        sinks = [
+            trackers.Trackio,
+            trackers.WeightsAndBiases,
+            functools.partial(trackers.MLflow, tracking_uri=f"sqlite:///{folder}/mlflow.db"),
+        ]
+        for seed in (0, 1):
+            cfg = small("steps=4", f"seed={seed}", "evaluation.every=3", "evaluation.batches=1")
+            cfg.optimizer.peak_lr = 0.1
+            cfg.data = fdl.Config(FlatTokens, str(folder / "data"), "train", 4, 16)
+            cfg.validation = fdl.Config(
+                FlatTokens, str(folder / "data"), "train", 1, 16, seed=None, epochs=1
+            )
+            result = fit(cfg, folder / f"runs/{seed}", Options(sinks=sinks))
+            (folder / f"{seed}.txt").write_text(result.summary.text(folder / f"runs/{seed}", ()))
+    return folder
+
+
+def number(text):
+    """The number that a text begins with, and how far off its last digit may be."""
+    found = re.match(r"(-?[\d,]+(?:\.(\d+))?(?:e[+-]\d+)?)\s?(?:(k|M|KB|MB|GB|%)(?!\w))?", text)
+    scale = SCALES.get(found[3], 1)
+    value = float(found[1].replace(",", ""))
+    return value * scale, 0.51 * 10.0 ** -len(found[2] or "") * scale
+
+
+def named(place, texts):
+    """Numbers as texts, by words."""
+    for words, text in texts:
+        name = NAMES.get(words, words.replace(" ", "_").replace("MFU", "mfu"))
+        with contextlib.suppress(TypeError):  # no number
+            yield place, name, *number(text)
+
+
+def exact(place, numbers):
+    for name, value in numbers.items():
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            yield place, name, float(value), 1e-6 * abs(value)
+
+
+def split(line):
+    return re.split(r"\s{2,}", line.strip())
+
+
+def of_page(run):
+    text = page(seen([run]))
+    tiles = re.findall(r"<dt>(.*?)</dt><dd>(.*?) <small>(.*?)</small>", text)
+    yield from named("tile", ((name, value) for name, value, _ in tiles))
+    over = {name: about for name, _, about in tiles}
+    assert over["training loss"].endswith("mean of the last 4 steps")
+    assert over["validation loss"].endswith("the whole split")
+    charts = json.loads(re.search(r'<script id="data".*?>(.*?)</script>', text, re.DOTALL)[1])
+    last = {chart["metric"]: chart["series"][0]["value"][-1] for chart in charts["charts"]}
+    yield from ((*each[:3], 1e-5 * abs(each[2])) for each in exact("chart", last))
+
+
+def of_tables(run, other):
+    text = page(seen([run, other]))
+    table = re.search(r"<table>(.*?)</table>", text, re.DOTALL)[1]
+    header = re.findall(r"<th.*?>(.*?)</th>", table)
+    rows = [re.findall(r"<td.*?>(.*?)</td>", row) for row in table.split("<tr>")]
+    (row,) = [row for row in rows if row and row[0] == run.name]
+    yield from named("page's table", zip(header[2:], map(html.unescape, row[2:]), strict=True))
+    for place, lines in (
+        ("sweep's table", results_text([Point(run, {})], {}).splitlines()),
+        *(("compare", comparison_text(compare(find_runs([run]), each)).splitlines())
+          for each in METRICS),
+    ):  # fmt: skip
+        titles = [title.partition(",")[0] for title in split(lines[0])]
+        yield from named(place, list(zip(titles, split(lines[1]), strict=True))[1:])
+
+
+def of_terminal(run, ended):
+    head, _, *rows = view(seen([run]), 80).splitlines()
+    yield from named("watch", (split(row)[:2] for row in rows))
+    yield from named("watch", (each.split(" ") for each in split(head)[2:]))
+    yield from named("end of the run", map(split, ended.rpartition("\n\n")[2].splitlines()))
+
+
+def of_files(run):
+    result = json.loads((run / "result.json").read_text())
+    yield from exact("result.json", result)
+    yield from exact(
+        "result.json", {name: each["value"] for name, each in result["validation"].items()}
+    )
+    last = {name: value for line in read_run(run).metrics for name, value in line.items()}
+    yield from exact("metrics.jsonl", last)
+    table = runs(run)
+    assert len(table) == 1
+    yield from exact("runs()", table.iloc[0].to_dict())
+
+
+def of_trackers(folder, run):
+    scalars = {}
+    for file in (run / "tensorboard").iterdir():
+        data = file.read_bytes()
+        while data:
+            end = 12 + int.from_bytes(data[:8], "little")
+            event = Event.FromString(data[12:end])
+            scalars |= {value.tag: value.simple_value for value in event.summary.value}
+            data = data[end + 4 :]
+    yield from exact("TensorBoard", scalars)
+    (file,) = (run / "wandb").glob("offline-run-*/*.wandb")
+    rows = [each.history.item for each in records(file) if each.HasField("history")]
+    last = {item.key or item.nested_key[0]: item.value_json for row in rows for item in row}
+    yield from exact("W&B", {name: json.loads(text) for name, text in last.items()})
+    last = {}
+    with sqlite3.connect(folder / "trackio/lmlib.db") as connection:
+        query = "SELECT metrics FROM metrics WHERE run_name LIKE ? ORDER BY step, id"
+        for (line,) in connection.execute(query, (f"{run.name} %",)):
+            last |= json.loads(line)
+    yield from exact("Trackio", last)
+    import mlflow
+
+    client = mlflow.MlflowClient(f"sqlite:///{folder}/mlflow.db")
+    experiment = client.get_experiment_by_name("lmlib").experiment_id
+    (found,) = client.search_runs([experiment], f"run_name = '{run.name}'")
+    yield from exact("MLflow", found.data.metrics)
+
+
+def test_no_two_places_show_two_numbers_under_one_name(folder):
+    run, other = (folder / f"runs/{seed}" for seed in (0, 1))
+    shown = {}
+    for place, name, value, off in (
+        *of_page(run),
+        *of_tables(run, other),
+        *of_terminal(run, (folder / "0.txt").read_text()),
+        *of_files(run),
+        *of_trackers(folder, run),
+    ):
+        shown.setdefault(name, []).append((place, value, off))
+    for name, places in shown.items():
+        for place, value, off in places:
+            first, expected, most = places[0]
+            near = math.isclose(value, expected, abs_tol=off + most, rel_tol=0)
+            assert near, f"{name} is {value} in {place} and {expected} in {first}"
+    files = {"result.json", "runs()"}
+    tables = {"tile", "page's table", "sweep's table", "compare", "watch", "end of the run"}
+    sinks = {"TensorBoard", "W&B", "Trackio", "MLflow"}
+    of_steps = {"metrics.jsonl", "runs()", "watch", "chart", *sinks}
+    for name, expected in (
+        ("validation_loss", files | tables),
+        ("training_loss", files | tables),
+        ("validation_bits_per_byte", files | tables - {"sweep's table"}),
+        ("mean_tokens_per_second", files | tables - {"compare", "sweep's table"}),
+        ("loss", of_steps),
+        ("evaluation_loss", of_steps),
+        ("tokens_per_second", of_steps),
+    ):
+        assert {place for place, _, _ in shown[name]} == expected, name
+    # They differ, so that one in the place of another would be found.
+    for one, another in (
+        ("validation_loss", "evaluation_loss"),
+        ("training_loss", "loss"),
+        ("mean_tokens_per_second", "tokens_per_second"),
+    ):
+        (_, value, off), (_, near, most) = shown[one][0], shown[another][0]
+        assert abs(value - near) > 2 * (off + most), (one, value, near)
