@@ -61,9 +61,8 @@ def in_words(error: BaseException) -> str:
 
 def how_ended(error: BaseException) -> str:
     """The state of a run that `error` has ended, in a word."""
-    if isinstance(error, Diverged):
-        return "diverged"
-    return "interrupted" if isinstance(error, (StoppedEarly, KeyboardInterrupt)) else "failed"
+    interrupted = isinstance(error, (StoppedEarly, KeyboardInterrupt))
+    return "diverged" if isinstance(error, Diverged) else "interrupted" if interrupted else "failed"
 
 
 def lack(error: BaseException) -> str | None:

@@ -27,7 +27,6 @@ _TICK = (
     "? format(datum.value, '.' + DIGITS + '~g') : DIGITS > 5 && abs(datum.value) < 1e8 "
     "? format(datum.value, ',.15~g') : replace(format(datum.value, '.' + DIGITS + '~s'), 'G', 'B')"
 ).replace("DIGITS", _DIGITS)
-_OUTSIDE = "datum.greatest > above || datum.least < below"
 _NO_LIMIT = 1.7e308
 
 
@@ -41,113 +40,90 @@ def curves() -> dict[str, Any]:
     the limits "above" and "below"; "pointed_at" is a value of x. Filled in later: `data.values`,
     the window's frame, the limits, titles and scales of the axes, the domain of colours.
     """
-    by_curve = {"groupby": ["curve"], "sort": [{"field": "step"}]}
-    fewer = {"domain": [False, True], "range": [[1, 0], [4, 3]]}
-    dashes = {"field": "fewer", "type": "nominal", "scale": fewer, "legend": None}
-    return {
-        "$schema": SCHEMA,
-        "width": "container",
-        "height": 230,
-        "params": [
+    order = [{"field": "step"}]
+    moved = {"on": "pointermove", "clear": "pointerout", "nearest": True}
+    nearest = {"type": "point", "fields": ["x"], **moved}
+    dashes = {"domain": [False, True], "range": [[1, 0], [4, 3]]}
+    dashed = {"strokeDash": _by("fewer", "nominal", scale=dashes, legend=None)}
+    band = {"y2": {"field": "greatest"}}
+    numbers = {"value": "value", "least": "least", "greatest": "greatest"}
+    linear = {"type": "linear", "zero": False}
+    ticks = {axis: {"labelExpr": _TICK.replace("AXIS", axis)} for axis in "xy"}
+    rule = {"expr": "isValid(pointed_at) ? scale('x', pointed_at) : -9"}
+    outline = {"stroke": {"expr": "scale('color', datum.curve)"}, "strokeWidth": 0.8}
+    return _chart(
+        230,
+        params=[
             {"name": "below", "value": -_NO_LIMIT},
             {"name": "above", "value": _NO_LIMIT},
             {"name": "pointed_at", "value": None},
         ],
-        "data": {"values": []},
-        "transform": [
+        transform=[
             {
                 "aggregate": [
-                    *({"op": "mean", "field": each, "as": each} for each in ("step", "x", "value")),
-                    {"op": "min", "field": "least", "as": "least"},
-                    {"op": "max", "field": "greatest", "as": "greatest"},
-                    {"op": "sum", "field": "not_finite", "as": "not_finite"},
-                    {"op": "valid", "field": "value", "as": "runs"},
+                    *(_op("mean", each) for each in ("step", "x", "value")),
+                    *(_op("min", "least"), _op("max", "greatest"), _op("sum", "not_finite")),
+                    _op("valid", "value", "runs"),
                 ],
                 "groupby": ["curve", "stretch"],
             },
             _calculate("inside", "datum.value > above || datum.value < below ? null : datum.value"),
             {
                 "window": [
-                    {"op": "mean", "field": "inside", "as": "smooth"},
-                    {"op": "lag", "field": "runs", "as": "before"},
-                    {"op": "lead", "field": "runs", "as": "after"},
+                    _op("mean", "inside", "smooth"),
+                    *(_op("lag", "runs", "before"), _op("lead", "runs", "after")),
                 ],
                 "frame": [0, 0],
-                **by_curve,
+                "groupby": ["curve"],
+                "sort": order,
             },
             _calculate("smooth", "isValid(datum.inside) ? datum.smooth : null"),
             _calculate("changed", "datum.runs === datum.before ? 0 : 1"),
-            {"window": [{"op": "sum", "field": "changed", "as": "part"}], **by_curve},
-            {
-                "joinaggregate": [{"op": "max", "field": "runs", "as": "most"}],
-                "groupby": ["curve"],
-            },
+            {"window": [_op("sum", "changed", "part")], "groupby": ["curve"], "sort": order},
+            {"joinaggregate": [_op("max", "runs", "most")], "groupby": ["curve"]},
             _calculate("fewer", "datum.runs < datum.most"),
         ],
-        "encoding": {
-            "x": {
-                "field": "x",
-                "type": _NUMBER,
-                "title": "step",
-                "scale": {"type": "linear", "zero": False, "nice": False},
-                "axis": {
-                    "labelExpr": _TICK.replace("AXIS", "x"),
-                    "tickCount": 6,
-                    "labelFlush": True,
-                },
-            },
+        encoding={
+            "x": _by(
+                "x",
+                title="step",
+                scale={**linear, "nice": False},
+                axis={**ticks["x"], "tickCount": 6, "labelFlush": True},
+            ),
             "y": {
                 "type": _NUMBER,
                 "title": None,
-                "scale": {"type": "linear", "zero": False, "nice": True},
-                "axis": {"labelExpr": _TICK.replace("AXIS", "y"), "tickCount": 5},
+                "scale": {**linear, "nice": True},
+                "axis": {**ticks["y"], "tickCount": 5},
             },
-            "color": {
-                "field": "curve",
-                "type": "nominal",
-                "scale": {"domain": [], "range": list(COLOURS)},
-                "legend": None,
-            },
-            "detail": {"field": "part", "type": "nominal"},
+            "color": _by(
+                "curve", "nominal", scale={"domain": [], "range": list(COLOURS)}, legend=None
+            ),
+            "detail": _by("part", "nominal"),
         },
-        "layer": [
-            {  # with an outline, for a spike may be less wide than a pixel
-                "mark": {
-                    "type": "area",
-                    "fillOpacity": 0.2,
-                    "stroke": {"expr": "scale('color', datum.curve)"},
-                    "strokeWidth": 0.8,
-                    "strokeOpacity": 0.6,
-                    "clip": True,
-                },
-                "encoding": {"y": {"field": "least"}, "y2": {"field": "greatest"}},
-            },
-            {
-                "mark": {"type": "line", "strokeWidth": 1, "opacity": 0.3, "clip": True},
-                "encoding": {"y": {"field": "value"}, "strokeDash": dashes},
-            },
-            {
-                "mark": {"type": "line", "strokeWidth": 1.8, "clip": True},
-                "encoding": {"y": {"field": "smooth"}, "strokeDash": dashes},
-            },
+        layer=[
+            # The outline, since a spike may be less wide than a pixel.
+            _marks("area", "least", band, fillOpacity=0.2, strokeOpacity=0.6, **outline),
+            _marks("line", "value", dashed, strokeWidth=1, opacity=0.3),
+            _marks("line", "smooth", dashed, strokeWidth=1.8),
             _points("datum.runs != datum.before && datum.runs != datum.after", size=25),  # alone
-            _marks(
+            _at_edge(
                 "datum.not_finite > 0",
-                {"shape": "cross", "angle": 45, "size": 90},
                 "6",
                 {"not_finite": "NaN or infinite"},
+                {"shape": "cross", "angle": 45, "size": 90},
             ),
-            _marks(
-                _OUTSIDE,
-                {"shape": "triangle", "filled": True, "size": 60},
+            _at_edge(
+                "datum.greatest > above || datum.least < below",
                 "datum.greatest > above ? 6 : height - 6",
-                {"value": "value", "least": "least", "greatest": "greatest"},
+                numbers,
+                {"shape": "triangle", "filled": True, "size": 60},
             ),
             {
                 "data": {"values": [{}]},
                 "mark": {"type": "rule", "clip": True},
                 "encoding": {
-                    "x": {"value": {"expr": "isValid(pointed_at) ? scale('x', pointed_at) : -9"}},
+                    "x": {"value": rule},
                     "y": {"value": 0},
                     "y2": {"value": "height"},
                     "color": {"value": "#8a8583"},
@@ -155,43 +131,52 @@ def curves() -> dict[str, Any]:
                 },
             },
             _points("datum.x === pointed_at", size=60),
-            _hover(),
+            # The nearest point. page.js gives its tooltip: Vega-Lite's says "undefined" for texts.
+            {**_points("true", opacity=0), "params": [{"name": "hover", "select": nearest}]},
         ],
-    }
+    )
+
+
+def _chart(height: int, **more: Any) -> dict[str, Any]:
+    size = {"width": "container", "height": height}
+    return {"$schema": SCHEMA, **size, "data": {"values": []}, **more}
+
+
+def _by(field: str, kind: str = _NUMBER, **more: Any) -> dict[str, Any]:
+    return {"field": field, "type": kind, **more}
+
+
+def _op(op: str, field: str, name: str = "") -> dict[str, str]:
+    return {"op": op, "field": field, "as": name or field}
 
 
 def _calculate(field: str, expression: str) -> dict[str, str]:
     return {"calculate": expression, "as": field}
 
 
+def _marks(kind: str, y: str, encoding: Any = (), **mark: Any) -> dict[str, Any]:
+    mark = {"type": kind, "clip": True, **mark}
+    return {"mark": mark, "encoding": {"y": {"field": y}, **dict(encoding)}}
+
+
 def _points(where: str, **mark: Any) -> dict[str, Any]:
     """The points of the curves `where` something is."""
-    return {
-        "transform": [{"filter": f"isValid(datum.smooth) && ({where})"}],
-        "mark": {"type": "point", "filled": True, "opacity": 1, "clip": True, **mark},
-        "encoding": {"y": {"field": "smooth"}},
-    }
+    shown = {"transform": [{"filter": f"isValid(datum.smooth) && ({where})"}]}
+    return shown | _marks("point", "smooth", **{"filled": True, "opacity": 1, **mark})
 
 
-def _marks(where: str, mark: Any, y: str, numbers: Mapping[str, str]) -> dict[str, Any]:
+def _at_edge(where: str, y: str, numbers: Mapping[str, str], mark: Any) -> dict[str, Any]:
     """Marks `where` something is that has no place among the curves, `y` pixels from the top."""
-    shown = {"step": "step", **numbers}
-    tooltip = [
-        {"field": "curve", "type": "nominal", "title": "run"},
-        *({"field": k, "type": _NUMBER, "title": v, "format": ",.12~g"} for k, v in shown.items()),
-    ]
+    shown = {"step": "step", **numbers}.items()
+    tooltip = [_by(field, title=title, format=",.12~g") for field, title in shown]
     return {
         "transform": [{"filter": where}],
         "mark": {"type": "point", "opacity": 1, **mark},
-        "encoding": {"y": {"value": {"expr": y}}, "tooltip": tooltip},
+        "encoding": {
+            "y": {"value": {"expr": y}},
+            "tooltip": [_by("curve", "nominal", title="run"), *tooltip],
+        },
     }
-
-
-def _hover() -> dict[str, Any]:
-    """The nearest point. Its tooltip is page.js's, since Vega-Lite's says "undefined" for texts."""
-    nearest = {"type": "point", "on": "pointermove", "clear": "pointerout", "nearest": True}
-    params = [{"name": "hover", "select": {**nearest, "fields": ["x"]}}]
-    return {**_points("true", opacity=0), "params": params}
 
 
 def logarithmic() -> dict[str, Any]:
@@ -210,63 +195,38 @@ def logarithmic() -> dict[str, Any]:
 
 def heat() -> dict[str, Any]:
     """Rows {part, order, step, value} as a map: parts of a model over steps."""
-    return {
-        "$schema": SCHEMA,
-        "width": "container",
-        "height": 15,  # of each part
-        "data": {"values": []},
-        "mark": {"type": "rect", "tooltip": True},
-        "encoding": {
-            "x": {
-                "field": "step",
-                "type": "ordinal",
-                "axis": {"labelOverlap": True, "labelAngle": 0},
-            },
-            "y": {"field": "part", "type": "ordinal", "title": None, "sort": {"field": "order"}},
-            "color": {
-                "field": "value",
-                "type": _NUMBER,
-                "scale": {"type": "log", "scheme": "viridis"},
-                "legend": {"title": None, "format": "~g", "gradientLength": 120},
-            },
+    legend = {"title": None, "format": "~g", "gradientLength": 120}
+    return _chart(
+        15,  # of each part
+        mark={"type": "rect", "tooltip": True},
+        encoding={
+            "x": _by("step", "ordinal", axis={"labelOverlap": True, "labelAngle": 0}),
+            "y": _by("part", "ordinal", title=None, sort={"field": "order"}),
+            "color": _by("value", scale={"type": "log", "scheme": "viridis"}, legend=legend),
         },
-    }
+    )
 
 
 def bars() -> dict[str, Any]:
     """Rows {run, part, time, share, order} as a bar for each run, of parts."""
-    return {
-        "$schema": SCHEMA,
-        "width": "container",
-        "height": 26,  # of each run
-        "data": {"values": []},
-        "mark": "bar",
-        "encoding": {
-            "x": {
-                "field": "share",
-                "type": _NUMBER,
-                "stack": True,
-                "title": None,
-                "scale": {"domain": [0, 1]},
-                "axis": {"format": "%"},
-            },
-            "y": {"field": "run", "type": "nominal", "title": None, "sort": None},
-            "color": {
-                "field": "part",
-                "type": "nominal",
-                "sort": {"field": "order"},
-                "scale": {"range": list(COLOURS)},
-                "legend": {"orient": "bottom", "title": None},
-            },
+    scale, axis = {"domain": [0, 1]}, {"format": "%"}
+    colour = {"scale": {"range": list(COLOURS)}, "legend": {"orient": "bottom", "title": None}}
+    return _chart(
+        26,  # of each run
+        mark="bar",
+        encoding={
+            "x": _by("share", stack=True, title=None, scale=scale, axis=axis),
+            "y": _by("run", "nominal", title=None, sort=None),
+            "color": _by("part", "nominal", sort={"field": "order"}, **colour),
             "order": {"field": "order"},
             "tooltip": [
-                {"field": "run"},
-                {"field": "part", "title": "phase"},
-                {"field": "time"},
-                {"field": "share", "type": _NUMBER, "format": ".1%"},
+                _by("run", "nominal"),
+                _by("part", "nominal", title="phase"),
+                _by("time", "nominal"),
+                _by("share", format=".1%"),
             ],
         },
-    }
+    )
 
 
 def for_paper(

@@ -71,7 +71,7 @@ def moments(log, workdir, resumed):
     """A run from the step after `resumed`: yields at each moment which steps are complete."""
     for step in range(resumed, STEPS + 1):
         if step > resumed:
-            (workdir / "config.txt").write_text("root\nseed = 1\n")
+            (workdir / "settings.json").write_text('{"seed": "1"}')
             log.write(step, {"loss": 1 / step, "tokens": step})
             yield step - 1
         if step in CHECKPOINTS:
@@ -210,7 +210,7 @@ def test_names_that_a_tracker_refuses_are_changed_alike_at_each_start(tmp_path):
     ) | {"ä: b": 7}
     for resumed in (0, 2):
         log, _ = opened(workdir, resumed or None, told)
-        (workdir / "config.txt").write_text("root\nsinks[0].project = a\nseed = 1\n")
+        (workdir / "settings.json").write_text('{"sinks[0].project": "\'a\'", "seed": "1"}')
         for step in (resumed + 1, resumed + 2):
             log.write(step, values if step == 1 else dict(reversed(values.items())))
         (workdir / "result.json").write_text(json.dumps({"steps": resumed + 2}))
@@ -226,7 +226,7 @@ def test_names_that_a_tracker_refuses_are_changed_alike_at_each_start(tmp_path):
 def test_a_run_that_begins_anew_with_other_settings_is_another(tmp_path):
     def run_id(resumed, seed):
         log, tracker = opened(tmp_path / "run", resumed)
-        (tmp_path / "run/config.txt").write_text(f"root\nseed = {seed}\n")
+        (tmp_path / "run/settings.json").write_text(f'{{"seed": "{seed}"}}')
         log.write((resumed or 0) + 1, {})
         assert not log.close()
         return tracker.run.name
