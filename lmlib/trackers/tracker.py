@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from lmlib.metrics.log import FILE_NAME as METRICS
 from lmlib.metrics.log import from_json
-from lmlib.runs.run import SAMPLES, SETTINGS, Run
+from lmlib.runs.run import SAMPLES, Run
 from lmlib.storage.bucket.copies import url_of
 from lmlib.storage.stored_json import read_json, read_text
 from lmlib.storage.unlinked import unlinked
@@ -112,8 +112,7 @@ class Tracker(abc.ABC):
         """Starts the thread, once; not before the first step, which writes the settings."""
         if self._thread.ident is not None:
             return
-        found = Run(self.workdir).settings if (self.workdir / SETTINGS).exists() else {}
-        self._settings = {path: str(value) for path, value in found.items()}
+        self._settings = Run(self.workdir).settings
         digest = hashlib.sha256(repr(sorted(self._settings.items())).encode()).hexdigest()[:16]
         known = self._known()
         if not known or (self._first_step <= 1 and known.get("settings") != digest):

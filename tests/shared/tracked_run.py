@@ -50,8 +50,7 @@ def main(workdir: Path, tracker: str, moment: str, package_settings: dict) -> No
     resumed = int(checkpoint.read_text()) if checkpoint.exists() else 0
     with MetricsLog(workdir, resumed or None, sinks=[make]) as log:
         settings = {"sinks[0].project": "a", "long": "x" * 7000, **SETTINGS}
-        lines = "".join(f"{path} = {value}\n" for path, value in settings.items())
-        (workdir / "config.txt").write_text(f"root\n{lines}")
+        (workdir / "settings.json").write_text(json.dumps(settings))
         for step in range(resumed, STEPS + 1):
             if step > resumed:
                 log.write(step, {"loss": 1 / step, "skew": float("nan"), "time": step, **norms})

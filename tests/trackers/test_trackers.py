@@ -290,7 +290,7 @@ def test_a_value_that_mlflow_refuses_is_left_out_alone(tmp_path, stores, monkeyp
     told = []
     sink = functools.partial(trackers.MLflow, experiment="refused")
     with MetricsLog(tmp_path, None, sinks=[sink], tell=told.append) as log:
-        (tmp_path / "config.txt").write_text(f"root\nlong = {'x' * 7000}\nseed = 1\n")
+        (tmp_path / "settings.json").write_text(json.dumps({"long": "x" * 7000, "seed": "1"}))
         log.write(1, {"loss": 1.0, "low": -math.inf})
         (tmp_path / "result.json").write_text('{"steps": 1}')
     assert in_mlflow(tmp_path, "refused")[0] == {"seed": "1"}
