@@ -13,7 +13,6 @@ import os
 import re
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import tempfile
@@ -25,6 +24,7 @@ import tracked_run
 from byte_texts import write_texts
 from event_files import shown
 from small_experiment import small
+from wandb_file import records
 
 from lmlib import trackers
 from lmlib.data.flat_tokens import FlatTokens
@@ -121,26 +121,6 @@ def in_wandb(workdir, project):
                 continue
             found.append((row[("_step",)], name[0], float(value) if value == "NaN" else value))
     return config, found
-
-
-def records(file):
-    """The records of a file of W&B's: blocks of 32 KiB, in them pieces with a header of seven
-    bytes (checksum, length, kind: whole, first, middle, last), as in LevelDB's log."""
-    from wandb.proto import wandb_internal_pb2
-
-    data, at, piece = file.read_bytes(), 7, b""
-    while at + 7 <= len(data):
-        if 32768 - at % 32768 < 7:
-            at += 32768 - at % 32768
-            continue
-        _, length, kind = struct.unpack("<IHB", data[at : at + 7])
-        piece += data[at + 7 : at + 7 + length]
-        at += 7 + length
-        if kind in (1, 4):
-            record = wandb_internal_pb2.Record()
-            record.ParseFromString(piece)
-            yield record
-            piece = b""
 
 
 FOUND = {"WeightsAndBiases": in_wandb, "Trackio": in_trackio, "MLflow": in_mlflow}
