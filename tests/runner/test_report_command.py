@@ -28,6 +28,6 @@ def test_a_page_and_mistakes(tmp_path):
 def test_a_view_goes_into_a_pipe_once(tmp_path):
     run = leave_run(tmp_path / "a", {"steps": 9}, losses(3.0, 2.0))
     done = run_forked("-m", "runner.watch", run, "--terminal")
-    assert not done.returncode and done.stdout.startswith("a  step 2 of 9\n")
+    assert not done.returncode and done.stdout.startswith("a  not running, step 2 of 9\n")
     done = run_forked("-m", "runner.watch", tmp_path / "none")
     assert done.returncode == 2 and "there is no run in" in done.stderr
