@@ -6,7 +6,6 @@ nothing of other shares of parameters and tokens.
 """
 
 import dataclasses
-import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -29,7 +28,7 @@ class ComputeLaw:
 
     def loss(self, flops: float) -> Number:
         """At this compute, with the 90 % interval of the law; a run's own noise is not in it."""
-        return number(self.fit, lambda law: math.log(law.loss(np.array([[flops]]))[0]))
+        return number(self.fit, lambda law: np.log(law.loss(np.array([[flops]]))))
 
 
 def fit_compute_law(

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Num
@@ -57,7 +58,7 @@ class ScalingLaw:
     @functools.cached_property
     def numbers(self) -> dict[str, Number]:
         return {
-            name: number(self.fit, lambda law, i=i: math.log(law.numbers[i]))
+            name: number(self.fit, lambda law: np.log(law.numbers), i)
             for i, name in enumerate(self.names)
         }
 
@@ -81,8 +82,7 @@ class ScalingLaw:
             )
         names = ("parameters", "tokens", "loss")
         return {
-            name: number(self.fit, lambda law, i=i: _best(law, flops)[i])
-            for i, name in enumerate(names)
+            name: number(self.fit, lambda law: _best(law, flops), i) for i, name in enumerate(names)
         }
 
     def __str__(self) -> str:
@@ -185,10 +185,11 @@ def _best(law: PowerLaw, flops: float) -> tuple[float, float, float]:
     return parameters, tokens, float(np.logaddexp.reduce(terms))
 
 
-def number(fit: Fit, logarithm: Callable[[PowerLaw], float]) -> Number:
-    """A positive quantity of the law."""
+def number(fit: Fit, logarithms: Callable[[PowerLaw], Any], index: int = 0) -> Number:
+    """One of the positive quantities of a law whose logarithms are given."""
+    low, high = fit.interval(lambda law: float(logarithms(law)[index]))
     with np.errstate(over="ignore"):
-        return Number(*np.exp([logarithm(fit.law), *fit.interval(logarithm)]).tolist())
+        return Number(*np.exp([logarithms(fit.law)[index], low, high]).tolist())
 
 
 def _other(quantity: str) -> str:
