@@ -7,11 +7,6 @@ from typing import Any, TypeVar
 import jax
 
 from lmlib.experiment import Experiment
-from lmlib.hardware.specifications import accelerator
-from lmlib.plan.flops import count_flops
-from lmlib.plan.scopes import scopes_of
-from lmlib.profile.step_profile import step_profile
-from lmlib.profile.trace import TraceError, newest_trace, read_trace
 from lmlib.storage.whole_file import write_whole
 
 S = TypeVar("S")
@@ -97,6 +92,13 @@ def where_the_time_went(
     program = compiled.as_text()
     assert program is not None  # XLA's programs have a text
     device = experiment.mesh.devices.flat[0]
+    # Only a run with --profile needs these.
+    from lmlib.hardware.specifications import accelerator
+    from lmlib.plan.flops import count_flops
+    from lmlib.plan.scopes import scopes_of
+    from lmlib.profile.step_profile import step_profile
+    from lmlib.profile.trace import TraceError, newest_trace, read_trace
+
     known = accelerator(device.device_kind)
     scopes, matmuls = scopes_of(experiment.recipe.made), None
     if known is not None and known.flops:
