@@ -103,7 +103,7 @@ MAY_IMPORT = {
     "lmlib.metrics": {"lmlib.hardware", "lmlib.storage"},
     "lmlib.sweeps": set(),
     "lmlib.runs": {"lmlib.metrics", "lmlib.storage", "lmlib.terminal"},
-    "lmlib.trackers": {"lmlib.runs", "lmlib.storage"},
+    "lmlib.trackers": {"lmlib.metrics", "lmlib.runs", "lmlib.storage"},
     "lmlib.report": {
         "lmlib.metrics",
         "lmlib.runs",
