@@ -71,7 +71,7 @@ MUTATIONS = (
     Mutation(
         "intervals of a law forget the numbers that were fitted",
         "lmlib/verdicts/power_law.py",
-        "freedom = len(self.losses_R) - len(least)",
+        "freedom = len(self.losses_R) - len(self._low)",
         "freedom = 100 * len(self.losses_R)",
         "tests/verdicts/test_scaling_law.py",
     ),

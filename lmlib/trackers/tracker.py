@@ -124,6 +124,7 @@ class Tracker(abc.ABC):
     def _follow(self) -> None:
         settings, failed = self._renamed("setting", self._settings), False
         while True:
+            is_last_try = self._closing.is_set()
             try:
                 had = self._has = self.start(self._id, self.workdir.absolute().name, settings)
                 failed = False
@@ -145,8 +146,9 @@ class Tracker(abc.ABC):
                         f"{self.retry:g} s, and metrics.jsonl has everything"
                     )
                 failed = True
-            if self._closing.wait(self.retry):
+            if is_last_try:
                 return
+            self._closing.wait(self.retry)
 
     def _lines(self) -> Iterator[dict[str, Any]]:
         """The complete lines of metrics.jsonl, as they come, until this start ends."""

@@ -16,13 +16,13 @@ class Programs:
         self._kept: dict[tuple[str, ...], jax.stages.Compiled] = {}
 
     def __call__(
-        self, step: jax.stages.Lowered, mesh: Mesh, compile: Callable[[], jax.stages.Compiled]
+        self, step: jax.stages.Lowered, mesh: Mesh, compile_step: Callable[[], jax.stages.Compiled]
     ) -> jax.stages.Compiled:
         key = tuple(identity_of(step, mesh).values())
         kept = self._kept.pop(key, None)
         # It unpacks its arguments as those that it was compiled for were packed.
         if kept is None or (kept.in_tree, kept.out_tree) != (step.in_tree, step.out_tree):
-            kept = compile()
+            kept = compile_step()
         self._kept[key] = kept  # the last, now
         while len(self._kept) > self._most:
             del self._kept[next(iter(self._kept))]

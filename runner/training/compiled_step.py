@@ -93,7 +93,7 @@ class StepProgram:
         began = time.perf_counter()
         done = f"reused an earlier run's program for {self.title}"
 
-        def compile() -> jax.stages.Compiled:
+        def compile_step() -> jax.stages.Compiled:
             nonlocal done
             self.progress.message(f"compiling {self.title}")
             done = f"compiled {self.title}"
@@ -106,9 +106,9 @@ class StepProgram:
             done = f"took the compiled step out of {file}"
         elif options.save_compiled is not None:
             with compiled_anew():
-                compiled = compile()
+                compiled = compile_step()
         else:
-            compiled = options.programs(self.lowered, self.experiment.mesh, compile)
+            compiled = options.programs(self.lowered, self.experiment.mesh, compile_step)
         self.progress.message(f"{done} in {duration_text(time.perf_counter() - began)}")
         memory = compiled.memory_analysis()
         if memory is not None:  # not every platform says

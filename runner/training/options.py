@@ -20,9 +20,9 @@ def never(step: int) -> bool:
 
 
 def compiled_for_this_run(
-    step: "Lowered", mesh: "Mesh", compile: Callable[[], "Compiled"]
+    step: "Lowered", mesh: "Mesh", compile_step: Callable[[], "Compiled"]
 ) -> "Compiled":
-    return compile()
+    return compile_step()
 
 
 @dataclasses.dataclass(frozen=True)

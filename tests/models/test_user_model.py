@@ -240,7 +240,9 @@ def test_longer_sequences_than_there_are_positions_are_refused():
     ):
         with pytest.raises(ValueError, match=TOO_LONG):
             refused()
-    with pytest.raises(ValueError, match=r"but stack\.0\.0\.mlp\.bias_PE has 32 positions"):
+    with pytest.raises(
+        ValueError, match=r"but stack\.patterns\.0\.0\.mlp\.bias_PE has 32 positions"
+    ):
         dataclasses.replace(run, model=lambda key: biased(), data=LONGER).check()
     dataclasses.replace(run, model=lambda key: biased()).check()
     assert [padded_length(model, tokens, 20) for tokens in (19, 21, 32, 33)] == [20, 32, 32, 33]

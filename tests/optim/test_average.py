@@ -12,8 +12,7 @@ from small_experiment import small
 
 from lmlib.experiment import Every
 from lmlib.optim.average import WeightAverage, with_average
-from lmlib.optim.from_optax import from_optax
-from lmlib.optim.schedules import warmup_constant
+from lmlib.optim.optimizer import Optimizer, as_declared
 from lmlib.optim.trainable import Group
 from runner import Options, fit
 from runner.errors import ConfigError, StoppedEarly
@@ -24,10 +23,8 @@ from runner.inference.loading import load
 @given(st.sampled_from([0.01, 0.5, 0.9, 0.999, 0.99999]), st.integers(1, 30))
 def test_it_is_the_mean_of_the_weights_so_far_in_float64(decay, updates):
     random = np.random.default_rng(updates)
-    optimizer = with_average(
-        from_optax(99, 0.1, optax.sgd, warmup_constant, None),
-        WeightAverage(decay),
-    )
+    plain = Optimizer(optax.sgd(0.1), optax.constant_schedule(0.1), as_declared)
+    optimizer = with_average(plain, WeightAverage(decay))
     weights = {"w": jnp.asarray(random.normal(size=5), jnp.float32)}
     state = optimizer.transformation.init(weights)
     np.testing.assert_array_equal(state.average["w"], weights["w"])
