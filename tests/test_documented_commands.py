@@ -31,7 +31,6 @@ STANDS_FOR = {
     "WORKDIR": "run",
     "SWEEP": "sweep",
     "LADDER": "ladder",
-    "DIR": "data",
     "DATA": "data",
     "TOKENS": "data",
     "SEQAX_DIR": "seqax",

@@ -8,15 +8,10 @@ import numpy as np
 
 from data_tools.command_line import Progress, no_progress
 from data_tools.inspect.description import BLOCK_LENGTH, blocks
+from data_tools.tokenizer import Tokenizer
 from lmlib.data.stored.damage import DamagedDataError
 from lmlib.data.stored.data_path import data_path
-from lmlib.data.stored.metadata import (
-    FILE_NAME,
-    TOKENIZER_FILE,
-    TokenizerIdentity,
-    read_shard,
-    shard_name,
-)
+from lmlib.data.stored.metadata import FILE_NAME, TOKENIZER_FILE, read_shard, shard_name
 from lmlib.data.stored.seqax import SeqaxSplit, is_seqax_split
 from lmlib.data.stored.shard_writer import ShardWriter
 from lmlib.data.stored.token_arrays import FILE_LENGTH
@@ -36,19 +31,16 @@ def to_lmlib(
     source: Path,
     out: Path,
     *,
-    tokenizer: TokenizerIdentity | None = None,
-    tokenizer_json: str | None = None,
-    vocab_size: int | None = None,
+    tokenizer: Tokenizer | None = None,
     progress: Progress = no_progress,
     file_length: int = FILE_LENGTH,
     block_length: int = BLOCK_LENGTH,
 ) -> list[ConvertedSplit]:
     """Writes each split of `source`, in seqax's format, as a split of one shard below `out`.
 
-    seqax frames no document and records no text, so the new splits have no BOS and EOS, 0 bytes of
-    text, and `tokenizer` only if it is given. `vocab_size` is then the tokenizer's; without it the
-    vocabulary ends at the largest id. Run again after being killed, it goes on where it was. Memory
-    holds a block and the longest document.
+    seqax frames no document and records no text, so the new splits have no BOS and EOS and 0 bytes
+    of text. Without `tokenizer`, none is recorded and the vocabulary ends at the largest id. After
+    a kill, the same call goes on where it was. Memory holds a block and the longest document.
 
     Raises FileExistsError if `out` is finished or holds anything else, ValueError if `source` has
     no split in seqax's format or ids outside the vocabulary, DamagedDataError if it cannot be read.
@@ -57,7 +49,8 @@ def to_lmlib(
     folders = _seqax_folders(source)
     splits = {folder.name: SeqaxSplit(folder) for folder in folders}
     largest = max(split.max_token_id for split in splits.values())
-    if vocab_size is not None and vocab_size <= largest:
+    vocab_size = largest + 1 if tokenizer is None else tokenizer.vocab_size
+    if vocab_size <= largest:
         raise ValueError(
             f"{source} has ids up to {largest}, but the tokenizer's end at {vocab_size - 1}: it is "
             "not the one that made them"
@@ -70,9 +63,9 @@ def to_lmlib(
             writer = ShardWriter(
                 out,
                 name,
-                vocab_size=vocab_size or largest + 1,
-                tokenizer=tokenizer,
-                tokenizer_json=tokenizer_json,
+                vocab_size=vocab_size,
+                tokenizer=None if tokenizer is None else tokenizer.identity,
+                tokenizer_json=None if tokenizer is None else tokenizer.tokenizer_json,
                 source=_source(source, name),
                 file_length=file_length,
                 chunk_length=min(file_length, 32 * 1024),

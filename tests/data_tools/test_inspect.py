@@ -9,8 +9,8 @@ import pytest
 from byte_texts import BOS, EOS, RAGGED, TEXTS, write_ids, write_texts, writer_of_texts
 from forked_processes import Ended, run_forked
 from sentinels import sentinels
+from seqax_data import write_seqax
 
-from data_tools.convert import to_seqax
 from data_tools.inspect import (
     DocumentLengths,
     LengthBin,
@@ -81,14 +81,13 @@ def test_an_unfinished_split(tmp_path: Path) -> None:
 
 
 def test_a_seqax_split(tmp_path: Path) -> None:
-    write_ids(tmp_path / "lmlib", RAGGED)
-    to_seqax(tmp_path / "lmlib", tmp_path / "seqax", tokens_chunk_length=8)
-    split = describe_split(tmp_path / "seqax/train")
+    write_seqax(tmp_path, list(filter(None, RAGGED)))
+    split = describe_split(tmp_path / "train")
     assert (split.format, split.documents, split.tokens) == ("seqax", 7, 66)
     assert (split.bytes, split.vocab_size, split.tokenizer) == (None, None, None)
-    lengths = document_lengths(tmp_path / "seqax/train")
+    lengths = document_lengths(tmp_path / "train")
     assert lengths.lengths_L.tolist() == [1, 2, 3, 5, 7, 8, 40]
-    assert verify_split(tmp_path / "seqax/train") == []
+    assert verify_split(tmp_path / "train") == []
 
 
 def test_document_lengths(tmp_path: Path) -> None:

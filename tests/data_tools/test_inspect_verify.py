@@ -9,8 +9,8 @@ import pytest
 import zarr
 from byte_texts import RAGGED, write_ids, write_texts
 from forged_digests import sign
+from seqax_data import write_seqax
 
-from data_tools.convert import to_seqax
 from data_tools.inspect import decoder, verify_split
 from lmlib.data.stored.metadata import TokenizerIdentity
 
@@ -109,11 +109,10 @@ def test_verify_checks_the_tokenizer(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["encoded_tokens/2", "encoded_tokens/0", "seq_starts/1"])
 @pytest.mark.parametrize("length", [None, 20])
 def test_verify_of_seqax(tmp_path: Path, name: str, length: int | None) -> None:
-    write_ids(tmp_path / "lmlib", RAGGED)
-    to_seqax(tmp_path / "lmlib", tmp_path / "out", tokens_chunk_length=8, starts_chunk_length=4)
-    file = tmp_path / "out/train" / name
+    write_seqax(tmp_path, RAGGED, filtered=False)
+    file = tmp_path / "train" / name
     if length is None:
         file.unlink()
     else:
         file.write_bytes(file.read_bytes()[:length])
-    assert file in [damage.path for damage in verify_split(tmp_path / "out/train")]
+    assert file in [damage.path for damage in verify_split(tmp_path / "train")]

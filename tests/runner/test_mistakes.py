@@ -390,8 +390,8 @@ OTHERS = [
         ("--dataset={scratch}/file", "--tokenizer={scratch}/empty", "--out={run}"),
         "empty",
     ),
-    ("data_tools.convert", ("--to=seqax", "{scratch}/nowhere", "{run}"), "nowhere"),
-    ("data_tools.convert", ("--to=seqax", "{scratch}/data", "gs://b/out"), "remote folders are"),
+    ("data_tools.convert", ("{scratch}/nowhere", "{run}"), "nowhere"),
+    ("data_tools.convert", ("{scratch}/data", "gs://b/out"), "remote folders are"),
     (
         "data_tools.pretokenize",
         ("--dataset={scratch}/file", "--tokenizer=bytes", "--out=gs://b/out"),

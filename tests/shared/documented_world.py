@@ -6,9 +6,9 @@ from pathlib import Path
 import fiddle as fdl
 import jax
 from made_up_runs import leave_run
+from seqax_data import write_seqax
 from small_tokenizer import TEXTS, write_tokenizer_folder
 
-from data_tools.convert import to_seqax
 from data_tools.pretokenize import pretokenize
 from data_tools.rows import Texts
 from data_tools.tokenizer import load_tokenizer
@@ -49,7 +49,7 @@ def make_world(folder: Path) -> None:
     texts = [f"{i} {text}" for i in range(60) for text in TEXTS]
     for split in ("train", "validation"):
         pretokenize(Texts(texts), tokenizer, folder / "data", split, workers=0)
-    to_seqax(folder / "data", folder / "seqax")
+    write_seqax(folder / "seqax", [[1, 2], [3, 4, 5]])
     _write_run(folder, vocab)
     _write_sweep(folder / "sweep")
     _write_ladder(folder / "ladder")
