@@ -28,7 +28,6 @@ PUBLIC = (  # a package with `__all__` has one page, another one for each of its
     "lmlib.losses",
     "lmlib.models",
     "lmlib.optim",
-    "lmlib.optim.trainable",
     "lmlib.parallel",
     "lmlib.plan.planner",
     "lmlib.profile",
