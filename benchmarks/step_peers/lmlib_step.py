@@ -4,6 +4,7 @@ import jax
 import optax
 
 from lmlib import train
+from lmlib.optim.adamw import adamw
 from lmlib.optim.muon import muon
 from lmlib.optim.optimizer import Optimizer
 from lmlib.parallel.layout import sharding
@@ -17,18 +18,18 @@ def _constant(peak_lr: float, steps: int) -> optax.Schedule:
 
 
 def make_optimizer(work: Work) -> Optimizer:
-    adamw = work.adamw
+    settings = work.adamw
     if work.muon:
-        return muon(work.steps, adamw.learning_rate, _constant)
+        return muon(work.steps, settings.learning_rate, _constant)
     return adamw(
         work.steps,
-        adamw.learning_rate,
+        settings.learning_rate,
         schedule=_constant,
-        b1=adamw.b1,
-        b2=adamw.b2,
-        epsilon=adamw.epsilon,
-        weight_decay=adamw.weight_decay,
-        clip_norm=adamw.clip_norm,
+        b1=settings.b1,
+        b2=settings.b2,
+        epsilon=settings.epsilon,
+        weight_decay=settings.weight_decay,
+        clip_norm=settings.clip_norm,
     )
 
 
