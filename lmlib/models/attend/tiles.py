@@ -185,22 +185,15 @@ def with_gradients(
         weights_BKGQR = weights_BKGQR.astype(keys.v_BKTV.dtype)
         q_BKGQD = _tile(queries.q_BKGSD, i, tile, 3)
         dq_BKGQD = product("bkgqr,bkrd->bkgqd", d_products_BKGQR, k_BKRD)
-        dk_BKDR = product("bkgqd,bkgqr->bkdr", q_BKGQD, d_products_BKGQR)
-        dv_BKVR = product("bkgqv,bkgqr->bkvr", d_mixed_BKGQV, weights_BKGQR)
+        dk_BKRD = product("bkgqr,bkgqd->bkrd", d_products_BKGQR, q_BKGQD)
+        dv_BKRV = product("bkgqr,bkgqv->bkrv", weights_BKGQR, d_mixed_BKGQV)
         return Gradients(
             _put(sums.dq_BKGSD, _tile(sums.dq_BKGSD, i, tile, 3) + dq_BKGQD, i, tile, 3),
-            _put(sums.dk_BKTD, _tile(sums.dk_BKTD, j, tile, 3) + dk_BKDR, j, tile, 3),
-            _put(sums.dv_BKTV, _tile(sums.dv_BKTV, j, tile, 3) + dv_BKVR, j, tile, 3),
+            _put(sums.dk_BKTD, _tile(sums.dk_BKTD, j, tile, 2) + dk_BKRD, j, tile, 2),
+            _put(sums.dv_BKTV, _tile(sums.dv_BKTV, j, tile, 2) + dv_BKRV, j, tile, 2),
         )
 
-    return _keys_last(_visited(visit, _keys_last(gradients), groups, device))
-
-
-def _keys_last(sums: Gradients) -> Gradients:
-    """With keys as the last axis, or back. XLA's CPU backend copies the first operand of a product
-    over its rows: then that is a tile of queries, smaller than one of scores."""
-    dq_BKGSD, *of_keys = sums
-    return Gradients(dq_BKGSD, *(jnp.swapaxes(x, 2, 3) for x in of_keys))
+    return _visited(visit, gradients, groups, device)
 
 
 def _known_together(queries: Queries, keys: Keys) -> tuple[Queries, Keys]:
