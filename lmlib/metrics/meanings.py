@@ -1,18 +1,18 @@
-"""What each number of metrics.jsonl means: for pages of runs, and for docs/running.md."""
+"""Meanings of the numbers in metrics.jsonl, for pages of runs and for docs/running.md."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
 
-EVALUATION, VALIDATION = "evaluation_", "validation_"  # of a part of the split, of all of it
+EVALUATION, VALIDATION = "evaluation_", "validation_"  # on a part of the split, on all of it
 
 
 class Meaning(NamedTuple):
-    """Of a metric.
+    """The meaning of a metric.
 
     Attributes:
       name: its key; the part after "/" stands for any name.
-      unit: nothing where it counts or is a pure number.
-      text: what it is.
+      unit: the unit; empty for counts and ratios.
+      text: the explanation.
     """
 
     name: str
@@ -25,59 +25,57 @@ MEANINGS = (
     Meaning(
         "loss",
         "nats per target token",
-        "what is minimised, without z-loss; other objectives say their own unit, and add metrics",
+        "training loss without z-loss; other objectives state their own unit and add metrics",
     ),
     Meaning("grad_norm", "", "Euclidean norm of the gradient, before clipping"),
     Meaning("parameter_norm", "", "Euclidean norm of the weights that train, before the update"),
-    Meaning("update_norm", "", "Euclidean norm of the update; 0 if it was not made"),
-    Meaning("learning_rate", "", "of the update"),
-    Meaning("valid_tokens", "tokens", "targets of this batch that count"),
-    Meaning("tokens", "tokens", "targets that counted, so far"),
-    Meaning("tokens_per_second", "1/s", "positions, padding included"),
-    Meaning("step_seconds", "s", "of the step, its wait for the batch included"),
-    Meaning("data_wait_seconds", "s", "the part of the step spent waiting for the batch"),
+    Meaning("update_norm", "", "Euclidean norm of the update; 0 if it was skipped"),
+    Meaning("learning_rate", "", "learning rate of the update"),
+    Meaning("valid_tokens", "tokens", "targets of this batch that count in the loss"),
+    Meaning("tokens", "tokens", "targets that counted so far"),
+    Meaning("tokens_per_second", "1/s", "positions per second, with padding"),
+    Meaning("step_seconds", "s", "time of the step, with its wait for the batch"),
+    Meaning("data_wait_seconds", "s", "time of the step spent waiting for the batch"),
     Meaning(
         "step_flops",
         "FLOPs",
-        "what the model needs for the step's positions, forward and backward, recomputation not "
-        "counted, attention without the causal saving",
+        "model FLOPs of the step, forward and backward, without recomputation, with full attention",
     ),
-    Meaning("mfu", "", "on known accelerators: the model's FLOPs over the dense bf16 peak"),
-    Meaning("peak_memory_bytes", "B", "on devices that say: the most that one has had in use"),
+    Meaning("mfu", "", "model FLOPs over the dense bf16 peak, on known accelerators"),
     Meaning(
-        "goodput",
-        "",
-        "share of the wall time, since the run first began, spent on steps that were not made "
-        "before",
+        "peak_memory_bytes", "B", "largest memory in use on a device, if the device reports it"
     ),
-    Meaning("skipped_updates", "", "updates that were not made, in all"),
-    Meaning("skipped_in_a_row", "", "updates that were not made since the last that was"),
-    Meaning("empty_batches", "", "batches without a target, and so without an update, in all"),
+    Meaning("goodput", "", "fraction of wall time since the first start spent on new steps"),
+    Meaning("skipped_updates", "", "number of skipped updates so far"),
+    Meaning("skipped_in_a_row", "", "number of skipped updates since the last applied one"),
+    Meaning(
+        "empty_batches", "", "number of batches so far without targets, and thus without an update"
+    ),
     Meaning(
         "evaluation_loss",
         "nats per target token",
-        "the loss over the first evaluation.batches batches of the validation split; over all of "
-        "it, at the end of a run, the loss is validation_loss",
+        "loss on the first evaluation.batches batches of the validation split; validation_loss, at "
+        "the end of a run, is the loss on the whole split",
     ),
-    Meaning("evaluation_loss/NAME", "nats per target token", "the same over one of several sets"),
+    Meaning(
+        "evaluation_loss/NAME", "nats per target token", "loss on one of several validation sets"
+    ),
     Meaning(
         "evaluation_bits_per_byte",
         "bits per byte",
-        "the same for each byte of text, so that tokenizers can be compared",
+        "validation loss per byte; comparable across tokenizers",
     ),
-    Meaning(
-        "grad_norm/PART", "", "of one layer, or part, of the model, on one batch, always the same"
-    ),
+    Meaning("grad_norm/PART", "", "gradient norm of one layer or part, always on the same batch"),
     Meaning("weight_norm/PART", "", "Euclidean norm of the weights of one layer or part"),
-    Meaning("output_rms/PART", "", "root mean square of the residual stream after it"),
+    Meaning("output_rms/PART", "", "root mean square of the residual stream after the part"),
 )
 _BY_NAME = {each.name.partition("/")[0] + "/" * ("/" in each.name): each for each in MEANINGS}
 
 
 def meaning(name: str) -> Meaning | None:
-    """That of the metric `name`; `None` if it is not one of lmlib's own.
+    """Returns the meaning of the metric `name`; `None` if it is not one of lmlib's own.
 
-    Another metric that has "evaluation_" before a known one is that one on the validation split.
+    The prefix "evaluation_" before a known metric means that metric on the validation split.
     """
     whole, slash, _ = name.partition("/")
     if (found := _BY_NAME.get(whole + slash)) is not None:
@@ -89,7 +87,7 @@ def meaning(name: str) -> Meaning | None:
 
 
 def markdown() -> Iterator[str]:
-    """The lines of the table in docs/running.md."""
+    """Yields the lines of the table in docs/running.md."""
     yield "| key in `metrics.jsonl` | unit | meaning |"
     yield "|---|---|---|"
     for each in MEANINGS:
