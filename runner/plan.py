@@ -53,11 +53,9 @@ from lmlib.experiment import Experiment
 from lmlib.hardware.specifications import ACCELERATORS
 from lmlib.parallel.other_meshes import check_axes
 from lmlib.plan import targets
-from lmlib.plan.planner import Report, plan, section, stderr_kept, versions
-from lmlib.plan.search.advice import advise
-from lmlib.plan.search.meshes import search_meshes
-from lmlib.plan.search.settings import search
-from lmlib.plan.stages import WholeRun
+from lmlib.plan.advice import advise
+from lmlib.plan.planner import Report, WholeRun, plan, section, stderr_kept, versions
+from lmlib.plan.search import search, search_meshes
 from lmlib.plan.targets import Target
 from runner.absent_hardware import kept_plans
 from runner.absent_hardware.cost import cost_of

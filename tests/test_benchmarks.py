@@ -89,7 +89,7 @@ def test_a_loss_that_is_not_a_number_is_noticed(peers):
         (["--platform=gpu"], "--platform=gpu: JAX sees no GPU here, only cpu"),
         (["--sizes=tiny", "--sequence=100"], "--sequence=100 must divide the 512 tokens of a step"),
         (["--sizes=3b"], "--sizes=3b is not known; choose from tiny,"),
-        (["--compile_only=h300"], "--compile_only=h300: 'h300:1x1' is no topology"),
+        (["--compile_only=h300"], "--compile_only=h300: 'h300:1x1' is not a topology"),
     ],
 )
 def test_what_cannot_be_run_is_said_in_a_line(arguments, message):

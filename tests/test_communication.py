@@ -18,7 +18,7 @@ from lmlib.models.families.llama import llama
 from lmlib.parallel.axes import map_weights
 from lmlib.parallel.layout import reshard
 from lmlib.parallel.mesh import make_mesh
-from lmlib.plan.communication.collectives import collectives
+from lmlib.plan.collectives import collectives
 from lmlib.plan.program import read_program
 from lmlib.state import abstract_batch, abstract_model
 

@@ -84,7 +84,7 @@ MUTATIONS = (
     ),
     Mutation(
         "an all-reduce sends as little as a reduce-scatter",
-        "lmlib/plan/communication/time.py",
+        "lmlib/plan/step_time.py",
         'return travelling + (2 if kind == "all-reduce" else 1) * self.latency',
         "return travelling + 0 * self.latency",
         "tests/plan/test_estimate.py",

@@ -1,4 +1,4 @@
-"""What a whole run costs in FLOPs and hours, by the definition that MFU goes by."""
+"""The cost of a whole run in FLOPs and GPU hours. FLOPs are counted as for MFU."""
 
 import dataclasses
 
@@ -13,9 +13,9 @@ class StageCost:
     """Steps of one size.
 
     Args:
-      steps: so many.
-      tokens: of each, padding included.
-      flops_per_token: analytic: 6 for each parameter that multiplies, and attention whole.
+      steps: number of steps.
+      tokens: tokens in each step, with padding.
+      flops_per_token: 6 for each parameter in a matrix product, and full attention.
       flops_per_token_causal: the same with attention's causal half.
     """
 
@@ -27,7 +27,7 @@ class StageCost:
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """All steps of a run, stage by stage."""
+    """The cost of all stages of a run."""
 
     stages: tuple[StageCost, ...]
 
@@ -37,23 +37,23 @@ class Cost:
 
     @property
     def tokens(self) -> int:
-        """Of all steps, padding included."""
+        """Tokens of all steps, with padding."""
         return sum(stage.steps * stage.tokens for stage in self.stages)
 
     @property
     def total_flops(self) -> float:
-        """With attention whole."""
+        """FLOPs with full attention."""
         return sum(each.steps * each.tokens * each.flops_per_token for each in self.stages)
 
     @property
     def size(self) -> str:
-        """In the words of an experiment's header: "26,000 steps of 65,536 tokens"."""
+        """The text of an experiment's header: "26,000 steps of 65,536 tokens"."""
         sizes = (f"{each.steps:,} steps of {each.tokens:,} tokens" for each in self.stages)
         return ", then ".join(sizes)
 
     @property
     def flops(self) -> str:
-        """With attention whole: "1.0e18 FLOPs"."""
+        """FLOPs with full attention: "1.0e18 FLOPs"."""
         return f"{_two_digits(self.total_flops)} FLOPs"
 
     @property
@@ -74,7 +74,7 @@ def _two_digits(flops: float) -> str:
 
 
 def time_of(flops: float) -> str:
-    """As `Cost.time`, of so many FLOPs."""
+    """Returns the text of `Cost.time` for a number of FLOPs."""
     hours = flops / (_ACCELERATOR.flops["bfloat16"] * _MFU) / 3600
     amount, unit = (hours, "hours") if hours >= 1 else (hours * 60, "minutes")
     return f"{float(f'{amount:.2g}'):,.10g} H100-{unit} at {_MFU * 100:.0f} % MFU"

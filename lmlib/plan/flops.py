@@ -1,8 +1,8 @@
-"""FLOPs of a training step: the matmuls of the traced step, beside the model's analytic number.
+"""Counts the FLOPs of a training step: the matmuls of the traced step, and the analytic number.
 
-Scans count as often as they turn; rounds of experts after the first, which only uneven routing asks
-for, do not count. A multiplication and an addition count as two. What multiplies no
-matrices is not counted: it is bound by memory.
+The body of a scan counts once per iteration. Rounds of experts after the first, which only uneven
+routing needs, do not count. A multiplication and an addition count as two. Operations without
+matrix products are not counted: memory bounds them.
 
 Shapes: M rows, N columns, K contracted.
 """
@@ -23,15 +23,15 @@ class Matmul:
     """Equal matrix products, or equal calls of a kernel, of one step.
 
     Args:
-      scope, phase: as lmlib.plan.scopes names them.
-      in_layers: whether inside the loop over layers.
+      scope, phase: names of lmlib.plan.scopes.
+      in_layers: True inside the loop over layers.
       operation: "dot_general" or the kernel's primitive.
-      dtype: of the operands; the wider of the two.
-      sizes: batch, M, N and K of what one device multiplies.
-      count: how many of them there are in a step.
-      flops: of all of them, on all devices together.
-      device_flops: of all of them on one device.
-      device_bytes: operands and results of all of them on one device, each read or written once.
+      dtype: the wider dtype of the two operands.
+      sizes: batch, M, N and K of one device's product.
+      count: their number in a step.
+      flops: sum over all of them and all devices.
+      device_flops: sum over all of them on one device.
+      device_bytes: operands and results on one device, each read or written once.
     """
 
     scope: str
@@ -48,7 +48,7 @@ class Matmul:
 
 @dataclasses.dataclass(frozen=True)
 class StepFlops:
-    """Every matmul of a step. `str()` gives a table by scope, in their order, and phase."""
+    """Every matmul of a step. `str()` gives a table by scope and phase, in the model's order."""
 
     matmuls: tuple[Matmul, ...]
     scopes: tuple[str, ...]
@@ -82,11 +82,10 @@ class FlopsPerToken:
     """FLOPs of a training step.
 
     Args:
-      analytic, analytic_causal: of the model for one token, with attention whole and with its
-        causal half; what MFU counts.
-      counted: the matmuls of the traced step. Kernels that skip what the mask hides count as they
-        compute; products of no matrices are left out.
-      tokens: of a step.
+      analytic, analytic_causal: FLOPs of the model for one token, with full attention and with its
+        causal half. MFU is defined by these.
+      counted: the matmuls of the traced step. Kernels that skip masked blocks count without them.
+      tokens: number of tokens in a step.
     """
 
     analytic: float
@@ -96,12 +95,12 @@ class FlopsPerToken:
 
     @property
     def needed(self) -> float:
-        """For one token, counted, without what is computed again."""
+        """Counted FLOPs of one token, without recomputation."""
         return (self.counted.total - self.counted.of("recomputation")) / self.tokens
 
     @property
     def recomputed(self) -> float:
-        """For one token, counted."""
+        """Counted FLOPs of one token that recompute activations."""
         return self.counted.of("recomputation") / self.tokens
 
     def __str__(self) -> str:
@@ -122,12 +121,12 @@ def _in_tera(flops: list[float]) -> list[str]:
 
 
 def count_flops(step: Any, scopes: Sequence[str] = ()) -> StepFlops:
-    """The matmuls of a traced step.
+    """Counts the matmuls of a traced step.
 
     Args:
-      step: its jaxpr, as `jax.make_jaxpr(step)(state, batch)` or
-        `jax.jit(step).trace(state, batch).jaxpr` give it, traced under the mesh.
-      scopes: that are told apart, as `lmlib.plan.scopes.scopes_of` lists a model's.
+      step: its jaxpr, traced under the mesh: `jax.make_jaxpr(step)(state, batch)` or
+        `jax.jit(step).trace(state, batch).jaxpr`.
+      scopes: names of scopes to distinguish; `lmlib.plan.scopes.scopes_of` lists a model's.
     """
     equal: dict[tuple[Any, ...], Matmul] = {}
     for one in _matmuls(getattr(step, "jaxpr", step), _Place("", 1, 1, tuple(scopes))):
@@ -149,8 +148,8 @@ def _together(first: Matmul, second: Matmul) -> Matmul:
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """The names around a jaxpr, how often it runs, how many devices run it on their own shards (1
-    where types give global shapes), and which scopes are told apart."""
+    """The context of a jaxpr: the names around it, how often it runs, on how many devices it runs
+    on local shards (1 where types give global shapes), and the scopes to distinguish."""
 
     names: str
     times: int
@@ -184,8 +183,8 @@ def _matmuls(jaxpr: Any, around: _Place) -> Iterator[Matmul]:
 
 
 def _needed(jaxpr: Any) -> list[Any]:
-    """The equations whose results something asks for: XLA leaves out the others, as products that
-    are traced for the sake of their derivatives alone."""
+    """Returns the equations whose results are used. XLA removes the others, for example products
+    that were traced only for their derivatives."""
     asked = {id(variable) for variable in jaxpr.outvars}
     found = []
     for equation in reversed(jaxpr.eqns):
@@ -196,14 +195,14 @@ def _needed(jaxpr: Any) -> list[Any]:
 
 
 def _turns(equation: Any) -> int:
-    """How often an equation runs what it calls; 1 for a while loop, which does not say."""
+    """Iterations of a scan; 1 for other equations, since a while loop has no known length."""
     if equation.primitive.name == "scan":
         return equation.params["length"]
     return 1
 
 
 def _manual_devices(equation: Any) -> int:
-    """Over how many devices a `shard_map` splits what it calls; 1 for other equations."""
+    """Number of devices over which a `shard_map` splits its function; 1 for other equations."""
     if equation.primitive.name != "shard_map":
         return 1
     sizes = equation.params["mesh"].shape
@@ -234,7 +233,7 @@ def _counted(equation: Any, work: "_Work", place: _Place) -> Matmul:
 
 @dataclasses.dataclass(frozen=True)
 class _Work:
-    """One execution on one device; `pieces`: how many such executions make up the whole."""
+    """One execution on one device. `pieces` executions make up the whole product."""
 
     dtype: str
     sizes: tuple[int, int, int, int]
@@ -244,7 +243,7 @@ class _Work:
 
 
 def _local(aval: Any) -> tuple[list[int], set[str]]:
-    """The shape of one device's shard, and the mesh axes that split it, as types say it."""
+    """Returns the shape of one device's shard and the mesh axes that split it, from the type."""
     sizes: list[int] = list(aval.shape)
     axes: set[str] = set()
     sharding = getattr(aval, "sharding", None)
@@ -292,8 +291,8 @@ def _dot_general(equation: Any) -> _Work:
 
 
 def _ragged_dot(equation: Any) -> _Work:
-    """Each row by the matrix of its group, or each group's rows by each other: as many products as
-    of one matrix, where XLA has a kernel."""
+    """Each row times the matrix of its group, or each group's rows times each other. With a kernel
+    of XLA's it takes as many FLOPs as a product with one matrix."""
     left, right = (operand.aval for operand in equation.invars[:2])
     result = equation.outvars[0].aval
     N = max(left.shape[0], result.shape[0])
@@ -316,9 +315,9 @@ def _wider(*dtypes: np.dtype) -> str:
 def _attention_kernel(products: int) -> Any:
     """cuDNN's attention: `products` matrix products of S × T × D for each head.
 
-    Forward two (scores and mixing); backward five, since scores are computed again (Dao et al.
-    2022, arXiv:2205.14135, §3.1). A causal kernel leaves out the blocks above the diagonal, half
-    of them at long sequences.
+    The forward pass has two (scores and values), the backward pass five, because it recomputes the
+    scores (Dao et al. 2022, arXiv:2205.14135, §3.1). A causal kernel skips the blocks above the
+    diagonal, which are half of them in long sequences.
     """
 
     def work(equation: Any) -> _Work:
@@ -341,9 +340,8 @@ def _attention_kernel(products: int) -> Any:
 
 
 def _pallas_kernel(equation: Any) -> _Work | None:
-    """A Pallas kernel: what it says of itself, or the products of a block, times the blocks of its
-    grid; no rule for one that multiplies nothing. Splash attention leaves out the blocks above the
-    diagonal."""
+    """A Pallas kernel: its own cost estimate, or else the products of a block times the blocks of
+    its grid; `None` if it has no products. Splash attention skips blocks above the diagonal."""
     products = list(_matmuls(equation.params["jaxpr"], _Place("", 1, 1)))
     if not products:
         return None

@@ -1,10 +1,13 @@
-"""What a step holds in the memory of each device."""
+"""The memory that a step needs on each device."""
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
+from jax.sharding import NamedSharding
 
 from lmlib.data.batch import Batch
 from lmlib.experiment import Experiment
@@ -15,22 +18,24 @@ from lmlib.inspect.saved_activations import (
     SavedActivations,
     saved_activations,
 )
-from lmlib.parallel.layout import COMPUTE, pieces
-from lmlib.plan.loading import reading
+from lmlib.parallel.axes import Weight, map_weights
+from lmlib.parallel.layout import COMPUTE, pieces, stored
 from lmlib.plan.program import FUSIONS, HOST_MEMORY, Program
 from lmlib.state import State
 from lmlib.terminal.quantities import bytes_text
 from lmlib.terminal.table import columns
 
-# What the driver, NCCL and cuDNN leave of a GPU's memory, about.
+# About this fraction of a GPU's memory is left by the driver, NCCL and cuDNN.
 _USABLE_ON_GPU = 0.95
-# What JAX takes of it unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise.
+# JAX takes this fraction unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise.
 _TAKEN_BY_JAX = 0.75
+_IN_A_FOLDER = 2  # bytes of a number: nearly all folders are published in bfloat16
+_READ = 4  # bytes of a number that was read, before it is converted to its own dtype
 
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """What something takes of a device's memory; `note`: what it is."""
+    """Bytes of a device's memory with a name and an explanation."""
 
     name: str
     bytes: int
@@ -46,12 +51,12 @@ class LargeArray(Share):
 
 @dataclasses.dataclass(frozen=True)
 class OutOfMemory:
-    """What XLA's TPU compiler says where it finds no room.
+    """The TPU compiler's message about a step that does not fit.
 
     Args:
       needed: bytes.
-      temporaries_only: whether state and batch come on top of them.
-      largest: what takes most of it, as far as the compiler says.
+      temporaries_only: True if state and batch come on top of `needed`.
+      largest: the largest arrays that the compiler lists.
     """
 
     needed: int
@@ -61,12 +66,15 @@ class OutOfMemory:
 
 @dataclasses.dataclass(frozen=True)
 class Counted:
-    """Bytes of one device as XLA counts them for the compiled step.
+    """XLA's count of one device's bytes for the compiled step.
 
-    `arguments` are state and batch. The new state takes the old one's place, so `outputs` are the
-    metrics alone. `temporaries` need not all be there at once: `peak` is what is in use at the
-    worst moment, arguments and outputs included; `None`: XLA does not say. `on_host` is what the
-    device offloads to its host's memory.
+    Args:
+      arguments: state and batch.
+      outputs: the metrics alone, because the new state replaces the old one in place.
+      temporaries: sum of all temporaries, which need not exist at the same time.
+      program: the code.
+      peak: largest bytes in use, with arguments and outputs; `None` if XLA does not say.
+      on_host: bytes offloaded to the host.
     """
 
     arguments: int
@@ -78,7 +86,8 @@ class Counted:
 
     @property
     def needed(self) -> int:
-        # On TPUs programs are accepted whose temporaries alone exceed the memory: the peak counts.
+        # The TPU compiler accepts programs whose temporaries together exceed the memory, so the
+        # peak decides.
         in_use = self.peak or self.arguments + self.outputs + self.temporaries
         return in_use + self.program
 
@@ -88,18 +97,17 @@ class Memory:
     """Bytes of one device.
 
     Args:
-      capacity: what programs have; `None`: unknown.
-      parameters, frozen, reference_model, optimizer_state, batch: the step's arguments; a few
-        counters are left out. `frozen` are the weights that do not train, `reference_model` the
-        frozen model that the objective needs.
+      capacity: memory that programs can use; `None` if unknown.
+      parameters, frozen, reference_model, optimizer_state, batch: arguments of the step, without a
+        few counters. `frozen` weights do not train; the objective needs the `reference_model`.
       gradients: as large as the parameters.
-      saved: what one microbatch keeps for its backward pass, by name, shapes global.
-      counted: by XLA; `None` if there is no room, and XLA stopped there.
-      loading: in use at the worst moment of a start that reads weights; 0 if none are read.
-      step: what the step needs in all; a lower bound if `counted` is `None`.
-      largest: the three largest shares of the step's.
-      largest_arrays: among the temporaries, as XLA names them.
-      remarks: what else to know.
+      saved: activations that one microbatch saves for its backward pass; shapes are global.
+      counted: XLA's count; `None` if the step does not fit and XLA stopped.
+      loading: peak while the weights of another model are read; 0 if none are read.
+      step: bytes that the step needs; a lower bound if `counted` is `None`.
+      largest: the three largest shares of the step's memory.
+      largest_arrays: the largest temporaries, with XLA's names.
+      remarks: notes for the reader.
     """
 
     capacity: int | None
@@ -119,12 +127,12 @@ class Memory:
 
     @property
     def needed(self) -> int:
-        """By the step, or by reading the weights before it if that takes more."""
+        """Bytes of the step, or of reading the weights before it if these are more."""
         return max(self.step, self.loading)
 
     @property
     def fits(self) -> bool | None:
-        """`None` where the capacity is unknown."""
+        """`None` if the capacity is unknown."""
         return None if self.capacity is None else self.needed <= self.capacity
 
     @property
@@ -133,7 +141,7 @@ class Memory:
         if self.loading > self.step:
             needed += " to read the weights"
         if self.capacity is None:
-            return f"needs {needed}; how much there is depends on the machine"
+            return f"needs {needed}; the capacity depends on the machine"
         capacity = bytes_text(self.capacity)
         if self.fits:
             spare = bytes_text(self.capacity - self.needed)
@@ -198,12 +206,12 @@ def memory(
     result: jax.stages.Compiled | OutOfMemory,
     program: Program | None,
 ) -> Memory:
-    """What the step of `experiment` takes on one device.
+    """Returns the memory of the step of `experiment` on one device.
 
     Args:
-      state, batch: those of the step; `ShapeDtypeStruct`s with shardings.
-      result: what came of compiling it.
-      program: that of `result`; `None` if there was no room.
+      state, batch: arguments of the step; `ShapeDtypeStruct`s with shardings.
+      result: the compiled step.
+      program: the text of `result`, read; `None` if the step does not fit.
     """
     saved, for_reading = saved_activations(experiment), reading(experiment)
     parameters, frozen = bytes_per_device(state.model), bytes_per_device(state.frozen)
@@ -231,7 +239,7 @@ def memory(
         batch=batch_bytes,
         saved=tuple(saved),
         counted=counted,
-        # A run that goes on has its optimizer's state before it reads what is frozen.
+        # A continued run has its optimizer state before it reads the frozen weights.
         loading=there + for_reading if for_reading else 0,
         step=needed,
         largest=(),
@@ -252,7 +260,7 @@ def _counted(compiled: jax.stages.Compiled, accelerator: Accelerator) -> Counted
         outputs=found.output_size_in_bytes - found.alias_size_in_bytes,
         temporaries=found.temp_size_in_bytes,
         program=found.generated_code_size_in_bytes,
-        # On CPUs XLA leaves the temporaries out of it.
+        # On CPUs this number lacks the temporaries.
         peak=None if accelerator.platform == "cpu" else found.peak_memory_in_bytes,
         on_host=found.host_temp_size_in_bytes,
     )
@@ -266,7 +274,7 @@ def _capacity(accelerator: Accelerator) -> int | None:
 
 def _remarks(accelerator: Accelerator, needed: int) -> Iterator[str]:
     if accelerator.platform == "cpu":
-        yield "The temporaries are those of the CPU's compiler; other compilers need fewer."
+        yield "The temporaries are those of the compiler for CPUs; other compilers need fewer."
     if accelerator.platform in ("cuda", "rocm"):
         assert accelerator.memory_bytes is not None
         yield (
@@ -275,13 +283,13 @@ def _remarks(accelerator: Accelerator, needed: int) -> Iterator[str]:
         )
         if _TAKEN_BY_JAX < needed / accelerator.memory_bytes <= _USABLE_ON_GPU:
             yield (
-                f"JAX takes {_TAKEN_BY_JAX:.0%} of it unless told otherwise: set "
+                f"JAX takes {_TAKEN_BY_JAX:.0%} of it by default: set "
                 f"XLA_PYTHON_CLIENT_MEM_FRACTION={_USABLE_ON_GPU}"
             )
 
 
 def _on_copies(experiment: Experiment, saved: SavedActivations) -> Iterator[str]:
-    """What tensor parallelism without sequence parallelism keeps several times."""
+    """A remark if tensor parallelism without sequence parallelism keeps copies of activations."""
     parts = pieces(COMPUTE["mlp"], experiment.mesh)
     if parts > 1 and not experiment.compute.sequence_parallel:
         kept = sum(one.bytes_per_device for one in saved if one.name == "layer_input")
@@ -291,7 +299,7 @@ def _on_copies(experiment: Experiment, saved: SavedActivations) -> Iterator[str]
         )
 
 
-# Opcodes that hand on what others have made, or stand for the program's arguments.
+# Opcodes that only pass arrays on, or stand for the program's arguments.
 _MAKES_NOTHING = {
     "parameter",
     "constant",
@@ -309,10 +317,9 @@ _MAKES_NOTHING = {
 
 
 def largest_arrays(program: Program, count: int = 3) -> tuple[LargeArray, ...]:
-    """The largest arrays that a program makes on one device, by type and JAX operation.
+    """Returns the largest arrays that a program makes on one device, by type and JAX operation.
 
-    Equal ones count once. They need not all be there at the same time. Padding, which TPUs add, is
-    not counted.
+    Equal arrays count once. They need not exist at the same time. Padding on TPUs is not counted.
     """
     found: dict[str, LargeArray] = {}
     for instruction, place in program.instructions():
@@ -337,7 +344,7 @@ _ALLOCATION = re.compile(
 
 
 def out_of_memory(message: str) -> OutOfMemory | None:
-    """Reads the message of an error of XLA; `None` if it is about something else."""
+    """Reads XLA's error message; `None` if it is about something else."""
     if "RESOURCE_EXHAUSTED" not in message:
         return None
     temporaries = re.search(rf"HLO temporaries \({_SIZE}\) exceeds", message)
@@ -355,3 +362,30 @@ def out_of_memory(message: str) -> OutOfMemory | None:
 
 def _bytes(number: str, unit: str) -> int:
     return round(float(number) * _UNITS[unit])
+
+
+def reading(experiment: Experiment) -> int:
+    """Returns the bytes of each device that reading weights takes besides the weights themselves.
+
+    0 if a run of `experiment` reads no weights. Each device holds its share of a tensor, the whole
+    tensor, and its part of a layer's weight, as described in `lmlib.hf.load`. The largest weight
+    decides.
+    """
+    mesh, reference_model = experiment.mesh, experiment.objective.reference_model
+    found = [0]
+
+    def count(weight: Weight, array: Any) -> None:
+        stacked = weight.stacked > 0
+        shape = array.shape[stacked:]
+        layout = NamedSharding(mesh, stored(weight, array.shape, mesh))
+        part = math.prod(layout.shard_shape(array.shape)[stacked:])
+        size = math.prod(shape)
+        share = -(-size // mesh.devices.size)
+        found.append(_IN_A_FOLDER * (share + size) + _READ * part)
+
+    if experiment.init_from is not None:
+        map_weights(count, experiment.recipe.bare)
+    recipe = experiment.reference_recipe
+    if recipe is not None and reference_model is not None and reference_model.weights_from:
+        map_weights(count, recipe.bare)
+    return max(found)

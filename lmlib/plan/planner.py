@@ -1,4 +1,4 @@
-"""Compiles a run's train step for hardware that is absent, and reports what it will need."""
+"""Compiles a run's train step for absent hardware, and reports its memory, traffic and time."""
 
 import contextlib
 import dataclasses
@@ -10,7 +10,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -18,23 +18,24 @@ import jax.numpy as jnp
 
 from lmlib.data.batch import Batch, has_whole_rows
 from lmlib.experiment import Experiment
+from lmlib.models.pipeline.schedule import schedule_of
 from lmlib.parallel.layout import COMPUTE, pieces
 from lmlib.parallel.mesh import sizes_text
-from lmlib.plan.bubble import bubble
-from lmlib.plan.communication.collectives import Collectives, collectives
-from lmlib.plan.communication.warnings import CommunicationWarning, communication_warnings
-from lmlib.plan.dense_expansion import dense_expansions
-from lmlib.plan.estimate import Estimate, estimate
+from lmlib.plan.collectives import Collectives, collectives
+from lmlib.plan.communication_warnings import CommunicationWarning, communication_warnings
 from lmlib.plan.flops import FlopsPerToken, count_flops
 from lmlib.plan.memory import Memory, OutOfMemory, memory, out_of_memory
-from lmlib.plan.program import read_program
+from lmlib.plan.program import Program, read_program
 from lmlib.plan.scopes import scopes_of
+from lmlib.plan.step_time import Estimate, estimate
 from lmlib.plan.targets import Target
 from lmlib.plan.traffic import Kernels, kernels, traffic
 from lmlib.state import State
+from lmlib.terminal.quantities import bytes_text, count_text, duration_text
+from lmlib.terminal.table import columns
 from lmlib.train import trace_step
 
-# What decides how a program is compiled, where it is installed.
+# Packages that decide how a program is compiled.
 _PACKAGES = (
     "jax",
     "jaxlib",
@@ -52,22 +53,23 @@ _NO_CUDNN = (
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """A plan of one train step on one target; `str()` gives all of it.
+    """The plan of one train step on one target; `str()` gives all of it.
 
     Args:
-      target: as `--topology` takes it.
+      target: the hardware, as `--topology` takes it.
       mesh: sizes of the mesh's axes.
-      parameters: of the whole model.
-      batch_size, sequence_length, microbatches: of the step.
-      remarks: on the plan as a whole.
-      memory: of each device.
-      collectives: of each device; `None` if the step does not fit, and was not compiled.
-      warnings: what should not be in the communication.
-      flops: of the whole step.
-      kernels: of each device; `None` if the step does not fit.
-      estimate: of the time; `None` where that is unknown.
-      seconds: what tracing and compiling took here.
-      versions: of what compiled it.
+      parameters: number of the whole model's parameters.
+      batch_size, sequence_length, microbatches: sizes of the step.
+      remarks: notes on the whole plan.
+      memory: bytes of each device.
+      collectives: communication of each device; `None` if the step does not fit, because then the
+        compiler stops.
+      warnings: needless communication.
+      flops: FLOPs of the whole step.
+      kernels: kernels of each device; `None` if the step does not fit.
+      estimate: expected time; `None` if the hardware's speed is unknown.
+      seconds: time to trace and compile the step here.
+      versions: packages that compiled it.
     """
 
     target: str
@@ -91,7 +93,7 @@ class Report:
         communication = time = "unknown: the step does not fit"
         if self.collectives is not None:
             communication = "\n\n".join([str(self.collectives), *map(str, self.warnings)])
-            expected = self.estimate or f"unknown: nothing is known of the speed of {self.target}"
+            expected = self.estimate or f"unknown: the speed of {self.target} is unknown"
             time = f"{self.kernels}\n\n{expected}"
         return "\n\n".join(
             [
@@ -105,7 +107,7 @@ class Report:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """What JSON can hold; bytes, FLOPs and seconds."""
+        """JSON values, in bytes, FLOPs and seconds."""
         fields = dataclasses.asdict(self)
         fields["memory"] |= {"needed": self.memory.needed, "fits": self.memory.fits}
         return json.loads(json.dumps(fields, default=str))  # dtypes by their names
@@ -133,7 +135,7 @@ def plan(
     """Plans the train step of `experiment`, whose mesh is made of `target.devices()`.
 
     Args:
-      tell: told what is going on, a line at a time.
+      tell: receives progress, a line at a time.
 
     Raises:
       ValueError: if the parts of the experiment do not fit each other.
@@ -155,7 +157,7 @@ def plan(
         counted=count_flops(step.traced.jaxpr, scopes),
         tokens=data.batch_size * data.sequence_length,
     )
-    remarks += bubble(experiment)
+    remarks += _bubble(experiment)
     program = sent = launched = expected = None
     warnings: tuple[CommunicationWarning, ...] = ()
     if not isinstance(result, OutOfMemory):
@@ -186,7 +188,7 @@ def plan(
 
 @dataclasses.dataclass(frozen=True)
 class TracedStep:
-    """A run's step as the run traces it; `state` and `batch` have layouts, and no arrays."""
+    """A run's step as the run traces it. `state` and `batch` hold shapes and layouts, no arrays."""
 
     state: State
     batch: Batch
@@ -194,7 +196,7 @@ class TracedStep:
 
 
 def traced_step(experiment: Experiment) -> TracedStep:
-    """The step that a run of `experiment` makes, on the devices of its mesh."""
+    """Traces the step of `experiment` on the devices of its mesh."""
     state, batch = experiment.abstract_state(), experiment.abstract_batch()
     return TracedStep(state, batch, trace_step(state, batch, experiment.training))
 
@@ -211,7 +213,7 @@ def _compiled(step: TracedStep, experiment: Experiment) -> jax.stages.Compiled |
 
 
 def compilable(experiment: Experiment, target: Target) -> tuple[Experiment, tuple[str, ...]]:
-    """`experiment`, or one as near to it as can be compiled here, and remarks on what differs."""
+    """Returns `experiment`, or the closest one that compiles here, and remarks on differences."""
     compiler, remarks = target.compiler, list[str]()
     if compiler != target.accelerator:
         remarks.append(
@@ -221,7 +223,7 @@ def compilable(experiment: Experiment, target: Target) -> tuple[Experiment, tupl
         )
     attention, split = experiment.compute.attention, pieces(COMPUTE["seq"], experiment.mesh) > 1
     if compiler.platform != target.accelerator.platform and attention == "auto":
-        attention = "blockwise"  # what "auto" takes on GPUs that are not NVIDIA's
+        attention = "blockwise"  # "auto" means this on GPUs of other vendors than NVIDIA
         experiment = _with_attention(experiment, attention)
     of_whole_rows = attention == "auto" and has_whole_rows(experiment.data) and not split
     may_be_cudnn = compiler.platform == "cuda" and (attention == "cudnn" or of_whole_rows)
@@ -238,7 +240,7 @@ def _with_attention(experiment: Experiment, attention: str) -> Experiment:
 
 
 def _has_cudnn() -> bool:
-    """Whether JAX finds the library, which it needs to compile for absent GPUs too."""
+    """True if JAX finds cuDNN, which it needs to compile for absent GPUs too."""
     query = jax.ShapeDtypeStruct((1, 64, 1, 64), jnp.bfloat16)
     attend = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
     try:
@@ -249,16 +251,16 @@ def _has_cudnn() -> bool:
 
 
 class CompilerLog:
-    """`text` is what was written to stderr, once that is over."""
+    """`text` is the compiler's output to stderr, set when `stderr_kept` ends."""
 
     text = ""
 
 
 @contextlib.contextmanager
 def stderr_kept() -> Iterator[CompilerLog]:
-    """Keeps what the process writes to its stderr, and shows none of it.
+    """Captures the process's stderr instead of showing it.
 
-    Compilers write to the file descriptor: they know nothing of Python's `sys.stderr`.
+    It captures the file descriptor, because compilers do not write to Python's `sys.stderr`.
     """
     log = CompilerLog()
     sys.stderr.flush()
@@ -276,9 +278,85 @@ def stderr_kept() -> Iterator[CompilerLog]:
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that decide how a step is compiled, those that are installed."""
+    """Returns the versions of the installed packages that decide how a step is compiled."""
     found = {}
     for package in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
     return found
+
+
+def _bubble(experiment: Experiment) -> tuple[str, ...]:
+    """A remark on the idle time of the pipeline's stages; empty without a pipeline."""
+    compute = experiment.compute
+    rows = experiment.data.batch_size // experiment.microbatches
+    schedule = schedule_of(rows, compute, experiment.mesh)
+    if schedule.stages == 1:
+        return ()
+    around = f", {schedule.rounds} rounds" if schedule.rounds > 1 else ""
+    return (
+        f"{schedule.stages} stages, {schedule.microbatches} microbatches of "
+        f"{compute.pipeline_rows} rows of each device{around}: a stage is idle for "
+        f"{schedule.bubble:.1%} of the layers' time (the bubble; more microbatches, or a larger "
+        "--fdl.compute.pipeline_rounds, make it smaller)",
+    )
+
+
+def dense_expansions(program: Program) -> tuple[str, ...]:
+    """A warning if XLA has no kernel for a ragged product and multiplies all rows by all matrices.
+
+    TPU kernels are custom calls. Compilers for CPUs get the expanded product without its origin, so
+    their programs never give a warning.
+    """
+    paths = sorted({
+        one.op_name
+        for one, _ in program.instructions()
+        if one.opcode in ("dot", "convolution") and "ragged_dot" in one.op_name.rpartition("/")[2]
+    })  # fmt: skip
+    if not paths:
+        return ()
+    return (
+        "warning: XLA expands jax.lax.ragged_dot into products of all rows with all matrices, as "
+        f"many times more work as there are groups, in {', '.join(paths)}; use "
+        "lmlib.models.experts.grouped.grouped_product, whose blocks do not",
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class WholeRun:
+    """The plan of each stage of a run, by its steps, counted from 0; `str()` gives a table."""
+
+    stages: Mapping[range, Report]
+
+    def __str__(self) -> str:
+        rows = [("steps", "sequences", "of tokens", "tokens", "on each device", "at best")]
+        for steps, report in self.stages.items():
+            rows.append(
+                (
+                    f"{steps.start + 1:,} to {steps.stop:,}",
+                    f"{report.batch_size:,}",
+                    f"{report.sequence_length:,}",
+                    *self._totals({steps: report}),
+                )
+            )
+        return columns([*rows, ("all", "", "", *self._totals(self.stages))])
+
+    def as_json(self) -> dict[str, Any]:
+        """JSON values: tokens with padding, bytes of each device, and seconds at best."""
+        tokens, needed, seconds = self._sums(self.stages)
+        return {"tokens": tokens, "needed": needed, "seconds": seconds}
+
+    def _totals(self, stages: Mapping[range, Report]) -> tuple[str, str, str]:
+        tokens, needed, seconds = self._sums(stages)
+        time = "unknown" if seconds is None else duration_text(seconds)
+        return count_text(tokens), bytes_text(needed), time
+
+    @staticmethod
+    def _sums(stages: Mapping[range, Report]) -> tuple[int, int, float | None]:
+        """Tokens, memory of the largest stage, and seconds; `None` if a stage's are unknown."""
+        tokens = sum(len(s) * one.batch_size * one.sequence_length for s, one in stages.items())
+        needed = max(one.memory.needed for one in stages.values())
+        if any(one.estimate is None for one in stages.values()):
+            return tokens, needed, None
+        times = (len(s) * one.estimate.step_seconds for s, one in stages.items() if one.estimate)
+        return tokens, needed, math.fsum(times)

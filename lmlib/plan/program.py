@@ -1,10 +1,8 @@
-"""A compiled program as XLA prints it (`compiled.as_text()`), read into computations, instructions
-and loops.
+"""Parses the text of a compiled XLA program (`compiled.as_text()`).
 
-Only what the reports of this folder ask for is read: opcodes, array types, operands, who calls
-whom, how often each loop turns, and the groups of devices of a collective. The text is that of CPU,
-GPU and TPU programs alike; in a program whose header says `is_scheduled=true` the instructions of a
-computation stand in the order in which they start.
+The result has what the reports in this folder need: opcodes, array types, operands, calls, trip
+counts of loops, and device groups of collectives. The format is the same for CPUs, GPUs and TPUs.
+If the header says `is_scheduled=true`, instructions are listed in the order in which they start.
 """
 
 import dataclasses
@@ -31,11 +29,11 @@ _CALLS = re.compile(
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 HOST_MEMORY = 5  # XLA's number of it
 
-# Opcodes whose `to_apply` is a part of the program. What a TPU's SparseCores do beside the rest
-# begins with a `call-start`.
+# Opcodes whose `to_apply` runs as part of the program. A `call-start` begins work on a TPU's
+# SparseCores.
 _CALLING = {"call", "call-start"}
-FUSIONS = {"fusion", "fusion-start"}  # GPUs copy slices ahead of time by the second
-# Opcodes that hand a value on as it is.
+FUSIONS = {"fusion", "fusion-start"}  # GPUs copy slices ahead of time with the latter
+# Opcodes that pass a value on unchanged.
 _TRANSPARENT = {"copy", "bitcast", "convert", "copy-done", "reshape"}
 
 
@@ -44,10 +42,10 @@ class ArrayType:
     """One array of one device.
 
     Args:
-      dtype: in XLA's spelling: "bf16", "f32", "pred".
-      shape: without the padding of its layout.
-      memory: XLA's number of the memory that it lies in: 0 the device's, 1 on a TPU's chip, or
-        `HOST_MEMORY`.
+      dtype: XLA's spelling: "bf16", "f32", "pred".
+      shape: sizes without padding.
+      memory: XLA's number of the memory space: 0 for the device's memory, 1 for the memory on a
+        TPU's chip, or `HOST_MEMORY`.
     """
 
     dtype: str
@@ -66,12 +64,12 @@ class Instruction:
     """One line of a computation.
 
     Args:
-      name, opcode: as printed, the name without its "%".
-      results: the arrays of its result, nested tuples flattened.
-      arguments: what stands in its parentheses: operands, or the value of a constant.
-      called: the computations that it calls, by the role that XLA prints ("body", "calls", …).
-      attributes: what follows the operands, as printed.
-      is_root: whether its result is the computation's.
+      name, opcode: the printed ones; the name has no "%".
+      results: arrays of the result, with nested tuples flattened.
+      arguments: text in the parentheses: operands, or the value of a constant.
+      called: computations that it calls, by role ("body", "calls", …).
+      attributes: text after the operands.
+      is_root: True if its result is the computation's.
     """
 
     name: str
@@ -89,7 +87,7 @@ class Instruction:
 
     @property
     def op_name(self) -> str:
-        """The path of JAX transformations, scopes and the primitive that it comes from, or ""."""
+        """The path of JAX transformations, scopes and the primitive, or ""."""
         found = re.search(r'op_name="([^"]*)"', self.attributes)
         return found.group(1) if found else ""
 
@@ -108,8 +106,8 @@ class Instruction:
 
     @property
     def replica_groups(self) -> np.ndarray | None:
-        """Groups of positions in the order of the program's devices, one a row; `None` for all in
-        one group, or where the instruction has none."""
+        """Groups of device positions, one per row; `None` for one group of all devices, or if the
+        instruction has no groups."""
         found = re.search(r"replica_groups=", self.attributes)
         return None if found is None else parse_replica_groups(self.attributes[found.end() :])
 
@@ -130,8 +128,8 @@ class Computation:
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """A while loop. `trips` is `None` where the program does not say how often it turns; where the
-    routing of experts decides it, those of even routing."""
+    """A while loop. `trips` is `None` if the number of iterations is unknown. If the routing of
+    experts decides it, even routing is assumed."""
 
     name: str
     op_name: str
@@ -140,12 +138,12 @@ class Loop:
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where an instruction stands.
+    """The place of an instruction in the program.
 
     Args:
-      computation: the one that it is in.
-      loops: those around it, outermost first.
-      caller: the instruction that calls the computation, and its own place; `None` in the entry.
+      computation: the computation that contains it.
+      loops: loops around it, outermost first.
+      caller: the instruction that calls the computation, and its place; `None` in the entry.
     """
 
     computation: Computation
@@ -162,7 +160,7 @@ class Place:
 
     @property
     def times(self) -> int:
-        """How often a run executes it; loops of unknown length count once."""
+        """Number of executions in a run; loops of unknown length count as one iteration."""
         return math.prod(1 if loop.trips is None else loop.trips for loop in self.loops)
 
 
@@ -173,10 +171,9 @@ class Program:
     is_scheduled: bool
 
     def instructions(self) -> Iterator[tuple[Instruction, Place]]:
-        """Every instruction that a run executes, once for each way from the entry to it.
+        """Yields every instruction that a run executes, once for each path from the entry.
 
-        Both branches of a conditional count. The scalar functions that reductions and sorts apply
-        are left out.
+        Both branches of a conditional count. Scalar functions of reductions and sorts are skipped.
         """
         return self._reached(Place(self.entry, ()))
 
@@ -201,7 +198,7 @@ class Program:
         return Loop(loop.name, loop.op_name, trips)
 
     def _counted_trips(self, loop: Instruction, around: Computation) -> int | None:
-        """The trips of a loop `for (i = start; i < limit; i++)`, as `lax.scan` makes them."""
+        """Returns the trips of a loop `for (i = start; i < limit; i++)`, the form of `lax.scan`."""
         condition = self.computations[loop.called["condition"][0]]
         outer, comparison = condition, condition.root
         fused: tuple[str, ...] = ()
@@ -227,10 +224,10 @@ class Program:
 
 
 def read_program(text: str) -> Program:
-    """Reads what `compiled.as_text()` of a `jax.stages.Compiled` gives.
+    """Parses the text of `jax.stages.Compiled.as_text()`.
 
     Raises:
-      ValueError: if the text is no such program.
+      ValueError: if the text is not an optimized XLA program.
     """
     computations: dict[str, Computation] = {}
     entry, name, instructions = None, "", []
@@ -245,16 +242,17 @@ def read_program(text: str) -> Program:
         elif line.startswith("}"):
             computations[name] = Computation(name, tuple(instructions))
     if entry is None:
-        raise ValueError("this is no optimised XLA program: it has no ENTRY computation")
+        raise ValueError("not an optimized XLA program: there is no ENTRY computation")
     header_line = text[: text.find("\n")]
     return Program(computations, computations[entry], "is_scheduled=true" in header_line)
 
 
 def parse_replica_groups(text: str) -> np.ndarray | None:
-    """Groups of devices as XLA prints them at the start of `text`, one a row; `None` for "{}".
+    """Parses the groups of devices at the start of `text`, one per row; `None` for "{}".
 
-    Three spellings: lists `{{0,1},{2,3}}`; a transposed range `[2,4]<=[4,2]T(1,0)`; axes of a mesh
-    `mesh['a'=4,'b'=2] {'a'}`, where `'a':(2)2` is the piece of an axis that follows 2 to its left.
+    There are three spellings: lists `{{0,1},{2,3}}`; a transposed range `[2,4]<=[4,2]T(1,0)`; and
+    mesh axes `mesh['a'=4,'b'=2] {'a'}`, where `'a':(2)2` is the part of size 2 of an axis with a
+    part of size 2 to its left.
     """
     if text.startswith("{"):
         return _listed_groups(text)
@@ -284,7 +282,7 @@ def _ranged_groups(text: str) -> np.ndarray:
 
 
 def _range(text: str) -> np.ndarray:
-    """`[4,2]T(1,0)`: 0 to 7 in the shape (4, 2), then transposed."""
+    """Parses `[4,2]T(1,0)`: 0 to 7 in the shape (4, 2), then transposed."""
     found = re.match(r"\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
     if found is None:
         raise ValueError(f"unknown spelling of a range of devices: {text[:60]!r}")
@@ -351,7 +349,7 @@ def _instruction(line: str) -> Instruction | None:
 
 
 def _closing(line: str, opening: int) -> int:
-    """The index after the parenthesis that closes the one at `opening`."""
+    """Returns the index after the parenthesis that closes the one at `opening`."""
     depth = 0
     for found in re.finditer(r"[()]", line[opening:]):
         depth += 1 if found.group() == "(" else -1
@@ -361,7 +359,7 @@ def _closing(line: str, opening: int) -> int:
 
 
 def _constant(name: str, computation: Computation) -> int | None:
-    """The integer that an instruction always gives, or `None`."""
+    """Returns the value of an instruction that is a constant integer, or `None`."""
     one = computation.by_name[name]
     while one.opcode in _TRANSPARENT:
         one = computation.by_name[one.operands[0]]

@@ -1,8 +1,8 @@
-"""Where an operation comes from, read off the names that JAX keeps of it.
+"""Reads scope, phase and loop of an operation from its names.
 
-The names are those of an equation of a jaxpr (`source_info.name_stack`) or of an instruction of a
-compiled program (`op_name`): transformations with what they transform ("transpose(jvp(layers))"),
-control flow ("while/body"), and the named scopes that the model and the step put around their code.
+An equation of a jaxpr has names in `source_info.name_stack`, an instruction of a compiled program
+in `op_name`. They list transformations ("transpose(jvp(layers))"), control flow ("while/body"), and
+the named scopes of the model and the step.
 """
 
 import re
@@ -12,10 +12,10 @@ from lmlib.models.experts.grouped import EVEN_TURNS
 from lmlib.models.experts.rounds import FURTHER_ROUNDS
 from lmlib.models.model import Model
 
-OF_THE_STEP = ("loss", "optimizer")  # scopes around what is not the model's
+OF_THE_STEP = ("loss", "optimizer")  # scopes outside the model
 OTHER = "other"  # norms, residual sums and all else outside those scopes
 PHASES = ("forward", "recomputation", "backward", "update")
-# Named scopes around loops, and one turn of such a loop.
+# Named scopes around loops, and the name of one iteration.
 TURNS = {
     "layers": "layer",
     "slots": "slot",
@@ -26,19 +26,19 @@ TURNS = {
 
 
 def scopes_of(model: Model) -> tuple[str, ...]:
-    """All scopes of a step that trains `model`, in the order of computing."""
+    """Returns all scopes of a step that trains `model`, in the order of execution."""
     return (*model.names.scopes, *OF_THE_STEP)
 
 
 def scope(names: str, scopes: Sequence[str]) -> str:
-    """The innermost of `scopes` in `names`, or `OTHER`."""
+    """Returns the innermost of `scopes` in `names`, or `OTHER`."""
     found = [name for name in re.findall(r"\w+", names) if name in scopes]
     return found[-1] if found else OTHER
 
 
 def phase(names: str) -> str:
-    """Which of `PHASES` an operation belongs to, from the transformations in `names`."""
-    # JAX 0.12 gives what goes into a rematerialised function the name of the whole, "remat2".
+    """Returns the phase of an operation, one of `PHASES`, from the transformations in `names`."""
+    # In JAX 0.12 the inputs of a rematerialised function have the function's name, "remat2".
     if "rematted_computation" in names or names.endswith("/remat2"):
         return "recomputation"
     if "transpose(" in names:
@@ -47,7 +47,8 @@ def phase(names: str) -> str:
 
 
 def turns_in_even_routing(loop_names: str) -> int | None:
-    """How often a loop turns if routing is even, where routing decides: never in further rounds."""
+    """Returns the iterations of a loop over routed tokens if routing is even; `None` for other
+    loops. Further rounds of experts then have none."""
     if FURTHER_ROUNDS in loop_names:
         return 0
     found = re.search(rf"{EVEN_TURNS}(\d+)(/while)?$", loop_names)
@@ -55,7 +56,8 @@ def turns_in_even_routing(loop_names: str) -> int | None:
 
 
 def turn(loop_names: str) -> str | None:
-    """What one turn of a loop is, from the names of the loop itself ("…/jvp(layers)/while")."""
+    """Returns the name of one iteration of a loop ("layer"), from the names of the loop itself
+    ("…/jvp(layers)/while"); `None` if unknown."""
     own = loop_names.removesuffix("/while").rpartition("/")[2]
     found = [name for name in re.findall(r"\w+", own) if name in TURNS]
     return TURNS[found[-1]] if found else None

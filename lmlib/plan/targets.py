@@ -1,4 +1,4 @@
-"""Hardware to plan for, which need not be there.
+"""Hardware to plan for. It can be absent.
 
 v5e:16x16     a slice of TPUs in this shape; v4, v5p and 7x have three dimensions
 2xv5e:16x16   two such slices, joined by the data center's network
@@ -18,22 +18,23 @@ from jax.experimental import topologies
 
 from lmlib.hardware.specifications import ACCELERATORS, Accelerator
 
-# Chips of the largest slice that can be had; docs.cloud.google.com/tpu/docs.
+# Chips of the largest slice on offer; docs.cloud.google.com/tpu/docs.
 _LARGEST_SLICE = {"v4": 4_096, "v5e": 256, "v5p": 6_144, "v6e": 256, "7x": 9_216}
-# Of one chip: 7x shows each half of a chip as a device of its own.
+# On 7x each half of a chip is a device.
 _DEVICES_PER_CHIP = {"7x": 2}
 _CHIPS_OF_A_HOST = (2, 2, 1)
 
 
 class TargetError(ValueError):
-    """Hardware that does not exist, or that nothing installed here can compile for."""
+    """The hardware does not exist, or no installed compiler supports it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """`shape` is that of one slice in chips; of GPUs, hosts × GPUs of each; of CPUs, their number.
+    """Devices to plan for. `str()` gives the text that `parse` reads.
 
-    `str()` gives what `parse` takes.
+    Args:
+      shape: of one slice of TPUs in chips; hosts × GPUs of each host; or the number of CPUs.
     """
 
     accelerator: Accelerator
@@ -45,7 +46,7 @@ class Target:
         return f"{slices}{self.accelerator.name}:{'x'.join(map(str, self.shape))}"
 
     def on_network(self, bandwidth: float) -> "Target":
-        """The same devices, each of which sends `bandwidth` bytes/s to other hosts or slices."""
+        """Returns the same devices with a network of `bandwidth` bytes/s per device."""
         accelerator = dataclasses.replace(self.accelerator, network_bandwidth=bandwidth)
         return dataclasses.replace(self, accelerator=accelerator)
 
@@ -56,18 +57,18 @@ class Target:
 
     @property
     def compiler(self) -> Accelerator:
-        """For which a step is compiled: the accelerator itself or, where it is AMD's and that
-        compiler is not installed, NVIDIA's with as much memory."""
+        """The accelerator to compile for. It is NVIDIA's of the same memory if this is AMD's and
+        AMD's compiler is not installed."""
         amd = self.accelerator.platform == "rocm"
         missing = amd and importlib.util.find_spec("jax_rocm7_plugin") is None
         return ACCELERATORS["b200"] if missing and _has_cuda() else self.accelerator
 
     def devices(self) -> list[jax.Device]:
-        """Devices to compile for. Those of `cpu` can run programs too.
+        """Returns devices to compile for. CPU devices can also run programs.
 
         Raises:
-          TargetError: if no plugin for them is installed, they cannot form the shape, or, for
-            `cpu`, JAX has started with fewer; see `prepare`.
+          TargetError: if the compiler's plugin is missing, the shape is impossible, or JAX started
+            with fewer CPU devices (see `prepare`).
         """
         if self.accelerator.platform == "cpu":
             return self._simulated()
@@ -81,7 +82,7 @@ class Target:
             if "not installed" in str(error):
                 raise TargetError(_no_plugin(self.accelerator)) from error
             reason = str(error).partition("\n")[0]
-            raise TargetError(f"{self} is no topology that XLA knows: {reason}") from error
+            raise TargetError(f"{self} is not a topology that XLA knows: {reason}") from error
 
     def _tpu_topology(self) -> topologies.TopologyDescription:
         options: dict[str, Any] = {}
@@ -98,7 +99,7 @@ class Target:
         return topologies.get_topology_desc(f"{prefix}:{shape}", "tpu", **options)
 
     def _chips_of_a_host(self) -> tuple[int, ...]:
-        """2 × 2 chips, or what a smaller slice has."""
+        """Returns 2 × 2 chips, or fewer in a smaller slice."""
         sizes = (*self.shape, 1)[:3]
         return tuple(min(size, most) for size, most in zip(sizes, _CHIPS_OF_A_HOST, strict=True))
 
@@ -122,16 +123,16 @@ class Target:
 
 
 def parse(text: str) -> Target:
-    """The target that `text` names; see this module. Starts nothing.
+    """Reads a target such as "v5e:16x16"; see this module. It does not start JAX.
 
     Raises:
-      TargetError: if there is no such accelerator, or no such shape of it.
+      TargetError: if the accelerator or its shape does not exist.
     """
     found = re.fullmatch(r"(?:([1-9]\d*)x)?([a-z0-9-]+):([1-9]\d*(?:x[1-9]\d*)*)", text)
     if found is None or found[2] not in ACCELERATORS:
         raise TargetError(
-            f"{text!r} is no topology: write v5e:16x16, 2xv5e:16x16 (two slices), h100:8x8 (hosts "
-            f"× GPUs of each) or cpu:256; accelerators: {', '.join(ACCELERATORS)}"
+            f"{text!r} is not a topology: write v5e:16x16, 2xv5e:16x16 (two slices), h100:8x8 "
+            f"(hosts × GPUs of each) or cpu:256; accelerators: {', '.join(ACCELERATORS)}"
         )
     accelerator = ACCELERATORS[found[2]]
     shape = tuple(map(int, found[3].split("x")))
@@ -165,9 +166,9 @@ def _check(target: Target) -> None:
 
 
 def prepare(target: Target) -> None:
-    """Tells JAX, which must not have started, that it is to compile for `target` on a CPU.
+    """Prepares JAX to compile for `target` on a CPU. Call it before JAX starts.
 
-    It leaves alone what the environment sets already.
+    It keeps settings that are in the environment already.
     """
     if target.accelerator.platform == "tpu":
         # libtpu would ask Google's metadata server for its chips, and lock them.
@@ -201,7 +202,7 @@ _CUDNN = "major: 9 minor: 10 patch: 0"
 
 
 def _target_config(accelerator: Accelerator) -> str:
-    """What XLA must know of a GPU to compile for it without one: a GpuTargetConfigProto as text."""
+    """Returns a GpuTargetConfigProto as text: XLA needs it to compile for an absent GPU."""
     chip = accelerator.chip
     assert chip is not None and accelerator.memory_bandwidth is not None
     return f"""

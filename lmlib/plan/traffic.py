@@ -1,8 +1,8 @@
-"""The bytes that a compiled program moves through the memory of one device.
+"""Counts the bytes that a compiled program moves through the memory of one device.
 
-Each instruction of the schedule reads its operands and writes its result once. A fusion is one
-instruction. If it only slices an array, or only updates a slice of it, the slice counts. What lies
-on a TPU's chip is free, unless it was fetched there just for its reader.
+Each scheduled instruction reads its operands and writes its result once. A fusion is one
+instruction. If it only slices an array, or only updates a slice, the slice counts. Arrays in a
+TPU's on-chip memory are free, unless they were fetched there for one reader.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from lmlib.plan.program import FUSIONS, ArrayType, Computation, Instruction, Pla
 from lmlib.plan.scopes import phase, scope
 from lmlib.terminal.quantities import bytes_text
 
-# They only rename or wait, or what they call counts on its own.
+# These only rename or wait, or their called computation counts instead.
 _FREE = {
     "parameter",
     "constant",
@@ -39,17 +39,16 @@ _MATMULS = {"dot", "convolution", "ragged-dot"}
 _MULTIPLYING_CALLS = ("cublas", "cudnn", "matmul", "tpu_custom_call", "triton")
 _FETCHED = {"copy-done", "slice-done"}  # ahead of time, for one reader
 _SLICES = {"dynamic-slice", "slice", "gather"}
-_SAME_ELEMENTS = {"bitcast", "convert"}  # in a fusion, which computes those that are asked for
+_SAME_ELEMENTS = {"bitcast", "convert"}  # a fusion computes only the elements that it needs
 
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """Bytes that a scope reads from a device's memory and writes to it in a step, matmuls and
-    collectives left out.
+    """Bytes that a scope reads and writes in a step, without matmuls and collectives.
 
     Args:
-      scope, phase: as lmlib.plan.scopes names them.
-      in_layers: whether inside the loop over layers.
+      scope, phase: names of lmlib.plan.scopes.
+      in_layers: True inside the loop over layers.
     """
 
     scope: str
@@ -60,8 +59,8 @@ class Traffic:
 
 @dataclasses.dataclass(frozen=True)
 class Kernels:
-    """How many kernels a device executes in a step, collectives left out, and the bytes that they
-    read and write; `product_bytes`: those of matmuls and of attention's kernels."""
+    """The number of kernels that a device executes in a step, without collectives, and their bytes
+    read and written. `product_bytes` counts matmuls and attention kernels."""
 
     number: int
     bytes: int
@@ -76,7 +75,7 @@ class Kernels:
 
 
 def kernels(program: Program) -> Kernels:
-    """Those of one step, a loop's as often as it turns."""
+    """Counts the kernels of one step; a kernel in a loop counts once per iteration."""
     number = everything = products = 0
     for one, place in scheduled(program):
         moved = 0 if sends(one, program) else bytes_moved(one, place.computation, program)
@@ -88,7 +87,7 @@ def kernels(program: Program) -> Kernels:
 
 
 def traffic(program: Program, scopes: Sequence[str]) -> tuple[Traffic, ...]:
-    """By scope, phase and loop, in the order of the schedule."""
+    """Returns the traffic by scope, phase and loop, in the order of the schedule."""
     totals: dict[tuple[str, str, bool], int] = {}
     for one, place in scheduled(program):
         if multiplies(one, program) or sends(one, program):
@@ -101,14 +100,14 @@ def traffic(program: Program, scopes: Sequence[str]) -> tuple[Traffic, ...]:
 
 
 def scheduled(program: Program) -> Iterator[tuple[Instruction, Place]]:
-    """Every instruction that a run executes, those inside of fusions left out."""
+    """Yields every instruction that a run executes, without the insides of fusions."""
     for one, place in program.instructions():
         if not any(caller.opcode in {*FUSIONS, "async-start"} for caller in place.callers):
             yield one, place
 
 
 def origin(one: Instruction, place: Place, scopes: Sequence[str]) -> tuple[str, str, bool]:
-    """Scope and phase, as lmlib.plan.scopes names them, and whether it is in the loop over layers.
+    """Returns scope and phase of lmlib.plan.scopes, and True if it is in the loop over layers.
 
     An instruction without a name of its own belongs to the loop around it.
     """
@@ -118,7 +117,7 @@ def origin(one: Instruction, place: Place, scopes: Sequence[str]) -> tuple[str, 
 
 
 def multiplies(one: Instruction, program: Program) -> bool:
-    """Whether it multiplies matrices, by itself, in a fusion or in a library's kernel."""
+    """True if it multiplies matrices, itself, in a fusion or in a library's kernel."""
     return any(
         each.opcode in _MATMULS
         or (each.opcode == "custom-call" and _calls(each, _MULTIPLYING_CALLS))
@@ -127,15 +126,15 @@ def multiplies(one: Instruction, program: Program) -> bool:
 
 
 def sends(one: Instruction, program: Program) -> bool:
-    """Whether it is a collective, the start or the end of one, or a fusion with one."""
+    """True for a collective, the start or end of one, or a fusion with one."""
     return any(each.opcode.startswith(_COLLECTIVE) for each in _computed(one, program))
 
 
 def bytes_moved(one: Instruction, computation: Computation, program: Program) -> int:
-    """Bytes that one execution reads from the device's memory and writes to it.
+    """Returns the bytes that one execution reads and writes in the device's memory.
 
     Args:
-      computation: the one that it stands in.
+      computation: the computation that contains `one`.
     """
     if one.opcode in _FREE or one.opcode.endswith("-done"):
         return 0
@@ -144,7 +143,7 @@ def bytes_moved(one: Instruction, computation: Computation, program: Program) ->
     if one.opcode in FUSIONS:
         return _moved_by_fusion(one, computation, program)
     if one.opcode == "copy-start":
-        # The copy, what is copied, and a flag. What it fetches counts with its reader.
+        # Results: the copy, the source, and a flag. A fetched array counts with its reader.
         copy, copied, *_ = one.results
         return _stored([copy]) + (0 if copy.memory else _stored([copied]))
     if one.opcode in _SLICES:
@@ -161,7 +160,7 @@ def _calls(one: Instruction, targets: tuple[str, ...]) -> bool:
 
 
 def _computed(one: Instruction, program: Program) -> Iterator[Instruction]:
-    """The instruction, and if it is a fusion, those in it."""
+    """Yields the instruction, and those inside it if it is a fusion."""
     yield one
     if one.opcode in FUSIONS:
         for inner in _fused(one, program).instructions:
@@ -182,7 +181,7 @@ def _moved_by_fusion(one: Instruction, computation: Computation, program: Progra
 
 
 def _read_of(parameter: Instruction, fused: Computation) -> int:
-    """Bytes that a fusion reads of one of its parameters."""
+    """Returns the bytes that a fusion reads of one of its parameters."""
     readers = list(_readers(parameter, fused))
     whole = sum(array.bytes for array in parameter.results)
     if readers and all(
@@ -198,8 +197,8 @@ def _read_of(parameter: Instruction, fused: Computation) -> int:
 
 
 def _readers(parameter: Instruction, fused: Computation) -> Iterator[tuple[Instruction, int]]:
-    """The instructions that read it, directly or as another shape or dtype, and as which
-    operand."""
+    """Yields the instructions that read it, also through another shape or dtype, and the position
+    of the operand."""
     names = {parameter.name}
     for each in fused.instructions:
         for position, operand in enumerate(each.operands):
@@ -228,12 +227,12 @@ def _written(result: Instruction, fused: Computation) -> int:
 
 
 def _read(operand: Instruction) -> int:
-    """Bytes that a reader of all of it takes from memory."""
+    """Returns the bytes that a reader of the whole operand takes from memory."""
     if operand.opcode in _FETCHED:
         return sum(array.bytes for array in operand.results)
     return _stored(operand.results)
 
 
 def _stored(arrays: Sequence[ArrayType]) -> int:
-    """Bytes of those that lie in the device's memory."""
+    """Returns the bytes of the arrays in the device's memory."""
     return sum(array.bytes for array in arrays if array.memory == 0)

@@ -10,8 +10,8 @@ import re
 from collections.abc import Sequence
 
 from lmlib.hardware.specifications import Accelerator
-from lmlib.plan.compute_time import FLOAT32_RATE
 from lmlib.plan.program import Computation, Instruction, Program
+from lmlib.plan.step_time import FLOAT32_RATE
 from lmlib.plan.traffic import bytes_moved, multiplies, origin, scheduled, sends
 
 # XLA's names of the dtypes that matrix units multiply faster than bfloat16.

@@ -18,10 +18,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from lmlib.hardware.specifications import Accelerator
-from lmlib.plan.compute_time import ScopeTime, compute_time
 from lmlib.plan.flops import Matmul
 from lmlib.plan.program import read_program
 from lmlib.plan.scopes import OTHER, PHASES
+from lmlib.plan.step_time import ScopeTime, compute_time
 from lmlib.plan.traffic import traffic
 from lmlib.profile.kernels import Work, works
 from lmlib.profile.trace import GRAPH, Execution, TraceError

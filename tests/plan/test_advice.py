@@ -14,9 +14,8 @@ from lmlib.hardware.specifications import CPU
 from lmlib.models.families.llama import llama
 from lmlib.optim.adamw import adamw
 from lmlib.parallel.mesh import make_mesh
+from lmlib.plan.advice import Advice, Tried, advise, changes
 from lmlib.plan.planner import plan
-from lmlib.plan.search.advice import Advice, Tried, advise
-from lmlib.plan.search.changes import changes
 from lmlib.plan.targets import Target
 from runner.config import configs
 from runner.config.overrides import apply_override

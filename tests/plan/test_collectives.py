@@ -12,7 +12,7 @@ from absent_hardware import absent, needs_tpu_compiler
 from jax.sharding import PartitionSpec as P
 
 from lmlib.parallel.mesh import make_mesh
-from lmlib.plan.communication.collectives import collectives, spanned_axes
+from lmlib.plan.collectives import collectives, spanned_axes
 from lmlib.plan.program import ArrayType, read_program
 
 pytestmark = pytest.mark.several_devices

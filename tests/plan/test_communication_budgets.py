@@ -19,8 +19,8 @@ from lmlib.models.families.llama import llama
 from lmlib.optim.adamw import adamw
 from lmlib.optim.muon import muon
 from lmlib.parallel.mesh import make_mesh
-from lmlib.plan.communication.collectives import collectives
-from lmlib.plan.communication.warnings import communication_warnings
+from lmlib.plan.collectives import collectives
+from lmlib.plan.communication_warnings import communication_warnings
 from lmlib.plan.program import read_program
 from lmlib.state import Training, abstract_batch, abstract_state
 

@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from lmlib.models.experts.grouped import grouped_product
 from lmlib.parallel.collectives import on_each_device
 from lmlib.parallel.mesh import make_mesh
-from lmlib.plan.dense_expansion import dense_expansions
+from lmlib.plan.planner import dense_expansions
 from lmlib.plan.program import read_program
 from lmlib.plan.targets import parse, prepare
 

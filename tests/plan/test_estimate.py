@@ -10,13 +10,11 @@ from absent_hardware import absent
 
 from lmlib.hardware.specifications import ACCELERATORS, CPU
 from lmlib.parallel.mesh import make_mesh
-from lmlib.plan import compute_time
-from lmlib.plan.communication import time as communication_time
-from lmlib.plan.communication.collectives import Collective
-from lmlib.plan.communication.time import Route, closes, route
-from lmlib.plan.estimate import estimate, with_communication
+from lmlib.plan import step_time
+from lmlib.plan.collectives import Collective
 from lmlib.plan.flops import FlopsPerToken, Matmul, StepFlops
 from lmlib.plan.program import ArrayType, read_program
+from lmlib.plan.step_time import Route, closes, estimate, route, with_communication
 from lmlib.plan.traffic import Kernels, Traffic, kernels, traffic
 
 pytestmark = pytest.mark.several_devices
@@ -24,7 +22,7 @@ pytestmark = pytest.mark.several_devices
 SCOPES = ("embed", "projections", "attention", "mlp", "loss", "optimizer")
 
 H100 = ACCELERATORS["h100"]
-MEMORY = H100.memory_bandwidth * compute_time.MEMORY_EFFICIENCY
+MEMORY = H100.memory_bandwidth * step_time.MEMORY_EFFICIENCY
 
 
 def matmul(M, N, K, phase="forward", in_layers=True, count=10, dtype="bfloat16"):
@@ -52,9 +50,9 @@ def test_a_large_matmul_is_bound_by_flops_and_a_thin_one_by_memory():
     large, thin = matmul(4_096, 4_096, 4_096), matmul(4_096, 128, 128)
     rate = (
         989e12
-        * compute_time.MATMUL_EFFICIENCY["cuda"]
+        * step_time.MATMUL_EFFICIENCY["cuda"]
         * 4_096
-        / (4_096 + compute_time.PIPELINE_FILL["cuda"])
+        / (4_096 + step_time.PIPELINE_FILL["cuda"])
     )
     found = estimated([large])
     assert found.step_seconds == pytest.approx(large.device_flops / rate)
@@ -67,7 +65,7 @@ def test_a_large_matmul_is_bound_by_flops_and_a_thin_one_by_memory():
 def test_float32_and_blocks_that_are_not_full_cost_more():
     plain = estimated([matmul(4_096, 4_096, 4_096)]).step_seconds
     wide = estimated([matmul(4_096, 4_096, 4_096, dtype="float32")]).step_seconds
-    assert wide == pytest.approx(plain / compute_time.FLOAT32_RATE["cuda"])
+    assert wide == pytest.approx(plain / step_time.FLOAT32_RATE["cuda"])
     # 1,025 rows take as long as 1,152, which are nine blocks of 128.
     ragged = estimated([matmul(1_025, 8_192, 8_192)]).step_seconds
     assert ragged == pytest.approx(estimated([matmul(1_152, 8_192, 8_192)]).step_seconds)
@@ -170,7 +168,7 @@ def test_routes_on_real_topologies(target, sizes, axes, inside, outside, links):
     accelerator, devices = devices_of(target)
     way = route(axes, make_mesh(**sizes, devices=devices), accelerator)
     assert (way.inside, way.outside) == (inside, outside)
-    bandwidth = accelerator.link_bandwidth * communication_time.LINK_EFFICIENCY
+    bandwidth = accelerator.link_bandwidth * step_time.LINK_EFFICIENCY
     assert way.link_bandwidth == pytest.approx(links * bandwidth)
 
 

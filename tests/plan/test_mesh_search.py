@@ -13,7 +13,7 @@ from lmlib.optim.adamw import adamw
 from lmlib.parallel.mesh import make_mesh
 from lmlib.parallel.other_meshes import divisions
 from lmlib.plan.planner import plan
-from lmlib.plan.search.meshes import search_meshes
+from lmlib.plan.search import search_meshes
 from lmlib.plan.targets import parse
 from lmlib.terminal.quantities import bytes_text
 

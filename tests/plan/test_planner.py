@@ -19,7 +19,7 @@ from lmlib.experiment import Experiment
 from lmlib.models.families.llama import llama
 from lmlib.optim.adamw import adamw
 from lmlib.parallel.mesh import make_mesh
-from lmlib.plan.loading import reading
+from lmlib.plan.memory import reading
 from lmlib.plan.planner import compilable, plan
 from lmlib.plan.targets import Target, parse, prepare
 from lmlib.terminal.quantities import bytes_text

@@ -14,8 +14,7 @@ from lmlib.models.families.llama import llama
 from lmlib.optim.adamw import adamw
 from lmlib.parallel.mesh import make_mesh
 from lmlib.plan.planner import plan
-from lmlib.plan.search.changes import keeping, microbatch_counts
-from lmlib.plan.search.settings import policies, search
+from lmlib.plan.search import keeping, microbatch_counts, policies, search
 from lmlib.plan.targets import Target
 from runner.config import configs
 from runner.config.overrides import apply_override

@@ -14,8 +14,8 @@ from lmlib.models.families.llama import llama
 from lmlib.parallel.gathering import gather
 from lmlib.parallel.layout import reshard
 from lmlib.parallel.mesh import make_mesh
-from lmlib.plan.communication.collectives import collectives
-from lmlib.plan.communication.warnings import communication_warnings
+from lmlib.plan.collectives import collectives
+from lmlib.plan.communication_warnings import communication_warnings
 from lmlib.plan.planner import stderr_kept
 from lmlib.plan.program import read_program
 from lmlib.state import abstract_model

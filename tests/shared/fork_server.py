@@ -32,7 +32,7 @@ IMPORTED = (
     "experiments.quickstart",
     "lmlib.data.synthetic",
     "lmlib.hf",
-    "lmlib.plan.search.settings",
+    "lmlib.plan.search",
     "runner.config.relaunch",
     "runner.inference.loading",
     "runner.jax_settings.devices",

@@ -10,7 +10,7 @@ from absent_hardware import COUNTED_ON_GPUS, absent
 from lmlib.compute import Compute
 from lmlib.losses.next_token import batch_loss
 from lmlib.parallel.mesh import make_mesh
-from lmlib.plan.communication.collectives import collectives
+from lmlib.plan.collectives import collectives
 from lmlib.plan.program import read_program
 from lmlib.state import abstract_batch, abstract_model
 

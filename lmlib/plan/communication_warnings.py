@@ -1,4 +1,4 @@
-"""Warnings of needless communication in a step, each with what to change."""
+"""Warns of needless communication in a step and says how to avoid it."""
 
 import dataclasses
 import itertools
@@ -14,12 +14,12 @@ from lmlib.parallel.axes import Weight, map_weights
 from lmlib.parallel.gathering import shard_shapes
 from lmlib.parallel.mesh_axes import STORAGE
 from lmlib.parallel.other_meshes import with_a_second_fsdp
-from lmlib.plan.communication.collectives import Collective
-from lmlib.plan.communication.time import dimensions_of_torus
+from lmlib.plan.collectives import Collective
 from lmlib.plan.program import ArrayType
+from lmlib.plan.step_time import dimensions_of_torus
 
-# Below this an array's bytes take less time than the messages' latency: what sends it matters more
-# than how much it sends, and an all-reduce is one round of messages.
+# Smaller arrays take less time than a message's latency. Fewer rounds of messages then matter more
+# than fewer bytes, and an all-reduce is one round.
 SMALL_BYTES = 2**20
 # Seen with libtpu 0.0.42 and 0.0.50 on 4x4x4 of v4, v5p and 7x, whatever the arrays' sizes and the
 # order of the devices.
@@ -54,8 +54,8 @@ class CommunicationWarning:
     Args:
       problem: "gathered stack", "all-reduce for reduce-scatter", "all-reduce for all-gather" or
         "full rematerialization".
-      message: what was found, how much it moves, and what to do; one paragraph.
-      bytes_sent_per_step: by one device; 0 where the program doesn't say.
+      message: one paragraph with the finding, its bytes, and the remedy.
+      bytes_sent_per_step: bytes that one device sends; 0 if unknown.
     """
 
     problem: str
@@ -68,9 +68,9 @@ class CommunicationWarning:
 
 @dataclasses.dataclass(frozen=True)
 class _Weight:
-    """A weight on one device: its shapes as it is computed with and as it is stored.
+    """The shapes of a weight on one device, in computation and in storage.
 
-    `stacked` counts the leading axes that stack layers.
+    `stacked` is the number of leading axes that stack layers.
     """
 
     path: str
@@ -80,7 +80,7 @@ class _Weight:
 
     @property
     def gathered(self) -> int:
-        """Over how many devices it is gathered before it is used."""
+        """Number of devices over which the weight is gathered before use."""
         return math.prod(self.computed) // math.prod(self.stored)
 
     @property
@@ -91,13 +91,13 @@ class _Weight:
 def communication_warnings(
     collectives: Sequence[Collective], model: Any, mesh: Mesh, compiler_log: str = ""
 ) -> tuple[CommunicationWarning, ...]:
-    """What should not be in a step's communication, the largest first.
+    """Returns warnings about a step's communication, the largest first.
 
     Args:
-      collectives: of the compiled step.
+      collectives: collectives of the compiled step.
       model: its weights, which may be abstract; shapes are global.
-      mesh: the one that the step was compiled for.
-      compiler_log: what the compiler wrote to standard error meanwhile.
+      mesh: the mesh that the step was compiled for.
+      compiler_log: the compiler's output to stderr.
     """
     weights = _weights(model, mesh)
     found = [
@@ -122,7 +122,7 @@ def _weights(model: Any, mesh: Mesh) -> list[_Weight]:
 def _gathered_stacks(
     collectives: Sequence[Collective], weights: list[_Weight]
 ) -> Iterator[CommunicationWarning]:
-    """All-gathers of a weight of every layer at once, which undo FSDP."""
+    """Finds all-gathers of a weight in all layers at once, which undo FSDP."""
     stacks = [weight for weight in weights if weight.stacked and weight.computed[0] > 1]
     for one in collectives:
         if one.kind != "all-gather":
@@ -143,7 +143,7 @@ def _gathered_stacks(
 def _whole_sums(
     collectives: Sequence[Collective], weights: list[_Weight], mesh: Mesh
 ) -> Iterator[CommunicationWarning]:
-    """All-reduces of gradients of which each device keeps a shard only, or of weights' shards."""
+    """Finds all-reduces of gradients whose shards would be enough, or of shards of weights."""
     split = [weight for weight in weights if weight.gathered > 1]
     platform = mesh.devices.flat[0].platform
     groups: dict[tuple[bool, str, str, str], list[Collective]] = {}
@@ -179,7 +179,8 @@ def _whole_sums(
 
 
 def _over_cube(axes: Sequence[str], mesh: Mesh) -> str:
-    """Advice for a group of TPUs that spans three dimensions of their torus; "" for others."""
+    """Returns advice for a group of TPUs that spans three dimensions of the torus; "" for
+    others."""
     if dimensions_of_torus(axes, mesh) < 3:
         return ""
     other = with_a_second_fsdp(mesh, len({device.coords[-1] for device in mesh.devices.flat}))
@@ -198,9 +199,9 @@ def _matches(
     weights: Iterable[_Weight],
     shapes: Callable[[_Weight], list[tuple[int, ...]]],
 ) -> str:
-    """The paths of the weights one of whose `shapes` an array has, in any order of axes.
+    """Returns the paths of weights with the shape of one of `arrays`, in any order of axes.
 
-    XLA transposes weights, adds axes of size 1 and flattens what it sends together.
+    XLA transposes weights, adds axes of size 1, and flattens arrays that it sends together.
     """
     paths: dict[str, None] = {}
     for array, weight in itertools.product(arrays, weights):

@@ -1,10 +1,10 @@
-"""What a compiled step sends between devices: each collective, how often, how much, and where.
+"""Lists the collectives of a compiled step: how often each runs, what it sends, and over which
+axes.
 
-Bytes sent are those of one device, by the ring algorithm over n devices: (n-1)/n of the gathered
-array for an all-gather, of the summed array for a reduce-scatter, of the array for an all-to-all;
-twice that of the array for an all-reduce, which is a reduce-scatter and an all-gather (Patarasuk &
-Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations"); the array for a
-collective-permute.
+Bytes sent count one device in the ring algorithm over n devices. An all-gather, a reduce-scatter
+and an all-to-all send (n-1)/n of the whole array. An all-reduce sends twice that, because it is a
+reduce-scatter and an all-gather (Patarasuk & Yuan 2009, "Bandwidth optimal all-reduce algorithms
+for clusters of workstations"). A collective-permute sends the array.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from lmlib.plan.program import ArrayType, Computation, Instruction, Loop, Place,
 from lmlib.plan.scopes import phase, turn
 from lmlib.terminal.table import columns
 
-# Bytes sent over bytes of the whole array, times n / (n - 1).
+# Ratio of bytes sent to bytes of the whole array, times n / (n - 1).
 _RING = {
     "all-gather": 1,
     "reduce-scatter": 1,
@@ -29,7 +29,7 @@ _RING = {
     "collective-broadcast": 1,
 }
 KINDS = (*_RING, "collective-permute")
-# What a device can do while a collective travels; the rest only renames or moves memory.
+# Compute that can hide a collective. Other opcodes only rename or move memory.
 _COMPUTES = {"fusion", "dot", "convolution", "while", "call", "conditional", "custom-call", "sort"}
 # Custom calls of TPU programs that compute nothing.
 _BOOKKEEPING = {
@@ -39,11 +39,11 @@ _BOOKKEEPING = {
     "PrepareAsyncCallStart",
     "PrepareAsyncCallDone",
 }
-_WRAPPERS = {"fusion", "async-start", "call-start"}  # they run what they call in their own place
-# Says of a `send` which collective it is a part of; the `recv` of the same rendezvous ends it.
+_WRAPPERS = {"fusion", "async-start", "call-start"}  # their computation runs in their place
+# Attribute of a `send` with the kind of its collective. The `recv` of the same rendezvous ends it.
 _BETWEEN_SLICES = "_xla_megascale_transfer_type"
 _RENDEZVOUS = "_xla_host_transfer_rendezvous"
-_SEARCHED = 30  # instructions looked at for the source of one whose metadata XLA dropped
+_SEARCHED = 30  # instructions searched for the source of one whose metadata XLA dropped
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,21 +51,20 @@ class Collective:
     """One collective of the program.
 
     Args:
-      name: of its instruction; between slices of TPUs, of the `send` to the others.
-      kind: one of `KINDS`; a TPU's fused all-reduce and slice is a reduce-scatter.
-      mesh_axes: the axes that its groups of devices span; empty if no axes give those groups.
-      group_size: devices of a group.
-      arrays: what one device holds of the whole: results of an all-gather, operands of the others.
-        Several where XLA combined small collectives into one.
-      bytes: of `arrays`.
-      bytes_sent: by one device, each time, as the module says.
-      count_per_step: how often a step makes it: the product of the trips of the loops around it.
-      each: "step", or what one turn of the innermost loop around it is: "layer", "microbatch".
+      name: name of its instruction, or of the `send` to other slices of TPUs.
+      kind: one of `KINDS`. A TPU's fused all-reduce and slice is a reduce-scatter.
+      mesh_axes: axes that its device groups span; empty if no axes give these groups.
+      group_size: devices in a group.
+      arrays: whole arrays: results of an all-gather, operands of the others. There are several if
+        XLA combined small collectives.
+      bytes: size of `arrays`.
+      bytes_sent: bytes that one device sends each time.
+      count_per_step: number of executions in a step.
+      each: "step", or one iteration of the innermost loop around it: "layer", "microbatch".
       phase: "forward", "recomputation", "backward" or "update".
-      overlaps: whether the device computes while it travels: at least one fusion, matmul, kernel
-        or loop is scheduled between its start and its end.
-      assembles: whether it is an all-reduce that does the work of an all-gather: each device adds
-        its shard to zeros. XLA for TPUs does so where shards are no whole tiles.
+      overlaps: True if a fusion, matmul, kernel or loop is scheduled between its start and end.
+      assembles: True for an all-reduce that does the work of an all-gather: each device adds its
+        shard to zeros. XLA for TPUs makes one if shards are not whole tiles.
       op_name: the JAX operation that it comes from.
     """
 
@@ -89,7 +88,7 @@ class Collective:
 
     @property
     def in_layers(self) -> bool:
-        """Whether it is one of a layer's, in a loop or unrolled."""
+        """True if it belongs to a layer, in a loop or unrolled."""
         return self.each == "layer" or "layers" in self.op_name
 
     @property
@@ -98,7 +97,7 @@ class Collective:
 
 
 class Collectives(tuple[Collective, ...]):
-    """A tuple that prints as a table, one line for each kind, axes and place."""
+    """A tuple of collectives; `str()` gives a table by kind, axes and place."""
 
     @property
     def bytes_sent_per_step(self) -> int:
@@ -131,12 +130,11 @@ class Collectives(tuple[Collective, ...]):
 
 
 def collectives(program: Program, mesh: Mesh) -> Collectives:
-    """The collectives of a compiled program, in the order in which it makes them; those of a device
-    with itself are left out.
+    """Returns the collectives of a compiled program in program order, without groups of one device.
 
     Args:
       program: `read_program(compiled.as_text())`.
-      mesh: the one that it was compiled for.
+      mesh: the mesh that the program was compiled for.
     """
     found = (_collective(occurrences, program, mesh) for occurrences in _occurrences(program))
     return Collectives(one for one in found if one.group_size > 1)
@@ -146,7 +144,7 @@ _Alike = tuple[str, tuple[str, ...], str]
 
 
 def grouped(found: Sequence[Collective]) -> Iterable[tuple[_Alike, list[Collective]]]:
-    """`found` by kind, mesh axes and place (`where`), in the order of the first of each group."""
+    """Groups `found` by kind, mesh axes and place (`where`), in the order of first occurrence."""
     groups: dict[_Alike, list[Collective]] = {}
     for one in found:
         groups.setdefault((one.kind, one.mesh_axes, one.where), []).append(one)
@@ -155,7 +153,7 @@ def grouped(found: Sequence[Collective]) -> Iterable[tuple[_Alike, list[Collecti
 
 @dataclasses.dataclass(frozen=True)
 class _Occurrence:
-    """A collective's instruction, and the scheduled one that it is, or that it is fused into."""
+    """A collective's instruction, and the scheduled instruction that contains it (often itself)."""
 
     instruction: Instruction
     place: Place
@@ -168,10 +166,10 @@ class _Occurrence:
 
 
 def _occurrences(program: Program) -> list[list[_Occurrence]]:
-    """Each collective with all its occurrences, in schedule order.
+    """Returns the occurrences of each collective, in schedule order.
 
-    A TPU program carries a collective out in pieces, in several fusions, each of which holds a
-    copy of the instruction with the same channel.
+    A TPU program can split a collective over several fusions, each with a copy of the instruction
+    on the same channel.
     """
     found: dict[tuple[str, ...], list[_Occurrence]] = {}
     for one, place in program.instructions():
@@ -198,13 +196,13 @@ def _collective(occurrences: list[_Occurrence], program: Program, mesh: Mesh) ->
     one, place = first.instruction, first.place
     kind = _kind(one) or one.opcode
     if kind == "all-reduce" and first.is_fused and _slices(place.computation):
-        # Fused with what cuts out this device's shard: no device receives more than that.
+        # It is fused with the slice of this device's shard, so no device receives more than that.
         kind = "reduce-scatter"
     slices = _positions_by_slice(mesh)
     if one.opcode == "send":
-        groups = slices.T  # to its fellows in the other slices
+        groups = slices.T  # the devices at the same position of each slice
     else:
-        # Each slice has the same program, which numbers that slice's devices alone.
+        # Each slice runs the same program, which numbers the devices within a slice.
         within = _groups(one, slices.shape[1])
         groups = np.concatenate([positions[within] for positions in slices])
     size = groups.shape[1]
@@ -238,7 +236,7 @@ def _adds_shard_to_zeros(one: Instruction, computation: Computation) -> bool:
 
 
 def _positions_by_slice(mesh: Mesh) -> np.ndarray:
-    """One row for each slice of TPUs: where its devices stand in the mesh's order."""
+    """Returns the positions of each TPU slice's devices in the mesh's order, one slice per row."""
     indices = [getattr(device, "slice_index", 0) for device in mesh.devices.flat]
     if mesh.devices.flat[0].platform != "tpu":
         return np.arange(len(indices))[None]
@@ -246,7 +244,7 @@ def _positions_by_slice(mesh: Mesh) -> np.ndarray:
 
 
 def _groups(one: Instruction, devices: int) -> np.ndarray:
-    """Positions in the program's order of its `devices`, one group a row."""
+    """Returns the groups of device positions in the program's order, one per row."""
     groups = one.replica_groups
     if groups is not None:
         return groups
@@ -257,7 +255,7 @@ def _groups(one: Instruction, devices: int) -> np.ndarray:
 
 
 def _cycles(pairs: Sequence[Sequence[int]]) -> np.ndarray:
-    """The groups of devices that pairs (source, target) connect."""
+    """Returns the groups of devices that pairs (source, target) connect."""
     group_of = {device: {device} for device in itertools.chain.from_iterable(pairs)}
     for source, target in pairs:
         joined = group_of[source] | group_of[target]
@@ -269,11 +267,9 @@ def _cycles(pairs: Sequence[Sequence[int]]) -> np.ndarray:
 
 
 def spanned_axes(groups: np.ndarray, mesh: Mesh) -> tuple[str, ...]:
-    """The mesh axes along which the devices of each group differ; () if no axes give
-    those groups.
+    """Returns the mesh axes along which the devices of each group differ; () if there are none.
 
-    A program numbers its devices in the order of `mesh.devices.flat`. Axes of size 1 are never
-    named.
+    A program numbers its devices in the order of `mesh.devices.flat`. Axes of size 1 are skipped.
     """
     wanted = {frozenset(group.tolist()) for group in groups}
     sizes = dict(mesh.shape)
@@ -291,7 +287,7 @@ def spanned_axes(groups: np.ndarray, mesh: Mesh) -> tuple[str, ...]:
 
 
 def _arrays(one: Instruction, place: Place, program: Program) -> tuple[ArrayType, ...]:
-    """The arrays as one device holds them whole."""
+    """Returns the whole arrays of a collective."""
     if one.opcode == "send":  # its other operand is a token
         return place.computation.by_name[one.operands[0]].results
     results, width = one.results, len(one.operands)
@@ -299,7 +295,7 @@ def _arrays(one: Instruction, place: Place, program: Program) -> tuple[ArrayType
         array for name in one.operands for array in place.computation.by_name[name].results
     )
     if one.opcode.endswith("-start") and len(results) >= 2 * width:
-        # The result of a start names its operands, then what its end will give.
+        # The result of a start lists its operands, then the results of its end.
         operands, results = results[:width], results[width : 2 * width]
     if one.opcode.startswith("all-gather"):
         return results
@@ -309,7 +305,7 @@ def _arrays(one: Instruction, place: Place, program: Program) -> tuple[ArrayType
 def _before_concatenation(
     one: Instruction, place: Place, program: Program
 ) -> tuple[ArrayType, ...]:
-    """What a GPU program lays end to end for one all-reduce; () if it does not."""
+    """Returns the arrays that a GPU program concatenates for one all-reduce; () if it does not."""
     if len(one.operands) != 1:
         return ()
     source = place.computation
@@ -323,7 +319,7 @@ def _before_concatenation(
 
 
 def _source(first: _Occurrence) -> str:
-    """The `op_name` of a collective, or of the nearest instruction that it reads and has one."""
+    """Returns the `op_name` of a collective, or of the nearest operand that has one."""
     if first.instruction.op_name or first.scheduled.op_name:
         return first.instruction.op_name or first.scheduled.op_name
     computation = first.schedule.computation
@@ -362,7 +358,7 @@ def _overlaps(occurrences: list[_Occurrence], program: Program) -> bool:
         for index in range(begin + 1, len(schedule)):
             if last.name not in schedule[index].operands:
                 continue
-            if schedule[index].opcode.endswith("-update"):  # which brings what is to be sent
+            if schedule[index].opcode.endswith("-update"):  # it provides the data to send
                 begin, last = index, schedule[index]
             elif schedule[index].opcode.endswith("-done"):
                 end = index

@@ -1,0 +1,465 @@
+"""Estimates how long a step takes at best: compute, and communication that no compute hides.
+
+Compute follows the roofline (Williams et al. 2009, "Roofline: an insightful visual performance
+model"). A matmul takes its FLOPs over the rate that matrix units reach, or its bytes over the
+memory bandwidth, whichever is longer. Everything else takes its bytes, the *traffic* that
+lmlib.plan.traffic reads off the compiled program.
+
+A collective takes the time that the links or the network between its devices allow. Over several
+slices or hosts it is hierarchical: links join the n devices of each slice or host, and between
+slices or hosts each device sends 1/n of the bytes.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from lmlib.hardware.specifications import Accelerator
+from lmlib.plan.collectives import Collective, grouped
+from lmlib.plan.flops import FlopsPerToken, Matmul
+from lmlib.plan.scopes import OTHER, PHASES
+from lmlib.plan.traffic import Traffic
+from lmlib.terminal.table import columns
+
+# Fraction of the peak that large bf16 matmuls reach. GPUs lower their clock under such load: in the
+# steps of docs/gpus.md an H200 made 680 to 745 of 989 TFLOP/s. MXUs keep their clock.
+MATMUL_EFFICIENCY = {"tpu": 0.9, "cuda": 0.70, "rocm": 0.55}
+# Fused attention also waits for its softmax. In rows of ATTENTION_FILL tokens it reaches half of
+# ATTENTION_EFFICIENCY. Measured on an H200 at 1,024 and 16,384 tokens, head_dim 128, with cuDNN's
+# and Triton's kernels, which differ from this by up to a quarter (docs/gpus.md).
+ATTENTION_EFFICIENCY = {"tpu": 0.5, "cuda": 0.57, "rocm": 0.4}
+ATTENTION_FILL = {"tpu": 0, "cuda": 800, "rocm": 0}
+# Fraction of the memory bandwidth that streaming kernels reach.
+MEMORY_EFFICIENCY = 0.85
+# Matrix units work on blocks of this size. A partly filled block takes the time of a full one.
+BLOCK = 128
+# A matmul fills and drains its pipeline once per block of its result, which takes as long as
+# contracting this many elements. An H200 showed little of it.
+PIPELINE_FILL = {"tpu": 64, "cuda": 16, "rocm": 64}
+# Rate of float32 operands against bf16: TPUs round them to bf16 by default, GPUs use TF32.
+FLOAT32_RATE = {"tpu": 1.0, "cuda": 0.5, "rocm": 0.5}
+# Seconds for one message from a device to the next: TPUs' over a link, GPUs' over NVLink, and
+# between hosts.
+LINK_LATENCY = 1e-6
+NETWORK_LATENCY = 5e-6
+# Fraction of the specified bandwidth that long messages reach. Protocol and waiting for the slowest
+# device take the rest.
+LINK_EFFICIENCY = 0.8
+NETWORK_EFFICIENCY = 0.8
+_SHOWN = 1e-3  # of the compute: scopes that take less stand in one line
+
+# These run one after the other. Each hides only its own communication.
+LOOPS = ("layers, forward", "layers, backward", "outside the layers")
+
+
+@dataclasses.dataclass(frozen=True)
+class ScopeTime:
+    """A scope's work on one device in one step; `limit` is "FLOPs" or "memory"."""
+
+    scope: str
+    phase: str
+    in_layers: bool
+    flops: float
+    bytes: float
+    seconds: float
+    limit: str
+
+    @property
+    def loop(self) -> str:
+        return loop_of(self.phase, self.in_layers)
+
+
+def loop_of(phase: str, in_layers: bool) -> str:
+    """One of `LOOPS`; recomputation is in the backward one."""
+    if not in_layers:
+        return LOOPS[2]
+    return LOOPS[0] if phase == "forward" else LOOPS[1]
+
+
+def compute_time(
+    matmuls: Iterable[Matmul],
+    traffic: Iterable[Traffic],
+    accelerator: Accelerator,
+    scopes: Sequence[str],
+) -> tuple[ScopeTime, ...]:
+    """Returns the compute time by scope, phase and loop, in the order of the model.
+
+    Args:
+      accelerator: its bfloat16 peak and memory bandwidth must be known.
+      scopes: the scopes to distinguish, in order.
+    """
+    sums: dict[tuple[str, str, bool], _Sums] = {}
+    bandwidth = (accelerator.memory_bandwidth or math.inf) * MEMORY_EFFICIENCY
+    for one in matmuls:
+        own = sums.setdefault((one.scope, one.phase, one.in_layers), _Sums())
+        by_flops = one.device_flops / _matmul_rate(one, accelerator)
+        by_memory = one.device_bytes / bandwidth
+        own.flops += one.device_flops
+        own.bytes += one.device_bytes
+        own.seconds += max(by_flops, by_memory)
+        own.seconds_of_flops += by_flops if by_flops >= by_memory else 0.0
+    for moved in traffic:
+        own = sums.setdefault((moved.scope, moved.phase, moved.in_layers), _Sums())
+        own.bytes += moved.bytes
+        own.seconds += moved.bytes / bandwidth
+    order = [(phase, scope) for phase in PHASES for scope in (*scopes, OTHER)]
+    return tuple(
+        ScopeTime(*key, own.flops, own.bytes, own.seconds, own.limit)
+        for key, own in sorted(sums.items(), key=lambda item: order.index((item[0][1], item[0][0])))
+    )
+
+
+@dataclasses.dataclass
+class _Sums:
+    """Sums of one scope. `seconds_of_flops` counts matmuls that are limited by FLOPs, not
+    memory."""
+
+    flops: float = 0.0
+    bytes: float = 0.0
+    seconds: float = 0.0
+    seconds_of_flops: float = 0.0
+
+    @property
+    def limit(self) -> str:
+        return "FLOPs" if self.seconds_of_flops >= self.seconds / 2 else "memory"
+
+
+def _matmul_rate(one: Matmul, accelerator: Accelerator) -> float:
+    """FLOP/s that a device reaches in it."""
+    platform = accelerator.platform
+    peak = accelerator.flops.get(one.dtype)
+    if peak is None:
+        peak = accelerator.flops["bfloat16"]
+        if one.dtype == "float32":
+            peak *= FLOAT32_RATE[platform]
+    if one.operation != "dot_general":
+        _, _, keys, _ = one.sizes
+        return peak * ATTENTION_EFFICIENCY[platform] * keys / (keys + ATTENTION_FILL[platform])
+    _, M, N, K = one.sizes
+    filled = math.prod(size / (math.ceil(size / BLOCK) * BLOCK) for size in (M, N))
+    return peak * MATMUL_EFFICIENCY[platform] * filled * K / (K + PIPELINE_FILL[platform])
+
+
+@dataclasses.dataclass(frozen=True)
+class CollectiveTime:
+    """The collectives of one kind, mesh axes and place in one step.
+
+    `seconds` is their whole time, and `exposed_seconds` the part that no compute hides.
+    """
+
+    kind: str
+    mesh_axes: tuple[str, ...]
+    where: str
+    route: str
+    bytes_sent: int
+    seconds: float
+    exposed_seconds: float
+
+
+def communication_time(
+    collectives: Sequence[Collective],
+    compute_seconds: Mapping[str, float],
+    mesh: Mesh,
+    accelerator: Accelerator,
+) -> tuple[CollectiveTime, ...] | None:
+    """Returns the time of the collectives. Overlapping ones hide behind compute of their own loop.
+
+    Returns `None` if a route between devices is unknown.
+
+    Args:
+      compute_seconds: compute time of each of `LOOPS`.
+    """
+    unused = dict(compute_seconds)  # compute that hides no collective yet
+    found = []
+    for (kind, axes, where), group in grouped(collectives):
+        way = route(axes or mesh.axis_names, mesh, accelerator)
+        if way is None:
+            return None
+        overlapping, alone = (
+            math.fsum(
+                way.seconds(one.bytes_sent, kind) * one.count_per_step
+                for one in group
+                if one.overlaps is overlaps
+            )
+            for overlaps in (True, False)
+        )
+        loop = loop_of(group[0].phase, group[0].in_layers)
+        hidden = min(overlapping, unused[loop])
+        unused[loop] -= hidden
+        found.append(
+            CollectiveTime(
+                kind,
+                axes,
+                where,
+                way.name,
+                sum(one.bytes_sent_per_step for one in group),
+                overlapping + alone,
+                overlapping + alone - hidden,
+            )
+        )
+    return tuple(found)
+
+
+@dataclasses.dataclass(frozen=True)
+class Route:
+    """The network between the devices of one group.
+
+    Args:
+      inside: devices of the group in one slice or host, joined by links.
+      outside: slices or hosts that the group spans.
+      link_bandwidth: bytes/s of a device over its links to the others of its group.
+      network_bandwidth: bytes/s of a device to other slices or hosts.
+      latency: seconds of a message to the farthest device, over all hops.
+      mean_hops: mean number of links between two devices of a slice or host.
+    """
+
+    inside: int
+    outside: int
+    link_bandwidth: float
+    network_bandwidth: float
+    latency: float
+    mean_hops: float
+
+    @property
+    def name(self) -> str:
+        if self.outside == 1:
+            return "links"
+        return "network" if self.inside == 1 else "links and network"
+
+    def seconds(self, bytes_sent: int, kind: str) -> float:
+        """For a collective over which each device of one flat ring would send `bytes_sent`.
+
+        Links and network work at the same time on different pieces of an array, so the slower one
+        decides.
+        """
+        n = self.inside * self.outside
+        if n == 1:
+            return 0.0
+        whole = bytes_sent * n / (n - 1)  # all but the ring's factor (n - 1) / n
+        on_links = whole * (self.inside - 1) / self.inside
+        on_network = whole * (self.outside - 1) / self.outside
+        if kind.endswith("all-to-all"):
+            # Each device's message to each other goes all the way; nothing is shared.
+            on_links *= self.mean_hops / self.outside
+        else:
+            on_network /= self.inside
+        travelling = max(on_links / self.link_bandwidth, on_network / self.network_bandwidth)
+        return travelling + (2 if kind == "all-reduce" else 1) * self.latency
+
+
+def route(axes: Sequence[str], mesh: Mesh, accelerator: Accelerator) -> Route | None:
+    """Returns the route between devices that differ along `axes`.
+
+    Returns `None` if the speed of the accelerator's links or of a needed network is unknown.
+    """
+    group = _group(axes, mesh)
+    islands: dict[int, list[jax.Device]] = {}
+    for device in group:
+        islands.setdefault(_island(device, accelerator), []).append(device)
+    inside = max(len(island) for island in islands.values())
+    links, hops, mean_hops = _links(next(iter(islands.values())), mesh.devices.flat, accelerator)
+    if accelerator.link_bandwidth is None:
+        return None
+    if accelerator.network_bandwidth is None and len(islands) > 1:
+        return None
+    return Route(
+        inside=inside,
+        outside=len(islands),
+        link_bandwidth=accelerator.link_bandwidth * links * LINK_EFFICIENCY,
+        network_bandwidth=(accelerator.network_bandwidth or math.inf) * NETWORK_EFFICIENCY,
+        latency=hops * LINK_LATENCY + (len(islands) - 1) * NETWORK_LATENCY,
+        mean_hops=mean_hops,
+    )
+
+
+def dimensions_of_torus(axes: Sequence[str], mesh: Mesh) -> int:
+    """Returns how many dimensions of a TPU slice a group along `axes` spans; 0 for other
+    devices."""
+    group = _group(axes, mesh)
+    if group[0].platform != "tpu":
+        return 0
+    return sum(len(set(places)) > 1 for places in zip(*(one.coords for one in group), strict=True))
+
+
+def _group(axes: Sequence[str], mesh: Mesh) -> list[Any]:
+    """Returns the first group of devices that differ only along `axes`."""
+    others = [index for index, name in enumerate(mesh.axis_names) if name not in axes]
+    own = [mesh.axis_names.index(name) for name in axes]
+    size = math.prod(mesh.shape[name] for name in axes)
+    return mesh.devices.transpose(*others, *own).reshape(-1, size)[0].tolist()
+
+
+def _island(device: Any, accelerator: Accelerator) -> int:
+    """The slice or host whose devices are joined by links."""
+    if accelerator.platform == "tpu":
+        return getattr(device, "slice_index", 0)
+    return device.process_index
+
+
+def _links(group: Sequence[Any], everyone: Any, accelerator: Accelerator) -> tuple[int, int, float]:
+    """Returns the links a device sends over at once, the hops to the farthest of `group`, and the
+    mean hops.
+
+    On a torus a device sends both ways along each dimension that closes to a ring, and one way
+    along the others. A GPU's links all lead to one switch, and a ring of GPUs uses it.
+    """
+    if accelerator.torus_dimensions == 0:
+        return 1, len(group) - 1, 1.0
+    coordinates = np.array([device.coords for device in group])
+    every = np.array([device.coords for device in everyone])
+    links = hops = 0
+    mean_hops = 0.0
+    for dimension in range(coordinates.shape[1]):
+        size = len(set(coordinates[:, dimension].tolist()))
+        full = int(every[:, dimension].max()) + 1
+        is_ring = size == full and closes(full, accelerator.torus_dimensions)
+        links += 0 if size == 1 else 2 if is_ring else 1
+        hops += size // 2 if is_ring else size - 1
+        mean_hops += size / 4 if is_ring else (size - 1 / size) / 3
+    return max(links, 1), hops, max(mean_hops, 1.0)
+
+
+def closes(size: int, torus_dimensions: int) -> bool:
+    """True if a dimension of a slice is a ring: 16 chips, a whole pod, in a 2D torus, and multiples
+    of 4 in a 3D torus (jax-ml.github.io/scaling-book/tpus)."""
+    return size == 16 if torus_dimensions == 2 else size % 4 == 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """The expected time of a step. MFU is a fraction (0.4 for 40 %); `mfu` counts full attention,
+    `mfu_causal` its causal half."""
+
+    scopes: tuple[ScopeTime, ...]
+    collectives: tuple[CollectiveTime, ...]
+    compute_seconds: float
+    exposed_seconds: float
+    step_seconds: float
+    tokens_per_second: float
+    mfu: float
+    mfu_causal: float
+    assumptions: tuple[str, ...]
+
+    def __str__(self) -> str:
+        rows = [("scope", "phase", "in", "TFLOP", "GB", "ms", "limited by")]
+        shown = [one for one in self.scopes if one.seconds >= _SHOWN * self.compute_seconds]
+        rest = self.compute_seconds - math.fsum(one.seconds for one in shown)
+        rows += [
+            (
+                one.scope,
+                one.phase,
+                "layers" if one.in_layers else "step",
+                f"{one.flops / 1e12:,.3f}",
+                f"{one.bytes / 1e9:,.3f}",
+                f"{one.seconds * 1e3:,.2f}",
+                one.limit,
+            )
+            for one in shown
+        ]
+        rows.append(("all the rest", "", "", "", "", f"{rest * 1e3:,.2f}", ""))
+        sent = [("collective", "over", "where", "by", "GB sent", "ms", "ms not hidden")]
+        sent += [
+            (
+                one.kind,
+                " × ".join(one.mesh_axes),
+                one.where,
+                one.route,
+                f"{one.bytes_sent / 1e9:,.3f}",
+                f"{one.seconds * 1e3:,.2f}",
+                f"{one.exposed_seconds * 1e3:,.2f}",
+            )
+            for one in self.collectives
+        ]
+        return "\n".join(
+            [
+                columns(rows),
+                "",
+                columns(sent) if self.collectives else "nothing is sent",
+                "",
+                f"expected step: {self.step_seconds * 1e3:,.1f} ms, compute "
+                f"{self.compute_seconds * 1e3:,.1f} and communication that nothing hides "
+                f"{self.exposed_seconds * 1e3:,.1f}",
+                f"{self.tokens_per_second:,.0f} tokens/s; MFU {self.mfu:.1%} with attention "
+                f"counted whole, {self.mfu_causal:.1%} with its causal half",
+                "This is an estimate. It assumes:",
+                *(f"- {assumption}" for assumption in self.assumptions),
+            ]
+        )
+
+
+def estimate(
+    flops: FlopsPerToken,
+    traffic: Iterable[Traffic],
+    collectives: Sequence[Collective],
+    accelerator: Accelerator,
+    mesh: Mesh,
+) -> Estimate | None:
+    """Estimates the time of a step from its FLOPs, memory traffic and collectives.
+
+    Returns `None` if the accelerator's rates are unknown.
+    """
+    peak = accelerator.flops.get("bfloat16")
+    if peak is None or accelerator.memory_bandwidth is None:
+        return None
+    scopes = compute_time(flops.counted.matmuls, traffic, accelerator, flops.counted.scopes)
+    return with_communication(scopes, flops, collectives, accelerator, mesh)
+
+
+def with_communication(
+    scopes: tuple[ScopeTime, ...],
+    flops: FlopsPerToken,
+    collectives: Sequence[Collective],
+    accelerator: Accelerator,
+    mesh: Mesh,
+) -> Estimate | None:
+    """Estimates a step whose compute times are known, for example from another network's plan."""
+    compute = {loop: math.fsum(one.seconds for one in scopes if one.loop == loop) for loop in LOOPS}
+    sent = communication_time(collectives, compute, mesh, accelerator)
+    if sent is None:
+        return None
+    compute_seconds = math.fsum(compute.values())
+    exposed = math.fsum(one.exposed_seconds for one in sent)
+    seconds = compute_seconds + exposed
+    tokens_per_second = flops.tokens / seconds
+    all_peaks = accelerator.flops["bfloat16"] * mesh.devices.size
+    return Estimate(
+        scopes=scopes,
+        collectives=sent,
+        compute_seconds=compute_seconds,
+        exposed_seconds=exposed,
+        step_seconds=seconds,
+        tokens_per_second=tokens_per_second,
+        mfu=flops.analytic * tokens_per_second / all_peaks,
+        mfu_causal=flops.analytic_causal * tokens_per_second / all_peaks,
+        assumptions=_assumptions(accelerator),
+    )
+
+
+def _assumptions(accelerator: Accelerator) -> tuple[str, ...]:
+    platform = accelerator.platform
+    peak = accelerator.flops["bfloat16"] / 1e12
+    fill = ATTENTION_FILL[platform]
+    short_rows = f", times T / (T + {fill}) in rows of T tokens" if fill else ""
+    return (
+        f"bf16 peak of {peak:,.0f} TFLOP/s and {accelerator.memory_bandwidth or 0:,.3g} bytes/s of "
+        "memory, by the vendor",
+        f"large matmuls reach {MATMUL_EFFICIENCY[platform]:.0%} of the peak, times "
+        f"K / (K + {PIPELINE_FILL[platform]}) for K contracted elements, less what does not fill "
+        f"blocks of {BLOCK} rows or columns; float32 operands at {FLOAT32_RATE[platform]:.0%} of "
+        "bf16's rate",
+        f"attention kernels reach {ATTENTION_EFFICIENCY[platform]:.0%} of the peak{short_rows}",
+        f"memory reaches {MEMORY_EFFICIENCY:.0%} of its bandwidth; what is no matmul takes the "
+        "bytes that its fusions read and write",
+        f"links reach {LINK_EFFICIENCY:.0%} of {accelerator.link_bandwidth or 0:,.3g} bytes/s and "
+        f"the network {NETWORK_EFFICIENCY:.0%} of {accelerator.network_bandwidth or 0:,.3g} bytes/s"
+        f" each way; a hop takes {LINK_LATENCY * 1e6:.0f} µs, between hosts or slices "
+        f"{NETWORK_LATENCY * 1e6:.0f} µs",
+        "collectives that overlap hide fully behind the compute of their own loop, and slow it by "
+        "nothing; kernels start without a gap; no device waits for another, for data or for the "
+        "host",
+    )
