@@ -31,7 +31,7 @@ import tensorstore as ts
 import tokenizers
 from absl import app, flags
 
-from data_tools.train_tokenizer import train_byte_level_bpe
+from data_tools.train_tokenizer.byte_level_bpe import train_byte_level_bpe
 
 _MEGABYTES = flags.DEFINE_integer("megabytes", 150, "Text to encode.", lower_bound=1)
 _ROUNDS = flags.DEFINE_integer("rounds", 2, "Turns of both paths for each format.", lower_bound=1)

@@ -1,11 +1,11 @@
-"""What the commands have in common: mistakes and progress told in a line, and the exit status."""
+"""The style of all commands here: one-line mistakes, one progress line, and the exit status."""
 
 import io
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import NoReturn
 
@@ -18,21 +18,21 @@ TEXTS = {"bos_token", "document_separator", "eos_token", "prompt", "special_toke
 _HELP = {"--help", "-help", "-h", "--helpshort", "--helpfull"}
 MISTAKE, INTERRUPTED = 2, 130  # exit status
 
-# Called with what was done, what there is to do, and the unit of both.
-Progress = Callable[[int, int, str], None]
+# Called with counts so far, by unit, and the share of the whole that is done; None if unknown.
+Progress = Callable[[Mapping[str, int], float | None], None]
 
 _SECONDS_BETWEEN_LINES = 5.0
 
 
 def run(name: str, command: Callable[[Sequence[str]], int], resumable: bool = False) -> NoReturn:
-    """Runs `command` with the arguments that are no flags; exits with the status it returns.
+    """Runs `command` with the arguments that are not flags; exits with the status it returns.
 
-    A flag that is unknown or has no valid value, and an OSError or ValueError of `command`, is told
-    in one line on stderr that begins with `name`; the status is then 2, or 130 after Ctrl-C.
+    A flag that is unknown or has no valid value, and an OSError or ValueError of `command`, ends it
+    with one line on stderr that begins with `name`; the status is then 2, or 130 after Ctrl-C.
     --help shows the docstring of `__main__`, its flags and those that it has adopted.
-    One that is `resumable` says after Ctrl-C or SIGTERM that it goes on when it is given again; the
-    status is then 128 and the signal's number. A RuntimeError of it is told as well. Terminals show
-    control characters, wherever a text is from.
+    If it is `resumable`, Ctrl-C and SIGTERM say that the same command goes on, and the status is
+    128 and the signal's number; a RuntimeError is one line as well. Terminals show control
+    characters, wherever a text is from.
     """
     guard_terminals()
     logging.get_absl_handler().python_handler.setStream(sys.stderr)
@@ -46,15 +46,15 @@ def run(name: str, command: Callable[[Sequence[str]], int], resumable: bool = Fa
         try:
             status = command(arguments[1:])
             sys.stdout.flush()
-        except BrokenPipeError:  # who reads the output has seen enough, as `head` does
+        except BrokenPipeError:  # the reader of the output has seen enough, as `head` does
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return MISTAKE
         except (OSError, ValueError) as error:
-            return _told(name, error)
+            return _mistake(name, error)
         except RuntimeError as error:
             if not resumable:
                 raise
-            return _told(name, error)
+            return _mistake(name, error)
         except _StoppedError as stopped:
             number = signal.Signals(stopped.number)
             print(f"{name}: {number.name}; the same command goes on from here", file=sys.stderr)
@@ -73,9 +73,15 @@ def run(name: str, command: Callable[[Sequence[str]], int], resumable: bool = Fa
             expand_home(flags.FLAGS)
             return others
         except flags.Error as error:
-            sys.exit(_told(name, error))
+            sys.exit(_mistake(name, error))
 
     app.run(main, flags_parser=parsed)
+
+
+def check_no_arguments(arguments: Sequence[str]) -> None:
+    """Raises ValueError for arguments of a command that takes flags alone."""
+    if arguments:
+        raise ValueError(f"unexpected argument {arguments[0]!r}: settings are --name=value")
 
 
 def expand_home(values: flags.FlagValues) -> None:
@@ -106,7 +112,7 @@ def _stop(number: int, frame: FrameType | None) -> None:
     raise _StoppedError(number)
 
 
-def _told(name: str, error: Exception) -> int:
+def _mistake(name: str, error: Exception) -> int:
     text = str(error)
     if isinstance(error, OSError) and error.filename is None and error.strerror:
         text = error.strerror  # of no file: a number before the sentence would say nothing
@@ -114,24 +120,32 @@ def _told(name: str, error: Exception) -> int:
     return MISTAKE
 
 
-def no_progress(done: int, total: int, unit: str) -> None:
+def no_progress(counts: Mapping[str, int], fraction: float | None) -> None:
     """Says nothing."""
 
 
-class ProgressLines:
-    """Prints a line to stderr every few seconds."""
+class ProgressLine:
+    """Prints a line to stderr every few seconds: counts, the speed of the last, the time left."""
 
     def __init__(self) -> None:
-        self._begun = self._printed = time.monotonic()
+        # The work of earlier runs, and the start of workers, are no part of the speed.
+        self._first: tuple[float, int, float | None] | None = None
+        self._printed = 0.0
 
-    def __call__(self, done: int, total: int, unit: str) -> None:
-        now = time.monotonic()
+    def __call__(self, counts: Mapping[str, int], fraction: float | None) -> None:
+        now, unit = time.monotonic(), list(counts)[-1]
+        if self._first is None:
+            self._first, self._printed = (now, counts[unit], fraction), now
         if now - self._printed < _SECONDS_BETWEEN_LINES:
             return
         self._printed = now
-        per_second = done / (now - self._begun)
-        print(
-            f"{done:,} of {total:,} {unit} ({100 * done / max(total, 1):.1f}%), "
-            f"{per_second:,.0f} {unit}/s",
-            file=sys.stderr,
-        )
+        begun, first_count, first_fraction = self._first
+        parts = [f"{count:,} {name}" for name, count in counts.items()]
+        parts.append(f"{(counts[unit] - first_count) / (now - begun):,.0f} {unit}/s")
+        if fraction is not None and first_fraction is not None and fraction > first_fraction:
+            left = (now - begun) * (1 - fraction) / (fraction - first_fraction)
+            minutes, seconds = divmod(round(left), 60)
+            hours, minutes = divmod(minutes, 60)
+            time_left = f"{hours} h {minutes:02} min" if hours else f"{minutes} min {seconds:02} s"
+            parts.append(f"{fraction:.0%} done, {time_left} left")
+        print(", ".join(parts), file=sys.stderr)

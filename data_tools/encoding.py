@@ -1,13 +1,16 @@
-"""From blocks of rows to documents of tokens, in as many processes as asked for, in order."""
+"""From blocks of rows to documents of tokens, by any number of processes, in order.
+
+For pretokenize and prepare_chats. `concurrent.futures` would not do: its workers outlive a parent
+that is killed, and cannot be ended in the middle of a block.
+"""
 
 import contextlib
-import functools
 import multiprocessing
 import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing import resource_tracker
@@ -45,18 +48,11 @@ class EncodedBlock:
         )
 
 
-class BlockEncoder(Protocol):
-    """Encodes one block after the other."""
+class Recipe(Protocol):
+    """Turns rows into documents; small enough to send to other processes."""
 
     def encode(self, block: Block) -> EncodedBlock:
         """The block's documents; a row that makes none is among the bad rows."""
-
-
-class Recipe(Protocol):
-    """How the rows of a block become tokens; small enough to send to other processes."""
-
-    def block_encoder(self) -> BlockEncoder:
-        """What does it, in this process."""
 
 
 def encode_in_order(
@@ -65,12 +61,11 @@ def encode_in_order(
     """Each block with its documents, in order, encoded by `workers` processes or, for 0, here.
 
     A few blocks for each worker are read ahead. When the generator is closed the workers end too,
-    whatever they are at. Raises ChildProcessError if a worker is killed.
+    even in the middle of a block. Raises ChildProcessError if a worker is killed.
     """
     if workers == 0:
-        encoder = recipe.block_encoder()
         for block in blocks:
-            yield block, encoder.encode(block)
+            yield block, recipe.encode(block)
         return
     processes: list[_WorkerProcess] = []
     idle: SimpleQueue[_WorkerProcess] = SimpleQueue()
@@ -107,7 +102,7 @@ def encode_in_order(
 
 
 class _WorkerProcess:
-    """A `BlockEncoder` in a process of its own."""
+    """Runs a recipe in a process of its own."""
 
     def __init__(self, recipe: Recipe) -> None:
         context = multiprocessing.get_context("spawn")  # threads do not survive a fork
@@ -125,7 +120,7 @@ class _WorkerProcess:
         self._recipe: Recipe | None = recipe
 
     def encode(self, block: Block) -> EncodedBlock:
-        """See `BlockEncoder.encode`. Raises ChildProcessError if the process is gone."""
+        """See `Recipe.encode`. Raises ChildProcessError if the process is gone."""
         try:
             if self._recipe is not None:
                 # Not an argument of the process: it may be larger than a pipe holds, and Python's
@@ -144,7 +139,7 @@ class _WorkerProcess:
         return answer
 
     def end(self) -> None:
-        """Ends the process, whatever it does; it holds nothing that could be lost."""
+        """Ends the process at once; it holds nothing that could be lost."""
         self._process.kill()
         self._process.join()
 
@@ -157,14 +152,13 @@ def _serve(connection: Connection) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     with contextlib.suppress(EOFError, OSError):  # it may be killed at any byte
         recipe: Recipe = connection.recv()
-        encoder = functools.cache(recipe.block_encoder)
         while True:
-            connection.send(_answer(encoder, connection.recv()))
+            connection.send(_answer(recipe, connection.recv()))
 
 
-def _answer(encoder: Callable[[], BlockEncoder], block: Block) -> EncodedBlock | Exception:
+def _answer(recipe: Recipe, block: Block) -> EncodedBlock | Exception:
     try:
-        return encoder().encode(block)
+        return recipe.encode(block)
     except (OSError, ValueError) as error:
         return error
     except Exception as error:  # to be raised again there, where its class may be unknown

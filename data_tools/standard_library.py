@@ -1,24 +1,40 @@
-"""A data set that every machine has: the sources of Python's own standard library."""
+"""A data set that every machine has: the sources of Python's standard library.
 
+For the quickstart, the ladder and benchmarks.
+"""
+
+import contextlib
+import glob
 import hashlib
 import os
+import shutil
 import sys
+import sysconfig
 import tempfile
 import time
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from data_tools.made_whole import made_whole, remove_unfinished
-from data_tools.pretokenize import pretokenize
-from data_tools.rows import Texts
-from data_tools.sources_of_python import HELD_OUT, LONG_LINE, shared_lines, sources
-from data_tools.train_tokenizer import train_byte_level_bpe
+from data_tools.pretokenize.texts import pretokenize
+from data_tools.rows.source import Texts
+from data_tools.train_tokenizer.byte_level_bpe import train_byte_level_bpe
 from lmlib.data import compressors
 from lmlib.data.stored.data_path import data_path
 from lmlib.data.stored.metadata import VERSION
 from lmlib.storage.cache_folder import cache_folder
 
+HELD_OUT = ("email", "http", "urllib", "xml")
+LEFT_OUT = ("encodings", "pydoc_data")  # tables of characters, and the manual as strings
+
 _RECIPE = 4  # to be raised when the same sources should give other data
+_LONG_LINE = 20  # bytes; `shared_lines` counts longer ones
+_VALIDATION_SHARE = 10  # one in so many of `max_bytes`
+_EXCLUDED_FOLDERS = frozenset(
+    {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+)
+_PYTHON_VERSION = ".".join(map(str, sys.version_info[:3]))
+_SECONDS_OF_A_DAY = 24 * 60 * 60
 
 
 def standard_library(
@@ -27,13 +43,13 @@ def standard_library(
     """The folder of a data set with splits `train` and `validation`, made on the first call.
 
     The documents are the running interpreter's own .py files without its tests, in the order of
-    their paths; see `data_tools.sources_of_python.sources` for the splits and `max_bytes`. A
-    byte-level BPE of `vocab_size` is trained on the split `train`. `validation` records what
-    compressors make of its texts (`lmlib.data.compressors`), those that are installed now or at a
-    later call, and in its source how much of it are lines that `train` has as well.
+    their paths; see `sources` for the splits and `max_bytes`. A byte-level BPE of `vocab_size` is
+    trained on the split `train`. `validation` records the sizes of its texts under compressors
+    (`lmlib.data.compressors`) that are installed now or at a later call, and in its source the
+    share of it that are lines of `train` as well.
 
-    The folder lies in `cache`, by default `cache_folder()`, or where there is none, or it cannot be
-    written, in a folder of the user's among the temporary ones. It is named after the Python
+    The folder is in `cache`, by default `cache_folder()`. If there is none, or it cannot be
+    written, it is in a folder of the user's among the temporary ones. It is named after the Python
     version, the settings and a digest of the files; another process may make it at the same time.
     Raises ValueError if `max_bytes` leaves nothing to train on or to hold out.
     """
@@ -74,11 +90,10 @@ def standard_library(
             compressors.save(split, {**known, **found})
 
     if folder.is_dir():
-        remove_unfinished(folder)
         try:
             measure_compressors(folder / "validation")
         except OSError as error:  # of a folder that is another user's
-            report(f"what these make of the texts is not kept: {error}")
+            report(f"the sizes under these are not kept: {error}")
         return str(folder)
 
     try:
@@ -93,14 +108,14 @@ def standard_library(
         shared = shared_lines(train.values(), validation.values())
         report(
             f"read {len(train)} files to train on and {len(validation)} to hold out, {shared:.1%} "
-            f"of which are lines of more than {LONG_LINE} bytes that both have"
+            f"of which are lines of more than {_LONG_LINE} bytes that both have"
         )
 
-        name = f"byte-level BPE of {vocab_size} on Python {_python_version()}'s standard library"
+        name = f"byte-level BPE of {vocab_size} on Python {_PYTHON_VERSION}'s standard library"
         tokenizer = train_byte_level_bpe(list(train.values()), vocab_size, name)
         report(f"trained a tokenizer of {tokenizer.vocab_size} ids")
 
-        source: dict[str, Any] = {"standard_library": _python_version(), "max_bytes": max_bytes}
+        source: dict[str, Any] = {"standard_library": _PYTHON_VERSION, "max_bytes": max_bytes}
         pretokenize(Texts(list(train.values()), source), tokenizer, making, "train")
         report("wrote the split train")
         source |= {"packages": list(HELD_OUT), "lines_in_training": round(shared, 4)}
@@ -108,9 +123,80 @@ def standard_library(
         pretokenize(held_out, tokenizer, making, "validation", gzip_baseline=True)
         measure_compressors(making / "validation")
         report("wrote the split validation")
-    remove_unfinished(folder)
     report(f"ready in {folder}")
     return str(folder)
+
+
+def sources(max_bytes: int | None = None) -> tuple[dict[str, str], dict[str, str]]:
+    """The texts to train on and those to hold out, by path and in the order of the paths.
+
+    Whole packages are held out, `HELD_OUT`, so that no text is near one of the other side. Those of
+    `LEFT_OUT`, which are hardly code, are on neither. The held-out side gets a tenth of
+    `max_bytes`, and a file that does not fit beside those before it is left out.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"])
+    paths: list[str] = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in _EXCLUDED_FOLDERS]
+        relative = Path(folder).relative_to(root)
+        paths += [(relative / name).as_posix() for name in names if name.endswith(".py")]
+    train: dict[str, str] = {}
+    validation: dict[str, str] = {}
+    for path in sorted(paths):
+        package = path.partition("/")[0]
+        with contextlib.suppress(UnicodeDecodeError):
+            text = (root / path).read_bytes().decode("utf-8")
+            if text and package not in LEFT_OUT:
+                (validation if package in HELD_OUT else train)[path] = text
+    if max_bytes is None:
+        return train, validation
+    held_out_bytes = max_bytes // _VALIDATION_SHARE
+    return _fitting(train, max_bytes - held_out_bytes), _fitting(validation, held_out_bytes)
+
+
+def shared_lines(train: Iterable[str], validation: Iterable[str]) -> float:
+    """The share of `validation`'s bytes that are lines of more than 20 bytes which are in `train`
+    as well, verbatim, with their newlines."""
+    known = {line for text in train for line in text.split("\n")}
+    lines = [line for text in validation for line in text.split("\n")]
+    sizes = [(line, len(line.encode())) for line in lines]
+    shared = sum(size + 1 for line, size in sizes if size > _LONG_LINE and line in known)
+    return shared / sum(len(text.encode()) for text in validation)
+
+
+def _fitting(texts: Mapping[str, str], most: int) -> dict[str, str]:
+    """Each of `texts` that fits into `most` bytes beside those before it."""
+    found = {}
+    for path, text in texts.items():
+        size = len(text.encode())
+        if size <= most:
+            found[path] = text
+            most -= size
+    return found
+
+
+@contextlib.contextmanager
+def made_whole(folder: Path) -> Iterator[Path]:
+    """An empty folder `<name>.making-…` beside `folder`, which takes its name at the end.
+
+    An error removes it. Several processes may make the same: the first one's stays. A folder that a
+    killed process has left is removed when it is a day old.
+    """
+    for left in folder.parent.glob(f"{glob.escape(folder.name)}.making-*"):
+        with contextlib.suppress(FileNotFoundError):
+            if time.time() - left.stat().st_mtime > _SECONDS_OF_A_DAY:
+                shutil.rmtree(left, ignore_errors=True)
+    making = Path(tempfile.mkdtemp(prefix=f"{folder.name}.making-", dir=folder.parent))
+    try:
+        yield making
+        making.chmod(0o755)  # temporary folders are private
+        try:
+            making.rename(folder)
+        except OSError:
+            if not folder.is_dir():
+                raise
+    finally:
+        shutil.rmtree(making, ignore_errors=True)
 
 
 def _folder_name(texts: dict[str, str], vocab_size: int, max_bytes: int | None) -> str:
@@ -120,17 +206,13 @@ def _folder_name(texts: dict[str, str], vocab_size: int, max_bytes: int | None) 
             digest.update(len(part).to_bytes(8, "little") + part)
     size = "all" if max_bytes is None else f"{max_bytes}-bytes"
     return (
-        f"standard-library-python-{_python_version()}-vocabulary-{vocab_size}-{size}-"
+        f"standard-library-python-{_PYTHON_VERSION}-vocabulary-{vocab_size}-{size}-"
         f"{digest.hexdigest()[:16]}"
     )
 
 
-def _python_version() -> str:
-    return ".".join(map(str, sys.version_info[:3]))
-
-
 def _temporary_folder() -> Path:
-    """Of this user alone; raises PermissionError if another one has made it."""
+    """A folder of this user alone; raises PermissionError if another one has made it."""
     folder = Path(tempfile.gettempdir(), f"lmlib-{os.getuid()}")
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.stat().st_uid != os.getuid():

@@ -1,15 +1,18 @@
-"""Tokenizers that turn documents into token ids, and know how to frame a document."""
+"""Tokenizers: bytes or a tokenizer.json, with the tokens that frame a document.
+
+For every command that makes ids of text, and for `HFStream`.
+"""
 
 import hashlib
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
-from data_tools.encoders import Encoder, make_encoder
+from data_tools.encoders import make_encoder
+from data_tools.encoders.encoder import Encoder
 from lmlib.data.stored.metadata import LARGEST_TOKENIZER, TokenizerIdentity
 from lmlib.data.text import BYTE_TOKENIZER, decoded_bytes, read_tokenizer, tokenizers_errors
 from lmlib.storage.regular_file import check_within_folder
@@ -17,47 +20,43 @@ from lmlib.storage.stored_json import read_json, read_text
 
 BEGIN_OF_TEXT, END_OF_TEXT = "<|begin_of_text|>", "<|end_of_text|>"
 
-# Names that common tokenizers give these tokens, tried in order when nothing says which.
-_BOS_NAMES = (BEGIN_OF_TEXT, "<s>", "<bos>", "<|startoftext|>", "<|endoftext|>")
-_EOS_NAMES = (END_OF_TEXT, "</s>", "<eos>", "<|endoftext|>")
+# The names of these tokens in common tokenizers, tried in order when nothing names them.
+_FRAMING_NAMES = {
+    "bos_token": (BEGIN_OF_TEXT, "<s>", "<bos>", "<|startoftext|>", "<|endoftext|>"),
+    "eos_token": (END_OF_TEXT, "</s>", "<eos>", "<|endoftext|>"),
+}
 
 
-class Tokenizer(ABC):
+class Tokenizer:
     """Encodes text as plain text: a special token's name inside a document stays text."""
 
     identity: TokenizerIdentity
     tokenizer_json: str | None  # the text of tokenizer.json, if there is such a file
-    vocab_size: int  # ids lie in [0, vocab_size)
+    vocab_size: int  # ids are in [0, vocab_size)
     bos_id: int | None
     eos_id: int | None
 
-    @property
-    @abstractmethod
+    @cached_property
     def encoder(self) -> Encoder:
-        """What turns texts into ids; it can be sent to other processes."""
+        """Turns texts into ids; it can be sent to other processes. Making it takes a second."""
+        return make_encoder(self.tokenizer_json)
 
     def encode_batch(self, documents: Sequence[str]) -> list[np.ndarray]:
         """The ids (uint32) of each document, without framing; see `Encoder.encode`."""
         return self.encoder.encode(documents)
 
-    @abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids`, leaving special tokens out."""
+        """The text of `ids`, without special tokens."""
+        raise NotImplementedError
 
 
 class ByteTokenizer(Tokenizer):
-    """UTF-8 bytes are ids 0 to 255; 256 begins a document and 257 ends it."""
+    """UTF-8 bytes are ids 0 to 255; 256 begins a document, if `bos`, and 257 ends it."""
 
     def __init__(self, bos: bool = True) -> None:
-        """`bos` is whether documents are begun by 256."""
         self.identity = BYTE_TOKENIZER
         self.tokenizer_json = None
         self.vocab_size, self.bos_id, self.eos_id = 258, 256 if bos else None, 257
-
-    @property
-    def encoder(self) -> Encoder:
-        """See `Tokenizer.encoder`."""
-        return make_encoder(None)
 
     def decode(self, ids: Iterable[int]) -> str:
         """See `Tokenizer.decode`; bytes that are not UTF-8 become U+FFFD."""
@@ -80,7 +79,7 @@ class JsonTokenizer(Tokenizer):
         """`tokenizer_json` is the file's text; "" for a `bos_token` means none.
 
         Framing tokens not given are those `configured`, or go by common names. A token that would
-        both begin and end documents unasked only ends them, so that one lies between two.
+        both begin and end documents unasked only ends them, so that one is between two.
 
         Raises ValueError if the text describes no tokenizer, or a given token is not in its
         vocabulary.
@@ -96,20 +95,20 @@ class JsonTokenizer(Tokenizer):
         if not vocabulary:
             raise ValueError(f"{name} is not a valid tokenizer.json: it has no tokens")
         self.vocab_size = max(vocabulary.values()) + 1
-        bos, eos = (configured or {}).get("bos_token"), (configured or {}).get("eos_token")
-        bos = bos if bos_token is None else bos_token
-        eos = eos_token or eos
-        self.eos_id = _special_id(name, vocabulary, "eos_token", eos, _EOS_NAMES)
-        self.bos_id = None
-        if bos != "":
-            self.bos_id = _special_id(name, vocabulary, "bos_token", bos, _BOS_NAMES)
+
+        def special_id(role: str, given: str | None) -> int | None:
+            given = (configured or {}).get(role) if given is None else given
+            if given is None:
+                known = (vocabulary[each] for each in _FRAMING_NAMES[role] if each in vocabulary)
+                return next(known, None)
+            if given not in vocabulary:
+                raise ValueError(f"{name} has no token {given!r} to serve as {role}")
+            return vocabulary[given]
+
+        self.eos_id = special_id("eos_token", eos_token or None)
+        self.bos_id = None if bos_token == "" else special_id("bos_token", bos_token)
         if bos_token is None and self.bos_id == self.eos_id:
             self.bos_id = None
-
-    @cached_property
-    def encoder(self) -> Encoder:
-        """See `Tokenizer.encoder`; made when first asked for, since it takes a second."""
-        return make_encoder(self.tokenizer_json)
 
     def decode(self, ids: Iterable[int]) -> str:
         """See `Tokenizer.decode`."""
@@ -118,10 +117,11 @@ class JsonTokenizer(Tokenizer):
 
 
 def framing_tokens(names: Collection[str]) -> dict[str, str]:
-    """The tokens that begin and end documents, as tokenizer_config.json names them, of those that
-    go by common names; for each role, if one of `names` does."""
-    roles = {"bos_token": _BOS_NAMES, "eos_token": _EOS_NAMES}
-    found = {role: [name for name in common if name in names] for role, common in roles.items()}
+    """The first of `names` that commonly begins or ends documents, by its role in
+    tokenizer_config.json; for each role that has one."""
+    found = {
+        role: [name for name in common if name in names] for role, common in _FRAMING_NAMES.items()
+    }
     return {role: present[0] for role, present in found.items() if present}
 
 
@@ -130,12 +130,12 @@ def load_tokenizer(
 ) -> Tokenizer:
     """The tokenizer called `name`: 'bytes', a tokenizer.json, its folder, or a name on the Hub.
 
-    `bos_token` and `eos_token` name the framing tokens, "" for the first none; if not given,
-    tokenizer_config.json beside the file says, or else common names are tried. No code from
+    `bos_token` and `eos_token` name the framing tokens, "" for the first none. By default they are
+    those of tokenizer_config.json beside the file, or else common names are tried. No code from
     elsewhere is ever run.
 
-    Of a folder, which may be a stranger's, only these two files are read, as JSON, and neither
-    where it is a link that leads out of the folder.
+    A folder may be a stranger's: only these two files are read, as JSON, and neither if it is a
+    link that leads out of the folder.
 
     Raises FileNotFoundError for a folder without tokenizer.json, ValueError for a name that is
     neither here nor on the Hub, a tokenizer without a token that was named, or a damaged one.
@@ -167,7 +167,7 @@ def load_tokenizer(
 
 
 def _read(file: Path, named: bool = True) -> str:
-    """Its text. `named`: the file itself is what the user names, so it may be a link."""
+    """Its text. `named`: the user names the file itself, so it may be a link."""
     try:
         if not named:
             check_within_folder(file)
@@ -176,22 +176,8 @@ def _read(file: Path, named: bool = True) -> str:
         raise ValueError(f"{file} cannot be used: {error}") from error
 
 
-def _special_id(
-    tokenizer: str,
-    vocabulary: dict[str, int],
-    role: str,
-    given: str | None,
-    common_names: tuple[str, ...],
-) -> int | None:
-    if given is not None:
-        if given not in vocabulary:
-            raise ValueError(f"{tokenizer} has no token {given!r} to serve as {role}")
-        return vocabulary[given]
-    return next((vocabulary[name] for name in common_names if name in vocabulary), None)
-
-
 def _configured_tokens(file: Path) -> dict[str, str]:
-    """What tokenizer_config.json says the framing tokens are; it may be absent."""
+    """The framing tokens that tokenizer_config.json names; it may be absent."""
     if not file.is_file():
         return {}
     try:
@@ -200,7 +186,7 @@ def _configured_tokens(file: Path) -> dict[str, str]:
     except ValueError as error:
         raise ValueError(f"{file} cannot be used: {error}") from error
     found = {}
-    for role in ("bos_token", "eos_token"):
+    for role in _FRAMING_NAMES:
         entry = config.get(role) if isinstance(config, dict) else None
         # A token is its name, or an object that holds the name as "content".
         name = entry.get("content") if isinstance(entry, dict) else entry

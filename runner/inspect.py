@@ -34,9 +34,10 @@ if __name__ == "__main__":
 import fiddle as fdl
 import jax
 
-from data_tools.hf_stream import HFStream
-from data_tools.inspect import split_folders
-from data_tools.inspect.showing import show_batch, show_damage, show_split, usable_decoder
+from data_tools.hf_stream.source import HFStream
+from data_tools.inspect.batches import show_batch
+from data_tools.inspect.description import split_folders
+from data_tools.inspect.showing import show_damage, show_split, usable_decoder
 from lmlib.checkpoint.folders import steps_in
 from lmlib.checkpoint.manifest import read_manifest
 from lmlib.checkpoint.notes import read_notes

@@ -103,7 +103,7 @@ MUTATIONS = (
     ),
     Mutation(
         "answers that both of a pair have are still learnt",
-        "data_tools/prepare_chats/answers.py",
+        "data_tools/prepare_chats/documents.py",
         "tuple(turn for turn in each.assistant if turn not in shared)",
         "tuple(each.assistant)",
         "tests/data_tools/test_prepare_chats.py",

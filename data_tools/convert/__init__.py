@@ -1,5 +1,1 @@
-"""Converts seqax's flat tokens to this library's."""
-
-from data_tools.convert.to_lmlib import ConvertedSplit, to_lmlib
-
-__all__ = ["ConvertedSplit", "to_lmlib"]
+"""Converts seqax's flat tokens to this library's: `python -m data_tools.convert`."""

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from absl import flags
 
 from data_tools import command_line
-from data_tools.command_line import ProgressLines
-from data_tools.convert import ConvertedSplit, to_lmlib
+from data_tools.command_line import ProgressLine
+from data_tools.convert.to_lmlib import to_lmlib
 from data_tools.tokenizer import load_tokenizer
 from lmlib.storage.local_folder import local_folder
 
-_TOKENIZER = flags.DEFINE_string(
+flags.DEFINE_string(
     "tokenizer",
     None,
     "What made the ids: a tokenizer.json, its folder, a Hugging Face tokenizer, or 'bytes'.",
@@ -29,17 +29,13 @@ def convert(arguments: Sequence[str]) -> int:
     if len(arguments) != 2:
         raise ValueError("give a folder in seqax's format and a new one; see --help")
     source, out = map(local_folder, arguments)
-    tokenizer = None if _TOKENIZER.value is None else load_tokenizer(_TOKENIZER.value)
-    for split in to_lmlib(source, out, tokenizer=tokenizer, progress=ProgressLines()):
-        print(_summary(split))
+    name = flags.FLAGS.tokenizer
+    tokenizer = None if name is None else load_tokenizer(name)
+    converted = to_lmlib(source, out, tokenizer=tokenizer, progress=ProgressLine())
+    for folder, (made, dropped) in converted.items():
+        more = f"; documents without tokens that were dropped: {dropped:,}" if dropped else ""
+        print(f"{folder}: {made.documents:,} documents, {made.tokens:,} tokens{more}")
     return 0
-
-
-def _summary(split: ConvertedSplit) -> str:
-    kept = f"{split.folder}: {split.documents:,} documents, {split.tokens:,} tokens"
-    if not split.dropped_documents:
-        return kept
-    return f"{kept}; documents without tokens that were dropped: {split.dropped_documents:,}"
 
 
 if __name__ == "__main__":

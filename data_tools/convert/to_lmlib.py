@@ -1,7 +1,6 @@
-"""From seqax's flat tokens to this library's."""
+"""From seqax's flat tokens to this library's, for data sets that a user keeps."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -11,20 +10,16 @@ from data_tools.inspect.description import BLOCK_LENGTH, blocks
 from data_tools.tokenizer import Tokenizer
 from lmlib.data.stored.damage import DamagedDataError
 from lmlib.data.stored.data_path import data_path
-from lmlib.data.stored.metadata import FILE_NAME, TOKENIZER_FILE, read_shard, shard_name
+from lmlib.data.stored.metadata import (
+    FILE_NAME,
+    TOKENIZER_FILE,
+    ShardMetadata,
+    read_shard,
+    shard_name,
+)
 from lmlib.data.stored.seqax import SeqaxSplit, is_seqax_split
 from lmlib.data.stored.shard_writer import ShardWriter
 from lmlib.data.stored.token_arrays import FILE_LENGTH
-
-
-@dataclass(frozen=True)
-class ConvertedSplit:
-    """What a conversion wrote."""
-
-    folder: Path
-    documents: int
-    tokens: int
-    dropped_documents: int  # that had no tokens
 
 
 def to_lmlib(
@@ -35,8 +30,10 @@ def to_lmlib(
     progress: Progress = no_progress,
     file_length: int = FILE_LENGTH,
     block_length: int = BLOCK_LENGTH,
-) -> list[ConvertedSplit]:
+) -> dict[Path, tuple[ShardMetadata, int]]:
     """Writes each split of `source`, in seqax's format, as a split of one shard below `out`.
+
+    Returns for each new split its shard, and how many documents without tokens were dropped.
 
     seqax frames no document and records no text, so the new splits have no BOS and EOS and 0 bytes
     of text. Without `tokenizer`, none is recorded and the vocabulary ends at the largest id. After
@@ -56,7 +53,7 @@ def to_lmlib(
             "not the one that made them"
         )
     _check_out(out, list(splits))
-    converted = []
+    converted = {}
     for name, split in splits.items():
         folder = out / name
         if not (folder / shard_name(0, 1) / FILE_NAME).exists():  # else it was done before the kill
@@ -78,14 +75,7 @@ def to_lmlib(
         written = read_shard(folder / shard_name(0, 1))
         if written.source != _source(source, name):
             raise FileExistsError(f"{folder} was made from {dict(written.source)}")
-        converted.append(
-            ConvertedSplit(
-                folder=folder,
-                documents=written.documents,
-                tokens=written.tokens,
-                dropped_documents=split.documents - written.documents,
-            )
-        )
+        converted[folder] = written, split.documents - written.documents
     return converted
 
 
@@ -97,7 +87,7 @@ def _write(
         writer.extend(tokens, lengths, text_bytes=0)
         done += len(tokens)
         writer.mark(done)
-        progress(done, split.tokens, "tokens")
+        progress({"tokens": done}, done / split.tokens)
 
 
 def _whole_documents(

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from data_tools.encoders.unsuitable import UnsuitableError
+from data_tools.encoders.encoder import UnsuitableError
 
 
 class AddedTokens:

@@ -3,25 +3,27 @@
 It takes four to five times less processor time than `tokenizers`, and little memory.
 """
 
+import functools
 import json
+import re
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import tiktoken
-from tokenizers.normalizers import NFC
+from tokenizers.normalizers import NFC, NFD
 
 from data_tools.encoders.added_tokens import AddedTokens
+from data_tools.encoders.encoder import UnsuitableError, utf8_size
 from data_tools.encoders.merge_table import merge_table
-from data_tools.encoders.normalization import may_change
 from data_tools.encoders.pre_tokenization import GPT2, PreTokenization, known_pre_tokenization
-from data_tools.encoders.unsuitable import UnsuitableError
-from data_tools.encoders.utf8 import utf8_size
 from lmlib.data.text import read_tokenizer
 
 _CHUNK = 1 << 20  # characters; bounds the memory, and the loss where a chunk is encoded twice
 _LONG_RUN = 1 << 20  # characters of one kind; such a pre-token takes too much memory
+_HIGHEST_MARK, _LOWEST_MARK = "\u0345", "\u0334"  # by canonical combining class: 240 and 1
+_ASCII = bytes(range(0x80))
 
 
 class ByteLevelEncoder:
@@ -30,15 +32,13 @@ class ByteLevelEncoder:
     One pre-token of n bytes takes about 50 n bytes of memory, so very long ones are refused.
     """
 
-    max_text_bytes: int | None = None
-
     def __init__(self, tokenizer_json: str) -> None:
         """Raises UnsuitableError for any other tokenizer, ValueError if the text describes none."""
         # Written out again, the description has one form, whatever version wrote the file.
         description = json.loads(read_tokenizer(tokenizer_json).to_str())
         model = description["model"]
-        _check_model(model)
-        self._to_nfc = _normalizes_to_nfc(description["normalizer"])
+        _check(model, description["normalizer"])
+        self._to_nfc = description["normalizer"] is not None
         self._added_tokens = AddedTokens(description["added_tokens"], self._to_nfc)
         self._pre_tokenization = _pre_tokenization(description["pre_tokenizer"])
         tokens, ids = merge_table(model)
@@ -54,7 +54,6 @@ class ByteLevelEncoder:
         )
 
     def size(self, text: str) -> int:
-        """See `Encoder.size`."""
         size = utf8_size(text)
         if self._pre_tokenization.has_run(text, _LONG_RUN):
             raise ValueError(
@@ -64,7 +63,6 @@ class ByteLevelEncoder:
         return size
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """See `Encoder.encode`."""
         encoded = []
         for text in texts:
             self.size(text)  # raises for a lone surrogate, which tiktoken would replace
@@ -94,19 +92,15 @@ class ByteLevelEncoder:
         return ranks if self._id_of_rank is None else self._id_of_rank[ranks]
 
 
-def _check_model(model: dict[str, Any]) -> None:
+def _check(model: dict[str, Any], normalizer: dict[str, Any] | None) -> None:
     if model["type"] != "BPE":
         raise UnsuitableError(f"the model is {model['type']}, not BPE")
     settings = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
     for setting in settings:
         if model[setting]:
             raise UnsuitableError(f"the model has {setting}")
-
-
-def _normalizes_to_nfc(normalizer: dict[str, Any] | None) -> bool:
-    if normalizer not in (None, {"type": "NFC"}):
+    if normalizer is not None and normalizer != {"type": "NFC"}:
         raise UnsuitableError(f"the normalizer is {normalizer['type']}, not NFC")
-    return normalizer is not None
 
 
 def _pre_tokenization(pre_tokenizer: dict[str, Any] | None) -> PreTokenization:
@@ -133,3 +127,32 @@ def _pre_tokenization(pre_tokenizer: dict[str, Any] | None) -> PreTokenization:
     if known is None:
         raise UnsuitableError(f"the pre-tokenizer's expression {expression!r} is unknown")
     return known
+
+
+def may_change(text: str) -> bool:
+    """Whether `text` holds a character that Unicode's NFC can change, or join with another.
+
+    Without one it is in NFC: such a character is changed alone, or is a mark, which may move or
+    join its base, or is the latter part of a composition (a vowel of Hangul, for example). None of
+    them is ASCII, which is left out before the search, since that takes a fortieth of the time.
+    """
+    if text.isascii():
+        return False
+    beyond_ascii = text.encode("utf-8").translate(None, delete=_ASCII).decode("utf-8")
+    return _changeable().search(beyond_ascii) is not None
+
+
+@functools.cache
+def _changeable() -> re.Pattern[str]:
+    """Finds such a character, by the tables of the installed `tokenizers`."""
+    characters = [*map(chr, (*range(0x80, 0xD800), *range(0xE000, 0x110000)))]
+    # Between the two marks a mark would be sorted: they show what NFC changes alone, and marks.
+    probes = [_HIGHEST_MARK + character + _LOWEST_MARK for character in characters]
+    results = NFC().normalize_str("\n".join(probes)).split("\n")
+    found = {
+        c for c, probe, result in zip(characters, probes, results, strict=True) if probe != result
+    }
+    # A decomposition into one character, as of the Kelvin sign into K, is never composed again.
+    decompositions = NFD().normalize_str("\n".join(characters)).split("\n")
+    found |= {d[-1] for d in decompositions if len(d) > 1}
+    return re.compile("[" + "".join(map(re.escape, sorted(found))) + "]")

@@ -24,7 +24,7 @@ from typing import Any
 
 import tokenizers
 
-from data_tools.encoders.unsuitable import UnsuitableError
+from data_tools.encoders.encoder import UnsuitableError
 from lmlib.data.text import tokenizers_errors
 
 

@@ -1,7 +1,7 @@
 """Documents in blocks, each shuffled as a whole, so that a place in the stream is easy to keep.
 
-A buffer from which random documents are drawn cannot be rebuilt without reading again all that
-went through it. A block can: it is the records that follow one state of the stream.
+For `HFStream`. A buffer from which random documents are drawn cannot be rebuilt without reading
+again all that went through it. A block can: it is the records that follow one state of the stream.
 """
 
 from collections.abc import Callable, Iterator
@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from data_tools.hf_stream.texts import BadRecords, TextColumn
+from data_tools.encoders.encoder import Encoder
+from data_tools.rows.block import SkippedRows, TextField
 from lmlib.data.permutation import permute
 
 # Of records, each with the state after it, from a state on (`None`: from the beginning).
@@ -44,22 +45,24 @@ class Blocks:
       seed: of the order in each block, which differs from block to block and epoch to epoch;
         `None` keeps the stream's order.
       repeat: whether the stream begins again after its end, for ever.
-      column: where a record has its text.
-      bad_records: what becomes of one without.
+      field: the text of a record.
+      encoder: of the texts, which judges whether it can take one.
+      skipped: is called with records without a usable text; None: they are errors.
       what: names the stream in errors.
     """
 
     size: int
     seed: int | None
     repeat: bool
-    column: TextColumn
-    bad_records: BadRecords
+    field: TextField
+    encoder: Encoder
+    skipped: SkippedRows | None
     what: str
 
     def read(self, read_records: ReadRecords, start: BlockStart) -> Iterator[Block]:
         """The blocks from `start` on.
 
-        Raises ValueError for a record that must not be left out, or a stream without usable ones.
+        Raises ValueError for a bad record without `skipped`, or a stream without usable ones.
         """
         while True:
             texts: list[str | None] = []
@@ -82,11 +85,17 @@ class Blocks:
             start = BlockStart(epoch=start.epoch + 1, block=start.block + bool(texts))
 
     def _text(self, record: object, number: int) -> str | None:
-        try:
-            return self.column.text(record)
-        except ValueError as error:
-            self.bad_records.meet(f"{self.what}, record {number} {error}")
-            return None
+        row = self.field.row(record, f"{self.what}, record {number}")
+        if row.text is not None:
+            try:
+                self.encoder.size(row.text)
+                return row.text
+            except ValueError as error:
+                row = row._replace(problem=str(error))
+        if self.skipped is None:
+            raise ValueError(f"{row}; on_bad_row='skip' leaves such records out")
+        self.skipped(None, row)
+        return None
 
     def _ordered(self, texts: list[str | None], block: int) -> list[str | None]:
         if self.seed is None:

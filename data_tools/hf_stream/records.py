@@ -1,27 +1,36 @@
-"""Opening a Hugging Face data set, or files, as one of several disjoint streams of records."""
+"""Records of a Hugging Face data set, or of files, as disjoint streams that keep coming.
+
+For `HFStream`. A stream that fails or stalls is opened again where it was.
+"""
 
 import os
+import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from xxhash import xxh3_128, xxh3_128_hexdigest
 
-from data_tools.hugging_face_data import stream_data_set, stream_files
+from data_tools.rows.hub import stream_data_set
+from lmlib.data.prefetch import ReadAhead
 
-# What `datasets` calls the format of files that end so, before any .gz or .zst.
+# The names of formats in `datasets`, by the files' suffix before any .gz or .zst.
 _FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text"}
 _COMPRESSIONS = (".gz", ".zst")
 _LOOKED_INTO, _FIRST_BYTES = 64, 1 << 16  # files, and bytes of each
 
+RECORDS_AHEAD = 256
+LONGEST_PAUSE_SECONDS = 60.0
+
 
 class Records(Protocol):
-    """One pass over a stream: what is used here of `datasets.IterableDataset`."""
+    """One pass over a stream: the part of `datasets.IterableDataset` that is used here."""
 
     def __iter__(self) -> Iterator[Any]:
         """The records from the beginning, or from the state that was loaded."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the pass stands after the record that came last; JSON values."""
+        """The place of the pass after its last record, in JSON values."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Makes the pass go on from such a state."""
@@ -41,14 +50,16 @@ def open_records(
     `dataset` is a name on the Hub, a folder, or files: one path or pattern, or several, that end
     in .jsonl, .json, .parquet or .txt, compressed (.gz, .zst) or not.
 
-    Raises ValueError, with what `datasets` says, if it cannot be opened.
+    Raises ValueError, with the message of `datasets`, if it cannot be opened.
     """
     from datasets.distributed import split_dataset_by_node  # 0.7 s to import
 
     try:
         if (file_format := _file_format(dataset)) is not None:
-            files = dataset if isinstance(dataset, str) else list(dataset)
-            records = stream_files(file_format, files, split)
+            from datasets import load_dataset
+
+            files = {split: dataset if isinstance(dataset, str) else list(dataset)}
+            records = load_dataset(file_format, data_files=files, split=split, streaming=True)
         else:
             assert isinstance(dataset, str)  # several names that are no files have no format
             records = stream_data_set(dataset, name, split)
@@ -88,7 +99,7 @@ def contents(dataset: str | Sequence[str], name: str | None) -> dict[str, str]:
 
 
 def _file_format(dataset: str | Sequence[str]) -> str | None:
-    """What `datasets` calls the files' format; `None` for what is no file."""
+    """The name of the files' format in `datasets`; `None` for a data set."""
     last = dataset if isinstance(dataset, str) else dataset[-1]
     for compression in _COMPRESSIONS:
         last = last.removesuffix(compression)
@@ -97,3 +108,93 @@ def _file_format(dataset: str | Sequence[str]) -> str | None:
     if found is None and not isinstance(dataset, str):
         raise ValueError(f"{last!r} is no file of a known format: {', '.join(_FORMATS)}")
     return found
+
+
+class Patience(NamedTuple):
+    """How long a stream may give nothing, and how often it is opened again."""
+
+    stall_seconds: float  # without a record
+    retries: int  # in a row, without a record between them
+    backoff_seconds: float  # before the first retry; twice as long before each further one
+
+
+class StreamFailure(Exception):
+    """A stream failed and went on failing."""
+
+
+class SteadyRecords:
+    """Records, each with the state after it, through failures of the stream.
+
+    They are read by a thread of their own, which is abandoned if it hangs. A failure, or no
+    record for too long, is a line on stderr; the stream is then opened once more, at the state
+    after the last record.
+    """
+
+    def __init__(self, open_records: Callable[[], Records], patience: Patience, what: str) -> None:
+        """`open_records` gives the stream at its beginning; `what` names it in messages."""
+        self._open_records = open_records
+        self._patience = patience
+        self._what = what
+        self._closed = threading.Event()
+        self._reader: ReadAhead[tuple[Any, dict[str, Any]]] | None = None
+
+    def read(self, state: dict[str, Any] | None) -> Iterator[tuple[Any, dict[str, Any]]]:
+        """The records to the end of the stream, from `state` on or, if `None`, its beginning.
+
+        Raises `StreamFailure`, with the last cause, once the retries are used up.
+        """
+        failures = 0  # in a row
+        reader = self._open(state)
+        while not self._closed.is_set():
+            try:
+                record, state = reader.next(self._patience.stall_seconds)
+            except StopIteration:
+                return
+            except Exception as error:
+                reader.close()
+                failures += 1
+                self._pause(failures, error)
+                reader = self._open(state)
+            else:
+                failures = 0
+                yield record, state
+
+    def close(self, seconds: float = 0.0) -> None:
+        """Ends `read`, which may go on in another thread, and the reading thread.
+
+        It is waited for `seconds` at most, and then abandoned.
+        """
+        self._closed.set()
+        if self._reader is not None:
+            self._reader.close(seconds)
+
+    def _open(self, state: dict[str, Any] | None) -> ReadAhead[tuple[Any, dict[str, Any]]]:
+        reading = self._reading(state)
+        self._reader = ReadAhead(reading, RECORDS_AHEAD, name=f"records of {self._what}")
+        if self._closed.is_set():  # by another thread, which may not have seen this reader
+            self._reader.close()
+        return self._reader
+
+    def _pause(self, failures: int, error: Exception) -> None:
+        """Prints the failure and waits; raises `StreamFailure` if it was one too many."""
+        cause = " ".join(f"{type(error).__name__}: {error}".split())
+        if failures > self._patience.retries:
+            raise StreamFailure(
+                f"{self._what} failed {failures} times in a row, at last with {cause}"
+            ) from error
+        pause = self._patience.backoff_seconds * 2 ** (failures - 1)
+        pause = min(pause, LONGEST_PAUSE_SECONDS)
+        print(
+            f"{self._what}: {cause}; retry {failures} of {self._patience.retries} in {pause:g} s",
+            file=sys.stderr,
+            flush=True,
+        )
+        self._closed.wait(pause)
+
+    def _reading(self, state: dict[str, Any] | None) -> Iterator[tuple[Any, dict[str, Any]]]:
+        """Opened anew each time: a hanging thread may still hold, and move, the one before."""
+        records = self._open_records()
+        if state is not None:
+            records.load_state_dict(state)
+        for record in records:
+            yield record, records.state_dict()

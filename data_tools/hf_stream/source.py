@@ -1,4 +1,4 @@
-"""Training batches streamed from a Hugging Face data set.
+"""Training batches streamed from a Hugging Face data set, for runs that try one out.
 
 Shape suffix: B batch (rows).
 """
@@ -9,16 +9,21 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, get_args
+from typing import Any, Literal
 
 import jax
 import numpy as np
 
 from data_tools.hf_stream.blocks import Blocks
-from data_tools.hf_stream.records import OpenRecords, contents, open_records
-from data_tools.hf_stream.steady import Patience, SteadyRecords
-from data_tools.hf_stream.texts import BadRecords, OnBadRow, TextColumn
+from data_tools.hf_stream.records import (
+    OpenRecords,
+    Patience,
+    SteadyRecords,
+    contents,
+    open_records,
+)
 from data_tools.hf_stream.tokens import DOCUMENTS_AT_A_TIME, Position, TokenStream
+from data_tools.rows.block import SkippedRows, TextField
 from data_tools.tokenizer import load_tokenizer
 from lmlib.data.batch import Batch
 from lmlib.data.stored.metadata import TokenizerIdentity
@@ -82,7 +87,7 @@ class HFStream:
         streams: int | None = None,
         bos_token: str | None = None,
         eos_token: str | None = None,
-        on_bad_row: OnBadRow = "fail",
+        on_bad_row: Literal["fail", "skip"] = "fail",
         threads: int = 2,
         stall_seconds: float = 120.0,
         retries: int = 5,
@@ -97,14 +102,14 @@ class HFStream:
           batch_size: rows of the global batch.
           sequence_length: tokens of a row.
           name, split: the part of the data set.
-          text_column: where a record has its text.
+          text_column: the column of a record's text.
           shuffle_documents: size of the blocks that are shuffled; 0 keeps the stored order.
           seed: of the order in the blocks.
           repeat: whether a stream begins again after its end.
-          streams: `None` for one for each process, or what the checkpoint says.
-          on_bad_row: what to do with a record that has no text, or one that cannot be encoded, such
-            as one longer than the tokenizer takes: raise ValueError, or tell of it on stderr and
-            leave it out. A checkpoint may be resumed with the other choice.
+          streams: `None` for one for each process, or the number in the checkpoint.
+          on_bad_row: whether a record that has no text, or one that cannot be encoded, such as one
+            longer than the tokenizer takes, raises ValueError, or is left out with a line on
+            stderr. A checkpoint may be resumed with the other choice.
           threads: for tokenizing.
           stall_seconds: without a record, after which a stream is opened again.
           retries: how often in a row, before `batch` raises `StreamFailure`.
@@ -116,6 +121,7 @@ class HFStream:
         """
         for setting, value, least in (
             ("batch_size", batch_size, 1),
+            ("streams", 1 if streams is None else streams, 1),
             ("sequence_length", sequence_length, 1),
             ("shuffle_documents", shuffle_documents, 0),
             ("seed", seed, 0),
@@ -126,9 +132,7 @@ class HFStream:
         ):
             if value < least:
                 raise ValueError(f"HFStream needs {setting} of at least {least}, not {value}")
-        if streams is not None and streams < 1:
-            raise ValueError(f"HFStream needs streams of at least 1, not {streams}")
-        if on_bad_row not in get_args(OnBadRow):
+        if on_bad_row not in ("fail", "skip"):
             raise ValueError(f"HFStream's on_bad_row is 'fail' or 'skip', not {on_bad_row!r}")
         self.batch_size = batch_size
         self.sequence_length = sequence_length
@@ -137,11 +141,11 @@ class HFStream:
         self._seed = seed if shuffle_documents else None
         self._block_size = shuffle_documents or DOCUMENTS_AT_A_TIME
         self._repeat = repeat
-        self._column = TextColumn(text_column, self._tokenizer.encoder.max_text_bytes)
-        self._on_bad_row = on_bad_row
+        self._field = TextField(text_column)
+        self._skips = on_bad_row == "skip"
         self._patience = Patience(float(stall_seconds), retries, float(backoff_seconds))
         identity = self._tokenizer.identity
-        # What the meaning of a position depends on.
+        # The meaning of a position depends on these.
         self._settings = {
             "dataset": self._dataset,
             "name": name,
@@ -310,8 +314,9 @@ class HFStream:
             size=self._block_size,
             seed=self._seed,
             repeat=self._repeat,
-            column=self._column,
-            bad_records=BadRecords(self._on_bad_row),
+            field=self._field,
+            encoder=self._tokenizer.encoder,
+            skipped=SkippedRows() if self._skips else None,
             what=what,
         )
         position = self._first_positions.get(stream, Position())

@@ -1,5 +1,7 @@
 """The tokens of a stream's documents, one after the other, and a place among them to go on from.
 
+For `HFStream`.
+
 Shape suffixes: B rows, S sequence, T = S + 1 tokens of a row, N tokens of several documents.
 """
 
@@ -13,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from data_tools.hf_stream.blocks import Block, Blocks, BlockStart
-from data_tools.hf_stream.steady import SteadyRecords
+from data_tools.hf_stream.records import SteadyRecords
 from data_tools.tokenizer import Tokenizer
 from lmlib.data.batch import Batch
 from lmlib.data.packing import packed_batch
@@ -32,12 +34,12 @@ class Position:
     token: int = 0  # tokens of the document before it
 
     def as_json(self) -> dict[str, Any]:
-        """What `from_json` reads."""
+        """The input of `from_json`."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, entries: dict[str, Any]) -> "Position":
-        """Raises TypeError or KeyError for entries that are not those of a position."""
+        """Raises TypeError or KeyError for entries that are no position."""
         found = cls(BlockStart(**entries["block"]), entries["document"], entries["token"])
         start = found.block
         counts = (start.epoch, start.record, start.block, found.document, found.token)
@@ -86,9 +88,9 @@ class TokenStream:
         return self._position
 
     def rows(self, count: int, sequence_length: int) -> Batch:
-        """The next `count` rows; what lies past the end of the stream is padding.
+        """The next `count` rows, padded past the end of the stream.
 
-        Raises what went wrong in reading or tokenizing, now and whenever it is called again.
+        Raises the error of reading or tokenizing, now and whenever it is called again.
         """
         wanted = count * sequence_length + 1
         tokens_N, starts_N, available = self._peek(wanted)
@@ -103,37 +105,33 @@ class TokenStream:
         self._records.close(seconds)
         self._encoded.close(seconds)
 
-    def _fill(self, wanted: int) -> None:
+    def _hold(self, wanted: int) -> None:
         """Holds at least `wanted` tokens from the position on, or all there are."""
         if self._failure is not None:
             raise self._failure
         try:
-            self._hold(wanted)
+            while self._held_tokens - self._position.token < wanted:
+                documents = next(self._encoded, None)
+                if documents is None:
+                    return
+                used = [document for document in documents.result() if len(document.tokens_N)]
+                if not self._held and used and len(used[0].tokens_N) <= self._position.token:
+                    raise ValueError(
+                        f"{self._what} has changed since its state was saved: a document of more "
+                        f"than {self._position.token} tokens has now {len(used[0].tokens_N)}"
+                    )
+                self._held.extend(used)
+                self._held_tokens += sum(len(document.tokens_N) for document in used)
         except Exception as error:
-            self._failure = error  # what it stopped at is lost: nothing may follow
+            self._failure = error  # the place of the failure is lost: nothing may follow
             raise
-
-    def _hold(self, wanted: int) -> None:
-        while self._held_tokens - self._position.token < wanted:
-            try:
-                documents = next(self._encoded).result()
-            except StopIteration:
-                return
-            used = [document for document in documents if len(document.tokens_N)]
-            if not self._held and used and len(used[0].tokens_N) <= self._position.token:
-                raise ValueError(
-                    f"{self._what} has changed since its state was saved: a document of more than "
-                    f"{self._position.token} tokens has now {len(used[0].tokens_N)}"
-                )
-            self._held.extend(used)
-            self._held_tokens += sum(len(document.tokens_N) for document in used)
 
     def _peek(self, wanted: int) -> tuple[np.ndarray, np.ndarray, int]:
         """The next tokens, whether each is the first of a document, and how many there are.
 
         Zeros follow those.
         """
-        self._fill(wanted)
+        self._hold(wanted)
         tokens_N = np.zeros(wanted, np.int32)
         starts_N = np.zeros(wanted, bool)
         filled, offset = 0, self._position.token
@@ -164,7 +162,7 @@ def _encoded(
     framed: Callable[[BlockStart, int, Sequence[str | None]], list[_Document]],
     pool: ThreadPoolExecutor,
 ) -> Iterator[Future[list[_Document]]]:
-    """The documents of the blocks but for the first `skipped`; `framed` makes them in `pool`."""
+    """The documents of the blocks after the first `skipped`; `framed` makes them in `pool`."""
     for block in blocks:
         for first in range(skipped, len(block.texts), DOCUMENTS_AT_A_TIME):
             texts = block.texts[first : first + DOCUMENTS_AT_A_TIME]

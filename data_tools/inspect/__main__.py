@@ -10,14 +10,14 @@ splits. `python -m runner.inspect RUN` shows the data of a run, as its config ha
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from absl import flags
 
 from data_tools import command_line
-from data_tools.inspect import split_folders
-from data_tools.inspect.description import Decode
-from data_tools.inspect.showing import show_batch, show_damage, show_split, usable_decoder
+from data_tools.inspect.batches import show_batch
+from data_tools.inspect.description import Decode, split_folders
+from data_tools.inspect.showing import show_damage, show_split, usable_decoder
 from lmlib.data.stored.data_path import data_path
 from lmlib.storage.bucket.copies import shown
 from lmlib.storage.local_folder import folder_to_read
@@ -25,47 +25,31 @@ from lmlib.storage.local_folder import folder_to_read
 if TYPE_CHECKING:  # needs JAX
     from lmlib.data.batch import Source
 
-_SPLIT = flags.DEFINE_string("split", None, "One split; without it, all (with --batch, 'train').")
-_SAMPLES = flags.DEFINE_integer("samples", 3, "How many stretches of text to show.", lower_bound=0)
-_SAMPLE_LENGTH = flags.DEFINE_integer(
-    "sample_length", 100, "Tokens in each of them.", lower_bound=1
-)
-_LENGTHS = flags.DEFINE_bool(
+FLAGS = flags.FLAGS
+flags.DEFINE_string("split", None, "One split; without it, all (with --batch, 'train').")
+flags.DEFINE_integer("samples", 3, "How many stretches of text to show.", lower_bound=0)
+flags.DEFINE_integer("sample_length", 100, "Tokens in each of them.", lower_bound=1)
+flags.DEFINE_bool(
     "lengths", True, "Show how long documents are; for seqax's format this reads all tokens."
 )
-_VERIFY = flags.DEFINE_bool("verify", False, "Read everything and list all that is damaged.")
-_BATCH = flags.DEFINE_integer("batch", None, "Show the batch of this step, from 0.", lower_bound=0)
-_ROWS = flags.DEFINE_integer("rows", 2, "With --batch: how many rows to show.", lower_bound=1)
-_SEED = flags.DEFINE_integer(
+flags.DEFINE_bool("verify", False, "Read everything and list all that is damaged.")
+flags.DEFINE_integer("batch", None, "Show the batch of this step, from 0.", lower_bound=0)
+flags.DEFINE_integer(
     "seed", 0, "With --batch: of the order; otherwise, of the samples.", lower_bound=0
 )
-_BATCH_SIZE = flags.DEFINE_integer(
-    "batch_size", 8, "With --batch: rows of the batch.", lower_bound=1
-)
-_SEQUENCE_LENGTH = flags.DEFINE_integer(
-    "sequence_length", 1024, "With --batch: tokens in a row.", lower_bound=1
-)
-_STORED_ORDER = flags.DEFINE_bool("stored_order", False, "With --batch: as FlatTokens(seed=None).")
-_EPOCHS = flags.DEFINE_integer(
-    "epochs", None, "With --batch: as FlatTokens(epochs=…).", lower_bound=1
-)
-_PACKED = flags.DEFINE_bool("packed", True, "With --batch: as FlatTokens(packed=…).")
-_RESET_POSITIONS = flags.DEFINE_bool(
-    "reset_positions", True, "With --batch: as FlatTokens(reset_positions=…)."
-)
-_ATTEND_ACROSS_DOCUMENTS = flags.DEFINE_bool(
-    "attend_across_documents", False, "With --batch: as FlatTokens(attend_across_documents=…)."
-)
-
 _OF_BATCHES = (
-    _ROWS,
-    _BATCH_SIZE,
-    _SEQUENCE_LENGTH,
-    _STORED_ORDER,
-    _EPOCHS,
-    _PACKED,
-    _RESET_POSITIONS,
-    _ATTEND_ACROSS_DOCUMENTS,
+    flags.DEFINE_integer("rows", 2, "With --batch: how many rows to show.", lower_bound=1),
+    flags.DEFINE_integer("batch_size", 8, "With --batch: rows of the batch.", lower_bound=1),
+    flags.DEFINE_integer("sequence_length", 1024, "With --batch: tokens in a row.", lower_bound=1),
+    flags.DEFINE_bool("stored_order", False, "With --batch: as FlatTokens(seed=None)."),
+    flags.DEFINE_integer("epochs", None, "With --batch: as FlatTokens(epochs=…).", lower_bound=1),
+    flags.DEFINE_bool("packed", True, "With --batch: as FlatTokens(packed=…)."),
+    flags.DEFINE_bool("reset_positions", True, "With --batch: as FlatTokens(reset_positions=…)."),
+    flags.DEFINE_bool(
+        "attend_across_documents",
+        False,
+        "With --batch: as FlatTokens(attend_across_documents=…).",
+    ),
 )
 
 
@@ -74,56 +58,41 @@ def inspect(arguments: Sequence[str]) -> int:
     if len(arguments) != 1:
         raise ValueError("give one data set or split; see --help")
     path = folder_to_read(arguments[0])
-    if _BATCH.value is not None:
-        if _VERIFY.value:
+    if FLAGS.batch is not None:
+        if FLAGS.verify:
             raise ValueError("--batch and --verify are two commands: give one of them")
         source, decode = _of_data_set(path)
-        show_batch(source, decode, _BATCH.value, _ROWS.value)
+        show_batch(source, decode, FLAGS.batch, FLAGS.rows)
         return 0
     if useless := [flag for flag in _OF_BATCHES if flag.present]:
         raise ValueError(f"--{useless[0].name} is of use with --batch only")
-    folders = _folders(path)
-    if _VERIFY.value:
-        return 1 if show_damage(folders) else 0
-    for number, folder in enumerate(folders):
+    folders = split_folders(path)
+    wanted = [folder for folder in folders if FLAGS.split in (None, data_path(folder).name)]
+    if not wanted:
+        names = ", ".join(data_path(folder).name for folder in folders)
+        raise ValueError(f"{shown(path)} has no split {FLAGS.split!r}; it has {names}")
+    if FLAGS.verify:
+        return 1 if show_damage(wanted) else 0
+    for number, folder in enumerate(wanted):
         print("\n" if number else "", end="")
-        show_split(
-            folder, _SAMPLES.value, _SAMPLE_LENGTH.value, _SEED.value, lengths=_LENGTHS.value
-        )
+        show_split(folder, FLAGS.samples, FLAGS.sample_length, FLAGS.seed, lengths=FLAGS.lengths)
     return 0
 
 
-def _folders(path: Path) -> list[Path]:
-    """The splits of a data set that are asked for."""
-    folders = split_folders(path)
-    wanted = [folder for folder in folders if _SPLIT.value in (None, data_path(folder).name)]
-    if not wanted:
-        names = ", ".join(data_path(folder).name for folder in folders)
-        raise ValueError(f"{shown(path)} has no split {_SPLIT.value!r}; it has {names}")
-    return wanted
-
-
 def _of_data_set(path: Path) -> "tuple[Source, Decode | None]":
-    """The data set as the flags have it read, and what decodes its ids."""
-    split = _SPLIT.value or "train"
+    """The data set as the flags have it read, and its decoder."""
+    split = FLAGS.split or "train"
     if split_folders(path) == [path]:  # a split
         own = data_path(path).name
-        if _SPLIT.value not in (None, own):
-            raise ValueError(f"{shown(path)} is the split {own!r}, not {_SPLIT.value!r}")
+        if FLAGS.split not in (None, own):
+            raise ValueError(f"{shown(path)} is the split {own!r}, not {FLAGS.split!r}")
         path, split = data_path(path).parent, own
     from lmlib.data.flat_tokens import FlatTokens
 
-    source = FlatTokens(
-        str(path),
-        split,
-        batch_size=_BATCH_SIZE.value,
-        sequence_length=_SEQUENCE_LENGTH.value,
-        seed=None if _STORED_ORDER.value else _SEED.value,
-        epochs=_EPOCHS.value,
-        packed=_PACKED.value,
-        reset_positions=_RESET_POSITIONS.value,
-        attend_across_documents=_ATTEND_ACROSS_DOCUMENTS.value,
-    )
+    settings: dict[str, Any] = {flag.name: flag.value for flag in _OF_BATCHES}
+    del settings["rows"]
+    seed = None if settings.pop("stored_order") else FLAGS.seed
+    source = FlatTokens(str(path), split, seed=seed, **settings)
     return source, usable_decoder(path, source.tokenizer)
 
 

@@ -1,94 +1,73 @@
-"""What the inspect commands print: a split, what is damaged in it, a batch."""
+"""The text that the inspect commands print about a split: its content, its samples, its damage."""
 
-import os
 import sys
+import textwrap
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from data_tools.command_line import ProgressLines
-from data_tools.inspect.batch_rows import batch_rows, is_masked, row_origins
+from data_tools.command_line import ProgressLine
+from data_tools.inspect.batches import WIDTH, printable, quoted
 from data_tools.inspect.description import (
     Decode,
+    Sample,
+    SplitDescription,
     decoder,
     describe_split,
     document_lengths,
     open_split,
     samples,
 )
-from data_tools.inspect.report import description_text, lengths_text, row_text, sample_text
 from data_tools.inspect.verification import verify_split
+from data_tools.pretokenize.report import left_out
 from lmlib.data.stored.data_path import data_path
 from lmlib.data.stored.metadata import TokenizerIdentity
 from lmlib.data.stored.seqax import is_seqax_split
-from lmlib.storage.bucket.copies import shown
-from lmlib.terminal.text import TerminalText
+from lmlib.storage.bucket.copies import shown, url_of
+from lmlib.terminal.quantities import bytes_text
 
-if TYPE_CHECKING:  # needs JAX
-    from lmlib.data.batch import Source
+_BAR = 40  # characters of the longest bar
+_PERCENTILES = (1, 10, 50, 90, 99, 100)
 
 
 def show_split(
     folder: Path, count: int = 3, length: int = 100, seed: int = 0, lengths: bool = True
 ) -> None:
-    """Prints what a split holds, and texts from it.
+    """Prints the content of a split, and texts from it.
 
     Args:
-      count, length, seed: of the samples: how many, their tokens, and what chooses them.
+      count, length, seed: of the samples: their number, their tokens, and the seed of their places.
       lengths: whether to print how long documents are.
     """
     split = describe_split(folder)
     print(description_text(split), flush=True)
     if lengths:
-        print(f"\n{lengths_text(document_lengths(folder, ProgressLines()))}", flush=True)
+        print(f"\n{lengths_text(document_lengths(folder, ProgressLine()))}", flush=True)
     if not count:
         return
-    if not split.finished or not split.tokens:
-        print(f"\n  no samples: {'no tokens' if split.finished else 'unfinished'}")
+    if split.unfinished or not split.totals.tokens:
+        print(f"\n  no samples: {'unfinished' if split.unfinished else 'no tokens'}")
         return
-    decode = usable_decoder(data_path(folder).parent, split.tokenizer)
+    decode = usable_decoder(data_path(folder).parent, split.totals.tokenizer)
     for sample in samples(open_split(folder), count, length, seed):
         print(f"\n{sample_text(sample, decode)}")
 
 
 def show_damage(folders: Sequence[Path]) -> bool:
-    """Reads splits whole and prints what is damaged in them; whether there is any."""
+    """Reads splits whole and prints their damage; whether there is any."""
     found = False
     for folder in folders:
-        damages = verify_split(folder, ProgressLines())
+        damages = verify_split(folder, ProgressLine())
         found = found or bool(damages)
         for damage in damages:
             print(f"damaged: {damage.path}: {' '.join(damage.reason.split())}")
-        print(f"{shown(folder)}: {_verdict(len(damages), is_seqax_split(folder))}")
+        verdict = "all data is whole"
+        if damages:
+            verdict = f"damaged in {len(damages):,} place{'s' if len(damages) > 1 else ''}"
+        elif is_seqax_split(folder):
+            verdict = "no damage found; seqax's format has no checksums"
+        print(f"{shown(folder)}: {verdict}")
     return found
-
-
-def _verdict(damages: int, seqax: bool) -> str:
-    if damages:
-        return f"damaged in {damages:,} place{'s' if damages > 1 else ''}"
-    return "no damage found; seqax's format has no checksums" if seqax else "all data is whole"
-
-
-def show_batch(source: "Source", decode: Decode | None, step: int, rows: int) -> None:
-    """Prints the first rows of the batch of a step; raises ValueError if there is none."""
-    if source.batches is not None and step >= source.batches:
-        raise ValueError(
-            f"there is no step {step:,}: the data ends after {source.batches:,} batches"
-        )
-    shown = min(rows, source.batch_size)
-    batch = source.batch(step, slice(0, shown))
-    origins = row_origins(source, step)
-    print(
-        f"step {step:,}: {source.batch_size:,} rows of {source.sequence_length:,} tokens, "
-        f"{shown:,} shown"
-    )
-    colours = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-    masked = is_masked(source)
-    if masked and decode:
-        print("text behind a dotted bar (┊) is no target in the loss")
-    write = sys.stdout.write_as_it_is if isinstance(sys.stdout, TerminalText) else sys.stdout.write
-    for row in batch_rows(batch, masked=masked):
-        write(f"\n{row_text(row, decode, origins[row.number], colours)}\n")
 
 
 def usable_decoder(data_set: Path, tokenizer: TokenizerIdentity | None) -> Decode | None:
@@ -99,3 +78,105 @@ def usable_decoder(data_set: Path, tokenizer: TokenizerIdentity | None) -> Decod
         reason = " ".join(str(error).split())
         print(f"ids are shown, since the tokenizer cannot be used: {reason}", file=sys.stderr)
         return None
+
+
+def description_text(split: SplitDescription) -> str:
+    """The properties of a split, one a line, with a unit at every number."""
+    totals, is_ours, url = split.totals, split.format == "lmlib", url_of(split.folder)
+    documents, text, gzip_size, masked = f"{totals.documents:,}", "unknown", None, {}
+    if totals.documents:
+        documents += f", {totals.tokens / totals.documents:,.1f} tokens each on average"
+    if totals.bytes and totals.tokens:
+        text = f"{totals.bytes:,} bytes, {totals.bytes / totals.tokens:.3f} bytes per token"
+    if totals.gzip_bytes is not None and totals.bytes:
+        bits = 8 * totals.gzip_bytes / totals.bytes
+        gzip_size = f"{totals.gzip_bytes:,} bytes, {bits:.3f} bits per byte"
+    if totals.content != "text":
+        masked = {"content": totals.content, **left_out(totals)}
+    ends = ("none" if token_id is None else token_id for token_id in (totals.bos_id, totals.eos_id))
+    rows = {
+        "format": f"{split.format} flat tokens",
+        "shards": f"{split.shards - len(split.unfinished):,} of {split.shards:,} finished",
+        "documents": documents,
+        "tokens": f"{totals.tokens:,}",
+        "text": text,
+        "gzip -9": gzip_size,
+        "skipped rows": f"{totals.skipped_rows:,}" if is_ours else None,
+        **masked,
+        "vocabulary": f"{totals.vocab_size:,} ids" if totals.vocab_size else "unknown",
+        "largest id": f"{totals.max_token_id:,}" if totals.tokens else "none",
+        "tokenizer": totals.tokenizer.name if totals.tokenizer else "unknown",
+        "sha256": totals.tokenizer.sha256 if totals.tokenizer else None,
+        "framing": "BOS {}, EOS {}".format(*ends),
+        "on disk": None if url else f"{split.disk_bytes:,} bytes ({bytes_text(split.disk_bytes)})",
+        **{f"source {name}": _source_text(value) for name, value in totals.source.items()},
+    }
+    width = max(map(len, rows)) + 2
+    lines = [f"  {name:<{width}}{value}" for name, value in rows.items() if value is not None]
+    lines += [
+        f"  {'unfinished':<{width}}{name}, {tokens:,} tokens on disk so far"
+        for name, tokens in split.unfinished.items()
+    ]
+    return "\n".join([str(url or split.folder), *map(printable, lines)])
+
+
+def _source_text(value: object) -> str:
+    match value:
+        case bool():
+            return str(value)
+        case int():
+            return f"{value:,}"
+        case list() | tuple():
+            return ", ".join(map(_source_text, value))
+    return " ".join(str(value).split())
+
+
+def lengths_text(lengths: Counter[int]) -> str:
+    """A histogram over bins of 0, 1, 2 to 3, 4 to 7, … tokens, and percentiles."""
+    if not lengths:
+        return "  no documents"
+    bins: Counter[int] = Counter()  # by the length's bits
+    for length, count in lengths.items():
+        bins[length.bit_length()] += count
+    used = range(min(bins), max(bins) + 1)
+    ranges = [f"{1 << bits >> 1:,} to {(1 << bits) - 1:,}" for bits in used]
+    ranges = [f"{bits:,}" if bits < 2 else label for bits, label in zip(used, ranges, strict=True)]
+    width, most = max(map(len, ranges)), max(bins.values())
+    lines = ["  document lengths"]
+    for label, bits in zip(ranges, used, strict=True):
+        bar = "█" * -(-_BAR * bins[bits] // most)
+        count_text = f"{bins[bits]:>{len(f'{most:,}')},}"
+        lines.append(f"  {label:>{width}} tokens  {count_text} documents  {bar}".rstrip())
+    shares = [f"{percent}%" for percent in _PERCENTILES]
+    longest = [f"{percentile(lengths, percent):,}" for percent in _PERCENTILES]
+    widths = [max(map(len, pair)) + 2 for pair in zip(shares, longest, strict=True)]
+    lines.append("")
+    for name, cells in (("of documents", shares), ("tokens, up to", longest)):
+        padded = (f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
+        lines.append(f"  {name:<13}{''.join(padded)}")
+    return "\n".join(lines)
+
+
+def percentile(lengths: Counter[int], percent: int) -> int:
+    """The shortest length that at least `percent` of the documents do not exceed."""
+    missing = max(1, -(-lengths.total() * percent // 100))
+    for length in sorted(lengths):
+        missing -= lengths[length]
+        if missing <= 0:
+            return length
+    raise ValueError("there are no documents")
+
+
+def sample_text(sample: Sample, decode: Decode | None) -> str:
+    """One stretch of text, or of ids without a decoder, with the document boundaries marked."""
+    stop = sample.start + sum(map(len, sample.pieces))
+    lines = [f"  sample: tokens {sample.start:,} to {stop - 1:,}"]
+    for number, piece in enumerate(sample.pieces):
+        if number or sample.begins_document:
+            lines.append("  ── a document begins ──")
+        if decode:
+            lines.append(quoted(decode(piece)))
+        else:
+            ids, indent = " ".join(map(str, piece)), " " * 4
+            lines += textwrap.wrap(ids, WIDTH, initial_indent=indent, subsequent_indent=indent)
+    return "\n".join(lines)

@@ -1,12 +1,12 @@
-"""Reads all of a split and lists whatever is damaged.
+"""Reads all of a split and lists its damage, for `--verify` of the inspect commands.
 
 Shape suffixes: N values of a block, C chunks of tokens and one more.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from lmlib.data.stored.array_layout import check_claim, file_sizes, seqax_layout
 from lmlib.data.stored.damage import DamagedDataError
 from lmlib.data.stored.data_path import data_path
 from lmlib.data.stored.metadata import (
+    FILE_NAME,
     LARGEST_TOKENIZER,
     LOSS_MASK,
     TOKENIZER_FILE,
@@ -33,192 +34,89 @@ from lmlib.data.stored.token_arrays import StoredArray, reading_context
 from lmlib.storage.stored_json import read_json
 
 
-@dataclass(frozen=True)
-class Damage:
-    """Something in a data set that is not as it should be."""
+class Damage(NamedTuple):
+    """A part of a data set that is not as it should be."""
 
     path: Path  # the file, or the folder of the array or shard
     reason: str
 
 
-Report = Callable[[Damage], None]
-
-
 def verify_split(folder: Path, progress: Progress = no_progress) -> list[Damage]:
-    """All that is wrong with the split in `folder`; empty if nothing is.
+    """The damage of the split in `folder`; empty if there is none.
 
-    Reads every array of every shard, which checks every checksum and digest, and compares what the
-    arrays hold with each other and with metadata.json, and tokenizer.json with its digest. An
+    Reads every array of every shard, which checks every checksum and digest, and compares the
+    arrays with each other and with metadata.json, and tokenizer.json with its digest. An
     unfinished shard counts as damage. seqax's format has no checksums: there it finds files that
-    are missing, cannot be decompressed, or contradict each other.
+    are missing or cannot be decompressed, and numbers that contradict each other.
     """
-    damages: list[Damage] = []
     if is_seqax_split(folder):
-        _verify_seqax(folder, damages.append, progress)
-        return damages
-    shards = list(_readable_shards(folder, damages.append))
-    if not damages:
+        return _seqax_damage(folder, progress)
+    found = _Found(progress)
+    shards = list(_readable_shards(folder, found))
+    if not found.damages:
         try:
             read_split(folder)
         except (OSError, ValueError) as error:  # they do not belong together
-            damages.append(Damage(folder, str(error)))
-    values = _Values(sum(map(_length, shards)), progress)
-    for metadata in shards:
-        _Shard(folder / metadata.name, metadata, damages.append, values).verify()
-    for tokenizer in {metadata.tokenizer for metadata in shards}:
-        _verify_tokenizer(data_path(folder).parent / TOKENIZER_FILE, tokenizer, damages.append)
-    return damages
+            found.add(folder, str(error))
+    for shard in shards:  # tokens, their loss mask, and documents; the fourth array is negligible
+        found.values += shard.tokens * (1 if shard.content == "text" else 2) + shard.documents
+    for shard in shards:
+        _verify_shard(found, folder / shard.name, shard)
+    for tokenizer in {shard.tokenizer for shard in shards}:
+        _verify_tokenizer(found, data_path(folder).parent / TOKENIZER_FILE, tokenizer)
+    return found.damages
 
 
-class _ArrayFiles:
-    """A one-dimensional zarr3 or zarr2 array, as its files hold it."""
+class _Found:
+    """The damage found so far, and the arrays that are read to find it."""
 
-    def __init__(
-        self, path: Path, length: int, driver: str = "zarr3", digest: str | None = None
-    ) -> None:
-        """Opens it; the arguments and errors are those of `StoredArray`."""
-        self._path = path
-        self._stored = StoredArray(path, length, reading_context(), driver, digest)
-        self._stored.check_claim()
-        self.chunk_length = self._stored.chunk_length
-        self.length = length
+    def __init__(self, progress: Progress, values: int = 0) -> None:
+        self.damages: list[Damage] = []
+        self.values = values  # to be read
+        self._read, self._progress = 0, progress
 
-    def blocks(self, report: Report, on_read: Callable[[int], None]) -> Iterator[np.ndarray]:
-        """Its values in order, a few million at a time, without those of damaged files.
+    def add(self, path: Path, reason: str) -> None:
+        self.damages.append(Damage(path, reason))
 
-        Each damaged file goes to `report`, once; `on_read` hears how many values were tried.
-        """
-        layout = self._stored.layout
-        for number, start in enumerate(range(0, self.length, layout.file_length)):
-            stop = min(start + layout.file_length, self.length)
+    def array(
+        self, path: Path, length: int, digest: str | None = None, driver: str = "zarr3"
+    ) -> StoredArray | None:
+        """Opens an array with the arguments of `StoredArray`; None if it is damaged as a whole."""
+        try:
+            stored = StoredArray(path, length, reading_context(), driver, digest)
+            stored.check_claim()
+            return stored
+        except DamagedDataError as error:
+            self.add(path, _cause_of(error))
+            self._count(length)
+            return None
+
+    def blocks(self, array: StoredArray | None) -> Iterator[np.ndarray]:
+        """Its values in order, a few million at a time, without those of damaged files."""
+        if array is None:
+            return
+        layout = array.layout
+        for number, start in enumerate(range(0, array.length, layout.file_length)):
+            stop = min(start + layout.file_length, array.length)
             for first in range(start, stop, BLOCK_LENGTH):
                 last = min(first + BLOCK_LENGTH, stop)
                 try:
-                    values = self._stored.read(first, last).result()
+                    values = array.read(first, last).result()
                 except DamagedDataError as error:
-                    report(self._damage(layout.folder / str(number), error))
-                    on_read(stop - first)
+                    file = layout.folder / str(number)
+                    self.add(file, _cause_of(error) if file.exists() else "is missing")
+                    self._count(stop - first)
                     break
                 yield values
-                on_read(last - first)
+                self._count(last - first)
 
-    def _damage(self, file: Path, error: DamagedDataError) -> Damage:
-        return Damage(file, "is missing" if not file.exists() else _cause_of(error))
-
-
-class _Values:
-    """Counts values as they are read."""
-
-    def __init__(self, total: int, progress: Progress) -> None:
-        self._done, self._total, self._progress = 0, total, progress
-
-    def read(self, count: int) -> None:
-        self._done += count
-        self._progress(self._done, self._total, "values")
+    def _count(self, values: int) -> None:
+        self._read += values
+        self._progress({"values": self._read}, self._read / max(self.values, 1))
 
 
-class _Shard:
-    """One shard with what its metadata.json promises."""
-
-    def __init__(
-        self, folder: Path, metadata: ShardMetadata, report: Report, values: _Values
-    ) -> None:
-        self._folder, self._metadata = folder, metadata
-        self._report, self._values = report, values
-        self._damaged = False
-
-    def verify(self) -> None:
-        metadata = self._metadata
-        tokens = self._array("tokens", metadata.tokens)
-        if tokens is None:
-            for name in arrays_of(metadata.content)[1:]:
-                if not (self._folder / name).is_dir():
-                    self._say(name, "is missing")
-            return
-        largest = max((int(block_N.max()) for block_N in self._blocks(tokens)), default=-1)
-        if not self._damaged:
-            self._expect("max_token_id", metadata.max_token_id, largest)
-        if metadata.max_token_id >= metadata.vocab_size:
-            self._say(
-                "metadata.json",
-                f"has max_token_id {metadata.max_token_id}, outside the vocabulary of "
-                f"{metadata.vocab_size}",
-            )
-        self._verify_starts(tokens.chunk_length)
-        if metadata.content != "text":
-            self._verify_mask()
-
-    def _verify_starts(self, chunk_length: int) -> None:
-        metadata = self._metadata
-        chunk_start_C = np.arange(0, metadata.tokens + chunk_length, chunk_length)
-        before_C = np.zeros(len(chunk_start_C), np.int64)  # documents that start before a chunk
-        self._damaged = False
-        starts = self._array("document_starts", metadata.documents)
-        previous, nonempty = 0, 0
-        for number, start_N in enumerate(self._blocks(starts) if starts else ()):
-            start_N = start_N.astype(np.int64)
-            if number == 0 and start_N[0] != 0 and not self._damaged:
-                self._say("document_starts", f"begins with {start_N[0]}, not with 0")
-            if (np.diff(start_N, prepend=previous) < 0).any():
-                self._say("document_starts", "decreases")
-                break
-            if start_N[-1] > metadata.tokens:
-                self._say("document_starts", f"goes up to {start_N[-1]}, beyond the tokens")
-                break
-            before_C += np.searchsorted(start_N, chunk_start_C)
-            # A document is empty if the next one, or the end, has the same place.
-            new_N = np.diff(start_N, prepend=previous) > 0
-            nonempty += int(np.count_nonzero(new_N & (start_N < metadata.tokens)))
-            previous = int(start_N[-1])
-        if starts and not self._damaged and metadata.content == "text":
-            nonempty += metadata.tokens > 0  # the document at place 0
-            self._expect("targets", metadata.targets, metadata.tokens - nonempty)
-        comparable = starts is not None and not self._damaged
-        firsts = self._array("first_documents", len(chunk_start_C))
-        blocks = list(self._blocks(firsts)) if firsts else []
-        if firsts and comparable and not self._damaged:
-            wrong_C = np.flatnonzero(np.concatenate(blocks).astype(np.int64) != before_C)
-            if len(wrong_C):
-                self._say("first_documents", f"disagrees with document_starts at {wrong_C[0]}")
-
-    def _verify_mask(self) -> None:
-        """Every value is 0 or 1, and as many are 1 as there are targets."""
-        self._damaged = False
-        mask = self._array(LOSS_MASK, self._metadata.tokens)
-        targets, largest = 0, 0
-        for block_N in self._blocks(mask) if mask else ():
-            targets += int(np.count_nonzero(block_N))
-            largest = max(largest, int(block_N.max()))
-        if mask and not self._damaged:
-            self._expect("targets", self._metadata.targets, targets)
-            if largest > 1:
-                self._say(LOSS_MASK, f"holds {largest}, which is neither 0 nor 1")
-
-    def _array(self, name: str, length: int) -> _ArrayFiles | None:
-        try:
-            return _ArrayFiles(self._folder / name, length, digest=self._metadata.digests[name])
-        except DamagedDataError as error:
-            self._say(name, _cause_of(error))
-            self._values.read(length)
-            return None
-
-    def _blocks(self, array: _ArrayFiles) -> Iterator[np.ndarray]:
-        return array.blocks(self._remember, self._values.read)
-
-    def _remember(self, damage: Damage) -> None:
-        self._damaged = True
-        self._report(damage)
-
-    def _say(self, name: str, reason: str) -> None:
-        self._remember(Damage(self._folder / name, reason))
-
-    def _expect(self, name: str, promised: int, found: int) -> None:
-        if promised != found:
-            self._say("metadata.json", f"has {name} {promised}, but the arrays have {found}")
-
-
-def _readable_shards(folder: Path, report: Report) -> Iterator[ShardMetadata]:
-    """The shards whose metadata.json can be read, with the others reported."""
+def _readable_shards(folder: Path, found: _Found) -> Iterator[ShardMetadata]:
+    """The shards whose metadata.json can be read; the others are damage."""
     present = shard_folders(folder)
     counts = {number[1] for number in map(shard_number, present) if number}
     expected = counts if len(counts) == 1 else ()  # of several cuts, one does not belong there
@@ -228,93 +126,144 @@ def _readable_shards(folder: Path, report: Report) -> Iterator[ShardMetadata]:
             yield read_shard(folder / name)
         except FileNotFoundError:
             there = (folder / name).is_dir()
-            report(Damage(folder / name, "is unfinished" if there else "is missing"))
+            found.add(folder / name, "is unfinished" if there else "is missing")
         except ValueError as error:
-            report(Damage(folder / name, str(error)))
+            found.add(folder / name, str(error))
     if not present:
-        report(Damage(folder, "holds no shard"))
+        found.add(folder, "holds no shard")
 
 
-def _length(metadata: ShardMetadata) -> int:
-    """Tokens, their loss mask, and documents; the fourth array is negligible."""
-    masked = metadata.content != "text"
-    return metadata.tokens * (2 if masked else 1) + metadata.documents
+def _verify_shard(found: _Found, folder: Path, shard: ShardMetadata) -> None:
+    """Compares a shard with the promises of its metadata.json."""
+    tokens = found.array(folder / "tokens", shard.tokens, shard.digests["tokens"])
+    if tokens is None:
+        for name in arrays_of(shard.content)[1:]:
+            if not (folder / name).is_dir():
+                found.add(folder / name, "is missing")
+        return
+    before = len(found.damages)
+    largest = max((int(block_N.max()) for block_N in found.blocks(tokens)), default=-1)
+    if len(found.damages) == before:
+        _expect(found, folder, "max_token_id", shard.max_token_id, largest)
+    if shard.max_token_id >= shard.vocab_size:
+        found.add(
+            folder / FILE_NAME,
+            f"has max_token_id {shard.max_token_id}, outside the vocabulary of {shard.vocab_size}",
+        )
+    _verify_starts(found, folder, shard, tokens.chunk_length)
+    if shard.content != "text":
+        before = len(found.damages)
+        mask = found.array(folder / LOSS_MASK, shard.tokens, shard.digests[LOSS_MASK])
+        targets, largest = 0, 0
+        for block_N in found.blocks(mask):
+            targets += int(np.count_nonzero(block_N))
+            largest = max(largest, int(block_N.max()))
+        if len(found.damages) == before:
+            _expect(found, folder, "targets", shard.targets, targets)
+            if largest > 1:
+                found.add(folder / LOSS_MASK, f"holds {largest}, which is neither 0 nor 1")
 
 
-def _verify_tokenizer(file: Path, tokenizer: TokenizerIdentity | None, report: Report) -> None:
+def _verify_starts(found: _Found, folder: Path, shard: ShardMetadata, chunk_length: int) -> None:
+    """Compares document_starts and first_documents with each other and with the counts."""
+    chunk_start_C = np.arange(0, shard.tokens + chunk_length, chunk_length)
+    before_C = np.zeros(len(chunk_start_C), np.int64)  # documents that start before a chunk
+    path, before = folder / "document_starts", len(found.damages)
+    starts = found.array(path, shard.documents, shard.digests[path.name])
+    previous, nonempty = 0, 0
+    for number, start_N in enumerate(found.blocks(starts)):
+        start_N = start_N.astype(np.int64)
+        if number == 0 and start_N[0] != 0 and len(found.damages) == before:
+            found.add(path, f"begins with {start_N[0]}, not with 0")
+        if (np.diff(start_N, prepend=previous) < 0).any():
+            found.add(path, "decreases")
+            break
+        if start_N[-1] > shard.tokens:
+            found.add(path, f"goes up to {start_N[-1]}, beyond the tokens")
+            break
+        before_C += np.searchsorted(start_N, chunk_start_C)
+        # A document is empty if the next one, or the end, has the same place.
+        new_N = np.diff(start_N, prepend=previous) > 0
+        nonempty += int(np.count_nonzero(new_N & (start_N < shard.tokens)))
+        previous = int(start_N[-1])
+    if len(found.damages) == before and shard.content == "text":
+        nonempty += shard.tokens > 0  # the document at place 0
+        _expect(found, folder, "targets", shard.targets, shard.tokens - nonempty)
+    path = folder / "first_documents"
+    blocks = list(found.blocks(found.array(path, len(before_C), shard.digests[path.name])))
+    if len(found.damages) == before:
+        wrong_C = np.flatnonzero(np.concatenate(blocks).astype(np.int64) != before_C)
+        if len(wrong_C):
+            found.add(path, f"disagrees with document_starts at {wrong_C[0]}")
+
+
+def _expect(found: _Found, folder: Path, name: str, promised: int, counted: int) -> None:
+    if promised != counted:
+        found.add(folder / FILE_NAME, f"has {name} {promised}, but the arrays have {counted}")
+
+
+def _verify_tokenizer(found: _Found, file: Path, tokenizer: TokenizerIdentity | None) -> None:
     if tokenizer is None or tokenizer.sha256 is None:
         return
     if not file.is_file():
-        report(Damage(file, "is missing"))
-        return
-    if file.stat().st_size > LARGEST_TOKENIZER:
-        report(Damage(file, f"has {file.stat().st_size:,} bytes: it is no tokenizer"))
-        return
-    with open(file, "rb") as stream:
-        found = hashlib.file_digest(stream, "sha256").hexdigest()
-    if found != tokenizer.sha256:
-        report(Damage(file, f"has sha256 {found}, but the tokens were made with another"))
+        found.add(file, "is missing")
+    elif file.stat().st_size > LARGEST_TOKENIZER:
+        found.add(file, f"has {file.stat().st_size:,} bytes: it is no tokenizer")
+    else:
+        with open(file, "rb") as stream:
+            digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        if digest != tokenizer.sha256:
+            found.add(file, f"has sha256 {digest}, but the tokens were made with another")
 
 
-def _verify_seqax(folder: Path, report: Report, progress: Progress) -> None:
+def _seqax_damage(folder: Path, progress: Progress) -> list[Damage]:
     try:
         split = SeqaxSplit(folder)
-        encoded = _ArrayFiles(folder / TOKENS, split.tokens, driver="zarr")
     except DamagedDataError as error:
-        report(Damage(folder, _cause_of(error)))
-        return
-    intact = True
-
-    def remember(damage: Damage) -> None:
-        nonlocal intact
-        intact = False
-        report(damage)
-
-    values = _Values(split.tokens, progress)
+        return [Damage(folder, _cause_of(error))]
+    found = _Found(progress, split.tokens)
     documents, largest = 0, -1
-    for number, encoded_N in enumerate(encoded.blocks(remember, values.read)):
-        if number == 0 and intact and not encoded_N[0] & 1:
-            report(Damage(folder / TOKENS, "begins in the middle of a document"))
+    encoded = found.array(folder / TOKENS, split.tokens, driver="zarr")
+    for number, encoded_N in enumerate(found.blocks(encoded)):
+        if number == 0 and not found.damages and not encoded_N[0] & 1:
+            found.add(folder / TOKENS, "begins in the middle of a document")
         documents += int(np.count_nonzero(encoded_N & 1))
         largest = max(largest, int(encoded_N.max() >> 1))
     # Documents without tokens have a start, but no token that could mark it.
-    if intact and documents > split.documents:
+    if documents > split.documents:
         reason = f"marks {documents} documents, but {STARTS} has {split.documents}"
-        report(Damage(folder / TOKENS, reason))
+        found.add(folder / TOKENS, reason)
     if largest > split.max_token_id:
         reason = f"has the id {largest}, but max_token_id is {split.max_token_id}"
-        report(Damage(folder / TOKENS, reason))
-    _verify_seqax_starts(folder / STARTS, split, report)
+        found.add(folder / TOKENS, reason)
+    _verify_seqax_starts(found, folder / STARTS, split)
+    return found.damages
 
 
-def _verify_seqax_starts(path: Path, split: SeqaxSplit, report: Report) -> None:
+def _verify_seqax_starts(found: _Found, path: Path, split: SeqaxSplit) -> None:
     try:
         layout = seqax_layout(path)
         sizes = file_sizes(layout)
         check_claim(layout, sizes)
         filtered = read_json(path / ".zarray").get("filters")
     except (OSError, ValueError) as error:
-        report(Damage(path, str(error)))
+        found.add(path, str(error))
         return
     if filtered:  # as seqax writes it; TensorStore cannot read that
         for number in range(layout.files):
             if str(number) not in sizes:
-                report(Damage(path / str(number), "is missing"))
-        return
-    try:
-        starts = _ArrayFiles(path, split.documents + 1, driver="zarr")
-    except DamagedDataError as error:
-        report(Damage(path, _cause_of(error)))
+                found.add(path / str(number), "is missing")
         return
     last = -1
-    for start_N in starts.blocks(report, lambda count: None):
+    array = found.array(path, split.documents + 1, driver="zarr")
+    for start_N in found.blocks(array):
         if (np.diff(start_N.astype(np.int64), prepend=last) < 0).any():
-            report(Damage(path, "decreases"))
+            found.add(path, "decreases")
         last = int(start_N[-1])
-    if last != split.tokens:
-        report(Damage(path, f"ends with {last}, but there are {split.tokens} tokens"))
+    if array is not None and last != split.tokens:
+        found.add(path, f"ends with {last}, but there are {split.tokens} tokens")
 
 
 def _cause_of(error: Exception) -> str:
-    """What TensorStore found wrong, in one line without its settings."""
+    """The cause that TensorStore found, in one line without its settings."""
     return str(error.__cause__ or error).partition(" [")[0]

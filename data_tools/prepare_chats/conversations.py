@@ -1,7 +1,7 @@
-"""Conversations, and pairs of them, as rows of fine-tuning data hold them."""
+"""The conversations, and pairs of them, in rows of fine-tuning data, for prepare_chats."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ from lmlib.data.chats.chat import Message, check_messages
 
 USER, ASSISTANT, SYSTEM = "user", "assistant", "system"
 
-# Who speaks, as ShareGPT's data sets call them.
+# The roles by their names in ShareGPT's data sets, too.
 _ROLES = {
     "human": USER,
     "user": USER,
@@ -37,8 +37,8 @@ class ConversationField(Field):
 
     A conversation is the column `messages` or `conversations`, or else a prompt and a response,
     each a text or messages. Answers to choose from are `chosen` and `rejected`, each a text or
-    messages: those that begin with the assistant follow the `prompt`, others are whole. `system`
-    is what the system says first, `tools` are JSON schemas.
+    messages: if they begin with the assistant they follow the `prompt`, else they are whole.
+    `system` is the system's text before them, `tools` are JSON schemas.
     """
 
     prompt: str = "prompt"
@@ -47,24 +47,17 @@ class ConversationField(Field):
 
     @property
     def needed(self) -> str | None:
-        """See `Field.needed`."""
         return None
 
     @property
     def description(self) -> Any:
-        """See `Field.description`."""
         return {"prompt": self.prompt, "response": self.response, "pairs": self.pairs}
 
-    def load(self) -> Callable[[Mapping[str, Any]], Any]:
-        """See `Field.load`."""
-        return self._text
-
-    def found(self, row: Any, text: Callable[..., Any], filled_up: bool) -> tuple[str | None, str]:
-        """See `Field.found`."""
+    def text(self, row: Mapping[str, Any], filled_up: bool) -> str:
         try:
-            return text(_without_nulls(row) if filled_up else row), ""
+            return self._text(_without_nulls(row) if filled_up else row)
         except (ValueError, TypeError, RecursionError) as error:
-            return None, f"holds no conversation: {error}"
+            raise ValueError(f"holds no conversation: {error}") from error
 
     def _text(self, row: Mapping[str, Any]) -> str:
         row = {name: value for name, value in row.items() if value is not None}
@@ -112,7 +105,7 @@ class ConversationField(Field):
 
 
 def read_conversations(text: str) -> list[Conversation]:
-    """What the text of a row says, see `ConversationField`: one conversation or two."""
+    """The one or two conversations of a row's text, see `ConversationField`."""
     return [Conversation(each["messages"], each["tools"]) for each in json.loads(text)]
 
 
@@ -136,8 +129,10 @@ def _message(message: Any) -> dict[str, Any]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Without the entries that are null, as Arrow fills up what a row lacks; a message's content
-    may be null."""
+    """`value` without null entries, by which Arrow fills up missing ones.
+
+    A message's content may be null.
+    """
     if isinstance(value, Mapping):
         return {
             key: _without_nulls(each)

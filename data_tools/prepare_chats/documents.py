@@ -1,20 +1,21 @@
-"""Conversations as tokens with their loss mask, through a chat template or without one."""
+"""Conversations as tokens with their loss mask: by a chat template, or plainly."""
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+import functools
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Generic, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from data_tools.encoders import Encoder
-from data_tools.prepare_chats.answers import NextTurns, answers_of, chat_of, texts_of
+from data_tools.encoders.encoder import Encoder, batches, utf8_size
 from data_tools.prepare_chats.conversations import ASSISTANT, USER, Conversation
-from data_tools.prepare_chats.tokens import MarkedEncoder
-from lmlib.data.chats.chat import Chat, ChatTemplate, Rendered
+from lmlib.data.chats.chat import Chat, ChatTemplate, Message, Rendered, after_answer
+from lmlib.data.text import read_tokenizer, tokenizers_errors
 
-Text = TypeVar("Text")
+_MOST_BYTES = 1 << 20  # of text that is encoded together; bounds the memory
 
 
 @dataclass(frozen=True)
@@ -26,71 +27,35 @@ class Document:
     text_bytes: int  # of UTF-8, before any cut
 
 
-class Documents(ABC, Generic[Text]):
-    """How conversations become documents."""
-
-    @abstractmethod
-    def texts(self, rows: Sequence[Sequence[Conversation]]) -> list[list[Text] | ValueError]:
-        """For each row the text of its conversation, or several of its parts; or those of both of a
-        pair. An error if there is none, or it cannot be encoded."""
-
-    @abstractmethod
-    def encoded(self, texts: Sequence[Text]) -> list[Document]:
-        """The documents of such texts."""
+# The documents of a row, or its problem.
+Found = list[Document] | ValueError
 
 
-class Templated(Documents[Rendered]):
-    """What a template makes of conversations; what the assistant says are targets."""
+class Documents(Protocol):
+    """Turns conversations into documents."""
 
-    def __init__(self, template: ChatTemplate, now: datetime, tokenizer_json: str | None) -> None:
-        self._template, self._now = template, now
-        self._encoder = MarkedEncoder(tokenizer_json)
-        self._next_turns = NextTurns(template, self._encoder.special.values())
-
-    def ends_answers(self) -> bool:
-        """Whether a special token is among the targets of an answer; True if that is not known."""
-        chat = [{"role": USER, "content": "?"}, {"role": ASSISTANT, "content": "!"}]
-        (texts,) = self.texts([[Conversation(chat)]])
-        if isinstance(texts, ValueError):
-            return True
-        return any(
-            id in self._encoder.special
-            for document in self.encoded(texts)
-            for id in document.ids[document.is_target].tolist()
-        )
-
-    def texts(self, rows: Sequence[Sequence[Conversation]]) -> list[list[Rendered] | ValueError]:
-        """See `Documents.texts`; turns that both of a pair have alike are no targets."""
-        chats = [[chat_of(each) for each in conversations] for conversations in rows]
-        found = iter(self._template.render_all([chat for row in chats for chat in row], self._now))
-        return [self._texts(row, [next(found) for _ in row]) for row in chats]
-
-    def _texts(
-        self, chats: Sequence[Chat], found: Sequence[Rendered | ValueError]
-    ) -> list[Rendered] | ValueError:
-        both = []
-        try:
-            for chat, rendered in zip(chats, found, strict=True):
-                if isinstance(rendered, ValueError):
-                    return rendered
-                both.append(texts_of(chat, rendered, self._next_turns))
-            texts = both[0] if len(both) == 1 else answers_of(both)
-            for text in texts:
-                self._encoder.size(text.text)
-            return texts
-        except ValueError as error:
-            return error
-
-    def encoded(self, texts: Sequence[Rendered]) -> list[Document]:
-        """See `Documents.encoded`."""
-        tokens = self._encoder.encode([each.text for each in texts])
-        return [
-            Document(found.ids, found.covering(each.assistant), len(each.text.encode()))
-            for each, found in zip(texts, tokens, strict=True)
-        ]
+    def of_rows(self, rows: Sequence[Sequence[Conversation]]) -> list[Found]:
+        """For each row the document of its conversation, or several of its parts; or the documents
+        of both of a pair. An error if there is none, or it cannot be encoded."""
 
 
-class Plain(Documents[tuple[str, str]]):
+Text = TypeVar("Text")
+
+
+def _encoded(
+    texts_of_rows: Sequence[list[Text] | ValueError],
+    encode: Callable[[list[Text]], Iterable[Document]],
+) -> list[Found]:
+    """The documents of each row's texts; `encode` gets all texts together."""
+    flat = [text for texts in texts_of_rows if not isinstance(texts, ValueError) for text in texts]
+    coming = iter(encode(flat))
+    return [
+        texts if isinstance(texts, ValueError) else [next(coming) for _ in texts]
+        for texts in texts_of_rows
+    ]
+
+
+class Plain:
     """A prompt and its response, encoded apart, after BOS and before EOS; response and EOS are
     targets. Names of special tokens are text."""
 
@@ -100,27 +65,22 @@ class Plain(Documents[tuple[str, str]]):
             np.array([] if id is None else [id], np.uint32) for id in (bos_id, eos_id)
         )
 
-    def texts(
-        self, rows: Sequence[Sequence[Conversation]]
-    ) -> list[list[tuple[str, str]] | ValueError]:
-        """See `Documents.texts`."""
+    def of_rows(self, rows: Sequence[Sequence[Conversation]]) -> list[Found]:
+        """See `Documents.of_rows`."""
         found: list[list[tuple[str, str]] | ValueError] = []
         for conversations in rows:
             try:
                 found.append([self._prompt_and_response(each) for each in conversations])
             except ValueError as error:
                 found.append(error)
-        return found
+        return _encoded(found, self._documents)
 
-    def encoded(self, texts: Sequence[tuple[str, str]]) -> list[Document]:
-        """See `Documents.encoded`."""
+    def _documents(self, texts: list[tuple[str, str]]) -> Iterator[Document]:
         flat = self._encoder.encode([text for both in texts for text in both])
-        documents = []
         for both, prompt, response in zip(texts, flat[::2], flat[1::2], strict=True):
             ids = np.concatenate([self._before, prompt, response, self._after])
             is_target = np.arange(len(ids)) >= len(self._before) + len(prompt)
-            documents.append(Document(ids, is_target, sum(len(text.encode()) for text in both)))
-        return documents
+            yield Document(ids, is_target, sum(len(text.encode()) for text in both))
 
     def _prompt_and_response(self, conversation: Conversation) -> tuple[str, str]:
         match conversation.messages:
@@ -135,3 +95,195 @@ class Plain(Documents[tuple[str, str]]):
             "it is not one prompt and one response, and the tokenizer has no chat template: give "
             "one with --template"
         )
+
+
+class Templated:
+    """The texts that a template makes of conversations; the assistant's answers are targets."""
+
+    def __init__(self, template: ChatTemplate, now: datetime, tokenizer_json: str | None) -> None:
+        self._template, self._now = template, now
+        self._encoder = MarkedEncoder(tokenizer_json)
+        self._special = sorted(self._encoder.special.values(), key=len, reverse=True)
+        self._marker = functools.cache(self._find_marker)
+
+    def ends_answers(self) -> bool:
+        """Whether a special token is among the targets of an answer; True if that is not known."""
+        chat = [{"role": USER, "content": "?"}, {"role": ASSISTANT, "content": "!"}]
+        (documents,) = self.of_rows([[Conversation(chat)]])
+        if isinstance(documents, ValueError):
+            return True
+        return any(
+            id in self._encoder.special
+            for document in documents
+            for id in document.ids[document.is_target].tolist()
+        )
+
+    def of_rows(self, rows: Sequence[Sequence[Conversation]]) -> list[Found]:
+        """See `Documents.of_rows`; turns that are alike in both of a pair are no targets."""
+        chats = [[_chat_of(each) for each in conversations] for conversations in rows]
+        found = iter(self._template.render_all([chat for row in chats for chat in row], self._now))
+        texts = [self._texts_of_row(row, [next(found) for _ in row]) for row in chats]
+        return _encoded(texts, self._documents)
+
+    def _documents(self, texts: list[Rendered]) -> Iterator[Document]:
+        tokens = self._encoder.encode([each.text for each in texts])
+        for each, found in zip(texts, tokens, strict=True):
+            yield Document(found.ids, found.covering(each.assistant), len(each.text.encode()))
+
+    def _texts_of_row(
+        self, chats: Sequence[Chat], found: Sequence[Rendered | ValueError]
+    ) -> list[Rendered] | ValueError:
+        of_chats = []
+        try:
+            for chat, rendered in zip(chats, found, strict=True):
+                if isinstance(rendered, ValueError):
+                    return rendered
+                of_chats.append(self._texts(chat, rendered))
+            texts = of_chats[0] if len(of_chats) == 1 else answers_of(of_chats)
+            for text in texts:
+                self._encoder.size(text.text)
+            return texts
+        except ValueError as error:
+            return error
+
+    def _texts(self, chat: Chat, rendered: Rendered) -> list[Rendered]:
+        """The text of a chat with the assistant's turns in `Rendered.assistant`.
+
+        They are the ones that the template marks. If it marks none, a turn is the text after the
+        chat before it with the prompt for an answer, up to the end of the chat with it; spaces and
+        newlines after a turn do not belong to it. If the template ends no turn, the marker of the
+        next one does, which is then added to the end of a text. A template that writes a chat
+        otherwise once it goes on (Qwen 3 leaves out the thoughts of earlier answers) makes a text
+        for each turn, that of the chat up to it: the model is shown the same when it answers.
+
+        Raises ValueError if an answer does not follow its prompt.
+        """
+        if rendered.assistant:
+            return [rendered]
+        if chat.messages[0]["role"] == ASSISTANT:
+            raise ValueError("it begins with the assistant, and its template marks no turns")
+        alone = []
+        for turn, (prompt, text) in zip(chat.turns, rendered.turns, strict=True):
+            marker = self._marker_after(chat.messages, turn)
+            answered = text + marker if marker else text.rstrip()
+            if not answered.startswith(prompt):
+                raise ValueError(
+                    f"its template does not write message {turn + 1} after the prompt for it, so "
+                    "that the answer cannot be found: give a --template that marks answers by "
+                    "{% generation %}"
+                )
+            alone.append(Rendered(answered, ((len(prompt), len(answered)),)))
+        whole = rendered.text
+        if chat.turns and chat.turns[-1] + 1 == len(chat.messages):
+            whole += self._marker_after(chat.messages, chat.turns[-1])
+        if all(whole.startswith(each.text) for each in alone):
+            return [Rendered(whole, tuple(turn for each in alone for turn in each.assistant))]
+        return alone
+
+    def _marker_after(self, messages: Sequence[Message], turn: int) -> str:
+        """The text between message number `turn` and the end of the next turn's marker.
+
+        It is empty if the answer has an end of its own or the template marks no next turn. At the
+        end of a chat the user goes on, or a tool if the answer calls one.
+        """
+        if turn + 1 < len(messages):
+            return self._marker(messages[turn + 1]["role"])
+        return self._marker("tool" if messages[turn].get("tool_calls") else USER)
+
+    def _find_marker(self, role: str) -> str:
+        """The end of answers in a template that writes no special token after them: the marker of
+        the next turn, as `<|user|>` of GLM."""
+        after, more = after_answer(self._template, role)
+        if not self._special or any(name in after for name in self._special):
+            return ""
+        found = re.match(rf"\s*(?:{'|'.join(map(re.escape, self._special))})", more)
+        return found[0] if found else ""
+
+
+def _chat_of(conversation: Conversation) -> Chat:
+    roles = [message["role"] for message in conversation.messages]
+    turns = [number for number, role in enumerate(roles) if role == ASSISTANT and number]
+    return Chat(conversation.messages, conversation.tools, turns=turns)
+
+
+def answers_of(both: Sequence[list[Rendered]]) -> list[Rendered]:
+    """The two answers of a pair, without the assistant's turns that are alike in both.
+
+    Raises ValueError if there are several texts of each, which differ before the last.
+    """
+    if both[0][:-1] != both[1][:-1]:
+        raise ValueError(
+            "its template writes earlier answers otherwise once a chat goes on, and the two of "
+            "the pair differ in more than the last"
+        )
+    one, other = answers = [texts[-1] for texts in both]
+    shared = {
+        turn
+        for turn in set(one.assistant) & set(other.assistant)
+        if one.text[: turn[1]] == other.text[: turn[1]]
+    }
+    return [
+        Rendered(each.text, tuple(turn for turn in each.assistant if turn not in shared))
+        for each in answers
+    ]
+
+
+class Tokens(NamedTuple):
+    """The ids of a text; id i stands for its characters [begins[i], ends[i])."""
+
+    ids: np.ndarray
+    begins: np.ndarray
+    ends: np.ndarray
+
+    def covering(self, spans: Iterable[tuple[int, int]]) -> np.ndarray:
+        """Which ids (bool) stand for characters of the spans [begin, end)."""
+        covered = np.zeros(len(self.ids), bool)
+        for begin, end in spans:
+            here = np.flatnonzero((self.ends > begin) & (self.begins < end))
+            if len(here):
+                covered[here[0] : here[-1] + 1] = True
+        return covered
+
+
+class MarkedEncoder:
+    """Gives the ids of `tokenizers`, in which names of special tokens are those tokens."""
+
+    def __init__(self, tokenizer_json: str | None) -> None:
+        """`tokenizer_json` None: bytes. Raises ValueError if the text describes no tokenizer."""
+        self._tokenizer = None
+        self.special: dict[int, str] = {}  # names of special tokens
+        if tokenizer_json is not None:
+            read_tokenizer(tokenizer_json)  # is it one?
+            # A frame around texts would shift the characters of tokens that begin with a space.
+            content = json.loads(tokenizer_json) | {"post_processor": None}
+            self._tokenizer = read_tokenizer(json.dumps(content))
+            self._tokenizer.encode_special_tokens = False
+            added = self._tokenizer.get_added_tokens_decoder()
+            self.special = {id: str(token) for id, token in added.items() if token.special}
+
+    def size(self, text: str) -> int:
+        """Bytes of UTF-8; raises ValueError for a lone surrogate, or a text that is too long."""
+        size = utf8_size(text)
+        if size > _MOST_BYTES:
+            raise ValueError(f"has {size:,} bytes of text, more than {_MOST_BYTES:,}: cut it")
+        return size
+
+    def encode(self, texts: Sequence[str]) -> list[Tokens]:
+        """The tokens of each text; raises ValueError for one that has no `size`."""
+        if self._tokenizer is None:
+            return [_bytes_of(text) for text in texts]
+        tokens: list[Tokens] = []
+        for batch in batches(texts, [self.size(text) for text in texts], _MOST_BYTES):
+            with tokenizers_errors(f"`tokenizers` cannot encode a batch that has {batch[0]!r:.60}"):
+                encodings = self._tokenizer.encode_batch(batch, add_special_tokens=False)
+            for encoding in encodings:
+                places = np.array(encoding.offsets, np.int64).reshape(-1, 2)
+                ids = np.array(encoding.ids, np.uint32)
+                tokens.append(Tokens(ids, places[:, 0], places[:, 1]))
+        return tokens
+
+
+def _bytes_of(text: str) -> Tokens:
+    sizes = [len(character.encode()) for character in text]
+    begins = np.repeat(np.arange(len(text)), sizes)
+    return Tokens(np.frombuffer(text.encode(), np.uint8).astype(np.uint32), begins, begins + 1)

@@ -1,48 +1,55 @@
-"""A split of conversations, or of pairs of them."""
+"""Splits of conversations, or of pairs of them: the recipe, and the function that writes one."""
 
+import functools
 import hashlib
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Any, Literal
 
+import numpy as np
+
+from data_tools.encoders.encoder import Encoder
+from data_tools.encoding import EncodedBlock
 from data_tools.held_out import Part
-from data_tools.prepare_chats.chats import ChatRecipe
-from data_tools.prepare_chats.conversations import ConversationField
-from data_tools.prepare_chats.documents import Templated
-from data_tools.prepare_chats.lengths import TooLong
+from data_tools.prepare_chats.conversations import ConversationField, read_conversations
+from data_tools.prepare_chats.documents import Document, Documents, Plain, Templated
 from data_tools.pretokenize.out_folder import OutFolder
-from data_tools.pretokenize.progress import Progress
-from data_tools.pretokenize.writing import FILE_LENGTH, OnBadRow, write_shard
-from data_tools.rows import Block, Row, RowSource
+from data_tools.pretokenize.writing import write_shard
+from data_tools.rows.block import Block, Row, RowSource
 from data_tools.tokenizer import Tokenizer
 from lmlib.data.chats.chat import ChatTemplate, write_chat_template
 from lmlib.data.stored.metadata import SplitMetadata, read_split
 
-NOW = datetime(2024, 7, 26)  # what Llama 3.1's template takes for today if it is not told
+# The fate of a conversation that is too long. drop: it is left out. cut_prompt: its beginning is,
+# up to the first response at most. cut_turns: its end is, after the last response that is left
+# whole. A response is never cut: where that cannot be, the conversation is dropped.
+TooLong = Literal["drop", "cut_prompt", "cut_turns"]
+
+NOW = datetime(2024, 7, 26)  # the day on which Llama 3.1's template falls back
+
+_LEFT_OUT = ("dropped_documents", "dropped_tokens", "cut_documents", "cut_tokens")
 
 
 def prepare_chats(
     source: RowSource,
     tokenizer: Tokenizer,
     template: ChatTemplate | None,
-    out: str | Path,
+    out: str | Path | OutFolder,
     split: str,
     *,
     max_length: int | None = None,
     too_long: TooLong = "drop",
     now: datetime = NOW,
     part: Part | None = None,
-    workers: int = 0,
-    on_bad_row: OnBadRow = "fail",
-    progress: Callable[[Progress], None] | None = None,
-    skipped: Callable[[Block, Row], None] | None = None,
-    file_length: int = FILE_LENGTH,
+    **settings: Any,
 ) -> SplitMetadata:
-    """Writes the conversations of the source as the split `out`/`split`, or what is missing of it.
+    """Writes the conversations of the source as the split `out`/`split`, or the missing ones.
 
-    What the assistant says are the targets. The template is kept beside the tokenizer. Killed and
+    The assistant's answers are the targets. The template is kept beside the tokenizer. Killed and
     called again, it goes on to the same bytes, which do not depend on `workers`.
 
     Args:
@@ -50,10 +57,9 @@ def prepare_chats(
       template: makes a text of a conversation; None: each is a prompt and a response, encoded
         apart, after BOS and before EOS.
       max_length: tokens of the longest conversation, or of both of a pair; None: any.
-      too_long: what becomes of a longer one; pairs are dropped.
-      now: what the template takes for the time.
-
-    See `pretokenize_shard` for the others, and for what is raised.
+      too_long: the fate of a longer one; pairs are dropped.
+      now: the time that the template is given.
+      settings: see `write_shard`, also for the errors.
     """
     field = source.field
     if not isinstance(field, ConversationField):
@@ -67,23 +73,12 @@ def prepare_chats(
             f"cannot tell which token of {tokenizer.identity.name} ends a response: name it with "
             "--eos_token, or give a --template"
         )
-    if template is not None and not (part is not None and part.held_out):  # which is told already
-        _tell_of_missing_ends(Templated(template, now, tokenizer.tokenizer_json))
-    described = source.description | {
-        "template_sha256": None if template is None else _digest(template),
-        "date": f"{now:%Y-%m-%d}",
-        "max_length": max_length,
-        "too_long": too_long,
-    }
-    if part is not None:
-        described |= {"validation_fraction": part.fraction, "held_out": part.held_out}
     framing = (tokenizer.bos_id, tokenizer.eos_id) if template is None else (None, None)
     recipe = ChatRecipe(
         encoder=tokenizer.encoder if template is None else None,
         tokenizer_json=tokenizer.tokenizer_json,
-        bos_id=framing[0],
-        eos_id=framing[1],
-        vocab_size=tokenizer.vocab_size,
+        framing=framing,
+        dtype=np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32),
         field=field,
         part=part,
         templates={} if template is None else template.sources,
@@ -92,8 +87,13 @@ def prepare_chats(
         max_length=max_length,
         too_long=too_long,
     )
-    folder = OutFolder(out)
+    folder = OutFolder.of(out)
+    digest = None
     if template is not None:
+        if not (part is not None and part.held_out):  # of which the user was told already
+            _warn_of_missing_ends(Templated(template, now, tokenizer.tokenizer_json))
+        content = [dict(template.sources), dict(template.special_tokens)]
+        digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
         write_chat_template(folder.path, template)
     write_shard(
         source,
@@ -101,21 +101,22 @@ def prepare_chats(
         tokenizer,
         folder,
         split,
-        described=described,
+        described=source.description
+        | {
+            "template_sha256": digest,
+            "date": f"{now:%Y-%m-%d}",
+            "max_length": max_length,
+            "too_long": too_long,
+        },
         content="pairs" if field.pairs else "conversations",
-        bos_id=framing[0],
-        eos_id=framing[1],
+        framing=framing,
         part=part,
-        workers=workers,
-        on_bad_row=on_bad_row,
-        progress=progress,
-        skipped=skipped,
-        file_length=file_length,
+        **settings,
     )
     return read_split(folder.path / split)
 
 
-def _tell_of_missing_ends(documents: Templated) -> None:
+def _warn_of_missing_ends(documents: Templated) -> None:
     if not documents.ends_answers():
         print(
             "WARNING: answers end with no special token of the tokenizer, so the model learns none "
@@ -125,6 +126,99 @@ def _tell_of_missing_ends(documents: Templated) -> None:
         )
 
 
-def _digest(template: ChatTemplate) -> str:
-    content = [dict(template.sources), dict(template.special_tokens)]
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+@dataclass(frozen=True)
+class ChatRecipe:
+    """See `Recipe`: documents are conversations or parts of them, or the answers of pairs.
+
+    Attributes:
+      encoder: of plain text, see `Plain`; None: conversations go through a template.
+      templates, special_tokens: see `ChatTemplate`.
+      now: the time that a template is given.
+      max_length: tokens of the longest conversation, or of both of a pair; None: any.
+    """
+
+    encoder: Encoder | None
+    tokenizer_json: str | None
+    framing: tuple[int | None, int | None]
+    dtype: np.dtype
+    field: ConversationField
+    part: Part | None  # whose documents are kept; None: all
+    templates: Mapping[str, str]
+    special_tokens: Mapping[str, str]
+    now: datetime
+    max_length: int | None
+    too_long: TooLong
+
+    @functools.cached_property
+    def _documents(self) -> Documents:
+        """Made by the process that uses it."""
+        if self.encoder is not None:
+            return Plain(self.encoder, *self.framing)
+        template = ChatTemplate(self.templates, self.special_tokens)
+        return Templated(template, self.now, self.tokenizer_json)
+
+    def encode(self, block: Block) -> EncodedBlock:
+        """The block's conversations; a row that has none with a response is among the bad rows."""
+        bad_rows: dict[int, Row] = {}  # by their number in the block
+        read = {}
+        for number, row in enumerate(block.rows(self.field)):
+            if row.text is None:
+                if self.part is None or not self.part.held_out:  # so that it counts once
+                    bad_rows[number] = row
+            elif self.part is None or self.part.has(row.text):
+                read[number] = row.where, read_conversations(row.text)
+        found = self._documents.of_rows([conversations for _, conversations in read.values()])
+        kept: list[Document] = []
+        left_out = dict.fromkeys(_LEFT_OUT, 0)
+        for (number, (where, _)), documents in zip(read.items(), found, strict=True):
+            if isinstance(documents, ValueError):
+                bad_rows[number] = Row(where, None, f"cannot be taken: {documents}")
+            elif not documents or not all(each.is_target[1:].any() for each in documents):
+                bad_rows[number] = Row(where, None, "has no response")
+            elif self.field.pairs:
+                kept += self._fitting(documents, left_out)
+            else:
+                for document in documents:
+                    kept += self._fitting([document], left_out)
+        ids = np.concatenate([np.zeros(0, self.dtype), *(each.ids for each in kept)])
+        return EncodedBlock(
+            tokens=ids.astype(self.dtype),
+            lengths=np.array([len(each.ids) for each in kept], np.int64),
+            text_bytes=np.array([each.text_bytes for each in kept], np.int64),
+            gzip_bytes=None,
+            bad_rows=tuple((0, bad_rows[number]) for number in sorted(bad_rows)),
+            loss_mask=np.concatenate([np.zeros(0, bool), *(each.is_target for each in kept)]),
+            left_out=left_out,
+        )
+
+    def _fitting(self, documents: list[Document], left_out: dict[str, int]) -> list[Document]:
+        """The documents if they are short enough, or the kept part of one; counts the rest."""
+        tokens = sum(len(each.ids) for each in documents)
+        if self.max_length is None or tokens <= self.max_length:
+            return documents
+        found, kept = documents[0], None
+        if len(documents) == 1:
+            kept = shortened(found.ids, found.is_target, self.max_length, self.too_long)
+        if kept is None:
+            left_out["dropped_documents"] += len(documents)
+            left_out["dropped_tokens"] += tokens
+            return []
+        left_out["cut_documents"] += 1
+        left_out["cut_tokens"] += tokens - len(found.ids[kept])
+        return [Document(found.ids[kept], found.is_target[kept], found.text_bytes)]
+
+
+def shortened(
+    ids: np.ndarray, is_target: np.ndarray, longest: int, too_long: TooLong
+) -> slice | None:
+    """The kept ids of a conversation with more than `longest`; None: it is dropped."""
+    targets = np.flatnonzero(is_target)
+    if too_long == "cut_prompt":
+        begin = len(ids) - longest
+        # A token before the first target must stay: nothing else predicts it.
+        return slice(begin, len(ids)) if begin < targets[0] else None
+    if too_long == "cut_turns":
+        ends = 1 + targets[np.flatnonzero(np.diff(targets, append=len(ids) + 1) > 1)]
+        kept = ends[ends <= longest]
+        return slice(0, int(kept[-1])) if len(kept) else None
+    return None

@@ -1,4 +1,4 @@
-"""The chat template that comes with a tokenizer, one of ours, or another one."""
+"""The chat template of a tokenizer, one of ours, or another one, for prepare_chats."""
 
 import os
 from pathlib import Path
@@ -11,11 +11,11 @@ from lmlib.data.chats.chat import (
     read_chat_template,
 )
 
-_OURS = Path(__file__).parent / "templates"  # of well-known models, with what is said marked
+_OURS = Path(__file__).parent / "templates"  # of well-known models, with their answers marked
 
 
 def template_names() -> list[str]:
-    """Of our own templates."""
+    """The names of our own templates."""
     return sorted(file.stem for file in _OURS.glob("*.jinja"))
 
 
@@ -58,26 +58,21 @@ def _check_tokens(template: ChatTemplate, name: str, tokenizer: str) -> None:
 
 
 def _folder(tokenizer: str) -> Path:
-    """Where the files are that belong to the tokenizer, fetched if need be."""
+    """The folder of the tokenizer's files, fetched if need be."""
     path = Path(os.path.expanduser(tokenizer))
     if tokenizer == "bytes" or path.is_dir():
         return path
     if path.is_file():
         return path.parent
 
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+    from huggingface_hub import snapshot_download
 
-    folder = path
-    for name in (CONFIG_FILE, TEMPLATE_FILE):
-        try:
-            folder = Path(hf_hub_download(tokenizer, name)).parent
-        except EntryNotFoundError as error:
-            # Without a network, none of the second can be told from one that was never fetched.
-            if name == CONFIG_FILE and isinstance(error, LocalEntryNotFoundError):
-                raise ValueError(f"{name} of {tokenizer!r} is not here, nor a network") from error
-        except Exception as error:  # of the network, of the file system
-            raise ValueError(
-                f"{name} of {tokenizer!r} cannot be fetched from the Hugging Face Hub: {error}"
-            ) from error
-    return folder
+    try:
+        folder = Path(snapshot_download(tokenizer, allow_patterns=[CONFIG_FILE, TEMPLATE_FILE]))
+        if not (folder / CONFIG_FILE).is_file():  # which every tokenizer of the Hub has
+            raise FileNotFoundError(f"there is no {CONFIG_FILE}")
+        return folder
+    except Exception as error:  # of the network, of the file system
+        raise ValueError(
+            f"{CONFIG_FILE} of {tokenizer!r} cannot be fetched from the Hugging Face Hub: {error}"
+        ) from error

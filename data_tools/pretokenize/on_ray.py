@@ -1,16 +1,17 @@
-"""All shards of a split on a Ray cluster, whose machines share a file system or reach a bucket."""
+"""All shards of a split on a Ray cluster, for `python -m data_tools.pretokenize --ray`.
+
+The machines share a file system or reach a bucket.
+"""
 
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from data_tools.command_line import Progress, no_progress
 from data_tools.pretokenize.out_folder import OutFolder
-from data_tools.pretokenize.progress import Progress
-from data_tools.pretokenize.shard import pretokenize_shard
-from data_tools.pretokenize.split import finished_split
-from data_tools.rows import RowSource
+from data_tools.pretokenize.texts import finished_split, pretokenize_shard
+from data_tools.rows.block import RowSource
 from data_tools.tokenizer import Tokenizer
 from lmlib.data.stored.metadata import SplitMetadata
 from lmlib.data.stored.shard_writer import shard_progress
@@ -28,10 +29,10 @@ def pretokenize_on_ray(
     address: str = "auto",
     workers: int = 0,
     retries: int = 3,
-    progress: Callable[[Progress], None] | None = None,
+    progress: Progress = no_progress,
     **settings: Any,
 ) -> SplitMetadata:
-    """What `pretokenize` writes, each shard by a task of its own; needs the extra `ray`.
+    """Writes the same as `pretokenize`, each shard by a task of its own; needs the extra `ray`.
 
     A shard whose task fails, or whose machine is lost, is begun again where it stopped, up to
     `retries` times each. All machines see the same files under the same paths, or `out` is in a
@@ -50,7 +51,8 @@ def pretokenize_on_ray(
 
     folder = OutFolder(out)
     # Tasks may run elsewhere, so a path has to be whole; of a bucket each has a folder of its own.
-    target_folder = str(out) if folder.is_in_bucket else str(folder.path)
+    target = (source, tokenizer, str(out) if folder.is_in_bucket else str(folder.path), split)
+    settings |= {"shards": shards, "workers": workers}
 
     begun_here = not ray.is_initialized()
     if begun_here:
@@ -62,9 +64,7 @@ def pretokenize_on_ray(
         task = ray.remote(num_cpus=max(1, workers), max_retries=0)(_make_shard)
 
         def start(shard: int) -> Any:
-            target = (source, tokenizer, target_folder, split)
-            wanted = settings | {"shard": shard, "shards": shards, "workers": workers}
-            return task.remote(os.getcwd(), target, wanted)
+            return task.remote(os.getcwd(), target, settings | {"shard": shard})
 
         running = {start(shard): shard for shard in range(shards)}
         failures = dict.fromkeys(range(shards), 0)
@@ -75,15 +75,24 @@ def pretokenize_on_ray(
                 try:
                     ray.get(result)
                 except (ray.exceptions.RayError, OSError) as error:
-                    cause = getattr(error, "cause", error)  # what the task itself raised
+                    cause = getattr(error, "cause", error)  # the error of the task itself
                     if isinstance(cause, ValueError | FileExistsError):
                         raise cause from None
                     failures[shard] += 1
                     line = (str(cause).strip().splitlines() or [repr(cause)])[0]
-                    _report(shard, shards, failures[shard], retries, line)
+                    failed = f"shard {shard} of {shards} failed ({line})"
+                    if failures[shard] > retries:
+                        raise RuntimeError(
+                            f"{failed} {failures[shard]} times: run the same command again to go "
+                            "on with all shards"
+                        ) from None
+                    left = retries - failures[shard]
+                    print(
+                        f"{failed}; it is begun again, {left} more times at most", file=sys.stderr
+                    )
                     running[start(shard)] = shard
-            if progress is not None and not folder.is_in_bucket:
-                progress(_progress(folder.path / split, shards))
+            if not folder.is_in_bucket:
+                progress(*_progress(folder.path / split, shards))
     finally:
         if begun_here:
             ray.shutdown()
@@ -95,22 +104,9 @@ def _make_shard(folder: str, target: tuple[Any, ...], settings: dict[str, Any]) 
     pretokenize_shard(*target, **settings)
 
 
-def _report(shard: int, shards: int, failures: int, retries: int, cause: str) -> None:
-    """Says that a shard failed; raises RuntimeError if it did so too often."""
-    what = f"shard {shard} of {shards} failed ({cause})"
-    if failures > retries:
-        raise RuntimeError(
-            f"{what} {failures} times: run the same command again to go on with all shards"
-        )
-    print(f"{what}; it is begun again, {retries - failures} more times at most", file=sys.stderr)
-
-
-def _progress(folder: Path, shards: int) -> Progress:
-    """What all shards hold on disk by now."""
+def _progress(folder: Path, shards: int) -> tuple[dict[str, int], float]:
+    """The counts of all shards on disk by now, and the share of them that is finished."""
     finished, totals = zip(*(shard_progress(folder, n, shards) for n in range(shards)), strict=True)
-    return Progress(
-        sum(shard.documents for shard in totals),
-        sum(shard.tokens for shard in totals),
-        sum(shard.bytes for shard in totals),
-        sum(finished) / shards,
-    )
+    names = ("documents", "bytes", "tokens")
+    counts = {name: sum(getattr(shard, name) for shard in totals) for name in names}
+    return counts, sum(finished) / shards

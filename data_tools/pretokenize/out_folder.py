@@ -1,13 +1,13 @@
-"""Where shards are made: in the folder that the user names; or, if that is in a bucket, on this
-machine, from where each is sent when it is whole."""
+"""The folder in which a command makes shards: on a disk as the user names it; or, for a bucket, a
+folder of this machine, from which each shard is sent when it is whole."""
 
 import dataclasses
 import os
 import shutil
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from data_tools.command_line import ProgressLine
 from lmlib.data.stored.data_path import data_path
 from lmlib.data.stored.metadata import FILE_NAME
 from lmlib.storage.bucket.copies import REQUESTS, place_to_make
@@ -25,8 +25,13 @@ class OutFolder:
         bucket has, and unfinished shards, which any later process goes on with.
     """
 
+    @classmethod
+    def of(cls, out: "str | os.PathLike[str] | OutFolder") -> "OutFolder":
+        """`out` itself if it is one."""
+        return out if isinstance(out, OutFolder) else cls(out)
+
     def __init__(self, out: str | os.PathLike[str]):
-        """Raises ValueError for what is no folder's name, BucketError if the bucket cannot be
+        """Raises ValueError for a name that no folder can have, BucketError if the bucket cannot be
         read."""
         self._name = os.fspath(out)
         self._url = BucketUrl.parsed(self._name)
@@ -44,13 +49,10 @@ class OutFolder:
         """As the user named it."""
         return self._name.rstrip("/") or self._name
 
-    def send(self, split: str, shard: str, progress: Callable[[int, int], None]) -> None:
+    def send(self, split: str, shard: str) -> None:
         """Puts a whole shard into the bucket, its metadata last; that alone stays here.
 
-        Nothing is sent that the bucket has already.
-
-        Args:
-          progress: is called with the bytes that the bucket has, and those of all files.
+        Files that the bucket has already are not sent again.
 
         Raises:
           FileExistsError: if the bucket has another tokenizer or chat template.
@@ -64,7 +66,8 @@ class OutFolder:
             self._send_shared(store)
             below = f"{self._url.folder}/{name}".lstrip("/")
             of_shard = BucketStore(dataclasses.replace(self._url, folder=below))
-            upload(folder, of_shard, [FILE_NAME], progress)
+            line, unit = ProgressLine(), f"bytes of {shard} sent"
+            upload(folder, of_shard, [FILE_NAME], lambda n, all: line({unit: n}, n / max(all, 1)))
         for entry in folder.iterdir():
             if entry.is_dir():
                 shutil.rmtree(entry)
@@ -72,7 +75,7 @@ class OutFolder:
                 entry.unlink()
 
     def _send_shared(self, store: BucketStore) -> None:
-        """What all shards have in common: the files beside the splits."""
+        """Sends the files that all shards share, beside the splits."""
         for file in self._shared():
             if not store.write_if_absent(file.name, file.read_bytes()):
                 raise FileExistsError(
@@ -100,7 +103,3 @@ class OutFolder:
 
         with ThreadPoolExecutor(REQUESTS) as threads:
             list(threads.map(fetch, names))
-
-
-def out_folder(out: str | Path | OutFolder) -> OutFolder:
-    return out if isinstance(out, OutFolder) else OutFolder(out)

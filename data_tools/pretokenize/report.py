@@ -1,38 +1,18 @@
-"""What a run of pretokenize says at its end, and of the rows that it left out."""
-
-import sys
+"""The summaries that pretokenize and prepare_chats print, and the command that they propose."""
 
 from data_tools.held_out import VALIDATION
 from data_tools.pretokenize.out_folder import OutFolder
-from data_tools.rows import Block, Row
 from lmlib.data.stored.metadata import ShardMetadata, SplitMetadata, read_split
 from lmlib.terminal.python_command import python_command
-
-_SHOWN = 10
-
-
-class SkippedRows:
-    """Prints the first rows that are left out to stderr."""
-
-    def __init__(self) -> None:
-        self._count = 0
-
-    def __call__(self, block: Block, row: Row) -> None:
-        self._count += 1
-        if self._count <= _SHOWN:
-            print(f"skipped: {block.locate(row)}", file=sys.stderr)
-        if self._count == _SHOWN:
-            print("further skipped rows are counted, not shown", file=sys.stderr)
 
 
 def summary(made: SplitMetadata | ShardMetadata, folder: str, seconds: float) -> str:
     """The counts of what was made, and the time that this run took."""
-    whole = isinstance(made, SplitMetadata)
     rows = {
         "folder": folder if isinstance(made, SplitMetadata) else f"{folder}/{made.name}",
         "documents": f"{made.documents:,}",
         "skipped rows": f"{made.skipped_rows:,}",
-        **(_left_out(made) if made.content != "text" else {}),
+        **(left_out(made) if made.content != "text" else {}),
         "tokens": f"{made.tokens:,}",
         "bytes of text": f"{made.bytes:,}",
         "bytes per token": f"{made.bytes / made.tokens:.3f}" if made.tokens else "no tokens",
@@ -44,7 +24,7 @@ def summary(made: SplitMetadata | ShardMetadata, folder: str, seconds: float) ->
     if made.gzip_bytes is not None and made.bytes:
         bits = 8 * made.gzip_bytes / made.bytes
         rows["gzip -9"] = f"{made.gzip_bytes:,} bytes, {bits:.3f} bits per byte"
-    if not whole:
+    if isinstance(made, ShardMetadata):
         rows["complete"] = "when all other shards are"
     return "\n".join(f"{name:<18}{value}" for name, value in rows.items())
 
@@ -61,7 +41,8 @@ def next_command(out: str) -> str | None:
     return python_command("runner", *flags, f"--workdir={folder}_run")
 
 
-def _left_out(made: SplitMetadata | ShardMetadata) -> dict[str, str]:
+def left_out(made: SplitMetadata | ShardMetadata) -> dict[str, str]:
+    """The counts of conversations that were too long, and of targets."""
     share = f", {made.targets / made.tokens:.1%} of the tokens" if made.tokens else ""
     return {
         "dropped": f"{made.dropped_documents:,} that were too long, {made.dropped_tokens:,} tokens",

@@ -1,40 +1,132 @@
-"""From the texts of a block to framed tokens."""
+"""Texts as documents: the recipe, and the functions that write a split of them."""
 
 import gzip
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from data_tools.encoders import Encoder
+from data_tools.command_line import Progress, no_progress
+from data_tools.encoders.encoder import Encoder
 from data_tools.encoding import EncodedBlock
 from data_tools.held_out import Part
-from data_tools.rows.block import Block, Field, Row
+from data_tools.pretokenize.out_folder import OutFolder
+from data_tools.pretokenize.writing import EmptySourceError, check_not_empty, write_shard
+from data_tools.rows.block import Block, Field, Row, RowSource
+from data_tools.rows.source import Texts
+from data_tools.tokenizer import Tokenizer
+from lmlib.data.stored.metadata import ShardMetadata, SplitMetadata, read_split
+
+
+def pretokenize(
+    source: RowSource | Iterable[str],
+    tokenizer: Tokenizer,
+    out: str | Path,
+    split: str,
+    *,
+    shards: int = 1,
+    progress: Progress = no_progress,
+    **settings: Any,
+) -> SplitMetadata:
+    """Writes `out`/`split`, or the missing part of it; see `pretokenize_shard` for the settings.
+
+    `source` may be any iterable of texts. `progress` is called for the whole split.
+
+    Raises the errors of `pretokenize_shard`, and ValueError if there is no text at all.
+    """
+    rows = source if isinstance(source, RowSource) else Texts(source)
+    folder = OutFolder.of(out)
+    before, finished = {"documents": 0, "bytes": 0, "tokens": 0}, 0
+
+    def in_split(counts: Mapping[str, int], fraction: float | None) -> None:
+        together = {name: before[name] + count for name, count in counts.items()}
+        progress(together, None if fraction is None else (finished + fraction) / shards)
+
+    for shard in range(shards):
+        made = pretokenize_shard(
+            rows,
+            tokenizer,
+            folder,
+            split,
+            shard=shard,
+            shards=shards,
+            progress=in_split,
+            **settings,
+        )
+        before = {name: count + getattr(made, name) for name, count in before.items()}
+        finished += 1
+    return finished_split(folder, split, settings.get("part"))
+
+
+def pretokenize_shard(
+    source: RowSource,
+    tokenizer: Tokenizer,
+    out: str | Path | OutFolder,
+    split: str,
+    *,
+    shards: int = 1,
+    part: Part | None = None,
+    max_tokens: int | None = None,
+    gzip_baseline: bool = False,
+    **settings: Any,
+) -> ShardMetadata:
+    """Writes one shard of `out`/`split`, or the missing part of it.
+
+    Each document is framed by the tokenizer's BOS and EOS; an empty one is nothing but its frame.
+
+    Args:
+      max_tokens: of the split: a shard ends with the document that reaches its equal part.
+      gzip_baseline: whether to record the length of each document under gzip -9; slow.
+      settings: see `write_shard`, also for the errors.
+    """
+    if max_tokens is not None and max_tokens < 1:
+        raise ValueError(f"max_tokens must be at least 1, not {max_tokens}")
+    if tokenizer.eos_id is None:
+        raise ValueError(
+            f"cannot tell which token of {tokenizer.identity.name} ends a document: name it with "
+            "--eos_token"
+        )
+    framing = (tokenizer.bos_id, tokenizer.eos_id)
+    dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
+    recipe = TextRecipe(tokenizer.encoder, *framing, dtype, source.field, part, gzip_baseline)
+    return write_shard(
+        source,
+        recipe,
+        tokenizer,
+        out,
+        split,
+        described=source.description | {"max_tokens": max_tokens},
+        framing=framing,
+        shards=shards,
+        part=part,
+        max_tokens=None if max_tokens is None else -(-max_tokens // shards),
+        **settings,
+    )
+
+
+def finished_split(out: OutFolder, split: str, part: Part | None) -> SplitMetadata:
+    """All shards of `out`/`split`; raises ValueError for a split without text."""
+    metadata = read_split(out.path / split)
+    try:
+        check_not_empty(metadata, split, part)
+    except EmptySourceError as error:
+        raise EmptySourceError(f"{error}, and delete {out}/{split}") from None
+    return metadata
 
 
 @dataclass(frozen=True)
 class TextRecipe:
-    """Documents are the texts of rows; see `Recipe`."""
+    """See `Recipe`: documents are the texts of rows, framed."""
 
     encoder: Encoder
     bos_id: int | None
     eos_id: int | None
-    vocab_size: int
+    dtype: np.dtype
     field: Field
     part: Part | None  # whose documents are kept; None: all
     gzip_baseline: bool  # whether to measure each text under gzip -9
-
-    def block_encoder(self) -> "TextEncoder":
-        """See `Recipe.block_encoder`."""
-        return TextEncoder(self)
-
-
-class TextEncoder:
-    """See `BlockEncoder`."""
-
-    def __init__(self, recipe: TextRecipe) -> None:
-        self._recipe = recipe
-        self._encoder = recipe.encoder
-        self._dtype = np.uint16 if recipe.vocab_size <= 2**16 else np.uint32
 
     def encode(self, block: Block) -> EncodedBlock:
         """The block's documents; a row whose text cannot be encoded is among the bad rows."""
@@ -42,35 +134,32 @@ class TextEncoder:
         sizes: list[int] = []
         compressed: list[int] = []
         bad_rows: list[tuple[int, Row]] = []
-        part = self._recipe.part
-        for row in block.rows(self._recipe.field):
+        for row in block.rows(self.field):
             text, problem = row.text, row.problem
             if text is not None:
                 try:
-                    size = self._encoder.size(text)
+                    size = self.encoder.size(text)
                 except ValueError as error:
                     text, problem = None, str(error)
             if text is None:
-                if part is None or not part.held_out:  # so that it counts once
+                if self.part is None or not self.part.held_out:  # so that it counts once
                     bad_rows.append((len(texts), Row(row.where, None, problem)))
-                continue
-            if part is not None and not part.has(text):
-                continue
-            texts.append(text)
-            sizes.append(size)
-            if self._recipe.gzip_baseline:
-                compressed.append(len(gzip.compress(text.encode(), 9)))
-        tokens, lengths = self._framed(self._encoder.encode(texts))
-        measured = np.array(compressed, np.int64) if self._recipe.gzip_baseline else None
+            elif self.part is None or self.part.has(text):
+                texts.append(text)
+                sizes.append(size)
+                if self.gzip_baseline:
+                    compressed.append(len(gzip.compress(text.encode(), 9)))
+        tokens, lengths = self._framed(self.encoder.encode(texts))
+        measured = np.array(compressed, np.int64) if self.gzip_baseline else None
         return EncodedBlock(tokens, lengths, np.array(sizes, np.int64), measured, tuple(bad_rows))
 
     def _framed(self, documents: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        recipe = self._recipe
-        before = [] if recipe.bos_id is None else [np.array([recipe.bos_id], self._dtype)]
-        after = [] if recipe.eos_id is None else [np.array([recipe.eos_id], self._dtype)]
-        lengths = np.array([len(ids) for ids in documents], np.int64) + len(before) + len(after)
-        parts = [part for ids in documents for part in (*before, ids, *after)]
-        tokens = np.concatenate(
-            [np.zeros(0, self._dtype), *parts], dtype=self._dtype, casting="unsafe"
+        before, after = (
+            [] if token is None else [np.array([token], self.dtype)]
+            for token in (self.bos_id, self.eos_id)
         )
+        lengths = np.array([len(ids) for ids in documents], np.int64) + len(before) + len(after)
+        pieces = [piece for ids in documents for piece in (*before, ids, *after)]
+        nothing = np.zeros(0, self.dtype)
+        tokens = np.concatenate([nothing, *pieces], dtype=self.dtype, casting="unsafe")
         return tokens, lengths

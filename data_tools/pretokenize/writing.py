@@ -1,21 +1,28 @@
-"""A shard of any documents, written from where it was left to its end."""
+"""Shards of documents of any kind, written from where they were left to their end.
+
+For pretokenize and prepare_chats, which differ in the recipe that makes documents of rows.
+"""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from data_tools.command_line import Progress, no_progress
 from data_tools.encoding import EncodedBlock, Recipe, encode_in_order
 from data_tools.held_out import Part
-from data_tools.pretokenize.out_folder import OutFolder, out_folder
-from data_tools.pretokenize.progress import Progress, SendingLines
-from data_tools.rows import Block, Row, RowSource, bad_row
+from data_tools.pretokenize.out_folder import OutFolder
+from data_tools.rows.block import Block, Row, RowSource, bad_row
 from data_tools.tokenizer import Tokenizer
 from lmlib.data.stored.journal import Totals
 from lmlib.data.stored.metadata import Content, ShardMetadata, SplitMetadata
 from lmlib.data.stored.shard_writer import ShardWriter, finished_shard
 
 OnBadRow = Literal["fail", "skip"]
-FILE_LENGTH = 16 * 1024 * 1024  # tokens in a file; what is lost at most when a run is killed
+FILE_LENGTH = 16 * 1024 * 1024  # tokens in a file; at most so many are lost when a run is killed
+
+
+class EmptySourceError(ValueError):
+    """No document has any text."""
 
 
 def write_shard(
@@ -27,41 +34,59 @@ def write_shard(
     *,
     described: Mapping[str, Any],
     content: Content = "text",
-    bos_id: int | None = None,
-    eos_id: int | None = None,
+    framing: tuple[int | None, int | None] = (None, None),
     shard: int = 0,
     shards: int = 1,
     part: Part | None = None,
     max_tokens: int | None = None,
     workers: int = 0,
     on_bad_row: OnBadRow = "fail",
-    progress: Callable[[Progress], None] | None = None,
+    progress: Progress = no_progress,
     skipped: Callable[[Block, Row], None] | None = None,
     file_length: int = FILE_LENGTH,
 ) -> ShardMetadata:
-    """Writes the documents that `recipe` makes of the source's rows, or what is missing of them.
+    """Writes the documents that `recipe` makes of the source's rows, or the missing ones.
 
-    See `pretokenize_shard` for what else is given, and raised.
+    The bytes on disk depend on neither `workers` nor how often the writing was killed and begun
+    again. After a kill, the last tokens that did not fill a file are made again.
 
     Args:
-      out: the data set's folder, on a disk or in a bucket.
-      described: all that the documents depend on, for the record.
-      content: what they are.
-      bos_id, eos_id: what frames each of them, for the record.
-      part: which of them to take, for the message if there are none.
+      source: the rows; the shard takes its share.
+      out: the data set's folder. If it is `gs://…` or `s3://…`, the shard is made on this machine,
+        in the user's cache folder, and sent when it is whole.
+      described: everything that the documents depend on, for the record.
+      content: the kind of documents.
+      framing: the ids before and after each of them, for the record.
+      part: the documents to take, for the record; None: all.
       max_tokens: the shard ends with the document that reaches so many.
+      workers: processes that tokenise; 0 for the calling one.
+      on_bad_row: whether a row without a usable text is an error, or counted and left out.
+      progress: called with documents, bytes and tokens after each block of about a megabyte.
+      skipped: called with each row that is left out, and its block, which can `locate` it.
+
+    Raises:
+      FileExistsError: if the shard was made or begun with other settings, or is being written.
+      ValueError: for a bad row, with its file and line, settings that make no sense, or, for an
+        only shard, no text at all.
+      OSError: for a file or a bucket that cannot be read or written.
     """
+    if part is not None:
+        described = {
+            **described,
+            "validation_fraction": part.fraction,
+            "held_out": part.held_out,
+        }
     made_by: dict[str, Any] = {
         "content": content,
         "tokenizer": tokenizer.identity,
         "source": dict(described),
-        "bos_id": bos_id,
-        "eos_id": eos_id,
+        "bos_id": framing[0],
+        "eos_id": framing[1],
     }
-    folder = out_folder(out)
+    folder = OutFolder.of(out)
     done = finished_shard(folder.path, split, shard, shards, **made_by)
     if done is not None:
-        folder.send(split, done.name, SendingLines(done.name))
+        folder.send(split, done.name)
         return done
     writer = ShardWriter(
         folder.path,
@@ -80,12 +105,14 @@ def write_shard(
             full = False
             if max_tokens is not None:
                 encoded, full = _up_to(encoded, max_tokens - writer.totals.tokens)
-            _judge(block, encoded, on_bad_row, skipped)
+            for _, row in encoded.bad_rows:
+                if on_bad_row == "fail":
+                    raise bad_row(block, row)
+                if skipped is not None:
+                    skipped(block, row)
             writer.mark(block.position)
             _write(writer, encoded)
-            if progress is not None:
-                totals = writer.totals
-                progress(Progress(totals.documents, totals.tokens, totals.bytes, block.fraction))
+            progress(*_progress(writer.totals, block.fraction, max_tokens))
             if full:
                 break
         if shards == 1:
@@ -97,12 +124,8 @@ def write_shard(
     finally:
         encoding.close()
         writer.close()
-    folder.send(split, made.name, SendingLines(made.name))
+    folder.send(split, made.name)
     return made
-
-
-class EmptySourceError(ValueError):
-    """No document has any text."""
 
 
 def check_not_empty(
@@ -111,15 +134,13 @@ def check_not_empty(
     """Raises EmptySourceError for a split without text."""
     if made.bytes:
         return
-    held_out = part is not None and part.held_out
     setting = "--text_column" if content == "text" else "--max_length"
-    advice = (
-        "raise --validation_fraction" if held_out else f"check --dataset, --pattern and {setting}"
-    )
-    found = [
-        f"{made.documents:,} empty documents",
-        *([f"{made.dropped_documents:,} that are too long"] if made.dropped_documents else []),
-    ]
+    advice = f"check --dataset, --pattern and {setting}"
+    if part is not None and part.held_out:
+        advice = "raise --validation_fraction"
+    found = [f"{made.documents:,} empty documents"]
+    if made.dropped_documents:
+        found.append(f"{made.dropped_documents:,} that are too long")
     raise EmptySourceError(
         f"the source has no text for the split {split!r}, but {', '.join(found)} "
         f"and {made.skipped_rows:,} skipped rows: {advice}"
@@ -134,19 +155,6 @@ def _up_to(encoded: EncodedBlock, tokens: int) -> tuple[EncodedBlock, bool]:
     return encoded.first(int(ends.searchsorted(tokens)) + 1), True
 
 
-def _judge(
-    block: Block,
-    encoded: EncodedBlock,
-    on_bad_row: OnBadRow,
-    skipped: Callable[[Block, Row], None] | None,
-) -> None:
-    for _, row in encoded.bad_rows:
-        if on_bad_row == "fail":
-            raise bad_row(block, row)
-        if skipped is not None:
-            skipped(block, row)
-
-
 def _write(writer: ShardWriter, encoded: EncodedBlock) -> None:
     measured: Any = encoded.gzip_bytes
     writer.extend(
@@ -158,3 +166,13 @@ def _write(writer: ShardWriter, encoded: EncodedBlock) -> None:
         skipped_rows=len(encoded.bad_rows),
         **encoded.left_out,
     )
+
+
+def _progress(
+    totals: Totals, fraction: float | None, max_tokens: int | None
+) -> tuple[dict[str, int], float | None]:
+    """The counts of a shard, and the share of it that is done."""
+    if max_tokens is not None:
+        fraction = min(1.0, max(fraction or 0.0, totals.tokens / max_tokens))
+    counts = {"documents": totals.documents, "bytes": totals.bytes, "tokens": totals.tokens}
+    return counts, fraction

@@ -1,4 +1,4 @@
-"""Parquet and Arrow files, and record batches from elsewhere."""
+"""Blocks of rows from Parquet and Arrow files, and from the record batches of `datasets`."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -30,25 +30,23 @@ class ArrowBlock(Block):
 
     @property
     def size(self) -> int:
-        """See `Block.size`."""
         return len(self.stream)
 
     def rows(self, field: Field) -> Iterator[Row]:
-        """See `Block.rows`."""
         import pyarrow as pa
 
         batch = pa.ipc.open_stream(self.stream).read_next_batch()
         where = [
             f"{self.path}, {self.unit}row {self.first_row + row}," for row in range(len(batch))
         ]
-        text = field.load()
         if field.needed is not None and field.needed in batch.schema.names:
-            column = batch.column(field.needed)
-            for place, found in zip(where, _strings(column), strict=True):
-                yield Row(place, found) if isinstance(found, str) else _bad(found, field, place)
+            for place, found in zip(where, _values(batch.column(field.needed)), strict=True):
+                is_bytes = isinstance(found, bytes)
+                row = {field.needed: found}
+                yield utf8_row(found, place) if is_bytes else field.row(row, place)
             return
         for place, row in zip(where, batch.to_pylist(), strict=True):
-            yield field.row(row, text, place, filled_up=True)
+            yield field.row(row, place, filled_up=True)
 
 
 def arrow_blocks(
@@ -58,8 +56,8 @@ def arrow_blocks(
 
     The parts are Parquet's row groups, taken to be of equal size, or a whole Arrow file;
     `position` is [part, row]. `Block.fraction` is that of the file, for Parquet.
-    Raises OSError, naming the file, if it cannot be read, ValueError for columns that are missing
-    or ambiguous.
+    Raises OSError, naming the file, if it cannot be read, ValueError for missing or ambiguous
+    columns.
     """
     import pyarrow as pa
 
@@ -80,7 +78,7 @@ def arrow_blocks(
 def batch_blocks(
     batches: "Iterator[pyarrow.RecordBatch]", path: str, unit: str, part: int, skipped: int
 ) -> Iterator[ArrowBlock]:
-    """The batches' rows, but for the first `skipped`, in blocks of a good size."""
+    """The batches' rows after the first `skipped`, in blocks of a good size."""
     row = 0
     for batch in batches:
         rows_per_block = max(1, int(len(batch) * BLOCK_BYTES / max(1, batch.nbytes)))
@@ -147,7 +145,7 @@ def _gathered(batches: "Iterator[pyarrow.RecordBatch]") -> "Iterator[pyarrow.Rec
 
 
 def _record_batches(path: Path, field: Field) -> "Iterator[pyarrow.RecordBatch]":
-    """What is needed of an Arrow file, or of an Arrow stream as `datasets` keeps it."""
+    """The needed columns of an Arrow file, or of an Arrow stream as `datasets` keeps it."""
     import pyarrow as pa
 
     with pa.memory_map(str(path)) as content:
@@ -175,9 +173,9 @@ def _check_names(path: Path, names: list[str], field: Field) -> None:
 
 
 def _check_offsets(batch: "pyarrow.RecordBatch") -> None:
-    """Raises ArrowInvalid for values that lie outside of the file, which Arrow itself would read.
+    """Raises ArrowInvalid for values outside of the file, which Arrow itself would read.
 
-    Strings are looked at as bytes: one that is not UTF-8 is a matter of its row alone.
+    Strings are checked as bytes: a string that is not UTF-8 makes only its row bad.
     """
     import pyarrow as pa
 
@@ -212,7 +210,7 @@ def _serialized(batch: "pyarrow.RecordBatch") -> bytes:
     return sink.getvalue().to_pybytes()
 
 
-def _strings(column: "pyarrow.Array") -> list[Any]:
+def _values(column: "pyarrow.Array") -> list[Any]:
     """The column's values; a string that is not UTF-8 is left as bytes."""
     import pyarrow as pa
 
@@ -220,9 +218,3 @@ def _strings(column: "pyarrow.Array") -> list[Any]:
         return column.to_pylist()
     except UnicodeDecodeError:
         return column.cast(pa.large_binary()).to_pylist()
-
-
-def _bad(found: Any, field: Field, where: str) -> Row:
-    if isinstance(found, bytes):
-        return utf8_row(found, where)
-    return Row(where, None, f"has no string in column {field.needed!r} but {found!r:.40}")

@@ -1,6 +1,8 @@
-"""Blocks of rows, and how a text is taken out of a row."""
+"""Rows, blocks of rows and sources of blocks: everything that a reader of a file format needs."""
 
+import functools
 import importlib
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -9,10 +11,11 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 BLOCK_BYTES = 1024 * 1024  # of text, about; a longer row makes a longer block
 MAX_ROW_BYTES = 128 * 1024 * 1024  # of a line or a text file; bounds the memory that a row takes
 TOO_LONG = f"is longer than {MAX_ROW_BYTES // 2**20} MiB: cut it into several rows"
+_SHOWN = 10  # lines about rows that are left out
 
 
 class Row(NamedTuple):
-    """A row of the source, with its text or what is wrong with it."""
+    """A row of the source, with its text or its problem."""
 
     where: str  # the file and the line or row in it
     text: str | None
@@ -23,7 +26,7 @@ class Row(NamedTuple):
 
 
 class Field(ABC):
-    """What of a row is its text."""
+    """The part of a row that is its text."""
 
     @property
     @abstractmethod
@@ -33,90 +36,73 @@ class Field(ABC):
     @property
     @abstractmethod
     def description(self) -> Any:
-        """What the text is, in JSON values, for the record."""
+        """The field in JSON values, for the record."""
 
     @abstractmethod
-    def load(self) -> Callable[[Mapping[str, Any]], Any]:
-        """The function from a row to its text; raises ValueError if it cannot be had."""
-
-    def row(
-        self,
-        row: object,
-        text: Callable[[Mapping[str, Any]], Any],
-        where: str,
-        filled_up: bool = False,
-    ) -> Row:
-        """The row with its text, or what is wrong with it; `text` comes from `load`.
+    def text(self, row: Mapping[str, Any], filled_up: bool) -> str:
+        """The text of a row; raises ValueError, whose message completes a sentence about the row.
 
         `filled_up`: a null may stand for an entry that the row lacks, as in Arrow's structs.
         """
+
+    def row(self, row: object, where: str, filled_up: bool = False) -> Row:
+        """The row with its text, or its problem."""
         if not isinstance(row, Mapping):
             return Row(where, None, f"is no JSON object but {type(row).__name__}")
-        return Row(where, *self.found(row, text, filled_up))
-
-    @abstractmethod
-    def found(self, row: Any, text: Callable[..., Any], filled_up: bool) -> tuple[str | None, str]:
-        """The text of the row, or None and what is wrong with it; see `row`."""
+        try:
+            return Row(where, self.text(row, filled_up))
+        except ValueError as error:
+            return Row(where, None, str(error))
 
 
 @dataclass(frozen=True)
 class TextField(Field):
-    """A column, or what a Python function makes of the whole row."""
+    """A column, or the result of a Python function of the whole row."""
 
     column: str = "text"
     function: str | None = None  # "package.module:function", called with the row's dict
 
     @property
     def needed(self) -> str | None:
-        """See `Field.needed`."""
         return self.column if self.function is None else None
 
     @property
     def description(self) -> str:
-        """See `Field.description`."""
         return self.function or self.column
 
-    def load(self) -> Callable[[Mapping[str, Any]], Any]:
-        """See `Field.load`."""
-        if self.function is None:
-            return self._of_column
-        module, _, name = self.function.partition(":")
-        try:
-            loaded = getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError, ValueError) as error:
+    def text(self, row: Mapping[str, Any], filled_up: bool) -> str:
+        source = self.function or f"column {self.column!r}"
+        if self.function is not None:
+            try:
+                found = imported(self.function)(row)
+            except Exception as error:  # whatever the user's function raises is about this row
+                raise ValueError(f"makes {self.function} raise {error!r}") from error
+        elif self.column in row:
+            found = row[self.column]
+        else:
             raise ValueError(
-                f"cannot import the text function {self.function!r}, which should be given as "
-                f"package.module:function: {error}"
-            ) from error
-        if not callable(loaded):
-            raise ValueError(f"the text function {self.function!r} is {loaded!r}, no function")
-        return loaded
-
-    def found(self, row: Any, text: Callable[..., Any], filled_up: bool) -> tuple[str | None, str]:
-        """See `Field.found`."""
-        try:
-            found = text(row)
-        except _NoColumnError as error:
-            return None, str(error)
-        except Exception as error:  # whatever the user's function raises is about this row
-            return None, f"makes {self.function} raise {error!r}"
-        if not isinstance(found, str):
-            what = f"column {self.column!r}" if self.function is None else self.function
-            return None, f"has no string in {what} but {found!r:.40}"
-        return found, ""
-
-    def _of_column(self, row: Mapping[str, Any]) -> Any:
-        try:
-            return row[self.column]
-        except KeyError:
-            raise _NoColumnError(
                 f"has no column {self.column!r}; it has {', '.join(map(repr, row))}: choose one "
                 "with --text_column"
-            ) from None
+            )
+        if not isinstance(found, str):
+            raise ValueError(f"has no string in {source} but {found!r:.40}")
+        return found
 
 
-class _NoColumnError(Exception):
-    pass
+@functools.cache
+def imported(function: str) -> Callable[[Mapping[str, Any]], Any]:
+    """The text function; raises ValueError if it cannot be imported."""
+    module, _, name = function.partition(":")
+    try:
+        loaded = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"cannot import the text function {function!r}, which should be given as "
+            f"package.module:function: {error}"
+        ) from error
+    if not callable(loaded):
+        raise ValueError(f"the text function {function!r} is {loaded!r}, no function")
+    return loaded
 
 
 @dataclass(frozen=True)
@@ -124,7 +110,7 @@ class Block(ABC):
     """Consecutive rows of a source, as they were read."""
 
     position: Any  # where the block begins, in JSON values
-    fraction: float | None  # of what is to be read, after this block; None if unknown
+    fraction: float | None  # the share of the source up to the end of this block; None if unknown
 
     @property
     @abstractmethod
@@ -148,7 +134,7 @@ class RowSource(Protocol):
 
     @property
     def description(self) -> dict[str, Any]:
-        """What the rows are and where they come from, in JSON values, for the record."""
+        """The rows and their origin, in JSON values, for the record."""
 
     def blocks(self, shard: int, shards: int, position: Any = None) -> Iterator[Block]:
         """The blocks of one shard, from the one that began at `position`.
@@ -158,10 +144,25 @@ class RowSource(Protocol):
 
 
 def bad_row(block: Block, row: Row) -> ValueError:
-    """The error that says what is wrong with a row, and where it is."""
+    """The error that names a row and its problem."""
     return ValueError(
         f"{block.locate(row)}: repair it, or pass over such rows with --on_bad_row=skip"
     )
+
+
+class SkippedRows:
+    """Prints the first rows that are left out to stderr."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def __call__(self, block: Block | None, row: Row) -> None:
+        """`block` may locate the row."""
+        self._count += 1
+        if self._count <= _SHOWN:
+            print(f"skipped: {block.locate(row) if block else row}", file=sys.stderr, flush=True)
+        if self._count == _SHOWN:
+            print("further skipped rows are not shown", file=sys.stderr, flush=True)
 
 
 def utf8_row(content: bytes, where: str) -> Row:

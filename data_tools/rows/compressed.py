@@ -1,14 +1,12 @@
-"""Compressed files as streams of bytes, in which a missing end is an error."""
+"""Files, compressed or not, as streams of bytes, for the readers of lines and of texts."""
 
 import io
-import zlib
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-COMPRESSIONS = (".gz", ".zst")  # suffixes, in any case
-_READ_BYTES = 1024  # decompressed at once: what zstd makes of them is up to 32,768 times as long
-_BUFFER_BYTES = 1024 * 1024
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}  # by suffix, in any case; the names are Arrow's
 
 
 def compression(path: Path) -> str:
@@ -17,67 +15,51 @@ def compression(path: Path) -> str:
     return suffix if suffix in COMPRESSIONS else ""
 
 
-def decompressed(stored: BinaryIO, path: Path) -> BinaryIO:
-    """What `stored`, the file at `path`, holds, decompressed if its name ends in .gz or .zst.
+class Stream:
+    """The decompressed content of a file."""
 
-    Reading raises OSError, naming the file, if it is not whole or not what its name says.
-    """
-    suffix = compression(path)
-    if suffix == ".gz":
-        raw = _Decompressed(stored, path, _gzip_decompressor, zlib.error)
-    elif suffix == ".zst":
-        import zstandard
+    def __init__(self, path: Path, stored: Any, content: Any) -> None:
+        self._path, self._stored, self._content = path, stored, content
 
-        def decompressor() -> Any:
-            return zstandard.ZstdDecompressor().decompressobj()
+    def read(self, count: int) -> bytes:
+        """The next bytes, none at the end.
 
-        raw = _Decompressed(stored, path, decompressor, zstandard.ZstdError)
-    else:
-        return stored
-    return io.BufferedReader(raw, _BUFFER_BYTES)
+        Raises OSError, naming the file, if it is not whole or not in the format of its suffix.
+        """
+        try:
+            return self._content.read(count)
+        except OSError as error:
+            raise OSError(f"{self._path} cannot be read to its end: {error}") from error
+
+    def seek(self, place: int) -> int:
+        """Goes to a byte of the decompressed content, at or after the current one."""
+        if self._content is self._stored:
+            return self._stored.seek(place)
+        done = 0
+        while done < place and (content := self.read(min(place - done, io.DEFAULT_BUFFER_SIZE))):
+            done += len(content)
+        return done
+
+    @property
+    def fraction(self) -> float:
+        """The share of the stored bytes that was read."""
+        place = self._stored.tell()
+        size = self._stored.seek(0, io.SEEK_END)
+        self._stored.seek(place)
+        return place / max(size, 1)
 
 
-def skip(stream: BinaryIO, count: int) -> None:
-    """Reads `count` bytes, or up to the end, and drops them."""
-    while count > 0 and (content := stream.read(min(count, _BUFFER_BYTES))):
-        count -= len(content)
+@contextmanager
+def opened(path: Path) -> Iterator[Stream]:
+    """The content of the file; OSError if it cannot be opened, or is empty but compressed."""
+    with open(path, "rb", buffering=0) as stored:
+        if not compression(path):
+            yield Stream(path, stored, stored)
+            return
+        import pyarrow as pa
 
-
-def _gzip_decompressor() -> Any:
-    return zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
-
-
-class _Decompressed(io.RawIOBase):
-    """One or more compressed members, one after the other."""
-
-    def __init__(
-        self, stored: BinaryIO, path: Path, new: Callable[[], Any], error: type[Exception]
-    ) -> None:
-        self._stored, self._path, self._new, self._error = stored, path, new, error
-        self._decompressor = new()
-        self._whole = False  # a member has ended, and nothing of another was read yet
-        self._compressed = b""
-        self._decompressed = memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._decompressed:
-            if self._decompressor.eof:
-                self._compressed = self._decompressor.unused_data
-                self._decompressor, self._whole = self._new(), True
-            self._compressed = self._compressed or self._stored.read(_READ_BYTES)
-            if not self._compressed:
-                if not self._whole:
-                    raise OSError(f"{self._path} ends too early: the file is not whole")
-                return 0
-            try:
-                self._decompressed = memoryview(self._decompressor.decompress(self._compressed))
-            except self._error as error:
-                raise OSError(f"{self._path} cannot be decompressed: {error}") from error
-            self._compressed, self._whole = b"", False
-        length = min(len(buffer), len(self._decompressed))
-        buffer[:length] = self._decompressed[:length]
-        self._decompressed = self._decompressed[length:]
-        return length
+        if not path.stat().st_size:
+            raise OSError(f"{path} is empty, and so no whole {compression(path)} file")
+        yield Stream(
+            path, stored, pa.CompressedInputStream(stored, COMPRESSIONS[path.suffix.lower()])
+        )

@@ -1,28 +1,74 @@
-"""Files on this machine, of any mixture of kinds, as one source of rows."""
+"""Files on this machine, of any mixture of formats, as one source of rows.
+
+`READERS` has the formats of rows. A file with another suffix is a text.
+"""
 
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from data_tools.rows.block import Block, Field, TextField
-from data_tools.rows.compressed import compression
-from data_tools.rows.formats import READERS, check_is_read, kind
-from data_tools.rows.separated_text import separated_text_blocks
-from data_tools.rows.text_files import text_file_blocks
+from data_tools.rows.arrow import ARROW, PARQUET, arrow_blocks
+from data_tools.rows.block import (
+    BLOCK_BYTES,
+    MAX_ROW_BYTES,
+    TOO_LONG,
+    Block,
+    Field,
+    Row,
+    TextField,
+    utf8_row,
+)
+from data_tools.rows.compressed import compression, opened
+from data_tools.rows.records import documents_blocks, lines_blocks
+
+# From the file, its size, bytes `start` and `stop` (up to size + 1), the position of a block or
+# `None`, and the field of the text: the blocks that begin between `start` and `stop`, from the one
+# at that position on. A part that cannot be cut begins at byte 0.
+Reader = Callable[[Path, int, int, int, Any, Field], Iterator[Block]]
+READERS: dict[str, Reader] = {
+    **dict.fromkeys((".jsonl", ".ndjson", ".json", ".jsonlines", ".jl"), lines_blocks),
+    **dict.fromkeys((*PARQUET, *ARROW), arrow_blocks),
+}
+
+# Suffixes of files that are neither rows nor texts, by the advice about them.
+_REFUSED = {
+    "write its rows as JSON Lines or Parquet": (
+        ".csv .tsv .psv .xls .xlsx .ods .avro .orc .tfrecord .warc .wet .wat .db .sqlite .sqlite3 "
+        ".h5 .hdf5 .npy .npz .pkl .pickle .pt .safetensors"
+    ),
+    "unpack it, or compress it as .gz or .zst instead": (
+        ".bz2 .xz .lzma .lz4 .br .z .zip .7z .rar .tar .tgz .tbz2 .txz"
+    ),
+    "write its text as a text file": ".pdf .doc .docx .odt .rtf .epub",
+    "its name is that of an unfinished file: finish it, or leave it out": (
+        ".tmp .temp .part .partial .crdownload .incomplete"
+    ),
+}
+_ADVICE = {suffix: advice for advice, suffixes in _REFUSED.items() for suffix in suffixes.split()}
+
+
+def kind(file: Path) -> str:
+    """The suffix that names the format, in lower case: that before .gz or .zst, if it has one."""
+    return (file.with_suffix("") if compression(file) else file).suffix.lower()
+
+
+def may_be_file(name: str) -> bool:
+    """Whether the name ends as that of a file does."""
+    known = {*READERS, *_ADVICE, ".txt", ".py", ".md"}
+    return bool(compression(Path(name))) or kind(Path(name)) in known
 
 
 class Files:
     """The rows of files, in order: lines of .jsonl, rows of .parquet and .arrow, whole text files.
 
-    `READERS` has the suffixes. Files of lines and text files may end in .gz or .zst besides. Shards
-    are equal shares of the files' bytes: a part of a file that can be read alone (a
-    line, a row group, a whole file that is compressed or has separated documents) belongs to the
-    shard in whose share it begins.
+    Files of lines and text files may end in .gz or .zst besides. Shards are equal shares of the
+    files' bytes: a part of a file that can be read alone (a line, a row group, a whole file that is
+    compressed or has separated documents) belongs to the shard in whose share it begins.
     """
 
     def __init__(
@@ -33,15 +79,15 @@ class Files:
         pattern: str | None = None,
         document_separator: str | None = None,
     ) -> None:
-        """`datasets` are files, and folders of which the files that match the glob `pattern` count,
-        sorted by path. With a `document_separator` a text file holds many documents.
+        """`datasets` are files, and folders whose files that match the glob `pattern` count, sorted
+        by path. With a `document_separator` a text file holds many documents.
 
         Links to folders inside of a folder are not followed. Names that begin with a dot are left
         out, unless the pattern has one too.
         Raises FileNotFoundError for a path that is not there or a folder without matches, OSError
-        for what cannot be listed or is no regular file, ValueError for a path without a name, an
-        empty separator, a file that is neither rows nor a text, or, without a pattern, a folder
-        that holds both.
+        for a folder that cannot be listed or a path that is no regular file, ValueError for a path
+        without a name, an empty separator, a file that is neither rows nor a text, or, without a
+        pattern, a folder that holds both.
         """
         if not datasets or not all(datasets):
             raise ValueError(
@@ -54,12 +100,11 @@ class Files:
         self._datasets, self._pattern = list(datasets), pattern
         self._files = [file for name in datasets for file in _files_of(name, pattern)]
         self._sizes = [file.stat().st_size for file in self._files]
-        # One more than its size, so that an empty file lies in a share too.
+        # One more than its size, so that an empty file has a place in a share too.
         self._offsets = [0, *accumulate(size + 1 for size in self._sizes)]
 
     @property
     def description(self) -> dict[str, Any]:
-        """See `RowSource.description`."""
         listing = "".join(
             f"{size} {file}\n" for file, size in zip(self._files, self._sizes, strict=True)
         )
@@ -75,11 +120,11 @@ class Files:
 
     @property
     def kinds_of_text(self) -> dict[str, int]:
-        """How many text files there are of each suffix, the most frequent first."""
+        """The number of text files with each suffix, the most frequent first."""
         return dict(Counter(map(kind, filter(_is_text, self._files))).most_common())
 
     def blocks(self, shard: int, shards: int, position: Any = None) -> Iterator[Block]:
-        """See `RowSource.blocks`. Raises OSError, naming the file, for what cannot be read."""
+        """See `RowSource.blocks`. Raises OSError, naming the file, if one cannot be read."""
         total = self._offsets[-1]
         low, high = total * shard // shards, total * (shard + 1) // shards
         first, inner = position or (0, None)
@@ -97,12 +142,12 @@ class Files:
             return replace(block, position=[number, inner], fraction=min(1.0, max(0.0, fraction)))
 
         def is_document(share: _Share) -> bool:
-            return self._separator is None and self._is_text(share.number)
+            return self._separator is None and _is_text(self._files[share.number])
 
         for are_documents, group in groupby(shares, key=is_document):
             if are_documents:
                 numbers = [share.number for share in group if share.start == 0]
-                for block in text_file_blocks(self._files[number] for number in numbers):
+                for block in _text_files_blocks([self._files[number] for number in numbers]):
                     last = numbers[block.position + len(block.paths) - 1]
                     yield placed(block, numbers[block.position], None, last, 0)
                 continue
@@ -113,15 +158,10 @@ class Files:
 
     def _file_blocks(self, number: int, start: int, stop: int, position: Any) -> Iterator[Block]:
         file, size = self._files[number], self._sizes[number]
-        if self._is_text(number) and self._separator is not None:
-            separator = self._separator.encode("utf-8")
-            return (
-                separated_text_blocks(file, size, separator, position) if start == 0 else iter(())
-            )
-        return READERS[kind(file)](file, size, start, stop, position, self.field)
-
-    def _is_text(self, number: int) -> bool:
-        return _is_text(self._files[number])
+        if not _is_text(file):
+            return READERS[kind(file)](file, size, start, stop, position, self.field)
+        assert self._separator is not None
+        return documents_blocks(file, self._separator.encode(), position) if not start else iter(())
 
 
 class _Share(NamedTuple):
@@ -130,6 +170,49 @@ class _Share(NamedTuple):
     number: int
     start: int
     stop: int
+
+
+@dataclass(frozen=True)
+class _TextFilesBlock(Block):
+    """Whole text files, each a document with the columns `text` and `path`."""
+
+    paths: list[str]
+    contents: list[bytes | None]  # None for a file that is too long
+
+    @property
+    def size(self) -> int:
+        return sum(len(content or b"") for content in self.contents)
+
+    def rows(self, field: Field) -> Iterator[Row]:
+        for path, content in zip(self.paths, self.contents, strict=True):
+            row = Row(path, None, TOO_LONG) if content is None else utf8_row(content, path)
+            if row.text is not None and field.needed is None:
+                row = field.row({"text": row.text, "path": path}, path)
+            yield row
+
+
+def _text_files_blocks(files: Sequence[Path]) -> Iterator[_TextFilesBlock]:
+    """The files, several to a block if they are small; `position` counts those before it."""
+    block, read_bytes = _TextFilesBlock(0, 1.0, [], []), 0
+    for number, file in enumerate(files, start=1):
+        content = _content(file)
+        block.paths.append(str(file))
+        block.contents.append(content)
+        read_bytes += len(content or b"")
+        if read_bytes >= BLOCK_BYTES or number == len(files):
+            yield block
+            block, read_bytes = _TextFilesBlock(number, 1.0, [], []), 0
+
+
+def _content(path: Path) -> bytes | None:
+    """All bytes, decompressed; None if there are too many."""
+    content = bytearray()
+    with opened(path) as stream:
+        while piece := stream.read(BLOCK_BYTES):
+            content += piece
+            if len(content) > MAX_ROW_BYTES:
+                return None
+    return bytes(content)
 
 
 def _files_of(name: str, pattern: str | None) -> list[Path]:
@@ -148,28 +231,17 @@ def _files_of(name: str, pattern: str | None) -> list[Path]:
         if not found:
             raise FileNotFoundError(f"no file below {path} matches the pattern {glob!r}")
     for file in found:
-        if not file.exists():
-            link = "it is a link to nothing" if file.is_symlink() else "check its name"
-            raise FileNotFoundError(f"there is no file {file}: {link}")
-        if not file.is_file():
-            raise OSError(f"{file} is no regular file: leave it out")
-        check_is_read(file)
-    if pattern is None:
-        _check_is_uniform(path, found)
-    return found
-
-
-def _check_is_uniform(folder: Path, files: Sequence[Path]) -> None:
-    """Raises ValueError for a folder of rows and texts: one of them is hardly meant."""
-    texts = [file for file in files if _is_text(file)]
-    if texts and len(texts) < len(files):
-        rows = next(file for file in files if not _is_text(file))
-        pattern = f"*{kind(rows)}{compression(rows)}"
+        _check_is_read(file)
+    texts = [file for file in found if _is_text(file)]
+    if pattern is None and 0 < len(texts) < len(found):  # one of the kinds is hardly meant
+        rows = next(file for file in found if not _is_text(file))
         raise ValueError(
-            f"{folder} holds files of rows, such as {rows.name}, and others, such as "
+            f"{path} holds files of rows, such as {rows.name}, and others, such as "
             f"{texts[0].name}, each of which would be a document: name those that are meant, or "
-            f"choose them with --pattern={pattern!r}, or all with --pattern='*'"
+            f"choose them with --pattern='*{kind(rows)}{compression(rows)}', or all with "
+            "--pattern='*'"
         )
+    return found
 
 
 def _check_listable(path: Path) -> None:
@@ -180,6 +252,20 @@ def _check_listable(path: Path) -> None:
 
     for _ in os.walk(path, onerror=fail):
         pass
+
+
+def _check_is_read(file: Path) -> None:
+    """Raises an error with advice for a path that is no file, or neither rows nor text."""
+    if not file.exists():
+        link = "it is a link to nothing" if file.is_symlink() else "check its name"
+        raise FileNotFoundError(f"there is no file {file}: {link}")
+    if not file.is_file():
+        raise OSError(f"{file} is no regular file: leave it out")
+    found = kind(file)
+    if found not in READERS and found in _ADVICE:
+        raise ValueError(f"{file}: files that end in {found} are not read: {_ADVICE[found]}")
+    if compression(file) and found in (*PARQUET, *ARROW):
+        raise ValueError(f"{file} is {found} inside of {file.suffix}, which is not read: unpack it")
 
 
 def _is_text(file: Path) -> bool:

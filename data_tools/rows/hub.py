@@ -1,24 +1,56 @@
-"""A Hugging Face data set, streamed."""
+"""Hugging Face data sets as streams, for `--dataset` of commands and for `HFStream`.
 
+A data set may be a stranger's. `datasets` runs no code of a data set since version 4, but the data
+set chooses its format, and its README the files. So only formats of plain records are taken, and a
+data set from elsewhere may not name files of this machine.
+"""
+
+import os
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from data_tools.hugging_face_data import stream_data_set
 from data_tools.rows.arrow import batch_blocks
 from data_tools.rows.block import Block, Field, TextField
 
 if TYPE_CHECKING:
+    import datasets
     import pyarrow
 
+FORMATS = ("json", "parquet", "arrow", "csv", "text")  # the names that `datasets` gives them
 _ROWS = 256  # fetched at once
+
+
+def stream_data_set(dataset: str, name: str | None, split: str) -> "datasets.IterableDataset":
+    """The records of a data set on the Hub, or in a folder.
+
+    Raises ValueError for formats or files that are not taken from strangers, and the errors of
+    `datasets`, of many unrelated types, if it cannot be opened.
+    """
+    from datasets import load_dataset_builder  # 0.7 s to import
+
+    builder = load_dataset_builder(dataset, name)
+    if builder.name not in FORMATS:
+        raise ValueError(f"its format is {builder.name}, not one of {', '.join(FORMATS)}")
+    for files in (builder.config.data_files or {}).values():
+        for file in files:
+            last = file.split("::")[-1]  # "zip://a.json::/data/b.zip" is in the archive b.zip
+            if Path(dataset).is_dir():
+                folder = os.path.realpath(dataset)
+                inside = "://" not in last and os.path.normpath(last).startswith(folder + os.sep)
+            else:
+                inside = "://" in last and not last.startswith(("file://", "local://"))
+            if not inside:
+                raise ValueError(f"its README names {last!r:.200}, which lies elsewhere")
+    return builder.as_streaming_dataset(split=split)
 
 
 class HubDataset:
     """The rows of a split, in its stored order.
 
     Shards are made of the files that the data set is stored in, so there are at most so many.
-    Going on in the middle reads the file at hand again up to there. No code from the Hub is run.
+    Going on in the middle reads the current file again up to there.
     """
 
     def __init__(
@@ -29,7 +61,7 @@ class HubDataset:
         split: str = "train",
         field: Field | None = None,
     ) -> None:
-        """Raises ValueError, with what `datasets` says, if the data set cannot be opened."""
+        """Raises ValueError, with the message of `datasets`, if the data set cannot be opened."""
         self.field: Field = field or TextField()
         self._dataset, self._name, self._split = dataset, name, split
         try:
@@ -50,7 +82,6 @@ class HubDataset:
 
     @property
     def description(self) -> dict[str, Any]:
-        """See `RowSource.description`."""
         return {
             "datasets": [self._dataset],
             "name": self._name,

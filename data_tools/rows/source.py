@@ -1,11 +1,13 @@
-"""Which source of rows a command line means."""
+"""The source of rows that a command line names, and the source of texts that a program has."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
-from data_tools.rows.block import Field, RowSource, TextField
-from data_tools.rows.files import Files
-from data_tools.rows.formats import may_be_file
+from data_tools.rows.block import BLOCK_BYTES, Block, Field, Row, RowSource, TextField, imported
+from data_tools.rows.files import Files, may_be_file
 from data_tools.rows.hub import HubDataset
 
 
@@ -20,14 +22,14 @@ def row_source(
 ) -> RowSource:
     """The rows of `datasets`: files and folders, or one Hugging Face data set.
 
-    What is no path on this machine is taken for the name of a Hugging Face data set, of which
-    `name` and `split` choose a part; a path does not have these, but maybe a separator of the
-    documents in a text file.
+    A name that is no path on this machine is taken for a Hugging Face data set, of which `name` and
+    `split` choose a part. Only files take a separator of the documents in a text file.
 
     Raises FileNotFoundError for a path that is not there, ValueError for a data set that cannot
-    be opened, and what `Files` raises.
+    be opened or a text function that cannot be imported, and the errors of `Files`.
     """
-    (field or TextField()).load()
+    if isinstance(field, TextField) and field.function is not None:
+        imported(field.function)
     if len(datasets) == 1 and not Path(datasets[0]).exists() and _may_be_hub_name(datasets[0]):
         if document_separator is not None:
             raise ValueError(
@@ -48,3 +50,47 @@ def _may_be_hub_name(entry: str) -> bool:
     return (
         entry.count("/") <= 1 and not entry.startswith(("/", ".", "~")) and not may_be_file(entry)
     )
+
+
+class Texts:
+    """A source of texts from Python; they may come from an iterator that gives them only once."""
+
+    def __init__(self, texts: Iterable[str], description: Mapping[str, Any] | None = None) -> None:
+        self.field: Field = TextField()
+        self.description = dict(description or {})
+        self._texts = texts
+
+    def blocks(self, shard: int, shards: int, position: Any = None) -> Iterator[Block]:
+        """See `RowSource.blocks`; raises ValueError for more than one shard."""
+        if shards != 1:
+            raise ValueError(f"texts from Python make one shard, not {shards}")
+        number = position or 0
+        texts = islice(iter(self._texts), number, None)
+        while True:
+            block, characters = [], 0
+            for text in texts:
+                block.append(text)
+                characters += len(text) if isinstance(text, str) else 0
+                if characters >= BLOCK_BYTES:
+                    break
+            if not block:
+                return
+            yield _TextsBlock(number, None, tuple(block))
+            number += len(block)
+
+
+@dataclass(frozen=True)
+class _TextsBlock(Block):
+    texts: tuple[str, ...]
+
+    @property
+    def size(self) -> int:
+        return sum(len(text) for text in self.texts if isinstance(text, str))
+
+    def rows(self, field: Field) -> Iterator[Row]:
+        for number, text in enumerate(self.texts, start=self.position):
+            where = f"document {number}"
+            if isinstance(text, str):
+                yield Row(where, text)
+            else:
+                yield Row(where, None, f"is no string but {text!r:.40}")

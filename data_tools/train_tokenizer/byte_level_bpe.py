@@ -1,4 +1,7 @@
-"""Byte-level BPE in the styles of pre-tokenization that data_tools.encoders runs fast."""
+"""Byte-level BPE in the styles of pre-tokenization that data_tools.encoders runs fast.
+
+For `python -m data_tools.train_tokenizer` and the data set of the standard library.
+"""
 
 from collections.abc import Iterable, Sequence
 from typing import Literal, get_args
@@ -9,7 +12,7 @@ from data_tools.tokenizer import BEGIN_OF_TEXT, END_OF_TEXT, JsonTokenizer
 Style = Literal["gpt2", "llama3", "qwen2"]
 STYLES: tuple[Style, ...] = get_args(Style)
 
-# Those of a style if no others are asked for; they have names that `load_tokenizer` knows.
+# The default ones of a style; they have names that `load_tokenizer` knows.
 SPECIAL_TOKENS: dict[Style, tuple[str, ...]] = {
     "gpt2": ("<|endoftext|>",),
     "llama3": (
@@ -30,7 +33,7 @@ def train_byte_level_bpe(
     """Learns a byte-level BPE with at most `vocab_size` ids; the same documents give the same.
 
     The first ids are the special tokens, the 256 bytes follow, so that any text round-trips. The
-    style is how a text is cut before it is merged, and for Qwen 2 that it is brought into Unicode's
+    style is how a text is cut before it is merged; Qwen 2's first brings it into Unicode's
     normalization form C. Source: Radford et al., "Language Models are Unsupervised Multitask
     Learners" (2019), section 2.2.
 

@@ -9,7 +9,8 @@ from typing import Protocol
 import fiddle as fdl
 import numpy as np
 
-from data_tools.rows import Files, TextField
+from data_tools.rows.block import TextField
+from data_tools.rows.files import Files
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.stored.data_path import data_path
 from lmlib.data.stored.metadata import Content, read_split, shard_folders, tokenizers_differ

@@ -14,7 +14,7 @@ from forged_digests import sign
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_tools.inspect import verify_split
+from data_tools.inspect.verification import verify_split
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.stored.damage import DamagedDataError
 from lmlib.data.stored.shard_writer import ShardWriter

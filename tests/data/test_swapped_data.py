@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import zarr
 
-from data_tools.inspect import verify_split
+from data_tools.inspect.verification import verify_split
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.stored.damage import DamagedDataError
 

@@ -5,15 +5,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 from chat_templates import TEMPLATES, TOKENS
 
-from data_tools.prepare_chats import ConversationField, load_template, prepare_chats
-from data_tools.prepare_chats.conversations import Conversation
+from data_tools.prepare_chats.conversations import Conversation, ConversationField
 from data_tools.prepare_chats.documents import Templated
-from data_tools.prepare_chats.template import template_names
-from data_tools.rows import Files
+from data_tools.prepare_chats.prepare import prepare_chats
+from data_tools.prepare_chats.template import load_template, template_names
+from data_tools.rows.files import Files
 from data_tools.tokenizer import JsonTokenizer
-from data_tools.train_tokenizer import train_byte_level_bpe
+from data_tools.train_tokenizer.byte_level_bpe import train_byte_level_bpe
 from lmlib.data.chats.chat import ChatTemplate, write_chat_template
 
 ENDS = ("</s>", "<|im_end|>", "<end_of_turn>", "<|eot_id|>", "<|end|>")
@@ -48,15 +49,20 @@ def template(source: str) -> ChatTemplate:
 def targets(tokenizer: JsonTokenizer, source: str, chat: list) -> list[tuple[str, list[str]]]:
     """Each document's text and its targets, special tokens by name."""
     documents = Templated(template(source), NOW, tokenizer.tokenizer_json)
-    (texts,) = documents.texts([[Conversation(chat)]])
-    assert isinstance(texts, list)
-    found = []
-    for rendered, document in zip(texts, documents.encoded(texts), strict=True):
+    (found,) = documents.of_rows([[Conversation(chat)]])
+    assert isinstance(found, list)
+    known = tokenizers.Tokenizer.from_str(tokenizer.tokenizer_json)
+
+    def text(ids: np.ndarray) -> str:
+        return known.decode(ids.tolist(), skip_special_tokens=False)
+
+    shown = []
+    for document in found:
         edges = np.flatnonzero(np.diff(document.is_target, prepend=False, append=False))
-        ends = [document.ids[end - 1] for end in edges[1::2]]
-        assert all(tokenizer.decode([end]) == "" for end in ends)  # a special token
-        found.append((rendered.text, [rendered.text[b:e] for b, e in rendered.assistant]))
-    return found
+        spans = list(zip(edges[::2], edges[1::2], strict=True))
+        assert all(tokenizer.decode([document.ids[end - 1]]) == "" for _, end in spans)  # special
+        shown.append((text(document.ids), [text(document.ids[a:b]) for a, b in spans]))
+    return shown
 
 
 def test_the_marker_of_the_next_turn_ends_an_answer(tokenizer: JsonTokenizer) -> None:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from seqax_data import write_seqax
 
-from data_tools.convert import to_lmlib
+from data_tools.convert.to_lmlib import to_lmlib
 from data_tools.tokenizer import load_tokenizer
 from lmlib.data.stored.damage import DamagedDataError
 from lmlib.data.stored.metadata import read_split
@@ -52,8 +52,10 @@ def test_any_documents(
     path = tmp_path_factory.mktemp("converted")
     write_seqax(path / "in", documents)
     kept = [document for document in documents if document]
-    (split,) = to_lmlib(path / "in", path / "out", file_length=16, block_length=block_length)
-    assert (split.documents, split.dropped_documents) == (len(kept), len(documents) - len(kept))
+    ((made, dropped),) = to_lmlib(
+        path / "in", path / "out", file_length=16, block_length=block_length
+    ).values()
+    assert (made.documents, dropped) == (len(kept), len(documents) - len(kept))
     assert stored_documents(path / "out") == (kept or [[]])
 
 
@@ -69,13 +71,13 @@ def test_a_tokenizer_can_be_recorded(tmp_path: Path) -> None:
 
 
 class Killed(BaseException):
-    """What a test ends a conversion with."""
+    """Ends a conversion in a test."""
 
 
 def killed_after(calls: int):
     remaining = itertools.count(calls, -1)
 
-    def progress(done: int, total: int, unit: str) -> None:
+    def progress(counts: dict[str, int], fraction: float | None) -> None:
         if next(remaining) <= 1:
             raise Killed
 

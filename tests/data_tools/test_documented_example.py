@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from xxhash import xxh3_64_intdigest, xxh3_128_hexdigest
 
-from data_tools.pretokenize import pretokenize
-from data_tools.rows import Files, Texts
+from data_tools.pretokenize.texts import pretokenize
+from data_tools.rows.files import Files
+from data_tools.rows.source import Texts
 from data_tools.tokenizer import ByteTokenizer
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.stored.metadata import read_shard

@@ -19,10 +19,9 @@ from hypothesis import strategies as st
 from sentinels import sentinels
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
-from data_tools.encoders import Encoder, make_encoder
-from data_tools.encoders.byte_level import ByteLevelEncoder
-from data_tools.encoders.hugging_face import HuggingFaceEncoder
-from data_tools.encoders.normalization import may_change
+from data_tools.encoders import make_encoder
+from data_tools.encoders.byte_level import ByteLevelEncoder, may_change
+from data_tools.encoders.encoder import MAX_TEXT_BYTES, Encoder, HuggingFaceEncoder
 from data_tools.encoders.pre_tokenization import GPT2, LLAMA3, QWEN2
 
 STYLES = ("gpt2", "llama3", "qwen2")
@@ -254,7 +253,7 @@ def test_raw_bytes() -> None:
     texts = ["", "a", "é中\x00"]
     encoded = pickle.loads(pickle.dumps(raw)).encode(texts)
     assert [bytes(ids.tolist()).decode() for ids in encoded] == texts
-    assert all(ids.dtype == np.uint32 for ids in encoded) and raw.max_text_bytes is None
+    assert all(ids.dtype == np.uint32 for ids in encoded)
 
 
 # Features that the fast engine does not have.
@@ -404,9 +403,8 @@ def test_added_tokens_in_text(parts: list[str]) -> None:
 
 def test_bad_texts_are_named() -> None:
     slow = make_encoder(byte_level(MERGES, normalizer={"type": "NFKC"}))
-    assert slow.max_text_bytes is not None
     with pytest.raises(ValueError, match=r"has .* cut it"):
-        slow.encode(["a", "é" * (slow.max_text_bytes // 2 + 1)])
+        slow.encode(["a", "é" * (MAX_TEXT_BYTES // 2 + 1)])
     for chosen in (slow, encoder("gpt2"), make_encoder(None)):
         with pytest.raises(ValueError, match=r"holds a lone surrogate at character 2"):
             chosen.encode(["fine", "ab\ud800"])

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from data_tools.pretokenize import pretokenize
+from data_tools.pretokenize.texts import pretokenize
 from data_tools.tokenizer import ByteTokenizer
-from data_tools.train_tokenizer import train_byte_level_bpe
+from data_tools.train_tokenizer.byte_level_bpe import train_byte_level_bpe
 from experiments import llama_84m
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.experiment import Experiment

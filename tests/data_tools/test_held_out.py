@@ -9,10 +9,12 @@ import pytest
 from folder_contents import files_of
 
 from data_tools.held_out import Part
-from data_tools.inspect import document_lengths
-from data_tools.pretokenize import pretokenize, pretokenize_shard
-from data_tools.rows import Files, Row, Texts, row_source
-from data_tools.rows import separated_text as separated_text_module
+from data_tools.inspect.description import document_lengths
+from data_tools.pretokenize.texts import pretokenize, pretokenize_shard
+from data_tools.rows import records
+from data_tools.rows.block import Row
+from data_tools.rows.files import Files
+from data_tools.rows.source import Texts, row_source
 from data_tools.tokenizer import ByteTokenizer
 from lmlib.data.flat_tokens import FlatTokens
 
@@ -85,7 +87,7 @@ def rows_of(source: Files, shards: int = 1, position: Any = None) -> list[Row]:
 def test_documents_with_a_separator(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int, compressed: bool
 ) -> None:
-    monkeypatch.setattr(separated_text_module, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(records, "BLOCK_BYTES", block_bytes)
     content = "\n<|endoftext|>\n".join([*STORIES, " "]).encode()
     file = tmp_path / ("a.txt.gz" if compressed else "a.txt")
     file.write_bytes(gzip.compress(content) if compressed else content)
@@ -102,8 +104,8 @@ def test_documents_with_a_separator(
 def test_a_document_that_is_too_long_is_a_bad_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(separated_text_module, "MAX_ROW_BYTES", 20)
-    monkeypatch.setattr(separated_text_module, "BLOCK_BYTES", 8)
+    monkeypatch.setattr(records, "MAX_ROW_BYTES", 20)
+    monkeypatch.setattr(records, "BLOCK_BYTES", 8)
     (tmp_path / "a.txt").write_text("--".join(STORIES))
     rows = rows_of(row_source([str(tmp_path / "a.txt")], document_separator="--"))
     assert [row.text for row in rows] == ["one\n\nstory", "two", "ünï", None, "end"]
@@ -130,4 +132,4 @@ def test_a_home_folder_is_meant_by_a_tilde(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "a.txt").write_text("text")
     make(Files(["~/a.txt"]), Path("~/out/../data"), "train")
-    assert document_lengths(tmp_path / "data" / "train").documents == 1
+    assert document_lengths(tmp_path / "data" / "train").total() == 1

@@ -19,8 +19,9 @@ from streamed_texts import (
     tokens_in,
 )
 
-from data_tools.hf_stream import HFStream, StreamFailure
-from data_tools.tokenizer import load_tokenizer
+from data_tools.encoders.encoder import MAX_TEXT_BYTES
+from data_tools.hf_stream.records import StreamFailure
+from data_tools.hf_stream.source import HFStream
 
 
 class Texts:
@@ -61,9 +62,9 @@ def columns(texts: list[str]) -> list[dict[str, str]]:
 
 
 BAD_RECORDS = [
-    ({"content": "x"}, "has no column 'text'; it has 'content': choose one as text_column"),
+    ({"content": "x"}, "has no column 'text'; it has 'content': choose one with --text_column"),
     ({"text": None}, "has no string in column 'text' but None"),
-    ("x", "is no mapping of columns but str"),
+    ("x", "is no JSON object but str"),
     (
         {"text": "a\ud800"},
         "holds a lone surrogate at character 1, which UTF-8 cannot express",
@@ -112,7 +113,7 @@ def test_of_many_bad_records_some_are_told(capsys: pytest.CaptureFixture[str]) -
     assert documents_in(batches) == TEXTS
     told = capsys.readouterr().err.splitlines()
     assert len(told) == 11
-    assert told[-1] == "further skipped records are not shown"
+    assert told[-1] == "further skipped rows are not shown"
 
 
 def test_a_text_longer_than_the_tokenizer_takes_is_named(tmp_path: Path) -> None:
@@ -122,8 +123,7 @@ def test_a_text_longer_than_the_tokenizer_takes_is_named(tmp_path: Path) -> None
     tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "</s>": 1, "é": 2}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    limit = load_tokenizer(str(tmp_path)).encoder.max_text_bytes
-    assert limit is not None
+    limit = MAX_TEXT_BYTES
     texts = ["é a", "é" * (limit // 2 + 1), "é" * (limit // 2), "é b"]
 
     def source(on_bad_row: str) -> HFStream:

@@ -1,7 +1,9 @@
 """Descriptions, samples, verification and batches of small data sets, against lists by hand."""
 
 import json
+import re
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +13,7 @@ from forked_processes import Ended, run_forked
 from sentinels import sentinels
 from seqax_data import write_seqax
 
-from data_tools.inspect import (
-    DocumentLengths,
-    LengthBin,
+from data_tools.inspect.description import (
     Sample,
     decoder,
     describe_split,
@@ -21,11 +21,11 @@ from data_tools.inspect import (
     open_split,
     samples,
     split_folders,
-    verify_split,
 )
-from data_tools.inspect.report import description_text, lengths_text, sample_text
-from data_tools.train_tokenizer import train_byte_level_bpe
-from lmlib.data.stored.metadata import TokenizerIdentity
+from data_tools.inspect.showing import description_text, lengths_text, percentile, sample_text
+from data_tools.inspect.verification import verify_split
+from data_tools.train_tokenizer.byte_level_bpe import train_byte_level_bpe
+from lmlib.data.stored.metadata import TokenizerIdentity, read_split
 
 
 def framed_tokens() -> int:
@@ -35,13 +35,9 @@ def framed_tokens() -> int:
 def test_a_finished_split(tmp_path: Path) -> None:
     folder = write_texts(tmp_path, shards=2)
     split = describe_split(folder)
-    assert (split.format, split.shards, split.finished, split.documents) == ("lmlib", 2, True, 5)
-    assert split.tokens == framed_tokens()
-    assert split.bytes == sum(len(text.encode()) for text in TEXTS)
-    assert (split.vocab_size, split.max_token_id) == (258, EOS)
-    assert (split.bos_id, split.eos_id) == (BOS, EOS)
-    assert split.tokenizer == TokenizerIdentity("bytes", None)
-    assert split.source == {"dataset": "by hand"}
+    assert (split.format, split.shards, split.unfinished) == ("lmlib", 2, {})
+    assert split.totals == read_split(folder)
+    assert (split.totals.documents, split.totals.tokens) == (5, framed_tokens())
     files = [file for file in folder.rglob("*") if file.is_file()]
     assert split.disk_bytes == sum(len(file.read_bytes()) for file in files)
 
@@ -51,7 +47,10 @@ def test_a_finished_split(tmp_path: Path) -> None:
     assert shown["shards"].strip() == "2 of 2 finished"
     assert shown["tokens"].strip() == f"{framed_tokens()}"
     assert shown["documents"].strip() == f"5, {framed_tokens() / 5:.1f} tokens each on average"
-    assert shown["framing"].strip() == "BOS 256, EOS 257"
+    assert shown["framing"].strip() == f"BOS {BOS}, EOS {EOS}"
+    size = sum(len(text.encode()) for text in TEXTS)
+    assert shown["text"].strip().startswith(f"{size} bytes, ")
+    assert shown["vocabulary"].strip() == "258 ids"
 
 
 def test_an_unfinished_split(tmp_path: Path) -> None:
@@ -62,19 +61,18 @@ def test_an_unfinished_split(tmp_path: Path) -> None:
     writer.append(np.zeros(70, np.int64), text_bytes=70)
     writer.close()
     split = describe_split(folder)
-    assert (split.shards, split.finished, split.documents) == (3, False, 2)
-    assert [(shard.name, shard.tokens) for shard in split.unfinished] == [
-        ("shard_00001_of_00003", 64),  # whole files of 32
-        ("shard_00002_of_00003", 0),
-    ]
+    assert (split.shards, split.totals.documents) == (3, 2)
+    whole_files = {"shard_00001_of_00003": 64, "shard_00002_of_00003": 0}  # of 32
+    assert split.unfinished == whole_files
     assert "1 of 3 finished" in description_text(split)
     assert "shard_00001_of_00003, 64 tokens on disk so far" in description_text(split)
-    assert document_lengths(folder).documents == 2
+    assert document_lengths(folder).total() == 2
 
     shutil.rmtree(folder / "shard_00000_of_00003")
     begun = describe_split(folder)
-    assert (begun.documents, begun.vocab_size, begun.max_token_id) == (0, 258, -1)
-    assert begun.tokenizer == TokenizerIdentity("bytes", None)
+    totals = begun.totals
+    assert (totals.documents, totals.vocab_size, totals.max_token_id) == (0, 258, -1)
+    assert totals.tokenizer == TokenizerIdentity("bytes", None)
     reasons = [(damage.path.name, damage.reason) for damage in verify_split(folder)]
     assert ("shard_00001_of_00003", "is unfinished") in reasons
     assert ("shard_00002_of_00003", "is missing") in reasons
@@ -83,40 +81,32 @@ def test_an_unfinished_split(tmp_path: Path) -> None:
 def test_a_seqax_split(tmp_path: Path) -> None:
     write_seqax(tmp_path, list(filter(None, RAGGED)))
     split = describe_split(tmp_path / "train")
-    assert (split.format, split.documents, split.tokens) == ("seqax", 7, 66)
-    assert (split.bytes, split.vocab_size, split.tokenizer) == (None, None, None)
+    assert (split.format, split.totals.documents, split.totals.tokens) == ("seqax", 7, 66)
+    text = description_text(split)
+    for name in ("text", "vocabulary", "tokenizer"):
+        assert re.search(rf"^  {name} +unknown$", text, re.MULTILINE)
     lengths = document_lengths(tmp_path / "train")
-    assert lengths.lengths_L.tolist() == [1, 2, 3, 5, 7, 8, 40]
+    assert lengths == Counter([1, 2, 3, 5, 7, 8, 40])
     assert verify_split(tmp_path / "train") == []
 
 
 def test_document_lengths(tmp_path: Path) -> None:
     lengths = document_lengths(write_ids(tmp_path, RAGGED))
-    assert lengths.documents == len(RAGGED)
-    expected = np.unique([len(document) for document in RAGGED], return_counts=True)
-    np.testing.assert_array_equal(lengths.lengths_L, expected[0])
-    np.testing.assert_array_equal(lengths.counts_L, expected[1])
-    assert lengths.bins() == [
-        LengthBin(0, 0, 3),
-        LengthBin(1, 1, 1),
-        LengthBin(2, 3, 2),
-        LengthBin(4, 7, 2),
-        LengthBin(8, 15, 1),
-        LengthBin(16, 31, 0),
-        LengthBin(32, 63, 1),
-    ]
+    assert lengths == Counter(map(len, RAGGED))
     ordered = sorted(map(len, RAGGED))
     for percent, place in ((1, 0), (10, 0), (30, 2), (31, 3), (50, 4), (100, 9)):
-        assert lengths.percentile(percent) == ordered[place]
+        assert percentile(lengths, percent) == ordered[place]
     text = lengths_text(lengths).splitlines()
-    assert text[1] == f"         0 tokens  3 documents  {'█' * 40}"
+    shown = [re.sub(" +", " ", line) for line in text[1:8]]
+    ranges = ("0", "1", "2 to 3", "4 to 7", "8 to 15", "16 to 31", "32 to 63")
+    bars = (40, 14, 27, 27, 14, 0, 14)
+    for line, name, count, bar in zip(shown, ranges, (3, 1, 2, 2, 1, 0, 1), bars, strict=True):
+        assert line == f" {name} tokens {count} documents {'█' * bar}".rstrip()
     assert text[-2:] == [
         "  of documents   1%  10%  50%  90%  99%  100%",
         "  tokens, up to   0    0    2    8   40    40",
     ]
-    none = DocumentLengths(np.zeros(0, np.int64), np.zeros(0, np.int64))
-    assert none.bins() == []
-    assert lengths_text(none) == "  no documents"
+    assert lengths_text(Counter()) == "  no documents"
 
 
 def test_samples_show_what_is_stored(tmp_path: Path) -> None:
@@ -129,7 +119,7 @@ def test_samples_show_what_is_stored(tmp_path: Path) -> None:
     assert found != samples(stored, 5, length=20, seed=1)
     for sample in found:
         ids = [token for piece in sample.pieces for token in piece]
-        assert ids == flat[sample.start : sample.stop]
+        assert ids == flat[sample.start : sample.start + 20]
         assert len(ids) == 20
         assert sample.begins_document == (ids[0] == BOS)
         assert all(piece[0] == BOS for piece in sample.pieces[1:])
@@ -163,8 +153,8 @@ def test_empty_documents_and_empty_splits_are_whole(tmp_path: Path) -> None:
     for number, documents in enumerate([RAGGED, [], [[]], [[], []], [[], [1]], [[1], []], [[1]]]):
         folder = write_ids(tmp_path / str(number), documents)
         assert verify_split(folder) == []
-        assert document_lengths(folder).documents == len(documents)
-        assert describe_split(folder).tokens == sum(map(len, documents))
+        assert document_lengths(folder).total() == len(documents)
+        assert describe_split(folder).totals.tokens == sum(map(len, documents))
         assert sum(len(sample.pieces) for sample in samples(open_split(folder), 2)) == min(
             1, sum(map(len, documents))
         ) * sum(1 for document in documents if document)
@@ -245,6 +235,6 @@ def test_an_unfinished_split_has_no_samples(tmp_path: Path) -> None:
 
 
 def test_control_characters_do_not_reach_the_terminal() -> None:
-    sample = Sample(start=0, begins_document=False, pieces=((1,),))
+    sample = Sample(start=0, begins_document=False, pieces=[[1]])
     text = sample_text(sample, lambda ids: "a\x1b[2J\r\tb\x00é\nc")
     assert text.splitlines()[1:] == ["    │ a\\x1b[2J\\r\tb\\x00é", "    │ c"]

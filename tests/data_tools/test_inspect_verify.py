@@ -11,7 +11,8 @@ from byte_texts import RAGGED, write_ids, write_texts
 from forged_digests import sign
 from seqax_data import write_seqax
 
-from data_tools.inspect import decoder, verify_split
+from data_tools.inspect.description import decoder
+from data_tools.inspect.verification import verify_split
 from lmlib.data.stored.metadata import TokenizerIdentity
 
 

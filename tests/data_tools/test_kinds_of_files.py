@@ -8,7 +8,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from data_tools.rows import Files, Row, TextField
+from data_tools.rows.block import Row, TextField
+from data_tools.rows.files import Files
 
 
 def rows_of(source: Files, shard: int = 0, shards: int = 1) -> list[Row]:

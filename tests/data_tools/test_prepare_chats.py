@@ -19,10 +19,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_tokenizer import write_tokenizer_folder
 
-from data_tools.inspect import verify_split
-from data_tools.prepare_chats import ConversationField, load_template, prepare_chats
-from data_tools.prepare_chats.lengths import shortened
-from data_tools.rows import Files
+from data_tools.inspect.verification import verify_split
+from data_tools.prepare_chats.conversations import ConversationField
+from data_tools.prepare_chats.prepare import prepare_chats, shortened
+from data_tools.prepare_chats.template import load_template
+from data_tools.rows.files import Files
 from data_tools.tokenizer import ByteTokenizer, load_tokenizer
 from lmlib.data.chats.chat import ChatTemplate
 from lmlib.data.flat_tokens import FlatTokens
@@ -352,7 +353,7 @@ def test_killed_and_started_again_the_bytes_are_the_same(tmp_path: Path) -> None
     class Killed(Exception):
         pass
 
-    def killed(progress: Any) -> None:
+    def killed(counts: Any, fraction: float | None) -> None:
         raise Killed
 
     prepare(tmp_path / "whole", *chats, **settings)

@@ -1,6 +1,7 @@
 import gzip
 import itertools
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -9,10 +10,11 @@ from folder_contents import files_of
 from forked_processes import Ended, run_forked
 from sentinels import sentinels
 
-from data_tools.pretokenize import Progress, pretokenize, pretokenize_shard
-from data_tools.rows import Files, Texts
+from data_tools.pretokenize.texts import pretokenize, pretokenize_shard
+from data_tools.rows.files import Files
+from data_tools.rows.source import Texts
 from data_tools.tokenizer import ByteTokenizer, JsonTokenizer
-from data_tools.train_tokenizer import train_byte_level_bpe
+from data_tools.train_tokenizer.byte_level_bpe import train_byte_level_bpe
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.stored.metadata import read_split
 from lmlib.data.stored.shard_writer import ShardWriter
@@ -81,15 +83,16 @@ def test_max_tokens_is_shared_by_the_shards(tmp_path: Path) -> None:
 def test_progress_counts_up(tmp_path: Path) -> None:
     for number in range(3):
         (tmp_path / f"{number}.txt").write_text("a" * 2**20)
-    calls: list[Progress] = []
+    calls: list[tuple[Mapping[str, int], float | None]] = []
     source = Files([str(tmp_path)])
     for shards in (1, 3):
         calls.clear()
         out = tmp_path.parent / f"out{shards}"
-        pretokenize(source, ByteTokenizer(), out, "train", shards=shards, progress=calls.append)
-        counted = [(call.documents, call.tokens, call.bytes) for call in calls]
+        settings = {"shards": shards, "progress": lambda *call: calls.append(call)}
+        pretokenize(source, ByteTokenizer(), out, "train", **settings)
+        counted = [(counts["documents"], counts["tokens"], counts["bytes"]) for counts, _ in calls]
         assert counted == [(n, n * (2**20 + 2), n * 2**20) for n in (1, 2, 3)]
-        fractions = [call.fraction for call in calls]
+        fractions = [fraction for _, fraction in calls]
         assert fractions == pytest.approx([1 / 3, 2 / 3, 1], abs=1e-5)
 
 

@@ -15,19 +15,19 @@ import pytest
 from folder_contents import files_of
 from sentinels import sentinels
 
-from data_tools.pretokenize import pretokenize, pretokenize_shard
-from data_tools.pretokenize.report import SkippedRows
-from data_tools.rows import Files, TextField
+from data_tools.pretokenize.texts import pretokenize, pretokenize_shard
+from data_tools.rows.block import SkippedRows, TextField
+from data_tools.rows.files import Files
 from data_tools.tokenizer import ByteTokenizer
-from data_tools.train_tokenizer import train_byte_level_bpe
+from data_tools.train_tokenizer.byte_level_bpe import train_byte_level_bpe
 
 REPOSITORY = Path(__file__).parents[2]
 FILE_LENGTH = 32 * 1024  # tokens: a journal is written after each
 
 DRIVER = f"""
 import sys
-from data_tools.pretokenize import pretokenize
-from data_tools.rows import Files
+from data_tools.pretokenize.texts import pretokenize
+from data_tools.rows.files import Files
 from data_tools.tokenizer import ByteTokenizer
 
 if __name__ == "__main__":
@@ -111,7 +111,7 @@ def test_workers_end_with_the_killed_process(tmp_path: Path) -> None:
 KILLED_WHILE_SENDING = """
 import os, signal, threading
 from data_tools.encoding import encode_in_order
-from data_tools.rows import Texts
+from data_tools.rows.source import Texts
 
 def kill():
     children = f"/proc/{os.getpid()}/task/{os.getpid()}/children"
@@ -315,7 +315,7 @@ def test_the_first_skipped_rows_are_shown(
     assert metadata.skipped_rows == 12
     *shown, last = capsys.readouterr().err.splitlines()
     assert [line.split(", ")[1] for line in shown] == [f"line {n}" for n in range(2, 12)]
-    assert last == "further skipped rows are counted, not shown"
+    assert last == "further skipped rows are not shown"
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -8,9 +8,10 @@ import pytest
 import ray
 from folder_contents import files_of
 
-from data_tools.pretokenize import Progress, pretokenize
 from data_tools.pretokenize.on_ray import pretokenize_on_ray
-from data_tools.rows import Files, TextField
+from data_tools.pretokenize.texts import pretokenize
+from data_tools.rows.block import TextField
+from data_tools.rows.files import Files
 from data_tools.tokenizer import ByteTokenizer
 
 REPOSITORY = Path(__file__).parents[2]
@@ -49,14 +50,15 @@ def lines(tmp_path: Path) -> Path:
 @pytest.mark.slow
 def test_the_same_bytes_as_on_one_machine(cluster: Path, tmp_path: Path, lines: Path) -> None:
     target = (Files([str(lines)]), ByteTokenizer())
-    calls: list[Progress] = []
+    calls: list[tuple[dict[str, int], float | None]] = []
     pretokenize(*target, tmp_path / "alone", "train", shards=5)
     metadata = pretokenize_on_ray(
-        *target, tmp_path / "ray", "train", shards=5, progress=calls.append
+        *target, tmp_path / "ray", "train", shards=5, progress=lambda *call: calls.append(call)
     )
     assert metadata.documents == 2000
     assert files_of(tmp_path / "alone") == files_of(tmp_path / "ray")
-    assert calls[-1] == Progress(2000, metadata.tokens, metadata.bytes, 1.0)
+    counts = {"documents": 2000, "bytes": metadata.bytes, "tokens": metadata.tokens}
+    assert calls[-1] == (counts, 1.0)
 
 
 @pytest.mark.slow

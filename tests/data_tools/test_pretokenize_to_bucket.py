@@ -14,10 +14,10 @@ from folder_contents import files_of
 from forked_processes import SECONDS, ForkedProcess, run_forked
 from sentinels import sentinels
 
-from data_tools.pretokenize import pretokenize, pretokenize_shard
-from data_tools.rows import Files
+from data_tools.pretokenize.texts import pretokenize, pretokenize_shard
+from data_tools.rows.files import Files
 from data_tools.tokenizer import ByteTokenizer
-from data_tools.train_tokenizer import train_byte_level_bpe
+from data_tools.train_tokenizer.byte_level_bpe import train_byte_level_bpe
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.stored.metadata import read_split
 from lmlib.storage.bucket.copies import place_to_make

@@ -6,7 +6,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from data_tools.rows import Files, Row, TextField
+from data_tools.rows.block import Row, TextField
+from data_tools.rows.files import Files
 
 TEXTS = ["first", "", "zwei\nLinien", "ünï 🤖", "x" * 3000]
 

@@ -8,9 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_tools.made_whole import made_whole
-from data_tools.sources_of_python import shared_lines, sources
-from data_tools.standard_library import standard_library
+from data_tools.standard_library import made_whole, shared_lines, sources, standard_library
 from data_tools.tokenizer import load_tokenizer
 from lmlib.data import compressors
 from lmlib.data.flat_tokens import FlatTokens
@@ -135,8 +133,8 @@ def test_it_is_made_once_for_each_setting(
 def test_what_a_killed_process_left_is_removed(folder: Path, cache: Path) -> None:
     left = cache / f"{folder.name}.making-killed"
     (left / "train").mkdir(parents=True)
-    with made_whole(folder) as making:  # as another process
-        standard_library(vocab_size=300, max_bytes=MAX_BYTES, cache=str(cache))
+    os.utime(left, (0, 0))  # long ago
+    with made_whole(folder) as making, made_whole(folder):  # as two processes
         assert making.is_dir() and not left.exists()
     assert not making.exists()
 

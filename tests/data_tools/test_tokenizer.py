@@ -16,7 +16,7 @@ from data_tools.tokenizer import (
     Tokenizer,
     load_tokenizer,
 )
-from data_tools.train_tokenizer import train_byte_level_bpe
+from data_tools.train_tokenizer.byte_level_bpe import train_byte_level_bpe
 
 TEXT = ["def add(a, b):\n    return a + b\n", "the cat sat on the mat, the cat sat\n"] * 3
 UNICODE = st.text(st.characters(exclude_categories=["Cs"]))

@@ -8,12 +8,17 @@ from forked_processes import run_forked
 
 from data_tools.encoders import make_encoder
 from data_tools.encoders.byte_level import ByteLevelEncoder
-from data_tools.prepare_chats import ConversationField, load_template, prepare_chats
-from data_tools.prepare_chats.template import template_names
-from data_tools.rows import Files
+from data_tools.prepare_chats.conversations import ConversationField
+from data_tools.prepare_chats.prepare import prepare_chats
+from data_tools.prepare_chats.template import load_template, template_names
+from data_tools.rows.files import Files
 from data_tools.tokenizer import load_tokenizer
-from data_tools.train_tokenizer import SPECIAL_TOKENS, train_byte_level_bpe
-from data_tools.train_tokenizer.byte_level_bpe import STYLES, Style
+from data_tools.train_tokenizer.byte_level_bpe import (
+    SPECIAL_TOKENS,
+    STYLES,
+    Style,
+    train_byte_level_bpe,
+)
 
 TEXTS = [
     "The cat sat on the mat in 1984. \n\n It's 12345 cats' mats!",

@@ -14,7 +14,7 @@ from data_tools.prepare_chats.conversations import (
 )
 from data_tools.prepare_chats.documents import Templated
 from data_tools.prepare_chats.template import load_template, template_names
-from data_tools.rows import Files
+from data_tools.rows.files import Files
 from lmlib.data.chats.chat import ChatTemplate, read_chat_template
 from lmlib.data.text import codec_of_file
 
@@ -45,8 +45,8 @@ def stored(folder, template):
 
 
 def encoded(documents, conversation):
-    (texts,) = documents.texts([[conversation]])
-    return documents.encoded(texts)
+    (found,) = documents.of_rows([[conversation]])
+    return found
 
 
 @pytest.mark.parametrize("tools", [None, TOOLS], ids=["no tools", "tools"])

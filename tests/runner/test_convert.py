@@ -15,8 +15,10 @@ from forked_processes import run_forked
 from sentinels import sentinels
 from small_tokenizer import write_tokenizer_folder
 
-from data_tools.prepare_chats import ConversationField, load_template, prepare_chats
-from data_tools.rows import Files
+from data_tools.prepare_chats.conversations import ConversationField
+from data_tools.prepare_chats.prepare import prepare_chats
+from data_tools.prepare_chats.template import load_template
+from data_tools.rows.files import Files
 from data_tools.tokenizer import load_tokenizer
 from lmlib import hf
 from lmlib.checkpoint import Checkpoints

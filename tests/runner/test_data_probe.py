@@ -10,7 +10,7 @@ import pytest
 from byte_texts import write_ids
 from small_experiment import small
 
-from data_tools.hf_stream import HFStream
+from data_tools.hf_stream.source import HFStream
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.mixture import Mixture, Stage
 from lmlib.data.stages import Stages

@@ -49,7 +49,6 @@ def test_help_lists_every_command_and_every_experiment_with_its_first_line():
 
 FLAGS = {
     "convert": {"to", "tokenizer"},
-    "hf_stream": set(),
     "inspect": {"batch", "verify", "sample_length"},
     "prepare_chats": {
         "dataset",

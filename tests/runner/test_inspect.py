@@ -11,8 +11,8 @@ import pytest
 from byte_texts import write_texts
 from forked_processes import run_forked
 
-from data_tools.hf_stream import HFStream
-from data_tools.inspect import row_origins
+from data_tools.hf_stream.source import HFStream
+from data_tools.inspect.batches import row_origins
 from lmlib.checkpoint import Checkpoints
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.mixture import Mixture, Stage

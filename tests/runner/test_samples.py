@@ -6,12 +6,14 @@ import fiddle as fdl
 import pytest
 from small_tokenizer import END, write_tokenizer_folder
 
-from data_tools.hf_stream import HFStream
-from data_tools.prepare_chats import ConversationField, load_template, prepare_chats
-from data_tools.pretokenize.split import pretokenize
-from data_tools.rows import Files
+from data_tools.hf_stream.source import HFStream
+from data_tools.prepare_chats.conversations import ConversationField
+from data_tools.prepare_chats.prepare import prepare_chats
+from data_tools.prepare_chats.template import load_template
+from data_tools.pretokenize.texts import pretokenize
+from data_tools.rows.files import Files
 from data_tools.tokenizer import ByteTokenizer, load_tokenizer
-from data_tools.train_tokenizer import train_byte_level_bpe
+from data_tools.train_tokenizer.byte_level_bpe import train_byte_level_bpe
 from lmlib.data.chats.chat import BeyondLimits, ChatTemplate, put_chat_template
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.mixture import Mixture, Stage

@@ -17,7 +17,7 @@ from forked_processes import Ended, ForkedProcess, fresh_process, run_forked
 from small_experiment import small
 from states import assert_same_bits
 
-from data_tools.hf_stream import HFStream
+from data_tools.hf_stream.source import HFStream
 from lmlib.data.synthetic import Synthetic
 from lmlib.experiment import Experiment
 from runner import fit
@@ -135,7 +135,7 @@ import jax
 jax.distributed.initialize(f"localhost:{port}", 2, int(process))
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from data_tools.hf_stream import HFStream
+from data_tools.hf_stream.source import HFStream
 from lmlib.data.prefetch import Prefetch
 from lmlib.data.resumable import gather_states
 
@@ -221,7 +221,7 @@ def bytes_between(tokens: list[int], begin: int) -> list[bytes]:
 EXPERIMENT = """
 import os, pathlib, signal
 import fiddle as fdl
-from data_tools.hf_stream import HFStream
+from data_tools.hf_stream.source import HFStream
 import small_experiment
 from lmlib.experiment import Experiment
 
@@ -249,7 +249,7 @@ jax.distributed.initialize(
     f"localhost:{port}", 2, int(process), heartbeat_timeout_seconds=20
 )
 import fiddle as fdl
-from data_tools.hf_stream import HFStream
+from data_tools.hf_stream.source import HFStream
 from runner import fit
 from small_experiment import small
 

@@ -9,10 +9,10 @@ from made_up_runs import leave_run
 from seqax_data import write_seqax
 from small_tokenizer import TEXTS, write_tokenizer_folder
 
-from data_tools.pretokenize import pretokenize
-from data_tools.rows import Texts
+from data_tools.pretokenize.texts import pretokenize
+from data_tools.rows.source import Texts
 from data_tools.tokenizer import load_tokenizer
-from data_tools.train_tokenizer import train_byte_level_bpe
+from data_tools.train_tokenizer.byte_level_bpe import train_byte_level_bpe
 from lmlib import hf
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.text import write_tokenizer

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from data_tools.pretokenize import pretokenize
-from data_tools.rows import Texts
+from data_tools.pretokenize.texts import pretokenize
+from data_tools.rows.source import Texts
 from data_tools.tokenizer import load_tokenizer
 
 HELD_OUT = ["A fox came to the gate at night.", "  It had\tno name.\nNobody asked.", "ünï" * 20]

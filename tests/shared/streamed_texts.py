@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from data_tools.hf_stream import HFStream
+from data_tools.hf_stream.source import HFStream
 from lmlib.data.batch import Batch
 
 BATCH, SEQUENCE = 4, 16

@@ -17,8 +17,8 @@ from forged_digests import sign
 from seqax_data import write_seqax
 from strangers import assert_refused, outcomes
 
-from data_tools.inspect import describe_split
-from data_tools.inspect.report import description_text
+from data_tools.inspect.description import describe_split
+from data_tools.inspect.showing import description_text
 from lmlib.data.stored.metadata import TokenizerIdentity
 from lmlib.data.stored.shard_writer import ShardWriter
 
@@ -27,8 +27,9 @@ TOKENIZER = '{"made": "up"}'
 
 FLAT_TOKENS = """
 from lmlib.data.flat_tokens import FlatTokens
-from data_tools.inspect import describe_split, document_lengths, verify_split
-from data_tools.convert import to_lmlib
+from data_tools.inspect.description import describe_split, document_lengths
+from data_tools.inspect.verification import verify_split
+from data_tools.convert.to_lmlib import to_lmlib
 from pathlib import Path
 import shutil
 """

@@ -16,7 +16,8 @@ import zstandard
 from strangers import CANARY, assert_refused, leave_canary, outcomes
 
 READ = """
-from data_tools.rows import Files, row_source
+from data_tools.rows.files import Files
+from data_tools.rows.source import row_source
 from data_tools.hf_stream.records import open_records
 """
 FILES = """

@@ -12,7 +12,7 @@ from strangers import CANARY, assert_refused, leave_canary, outcomes
 
 from data_tools.encoders import make_encoder
 from data_tools.tokenizer import load_tokenizer
-from data_tools.train_tokenizer import train_byte_level_bpe
+from data_tools.train_tokenizer.byte_level_bpe import train_byte_level_bpe
 
 SOUND = json.loads(train_byte_level_bpe(["hello world"] * 9, 300).tokenizer_json)
 LOAD = "from data_tools.tokenizer import load_tokenizer"

@@ -1,0 +1,186 @@
+"""Files of records with a separator between them: JSON Lines, and texts of several documents."""
+
+import codecs
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from data_tools.rows.block import (
+    BLOCK_BYTES,
+    MAX_ROW_BYTES,
+    TOO_LONG,
+    Block,
+    Field,
+    Row,
+    utf8_row,
+)
+from data_tools.rows.compressed import Stream, compression, opened
+
+_FIRST_BYTES = 64 * 1024  # of a file, which tell whether it has lines
+
+
+@dataclass(frozen=True)
+class DocumentsBlock(Block):
+    """Whole documents of a text file. Newlines around one are dropped; blank ones are no rows."""
+
+    path: str
+    offset: int  # of the first record, in the decompressed file
+    content: bytes | None  # None for one record that is too long
+    separator: bytes
+
+    byte_order_mark = b""  # which is no part of the first record
+
+    @property
+    def size(self) -> int:
+        return len(self.content or b"")
+
+    def rows(self, field: Field) -> Iterator[Row]:
+        if self.content is None:
+            yield Row(f"{self.path}, byte {self.offset}", None, TOO_LONG)
+            return
+        begin = self.offset
+        for record in self.content.split(self.separator):
+            where, begins_file = f"{self.path}, byte {begin}", begin == 0
+            begin += len(record) + len(self.separator)
+            if begins_file:
+                record = record.removeprefix(self.byte_order_mark)
+            if len(record) > MAX_ROW_BYTES:
+                yield Row(where, None, TOO_LONG)
+            elif record and not record.isspace():
+                yield self._row(record, where, field)
+
+    def _row(self, record: bytes, where: str, field: Field) -> Row:
+        row = utf8_row(record.strip(b"\r\n"), where)
+        if row.text is None or field.needed is not None:
+            return row
+        return field.row({"text": row.text, "path": self.path}, where)
+
+
+class LinesBlock(DocumentsBlock):
+    """Whole lines, each a JSON object. Blank lines are no rows."""
+
+    byte_order_mark = codecs.BOM_UTF8
+
+    def _row(self, record: bytes, where: str, field: Field) -> Row:
+        try:
+            content = json.loads(str(record, "utf-8"))
+        except UnicodeDecodeError as error:
+            return Row(where, None, f"is not UTF-8 text (byte {error.start} of the line)")
+        except (ValueError, RecursionError) as error:
+            return Row(where, None, f"is not JSON: {error}")
+        return field.row(content, where)
+
+    def locate(self, row: Row) -> Row:
+        """The row with its line number, for which the file is read up to there."""
+        place = int(row.where.rpartition(" ")[2])
+        number = 1
+        with opened(Path(self.path)) as stream:
+            while place > 0 and (content := stream.read(min(place, BLOCK_BYTES))):
+                number += content.count(b"\n")
+                place -= len(content)
+        return row._replace(where=f"{self.path}, line {number},")
+
+
+def lines_blocks(
+    path: Path, size: int, start: int, stop: int, position: int | None, field: Field
+) -> Iterator[Block]:
+    """The lines that begin at bytes [start, stop) of the file, from byte `position` on.
+
+    A compressed file has all its lines in the range that holds byte 0; `position` counts
+    decompressed bytes there. Raises ValueError for a file that is one JSON value.
+    """
+    whole = bool(compression(path))
+    if whole and start > 0:
+        return
+    _check_has_lines(path)
+    with opened(path) as stream:
+        begin = start if position is None else position
+        begin = stream.seek(begin) if position or not begin else _next_line(stream, begin)
+        for offset, content in _records(stream, begin, None if whole else stop, b"\n"):
+            yield LinesBlock(offset, stream.fraction, str(path), offset, content, b"\n")
+
+
+def documents_blocks(path: Path, separator: bytes, position: int | None) -> Iterator[Block]:
+    """The documents of a text file from byte `position` of the decompressed content on."""
+    with opened(path) as stream:
+        for offset, content in _records(stream, stream.seek(position or 0), None, separator):
+            yield DocumentsBlock(offset, stream.fraction, str(path), offset, content, separator)
+
+
+def _records(
+    stream: Stream, begin: int, stop: int | None, separator: bytes
+) -> Iterator[tuple[int, bytes | None]]:
+    """The place and the content of whole records, many at a time, which begin before `stop`.
+
+    `begin` is the stream's place. The last record may lack its separator. A record that is much too
+    long comes alone, as None. A `stop` needs a separator of one byte.
+    """
+    if stop is not None and begin >= stop:
+        return
+    kept, dropped = bytearray(), 0  # the bytes from `begin` on, without the first if too many
+    while content := stream.read(BLOCK_BYTES):
+        searched = max(0, len(kept) - len(separator) + 1)
+        kept += content
+        first = kept.find(separator, searched)
+        if first < 0:
+            if dropped or len(kept) > MAX_ROW_BYTES + len(separator):
+                rest = len(kept) - len(separator) + 1  # a separator may begin in the others
+                dropped += rest
+                del kept[:rest]
+            continue
+        if dropped:
+            yield begin, None
+            begin += dropped + first + len(separator)
+            del kept[: first + len(separator)]
+            dropped = 0
+            if stop is not None and begin >= stop:
+                return
+        # The last record that belongs here is the one that holds byte stop - 1.
+        end = 0 if stop is None else kept.find(separator, max(stop - 1 - begin, 0)) + 1
+        is_last = end > 0
+        end = end or len(kept) - len(kept.split(separator)[-1])
+        if end:
+            yield begin, bytes(kept[:end])
+        if is_last:
+            return
+        begin += end
+        del kept[:end]
+    if kept or dropped:
+        yield begin, None if dropped else bytes(kept)
+
+
+def _next_line(stream: Stream, start: int) -> int:
+    """Puts the stream at the first line that begins at `start` or later, and returns its place."""
+    begin = stream.seek(start - 1)
+    while content := stream.read(BLOCK_BYTES):
+        end = content.find(b"\n")
+        if end >= 0:
+            return stream.seek(begin + end + 1)
+        begin += len(content)
+    return begin
+
+
+def _check_has_lines(path: Path) -> None:
+    """Raises ValueError if the file is one array of objects, or one object over several lines."""
+    with opened(path) as stream:
+        begin = stream.read(_FIRST_BYTES).removeprefix(codecs.BOM_UTF8).lstrip()
+    line, _, rest = (part.strip() for part in begin.partition(b"\n"))
+    if line == b"{":
+        found, elements = "object", "."
+    elif begin[:1] == b"[" and begin[1:].lstrip()[:1] == b"{" and not (_is_json(line) and rest):
+        found, elements = "array", ".[]"
+    else:
+        return
+    raise ValueError(
+        f"{path} holds one JSON {found}, not an object in each line: write each on a line of its "
+        f"own, as `jq -c '{elements}' {path.name}` does"
+    )
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return True

@@ -1,0 +1,150 @@
+"""Flags that several commands share, and the objects that they describe.
+
+A command calls the functions that define the flags it needs, and then `adopt`.
+"""
+
+import os
+import sys
+
+from absl import flags
+
+from data_tools.held_out import VALIDATION, Part
+from data_tools.rows.block import Field, RowSource, TextField
+from data_tools.rows.files import Files
+from data_tools.rows.source import row_source
+from data_tools.tokenizer import Tokenizer, load_tokenizer
+
+FLAGS = flags.FLAGS
+
+
+def define_source_flags() -> None:
+    """For commands that read rows."""
+    flags.DEFINE_list(
+        "dataset",
+        None,
+        "Files and folders, separated by commas: .jsonl (or .ndjson, .json), .parquet, .arrow, or "
+        "text, the first and the last also as .gz or .zst; or the name of one Hugging Face data "
+        "set.",
+        required=True,
+    )
+    flags.DEFINE_string("name", None, "Which configuration of the Hugging Face data set.")
+    flags.DEFINE_string(
+        "split", "train", "The split to read from a Hugging Face data set, and to write if any is."
+    )
+    flags.DEFINE_string(
+        "pattern",
+        None,
+        "Which files of a folder, for instance '*.py'; without it all, which must not be both rows "
+        "and texts.",
+    )
+    flags.DEFINE_enum(
+        "on_bad_row", "fail", ["fail", "skip"], "What to do with a row that cannot be used."
+    )
+
+
+def define_text_flags() -> None:
+    """For commands whose rows are texts."""
+    flags.DEFINE_string("text_column", "text", "The column that holds the text.")
+    flags.DEFINE_string(
+        "text_function", None, "package.module:function that makes the text from a row's dict."
+    )
+    flags.DEFINE_string(
+        "document_separator",
+        None,
+        r"What separates the documents of a text file, for instance '<|endoftext|>' or '\n\n\n'; "
+        "without it, a text file is one document.",
+    )
+
+
+def define_split_flags() -> None:
+    """For commands that make a split of flat tokens."""
+    flags.DEFINE_string(
+        "tokenizer",
+        None,
+        "A tokenizer.json, a folder holding one, a Hugging Face tokenizer, or 'bytes'.",
+        required=True,
+    )
+    flags.DEFINE_string(
+        "bos_token", None, "The token that begins a document; --bos_token= for none."
+    )
+    flags.DEFINE_string("eos_token", None, "The token that ends a document.")
+    flags.DEFINE_string("out", None, "The folder of the data set.", required=True)
+    flags.DEFINE_float(
+        "validation_fraction",
+        None,
+        "Hold out this part of the documents, for instance 0.01, as the split 'validation'.",
+    )
+    flags.DEFINE_integer(
+        "workers",
+        None,
+        "Processes that tokenise; by default one for each core, on Ray one a shard.",
+        lower_bound=0,
+    )
+
+
+def adopt() -> None:
+    """Lists the flags in the command's --help."""
+    flags.adopt_module_key_flags(sys.modules[__name__])
+
+
+def given() -> list[str]:
+    """The flags of this module that the user has set, as they were typed."""
+    defined = FLAGS.flags_by_module_dict()[__name__]
+    return [flag.serialize() for flag in defined if flag.present]
+
+
+def texts() -> RowSource:
+    """The texts that the flags describe; raises the errors of `row_source`."""
+    separator = FLAGS.document_separator
+    for escape, character in ((r"\n", "\n"), (r"\r", "\r"), (r"\t", "\t")):
+        separator = None if separator is None else separator.replace(escape, character)
+    return rows(TextField(FLAGS.text_column, FLAGS.text_function), separator)
+
+
+def rows(field: Field, document_separator: str | None = None) -> RowSource:
+    """The rows that the flags describe; the arguments and errors are those of `row_source`.
+
+    Counts text files by suffix on stderr if there are several suffixes and no pattern.
+    """
+    found = row_source(
+        FLAGS.dataset,
+        name=FLAGS.name,
+        split=FLAGS.split,
+        field=field,
+        pattern=FLAGS.pattern,
+        document_separator=document_separator,
+    )
+    kinds = found.kinds_of_text if isinstance(found, Files) and FLAGS.pattern is None else {}
+    if len(kinds) > 1:
+        counts = ", ".join(f"{count:,} {suffix or 'without'}" for suffix, count in kinds.items())
+        print(f"text files by suffix: {counts}; --pattern chooses some", file=sys.stderr)
+    return found
+
+
+def tokenizer() -> Tokenizer:
+    """The tokenizer that the flags name; raises the errors of `load_tokenizer`."""
+    return load_tokenizer(FLAGS.tokenizer, FLAGS.bos_token, FLAGS.eos_token)
+
+
+def parts() -> list[tuple[str, Part | None, float]]:
+    """The name of each split to make, its part of the rows, and its share of them."""
+    split, fraction = FLAGS.split, FLAGS.validation_fraction
+    if fraction is None:
+        return [(split, None, 1.0)]
+    if split == VALIDATION:
+        raise ValueError(
+            f"--validation_fraction makes the split {VALIDATION!r} besides that of --split: name "
+            "another one there"
+        )
+    return [
+        (split, Part(fraction, False), 1 - fraction),
+        (VALIDATION, Part(fraction, True), fraction),
+    ]
+
+
+def workers() -> int:
+    """Processes that tokenise, by default one for each core that this process may run on."""
+    if FLAGS.workers is not None:
+        return FLAGS.workers
+    known = hasattr(os, "sched_getaffinity")
+    return len(os.sched_getaffinity(0)) if known else os.cpu_count() or 1
