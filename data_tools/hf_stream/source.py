@@ -14,7 +14,6 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from data_tools.hf_stream.blocks import Blocks
 from data_tools.hf_stream.records import (
     OpenRecords,
     Patience,
@@ -22,20 +21,26 @@ from data_tools.hf_stream.records import (
     contents,
     open_records,
 )
-from data_tools.hf_stream.tokens import DOCUMENTS_AT_A_TIME, Position, TokenStream
+from data_tools.hf_stream.tokens import (
+    DOCUMENTS_AT_A_TIME,
+    Documents,
+    Position,
+    TokenStream,
+    as_json,
+)
 from data_tools.rows.block import SkippedRows, TextField
 from data_tools.tokenizer import load_tokenizer
 from lmlib.data.batch import Batch
 from lmlib.data.stored.metadata import TokenizerIdentity
 from lmlib.data.text import TextCodec, codec_of_bytes, codec_of_json
 
-LAST_READ_SECONDS = 2.0  # that a read under way may still take when a source is closed for good
-ARROW_SECONDS = 0.1  # that Arrow's threads get after it
+LAST_READ_SECONDS = 2.0  # for a read under way when a source is closed for good
+ARROW_SECONDS = 0.1  # for Arrow's threads after it
 
 
 @dataclass
 class _Opened:
-    """A stream and what it gave last."""
+    """A stream and its last batch."""
 
     tokens: TokenStream
     step: int
@@ -69,8 +74,7 @@ class HFStream:
     validation does.
     """
 
-    batches = None  # how many is known only after reading
-    bytes_per_target = None  # known only after reading, too
+    batches = bytes_per_target = None  # known only after reading
 
     def __init__(
         self,
@@ -222,9 +226,7 @@ class HFStream:
             "step": step,
             "streams": self._streams,
             "settings": self._settings,
-            "positions": {
-                str(stream): position.as_json() for stream, position in positions.items()
-            },
+            "positions": as_json(positions),
         }
 
     def restore(self, step: int, states: list[dict[str, Any]]) -> None:
@@ -243,7 +245,7 @@ class HFStream:
             }
         except (KeyError, TypeError, AttributeError, IndexError) as error:
             raise ValueError(f"what was saved is no state of a stream: {error!r:.200}") from error
-        self._close_streams()
+        self.close()
         self._streams, self._first_step, self._first_positions = streams, step, positions
 
     def _check_states(self, step: int, states: list[dict[str, Any]]) -> None:
@@ -272,7 +274,9 @@ class HFStream:
 
     def close(self) -> None:
         """Ends the threads; the next batch can only be the first."""
-        self._close_streams()
+        for opened in self._opened.values():
+            opened.tokens.close()
+        self._opened.clear()
 
     @property
     def _rows_per_stream(self) -> int:
@@ -306,31 +310,25 @@ class HFStream:
         return opened.batch
 
     def _open(self, stream: int) -> TokenStream:
-        what = f"{self._dataset!r}"
-        if self._streams > 1:
-            what += f", stream {stream} of {self._streams}"
+        part = f", stream {stream} of {self._streams}" if self._streams > 1 else ""
+        what = f"{self._dataset!r}{part}"
         records = partial(self._open_records, stream, self._streams)
-        blocks = Blocks(
+        documents = Documents(
+            records=SteadyRecords(records, self._patience, what),
             size=self._block_size,
             seed=self._seed,
             repeat=self._repeat,
             field=self._field,
-            encoder=self._tokenizer.encoder,
+            tokenizer=self._tokenizer,
             skipped=SkippedRows() if self._skips else None,
+            pool=self._pool,
             what=what,
         )
-        position = self._first_positions.get(stream, Position())
-        steady = SteadyRecords(records, self._patience, what)
-        return TokenStream(steady, blocks, self._tokenizer, self._pool, position)
-
-    def _close_streams(self) -> None:
-        for opened in self._opened.values():
-            opened.tokens.close()
-        self._opened.clear()
+        return TokenStream(documents, self._first_positions.get(stream, Position()))
 
 
 def _close(opened: dict[int, _Opened], pool: ThreadPoolExecutor) -> None:
-    """When a source is no longer used, at the end of Python at the latest.
+    """Called when a source is no longer used, at the end of Python at the latest.
 
     A thread that is inside Arrow then aborts the process: so they are waited for, unless they hang.
     Arrow's own, which cannot be, get a moment to let go of what they have read.

@@ -1,24 +1,26 @@
 """The tokens of a stream's documents, one after the other, and a place among them to go on from.
 
-For `HFStream`.
+For `HFStream`. Documents are shuffled in blocks. A buffer from which random documents are drawn
+cannot be rebuilt without reading again all that went through it. A block can: it is the records
+that follow one state of the stream.
 
 Shape suffixes: B rows, S sequence, T = S + 1 tokens of a row, N tokens of several documents.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
-from functools import partial
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from data_tools.hf_stream.blocks import Block, Blocks, BlockStart
 from data_tools.hf_stream.records import SteadyRecords
+from data_tools.rows.block import SkippedRows, TextField
 from data_tools.tokenizer import Tokenizer
 from lmlib.data.batch import Batch
 from lmlib.data.packing import packed_batch
+from lmlib.data.permutation import permute
 from lmlib.data.prefetch import ReadAhead
 
 DOCUMENTS_AT_A_TIME = 64  # given to the tokenizer
@@ -29,30 +31,116 @@ CALLS_AHEAD = 8  # of the tokenizer, made before their tokens are needed
 class Position:
     """The place of a token; everything is a JSON value."""
 
-    block: BlockStart = field(default_factory=BlockStart)
+    records: dict[str, Any] | None = None  # state of the stream at its block; None: its beginning
+    epoch: int = 0  # passes over the stream before this one
+    record: int = 0  # records of this pass before the block
+    block: int = 0  # blocks before this one, over all epochs
     document: int = 0  # documents of the block before it
     token: int = 0  # tokens of the document before it
 
-    def as_json(self) -> dict[str, Any]:
-        """The input of `from_json`."""
-        return asdict(self)
-
     @classmethod
     def from_json(cls, entries: dict[str, Any]) -> "Position":
-        """Raises TypeError or KeyError for entries that are no position."""
-        found = cls(BlockStart(**entries["block"]), entries["document"], entries["token"])
-        start = found.block
-        counts = (start.epoch, start.record, start.block, found.document, found.token)
-        for count in counts:
+        """Of `asdict`; raises TypeError for entries that are no position."""
+        for count in [value for name, value in entries.items() if name != "records"]:
             if type(count) is not int or not 0 <= count < 2**63:
                 raise TypeError(f"{count!r:.40} is no count")
-        return found
+        return cls(**entries)
 
 
 class _Document(NamedTuple):
-    block: BlockStart
-    number: int  # in the block's order
+    begin: Position
     tokens_N: np.ndarray  # with framing
+
+
+@dataclass(frozen=True)
+class Documents:
+    """The documents of a stream of records, in blocks, shuffled and tokenized.
+
+    Attributes:
+      size: documents in a block; the last one of an epoch may have fewer.
+      seed: of the order in each block, which differs from block to block and epoch to epoch;
+        `None` keeps the stream's order.
+      repeat: whether the stream begins again after its end, for ever.
+      field: the text of a record.
+      tokenizer: also judges whether it can take a text.
+      skipped: is called with records without a usable text; None: they are errors.
+      pool: runs the tokenizer.
+      what: names the stream in errors.
+    """
+
+    records: SteadyRecords
+    size: int
+    seed: int | None
+    repeat: bool
+    field: TextField
+    tokenizer: Tokenizer
+    skipped: SkippedRows | None
+    pool: ThreadPoolExecutor
+    what: str
+
+    def read(self, start: Position) -> Iterator[Future[list[_Document]]]:
+        """The documents from the one at `start` on.
+
+        Raises ValueError for a bad record without `skipped`, or a stream without usable ones.
+        """
+        while True:
+            texts: list[str | None] = []  # None for a record that is left out
+            usable = start.record > 0  # the records before may have been
+            for record, state in self.records.read(start.records):
+                texts.append(self._text(record, start.record + len(texts)))
+                usable = usable or texts[-1] is not None
+                if len(texts) == self.size:
+                    yield from self._encoded(texts, start)
+                    record_number = start.record + self.size
+                    start = Position(state, start.epoch, record_number, start.block + 1)
+                    texts = []
+            if texts:
+                yield from self._encoded(texts, start)
+            if not usable:  # nothing would ever come
+                raise ValueError(f"{self.what} has no records with a usable text")
+            if not self.repeat:
+                return
+            start = Position(epoch=start.epoch + 1, block=start.block + bool(texts))
+
+    def _text(self, record: object, number: int) -> str | None:
+        row = self.field.row(record, f"{self.what}, record {number}")
+        if row.text is not None:
+            try:
+                self.tokenizer.encoder.size(row.text)
+                return row.text
+            except ValueError as error:
+                row = row._replace(problem=str(error))
+        if self.skipped is None:
+            raise ValueError(f"{row}; on_bad_row='skip' leaves such records out")
+        self.skipped(None, row)
+        return None
+
+    def _encoded(
+        self, texts: list[str | None], start: Position
+    ) -> Iterator[Future[list[_Document]]]:
+        """The documents of a block from number `start.document` on."""
+        if self.seed is not None:
+            order = permute(np.arange(len(texts)), len(texts), seed=self.seed, epoch=start.block)
+            texts = [texts[index] for index in order]
+        for first in range(start.document, len(texts), DOCUMENTS_AT_A_TIME):
+            some = dict(enumerate(texts[first : first + DOCUMENTS_AT_A_TIME], start=first))
+            yield self.pool.submit(self._framed, some, start)
+
+    def _framed(self, texts: dict[int, str | None], start: Position) -> list[_Document]:
+        """The tokens of each text, by its number, between the tokenizer's BOS and EOS."""
+        usable = {number: text for number, text in texts.items() if text is not None}
+        encoded = self.tokenizer.encode_batch(list(usable.values()))
+        begin_N, end_N = (
+            np.array([] if token is None else [token], np.int32)
+            for token in (self.tokenizer.bos_id, self.tokenizer.eos_id)
+        )
+        return [
+            _Document(
+                replace(start, document=number, token=0),
+                np.concatenate([begin_N, ids_N.astype(np.int32), end_N]),
+            )
+            for number, ids_N in zip(usable, encoded, strict=True)
+        ]
 
 
 class TokenStream:
@@ -63,29 +151,15 @@ class TokenStream:
     is predicted once.
     """
 
-    def __init__(
-        self,
-        records: SteadyRecords,
-        blocks: Blocks,
-        tokenizer: Tokenizer,
-        pool: ThreadPoolExecutor,
-        position: Position,
-    ) -> None:
-        """Starts reading at `position`; the tokenizer runs in `pool`."""
-        self._what = blocks.what
-        self._records = records
-        read = blocks.read(records.read, position.block)
-        encoded = _encoded(read, position.document, partial(_framed, tokenizer), pool)
-        self._encoded = ReadAhead(encoded, CALLS_AHEAD, name=f"blocks of {blocks.what}")
+    def __init__(self, documents: Documents, position: Position) -> None:
+        """Starts reading at `position`."""
+        self._documents = documents
+        name = f"blocks of {documents.what}"
+        self._encoded = ReadAhead(documents.read(position), CALLS_AHEAD, name=name)
         self._failure: Exception | None = None
         self._held: deque[_Document] = deque()
         self._held_tokens = 0  # in `_held`, used-up ones of its first document included
-        self._position = position  # of a token in the first of `_held`, if that has any
-
-    @property
-    def position(self) -> Position:
-        """Where the next row begins."""
-        return self._position
+        self.position = position  # of the next row's beginning, in the first of `_held`, if any
 
     def rows(self, count: int, sequence_length: int) -> Batch:
         """The next `count` rows, padded past the end of the stream.
@@ -101,30 +175,9 @@ class TokenStream:
         return packed_batch(tokens_N[window_BT], starts_N[window_BT], lengths_B)
 
     def close(self, seconds: float = 0.0) -> None:
-        """Ends the threads that read; waits for each so long at most, and then abandons it."""
-        self._records.close(seconds)
+        """Ends the threads that read; waits for each `seconds` at most, and then abandons it."""
+        self._documents.records.close(seconds)
         self._encoded.close(seconds)
-
-    def _hold(self, wanted: int) -> None:
-        """Holds at least `wanted` tokens from the position on, or all there are."""
-        if self._failure is not None:
-            raise self._failure
-        try:
-            while self._held_tokens - self._position.token < wanted:
-                documents = next(self._encoded, None)
-                if documents is None:
-                    return
-                used = [document for document in documents.result() if len(document.tokens_N)]
-                if not self._held and used and len(used[0].tokens_N) <= self._position.token:
-                    raise ValueError(
-                        f"{self._what} has changed since its state was saved: a document of more "
-                        f"than {self._position.token} tokens has now {len(used[0].tokens_N)}"
-                    )
-                self._held.extend(used)
-                self._held_tokens += sum(len(document.tokens_N) for document in used)
-        except Exception as error:
-            self._failure = error  # the place of the failure is lost: nothing may follow
-            raise
 
     def _peek(self, wanted: int) -> tuple[np.ndarray, np.ndarray, int]:
         """The next tokens, whether each is the first of a document, and how many there are.
@@ -134,7 +187,7 @@ class TokenStream:
         self._hold(wanted)
         tokens_N = np.zeros(wanted, np.int32)
         starts_N = np.zeros(wanted, bool)
-        filled, offset = 0, self._position.token
+        filled, offset = 0, self.position.token
         for document in self._held:
             if filled == wanted:
                 break
@@ -144,43 +197,40 @@ class TokenStream:
             filled, offset = filled + len(part_N), 0
         return tokens_N, starts_N, filled
 
+    def _hold(self, wanted: int) -> None:
+        """Holds at least `wanted` tokens from the position on, or all there are."""
+        if self._failure is not None:
+            raise self._failure
+        try:
+            while self._held_tokens - self.position.token < wanted:
+                coming = next(self._encoded, None)
+                if coming is None:
+                    return
+                used = [document for document in coming.result() if len(document.tokens_N)]
+                if not self._held and used and len(used[0].tokens_N) <= self.position.token:
+                    raise ValueError(
+                        f"{self._documents.what} has changed since its state was saved: a document "
+                        f"of more than {self.position.token} tokens has now "
+                        f"{len(used[0].tokens_N)}"
+                    )
+                self._held.extend(used)
+                self._held_tokens += sum(len(document.tokens_N) for document in used)
+        except Exception as error:
+            self._failure = error  # the place of the failure is lost: nothing may follow
+            raise
+
     def _advance(self, count: int) -> None:
         """Goes `count` tokens on, all of which are held."""
-        passed = self._position.token + count
+        passed = self.position.token + count
         while self._held and passed >= len(self._held[0].tokens_N):
-            block, number, tokens_N = self._held.popleft()
+            begin, tokens_N = self._held.popleft()
             passed -= len(tokens_N)
             self._held_tokens -= len(tokens_N)
-            self._position = Position(block, number + 1)
+            self.position = replace(begin, document=begin.document + 1)
         if self._held:
-            self._position = Position(self._held[0].block, self._held[0].number, passed)
+            self.position = replace(self._held[0].begin, token=passed)
 
 
-def _encoded(
-    blocks: Iterator[Block],
-    skipped: int,
-    framed: Callable[[BlockStart, int, Sequence[str | None]], list[_Document]],
-    pool: ThreadPoolExecutor,
-) -> Iterator[Future[list[_Document]]]:
-    """The documents of the blocks after the first `skipped`; `framed` makes them in `pool`."""
-    for block in blocks:
-        for first in range(skipped, len(block.texts), DOCUMENTS_AT_A_TIME):
-            texts = block.texts[first : first + DOCUMENTS_AT_A_TIME]
-            yield pool.submit(framed, block.start, first, texts)
-        skipped = 0
-
-
-def _framed(
-    tokenizer: Tokenizer, block: BlockStart, first: int, texts: Sequence[str | None]
-) -> list[_Document]:
-    """The tokens of each text between the tokenizer's begin and end of text."""
-    numbers = [number for number, text in enumerate(texts, start=first) if text is not None]
-    encoded = tokenizer.encode_batch([text for text in texts if text is not None])
-    begin_N, end_N = (
-        np.array([] if token is None else [token], np.int32)
-        for token in (tokenizer.bos_id, tokenizer.eos_id)
-    )
-    return [
-        _Document(block, number, np.concatenate([begin_N, ids_N.astype(np.int32), end_N]))
-        for number, ids_N in zip(numbers, encoded, strict=True)
-    ]
+def as_json(positions: dict[int, Position]) -> dict[str, Any]:
+    """The positions of streams by their number, in JSON values."""
+    return {str(stream): asdict(position) for stream, position in positions.items()}

@@ -1,6 +1,8 @@
-"""Our chat templates write what the models they are named after were trained on, and mark what the
-assistant says. tests/hf/test_chat_parity.py compares them with transformers."""
+"""Our chat templates write chats as their models were trained on them, and mark the answers.
 
+tests/hf/test_chat_parity.py compares them with transformers."""
+
+import json
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -22,91 +24,9 @@ TURNS = [
 ]
 NOW = datetime(2024, 3, 5)
 
-# Of each template: a question with the prompt for its answer, then turns, then turns after what the
-# system says, where it may say anything. What the assistant says is in ‹ ›.
-_CHATML = (
-    "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n",
-    "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n‹Hello! 😀<|im_end|>›\n"
-    "<|im_start|>user\nAnd you?<|im_end|>\n<|im_start|>assistant\n‹Fine.<|im_end|>›\n",
-)
-_QWEN_SYSTEM = "<|im_start|>system\n{}<|im_end|>\n"
-_KIND = _QWEN_SYSTEM.format("Be kind.")
-_QWEN_2 = _QWEN_SYSTEM.format("You are a helpful assistant.")
-_QWEN_2_5 = _QWEN_SYSTEM.format(
-    "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
-)
-_QWEN_3 = _CHATML[1].replace("‹Fine.", "‹<think>\n\n</think>\n\nFine.")
-_HEADERS = (
-    "<|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>"
-    "<|start_header_id|>assistant<|end_header_id|>\n\n",
-    "‹Hello! 😀<|eot_id|>›<|start_header_id|>user<|end_header_id|>\n\nAnd you?<|eot_id|>"
-    "<|start_header_id|>assistant<|end_header_id|>\n\n‹Fine.<|eot_id|>›",
-)
-_DATED = (
-    "<s><|start_header_id|>system<|end_header_id|>\n\n"
-    "Cutting Knowledge Date: December 2023\nToday Date: 05 Mar 2024\n\n{}<|eot_id|>"
-)
-_GEMMA = (
-    "<s><start_of_turn>user\n{}Hi<end_of_turn>\n<start_of_turn>model\n",
-    "‹Hello! 😀<end_of_turn>›\n<start_of_turn>user\nAnd you?<end_of_turn>\n"
-    "<start_of_turn>model\n‹Fine.<end_of_turn>›\n",
-)
-_LLAMA_2 = "<s>[INST] {}Hi [/INST]‹ Hello! 😀 </s>›<s>[INST] And you? [/INST]‹ Fine. </s>›"
-_MISTRAL = "<s>[INST] {}Hi[/INST]‹ Hello! 😀</s>›[INST] And you?[/INST]‹ Fine.</s>›"
-_OLMO = (
-    "<|user|>\nHi\n<|assistant|>\n‹Hello! 😀</s>›\n<|user|>\nAnd you?\n<|assistant|>\n‹Fine.</s>›"
-)
-_PHI_3 = (
-    "<|user|>\nHi<|end|>\n<|assistant|>\n‹Hello! 😀<|end|>›\n"
-    "<|user|>\nAnd you?<|end|>\n<|assistant|>\n‹Fine.<|end|>›\n</s>"
-)
-_PHI_4 = (
-    "<|im_start|>user<|im_sep|>Hi<|im_end|><|im_start|>assistant<|im_sep|>‹Hello! 😀<|im_end|>›"
-    "<|im_start|>user<|im_sep|>And you?<|im_end|><|im_start|>assistant<|im_sep|>‹Fine.<|im_end|>›"
-)
-EXPECTED = {
-    "chatml": (*_CHATML, _KIND + _CHATML[1]),
-    "gemma2": (_GEMMA[0].format(""), "".join(_GEMMA).format(""), None),
-    "gemma3": (
-        _GEMMA[0].format(""),
-        "".join(_GEMMA).format(""),
-        "".join(_GEMMA).format("Be kind.\n\n"),
-    ),
-    "llama2": (
-        "<s>[INST] Hi [/INST]",
-        _LLAMA_2.format(""),
-        _LLAMA_2.format("<<SYS>>\nBe kind.\n<</SYS>>\n\n"),
-    ),
-    "llama3": (
-        "<s>" + _HEADERS[0],
-        "<s>" + "".join(_HEADERS),
-        "<s><|start_header_id|>system<|end_header_id|>\n\nBe kind.<|eot_id|>" + "".join(_HEADERS),
-    ),
-    "llama3_1": (
-        _DATED.format("") + _HEADERS[0],
-        _DATED.format("") + "".join(_HEADERS),
-        _DATED.format("Be kind.") + "".join(_HEADERS),
-    ),
-    "mistral": ("<s>[INST] Hi[/INST]", _MISTRAL.format(""), _MISTRAL.format("Be kind.\n\n")),
-    "olmo2": (
-        "<s><|user|>\nHi\n<|assistant|>\n",
-        "<s>" + _OLMO,
-        "<s><|system|>\nBe kind.\n" + _OLMO,
-    ),
-    "phi3": (
-        "<|user|>\nHi<|end|>\n<|assistant|>\n",
-        _PHI_3,
-        "<|system|>\nBe kind.<|end|>\n" + _PHI_3,
-    ),
-    "phi4": (
-        "<|im_start|>user<|im_sep|>Hi<|im_end|><|im_start|>assistant<|im_sep|>",
-        _PHI_4,
-        "<|im_start|>system<|im_sep|>Be kind.<|im_end|>" + _PHI_4,
-    ),
-    "qwen2": (_QWEN_2 + _CHATML[0], _QWEN_2 + _CHATML[1], _KIND + _CHATML[1]),
-    "qwen2_5": (_QWEN_2_5 + _CHATML[0], _QWEN_2_5 + _CHATML[1], _KIND + _CHATML[1]),
-    "qwen3": (_CHATML[0], _QWEN_3, _KIND + _QWEN_3),
-}
+# By template: a question with the prompt for its answer, then turns, then turns after a system
+# message, if the template takes one. The assistant's answers are in ‹ ›.
+EXPECTED = json.loads(Path(__file__).with_name("written_chats.json").read_text("utf-8"))
 
 
 @pytest.fixture(scope="module")
@@ -136,14 +56,15 @@ def test_every_template_is_tried_here() -> None:
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_chats_are_written_as_the_model_knows_them(name: str, tokens: str) -> None:
-    template, (prompt, turns, after_system) = ours(name, tokens), EXPECTED[name]
-    assert template.render(ASKED, add_generation_prompt=True, now=NOW) == Rendered(prompt, ())
-    assert marked(template.render(TURNS, now=NOW)) == turns
-    if after_system is None:
+    template, expected = ours(name, tokens), EXPECTED[name]
+    asked = template.render(ASKED, add_generation_prompt=True, now=NOW)
+    assert asked == Rendered(expected["prompt"], ())
+    assert marked(template.render(TURNS, now=NOW)) == expected["turns"]
+    if expected["after_system"] is None:
         with pytest.raises(ValueError, match="there is no system message"):
             template.render([SYSTEM, *TURNS])
     else:
-        assert marked(template.render([SYSTEM, *TURNS], now=NOW)) == after_system
+        assert marked(template.render([SYSTEM, *TURNS], now=NOW)) == expected["after_system"]
 
 
 @pytest.mark.parametrize("name", EXPECTED)
@@ -188,7 +109,7 @@ def test_qwen3_learns_no_answer_without_the_thought_that_it_had(tokens: str) -> 
     apart = [*LAST_THOUGHT[:3], LAST_THOUGHT[3] | {"content": "Fine.", "reasoning_content": "Who?"}]
     assert marked(template.render(apart)) == text
     unasked = template.render(ASKED, add_generation_prompt=True, enable_thinking=False).text
-    assert unasked == _CHATML[0] + "<think>\n\n</think>\n\n"
+    assert unasked == EXPECTED["chatml"]["prompt"] + "<think>\n\n</think>\n\n"
 
 
 def test_a_template_is_a_name_or_a_file(tmp_path: Path, tokens: str) -> None:

@@ -1,3 +1,5 @@
+"""Encoders give the ids of Hugging Face `tokenizers`, for every tokenizer and any text."""
+
 import functools
 import json
 import multiprocessing
@@ -17,14 +19,14 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sentinels import sentinels
-from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import decoders, models, pre_tokenizers
 
 from data_tools.encoders import make_encoder
 from data_tools.encoders.byte_level import ByteLevelEncoder, may_change
 from data_tools.encoders.encoder import MAX_TEXT_BYTES, Encoder, HuggingFaceEncoder
-from data_tools.encoders.pre_tokenization import GPT2, LLAMA3, QWEN2
+from data_tools.encoders.pre_tokenization import GPT2
+from data_tools.train_tokenizer.byte_level_bpe import STYLES, Style, train_byte_level_bpe
 
-STYLES = ("gpt2", "llama3", "qwen2")
 SPECIAL = "<|endoftext|>"
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 
@@ -56,30 +58,15 @@ def multilingual() -> list[str]:
 
 
 @functools.cache
-def trained(style: str) -> str:
+def trained(style: Style) -> str:
     """A tokenizer.json of 4000 ids, of the kind that GPT-2, Llama 3 or Qwen 2 has."""
-    tokenizer = tokenizers.Tokenizer(models.BPE(ignore_merges=style == "llama3"))
-    if style == "gpt2":
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    else:
-        expression = Regex(LLAMA3 if style == "llama3" else QWEN2)
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Split(expression, "isolated"),
-                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-            ]
-        )
-    if style == "qwen2":
-        tokenizer.normalizer = normalizers.NFC()
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=4000, special_tokens=[SPECIAL], initial_alphabet=ALPHABET, show_progress=False
-    )
-    tokenizer.train_from_iterator(standard_library() + multilingual(), trainer)
+    texts = standard_library() + multilingual()
+    made = train_byte_level_bpe(texts, 4000, style=style, special_tokens=[SPECIAL])
+    tokenizer = tokenizers.Tokenizer.from_str(made.tokenizer_json)
     tokenizer.add_special_tokens(["<|im_end|>"])
     if style == "qwen2":
         tokenizer.add_tokens([tokenizers.AddedToken("<think>", normalized=False)])
-    return tokenizer.to_str()
+    return changed(tokenizer.to_str(), ignore_merges=style == "llama3")
 
 
 def changed(tokenizer_json: str, **parts: Any) -> str:

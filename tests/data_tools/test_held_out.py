@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from folder_contents import files_of
 
-from data_tools.held_out import Part
+from data_tools.held_out import Fractions, Part
 from data_tools.inspect.description import document_lengths
 from data_tools.pretokenize.texts import pretokenize, pretokenize_shard
 from data_tools.rows import records
@@ -72,6 +72,27 @@ def test_a_part_without_documents_is_an_error(tmp_path: Path) -> None:
         make(["one", "two"], tmp_path, "validation", part=Part(1e-9, held_out=True))
     with pytest.raises(ValueError, match=r"between 0 and 1, not 1\.5"):
         Part(1.5, held_out=True)
+
+
+def seen(texts: list[str]) -> float | None:
+    fractions = Fractions()
+    for text in texts:
+        fractions.see(text, len(text))
+    return fractions.smallest()
+
+
+@pytest.mark.parametrize("documents", [5, 30, 3_000])
+def test_a_fraction_that_is_proposed_holds_out_something_and_not_most(documents: int) -> None:
+    texts = [f"document {i}" for i in range(documents)]
+    fraction = seen(texts)
+    assert fraction is not None
+    held_out = [text for text in texts if Part(fraction, held_out=True).has(text)]
+    assert 0.01 * documents <= len(held_out) <= 0.5 * documents
+    assert fraction <= 0.02 or documents < 1_000
+
+
+def test_a_single_text_cannot_be_parted() -> None:
+    assert seen(["one document"]) is None
 
 
 STORIES = ["one\n\nstory", "two", "ünï", "x" * 50, "end"]

@@ -169,32 +169,6 @@ def test_resumed_at_any_step_the_batches_are_the_same(
         resumed_state = gather_states(resumed.state(step + 1))
 
 
-@pytest.mark.slow
-def test_datasets_state_is_exact_after_every_example(jsonl: str, parquet: str) -> None:
-    """What the rest relies on, on the library's own interface."""
-    from datasets import load_dataset
-    from datasets.distributed import split_dataset_by_node
-
-    for kind, files in (("json", f"{jsonl}/*.jsonl"), ("parquet", parquet)):
-        for streams in (1, 2, 3):
-            found = []
-            for index in range(streams):
-
-                def opened(kind: str = kind, files: str = files, index: int = index) -> Any:
-                    dataset = load_dataset(kind, data_files=files, split="train", streaming=True)
-                    return split_dataset_by_node(dataset, index, streams)  # noqa: B023
-
-                dataset = opened()
-                examples = [(example["text"], dataset.state_dict()) for example in dataset]
-                texts = [text for text, _ in examples]
-                found += texts
-                for number, (_, state) in enumerate(examples, start=1):
-                    again = opened()
-                    again.load_state_dict(json.loads(json.dumps(state)))
-                    assert [example["text"] for example in again] == texts[number:]
-            assert sorted(found) == sorted(TEXTS)
-
-
 def test_streams_share_the_documents(jsonl: str) -> None:
     source = stream(jsonl, streams=4, repeat=False)
     batches = all_batches(source, 2 * steps_of(TEXTS))  # the streams are not equally long

@@ -107,15 +107,6 @@ def test_bad_records_are_left_out_and_told(capsys: pytest.CaptureFixture[str]) -
         assert_same(resumed.batch(step), expected[step])
 
 
-def test_of_many_bad_records_some_are_told(capsys: pytest.CaptureFixture[str]) -> None:
-    records = [*columns(TEXTS), *[{"text": None}] * 30]
-    batches = all_batches(from_list(records, on_bad_row="skip"), steps_of(TEXTS))
-    assert documents_in(batches) == TEXTS
-    told = capsys.readouterr().err.splitlines()
-    assert len(told) == 11
-    assert told[-1] == "further skipped rows are not shown"
-
-
 def test_a_text_longer_than_the_tokenizer_takes_is_named(tmp_path: Path) -> None:
     """With a tokenizer that the fast encoder does not know; the limit is of bytes, not letters."""
     from tokenizers import Tokenizer, models, pre_tokenizers

@@ -1,5 +1,6 @@
 """Descriptions, samples, verification and batches of small data sets, against lists by hand."""
 
+import hashlib
 import json
 import re
 import shutil
@@ -8,11 +9,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import zarr
 from byte_texts import BOS, EOS, RAGGED, TEXTS, write_ids, write_texts, writer_of_texts
+from forged_digests import sign
 from forked_processes import Ended, run_forked
 from sentinels import sentinels
 from seqax_data import write_seqax
 
+from data_tools.inspect.batches import is_masked, row_text
 from data_tools.inspect.description import (
     Sample,
     decoder,
@@ -25,7 +29,10 @@ from data_tools.inspect.description import (
 from data_tools.inspect.showing import description_text, lengths_text, percentile, sample_text
 from data_tools.inspect.verification import verify_split
 from data_tools.train_tokenizer.byte_level_bpe import train_byte_level_bpe
+from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.stored.metadata import TokenizerIdentity, read_split
+from lmlib.data.stored.shard_writer import ShardWriter
+from lmlib.data.synthetic import Synthetic
 
 
 def framed_tokens() -> int:
@@ -225,16 +232,179 @@ def test_a_mistake_is_one_line(tmp_path: Path, arguments: str, message: str) -> 
     assert (done.returncode, done.stdout, done.stderr) == (2, "", f"inspect: {message}\n")
 
 
-@pytest.mark.slow
-def test_an_unfinished_split_has_no_samples(tmp_path: Path) -> None:
-    folder = write_texts(tmp_path / "data", shards=2)
-    shutil.rmtree(folder / "shard_00001_of_00002")
-    done = command(tmp_path, "data")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.endswith("\n  no samples: unfinished\n")
-
-
 def test_control_characters_do_not_reach_the_terminal() -> None:
     sample = Sample(start=0, begins_document=False, pieces=[[1]])
     text = sample_text(sample, lambda ids: "a\x1b[2J\r\tb\x00é\nc")
     assert text.splitlines()[1:] == ["    │ a\\x1b[2J\\r\tb\\x00é", "    │ c"]
+
+
+def test_rows_of_a_batch(tmp_path: Path) -> None:
+    write_texts(tmp_path)
+    source = FlatTokens(str(tmp_path), "train", 1, 12, seed=None)
+    decode = decoder(tmp_path, source.tokenizer)
+    lines = row_text(source.batch(0), 0, decode, "sequence 0 of 9").splitlines()
+    assert lines[:7] == [
+        "row 0 (sequence 0 of 9): 12 tokens, 10 targets in the loss",
+        "  places 0 to 6: segment 1, positions 0 to 6",
+        "    tokens    256   104   101   108   108   111   257",
+        "    targets   104   101   108   108   111   257 (256)",
+        "    │ hello",
+        "  ── another document; its first token is no target in the loss ──",
+        "  places 7 to 8: segment 2, positions 0 to 1",
+    ]
+    assert "  places 9 to 11: segment 3, positions 0 to 2" in lines
+
+
+def test_rows_whose_documents_share_a_segment_are_cut_as_well(tmp_path: Path) -> None:
+    write_texts(tmp_path)
+    source = FlatTokens(
+        str(tmp_path), "train", 1, 12, seed=None, attend_across_documents=True, epochs=1
+    )
+    text = row_text(source.batch(0), 0, None)
+    cuts = ["places 0 to 6: segment 1", "places 7 to 8: segment 1", "places 9 to 11: segment 1"]
+    assert re.findall(r"places .*: segment \d", text) == cuts
+    text = row_text(source.batch(1000), 0, None)
+    assert text == "row 0: 0 tokens, 0 targets in the loss\n  places 0 to 11: padding"
+
+
+def test_text_of_a_conversation_that_is_no_target_is_marked(tmp_path: Path) -> None:
+    writer = ShardWriter(
+        tmp_path,
+        "train",
+        content="conversations",
+        vocab_size=258,
+        tokenizer=TokenizerIdentity("bytes", None),
+    )
+    for text, answer in (("Hi? yes.", "yes."), ("Oh no", "no")):
+        mask = np.arange(len(text)) >= text.index(answer)
+        writer.extend(np.array([*text.encode()]), np.array([len(text)]), 0, loss_mask=mask)
+    writer.finish()
+    source = FlatTokens(str(tmp_path), "train", 1, 12, seed=None)
+    assert is_masked(source) and not is_masked(Synthetic(64, 2, 5))
+    batch, decode = source.batch(0), decoder(tmp_path, source.tokenizer)
+    text = row_text(batch, 0, decode, masked=True)
+    assert [line for line in text.splitlines() if line[4:6] in ("┊ ", "│ ")] == [
+        "    ┊ Hi? ",
+        "    │ yes.",
+        "    ┊ Oh ",
+        "    │ no",
+    ]
+    assert text.splitlines()[0] == "row 0: 12 tokens, 6 targets in the loss"
+    assert "targets (105)  (63)  (32)   121   101   115    46  (79)" in text
+    assert "\033[90m    ┊ Hi? \033[0m\n    │ yes." in row_text(
+        batch, 0, decode, masked=True, colours=True
+    )
+    described = description_text(describe_split(tmp_path / "train"))
+    assert re.search(r"content +conversations\n", described)
+    assert re.search(r"targets +6, 46.2% of the tokens\n", described)
+
+
+def test_the_command_shows_the_batch_of_a_data_set(tmp_path: Path) -> None:
+    write_texts(tmp_path / "data")
+    options = ["--batch=1", "--rows=1", "--batch_size=3", "--sequence_length=9", "--seed=4"]
+    ended = command(tmp_path, "data", *options)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.startswith("step 1: 3 rows of 9 tokens, 1 shown\n\nrow 0 (sequence ")
+
+
+@pytest.mark.parametrize("kind", ["flip", "truncate", "delete"])
+def test_verify_finds_every_damaged_file(tmp_path: Path, kind: str) -> None:
+    folder = write_texts(tmp_path, shards=2)
+    assert verify_split(folder) == []
+    shard = folder / "shard_00001_of_00002"
+    chosen = [shard / "tokens/c/0", shard / "tokens/c/2", shard / "document_starts/c/0"]
+    chosen.append(folder / "shard_00000_of_00002/first_documents/c/0")
+    for file in chosen:
+        content = bytearray(file.read_bytes())
+        if kind == "flip":
+            content[1] ^= 4
+            file.write_bytes(content)
+        elif kind == "truncate":
+            file.write_bytes(content[:-1])
+        else:
+            file.unlink()
+    assert sorted(damage.path for damage in verify_split(folder)) == sorted(chosen)
+
+
+def test_any_lost_file_is_found(tmp_path: Path) -> None:
+    folder = write_texts(tmp_path)
+    for file in sorted(file for file in folder.rglob("*") if file.is_file()):
+        content = file.read_bytes()
+        file.unlink()
+        assert verify_split(folder), file
+        file.write_bytes(content)
+    assert verify_split(folder) == []
+
+
+@pytest.mark.parametrize(
+    ("entry", "change", "expected"),
+    [
+        ("max_token_id", -1, "has max_token_id 256, but the arrays have 257"),
+        ("targets", 1, "has targets"),
+        ("tokens", 1, "promises"),
+        ("documents", -1, "promises"),
+        ("vocab_size", -5, "outside the vocabulary of 253"),
+    ],
+)
+def test_verify_compares_metadata_with_the_arrays(
+    tmp_path: Path, entry: str, change: int, expected: str
+) -> None:
+    folder = write_texts(tmp_path)
+    file = folder / "shard_00000_of_00001/metadata.json"
+    content = json.loads(file.read_text())
+    content[entry] += change
+    file.write_text(json.dumps(content))
+    sign(file.parent)
+    assert any(expected in damage.reason for damage in verify_split(folder))
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "value", "expected"),
+    [
+        ("document_starts", 0, 1, "begins with 1"),
+        ("document_starts", 2, 50_000, "decreases|beyond the tokens"),
+        ("document_starts", 3, 0, "decreases"),
+        ("document_starts", 3, 90, "first_documents|disagrees|decreases"),
+        ("document_starts", 4, 200, "beyond the tokens"),
+        ("first_documents", 1, 9, "disagrees with document_starts at 1"),
+        ("tokens", 5, 299, "has max_token_id 257, but the arrays have 299"),
+    ],
+)
+def test_verify_compares_the_arrays_with_each_other(
+    tmp_path: Path, name: str, place: int, value: int, expected: str
+) -> None:
+    folder = write_texts(tmp_path)
+    array = zarr.open_array(folder / "shard_00000_of_00001" / name)
+    array[place] = value  # with a valid checksum
+    assert verify_split(folder)
+    sign(folder / "shard_00000_of_00001")
+    damages = verify_split(folder)
+    assert damages
+    assert any(re.search(expected, damage.reason) for damage in damages), damages
+
+
+def test_verify_checks_the_tokenizer(tmp_path: Path) -> None:
+    content = '{"made": "up"}'
+    identity = TokenizerIdentity("x", hashlib.sha256(content.encode()).hexdigest())
+    folder = write_ids(tmp_path, RAGGED, tokenizer=identity, tokenizer_json=content)
+    assert verify_split(folder) == []
+    (tmp_path / "tokenizer.json").write_text(content + " ")
+    (damage,) = verify_split(folder)
+    assert damage.path == tmp_path / "tokenizer.json"
+    (tmp_path / "tokenizer.json").unlink()
+    assert [damage.reason for damage in verify_split(folder)] == ["is missing"]
+    with pytest.raises(ValueError, match=r"not a valid|cannot"):
+        (tmp_path / "tokenizer.json").write_text(content)
+        decoder(tmp_path, identity)
+
+
+@pytest.mark.parametrize("name", ["encoded_tokens/2", "encoded_tokens/0", "seq_starts/1"])
+@pytest.mark.parametrize("length", [None, 20])
+def test_verify_of_seqax(tmp_path: Path, name: str, length: int | None) -> None:
+    write_seqax(tmp_path, RAGGED, filtered=False)
+    file = tmp_path / "train" / name
+    if length is None:
+        file.unlink()
+    else:
+        file.write_bytes(file.read_bytes()[:length])
+    assert file in [damage.path for damage in verify_split(tmp_path / "train")]

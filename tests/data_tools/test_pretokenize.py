@@ -1,6 +1,7 @@
 import gzip
 import itertools
 import json
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -8,8 +9,10 @@ import numpy as np
 import pytest
 from folder_contents import files_of
 from forked_processes import Ended, run_forked
+from own_texts import write_own_texts
 from sentinels import sentinels
 
+from data_tools.pretokenize.report import next_command
 from data_tools.pretokenize.texts import pretokenize, pretokenize_shard
 from data_tools.rows.files import Files
 from data_tools.rows.source import Texts
@@ -17,7 +20,6 @@ from data_tools.tokenizer import ByteTokenizer, JsonTokenizer
 from data_tools.train_tokenizer.byte_level_bpe import train_byte_level_bpe
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.stored.metadata import read_split
-from lmlib.data.stored.shard_writer import ShardWriter
 
 TEXTS = ["hello", "", "ünï 🤖", "x" * 100]
 BOS, EOS = 256, 257
@@ -152,15 +154,6 @@ def test_shards_are_made_one_by_one_or_together(tmp_path: Path) -> None:
     )
 
 
-def test_special_tokens_in_documents_never_split_them(tmp_path: Path) -> None:
-    tokenizer = train_byte_level_bpe(TEXTS, 260)
-    text = "quoting <|end_of_text|> and <|begin_of_text|>"
-    pretokenize([text], tokenizer, tmp_path, "train")
-    ids = tokens_of(tmp_path)
-    assert (ids.count(0), ids.count(1)) == (1, 1)
-    assert tokenizer.decode(ids) == text
-
-
 def command_line(*arguments: str) -> Ended:
     return run_forked("-m", "data_tools.pretokenize", *arguments)
 
@@ -195,14 +188,6 @@ def test_command_line(tmp_path: Path) -> None:
     other = command_line(*arguments, "--max_tokens=5")
     assert other.returncode == 2
     assert other.stderr.startswith("pretokenize: ") and "is finished, with source" in other.stderr
-
-
-def test_the_writer_frames_like_pretokenize(tmp_path: Path) -> None:
-    pretokenize(["ab"], ByteTokenizer(), tmp_path / "one", "train")
-    writer = ShardWriter(tmp_path / "two", "train", vocab_size=258, bos_id=BOS, eos_id=EOS)
-    writer.append(np.array(list(b"ab")), 2)
-    writer.finish()
-    assert tokens_of(tmp_path / "one") == tokens_of(tmp_path / "two")
 
 
 def test_what_is_no_data_set_of_ours_is_not_touched(tmp_path: Path) -> None:
@@ -250,3 +235,15 @@ def test_mistakes_are_told_in_one_line(tmp_path: Path, arguments: list[str], mes
     assert failed.stderr.startswith("pretokenize: ") and failed.stderr.count("\n") == 1
     assert message in failed.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_training_is_proposed_once_both_splits_are_there(tmp_path: Path) -> None:
+    folder = tmp_path / "my data"
+    assert next_command(str(folder)) is None
+    write_own_texts(folder)
+    command = next_command(str(folder))
+    assert command is not None
+    assert shlex.split(command)[1:] == [
+        *("-m", "runner", "--fdl_config=experiments/own_text", f"--fdl.tokens={folder}"),
+        f"--workdir={folder}_run",
+    ]

@@ -1,5 +1,8 @@
+"""Rows of files and data sets: which are read, in which order, in shards, from any block on."""
+
 import dataclasses
 import gzip
+import itertools
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -38,24 +41,23 @@ def texts_of(source: RowSource, shard: int = 0, shards: int = 1) -> list[str | N
     return [row.text for row in rows_of(source, shard, shards)]
 
 
-def write_arrow(path: Path, texts: Sequence[object], *, stream: bool) -> None:
-    table = pa.table({"text": texts})
-    new = pa.ipc.new_stream if stream else pa.ipc.new_file
-    with pa.OSFile(str(path), "wb") as sink, new(sink, table.schema) as writer:
-        writer.write_table(table, max_chunksize=2)
+def write_table(file: Path, table: pa.Table, rows: int | None = None) -> None:
+    """A Parquet file in groups of so many `rows`, or an Arrow file or stream in such batches."""
+    if file.suffix in (".parquet", ".pq", ".PARQUET"):
+        pq.write_table(table, file, row_group_size=rows)
+        return
+    new = pa.ipc.new_stream if file.name.endswith(".stream.arrow") else pa.ipc.new_file
+    with pa.OSFile(str(file), "wb") as sink, new(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=rows)
 
 
 def write_kind(folder: Path, kind: str) -> Path:
     """A file that holds TEXTS."""
     file = folder / f"data{kind}"
-    if kind in (".parquet", ".PARQUET", ".pq"):
-        pq.write_table(pa.table({"text": TEXTS, "other": [1] * 5}), file, row_group_size=2)
-    elif kind == ".feather":
+    if kind == ".feather":
         feather.write_feather(pa.table({"text": TEXTS}), file)
-    elif kind == ".stream.arrow":
-        write_arrow(file, TEXTS, stream=True)
-    elif kind == ".arrow":
-        write_arrow(file, TEXTS, stream=False)
+    elif kind in (".parquet", ".PARQUET", ".pq", ".arrow", ".stream.arrow"):
+        write_table(file, pa.table({"text": TEXTS, "other": [1] * 5}), rows=2)
     else:
         content = json_lines(TEXTS)
         half = len(content) // 2
@@ -70,7 +72,11 @@ def write_kind(folder: Path, kind: str) -> Path:
 KINDS = [".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".arrow", ".stream.arrow"]
 
 
-@pytest.mark.parametrize("kind", [*KINDS, ".PARQUET", ".pq", ".feather"])
+# Names of other suffixes; allenai/c4 has .json. To take such files for texts would go unnoticed.
+OTHER_NAMES = [".PARQUET", ".pq", ".feather", ".json", ".json.gz", ".json.zst", ".ndjson", ".JSONL"]
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *OTHER_NAMES, ".jsonlines", ".jl", ".jsonl.GZ"])
 def test_each_kind_of_file_gives_its_rows(tmp_path: Path, kind: str) -> None:
     assert texts_of(Files([str(write_kind(tmp_path, kind))])) == TEXTS
 
@@ -183,12 +189,12 @@ def test_missing_columns_of_parquet_are_an_error(tmp_path: Path) -> None:
         rows_of(Files([str(file)], field=TextField("body")))
 
 
-@pytest.mark.parametrize("kind", [".jsonl.gz", ".jsonl.zst", ".parquet", ".arrow"])
-@pytest.mark.parametrize("damage", ["truncated", "garbage"])
+@pytest.mark.parametrize("kind", [".jsonl.gz", ".jsonl.zst", ".txt.gz", ".parquet", ".arrow"])
+@pytest.mark.parametrize("damage", ["truncated", "garbage", "empty"])
 def test_damaged_files_are_named(tmp_path: Path, kind: str, damage: str) -> None:
     file = write_kind(tmp_path, kind)
     content = file.read_bytes()
-    file.write_bytes(content[:-9] if damage == "truncated" else b"?" * 100)
+    file.write_bytes({"truncated": content[:-9], "garbage": b"?" * 100, "empty": b""}[damage])
     with pytest.raises(OSError, match=f"data{kind}"):
         rows_of(Files([str(file)]))
 
@@ -270,23 +276,6 @@ def test_byte_order_marks_carriage_returns_and_blank_lines(tmp_path: Path) -> No
     assert texts_of(Files([str(file)])) == ["a", "b\r\n", "c"]
     (tmp_path / "text.txt").write_bytes(b"a\r\nb")
     assert texts_of(Files([str(tmp_path / "text.txt")])) == ["a\r\nb"]
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [".json", ".json.gz", ".json.zst", ".ndjson", ".JSONL", ".jsonlines", ".jl", ".jsonl.GZ"],
-)
-def test_json_files_hold_lines(tmp_path: Path, kind: str) -> None:
-    """As those of allenai/c4 do; to take them for texts would go unnoticed."""
-    assert texts_of(Files([str(write_kind(tmp_path, kind))])) == TEXTS
-
-
-@pytest.mark.parametrize("kind", [".jsonl.gz", ".jsonl.zst", ".txt.gz", ".parquet"])
-def test_a_file_of_no_bytes_is_not_whole(tmp_path: Path, kind: str) -> None:
-    file = tmp_path / f"data{kind}"
-    file.write_bytes(b"")
-    with pytest.raises(OSError, match=f"data{kind}"):
-        rows_of(Files([str(file)]))
 
 
 def test_what_is_no_file_is_not_left_out_silently(tmp_path: Path) -> None:
@@ -412,3 +401,123 @@ def test_a_format_of_ones_own_is_a_reader(tmp_path: Path, monkeypatch: pytest.Mo
         assert found == ["one", "two", "three", "four"]
     with pytest.raises(FileNotFoundError, match=r"no file books\.tsv"):
         row_source(["books.tsv"])
+
+
+TYPES_OF_TEXT = [pa.large_string(), pa.binary(), pa.dictionary(pa.int32(), pa.string())]
+
+
+@pytest.mark.parametrize(
+    ("kind", "type_of_text"),
+    [
+        *itertools.product([".parquet", ".arrow", ".stream.arrow"], TYPES_OF_TEXT),
+        *itertools.product([".arrow", ".stream.arrow"], [pa.string_view()]),  # Parquet has none
+    ],
+)
+def test_columns_of_any_type_that_holds_text(
+    tmp_path: Path, kind: str, type_of_text: pa.DataType
+) -> None:
+    file = tmp_path / f"data{kind}"
+    column = pa.array([*TEXTS, None]).cast(type_of_text)
+    table = pa.table({"nested": [{"a": [1]}] * 6, "text": column})
+    write_table(file, table)
+    assert [row.text for row in rows_of(Files([str(file)]))] == [*TEXTS, None]
+    rows = rows_of(Files([str(file)], field=TextField("nested")))
+    assert {row.text for row in rows} == {None}
+    assert "has no string in column 'nested' but {'a': [1]}" in str(rows[0])
+
+
+def test_bad_strings_of_a_dictionary_are_named(tmp_path: Path) -> None:
+    file = tmp_path / "rows.arrow"
+    values = pa.array([b"a", b"\xff"], pa.binary()).view(pa.string())
+    table = pa.table({"text": pa.DictionaryArray.from_arrays(pa.array([1, 0]), values)})
+    write_table(file, table)
+    bad, good = rows_of(Files([str(file)]))
+    assert (good.text, bad.problem) == ("a", "is not UTF-8 text (byte 0)")
+
+
+@pytest.mark.parametrize("kind", [".parquet", ".arrow"])
+def test_one_large_group_is_read_in_small_blocks(tmp_path: Path, kind: str) -> None:
+    """Also of a dictionary that is larger than a block, and without the other columns."""
+    texts = [str(number) * 5_000 for number in range(1000)]
+    column = pa.array(texts).dictionary_encode()
+    table = pa.table({"text": column, "other": [text[::-1] for text in texts]})
+    file = tmp_path / f"data{kind}"
+    write_table(file, table)
+    source = Files([str(file)])
+    blocks = list(source.blocks(0, 1))
+    assert max(block.size for block in blocks) < 4 * 2**20
+    assert [row.text for block in blocks for row in block.rows(source.field)] == texts
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("a.csv", "write its rows as JSON Lines or Parquet"),
+        ("a.TSV.gz", "write its rows as JSON Lines or Parquet"),
+        ("a.jsonl.bz2", "unpack it, or compress it as .gz"),
+        ("a.tar.gz", "unpack it, or compress it as .gz"),
+        ("a.parquet.gz", "unpack it"),
+        ("b.jsonl.tmp", "an unfinished file: finish it, or leave it out"),
+    ],
+)
+def test_what_is_neither_rows_nor_text_is_refused(tmp_path: Path, name: str, advice: str) -> None:
+    (tmp_path / name).write_text("id,text\n1,one\n")
+    for path, pattern in ((tmp_path / name, None), (tmp_path, None), (tmp_path, "*")):
+        with pytest.raises(ValueError, match=f"{name}.*{advice}"):
+            Files([str(path)], pattern=pattern)
+
+
+def test_a_folder_is_read_whole_if_it_is_rows_alone_or_texts_alone(tmp_path: Path) -> None:
+    (tmp_path / ".git").mkdir()
+    for name in (".DS_Store", "._a.jsonl", ".git/config"):
+        (tmp_path / name).write_bytes(b"\xff")
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "one"}\n')
+    assert texts_of(Files([str(tmp_path)])) == ["one"]
+    (tmp_path / "README.md").write_text("about")
+    with pytest.raises(ValueError, match=r"a\.jsonl, and others, such as README\.md, each of .*"):
+        Files([str(tmp_path)])
+    assert texts_of(Files([str(tmp_path)], pattern="*.jsonl")) == ["one"]
+    assert texts_of(Files([str(tmp_path)], pattern="*")) == ["about", "one"]
+    (tmp_path / ".git/config").write_text("kept")
+    assert texts_of(Files([str(tmp_path)], pattern=".git/*")) == ["kept"]
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        (json.dumps([{"text": "a"}, {"text": "b"}]), "array"),
+        (json.dumps([{"text": "a"}, {"text": "b"}], indent=1), "array"),
+        ("[\n" + ",\n".join(json.dumps({"text": "a" * 50}) for _ in range(4_000)) + "]\n", "array"),
+        (json.dumps({"text": "a"}, indent=1), "object"),
+        ("\ufeff\n " + json.dumps([{"text": "a"}]), "array"),
+    ],
+)
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl.gz"])
+def test_a_file_of_one_json_value_is_named(
+    tmp_path: Path, content: str, found: str, name: str
+) -> None:
+    file = tmp_path / name
+    file.write_bytes(gzip.compress(content.encode()) if name.endswith("gz") else content.encode())
+    for shard in range(1 if name.endswith("gz") else 2):
+        with pytest.raises(ValueError, match=rf"{name} holds one JSON {found}, .*jq -c"):
+            rows_of(Files([str(file)]), shard, 2)
+
+
+def test_lines_that_are_arrays_are_bad_rows(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    for first in ('["text"]', '[{"role": "user"}]'):
+        file.write_text(f'{first}\n{{"text": "b"}}\n')
+        bad, good = rows_of(Files([str(file)]))
+        assert (bad.problem, good.text) == ("is no JSON object but list", "b")
+
+
+@pytest.mark.parametrize("kind", [".parquet", ".arrow"])
+def test_columns_of_one_name_are_refused_with_the_file(tmp_path: Path, kind: str) -> None:
+    file = tmp_path / f"twice{kind}"
+    columns = [pa.array([text]) for text in ("a", "b", "c", "d")]
+    table = pa.Table.from_arrays(columns, names=["text", "text", "body", "x"])
+    write_table(file, table)
+    for field in (TextField(), TextField(function="builtins:repr")):
+        with pytest.raises(ValueError, match=rf"twice{kind} has 2 columns 'text': give them"):
+            rows_of(Files([str(file)], field=field))
+    assert texts_of(Files([str(file)], field=TextField("body"))) == ["c"]

@@ -1,6 +1,5 @@
 import hashlib
 import json
-import pickle
 from pathlib import Path
 
 import numpy as np
@@ -52,13 +51,6 @@ def test_byte_level_bpe_learns_and_is_deterministic(bpe: JsonTokenizer) -> None:
     assert train_byte_level_bpe(TEXT, 280).tokenizer_json == bpe.tokenizer_json
     with pytest.raises(ValueError, match="at least 258, not 257"):
         train_byte_level_bpe(TEXT, 257)
-
-
-def test_the_encoder_encodes_without_the_tokenizer(bpe: JsonTokenizer) -> None:
-    for tokenizer in (bpe, ByteTokenizer()):
-        encoder = pickle.loads(pickle.dumps(tokenizer.encoder))
-        for ids, expected in zip(encoder.encode(TEXT), tokenizer.encode_batch(TEXT), strict=True):
-            assert np.array_equal(ids, expected)
 
 
 @pytest.mark.parametrize("kind", ["bytes", "bpe"])

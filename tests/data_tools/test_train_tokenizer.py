@@ -1,10 +1,8 @@
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from forked_processes import run_forked
+from forked_processes import Ended, run_forked
 
 from data_tools.encoders import make_encoder
 from data_tools.encoders.byte_level import ByteLevelEncoder
@@ -49,10 +47,8 @@ def test_special_tokens_are_distinct_and_fit() -> None:
             train_byte_level_bpe(TEXTS, 300, special_tokens=names)
 
 
-def command_line(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "data_tools.train_tokenizer", *arguments]
-    repository = Path(__file__).parents[2]
-    return subprocess.run(command, cwd=repository, capture_output=True, text=True, timeout=120)
+def command_line(*arguments: str) -> Ended:
+    return run_forked("-m", "data_tools.train_tokenizer", *arguments)
 
 
 CHAT = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "the mat"}]
@@ -67,10 +63,7 @@ def test_every_template_takes_the_tokenizer_of_every_style(tmp_path: Path, style
     lines = "".join(json.dumps({"text": text, "messages": CHAT}) + "\n" for text in TEXTS)
     (tmp_path / "texts.jsonl").write_text(lines)
     source, made = f"--dataset={tmp_path / 'texts.jsonl'}", tmp_path / "made"
-    done = run_forked(
-        *("-m", "data_tools.train_tokenizer", source, f"--out={made}", f"--style={style}"),
-        "--vocab_size=290",
-    )
+    done = command_line(source, f"--out={made}", f"--style={style}", "--vocab_size=290")
     assert done.returncode == 0, done.stderr
     tokenizer = load_tokenizer(str(made))
     names = SPECIAL_TOKENS[style]
@@ -112,26 +105,10 @@ def test_transformers_knows_the_tokens_of_every_style(tmp_path: Path) -> None:
 def test_a_configuration_of_another_tokenizer_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
     (tmp_path / "a.txt").write_text(TEXTS[0])
-    done = run_forked(
-        *("-m", "data_tools.train_tokenizer", f"--dataset={tmp_path / 'a.txt'}"),
-        *(f"--out={tmp_path / 'a.json'}", "--vocab_size=290"),
-    )
+    source, made = f"--dataset={tmp_path / 'a.txt'}", f"--out={tmp_path / 'a.json'}"
+    done = command_line(source, made, "--vocab_size=290")
     assert done.returncode == 2 and "tokenizer_config.json is there already" in done.stderr
     assert not (tmp_path / "a.json").exists()
-
-
-def test_a_template_finds_its_tokens_beside_a_new_tokenizer(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text(TEXTS[0])
-    done = run_forked(
-        *("-m", "data_tools.train_tokenizer", f"--dataset={tmp_path / 'a.txt'}"),
-        *("--style=llama3", f"--out={tmp_path / 'made'}", "--vocab_size=290"),
-    )
-    assert done.returncode == 0, done.stderr
-    template = load_template(str(tmp_path / "made"), "llama3")
-    assert template is not None
-    assert template.special_tokens == dict(
-        zip(("bos_token", "eos_token"), SPECIAL_TOKENS["llama3"], strict=False)
-    )
 
 
 @pytest.mark.slow
