@@ -29,7 +29,7 @@ def run(name: str, command: Callable[[Sequence[str]], int], resumable: bool = Fa
 
     A flag that is unknown or has no valid value, and an OSError or ValueError of `command`, ends it
     with one line on stderr that begins with `name`; the status is then 2, or 130 after Ctrl-C.
-    --help shows the docstring of `__main__`, its flags and those that it has adopted.
+    --help shows the docstring of `__main__`, its flags and the adopted ones.
     If it is `resumable`, Ctrl-C and SIGTERM say that the same command goes on, and the status is
     128 and the signal's number; a RuntimeError is one line as well. Terminals show control
     characters, wherever a text is from.
@@ -79,7 +79,7 @@ def run(name: str, command: Callable[[Sequence[str]], int], resumable: bool = Fa
 
 
 def check_no_arguments(arguments: Sequence[str]) -> None:
-    """Raises ValueError for arguments of a command that takes flags alone."""
+    """Raises ValueError for arguments of a command that takes only flags."""
     if arguments:
         raise ValueError(f"unexpected argument {arguments[0]!r}: settings are --name=value")
 
@@ -128,7 +128,7 @@ class ProgressLine:
     """Prints a line to stderr every few seconds: counts, the speed of the last, the time left."""
 
     def __init__(self) -> None:
-        # The work of earlier runs, and the start of workers, are no part of the speed.
+        # The speed leaves out the work of earlier runs, and the start of workers.
         self._first: tuple[float, int, float | None] | None = None
         self._printed = 0.0
 

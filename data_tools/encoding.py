@@ -38,7 +38,7 @@ class EncodedBlock:
     left_out: Mapping[str, int] = field(default_factory=dict)  # see `ShardWriter.extend`
 
     def first(self, documents: int) -> "EncodedBlock":
-        """The block cut off after so many documents."""
+        """The block cut off after `documents`."""
         return EncodedBlock(
             self.tokens[: self.lengths[:documents].sum()],
             self.lengths[:documents],
@@ -110,7 +110,7 @@ class _WorkerProcess:
         self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
         resource_tracker.ensure_running()  # where it is started, signals are unblocked
         # The process inherits this: Ctrl-C is for the calling one, which ends the others. Nor may
-        # SIGTERM stop this one while it has sent a part of what the new process reads.
+        # SIGTERM stop this one while the new process has read only a part.
         signals_before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         try:
             self._process.start()

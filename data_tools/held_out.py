@@ -1,10 +1,13 @@
-"""Which documents are held out for validation: a matter of their text alone."""
+"""Documents that are held out for validation, chosen by nothing but their text.
+
+For every command that makes splits, and the tokenizer's, which proposes how many.
+"""
 
 from dataclasses import dataclass
 
 from xxhash import xxh3_64_intdigest
 
-VALIDATION = "validation"  # the split of what is held out
+VALIDATION = "validation"  # the split of the documents that are held out
 _FRACTIONS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5)  # that are worth proposing
 
 
@@ -24,13 +27,13 @@ class Part:
             raise ValueError(f"the fraction held out must be between 0 and 1, not {self.fraction}")
 
     def has(self, text: str) -> bool:
-        """Whether the document belongs to this part."""
+        """Returns whether the document belongs to this part."""
         is_held_out = xxh3_64_intdigest(text.encode("utf-8")) < self.fraction * 2**64
         return is_held_out == self.held_out
 
 
 class Fractions:
-    """Which fraction to hold out of texts that are shown one after the other."""
+    """Finds a fraction to hold out of texts that come one after the other."""
 
     def __init__(self) -> None:
         self._parts = {fraction: Part(fraction, held_out=True) for fraction in _FRACTIONS}

@@ -102,7 +102,7 @@ def texts() -> RowSource:
 
 
 def rows(field: Field, document_separator: str | None = None) -> RowSource:
-    """The rows that the flags describe; the arguments and errors are those of `row_source`.
+    """The rows that the flags describe; see `row_source` for the arguments and errors.
 
     Counts text files by suffix on stderr if there are several suffixes and no pattern.
     """

@@ -29,7 +29,7 @@ LEFT_OUT = ("encodings", "pydoc_data")  # tables of characters, and the manual a
 
 _RECIPE = 4  # to be raised when the same sources should give other data
 _LONG_LINE = 20  # bytes; `shared_lines` counts longer ones
-_VALIDATION_SHARE = 10  # one in so many of `max_bytes`
+_VALIDATION_SHARE = 10  # one byte in ten of `max_bytes`
 _EXCLUDED_FOLDERS = frozenset(
     {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 )
@@ -212,7 +212,7 @@ def _folder_name(texts: dict[str, str], vocab_size: int, max_bytes: int | None) 
 
 
 def _temporary_folder() -> Path:
-    """A folder of this user alone; raises PermissionError if another one has made it."""
+    """A folder of only this user; raises PermissionError if another one has made it."""
     folder = Path(tempfile.gettempdir(), f"lmlib-{os.getuid()}")
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.stat().st_uid != os.getuid():

@@ -130,8 +130,8 @@ def load_tokenizer(
 ) -> Tokenizer:
     """The tokenizer called `name`: 'bytes', a tokenizer.json, its folder, or a name on the Hub.
 
-    `bos_token` and `eos_token` name the framing tokens, "" for the first none. By default they are
-    those of tokenizer_config.json beside the file, or else common names are tried. No code from
+    `bos_token` and `eos_token` name the framing tokens, "" for the first none. By default
+    tokenizer_config.json beside the file names them, or else common names are tried. No code from
     elsewhere is ever run.
 
     A folder may be a stranger's: only these two files are read, as JSON, and neither if it is a
@@ -193,5 +193,5 @@ def _configured_tokens(file: Path) -> dict[str, str]:
         if isinstance(name, str):
             found[role] = name
         elif name is not None:
-            raise ValueError(f"{file} has the {role} {name!r:.40}, which is no name of a token")
+            raise ValueError(f"{file} has the {role} {name!r:.40}, which does not name a token")
     return found

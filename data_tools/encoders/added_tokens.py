@@ -10,7 +10,7 @@ from data_tools.encoders.encoder import UnsuitableError
 class AddedTokens:
     """Cuts a text at its added tokens as `tokenizers` does with `encode_special_tokens` set.
 
-    First at those that are not `normalized`, then at the others in what is left; each time at the
+    First at those that are not `normalized`, then at the others in the rest; each time at the
     leftmost and there the longest. A special token is text, but hides what overlaps with it.
     """
 

@@ -34,7 +34,7 @@ class ByteLevelEncoder:
 
     def __init__(self, tokenizer_json: str) -> None:
         """Raises UnsuitableError for any other tokenizer, ValueError if the text describes none."""
-        # Written out again, the description has one form, whatever version wrote the file.
+        # Written out again, the description has one form for all versions that wrote the file.
         description = json.loads(read_tokenizer(tokenizer_json).to_str())
         model = description["model"]
         _check(model, description["normalizer"])
@@ -104,7 +104,7 @@ def _check(model: dict[str, Any], normalizer: dict[str, Any] | None) -> None:
 
 
 def _pre_tokenization(pre_tokenizer: dict[str, Any] | None) -> PreTokenization:
-    """That of GPT-2 by `ByteLevel` alone, or one that a `Split` before it describes."""
+    """GPT-2's by only `ByteLevel`, or one that a `Split` before it describes."""
     match pre_tokenizer:
         case {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}:
             expression = GPT2
@@ -130,9 +130,9 @@ def _pre_tokenization(pre_tokenizer: dict[str, Any] | None) -> PreTokenization:
 
 
 def may_change(text: str) -> bool:
-    """Whether `text` holds a character that Unicode's NFC can change, or join with another.
+    """Returns whether `text` holds a character that Unicode's NFC can change, or join with another.
 
-    Without one it is in NFC: such a character is changed alone, or is a mark, which may move or
+    Without one it is in NFC: such a character is changed by itself, or is a mark, which may move or
     join its base, or is the latter part of a composition (a vowel of Hangul, for example). None of
     them is ASCII, which is left out before the search, since that takes a fortieth of the time.
     """
@@ -146,7 +146,7 @@ def may_change(text: str) -> bool:
 def _changeable() -> re.Pattern[str]:
     """Finds such a character, by the tables of the installed `tokenizers`."""
     characters = [*map(chr, (*range(0x80, 0xD800), *range(0xE000, 0x110000)))]
-    # Between the two marks a mark would be sorted: they show what NFC changes alone, and marks.
+    # Between the two marks a mark would be sorted: they show all that NFC changes.
     probes = [_HIGHEST_MARK + character + _LOWEST_MARK for character in characters]
     results = NFC().normalize_str("\n".join(probes)).split("\n")
     found = {

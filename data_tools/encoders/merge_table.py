@@ -4,18 +4,18 @@ Both engines merge, again and again, the leftmost of the adjacent pairs of lowes
 `tokenizers` a pair has a rank if it is in the list of merges; for tiktoken if its concatenation
 is in the table of tokens, whose rank it then has.
 
-Merges inside a stretch of text go on as in that stretch alone, as long as none crosses its ends.
+Merges inside a stretch of text go on as in only that stretch, as long as none crosses its ends.
 So wherever two adjacent pieces make up a token w, they are the two pieces that w itself comes
-down to when it is encoded alone: at most one pair per token is ever there to merge. By induction
+down to when it is encoded: at most one pair per token is ever there to merge. By induction
 over the length of tokens, both engines do the same on every string if, for each token w:
 
-- `tokenizers` encodes w alone to [w]: then that pair is one of the merges of w. The table is
+- `tokenizers` encodes w by itself to [w]: then that pair is one of the merges of w. The table is
   ordered by these; where w has several, they must be contiguous, since which of them it is does
   not matter then. Llama 3's tokenizer.json is so: it lists all splits of a token.
-- Or it encodes w alone to three pieces or more: then w is never merged by either engine. It is
+- Or it encodes w to three pieces or more: then w is never merged by either engine. It is
   left out of the table, or, with `ignore_merges`, stays there, because then both engines emit it
   where it is a whole pre-token.
-- Or it encodes w alone to two pieces that are no merge: tiktoken would merge them if w were in the
+- Or it encodes w to two pieces that do not merge: tiktoken would merge them if w were in the
   table, so it is left out, and with `ignore_merges` the tokenizer is unsuitable.
 """
 
@@ -31,7 +31,7 @@ from lmlib.data.text import tokenizers_errors
 def merge_table(model: dict[str, Any]) -> tuple[list[bytes], list[int]]:
     """Tokens in the order of tiktoken's ranks, and the id of each.
 
-    `model` is that of a tokenizer.json, a BPE with its merges as lists of two.
+    `model` is a tokenizer.json's, a BPE with its merges as lists of two.
     Raises UnsuitableError if no table gives the ids of `tokenizers`.
     """
     vocabulary: dict[str, int] = model["vocab"]
@@ -67,7 +67,7 @@ def merge_table(model: dict[str, Any]) -> tuple[list[bytes], list[int]]:
 
 
 def _piece_counts(model: dict[str, Any], tokens: list[str]) -> list[int]:
-    """How many pieces the merges alone leave of each token."""
+    """The number of pieces that the merges leave of each token."""
     description = {"model": {**model, "ignore_merges": False}, "added_tokens": []}
     with tokenizers_errors("the merges of this tokenizer.json make no sense"):
         merging = tokenizers.Tokenizer.from_str(json.dumps(description))

@@ -37,7 +37,7 @@ _LLAMA3_PATTERN = (
 )
 _QWEN2_PATTERN = _LLAMA3_PATTERN.replace("[{N}]{1,3}", "[{N}]")
 
-_LONG_WHITESPACE = 1000  # characters; far below what the backtracking of fancy-regex can take
+_LONG_WHITESPACE = 1000  # characters; far below the limit of fancy-regex's backtracking
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class PreTokenization:
         yield text[start:]
 
     def has_run(self, text: str, length: int) -> bool:
-        """Whether `text` has a run of `length` characters or more that may be one pre-token.
+        """Returns whether a run of `length` or more characters of `text` may be one pre-token.
 
         Every run of twice that length is found, since it holds a whole stretch that is looked at.
         """
@@ -78,8 +78,8 @@ class PreTokenization:
     def apart_from_whitespace(self, text: str) -> Iterator[str]:
         """`text` in independent parts, in which only the end can be long whitespace.
 
-        The last character of whitespace goes with what follows, unless it is a newline that
-        belongs to what precedes.
+        The last character of whitespace goes with the next part, unless it is a newline that
+        belongs to the part before.
         """
         start = 0
         for found in self.long_whitespace.finditer(text):

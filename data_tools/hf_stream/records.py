@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from xxhash import xxh3_128, xxh3_128_hexdigest
 
@@ -23,25 +23,14 @@ RECORDS_AHEAD = 256
 LONGEST_PAUSE_SECONDS = 60.0
 
 
-class Records(Protocol):
-    """One pass over a stream: the part of `datasets.IterableDataset` that is used here."""
-
-    def __iter__(self) -> Iterator[Any]:
-        """The records from the beginning, or from the state that was loaded."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """The place of the pass after its last record, in JSON values."""
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Makes the pass go on from such a state."""
-
-
-OpenRecords = Callable[[int, int], Records]  # of stream i of n
+# One pass over stream i of n: iterable, with `load_state_dict` and `state_dict`, the place after
+# the last record in JSON values, as `datasets.IterableDataset` has them.
+OpenRecords = Callable[[int, int], Any]
 
 
 def open_records(
     dataset: str | Sequence[str], name: str | None, split: str, stream: int, streams: int
-) -> Records:
+) -> Any:
     """Stream number `stream` of `streams`, which together hold each record once.
 
     Where the number of the data set's files is a multiple of `streams`, each stream reads its own
@@ -61,7 +50,7 @@ def open_records(
             files = {split: dataset if isinstance(dataset, str) else list(dataset)}
             records = load_dataset(file_format, data_files=files, split=split, streaming=True)
         else:
-            assert isinstance(dataset, str)  # several names that are no files have no format
+            assert isinstance(dataset, str)  # several names without a format were refused
             records = stream_data_set(dataset, name, split)
     except Exception as error:  # `datasets` raises many unrelated types here
         raise ValueError(
@@ -130,7 +119,7 @@ class SteadyRecords:
     after the last record.
     """
 
-    def __init__(self, open_records: Callable[[], Records], patience: Patience, what: str) -> None:
+    def __init__(self, open_records: Callable[[], Any], patience: Patience, what: str) -> None:
         """`open_records` gives the stream at its beginning; `what` names it in messages."""
         self._open_records = open_records
         self._patience = patience

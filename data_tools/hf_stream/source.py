@@ -59,7 +59,7 @@ class HFStream:
     with one stream for each process, as by default, and a mesh in the usual order, just one.
     A batch therefore depends on the number of streams, but not on processes or devices.
 
-    Exact: the batches after resuming, whatever the step, and also with another number of
+    Exact: the batches after resuming at any step, and also with another number of
     processes, since the checkpoint keeps the number of streams (a process may then read several,
     or drop part of one); every document once per epoch of its stream; the order of documents.
     Not exact: streams of different length are at different epochs after a while; without
@@ -67,7 +67,7 @@ class HFStream:
     ended are padding, for ever; a data set that changes on the Hub between a checkpoint and its
     resumption goes on at the same place in other files, unnoticed.
 
-    `shuffle_documents` shuffles within blocks of so many consecutive documents of a stream, each
+    `shuffle_documents` shuffles within blocks of that many consecutive documents of a stream, each
     block differently; all documents of a block are in memory, and are read again on resuming.
 
     Batches are asked for in order; asking for the first one again starts the streams anew, as
@@ -181,7 +181,7 @@ class HFStream:
 
     @property
     def tokenizer(self) -> TokenizerIdentity | None:
-        """Which tokenizer makes the ids."""
+        """The tokenizer that makes the ids."""
         return self._tokenizer.identity
 
     def contents(self) -> dict[str, str]:
@@ -232,7 +232,7 @@ class HFStream:
     def restore(self, step: int, states: list[dict[str, Any]]) -> None:
         """See `Resumable.restore`.
 
-        Raises ValueError if the states are those of another step, data set, tokenizer, order or
+        Raises ValueError if the states belong to another step, data set, tokenizer, order or
         number of streams, or none at all. Batch size and sequence length may have changed.
         """
         try:
@@ -328,10 +328,10 @@ class HFStream:
 
 
 def _close(opened: dict[int, _Opened], pool: ThreadPoolExecutor) -> None:
-    """Called when a source is no longer used, at the end of Python at the latest.
+    """Called when a source is used no more, at the end of Python at the latest.
 
     A thread that is inside Arrow then aborts the process: so they are waited for, unless they hang.
-    Arrow's own, which cannot be, get a moment to let go of what they have read.
+    Arrow's own, which cannot be, get a moment to let go of their buffers.
     """
     for each in opened.values():
         each.tokens.close(LAST_READ_SECONDS)

@@ -40,7 +40,7 @@ class Position:
 
     @classmethod
     def from_json(cls, entries: dict[str, Any]) -> "Position":
-        """Of `asdict`; raises TypeError for entries that are no position."""
+        """The position with the entries of `asdict`; raises TypeError for any others."""
         for count in [value for name, value in entries.items() if name != "records"]:
             if type(count) is not int or not 0 <= count < 2**63:
                 raise TypeError(f"{count!r:.40} is no count")
@@ -220,7 +220,7 @@ class TokenStream:
             raise
 
     def _advance(self, count: int) -> None:
-        """Goes `count` tokens on, all of which are held."""
+        """Goes `count` tokens on; all of them are held."""
         passed = self.position.token + count
         while self._held and passed >= len(self._held[0].tokens_N):
             begin, tokens_N = self._held.popleft()

@@ -1,1 +1,1 @@
-"""Shows what a data set of flat tokens holds, checks that it is whole, and what a model sees."""
+"""Shows the content of a data set of flat tokens, its damage, and batches as a model sees them."""

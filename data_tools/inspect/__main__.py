@@ -1,6 +1,6 @@
-"""Shows what a data set of flat tokens holds, checks it, or shows a batch as a model sees it.
+"""Shows the content of a data set of flat tokens, checks it, or shows a batch as a model sees it.
 
-    python -m data_tools.inspect DIR                  what it holds, document lengths, samples
+    python -m data_tools.inspect DIR                  its counts, document lengths, samples
     python -m data_tools.inspect DIR --verify         reads everything; status 1 if it is damaged
     python -m data_tools.inspect DIR --batch=0 --batch_size=8 --sequence_length=1024
 

@@ -53,9 +53,9 @@ def row_text(
 ) -> str:
     """A row as the model sees it, cut into its documents; targets outside the loss in parentheses.
 
-    The first token of a document is no target in the loss. So where the loss is not `masked`, the
-    cuts are those between documents even where they share a segment; otherwise they are those
-    between segments. Where it is, text that is no target has a dotted bar, and with `colours` is
+    The first token of a document is never a target in the loss. So where the loss is not `masked`,
+    the cuts are between documents even where they share a segment; otherwise they are between
+    segments. If it is masked, text outside of the targets has a dotted bar, and with `colours` is
     grey.
     """
     fields = ("segment_ids", "tokens", "targets", "positions", "loss_mask")
@@ -96,7 +96,7 @@ def _marked_text(
 ) -> list[str]:
     """The text of a piece, cut where targets begin or end.
 
-    The last target is no token of the piece, but belongs to it if it is in the loss.
+    The last target is not among the piece's tokens, but belongs to it if it is in the loss.
     """
     # The first token of a piece is the target of no place in it.
     pairs = zip([False, *in_loss], tokens + (targets[-1:] if in_loss[-1] else []), strict=False)
@@ -142,12 +142,12 @@ def quoted(text: str, bar: str = "│") -> str:
 
 
 def printable(line: str) -> str:
-    """As terminals show it, in files too, and on one line."""
+    """The text on one line, with control characters shown, in files too."""
     return shown(line).replace("\n", r"\n")
 
 
 def is_masked(source: "Source") -> bool:
-    """Whether documents of the source have targets that are not in the loss."""
+    """Returns whether documents of the source have targets that are not in the loss."""
     from lmlib.data.flat_tokens import FlatTokens
     from lmlib.data.mixture import Mixture
 

@@ -38,7 +38,7 @@ BLOCK_LENGTH = 4 * 1024 * 1024  # tokens; a few tens of megabytes in memory
 
 
 def split_folders(path: Path) -> list[Path]:
-    """The splits of the data set `path`, finished or not, or `path` alone if it is a split.
+    """The splits of the data set `path`, finished or not, or only `path` if it is a split.
 
     Raises FileNotFoundError for a folder that is not there, ValueError if it is neither.
     """
@@ -148,7 +148,7 @@ def describe_split(folder: Path) -> SplitDescription:
 
 
 def _totals(**known: Any) -> SplitMetadata:
-    """A split of one shard of which little is known."""
+    """A split of one shard with few known entries."""
     entries: dict[str, Any] = {field.name: 0 for field in dataclasses.fields(ShardMetadata)}
     entries |= dict.fromkeys(("gzip_bytes", "tokenizer", "bos_id", "eos_id"))
     entries |= {"content": "text", "max_token_id": -1, "source": {}, "data_set": "", "digests": {}}

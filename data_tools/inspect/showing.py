@@ -71,7 +71,7 @@ def show_damage(folders: Sequence[Path]) -> bool:
 
 
 def usable_decoder(data_set: Path, tokenizer: TokenizerIdentity | None) -> Decode | None:
-    """As `decoder`, but None, so that ids are shown, if the tokenizer cannot be used."""
+    """The `decoder`, or None, so that ids are shown, if the tokenizer cannot be used."""
     try:
         return decoder(data_set, tokenizer)
     except ValueError as error:

@@ -92,7 +92,7 @@ class _Found:
             return None
 
     def blocks(self, array: StoredArray | None) -> Iterator[np.ndarray]:
-        """Its values in order, a few million at a time, without those of damaged files."""
+        """Its values in order, a few million at a time, leaving out damaged files."""
         if array is None:
             return
         layout = array.layout

@@ -27,8 +27,8 @@ from data_tools.shared_flags import FLAGS
 shared_flags.define_source_flags()
 shared_flags.define_split_flags()
 shared_flags.adopt()
-flags.DEFINE_string("prompt_column", "prompt", "The column of what is asked.")
-flags.DEFINE_string("response_column", "response", "The column of what is answered.")
+flags.DEFINE_string("prompt_column", "prompt", "The column of prompts.")
+flags.DEFINE_string("response_column", "response", "The column of responses.")
 flags.DEFINE_bool("pairs", False, "Rows have answers to choose from: chosen and rejected.")
 flags.DEFINE_string(
     "template",

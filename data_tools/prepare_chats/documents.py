@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -20,7 +20,7 @@ _MOST_BYTES = 1 << 20  # of text that is encoded together; bounds the memory
 
 @dataclass(frozen=True)
 class Document:
-    """A conversation as ids, of which some (bool) are targets."""
+    """A conversation as ids; some (bool) are targets."""
 
     ids: np.ndarray
     is_target: np.ndarray
@@ -101,13 +101,18 @@ class Templated:
     """The texts that a template makes of conversations; the assistant's answers are targets."""
 
     def __init__(self, template: ChatTemplate, now: datetime, tokenizer_json: str | None) -> None:
-        self._template, self._now = template, now
+        self._template, self._now, self._tokenizer_json = template, now, tokenizer_json
         self._encoder = MarkedEncoder(tokenizer_json)
         self._special = sorted(self._encoder.special.values(), key=len, reverse=True)
         self._marker = functools.cache(self._find_marker)
 
+    def __reduce__(self) -> tuple[Callable[..., "Templated"], tuple[Any, ...]]:
+        """Pickles as the sources of its parts."""
+        parts = (self._template.sources, self._template.special_tokens)
+        return _templated, (*parts, self._now, self._tokenizer_json)
+
     def ends_answers(self) -> bool:
-        """Whether a special token is among the targets of an answer; True if that is not known."""
+        """Returns whether a special token is among the targets of an answer; True if unknown."""
         chat = [{"role": USER, "content": "?"}, {"role": ASSISTANT, "content": "!"}]
         (documents,) = self.of_rows([[Conversation(chat)]])
         if isinstance(documents, ValueError):
@@ -119,7 +124,7 @@ class Templated:
         )
 
     def of_rows(self, rows: Sequence[Sequence[Conversation]]) -> list[Found]:
-        """See `Documents.of_rows`; turns that are alike in both of a pair are no targets."""
+        """See `Documents.of_rows`; turns that both of a pair share are left out of the targets."""
         chats = [[_chat_of(each) for each in conversations] for conversations in rows]
         found = iter(self._template.render_all([chat for row in chats for chat in row], self._now))
         texts = [self._texts_of_row(row, [next(found) for _ in row]) for row in chats]
@@ -154,7 +159,7 @@ class Templated:
         newlines after a turn do not belong to it. If the template ends no turn, the marker of the
         next one does, which is then added to the end of a text. A template that writes a chat
         otherwise once it goes on (Qwen 3 leaves out the thoughts of earlier answers) makes a text
-        for each turn, that of the chat up to it: the model is shown the same when it answers.
+        for each turn, the chat up to it: the model is shown the same when it answers.
 
         Raises ValueError if an answer does not follow its prompt.
         """
@@ -200,6 +205,10 @@ class Templated:
         return found[0] if found else ""
 
 
+def _templated(sources: Any, special_tokens: Any, now: datetime, json: str | None) -> Templated:
+    return Templated(ChatTemplate(sources, special_tokens), now, json)
+
+
 def _chat_of(conversation: Conversation) -> Chat:
     roles = [message["role"] for message in conversation.messages]
     turns = [number for number, role in enumerate(roles) if role == ASSISTANT and number]
@@ -236,7 +245,7 @@ class Tokens(NamedTuple):
     ends: np.ndarray
 
     def covering(self, spans: Iterable[tuple[int, int]]) -> np.ndarray:
-        """Which ids (bool) stand for characters of the spans [begin, end)."""
+        """The ids (bool) that stand for characters of the spans [begin, end)."""
         covered = np.zeros(len(self.ids), bool)
         for begin, end in spans:
             here = np.flatnonzero((self.ends > begin) & (self.begins < end))

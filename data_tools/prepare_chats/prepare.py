@@ -1,10 +1,8 @@
 """Splits of conversations, or of pairs of them: the recipe, and the function that writes one."""
 
-import functools
 import hashlib
 import json
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -12,7 +10,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from data_tools.encoders.encoder import Encoder
 from data_tools.encoding import EncodedBlock
 from data_tools.held_out import Part
 from data_tools.prepare_chats.conversations import ConversationField, read_conversations
@@ -74,24 +71,18 @@ def prepare_chats(
             "--eos_token, or give a --template"
         )
     framing = (tokenizer.bos_id, tokenizer.eos_id) if template is None else (None, None)
-    recipe = ChatRecipe(
-        encoder=tokenizer.encoder if template is None else None,
-        tokenizer_json=tokenizer.tokenizer_json,
-        framing=framing,
-        dtype=np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32),
-        field=field,
-        part=part,
-        templates={} if template is None else template.sources,
-        special_tokens={} if template is None else template.special_tokens,
-        now=now,
-        max_length=max_length,
-        too_long=too_long,
-    )
+    documents: Documents
+    if template is None:
+        documents = Plain(tokenizer.encoder, *framing)
+    else:
+        documents = Templated(template, now, tokenizer.tokenizer_json)
+    dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
+    recipe = ChatRecipe(documents, dtype, field, part, max_length, too_long)
     folder = OutFolder.of(out)
     digest = None
     if template is not None:
-        if not (part is not None and part.held_out):  # of which the user was told already
-            _warn_of_missing_ends(Templated(template, now, tokenizer.tokenizer_json))
+        if not (part is not None and part.held_out):  # the user was warned already
+            _warn_of_missing_ends(documents)
         content = [dict(template.sources), dict(template.special_tokens)]
         digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
         write_chat_template(folder.path, template)
@@ -116,8 +107,8 @@ def prepare_chats(
     return read_split(folder.path / split)
 
 
-def _warn_of_missing_ends(documents: Templated) -> None:
-    if not documents.ends_answers():
+def _warn_of_missing_ends(documents: Documents) -> None:
+    if isinstance(documents, Templated) and not documents.ends_answers():
         print(
             "WARNING: answers end with no special token of the tokenizer, so the model learns none "
             "to stop at: choose a --template whose answers end with one that the tokenizer has, or "
@@ -128,34 +119,14 @@ def _warn_of_missing_ends(documents: Templated) -> None:
 
 @dataclass(frozen=True)
 class ChatRecipe:
-    """See `Recipe`: documents are conversations or parts of them, or the answers of pairs.
+    """See `Recipe`: documents are conversations or parts of them, or the answers of pairs."""
 
-    Attributes:
-      encoder: of plain text, see `Plain`; None: conversations go through a template.
-      templates, special_tokens: see `ChatTemplate`.
-      now: the time that a template is given.
-      max_length: tokens of the longest conversation, or of both of a pair; None: any.
-    """
-
-    encoder: Encoder | None
-    tokenizer_json: str | None
-    framing: tuple[int | None, int | None]
+    documents: Documents
     dtype: np.dtype
     field: ConversationField
     part: Part | None  # whose documents are kept; None: all
-    templates: Mapping[str, str]
-    special_tokens: Mapping[str, str]
-    now: datetime
-    max_length: int | None
+    max_length: int | None  # tokens of the longest conversation, or of both of a pair; None: any
     too_long: TooLong
-
-    @functools.cached_property
-    def _documents(self) -> Documents:
-        """Made by the process that uses it."""
-        if self.encoder is not None:
-            return Plain(self.encoder, *self.framing)
-        template = ChatTemplate(self.templates, self.special_tokens)
-        return Templated(template, self.now, self.tokenizer_json)
 
     def encode(self, block: Block) -> EncodedBlock:
         """The block's conversations; a row that has none with a response is among the bad rows."""
@@ -167,7 +138,7 @@ class ChatRecipe:
                     bad_rows[number] = row
             elif self.part is None or self.part.has(row.text):
                 read[number] = row.where, read_conversations(row.text)
-        found = self._documents.of_rows([conversations for _, conversations in read.values()])
+        found = self.documents.of_rows([conversations for _, conversations in read.values()])
         kept: list[Document] = []
         left_out = dict.fromkeys(_LEFT_OUT, 0)
         for (number, (where, _)), documents in zip(read.items(), found, strict=True):

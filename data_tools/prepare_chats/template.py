@@ -25,7 +25,7 @@ def load_template(tokenizer: str, template: str | None = None) -> ChatTemplate |
     Args:
       template: the name of one of ours, or a file; "": none.
 
-    None if there is none. Raises ValueError or OSError if there is no such template, it is damaged,
+    None if it has none. Raises ValueError or OSError if the template is absent or damaged,
     or ours needs a token that the tokenizer has no name for.
     """
     if template == "":
@@ -49,7 +49,7 @@ def _check_tokens(template: ChatTemplate, name: str, tokenizer: str) -> None:
     for token in ("bos_token", "eos_token"):
         if token in template.sources[DEFAULT] and token not in template.special_tokens:
             remedy = "choose another template"
-            if tokenizer != "bytes":  # which has no folder
+            if tokenizer != "bytes":  # it has no folder
                 remedy = f'write "{token}" there, or {remedy}'
             raise ValueError(
                 f"--template={name} writes a {token}, and {CONFIG_FILE} of --tokenizer={tokenizer} "

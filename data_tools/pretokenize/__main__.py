@@ -4,7 +4,7 @@
         --tokenizer=TOKENIZER --out=DIR --max_tokens=1e9 --validation_fraction=0.01
 
 Killed and started again, it goes on where it was. With --shards=N the split is made of N parts;
---shard=I/N makes one of them alone, for as many machines as there are, and --ray makes all of
+--shard=I/N makes only one of them, for as many machines as there are, and --ray makes all of
 them on a Ray cluster. docs/data.md says more.
 """
 
@@ -37,7 +37,7 @@ flags.DEFINE_float(
     upper_bound=1e18,
 )
 _SHARDS = flags.DEFINE_integer("shards", 1, "Parts to make the split of.", lower_bound=1)
-flags.DEFINE_string("shard", None, "Make one part alone: 'i/n' is number i, from 0, of n.")
+flags.DEFINE_string("shard", None, "Make only one part: 'i/n' is number i, from 0, of n.")
 flags.DEFINE_string(
     "ray", None, "The address of a Ray cluster ('auto' if this machine is in it) for the shards."
 )

@@ -44,8 +44,8 @@ def pretokenize_on_ray(
         more shards than cores.
       settings: see `pretokenize_shard`.
 
-    Raises ValueError for a bad row or bad settings, RuntimeError if a shard fails for good or there
-    is no cluster.
+    Raises ValueError for a bad row or bad settings, RuntimeError if a shard fails for good or no
+    cluster answers.
     """
     import ray
 
@@ -100,7 +100,7 @@ def pretokenize_on_ray(
 
 
 def _make_shard(folder: str, target: tuple[Any, ...], settings: dict[str, Any]) -> None:
-    os.chdir(folder)  # paths are those of the command line
+    os.chdir(folder)  # the command line's paths are relative to it
     pretokenize_shard(*target, **settings)
 
 

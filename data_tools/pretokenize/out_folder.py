@@ -46,11 +46,11 @@ class OutFolder:
         return self._url is not None
 
     def __str__(self) -> str:
-        """As the user named it."""
+        """The name that the user gave."""
         return self._name.rstrip("/") or self._name
 
     def send(self, split: str, shard: str) -> None:
-        """Puts a whole shard into the bucket, its metadata last; that alone stays here.
+        """Puts a whole shard into the bucket, its metadata last; only that stays here.
 
         Files that the bucket has already are not sent again.
 

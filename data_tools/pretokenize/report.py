@@ -7,7 +7,7 @@ from lmlib.terminal.python_command import python_command
 
 
 def summary(made: SplitMetadata | ShardMetadata, folder: str, seconds: float) -> str:
-    """The counts of what was made, and the time that this run took."""
+    """The counts of the new split or shard, and the time that this run took."""
     rows = {
         "folder": folder if isinstance(made, SplitMetadata) else f"{folder}/{made.name}",
         "documents": f"{made.documents:,}",

@@ -18,7 +18,7 @@ from lmlib.data.stored.metadata import Content, ShardMetadata, SplitMetadata
 from lmlib.data.stored.shard_writer import ShardWriter, finished_shard
 
 OnBadRow = Literal["fail", "skip"]
-FILE_LENGTH = 16 * 1024 * 1024  # tokens in a file; at most so many are lost when a run is killed
+FILE_LENGTH = 16 * 1024 * 1024  # tokens in a file; a kill loses at most one file
 
 
 class EmptySourceError(ValueError):
@@ -58,7 +58,7 @@ def write_shard(
       content: the kind of documents.
       framing: the ids before and after each of them, for the record.
       part: the documents to take, for the record; None: all.
-      max_tokens: the shard ends with the document that reaches so many.
+      max_tokens: the shard ends with the document that reaches this number.
       workers: processes that tokenise; 0 for the calling one.
       on_bad_row: whether a row without a usable text is an error, or counted and left out.
       progress: called with documents, bytes and tokens after each block of about a megabyte.

@@ -55,7 +55,7 @@ def arrow_blocks(
     """The rows of the file's parts that begin at bytes [start, stop) of `size`.
 
     The parts are Parquet's row groups, taken to be of equal size, or a whole Arrow file;
-    `position` is [part, row]. `Block.fraction` is that of the file, for Parquet.
+    `position` is [part, row]. `Block.fraction` is the file's, for Parquet.
     Raises OSError, naming the file, if it cannot be read, ValueError for missing or ambiguous
     columns.
     """
@@ -184,7 +184,7 @@ def _check_offsets(batch: "pyarrow.RecordBatch") -> None:
     def check(column: pa.Array) -> None:
         if pa.types.is_dictionary(column.type):
             check(column.dictionary)
-            # `safe`: whether the indices lie in the dictionary.
+            # `safe` checks that the indices are in the dictionary.
             pa.DictionaryArray.from_arrays(column.indices, column.dictionary, safe=True)
         else:
             kind = bytes_of.get(column.type)

@@ -75,7 +75,7 @@ class TextField(Field):
         if self.function is not None:
             try:
                 found = imported(self.function)(row)
-            except Exception as error:  # whatever the user's function raises is about this row
+            except Exception as error:  # any error of the user's function is about this row
                 raise ValueError(f"makes {self.function} raise {error!r}") from error
         elif self.column in row:
             found = row[self.column]

@@ -58,7 +58,7 @@ def kind(file: Path) -> str:
 
 
 def may_be_file(name: str) -> bool:
-    """Whether the name ends as that of a file does."""
+    """Returns whether the name ends like a file's."""
     known = {*READERS, *_ADVICE, ".txt", ".py", ".md"}
     return bool(compression(Path(name))) or kind(Path(name)) in known
 
@@ -66,8 +66,8 @@ def may_be_file(name: str) -> bool:
 class Files:
     """The rows of files, in order: lines of .jsonl, rows of .parquet and .arrow, whole text files.
 
-    Files of lines and text files may end in .gz or .zst besides. Shards are equal shares of the
-    files' bytes: a part of a file that can be read alone (a line, a row group, a whole file that is
+    Files of lines and text files may also end in .gz or .zst. Shards are equal shares of the files'
+    bytes: a part of a file that can be read by itself (a line, a row group, a whole file that is
     compressed or has separated documents) belongs to the shard in whose share it begins.
     """
 
@@ -85,8 +85,8 @@ class Files:
         Links to folders inside of a folder are not followed. Names that begin with a dot are left
         out, unless the pattern has one too.
         Raises FileNotFoundError for a path that is not there or a folder without matches, OSError
-        for a folder that cannot be listed or a path that is no regular file, ValueError for a path
-        without a name, an empty separator, a file that is neither rows nor a text, or, without a
+        for a folder that cannot be listed or a path that is not a regular file, ValueError for an
+        empty name, an empty separator, a file that is neither rows nor a text, or, without a
         pattern, a folder that holds both.
         """
         if not datasets or not all(datasets):
@@ -255,7 +255,7 @@ def _check_listable(path: Path) -> None:
 
 
 def _check_is_read(file: Path) -> None:
-    """Raises an error with advice for a path that is no file, or neither rows nor text."""
+    """Raises an error with advice for a path that is not a file, or neither rows nor text."""
     if not file.exists():
         link = "it is a link to nothing" if file.is_symlink() else "check its name"
         raise FileNotFoundError(f"there is no file {file}: {link}")

@@ -49,7 +49,7 @@ def stream_data_set(dataset: str, name: str | None, split: str) -> "datasets.Ite
 class HubDataset:
     """The rows of a split, in its stored order.
 
-    Shards are made of the files that the data set is stored in, so there are at most so many.
+    Shards are made of the files that the data set is stored in, so there are at most as many.
     Going on in the middle reads the current file again up to there.
     """
 

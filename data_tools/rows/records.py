@@ -22,14 +22,14 @@ _FIRST_BYTES = 64 * 1024  # of a file, which tell whether it has lines
 
 @dataclass(frozen=True)
 class DocumentsBlock(Block):
-    """Whole documents of a text file. Newlines around one are dropped; blank ones are no rows."""
+    """Whole documents of a text file. Newlines around one are dropped, and so are blank ones."""
 
     path: str
     offset: int  # of the first record, in the decompressed file
     content: bytes | None  # None for one record that is too long
     separator: bytes
 
-    byte_order_mark = b""  # which is no part of the first record
+    byte_order_mark = b""  # which does not belong to the first record
 
     @property
     def size(self) -> int:
@@ -58,7 +58,7 @@ class DocumentsBlock(Block):
 
 
 class LinesBlock(DocumentsBlock):
-    """Whole lines, each a JSON object. Blank lines are no rows."""
+    """Whole lines, each a JSON object. Blank lines are dropped."""
 
     byte_order_mark = codecs.BOM_UTF8
 
@@ -114,7 +114,7 @@ def _records(
     """The place and the content of whole records, many at a time, which begin before `stop`.
 
     `begin` is the stream's place. The last record may lack its separator. A record that is much too
-    long comes alone, as None. A `stop` needs a separator of one byte.
+    long comes by itself, as None. A `stop` needs a separator of one byte.
     """
     if stop is not None and begin >= stop:
         return

@@ -22,8 +22,8 @@ def row_source(
 ) -> RowSource:
     """The rows of `datasets`: files and folders, or one Hugging Face data set.
 
-    A name that is no path on this machine is taken for a Hugging Face data set, of which `name` and
-    `split` choose a part. Only files take a separator of the documents in a text file.
+    A name that is not a path on this machine is taken for a Hugging Face data set; `name` and
+    `split` choose its part. Only files take a separator of the documents in a text file.
 
     Raises FileNotFoundError for a path that is not there, ValueError for a data set that cannot
     be opened or a text function that cannot be imported, and the errors of `Files`.
