@@ -1,7 +1,6 @@
 """Blocks of rows from Parquet and Arrow files, and from the record batches of `datasets`."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,40 +17,16 @@ _MOST_ROWS = 1 << 16  # in a block: empty ones take no bytes on disk, but some h
 _BUFFER_BYTES = 1024 * 1024  # of a column as it is stored, instead of a whole row group's
 
 
-@dataclass(frozen=True)
-class ArrowBlock(Block):
-    """Rows as an Arrow stream of one record batch."""
-
-    path: str
-    first_row: int  # of these rows, within `unit`
-    row_count: int
-    unit: str  # "" for a whole file
-    stream: bytes
-
-    @property
-    def size(self) -> int:
-        return len(self.stream)
-
-    def rows(self, field: Field) -> Iterator[Row]:
-        import pyarrow as pa
-
-        batch = pa.ipc.open_stream(self.stream).read_next_batch()
-        where = [
-            f"{self.path}, {self.unit}row {self.first_row + row}," for row in range(len(batch))
-        ]
-        if field.needed is not None and field.needed in batch.schema.names:
-            for place, found in zip(where, _values(batch.column(field.needed)), strict=True):
-                is_bytes = isinstance(found, bytes)
-                row = {field.needed: found}
-                yield utf8_row(found, place) if is_bytes else field.row(row, place)
-            return
-        for place, row in zip(where, batch.to_pylist(), strict=True):
-            yield field.row(row, place, filled_up=True)
+def _row(content: dict[str, Any], where: str, field: Field) -> Row:
+    text = None if field.needed is None else content.get(field.needed)
+    if isinstance(text, bytes):
+        return utf8_row(text, where)
+    return field.row(content, where, filled_up=True)
 
 
 def arrow_blocks(
     path: Path, size: int, start: int, stop: int, position: list[int] | None, field: Field
-) -> Iterator[ArrowBlock]:
+) -> Iterator[Block]:
     """The rows of the file's parts that begin at bytes [start, stop) of `size`.
 
     The parts are Parquet's row groups, taken to be of equal size, or a whole Arrow file;
@@ -66,7 +41,7 @@ def arrow_blocks(
             yield from _parquet_blocks(path, size, start, stop, position, field)
         elif start == 0:
             skipped = position[1] if position else 0
-            yield from batch_blocks(_record_batches(path, field), str(path), "", 0, skipped)
+            yield from batch_blocks(_record_batches(path, field), str(path), field, 0, skipped)
     except pa.ArrowException as error:
         raise OSError(f"{path} cannot be read: {error}") from error
     except OSError as error:
@@ -76,9 +51,12 @@ def arrow_blocks(
 
 
 def batch_blocks(
-    batches: "Iterator[pyarrow.RecordBatch]", path: str, unit: str, part: int, skipped: int
-) -> Iterator[ArrowBlock]:
-    """The batches' rows after the first `skipped`, in blocks of a good size."""
+    batches: "Iterator[pyarrow.RecordBatch]", place: str, field: Field, part: int, skipped: int
+) -> Iterator[Block]:
+    """The batches' rows after the first `skipped`, in blocks of a good size.
+
+    `place` names their origin, and `part` is its number: positions are [part, row].
+    """
     row = 0
     for batch in batches:
         rows_per_block = max(1, int(len(batch) * BLOCK_BYTES / max(1, batch.nbytes)))
@@ -87,17 +65,36 @@ def batch_blocks(
             piece = batch.slice(begin, rows_per_block)
             if row + len(piece) > skipped:
                 piece = piece.slice(max(0, skipped - row))
-                first = max(row, skipped)
-                yield ArrowBlock(
-                    [part, first], None, path, first, len(piece), unit, _serialized(piece)
-                )
-                row = first
+                row = max(row, skipped)
+                rows = _contents(piece, field)
+                contents = [(f"{place}, row {row + n},", content) for n, content in enumerate(rows)]
+                texts = [each for content in rows for each in content.values()]
+                size = sum(len(text) for text in texts if isinstance(text, str | bytes))
+                size = piece.nbytes if field.needed is None else size  # counts a dictionary whole
+                yield Block([part, row], None, size, contents, _row)
             row += len(piece)
+
+
+def _contents(batch: "pyarrow.RecordBatch", field: Field) -> list[dict[str, Any]]:
+    """The rows as dictionaries, of only the needed column if it is there.
+
+    In that column a string that is not UTF-8 is left as bytes.
+    """
+    import pyarrow as pa
+
+    if field.needed is None or field.needed not in batch.schema.names:
+        return batch.to_pylist()
+    column = batch.column(field.needed)
+    try:
+        values = column.to_pylist()
+    except UnicodeDecodeError:
+        values = column.cast(pa.large_binary()).to_pylist()
+    return [{field.needed: value} for value in values]
 
 
 def _parquet_blocks(
     path: Path, size: int, start: int, stop: int, position: list[int] | None, field: Field
-) -> Iterator[ArrowBlock]:
+) -> Iterator[Block]:
     import pyarrow.parquet as pq
 
     with pq.ParquetFile(path, buffer_size=_BUFFER_BYTES) as file:
@@ -122,10 +119,10 @@ def _parquet_blocks(
             )
             batches = _gathered(batches)
             skipped = at_row if group == at_group else 0
-            before = sum(row_counts[:group])
-            for block in batch_blocks(batches, str(path), f"row group {group}, ", group, skipped):
-                rows = before + block.first_row + block.row_count
-                yield replace(block, fraction=rows / sum(row_counts))
+            before, place = sum(row_counts[:group]), f"{path}, row group {group}"
+            for block in batch_blocks(batches, place, field, group, skipped):
+                rows = before + block.position[1] + len(block.contents)
+                yield block._replace(fraction=rows / sum(row_counts))
 
 
 def _gathered(batches: "Iterator[pyarrow.RecordBatch]") -> "Iterator[pyarrow.RecordBatch]":
@@ -192,29 +189,3 @@ def _check_offsets(batch: "pyarrow.RecordBatch") -> None:
 
     for column in batch.columns:
         check(column)
-
-
-def _serialized(batch: "pyarrow.RecordBatch") -> bytes:
-    import pyarrow as pa
-
-    if any(map(pa.types.is_dictionary, batch.schema.types)):
-        # A dictionary would go whole with each slice of its batch.
-        columns = [
-            column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
-            for column in batch.columns
-        ]
-        batch = pa.RecordBatch.from_arrays(columns, names=batch.schema.names)
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, batch.schema) as stream:
-        stream.write_batch(batch)
-    return sink.getvalue().to_pybytes()
-
-
-def _values(column: "pyarrow.Array") -> list[Any]:
-    """The column's values; a string that is not UTF-8 is left as bytes."""
-    import pyarrow as pa
-
-    try:
-        return column.to_pylist()
-    except UnicodeDecodeError:
-        return column.cast(pa.large_binary()).to_pylist()

@@ -4,9 +4,12 @@ import functools
 import importlib
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+from data_tools.rows.compressed import opened
 
 BLOCK_BYTES = 1024 * 1024  # of text, about; a longer row makes a longer block
 MAX_ROW_BYTES = 128 * 1024 * 1024  # of a line or a text file; bounds the memory that a row takes
@@ -105,25 +108,40 @@ def imported(function: str) -> Callable[[Mapping[str, Any]], Any]:
     return loaded
 
 
-@dataclass(frozen=True)
-class Block(ABC):
-    """Consecutive rows of a source, as they were read."""
+class Block(NamedTuple):
+    """Consecutive rows of a source, as they were read.
 
-    position: Any  # where the block begins, in JSON values
-    fraction: float | None  # the share of the source up to the end of this block; None if unknown
+    Attributes:
+      position: the place where the block begins, in JSON values.
+      fraction: the share of the source up to the end of this block; None if unknown.
+      size: bytes of memory that the rows take, about.
+      contents: for each row its place and its content.
+      row: makes a row of a content; a function of a module, which other processes can import.
+      lines_of: the file of lines whose bytes the places name, if it is one.
+    """
 
-    @property
-    @abstractmethod
-    def size(self) -> int:
-        """Bytes of memory that the rows take, about."""
+    position: Any
+    fraction: float | None
+    size: int
+    contents: Sequence[tuple[str, Any]]
+    row: Callable[[Any, str, Field], Row]
+    lines_of: str | None = None
 
-    @abstractmethod
     def rows(self, field: Field) -> Iterator[Row]:
         """The rows, with their texts."""
+        for where, content in self.contents:
+            yield self.row(content, where, field)
 
     def locate(self, row: Row) -> Row:
-        """The row with a better `where`, if one can be had at some cost."""
-        return row
+        """The row with its line number, for which the file is read up to there."""
+        if self.lines_of is None:
+            return row
+        place, number = int(row.where.rpartition(" ")[2]), 1
+        with opened(Path(self.lines_of)) as stream:
+            while place > 0 and (content := stream.read(min(place, BLOCK_BYTES))):
+                number += content.count(b"\n")
+                place -= len(content)
+        return row._replace(where=f"{self.lines_of}, line {number},")
 
 
 @runtime_checkable

@@ -7,24 +7,14 @@ import hashlib
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from data_tools.rows.arrow import ARROW, PARQUET, arrow_blocks
-from data_tools.rows.block import (
-    BLOCK_BYTES,
-    MAX_ROW_BYTES,
-    TOO_LONG,
-    Block,
-    Field,
-    Row,
-    TextField,
-    utf8_row,
-)
+from data_tools.rows.block import BLOCK_BYTES, MAX_ROW_BYTES, Block, Field, TextField
 from data_tools.rows.compressed import compression, opened
-from data_tools.rows.records import documents_blocks, lines_blocks
+from data_tools.rows.records import documents_blocks, lines_blocks, text_row
 
 # From the file, its size, bytes `start` and `stop` (up to size + 1), the position of a block or
 # `None`, and the field of the text: the blocks that begin between `start` and `stop`, from the one
@@ -139,7 +129,8 @@ class Files:
             """`last` is the file that the block ends in; `before` of its bytes come earlier."""
             done = before if block.fraction is None else block.fraction * (self._sizes[last] + 1)
             fraction = (self._offsets[last] + done - low) / (high - low)
-            return replace(block, position=[number, inner], fraction=min(1.0, max(0.0, fraction)))
+            fraction = min(1.0, max(0.0, fraction))
+            return block._replace(position=[number, inner], fraction=fraction)
 
         def is_document(share: _Share) -> bool:
             return self._separator is None and _is_text(self._files[share.number])
@@ -148,7 +139,7 @@ class Files:
             if are_documents:
                 numbers = [share.number for share in group if share.start == 0]
                 for block in _text_files_blocks([self._files[number] for number in numbers]):
-                    last = numbers[block.position + len(block.paths) - 1]
+                    last = numbers[block.position + len(block.contents) - 1]
                     yield placed(block, numbers[block.position], None, last, 0)
                 continue
             for number, start, stop in group:
@@ -172,36 +163,16 @@ class _Share(NamedTuple):
     stop: int
 
 
-@dataclass(frozen=True)
-class _TextFilesBlock(Block):
-    """Whole text files, each a document with the columns `text` and `path`."""
-
-    paths: list[str]
-    contents: list[bytes | None]  # None for a file that is too long
-
-    @property
-    def size(self) -> int:
-        return sum(len(content or b"") for content in self.contents)
-
-    def rows(self, field: Field) -> Iterator[Row]:
-        for path, content in zip(self.paths, self.contents, strict=True):
-            row = Row(path, None, TOO_LONG) if content is None else utf8_row(content, path)
-            if row.text is not None and field.needed is None:
-                row = field.row({"text": row.text, "path": path}, path)
-            yield row
-
-
-def _text_files_blocks(files: Sequence[Path]) -> Iterator[_TextFilesBlock]:
+def _text_files_blocks(files: Sequence[Path]) -> Iterator[Block]:
     """The files, several to a block if they are small; `position` counts those before it."""
-    block, read_bytes = _TextFilesBlock(0, 1.0, [], []), 0
+    first, contents, read_bytes = 0, [], 0
     for number, file in enumerate(files, start=1):
         content = _content(file)
-        block.paths.append(str(file))
-        block.contents.append(content)
+        contents.append((str(file), (str(file), content)))
         read_bytes += len(content or b"")
         if read_bytes >= BLOCK_BYTES or number == len(files):
-            yield block
-            block, read_bytes = _TextFilesBlock(number, 1.0, [], []), 0
+            yield Block(first, 1.0, read_bytes, contents, text_row)
+            first, contents, read_bytes = number, [], 0
 
 
 def _content(path: Path) -> bytes | None:

@@ -7,7 +7,6 @@ data set from elsewhere may not name files of this machine.
 
 import os
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -106,9 +105,10 @@ class HubDataset:
         for file in range(first, high):
             skipped = inner[1] if file == first else 0
             batches = self._batches(file, files)
-            for block in batch_blocks(batches, self._dataset, f"file {file}, ", 0, skipped):
+            place = f"{self._dataset}, file {file}"
+            for block in batch_blocks(batches, place, self.field, 0, skipped):
                 done = (file - low) / (high - low)
-                yield replace(block, position=[file, block.position], fraction=done)
+                yield block._replace(position=[file, block.position], fraction=done)
 
     def _batches(self, file: int, files: int) -> "Iterator[pyarrow.RecordBatch]":
         rows = self._rows.shard(num_shards=files, index=file).with_format("arrow")

@@ -3,7 +3,6 @@
 import codecs
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from data_tools.rows.block import (
@@ -20,66 +19,27 @@ from data_tools.rows.compressed import Stream, compression, opened
 _FIRST_BYTES = 64 * 1024  # of a file, which tell whether it has lines
 
 
-@dataclass(frozen=True)
-class DocumentsBlock(Block):
-    """Whole documents of a text file. Newlines around one are dropped, and so are blank ones."""
-
-    path: str
-    offset: int  # of the first record, in the decompressed file
-    content: bytes | None  # None for one record that is too long
-    separator: bytes
-
-    byte_order_mark = b""  # which does not belong to the first record
-
-    @property
-    def size(self) -> int:
-        return len(self.content or b"")
-
-    def rows(self, field: Field) -> Iterator[Row]:
-        if self.content is None:
-            yield Row(f"{self.path}, byte {self.offset}", None, TOO_LONG)
-            return
-        begin = self.offset
-        for record in self.content.split(self.separator):
-            where, begins_file = f"{self.path}, byte {begin}", begin == 0
-            begin += len(record) + len(self.separator)
-            if begins_file:
-                record = record.removeprefix(self.byte_order_mark)
-            if len(record) > MAX_ROW_BYTES:
-                yield Row(where, None, TOO_LONG)
-            elif record and not record.isspace():
-                yield self._row(record, where, field)
-
-    def _row(self, record: bytes, where: str, field: Field) -> Row:
-        row = utf8_row(record.strip(b"\r\n"), where)
-        if row.text is None or field.needed is not None:
-            return row
-        return field.row({"text": row.text, "path": self.path}, where)
+def text_row(content: tuple[str, bytes | None], where: str, field: Field) -> Row:
+    """The row of a text, whose columns are `text` and its file's `path`; None if it is too long."""
+    path, text = content
+    row = Row(where, None, TOO_LONG) if text is None else utf8_row(text, where)
+    if row.text is None or field.needed is not None:
+        return row
+    return field.row({"text": row.text, "path": path}, where)
 
 
-class LinesBlock(DocumentsBlock):
-    """Whole lines, each a JSON object. Blank lines are dropped."""
-
-    byte_order_mark = codecs.BOM_UTF8
-
-    def _row(self, record: bytes, where: str, field: Field) -> Row:
-        try:
-            content = json.loads(str(record, "utf-8"))
-        except UnicodeDecodeError as error:
-            return Row(where, None, f"is not UTF-8 text (byte {error.start} of the line)")
-        except (ValueError, RecursionError) as error:
-            return Row(where, None, f"is not JSON: {error}")
-        return field.row(content, where)
-
-    def locate(self, row: Row) -> Row:
-        """The row with its line number, for which the file is read up to there."""
-        place = int(row.where.rpartition(" ")[2])
-        number = 1
-        with opened(Path(self.path)) as stream:
-            while place > 0 and (content := stream.read(min(place, BLOCK_BYTES))):
-                number += content.count(b"\n")
-                place -= len(content)
-        return row._replace(where=f"{self.path}, line {number},")
+def json_row(content: tuple[str, bytes | None], where: str, field: Field) -> Row:
+    """The row of a file's line, a JSON object; None if it is too long."""
+    _, line = content
+    if line is None:
+        return Row(where, None, TOO_LONG)
+    try:
+        found = json.loads(str(line, "utf-8"))
+    except UnicodeDecodeError as error:
+        return Row(where, None, f"is not UTF-8 text (byte {error.start} of the line)")
+    except (ValueError, RecursionError) as error:
+        return Row(where, None, f"is not JSON: {error}")
+    return field.row(found, where)
 
 
 def lines_blocks(
@@ -98,14 +58,46 @@ def lines_blocks(
         begin = start if position is None else position
         begin = stream.seek(begin) if position or not begin else _next_line(stream, begin)
         for offset, content in _records(stream, begin, None if whole else stop, b"\n"):
-            yield LinesBlock(offset, stream.fraction, str(path), offset, content, b"\n")
+            lines = _contents(path, offset, content, b"\n", mark=codecs.BOM_UTF8)
+            size = len(content or b"")
+            yield Block(offset, stream.fraction, size, lines, json_row, lines_of=str(path))
 
 
 def documents_blocks(path: Path, separator: bytes, position: int | None) -> Iterator[Block]:
-    """The documents of a text file from byte `position` of the decompressed content on."""
+    """The documents of a text file from byte `position` of the decompressed content on.
+
+    Newlines around one are dropped, and so are blank ones.
+    """
     with opened(path) as stream:
         for offset, content in _records(stream, stream.seek(position or 0), None, separator):
-            yield DocumentsBlock(offset, stream.fraction, str(path), offset, content, separator)
+            texts = _contents(path, offset, content, separator, around=b"\r\n")
+            yield Block(offset, stream.fraction, len(content or b""), texts, text_row)
+
+
+def _contents(
+    path: Path,
+    begin: int,
+    content: bytes | None,
+    separator: bytes,
+    around: bytes = b"",
+    mark: bytes = b"",
+) -> list[tuple[str, tuple[str, bytes | None]]]:
+    """`Block.contents` of the records that are not blank; None for one that is too long.
+
+    Bytes of `around` are dropped at both ends of a record, and the `mark` that begins a file.
+    """
+    if content is None:
+        return [(f"{path}, byte {begin}", (str(path), None))]
+    found: list[tuple[str, tuple[str, bytes | None]]] = []
+    for record in content.split(separator):
+        where = f"{path}, byte {begin}"
+        text = record.removeprefix(mark) if begin == 0 else record
+        begin += len(record) + len(separator)
+        if len(record) > MAX_ROW_BYTES:
+            found.append((where, (str(path), None)))
+        elif text and not text.isspace():
+            found.append((where, (str(path), text.strip(around) if around else text)))
+    return found
 
 
 def _records(

@@ -1,7 +1,6 @@
 """The source of rows that a command line names, and the source of texts that a program has."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -67,30 +66,19 @@ class Texts:
         number = position or 0
         texts = islice(iter(self._texts), number, None)
         while True:
-            block, characters = [], 0
+            contents, characters = [], 0
             for text in texts:
-                block.append(text)
+                contents.append((f"document {number + len(contents)}", text))
                 characters += len(text) if isinstance(text, str) else 0
                 if characters >= BLOCK_BYTES:
                     break
-            if not block:
+            if not contents:
                 return
-            yield _TextsBlock(number, None, tuple(block))
-            number += len(block)
+            yield Block(number, None, characters, contents, _row)
+            number += len(contents)
 
 
-@dataclass(frozen=True)
-class _TextsBlock(Block):
-    texts: tuple[str, ...]
-
-    @property
-    def size(self) -> int:
-        return sum(len(text) for text in self.texts if isinstance(text, str))
-
-    def rows(self, field: Field) -> Iterator[Row]:
-        for number, text in enumerate(self.texts, start=self.position):
-            where = f"document {number}"
-            if isinstance(text, str):
-                yield Row(where, text)
-            else:
-                yield Row(where, None, f"is no string but {text!r:.40}")
+def _row(text: Any, where: str, field: Field) -> Row:
+    if isinstance(text, str):
+        return Row(where, text)
+    return Row(where, None, f"is no string but {text!r:.40}")

@@ -1,6 +1,5 @@
 """Rows of files and data sets: which are read, in which order, in shards, from any block on."""
 
-import dataclasses
 import gzip
 import itertools
 import json
@@ -371,17 +370,10 @@ def test_texts_that_are_no_strings_are_bad_rows() -> None:
     assert str(rows[1]) == "document 1 is no string but 5"
 
 
-@dataclasses.dataclass(frozen=True)
-class Columns(Block):
-    """A table of tabs, whose first line names the columns."""
-
-    lines: list[str]
-    size = 0
-
-    def rows(self, field: Field) -> Iterator[Row]:
-        names, *rows = (line.split("\t") for line in self.lines)
-        for row in rows:
-            yield field.row(dict(zip(names, row, strict=True)), "a row")
+def row_of_table(content: tuple[str, str], where: str, field: Field) -> Row:
+    """Of a table of tabs: the line of names, and another one."""
+    names, values = (line.split("\t") for line in content)
+    return field.row(dict(zip(names, values, strict=True)), where)
 
 
 def test_a_format_of_ones_own_is_a_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -389,7 +381,8 @@ def test_a_format_of_ones_own_is_a_reader(tmp_path: Path, monkeypatch: pytest.Mo
         path: Path, size: int, start: int, stop: int, position: object, field: Field
     ) -> Iterator[Block]:
         if start == 0:
-            yield Columns(0, 1.0, path.read_text().splitlines())
+            names, *lines = path.read_text().splitlines()
+            yield Block(0, 1.0, size, [("a row", (names, line)) for line in lines], row_of_table)
 
     monkeypatch.setitem(READERS, ".tsv", read)
     (tmp_path / "1.tsv").write_text("id\ttext\n1\tone\n2\ttwo\n")
