@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import tokenizers
 from chat_templates import CHATS, TEMPLATES, TOKENS, TOOLS
 from folder_contents import files_of
 from forked_processes import run_forked
@@ -20,11 +22,13 @@ from hypothesis import strategies as st
 from small_tokenizer import write_tokenizer_folder
 
 from data_tools.inspect.verification import verify_split
-from data_tools.prepare_chats.conversations import ConversationField
+from data_tools.prepare_chats.conversations import Conversation, ConversationField
+from data_tools.prepare_chats.documents import Templated
 from data_tools.prepare_chats.prepare import prepare_chats, shortened
-from data_tools.prepare_chats.template import load_template
+from data_tools.prepare_chats.template import load_template, template_names
 from data_tools.rows.files import Files
-from data_tools.tokenizer import ByteTokenizer, load_tokenizer
+from data_tools.tokenizer import ByteTokenizer, JsonTokenizer, load_tokenizer
+from data_tools.train_tokenizer.byte_level_bpe import train_byte_level_bpe
 from lmlib.data.chats.chat import ChatTemplate
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.stored.metadata import SplitMetadata
@@ -373,6 +377,115 @@ def test_another_template_is_another_data_set(tmp_path: Path) -> None:
         prepare(tmp_path, {"messages": TURNS}, source=UNMARKED)
     with pytest.raises(FileExistsError, match="is finished, with source max_length None, not 9"):
         prepare(tmp_path, {"messages": TURNS}, max_length=9)
+
+
+ENDS = ("</s>", "<|im_end|>", "<end_of_turn>", "<|eot_id|>", "<|end|>")
+MARKERS = ("<|user|>", "<|observation|>", "<|assistant|>")
+NOW = datetime(2024, 3, 5)
+CALLING = [
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "Let me look.", "tool_calls": [{"name": "look"}]},
+    {"role": "tool", "content": "3"},
+    {"role": "assistant", "content": "Three.\n"},
+    {"role": "user", "content": "And you?"},
+    {"role": "assistant", "content": "Four."},
+]
+# As GLM 4.5: what earlier answers had thought is left out.
+THINKING = (
+    "{% for m in messages %}<|{{ 'observation' if m.role == 'tool' else m.role }}|>\n"
+    "{% if m.role == 'assistant' %}<think>{{ m.thought if loop.last }}</think>{% endif %}"
+    "{{ m.content }}{% endfor %}{{ '<|assistant|>' if add_generation_prompt }}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> JsonTokenizer:
+    special = ("<s>", *ENDS, *MARKERS)
+    return train_byte_level_bpe(["a"], 256 + len(special), special_tokens=special)
+
+
+def targets(tokenizer: JsonTokenizer, source: str, chat: list) -> list[tuple[str, list[str]]]:
+    """Each document's text and its targets, special tokens by name."""
+    documents = Templated(template(source), NOW, tokenizer.tokenizer_json)
+    (found,) = documents.of_rows([[Conversation(chat)]])
+    assert isinstance(found, list)
+    known = tokenizers.Tokenizer.from_str(tokenizer.tokenizer_json)
+
+    def text(ids: np.ndarray) -> str:
+        return known.decode(ids.tolist(), skip_special_tokens=False)
+
+    shown = []
+    for document in found:
+        edges = np.flatnonzero(np.diff(document.is_target, prepend=False, append=False))
+        spans = list(zip(edges[::2], edges[1::2], strict=True))
+        assert all(tokenizer.decode([document.ids[end - 1]]) == "" for _, end in spans)  # special
+        shown.append((text(document.ids), [text(document.ids[a:b]) for a, b in spans]))
+    return shown
+
+
+def test_the_marker_of_the_next_turn_ends_an_answer(tokenizer: JsonTokenizer) -> None:
+    ((text, said),) = targets(tokenizer, TEMPLATES["glm"], CALLING)
+    assert said == ["\nLet me look.<|observation|>", "\nThree.\n<|user|>", "\nFour.<|user|>"]
+    assert text == template(TEMPLATES["glm"]).render(CALLING).text + "<|user|>"
+    ((text, said),) = targets(tokenizer, TEMPLATES["glm"], CALLING[:2])
+    assert said == ["\nLet me look.<|observation|>"] and text.endswith(said[0])
+    ((text, said),) = targets(tokenizer, TEMPLATES["glm"], CALLING[:3])
+    assert said == ["\nLet me look.<|observation|>"] and text.endswith("<|observation|>\n3")
+
+
+def test_it_does_where_each_answer_is_a_document(tokenizer: JsonTokenizer) -> None:
+    chat = [message | {"thought": "?"} for message in CALLING]
+    found = targets(tokenizer, THINKING, chat)
+    assert [said for _, said in found] == [
+        ["\n<think>?</think>Let me look.<|observation|>"],
+        ["\n<think>?</think>Three.\n<|user|>"],
+        ["\n<think>?</think>Four.<|user|>"],
+    ]
+    for (text, _), turn in zip(found, (1, 3, 5), strict=True):
+        assert text.startswith(template(THINKING).render(chat[: turn + 1]).text)
+
+
+def test_answers_with_an_end_get_no_other(tokenizer: JsonTokenizer) -> None:
+    for name in ("gemma", "llama3", "qwen3"):
+        chat = [CALLING[0], CALLING[5]]
+        ((text, said),) = targets(tokenizer, TEMPLATES[name], chat)
+        assert not any(marker in text for marker in MARKERS)
+        assert len(said) == 1 and said[0].endswith(tuple(ENDS))
+
+
+@pytest.mark.parametrize("name", template_names())
+def test_every_template_of_ours_ends_its_answers(
+    name: str, tokenizer: JsonTokenizer, tmp_path: Path
+) -> None:
+    write_chat_template(tmp_path, ChatTemplate({"default": ""}, TOKENS))
+    ours = load_template(str(tmp_path), name)
+    assert ours is not None
+    source = ours.sources["default"]
+    ((_, said),) = targets(tokenizer, source, [CALLING[0], CALLING[5], CALLING[4], CALLING[5]])
+    assert len(said) == 2
+    without = train_byte_level_bpe(["a"], 257, special_tokens=["<s>"])
+    assert not Templated(ours, NOW, without.tokenizer_json).ends_answers()
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+         "{{ 'assistant:' if add_generation_prompt }}", True),
+        (TEMPLATES["glm"], False),
+        (TEMPLATES["chatml"], False),
+    ],
+)  # fmt: skip
+def test_answers_without_an_end_are_told_of(
+    tmp_path: Path,
+    tokenizer: JsonTokenizer,
+    source: str,
+    told: bool,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    taken = rows(tmp_path, {"prompt": "Hi", "response": "yes"})
+    prepare_chats(taken, tokenizer, template(source), tmp_path / "out", "train")
+    assert ("WARNING: answers end with no special token" in capsys.readouterr().err) is told
 
 
 def test_the_command_asks_for_a_template_where_the_tokenizer_has_none(tmp_path: Path) -> None:

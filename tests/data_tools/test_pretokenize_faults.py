@@ -316,31 +316,3 @@ def test_the_first_skipped_rows_are_shown(
     *shown, last = capsys.readouterr().err.splitlines()
     assert [line.split(", ")[1] for line in shown] == [f"line {n}" for n in range(2, 12)]
     assert last == "further skipped rows are not shown"
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_what_a_text_function_gives_is_judged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
-) -> None:
-    (tmp_path / "giving.py").write_text(
-        "def text(row):\n    return {'a': 'A', 'n': None}[row['t']]"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    file = tmp_path / "lines.jsonl"
-    file.write_text('{"t": "a"}\n{"t": "n"}\n{"t": "x"}\n')
-    source = Files([str(file)], field=TextField(function="giving:text"))
-    shown: list[str] = []
-    metadata = pretokenize(
-        source,
-        ByteTokenizer(),
-        tmp_path / "out",
-        "train",
-        workers=workers,
-        on_bad_row="skip",
-        skipped=lambda block, row: shown.append(row.problem),
-    )
-    assert (metadata.documents, metadata.skipped_rows) == (1, 2)
-    assert shown == [
-        "has no string in giving:text but None",
-        "makes giving:text raise KeyError('x')",
-    ]

@@ -204,7 +204,7 @@ def test_a_function_makes_the_text(
 ) -> None:
     (tmp_path / "rendering.py").write_text(
         "def render(row):\n    return f\"{row['title']}: {row['body']}\"\n"
-        "def fails(row):\n    raise RuntimeError('no')\n"
+        "def fails(row):\n    return {'A': None}[row['title']]\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     records = [{"title": "A", "body": "b"}, {"title": "C", "body": "d"}]
@@ -215,8 +215,9 @@ def test_a_function_makes_the_text(
         pq.write_table(pa.Table.from_pylist(records), file)
     field = TextField(function="rendering:render")
     assert texts_of(Files([str(file)], field=field)) == ["A: b", "C: d"]
-    (bad, _) = rows_of(Files([str(file)], field=TextField(function="rendering:fails")))
-    assert "makes rendering:fails raise RuntimeError('no')" in str(bad)
+    bad, worse = rows_of(Files([str(file)], field=TextField(function="rendering:fails")))
+    assert bad.problem == "has no string in rendering:fails but None"
+    assert worse.problem == "makes rendering:fails raise KeyError('C')"
     for name in ("rendering:nothing", "nowhere:render", "render", "json:__doc__"):
         with pytest.raises(ValueError, match="text function"):
             row_source([str(file)], field=TextField(function=name))
