@@ -17,11 +17,13 @@ _MOST_ROWS = 1 << 16  # in a block: empty ones take no bytes on disk, but some h
 _BUFFER_BYTES = 1024 * 1024  # of a column as it is stored, instead of a whole row group's
 
 
-def _row(content: dict[str, Any], where: str, field: Field) -> Row:
-    text = None if field.needed is None else content.get(field.needed)
-    if isinstance(text, bytes):
-        return utf8_row(text, where)
-    return field.row(content, where, filled_up=True)
+def _rows(content: tuple[str, int, list[dict[str, Any]]], field: Field) -> Iterator[Row]:
+    place, first, found = content
+    for number, row in enumerate(found, start=first):
+        where = f"{place}, row {number},"
+        text = None if field.needed is None else row.get(field.needed)
+        is_bytes = isinstance(text, bytes)
+        yield utf8_row(text, where) if is_bytes else field.row(row, where, filled_up=True)
 
 
 def arrow_blocks(
@@ -66,16 +68,15 @@ def batch_blocks(
             if row + len(piece) > skipped:
                 piece = piece.slice(max(0, skipped - row))
                 row = max(row, skipped)
-                rows = _contents(piece, field)
-                contents = [(f"{place}, row {row + n},", content) for n, content in enumerate(rows)]
-                texts = [each for content in rows for each in content.values()]
+                found = _values(piece, field)
+                texts = [each for values in found for each in values.values()]
                 size = sum(len(text) for text in texts if isinstance(text, str | bytes))
                 size = piece.nbytes if field.needed is None else size  # counts a dictionary whole
-                yield Block([part, row], None, size, contents, _row)
+                yield Block([part, row], None, size, (place, row, found), _rows)
             row += len(piece)
 
 
-def _contents(batch: "pyarrow.RecordBatch", field: Field) -> list[dict[str, Any]]:
+def _values(batch: "pyarrow.RecordBatch", field: Field) -> list[dict[str, Any]]:
     """The rows as dictionaries, of only the needed column if it is there.
 
     In that column a string that is not UTF-8 is left as bytes.
@@ -121,7 +122,7 @@ def _parquet_blocks(
             skipped = at_row if group == at_group else 0
             before, place = sum(row_counts[:group]), f"{path}, row group {group}"
             for block in batch_blocks(batches, place, field, group, skipped):
-                rows = before + block.position[1] + len(block.contents)
+                rows = before + block.position[1] + len(block.content[2])
                 yield block._replace(fraction=rows / sum(row_counts))
 
 

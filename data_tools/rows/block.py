@@ -4,7 +4,7 @@ import functools
 import importlib
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -115,22 +115,21 @@ class Block(NamedTuple):
       position: the place where the block begins, in JSON values.
       fraction: the share of the source up to the end of this block; None if unknown.
       size: bytes of memory that the rows take, about.
-      contents: for each row its place and its content.
-      row: makes a row of a content; a function of a module, which other processes can import.
-      lines_of: the file of lines whose bytes the places name, if it is one.
+      content: the rows as they were read.
+      rows_of: makes rows of the content; a function of a module, which other processes can import.
+      lines_of: the file of lines whose bytes the places of rows name, if it is one.
     """
 
     position: Any
     fraction: float | None
     size: int
-    contents: Sequence[tuple[str, Any]]
-    row: Callable[[Any, str, Field], Row]
+    content: Any
+    rows_of: Callable[[Any, Field], Iterator[Row]]
     lines_of: str | None = None
 
     def rows(self, field: Field) -> Iterator[Row]:
         """The rows, with their texts."""
-        for where, content in self.contents:
-            yield self.row(content, where, field)
+        return self.rows_of(self.content, field)
 
     def locate(self, row: Row) -> Row:
         """The row with its line number, for which the file is read up to there."""

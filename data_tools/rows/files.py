@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from data_tools.rows.arrow import ARROW, PARQUET, arrow_blocks
-from data_tools.rows.block import BLOCK_BYTES, MAX_ROW_BYTES, Block, Field, TextField
+from data_tools.rows.block import BLOCK_BYTES, MAX_ROW_BYTES, Block, Field, Row, TextField
 from data_tools.rows.compressed import compression, opened
 from data_tools.rows.records import documents_blocks, lines_blocks, text_row
 
@@ -139,7 +139,7 @@ class Files:
             if are_documents:
                 numbers = [share.number for share in group if share.start == 0]
                 for block in _text_files_blocks([self._files[number] for number in numbers]):
-                    last = numbers[block.position + len(block.contents) - 1]
+                    last = numbers[block.position + len(block.content) - 1]
                     yield placed(block, numbers[block.position], None, last, 0)
                 continue
             for number, start, stop in group:
@@ -165,14 +165,19 @@ class _Share(NamedTuple):
 
 def _text_files_blocks(files: Sequence[Path]) -> Iterator[Block]:
     """The files, several to a block if they are small; `position` counts those before it."""
-    first, contents, read_bytes = 0, [], 0
+    first, texts, read_bytes = 0, [], 0
     for number, file in enumerate(files, start=1):
         content = _content(file)
-        contents.append((str(file), (str(file), content)))
+        texts.append((str(file), content))
         read_bytes += len(content or b"")
         if read_bytes >= BLOCK_BYTES or number == len(files):
-            yield Block(first, 1.0, read_bytes, contents, text_row)
-            first, contents, read_bytes = number, [], 0
+            yield Block(first, 1.0, read_bytes, texts, _rows)
+            first, texts, read_bytes = number, [], 0
+
+
+def _rows(content: list[tuple[str, bytes | None]], field: Field) -> Iterator[Row]:
+    for path, text in content:
+        yield text_row(text, path, path, field)
 
 
 def _content(path: Path) -> bytes | None:

@@ -19,27 +19,49 @@ from data_tools.rows.compressed import Stream, compression, opened
 _FIRST_BYTES = 64 * 1024  # of a file, which tell whether it has lines
 
 
-def text_row(content: tuple[str, bytes | None], where: str, field: Field) -> Row:
+# Whole records of a file: its path, the place of the first in the decompressed file, all bytes, or
+# None for one record that is too long, and the separator.
+Records = tuple[str, int, bytes | None, bytes]
+
+
+def text_row(text: bytes | None, where: str, path: str, field: Field) -> Row:
     """The row of a text, whose columns are `text` and its file's `path`; None if it is too long."""
-    path, text = content
     row = Row(where, None, TOO_LONG) if text is None else utf8_row(text, where)
     if row.text is None or field.needed is not None:
         return row
     return field.row({"text": row.text, "path": path}, where)
 
 
-def json_row(content: tuple[str, bytes | None], where: str, field: Field) -> Row:
-    """The row of a file's line, a JSON object; None if it is too long."""
-    _, line = content
-    if line is None:
-        return Row(where, None, TOO_LONG)
-    try:
-        found = json.loads(str(line, "utf-8"))
-    except UnicodeDecodeError as error:
-        return Row(where, None, f"is not UTF-8 text (byte {error.start} of the line)")
-    except (ValueError, RecursionError) as error:
-        return Row(where, None, f"is not JSON: {error}")
-    return field.row(found, where)
+def _documents(content: Records, field: Field) -> Iterator[Row]:
+    for where, text in _split(content):
+        yield text_row(text and text.strip(b"\r\n"), where, content[0], field)
+
+
+def _lines(content: Records, field: Field) -> Iterator[Row]:
+    for where, line in _split(content, mark=codecs.BOM_UTF8):
+        try:
+            if line is None:
+                yield Row(where, None, TOO_LONG)
+            else:
+                yield field.row(json.loads(str(line, "utf-8")), where)
+        except UnicodeDecodeError as error:
+            yield Row(where, None, f"is not UTF-8 text (byte {error.start} of the line)")
+        except (ValueError, RecursionError) as error:
+            yield Row(where, None, f"is not JSON: {error}")
+
+
+def _split(content: Records, mark: bytes = b"") -> Iterator[tuple[str, bytes | None]]:
+    """The place and the content of each record that is not blank, without a `mark` of the file."""
+    path, begin, records, separator = content
+    if records is None:
+        yield f"{path}, byte {begin}", None
+        return
+    for record in records.split(separator):
+        where = f"{path}, byte {begin}"
+        text = record.removeprefix(mark) if begin == 0 else record
+        begin += len(record) + len(separator)
+        if text and not text.isspace():
+            yield where, None if len(record) > MAX_ROW_BYTES else text
 
 
 def lines_blocks(
@@ -58,9 +80,9 @@ def lines_blocks(
         begin = start if position is None else position
         begin = stream.seek(begin) if position or not begin else _next_line(stream, begin)
         for offset, content in _records(stream, begin, None if whole else stop, b"\n"):
-            lines = _contents(path, offset, content, b"\n", mark=codecs.BOM_UTF8)
+            lines = (str(path), offset, content, b"\n")
             size = len(content or b"")
-            yield Block(offset, stream.fraction, size, lines, json_row, lines_of=str(path))
+            yield Block(offset, stream.fraction, size, lines, _lines, lines_of=str(path))
 
 
 def documents_blocks(path: Path, separator: bytes, position: int | None) -> Iterator[Block]:
@@ -70,34 +92,8 @@ def documents_blocks(path: Path, separator: bytes, position: int | None) -> Iter
     """
     with opened(path) as stream:
         for offset, content in _records(stream, stream.seek(position or 0), None, separator):
-            texts = _contents(path, offset, content, separator, around=b"\r\n")
-            yield Block(offset, stream.fraction, len(content or b""), texts, text_row)
-
-
-def _contents(
-    path: Path,
-    begin: int,
-    content: bytes | None,
-    separator: bytes,
-    around: bytes = b"",
-    mark: bytes = b"",
-) -> list[tuple[str, tuple[str, bytes | None]]]:
-    """`Block.contents` of the records that are not blank; None for one that is too long.
-
-    Bytes of `around` are dropped at both ends of a record, and the `mark` that begins a file.
-    """
-    if content is None:
-        return [(f"{path}, byte {begin}", (str(path), None))]
-    found: list[tuple[str, tuple[str, bytes | None]]] = []
-    for record in content.split(separator):
-        where = f"{path}, byte {begin}"
-        text = record.removeprefix(mark) if begin == 0 else record
-        begin += len(record) + len(separator)
-        if len(record) > MAX_ROW_BYTES:
-            found.append((where, (str(path), None)))
-        elif text and not text.isspace():
-            found.append((where, (str(path), text.strip(around) if around else text)))
-    return found
+            texts = (str(path), offset, content, separator)
+            yield Block(offset, stream.fraction, len(content or b""), texts, _documents)
 
 
 def _records(

@@ -66,19 +66,21 @@ class Texts:
         number = position or 0
         texts = islice(iter(self._texts), number, None)
         while True:
-            contents, characters = [], 0
+            block, characters = [], 0
             for text in texts:
-                contents.append((f"document {number + len(contents)}", text))
+                block.append(text)
                 characters += len(text) if isinstance(text, str) else 0
                 if characters >= BLOCK_BYTES:
                     break
-            if not contents:
+            if not block:
                 return
-            yield Block(number, None, characters, contents, _row)
-            number += len(contents)
+            yield Block(number, None, characters, (number, block), _rows)
+            number += len(block)
 
 
-def _row(text: Any, where: str, field: Field) -> Row:
-    if isinstance(text, str):
-        return Row(where, text)
-    return Row(where, None, f"is no string but {text!r:.40}")
+def _rows(content: tuple[int, list[Any]], field: Field) -> Iterator[Row]:
+    first, texts = content
+    for number, text in enumerate(texts, start=first):
+        is_text = isinstance(text, str)
+        problem = "" if is_text else f"is no string but {text!r:.40}"
+        yield Row(f"document {number}", text if is_text else None, problem)

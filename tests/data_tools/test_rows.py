@@ -371,10 +371,11 @@ def test_texts_that_are_no_strings_are_bad_rows() -> None:
     assert str(rows[1]) == "document 1 is no string but 5"
 
 
-def row_of_table(content: tuple[str, str], where: str, field: Field) -> Row:
-    """Of a table of tabs: the line of names, and another one."""
-    names, values = (line.split("\t") for line in content)
-    return field.row(dict(zip(names, values, strict=True)), where)
+def rows_of_table(content: list[str], field: Field) -> Iterator[Row]:
+    """Lines of cells between tabs; the first has their names."""
+    names, *rows = (line.split("\t") for line in content)
+    for row in rows:
+        yield field.row(dict(zip(names, row, strict=True)), "a row")
 
 
 def test_a_format_of_ones_own_is_a_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -382,8 +383,7 @@ def test_a_format_of_ones_own_is_a_reader(tmp_path: Path, monkeypatch: pytest.Mo
         path: Path, size: int, start: int, stop: int, position: object, field: Field
     ) -> Iterator[Block]:
         if start == 0:
-            names, *lines = path.read_text().splitlines()
-            yield Block(0, 1.0, size, [("a row", (names, line)) for line in lines], row_of_table)
+            yield Block(0, 1.0, size, path.read_text().splitlines(), rows_of_table)
 
     monkeypatch.setitem(READERS, ".tsv", read)
     (tmp_path / "1.tsv").write_text("id\ttext\n1\tone\n2\ttwo\n")
