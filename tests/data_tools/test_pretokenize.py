@@ -4,6 +4,7 @@ import json
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +13,8 @@ from forked_processes import Ended, run_forked
 from own_texts import write_own_texts
 from sentinels import sentinels
 
+from data_tools import command_line as command_line_module
+from data_tools.command_line import ProgressLine
 from data_tools.pretokenize.report import next_command
 from data_tools.pretokenize.texts import pretokenize, pretokenize_shard
 from data_tools.rows.files import Files
@@ -96,6 +99,18 @@ def test_progress_counts_up(tmp_path: Path) -> None:
         assert counted == [(n, n * (2**20 + 2), n * 2**20) for n in (1, 2, 3)]
         fractions = [fraction for _, fraction in calls]
         assert fractions == pytest.approx([1 / 3, 2 / 3, 1], abs=1e-5)
+
+
+def test_a_line_shows_counts_speed_and_the_time_left(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    moments = iter([0.0, 2.0, 10.0])
+    monkeypatch.setattr(command_line_module, "time", SimpleNamespace(monotonic=moments.__next__))
+    line = ProgressLine()
+    for tokens, fraction in ((100, 0.1), (200, 0.2), (1_300, 0.6)):
+        line({"documents": 7, "tokens": tokens}, fraction)
+    expected = "7 documents, 1,300 tokens, 120 tokens/s, 60% done, 0 min 08 s left\n"
+    assert capsys.readouterr().err == expected
 
 
 def test_a_bad_row_leaves_the_split_unfinished(tmp_path: Path) -> None:
