@@ -1,14 +1,20 @@
 """Documents that are held out for validation, chosen by nothing but their text.
 
-For every command that makes splits, and the tokenizer's, which proposes how many.
+For every command that makes splits, and train_tokenizer, which proposes a fraction to hold out.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from xxhash import xxh3_64_intdigest
 
 VALIDATION = "validation"  # the split of the documents that are held out
 _FRACTIONS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5)  # that are worth proposing
+
+
+def hash_of(text: str) -> int:
+    """A number below 2**64."""
+    return xxh3_64_intdigest(text.encode("utf-8"))
 
 
 @dataclass(frozen=True)
@@ -28,31 +34,18 @@ class Part:
 
     def has(self, text: str) -> bool:
         """Returns whether the document belongs to this part."""
-        is_held_out = xxh3_64_intdigest(text.encode("utf-8")) < self.fraction * 2**64
+        is_held_out = hash_of(text) < self.fraction * 2**64
         return is_held_out == self.held_out
 
 
-class Fractions:
-    """Finds a fraction to hold out of texts that come one after the other."""
+def fraction_to_hold_out(sizes: Mapping[int, int]) -> float | None:
+    """The smallest fraction that holds out a hundredth of the bytes and leaves half.
 
-    def __init__(self) -> None:
-        self._parts = {fraction: Part(fraction, held_out=True) for fraction in _FRACTIONS}
-        self._held_out_bytes = dict.fromkeys(_FRACTIONS, 0)
-        self._bytes = 0
-
-    def see(self, text: str, size: int) -> None:
-        """Counts a text of `size` bytes."""
-        self._bytes += size
-        for fraction, part in self._parts.items():
-            if part.has(text):
-                self._held_out_bytes[fraction] += size
-
-    def smallest(self) -> float | None:
-        """The smallest that holds out a hundredth of the bytes and leaves half; None if none does:
-        a single text, say."""
-        enough = (
-            fraction
-            for fraction, size in self._held_out_bytes.items()
-            if 0.01 * self._bytes <= size <= 0.5 * self._bytes
-        )
-        return next(enough, None)
+    `sizes` are those of a sample of the texts, by their hash. None if no fraction does so, as for a
+    single text.
+    """
+    for fraction in _FRACTIONS:
+        held_out = sum(size for place, size in sizes.items() if place < fraction * 2**64)
+        if 0.01 * sum(sizes.values()) <= held_out <= 0.5 * sum(sizes.values()):
+            return fraction
+    return None

@@ -36,8 +36,8 @@ import jax
 
 from data_tools.hf_stream.source import HFStream
 from data_tools.inspect.batches import show_batch
-from data_tools.inspect.description import split_folders
-from data_tools.inspect.showing import show_damage, show_split, usable_decoder
+from data_tools.inspect.description import split_folders, usable_decoder
+from data_tools.inspect.showing import show_damage, show_split
 from lmlib.checkpoint.folders import steps_in
 from lmlib.checkpoint.manifest import read_manifest
 from lmlib.checkpoint.notes import read_notes

@@ -16,8 +16,8 @@ from absl import flags
 
 from data_tools import command_line
 from data_tools.inspect.batches import show_batch
-from data_tools.inspect.description import Decode, split_folders
-from data_tools.inspect.showing import show_damage, show_split, usable_decoder
+from data_tools.inspect.description import Decode, split_folders, usable_decoder
+from data_tools.inspect.showing import show_damage, show_split
 from lmlib.data.stored.data_path import data_path
 from lmlib.storage.bucket.copies import shown
 from lmlib.storage.local_folder import folder_to_read

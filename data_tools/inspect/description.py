@@ -5,6 +5,7 @@ For `python -m data_tools.inspect`, `runner.inspect`, and conversions. Shape suf
 
 import dataclasses
 import shlex
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -90,15 +91,21 @@ def blocks(
 Decode = Callable[[Sequence[int]], str]
 
 
-def decoder(path: Path, tokenizer: TokenizerIdentity | None) -> Decode | None:
-    """The function from ids of the data set `path` to text; None if it keeps no tokenizer.
+def usable_decoder(data_set: Path, tokenizer: TokenizerIdentity | None) -> Decode | None:
+    """The function from ids of a data set to text.
 
-    Raises ValueError if its tokenizer.json is not valid.
+    None, so that ids are shown, if it keeps no tokenizer, or one that cannot be used, with a line on
+    stderr.
     """
     if tokenizer is not None and tokenizer.name == "bytes" and tokenizer.sha256 is None:
         return load_tokenizer("bytes").decode
-    file = path / TOKENIZER_FILE
-    return load_tokenizer(str(file)).decode if file.is_file() else None
+    file = data_set / TOKENIZER_FILE
+    try:
+        return load_tokenizer(str(file)).decode if file.is_file() else None
+    except ValueError as error:
+        reason = " ".join(str(error).split())
+        print(f"ids are shown, since the tokenizer cannot be used: {reason}", file=sys.stderr)
+        return None
 
 
 @dataclass(frozen=True)

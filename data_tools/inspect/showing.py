@@ -1,6 +1,5 @@
 """The text that the inspect commands print about a split: its content, its samples, its damage."""
 
-import sys
 import textwrap
 from collections import Counter
 from collections.abc import Sequence
@@ -12,16 +11,15 @@ from data_tools.inspect.description import (
     Decode,
     Sample,
     SplitDescription,
-    decoder,
     describe_split,
     document_lengths,
     open_split,
     samples,
+    usable_decoder,
 )
 from data_tools.inspect.verification import verify_split
 from data_tools.pretokenize.report import left_out
 from lmlib.data.stored.data_path import data_path
-from lmlib.data.stored.metadata import TokenizerIdentity
 from lmlib.data.stored.seqax import is_seqax_split
 from lmlib.storage.bucket.copies import shown, url_of
 from lmlib.terminal.quantities import bytes_text
@@ -68,16 +66,6 @@ def show_damage(folders: Sequence[Path]) -> bool:
             verdict = "no damage found; seqax's format has no checksums"
         print(f"{shown(folder)}: {verdict}")
     return found
-
-
-def usable_decoder(data_set: Path, tokenizer: TokenizerIdentity | None) -> Decode | None:
-    """The `decoder`, or None, so that ids are shown, if the tokenizer cannot be used."""
-    try:
-        return decoder(data_set, tokenizer)
-    except ValueError as error:
-        reason = " ".join(str(error).split())
-        print(f"ids are shown, since the tokenizer cannot be used: {reason}", file=sys.stderr)
-        return None
 
 
 def description_text(split: SplitDescription) -> str:

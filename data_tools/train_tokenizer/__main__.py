@@ -10,6 +10,7 @@ speed. The text comes from the same sources, and the same text gives the same to
 import json
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import cast
@@ -20,7 +21,7 @@ from data_tools import command_line, shared_flags
 from data_tools.command_line import ProgressLine
 from data_tools.encoders.byte_level import ByteLevelEncoder
 from data_tools.encoders.encoder import utf8_size
-from data_tools.held_out import Fractions
+from data_tools.held_out import fraction_to_hold_out, hash_of
 from data_tools.rows.block import bad_row
 from data_tools.shared_flags import FLAGS
 from data_tools.tokenizer import framing_tokens
@@ -59,6 +60,8 @@ flags.DEFINE_float(
     lower_bound=1,
 )
 
+_SAMPLED = 1_000  # documents that tell which fraction to hold out
+
 
 def train(arguments: Sequence[str]) -> int:
     """Returns the exit status."""
@@ -81,8 +84,8 @@ def train(arguments: Sequence[str]) -> int:
             f"{config_file} is there already, and belongs to another tokenizer: choose a folder "
             "without one for --out"
         )
-    counts, fractions = {"documents": 0, "skipped rows": 0, "bytes": 0}, Fractions()
-    texts = _texts(counts, fractions)
+    counts, sizes = {"documents": 0, "skipped rows": 0, "bytes": 0}, Counter[int]()
+    texts = _texts(counts, sizes)
     tokenizer = train_byte_level_bpe(texts, FLAGS.vocab_size, str(file), style, special_tokens)
     ByteLevelEncoder(tokenizer.tokenizer_json)  # raises if it could not be run fast
     config_file.parent.mkdir(parents=True, exist_ok=True)
@@ -100,7 +103,7 @@ def train(arguments: Sequence[str]) -> int:
     if tokenizer.eos_id is None:
         print("none of the special tokens has a known name: pretokenize needs --eos_token")
     else:
-        print(f"\ntry next          {_next_command(out, fractions.smallest())}")
+        print(f"\ntry next          {_next_command(out, fraction_to_hold_out(sizes))}")
     return 0
 
 
@@ -119,8 +122,8 @@ def _next_command(tokenizer: Path, held_out: float | None) -> str:
     )
 
 
-def _texts(counts: dict[str, int], fractions: Fractions) -> Iterator[str]:
-    """The texts of the source, counted while they are read.
+def _texts(counts: dict[str, int], sizes: Counter[int]) -> Iterator[str]:
+    """The texts of the source, counted while they are read; `sizes` are some texts' by their hash.
 
     Raises ValueError for a bad row, or for a source without text.
     """
@@ -139,7 +142,8 @@ def _texts(counts: dict[str, int], fractions: Fractions) -> Iterator[str]:
             break
         counts["documents"] += 1
         counts["bytes"] += size
-        fractions.see(row.text, size)
+        if counts["documents"] <= _SAMPLED:
+            sizes[hash_of(row.text)] += size
         yield row.text
         line(counts, block.fraction)
     if not counts["bytes"]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from folder_contents import files_of
 
-from data_tools.held_out import Fractions, Part
+from data_tools.held_out import Part, fraction_to_hold_out, hash_of
 from data_tools.inspect.description import document_lengths
 from data_tools.pretokenize.texts import pretokenize, pretokenize_shard
 from data_tools.rows import records
@@ -74,17 +74,10 @@ def test_a_part_without_documents_is_an_error(tmp_path: Path) -> None:
         Part(1.5, held_out=True)
 
 
-def seen(texts: list[str]) -> float | None:
-    fractions = Fractions()
-    for text in texts:
-        fractions.see(text, len(text))
-    return fractions.smallest()
-
-
 @pytest.mark.parametrize("documents", [5, 30, 3_000])
 def test_a_fraction_that_is_proposed_holds_out_something_and_not_most(documents: int) -> None:
     texts = [f"document {i}" for i in range(documents)]
-    fraction = seen(texts)
+    fraction = fraction_to_hold_out({hash_of(text): len(text) for text in texts})
     assert fraction is not None
     held_out = [text for text in texts if Part(fraction, held_out=True).has(text)]
     assert 0.01 * documents <= len(held_out) <= 0.5 * documents
@@ -92,7 +85,7 @@ def test_a_fraction_that_is_proposed_holds_out_something_and_not_most(documents:
 
 
 def test_a_single_text_cannot_be_parted() -> None:
-    assert seen(["one document"]) is None
+    assert fraction_to_hold_out({hash_of("one document"): 12}) is None
 
 
 STORIES = ["one\n\nstory", "two", "ünï", "x" * 50, "end"]
