@@ -94,8 +94,8 @@ Decode = Callable[[Sequence[int]], str]
 def usable_decoder(data_set: Path, tokenizer: TokenizerIdentity | None) -> Decode | None:
     """The function from ids of a data set to text.
 
-    None, so that ids are shown, if it keeps no tokenizer, or one that cannot be used, with a line on
-    stderr.
+    None, so that ids are shown, if it keeps no tokenizer, or one that cannot be used, which is a
+    line on stderr.
     """
     if tokenizer is not None and tokenizer.name == "bytes" and tokenizer.sha256 is None:
         return load_tokenizer("bytes").decode

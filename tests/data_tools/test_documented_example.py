@@ -1,4 +1,4 @@
-"""The worked example of docs/flat-tokens.md, built byte by byte from what the page says."""
+"""The worked example of docs/flat-tokens.md, built byte by byte from the page."""
 
 import json
 import re

@@ -297,7 +297,7 @@ def added(**parts: Any) -> list[dict[str, Any]]:
 def test_other_features_fall_back(feature: dict[str, Any]) -> None:
     tokenizer_json = byte_level(MERGES, **feature)
     chosen = make_encoder(tokenizer_json)
-    # Settings that have no effect need not fall back.
+    # Settings without an effect need not fall back.
     if feature not in ({"continuing_subword_prefix": ""}, {"dropout": 0.0}):
         assert isinstance(chosen, HuggingFaceEncoder)
     assert_same_ids(pickle.loads(pickle.dumps(chosen)), tokenizer_json, TEXTS)

@@ -358,7 +358,7 @@ def test_bad_records_are_left_out_and_told(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_a_text_longer_than_the_tokenizer_takes_is_named(tmp_path: Path) -> None:
-    """With a tokenizer that the fast encoder does not know; the limit is of bytes, not letters."""
+    """The fast encoder does not know the tokenizer; the limit counts bytes, not letters."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "</s>": 1, "é": 2}, unk_token="<unk>"))

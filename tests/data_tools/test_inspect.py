@@ -220,7 +220,7 @@ def test_the_status_of_the_command(tmp_path: Path) -> None:
             ("data --batch=9 --epochs=1", "there is no step 9: the data ends after 1 batches"),
             ("data/train --batch=0 --split=test", "data/train is the split 'train', not 'test'"),
         ],
-        # Of flags, of what a batch needs, and of the data.
+        # One of flags, one of a batch's needs, and one of the data.
         lambda mistake: (
             mistake[0] in ("data --cheque=1", "data --rows=3", "data --batch=9 --epochs=1")
         ),

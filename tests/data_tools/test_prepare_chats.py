@@ -1,4 +1,4 @@
-"""Conversations become tokens of which the assistant's are targets. tests/hf/test_chat_parity.py
+"""Conversations become tokens, the assistant's become targets. tests/hf/test_chat_parity.py
 compares both with transformers."""
 
 import json
@@ -132,7 +132,7 @@ THOUGHTFUL = [
 def test_where_a_template_writes_history_anew_each_answer_is_a_document(
     tmp_path: Path, name: str, targets: tuple[str, ...]
 ) -> None:
-    """Each after what the model is shown when it answers, as the template itself writes it."""
+    """Each follows the text that the model is shown when it answers, as the template writes it."""
     source = TEMPLATES[name]
     made = prepare(tmp_path, {"messages": THOUGHTFUL}, source=source, max_length=1_000)
     assert made.documents == 2
@@ -350,7 +350,7 @@ def test_a_row_for_which_the_template_takes_too_much_is_a_bad_row(tmp_path: Path
 
 
 def test_killed_and_started_again_the_bytes_are_the_same(tmp_path: Path) -> None:
-    # Of more than a block, so that there is something to go on from.
+    # More than a block, so that a second run has something to go on from.
     chats = [{"prompt": "x" * (n % 97), "response": "y" * (n * 31 % 999)} for n in range(2_500)]
     settings = {"source": None, "file_length": 64 * 1024, "max_length": 900}
 
@@ -390,7 +390,7 @@ CALLING = [
     {"role": "user", "content": "And you?"},
     {"role": "assistant", "content": "Four."},
 ]
-# As GLM 4.5: what earlier answers had thought is left out.
+# Like GLM 4.5's, it leaves out the thoughts of earlier answers.
 THINKING = (
     "{% for m in messages %}<|{{ 'observation' if m.role == 'tool' else m.role }}|>\n"
     "{% if m.role == 'assistant' %}<think>{{ m.thought if loop.last }}</think>{% endif %}"

@@ -267,7 +267,7 @@ def test_a_lost_worker_is_an_error_and_the_run_goes_on(
     "number", sentinels([signal.SIGINT, signal.SIGTERM], lambda number: number == signal.SIGTERM)
 )
 def test_a_signal_ends_all_even_stuck_workers(tmp_path: Path, number: signal.Signals) -> None:
-    """As Ctrl-C and batch systems send it: to all processes at once."""
+    """The signal goes to all processes at once, like Ctrl-C and those of batch systems."""
     begun = tmp_path / "begun"
     os.mkfifo(begun)
     (tmp_path / "sticking.py").write_text(

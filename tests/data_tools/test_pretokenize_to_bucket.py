@@ -77,7 +77,7 @@ def test_the_objects_are_the_files_of_a_disk(bucket, texts, tmp_path):
     made = pretokenize(texts, tokenizer, url, "train", shards=SHARDS)
     assert objects_of(url) == on_disk(texts, tmp_path / "data", tokenizer)
     assert made == read_split(tmp_path / "data" / "train")
-    # Of what was sent nothing large stays here.
+    # Nothing large stays here after it was sent.
     left = {name.rpartition("/")[2] for name in made_here(url)}
     assert left == {"tokenizer.json", "metadata.json"}
     batch, same = (

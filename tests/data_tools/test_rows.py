@@ -41,7 +41,7 @@ def texts_of(source: RowSource, shard: int = 0, shards: int = 1) -> list[str | N
 
 
 def write_table(file: Path, table: pa.Table, rows: int | None = None) -> None:
-    """A Parquet file in groups of so many `rows`, or an Arrow file or stream in such batches."""
+    """A Parquet file in groups of `rows`, or an Arrow file or stream in such batches."""
     if file.suffix in (".parquet", ".pq", ".PARQUET"):
         pq.write_table(table, file, row_group_size=rows)
         return
@@ -242,7 +242,7 @@ def test_a_changed_file_changes_the_description(tmp_path: Path) -> None:
 
 
 def test_a_hugging_face_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a folder, since there may be no network; `datasets` reads both alike."""
+    """It is a folder, since a network may be missing; `datasets` reads both alike."""
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     folder = tmp_path / "set"
     folder.mkdir()
