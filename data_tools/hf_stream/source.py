@@ -6,8 +6,6 @@ Shape suffix: B batch (rows).
 import time
 import weakref
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -36,15 +34,6 @@ from lmlib.data.text import TextCodec, codec_of_bytes, codec_of_json
 
 LAST_READ_SECONDS = 2.0  # for a read under way when a source is closed for good
 ARROW_SECONDS = 0.1  # for Arrow's threads after it
-
-
-@dataclass
-class _Opened:
-    """A stream and its last batch."""
-
-    tokens: TokenStream
-    step: int
-    batch: Batch | None
 
 
 class HFStream:
@@ -92,7 +81,6 @@ class HFStream:
         bos_token: str | None = None,
         eos_token: str | None = None,
         on_bad_row: Literal["fail", "skip"] = "fail",
-        threads: int = 2,
         stall_seconds: float = 120.0,
         retries: int = 5,
         backoff_seconds: float = 1.0,
@@ -114,7 +102,6 @@ class HFStream:
           on_bad_row: whether a record that has no text, or one that cannot be encoded, such as one
             longer than the tokenizer takes, raises ValueError, or is left out with a line on
             stderr. A checkpoint may be resumed with the other choice.
-          threads: for tokenizing.
           stall_seconds: without a record, after which a stream is opened again.
           retries: how often in a row, before `batch` raises `StreamFailure`.
           backoff_seconds: before the first retry, doubled for each further one up to a minute.
@@ -129,7 +116,6 @@ class HFStream:
             ("sequence_length", sequence_length, 1),
             ("shuffle_documents", shuffle_documents, 0),
             ("seed", seed, 0),
-            ("threads", threads, 1),
             ("stall_seconds", stall_seconds, 1e-3),
             ("retries", retries, 0),
             ("backoff_seconds", backoff_seconds, 0),
@@ -170,9 +156,8 @@ class HFStream:
         self._open_records = records
         self._first_step = 0
         self._first_positions: dict[int, Position] = {}  # of each stream; absent: its beginning
-        self._opened: dict[int, _Opened] = {}
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tokenizer")
-        weakref.finalize(self, _close, self._opened, self._pool)
+        self._opened: dict[int, TokenStream] = {}
+        weakref.finalize(self, _close, self._opened)
 
     @property
     def max_token_id(self) -> int:
@@ -220,7 +205,7 @@ class HFStream:
                 f"not that of {ahead[0]}"
             )
         positions = self._first_positions | {
-            stream: opened.tokens.position for stream, opened in self._opened.items()
+            stream: opened.position for stream, opened in self._opened.items()
         }
         return {
             "step": step,
@@ -275,7 +260,7 @@ class HFStream:
     def close(self) -> None:
         """Ends the threads; the next batch can only be the first."""
         for opened in self._opened.values():
-            opened.tokens.close()
+            opened.close()
         self._opened.clear()
 
     @property
@@ -297,15 +282,15 @@ class HFStream:
             return opened.batch
         if step == self._first_step:
             if opened is not None:
-                opened.tokens.close()
-            opened = self._opened[stream] = _Opened(self._open(stream), step - 1, None)
+                opened.close()
+            opened = self._opened[stream] = self._open(stream)
         if opened is None or step != opened.step + 1:
             following = self._first_step if opened is None else opened.step + 1
             raise ValueError(
                 f"a stream gives its batches in order: the next step is {following}, or "
                 f"{self._first_step} to begin again, not {step}"
             )
-        opened.batch = opened.tokens.rows(self._rows_per_stream, self.sequence_length)
+        opened.batch = opened.rows(self._rows_per_stream, self.sequence_length)
         opened.step = step
         return opened.batch
 
@@ -321,20 +306,19 @@ class HFStream:
             field=self._field,
             tokenizer=self._tokenizer,
             skipped=SkippedRows() if self._skips else None,
-            pool=self._pool,
             what=what,
         )
-        return TokenStream(documents, self._first_positions.get(stream, Position()))
+        position = self._first_positions.get(stream, Position())
+        return TokenStream(documents, position, self._first_step)
 
 
-def _close(opened: dict[int, _Opened], pool: ThreadPoolExecutor) -> None:
+def _close(opened: dict[int, TokenStream]) -> None:
     """Called when a source is used no more, at the end of Python at the latest.
 
     A thread that is inside Arrow then aborts the process: so they are waited for, unless they hang.
     Arrow's own, which cannot be, get a moment to let go of their buffers.
     """
     for each in opened.values():
-        each.tokens.close(LAST_READ_SECONDS)
-    pool.shutdown(wait=False, cancel_futures=True)
+        each.close(LAST_READ_SECONDS)
     if opened:
         time.sleep(ARROW_SECONDS)

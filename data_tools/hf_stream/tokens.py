@@ -9,7 +9,6 @@ Shape suffixes: B rows, S sequence, T = S + 1 tokens of a row, N tokens of sever
 
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
@@ -64,7 +63,6 @@ class Documents:
       field: the text of a record.
       tokenizer: also judges whether it can take a text.
       skipped: is called with records without a usable text; None: they are errors.
-      pool: runs the tokenizer.
       what: names the stream in errors.
     """
 
@@ -75,10 +73,9 @@ class Documents:
     field: TextField
     tokenizer: Tokenizer
     skipped: SkippedRows | None
-    pool: ThreadPoolExecutor
     what: str
 
-    def read(self, start: Position) -> Iterator[Future[list[_Document]]]:
+    def read(self, start: Position) -> Iterator[list[_Document]]:
         """The documents from the one at `start` on.
 
         Raises ValueError for a bad record without `skipped`, or a stream without usable ones.
@@ -115,16 +112,14 @@ class Documents:
         self.skipped(None, row)
         return None
 
-    def _encoded(
-        self, texts: list[str | None], start: Position
-    ) -> Iterator[Future[list[_Document]]]:
+    def _encoded(self, texts: list[str | None], start: Position) -> Iterator[list[_Document]]:
         """The documents of a block from number `start.document` on."""
         if self.seed is not None:
             order = permute(np.arange(len(texts)), len(texts), seed=self.seed, epoch=start.block)
             texts = [texts[index] for index in order]
         for first in range(start.document, len(texts), DOCUMENTS_AT_A_TIME):
             some = dict(enumerate(texts[first : first + DOCUMENTS_AT_A_TIME], start=first))
-            yield self.pool.submit(self._framed, some, start)
+            yield self._framed(some, start)
 
     def _framed(self, texts: dict[int, str | None], start: Position) -> list[_Document]:
         """The tokens of each text, by its number, between the tokenizer's BOS and EOS."""
@@ -151,8 +146,10 @@ class TokenStream:
     is predicted once.
     """
 
-    def __init__(self, documents: Documents, position: Position) -> None:
-        """Starts reading at `position`."""
+    def __init__(self, documents: Documents, position: Position, first_step: int) -> None:
+        """Starts reading at `position`, for the batch of `first_step`."""
+        self.step = first_step - 1  # of the last batch
+        self.batch: Batch | None = None
         self._documents = documents
         name = f"blocks of {documents.what}"
         self._encoded = ReadAhead(documents.read(position), CALLS_AHEAD, name=name)
@@ -206,7 +203,7 @@ class TokenStream:
                 coming = next(self._encoded, None)
                 if coming is None:
                     return
-                used = [document for document in coming.result() if len(document.tokens_N)]
+                used = [document for document in coming if len(document.tokens_N)]
                 if not self._held and used and len(used[0].tokens_N) <= self.position.token:
                     raise ValueError(
                         f"{self._documents.what} has changed since its state was saved: a document "

@@ -252,7 +252,7 @@ def test_a_state_of_other_settings_is_refused(
     ("settings", "message"),
     [
         ({"batch_size": 0}, "batch_size of at least 1, not 0"),
-        ({"threads": 0}, "threads of at least 1, not 0"),
+        ({"retries": -1}, "retries of at least 0, not -1"),
         ({"stall_seconds": 0}, "stall_seconds of at least 0.001, not 0"),
         ({"on_bad_row": "ignore"}, "on_bad_row is 'fail' or 'skip', not 'ignore'"),
         ({"streams": 0}, "streams of at least 1, not 0"),
