@@ -9,7 +9,7 @@ Shape suffixes: B rows, S sequence, T = S + 1 tokens of a row, N tokens of sever
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,6 +40,8 @@ class Position:
     @classmethod
     def from_json(cls, entries: dict[str, Any]) -> "Position":
         """The position with the entries of `asdict`; raises TypeError for any others."""
+        if set(entries) != {entry.name for entry in fields(cls)}:
+            raise TypeError(f"a position does not consist of {sorted(entries)!s:.80}")
         for count in [value for name, value in entries.items() if name != "records"]:
             if type(count) is not int or not 0 <= count < 2**63:
                 raise TypeError(f"{count!r:.40} is no count")

@@ -248,6 +248,17 @@ def test_a_state_of_other_settings_is_refused(
         source.restore(2, [source.state(1)])
 
 
+@pytest.mark.parametrize("entry", ["records", "record", "token"])
+def test_a_state_without_an_entry_is_refused(jsonl: str, entry: str) -> None:
+    """To take the entry for 0 would give batches from another place."""
+    source = stream(jsonl)
+    source.batch(0)
+    state = json.loads(json.dumps(source.state(1)))
+    del state["positions"]["0"][entry]
+    with pytest.raises(ValueError, match="what was saved is no state of a stream"):
+        stream(jsonl).restore(1, [state])
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
