@@ -1,6 +1,6 @@
 """Flags that several commands share, and the objects that they describe.
 
-A command calls the functions that define the flags it needs, and then `adopt`.
+A command calls the functions that define the flags it needs, and then adopts them for its --help.
 """
 
 import os
@@ -80,11 +80,6 @@ def define_split_flags() -> None:
         "Processes that tokenise; by default one for each core, on Ray one a shard.",
         lower_bound=0,
     )
-
-
-def adopt() -> None:
-    """Lists the flags in the command's --help."""
-    flags.adopt_module_key_flags(sys.modules[__name__])
 
 
 def given() -> list[str]:

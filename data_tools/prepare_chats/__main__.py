@@ -26,7 +26,7 @@ from data_tools.shared_flags import FLAGS
 
 shared_flags.define_source_flags()
 shared_flags.define_split_flags()
-shared_flags.adopt()
+flags.adopt_module_key_flags(shared_flags)
 flags.DEFINE_string("prompt_column", "prompt", "The column of prompts.")
 flags.DEFINE_string("response_column", "response", "The column of responses.")
 flags.DEFINE_bool("pairs", False, "Rows have answers to choose from: chosen and rejected.")

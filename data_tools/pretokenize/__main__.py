@@ -28,7 +28,7 @@ from lmlib.data.stored.metadata import ShardMetadata, SplitMetadata
 shared_flags.define_source_flags()
 shared_flags.define_text_flags()
 shared_flags.define_split_flags()
-shared_flags.adopt()
+flags.adopt_module_key_flags(shared_flags)
 flags.DEFINE_float(
     "max_tokens",
     None,

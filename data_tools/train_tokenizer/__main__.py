@@ -39,7 +39,7 @@ from lmlib.terminal.python_command import python_command
 
 shared_flags.define_source_flags()
 shared_flags.define_text_flags()
-shared_flags.adopt()
+flags.adopt_module_key_flags(shared_flags)
 flags.DEFINE_string(
     "out",
     None,
