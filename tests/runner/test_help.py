@@ -48,7 +48,7 @@ def test_help_lists_every_command_and_every_experiment_with_its_first_line():
 
 
 FLAGS = {
-    "convert": {"to", "tokenizer"},
+    "convert": {"tokenizer"},
     "inspect": {"batch", "verify", "sample_length"},
     "prepare_chats": {
         "dataset",
