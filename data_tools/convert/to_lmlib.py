@@ -43,7 +43,11 @@ def to_lmlib(
     no split in seqax's format or ids outside the vocabulary, DamagedDataError if it cannot be read.
     """
     source, out = data_path(source), data_path(out)
-    folders = _seqax_folders(source)
+    if not source.is_dir():
+        raise FileNotFoundError(f"there is no folder {source}")
+    folders = [entry for entry in sorted(source.iterdir()) if is_seqax_split(entry)]
+    if not folders:
+        raise ValueError(f"{source} holds no split in seqax's format, such as {source / 'train'}")
     splits = {folder.name: SeqaxSplit(folder) for folder in folders}
     largest = max(split.max_token_id for split in splits.values())
     vocab_size = largest + 1 if tokenizer is None else tokenizer.vocab_size
@@ -56,6 +60,7 @@ def to_lmlib(
     converted = {}
     for name, split in splits.items():
         folder = out / name
+        described = {"converted from": "seqax flat tokens", "path": str(source), "split": name}
         if not (folder / shard_name(0, 1) / FILE_NAME).exists():  # else it was done before the kill
             writer = ShardWriter(
                 out,
@@ -63,31 +68,26 @@ def to_lmlib(
                 vocab_size=vocab_size,
                 tokenizer=None if tokenizer is None else tokenizer.identity,
                 tokenizer_json=None if tokenizer is None else tokenizer.tokenizer_json,
-                source=_source(source, name),
+                source=described,
                 file_length=file_length,
                 chunk_length=min(file_length, 32 * 1024),
             )
             try:
-                _write(split, source / name, writer, progress, block_length)
+                done = writer.position or 0  # tokens, up to the end of a document
+                pieces = _whole_documents(split, source / name, done, block_length)
+                for tokens, lengths in pieces:
+                    writer.extend(tokens, lengths, text_bytes=0)
+                    done += len(tokens)
+                    writer.mark(done)
+                    progress({"tokens": done}, done / split.tokens)
                 writer.finish()
             finally:
                 writer.close()
         written = read_shard(folder / shard_name(0, 1))
-        if written.source != _source(source, name):
+        if written.source != described:
             raise FileExistsError(f"{folder} was made from {dict(written.source)}")
         converted[folder] = written, split.documents - written.documents
     return converted
-
-
-def _write(
-    split: SeqaxSplit, folder: Path, writer: ShardWriter, progress: Progress, block_length: int
-) -> None:
-    done = writer.position or 0  # tokens, up to the end of a document
-    for tokens, lengths in _whole_documents(split, folder, done, block_length):
-        writer.extend(tokens, lengths, text_bytes=0)
-        done += len(tokens)
-        writer.mark(done)
-        progress({"tokens": done}, done / split.tokens)
 
 
 def _whole_documents(
@@ -108,19 +108,6 @@ def _whole_documents(
     if begun:
         last = np.concatenate(begun).astype(np.int64)
         yield last, np.array([len(last)])
-
-
-def _seqax_folders(source: Path) -> list[Path]:
-    if not source.is_dir():
-        raise FileNotFoundError(f"there is no folder {source}")
-    found = [entry for entry in sorted(source.iterdir()) if is_seqax_split(entry)]
-    if not found:
-        raise ValueError(f"{source} holds no split in seqax's format, such as {source / 'train'}")
-    return found
-
-
-def _source(source: Path, split: str) -> dict[str, str]:
-    return {"converted from": "seqax flat tokens", "path": str(source), "split": split}
 
 
 def _check_out(out: Path, splits: list[str]) -> None:
