@@ -29,7 +29,9 @@ class Stream:
         try:
             return self._content.read(count)
         except OSError as error:
-            raise OSError(f"{self._path} cannot be read to its end: {error}") from error
+            raise OSError(
+                f"{self._path} cannot be read to its end ({error}): fetch or make it again"
+            ) from error
 
     def seek(self, place: int) -> int:
         """Goes to a byte of the decompressed content, at or after the current one."""
@@ -59,7 +61,7 @@ def opened(path: Path) -> Iterator[Stream]:
         import pyarrow as pa
 
         if not path.stat().st_size:
-            raise OSError(f"{path} is empty, and so no whole {compression(path)} file")
+            raise OSError(f"{path} is empty, so not a whole {compression(path)}: make it again")
         yield Stream(
             path, stored, pa.CompressedInputStream(stored, COMPRESSIONS[path.suffix.lower()])
         )
