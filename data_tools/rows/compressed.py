@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}  # by suffix, in any case; the names are Arrow's
+_SKIPPED_BYTES = 1024 * 1024  # at once
 
 
 def compression(path: Path) -> str:
@@ -34,11 +35,11 @@ class Stream:
             ) from error
 
     def seek(self, place: int) -> int:
-        """Goes to a byte of the decompressed content, at or after the current one."""
+        """Goes to a byte of the decompressed content; of a compressed file only at its beginning."""
         if self._content is self._stored:
             return self._stored.seek(place)
         done = 0
-        while done < place and (content := self.read(min(place - done, io.DEFAULT_BUFFER_SIZE))):
+        while done < place and (content := self.read(min(place - done, _SKIPPED_BYTES))):
             done += len(content)
         return done
 
