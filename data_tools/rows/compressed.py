@@ -35,7 +35,7 @@ class Stream:
             ) from error
 
     def seek(self, place: int) -> int:
-        """Goes to a byte of the decompressed content; of a compressed file only at its beginning."""
+        """Goes to a byte of the decompressed content; in a compressed file from its beginning."""
         if self._content is self._stored:
             return self._stored.seek(place)
         done = 0
