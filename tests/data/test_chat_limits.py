@@ -186,21 +186,23 @@ def test_a_fork_gets_its_own_texts() -> None:
     subprocess.run([sys.executable, "-c", FORKS], cwd=ROOT, check=True)
 
 
-WAITING = """
-import pathlib, sys
+AT_WORK = """
+import pathlib, signal
 from lmlib.data.chats.chat import ChatTemplate
-template = ChatTemplate({"default": ""}, {})
-print(pathlib.Path("/proc/self/task").iterdir().__next__().joinpath("children").read_text())
-sys.stdout.flush()
-sys.stdin.read()
+from lmlib.data.chats.renderer import ChatRenderer, Limits
+template = ChatTemplate({"default": SOURCE}, {}, ChatRenderer(Limits(seconds=9_999.0)))
+print(pathlib.Path("/proc/thread-self/children").read_text(), flush=True)
+signal.setitimer(signal.ITIMER_REAL, 0.3)  # which ends this process
+template.render([{"role": "user", "content": "Hi"}])
+signal.pause()
 """
 
 
-def test_no_process_outlives_the_one_that_asks() -> None:
-    command, pipe = [sys.executable, "-c", WAITING], subprocess.PIPE
-    with subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe) as asking:
+@pytest.mark.parametrize("source", ["", NESTED.format("")], ids=["idle", "at work"])
+def test_no_process_outlives_the_one_that_asks(source: str) -> None:
+    command, pipe = [sys.executable, "-c", AT_WORK.replace("SOURCE", repr(source))], subprocess.PIPE
+    with subprocess.Popen(command, cwd=ROOT, stdout=pipe) as asking:
         assert asking.stdout is not None
         ended = os.pidfd_open(int(asking.stdout.readline()))
-        asking.kill()
     assert select.select([ended], [], [], 60)[0]
     os.close(ended)

@@ -395,7 +395,7 @@ OTHERS = [
     (
         "data_tools.pretokenize",
         ("--dataset={scratch}/file", "--tokenizer=bytes", "--out=gs://b/out"),
-        "remote folders are not supported here",
+        "'b', which no bucket can have as its name",
     ),
 ]
 ALL = [

@@ -6,13 +6,15 @@ A template is a program, perhaps a stranger's. Sixty characters can ask for all 
 even while they are compiled, in more ways than a list of what is forbidden could name. So the
 kernel keeps the limits: it gives this process no more memory, and ends it when one text has used
 up its processor time. `ChatRenderer` starts it, asks it over its standard input, and sees how it
-ended. It also ends when nobody can ask any more.
+ended. It also ends when nobody can ask any more, even in the middle of a text.
 """
 
 import os
 import resource
+import select
 import signal
 import sys
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime
 from typing import Any
@@ -23,6 +25,7 @@ from lmlib.data.chats.protocol import END, OUT_OF_MEMORY, message_of, read_messa
 from lmlib.data.chats.sandbox import compiled, rendered
 
 _LONGEST_REASON = 500  # characters
+_STACK = 256 * 1024  # bytes of the second thread's stack, which count as memory
 _BUFFER = 64 * 1024  # bytes of answers; who reads them need not wake for each
 
 
@@ -73,6 +76,8 @@ def main() -> None:
     megabytes, seconds = int(sys.argv[1]), float(sys.argv[2])
     # From here on nobody reads what Python says, and a full pipe would hold it up.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    threading.stack_size(_STACK)
+    threading.Thread(target=_end_with_caller, daemon=True).start()
     _limit_memory(megabytes << 20)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # which ends the process
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
@@ -92,6 +97,14 @@ def main() -> None:
         return
     except MemoryError:
         os._exit(OUT_OF_MEMORY)
+
+
+def _end_with_caller() -> None:
+    """Ends this process when the other end of its standard input is closed."""
+    closed = select.poll()
+    closed.register(sys.stdin.fileno(), 0)  # a hang-up is always reported, and questions are not
+    closed.poll()
+    os._exit(0)
 
 
 def _limit_memory(most: int) -> None:

@@ -39,7 +39,10 @@ class BucketUrl:
             return None
         scheme, bucket, folder = match[1], match[2], match[3].rstrip("/")
         if not _BUCKET.fullmatch(bucket):
-            raise ValueError(f"{text} names the bucket {bucket!r}: no bucket is called so")
+            raise ValueError(
+                f"{text} names the bucket {bucket!r}, which no bucket can have as its name: names "
+                "are 3 to 222 of a-z, 0-9, '.', '_' and '-'"
+            )
         for part in folder.split("/") if folder else ():
             if part in ("", ".", "..") or re.search(r"[\x00-\x1f\\#?\[\]*]", part):
                 raise ValueError(f"{text} has the part {part!r}, with which it is no folder's name")
