@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -158,16 +159,15 @@ def test_quality_is_compared_at_the_same_cpu_seconds():
     assert re.search(error, ran.stdout, re.MULTILINE)
 
 
-def test_every_fault_of_the_campaign_can_be_put_in(monkeypatch):
-    """benchmarks/mutations.py, whose faults stand in files that change."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    from faults_of_code import MUTATIONS
-
-    root = BENCHMARKS.parent
-    for one in MUTATIONS:
-        text = (root / one.file).read_text(encoding="utf-8")
-        assert text.count(one.before) == 1, f"{one.file} must have {one.before!r} once"
-        assert ast.dump(ast.parse(text.replace(one.before, one.after))) != ast.dump(ast.parse(text))
-        assert all((root / file).exists() for file in one.tests.split()), one.what
-    packages = {one.file.partition("/")[0] for one in MUTATIONS}
+def test_every_fault_of_the_campaign_can_be_put_in():
+    """benchmarks/mutations.toml, whose faults are in files that change."""
+    faults = tomllib.loads((BENCHMARKS / "mutations.toml").read_text(encoding="utf-8"))
+    for file, fault in ((file, each) for file, listed in faults.items() for each in listed):
+        before, after = fault["before"], fault["after"]
+        text = (BENCHMARKS.parent / file).read_text(encoding="utf-8")
+        assert text.count(before) == 1, f"{file} must have {before!r} once"
+        assert ast.dump(ast.parse(text.replace(before, after))) != ast.dump(ast.parse(text))
+        tests = fault["tests"].split()
+        assert all((BENCHMARKS.parent / each).exists() for each in tests), fault["what"]
+    packages = {file.partition("/")[0] for file in faults}
     assert packages == {"lmlib", "data_tools", "runner", "experiments"}
