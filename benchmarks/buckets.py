@@ -35,6 +35,7 @@ from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.prefetch import ReadAhead
 from lmlib.data.stored.shard_writer import ShardWriter
 from lmlib.terminal.table import columns
+from runner.jax_settings.devices import choose_devices
 
 _LATENCY = flags.DEFINE_float("latency", 0.05, "seconds of each request", lower_bound=0.0)
 _MEGABYTES = flags.DEFINE_integer("megabytes", 1000, "of the checkpoint", lower_bound=8)
@@ -124,6 +125,7 @@ def checkpoint(files: Any, root: str, scratch: Path) -> list[list[str]]:
 def main(_: list[str]) -> None:
     import s3fs
 
+    choose_devices()
     logging.set_verbosity(logging.ERROR)
     with (
         tempfile.TemporaryDirectory() as scratch,

@@ -9,7 +9,6 @@ to the disk, and the medians of the rounds are printed. The page cache is warm w
 """
 
 import os
-import resource
 import statistics
 import tempfile
 import time
@@ -25,6 +24,7 @@ from absl import app, flags, logging
 
 from lmlib.checkpoint import Checkpoints
 from lmlib.terminal.table import columns
+from runner.jax_settings.devices import choose_devices
 
 _MEGABYTES = flags.DEFINE_integer("megabytes", 1000, "Size of the state.", lower_bound=8)
 _ROUNDS = flags.DEFINE_integer("rounds", 3, "Saves and restores of each way.", lower_bound=1)
@@ -117,26 +117,21 @@ WAYS = {
 MEASURED = ("blocked s", "save s", "CPU s", "restore s", "CPU s")
 
 
-def cpu_seconds() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
-
-
 def measure(way: str, state: State) -> list[float]:
     """What `MEASURED` names, of one save and one restore."""
     save, restore = WAYS[way]
     with tempfile.TemporaryDirectory(dir=_DIRECTORY.value) as parent:
         folder = Path(parent) / "state"
         os.sync()
-        began, cpu = time.perf_counter(), cpu_seconds()
+        began, cpu = time.perf_counter(), time.process_time()
         wait = save(folder, state)
         blocked = time.perf_counter() - began
         wait()
-        saving = [blocked, time.perf_counter() - began, cpu_seconds() - cpu]
+        saving = [blocked, time.perf_counter() - began, time.process_time() - cpu]
         os.sync()
-        began, cpu = time.perf_counter(), cpu_seconds()
+        began, cpu = time.perf_counter(), time.process_time()
         restored = jax.block_until_ready(restore(folder, state))
-        restoring = [time.perf_counter() - began, cpu_seconds() - cpu]
+        restoring = [time.perf_counter() - began, time.process_time() - cpu]
         for name, array in state.items():
             np.testing.assert_array_equal(restored[name], array)
     return saving + restoring
@@ -144,6 +139,7 @@ def measure(way: str, state: State) -> list[float]:
 
 def main(_: list[str]) -> None:
     logging.set_verbosity(logging.ERROR)
+    choose_devices()
     rows = _MEGABYTES.value * 10**6 // (ARRAYS * 4 * 1024)
     keys = jax.random.split(jax.random.key(0), ARRAYS)
     state = {f"w{i}": jax.random.normal(key, (rows, 1024)) for i, key in enumerate(keys)}

@@ -15,6 +15,7 @@ the decoding of one row stands its share of what the memory allows, which is the
 reads numbers to add them up, measured between the turns, over the bytes of the weights.
 """
 
+import functools
 import importlib.util
 import os
 import random
@@ -24,26 +25,29 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from absl import app, flags, logging
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # see benchmarks/train_step.py
 
 import jax
-from generate_peers.contender import NEW, PROMPT, Contender, Work
-from generate_peers.lmlib_peer import Lmlib, reading_rate
-from step_peers.machine import cpu_name, versions
+from step_peers.measure import machine
 
 from lmlib import hf
+from lmlib.compute import Compute
+from lmlib.generate import GREEDY, Generator
 from lmlib.models.families.llama import llama
 from lmlib.terminal.table import columns
+from runner.jax_settings.devices import choose_devices
 
 SIZES = {
     "tiny": dict(vocab=256, embed=64, layers=2, heads=2, mlp=128, tied=True),
     "10m": dict(vocab=8_192, embed=320, layers=6, heads=5, mlp=864, tied=True),
     "135m": dict(vocab=49_152, embed=576, layers=30, heads=9, kv_heads=3, mlp=1_536, tied=True),
 }
-PEERS = ("transformers", "transformers_compiled")
+PEERS = "transformers", "transformers_compiled"
+PROMPT, NEW = 512, 64  # tokens
 
 _SIZES = flags.DEFINE_list("sizes", ["10m", "135m"], f"Of {', '.join(SIZES)}.")
 _ROWS = flags.DEFINE_list("rows", ["1", "16"], "Prompts together.")
@@ -52,19 +56,97 @@ _PRECISION = flags.DEFINE_enum("precision", "float32", ["float32", "bfloat16"], 
 _TURNS = flags.DEFINE_integer("turns", 5, "Of each contender, after the first.", lower_bound=1)
 
 
-def make(name: str, work: Work) -> Contender:
-    if name == "lmlib":
-        return Lmlib(work, _PRECISION.value)
-    from generate_peers.transformers_peer import Transformers
-
-    return Transformers(work, _PRECISION.value, compiled=name == "transformers_compiled")
+Prompts = list[list[int]]
 
 
-def in_turns(
-    contenders: dict[str, Contender],
-) -> tuple[dict[str, list[tuple[float, float]]], dict[str, list[list[int]]], list[float]]:
-    """Seconds of prefill and decoding for each turn, the tokens made, and rates of reading."""
-    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
+class Lmlib:
+    """lmlib's generator."""
+
+    def __init__(self, folder: Path, prompts: Prompts):
+        self._prompts = prompts
+        self._generator = Generator(
+            hf.load(folder),
+            compute=Compute(dtype=_PRECISION.value),
+            rows=len(prompts),
+            length=PROMPT + NEW + 1,
+        )
+
+    def prefill(self) -> None:
+        """Computes the prompts and the token that follows each."""
+        self._stream = self._generator.stream(self._prompts, NEW + 1, GREEDY, round=NEW)
+        next(self._stream)
+
+    def decode(self) -> Prompts:
+        """Makes `NEW` more tokens of each; all that it has made."""
+        return [row.tokens for row in self._stream.finish()]
+
+
+class Transformers:
+    """transformers with its static cache, eager or compiled; its loop over tokens is written out
+    here, which spares it the work of `generate` around each."""
+
+    def __init__(self, folder: Path, prompts: Prompts, compiled: bool):
+        import torch
+        import transformers
+
+        self._torch, self._new_cache = torch, transformers.StaticCache
+        self._model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=_PRECISION.value, attn_implementation="sdpa"
+        ).eval()
+        self._step = torch.compile(self._model, dynamic=False) if compiled else self._model
+        self._prompts = torch.tensor(prompts)
+
+    def prefill(self) -> None:
+        self._cache = self._new_cache(config=self._model.config, max_cache_len=PROMPT + NEW + 1)
+        self._made = [self._next(self._prompts, self._torch.arange(PROMPT))]
+
+    def decode(self) -> Prompts:
+        for n in range(NEW):
+            at = self._torch.tensor([PROMPT + n])
+            self._made.append(self._next(self._made[-1], at))
+        return self._torch.cat(self._made, dim=1).tolist()
+
+    def _next(self, tokens_BS: Any, at_S: Any) -> Any:
+        with self._torch.no_grad():
+            output = self._step(
+                input_ids=tokens_BS,
+                past_key_values=self._cache,
+                position_ids=at_S[None].expand(len(tokens_BS), -1),
+                use_cache=True,
+                logits_to_keep=1,
+            )
+            return output.logits[:, -1].argmax(dim=-1, keepdim=True)
+
+
+CONTENDERS = {
+    "lmlib": Lmlib,
+    "transformers": functools.partial(Transformers, compiled=False),
+    "transformers_compiled": functools.partial(Transformers, compiled=True),
+}
+
+
+def reading_rate() -> float:
+    """Bytes a second at which XLA reads memory to add up numbers, on all cores."""
+    numbers = jax.numpy.ones(2**26, "float32")
+    total = jax.jit(jax.numpy.sum).lower(numbers).compile()
+    total(numbers).block_until_ready()
+    began = time.perf_counter()
+    for _ in range(3):
+        total(numbers).block_until_ready()
+    return 3 * numbers.nbytes / (time.perf_counter() - began)
+
+
+def measured(size: str, rows: int, folder: Path, names: Sequence[str]) -> str | None:
+    """Prints a table; who made other tokens, if someone did."""
+    model = llama(**SIZES[size], key=jax.random.key(0))
+    count = sum(weight.size for weight in jax.tree.leaves(model))
+    if not folder.exists():
+        hf.save(model, folder, model_type="llama", dtype="float32", longest=2 * PROMPT)
+    random.seed(0)
+    prompts = [[random.randrange(model.vocab) for _ in range(PROMPT)] for _ in range(rows)]
+    contenders = {name: CONTENDERS[name](folder, prompts) for name in names}
+    # Of each turn but the first, which compiles: seconds of prefill and of decoding.
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     made, rates = {}, []
     for turn in range(_TURNS.value + 1):
         rates.append(reading_rate())
@@ -75,21 +157,6 @@ def in_turns(
             made[name] = contender.decode()
             if turn > 0:
                 seconds[name].append((between - began, time.perf_counter() - between))
-    return seconds, made, rates
-
-
-def measured(size: str, rows: int, folder: Path, names: Sequence[str]) -> str | None:
-    """Prints a table; who did other work, if someone did."""
-    model = llama(**SIZES[size], key=jax.random.key(0))
-    count = sum(weight.size for weight in jax.tree.leaves(model))
-    if not folder.exists():
-        hf.save(model, folder, model_type="llama", dtype="float32", longest=2 * PROMPT)
-    random.seed(0)
-    prompts = tuple(
-        tuple(random.randrange(model.vocab) for _ in range(PROMPT)) for _ in range(rows)
-    )
-    work = Work(size, folder, prompts)
-    seconds, made, rates = in_turns({name: make(name, work) for name in names})
     weight_bytes = count * {"float32": 4, "bfloat16": 2}[_PRECISION.value]
     steps_allowed = statistics.median(rates) / weight_bytes
 
@@ -118,6 +185,7 @@ def main(arguments: Sequence[str]) -> None:
     if arguments[1:]:
         sys.exit(f"what is {arguments[1]!r}? Options begin with --; see --help")
     logging.set_verbosity(logging.WARNING)
+    choose_devices()
     peers = [name for name in _PEERS.value if name]
     if unknown := [name for name in peers if name not in PEERS]:
         sys.exit(f"--peers={unknown[0]} is not known; choose from {', '.join(PEERS)}")
@@ -126,7 +194,7 @@ def main(arguments: Sequence[str]) -> None:
     if peers and None in map(importlib.util.find_spec, ("torch", "transformers")):
         print("transformers: not installed, or PyTorch (pip install 'lmlib[parity]')")
         peers = []
-    print(f"{os.cpu_count()} × {cpu_name()}, {versions()}")
+    print(machine())
     with tempfile.TemporaryDirectory() as folder:
         problems = [
             measured(size, int(rows), Path(folder, size), ["lmlib", *peers])

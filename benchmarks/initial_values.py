@@ -45,6 +45,7 @@ from lmlib.parallel.layout import sharding
 from lmlib.parallel.mesh import make_mesh
 from lmlib.state import Training, abstract_batch, abstract_model, initial_state
 from lmlib.terminal.table import columns
+from runner.jax_settings.devices import choose_devices
 
 
 class Scheme(NamedTuple):
@@ -141,6 +142,7 @@ def losses(width: int, depth: int, tied: bool, rate: float) -> dict[str, list[fl
 
 
 def main(arguments: Sequence[str]) -> None:
+    choose_devices()
     every: dict[str, Any] = {}
     table = [("width", "layers", "tied", *_SCHEMES.value)]
     for width, depth, tied in itertools.product(

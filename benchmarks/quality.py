@@ -5,20 +5,22 @@
 
 Both read the same text as the same tokens, and are judged by the bits per byte of the same whole
 validation text. lmlib makes the quickstart's steps, in so many CPU-seconds of all threads. The GPT
-(quality_peer/gpt.py: learned positions, LayerNorm, GELU, one table for input and output, AdamW)
-makes steps of the same batches until it has spent as many, with a rate that is warmed up and
-decayed by what was spent. Starting, compiling and evaluating count for neither. The GPT has the
-quickstart's width, layers and heads; its peak rate is the best of --rates at the first seed. The
-last line is the mean difference over pairs of one seed, with its standard error.
+(learned positions, LayerNorm, GELU, one table for input and output, AdamW) makes steps of the same
+batches until it has spent as many, with a rate that is warmed up and decayed by the time spent.
+Starting, compiling and evaluating count for neither. The GPT has the quickstart's width, layers and
+heads; its peak rate is the best of --rates at the first seed. The last line is the mean difference
+over pairs of one seed, with its standard error.
+
+Shapes: B batch, S sequence, E embed, H heads, D head_dim, V vocab.
 """
 
-import importlib.util
 import math
 import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from absl import app, flags, logging
 
@@ -26,9 +28,16 @@ from absl import app, flags, logging
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import jax
-from quality_peer.trained import Progress, Trained
+import numpy as np
 
-from lmlib.data.batch import place
+try:
+    import torch
+except ImportError:
+    sys.exit("the GPT needs PyTorch: pip install torch")
+from torch import Tensor, nn
+from torch.nn import functional
+
+from lmlib.data.batch import Batch, place
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.evaluate.validation import Evaluator, bits_per_byte
 from lmlib.experiment import Experiment
@@ -43,50 +52,167 @@ _STEPS = flags.DEFINE_integer("steps", None, "of the quickstart, instead of its 
 _SEEDS = flags.DEFINE_integer("seeds", 3, "runs of each", lower_bound=1)
 _RATES = flags.DEFINE_list("rates", ["1e-3", "2e-3", "4e-3"], "peak learning rates of the GPT")
 
-Pair = tuple[Trained, Trained]  # lmlib, the GPT
+BETAS, WEIGHT_DECAY, CLIP_NORM = (0.9, 0.95), 0.1, 1.0
+WARMUP, END = 0.05, 0.1  # shares of the budget, and of the peak rate
+DEVIATION = 0.02  # of initial values
+_NO_TARGET = -100  # which PyTorch's loss leaves out
 
 
-def train_lmlib(experiment: Experiment, validation: FlatTokens, seed: int) -> Trained:
+class Block(nn.Module):
+    def __init__(self, embed: int, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.attention_norm = nn.LayerNorm(embed)
+        self.query_key_value = nn.Linear(embed, 3 * embed)
+        self.output = nn.Linear(embed, embed)
+        self.mlp_norm = nn.LayerNorm(embed)
+        self.up = nn.Linear(embed, 4 * embed)
+        self.down = nn.Linear(4 * embed, embed)
+
+    def forward(self, x_BSE: Tensor) -> Tensor:
+        parts = self.query_key_value(self.attention_norm(x_BSE)).chunk(3, dim=-1)
+        q_BHSD, k_BHSD, v_BHSD = (
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts
+        )
+        mixed_BHSD = functional.scaled_dot_product_attention(q_BHSD, k_BHSD, v_BHSD, is_causal=True)
+        x_BSE = x_BSE + self.output(mixed_BHSD.transpose(1, 2).flatten(2))
+        return x_BSE + self.down(functional.gelu(self.up(self.mlp_norm(x_BSE))))
+
+
+class GPT(nn.Module):
+    """Tokens and targets to the sum of the losses, in nats."""
+
+    def __init__(self, vocab: int, embed: int, layers: int, heads: int, sequence: int):
+        super().__init__()
+        self.embedding = nn.Embedding(vocab, embed)
+        self.position = nn.Embedding(sequence, embed)
+        self.blocks = nn.ModuleList(Block(embed, heads) for _ in range(layers))
+        self.norm = nn.LayerNorm(embed)
+        for name, weight in self.named_parameters():
+            if weight.ndim > 1:
+                deep = name.endswith(("output.weight", "down.weight"))
+                nn.init.normal_(weight, std=DEVIATION / math.sqrt(2 * layers if deep else 1))
+            elif name.endswith("bias"):
+                nn.init.zeros_(weight)
+
+    def forward(self, tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:
+        x_BSE = self.embedding(tokens_BS) + self.position.weight[: tokens_BS.shape[1]]
+        for block in self.blocks:
+            x_BSE = block(x_BSE)
+        logits_BSV = functional.linear(self.norm(x_BSE), self.embedding.weight)
+        return functional.cross_entropy(
+            logits_BSV.flatten(0, 1), targets_BS.flatten(), ignore_index=_NO_TARGET, reduction="sum"
+        )
+
+
+class Trained(NamedTuple):
+    """Bits per byte are of the whole validation text, CPU-seconds of the steps alone."""
+
+    bits_per_byte: float
+    steps: int
+    cpu_seconds: float
+    parameters: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.bits_per_byte:.4f} bits per byte after {self.steps:,} steps of "
+            f"{self.cpu_seconds / self.steps:.3f} CPU-seconds, {self.parameters:,} weights"
+        )
+
+
+def train_lmlib(experiment: Experiment, validation: FlatTokens) -> Trained:
     """Makes all steps of the experiment, then evaluates."""
     step = experiment.trace_step().lower().compile()
     state = experiment.initial_state()
     rows = sharding("batch seq", experiment.mesh)
-    progress = Progress(f"seed {seed}: lmlib")
     begun = time.process_time()
     for number in range(experiment.steps):
         batch = place(experiment.data, number, rows)
         state, _ = step(state, batch, experiment.training.hyperparameters)
-        progress.tell((number + 1) / experiment.steps, number + 1)
     jax.block_until_ready(state)
     spent = time.process_time() - begun
     evaluate = Evaluator(experiment.mesh, experiment.compute, experiment.objective)
-    assert validation.batches is not None and validation.bytes_per_target is not None
     found = evaluate(state.whole_model, validation, validation.batches)
-    return Trained(
-        bits_per_byte=bits_per_byte(found.loss, validation.bytes_per_target),
-        steps=experiment.steps,
-        cpu_seconds=spent,
-        parameters=sum(weight.size for weight in jax.tree.leaves(state.whole_model)),
-    )
+    bits = bits_per_byte(found.loss, validation.bytes_per_target)
+    weights = jax.tree.leaves(state.whole_model)
+    return Trained(bits, experiment.steps, spent, sum(weight.size for weight in weights))
 
 
-def pairs(rates: Sequence[float]) -> Iterator[Pair]:
-    """Each seed's; stderr says what each run gave. The first seed keeps the best of `rates`."""
-    from quality_peer.gpt import Shape, train_gpt
+def train_gpt(
+    model: GPT, data: FlatTokens, validation: FlatTokens, cpu_seconds: float, peak_lr: float
+) -> Trained:
+    """Makes steps until `cpu_seconds` of all threads are spent, then evaluates."""
+    loss_of = torch.compile(model, fullgraph=True, dynamic=False)
+    optimizer = adamw_of(model)
+    loss_of(*tensors(data.batch(0))[:2]).backward()  # compiles
+    optimizer.zero_grad(set_to_none=True)
+    begun, spent, step = time.process_time(), 0.0, 0
+    while spent < cpu_seconds:
+        for group in optimizer.param_groups:
+            group["lr"] = peak_lr * rate_at(spent / cpu_seconds)
+        tokens_BS, targets_BS, count = tensors(data.batch(step))
+        (loss_of(tokens_BS, targets_BS) / max(count, 1)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        step, spent = step + 1, time.process_time() - begun
+    bits = bits_per_byte(nats(loss_of, validation), validation.bytes_per_target)
+    return Trained(bits, step, spent, sum(weight.numel() for weight in model.parameters()))
 
+
+def rate_at(share: float) -> float:
+    """The share of the peak learning rate when so much of the budget is spent: a warm-up, then half
+    a cosine, to `END`."""
+    if share < WARMUP:
+        return (share + 0.001) / (WARMUP + 0.001)
+    done = min(1.0, (share - WARMUP) / (1 - WARMUP))
+    return END + (1 - END) * (1 + math.cos(math.pi * done)) / 2
+
+
+def adamw_of(model: GPT) -> torch.optim.AdamW:
+    weights = list(model.parameters())
+    groups = [
+        {"params": [each for each in weights if each.ndim > 1], "weight_decay": WEIGHT_DECAY},
+        {"params": [each for each in weights if each.ndim == 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, betas=BETAS, fused=True)
+
+
+@torch.no_grad()
+def nats(loss_of: Callable[..., Tensor], validation: FlatTokens) -> float:
+    """The mean over the targets of the whole split."""
+    total, targets = 0.0, 0
+    for number in range(validation.batches):
+        tokens_BS, targets_BS, count = tensors(validation.batch(number))
+        total += loss_of(tokens_BS, targets_BS).item()
+        targets += count
+    return total / targets
+
+
+def tensors(batch: Batch) -> tuple[Tensor, Tensor, int]:
+    """Tokens, targets, and how many of these count."""
+    targets_BS = np.where(batch.loss_mask, batch.targets, _NO_TARGET).astype(np.int64)
+    tokens_BS = torch.from_numpy(np.asarray(batch.tokens, np.int64))
+    return tokens_BS, torch.from_numpy(targets_BS), int(batch.loss_mask.sum())
+
+
+def pairs(rates: Sequence[float]) -> Iterator[tuple[Trained, Trained]]:
+    """lmlib and the GPT, for each seed; stderr says how each run ended. The first seed keeps the
+    best of `rates`."""
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
     for seed in range(_SEEDS.value):
         changes = [f"seed={seed}", f"data.seed={seed}"]
         changes += [] if _STEPS.value is None else [f"steps={_STEPS.value}"]
         cfg = configs.load("experiments/quickstart", _FIDDLERS.value, changes)
         size, experiment = cfg.model, built(cfg, jax.devices())
         data, (validation,) = experiment.data, experiment.validation_sets.values()
-        shape = Shape(size.vocab, size.embed, size.layers, size.heads, data.sequence_length)
-
-        ours = train_lmlib(experiment, validation, seed)
+        ours = train_lmlib(experiment, validation)
         print(f"seed {seed}: lmlib: {ours}", file=sys.stderr, flush=True)
         found = {}
         for rate in rates:
-            found[rate] = train_gpt(shape, data, validation, ours.cpu_seconds, rate, seed)
+            torch.manual_seed(seed)
+            model = GPT(size.vocab, size.embed, size.layers, size.heads, data.sequence_length)
+            found[rate] = train_gpt(model, data, validation, ours.cpu_seconds, rate)
             print(f"seed {seed}: GPT at {rate:g}: {found[rate]}", file=sys.stderr, flush=True)
         rates = [min(found, key=lambda rate: found[rate].bits_per_byte)]
         yield ours, found[rates[0]]
@@ -95,8 +221,6 @@ def pairs(rates: Sequence[float]) -> Iterator[Pair]:
 def main(arguments: Sequence[str]) -> None:
     if arguments[1:]:
         sys.exit(f"what is {arguments[1]!r}? Options begin with --; see --help")
-    if importlib.util.find_spec("torch") is None:
-        sys.exit("the GPT needs PyTorch: pip install torch")
     keep_freed_memory()  # as in a run: for both
     logging.set_verbosity(logging.WARNING)  # not what JAX looked for and did not find
     jax.config.update("jax_platforms", "cpu")

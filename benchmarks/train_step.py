@@ -3,6 +3,7 @@
     python benchmarks/train_step.py                       # on a CPU: the small sizes, some minutes
     python benchmarks/train_step.py                       # on a GPU: 84m to 2b, under 8 minutes
     python benchmarks/train_step.py --sizes=84m,2b --peers=pytorch_eager --setting=unroll=8
+    python benchmarks/train_step.py --sizes=8_of_512,32_of_256 --precisions=float32   # mixtures
     python benchmarks/train_step.py --sizes=1b --sequence=8192 --packed
     python benchmarks/train_step.py --sizes=84m,8x2048 --muon
     python benchmarks/train_step.py --compile_only=h200   # anywhere: what an absent GPU would run
@@ -14,21 +15,26 @@ lmlib's own step is the one that the runner makes, of the experiments' model. Be
   (step_peers/pytorch_peer.py);
 - `maxtext`: MaxText at the same shapes, where it is installed (step_peers/maxtext_peer.py).
 
-All contenders keep freed memory as a run on CPUs does. All but MaxText begin with lmlib's weights,
-see the same batches of one document a row, clip and update by the same numbers. The losses of the
-first 20 steps must agree (tolerances: step_peers/report.py), else the script says which step of
-whom differs and fails: speeds of other work say nothing. --packed gives several documents to a row,
-a quarter of it each on average; lmlib then runs alone, since its peers would not keep them apart;
-so it does with --muon, and at the size 8x2048, a mixture of eight experts of which each token goes
-to two.
+The sizes with "of" and 8x2048 are mixtures of experts, on CPUs beside others:
+
+- `dense`: lmlib's Llama whose mlp is as large as a token's experts together;
+- `transformers`, `transformers_grouped`: transformers' Mixtral in float32, its experts one after
+  another or as grouped products.
+
+All contenders keep freed memory as a run on CPUs does. All but MaxText and `dense` begin with
+lmlib's weights, see the same batches of one document a row, clip and update by the same numbers.
+The losses of the first 20 steps must agree (tolerances: step_peers/measure.py). Otherwise the
+script says which step differs and fails: speeds of other work say nothing. --packed gives several
+documents to a row, a quarter of it each on average; lmlib then runs alone, because its peers would
+not keep them apart. It runs alone with --muon too.
 
 On a CPU the contenders take turns of five steps, the first of which warms up, and the figure is
-tokens per CPU-second of all threads, the median over turns. Beside it stands what travels from one
-machine to another: the model's FLOPs over what XLA makes of a CPU-second between the turns, when it
-multiplies 2,048 × 2,048 matrices. On a GPU they have the device to themselves one after another.
-FLOPs, in MFU too, are 6 for each parameter that multiplies and each token, and attention with
-("causal") and without ("whole") the saving of its masked half, recomputation never; MFU is over the
-dense bf16 peak that is printed.
+tokens per CPU-second of all threads, the median over turns. Beside it is the share that carries
+over to other machines: the model's FLOPs over the FLOPs that XLA makes of a CPU-second between the
+turns, when it multiplies 2,048 × 2,048 matrices. On a GPU they have the device to themselves one
+after another. FLOPs, in MFU too, are 6 for each parameter that multiplies and each token, and
+attention with ("causal") and without ("whole") the saving of its masked half, recomputation never;
+MFU is over the dense bf16 peak that is printed.
 """
 
 import ast
@@ -39,7 +45,7 @@ import inspect
 import os
 import sys
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from absl import app, flags, logging
@@ -52,25 +58,27 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
 
 import jax
-from step_peers import maxtext_peer
-from step_peers.ahead_of_time import compiled_for, target_of
-from step_peers.contender import Contender, Work
-from step_peers.machine import cpu_name, versions
-from step_peers.matmul import Matmul
-from step_peers.measure import TURN, Measurement, in_turns
-from step_peers.report import CHECKED, TOLERANCE, OtherWork, check_same_work, table, title
-from step_peers.sizes import ON_CPU, ON_GPU, SIZES, Size
+from step_peers import jax_step, lmlib_step, maxtext_peer
+from step_peers.measure import CHECKED, TOLERANCE, TURN, Measurements, machine, title
+from step_peers.work import (
+    ON_CPU,
+    ON_GPU,
+    PEERS_OF_LLAMA,
+    PEERS_OF_MIXTRAL,
+    SIZES,
+    Contender,
+    Work,
+    dense_of,
+)
 
 from lmlib.compute import Compute
 from lmlib.hardware.specifications import peak_flops
 from runner.jax_settings.allocator import keep_freed_memory
+from runner.jax_settings.devices import choose_devices
 from runner.jax_settings.xla_flags import set_gpu_flags
 
-PEERS = ("jax", "pytorch_eager", "pytorch_compiled", "maxtext")
+PEERS = PEERS_OF_LLAMA + PEERS_OF_MIXTRAL
 
-_PLATFORM = flags.DEFINE_enum(
-    "platform", "auto", ["auto", "cpu", "gpu"], "Where to run; auto: on a GPU if there is one."
-)
 _SIZES = flags.DEFINE_list(
     "sizes", None, f"Of {', '.join(SIZES)}. Default: {', '.join(ON_CPU)} or {', '.join(ON_GPU)}."
 )
@@ -95,38 +103,45 @@ _COMPILE_ONLY = flags.DEFINE_string(
     "compile_only", None, "Compile lmlib's step for one of these, h200 or h100:1x8 say, and stop."
 )
 
-Found = dict[str, Measurement]  # by the contender's name
-
 
 def missing(name: str, on_gpu: bool) -> str | None:
-    """Why the peer cannot run here, or None."""
-    if name.startswith("pytorch"):
+    """The reason why the peer cannot run here, or None."""
+    if name.startswith(("pytorch", "transformers")):
         if importlib.util.find_spec("torch") is None:
             return "PyTorch: not installed (pip install torch)"
         import torch
 
         if on_gpu and not torch.cuda.is_available():
             return f"PyTorch: {torch.__version__} sees no GPU; install the build for CUDA"
-    if name == "maxtext":
-        if not maxtext_peer.installed():
-            return "MaxText: not installed (pip install maxtext)"
-        if on_gpu:
-            return "MaxText: measured on CPUs only"
+    if name.startswith("transformers") and importlib.util.find_spec("transformers") is None:
+        return "transformers: not installed (pip install 'lmlib[parity]')"
+    if name == "maxtext" and not maxtext_peer.installed():
+        return "MaxText: not installed (pip install maxtext)"
+    if name in ("maxtext", *PEERS_OF_MIXTRAL) and on_gpu:
+        return f"{name}: measured on CPUs only"
     return None
 
 
 def make_contender(name: str, work: Work) -> Contender:
     if name == "lmlib":
-        from step_peers.lmlib_step import LmlibStep
-
-        return LmlibStep(work)
+        return lmlib_step.LmlibStep(work)
+    if name == "dense":
+        return lmlib_step.LmlibStep(dataclasses.replace(work, size=dense_of(work.size)))
     if name == "jax":
-        from step_peers.jax_step import BareJaxStep
+        return jax_step.BareJaxStep(work)
+    from step_peers import pytorch_peer
 
-        return BareJaxStep(work)
-    from step_peers.pytorch_peer import PyTorchStep
+    if name.startswith("pytorch"):
+        return pytorch_peer.llama_step(work, compiled=name == "pytorch_compiled")
+    experts = "grouped_mm" if name == "transformers_grouped" else "eager"
+    return pytorch_peer.mixtral_step(work, experts)
 
-    return PyTorchStep(work, compiled=name == "pytorch_compiled")
+
+def contenders_of(work: Work, names: Sequence[str]) -> list[str]:
+    """Those of `names` that do this work."""
+    able = [name for name in names if name == "lmlib" or name in work.size.peers]
+    in_float32 = work.precision == "float32"
+    return [name for name in able if in_float32 or not name.startswith("transformers")]
 
 
 def order(
@@ -134,59 +149,43 @@ def order(
 ) -> list[tuple[Work, list[str]]]:
     """Who runs beside whom, in order."""
     if not on_gpu:
-        return [(work, of(work, names)) for work in works]
+        return [(work, contenders_of(work, names)) for work in works]
     # PyTorch can give a GPU's memory back and JAX keeps what it once had: so JAX comes last, and
     # its largest model first.
     of_pytorch = [name for name in names if name.startswith("pytorch")]
-    of_jax = [name for name in names if not name.startswith("pytorch")]
-    alone = [(work, [name]) for name in of_pytorch for work in works if work.size.has_peers]
-    return alone + [(work, [name]) for work in reversed(works) for name in of(work, of_jax)]
+    of_jax = [name for name in names if name not in of_pytorch]
+    alone = [(work, [name]) for name in of_pytorch for work in works if name in work.size.peers]
+    return alone + [(work, contenders_of(work, of_jax)) for work in reversed(works)]
 
 
-def of(work: Work, names: Sequence[str]) -> list[str]:
-    """Those of `names` that do this work."""
-    return [name for name in names if name == "lmlib" or work.size.has_peers]
-
-
-def measure(
-    works: Sequence[Work], names: Sequence[str], on_gpu: bool, failures: list[str]
-) -> Iterator[tuple[Work, Found, Matmul | None]]:
-    """Each work as soon as all contenders have done it, with what they did in the order of `names`
-    and, on a CPU, the matmuls between their turns.
-
-    `failures` takes a line for each that could not.
-    """
-    found: dict[str, Found] = {title(work): {} for work in works}
-    left = {title(work): of(work, names) for work in works}
-    for work, together in order(works, names, on_gpu):
+def measure(works: Sequence[Work], names: Sequence[str], on_gpu: bool) -> list[str]:
+    """Prints a table of each work as soon as all contenders have done it. Returns a line for each
+    contender that could not do its work or did other work."""
+    found = {title(work): Measurements(work) for work in works}
+    failures, to_do = [], order(works, names, on_gpu)
+    for number, (work, together) in enumerate(to_do):
         began = time.perf_counter()
-        matmul = None if on_gpu else Matmul(work.precision)
+        measurements = found[title(work)]
         try:
             in_process = [name for name in together if name != "maxtext"]
-            contenders = {name: make_contender(name, work) for name in in_process}
-            found[title(work)] |= in_turns(contenders, work.steps, matmul)
+            measurements.add({name: make_contender(name, work) for name in in_process})
             if "maxtext" in together:
-                found[title(work)]["maxtext"] = maxtext_peer.measured(work)
+                measurements.of["maxtext"] = maxtext_peer.measured(work)
         except RuntimeError as error:  # what JAX and PyTorch raise where memory is short
             reason = str(error).strip().partition("\n")[0]
             failures.append(f"{', '.join(together)} at {work.size.name}: {reason}")
-        contenders = {}
-        release_memory()
+        gc.collect()
+        if on_gpu and "torch" in sys.modules:
+            sys.modules["torch"].cuda.empty_cache()
         took = time.perf_counter() - began
         print(f"{work.size.name} {work.precision}: {', '.join(together)}: {took:.0f} s", flush=True)
-        left[title(work)] = [name for name in left[title(work)] if name not in together]
-        if not left[title(work)]:
-            done = found[title(work)]
-            yield work, {name: done[name] for name in names if name in done}, matmul
-
-
-def release_memory() -> None:
-    """Gives back what contenders that are gone have held."""
-    gc.collect()
-    if "torch" in sys.modules:
-        import torch
-
-        torch.cuda.empty_cache()
+        if all(later is not work for later, _ in to_do[number + 1 :]):
+            print(f"\n{title(work)}")
+            if "lmlib" in measurements.of:
+                print(measurements.table(names))
+                failures += measurements.problems()
+            print(flush=True)
+    return failures
 
 
 def chosen(flag: flags.FlagHolder, default: Sequence[str], known: Collection[str]) -> list[str]:
@@ -199,28 +198,17 @@ def chosen(flag: flags.FlagHolder, default: Sequence[str], known: Collection[str
 
 
 def chosen_works(sizes: Sequence[str], precisions: Sequence[str]) -> list[Work]:
-    """What the flags ask for, or these sizes in these precisions."""
-    changes = changed_settings(_SETTINGS.value)
-    return [
-        Work(
-            dataclasses.replace(with_rows_of(SIZES[size], _SEQUENCE.value), changes=changes),
-            precision,
-            _STEPS.value,
-            packed=_PACKED.value,
-            muon=_MUON.value,
-        )
-        for size in chosen(_SIZES, sizes, SIZES)
-        for precision in chosen(_PRECISIONS, precisions, TOLERANCE)
-    ]
-
-
-def with_rows_of(size: Size, sequence: int | None) -> Size:
-    """With fewer, longer rows or more, shorter ones; `None`: with its own."""
-    if sequence is None:
-        return size
-    if sequence < 1 or size.tokens % sequence:
-        sys.exit(f"--sequence={sequence} must divide the {size.tokens:,} tokens of a step")
-    return dataclasses.replace(size, batch=size.tokens // sequence, sequence=sequence)
+    """The works that the flags ask for, or these sizes in these precisions."""
+    changes, works = changed_settings(_SETTINGS.value), []
+    for name in chosen(_SIZES, sizes, SIZES):
+        size = SIZES[name]
+        if (sequence := _SEQUENCE.value or size.sequence) < 1 or size.tokens % sequence:
+            sys.exit(f"--sequence={sequence} must divide the {size.tokens:,} tokens of a step")
+        rows = size.tokens // sequence
+        size = dataclasses.replace(size, batch=rows, sequence=sequence, changes=changes)
+        for precision in chosen(_PRECISIONS, precisions, TOLERANCE):
+            works.append(Work(size, precision, _STEPS.value, _PACKED.value, _MUON.value))
+    return works
 
 
 def changed_settings(texts: Sequence[str]) -> dict[str, Any]:
@@ -237,22 +225,6 @@ def changed_settings(texts: Sequence[str]) -> dict[str, Any]:
     return changes
 
 
-def on_gpu() -> bool:
-    """Whether to measure on a GPU; exits if one is asked for and there is none."""
-    if _PLATFORM.value == "cpu":
-        jax.config.update("jax_platforms", "cpu")
-        return False
-    found = jax.default_backend()
-    if found == "gpu":
-        return True
-    if _PLATFORM.value == "gpu":
-        sys.exit(
-            f"--platform=gpu: JAX sees no GPU here, only {found}; install lmlib[cuda13] on a "
-            "machine with one, or see what an absent one would run with --compile_only=h200"
-        )
-    return False
-
-
 def main(arguments: Sequence[str]) -> None:
     if arguments[1:]:
         sys.exit(f"what is {arguments[1]!r}? Options begin with --; see --help")
@@ -260,57 +232,33 @@ def main(arguments: Sequence[str]) -> None:
     keep_freed_memory()  # as the runner does on CPUs, for all contenders alike
     set_gpu_flags()  # as the runner does, before JAX finds its devices
     if _COMPILE_ONLY.value is not None:
-        target = target_of(_COMPILE_ONLY.value)
-        for row in compiled_for(target, chosen_works(ON_GPU, ["bfloat16"])):
+        target = lmlib_step.target_of(_COMPILE_ONLY.value)
+        for row in lmlib_step.compiled_for(target, chosen_works(ON_GPU, ["bfloat16"])):
             print(": ".join(row), flush=True)
         return
     if _STEPS.value % TURN:
         sys.exit(f"--steps={_STEPS.value} must be a multiple of {TURN}, the steps of a turn")
-    gpu = on_gpu()
+    choose_devices()
+    device = jax.devices()[0]
+    gpu = device.platform == "gpu"
     works = chosen_works(*((ON_GPU, ["bfloat16"]) if gpu else (ON_CPU, list(TOLERANCE))))
     peers = chosen(_PEERS, ["pytorch_compiled"] if gpu else PEERS, PEERS)
+    peers = [name for name in peers if any(name in work.size.peers for work in works)]
     if _PACKED.value or _MUON.value:
         peers = []
-    device = jax.devices()[0]
-    kind = described(device) if gpu else f"{os.cpu_count()} × {cpu_name()}"
-    print(f"{kind}, {versions()}")
+    if gpu:
+        peak = peak_flops(device.device_kind)
+        peak_text = f"dense bf16 peak {peak / 1e12:,.0f} TFLOP/s" if peak else "no peak known"
+        print(f"{device.device_kind}, {peak_text}")
+    print(machine())
     absent = {name: reason for name in peers if (reason := missing(name, gpu))}
     for reason in dict.fromkeys(absent.values()):
         print(reason)
-    names = ["lmlib", *(name for name in peers if name not in absent)]
     began = time.perf_counter()
-    failures: list[str] = []
-    for work, measurements, matmul in measure(works, names, gpu, failures):
-        print(f"\n{title(work)}")
-        if "lmlib" in measurements:
-            print(table(work.size, measurements, device, matmul))
-            failures += other_work(work, measurements)
-        if gpu and work.size.mfu_to_reach:
-            print(f"to reach on an H100 or H200: {work.size.mfu_to_reach} % MFU, causal")
-        print(flush=True)
+    failures = measure(works, ["lmlib", *(each for each in peers if each not in absent)], gpu)
     print(f"built, checked and measured in {time.perf_counter() - began:.0f} s")
     if failures:
         sys.exit("\n".join(failures))
-
-
-def described(device: jax.Device) -> str:
-    """An accelerator and its speed."""
-    peak = peak_flops(device.device_kind)
-    peak_text = f"dense bf16 peak {peak / 1e12:,.0f} TFLOP/s" if peak else "no peak known"
-    return f"{device.device_kind}, {peak_text}"
-
-
-def other_work(work: Work, measurements: Found) -> list[str]:
-    """What is wrong with the losses, contender by contender."""
-    reference, wrong = measurements["lmlib"].losses, []
-    for name, measurement in measurements.items():
-        if not measurement.same_data:
-            continue
-        try:
-            check_same_work(name, measurement.losses, reference, work.precision)
-        except OtherWork as error:
-            wrong.append(f"{work.size.name}: {error}")
-    return wrong
 
 
 if __name__ == "__main__":

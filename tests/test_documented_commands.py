@@ -109,7 +109,7 @@ NOT_RUN = {
     },
     "docs/experts.md": {
         "python -m runner.plan": LONG,
-        "python benchmarks/experts.py": "it measures for minutes",
+        "python benchmarks/train_step.py": "it measures for minutes",
     },
     "docs/long-context.md": {"python -m runner.plan": LONG},
     "docs/faults.md": {"python -m runner.replay": "it needs a skipped update: test_captures.py"},

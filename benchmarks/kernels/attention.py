@@ -34,6 +34,7 @@ from lmlib.models.attend.fused.launches import Launch
 from lmlib.models.attend.fused.visits import Tiles, sight
 from lmlib.models.attend.kernel import Options, whole_row
 from lmlib.terminal.table import columns
+from runner.jax_settings.devices import choose_devices
 
 TURNS, CALLS = 7, 8  # turns of each contender, and calls in each
 TOLERANCE = 2e-2  # of the norm, in bfloat16
@@ -191,6 +192,7 @@ def quickest_launches(shape: Sequence[int], document: int) -> str:
 def main(arguments: Sequence[str]) -> None:
     if arguments[1:]:
         sys.exit(f"what is {arguments[1]!r}? Options begin with --; see --help")
+    choose_devices()
     if jax.default_backend() != "gpu":
         sys.exit(f"these kernels are for NVIDIA GPUs; JAX sees {jax.default_backend()}")
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, bfloat16")

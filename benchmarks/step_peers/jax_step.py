@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import optax
 
 from lmlib.data.batch import Batch
-from step_peers.contender import Work
 from step_peers.lmlib_step import planned_peak
+from step_peers.work import Work
 
 Arrays = dict[str, jax.Array]
 OF_LAYERS = (
@@ -78,10 +78,10 @@ def mean_loss(weights: Arrays, batch: Batch, precision: str, recomputed: bool) -
 
 
 class BareJaxStep:
-    """See `step_peers.contender.Contender`."""
+    """See `step_peers.work.Contender`."""
 
     def __init__(self, work: Work):
-        adamw = work.adamw
+        adamw = work.size.adamw
         optimizer = optax.chain(
             optax.clip_by_global_norm(adamw.clip_norm),
             optax.adamw(

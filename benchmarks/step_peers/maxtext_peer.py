@@ -16,8 +16,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from step_peers.contender import Work
 from step_peers.measure import TURN, Measurement
+from step_peers.work import Work
 
 TRAIN = "maxtext.trainers.pre_train.train"
 _STEP = re.compile(r"completed step: (\d+), .*? loss: (\S+?),")
@@ -29,7 +29,7 @@ def installed() -> bool:
 
 def command(work: Work, folder: str) -> list[str]:
     """MaxText's command line for the work; `folder` takes what it writes."""
-    size, adamw, settings = work.size, work.adamw, work.size.settings
+    size, adamw, settings = work.size, work.size.adamw, work.size.settings
     package = importlib.util.find_spec("maxtext")
     assert package is not None and package.origin is not None
     heads = settings["heads"]
@@ -71,7 +71,7 @@ def command(work: Work, folder: str) -> list[str]:
 
 def measured(work: Work) -> Measurement:
     """Runs MaxText. Raises RuntimeError with its last line if it ends before its last step."""
-    found = Measurement(same_data=False)
+    found = Measurement()
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "DECOUPLE_GCLOUD": "TRUE"}
     with tempfile.TemporaryDirectory() as folder:
         process = subprocess.Popen(

@@ -1,14 +1,35 @@
-"""Contenders take turns, so that a busy machine slows all of them alike."""
+"""Measuring steps: contenders take turns, their losses are compared, and a table says the rest.
+
+In turns a busy machine slows all contenders alike.
+"""
 
 import dataclasses
+import importlib.util
+import os
+import platform
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
 
-from step_peers.contender import Contender
-from step_peers.matmul import Matmul
+import jax
+import jax.numpy as jnp
+
+from lmlib.metrics.log import mfu
+from lmlib.terminal.table import columns
+from step_peers.work import Contender, Work
 
 TURN = 5  # steps; the first turn warms up and is not counted
+CHECKED = 20  # steps whose losses must agree
+
+# Largest relative difference of a loss from lmlib's; in these steps it falls by 1e-2 or more. In
+# float32 contenders differ by the order of their sums, 6e-8 of each, which training amplifies. A
+# bfloat16 is off by up to 4e-3, and contenders round in different places; a loss averages over
+# thousands of such errors.
+TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-3}
+OTHER_LOSSES = {"dense", "maxtext"}  # contenders of another model, or with their own data
+_SIDE, _TIMES = 2_048, 4  # of the matrices that XLA multiplies between the turns, and how often
 
 
 @dataclasses.dataclass
@@ -19,40 +40,138 @@ class Measurement:
     wall_seconds: list[float] = dataclasses.field(default_factory=list)
     cpu_seconds: list[float] = dataclasses.field(default_factory=list)
     peak_bytes: int | None = None
-    same_data: bool = True  # else its losses say nothing about the others'
 
 
-def in_turns(
-    contenders: Mapping[str, Contender], steps: int, matmul: Matmul | None = None
-) -> dict[str, Measurement]:
-    """`steps` steps of each, `TURN` at a time, and a turn of `matmul` before each row of turns. CPU
-    seconds are of all threads of this process."""
-    measurements = {name: Measurement() for name in contenders}
-    for start in range(0, steps, TURN):
-        if matmul is not None:
-            matmul.turn()
+@dataclasses.dataclass
+class Measurements:
+    """What all contenders did; on a CPU also the FLOP that XLA makes of a CPU-second between their
+    turns, when it multiplies two large matrices."""
+
+    work: Work
+    of: dict[str, Measurement] = dataclasses.field(default_factory=dict)
+    product_rates: list[float] = dataclasses.field(default_factory=list)
+
+    def add(self, contenders: Mapping[str, Contender]) -> None:
+        """All steps of these, `TURN` at a time. CPU seconds are of all threads of this process."""
+        measurements = {name: Measurement() for name in contenders}
+        ones = jnp.ones((_SIDE, _SIDE), self.work.precision)
+        product = jax.jit(jnp.matmul).lower(ones, ones).compile()
+        for start in range(0, self.work.steps, TURN):
+            if jax.default_backend() == "cpu":
+                cpu = time.process_time()
+                for _ in range(_TIMES):
+                    product(ones, ones).block_until_ready()
+                flops = _TIMES * 2 * _SIDE**3
+                self.product_rates += [flops / (time.process_time() - cpu)] * (start > 0)
+            for name, contender in contenders.items():
+                found = measurements[name]
+                wall, cpu = time.perf_counter(), time.process_time()
+                found.losses += contender.run(range(start, start + TURN))
+                if start > 0:
+                    found.cpu_seconds.append(time.process_time() - cpu)
+                    found.wall_seconds.append(time.perf_counter() - wall)
         for name, contender in contenders.items():
-            found = measurements[name]
-            wall, cpu = time.perf_counter(), time.process_time()
-            found.losses += contender.run(range(start, start + TURN))
-            if start > 0:
-                found.cpu_seconds.append(time.process_time() - cpu)
-                found.wall_seconds.append(time.perf_counter() - wall)
-    for name, contender in contenders.items():
-        measurements[name].peak_bytes = contender.peak_bytes()
-    return measurements
+            measurements[name].peak_bytes = contender.peak_bytes()
+        self.of |= measurements
+
+    def problems(self) -> list[str]:
+        """What is wrong with the losses, contender by contender."""
+        found = []
+        for name in self.of.keys() - OTHER_LOSSES:
+            losses, expected = self.of[name].losses, self.of["lmlib"].losses
+            problem = other_work(name, losses, expected, self.work.precision)
+            found += [f"{self.work.size.name}: {problem}"] if problem else []
+        return found
+
+    def table(self, names: Sequence[str]) -> str:
+        """The speed of each, and lmlib's over it. On a CPU per CPU-second, since other processes
+        may share the cores, and as the share of XLA's own rate of multiplying; on an accelerator
+        per second, and as MFU."""
+        size, device = self.work.size, jax.devices()[0]
+        on_cpu = device.platform == "cpu"
+        model = jax.eval_shape(size.make_model)
+        flops_per_token = [model.flops_per_token(size.sequence, causal) for causal in (True, False)]
+        speeds = {
+            name: rates(size.tokens, found.cpu_seconds if on_cpu else found.wall_seconds)
+            for name, found in self.of.items()
+        }
+        head = ["", "tokens per CPU-second" if on_cpu else "tokens per second"]
+        head += ["slowest … fastest turn", "lmlib ÷ it"]
+        if on_cpu:
+            head += ["tokens per second", "of matmul rate, causal", "whole"]
+        else:
+            head += ["MFU causal", "MFU whole", "peak GB"]
+        rows = [[*head, "first loss", "last loss", "largest difference"]]
+        for name in [name for name in names if name in self.of]:
+            found, speed = self.of[name], statistics.median(speeds[name])
+            row = [name, f"{speed:,.0f}", f"{min(speeds[name]):,.0f} … {max(speeds[name]):,.0f}"]
+            row.append(f"{statistics.median(speeds['lmlib']) / speed:.3f}")
+            if on_cpu:
+                row.append(f"{statistics.median(rates(size.tokens, found.wall_seconds)):,.0f}")
+                most = statistics.median(self.product_rates)
+                row += [f"{flops * speed / most:.3f}" for flops in flops_per_token]
+            else:
+                shares = [mfu(flops, speed, [device]) for flops in flops_per_token]
+                row += ["unknown" if share is None else f"{share:.1%}" for share in shares]
+                peak = found.peak_bytes
+                row.append("unknown" if peak is None else f"{peak / 1e9:.1f}")
+            row += [f"{found.losses[0]:.5f}", f"{found.losses[-1]:.5f}"]
+            expected = self.of["lmlib"].losses[:CHECKED]
+            off = largest_difference(found.losses[:CHECKED], expected)
+            rows.append([*row, "other work" if name in OTHER_LOSSES else f"{off:.1e}"])
+        return columns(rows)
 
 
-@dataclasses.dataclass(frozen=True)
-class Rate:
-    """Tokens per second: the median over turns, the slowest turn and the fastest."""
-
-    median: float
-    slowest: float
-    fastest: float
+def rates(tokens_per_step: int, seconds: Sequence[float]) -> list[float]:
+    """Tokens per second of turns that took so many `seconds` each."""
+    return [tokens_per_step * TURN / each for each in seconds]
 
 
-def rate(tokens_per_step: int, seconds: list[float]) -> Rate:
-    """Of turns that took so many `seconds` each."""
-    rates = [tokens_per_step * TURN / each for each in seconds]
-    return Rate(statistics.median(rates), min(rates), max(rates))
+def largest_difference(losses: Sequence[float], reference: Sequence[float]) -> float:
+    """The largest relative difference of a loss from its reference; NaN if one is NaN."""
+    differences = [abs(a - b) / abs(b) for a, b in zip(losses, reference, strict=True)]
+    return max(differences, key=lambda each: (each != each, each))
+
+
+def other_work(
+    name: str, losses: Sequence[float], reference: Sequence[float], precision: str
+) -> str | None:
+    """The first step whose losses differ by more than `TOLERANCE`, in words: then a contender's
+    speed says nothing."""
+    for step, (loss, expected) in enumerate(zip(losses[:CHECKED], reference, strict=False)):
+        # Written so that what is not a number fails.
+        if not abs(loss - expected) <= TOLERANCE[precision] * abs(expected):
+            return (
+                f"{name} does not do lmlib's work: in {precision}, its loss at step {step} is "
+                f"{loss:.6f} and lmlib's {expected:.6f}, which differ by more than "
+                f"{TOLERANCE[precision]:g} of it"
+            )
+    return None
+
+
+def title(work: Work) -> str:
+    size, settings = work.size, work.size.settings
+    weights = jax.tree.leaves(jax.eval_shape(size.make_model))
+    kept = "layers computed again in the backward pass" if size.recomputed else "activations kept"
+    experts = ""
+    if "experts" in settings:
+        experts = f", each token through {settings['top']} of {settings['experts']} experts"
+    return (
+        f"{size.name}: {sum(weight.size for weight in weights) / 1e6:,.1f} M parameters (embed "
+        f"{settings['embed']}, {settings['layers']} layers, {settings['heads']} heads, mlp "
+        f"{settings['mlp']}, vocab {settings['vocab']}{experts}), {size.batch} × {size.sequence} "
+        f"tokens a step, {work.precision}, {kept}{', documents packed' * work.packed}"
+    )
+
+
+def machine() -> str:
+    """This machine's cores, and the versions of the libraries that compute here."""
+    names = ("jax", "jaxlib", "torch", "transformers", "maxtext")
+    found = [f"{name} {version(name)}" for name in names if importlib.util.find_spec(name)]
+    information, cpu = Path("/proc/cpuinfo"), platform.processor() or platform.machine()
+    for line in information.read_text().splitlines() if information.exists() else ():
+        name, _, value = line.partition(":")
+        if name.strip() == "model name":
+            cpu = value.strip()
+            break
+    return f"{os.cpu_count()} × {cpu}, {', '.join(found)}"

@@ -1,4 +1,5 @@
-"""The same training step in PyTorch, plainly: modules, SDPA, fused AdamW; eager or compiled.
+"""The same training step in PyTorch: Llama written plainly, eager or compiled, and the Mixtral of
+transformers; SDPA, fused AdamW.
 
 Precision as in lmlib: weights, their gradients and the optimizer's moments are float32. In bfloat16
 each weight is cast where it is used, and activations are bfloat16, the residual stream and the
@@ -9,15 +10,18 @@ Shapes: B batch, S sequence, E embed, H heads, K kv_heads, D head_dim, F mlp, V 
 """
 
 import functools
+import tempfile
+from collections.abc import Callable
 
+import jax
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from step_peers.contender import Weights, Work
-from step_peers.sizes import AdamW
+from lmlib import hf
+from step_peers.work import AdamW, Weights, Work
 
 EPSILON, ROPE_THETA = 1e-5, 10_000.0
 
@@ -143,27 +147,29 @@ def fused_adamw(weights: list[nn.Parameter], adamw: AdamW) -> torch.optim.AdamW:
     )
 
 
-class PyTorchStep:
-    """See `step_peers.contender.Contender`. Runs on the GPU where PyTorch sees one."""
+class TorchStep:
+    """See `step_peers.work.Contender`. Runs on the GPU where PyTorch sees one.
 
-    def __init__(self, work: Work, compiled: bool):
+    Args:
+      work: what is trained.
+      model: has the weights.
+      loss: the mean loss of tokens and targets, by `model`.
+    """
+
+    def __init__(self, work: Work, model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor]):
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         if self._device.type == "cpu":
             torch.set_num_threads(2)
         else:
             torch.cuda.reset_peak_memory_stats()
-        size, adamw = work.size, work.adamw
-        precision = getattr(torch, work.precision)
-        model = Llama(work.weights, precision, size.recomputed, size.sequence).to(self._device)
-        self._loss = torch.compile(model, fullgraph=True, dynamic=False) if compiled else model
-        self._parameters = list(model.parameters())
-        self._clip_norm = adamw.clip_norm
-        self._optimizer = fused_adamw(self._parameters, adamw)
+        self._loss, self._weights = loss, list(model.to(self._device).parameters())
+        self._clip_norm = work.size.adamw.clip_norm
+        self._optimizer = fused_adamw(self._weights, work.size.adamw)
         self._batches = [
-            tuple(
+            [
                 torch.from_numpy(np.asarray(part, np.int64)).to(self._device)
                 for part in (batch.tokens, batch.targets)
-            )
+            ]
             for batch in work.batches
         ]
 
@@ -172,7 +178,7 @@ class PyTorchStep:
         for step in steps:
             loss = self._loss(*self._batches[step])
             loss.backward()
-            nn.utils.clip_grad_norm_(self._parameters, self._clip_norm)
+            nn.utils.clip_grad_norm_(self._weights, self._clip_norm)
             self._optimizer.step()
             self._optimizer.zero_grad(set_to_none=True)
             losses.append(loss.detach())
@@ -182,3 +188,28 @@ class PyTorchStep:
 
     def peak_bytes(self) -> int | None:
         return torch.cuda.max_memory_allocated() if self._device.type == "cuda" else None
+
+
+def llama_step(work: Work, compiled: bool) -> TorchStep:
+    size = work.size
+    model = Llama(work.weights, getattr(torch, work.precision), size.recomputed, size.sequence)
+    loss = torch.compile(model, fullgraph=True, dynamic=False) if compiled else model
+    return TorchStep(work, model, loss)
+
+
+def mixtral_step(work: Work, experts: str) -> TorchStep:
+    """Mixtral of transformers in float32, with lmlib's weights through a folder in Hugging Face's
+    form. `experts` is how transformers computes these."""
+    from transformers import MixtralForCausalLM
+
+    with tempfile.TemporaryDirectory() as folder:
+        hf.save(jax.jit(work.size.make_model)(), f"{folder}/model", dtype="float32")
+        model = MixtralForCausalLM.from_pretrained(
+            f"{folder}/model", dtype=torch.float32, experts_implementation=experts
+        )
+
+    def loss(tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:
+        logits_BSV = model(tokens_BS, use_cache=False).logits
+        return functional.cross_entropy(logits_BSV.flatten(0, 1), targets_BS.flatten())
+
+    return TorchStep(work, model, loss)

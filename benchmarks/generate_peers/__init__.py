@@ -1,1 +1,0 @@
-"""Who continues prompts, and what a machine's memory allows."""

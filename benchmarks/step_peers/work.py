@@ -1,0 +1,217 @@
+"""What all contenders are given: sizes, weights, batches and the optimizer's numbers.
+
+Shapes: B batch, S sequence, E embed, H heads, K kv_heads, D head_dim, F mlp, V vocab, L layers.
+"""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from lmlib.compute import EVERYTHING, Compute
+from lmlib.data.batch import Batch
+from lmlib.data.synthetic import Synthetic
+from lmlib.models.decoder import Decoder
+from lmlib.models.families.experts.mixtral import mixtral
+from lmlib.models.families.llama import llama
+from runner.config.configs import load
+
+ON_CPU = ("8m_256", "8m_512")
+ON_GPU = ("84m", "270m", "540m", "1b", "2b")
+PEERS_OF_LLAMA = "jax", "pytorch_eager", "pytorch_compiled", "maxtext"
+PEERS_OF_MIXTRAL = "dense", "transformers", "transformers_grouped"
+Weights = dict[str, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class AdamW:
+    """The same for every contender. The learning rate is constant, so that none needs a schedule;
+    matrices decay, norm scales do not."""
+
+    learning_rate: float = 1e-3
+    b1: float = 0.9
+    b2: float = 0.95
+    epsilon: float = 1e-8
+    weight_decay: float = 0.1
+    clip_norm: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """A model and the batch that it sees in each step.
+
+    Args:
+      name: as in --sizes.
+      settings: of the family; what an experiment sets is kept as it is.
+      batch, sequence: rows, and tokens in a row.
+      recomputed: each layer and the head are computed again in the backward pass, so that only
+        their inputs are kept; if not, everything that may be kept is.
+      adamw: its learning rate is so small that rounding does not decide where losses go.
+      computed: how lmlib computes it, as an experiment sets it; the precision and what is kept are
+        set here.
+      changes: to lmlib's `Compute` alone, as when trying what is fastest.
+      family: makes the model.
+    """
+
+    name: str
+    settings: Mapping[str, Any]
+    batch: int
+    sequence: int
+    recomputed: bool = False
+    adamw: AdamW = AdamW()
+    computed: Compute = Compute()
+    changes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    family: Callable[..., Decoder] = llama
+
+    @property
+    def model(self) -> Callable[..., Decoder]:
+        """Makes lmlib's model from a key."""
+        return functools.partial(self.family, **self.settings)
+
+    def make_model(self) -> Decoder:
+        """lmlib's model, the same weights every time."""
+        return self.model(key=jax.random.key(0))
+
+    def compute(self, precision: str) -> Compute:
+        """How lmlib computes it."""
+        saved = () if self.recomputed else EVERYTHING
+        settings = {"dtype": precision, "saved": saved, **self.changes}
+        return dataclasses.replace(self.computed, **settings)
+
+    @property
+    def peers(self) -> Sequence[str]:
+        """The contenders that have written this family too."""
+        return PEERS_OF_LLAMA if self.family is llama else PEERS_OF_MIXTRAL
+
+    @property
+    def tokens(self) -> int:
+        """In a step."""
+        return self.batch * self.sequence
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """One size in one precision: the same weights, batches and numbers for all.
+
+    `precision` is the dtype of activations, and of weights where they are multiplied. Weights,
+    gradients that reach the optimizer, and its moments are float32 in any case. A row is one
+    document, or if `packed` several, which attention keeps apart. With `muon` lmlib's step has Muon
+    in AdamW's place.
+    """
+
+    size: Size
+    precision: str
+    steps: int
+    packed: bool = False
+    muon: bool = False
+
+    @functools.cached_property
+    def weights(self) -> Weights:
+        return named_weights(jax.jit(self.size.make_model)())
+
+    @functools.cached_property
+    def batches(self) -> list[Batch]:
+        size = self.size
+        source = Synthetic(size.settings["vocab"], size.batch, size.sequence)
+        batches = [source.batch(step) for step in range(self.steps)]
+        return batches if self.packed else list(map(one_document_rows, batches))
+
+
+class Contender(Protocol):
+    """A compiled, or about to be compiled, training step and its state."""
+
+    def run(self, steps: range) -> list[float]:
+        """Makes these steps, each with its own batch, and waits for the device.
+
+        Returns the loss of each, in nats per token, before its update.
+        """
+
+    def peak_bytes(self) -> int | None:
+        """The device memory that the step needs at its peak, state included; None if unknown."""
+
+
+def named_weights(model: Decoder) -> Weights:
+    """The model's weights, float32 in host memory, under the names and in the shapes that the
+    peers read: those of layers stacked, as embedding VE, unembedding EV, norm E, attention_norm LE,
+    query LEHD, key LEKD, value LEKD, output LHDE, mlp_norm LE, gate LEF, up LEF, down LFE."""
+    ((block,),) = model.stack.patterns
+    attention, mlp = block.attention, block.mlp
+    weights = {
+        "embedding": model.embedding,
+        "unembedding": model.unembedding,
+        "norm": model.norm.scale,
+        "attention_norm": block.attention_norm.scale,
+        "mlp_norm": block.mlp_norm.scale,
+    }
+    weights |= {name: getattr(attention, name) for name in ("query", "key", "value", "output")}
+    return jax.device_get(weights | {name: getattr(mlp, name) for name in ("gate", "up", "down")})
+
+
+def one_document_rows(batch_BS: Batch) -> Batch:
+    """The tokens of a batch, each row one document in which every target counts, so that no
+    contender needs a mask besides the causal one."""
+    rows, sequence = batch_BS.tokens.shape
+    return Batch(
+        tokens=batch_BS.tokens,
+        targets=batch_BS.targets,
+        segment_ids=np.ones_like(batch_BS.segment_ids),
+        positions=np.tile(np.arange(sequence, dtype=np.int32), (rows, 1)),
+        loss_mask=np.ones_like(batch_BS.loss_mask),
+        whole_rows=True,
+    )
+
+
+def _of_experiment(name: str) -> tuple[Mapping[str, Any], Compute]:
+    """What the experiment gives to `llama`, defaults included, and how it computes it."""
+    cfg = load(f"experiments/{name}", ["fast"])
+
+    def given(config: Any, to: Callable[..., Any]) -> dict[str, Any]:
+        names = inspect.signature(to).parameters.keys() - {"key"}
+        return {name: getattr(config, name) for name in names}
+
+    return given(cfg.model, llama), Compute(**given(cfg.compute, Compute))
+
+
+_SMALL = {"vocab": 8_192, "embed": 256, "layers": 4, "heads": 4, "mlp": 1_024}
+_TINY = {"vocab": 64, "embed": 32, "layers": 2, "heads": 2, "mlp": 64}
+
+
+def _experts(experts: int, top: int, mlp: int) -> dict[str, int]:
+    return {"experts": experts, "top": top, "mlp": mlp}
+
+
+def dense_of(mixture: Size) -> Size:
+    """The dense model whose mlp is as large as a token's experts together, so that both multiply
+    each token by as many weights (but for the router)."""
+    settings = dict(mixture.settings)
+    settings["mlp"] *= settings.pop("top")
+    del settings["experts"]
+    return dataclasses.replace(mixture, settings=settings, family=llama)
+
+
+def _sizes() -> dict[str, Size]:
+    sizes = [
+        Size("tiny", _TINY, 8, 64),
+        Size("tiny_recomputed", _TINY, 8, 64, recomputed=True),
+        Size("8m_256", _SMALL, 4, 256, recomputed=True),
+        Size("8m_512", _SMALL, 8, 512),
+        Size("tiny_mixture", _TINY | _experts(4, 2, 32), 8, 64, family=mixtral),
+        Size("8_of_512", _SMALL | _experts(8, 2, 512), 8, 512, family=mixtral),
+        Size("32_of_256", _SMALL | _experts(32, 4, 256), 8, 512, family=mixtral),
+    ]
+    for name in ON_GPU:
+        settings, compute = _of_experiment(f"llama_{name}")
+        adamw = AdamW(1e-3 if settings["embed"] <= 1_024 else 1e-4)
+        sizes.append(Size(name, settings, 64, 1_024, False, adamw, compute))
+    mixture = {"vocab": 32_768, "embed": 1_024, "layers": 8, "heads": 8, "head_dim": 128}
+    mixture |= _experts(8, 2, 2_048)
+    computed = Compute(unroll=8, logits_dtype="bfloat16")
+    sizes.append(Size("8x2048", mixture, 64, 1_024, computed=computed, family=mixtral))
+    return {size.name: size for size in sizes}
+
+
+SIZES = _sizes()
