@@ -138,6 +138,8 @@ def check_not_empty(
     advice = f"check --dataset, --pattern and {setting}"
     if part is not None and part.held_out:
         advice = "raise --validation_fraction"
+    elif part is not None:  # equal documents are held out together
+        advice += f", and lower --validation_fraction={part.fraction:g} if all text is held out"
     found = [f"{made.documents:,} empty documents"]
     if made.dropped_documents:
         found.append(f"{made.dropped_documents:,} that are too long")

@@ -75,6 +75,8 @@ def _two_digits(flops: float) -> str:
 
 def time_of(flops: float) -> str:
     """Returns the text of `Cost.time` for a number of FLOPs."""
-    hours = flops / (_ACCELERATOR.flops["bfloat16"] * _MFU) / 3600
-    amount, unit = (hours, "hours") if hours >= 1 else (hours * 60, "minutes")
+    seconds = flops / (_ACCELERATOR.flops["bfloat16"] * _MFU)
+    amount, unit = seconds, "seconds"
+    if seconds >= 6:
+        amount, unit = (seconds / 3600, "hours") if seconds >= 3600 else (seconds / 60, "minutes")
     return f"{float(f'{amount:.2g}'):,.10g} H100-{unit} at {_MFU * 100:.0f} % MFU"

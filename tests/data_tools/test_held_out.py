@@ -70,6 +70,8 @@ def test_the_parts_are_the_same_in_shards(tmp_path: Path, lines: Files) -> None:
 def test_a_part_without_documents_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"'validation'.*raise --validation_fraction"):
         make(["one", "two"], tmp_path, "validation", part=Part(1e-9, held_out=True))
+    with pytest.raises(ValueError, match=r"'train'.*lower --validation_fraction=0\.9 if all"):
+        make(["one", "one"], tmp_path, "train", part=Part(0.9, held_out=False))
     with pytest.raises(ValueError, match=r"between 0 and 1, not 1\.5"):
         Part(1.5, held_out=True)
 

@@ -101,8 +101,12 @@ def test_the_page_that_a_finished_run_leaves(tmp_path):
     dom, console = opened(file.as_uri(), tmp_path / "profile")
     assert not console
     assert 'data-drawn="1"' in dom and "<canvas" in dom
-    charts = look(file, tmp_path / "profile")
+    tiles = "[...document.querySelectorAll('.tiles div')]"
+    cut_off = f"{tiles}.filter((each) => each.scrollWidth > each.clientWidth).length"
+    expression = f"[charts, {tiles}.length, {cut_off}]"
+    charts, numbers, too_narrow = look(file, tmp_path / "profile", expression)
     assert charts["loss"]["marks"]["line"] >= 2 * 12  # the curve's points, raw and smoothed
+    assert numbers >= 5 and not too_narrow
 
 
 def test_seeds_are_one_curve_and_what_is_not_finite_is_marked(tmp_path):

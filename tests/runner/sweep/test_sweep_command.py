@@ -62,7 +62,7 @@ def test_what_it_will_cost_is_shown_first(tmp_path):
     assert not (tmp_path / "sweep").exists()
     rows = [line.split() for line in shown.stdout.splitlines()]
     assert [row[:2] for row in rows[1:5]] == [[name, "3"] for name in POINTS]
-    assert "4 points, " in shown.stdout and "H100-" in shown.stdout
+    assert "4 points, " in shown.stdout and "H100-seconds" in shown.stdout
 
 
 @pytest.mark.slow
