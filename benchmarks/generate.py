@@ -5,14 +5,14 @@
 
 Prompts of 512 tokens, continued greedily by 64, in rows of 1 and 16, by random models of Llama's
 architecture with 10 and 135 million parameters (the latter has the shape of SmolLM2 135M; `tiny` is
-for tests). Whoever takes part reads the same folder of Hugging Face's and must make the same
-tokens, else the script says who does not and fails; in float32 ties of the likeliest are too rare
-to matter.
+for tests). All contenders read the same folder in Hugging Face's form and must make the same
+tokens. Otherwise the script names the others and fails. In float32, ties of the likeliest tokens
+are too rare to matter.
 
 Contenders take turns, the first of which compiles and is not counted; figures are medians of tokens
-per second, of all rows together. Every token of a row takes all weights once through memory: beside
-the decoding of one row stands its share of what the memory allows, which is the rate at which XLA
-reads numbers to add them up, measured between the turns, over the bytes of the weights.
+per second, of all rows together. Each token of one row reads all weights from memory. So the table
+has the decoding of one row also as a share of the memory's limit: the rate at which XLA reads
+numbers to add them up, measured between the turns, over the bytes of the weights.
 """
 
 import functools
@@ -77,7 +77,7 @@ class Lmlib:
         next(self._stream)
 
     def decode(self) -> Prompts:
-        """Makes `NEW` more tokens of each; all that it has made."""
+        """Makes `NEW` more tokens of each prompt; returns all tokens made."""
         return [row.tokens for row in self._stream.finish()]
 
 
@@ -137,7 +137,7 @@ def reading_rate() -> float:
 
 
 def measured(size: str, rows: int, folder: Path, names: Sequence[str]) -> str | None:
-    """Prints a table; who made other tokens, if someone did."""
+    """Prints a table. Returns a line that names the contenders with other tokens, if any."""
     model = llama(**SIZES[size], key=jax.random.key(0))
     count = sum(weight.size for weight in jax.tree.leaves(model))
     if not folder.exists():
@@ -145,7 +145,7 @@ def measured(size: str, rows: int, folder: Path, names: Sequence[str]) -> str | 
     random.seed(0)
     prompts = [[random.randrange(model.vocab) for _ in range(PROMPT)] for _ in range(rows)]
     contenders = {name: CONTENDERS[name](folder, prompts) for name in names}
-    # Of each turn but the first, which compiles: seconds of prefill and of decoding.
+    # Seconds of prefill and of decoding in each turn but the first, which compiles.
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     made, rates = {}, []
     for turn in range(_TURNS.value + 1):

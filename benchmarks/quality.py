@@ -4,9 +4,9 @@
     python benchmarks/quality.py --fiddler=tiny --seeds=1 --rates=4e-3   # a look
 
 Both read the same text as the same tokens, and are judged by the bits per byte of the same whole
-validation text. lmlib makes the quickstart's steps, in so many CPU-seconds of all threads. The GPT
-(learned positions, LayerNorm, GELU, one table for input and output, AdamW) makes steps of the same
-batches until it has spent as many, with a rate that is warmed up and decayed by the time spent.
+validation text. lmlib makes the quickstart's steps, and the CPU-seconds of all its threads are
+counted. The GPT (learned positions, LayerNorm, GELU, one table for input and output, AdamW) makes
+steps of the same batches until it has spent the same CPU-seconds; they also set its learning rate.
 Starting, compiling and evaluating count for neither. The GPT has the quickstart's width, layers and
 heads; its peak rate is the best of --rates at the first seed. The last line is the mean difference
 over pairs of one seed, with its standard error.
@@ -106,7 +106,7 @@ class GPT(nn.Module):
 
 
 class Trained(NamedTuple):
-    """Bits per byte are of the whole validation text, CPU-seconds of the steps alone."""
+    """Bits per byte are of the whole validation text, CPU-seconds of the steps only."""
 
     bits_per_byte: float
     steps: int
@@ -161,8 +161,8 @@ def train_gpt(
 
 
 def rate_at(share: float) -> float:
-    """The share of the peak learning rate when so much of the budget is spent: a warm-up, then half
-    a cosine, to `END`."""
+    """The share of the peak learning rate when this `share` of the budget is spent: a warm-up, then
+    half a cosine, to `END`."""
     if share < WARMUP:
         return (share + 0.001) / (WARMUP + 0.001)
     done = min(1.0, (share - WARMUP) / (1 - WARMUP))

@@ -6,7 +6,7 @@
     python benchmarks/train_step.py --sizes=8_of_512,32_of_256 --precisions=float32   # mixtures
     python benchmarks/train_step.py --sizes=1b --sequence=8192 --packed
     python benchmarks/train_step.py --sizes=84m,8x2048 --muon
-    python benchmarks/train_step.py --compile_only=h200   # anywhere: what an absent GPU would run
+    python benchmarks/train_step.py --compile_only=h200   # anywhere: for an absent GPU
 
 lmlib's own step is the one that the runner makes, of the experiments' model. Beside it:
 
@@ -25,16 +25,16 @@ All contenders keep freed memory as a run on CPUs does. All but MaxText and `den
 lmlib's weights, see the same batches of one document a row, clip and update by the same numbers.
 The losses of the first 20 steps must agree (tolerances: step_peers/measure.py). Otherwise the
 script says which step differs and fails: speeds of other work say nothing. --packed gives several
-documents to a row, a quarter of it each on average; lmlib then runs alone, because its peers would
-not keep them apart. It runs alone with --muon too.
+documents to a row, a quarter of it each on average; lmlib then runs without peers, which would
+not keep them apart. So it does with --muon.
 
 On a CPU the contenders take turns of five steps, the first of which warms up, and the figure is
 tokens per CPU-second of all threads, the median over turns. Beside it is the share that carries
 over to other machines: the model's FLOPs over the FLOPs that XLA makes of a CPU-second between the
-turns, when it multiplies 2,048 × 2,048 matrices. On a GPU they have the device to themselves one
-after another. FLOPs, in MFU too, are 6 for each parameter that multiplies and each token, and
-attention with ("causal") and without ("whole") the saving of its masked half, recomputation never;
-MFU is over the dense bf16 peak that is printed.
+turns, when it multiplies 2,048 × 2,048 matrices. On a GPU they run one after another. FLOPs, in
+MFU too, are 6 for each parameter that multiplies and each token, and attention with ("causal") and
+without ("whole") the saving of its masked half, recomputation never; MFU is over the dense bf16
+peak that is printed.
 """
 
 import ast
@@ -97,8 +97,8 @@ _SETTINGS = flags.DEFINE_multi_string(
 _SEQUENCE = flags.DEFINE_integer(
     "sequence", None, "Tokens of a row, instead of the size's own; a step keeps its tokens."
 )
-_PACKED = flags.DEFINE_bool("packed", False, "Several documents in each row; lmlib alone.")
-_MUON = flags.DEFINE_bool("muon", False, "Muon in AdamW's place; lmlib alone.")
+_PACKED = flags.DEFINE_bool("packed", False, "Several documents in each row; without peers.")
+_MUON = flags.DEFINE_bool("muon", False, "Muon in AdamW's place; without peers.")
 _COMPILE_ONLY = flags.DEFINE_string(
     "compile_only", None, "Compile lmlib's step for one of these, h200 or h100:1x8 say, and stop."
 )
@@ -138,7 +138,7 @@ def make_contender(name: str, work: Work) -> Contender:
 
 
 def contenders_of(work: Work, names: Sequence[str]) -> list[str]:
-    """Those of `names` that do this work."""
+    """The contenders among `names` that do this work."""
     able = [name for name in names if name == "lmlib" or name in work.size.peers]
     in_float32 = work.precision == "float32"
     return [name for name in able if in_float32 or not name.startswith("transformers")]
@@ -150,8 +150,8 @@ def order(
     """Who runs beside whom, in order."""
     if not on_gpu:
         return [(work, contenders_of(work, names)) for work in works]
-    # PyTorch can give a GPU's memory back and JAX keeps what it once had: so JAX comes last, and
-    # its largest model first.
+    # PyTorch can give a GPU's memory back, and JAX keeps all that it once had. So JAX comes last,
+    # and its largest model first.
     of_pytorch = [name for name in names if name.startswith("pytorch")]
     of_jax = [name for name in names if name not in of_pytorch]
     alone = [(work, [name]) for name in of_pytorch for work in works if name in work.size.peers]

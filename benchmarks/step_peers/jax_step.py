@@ -1,6 +1,6 @@
 """A bare JAX training step: the same math as one function over a dict of weights.
 
-No mesh, no annotations, no library but optax: what a competent user writes in an afternoon.
+No mesh, no annotations, no library but optax: a competent user writes it in an afternoon.
 
 Shapes: B batch, S sequence (queries), T sequence (keys), E embed, H heads, D head_dim, F mlp,
 V vocab, L layers.

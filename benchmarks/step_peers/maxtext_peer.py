@@ -28,7 +28,7 @@ def installed() -> bool:
 
 
 def command(work: Work, folder: str) -> list[str]:
-    """MaxText's command line for the work; `folder` takes what it writes."""
+    """MaxText's command line for the work; it writes into `folder`."""
     size, adamw, settings = work.size, work.size.adamw, work.size.settings
     package = importlib.util.find_spec("maxtext")
     assert package is not None and package.origin is not None
@@ -102,7 +102,7 @@ def measured(work: Work) -> Measurement:
 
 
 def cpu_seconds(process: int) -> float:
-    """That all its threads have used so far."""
+    """CPU time of all threads of the process so far."""
     # Fields 14 and 15 of /proc/PID/stat (man 5 proc); the second field may hold spaces.
     fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -34,7 +34,7 @@ _SIDE, _TIMES = 2_048, 4  # of the matrices that XLA multiplies between the turn
 
 @dataclasses.dataclass
 class Measurement:
-    """What one contender did: a loss for each step, seconds for each turn after the first."""
+    """The steps of one contender: a loss for each, and seconds for each turn after the first."""
 
     losses: list[float] = dataclasses.field(default_factory=list)
     wall_seconds: list[float] = dataclasses.field(default_factory=list)
@@ -44,8 +44,8 @@ class Measurement:
 
 @dataclasses.dataclass
 class Measurements:
-    """What all contenders did; on a CPU also the FLOP that XLA makes of a CPU-second between their
-    turns, when it multiplies two large matrices."""
+    """The steps of all contenders. On a CPU also FLOPs per CPU-second of XLA, measured between the
+    turns by products of two large matrices."""
 
     work: Work
     of: dict[str, Measurement] = dataclasses.field(default_factory=dict)
@@ -75,7 +75,7 @@ class Measurements:
         self.of |= measurements
 
     def problems(self) -> list[str]:
-        """What is wrong with the losses, contender by contender."""
+        """Contenders whose losses differ from lmlib's, a line for each."""
         found = []
         for name in self.of.keys() - OTHER_LOSSES:
             losses, expected = self.of[name].losses, self.of["lmlib"].losses
@@ -123,7 +123,7 @@ class Measurements:
 
 
 def rates(tokens_per_step: int, seconds: Sequence[float]) -> list[float]:
-    """Tokens per second of turns that took so many `seconds` each."""
+    """Tokens per second of each turn, from its `seconds`."""
     return [tokens_per_step * TURN / each for each in seconds]
 
 
@@ -139,7 +139,7 @@ def other_work(
     """The first step whose losses differ by more than `TOLERANCE`, in words: then a contender's
     speed says nothing."""
     for step, (loss, expected) in enumerate(zip(losses[:CHECKED], reference, strict=False)):
-        # Written so that what is not a number fails.
+        # Written so that NaN fails.
         if not abs(loss - expected) <= TOLERANCE[precision] * abs(expected):
             return (
                 f"{name} does not do lmlib's work: in {precision}, its loss at step {step} is "

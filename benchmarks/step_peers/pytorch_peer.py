@@ -151,7 +151,7 @@ class TorchStep:
     """See `step_peers.work.Contender`. Runs on the GPU where PyTorch sees one.
 
     Args:
-      work: what is trained.
+      work: size, batches and the optimizer's numbers.
       model: has the weights.
       loss: the mean loss of tokens and targets, by `model`.
     """

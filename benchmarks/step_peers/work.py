@@ -1,4 +1,4 @@
-"""What all contenders are given: sizes, weights, batches and the optimizer's numbers.
+"""The work of all contenders: sizes, weights, batches and the optimizer's numbers.
 
 Shapes: B batch, S sequence, E embed, H heads, K kv_heads, D head_dim, F mlp, V vocab, L layers.
 """
@@ -29,8 +29,8 @@ Weights = dict[str, np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class AdamW:
-    """The same for every contender. The learning rate is constant, so that none needs a schedule;
-    matrices decay, norm scales do not."""
+    """The optimizer's numbers, the same for every contender. The learning rate is constant, so that
+    nobody needs a schedule. Matrices decay, norm scales do not."""
 
     learning_rate: float = 1e-3
     b1: float = 0.9
@@ -46,14 +46,15 @@ class Size:
 
     Args:
       name: as in --sizes.
-      settings: of the family; what an experiment sets is kept as it is.
+      settings: arguments of the family, and all that an experiment sets.
       batch, sequence: rows, and tokens in a row.
-      recomputed: each layer and the head are computed again in the backward pass, so that only
-        their inputs are kept; if not, everything that may be kept is.
-      adamw: its learning rate is so small that rounding does not decide where losses go.
-      computed: how lmlib computes it, as an experiment sets it; the precision and what is kept are
-        set here.
-      changes: to lmlib's `Compute` alone, as when trying what is fastest.
+      recomputed: whether each layer and the head are computed again in the backward pass, which
+        then keeps their inputs only. Otherwise it keeps everything that it may.
+      adamw: the optimizer's numbers. A small learning rate keeps rounding from deciding where
+        losses go.
+      computed: the experiment's settings of lmlib's `Compute`, but for precision and saved
+        activations.
+      changes: further settings of `Compute`, to try which are fastest.
       family: makes the model.
     """
 
@@ -77,7 +78,7 @@ class Size:
         return self.model(key=jax.random.key(0))
 
     def compute(self, precision: str) -> Compute:
-        """How lmlib computes it."""
+        """lmlib's settings for this size."""
         saved = () if self.recomputed else EVERYTHING
         settings = {"dtype": precision, "saved": saved, **self.changes}
         return dataclasses.replace(self.computed, **settings)
@@ -89,7 +90,7 @@ class Size:
 
     @property
     def tokens(self) -> int:
-        """In a step."""
+        """The number of tokens in a step."""
         return self.batch * self.sequence
 
 
@@ -136,7 +137,7 @@ class Contender(Protocol):
 
 def named_weights(model: Decoder) -> Weights:
     """The model's weights, float32 in host memory, under the names and in the shapes that the
-    peers read: those of layers stacked, as embedding VE, unembedding EV, norm E, attention_norm LE,
+    peers read. Layers are stacked: embedding VE, unembedding EV, norm E, attention_norm LE,
     query LEHD, key LEKD, value LEKD, output LHDE, mlp_norm LE, gate LEF, up LEF, down LFE."""
     ((block,),) = model.stack.patterns
     attention, mlp = block.attention, block.mlp
@@ -153,7 +154,7 @@ def named_weights(model: Decoder) -> Weights:
 
 def one_document_rows(batch_BS: Batch) -> Batch:
     """The tokens of a batch, each row one document in which every target counts, so that no
-    contender needs a mask besides the causal one."""
+    contender needs another mask than the causal one."""
     rows, sequence = batch_BS.tokens.shape
     return Batch(
         tokens=batch_BS.tokens,
@@ -166,7 +167,7 @@ def one_document_rows(batch_BS: Batch) -> Batch:
 
 
 def _of_experiment(name: str) -> tuple[Mapping[str, Any], Compute]:
-    """What the experiment gives to `llama`, defaults included, and how it computes it."""
+    """The experiment's arguments of `llama`, defaults included, and its `Compute`."""
     cfg = load(f"experiments/{name}", ["fast"])
 
     def given(config: Any, to: Callable[..., Any]) -> dict[str, Any]:
@@ -186,7 +187,7 @@ def _experts(experts: int, top: int, mlp: int) -> dict[str, int]:
 
 def dense_of(mixture: Size) -> Size:
     """The dense model whose mlp is as large as a token's experts together, so that both multiply
-    each token by as many weights (but for the router)."""
+    each token by the same number of weights, the router apart."""
     settings = dict(mixture.settings)
     settings["mlp"] *= settings.pop("top")
     del settings["experts"]
