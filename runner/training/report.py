@@ -82,7 +82,8 @@ class Summary:
             ("mean tokens per second", count_text(self.mean_tokens_per_second)),
             (
                 f"training {self.loss_name}",
-                f"{self.training_loss:.4f} {self.loss_unit}, last {LOSS_STEPS} steps",
+                f"{self.training_loss:.4f} {self.loss_unit}, "
+                f"last {min(LOSS_STEPS, self.steps)} steps",
             ),
             *([("mean MFU", f"{self.mean_mfu:.1%}")] if self.mean_mfu else []),
             *self._validation_rows(),
