@@ -54,10 +54,11 @@ class Measurements:
     def add(self, contenders: Mapping[str, Contender]) -> None:
         """All steps of these, `TURN` at a time. CPU seconds are of all threads of this process."""
         measurements = {name: Measurement() for name in contenders}
-        ones = jnp.ones((_SIDE, _SIDE), self.work.precision)
-        product = jax.jit(jnp.matmul).lower(ones, ones).compile()
+        if on_cpu := jax.default_backend() == "cpu":
+            ones = jnp.ones((_SIDE, _SIDE), self.work.precision)
+            product = jax.jit(jnp.matmul).lower(ones, ones).compile()
         for start in range(0, self.work.steps, TURN):
-            if jax.default_backend() == "cpu":
+            if on_cpu:
                 cpu = time.process_time()
                 for _ in range(_TIMES):
                     product(ones, ones).block_until_ready()
