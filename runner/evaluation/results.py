@@ -40,7 +40,9 @@ def tables(found: Sequence[Measured]) -> str:
                 *(_shown(getattr(evaluation, name)) for name in _UNITS),
             )
         )
-    lines = [f"{title}\n", columns(rows), "", "± is one standard error over documents"]
+    table = columns(rows)
+    lines = [f"{title}\n", table]
+    lines += ["", "± is one standard error over documents"] if "±" in table else []  # not of one
     if len(found) <= _MOST_COLUMNS:
         names = [
             f"{'step ' * (which == ['step'])}{name}, {each.data}" if which else each.data

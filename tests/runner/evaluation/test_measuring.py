@@ -84,6 +84,14 @@ def test_numbers_that_are_not_finite_are_strict_json(folder, loaded):
     (result,) = content["results"]
     assert (result["loss"]["value"], result["loss"]["standard_error"]) == ("inf", "nan")
     assert result["bits_per_byte"] is None
+    one = {
+        name: dataclasses.replace(getattr(found.evaluation, name), standard_error=None)
+        for name in ("loss", "perplexity", "bits_per_byte", "bits_per_character")
+    }
+    of_one_document = dataclasses.replace(
+        found, evaluation=dataclasses.replace(found.evaluation, **one)
+    )
+    assert "±" in tables([found]) and "±" not in tables([of_one_document])
 
 
 def write_conversations(folder, content):
