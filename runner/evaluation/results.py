@@ -40,16 +40,16 @@ def tables(found: Sequence[Measured]) -> str:
                 *(_shown(getattr(evaluation, name)) for name in _UNITS),
             )
         )
-    table = columns(rows)
-    lines = [f"{title}\n", table]
-    lines += ["", "± is one standard error over documents"] if "±" in table else []  # not of one
+    shown = [columns(rows)]
     if len(found) <= _MOST_COLUMNS:
         names = [
             f"{'step ' * (which == ['step'])}{name}, {each.data}" if which else each.data
             for each, name in zip(found, named, strict=True)
         ]
-        lines += ["", _by_position(found, names)]
-    return "\n".join(lines)
+        shown.append(_by_position(found, names))
+    if any("±" in table for table in shown):  # there is none of one document
+        shown.insert(1, "± is one standard error over documents")
+    return "\n\n".join([title, *shown])
 
 
 def _models(found: Sequence[Measured]) -> tuple[list[str], list[str], str]:
