@@ -30,10 +30,11 @@ class Tracker(abc.ABC):
     """A `lmlib.metrics.sinks.Sink` that sends a run to a tracker's package, `package`.
 
     A thread follows metrics.jsonl and samples/, so training never waits for the tracker. It sends a
-    step in one piece once nothing more is added to it: when metrics.jsonl has the next step, or
-    result.json says that the run has finished. Each start asks which step the tracker has last and
-    sends all later ones, so neither a kill nor an unreachable server loses a step. The tracker
-    keeps the values that it has of steps that are made again.
+    step in one piece once nothing more is added to it: when metrics.jsonl has the next step, or at
+    the end of this start. The last step of a finished run has the numbers of result.json too. Each
+    start asks which step the tracker has last and sends all later ones, so neither a kill nor an
+    unreachable server loses a step. The tracker keeps the values that it has of steps that are made
+    again; what a later start adds to the last step of an earlier one is sent by itself.
 
     WORKDIR/trackers/PACKAGE.json holds the run's id in the tracker. A copy of the workdir is
     another run of the tracker, and so is a run that begins anew with other settings.
@@ -58,6 +59,7 @@ class Tracker(abc.ABC):
         self._names = {"metric": {"": "step", " ": SAMPLES}, "setting": dict[str, str]()}
         self._newest = self._has = -1  # steps: of metrics.jsonl, and surely in the tracker
         self._end: int | None = None  # the last step of a run that has finished
+        self._finals: dict[str, float] = {}
         self._done = False
 
     @abc.abstractmethod
@@ -88,9 +90,11 @@ class Tracker(abc.ABC):
         return self._untold()
 
     def close(self) -> str | None:
-        """Waits until the tracker has all complete steps, `patience` seconds at most."""
+        """Waits until the tracker has all steps, `patience` seconds at most."""
         with contextlib.suppress(OSError, ValueError):
-            self._end = (Run(self.workdir).result or {}).get("steps")
+            if (run := Run(self.workdir)).finished and run.result is not None:
+                self._finals = {name: each.value for name, each in run.final.items()}
+                self._end = run.result.get("steps")
         if self._end is not None and self._known().get("sent") != self._end:
             self._newest = max(self._newest, self._end)
             self._begin()  # also for a run that had finished before this start
@@ -118,7 +122,7 @@ class Tracker(abc.ABC):
         if not known or (self._first_step <= 1 and known.get("settings") != digest):
             known = {"id": secrets.token_hex(16)}
         self._id = known["id"]
-        self._keep({"id": self._id, "settings": digest})
+        self._keep(known | {"settings": digest})
         self._thread.start()
 
     def _follow(self) -> None:
@@ -126,18 +130,11 @@ class Tracker(abc.ABC):
         while True:
             is_last_try = self._closing.is_set()
             try:
-                had = self._has = self.start(self._id, self.workdir.absolute().name, settings)
+                self._has = self.start(self._id, self.workdir.absolute().name, settings)
                 failed = False
-                for line in self._lines():
-                    step = line.pop("step")
-                    metrics = self._renamed("metric", line)
-                    if step > had:
-                        self.send(step, metrics, self._texts(step))
-                        had = step
-                        if self.waits:
-                            self._has = step
+                has = self._send_after(self._has)
                 self.finish()
-                self._has, self._done = had, True
+                self._has, self._done = has, True
                 return
             except Exception as error:
                 if not failed:
@@ -150,8 +147,32 @@ class Tracker(abc.ABC):
                 return
             self._closing.wait(self.retry)
 
-    def _lines(self) -> Iterator[dict[str, Any]]:
-        """The complete lines of metrics.jsonl, as they come, until this start ends."""
+    def _send_after(self, has: int) -> int:
+        """Sends the steps after `has`, and what is new of that one; returns the last."""
+        last, sent = self._known().get("last", (-1, ()))
+        for line, is_last in self._lines():
+            step = line.pop("step")
+            if step == self._end:
+                line |= self._finals
+            metrics, texts = self._renamed("metric", line), self._texts(step)
+            if step < has or (step == has != last):
+                continue
+            if step == has:
+                metrics = {name: value for name, value in metrics.items() if name not in sent}
+                texts = {name: text for name, text in texts.items() if name not in sent}
+            if is_last:
+                earlier = sent if step == has else ()
+                self._keep(self._known() | {"last": [step, [*earlier, *metrics, *texts]]})
+            if metrics or texts:
+                self.send(step, metrics, texts)
+            has = step
+            if self.waits:
+                self._has = step
+        return has
+
+    def _lines(self) -> Iterator[tuple[dict[str, Any], bool]]:
+        """The lines of metrics.jsonl, each once it is complete, and whether it is the last of this
+        start, to which a later one may add something."""
         place = 0
         while True:
             self._news.clear()
@@ -162,10 +183,10 @@ class Tracker(abc.ABC):
                 file.seek(place)
                 while place + len(line := file.readline()) < size:  # more follows: it is complete
                     place += len(line)
-                    yield from_json(line)
+                    yield from_json(line), False
             if closing:
-                if line and from_json(line)["step"] == self._end:
-                    yield from_json(line)
+                with contextlib.suppress(ValueError):  # half a line, of a storage that failed
+                    yield from_json(line), True
                 return
             self._news.wait()
 

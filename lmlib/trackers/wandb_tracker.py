@@ -50,7 +50,9 @@ class WeightsAndBiases(Tracker):
             name: self.library.Html(f"<pre>{html.escape(text)}</pre>", inject=False)
             for name, text in texts.items()
         }
-        self._run.log({**metrics, **pages}, step=step, commit=True)
+        # W&B adds nothing to a step that it has: that goes to the next one.
+        at = max(step, self._run.starting_step)
+        self._run.log({**metrics, **pages}, step=at, commit=at == step)
 
     def finish(self) -> None:
         self._run.finish()

@@ -16,6 +16,11 @@ from lmlib.trackers import MLflow
 from lmlib.trackers.tracker import Tracker
 
 STEPS, CHECKPOINTS, EVALUATIONS = 5, (2, 4, 5), (3, 5)
+RESULT = {
+    "training_loss": 0.25,
+    "validation": {"validation_loss/web": {"value": 0.5, "unit": "nats"}},
+}
+FINALS = {"training_loss": 0.25, "validation_loss/web": 0.5}
 
 
 class Ledger(Tracker):
@@ -78,15 +83,15 @@ def moments(log, workdir, resumed):
             (workdir / "checkpoint").write_text(str(step))
             yield step - 1
         known = [line for line in read_metrics(workdir) if line["step"] == step]
-        if step in EVALUATIONS and "validation_loss" not in known[0]:
-            log.add(step, {"validation_loss": 2 / step})
+        if step in EVALUATIONS and "evaluation_loss" not in known[0]:
+            log.add(step, {"evaluation_loss": 2 / step})
             yield step - 1
             if step < STEPS:
                 sample(workdir, step)
                 yield step - 1
     sample(workdir, STEPS)
     yield STEPS - 1
-    (workdir / "result.json").write_text(json.dumps({"steps": STEPS}))
+    (workdir / "result.json").write_text(json.dumps({"steps": STEPS, **RESULT}))
     yield STEPS - 1
     log.close()
     yield STEPS
@@ -98,14 +103,14 @@ def sample(workdir, step):
 
 
 def check(workdir):
-    """The tracker and TensorBoard have exactly what metrics.jsonl and samples/ have."""
+    """The tracker has exactly what metrics.jsonl, samples/ and result.json have, each value once,
+    and TensorBoard what the first two have."""
     expected = [
         {**line, **({"samples": f"once {line['step']}\n"} if line["step"] in EVALUATIONS else {})}
         for line in read_metrics(workdir)
     ]
     assert [line["step"] for line in expected] == list(range(1, STEPS + 1))
-    (run,) = (workdir.parent / "store").iterdir()
-    assert lines(run) == expected
+    assert sent(workdir) == [*expected[:-1], expected[-1] | FINALS]
     scalars = [
         (line["step"], *(item if item[0] != "samples" else (TAG, f"    {item[1][:-1]}")))
         for line in expected
@@ -113,6 +118,19 @@ def check(workdir):
         if item[0] != "step"
     ]
     assert shown(workdir) == [(*key, pytest.approx(value)) for *key, value in scalars]
+
+
+def sent(workdir):
+    """The steps in the tracker, of which a later start may have sent a part by itself."""
+    (run,) = (workdir.parent / "store").iterdir()
+    found = []
+    for line in lines(run):
+        if found and found[-1]["step"] == line["step"]:
+            assert found[-1].keys() & line.keys() == {"step"}
+            found[-1] |= line
+        else:
+            found.append(line)
+    return found
 
 
 TAG = "samples/text_summary"
@@ -143,6 +161,27 @@ def test_after_a_kill_at_any_moment_trackers_have_what_the_files_have(tmp_path, 
         log, _ = opened(workdir, resumed or None)
         list(moments(log, workdir, resumed))
         check(workdir)
+
+
+def test_a_run_that_stops_or_diverges_at_any_moment_has_its_last_step_in_the_tracker(
+    tmp_path, complete
+):
+    """Also if no start follows; what the next one adds to that step comes too."""
+    for moment in range(len(complete)):
+        workdir = tmp_path / str(moment) / "run"
+        log, _ = opened(workdir, None)
+        list(itertools.islice(moments(log, workdir, 0), moment + 1))
+        log.close()
+        assert [line["step"] for line in sent(workdir)] == [
+            line["step"] for line in read_metrics(workdir)
+        ]
+        file = workdir / "checkpoint"
+        resumed = int(file.read_text()) if file.exists() else 0
+        for _ in range(2):  # the second has nothing to do
+            log, _ = opened(workdir, resumed or None)
+            list(moments(log, workdir, resumed))
+            check(workdir)
+            resumed = STEPS
 
 
 def test_training_waits_for_no_server_that_hangs_and_the_next_start_sends_the_rest(tmp_path):
