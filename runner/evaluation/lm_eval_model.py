@@ -79,8 +79,9 @@ class LmEvalModel(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """The chat as one text, without what the system says if the template takes none. Without a
-        prompt for an answer, it ends with the last message, to be continued.
+        """The chat as one text. Without a prompt for an answer, it ends with the last message, to be
+        continued. If the template takes no message of the system's, the text is without it, as in
+        lm-eval's own backends, and a warning says so.
 
         Raises ValueError if there is no template, or it does not take the chat, and OSError as
         `ChatTemplate.render_all`.
@@ -91,13 +92,21 @@ class LmEvalModel(TemplateLM):
                 return self._template.render(messages, add_generation_prompt=True).text
             return continued(self._template, messages)
 
+        others = [message for message in chat_history if message["role"] != "system"]
         try:
-            return applied(chat_history)
+            text = applied(chat_history)
         except ValueError:
-            others = [message for message in chat_history if message["role"] != "system"]
             if len(others) == len(chat_history):
                 raise
-            return applied(others)
+            text = applied(others)
+        said = [each["content"].strip() for each in chat_history if each["role"] == "system"]
+        if "system" not in self._ignored and not all(each in text for each in said):
+            self._ignored.add("system")
+            self._warn(
+                "WARNING: the chat template leaves out what the system says, so the model is asked "
+                f"without {said[0]!r:.80}: take a template that has it (chat_template.jinja)"
+            )
+        return text
 
     @functools.cached_property
     def _template(self) -> ChatTemplate:

@@ -186,7 +186,8 @@ def test_chats_are_written_as_by_transformers(name, tmp_path):
     write_tokenizer_folder(tmp_path, begins=True)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
     tokenizer.chat_template = TEMPLATES[name]
-    model = LmEvalModel(None, tokenizer, NOTHING_SAID, print)  # which asks no model for this
+    told: list[str] = []
+    model = LmEvalModel(None, tokenizer, NOTHING_SAID, told.append)  # which asks no model for this
     for chat in (CHATS["a question"], CHATS["turns"][1:3], CHATS["turns"][1:]):
         assert model.apply_chat_template(chat) == tokenizer.apply_chat_template(
             chat, tokenize=False, add_generation_prompt=True
@@ -194,6 +195,31 @@ def test_chats_are_written_as_by_transformers(name, tmp_path):
         assert model.apply_chat_template(chat, False) == tokenizer.apply_chat_template(
             chat, tokenize=False, continue_final_message=True
         )
+    assert not told
+    asked = [{"role": "system", "content": "Be brief. "}, {"role": "user", "content": "Why?"}]
+    answers = {model.apply_chat_template(asked) for _ in range(2)}
+    left_out = not all("Be brief." in each for each in answers)
+    assert len(answers) == 1 and len(told) == left_out
+    assert all("asked without 'Be brief.'" in each for each in told)
+
+
+@pytest.mark.parametrize("refuses", [True, False])
+def test_a_template_without_the_system_is_told_of(refuses, tmp_path):
+    from runner.evaluation.lm_eval_model import LmEvalModel
+
+    write_tokenizer_folder(tmp_path, begins=True)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    other = "{{ raise_exception('no system') }}" if refuses else ""
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'system' %}" + other + "{% else %}"
+        "{{ m.content }}{% endif %}{% endfor %}"
+    )
+    told: list[str] = []
+    model = LmEvalModel(None, tokenizer, NOTHING_SAID, told.append)
+    asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
+    assert [model.apply_chat_template(asked) for _ in range(2)] == ["Why?"] * 2
+    (warning,) = told
+    assert "the model is asked without 'Be brief.'" in warning
 
 
 def test_a_template_that_takes_all_memory_is_refused(tmp_path):
