@@ -19,9 +19,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "shared"))
 from simulated_comparisons import ERRORS, Design, differences, share
 
 from lmlib.terminal.table import columns
-from lmlib.verdicts.power import power
 from lmlib.verdicts.power_law import PowerLaw
 from lmlib.verdicts.scaling_law import fit_scaling_law
+from lmlib.verdicts.seeds import power
 
 _COMPARISONS = flags.DEFINE_integer("comparisons", 10_000, "Of each kind.", lower_bound=1)
 _LADDERS = flags.DEFINE_integer("ladders", 100, "Of twelve runs each.", lower_bound=1)

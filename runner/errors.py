@@ -6,8 +6,12 @@ import errno
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lmlib.storage.failures import storage_failure
+
+if TYPE_CHECKING:
+    from lmlib.runs.goodput import Ended  # which takes long to import
 
 _OF_TRACEBACKS = "JAX has removed its internal frames"  # a note of JAX's
 _FROM_FIDDLE = re.compile(r"\s*Fiddle context: .*? at <root>\.?(.*?) with .*", re.DOTALL)
@@ -59,7 +63,7 @@ def in_words(error: BaseException) -> str:
     return _FROM_FIDDLE.sub(lambda found: f" (in {found[1]})" if found[1] else "", text)
 
 
-def how_ended(error: BaseException) -> str:
+def how_ended(error: BaseException) -> "Ended":
     """The state of a run that `error` has ended, in a word."""
     interrupted = isinstance(error, (StoppedEarly, KeyboardInterrupt))
     return "diverged" if isinstance(error, Diverged) else "interrupted" if interrupted else "failed"

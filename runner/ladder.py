@@ -16,11 +16,8 @@ follow from their parameters, give L = E + A/C^γ of their compute C, which pred
 N counts all parameters, those of embeddings too; D the targets that a run has seen.
 """
 
-import dataclasses
 import json
-import math
 from collections.abc import Sequence
-from typing import Any
 
 from absl import flags
 
@@ -38,10 +35,8 @@ if __name__ == "__main__":
 
 from lmlib.runs import find_runs
 from lmlib.storage.whole_file import write_whole
-from lmlib.verdicts.compute_law import ComputeLaw, compute_of, compute_text, fit_compute_law
 from lmlib.verdicts.finished import USUAL_METRIC
-from lmlib.verdicts.ladder import Ladder, ladder_of, ladder_text
-from lmlib.verdicts.scaling_law import Number, ScalingLaw
+from lmlib.verdicts.ladder import as_json, ladder_of, ladder_text
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -50,64 +45,13 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError("name runs, or folders of runs: python -m runner.ladder SWEEP")
     with user_errors():
         ladder = ladder_of(find_runs(arguments), _METRIC.value or USUAL_METRIC)
-        if _COMPUTE.value:
-            of_compute = fit_compute_law(compute_of(ladder), ladder.losses())
-            text = compute_text(ladder, of_compute, _BUDGET.value)
-            fields = _compute_as_json(ladder, of_compute)
-        else:
-            law = ladder.fit()
-            text, fields = ladder_text(ladder, law, _BUDGET.value), _as_json(ladder, law)
+        law = ladder.fit(_COMPUTE.value)
+        text = ladder_text(ladder, law, _BUDGET.value)
         if _JSON.value:
+            fields = as_json(ladder, law, _BUDGET.value)
             write_whole(_JSON.value, json.dumps(fields, indent=1, allow_nan=False) + "\n")
     print(text)
     return FINISHED
-
-
-def _as_json(ladder: Ladder, law: ScalingLaw) -> dict[str, Any]:
-    return {
-        "law": str(law),
-        **_runs_as_json(ladder),
-        "numbers": {name: _number(each) for name, each in law.numbers.items()},
-        "error": law.fit.error,
-        "optima": {
-            f"{flops:g}": {name: _number(each) for name, each in law.optimum(flops).items()}
-            for flops in _BUDGET.value
-        },
-    }
-
-
-def _compute_as_json(ladder: Ladder, law: ComputeLaw) -> dict[str, Any]:
-    return {
-        "law": "L = E + A/C^γ",
-        **_runs_as_json(ladder),
-        "numbers": dict(zip(("E", "A", "γ"), law.fit.law.numbers.tolist(), strict=True)),
-        "error": law.fit.error,
-        "losses": {f"{flops:g}": _number(law.loss(flops)) for flops in _BUDGET.value},
-    }
-
-
-def _number(number: Number) -> dict[str, float | None]:
-    """JSON has no infinity: an end on which the runs set no bound is null."""
-    fields = dataclasses.asdict(number)
-    return {name: each if math.isfinite(each) else None for name, each in fields.items()}
-
-
-def _runs_as_json(ladder: Ladder) -> dict[str, Any]:
-    return {
-        "metric": ladder.metric,
-        "unit": ladder.unit,
-        "interval": 0.9,
-        "runs": [
-            {
-                "run": str(each.run.path),
-                "parameters": each.parameters,
-                "tokens": each.tokens,
-                "loss": each.value,
-            }
-            for each in ladder.runs
-        ],
-        "left_out": list(ladder.left_out),
-    }
 
 
 if __name__ == "__main__":

@@ -24,8 +24,8 @@ from pathlib import Path
 from absl import flags
 
 from lmlib.report import seen, write_page, write_pictures
-from lmlib.report.axes import AXES
 from lmlib.report.page import FILE_NAME
+from lmlib.report.points import AXES
 from runner.command_line.command import run
 from runner.command_line.exit_status import FINISHED
 from runner.command_line.paths import check_can_be_made

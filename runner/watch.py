@@ -4,7 +4,7 @@
     python -m runner.watch SWEEP --terminal
 
 A place is a workdir, or a folder that holds some, such as a sweep's.
---terminal   the last numbers here, until all runs have finished; into a pipe once
+--terminal   the last numbers here, until no run goes on any more; into a pipe once
 --port       of the page; unless said, 8008. Only this machine can open it: from another one,
              ssh -L 8008:localhost:8008 HOST
 --seconds    between two looks at the files
@@ -16,6 +16,7 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from absl import flags
 
@@ -23,6 +24,8 @@ from lmlib.report import page
 from lmlib.report.seen import Watched
 from lmlib.report.server import PageServer
 from lmlib.report.terminal import view
+from lmlib.runs.goodput import RUNNING
+from lmlib.runs.run import is_locked
 from lmlib.terminal.text import TerminalText
 from runner.command_line.command import run
 from runner.command_line.exit_status import FINISHED
@@ -43,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
         watched.now()
     try:
         if _TERMINAL.value:
-            _watch_here(watched)
+            _watch_here(watched, arguments)
         else:
             _serve(watched)
     except KeyboardInterrupt:
@@ -51,7 +54,7 @@ def main(arguments: Sequence[str]) -> int:
     return FINISHED
 
 
-def _watch_here(watched: Watched) -> None:
+def _watch_here(watched: Watched, places: Sequence[str]) -> None:
     while True:
         with user_errors():
             runs = watched.now()
@@ -59,7 +62,10 @@ def _watch_here(watched: Watched) -> None:
         if isinstance(sys.stdout, TerminalText):
             sys.stdout.write_as_it_is(_CLEAR)
         print(text, flush=True)
-        if not isinstance(sys.stdout, TerminalText) or all(each.run.finished for each in runs):
+        # A sweep that goes on has a lock of its own, also between two points.
+        going_on = any(each.run.state.name == RUNNING for each in runs)
+        going_on = going_on or any(is_locked(Path(place)) for place in places)
+        if not (going_on and isinstance(sys.stdout, TerminalText)):
             return
         time.sleep(_SECONDS.value)
 

@@ -1,8 +1,10 @@
 """One HTML page of one run or several. It holds all that it needs, and may load nothing else."""
 
 import base64
+import contextlib
 import functools
 import hashlib
+import importlib.metadata
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,10 +13,10 @@ import jinja2
 
 from lmlib.metrics.meanings import MEANINGS
 from lmlib.report import curves, specifications, tables
-from lmlib.report.axes import AXES
-from lmlib.report.library import library
+from lmlib.report.points import AXES
 from lmlib.report.seen import Seen, seen
-from lmlib.storage.whole_file import write_whole
+from lmlib.storage.cache_folder import cache_folder
+from lmlib.storage.whole_file import make_folder, write_whole
 
 FILE_NAME = "report.html"
 _TEMPLATE = Path(__file__).parent / "template"
@@ -37,8 +39,9 @@ def page(
     Raises:
       ValueError: naming a file of a run that is damaged, or saying why there is no verdict.
     """
-    charting, script = library(), _text("page.js")
-    hashes = " ".join(f"'sha256-{_digest(each)}'" for each in (charting, script))
+    charting, script = _library(), _text("page.js")
+    digests = (hashlib.sha256(each.encode()).digest() for each in (charting, script))
+    hashes = " ".join(f"'sha256-{base64.b64encode(each).decode()}'" for each in digests)
     connect = "'none'" if refresh_seconds is None else "'self'"
     return _template().render(
         policy=f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; "
@@ -48,11 +51,11 @@ def page(
         script=script,
         refresh=refresh_seconds,
         live="" if refresh_seconds is None else " data-live",
-        title=tables.title(runs),
+        title=runs[0].name if len(runs) == 1 else f"{len(runs)} runs",
         status=tables.status(runs),
         reasons=tables.reasons(runs),
         tiles=tables.tiles(runs[0]) if len(runs) == 1 else [],
-        tables=tables.comparison(runs) if len(runs) > 1 else [],
+        table=tables.comparison(runs) if len(runs) > 1 else None,
         judged=baseline is not None,
         verdicts=tables.verdicts(runs, baseline, margin) if len(runs) > 1 else "",
         axes=AXES.items(),
@@ -103,6 +106,33 @@ def leave_page(
 
 
 @functools.cache
+def _library() -> str:
+    """The charting library: Vega, Vega-Lite and vega-embed as one script that a page can hold.
+
+    `vl-convert-python` takes a second to make it, so it is kept in the user's cache folder.
+    """
+    packaged = importlib.metadata.version("vl-convert-python")
+    folder = cache_folder()
+    file = (
+        None
+        if folder is None
+        else folder / "charts" / f"vega-lite-{specifications.VERSION}-{packaged}.js"
+    )
+    if file is not None:
+        with contextlib.suppress(OSError, ValueError):
+            return file.read_text("utf-8")
+    import vl_convert
+
+    bundle: str = vl_convert.javascript_bundle(vl_version=version)  # type: ignore[call-arg]
+    made = bundle.replace("</script", "<\\/script")
+    if file is not None:
+        with contextlib.suppress(OSError):
+            make_folder(file.parent)
+            write_whole(file, made)
+    return made
+
+
+@functools.cache
 def _template() -> jinja2.Template:
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     return environment.from_string(_text("page.html.jinja"))
@@ -111,7 +141,3 @@ def _template() -> jinja2.Template:
 @functools.cache
 def _text(name: str) -> str:
     return (_TEMPLATE / name).read_text("utf-8")
-
-
-def _digest(script: str) -> str:
-    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

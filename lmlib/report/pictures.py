@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from lmlib.report import specifications, tables
-from lmlib.report.axes import AXES
+from lmlib.report.points import AXES
 from lmlib.report.seen import Seen
 from lmlib.storage.whole_file import make_folder, write_whole
 
 _FIELDS = ("step", "x", "value", "least", "greatest", "not_finite")
-SCALE = 3.0  # of PNG: about 300 dots per inch where a chart is 12 cm wide
+ENDINGS = (".svg", ".png")
+_SCALE = 3.0  # of PNG: about 300 dots per inch where a chart is 12 cm wide
 
 
 def write_pictures(
@@ -42,8 +43,6 @@ def write_pictures(
       OSError: if a file cannot be written.
       ImportError: without vl-convert-python.
     """
-    import vl_convert
-
     data = tables.data(runs)
     charts = {chart["metric"]: chart for chart in data["charts"]}
     if unknown := [name for name in metrics if name not in charts]:
@@ -64,14 +63,32 @@ def write_pictures(
         specification = specifications.for_paper(
             name, chart["unit"], rows, names, AXES[axis].title, log_x, log_y, smoothing, limits
         )
-        version = specifications.VERSION
-        svg = vl_convert.vegalite_to_svg(specification, version, allowed_base_urls=[])
-        png = vl_convert.vegalite_to_png(specification, version, scale=SCALE, allowed_base_urls=[])
-        for ending, content in (("svg", svg), ("png", png)):
-            written.append(Path(folder, f"{files[name]}.{ending}"))
-            write_whole(written[-1], content)
+        for ending in ENDINGS:
+            written.append(Path(folder, files[name] + ending))
+            write_picture(specification, written[-1])
             tell(str(written[-1]))
     return written
+
+
+def write_picture(specification: Mapping[str, Any], file: str | os.PathLike[str]) -> None:
+    """Writes the picture of a specification of Vega-Lite, of the kind that the ending names.
+
+    Raises:
+      ValueError: for an ending that is none of `ENDINGS`.
+      OSError: if it cannot be written.
+      ImportError: without vl-convert-python.
+    """
+    import vl_convert
+
+    ending, version = Path(file).suffix, specifications.VERSION
+    if ending not in ENDINGS:
+        raise ValueError(f"a picture ends in {' or '.join(ENDINGS)}, not as {file} does")
+    if ending == ".svg":
+        svg = vl_convert.vegalite_to_svg(specification, version, allowed_base_urls=[])
+        write_whole(file, svg)
+    else:
+        png = vl_convert.vegalite_to_png(specification, version, scale=_SCALE, allowed_base_urls=[])
+        write_whole(file, png)
 
 
 def _files(names: Iterable[str]) -> dict[str, str]:

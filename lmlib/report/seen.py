@@ -1,21 +1,15 @@
 """Runs as a page shows them: with names that tell them apart, those of one kind together."""
 
-import contextlib
+import collections
 import dataclasses
-import functools
 import os
-import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from lmlib.runs.goodput import read_starts
 from lmlib.runs.run import Run, difference, find_runs
-from lmlib.runs.series import Measurements
+from lmlib.runs.series import Measurements, Series
 from lmlib.runs.settings import last_name
 from lmlib.terminal.text import shown
-
-_SILENT_SECONDS = 60.0  # a lock is renewed every ten
-_KILLED = "its process ended without a word, killed say; the same command goes on"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,30 +17,21 @@ class Seen:
     """A run of a page.
 
     Args:
-      run: what its files say now.
+      run: its files as they are now.
       name: tells it from the other runs of the page; its control characters are shown.
       group: the name of the runs that differ from it in seeds alone, itself included.
-      measurements: its metrics.
+      series: its metrics, by names that can be shown.
     """
 
     run: Run
     name: str
     group: str
-    measurements: Measurements
+    series: Mapping[str, Series]
 
-    @functools.cached_property
-    def state(self) -> tuple[str, str]:
-        """How the run stands, in a word, and the reason, or nothing. A run whose last start left no
-        word of its end is "running" as long as its lock is renewed."""
-        if self.run.finished:
-            return "finished", ""
-        starts, _ = read_starts(self.run.path)
-        if starts and starts[-1].ended:
-            return shown(starts[-1].ended), shown(starts[-1].reason)
-        with contextlib.suppress(OSError):
-            if time.time() - (self.run.path / "lock").stat().st_mtime < _SILENT_SECONDS:
-                return "running", ""
-        return "not running", _KILLED if starts else ""
+    def last(self, metric: str) -> float | None:
+        """The last value of a metric; `None` if there is none."""
+        found = self.series.get(metric)
+        return None if found is None else float(found.values_N[-1])
 
 
 class Watched:
@@ -70,7 +55,8 @@ class Watched:
         for run, name, group in called:
             measurements = self._measurements.setdefault(run.path, Measurements(run.path))
             measurements.update()
-            found.append(Seen(run, name, group, measurements))
+            series = {shown(metric): each for metric, each in measurements.series.items()}
+            found.append(Seen(run, name, group, series))
         return found
 
 
@@ -80,8 +66,8 @@ def seen(places: Iterable[str | os.PathLike[str]]) -> list[Seen]:
 
 
 def names(paths: Sequence[Path]) -> list[str]:
-    """What is different of the paths: of one its last part, of several what follows the folder that
-    all are in."""
+    """The different parts of the paths: of one its last part, of several those that follow the
+    folder that all are in."""
     whole = [path.absolute() for path in paths]
     if len(whole) == 1:
         return [shown(whole[0].name)]
@@ -94,17 +80,12 @@ def groups(runs: Sequence[Run]) -> list[str]:
     differing = {
         path: values for path, values in difference(runs).items() if last_name(path) != "seed"
     }
-    texts = [
-        ", ".join(
-            f"{_short(path, differing)}={'—' if values[number] is None else values[number]}"
-            for path, values in differing.items()
-        )
-        for number in range(len(runs))
-    ]
-    return [shown(text) or "all runs" for text in texts]
-
-
-def _short(path: str, paths: Iterable[str]) -> str:
-    """The last part of a path, if no other path ends alike."""
-    last = last_name(path)
-    return last if sum(last_name(each) == last for each in paths) == 1 else path
+    lasts = collections.Counter(map(last_name, differing))
+    texts = []
+    for number in range(len(runs)):
+        parts = []
+        for path, values in differing.items():
+            name = last_name(path) if lasts[last_name(path)] == 1 else path
+            parts.append(f"{name}={'—' if values[number] is None else values[number]}")
+        texts.append(shown(", ".join(parts)) or "all runs")
+    return texts

@@ -1,15 +1,13 @@
-"""The text of a page: what its runs are, and what came of them."""
+"""The text of a page: the runs, their states and their numbers."""
 
 import collections
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from lmlib.metrics.meanings import EVALUATION, VALIDATION
 from lmlib.report import curves
-from lmlib.report.curves import Measured
 from lmlib.report.seen import Seen
-from lmlib.runs.goodput import read_starts, total
+from lmlib.runs.goodput import FINISHED, read_starts, total
 from lmlib.runs.result import final_numbers
 from lmlib.runs.run import difference
 from lmlib.terminal.quantities import bytes_text, count_text, duration_text
@@ -18,11 +16,8 @@ from lmlib.terminal.text import shown
 _SAMPLES = 12  # steps
 _LONGEST = 4000  # characters of a text
 _FINAL = (
-    "training_loss",
-    "validation_loss",
-    "validation_bits_per_byte",
-    "mean_tokens_per_second",
-    "mean_mfu",
+    *("training_loss", "validation_loss", "validation_bits_per_byte"),
+    *("mean_tokens_per_second", "mean_mfu"),
 )
 _OF_STEPS = ("loss", "evaluation_loss", "evaluation_bits_per_byte", "tokens_per_second", "mfu")
 _OF_TILES = ("parameters", "tokens", "goodput", "peak_memory_bytes")
@@ -33,50 +28,37 @@ _TEXTS: Mapping[str, Callable[[float], str]] = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Table:
-    """Rows of texts under a title; `numbers` are the columns that hold numbers."""
+class Table(NamedTuple):
+    """Rows of texts; `numbers` are the columns that hold numbers."""
 
-    title: str
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
-    text: str = ""
-    numbers: Sequence[int] = ()
-
-
-def title(runs: Sequence[Seen]) -> str:
-    return runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
+    numbers: Sequence[int]
 
 
 def status(runs: Sequence[Seen]) -> str:
     """How many are in which state, and the step of a single one."""
-    if len(runs) > 1:
-        counts = collections.Counter(each.state[0] for each in runs)
-        others = (f", {count} {state}" for state, count in counts.items() if state != "finished")
-        return f"{counts['finished']} of {len(runs)} finished{''.join(others)}"
-    (each,) = runs
-    if each.run.finished:
-        return "finished"
-    step, of = _last(each, "step"), each.run.settings.get("steps")
-    at = "no step yet" if step is None else f"step {step:,.0f}" + (f" of {of}" if of else "")
-    return f"{each.state[0]}, {at}"
+    if len(runs) == 1:
+        return shown(runs[0].run.status(runs[0].last("step")))
+    counts = collections.Counter(each.run.state.name for each in runs)
+    others = (f", {count} {state}" for state, count in counts.items() if state != FINISHED)
+    return f"{counts[FINISHED]} of {len(runs)} finished{''.join(others)}"
 
 
 def reasons(runs: Sequence[Seen]) -> list[tuple[str, str]]:
     """Why runs are not finished, where they say it."""
-    return [
-        (f"{each.name}: {status([each])}", _cut(each.state[1])) for each in runs if each.state[1]
-    ]
+    said = [(each, each.run.state.reason) for each in runs]
+    return [(f"{each.name}: {status([each])}", _cut(why)) for each, why in said if why]
 
 
 def tiles(each: Seen) -> list[tuple[str, str, str]]:
-    """The numbers at the head of one run's page, with their units and what they are over: those of
-    the whole run once it has finished, besides those of a step."""
+    """The numbers at the head of one run's page, with their units and the steps they are over:
+    those of the whole run once it has finished, besides those of a step."""
     found = []
     for name in [*_shown_numbers([each]), *_OF_TILES]:
-        if (number := each.run.final.get(name)) is not None:
-            value, about = number.value, [number.unit, number.over]
-        elif (series := each.measurements.series.get(name)) is not None:
+        if (final := each.run.final.get(name)) is not None:
+            value, about = final.value, [final.unit, final.over]
+        elif (series := each.series.get(name)) is not None:
             value, about = float(series.values_N[-1]), [f"step {series.steps_N[-1]:,}"]
         else:
             continue
@@ -85,25 +67,19 @@ def tiles(each: Seen) -> list[tuple[str, str, str]]:
     return found
 
 
-def comparison(runs: Sequence[Seen]) -> list[Table]:
-    """What the runs differ in, and what came of each."""
-    differing = difference(each.run for each in runs)
-    metrics = _shown_numbers(runs)
+def comparison(runs: Sequence[Seen]) -> Table:
+    """The settings in which the runs differ, and the numbers of each."""
+    differing, metrics = difference(each.run for each in runs), _shown_numbers(runs)
+    rows = []
+    for i, each in enumerate(runs):
+        settings = ("—" if values[i] is None else values[i] for values in differing.values())
+        step = f"{each.last('step') or 0:,.0f}"
+        finals = each.run.final
+        values = (finals[name].value if name in finals else each.last(name) for name in metrics)
+        rows.append([each.name, *settings, each.run.state.name, step, *map(number, values)])
     header = ["run", *differing, "state", "step", *metrics]
-    rows = [
-        [
-            each.name,
-            *("—" if values[i] is None else values[i] for values in differing.values()),
-            each.state[0],
-            f"{_last(each, 'step') or 0:,.0f}",
-            *(number(_value(each, name)) for name in metrics),
-        ]
-        for i, each in enumerate(runs)
-    ]
-    text = "the settings that differ, and the numbers of each run"
-    shown_rows = [[shown(str(cell)) for cell in row] for row in rows]
-    numbers = range(len(differing) + 2, len(header))
-    return [Table("Runs", [shown(name) for name in header], shown_rows, text, numbers)]
+    texts = [[shown(cell) for cell in row] for row in (header, *rows)]
+    return Table(texts[0], texts[1:], range(len(differing) + 2, len(header)))
 
 
 def verdicts(runs: Sequence[Seen], baseline: str | None, margin: float) -> str:
@@ -127,44 +103,22 @@ def verdicts(runs: Sequence[Seen], baseline: str | None, margin: float) -> str:
         raise
 
 
-def _shown_numbers(runs: Sequence[Seen]) -> list[str]:
-    """Names of `Run.final`, and, of runs that have not finished, of what their last steps have."""
-    made = {name for each in runs for name in each.run.final}
-    made |= {name for each in runs if not each.run.finished for name in each.measurements.series}
-    return [name for name in (*_FINAL, *_OF_STEPS) if name in made]
-
-
-def _value(each: Seen, name: str) -> float | None:
-    found = each.run.final.get(name)
-    return _last(each, name) if found is None else found.value
-
-
 def constants(runs: Sequence[Seen]) -> str:
-    found = curves.constants([measured(each) for each in runs])
-    if not found:
-        return ""
-    said = ", ".join(f"{shown(name)} {number(value)}" for name, value in found.items())
-    return f"The same in all steps: {said}."
+    found = curves.constants(runs)
+    said = ", ".join(f"{name} {number(value)}" for name, value in found.items())
+    return f"The same in all steps: {said}." if found else ""
 
 
 def samples(runs: Sequence[Seen]) -> list[tuple[int, list[tuple[str, str]]]]:
     """The newest steps first, and of each the texts of the runs that have some."""
-    steps = sorted({step for each in runs for step in each.run.samples}, reverse=True)
-    return [
-        (
-            step,
-            [
-                (each.name, _cut(each.run.samples[step]))
-                for each in runs
-                if step in each.run.samples
-            ],
-        )
-        for step in steps[:_SAMPLES]
-    ]
+    of_step: dict[int, list[tuple[str, str]]] = collections.defaultdict(list)
+    for each in runs:
+        for step, text in each.run.samples.items():
+            of_step[step].append((each.name, _cut(text)))
+    return sorted(of_step.items(), reverse=True)[:_SAMPLES]
 
 
 def settings(runs: Sequence[Seen]) -> list[tuple[str, list[tuple[str, str]]]]:
-    """Of one run all settings; of several those of the first, for the others differ as said."""
     return [
         (each.name, [(shown(path), shown(value)) for path, value in each.run.settings.items()])
         for each in runs
@@ -172,62 +126,50 @@ def settings(runs: Sequence[Seen]) -> list[tuple[str, list[tuple[str, str]]]]:
 
 
 def data(runs: Sequence[Seen]) -> dict[str, Any]:
-    """What the script of the page draws."""
-    numbers = [measured(each) for each in runs]
+    """The data that the script of the page draws."""
+    units = {}  # of objectives, which results have
+    for each in runs:
+        finals = final_numbers(each.run.result or {})
+        for name in each.series:
+            of = "training_loss" if name == "loss" else name.replace(EVALUATION, VALIDATION, 1)
+            if of in finals:
+                units[name] = shown(finals[of].unit)
     return {
         "runs": [{"name": each.name, "group": each.group} for each in runs],
-        "charts": curves.charts(numbers, _units(runs)),
+        "charts": curves.charts(runs, units),
         "layers": [
             {"run": run.name if len(runs) > 1 else "", **layers}
-            for run in numbers
+            for run in runs
             for layers in curves.layers(run)
         ],
         "goodput": [row for each in runs for row in _goodput(each)],
     }
 
 
-def measured(each: Seen) -> Measured:
-    """Its numbers, with names that can be shown."""
-    series = each.measurements.series
-    return Measured(each.name, {shown(name): found for name, found in series.items()})
+def number(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if 1e4 <= abs(value) < 1e15 else f"{value:.5g}"
 
 
-def _units(runs: Sequence[Seen]) -> dict[str, str]:
-    """The units that objectives say, in which results have them."""
-    found = {}
-    for each in runs:
-        finals = final_numbers(each.run.result or {})
-        for name in each.measurements.series:
-            of = "training_loss" if name == "loss" else name.replace(EVALUATION, VALIDATION, 1)
-            if of in finals:
-                found[shown(name)] = shown(finals[of].unit)
-    return found
+def _shown_numbers(runs: Sequence[Seen]) -> list[str]:
+    """Names of `Run.final`, and, of runs that have not finished, of what their last steps have."""
+    made = {name for each in runs for name in each.run.final}
+    made |= {name for each in runs if not each.run.finished for name in each.series}
+    return [name for name in (*_FINAL, *_OF_STEPS) if name in made]
 
 
 def _goodput(each: Seen) -> Iterator[Mapping[str, Any]]:
-    starts, _ = read_starts(each.run.path)
-    seconds = total(starts).seconds
-    whole = sum(seconds.values())
+    seconds = total(read_starts(each.run.path)[0]).seconds
     for order, (phase, spent) in enumerate(seconds.items()):
         if spent > 0:
             yield {
                 "run": each.name,
                 "part": shown(phase),
                 "time": duration_text(spent),
-                "share": spent / whole,
+                "share": spent / sum(seconds.values()),
                 "order": order,
             }
-
-
-def _last(each: Seen, name: str) -> float | None:
-    series = each.measurements.series.get(name)
-    return None if series is None else float(series.values_N[-1])
-
-
-def number(value: float | None) -> str:
-    if value is None:
-        return ""
-    return f"{value:,.0f}" if 1e4 <= abs(value) < 1e15 else f"{value:.5g}"
 
 
 def _cut(text: str) -> str:

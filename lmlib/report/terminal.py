@@ -1,12 +1,12 @@
-"""Runs in a terminal: the last numbers of each, and how they came about in a line of bars."""
+"""Runs in a terminal: the last numbers of each, and their curves in a line of bars."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from lmlib.report import curves, tables
+from lmlib.report.points import stretch, thinned
 from lmlib.report.seen import Seen
-from lmlib.report.thinning import stretch, thinned
 from lmlib.runs.series import Series
 from lmlib.terminal.table import columns
 from lmlib.terminal.text import shown
@@ -19,31 +19,22 @@ _OF_SEVERAL = 3  # metrics of each run, the first
 
 def view(runs: Sequence[Seen], width: int) -> str:
     """Lines of at most about `width` characters."""
-    return "\n\n".join(
-        "\n".join(
-            [_head(each), *each.state[1].splitlines()[:1], columns([*_rows(each, width, runs)])]
-        )
-        for each in runs
-    )
-
-
-def _head(each: Seen) -> str:
-    finals = (f"{name} {tables.number(of.value)}" for name, of in each.run.final.items())
-    return "  ".join([each.name, tables.status([each]), *map(shown, finals)])
-
-
-def _rows(each: Seen, width: int, runs: Sequence[Seen]) -> Iterator[tuple[str, ...]]:
-    names = curves.drawn([tables.measured(each)])
-    names = names if len(runs) == 1 else names[:_OF_SEVERAL]
-    found = tables.measured(each).series
-    longest = max(map(len, names), default=0)
-    left = max(_NARROWEST, width - longest - 3 * 13)
-    yield "metric", "last", "least", "greatest", ""
-    for name in names:
-        finite_N = found[name].values_N[np.isfinite(found[name].values_N)]
-        ends = (float(finite_N.min()), float(finite_N.max())) if len(finite_N) else (None, None)
-        numbers = (float(found[name].values_N[-1]), *ends)
-        yield shown(name), *map(tables.number, numbers), bars(found[name], left)
+    texts = []
+    for each in runs:
+        finals = (shown(f"{name} {tables.number(of.value)}") for name, of in each.run.final.items())
+        head = "  ".join([each.name, tables.status([each]), *finals])
+        reason = each.run.state.reason.splitlines()[:1]
+        names = curves.drawn([each])[: None if len(runs) == 1 else _OF_SEVERAL]
+        left = max(_NARROWEST, width - max(map(len, names), default=0) - 3 * 13)
+        rows = [("metric", "last", "least", "greatest", "")]
+        for name in names:
+            values_N = each.series[name].values_N
+            finite_N = values_N[np.isfinite(values_N)]
+            ends = (finite_N.min(), finite_N.max()) if len(finite_N) else (None, None)
+            last, least, greatest = map(tables.number, (values_N[-1], *ends))
+            rows.append((name, last, least, greatest, bars(each.series[name], left)))
+        texts.append("\n".join([head, *reason, columns(rows)]))
+    return "\n\n".join(texts)
 
 
 def bars(series: Series, most: int) -> str:

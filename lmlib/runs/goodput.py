@@ -4,10 +4,11 @@
 process did after its last entry counts as time in which nothing ran.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from lmlib.storage.stored_json import read_json
 from lmlib.storage.unlinked import unlinked
@@ -16,7 +17,9 @@ from lmlib.terminal.table import columns
 
 FILE_NAME = "goodput.json"
 STEPS = "steps"  # the phase in which steps are made for the first time
-NOT_RUNNING = "not running"
+# States of a run: how a start ended before the last step, and the others.
+Ended: TypeAlias = Literal["interrupted", "diverged", "failed"]
+FINISHED, RUNNING, NOT_RUNNING, NOT_BEGUN = "finished", "running", "not running", "not begun"
 # Between two starts. More, or less than nothing, and a clock was set: then nobody knows how long.
 LONGEST_PAUSE = 365 * 86_400.0
 
@@ -56,13 +59,11 @@ class Goodput:
         """A table, the longest first."""
         wall = sum(self.seconds.values())
         starts = "1 start" if self.starts == 1 else f"{self.starts} starts"
-        spent = sorted(self.seconds.items(), key=lambda item: -item[1])
-        rows = [
-            (name, duration_text(seconds), f"{seconds / wall:.1%}")
-            for name, seconds in spent
-            if seconds > 0
-        ]
-        return columns([("wall time", duration_text(wall), f"in {starts}"), *rows])
+        rows = [("wall time", duration_text(wall), f"in {starts}")]
+        for name, seconds in sorted(self.seconds.items(), key=lambda item: -item[1]):
+            if seconds > 0:
+                rows.append((name, duration_text(seconds), f"{seconds / wall:.1%}"))
+        return columns(rows)
 
 
 def total(starts: list[Start]) -> Goodput:
@@ -86,7 +87,10 @@ def read_starts(workdir: Path) -> tuple[list[Start], str | None]:
         return [], None
     try:
         entries = read_json(unlinked(workdir, FILE_NAME))["starts"]
-        starts = [start for entry in entries if (start := _parsed(entry)) is not None]
+        starts = []
+        for entry in entries:
+            with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
+                starts.append(_parsed(entry))
     except (OSError, ValueError, KeyError, TypeError) as error:
         return [], f"{file} cannot be read ({error!r:.200}): earlier starts are not counted"
     if lost := len(entries) - len(starts):
@@ -94,23 +98,15 @@ def read_starts(workdir: Path) -> tuple[list[Start], str | None]:
     return starts, None
 
 
-def _parsed(entry: Any) -> Start | None:
-    """`None` if no run has written it."""
-    try:
-        start = Start(
-            _seconds(entry["began"]),
-            _seconds(entry["until"]),
-            entry["last_step"],
-            {str(name): _seconds(value) for name, value in entry["seconds"].items()},
-            *(str(entry.get(name, "")) for name in ("ended", "reason", "start")),
-        )
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return None
-    return start if type(start.last_step) is int and start.last_step >= 0 else None
-
-
-def _seconds(value: Any) -> float:
-    """Raises ValueError for what is no number of seconds that can pass until the year 5138."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1e11:
-        raise ValueError(f"{value!r:.80} is no number of seconds")
-    return float(value)
+def _parsed(entry: Any) -> Start:
+    """Raises ValueError, KeyError, TypeError or AttributeError if no run has written it."""
+    times = {"began": entry["began"], "until": entry["until"], **entry["seconds"]}
+    for name, value in times.items():  # of seconds until the year 5138
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1e11:
+            raise ValueError(f"{name} is {value!r:.80}, no number of seconds")
+    step = entry["last_step"]
+    if type(step) is not int or step < 0:
+        raise ValueError(f"the last step is {step!r:.80}")
+    seconds = {str(name): float(value) for name, value in entry["seconds"].items()}
+    texts = (str(entry.get(name, "")) for name in ("ended", "reason", "start"))
+    return Start(float(entry["began"]), float(entry["until"]), step, seconds, *texts)

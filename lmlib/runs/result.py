@@ -59,8 +59,8 @@ def final_numbers(result: Mapping[str, Any]) -> dict[str, Final]:
     return found
 
 
-def is_number(value: Any) -> bool:
-    """Is it a number as a run writes it? NaN and the infinities count as numbers."""
+def _is_number(value: Any) -> bool:
+    """NaN and the infinities count as numbers."""
     return type(value) is float or (type(value) is int and abs(value) < 1 << 63)
 
 
@@ -69,7 +69,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_rate(value: Any) -> bool:
-    return is_number(value) and 0 <= value < 1e30
+    return value is None or (_is_number(value) and 0 <= value < 1e30)
 
 
 def _is_text(value: Any) -> bool:
@@ -77,21 +77,14 @@ def _is_text(value: Any) -> bool:
 
 
 def _is_measured(value: Any) -> bool:
-    return (
-        isinstance(value, dict)
-        and is_number(value.get("value"))
-        and _is_text(value.get("unit"))
-        and len(value) == 2
-    )
+    known = isinstance(value, dict) and value.keys() == {"value", "unit"}
+    return known and _is_number(value["value"]) and _is_text(value["unit"])
 
 
 def _is_goodput(value: Any) -> bool:
-    return (
-        isinstance(value, dict)
-        and value.keys() == {"starts", "seconds"}
-        and _is_count(value["starts"])
-        and _each(lambda seconds: is_number(seconds) and math.isfinite(seconds))(value["seconds"])
-    )
+    known = isinstance(value, dict) and value.keys() == {"starts", "seconds"}
+    seconds = _each(lambda each: _is_number(each) and math.isfinite(each))
+    return value is None or (known and _is_count(value["starts"]) and seconds(value["seconds"]))
 
 
 def _each(is_sound: Callable[[Any], bool]) -> Callable[[Any], bool]:
@@ -99,24 +92,15 @@ def _each(is_sound: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, dict) and all(map(is_sound, value.values()))
 
 
-def _or_none(is_sound: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: value is None or is_sound(value)
-
-
 _KEYS: Mapping[str, Callable[[Any], bool]] = {
-    "steps": _is_count,
-    "parameters": _is_count,
-    "tokens": _is_count,
-    "mean_tokens_per_second": _is_rate,
-    "mean_mfu": _or_none(_is_rate),
-    "training_loss": is_number,
-    "loss_name": _is_text,
-    "loss_unit": _is_text,
-    "flops_per_token": _or_none(_is_rate),
+    **dict.fromkeys(("steps", "parameters", "tokens"), _is_count),
+    "mean_tokens_per_second": lambda value: value is not None and _is_rate(value),
+    **dict.fromkeys(("mean_mfu", "flops_per_token"), _is_rate),
+    "training_loss": _is_number,
+    **dict.fromkeys(("loss_name", "loss_unit", "start"), _is_text),
     "validation": _each(_is_measured),
-    "validated_on": _or_none(_is_text),
-    "compressed_bits_per_byte": _each(is_number),
+    "validated_on": lambda value: value is None or _is_text(value),
+    "compressed_bits_per_byte": _each(_is_number),
     "samples": lambda value: isinstance(value, list) and all(map(_is_text, value)),
-    "goodput": _or_none(_is_goodput),
-    "start": _is_text,
+    "goodput": _is_goodput,
 }

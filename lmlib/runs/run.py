@@ -4,26 +4,41 @@ import contextlib
 import dataclasses
 import functools
 import os
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lmlib.metrics.log import FILE_NAME as METRICS
 from lmlib.metrics.log import read_metrics
+from lmlib.runs.goodput import FINISHED, NOT_BEGUN, NOT_RUNNING, RUNNING, read_starts
 from lmlib.runs.result import Final, final_numbers, read_result
 from lmlib.runs.settings import FILE_NAME as SETTINGS
-from lmlib.runs.settings import read_settings
-from lmlib.runs.sweep import point_of
+from lmlib.runs.settings import checked_settings, read_settings
 from lmlib.runs.validation import StoredValidation, read_validation
-from lmlib.storage.stored_json import read_text
+from lmlib.storage.stored_json import read_json, read_text
 from lmlib.storage.unlinked import unlinked
+from lmlib.terminal.text import shown
 
 SAMPLES = "samples"
+SWEEP = "sweep.json"  # in a sweep's folder: the settings of each point, whose run is a folder below
+_SILENT_SECONDS = 60.0  # a lock is renewed every ten
+_KILLED = "its process ended without a word, killed say; the same command goes on"
+
+
+class State(NamedTuple):
+    """How a run stands: "finished", "interrupted", "diverged", "failed", "running", "not running"
+    or "not begun"; and the reason, if it says one."""
+
+    name: str
+    reason: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What a run has left so far. Each file is read when it is first asked for, and kept.
+    """The files of a run so far. Each is read when it is first asked for, and kept.
+
+    Settings, result and validation raise ValueError, naming the file, if it is damaged.
 
     Args:
       path: its workdir.
@@ -38,10 +53,7 @@ class Run:
     @functools.cached_property
     def settings(self) -> Mapping[str, str]:
         """Every parameter of its config by path, as `lmlib.runs.settings` has them; empty if
-        settings.json is absent.
-
-        Raises ValueError, naming the file, if it is damaged.
-        """
+        settings.json is absent."""
         return read_settings(self.path) or {}
 
     @functools.cached_property
@@ -51,23 +63,17 @@ class Run:
 
     @functools.cached_property
     def result(self) -> dict[str, Any] | None:
-        """result.json: the numbers of the final table; `None` before the run has finished.
-
-        Raises ValueError, naming the file, if it is damaged.
-        """
+        """result.json, the numbers of the final table; `None` before the run has finished."""
         return read_result(self.path)
 
     @functools.cached_property
     def validation(self) -> StoredValidation | None:
-        """validation.json: the last validation, batch by batch; `None` if there is none.
-
-        Raises ValueError, naming the file, if it is damaged.
-        """
+        """validation.json, the last validation batch by batch; `None` if there is none."""
         return read_validation(self.path)
 
     @functools.cached_property
     def samples(self) -> Mapping[int, str]:
-        """What it sampled, by step; a file that cannot be read, and a link, is left out."""
+        """Its samples by step, without links and files that cannot be read."""
         found = {}
         for file in sorted((self.path / SAMPLES).glob("*.txt")):
             if file.stem.isdecimal():
@@ -91,13 +97,38 @@ class Run:
         finished. The last that a step measured of a metric has another name."""
         return final_numbers(self.result or {}) if self.finished else {}
 
+    @functools.cached_property
+    def state(self) -> State:
+        """A run that left no word of its end is running as long as its lock is renewed."""
+        if self.finished:
+            return State(FINISHED)
+        starts, _ = read_starts(self.path)
+        if starts and starts[-1].ended:
+            return State(shown(starts[-1].ended), shown(starts[-1].reason))
+        if is_locked(self.path):
+            return State(RUNNING)
+        if not starts and not (self.path / METRICS).exists():
+            return State(NOT_BEGUN)
+        return State(NOT_RUNNING, _KILLED if starts else "")
+
+    def status(self, step: float | int | None) -> str:
+        """The state in words, with the last `step` of a run that has not finished."""
+        if self.state.name in (FINISHED, NOT_BEGUN):
+            return self.state.name
+        of = self.settings.get("steps")
+        at = "no step yet" if step is None else f"step {step:,.0f}" + (f" of {of}" if of else "")
+        return f"{self.state.name}, {at}"
+
+
+def is_locked(folder: Path) -> bool:
+    """Whether a process renews the lock of a run or a sweep in `folder`."""
+    with contextlib.suppress(OSError):
+        return time.time() - (folder / "lock").stat().st_mtime < _SILENT_SECONDS
+    return False
+
 
 def read_run(workdir: str | os.PathLike[str]) -> Run:
-    """The run in `workdir`.
-
-    Raises:
-      ValueError: if there is none.
-    """
+    """The run in `workdir`; raises ValueError if there is none."""
     path = Path(workdir)
     if not _is_run(path):
         raise ValueError(f"{path} is no run's workdir: it has no {SETTINGS} or no {METRICS}")
@@ -112,10 +143,14 @@ def find_runs(places: Iterable[str | os.PathLike[str]]) -> list[Run]:
     """
     found: dict[Path, Run] = {}
     for place in map(Path, places):
-        below = [place] if _is_run(place) else sorted(_below(place))
+        below = []
+        for path, folders, _ in os.walk(place):
+            if _is_run(Path(path)):
+                below.append(Path(path))
+                folders.clear()  # nothing in a workdir is looked at
         if not below:
             raise ValueError(f"there is no run in {place}")
-        found |= {path: Run(path) for path in below}
+        found |= {path: Run(path) for path in sorted(below)}
     return list(found.values())
 
 
@@ -128,7 +163,7 @@ def difference(runs: Iterable[Run]) -> dict[str, tuple[str | None, ...]]:
     """
     runs = list(runs)
     every: list[Mapping[str, str | None]] = [{**run.settings} for run in runs]
-    points = [point_of(run.path) for run in runs]
+    points = [_point(run.path) for run in runs]
     if None not in points and len({run.path.parent for run in runs}) == 1:
         varied = dict.fromkeys(path for point in points for path in point or ())
         every = [
@@ -140,15 +175,37 @@ def difference(runs: Iterable[Run]) -> dict[str, tuple[str | None, ...]]:
     return {path: values for path, values in found.items() if len(set(values)) > 1}
 
 
+def points_in(content: Any) -> dict[str, dict[str, str]]:
+    """The settings of each point by its name, from the content of sweep.json.
+
+    Raises:
+      ValueError: if they are not as a sweep writes them.
+    """
+    try:
+        points = content["points"]
+        found = {str(each["name"]): checked_settings(each["settings"]) for each in points}
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"its points are damaged ({error!r:.80})") from error
+    if len(found) < len(points):
+        raise ValueError("two points have one name")
+    return found
+
+
 def _is_run(path: Path) -> bool:
     return (path / SETTINGS).is_file() and (path / METRICS).is_file()
 
 
-def _below(folder: Path) -> list[Path]:
-    """The workdirs below `folder`; nothing in a workdir is looked at."""
-    found = []
-    for path, folders, _ in os.walk(folder):
-        if _is_run(Path(path)):
-            found.append(Path(path))
-            folders.clear()
-    return found
+def _point(workdir: Path) -> Mapping[str, str] | None:
+    """The settings of the sweep's point whose run is in `workdir`; `None` if it is no run of a
+    sweep's, or the sweep's file is damaged."""
+    file = workdir.parent / SWEEP
+    try:
+        return _points(file, file.stat().st_mtime_ns).get(workdir.name)
+    except (OSError, ValueError):
+        return None
+
+
+@functools.lru_cache(maxsize=16)
+def _points(file: Path, changed: int) -> Mapping[str, Mapping[str, str]]:
+    """The points, as they were when the file was `changed`."""
+    return points_in(read_json(unlinked(file.parent, file.name)))

@@ -8,19 +8,23 @@ from typing import Any
 import numpy as np
 
 from lmlib.runs import Run
-from lmlib.verdicts.baseline import baselines, ladder
-from lmlib.verdicts.finished import USUAL_METRIC, finished_runs, same_batches
-from lmlib.verdicts.groups import Group, grouped, telling
-from lmlib.verdicts.paired_batches import batch_differences
-from lmlib.verdicts.power import seeds_needed, smallest_effect
+from lmlib.verdicts.finished import (
+    USUAL_METRIC,
+    batch_differences,
+    finished_runs,
+    same_batches,
+)
+from lmlib.verdicts.groups import Group, baselines, grouped, ladder, telling
 from lmlib.verdicts.seeds import (
     LEAST_SEEDS,
     Difference,
     Verdict,
     paired_difference,
+    seeds_needed,
+    smallest_effect,
     unpaired_difference,
 )
-from lmlib.verdicts.speedup import Curve, Speedup, joined, speedup
+from lmlib.verdicts.speedup import Curve, Speedup, speedup
 from lmlib.verdicts.text import TextPrecision, text_precision
 
 USUAL_ERROR_RATE = 0.05
@@ -34,7 +38,7 @@ class Judged:
     Args:
       difference: of the metric, negated if higher is better: below zero is better.
       seeds_needed: of each, to find an effect as large as this one with a power of 80 %; `None`:
-        see `lmlib.verdicts.power.seeds_needed`.
+        see `lmlib.verdicts.seeds.seeds_needed`.
       smallest_effect: that these seeds find with a power of 80 %.
       text: how precisely the validation text tells the difference; of paired seeds on the same
         batches.
@@ -86,11 +90,27 @@ class Comparison:
     def as_json(self) -> dict[str, Any]:
         """All of it in JSON values; what is not finite is a string."""
         own = ("metric", "measured", "unit", "highest_is_best", "margin", "error_rate")
-        return {
-            **{name: getattr(self, name) for name in own},
-            "groups": [_row_as_json(row, self.highest_is_best) for row in self.rows],
-            "left_out": list(self.left_out),
-        }
+        groups: list[dict[str, Any]] = []
+        for row in self.rows:
+            group = row.group
+            groups.append(
+                {
+                    "settings": dict(group.settings),
+                    "runs": {str(run.run.path): run.value for run in group.runs.values()},
+                    "mean": group.mean,
+                    "standard_error": group.standard_error,
+                    "is_baseline": row.is_baseline,
+                }
+            )
+            if row.judged is not None:
+                fields = dataclasses.asdict(row.judged)
+                runs = row.judged.baseline.runs.values()
+                fields["baseline"] = [str(run.run.path) for run in runs]
+                if self.highest_is_best:
+                    fields["difference"]["mean"] *= -1
+                groups[-1]["judged"] = fields
+        content = {name: getattr(self, name) for name in own}
+        return _strict({**content, "groups": groups, "left_out": list(self.left_out)})
 
 
 def compare(
@@ -106,7 +126,7 @@ def compare(
 
     Args:
       metric: a name in result.json's `validation`, or "training_loss".
-      baseline: as `lmlib.verdicts.baseline.baselines` takes it; `None`: nothing is judged.
+      baseline: as `lmlib.verdicts.groups.baselines` takes it; `None`: nothing is judged.
       margin: the difference, in the metric's unit, beyond which one is better or worse; chosen
         before the runs are looked at.
       error_rate: how often, at most, a setting without an effect may be called better.
@@ -125,9 +145,8 @@ def compare(
         judged = None
         if of.get(number, number) != number:
             other = groups[of[number]]
-            difference = _difference(group, other, sign)
             curve = None if highest_is_best else _curve(groups, other, metric)
-            judged = _judged(group, other, difference, curve, metric, margin, error_rate)
+            judged = _judged(group, other, curve, metric, margin, error_rate, sign)
         rows.append(Row(group, judged, number in of.values()))
     rows.sort(key=lambda row: sign * row.group.mean if row.group.finite else math.inf)
     return Comparison(
@@ -143,55 +162,48 @@ def compare(
     )
 
 
-def _difference(group: Group, baseline: Group, sign: float) -> Difference:
-    """Over the seeds that both have, if these are enough, else over all."""
-    common = [seed for seed in group.runs if seed in baseline.runs]
-    fewest = min(len(group.runs), len(baseline.runs))
-    if len(common) >= min(LEAST_SEEDS, fewest):
-        values = [group.runs[seed].value - baseline.runs[seed].value for seed in common]
-        return paired_difference(sign * np.array(values))
-    return unpaired_difference(sign * group.values, sign * baseline.values)
-
-
 def _judged(
     group: Group,
     baseline: Group,
-    difference: Difference,
     curve: Curve | None,
     metric: str,
     margin: float,
     error_rate: float,
+    sign: float,
 ) -> Judged:
-    found, problem = None, None
+    # Over the seeds that both have, if these are enough, else over all.
+    others = baseline.runs
+    pairs = [(run, others[seed]) for seed, run in group.runs.items() if seed in others]
+    if len(pairs) >= min(LEAST_SEEDS, len(group.runs), len(others)):
+        values = [run.value - other.value for run, other in pairs]
+        difference = paired_difference(sign * np.array(values))
+    else:
+        difference = unpaired_difference(sign * group.values, sign * baseline.values)
+    found, problem, text = None, None, None
     if curve is not None and math.isfinite(difference.mean):
         problem = curve.problem
         if problem is None:
             found = speedup(curve, _tokens(baseline), difference)
+    if difference.paired and same_batches((run for pair in pairs for run in pair), metric):
+        text = text_precision(batch_differences(pairs, metric))
     return Judged(
         baseline=baseline,
         difference=difference,
         verdict=difference.verdict(margin, error_rate),
         seeds_needed=seeds_needed(difference, margin, error_rate),
         smallest_effect=smallest_effect(difference, margin, error_rate),
-        text=_text(group, baseline, metric) if difference.paired else None,
+        text=text,
         speedup=found,
         speedup_problem=problem,
         of_compute=_costs(baseline, group),
     )
 
 
-def _text(group: Group, baseline: Group, metric: str) -> TextPrecision | None:
-    others = baseline.runs
-    pairs = [(run, others[seed]) for seed, run in group.runs.items() if seed in others]
-    if not same_batches((run for pair in pairs for run in pair), metric):
-        return None
-    return text_precision(batch_differences(pairs, metric))
-
-
 def _curve(groups: Sequence[Group], baseline: Group, metric: str) -> Curve | None:
     """Of the baseline's lengths, if there are enough, else of its own validation in training."""
     lengths = [group for group in ladder(groups, baseline) if group.finite]
-    whole = joined([(_tokens(group), each) for group in lengths for each in group.values], True)
+    points = [(_tokens(group), each) for group in lengths for each in group.values]
+    whole = Curve.through(points, whole_schedules=True)
     if whole.problem is None:
         return whole
     # Seeds may differ in a few targets; at one step they are at one place of the curve.
@@ -202,7 +214,7 @@ def _curve(groups: Sequence[Group], baseline: Group, metric: str) -> Curve | Non
         for line in run.run.metrics
         if measured in line and line["step"] > _WARM * run.steps
     ]
-    return joined(points, False) if points else None
+    return Curve.through(points, whole_schedules=False) if points else None
 
 
 def _tokens(group: Group) -> float:
@@ -219,27 +231,9 @@ def _costs(baseline: Group, group: Group) -> dict[str, float]:
     return found
 
 
-def _row_as_json(row: Row, highest_is_best: bool) -> dict[str, Any]:
-    group, judged = row.group, row.judged
-    content: dict[str, Any] = {
-        "settings": dict(group.settings),
-        "runs": {str(run.run.path): _strict(run.value) for run in group.runs.values()},
-        "mean": _strict(group.mean),
-        "standard_error": _strict(group.standard_error),
-        "is_baseline": row.is_baseline,
-    }
-    if judged is None:
-        return content
-    fields = dataclasses.asdict(judged)
-    fields["baseline"] = [str(run.run.path) for run in judged.baseline.runs.values()]
-    if highest_is_best:
-        fields["difference"]["mean"] *= -1
-    return {**content, "judged": _strict(fields)}
-
-
 def _strict(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: _strict(each) for name, each in value.items()}
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value
+    if isinstance(value, list):
+        return [_strict(each) for each in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -3,25 +3,28 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+
+import numpy as np
 
 from lmlib.runs import Run
 from lmlib.runs.validation import StoredSet, StoredValidation
+from lmlib.verdicts.text import BatchDifferences
 
 USUAL_METRIC = "validation_loss"
 TRAINING = "training_loss"
 BITS_PER_BYTE = "bits_per_byte"
+_COUNTS = ("steps", "parameters", "tokens", "mean_tokens_per_second")  # in result.json
 _MEASURED_AGAIN = "measure both on one text with python -m runner.evaluate"
 
 
 @dataclasses.dataclass(frozen=True)
 class FinishedRun:
-    """What a run came to.
+    """A run that has finished.
 
     Args:
       value: of the metric, in `unit`.
-      measured: what the metric is called in texts.
+      measured: the name of the metric in texts.
       tokens: targets that it has seen.
       tokens_per_second: that went through the model, padding included.
       flops_per_token: analytic; `None` if result.json does not have it.
@@ -53,39 +56,45 @@ class FinishedRun:
 
 
 def finished_run(run: Run, metric: str) -> FinishedRun:
-    """What `run` came to.
+    """The numbers of `run`.
 
     Raises:
       ValueError: in words, if it has not finished, its files are damaged, or it has no such metric.
     """
     try:
         result, steps = run.result, run.settings.get("steps")
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise ValueError(f"{run.path} cannot be read: {error}") from error
     if result is None:
         raise ValueError(f"{run.path} has not finished: it has no result.json")
-    try:
-        measured = _measured(result)
-        found = None if metric not in measured else _finished(run, result, metric, measured)
-    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise ValueError(f"result.json of {run.path} is damaged ({error!r:.200})") from error
-    if found is None:
-        raise ValueError(f"{run.path} has no {metric}: it measured {', '.join(measured)}")
-    if steps not in (None, str(found.steps)):
+    needed = (*_COUNTS, TRAINING, "loss_name", "loss_unit", "validation")
+    if lacking := [key for key in needed if key not in result]:
+        raise ValueError(f"result.json of {run.path} is damaged: it has no {lacking[0]}")
+    if not run.finished:
         raise ValueError(
             f"{run.path} has not finished: it was continued to {steps} steps, and its result is "
-            f"that of {found.steps}"
+            f"that of {result['steps']}"
         )
-    if metric == TRAINING:
-        return found
-    return dataclasses.replace(found, validation=_validation(run, metric, found.steps))
+    if metric not in (measured := [*result["validation"], TRAINING]):
+        raise ValueError(f"{run.path} has no {metric}: it measured {', '.join(measured)}")
+    name, final = metric.removeprefix("validation_").partition("/")[0], run.final[metric]
+    return FinishedRun(
+        run,
+        final.value,
+        final.unit,
+        result["loss_name"] if name in (TRAINING, "loss") else name,
+        *(result[key] for key in _COUNTS),
+        flops_per_token=result.get("flops_per_token"),
+        validation=None if metric == TRAINING else _validation(run, metric, result["steps"]),
+    )
 
 
 def finished_runs(runs: Iterable[Run], metric: str) -> tuple[list[FinishedRun], list[str]]:
-    """What runs came to, and a sentence for each that is left out.
+    """The numbers of runs, and a sentence for each that is left out.
 
     Raises:
-      ValueError: if none is left, or if the metric is another in one of them.
+      ValueError: if none is left, or, naming two runs and what to do, if the metric is another in
+        one of them: of another unit or objective, or measured on other batches.
     """
     finished, left_out = [], []
     for run in runs:
@@ -95,40 +104,17 @@ def finished_runs(runs: Iterable[Run], metric: str) -> tuple[list[FinishedRun], 
             left_out.append(f"{error}: left out")
     if not finished:
         raise ValueError("; ".join(["no run can be compared", *left_out[:5]]))
-    comparable(finished, metric)
-    return finished, left_out
-
-
-def comparable(runs: Sequence[FinishedRun], metric: str) -> None:
-    """Raises ValueError, naming two runs and what to do, if the metric is another in one of them:
-    of another unit or objective, or measured on other batches."""
-    first, *others = runs
+    first, *others = finished
     for other in others:
-        both = f"{first.run.path} and {other.run.path} cannot be compared"
+        both = f"{first.run.path} and {other.run.path} cannot be compared by {metric}"
         if (first.measured, first.unit) != (other.measured, other.unit):
             raise ValueError(
-                f"{both} by {metric}: one measures {first.measured} in {first.unit}, the other "
+                f"{both}: one measures {first.measured} in {first.unit}, the other "
                 f"{other.measured} in {other.unit}"
             )
         if first.validation is not None and other.validation is not None:
             _check_text(first.validation, other.validation, metric, both)
-
-
-def sets_of(validation: StoredValidation, metric: str) -> dict[str, StoredSet]:
-    """The sets that `metric` is over: one that it names, or all."""
-    _, _, name = metric.partition("/")
-    return {name: validation.sets[name]} if name else dict(validation.sets)
-
-
-def is_bits_per_byte(metric: str) -> bool:
-    return metric.partition("/")[0].endswith(BITS_PER_BYTE)
-
-
-def name_of_sums(validation: StoredValidation, metric: str) -> str:
-    """Which sums over batches `metric` is made of."""
-    if is_bits_per_byte(metric):
-        return validation.cross_entropy or ""
-    return metric.removeprefix("validation_").partition("/")[0]
+    return finished, left_out
 
 
 def same_batches(runs: Iterable[FinishedRun], metric: str) -> bool:
@@ -137,40 +123,63 @@ def same_batches(runs: Iterable[FinishedRun], metric: str) -> bool:
         each.validation
         and tuple(
             (found.digest, found.counts.tobytes())
-            for found in sets_of(each.validation, metric).values()
+            for found in _sets_of(each.validation, metric).values()
         )
         for each in runs
     }
     return len(batches) == 1 and None not in batches
 
 
-def _measured(result: Mapping[str, Any]) -> dict[str, tuple[float, str]]:
-    """Each metric's value and unit."""
-    found = {name: (each["value"], each["unit"]) for name, each in result["validation"].items()}
-    return {**found, TRAINING: (result[TRAINING], result["loss_unit"])}
+def batch_differences(
+    pairs: Sequence[tuple[FinishedRun, FinishedRun]], metric: str
+) -> list[BatchDifferences]:
+    """The part of each set that `metric` is over in it, batch by batch.
+
+    Args:
+      pairs: a run and the baseline's of the same seed, measured on the same batches; at least one.
+    """
+    first = pairs[0][0].validation
+    assert first is not None
+    sets, name = _sets_of(first, metric), _name_of_sums(first, metric)
+    units = dict.fromkeys(sets, 1.0)
+    if _is_bits_per_byte(metric):
+        units = {
+            each: 1 / math.log(2) / (of.bytes_per_target or math.nan) for each, of in sets.items()
+        }
+    weights = {  # the counts of units, or of bytes, unless the run has weights
+        each: float(of.counts.sum()) / units[each] if of.weight is None else of.weight
+        for each, of in sets.items()
+    }
+
+    def sums(run: FinishedRun, of_set: str) -> np.ndarray:
+        assert run.validation is not None
+        return run.validation.sets[of_set].sums[name]
+
+    return [
+        BatchDifferences(
+            sums_SN=np.stack([sums(one, each) - sums(other, each) for one, other in pairs]),
+            counts_N=of.counts,
+            factor=units[each] * weights[each] / sum(weights.values()),
+        )
+        for each, of in sets.items()
+    ]
 
 
-def _finished(
-    run: Run,
-    result: Mapping[str, Any],
-    metric: str,
-    measured: Mapping[str, tuple[float, str]],
-) -> FinishedRun:
-    value, unit = measured[metric]
-    flops_per_token = result.get("flops_per_token")
-    name = metric.removeprefix("validation_").partition("/")[0]
-    return FinishedRun(
-        run=run,
-        value=float(value),
-        unit=str(unit),
-        measured=str(result["loss_name"]) if name in (TRAINING, "loss") else name,
-        steps=int(result["steps"]),
-        parameters=int(result["parameters"]),
-        tokens=int(result["tokens"]),
-        tokens_per_second=float(result["mean_tokens_per_second"]),
-        flops_per_token=None if flops_per_token is None else float(flops_per_token),
-        validation=None,
-    )
+def _sets_of(validation: StoredValidation, metric: str) -> dict[str, StoredSet]:
+    """The sets that `metric` is over: one that it names, or all."""
+    _, _, name = metric.partition("/")
+    return {name: validation.sets[name]} if name else dict(validation.sets)
+
+
+def _is_bits_per_byte(metric: str) -> bool:
+    return metric.partition("/")[0].endswith(BITS_PER_BYTE)
+
+
+def _name_of_sums(validation: StoredValidation, metric: str) -> str:
+    """Which sums over batches `metric` is made of."""
+    if _is_bits_per_byte(metric):
+        return validation.cross_entropy or ""
+    return metric.removeprefix("validation_").partition("/")[0]
 
 
 def _validation(run: Run, metric: str, steps: int) -> StoredValidation:
@@ -183,33 +192,33 @@ def _validation(run: Run, metric: str, steps: int) -> StoredValidation:
         )
     _, _, name = metric.partition("/")
     of_metric = [found.sets.get(name)] if name else [*found.sets.values()]
-    if any(each is None or name_of_sums(found, metric) not in each.sums for each in of_metric):
+    if any(each is None or _name_of_sums(found, metric) not in each.sums for each in of_metric):
         raise ValueError(f"{run.path}/validation.json is damaged: it lacks {metric}")
     return found
 
 
 def _check_text(one: StoredValidation, other: StoredValidation, metric: str, both: str) -> None:
-    ones, others = sets_of(one, metric), sets_of(other, metric)
+    ones, others = _sets_of(one, metric), _sets_of(other, metric)
     if ones.keys() != others.keys():
         raise ValueError(
-            f"{both} by {metric}, the total of other sets: {', '.join(ones)} and "
-            f"{', '.join(others)}; name one, as in {metric}/NAME"
+            f"{both}, the total of other sets: {', '.join(ones)} and {', '.join(others)}; name "
+            f"one, as in {metric}/NAME"
         )
     for name, first in ones.items():
         second = others[name]
         if len(ones) > 1 and first.weight != second.weight:
-            raise ValueError(f"{both} by {metric}: evaluation.weights differ in {name!r}")
+            raise ValueError(f"{both}: evaluation.weights differ in {name!r}")
         if first.digest == second.digest:
             continue
-        if not is_bits_per_byte(metric):
+        if not _is_bits_per_byte(metric):
             raise ValueError(
-                f"{both} by {metric}: the batches of {name!r} differ. If the text is the same and "
-                f"the tokenizer is not, compare validation_{BITS_PER_BYTE}; else {_MEASURED_AGAIN}"
+                f"{both}: the batches of {name!r} differ. If the text is the same and the "
+                f"tokenizer is not, compare validation_{BITS_PER_BYTE}; else {_MEASURED_AGAIN}"
             )
         if first.text_bytes is None or first.text_bytes != second.text_bytes:
             raise ValueError(
-                f"{both} by {metric}: the text of {name!r} has {_bytes(first)} in one and "
-                f"{_bytes(second)} in the other; {_MEASURED_AGAIN}"
+                f"{both}: the text of {name!r} has {_bytes(first)} in one and {_bytes(second)} in "
+                f"the other; {_MEASURED_AGAIN}"
             )
 
 

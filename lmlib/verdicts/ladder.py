@@ -1,7 +1,9 @@
 """A ladder of runs: what each came to, by its size and its tokens, and the law through them."""
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -10,8 +12,10 @@ from lmlib.terminal.quantities import count_text
 from lmlib.terminal.table import columns
 from lmlib.verdicts.finished import USUAL_METRIC, FinishedRun, finished_runs
 from lmlib.verdicts.groups import differing_settings
-from lmlib.verdicts.scaling_law import FLOPS, ScalingLaw, fit_scaling_law
+from lmlib.verdicts.power_law import INTERVAL
+from lmlib.verdicts.scaling_law import FLOPS, Number, ScalingLaw, fit_scaling_law
 
+_NUMBERS = ("parameters", "tokens", "value")
 _OF_SIZE = ("model", "steps", "data.batch_size", "data.sequence_length")
 
 
@@ -31,18 +35,11 @@ class Ladder:
     other_settings: tuple[str, ...]
     left_out: tuple[str, ...]
 
-    def losses(self) -> np.ndarray:
-        """Of each run."""
-        return np.array([each.value for each in self.runs])
-
-    def fit(self) -> ScalingLaw:
-        """Raises ValueError as `fit_scaling_law` does, naming what is left out."""
+    def fit(self, of_compute: bool = False) -> ScalingLaw:
+        """Raises ValueError as `fit_scaling_law` does, naming the runs that are left out."""
+        numbers = ([getattr(run, each) for run in self.runs] for each in _NUMBERS)
         try:
-            return fit_scaling_law(
-                np.array([each.parameters for each in self.runs]),
-                np.array([each.tokens for each in self.runs]),
-                self.losses(),
-            )
+            return fit_scaling_law(*map(np.array, numbers), of_compute=of_compute)
         except ValueError as error:
             raise ValueError("; ".join([str(error), *self.left_out])) from error
 
@@ -56,23 +53,53 @@ def ladder_of(runs: Iterable[Run], metric: str = USUAL_METRIC) -> Ladder:
 
 
 def ladder_text(ladder: Ladder, law: ScalingLaw, budgets: Sequence[float]) -> str:
-    """The runs beside the law, its numbers, and what is best for each budget of FLOPs."""
+    """The runs beside the law, its numbers, and the best for each budget of FLOPs."""
     return "\n".join(_lines(ladder, law, budgets))
 
 
+def as_json(ladder: Ladder, law: ScalingLaw, budgets: Sequence[float]) -> dict[str, Any]:
+    """The same as JSON values; an end on which the runs set no bound is null."""
+
+    def fields(numbers: Mapping[str, Number]) -> dict[str, dict[str, float | None]]:
+        return {
+            name: {
+                end: each if math.isfinite(each) else None
+                for end, each in dataclasses.asdict(number).items()
+            }
+            for name, number in numbers.items()
+        }
+
+    runs = [
+        {
+            "run": str(each.run.path),
+            "parameters": each.parameters,
+            "tokens": each.tokens,
+            "loss": each.value,
+        }
+        for each in ladder.runs
+    ]
+    return {
+        "law": str(law),
+        "metric": ladder.metric,
+        "unit": ladder.unit,
+        "interval": INTERVAL,
+        "runs": runs,
+        "left_out": list(ladder.left_out),
+        "numbers": fields(law.numbers),
+        "error": law.fit.error,
+        "optima": {f"{flops:g}": fields(law.optimum(flops)) for flops in budgets},
+    }
+
+
 def _lines(ladder: Ladder, law: ScalingLaw, budgets: Sequence[float]) -> Iterator[str]:
-    rows = [("run", "N, parameters", "D, tokens", f"loss, {ladder.unit}", "fitted")]
+    titles = ("C, FLOPs",) if law.of_compute else ("N, parameters", "D, tokens")
+    rows = [("run", *titles, f"loss, {ladder.unit}", "fitted")]
     for each in ladder.runs:
-        place = {"parameters": each.parameters, "tokens": each.tokens}
-        rows.append(
-            (
-                each.run.name,
-                count_text(each.parameters),
-                count_text(each.tokens),
-                f"{each.value:.4f}",
-                f"{law.loss(**place):.4f}",
-            )
-        )
+        place = count_text(each.parameters), count_text(each.tokens)
+        compute = f"{FLOPS * each.parameters * each.tokens:.3g}"
+        fitted = law.loss(each.parameters, each.tokens)
+        of_run = (compute,) if law.of_compute else place
+        rows.append((each.run.name, *of_run, f"{each.value:.4f}", f"{fitted:.4f}"))
     yield columns(rows)
     yield ""
     yield f"{law}, fitted to {len(ladder.runs)} runs, off by {law.fit.error:.2%} (root mean square)"
@@ -86,29 +113,30 @@ def _lines(ladder: Ladder, law: ScalingLaw, budgets: Sequence[float]) -> Iterato
     ]
     yield columns(numbers)
     yield ""
-    yield "N counts all parameters, those of embeddings too; D the targets seen; both in units of 1"
-    if law.quantities == ("parameters", "tokens") and (spent := _flops_of_each(ladder.runs)):
-        low, high = min(spent), max(spent)
+    if law.of_compute:
+        yield "C is 6·N·D, of all parameters and of the targets seen"
+    else:
         yield (
-            f"these runs computed {low:.3g} to {high:.3g} FLOPs for each parameter and token; a "
-            f"budget counts {FLOPS:g}"
+            "N counts all parameters, those of embeddings too; D the targets seen; both in units "
+            "of 1"
+        )
+    if len(law.quantities) == 2 and (spent := _flops_of_each(ladder.runs)):
+        yield (
+            f"these runs computed {min(spent):.3g} to {max(spent):.3g} FLOPs for each parameter "
+            f"and token; a budget counts {FLOPS:g}"
         )
     for flops in budgets:
-        best = law.optimum(flops)
+        shown = {"loss": "{:.4f}".format}
         yield ""
-        yield f"best for {flops:.3g} FLOPs:"
+        yield f"{'at' if law.of_compute else 'best for'} {flops:.3g} FLOPs:"
         yield columns(
             [
                 (f"  {name}", show(each.value), f"{show(each.low)} to {show(each.high)}")
-                for name, show in (
-                    ("parameters", count_text),
-                    ("tokens", count_text),
-                    ("loss", "{:.4f}".format),
-                )
-                for each in [best[name]]
+                for name, each in law.optimum(flops).items()
+                for show in [shown.get(name, count_text)]
             ]
         )
-    if ladder.other_settings:
+    if ladder.other_settings and not law.of_compute:
         yield ""
         yield (
             f"WARNING: these runs differ in {', '.join(ladder.other_settings[:6])} too, which the "

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Num
@@ -18,12 +18,22 @@ from lmlib.verdicts.power_law import Fit, PowerLaw
 
 FLOPS = 6.0  # for each parameter and token
 LEAST_VALUES = 3  # of a quantity, for its floor, its scale and its exponent
-LEAST_RANGE = 2.0  # the largest over the smallest
 _LEAST_SPREAD = 0.1  # of the logarithm of tokens, at one number of parameters
 _LEAST_SINGULAR = 1e-5  # of the fit's Jacobian, over the largest
 
-_SYMBOLS = {"parameters": ("A", "α"), "tokens": ("B", "β")}
-_LETTERS = {"parameters": "N", "tokens": "D"}
+
+class _Quantity(NamedTuple):
+    letter: str
+    scale: str
+    exponent: str
+    least_range: float  # the largest over the smallest
+
+
+_QUANTITIES = {
+    "parameters": _Quantity("N", "A", "α", 2.0),
+    "tokens": _Quantity("D", "B", "β", 2.0),
+    "compute": _Quantity("C", "A", "γ", 4.0),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +50,7 @@ class ScalingLaw:
     """A fit, of one quantity if the other is the same in all runs: E then holds the other's term.
 
     Args:
-      quantities: "parameters", "tokens" or both, in this order.
+      quantities: "parameters", "tokens" or both, in this order; or "compute".
       fixed: the value of the one that all runs share, if there is one.
       fit: the law of these quantities, and the losses that it is fitted to.
     """
@@ -50,46 +60,57 @@ class ScalingLaw:
     fit: Fit
 
     @property
+    def of_compute(self) -> bool:
+        return self.quantities == ("compute",)
+
+    @property
     def names(self) -> tuple[str, ...]:
         """Of the numbers of its law: E, then A and B, then α and β."""
-        symbols = [_SYMBOLS[quantity] for quantity in self.quantities]
-        return ("E", *(scale for scale, _ in symbols), *(exponent for _, exponent in symbols))
+        known = [_QUANTITIES[quantity] for quantity in self.quantities]
+        return ("E", *(each.scale for each in known), *(each.exponent for each in known))
 
     @functools.cached_property
     def numbers(self) -> dict[str, Number]:
         return {
-            name: number(self.fit, lambda law: np.log(law.numbers), i)
+            name: _number(self.fit, lambda law: np.log(law.numbers), i)
             for i, name in enumerate(self.names)
         }
 
     def loss(self, parameters: float, tokens: float) -> float:
-        """What the law says of such a run; a quantity without a term does not count."""
-        place = {"parameters": parameters, "tokens": tokens}
+        """The loss of such a run by the law; a quantity without a term does not count."""
+        place = {
+            "parameters": parameters,
+            "tokens": tokens,
+            "compute": FLOPS * parameters * tokens,
+        }
         x_K = [place[quantity] for quantity in self.quantities]
         return float(self.fit.law.loss(np.array([x_K], float))[0])
 
     def optimum(self, flops: float) -> dict[str, Number]:
-        """The parameters, tokens and loss that are best for a budget of 6·N·D FLOPs.
+        """The parameters, tokens and loss that are best for a budget of 6·N·D FLOPs; of a law of
+        compute its loss, without the noise of a single run.
 
         Raises:
-          ValueError: if the law has not both quantities.
+          ValueError: if the law has one of parameters and tokens only.
         """
+        if self.of_compute:
+            return {"loss": _number(self.fit, lambda law: np.log(law.loss(np.array([[flops]]))))}
         if len(self.quantities) < 2:
-            (only,) = self.quantities
+            (missing,) = self.fixed
             raise ValueError(
-                f"the best share of a budget needs runs of several {_other(only)}: all of these "
-                f"have {count_text(self.fixed[_other(only)])}"
+                f"the best share of a budget needs runs of several {missing}: all of these "
+                f"have {count_text(self.fixed[missing])}"
             )
         names = ("parameters", "tokens", "loss")
         return {
-            name: number(self.fit, lambda law: _best(law, flops), i) for i, name in enumerate(names)
+            name: _number(self.fit, lambda law: _best(law, flops), i)
+            for i, name in enumerate(names)
         }
 
     def __str__(self) -> str:
         """`L = E + A/N^α + B/D^β`, of the terms that it has."""
-        terms = [
-            f"{_SYMBOLS[each][0]}/{_LETTERS[each]}^{_SYMBOLS[each][1]}" for each in self.quantities
-        ]
+        known = [_QUANTITIES[quantity] for quantity in self.quantities]
+        terms = [f"{each.scale}/{each.letter}^{each.exponent}" for each in known]
         return " + ".join(["L = E", *terms])
 
 
@@ -97,22 +118,29 @@ def fit_scaling_law(
     parameters_R: Num[np.ndarray, "R"],
     tokens_R: Num[np.ndarray, "R"],
     losses_R: Float[np.ndarray, "R"],
+    of_compute: bool = False,
 ) -> ScalingLaw:
     """The law of runs with these parameters, tokens seen and final losses.
 
-    A quantity that is the same in all runs has no term.
+    A quantity that is the same in all runs has no term. With `of_compute` the law is
+    L = E + A/C^γ of the compute alone, C = 6·N·D FLOPs (Kaplan et al. 2020, arXiv:2001.08361,
+    §3.3, with the floor of Hoffmann et al.): for rungs of one dial, whose tokens follow from their
+    parameters. It predicts the next rung, and says nothing of other shares of the two.
 
     Raises:
       ValueError: saying which numbers are not identified and what runs would: a quantity has fewer
-        than three values or they span less than a factor of two; tokens follow from parameters, so
-        that α and β cannot be told apart; there are too few runs; or a term is lost in the noise.
+        than three values or they span less than a factor of two, of compute four; tokens follow
+        from parameters, so that α and β cannot be told apart; there are too few runs; or a term is
+        lost in the noise.
     """
     columns = {"parameters": parameters_R.astype(float), "tokens": tokens_R.astype(float)}
+    if of_compute:
+        columns = {"compute": FLOPS * columns["parameters"] * columns["tokens"]}
     fixed = {name: float(x_R[0]) for name, x_R in columns.items() if len(set(x_R.tolist())) == 1}
     quantities = tuple(name for name in columns if name not in fixed)
     if not quantities:
         raise ValueError(
-            "all runs have the same parameters and tokens: a law needs runs of at least three "
+            f"all runs have the same {' and '.join(columns)}: a law needs runs of at least three "
             "sizes, of three numbers of tokens, or of both"
         )
     for name in quantities:
@@ -130,21 +158,22 @@ def fit_scaling_law(
     if not (np.isfinite(losses_R).all() and (losses_R > 0).all()):
         raise ValueError(f"a law is of positive losses, and these go from {losses_R.min():.6g}")
     made = ScalingLaw(quantities, fixed, Fit(x_RK, losses_R))
-    _check_identified(made, x_RK)
+    if not of_compute:
+        _check_identified(made, x_RK)
     return made
 
 
 def _check_values(name: str, x_R: np.ndarray) -> None:
-    values = sorted(set(x_R.tolist()))
+    values, known = sorted(set(x_R.tolist())), _QUANTITIES[name]
     span = values[-1] / values[0]
-    if len(values) >= LEAST_VALUES and span >= LEAST_RANGE:
+    if len(values) >= LEAST_VALUES and span >= known.least_range:
         return
-    scale, exponent = _SYMBOLS[name]
     listed = ", ".join(count_text(value) for value in values[:4])
     raise ValueError(
-        f"E, {scale} and {exponent} are not identified: the runs have {len(values)} numbers of "
-        f"{name} ({listed}{', …' * (len(values) > 4)}), which span a factor of {span:.2f}; give "
-        f"runs of at least {LEAST_VALUES} that span {LEAST_RANGE:.0f}, or of a single one"
+        f"E, {known.scale} and {known.exponent} are not identified: the runs have {len(values)} "
+        f"numbers of {name} ({listed}{', …' * (len(values) > 4)}), which span a factor of "
+        f"{span:.2f}; give runs of at least {LEAST_VALUES} that span {known.least_range:.0f}, or "
+        "of a single one"
     )
 
 
@@ -185,12 +214,8 @@ def _best(law: PowerLaw, flops: float) -> tuple[float, float, float]:
     return parameters, tokens, float(np.logaddexp.reduce(terms))
 
 
-def number(fit: Fit, logarithms: Callable[[PowerLaw], Any], index: int = 0) -> Number:
+def _number(fit: Fit, logarithms: Callable[[PowerLaw], Any], index: int = 0) -> Number:
     """One of the positive quantities of a law whose logarithms are given."""
     low, high = fit.interval(lambda law: float(logarithms(law)[index]))
     with np.errstate(over="ignore"):
         return Number(*np.exp([logarithms(fit.law)[index], low, high]).tolist())
-
-
-def _other(quantity: str) -> str:
-    return "tokens" if quantity == "parameters" else "parameters"

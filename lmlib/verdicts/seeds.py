@@ -11,19 +11,27 @@ Seeds are counted, and validation batches are not. All runs are measured on the 
 pairing by batch changes no mean; and a million tokens measured in one run say nothing of the next
 seed (Bouthillier et al. 2021, arXiv:2103.03098). `lmlib.verdicts.text` has what batches do tell.
 
-Lower is better throughout; whoever has a metric of which higher is better negates it.
+Under an effect, the statistic of a t-test has the noncentral t distribution (Cohen 1988,
+Statistical Power Analysis, §2). The power at the effect that was just seen says nothing that the
+test has not said (Hoenig and Heisey 2001, The American Statistician 55): a finished comparison says
+the smallest effect that it would have found.
+
+Lower is better throughout; a metric of which higher is better is negated.
 """
 
+import bisect
 import dataclasses
 import math
 from typing import Literal
 
 import numpy as np
 from jaxtyping import Float
-from scipy import special
+from scipy import optimize, special
 
 Verdict = Literal["better", "worse", "inconclusive"]
 LEAST_SEEDS = 3  # of each setting; fewer have hardly a standard error
+MOST_SEEDS = 1_000  # more are not counted
+USUAL_POWER = 0.8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,3 +99,54 @@ def unpaired_difference(
     one, other = (float(np.var(each, ddof=1)) for each in (values_S, baseline_T))
     error = math.sqrt(one / len(values_S) + other / len(baseline_T))
     return Difference(mean, seeds, False, math.sqrt(one + other), error, float(seeds - 1))
+
+
+def power(beyond: float, deviation: float, seeds: int, freedom: float, error_rate: float) -> float:
+    """The probability that an effect is found.
+
+    Args:
+      beyond: how far the effect is beyond the margin, in the metric's unit.
+      deviation: of the difference of one pair of runs.
+      seeds: of each setting.
+      freedom: degrees of freedom: `seeds` - 1 if paired.
+    """
+    critical = -special.stdtrit(freedom, error_rate)
+    shift = beyond * math.sqrt(seeds) / deviation
+    if shift > 30 + critical:  # beyond what scipy's nctdtr computes
+        return 1.0
+    return 1.0 - float(special.nctdtr(freedom, shift, critical))
+
+
+def smallest_effect(difference: Difference, margin: float, error_rate: float) -> float | None:
+    """The effect that a comparison like `difference` finds with a power of 80 %; `None` if its
+    seeds do not tell, or are too few to find any."""
+    if difference.seeds < LEAST_SEEDS or not difference.deviation:
+        return None
+
+    def lacking(shift: float) -> float:
+        return power(shift, 1.0, 1, difference.freedom, error_rate) - USUAL_POWER
+
+    critical = -float(special.stdtrit(difference.freedom, error_rate))
+    shift = optimize.brentq(lacking, 0.0, 10.0 + 3 * critical)
+    return margin + shift * difference.deviation / math.sqrt(difference.seeds)
+
+
+def seeds_needed(difference: Difference, margin: float, error_rate: float) -> int | None:
+    """How many seeds of each setting find an effect as large as that of `difference` with a power
+    of 80 %, were its deviation the true one too.
+
+    `None`: more than 1,000; none would, since the effect is within the margin; or unknown, of fewer
+    than two seeds.
+    """
+    beyond, deviation = abs(difference.mean) - margin, difference.deviation
+    if not deviation or not beyond > 0 or not math.isfinite(beyond):
+        return None
+    freedom_of_one = difference.freedom / (difference.seeds - 1)
+
+    def enough(seeds: int) -> bool:
+        freedom = freedom_of_one * (seeds - 1)
+        return power(beyond, deviation, seeds, freedom, error_rate) >= USUAL_POWER
+
+    counts = range(LEAST_SEEDS, MOST_SEEDS + 1)
+    place = bisect.bisect_left(counts, True, key=enough)
+    return counts[place] if place < len(counts) else None

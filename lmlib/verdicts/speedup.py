@@ -43,6 +43,12 @@ class Curve:
     losses_R: Float[np.ndarray, "R"]
     whole_schedules: bool
 
+    @classmethod
+    def through(cls, points: Sequence[tuple[float, float]], whole_schedules: bool) -> "Curve":
+        """Of the (tokens, loss) of any number of runs."""
+        tokens_R, losses_R = np.array(points, float).reshape(-1, 2).T
+        return cls(tokens_R, losses_R, whole_schedules)
+
     @property
     def problem(self) -> str | None:
         """Why no law can be fitted to it; `None` if one can."""
@@ -102,9 +108,3 @@ def speedup(curve: Curve, tokens: float, difference: Difference) -> Speedup:
         down, up = np.hypot(np.subtract(by_curve, middle), np.subtract(by_difference, middle))
         low, high = middle - down, middle + up
     return Speedup(read(middle), read(low), read(high), least, most, curve.whole_schedules)
-
-
-def joined(points: Sequence[tuple[float, float]], whole_schedules: bool) -> Curve:
-    """A curve of (tokens, loss) of any number of runs."""
-    tokens_R, losses_R = np.array(points, float).reshape(-1, 2).T
-    return Curve(tokens_R, losses_R, whole_schedules)

@@ -7,8 +7,7 @@ from lmlib.runs.settings import last_name
 from lmlib.terminal.table import columns
 from lmlib.verdicts.comparison import Comparison, Judged, Row
 from lmlib.verdicts.groups import shown
-from lmlib.verdicts.power import MOST_SEEDS, USUAL_POWER
-from lmlib.verdicts.seeds import LEAST_SEEDS
+from lmlib.verdicts.seeds import LEAST_SEEDS, MOST_SEEDS, USUAL_POWER
 from lmlib.verdicts.speedup import Speedup
 
 _COSTS = ("steps", "FLOPs", "seconds")

@@ -79,9 +79,9 @@ class LmEvalModel(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """The chat as one text. Without a prompt for an answer, it ends with the last message, to be
-        continued. If the template takes no message of the system's, the text is without it, as in
-        lm-eval's own backends, and a warning says so.
+        """The chat as one text. Without a prompt for an answer, it ends with the last message, to
+        be continued. If the template takes no message of the system's, the text is without it, as
+        in lm-eval's own backends, and a warning says so.
 
         Raises ValueError if there is no template, or it does not take the chat, and OSError as
         `ChatTemplate.render_all`.

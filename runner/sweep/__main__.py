@@ -73,15 +73,20 @@ from runner.jax_settings.allocator import keep_freed_memory
 from runner.jax_settings.devices import check_devices, choose_devices, on_cpus_alone
 from runner.jax_settings.xla_flags import keep_cpus_in_order, set_gpu_flags
 from runner.processes.lock import WorkdirLock
-from runner.sweep import slurm
-from runner.sweep.commands import check_through, command_of, through
+from runner.sweep.commands import (
+    check_sbatch,
+    check_through,
+    command_of,
+    submit,
+    through,
+    write_script,
+)
 from runner.sweep.folder import Point, Sweep, checked_folder, planned
 from runner.sweep.halving import halved, parsed_rungs
-from runner.sweep.in_turn import InTurn
 from runner.sweep.names import Settings
 from runner.sweep.points import check_paths, overrides_of, points_of
-from runner.sweep.side_by_side import SideBySide
 from runner.sweep.tables import costs_text, results_text
+from runner.sweep.training import InTurn, SideBySide
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -107,7 +112,7 @@ def main(arguments: Sequence[str]) -> int:
         return _write_array(sweep, arguments)
     with WorkdirLock(folder):
         sweep.write()
-        return _train(sweep) if in_turn else _train_in_processes(sweep, arguments)
+        return _train(sweep, arguments, in_turn)
 
 
 def _check_flags(arguments: Sequence[str]) -> None:
@@ -117,7 +122,7 @@ def _check_flags(arguments: Sequence[str]) -> None:
     if _THROUGH.value is not None:
         check_through(_THROUGH.value)
     if _SUBMIT.value:
-        slurm.check_sbatch()
+        check_sbatch()
     if not _SLURM.value and (_SUBMIT.value or _SBATCH.value):
         raise ConfigError("--submit and --sbatch are for --slurm: give that too")
     if _HALVING.value is not None:
@@ -141,8 +146,15 @@ def _cost_of(point: Point) -> Cost | None:
         return None
 
 
-def _train(sweep: Sweep) -> int:
-    """One point after the other, in this process."""
+def _train(sweep: Sweep, arguments: Sequence[str], in_turn: bool) -> int:
+    chosen: Sequence[Point] = sweep.points
+    if not in_turn:
+
+        def command(point: Point, slot: int) -> list[str]:
+            return _words(point, slot, arguments)
+
+        beside = SideBySide(_AT_ONCE.value or 1, command, _GRACE_SECONDS.value)
+        return _ended(sweep, chosen, beside.train(chosen), beside.failures)
     choose_devices()
     if on_cpus_alone():
         keep_freed_memory()
@@ -151,7 +163,6 @@ def _train(sweep: Sweep) -> int:
     file = configs.experiment_file(flags.FLAGS.fdl_config)
     training = InTurn(_config_of, file, _GRACE_SECONDS.value, DEBUG.value)
     check_devices()
-    chosen: Sequence[Point] = sweep.points
     if _HALVING.value is not None:
         chosen = halved(
             sweep.points,
@@ -163,25 +174,16 @@ def _train(sweep: Sweep) -> int:
     return _ended(sweep, chosen, training.train(chosen), training.failures)
 
 
-def _train_in_processes(sweep: Sweep, arguments: Sequence[str]) -> int:
-    def command(point: Point, slot: int) -> list[str]:
-        return _words(point, slot, arguments)
-
-    training = SideBySide(_AT_ONCE.value or 1, command, _GRACE_SECONDS.value)
-    return _ended(sweep, sweep.points, training.train(sweep.points), training.failures)
-
-
 def _write_array(sweep: Sweep, arguments: Sequence[str]) -> int:
     points = [each for each in sweep.points if not each.finished]
     if not points:
         return _ended(sweep, sweep.points, True, {})
     sweep.write()
     commands = [_words(point, number, arguments) for number, point in enumerate(points)]
-    text = slurm.script(sweep.folder, commands, _AT_ONCE.value, _SBATCH.value)
-    file = slurm.write_script(sweep.folder, text)
+    file = write_script(sweep.folder, commands, _AT_ONCE.value, _SBATCH.value)
     print(f"wrote {file}, with a task for each of {len(points)} points")
     if _SUBMIT.value:
-        slurm.submit(file)
+        submit(file)
     else:
         print(f"try next   sbatch {file}")
     return FINISHED

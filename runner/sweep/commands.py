@@ -1,23 +1,26 @@
-"""The command that trains a point, as a user would type it, and what it is run through."""
+"""The command that trains a point, as a user would type it, alone or in an array job of SLURM."""
 
+import os
 import shlex
+import shutil
+import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
+from lmlib.storage.whole_file import make_folder, write_whole
 from runner.errors import ConfigError
-from runner.sweep.folder import Point
+from runner.sweep.folder import OUTPUT, Point
 from runner.sweep.points import overrides_of
 
+SCRIPT = "sweep.sbatch"
 _COMMAND = "{command}"
+_VARIABLES = ("PYTHONPATH", "XLA_FLAGS")  # a job has them only if sbatch is told to take them along
 
 
 def command_of(point: Point, experiment: Sequence[str], flags: Sequence[str]) -> list[str]:
-    """The words of a point's command.
-
-    Args:
-      experiment: the flags that choose the experiment.
-      flags: more flags of `python -m runner`.
-    """
+    """The words of a point's command, from the flags that choose the experiment, and more flags of
+    `python -m runner`."""
     settings = [f"--fdl.{override}" for override in overrides_of(point.settings)]
     workdir = f"--workdir={point.workdir}"
     return [sys.executable, "-m", "runner", *experiment, *settings, workdir, *flags]
@@ -50,3 +53,51 @@ def through(template: str, command: Sequence[str], point: Point, slot: int) -> l
             word = word.replace(name, value)
         found.append(word.replace(_COMMAND, shlex.join(command)))
     return found
+
+
+def write_script(
+    folder: Path, commands: Sequence[Sequence[str]], at_once: int | None, directives: Sequence[str]
+) -> Path:
+    """Writes a script for sbatch into the sweep's folder: its task i runs `commands[i]`.
+
+    Args:
+      at_once: tasks that may run at the same time; `None`: as many as there is room for.
+      directives: more of sbatch's flags, a line each.
+    """
+    limit = "" if at_once is None else f"%{at_once}"
+    given = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
+    lines = [
+        "#!/bin/bash",
+        f"#SBATCH --job-name={folder.name}",
+        f"#SBATCH --array=0-{len(commands) - 1}{limit}",
+        f"#SBATCH --output={folder / OUTPUT}/%A_%a.txt",
+        "#SBATCH --ntasks=1",
+        # Time for a checkpoint before the job's limit: the same command goes on from it.
+        "#SBATCH --signal=B:TERM@120",
+        *(f"#SBATCH {directive}" for directive in directives),
+        f"cd {shlex.quote(os.getcwd())} || exit 1",
+        *(f"export {name}={shlex.quote(value)}" for name, value in given.items()),
+        "case $SLURM_ARRAY_TASK_ID in",
+        *(f"{i}) exec {shlex.join(words)} ;;" for i, words in enumerate(commands)),
+        "esac",
+    ]
+    make_folder(folder / OUTPUT)
+    write_whole(folder / SCRIPT, "\n".join(lines) + "\n")
+    return folder / SCRIPT
+
+
+def check_sbatch() -> None:
+    """Raises ConfigError if there is no sbatch here."""
+    if shutil.which("sbatch") is None:
+        raise ConfigError(
+            "--submit: there is no sbatch on this machine; leave it out, and submit the script "
+            "where there is one"
+        )
+
+
+def submit(file: Path) -> None:
+    """Raises ConfigError if sbatch refuses, with what it said."""
+    done = subprocess.run(["sbatch", str(file)], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ConfigError(f"sbatch {file} failed: {done.stderr.strip() or done.stdout.strip()}")
+    print(done.stdout.strip())

@@ -1,10 +1,10 @@
-"""A sweep's folder: `sweep.json` says what it is, and each point is a run in a folder below.
+"""A sweep's folder: `sweep.json` says which points it has, and each is a run in a folder below.
 
 {"format": 2, "experiment": "experiments/quickstart", "config": {"steps": "100", …},
  "points": [{"name": "peak_lr=0.001,seed=0", "settings": {"optimizer.peak_lr": "0.001", …}}, …]}
 
-`config` has all settings of the first point, which tell another experiment; `experiment` is for
-readers.
+`config` has all settings of the first point, by which another experiment is noticed; `experiment`
+is for readers.
 """
 
 import dataclasses
@@ -12,9 +12,8 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from lmlib.runs.run import Run
+from lmlib.runs.run import SWEEP, Run, points_in
 from lmlib.runs.settings import checked_settings
-from lmlib.runs.sweep import FILE_NAME, points_in
 from lmlib.storage.local_folder import local_folder
 from lmlib.storage.stored_json import read_json
 from lmlib.storage.unlinked import unlinked
@@ -35,7 +34,7 @@ class Point:
 
     Args:
       workdir: its folder, which has its name.
-      settings: what it has besides the experiment's own, by path, as text.
+      settings: those besides the experiment's own, by path, as text.
     """
 
     workdir: Path
@@ -59,12 +58,8 @@ class Point:
 
 @dataclasses.dataclass(frozen=True)
 class Sweep:
-    """What `sweep.json` says.
-
-    Args:
-      experiment: as --fdl_config has it.
-      config: the settings of the first point, all of them.
-    """
+    """The content of `sweep.json`: the experiment by its --fdl_config, all settings of the first
+    point, and the points."""
 
     folder: Path
     experiment: str
@@ -80,7 +75,7 @@ class Sweep:
             "points": points,
         }
         make_folder(self.folder)
-        write_whole(self.folder / FILE_NAME, json.dumps(content, indent=1) + "\n")
+        write_whole(self.folder / SWEEP, json.dumps(content, indent=1) + "\n")
 
 
 def checked_folder(path: str | None) -> Path:
@@ -91,13 +86,13 @@ def checked_folder(path: str | None) -> Path:
     with user_errors():
         folder = local_folder(path).absolute()
         check_can_be_made(folder)
-        if not folder.exists() or (folder / FILE_NAME).exists():
+        if not folder.exists() or (folder / SWEEP).exists():
             return folder
         if not folder.is_dir():
             raise ConfigError(f"--workdir={folder} is a file; name a folder")
         if names := sorted(each.name for each in folder.iterdir() if each.name[0] != "."):
             raise ConfigError(
-                f"--workdir={folder} holds {', '.join(names[:_SHOWN])}, and no {FILE_NAME}: use "
+                f"--workdir={folder} holds {', '.join(names[:_SHOWN])}, and no {SWEEP}: use "
                 "another folder"
             )
     return folder
@@ -119,9 +114,15 @@ def planned(
     Raises:
       ConfigError: saying what differs, if another sweep is there, or sweep.json is damaged.
     """
-    before = read_sweep(folder) if (folder / FILE_NAME).exists() else None
-    if before is None:
-        return Sweep(folder, experiment, config_of(points[0]), tuple(_named(folder, points, ())))
+
+    def named(points: Sequence[Settings], others: Sequence[Point]) -> tuple[Point, ...]:
+        names = names_of(points, [each.name for each in others])
+        pairs = zip(names, points, strict=True)
+        return tuple(Point(folder / name, dict(each)) for name, each in pairs)
+
+    if not (folder / SWEEP).exists():
+        return Sweep(folder, experiment, config_of(points[0]), named(points, ()))
+    before = read_sweep(folder)
     config = config_of(before.points[0].settings)
     if config != before.config:
         changed = changed_paths(before.config, config)
@@ -130,7 +131,7 @@ def planned(
             f"differs in {', '.join(changed)}: give another --workdir, or the same settings"
         )
     known = [dict(each.settings) for each in before.points]
-    new = _named(folder, [each for each in points if each not in known], before.points)
+    new = named([each for each in points if each not in known], before.points)
     gone = [each for each in before.points if each.settings not in points]
     if (new or gone) and not add:
         told = [f"is missing {_listed(gone)}"] * bool(gone) + [f"has {_listed(new)}"] * bool(new)
@@ -143,31 +144,21 @@ def planned(
 
 def read_sweep(folder: Path) -> Sweep:
     """Raises ConfigError if there is no sweep in `folder`, or it is damaged."""
-    file = folder / FILE_NAME
     try:
-        content = read_json(unlinked(folder, FILE_NAME))
+        content = read_json(unlinked(folder, SWEEP))
         if content["format"] != _FORMAT:
             raise ValueError(
                 f"its format is {content['format']!r:.40}, and this program's {_FORMAT}"
             )
-        points = [Point(folder / _safe(name), texts) for name, texts in points_in(content)]
-        if not points:
-            raise ValueError("it has no points")
-        config = checked_settings(content["config"])
-        return Sweep(folder, str(content["experiment"]), config, tuple(points))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{file} cannot be read, or is damaged: {error!r:.200}") from error
-
-
-def _safe(name: str) -> str:
-    if not is_safe(name):
-        raise ValueError(f"{name!r:.80} is no name of a point")
-    return name
-
-
-def _named(folder: Path, points: Sequence[Settings], others: Sequence[Point]) -> list[Point]:
-    names = names_of(points, [each.name for each in others])
-    return [Point(folder / name, dict(each)) for name, each in zip(names, points, strict=True)]
+        points = points_in(content)
+        if not points or not all(map(is_safe, points)):
+            raise ValueError(f"these are no names of points: {[*points]!r:.80}")
+        found = tuple(Point(folder / name, settings) for name, settings in points.items())
+        return Sweep(folder, str(content["experiment"]), checked_settings(content["config"]), found)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{folder / SWEEP} cannot be read, or is damaged: {error!r:.200}"
+        ) from error
 
 
 def _listed(points: Sequence[Point]) -> str:

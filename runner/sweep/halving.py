@@ -29,10 +29,6 @@ def parsed_rungs(text: str) -> list[float]:
     return rungs
 
 
-def rung_step(fraction: float, steps: int) -> int:
-    return max(1, round(fraction * steps))
-
-
 def halved(
     points: Sequence[Point],
     steps: Callable[[Point], int],
@@ -49,7 +45,7 @@ def halved(
     """
     left = list(points)
     for fraction in rungs:
-        until = {each.name: rung_step(fraction, steps(each)) for each in points}
+        until = {each.name: max(1, round(fraction * steps(each))) for each in points}
 
         def last(point: Point, until: Mapping[str, int] = until) -> int:
             return until[point.name]

@@ -35,4 +35,4 @@ def test_a_run_that_ends_early(tmp_path, overrides, stop, error, told):
     if error is StoppedEarly:
         fit(small("steps=12"), tmp_path)
         assert ">finished<" in (tmp_path / "report.html").read_text()
-        assert seen([tmp_path])[0].state == ("finished", "")
+        assert seen([tmp_path])[0].run.state == ("finished", "")

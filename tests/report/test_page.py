@@ -18,6 +18,8 @@ from lmlib.report.specifications import VERSION, for_paper
 from lmlib.report.terminal import view
 from lmlib.runs import read_run, runs
 from lmlib.terminal.text import shown
+from runner.sweep.folder import Point
+from runner.sweep.tables import results_text
 
 FINISHED = {
     "steps": 2, "parameters": 1000, "tokens": 64, "mean_tokens_per_second": 100.0,
@@ -208,6 +210,11 @@ def test_a_page_says_how_a_run_ended(tmp_path, lock, ended):
     assert f"{state}, step 2 of 9" in view(seen([run]), 80)
     leave_run(tmp_path / "b", {"steps": 2}, losses(3.0, 2.0), FINISHED)
     assert f"1 of 2 finished, 1 {state}<" in page(seen([tmp_path]))
+    points = [Point(tmp_path / name, {}) for name in "abc"]
+    lines = results_text(points, {}).splitlines()
+    assert any(line.startswith(f"a             {state}, step 2 of 9") for line in lines)
+    assert "c             not begun" in lines
+    assert runs(tmp_path).set_index("run")["state"].to_list() == [state, "finished"]
 
 
 def test_what_was_measured_once_is_drawn(tmp_path):

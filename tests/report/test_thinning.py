@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmlib.report.axes import at, axes
-from lmlib.report.thinning import stretch, thinned
+from lmlib.report.points import at, axes, stretch, thinned
 from lmlib.runs.series import Series
 
 VALUES = st.floats(-1e300, 1e300) | st.sampled_from([math.nan, math.inf, -math.inf])

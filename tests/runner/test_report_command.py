@@ -1,8 +1,11 @@
 """`python -m runner.report` and `runner.watch` through the command line."""
 
+import json
+
 import pytest
 from forked_processes import run_forked
 from left_runs import leave_run, losses
+from pseudo_terminal import run_on_terminal
 
 
 @pytest.mark.slow
@@ -23,6 +26,17 @@ def test_a_page_and_mistakes(tmp_path):
         done = run_forked("-m", "runner.report", *arguments, cwd=tmp_path)
         assert done.returncode == 2 and done.stderr.startswith("error: "), done.stderr
         assert told in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("ended", ["diverged", "interrupted", ""])
+def test_a_view_ends_once_no_run_goes_on(tmp_path, ended):
+    """Also where no run has finished; it says the state."""
+    run = leave_run(tmp_path / "a", {"steps": 9}, losses(3.0, 2.0), goodput={"steps": 1.0})
+    kept = json.loads((run / "goodput.json").read_text())
+    kept["starts"][-1] |= {"ended": ended, "reason": "64 updates"}
+    (run / "goodput.json").write_text(json.dumps(kept))
+    status, sent = run_on_terminal("-m", "runner.watch", str(run), "--terminal")
+    assert status == 0 and f"a  {ended or 'not running'}, step 2 of 9" in sent
 
 
 def test_a_view_goes_into_a_pipe_once(tmp_path):

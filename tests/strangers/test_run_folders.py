@@ -25,7 +25,7 @@ from runner.config import configs
 from runner.config.references import located
 from runner.errors import ConfigError
 from runner.sweep.folder import read_sweep
-from runner.sweep.last_line import last_line
+from runner.sweep.training import last_line
 from runner.training.report import finished_summary
 
 STRANGE = (

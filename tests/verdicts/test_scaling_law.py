@@ -175,3 +175,36 @@ def test_a_loss_without_a_floor_says_so():
 def test_losses_that_are_none_are_refused():
     with pytest.raises(ValueError, match="a law is of positive losses"):
         fit_scaling_law(*PLACES.T, TRUTH.loss(PLACES) * np.where(np.arange(12) == 3, np.nan, 1))
+
+
+FLOPS = np.array([1e11, 4e11, 2e12, 6e12, 2e13])
+
+
+def by_compute(flops, losses):
+    return fit_scaling_law(flops / 6e6, np.full(len(flops), 1e6), losses, of_compute=True)
+
+
+def of_compute(flops):
+    return 1.7 + 30.0 * flops**-0.1
+
+
+def test_a_law_of_compute_is_found_and_predicts_the_next_rung():
+    found = by_compute(FLOPS, of_compute(FLOPS))
+    assert str(found) == "L = E + A/C^γ"
+    assert found.fit.law.numbers == pytest.approx([1.7, 30.0, 0.1], rel=1e-3)
+    assert found.optimum(1e15)["loss"].value == pytest.approx(of_compute(1e15), rel=1e-4)
+    assert found.loss(1e9, 1e6 / 6) == pytest.approx(of_compute(1e15), rel=1e-4)
+    with pytest.raises(ValueError, match="these are 3 at 3"):
+        by_compute(FLOPS[:3], of_compute(FLOPS[:3]))
+    with pytest.raises(ValueError, match=r"a factor of 3\.00; give runs of at least 3 that span 4"):
+        by_compute(np.array([1e11, 1e11, 2e11, 3e11]), of_compute(FLOPS[:4]))
+
+
+@pytest.mark.landing
+def test_an_interval_of_a_prediction_holds_the_truth_about_as_often_as_it_says():
+    inside = []
+    for seed in range(100):
+        noise = np.exp(2e-3 * np.random.default_rng(seed).standard_normal(len(FLOPS)))
+        at = by_compute(FLOPS, of_compute(FLOPS) * noise).optimum(1e14)["loss"]
+        inside.append(at.low <= of_compute(1e14) <= at.high)
+    assert 0.82 <= np.mean(inside) <= 0.98

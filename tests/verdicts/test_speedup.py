@@ -7,7 +7,7 @@ from made_up_runs import leave_run
 from lmlib.runs import find_runs
 from lmlib.verdicts import compare
 from lmlib.verdicts.seeds import Difference
-from lmlib.verdicts.speedup import joined, speedup
+from lmlib.verdicts.speedup import Curve, speedup
 from lmlib.verdicts.table import comparison_text
 
 FLOOR, SCALE, EXPONENT = 2.0, 300.0, 0.4
@@ -21,7 +21,7 @@ def curve(noise=0.0, whole=True, seed=0):
     generator = np.random.default_rng(seed)
     tokens = np.repeat(np.geomspace(1e6, 1.6e7, 5), 3)
     noisy = loss(tokens) * np.exp(noise * generator.standard_normal(len(tokens)))
-    return joined(list(zip(tokens, noisy, strict=True)), whole)
+    return Curve.through(list(zip(tokens, noisy, strict=True)), whole)
 
 
 def known(difference, error=1e-9):

@@ -7,8 +7,15 @@ import pytest
 from sentinels import sentinels
 from simulated_comparisons import ERRORS, Design, differences, share
 
-from lmlib.verdicts.power import MOST_SEEDS, power_of, seeds_needed, smallest_effect
-from lmlib.verdicts.seeds import Difference, paired_difference, unpaired_difference
+from lmlib.verdicts.seeds import (
+    MOST_SEEDS,
+    Difference,
+    paired_difference,
+    power,
+    seeds_needed,
+    smallest_effect,
+    unpaired_difference,
+)
 
 RATE = 0.05
 COMPARISONS = 4_000
@@ -85,8 +92,7 @@ def test_fewer_than_three_seeds_and_what_cannot_be_judged_are_inconclusive():
 @pytest.mark.parametrize("seeds", [3, 6])
 def test_effects_are_found_as_often_as_the_noncentral_t_says(seeds):
     design = Design(seeds=seeds, effect=-2.0)
-    known = Difference(0.0, seeds, True, math.sqrt(2), math.sqrt(2 / seeds), float(seeds - 1))
-    expected = power_of(known, 2.0, 0.5, RATE)
+    expected = power(2.0 - 0.5, math.sqrt(2), seeds, float(seeds - 1), RATE)
     assert share(differences(design, COMPARISONS), "better", 0.5) == pytest.approx(
         expected, abs=4 * math.sqrt(expected * (1 - expected) / COMPARISONS)
     )

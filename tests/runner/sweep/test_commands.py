@@ -7,9 +7,8 @@ import sys
 import pytest
 
 from runner.errors import ConfigError
-from runner.sweep.commands import check_through, command_of, through
+from runner.sweep.commands import check_through, command_of, through, write_script
 from runner.sweep.folder import Point
-from runner.sweep.slurm import script, write_script
 
 
 @pytest.fixture
@@ -45,7 +44,7 @@ def test_each_task_of_an_array_runs_its_own_line(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "/some where")
     told = "import os; print(os.environ['PYTHONPATH'], os.getcwd())"
     commands = [[sys.executable, "-c", f"print({i}); {told}"] for i in range(3)]
-    file = write_script(tmp_path, script(tmp_path, commands, 2, ["--gres=gpu:1"]))
+    file = write_script(tmp_path, commands, 2, ["--gres=gpu:1"])
     lines = file.read_text().splitlines()
     assert lines[0] == "#!/bin/bash"
     assert {"#SBATCH --array=0-2%2", "#SBATCH --gres=gpu:1", "#SBATCH --ntasks=1"} <= set(lines)

@@ -2,8 +2,9 @@
 
 import pytest
 
+from lmlib.runs.run import SWEEP
 from runner.errors import ConfigError
-from runner.sweep.folder import FILE_NAME, checked_folder, planned, read_sweep
+from runner.sweep.folder import checked_folder, planned, read_sweep
 
 ONE, TWO, THREE = ({"seed": str(seed)} for seed in (1, 2, 3))
 
@@ -67,7 +68,7 @@ _BEGIN = '{"format": 2, "experiment": "e", "config": {"steps": "9"}, "points": '
     ],
 )
 def test_a_damaged_file_is_refused(folder, content):
-    (folder / FILE_NAME).write_text(content)
+    (folder / SWEEP).write_text(content)
     with pytest.raises(ConfigError, match=r"sweep\.json cannot be read, or is damaged"):
         plan(folder, [ONE, TWO])
 

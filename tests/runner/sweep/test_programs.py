@@ -4,7 +4,7 @@ import fiddle as fdl
 import pytest
 from small_experiment import small
 
-from runner.sweep.programs import Programs
+from runner.sweep.training import Programs
 
 
 @pytest.mark.slow

@@ -1,0 +1,229 @@
+"""Trains the points of a sweep: in turn in this process, or side by side in processes."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import fiddle as fdl
+import jax
+from jax.sharding import Mesh
+
+from lmlib.storage.regular_file import open_regular
+from lmlib.storage.unlinked import check_no_link
+from lmlib.storage.whole_file import make_folder
+from lmlib.terminal.quantities import duration_text
+from runner.command_line.command import tell
+from runner.command_line.exit_status import FINISHED, SIGNALLED, STOPPED
+from runner.errors import StoppedEarly, in_words
+from runner.monitoring.limits import Limits
+from runner.processes.parent import Parent
+from runner.processes.stopping import StopSignals
+from runner.sweep.folder import OUTPUT, Point
+from runner.sweep.names import Settings
+from runner.sweep.tables import result_text, status
+from runner.training.compiled_step import identity_of
+from runner.training.fit import fit
+from runner.training.options import Options
+
+_LOOK_SECONDS = 0.2
+_TAIL_BYTES = 1 << 14
+
+
+class _Training:
+    """Trains points until a signal asks it to stop.
+
+    Attributes:
+      failures: the reason of each point that failed, in a line, by name.
+    """
+
+    ending = "ending after this step, with a checkpoint"
+
+    def __init__(self, grace_seconds: float):
+        """Takes over the signals; call it on the main thread."""
+        self.failures: dict[str, str] = {}
+        self._asked = threading.Event()
+        StopSignals(grace_seconds, self._stop, self._end)
+
+    def _stop(self, number: signal.Signals) -> None:
+        _tell(f"{number.name}: {self.ending}")
+        self._asked.set()
+
+    def _end(self, number: signal.Signals, reason: str) -> None:
+        _tell(f"error: ended by {number.name}: {reason}")
+        os._exit(SIGNALLED + number)
+
+
+class InTurn(_Training):
+    """Trains points one after the other, each as `python -m runner` would; equal programs compile
+    once."""
+
+    def __init__(
+        self,
+        config_of: Callable[[Settings], fdl.Config],
+        experiment_file: Path | None,
+        grace_seconds: float,
+        debug: bool,
+    ):
+        super().__init__(grace_seconds)
+        self._config_of, self._experiment_file = config_of, experiment_file
+        self._debug = debug
+        self._programs = Programs()
+
+    def train(
+        self, points: Iterable[Point], until: Callable[[Point], int | None] = lambda point: None
+    ) -> bool:
+        """Trains each of `points` that has not finished or failed `until` its step or, of `None`,
+        its end. Returns whether it did, and was not asked to stop."""
+        waiting = [each for each in points if not each.finished and each.name not in self.failures]
+        for number, point in enumerate(waiting, 1):
+            if self._asked.is_set():
+                break
+            _tell(f"\npoint {number} of {len(waiting)}: {point.name}")
+            self._train(point, until(point))
+        return not self._asked.is_set()
+
+    def _train(self, point: Point, last: int | None) -> None:
+        def stop(step: int) -> bool:
+            return self._asked.is_set() or (last is not None and step >= last)
+
+        options = Options(
+            limits=Limits(),
+            programs=self._programs,
+            stop=stop,
+            experiment_file=self._experiment_file,
+        )
+        try:
+            fit(self._config_of(point.settings), point.workdir, options)
+        except StoppedEarly:
+            pass
+        except Exception as error:  # the others go on
+            tell(error, self._debug)
+            reason = " ".join(in_words(error).split())
+            self.failures[point.name] = reason or type(error).__name__
+
+
+class SideBySide(_Training):
+    """Trains points in processes of their own, some at a time. A signal reaches all of them."""
+
+    ending = "ending all runs, each with a checkpoint"
+
+    def __init__(
+        self, at_once: int, command_of: Callable[[Point, int], list[str]], grace_seconds: float
+    ):
+        """`command_of` gives the words of a point's command, in the slot that it has."""
+        self._at_once, self._command_of = at_once, command_of
+        self._parent = Parent()
+        self._running: dict[int, tuple[Point, subprocess.Popen[bytes], float]] = {}
+        super().__init__(grace_seconds)
+
+    def train(self, points: Sequence[Point]) -> bool:
+        """Trains each of `points` that has not finished. Returns whether it did, and was not asked
+        to stop."""
+        waiting = [each for each in points if not each.finished]
+        done, whole = 0, len(waiting)
+        while (waiting and not self._asked.is_set()) or self._running:
+            while waiting and len(self._running) < self._at_once and not self._asked.is_set():
+                self._begin(waiting.pop(0))
+            for slot, (point, process, began) in list(self._running.items()):
+                if (code := process.poll()) is not None:
+                    del self._running[slot]
+                    done += code == FINISHED
+                    self._ended(point, code, time.monotonic() - began)
+                    _tell(f"{done} of {whole} finished, {len(self._running)} running")
+            time.sleep(_LOOK_SECONDS)
+        return not self._asked.is_set()
+
+    def _begin(self, point: Point) -> None:
+        slot = min(set(range(self._at_once)) - self._running.keys())
+        output = _output(point)
+        make_folder(output.parent)
+        with output.open("ab") as file:
+            try:
+                process = subprocess.Popen(
+                    self._command_of(point, slot),
+                    stdin=subprocess.DEVNULL,
+                    stdout=file,
+                    stderr=file,
+                    env=self._parent.environment,
+                    pass_fds=self._parent.pass_fds,
+                    start_new_session=True,  # a terminal's Ctrl-C reaches it once, from here
+                )
+            except OSError as error:
+                self.failures[point.name] = str(error)
+                _tell(f"failed: {point.name}: {error}")
+                return
+        self._running[slot] = (point, process, time.monotonic())
+        _tell(f"began {point.name}; its output: {output}")
+        if self._asked.is_set():  # meanwhile
+            self._signal(signal.SIGTERM)
+
+    def _ended(self, point: Point, code: int, seconds: float) -> None:
+        if code == FINISHED:
+            found = f": {result_text(point)}"
+        elif code == STOPPED:
+            found = ""
+        else:
+            reason = last_line(_output(point)) or f"exit status {code}"
+            self.failures[point.name], found = reason, f": {reason}"
+        state = status(point, self.failures)
+        _tell(f"{point.name} {state} after {duration_text(seconds)}{found}")
+
+    def _stop(self, number: signal.Signals) -> None:
+        super()._stop(number)
+        self._signal(signal.SIGTERM)
+
+    def _end(self, number: signal.Signals, reason: str) -> None:
+        self._signal(signal.SIGKILL)
+        super()._end(number, reason)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for _, process, _ in list(self._running.values()):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+
+
+class Programs:
+    """Compiles each step once for all runs of this process, and keeps the last few."""
+
+    def __init__(self, most: int = 4):
+        self._most = most
+        self._kept: dict[tuple[str, ...], jax.stages.Compiled] = {}
+
+    def __call__(
+        self, step: jax.stages.Lowered, mesh: Mesh, compile_step: Callable[[], jax.stages.Compiled]
+    ) -> jax.stages.Compiled:
+        key = tuple(identity_of(step, mesh).values())
+        kept = self._kept.pop(key, None)
+        # It unpacks its arguments as those that it was compiled for were packed.
+        if kept is None or (kept.in_tree, kept.out_tree) != (step.in_tree, step.out_tree):
+            kept = compile_step()
+        self._kept[key] = kept  # the last, now
+        while len(self._kept) > self._most:
+            del self._kept[next(iter(self._kept))]
+        return kept
+
+
+def last_line(file: Path) -> str:
+    """The last line of a text file that is not empty; "" if there is none, or it is a link."""
+    try:
+        check_no_link(file)
+        with open_regular(file) as opened:
+            opened.seek(max(0, opened.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            text = opened.read(_TAIL_BYTES).decode("utf-8", "replace")
+    except (OSError, ValueError):
+        return ""
+    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
+
+
+def _output(point: Point) -> Path:
+    return point.workdir.parent / OUTPUT / f"{point.name}.txt"
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
