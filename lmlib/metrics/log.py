@@ -9,7 +9,7 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -60,6 +60,11 @@ class MetricsLog:
 
         with MetricsLog(workdir, resume_step=None) as log:
             log.write(1, {"loss": 3.25})
+
+    Attributes:
+      missing: which steps from `first` to `resume_step` have no line, in words; `None` if all have.
+      furthest: the last step that the file had; 0 if none.
+      set_aside: the file of a run before, where it is now; `None` if there was none.
     """
 
     def __init__(
@@ -82,15 +87,8 @@ class MetricsLog:
             lines is then renamed to metrics.jsonl.1, or the next number that is free.
           enabled: False on all processes but one; then nothing is read or written.
           lost, check: as in `AppendedFile`.
-          sinks: make what gets copies.
-          tell: is told of a sink that fails.
+          sinks: make the sinks that get copies; `tell` gets a line about one that fails.
           first: the run's own first step; those of a fork follow another run's.
-
-        Attributes:
-          missing: which steps from `first` to `resume_step` have no line, in words; `None` if all
-            have.
-          furthest: the last step that the file had; 0 if none.
-          set_aside: what the file of a run before is called now; `None` if there was none.
         """
         self._enabled = enabled
         self.missing: str | None = None
@@ -101,15 +99,14 @@ class MetricsLog:
         last = -1 if resume_step is None else resume_step
         folder = Path(workdir)
         make_folder(folder)
-        path = folder / FILE_NAME
-        found = list(_entries(path))
-        self.furthest = max((entry["step"] for entry in found[-1:]), default=0)
+        found = read_metrics(folder)
+        self.furthest = found[-1]["step"] if found else 0
         entries = [entry for entry in found if entry["step"] <= last]
-        self.missing = _missing(path, {entry["step"] for entry in entries}, first, last)
+        self.missing = missing_lines(folder, last, first, entries)
         if found and resume_step is None:
-            self.set_aside = set_aside(path)
+            self.set_aside = set_aside(folder / FILE_NAME)
         lines = "".join(f"{to_json(entry)}\n" for entry in entries)
-        self._file = AppendedFile(path, lines, lost, check)
+        self._file = AppendedFile(folder / FILE_NAME, lines, lost, check)
         self._sinks = Sinks(sinks, folder, last + 1, tell)
 
     def write(self, step: int, metrics: Mapping[str, float | int | None]) -> None:
@@ -121,20 +118,18 @@ class MetricsLog:
         """
         if "step" in metrics:
             raise ValueError('a metric cannot be called "step": the line has the step already')
-        if not self._enabled:
-            return
         present = {name: value for name, value in metrics.items() if value is not None}
-        self._file.append(f"{to_json({'step': step, **present})}\n".encode())
-        self._sinks.write(step, present)
+        if self._enabled:
+            self._file.append(f"{to_json({'step': step, **present})}\n".encode())
+            self._sinks.write(step, present)
 
     def add(self, step: int, metrics: Mapping[str, float | int | None]) -> None:
         """Adds metrics to the newest line, that of `step`: those that are known only later."""
         present = {name: value for name, value in metrics.items() if value is not None}
-        if not self._enabled or not present:
-            return
-        end = f", {to_json(present)[1:]}\n".encode()  # in the place of the line's own "}\n"
-        self._file.append(end, over=2)
-        self._sinks.write(step, present)
+        if self._enabled and present:
+            end = f", {to_json(present)[1:]}\n".encode()  # in the place of the line's own "}\n"
+            self._file.append(end, over=2)
+            self._sinks.write(step, present)
 
     def flush(self) -> None:
         """Raises OSError, naming the file, if there are lines that it still does not take."""
@@ -165,11 +160,18 @@ class MetricsLog:
 
 
 def read_metrics(workdir: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The lines of `workdir/metrics.jsonl`, also while a run writes it; none if it is absent.
+    """The lines of `workdir/metrics.jsonl`, also while a run writes it; none if it is absent. Half
+    a line, which a kill or a power cut may leave, is skipped.
 
     `pandas.DataFrame(read_metrics(workdir)).set_index("step")` makes a table of them.
     """
-    return list(_entries(Path(workdir) / FILE_NAME))
+    path, found = Path(workdir, FILE_NAME), []
+    check_no_link(path)
+    if path.exists():
+        for line in path.read_bytes().splitlines():
+            with contextlib.suppress(ValueError, TypeError):  # a list, say, is not hashable
+                found.append(from_json(line))
+    return found
 
 
 def to_json(entry: Mapping[str, Any]) -> str:
@@ -184,7 +186,7 @@ def to_json(entry: Mapping[str, Any]) -> str:
 
 
 def from_json(line: str | bytes) -> dict[str, Any]:
-    """What `to_json` was given; raises ValueError for what it did not write."""
+    """The entry that `to_json` was given; raises ValueError for what it did not write."""
     entry = parse_json(line)
     if not isinstance(entry, dict) or type(entry.get("step")) is not int:
         raise ValueError("no line of metrics")
@@ -195,29 +197,20 @@ def from_json(line: str | bytes) -> dict[str, Any]:
     return found
 
 
-def missing_lines(workdir: str | os.PathLike[str], last: int, first: int = 1) -> str | None:
-    """Which steps from `first` to `last` have no line in metrics.jsonl, in words; `None` if all
-    have."""
-    path = Path(workdir, FILE_NAME)
-    return _missing(path, {entry["step"] for entry in _entries(path)}, first, last)
-
-
-def _missing(path: Path, steps: set[int], first: int, last: int) -> str | None:
-    """Which of the steps from `first` to `last` are not among `steps`."""
-    missing = sorted(set(range(first, last + 1)) - steps)
+def missing_lines(
+    workdir: str | os.PathLike[str],
+    last: int,
+    first: int = 1,
+    entries: Sequence[Mapping[str, Any]] | None = None,
+) -> str | None:
+    """Which steps from `first` to `last` have no line in metrics.jsonl, whose `entries` may be
+    given, in words; `None` if all have."""
+    entries = read_metrics(workdir) if entries is None else entries
+    missing = sorted(set(range(first, last + 1)) - {entry["step"] for entry in entries})
     if not missing:
         return None
     which = f"step {missing[0]:,}"
     if len(missing) > 1:
         which = f"{len(missing):,} steps from {missing[0]:,} to {missing[-1]:,}"
-    return f"{path} has lost the lines of {which}: what is summed over the run leaves them out"
-
-
-def _entries(path: Path) -> Iterator[dict[str, Any]]:
-    """Every whole line, parsed; half a line, which a kill or a power cut may leave, is skipped."""
-    check_no_link(path)
-    if not path.exists():
-        return
-    for line in path.read_bytes().splitlines():
-        with contextlib.suppress(ValueError, TypeError):  # a list, say, is not hashable
-            yield from_json(line)
+    file = Path(workdir, FILE_NAME)
+    return f"{file} has lost the lines of {which}: what is summed over the run leaves them out"

@@ -183,11 +183,11 @@ def points_in(content: Any) -> dict[str, dict[str, str]]:
     """
     try:
         points = content["points"]
-        found = {str(each["name"]): checked_settings(each["settings"]) for each in points}
+        found = {each["name"]: checked_settings(each["settings"]) for each in points}
     except (KeyError, TypeError) as error:
         raise ValueError(f"its points are damaged ({error!r:.80})") from error
-    if len(found) < len(points):
-        raise ValueError("two points have one name")
+    if len(found) < len(points) or not all(isinstance(name, str) for name in found):
+        raise ValueError("its points have no names of their own")
     return found
 
 

@@ -75,7 +75,7 @@ class Measurements:
 
     @property
     def series(self) -> Mapping[str, Series]:
-        """What the last `update` had read, by the name of the metric; "step" is one."""
+        """The metrics that the last `update` had read, by name; "step" is one."""
         columns = {name: (steps[:], values[:]) for name, (steps, values) in self._columns.items()}
         _add(columns, self._newest)
         return {
@@ -86,8 +86,10 @@ class Measurements:
 
 def _add(columns: _Columns, entries: list[dict[str, Any]]) -> None:
     for entry in entries:
-        for name, each in entry.items():
-            if (value := _number(each)) is not None:
+        for name, value in entry.items():
+            if isinstance(value, str) and value in ("NaN", "Infinity", "-Infinity"):
+                value = float(value)
+            if type(value) is float or (type(value) is int and abs(value) < 1 << 63):
                 steps, values = columns.setdefault(name, (array.array("q"), array.array("d")))
                 steps.append(entry["step"])
                 values.append(value)
@@ -104,15 +106,6 @@ def _parsed(lines: list[bytes]) -> list[dict[str, Any]]:
         for line in lines:
             with contextlib.suppress(ValueError):
                 found.append(parse_json(line))
-    return [each for each in found if isinstance(each, dict) and _is_step(each.get("step"))]
-
-
-def _is_step(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 1 << 63
-
-
-def _number(value: Any) -> float | int | None:
-    if type(value) is float or (type(value) is int and abs(value) < 1 << 63):
-        return value
-    is_text = isinstance(value, str) and value in ("NaN", "Infinity", "-Infinity")
-    return float(value) if is_text else None
+    steps = [each.get("step") if isinstance(each, dict) else None for each in found]
+    pairs = zip(found, steps, strict=True)
+    return [each for each, step in pairs if type(step) is int and 0 <= step < 1 << 63]

@@ -54,18 +54,6 @@ class StoredSet:
             return None
         return round(self.bytes_per_target * int(self.counts.sum()))
 
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "digest": self.digest,
-            "bytes_per_target": self.bytes_per_target,
-            "weight": self.weight,
-            "counts": _grouped(self.counts).tolist(),
-            "sums": {
-                name: [each if math.isfinite(each) else str(each) for each in _grouped(sums)]
-                for name, sums in self.sums.items()
-            },
-        }
-
 
 @dataclasses.dataclass(frozen=True)
 class StoredValidation:
@@ -80,14 +68,28 @@ class StoredValidation:
         self, workdir: str | os.PathLike[str], check: Callable[[], None] = lambda: None
     ) -> None:
         """Writes validation.json, whole or not at all; `check` as in `write_whole`."""
-        sets = {name: each.as_json() for name, each in self.sets.items()}
+
+        def numbers(values: np.ndarray) -> list[Any]:
+            found = _grouped(values).tolist()
+            return [each if math.isfinite(each) else str(each) for each in found]
+
+        sets = {
+            name: {
+                "digest": each.digest,
+                "bytes_per_target": each.bytes_per_target,
+                "weight": each.weight,
+                "counts": numbers(each.counts),
+                "sums": {metric: numbers(sums) for metric, sums in each.sums.items()},
+            }
+            for name, each in self.sets.items()
+        }
         content = {"step": self.step, "cross_entropy": self.cross_entropy, "sets": sets}
         file = Path(workdir, FILE_NAME)
         write_whole(file, json.dumps(content, allow_nan=False) + "\n", check)
 
 
 def read_validation(workdir: str | os.PathLike[str]) -> StoredValidation | None:
-    """What the run in `workdir` left; `None` if there is no such file.
+    """The validation that the run in `workdir` left; `None` if there is no such file.
 
     Raises:
       ValueError: naming the file, if it is damaged.

@@ -8,56 +8,50 @@ from lmlib.terminal.table import columns
 from lmlib.verdicts.comparison import Comparison, Judged, Row
 from lmlib.verdicts.groups import shown
 from lmlib.verdicts.seeds import LEAST_SEEDS, MOST_SEEDS, USUAL_POWER
-from lmlib.verdicts.speedup import Speedup
 
 _COSTS = ("steps", "FLOPs", "seconds")
 
 
 def comparison_text(comparison: Comparison) -> str:
-    """The table, the best first, and what there is to say about its verdicts."""
-    measured = f"{comparison.metric}, {comparison.unit}"
+    """The table, the best first, and notes about its verdicts."""
     judged = [row.judged for row in comparison.rows if row.judged is not None]
     sped = any(each.speedup is not None for each in judged)
-    titles = [*comparison.settings, "seeds", measured]
-    titles += ["minus baseline", "verdict"] if judged else []
-    titles += ["speedup in steps", "in FLOPs", "in seconds"] if sped else []
-    rows = [titles, *(_cells(comparison, row, bool(judged), sped) for row in comparison.rows)]
-    lines = [columns(rows), "", "± is one standard error over seeds"]
+    titles = [*comparison.settings, "seeds", f"{comparison.metric}, {comparison.unit}"]
+    titles += ["minus baseline", "verdict"] * bool(judged)
+    titles += ["speedup in steps", "in FLOPs", "in seconds"] * sped
+    rows = [_cells(comparison, row, sped) for row in comparison.rows]
+    # Without a verdict no row has its cells.
+    lines = [columns([titles, *(row[: len(titles)] for row in rows)])]
+    lines += ["", "± is one standard error over seeds"]
     if judged:
         lines += ["", *_rules(comparison, len(judged))]
         lines += ["", *_notes(comparison)]
         lines += _about_speedups(judged)
+    elif len(comparison.rows) == 1 and comparison.rows[0].is_baseline:
+        lines += [
+            "",
+            "no verdict: all runs have the baseline's settings; give runs of another setting too",
+        ]
     elif any(row.is_baseline for row in comparison.rows):
-        lines += ["", _no_verdict(comparison)]
+        lines += [
+            "",
+            "no verdict: each of the others differs from the baseline in more than what --baseline "
+            "names; name one run as the baseline of all, or give runs that differ in nothing else",
+        ]
     if comparison.left_out:
         lines += ["", *comparison.left_out]
     return "\n".join(lines)
 
 
-def _no_verdict(comparison: Comparison) -> str:
-    if len(comparison.rows) == 1:
-        return "no verdict: all runs have the baseline's settings; give runs of another setting too"
-    return (
-        "no verdict: each of the others differs from the baseline in more than what --baseline "
-        "names; name one run as the baseline of all, or give runs that differ in nothing else"
-    )
-
-
-def _cells(comparison: Comparison, row: Row, judged: bool, sped: bool) -> list[str]:
-    group = row.group
+def _cells(comparison: Comparison, row: Row, sped: bool) -> list[str]:
+    group, judged = row.group, row.judged
     settings = [shown(group.settings[path]) for path in comparison.settings]
     cells = [*settings, str(len(group.runs)), _estimate(group.mean, group.standard_error)]
-    if not judged:
-        return cells
-    if row.judged is None:
-        cells += ["baseline" if row.is_baseline else "has none", ""]
-        return [*cells, *([""] * 3 * sped)]
-    difference = row.judged.difference
-    sign = -1 if comparison.highest_is_best else 1
-    cells += [_estimate(sign * difference.mean, difference.standard_error, "+"), row.judged.verdict]
-    if sped:
-        cells += [_factor(row.judged, cost) for cost in _COSTS]
-    return cells
+    if judged is None:
+        return [*cells, "baseline" if row.is_baseline else "has none", *[""] * (1 + 3 * sped)]
+    sign, difference = -1 if comparison.highest_is_best else 1, judged.difference
+    cells += [_estimate(sign * difference.mean, difference.standard_error, "+"), judged.verdict]
+    return cells + [_factor(judged, cost) for cost in _COSTS] * sped
 
 
 def _rules(comparison: Comparison, count: int) -> Iterator[str]:
@@ -158,15 +152,14 @@ def _factor(judged: Judged, cost: str) -> str:
     found, scale = judged.speedup, judged.of_compute.get(cost)
     if found is None or scale is None:
         return "unknown"
-    middle = _within(found, found.factor, scale)
+
+    def text(factor: float) -> str:
+        words = "over " if factor >= found.most else "under " if factor <= found.least else ""
+        return f"{words}{factor * scale:.2f}"
+
     if cost != "steps" or found.low == found.high:
-        return middle
-    return f"{middle} ({_within(found, found.low, scale)} to {_within(found, found.high, scale)})"
-
-
-def _within(found: Speedup, factor: float, scale: float) -> str:
-    words = "over " if factor >= found.most else "under " if factor <= found.least else ""
-    return f"{words}{factor * scale:.2f}"
+        return text(found.factor)
+    return f"{text(found.factor)} ({text(found.low)} to {text(found.high)})"
 
 
 def _estimate(value: float, error: float | None, sign: str = "") -> str:
