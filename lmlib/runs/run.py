@@ -1,24 +1,28 @@
-"""One run's folder, read without JAX and without importing what its config names."""
+"""Runs' folders, read without JAX and without importing what their configs name."""
 
 import contextlib
 import dataclasses
 import functools
+import math
 import os
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lmlib.metrics.log import FILE_NAME as METRICS
 from lmlib.metrics.log import read_metrics
 from lmlib.runs.goodput import FINISHED, NOT_BEGUN, NOT_RUNNING, RUNNING, read_starts
 from lmlib.runs.result import Final, final_numbers, read_result
 from lmlib.runs.settings import FILE_NAME as SETTINGS
-from lmlib.runs.settings import checked_settings, read_settings
+from lmlib.runs.settings import checked_settings, read_settings, value_of
 from lmlib.runs.validation import StoredValidation, read_validation
 from lmlib.storage.stored_json import read_json, read_text
 from lmlib.storage.unlinked import unlinked
 from lmlib.terminal.text import shown
+
+if TYPE_CHECKING:
+    import pandas
 
 SAMPLES = "samples"
 SWEEP = "sweep.json"  # in a sweep's folder: the settings of each point, whose run is a folder below
@@ -173,6 +177,43 @@ def difference(runs: Iterable[Run]) -> dict[str, tuple[str | None, ...]]:
     paths = dict.fromkeys(path for settings in every for path in settings)
     found = {path: tuple(settings.get(path) for settings in every) for path in paths}
     return {path: values for path, values in found.items() if len(set(values)) > 1}
+
+
+def runs(*places: str | os.PathLike[str], steps: bool = False) -> "pandas.DataFrame":
+    """A row for each run in `places`: workdirs, or folders that hold some, such as a sweep's.
+
+    Columns are `run` (its workdir), the settings in which the runs differ (`None` where that is the
+    setting, NaN where a run has none), its `state`, whether it has `finished`, the last value of
+    each metric, such as `loss` and `evaluation_loss`, and the numbers in `Run.final`, such as
+    `training_loss` and `validation_loss`. With `steps`, a row for each step of each run, and that
+    step's metrics.
+
+    Raises:
+      ValueError: naming a place that has no run.
+    """
+    # Slow to import, and a thread of pyarrow's would take an arena of malloc from those that train.
+    import pandas
+
+    found = find_runs(places)
+    differing = difference(found)
+    rows: list[dict[str, Any]] = []
+    for number, run in enumerate(found):
+        texts = {path: values[number] for path, values in differing.items()}
+        settings = {path: value_of(text) for path, text in texts.items() if text is not None}
+        begin = {"run": str(run.path), **settings}
+        if steps:
+            rows += [{**begin, **line} for line in run.metrics]
+        else:
+            last = {name: value for line in run.metrics for name, value in line.items()}
+            final = {name: each.value for name, each in run.final.items()}
+            state = {"state": run.state.name, "finished": run.finished}
+            rows.append({**begin, **state, **last, **final})
+    table = pandas.DataFrame(rows)
+    for path in differing:
+        values = [row.get(path, math.nan) for row in rows]
+        if None in values:  # which pandas would take for a missing number
+            table[path] = pandas.Series(values, dtype=object)
+    return table
 
 
 def points_in(content: Any) -> dict[str, dict[str, str]]:

@@ -1,7 +1,431 @@
 """Sinks that send a run's metrics, samples and settings to trackers; each needs its own package."""
 
-from lmlib.trackers.mlflow_tracker import MLflow
-from lmlib.trackers.trackio_tracker import Trackio
-from lmlib.trackers.wandb_tracker import WeightsAndBiases
+import abc
+import contextlib
+import hashlib
+import html
+import importlib
+import itertools
+import json
+import os
+import posixpath
+import re
+import secrets
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
 
-__all__ = ["MLflow", "Trackio", "WeightsAndBiases"]
+from lmlib.metrics.log import FILE_NAME as METRICS
+from lmlib.metrics.log import from_json
+from lmlib.runs.run import SAMPLES, Run
+from lmlib.storage.bucket.copies import url_of
+from lmlib.storage.stored_json import read_json, read_text
+from lmlib.storage.unlinked import unlinked
+from lmlib.storage.whole_file import make_folder, write_whole
+
+FOLDER = "trackers"
+# Of MLflow: characters of a name, entities in a request, the code of a refusal, and a metric that
+# is the step, since MLflow gives a metric's last value without its step.
+_LONGEST, _MOST = 250, {"metrics": 1000, "params": 100}
+_REFUSED, _STEP = "INVALID_PARAMETER_VALUE", "step"
+_Value = TypeVar("_Value")
+
+
+class Tracker(abc.ABC):
+    """A `lmlib.metrics.sinks.Sink` that sends a run to a tracker's package, `package`.
+
+    A thread follows metrics.jsonl and samples/, so training never waits for the tracker. It sends a
+    step in one piece once nothing more is added to it: when metrics.jsonl has the next step, or at
+    the end of this start. The last step of a finished run has the numbers of result.json too. Each
+    start asks which step the tracker has last and sends all later ones, so neither a kill nor an
+    unreachable server loses a step. The tracker keeps the values that it has of steps that are made
+    again; what a later start adds to the last step of an earlier one is sent by itself.
+
+    WORKDIR/trackers/PACKAGE.json holds the run's id in the tracker. A copy of the workdir is
+    another run of the tracker, and so is a run that begins anew with other settings.
+    """
+
+    package: str  # to import, and to install as lmlib[PACKAGE]
+    waits = False  # whether `send` returns only when the tracker has the step
+    patience = 60.0  # seconds that the end of a run waits for the tracker
+    retry = 60.0  # seconds between attempts to reach it
+
+    def __init__(self, workdir: Path, first_step: int):
+        """Raises ImportError, saying what to install, without the package."""
+        try:
+            self.library: Any = importlib.import_module(self.package)
+        except ImportError as error:
+            raise ImportError(f"pip install 'lmlib[{self.package}]' ({error})") from error
+        self.workdir, self._first_step = workdir, first_step
+        self._file, self._kept = workdir / METRICS, workdir / FOLDER / f"{self.package}.json"
+        self._thread = threading.Thread(target=self._follow, name=self.package, daemon=True)
+        self._news, self._closing = threading.Event(), threading.Event()
+        self._warnings: list[str] = []
+        self._names = {"metric": {"": "step", " ": SAMPLES}, "setting": dict[str, str]()}
+        self._newest = self._has = -1  # steps: of metrics.jsonl, and surely in the tracker
+        self._end: int | None = None  # the last step of a run that has finished
+        self._finals: dict[str, float] = {}
+        self._done = False
+
+    @abc.abstractmethod
+    def start(self, run_id: str, name: str, settings: Mapping[str, str]) -> int:
+        """Begins the run `run_id` of the tracker, or goes on with it; returns the last step that
+        the tracker has of it, -1 if none."""
+
+    @abc.abstractmethod
+    def send(self, step: int, metrics: Mapping[str, float | int], texts: Mapping[str, str]) -> None:
+        """Gives a step to the tracker. A kill at any moment leaves all of it there, or nothing."""
+
+    @abc.abstractmethod
+    def finish(self) -> None:
+        """Returns when the tracker has all that was sent; another start may go on."""
+
+    def accepted(self, name: str) -> str:
+        """The name that the tracker accepts in place of `name`, of a metric or a setting."""
+        return name
+
+    def warn(self, text: str) -> None:
+        """Shows a warning at the next step, or at the end."""
+        self._warnings.append(f"WARNING: {type(self).__name__}: {text}")
+
+    def write(self, step: int, metrics: Mapping[str, float | int]) -> str | None:
+        self._begin()
+        self._newest = step
+        self._news.set()
+        return self._untold()
+
+    def close(self) -> str | None:
+        """Waits until the tracker has all steps, `patience` seconds at most."""
+        with contextlib.suppress(OSError, ValueError):
+            if (run := Run(self.workdir)).finished and run.result is not None:
+                self._finals = {name: each.value for name, each in run.final.items()}
+                self._end = run.result.get("steps")
+        if self._end is not None and self._known().get("sent") != self._end:
+            self._newest = max(self._newest, self._end)
+            self._begin()  # also for a run that had finished before this start
+        if self._thread.ident is None:
+            return None
+        self._closing.set()
+        self._news.set()
+        self._thread.join(self.patience)
+        if not self._done:
+            self.warn(
+                f"it may lack the steps from {max(self._has + 1, 1):,} to {self._newest:,}: "
+                "metrics.jsonl has them, and the next start of this run sends them"
+            )
+        elif self._has == self._end:
+            self._keep(self._known() | {"sent": self._end})
+        return self._untold()
+
+    def _begin(self) -> None:
+        """Starts the thread, once; not before the first step, which writes the settings."""
+        if self._thread.ident is not None:
+            return
+        self._settings = Run(self.workdir).settings
+        digest = hashlib.sha256(repr(sorted(self._settings.items())).encode()).hexdigest()[:16]
+        known = self._known()
+        if not known or (self._first_step <= 1 and known.get("settings") != digest):
+            known = {"id": secrets.token_hex(16)}
+        self._id = known["id"]
+        self._keep(known | {"settings": digest})
+        self._thread.start()
+
+    def _follow(self) -> None:
+        settings, failed = self._renamed("setting", self._settings), False
+        while True:
+            is_last_try = self._closing.is_set()
+            try:
+                self._has = self.start(self._id, self.workdir.absolute().name, settings)
+                failed = False
+                has = self._send_after(self._has)
+                self.finish()
+                self._has, self._done = has, True
+                return
+            except Exception as error:
+                if not failed:
+                    self.warn(
+                        f"{type(error).__name__}: {error}; it is tried again every "
+                        f"{self.retry:g} s, and metrics.jsonl has everything"
+                    )
+                failed = True
+            if is_last_try:
+                return
+            self._closing.wait(self.retry)
+
+    def _send_after(self, has: int) -> int:
+        """Sends the steps after `has`, and what is new of that one; returns the last."""
+        last, sent = self._known().get("last", (-1, ()))
+        for line, is_last in self._lines():
+            step = line.pop("step")
+            if step == self._end:
+                line |= self._finals
+            metrics, texts = self._renamed("metric", line), self._texts(step)
+            if step < has or (step == has != last):
+                continue
+            if step == has:
+                metrics = {name: value for name, value in metrics.items() if name not in sent}
+                texts = {name: text for name, text in texts.items() if name not in sent}
+            if is_last:
+                earlier = sent if step == has else ()
+                self._keep(self._known() | {"last": [step, [*earlier, *metrics, *texts]]})
+            if metrics or texts:
+                self.send(step, metrics, texts)
+            has = step
+            if self.waits:
+                self._has = step
+        return has
+
+    def _lines(self) -> Iterator[tuple[dict[str, Any], bool]]:
+        """The lines of metrics.jsonl, each once it is complete, and whether it is the last of this
+        start, to which a later one may add something."""
+        place = 0
+        while True:
+            self._news.clear()
+            closing = self._closing.is_set()
+            line = b""
+            with contextlib.suppress(FileNotFoundError), open(self._file, "rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                file.seek(place)
+                while place + len(line := file.readline()) < size:  # more follows: it is complete
+                    place += len(line)
+                    yield from_json(line), False
+            if closing:
+                with contextlib.suppress(ValueError):  # half a line, of a storage that failed
+                    yield from_json(line), True
+                return
+            self._news.wait()
+
+    def _texts(self, step: int) -> dict[str, str]:
+        with contextlib.suppress(OSError, ValueError):
+            return {SAMPLES: read_text(unlinked(self.workdir, f"{SAMPLES}/{step:08d}.txt"))}
+        return {}
+
+    def _renamed(self, kind: str, values: Mapping[str, _Value]) -> dict[str, _Value]:
+        """`values` by names that the tracker accepts and that differ. All starts see the lines from
+        the first on, and so give the same names."""
+        names, changed = self._names[kind], []
+        for name in values:
+            if name not in names:
+                accepted, taken = self.accepted(name), {*names.values()}
+                numbered = (f"{accepted[:240]} {number}" for number in itertools.count(2))
+                names[name] = next(
+                    n for n in itertools.chain([accepted], numbered) if n not in taken
+                )
+                if names[name] != name:
+                    changed.append(f"{name!r:.80} is {names[name]!r:.80}")
+        if changed:
+            self.warn(f"another name for each {kind}: {', '.join(changed)}")
+        return {names[name]: value for name, value in values.items()}
+
+    def _known(self) -> dict[str, Any]:
+        """What earlier starts kept; nothing if they were another folder's."""
+        with contextlib.suppress(OSError, ValueError):
+            known = read_json(self._kept)
+            same = isinstance(known, dict) and self._place().items() & known.items()
+            if same and re.fullmatch("[0-9a-f]{32}", str(known.get("id"))):
+                return known
+        return {}
+
+    def _keep(self, known: Mapping[str, Any]) -> None:
+        make_folder(self._kept.parent)
+        write_whole(self._kept, json.dumps({**known, **self._place()}) + "\n")
+
+    def _place(self) -> dict[str, str | int]:
+        """A copy of the workdir has another path and another inode; a moved one, its inode."""
+        path = self.workdir.absolute()
+        if (url := url_of(path)) is not None:  # this machine has only a copy of it
+            return {"path": str(url)}
+        return {"path": str(path), "inode": path.stat().st_ino}
+
+    def _untold(self) -> str | None:
+        return "\n".join(self._warnings.pop(0) for _ in range(len(self._warnings))) or None
+
+
+class Trackio(Tracker):
+    """A run of Trackio (https://huggingface.co/docs/trackio), in the folder that TRACKIO_DIR names,
+    else in the cache of Hugging Face's. `trackio show` is its dashboard.
+
+    Args:
+      project: of Trackio.
+    """
+
+    package = "trackio"
+
+    def __init__(self, workdir: Path, first_step: int, project: str = "lmlib"):
+        super().__init__(workdir, first_step)
+        self._project = project
+
+    def accepted(self, name: str) -> str:
+        """Trackio keeps some names, and those that begin with "_", for itself."""
+        kept = name in self.library.utils.RESERVED_KEYS or name.startswith("_")
+        return f"{name.lstrip('_')}_" if kept else name
+
+    def start(self, run_id: str, name: str, settings: Mapping[str, str]) -> int:
+        # The terminal is the run's own: Trackio prints nothing.
+        for module in (self.library, self.library.run, self.library.utils):
+            vars(module)["print"] = lambda *text, **settings: None
+        self._run = self.library.init(
+            project=self._project,
+            name=f"{name} {run_id[:8]}",  # Trackio knows runs by their names
+            resume="allow",
+            config=dict(settings),
+            embed=False,
+            auto_log_cpu=False,
+            auto_log_gpu=False,
+        )
+        return int(self._run._next_step) - 1
+
+    def send(self, step: int, metrics: Mapping[str, float | int], texts: Mapping[str, str]) -> None:
+        # As code: Markdown would take a model's text for its own marks.
+        pages = {
+            name: self.library.Markdown("\n".join(f"    {line}" for line in text.splitlines()))
+            for name, text in texts.items()
+        }
+        self._run.log({**metrics, **pages}, step=step)
+
+    def finish(self) -> None:
+        self._run.finish()
+
+
+class WeightsAndBiases(Tracker):
+    """A run of W&B (https://docs.wandb.ai). Offline, each start leaves a folder in WORKDIR/wandb
+    that has the whole run from its first step: `wandb sync` the newest.
+
+    Args:
+      project: of W&B.
+      mode: "online" or "offline"; `None`: as WANDB_MODE says, else online.
+    """
+
+    package = "wandb"
+
+    def __init__(
+        self, workdir: Path, first_step: int, project: str = "lmlib", mode: str | None = None
+    ):
+        super().__init__(workdir, first_step)
+        self._project, self._mode = project, mode
+
+    def start(self, run_id: str, name: str, settings: Mapping[str, str]) -> int:
+        quiet = self.library.Settings(
+            console="off",  # the terminal is the run's own, and so are its errors
+            silent=True,
+            init_timeout=self.patience / 2,
+            finish_timeout=self.patience / 2,
+            finish_timeout_raises=True,
+        )
+        self.library.setup(settings=quiet)
+        self._run = self.library.init(
+            project=self._project,
+            id=run_id,
+            name=name,
+            resume="allow",
+            config=dict(settings),
+            dir=str(self.workdir),
+            mode=self._mode,
+            settings=quiet,
+        )
+        return self._run.starting_step - 1  # offline it knows of none
+
+    def send(self, step: int, metrics: Mapping[str, float | int], texts: Mapping[str, str]) -> None:
+        pages = {
+            name: self.library.Html(f"<pre>{html.escape(text)}</pre>", inject=False)
+            for name, text in texts.items()
+        }
+        # W&B adds nothing to a step that it has: that goes to the next one.
+        at = max(step, self._run.starting_step)
+        self._run.log({**metrics, **pages}, step=at, commit=at == step)
+
+    def finish(self) -> None:
+        self._run.finish()
+
+
+class MLflow(Tracker):
+    """A run of MLflow (https://mlflow.org/docs/latest/ml/tracking), at the place that
+    MLFLOW_TRACKING_URI names, else in ./mlflow.db.
+
+    Args:
+      experiment: of MLflow; made if absent.
+      tracking_uri: the place, in place of the variable.
+    """
+
+    package = "mlflow"
+    waits = True
+
+    def __init__(
+        self,
+        workdir: Path,
+        first_step: int,
+        experiment: str = "lmlib",
+        tracking_uri: str | None = None,
+    ):
+        super().__init__(workdir, first_step)
+        self._experiment, self._uri = experiment, tracking_uri
+        self._told, self._refused = False, set[str]()
+
+    def accepted(self, name: str) -> str:
+        """Letters, digits, "_-. :/", and a path in its shortest form; `[0]` becomes `.0`."""
+        dotted = re.sub(r"\['?(.*?)'?\]", r".\1", name)
+        path = posixpath.normpath(re.sub(r"[^/\w.\- :]", "_", dotted)[:_LONGEST])
+        return path.lstrip("./") or "_"
+
+    def start(self, run_id: str, name: str, settings: Mapping[str, str]) -> int:
+        self._client = self.library.MlflowClient(self._uri)
+        found = self._client.get_experiment_by_name(self._experiment)
+        experiment = (
+            found.experiment_id if found else self._client.create_experiment(self._experiment)
+        )
+        # MLflow makes ids itself: ours is a tag.
+        runs = self._client.search_runs([experiment], f"tags.lmlib_id = '{run_id}'")
+        if runs:
+            run = runs[0]
+            self._client.update_run(run.info.run_id, status="RUNNING")
+        else:
+            run = self._client.create_run(experiment, tags={"lmlib_id": run_id}, run_name=name)
+        self._run_id = run.info.run_id
+        missing = settings.keys() - run.data.params.keys()  # a kill may have left some out
+        self._log("params", [self.library.entities.Param(path, settings[path]) for path in missing])
+        self._whole = False  # whether no step can be there in part, as a kill may leave it
+        return int(run.data.metrics.get(_STEP, -1))
+
+    def send(self, step: int, metrics: Mapping[str, float | int], texts: Mapping[str, str]) -> None:
+        # Texts come first, since a second time replaces them, and the step comes last.
+        failure = None
+        for name, text in texts.items():
+            try:
+                self._client.log_text(self._run_id, text, f"{name}/{step:08}.txt")
+            except Exception as error:  # metrics need no store of artifacts
+                failure = f"no {name} of step {step:,}: {type(error).__name__}: {error}"
+        now = self.library.utils.time.get_current_time_millis()
+        make = self.library.entities.Metric
+        values = [make(name, value, now, step) for name, value in metrics.items()]
+        if len(values) >= _MOST["metrics"] and not self._whole:
+            values = [each for each in values if not self._has_value(each.key, step)]
+        self._log("metrics", [*values, make(_STEP, step, now, step)])
+        self._whole = True
+        if failure is not None and not self._told:
+            self.warn(failure)
+            self._told = True
+
+    def finish(self) -> None:
+        self._client.set_terminated(self._run_id)
+
+    def _log(self, kind: str, entities: list[Any]) -> None:
+        """Logs as many at a time as MLflow takes; those that it refuses are left out."""
+        most = _MOST[kind]
+        for begin in range(0, len(entities), most):
+            some = entities[begin : begin + most]
+            try:
+                self._client.log_batch(self._run_id, **{kind: some})
+            except self.library.MlflowException as error:
+                if error.error_code != _REFUSED:
+                    raise
+                if len(some) > 1:
+                    for each in some:
+                        self._log(kind, [each])
+                elif some[0].key not in self._refused:
+                    self._refused.add(some[0].key)
+                    self.warn(f"refuses {some[0].key!r}: {error.message}")
+
+    def _has_value(self, name: str, step: int) -> bool:
+        history = self._client.get_metric_history(self._run_id, name)
+        return any(each.step == step for each in history)

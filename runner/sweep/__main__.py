@@ -15,6 +15,7 @@
 The same command goes on where it stopped, and leaves out what has finished. Points: docs/sweeps.md.
 """
 
+import contextlib
 from collections.abc import Sequence
 
 from absl import flags
@@ -106,7 +107,11 @@ def main(arguments: Sequence[str]) -> int:
         folder, reference, settings, lambda each: settings_of(_config_of(each)), _ADD_POINTS.value
     )
     if _DRY_RUN.value:
-        print(costs_text(sweep.points, [_cost_of(each) for each in sweep.points]))
+        costs: list[Cost | None] = [None] * len(sweep.points)
+        for number, each in enumerate(sweep.points):
+            with contextlib.suppress(ConfigError):  # the config may not say all
+                costs[number] = cost_of(_config_of(each.settings))
+        print(costs_text(sweep.points, costs))
         return FINISHED
     if _SLURM.value:
         return _write_array(sweep, arguments)
@@ -136,14 +141,6 @@ def _check_flags(arguments: Sequence[str]) -> None:
 
 def _config_of(settings: Settings) -> fdl.Config:
     return chosen_config(overrides_of(settings))
-
-
-def _cost_of(point: Point) -> Cost | None:
-    """`None` for what the config does not say."""
-    try:
-        return cost_of(_config_of(point.settings))
-    except ConfigError:
-        return None
 
 
 def _train(sweep: Sweep, arguments: Sequence[str], in_turn: bool) -> int:

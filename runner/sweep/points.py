@@ -1,6 +1,7 @@
 """The points of a sweep, from an experiment's own function and from `--axis` flags."""
 
 import ast
+import contextlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -33,33 +34,31 @@ def points_of(reference: str, function: str | None, axes: Sequence[str]) -> list
 
 
 def _own(reference: str, name: str) -> sweeps.Points:
-    found = configs.yielded(reference, name)
+    found, where = configs.yielded(reference, name), f"{name}() of {reference}"
     if found is None:
         raise ConfigError(
             f"{reference} has no function {name}(): give it one that yields the points, as in "
             "docs/sweeps.md, or give --axis=optimizer.peak_lr=1e-3,3e-3"
         )
     if not found:
-        raise ConfigError(f"{name}() of {reference} yields no points")
-    return [_as_text(point, f"{name}() of {reference}") for point in found]
-
-
-def _as_text(point: Any, where: str) -> sweeps.Point:
-    if not isinstance(point, dict) or not all(isinstance(path, str) for path in point):
-        raise ConfigError(
-            f"{where} yields {point!r:.200}; a point is a dictionary of paths, such as "
-            '{"optimizer.peak_lr": 1e-3}'
-        )
-    return {path: _literal(value, f"{where}: {path}") for path, value in point.items()}
+        raise ConfigError(f"{where} yields no points")
+    for point in found:
+        if not isinstance(point, dict) or not all(isinstance(path, str) for path in point):
+            raise ConfigError(
+                f"{where} yields {point!r:.200}; a point is a dictionary of paths, such as "
+                '{"optimizer.peak_lr": 1e-3}'
+            )
+    return [
+        {path: _literal(value, f"{where}: {path}") for path, value in point.items()}
+        for point in found
+    ]
 
 
 def _literal(value: Any, where: str) -> str:
     text = repr(value)
-    try:
+    with contextlib.suppress(*BAD_LITERAL):
         if ast.literal_eval(text) == value:
             return text
-    except BAD_LITERAL:
-        pass
     raise ConfigError(
         f"{where} is {text:.200}, which is no literal of Python: write a number, a text, or a "
         "tuple, list or dictionary of these"

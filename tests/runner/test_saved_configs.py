@@ -20,7 +20,7 @@ import lmlib.trackers  # noqa: F401, defines those that there are
 from lmlib.inspect.layer_norms import LayerNorms
 from lmlib.models.parts.attention import Attention
 from lmlib.runs import Run
-from lmlib.trackers.tracker import Tracker
+from lmlib.trackers import Tracker
 from runner.config import configs
 from runner.config.configs import load, save
 from runner.config.saved_config import FIDDLE_NAMES, JAX_NN, TRUSTED

@@ -62,7 +62,7 @@ def main(workdir: Path, tracker: str, moment: str, package_settings: dict) -> No
                 log.add(step, {ODD: 2 / step})
                 reach(f"evaluated {step}")
                 (workdir / f"samples/{step:08}.txt").write_text(f"once <b>{step}\n")
-        (workdir / "result.json").write_text(json.dumps({"steps": STEPS}))
+        (workdir / "result.json").write_text(json.dumps({"steps": STEPS, "training_loss": 0.5}))
 
 
 SETTINGS = {f"model.layers.{number}": str(number) for number in range(150)}

@@ -37,7 +37,7 @@ HOSTILE = [
     ("lmlib.checkpoint.folders", "remove"),
     ("lmlib.metrics.log", "MetricsLog"),
     ("lmlib.storage.whole_file", "write_whole"),
-    ("lmlib.trackers.tracker", "write_whole"),
+    ("lmlib.trackers", "write_whole"),
     ("lmlib.hf.save", "save"),
     ("lmlib.data.stored.shard_writer", "remove_leftovers"),
     ("lmlib.data.flat_tokens", "Path.unlink"),

@@ -12,8 +12,7 @@ from event_files import shown
 
 from lmlib.metrics.log import MetricsLog, read_metrics
 from lmlib.metrics.tensorboard import TensorBoard
-from lmlib.trackers import MLflow
-from lmlib.trackers.tracker import Tracker
+from lmlib.trackers import MLflow, Tracker
 
 STEPS, CHECKPOINTS, EVALUATIONS = 5, (2, 4, 5), (3, 5)
 RESULT = {

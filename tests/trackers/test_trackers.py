@@ -126,9 +126,9 @@ def in_wandb(workdir, project):
 FOUND = {"WeightsAndBiases": in_wandb, "Trackio": in_trackio, "MLflow": in_mlflow}
 
 
-def check(tracker, workdir, place):
-    """The tracker has exactly what metrics.jsonl and samples/ have, each value once; returns the
-    settings that it has."""
+def check(tracker, workdir, place, ended_before=()):
+    """The tracker has exactly what metrics.jsonl, samples/ and result.json have, each value once;
+    returns the settings that it has. `ended_before` are numbers of earlier ends of a longer run."""
     run, names = read_run(workdir), ACCEPTED[tracker]
     expected = [
         (line["step"], names.get(name, name), value)
@@ -136,6 +136,8 @@ def check(tracker, workdir, place):
         for name, value in line.items()
         if name != "step"
     ] + [(step, "samples", text) for step, text in run.samples.items()]
+    last = run.metrics[-1]["step"]
+    expected += [(last, name, each.value) for name, each in run.final.items()] + [*ended_before]
     settings, found = FOUND[tracker](workdir, place)
     assert sorted(map(comparable, found)) == sorted(map(comparable, expected))
     return settings
@@ -189,6 +191,7 @@ def test_the_documented_sinks_have_all_of_a_run_and_nothing_twice(tmp_path, stor
     """A run that is made longer later; its samples and the last evaluation belong to it."""
     write_texts(tmp_path / "data")
     source = fdl.Config(FlatTokens, str(tmp_path / "data"), "train", 4, 16)
+    ends = []
     for steps in (3, 5):
         often = ("checkpoints.every=2", "evaluation.every=2", "samples.every=2")
         cfg = small(f"steps={steps}", *often, "evaluation.batches=1")
@@ -202,11 +205,15 @@ def test_the_documented_sinks_have_all_of_a_run_and_nothing_twice(tmp_path, stor
         ]
         fit(cfg, tmp_path / "run")
         fit(cfg, tmp_path / "run")  # of which nothing is left to make or to send
+        ends = ends or [(3, n, each.value) for n, each in read_run(tmp_path / "run").final.items()]
     run = read_run(tmp_path / "run")
     assert [*run.samples] == [2, 3, 4, 5] and tracked_run.ODD in run.metrics[3]
-    settings = check("Trackio", run.path, "small"), check("WeightsAndBiases", run.path, "lmlib")
+    settings = (
+        check("Trackio", run.path, "small", ends),
+        check("WeightsAndBiases", run.path, "lmlib"),
+    )
     assert [each["sinks[0].project"] for each in settings] == ["'small'"] * 2
-    assert check("MLflow", run.path, "lmlib")["sinks.0.project"] == "'small'"
+    assert check("MLflow", run.path, "lmlib", ends)["sinks.0.project"] == "'small'"
     texts = {step: text for step, name, text in shown(run.path) if name == "samples/text_summary"}
     lines = {step: text.splitlines() for step, text in run.samples.items()}
     assert texts == {step: "\n".join(f"    {line}" for line in lines[step]) for step in lines}

@@ -5,7 +5,7 @@ const specifications = read("specifications");
 const control = (id) => document.getElementById(id);
 const hidden = new Set(); // curves that the legend has switched off, by name
 let data = read("data");
-let views = [];
+let views = [], curveViews = []; // all, and those of curves
 let drawing = 0;
 
 const hasSeeds = () => new Set(data.runs.map((run) => run.group)).size < data.runs.length;
@@ -21,10 +21,9 @@ const isDark = () =>
 function theme() {
   const style = getComputedStyle(document.documentElement);
   const [text, line] = ["--text", "--line"].map((name) => style.getPropertyValue(name).trim());
-  const font = style.getPropertyValue("font-family");
   return {
     background: null,
-    font,
+    font: style.getPropertyValue("font-family"),
     view: { stroke: null },
     axis: { labelColor: text, titleColor: text, gridColor: line, domainColor: line,
             tickColor: line, titleFontWeight: "normal" },
@@ -97,18 +96,11 @@ function said(rows) {
   return { value: { expr: `{${text}}`.replaceAll("point.", "(datum.datum || datum).") } };
 }
 
-function barSpecification() {
-  const spec = structuredClone(specifications.bars);
-  spec.data.values = data.goodput;
-  spec.encoding.color.legend.columns = control("goodput").clientWidth < 600 ? 2 : 8;
-  spec.height *= new Set(data.goodput.map((row) => row.run)).size;
-  return spec;
-}
-
-function heatSpecification(layers) {
-  const spec = structuredClone(specifications.heat);
-  spec.data.values = layers.rows.filter((row) => row.value > 0);
-  spec.height *= new Set(layers.rows.map((row) => row.part)).size;
+// Bars or a map of rows, whose height is that of each value of a field.
+function specificationOf(name, rows, field) {
+  const spec = structuredClone(specifications[name]);
+  spec.data.values = rows;
+  spec.height *= new Set(rows.map((row) => row[field])).size;
   return spec;
 }
 
@@ -135,15 +127,11 @@ async function draw(place, spec) {
                     logLevel: 1, tooltip: { theme: isDark() ? "dark" : "light" } };
   const { view } = await vegaEmbed(place, spec, options);
   views.push(view);
-  view.hasCurves = Boolean(spec.params);
-  if (view.hasCurves) view.addSignalListener("hover", (_, { x }) => moveCursor(x?.[0] ?? null));
-}
-
-// One cursor for all charts of curves.
-function moveCursor(x) {
-  for (const view of views)
-    if (view.getState({ signals: (name) => name === "cursor" }).signals.cursor !== undefined)
-      view.signal("pointed_at", x).runAsync();
+  if (!spec.params) return;
+  curveViews.push(view);
+  view.addSignalListener("hover", (_, { x }) => { // one cursor for all charts of curves
+    for (const each of curveViews) each.signal("pointed_at", x?.[0] ?? null).runAsync();
+  });
 }
 
 function legend() {
@@ -188,16 +176,20 @@ async function drawAll() {
   for (const layers of data.layers) {
     const [whole, place] = figure(layers.statistic, layers.run, layers.text);
     made.layers.append(whole);
-    todo.push([place, heatSpecification(layers)]);
+    const rows = layers.rows.filter((row) => row.value > 0);
+    todo.push([place, specificationOf("heat", rows, "part")]);
   }
   const old = views;
   views = [];
+  curveViews = [];
   control("charts").replaceChildren(made.charts);
   control("layers").replaceChildren(made.layers);
   control("layers_section").hidden = !data.layers.length;
   if (data.goodput.length) {
+    const spec = specificationOf("bars", data.goodput, "run");
+    spec.encoding.color.legend.columns = control("goodput").clientWidth < 600 ? 2 : 8;
     control("goodput").replaceChildren();
-    todo.push([control("goodput"), barSpecification()]);
+    todo.push([control("goodput"), spec]);
   }
   window.scrollTo(0, around);
   for (const view of old) view.finalize();
