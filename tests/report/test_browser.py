@@ -160,6 +160,7 @@ ODD = [
         "loss": 1e30 if i == 30 else 3.0 + i / 100,
         "zero": 0 if i == 30 else 3.0 + i / 100,
         "lonely": "NaN" if i % 2 else 3.0 + i / 100,
+        **({"once": 3.0} if i == 9 else {}),
     }
     for i in range(1, 61)
 ]
@@ -167,6 +168,7 @@ ODD = [
 
 def test_odd_values_hide_no_others(tmp_path):
     charts = look(page_of(tmp_path, ODD), tmp_path / "profile")
+    assert charts.pop("once")["marks"]["circle"] == 1
     for chart in charts.values():
         assert all(len(set(labels)) == len(labels) > 1 for labels in chart["labels"])
         assert max(chart["heights"]) - min(filter(lambda y: y >= 0, chart["heights"])) > 0.8
@@ -183,11 +185,6 @@ def test_a_zero_spoils_no_logarithmic_axis_and_the_full_range_is_there(tmp_path)
     assert "1e+30" in charts["loss"]["labels"][1]
     assert {"20B", "40B"} < set(charts["loss"]["labels"][0])
     assert "triangle" not in charts["loss"]["marks"]
-
-
-def test_a_run_of_one_step_has_points(tmp_path):
-    charts = look(page_of(tmp_path, [{"step": 1, "loss": 3.0, "mine": 1}]), tmp_path / "profile")
-    assert [chart["marks"]["circle"] for chart in charts.values()] == [1, 1]
 
 
 def test_a_thinned_spike_can_be_seen(tmp_path):

@@ -1,4 +1,5 @@
-"""The page says what the runs' files say, and no text of theirs is more than text."""
+"""The page and the view in a terminal say what the runs' files say, and no text of theirs is more
+than text."""
 
 import html.parser
 import json
@@ -7,19 +8,26 @@ import os
 import re
 
 import made_up_runs
+import numpy as np
 import pytest
 import vl_convert
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from left_runs import leave_run, losses
+from small_experiment import small
 
 from lmlib.report import page, seen, write_page, write_pictures
+from lmlib.report.seen import Watched
 from lmlib.report.specifications import VERSION, for_paper
-from lmlib.report.terminal import view
+from lmlib.report.terminal import bars, view
 from lmlib.runs import read_run, runs
+from lmlib.runs.series import Series
 from lmlib.terminal.text import shown
+from runner import fit
+from runner.errors import StoppedEarly, TrainingStopped
 from runner.sweep.folder import Point
 from runner.sweep.tables import results_text
+from runner.training.options import Options
 
 FINISHED = {
     "steps": 2, "parameters": 1000, "tokens": 64, "mean_tokens_per_second": 100.0,
@@ -181,16 +189,6 @@ def test_a_run_that_has_measured_nothing_has_a_page(tmp_path):
     assert "no step yet" in text and data_of(text)["charts"] == []
 
 
-@pytest.mark.parametrize("result", [[1], {"validation": 7}, {"validation": {"a": 3}}, "x", {}])
-def test_a_strange_result_is_named(tmp_path, result):
-    run = leave_run(tmp_path / "a", {"steps": 2}, losses(3.0, 2.0), result)
-    if result == {}:
-        assert "finished" in page(seen([run]))
-    else:
-        with pytest.raises(ValueError, match=r"result.json is damaged"):
-            page(seen([run]))
-
-
 @pytest.mark.parametrize("lock", [None, "fresh", "old"])
 @pytest.mark.parametrize("ended", ["", "diverged"])
 def test_a_page_says_how_a_run_ended(tmp_path, lock, ended):
@@ -215,6 +213,33 @@ def test_a_page_says_how_a_run_ended(tmp_path, lock, ended):
     assert any(line.startswith(f"a             {state}, step 2 of 9") for line in lines)
     assert "c             not begun" in lines
     assert runs(tmp_path).set_index("run")["state"].to_list() == [state, "finished"]
+
+
+def fails(step):
+    if step == 3:
+        raise RuntimeError("a <b> of the user's")
+    return False
+
+
+@pytest.mark.landing
+@pytest.mark.parametrize(
+    ("overrides", "stop", "error", "told"),
+    [
+        (["optimizer.peak_lr=1e30", "guard.stop_after=3"], None, TrainingStopped, "diverged, step"),
+        ([], lambda step: step == 3, StoppedEarly, "interrupted, step 3 of 12"),
+        ([], fails, RuntimeError, "failed, step 2 of 12"),
+    ],
+)
+def test_a_run_that_ends_early(tmp_path, overrides, stop, error, told):
+    with pytest.raises(error) as caught:
+        fit(small("steps=12", *overrides), tmp_path, Options(**({"stop": stop} if stop else {})))
+    text = (tmp_path / "report.html").read_text()
+    reason = str(caught.value).splitlines()[0]
+    assert told in text and reason in html.unescape(text)
+    if error is StoppedEarly:
+        fit(small("steps=12"), tmp_path)
+        assert ">finished<" in (tmp_path / "report.html").read_text()
+        assert seen([tmp_path])[0].run.state == ("finished", "")
 
 
 def test_what_was_measured_once_is_drawn(tmp_path):
@@ -311,3 +336,30 @@ def test_pictures_of_names_that_are_alike_as_files(tmp_path):
     assert files[2] == "a_b.svg" and len({file.lower() for file in files}) == 6
     for name, file in zip(["a b", "a_b", "A b"], files[::2], strict=True):
         assert f">{name}<" in (tmp_path / file).read_text()
+
+
+def series(*values):
+    return Series(np.arange(1, len(values) + 1), np.array(values, np.float64))
+
+
+def test_bars_go_from_the_least_to_the_greatest():
+    assert bars(series(0, 1, 2, 3, 4, 5, 6, 7), 8) == "▁▂▃▄▅▆▇█"
+    assert bars(series(5, math.nan, 1), 8) == "█×▁"
+    assert bars(series(2, 2), 8) == "▁▁"
+    assert bars(series(math.inf), 8) == "×"
+
+
+@given(st.lists(st.floats(-1e300, 1e300), min_size=1, max_size=300), st.integers(2, 50))
+def test_bars_are_no_wider_than_there_is_room(values, most):
+    assert 1 <= len(bars(series(*values), most)) <= max(most, 2)
+
+
+def test_a_view_keeps_up_with_a_run(tmp_path):
+    run = leave_run(tmp_path / "a\x1b[2J", {"steps": 9}, losses(3.0, 2.0))
+    watched = Watched([run])
+    assert "step 2 of 9" in view(watched.now(), 80)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "loss": 1.5}\n')
+    lines = view(watched.now(), 80).splitlines()
+    assert lines[0] == "a\\x1b[2J  not running, step 3 of 9"
+    assert lines[2].split() == ["loss", "1.5", "1.5", "3", "█▃▁"]

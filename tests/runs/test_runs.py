@@ -71,12 +71,6 @@ def test_a_place_without_runs_is_named(tmp_path):
         read_run(tmp_path)
 
 
-def test_damage_is_named(tmp_path):
-    leave_run(tmp_path / "a", 0.001, result="[1]")
-    with pytest.raises(ValueError, match=r"result.json is damaged: it holds no object"):
-        _ = read_run(tmp_path / "a").result
-
-
 @pytest.mark.parametrize("damage", ["[]", '{"steps": 2}', '{"a": "1", "a": "2"}', "steps = 2"])
 def test_damaged_settings_are_named(tmp_path, damage):
     leave_run(tmp_path / "a", 0.001)
