@@ -1,10 +1,10 @@
-"""Which points a sweep has: settings by the paths that they have in a config.
+"""The points of a sweep: settings by their paths in a config.
 
     def sweep():
         return product(axis("optimizer.peak_lr", 1e-3, 3e-3), axis("seed", 0, 1, 2))
 
-in an experiment's file is what `python -m runner.sweep` trains. A sweep is a list of points, and
-what is here makes lists of lists.
+in an experiment's file makes the points that `python -m runner.sweep` trains. A sweep is a list of
+points, and the functions here make lists of lists.
 """
 
 import itertools
@@ -81,5 +81,5 @@ def _together(points: Iterable[Point]) -> Point:
 
 
 def _same(one: Point, other: Point) -> bool:
-    """Whether they set the same; 1 and True are two values."""
+    """Do they set the same? 1 and True are two values."""
     return one.keys() == other.keys() and all(repr(one[path]) == repr(other[path]) for path in one)

@@ -3,20 +3,20 @@
     python -m runner.compare SWEEP
     python -m runner.compare RUN RUN RUN --baseline=optimizer.peak_lr=0.001 --margin=0.01
 
-Runs are workdirs, or in folders such as a sweep's. Those that differ in settings called `seed`
-alone are one setting, made several times; so are those that differ in what has no effect on the
-numbers: mesh, microbatches, checkpoints, samples, actions, sinks, prefetch_batches, validation and
-evaluation (the text must be the same all the same) and, of compute, how it is made faster.
+Runs are workdirs, or in folders such as a sweep's. Runs that differ only in settings called `seed`
+are one setting, repeated. Settings without an effect on the numbers make no difference either:
+mesh, microbatches, checkpoints, samples, actions, sinks, prefetch_batches, validation, evaluation
+(the text must still be the same) and parts of compute that only make it faster.
 
 --baseline    a run, or settings, `PATH=VALUE,PATH=VALUE`: each group is then judged beside the one
               that has these settings and otherwise its own
 --margin      with --baseline: the difference beyond which one is better or worse, in the metric's
               unit, chosen before; 0 for any
---metric      validation_loss unless said; validation_bits_per_byte compares across tokenizers;
-              training_loss, validation_loss/NAME, or what the objective measures
+--metric      validation_loss by default; validation_bits_per_byte compares across tokenizers;
+              training_loss, validation_loss/NAME, or another metric of the objective
 --highest_is_best   of a metric like a reward's accuracy
---error_rate  how often a setting without an effect may be called better; 0.05 unless said
---ignore      a setting that makes no other experiment, and all below it; repeatable
+--error_rate  how often a setting without an effect may be called better; 0.05 by default
+--ignore      a setting that may differ, and all below it; repeatable
 --json=FILE   writes all numbers as JSON too
 """
 

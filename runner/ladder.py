@@ -5,15 +5,15 @@
     python -m runner.ladder RUNGS --compute --budget=1e21
 
 Runs of one size and several lengths, such as forks of one run, give E + B/D^β. Numbers that the
-runs do not identify are refused, and which runs would help is told. Rungs of one dial, whose tokens
+runs do not identify are refused, with the runs that would help. Rungs of one dial, whose tokens
 follow from their parameters, give L = E + A/C^γ of their compute C, which predicts the next rung.
 
---metric      validation_loss unless said, or another that is positive and lower for better models
+--metric      validation_loss by default, or another that is positive and lower for better models
 --budget      FLOPs, as 6·N·D: the N and D that are best for it, or with --compute its loss;
               repeatable
---compute     fits the loss against compute alone
+--compute     fits the loss against compute only
 --json=FILE   writes all numbers as JSON too
-N counts all parameters, those of embeddings too; D the targets that a run has seen.
+N counts all parameters, with embeddings; D the targets that a run has seen.
 """
 
 import json
@@ -27,7 +27,7 @@ from runner.errors import ConfigError, user_errors
 
 _METRIC = flags.DEFINE_string("metric", None, "what is fitted")
 _BUDGET = flags.DEFINE_multi_float("budget", [], "FLOPs to spend well", lower_bound=1.0)
-_COMPUTE = flags.DEFINE_bool("compute", False, "fits the loss against compute alone")
+_COMPUTE = flags.DEFINE_bool("compute", False, "fits the loss against compute only")
 _JSON = flags.DEFINE_string("json", None, "a file for all numbers as JSON")
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Makes a page of one run or several: curves, samples, settings, where the time went.
+"""Makes a page of one run or several: curves, samples, settings, goodput.
 
     python -m runner.report WORKDIR
     python -m runner.report SWEEP --to=page.html
@@ -6,15 +6,15 @@
 
 A place is a workdir, or a folder that holds some, such as a sweep's. The page is one file and needs
 no network.
---to         the page; unless said, report.html in the workdir, or in the folder of the runs
+--to         the page; by default report.html in the workdir, or in the folder of the runs
 --baseline, --margin   of the verdicts on several runs, as for `python -m runner.compare`
 --pictures   a folder for PNG and SVG files for papers, in place of the page
---metrics    whose curves, by commas; unless said, of all that change
+--metrics    names by commas; by default all metrics that change
 --against    step, tokens, flops or seconds
 --log_x, --log_y   logarithmic axes
 --full_range with values far from all others, in place of triangles for them
 --smoothing  each value is the mean of so many percent of the points, around its own
-docs/pictures.md says what is shown.
+See docs/pictures.md.
 """
 
 import os
@@ -35,7 +35,7 @@ _TO = flags.DEFINE_string("to", None, "the page to write")
 _BASELINE = flags.DEFINE_string("baseline", None, "a run, or settings: PATH=VALUE,PATH=VALUE")
 _MARGIN = flags.DEFINE_float("margin", None, "the difference that matters", lower_bound=0.0)
 _PICTURES = flags.DEFINE_string("pictures", None, "a folder for PNG and SVG files")
-_METRICS = flags.DEFINE_list("metrics", [], "whose curves; unless said, of all that change")
+_METRICS = flags.DEFINE_list("metrics", [], "names; by default all that change")
 _AGAINST = flags.DEFINE_enum("against", "step", list(AXES), "the horizontal axis")
 _LOG_X = flags.DEFINE_bool("log_x", False, "a logarithmic horizontal axis")
 _LOG_Y = flags.DEFINE_bool("log_y", False, "a logarithmic vertical axis")

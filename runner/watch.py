@@ -5,10 +5,10 @@
 
 A place is a workdir, or a folder that holds some, such as a sweep's.
 --terminal   the last numbers here, until no run goes on any more; into a pipe once
---port       of the page; unless said, 8008. Only this machine can open it: from another one,
+--port       of the page, 8008 by default. Only this machine can open it: from another one,
              ssh -L 8008:localhost:8008 HOST
 --seconds    between two looks at the files
-docs/pictures.md says what is shown.
+See docs/pictures.md.
 """
 
 import errno

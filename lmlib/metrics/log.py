@@ -1,4 +1,4 @@
-"""The metrics of a run: `metrics.jsonl`, which sinks get copies of, and MFU.
+"""The metrics of a run: `metrics.jsonl`, whose lines sinks get too, and MFU.
 
 `metrics.jsonl` holds one JSON object a line, `{"step": 10, "loss": 3.25, …}`, each step once and in
 order however often the run was killed. Strict JSON has no NaN: what is not finite is the string
@@ -62,7 +62,7 @@ class MetricsLog:
             log.write(1, {"loss": 3.25})
 
     Attributes:
-      missing: which steps from `first` to `resume_step` have no line, in words; `None` if all have.
+      missing: a sentence about steps from `first` to `resume_step` without a line, or `None`.
       furthest: the last step that the file had; 0 if none.
       set_aside: the file of a run before, where it is now; `None` if there was none.
     """
@@ -124,7 +124,7 @@ class MetricsLog:
             self._sinks.write(step, present)
 
     def add(self, step: int, metrics: Mapping[str, float | int | None]) -> None:
-        """Adds metrics to the newest line, that of `step`: those that are known only later."""
+        """Adds metrics that are known only later to the newest line, which is of `step`."""
         present = {name: value for name, value in metrics.items() if value is not None}
         if self._enabled and present:
             end = f", {to_json(present)[1:]}\n".encode()  # in the place of the line's own "}\n"
@@ -186,7 +186,7 @@ def to_json(entry: Mapping[str, Any]) -> str:
 
 
 def from_json(line: str | bytes) -> dict[str, Any]:
-    """The entry that `to_json` was given; raises ValueError for what it did not write."""
+    """The entry that `to_json` was given; raises ValueError for any other line."""
     entry = parse_json(line)
     if not isinstance(entry, dict) or type(entry.get("step")) is not int:
         raise ValueError("no line of metrics")
@@ -203,8 +203,8 @@ def missing_lines(
     first: int = 1,
     entries: Sequence[Mapping[str, Any]] | None = None,
 ) -> str | None:
-    """Which steps from `first` to `last` have no line in metrics.jsonl, whose `entries` may be
-    given, in words; `None` if all have."""
+    """A sentence about steps from `first` to `last` without a line in metrics.jsonl; `None` if all
+    have one. `entries` of the file may be given."""
     entries = read_metrics(workdir) if entries is None else entries
     missing = sorted(set(range(first, last + 1)) - {entry["step"] for entry in entries})
     if not missing:

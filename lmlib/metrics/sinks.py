@@ -1,4 +1,4 @@
-"""Where a run's metrics go besides metrics.jsonl, which alone a run needs."""
+"""Places that get a run's metrics as well as metrics.jsonl, the only one that a run needs."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -8,10 +8,10 @@ from typing import Protocol, runtime_checkable
 
 @runtime_checkable
 class Sink(Protocol):
-    """Takes a run's metrics; on process 0 alone, between steps.
+    """Takes a run's metrics, on process 0 only, between steps.
 
-    What it raises ends no run: that is told, and the sink gets nothing more. What takes it long
-    holds training up. A text that it returns is shown above the progress.
+    If it raises, a warning says so, the sink gets nothing more, and the run goes on. Training waits
+    while it works. A text that it returns is shown above the progress.
     """
 
     def write(self, step: int, metrics: Mapping[str, float | int]) -> str | None:
@@ -25,12 +25,12 @@ class Sink(Protocol):
 
 
 MakeSink = Callable[[Path, int], Sink]
-"""`make(workdir, first_step)`: the sink of a run in `workdir`. What an earlier start gave it from
-`first_step` on will be given again, for those steps are made again."""
+"""`make(workdir, first_step)`: the sink of a run in `workdir`. It will get the steps from
+`first_step` on, which an earlier start may have given before."""
 
 
 class Sinks:
-    """Several sinks; one that fails is told of, once, and left out from then on."""
+    """Several sinks; a warning names one that fails, once, and it is left out from then on."""
 
     def __init__(
         self,

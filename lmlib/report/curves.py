@@ -1,11 +1,11 @@
-"""The curves of a page: for each metric those of each run, thinned, as JSON.
+"""The curves of a page: for each metric and run one, thinned, as JSON.
 
     {"metric", "unit", "text", "stretch", "limits",
      "series": [{"run", "step", "tokens", …, "value", "least", "greatest", "not_finite"}]}
 
-Lists of a series are of its points; `null` is no finite number. "least", "greatest" and
-"not_finite" are left out where they say nothing. "limits" are the least and the greatest value that
-is shown unless all are asked for; `null` where all are.
+Lists of a series are of its points; `null` stands for a number that is not finite. "least",
+"greatest" and "not_finite" are left out where they add nothing. "limits" are the least and the
+greatest value shown without "full range"; `null` for no limit.
 """
 
 import re
@@ -23,12 +23,12 @@ POINTS = 4000  # of a chart, all runs together
 FEWEST, MOST = 100, 1000  # of a run
 _PER_PART = ("grad_norm", "weight_norm", "output_rms")
 _DIGITS = 6  # of a value that is drawn
-_DIGITS_OF_AXES = 12  # of what is no integer: steps that follow each other must stay apart
-# A value that is drawn is at most so many times as far from the middle half of all values as that
-# half is wide, or so many times as far as that is large.
+_DIGITS_OF_AXES = 12  # of an axis's value that has a fraction: neighbouring steps must stay apart
+# The largest distance of a drawn value from the middle half of all values: in widths of that half,
+# and in its magnitudes.
 _FAR, _LARGE = 20, 10
 _NOT_DRAWN = ("step", "tokens", "step_flops")  # axes, or better said by others
-# The order of charts: losses, what else is validated, what others report, the update, speed.
+# The order of charts: losses, other validation metrics, metrics of others, the update, speed.
 _FIRST = ("loss", "evaluation_loss", "evaluation_bits_per_byte")
 _UPDATE = ("learning_rate", "grad_norm", "update_norm", "parameter_norm")
 _SPEED = (
@@ -78,7 +78,7 @@ def constants(runs: Sequence[Seen]) -> dict[str, float]:
 
 
 def layers(run: Seen) -> list[dict[str, Any]]:
-    """For each statistic of the parts of a model those of each part, step by step."""
+    """Each statistic of the parts of a model, step by step."""
     found = []
     for statistic in _PER_PART:
         names = [name for name in run.series if name.startswith(f"{statistic}/")]
@@ -115,8 +115,8 @@ def limits(values: Sequence[np.ndarray]) -> tuple[float, float]:
 
 
 def _names(runs: Sequence[Seen]) -> Iterator[tuple[str, float | None]]:
-    """Each metric that is no axis and of no part, and its value if it was measured again and never
-    changed."""
+    """Each metric of the whole model that is not an axis, and its value if it never changed, though
+    it was measured again."""
     for name in dict.fromkeys(name for run in runs for name in run.series):
         if name in _NOT_DRAWN or name.startswith(tuple(f"{each}/" for each in _PER_PART)):
             continue

@@ -28,15 +28,15 @@ def write_pictures(
 ) -> list[Path]:
     """Writes METRIC.svg and METRIC.png for each metric; returns the files.
 
-    Runs that differ in seeds alone are one curve: their mean, and a band from the least to the
+    Runs that differ only in seeds are one curve: their mean, and a band from the least to the
     greatest.
 
     Args:
       metrics: by name; unless said, all that change.
       axis: one of `AXES`.
       smoothing: the part of its points, 0.05 for 5 %, around each whose mean it is.
-      full_range: with values that are far from all others, for which a triangle stands else.
-      tell: is told of each file.
+      full_range: with values that are far from all others; without it triangles mark them.
+      tell: gets the path of each file.
 
     Raises:
       ValueError: if a metric is not there, or never changes, or there is no such axis.

@@ -52,7 +52,7 @@ def _wall_time(series: Mapping[str, Series]) -> Series:
     """Goodput is the time of new steps over the wall time, so this is its inverse."""
     seconds = series["step_seconds"]
     spent_N = _finite(seconds.values_N)
-    if "data_wait_seconds" in series:  # which is no time of steps to goodput
+    if "data_wait_seconds" in series:  # which goodput does not count as steps
         waits = series["data_wait_seconds"]
         spent_N = spent_N - np.interp(seconds.steps_N, waits.steps_N, _finite(waits.values_N))
     made_N = np.cumsum(np.maximum(spent_N, 0.0))
@@ -112,7 +112,7 @@ def thinned(series: Series, steps: int) -> Points:
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         sum_P = np.add.reduceat(np.where(finite_N, series.values_N, 0.0), first_P)
         mean_P = np.where(finite_P > 0, sum_P / finite_P, np.nan)
-    # Neither NaN nor a mean that overflowed may leave what was measured.
+    # A mean that overflowed is clipped to the measured range.
     least_P = np.minimum.reduceat(np.where(finite_N, series.values_N, np.inf), first_P)
     greatest_P = np.maximum.reduceat(np.where(finite_N, series.values_N, -np.inf), first_P)
     least_P = np.where(finite_P > 0, least_P, np.nan)

@@ -1,4 +1,4 @@
-"""Runs as a page shows them: with names that tell them apart, those of one kind together."""
+"""Runs as a page shows them, with names that differ and in groups."""
 
 import collections
 import dataclasses
@@ -66,8 +66,8 @@ def seen(places: Iterable[str | os.PathLike[str]]) -> list[Seen]:
 
 
 def names(paths: Sequence[Path]) -> list[str]:
-    """The different parts of the paths: of one its last part, of several those that follow the
-    folder that all are in."""
+    """The parts of the paths that differ: after the folder that holds them all, or the last part of
+    a single one."""
     whole = [path.absolute() for path in paths]
     if len(whole) == 1:
         return [shown(whole[0].name)]

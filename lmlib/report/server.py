@@ -1,4 +1,4 @@
-"""The live page, on this machine alone."""
+"""The live page, for this machine only."""
 
 import http.server
 import sys

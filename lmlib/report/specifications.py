@@ -8,7 +8,7 @@ from typing import Any
 
 VERSION = "6.4"  # of Vega-Lite
 SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"  # a name; nothing is loaded from there
-# For up to ten curves: Tableau's, which are told apart on light and on dark; then all twenty.
+# For up to ten curves Tableau's, which differ well on light and on dark; then all twenty.
 COLOURS = (
     "#4c78a8", "#f58518", "#54a24b", "#e45756", "#72b7b2", "#b279a2", "#d4a72c", "#ff9da6",
     "#9d755d", "#8a8583", "#9ecae9", "#ffbf79", "#88d27a", "#b79a20", "#439894", "#83bcb6",
@@ -33,12 +33,12 @@ _NO_LIMIT = 1.7e308
 def curves() -> dict[str, Any]:
     """Curves over rows {curve, stretch, step, x, value, least, greatest, not_finite}.
 
-    A row is a point of a run. The curve is the mean of its rows of each "stretch" of steps (those
-    of several seeds), over the points around as far as the window reaches; the band goes from the
-    least to the greatest. The mean is dashed where it is of fewer runs than elsewhere, and the line
-    breaks where their number changes. Crosses mark what is not finite, triangles what is outside
-    the limits "above" and "below"; "pointed_at" is a value of x. Filled in later: `data.values`,
-    the window's frame, the limits, titles and scales of the axes, the domain of colours.
+    A row is a point of a run. The curve is the mean of its rows (several seeds) in each "stretch"
+    of steps, smoothed over a window of points; the band goes from the least to the greatest. The
+    mean is dashed where fewer runs have a value than elsewhere, and the line breaks where their
+    number changes. Crosses mark values that are not finite, triangles those outside the limits
+    "above" and "below"; "pointed_at" is a value of x. Filled in later: `data.values`, the window's
+    frame, the limits, titles and scales of the axes, the domain of colours.
     """
     order = [{"field": "step"}]
     moved = {"on": "pointermove", "clear": "pointerout", "nearest": True}
@@ -180,8 +180,8 @@ def _at_edge(where: str, y: str, numbers: Mapping[str, str], mark: Any) -> dict[
 
 
 def logarithmic() -> dict[str, Any]:
-    """What a logarithmic axis has: the scale, and for a vertical one what becomes of rows that it
-    has no place for, after the mean of several seeds."""
+    """The scale of a logarithmic axis, and transforms for a vertical one that leave out values
+    without a place on it, after the mean of several seeds."""
     return {
         "scale": {"type": "log", "nice": False},
         "transform": [

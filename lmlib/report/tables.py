@@ -52,8 +52,8 @@ def reasons(runs: Sequence[Seen]) -> list[tuple[str, str]]:
 
 
 def tiles(each: Seen) -> list[tuple[str, str, str]]:
-    """The numbers at the head of one run's page, with their units and the steps they are over:
-    those of the whole run once it has finished, besides those of a step."""
+    """The numbers at the head of one run's page, with their units and the steps they are over: of
+    the whole run once it has finished, and of a step."""
     found = []
     for name in [*_shown_numbers([each]), *_OF_TILES]:
         if (final := each.run.final.get(name)) is not None:

@@ -1,4 +1,4 @@
-"""Runs as they lie on the disk: what was set, what was measured, how it ended. Needs no JAX."""
+"""Runs on the disk: their settings, numbers and states. Needs no JAX."""
 
 from lmlib.runs.run import Run, find_runs, read_run, runs
 

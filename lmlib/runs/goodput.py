@@ -1,7 +1,7 @@
-"""Where the wall time of a run went since it first began, all its starts together.
+"""The wall time of a run since it first began, by phases, over all its starts.
 
-`workdir/goodput.json` has an entry for each start, kept up to date while it lasts. What a killed
-process did after its last entry counts as time in which nothing ran.
+`workdir/goodput.json` has an entry for each start, kept up to date while it lasts. The time of a
+killed process after its last entry counts as time in which nothing ran.
 """
 
 import contextlib
@@ -80,8 +80,8 @@ def total(starts: list[Start]) -> Goodput:
 
 
 def read_starts(workdir: Path) -> tuple[list[Start], str | None]:
-    """The starts in `goodput.json` that make sense, none if it is absent; and what does not, in
-    words."""
+    """The sound starts in `goodput.json`, none if it is absent; and a sentence about damage, or
+    `None`."""
     file = workdir / FILE_NAME
     if not file.exists():
         return [], None

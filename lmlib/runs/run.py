@@ -88,8 +88,8 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        """Whether it has made all steps of its config. A run that was made longer still has the
-        result.json of its earlier end."""
+        """Has it made all steps of its config? A run that was made longer still has the result.json
+        of its earlier end."""
         if self.result is None:
             return False
         made = self.result.get("steps")
@@ -125,7 +125,7 @@ class Run:
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether a process renews the lock of a run or a sweep in `folder`."""
+    """Does a process renew the lock of a run or a sweep in `folder`?"""
     with contextlib.suppress(OSError):
         return time.time() - (folder / "lock").stat().st_mtime < _SILENT_SECONDS
     return False
@@ -159,11 +159,11 @@ def find_runs(places: Iterable[str | os.PathLike[str]]) -> list[Run]:
 
 
 def difference(runs: Iterable[Run]) -> dict[str, tuple[str | None, ...]]:
-    """The settings that are not alike in all `runs`, by path: the text that each run has, `None`
-    where it has no such setting.
+    """The settings that differ between `runs`, by path: the text of each run, `None` where it lacks
+    the setting.
 
-    Of the points of one sweep only what the sweep varies counts, by its own names: all else
-    follows from that.
+    For points of one sweep these are the settings that the sweep varies, by its own names: all
+    other differences follow from them.
     """
     runs = list(runs)
     every: list[Mapping[str, str | None]] = [{**run.settings} for run in runs]
@@ -191,7 +191,7 @@ def runs(*places: str | os.PathLike[str], steps: bool = False) -> "pandas.DataFr
     Raises:
       ValueError: naming a place that has no run.
     """
-    # Slow to import, and a thread of pyarrow's would take an arena of malloc from those that train.
+    # Slow to import, and a thread of pyarrow would take an arena of malloc from training threads.
     import pandas
 
     found = find_runs(places)

@@ -20,7 +20,7 @@ _Columns: TypeAlias = dict[str, tuple["array.array[int]", "array.array[float]"]]
 
 
 class Series(NamedTuple):
-    """What was measured of one metric, in order. N measurements."""
+    """The N measurements of one metric, in order."""
 
     steps_N: Int[np.ndarray, "N"]
     values_N: Float[np.ndarray, "N"]

@@ -43,7 +43,7 @@ def checked_settings(content: object) -> dict[str, str]:
 
 
 def is_below(path: str, names: Iterable[str]) -> bool:
-    """Whether `path` is one of `names`, or a part of it, as `data.files[0].path` is of `data`."""
+    """Is `path` one of `names`, or a part of it, as `data.files[0].path` is of `data`?"""
     return any(path == name or path.startswith((f"{name}.", f"{name}[")) for name in names)
 
 

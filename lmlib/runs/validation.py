@@ -1,4 +1,4 @@
-"""`validation.json`: what the validation at the end of a run measured, batch by batch.
+"""`validation.json`: the measurements of the validation at the end of a run, batch by batch.
 
     {"step": 26000,
      "cross_entropy": "loss",
@@ -31,7 +31,7 @@ MOST = 4_096  # entries for each metric of a set: 100 KB
 
 @dataclasses.dataclass(frozen=True)
 class StoredSet:
-    """What was measured on one validation set, in N batches or groups of neighbouring ones.
+    """Measurements on one validation set, in N batches or groups of neighbouring ones.
 
     Args:
       digest: of all that the batches hold, in their order.
@@ -57,8 +57,8 @@ class StoredSet:
 
 @dataclasses.dataclass(frozen=True)
 class StoredValidation:
-    """What was measured on each set, by its name, after `step`; `cross_entropy` is the metric from
-    which bits per byte follow, `None` if there is none."""
+    """Measurements on each set, by its name, after `step`; bits per byte follow from the metric
+    `cross_entropy`, if there is one."""
 
     step: int
     cross_entropy: str | None

@@ -15,7 +15,7 @@ from typing import Any
 
 # Control characters (C0 but tab and newline, DEL, C1), and what overrides the direction of text.
 _COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-# What begins a write that redraws a line: ours, and those of tqdm's bars in libraries.
+# The beginning of a write that redraws a line: lmlib's own, and tqdm's in libraries.
 _REDRAWS = re.compile(r"\r(\x1b\[K)?|(\x1b\[A)+\Z")
 
 
@@ -29,7 +29,7 @@ class TerminalText(io.TextIOWrapper):
     """The text stream of a terminal, which gets what `shown` gives."""
 
     def __init__(self, terminal: Any, encoding: str, redraws: bool):
-        """`redraws`: whether a write may begin with what redraws a line, as on stderr."""
+        """`redraws`: may a write begin with a command that redraws a line, as on stderr?"""
         super().__init__(terminal, encoding, "backslashreplace", line_buffering=True)
         self._redraws = redraws
 
@@ -40,7 +40,7 @@ class TerminalText(io.TextIOWrapper):
         return len(text)
 
     def write_as_it_is(self, text: str) -> None:
-        """Of text that holds commands of our own, such as colours, and none of others'."""
+        """Writes text whose commands, such as colours, are all lmlib's own."""
         super().write(text)
 
 
@@ -52,12 +52,12 @@ def text_stream(file: Any, encoding: str, redraws: bool) -> io.TextIOWrapper:
 
 
 def guard_terminals() -> None:
-    """Makes a stdout and a stderr that are terminals show what terminals take for commands."""
+    """Makes stdout and stderr, where they are terminals, show commands to terminals as text."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not None and stream.isatty():
             stream.flush()
-            # Not the stream's own buffer, which would be closed with whichever stream ends first.
+            # The stream's own buffer would be closed with the stream that ends first.
             file = os.fdopen(stream.fileno(), "wb", closefd=False)
             guarded = text_stream(file, stream.encoding, redraws=name == "stderr")
             setattr(sys, name, guarded)

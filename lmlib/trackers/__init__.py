@@ -154,7 +154,7 @@ class Tracker(abc.ABC):
             self._closing.wait(self.retry)
 
     def _send_after(self, has: int) -> int:
-        """Sends the steps after `has`, and what is new of that one; returns the last."""
+        """Sends the steps after `has`, and new values of that one; returns the last."""
         last, sent = self._known().get("last", (-1, ()))
         for line, is_last in self._lines():
             step = line.pop("step")
@@ -219,7 +219,7 @@ class Tracker(abc.ABC):
         return {names[name]: value for name, value in values.items()}
 
     def _known(self) -> dict[str, Any]:
-        """What earlier starts kept; nothing if they were another folder's."""
+        """The notes of earlier starts; empty if they belong to another folder."""
         with contextlib.suppress(OSError, ValueError):
             known = read_json(self._kept)
             same = isinstance(known, dict) and self._place().items() & known.items()
@@ -277,7 +277,7 @@ class Trackio(Tracker):
         return int(self._run._next_step) - 1
 
     def send(self, step: int, metrics: Mapping[str, float | int], texts: Mapping[str, str]) -> None:
-        # As code: Markdown would take a model's text for its own marks.
+        # Indented, it is code: Markdown would take a model's text for its own marks.
         pages = {
             name: self.library.Markdown("\n".join(f"    {line}" for line in text.splitlines()))
             for name, text in texts.items()
@@ -410,7 +410,7 @@ class MLflow(Tracker):
         self._client.set_terminated(self._run_id)
 
     def _log(self, kind: str, entities: list[Any]) -> None:
-        """Logs as many at a time as MLflow takes; those that it refuses are left out."""
+        """Logs as many at a time as MLflow takes, without entities that it refuses."""
         most = _MOST[kind]
         for begin in range(0, len(entities), most):
             some = entities[begin : begin + most]

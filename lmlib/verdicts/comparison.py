@@ -60,7 +60,7 @@ class Judged:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A group; `judged` is `None` of a baseline, and of what has none."""
+    """A group; `judged` is `None` for a baseline, and for a group without one."""
 
     group: Group
     judged: Judged | None
@@ -72,8 +72,8 @@ class Comparison:
     """Groups of runs, the best first.
 
     Args:
-      measured, unit: what the metric is, in texts.
-      settings: paths of those that tell the groups apart.
+      measured, unit: the metric's name and unit in texts.
+      settings: paths of the settings in which the groups differ.
       left_out: a sentence for each run that is not in it.
     """
 
@@ -88,7 +88,7 @@ class Comparison:
     left_out: tuple[str, ...]
 
     def as_json(self) -> dict[str, Any]:
-        """All of it in JSON values; what is not finite is a string."""
+        """All of it in JSON values; a number that is not finite is a string."""
         own = ("metric", "measured", "unit", "highest_is_best", "margin", "error_rate")
         groups: list[dict[str, Any]] = []
         for row in self.rows:
@@ -122,7 +122,7 @@ def compare(
     ignored: Sequence[str] = (),
     highest_is_best: bool = False,
 ) -> Comparison:
-    """Runs grouped by their settings but for seeds, and judged beside a baseline.
+    """Groups runs by their settings without seeds, and judges each group beside a baseline.
 
     Args:
       metric: a name in result.json's `validation`, or "training_loss".
@@ -200,7 +200,7 @@ def _judged(
 
 
 def _curve(groups: Sequence[Group], baseline: Group, metric: str) -> Curve | None:
-    """Of the baseline's lengths, if there are enough, else of its own validation in training."""
+    """A curve of several lengths if there are enough, else of validation in training."""
     lengths = [group for group in ladder(groups, baseline) if group.finite]
     points = [(_tokens(group), each) for group in lengths for each in group.values]
     whole = Curve.through(points, whole_schedules=True)
@@ -222,7 +222,7 @@ def _tokens(group: Group) -> float:
 
 
 def _costs(baseline: Group, group: Group) -> dict[str, float]:
-    """See `Judged.of_compute`; of what runs have not recorded, nothing."""
+    """See `Judged.of_compute`; costs that runs have not recorded are left out."""
     found = {}
     for name, field in (("steps", "steps"), ("FLOPs", "flops"), ("seconds", "seconds")):
         costs = [[getattr(run, field) for run in each.runs.values()] for each in (baseline, group)]

@@ -118,7 +118,7 @@ def finished_runs(runs: Iterable[Run], metric: str) -> tuple[list[FinishedRun], 
 
 
 def same_batches(runs: Iterable[FinishedRun], metric: str) -> bool:
-    """Whether all runs were validated on the same batches of ids."""
+    """Were all runs validated on the same batches of ids?"""
     batches = {
         each.validation
         and tuple(
@@ -176,7 +176,7 @@ def _is_bits_per_byte(metric: str) -> bool:
 
 
 def _name_of_sums(validation: StoredValidation, metric: str) -> str:
-    """Which sums over batches `metric` is made of."""
+    """The name of the sums over batches that give `metric`."""
     if _is_bits_per_byte(metric):
         return validation.cross_entropy or ""
     return metric.removeprefix("validation_").partition("/")[0]

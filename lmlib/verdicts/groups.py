@@ -1,4 +1,4 @@
-"""Runs that differ in seeds alone, which are one experiment made again; and their baselines."""
+"""Groups of runs that differ only in seeds, and the baseline of each group."""
 
 import dataclasses
 import math
@@ -14,8 +14,8 @@ from lmlib.verdicts.finished import FinishedRun
 
 SEED = "seed"  # the last name of the path of every seed
 LENGTH = "steps"  # the setting in which runs of one ladder of lengths differ
-# What says where and how fast a run goes, how often it is looked at, and on what: which text it was
-# measured on, validation.json tells.
+# Settings of where and how fast a run goes, and of how often and on which text it is measured:
+# validation.json has a digest of the text.
 WITHOUT_EFFECT = (
     "mesh",
     "compute.attention",
@@ -65,7 +65,7 @@ class Group:
 
     @property
     def standard_error(self) -> float | None:
-        """Of the mean, over seeds; `None` of one."""
+        """The standard error of the mean over seeds; `None` for a single one."""
         count = len(self.runs)
         return float(np.std(self.values, ddof=1)) / math.sqrt(count) if count > 1 else None
 
@@ -137,7 +137,7 @@ def shown(setting: str | None) -> str:
 
 
 def baselines(groups: Sequence[Group], named: str) -> dict[int, int]:
-    """For the number of each group, that of its baseline; without those that have none.
+    """The number of its baseline for each group's number; groups without a baseline are left out.
 
     Args:
       named: a run, by its workdir or its name, whose group is the baseline of all; or settings,

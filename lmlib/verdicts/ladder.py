@@ -1,4 +1,4 @@
-"""A ladder of runs: what each came to, by its size and its tokens, and the law through them."""
+"""A ladder of runs: the loss of each by its size and tokens, and the law through them."""
 
 import dataclasses
 import math

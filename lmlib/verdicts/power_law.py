@@ -21,7 +21,7 @@ import numpy as np
 from jaxtyping import Float
 from scipy import optimize, special
 
-INTERVAL = 0.9  # of what is given as an interval
+INTERVAL = 0.9
 HUBER_WIDTH = 1e-3  # of a difference of logarithms: 0.1 % of the loss
 _LEAST_SQUARES = 1e3  # a width that no difference reaches
 _LEAST_ERROR = 1e-10  # of all logarithms together: rounding
@@ -50,7 +50,7 @@ class PowerLaw:
 
 
 class Fit:
-    """The law with the least Huber loss for positive `x_RK` and losses, and what they say of it.
+    """The law with the least Huber loss for positive `x_RK` and losses, and its intervals.
 
     It is a function of θ: the logarithms of E, of all C_k and of all γ_k, with each x_k divided by
     its geometric mean, so that terms are of size 1.

@@ -1,6 +1,6 @@
 """The loss of a ladder of runs as L = E + A/N^α + B/D^β, of N parameters and D tokens.
 
-Hoffmann et al. 2022 (arXiv:2203.15556, equations 2 to 4). What the runs do not identify is
+Hoffmann et al. 2022 (arXiv:2203.15556, equations 2 to 4). Numbers that the runs do not identify are
 refused: see `fit_scaling_law`.
 """
 
@@ -65,7 +65,7 @@ class ScalingLaw:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the numbers of its law: E, then A and B, then α and β."""
+        """The names of its numbers: E, then A and B, then α and β."""
         known = [_QUANTITIES[quantity] for quantity in self.quantities]
         return ("E", *(each.scale for each in known), *(each.exponent for each in known))
 
@@ -123,9 +123,9 @@ def fit_scaling_law(
     """The law of runs with these parameters, tokens seen and final losses.
 
     A quantity that is the same in all runs has no term. With `of_compute` the law is
-    L = E + A/C^γ of the compute alone, C = 6·N·D FLOPs (Kaplan et al. 2020, arXiv:2001.08361,
-    §3.3, with the floor of Hoffmann et al.): for rungs of one dial, whose tokens follow from their
-    parameters. It predicts the next rung, and says nothing of other shares of the two.
+    L = E + A/C^γ of the compute C = 6·N·D FLOPs (Kaplan et al. 2020, arXiv:2001.08361, §3.3, with
+    the floor of Hoffmann et al.): for rungs of one dial, whose tokens follow from their parameters.
+    It predicts the next rung, and nothing about other shares of the two.
 
     Raises:
       ValueError: saying which numbers are not identified and what runs would: a quantity has fewer

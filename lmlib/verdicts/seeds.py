@@ -1,15 +1,14 @@
 """The difference of a metric between two settings, judged over seeds.
 
 The unit of replication is a run. Runs of one seed begin with the same weights and see the same
-batches, so their differences vary less than they do, and the t-test is over these differences
+batches, so their differences vary less than the runs, and the t-test is over these differences
 (Student 1908). Runs of other seeds are compared by the statistic of Welch (1938), with the degrees
-of freedom of the smaller number of seeds, which err no more often than is meant whatever both
-variances are (Mickey and Brown 1966, Annals of Mathematical Statistics 37). By his own
-approximation, three runs beside ten erred in 6 % of simulated comparisons where 5 % were meant.
+of freedom of the smaller number of seeds, which keeps the error rate for any two variances (Mickey
+and Brown 1966, Annals of Mathematical Statistics 37). By Welch's own approximation, three runs
+beside ten erred in 6 % of simulated comparisons where 5 % were meant.
 
-Seeds are counted, and validation batches are not. All runs are measured on the same text, so that
-pairing by batch changes no mean; and a million tokens measured in one run say nothing of the next
-seed (Bouthillier et al. 2021, arXiv:2103.03098). `lmlib.verdicts.text` has what batches do tell.
+Seeds are counted, and validation batches are not: a million tokens measured in one run say nothing
+about the next seed (Bouthillier et al. 2021, arXiv:2103.03098). `lmlib.verdicts.text` uses batches.
 
 Under an effect, the statistic of a t-test has the noncentral t distribution (Cohen 1988,
 Statistical Power Analysis, §2). The power at the effect that was just seen says nothing that the
@@ -56,7 +55,7 @@ class Difference:
     freedom: float = 0.0
 
     def verdict(self, margin: float, error_rate: float) -> Verdict:
-        """Whether the difference is beyond `margin`.
+        """The verdict on a difference beyond `margin`.
 
         A one-sided t-test with `error_rate` says "better" if it refutes that the difference is
         -margin or more, and "worse" if it refutes that it is margin or less. Without an effect
@@ -91,7 +90,7 @@ def paired_difference(differences_S: Float[np.ndarray, "S"]) -> Difference:
 def unpaired_difference(
     values_S: Float[np.ndarray, "S"], baseline_T: Float[np.ndarray, "T"]
 ) -> Difference:
-    """Of S runs and T of the baseline, of other seeds."""
+    """The difference between S runs and T runs of the baseline with other seeds."""
     mean = float(np.mean(values_S) - np.mean(baseline_T))
     seeds = min(len(values_S), len(baseline_T))
     if seeds < 2 or not math.isfinite(mean):

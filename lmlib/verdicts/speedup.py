@@ -1,16 +1,13 @@
 """How much more compute the baseline would need for another setting's loss: its effective speedup.
 
-A difference in loss means little by itself: 0.02 nats are much late in training and nothing early.
-The baseline's own curve, L = E + B/D^β over its tokens D, turns it into a factor of compute. There
-are two such curves:
+A difference of 0.02 nats is large late in training and small early. The baseline's own curve,
+L = E + B/D^β over its tokens D, turns a difference into a factor of compute. There are two curves:
 
-- of final losses of baseline runs of several lengths, each with its whole schedule: the curve that
-  is meant;
-- of one length, as validation measured it while it trained. Before the learning rate has decayed,
-  its losses are higher than those of shorter runs with whole schedules, and they fall faster
-  towards the end. Less compute than the run's is then overestimated and more is underestimated: the
-  speedup is nearer to 1 than it is. (Hoffmann et al. 2022, arXiv:2203.15556, appendix B, have what
-  becomes of losses in mid-schedule.)
+- through the final losses of baseline runs of several lengths, each with its whole schedule: the
+  right one;
+- through one run's validation while it trained. Before the learning rate has decayed, its losses
+  are higher than the final losses of shorter runs, and they fall faster towards the end. The
+  speedup comes out nearer to 1 than it is (Hoffmann et al. 2022, arXiv:2203.15556, appendix B).
 
 A factor is read between half the least and twice the most tokens of the curve, no further.
 """
@@ -45,7 +42,7 @@ class Curve:
 
     @classmethod
     def through(cls, points: Sequence[tuple[float, float]], whole_schedules: bool) -> "Curve":
-        """Of the (tokens, loss) of any number of runs."""
+        """The curve through (tokens, loss) of any number of runs."""
         tokens_R, losses_R = np.array(points, float).reshape(-1, 2).T
         return cls(tokens_R, losses_R, whole_schedules)
 
@@ -77,22 +74,22 @@ class Speedup:
 
 
 def speedup(curve: Curve, tokens: float, difference: Difference) -> Speedup:
-    """Of a setting whose loss differs from the baseline's by `difference`.
+    """The speedup of a setting whose loss differs from the baseline's by `difference`.
 
     Args:
       curve: without a `problem`.
       tokens: that the baseline has seen.
 
-    The curve alone would give one interval, and the difference alone another. The distances of
-    their ends from the factor, in logarithms, are added as independent errors are: by their squares
-    (Zou and Donner 2008, Statistics in Medicine 27, 1693).
+    The errors of the curve and of the difference are independent: the distances of the ends of
+    their intervals from the factor, in logarithms, are added by their squares (Zou and Donner 2008,
+    Statistics in Medicine 27, 1693).
     """
     fit = Fit(curve.tokens_R[:, None], curve.losses_R)
     least = min(curve.tokens_R) / FARTHEST / tokens
     most = FARTHEST * max(curve.tokens_R) / tokens
 
     def logarithm(law: PowerLaw, difference: float) -> float:
-        # Beside the loss that the law itself has there, so that no difference is no speedup.
+        # Measured from the law's own loss there, so that equal losses give a factor of 1.
         excess = law.scales_K[0] * tokens ** -law.exponents_K[0]
         goal = max(1 + difference / excess, _LEAST_GOAL)
         return float(-math.log(goal) / law.exponents_K[0])

@@ -1,11 +1,10 @@
-"""What the batches of a validation text tell of a difference between runs.
+"""How far a difference between runs depends on the validation text.
 
-Two levels of chance lie under a difference: the seed, and the text that was held out. A verdict
-counts seeds and is about this text; whether it holds of other text too is a question of its own
-(Clark 1973, The language-as-fixed-effect fallacy). Batches answer that one: paired batch by batch,
-what makes one batch harder than another falls out of the difference (Miller 2024,
-arXiv:2411.00640, §3.2). A mean over tokens is a ratio of sums over batches, and its standard error
-that of Cochran, Sampling Techniques, 3rd edition 1977, §6.4, as in `lmlib.evaluate.ratio`.
+A difference varies with the seed and with the text that was held out. A verdict counts seeds, for
+this text. Batches show how far other text would change it (Clark 1973, The language-as-fixed-effect
+fallacy): pairing runs batch by batch removes the difficulty of each batch (Miller 2024,
+arXiv:2411.00640, §3.2). A mean over tokens is a ratio of sums over batches, with the standard error
+of Cochran, Sampling Techniques, 3rd edition 1977, §6.4, as in `lmlib.evaluate.ratio`.
 """
 
 import dataclasses
@@ -25,10 +24,9 @@ class TextPrecision:
 
     Args:
       of_one_seed: the standard error over batches of one seed's difference, on average.
-      of_the_mean: that of the mean over all seeds: how far it would be off on another text.
-      share: the 90 % interval of the text's part in the variance between seeds: each seed errs on
-        other batches. More text would take that part away. `None` of fewer than two seeds.
-        There is no single number: the variance of three seeds is too uncertain for one.
+      of_the_mean: the standard error of the mean over all seeds: its distance on another text.
+      share: the 90 % interval of the text's part in the variance between seeds, which more text
+        would remove; `None` for fewer than two seeds. A single number would be too uncertain.
     """
 
     of_one_seed: float
@@ -38,13 +36,13 @@ class TextPrecision:
 
 @dataclasses.dataclass(frozen=True)
 class BatchDifferences:
-    """Of one set: sums over the units of each of N batches, of S seeds' differences.
+    """The differences of S seeds on one set, as sums over the units of each of N batches.
 
     Args:
-      sums_SN: a run's sums minus those of the baseline's run of the same seed.
+      sums_SN: a run's sums minus the sums of the baseline's run with the same seed.
       counts_N: units in each batch.
-      factor: what a mean over units of this set adds to the metric: the set's weight in a total,
-        and what changes the unit.
+      factor: from a mean over units of this set to its part in the metric: the set's weight in a
+        total, times a change of unit.
     """
 
     sums_SN: Float[np.ndarray, "S N"]
@@ -53,7 +51,7 @@ class BatchDifferences:
 
 
 def text_precision(sets: Sequence[BatchDifferences]) -> TextPrecision | None:
-    """Of a metric that is a sum over `sets`; `None` if one has fewer than two batches."""
+    """The precision for a metric that is a sum over `sets`; `None` if one has under two batches."""
     if not sets or any(len(each.counts_N) < 2 for each in sets):
         return None
     one = mean = apart = 0.0

@@ -3,12 +3,12 @@
     python -m runner.sweep --fdl_config=experiments/quickstart --fiddler=tiny \\
         --axis=optimizer.peak_lr=1e-3,3e-3 --axis=seed=0,1,2 --workdir=/tmp/sweep
 
---fdl_config, --fiddler, --fdl.x.y=…   as for `python -m runner`: what all points have
+--fdl_config, --fiddler, --fdl.x.y=…   as for `python -m runner`, for all points
 --axis=x.y=1,2   values of a parameter; repeatable: every value with every other
 --points=NAME    a function of the experiment that yields points; `sweep` if no --axis is given
 --dry_run        shows the points, their tokens, FLOPs and time; trains nothing
 --at_once=N      processes at the same time; without it one point after the other, in this process
---through=…      what each point's command runs through: 'ssh host {command}'
+--through=…      words around each point's command: 'ssh host {command}'
 --slurm          writes an array job instead; --submit gives it to sbatch
 --halving=0.25,0.5   after these fractions of the steps, only the better half goes on
 -- --flag=…      flags of `python -m runner` for each point
@@ -44,7 +44,7 @@ _AT_ONCE = flags.DEFINE_integer(
     "at_once", None, "processes, or tasks of SLURM, at the same time", lower_bound=1
 )
 _THROUGH = flags.DEFINE_string(
-    "through", None, "what each command runs through: words around {command}, {name}, {slot}"
+    "through", None, "words around each command: {command}, {name}, {slot}"
 )
 _SLURM = flags.DEFINE_bool("slurm", False, "write an array job of SLURM; train nothing here")
 _SBATCH = flags.DEFINE_multi_string(

@@ -15,7 +15,7 @@ from runner.sweep.points import overrides_of
 
 SCRIPT = "sweep.sbatch"
 _COMMAND = "{command}"
-_VARIABLES = ("PYTHONPATH", "XLA_FLAGS")  # a job has them only if sbatch is told to take them along
+_VARIABLES = ("PYTHONPATH", "XLA_FLAGS")  # sbatch does not pass them on by itself
 
 
 def command_of(point: Point, experiment: Sequence[str], flags: Sequence[str]) -> list[str]:
@@ -87,7 +87,7 @@ def write_script(
 
 
 def check_sbatch() -> None:
-    """Raises ConfigError if there is no sbatch here."""
+    """Raises ConfigError without sbatch on this machine."""
     if shutil.which("sbatch") is None:
         raise ConfigError(
             "--submit: there is no sbatch on this machine; leave it out, and submit the script "
@@ -96,7 +96,7 @@ def check_sbatch() -> None:
 
 
 def submit(file: Path) -> None:
-    """Raises ConfigError if sbatch refuses, with what it said."""
+    """Raises ConfigError with the message of sbatch if it refuses."""
     done = subprocess.run(["sbatch", str(file)], capture_output=True, text=True, check=False)
     if done.returncode:
         raise ConfigError(f"sbatch {file} failed: {done.stderr.strip() or done.stdout.strip()}")

@@ -23,7 +23,7 @@ from runner.config.text import changed_paths
 from runner.errors import ConfigError, user_errors
 from runner.sweep.names import Settings, is_safe, names_of
 
-OUTPUT = "output"  # the folder of what the points' processes wrote
+OUTPUT = "output"  # the folder with the output of the points' processes
 _FORMAT = 2
 _SHOWN = 3  # names in a sentence
 

@@ -1,8 +1,8 @@
 """Successive halving (Jamieson & Talwalkar 2016, arXiv:1502.07943): the worse half stops early.
 
-Every point keeps the schedule of its whole run: what is compared is the training loss on the way,
-so points that learn slowly at first, by a small learning rate or a long warm-up, are at a
-disadvantage. What has stopped keeps its checkpoint, and goes on without --halving.
+Every point keeps the schedule of its whole run. Training losses on the way are compared, so points
+that learn slowly at first, by a small learning rate or a long warm-up, are at a disadvantage. A
+point that has stopped keeps its checkpoint, and goes on without --halving.
 """
 
 import math
@@ -36,12 +36,12 @@ def halved(
     train: Callable[[Sequence[Point], Callable[[Point], int]], bool],
     tell: Callable[[str], None],
 ) -> list[Point]:
-    """The points that are left after all `rungs`; none if `train` did not come to its end.
+    """The points that are left after all `rungs`; none if `train` was asked to stop.
 
     Args:
       steps: of a point's whole run.
-      train: trains points until their step, and returns whether it was not asked to stop; a point
-        that fails has no line of that step.
+      train: trains points until their step; returns False if it was asked to stop. A point that
+        fails has no line of that step.
     """
     left = list(points)
     for fraction in rungs:
@@ -63,8 +63,8 @@ def halved(
 
 
 def _loss(point: Point, step: int) -> float | None:
-    """The mean loss of the steps up to `step`; `None` if that was not made. What is no number is
-    worse than any."""
+    """The mean loss of the steps up to `step`, infinite if it is not finite; `None` if that step
+    was not made."""
     lines = point.run.metrics
     if not lines or lines[-1]["step"] < step:
         return None

@@ -1,4 +1,4 @@
-"""Names for the points of a sweep, of what differs: `peak_lr=0.001,seed=0`."""
+"""Names for the points of a sweep by the settings that differ: `peak_lr=0.001,seed=0`."""
 
 import collections
 import hashlib
@@ -14,9 +14,9 @@ _SAFE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,=+-]*")
 
 
 def names_of(points: Sequence[Settings], taken: Iterable[str] = ()) -> list[str]:
-    """A name for each of `points`, which are all different: safe for file systems, also those that
-    take capitals for small letters, and none of `taken`. A point keeps its name if others are left
-    out or come in, but for what tells equal names apart."""
+    """A name for each of `points`, which are all different: safe for file systems, also where
+    capitals equal small letters, and none of `taken`. Other points change a point's name only where
+    two names would be equal."""
     labels = _labels({path for point in points for path in point})
     names = [_name(point, labels) for point in points]
     count = collections.Counter(name.casefold() for name in [*names, *taken])
@@ -27,7 +27,7 @@ def names_of(points: Sequence[Settings], taken: Iterable[str] = ()) -> list[str]
 
 
 def is_safe(name: str) -> bool:
-    """Whether `name` could be one of `names_of`."""
+    """Is `name` one that `names_of` could give?"""
     return len(name) <= LONGEST and _SAFE.fullmatch(name) is not None
 
 
@@ -39,7 +39,7 @@ def _name(point: Settings, labels: Mapping[str, str]) -> str:
 
 
 def _labels(paths: set[str]) -> dict[str, str]:
-    """For each path as many of its last parts as no other path has."""
+    """For each path as many of its last parts as it takes to differ from all others."""
     found = {}
     for path in paths:
         parts = path.split(".")

@@ -84,12 +84,12 @@ def _normal(text: str) -> str:
 
 
 def overrides_of(settings: Settings) -> list[str]:
-    """As `--fdl.…` has them."""
+    """The settings as `--fdl.…` takes them."""
     return [f"{path}={text}" for path, text in settings.items()]
 
 
 def check_paths(points: Iterable[Settings], overrides: Sequence[str]) -> None:
-    """Raises ConfigError if a flag sets what the points do: which of the two holds?"""
+    """Raises ConfigError if a flag sets a parameter that the points set too."""
     fixed = {override.partition("=")[0].strip() for override in overrides}
     for path in sorted({path for point in points for path in point} & fixed):
         raise ConfigError(f"--fdl.{path}=… sets what the sweep does: leave out one of the two")

@@ -1,4 +1,4 @@
-"""The points of a sweep as tables: what they will cost, and what came of them."""
+"""The points of a sweep as tables: their costs, states and results."""
 
 import contextlib
 import math
@@ -18,8 +18,8 @@ _SPEED = "mean_tokens_per_second"
 
 
 def costs_text(points: Sequence[Point], costs: Sequence[Cost | None]) -> str:
-    """A row for each point: tokens, FLOPs, and the time at the speed of those that have finished;
-    then the whole."""
+    """A row for each point: tokens, FLOPs, and the time at the speed of finished points; then the
+    whole."""
     finals = [each.run.final for each in points if each.finished]
     speeds = [each[_SPEED].value for each in finals if _SPEED in each and each[_SPEED].value > 0]
     speed = sum(speeds) / len(speeds) if speeds else None
@@ -47,8 +47,8 @@ def costs_text(points: Sequence[Point], costs: Sequence[Cost | None]) -> str:
 
 
 def results_text(points: Sequence[Point], failures: Mapping[str, str]) -> str:
-    """A row for each point that has finished, by validation loss, else training loss; then those
-    that have not, with their states and reasons."""
+    """A row for each finished point, by validation loss, else training loss; then the others, with
+    their states and reasons."""
     results = {each.name: each.run.final for each in points if each.finished}
     tables = []
     if results:
@@ -97,7 +97,7 @@ def _flops_text(flops: float) -> str:
 
 
 def _order(final: Mapping[str, Final]) -> tuple[bool, float]:
-    """By validation loss; without one, after those that have it, by training loss."""
+    """By validation loss; runs without one come last, by training loss."""
     loss = final.get("validation_loss") or final.get("training_loss")
     value = loss.value if loss and math.isfinite(loss.value) else math.inf
     return "validation_loss" not in final, value

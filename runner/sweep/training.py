@@ -200,7 +200,7 @@ class Programs:
     ) -> jax.stages.Compiled:
         key = tuple(identity_of(step, mesh).values())
         kept = self._kept.pop(key, None)
-        # It unpacks its arguments as those that it was compiled for were packed.
+        # A compiled step unpacks its arguments by the trees that it was compiled for.
         if kept is None or (kept.in_tree, kept.out_tree) != (step.in_tree, step.out_tree):
             kept = compile_step()
         self._kept[key] = kept  # the last, now
