@@ -1,5 +1,6 @@
-"""Curves as PNG and SVG files, for papers."""
+"""Curves, and coordinate checks, as PNG and SVG files for papers."""
 
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -91,6 +92,26 @@ def write_picture(specification: Mapping[str, Any], file: str | os.PathLike[str]
         write_whole(file, png)
 
 
+def coordinates(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The picture of a coordinate check: a row of charts for each rule by width, then by depth, with
+    a chart for each thing looked at.
+
+    Args:
+      rows: {"by", "size", "rule", "looked_at", "step", "change"}: by width or depth, of which size,
+        under which rule, of what, after which step, and the change. Changes that are not positive
+        numbers are left out.
+    """
+    kinds = dict.fromkeys((row["by"], row["rule"]) for row in rows)
+    return {
+        "$schema": specifications.SCHEMA,
+        "vconcat": [
+            _of_rule([row for row in rows if (row["by"], row["rule"]) == kind], *kind)
+            for kind in kinds
+        ],
+        "resolve": {"scale": {"x": "independent"}},
+    }
+
+
 def _files(names: Iterable[str]) -> dict[str, str]:
     """A file for each metric, without an ending; no two are alike, in small letters too."""
     safe = {n: "".join(c if c.isalnum() or c in "-_." else "_" for c in n)[:100] for n in names}
@@ -115,3 +136,34 @@ def _rows(
             for i, step in enumerate(series["step"]):
                 row = {name: every[name][i] for name in _FIELDS}
                 yield {"curve": curve, "stretch": (step - 1) // chart["stretch"], **row}
+
+
+def _of_rule(rows: Sequence[Mapping[str, Any]], by: str, rule: str) -> dict[str, Any]:
+    def logarithmic(field: str, title: str) -> dict[str, Any]:
+        scale = {"type": "log", "nice": False}
+        return {"field": field, "type": "quantitative", "title": title, "scale": scale}
+
+    sizes = sorted({row["size"] for row in rows})
+    names = list(dict.fromkeys(row["looked_at"] for row in rows))
+    steps = {"domain": sorted({row["step"] for row in rows}), "scheme": "viridis"}
+    column = {"field": "looked_at", "type": "nominal", "title": None, "sort": names}
+    return {
+        "title": {"text": f"{by}, {rule}", "anchor": "start"},
+        "data": {"values": [row for row in rows if 0 < row["change"] < math.inf]},
+        "facet": {"column": column},
+        "spec": {
+            "width": 150,
+            "height": 120,
+            "mark": {"type": "line", "point": {"size": 18}, "strokeWidth": 1.5},
+            "encoding": {
+                "x": logarithmic("size", by) | {"axis": {"values": sizes, "grid": False}},
+                "y": logarithmic("change", "change (RMS)"),
+                "color": {
+                    "field": "step",
+                    "type": "ordinal",
+                    "scale": steps,
+                    "legend": {"title": "step"},
+                },
+            },
+        },
+    }

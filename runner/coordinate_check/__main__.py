@@ -43,8 +43,7 @@ if __name__ == "__main__":
 import fiddle as fdl
 
 from lmlib.inspect.coordinates import LOOKED_AT, changes, slope
-from lmlib.report.coordinates import specification
-from lmlib.report.pictures import ENDINGS, write_picture
+from lmlib.report.pictures import ENDINGS, coordinates, write_picture
 from lmlib.storage.whole_file import write_whole
 from lmlib.terminal.table import columns
 from runner.coordinate_check.sizes import DEPTH, WIDTH, base_of, model_arguments, sized, sizes_of
@@ -82,14 +81,14 @@ def main(arguments: Sequence[str]) -> int:
         if _JSON.value:
             write_whole(_JSON.value, json.dumps(rows, indent=1) + "\n")
         if _PICTURE.value:
-            write_picture(specification(rows), _PICTURE.value)
+            write_picture(coordinates(rows), _PICTURE.value)
     return FINISHED
 
 
 def _rows(
     cfg: fdl.Config, arguments_of: Mapping[str, Mapping[int, Mapping[str, int]]]
 ) -> Iterator[dict[str, Any]]:
-    """As `lmlib.report.coordinates.specification` takes them. The base is in both sweeps."""
+    """As `lmlib.report.pictures.coordinates` takes them. The base is in both sweeps."""
     known: dict[tuple[Any, ...], Any] = {}
     with Telling() as tell:
         for by, of_size in arguments_of.items():

@@ -82,9 +82,8 @@ from runner.sweep.commands import (
     through,
     write_script,
 )
-from runner.sweep.folder import Point, Sweep, checked_folder, planned
+from runner.sweep.folder import Point, Settings, Sweep, checked_folder, planned
 from runner.sweep.halving import halved, parsed_rungs
-from runner.sweep.names import Settings
 from runner.sweep.points import check_paths, overrides_of, points_of
 from runner.sweep.tables import costs_text, results_text
 from runner.sweep.training import InTurn, SideBySide

@@ -7,9 +7,12 @@
 is for readers.
 """
 
+import collections
 import dataclasses
+import hashlib
 import json
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from lmlib.runs.run import SWEEP, Run, points_in
@@ -21,11 +24,14 @@ from lmlib.storage.whole_file import make_folder, write_whole
 from runner.command_line.paths import check_can_be_made
 from runner.config.text import changed_paths
 from runner.errors import ConfigError, user_errors
-from runner.sweep.names import Settings, is_safe, names_of
 
+Settings = Mapping[str, str]  # paths of parameters to literals, as text
+LONGEST = 100  # characters of a name; a file system takes 255, and a path of folders less
 OUTPUT = "output"  # the folder with the output of the points' processes
 _FORMAT = 2
 _SHOWN = 3  # names in a sentence
+_DIGEST = 8
+_SAFE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,=+-]*")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,6 +165,54 @@ def read_sweep(folder: Path) -> Sweep:
         raise ConfigError(
             f"{folder / SWEEP} cannot be read, or is damaged: {error!r:.200}"
         ) from error
+
+
+def names_of(points: Sequence[Settings], taken: Iterable[str] = ()) -> list[str]:
+    """A name for each of `points`, which are all different: safe for file systems, also where
+    capitals equal small letters, and none of `taken`. Other points change a point's name only where
+    two names would be equal."""
+    labels = _labels({path for point in points for path in point})
+    names = [_name(point, labels) for point in points]
+    count = collections.Counter(name.casefold() for name in [*names, *taken])
+    return [
+        _with_digest(name, point) if count[name.casefold()] > 1 else name
+        for name, point in zip(names, points, strict=True)
+    ]
+
+
+def is_safe(name: str) -> bool:
+    """Is `name` one that `names_of` could give?"""
+    return len(name) <= LONGEST and _SAFE.fullmatch(name) is not None
+
+
+def _name(point: Settings, labels: Mapping[str, str]) -> str:
+    if not point:
+        return "base"
+    name = ",".join(f"{labels[path]}={_safe(value)}" for path, value in point.items())
+    return name if len(name) <= LONGEST else _with_digest(name, point)
+
+
+def _labels(paths: set[str]) -> dict[str, str]:
+    """For each path as many of its last parts as it takes to differ from all others."""
+    found = {}
+    for path in paths:
+        parts = path.split(".")
+        for count in range(1, len(parts) + 1):
+            end = parts[-count:]
+            if sum(other.split(".")[-count:] == end for other in paths) == 1:
+                break
+        found[path] = _safe(".".join(parts[-count:]))
+    return found
+
+
+def _safe(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_.+-]+", "_", text.strip("'\"")).strip("_") or "_"
+
+
+def _with_digest(name: str, point: Settings) -> str:
+    written = json.dumps(sorted(point.items())).encode()
+    digest = hashlib.sha256(written).hexdigest()[:_DIGEST]
+    return f"{name[: LONGEST - _DIGEST - 1]}-{digest}"
 
 
 def _listed(points: Sequence[Point]) -> str:

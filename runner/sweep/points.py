@@ -10,7 +10,7 @@ from lmlib.runs.settings import split
 from runner.config import configs
 from runner.config.overrides import BAD_LITERAL
 from runner.errors import ConfigError
-from runner.sweep.names import Settings
+from runner.sweep.folder import Settings
 
 FUNCTION = "sweep"  # of an experiment's file, unless another is named
 

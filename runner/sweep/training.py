@@ -24,8 +24,7 @@ from runner.errors import StoppedEarly, in_words
 from runner.monitoring.limits import Limits
 from runner.processes.parent import Parent
 from runner.processes.stopping import StopSignals
-from runner.sweep.folder import OUTPUT, Point
-from runner.sweep.names import Settings
+from runner.sweep.folder import OUTPUT, Point, Settings
 from runner.sweep.tables import result_text, status
 from runner.training.compiled_step import identity_of
 from runner.training.fit import fit

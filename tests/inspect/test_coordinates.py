@@ -17,8 +17,7 @@ from lmlib.optim.adamw import adamw
 from lmlib.optim.schedules import warmup_constant
 from lmlib.optim.transfer import CompleteP
 from lmlib.parallel.mesh import make_mesh
-from lmlib.report.coordinates import specification
-from lmlib.report.pictures import write_picture
+from lmlib.report.pictures import coordinates, write_picture
 from lmlib.train import make_step
 
 BASE = {"embed": 32, "heads": 2, "mlp": 64, "layers": 2}
@@ -100,12 +99,12 @@ def test_a_picture_has_a_line_for_each_step_and_leaves_out_what_is_no_number(tmp
         for step in (1, 2)
     ]
     rows += [{**rows[0], "change": bad} for bad in (0.0, math.inf, math.nan)]
-    charts = specification(rows)["vconcat"]
+    charts = coordinates(rows)["vconcat"]
     assert [len(chart["data"]["values"]) for chart in charts] == [16, 16]
-    write_picture(specification(rows), tmp_path / "check.png")
-    write_picture(specification(rows), tmp_path / "check.svg")
+    write_picture(coordinates(rows), tmp_path / "check.png")
+    write_picture(coordinates(rows), tmp_path / "check.svg")
     assert (tmp_path / "check.png").read_bytes().startswith(b"\x89PNG")
     svg = (tmp_path / "check.svg").read_text()
     assert all(name in svg for name in LOOKED_AT)
     with pytest.raises(ValueError, match=r"ends in \.png or \.svg"):
-        write_picture(specification(rows), tmp_path / "check.pdf")
+        write_picture(coordinates(rows), tmp_path / "check.pdf")

@@ -93,14 +93,16 @@ def test_no_measurement_is_taken_back_while_a_line_is_half_written(tmp_path_fact
     assert as_lists(reader)["evaluation_loss"] == ([1, 2, 3], [0.25, 0.5, 0.75])
 
 
-def test_what_is_not_finite_is_there(tmp_path):
+def test_numbers_that_are_not_finite_are_there_and_too_large_ones_are_left_out(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(
         '{"step": 1, "loss": "NaN"}\n{"step": 2, "loss": "-Infinity"}\n'
+        f'{{"step": 3, "a": {10**400}, "b": 2}}\n'
     )
     series = Measurements(tmp_path)
     series.update()
     steps_N, values_N = series.series["loss"]
     assert steps_N.dtype == np.int64 and math.isnan(values_N[0]) and values_N[1] == -math.inf
+    assert columns(tmp_path)["b"] == ([3], [2.0]) and "a" not in columns(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -114,11 +116,6 @@ def test_a_damaged_line_costs_no_other(tmp_path, damage):
     found = columns(tmp_path)
     assert found["loss"] == ([1, 3], [3.0, 2.0])
     assert "note" not in found
-
-
-def test_a_number_too_large_is_left_out(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1, "a": {10**400}, "b": 2}}\n')
-    assert columns(tmp_path) == {"step": ([1], [1.0]), "b": ([1], [2.0])}
 
 
 def test_a_file_that_is_deleted_is_empty(tmp_path):
