@@ -93,8 +93,8 @@ def write_picture(specification: Mapping[str, Any], file: str | os.PathLike[str]
 
 
 def coordinates(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The picture of a coordinate check: a row of charts for each rule by width, then by depth, with
-    a chart for each thing looked at.
+    """The picture of a coordinate check: a row of charts for each rule by width, then by depth;
+    each has a chart for each thing looked at.
 
     Args:
       rows: {"by", "size", "rule", "looked_at", "step", "change"}: by width or depth, of which size,
