@@ -169,11 +169,11 @@ def _check_values(name: str, x_R: np.ndarray) -> None:
     if len(values) >= LEAST_VALUES and span >= known.least_range:
         return
     listed = ", ".join(count_text(value) for value in values[:4])
-    single = "" if name == "compute" else ", or of a single one"
+    more = "" if name == "compute" else ", or of a single one"
     raise ValueError(
         f"E, {known.scale} and {known.exponent} are not identified: the runs have {len(values)} "
         f"numbers of {name} ({listed}{', …' * (len(values) > 4)}), which span a factor of "
-        f"{span:.2f}; give runs of at least {LEAST_VALUES} that span {known.least_range:.0f}{single}"
+        f"{span:.2f}; give runs of at least {LEAST_VALUES} that span {known.least_range:.0f}{more}"
     )
 
 
