@@ -6,14 +6,13 @@ import html
 import json
 import math
 import re
-import sqlite3
 
 import fiddle as fdl
 import pytest
 from byte_texts import write_texts
 from small_experiment import small
 from tensorboardX.proto.event_pb2 import Event
-from wandb_file import records
+from tracker_stores import in_mlflow, in_trackio, in_wandb
 
 from lmlib import trackers
 from lmlib.data.flat_tokens import FlatTokens
@@ -144,22 +143,16 @@ def of_trackers(folder, run):
             scalars |= {value.tag: value.simple_value for value in event.summary.value}
             data = data[end + 4 :]
     yield from exact("TensorBoard", scalars)
-    (file,) = (run / "wandb").glob("offline-run-*/*.wandb")
-    rows = [each.history.item for each in records(file) if each.HasField("history")]
-    last = {item.key or item.nested_key[0]: item.value_json for row in rows for item in row}
-    yield from exact("W&B", {name: json.loads(text) for name, text in last.items()})
-    last = {}
-    with sqlite3.connect(folder / "trackio/lmlib.db") as connection:
-        query = "SELECT metrics FROM metrics WHERE run_name LIKE ? ORDER BY step, id"
-        for (line,) in connection.execute(query, (f"{run.name} %",)):
-            last |= json.loads(line)
-    yield from exact("Trackio", last)
-    import mlflow
+    for place, rows in (
+        ("W&B", in_wandb(run, "lmlib")[1]),
+        ("Trackio", in_trackio(run, "lmlib")[1]),
+        ("MLflow", in_mlflow(run, "lmlib", f"sqlite:///{folder}/mlflow.db")[1]),
+    ):
+        yield from exact(place, {name: value for _, name, value in sorted(rows, key=by_step)})
 
-    client = mlflow.MlflowClient(f"sqlite:///{folder}/mlflow.db")
-    experiment = client.get_experiment_by_name("lmlib").experiment_id
-    (found,) = client.search_runs([experiment], f"run_name = '{run.name}'")
-    yield from exact("MLflow", found.data.metrics)
+
+def by_step(row):
+    return row[0]
 
 
 def test_no_two_places_show_two_numbers_under_one_name(folder):

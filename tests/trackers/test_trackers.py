@@ -5,18 +5,14 @@ A test is left out where its package is absent: pip install 'lmlib[wandb,trackio
 
 import contextlib
 import functools
-import html
 import importlib.util
 import json
 import math
 import os
-import re
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
-from pathlib import Path
 
 import fiddle as fdl
 import pytest
@@ -24,7 +20,7 @@ import tracked_run
 from byte_texts import write_texts
 from event_files import shown
 from small_experiment import small
-from wandb_file import records
+from tracker_stores import in_mlflow, in_trackio, in_wandb
 
 from lmlib import trackers
 from lmlib.data.flat_tokens import FlatTokens
@@ -62,65 +58,6 @@ def stores(tmp_path_factory):
         patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
         patch.chdir(folder)
         yield folder
-
-
-def in_trackio(workdir, project):
-    import trackio
-    from trackio.sqlite_storage import SQLiteStorage
-
-    (run,) = trackio.Api().runs(project)
-    rows = [
-        (row["step"], name, value)
-        for row in SQLiteStorage.get_logs(project, run.name, run_id=run.id)
-        for name, value in row.items()
-        if name not in ("step", "timestamp")
-    ]
-    texts = [  # Markdown, in which four spaces begin code
-        (step, name, re.sub("^    ", "", value["_value"]) + "\n" if name == "samples" else value)
-        for step, name, value in rows
-    ]
-    return run.config, texts
-
-
-def in_mlflow(workdir, experiment):
-    import mlflow
-
-    client = mlflow.MlflowClient()
-    (run,) = client.search_runs([client.get_experiment_by_name(experiment).experiment_id])
-    assert run.info.status == "FINISHED" and run.info.run_name == workdir.name
-    found = [
-        (each.step, name, each.value)
-        for name in run.data.metrics
-        if name != "step"
-        for each in client.get_metric_history(run.info.run_id, name)
-    ]
-    for file in client.list_artifacts(run.info.run_id, "samples"):
-        with tempfile.TemporaryDirectory() as folder:
-            text = Path(client.download_artifacts(run.info.run_id, file.path, folder)).read_text()
-        found.append((int(Path(file.path).stem), "samples", text))
-    return run.data.params, found
-
-
-def in_wandb(workdir, project):
-    """Of the newest start, which has what `wandb sync` needs."""
-    file = sorted((workdir / "wandb").glob("offline-run-*/*.wandb"))[-1]
-    found, config = [], {}
-    for record in records(file):
-        if record.HasField("run"):
-            config |= {each.key: json.loads(each.value_json) for each in record.run.config.update}
-            assert record.run.project == project and record.run.display_name == workdir.name
-        row = {
-            tuple(item.nested_key) or (item.key,): json.loads(item.value_json)
-            for item in record.history.item
-        }
-        for name, value in row.items():
-            if name == ("samples", "path"):
-                page = (file.parent / "files" / value).read_text()
-                value = html.unescape(page.removeprefix("<pre>").removesuffix("</pre>"))
-            elif len(name) > 1 or name[0].startswith("_"):
-                continue
-            found.append((row[("_step",)], name[0], float(value) if value == "NaN" else value))
-    return config, found
 
 
 FOUND = {"WeightsAndBiases": in_wandb, "Trackio": in_trackio, "MLflow": in_mlflow}
