@@ -42,7 +42,7 @@ from lmlib.storage.bucket.copies import shown, url_of
 from lmlib.storage.local_folder import folder_to_read
 from lmlib.terminal.quantities import bytes_text, duration_text
 from lmlib.terminal.table import columns
-from runner.processes.lock import WorkdirLock
+from runner.processes.lock import FolderLock
 
 DAMAGED = 1  # exit status of verify
 
@@ -147,7 +147,7 @@ def _prune(checkpoints: Checkpoints, directory: Path) -> int:
             f"{shown(directory)} is in a bucket, where prune does not see whether a run goes on: "
             "give the run --fdl.checkpoints.keep, which removes older ones as it saves"
         )
-    with WorkdirLock(directory.parent if directory.name == "checkpoints" else directory):
+    with FolderLock(directory.parent if directory.name == "checkpoints" else directory):
         return _remove_all_but(_KEEP.value, checkpoints, directory)
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from data_tools.command_line import ProgressLine
 from lmlib.data.stored.data_path import data_path
 from lmlib.data.stored.metadata import FILE_NAME
-from lmlib.storage.bucket.copies import REQUESTS, place_to_make
-from lmlib.storage.bucket.store import BucketStore
+from lmlib.storage.bucket.copies import place_to_make
+from lmlib.storage.bucket.store import REQUESTS, BucketStore
 from lmlib.storage.bucket.upload import upload
 from lmlib.storage.bucket.url import BucketUrl
 from lmlib.storage.whole_file import write_whole

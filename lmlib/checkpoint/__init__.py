@@ -3,14 +3,14 @@
 One folder per step, `<directory>/<step>`, which is whole or absent:
 
     state/<leaf>/    one zarr array per leaf of the state, named by the leaf's path
-                     (`model.stack.patterns.0.0.attention.query`), whichever classes made it
+                     (`model.stack.patterns.0.0.attention.query`)
     notes/           a small JSON object of the caller's
     manifest.json    shapes and dtypes of the leaves, the size and the digest of every file
 
-A step is written to `<step>.orbax-checkpoint-tmp-<text>`, its manifest last, and then renamed; the
-text is another one whenever the directory is opened. What is found damaged on the way to an older
-step is renamed to `<step>.damaged`; what need not be kept is renamed to
-`<step>.orbax-checkpoint-tmp-removed`, and deleted then.
+A step is written to `<step>.orbax-checkpoint-tmp-<text>`, its manifest last, and then renamed. The
+text is another one each time that the directory is opened. A damaged step, found on the way to an
+older one, is renamed to `<step>.damaged`. A step that goes is renamed to
+`<step>.orbax-checkpoint-tmp-removed` and then deleted.
 """
 
 from lmlib.checkpoint.checkpoints import Checkpoints

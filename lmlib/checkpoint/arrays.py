@@ -1,7 +1,7 @@
-"""The arrays of a checkpoint: their names, whether they fit what is wanted, and how they lie.
+"""The arrays of a checkpoint: their names, their files, and if they fit a target.
 
-Each is a zarr array of version 2, uncompressed: every file of it has a size that follows from its
-shape, so that sizes are known before anything is allocated.
+Each is a zarr array of version 2, uncompressed: the sizes of its files follow from its shape, and
+are known before anything is allocated.
 """
 
 import dataclasses
@@ -17,13 +17,21 @@ from jaxtyping import PyTree
 
 from lmlib.checkpoint.folders import files_of
 from lmlib.checkpoint.manifest import DamagedCheckpointError, Manifest, SavedArray
-from lmlib.checkpoint.orbax_internals import LAYOUTS, STATE_FILES
 from lmlib.storage.bucket.failures import BucketError
 from lmlib.storage.store import Store
 from lmlib.storage.stored_json import parse_json
 
 STATE = "state"
 ZARRAY = ".zarray"  # the description of an array, beside its chunks
+LAYOUTS = "array_metadatas"
+# Orbax's own files beside the folders of the arrays. Nothing of ours reads them.
+STATE_FILES = (
+    "_METADATA",
+    "_CHECKPOINT_METADATA",
+    "_sharding",
+    "commit_success.txt",
+    f"{LAYOUTS}/",
+)
 
 _LARGEST_TEXT = 64 << 20  # bytes, for the files of a checkpoint that hold no array
 _LARGEST_ZARRAY = 1 << 16  # bytes
@@ -38,7 +46,7 @@ def named_leaves(tree: PyTree) -> dict[str, Any]:
 
 
 def check_savable(arrays: dict[str, Any]) -> None:
-    """Raises ValueError for a leaf that is no array with elements, or whose name is no file's."""
+    """Raises ValueError for a leaf that is not an array with elements, or has an illegal name."""
     for name, array in arrays.items():
         if not isinstance(array, jax.Array) or array.size == 0:
             raise ValueError(
@@ -53,14 +61,14 @@ def check_savable(arrays: dict[str, Any]) -> None:
 
 
 def saved_arrays(arrays: dict[str, Any]) -> dict[str, SavedArray]:
-    """What the manifest says of the arrays."""
+    """The manifest's entries for the arrays."""
     return {
         name: SavedArray(tuple(array.shape), str(array.dtype)) for name, array in arrays.items()
     }
 
 
 def part_of(manifest: Manifest, part: str) -> Manifest:
-    """What a manifest says of the arrays whose names begin with `part`, and of their files."""
+    """A manifest with only the arrays whose names begin with `part`, and their files."""
     return dataclasses.replace(
         manifest,
         arrays={name: array for name, array in manifest.arrays.items() if name.startswith(part)},
@@ -73,7 +81,7 @@ def part_of(manifest: Manifest, part: str) -> Manifest:
 
 
 def check_target(manifest: Manifest, wanted: dict[str, Any]) -> None:
-    """Raises ValueError if the arrays of a checkpoint are not those that are wanted."""
+    """Raises ValueError if the arrays of a checkpoint are not the ones `wanted`."""
     step, saved = manifest.step, manifest.arrays
     absent, unknown = wanted.keys() - saved.keys(), saved.keys() - wanted.keys()
     if absent or unknown:
@@ -98,7 +106,7 @@ def check_target(manifest: Manifest, wanted: dict[str, Any]) -> None:
 
 
 def is_chunk(file: str, wanted: Collection[str]) -> bool:
-    """Whether a file of a step holds elements of one of the arrays `wanted`."""
+    """Says if a file of a step holds elements of one of the arrays `wanted`."""
     match file.split("/"):
         case [folder, name, chunk]:
             return folder == STATE and name in wanted and chunk != ZARRAY
@@ -113,7 +121,7 @@ def check_layout(
     The sizes of the files were compared with the manifest before.
 
     Args:
-      files: those of a step that is not visible in `folder` yet.
+      files: the files of a step that is not visible in `folder` yet.
 
     Returns:
       The shape of the chunks of each array.
@@ -185,14 +193,14 @@ def chunk_name(place: Sequence[int]) -> str:
 
 
 def stored_leaf(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """What stands for a leaf on disk: for typed PRNG keys, their words."""
+    """The shape and dtype of a leaf on disk; typed PRNG keys are stored as their words."""
     bare = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
     is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     return jax.eval_shape(jax.random.key_data, bare) if is_key else bare
 
 
 def _describe(leaf: Any) -> str:
-    """`float32[4, 8]` for what has a shape and a dtype."""
+    """`float32[4, 8]` for an array."""
     if not hasattr(leaf, "shape"):
         return f"{leaf!r} ({type(leaf).__name__})"
     return f"{leaf.dtype}[{', '.join(map(str, leaf.shape))}]"

@@ -1,30 +1,26 @@
 """The checkpoints in one directory: saving, choosing, verifying, restoring.
 
-`orbax.checkpoint.CheckpointManager` saves, not the newer `orbax.checkpoint.v1`, whose interface is
-still moving. The manifest is written between Orbax's last file of a step and the
-renaming that makes the step visible, so a step without one is no half-written step but a damaged
-one. Steps are restored from their verified files alone, without Orbax.
+The manifest is written last, before the step becomes visible. So a step without one is damaged, not
+half-written.
 """
 
 import contextlib
-import errno
 import os
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import jax
-import orbax.checkpoint as ocp
 from jaxtyping import PyTree
 
 from lmlib.checkpoint import arrays as saved
-from lmlib.checkpoint import folders, orbax_internals, removal, writing
+from lmlib.checkpoint import folders, removal
 from lmlib.checkpoint import notes as saved_notes
 from lmlib.checkpoint.failures import named_errors
 from lmlib.checkpoint.in_bucket.steps import steps_at
-from lmlib.checkpoint.in_bucket.uploads import Uploads
-from lmlib.checkpoint.manager import open_manager
+from lmlib.checkpoint.in_bucket.uploads import StepInBucket
 from lmlib.checkpoint.manifest import (
     DamagedCheckpointError,
     Manifest,
@@ -33,10 +29,12 @@ from lmlib.checkpoint.manifest import (
     read_manifest,
     rewrite_metric,
 )
+from lmlib.checkpoint.on_disk import OpenDirectory, StepOnDisk, silence
 from lmlib.checkpoint.processes import agreed, barrier, random_text
 from lmlib.checkpoint.reading import read_arrays
 from lmlib.checkpoint.restored import Restored
 from lmlib.checkpoint.retention import Retention
+from lmlib.checkpoint.saves import begin_save
 from lmlib.storage.bucket.copies import shown
 from lmlib.storage.local_folder import folder_named
 from lmlib.storage.whole_file import make_folder
@@ -63,20 +61,20 @@ class Checkpoints:
         save_seconds: int = 1_200,
         check: Callable[[], None] = lambda: None,
     ):
-        """Opens `directory`, made if absent; deletes what a kill has left unfinished there.
+        """Opens `directory`, made if absent; deletes unfinished steps that a kill has left there.
 
         `gs://…` and `s3://…` are directories as well (docs/buckets.md).
 
         Args:
-          keep: the newest so many stay; the rest go whenever another one is whole.
-          keep_every: checkpoints at multiples of so many steps stay too.
-          keep_best: so many that `rank` gave the smallest metric stay too.
+          keep: this number of the newest stay; the rest go as soon as another one is whole.
+          keep_every: checkpoints at multiples of this number of steps stay too.
+          keep_best: this number with the smallest metrics, by `rank`, stay too.
           keep_steps: these stay too.
           read_only: changes nothing; for reading while a run may be saving.
           save_seconds: limit of the processes' wait for each other in a save.
           check: called before anything is written, named or removed there, perhaps in another
-            thread. What it raises, as where the directory is another run's now, prevents that; the
-            same method raises it, or the next `wait`.
+            thread. It prevents that by raising, for example if the directory is another run's now.
+            The same method raises its error, or the next `wait`.
 
         Raises:
           ValueError: if a number is out of range, or the directory is a URL of another kind.
@@ -85,14 +83,13 @@ class Checkpoints:
         self._directory = folder_named(directory).absolute()
         self._retention = Retention(keep, keep_every, keep_best, keep_steps)
         self._in_bucket = steps_at(self._directory, check)
-        self._manager: orbax_internals.ManagerOfOneFolder | Uploads | None = None
+        self._read_only = read_only
+        self._opened: OpenDirectory | None = None
         self._saving: int | None = None  # the step that was begun last
-        # Of that step: each process digests the chunks it wrote; process 0 writes the manifest.
-        self._digest: Callable[[Path], None] = lambda folder: None
-        self._finish: Callable[[], None] = lambda: None
+        self._pending: Future[None] | None = None  # its save
         self._save_seconds = save_seconds
         self._check = check
-        orbax_internals.silence()
+        silence()
         if read_only:
             return
         with named_errors("open the checkpoints", self._directory):
@@ -103,12 +100,12 @@ class Checkpoints:
                     removal.finish(self._directory)
                 else:
                     self._in_bucket.take()
-            # In the name of what is saved, so that no other run, which was asleep in the middle of
-            # a save say, writes into it. The processes wait for each other here.
+            # In the name of an unfinished step, so that no other run writes into it, one that was
+            # asleep in a save say. The processes wait for each other here.
             self._opening = random_text()
             if keep_best:
                 self._retention.read_ranks(self._directory)
-            self._manager = self._open()
+            self._reopen()
 
     def save(
         self,
@@ -121,18 +118,17 @@ class Checkpoints:
     ) -> float:
         """Starts saving; returns once the arrays are copied, so `state` may be donated at once.
 
-        An earlier save that still runs is waited for first. The saving itself may fail later: the
-        next `save`, `wait` or `close` raises what went wrong. A process that is alone makes a
-        directory that was deleted meanwhile again, and not one that was moved: it may come back.
+        It waits first for an earlier save that still runs. The saving itself may fail later: the
+        next `save`, `wait` or `close` raises the error. A run of one process makes a directory
+        again that was deleted meanwhile, but not one that was moved: it may come back.
 
         Args:
           step: larger than that of every checkpoint in the directory.
           state: every leaf an array of at least one element, typed PRNG keys included.
           notes: what JSON can hold, the same on every process; copied.
-          hold: an earlier step that stays, whatever is kept otherwise, until a save holds another
-            or none.
-          beforehand: what must be done, as for other files to be on the disk, before the checkpoint
-            is whole. Called on process 0 in another thread; the save fails if it raises.
+          hold: an earlier step that stays until a save holds another or none.
+          beforehand: called on process 0 in another thread before the checkpoint is whole, to
+            bring other files to the disk for example. The save fails if it raises.
 
         Returns:
           The seconds for which it blocked, the wait for an earlier save included.
@@ -143,11 +139,11 @@ class Checkpoints:
         """
         began = time.perf_counter()
         self.wait()
-        if self._manager is None:
+        if self._read_only:
             raise ValueError(
                 f"{shown(self._directory)} was opened read-only: nothing can be saved there"
             )
-        newest = self._manager.latest_step()
+        newest = self.newest()
         if newest is not None and step <= newest:
             raise ValueError(
                 f"cannot save step {step}: {shown(self._directory)} already holds step {newest}; "
@@ -157,20 +153,16 @@ class Checkpoints:
         saved.check_savable(arrays)
         notes = saved_notes.copied(notes)
         self._saving, self._retention.held = step, hold
-        if isinstance(self._manager, Uploads):
-            self._manager.save(step, arrays, notes, beforehand)
-            return time.perf_counter() - began
-        folder = folders.unfinished_folder(self._directory, step, self._opening)
-        self._digest, self._finish = writing.around_the_manifest(
-            folder, step, arrays, beforehand, self._check
-        )
-        items = ocp.args.Composite(state=writing.ArraysSave(arrays), notes=ocp.args.JsonSave(notes))
         with self._recovery(f"save step {step}"):
-            if self.deleted:
-                self._reopen()
-            if not self._directory.is_dir():  # Orbax would make it again, without the others
-                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
-            self._manager.save(step, args=items, force=True)  # force: the caller says when
+            self._pending = begin_save(
+                self._begun(step),
+                self._directory / str(step),
+                arrays,
+                notes,
+                beforehand,
+                self._remove_old,
+                self._save_seconds,
+            )
         return time.perf_counter() - began
 
     def rank(self, step: int, metric: float) -> None:
@@ -192,14 +184,11 @@ class Checkpoints:
 
     @property
     def deleted(self) -> bool:
-        """Whether the directory was deleted since this process, which is alone, opened it."""
-        return jax.process_count() == 1 and self._manager is not None and self._manager.is_deleted
+        """If the directory was deleted since it was opened; only known in runs of one process."""
+        return jax.process_count() == 1 and self._opened is not None and self._opened.is_deleted
 
     def steps(self) -> list[int]:
-        """The steps of all whole checkpoints, in order; what a killed save left is not among them.
-
-        Read from the directory, since Orbax's own list has the step that is still being saved.
-        """
+        """The steps of all whole checkpoints, in order; none that a killed save left."""
         return folders.steps_in(self._directory)
 
     def newest(self) -> int | None:
@@ -215,7 +204,7 @@ class Checkpoints:
         return None
 
     def verify(self, step: int) -> Manifest:
-        """Reads every file of a checkpoint and compares it with what was saved.
+        """Reads every file of a checkpoint and compares it with its digest.
 
         The processes share the reading, and all raise if one of them finds damage.
 
@@ -231,7 +220,7 @@ class Checkpoints:
         return manifest
 
     def names(self, step: int, part: str) -> set[str]:
-        """The names of the arrays of a checkpoint that lie under the name `part`.
+        """The names of the arrays of a checkpoint below the name `part`.
 
         Raises as `verify` does.
         """
@@ -241,7 +230,7 @@ class Checkpoints:
         return {name.removeprefix(under) for name in manifest.arrays if name.startswith(under)}
 
     def fits(self, step: int, target: PyTree) -> bool:
-        """Whether the arrays of a checkpoint have the names, shapes and dtypes of `target`, as
+        """Says if the arrays of a checkpoint have the names, shapes and dtypes of `target`, as
         `restore` needs; reads none of them. Raises as `verify` does."""
         folder = self._folder(step)
         manifest = agreed(folder, lambda: read_manifest(folder))
@@ -268,10 +257,10 @@ class Checkpoints:
         return self._restore(step, target, part="")
 
     def restore_part(self, step: int, part: str, target: PyTree) -> tuple[PyTree, dict[str, Any]]:
-        """As `restore`, but of the state only what lies under the name `part`, such as "model".
+        """Restores only the part of the state below the name `part`, such as "model".
 
         Args:
-          target: what the state's tree has there.
+          target: the part of the state's tree with that name, as for `restore`.
         """
         return self._restore(step, target, part=f"{part}.")
 
@@ -297,7 +286,7 @@ class Checkpoints:
                     raise
                 damaged.append(error)
                 continue
-            if self._manager is not None:
+            if not self._read_only:
                 self.set_aside(damaged)
             return Restored(step, state, notes, tuple(damaged))
         if damaged:
@@ -319,28 +308,30 @@ class Checkpoints:
                     name = error.folder.name
                     self._in_bucket.set_aside(name, name + folders.SET_ASIDE)
         barrier("damaged checkpoints set aside")
-        self._reopen()
 
     def wait(self) -> None:
         """Returns when the save that was begun last is whole.
 
         Raises:
-          OSError: if the storage failed, naming the directory and the cause; the checkpoints
-            before stay, and what was written of this one is removed. One process of several should
-            end then: the others wait for it, up to `save_seconds`.
+          OSError: if the storage failed, naming the directory and the cause. Earlier checkpoints
+            stay, and the unfinished one is removed. One process of several should end then: the
+            others wait for it, up to `save_seconds`.
         """
-        if self._manager is not None:
+        if self._read_only:
+            return
+        pending, self._pending = self._pending, None
+        if pending is not None:
             with self._recovery(f"save step {self._saving}"):
-                self._manager.wait_until_finished()
-            self._check()
+                pending.result()
+        self._check()
 
     def close(self) -> None:
-        """Waits, then ends Orbax's threads; no other method works afterwards."""
+        """Waits; no other method works afterwards."""
         try:
             self.wait()
         finally:
-            if self._manager is not None:
-                self._manager.close()
+            if self._opened is not None:
+                self._opened.close()
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -350,26 +341,22 @@ class Checkpoints:
         if kind is None or jax.process_count() == 1:
             self.close()
 
-    def _open(self) -> orbax_internals.ManagerOfOneFolder | Uploads:
+    def _begun(self, step: int) -> StepInBucket | StepOnDisk:
         if self._in_bucket is not None:
-            return Uploads(
-                self._directory,
-                self._in_bucket,
-                self._opening,
-                self._remove_old,
-                self._save_seconds,
-            )
-        return open_manager(
-            self._directory,
-            self._opening,
-            lambda folder: self._digest(folder),
-            lambda: self._finish(),
-            self._remove_old,
-            self._save_seconds,
-        )
+            return StepInBucket(self._in_bucket, step, self._opening)
+        if self.deleted:
+            self._check()
+            folders.make_again(self._directory)
+            self._reopen()
+        # This fails if it was moved. It is not made again without its checkpoints.
+        os.stat(self._directory)
+        assert self._opened is not None
+        return StepOnDisk(self._opened.path, step, self._opening, self._check, self._save_seconds)
 
-    def _remove_old(self, directory: Path) -> None:
+    def _remove_old(self) -> None:
         """Removes the checkpoints that need not stay, on process 0."""
+        # In the directory that is open: another may have taken its place.
+        directory = self._directory if self._opened is None else self._opened.path
         old = self._retention.outdated(folders.steps_in(directory))
         if self._in_bucket is None:
             removal.remove([directory / str(step) for step in old], self._check)
@@ -406,17 +393,15 @@ class Checkpoints:
         return self._directory / str(step)
 
     def _reopen(self) -> None:
-        """Orbax's list of steps, read again; of a directory that was deleted an empty one."""
-        assert self._manager is not None
-        if self.deleted:
-            self._check()
-            folders.make_again(self._directory)
-        self._manager.close()
-        self._manager = self._open()
+        """Holds the directory open that is there now."""
+        if self._opened is not None:
+            self._opened.close()
+        if self._in_bucket is None:
+            self._opened = OpenDirectory(self._directory)
 
     @contextlib.contextmanager
     def _recovery(self, doing: str) -> Iterator[None]:
-        """After an error, the directory and Orbax are again as they were before the save.
+        """After an error, the directory is again as it was before the save.
 
         Not where there are other processes: they wait for this one in the middle of their save.
         """
@@ -431,6 +416,4 @@ class Checkpoints:
                         removal.finish(self._directory)
                     else:
                         self._in_bucket.finish()
-                with contextlib.suppress(Exception):  # it may raise the same error again
-                    self._reopen()
             raise

@@ -1,12 +1,14 @@
 """Errors of the storage that Orbax and TensorStore raise, as messages that name the directory."""
 
 import contextlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from lmlib.checkpoint.orbax_internals import tensorstore_error_number
 from lmlib.storage.bucket.copies import shown
 from lmlib.storage.failures import storage_failure
+
+_ERROR_NUMBER = re.compile(r"os_error_code='(\d+)'")
 
 
 @contextlib.contextmanager
@@ -16,7 +18,7 @@ def named_errors(doing: str, directory: Path) -> Iterator[None]:
     Orbax and TensorStore raise OSErrors, or others with the text of one inside.
 
     Args:
-      doing: what failed, as in `cannot {doing}`.
+      doing: the failed act, as in `cannot {doing}`.
     """
     try:
         yield
@@ -49,3 +51,12 @@ def _error_number(error: BaseException) -> int | None:
             return number
         seen = seen.__cause__ or seen.__context__
     return None
+
+
+def tensorstore_error_number(text: str) -> int | None:
+    """The number of the operating system's error in a text of TensorStore's, if any.
+
+    It ends as in "No space left on device [os_error_code='28']".
+    """
+    found = _ERROR_NUMBER.search(text)
+    return int(found[1]) if found else None

@@ -1,23 +1,23 @@
-"""The folders in a directory of checkpoints, told apart by their names; also those in a bucket."""
+"""The folders in a directory of checkpoints and their names, on a disk or in a bucket."""
 
 import shutil
 from pathlib import Path
 
 from lmlib.checkpoint.in_bucket.steps import steps_at
-from lmlib.checkpoint.orbax_internals import UNFINISHED
 from lmlib.storage.folder_store import FolderStore
 from lmlib.storage.store import Store
 from lmlib.storage.unlinked import check_no_link
 from lmlib.storage.whole_file import sync
 
 DIRECTORY = "checkpoints"  # of a run
+UNFINISHED = ".orbax-checkpoint-tmp"  # in the name of a folder that is being made or removed
 SET_ASIDE = ".damaged"
 
 
 def steps_in(directory: Path) -> list[int]:
     """The steps of the whole checkpoints, in order; none if there is no such directory.
 
-    Raises LinkError for a run's folder `checkpoints`, or a step's, that is a link.
+    Raises LinkError if a run's folder `checkpoints`, or a step's, is a link.
     """
     if directory.name == DIRECTORY:
         check_no_link(directory)
@@ -26,12 +26,12 @@ def steps_in(directory: Path) -> list[int]:
 
 
 def unfinished_folder(directory: Path, step: int, purpose: str) -> Path:
-    """Where something of a step is until it is whole; `purpose` ends the name."""
+    """The folder for files of a step until they are whole; `purpose` ends the name."""
     return directory / f"{step}{UNFINISHED}-{purpose}"
 
 
 def unfinished_in(directory: Path) -> list[Path]:
-    """What saves and removals that run, or that were killed, have left."""
+    """The folders of saves and removals that run, or that were killed."""
     return [directory / name for name in _folder_names(directory) if UNFINISHED in name]
 
 
@@ -56,7 +56,7 @@ def make_again(directory: Path) -> None:
 
 
 def is_there(folder: Path) -> bool:
-    """Whether the folder of a step is there."""
+    """Says if the folder of a step is there."""
     steps = steps_at(folder.parent)
     return folder.is_dir() if steps is None else folder.name in steps.kept()
 

@@ -1,7 +1,7 @@
-"""The manifest of a checkpoint: which files it consists of, and how damage to them is noticed.
+"""The manifest of a checkpoint: the list of its files, with digests that show damage.
 
-The digests are XXH3 with 128 bits. They find damage, and no forgery: whoever makes a checkpoint
-also makes its digests.
+The digests are XXH3 with 128 bits. They find damage, not forgery: the author of a checkpoint also
+makes its digests.
 """
 
 import dataclasses
@@ -20,7 +20,6 @@ import xxhash
 
 from lmlib.checkpoint.folders import files_of
 from lmlib.checkpoint.in_bucket.steps import MANIFEST, steps_at
-from lmlib.checkpoint.orbax_internals import STEP_FILES
 from lmlib.storage.bucket.copies import shown
 from lmlib.storage.bucket.failures import BucketError
 from lmlib.storage.folder_store import NotAFileError
@@ -29,19 +28,20 @@ from lmlib.storage.stored_json import parse_json
 from lmlib.storage.whole_file import sync, sync_folders, write_whole
 
 FORMAT = 1
-NOT_COVERED = frozenset({MANIFEST, *STEP_FILES})  # nothing of ours reads the others
+# The others were written after the manifest by earlier versions; nothing of ours reads them.
+NOT_COVERED = frozenset({MANIFEST, "_CHECKPOINT_METADATA", "commit_success.txt"})
 THREADS = 8  # for reading files
 
 _LARGEST_MANIFEST = 32 << 20  # bytes; of a quarter of a million files
-_ALIGNMENT = 64  # bytes; of an array that lies so, JAX makes no copy on CPUs
+_ALIGNMENT = 64  # bytes; on CPUs JAX makes no copy of an array that is aligned so
 
 
 class DamagedCheckpointError(ValueError):
-    """A checkpoint that is not what was saved.
+    """A checkpoint whose files are not as they were saved.
 
     Attributes:
       folder: the step's folder.
-      file: what is wrong in it, relative to `folder`.
+      file: the wrong file, relative to `folder`.
     """
 
     def __init__(self, folder: Path, file: str, reason: str):
@@ -66,12 +66,12 @@ class SavedFile(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint consists of.
+    """The contents of a checkpoint.
 
     Attributes:
       step: the number of steps that the run had made.
       saved_at: when the arrays were on disk, in UTC: `2026-01-31T12:00:00+00:00`.
-      metric: what the checkpoint is ranked by, smaller is better; `None` if it has no rank.
+      metric: ranks the checkpoint, smaller is better; `None` if it has no rank.
       arrays: by the name of the leaf.
       files: by path relative to the step's folder, with `/` between its parts.
     """
@@ -94,10 +94,10 @@ def write_manifest(
     arrays: dict[str, SavedArray],
     known: Mapping[str, SavedFile] | None = None,
 ) -> Manifest:
-    """Writes what is below `folder` into its manifest; files, folders and it are then on disk.
+    """Writes the manifest of the files below `folder`; files, folders and it are then on disk.
 
     Args:
-      known: of the files whose digests were made before; each of the others is read once.
+      known: digests that were made before; each of the other files is read once.
 
     Raises:
       OSError: if a file cannot be read or the manifest not be written.
@@ -106,8 +106,7 @@ def write_manifest(
     names = sorted(files_below(folder).keys() - NOT_COVERED)
     read = digests_of(folder, [name for name in names if name not in known])
     files = {name: known.get(name) or read[name] for name in names}
-    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    manifest = Manifest(step, now, None, arrays, files)
+    manifest = Manifest(step, utc_now(), None, arrays, files)
     sync_folders(folder)
     write_whole(folder / MANIFEST, encode(manifest))
     return manifest
@@ -121,7 +120,7 @@ def rewrite_metric(
     Args:
       unfinished: a folder beside it that is not there yet. A kill may leave it, and nothing in
         `folder` itself, where another file would be damage.
-      check: called immediately before the rename; what it raises prevents that.
+      check: called immediately before the rename, which it prevents by raising.
 
     Raises:
       DamagedCheckpointError: if the manifest cannot be read.
@@ -217,15 +216,19 @@ def read_verified(files: Store, folder: Path, name: str, manifest: Manifest) -> 
 
 
 def files_below(folder: Path) -> dict[str, int | None]:
-    """Sizes in bytes of all files of a step, by relative path; `None` where a bucket tells none.
+    """Sizes in bytes of all files of a step, by relative path; `None` in a bucket.
 
     Raises:
-      DamagedCheckpointError: for what is neither a file nor a folder.
+      DamagedCheckpointError: for an entry that is neither a file nor a folder.
     """
     try:
         return files_of(folder).list()
     except NotAFileError as error:
         raise DamagedCheckpointError(folder, error.name, "is a link or no ordinary file") from error
+
+
+def utc_now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 def digest_of(content: bytes) -> str:
@@ -247,10 +250,10 @@ def digests_of(folder: Path, names: Sequence[str]) -> dict[str, SavedFile]:
 def _verify(
     files: Store, folder: Path, manifest: Manifest, name: str, into: memoryview | None = None
 ) -> None:
-    """Reads a file, `into` what has its size, and compares its digest with the manifest's."""
+    """Reads a file, `into` a buffer of its size, and compares its digest with the manifest's."""
     try:
         found = _read(files, name, into)
-    except BucketError:  # which is no damage
+    except BucketError:  # not damage
         raise
     except OSError as error:
         reason = f"cannot be read: {error.strerror}"
@@ -291,7 +294,7 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def _decode(content: bytes) -> Manifest:
-    """Raises one of many errors if `content` is no manifest."""
+    """Raises one of many errors if `content` is not a manifest."""
     parsed = parse_json(content)
     if parsed["format"] != FORMAT:
         raise ValueError(f"format {parsed['format']!r}, but this version reads {FORMAT}")

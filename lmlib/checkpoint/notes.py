@@ -1,28 +1,20 @@
-"""What a checkpoint keeps besides arrays: a JSON object, verified as it is read."""
+"""The notes of a checkpoint: a JSON object beside its arrays, verified as it is read."""
 
 import json
 from pathlib import Path
 from typing import Any
-
-import orbax.checkpoint as ocp
 
 from lmlib.checkpoint.folders import files_of
 from lmlib.checkpoint.manifest import DamagedCheckpointError, Manifest, digest_of
 from lmlib.storage.bucket.failures import BucketError
 from lmlib.storage.stored_json import parse_json
 
-NOTES = "notes"
-_FILE = "notes.json"
+NOTES_FILE = "notes/notes.json"
 _LARGEST = 64 << 20  # bytes; parsed, they may take twenty times as much memory
 
 
-def handler() -> ocp.JsonCheckpointHandler:
-    """How Orbax writes it."""
-    return ocp.JsonCheckpointHandler(filename=_FILE)
-
-
 def copied(notes: dict[str, Any]) -> dict[str, Any]:
-    """A copy of `notes`, made through JSON; raises ValueError if it holds what JSON cannot."""
+    """A copy of `notes`, made through JSON; raises ValueError if JSON cannot hold them."""
     try:
         return json.loads(json.dumps(notes))
     except (TypeError, ValueError, RecursionError) as error:
@@ -33,9 +25,9 @@ def read_notes(folder: Path, manifest: Manifest) -> dict[str, Any]:
     """The notes of a step.
 
     Raises:
-      DamagedCheckpointError: if its bytes are not those that were saved, or are no JSON object.
+      DamagedCheckpointError: if other bytes were saved, or they are not a JSON object.
     """
-    name = f"{NOTES}/{_FILE}"
+    name = NOTES_FILE
     saved = manifest.files.get(name)
     if saved is None or saved.size > _LARGEST:
         raise DamagedCheckpointError(folder, name, "is not in the manifest or far too large")

@@ -1,7 +1,6 @@
-"""What the processes of a run must agree on, so that all of them go the same way."""
+"""Agreement of a run's processes, so that all of them go the same way."""
 
 import secrets
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -16,13 +15,12 @@ from lmlib.checkpoint.removal import RemovedCheckpointError, reading
 
 _T = TypeVar("_T")
 
-_SOUND, _DAMAGED, _REMOVED = range(3)  # what a process found
+_SOUND, _DAMAGED, _REMOVED = range(3)  # the findings of a process
 
 
 def agreed(folder: Path, check: Callable[[], _T]) -> _T:
-    """`check()` of a step's `folder`, whose damage or removal on one process is one on all of them.
-
-    Otherwise some would go on to restore what others fall back from.
+    """The result of `check()`, which reads a step's `folder`. Damage or removal that one process
+    finds is raised on all of them. Otherwise some would restore a step that others fall back from.
 
     Raises:
       DamagedCheckpointError: as `check` does.
@@ -73,18 +71,3 @@ def wait_for_all(name: str, seconds: int) -> None:
         raise TimeoutError(
             f"another process has not written its part of the checkpoint in {seconds:,} s"
         ) from error
-
-
-def orbax_barrier() -> Callable[..., None]:
-    """The barrier of Orbax's threads for those of other processes; after an error it raises that.
-
-    Orbax's own waits even then, and so hides the error for as long as a save may take.
-    """
-    wait = ocp.multihost.get_barrier_sync_fn()
-
-    def barrier(*, key: str, timeout_ms: int) -> None:
-        if (error := sys.exception()) is not None:
-            raise error
-        wait(key=key, timeout_ms=timeout_ms)
-
-    return barrier

@@ -1,7 +1,7 @@
-"""How a checkpoint on a disk is removed, and how a reader tells that from damage.
+"""Removal of a checkpoint on a disk, which a reader can tell from damage.
 
 Its folder is renamed before the first file is deleted, so a reader finds the checkpoint whole, or
-not at all; what cannot be read of a folder that is still there is damage.
+not at all. If the folder is still there, a file that cannot be read is damage.
 """
 
 import contextlib
@@ -10,8 +10,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from lmlib.checkpoint.folders import is_there, unfinished_in
-from lmlib.checkpoint.orbax_internals import UNFINISHED
+from lmlib.checkpoint.folders import UNFINISHED, is_there, unfinished_in
 from lmlib.storage.bucket.copies import shown
 from lmlib.storage.whole_file import sync
 
@@ -40,7 +39,7 @@ def reading(folder: Path) -> Iterator[None]:
     """A block that reads a step's folder, which was there before.
 
     Raises:
-      RemovedCheckpointError: in place of what the block raises, if the folder is gone by then.
+      RemovedCheckpointError: in place of the block's error, if the folder is gone by then.
     """
     try:
         yield
@@ -64,18 +63,18 @@ def remove(steps: Sequence[Path], check: Callable[[], None] = lambda: None) -> N
 
 
 def begun_in(directory: Path) -> list[Path]:
-    """What removals that run, or that were killed, have left."""
+    """The folders of removals that run, or that were killed."""
     return [folder for folder in unfinished_in(directory) if folder.name.endswith(REMOVED)]
 
 
 def finish(directory: Path) -> None:
-    """Deletes what saves and removals that were killed have left in a directory of checkpoints."""
+    """Deletes the folders of killed saves and removals in a directory of checkpoints."""
     for folder in unfinished_in(directory):
         _delete(folder)
 
 
 def _delete(folder: Path) -> None:
-    """What NFS keeps for a reader stays for the next time."""
+    """Deletes a folder. Files that NFS keeps for a reader stay until the next time."""
     try:
         shutil.rmtree(folder)
     except OSError as error:

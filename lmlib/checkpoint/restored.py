@@ -10,13 +10,13 @@ from lmlib.checkpoint.manifest import DamagedCheckpointError
 
 @dataclasses.dataclass(frozen=True)
 class Restored:
-    """What `restore_newest` found.
+    """The result of `restore_newest`.
 
     Attributes:
       step: the step of the newest sound checkpoint.
-      state: as the target says.
-      notes: what was saved with it.
-      damaged: what is wrong with each newer checkpoint, newest first.
+      state: laid out as the target says.
+      notes: its notes.
+      damaged: an error for each newer checkpoint, newest first.
     """
 
     step: int

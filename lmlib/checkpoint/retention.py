@@ -1,4 +1,4 @@
-"""Which checkpoints stay when a new one is whole."""
+"""The choice of checkpoints that stay when a new one is whole."""
 
 import contextlib
 import math
@@ -36,20 +36,20 @@ class Retention:
         self._keep_steps = frozenset(keep_steps)
 
     def outdated(self, steps: Sequence[int]) -> list[int]:
-        """Those of all `steps`, in order, that need not stay."""
+        """The steps, out of all `steps`, that need not stay, in order."""
         kept = {*steps[-self._keep :], self.held, *self._keep_steps, *self._best(steps)}
         if self._keep_every is not None:
             kept |= {step for step in steps if step % self._keep_every == 0}
         return [step for step in steps if step not in kept]
 
     def rank(self, step: int, metric: float) -> bool:
-        """Ranks `step`; whether that can be: what is not finite has no rank."""
+        """Ranks `step`, and returns True, if the metric is finite."""
         if finite := math.isfinite(metric):
             self._metrics[step] = metric
         return finite
 
     def read_ranks(self, directory: Path) -> None:
-        """Ranks what is in `directory` as the manifests say; a damaged one has no rank."""
+        """Ranks the steps in `directory` by their manifests; a damaged one has no rank."""
         for step in folders.steps_in(directory):
             with contextlib.suppress(DamagedCheckpointError):
                 metric = read_manifest(directory / str(step)).metric

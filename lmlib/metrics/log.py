@@ -107,7 +107,7 @@ class MetricsLog:
             self.set_aside = set_aside(folder / FILE_NAME)
         lines = "".join(f"{to_json(entry)}\n" for entry in entries)
         self._file = AppendedFile(folder / FILE_NAME, lines, lost, check)
-        self._sinks = Sinks(sinks, folder, last + 1, tell)
+        self._sinks = Sinks(sinks, folder, last + 1, tell, check)
 
     def write(self, step: int, metrics: Mapping[str, float | int | None]) -> None:
         """Appends a line; metrics that are `None` are left out of it.

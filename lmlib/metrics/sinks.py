@@ -1,4 +1,4 @@
-"""Places that get a run's metrics as well as metrics.jsonl, the only one that a run needs."""
+"""Receivers of a run's metrics in addition to metrics.jsonl, the only file that a run needs."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,6 +24,18 @@ class Sink(Protocol):
         """The run ends, well or not."""
 
 
+@runtime_checkable
+class WritesIntoWorkdir(Protocol):
+    """A sink that keeps a file in the workdir whose name all starts of the run share.
+
+    Attributes:
+      check: set by `Sinks`. The sink calls it immediately before it renames such a file; it raises
+        where the workdir is another run's now.
+    """
+
+    check: Callable[[], None]
+
+
 MakeSink = Callable[[Path, int], Sink]
 """`make(workdir, first_step)`: the sink of a run in `workdir`. It will get the steps from
 `first_step` on, which an earlier start may have given before."""
@@ -38,12 +50,16 @@ class Sinks:
         workdir: Path,
         first_step: int,
         tell: Callable[[str], None],
+        check: Callable[[], None] = lambda: None,
     ):
         self._tell = tell
         self._open: list[Sink] = []
         for make in makers:
             with self._told(make):
-                self._open.append(make(workdir, first_step))
+                sink = make(workdir, first_step)
+                if isinstance(sink, WritesIntoWorkdir):
+                    sink.check = check
+                self._open.append(sink)
 
     def write(self, step: int, metrics: Mapping[str, float | int]) -> None:
         self._each(lambda sink: sink.write(step, metrics))

@@ -13,10 +13,10 @@ from lmlib.storage.whole_file import write_whole
 
 
 class AppendedFile:
-    """Appends to a file, and keeps what the storage does not take until it does.
+    """Appends to a file, and keeps the bytes that the storage refuses until it takes them.
 
-    Deleted, or exchanged for another as editors and `sed -i` do, it can be put back with all that
-    was written to it; a file that lies in its place is then renamed.
+    If the file is deleted, or replaced as editors and `sed -i` do, it can be put back with all that
+    was written to it. A file in its place is then renamed.
     """
 
     def __init__(
@@ -26,11 +26,11 @@ class AppendedFile:
         lost: Callable[[str], None] | None = None,
         check: Callable[[], None] = lambda: None,
     ):
-        """Begins with `content`, in the place of what is there, durably.
+        """Begins with `content`, durably; an earlier file of that name is replaced.
 
         Args:
-          lost: gets what has happened to the file, in words, before it is put back. What it raises,
-            as where the place is another's now, prevents that; `None`: it is not put back.
+          lost: is called before the file is put back, with a text that says why. It prevents that
+            by raising; `None`: the file is not put back.
           check: called before the file is put in place, as in `write_whole`.
         """
         self._path = path

@@ -20,7 +20,7 @@ def storage_failure(doing: str, folder: Path, code: int) -> OSError:
     """An error that says what could not be done, and why.
 
     Args:
-      doing: what failed, as in `cannot {doing}`.
+      doing: the failed act, as in `cannot {doing}`.
       folder: in which it failed.
       code: the operating system's number of the error.
     """
@@ -29,7 +29,7 @@ def storage_failure(doing: str, folder: Path, code: int) -> OSError:
 
 
 def _full(folder: Path) -> str:
-    """What there is no more of: bytes, or inodes, of which each file and each folder takes one."""
+    """The full resource: bytes, or inodes, of which each file and each folder takes one."""
     there = next(each for each in (folder, *folder.parents) if each.exists())
     try:
         system = os.statvfs(there)

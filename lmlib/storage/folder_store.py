@@ -15,7 +15,7 @@ _DELETED_ON_NFS = re.compile(r"\.nfs[0-9a-f]+")
 
 
 class NotAFileError(ValueError):
-    """A link, or no ordinary file, among the files of a folder.
+    """A link, a pipe or a device among the files of a folder.
 
     Attributes:
       name: relative to the folder.
@@ -27,7 +27,7 @@ class NotAFileError(ValueError):
 
 
 class FolderStore:
-    """Files below `folder`, which may be a link; what is read below it may not."""
+    """Files below `folder`. The folder may be a link, files and folders below it may not."""
 
     def __init__(self, folder: Path):
         self._folder = folder

@@ -26,15 +26,17 @@ def local_folder(path: str | os.PathLike[str]) -> Path:
 
 
 def folder_named(path: str | os.PathLike[str]) -> Path:
-    """As `local_folder`; but for a folder in a bucket the path that stands for it, where nothing
-    need be."""
+    """The path of a folder. For a folder in a bucket it stands for the URL, and may be absent.
+
+    Raises as `local_folder`.
+    """
     url = BucketUrl.parsed(os.fspath(path))
     return local_folder(path) if url is None else place_of(url)
 
 
 def folder_to_read(path: str | os.PathLike[str]) -> Path:
-    """As `local_folder`; but of a folder in a bucket, `gs://…` or `s3://…`, a copy of its small
-    files, as `lmlib.storage.bucket.copies` makes it.
+    """The path of a folder. For a folder in a bucket, `gs://…` or `s3://…`, it is a copy of its
+    small files, as `lmlib.storage.bucket.copies` makes it. Raises as `local_folder`.
 
     Raises BucketError if the bucket cannot be read.
     """

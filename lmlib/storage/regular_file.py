@@ -1,7 +1,7 @@
-"""Files that may be a stranger's: only what is stored is read, and only in the folder it came in.
+"""Files that may be a stranger's: only stored files are read, inside the folder that they came in.
 
-A pipe could be waited for without end, a device read without end, and a link may lead to what the
-user alone may read, which would then be copied into what the user publishes.
+A pipe could keep a reader waiting for ever, and a device has no end. A link may lead to a private
+file of the user's, which would then be copied into a folder that the user publishes.
 """
 
 import os

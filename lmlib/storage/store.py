@@ -1,4 +1,4 @@
-"""Files on a disk or in a bucket, as what reads them asks for them."""
+"""Files on a disk or in a bucket, behind one interface for reading."""
 
 from collections.abc import Iterator
 from typing import Protocol, runtime_checkable
@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 class Store(Protocol):
     """The files below one place, by names such as `state/model.norm/0`.
 
-    A file is whole or absent. Whatever fails raises OSError, in a sentence that names the place.
+    A file is whole or absent. A failure raises OSError, in a sentence that names the place.
     """
 
     def list(self, under: str = "") -> dict[str, int | None]:
@@ -20,5 +20,5 @@ class Store(Protocol):
         is none."""
 
     def pieces(self, name: str, into: memoryview | None = None) -> Iterator[bytes | memoryview]:
-        """The bytes of a file in turn, as many as fit being left in the buffer `into`; a piece is
-        valid until the next. Raises as `read`."""
+        """The bytes of a file in turn; a piece is valid until the next. The buffer `into` gets as
+        many as fit. Raises as `read`."""

@@ -1,7 +1,7 @@
 """JSON files that may come from a stranger: small, shallow, and with each name once.
 
-All that is stored as JSON is read here: of two readers one could take the first of two equal names,
-the other the last.
+All stored JSON is read here: of two readers one could take the first of two equal names, the other
+the last.
 """
 
 import itertools
@@ -13,16 +13,18 @@ from typing import Any
 from lmlib.storage.regular_file import read_regular
 
 LARGEST = 16 << 20  # bytes; no metadata of ours comes near
-DEEPEST = 100  # objects and lists in each other; more exhaust the stack of whoever walks them
+DEEPEST = (
+    100  # objects and lists in each other; more exhaust the stack of a function that walks them
+)
 MOST = 2_000_000  # objects and lists; each takes up to thirty times the memory of its text
 
 
 def read_json(file: Path, largest: int = LARGEST) -> Any:
-    """What `file` holds.
+    """The JSON value in `file`.
 
     Raises:
       OSError: if it cannot be read.
-      ValueError: which says why, if it is no ordinary file, larger than `largest` bytes, or no
+      ValueError: which says why, if it is not an ordinary file, larger than `largest` bytes, or not
         JSON in UTF-8.
     """
     return parse_json(read_regular(file, largest))
@@ -34,8 +36,8 @@ def read_text(file: Path, largest: int = LARGEST) -> str:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """What `text` says, in UTF-8 if it is bytes; raises ValueError if it is no JSON, repeats a
-    name, is nested deeply, or has more objects and lists than `MOST`."""
+    """The JSON value in `text`, in UTF-8 if it is bytes; raises ValueError if it is not JSON,
+    repeats a name, is nested deeply, or has more objects and lists than `MOST`."""
     if isinstance(text, bytes):
         text = text.decode("utf-8")
     if text.count("[") + text.count("{") > MOST:

@@ -1,7 +1,7 @@
 """Files and folders that are on the disk for good: whole after a kill, and after a power cut.
 
-What was written reaches the disk when the operating system likes, and in any order. `fsync` of a
-file brings its content there, `fsync` of a folder the names in it.
+Written bytes reach the disk at any later time, and in any order. `fsync` of a file brings its
+content there, `fsync` of a folder the names in it.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ def write_whole(
 
     Args:
       content: a `str` is encoded as UTF-8, its line ends as they are.
-      check: called immediately before the rename; what it raises prevents that.
+      check: called immediately before the rename, which it prevents by raising.
 
     Raises:
       OSError: if the folder is absent, full or not writable, naming the file and the cause; the
@@ -64,7 +64,7 @@ def make_folder(path: str | os.PathLike[str]) -> None:
     """Makes a folder, durably, and those above it that are absent.
 
     Raises:
-      OSError: if it cannot be made, or is no folder.
+      OSError: if it cannot be made, or is a file.
     """
     path = Path(path).absolute()
     absent = [folder for folder in (path, *path.parents) if not folder.exists()]
@@ -86,6 +86,6 @@ def sync(path: str | os.PathLike[str]) -> None:
 
 
 def sync_folders(folder: str | os.PathLike[str]) -> None:
-    """As `sync`, for a folder and all folders in it; links are not followed."""
+    """Calls `sync` for a folder and all folders in it; links are not followed."""
     for place, _, _ in os.walk(folder):
         sync(place)

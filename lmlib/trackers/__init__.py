@@ -12,7 +12,7 @@ import posixpath
 import re
 import secrets
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -57,6 +57,7 @@ class Tracker(abc.ABC):
             self.library: Any = importlib.import_module(self.package)
         except ImportError as error:
             raise ImportError(f"pip install 'lmlib[{self.package}]' ({error})") from error
+        self.check: Callable[[], None] = lambda: None  # see `WritesIntoWorkdir`
         self.workdir, self._first_step = workdir, first_step
         self._file, self._kept = workdir / METRICS, workdir / FOLDER / f"{self.package}.json"
         self._thread = threading.Thread(target=self._follow, name=self.package, daemon=True)
@@ -229,7 +230,7 @@ class Tracker(abc.ABC):
 
     def _keep(self, known: Mapping[str, Any]) -> None:
         make_folder(self._kept.parent)
-        write_whole(self._kept, json.dumps({**known, **self._place()}) + "\n")
+        write_whole(self._kept, json.dumps({**known, **self._place()}) + "\n", self.check)
 
     def _place(self) -> dict[str, str | int]:
         """A copy of the workdir has another path and another inode; a moved one, its inode."""

@@ -1,4 +1,4 @@
-"""What all processes of a run agree on: code, settings, mistakes, what the disk shows."""
+"""Agreement of a run's processes: on code, settings, mistakes, and the contents of the disk."""
 
 import atexit
 import contextlib
@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
 from lmlib.data.resumable import gather_states
 from runner.errors import AGREED, ConfigError, user_errors
@@ -58,25 +56,26 @@ def agreed() -> Iterator[None]:
         if mistake is not None:
             raise mistake
         return
-    messages = [
-        answer["mistake"] for answer in gather_states({"mistake": mistake and str(mistake)})
-    ]
-    if messages[0] is not None and len(set(messages)) == 1:
-        raise ConfigError(messages[0]) from mistake
+    answers = gather_states({"mistake": mistake and str(mistake)})
+    messages = [answer["mistake"] for answer in answers]
     found = [f"process {n}: {message}" for n, message in enumerate(messages) if message]
     if found:
-        raise ConfigError("\n".join(found)) from mistake
+        same = messages[0] is not None and len(set(messages)) == 1
+        raise ConfigError(messages[0] if same else "\n".join(found)) from mistake
 
 
 def require_same(facts: Mapping[str, Mapping[str, str]]) -> None:
     """Raises ConfigError on all processes if `facts` are not the same on all; every one must call.
 
     Args:
-      facts: what is compared, to its parts and their values; all processes have the same names.
+      facts: by the name of a thing, its parts and their values. All processes have the same names.
     """
     if jax.process_count() == 1:
         return
-    digests = {what: _digest(parts) for what, parts in facts.items()}
+    digests = {
+        what: hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+        for what, parts in facts.items()
+    }
     gathered = gather_states(digests)
     for what, parts in facts.items():
         if len({each[what] for each in gathered}) > 1:
@@ -84,7 +83,7 @@ def require_same(facts: Mapping[str, Mapping[str, str]]) -> None:
 
 
 def differing(what: str, found: Sequence[Mapping[str, str]]) -> str:
-    """The message about `what`, its parts `found` on each process, not the same on all."""
+    """The message about `what`, whose parts, `found` on each process, are not the same on all."""
     first = found[0]
     others = [n for n, parts in enumerate(found) if parts != first]
     shown = found[others[0]]
@@ -146,9 +145,9 @@ def difference_of_reads(processes: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 def require_same_workdir(workdir: Path) -> None:
-    """Raises ConfigError on all processes if one does not see what process 0 writes to its workdir.
+    """Raises ConfigError on all processes if one does not see a file of process 0 in its workdir.
 
-    Every process must call it. It leaves nothing behind but an empty folder.
+    Every process must call it. It leaves only an empty folder.
     """
     if jax.process_count() == 1:
         return
@@ -177,13 +176,7 @@ def from_first(value: Any) -> Any:
     """The JSON value that process 0 calls this with, on all processes; every one must call."""
     if jax.process_count() == 1:
         return value
-    content = np.zeros(0, np.uint8)
-    if jax.process_index() == 0:
-        content = np.frombuffer(json.dumps(value).encode(), np.uint8)
-    length = int(multihost_utils.broadcast_one_to_all(np.int32(content.size)))
-    padded = np.zeros(length, np.uint8)
-    padded[: content.size] = content
-    return json.loads(np.asarray(multihost_utils.broadcast_one_to_all(padded)).tobytes())
+    return gather_states({"value": value if jax.process_index() == 0 else None})[0]["value"]
 
 
 @contextlib.contextmanager
@@ -192,7 +185,7 @@ def ends_other_processes() -> Iterator[None]:
 
     They wait for this process in a collective operation, and JAX would have it wait for them at
     exit, for five minutes. It exits without that wait instead, with status 1, after the usual
-    traceback. What is `AGREED` passes: all processes find the same.
+    traceback. Errors of the types `AGREED` pass: all processes find the same.
     """
     try:
         yield
@@ -204,10 +197,6 @@ def ends_other_processes() -> Iterator[None]:
         raise
 
 
-def _digest(parts: Mapping[str, str]) -> str:
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-
-
 def _told(name: str, value: str | None, first: str | None) -> str:
     """A part that differs; its values too, if they can be read at a glance."""
     if max(len(value or ""), len(first or "")) > _LONGEST_VALUE:
@@ -216,7 +205,7 @@ def _told(name: str, value: str | None, first: str | None) -> str:
 
 
 def _appears(mark: Path) -> bool:
-    """Whether the file is there, or comes soon: network file systems may show it late."""
+    """If the file is there, or comes soon: network file systems may show it late."""
     deadline = time.monotonic() + _APPEARS_SECONDS
     while not mark.exists():
         if time.monotonic() > deadline:

@@ -1,15 +1,25 @@
-"""How a process of a run ended, and which other process was the reason."""
+"""How a process of a run ended, and which other process was the reason.
+
+JAX tells the reason in messages only. tests/runner/test_jax_messages.py has JAX write each of them.
+"""
 
 import dataclasses
+import re
 import signal
+from collections.abc import Sequence
 
 from runner.command_line.exit_status import FINISHED, MISTAKE, PEER_ENDED, SIGNALLED, STOPPED
-from runner.processes import jax_messages
+
+# Written by JAX's coordination service before it aborts a process. Each name has a line.
+_UNHEALTHY = re.compile(r"unhealthy \(stopped sending heartbeats\):\s*(.*?)\s*The tasks", re.DOTALL)
+_BARRIER = re.compile(r"Some timed out task names:\s*(.*?)\s*(?:\[type|$)", re.DOTALL)
+_SILENT = re.compile(r"DEADLINE_EXCEEDED[^\n]*\s+RPC: /\S*CoordinationService/Heartbeat")
+_NUMBER = re.compile(r"(\d+)\s*(?:$|[\n,])")
 
 
 @dataclasses.dataclass(frozen=True)
 class Ending:
-    """What a supervisor exits with and says; `is_news` unless the process has said it itself."""
+    """The exit code of a supervisor and its message, `is_news` unless the process has said it."""
 
     exit_code: int
     message: str = ""
@@ -29,72 +39,77 @@ def ending(
 
     Args:
       returncode: negative for a signal, as `subprocess` has it.
-      output: the last of what it wrote to stderr.
+      output: the end of its stderr.
       process: its number, if it came to know it.
-      joined: whether it ever found the others, or that there are none.
-      connected: whether JAX has ever connected it to them.
-      heartbeat_seconds, startup_seconds: the limits it was given.
+      joined: if it ever found the others, or that there are none.
+      connected: if JAX has ever connected it to them.
+      heartbeat_seconds, startup_seconds: its limits.
     """
     if returncode in (FINISHED, STOPPED):
         return Ending(returncode)
     name = "this process" if process is None else f"process {process}"
+    last_line = output.rstrip().rpartition("\n")[2]
     if returncode == MISTAKE:
         # Once connected all processes find the same mistake, and process 0 says it.
-        return Ending(
-            MISTAKE, "" if joined else _last_line(output), is_news=process not in (0, None)
-        )
+        return Ending(MISTAKE, "" if joined else last_line, is_news=process not in (0, None))
     aborted = returncode == -signal.SIGABRT
     if aborted and not connected:
-        return Ending(MISTAKE, f"error: {name} {_alone(startup_seconds)}")
+        return Ending(
+            MISTAKE,
+            f"error: {name} did not find the others within {startup_seconds} s: see that each of "
+            "them runs, and that they may connect to each other without a proxy (grpc_proxy); or "
+            "raise --startup_seconds. If it is the only one, in an interactive shell of SLURM's "
+            "say, give --distributed=off",
+        )
     if aborted and (reason := _missed(output, heartbeat_seconds)):
         return Ending(
             PEER_ENDED,
-            f"error: {name} ends because {reason}; the same command goes on from the newest "
-            "checkpoint",
+            f"error: {name} ends because {reason} may say why; the same command goes on from the "
+            "newest checkpoint",
         )
     if returncode < 0:
         number = -returncode
         killed = signal.Signals(number).name
         hint = ", perhaps for want of memory" if number == signal.SIGKILL else ""
         return Ending(SIGNALLED + number, f"error: {name} was ended by {killed}{hint}")
-    reason = _last_line(output).removeprefix("error: ")
+    reason = last_line.removeprefix("error: ")
     return Ending(returncode, f"error: {name} failed: {reason}", process != 0)
 
 
-def _alone(seconds: int) -> str:
-    return (
-        f"did not find the others within {seconds} s: see that each of them runs, and that they "
-        "may connect to each other without a proxy (grpc_proxy); or raise --startup_seconds. If it "
-        "is the only one, in an interactive shell of SLURM's say, give --distributed=off"
-    )
-
-
 def _missed(output: str, heartbeat_seconds: int) -> str:
-    """Which process the others missed, and how; empty if the output does not say."""
-    if ended := jax_messages.unhealthy(output):
+    """The process that the others missed, and its log; empty if the output does not say."""
+    if ended := _numbers(_UNHEALTHY, output):
         return (
-            f"{_listed(ended)} ended or stopped answering (nothing heard for {heartbeat_seconds} "
-            f"s); {_logs(ended)} may say why"
+            f"{listed(ended)} ended or stopped answering (nothing heard for {heartbeat_seconds} "
+            f"s); {_logs(ended)}"
         )
-    if jax_messages.lost_coordinator(output):
+    if "Failed to send RPC to coordination service" in output or _SILENT.search(output):
         return (
             "process 0, the coordinator, ended, stopped answering or cannot be reached; "
-            f"{_logs([0])} may say why"
+            f"{_logs([0])}"
         )
-    if late := jax_messages.late_at_barrier(output):
-        return f"{_listed(late)} did not come to a barrier in time; {_logs(late)} may say why"
-    if jax_messages.aborted(output):
-        return "another process ended or stopped answering; the logs of the others may say why"
+    if late := _numbers(_BARRIER, output):
+        return f"{listed(late)} did not come to a barrier in time; {_logs(late)}"
+    if "the JAX distributed service detected fatal errors" in output:
+        return "another process ended or stopped answering; the logs of the others"
     return ""
 
 
-def _last_line(output: str) -> str:
-    return output.rstrip().rpartition("\n")[2]
+def detects_nothing(error: BaseException) -> bool:
+    """If `jax.distributed.initialize` raised `error` because nothing started several."""
+    return "coordinator_address should be defined" in str(error)
 
 
-def _listed(processes: list[int]) -> str:
-    return f"process{'es' if len(processes) > 1 else ''} {', '.join(map(str, processes))}"
+def listed(processes: Sequence[int]) -> str:
+    """The processes in words; at most ten of them."""
+    numbers = ", ".join(map(str, processes[:10])) + ", …" * (len(processes) > 10)
+    return f"process{'es' if len(processes) > 1 else ''} {numbers}"
 
 
 def _logs(processes: list[int]) -> str:
-    return ", ".join(f"logs/process_{process:05}.log" for process in processes)
+    return ", ".join(f"logs/process_{process:05}.log" for process in processes[:10])
+
+
+def _numbers(pattern: re.Pattern[str], output: str) -> list[int]:
+    found = pattern.search(output)
+    return sorted({int(number) for number in _NUMBER.findall(found[1])}) if found else []

@@ -13,12 +13,12 @@ from jax.experimental import multihost_utils
 
 from runner.command_line.command import exit_code, tell
 from runner.errors import AGREED, ConfigError
-from runner.processes.jax_messages import detects_nothing
+from runner.processes.endings import detects_nothing
 from runner.processes.launch import Processes, tasks
 from runner.processes.roll_call import roll_call
 from runner.processes.supervisor import Connection
 
-SHUTDOWN_SECONDS = 60  # that a process which is done waits for the others to be
+SHUTDOWN_SECONDS = 60  # for which a finished process waits for the others
 
 _PROXY = "grpc_proxy"  # so spelt
 
@@ -26,7 +26,7 @@ _PROXY = "grpc_proxy"  # so spelt
 def join(processes: Processes, supervisor: Connection) -> None:
     """Connects to the other processes, before any other use of JAX.
 
-    JAX aborts the process if those that it detects are not there in time. Raises ConfigError
+    JAX aborts the process if the others that it detects are late. Raises ConfigError
     if it cannot detect them, or if the `roll_call` finds them wrong or absent.
     """
     limits: dict[str, Any] = {
@@ -67,8 +67,8 @@ def join(processes: Processes, supervisor: Connection) -> None:
 
 
 def _connect_without_proxy() -> None:
-    """JAX's processes meet by gRPC, which would go through the proxy of http_proxy; what reads data
-    or buckets still does. A `grpc_proxy` of the user's own stays, and JAX warns of it."""
+    """Lets JAX's processes meet without the proxy of http_proxy, which gRPC would use. Reading of
+    data and buckets still uses it. A user's own `grpc_proxy` stays, and JAX warns of it."""
     if not os.environ.get(_PROXY):
         os.environ[_PROXY] = ""  # gRPC looks there first, and takes it for no proxy
         jax.config.update("jax_check_proxy_envs", False)
@@ -96,12 +96,12 @@ def _join_detected(processes: Processes, limits: dict[str, Any]) -> None:
 
 
 def is_one_of_several() -> bool:
-    """Whether `join` connected this process to a run; there may be no others in it."""
+    """If `join` connected this process to a run, which may have no others."""
     return jax.distributed.is_initialized()
 
 
 def reached_stop(step: int) -> bool:
-    """Whether to stop after `step`, because SIGTERM has reached any of the processes.
+    """Says if the run stops after `step`, because SIGTERM has reached any of the processes.
 
     JAX's preemption service takes that signal, and agrees on a step that none of them has passed.
     Every process must call it after each step.
@@ -110,13 +110,13 @@ def reached_stop(step: int) -> bool:
 
 
 def leave(error: BaseException, heartbeat_seconds: int, debug: bool) -> NoReturn:
-    """Tells of `error` and ends this process of several, with the status of that error.
+    """Shows `error` and ends this process of several, with the status of that error.
 
-    All processes end together for what is `AGREED`; JAX aborts this one if the others do not within
-    `SHUTDOWN_SECONDS`. For another error an ordinary exit would wait for the others, while they
-    wait for this process. If it came from JAX, another process may be its cause: JAX's coordination
-    service then soon aborts this process and names that one, so the error itself is told only if it
-    does not.
+    All processes end together for errors of the types `AGREED`; JAX aborts this one if the others
+    do not end within `SHUTDOWN_SECONDS`. For another error an ordinary exit would wait for the
+    others, while they wait for this process. If it came from JAX, another process may be its cause:
+    JAX's coordination service then soon aborts this process and names that one, so the error itself
+    is shown only if it does not.
     """
     together = isinstance(error, AGREED)
     if not together and jax.distributed.is_initialized() and _from_jax(error):

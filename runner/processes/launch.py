@@ -1,4 +1,4 @@
-"""What the flags and the launcher say of the other processes of a run; decided without JAX."""
+"""The other processes of a run by the flags and the launcher, without a use of JAX."""
 
 import importlib.util
 import os
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from lmlib.hardware.detection import has_tpu
 from runner.errors import ConfigError
 
-# Where JAX's own detection may find something. Only it knows: these are asked for before it runs.
+# Variables of launchers that JAX may detect. They are looked up before its detection runs.
 _LAUNCHERS = (
     "SLURM_PROCID",
     "OMPI_COMM_WORLD_RANK",
@@ -25,17 +25,17 @@ _SIZES = ("OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
 
 @dataclass(frozen=True)
 class Processes:
-    """Where this process finds the others of its run.
+    """The place where this process finds the others of its run.
 
     Args:
-      coordinator: host:port of process 0, where it will listen; `None`, with the next two, for
-        what JAX detects.
+      coordinator: host:port of process 0, where it will listen; `None`, with the next two, to let
+        JAX detect them.
       num_processes: how many processes the run has.
       process_id: this one's number, from 0.
       distributed: "auto": as many processes as JAX detects, one if it detects none; "on": it is a
         mistake if it detects none; "off": one.
       startup_seconds: limit of the wait for all processes to be there.
-      heartbeat_seconds: a process that is silent for so long is taken for dead.
+      heartbeat_seconds: a process that is silent for longer is taken for dead.
     """
 
     coordinator: str | None = None
@@ -67,16 +67,16 @@ class Processes:
             )
 
     def may_be_several(self, environment: Mapping[str, str] = os.environ) -> bool:
-        """Whether `join` may find others; decided without JAX, which may be asked only once."""
+        """If `join` may find others; decided without JAX, which may be asked only once."""
         if self.coordinator is not None or self.distributed == "on":
             return True
         if self.distributed == "off" or tasks(environment) == 1:
             return False
-        # libtpu alone says nothing: it also compiles for TPUs that are elsewhere.
+        # libtpu is not enough: it also compiles for TPUs that are elsewhere.
         on_tpu = importlib.util.find_spec("libtpu") is not None and has_tpu()
         return on_tpu or any(name in environment for name in _LAUNCHERS)
 
 
 def tasks(environment: Mapping[str, str]) -> int:
-    """How many processes SLURM or Open MPI says it started; 0 if there is neither."""
+    """The number of processes that SLURM or Open MPI says it started; 0 if there is neither."""
     return next((int(environment[name]) for name in _SIZES if name in environment), 0)

@@ -1,13 +1,15 @@
-"""One run at a time in a workdir: process 0 holds `workdir/lock` while its run lasts.
+"""One run at a time in a workdir: process 0 holds its lock while the run lasts.
 
-The kernel locks the file (`flock`), and unlocks it however its owner ends. Where that lock does not
-reach, on another host say, the file's content does: the owner renews it every ten seconds, and what
-has not changed for a minute, on the clock of the process that looks, is a dead run's.
+The lock is a small JSON record: the file `workdir/lock` on a disk, the object `lease/owner.json` in
+a bucket. Its owner writes it anew every ten seconds. A process that sees no change for a minute, by
+its own clock, takes the lock over. Where the kernel knows if the owner lives (`flock`), a lock ends
+with its process, and nobody waits.
 
-A file can be deleted, by whoever takes it for a leftover. So the owner looks before it writes
-anything: the file must be the one that it made, and hold what it wrote.
+A file can be deleted by a user who takes it for a leftover, and an owner may be suspended for an
+hour. So the owner checks that the record is still its own before it writes anything else.
 """
 
+import abc
 import contextlib
 import dataclasses
 import datetime
@@ -23,8 +25,12 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from lmlib.storage.bucket.copies import LEASE, START_FILES, copies_folder
+from lmlib.storage.bucket.failures import BucketError
+from lmlib.storage.bucket.owned import OwnedObject, TakenOverError
+from lmlib.storage.bucket.store import BucketStore, Found, Patience
 from lmlib.storage.failures import storage_failure
 from lmlib.storage.stored_json import parse_json
 from runner.errors import ConfigError, WorkdirLost, in_words
@@ -35,184 +41,294 @@ ABANDONED_SECONDS = 60.0
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
-@dataclasses.dataclass(frozen=True)
-class Owner:
-    """Who holds a lock.
+class WorkdirLock:
+    """The lock of a workdir. This class holds nothing: it is for processes that write nothing.
+
+    with FolderLock(workdir) as lock:
+        lock.check()  # before each write
 
     Attributes:
-      since: when the run was started.
-      start: a random text, another one for each start.
-      kernel: which kernel it runs on, from one boot to the next.
-      device: the number that this kernel has given to the file system.
-      locked: whether the file system knows locks.
+      start: a random text of this start, for the files that it owns; empty if it holds nothing.
     """
 
-    user: str
-    host: str
-    pid: int
-    since: str
-    start: str
-    kernel: str
-    device: int
-    locked: bool
-
-    def is_kept_out_by(self, other: "Owner") -> bool:
-        """Whether the kernel keeps this one from a lock that `other` holds, renewed or not."""
-        here = (self.kernel, self.device)
-        return self.locked and other.locked and here == (other.kernel, other.device)
-
-    def __str__(self) -> str:
-        return f"{self.user} (pid {self.pid} on {self.host}, since {self.since})"
-
-
-class WorkdirLock:
-    """Holds the lock of a workdir while the block runs.
-
-    with WorkdirLock(workdir) as lock:
-        lock.check()  # before each write
-    """
-
-    def __init__(
-        self,
-        workdir: Path,
-        *,
-        enabled: bool = True,
-        abandoned_seconds: float = ABANDONED_SECONDS,
-        also: Callable[[], None] = lambda: None,
-    ):
-        """Takes the lock, and makes the folder if it is absent.
-
-        Args:
-          also: called by each `check`; raises WorkdirLost where the folder's home is another run's.
-          enabled: False on all processes of a run but one; then nothing is read or written.
-          abandoned_seconds: for how long a lock is watched whose owner cannot be asked for.
-
-        Attributes:
-          start: a random text of this start, for the files that it owns; empty if not `enabled`.
-
-        Raises:
-          ConfigError: if another run goes on there, and whose; or if the folder cannot be written.
-        """
-        self._file = workdir / FILE_NAME
-        self._enabled, self._also = enabled, also
-        self._mutex = threading.Lock()
-        self._closed = threading.Event()
-        self._lost: str | None = None  # how this run lost the lock
-        self._made: list[Path] = []
-        self.start = ""
-        if not enabled:
-            return
-        try:
-            self._made = _absent(workdir)
-            taken = None
-            while taken is None:
-                wait_for_lock(workdir, abandoned_seconds=abandoned_seconds)
-                workdir.mkdir(parents=True, exist_ok=True)
-                taken = _take(self._file)
-        except OSError as error:
-            told = f"cannot write {self._file}: {error.strerror}"
-            if error.errno == errno.ENOSPC:  # which has two causes
-                told = in_words(storage_failure(f"write {self._file}", workdir, errno.ENOSPC))
-            self._remove_made()
-            raise ConfigError(told) from error
-        except ConfigError:
-            self._remove_made()
-            raise
-        self._descriptor, self._owner = taken
-        self.start = self._owner.start
-        self._made_file = os.fstat(self._descriptor)
-        self._renewed_at = seconds_awake_or_not()
-        threading.Thread(target=self._keep, name="lock", daemon=True).start()
+    start = ""
 
     def check(self) -> None:
-        """Raises WorkdirLost, saying how, if the lock is this run's no more.
+        """Raises WorkdirLost, saying how, if the lock is no longer this run's.
 
-        It reads a small file; any thread may call it.
+        Any thread may call it.
         """
-        if not self._enabled or self._closed.is_set():
-            return
-        self._also()
-        self._look()
-        if self._lost is not None:
-            raise WorkdirLost(self._lost)
 
     def __enter__(self) -> "WorkdirLock":
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Gives the lock back; if it is lost, raises WorkdirLost whatever else went wrong."""
-        if not self._enabled:
-            return
+        """Gives the lock back; if it is lost, raises WorkdirLost in place of any other error."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Owner:
+    """The process that holds a lock.
+
+    Attributes:
+      user: its user, process and host, for messages.
+      start: a random text, another one for each start.
+      machine: the kernel since its boot, and the place on it that the kernel's lock covers; empty
+        where there are no such locks.
+    """
+
+    user: str
+    start: str
+    machine: str
+
+    def record(self, **more: Any) -> dict[str, Any]:
+        renewed = datetime.datetime.now(datetime.UTC).isoformat(timespec="microseconds")
+        return {**dataclasses.asdict(self), **more, "renewed": renewed}
+
+
+class Held(NamedTuple):
+    """A lock as it was found; `lives` says whether its owner does, `None` if only time can tell."""
+
+    found: Found
+    lives: bool | None
+
+
+class _HeldLock(WorkdirLock):
+    """A lock that a thread renews until the block ends."""
+
+    def __init__(self, place: object, abandoned_seconds: float):
+        self._place, self._limit = place, abandoned_seconds
+        self._mutex, self._closed = threading.Lock(), threading.Event()
+        self._lost = ""  # how this run lost the lock
+        self.start = secrets.token_hex(8)
+
+    @abc.abstractmethod
+    def _renew(self) -> None:
+        """Writes the record anew unless the lock is lost, which it sets `_lost` for."""
+
+    @abc.abstractmethod
+    def _give_back(self) -> None:
+        """Ends a lock that is not lost."""
+
+    def __exit__(self, *exception: object) -> None:
         try:
             self.check()
         finally:
             with self._mutex:
                 self._closed.set()
-                if self._lost is None:
+                if not self._lost:
                     with contextlib.suppress(OSError):
-                        self._file.unlink()
-                os.close(self._descriptor)
-            if self._lost is None:  # else the folders may be another's
-                self._remove_made()
+                        self._give_back()
 
     def _keep(self) -> None:
-        while not self._closed.wait(RENEW_SECONDS):
-            self._look()
-            with self._mutex, contextlib.suppress(OSError):
-                if self._lost is not None or self._closed.is_set():
+        while not self._closed.wait(min(RENEW_SECONDS, self._limit / 6)):
+            with self._mutex:
+                if not self._closed.is_set():
+                    self._renew()
+                if self._lost:
                     return
-                began = seconds_awake_or_not()  # it may be held up in the write
-                _write(self._descriptor, self._owner)
-                self._renewed_at = began
+
+    def _silent(self) -> float:
+        return _seconds_awake_or_not() - self._renewed_at
+
+    def _lose(self, other: _Owner | None, why: str) -> None:
+        if self._silent() >= self._limit:
+            why = f"nothing was heard of this process for {self._silent():.0f} s"
+        who = "another run may have" if other is None else f"{other.user} has"
+        self._lost = (
+            f"{who} taken over {self._place}, since {why}: this process ends, and writes nothing "
+            "more. The same command goes on from the newest checkpoint"
+        )
+
+
+class FolderLock(_HeldLock):
+    """The lock of a folder on a disk."""
+
+    def __init__(self, workdir: Path, abandoned_seconds: float = ABANDONED_SECONDS):
+        """Takes the lock, and makes the folder if it is absent.
+
+        Args:
+          abandoned_seconds: for how long a lock is watched whose owner cannot be asked for.
+
+        Raises:
+          ConfigError: if another run goes on there, and whose; or if the folder cannot be written.
+        """
+        super().__init__(workdir, abandoned_seconds)
+        self._file = workdir / FILE_NAME
+        self._made: list[Path] = []
+        try:
+            self._made = _absent(workdir)
+            taken = False
+            while not taken:
+                wait_for_lock(workdir, abandoned_seconds=abandoned_seconds)
+                workdir.mkdir(parents=True, exist_ok=True)
+                taken = self._take()
+        except OSError as error:
+            told = storage_failure(f"write {self._file}", workdir, error.errno or errno.EIO)
+            self._remove_made()
+            raise ConfigError(in_words(told)) from error
+        except ConfigError:
+            self._remove_made()
+            raise
+        threading.Thread(target=self._keep, name="lock", daemon=True).start()
+
+    def check(self) -> None:
+        if not self._closed.is_set():
+            self._look()
+            if self._lost:
+                raise WorkdirLost(self._lost)
+
+    def __exit__(self, *exception: object) -> None:
+        try:
+            super().__exit__()
+        finally:
+            os.close(self._descriptor)
+            if not self._lost:  # else the folders may be another run's
+                self._remove_made()
+
+    def _take(self) -> bool:
+        """Writes the record into the file, open and locked; false if another was faster."""
+        descriptor = os.open(self._file, os.O_RDWR | os.O_CREAT, 0o666)
+        locked = _flock(descriptor, fcntl.LOCK_EX)
+        # A dead run's file may have been removed since, and made anew.
+        faster = locked is False or not _is_at(descriptor, self._file)
+        if faster or _held_at(descriptor, locked).lives is not False:
+            os.close(descriptor)
+            return False
+        machine = _machine_of(descriptor) if locked else ""
+        self._owner = _this_process(self.start, machine)
+        self._descriptor = descriptor
+        self._write()
+        return True
+
+    def _renew(self) -> None:
+        self._look()
+        if not self._lost:
+            with contextlib.suppress(OSError):
+                self._write()
+
+    def _write(self) -> None:
+        """The content always has the same length, so that it is never read half old, half new."""
+        began = _seconds_awake_or_not()  # the write may be held up
+        content = json.dumps(self._owner.record(), indent=1).encode() + b"\n"
+        os.pwrite(self._descriptor, content, 0)
+        os.ftruncate(self._descriptor, len(content))
+        os.fsync(self._descriptor)
+        self._renewed_at = began
 
     def _look(self) -> None:
-        """Sees whose lock it is; where that cannot be read now, the next look may show it."""
+        """Finds out whose lock it is; a file that cannot be read now may be at the next look."""
         other, same_file = None, False
         try:
             with self._file.open("rb") as file:
-                owner = _owner(file.read())
-                same_file = os.path.samestat(os.fstat(file.fileno()), self._made_file)
-            other = None if owner is None or owner.start == self._owner.start else owner
+                owner = _owner_of(file.read())
+                same_file = os.path.samestat(os.fstat(file.fileno()), os.fstat(self._descriptor))
+            other = None if owner is None or owner.start == self.start else owner
         except (FileNotFoundError, NotADirectoryError):
             pass
         except OSError:
             return
-        if self._lost is None and (other is not None or not same_file):
-            self._lost = self._how_lost(other)
+        if self._lost or (other is None and same_file):
+            return
+        if not self._file.parent.is_dir():
+            self._lost = (
+                f"{self._place} was deleted or moved while this run went on there: this process "
+                "ends, and writes nothing more. If it was moved, the same command goes on with its "
+                "new path as --workdir"
+            )
+            return
+        self._lose(other, f"{self._file} was deleted")
 
-    def _how_lost(self, other: Owner | None) -> str:
-        """In words, and what follows; `other` holds the lock now."""
-        workdir = self._file.parent
-        silent = seconds_awake_or_not() - self._renewed_at
-        ends = "this process ends, and writes nothing more"
-        waited = other is None or not other.is_kept_out_by(self._owner)
-        silence = f"nothing was heard of this process for {silent:.0f} s"
-        if other is not None and waited and silent >= ABANDONED_SECONDS:
-            return f"{other} has taken over {workdir}, since {silence}: {ends}"
-        if not workdir.is_dir():
-            return (
-                f"{workdir} was deleted or moved while this run went on there: {ends}. If it was "
-                "moved, the same command goes on with its new path as --workdir"
-            )
-        if waited and silent >= ABANDONED_SECONDS:
-            return (
-                f"{silence}, and {self._file} is gone: another run may have taken over {workdir} "
-                f"and ended, or the file was deleted: {ends}. The same command goes on from the "
-                "newest checkpoint"
-            )
-        deleted = f"{self._file} was deleted while this run went on, and"
-        if other is not None:
-            return f"{deleted} {other} has begun there: {ends}"
-        return (
-            f"{deleted} another one may begin there at any time: {ends}. The same command goes on "
-            "from the newest checkpoint"
-        )
+    def _give_back(self) -> None:
+        self._file.unlink()
 
     def _remove_made(self) -> None:
-        """Removes the folders that were made for the lock, unless something lies in them now."""
+        """Removes the folders that were made for the lock, unless they hold something now."""
         with contextlib.suppress(OSError):
             for folder in self._made:
                 folder.rmdir()
+
+
+class BucketLock(_HeldLock):
+    """The lock of a folder in a bucket, a lease: the server makes each write only while the object
+    is as the writer last saw it, so that of two owners one succeeds.
+
+    Attributes:
+      files: the start whose folder has the run's small files; this one's after `publish`.
+    """
+
+    def __init__(self, store: BucketStore, abandoned_seconds: float = ABANDONED_SECONDS):
+        """Takes the lease; the copy that this process writes into must be its own already.
+
+        Raises:
+          ConfigError: if another run goes on there, and whose.
+          BucketError: if the bucket cannot be read or written, or has lost the lease's object.
+        """
+        super().__init__(store.url, abandoned_seconds)
+        # The kernel lets one process at a time of a machine and folder write into a copy.
+        self._owner = _this_process(self.start, f"{_kernel()} {copies_folder()}")
+        self._object = OwnedObject(store, LEASE, self.start)
+        taken = False
+        while not taken:
+            found = _wait(self._place, self._look, 0.0, self._limit).found
+            self.files = self._files_of(found)
+            self._renewed_at = _seconds_awake_or_not()  # other processes may see it from now on
+            taken = self._object.take(self._owner.record(files=self.files, ended=False), found)
+        # A renewal that takes longer is of no use, and `check` waits for it.
+        soon = Patience(answer=self._limit / 10, total=self._limit / 10)
+        self._object.store = BucketStore(store.url, soon)
+        threading.Thread(target=self._keep, name="lease", daemon=True).start()
+
+    def check(self) -> None:
+        if not self._lost and self._silent() >= self._limit:  # another may have taken it
+            with self._mutex:
+                if not self._closed.is_set():
+                    self._renew()
+        if self._lost:
+            raise WorkdirLost(self._lost)
+
+    def publish(self) -> None:
+        """Makes the folder of this start the one that has the run's small files."""
+        while self.files != self.start:
+            self.check()
+            with self._mutex:
+                self._renew(self.start)
+
+    def _look(self) -> Held:
+        found = self._object.found()
+        owner = _owner_of(found.content)
+        ended = bool(_parsed(found.content).get("ended"))
+        dead = owner is None or ended or owner.machine == self._owner.machine
+        return Held(found, False if dead else None)
+
+    def _files_of(self, found: Found) -> str:
+        """The start whose files the lease names; this one's in an empty folder."""
+        if isinstance(files := _parsed(found.content).get("files"), str):
+            return files
+        if self._object.store.list(START_FILES):
+            raise BucketError(
+                errno.EIO,
+                f"cannot read {self._place}/{LEASE}: it is gone or damaged, and only it leads to "
+                f"the files in {self._place}/{START_FILES}: put it back, or delete them",
+            )
+        return self.start
+
+    def _renew(self, files: str = "") -> None:
+        """A bucket that cannot be reached now may be at the next try, until it is too late."""
+        began, files = _seconds_awake_or_not(), files or self.files
+        if self._lost:
+            return
+        try:
+            self._object.write(self._owner.record(files=files, ended=False))
+            self._renewed_at, self.files = began, files  # not later: others have seen it since
+        except TakenOverError as error:
+            self._lose(_owner_of(error.content), f"{LEASE} was deleted or replaced")
+        except OSError:
+            if self._silent() >= self._limit:
+                self._lose(None, "")
+
+    def _give_back(self) -> None:
+        self._object.write(self._owner.record(files=self.files, ended=True))
 
 
 def wait_for_lock(
@@ -228,88 +344,68 @@ def wait_for_lock(
       ConfigError: if a run still goes on, and whose it is.
     """
     file = workdir / FILE_NAME
-    begun = time.monotonic()
+
+    def look() -> Held:
+        try:
+            descriptor = os.open(file, os.O_RDONLY)
+        except (FileNotFoundError, NotADirectoryError):
+            return Held(Found(None, b""), False)
+        try:
+            return _held_at(descriptor, _flock(descriptor, fcntl.LOCK_SH))
+        finally:
+            os.close(descriptor)
+
+    while (held := _wait(workdir, look, seconds, abandoned_seconds)).lives is None:
+        # Removed, not written: later writes of its owner, should it wake up, are then lost.
+        with contextlib.suppress(FileNotFoundError):
+            if file.read_bytes() == held.found.content:
+                file.unlink()
+
+
+def _wait(
+    place: object, look: Callable[[], Held], seconds: float, abandoned_seconds: float
+) -> Held:
+    """The lock once its owner has ended, or has not renewed it for `abandoned_seconds`."""
+    begun = seen_at = time.monotonic()
     first: bytes | None = None
-    seen, seen_at = b"", begun
-    while (held := _held(file)) is not None:
-        now = time.monotonic()
-        if held.content != seen:
-            seen, seen_at = held.content, now
-        if not held.by_kernel and now - seen_at >= abandoned_seconds:
-            _remove(file, held.content)
-            continue
-        lives = held.by_kernel or (first is not None and held.content != first)
+    seen: bytes | None = None
+    while True:
+        asked = time.monotonic()
+        held = look()
+        content, now = held.found.content, time.monotonic()
+        if held.lives is False or content is None:
+            return held
+        if content != seen:
+            seen, seen_at = content, now
+        if held.lives is None and asked - seen_at >= abandoned_seconds:
+            return held
+        owner = _owner_of(content)
+        run = f"the run of {owner.user}" if owner else "a run that has just begun"
+        lives = held.lives or (first is not None and content != first)
         if lives and now - begun >= seconds:
             raise ConfigError(
-                f"{workdir} is in use by {held}: one run at a time; end that one or use another "
+                f"{place} is in use by {run}: one run at a time; end that one or use another "
                 "workdir"
             )
         if first is None:
-            first = held.content
+            first = content
             limit = max(seconds, 0.0 if lives else abandoned_seconds)
-            print(
-                f"{workdir} is locked by {held}: waiting, for {limit:g} s at most",
-                file=sys.stderr,
-                flush=True,
-            )
+            told = f"{place} is locked by {run}: waiting, for {limit:g} s at most"
+            print(told, file=sys.stderr, flush=True)
         time.sleep(min(1.0, abandoned_seconds / 10))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Held:
-    """A lock that another process may hold; `by_kernel` if it certainly does."""
-
-    content: bytes
-    owner: Owner | None
-    by_kernel: bool
-
-    def __str__(self) -> str:
-        return f"the run of {self.owner}" if self.owner else "a run that has just begun"
-
-
-def _held(file: Path) -> _Held | None:
-    """The lock, unless it is absent or of a process that is certainly dead."""
-    try:
-        descriptor = os.open(file, os.O_RDONLY)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    try:
-        return _held_at(descriptor, _flock(descriptor, fcntl.LOCK_SH))
-    finally:
-        os.close(descriptor)
-
-
-def _held_at(descriptor: int, locked: bool | None) -> _Held | None:
-    content = os.pread(descriptor, 1 << 16, 0)
-    owner = _owner(content)
+def _held_at(descriptor: int, locked: bool | None) -> Held:
+    found = Found(os.pread(descriptor, 1 << 16, 0), b"")
+    owner = _owner_of(found.content)
     if locked is False:
-        return _Held(content, owner, by_kernel=True)
-    if owner is None:
-        return None
-    here = (kernel(), os.fstat(descriptor).st_dev)
-    dead = locked and owner.locked and (owner.kernel, owner.device) == here
-    return None if dead else _Held(content, owner, by_kernel=False)
-
-
-def _take(file: Path) -> tuple[int, Owner] | None:
-    """The file, open and locked, and what was written into it; `None` if another was faster."""
-    descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-        locked = _flock(descriptor, fcntl.LOCK_EX)
-        faster = locked is False or not _is_at(descriptor, file)
-        if not faster and _held_at(descriptor, locked) is None:
-            owner = _this_process(os.fstat(descriptor).st_dev, locked is True)
-            _write(descriptor, owner)
-            kept, descriptor = descriptor, -1
-            return kept, owner
-        return None
-    finally:
-        if descriptor >= 0:
-            os.close(descriptor)
+        return Held(found, True)
+    here = locked and owner and owner.machine == _machine_of(descriptor)
+    return Held(found, False if owner is None or here else None)
 
 
 def _flock(descriptor: int, kind: int) -> bool | None:
-    """Whether the lock was to be had; `None` where there are no locks."""
+    """If the kernel gave the lock; `None` where there are no locks."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -320,66 +416,47 @@ def _flock(descriptor: int, kind: int) -> bool | None:
 
 
 def _is_at(descriptor: int, file: Path) -> bool:
-    """Whether `file` is still the one that is open: a dead run's is removed, and made anew."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(file))
     except FileNotFoundError:
         return False
 
 
-def _remove(file: Path, content: bytes) -> None:
-    """Removes the file, never to be written again by its owner, unless its content has changed.
-
-    Removed rather than written: what its owner, should it wake up, still writes is then lost.
-    """
-    with contextlib.suppress(FileNotFoundError):
-        if file.read_bytes() == content:
-            file.unlink()
+def _machine_of(descriptor: int) -> str:
+    return f"{_kernel()} {os.fstat(descriptor).st_dev}"
 
 
-def _write(descriptor: int, owner: Owner) -> None:
-    """The content has always the same length, so that it is never read half old and half new."""
-    renewed = datetime.datetime.now(datetime.UTC).isoformat(timespec="microseconds")
-    fields = {**dataclasses.asdict(owner), "renewed": renewed}
-    written = json.dumps(fields, indent=1).encode() + b"\n"
-    os.pwrite(descriptor, written, 0)
-    os.ftruncate(descriptor, len(written))
-    os.fsync(descriptor)
+def _owner_of(content: bytes | None) -> _Owner | None:
+    entries = [_parsed(content).get(field.name) for field in dataclasses.fields(_Owner)]
+    return _Owner(*entries) if all(isinstance(entry, str) for entry in entries) else None
 
 
-def _owner(content: bytes) -> Owner | None:
-    try:
-        fields: Any = parse_json(content)
-        return Owner(**{field.name: fields[field.name] for field in dataclasses.fields(Owner)})
-    except (ValueError, KeyError, TypeError):
-        return None
+def _parsed(content: bytes | None) -> dict[str, Any]:
+    """The entries of a record; none if it is damaged."""
+    with contextlib.suppress(ValueError):
+        if isinstance(entries := parse_json(content or b""), dict):
+            return entries
+    return {}
 
 
-def _this_process(device: int, locked: bool) -> Owner:
+def _this_process(start: str, machine: str) -> _Owner:
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # some containers have users without names
         user = f"user {os.getuid()}"
-    return Owner(
-        user=user,
-        host=socket.gethostname(),
-        pid=os.getpid(),
-        since=time.strftime("%Y-%m-%d %H:%M:%S %z"),
-        start=secrets.token_hex(8),
-        kernel=kernel(),
-        device=device,
-        locked=locked,
-    )
+    since = time.strftime("%Y-%m-%d %H:%M:%S %z")
+    named = f"{user} (pid {os.getpid()} on {socket.gethostname()}, since {since})"
+    return _Owner(named, start, machine)
 
 
-def kernel() -> str:
+def _kernel() -> str:
     try:
         return _BOOT.read_text().strip()
     except OSError:
         return socket.gethostname()
 
 
-def seconds_awake_or_not() -> float:
+def _seconds_awake_or_not() -> float:
     """A clock that goes on while the machine is suspended, where there is one."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 

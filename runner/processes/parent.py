@@ -1,4 +1,4 @@
-"""A process that ends when the one that started it does, however that ends.
+"""A process that ends when its parent does, also when the parent is killed.
 
 The parent holds one end of a connection, and the kernel closes it with the parent. So there is no
 moment in which a child could miss the end of its parent.
@@ -25,7 +25,7 @@ class Parent:
 
     @property
     def environment(self) -> dict[str, str]:
-        """For `subprocess.Popen`: this process's, and where the connection is."""
+        """For `subprocess.Popen`: the environment of this process, with the connection."""
         number = self._theirs.fileno()
         return {**os.environ, _VARIABLE: f"{number} {os.fstat(number).st_ino}"}
 
@@ -40,7 +40,7 @@ def end_with_parent() -> None:
     try:
         if os.fstat(descriptor).st_ino != inode:
             return
-    except OSError:  # `--through` may start it on another machine, with the environment alone
+    except OSError:  # `--through` may start it on another machine, with only the environment
         return
     connection = socket.socket(fileno=descriptor)
     connection.set_inheritable(False)

@@ -1,8 +1,8 @@
-"""The roll call: processes of a run meet at the coordinator's address before JAX is asked to.
+"""The processes of a run meet at the coordinator's address before JAX is asked to connect them.
 
-Process 0 listens there, hears which process each of the others is and of how many, and tells all of
-them whether that fits. JAX, which listens there next, would wait for minutes, go on with processes
-that disagree, or crash where something else holds the port.
+Process 0 listens there, hears the number of each other process and how many it expects, and tells
+all of them whether that fits. JAX, which listens there next, would wait for minutes, go on with
+processes that disagree, or crash where something else holds the port.
 """
 
 import asyncio
@@ -12,23 +12,24 @@ import resource
 import socket
 
 from runner.errors import ConfigError
+from runner.processes.endings import listed
 
 _GREETING = b"lmlib roll call\n"
-GREETING_SECONDS = 10.0  # that process 0 may take to greet who connects
+GREETING_SECONDS = 10.0  # that process 0 may take to greet a process
 _RETRY_SECONDS = 0.2
 _ANSWER_SECONDS = 10.0  # that process 0 may take beyond its limit
-_OTHER_FILES = 4_096  # open at once, besides a connection to each process, at most
+_OTHER_FILES = 4_096  # open at once at most, not counting a connection to each process
 
 
 def roll_call(coordinator: str, process: int, processes: int, seconds: float) -> str:
-    """Meets the others; returns what is wrong with the processes that came, empty if nothing is.
+    """Meets the others; returns a mistake that was found, empty if there is none.
 
-    All that came return the same.
+    All processes that came return the same.
 
     Args:
       coordinator: host:port of process 0.
-      process: this one's number.
-      processes: how many it was told there are.
+      process: the number of this process.
+      processes: the number of processes that it expects.
       seconds: the limit of the wait for all of them.
 
     Raises:
@@ -42,7 +43,13 @@ def roll_call(coordinator: str, process: int, processes: int, seconds: float) ->
 
 async def _call(coordinator: str, port: int, processes: int, seconds: float) -> str:
     """The roll call of process 0."""
-    _allow_files(processes + _OTHER_FILES)
+    # Each process has a connection to process 0, here and with JAX. Many systems begin with a limit
+    # of 1,024 open files.
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = processes + _OTHER_FILES
+    most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     came: dict[int, asyncio.StreamReader] = {}
     waiting: list[asyncio.StreamWriter] = []
     found: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -51,10 +58,10 @@ async def _call(coordinator: str, port: int, processes: int, seconds: float) -> 
         writer.write(_GREETING)
         try:
             said = json.loads(await reader.readline())
-            process, told = int(said["process"]), int(said["processes"])
-            if not 0 < process < max(told, processes):
+            process, expected = int(said["process"]), int(said["processes"])
+            if not 0 < process < max(expected, processes):
                 raise ValueError
-        except (OSError, ValueError, TypeError, KeyError):  # not of this run
+        except (OSError, ValueError, TypeError, KeyError):  # not a process of this run
             writer.close()
             return
         twice = process in came and not came[process].at_eof()
@@ -62,10 +69,10 @@ async def _call(coordinator: str, port: int, processes: int, seconds: float) -> 
         waiting.append(writer)
         if found.done():
             return
-        if told != processes:
+        if expected != processes:
             found.set_result(
-                f"--num_processes={told} on process {process} and {processes} on process 0: give "
-                "all the same"
+                f"--num_processes={expected} on process {process} and {processes} on process 0: "
+                "give all the same"
             )
         elif twice:
             found.set_result(f"two processes have --process_id={process}: give each its own")
@@ -83,14 +90,12 @@ async def _call(coordinator: str, port: int, processes: int, seconds: float) -> 
             "machine"
         ) from error
     server = await asyncio.start_server(hear, sock=listening, backlog=processes)
-    if processes == 1:
-        found.set_result("")
     try:
-        mistake = await asyncio.wait_for(found, seconds)
+        mistake = "" if processes == 1 else await asyncio.wait_for(found, seconds)
     except TimeoutError:
         missing = sorted(set(range(1, processes)) - set(came))
         mistake = (
-            f"process 0 waited {seconds:g} s and {_listed(missing)} did not come: see that each "
+            f"process 0 waited {seconds:g} s and {listed(missing)} did not come: see that each "
             "runs, and that all have the same --coordinator and --num_processes; or raise "
             "--startup_seconds"
         )
@@ -103,19 +108,11 @@ async def _call(coordinator: str, port: int, processes: int, seconds: float) -> 
     return mistake
 
 
-def _allow_files(number: int) -> None:
-    """Raises this process's limit of open files where the system lets it: each of the others has a
-    connection to process 0, here and with JAX, and many systems begin with a limit of 1,024."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = number if hard == resource.RLIM_INFINITY else min(number, hard)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-
-
 async def _answer(host: str, port: int, process: int, processes: int, seconds: float) -> str:
     """The roll call of the others."""
     last_try = "it did not answer"
     now = asyncio.get_running_loop().time
+    said = json.dumps({"process": process, "processes": processes}).encode() + b"\n"
     try:
         async with asyncio.timeout(seconds) as limit:
             while True:
@@ -124,8 +121,7 @@ async def _answer(host: str, port: int, process: int, processes: int, seconds: f
                     try:
                         await _check_greeting(reader, f"{host}:{port}")
                         limit.reschedule(now() + seconds + _ANSWER_SECONDS)
-                        said = {"process": process, "processes": processes}
-                        writer.write(json.dumps(said).encode() + b"\n")
+                        writer.write(said)
                         last_try = "it waits for others"
                         answer = await reader.readline()
                     finally:
@@ -145,7 +141,7 @@ async def _answer(host: str, port: int, process: int, processes: int, seconds: f
 
 
 async def _check_greeting(reader: asyncio.StreamReader, address: str) -> None:
-    """Raises ConfigError if something else than process 0 listens, OSError if it went away."""
+    """Raises ConfigError if another program listens, OSError if process 0 went away."""
     try:
         async with asyncio.timeout(GREETING_SECONDS):
             said = await reader.read(len(_GREETING))
@@ -161,9 +157,3 @@ async def _check_greeting(reader: asyncio.StreamReader, address: str) -> None:
         f"something else than process 0 listens at the coordinator's address {address} and "
         f"{found}: give all processes a port that is free on the machine of process 0"
     )
-
-
-def _listed(processes: list[int]) -> str:
-    """At most ten of them."""
-    numbers = ", ".join(map(str, processes[:10])) + ", …" * (len(processes) > 10)
-    return f"process{'es' if len(processes) > 1 else ''} {numbers}"

@@ -16,7 +16,7 @@ STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopSignals:
-    """What becomes of these signals from now on, in this process.
+    """Handles these signals from now on, in this process.
 
     Python's own handlers wait for the main thread, which may be compiling for minutes. Here a
     thread of its own takes each signal as it comes.

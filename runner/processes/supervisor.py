@@ -1,8 +1,8 @@
 """In a run of several processes, each is the child of a supervisor that watches it.
 
 When a process of the run dies, JAX aborts the others, and Python code in them cannot say why. Their
-supervisors can: they keep what each process writes to its terminal in workdir/logs, and find there
-which process was missed.
+supervisors can: they keep the output of each process in workdir/logs, and find there which process
+was missed.
 """
 
 import codecs
@@ -21,17 +21,19 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any, TextIO
 
+from lmlib.storage.bucket.copies import LOGS, url_of
+from lmlib.storage.bucket.mirror import Mirror
+from lmlib.storage.bucket.store import BucketStore
 from lmlib.terminal.text import shown
 from runner.command_line.exit_status import SIGNALLED
 from runner.command_line.lossy_stream import LossyStream
 from runner.processes.endings import Ending, ending
-from runner.processes.logs import log_of
 from runner.processes.parent import end_after
 from runner.processes.stopping import StopSignals
 
 FORWARDED = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 KEPT_BYTES = 1 << 18  # of the end of the output, to look for the reason in
-LAST_WORDS_SECONDS = 5.0  # for what a dead child's own children still hold open
+LAST_WORDS_SECONDS = 5.0  # for output that a dead child's own children still hold open
 _VARIABLE = "RUNNER_SUPERVISOR"  # the environment's name for the child's end of the connection
 
 
@@ -43,7 +45,7 @@ class Connection:
 
     @staticmethod
     def inherited() -> "Connection | None":
-        """That of this process; `None` if no supervisor started it.
+        """The connection of this process; `None` if no supervisor started it.
 
         From now on this process ends when its supervisor does, however that ends.
         """
@@ -58,8 +60,8 @@ class Connection:
         return connection
 
     def tell(self, process: int, processes: int, *, joined: bool, connected: bool = False) -> None:
-        """Tells this process's number, of how many, whether it has found the others, and whether
-        JAX has connected it to them."""
+        """Tells this process's number, the number of all, if it has found the others, and if JAX
+        has connected it to them."""
         fact = {
             "process": process,
             "processes": processes,
@@ -72,10 +74,10 @@ class Connection:
 def supervise(
     workdir: Path, heartbeat_seconds: int, startup_seconds: int, grace_seconds: int
 ) -> int:
-    """Runs this command again as a child, to its end; returns what this process should exit with.
+    """Runs this command again as a child, to its end; returns the exit code for this process.
 
-    What the child writes to stdout and stderr is appended to its log; that of process 0 is shown
-    too, and every process's reason to end early. SIGTERM and SIGINT reach the child as SIGTERM, on
+    The child's stdout and stderr are appended to its log. The output of process 0 is shown too, and
+    every process's reason to end early. SIGTERM and SIGINT reach the child as SIGTERM, on
     which it stops; if it takes longer than `grace_seconds`, it is killed. The other limits are only
     for the messages.
     """
@@ -127,9 +129,9 @@ def supervise(
 
 
 class _Output(threading.Thread):
-    """Keeps what the child writes, and what it reports over the connection.
+    """Keeps the output of the child, and its reports over the connection.
 
-    It goes on whatever becomes of the log and the terminal: the child would wait for it.
+    It goes on if the log or the terminal fails: the child would wait for it.
     """
 
     def __init__(
@@ -167,12 +169,12 @@ class _Output(threading.Thread):
                         self._keep(written, screen)
 
     def text(self) -> str:
-        """The last of what the child wrote."""
+        """The end of the child's output."""
         return bytes(self._end).decode("utf-8", "replace")
 
     def close(self, told: Ending) -> None:
         """Writes how it ended into the log and, if that is news, to the terminal."""
-        if self._log is None:  # it ended before it knew its number: there is no log to look into
+        if self._log is None:  # it ended before it knew its number, and has no log
             self._told.show(bytes(self._end))
         if told.message:
             line = f"{told.message}\n".encode()
@@ -187,7 +189,7 @@ class _Output(threading.Thread):
             self._send_log()
 
     def _hear(self) -> bool:
-        """Takes in what the child tells; whether there may be more."""
+        """Takes in reports of the child; returns if there may be more."""
         try:
             heard = self._connection.recv(4096)
         except OSError:  # the child has ended
@@ -202,7 +204,7 @@ class _Output(threading.Thread):
         if self.process is not None:
             return
         self.process = fact["process"]
-        file, self._send_log = log_of(self._workdir, self.process, self._tell)
+        file, self._send_log = _log_of(self._workdir, self.process, self._tell)
         self._log_file, self._log = file, LossyStream(lambda: _opened(file))
         now = time.strftime("%Y-%m-%d %H:%M:%S %z")
         header = (
@@ -228,13 +230,40 @@ class _Output(threading.Thread):
             self._log.write(written)
 
 
+def _log_of(
+    workdir: Path, process: int, tell: Callable[[str], None]
+) -> tuple[Path, Callable[[], None]]:
+    """The log of `process`, and a function that sends the last of it to its bucket.
+
+    On a disk each start appends to the same log. In a bucket nothing is appended to, and a process
+    may be on another machine at the next start: each start of each process has a folder there.
+
+    Args:
+      tell: is told of lines that cannot be sent.
+    """
+    name, url = f"process_{process:05}.log", url_of(workdir)
+    if url is None:
+        return workdir / LOGS / name, lambda: None
+    now = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
+    folder = f"{LOGS}/{now}-{socket.gethostname()}-{os.getpid()}"
+    mirror = Mirror(workdir / folder, BucketStore(url.below(folder)), tell=tell)
+
+    def send() -> None:
+        try:
+            mirror.close()
+        except OSError as error:
+            tell(f"WARNING: the last of {url}/{folder}/{name} is not there: {error}")
+
+    return workdir / folder / name, send
+
+
 def _opened(log: Path) -> int:
     log.parent.mkdir(parents=True, exist_ok=True)
     return os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
 
 
 class _Screen:
-    """Where UTF-8 text is shown that comes in pieces, which may end within a character."""
+    """Shows UTF-8 text that comes in pieces, which may end within a character."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream
@@ -242,6 +271,6 @@ class _Screen:
 
     def show(self, written: bytes) -> None:
         text = self._decoder.decode(written)
-        # A piece may begin anywhere: there is no telling a bar that is redrawn from a text.
+        # A piece may begin anywhere: a bar that is redrawn cannot be told from a text.
         self._stream.write(shown(text) if self._stream.isatty() else text)
         self._stream.flush()

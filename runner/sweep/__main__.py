@@ -73,7 +73,7 @@ from runner.config.text import settings as settings_of
 from runner.jax_settings.allocator import keep_freed_memory
 from runner.jax_settings.devices import check_devices, choose_devices, on_cpus_alone
 from runner.jax_settings.xla_flags import keep_cpus_in_order, set_gpu_flags
-from runner.processes.lock import WorkdirLock
+from runner.processes.lock import FolderLock
 from runner.sweep.commands import (
     check_sbatch,
     check_through,
@@ -114,7 +114,7 @@ def main(arguments: Sequence[str]) -> int:
         return FINISHED
     if _SLURM.value:
         return _write_array(sweep, arguments)
-    with WorkdirLock(folder):
+    with FolderLock(folder):
         sweep.write()
         return _train(sweep, arguments, in_turn)
 

@@ -149,9 +149,9 @@ def _fit_in(
     require_same_reads(lambda: read_by_this_process(experiment))
     shown = primary if options.reports is None else options.reports
     with agreed():
-        lock = WorkdirLock(workdir, enabled=primary, also=place.check)
+        held = place.lock()
     # The lock ends first: what goes wrong once it is lost is no news of this run's.
-    with Progress(experiment.steps, stream=sys.stderr if shown else None) as progress, lock:
+    with Progress(experiment.steps, stream=sys.stderr if shown else None) as progress, held as lock:
         if place.url is None:
             require_same_workdir(workdir)
         with agreed():
@@ -206,7 +206,7 @@ def _fit_in(
                     raise
             elif primary:  # sinks may lack what an earlier start could not send
                 sinks = [*experiment.sinks, *options.sinks]
-                Sinks(sinks, workdir, experiment.steps + 1, progress.message).close()
+                Sinks(sinks, workdir, experiment.steps + 1, progress.message, lock.check).close()
             lock.check()
             if primary and (made_now or not (workdir / REPORT).exists()):
                 leave_page(workdir, progress.message, lock.check)

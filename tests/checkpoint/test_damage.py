@@ -16,7 +16,6 @@ from jax.sharding import PartitionSpec as P
 from lmlib.checkpoint import Checkpoints, DamagedCheckpointError
 from lmlib.checkpoint.manifest import (
     MANIFEST,
-    NOT_COVERED,
     SavedFile,
     encode,
     files_below,
@@ -125,15 +124,10 @@ def test_damage_to_any_file_is_noticed_and_named(directory, state, target, damag
                 continue  # all zeros as it is
             damage(path)
             assert not path.exists() or path.read_bytes() != sound
-            if file in NOT_COVERED - {MANIFEST}:
-                restored, notes = checkpoints.restore(STEP, target)
-                assert same(restored, state)
-                assert notes == NOTES
-            else:
-                with pytest.raises(DamagedCheckpointError) as refused:
-                    checkpoints.restore(STEP, target)
-                assert str(folder) in str(refused.value)
-                assert refused.value.file == file
+            with pytest.raises(DamagedCheckpointError) as refused:
+                checkpoints.restore(STEP, target)
+            assert str(folder) in str(refused.value)
+            assert refused.value.file == file
             path.write_bytes(sound)
         restored, notes = checkpoints.restore(STEP, target)  # all put back: sound again
         assert same(restored, state)
@@ -142,21 +136,7 @@ def test_damage_to_any_file_is_noticed_and_named(directory, state, target, damag
 
 def test_every_array_and_the_notes_are_covered(directory):
     folder = directory / str(STEP)
-    assert files_below(folder).keys() - read_manifest(folder).files.keys() == NOT_COVERED
-
-
-@pytest.mark.parametrize("file", sorted(NOT_COVERED - {MANIFEST}))
-@pytest.mark.parametrize("damage", [flip, zero, empty, delete])
-def test_a_run_goes_on_whatever_happens_to_what_orbax_keeps_for_itself(
-    directory, state, target, file, damage
-):
-    damage(directory / str(STEP) / file)
-    with Checkpoints(directory, keep=1) as checkpoints:
-        found = checkpoints.restore_newest(target)
-        assert same(found.state, state)
-        checkpoints.save(STEP + 1, found.state, NOTES)
-        checkpoints.wait()
-        assert checkpoints.steps() == [STEP + 1]
+    assert files_below(folder).keys() - read_manifest(folder).files.keys() == {MANIFEST}
 
 
 def test_a_run_falls_back_to_the_newest_sound_checkpoint(tmp_path, state, target):
@@ -222,15 +202,6 @@ def change_json(file: str, **changes) -> Callable[[Path], None]:
     return change
 
 
-def another_key(folder: Path) -> None:
-    content = json.loads((folder / "state/_METADATA").read_text())
-    tree = content["tree_metadata"]
-    tree["('../../outside',)"] = tree["('weight',)"]
-    (folder / "state/_METADATA").write_text(json.dumps(content))
-    outside = folder.parent / "outside"
-    shutil.copytree(folder / "state/weight", outside)
-
-
 def add(file: str) -> Callable[[Path], None]:
     return lambda folder: (folder / file).write_bytes(b"{}")
 
@@ -267,32 +238,6 @@ def test_files_that_do_not_fit_the_arrays_are_refused(directory, target, tamper,
     with (
         Checkpoints(directory, read_only=True) as checkpoints,
         pytest.raises(DamagedCheckpointError, match=message),
-    ):
-        checkpoints.restore(STEP, target)
-
-
-def test_no_path_leads_out_of_the_folder(directory, state, target):
-    folder = directory / str(STEP)
-    arrays = read_manifest(folder).arrays
-    another_key(folder)
-    write_manifest(folder, STEP, arrays)
-    with Checkpoints(directory, read_only=True) as checkpoints:
-        try:
-            restored, _ = checkpoints.restore(STEP, target)
-        except ValueError:
-            pass
-        else:
-            assert same(restored, state)
-
-
-def test_links_are_refused(directory, target):
-    folder = directory / str(STEP)
-    chunk = folder / "state/weight/3.0"
-    chunk.rename(directory / "secret")
-    chunk.symlink_to(directory / "secret")
-    with (
-        Checkpoints(directory, read_only=True) as checkpoints,
-        pytest.raises(DamagedCheckpointError, match=r"state/weight/3\.0 is a link"),
     ):
         checkpoints.restore(STEP, target)
 

@@ -1,7 +1,8 @@
-"""Checkpoints in a bucket, taken over while the network holds the requests of their owner.
+"""A run in a bucket, taken over while the network holds the requests of its owner.
 
-The first owner is a process of its own, behind a proxy of its own. It holds no lease: what it sends
-late, and what it tries again once it is back, is refused by the names of things and by the server.
+The first owner is a process of its own, behind a proxy of its own. Its late requests, and those
+that it tries again once it is back, are refused by the server, or change nothing that the next has.
+The owner of checkpoints holds no lease.
 """
 
 import itertools
@@ -9,6 +10,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import IO
 
 import jax
@@ -20,9 +22,12 @@ from buckets.servers import environment
 from forked_processes import ForkedProcess
 
 from lmlib.checkpoint import Checkpoints
+from lmlib.storage.bucket.copies import start_of
 from lmlib.storage.bucket.store import BucketStore
 from lmlib.storage.bucket.url import BucketUrl
+from lmlib.storage.local_folder import folder_to_read
 from lmlib.storage.stored_json import parse_json
+from runner.processes.workdir import opened
 
 pytestmark = pytest.mark.landing
 INDEX = "checkpoints/steps.json"
@@ -43,19 +48,21 @@ def bucket(request, monkeypatch, tmp_path) -> Iterator[tuple[str, str, FaultyPro
 
 
 class First:
-    """The first owner, which has saved step 2."""
+    """The first owner, which is ready to act."""
 
-    def __init__(self, bucket: tuple[str, str, FaultyProxy], how: str, errors: IO[str]):
-        url, scheme, self.proxy = bucket
+    def __init__(
+        self, bucket: tuple[str, str, FaultyProxy], program: list[str], errors: IO[str], cache: Path
+    ):
+        _, scheme, self.proxy = bucket
         ours, theirs = os.pipe()
         self._said = os.fdopen(ours)
         given, self._line = os.pipe()
         self.process = ForkedProcess(
-            *("-m", "buckets.owner", f"{url}/checkpoints", how),
+            *program,
             stdin=given,
             stdout=theirs,
             stderr=errors,
-            environment=environment(scheme, self.proxy.port),
+            environment=environment(scheme, self.proxy.port) | {"XDG_CACHE_HOME": str(cache)},
         )
         os.close(theirs)
         os.close(given)
@@ -69,7 +76,7 @@ class First:
         def fault(request: Request) -> Fault | None:
             if request.method in ("GET", "HEAD"):
                 return Fault.REFUSED if struck.is_set() else None
-            if next(numbers) < strike:
+            if "lease" not in request.path and next(numbers) < strike:
                 return None
             struck.set()
             return Fault.HELD
@@ -83,7 +90,8 @@ class First:
         numbers, stopped = itertools.count(), threading.Event()
 
         def fault(request: Request) -> None:
-            if request.method not in ("GET", "HEAD") and next(numbers) == strike:
+            changes = request.method not in ("GET", "HEAD") and "lease" not in request.path
+            if changes and next(numbers) == strike:
                 os.kill(self.process.pid, signal.SIGSTOP)
                 stopped.set()
 
@@ -101,12 +109,13 @@ class First:
 
 
 @pytest.fixture
-def first(bucket, tmp_path) -> Iterator[Callable[[str], First]]:
+def first(bucket, tmp_path) -> Iterator[Callable[..., First]]:
     started: list[First] = []
     with (tmp_path / "errors").open("w") as errors:
 
-        def start(how: str) -> First:
-            started.append(First(bucket, how, errors))
+        def start(how: str, *program: str) -> First:
+            program = program or ("-m", "buckets.owner", f"{bucket[0]}/checkpoints", how)
+            started.append(First(bucket, [*program], errors, tmp_path / "cache_of_first"))
             return started[-1]
 
         yield start
@@ -233,3 +242,70 @@ def test_delayed_requests_of_a_save_may_land_between_any_two_of_the_next(bucket,
     before = contents(url)
     assert is_taken_over(cut_off.comes_back()[-1])
     check_undisturbed(url, before, {has: float(has), 6: 6.5, 8: 8.5})
+
+
+# Changes, adds and deletes small files of a run, and tells what came of it.
+OWNER_OF_FILES = """
+import sys
+from runner.errors import WorkdirLost
+from runner.processes.workdir import opened
+
+def write(folder, files):
+    for name, text in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+
+try:
+    with opened(sys.argv[1], print, abandoned_seconds=1.0) as place:
+        files = dict.fromkeys(["config.json", "hlo/program.txt", "report.html"], "first")
+        write(place.folder, {**files, "metrics.jsonl": "1\\n2\\n"})
+        place.sync()
+        print("ready", flush=True)
+        sys.stdin.readline()
+        (place.folder / "report.html").unlink()
+        late = dict.fromkeys(["config.json", "hlo/program.txt", "result.json"], "late")
+        write(place.folder, late)
+        with (place.folder / "metrics.jsonl").open("a") as file:
+            file.write("3\\n")
+        place.sync()
+except (OSError, WorkdirLost) as error:
+    print(error)
+"""
+CHANGES = 5  # four writes and a deletion
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+@pytest.mark.parametrize("strike", [0, 2, CHANGES - 1])
+def test_late_changes_of_small_files_change_none_of_the_next_owner(
+    bucket, first, is_stopped, strike
+):
+    """The next changes some of the files before the late requests come, some after, some never."""
+    url = bucket[0]
+    cut_off = first("", "-c", OWNER_OF_FILES, url)
+    (cut_off.act_until_it_is_stopped if is_stopped else cut_off.act)(strike)
+    with opened(url, print, abandoned_seconds=1.0) as place:
+        lines = (place.folder / "metrics.jsonl").read_text()
+        assert lines in ("1\n2\n", "1\n2\n3\n")  # what had come until then
+        (place.folder / "config.json").write_text("next")
+        (place.folder / "hlo").mkdir()
+        (place.folder / "hlo/program.txt").write_text("next")
+        place.sync()
+        before = contents(url)
+        if is_stopped:
+            os.kill(cut_off.process.pid, signal.SIGCONT)
+        assert "taken over" in cut_off.comes_back()[-1]
+        start = start_of(BucketUrl.parsed(url))
+        of_the_start = (f"files/{start}/", f"hlo/{start}/")
+        own, after = (
+            {name: content for name, content in found.items() if name.startswith(of_the_start)}
+            for found in (before, contents(url))
+        )
+        assert len(own) >= 4 and after == own
+        with (place.folder / "metrics.jsonl").open("a") as file:
+            file.write("4\n")
+    copy = folder_to_read(url)
+    assert (copy / "config.json").read_text() == "next"
+    assert (copy / "metrics.jsonl").read_text() == f"{lines}4\n"
+    with opened(url, print):  # removes the files of other starts
+        own = f"files/{start_of(BucketUrl.parsed(url))}/"
+        assert all(name.startswith(own) for name in contents(url) if name.startswith("files/"))

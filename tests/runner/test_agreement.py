@@ -2,7 +2,6 @@
 
 import re
 import shutil
-import socket
 
 import pytest
 from byte_texts import write_ids
@@ -60,10 +59,39 @@ def assert_refused(run, folder, message):
         assert told in log.read_text()
 
 
+OTHER = "of process 1 is another than that of process 0"
+
+
 @pytest.mark.slow
-def test_processes_with_other_configs_are_refused(tmp_path):
-    run = SeveralProcesses(2, tmp_path / "run", tmp_path / "outputs", own={1: ["--fdl.seed=1"]})
-    message = r"the config of process 1 is another than that of process 0 \(seed: 1, there 0\)"
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"own": {1: ["--fdl.seed=1"]}}, rf"the config {OTHER} \(seed: 1, there 0\)"),
+        ({"own": {1: ["--allow_change=data"]}}, rf"the command {OTHER} .*--allow_change: data, t"),
+        (
+            {"environments": {1: {"XLA_FLAGS": f"{FOUR_DEVICES} --xla_cpu_enable_fast_math=true"}}},
+            rf"XLA_FLAGS {OTHER} \(--xla_cpu_enable_fast_math: true, there absent",
+        ),
+        *[
+            (
+                {"environments": {1: {variable: value}}},
+                rf"the configuration of JAX {OTHER} \({variable}: {value}, there {usual}\)",
+            )
+            for variable, value, usual in (
+                ("JAX_DEFAULT_PRNG_IMPL", "rbg", "threefry2x32"),
+                ("JAX_THREEFRY_PARTITIONABLE", "false", "true"),
+                ("JAX_DISABLE_JIT", "true", "false"),
+            )
+        ],
+        (
+            {"environments": {0: {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}}},
+            r"the processes have different numbers of devices \(2 on process 0; 4 on process 1\)",
+        ),
+        ({"own": {1: ["--num_processes=3"]}}, "--num_processes=3 on process 1 and 2 on process 0"),
+    ],
+)
+def test_other_settings_are_refused(tmp_path, settings, message):
+    run = SeveralProcesses(2, tmp_path / "run", tmp_path / "outputs", **settings)
     assert_refused(run, tmp_path / "run", message)
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["logs"]
 
@@ -79,14 +107,6 @@ def test_a_mistake_on_one_process_is_said_once_and_ends_all(tmp_path):
 
 
 @pytest.mark.slow
-def test_another_command_is_refused(tmp_path):
-    run = SeveralProcesses(
-        2, tmp_path / "run", tmp_path / "outputs", own={1: ["--allow_change=data"]}
-    )
-    assert_refused(run, tmp_path / "run", r"the command of process 1 .*--allow_change: data, there")
-
-
-@pytest.mark.slow
 def test_other_code_is_refused(tmp_path):
     copy = tmp_path / "copy"
     for package in ("lmlib", "runner", "experiments", "data_tools"):
@@ -95,44 +115,6 @@ def test_other_code_is_refused(tmp_path):
         file.write("# edited\n")
     run = SeveralProcesses(2, tmp_path / "run", tmp_path / "outputs", roots={1: copy})
     assert_refused(run, tmp_path / "run", r"the code of process 1 .* \(lmlib/train.py\)")
-
-
-@pytest.mark.slow
-def test_other_flags_of_xla_are_refused(tmp_path):
-    flags = f"{FOUR_DEVICES} --xla_cpu_enable_fast_math=true"
-    run = SeveralProcesses(
-        2, tmp_path / "run", tmp_path / "outputs", environments={1: {"XLA_FLAGS": flags}}
-    )
-    message = r"XLA_FLAGS of process 1 is another than that of process 0 \(--xla_cpu_enable_fast_"
-    assert_refused(run, tmp_path / "run", f"{message}math: true, there absent")
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["logs"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("variable", "value", "usual"),
-    [
-        ("JAX_DEFAULT_PRNG_IMPL", "rbg", "threefry2x32"),
-        ("JAX_THREEFRY_PARTITIONABLE", "false", "true"),
-        ("JAX_DISABLE_JIT", "true", "false"),
-    ],
-)
-def test_other_settings_of_jax_are_refused(tmp_path, variable, value, usual):
-    run = SeveralProcesses(
-        2, tmp_path / "run", tmp_path / "outputs", environments={1: {variable: value}}
-    )
-    message = "the configuration of JAX of process 1 is another than that of process 0 "
-    assert_refused(run, tmp_path / "run", rf"{message}\({variable}: {value}, there {usual}\)")
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["logs"]
-
-
-@pytest.mark.slow
-def test_another_number_of_devices_is_refused(tmp_path):
-    devices = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
-    run = SeveralProcesses(2, tmp_path / "run", tmp_path / "outputs", environments={0: devices})
-    message = r"the processes have different numbers of devices \(2 on process 0; 4 on process 1\)"
-    assert_refused(run, tmp_path / "run", message)
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["logs"]
 
 
 @pytest.mark.slow
@@ -194,23 +176,3 @@ def test_other_weights_at_the_same_relative_path_are_refused(tmp_path):
     places = [f"{folder}/base/checkpoints/1 on .*" for folder in folders.values()]
     message = rf"of process 1 is not that of process 0 \({places[1]}; on process 0 {places[0]}\)"
     assert_refused(run, tmp_path / "run", f"the weights of base@1: the model {message}")
-
-
-@pytest.mark.slow
-def test_another_number_of_processes_is_refused(tmp_path):
-    run = SeveralProcesses(
-        2, tmp_path / "run", tmp_path / "outputs", own={1: ["--num_processes=3"]}
-    )
-    assert_refused(run, tmp_path / "run", "--num_processes=3 on process 1 and 2 on process 0")
-
-
-@pytest.mark.slow
-def test_a_port_that_something_else_holds_is_refused(tmp_path):
-    """It takes connections and says nothing."""
-    with socket.create_server(("localhost", 0)) as listener:
-        port = listener.getsockname()[1]
-        here = [f"--coordinator=localhost:{port}"]
-        run = SeveralProcesses(2, tmp_path / "run", tmp_path / "outputs", flags=here)
-        assert run.exit_codes() == [MISTAKE, MISTAKE], run.everything()
-    assert f"process 0 cannot listen at port {port} (Address already in use)" in run.output(0)
-    assert "something else than process 0 listens at the coordinator's address" in run.output(1)

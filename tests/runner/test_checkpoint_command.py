@@ -11,7 +11,7 @@ from forked_processes import run_forked
 from lmlib.checkpoint import Checkpoints
 from runner import checkpoint
 from runner.errors import ConfigError
-from runner.processes.lock import WorkdirLock
+from runner.processes.lock import FolderLock
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +115,7 @@ def test_prune_ends_what_another_began_and_touches_no_save(workdir, command):
 
 @pytest.mark.slow
 def test_beside_a_run_checkpoints_are_shown_and_not_removed(workdir, command):
-    with WorkdirLock(workdir):
+    with FolderLock(workdir):
         assert command("list", workdir)[0] == command("verify", workdir)[0] == 0
         for folder in (workdir, workdir / "checkpoints"):
             status, _, errors = command("prune", folder, "--keep=1")

@@ -22,13 +22,14 @@ from states import assert_same_bits
 
 from lmlib.checkpoint import Checkpoints
 from lmlib.metrics.log import read_metrics
+from lmlib.storage.bucket.copies import object_of, start_of
 from lmlib.storage.bucket.store import BucketStore, Patience
 from lmlib.storage.bucket.url import BucketUrl
 from lmlib.storage.local_folder import folder_to_read
 from lmlib.storage.stored_json import parse_json
 from runner import Options, fit
 from runner.errors import ConfigError, StoppedEarly, WorkdirLost
-from runner.processes.lease import Lease
+from runner.processes.lock import BucketLock
 
 STEPS = 6
 EXPERIMENT_FLAGS = (
@@ -102,7 +103,10 @@ def test_a_run_goes_on_on_another_machine(bucket, machine, undisturbed):
     machine("third")
     assert curve(folder_to_read(url)) == undisturbed[1]
     names = names_in(url)
-    assert {"config.json", "metrics.jsonl", "result.json", "report.html"} <= names
+    own = f"files/{start_of(BucketUrl.parsed(url))}/"  # of the last start: the first's are gone
+    assert all(each.startswith(own) for each in names if each.startswith("files/"))
+    for each in ("config.json", "metrics.jsonl", "result.json", "report.html"):
+        assert own + each in names
     assert not [name for name in names if ".parts/" in name or name.endswith("unfinished")]
 
 
@@ -160,7 +164,7 @@ def test_a_save_that_fails_leaves_the_last_and_training_goes_on(bucket, machine,
 
 def test_of_two_runs_one_is_refused(bucket, machine):
     url, _ = bucket
-    with Lease(BucketStore(BucketUrl.parsed(url)), abandoned_seconds=1.0):
+    with BucketLock(BucketStore(BucketUrl.parsed(url)), abandoned_seconds=1.0):
         machine("second")
         with pytest.raises(ConfigError, match=f"{url} is in use by the run of") as caught:
             fit(small(*EXPERIMENT), url)
@@ -182,21 +186,19 @@ def test_no_request_of_an_owner_that_was_cut_off_reaches_the_next(bucket, how):
         return Fault.REFUSED if changes else None
 
     of_next.write("pointer", b"of both")
-    with (
-        Lease(BucketStore(of_next.url), abandoned_seconds=1.0) as own,
-        ThreadPoolExecutor() as pool,
-    ):
-        late = BucketStore(of_next.url, quick, permit=own.seconds)
+    own = BucketLock(BucketStore(of_next.url), abandoned_seconds=1.0)
+    with ThreadPoolExecutor() as pool:
+        late = BucketStore(of_next.url, quick, permit=own.check)
         proxy.fault = cut_off
         content = (b"late",) if how == "write" else ()
         sent = pool.submit(getattr(late, how), "pointer", *content)
         assert tried.wait(60)
-        with pytest.raises(WorkdirLost, match="another run may have taken it over"):
+        with pytest.raises(WorkdirLost, match="another run may have taken over"):
             while True:  # until the lease has ended
                 own.check()
         proxy.fault = lambda request: None
         of_next.write("pointer", b"of the next")
-        with pytest.raises(WorkdirLost, match="another run may have taken it over"):
+        with pytest.raises(WorkdirLost, match="another run may have taken over"):
             sent.result(60)
     assert of_next.read("pointer") == b"of the next"
 
@@ -206,15 +208,15 @@ import sys
 from lmlib.storage.bucket.store import BucketStore
 from lmlib.storage.bucket.url import BucketUrl
 from runner.errors import WorkdirLost
-from runner.processes.lease import Lease
+from runner.processes.lock import BucketLock
 
-with Lease(BucketStore(BucketUrl.parsed(sys.argv[1])), abandoned_seconds=1.0) as lease:
-    print("held", flush=True)
-    try:
+try:
+    with BucketLock(BucketStore(BucketUrl.parsed(sys.argv[1])), abandoned_seconds=1.0) as lease:
+        print("held", flush=True)
         while True:
             lease.check()
-    except WorkdirLost as lost:
-        print(lost, flush=True)
+except WorkdirLost as lost:
+    print(lost, flush=True)
 """
 
 
@@ -250,7 +252,7 @@ def test_a_delayed_renewal_and_a_takeover_leave_one_owner(bucket, machine, tmp_p
         refused = 0
         while True:
             try:
-                lease = Lease(store, abandoned_seconds=1.0)
+                lease = BucketLock(store, abandoned_seconds=1.0)
                 break
             except ConfigError:  # it was renewed meanwhile
                 refused += 1
@@ -269,7 +271,7 @@ def test_a_delayed_renewal_and_a_takeover_leave_one_owner(bucket, machine, tmp_p
         assert refused == (order == 1)
         assert parse_json(store.read("lease/owner.json"))["ended"] is True
         of_first.fault = lambda request: None
-        assert re.search("may have taken it over|has taken over", said.readline())
+        assert re.search("has taken over|may have taken over", said.readline())
         assert first.wait(60) == 0
     assert parse_json(store.read("lease/owner.json"))["ended"] is True
 
@@ -284,14 +286,14 @@ def test_who_waited_for_the_lease_goes_on_from_what_its_owner_wrote_last(bucket,
     last = "".join(json.dumps(line | {"by_its_owner": 1}) + "\n" for line in lines)
     store, seen = BucketStore(BucketUrl.parsed(url)), threading.Event()
     with contextlib.ExitStack() as held:
-        held.enter_context(Lease(store))
+        owner = held.enter_context(BucketLock(store))
         proxy.fault = lambda request: (
             seen.set() if request.method == "GET" and re.search(LEASE, request.path) else None
         )
 
         def end() -> None:
             seen.wait(60)
-            store.write(LOG, last.encode())
+            store.write(object_of(LOG, owner.files), last.encode())
             held.close()
 
         threading.Thread(target=end).start()

@@ -9,8 +9,7 @@ import pytest
 from forked_processes import SECONDS, ForkedProcess, run_forked
 
 from runner.command_line.exit_status import PEER_ENDED
-from runner.processes.endings import ending
-from runner.processes.jax_messages import detects_nothing
+from runner.processes.endings import detects_nothing, ending
 
 PROCESS = """
 import sys, jax

@@ -2,12 +2,14 @@
 
 import errno
 import fcntl
+import itertools
 import json
 import os
 import shutil
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -17,16 +19,15 @@ from small_experiment import small
 import runner
 from runner import Options, fit
 from runner.errors import ConfigError, WorkdirLost
-from runner.processes import lock
-from runner.processes.lock import WorkdirLock, wait_for_lock
+from runner.processes.lock import FolderLock, wait_for_lock
 from runner.training.starts import Start
 
 ROOT = Path(runner.__file__).parents[1]
 HOLDER = """
 import sys
 from pathlib import Path
-from runner.processes.lock import WorkdirLock
-with WorkdirLock(Path(sys.argv[1])):
+from runner.processes.lock import FolderLock
+with FolderLock(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()
 """
@@ -39,9 +40,9 @@ def files_but_for_the_lock(workdir: Path) -> dict[str, bytes]:
 @pytest.fixture
 def elsewhere(tmp_path):
     """A workdir with the lock of a run on another host."""
-    with WorkdirLock(tmp_path / "run"):
+    with FolderLock(tmp_path / "run"):
         content = json.loads((tmp_path / "run" / "lock").read_text())
-    content |= {"user": "ada", "host": "far", "pid": 7, "kernel": "another", "start": "another"}
+    content |= {"user": "ada (pid 7 on far)", "machine": "another", "start": "another"}
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "lock").write_text(json.dumps(content))
     return tmp_path / "run"
@@ -88,11 +89,11 @@ def test_the_lock_of_a_dead_process_holds_nobody_up(tmp_path):
     )
     assert holder.stdout and holder.stdout.readline() == "held\n"
     with pytest.raises(ConfigError, match=rf"in use by the run of .*\(pid {holder.pid} on"):
-        WorkdirLock(tmp_path)
+        FolderLock(tmp_path)
     holder.kill()
     holder.communicate()
     assert (tmp_path / "lock").exists()
-    with WorkdirLock(tmp_path, abandoned_seconds=float("inf")):  # it does not wait
+    with FolderLock(tmp_path, abandoned_seconds=float("inf")):  # it does not wait
         pass
     assert not list(tmp_path.iterdir())
 
@@ -100,10 +101,10 @@ def test_the_lock_of_a_dead_process_holds_nobody_up(tmp_path):
 def test_a_lock_is_given_back_with_the_folders_made_for_it(tmp_path):
     for _ in range(2):
         held = pytest.raises(ConfigError, match="one run at a time")
-        with WorkdirLock(tmp_path / "a" / "b"), held:
-            WorkdirLock(tmp_path / "a" / "b")
+        with FolderLock(tmp_path / "a" / "b"), held:
+            FolderLock(tmp_path / "a" / "b")
         assert not list(tmp_path.iterdir())
-    with pytest.raises(KeyError), WorkdirLock(tmp_path / "a"):
+    with pytest.raises(KeyError), FolderLock(tmp_path / "a"):
         (tmp_path / "a" / "kept").touch()
         raise KeyError
     assert os.listdir(tmp_path / "a") == ["kept"]
@@ -123,26 +124,43 @@ def test_a_lock_of_another_host_that_is_renewed_is_respected(elsewhere):
     owner = threading.Thread(target=renew)
     owner.start()
     try:
-        with pytest.raises(ConfigError, match=r"in use by the run of ada \(pid 7 on far, since"):
-            WorkdirLock(elsewhere, abandoned_seconds=5)
+        with pytest.raises(ConfigError, match=r"in use by the run of ada \(pid 7 on far\)"):
+            FolderLock(elsewhere, abandoned_seconds=5)
     finally:
         stop.set()
         owner.join()
     assert os.listdir(elsewhere) == ["lock"]
 
 
+def test_a_lock_that_is_renewed_is_kept_for_longer_than_an_abandoned_one(elsewhere, monkeypatch):
+    """A start waits for the end of a run elsewhere for three times as long as a dead run's lock
+    lasts. The clock goes on by a second at each look; every fifth finds the lock renewed."""
+    now, lock = itertools.count(), elsewhere / "lock"
+
+    def look() -> float:
+        if (seconds := next(now)) % 15 == 0:
+            lock.write_bytes(lock.read_bytes() + b" ")
+        return seconds
+
+    monkeypatch.setattr(time, "monotonic", look)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    with pytest.raises(ConfigError, match=r"in use by the run of ada \(pid 7 on far\)"):
+        wait_for_lock(elsewhere, seconds=180, abandoned_seconds=60)
+    assert lock.exists()
+
+
 def test_a_lock_of_another_host_that_is_not_renewed_is_taken(elsewhere, capsys):
     asleep = os.open(elsewhere / "lock", os.O_RDWR)
-    with WorkdirLock(elsewhere, abandoned_seconds=0.01) as taken:
+    with FolderLock(elsewhere, abandoned_seconds=0.01) as taken:
         os.pwrite(asleep, b"{}", 0)  # as its owner does when it wakes up
-        assert json.loads((elsewhere / "lock").read_text())["pid"] == os.getpid()
+        assert f"(pid {os.getpid()} on" in json.loads((elsewhere / "lock").read_text())["user"]
         taken.check()
     os.close(asleep)
     assert "is locked by the run of ada (pid 7 on far" in capsys.readouterr().err
 
 
 def test_a_start_may_wait_for_the_end_of_another_run(tmp_path):
-    held = WorkdirLock(tmp_path)
+    held = FolderLock(tmp_path)
     ended = threading.Timer(0.05, held.__exit__)
     ended.start()
     wait_for_lock(tmp_path, seconds=60, abandoned_seconds=0.1)
@@ -153,41 +171,43 @@ def test_a_start_may_wait_for_the_end_of_another_run(tmp_path):
 @pytest.mark.parametrize("content", [b"", b"\0" * 300, b"[]", b'{"pid": 1}'])
 def test_what_a_power_cut_left_of_a_lock_holds_nobody_up(tmp_path, content):
     (tmp_path / "lock").write_bytes(content)
-    with WorkdirLock(tmp_path, abandoned_seconds=float("inf")) as held:
+    with FolderLock(tmp_path, abandoned_seconds=float("inf")) as held:
         held.check()
 
 
-def test_a_lock_that_another_run_has_taken_over_is_noticed(elsewhere, tmp_path, monkeypatch):
-    monkeypatch.setattr(lock, "ABANDONED_SECONDS", 0.0)  # as if this process had slept for long
-    taken = pytest.raises(WorkdirLost, match=r"^ada \(pid 7 on far.* has taken over .*mine, since")
-    with taken, WorkdirLock(tmp_path / "mine") as mine:
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_lock_that_another_run_has_taken_over_is_noticed(elsewhere, tmp_path, ended):
+    """By an owner that slept, while the other run goes on or after its end."""
+    who = "another run may have" if ended else r"ada \(pid 7 on far\) has"
+    told = f"^{who} taken over .*mine, since nothing was heard of this process for"
+    asleep = FolderLock(tmp_path / "mine", abandoned_seconds=0.0)
+    with pytest.raises(WorkdirLost, match=told), asleep as mine:
         mine.check()
         (elsewhere / "lock").rename(tmp_path / "mine" / "lock")
+        if ended:
+            (tmp_path / "mine" / "lock").unlink()
         with pytest.raises(WorkdirLost):
             mine.check()
         raise OSError("whatever else goes wrong then")
-    assert os.listdir(tmp_path / "mine") == ["lock"]
+    assert os.listdir(tmp_path / "mine") == ([] if ended else ["lock"])
 
 
-@pytest.mark.parametrize(
-    ("kernel_locks", "longest_silence"), [(True, 60.0), (True, 0.0), (False, 60.0)]
-)
+@pytest.mark.parametrize("kernel_locks", [True, False])
 def test_a_lock_that_was_deleted_is_noticed_beside_the_run_that_it_let_in(
-    tmp_path, monkeypatch, kernel_locks, longest_silence
+    tmp_path, monkeypatch, kernel_locks
 ):
-    """Where the kernel knows locks, also by a run that was asleep: none waits for that to end."""
-
     def without_locks(descriptor: int, kind: int) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     if not kernel_locks:
         monkeypatch.setattr(fcntl, "flock", without_locks)
-    monkeypatch.setattr(lock, "ABANDONED_SECONDS", longest_silence)
-    first = WorkdirLock(tmp_path)
+    first = FolderLock(tmp_path)
     first.check()
     (tmp_path / "lock").unlink()
-    with WorkdirLock(tmp_path) as second:
-        told = rf"lock was deleted .* and .*\(pid {os.getpid()} on .* has begun there: this process"
+    with FolderLock(tmp_path) as second:
+        told = (
+            rf"\(pid {os.getpid()} on .* has taken over {tmp_path}, since .*lock was deleted: this"
+        )
         for look in (first.check, first.__exit__):
             with pytest.raises(WorkdirLost, match=told):
                 look()
@@ -208,26 +228,29 @@ def write_into_it(workdir: Path) -> None:
 @pytest.mark.parametrize(
     ("act", "told"),
     [
-        (lambda workdir: (workdir / "lock").unlink(), "lock was deleted .* and another one may"),
-        (replace_by_a_copy, "lock was deleted .* and another one may begin there"),
-        (write_into_it, "lock was deleted .* and ada .* has begun there"),
+        (
+            lambda workdir: (workdir / "lock").unlink(),
+            "^another run may have taken over .*lock was deleted",
+        ),
+        (replace_by_a_copy, "^another run may have taken over .*lock was deleted"),
+        (write_into_it, "^ada has taken over .*lock was deleted"),
         (shutil.rmtree, "run was deleted or moved while this run went on there"),
         (lambda workdir: workdir.rename(workdir.with_name("moved")), "run was deleted or moved"),
     ],
 )
 def test_what_becomes_of_a_lock_or_its_folder_is_noticed(tmp_path, act, told):
-    with pytest.raises(WorkdirLost, match=told), WorkdirLock(tmp_path / "run") as held:
+    with pytest.raises(WorkdirLost, match=told), FolderLock(tmp_path / "run") as held:
         act(tmp_path / "run")
         with pytest.raises(WorkdirLost, match=told):
             held.check()
 
 
 def test_an_emptied_lock_is_still_its_owners(tmp_path):
-    with WorkdirLock(tmp_path) as held:
+    with FolderLock(tmp_path) as held:
         (tmp_path / "lock").write_text("")
         held.check()
         with pytest.raises(ConfigError, match="in use by a run that has just begun"):
-            WorkdirLock(tmp_path)
+            FolderLock(tmp_path)
 
 
 def without_events(files: dict[str, bytes]) -> dict[str, bytes]:
@@ -247,7 +270,7 @@ def test_a_run_whose_lock_is_deleted_disturbs_the_next_in_nothing(tmp_path):
             seconds.append(files_of(workdir))
         return False
 
-    with pytest.raises(WorkdirLost, match="lock was deleted while this run went on, and "):
+    with pytest.raises(WorkdirLost, match=r"has taken over .*lock was deleted"):
         fit(small("steps=4"), workdir, Options(stop=start_another))
     second, left = seconds
     assert [line["step"] for line in second.metrics] == [1, 2, 3]
@@ -264,16 +287,15 @@ def test_an_owner_that_sleeps_between_two_files_of_a_start_writes_none_after_it(
     """Another owner takes over before each of the checks in turn."""
     workdir, checks, before = tmp_path / "run_of_mine", [], {}
 
-    def take_over_meanwhile() -> None:
-        checks.append(1)
-        if len(checks) == writes + 1:
-            (elsewhere / "lock").rename(workdir / "lock")
-            before.update(whole_files(workdir))
+    class Overtaken(FolderLock):
+        def check(self) -> None:
+            checks.append(1)
+            if len(checks) == writes + 1:
+                (elsewhere / "lock").rename(workdir / "lock")
+                before.update(whole_files(workdir))
+            super().check()
 
-    with (
-        pytest.raises(WorkdirLost),
-        WorkdirLock(workdir, also=take_over_meanwhile) as mine,
-    ):
+    with pytest.raises(WorkdirLost), Overtaken(workdir) as mine:
         Start(small("steps=1"), workdir, None).record(1, mine)
     assert len(checks) > writes
     assert whole_files(workdir) == before
@@ -287,18 +309,7 @@ def whole_files(workdir: Path) -> dict[str, bytes]:
     }
 
 
-def test_an_owner_that_slept_through_all_of_another_run_says_what_may_have_happened(
-    tmp_path, monkeypatch
-):
-    monkeypatch.setattr(lock, "ABANDONED_SECONDS", 0.0)
-    ended = r"^nothing was heard of this process for .* another run may have taken over .*mine"
-    with pytest.raises(WorkdirLost, match=ended), WorkdirLock(tmp_path / "mine") as mine:
-        (tmp_path / "mine" / "lock").unlink()
-        mine.check()
-
-
-def test_a_run_that_was_taken_for_dead_writes_nothing_more(elsewhere, tmp_path, monkeypatch):
-    monkeypatch.setattr(lock, "ABANDONED_SECONDS", 0.0)
+def test_a_run_that_was_taken_for_dead_writes_nothing_more(elsewhere, tmp_path):
     workdir, before = tmp_path / "taken", {}
 
     def take(step: int) -> bool:
@@ -307,6 +318,6 @@ def test_a_run_that_was_taken_for_dead_writes_nothing_more(elsewhere, tmp_path, 
             before.update(files_of(workdir))
         return False
 
-    with pytest.raises(WorkdirLost, match=r"^ada \(pid 7 on far.* has taken over .*taken, since"):
+    with pytest.raises(WorkdirLost, match=r"^ada \(pid 7 on far\) has taken over .*taken, since"):
         fit(small("steps=3"), workdir, Options(stop=take))
     assert without_events(files_of(workdir)) == without_events(before)

@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-from pathlib import Path
 
 import jax
 import pytest
@@ -15,7 +14,7 @@ from runner.config.code import commit_of
 from runner.processes.lock import WorkdirLock
 from runner.training.starts import Start
 
-NOT_HELD = WorkdirLock(Path(), enabled=False)
+NOT_HELD = WorkdirLock()
 
 
 def assert_holds(folder, cfg):

@@ -67,7 +67,7 @@ def test_the_code_to_requeue_on_is_that_of_sysexits():
 
 
 @pytest.mark.landing
-def test_sigterm_saves_and_exits_with_the_code_to_requeue_on(tmp_path):
+def test_sigterm_saves_and_the_run_goes_on_when_it_is_requeued(tmp_path):
     run = SmallRun(tmp_path / "run", *NEVER_ENDS, fresh=True)
     run.wait_for("step 3/")
     run.process.send_signal(signal.SIGTERM)
@@ -76,15 +76,6 @@ def test_sigterm_saves_and_exits_with_the_code_to_requeue_on(tmp_path):
     with Checkpoints(tmp_path / "run" / "checkpoints", read_only=True) as checkpoints:
         assert checkpoints.newest_sound() == last["step"]
     assert f"stopped after step {last['step']:,} of 1,000,000" in run.output()
-
-
-@pytest.mark.slow
-def test_a_run_that_was_stopped_goes_on(tmp_path):
-    run = SmallRun(tmp_path / "run", *NEVER_ENDS)
-    run.wait_for("step 3/")
-    run.process.send_signal(signal.SIGTERM)
-    assert run.exit_code() == REQUEUE, run.output()
-    (last,) = read_metrics(tmp_path / "run")[-1:]
     steps = last["step"] + 2
     again = SmallRun(tmp_path / "run", f"steps={steps}")
     assert again.exit_code() == 0, again.output()

@@ -95,15 +95,6 @@ def test_an_absent_folder_is_an_error_that_names_it(tmp_path):
         write_whole(tmp_path / "absent" / "file", b"new")
 
 
-DISK_FULL = """
-import resource, sys
-from lmlib.storage.whole_file import write_whole
-
-write_whole(sys.argv[1], b"old")
-resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, resource.RLIM_INFINITY))
-write_whole(sys.argv[1], b"new" * (1 << 16))
-"""
-
 WRITE_OFTEN = """
 import sys
 from lmlib.storage.whole_file import write_whole
@@ -120,13 +111,6 @@ def start(code: str, *arguments: str) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
     )
-
-
-def test_a_file_that_the_disk_refuses_leaves_the_old_one(tmp_path):
-    child = start(DISK_FULL, str(tmp_path / "file"))
-    assert "File too large" in child.communicate()[1]
-    assert (tmp_path / "file").read_bytes() == b"old"
-    assert os.listdir(tmp_path) == ["file"]
 
 
 def test_two_writers_at_once_leave_a_whole_file_at_every_moment(tmp_path):

@@ -273,3 +273,23 @@ def test_a_run_that_begins_anew_with_other_settings_is_another(tmp_path):
     assert run_id(None, seed=0) == first  # killed before its first checkpoint
     assert run_id(4, seed=0) == run_id(8, seed=1) == first
     assert run_id(None, seed=2) != first
+
+
+def test_an_owner_that_was_taken_over_does_not_replace_the_trackers_file(tmp_path):
+    kept, told, taken = tmp_path / "run/trackers/json.json", [], []
+
+    def check():
+        if taken:
+            raise RuntimeError("the workdir is another run's")
+
+    def make(*place):
+        return Ledger(*place, store=tmp_path / "store")
+
+    log = MetricsLog(tmp_path / "run", None, sinks=[make], tell=told.append, check=check)
+    kept.parent.mkdir()
+    kept.write_text("of the next owner")
+    (tmp_path / "run/settings.json").write_text("{}")
+    taken.append(True)
+    log.write(1, {"loss": 1.0})
+    assert kept.read_text() == "of the next owner"
+    assert "Ledger gets no more metrics" in told[0] and "another run's" in told[0]

@@ -1,8 +1,8 @@
-"""Checkpoints in a bucket, where nothing is renamed and one object alone changes in place.
+"""Checkpoints in a bucket, where nothing is renamed and only one object changes in place.
 
-Of a directory `gs://BUCKET/RUN/checkpoints` there are
+A directory `gs://BUCKET/RUN/checkpoints` has these objects:
 
-    checkpoints/steps.json                   which steps there are, and in which folder each is
+    checkpoints/steps.json                   the steps, and the folder of each
     checkpoints.files/<step>-<text>-<n>/…    the files of a step, named as on a disk
 
 A step is there as soon as steps.json says so, and no longer. It is written with the condition that

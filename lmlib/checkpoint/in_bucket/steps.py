@@ -10,10 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lmlib.storage.bucket.copies import FILES, REQUESTS, url_of
+from lmlib.storage.bucket.copies import FILES, url_of
 from lmlib.storage.bucket.failures import BucketError
 from lmlib.storage.bucket.owned import OwnedObject
-from lmlib.storage.bucket.store import BucketStore
+from lmlib.storage.bucket.store import REQUESTS, BucketStore
 from lmlib.storage.bucket.url import BucketUrl
 from lmlib.storage.stored_json import parse_json
 
@@ -62,11 +62,11 @@ class StepsInBucket:
 
     def files_in(self, folder: str) -> BucketStore:
         """The files in the folder of a step, which may be new."""
-        url = dataclasses.replace(self._folders, folder=self._folders.key(folder))
+        url = self._folders.below(folder)
         return BucketStore(url, permit=self._check)
 
     def take(self) -> None:
-        """Makes this process the one that writes; removes what others have left unfinished.
+        """Makes this process the one that writes; removes unfinished folders of others.
 
         Raises:
           BucketError: if there are checkpoints that nothing leads to.
@@ -86,7 +86,7 @@ class StepsInBucket:
         self._delete(folders)
 
     def finish(self) -> None:
-        """Removes what a save of this process that failed has left."""
+        """Removes the folder of a failed save of this process."""
         folders = self._list_folders()
         self._write(self._kept)
         self._delete(folders)
@@ -96,7 +96,7 @@ class StepsInBucket:
         self._write({**self._kept, name: Kept(folder)})
 
     def remove(self, names: Iterable[str]) -> None:
-        """Removes steps; a kill leaves files that are no step's."""
+        """Removes steps; a kill leaves files that belong to no step."""
         kept, removed = dict(self._kept), {name: self._kept[name] for name in names}
         for name in removed:
             del kept[name]
@@ -105,7 +105,7 @@ class StepsInBucket:
             self._delete(step.folder for step in removed.values())
 
     def set_aside(self, name: str, aside: str) -> None:
-        """Renames a step; what has the other name goes."""
+        """Renames a step; an earlier step of the other name is deleted."""
         kept = dict(self._kept)
         replaced = kept.pop(aside, None)
         kept[aside] = kept.pop(name)
@@ -129,7 +129,7 @@ class StepsInBucket:
         return folders
 
     def _delete(self, folders: Iterable[str]) -> None:
-        """Deletes the files in those of `folders` that no step has."""
+        """Deletes the files in all `folders` that no step has."""
         kept = {step.folder for step in self._kept.values()}
         with ThreadPoolExecutor(REQUESTS) as threads:
             for folder in set(folders) - kept:
@@ -147,7 +147,7 @@ class StepsInBucket:
 
 
 def _step(name: str, folder: Any, metric: Any) -> Kept:
-    """Raises ValueError or TypeError for what no process has written."""
+    """Raises ValueError or TypeError for an entry that no process has written."""
     if not (_NAME.fullmatch(name) and _FOLDER.fullmatch(folder)):
         raise ValueError(f"step {name!r:.80} in {folder!r:.80}")
     if metric is not None and not (isinstance(metric, float) and math.isfinite(metric)):

@@ -1,126 +1,56 @@
-"""How a step gets into a bucket: each process sends chunks of its own, and process 0 the rest."""
+"""A step that is sent to a bucket: each process sends its own chunks, and process 0 the rest."""
 
-import datetime
 import itertools
 import json
 import math
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
 import numpy as np
 
 from lmlib.checkpoint import arrays as saved
-from lmlib.checkpoint import notes as saved_notes
 from lmlib.checkpoint.in_bucket.steps import MANIFEST, StepsInBucket
-from lmlib.checkpoint.manifest import Manifest, SavedArray, SavedFile, digest_of, encode
-from lmlib.checkpoint.processes import wait_for_all
-from lmlib.storage.bucket.copies import REQUESTS
-from lmlib.storage.bucket.store import BucketStore
+from lmlib.checkpoint.manifest import Manifest, SavedArray, SavedFile, digest_of, encode, utc_now
+from lmlib.storage.bucket.store import REQUESTS, BucketStore
 
 CHUNK_BYTES = 32 << 20  # at most, where a shard can be cut so: the unit that goes in one request
-_SENT = "digests_of_process_{}.json"  # from a process to process 0, until the manifest is written
 _uploads = itertools.count()  # the same on every process
 
 Chunk = tuple[str, np.ndarray]  # the name of a file of a step, and its elements
 
 
-class Uploads:
-    """Saves steps, one at a time, in threads of its own."""
+class StepInBucket:
+    """See `lmlib.checkpoint.saves.UnfinishedStep`."""
 
-    def __init__(
-        self,
-        directory: Path,
-        steps: StepsInBucket,
-        opening: str,
-        remove_old: Callable[[Path], None],
-        save_seconds: int,
-    ):
-        """Takes what `manager.open_manager` takes; process 0 has taken the `steps`."""
-        self._directory, self._steps, self._opening = directory, steps, opening
-        self._remove_old, self._seconds = remove_old, save_seconds
-        self._pending: Future[None] | None = None
-        self._newest = max((int(name) for name in steps.kept() if name.isdecimal()), default=None)
+    def __init__(self, steps: StepsInBucket, step: int, opening: str):
+        """Makes nothing; process 0 has taken the `steps`."""
+        self._steps, self._step = steps, step
+        self._folder = f"{step}-{opening}-{next(_uploads)}"
+        self.files = steps.files_in(self._folder)
+        self.write, self.delete = self.files.write, self.files.delete
 
-    def latest_step(self) -> int | None:
-        """The newest step that is there, or that was begun."""
-        return self._newest
-
-    @property
-    def is_deleted(self) -> bool:
-        """Never: in a bucket there are no folders that could be."""
-        return False
-
-    def save(
-        self,
-        step: int,
-        state: Mapping[str, jax.Array],
-        notes: dict[str, Any],
-        beforehand: Callable[[], None],
-    ) -> None:
-        """Begins to save; returns once what this process sends is copied."""
+    def begin(self, state: Mapping[str, jax.Array]) -> Callable[[], dict[str, SavedFile]]:
         chunks, descriptions = _copied(state)
-        arrays = saved.saved_arrays(dict(state))
-        bare = {
-            name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in state.items()
-        }
-        number = next(_uploads)
-        self._pending, self._newest = Future(), step
 
-        def save(done: Future[None]) -> None:
-            try:
-                self._send(step, number, chunks, descriptions, notes, arrays, bare, beforehand)
-            except BaseException as error:  # `wait_until_finished` raises it
-                done.set_exception(error)
-            else:
-                done.set_result(None)
+        def written() -> dict[str, SavedFile]:
+            digests = _send_all(self.files, chunks)
+            if jax.process_index() == 0:
+                digests |= _send_all(self.files, [*descriptions.items()])
+            return digests
 
-        threading.Thread(target=save, args=(self._pending,), name="upload", daemon=True).start()
+        return written
 
-    def wait_until_finished(self) -> None:
-        """Returns when the step that was begun last is whole; raises what went wrong, once."""
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.result()
+    def write_manifest(
+        self, arrays: dict[str, SavedArray], digests: dict[str, SavedFile]
+    ) -> Manifest:
+        manifest = Manifest(self._step, utc_now(), None, arrays, digests)
+        self.write(MANIFEST, encode(manifest))
+        return manifest
 
-    def close(self) -> None:
-        """Nothing is open once it has been waited for."""
-
-    def _send(
-        self,
-        step: int,
-        number: int,
-        chunks: list[Chunk],
-        descriptions: dict[str, bytes],
-        notes: dict[str, Any],
-        arrays: dict[str, SavedArray],
-        bare: dict[str, jax.ShapeDtypeStruct],
-        beforehand: Callable[[], None],
-    ) -> None:
-        folder, first = f"{step}-{self._opening}-{number}", jax.process_index() == 0
-        files = self._steps.files_in(folder)
-        digests = _send_all(files, chunks)
-        if not first:
-            sent = json.dumps(digests).encode()
-            files.write(_SENT.format(jax.process_index()), sent)
-        wait_for_all(f"upload_sent_{number}", self._seconds)
-        if first:
-            texts = {**descriptions, f"{saved_notes.NOTES}/notes.json": json.dumps(notes).encode()}
-            digests |= _send_all(files, list(texts.items()))
-            for sent_by in _taken(files, range(1, jax.process_count())):
-                digests |= sent_by
-            now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-            manifest = Manifest(step, now, None, arrays, digests)
-            # What could not be restored is not saved.
-            saved.check_layout(self._directory / str(step), manifest, bare, files)
-            beforehand()
-            files.write(MANIFEST, encode(manifest))
-            self._steps.add(str(step), folder)
-            self._remove_old(self._directory)
-        wait_for_all(f"upload_whole_{number}", self._seconds)
+    def publish(self) -> None:
+        self._steps.add(str(self._step), self._folder)
 
 
 def _send_all(files: BucketStore, contents: list[Any]) -> dict[str, SavedFile]:
@@ -134,19 +64,6 @@ def _send_all(files: BucketStore, contents: list[Any]) -> dict[str, SavedFile]:
 
     with ThreadPoolExecutor(REQUESTS) as threads:
         return dict(threads.map(send, contents))
-
-
-def _taken(files: BucketStore, processes: Iterable[int]) -> list[dict[str, SavedFile]]:
-    """What each of `processes` sent, whose notes of that are deleted."""
-
-    def take(process: int) -> dict[str, SavedFile]:
-        name = _SENT.format(process)
-        sent = json.loads(files.read(name))
-        files.delete(name)
-        return {file: SavedFile(*facts) for file, facts in sent.items()}
-
-    with ThreadPoolExecutor(REQUESTS) as threads:  # of a thousand one after the other take a minute
-        return list(threads.map(take, processes))
 
 
 def _copied(state: Mapping[str, jax.Array]) -> tuple[list[Chunk], dict[str, bytes]]:
@@ -169,7 +86,7 @@ def _copied(state: Mapping[str, jax.Array]) -> tuple[list[Chunk], dict[str, byte
 
 
 def _words(array: jax.Array) -> jax.Array:
-    """An array as it is stored: of typed PRNG keys, their words."""
+    """An array as it is stored: typed PRNG keys become their words."""
     is_key = jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key)
     return jax.random.key_data(array) if is_key else array
 

@@ -1,7 +1,7 @@
-"""Chunks of arrays in buckets, kept on this machine, so that what was read once costs nothing.
+"""Chunks of arrays in buckets, kept on this machine, so that a second reading costs nothing.
 
-Each array has one sparse file, named by its digest: chunk i lies at i times the bytes of a chunk. A
-chunk is there if its digest is, so what was never written, or is damaged, is read from the bucket.
+Each array has one sparse file, named by its digest: chunk i begins at i times the bytes of a chunk.
+A chunk is there if its digest is right. Other chunks are read from the bucket.
 """
 
 import contextlib
@@ -32,9 +32,9 @@ class ChunkCache:
         Args:
           are_sound: whether elements are those of the chunks from a number on.
           chunk_length: elements of a chunk; the last may have fewer.
-          largest: bytes of all files of the folder. Full, it takes no more, but for the oldest
-            arrays that are deleted: of tokens that each epoch reads once, what is there serves
-            best if it stays.
+          largest: bytes of all files of the folder. A full folder takes no more, except in the
+            place of old arrays: each epoch reads all tokens once, so it is best to keep the ones
+            that are there.
         """
         folder.mkdir(parents=True, exist_ok=True)
         self._file = folder / name
@@ -48,7 +48,7 @@ class ChunkCache:
             os.close(self._opened)
 
     def read(self, first: int, lengths: Sequence[int], dtype: np.dtype) -> np.ndarray | None:
-        """The elements of the chunks from number `first` on, of so many elements each; `None`
+        """The elements of the chunks from number `first` on, with `lengths` elements each; `None`
         unless all are there."""
         content = os.pread(
             self._opened,
@@ -61,7 +61,7 @@ class ChunkCache:
         return values if self._are_sound(first, values) else None
 
     def keep(self, first: int, values: np.ndarray) -> None:
-        """Keeps whole chunks from number `first` on, unless there is no room."""
+        """Keeps whole chunks from number `first` on, if there is room."""
         self._kept += 1
         if self._kept % _LOOK == 0:
             self._has_room = self._make_room()
@@ -71,7 +71,7 @@ class ChunkCache:
         place = first * self._chunk_length * values.dtype.itemsize
         try:
             os.pwrite(self._opened, content.tobytes(), place)
-        except OSError:  # a full disk, say: what is not kept is read again
+        except OSError:  # a full disk, say: these chunks are read again
             self._has_room = False
 
     def _make_room(self) -> bool:

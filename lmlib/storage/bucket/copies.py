@@ -1,37 +1,45 @@
 """The copy on this machine of a folder in a bucket: its small files, which programs read and write.
 
 Each URL has one place, `<cache>/buckets/read/gs/BUCKET/FOLDER`, and another for the process that
-writes there, `buckets/written/…`. So a path says by itself where its files are at home, and what is
-large stays there: arrays of checkpoints, and tokens, are read from the bucket. What is large and
-made on this machine, to be sent when it is whole, has a third, `buckets/made/…`.
+writes there, `buckets/written/…`. So a path says by itself where its files are at home. Large files
+stay there: arrays of checkpoints, and tokens, are read from the bucket. Large files that are made
+on this machine, to be sent when they are whole, have a third place, `buckets/made/…`.
+
+In a run's folder each start writes its small files under its own name, `files/<start>/…`, after it
+has copied those of the start before. The entry `files` of `lease/owner.json` names the start whose
+files count. So a request of an earlier start, however late it arrives, changes no file that counts.
 """
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from lmlib.storage.bucket.parts import file_of, put_together
-from lmlib.storage.bucket.store import BucketStore
+from lmlib.storage.bucket.failures import BucketError
+from lmlib.storage.bucket.mirror import file_of, put_together
+from lmlib.storage.bucket.store import REQUESTS, BucketStore
 from lmlib.storage.bucket.url import BucketUrl
 from lmlib.storage.cache_folder import NO_HOME, cache_folder
+from lmlib.storage.stored_json import parse_json
 from lmlib.storage.whole_file import write_whole
 
-LEASE = "lease"  # folder of who writes there, by number
-LOGS = "logs"  # folder of what the processes of a run print: each sends its own
+LEASE = "lease/owner.json"  # the process that writes there, and the start whose files count
+START_FILES = "files"
+LOGS = "logs"  # folder of the output of a run's processes: each sends its own
 FILES = ".files"  # ending of the folder that has the files of checkpoints
-# Folders whose files stay in the bucket: what reads them goes there, or they are for people alone.
-_LARGE = frozenset({"c", "tensorboard", "profile", "hlo", LEASE, LOGS})
-REQUESTS = 16  # at once
+# Folders whose files stay in the bucket: they are read there, or are for people only.
+_LARGE = frozenset({"c", "tensorboard", "profile", "hlo", "lease", LOGS})
 _READ, _WRITTEN, _MADE, _LOCKS = "read", "written", "made", "locks"
 
 
 def copies_folder() -> Path:
-    """Where all copies lie; raises ValueError where there is no such place."""
+    """The folder of all copies; raises ValueError if this user has none."""
     cache = cache_folder()
     if cache is None:
         raise ValueError(f"folders in buckets have a copy here, and {NO_HOME}: set XDG_CACHE_HOME")
@@ -39,17 +47,17 @@ def copies_folder() -> Path:
 
 
 def url_of(path: Path) -> BucketUrl | None:
-    """What `path` is a copy of; `None` for any other folder."""
+    """The URL that `path` is a copy of; `None` for any other folder."""
     return _url_of(path, _READ, _WRITTEN)
 
 
 def place_of(url: BucketUrl) -> Path:
-    """The path that stands for `url`, where nothing need be."""
+    """The path that stands for `url`; it may be absent."""
     return _copy(_READ, url)
 
 
 def place_to_make(url: BucketUrl) -> Path:
-    """The path at which what `url` will have is made; what a kill left there stays."""
+    """The path at which the files for `url` are made; files that a kill left there stay."""
     return _copy(_MADE, url)
 
 
@@ -64,43 +72,74 @@ def copy_to_read(url: BucketUrl) -> Path:
     Raises:
       BucketError: if the bucket cannot be read.
     """
-    copy = _copy(_READ, url)
-    names = fetch(url, copy)
+    copy, names = _copy(_READ, url), None
+    while names is None:
+        names = fetch(url, copy, start_of(url))
     for file in [each for each in copy.rglob("*") if each.is_file()]:
         name = file.relative_to(copy).as_posix()
-        if name not in names and not _stays(name):  # what was not fetched is this machine's own
+        if name not in names and not _stays(
+            name
+        ):  # files that are never fetched are this machine's own
             file.unlink(missing_ok=True)
     return copy
 
 
-def fetch(url: BucketUrl, copy: Path) -> set[str]:
-    """Brings the small files of `url`, as the bucket has them now; returns their names.
+def start_of(url: BucketUrl) -> str | None:
+    """The start of a run in `url` whose files count; `None` if there is no run.
+
+    Raises BucketError if the bucket cannot be read, or the run's lease is damaged.
+    """
+    content = BucketStore(url).found(LEASE).content
+    if content is None:
+        return None
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        if re.fullmatch("[0-9a-f]+", start := parse_json(content)["files"]):
+            return start
+    raise BucketError(errno.EIO, f"cannot read {url}/{LEASE}: it is damaged")
+
+
+def object_of(name: str, start: str) -> str:
+    """The object that is a file of a run, as its start `start` writes it."""
+    top, _, rest = name.partition("/")
+    match top:
+        case "tensorboard":  # the names of these files hold the time and the host
+            return name
+        case "profile" | "hlo":
+            return f"{top}/{start}/{rest}"
+    return f"{START_FILES}/{start}/{name}"
+
+
+def fetch(url: BucketUrl, copy: Path, start: str | None) -> set[str] | None:
+    """Brings the small files of `url`, those of the start `start` if it is a run's; returns their
+    names, or `None` if the bucket has changed meanwhile.
 
     Raises:
       BucketError: if the bucket cannot be read.
     """
-    store = BucketStore(url)
-    names = {name for name in store.list() if not _stays(name)}
-
-    parts: dict[str, list[str]] = {}
-    for name in names:
-        parts.setdefault(file_of(name), []).append(name)
+    place = url if start is None else url.below(object_of("", start).rstrip("/"))
+    store = BucketStore(place)
+    objects: dict[str, list[str]] = {}
+    for name in store.list():
+        if not _stays(name):
+            objects.setdefault(file_of(name), []).append(name)
 
     def bring(name: str) -> None:
         file = copy / name
         file.parent.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(FileNotFoundError):  # it was deleted since
-            write_whole(file, put_together(store, name, parts[name]))
+        write_whole(file, put_together(store, name, objects[name]))
 
     with ThreadPoolExecutor(REQUESTS) as threads:
-        list(threads.map(bring, parts))
-    return set(parts)
+        try:
+            list(threads.map(bring, objects))
+        except FileNotFoundError:  # it was deleted since
+            return None
+    return set(objects) if start is None or start_of(url) == start else None
 
 
 @contextlib.contextmanager
 def place_to_write(url: BucketUrl) -> Iterator[Path]:
-    """An empty folder that stands for `url`, this process's alone on this machine while the block
-    runs; `fetch` brings what the bucket has.
+    """An empty folder that stands for `url`. While the block runs, no other process of this machine
+    writes there. `fetch` brings the files of the bucket.
 
     Raises:
       BlockingIOError: if another process of this machine writes there.

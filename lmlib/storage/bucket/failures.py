@@ -1,14 +1,14 @@
-"""What servers of buckets answer, in a sentence that holds no secret.
+"""Answers of buckets' servers, as sentences without secrets.
 
 TensorStore's errors quote requests and answers, which have keys, tokens and signatures in them. So
-nothing of their texts is passed on: they are looked through for what is known.
+nothing of their texts is passed on: they are searched for known words.
 """
 
 import errno
 import re
 
 _CREDENTIALS = "give others, or renew them (docs/buckets.md says where they are looked for)"
-# What an answer is known by, and what it means; the first that fits.
+# Words of an answer, and their meaning; the first match counts.
 _FINAL = (
     (r"OUT_OF_RANGE", errno.ERANGE, "it has fewer bytes"),
     (r"NoSuchBucket|NOT_FOUND", errno.ENOENT, "no bucket is called so: make it, or name another"),
@@ -41,12 +41,11 @@ _PASSING = (
 
 
 class BucketError(OSError):
-    """What a bucket does not do: `cannot read gs://bucket/file: permission is denied …`."""
+    """A failed request: `cannot read gs://bucket/file: permission is denied …`."""
 
 
 def lasting(text: str) -> tuple[int, str] | None:
-    """The error number and the cause that a text of TensorStore's tells, if trying again is of no
-    use."""
+    """The error number and the cause in a text of TensorStore's, if another try is useless."""
     for pattern, code, cause in _FINAL:
         if re.search(pattern, text):
             return code, cause
@@ -54,7 +53,7 @@ def lasting(text: str) -> tuple[int, str] | None:
 
 
 def unreachable(text: str) -> tuple[int, str] | None:
-    """The error number and the cause, if a text tells of requests and not of what was read."""
+    """The error number and the cause, if a text is about a request, not about its result."""
     for pattern, cause in _PASSING:
         if re.search(pattern, text):
             return errno.EIO, f"{cause}: try again later"
@@ -63,7 +62,7 @@ def unreachable(text: str) -> tuple[int, str] | None:
 
 
 def passing(text: str) -> str:
-    """The cause of what may be over when it is tried again."""
+    """The cause of an error that may be over at the next try."""
     return next((cause for pattern, cause in _PASSING if re.search(pattern, text)), _UNKNOWN[1])
 
 

@@ -1,44 +1,43 @@
-"""What a process writes into its copy of a folder in a bucket, sent there as it is written."""
+"""Sends the files that a process writes into its copy of a folder in a bucket.
+
+No object in a bucket can be appended to. While a process lasts, a file that grows is a sequence of
+objects, `metrics.jsonl.parts/<number>-<offset>`: each replaces what follows its offset. At the end
+it is one object, `metrics.jsonl`, which counts before any parts.
+"""
 
 import contextlib
-import dataclasses
+import itertools
 import os
+import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
-from lmlib.storage.bucket.copies import REQUESTS
-from lmlib.storage.bucket.parts import FOLDER, part_name
-from lmlib.storage.bucket.store import BucketStore
+from lmlib.storage.bucket.store import REQUESTS, BucketStore
 from lmlib.storage.whole_file import UNFINISHED
 
 SECONDS = 10.0  # between two looks at the copy
 _LINES = ".jsonl"  # ending of files whose last line may still change
 _GROWING = (_LINES, ".log")
+_PARTS = ".parts"
+_PART = re.compile(rf"(.*){re.escape(_PARTS)}/(\d+)-(\d+)")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Sent:
-    """A file as the bucket has it.
-
-    Attributes:
-      seen: tells one state of the file from another.
-      whole: of a file that grows, what the whole object holds.
-      parts: how many followed.
-      end: where the next part begins.
-    """
+class _Sent(NamedTuple):
+    """A file as it was sent: a text that tells its states apart, and of one that grows, where the
+    next part begins."""
 
     seen: tuple[int, int, int]
-    whole: bytes = b""
-    parts: int = 0
     end: int = 0
 
 
 class Mirror:
     """Sends files of `copy` that are new, changed or deleted, in a thread of its own and by `sync`.
 
-    What cannot be sent waits: the program goes on, and is told once.
+    No other process may write the same objects. Files that cannot be sent wait: the program goes
+    on, and the user gets one warning.
     """
 
     def __init__(
@@ -47,47 +46,45 @@ class Mirror:
         store: BucketStore,
         *,
         tell: Callable[[str], None],
-        check: Callable[[], None] = lambda: None,
+        object_of: Callable[[str], str] = lambda name: name,
         wanted: Callable[[str], bool] = lambda name: True,
     ):
-        """Takes what is in `copy` for what the bucket has, and looks every `SECONDS`.
+        """Looks at `copy` every `SECONDS`.
 
         Args:
-          tell: is told that files wait, and why.
-          check: called before anything is sent; what it raises prevents that.
-          wanted: whether the file of that name is sent; others are of this machine alone, or
-            another process's to send.
+          tell: gets the warning that files wait, and why.
+          object_of: the name in `store` of a file of `copy`.
+          wanted: says by its name if a file is sent. Another process sends the rest.
         """
-        self._copy, self._store = copy, store
-        self._tell, self._check, self._wanted = tell, check, wanted
+        self._copy, self._store, self._tell = copy, store, tell
+        self._object_of, self._wanted = object_of, wanted
         self._mutex, self._closed = threading.Lock(), threading.Event()
-        # Whole objects of files that grow are made anew: which parts they have is not known here.
-        found = {} if not copy.is_dir() else self._files()
-        self._sent = {
-            name: _Sent(seen) for name, seen in found.items() if not name.endswith(_GROWING)
-        }
-        self._stale = {name for name in found if name.endswith(_GROWING)}
+        self._sent: dict[str, _Sent] = {}
+        self._numbers = itertools.count()  # of parts
         threading.Thread(target=self._keep, name="mirror", daemon=True).start()
 
     def sync(self) -> None:
         """Returns once the bucket has all that the copy holds; raises BucketError."""
         with self._mutex:
-            self._check()
             found = self._files()
-            changed = [name for name, seen in found.items() if not self._has(name, seen)]
+            changed = [
+                name
+                for name, seen in found.items()
+                if name not in self._sent or self._sent[name].seen != seen
+            ]
             gone = [name for name in self._sent if name not in found]
             with ThreadPoolExecutor(REQUESTS) as threads:
                 list(threads.map(self._send, changed, [found[name] for name in changed]))
                 list(threads.map(self._delete, gone))
 
     def close(self) -> None:
-        """As `sync`, for the last time; files that grew are whole objects then."""
-        self._closed.set()
+        """Calls `sync` for the last time: files that grew become one object each."""
         with self._mutex:
-            grown = [name for name, sent in self._sent.items() if sent.parts]
-            for name in grown:
-                del self._sent[name]
-                self._stale.add(name)
+            self._closed.set()
+            self._sent = {
+                name: _Sent((0, 0, 0)) if name.endswith(_GROWING) else sent
+                for name, sent in self._sent.items()
+            }
         self.sync()
 
     def _keep(self) -> None:
@@ -100,7 +97,7 @@ class Mirror:
                 if not told:
                     self._tell(f"WARNING: {error.strerror or error}; it is tried again")
                 told = True
-            except Exception:  # the folder is another's now: whoever writes next says so
+            except Exception:  # the folder is another run's now: the next write says so
                 return
 
     def _files(self) -> dict[str, tuple[int, int, int]]:
@@ -116,46 +113,59 @@ class Mirror:
                     found[name] = (facts.st_ino, facts.st_size, facts.st_mtime_ns)
         return found
 
-    def _has(self, name: str, seen: tuple[int, int, int]) -> bool:
-        return name in self._sent and self._sent[name].seen == seen
-
     def _send(self, name: str, seen: tuple[int, int, int]) -> None:
+        key, before = self._object_of(name), self._sent.get(name)
         with contextlib.suppress(FileNotFoundError), open(self._copy / name, "rb") as file:
-            before = self._sent.get(name)
-            if before is not None and before.whole and _grew(before, seen):
-                file.seek(before.end)
-                content = file.read()
-                part = part_name(name, before.whole, before.parts, before.end)
-                self._store.write(part, content)
-                end = before.end + _settled(name, content)
-                sent = dataclasses.replace(before, seen=seen, parts=before.parts + 1, end=end)
+            if not name.endswith(_GROWING):
+                self._store.write(key, file.read())
+                self._sent[name] = _Sent(seen)
+            elif self._closed.is_set():
+                self._store.write(key, file.read())
+                self._delete_parts(key)
+                self._sent[name] = _Sent(seen)
             else:
+                grew = before and before.seen[0] == seen[0] and before.seen[1] <= seen[1]
+                start = before.end if before and grew else 0
+                file.seek(start)
                 content = file.read()
-                self._store.write(name, content)
-                if name in self._stale or (before is not None and before.parts):
-                    self._delete_parts(name)
-                    self._stale.discard(name)
-                grows = name.endswith(_GROWING)
-                sent = _Sent(seen, content if grows else b"", 0, _settled(name, content))
-            self._sent[name] = sent
+                self._store.write(f"{key}{_PARTS}/{next(self._numbers):08}-{start}", content)
+                self._sent[name] = _Sent(seen, start + _settled(name, content))
 
     def _delete(self, name: str) -> None:
-        self._store.delete(name)
-        self._delete_parts(name)
+        key = self._object_of(name)
+        self._store.delete(key)
+        if name.endswith(_GROWING):
+            self._delete_parts(key)
         del self._sent[name]
 
-    def _delete_parts(self, name: str) -> None:
-        if name.endswith(_GROWING):
-            for part in self._store.list(f"{name}{FOLDER}"):
-                self._store.delete(part)
+    def _delete_parts(self, key: str) -> None:
+        for part in self._store.list(f"{key}{_PARTS}"):
+            self._store.delete(part)
 
 
-def _grew(before: _Sent, seen: tuple[int, int, int]) -> bool:
-    return before.seen[0] == seen[0] and before.seen[1] <= seen[1]
+def file_of(object_name: str) -> str:
+    """The file that an object is, or is a part of."""
+    part = _PART.fullmatch(object_name)
+    return part[1] if part else object_name
+
+
+def put_together(store: BucketStore, name: str, objects: Collection[str]) -> bytes:
+    """The content of the file `name`, which consists of `objects`.
+
+    Raises FileNotFoundError if one is gone.
+    """
+    if name in objects:
+        return store.read(name)
+    parts = sorted((int(part[2]), int(part[3]), part[0]) for part in map(_PART.fullmatch, objects))
+    first = max(place for place, (_, offset, _) in enumerate(parts) if offset == 0)
+    content = b""
+    for _, offset, part in parts[first:]:
+        content = content[:offset] + store.read(part)
+    return content
 
 
 def _settled(name: str, content: bytes) -> int:
-    """How many of the bytes will not change: all, or those before the last line."""
+    """The number of bytes that will not change: all, or those before the last line."""
     if not name.endswith(_LINES):
         return len(content)
     return content.rstrip(b"\n").rfind(b"\n") + 1

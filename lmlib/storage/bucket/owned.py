@@ -1,7 +1,7 @@
 """An object in a bucket that one owner at a time writes, and that another may take over.
 
 The server makes each write only while the object is as the writer last saw it. So a takeover is a
-write like any other, and whatever an earlier owner still sends is refused, however late it arrives.
+write like any other, and later writes of an earlier owner are refused, however late they arrive.
 """
 
 import errno
@@ -17,7 +17,13 @@ _OWNER = "owner"
 
 
 class TakenOverError(BucketError):
-    """Another owner has taken the object over, or it was deleted."""
+    """Another owner has taken the object over, or it was deleted.
+
+    Attributes:
+      content: the object's; `None` if it was deleted.
+    """
+
+    content: bytes | None = None
 
 
 class OwnedObject:
@@ -26,11 +32,11 @@ class OwnedObject:
     One thread at a time may use it.
     """
 
-    def __init__(self, store: BucketStore, name: str):
-        """`store` may be exchanged for one with another patience."""
+    def __init__(self, store: BucketStore, name: str, owner: str | None = None):
+        """`store` may be exchanged for one with another patience; `owner` is a random text."""
         self.store = store
         self._name = name
-        self._owner = secrets.token_hex(8)
+        self._owner = owner or secrets.token_hex(8)
         self._last: Found | None = None  # as this process left it
 
     def found(self) -> Found:
@@ -46,7 +52,7 @@ class OwnedObject:
         return found.content == encoded
 
     def write(self, content: dict[str, Any]) -> None:
-        """Puts `content` in the place of what this process wrote last.
+        """Replaces the content that this process wrote last.
 
         Raises:
           TakenOverError: if the object is another's now; nothing was written.
@@ -60,11 +66,13 @@ class OwnedObject:
             # Another content of this process's is that of an earlier call that seemed to fail.
             if found.content is None or _owner_of(found.content) != self._owner:
                 place = f"{self.store.url}/{self._name}"
-                raise TakenOverError(
+                taken_over = TakenOverError(
                     errno.EBUSY,
                     f"cannot write {place}: another process has begun to write there since, or the "
                     "object was deleted",
                 )
+                taken_over.content = found.content
+                raise taken_over
             self._last = found
 
     def _encoded(self, content: dict[str, Any]) -> bytes:

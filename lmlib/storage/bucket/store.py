@@ -15,6 +15,7 @@ from lmlib.storage.bucket.url import BucketUrl
 if TYPE_CHECKING:  # it is imported where a bucket is: most commands need none
     import tensorstore as ts
 
+REQUESTS = 16  # at once
 _READING = {"list", "read"}
 _ONCE = {"max_retries": 1, "initial_delay": "1ms", "max_delay": "1ms"}
 
@@ -24,9 +25,8 @@ class Patience:
     """How long a request is tried, in seconds.
 
     Attributes:
-      answer: until a request that has brought no answer is given up, and tried again; large ones
-        have longer.
-      bytes_per_second: that a request must manage besides.
+      answer: until a request without an answer is given up, and tried again.
+      bytes_per_second: a large request has the time that its bytes take at this rate in addition.
       first_delay: before the second try; each later delay is twice the one before.
       longest_delay: between two tries.
       total: from the first try on, until it is an error.
@@ -45,8 +45,7 @@ class Found:
 
     Attributes:
       content: `None` if there is no such object.
-      generation: tells this state of the object from every other one; on S3, from those with other
-        content.
+      generation: another one for each state of the object; on S3, for each content.
     """
 
     content: bytes | None
@@ -60,13 +59,12 @@ class BucketStore:
         self,
         url: BucketUrl,
         patience: Patience = Patience(),
-        permit: Callable[[], float | None] = lambda: None,
+        permit: Callable[[], None] = lambda: None,
     ):
-        """Sends nothing: what is wrong with the bucket is known at the first request.
+        """Sends nothing: problems of the bucket appear at the first request.
 
         Args:
-          permit: called before each try of a write or a deletion. Returns for how many seconds it
-            may take, `None` for any number, and prevents it by raising.
+          permit: called before each try of a write or a deletion, which it prevents by raising.
         """
         self.url = url
         self._patience = patience
@@ -76,7 +74,7 @@ class BucketStore:
         """See `Store`; TensorStore tells no sizes."""
         root = self.url.key("")
         prefix = f"{root}{under}/" if under else root
-        # The character after the slash ends what begins with it.
+        # The next character after the slash is the end of the names that begin with the slash.
         import tensorstore as ts
 
         bounds = ts.KvStore.KeyRange(prefix, f"{prefix[:-1]}0" if prefix else "")
@@ -117,8 +115,8 @@ class BucketStore:
         self._answer("write", name, lambda: self._keys.write(key, content), len(content))
 
     def write_if_absent(self, name: str, content: bytes) -> bool:
-        """As `write`, of an object that is not there; whether it was not. Of several processes one
-        writes it, unless all write the same. A write whose answer was lost finds its own."""
+        """Writes an object that is absent; returns if it was. Of several processes one writes
+        it, unless all write the same. A write whose answer was lost finds its own."""
         found = self.found(name)
         if found.content is None:
             found = self.replace(name, content, found)
@@ -132,7 +130,7 @@ class BucketStore:
 
     def replace(self, name: str, content: bytes, before: Found) -> Found:
         """Writes `content` if the object is still as it was found `before`, which the server
-        decides; then the object as it is now. `content` must not be what was ever there."""
+        decides; returns the object as it is now. No two contents of an object may be equal."""
         key, unchanged = self.url.key(name), before.generation
         self._answer(
             "write", name, lambda: self._keys.write(key, content, if_equal=unchanged), len(content)
@@ -148,13 +146,13 @@ class BucketStore:
         return _opened(json.dumps(self.url.key_value_store()))
 
     def _answer(self, doing: str, name: str, request: Callable[[], Any], size: int = 0) -> Any:
-        """What `request` brings, tried again while that may be of use; raises BucketError."""
+        """The result of `request`, tried again after errors that may pass; raises BucketError."""
         patience = self._patience
-        longest = patience.answer + size / patience.bytes_per_second
+        limit = patience.answer + size / patience.bytes_per_second
         began, delay = time.monotonic(), patience.first_delay
         while True:
-            permitted = None if doing in _READING else self._permit()
-            limit = longest if permitted is None else min(longest, permitted)
+            if doing not in _READING:
+                self._permit()
             try:
                 return _within(request, limit)
             except TimeoutError:

@@ -4,11 +4,10 @@ from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from lmlib.storage.bucket.copies import REQUESTS
-from lmlib.storage.bucket.store import BucketStore
+from lmlib.storage.bucket.store import REQUESTS, BucketStore
 
 LARGEST = 5 * 2**30  # bytes that S3 takes in one request
-_LARGE = 32 * 2**20  # bytes of a file that is sent alone: it is held in memory
+_LARGE = 32 * 2**20  # bytes of a file that is sent by itself: it is held in memory
 
 
 def upload(
@@ -17,8 +16,8 @@ def upload(
     last: Collection[str],
     progress: Callable[[int, int], None],
 ) -> None:
-    """Sends all files of `folder`; those whose name is in `last` after all others, so that what a
-    kill leaves is not taken for the whole.
+    """Sends all files of `folder`. Files whose name is in `last` come after all others, so that
+    nobody takes the files that a kill leaves for all of them.
 
     Args:
       progress: is called with the bytes sent and those of all files.

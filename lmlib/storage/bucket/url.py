@@ -1,4 +1,4 @@
-"""What a URL of a folder in a bucket names, and how TensorStore is told."""
+"""URLs of folders in buckets, and their specification for TensorStore."""
 
 import os
 import re
@@ -30,9 +30,9 @@ class BucketUrl:
 
     @classmethod
     def parsed(cls, text: str) -> "BucketUrl | None":
-        """The URL, or `None` for what is none of a bucket.
+        """The URL; `None` for a text that is not a bucket's URL.
 
-        Raises ValueError for a bucket that cannot be called so, or a folder with odd parts.
+        Raises ValueError for an illegal name of a bucket, or a folder with odd parts.
         """
         match = _URL.fullmatch(text)
         if match is None:
@@ -53,6 +53,10 @@ class BucketUrl:
     def __str__(self) -> str:
         return f"{self.scheme}://{self.bucket}" + (f"/{self.folder}" if self.folder else "")
 
+    def below(self, name: str) -> "BucketUrl":
+        """The URL of a folder in this one."""
+        return BucketUrl(self.scheme, self.bucket, self.key(name))
+
     def key(self, name: str) -> str:
         """The object that a file of the folder is."""
         return f"{self.folder}/{name}" if self.folder else name
@@ -60,8 +64,8 @@ class BucketUrl:
     def key_value_store(self, folder: str = "") -> dict[str, Any]:
         """TensorStore's specification of the keys below `folder` of the bucket.
 
-        Of `s3://`, the endpoint, the region and the credentials are where Amazon's own tools look
-        for them; of `gs://`, the credentials are those of Google's.
+        For `s3://`, the endpoint, the region and the credentials are where Amazon's own tools look
+        for them. For `gs://`, the credentials are where Google's tools look.
         """
         spec: dict[str, Any] = {
             "driver": _DRIVERS[self.scheme],
@@ -75,7 +79,7 @@ class BucketUrl:
             spec |= {"endpoint": endpoint.rstrip("/"), "aws_region": region or _ANY_REGION}
         if "AWS_ACCESS_KEY_ID" in os.environ:  # else files and the machine's own role are tried too
             spec["aws_credentials"] = {"type": "environment"}
-        # Not only where TensorStore knows the server: it must be one, or `write_if_absent` lies.
+        # Always, not only where TensorStore knows the server: conditional writes depend on it.
         return spec | {"use_conditional_write": True}
 
 

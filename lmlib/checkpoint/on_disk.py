@@ -1,0 +1,199 @@
+"""Steps on a disk: Orbax writes the arrays, a rename makes a step visible.
+
+Orbax's `AsyncCheckpointer` writes the folder of the arrays and nothing else.
+Its OCDBT format and compression are off: a save takes a fraction of the time without them, and
+trained weights hardly compress. Steps are restored from their verified files, without Orbax.
+"""
+
+import json
+import logging
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import jax
+import orbax.checkpoint as ocp
+
+from lmlib.checkpoint.arrays import STATE, ZARRAY
+from lmlib.checkpoint.failures import tensorstore_error_number
+from lmlib.checkpoint.folders import unfinished_folder
+from lmlib.checkpoint.manifest import Manifest, SavedArray, SavedFile, digests_of, write_manifest
+from lmlib.storage.folder_store import FolderStore
+from lmlib.storage.whole_file import sync, write_whole
+
+_OPEN = Path("/proc/self/fd")  # Linux shows open files there, by their numbers
+_FOR_EVER = 3_000_000_000  # seconds; Orbax's limit is by the wall clock, which may be set
+_CLOSED = "Event loop is closed"
+_OF_A_CHUNK = "async_serialize_from_host"
+
+
+class OpenDirectory:
+    """A directory that is held open.
+
+    Attributes:
+      path: leads to it under any name. So the directory's own path may hold any character: Orbax
+        finds files by patterns and takes gs:/ for a bucket, TensorStore takes a backslash for a
+        slash, and both want UTF-8. And a save goes nowhere else: TensorStore would make deleted or
+        moved folders above a file again.
+    """
+
+    def __init__(self, directory: Path):
+        self.path, self._descriptor = directory, -1
+        if _OPEN.is_dir():
+            self._descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+            self.path = _OPEN / str(self._descriptor)
+
+    @property
+    def is_deleted(self) -> bool:
+        """If it was deleted since, and not moved, as far as can be known."""
+        return self._descriptor >= 0 and os.fstat(self._descriptor).st_nlink == 0
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+class StepOnDisk:
+    """See `UnfinishedStep`."""
+
+    def __init__(
+        self, directory: Path, step: int, opening: str, check: Callable[[], None], seconds: int
+    ):
+        """Makes the folder `<step>.orbax-checkpoint-tmp-<opening>` on process 0.
+
+        Args:
+          check: called immediately before the step gets its name.
+          seconds: limit of the processes' wait for each other.
+        """
+        self._folder = unfinished_folder(directory, step, opening)
+        self._final, self._step, self._check = directory / str(step), step, check
+        if jax.process_index() == 0:
+            self._folder.mkdir()
+        self._limit = seconds if jax.process_count() > 1 else _FOR_EVER
+        self.files = FolderStore(self._folder)
+
+    def begin(self, state: Mapping[str, jax.Array]) -> Callable[[], dict[str, SavedFile]]:
+        checkpointer = ocp.AsyncCheckpointer(
+            ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_compression=False),
+            async_options=ocp.AsyncOptions(
+                timeout_secs=self._limit,
+                # Otherwise, where a folder cannot be made, Orbax waits five minutes for it.
+                create_directories_asynchronously=False,
+            ),
+        )
+        checkpointer.save(self._folder / STATE, args=ocp.args.PyTreeSave(dict(state)))
+        layouts = {name: (array.sharding, array.shape) for name, array in state.items()}
+
+        def written() -> dict[str, SavedFile]:
+            checkpointer.close()  # it waits until all processes have written
+            return digests_of(self._folder, _own_chunks(self._folder, layouts))
+
+        return written
+
+    def write(self, name: str, content: bytes) -> None:
+        (self._folder / name).parent.mkdir(exist_ok=True)
+        write_whole(self._folder / name, content)
+
+    def delete(self, name: str) -> None:
+        (self._folder / name).unlink()
+
+    def write_manifest(
+        self, arrays: dict[str, SavedArray], digests: dict[str, SavedFile]
+    ) -> Manifest:
+        return write_manifest(self._folder, self._step, arrays, digests)
+
+    def publish(self) -> None:
+        self._check()
+        self._folder.rename(self._final)
+        sync(self._final.parent)
+
+
+def _own_chunks(
+    folder: Path, layouts: Mapping[str, tuple[jax.sharding.Sharding, tuple[int, ...]]]
+) -> list[str]:
+    """The files of the chunks that this process wrote; each chunk is one process's."""
+    own = []
+    for name, (sharding, shape) in layouts.items():
+        place = folder / STATE / name
+        chunk = json.loads((place / ZARRAY).read_bytes())["chunks"]
+        writer = _writers(sharding, shape, chunk)
+        files = [file.name for file in place.iterdir() if file.name != ZARRAY]
+        own += [f"{STATE}/{name}/{file}" for file in files if writer(file) == jax.process_index()]
+    return own
+
+
+def _writers(
+    sharding: jax.sharding.Sharding, shape: tuple[int, ...], chunk: Sequence[int]
+) -> Callable[[str], int]:
+    """The process that wrote the chunk in a file of an array, whose chunks have the shape `chunk`.
+
+    A chunk is a shard or, where several devices hold the same shard and Orbax lets them share the
+    writing, a part of one: the first part is from the first of them, and so on.
+    """
+    holders: dict[tuple[int, ...], list[int]] = {}  # processes of a shard, by its first element
+    for device, index in sharding.devices_indices_map(shape).items():
+        holders.setdefault(tuple(part.start or 0 for part in index), []).append(
+            device.process_index
+        )
+    shard = sharding.shard_shape(shape)
+
+    def writer(file: str) -> int:
+        place = [int(number) for number in file.split(".")][: len(shard)]
+        firsts = [number * length for number, length in zip(place, chunk, strict=False)]
+        corner = tuple(
+            first // length * length for first, length in zip(firsts, shard, strict=True)
+        )
+        part = sum(
+            (first - start) // length
+            for first, start, length in zip(firsts, corner, chunk, strict=False)
+        )
+        processes = holders[corner]
+        return processes[part % len(processes)]
+
+    return writer
+
+
+class OrbaxNoise(logging.Filter):
+    """Drops the log lines of Orbax and TensorStore about saves: `Checkpoints` raises the errors.
+
+    Under `absl.app.run` these are some forty lines a save, and a hundred for one that fails. After
+    a failure TensorStore's threads also call on an event loop that Orbax has closed, with a
+    traceback for each array, and asyncio reports errors of other chunks. That may be much later, so
+    the filter stays installed.
+    """
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.name != "asyncio":
+            return "orbax" not in record.pathname
+        error = record.exc_info[1] if record.exc_info else None
+        frames = traceback.extract_tb(error.__traceback__) if error is not None else []
+        of_tensorstore = not frames and tensorstore_error_number(str(error)) is not None
+        through_orbax = any("orbax" in frame.filename for frame in frames)
+        return not (through_orbax or of_tensorstore or _CLOSED in str(error))
+
+
+def silence() -> None:
+    """Keeps the noise off the terminal, from now on; a second call changes nothing."""
+    for name in ("absl", "asyncio"):
+        logger = logging.getLogger(name)
+        if not any(isinstance(each, OrbaxNoise) for each in logger.filters):
+            logger.addFilter(OrbaxNoise())
+    if not isinstance(sys.unraisablehook, _Quiet):
+        sys.unraisablehook = _Quiet(sys.unraisablehook)
+    # After a failed save, for the chunks that were still to come.
+    warnings.filterwarnings("ignore", f"coroutine '{_OF_A_CHUNK}", RuntimeWarning)
+
+
+class _Quiet:
+    """An `unraisablehook` that passes on all but the calls on a closed event loop."""
+
+    def __init__(self, hook: Callable[["sys.UnraisableHookArgs"], object]):
+        self._hook = hook
+
+    def __call__(self, unraisable: "sys.UnraisableHookArgs") -> None:
+        if str(unraisable.exc_value) != _CLOSED:
+            self._hook(unraisable)

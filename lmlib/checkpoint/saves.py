@@ -1,0 +1,111 @@
+"""How a step is saved, on a disk or in a bucket.
+
+Each process writes the arrays that its devices hold, and leaves a list of digests for process 0.
+Process 0 writes the manifest and makes the step visible.
+"""
+
+import itertools
+import json
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+
+from lmlib.checkpoint.arrays import check_layout, saved_arrays
+from lmlib.checkpoint.manifest import Manifest, SavedArray, SavedFile, digest_of
+from lmlib.checkpoint.notes import NOTES_FILE
+from lmlib.checkpoint.processes import wait_for_all
+from lmlib.storage.bucket.store import REQUESTS
+from lmlib.storage.store import Store
+
+Digests = dict[str, SavedFile]  # by the names of files
+
+_SENT = "digests_of_process_{}.json"  # from a process to process 0, until the manifest is written
+_saves = itertools.count()  # the same on every process
+
+
+@runtime_checkable
+class UnfinishedStep(Protocol):
+    """A step that is being written. Its files have the names that they will have."""
+
+    files: Store
+
+    def begin(self, state: Mapping[str, jax.Array]) -> Callable[[], Digests]:
+        """Returns once the arrays are copied. The result writes this process's part of them; it is
+        called on every process, in another thread."""
+
+    def write(self, name: str, content: bytes) -> None:
+        """Writes a file that holds no array."""
+
+    def delete(self, name: str) -> None:
+        """Deletes a file that was written by `write`."""
+
+    def write_manifest(self, arrays: dict[str, SavedArray], digests: Digests) -> Manifest:
+        """Writes it; the digests are of all files that `begin` and `write` have written."""
+
+    def publish(self) -> None:
+        """Makes the step visible, whole and durable."""
+
+
+def begin_save(
+    step: UnfinishedStep,
+    folder: Path,
+    state: Mapping[str, jax.Array],
+    notes: dict[str, Any],
+    beforehand: Callable[[], None],
+    afterwards: Callable[[], None],
+    seconds: int,
+) -> Future[None]:
+    """Saves arrays by name, in a thread; returns once they are copied.
+
+    Args:
+      folder: of the step, once it is visible.
+      beforehand, afterwards: called on process 0 before the step is visible, and after that.
+      seconds: limit of the processes' wait for each other.
+    """
+    arrays, number, saved = saved_arrays(dict(state)), next(_saves), Future[None]()
+    bare = {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in state.items()}
+    written = step.begin(state)
+
+    def finish() -> None:
+        digests, process = written(), jax.process_index()
+        if process != 0:
+            step.write(_SENT.format(process), json.dumps(digests).encode())
+        wait_for_all(f"arrays_written_{number}", seconds)
+        if process == 0:
+            for sent in _taken(step, range(1, jax.process_count())):
+                digests |= sent
+            content = json.dumps(notes).encode()
+            step.write(NOTES_FILE, content)
+            digests[NOTES_FILE] = SavedFile(len(content), digest_of(content))
+            beforehand()
+            manifest = step.write_manifest(arrays, digests)
+            check_layout(folder, manifest, bare, step.files)  # what cannot be restored is not saved
+            step.publish()
+            afterwards()
+        wait_for_all(f"step_whole_{number}", seconds)
+
+    def run() -> None:
+        try:
+            saved.set_result(finish())
+        except BaseException as error:
+            saved.set_exception(error)
+
+    threading.Thread(target=run, name="save", daemon=True).start()
+    return saved
+
+
+def _taken(step: UnfinishedStep, processes: Iterable[int]) -> list[Digests]:
+    """The digests that each of `processes` has left, which are deleted."""
+
+    def take(process: int) -> Digests:
+        name = _SENT.format(process)
+        sent = json.loads(step.files.read(name))
+        step.delete(name)
+        return {file: SavedFile(*facts) for file, facts in sent.items()}
+
+    with ThreadPoolExecutor(REQUESTS) as threads:  # of a thousand one after the other take a minute
+        return list(threads.map(take, processes))
