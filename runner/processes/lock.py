@@ -157,7 +157,7 @@ class FolderLock(_HeldLock):
         self._file = workdir / FILE_NAME
         self._made: list[Path] = []
         try:
-            self._made = _absent(workdir)
+            self._made = [each for each in (workdir, *workdir.parents) if not each.exists()]
             taken = False
             while not taken:
                 wait_for_lock(workdir, abandoned_seconds=abandoned_seconds)
@@ -218,16 +218,16 @@ class FolderLock(_HeldLock):
 
     def _look(self) -> None:
         """Finds out whose lock it is; a file that cannot be read now may be at the next look."""
-        other, same_file = None, False
         try:
-            with self._file.open("rb") as file:
-                owner = _owner_of(file.read())
-                same_file = os.path.samestat(os.fstat(file.fileno()), os.fstat(self._descriptor))
-            other = None if owner is None or owner.start == self.start else owner
+            owner, same_file = (
+                _owner_of(self._file.read_bytes()),
+                _is_at(self._descriptor, self._file),
+            )
         except (FileNotFoundError, NotADirectoryError):
-            pass
+            owner, same_file = None, False
         except OSError:
             return
+        other = None if owner is None or owner.start == self.start else owner
         if self._lost or (other is None and same_file):
             return
         if not self._file.parent.is_dir():
@@ -459,13 +459,3 @@ def _kernel() -> str:
 def _seconds_awake_or_not() -> float:
     """A clock that goes on while the machine is suspended, where there is one."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
-
-
-def _absent(folder: Path) -> list[Path]:
-    """Those of the folder and its parents that do not exist, innermost first."""
-    absent = []
-    for each in (folder, *folder.parents):
-        if each.exists():
-            break
-        absent.append(each)
-    return absent

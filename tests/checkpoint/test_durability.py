@@ -71,8 +71,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory, calls: list[Call]) -> tuple[
             checkpoints.save(step, state, {"tokens": step}, beforehand=log.sync)
             checkpoints.wait()
         unfinished = f"{re.escape(UNFINISHED)}(-[0-9a-f]{{8}})?"
-        made = [(call, re.sub(unfinished, "", path)) for call, path in calls]
-        made = [(call, re.sub(r"/\.([^/]+)\.\w+\.unfinished$", r"/\1", path)) for call, path in made]
+        whole = r"/\.([^/]+)\.[0-9a-f]+\.unfinished$"
+        made = [(call, re.sub(whole, r"/\1", re.sub(unfinished, "", path))) for call, path in calls]
     assert [entry.name for entry in (workdir / "checkpoints").iterdir()] == ["2"]
     return workdir / "checkpoints", made
 

@@ -9,7 +9,7 @@ from buckets.fixtures import folder_in_bucket
 from several_processes import SECONDS, SeveralProcesses, assert_same_curve
 
 from lmlib.checkpoint import Checkpoints
-from lmlib.storage.bucket.mirror import file_of
+from lmlib.storage.bucket.copies import file_of
 from lmlib.storage.bucket.store import BucketStore
 from lmlib.storage.bucket.url import BucketUrl
 from lmlib.storage.local_folder import folder_to_read

@@ -8,6 +8,10 @@ on this machine, to be sent when they are whole, have a third place, `buckets/ma
 In a run's folder each start writes its small files under its own name, `files/<start>/…`, after it
 has copied those of the start before. The entry `files` of `lease/owner.json` names the start whose
 files count. So a request of an earlier start, however late it arrives, changes no file that counts.
+
+No object in a bucket can be appended to. While a process lasts, a file that grows is a sequence of
+objects, `metrics.jsonl.parts/<number>-<offset>`: each replaces what follows its offset. At the end
+it is one object, `metrics.jsonl`, which counts before any parts.
 """
 
 import contextlib
@@ -17,12 +21,11 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from lmlib.storage.bucket.failures import BucketError
-from lmlib.storage.bucket.mirror import file_of, put_together
 from lmlib.storage.bucket.store import REQUESTS, BucketStore
 from lmlib.storage.bucket.url import BucketUrl
 from lmlib.storage.cache_folder import NO_HOME, cache_folder
@@ -30,11 +33,13 @@ from lmlib.storage.stored_json import parse_json
 from lmlib.storage.whole_file import write_whole
 
 LEASE = "lease/owner.json"  # the process that writes there, and the start whose files count
-START_FILES = "files"
+START_FILES = "files"  # folder of the small files of a run
 LOGS = "logs"  # folder of the output of a run's processes: each sends its own
 FILES = ".files"  # ending of the folder that has the files of checkpoints
 # Folders whose files stay in the bucket: they are read there, or are for people only.
 _LARGE = frozenset({"c", "tensorboard", "profile", "hlo", "lease", LOGS})
+PARTS = ".parts"
+_PART = re.compile(rf"(.*){re.escape(PARTS)}/(\d+)-(\d+)")
 _READ, _WRITTEN, _MADE, _LOCKS = "read", "written", "made", "locks"
 
 
@@ -120,7 +125,7 @@ def fetch(url: BucketUrl, copy: Path, start: str | None) -> set[str] | None:
     store = BucketStore(place)
     objects: dict[str, list[str]] = {}
     for name in store.list():
-        if not _stays(name):
+        if start is not None or not _stays(name):
             objects.setdefault(file_of(name), []).append(name)
 
     def bring(name: str) -> None:
@@ -134,6 +139,27 @@ def fetch(url: BucketUrl, copy: Path, start: str | None) -> set[str] | None:
         except FileNotFoundError:  # it was deleted since
             return None
     return set(objects) if start is None or start_of(url) == start else None
+
+
+def file_of(object_name: str) -> str:
+    """The file that an object is, or is a part of."""
+    part = _PART.fullmatch(object_name)
+    return part[1] if part else object_name
+
+
+def put_together(store: BucketStore, name: str, objects: Collection[str]) -> bytes:
+    """The content of the file `name`, which consists of `objects`.
+
+    Raises FileNotFoundError if one is gone.
+    """
+    if name in objects:
+        return store.read(name)
+    parts = sorted((int(part[2]), int(part[3]), part[0]) for part in map(_PART.fullmatch, objects))
+    first = max(place for place, (_, offset, _) in enumerate(parts) if offset == 0)
+    content = b""
+    for _, offset, part in parts[first:]:
+        content = content[:offset] + store.read(part)
+    return content
 
 
 @contextlib.contextmanager

@@ -1,28 +1,21 @@
-"""Sends the files that a process writes into its copy of a folder in a bucket.
-
-No object in a bucket can be appended to. While a process lasts, a file that grows is a sequence of
-objects, `metrics.jsonl.parts/<number>-<offset>`: each replaces what follows its offset. At the end
-it is one object, `metrics.jsonl`, which counts before any parts.
-"""
+"""Sends the files that a process writes into its copy of a folder in a bucket."""
 
 import contextlib
 import itertools
 import os
-import re
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+from lmlib.storage.bucket.copies import PARTS
 from lmlib.storage.bucket.store import REQUESTS, BucketStore
 from lmlib.storage.whole_file import UNFINISHED
 
 SECONDS = 10.0  # between two looks at the copy
 _LINES = ".jsonl"  # ending of files whose last line may still change
 _GROWING = (_LINES, ".log")
-_PARTS = ".parts"
-_PART = re.compile(rf"(.*){re.escape(_PARTS)}/(\d+)-(\d+)")
 
 
 class _Sent(NamedTuple):
@@ -128,7 +121,7 @@ class Mirror:
                 start = before.end if before and grew else 0
                 file.seek(start)
                 content = file.read()
-                self._store.write(f"{key}{_PARTS}/{next(self._numbers):08}-{start}", content)
+                self._store.write(f"{key}{PARTS}/{next(self._numbers):08}-{start}", content)
                 self._sent[name] = _Sent(seen, start + _settled(name, content))
 
     def _delete(self, name: str) -> None:
@@ -139,29 +132,8 @@ class Mirror:
         del self._sent[name]
 
     def _delete_parts(self, key: str) -> None:
-        for part in self._store.list(f"{key}{_PARTS}"):
+        for part in self._store.list(f"{key}{PARTS}"):
             self._store.delete(part)
-
-
-def file_of(object_name: str) -> str:
-    """The file that an object is, or is a part of."""
-    part = _PART.fullmatch(object_name)
-    return part[1] if part else object_name
-
-
-def put_together(store: BucketStore, name: str, objects: Collection[str]) -> bytes:
-    """The content of the file `name`, which consists of `objects`.
-
-    Raises FileNotFoundError if one is gone.
-    """
-    if name in objects:
-        return store.read(name)
-    parts = sorted((int(part[2]), int(part[3]), part[0]) for part in map(_PART.fullmatch, objects))
-    first = max(place for place, (_, offset, _) in enumerate(parts) if offset == 0)
-    content = b""
-    for _, offset, part in parts[first:]:
-        content = content[:offset] + store.read(part)
-    return content
 
 
 def _settled(name: str, content: bytes) -> int:
