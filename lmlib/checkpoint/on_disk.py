@@ -13,6 +13,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
@@ -112,9 +113,7 @@ class StepOnDisk:
         sync(self._final.parent)
 
 
-def _own_chunks(
-    folder: Path, layouts: Mapping[str, tuple[jax.sharding.Sharding, tuple[int, ...]]]
-) -> list[str]:
+def _own_chunks(folder: Path, layouts: Mapping[str, tuple[Any, tuple[int, ...]]]) -> list[str]:
     """The files of the chunks that this process wrote; each chunk is one process's."""
     own = []
     for name, (sharding, shape) in layouts.items():
@@ -126,9 +125,7 @@ def _own_chunks(
     return own
 
 
-def _writers(
-    sharding: jax.sharding.Sharding, shape: tuple[int, ...], chunk: Sequence[int]
-) -> Callable[[str], int]:
+def _writers(sharding: Any, shape: tuple[int, ...], chunk: Sequence[int]) -> Callable[[str], int]:
     """The process that wrote the chunk in a file of an array, whose chunks have the shape `chunk`.
 
     A chunk is a shard or, where several devices hold the same shard and Orbax lets them share the

@@ -31,7 +31,9 @@ _saves = itertools.count()  # the same on every process
 class UnfinishedStep(Protocol):
     """A step that is being written. Its files have the names that they will have."""
 
-    files: Store
+    @property
+    def files(self) -> Store:
+        """The files that were written."""
 
     def begin(self, state: Mapping[str, jax.Array]) -> Callable[[], Digests]:
         """Returns once the arrays are copied. The result writes this process's part of them; it is
@@ -90,9 +92,11 @@ def begin_save(
 
     def run() -> None:
         try:
-            saved.set_result(finish())
+            finish()
         except BaseException as error:
             saved.set_exception(error)
+        else:
+            saved.set_result(None)
 
     threading.Thread(target=run, name="save", daemon=True).start()
     return saved

@@ -25,7 +25,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from lmlib.storage.bucket.copies import LEASE, START_FILES, copies_folder
 from lmlib.storage.bucket.failures import BucketError
@@ -59,7 +59,7 @@ class WorkdirLock:
         Any thread may call it.
         """
 
-    def __enter__(self) -> "WorkdirLock":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -95,6 +95,8 @@ class Held(NamedTuple):
 
 class _HeldLock(WorkdirLock):
     """A lock that a thread renews until the block ends."""
+
+    _renewed_at: float
 
     def __init__(self, place: object, abandoned_seconds: float):
         self._place, self._limit = place, abandoned_seconds
@@ -427,8 +429,9 @@ def _machine_of(descriptor: int) -> str:
 
 
 def _owner_of(content: bytes | None) -> _Owner | None:
-    entries = [_parsed(content).get(field.name) for field in dataclasses.fields(_Owner)]
-    return _Owner(*entries) if all(isinstance(entry, str) for entry in entries) else None
+    found = map(_parsed(content).get, ("user", "start", "machine"))
+    entries = [entry for entry in found if isinstance(entry, str)]
+    return _Owner(*entries) if len(entries) == 3 else None
 
 
 def _parsed(content: bytes | None) -> dict[str, Any]:

@@ -154,7 +154,8 @@ def put_together(store: BucketStore, name: str, objects: Collection[str]) -> byt
     """
     if name in objects:
         return store.read(name)
-    parts = sorted((int(part[2]), int(part[3]), part[0]) for part in map(_PART.fullmatch, objects))
+    found = [part for part in map(_PART.fullmatch, objects) if part]
+    parts = sorted((int(part[2]), int(part[3]), part[0]) for part in found)
     first = max(place for place, (_, offset, _) in enumerate(parts) if offset == 0)
     content = b""
     for _, offset, part in parts[first:]:
