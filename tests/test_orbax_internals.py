@@ -1,4 +1,4 @@
-"""What lmlib relies on of Orbax and TensorStore without being their interface, in real saves.
+"""Real saves show the details of Orbax and TensorStore that lmlib relies on without a promise.
 
 A failure here after an upgrade says which constant of `lmlib/checkpoint` to adapt.
 """

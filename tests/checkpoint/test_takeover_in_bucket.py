@@ -100,7 +100,7 @@ class First:
         assert stopped.wait(60)
 
     def comes_back(self) -> list[str]:
-        """What came of its act, and of the save after it."""
+        """Releases its requests; the lines that it writes about its act, and a save after it."""
         self.proxy.release()
         self.proxy.fault = lambda request: None
         self.proxy.release()
@@ -129,7 +129,7 @@ def contents(url: str) -> dict[str, bytes]:
 
 
 def folders_of(found: dict[str, bytes]) -> tuple[set[str], set[str]]:
-    """Those that hold something, and those that steps.json names."""
+    """The folders that hold files, and the folders that steps.json names."""
     there = {name.split("/")[1] for name in found if name.startswith("checkpoints.files/")}
     return there, {step["folder"] for step in parse_json(found[INDEX])["steps"].values()}
 
@@ -155,6 +155,11 @@ def check_undisturbed(url: str, before: dict[str, bytes], steps: dict[int, float
     assert there == named
 
 
+def steps_of(url: str) -> list[int]:
+    with Checkpoints(f"{url}/checkpoints", read_only=True) as checkpoints:
+        return checkpoints.steps()
+
+
 def saved_by_the_next(url: str, step: int, **settings: int) -> None:
     with Checkpoints(f"{url}/checkpoints", **settings) as checkpoints:
         checkpoints.save(step, state(step + 0.5), {"by": "the next"})
@@ -164,29 +169,30 @@ def is_taken_over(line: str) -> bool:
     return "cannot write" in line and "another process has begun to write there" in line
 
 
-@pytest.mark.parametrize("strike", (ARRAYS, ARRAYS + 2, NOTES, MANIFEST, ADDED))
-def test_a_save_that_is_cut_off_disturbs_nothing_of_the_next(bucket, first, strike):
+@pytest.mark.parametrize("is_stopped", [False, True])
+@pytest.mark.parametrize(
+    "strike",
+    [
+        *(ARRAYS, ARRAYS + 2, NOTES, MANIFEST, ADDED),
+        *(REMOVED, DELETED, DELETED + 1, DELETED + 3, DELETED + 5),
+    ],
+)
+def test_an_interrupted_save_disturbs_nothing_of_the_next_owner(bucket, first, strike, is_stopped):
+    """The network holds its requests, or the process is stopped. The next saves the same step, if
+    that is not there yet, and another. It has the step that was to go, or not: the object that says
+    so came first."""
     url = bucket[0]
-    cut_off = first("save")
-    cut_off.act(strike)
-    saved_by_the_next(url, 4)
-    saved_by_the_next(url, 6)
+    interrupted = first("save")
+    (interrupted.act_until_it_is_stopped if is_stopped else interrupted.act)(strike)
+    steps = {step: float(step) for step in steps_of(url)}
+    for step in sorted({4, 6} - steps.keys()):
+        saved_by_the_next(url, step)
+        steps[step] = step + 0.5
     before = contents(url)
-    save, later = cut_off.comes_back()
-    assert save != "done" and is_taken_over(later)
-    check_undisturbed(url, before, {2: 2.0, 4: 4.5, 6: 6.5})
-
-
-@pytest.mark.parametrize("strike", (REMOVED, DELETED, DELETED + 1, DELETED + 3, DELETED + 5))
-def test_a_removal_that_is_cut_off_disturbs_nothing_of_the_next(bucket, first, strike):
-    """The next has the step that was to go, or not: the object that says so came first."""
-    url = bucket[0]
-    cut_off = first("save")
-    cut_off.act(strike)
-    saved_by_the_next(url, 6)
-    before = contents(url)
-    assert is_taken_over(cut_off.comes_back()[-1])
-    check_undisturbed(url, before, ({2: 2.0} if strike == REMOVED else {}) | {4: 4.0, 6: 6.5})
+    if is_stopped:
+        os.kill(interrupted.process.pid, signal.SIGCONT)
+    assert is_taken_over(interrupted.comes_back()[-1])
+    check_undisturbed(url, before, steps)
 
 
 @pytest.mark.parametrize("how", ["rank", "set aside"])
@@ -209,21 +215,6 @@ def test_what_was_to_be_changed_of_a_step_stays_as_the_next_has_it(bucket, first
     before = contents(url)
     assert all(map(is_taken_over, cut_off.comes_back()))
     check_undisturbed(url, before, steps)
-
-
-@pytest.mark.parametrize("strike", (ARRAYS, NOTES, MANIFEST, ADDED, DELETED + 2))
-def test_a_process_that_is_stopped_in_a_save_disturbs_nothing_of_the_next(bucket, first, strike):
-    url = bucket[0]
-    stopped = first("save")
-    stopped.act_until_it_is_stopped(strike)
-    saved_by_the_next(url, 6)
-    before = contents(url)
-    os.kill(stopped.process.pid, signal.SIGCONT)
-    assert is_taken_over(stopped.comes_back()[-1])
-    had = parse_json(before[INDEX])["steps"]
-    assert set(had) - {"6"} in ({"2"}, {"2", "4"}, {"4"})
-    values = {"2": 2.0, "4": 4.0, "6": 6.5}
-    check_undisturbed(url, before, {int(name): values[name] for name in had})
 
 
 @pytest.mark.parametrize("order", range(5))

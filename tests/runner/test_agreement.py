@@ -1,4 +1,4 @@
-"""What processes compare before anything compiles, and what they say where they differ."""
+"""Processes compare their settings before anything compiles, and name the differences."""
 
 import re
 import shutil
@@ -19,7 +19,7 @@ START = (
     "start all processes with the same code, packages, experiment, fiddlers, overrides, flags and "
     "variables of JAX"
 )
-# What `SeveralProcesses` gives each of two.
+# `SeveralProcesses` gives these to each of two.
 FOUR_DEVICES = f"--xla_force_host_platform_device_count=4 {XLA_FLAGS}"
 
 
