@@ -96,6 +96,7 @@ class Held(NamedTuple):
 class _HeldLock(WorkdirLock):
     """A lock that a thread renews until the block ends."""
 
+    _owner: _Owner
     _renewed_at: float
 
     def __init__(self, place: object, abandoned_seconds: float):
@@ -123,7 +124,7 @@ class _HeldLock(WorkdirLock):
                         self._give_back()
 
     def _keep(self) -> None:
-        while not self._closed.wait(min(RENEW_SECONDS, self._limit / 6)):
+        while not self._closed.wait(min(RENEW_SECONDS, self._limit / 6 or RENEW_SECONDS)):
             with self._mutex:
                 if not self._closed.is_set():
                     self._renew()
@@ -134,7 +135,9 @@ class _HeldLock(WorkdirLock):
         return _seconds_awake_or_not() - self._renewed_at
 
     def _lose(self, other: _Owner | None, why: str) -> None:
-        if self._silent() >= self._limit:
+        # The kernel keeps other processes of this machine out, whether it is renewed or not.
+        kept_out = other is not None and other.machine == self._owner.machine != ""
+        if self._silent() >= self._limit and not kept_out:
             why = f"nothing was heard of this process for {self._silent():.0f} s"
         who = "another run may have" if other is None else f"{other.user} has"
         self._lost = (

@@ -193,16 +193,18 @@ def test_a_lock_that_another_run_has_taken_over_is_noticed(elsewhere, tmp_path, 
     assert os.listdir(tmp_path / "mine") == ([] if ended else ["lock"])
 
 
-@pytest.mark.parametrize("kernel_locks", [True, False])
+@pytest.mark.parametrize(("kernel_locks", "limit"), [(True, 60.0), (True, 0.0), (False, 60.0)])
 def test_a_lock_that_was_deleted_is_noticed_beside_the_run_that_it_let_in(
-    tmp_path, monkeypatch, kernel_locks
+    tmp_path, monkeypatch, kernel_locks, limit
 ):
+    """Where the kernel knows locks, also by a run that was asleep: none waits for that to end."""
+
     def without_locks(descriptor: int, kind: int) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     if not kernel_locks:
         monkeypatch.setattr(fcntl, "flock", without_locks)
-    first = FolderLock(tmp_path)
+    first = FolderLock(tmp_path, abandoned_seconds=limit)
     first.check()
     (tmp_path / "lock").unlink()
     with FolderLock(tmp_path) as second:

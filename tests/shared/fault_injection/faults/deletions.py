@@ -29,7 +29,7 @@ def lock_deleted(weight: float) -> Fault:
         codes = first.exit_codes()
         second.wait_for_checkpoint()
         second.kill()
-        problems = [*_of_loss(first, "lock was deleted while this run"), *of_early_end(second)]
+        problems = [*_of_loss(first, "lock was deleted: this process ends"), *of_early_end(second)]
         happened = codes != [FINISHED]  # else it ended before the lock was deleted
         return Struck(second, expected, happened, tuple(problems if happened else ()))
 
