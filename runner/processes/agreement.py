@@ -6,7 +6,6 @@ import dataclasses
 import hashlib
 import json
 import os
-import secrets
 import socket
 import sys
 import time
@@ -144,25 +143,20 @@ def difference_of_reads(processes: Sequence[Mapping[str, Any]]) -> str | None:
     return None
 
 
-def require_same_workdir(workdir: Path) -> None:
+def require_same_workdir(file: Path, text: str) -> None:
     """Raises ConfigError on all processes if one does not see a file of process 0 in its workdir.
 
-    Every process must call it. It leaves only an empty folder.
+    Every process must call it.
+
+    Args:
+      file: in the workdir, written before.
+      text: a random text of process 0, which is in the file.
     """
     if jax.process_count() == 1:
         return
-    name = from_first(f".seen_by_all_{secrets.token_hex(8)}")
-    mark = workdir / name
-    try:
-        with agreed(), user_errors():
-            if jax.process_index() == 0:
-                workdir.mkdir(parents=True, exist_ok=True)
-                mark.touch()
-        place = f"{workdir.absolute()} on {socket.gethostname()}"
-        answers = gather_states({"sees": _appears(mark), "place": place})
-    finally:
-        if jax.process_index() == 0:
-            mark.unlink(missing_ok=True)
+    sees = _appears(file, from_first(text))
+    place = f"{file.parent.absolute()} on {socket.gethostname()}"
+    answers = gather_states({"sees": sees, "place": place})
     blind = [n for n, answer in enumerate(answers) if not answer["sees"]]
     if blind:
         raise ConfigError(
@@ -204,14 +198,16 @@ def _told(name: str, value: str | None, first: str | None) -> str:
     return f"{name}: {value or 'absent'}, there {first or 'absent'}"
 
 
-def _appears(mark: Path) -> bool:
-    """If the file is there, or comes soon: network file systems may show it late."""
+def _appears(file: Path, text: str) -> bool:
+    """If the file holds the text now, or soon: network file systems may show it late."""
     deadline = time.monotonic() + _APPEARS_SECONDS
-    while not mark.exists():
+    while True:
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            if text in file.read_text():
+                return True
         if time.monotonic() > deadline:
             return False
         time.sleep(0.1)
-    return True
 
 
 def _exit_at_once() -> None:

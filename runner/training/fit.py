@@ -53,6 +53,7 @@ from runner.processes.agreement import (
     require_same_reads,
     require_same_workdir,
 )
+from runner.processes.lock import FILE_NAME as LOCK
 from runner.processes.lock import WorkdirLock
 from runner.processes.workdir import Workdir, opened
 from runner.training.beginning import Beginning, begin, check_config, check_newest
@@ -153,7 +154,7 @@ def _fit_in(
     # The lock ends first: what goes wrong once it is lost is no news of this run's.
     with Progress(experiment.steps, stream=sys.stderr if shown else None) as progress, held as lock:
         if place.url is None:
-            require_same_workdir(workdir)
+            require_same_workdir(workdir / LOCK, lock.start)
         with agreed():
             check_config(
                 cfg,
