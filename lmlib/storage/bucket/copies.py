@@ -35,6 +35,7 @@ from lmlib.storage.whole_file import write_whole
 LEASE = "lease/owner.json"  # the process that writes there, and the start whose files count
 START_FILES = "files"  # folder of the small files of a run
 LOGS = "logs"  # folder of the output of a run's processes: each sends its own
+_INDEXES = "checkpoints"  # folder of a run for its list of checkpoints
 FILES = ".files"  # ending of the folder that has the files of checkpoints
 # Folders whose files stay in the bucket: they are read there, or are for people only.
 _LARGE = frozenset({"c", "tensorboard", "profile", "hlo", "lease", LOGS})
@@ -115,23 +116,25 @@ def object_of(name: str, start: str) -> str:
 
 
 def fetch(url: BucketUrl, copy: Path, start: str | None) -> set[str] | None:
-    """Brings the small files of `url`, those of the start `start` if it is a run's; returns their
-    names, or `None` if the bucket has changed meanwhile.
+    """Brings the small files of `url`; returns their names, or `None` if the bucket has changed
+    meanwhile. Of a run's starts only `start` counts.
 
     Raises:
       BucketError: if the bucket cannot be read.
     """
-    place = url if start is None else url.below(object_of("", start).rstrip("/"))
-    store = BucketStore(place)
+    store, own = BucketStore(url), f"{START_FILES}/{start}/"
+    if start is None:
+        names = [name for name in store.list() if not _stays(name)]
+    else:
+        names = [*store.list(own.rstrip("/")), *store.list(_INDEXES)]
     objects: dict[str, list[str]] = {}
-    for name in store.list():
-        if start is not None or not _stays(name):
-            objects.setdefault(file_of(name), []).append(name)
+    for name in names:
+        objects.setdefault(file_of(name).removeprefix(own), []).append(name)
 
     def bring(name: str) -> None:
         file = copy / name
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(file, put_together(store, name, objects[name]))
+        write_whole(file, put_together(store, objects[name]))
 
     with ThreadPoolExecutor(REQUESTS) as threads:
         try:
@@ -147,14 +150,15 @@ def file_of(object_name: str) -> str:
     return part[1] if part else object_name
 
 
-def put_together(store: BucketStore, name: str, objects: Collection[str]) -> bytes:
-    """The content of the file `name`, which consists of `objects`.
+def put_together(store: BucketStore, objects: Collection[str]) -> bytes:
+    """The content of the file that `objects` are, or are parts of.
 
     Raises FileNotFoundError if one is gone.
     """
-    if name in objects:
-        return store.read(name)
     found = [part for part in map(_PART.fullmatch, objects) if part]
+    if len(found) < len(objects):
+        (whole,) = (name for name in objects if file_of(name) == name)
+        return store.read(whole)
     parts = sorted((int(part[2]), int(part[3]), part[0]) for part in found)
     first = max(place for place, (_, offset, _) in enumerate(parts) if offset == 0)
     content = b""
