@@ -40,7 +40,7 @@ from lmlib.checkpoint.manifest import read_manifest
 from lmlib.checkpoint.removal import reading
 from lmlib.storage.local_folder import local_folder
 from lmlib.terminal.quantities import count_text, duration_text
-from runner.config.references import Saved, located
+from runner.config.references import RunReference, resolve
 
 _PART = "model"
 _CONFIGS = ("config.json", "settings.json", "config.txt")
@@ -53,8 +53,8 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError("give --from and --to, as in: --from=RUN --to=WORKDIR; see --help")
     began = time.perf_counter()
     with user_errors():
-        to, found = local_folder(_TO.value), located(_FROM.value)
-        if not isinstance(found, Saved):
+        to, found = local_folder(_TO.value), resolve(_FROM.value)
+        if not isinstance(found, RunReference):
             raise ConfigError(f"{found.name} is a model, and no run with checkpoints")
         steps = _chosen(found, _LAST.value)
         with made_whole(to) as unfinished:
@@ -99,7 +99,7 @@ def average(checkpoints: Path, steps: Sequence[int], to: Path) -> int:
     return sum(mean.size for mean in means.values())
 
 
-def _chosen(found: Saved, last: int) -> list[int]:
+def _chosen(found: RunReference, last: int) -> list[int]:
     """The steps of the last checkpoints of a run, up to the one that was named."""
     steps = steps_in(found.folder)
     if found.step is not None and found.step not in steps:

@@ -78,15 +78,19 @@ from lmlib.storage.bucket.copies import shown
 from lmlib.storage.bucket.url import BucketUrl
 from lmlib.terminal.quantities import count_text, duration_text
 from runner.config import configs
-from runner.config.references import HuggingFace, Saved, located
+from runner.config.references import FolderReference, resolve
 from runner.monitoring.transfer import told
-from runner.weights.model_folder import ModelFolder
-from runner.weights.notes import frozen_note
-from runner.weights.reading import merged_into_bases, model_of, own_weights
-from runner.weights.saved_run import PLAIN, Access, SavedRun, in_float32, recipe_of, use_run
-from runner.weights.texts import KnownTexts, tokenizer_of
-from runner.weights.wanted import Wanted
-from runner.weights.weights_alone import keep_origin, save_weights_alone
+from runner.weights.model_folder import ModelFolder, keep_origin
+from runner.weights.models import (
+    SavedRun,
+    merged_into_bases,
+    recipe_of,
+    resolve_model,
+    use_model,
+)
+from runner.weights.notes import frozen_note, save_weights_alone
+from runner.weights.target import PLAIN, LoadOptions, LoadTarget
+from runner.weights.texts import TextSources, tokenizer_of
 
 _LAST = ("config.json", "adapter_config.json")  # files without which there is no model
 _KEPT = ("bos_token_id", "eos_token_id", "pad_token_id")  # keys of config.json
@@ -98,12 +102,11 @@ def main(arguments: Sequence[str]) -> int:
     if arguments or not _FROM.value or not _TO.value:
         raise ConfigError("give --from and --to, as in: --from=HF_DIR --to=WORKDIR; see --help")
     began = time.perf_counter()
-    access = Access(TRUST_MODULE.value, INIT_FROM.value, WEIGHTS.value == EMA, _show)
+    options = LoadOptions(TRUST_MODULE.value, INIT_FROM.value, WEIGHTS.value == EMA, _show)
     with user_errors(), destination(_TO.value, _LAST, told("sending", _show)) as to:
-        found = located(_FROM.value)
-        if isinstance(found, HuggingFace):
-            of_the_file = (_DTYPE, _LARGEST_FILE, _TOKENIZER, _ADAPTERS)
-            outward = (*of_the_file, INIT_FROM, WEIGHTS)
+        found = resolve(_FROM.value)
+        if isinstance(found, FolderReference):
+            outward = (_DTYPE, _LARGEST_FILE, _TOKENIZER, _ADAPTERS, INIT_FROM, WEIGHTS)
             if given := [flag.name for flag in outward if flag.present]:
                 raise ConfigError(f"--{given[0]} is for the way out; --from={found.name} comes in")
             if _BASE.present and not holds_adapters(found.folder):
@@ -113,40 +116,36 @@ def main(arguments: Sequence[str]) -> int:
                     f"--to={_TO.value}: a run's folder is made on a disk; a run in a bucket can "
                     f"begin with --init_from={found.name}"
                 )
-            made = bring_in(dataclasses.replace(found, base=_BASE.value), to, access)
+            made = bring_in(_FROM.value, to, dataclasses.replace(options, init_from=_BASE.value))
         elif _ADAPTERS.value:
-            whole = (_LARGEST_FILE, _TOKENIZER)
-            if given := [flag.name for flag in whole if flag.present]:
+            if given := [flag.name for flag in (_LARGEST_FILE, _TOKENIZER) if flag.present]:
                 raise ConfigError(f"--{given[0]} is for whole models, not for --adapters")
             dtype = _DTYPE.value or "float32"
-            made = bring_adapters_out(found, to, _BASE.value, dtype, access)
+            made = bring_adapters_out(_FROM.value, to, _BASE.value, dtype, options)
         else:
             if _BASE.present:
                 raise ConfigError("--base is for --adapters: merged weights need none")
-            made = bring_out(
-                found,
-                to,
-                _TOKENIZER.value,
-                _DTYPE.value,
-                round(_LARGEST_FILE.value * 1e9),
-                access,
-            )
+            file_bytes = round(_LARGEST_FILE.value * 1e9)
+            made = bring_out(_FROM.value, to, _TOKENIZER.value, _DTYPE.value, file_bytes, options)
     print(f"{_TO.value} holds {made}; it took {duration_text(time.perf_counter() - began)}")
     return FINISHED
 
 
-def bring_in(found: HuggingFace, to: Path, access: Access = PLAIN) -> str:
-    """Makes a workdir with the weights of a folder, or the adapters of one of PEFT's; what it
-    holds, in words.
+def bring_in(reference: str, to: Path, options: LoadOptions = PLAIN) -> str:
+    """Makes a workdir with the weights of a folder, or with PEFT adapters; describes it.
+
+    Args:
+      options: its `init_from` is the base of the adapters, if it is not the one that they name.
 
     Raises:
       ValueError, OSError: if the folder cannot be used, or `to` is not empty.
     """
     with made_whole(to) as unfinished:
-        source = ModelFolder(found, access.families)
-        base, trusted = source.base, access.trusted
+        source = resolve_model(reference, options)
+        assert isinstance(source, ModelFolder), reference
+        base = source.base
         folder = f"folder={str(base.folder)!r}"
-        cfg = configs.load("experiments/from_hf", (), [folder], trusted)
+        cfg = configs.load("experiments/from_hf", (), [folder], options.trusted)
         cfg.init_from = str(to.absolute())
         if (held := source.adapters) is not None:
             shapes = source.described.shapes
@@ -157,7 +156,8 @@ def bring_in(found: HuggingFace, to: Path, access: Access = PLAIN) -> str:
         configs.save(cfg, unfinished)
         keep_origin(base.folder, unfinished)
         recipe = recipe_of(cfg)
-        parts = parted(source.weights(Wanted(recipe, _one_device()), _show), recipe.trained)
+        model, name = source.fill(LoadTarget(recipe, _one_device()))
+        parts = parted(model, recipe.trained)
         _show("writing the checkpoint")
         save_weights_alone(
             parts.trained,
@@ -167,32 +167,33 @@ def bring_in(found: HuggingFace, to: Path, access: Access = PLAIN) -> str:
             frozen=frozen_note(parts.frozen, recipe),
         )
     what = "weights" if held is None else "adapters"
-    return f"the {what} of {found.name}, {_size(parts.trained)}"
+    return f"the {what} of {name}, {_size(parts.trained)}"
 
 
 def bring_out(
-    found: Saved,
+    reference: str,
     to: Path,
     tokenizer: str | Path | None = None,
     dtype: str | None = None,
     file_bytes: int = 5_000_000_000,
-    access: Access = PLAIN,
+    options: LoadOptions = PLAIN,
 ) -> str:
-    """Makes a folder of Hugging Face's of a checkpoint; what it holds, in words.
+    """Makes a Hugging Face folder of a checkpoint; describes it.
 
     Args:
-      tokenizer, dtype, file_bytes: as in `hf.save`; of no tokenizer that of the run is taken.
+      tokenizer, dtype, file_bytes: as in `hf.save`; without a tokenizer, the run's is taken.
 
     Raises:
       ValueError, OSError: if the run cannot be used, no family there has its model, or `to` is not
         empty.
     """
 
-    def write(run: SavedRun) -> str:
+    def write(run: SavedRun | ModelFolder) -> str:
+        assert isinstance(run, SavedRun), reference
         model_type, texts, own = _model_type(run), run.texts, tokenizer
         with made_whole(to) as unfinished:
             _show(f"reading {shown(run.folder)}")
-            model = merged_into_bases(_model(run))
+            model = merged_into_bases(run.model(_one_device(), exact=True))
             template = texts.template_of_data() if own is None else None
             if own is None:
                 texts.check_tokenizer()
@@ -211,7 +212,7 @@ def bring_out(
                 dtype=dtype,
                 longest=texts.longest,
                 settings=_settings(texts),
-                families=access.families,
+                families=options.families,
                 file_bytes=file_bytes,
                 progress=told("writing", _show),
             )
@@ -224,17 +225,17 @@ def bring_out(
             files = f"{known}, each adapter added in float32 to its matrix as the base stores it"
         return f"step {run.step:,} of {shown(run.workdir)}, {_size(model)} in {files}, with {of}"
 
-    return use_run(found, write, access)
+    return use_model(reference, write, options)
 
 
 def bring_adapters_out(
-    found: Saved,
+    reference: str,
     to: Path,
     base: str | None = None,
     dtype: str = "float32",
-    access: Access = PLAIN,
+    options: LoadOptions = PLAIN,
 ) -> str:
-    """Makes a folder of PEFT's of the adapters in a checkpoint; what it holds, in words.
+    """Makes a PEFT folder of the adapters in a checkpoint; describes it.
 
     Args:
       base: of `hf.save_adapters`, with all that was trained before this run; `None`: what the run
@@ -246,7 +247,8 @@ def bring_adapters_out(
         model, or `to` is not empty.
     """
 
-    def write(run: SavedRun) -> str:
+    def write(run: SavedRun | ModelFolder) -> str:
+        assert isinstance(run, SavedRun), reference
         if not has_adapters(run.shapes):
             raise ConfigError(
                 f"the model of {shown(run.workdir)} has no adapters: leave out --adapters"
@@ -267,22 +269,22 @@ def bring_adapters_out(
             )
         with made_whole(to) as unfinished:
             _show(f"reading {shown(run.folder)}")
-            written = written_whole(run.shapes, trained, model_type, access.families)
+            written = written_whole(run.shapes, trained, model_type, options.families)
             there = run.recipe.trained
             alone = there is not None and written <= there  # the base is not needed
             hf.save_adapters(
-                own_weights(run, device) if alone else _model(run),
+                run.trained_weights(device) if alone else run.model(device, exact=True),
                 unfinished,
                 base=whose,
                 trained=trained,
                 model_type=model_type,
                 dtype=dtype,
-                families=access.families,
+                families=options.families,
             )
         of_base = "" if whose is None else f", for {whose}"
         return f"the adapters of step {run.step:,} of {shown(run.workdir)} in {dtype}{of_base}"
 
-    return use_run(found, write, access)
+    return use_model(reference, write, options)
 
 
 def _model_type(run: SavedRun) -> str:
@@ -291,7 +293,7 @@ def _model_type(run: SavedRun) -> str:
     model, made_by = without_adapters(run.recipe.shapes), run.cfg.model
     if fdl.get_callable(made_by) is lora:
         made_by = made_by.of
-    families = run.access.families
+    families = run.options.families
     for family in families:
         if family.build is fdl.get_callable(made_by):
             with contextlib.suppress(ValueError):
@@ -299,18 +301,13 @@ def _model_type(run: SavedRun) -> str:
     return family_of(model, None, families)[0].model_type
 
 
-def _settings(texts: KnownTexts) -> dict[str, Any]:
+def _settings(texts: TextSources) -> dict[str, Any]:
     """Keys of config.json that the model does not tell."""
-    metadata = texts.metadata
-    ids = {} if metadata is None else {"bos": metadata.bos_id, "eos": metadata.eos_id}
+    metadata = texts.first and texts.first.metadata
+    ids = {"bos": metadata.bos_id, "eos": metadata.eos_id} if metadata else {}
     known = {f"{name}_token_id": id for name, id in ids.items() if id is not None}
     before = texts.config
     return known | {key: before[key] for key in _KEPT if key in before}
-
-
-def _model(run: SavedRun) -> Any:
-    """In float32, with its adapters: what is frozen has the values that its base stores."""
-    return model_of(run, _one_device(), recipe=in_float32(run.recipe))
 
 
 def _one_device() -> Mesh:

@@ -79,7 +79,7 @@ from lmlib.checkpoint.folders import steps_in
 from lmlib.checkpoint.removal import reading
 from lmlib.evaluate.suite.suite import Suite
 from lmlib.storage.whole_file import write_whole
-from runner.config.references import Saved, located
+from runner.config.references import RunReference, resolve
 from runner.evaluation.data_sets import DataSet, data_set, validation_of
 from runner.evaluation.measuring import Measured, Measuring, Settings
 from runner.evaluation.results import json_text, tables
@@ -167,8 +167,8 @@ def _each_loaded() -> Iterator[Loaded]:
 def _each_checkpoint(reference: str) -> Iterator[Loaded]:
     """All but those that the run removes before they are read; if none is left, the newest then."""
     with user_errors():
-        found = located(reference)
-        if not isinstance(found, Saved) or found.step is not None:
+        found = resolve(reference)
+        if not isinstance(found, RunReference) or found.step is not None:
             raise ConfigError(f"--all_checkpoints is for a run, WORKDIR, not {reference}")
         steps = steps_in(found.folder)
     read = 0

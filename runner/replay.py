@@ -47,11 +47,9 @@ from runner.jax_settings.xla_flags import keep_cpus_in_order
 from runner.monitoring.progress import Progress
 from runner.training.captures import Capture, read_batch, read_capture
 from runner.training.divergence import statistics_of
+from runner.weights.given import GivenWeights
 from runner.weights.notes import WEIGHTS_ALONE
-from runner.weights.reading import completed, weights_of
-from runner.weights.reference_model import reference_model_of
-from runner.weights.saved_run import Access
-from runner.weights.wanted import Wanted
+from runner.weights.target import LoadOptions
 
 DIFFERS = 1  # exit status: the numbers are not those of the run
 COMPARED = ("loss", "grad_norm", "parameter_norm", "update_norm", "skipped_updates")
@@ -129,12 +127,11 @@ def _replay(capture: Capture, experiment: Experiment, rows: Batch) -> bool:
 
 def _begin(capture: Capture, experiment: Experiment) -> tuple[State, int]:
     """The state that the capture begins with, and the steps made in it."""
+    folder, origin = capture.folder / "checkpoints", capture.initialised_from
+    # Differences were allowed when the run began.
+    options = LoadOptions(TRUST_MODULE.value, show=print)
+    given = GivenWeights(experiment, options, allowed_changes=("data", "model"))
     with user_errors():
-        folder, access = (
-            capture.folder / "checkpoints",
-            Access(TRUST_MODULE.value, INIT_FROM.value, show=print),
-        )
-        origin, reference_model = capture.initialised_from, reference_model_of(experiment, access)
         if steps_in(folder) == [WEIGHTS_ALONE]:
             origin = str(folder)
         elif folder.is_dir():
@@ -145,13 +142,8 @@ def _begin(capture: Capture, experiment: Experiment) -> tuple[State, int]:
                 raise ConfigError(f"{folder} holds no checkpoint")
             if isinstance(experiment.data, Resumable):
                 experiment.data.restore(found.step, found.notes["data"])
-            return completed(found, experiment, reference_model, access), found.step
-        if origin is None:
-            return experiment.initial_state(reference_model=reference_model), 0
-        # What differs was allowed when the run began.
-        wanted = Wanted(experiment.recipe, experiment.mesh, allowed_changes=["model"])
-        model, _ = weights_of(origin, wanted, access)
-    return experiment.initial_state(model, reference_model), 0
+            return given.complete(found, INIT_FROM.value), found.step
+        return given.initial_state(origin)[0], 0
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from jaxtyping import PRNGKeyArray
 from lmlib.compute import Compute
 from lmlib.data.batch import Batch, Source, has_whole_rows, teacher_k
 from lmlib.data.text import HasText, TextCodec
-from lmlib.evaluate.suite.suite import Suite
 from lmlib.evaluate.validation import validation_metrics
 from lmlib.experiment.actions import Action, Every, Moment
 from lmlib.experiment.checkpoints import CheckpointSettings
@@ -208,7 +207,7 @@ class Experiment:
         """The names of what each evaluation adds to the metrics of its step."""
         named = isinstance(self.validation, Mapping)
         suite = self.evaluation.suite
-        names = suite.metrics(self.suite_length, self.text_codec) if suite else ()
+        names = () if suite is None else suite.metrics(self.suite_length, self.text_codec)
         sets = self.validation_sets
         return (*validation_metrics(self.objective, sets, named, "evaluation"), *names)
 
@@ -219,8 +218,9 @@ class Experiment:
 
     @property
     def suite_length(self) -> int:
-        """Tokens of a sequence of the suite; of several stages it is made for the first."""
-        return (self.evaluation.suite or Suite()).length(self.data.sequence_length)
+        """Tokens of a sequence of the suite, which is made for the first stage."""
+        assert self.evaluation.suite is not None
+        return self.evaluation.suite.length(self.data.sequence_length)
 
     @functools.cached_property
     def text_codec(self) -> TextCodec | None:

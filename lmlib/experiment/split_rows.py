@@ -5,7 +5,6 @@ from typing import Any
 from jax.sharding import Mesh
 
 from lmlib.compute import Compute
-from lmlib.models.attend.context_parallel import length_of_piece, problem
 from lmlib.models.attend.kernel import kernel_of
 from lmlib.models.split_rows import check_rows_may_be_split
 from lmlib.parallel.layout import COMPUTE, pieces
@@ -25,6 +24,8 @@ def check_split_rows(
     if devices == 1:
         return
     if compute.attention not in ("auto", "blockwise"):
+        from lmlib.models.attend.context_parallel import problem  # which only split rows need
+
         reason = problem(kernel_of(compute.attention), compute.context)
         if reason is not None:
             raise ValueError(
@@ -45,6 +46,8 @@ def check_pieces(model: Any, sequence_length: int, compute: Compute, mesh: Mesh)
     axis, devices = COMPUTE["seq"], pieces(COMPUTE["seq"], mesh)
     if devices == 1:
         return
+    from lmlib.models.attend.context_parallel import length_of_piece  # which only split rows need
+
     piece = length_of_piece(sequence_length, devices, "balanced")
     try:
         model.check(piece, compute)

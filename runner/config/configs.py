@@ -203,10 +203,10 @@ def config_of_model(reference: str, trusted: Collection[str] = ()) -> fdl.Config
     Raises:
       ConfigError: if there is no such model, or it is adapters alone.
     """
-    from runner.config.references import HuggingFace, base_of, located  # which imports JAX
+    from runner.config.references import FolderReference, base_of, resolve  # which imports JAX
 
-    found = located(reference)
-    if isinstance(found, HuggingFace):
+    found = resolve(reference)
+    if isinstance(found, FolderReference):
         if base_of(found) is not found:
             raise ConfigError(
                 f"{reference} holds adapters alone; make a run of it: "
@@ -226,16 +226,14 @@ def _config_of(
     """What `config` returns, and the overrides that were not for its own parameters."""
     if not callable(getattr(module, "config", None)):
         raise ConfigError(f"{module.__file__} has no function `def config() -> fdl.Config`")
-    from lmlib.hf.family import Family  # which imports JAX, as `module` has
-
     call, kinds = fdl.Config(module.config), typing.get_type_hints(module.config)
-    with_families = {name for name in parameters(call) if kinds.get(name) == Sequence[Family]}
+    with_families = {name for name in parameters(call) if _is_of_families(kinds.get(name))}
     names = set(parameters(call)) - with_families
     own = [each for each in overrides if each.partition("=")[0].strip() in names]
     for override in own:
         apply_override(override, call)
     if with_families:
-        from runner.config.families import known_families
+        from runner.config.references import known_families
 
         for name in with_families:
             setattr(call, name, known_families(trusted))
@@ -261,6 +259,17 @@ def _is_config(kind: Any) -> bool:
     union = typing.get_origin(kind) in (typing.Union, types.UnionType)
     kinds = typing.get_args(kind) if union else (kind,)
     return any((typing.get_origin(each) or each) is fdl.Config for each in kinds)
+
+
+def _is_of_families(kind: Any) -> bool:
+    """Whether an annotation is `Sequence[Family]`. The name is compared, since only experiments
+    that need lmlib.hf import it."""
+    names = [
+        (each.__module__, each.__qualname__)
+        for each in typing.get_args(kind)
+        if isinstance(each, type)
+    ]
+    return typing.get_origin(kind) is Sequence and names == [("lmlib.hf.family", "Family")]
 
 
 def _apply_fiddler(text: str, cfg: fdl.Config, module: types.ModuleType) -> None:

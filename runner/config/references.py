@@ -1,8 +1,12 @@
-"""What weights are called: a run, a folder of Hugging Face's or PEFT's, or a name on the Hub."""
+"""Model references (runs, steps, folders, names on the Hub), and the families that are known."""
 
-import dataclasses
+import importlib
+from collections.abc import Collection
 from pathlib import Path
+from typing import NamedTuple
 
+from lmlib.hf.families import FAMILIES
+from lmlib.hf.family import Family
 from lmlib.hf.folder import read_json
 from lmlib.hf.hub import local_folder_of
 from lmlib.hf.peft.config import holds_adapters, read_config
@@ -11,29 +15,22 @@ from lmlib.storage.unlinked import unlinked
 from runner.errors import ConfigError, user_errors
 
 
-@dataclasses.dataclass(frozen=True)
-class Saved:
-    """The checkpoints of a run in `folder`; `step` is `None` for the newest."""
+class RunReference(NamedTuple):
+    """The folder of a run's checkpoints; a `step` of `None` means the newest."""
 
     folder: Path
     step: int | None
 
 
-@dataclasses.dataclass(frozen=True)
-class HuggingFace:
-    """A folder of Hugging Face's; `name` is its path, or its name on the Hub.
-
-    base: of a folder of adapters, the reference of the model without them; `None`: as it says.
-    """
+class FolderReference(NamedTuple):
+    """A Hugging Face folder; `name` is its path, or its name on the Hub."""
 
     folder: Path
     name: str
-    base: str | None = None
 
 
-def located(reference: str) -> Saved | HuggingFace:
-    """What `reference` means: `RUN`, `RUN@STEP`, a folder of Hugging Face's or its name on the Hub,
-    from where it is then fetched.
+def resolve(reference: str) -> RunReference | FolderReference:
+    """Finds `RUN`, `RUN@STEP`, a Hugging Face folder, or a Hub name, which is then downloaded.
 
     Raises:
       ConfigError: if it is none of them.
@@ -46,51 +43,78 @@ def located(reference: str) -> Saved | HuggingFace:
         folder = folder_to_read(run)
         whole = folder if run == reference else folder_to_read(reference)
         if (folder / "checkpoints").is_dir():
-            return Saved(unlinked(folder, "checkpoints"), number)
-        if is_hugging_face(whole):
-            return HuggingFace(whole, str(whole.absolute()))
+            return RunReference(unlinked(folder, "checkpoints"), number)
+        if _is_hugging_face(whole):
+            return FolderReference(whole, str(whole.absolute()))
         if folder.is_dir():
-            return Saved(folder, number)
+            return RunReference(folder, number)
         if (fetched := local_folder_of(reference)) != whole:
-            return HuggingFace(fetched, reference)
+            return FolderReference(fetched, reference)
     raise ConfigError(
         f"{run} is no folder; write RUN or RUN@STEP, a folder of Hugging Face's, or a name on the "
         "Hub, as Qwen/Qwen3-0.6B"
     )
 
 
-def is_hugging_face(folder: Path) -> bool:
-    """Whether it holds safetensors, or a config.json of a model's; raises FolderError if that is
-    damaged."""
+def _is_hugging_face(folder: Path) -> bool:
     config = folder / "config.json"
     return any(folder.glob("*.safetensors")) or (
         config.is_file() and "model_type" in read_json(config)
     )
 
 
-def base_of(found: HuggingFace) -> HuggingFace:
-    """The folder whose model the adapters in `found` are for; `found`, if it holds a whole model.
+def base_of(found: FolderReference, base: str | None = None) -> FolderReference:
+    """Returns the folder of the whole model: `found` itself, or the base of its adapters.
+
+    Args:
+      base: a reference to use instead of the base that the adapters name.
 
     Raises:
-      ConfigError: if it does not say, or that is no folder of a whole model.
+      ConfigError: if no base is named, or it is not a folder with a whole model.
     """
     if not holds_adapters(found.folder):
         return found
-    reference = found.base or read_config(found.folder).base
+    reference = base or read_config(found.folder).base
     if reference is None:
         raise ConfigError(
             f"{found.name} does not say for which model its adapters are: base_model_name_or_path "
             "is not set"
         )
     try:
-        base = located(reference)
+        folder = resolve(reference)
     except ConfigError as error:
         raise ConfigError(
             f"the model that the adapters of {found.name} are for: {error}; if it has moved, "
             "give runner.convert --base, or runner.generate and runner.evaluate --init_from"
         ) from error
-    if not isinstance(base, HuggingFace) or holds_adapters(base.folder):
+    if not isinstance(folder, FolderReference) or holds_adapters(folder.folder):
         raise ConfigError(
             f"{reference} holds no model of Hugging Face's for the adapters of {found.name}"
         )
-    return base
+    return folder
+
+
+def known_families(trusted: Collection[str]) -> tuple[Family, ...]:
+    """Returns the `FAMILIES` of the modules `trusted`, then lmlib's. If two families have the same
+    `model_type`, the first one is used.
+
+    Raises:
+      ConfigError: if a module cannot be imported, or its `FAMILIES` holds something else.
+    """
+    own = list[Family]()
+    for name in trusted:
+        flag = f"--trust_module={name}"
+        try:
+            found = getattr(importlib.import_module(name), "FAMILIES", ())
+        except Exception as error:  # whatever a module raises
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            raise ConfigError(
+                f"{flag} cannot be imported ({reason:.300}); if it is yours, set PYTHONPATH"
+            ) from error
+        if not isinstance(found, list | tuple) or not all(isinstance(f, Family) for f in found):
+            raise ConfigError(
+                f"{flag}: its FAMILIES is {found!r:.80}, and has to be a list of "
+                "lmlib.hf.family.Family"
+            )
+        own += found
+    return (*own, *FAMILIES)

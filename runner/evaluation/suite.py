@@ -4,8 +4,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from lmlib.evaluate.scoring import Scorer
-from lmlib.evaluate.suite.suite import Suite, SuiteEvaluator
+from lmlib.evaluate.suite.suite import Suite
 from lmlib.models.model import check_length
 from lmlib.terminal.table import columns
 from runner.errors import chosen_sizes, user_errors
@@ -27,8 +26,9 @@ def measure_suite(loaded: Loaded, suite: Suite, sequence_length: int | None = No
     length = sequence_length or suite.length(default_length(loaded))
     with user_errors(), chosen_sizes(SMALLER):
         check_length(loaded.model, length, loaded.compute)
-        scorer = Scorer(loaded.mesh, loaded.compute)
-        evaluator = SuiteEvaluator(suite, scorer, loaded.model.vocab, loaded.codec, length)
+        evaluator = suite.evaluator(
+            loaded.mesh, loaded.compute, loaded.model.vocab, loaded.codec, length
+        )
     return loaded.name, evaluator(loaded.model)
 
 

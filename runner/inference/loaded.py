@@ -6,7 +6,6 @@ Shapes: S sequence (queries), T sequence (keys), L layers, E embed, V vocab.
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import fiddle as fdl
@@ -15,15 +14,13 @@ from jax.sharding import Mesh
 from jaxtyping import Float
 
 from lmlib.compute import Compute
-from lmlib.data.chats.chat import ChatTemplate
-from lmlib.data.stored.metadata import TokenizerIdentity
-from lmlib.data.text import TextCodec
 from lmlib.data.text_stream import TextStream
 from lmlib.generate import Generator, Sampling
 from lmlib.inspect import Inspector
 from runner.errors import ConfigError
 from runner.inference.answer import Manner
 from runner.inference.prompts import AS_NUMBERS
+from runner.weights.texts import Texts
 
 USUAL = Sampling(temperature=0.8, top_p=0.95)
 
@@ -41,44 +38,26 @@ class TokenLoss(NamedTuple):
     nats: float
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Loaded:
-    """A model and what is known of its texts.
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Loaded(Texts):
+    """A model with its tokenizer.
 
-    Its methods take a text, or token ids, and set the mesh themselves. They raise ConfigError where
-    no tokenizer is known for a text, and ValueError for what the model cannot take.
+    Its methods take a text, or token ids, and set the mesh themselves. They raise ConfigError for a
+    text without a known tokenizer, and ValueError for input that the model cannot take.
 
-    Attributes:
+    Attributes, besides those of `Texts`:
       model: its float32 weights. On one device they were made without a mesh, unless `load` was
         given one; on several they lie as they are stored on `mesh`.
-      compute: how to compute it: in the run's dtype, without what else suits its training.
-      codec: between texts and its ids; `None` if no tokenizer is known.
-      tokenizer_file: the tokenizer.json that `codec` was made of; `None` if there is none.
-      end_ids: tokens that end a text; empty if none are known.
-      document_end: the token that ended each document it was trained on; `None` if none is known.
-      tokenizer: what made the ids that it was trained on; `None` if unknown.
-      tokenizer_folder: with the tokenizer's files of Hugging Face's.
-      chat_template: what made the texts of the conversations that it was trained on, or else that
-        of `tokenizer_folder`; `None` if there is none.
-      longest: tokens in the longest sequence that it was trained on; `None` if unknown.
-      name: whose weights they are: `WORKDIR@STEP`, or the folder's name.
-      step: of the run's checkpoint; `None` of a folder of Hugging Face's.
-      generation_settings: what generation_config.json of a folder of Hugging Face's says; empty of
-        a run, whose exports have none but the ends of texts.
+      compute: how to compute it: in the run's dtype, without the run's other settings.
+      name: of the weights: `WORKDIR@STEP`, or the folder's name.
+      step: of the run's checkpoint; `None` for a Hugging Face folder.
+      generation_settings: the content of a folder's generation_config.json; empty for a run.
       cfg: the run's config, which makes its `Experiment` where its data and its mesh are there.
     """
 
     model: Any
     mesh: Mesh
     compute: Compute
-    codec: TextCodec | None
-    tokenizer_file: Path | None
-    end_ids: tuple[int, ...]
-    document_end: int | None
-    tokenizer: TokenizerIdentity | None
-    tokenizer_folder: Path | None
-    chat_template: ChatTemplate | None
-    longest: int | None
     name: str
     step: int | None
     generation_settings: Mapping[str, Any]

@@ -1,4 +1,4 @@
-"""Finding a model and restoring it onto this machine's devices, with its texts' codec."""
+"""Loads a saved model and its tokenizer onto this machine's devices."""
 
 import dataclasses
 import os
@@ -9,18 +9,16 @@ import jax
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from lmlib.compute import Compute
-from lmlib.hf.peft import holds_adapters
 from lmlib.models.model import check_is_model, longest_sequence
 from lmlib.parallel.axes import LayoutError
 from lmlib.parallel.check import check_model
 from lmlib.parallel.mesh import make_mesh
-from runner.config.references import HuggingFace, located
-from runner.errors import ConfigError, user_errors
+from runner.errors import user_errors
 from runner.inference.loaded import Loaded
 from runner.processes.agreement import agreed
 from runner.weights.model_folder import ModelFolder
-from runner.weights.reading import model_of
-from runner.weights.saved_run import Access, SavedRun, use_run
+from runner.weights.models import SavedRun, use_model
+from runner.weights.target import LoadOptions
 
 
 def load(
@@ -34,8 +32,8 @@ def load(
     average: bool = False,
     show: Callable[[str], None] = lambda line: None,
 ) -> Loaded:
-    """The model of a run, `WORKDIR[@STEP]`, of a folder of Hugging Face's or of PEFT's, or of a
-    name on the Hub.
+    """Loads the model of a run, `WORKDIR[@STEP]`, of a Hugging Face or PEFT folder, or of a name on
+    the Hub.
 
     Every process must call it. The run's data need not be there, nor its mesh fit these devices.
 
@@ -44,42 +42,32 @@ def load(
         a single device the model needs no mesh.
       dtype: to compute in; `None`: the run's, of a folder float32.
       tokenizer: a tokenizer.json or its folder, in place of the one that is known.
-      trusted, init_from, average, show: as in `Access`.
+      trusted, init_from, average, show: as in `LoadOptions`.
 
     Raises:
       ConfigError: if there is no such model, it is damaged, or a run removes it meanwhile; of the
         newest checkpoint only if that happens again and again.
     """
 
-    access = Access(trusted, init_from, average, show)
-
     def loaded_from(source: SavedRun | ModelFolder) -> Loaded:
-        # What is damaged in the small files is found before gigabytes are read.
+        # Damage in the small files is found before gigabytes are read.
         texts = source.texts.read(tokenizer, show)
         check_is_model(source.shapes)
         chosen = mesh or _mesh_for(source.abstract_model)
         return Loaded(
-            model=model_of(source, chosen, access),
+            **vars(texts) | {"longest": texts.longest or longest_sequence(source.shapes)},
+            model=source.model(chosen),
             mesh=chosen,
             compute=Compute(dtype=dtype or source.compute_dtype),
             name=source.name,
             step=source.step,
             generation_settings=source.generation_settings,
             cfg=source.cfg,
-            **texts._asdict() | {"longest": texts.longest or longest_sequence(source.shapes)},
         )
 
+    options = LoadOptions(trusted, init_from, average, show)
     with agreed(), user_errors():
-        found = located(os.fspath(reference))
-        if isinstance(found, HuggingFace):
-            if average:
-                raise ConfigError(f"{found.name} holds weights alone: leave out --weights=ema")
-            if init_from is not None and not holds_adapters(found.folder):
-                show(f"--init_from={init_from} is ignored: {found.name} holds the whole model")
-            based = dataclasses.replace(found, base=init_from)
-            loaded = loaded_from(ModelFolder(based, access.families))
-        else:
-            loaded = use_run(found, loaded_from, access)
+        loaded = use_model(os.fspath(reference), loaded_from, options)
     if mesh is not None or loaded.mesh.size > 1:
         return loaded
     alone = SingleDeviceSharding(loaded.mesh.devices.item())

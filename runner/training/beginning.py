@@ -1,9 +1,9 @@
 """What a run begins with: its newest checkpoint, weights that are there, or new ones."""
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import fiddle as fdl
 import jax
@@ -16,16 +16,13 @@ from lmlib.runs.settings import read_settings
 from lmlib.state import State
 from runner.config.text import changed_paths, difference, settings
 from runner.errors import ConfigError, TrainingStopped, user_errors
-from runner.monitoring.phases import Phase, Phases
-from runner.monitoring.progress import Progress
+from runner.monitoring.phases import Phase
 from runner.training import data_probe
-from runner.training.options import Options
-from runner.weights.forked import forked
+from runner.training.run import Run
 from runner.weights.notes import WEIGHTS_ALONE, Fork, check_notes, fork_in
-from runner.weights.reading import completed, weights_of
-from runner.weights.reference_model import check_reference_model, reference_model_of
-from runner.weights.saved_run import Access
-from runner.weights.wanted import Wanted
+
+if TYPE_CHECKING:
+    from runner.weights.given import GivenWeights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,34 +57,23 @@ class Beginning:
         return 1 if self.fork is None else self.fork.step + 1
 
 
-def begin(
-    experiment: Experiment,
-    config: Mapping[str, str],
-    directory: Path,
-    options: Options,
-    progress: Progress,
-    phases: Phases,
-) -> Beginning:
-    """Restores, forks, warm-starts or initialises; changes nothing on disk.
-
-    Args:
-      config: the settings of what `experiment` was built of.
-      directory: of the run's checkpoints; it may be absent.
-      phases: is left in what this was: a restore or an initialisation.
+def begin(run: Run) -> Beginning:
+    """Restores, forks, warm-starts or initialises; changes nothing on disk. Enters the phase of a
+    restore or an initialisation.
 
     Raises:
-      ConfigError: if the run cannot go on from what is there, and why.
+      ConfigError: if the run cannot go on from its checkpoints, and why.
     """
+    experiment, options, directory = run.experiment, run.options, run.checkpoints
     init_from, forks = options.init_from or experiment.init_from, experiment.continue_optimizer
     if options.continue_optimizer is not None:
         forks = options.continue_optimizer
-    access = Access(options.trusted, options.init_from, show=progress.message)
     with user_errors():
         target = experiment.abstract_state().changing
         with Checkpoints(directory, read_only=True) as checkpoints:
             newest = checkpoints.newest()
             restores = newest is not None or init_from is not None
-            phases.enter(Phase.RESTORE if restores else Phase.INITIALISATION)
+            run.phases.enter(Phase.RESTORE if restores else Phase.INITIALISATION)
             found = None
             if newest is not None and newest > experiment.steps:
                 raise ConfigError(
@@ -106,55 +92,62 @@ def begin(
                 found = checkpoints.restore_newest(target, fallback=options.checkpoint_fallback)
         frozen_again = found is not None and experiment.recipe.trained is not None
         if options.init_from is not None and newest is not None and not frozen_again:
-            progress.message(
-                f"--init_from={options.init_from} is ignored: this run has checkpoints"
-            )
+            run.tell(f"--init_from={options.init_from} is ignored: this run has checkpoints")
+        given = _given(run, found is None and (init_from is not None or forks))
         if found is not None:
             check_notes(found, directory)
-            return _go_on(experiment, found, fork_in(found.notes), options, access, progress)
+            return _go_on(run, found, fork_in(found.notes), given, options.init_from)
         if forks:
-            found, fork = forked(
-                init_from, experiment.steps, target, config, options.allowed_changes, access
-            )
-            access = dataclasses.replace(access, init_from=None)
-            new = _go_on(experiment, found, fork, options, access, progress)
+            assert given is not None
+            found, fork = given.fork(init_from, settings(run.cfg))
+            new = _go_on(run, found, fork, given, None)
             return dataclasses.replace(new, before_skipped=None, is_new_fork=True)
-        reference_model = reference_model_of(experiment, access)
-        if init_from is None:
-            state = jax.block_until_ready(experiment.initial_state(reference_model=reference_model))
-            return Beginning(state, 0, 0, None, None)
-        wanted = Wanted(
-            experiment.recipe, experiment.mesh, experiment.data, options.allowed_changes
-        )
-        model, initialised_from = weights_of(init_from, wanted, access)
-    progress.message(f"beginning with the weights of {initialised_from}")
-    return Beginning(experiment.initial_state(model, reference_model), 0, 0, None, initialised_from)
+        name: str | None = None
+        if given is None:
+            state = experiment.initial_state()
+        else:
+            state, name = given.initial_state(init_from)
+        jax.block_until_ready(state)
+    if name is not None:
+        run.tell(f"beginning with the weights of {name}")
+    return Beginning(state, 0, 0, None, name)
+
+
+def _given(run: Run, begins_with_them: bool) -> "GivenWeights | None":
+    """Reads the weights that the run needs and does not make; `None` if it makes all itself."""
+    experiment, options = run.experiment, run.options
+    has_frozen = experiment.recipe.trained is not None
+    if not (begins_with_them or has_frozen or experiment.objective.reference_model is not None):
+        return None
+    # Here, since it imports every family of models: a run that makes its own weights needs none.
+    from runner.weights.given import GivenWeights
+    from runner.weights.target import LoadOptions
+
+    load_options = LoadOptions(options.trusted, show=run.tell)
+    return GivenWeights(experiment, load_options, options.allowed_changes)
 
 
 def _go_on(
-    experiment: Experiment,
+    run: Run,
     found: Restored,
     fork: Fork | None,
-    options: Options,
-    access: Access,
-    progress: Progress,
+    given: "GivenWeights | None",
+    init_from: str | None,
 ) -> Beginning:
-    """The state of the checkpoint `found`, whose notes were checked, with what it does not hold."""
-    _check_data(experiment, found, "data" in options.allowed_changes, progress)
-    _say(found, experiment, fork, progress)
-    saved = found.notes
-    reference_model = reference_model_of(experiment, access)
-    if "model" not in options.allowed_changes:
-        check_reference_model(reference_model, saved["reference_model"])
+    """The state of the checkpoint `found`, whose notes were checked, with the weights that it
+    lacks, which may be at `init_from` now."""
+    _check_data(run, found)
+    _say(run, found, fork)
+    notes = found.notes
     return Beginning(
-        completed(found, experiment, reference_model, access),
+        found.state if given is None else given.complete(found, init_from),
         found.step,
-        saved["tokens"],
-        saved["before_skipped"],
-        saved["initialised_from"],
+        notes["tokens"],
+        notes["before_skipped"],
+        notes["initialised_from"],
         found.damaged,
         fork,
-        data=saved.get("data"),
+        data=notes.get("data"),
     )
 
 
@@ -174,12 +167,12 @@ def check_config(
     target: Callable[[], State],
     workdir: Path,
     allowed_changes: Collection[str],
-    progress: Progress,
+    tell: Callable[[str], None],
 ) -> None:
     """Shows how the config differs from the one that the run in `workdir` was last trained with.
 
-    Compares with settings.json: of the config.json of an old run perhaps not every module is left.
-    `target()` is what a checkpoint is restored into.
+    Compares with settings.json, since modules that an old config.json names may be gone.
+    `target()` is the state that a checkpoint is restored into.
 
     Raises:
       ConfigError: if the model is not the one that was trained and "model" is not allowed.
@@ -188,10 +181,10 @@ def check_config(
         before, now = read_settings(workdir), settings(cfg)
     if before is None or not (changes := difference(before, now)):
         return
-    progress.message(f"the config has changed since this run was last trained:\n{changes}")
+    tell(f"the config has changed since this run was last trained:\n{changes}")
     changed = changed_paths(before, now)
     if "init_from" in changed and steps_in(workdir / "checkpoints"):
-        progress.message("the new init_from is ignored: this run has checkpoints")
+        tell("the new init_from is ignored: this run has checkpoints")
     of_the_model = [path for path in changed if path.partition(".")[0] == "model"]
     if of_the_model and "model" not in allowed_changes:
         with user_errors(), Checkpoints(workdir / "checkpoints", read_only=True) as checkpoints:
@@ -209,11 +202,9 @@ def check_config(
         )
 
 
-def _check_data(
-    experiment: Experiment, found: Restored, may_change: bool, progress: Progress
-) -> None:
+def _check_data(run: Run, found: Restored) -> None:
     """Checks that the data is what the run was trained on; moves a stream to where it was."""
-    source = experiment.batches
+    source = run.experiment.batches
     problem = data_probe.changed(source, found.notes["batches"])
     if problem is None and isinstance(source, Resumable):
         try:
@@ -224,21 +215,21 @@ def _check_data(
             problem = str(error)
     if problem is None:
         return
-    if not may_change:
+    if "data" not in run.options.allowed_changes:
         raise ConfigError(
             f"checkpoint {found.step} was trained on other data: {problem}. Use another workdir, "
             "or give --allow_change=data to go on all the same"
         )
-    progress.message(f"going on with other data, since --allow_change=data: {problem}")
+    run.tell(f"going on with other data, since --allow_change=data: {problem}")
 
 
-def _say(found: Restored, experiment: Experiment, fork: Fork | None, progress: Progress) -> None:
+def _say(run: Run, found: Restored, fork: Fork | None) -> None:
     for damage in found.damaged:
-        progress.message(f"WARNING: {damage}")
+        run.tell(f"WARNING: {damage}")
     if found.damaged:
-        progress.message(f"WARNING: going back to the newest sound checkpoint, step {found.step:,}")
-    if found.step < experiment.steps:
+        run.tell(f"WARNING: going back to the newest sound checkpoint, step {found.step:,}")
+    if found.step < run.experiment.steps:
         doing = "resuming"
         if fork is not None and fork.step == found.step:
             doing = f"forked from {fork.checkpoints}: going on, with its moments and counts,"
-        progress.message(f"{doing} after step {found.step:,} of {experiment.steps:,}")
+        run.tell(f"{doing} after step {found.step:,} of {run.experiment.steps:,}")

@@ -28,7 +28,6 @@ from lmlib.checkpoint.folders import steps_in
 from lmlib.data.batch import Batch, Source, row_places
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.stages import Continued
-from lmlib.experiment import Experiment
 from lmlib.metrics.log import from_json, to_json
 from lmlib.storage.stored_json import read_json
 from lmlib.storage.unlinked import unlinked
@@ -37,8 +36,8 @@ from lmlib.terminal.python_command import python_command
 from runner.errors import in_words
 from runner.jax_settings.numbers import settings_of_numbers
 from runner.processes.agreement import from_first
-from runner.processes.lock import WorkdirLock
 from runner.training.recorder import Line
+from runner.training.run import Run
 from runner.training.saving import Saver
 
 FOLDER = "captures"
@@ -48,21 +47,9 @@ _FIELDS = tuple(one.name for one in dataclasses.fields(Batch) if not one.metadat
 class Captures:
     """Captures the first update of each row of skipped ones, `experiment.guard.captures` in all."""
 
-    def __init__(
-        self,
-        experiment: Experiment,
-        workdir: Path,
-        saver: Saver,
-        lock: WorkdirLock,
-        initialised_from: str | None,
-    ):
-        """`lock` is looked at before something is written; `initialised_from` says whose weights
-        the run began with, if they were not new."""
-        self._experiment = experiment
-        self._workdir = workdir
-        self._saver = saver
-        self._lock = lock
-        self._initialised_from = initialised_from
+    def __init__(self, run: Run, saver: Saver, initialised_from: str | None):
+        """`initialised_from` names the weights that the run began with, if they were not new."""
+        self._run, self._saver, self._initialised_from = run, saver, initialised_from
 
     def take(self, line: Line, batch: Batch) -> str | None:
         """Captures the step of `line` if its update was skipped; a message about it, or `None`.
@@ -80,9 +67,9 @@ class Captures:
         rows = {
             name: _whole(field)[:, stands_S] for name, field in fields.items() if field is not None
         }
-        folder = self._workdir / FOLDER / str(step)
-        self._lock.check()
-        if jax.process_index() == 0:
+        folder = self._run.workdir / FOLDER / str(step)
+        self._run.lock.check()
+        if self._run.primary:
             try:
                 self._write(folder, line, rows)
             except OSError as error:
@@ -93,31 +80,31 @@ class Captures:
         return f"step {step:,} was skipped; to make it again: {again}"
 
     def _has_room(self, step: int) -> bool:
-        folder = self._workdir / FOLDER
+        folder = self._run.workdir / FOLDER
         names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
         taken = [name for name in names if name.isdecimal()]  # others a killed process left
-        return str(step) not in taken and len(taken) < self._experiment.guard.captures
+        return str(step) not in taken and len(taken) < self._run.experiment.guard.captures
 
     def _write(self, folder: Path, line: Line, rows: dict[str, np.ndarray]) -> None:
         unfinished = folder.with_name(f".{folder.name}.unfinished")
         shutil.rmtree(unfinished, ignore_errors=True)
         try:
             make_folder(unfinished)
-            checkpoints = steps_in(self._workdir / "checkpoints")
+            checkpoints = steps_in(self._run.workdir / "checkpoints")
             earlier = [step for step in checkpoints if step < line["step"]]
             if earlier:
                 name = f"checkpoints/{earlier[-1]}"
                 shutil.copytree(
-                    self._workdir / name, unfinished / name, copy_function=_link_or_copy
+                    self._run.workdir / name, unfinished / name, copy_function=_link_or_copy
                 )
             np.savez(unfinished / "batch.npz", **cast(Any, rows))
-            shutil.copy2(self._workdir / "config.json", unfinished / "config.json")
+            shutil.copy2(self._run.workdir / "config.json", unfinished / "config.json")
             facts = json.dumps(self._facts(line), indent=1) + "\n"
             for name in ("batch.npz", "config.json"):  # a checkpoint's files have been synced
                 sync(unfinished / name)
             sync_folders(unfinished)
             write_whole(unfinished / "capture.json", facts)
-            self._lock.check()
+            self._run.lock.check()
             unfinished.rename(folder)
             sync(folder.parent)
         finally:
@@ -129,10 +116,10 @@ class Captures:
         return {
             "step": line["step"],
             "line": json.loads(to_json(present)),
-            "mesh": dict(self._experiment.mesh.shape),
+            "mesh": dict(self._run.experiment.mesh.shape),
             "initialised_from": self._initialised_from,
             "jax_settings": settings_of_numbers(),
-            "sequences": _sequences(self._experiment.at(step).data, step),
+            "sequences": _sequences(self._run.experiment.at(step).data, step),
         }
 
 

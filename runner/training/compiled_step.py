@@ -19,7 +19,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import fiddle as fdl
 import jax
 import jaxlib
 from jax.experimental import serialize_executable
@@ -34,9 +33,8 @@ from lmlib.terminal.quantities import bytes_text, duration_text
 from runner.config.text import changed_paths, settings
 from runner.errors import ConfigError, user_errors
 from runner.monitoring.program_dump import dump_program
-from runner.monitoring.progress import Progress
 from runner.processes.agreement import agreed
-from runner.training.options import Options
+from runner.training.run import Run
 
 _FORMAT = b"lmlib compiled step, format 1\n"
 _LONGEST_HEADER = 2**24
@@ -46,30 +44,21 @@ Identity = dict[str, str]
 
 
 @dataclasses.dataclass(frozen=True)
-class StepProgram:
-    """The train step of `experiment`, made of `cfg`: traced once, and compiled as `options` say.
+class _StepProgram:
+    """The train step of a stage of a run: traced once, and compiled as the run's options say.
 
     Args:
-      experiment: with batches of one size, one of `Experiment.stages`.
-      primary: whether this process writes files.
-      begin: steps made before its first. That of a later stage lies in a file of its own, FILE.2000
-        after 2,000 steps.
+      experiment: one of `Experiment.stages`, with batches of one size.
+      begin: steps made before its first. The program of a later stage has a file of its own,
+        FILE.2000 after 2,000 steps.
     """
 
-    cfg: fdl.Config[Experiment]
+    run: Run
     experiment: Experiment
-    options: Options
-    progress: Progress
-    primary: bool
-    begin: int = 0
-
-    @property
-    def title(self) -> str:
-        """What messages call it."""
-        return f"the step from {self.begin + 1:,} on" if self.begin else "the step"
+    begin: int
 
     def file(self, path: Path) -> Path:
-        """Where it lies, if that of the first stage lies in `path`."""
+        """The program's file, given that of the first stage."""
         return path.with_name(f"{path.name}.{self.begin}") if self.begin else path
 
     @functools.cached_property
@@ -81,22 +70,16 @@ class StepProgram:
     def identity(self) -> Identity:
         return identity_of(self.lowered, self.experiment.mesh)
 
-    def check(self) -> None:
-        """Raises ConfigError if it is to be taken out of a file, and that holds another."""
-        if self.options.compiled is not None:
-            if self.options.save_compiled is not None:
-                raise ConfigError("give --compiled or --save_compiled, not both")
-            check_compiled(self.file(self.options.compiled), self.identity, settings(self.cfg))
-
     def compiled(self) -> jax.stages.Compiled:
-        options, config = self.options, settings(self.cfg)
+        run, options, config = self.run, self.run.options, settings(self.run.cfg)
+        title = f"the step from {self.begin + 1:,} on" if self.begin else "the step"
         began = time.perf_counter()
-        done = f"reused an earlier run's program for {self.title}"
+        done = f"reused an earlier run's program for {title}"
 
         def compile_step() -> jax.stages.Compiled:
             nonlocal done
-            self.progress.message(f"compiling {self.title}")
-            done = f"compiled {self.title}"
+            run.tell(f"compiling {title}")
+            done = f"compiled {title}"
             return self.lowered.compile()
 
         if options.compiled is not None:
@@ -109,64 +92,62 @@ class StepProgram:
                 compiled = compile_step()
         else:
             compiled = options.programs(self.lowered, self.experiment.mesh, compile_step)
-        self.progress.message(f"{done} in {duration_text(time.perf_counter() - began)}")
+        run.tell(f"{done} in {duration_text(time.perf_counter() - began)}")
         memory = compiled.memory_analysis()
         if memory is not None:  # not every platform says
-            self.progress.message(
+            run.tell(
                 f"on each device it needs {bytes_text(memory.argument_size_in_bytes)} for state "
                 f"and batch and {bytes_text(memory.temp_size_in_bytes)} for temporaries"
             )
         if options.save_compiled is not None:
             file = self.file(options.save_compiled)
             with agreed():
-                if self.primary:
+                if run.primary:
                     save_compiled(compiled, file, self.identity, config)
-            self.progress.message(f"wrote the compiled step to {file}")
+            run.tell(f"wrote the compiled step to {file}")
         return compiled
 
 
 class StepPrograms:
-    """The train step of each stage. The arguments are those of `StepProgram`."""
+    """The train step of each stage of a run."""
 
-    def __init__(
-        self,
-        cfg: fdl.Config[Experiment],
-        experiment: Experiment,
-        options: Options,
-        progress: Progress,
-        primary: bool,
-    ):
-        self._options, self._last, self._writes = options, experiment.steps, primary
+    def __init__(self, run: Run):
+        self._run = run
         self._programs = {
-            steps: StepProgram(cfg, stage, options, progress, primary, steps.start)
-            for steps, stage in experiment.stages.items()
+            steps: _StepProgram(run, stage, steps.start)
+            for steps, stage in run.experiment.stages.items()
         }
 
     def check(self) -> None:
-        """Raises ConfigError if one is to be taken out of a file that holds another, or if steps of
-        several are to be traced together."""
-        traced = self._options.profile or range(0)
+        """Raises ConfigError if the file of a program holds another one, or if steps of several
+        stages are to be traced together."""
+        options = self._run.options
+        traced = options.profile or range(0)
         for steps, program in self._programs.items():
-            program.check()
+            if options.compiled is not None:
+                if options.save_compiled is not None:
+                    raise ConfigError("give --compiled or --save_compiled, not both")
+                file, config = program.file(options.compiled), settings(self._run.cfg)
+                check_compiled(file, program.identity, config)
             if steps.start in traced and steps.start + 1 in traced:
                 raise ConfigError(
                     f"--profile has steps of two stages: trace up to step {steps.start:,}, or from "
                     f"{steps.start + 1:,} on"
                 )
 
-    def compiled(self, made: int, workdir: Path) -> dict[range, jax.stages.Compiled]:
-        """The programs of the stages that are left after `made` steps, by their steps from 0: all
-        before the first step, so that what goes wrong goes wrong now."""
-        left = {
-            steps: program
+    def compiled(self, made: int) -> dict[range, jax.stages.Compiled]:
+        """Compiles the programs of the stages that are left after `made` steps, before the first
+        step, so that errors come now. The keys are their steps from 0."""
+        run, last = self._run, self._run.experiment.steps
+        compiled = {
+            steps: program.compiled()
             for steps, program in self._programs.items()
-            if steps.stop > made or steps.stop == self._last
+            if steps.stop > made or steps.stop == last
         }
-        compiled = {steps: program.compiled() for steps, program in left.items()}
         for steps, program in compiled.items():
-            if self._options.dump_hlo and self._writes:
+            if run.options.dump_hlo and run.primary:
                 name = f"train_step_{steps.start + 1}" if steps.start else "train_step"
-                left[steps].progress.message(dump_program(program, workdir, name))
+                run.tell(dump_program(program, run.workdir, name))
         return compiled
 
 

@@ -2,13 +2,11 @@
 
 import contextlib
 import dataclasses
-import functools
 import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import fiddle as fdl
 import jax
@@ -16,7 +14,7 @@ import jax
 from lmlib.checkpoint import Checkpoints
 from lmlib.data.batch import Batch
 from lmlib.data.prefetch import Prefetch
-from lmlib.experiment import Every, Experiment
+from lmlib.experiment import Experiment
 from lmlib.experiment.sources import check_first_rows
 from lmlib.experiment.stages import at
 from lmlib.inspect.description import describe
@@ -57,12 +55,10 @@ from runner.processes.lock import FILE_NAME as LOCK
 from runner.processes.lock import WorkdirLock
 from runner.processes.workdir import Workdir, opened
 from runner.training.beginning import Beginning, begin, check_config, check_newest
-from runner.training.captures import Captures
 from runner.training.compiled_step import StepPrograms
 from runner.training.data_probe import read_by_this_process
 from runner.training.loop import Loop
 from runner.training.options import Options
-from runner.training.periodic import Evaluating, Sampling, Saving, others
 from runner.training.recorder import Recorder
 from runner.training.report import (
     Summary,
@@ -71,11 +67,14 @@ from runner.training.report import (
     summarise,
     totals_of,
 )
-from runner.training.samples import Samples
+from runner.training.run import Run
 from runner.training.saving import Saver
 from runner.training.starts import Start
 from runner.training.validation import Validation
-from runner.weights.notes import WEIGHTS_ALONE, frozen_note, reference_note
+from runner.weights.notes import WEIGHTS_ALONE
+
+if TYPE_CHECKING:
+    from runner.training.samples import Samples
 
 _SMALLER = "make the model or the batch smaller, or take more devices; runner.plan says what fits"
 
@@ -151,273 +150,216 @@ def _fit_in(
     shown = primary if options.reports is None else options.reports
     with agreed():
         held = place.lock()
-    # The lock ends first: what goes wrong once it is lost is no news of this run's.
+    # The lock ends first, so that errors after its loss are not reported as this run's.
     with Progress(experiment.steps, stream=sys.stderr if shown else None) as progress, held as lock:
+        run = Run(cfg, experiment, options, place, progress, phases, lock, primary)
         if place.url is None:
             require_same_workdir(workdir / LOCK, lock.start)
         with agreed():
-            check_config(
-                cfg,
-                lambda: experiment.abstract_state().changing,
-                workdir,
-                options.allowed_changes,
-                progress,
-            )
-            start.check_jax_settings(options.allowed_changes, progress.message)
-        start.tell_changes(progress.message)
-        run = _Run(cfg, experiment, start, place, options, progress, phases, lock, primary)
+            changing = lambda: experiment.abstract_state().changing  # noqa: E731
+            check_config(cfg, changing, workdir, options.allowed_changes, run.tell)
+            start.check_jax_settings(options.allowed_changes, run.tell)
+        start.tell_changes(run.tell)
+        programs = StepPrograms(run)
         with agreed(), user_errors((PartError,)):
-            run.announce()
-        beginning = begin(
-            experiment, settings(cfg), workdir / "checkpoints", options, progress, phases
-        )
+            _announce(run)
+        beginning = begin(run)
         with agreed():
-            run.programs.check()
+            programs.check()
         phases.enter(Phase.STARTUP)
-        # Before this line, and whatever the user's mistake, nothing is written that stays.
-        with run.open_checkpoints() as checkpoints, Watchdog(phases, options.limits, workdir):
-            check_newest(beginning, from_first(checkpoints.steps()), workdir / "checkpoints")
+        # Nothing is written before this line, so a refused run leaves the workdir as it was.
+        with _open_checkpoints(run) as checkpoints, Watchdog(phases, options.limits, workdir):
+            check_newest(beginning, from_first(checkpoints.steps()), run.checkpoints)
             checkpoints.set_aside(beginning.damaged)
             state, summary = beginning.state, None
             if beginning.step >= experiment.steps:
-                progress.message(f"this run finished all its {experiment.steps:,} steps before")
+                run.tell(f"this run finished all its {experiment.steps:,} steps before")
                 missing = missing_lines(workdir, experiment.steps, beginning.first)
                 if primary and missing:
-                    progress.message(f"WARNING: {missing}")
-                summary = run.earlier_summary()
+                    run.tell(f"WARNING: {missing}")
+                summary = _earlier_summary(run)
             made_now = summary is None
             if summary is None:
                 if primary:
                     progress.keep(workdir, lock.check)
                 try:
-                    with (
-                        GoodputLog(workdir, phases, lock.check, primary, lock.start) as goodput,
-                        run.metrics_log(beginning) as log,
-                    ):
-                        if goodput.problem is not None:
-                            progress.message(f"WARNING: {goodput.problem}")
-                        if beginning.step < experiment.steps or run.unevaluated(beginning.step):
-                            state = run.make_steps(beginning, checkpoints, goodput, log)
-                        phases.enter(Phase.EVALUATION)
-                        log.flush()
-                        summary = run.summarise(state, goodput)
+                    state, summary = _train(run, start, beginning, checkpoints, programs)
                 except Exception as error:
                     if primary and not isinstance(error, WorkdirLost):
-                        leave_page(workdir, progress.message, lock.check)
+                        leave_page(workdir, run.tell, lock.check)
                     raise
             elif primary:  # sinks may lack what an earlier start could not send
                 sinks = [*experiment.sinks, *options.sinks]
-                Sinks(sinks, workdir, experiment.steps + 1, progress.message, lock.check).close()
+                Sinks(sinks, workdir, experiment.steps + 1, run.tell, lock.check).close()
             lock.check()
             if primary and (made_now or not (workdir / REPORT).exists()):
-                leave_page(workdir, progress.message, lock.check)
+                leave_page(workdir, run.tell, lock.check)
     return Result(state, read_metrics(workdir) if primary else [], summary)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Run:
-    """The parts of `fit`, and what all of them need."""
-
-    cfg: fdl.Config[Experiment]
-    experiment: Experiment
-    start: Start
-    place: Workdir
-    options: Options
-    progress: Progress
-    phases: Phases
-    lock: WorkdirLock
-    primary: bool
-
-    @property
-    def workdir(self) -> Path:
-        return self.place.folder
-
-    @functools.cached_property
-    def validation(self) -> Validation | None:
-        return None if self.experiment.validation is None else Validation(self.experiment)
-
-    @functools.cached_property
-    def programs(self) -> StepPrograms:
-        return StepPrograms(self.cfg, self.experiment, self.options, self.progress, self.primary)
-
-    @property
-    def samples(self) -> Samples:
-        tell = self.progress.message
-        return Samples(self.experiment, self.workdir, self.lock, tell, self.primary)
-
-    def announce(self) -> None:
-        experiment = self.experiment
-        model = experiment.recipe.made
-        decays, groups = experiment.training.optimizer.decays, experiment.recipe.group_of
-        self.progress.message(describe(model, experiment.mesh, decays, groups).short())
-        for steps, stage in experiment.stages.items():
-            kept = saved_activations(stage).bytes_per_device
-            since = f" from step {steps.start + 1:,} on" if steps.start else ""
-            self.progress.message(
-                f"kept for the backward pass{since}: {bytes_text(kept)} on each device"
-            )
-        if may_wait_for_ever():
-            self.progress.message(
-                "WARNING: these CPU devices may wait for each other for ever, and XLA then aborts "
-                f"the process: add {IN_ORDER_ON_CPU} to XLA_FLAGS before JAX starts"
-            )
-
-    def open_checkpoints(self) -> Checkpoints:
-        limits, settings = self.options.limits or Limits(), self.experiment.checkpoints
-        with user_errors():
-            return Checkpoints(
-                self.workdir / "checkpoints",
-                keep=settings.keep,
-                keep_every=settings.keep_every,
-                keep_best=settings.keep_best,
-                # Imported weights, of which the frozen ones are read again at every start.
-                keep_steps=() if self.experiment.recipe.trained is None else (WEIGHTS_ALONE,),
-                save_seconds=max(1, round(limits.checkpoint)),
-                check=self.lock.check,
-            )
-
-    def make_steps(
-        self, beginning: Beginning, checkpoints: Checkpoints, goodput: GoodputLog, log: MetricsLog
-    ) -> State:
-        """The state after the last step."""
-        experiment, progress, workdir = self.experiment, self.progress, self.workdir
-        # Prefetching begins here, so that it goes on while the step compiles.
-        with self._prefetch(beginning.step) as batches:
-            if log.missing is not None:
-                progress.message(f"WARNING: {log.missing}")
-            if log.set_aside is not None:
-                progress.message(f"the metrics of the run before are kept in {log.set_aside}")
-            with self.phases.during(Phase.COMPILE):
-                compiled = self.programs.compiled(beginning.step, self.workdir)
-            self.lock.check()
-            recorder = Recorder(experiment, log, progress, goodput, beginning.tokens)
-            origin = beginning.initialised_from
-            saver = Saver(
-                experiment,
-                checkpoints,
-                log,
-                progress,
-                self.phases,
-                origin,
-                {
-                    "frozen": frozen_note(beginning.state.frozen, experiment.recipe),
-                    "reference_model": reference_note(beginning.state.reference_model),
-                },
-                beginning.before_skipped,
-                beginning.fork,
-                self.place.sync,
-            )
-            if beginning.is_new_fork:
-                saver.save_fork(beginning.step, beginning.tokens, beginning.state, beginning.data)
-            saving = Saving(saver, batches)
-            validation, evaluating = self.validation, None
-            if validation is not None:
-                evaluating = Evaluating(validation, saver, self.lock, progress)
-            sampling = Sampling(self.samples, experiment.steps)
-            hyperparameters = experiment.training.hyperparameters
-
-            def make_step(step: int, state: State, batch: Batch) -> tuple[State, Metrics]:
-                return at(compiled, step - 1)(state, batch, hyperparameters)
-
-            with self._profiler(compiled) as profiler:
-                return Loop(
-                    experiment=experiment,
-                    workdir=workdir,
-                    make_step=profiler.traced(make_step),
-                    batches=batches,
-                    saving=Every(experiment.checkpoints.every, saving, at_end=True),
-                    actions=others(experiment, evaluating, sampling, self.options.actions),
-                    unfinished=evaluating if self.unevaluated(beginning.step) else None,
-                    recorder=recorder,
-                    saver=saver,
-                    captures=Captures(experiment, workdir, saver, self.lock, origin),
-                    phases=self.phases,
-                    lock=self.lock,
-                    first=beginning.step + 1,
-                    begun=functools.partial(self.start.record, lock=self.lock)
-                    if self.primary
-                    else lambda step: None,
-                    repeated=max(goodput.furthest, log.furthest),
-                    stop=self.options.stop,
-                ).run(beginning.state)
-
-    @contextlib.contextmanager
-    def metrics_log(self, beginning: Beginning) -> Iterator[MetricsLog]:
-        self.lock.check()  # the log begins with a file of its own
-        with MetricsLog(
-            self.workdir,
-            None if beginning.is_new_fork else beginning.step or None,
-            self.primary,
-            self._lost_metrics,
-            (TensorBoard, *self.experiment.sinks, *self.options.sinks),
-            self.progress.message,
-            beginning.first,
-            self.lock.check,
-        ) as log:
-            try:
-                yield log
-            finally:
-                self.phases.enter(Phase.TRACKERS)
-
-    def _lost_metrics(self, what: str) -> None:
-        """Called before metrics.jsonl is put back; raises WorkdirLost if it is another run's."""
-        self.lock.check()
-        self.progress.message(f"WARNING: {what} while this run went on: its lines are put back")
-
-    def unevaluated(self, step: int) -> bool:
-        """Whether an earlier process ended in the evaluation after `step`, which it had saved."""
-        experiment = self.experiment
-        due = step % experiment.evaluation.every == 0 or step == experiment.steps
-        if experiment.validation is None or not due:
-            return False
-        lines = read_metrics(self.workdir) if self.primary else []
-        return from_first(
-            any(line["step"] == step and "evaluation_loss" not in line for line in lines)
+def _announce(run: Run) -> None:
+    experiment = run.experiment
+    decays, groups = experiment.training.optimizer.decays, experiment.recipe.group_of
+    run.tell(describe(experiment.recipe.made, experiment.mesh, decays, groups).short())
+    for steps, stage in experiment.stages.items():
+        kept = bytes_text(saved_activations(stage).bytes_per_device)
+        since = f" from step {steps.start + 1:,} on" if steps.start else ""
+        run.tell(f"kept for the backward pass{since}: {kept} on each device")
+    if may_wait_for_ever():
+        run.tell(
+            "WARNING: these CPU devices may wait for each other for ever, and XLA then aborts "
+            f"the process: add {IN_ORDER_ON_CPU} to XLA_FLAGS before JAX starts"
         )
 
-    def earlier_summary(self) -> Summary | None:
-        """The summary that process 0 finds; file systems of the others may not show it yet."""
-        try:
-            found = finished_summary(self.workdir, self.experiment.steps)
-        except ValueError as error:
-            self.progress.message(f"WARNING: {error}: it is made again")
-            found = None
-        saved = from_first(None if found is None else dataclasses.asdict(found))
-        return saved and from_json(saved)
 
-    def summarise(self, state: State, goodput: GoodputLog) -> Summary:
-        """Evaluates and samples; result.json comes last, since a run that has one is finished."""
-        units, stages = self.experiment.objective.units, self.experiment.stages
-        lines = read_metrics(self.workdir) if self.primary else []
-        totals = from_first(totals_of(lines, units, stages) if self.primary else None)
+def _open_checkpoints(run: Run) -> Checkpoints:
+    limits, kept = run.options.limits or Limits(), run.experiment.checkpoints
+    with user_errors():
+        return Checkpoints(
+            run.checkpoints,
+            keep=kept.keep,
+            keep_every=kept.keep_every,
+            keep_best=kept.keep_best,
+            # Imported weights, of which the frozen ones are read again at every start.
+            keep_steps=() if run.experiment.recipe.trained is None else (WEIGHTS_ALONE,),
+            save_seconds=max(1, round(limits.checkpoint)),
+            check=run.lock.check,
+        )
+
+
+def _train(
+    run: Run,
+    start: Start,
+    beginning: Beginning,
+    checkpoints: Checkpoints,
+    programs: StepPrograms,
+) -> tuple[State, Summary]:
+    """Makes the steps that are left, then evaluates and samples; returns the last state."""
+    experiment, workdir = run.experiment, run.workdir
+    validation = None if experiment.validation is None else Validation(experiment)
+    samples = _samples(run) if experiment.samples.prompts else None
+    state = beginning.state
+    with (
+        GoodputLog(workdir, run.phases, run.lock.check, run.primary, run.lock.start) as goodput,
+        _metrics_log(run, beginning) as log,
+    ):
+        if goodput.problem is not None:
+            run.tell(f"WARNING: {goodput.problem}")
+        unevaluated = _unevaluated(run, beginning.step)
+        if beginning.step < experiment.steps or unevaluated:
+            # Prefetching begins here, so that it goes on while the step compiles.
+            with _prefetch(experiment, beginning.step) as batches:
+                if log.missing is not None:
+                    run.tell(f"WARNING: {log.missing}")
+                if log.set_aside is not None:
+                    run.tell(f"the metrics of the run before are kept in {log.set_aside}")
+                with run.phases.during(Phase.COMPILE):
+                    compiled = programs.compiled(beginning.step)
+                run.lock.check()
+                saver = Saver(run, checkpoints, log, batches, beginning)
+                if beginning.is_new_fork:
+                    saver.save_fork(beginning)
+                hyperparameters = experiment.training.hyperparameters
+
+                def make_step(step: int, state: State, batch: Batch) -> tuple[State, Metrics]:
+                    return at(compiled, step - 1)(state, batch, hyperparameters)
+
+                with _profiler(run, compiled) as profiler:
+                    state = Loop(
+                        run,
+                        start,
+                        beginning,
+                        make_step=profiler.traced(make_step),
+                        batches=batches,
+                        recorder=Recorder(run, log, goodput, beginning.tokens),
+                        saver=saver,
+                        validation=validation,
+                        samples=samples,
+                        repeated=max(goodput.furthest, log.furthest),
+                    ).run(unevaluated)
+        run.phases.enter(Phase.EVALUATION)
+        log.flush()
+        lines = read_metrics(workdir) if run.primary else []
+        units = experiment.objective.units
+        totals = from_first(totals_of(lines, units, experiment.stages) if run.primary else None)
         if totals is None:
-            raise ConfigError(f"{self.workdir} has a finished checkpoint but no metrics.jsonl")
-        summary, by_batch = summarise(self.experiment, state, totals, self.validation)
-        if self.primary and by_batch is not None:
-            by_batch.save(self.workdir, self.lock.check)
-        samples = self.samples.write(self.experiment.steps, state.whole_model)
+            raise ConfigError(f"{workdir} has a finished checkpoint but no metrics.jsonl")
+        summary, by_batch = summarise(experiment, state, totals, validation)
+        if run.primary and by_batch is not None:
+            by_batch.save(workdir, run.lock.check)
+        texts = () if samples is None else samples.write(experiment.steps, state.whole_model)
         summary = dataclasses.replace(
-            summary, samples=samples, goodput=goodput.total(), start=self.lock.start
+            summary, samples=texts, goodput=goodput.total(), start=run.lock.start
         )
-        if self.primary:
-            summary.save(self.workdir, self.lock.check)
-        return summary
+        if run.primary:  # last, since a run with a result.json is finished
+            summary.save(workdir, run.lock.check)
+        return state, summary
 
-    def _prefetch(self, start: int) -> Prefetch:
-        experiment = self.experiment
-        rows = sharding("batch seq", experiment.mesh)
-        ahead = experiment.prefetch_batches
-        return Prefetch(experiment.batches, rows, start, experiment.steps, ahead)
 
-    def _profiler(self, compiled: Mapping[range, jax.stages.Compiled]) -> Profiler:
-        """One process traces: the devices of the others do the same."""
-        folder, steps = self.workdir / "profile", self.options.profile
+def _samples(run: Run) -> "Samples":
+    from runner.training.samples import Samples  # here, since it imports all of lmlib.generate
 
-        def tell(count: int) -> None:
-            assert steps is not None
-            last = min(steps[-1], self.experiment.steps) - 1
-            stage = self.experiment.at(last)
-            told = where_the_time_went(folder, at(compiled, last), stage, count, self.lock.check)
-            self.progress.message(told)
+    return Samples(run)
 
-        return Profiler(folder, steps if self.primary else None, written=tell)
+
+@contextlib.contextmanager
+def _metrics_log(run: Run, beginning: Beginning) -> Iterator[MetricsLog]:
+    def lost(what: str) -> None:
+        """Called before metrics.jsonl is put back; raises WorkdirLost if it is another run's."""
+        run.lock.check()
+        run.tell(f"WARNING: {what} while this run went on: its lines are put back")
+
+    run.lock.check()  # the log begins with a file of its own
+    with MetricsLog(
+        run.workdir,
+        None if beginning.is_new_fork else beginning.step or None,
+        run.primary,
+        lost,
+        (TensorBoard, *run.experiment.sinks, *run.options.sinks),
+        run.tell,
+        beginning.first,
+        run.lock.check,
+    ) as log:
+        try:
+            yield log
+        finally:
+            run.phases.enter(Phase.TRACKERS)
+
+
+def _unevaluated(run: Run, step: int) -> bool:
+    """Whether an earlier process ended in the evaluation after `step`, which it had saved."""
+    experiment = run.experiment
+    due = step % experiment.evaluation.every == 0 or step == experiment.steps
+    if experiment.validation is None or not due:
+        return False
+    lines = read_metrics(run.workdir) if run.primary else []
+    return from_first(any(line["step"] == step and "evaluation_loss" not in line for line in lines))
+
+
+def _earlier_summary(run: Run) -> Summary | None:
+    """The summary that process 0 finds; file systems of the others may not show it yet."""
+    try:
+        found = finished_summary(run.workdir, run.experiment.steps)
+    except ValueError as error:
+        run.tell(f"WARNING: {error}: it is made again")
+        found = None
+    saved = from_first(None if found is None else dataclasses.asdict(found))
+    return saved and from_json(saved)
+
+
+def _prefetch(experiment: Experiment, start: int) -> Prefetch:
+    rows, ahead = sharding("batch seq", experiment.mesh), experiment.prefetch_batches
+    return Prefetch(experiment.batches, rows, start, experiment.steps, ahead)
+
+
+def _profiler(run: Run, compiled: Mapping[range, jax.stages.Compiled]) -> Profiler:
+    """One process traces, since the devices of the others do the same."""
+    folder, steps, experiment = run.workdir / "profile", run.options.profile, run.experiment
+
+    def tell(count: int) -> None:
+        assert steps is not None
+        last = min(steps[-1], experiment.steps) - 1
+        program, stage = at(compiled, last), experiment.at(last)
+        run.tell(where_the_time_went(folder, program, stage, count, run.lock.check))
+
+    return Profiler(folder, steps if run.primary else None, written=tell)

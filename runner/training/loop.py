@@ -1,24 +1,30 @@
 """The loop over steps: dispatch a step, then read the metrics of the one before."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
 
 from lmlib.data.batch import Batch
 from lmlib.data.prefetch import Prefetch
-from lmlib.experiment import Action, Every, Experiment, Moment
+from lmlib.experiment import Action, Every, Moment
 from lmlib.state import State
 from lmlib.train import Metrics
 from runner.errors import StoppedEarly
-from runner.monitoring.phases import Phase, Phases
-from runner.processes.lock import WorkdirLock
+from runner.monitoring.phases import Phase
+from runner.training.beginning import Beginning
 from runner.training.captures import Captures
 from runner.training.divergence import stop_if_diverged
 from runner.training.recorder import Line, Recorder
+from runner.training.run import Run
 from runner.training.saving import Saver
+from runner.training.starts import Start
+from runner.training.validation import Validation
+
+if TYPE_CHECKING:  # it generates, which few runs do
+    from runner.training.samples import Samples
 
 
 @dataclasses.dataclass
@@ -32,7 +38,6 @@ class _Dispatched:
     line: Line | None = None
 
 
-@dataclasses.dataclass(frozen=True)
 class Loop:
     """Makes a step of each batch.
 
@@ -42,111 +47,139 @@ class Loop:
 
     Args:
       make_step: `state, metrics = make_step(number, state, batch)`.
-      saving: due when the run stops, too.
-      actions: the others, in the order in which they act.
-      unfinished: what an earlier process left undone after the step before `first`.
-      first: the first step that this process makes.
-      begun: called with that step once it is made.
       repeated: the last step that an earlier process of the run made.
-      stop: whether to stop after a step, saved; the same answer on all processes.
     """
 
-    experiment: Experiment
-    workdir: Path
-    make_step: Callable[[int, State, Batch], tuple[State, Metrics]]
-    batches: Prefetch
-    saving: Every
-    actions: Sequence[Every]
-    unfinished: Action | None
-    recorder: Recorder
-    saver: Saver
-    captures: Captures
-    phases: Phases
-    lock: WorkdirLock
-    first: int
-    begun: Callable[[int], None]
-    repeated: int
-    stop: Callable[[int], bool]
+    def __init__(
+        self,
+        run: Run,
+        start: Start,
+        beginning: Beginning,
+        make_step: Callable[[int, State, Batch], tuple[State, Metrics]],
+        batches: Prefetch,
+        recorder: Recorder,
+        saver: Saver,
+        validation: Validation | None,
+        samples: "Samples | None",
+        repeated: int,
+    ):
+        self._run, self._start, self._beginning = run, start, beginning
+        self._make_step, self._batches, self._repeated = make_step, batches, repeated
+        self._recorder, self._saver = recorder, saver
+        self._captures = Captures(run, saver, beginning.initialised_from)
+        self._validation, self._samples = validation, samples
+        experiment = run.experiment
+        self._save_every = Every(experiment.checkpoints.every, saver.save_at, at_end=True)
+        self._actions: list[Every] = []
+        if validation is not None:
+            self._actions.append(Every(experiment.evaluation.every, self._evaluate, at_end=True))
+        if experiment.samples.every is not None:
+            self._actions.append(Every(experiment.samples.every, self._sample))
+        self._actions += [*experiment.actions, *run.options.actions]
 
-    def run(self, state: State) -> State:
-        """The state after the last step.
+    def run(self, unevaluated: bool) -> State:
+        """Makes the steps that are left, and returns the state after the last.
+
+        Args:
+          unevaluated: whether an earlier process ended in the evaluation after its last step.
 
         Raises:
-          StoppedEarly: if `stop` says so; the checkpoint of that step is whole.
+          StoppedEarly: if `Options.stop` says so; the checkpoint of that step is whole.
           TrainingStopped: if updates or saves fail one after the other.
           WorkdirLost: if the workdir is no longer this run's.
         """
+        state, last_step = self._beginning.state, self._run.experiment.steps
         unread: _Dispatched | None = None
-        if self.unfinished is not None:
-            self._act(self.unfinished, self.first - 1, state, {})
-        self.recorder.restart_clock()
+        if unevaluated:
+            self._act(self._evaluate, self._beginning.step, state, {})
+        self._recorder.restart_clock()
         while (item := self._next_batch(unread)) is not None:
             step, batch = item
-            self.phases.enter(Phase.REPEATED if step <= self.repeated else Phase.STEP)
-            state, metrics = self.make_step(step, state, batch)
+            self._run.phases.enter(Phase.REPEATED if step <= self._repeated else Phase.STEP)
+            state, metrics = self._make_step(step, state, batch)
             if unread is not None:
                 # Read while this step runs, so that the devices never wait for the host.
                 self._finish(self._read(unread), unread.batch, state)
-            unread = _Dispatched(step, batch, metrics, self.batches.wait_seconds)
+            unread = _Dispatched(step, batch, metrics, self._batches.wait_seconds)
 
-            last = step == self.experiment.steps
-            stops = self.stop(step) and not last
-            saves = self.saving.due(step, last) or stops
-            due = [each.action for each in self.actions if each.due(step, last)]
+            last = step == last_step
+            stops = self._run.options.stop(step) and not last
+            saves = self._save_every.due(step, last) or stops
+            due = [each.action for each in self._actions if each.due(step, last)]
             if saves or due:
                 line = self._read(unread)
                 self._finish(line, batch, state)
                 unread = None
                 if saves:
-                    self.saving.action(self._moment(step, state, line))
+                    self._save_every.action(self._moment(step, state, line))
                 for action in due:
                     self._act(action, step, state, line)
                 if stops:
-                    self.saver.finish()
+                    self._saver.finish()
                     raise StoppedEarly(
-                        f"stopped after step {step:,} of {self.experiment.steps:,}, as a signal "
-                        "asked; its checkpoint is whole, and the same command goes on from there"
+                        f"stopped after step {step:,} of {last_step:,}, as a signal asked; its "
+                        "checkpoint is whole, and the same command goes on from there"
                     )
-                self.recorder.restart_clock()
-        self.saver.finish()
+                self._recorder.restart_clock()
+        self._saver.finish()
         return state
 
     def _next_batch(self, unread: _Dispatched | None) -> tuple[int, Batch] | None:
         """The next step, from 1, and its batch; `None` after the last."""
-        if unread is not None and not self.batches.ready():
+        if unread is not None and not self._batches.ready():
             # Timed before the wait, which belongs to the next step.
             self._read(unread)
-        with self.phases.during(Phase.DATA):
-            item = next(self.batches, None)
+        with self._run.phases.during(Phase.DATA):
+            item = next(self._batches, None)
         return None if item is None else (item[0] + 1, item[1])
 
     def _act(self, action: Action, step: int, state: State, line: Line) -> None:
-        """Acts once the checkpoint of the step is whole, and adds what comes of it to the line."""
-        self.saver.settle()
-        with self.phases.during(Phase.EVALUATION):
+        """Acts once the checkpoint of the step is whole, and adds the result to the line."""
+        self._saver.settle()
+        with self._run.phases.during(Phase.EVALUATION):
             found = action(self._moment(step, state, line)) or {}
         metrics = {name: np.asarray(each).item() for name, each in jax.device_get(found).items()}
         if known := metrics.keys() & {"step", *line}:
             raise ValueError(f"{action!r} returns {sorted(known)[0]!r}, which the step has already")
-        self.lock.check()
-        self.recorder.add(step, metrics)
+        self._run.lock.check()
+        self._recorder.add(step, metrics)
         line.update(metrics)
 
+    def _evaluate(self, now: Moment) -> Mapping[str, float]:
+        """Evaluates the model, and ranks the checkpoint of the step."""
+        validation = self._validation
+        assert validation is not None
+        metrics = validation.metrics(now.state)
+        self._run.lock.check()
+        # First, since a line that has them says that the evaluation is done.
+        self._saver.rank(now.step, metrics)
+        self._run.progress.validated(now.step, validation.text(metrics))
+        return metrics
+
+    def _sample(self, now: Moment) -> None:
+        """Continues the prompts; the samples after the last step belong to the summary."""
+        if self._samples is None or now.step == self._run.experiment.steps:
+            return
+        if texts := self._samples.write(now.step, now.state.whole_model):
+            now.tell(f"sampled after step {now.step:,}: {texts[0]!r:.200}")
+
     def _moment(self, step: int, state: State, line: Line) -> Moment:
-        return Moment(step, state, line, self.workdir, self.recorder.message)
+        return Moment(step, state, line, self._run.workdir, self._run.tell)
 
     def _read(self, made: _Dispatched) -> Line:
         if made.line is None:
-            made.line = self.recorder.read(made.step, made.metrics, made.data_wait_seconds)
+            made.line = self._recorder.read(made.step, made.metrics, made.data_wait_seconds)
         return made.line
 
     def _finish(self, line: Line, batch: Batch, newest: State) -> None:
         """Writes the line of a step and acts on what it says; `newest` may be a step later."""
-        self.lock.check()
-        if line["step"] == self.first:
-            self.begun(self.first)
-            self.recorder.message(f"first step after {self.phases.text()}")
-        self.recorder.write(line)
-        if (message := self.captures.take(line, batch)) is not None:
-            self.recorder.message(message)
-        stop_if_diverged(self.experiment, line, newest, batch, self.saver)
+        run, first = self._run, self._beginning.step + 1
+        run.lock.check()
+        if line["step"] == first:
+            if run.primary:
+                self._start.record(first, run.lock)
+            run.tell(f"first step after {run.phases.text()}")
+        self._recorder.write(line)
+        if (message := self._captures.take(line, batch)) is not None:
+            run.tell(message)
+        stop_if_diverged(run.experiment, line, newest, batch, self._saver)

@@ -7,12 +7,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from lmlib.experiment import Experiment
 from lmlib.experiment.stages import at
 from lmlib.metrics.log import MetricsLog, mfu
 from lmlib.train import Metrics
 from runner.monitoring.goodput import GoodputLog
-from runner.monitoring.progress import Progress
+from runner.training.run import Run
 
 Line = dict[str, Any]  # a metric that is None is not written
 
@@ -24,15 +23,8 @@ class Recorder:
     `tokens_per_second` and MFU count every position that the devices process, padding included.
     """
 
-    def __init__(
-        self,
-        experiment: Experiment,
-        log: MetricsLog,
-        progress: Progress,
-        goodput: GoodputLog,
-        tokens: int,
-    ):
-        self.tokens = tokens
+    def __init__(self, run: Run, log: MetricsLog, goodput: GoodputLog, tokens: int):
+        experiment, self.tokens = run.experiment, tokens
         self._sizes = {
             steps: (stage.step_tokens, stage.flops_per_token(causal=False))
             for steps, stage in experiment.stages.items()
@@ -42,12 +34,12 @@ class Recorder:
         self._loss_name = experiment.objective.loss_name
         self._shown = [name for name, metric in metrics.items() if metric.shown]
         self._log = log
-        self._progress = progress
+        self._progress = run.progress
         self._goodput = goodput
         self.restart_clock()
 
     def restart_clock(self) -> None:
-        """What follows is timed; what came since the last step was read is not."""
+        """Times the next step from now on."""
         self._clock = time.perf_counter()
 
     def read(self, step: int, metrics: Metrics, data_wait_seconds: float) -> Line:
@@ -79,10 +71,6 @@ class Recorder:
             "peak_memory_bytes": _peak_memory(),
         }
 
-    def message(self, text: str) -> None:
-        """Shows `text` above the progress."""
-        self._progress.message(text)
-
     def write(self, line: Line) -> None:
         """Writes the line, and how much of the run's wall time went into steps so far."""
         metrics = {name: value for name, value in line.items() if name != "step"}
@@ -104,6 +92,6 @@ class Recorder:
 
 
 def _peak_memory() -> int | None:
-    """The most bytes that a device of this process has had in use; `None` if none says."""
+    """The largest peak memory of this process's devices, in bytes; `None` if unknown."""
     statistics = [device.memory_stats() or {} for device in jax.local_devices()]
     return max((each.get("peak_bytes_in_use", 0) for each in statistics), default=0) or None

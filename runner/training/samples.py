@@ -1,8 +1,6 @@
-"""What a model makes of an experiment's prompts, while it is trained and at the end."""
+"""Continues an experiment's prompts, while the model is trained and at the end."""
 
-import dataclasses
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 from lmlib.compute import Compute
@@ -15,7 +13,7 @@ from lmlib.models.model import padded_length
 from lmlib.storage.whole_file import make_folder, write_whole
 from runner.errors import ConfigError, WorkdirLost, in_words, user_errors
 from runner.processes.agreement import agreed
-from runner.processes.lock import WorkdirLock
+from runner.training.run import Run
 
 FOLDER = "samples"
 TOKENS = 48
@@ -23,43 +21,33 @@ SAMPLING = Sampling(temperature=0.8)
 _LENGTHS = 64
 
 
-@dataclasses.dataclass(frozen=True)
 class Samples:
-    """Continues the prompts. A run does not fail for want of samples: where there are none, it says
-    why and goes on.
+    """Continues the prompts of a run. A failure is reported, and the run goes on."""
 
-    Args:
-      lock: looked at before something is written.
-      tell: shows a line above the progress.
-      primary: whether this process writes files; all of them make the samples.
-    """
-
-    experiment: Experiment
-    workdir: Path
-    lock: WorkdirLock
-    tell: Callable[[str], None]
-    primary: bool
+    def __init__(self, run: Run):
+        self._run = run
 
     def write(self, step: int, model: Any) -> tuple[str, ...]:
-        """The texts, which are then in WORKDIR/samples/STEP.txt too; every process must call it."""
+        """Returns the texts and writes WORKDIR/samples/STEP.txt; every process must call it."""
+        run = self._run
         try:
-            texts = continued(self.experiment, model)
-            self.lock.check()
-            if texts and self.primary:
-                make_folder(self.workdir / FOLDER)
-                file = self.workdir / FOLDER / f"{step:08d}.txt"
-                write_whole(file, _page(texts), self.lock.check)
+            texts = continued(run.experiment, model)
+            run.lock.check()
+            if texts and run.primary:
+                make_folder(run.workdir / FOLDER)
+                file = run.workdir / FOLDER / f"{step:08d}.txt"
+                write_whole(file, "\n\n".join(texts) + "\n", run.lock.check)
             return texts
         except WorkdirLost:
             raise
         except Exception as error:
             reason = in_words(error).partition("\n")[0]
-            self.tell(f"WARNING: the prompts are not continued: {type(error).__name__}: {reason}")
+            run.tell(f"WARNING: the prompts are not continued: {type(error).__name__}: {reason}")
             return ()
 
 
 def continued(experiment: Experiment, model: Any) -> tuple[str, ...]:
-    """The experiment's prompts and how `model` continues each.
+    """Returns the experiment's prompts, each with a continuation by `model`.
 
     Weights stay split as they are in training, so that little more memory is needed.
 
@@ -78,7 +66,7 @@ def continued(experiment: Experiment, model: Any) -> tuple[str, ...]:
     generator = Generator(
         model,
         experiment.mesh,
-        # What suits training's sequences may not suit prompts: any kernel.
+        # The kernel of training's sequences may not suit prompts.
         Compute(dtype=experiment.compute.dtype),
         rows=len(prompts),
         length=padded_length(model, longest, _LENGTHS),
@@ -92,7 +80,7 @@ def continued(experiment: Experiment, model: Any) -> tuple[str, ...]:
 
 
 def asked(data: Any, codec: TextCodec, prompts: Sequence[str]) -> tuple[list[list[int]], list[int]]:
-    """The ids of the prompts, and those that end what follows.
+    """Returns the ids of the prompts, and the ids that end a continuation.
 
     If `data` are conversations with a chat template, each prompt is a user's message in it.
     """
@@ -104,7 +92,3 @@ def asked(data: Any, codec: TextCodec, prompts: Sequence[str]) -> tuple[list[lis
         for prompt in prompts
     ]
     return [codec.encode_marked(chat.text) for chat in chats], sorted(answer_ends(template, codec))
-
-
-def _page(texts: Sequence[str]) -> str:
-    return "\n\n".join(texts) + "\n"

@@ -8,17 +8,20 @@ from typing import Any
 import jax
 
 from lmlib.checkpoint import Checkpoints
-from lmlib.experiment import Experiment
+from lmlib.data.prefetch import Prefetch
+from lmlib.data.resumable import gather_states
+from lmlib.experiment import Moment
 from lmlib.guard import not_finite
 from lmlib.metrics.log import MetricsLog
 from lmlib.state import State
 from lmlib.terminal.quantities import duration_text
 from runner.errors import TrainingStopped, in_words
-from runner.monitoring.phases import Phase, Phases
-from runner.monitoring.progress import Progress
+from runner.monitoring.phases import Phase
+from runner.training.beginning import Beginning
 from runner.training.data_probe import probe
 from runner.training.recorder import Line
-from runner.weights.notes import Fork
+from runner.training.run import Run
+from runner.weights.notes import frozen_note, reference_note
 
 HELD_UP_SECONDS = 1.0  # a save that takes less of training's time is not spoken of
 
@@ -33,50 +36,42 @@ class Saver:
 
     def __init__(
         self,
-        experiment: Experiment,
+        run: Run,
         checkpoints: Checkpoints,
         log: MetricsLog,
-        progress: Progress,
-        phases: Phases,
-        initialised_from: str | None,
-        unchanging: dict[str, Any],
-        before_skipped: int | None,
-        fork: Fork | None,
-        sync: Callable[[], None] = lambda: None,
+        batches: Prefetch,
+        beginning: Beginning,
     ):
-        """Makes the saver of a run.
-
-        Args:
-          initialised_from: whose weights the run began with, if they were not new.
-          unchanging: notes of what does not train and is in no checkpoint, by their names.
-          before_skipped: as the attribute, from the checkpoint that the run goes on from.
-          fork: the step of another run that the run was forked from, if it was.
-          sync: called before a checkpoint is whole, when the lines of metrics are on the disk.
-        """
-        self._experiment = experiment
-        self._settings = experiment.checkpoints
-        self._checkpoints = checkpoints
-        self._log = log
-        self._progress = progress
-        self._phases = phases
-        self._initialised_from = initialised_from
-        self._unchanging = unchanging | ({} if fork is None else {"forked_from": fork._asdict()})
+        self._run, self._settings = run, run.experiment.checkpoints
+        self._checkpoints, self._log, self._batches = checkpoints, log, batches
+        frozen, fork = beginning.state.frozen, beginning.fork
+        self._unchanging = {  # notes
+            "initialised_from": beginning.initialised_from,
+            "frozen": frozen_note(frozen, run.experiment.recipe),
+            "reference_model": reference_note(beginning.state.reference_model),
+        } | ({} if fork is None else {"forked_from": fork._asdict()})
         # The newest step that was saved while no update was being skipped; it is kept meanwhile.
-        self.before_skipped = before_skipped
-        self._sync = sync
+        self.before_skipped = beginning.before_skipped
         self._failed = 0  # in a row
         self._last_error: OSError | FloatingPointError | None = None
         self._pending: Line | None = None  # of a save that has begun; how it ends is not known
 
-    def save(
-        self,
-        line: Line,
-        state: State,
-        data: list[dict[str, Any]] | None,
-    ) -> None:
+    def save_at(self, now: Moment) -> None:
+        """Begins to save the state; with that of a `Resumable` source, every process's."""
+        state = self._batches.state
+        data = None if state is None else gather_states(state)
+        self._save(dict(now.metrics), now.state, data)
+
+    def save_fork(self, beginning: Beginning) -> None:
+        """Saves the state that a fork begins with, so that it no longer needs the other run."""
+        skipped = int(jax.device_get(beginning.state.guard.skipped_in_a_row))
+        line = {"step": beginning.step, "tokens": beginning.tokens, "skipped_in_a_row": skipped}
+        self._save(line, beginning.state, beginning.data)
+
+    def _save(self, line: Line, state: State, data: list[dict[str, Any]] | None) -> None:
         """Begins to save the state after the step of `line`; every process must call it.
 
-        A state that is not finite is not saved: nothing could go on from it.
+        A state that is not finite is not saved, since no run could go on from it.
 
         Args:
           line: in the log already.
@@ -102,14 +97,13 @@ class Saver:
             notes: dict[str, Any] = {
                 "tokens": line["tokens"],
                 "before_skipped": self.before_skipped if skipping else step,
-                "batches": probe(self._experiment.batches, step),
-                "initialised_from": self._initialised_from,
+                "batches": probe(self._run.experiment.batches, step),
                 **self._unchanging,
             }
             if data is not None:
                 notes["data"] = data
             if self._checkpoints.deleted:
-                self._progress.message(
+                self._run.tell(
                     "WARNING: the folder of checkpoints was deleted while this run went on: it is "
                     f"made again, and step {step:,} is the first in it"
                 )
@@ -125,15 +119,7 @@ class Saver:
 
     def _sync_files(self) -> None:
         self._log.sync()
-        self._sync()
-
-    def save_fork(
-        self, step: int, tokens: int, state: State, data: list[dict[str, Any]] | None
-    ) -> None:
-        """As `save`, of the state that a fork begins with, which another run has made: from then on
-        the fork needs nothing of that one."""
-        skipped = int(jax.device_get(state.guard.skipped_in_a_row))
-        self.save({"step": step, "tokens": tokens, "skipped_in_a_row": skipped}, state, data)
+        self._run.place.sync()
 
     def rank(self, step: int, metrics: Mapping[str, float]) -> None:
         """Ranks the checkpoint of `step`, if there is one, by `best_by` of its evaluation's
@@ -162,7 +148,7 @@ class Saver:
           TrainingStopped: if it failed: the newest checkpoint is then an earlier one.
           OSError: if it failed on this process of several.
         """
-        with self._phases.during(Phase.CHECKPOINT):
+        with self._run.phases.during(Phase.CHECKPOINT):
             error = self._settled()
         if error is not None and jax.process_count() > 1:
             raise error
@@ -176,11 +162,11 @@ class Saver:
     def _holding_up(self, step: int) -> Iterator[None]:
         """A block that training waits for, of the save of `step`; tells if that takes long."""
         began = time.perf_counter()
-        with self._phases.during(Phase.CHECKPOINT):
+        with self._run.phases.during(Phase.CHECKPOINT):
             yield
         if (blocked := time.perf_counter() - began) >= HELD_UP_SECONDS:
             told = duration_text(blocked)
-            self._progress.message(f"saving step {step:,} held training up for {told}")
+            self._run.tell(f"saving step {step:,} held training up for {told}")
 
     def _settled(self) -> OSError | None:
         """Waits for the save that was begun last; how it failed, if it did."""
@@ -200,7 +186,7 @@ class Saver:
         self._last_error = FloatingPointError(
             f"step {step:,} is not saved: {broken[0]} holds numbers that are not finite{more}"
         )
-        self._progress.message(f"WARNING: {self._last_error}; the checkpoints before stay")
+        self._run.tell(f"WARNING: {self._last_error}; the checkpoints before stay")
 
     def _tolerate(self, error: OSError) -> None:
         if jax.process_count() > 1:
@@ -220,7 +206,7 @@ class Saver:
                     "there"
                 )
             ) from error
-        self._progress.message(
+        self._run.tell(
             f"WARNING: {in_words(error)}. Training goes on without that checkpoint, and stops if "
             f"{tolerated + 1 - self._failed} more fail"
         )

@@ -1,11 +1,10 @@
 """Validation of a run: on a part of each set while training goes on, on the whole at its end."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from lmlib.data.batch import Source
 from lmlib.data.flat_tokens import FlatTokens
-from lmlib.evaluate.scoring import Scorer
-from lmlib.evaluate.suite.suite import SuiteEvaluator
 from lmlib.evaluate.validation import Evaluation, Evaluator, bits_per_byte, validation_metrics
 from lmlib.experiment import Experiment
 from lmlib.runs.validation import StoredSet, StoredValidation
@@ -23,7 +22,15 @@ class Validation:
         self._objective = experiment.objective
         self._last = experiment.steps
         self._evaluator = Evaluator(experiment.mesh, experiment.compute, experiment.objective)
-        self._suite = _suite(experiment)
+        self._suite: Callable[[Any], dict[str, float]] | None = None
+        if experiment.evaluation.suite is not None:
+            self._suite = experiment.evaluation.suite.evaluator(
+                experiment.mesh,
+                experiment.compute,
+                experiment.data.max_token_id + 1,
+                experiment.text_codec,
+                experiment.suite_length,
+            )
 
     @property
     def units(self) -> Mapping[str, str]:
@@ -144,18 +151,6 @@ class Validation:
             assert some is not None  # Experiment.check saw to it
             return some
         return end if whole or some is None else min(some, end)
-
-
-def _suite(experiment: Experiment) -> SuiteEvaluator | None:
-    if experiment.evaluation.suite is None:
-        return None
-    return SuiteEvaluator(
-        experiment.evaluation.suite,
-        Scorer(experiment.mesh, experiment.compute),
-        experiment.data.max_token_id + 1,
-        experiment.text_codec,
-        experiment.suite_length,
-    )
 
 
 def _mean(values: Mapping[str, float], weights: Mapping[str, float]) -> float:

@@ -41,9 +41,8 @@ import jax
 
 from lmlib.storage.local_folder import local_folder
 from lmlib.terminal.quantities import duration_text
-from runner.config.references import located
 from runner.upcycle.mixture import make_mixture
-from runner.weights.saved_run import Access
+from runner.weights.target import LoadOptions
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -52,10 +51,10 @@ def main(arguments: Sequence[str]) -> int:
     if arguments or not _FROM.value or not _TO.value:
         raise ConfigError("give --from and --to, as in: --from=RUN --to=WORKDIR; see --help")
     began = time.perf_counter()
-    access = Access(TRUST_MODULE.value, INIT_FROM.value, WEIGHTS.value == EMA, _show)
+    options = LoadOptions(TRUST_MODULE.value, INIT_FROM.value, WEIGHTS.value == EMA, _show)
     with user_errors():
-        to, found = local_folder(_TO.value), located(_FROM.value)
-        made = make_mixture(found, to, _EXPERTS.value, _TOP.value, _SEED.value, access)
+        to = local_folder(_TO.value)
+        made = make_mixture(_FROM.value, to, _EXPERTS.value, _TOP.value, _SEED.value, options)
     print(f"{to} holds {made}; it took {duration_text(time.perf_counter() - began)}")
     return FINISHED
 

@@ -1,38 +1,42 @@
-"""A model in a folder of Hugging Face's, or adapters of PEFT's with the folder of their base."""
+"""A model in a Hugging Face folder, or PEFT adapters with the folder of their base."""
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+import os
+from pathlib import Path
 from typing import Any
 
+import xxhash
 from jax.sharding import Mesh
 
 from lmlib.data.stored.metadata import tokenizers_differ
 from lmlib.hf.families import Described, described
-from lmlib.hf.family import Family
-from lmlib.hf.folder import read_json
+from lmlib.hf.folder import opened, read_copied, read_json
+from lmlib.hf.hub import SETTINGS, TOKENIZER_FILES
 from lmlib.hf.load import load_weights
 from lmlib.hf.peft import Adapters, adapters_in
-from runner.config.references import HuggingFace, base_of
+from lmlib.storage.whole_file import make_folder
+from runner.config.references import FolderReference, base_of
 from runner.errors import user_errors
 from runner.monitoring.transfer import told
-from runner.processes.agreement import agreed
-from runner.weights.texts import FILE, KnownTexts, tokenizer_of
-from runner.weights.wanted import Keeping, Wanted
+from runner.processes.agreement import Read, agreed
+from runner.weights.target import PLAIN, Keeping, LoadOptions, LoadTarget
+from runner.weights.texts import FILE, TextSources, tokenizer_of
+
+ORIGIN = "hugging_face"  # in an imported workdir: the files of its folder besides weights
+_CONFIGS = ("config.json", "adapter_config.json")
+_SAMPLES, _SAMPLE_BYTES = 64, 4_096  # of each file of tensors
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelFolder:
-    """A folder, of which nothing but the small files is read until its weights are asked for.
-
-    Args:
-      families: those that are known, of which its model is one.
+    """A folder; only its small files are read until its weights are asked for.
 
     Its attributes and methods raise ValueError or OSError if it cannot be used.
     """
 
-    found: HuggingFace
-    families: Sequence[Family]
+    found: FolderReference
+    options: LoadOptions = PLAIN
 
     step = cfg = None  # which runs have
     compute_dtype = "float32"
@@ -42,28 +46,28 @@ class ModelFolder:
         return self.found.name
 
     @functools.cached_property
-    def base(self) -> HuggingFace:
+    def base(self) -> FolderReference:
         """The folder of the whole model: itself, unless it holds adapters."""
-        return base_of(self.found)
+        return base_of(self.found, self.options.init_from)
 
     @functools.cached_property
     def described(self) -> Described:
         """The model of `base`."""
-        return described(self.base.folder, self.families)
+        return described(self.base.folder, self.options.families)
 
     @functools.cached_property
     def adapters(self) -> Adapters | None:
         return self.adapters_of(self.described.shapes)
 
     def adapters_of(self, shapes: Any) -> Adapters | None:
-        """What it holds for a model without adapters, of which it gets shapes; `None` if none."""
+        """The folder's adapters for a model with `shapes`, which has none; `None` without any."""
         if self.base is self.found:
             return None
         return adapters_in(self.found.folder, shapes, self.described.family.names)
 
     @property
     def shapes(self) -> Any:
-        """Of the model with its adapters."""
+        """The shapes of the model with its adapters."""
         shapes = self.described.shapes
         return shapes if self.adapters is None else self.adapters.beside(shapes)
 
@@ -72,42 +76,70 @@ class ModelFolder:
 
     @property
     def generation_settings(self) -> dict[str, Any]:
-        """What generation_config.json of `base` says; empty without one."""
+        """The content of `base`'s generation_config.json; empty without one."""
         file = self.base.folder / "generation_config.json"
         return read_json(file) if file.exists() else {}
 
     @property
-    def texts(self) -> KnownTexts:
+    def texts(self) -> TextSources:
         """Adapters may come with a tokenizer of their own."""
         own, base = self.found, self.base
         texts = own if (own.folder / FILE).is_file() else base
-        return KnownTexts(self.name, (texts.folder, texts.name), base.folder)
+        return TextSources(self.name, (texts.folder, texts.name), base.folder)
 
-    def model(self, mesh: Mesh, show: Callable[[str], None]) -> Any:
-        """The model in float32, laid out on `mesh` as it is stored."""
-        names = self.described.family.names
-        tell = told(f"reading {self.base.name}:", show)
-        model = load_weights(self.base.folder, self.described.shapes, names, mesh, tell)
+    @property
+    def content(self) -> Read:
+        """Digests of the configs, and of samples of the tensors."""
+        folders = [each.folder for each in dict.fromkeys((self.found, self.base))]
+        return Read([_digest(each) for each in folders], [str(each.absolute()) for each in folders])
+
+    def model(self, mesh: Mesh, exact: bool = True) -> Any:
+        """Returns the model, always in float32, laid out on `mesh` as it is stored."""
+        model = self._read(self.described.shapes, mesh)
         return model if self.adapters is None else self.adapters.onto(model)
 
-    def weights(self, wanted: Wanted, show: Callable[[str], None]) -> Any:
-        """As `runner.weights.reading.weights_of`."""
-        recipe = wanted.recipe
+    def fill(self, target: LoadTarget) -> tuple[Any, str]:
+        """As `SavedRun.fill`."""
+        recipe = target.recipe
         with agreed(), user_errors():
             adapters = self.adapters_of(recipe.bare)
             if adapters is not None:
-                wanted.check_adapters(adapters.beside(recipe.bare))
-            wanted.check_model(self.described.shapes)
+                target.check_adapters(adapters.beside(recipe.bare))
+            target.check_model(self.described.shapes)
             problem = None
-            if wanted.data is not None and tokenizers_differ(
-                tokenizer_of(self.base.folder, self.base.name), wanted.data.tokenizer
+            if target.data is not None and tokenizers_differ(
+                tokenizer_of(self.base.folder, self.base.name), target.data.tokenizer
             ):
-                problem = f"the data was made by {wanted.data.tokenizer}"
-            wanted.check_tokenizer(problem)
-        names = self.described.family.names
-        tell = told(f"reading {self.base.name}:", show)
+                problem = f"the data was made by {target.data.tokenizer}"
+            target.check_tokenizer(problem)
         keeping = Keeping(recipe)
-        arrays = load_weights(self.base.folder, recipe.bare, names, wanted.mesh, tell, keeping)
-        keeping.tell(self.base.name, show)
-        model = recipe.completed(arrays, wanted.mesh)
-        return model if adapters is None else adapters.into(model)
+        arrays = self._read(recipe.bare, target.mesh, keeping)
+        keeping.tell(self.base.name, self.options.show)
+        model = recipe.completed(arrays, target.mesh)
+        return (model if adapters is None else adapters.into(model)), self.name
+
+    def _read(self, shapes: Any, mesh: Mesh, *keeping: Keeping) -> Any:
+        names = self.described.family.names
+        tell = told(f"reading {self.base.name}:", self.options.show)
+        return load_weights(self.base.folder, shapes, names, mesh, tell, *keeping)
+
+
+def keep_origin(folder: Path, workdir: Path) -> None:
+    """Copies a Hugging Face folder's settings and tokenizer into `workdir`."""
+    make_folder(workdir / ORIGIN)
+    for name, content in read_copied(folder, (*SETTINGS, *TOKENIZER_FILES)).items():
+        (workdir / ORIGIN / name).write_bytes(content)
+
+
+def _digest(folder: Path) -> str:
+    digest = xxhash.xxh3_128()
+    for path in sorted(folder.iterdir()):
+        if path.suffix != ".safetensors" and path.name not in _CONFIGS:
+            continue
+        with opened(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            digest.update(f"{path.name} {size}\n".encode())
+            for sample in range(_SAMPLES):
+                file.seek(size * sample // _SAMPLES)
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""What is known of the texts that a model was trained on: their tokenizer, ends, chat template."""
+"""The tokenizer, end tokens and chat template of a saved model."""
 
 import contextlib
 import dataclasses
@@ -6,18 +6,13 @@ import functools
 import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import fiddle as fdl
 
 from lmlib.data.chats.chat import ChatTemplate, read_chat_template
 from lmlib.data.flat_tokens import FlatTokens
-from lmlib.data.stored.metadata import (
-    LARGEST_TOKENIZER,
-    SplitMetadata,
-    TokenizerIdentity,
-    tokenizers_differ,
-)
+from lmlib.data.stored.metadata import LARGEST_TOKENIZER, TokenizerIdentity, tokenizers_differ
 from lmlib.data.text import (
     BYTE_TOKENIZER,
     TextCodec,
@@ -34,8 +29,21 @@ from runner.errors import ConfigError
 FILE = "tokenizer.json"
 
 
-class Texts(NamedTuple):
-    """As `runner.inference.loaded.Loaded` has it."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class Texts:
+    """How a model's token ids become text, and text becomes ids.
+
+    Attributes:
+      codec: converts between texts and ids; `None` without a known tokenizer.
+      tokenizer_file: the tokenizer.json behind `codec`; `None` if there is none.
+      end_ids: tokens that end a text; empty if none are known.
+      document_end: the token that ended each training document; `None` if unknown.
+      tokenizer: the tokenizer of the ids that the model was trained on; `None` if unknown.
+      tokenizer_folder: a Hugging Face folder with the tokenizer's files.
+      chat_template: the template of the training conversations, or else of `tokenizer_folder`;
+        `None` if there is none.
+      longest: tokens in the longest training sequence; `None` if unknown.
+    """
 
     codec: TextCodec | None
     tokenizer_file: Path | None
@@ -48,8 +56,7 @@ class Texts(NamedTuple):
 
 
 def tokenizer_of(folder: Path, name: str) -> TokenizerIdentity | None:
-    """What made the ids that the model in a folder called `name` knows; `None` without a
-    tokenizer.json."""
+    """Returns the tokenizer in a model's folder, called `name`; `None` without a tokenizer.json."""
     if not (folder / FILE).is_file():
         return None
     text = read_text(folder / FILE, LARGEST_TOKENIZER)
@@ -57,16 +64,16 @@ def tokenizer_of(folder: Path, name: str) -> TokenizerIdentity | None:
 
 
 @dataclasses.dataclass(frozen=True)
-class KnownTexts:
-    """What the data of a run, its notes and a folder of Hugging Face's say; the data first.
+class TextSources:
+    """The places that say something about a model's texts: its data first, then its folder.
 
     Attributes:
       name: of the run or the folder.
-      folder: where a tokenizer's files may lie, and what it is called; `None`: there is none.
-      model_folder: where the config.json of the model is; `None`: there is none.
-      data: the configs of what a run was trained on, stage by stage.
-      noted: the tokenizer that a checkpoint tells of.
-      has_trained: whether the model was trained on `data`, and does not only begin with it.
+      folder: a folder that may hold a tokenizer, and its name; `None`: there is none.
+      model_folder: the folder with the model's config.json; `None`: there is none.
+      data: the configs of a run's data, stage by stage.
+      noted: the tokenizer in a checkpoint's notes.
+      has_trained: whether the model was trained on `data`, rather than only being about to.
     """
 
     name: str
@@ -78,7 +85,7 @@ class KnownTexts:
 
     @functools.cached_property
     def flat_tokens(self) -> list[FlatTokens]:
-        """Of the data what is flat tokens that are still there, or can be made again."""
+        """The flat tokens among the data that still exist, or can be made again."""
         found = []
         for node in nodes(self.data):
             if fdl.get_callable(node) is FlatTokens:
@@ -91,24 +98,19 @@ class KnownTexts:
         return next(iter(self.flat_tokens), None)
 
     @property
-    def metadata(self) -> SplitMetadata | None:
-        return None if self.first is None else self.first.metadata
+    def tokenizer(self) -> TokenizerIdentity | None:
+        """The tokenizer of the ids that the model knows."""
+        if self.first is not None and self.has_trained:
+            return self.first.tokenizer
+        return self.noted or self._tokenizer_of_folder
 
     @functools.cached_property
     def _tokenizer_of_folder(self) -> TokenizerIdentity | None:
         return None if self.folder is None else tokenizer_of(*self.folder)
 
     @property
-    def tokenizer(self) -> TokenizerIdentity | None:
-        """What made the ids that the model knows."""
-        if self.first is not None and self.has_trained:
-            return self.first.tokenizer
-        return self.noted or self._tokenizer_of_folder
-
-    @property
     def tokenizer_folder(self) -> Path | None:
-        """The folder, if it has a tokenizer's files, unless the model is known to have been trained
-        on another's ids."""
+        """`folder`, if it has a tokenizer, and the model was not trained on another one's ids."""
         folder = None if self.folder is None else self.folder[0]
         if folder is None or not any((folder / name).is_file() for name in TOKENIZER_FILES):
             return None
@@ -116,7 +118,7 @@ class KnownTexts:
         return None if tokenizers_differ(self._tokenizer_of_folder, trained_on) else folder
 
     def check_tokenizer(self) -> None:
-        """Raises ConfigError if the data is not of the ids any more that the model trained on."""
+        """Raises ConfigError if the data has another tokenizer's ids than during training."""
         if self.first is None or not self.has_trained:
             return
         if tokenizers_differ(self.noted, self.first.tokenizer):
@@ -128,13 +130,13 @@ class KnownTexts:
 
     @property
     def config(self) -> dict[str, Any]:
-        """config.json of the model's folder; empty if there is none."""
+        """The content of the model folder's config.json; empty if there is none."""
         file = None if self.model_folder is None else self.model_folder / "config.json"
         return read_json(file) if file is not None and file.is_file() else {}
 
     @property
     def longest(self) -> int | None:
-        """Tokens in the longest sequence that the model was trained on, if it is known."""
+        """Tokens in the longest training sequence, if known."""
         known = (self.config.get(name) for name in ("max_position_embeddings", "n_positions"))
         lengths = [next((length for length in known if isinstance(length, int)), None)]
         if self.has_trained:
@@ -142,8 +144,10 @@ class KnownTexts:
         return max((length for length in lengths if isinstance(length, int)), default=None)
 
     def template_of_data(self) -> ChatTemplate | None:
-        """What made the texts of the conversations that the model was trained on; `None` if they
-        are gone, or there were none. Raises ValueError or OSError if it is damaged."""
+        """Returns the chat template of the training conversations; `None` if there is none.
+
+        Raises ValueError or OSError if it is damaged.
+        """
         templates = (data.chat_template() for data in self.flat_tokens)
         return next((each for each in templates if each is not None), None)
 
@@ -151,18 +155,20 @@ class KnownTexts:
         """Reads the tokenizer's files.
 
         Args:
-          tokenizer: a tokenizer.json or its folder, in place of what is known.
-          show: gets a line about a chat template that is damaged.
+          tokenizer: a tokenizer.json or its folder, in place of the known one.
+          show: gets a warning about a damaged chat template.
 
         Raises:
-          ValueError, OSError: if a file is damaged, or the tokenizer is not that of the training.
+          ValueError, OSError: if a file is damaged, or the tokenizer changed since training.
         """
-        ends = _end_ids(self.model_folder)
-        document_end = None if self.metadata is None else self.metadata.eos_id
+        ends, first = self._end_ids(), self.first
+        metadata = first and first.metadata
+        document_end = None if metadata is None else metadata.eos_id
         end_ids = ends if document_end is None else (document_end,)
-        codec, template = None, None
-        folder: Path | None = None
+        codec: TextCodec | None = None
         file: Path | None = None
+        folder: Path | None
+        template: ChatTemplate | None = None
         if tokenizer is not None:
             file = Path(tokenizer, FILE) if Path(tokenizer).is_dir() else Path(tokenizer)
             folder, document_end = file.parent, None
@@ -170,8 +176,8 @@ class KnownTexts:
         else:
             self.check_tokenizer()
             folder, known = self.tokenizer_folder, self.tokenizer
-            if self.first is not None and self.first.tokenizer == known:
-                codec, file = self.first.text_codec(), self.first.tokenizer_path
+            if first is not None and first.tokenizer == known:
+                codec, file = first.text_codec(), first.tokenizer_path
             if file is None and folder is not None and (folder / FILE).is_file():
                 file = folder / FILE
         if codec is None and file is not None:
@@ -186,13 +192,12 @@ class KnownTexts:
             show(f"WARNING: there is no chat template: {error}")
         return Texts(codec, file, end_ids, document_end, known, folder, template, self.longest)
 
-
-def _end_ids(folder: Path | None) -> tuple[int, ...]:
-    """The ids that end a text, as generation_config.json says, or else config.json."""
-    for name in ("generation_config.json", "config.json"):
-        if folder is not None and (folder / name).is_file():
-            said = read_json(folder / name).get("eos_token_id")
-            ids = said if isinstance(said, list) else [said]
-            if known := tuple(id for id in ids if type(id) is int):
-                return known
-    return ()
+    def _end_ids(self) -> tuple[int, ...]:
+        """The end tokens in generation_config.json, or else in config.json."""
+        for name in ("generation_config.json", "config.json"):
+            if self.model_folder is not None and (self.model_folder / name).is_file():
+                said = read_json(self.model_folder / name).get("eos_token_id")
+                ids = said if isinstance(said, list) else [said]
+                if known := tuple(id for id in ids if type(id) is int):
+                    return known
+        return ()

@@ -30,8 +30,8 @@ from lmlib.hf.families import described
 from lmlib.recipe import Recipe
 from lmlib.optim.trainable import adapters
 from pathlib import Path
-from runner.weights.reading import weights_of
-from runner.weights.wanted import Wanted
+from runner.weights.models import read_weights
+from runner.weights.target import LoadTarget
 
 source, target, golden = sys.argv[1:]
 
@@ -57,7 +57,7 @@ del model
 def base_in(dtype, folder):
     build = functools.partial(lora, described(Path(folder)).build)
     recipe = Recipe(build, 0, adapters(), dtype)
-    return jax.block_until_ready(weights_of(str(folder), Wanted(recipe, mesh))[0])
+    return jax.block_until_ready(read_weights(str(folder), LoadTarget(recipe, mesh))[0])
 
 def reading(dtype):
     base_in(dtype, golden)

@@ -22,8 +22,8 @@ source, target, port, index = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.arg
 jax.distributed.initialize(f"localhost:{port}", 2, index)
 from lmlib import hf
 from runner.config import configs
-from runner.weights.reading import weights_of
-from runner.weights.wanted import Wanted
+from runner.weights.models import read_weights
+from runner.weights.target import LoadTarget
 
 read, begun = [], []
 
@@ -39,7 +39,7 @@ def hear(frame, event, function):
 overrides = [f"folder={source}", "mesh.fsdp=2", "mesh.tensor=2"]
 run = fdl.build(configs.load("experiments/from_hf", ["tiny"], overrides))
 sys.setprofile(hear)
-model, _ = weights_of(source, Wanted(run.recipe, run.mesh))
+model, _ = read_weights(source, LoadTarget(run.recipe, run.mesh))
 sys.setprofile(None)
 with pytest.raises(FileExistsError, match="not empty"):
     hf.save(model, source if index else target)  # one of them finds something: neither writes

@@ -20,13 +20,11 @@ from lmlib.parallel.mesh import make_mesh
 from lmlib.state import parted
 from runner import Options, convert, fit
 from runner.config import configs
-from runner.config.references import HuggingFace, Saved, located
 from runner.errors import ConfigError
 from runner.inference.loading import load
+from runner.weights.models import read_weights
 from runner.weights.notes import frozen_note
-from runner.weights.reading import weights_of
-from runner.weights.saved_run import Access
-from runner.weights.wanted import Wanted
+from runner.weights.target import LoadOptions, LoadTarget
 
 HF = Path(__file__).parents[1] / "hf"
 BASE = HF / "golden" / "llama"
@@ -70,7 +68,7 @@ def tensors(file):
 @pytest.mark.slow
 def test_a_run_begins_with_adapters_and_what_looks_at_models_takes_them(folder):
     run = fdl.build(experiment())
-    begun, name = weights_of(str(folder), Wanted(run.recipe, run.mesh))
+    begun, name = read_weights(str(folder), LoadTarget(run.recipe, run.mesh))
     assert name == str(folder)
     at = jax.tree.map(lambda array: array.sharding, run.abstract_state().whole_model)
     assert at == jax.tree.map(lambda array: array.sharding, begun)
@@ -91,7 +89,7 @@ def test_a_run_begins_with_adapters_and_what_looks_at_models_takes_them(folder):
 def test_adapters_of_another_shape_are_refused(folder, settings, told):
     run = fdl.build(experiment(**settings))
     with pytest.raises(ConfigError, match=told):
-        weights_of(str(folder), Wanted(run.recipe, run.mesh))
+        read_weights(str(folder), LoadTarget(run.recipe, run.mesh))
 
 
 def test_adapters_whose_base_is_not_known_are_refused(folder):
@@ -103,12 +101,12 @@ def test_adapters_whose_base_is_not_known_are_refused(folder):
         content = json.loads(file.read_text()) | {"base_model_name_or_path": base}
         file.write_text(json.dumps(content))
         with pytest.raises(ConfigError, match=told):
-            convert.bring_in(located(str(folder)), folder.parent / "run")
+            convert.bring_in(str(folder), folder.parent / "run")
 
 
 @pytest.mark.slow
 def test_what_comes_in_goes_out(folder, tmp_path):
-    told = convert.bring_in(HuggingFace(folder, str(folder), base=str(BASE)), tmp_path / "run")
+    told = convert.bring_in(str(folder), tmp_path / "run", LoadOptions(init_from=str(BASE)))
     assert told.startswith(f"the adapters of {folder}")
     cfg = configs.load(str(tmp_path / "run"))
     assert fdl.get_callable(cfg.model) is lora
@@ -117,7 +115,7 @@ def test_what_comes_in_goes_out(folder, tmp_path):
         names = checkpoints.verify(0).arrays
     assert all(name.endswith((".down", ".up")) for name in names)
 
-    saved = Saved(tmp_path / "run" / "checkpoints", None)
+    saved = str(tmp_path / "run")
     convert.bring_adapters_out(saved, tmp_path / "out")
     found, expected = (
         tensors(each / "adapter_model.safetensors") for each in (tmp_path / "out", folder)
@@ -143,10 +141,10 @@ def test_what_comes_in_goes_out(folder, tmp_path):
 @pytest.mark.slow
 def test_what_comes_in_whole_beside_adapters_trains_and_goes_out(tmp_path):
     folder, base = HF / "golden_adapters" / "qwen2_saved", str(HF / "golden" / "qwen2")
-    convert.bring_in(HuggingFace(folder, str(folder), base), tmp_path / "run")
+    convert.bring_in(str(folder), tmp_path / "run", LoadOptions(init_from=base))
     cfg = configs.load(str(tmp_path / "run"))
     assert {"embedding", "norm.scale", "stack.*.attention.query_bias"} < set(cfg.trainable.besides)
-    convert.bring_adapters_out(located(str(tmp_path / "run")), tmp_path / "out")
+    convert.bring_adapters_out(str(tmp_path / "run"), tmp_path / "out")
     found, expected = (
         tensors(each / "adapter_model.safetensors") for each in (tmp_path / "out", folder)
     )
@@ -172,7 +170,7 @@ def test_what_trained_besides_adapters_goes_out_with_them(folder, tmp_path):
     fit(cfg, tmp_path / "second", Options(init_from=str(tmp_path / "first")))
     for name in ("first", "second"):
         out = tmp_path / f"{name}_peft"
-        convert.bring_adapters_out(located(str(tmp_path / name)), out)
+        convert.bring_adapters_out(str(tmp_path / name), out)
         ours = logits(load(str(tmp_path / name), mesh=make_mesh(devices=jax.devices()[:1])).model)
         theirs = logits(hf.load_adapters(out, hf.load(BASE)))
         assert np.abs(ours - theirs).max() <= 1e-5 * np.abs(ours).max()
@@ -192,17 +190,17 @@ def test_matrices_that_trained_before_adapters_are_not_those_of_their_base(tmp_p
     cfg = experiment()
     cfg.steps = 1
     fit(cfg, tmp_path / "second", Options(init_from=str(tmp_path / "first")))
-    second = located(str(tmp_path / "second"))
+    second = str(tmp_path / "second")
     with pytest.raises(ValueError, match="give as base a folder that has it so"):
         convert.bring_adapters_out(second, tmp_path / "out")
-    convert.bring_out(located(str(tmp_path / "first")), tmp_path / "base", dtype="float32")
+    convert.bring_out(str(tmp_path / "first"), tmp_path / "base", dtype="float32")
     told = convert.bring_adapters_out(second, tmp_path / "out", base=str(tmp_path / "base"))
     assert told.endswith(f" for {tmp_path / 'base'}")
 
 
 @pytest.mark.slow
 def test_a_run_goes_on_where_adapters_were_brought_in(folder, tmp_path):
-    convert.bring_in(located(str(folder)), tmp_path / "run")
+    convert.bring_in(str(folder), tmp_path / "run")
     shutil.rmtree(folder)
     cfg = configs.load(str(tmp_path / "run"))
     run = experiment()
@@ -217,9 +215,9 @@ def test_a_run_goes_on_where_adapters_were_brought_in(folder, tmp_path):
 
 @pytest.mark.slow
 def test_a_run_without_adapters_has_none_to_write(tmp_path):
-    convert.bring_in(located(str(BASE)), tmp_path / "run")
+    convert.bring_in(str(BASE), tmp_path / "run")
     with pytest.raises(ConfigError, match="has no adapters: leave out --adapters"):
-        convert.bring_adapters_out(located(str(tmp_path / "run")), tmp_path / "out")
+        convert.bring_adapters_out(str(tmp_path / "run"), tmp_path / "out")
 
 
 @pytest.fixture(scope="module")
@@ -252,14 +250,14 @@ def run_of(base, workdir, frozen_dtype):
     cfg.init_from, cfg.frozen_dtype = str(base), frozen_dtype
     configs.save(cfg, workdir)
     run = fdl.build(cfg)
-    model, origin = weights_of(str(base), Wanted(run.recipe, run.mesh))
+    model, origin = read_weights(str(base), LoadTarget(run.recipe, run.mesh))
     parts = parted(model, run.recipe.trained)
     trained = jax.tree.map(lambda x: x + 0.01, parts.trained)
     frozen = frozen_note(parts.frozen, run.recipe)
     notes = {"initialised_from": origin, "frozen": frozen, "batches": NO_BATCHES}
     with Checkpoints(workdir / "checkpoints") as checkpoints:
         checkpoints.save(2, {"model": trained}, notes)
-    return located(str(workdir))
+    return str(workdir)
 
 
 @pytest.mark.slow
@@ -300,7 +298,9 @@ def test_adapters_are_merged_as_peft_merges_them_in_float32(peft, kind, frozen_d
     other = jax.tree.map(lambda x: x.at[..., 0].multiply(1.01), hf.load(folder))
     hf.save(other, tmp_path / "other")
     with pytest.raises(ConfigError, match="are not those that the run was trained with"):
-        convert.bring_out(run, tmp_path / "new", access=Access(init_from=str(tmp_path / "other")))
+        convert.bring_out(
+            run, tmp_path / "new", options=LoadOptions(init_from=str(tmp_path / "other"))
+        )
 
 
 @pytest.mark.slow
@@ -317,7 +317,7 @@ def test_adapters_are_merged_as_peft_merges_them_in_float32(peft, kind, frozen_d
 )
 def test_the_command(folder, tmp_path, arguments, status, told):
     if "--from={made}" in arguments:
-        convert.bring_in(located(str(folder)), tmp_path / "made")
+        convert.bring_in(str(folder), tmp_path / "made")
     places = {"peft": folder, "here": tmp_path, "made": tmp_path / "made"}
     arguments = [each.format(**places) for each in arguments]
     ended = run_forked("-m", "runner.convert", *arguments)

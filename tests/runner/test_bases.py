@@ -17,11 +17,10 @@ from lmlib.state import parted
 from runner import fit
 from runner.config import configs
 from runner.errors import ConfigError
+from runner.weights.given import GivenWeights
+from runner.weights.models import read_weights
 from runner.weights.notes import frozen_note
-from runner.weights.reading import weights_of
-from runner.weights.reference_model import reference_model_of
-from runner.weights.saved_run import Access
-from runner.weights.wanted import Wanted
+from runner.weights.target import LoadOptions, LoadTarget
 
 TWO_STEPS = ("steps=2", "checkpoints.every=2", "data.batch_size=8", "mesh.fsdp=1")
 LLAMA = Path(__file__).parents[1] / "hf" / "golden" / "llama"
@@ -63,12 +62,12 @@ def close(found, expected):
 
 def first_weights(cfg):
     experiment = fdl.build(cfg)
-    wanted = Wanted(experiment.recipe, experiment.mesh, experiment.data)
-    return weights_of(experiment.init_from, wanted)[0]
+    wanted = LoadTarget(experiment.recipe, experiment.mesh, experiment.data)
+    return read_weights(experiment.init_from, wanted)[0]
 
 
 def reference_model(cfg):
-    return reference_model_of(fdl.build(cfg), Access())
+    return GivenWeights(fdl.build(cfg), LoadOptions()).reference_model()
 
 
 @pytest.mark.slow

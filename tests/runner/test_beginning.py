@@ -145,7 +145,9 @@ def test_other_settings_of_jax_are_told_where_they_are_allowed(trained, tmp_path
 
 def check(cfg, workdir: Path, *allowed: str) -> None:
     with Progress(1, sys.stderr) as progress:
-        check_config(cfg, lambda: fdl.build(cfg).abstract_state(), workdir, allowed, progress)
+        check_config(
+            cfg, lambda: fdl.build(cfg).abstract_state(), workdir, allowed, progress.message
+        )
 
 
 def test_another_model_of_the_same_shape_is_refused_unless_allowed(tmp_path, capsys):

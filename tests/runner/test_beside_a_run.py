@@ -12,10 +12,9 @@ from run_on_bytes import write_run_on_bytes
 from lmlib.checkpoint import RemovedCheckpointError, folders
 from lmlib.checkpoint.removal import remove
 from lmlib.hf.tensor_files import stored_tensors
-from runner.config.references import located
 from runner.errors import ConfigError
-from runner.weights.reading import model_of
-from runner.weights.saved_run import Access, use_run
+from runner.weights.models import use_model
+from runner.weights.target import LoadOptions
 
 STEPS = (3, 5, 7)
 
@@ -111,16 +110,16 @@ def test_what_is_removed_once_it_is_opened(checkpoints):
 
     def removed(run):
         remove([run.folder])
-        return model_of(run, None)
+        return run.model(None)
 
     def removed_once(run):
         return removed(run) if run.step == 7 else run.step
 
-    assert use_run(located(str(checkpoints)), removed_once, Access(show=told.append)) == 5
+    assert use_model(str(checkpoints), removed_once, LoadOptions(show=told.append)) == 5
     assert len(told) == 1 and told[0].startswith(f"the checkpoint {checkpoints}/7 was removed")
     with pytest.raises(RemovedCheckpointError, match="5 was removed meanwhile"):
-        use_run(located(f"{checkpoints}@5"), removed)
+        use_model(f"{checkpoints}@5", removed)
     assert folders.steps_in(checkpoints) == [3]
     with pytest.raises(ConfigError, match="holds no checkpoint"):
-        use_run(located(str(checkpoints)), removed)
+        use_model(str(checkpoints), removed)
     assert len(told) == 1

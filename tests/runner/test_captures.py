@@ -17,7 +17,6 @@ from lmlib.data.synthetic import Synthetic
 from lmlib.metrics.log import read_metrics
 from runner import convert, fit
 from runner.config import configs
-from runner.config.references import located
 from runner.errors import TrainingStopped
 from runner.training.captures import read_batch, read_capture
 
@@ -131,7 +130,7 @@ def test_numbers_that_are_not_finite_are_captured_too(tmp_path):
 @pytest.mark.slow
 def test_a_step_after_weights_that_were_brought_in_is_made_again(tmp_path):
     folder, workdir = ROOT / "tests/hf/golden/llama", tmp_path / "run"
-    convert.bring_in(located(str(folder)), workdir)
+    convert.bring_in(str(folder), workdir)
     overrides = ["optimizer.peak_lr=1e15", "guard.stop_after=2", "mesh.fsdp=1"]
     cfg = configs.load("experiments/from_hf", ["tiny"], [f"folder={folder}", *overrides])
     with pytest.raises(TrainingStopped):

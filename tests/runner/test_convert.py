@@ -31,7 +31,6 @@ from lmlib.models.parts.mlp import GatedMLP, relu_squared
 from lmlib.parallel.mesh import make_mesh
 from runner import convert
 from runner.config import configs
-from runner.config.references import Saved, located
 from runner.errors import ConfigError
 from runner.inference.loading import load
 
@@ -66,7 +65,7 @@ def brought_in(tmp_path_factory):
     shutil.copytree(GOLDEN / "llama", folder, dirs_exist_ok=True)
     (folder / "tokenizer.json").write_text(TOKENIZER)
     workdir = tmp_path_factory.mktemp("in") / "run"
-    convert.bring_in(located(str(folder)), workdir)
+    convert.bring_in(str(folder), workdir)
     return folder, workdir
 
 
@@ -78,7 +77,7 @@ def test_what_comes_in_is_a_checkpoint_and_goes_out_as_it_was(brought_in, tmp_pa
     assert all(name.startswith("model.") for name in manifest.arrays)
     assert not list(workdir.parent.glob(".*"))
 
-    told = convert.bring_out(located(str(workdir)), tmp_path / "out", None, "float32", 20_000)
+    told = convert.bring_out(str(workdir), tmp_path / "out", None, "float32", 20_000)
     assert "step 0 of" in told and "the tokenizer of" in told
     assert "in float32, which keeps every value, with" in told
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
@@ -105,11 +104,11 @@ def test_a_conversion_that_is_cut_leaves_nothing_and_is_made_again(tmp_path):
     whole = file.read_bytes()
     file.write_bytes(whole[:-8])
     with pytest.raises(FolderError, match="cut short"):
-        convert.bring_in(located(str(tmp_path / "folder")), tmp_path / "run")
+        convert.bring_in(str(tmp_path / "folder"), tmp_path / "run")
     assert [each.name for each in tmp_path.iterdir()] == ["folder"]
     (tmp_path / ".run.unfinished" / "checkpoints").mkdir(parents=True)  # a kill left it
     file.write_bytes(whole)
-    convert.bring_in(located(str(tmp_path / "folder")), tmp_path / "run")
+    convert.bring_in(str(tmp_path / "folder"), tmp_path / "run")
     assert sorted(each.name for each in tmp_path.iterdir()) == ["folder", "run"]
 
 
@@ -117,9 +116,9 @@ def test_what_is_there_stays(brought_in, tmp_path):
     folder, workdir = brought_in
     (tmp_path / "mine").write_text("")
     with pytest.raises(ConfigError, match="is not empty: give a new folder"):
-        convert.bring_in(located(str(folder)), tmp_path)
+        convert.bring_in(str(folder), tmp_path)
     with pytest.raises(ConfigError, match="is not empty: give a new folder"):
-        convert.bring_out(located(str(workdir)), tmp_path)
+        convert.bring_out(str(workdir), tmp_path)
     assert [each.name for each in tmp_path.iterdir()] == ["mine"]
 
 
@@ -150,7 +149,7 @@ CUT = ("generation_config.json", '{"eos_token_id": ', "generation_config.json is
 def test_what_would_be_copied_is_sound_and_the_folders_own(tmp_path, name, content, told):
     folder = folder_of_a_stranger(tmp_path, name, content)
     with pytest.raises(FolderError, match=told):
-        convert.bring_in(located(str(folder)), tmp_path / "run")
+        convert.bring_in(str(folder), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
@@ -159,7 +158,7 @@ def test_what_goes_out_with_a_model_is_so_too(brought_in, tmp_path, name, conten
     _, workdir = brought_in
     folder = folder_of_a_stranger(tmp_path, name, content)
     with pytest.raises(FolderError, match=told):
-        convert.bring_out(located(str(workdir)), tmp_path / "out", folder)
+        convert.bring_out(str(workdir), tmp_path / "out", folder)
     assert not (tmp_path / "out").exists()
 
 
@@ -205,7 +204,7 @@ def test_the_tokenizer_is_that_of_the_ids(brought_in, tmp_path, origin, data, ex
     begun = {"folder": str(folder), "run": f"{workdir / 'checkpoints'}@0", None: None}[origin]
     source = data and flat_tokens(tmp_path / "data", data, bos_id=5, eos_id=6)
     run = saved_run(tmp_path / "run", folder, source, begun)
-    convert.bring_out(Saved(run / "checkpoints", None), tmp_path / "out")
+    convert.bring_out(str(run), tmp_path / "out")
     file = tmp_path / "out" / "tokenizer.json"
     assert (file.read_text() if file.exists() else None) == expected
     assert ("no tokenizer's files are found" in capsys.readouterr().err) == (expected is None)
@@ -233,11 +232,11 @@ def test_the_chat_template_of_its_data_goes_with_a_run(tmp_path, name):
     assert loaded.tokenizer_folder == folder
     assert loaded.chat_template.sources == template.sources
     assert (template.sources == read_chat_template(folder).sources) == (name is None)
-    convert.bring_out(Saved(run / "checkpoints", None), tmp_path / "out")
+    convert.bring_out(str(run), tmp_path / "out")
     exported = read_chat_template(tmp_path / "out")
     assert exported.sources == template.sources
     assert exported.special_tokens == template.special_tokens
-    convert.bring_out(Saved(run / "checkpoints", None), tmp_path / "told", folder)
+    convert.bring_out(str(run), tmp_path / "told", folder)
     files = [each / "tokenizer_config.json" for each in (folder, tmp_path / "told")]
     assert files[0].read_text() == files[1].read_text()
     shutil.rmtree(tmp_path / "data")
@@ -256,7 +255,7 @@ def test_what_no_family_has_is_refused_before_it_is_read(brought_in, tmp_path):
     cfg.model.feed_forward = fdl.Partial(GatedMLP, activation=relu_squared)
     configs.save(cfg, tmp_path / "run")
     with pytest.raises(ValueError, match=r"none of llama, mistral, .* is this model"):
-        convert.bring_out(located(str(tmp_path / "run")), tmp_path / "out")
+        convert.bring_out(str(tmp_path / "run"), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from small_runs import EXPERIMENT
 
 from runner.command_line.command import commands
 
@@ -65,9 +66,26 @@ def test_help_and_mistaken_flags_need_nothing_heavy(only: set[str] | None) -> No
     assert told == expected, done.stderr
 
 
-@pytest.mark.slow
-def test_training_does_without_torch_where_it_is_installed() -> None:
-    """What writes TensorBoard's files would import it, which takes seconds at every start."""
-    script = "import sys, runner.training.fit; assert 'torch' not in sys.modules"
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+# Features that a config asks for. A run without them must not pay for their imports.
+OPTIONAL = (
+    *("lmlib.adapters", "lmlib.evaluate.suite", "lmlib.generate", "lmlib.hf", "lmlib.plan"),
+    *("lmlib.models.attend.context_parallel", "lmlib.models.experts", "lmlib.models.pipeline"),
+    *("lmlib.profile", "lmlib.trackers", "lmlib.verdicts", "runner.weights.models"),
+    *("runner.training.samples", "torch"),
+)
+TRAINS = f"""
+import runpy, sys
+try:
+    runpy.run_module("runner", run_name="__main__", alter_sys=True)
+except SystemExit as end:
+    assert end.code == 0
+assert "runner.training.loop" in sys.modules
+print("LOADED", sorted(each for each in sys.modules if each.startswith({OPTIONAL!r})))
+"""
+
+
+@pytest.mark.landing
+def test_a_plain_run_loads_no_optional_feature(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", TRAINS, *EXPERIMENT, "--fdl.steps=1", f"--workdir={tmp_path}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.endswith("LOADED []\n"), done.stdout + done.stderr

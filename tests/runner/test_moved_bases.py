@@ -19,13 +19,11 @@ from lmlib.parallel.mesh import make_mesh
 from lmlib.state import parted
 from runner import convert
 from runner.config import configs
-from runner.config.references import located
 from runner.errors import ConfigError
 from runner.inference.loading import load
+from runner.weights.models import read_weights, recipe_of
 from runner.weights.notes import frozen_note
-from runner.weights.reading import weights_of
-from runner.weights.saved_run import Access, recipe_of
-from runner.weights.wanted import Wanted
+from runner.weights.target import LoadOptions, LoadTarget
 
 HF = Path(__file__).parents[1] / "hf"
 GONE = r"cannot be read: .*/base is no folder; .* if .*/base has moved, --init_from says where it"
@@ -38,7 +36,7 @@ def run_of(base: Path, workdir: Path, *besides: str) -> Path:
     cfg.trainable = fdl.Config(adapters, besides=besides)
     configs.save(cfg, workdir)
     recipe, mesh = recipe_of(cfg), make_mesh(devices=jax.devices()[:1])
-    parts = parted(weights_of(str(base), Wanted(recipe, mesh))[0], recipe.trained)
+    parts = parted(read_weights(str(base), LoadTarget(recipe, mesh))[0], recipe.trained)
     trained = jax.tree.map(lambda x: x + 0.25, parts.trained)
     notes = {"initialised_from": str(base), "frozen": frozen_note(parts.frozen, recipe)}
     with Checkpoints(workdir / "checkpoints") as checkpoints:
@@ -50,7 +48,7 @@ def moved(tmp_path: Path, name: str, *besides: str) -> tuple[Path, Path, Path]:
     """Such a run, where its base is now, and its adapters as they were written before."""
     base = shutil.copytree(HF / "golden" / name, tmp_path / "base")
     run = run_of(base, tmp_path / "run", *besides)
-    convert.bring_adapters_out(located(str(run)), tmp_path / "before")
+    convert.bring_adapters_out(str(run), tmp_path / "before")
     return run, base.rename(tmp_path / "moved"), tmp_path / "before"
 
 
@@ -71,11 +69,11 @@ def told_base(folder: Path) -> str:
 @pytest.mark.slow
 def test_adapters_and_what_trained_besides_go_out_without_their_base(tmp_path, capsys):
     run, base, before = moved(tmp_path, "llama", "*norm.scale", "unembedding")
-    convert.bring_adapters_out(located(str(run)), tmp_path / "peft")
+    convert.bring_adapters_out(str(run), tmp_path / "peft")
     assert_same(tensors(tmp_path / "peft"), tensors(before))
     assert f"WARNING: {tmp_path}/base, which adapter_config.json names" in capsys.readouterr().err
-    there = Access(init_from=str(base))
-    told = convert.bring_adapters_out(located(str(run)), tmp_path / "new", access=there)
+    there = LoadOptions(init_from=str(base))
+    told = convert.bring_adapters_out(str(run), tmp_path / "new", options=there)
     assert told.endswith(f" for {base}") and told_base(tmp_path / "new") == str(base)
     assert_same(tensors(tmp_path / "new"), tensors(before))
     assert "WARNING" not in capsys.readouterr().err
@@ -86,10 +84,10 @@ def test_a_module_that_trained_in_part_needs_the_base(tmp_path):
     """PEFT saves a norm with its bias, which did not train."""
     run, base, before = moved(tmp_path, "gpt2", "*norm.scale")
     with pytest.raises(ConfigError, match=GONE):
-        convert.bring_adapters_out(located(str(run)), tmp_path / "peft")
+        convert.bring_adapters_out(str(run), tmp_path / "peft")
     assert not (tmp_path / "peft").exists()
-    there = Access(init_from=str(base))
-    convert.bring_adapters_out(located(str(run)), tmp_path / "peft", access=there)
+    there = LoadOptions(init_from=str(base))
+    convert.bring_adapters_out(str(run), tmp_path / "peft", options=there)
     assert_same(tensors(tmp_path / "peft"), tensors(before))
 
 
@@ -128,7 +126,7 @@ def test_the_commands_that_name_the_flag_have_it(tmp_path):
     run, base, _ = moved(tmp_path, "llama")
     expected = tmp_path / "expected"
     base.rename(tmp_path / "base")
-    convert.bring_out(located(str(run)), expected, dtype="float32")
+    convert.bring_out(str(run), expected, dtype="float32")
     (tmp_path / "base").rename(base)
     for arguments in (
         ["runner.generate", "--tokens=1,2", "--max_tokens=2"],

@@ -13,11 +13,10 @@ from lmlib.hf.families import FAMILIES
 from lmlib.parallel.mesh import make_mesh
 from runner import convert
 from runner.config import configs
-from runner.config.families import known_families
-from runner.config.references import located
+from runner.config.references import known_families
 from runner.errors import ConfigError
 from runner.inference.loading import load
-from runner.weights.saved_run import Access
+from runner.weights.target import LoadOptions
 
 OWN = """
 import dataclasses
@@ -34,7 +33,7 @@ FAMILIES = [
     )
 ]
 """
-TRUSTED = Access(trusted=["own.blocks"])
+TRUSTED = LoadOptions(trusted=["own.blocks"])
 
 
 @pytest.fixture
@@ -90,8 +89,8 @@ def test_an_experiment_is_given_them_and_takes_no_others(own):
 @pytest.mark.landing
 def test_a_model_of_an_own_family_comes_in_and_goes_out(own, tmp_path):
     _, folder = own
-    convert.bring_in(located(str(folder)), tmp_path / "run", TRUSTED)
-    told = convert.bring_out(located(str(tmp_path / "run")), tmp_path / "out", access=TRUSTED)
+    convert.bring_in(str(folder), tmp_path / "run", TRUSTED)
+    told = convert.bring_out(str(tmp_path / "run"), tmp_path / "out", options=TRUSTED)
     assert "in float32, which keeps every value" in told
     same_tensors(tmp_path / "out", folder)
     one = make_mesh(devices=jax.devices()[:1])

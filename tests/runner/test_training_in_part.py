@@ -19,12 +19,10 @@ from lmlib.optim.trainable import Group, adapters
 from lmlib.parallel.mesh import make_mesh
 from runner import Options, convert, fit
 from runner.config import configs
-from runner.config.references import HuggingFace, Saved, located
 from runner.errors import ConfigError, StoppedEarly
 from runner.inference.loading import load
-from runner.weights.reading import weights_of
-from runner.weights.saved_run import Access
-from runner.weights.wanted import Wanted
+from runner.weights.models import read_weights
+from runner.weights.target import LoadOptions, LoadTarget
 
 GOLDEN = Path(__file__).parents[1] / "hf" / "golden"
 SMALL = ("validation=None", "mesh.fsdp=1", "steps=4", "checkpoints.every=2")
@@ -98,8 +96,8 @@ def test_frozen_weights_that_are_rounded_are_told_of(folder, tmp_path):
 
     def told(base, *overrides, original=folder):
         lines, experiment = [], fdl.build(adapted(folder, *overrides))
-        wanted = Wanted(experiment.recipe, experiment.mesh)
-        model, _ = weights_of(str(base), wanted, Access(show=lines.append))
+        wanted = LoadTarget(experiment.recipe, experiment.mesh)
+        model, _ = read_weights(str(base), wanted, LoadOptions(show=lines.append))
         exact = jax.tree.leaves(hf.load(original))[0]
         kept = without_adapters(model).embedding
         assert any("are rounded to" in line for line in lines) == bool(np.any(kept != exact))
@@ -108,7 +106,7 @@ def test_frozen_weights_that_are_rounded_are_told_of(folder, tmp_path):
     advice = "are rounded to bfloat16: --fdl.compute.dtype=float32 keeps them, and computes, in"
     (line,) = told(folder)
     assert line.startswith(f"the frozen weights of {folder} {advice}")
-    convert.bring_in(located(str(folder)), tmp_path / "run")
+    convert.bring_in(str(folder), tmp_path / "run")
     (line,) = told(tmp_path / "run")
     assert "/run/checkpoints@0 are rounded" in line
     assert not told(folder, "compute.dtype=float32")
@@ -182,7 +180,7 @@ def test_the_405b_at_a_small_size_from_a_folder_to_both_formats(tmp_path):
         np.testing.assert_array_equal(kept, written.astype(jnp.bfloat16))
     losses = [line["loss"] for line in whole.metrics]
     assert losses[-1] < losses[0]
-    run = Saved(tmp_path / "cut" / "checkpoints", 6)
+    run = f"{tmp_path / 'cut'}@6"
     convert.bring_out(run, tmp_path / "merged", dtype="float32")
     found, expected = hf.load(tmp_path / "merged"), merged(whole.state.whole_model)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
@@ -192,7 +190,7 @@ def test_the_405b_at_a_small_size_from_a_folder_to_both_formats(tmp_path):
 @pytest.mark.slow
 def test_an_imported_base_stays_in_its_workdir(folder, tmp_path):
     workdir = tmp_path / "imported"
-    convert.bring_in(HuggingFace(folder, str(folder)), workdir)
+    convert.bring_in(str(folder), workdir)
     shutil.rmtree(folder)
     cfg = configs.load(str(workdir / "config.json"))
     from_hf.tiny(cfg)

@@ -14,7 +14,6 @@ from lmlib.adapters.lora import lora, merged
 from lmlib.optim.trainable import adapters
 from runner import Options, convert, fit
 from runner.config import configs
-from runner.config.references import located
 from runner.inference.loading import load
 
 GOLDEN = Path(__file__).parents[1] / "hf" / "golden"
@@ -81,7 +80,7 @@ def test_the_config_says_what_the_model_is(trained, upcycled):
 
 @pytest.mark.slow
 def test_it_leaves_as_a_mixtral_and_comes_back(upcycled, tmp_path):
-    convert.bring_out(located(str(upcycled)), tmp_path / "out")
+    convert.bring_out(str(upcycled), tmp_path / "out")
     assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "mixtral"
     one, other = (load(str(folder)).model for folder in (upcycled, tmp_path / "out"))
     for a, b in zip(*map(jax.tree.leaves, (one, other)), strict=True):

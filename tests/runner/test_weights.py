@@ -21,7 +21,7 @@ from lmlib.adapters.lora import lora
 from lmlib.checkpoint import Checkpoints
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.stored.metadata import TokenizerIdentity
-from lmlib.hf.families import FAMILIES, described
+from lmlib.hf.families import described
 from lmlib.models.matrices.adapted import without_adapters
 from lmlib.models.matrices.int8 import in_int8
 from lmlib.optim.schedules import warmup_constant
@@ -32,15 +32,12 @@ from lmlib.recipe import Recipe
 from lmlib.state import abstract_model
 from runner import Options, convert, fit
 from runner.config import configs
-from runner.config.references import HuggingFace, Saved, located
+from runner.config.references import FolderReference, RunReference, resolve
 from runner.config.text import flattened
 from runner.errors import ConfigError
 from runner.processes.agreement import difference_of_reads
-from runner.weights.contents import content_of
-from runner.weights.model_folder import ModelFolder
-from runner.weights.reading import weights_of
-from runner.weights.saved_run import PLAIN, opened
-from runner.weights.wanted import Wanted
+from runner.weights.models import read_weights, resolve_model
+from runner.weights.target import LoadTarget
 
 GOLDEN = Path(__file__).parents[1] / "hf" / "golden"
 LLAMA = GOLDEN / "llama"
@@ -57,7 +54,7 @@ def config(folder, *overrides):
 def taken(reference, experiment, allowed_changes=()):
     """What `experiment` would begin with."""
     of = experiment.recipe, experiment.mesh, experiment.data
-    return weights_of(reference, Wanted(*of, allowed_changes))
+    return read_weights(reference, LoadTarget(*of, allowed_changes))
 
 
 def assert_same_weights(found, expected):
@@ -81,7 +78,7 @@ def test_a_base_read_into_8_bits_is_the_whole_base_rounded_at_once():
     build = functools.partial(lora, described(LLAMA).build)
     recipe = Recipe(build, 0, adapters(), "int8")
     mesh = make_mesh(fsdp=4, tensor=2)
-    found, _ = weights_of(str(LLAMA), Wanted(recipe, mesh))
+    found, _ = read_weights(str(LLAMA), LoadTarget(recipe, mesh))
     whole = jax.tree.map(lambda x: x.astype("bfloat16"), hf.load(LLAMA))
     assert_same_weights(without_adapters(found), map_weights(in_int8, whole))
     wanted = abstract_model(lambda: recipe.made, mesh)
@@ -161,7 +158,7 @@ def test_another_tokenizer_may_be_allowed_and_is_remembered(with_tokenizer, tmp_
     folder, same, other = with_tokenizer
     taken(str(folder), same)
     taken(str(folder), other, ["data"])
-    convert.bring_in(located(str(folder)), tmp_path / "run")
+    convert.bring_in(str(folder), tmp_path / "run")
     taken(str(tmp_path / "run"), same)
     with pytest.raises(ConfigError, match=r"its ids mean other texts.*--allow_change=data"):
         taken(str(tmp_path / "run"), other)
@@ -172,13 +169,17 @@ def test_what_a_reference_means(tmp_path):
     (tmp_path / "a@3").mkdir()
     (tmp_path / "a@3" / "config.json").write_text(json.dumps({"model_type": "llama"}))
     run = tmp_path / "run"
-    assert located(str(run)) == Saved(run / "checkpoints", None)
+    assert resolve(str(run)) == RunReference(run / "checkpoints", None)
     assert (
-        located(f"{run}@12") == located(f"{run}/checkpoints@12") == Saved(run / "checkpoints", 12)
+        resolve(f"{run}@12")
+        == resolve(f"{run}/checkpoints@12")
+        == RunReference(run / "checkpoints", 12)
     )
-    assert located(str(tmp_path / "a@3")) == HuggingFace(tmp_path / "a@3", str(tmp_path / "a@3"))
+    assert resolve(str(tmp_path / "a@3")) == FolderReference(
+        tmp_path / "a@3", str(tmp_path / "a@3")
+    )
     with pytest.raises(ConfigError, match="is no folder; write RUN or RUN@STEP"):
-        located(str(tmp_path / "none"))
+        resolve(str(tmp_path / "none"))
 
 
 def losses(result):
@@ -189,7 +190,7 @@ def losses(result):
 def test_a_run_begins_with_a_folder_however_it_is_named_and_needs_it_no_more(tmp_path, capsys):
     folder = tmp_path / "folder"
     shutil.copytree(GOLDEN / "qwen3", folder)
-    convert.bring_in(located(str(folder)), tmp_path / "in")
+    convert.bring_in(str(folder), tmp_path / "in")
     cfg = config(folder, "steps=3", "checkpoints.every=2")
     first = fit(cfg, tmp_path / "first")
     named = config(folder, "steps=3", "checkpoints.every=2", "init_from=None")
@@ -239,7 +240,7 @@ def test_processes_know_other_weights_by_one_tensor_and_copies_by_none(tmp_path)
     own, copy, other = (
         {
             "host": "here",
-            "the model": dataclasses.asdict(content_of(ModelFolder(located(f"{each}"), FAMILIES))),
+            "the model": dataclasses.asdict(resolve_model(str(each)).content),
         }
         for each in folders
     )
@@ -256,8 +257,7 @@ def test_processes_know_another_checkpoint_by_its_manifest(tmp_path):
     fit(small("steps=1", "seed=1"), tmp_path / "other")
     shutil.copytree(tmp_path / "one", tmp_path / "copy")
     one, other, copy = (
-        content_of(opened(located(f"{tmp_path}/{name}"), PLAIN))
-        for name in ("one", "other", "copy")
+        resolve_model(f"{tmp_path}/{name}").content for name in ("one", "other", "copy")
     )
     assert one.digests == copy.digests != other.digests
     assert one.places == [f"{tmp_path}/one/checkpoints/1"]

@@ -22,7 +22,7 @@ from lmlib.verdicts.finished import finished_run, finished_runs
 from lmlib.verdicts.ladder import ladder_of
 from runner.command_line.workdir import chosen_workdir
 from runner.config import configs
-from runner.config.references import located
+from runner.config.references import resolve
 from runner.errors import ConfigError
 from runner.sweep.folder import read_sweep
 from runner.sweep.training import last_line
@@ -180,7 +180,7 @@ def test_a_workdir_may_be_a_link_and_its_checkpoints_and_config_may_not(linked, 
     for place in (tmp_path / "link", tmp_path / "above" / "run"):
         assert steps_in(place / "checkpoints") == [4]
         assert chosen_workdir(str(place), allow_other_files=False) == place
-        assert located(str(place)).folder == place / "checkpoints"
+        assert resolve(str(place)).folder == place / "checkpoints"
         assert "a sample" in page(seen([place]))
     (linked / "checkpoints/latest").symlink_to("4")  # whose name is no step's
     assert steps_in(linked / "checkpoints") == [4]

@@ -6,7 +6,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+from jax.sharding import Mesh
 
+from lmlib.compute import Compute
 from lmlib.data.text import TextCodec
 from lmlib.evaluate.scoring import Scorer
 from lmlib.evaluate.suite.copying import copying, lengths
@@ -64,6 +66,12 @@ class Suite:
                 for by in ("", *(f"/{size}" for size in sizes))
             ),
         )
+
+    def evaluator(
+        self, mesh: Mesh, compute: Compute, vocab: int, codec: TextCodec | None, length: int
+    ) -> "SuiteEvaluator":
+        """Returns the evaluator of models on `mesh`; see `SuiteEvaluator`."""
+        return SuiteEvaluator(self, Scorer(mesh, compute), vocab, codec, length)
 
 
 class SuiteEvaluator:

@@ -22,7 +22,6 @@ from lmlib.generate import GREEDY, Generator
 from lmlib.parallel.mesh import make_mesh
 from runner import convert
 from runner.config import configs
-from runner.config.references import located
 from runner.errors import ConfigError
 from runner.inference.loading import load
 
@@ -64,7 +63,7 @@ def assert_same_weights(found, expected):
 @pytest.mark.slow
 @pytest.mark.several_devices
 def test_a_folder_and_what_was_imported_of_it_are_the_same(folder, tmp_path):
-    convert.bring_in(located(str(folder)), tmp_path / "run")
+    convert.bring_in(str(folder), tmp_path / "run")
     mesh = make_mesh(fsdp=2)
     for reference in (str(folder), str(tmp_path / "run")):
         found = load(reference, mesh=mesh)
@@ -172,7 +171,7 @@ def test_a_run_whose_data_was_made_again_by_another_tokenizer(run, tmp_path):
     configs.save(cfg, workdir)
     other = TokenizerIdentity("other", None)
     write_ids(tmp_path / "data", [[1, 2, 3]], vocab_size=258, tokenizer=other)
-    for read in (load, lambda name: convert.bring_out(located(name), tmp_path / "out")):
+    for read in (load, lambda name: convert.bring_out(name, tmp_path / "out")):
         with pytest.raises(ConfigError, match="the tokenizer 'bytes', and its data is of 'other'"):
             read(str(workdir))
     write_tokenizer_folder(tmp_path, begins=True)

@@ -1,6 +1,7 @@
-"""The model that weights are read for, and how far what is there may differ from it."""
+"""How weights are read, and the model that they are read into."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -8,25 +9,53 @@ import jax
 from jax.sharding import Mesh
 
 from lmlib.data.batch import Source
+from lmlib.hf.family import Family
 from lmlib.models.differences import differences
 from lmlib.models.matrices.adapted import Adapted, map_adapted
 from lmlib.parallel.axes import Weight
 from lmlib.recipe import Recipe
+from runner.config.references import known_families
 from runner.errors import ConfigError
 
 _SHOWN = 6  # differences
 
 
 @dataclasses.dataclass(frozen=True)
-class Wanted:
-    """A model as an experiment makes it, to be filled with weights that are there.
+class LoadOptions:
+    """How a command reads saved weights.
+
+    Attributes:
+      trusted: modules that a run's config.json may refer to, and whose families are known.
+      init_from: the new place of the weights that a run began with and did not train, or of the
+        base of adapters in a folder; `None`: where they were.
+      average: read the run's weight average in place of its last weights.
+      show: gets progress lines and warnings.
+    """
+
+    trusted: Collection[str] = ()
+    init_from: str | None = None
+    average: bool = False
+    show: Callable[[str], None] = lambda line: None
+
+    @functools.cached_property
+    def families(self) -> tuple[Family, ...]:
+        """The known families; raises as `known_families` does."""
+        return known_families(self.trusted)
+
+
+PLAIN = LoadOptions()
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadTarget:
+    """The model of an experiment, to be filled with saved weights.
 
     Args:
-      recipe: how it is made and kept.
-      mesh: the devices that it is laid out on.
-      data: whose ids the model must know; `None`: any.
-      allowed_changes: "data": its tokenizer may be another than the data's. "model": settings of
-        the model may be others, where its weights fit.
+      recipe: how the experiment makes and keeps its weights.
+      mesh: the devices that the model is laid out on.
+      data: batches whose token ids the model must know; `None`: any.
+      allowed_changes: "data": the data may have another tokenizer. "model": settings of the model
+        may differ where its weights fit.
     """
 
     recipe: Recipe
@@ -38,24 +67,24 @@ class Wanted:
         """Raises ConfigError if the weights of the model `theirs`, without adapters, do not fit, or
         settings differ that may not."""
         different = list(differences(theirs, self.recipe.bare))
-        of_weights = [each for each in different if each.of_weights]
+        of_weights = any(each.of_weights for each in different)
         if not different or (not of_weights and "model" in self.allowed_changes):
             return
         shown = [
             f"{each.where or 'the model'}: {each.one}, here {each.other}"
             for each in different[:_SHOWN]
         ]
-        more = len(different) - len(shown)
+        if more := different[_SHOWN:]:
+            shown.append(f"and {len(more)} more")
         raise ConfigError(
-            f"its model is not this experiment's ({'; '.join(shown)}"
-            f"{f'; and {more} more' if more else ''}): experiments/from_hf takes the architecture "
-            "from a folder, experiments/lora from a run too"
+            f"its model is not this experiment's ({'; '.join(shown)}): experiments/from_hf takes "
+            "the architecture from a folder, experiments/lora from a run too"
             + ("" if of_weights else ", --allow_change=model its weights alone")
         )
 
     def check_adapters(self, theirs: Any) -> None:
         """Raises ConfigError if the adapters of the model `theirs` have other sizes."""
-        one, other = _sizes(theirs), _sizes(self.recipe.shapes)
+        one, other = _adapter_sizes(theirs), _adapter_sizes(self.recipe.shapes)
         if one != other:
             path = next(path for path in one | other if one.get(path) != other.get(path))
             raise ConfigError(
@@ -72,14 +101,26 @@ class Wanted:
             )
 
 
+def _adapter_sizes(model: Any) -> dict[str, str]:
+    found: dict[str, str] = {}
+
+    def note(path: str, one: Adapted) -> None:
+        scaled = " of √rank" if one.rank_stabilized else ""
+        found[path] = f"rank {one.rank} and alpha {one.alpha:g}{scaled}"
+
+    map_adapted(note, model)
+    return found
+
+
 class Keeping:
-    """`Recipe.kept`, which notes whether it rounds values; int8, which is asked for, is no news."""
+    """`Recipe.kept`, which remembers whether it rounded a value to `frozen_dtype`."""
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe, self._rounds = recipe, False
 
     def __call__(self, weight: Weight, array: jax.Array) -> Any:
         made = self._recipe.kept(weight, array)
+        # The user asked for int8, so its rounding is not reported.
         by_dtype = self._recipe.frozen_dtype != "int8" and weight.declaration.dtype is None
         if by_dtype and made.dtype != array.dtype and not self._rounds:
             self._rounds = not _same(made, array)
@@ -97,15 +138,3 @@ class Keeping:
 @jax.jit
 def _same(one: jax.Array, other: jax.Array) -> jax.Array:
     return (one.astype(other.dtype) == other).all()
-
-
-def _sizes(model: Any) -> dict[str, str]:
-    """The adapters of a model, in words."""
-    found: dict[str, str] = {}
-
-    def note(path: str, one: Adapted) -> None:
-        of = " of √rank" if one.rank_stabilized else ""
-        found[path] = f"rank {one.rank} and alpha {one.alpha:g}{of}"
-
-    map_adapted(note, model)
-    return found

@@ -1,0 +1,164 @@
+"""Weights that a run does not make itself: those that it begins with, frozen ones, a reference
+model, and the state of another run that it is forked from."""
+
+import dataclasses
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from lmlib.checkpoint import Checkpoints, Restored
+from lmlib.checkpoint.removal import reading
+from lmlib.experiment import Experiment
+from lmlib.runs.settings import read_settings
+from lmlib.state import State
+from lmlib.storage.bucket.copies import shown
+from runner.config.references import FolderReference, resolve
+from runner.config.text import changed_paths
+from runner.errors import ConfigError, in_words, user_errors
+from runner.processes.agreement import agreed
+from runner.weights.models import SavedRun, frozen_weights, open_run, read_weights
+from runner.weights.notes import WEIGHTS_ALONE, Fork, check_notes, reference_note
+from runner.weights.target import LoadOptions, LoadTarget
+
+
+@dataclasses.dataclass(frozen=True)
+class GivenWeights:
+    """Reads the weights that `experiment` needs besides its own.
+
+    Its methods raise ConfigError if there are no such weights, or they do not fit.
+
+    Args:
+      options: without `init_from`.
+      allowed_changes: as in `LoadTarget`.
+    """
+
+    experiment: Experiment
+    options: LoadOptions
+    allowed_changes: Collection[str] = ()
+
+    def initial_state(self, init_from: str | None) -> tuple[State, str | None]:
+        """Returns the state before the first step, and the name of the weights in it.
+
+        Args:
+          init_from: a reference to the first weights; `None`: they are new.
+        """
+        experiment, model, name = self.experiment, None, None
+        reference_model = self.reference_model()
+        if init_from is not None:
+            target = LoadTarget(
+                experiment.recipe, experiment.mesh, experiment.data, self.allowed_changes
+            )
+            model, name = read_weights(init_from, target, self.options)
+        return experiment.initial_state(model, reference_model), name
+
+    def complete(self, found: Restored, init_from: str | None = None) -> State:
+        """Returns the state of a checkpoint with the weights that no checkpoint holds.
+
+        Args:
+          init_from: where the frozen weights may be now.
+        """
+        experiment, recipe = self.experiment, self.experiment.recipe
+        reference_model = self.reference_model()
+        if "model" not in self.allowed_changes:
+            _check_reference_model(reference_model, found.notes["reference_model"])
+        state = found.state.with_reference_model(reference_model)
+        if recipe.trained is None:
+            return state
+        options = dataclasses.replace(self.options, init_from=init_from)
+        return state.with_frozen(frozen_weights(found.notes, recipe, experiment.mesh, options))
+
+    def reference_model(self) -> Any:
+        """Returns the frozen model that the objective needs; `None` if it needs none."""
+        experiment, show = self.experiment, self.options.show
+        recipe, reference = experiment.reference_recipe, experiment.objective.reference_model
+        if recipe is None or reference is None:
+            return None
+        if reference.weights_from is None:
+            show("WARNING: the objective compares with a model of new weights, which knows nothing")
+            return recipe.new_model(experiment.mesh)
+        target = LoadTarget(recipe, experiment.mesh, experiment.data)
+        model, origin = read_weights(reference.weights_from, target, self.options)
+        show(f"the objective compares with the weights of {origin}")
+        return model
+
+    def fork(self, reference: str | None, config: Mapping[str, str]) -> tuple[Restored, Fork]:
+        """Returns the state at the step of another run, `RUN@STEP`, and where that is.
+
+        Args:
+          config: the settings of `experiment`.
+        """
+        steps, target = self.experiment.steps, self.experiment.abstract_state().changing
+        with agreed():
+            if reference is None:
+                raise ConfigError(
+                    "continue_optimizer forks a run: say which, with init_from=RUN@STEP"
+                )
+            found = resolve(reference)
+            if isinstance(found, FolderReference):
+                raise _without_optimizer(found.name)
+            run = open_run(found, self.options)
+            _check_step(found.step, run, steps)
+            if "model" not in self.allowed_changes:
+                _check_model(run, config, target)
+        with reading(run.folder), Checkpoints(run.checkpoints, read_only=True) as checkpoints:
+            try:
+                state, notes = checkpoints.restore(run.step, target)
+            except (ValueError, OSError) as error:
+                raise ConfigError(
+                    f"{run.name} cannot be forked: {in_words(error)}. Without continue_optimizer "
+                    "a run begins with its weights alone"
+                ) from error
+        restored = Restored(run.step, state, notes, ())
+        check_notes(restored, run.checkpoints)
+        return restored, Fork(shown(run.checkpoints.absolute()), run.step)
+
+
+def _without_optimizer(name: str) -> ConfigError:
+    return ConfigError(
+        f"{name} holds weights and no optimizer's state to continue: leave continue_optimizer out "
+        "to begin with its weights"
+    )
+
+
+def _check_step(step: int | None, run: SavedRun, steps: int) -> None:
+    """Raises ConfigError if a fork to `steps` cannot begin with `run`; `step` is the one named."""
+    if step is None:
+        raise ConfigError(
+            f"{run.workdir} may save newer steps, and a fork begins where it began whenever it is "
+            f"started again: name the step, as in init_from={run.name}"
+        )
+    if step == WEIGHTS_ALONE:
+        raise _without_optimizer(run.name)
+    if steps <= step:
+        raise ConfigError(
+            f"{run.name} has made {step:,} steps, and steps, which counts these too, is {steps:,}: "
+            "set it to more"
+        )
+
+
+def _check_model(run: SavedRun, config: Mapping[str, str], target: State) -> None:
+    """Raises ConfigError if the model's settings in `config` are not those of `run`."""
+    with user_errors():
+        before = read_settings(run.workdir)
+    changed = [] if before is None else changed_paths(before, config)
+    of_the_model = [path for path in changed if path.partition(".")[0] == "model"]
+    if of_the_model:
+        with Checkpoints(run.checkpoints, read_only=True) as checkpoints:
+            fits = checkpoints.fits(run.step, target)
+        remedy = "; --allow_change=model goes on all the same" if fits else " with other shapes"
+        raise ConfigError(
+            f"{run.name} cannot be forked: {', '.join(of_the_model)} is not what it was there, so "
+            f"its weights are those of another model{remedy}"
+        )
+
+
+def _check_reference_model(reference_model: Any, before: dict[str, str] | None) -> None:
+    """Raises ConfigError if `reference_model` is not the model of the note `before`. Models of
+    different dtypes cannot be compared; an objective may have begun or ceased to need one."""
+    now = reference_note(reference_model)
+    if now is None or before is None or now["dtype"] != before["dtype"]:
+        return
+    if now != before:
+        raise ConfigError(
+            "the objective compares with other weights than those that this run was compared with "
+            "before: give those again, or --allow_change=model to go on with these"
+        )

@@ -1,0 +1,509 @@
+"""Saved models: `resolve_model` turns a reference into a model that can be read onto a mesh.
+
+    "RUN@5000" ──────────┬─ resolve_model ──▶ SavedRun ────┬─ model(mesh)  ──▶ the model itself
+    "Qwen/Qwen3-0.6B" ───┘                    ModelFolder ─┴─ fill(target) ──▶ an experiment's model
+
+`fill` reads the weights into the model of an experiment, which may have adapters that are not
+there, or merged ones, or keep weights in another dtype. A checkpoint holds only the weights that
+trained. The others are read from the model that the run began with, which is again a reference.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, ClassVar, TypeVar
+
+import equinox as eqx
+import fiddle as fdl
+import jax
+import jax.numpy as jnp
+import xxhash
+from jax.sharding import Mesh
+
+from lmlib.adapters.lora import merged
+from lmlib.checkpoint import Checkpoints, RemovedCheckpointError
+from lmlib.checkpoint.folders import is_there, steps_in
+from lmlib.checkpoint.manifest import encode, read_manifest
+from lmlib.checkpoint.notes import read_notes
+from lmlib.checkpoint.removal import reading
+from lmlib.hf.families import described
+from lmlib.hf.folder import FolderError
+from lmlib.hf.hub import local_folder_of
+from lmlib.hf.peft import adapters_in, holds_adapters
+from lmlib.models.matrices.adapted import Adapted, has_adapters, map_adapted, without_adapters
+from lmlib.optim.average import IN_STATE
+from lmlib.optim.trainable import Group
+from lmlib.parallel.axes import M, Weight, map_weights
+from lmlib.parallel.creation import creator
+from lmlib.parallel.fingerprint import fingerprint
+from lmlib.parallel.mesh import on_mesh_of
+from lmlib.parallel.selection import named_weights
+from lmlib.recipe import Recipe
+from lmlib.state import Parts, abstract_model, parted
+from lmlib.storage.bucket.copies import shown
+from lmlib.storage.local_folder import folder_to_read
+from lmlib.storage.unlinked import unlinked
+from runner.config import configs
+from runner.config.references import FolderReference, RunReference, base_of, resolve
+from runner.config.stages import training_data
+from runner.errors import ConfigError, in_words, user_errors
+from runner.processes.agreement import Read, agreed, from_first, require_same_reads
+from runner.weights.model_folder import ORIGIN, ModelFolder
+from runner.weights.notes import (
+    WEIGHTS_ALONE,
+    is_batches_note,
+    is_frozen_note,
+    tokenizer_changed,
+    tokenizer_in,
+)
+from runner.weights.target import PLAIN, Keeping, LoadOptions, LoadTarget
+from runner.weights.texts import TextSources
+
+_BUFFERS = "buffers"  # the part of the state with the weights that have no gradient
+_TRIES = 3  # of reading the newest checkpoint of a run that goes on
+_T = TypeVar("_T")
+
+
+def resolve_model(reference: str, options: LoadOptions = PLAIN) -> "SavedRun | ModelFolder":
+    """Finds the model that `reference` means: `RUN`, `RUN@STEP`, a Hugging Face or PEFT folder, or
+    a name on the Hub. Only its small files are read.
+
+    Raises:
+      ValueError, OSError: if there is no such model, or its notes are damaged.
+      RemovedCheckpointError: if its run removes the checkpoint meanwhile.
+    """
+    return _opened(resolve(reference), options)
+
+
+def use_model(
+    reference: str,
+    use: Callable[["SavedRun | ModelFolder"], _T],
+    options: LoadOptions = PLAIN,
+) -> _T:
+    """Calls `use` with the model of `reference`. If `reference` names no step, and the run removes
+    its newest checkpoint meanwhile, `use` is called again with the next newest.
+
+    Raises as `resolve_model` does.
+    """
+    found = resolve(reference)
+    tries = _TRIES if isinstance(found, RunReference) and found.step is None else 1
+    while True:
+        tries -= 1
+        try:
+            return use(_opened(found, options))
+        except RemovedCheckpointError as error:
+            if not tries:
+                raise
+            options.show(f"{error}; going on with the newest there is now")
+
+
+def _opened(
+    found: RunReference | FolderReference, options: LoadOptions
+) -> "SavedRun | ModelFolder":
+    if isinstance(found, FolderReference):
+        if options.average:
+            raise ConfigError(f"{found.name} holds weights alone: leave out --weights=ema")
+        if options.init_from is not None and not holds_adapters(found.folder):
+            options.show(
+                f"--init_from={options.init_from} is ignored: {found.name} holds the whole model"
+            )
+        return ModelFolder(found, options)
+    return open_run(found, options)
+
+
+def open_run(found: RunReference, options: LoadOptions = PLAIN) -> "SavedRun":
+    """Reads the notes of the checkpoint that `found` names; raises as `resolve_model` does."""
+    steps = from_first(steps_in(found.folder))  # a run that goes on may just add one
+    if not steps:
+        raise ConfigError(f"{found.folder} holds no checkpoint")
+    step = steps[-1] if found.step is None else found.step
+    if step not in steps:
+        raise ConfigError(f"{found.folder} has no whole checkpoint at step {step}; it has {steps}")
+    folder = found.folder / str(step)
+    notes = _notes(folder)
+    if options.init_from is not None and notes.get("frozen") is not None:
+        notes["initialised_from"] = _noted(options.init_from)
+    elif options.init_from is not None:
+        options.show(f"--init_from={options.init_from} is ignored: {folder} holds the whole model")
+        options = dataclasses.replace(options, init_from=None)
+    return SavedRun(found.folder, step, notes, options)
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedRun:
+    """A checkpoint; only its notes are read until its weights are asked for.
+
+    Attributes:
+      checkpoints: the folder of the run's checkpoints.
+      notes: the JSON that the run saved beside the arrays.
+    """
+
+    checkpoints: Path
+    step: int
+    notes: dict[str, Any]
+    options: LoadOptions = PLAIN
+
+    generation_settings: ClassVar[Mapping[str, Any]] = MappingProxyType({})  # which folders have
+
+    @property
+    def workdir(self) -> Path:
+        return self.checkpoints.parent
+
+    @property
+    def folder(self) -> Path:
+        """The checkpoint's own folder."""
+        return self.checkpoints / str(self.step)
+
+    @property
+    def name(self) -> str:
+        return f"{shown(self.workdir)}@{self.step}{', the average' * self.options.average}"
+
+    @functools.cached_property
+    def cfg(self) -> fdl.Config:
+        """The run's config; raises ConfigError if it is absent or damaged."""
+        return configs.load(str(self.workdir / "config.json"), trusted=self.options.trusted)
+
+    @property
+    def has_config(self) -> bool:
+        return (self.workdir / "config.json").is_file()
+
+    @functools.cached_property
+    def texts(self) -> TextSources:
+        origin, noted = self.origin, tokenizer_in(self.notes.get("batches"))
+        folder = None if origin is None else (origin, str(origin))
+        has_trained, data = self.step > WEIGHTS_ALONE, training_data(self.cfg)
+        return TextSources(str(self.workdir), folder, origin, data, noted, has_trained)
+
+    @functools.cached_property
+    def recipe(self) -> Recipe:
+        """How the run makes and keeps its weights."""
+        return recipe_of(self.cfg)
+
+    @property
+    def shapes(self) -> Any:
+        """The shapes of the model as its constructor makes it."""
+        return self.recipe.shapes
+
+    @property
+    def compute_dtype(self) -> str:
+        return fdl.build(self.cfg.compute).dtype
+
+    @property
+    def content(self) -> Read:
+        """The digest of the manifest, which has the digests of all files."""
+        manifest = xxhash.xxh3_128_hexdigest(encode(read_manifest(self.folder)))
+        return Read([manifest], [shown(self.folder.absolute())])
+
+    def abstract_model(self, mesh: Mesh) -> Any:
+        """Returns the model's shapes, dtypes and layouts on `mesh`."""
+        return abstract_model(lambda: self.recipe.made, mesh)
+
+    def model(self, mesh: Mesh, exact: bool = False) -> Any:
+        """Returns the model, laid out on `mesh` as it is stored. Frozen weights are read from the
+        model that the run began with.
+
+        Args:
+          exact: keep frozen weights in float32, with every stored value, rather than as the run
+            keeps them.
+
+        Raises:
+          ValueError, OSError: if a byte is damaged, or the frozen weights are gone.
+          RemovedCheckpointError: if the run has removed the checkpoint since.
+        """
+        with reading(self.folder), _errors_of(f"{self.checkpoints}@{self.step}"):
+            recipe = _in_float32(self.recipe) if exact else self.recipe
+            return self.fill(LoadTarget(recipe, mesh))[0]
+
+    def trained_weights(self, mesh: Mesh) -> Any:
+        """As `model`, with shapes in place of frozen weights, which are not read."""
+        parts = parted(abstract_model(lambda: self.recipe.shapes, mesh), self.recipe.trained)
+        with reading(self.folder), Checkpoints(self.checkpoints, read_only=True) as checkpoints:
+            arrays, _ = self._restore(checkpoints, self._part(checkpoints), parts)
+        return eqx.combine(arrays, parts.frozen)
+
+    def fill(self, target: LoadTarget) -> tuple[Any, str]:
+        """Returns the model of `target` with these weights, and their name. Adapters that are not
+        there are new; adapters that `target` lacks are merged."""
+        recipe, mesh = target.recipe, target.mesh
+        with Checkpoints(self.checkpoints, read_only=True) as checkpoints:
+            part = self._part(checkpoints)
+            with_gradient = checkpoints.names(self.step, part)
+            there = with_gradient | checkpoints.names(self.step, _BUFFERS)
+            own = self._recipe_of_checkpoint(there, recipe)
+            if own is not recipe:
+                target.check_model(own.bare)
+            # A model that trained in part left the rest where it came from.
+            in_part = there < _paths(own.shapes)
+            abstract = abstract_model(lambda: own.shapes, mesh)
+            whole = there == with_gradient and not in_part
+            parts = Parts(abstract, None, None) if whole else parted(abstract, there)
+            model, notes = self._restore(checkpoints, part, parts)
+        if target.data is not None:
+            before: Any = notes.get("batches")
+            if not is_batches_note(before, self.step):
+                raise ConfigError(f"its notes make no sense: batches={before!r:.80}")
+            target.check_tokenizer(tokenizer_changed(target.data, before))
+        name = f"{shown(self.checkpoints)}@{self.step}"
+        if in_part:
+            if self.step == WEIGHTS_ALONE:  # a run in the same folder may delete it: its base stays
+                name = notes.get("initialised_from") or name
+            own = dataclasses.replace(own, groups={"there": Group(tuple(there))})
+            options = dataclasses.replace(self.options, average=False)
+            model = eqx.combine(model, frozen_weights(notes, own, mesh, options))
+        if has_adapters(own.shapes) and _paths(own.shapes) == _paths(recipe.shapes):
+            if "model" not in target.allowed_changes and self.has_config:
+                target.check_adapters(self.recipe.shapes)  # weights do not tell alpha
+            return jax.tree.map(lambda x, kept: x.astype(kept.dtype), model, recipe.made), name
+        keeping = Keeping(recipe)
+        kept = _kept(merged_into_bases(model), recipe, keeping)
+        keeping.tell(name, self.options.show)
+        return recipe.completed(kept, mesh), name
+
+    def _restore(
+        self, checkpoints: Checkpoints, part: str, parts: Parts
+    ) -> tuple[Any, Mapping[str, Any]]:
+        """Returns the checkpoint's model, with `None` for frozen weights, and its notes."""
+        model, notes = checkpoints.restore_part(self.step, part, parts.trained)
+        if parts.buffers is not None:
+            buffers, _ = checkpoints.restore_part(self.step, _BUFFERS, parts.buffers)
+            model = eqx.combine(model, buffers)
+        return model, notes
+
+    def _part(self, checkpoints: Checkpoints) -> str:
+        """The part of the state with the weights that are asked for."""
+        if not self.options.average:
+            return "model"
+        if not checkpoints.names(self.step, IN_STATE):
+            raise ConfigError(
+                f"{self.workdir}@{self.step} keeps no average of its weights, since the run's "
+                "`average` was not set: leave out --weights=ema"
+            )
+        return IN_STATE
+
+    def _recipe_of_checkpoint(self, there: Set[str], recipe: Recipe) -> Recipe:
+        """The recipe of the run that saved the weights `there`: `recipe`, or that without adapters,
+        or the run's own if both lack some of the weights."""
+
+        def plain(*, key: Any) -> Any:
+            return without_adapters(recipe.model(key=key))
+
+        if there <= _paths(recipe.bare):
+            return _in_float32(dataclasses.replace(recipe, model=plain, groups=None))
+        if there <= _paths(recipe.shapes) or not self.has_config:
+            return recipe
+        return _in_float32(self.recipe)
+
+    @functools.cached_property
+    def origin(self) -> Path | None:
+        """The Hugging Face folder that the run began with, or the copy in an imported workdir;
+        `None` if there is none."""
+        for workdir, _, _ in self._beginnings():
+            if (origin := unlinked(workdir, ORIGIN)).is_dir():
+                return origin
+        if self.began_with is None:
+            return None
+        with contextlib.suppress(FolderError):
+            return local_folder_of(self.began_with, weights=False)
+        return None
+
+    @functools.cached_property
+    def began_with(self) -> str | None:
+        """The folder or Hub name of the whole model that the first of these runs began with; `None`
+        if it began with new weights."""
+        *_, (_, before, _) = self._beginnings()
+        if before is None or before.rpartition("@")[2].isdecimal():
+            return None
+        with contextlib.suppress(ValueError, OSError):
+            return base_of(FolderReference(Path(before), before)).name
+        return before
+
+    @functools.cached_property
+    def trained(self) -> list[frozenset[str]]:
+        """The paths, in the model without adapters, of the weights that this run trained, then of
+        those that each run before it trained, back to `began_with`."""
+        base, adapted = without_adapters(self.recipe.shapes), _paths(self.recipe.shapes)
+        every, same_adapters = frozenset(_paths(base)), True
+        found: list[frozenset[str]] = []
+        for _, before, there in self._beginnings():
+            merged = {path.removesuffix(".down") for path in there - every}
+            same_adapters &= not found or (bool(merged) and there <= adapted)
+            found.append(every & (there if same_adapters else there | merged))
+            folder = Path(before or "")
+            if before is not None and holds_adapters(folder):
+                base_folder = base_of(FolderReference(folder, before)).folder
+                names = described(base_folder, self.options.families).family.names
+                held = adapters_in(folder, base, names)
+                whole = frozenset(p.path for each in held.whole for p in each.tensor.pieces)
+                found.append(whole if same_adapters else whole | held.sizes.keys())
+        return found
+
+    def _beginnings(self) -> Iterator[tuple[Path, str | None, frozenset[str]]]:
+        """Yields this run's workdir, the reference that it began with, and the paths of its trained
+        weights; then the same for the run that it began with, and so on."""
+        workdir, notes, saved = self.workdir, self.notes, self.folder
+        for _ in range(20):
+            noted = notes.get("initialised_from")
+            before = noted if isinstance(noted, str) else None
+            yield workdir, before, _trained(saved, notes)
+            folder, _, step = (before or "").rpartition("@")
+            if not step.isdecimal():
+                return
+            workdir = folder_to_read(os.path.dirname(folder))
+            saved = workdir / os.path.basename(folder) / step
+            notes = _notes(saved) if is_there(saved) else {}
+
+
+def recipe_of(cfg: fdl.Config) -> Recipe:
+    """Returns how a run of `cfg` makes and keeps its weights."""
+    dtype = cfg.frozen_dtype or fdl.build(cfg.compute).dtype
+    groups = None if cfg.trainable is None else fdl.build(cfg.trainable)
+    return Recipe(fdl.build(cfg.model), cfg.seed, groups, dtype)
+
+
+def _in_float32(recipe: Recipe) -> Recipe:
+    return dataclasses.replace(recipe, frozen_dtype="float32")
+
+
+def read_weights(
+    reference: str, target: LoadTarget, options: LoadOptions = PLAIN
+) -> tuple[Any, str]:
+    """Returns the model of `target` with the weights that `reference` means, and their name:
+    `run@step` or the folder. All processes must read the same weights.
+
+    Args:
+      options: its `init_from` is ignored: frozen weights are read from where they were.
+
+    Raises:
+      ConfigError: if there is no such model, it is damaged, or it does not fit `target`.
+    """
+    options = dataclasses.replace(options, init_from=None)
+    with agreed():
+        found = resolve(reference)
+    with _errors_of(reference):
+        with agreed(), user_errors():
+            source = _opened(found, options)
+        require_same_reads(lambda: {"the model": source.content})
+        return source.fill(target)
+
+
+def frozen_weights(
+    notes: Mapping[str, Any], recipe: Recipe, mesh: Mesh, options: LoadOptions = PLAIN
+) -> Any:
+    """Returns the weights of `recipe` that do not train, which no checkpoint holds, with `None` in
+    place of the others. They are read from the model that the run of `notes` began with.
+
+    Args:
+      options: its `init_from` is tried first.
+
+    Raises:
+      ConfigError: if they cannot be read, or are not those that the run had.
+    """
+    origin, before = notes.get("initialised_from"), notes.get("frozen")
+    if before is None or not is_frozen_note(before):
+        raise ConfigError(f"a checkpoint's notes of frozen weights make no sense: {before!r:.80}")
+    if origin is None:
+        recipe = dataclasses.replace(recipe, seed=before["seed"])
+        with jax.set_mesh(mesh):
+            frozen = creator(lambda: parted(recipe.make(), recipe.trained).frozen, mesh)()
+    else:
+        options.show("reading the frozen weights, which checkpoints do not hold")
+        target = LoadTarget(recipe, mesh, allowed_changes=("data", "model"))
+        try:
+            model = _first_of([options.init_from, origin], target, options)
+        except ConfigError as error:
+            raise ConfigError(
+                f"its frozen weights, which checkpoints do not hold, cannot be read: {error}; if "
+                f"{origin} has moved, --init_from says where it is now"
+            ) from error
+        frozen = parted(model, recipe.trained).frozen
+    was, same = before["dtype"], before["dtype"] == recipe.frozen_dtype
+    if same or recipe.frozen_dtype == "float32":  # the run's weights are a rounding of these
+        as_before = None if same else dataclasses.replace(recipe, frozen_dtype=was).kept
+        if fingerprint(frozen, as_before) != before["digest"]:
+            raise ConfigError(
+                f"the frozen weights of {origin or 'this experiment'} are not those that the run "
+                "was trained with: give those that were, with --init_from"
+            )
+    return frozen
+
+
+def _first_of(references: Sequence[str | None], target: LoadTarget, options: LoadOptions) -> Any:
+    """The model of the first reference that has one."""
+    errors = []
+    for reference in dict.fromkeys(each for each in references if each is not None):
+        try:
+            return read_weights(reference, target, options)[0]
+        except ConfigError as error:
+            errors.append(error)
+    raise errors[0]
+
+
+def merged_into_bases(model: M) -> M:
+    """Returns `model` with each adapter added to its base, one after the other. It takes the
+    buffers of the bases, which are float32."""
+
+    def merge(_: str, one: Adapted) -> jax.Array:
+        return _merged(one.base, dataclasses.replace(one, base=None))
+
+    with on_mesh_of(model):
+        return map_adapted(merge, model)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _merged(base: jax.Array, rest: Any) -> Any:
+    return merged(dataclasses.replace(rest, base=base))
+
+
+def _kept(model: Any, recipe: Recipe, keeping: Keeping) -> Any:
+    """The weights of `model` as `recipe` keeps them. It takes their buffers one by one."""
+    arrays: dict[str, jax.Array] = {}
+    map_weights(lambda weight, array: arrays.update({weight.path: array}), model)
+
+    def keep(weight: Weight, _: Any) -> Any:
+        array = arrays.pop(weight.path)
+        made = jax.block_until_ready(keeping(weight, array.astype(jnp.float32)))
+        if jax.tree.leaves(made)[0].dtype != array.dtype:
+            array.delete()
+        return made
+
+    return map_weights(keep, recipe.bare)
+
+
+def _paths(model: Any) -> set[str]:
+    return set(named_weights(model))
+
+
+@contextlib.contextmanager
+def _errors_of(reference: str) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"the weights of {reference}: {in_words(error)}") from error
+
+
+def _trained(saved: Path, notes: Mapping[str, Any]) -> frozenset[str]:
+    """The paths of the weights in a checkpoint; none if it is a whole model that was imported,
+    which nothing has trained yet."""
+    if not is_there(saved) or (saved.name == str(WEIGHTS_ALONE) and notes.get("frozen") is None):
+        return frozenset()
+    with reading(saved):
+        names = read_manifest(saved).arrays
+    return frozenset(name.removeprefix("model.") for name in names if name.startswith("model."))
+
+
+def _notes(saved: Path) -> dict[str, Any]:
+    with reading(saved):
+        return read_notes(saved, read_manifest(saved))
+
+
+def _noted(reference: str) -> str:
+    """A reference in the form that notes have it."""
+    found = resolve(reference)
+    if isinstance(found, FolderReference):
+        return found.name
+    step = max(steps_in(found.folder), default=None) if found.step is None else found.step
+    return f"{shown(found.folder.absolute())}@{step}"
