@@ -33,7 +33,6 @@ and sent, its config.json last.
 
 import contextlib
 import dataclasses
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,7 +40,7 @@ from typing import Any
 
 from absl import flags
 
-from runner.command_line.command import run, take_flags
+from runner.command_line.command import run, show, take_flags
 from runner.command_line.config_flags import TRUST_MODULE
 from runner.command_line.destination import destination
 from runner.command_line.exit_status import FINISHED
@@ -102,8 +101,8 @@ def main(arguments: Sequence[str]) -> int:
     if arguments or not _FROM.value or not _TO.value:
         raise ConfigError("give --from and --to, as in: --from=HF_DIR --to=WORKDIR; see --help")
     began = time.perf_counter()
-    options = LoadOptions(TRUST_MODULE.value, INIT_FROM.value, WEIGHTS.value == EMA, _show)
-    with user_errors(), destination(_TO.value, _LAST, told("sending", _show)) as to:
+    options = LoadOptions(TRUST_MODULE.value, INIT_FROM.value, WEIGHTS.value == EMA, show)
+    with user_errors(), destination(_TO.value, _LAST, told("sending", show)) as to:
         found = resolve(_FROM.value)
         if isinstance(found, FolderReference):
             outward = (_DTYPE, _LARGEST_FILE, _TOKENIZER, _ADAPTERS, INIT_FROM, WEIGHTS)
@@ -158,7 +157,7 @@ def bring_in(reference: str, to: Path, options: LoadOptions = PLAIN) -> str:
         recipe = recipe_of(cfg)
         model, name = source.fill(LoadTarget(recipe, _one_device()))
         parts = parted(model, recipe.trained)
-        _show("writing the checkpoint")
+        show("writing the checkpoint")
         save_weights_alone(
             parts.trained,
             unfinished,
@@ -192,7 +191,7 @@ def bring_out(
         assert isinstance(run, SavedRun), reference
         model_type, texts, own = _model_type(run), run.texts, tokenizer
         with made_whole(to) as unfinished:
-            _show(f"reading {shown(run.folder)}")
+            show(f"reading {shown(run.folder)}")
             model = merged_into_bases(run.model(_one_device(), exact=True))
             template = texts.template_of_data() if own is None else None
             if own is None:
@@ -201,9 +200,7 @@ def bring_out(
             if own is None and texts.first is not None:
                 own = texts.first.tokenizer_path
             if own is None:
-                _show(
-                    "WARNING: no tokenizer's files are found, so there are none: give --tokenizer"
-                )
+                show("WARNING: no tokenizer's files are found, so there are none: give --tokenizer")
             rounded = hf.save(
                 model,
                 unfinished,
@@ -214,7 +211,7 @@ def bring_out(
                 settings=_settings(texts),
                 families=options.families,
                 file_bytes=file_bytes,
-                progress=told("writing", _show),
+                progress=told("writing", show),
             )
             if template is not None and own is not None:
                 put_chat_template(unfinished, template)
@@ -258,17 +255,17 @@ def bring_adapters_out(
         begun = base is None and run.began_with is not None
         trained, whose = sorted(own.union(*before) if begun else own), base or run.began_with
         if whose is None:
-            _show(
+            show(
                 "WARNING: adapter_config.json names no base, and PEFT will ask for one: give "
                 "--base, a name on the Hub or a folder that runner.convert makes of the base"
             )
         elif Path(whose).is_absolute() and not Path(whose).is_dir():
-            _show(
+            show(
                 f"WARNING: {whose}, which adapter_config.json names as the base, is not there: "
                 "give --base, or --init_from if it has moved, or if it held adapters itself"
             )
         with made_whole(to) as unfinished:
-            _show(f"reading {shown(run.folder)}")
+            show(f"reading {shown(run.folder)}")
             written = written_whole(run.shapes, trained, model_type, options.families)
             there = run.recipe.trained
             alone = there is not None and written <= there  # the base is not needed
@@ -316,10 +313,6 @@ def _one_device() -> Mesh:
 
 def _size(model: Any) -> str:
     return f"{count_text(sum(leaf.size for leaf in jax.tree.leaves(model)))} parameters"
-
-
-def _show(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -33,14 +33,13 @@
 Each document is evaluated alone. docs/evaluation.md says what is counted.
 """
 
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from absl import flags
 
-from runner.command_line.command import run, take_flags
+from runner.command_line.command import run, show, take_flags
 from runner.command_line.config_flags import MOST, TRUST_MODULE
 from runner.command_line.exit_status import FINISHED
 from runner.command_line.init_from import INIT_FROM
@@ -81,27 +80,21 @@ from lmlib.evaluate.suite.suite import Suite
 from lmlib.storage.whole_file import write_whole
 from runner.config.references import RunReference, resolve
 from runner.evaluation.data_sets import DataSet, data_set, validation_of
-from runner.evaluation.measuring import Measured, Measuring, Settings
-from runner.evaluation.results import json_text, tables
-from runner.evaluation.suite import measure_suite, suite_json, suite_table
+from runner.evaluation.measuring import Measured, Measuring, Settings, measure_suite
+from runner.evaluation.results import json_text, suite_json, suite_table, tables
 from runner.evaluation.tasks import Tasks, evaluate_tasks, tasks_json, tasks_table
 from runner.inference.loaded import Loaded
 from runner.inference.loading import load
-from runner.jax_settings.compilation_cache import keep_compiled_programs
-from runner.jax_settings.devices import check_devices, choose_devices
-from runner.jax_settings.xla_flags import keep_cpus_in_order
+from runner.jax_settings.devices import start_devices
 
 _T = TypeVar("_T")
 
 
 def main(arguments: Sequence[str]) -> int:
     """The exit status."""
-    choose_devices()
-    keep_cpus_in_order(several_processes=False)
-    keep_compiled_programs()
     if arguments or not _FROM.value:
         raise ConfigError("give --from and --data, as in: --from=WORKDIR --data=TEXT; see --help")
-    check_devices()
+    start_devices()
     settings = Settings(
         _SEQUENCE_LENGTH.value, _BATCH_SIZE.value, _OVERLAP.value, packed=_PACKED.value
     )
@@ -137,7 +130,7 @@ def _report(
 
 
 def _measured(settings: Settings) -> Iterator[Measured]:
-    measuring = Measuring(settings, _show)
+    measuring = Measuring(settings, show)
     with user_errors():
         given = [data_set(path, _SPLIT.value, _TEXT_COLUMN.value) for path in _DATA.value]
     for loaded in _each_loaded():
@@ -150,7 +143,7 @@ def _answered() -> Iterator[tuple[str, dict[str, Any]]]:
         tuple(_TASKS.value), _INCLUDE_PATH.value, _NUM_FEWSHOT.value, _LIMIT.value, _CHAT.value
     )
     for loaded in _each_loaded():
-        results = evaluate_tasks(loaded, tasks, _SEQUENCE_LENGTH.value, _show, log_samples=False)
+        results = evaluate_tasks(loaded, tasks, _SEQUENCE_LENGTH.value, show, log_samples=False)
         if results is not None:
             yield loaded.name, results
 
@@ -177,7 +170,7 @@ def _each_checkpoint(reference: str) -> Iterator[Loaded]:
             with reading(found.folder / str(step)):
                 loaded = _load(f"{reference}@{step}")
         except RemovedCheckpointError as error:
-            _show(str(error))
+            show(str(error))
         else:
             read += 1
             yield loaded
@@ -193,7 +186,7 @@ def _load(reference: str) -> Loaded:
         trusted=TRUST_MODULE.value,
         init_from=INIT_FROM.value,
         average=WEIGHTS.value == EMA,
-        show=_show,
+        show=show,
     )
 
 
@@ -202,10 +195,6 @@ def _validation(loaded: Loaded) -> list[DataSet]:
         if own := validation_of(loaded):
             return own
     raise ConfigError(f"{loaded.name} has no flat tokens that it validated on: give --data")
-
-
-def _show(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

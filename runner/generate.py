@@ -31,7 +31,7 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from runner.command_line.command import run, take_flags
+from runner.command_line.command import run, show, take_flags
 from runner.command_line.config_flags import MOST, TRUST_MODULE
 from runner.command_line.exit_status import FINISHED, STOPPED
 from runner.command_line.init_from import INIT_FROM
@@ -80,12 +80,9 @@ from runner.inference.answer import Manner
 from runner.inference.answer_file import AnswerFile
 from runner.inference.loaded import Loaded
 from runner.inference.loading import load
-from runner.inference.prompt_files import digest_of, read_lines
-from runner.inference.prompts import Reader
+from runner.inference.prompts import Reader, digest_of, read_lines
 from runner.inference.terminal import Terminal
-from runner.jax_settings.compilation_cache import keep_compiled_programs
-from runner.jax_settings.devices import check_devices, choose_devices
-from runner.jax_settings.xla_flags import keep_cpus_in_order
+from runner.jax_settings.devices import start_devices
 
 _LENGTHS = 64  # programs are kept for multiples of so many tokens
 _TYPED_LENGTH = 4096
@@ -99,10 +96,7 @@ def main(arguments: Sequence[str]) -> int:
         sampling = Sampling(
             _TEMPERATURE.value, _TOP_K.value, _TOP_P.value, _MIN_P.value, _PENALTY.value
         )
-    choose_devices()
-    keep_cpus_in_order(several_processes=False)
-    keep_compiled_programs()
-    check_devices()
+    start_devices()
     try:
         loaded = load(
             _FROM.value or "",
@@ -111,7 +105,7 @@ def main(arguments: Sequence[str]) -> int:
             trusted=TRUST_MODULE.value,
             init_from=INIT_FROM.value,
             average=WEIGHTS.value == EMA,
-            show=_tell,
+            show=show,
         )
         reader = Reader(loaded.name, loaded.model.vocab, loaded.codec, loaded.chat_template)
         with user_errors():
@@ -131,7 +125,7 @@ def main(arguments: Sequence[str]) -> int:
         else:
             _converse(loaded, reader, manner)
     except KeyboardInterrupt:
-        _tell("stopped; the same command goes on" if _PROMPTS.value else "stopped")
+        show("stopped; the same command goes on" if _PROMPTS.value else "stopped")
         return STOPPED
     return FINISHED
 
@@ -190,7 +184,7 @@ def _generator(loaded: Loaded, rows: int, needed: int) -> Generator:
         longest = needed if loaded.longest is None else max(loaded.longest, needed)
         length = min(-(-needed // _LENGTHS) * _LENGTHS, longest)
     if loaded.longest is not None and length > loaded.longest:
-        _tell(f"the model was trained on {loaded.longest:,} tokens at most, and may get {length:,}")
+        show(f"the model was trained on {loaded.longest:,} tokens at most, and may get {length:,}")
     with user_errors(), chosen_sizes("give a smaller --max_tokens, --length, --samples or --rows"):
         return Generator(loaded.model, loaded.mesh, loaded.compute, rows, length, int8=_INT8.value)
 
@@ -224,7 +218,7 @@ def _converse(loaded: Loaded, reader: Reader, manner: Manner) -> None:
     terminal = Terminal(_generator(loaded, manner.samples, length), reader, manner)
     terminal.prepare([0])
     how = "a chat (--nochat continues texts)" if chat else "each text is continued"
-    _tell(f"{loaded.name}: {how}; Ctrl-C ends an answer, Ctrl-D all")
+    show(f"{loaded.name}: {how}; Ctrl-C ends an answer, Ctrl-D all")
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401, gives `input` an editor
     terminal.converse(lambda: input("> "), chat)
@@ -267,7 +261,7 @@ def _answer_file(loaded: Loaded, reader: Reader, manner: Manner) -> None:
     rows = min(_ROWS.value, len(lines) * manner.samples)
     generator = _generator(loaded, rows, longest + manner.max_tokens)
     file.answer(lines, generator, manner, together=_ROWS.value // manner.samples)
-    _tell(f"{out} has the answers to all {len(lines):,} lines of {prompts}")
+    show(f"{out} has the answers to all {len(lines):,} lines of {prompts}")
 
 
 def _ids(text: str) -> list[int]:
@@ -275,10 +269,6 @@ def _ids(text: str) -> list[int]:
         return [int(each) for each in text.split(",")]
     except ValueError as error:
         raise ConfigError(f"--tokens={text}: write ids as 1,2,3") from error
-
-
-def _tell(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -40,10 +40,8 @@ from lmlib.state import State
 from lmlib.terminal.table import columns
 from runner.config import configs
 from runner.config.text import printable
-from runner.jax_settings.compilation_cache import keep_compiled_programs
-from runner.jax_settings.devices import check_devices, choose_devices
+from runner.jax_settings.devices import start_devices
 from runner.jax_settings.numbers import changes, settings_of_numbers
-from runner.jax_settings.xla_flags import keep_cpus_in_order
 from runner.monitoring.progress import Progress
 from runner.training.captures import Capture, read_batch, read_capture
 from runner.training.divergence import statistics_of
@@ -57,13 +55,10 @@ COMPARED = ("loss", "grad_norm", "parameter_norm", "update_norm", "skipped_updat
 
 def main(arguments: Sequence[str]) -> int:
     """The exit status."""
-    choose_devices()
-    keep_cpus_in_order(several_processes=False)
-    keep_compiled_programs()  # the step of a run on this machine is there already
     if len(arguments) != 1:
         raise ConfigError("give the folder of a capture, WORKDIR/captures/STEP")
     folder = Path(arguments[0])
-    check_devices()
+    start_devices()
     with user_errors():
         capture = read_capture(folder)
         cfg = configs.load(str(folder / "config.json"), trusted=TRUST_MODULE.value)

@@ -17,13 +17,12 @@
 The same command goes on where it stopped. docs/objectives.md says what is written.
 """
 
-import sys
 from collections.abc import Sequence
 
 from absl import flags
 from fiddle import absl_flags as absl_flags  # defines --fdl_config and its like
 
-from runner.command_line.command import run, take_flags
+from runner.command_line.command import run, show, take_flags
 from runner.command_line.config_flags import (
     MOST,
     TRUST_MODULE,
@@ -50,20 +49,15 @@ from lmlib.data.stored.teacher import USUAL_K, TeacherMetadata
 from lmlib.terminal.quantities import bytes_text
 from runner.inference.loading import load
 from runner.inference.teaching import sequences_of, teach, unfinished
-from runner.jax_settings.compilation_cache import keep_compiled_programs
-from runner.jax_settings.devices import check_devices, choose_devices
-from runner.jax_settings.xla_flags import keep_cpus_in_order
+from runner.jax_settings.devices import start_devices
 
 
 def main(arguments: Sequence[str]) -> int:
     """The exit status."""
-    choose_devices()
-    keep_cpus_in_order(several_processes=False)
-    keep_compiled_programs()
     check_chosen(arguments, "--from=RUN --fdl_config=experiments/distil --fiddler=stored")
     if not _FROM.value:
         raise ConfigError("give --from, whose weights the teacher has; see --help")
-    check_devices()
+    start_devices()
     cfg = chosen_config()
     with user_errors():
         wanted = sequences_of(cfg, _BATCH_SIZE.value, _OUT.value)
@@ -72,14 +66,14 @@ def main(arguments: Sequence[str]) -> int:
         dtype=_DTYPE.value,
         trusted=TRUST_MODULE.value,
         init_from=INIT_FROM.value,
-        show=_show,
+        show=show,
     )
     for out, data in (unfinished(wanted) or wanted).items():
         try:
             with user_errors(), chosen_sizes("give a smaller --batch_size"):
-                metadata = teach(loaded, data, out, _K.value or USUAL_K, _show)
+                metadata = teach(loaded, data, out, _K.value or USUAL_K, show)
         except KeyboardInterrupt:
-            _show("stopped; the same command goes on")
+            show("stopped; the same command goes on")
             return STOPPED
         print(_told(out, metadata))
     return FINISHED
@@ -94,10 +88,6 @@ def _told(out: str, metadata: TeacherMetadata) -> str:
         f"{bytes_text(numbers * (id_bytes + 2))}; students read it with teacher={out!r} of that "
         "data and Distillation(teacher=None)"
     )
-
-
-def _show(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -17,8 +17,12 @@ from lmlib.experiment.annotations import check_fields
 from lmlib.experiment.checkpoints import CheckpointSettings
 from lmlib.experiment.evaluation import EvaluationSettings
 from lmlib.experiment.samples import SampleSettings
-from lmlib.experiment.sources import check_source, training_sources, validation_sources
-from lmlib.experiment.split_rows import check_split_rows
+from lmlib.experiment.sources import (
+    check_source,
+    check_split_rows,
+    training_sources,
+    validation_sources,
+)
 from lmlib.experiment.stages import DataStage
 from lmlib.guard import Guard
 from lmlib.losses.objective import Objective

@@ -200,3 +200,8 @@ def _parsed(more_help: Callable[[], str], arguments: Sequence[str]) -> list[str]
         sys.exit(exit_code(mistake))
     app.usage(shorthelp="--helpfull" not in arguments, writeto_stdout=True)
     sys.exit(FINISHED)
+
+
+def show(line: str) -> None:
+    """Shows a line on stderr at once."""
+    print(line, file=sys.stderr, flush=True)

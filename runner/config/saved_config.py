@@ -6,6 +6,7 @@ lmlib would let a stranger's file write anywhere. A run of your own modules is r
 trusted by name: `trusted=["my_models"]`, or `--trust_module=my_models` on the command line.
 """
 
+import importlib
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,6 @@ from fiddle.experimental import serialization
 from lmlib.storage.stored_json import parse_json, read_text
 from lmlib.storage.unlinked import LinkError, unlinked
 from runner.config.text import nodes, parameters, text_of, with_defaults
-from runner.config.trusted_names import DATA_NAMES, UntrustedNameError, named_value
 from runner.errors import ConfigError, did_you_mean
 
 # What Fiddle makes its JSON of; tests/runner/test_configs.py has it make some.
@@ -30,36 +30,90 @@ FIDDLE_NAMES = {
 }
 # Where the functions of jax.nn say that they are.
 JAX_NN = "jax._src.nn"
-TRUSTED = (
-    DATA_NAMES
-    | FIDDLE_NAMES
-    | {
-        "experiments",
-        "lmlib.adapters",
-        "lmlib.compute.Compute",
-        "lmlib.evaluate.suite.suite.Suite",
-        "lmlib.experiment",
-        "lmlib.guard.Guard",
-        "lmlib.inspect",
-        "lmlib.losses",
-        "lmlib.models",
-        "lmlib.optim",
-        "lmlib.parallel.mesh",
-        "lmlib.trackers",
-        "optax",
-        "jax.nn",
-        JAX_NN,
-        *(f"jax.numpy.{dtype}" for dtype in ("bfloat16", "float16", "float32", "float64")),
-        *(
-            f"builtins.{kind}"
-            for kind in ("set", "frozenset", "slice", "bool", "int", "float", "str")
-        ),
-    }
-)
+TRUSTED = FIDDLE_NAMES | {
+    "experiments",
+    "lmlib.adapters",
+    "lmlib.compute.Compute",
+    "lmlib.evaluate.suite.suite.Suite",
+    "lmlib.experiment",
+    "lmlib.guard.Guard",
+    "lmlib.inspect",
+    "lmlib.losses",
+    "lmlib.models",
+    "lmlib.optim",
+    "lmlib.parallel.mesh",
+    "lmlib.trackers",
+    "optax",
+    "jax.nn",
+    *(f"lmlib.data.{name}" for name in ("flat_tokens.FlatTokens", "synthetic.Synthetic")),
+    *(f"lmlib.data.mixture.{name}" for name in ("Mixture", "Stage")),
+    "data_tools.hf_stream.source.HFStream",
+    "data_tools.standard_library.standard_library",
+    JAX_NN,
+    *(f"jax.numpy.{dtype}" for dtype in ("bfloat16", "float16", "float32", "float64")),
+    *(
+        f"builtins.{kind}"
+        for kind in (
+            *("dict", "list", "tuple", "set", "frozenset"),
+            *("slice", "bool", "int", "float", "str"),
+        )
+    ),
+}
 
 _LARGEST = 10_000_000  # bytes; a config has some thousand
 _MOST_VALUES = 100_000  # with each shared one counted wherever it is used
 _DEEPEST = 50  # values in each other
+
+
+class UntrustedNameError(ValueError):
+    """Something that is not trusted is named.
+
+    Attributes:
+      name: the full name, `module.function`.
+      module: the module to trust if it should be.
+    """
+
+    def __init__(self, name: str, module: str):
+        super().__init__(f"{name!r:.200} is not trusted")
+        self.name = name
+        self.module = module
+
+
+def is_trusted(name: str, trusted: Collection[str]) -> bool:
+    """Whether the full `name` is one of `trusted`, or lies in a module or class that is."""
+    parts = name.split(".")
+    return any(".".join(parts[:end]) in trusted for end in range(1, len(parts) + 1))
+
+
+def named_value(module: str, name: str, trusted: Collection[str]) -> Any:
+    """Imports `name` of `module`: a function or class, `Outer.inner` for one in a class. A module
+    leads to others (`numpy`, `os`), so the value must itself be defined in a trusted place.
+
+    Args:
+      trusted: full names of modules, which stand for all in them, and of single things.
+
+    Raises:
+      UntrustedNameError: if it is not trusted; nothing was imported if its name is not.
+      ImportError, AttributeError: if it is not there.
+      Exception: whatever a trusted module raises when it is imported.
+    """
+    asked = f"{module}.{name}"
+    if not is_trusted(asked, trusted):
+        raise UntrustedNameError(asked, module)
+    value = importlib.import_module(module)
+    for part in name.split("."):
+        value = getattr(value, part)
+        own = full_name(value)
+        if own is None or not is_trusted(own, trusted):
+            raise UntrustedNameError(own or asked, module if own is None else value.__module__)
+    return value
+
+
+def full_name(value: Any) -> str | None:
+    """`module.name` of a function, a class or the class of an instance; None if it has none."""
+    module = getattr(value, "__module__", None)
+    name = getattr(value, "__qualname__", type(value).__qualname__)
+    return f"{module}.{name}" if isinstance(module, str) and isinstance(name, str) else None
 
 
 def read_config(file: Path, trusted: Collection[str] = ()) -> fdl.Config:

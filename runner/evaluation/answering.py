@@ -1,8 +1,8 @@
-"""What tasks ask of a model, in token ids: one process asks, and all compute."""
+"""Answers the questions of tasks in token ids: one process asks, and all compute."""
 
 import json
-import time
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -15,6 +15,7 @@ from lmlib.evaluate.windows import Packing, Window
 from lmlib.generate import Generator, Sampling
 from lmlib.models.model import check_length
 from runner.inference.loaded import Loaded
+from runner.inference.telling import now_and_then
 
 Result = TypeVar("Result")
 Ids = Sequence[int]
@@ -22,7 +23,6 @@ Ids = Sequence[int]
 _SHORTEST = 64  # tokens of a row
 _BATCH_TOKENS = 16_384
 _ROWS = 16  # continuations that are made together
-_TOLD_SECONDS = 10.0
 
 
 class Answering:
@@ -56,8 +56,8 @@ class Answering:
         self._broken = False
 
     def ask(self, question: Callable[[], Result]) -> Result | None:
-        """What `question` returns on the first process, where it may call the other methods;
-        `None` on the others, which take part in those calls. Every process must call it."""
+        """Returns the result of `question` on the first process, where it may call the other
+        methods; `None` on the others, which take part in those calls. Every process calls it."""
         if jax.process_index() > 0:
             while (call := _told(None)) is not None:
                 self._computed(*call)
@@ -69,8 +69,8 @@ class Answering:
                 _told(None)
 
     def likelihoods(self, asked: Sequence[tuple[Ids, Ids]]) -> list[tuple[float, bool]]:
-        """Of each context and continuation: the continuation's log-probability, nats, and whether
-        each of its tokens is the likeliest. What is too long loses its beginning.
+        """Returns the log-probability of each continuation after its context, in nats, and whether
+        each of its tokens is the likeliest. The beginning of a context that is too long is cut.
 
         Raises:
           ValueError: if a context or a continuation is empty, a continuation is longer than
@@ -96,8 +96,8 @@ class Answering:
         numbers: Sequence[int],
         made_tokens: int,
     ) -> list[list[int]]:
-        """A continuation of each prompt, up to the token with which its text has one of `until`, or
-        that ends the text. Of a prompt that leaves no room the beginning is lost.
+        """Continues each prompt, up to the token with which its text has one of `until`, or that
+        ends the text. The beginning of a prompt that leaves no room is cut.
 
         Args:
           max_tokens: for which there is room in a sequence of `length`.
@@ -146,9 +146,8 @@ class Answering:
             raise
 
     def _computed(self, name: str, arguments: dict[str, Any]) -> Any:
-        if name == "likelihoods":
-            return self._likelihoods(**arguments)
-        return self._continuations(**arguments)
+        compute = {"likelihoods": self._likelihoods, "continuations": self._continuations}[name]
+        return compute(**arguments)
 
     def _likelihoods(self, asked: Sequence[tuple[Ids, Ids]]) -> list[tuple[float, bool]]:
         windows = []
@@ -187,7 +186,8 @@ class Answering:
         generator = self._generator_of(len(prompts[longest_first[0]]) + max_tokens)
         found: dict[int, list[int]] = {}
         tell = self._telling("continuations", len(prompts))
-        for batch in _parts(longest_first, generator.rows):
+        for begin in range(0, len(prompts), generator.rows):
+            batch = longest_first[begin : begin + generator.rows]
             stream = generator.stream(
                 [prompts[i] for i in batch],
                 max_tokens,
@@ -222,27 +222,12 @@ class Answering:
         return next(tokens[:n] for n in range(len(tokens) + 1) if self._has(tokens[:n], until))
 
     def _telling(self, what: str, count: int) -> Callable[[int], None]:
-        last = time.monotonic()
-
-        def tell(done: int) -> None:
-            nonlocal last
-            if (now := time.monotonic()) - last >= _TOLD_SECONDS and jax.process_index() == 0:
-                last = now
-                self._show(f"{done:,} of {count:,} {what}")
-
-        return tell
+        show = now_and_then(self._show if jax.process_index() == 0 else lambda line: None)
+        return lambda done: show(lambda: f"{done:,} of {count:,} {what}")
 
 
 def _power_of_two(least: float) -> int:
-    size = 1
-    while size < least:
-        size *= 2
-    return size
-
-
-def _parts(items: Sequence[int], size: int) -> Iterator[Sequence[int]]:
-    for first in range(0, len(items), size):
-        yield items[first : first + size]
+    return 1 << max(0, math.ceil(least) - 1).bit_length()
 
 
 def _told(call: tuple[str, dict[str, Any]] | None) -> Any:

@@ -1,14 +1,13 @@
 """Every model on every data set, one after the other."""
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from jax.sharding import Mesh
-
-from lmlib.compute import Compute
 from lmlib.evaluate.documents import DocumentsEvaluation, evaluate_documents
 from lmlib.evaluate.scoring import Scorer
+from lmlib.evaluate.suite.suite import Suite
 from lmlib.evaluate.windows import Packing
 from lmlib.models.model import check_length
 from lmlib.terminal.quantities import count_text, duration_text
@@ -16,11 +15,11 @@ from runner.config.stages import longest_row
 from runner.errors import ConfigError, chosen_sizes, user_errors
 from runner.evaluation.data_sets import DataSet
 from runner.inference.loaded import Loaded
+from runner.inference.telling import now_and_then
 
 LONGEST = 2048  # tokens of a row, where nothing says how long the model's sequences were
 SMALLER = "give a smaller --sequence_length or --batch_size"  # where memory is short
 _BATCH_TOKENS = 16_384
-_TOLD_SECONDS = 10.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,45 +63,54 @@ class Measuring:
 
     def __init__(self, settings: Settings, show: Callable[[str], None]):
         """`show` gets a line now and then."""
-        self._settings = settings
-        self._show = show
-        self._scorers: dict[tuple[Mesh, Compute], Scorer] = {}
+        self._settings, self._show = settings, show
+        self._scorer = functools.lru_cache(Scorer)
 
     def __call__(self, loaded: Loaded, data_sets: Sequence[DataSet]) -> Iterator[Measured]:
-        """Each data set's result as it is there.
+        """Yields the result of each data set.
 
         Raises:
           ConfigError: if the model cannot be evaluated on one of them.
         """
         length = self._settings.sequence_length or default_length(loaded)
-        scorer = self._scorers.setdefault(
-            (loaded.mesh, loaded.compute), Scorer(loaded.mesh, loaded.compute)
-        )
+        scorer = self._scorer(loaded.mesh, loaded.compute)
         with user_errors(), chosen_sizes(SMALLER):
             packing = Packing(self._rows(length, scorer.divisor), length, self._settings.packed)
             check_length(loaded.model, length, loaded.compute)
         for data in data_sets:
-            began = time.perf_counter()
-            try:
-                evaluation = evaluate_documents(
-                    loaded.model,
-                    data.documents(loaded),
-                    scorer,
-                    packing,
-                    self._settings.overlap,
-                    self._telling(loaded, data),
-                )
-            except ConfigError:
-                raise
-            except (ValueError, OSError) as error:
-                raise ConfigError(f"{data.name}: {error}") from error
-            took = time.perf_counter() - began
-            self._show(
-                f"{loaded.name} on {data.name}: loss {evaluation.loss.value:.4f} nats per token; "
-                f"{count_text(evaluation.targets)} tokens in {duration_text(took)}, "
-                f"{count_text(evaluation.targets / took)} tokens per second"
-            )
+            evaluation = self._evaluated(loaded, data, scorer, packing)
             yield Measured(loaded.name, loaded.step, data.name, length, evaluation)
+
+    def _evaluated(
+        self, loaded: Loaded, data: DataSet, scorer: Scorer, packing: Packing
+    ) -> DocumentsEvaluation:
+        began, name = time.perf_counter(), f"{loaded.name} on {data.name}"
+        of = "" if data.tokens is None else f" of {count_text(data.tokens)}"
+        show = now_and_then(self._show)
+
+        def tell(documents: int, targets: int) -> None:
+            show(lambda: f"{name}: {count_text(targets)}{of} tokens, {documents:,} documents")
+
+        try:
+            evaluation = evaluate_documents(
+                loaded.model,
+                data.documents(loaded),
+                scorer,
+                packing,
+                self._settings.overlap,
+                tell,
+            )
+        except ConfigError:
+            raise
+        except (ValueError, OSError) as error:
+            raise ConfigError(f"{data.name}: {error}") from error
+        took = time.perf_counter() - began
+        self._show(
+            f"{name}: loss {evaluation.loss.value:.4f} nats per token; "
+            f"{count_text(evaluation.targets)} tokens in {duration_text(took)}, "
+            f"{count_text(evaluation.targets / took)} tokens per second"
+        )
+        return evaluation
 
     def _rows(self, length: int, divisor: int) -> int:
         rows = self._settings.batch_size
@@ -115,27 +123,29 @@ class Measuring:
             )
         return rows
 
-    def _telling(self, loaded: Loaded, data: DataSet) -> Callable[[int, int], None]:
-        last = time.monotonic()
-
-        def tell(documents: int, targets: int) -> None:
-            nonlocal last
-            if (now := time.monotonic()) - last >= _TOLD_SECONDS:
-                last = now
-                of = "" if data.tokens is None else f" of {count_text(data.tokens)}"
-                self._show(
-                    f"{loaded.name} on {data.name}: {count_text(targets)}{of} tokens, "
-                    f"{documents:,} documents"
-                )
-
-        return tell
-
 
 def default_length(loaded: Loaded) -> int:
-    """Tokens of the run's own sequences; without a run, of the longest that the model takes, up to
-    2,048."""
-    if loaded.cfg is not None and loaded.step:
-        trained = longest_row(loaded.cfg)
-        if trained is not None:
-            return trained
-    return min(loaded.longest or LONGEST, LONGEST)
+    """Returns the tokens of the run's own sequences; without a run, of the longest that the model
+    takes, up to 2,048."""
+    trained = longest_row(loaded.cfg) if loaded.cfg is not None and loaded.step else None
+    return trained or min(loaded.longest or LONGEST, LONGEST)
+
+
+def measure_suite(
+    loaded: Loaded, suite: Suite, sequence_length: int | None = None
+) -> tuple[str, dict[str, float]]:
+    """Returns the name of `loaded` and its scores; every process must call it.
+
+    Args:
+      sequence_length: tokens of a row; `None`: `Suite.length` of what it was trained on.
+
+    Raises:
+      ConfigError: if the model cannot compute sequences so long.
+    """
+    length = sequence_length or suite.length(default_length(loaded))
+    with user_errors(), chosen_sizes(SMALLER):
+        check_length(loaded.model, length, loaded.compute)
+        evaluator = suite.evaluator(
+            loaded.mesh, loaded.compute, loaded.model.vocab, loaded.codec, length
+        )
+    return loaded.name, evaluator(loaded.model)

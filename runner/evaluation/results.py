@@ -11,6 +11,8 @@ from lmlib.evaluate.ratio import Estimate
 from lmlib.terminal.table import columns
 from runner.evaluation.measuring import Measured, Settings
 
+SuiteScores = tuple[str, dict[str, float]]  # a model's name, and its metrics
+
 _MOST_COLUMNS = 6  # of the table by position
 _UNITS = {
     "loss": "nats per token",
@@ -135,3 +137,18 @@ def _by_position(found: Sequence[Measured], names: Sequence[str]) -> str:
         rows.append((f"{place[0]:,}–{place[1]:,}", *cells))
     title = "Loss by position, nats per token: tokens of context before the one that predicts"
     return f"{title}\n{columns(rows)}"
+
+
+def suite_table(found: Sequence[SuiteScores]) -> str:
+    """A line for each measurement, a column for each model."""
+    names = dict.fromkeys(name for _, metrics in found for name in metrics)
+    rows = [("measurement", *(model for model, _ in found))]
+    for name in names:
+        cells = (f"{metrics[name]:.4f}" if name in metrics else "" for _, metrics in found)
+        rows.append((name.removeprefix("suite/"), *cells))
+    return columns(rows)
+
+
+def suite_json(found: Sequence[SuiteScores]) -> str:
+    content: list[Any] = [{"model": model, "results": metrics} for model, metrics in found]
+    return json.dumps(content, indent=1) + "\n"

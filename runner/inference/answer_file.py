@@ -18,8 +18,7 @@ from lmlib.storage.whole_file import sync, write_whole
 from lmlib.terminal.quantities import duration_text
 from runner.errors import ConfigError
 from runner.inference.answer import Answer, Manner
-from runner.inference.prompt_files import Line
-from runner.inference.prompts import AS_NUMBERS
+from runner.inference.prompts import AS_NUMBERS, Line
 
 SETTINGS = ".settings.json"  # the ending of the file beside the answers
 _SECONDS_BETWEEN_LINES = 5.0

@@ -24,8 +24,7 @@ from lmlib.terminal.quantities import count_text, duration_text
 from runner.config.stages import training_data
 from runner.errors import ConfigError
 from runner.inference.loaded import Loaded
-
-_TOLD_SECONDS = 10.0
+from runner.inference.telling import now_and_then
 
 
 def sequences_of(
@@ -116,19 +115,20 @@ def teach(
     try:
         if writer.written:
             show(f"{out} has {writer.written:,} sequences already")
-        began, told, first = time.monotonic(), time.monotonic(), writer.written
+        began, first, tell = time.monotonic(), writer.written, now_and_then(show)
         done = first
+
+        def progress() -> str:
+            rate = (done - first) / (time.monotonic() - began)
+            left = duration_text((data.sequences - done) / rate)
+            tokens = count_text(rate * data.sequence_length)
+            of = f"{done:,} of {data.sequences:,} sequences"
+            return f"{of}, {tokens} tokens per second, {left} left"
+
         for ids_BSK, log_p_BSK in _said(loaded, data, k, first):
             writer.add(ids_BSK, log_p_BSK)
             done += len(ids_BSK)
-            if (now := time.monotonic()) - told >= _TOLD_SECONDS:
-                told, rate = now, (done - first) / (now - began)
-                left = duration_text((data.sequences - done) / rate)
-                tokens = count_text(rate * data.sequence_length)
-                show(
-                    f"{done:,} of {data.sequences:,} sequences, {tokens} tokens per second, "
-                    f"{left} left"
-                )
+            tell(progress)
         return writer.finish()
     finally:
         writer.close()

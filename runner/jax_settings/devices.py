@@ -10,6 +10,20 @@ import jax
 
 from lmlib.hardware.detection import has_accelerator, plugins, use_cpu_if_alone
 from runner.errors import ConfigError
+from runner.jax_settings.compilation_cache import keep_compiled_programs
+from runner.jax_settings.xla_flags import keep_cpus_in_order
+
+
+def start_devices() -> None:
+    """Chooses and starts JAX's devices for a command of one process, with its programs cached.
+
+    Raises:
+      ConfigError: if JAX cannot start them.
+    """
+    choose_devices()
+    keep_cpus_in_order(several_processes=False)
+    keep_compiled_programs()
+    check_devices()
 
 
 def choose_devices() -> None:

@@ -11,7 +11,7 @@ The files of the config directly in the workdir are those of the newest of these
 import json
 import socket
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ class Start:
     """
 
     def __init__(self, cfg: fdl.Config, workdir: Path, experiment: Path | None):
-        """`experiment`: the file of code that `cfg` came from, if it came from one.
+        """`experiment` is the file of code that `cfg` came from, if it came from one.
 
         Raises:
           ConfigError: if `cfg` cannot be saved.
@@ -56,8 +56,7 @@ class Start:
         self.jax_settings = numbers.settings_of_numbers()
         self.xla_flags = {k: v for flags in flags_of_the_run().values() for k, v in flags.items()}
         self._began = time.time()
-        self._experiment = experiment
-        self._workdir = workdir
+        self._experiment, self._workdir = experiment, workdir
         self._config = configs.saved_files(cfg)
 
     @property
@@ -70,46 +69,18 @@ class Start:
             **flags_of_the_run(),
         }
 
-    def changes(self) -> str:
-        """What of the code is not as it was when the run was last trained; a line, or nothing."""
-        before = _newest(self._workdir)
-        code, packages = before.get("code"), before.get("versions")
-        if not isinstance(code, dict) or not isinstance(packages, dict):
-            return ""
-        files = [
-            name
-            for name in sorted(code.keys() | self.code.keys())
-            if code.get(name) != self.code.get(name)
-        ]
-        updated = [
-            f"{name} {packages.get(name, 'absent')} → {version}"
-            for name, version in self.versions.items()
-            if packages.get(name) != version
-        ]
-        more = [f"and {len(files) - _SHOWN} more files"] if len(files) > _SHOWN else []
-        return printable(", ".join([*updated, *files[:_SHOWN], *more]))
-
-    def changed_flags(self) -> str:
-        """A line about flags of XLA that differ from the newest start; empty if none does."""
-        before, now = _newest(self._workdir).get("xla_flags"), self.xla_flags
-        if not isinstance(before, dict):
-            return ""
-        return printable(
-            ", ".join(
-                f"{name}: {before.get(name, 'absent')} → {now.get(name, 'absent')}"
-                for name in sorted(before.keys() | now.keys())
-                if before.get(name) != now.get(name)
-            )
-        )
-
     def tell_changes(self, tell: Callable[[str], None]) -> None:
-        """Shows changes of the code and of XLA's flags, if there are any."""
-        for what, changes in (
-            ("the code has", self.changes()),
-            ("flags of XLA have", self.changed_flags()),
-        ):
-            if changes:
-                tell(f"{what} changed since this run was last trained: {changes}")
+        """Shows the changes of code, packages and XLA flags since the run was last trained."""
+        before = _newest(self._workdir)
+        code, packages, flags = (before.get(name) for name in ("code", "versions", "xla_flags"))
+        if isinstance(code, dict) and isinstance(packages, dict):
+            updated = _changed(packages, self.versions, "{name} {was} → {now}")
+            files = sorted(_changed(code, self.code, "{name}"))
+            more = [f"and {len(files) - _SHOWN} more files"] if len(files) > _SHOWN else []
+            _tell_changes("the code has", [*updated, *files[:_SHOWN], *more], tell)
+        if isinstance(flags, dict):
+            changed = sorted(_changed(flags, self.xla_flags, "{name}: {was} → {now}"))
+            _tell_changes("flags of XLA have", changed, tell)
 
     def check_jax_settings(
         self, allowed_changes: Collection[str], tell: Callable[[str], None]
@@ -135,7 +106,7 @@ class Start:
         tell(f"WARNING: {told}; going on all the same, since --allow_change=jax")
 
     def record(self, first_step: int, lock: WorkdirLock) -> None:
-        """Keeps this start; for process 0 to call once `first_step`, its first, is made.
+        """Writes this start to disk; process 0 calls it once `first_step`, its first, is made.
 
         Args:
           lock: of the workdir; each file is written while it is held.
@@ -144,7 +115,8 @@ class Start:
           WorkdirLost: if another run has taken over.
           OSError: if it cannot be written.
         """
-        folder = self._workdir / "starts" / f"{_next_number(self._workdir):05}"
+        number = max((int(folder.name) + 1 for folder in _folders(self._workdir)), default=0)
+        folder = self._workdir / "starts" / f"{number:05}"
         lock.check()
         make_folder(folder)
         experiment = self._experiment and commit_of(self._experiment.resolve())
@@ -167,22 +139,32 @@ class Start:
             write_whole(self._workdir / name, content, lock.check)
 
 
+def _changed(before: Mapping[str, str], now: Mapping[str, str], form: str) -> list[str]:
+    """The entries that differ, each written as `form`."""
+    return [
+        form.format(name=name, was=before.get(name, "absent"), now=now.get(name, "absent"))
+        for name in {**now, **before}
+        if before.get(name) != now.get(name)
+    ]
+
+
+def _tell_changes(what: str, changes: Sequence[str], tell: Callable[[str], None]) -> None:
+    if changes:
+        told = printable(", ".join(changes))
+        tell(f"{what} changed since this run was last trained: {told}")
+
+
 def _folders(workdir: Path) -> list[Path]:
-    """Those of the starts, in order."""
+    """The folders of the starts, in order."""
     found = [folder for folder in (workdir / "starts").glob("*") if folder.name.isdecimal()]
     return sorted(found, key=lambda folder: int(folder.name))
 
 
-def _next_number(workdir: Path) -> int:
-    return max((int(folder.name) + 1 for folder in _folders(workdir)), default=0)
-
-
 def _newest(workdir: Path) -> Mapping[str, Any]:
-    """The facts of the newest start that was recorded whole; nothing if there is none."""
+    """The facts of the newest start that was recorded whole; empty if there is none."""
     for folder in reversed(_folders(workdir)):
         try:
-            start = f"starts/{folder.name}/start.json"
-            facts = read_json(unlinked(workdir, start), _LARGEST)
+            facts = read_json(unlinked(workdir, f"starts/{folder.name}/start.json"), _LARGEST)
         except (OSError, ValueError):
             continue
         if isinstance(facts, dict):

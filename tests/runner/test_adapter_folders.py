@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from adapter_runs import NO_BATCHES, write_adapter_run
 from forked_processes import run_forked
 
 from lmlib import Compute, hf, whole_rows
@@ -17,13 +18,11 @@ from lmlib.checkpoint import Checkpoints
 from lmlib.hf.tensor_files import read_header
 from lmlib.optim.trainable import adapters
 from lmlib.parallel.mesh import make_mesh
-from lmlib.state import parted
 from runner import Options, convert, fit
 from runner.config import configs
 from runner.errors import ConfigError
 from runner.inference.loading import load
 from runner.weights.models import read_weights
-from runner.weights.notes import frozen_note
 from runner.weights.target import LoadOptions, LoadTarget
 
 HF = Path(__file__).parents[1] / "hf"
@@ -241,22 +240,11 @@ def base_of(kind, peft, tmp_path):
     return tmp_path / "first", folder
 
 
-NO_BATCHES = {"tokenizer": None, "bytes_per_target": None, "steps_made": 2}
-
-
 def run_of(base, workdir, frozen_dtype):
     """A run of adapters that are not zero, on the base as `frozen_dtype` keeps it."""
     cfg = experiment(paths=("stack.*.mlp.*", "stack.*.query"), rank_stabilized=False)
     cfg.init_from, cfg.frozen_dtype = str(base), frozen_dtype
-    configs.save(cfg, workdir)
-    run = fdl.build(cfg)
-    model, origin = read_weights(str(base), LoadTarget(run.recipe, run.mesh))
-    parts = parted(model, run.recipe.trained)
-    trained = jax.tree.map(lambda x: x + 0.01, parts.trained)
-    frozen = frozen_note(parts.frozen, run.recipe)
-    notes = {"initialised_from": origin, "frozen": frozen, "batches": NO_BATCHES}
-    with Checkpoints(workdir / "checkpoints") as checkpoints:
-        checkpoints.save(2, {"model": trained}, notes)
+    write_adapter_run(cfg, base, workdir, change=0.01)
     return str(workdir)
 
 

@@ -2,24 +2,21 @@
 
 from pathlib import Path
 
-import equinox as eqx
 import fiddle as fdl
 import jax
 import numpy as np
 import pytest
+from adapter_runs import write_adapter_run
 from run_on_bytes import write_run_on_bytes
 
 from lmlib.adapters.lora import merged
-from lmlib.checkpoint import Checkpoints
 from lmlib.data.synthetic import Synthetic
 from lmlib.models.matrices.adapted import without_adapters
-from lmlib.state import parted
 from runner import fit
 from runner.config import configs
 from runner.errors import ConfigError
 from runner.weights.given import GivenWeights
 from runner.weights.models import read_weights
-from runner.weights.notes import frozen_note
 from runner.weights.target import LoadOptions, LoadTarget
 
 TWO_STEPS = ("steps=2", "checkpoints.every=2", "data.batch_size=8", "mesh.fsdp=1")
@@ -103,27 +100,11 @@ def test_a_run_of_another_model_is_told_by_names_and_values(run):
         first_weights(cfg)
 
 
-def adapted_run(run, workdir):
-    """A run of adapters that are not zero, without the time it takes to train one; its model."""
-    base, _, data = run
-    cfg = config("lora", base, data)
-    configs.save(cfg, workdir)
-    recipe = fdl.build(cfg).recipe
-    parts = parted(first_weights(cfg), recipe.trained)
-    trained = jax.tree.map(lambda x: x + 0.25, parts.trained)
-    batches = {"tokenizer": None, "bytes_per_target": None, "steps_made": 2}
-    frozen = frozen_note(parts.frozen, recipe)
-    notes = {"batches": batches, "initialised_from": str(base), "frozen": frozen}
-    with Checkpoints(workdir / "checkpoints") as checkpoints:
-        checkpoints.save(2, {"model": trained}, notes)
-    return eqx.combine(trained, parts.frozen)
-
-
 @pytest.mark.slow
 def test_a_run_of_adapters_is_a_base_of_all_three(run, tmp_path):
     workdir, model, data = run
     adapted = tmp_path / "adapted"
-    trained = adapted_run(run, adapted)
+    trained = write_adapter_run(config("lora", workdir, data), workdir, adapted)
     base = merged(trained)
     assert not np.allclose(base.stack.patterns[0][0].mlp.up, model.stack.patterns[0][0].mlp.up)
     same(first_weights(config("lora", adapted, data)), trained)  # it goes on with its adapters

@@ -49,22 +49,9 @@ def test_a_run_describes_itself(undisturbed):
     lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, 21))
     always = {
-        "step",
-        "loss",
-        "grad_norm",
-        "parameter_norm",
-        "update_norm",
-        "learning_rate",
-        "valid_tokens",
-        "tokens",
-        "tokens_per_second",
-        "step_seconds",
-        "data_wait_seconds",
-        "step_flops",
-        "goodput",
-        "skipped_updates",
-        "skipped_in_a_row",
-        "empty_batches",
+        *("step", "loss", "grad_norm", "parameter_norm", "update_norm", "learning_rate"),
+        *("valid_tokens", "tokens", "tokens_per_second", "step_seconds", "data_wait_seconds"),
+        *("step_flops", "goodput", "skipped_updates", "skipped_in_a_row", "empty_batches"),
     }
     for line in lines:
         evaluated = {"evaluation_loss"} if line["step"] in (10, 20) else set()
@@ -75,17 +62,8 @@ def test_a_run_describes_itself(undisturbed):
     ).tolist()
     assert lines == result.metrics
     assert sorted(path.name for path in workdir.iterdir()) == [
-        "checkpoints",
-        "config.json",
-        "config.txt",
-        "goodput.json",
-        "metrics.jsonl",
-        "report.html",
-        "result.json",
-        "run.log",
-        "settings.json",
-        "starts",
-        "tensorboard",
+        *("checkpoints", "config.json", "config.txt", "goodput.json", "metrics.jsonl"),
+        *("report.html", "result.json", "run.log", "settings.json", "starts", "tensorboard"),
         "validation.json",
     ]
     assert "optimizer.peak_lr = 0.003" in (workdir / "config.txt").read_text()

@@ -27,10 +27,7 @@ FORKED = (NEW, "--init_from={old}@2", "--continue_optimizer")
 FLAT = (*TINY, NEW, "--fdl_config={scratch}/flat.py")
 
 EXPERIMENTS = {
-    "no_config.py": "def configuration(): pass",
-    "no_syntax.py": "def config(:",
     "raising.py": "def config(): return {}['model']",
-    "returning.py": "def config(): return 7",
     "flat.py": """
 import fiddle as fdl
 from experiments import llama_84m
@@ -81,10 +78,9 @@ def scratch(tmp_path_factory):
     for name, text in EXPERIMENTS.items():
         (folder / name).write_text(text.replace("{data}", str(folder / "data")))
     write_texts(folder / "data")
-    for name in ("unfinished", "damaged", "other_version"):
+    for name in ("damaged", "other_version"):
         shutil.copytree(folder / "data", folder / name)
     metadata = "train/shard_00000_of_00001/metadata.json"
-    (folder / "unfinished" / metadata).unlink()
     (folder / "damaged" / metadata).write_text("{")
     content = json.loads((folder / "data" / metadata).read_text()) | {"version": 99}
     (folder / "other_version" / metadata).write_text(json.dumps(content))
@@ -93,21 +89,16 @@ def scratch(tmp_path_factory):
         "experiments/llama_84m", ["tiny"], (*SMALL, "steps=2", "checkpoints.every=1")
     )
     fit(cfg, folder / "old")
-    for name in ("newest_damaged", "all_damaged", "no_manifest"):
+    for name in ("newest_damaged", "all_damaged"):
         shutil.copytree(folder / "old", folder / name)
     _flip(folder / "newest_damaged" / "checkpoints" / "2")
     _flip(folder / "all_damaged" / "checkpoints" / "1")
     _flip(folder / "all_damaged" / "checkpoints" / "2")
-    (folder / "no_manifest" / "checkpoints" / "2" / "manifest.json").unlink()
     (folder / "empty").mkdir()
     (folder / "file").write_text("a file")
     (folder / "dangling").symlink_to("nowhere")
-    (folder / "no_config.json").write_text("[1, 2]")
-    (folder / "broken.json").write_text('{"root": ')
     stranger = (folder / "old" / "config.json").read_text()
     (folder / "stranger.json").write_text(stranger.replace("lmlib.optim.adamw", "subprocess"))
-    gone = stranger.replace('"peak_lr"', '"peek_lr"')
-    (folder / "old_names.json").write_text(gone)
     return folder
 
 
@@ -140,7 +131,6 @@ RUNNER = [
     ((*TINY, NEW, "--stepz=3"), "Unknown command line flag 'stepz'"),
     ((*TINY, NEW, "quickly"), "unknown argument 'quickly'; flags begin with --"),
     ((*TINY, NEW, "--profile=12:10"), "--profile=12:10: write the first and the last step"),
-    ((*TINY, NEW, "--profile=ten"), "--profile=ten: write the first and the last step"),
     ((*TINY, NEW, "--num_processes=0"), "num_processes=0"),
     ((*TINY, NEW, "--process_id=1"), "all together"),
     (
@@ -164,25 +154,11 @@ RUNNER = [
     ((*TINY, NEW, f"--startup_seconds={10**30}"), "not an integer in the range [1, 2147483647]"),
     ((*TINY, NEW, "--checkpoint_fallback=perhaps"), "checkpoint_fallback=perhaps"),
     # Configs.
-    (("--fdl_config=experiments/lama_84m", NEW), "Did you mean experiments/llama_84m"),
-    (("--fdl_config={scratch}/nowhere.py", NEW), "there is no experiment and no file"),
-    (("--fdl_config={scratch}/no_config.py", NEW), "has no function `def config()"),
-    (("--fdl_config={scratch}/no_syntax.py", NEW), "SyntaxError"),
     (("--fdl_config={scratch}/raising.py", NEW), "raising.py:1"),
-    (("--fdl_config={scratch}/returning.py", NEW), "must return a fdl.Config, and returned 7"),
     (("--fdl_config={scratch}/empty", NEW), "empty/config.json cannot be read"),
-    (("--fdl_config={scratch}/no_config.json", NEW), "is no saved Fiddle config"),
-    (("--fdl_config={scratch}/broken.json", NEW), "is no saved Fiddle config"),
     (("--fdl_config={scratch}/stranger.json", NEW), "--trust_module=subprocess"),
-    (("--fdl_config={scratch}/old_names.json", NEW), "Did you mean peak_lr"),
-    (("--fdl_config={old}", "--fiddler=tiny", NEW), "fiddlers need an experiment's .py file"),
-    ((TINY[0], "--fiddler=tinny", NEW), "Did you mean tiny"),
     ((TINY[0], "--fiddler=tiny(3)", NEW), "takes 1 positional argument"),
-    (setting("model.embd=16"), "Did you mean embed"),
-    (setting("model.layers=two"), "two is no Python literal"),
     (setting("model.layers=2.5"), "2.5 is of type float, but this parameter takes int"),
-    (setting("model=None"), "model"),
-    (setting("optimizer=7"), "this is a whole config"),
     # Parts of the user's.
     (
         ("--fdl_config={scratch}/own_mixer.py", "--fiddler=square", NEW),
@@ -194,8 +170,6 @@ RUNNER = [
     ),
     # Data.
     (("--fdl_config=experiments/llama_84m", NEW), "python -m data_tools.pretokenize"),
-    ((*FLAT[2:], NEW, "--fdl.data.split=test"), "test"),
-    ((*FLAT[2:], NEW, "--fdl.data.path={scratch}/unfinished"), "is unfinished"),
     ((*FLAT[2:], NEW, "--fdl.data.path={scratch}/damaged"), "metadata.json is damaged"),
     ((*FLAT[2:], NEW, "--fdl.data.path={scratch}/other_version"), "version 99"),
     ((*FLAT[2:], NEW, "--fdl.data.epochs=1"), "data ends after"),
@@ -219,10 +193,8 @@ RUNNER = [
     ((*TINY, "--workdir=az://bucket/run"), "remote folders are not supported here: mount"),
     ((*TINY, "--workdir=/proc/nowhere"), "/proc/nowhere"),
     (resumed(OLD, "--fdl.model.mlp=32"), "whose shapes are others: use another workdir"),
-    (resumed(OLD, "--fdl.model.mlp=32", "--allow_change=model"), "is wanted"),
     (resumed(OLD, "--fdl.model.rope_theta=5e5"), "or give --allow_change=model to go on all the"),
     (resumed(*FORKED, "--fdl.model.mlp=32"), "those of another model with other shapes"),
-    (resumed(OLD, "--fdl.data.seed=3"), "--allow_change=data"),
     (resumed(OLD, "--fdl.guard={'window': 3}"), "this is a whole config, of lmlib.guard.Guard"),
     (
         resumed(OLD, "--fdl.validation={'path': 3}"),
@@ -233,49 +205,31 @@ RUNNER = [
         resumed("--workdir={scratch}/newest_damaged", "--nocheckpoint_fallback"),
         "newest_damaged/checkpoints/2 is damaged",
     ),
-    (
-        resumed("--workdir={scratch}/no_manifest", "--nocheckpoint_fallback"),
-        "no_manifest/checkpoints/2 is damaged: manifest.json is missing",
-    ),
-    (resumed(NEW, "--init_from={scratch}/nowhere"), "nowhere is no folder; write RUN or RUN@STEP"),
     (resumed(NEW, "--init_from=az://bucket/run"), "remote folders are not supported here: mount"),
-    (resumed(NEW, "--init_from={old}@7"), "no whole checkpoint at step 7; it has [1, 2]"),
-    (resumed(NEW, "--init_from={scratch}/empty"), "empty holds no checkpoint"),
-    (resumed(NEW, "--init_from={scratch}/all_damaged"), "is damaged"),
 ]
 # Parts that do not fit: an override, and what the line must say.
 PARTS = [
     ("steps=0", "steps must be at least 1, got 0"),
     ("microbatches=3", "8 sequences do not divide into 3 microbatches"),
-    ("mesh.fsdp=16", "needs 16 devices and there are 8"),
     ("mesh.fsdp=0", "each size must be at least 1, or -1"),
     ("mesh.tensor=8", "axis 'heads' of size 4 cannot be split"),
     ("data.batch_size=6", "axis 'batch' of size 6 cannot be split"),
     ("data.sequence_length=0", "sequence_length of at least 1, not 0"),
     ("model.vocab=256", "token ids up to 511, but the model's vocabulary ends at 255"),
-    ("model.heads=0", "heads must be at least 1, got 0"),
-    ("model.kv_heads=3", "heads = 4 must be a multiple of kv_heads = 3"),
-    ("model.head_dim=7", "head_dim must be even for rotary positions, got 7"),
-    ("model.layers=0", "layers must be at least 1, got 0"),
     ("objective.dropout=1.5", "dropout"),
     ("compute.dtype=int8", "dtype must be a floating type"),
     ("compute.attention=cudnn", "runs on NVIDIA GPUs, and the devices are cpu: use 'auto'"),
     ("compute.attention=flash", "attention must be one of auto, cudnn, triton, splash"),
     ("compute.attention=splash", "a multiple of 128, not 64; use 'blockwise' or 'auto'"),
-    ("model.window=0", "window must be at least 1, or None, got 0"),
     ("compute.loss_chunk=0", "loss_chunk must be at least 1, or None, got 0"),
-    ("compute.offloaded=('quary',)", "did you mean 'query'"),
-    ("compute.quantized={'mlp': 'int4'}", "must be one of int8, float8, got 'int4'"),
     ("optimizer.first_moment_dtype=int8", "must be 'float32' or 'bfloat16', got 'int8'"),
     ("compute.saved=('query', 'keys')", "did you mean 'key'"),
     ("optimizer.peak_lr=-1.0", "peak_lr"),
     ("optimizer.b2=2.0", "b2"),
     ("optimizer.schedule.warmup=7.0", "warmup"),
-    ("evaluation.batches=None", "validation never ends: set evaluation.batches"),
     ("evaluation.batches=0", "evaluation.batches must be at least 1, got 0"),
     ("checkpoints.keep=0", "checkpoints.keep must be at least 1, got 0"),
     ("checkpoints.keep_every=0", "checkpoints.keep_every must be at least 1, got 0"),
-    ("compute.saved=mlp_gate", """Write "('mlp_gate',)", with both quotes."""),
     ("guard.captures=-1", "guard.captures must be at least 0, got -1"),
     ("seed=-1", "seed must be in [0, 2^32), got -1"),
     (f"seed={2**70}", f"seed must be in [0, 2^32), got {2**70}"),
@@ -285,122 +239,72 @@ PARTS = [
     (f"model.embed={10**9}", "would take"),
     (f"model.window={10**30}", "window must be below 2^31"),
     (f"data.batch_size={10**12}", "a batch would take"),
-    ("optimizer.weight_decay=1e400", "weight_decay must be a number of at least 0, got inf"),
     ("objective.z_loss=1e400", "z_loss must not be negative or infinite, got inf"),
 ]
-OTHERS = [
-    ("runner.checkpoint", (), "give a command and a workdir"),
-    ("runner.checkpoint", ("lst", "{old}"), "unknown command 'lst'. Did you mean list?"),
-    ("runner.checkpoint", ("list", "{scratch}/nowhere"), "nowhere is no folder"),
-    ("runner.checkpoint", ("list", "az://bucket/run"), "remote folders are not supported here"),
-    (
-        "runner.checkpoint",
-        ("verify", "{old}", "--step=7"),
-        "holds no checkpoint at step 7; it has [1, 2]",
-    ),
-    ("runner.checkpoint", ("prune", "{old}"), "give --keep"),
-    ("runner.checkpoint", ("prune", "{old}", "--keep=0"), "keep=0"),
-    ("runner.checkpoint", ("prune", "{scratch}/newest_damaged", "--keep=1"), "keep at least 2"),
-    ("runner.replay", (), "give the folder of a capture"),
-    ("runner.replay", ("{old}",), "old is no capture: it has no capture.json"),
-    ("runner.generate", (), "give --from and a prompt"),
-    ("runner.generate", ("--from={old}",), "on a terminal prompts are typed"),
-    ("runner.generate", ("--from={old}", "--prompt=a"), "knows no tokenizer: give --tokenizer"),
-    ("runner.generate", ("--from={old}", "--prompt=a", "--tokens=1"), "two ways to ask: give one"),
-    ("runner.generate", ("--from={old}", "--tokens=1,b"), "--tokens=1,b: write ids as 1,2,3"),
-    ("runner.generate", ("--from={old}", "--tokens=512"), "has no token 512: ids end at 511"),
-    ("runner.generate", ("--from={old}", "--prompts={scratch}/file"), "go together"),
-    ("runner.generate", ("--from={old}", "--tokens=1", "--rows=2"), "--rows is for --prompts"),
-    ("runner.generate", ("--from={old}", "--tokens=1", "--chat"), "--chat is for --prompt and"),
-    ("runner.generate", ("--from={old}", "--tokens=1", "--top_p=2"), "top_p must be above 0"),
-    ("runner.generate", ("--from={old}", "--tokens=1", "--temperature=nan"), "temperature must be"),
-    ("runner.generate", ("--from={old}", "--tokens=1", "--stop="), "at least one character"),
-    ("runner.generate", ("--from={old}", "--tokens=1", "--max_tokens=0"), "max_tokens=0"),
-    ("runner.generate", ("--from={old}", "--tokens=1", "--max_tokens=1000000000"), "would take"),
-    ("runner.generate", ("--from={old}", "--tokens=1", "--samples=1000000000"), "would take"),
-    ("runner.generate", ("--from={old}", "--tokens=1", f"--length={10**12}"), "[2, 2147483647]"),
-    ("runner.generate", ("--from={old}", "--tokens=1", f"--seed={2**70}"), "[0, 4294967295]"),
-    ("runner.generate", ("--from={old}", "--tokens=1", "--top_k=-1"), "top_k must be in"),
-    ("runner.generate", ("--from={old}", "--tokens=1", "--temperature=inf"), "temperature must be"),
-    ("runner.generate", ("--from={old}", "--tokens=1", "--dtype=int8"), "dtype=int8"),
-    (
-        "runner.generate",
-        ("--from={old}", "--prompts=/dev/zero", "--out={run}"),
-        "/dev/zero is no ordinary file: write the prompts into one",
-    ),
-    (
-        "runner.evaluate",
-        ("--from={old}", "--data={scratch}/data", f"--sequence_length={10**12}"),
-        "[1, 2147483647]",
-    ),
-    (
-        "runner.evaluate",
-        ("--from={old}", "--data={scratch}/data", "--split=train", "--sequence_length=2000000000"),
-        "would take",
-    ),
-    (
-        "runner.evaluate",
-        ("--from={old}", "--data={scratch}/data", "--split=train", "--batch_size=2000000000"),
-        "give a smaller --sequence_length or --batch_size",
-    ),
-    ("runner.evaluate", ("--from={old}", "--tasks=arc_easy", "--limit=inf"), "limit=inf"),
-    (
-        "runner.teach",
+OTHERS = {
+    "runner.checkpoint": [
+        ((), "give a command and a workdir"),
+        (("list", "az://bucket/run"), "remote folders are not supported here"),
+        (("verify", "{old}", "--step=7"), "holds no checkpoint at step 7; it has [1, 2]"),
+        (("prune", "{old}", "--keep=0"), "keep=0"),
+        (("prune", "{scratch}/newest_damaged", "--keep=1"), "keep at least 2"),
+    ],
+    "runner.replay": [((), "give the folder of a capture")],
+    "runner.generate": [
+        ((), "give --from and a prompt"),
+        (("--from={old}",), "on a terminal prompts are typed"),
+        (("--from={old}", "--prompt=a"), "knows no tokenizer: give --tokenizer"),
+        (("--from={old}", "--prompt=a", "--tokens=1"), "two ways to ask: give one"),
+        (("--from={old}", "--tokens=1,b"), "--tokens=1,b: write ids as 1,2,3"),
+        (("--from={old}", "--tokens=512"), "has no token 512: ids end at 511"),
+        (("--from={old}", "--prompts={scratch}/file"), "go together"),
+        (("--from={old}", "--tokens=1", "--rows=2"), "--rows is for --prompts"),
+        (("--from={old}", "--tokens=1", "--chat"), "--chat is for --prompt and"),
+        (("--from={old}", "--tokens=1", "--top_p=2"), "top_p must be above 0"),
+        (("--from={old}", "--tokens=1", "--temperature=nan"), "temperature must be"),
+        (("--from={old}", "--tokens=1", "--stop="), "at least one character"),
+        (("--from={old}", "--tokens=1", "--max_tokens=0"), "max_tokens=0"),
+        (("--from={old}", "--tokens=1", "--max_tokens=1000000000"), "would take"),
+        (("--from={old}", "--tokens=1", f"--length={10**12}"), "[2, 2147483647]"),
+        (("--from={old}", "--tokens=1", f"--seed={2**70}"), "[0, 4294967295]"),
+        (("--from={old}", "--tokens=1", "--dtype=int8"), "dtype=int8"),
+        (("--from={old}", "--prompts=/dev/zero", "--out={run}"), "/dev/zero is no ordinary file"),
+        (("--from={old}", "--prompts={scratch}/file", "--out={run}"), "line 1: Expecting value"),
         (
-            "--from={old}",
-            "--fdl_config={scratch}/flat.py",
-            "--out={run}",
-            "--batch_size=2000000000",
+            ("--from={old}", "--prompts={scratch}/none", "--out={run}"),
+            "directory: '{scratch}/none'",
         ),
-        "give a smaller --batch_size",
-    ),
-    ("runner.generate", ("--from={old}@7", "--tokens=1"), "no whole checkpoint at step 7"),
-    ("runner.generate", ("--from={scratch}/nowhere", "--tokens=1"), "nowhere is no folder"),
-    (
-        "runner.generate",
-        ("--from={old}", "--prompts={scratch}/file", "--out={run}"),
-        "file: line 1: Expecting value",
-    ),
-    (
-        "runner.generate",
-        ("--from={old}", "--prompts={scratch}/none", "--out={run}"),
-        "No such file or directory: '{scratch}/none'",
-    ),
-    (
-        "runner.generate",
-        ("--from={old}", "--prompts={scratch}/file", "--out={scratch}/file"),
-        "--out is the file of prompts: give another",
-    ),
-    (
-        "runner.generate",
-        ("--from={old}", "--prompts={scratch}/file", "--out={run}/answers"),
-        "--out={run}/answers: there is no folder {run}",
-    ),
-    ("data_tools.inspect", (), "give"),
-    ("data_tools.inspect", ("{scratch}/nowhere",), "nowhere"),
-    ("data_tools.inspect", ("{scratch}/damaged",), "metadata.json is damaged"),
-    ("data_tools.pretokenize", (), "--"),
-    (
-        "data_tools.pretokenize",
-        ("--dataset={scratch}/nowhere.jsonl", "--tokenizer=bytes", "--out={run}"),
-        "nowhere.jsonl",
-    ),
-    (
-        "data_tools.pretokenize",
-        ("--dataset={scratch}/file", "--tokenizer={scratch}/empty", "--out={run}"),
-        "empty",
-    ),
-    ("data_tools.convert", ("{scratch}/nowhere", "{run}"), "nowhere"),
-    ("data_tools.convert", ("{scratch}/data", "gs://b/out"), "remote folders are"),
-    (
-        "data_tools.pretokenize",
-        ("--dataset={scratch}/file", "--tokenizer=bytes", "--out=gs://b/out"),
-        "'b', which no bucket can have as its name",
-    ),
-]
+        (("--from={old}", "--prompts={scratch}/file", "--out={scratch}/file"), "give another"),
+        (("--from={old}", "--prompts={scratch}/file", "--out={run}/a"), "there is no folder {run}"),
+    ],
+    "runner.evaluate": [
+        (("--from={old}", "--data={scratch}/data", f"--sequence_length={10**12}"), "2147483647]"),
+        (
+            ("--from={old}", "--data={scratch}/data", "--split=train", "--batch_size=2000000000"),
+            "give a smaller --sequence_length or --batch_size",
+        ),
+        (("--from={old}", "--tasks=arc_easy", "--limit=inf"), "limit=inf"),
+    ],
+    "runner.teach": [
+        (
+            ("--from={old}", FLAT[-1], "--out={run}", "--batch_size=2000000000"),
+            "give a smaller --batch_size",
+        ),
+    ],
+    "data_tools.inspect": [
+        ((), "give"),
+        (("{scratch}/damaged",), "metadata.json is damaged"),
+    ],
+    "data_tools.pretokenize": [
+        ((), "--"),
+        (("--dataset={scratch}/no.jsonl", "--tokenizer=bytes", "--out={run}"), "no.jsonl"),
+        (("--dataset={scratch}/file", "--tokenizer=bytes", "--out=gs://b/out"), "remote folders"),
+    ],
+    "data_tools.convert": [(("{scratch}/data", "gs://b/out"), "remote folders are")],
+}
 ALL = [
     *(("runner", *mistake) for mistake in RUNNER),
-    *OTHERS,
+    *((module, *mistake) for module, those in OTHERS.items() for mistake in those),
     *(("runner", setting(override), message) for override, message in PARTS[:2]),
 ]
 
@@ -417,10 +321,6 @@ def test_a_part_of_a_saved_model_is_named_too(scratch, tmp_path, monkeypatch):
     (line,) = (line for line in ended.stderr.splitlines() if "own_mixer" in line)
     assert line.startswith("error: own_mixer.OneArray must return a tuple (y_BSE, cache)")
     assert "Traceback" not in ended.stderr
-
-
-def test_there_are_many_of_them():
-    assert len(ALL) >= 40
 
 
 @pytest.mark.parametrize(

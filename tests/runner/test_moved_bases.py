@@ -8,22 +8,19 @@ import fiddle as fdl
 import jax
 import numpy as np
 import pytest
+from adapter_runs import write_adapter_run
 from forked_processes import run_forked
 
 from lmlib import hf
 from lmlib.adapters.lora import lora
-from lmlib.checkpoint import Checkpoints
 from lmlib.hf.tensor_files import read_header
 from lmlib.optim.trainable import adapters
 from lmlib.parallel.mesh import make_mesh
-from lmlib.state import parted
 from runner import convert
 from runner.config import configs
 from runner.errors import ConfigError
 from runner.inference.loading import load
-from runner.weights.models import read_weights, recipe_of
-from runner.weights.notes import frozen_note
-from runner.weights.target import LoadOptions, LoadTarget
+from runner.weights.target import LoadOptions
 
 HF = Path(__file__).parents[1] / "hf"
 GONE = r"cannot be read: .*/base is no folder; .* if .*/base has moved, --init_from says where it"
@@ -34,13 +31,7 @@ def run_of(base: Path, workdir: Path, *besides: str) -> Path:
     cfg = configs.load("experiments/from_hf", ["tiny"], [f"folder={str(base)!r}"])
     cfg.model = fdl.Partial(lora, of=cfg.model, rank=2, paths=("stack.*.mlp.*",))
     cfg.trainable = fdl.Config(adapters, besides=besides)
-    configs.save(cfg, workdir)
-    recipe, mesh = recipe_of(cfg), make_mesh(devices=jax.devices()[:1])
-    parts = parted(read_weights(str(base), LoadTarget(recipe, mesh))[0], recipe.trained)
-    trained = jax.tree.map(lambda x: x + 0.25, parts.trained)
-    notes = {"initialised_from": str(base), "frozen": frozen_note(parts.frozen, recipe)}
-    with Checkpoints(workdir / "checkpoints") as checkpoints:
-        checkpoints.save(2, {"model": trained}, notes)
+    write_adapter_run(cfg, base, workdir)
     return workdir
 
 

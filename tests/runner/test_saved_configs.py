@@ -23,9 +23,8 @@ from lmlib.runs import Run
 from lmlib.trackers import Tracker
 from runner.config import configs
 from runner.config.configs import load, save
-from runner.config.saved_config import FIDDLE_NAMES, JAX_NN, TRUSTED
+from runner.config.saved_config import FIDDLE_NAMES, JAX_NN, TRUSTED, full_name, is_trusted
 from runner.config.text import changed_paths, difference, flattened, settings
-from runner.config.trusted_names import full_name, is_trusted
 from runner.errors import ConfigError
 
 

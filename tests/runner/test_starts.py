@@ -80,7 +80,13 @@ def config():
 """
 
 
-def test_edits_of_the_experiment_and_of_what_it_imports_are_told(tmp_path, monkeypatch):
+def changes(start):
+    told = []
+    start.tell_changes(told.append)
+    return told
+
+
+def test_edits_of_code_and_changed_flags_are_told(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "code_beside.py").write_text("VALUE = 1")
     file = tmp_path / "code_of_mine.py"
@@ -90,26 +96,21 @@ def test_edits_of_the_experiment_and_of_what_it_imports_are_told(tmp_path, monke
     def start():
         return Start(cfg, tmp_path / "run", configs.experiment_file(str(file)))
 
-    assert start().changes() == ""  # there is no earlier one
+    def told(what):
+        return [f"{what} changed since this run was last trained: {change}"]
+
+    assert changes(start()) == []  # there is no earlier one
     start().record(1, NOT_HELD)
-    assert start().changes() == ""
-    file.write_text(EXPERIMENT + "# edited")
-    assert start().changes() == f"{tmp_path.name}/code_of_mine.py"
-    start().record(2, NOT_HELD)
-    (tmp_path / "code_beside.py").write_text("VALUE = 2")
-    assert start().changes() == f"{tmp_path.name}/code_beside.py"
-
-
-def test_flags_of_xla_that_have_changed_are_told(tmp_path, monkeypatch):
-    Start(small(), tmp_path, None).record(1, NOT_HELD)
-    told = []
-    Start(small(), tmp_path, None).tell_changes(told.append)
-    assert told == []
+    assert changes(start()) == []
+    for name, text in (("code_of_mine.py", EXPERIMENT + "# edited"), ("code_beside.py", "VALUE=2")):
+        (tmp_path / name).write_text(text)
+        change = f"{tmp_path.name}/{name}"
+        assert changes(start()) == told("the code has")
+        start().record(2, NOT_HELD)
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_enable_fast_math=true"
     monkeypatch.setenv("XLA_FLAGS", flags)
-    Start(small(), tmp_path, None).tell_changes(told.append)
     change = "--xla_cpu_enable_fast_math: absent → true"
-    assert told == [f"flags of XLA have changed since this run was last trained: {change}"]
+    assert changes(start()) == told("flags of XLA have")
 
 
 @pytest.mark.parametrize(
@@ -119,7 +120,7 @@ def test_damaged_facts_of_a_start_are_no_obstacle(tmp_path, content):
     start = Start(small(), tmp_path, None)
     start.record(1, NOT_HELD)
     (tmp_path / "starts" / "00000" / "start.json").write_text(content)
-    assert start.changes() == "" and start.changed_flags() == ""
+    assert changes(start) == []
     start.record(5, NOT_HELD)
     assert (tmp_path / "starts" / "00001" / "start.json").exists()
 

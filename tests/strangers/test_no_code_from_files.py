@@ -28,7 +28,7 @@ EXCEPTIONS = {
     "lmlib/models/attend/kernel.py": {
         "importlib.import_module": "one of our own modules, when needed"
     },
-    "runner/config/trusted_names.py": {"importlib.import_module": "after it was found in the list"},
+    "runner/config/saved_config.py": {"importlib.import_module": "after it was found in the list"},
     "runner/config/families.py": {"importlib.import_module": "a module that the user names"},
     "runner/config/configs.py": {
         "importlib.import_module": "the experiment that the user names",

@@ -16,7 +16,8 @@ from lmlib.evaluate.suite.suite import Suite
 from lmlib.parallel.mesh import make_mesh
 from runner.config import configs
 from runner.errors import ConfigError
-from runner.evaluation.suite import measure_suite, suite_json, suite_table
+from runner.evaluation.measuring import measure_suite
+from runner.evaluation.results import suite_json, suite_table
 from runner.evaluation.tasks import Tasks, evaluate_tasks
 from runner.inference.loading import load
 from runner.training.validation import Validation

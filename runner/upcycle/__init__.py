@@ -1,1 +1,0 @@
-"""Mixtures of experts of dense models that are there."""
