@@ -54,40 +54,39 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True)
 class Experiment:
-    """What to train, on what, how and where.
+    """The parts of a training run.
 
     Args:
-      model: `model(key=…)` makes the model, a `lmlib.models.model.Model`. What it is given says
-        what the model is: a run cannot go on with another one.
+      model: `model(key=…)` makes the model, a `lmlib.models.model.Model`. Its arguments are the
+        identity of the run, which cannot go on with other ones.
       data: training batches, up to the first of `later_stages`.
       optimizer: `optimizer(steps)` makes the optimizer.
       mesh: the devices.
       steps: updates to make.
       later_stages: batches of other sizes, or of other rows, each from a step of its own on.
       compute: how the model is computed.
-      objective: what is minimised.
-      scaling: makes the optimizer's numbers and the first weights follow from those of a smaller
-        model; `None`: they are this model's own.
+      objective: the minimised quantity.
+      scaling: derives the optimizer's numbers and the first weights from those of a smaller model;
+        `None`: they are this model's own.
       trainable: the weights that train, in groups by their names; others are frozen: they have no
         gradient, no moments and no copy in float32. `None`: all train.
-      frozen_dtype: of frozen weights; "int8" keeps matrices in 8 bits. `None`: that of `compute`.
-      average: of the weights that train, which their state keeps too; `None`: none is kept.
+      frozen_dtype: of frozen weights; "int8" keeps matrices in 8 bits. `None`: the compute dtype.
+      average: an average of the trained weights, kept in the state; `None`: none.
       microbatches: parts of a batch whose gradients are added before one update.
       guard: which updates are skipped.
       seed: of the initial weights, in [0, 2^32).
-      init_from: whose weights the run begins with: another run's, `RUN` or `RUN@STEP`, or those in
-        a folder of Hugging Face's, which may be a name on the Hub; `None`: new ones. Only a run
-        that has no checkpoint yet reads them.
-      continue_optimizer: whether the run is a fork of `init_from`, a `RUN@STEP`: it has that run's
-        optimizer state and counts too, and its first step is STEP + 1, which `steps` counts from 1.
+      init_from: the first weights: a run, `RUN` or `RUN@STEP`, a Hugging Face folder, or a name on
+        the Hub; `None`: new ones. A run that has checkpoints does not read them.
+      continue_optimizer: True makes the run a fork of `init_from`, a `RUN@STEP`, with that run's
+        optimizer state and counts. Its first step is STEP + 1, and `steps` counts from 1.
       validation: batches to evaluate on, in a fixed order: a source, or several by their names;
         `None` for none.
-      evaluation: when and how it is evaluated.
-      checkpoints: when it is saved, and which checkpoints stay.
+      evaluation: when and how the model is evaluated.
+      checkpoints: when the run is saved, and which checkpoints stay.
       samples: texts that the model continues.
-      actions: what else it does every so many steps; acts in order, after all of the above.
-      sinks: make what gets its metrics besides metrics.jsonl and TensorBoard.
-      prefetch_batches: how many batches are read and placed on the devices ahead of their step.
+      actions: other periodic actions, which act in order after all of the above.
+      sinks: functions that make receivers of metrics besides metrics.jsonl and TensorBoard.
+      prefetch_batches: batches that are read and placed on the devices ahead of their step.
     """
 
     model: Callable[..., Any]
@@ -137,7 +136,7 @@ class Experiment:
         }
 
     def at(self, step: int) -> "Experiment":
-        """Of `stages`, the one that makes the step with `step` others before it."""
+        """Returns the stage that makes the step with `step` others before it."""
         return at(self.stages, step)
 
     def _with_batches(self, data: Source, microbatches: int) -> "Experiment":
@@ -156,7 +155,7 @@ class Experiment:
 
     @functools.cached_property
     def reference_recipe(self) -> Recipe | None:
-        """As `recipe`, of the frozen model that the objective needs; `None`: it needs none."""
+        """The recipe of the objective's frozen reference model; `None` if it needs none."""
         wanted = self.objective.reference_model
         if wanted is None:
             return None
@@ -165,7 +164,7 @@ class Experiment:
 
     @functools.cached_property
     def training(self) -> Training:
-        """How the model is trained, but for its weights."""
+        """The settings of the train step."""
         return Training(
             self._made_optimizer(),
             self.mesh,
@@ -179,7 +178,7 @@ class Experiment:
 
     @functools.cached_property
     def scaled(self) -> Scaled | None:
-        """What `scaling` says of each weight."""
+        """The numbers of each weight by `scaling`."""
         return None if self.scaling is None else self.scaling.scaled(self.model)
 
     def _new_model(self, *, key: PRNGKeyArray) -> Any:
@@ -197,14 +196,14 @@ class Experiment:
 
     @property
     def validation_sets(self) -> dict[str, Source]:
-        """What is evaluated on, by name; a single source is called "validation"."""
+        """The validation sources by name; a single one is called "validation"."""
         if isinstance(self.validation, Mapping):
             return dict(self.validation)
         return {} if self.validation is None else {"validation": self.validation}
 
     @property
     def evaluation_metrics(self) -> tuple[str, ...]:
-        """The names of what each evaluation adds to the metrics of its step."""
+        """The names of the metrics that each evaluation adds to its step."""
         named = isinstance(self.validation, Mapping)
         suite = self.evaluation.suite
         names = () if suite is None else suite.metrics(self.suite_length, self.text_codec)
@@ -231,7 +230,7 @@ class Experiment:
         return self.data.text_codec() if isinstance(self.data, HasText) else None
 
     def flops_per_token(self, causal: bool) -> float:
-        """Of a step on sequences of `data`, with those of the objective's second model; see
+        """Returns the FLOPs of a step per token of `data`, with those of the reference model; see
         `lmlib.optim.trainable.flops_per_token`."""
         length, model = self.data.sequence_length, self.recipe.shapes
         of_training = flops_per_token(model, self.trainable, length, causal)
@@ -295,8 +294,8 @@ class Experiment:
         check_experiment(self)
 
     def check_memory(self) -> None:
-        """Raises MemoryError if the state and a batch of any stage alone take more memory than the
-        devices have free; a step needs more, as `python -m runner.plan` says."""
+        """Raises MemoryError if the state and a batch of any stage do not fit into the devices'
+        free memory. A step needs more; see `python -m runner.plan`."""
         state, devices = self.abstract_state(), [*self.mesh.devices.flat]
         kept = (state.model, state.optimizer, state.frozen, state.reference_model)
         for stage in self.stages.values():

@@ -1,4 +1,4 @@
-"""What a run does every so many steps besides training."""
+"""Periodic actions of a run besides training."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -16,7 +16,7 @@ class Moment:
       step: the updates made so far, skipped ones included.
       state: after the step, on its mesh. The next step takes its buffers: what an action keeps, it
         copies.
-      metrics: the line of the step in metrics.jsonl, with what earlier actions have added to it.
+      metrics: the line of the step in metrics.jsonl, with the metrics of earlier actions.
       workdir: of the run.
       tell: shows a line above the progress.
     """
@@ -32,12 +32,12 @@ class Moment:
 class Action(Protocol):
     """Called by every process, between two steps, while no step is on its way.
 
-    If it is due with a checkpoint, that is saved first: what an action raises ends the run, and
-    costs no step. A process that is killed in between leaves it undone.
+    If a checkpoint is due too, it is saved first, so that an action that fails costs no step. A
+    process that is killed in between leaves the action undone.
     """
 
     def __call__(self, now: Moment) -> Mapping[str, Any] | None:
-        """Acts; what it returns, numbers or JAX scalars, is added to the metrics of the step.
+        """Acts, and returns numbers or JAX scalars to add to the metrics of the step.
 
         All processes must return the same names.
         """
@@ -63,5 +63,5 @@ class Every:
             raise ValueError(f"Every needs at least 1 step, got {self.steps}")
 
     def due(self, step: int, last: bool) -> bool:
-        """Whether to act after `step`; `last`: it is the run's last."""
+        """True if the action is due after `step`; `last` says that it is the run's last."""
         return step % self.steps == 0 or (self.at_end and last)

@@ -4,30 +4,30 @@ import collections.abc
 import dataclasses
 import inspect
 import numbers
+import re
 import types
 import typing
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 _NUMBERS = {int: numbers.Integral, float: numbers.Real}  # NumPy's are numbers too
 
 
-def check_fields(name: str, settings: Any, fields: Collection[str] = ()) -> None:
-    """Checks the fields of a dataclass's instance.
+def check_fields(name: str, settings: Any) -> None:
+    """Compares the fields of a dataclass's instance with their annotations.
 
     Args:
       name: of the instance in errors; "" for the experiment itself.
-      fields: their names; empty for all.
 
     Raises:
-      ValueError: naming the field, its value, and what it takes.
+      ValueError: naming the field, its value, and the values that it takes.
     """
     kinds = typing.get_type_hints(type(settings))
-    for field in fields or [each.name for each in dataclasses.fields(settings)]:
-        value = getattr(settings, field)
-        if not fits(value, kinds[field]):
-            path = f"{name}.{field}".removeprefix(".")
-            raise ValueError(f"{path} must be {text_of(kinds[field])}, got {value!r:.80}")
+    for field in dataclasses.fields(settings):
+        value, kind = getattr(settings, field.name), kinds[field.name]
+        if not fits(value, kind):
+            path = f"{name}.{field.name}".removeprefix(".")
+            raise ValueError(f"{path} must be {text_of(kind)}, got {value!r:.80}")
 
 
 def fits(value: Any, annotation: Any, unknown: Callable[[Any], bool] = lambda value: False) -> bool:
@@ -73,11 +73,9 @@ def fits(value: Any, annotation: Any, unknown: Callable[[Any], bool] = lambda va
 
 
 def text_of(annotation: Any) -> str:
-    """The annotation as source code, without module names."""
-    return " or ".join(
-        part.rpartition(".")[2] if "[" not in part else part
-        for part in inspect.formatannotation(annotation).split(" | ")
-    )
+    """Returns the annotation as source code, without module names."""
+    text = re.sub(r"(?:\w+\.)+(\w+)", r"\1", inspect.formatannotation(annotation))
+    return text.replace(" | ", " or ")
 
 
 def _is_instance(value: Any, kind: type) -> bool:

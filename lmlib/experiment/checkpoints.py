@@ -1,21 +1,20 @@
-"""When a run is saved, and which of its checkpoints stay."""
+"""Settings of a run's checkpoints."""
 
 import dataclasses
 
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointSettings:
-    """When a run is saved, and which of its checkpoints stay.
+    """When a run is saved, and which of its checkpoints are kept.
 
     Args:
       every: steps from one checkpoint to the next; the last step is saved too.
-      keep: how many checkpoints stay, the newest.
-      keep_every: besides, those of every so many steps; `None` for none.
-      keep_best: besides, how many of the best.
+      keep: the number of newest checkpoints that are kept.
+      keep_every: also keeps the checkpoints of these multiples of steps; `None` for none.
+      keep_best: also keeps this number of the best.
       best_by: the metric that ranks checkpoints, of `Experiment.evaluation_metrics`.
-      best_is_highest: whether more of it is better.
-      tolerated_failures: how many saves in a row may fail, the disk being full say, before the run
-        stops.
+      best_is_highest: True if more of it is better.
+      tolerated_failures: saves in a row that may fail, on a full disk say, before the run stops.
     """
 
     every: int = 1_000

@@ -8,8 +8,8 @@ class SampleSettings:
     """Texts that a run lets its model continue.
 
     Args:
-      prompts: they are continued at the end of the run.
-      every: besides, every so many steps; `None`: not.
+      prompts: the texts, continued at the end of the run.
+      every: steps between further continuations; `None` for none.
     """
 
     prompts: tuple[str, ...] = ()

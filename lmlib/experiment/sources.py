@@ -37,7 +37,7 @@ _TEACHER_FIELDS: dict[str, type[np.generic]] = {
 
 
 def check_first_rows(experiment: Any) -> None:
-    """Reads the first rows of all that an experiment trains and validates on.
+    """Checks the first rows of all training and validation data of an experiment.
 
     Raises:
       ValueError: naming the source and what is wrong in its rows.
@@ -48,27 +48,27 @@ def check_first_rows(experiment: Any) -> None:
 
 
 def all_sources(experiment: Any) -> dict[str, Source]:
-    """The sources for training and evaluation, by their names in errors. A mixture is replaced by
-    the sources that it mixes."""
+    """Returns the sources for training and evaluation, by names for errors, with the parts of each
+    mixture in its place."""
     named = training_sources(experiment) | validation_sources(experiment)
     return {name: part for key, each in named.items() for name, part in _parts(key, each)}
 
 
 def training_sources(experiment: Any) -> dict[str, Source]:
-    """What is trained on, stage by stage, by its name in errors."""
+    """Returns the training data, stage by stage, by names for errors."""
     later = {f"later_stages[{i}].data": each.data for i, each in enumerate(experiment.later_stages)}
     return {"data": experiment.data, **later}
 
 
 def validation_sources(experiment: Any) -> dict[str, Source]:
-    """What is evaluated on, by its name in errors."""
+    """Returns the validation data, by names for errors."""
     sets = experiment.validation_sets
     named = isinstance(experiment.validation, Mapping)
     return {f"validation[{name!r}]" if named else name: each for name, each in sets.items()}
 
 
 def check_source(experiment: Any, name: str, source: Source, model: Any, microbatches: int) -> None:
-    """Checks what `source` says of itself, and each that it mixes; reads no batch.
+    """Checks the sizes and ids of `source`, and of each part of a mixture; reads no batch.
 
     Args:
       name: of the source in errors.
@@ -139,7 +139,7 @@ def _check_flat_tokens(name: str, source: FlatTokens, model: Any) -> None:
 
 
 def _parts(name: str, source: Source) -> Iterator[tuple[str, Source]]:
-    """The sources that a source mixes, or itself, by their names in errors."""
+    """Yields the parts of a mixture, or the source itself, by names for errors."""
     if isinstance(source, Mixture):
         for key, part in source.sources.items():
             yield from _parts(f"{name}.sources[{key!r}]", part)
@@ -148,15 +148,15 @@ def _parts(name: str, source: Source) -> Iterator[tuple[str, Source]]:
 
 
 def check_rows(name: str, source: Source, vocab: int, needs_pairs: bool) -> None:
-    """Checks the first rows of `source`, unless it is `Resumable`: reading would begin its stream.
+    """Checks the first rows of `source`, except of a `Resumable` one, whose stream would begin.
 
     Args:
       name: of the source in errors.
-      vocab: ids that the model knows.
-      needs_pairs: whether the objective compares pairs of answers.
+      vocab: the number of ids that the model knows.
+      needs_pairs: True if the objective compares pairs of answers.
 
     Raises:
-      ValueError: saying what is wrong, with the value, and what is expected.
+      ValueError: naming the wrong field, its value, and the expected one.
     """
     if isinstance(source, Resumable):
         return
@@ -209,7 +209,7 @@ def _check_fields(what: str, batch: Batch, shape: tuple[int, int], k: int | None
 
 
 def _ids(batch: Batch) -> Iterator[tuple[str, np.ndarray]]:
-    """The ids of a batch that must be in the vocabulary, by the field that has them."""
+    """Yields the ids of a batch that must be in the vocabulary, with their fields."""
     yield "tokens", np.ravel(batch.tokens)
     yield "targets", np.asarray(batch.targets)[np.asarray(batch.loss_mask)]
     if batch.teacher_ids is not None:
@@ -217,7 +217,7 @@ def _ids(batch: Batch) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def _has_pair(batch: Batch) -> bool:
-    """Whether a row has targets in an odd segment and in the one after it."""
+    """True if a row has targets in an odd segment and in the one after it."""
     rows, _ = np.nonzero(batch.loss_mask)
     segments = np.asarray(batch.segment_ids)[np.asarray(batch.loss_mask)]
     marked = set(zip(rows.tolist(), segments.tolist(), strict=True))
@@ -227,7 +227,7 @@ def _has_pair(batch: Batch) -> bool:
 def check_split_rows(
     model: Any, reference_model: Any, objective: Any, compute: Compute, mesh: Mesh
 ) -> None:
-    """Checks that everything that sees a row's tokens may be computed on `mesh`; see
+    """Checks that all parts that see a row's tokens may be computed on `mesh`; see
     `lmlib.models.split_rows`.
 
     Raises:
@@ -251,8 +251,7 @@ def check_split_rows(
 
 
 def check_pieces(model: Any, sequence_length: int, compute: Compute, mesh: Mesh) -> None:
-    """Checks that the kernel asked for can compute what devices have of a row: pieces of it, which
-    are shorter.
+    """Checks that the kernel can compute the pieces of rows that devices hold, which are shorter.
 
     Raises:
       ValueError: if it cannot.

@@ -41,7 +41,7 @@ class DataStage:
 
 
 def batches_of(data: Source, later: Sequence[DataStage], steps: int) -> Source:
-    """The batches of a run of `steps` that begins with those of `data`.
+    """Returns the batches of a run of `steps`, which begin with those of `data`.
 
     Raises ValueError if the stages are not in order, do not fit each other, or do not begin within
     the run.
@@ -52,10 +52,10 @@ def batches_of(data: Source, later: Sequence[DataStage], steps: int) -> Source:
 
 
 def spans_of(batches: Source, steps: int) -> dict[range, Source]:
-    """The batches of each stage, by the steps of a run of `steps`, from 0, that they are for."""
+    """Returns the batches of each stage, by its steps, from 0, in a run of `steps`."""
     return batches.spans(steps) if isinstance(batches, Stages) else {range(steps): batches}
 
 
 def at(table: Mapping[range, T], step: int) -> T:
-    """What `table` has for the steps of which `step`, from 0, is one."""
+    """Returns the value of `table` whose steps, from 0, include `step`."""
     return next(value for steps, value in table.items() if step in steps)

@@ -1,4 +1,4 @@
-"""What the user types, to a Fiddle config, to readable text.
+"""Loads configs from the command line's references, fiddlers and overrides, and saves them.
 
 A config comes from an experiment (a module with `config()`) or from the `config.json` of an earlier
 run. Fiddlers (the experiment's public functions whose first parameter is `cfg`) change it first,
@@ -51,7 +51,7 @@ def load(
     overrides: Sequence[str] = (),
     trusted: Collection[str] = (),
 ) -> fdl.Config:
-    """The config of `reference`, changed by `fiddlers` and then by `overrides`, each in order.
+    """Loads the config of `reference`, and applies `fiddlers` and then `overrides` in order.
 
     `reference` is `experiments/NAME`, `experiments/NAME.py`, `experiments.NAME`, a `.py` file
     anywhere, the `config.json` of an earlier run, or the folder that holds one. A fiddler is a name
@@ -146,8 +146,8 @@ def fiddlers(reference: str) -> dict[str, str]:
 
 
 def yielded(reference: str, name: str) -> list[Any] | None:
-    """What the function `name` of an experiment yields, called without arguments; `None` if there
-    is none. Raises `ConfigError` as `load` does, and if the function fails."""
+    """Calls the function `name` of an experiment and lists its values; `None` if there is none.
+    Raises `ConfigError` as `load` does, and if the function fails."""
     if reference.endswith(".json") or os.path.isdir(reference):
         return None
     module = _experiment(reference)
@@ -194,7 +194,7 @@ def _imported_file(file: Path) -> types.ModuleType:
 
 
 def config_of_model(reference: str, trusted: Collection[str] = ()) -> fdl.Config:
-    """The config of a model that is there, whose weights its `init_from` names.
+    """Returns the config of a saved model, with its weights as `init_from`.
 
     Args:
       reference: a run, `RUN@STEP`, a folder of Hugging Face's or its name on the Hub.
@@ -223,7 +223,7 @@ def config_of_model(reference: str, trusted: Collection[str] = ()) -> fdl.Config
 def _config_of(
     module: types.ModuleType, overrides: Sequence[str], trusted: Collection[str]
 ) -> tuple[fdl.Config, Sequence[str]]:
-    """What `config` returns, and the overrides that were not for its own parameters."""
+    """Returns the result of `config`, and the overrides that are not its own parameters."""
     if not callable(getattr(module, "config", None)):
         raise ConfigError(f"{module.__file__} has no function `def config() -> fdl.Config`")
     call, kinds = fdl.Config(module.config), typing.get_type_hints(module.config)
@@ -255,15 +255,15 @@ def _config_of(
 
 
 def _is_config(kind: Any) -> bool:
-    """Whether an annotation is of a config, or of one that may be `None`."""
+    """True if an annotation is a config, perhaps or `None`."""
     union = typing.get_origin(kind) in (typing.Union, types.UnionType)
     kinds = typing.get_args(kind) if union else (kind,)
     return any((typing.get_origin(each) or each) is fdl.Config for each in kinds)
 
 
 def _is_of_families(kind: Any) -> bool:
-    """Whether an annotation is `Sequence[Family]`. The name is compared, since only experiments
-    that need lmlib.hf import it."""
+    """True if an annotation is `Sequence[Family]`. Compares the name, since only experiments that
+    need lmlib.hf import it."""
     names = [
         (each.__module__, each.__qualname__)
         for each in typing.get_args(kind)

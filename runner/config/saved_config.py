@@ -80,7 +80,7 @@ class UntrustedNameError(ValueError):
 
 
 def is_trusted(name: str, trusted: Collection[str]) -> bool:
-    """Whether the full `name` is one of `trusted`, or lies in a module or class that is."""
+    """True if the full `name`, or a module or class around it, is one of `trusted`."""
     parts = name.split(".")
     return any(".".join(parts[:end]) in trusted for end in range(1, len(parts) + 1))
 
@@ -117,7 +117,7 @@ def full_name(value: Any) -> str | None:
 
 
 def read_config(file: Path, trusted: Collection[str] = ()) -> fdl.Config:
-    """The config that `file` holds, of nothing but `TRUSTED` and the modules `trusted`.
+    """Reads the config in `file`, which may name only `TRUSTED` and the modules `trusted`.
 
     Raises `ConfigError` if it cannot be read, is no config, is absurdly large, or names something
     else; what it names has then not been imported.

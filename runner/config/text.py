@@ -50,15 +50,13 @@ def parameters(node: fdl.Buildable) -> list[str]:
 
 
 def takes_any(node: fdl.Buildable) -> bool:
-    """Whether the callable has `**kwargs`."""
+    """True if the callable has `**kwargs`."""
     return any(each.kind is each.VAR_KEYWORD for each in signature(node).values())
 
 
 def arguments(node: fdl.Buildable) -> dict[Any, Any]:
-    """What is set or has a default, in declared order; not what a default factory would make.
-
-    The instance of a dataclass, as which a default may be given, comes as the config that makes it.
-    """
+    """Returns the arguments that are set or have a default, in declared order, except those that a
+    default factory would make. An instance of a dataclass comes as the config that makes it."""
     function, given = fdl.get_callable(node), fdl.ordered_arguments(node)
     fields = dataclasses.fields(function) if dataclasses.is_dataclass(function) else ()
     made = {field.name for field in fields if field.default_factory is not dataclasses.MISSING}

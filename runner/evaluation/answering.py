@@ -231,7 +231,7 @@ def _power_of_two(least: float) -> int:
 
 
 def _told(call: tuple[str, dict[str, Any]] | None) -> Any:
-    """What the first process says, on all of them; JSON values."""
+    """Sends a JSON value from the first process to all."""
     if jax.process_count() == 1:
         return call
     content = np.frombuffer(json.dumps(call).encode(), np.uint8)

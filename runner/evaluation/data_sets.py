@@ -1,4 +1,4 @@
-"""What a model is evaluated on: a split of flat tokens, or files of text as they are."""
+"""Data to evaluate a model on: a split of flat tokens, or files of text."""
 
 import contextlib
 import dataclasses
@@ -29,20 +29,17 @@ class DataSet(Protocol):
 
     @property
     def tokens(self) -> int | None:
-        """How many there are in all, if that is known beforehand."""
+        """The number of tokens, if known beforehand."""
 
     def documents(self, loaded: Loaded) -> Iterator[Document]:
-        """The documents, in the ids of `loaded`.
-
-        Raises:
-          ValueError, OSError: if they cannot be read, or are in another tokenizer's ids.
-        """
+        """Yields the documents in the ids of `loaded`; raises ValueError or OSError if they cannot
+        be read, or are in another tokenizer's ids."""
 
 
 @dataclasses.dataclass(frozen=True)
 class StoredTokens:
-    """A split of flat tokens. Sizes of texts are those of the documents decoded; of conversations
-    the answers alone count, as in training."""
+    """A split of flat tokens. Sizes of texts are those of the decoded documents; in conversations
+    only the answers count, as in training."""
 
     name: str
     source: FlatTokens
@@ -106,18 +103,15 @@ class TextFiles:
 
 
 def data_set(path: str, split: str, text_column: str) -> DataSet:
-    """The data at `path`: a folder of flat tokens, or a file or folder of text.
-
-    Raises:
-      ValueError, OSError: if it is neither.
-    """
+    """Opens the data at `path`, a folder of flat tokens, or a file or folder of text; raises
+    ValueError or OSError if it is neither."""
     folder = data_path(path)
     if _is_flat_tokens(folder):
         length, packed = 1, True
-        with contextlib.suppress(FileNotFoundError):  # which is told better below
+        with contextlib.suppress(FileNotFoundError):  # the error below says more
             metadata = read_split(folder / split)
             _check_no_pairs(path, metadata.content)
-            if metadata.content != "text":  # which must not be longer than a row
+            if metadata.content != "text":  # documents must fit a row
                 length, packed = max(1, metadata.tokens), False
         return _stored(f"{path} {split}", FlatTokens(path, split, 1, length, packed=packed))
     if not folder.exists():
@@ -126,11 +120,8 @@ def data_set(path: str, split: str, text_column: str) -> DataSet:
 
 
 def validation_of(loaded: Loaded) -> list[DataSet]:
-    """What the run evaluated itself on, if it is flat tokens that are still there.
-
-    Raises:
-      ValueError, OSError: if that cannot be read.
-    """
+    """Returns the run's own validation sets, if they are flat tokens; raises ValueError or OSError
+    if they cannot be read."""
     validation = None if loaded.cfg is None else loaded.cfg.validation
     named = validation if isinstance(validation, dict) else {"validation": validation}
     return [

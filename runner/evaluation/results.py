@@ -23,7 +23,7 @@ _UNITS = {
 
 
 def tables(found: Sequence[Measured]) -> str:
-    """One line for each model and data set; and the loss by position, if there are not too many."""
+    """A line for each model and data set, then the loss by position if there are few."""
     which, named, title = _models(found)
     rows = [
         (
@@ -55,8 +55,8 @@ def tables(found: Sequence[Measured]) -> str:
 
 
 def _models(found: Sequence[Measured]) -> tuple[list[str], list[str], str]:
-    """The title of a column that tells the models apart, if there are several; what each is called
-    in it; and the title of the whole."""
+    """The title of the column that tells several models apart, their names in it, and the title of
+    the whole."""
     models = list(dict.fromkeys(each.model for each in found))
     lengths = sorted({each.sequence_length for each in found})
     of = f"sequences of {' to '.join(f'{length:,}' for length in lengths)} tokens"
@@ -70,7 +70,7 @@ def _models(found: Sequence[Measured]) -> tuple[list[str], list[str], str]:
 
 
 def json_text(found: Sequence[Measured], settings: Settings) -> str:
-    """All numbers, each with its unit and standard error; what is not finite is a string."""
+    """All numbers with units and standard errors; numbers that are not finite are strings."""
     content = {
         "overlap": settings.overlap,
         "packed": settings.packed,

@@ -16,7 +16,7 @@ from runner.inference.hugging_face_tokenizer import hugging_face_tokenizer
 from runner.inference.loaded import Loaded
 from runner.processes.agreement import agreed
 
-_LENGTH = 2048  # tokens that a model is given, where nothing says how many it takes; as in `hf`
+_LENGTH = 2048  # tokens, if the longest sequence is unknown; as in `hf`
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,12 @@ def evaluate_tasks(
     show: Callable[[str], None] = lambda line: None,
     **settings: Any,
 ) -> dict[str, Any] | None:
-    """What `lm_eval.simple_evaluate` gives, which takes `settings` besides; on the first process,
-    `None` on the others. Every process must call it.
+    """Returns the results of `lm_eval.simple_evaluate`, which also gets `settings`, on the first
+    process, and `None` on the others. Every process must call it.
 
     Args:
-      sequence_length: tokens that the model is given, at most; `None`: as many as it was trained
-        on, or 2,048 if that is not known.
+      sequence_length: the most tokens that the model is given; `None`: the longest training
+        sequence, or 2,048 if that is unknown.
 
     Raises:
       ConfigError: if the extra `eval` is not installed, there is no such task, its data cannot be
@@ -105,21 +105,21 @@ def evaluate_tasks(
 
 @functools.lru_cache(maxsize=2)  # lm-eval reads 13,000 files for it, in many seconds
 def _manager(include_path: str | None, files: Sequence[tuple[str, int]]) -> Any:
-    """Of the tasks of lm-eval, and of those in a folder with these files."""
+    """A manager of the tasks of lm-eval and of a folder with these files."""
     from lm_eval.tasks import TaskManager
 
     return TaskManager(include_path=include_path)
 
 
 def _files(folder: str | None) -> tuple[tuple[str, int], ...]:
-    """Its files, and when each was changed."""
+    """Its files, and the time of the last change of each."""
     files = () if folder is None else (file for file in Path(folder).rglob("*") if file.is_file())
     return tuple(sorted((str(file), file.stat().st_mtime_ns) for file in files))
 
 
 def task_rows(results: dict[str, Any]) -> list[tuple[str, str, str, str]]:
-    """Task, metric, value and standard error of each number; the filter of a metric stands after a
-    comma, if it is not "none"."""
+    """Returns task, metric, value and standard error of each number. The filter of a metric follows
+    a comma, unless it is "none"."""
     rows = []
     for task, numbers in results["results"].items():
         for key, value in numbers.items():
@@ -142,7 +142,7 @@ def tasks_table(found: Sequence[tuple[str, dict[str, Any]]]) -> str:
 
 
 def tasks_json(found: Sequence[tuple[str, dict[str, Any]]]) -> str:
-    """All that lm-eval says, but for single questions."""
+    """All results of lm-eval except those of single questions."""
     kept = [
         {"model": model, **{key: value for key, value in results.items() if key != "samples"}}
         for model, results in found

@@ -1,4 +1,4 @@
-"""What a model answers: text as it comes, and why it ended."""
+"""Answers of a model: their text as it comes, and why they ended."""
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -7,8 +7,7 @@ from lmlib.data.text import TextCodec
 from lmlib.data.text_stream import StopStrings, TextStream
 from lmlib.generate import Generator, New, Sampling
 
-# Why an answer ended: by a token that ends texts, by a stop string, or with as many tokens
-# as were asked for.
+# Why an answer ended: by a token that ends texts, by a stop string, or by its largest length.
 END, STOP, LENGTH = "end", "stop", "length"
 
 
@@ -16,8 +15,8 @@ class Answer:
     """Takes tokens as they are made, and gives their text.
 
     Attributes:
-      text: up to the end, without the token or the string that ended it; what may still change, or
-        be the beginning of a stop string, is not in it yet.
+      text: up to the end, without the token or the string that ended it. Text that may still change
+        or begin a stop string is added later.
       tokens, logprobs: up to the end, with the tokens that ended it.
       ended: END, STOP or LENGTH; `None` until then.
     """
@@ -42,7 +41,7 @@ class Answer:
         self._stream.push(prompt)  # a first word has no space before it, and this one may have
 
     def push(self, new: New) -> None:
-        """Takes what a round added; what comes after the end is left out."""
+        """Takes the tokens of a round, up to the end of the answer."""
         for token, logprob in zip(new.tokens, new.logprobs, strict=True):
             if self.ended is not None:
                 break
@@ -72,10 +71,10 @@ class Answer:
 
 @dataclass(frozen=True)
 class Manner:
-    """How prompts are answered.
+    """Settings for answering prompts.
 
     Attributes:
-      codec: makes text of ids.
+      codec: converts ids to text.
       end_ids: tokens that end an answer.
       stop: strings that end an answer.
       max_tokens, sampling, samples, seed: as in `Generator.stream`.
@@ -98,8 +97,8 @@ class Manner:
     def rounds(
         self, generator: Generator, prompts: Sequence[Sequence[int]], ids: Sequence[int]
     ) -> Iterator[list[Answer]]:
-        """The answers after each round: all samples of the first prompt, then of the second, and so
-        on, always the same objects.
+        """Yields the answers after each round: all samples of the first prompt, then of the second,
+        and so on. They are the same objects each time.
 
         Raises ValueError as `Generator.stream` does.
         """

@@ -19,6 +19,7 @@ from lmlib.terminal.quantities import duration_text
 from runner.errors import ConfigError
 from runner.inference.answer import Answer, Manner
 from runner.inference.prompts import AS_NUMBERS, Line
+from runner.inference.telling import now_and_then
 
 SETTINGS = ".settings.json"  # the ending of the file beside the answers
 _SECONDS_BETWEEN_LINES = 5.0
@@ -153,24 +154,29 @@ class _Progress:
     def __init__(self, done: int, lines: int):
         self._first, self._done, self._lines = done, done, lines
         self._tokens = 0  # of the batches that are done
-        self._began = self._told = time.monotonic()
+        self._began = time.monotonic()
+        self._now_and_then = now_and_then(self._show, _SECONDS_BETWEEN_LINES)
         if done:
-            print(f"{done:,} of {lines:,} lines are answered already", file=sys.stderr, flush=True)
+            self._show(f"{done:,} of {lines:,} lines are answered already")
 
     def tell(self, answers: Sequence[Answer]) -> None:
-        """Tells how far it is, if it is time; `answers` are those of the batch that goes on."""
-        now = time.monotonic()
-        if now - self._told >= _SECONDS_BETWEEN_LINES or self._done == self._lines:
-            self._told = now
-            seconds = now - self._began
-            tokens = self._tokens + sum(len(answer.tokens) for answer in answers)
-            line = f"{self._done:,} of {self._lines:,} lines, {tokens / seconds:,.0f} tokens/s"
-            if self._done > self._first:
-                left = seconds / (self._done - self._first) * (self._lines - self._done)
-                line += f", {duration_text(left)} left"
-            print(line, file=sys.stderr, flush=True)
+        """Shows the progress now and then; `answers` are those of the present batch."""
+        self._now_and_then(lambda: self._line(answers))
 
     def batch_done(self, done: int, answers: Sequence[Answer]) -> None:
         self._done = done
         self._tokens += sum(len(answer.tokens) for answer in answers)
-        self.tell(())
+        if done == self._lines:
+            self._show(self._line(()))
+
+    def _line(self, answers: Sequence[Answer]) -> str:
+        seconds = time.monotonic() - self._began
+        tokens = self._tokens + sum(len(answer.tokens) for answer in answers)
+        line = f"{self._done:,} of {self._lines:,} lines, {tokens / seconds:,.0f} tokens/s"
+        if self._first < self._done < self._lines:
+            left = seconds / (self._done - self._first) * (self._lines - self._done)
+            line += f", {duration_text(left)} left"
+        return line
+
+    def _show(self, line: str) -> None:
+        print(line, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""A model that is there already, with its texts' codec: what it makes of a text.
+"""A loaded model with its tokenizer.
 
 Shapes: S sequence (queries), T sequence (keys), L layers, E embed, V vocab.
 """
@@ -26,10 +26,10 @@ USUAL = Sampling(temperature=0.8, top_p=0.95)
 
 
 class TokenLoss(NamedTuple):
-    """How a token was predicted from those before it.
+    """The loss of a token, predicted from the tokens before it.
 
     Attributes:
-      text: what the token adds to the text; a character of several tokens comes with its last one.
+      text: the text that the token adds; a character of several tokens comes with its last one.
       nats: -log p of the token.
     """
 
@@ -64,7 +64,7 @@ class Loaded(Texts):
     cfg: fdl.Config | None
 
     def ids(self, text: str | Sequence[int]) -> list[int]:
-        """The tokens of a text, as a document begins; ids as they are."""
+        """Returns the tokens of a text, begun as a document; ids stay as they are."""
         if not isinstance(text, str):
             return [int(id) for id in text]
         if self.codec is None:
@@ -74,11 +74,11 @@ class Loaded(Texts):
         return self.codec.encode(text)
 
     def logits(self, text: str | Sequence[int]) -> Float[np.ndarray, "s vocab"]:
-        """Of the token after each one."""
+        """Returns the logits of the token after each token."""
         return self._inspector.logits(self.ids(text))
 
     def token_losses(self, text: str | Sequence[int]) -> list[TokenLoss]:
-        """Of each token but the first, which nothing predicts."""
+        """Returns the loss of each token except the first, which nothing predicts."""
         ids = self.ids(text)
         stream = TextStream(AS_NUMBERS if self.codec is None else self.codec)
         texts = [stream.push([id]) for id in ids]
@@ -87,15 +87,15 @@ class Loaded(Texts):
         return [*map(TokenLoss, ids[1:], texts[1:], nats.tolist())]
 
     def activations(self, text: str | Sequence[int]) -> Float[np.ndarray, "depth s embed"]:
-        """The residual stream before the first layer, then after each."""
+        """Returns the residual stream before the first layer, then after each."""
         return self._inspector.activations(self.ids(text))
 
     def logit_lens(self, text: str | Sequence[int]) -> Float[np.ndarray, "depth s vocab"]:
-        """The logits that each of `activations` would give, if the layers ended there."""
+        """Returns the logits of each of `activations`, as if the layers ended there."""
         return self._inspector.logit_lens(self.ids(text))
 
     def attention(self, text: str | Sequence[int]) -> Float[np.ndarray, "layers heads s t"]:
-        """How much each token (s) takes from each (t), in each head of each layer."""
+        """Returns the attention weights of each query (s) on each key (t), by layer and head."""
         return self._inspector.attention(self.ids(text))
 
     def generate(
@@ -106,11 +106,8 @@ class Loaded(Texts):
         seed: int = 0,
         stop: Sequence[str] = (),
     ) -> str:
-        """What the model continues the text with, up to the first of the strings `stop`, which may
-        hold special tokens' names; `lmlib.generate.Generator` has more ways.
-
-        Raises ValueError if a stop string is empty.
-        """
+        """Continues the text up to the first of the strings `stop`, which may contain names of
+        special tokens; raises ValueError if one is empty. See also `lmlib.generate.Generator`."""
         ids = self.ids(text)
         codec = self.codec or AS_NUMBERS
         manner = Manner(codec, self.end_ids, tuple(stop), max_tokens, sampling, 1, seed)
@@ -126,7 +123,7 @@ class Loaded(Texts):
 
     @functools.cached_property
     def _generator(self) -> Callable[[int], Generator]:
-        """For texts of a length; the last one is kept."""
+        """Makes a generator for texts of a length, and keeps the last one."""
         return functools.lru_cache(maxsize=1)(
             lambda length: Generator(self.model, self.mesh, self.compute, rows=1, length=length)
         )

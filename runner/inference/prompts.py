@@ -18,7 +18,7 @@ def _no_text(text: str) -> list[int]:
     raise ConfigError("no tokenizer is known")
 
 
-# For models of which no tokenizer is known: ids are shown as they are.
+# For models without a known tokenizer: ids are shown as they are.
 AS_NUMBERS = TextCodec(
     encode=_no_text,
     encode_marked=_no_text,
@@ -26,7 +26,7 @@ AS_NUMBERS = TextCodec(
     settles=lambda id: True,
 )
 _SHOWN = 3  # broken lines
-KINDS = ("prompt", "messages", "tokens")  # of what is asked
+KINDS = ("prompt", "messages", "tokens")
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,11 @@ class Reader:
     """Makes token ids of texts, chats and ids.
 
     Attributes:
-      name: whose model it is, for messages.
-      vocab: ids of the model lie in [0, vocab).
+      name: of the model, for messages.
+      vocab: the model's ids are in [0, vocab).
       codec: `None` if no tokenizer is known.
-      template: `None` if there is none.
-      now: what chats take for the time; `None` for the clock's.
+      template: the chat template, or `None`.
+      now: the time that chats see; `None` for the clock's.
     """
 
     name: str
@@ -49,15 +49,12 @@ class Reader:
 
     @property
     def shown(self) -> TextCodec:
-        """How ids are shown."""
+        """The codec that shows ids."""
         return AS_NUMBERS if self.codec is None else self.codec
 
     def of_text(self, text: str) -> list[int]:
-        """The ids of a text that is to be continued.
-
-        Raises:
-          ConfigError: if it has none, or there is no tokenizer that takes it.
-        """
+        """Returns the ids of a text to continue; raises ConfigError if it has none, or no tokenizer
+        takes it."""
         if self.codec is None:
             raise ConfigError(
                 f"{self.name} knows no tokenizer: give --tokenizer=FOLDER, or ids as --tokens=1,2,3"
@@ -66,11 +63,8 @@ class Reader:
             return self.checked(self.codec.encode(text))
 
     def of_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """The ids of a chat, and of what an answer begins with.
-
-        Raises:
-          ConfigError: if there is no template that takes these messages.
-        """
+        """Returns the ids of a chat and of the beginning of its answer; raises ConfigError if no
+        template takes these messages."""
         if self.template is None or self.codec is None:
             raise ConfigError(f"{self.name} has no chat template: ask it with --prompt")
         with user_errors():
@@ -78,11 +72,8 @@ class Reader:
             return self.checked(self.codec.encode_marked(rendered.text))
 
     def of_line(self, line: Any) -> list[int]:
-        """The ids of a line of a file: an object with a "prompt", "messages" or "tokens".
-
-        Raises:
-          ValueError: if it is something else.
-        """
+        """Returns the ids of a line of a file, an object with a "prompt", "messages" or "tokens";
+        raises ValueError if it is something else."""
         given = [kind for kind in KINDS if isinstance(line, dict) and kind in line]
         if len(given) != 1:
             raise ValueError(f"it must be an object with one of the keys {', '.join(KINDS)}")
@@ -100,7 +91,7 @@ class Reader:
         return self.checked(value)
 
     def checked(self, ids: list[int]) -> list[int]:
-        """`ids`; raises ConfigError if there are none, or the model does not know one."""
+        """Returns `ids`; raises ConfigError if there are none, or the model lacks one."""
         if not ids:
             raise ConfigError("it has no tokens: a model continues at least one")
         if wrong := [id for id in ids if not 0 <= id < self.vocab]:
@@ -109,7 +100,7 @@ class Reader:
 
 
 class Line(NamedTuple):
-    """A line of a file of prompts: its number, from 1, what it says, and its ids."""
+    """A line of a file of prompts: its number from 1, its JSON object, and its ids."""
 
     number: int
     given: dict[str, Any]
@@ -117,12 +108,8 @@ class Line(NamedTuple):
 
 
 def digest_of(file: Path) -> str:
-    """The SHA-256 of its content.
-
-    Raises:
-      OSError: if it cannot be read.
-      ConfigError: if it is no ordinary file: it is read twice, and may have no end.
-    """
+    """Returns the SHA-256 of a file's content; raises OSError if it cannot be read, and ConfigError
+    if it is not an ordinary file, which can be read twice."""
     if file.exists() and not file.is_file():
         raise ConfigError(f"{file} is no ordinary file: write the prompts into one")
     with open(file, "rb") as stream:
@@ -130,11 +117,11 @@ def digest_of(file: Path) -> str:
 
 
 def read_lines(file: Path, reader: Reader) -> list[Line]:
-    """The lines of a file, empty ones left out.
+    """Returns the lines of a file that are not empty.
 
     Raises:
       OSError: if it cannot be read.
-      ConfigError: which names the broken lines by their numbers, or if there are none at all.
+      ConfigError: naming the numbers of broken lines, or if there are no lines.
     """
     lines, broken = [], []
     for number, text in enumerate(_texts(file), 1):
@@ -154,7 +141,7 @@ def read_lines(file: Path, reader: Reader) -> list[Line]:
 
 
 def _texts(file: Path) -> Iterator[bytes]:
-    """Each line; of one that is too long the beginning, after which the file is not read on."""
+    """Yields each line, up to one that is too long, of which only the beginning is read."""
     with open(file, "rb") as stream:
         while text := stream.readline(LARGEST + 1):
             yield text
@@ -163,7 +150,7 @@ def _texts(file: Path) -> Iterator[bytes]:
 
 
 def _parsed(text: bytes) -> Any:
-    """What a line says; raises ValueError if it is too long, or no JSON, which has no NaN."""
+    """Parses a line; raises ValueError if it is too long, or not JSON, which has no NaN."""
     if len(text) > LARGEST:
         raise ValueError(f"it has more than {LARGEST:,} bytes")
     given = parse_json(text.decode("utf-8"))

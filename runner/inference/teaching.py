@@ -1,4 +1,4 @@
-"""What a teacher says of each sequence of a data set, written for its students."""
+"""Stores a teacher's likeliest ids of each sequence of a data set, for students."""
 
 import copy
 import functools
@@ -30,8 +30,8 @@ from runner.inference.telling import now_and_then
 def sequences_of(
     cfg: fdl.Config, batch_size: int | None, out: str | None = None
 ) -> dict[str, FlatTokens]:
-    """What the teacher of an experiment's config reads, by the folders for what it says: `data` by
-    `out`, or else what names a `teacher` of it, of later stages and of `validation`. Each sequence
+    """Returns the data that a teacher reads for a student's config, by the folders to write: `data`
+    by `out`, or else each data set of training and validation by its own `teacher`. Each sequence
     comes once and in order, in batches of at least `batch_size` that the devices divide.
 
     Raises:
@@ -66,7 +66,7 @@ def _is_flat_tokens(source: Any) -> bool:
 
 
 def unfinished(folders: Mapping[str, FlatTokens]) -> dict[str, FlatTokens]:
-    """Those that still lack sequences."""
+    """Returns the data sets whose folders still lack sequences."""
     return {
         folder: data
         for folder, data in folders.items()
@@ -81,8 +81,8 @@ def teach(
     k: int,
     show: Callable[[str], None] = lambda line: None,
 ) -> TeacherMetadata:
-    """Writes what the model says of each sequence of `data`, which has each once and in order, to
-    the folder `out`, or goes on with it; `show` gets a line now and then.
+    """Writes the model's `k` likeliest ids for each sequence of `data` to the folder `out`, or goes
+    on with it. `data` has each sequence once and in order; `show` gets a line now and then.
 
     Raises:
       ValueError: if the model does not know the ids of the data, or has fewer than `k`.
@@ -137,8 +137,8 @@ def teach(
 def _said(
     loaded: Loaded, data: FlatTokens, k: int, first: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Ids and log-probabilities of the sequences from number `first` on, a batch at a time; one
-    batch is made while the devices are at the one before."""
+    """Yields ids and log-probabilities of the sequences from number `first` on, by batches. The
+    devices compute the next batch meanwhile."""
     rows = sharding("batch seq", loaded.mesh)
     likeliest = functools.partial(likeliest_tokens, compute=loaded.compute, k=k)
     compiled = jax.jit(likeliest, out_shardings=(rows, rows))

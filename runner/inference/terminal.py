@@ -18,7 +18,7 @@ _PREPARED = 512  # tokens of a prompt
 
 @dataclasses.dataclass(frozen=True)
 class Terminal:
-    """Asks a model, and shows what it answers: text to `out`, all else to `told`."""
+    """Asks a model and shows its answers: text on `out`, messages on `told`."""
 
     generator: Generator
     reader: Reader
@@ -27,7 +27,7 @@ class Terminal:
     told: TextIO = dataclasses.field(default_factory=lambda: sys.stderr)
 
     def prepare(self, prompt: Sequence[int]) -> None:
-        """Compiles what an answer to such a prompt needs, so that no time told later has it."""
+        """Compiles the programs for an answer, so that later times do not include it."""
         began = time.perf_counter()
         manner = dataclasses.replace(self.manner, max_tokens=2)
         room = self.generator.length - manner.max_tokens
@@ -37,12 +37,11 @@ class Terminal:
             self.tell(f"[ready after {duration_text(time.perf_counter() - began)}]")
 
     def show(self, prompt: Sequence[int], number: int, echo: str = "") -> list[Answer]:
-        """Shows the answers to a prompt, the first as it comes, the others after it; Ctrl-C ends
-        them all.
+        """Shows the answers to a prompt, the first as it comes, then the others; Ctrl-C ends all.
 
         Args:
-          number: of the prompt; randomness follows from it.
-          echo: is written before each answer.
+          number: of the prompt; the seed of its randomness.
+          echo: written before each answer.
 
         Raises:
           ConfigError: if the prompt leaves no room for an answer.
@@ -74,10 +73,10 @@ class Terminal:
         return answers
 
     def converse(self, read: Callable[[], str], chat: bool) -> None:
-        """Answers what `read` gives until it raises EOFError; Ctrl-C drops what goes on.
+        """Answers each text of `read` until it raises EOFError; Ctrl-C ends an answer.
 
         Args:
-          chat: whether it is a chat, whose turns are remembered; otherwise each text is continued.
+          chat: True if the texts are turns of a chat; otherwise each text is continued.
         """
         turns: list[dict[str, str]] = []
         for number in itertools.count():
@@ -90,7 +89,7 @@ class Terminal:
                 asked = [*turns, {"role": "user", "content": text}]
                 answers = self.show(self.reader.of_chat(asked), number)
                 if answers:
-                    said = answers[0].text.strip()  # templates put what stands around it
+                    said = answers[0].text.strip()  # the template adds the space around it
                     turns = [*asked, {"role": "assistant", "content": said}]
             except EOFError:
                 self.tell("")
@@ -106,7 +105,7 @@ class Terminal:
 
 
 class _Page:
-    """Where answers are written, one after the other."""
+    """Writes answers, one after the other."""
 
     def __init__(self, out: TextIO, samples: int, echo: str):
         self._out, self._samples, self._echo = out, samples, echo
@@ -114,7 +113,7 @@ class _Page:
         self._written = -1  # characters of it; -1: its heading is not there yet
 
     def write(self, answers: Sequence[Answer]) -> None:
-        """Writes what is there by now."""
+        """Writes the new text of the answers."""
         while self._number < len(answers):
             answer = answers[self._number]
             if self._written < 0:

@@ -1,4 +1,4 @@
-"""What a run begins with: its newest checkpoint, weights that are there, or new ones."""
+"""The state that a run begins with: its newest checkpoint, given weights, or new ones."""
 
 import dataclasses
 from collections.abc import Callable, Collection, Sequence
@@ -30,15 +30,15 @@ class Beginning:
     """The state before the next step.
 
     Attributes:
-      step: steps made.
-      tokens: target tokens that they were trained on.
+      step: steps made so far.
+      tokens: target tokens in these steps.
       before_skipped: the newest step that was saved while no update was being skipped.
-      initialised_from: whose weights the run began with, if they were not new: another run's, or a
-        folder of Hugging Face's.
+      initialised_from: the name of the weights that the run began with, another run's or a Hugging
+        Face folder's; `None` if they were new.
       damaged: newer checkpoints, which are to be set aside.
       fork: the step of another run that this one was forked from; `None`: it was not.
-      is_new_fork: whether the state is that run's, and in no checkpoint of this one yet.
-      data: where each process was in the stream of a `Resumable` source; `None` of others.
+      is_new_fork: True if the state is that run's, and in no checkpoint of this one yet.
+      data: where each process was in the stream of a `Resumable` source; `None` for others.
     """
 
     state: State
@@ -203,7 +203,7 @@ def check_config(
 
 
 def _check_data(run: Run, found: Restored) -> None:
-    """Checks that the data is what the run was trained on; moves a stream to where it was."""
+    """Checks that the data is that of the training; moves a stream to where it was."""
     source = run.experiment.batches
     problem = data_probe.changed(source, found.notes["batches"])
     if problem is None and isinstance(source, Resumable):

@@ -1,4 +1,4 @@
-"""Keeps what is needed to make a skipped update again: `python -m runner.replay CAPTURE`.
+"""Captures skipped updates, for `python -m runner.replay CAPTURE` to make again.
 
 A capture is a folder `workdir/captures/<step>`:
 
@@ -52,7 +52,7 @@ class Captures:
         self._run, self._saver, self._initialised_from = run, saver, initialised_from
 
     def take(self, line: Line, batch: Batch) -> str | None:
-        """Captures the step of `line` if its update was skipped; a message about it, or `None`.
+        """Captures the step of `line` if its update was skipped; returns a message, or `None`.
 
         Every process must call it.
         """
@@ -136,7 +136,7 @@ class Capture:
 
 
 def read_capture(folder: Path) -> Capture:
-    """Raises ValueError or OSError if there is no capture, or not a whole one."""
+    """Reads a capture; raises ValueError or OSError if there is none, or it is damaged."""
     file = folder / "capture.json"
     if not file.is_file():
         raise ValueError(f"{folder} is no capture: it has no capture.json; see workdir/captures")
@@ -163,7 +163,7 @@ def read_capture(folder: Path) -> Capture:
 
 
 def read_batch(folder: Path, expected: Batch) -> Batch:
-    """The captured batch, its tokens in the order of those of `expected`.
+    """Returns the captured batch, with its tokens in the order of `expected`.
 
     Raises:
       ValueError: if the file does not hold arrays with the shapes of `expected`; before they are
@@ -190,7 +190,7 @@ def read_batch(folder: Path, expected: Batch) -> Batch:
 
 
 def _sequences(source: Source, step: int) -> list[int] | None:
-    """The stored sequence that each row of the batch of `step` is; `None` if that is unknown."""
+    """The number of the stored sequence in each row of the batch of `step`, if known."""
     if isinstance(source, Continued):
         found = [(_sequences(source.source, own), rows) for own, rows in source.parts(step)]
         known = [each[rows] for each, rows in found if each is not None]
@@ -206,7 +206,7 @@ def _whole(array: jax.Array) -> np.ndarray:
 
 
 def _link_or_copy(source: str, target: str) -> None:
-    """A link costs nothing, and holds what is linked when the original goes."""
+    """Links a file, which costs nothing and survives the removal of the original."""
     try:
         os.link(source, target)
     except OSError:  # not on this file system

@@ -1,4 +1,4 @@
-"""The compiled steps of a run, which may lie in files: one host compiles, others start without.
+"""The compiled steps of a run. One host may save them to files for others to load.
 
 Such a file is a program: loading it can run any code, as starting a program can. Take it only from
 where you would take a program from. What it was compiled for is read and compared first, so that a
@@ -17,7 +17,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import jax
 import jaxlib
@@ -128,7 +128,7 @@ class StepPrograms:
                 if options.save_compiled is not None:
                     raise ConfigError("give --compiled or --save_compiled, not both")
                 file, config = program.file(options.compiled), settings(self._run.cfg)
-                check_compiled(file, program.identity, config)
+                read_compiled(file, program.identity, config)
             if steps.start in traced and steps.start + 1 in traced:
                 raise ConfigError(
                     f"--profile has steps of two stages: trace up to step {steps.start:,}, or from "
@@ -152,8 +152,8 @@ class StepPrograms:
 
 
 def identity_of(step: jax.stages.Lowered, mesh: Mesh) -> Identity:
-    """What must be the same for a compiled step to be taken: names to readable values. The program
-    is what differs if anything does that the step computes; hyperparameters are no part of it."""
+    """Returns the properties, by name, that a saved step must share with `step`. Any change of the
+    computation changes "program"; hyperparameters are not part of it."""
     device = mesh.devices.flat[0]
     arguments = [
         f"{jax.tree_util.keystr(path)} {leaf.dtype}{list(leaf.shape)}"
@@ -176,7 +176,7 @@ def _digest(text: str) -> str:
 
 @contextlib.contextmanager
 def compiled_anew() -> Iterator[None]:
-    """Within, JAX takes no program out of its cache on disk: such a one cannot be saved again."""
+    """Keeps JAX from taking programs out of its cache on disk, which cannot be saved again."""
     settings: Any = jax.config  # its attributes are made as it is imported
     before = settings.jax_enable_compilation_cache
     jax.config.update("jax_enable_compilation_cache", False)
@@ -214,30 +214,19 @@ def save_compiled(
         raise ConfigError(f"--save_compiled={path}: {error}") from error
 
 
-def check_compiled(path: str | os.PathLike[str], identity: Identity, config: Texts) -> None:
-    """Raises ConfigError unless `path` was saved with `identity`; none of its code is run."""
-    with _opened(path) as file:
-        _read_header(file, path, identity, config)
-
-
 def load_compiled(
     path: str | os.PathLike[str], step: jax.stages.Lowered, identity: Identity, config: Texts
 ) -> jax.stages.Compiled:
-    """What `save_compiled` wrote, which may be code; see this module.
+    """Loads a program that `save_compiled` wrote, which can run any code; see this module.
 
     Args:
-      step: what it replaces, and its identity.
+      step: the step that the program replaces, and its identity.
 
     Raises:
-      ConfigError: if it was saved with another `identity`, which names what differs; if the file is
-        no such file, or damaged; if JAX cannot load it. None of its code has run but in the last
-        case.
+      ConfigError: as `read_compiled`, or if JAX cannot load the program. None of its code has run
+        but in the last case.
     """
-    with _opened(path) as file:
-        header = _read_header(file, path, identity, config)
-        content = file.read()
-    if hashlib.sha256(content).hexdigest() != header["sha256"]:
-        raise _refused(path, "is damaged")
+    content = read_compiled(path, identity, config)
     try:
         return serialize_executable.deserialize_and_load(content, step.in_tree, step.out_tree)
     except Exception as error:  # JAX's, XLA's and pickle's
@@ -245,30 +234,33 @@ def load_compiled(
         raise _refused(path, f"cannot be loaded by JAX here: {reason}") from error
 
 
-@contextlib.contextmanager
-def _opened(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+def read_compiled(path: str | os.PathLike[str], identity: Identity, config: Texts) -> bytes:
+    """Reads and checks a program's file; none of its code is run.
+
+    Raises:
+      ConfigError: if the program was saved with another `identity`, naming the differences, or the
+        file is damaged or something else.
+    """
     try:
         with open(path, "rb") as file:
-            yield file
+            if file.readline(len(_FORMAT)) != _FORMAT:
+                raise _refused(path, "is no compiled step, or of another version")
+            header, content = file.readline(_LONGEST_HEADER), file.read()
     except OSError as error:
         raise ConfigError(f"--compiled={path}: {error.strerror}") from error
-
-
-def _read_header(
-    file: BinaryIO, path: str | os.PathLike[str], identity: Identity, config: Texts
-) -> dict[str, Any]:
-    if file.readline(len(_FORMAT)) != _FORMAT:
-        raise _refused(path, "is no compiled step, or of another version")
     try:
-        header = parse_json(file.readline(_LONGEST_HEADER))
-        saved, saved_config = dict(header["identity"]), dict(header["config"])
+        found = parse_json(header)
+        saved, saved_config, digest = found["identity"], dict(found["config"]), found["sha256"]
+        differing = _differences(dict(saved), identity)
     except (ValueError, TypeError, KeyError) as error:
         raise _refused(path, "is damaged") from error
-    if differing := _differences(saved, identity):
+    if differing:
         if changed := changed_paths(saved_config, config):
             differing.append(f"the config differs in {', '.join(changed)}")
         raise _refused(path, f"was compiled for another run: {'; '.join(differing)}")
-    return header
+    if hashlib.sha256(content).hexdigest() != digest:
+        raise _refused(path, "is damaged")
+    return content
 
 
 def _refused(path: str | os.PathLike[str], reason: str) -> ConfigError:

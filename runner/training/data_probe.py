@@ -25,7 +25,7 @@ ROWS = 8
 
 
 def probe(source: Source, steps_made: int) -> dict[str, Any]:
-    """What `changed` compares, in JSON values.
+    """Returns the JSON values that `changed` compares.
 
     Args:
       steps_made: at least 1; the batches looked at are the first and the last of so many steps.
@@ -43,7 +43,7 @@ def probe(source: Source, steps_made: int) -> dict[str, Any]:
 
 
 def changed(source: Source, before: dict[str, Any]) -> str | None:
-    """How the batches differ from those that `before` tells of, in words; `None` if they do not."""
+    """Says how the batches differ from those of the probe `before`; `None` if they do not."""
     if (problem := tokenizer_changed(source, before)) is not None:
         return problem
     if isinstance(source, Resumable) != ("first" not in before):

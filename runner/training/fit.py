@@ -81,12 +81,12 @@ _SMALLER = "make the model or the batch smaller, or take more devices; runner.pl
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What a run leaves.
+    """The result of a run.
 
     Attributes:
-      state: the final one, on its mesh.
+      state: the final state, on its mesh.
       metrics: the lines of metrics.jsonl on process 0, none on the others.
-      summary: its numbers.
+      summary: the run's numbers.
     """
 
     state: State
@@ -107,7 +107,7 @@ def fit(
       workdir: a folder, or the URL of one in a bucket; receives config.json, settings.json,
         starts/, metrics.jsonl, tensorboard/, checkpoints/, run.log, goodput.json, result.json,
         validation.json, report.html and, where an update was skipped, captures/.
-      options: settings that change nothing about what it trains; `None`: `Options()`.
+      options: settings that do not change the trained weights; `None`: `Options()`.
 
     Raises:
       ConfigError: if the parts of the experiment do not fit each other or into memory, or the
@@ -156,8 +156,13 @@ def _fit_in(
         if place.url is None:
             require_same_workdir(workdir / LOCK, lock.start)
         with agreed():
-            changing = lambda: experiment.abstract_state().changing  # noqa: E731
-            check_config(cfg, changing, workdir, options.allowed_changes, run.tell)
+            check_config(
+                cfg,
+                lambda: experiment.abstract_state().changing,
+                workdir,
+                options.allowed_changes,
+                run.tell,
+            )
             start.check_jax_settings(options.allowed_changes, run.tell)
         start.tell_changes(run.tell)
         programs = StepPrograms(run)
@@ -188,7 +193,7 @@ def _fit_in(
                     if primary and not isinstance(error, WorkdirLost):
                         leave_page(workdir, run.tell, lock.check)
                     raise
-            elif primary:  # sinks may lack what an earlier start could not send
+            elif primary:  # an earlier start may have failed to send metrics
                 sinks = [*experiment.sinks, *options.sinks]
                 Sinks(sinks, workdir, experiment.steps + 1, run.tell, lock.check).close()
             lock.check()
@@ -220,7 +225,7 @@ def _open_checkpoints(run: Run) -> Checkpoints:
             keep=kept.keep,
             keep_every=kept.keep_every,
             keep_best=kept.keep_best,
-            # Imported weights, of which the frozen ones are read again at every start.
+            # Imported weights stay: every start reads the frozen ones again.
             keep_steps=() if run.experiment.recipe.trained is None else (WEIGHTS_ALONE,),
             save_seconds=max(1, round(limits.checkpoint)),
             check=run.lock.check,
@@ -327,7 +332,7 @@ def _metrics_log(run: Run, beginning: Beginning) -> Iterator[MetricsLog]:
 
 
 def _unevaluated(run: Run, step: int) -> bool:
-    """Whether an earlier process ended in the evaluation after `step`, which it had saved."""
+    """True if an earlier process ended in the evaluation after `step`, which it had saved."""
     experiment = run.experiment
     due = step % experiment.evaluation.every == 0 or step == experiment.steps
     if experiment.validation is None or not due:

@@ -81,7 +81,7 @@ class Loop:
         """Makes the steps that are left, and returns the state after the last.
 
         Args:
-          unevaluated: whether an earlier process ended in the evaluation after its last step.
+          unevaluated: True if an earlier process ended in the evaluation after its last step.
 
         Raises:
           StoppedEarly: if `Options.stop` says so; the checkpoint of that step is whole.
@@ -172,7 +172,7 @@ class Loop:
         return made.line
 
     def _finish(self, line: Line, batch: Batch, newest: State) -> None:
-        """Writes the line of a step and acts on what it says; `newest` may be a step later."""
+        """Writes the line of a step and acts on it; the state `newest` may be a step later."""
         run, first = self._run, self._beginning.step + 1
         run.lock.check()
         if line["step"] == first:

@@ -1,4 +1,4 @@
-"""Settings of a run that change nothing about what it trains."""
+"""Settings of a run that do not change the trained weights."""
 
 import dataclasses
 from collections.abc import Callable, Collection, Sequence
@@ -27,13 +27,13 @@ def compiled_for_this_run(
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What `fit` can be told besides the config; none of it changes the curve.
+    """Settings of `fit` besides the config; none changes the curve.
 
     Args:
-      profile: steps to trace into workdir/profile; what their time went into is shown.
-      dump_hlo: whether to write the optimised program into workdir/hlo.
-      reports: whether this process shows its progress on stderr; `None`: if it is process 0.
-      checkpoint_fallback: whether to go on from an older checkpoint if the newest is damaged.
+      profile: steps to trace into workdir/profile; their time is shown by parts.
+      dump_hlo: writes the optimised program into workdir/hlo.
+      reports: shows the progress of this process on stderr; `None`: if it is process 0.
+      checkpoint_fallback: goes on from an older checkpoint if the newest is damaged.
       init_from: as in `Experiment`, instead of the experiment's own. Ignored once this run has
         checkpoints of its own.
       continue_optimizer: as in `Experiment`, instead of the experiment's own, unless `None`.
@@ -74,7 +74,7 @@ class Options:
     started: float | None = None
 
     def of_the_command(self) -> dict[str, str]:
-        """The flags that must be the same for all processes of a run."""
+        """Returns the flags that must be the same for all processes of a run."""
         return {
             "--init_from": self.init_from or "none",
             "--continue_optimizer": str(self.continue_optimizer),

@@ -1,4 +1,4 @@
-"""The summary of a finished run: its numbers, a few sampled lines, what to try next."""
+"""The summary of a finished run: its numbers, samples, and commands to try next."""
 
 import dataclasses
 import json
@@ -145,9 +145,9 @@ def from_json(saved: Mapping[str, Any]) -> Summary:
 def totals_of(
     metrics: Sequence[Mapping[str, Any]], units: str, stages: Iterable[range]
 ) -> dict[str, Any] | None:
-    """What a summary needs of the lines of metrics.jsonl; `None` if no line has it. The mean of the
-    loss weighs each line by its count of the objective's `units`; lines are counted in each of
-    `stages`, by steps from 0."""
+    """Returns the sums of metrics.jsonl for a summary; `None` if no line has them. The mean loss
+    weighs each line by its count of the objective's `units`. Lines are counted in each of `stages`,
+    by steps from 0."""
     weight = "valid_tokens" if units == "tokens" else units
     metrics = [line for line in metrics if line.keys() >= {*_SUMMED, weight}]
     if not metrics:
@@ -168,8 +168,8 @@ def summarise(
     totals: Mapping[str, Any],
     validation: Validation | None,
 ) -> tuple[Summary, StoredValidation | None]:
-    """Evaluates the final state, and puts that and `totals_of` together, without samples; and what
-    each validation batch added to it."""
+    """Evaluates the final state. Returns the summary of that and of `totals_of`, without samples,
+    and the contributions of the validation batches."""
     stages = list(zip(experiment.stages.values(), totals["steps"], strict=True))
     positions = sum(steps * stage.step_tokens for stage, steps in stages)
     tokens_per_second = positions / totals["seconds"]

@@ -1,4 +1,4 @@
-"""Saves a run's checkpoints with their notes, and decides what a failed save means."""
+"""Saves a run's checkpoints with their notes, and handles failed saves."""
 
 import contextlib
 import time

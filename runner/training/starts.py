@@ -1,4 +1,4 @@
-"""What a run was trained with: the config and the code of every start that made a step.
+"""Records of the starts of a run: the config and the code of each that made a step.
 
     workdir/starts/00000/config.json     of that start, to launch again; so are settings.json and
                          config.txt      config.txt, to read
@@ -41,8 +41,8 @@ class Start:
     Attributes:
       code: the digest of each file of code.
       versions: of Python and of packages.
-      jax_settings: those that change numbers.
-      xla_flags: as `flags_of_the_run`, all in one.
+      jax_settings: the settings that change numbers.
+      xla_flags: the flags of `flags_of_the_run`, in one dict.
     """
 
     def __init__(self, cfg: fdl.Config, workdir: Path, experiment: Path | None):
@@ -61,7 +61,7 @@ class Start:
 
     @property
     def software(self) -> dict[str, Mapping[str, str]]:
-        """All that processes must share besides the config, for `require_same`."""
+        """The facts besides the config that processes must share, for `require_same`."""
         return {
             "the code": self.code,
             "the software": self.versions,

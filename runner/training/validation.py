@@ -38,15 +38,14 @@ class Validation:
         return validation_metrics(self._objective, self._sets, self._named, "validation")
 
     def metrics(self, state: State) -> dict[str, float]:
-        """`Experiment.evaluation_metrics`, over the first `evaluation.batches` batches of each set,
-        the same ones each time."""
+        """Returns `Experiment.evaluation_metrics`, over the first `evaluation.batches` batches of
+        each set, the same ones each time."""
         metrics = self._metrics(self._measured(state, whole=False), "evaluation")
         return metrics if self._suite is None else {**metrics, **self._suite(state.whole_model)}
 
     def whole(self, state: State) -> tuple[dict[str, float], StoredValidation]:
-        """`validation_loss` and so on: the same metrics over all batches of each set, without the
-        suite's; and what they are made of. One that never ends is seen up to `evaluation.batches`.
-        """
+        """Returns `validation_loss` and so on, over all batches of each set, and the sums behind
+        them; without the suite. An endless set is seen up to `evaluation.batches`."""
         found = self._measured(state, whole=True)
         stored = StoredValidation(
             step=self._last,
@@ -56,8 +55,8 @@ class Validation:
         return self._metrics(found, "validation"), stored
 
     def text(self, metrics: Mapping[str, float]) -> str:
-        """One line for what `metrics` found: the loss, the metrics shown beside it, bits per byte,
-        each with its unit, and what they are over."""
+        """Returns a line with the loss, the metrics shown beside it and bits per byte, each with
+        its unit, and the batches that were evaluated."""
         objective = self._objective
         shown = [name for name, metric in objective.metrics.items() if metric.shown]
         names = {"loss": objective.loss_name, **{name: name.replace("_", " ") for name in shown}}
@@ -77,7 +76,7 @@ class Validation:
         return f" ({', '.join(each)})"
 
     def seen(self, whole: bool) -> str:
-        """The batches that `whole`, or else `metrics`, evaluates on, in words."""
+        """Describes the batches that `whole`, or else `metrics`, evaluates on."""
         ends = [source.batches for source in self._sets.values()]
         parts = [self._count(source, whole) for source in self._sets.values()]
         everything = "the whole split" if len(ends) == 1 else "the whole of each set"
@@ -93,8 +92,8 @@ class Validation:
 
     @property
     def compressed_bits_per_byte(self) -> dict[str, float]:
-        """What compressors need for the texts of a single set, as far as it was measured, and if
-        the objective has bits per byte to compare with."""
+        """The measured bits per byte of compressors for a single set, if the objective has bits per
+        byte too."""
         if len(self._sets) > 1 or self._objective.cross_entropy is None:
             return {}
         (source,) = self._sets.values()

@@ -63,7 +63,7 @@ from runner.weights.notes import (
 from runner.weights.target import PLAIN, Keeping, LoadOptions, LoadTarget
 from runner.weights.texts import TextSources
 
-_BUFFERS = "buffers"  # the part of the state with the weights that have no gradient
+_BUFFERS = "buffers"  # the part of the state for weights without gradients
 _TRIES = 3  # of reading the newest checkpoint of a run that goes on
 _T = TypeVar("_T")
 

@@ -1,4 +1,4 @@
-"""The notes of a checkpoint: what its arrays were trained on, and which weights it leaves out."""
+"""The notes of a checkpoint: the data of its training, and the weights that it leaves out."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from lmlib.parallel.fingerprint import fingerprint
 from lmlib.recipe import Recipe
 from runner.errors import ConfigError
 
-WEIGHTS_ALONE = 0  # the step of a checkpoint of weights alone: `runner.convert` makes it, no run
+WEIGHTS_ALONE = 0  # the step of a checkpoint that `runner.convert` makes, with no training
 
 
 class Fork(NamedTuple):
@@ -41,7 +41,7 @@ def frozen_note(frozen: Any, recipe: Recipe) -> dict[str, Any] | None:
 
 
 def is_frozen_note(value: Any) -> bool:
-    """Whether `value` may come from `frozen_note`, and is not `None`."""
+    """True if `value` may come from `frozen_note`, and is not `None`."""
     if not _has_fields(value, digest=str, dtype=str, seed=int):
         return False
     try:
@@ -60,7 +60,7 @@ def reference_note(reference_model: Any) -> dict[str, str] | None:
 
 
 def is_batches_note(value: Any, steps_made: int) -> bool:
-    """Whether `value` may come from `runner.training.data_probe.probe` after so many steps."""
+    """True if `value` may come from `runner.training.data_probe.probe` after `steps_made` steps."""
     if not isinstance(value, dict) or value.get("steps_made") != steps_made:
         return False
     tokenizer, in_bytes = value.get("tokenizer"), value.get("bytes_per_target")
@@ -93,7 +93,7 @@ def tokenizer_changed(source: Source, batches: Mapping[str, Any]) -> str | None:
 
 
 def check_notes(found: Restored, directory: Path) -> None:
-    """Raises ConfigError if the notes of a checkpoint in `directory` are not what a run saves."""
+    """Raises ConfigError if the notes of a checkpoint in `directory` were not saved by a run."""
     notes = found.notes
     checks = {
         "tokens": lambda tokens: type(tokens) is int and 0 <= tokens < 1 << 63,
@@ -125,7 +125,7 @@ def check_notes(found: Restored, directory: Path) -> None:
 
 
 def _has_fields(value: Any, **kinds: type) -> bool:
-    """Whether `value` is a dict of exactly these names, each with a value of its type."""
+    """True if `value` is a dict of exactly these names, each with a value of its type."""
     return (
         isinstance(value, dict)
         and value.keys() == kinds.keys()

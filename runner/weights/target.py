@@ -1,4 +1,4 @@
-"""How weights are read, and the model that they are read into."""
+"""Options for reading weights, and the model that receives them."""
 
 import dataclasses
 import functools
@@ -22,7 +22,7 @@ _SHOWN = 6  # differences
 
 @dataclasses.dataclass(frozen=True)
 class LoadOptions:
-    """How a command reads saved weights.
+    """Options of commands that read saved weights.
 
     Attributes:
       trusted: modules that a run's config.json may refer to, and whose families are known.

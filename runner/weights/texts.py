@@ -31,7 +31,7 @@ FILE = "tokenizer.json"
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Texts:
-    """How a model's token ids become text, and text becomes ids.
+    """Conversion between a model's token ids and text.
 
     Attributes:
       codec: converts between texts and ids; `None` without a known tokenizer.

@@ -14,6 +14,7 @@ from forked_processes import ForkedProcess, run_forked
 from small_experiment import small
 from states import assert_same_bits
 
+from lmlib.data.synthetic import Synthetic
 from lmlib.metrics.log import read_metrics
 from lmlib.runs.goodput import read_starts
 from runner import Options, fit
@@ -75,20 +76,13 @@ def test_a_run_describes_itself(undisturbed):
 
 
 @pytest.mark.several_devices
-def test_training_learns(undisturbed):
+def test_training_learns_from_all_tokens_of_the_source(undisturbed):
     result, _ = undisturbed
     losses = [line["loss"] for line in result.metrics]
     assert losses[-1] < losses[0] - 0.3
     assert result.summary.validation_loss < losses[0]
-
-
-@pytest.mark.several_devices
-def test_tokens_are_those_of_the_source(undisturbed):
-    result, _ = undisturbed
-    cfg = tiny()
-    from lmlib.data.synthetic import Synthetic
-
-    source = Synthetic(512, cfg.data.batch_size, cfg.data.sequence_length)
+    data = tiny().data
+    source = Synthetic(512, data.batch_size, data.sequence_length)
     counted = [int(source.batch(step).loss_mask.sum()) for step in range(20)]
     assert [line["valid_tokens"] for line in result.metrics] == counted
 

@@ -228,6 +228,7 @@ PARTS = [
     ("optimizer.b2=2.0", "b2"),
     ("optimizer.schedule.warmup=7.0", "warmup"),
     ("evaluation.batches=0", "evaluation.batches must be at least 1, got 0"),
+    ("prefetch_batches=0", "prefetch_batches must be at least 1, got 0"),
     ("checkpoints.keep=0", "checkpoints.keep must be at least 1, got 0"),
     ("checkpoints.keep_every=0", "checkpoints.keep_every must be at least 1, got 0"),
     ("guard.captures=-1", "guard.captures must be at least 0, got -1"),

@@ -92,13 +92,8 @@ def test_difference_shows_each_changed_line(experiment):
         + extra.two = 2
         """)
     assert changed_paths(settings(old), settings(new)) == ["optimizer.peak_lr", "extra.two"]
-
-
-def test_a_difference_does_not_steer_the_terminal():
+    # It steers no terminal, and defaults that are written out are no difference.
     assert difference({"a": "1"}, {"a": "\x1b[2J1"}) == "- a = 1\n+ a = \\x1b[2J1\n"
-
-
-def test_there_is_no_difference_to_defaults_written_out(experiment):
     explicit = load(experiment, (), ["model.layers=2", "optimizer.betas=(0.9, 0.95)"])
     assert changes(load(experiment), explicit) == ""
 
@@ -183,6 +178,7 @@ def test_a_value_that_cannot_be_found_again_is_not_saved(tmp_path, value):
 )
 def test_a_json_file_that_is_no_config_is_refused(tmp_path, content):
     file = tmp_path / "config.json"
+    assert "config.json cannot be read: No such file" in error(str(file))
     file.write_bytes(content.encode("latin-1"))
     assert "is no saved Fiddle config" in error(str(file))
 
@@ -196,10 +192,6 @@ def test_a_file_is_not_blamed_where_memory_is_short(tmp_path, monkeypatch):
     monkeypatch.setattr(serialization, "load_json", load_json)
     with pytest.raises(MemoryError):
         load(str(tmp_path / "config.json"))
-
-
-def test_a_json_file_that_is_not_there_is_refused(tmp_path):
-    assert "config.json cannot be read: No such file" in error(str(tmp_path / "config.json"))
 
 
 @pytest.mark.parametrize(
