@@ -1,13 +1,13 @@
-"""Makes the mean of the weights of a run's last checkpoints.
+"""Averages the weights of a run's last checkpoints.
 
     python -m runner.average --from=RUN --last=5 --to=WORKDIR
 
 --from   a run; RUN@STEP: its checkpoints up to that one
---last   how many checkpoints, at least 2; cfg.checkpoints.keep says how many a run leaves
+--last   the number of checkpoints, at least 2; cfg.checkpoints.keep says how many a run leaves
 --to     a folder that is new or empty
-WORKDIR has the run's config and one checkpoint: the mean, of the step of the newest, without an
-optimizer's state. runner.generate, evaluate and convert take it as they take a run, and so does
---init_from; no run goes on in it. docs/optimizers.md says what it is good for.
+WORKDIR gets the run's config and one checkpoint: the mean, at the step of the newest, without an
+optimizer's state. runner.generate, evaluate, convert and --init_from take it like a run; no run
+goes on in it. docs/optimizers.md says when this helps.
 """
 
 import shutil
@@ -29,7 +29,7 @@ _LAST = flags.DEFINE_integer("last", 5, "how many checkpoints", lower_bound=2)
 _TO = flags.DEFINE_string("to", None, "the workdir to make")
 
 if __name__ == "__main__":
-    take_flags()  # what follows takes seconds to import
+    take_flags()  # the imports below take seconds
 
 import jax
 import numpy as np
@@ -100,7 +100,7 @@ def average(checkpoints: Path, steps: Sequence[int], to: Path) -> int:
 
 
 def _chosen(found: RunReference, last: int) -> list[int]:
-    """The steps of the last checkpoints of a run, up to the one that was named."""
+    """The steps of a run's last checkpoints, up to the named one."""
     steps = steps_in(found.folder)
     if found.step is not None and found.step not in steps:
         raise ConfigError(
@@ -116,7 +116,7 @@ def _chosen(found: RunReference, last: int) -> list[int]:
 
 
 def _arrays_of(folder: Path) -> dict[str, jax.ShapeDtypeStruct]:
-    """What a checkpoint holds of the model, by name, whatever made it."""
+    """The shapes of a checkpoint's model weights, by name."""
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     return {
         name.removeprefix(f"{_PART}."): jax.ShapeDtypeStruct(

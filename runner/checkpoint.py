@@ -25,7 +25,7 @@ _STEP = flags.DEFINE_integer("step", None, "With verify and show: this step only
 _KEEP = flags.DEFINE_integer("keep", None, "With prune: how many stay.", lower_bound=1)
 
 if __name__ == "__main__":
-    take_flags()  # what follows takes seconds to import
+    take_flags()  # the imports below take seconds
 
 import jax
 

@@ -1,34 +1,33 @@
-"""Brings a model in from Hugging Face's format, or out into it.
+"""Imports a model from a Hugging Face folder, or exports a run to one.
 
     python -m runner.convert --from=HF_DIR_OR_NAME --to=WORKDIR
     python -m runner.convert --from=WORKDIR[@STEP] --to=HF_DIR --tokenizer=HF_DIR
     python -m runner.convert --from=WORKDIR[@STEP] --to=PEFT_DIR --adapters
 
-In: WORKDIR holds the config of experiments/from_hf for that model and a checkpoint of step 0, its
-weights alone. --init_from=WORKDIR begins any run of that model, and a run goes on in it:
+Import: WORKDIR gets the config of experiments/from_hf for that model, and a checkpoint of step 0
+with its weights. --init_from=WORKDIR begins any run of that model, and a run goes on in it:
 python -m runner --fdl_config=WORKDIR --workdir=WORKDIR --fdl.data.path=… --fdl.validation.path=…
-A folder of PEFT's comes in too: WORKDIR's model has its adapters, which train with what the folder
-holds besides, and the checkpoint holds these alone; the rest of the model stays in its folder.
-Out: what `from_pretrained` of transformers loads, of a run whose model is one of its families;
-adapters are merged into it, unless --adapters asks for them as PEFT loads them, with the other
-weights that trained.
+A PEFT folder is imported too: WORKDIR's model has its adapters, which train with the other weights
+of the folder. The checkpoint holds only these; the rest of the model stays in its folder.
+Export: `from_pretrained` of transformers loads the folder, if the model is one of its families.
+Adapters are merged, or, with --adapters, written for PEFT with the other trained weights.
 
---base           of adapters, in and out: the folder, or its name, of the model without them, unless
-                 it is what adapter_config.json says, or the run began with
---adapters       out: the adapters, and what else trained
---init_from      out: where what the run began with is now, whose checkpoints do not hold it
---dtype          out: float32, bfloat16 or float16; unless said that of the weights, float32 where
-                 a run trained them. The last line says what is rounded
---largest_file   out: about how many GB a file may have
---tokenizer      out: a folder with a tokenizer's files, or a tokenizer.json; unless said, that of
-                 the folder which the run began with, or else of its data; a chat
-                 template of its data comes with it
---weights        out: ema: the average that the run kept of its weights, in place of the last
+--base           of adapters: the folder, or Hub name, of the model without them; default: the one
+                 in adapter_config.json, or the one that the run began with
+--adapters       export the adapters and the other trained weights
+--init_from      export: the new place of the weights that the run did not train
+--dtype          export: float32, bfloat16 or float16; default: that of the weights, float32 if a
+                 run trained them. The last line names the rounded weights
+--largest_file   export: the approximate largest size of a file, in GB
+--tokenizer      export: a folder with a tokenizer's files, or a tokenizer.json; default: that of
+                 the folder which the run began with, or of its data, with the chat template of the
+                 data
+--weights        export: ema for the run's weight average in place of its last weights
 --trust_module   a module of yours that the run's config.json may refer to, and whose FAMILIES of
                  folders are known (docs/huggingface.md); repeatable
-The model is held in float32 in this machine's memory. --to is new or empty; a conversion that is
-cut leaves nothing there. Out, it may be gs://… or s3://…: the folder is made on this machine's disk
-and sent, its config.json last.
+The model is held in float32 in this machine's memory. --to is new or empty; an interrupted
+conversion leaves nothing there. An export may go to gs://… or s3://…: the folder is made on this
+machine's disk and sent, its config.json last.
 """
 
 import contextlib
@@ -58,7 +57,7 @@ _LARGEST_FILE = flags.DEFINE_float("largest_file", 5.0, "GB, about", lower_bound
 _TOKENIZER = flags.DEFINE_string("tokenizer", None, "a folder with a tokenizer's files")
 
 if __name__ == "__main__":
-    take_flags()  # what follows takes seconds to import
+    take_flags()  # the imports below take seconds
 
 import fiddle as fdl
 import jax
@@ -235,8 +234,8 @@ def bring_adapters_out(
     """Makes a PEFT folder of the adapters in a checkpoint; describes it.
 
     Args:
-      base: of `hf.save_adapters`, with all that was trained before this run; `None`: what the run
-        began with.
+      base: of `hf.save_adapters`, with all earlier training; `None`: the model that the run began
+        with.
       dtype: of the file.
 
     Raises:

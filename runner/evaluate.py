@@ -1,36 +1,36 @@
-"""Measures models on texts, on tasks of lm-eval, or by a suite of what small models can do.
+"""Measures models on texts, on tasks of lm-eval, or by a suite for small models.
 
     python -m runner.evaluate --from=WORKDIR --data=FLAT_TOKENS_OR_TEXT
     python -m runner.evaluate --from=WORKDIR --all_checkpoints --data=TEXT.jsonl --json=FILE
     python -m runner.evaluate --from=WORKDIR --tasks=arc_easy,lambada_openai
     python -m runner.evaluate --from=WORKDIR --suite
 
---from             a run, WORKDIR or WORKDIR@STEP, a folder of Hugging Face's, or its name on the
-                   Hub; repeatable
+--from             a run, WORKDIR or WORKDIR@STEP, a Hugging Face folder, or its name on the Hub;
+                   repeatable
 --data             a folder of flat tokens, or a file or folder of text, JSON lines or Parquet;
-                   repeatable; unless said, the flat tokens that the run validated on
+                   repeatable; default: the run's validation data, if it is flat tokens
 --tasks            of lm-eval, by commas; `*` stands for any characters; needs lmlib[eval]
 --include_path     a folder with more tasks, as YAML
---num_fewshot      examples before each question; unless said, as each task says
---limit            questions of each task, the first; below 1 a share of them
---chat             whether tasks use the tokenizer's chat template
+--num_fewshot      examples before each question; default: that of each task
+--limit            the number of questions of each task; below 1 a share of them
+--chat             apply the tokenizer's chat template to tasks
 --suite            bits per byte by kind of text, copying, induction, in-context learning
---split            of flat tokens: validation (unless said) or another
---text_column      of JSON lines and Parquet: text (unless said) or another
+--split            of flat tokens; default validation
+--text_column      of JSON lines and Parquet; default text
 --all_checkpoints  every checkpoint of each run, in order
 --json             a file for all numbers, with their units and standard errors
---sequence_length  tokens of a row; unless said, as long as the run's, else as the model takes, up
-                   to 2048
---overlap          tokens of context that each window of a document longer than that begins with
---batch_size       rows of a batch; unless said, of 16,384 tokens
---packed           whether a row holds several documents; they are kept apart
---dtype            to compute in; unless said, the run's, of a folder float32
---tokenizer        a tokenizer.json or its folder, in place of the one that is known
---init_from        of a model that is trained in part, or adapters: where what it began with is now
---weights          ema: the average that a run kept of its weights, in place of the last
+--sequence_length  tokens of a row; default: that of the run, or the longest of the model, up to
+                   2048
+--overlap          tokens of context at the beginning of each window of a longer document
+--batch_size       rows of a batch; default: as many as make 16,384 tokens
+--packed           put several documents into a row; they are kept apart
+--dtype            to compute in; default: the run's, for a folder float32
+--tokenizer        a tokenizer.json or its folder, in place of the known one
+--init_from        the new place of the weights that a run did not train, or of the base of adapters
+--weights          ema for the run's weight average in place of its last weights
 --trust_module     a module of yours that a run's config.json may refer to, or that has families
                    of folders; repeatable
-Each document is evaluated alone. docs/evaluation.md says what is counted.
+Each document is evaluated by itself. docs/evaluation.md says how tokens are counted.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -71,7 +71,7 @@ _DTYPE = flags.DEFINE_enum("dtype", None, ["bfloat16", "float16", "float32"], "t
 _TOKENIZER = flags.DEFINE_string("tokenizer", None, "a tokenizer.json or its folder")
 
 if __name__ == "__main__":
-    take_flags()  # what follows takes seconds to import
+    take_flags()  # the imports below take seconds
 
 from lmlib.checkpoint import RemovedCheckpointError
 from lmlib.checkpoint.folders import steps_in
@@ -79,7 +79,7 @@ from lmlib.checkpoint.removal import reading
 from lmlib.evaluate.suite.suite import Suite
 from lmlib.storage.whole_file import write_whole
 from runner.config.references import RunReference, resolve
-from runner.evaluation.data_sets import DataSet, data_set, validation_of
+from runner.evaluation.data_sets import data_set, validation_of
 from runner.evaluation.measuring import Measured, Measuring, Settings, measure_suite
 from runner.evaluation.results import json_text, suite_json, suite_table, tables
 from runner.evaluation.tasks import Tasks, evaluate_tasks, tasks_json, tasks_table
@@ -134,7 +134,11 @@ def _measured(settings: Settings) -> Iterator[Measured]:
     with user_errors():
         given = [data_set(path, _SPLIT.value, _TEXT_COLUMN.value) for path in _DATA.value]
     for loaded in _each_loaded():
-        yield from measuring(loaded, given or _validation(loaded))
+        with user_errors():
+            data_sets = given or validation_of(loaded)
+        if not data_sets:
+            raise ConfigError(f"{loaded.name} has no flat tokens that it validated on: give --data")
+        yield from measuring(loaded, data_sets)
 
 
 def _answered() -> Iterator[tuple[str, dict[str, Any]]]:
@@ -188,13 +192,6 @@ def _load(reference: str) -> Loaded:
         average=WEIGHTS.value == EMA,
         show=show,
     )
-
-
-def _validation(loaded: Loaded) -> list[DataSet]:
-    with user_errors():
-        if own := validation_of(loaded):
-            return own
-    raise ConfigError(f"{loaded.name} has no flat tokens that it validated on: give --data")
 
 
 if __name__ == "__main__":

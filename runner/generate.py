@@ -4,22 +4,22 @@
     python -m runner.generate --from=HF_DIR_OR_NAME
     python -m runner.generate --from=MODEL --prompts=FILE.jsonl --out=FILE.jsonl
 
---prompt     a text to continue; repeatable. Without it, on a terminal: text after text is typed;
-             Ctrl-C ends an answer, Ctrl-D the command. Elsewhere: standard input is the prompt
---chat       prompts are a user's turns, written by the tokenizer's chat template; typed turns are
-             remembered. Unless said, what is typed is a chat where there is a template
+--prompt     a text to continue; repeatable. Without it, texts are typed on a terminal: Ctrl-C ends
+             an answer, Ctrl-D the command. Elsewhere, standard input is the prompt
+--chat       prompts are a user's turns, written by the tokenizer's chat template, and typed turns
+             are remembered. Default for typed texts, if there is a template
 --tokens     ids in place of a prompt, as 1,2,3; repeatable
 --prompts    a file of JSON objects, one in a line, with a "prompt", "messages" or "tokens" each
---out        the file for their answers, JSON lines too; one that was begun goes on
+--out        the file for their answers, JSON lines too; an unfinished one goes on
 --max_tokens, --temperature (0: always the likeliest token), --top_k, --top_p, --min_p,
 --repetition_penalty, --samples, --seed, --stop (a string that ends an answer; repeatable)
 --rows       of --prompts: answers that are made together
---length     tokens of prompt and answer at most; typed chats need room to grow
---dtype      to compute in: unless said bfloat16, on CPUs float32
+--length     the most tokens of prompt and answer; typed chats need room to grow
+--dtype      to compute in; default bfloat16, on CPUs float32
 --int8       keep matrices in 8 bits: half the memory of bfloat16, a little less exact
 --tokenizer  a folder with a tokenizer's files, in place of the model's own
---init_from  of a model that is trained in part, or adapters: where what it began with is now
---weights    ema: the average that a run kept of its weights, in place of the last
+--init_from  the new place of the weights that a run did not train, or of the base of adapters
+--weights    ema for the run's weight average in place of its last weights
 --trust_module   a module of yours that a config.json may refer to, or that has families of
                  folders; repeatable
 """
@@ -70,7 +70,7 @@ _INT8 = flags.DEFINE_bool("int8", False, "keep matrices in 8 bits")
 _TOKENIZER = flags.DEFINE_string("tokenizer", None, "a folder with a tokenizer's files")
 
 if __name__ == "__main__":
-    take_flags()  # what follows takes seconds to import
+    take_flags()  # the imports below take seconds
 
 from lmlib.data.chats.chat import answer_ends
 from lmlib.generate import Generator, Sampling, usual_dtype
@@ -191,7 +191,12 @@ def _generator(loaded: Loaded, rows: int, needed: int) -> Generator:
 
 def _answer_prompts(loaded: Loaded, reader: Reader, manner: Manner, prompts: list[str]) -> None:
     if _TOKENS.value:
-        asked = [reader.checked(_ids(text)) for text in _TOKENS.value]
+        try:
+            ids = [[int(each) for each in text.split(",")] for text in _TOKENS.value]
+        except ValueError as error:
+            given = " ".join(f"--tokens={text}" for text in _TOKENS.value)
+            raise ConfigError(f"{given}: write ids as 1,2,3") from error
+        asked = [*map(reader.checked, ids)]
         echoes = [reader.shown.decode(ids) for ids in asked]
     elif _CHAT.value:
         asked = [reader.of_chat([{"role": "user", "content": text}]) for text in prompts]
@@ -249,7 +254,7 @@ def _answer_file(loaded: Loaded, reader: Reader, manner: Manner) -> None:
             "length": _LENGTH.value,
         },
     )
-    # What chats take for the time stays when the command is given again.
+    # Chats see the same time when the command is given again.
     lines = read_lines(prompts, dataclasses.replace(reader, now=file.begun))
     longest = max(len(line.ids) for line in lines)
     if _LENGTH.value is not None and longest + manner.max_tokens > _LENGTH.value:
@@ -262,13 +267,6 @@ def _answer_file(loaded: Loaded, reader: Reader, manner: Manner) -> None:
     generator = _generator(loaded, rows, longest + manner.max_tokens)
     file.answer(lines, generator, manner, together=_ROWS.value // manner.samples)
     show(f"{out} has the answers to all {len(lines):,} lines of {prompts}")
-
-
-def _ids(text: str) -> list[int]:
-    try:
-        return [int(each) for each in text.split(",")]
-    except ValueError as error:
-        raise ConfigError(f"--tokens={text}: write ids as 1,2,3") from error
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Makes a captured step again, and shows what happened in each layer.
+"""Makes a captured step again, and shows the numbers of each layer.
 
     python -m runner.replay WORKDIR/captures/STEP
 
 Begins at the capture's checkpoint and makes every step up to the captured one, which takes the
-captured batch. Status 0: its numbers are those of the run, bit for bit; 1: they are not; 2: the
-capture cannot be read. On other devices, or another number of them, they differ by rounding.
+captured batch. Status 0: its numbers equal the run's, bit for bit; 1: they differ; 2: the capture
+cannot be read. On other devices, or another number of them, they differ by rounding.
 
 --trust_module   a module of yours that the capture's config.json may refer to, or that has families
                  of folders; repeatable
@@ -23,7 +23,7 @@ from runner.command_line.init_from import INIT_FROM
 from runner.errors import ConfigError, user_errors
 
 if __name__ == "__main__":
-    take_flags()  # what follows takes seconds to import
+    take_flags()  # the imports below take seconds
 
 import fiddle as fdl
 import jax
@@ -49,7 +49,7 @@ from runner.weights.given import GivenWeights
 from runner.weights.notes import WEIGHTS_ALONE
 from runner.weights.target import LoadOptions
 
-DIFFERS = 1  # exit status: the numbers are not those of the run
+DIFFERS = 1  # exit status: the numbers differ from the run's
 COMPARED = ("loss", "grad_norm", "parameter_norm", "update_norm", "skipped_updates")
 
 
@@ -64,21 +64,15 @@ def main(arguments: Sequence[str]) -> int:
         cfg = configs.load(str(folder / "config.json"), trusted=TRUST_MODULE.value)
         experiment: Experiment = fdl.build(cfg)
         experiment.check()
-        _check_step(capture, experiment)
+        if capture.step > experiment.steps:
+            steps = f"{experiment.steps:,} steps"
+            raise ConfigError(f"{folder} is of step {capture.step:,}, and its config makes {steps}")
         rows = read_batch(folder, experiment.at(capture.step - 1).abstract_batch())
     return FINISHED if _replay(capture, experiment, rows) else DIFFERS
 
 
-def _check_step(capture: Capture, experiment: Experiment) -> None:
-    if capture.step > experiment.steps:
-        raise ConfigError(
-            f"{capture.folder} is of step {capture.step:,}, and its config makes "
-            f"{experiment.steps:,} steps"
-        )
-
-
 def _replay(capture: Capture, experiment: Experiment, rows: Batch) -> bool:
-    """Shows the step; whether its numbers are those of the run."""
+    """Shows the step; returns whether its numbers equal the run's."""
     state, made = _begin(capture, experiment)
     compiled = {
         steps: stage.trace_step().lower().compile()

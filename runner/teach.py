@@ -1,20 +1,19 @@
-"""Writes what a teacher says of the data, for students that learn without it.
+"""Stores the likeliest ids of a teacher, for students that train without it.
 
     python -m runner.teach --from=TEACHER --fdl_config=experiments/NAME --fdl.data.teacher=FOLDER
 
---from         a run, WORKDIR or WORKDIR@STEP, a folder of Hugging Face's, or its name on the Hub
---fdl_config   the student's experiment; its data and validation say what the teacher reads: each
-               sequence of a split once, in the order they are stored in. --fiddler and --fdl.x=…
-               are those of training
---out          the folder for data alone; without it data.teacher and validation.teacher of the
-               experiment name a folder each
---k            ids that are listed of each token, the likeliest: 32 unless said
---batch_size   sequences at a time; unless said, as many as in the experiment's batches
---dtype        to compute in; unless said, the run's, of a folder float32
---init_from    of a model that is trained in part, or adapters: where what it began with is now
+--from         a run, WORKDIR or WORKDIR@STEP, a Hugging Face folder, or its name on the Hub
+--fdl_config   the student's experiment; the teacher reads its data and validation, each sequence of
+               a split once, in stored order. --fiddler and --fdl.x=… as in training
+--out          the folder for data; without it data.teacher and validation.teacher of the experiment
+               name a folder each
+--k            the number of ids for each token; default 32
+--batch_size   sequences at a time; default: as many as in the experiment's batches
+--dtype        to compute in; default: the run's, for a folder float32
+--init_from    the new place of the weights that a run did not train, or of the base of adapters
 --trust_module   a module of yours that a config.json may refer to, or that has families of
                  folders; repeatable
-The same command goes on where it stopped. docs/objectives.md says what is written.
+The same command goes on where it stopped. docs/objectives.md describes the files.
 """
 
 from collections.abc import Sequence
@@ -43,7 +42,7 @@ _BATCH_SIZE = flags.DEFINE_integer(
 _DTYPE = flags.DEFINE_enum("dtype", None, ["bfloat16", "float16", "float32"], "to compute in")
 
 if __name__ == "__main__":
-    take_flags(fiddlers_listed)  # what follows takes seconds to import
+    take_flags(fiddlers_listed)  # the imports below take seconds
 
 from lmlib.data.stored.teacher import USUAL_K, TeacherMetadata
 from lmlib.terminal.quantities import bytes_text

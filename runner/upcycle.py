@@ -2,16 +2,16 @@
 
     python -m runner.upcycle --from=RUN_OR_FOLDER --experts=8 --top=2 --to=WORKDIR
 
---from     RUN, RUN@STEP, or a folder of Hugging Face's or its name; adapters are merged
---experts  how many there are in each layer
---top      how many of them a token goes to, at least 2; their shares add up to 1
+--from     RUN, RUN@STEP, a Hugging Face folder, or its name on the Hub; adapters are merged
+--experts  experts in each layer
+--top      experts of a token, at least 2; their shares add up to 1
 --to       a folder that is new or empty
 --seed     of the routers
---init_from, --weights, --trust_module   as of runner.convert
-WORKDIR has a config and a checkpoint of step 0, the weights alone, which compute what the dense
-model does. Runs begin with them: python -m runner --fdl_config=WORKDIR --workdir=RUN. The config is
-that of the run, or experiments/from_hf of the folder's model, with the mixture as model, of which
-all trains, and router_balance in the loss. docs/finetuning.md says what it is good for.
+--init_from, --weights, --trust_module   as in runner.convert
+WORKDIR gets a config and a checkpoint of step 0, whose weights compute the same as the dense model.
+Runs begin with them: python -m runner --fdl_config=WORKDIR --workdir=RUN. The config is that of the
+run, or experiments/from_hf of the folder's model, with the mixture as model, all of which trains,
+and router_balance in the loss. docs/finetuning.md says when this helps.
 The memory of this machine holds both models in float32; a run reads its checkpoint onto a mesh.
 """
 
@@ -35,7 +35,7 @@ _TOP = flags.DEFINE_integer("top", 2, "experts of a token", lower_bound=1)
 _SEED = flags.DEFINE_integer("seed", 0, "of the routers", lower_bound=0, upper_bound=2**32 - 1)
 
 if __name__ == "__main__":
-    take_flags()  # what follows takes seconds to import
+    take_flags()  # the imports below take seconds
 
 import copy
 import functools
@@ -114,7 +114,7 @@ def make_mixture(
 def _config(
     source: SavedRun | ModelFolder, to: Path, experts: int, top: int, options: LoadOptions
 ) -> fdl.Config:
-    """Of a run that begins with the mixture in `to`."""
+    """The config of a run that begins with the mixture in `to`."""
     if isinstance(source, SavedRun):
         cfg = copy.deepcopy(source.cfg)
         dense = cfg.model.of if fdl.get_callable(cfg.model) is lora else cfg.model

@@ -36,7 +36,12 @@ def code_files(cfg: fdl.Config, experiment: Path | None) -> dict[str, str]:
     Those of this library; the file `experiment`, the files that define what `cfg` names, and the
     modules beside them that are imported.
     """
-    ours = {package: Path(folder) for package in OURS for folder in _folders_of(package)}
+    specs = {package: importlib.util.find_spec(package) for package in OURS}
+    ours = {
+        package: Path(folder)
+        for package, spec in specs.items()
+        for folder in (spec and spec.submodule_search_locations) or ()
+    }
     found = {
         f"{package}/{file.relative_to(folder).as_posix()}": file
         for package, folder in ours.items()
@@ -95,11 +100,6 @@ def _loaded() -> Iterator[str]:
         file = getattr(module, "__file__", None)
         if isinstance(file, str) and file.endswith(".py"):
             yield file
-
-
-def _folders_of(package: str) -> list[str]:
-    spec = importlib.util.find_spec(package)
-    return list((spec and spec.submodule_search_locations) or ())
 
 
 def _files_in(folders: Iterable[str | Path]) -> Iterator[Path]:

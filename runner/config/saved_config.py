@@ -1,6 +1,6 @@
 """The config.json of an earlier run, which may come from a stranger.
 
-Fiddle imports whatever such a file names. Here that is only what configs are made of: the modules
+Fiddle imports every name in such a file. Here only the parts of configs are allowed: the modules
 of lmlib that write no files and start no processes, data sources and trackers. Other modules of
 lmlib would let a stranger's file write anywhere. A run of your own modules is read if they are
 trusted by name: `trusted=["my_models"]`, or `--trust_module=my_models` on the command line.

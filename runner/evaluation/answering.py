@@ -102,8 +102,8 @@ class Answering:
         Args:
           max_tokens: for which there is room in a sequence of `length`.
           sampling: settings of `lmlib.generate.Sampling`.
-          numbers: of the prompts; what is random follows from them.
-          made_tokens: of a continuation, at most; more than `max_tokens` go beyond `length`.
+          numbers: of the prompts; seeds of their randomness.
+          made_tokens: the most tokens of a continuation; more than `max_tokens` go beyond `length`.
 
         Raises:
           ValueError: if `length` has no room for a token of the prompt, a prompt is empty, an id

@@ -1,8 +1,7 @@
-"""A model as lm-eval asks it. Only this file and `tasks` import lm_eval, which the extra `eval`
-brings.
+"""A model for lm-eval. Only this file and `tasks` import lm_eval, which the extra `eval` brings.
 
-Texts become ids, what is too long is cut, and what is too short is begun, as by lm-eval's backend
-`hf`, so that the numbers are those of the same weights there.
+Texts become ids, and are cut or begun, as by lm-eval's backend `hf`, so that the same weights have
+the same numbers there.
 """
 
 import functools
@@ -30,9 +29,9 @@ class LmEvalModel(TemplateLM):
     """Answers lm-eval's requests; on the first of several processes, inside of `Answering.ask`.
 
     Args:
-      tokenizer: of transformers', with a token that begins or ends texts.
-      generation: what the model's folder says of generation.
-      warn: gets a line about what is ignored of it.
+      tokenizer: a tokenizer of transformers, with a token that begins or ends texts.
+      generation: the generation settings of the model's folder.
+      warn: gets a line about ignored settings.
 
     Raises:
       ValueError: if the tokenizer has no such token.
@@ -59,7 +58,7 @@ class LmEvalModel(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text that has no context."""
+        """The token before a text without context."""
         bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
         return eos if bos is None else bos
 
@@ -79,9 +78,9 @@ class LmEvalModel(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """The chat as one text. Without a prompt for an answer, it ends with the last message, to
-        be continued. If the template takes no message of the system's, the text is without it, as
-        in lm-eval's own backends, and a warning says so.
+        """Returns the chat as one text. Without a prompt for an answer, it ends with the last
+        message, to be continued. If the template takes no system message, the message is dropped
+        with a warning, as in lm-eval's own backends.
 
         Raises ValueError if there is no template, or it does not take the chat, and OSError as
         `ChatTemplate.render_all`.
@@ -120,7 +119,7 @@ class LmEvalModel(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        """With what the tokenizer puts around a text, unless that begins with it."""
+        """Adds the tokenizer's special tokens, unless the text begins with them."""
         if add_special_tokens is None:
             prefix = self.tokenizer.decode([self.prefix_token_id])
             add_special_tokens = not string.startswith(prefix)
@@ -193,8 +192,9 @@ class LmEvalModel(TemplateLM):
             if settings:
                 raise ValueError(f"generation_kwargs has {', '.join(settings)}, which is not known")
             self._tell_ignored(drawn)
+            prompts = (self.tok_encode(requests[number].args[0]) for number in numbers)
             made = self._answering.continuations(
-                [self._prompt(requests[number].args[0]) for number in numbers],
+                [prompt or [self.prefix_token_id] for prompt in prompts],
                 max_tokens,
                 until,
                 self._generation.sampling(said, drawn),
@@ -215,9 +215,6 @@ class LmEvalModel(TemplateLM):
                 f"WARNING: {FILE} of {self._generation.name} has {named}: ignored here, where "
                 "transformers may generate other answers"
             )
-
-    def _prompt(self, text: str) -> list[int]:
-        return self.tok_encode(text) or [self.prefix_token_id]
 
 
 def continued(template: ChatTemplate, messages: Sequence[Mapping[str, Any]]) -> str:

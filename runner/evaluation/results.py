@@ -110,12 +110,9 @@ def _plain(evaluation: DocumentsEvaluation) -> dict[str, Any]:
 def _number(estimate: Estimate | None, unit: str) -> Any:
     if estimate is None:
         return None
-    numbers = {name: _strict(value) for name, value in dataclasses.asdict(estimate).items()}
-    return {**numbers, "unit": unit}
-
-
-def _strict(value: float | None) -> float | str | None:
-    return value if value is None or math.isfinite(value) else str(value)
+    numbers = dataclasses.asdict(estimate).items()
+    strict = {k: v if v is None or math.isfinite(v) else str(v) for k, v in numbers}
+    return {**strict, "unit": unit}
 
 
 def _shown(estimate: Estimate | None) -> str:

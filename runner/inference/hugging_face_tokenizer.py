@@ -1,4 +1,4 @@
-"""Tokenizers as objects of `transformers`, for what asks for those."""
+"""Tokenizers as objects of `transformers`."""
 
 from typing import TYPE_CHECKING, Any
 

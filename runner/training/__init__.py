@@ -1,1 +1,1 @@
-"""One run: what it begins with, its steps, what it saves and what it leaves."""
+"""A training run: its beginning, its steps, its checkpoints and its results."""

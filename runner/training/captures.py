@@ -146,17 +146,16 @@ def read_capture(folder: Path) -> Capture:
         line, mesh, origin, settings = (facts[name] for name in names)
         line = from_json(json.dumps(line))
         capture = Capture(folder, facts["step"], line, mesh, origin, settings)
-        numbers = [value for name, value in capture.line.items() if name != "step"]
-        if type(capture.step) is not int or not 0 < capture.step == capture.line["step"]:
-            raise ValueError(f"step {capture.step!r:.80}")
-        if not all(type(value) in (int, float) for value in numbers):
-            raise ValueError("its line holds what is no number")
-        if not all(type(size) is int and size > 0 for size in mesh.values()):
-            raise ValueError(f"mesh {mesh!r:.80}")
-        if origin is not None and not isinstance(origin, str):
-            raise ValueError(f"initialised_from {origin!r:.80}")
-        if not all(isinstance(value, str) for value in settings.values()):
-            raise ValueError(f"jax_settings {settings!r:.80}")
+        numbers = [value for name, value in line.items() if name != "step"]
+        sound = {
+            "step": type(capture.step) is int and 0 < capture.step == line["step"],
+            "line": all(type(value) in (int, float) for value in numbers),
+            "mesh": all(type(size) is int and size > 0 for size in mesh.values()),
+            "initialised_from": origin is None or isinstance(origin, str),
+            "jax_settings": all(isinstance(value, str) for value in settings.values()),
+        }
+        if wrong := [name for name, is_sound in sound.items() if not is_sound]:
+            raise ValueError(f"{wrong[0]} {facts[wrong[0]]!r:.80}")
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{file} is damaged: {error!r}") from error
     return capture

@@ -36,7 +36,7 @@ def probe(source: Source, steps_made: int) -> dict[str, Any]:
         "steps_made": steps_made,
         **_sizes(source, steps_made),
     }
-    if not isinstance(source, Resumable):  # such a source knows by itself what it was
+    if not isinstance(source, Resumable):  # such a source checks itself
         found["first"] = _digest(source, 0)
         found["last"] = _digest(source, steps_made - 1)
     return found

@@ -122,12 +122,8 @@ def fit(
     keep_compiled_programs()
     options = options or Options()
     phases = Phases(time.time() if options.started is None else options.started)
-    with opened(workdir, _tell) as place:
+    with opened(workdir, lambda text: print(text, file=sys.stderr, flush=True)) as place:
         return _fit_in(place, cfg, options, phases)
-
-
-def _tell(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def _fit_in(
@@ -252,8 +248,10 @@ def _train(
             run.tell(f"WARNING: {goodput.problem}")
         unevaluated = _unevaluated(run, beginning.step)
         if beginning.step < experiment.steps or unevaluated:
+            rows, ahead = sharding("batch seq", experiment.mesh), experiment.prefetch_batches
+            source, steps = experiment.batches, experiment.steps
             # Prefetching begins here, so that it goes on while the step compiles.
-            with _prefetch(experiment, beginning.step) as batches:
+            with Prefetch(source, rows, beginning.step, steps, ahead) as batches:
                 if log.missing is not None:
                     run.tell(f"WARNING: {log.missing}")
                 if log.set_aside is not None:
@@ -350,11 +348,6 @@ def _earlier_summary(run: Run) -> Summary | None:
         found = None
     saved = from_first(None if found is None else dataclasses.asdict(found))
     return saved and from_json(saved)
-
-
-def _prefetch(experiment: Experiment, start: int) -> Prefetch:
-    rows, ahead = sharding("batch seq", experiment.mesh), experiment.prefetch_batches
-    return Prefetch(experiment.batches, rows, start, experiment.steps, ahead)
 
 
 def _profiler(run: Run, compiled: Mapping[range, jax.stages.Compiled]) -> Profiler:

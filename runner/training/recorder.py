@@ -1,4 +1,4 @@
-"""From the device metrics of a step to a line of metrics.jsonl and of the terminal."""
+"""Records the metrics of steps in metrics.jsonl and on the terminal."""
 
 import time
 from collections.abc import Mapping

@@ -65,7 +65,7 @@ class Summary:
 
     @property
     def validation_loss(self) -> float | None:
-        """In `loss_unit`; of several validation sets their mean."""
+        """In `loss_unit`; the mean of several validation sets."""
         measured = self.validation.get("validation_loss")
         return None if measured is None else measured.value
 
