@@ -1,11 +1,15 @@
-"""`runner.evaluate` on a run of bytes: its data, the same texts in files, and mistakes."""
+"""`runner.evaluate` on a run of bytes: its data, texts in files, the suite, and mistakes."""
 
 import copy
 import dataclasses
 import json
 import shutil
+import sys
 from pathlib import Path
 
+import fiddle as fdl
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from byte_texts import TEXTS, write_ids
@@ -15,13 +19,17 @@ from run_on_bytes import write_run_on_bytes
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.stored.metadata import TokenizerIdentity
 from lmlib.data.stored.shard_writer import ShardWriter
+from lmlib.evaluate.suite.suite import Suite
 from lmlib.evaluate.validation import Evaluator
 from lmlib.parallel.mesh import make_mesh
+from runner.config import configs
 from runner.errors import ConfigError
 from runner.evaluation.data_sets import data_set, validation_of
-from runner.evaluation.measuring import Measuring, Settings
-from runner.evaluation.results import json_text, tables
+from runner.evaluation.measuring import Measuring, Settings, measure_suite
+from runner.evaluation.results import json_text, suite_json, suite_table, tables
+from runner.evaluation.tasks import Tasks, evaluate_tasks
 from runner.inference.loading import load
+from runner.training.validation import Validation
 
 pytestmark = pytest.mark.several_devices
 
@@ -221,3 +229,46 @@ def test_mistakes_of_the_command(command, tmp_path, arguments, told):
     ended = command(*(each.format(golden=GOLDEN, here=tmp_path) for each in arguments))
     assert ended.returncode == 2
     assert told in ended.stderr and len(ended.stderr.splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_a_saved_run_scores_what_its_evaluations_wrote(folder, tmp_path):
+    loaded = load(str(folder / "run"), mesh=make_mesh())
+    assert loaded.cfg is not None
+    cfg = copy.deepcopy(loaded.cfg)
+    cfg.evaluation.suite = fdl.Config(Suite, longest=16)
+    cfg.mesh = fdl.Config(make_mesh)
+    configs.save(cfg, tmp_path)
+    experiment = fdl.build(configs.load(str(tmp_path / "config.json")))
+    experiment.check()
+    state = experiment.initial_state(jax.tree.map(jnp.copy, loaded.model))
+    written = Validation(experiment).metrics(state)
+    assert set(written) == set(experiment.evaluation_metrics)
+    name, found = measure_suite(loaded, Suite(longest=16))
+    assert found == {name: value for name, value in written.items() if "suite/" in name}
+    assert {"suite/copying_loss/8", "suite/induction_loss/4"} <= set(found)
+    assert "suite/bits_per_byte/code" in found
+    lines = suite_table([(name, found)]).splitlines()
+    assert len(lines) == 1 + len(found) and lines[1].startswith("bits_per_byte/prose")
+    assert json.loads(suite_json([(name, found)])) == [{"model": name, "results": found}]
+    with pytest.raises(ValueError, match=r"evaluation\.suite is measured where validation is"):
+        dataclasses.replace(experiment, validation=None).check()
+
+
+def test_tasks_need_the_extra(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    loaded = load(str(folder / "run"), mesh=make_mesh())
+    with pytest.raises(ConfigError, match=r"--tasks needs lm-eval: pip install 'lmlib\[eval\]'"):
+        evaluate_tasks(loaded, Tasks(("arc_easy",)))
+
+
+@pytest.mark.slow
+def test_the_command_measures_one_thing_at_a_time(folder, tmp_path):
+    of_run = f"--from={folder / 'run'}"
+    done = run_forked("-m", "runner.evaluate", of_run, "--suite", f"--json={tmp_path / 'found'}")
+    both = run_forked("-m", "runner.evaluate", of_run, "--suite", "--tasks=arc_easy")
+    assert done.returncode == 0 and "copying_accuracy/8" in done.stdout, done.stderr
+    (found,) = json.loads((tmp_path / "found").read_text())
+    loaded = load(str(folder / "run"), mesh=make_mesh())
+    assert set(found["results"]) == set(Suite().metrics(24, loaded.codec))
+    assert both.returncode == 2 and "three evaluations: give one" in both.stderr
