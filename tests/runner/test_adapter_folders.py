@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from adapter_runs import NO_BATCHES, write_adapter_run
 from forked_processes import run_forked
+from small_folder import assert_same_weights
 
 from lmlib import Compute, hf, whole_rows
 from lmlib.adapters.lora import lora, merged
@@ -55,12 +56,6 @@ def experiment(**settings):
     return cfg
 
 
-def assert_same(one, other):
-    assert jax.tree.structure(one) == jax.tree.structure(other)
-    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
-        np.testing.assert_array_equal(a, b)
-
-
 def tensors(file):
     return {name: each.read(0, each.size) for name, each in read_header(file).items()}
 
@@ -73,8 +68,8 @@ def test_a_run_begins_with_adapters_and_what_looks_at_models_takes_them(folder):
     at = jax.tree.map(lambda array: array.sharding, run.abstract_state().whole_model)
     assert at == jax.tree.map(lambda array: array.sharding, begun)
     loaded = load(str(folder), mesh=make_mesh(devices=jax.devices()[:1]))
-    assert_same(begun, loaded.model)
-    assert_same(begun, hf.load_adapters(folder, hf.load(BASE)))
+    assert_same_weights(begun, loaded.model)
+    assert_same_weights(begun, hf.load_adapters(folder, hf.load(BASE)))
     assert (loaded.name, loaded.longest) == (str(folder), 512)
 
 
@@ -371,8 +366,7 @@ def test_a_model_is_made_with_its_base_from_another_place(tmp_path):
     loaded = load(str(run), init_from=str(base), mesh=make_mesh(devices=jax.devices()[:1]))
     expected = hf.load_adapters(before, hf.load(base))
     expected = jax.tree.map(lambda x, y: x.astype(y.dtype), expected, loaded.model)
-    for one, other in zip(jax.tree.leaves(loaded.model), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_array_equal(one, other)
+    assert_same_weights(loaded.model, expected)
 
     another = jax.tree.map(lambda x: x + 1, hf.load(base))
     hf.save(another, tmp_path / "another")

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from adapter_runs import write_adapter_run
 from run_on_bytes import write_run_on_bytes
+from small_folder import assert_same_weights
 
 from lmlib.adapters.lora import merged
 from lmlib.data.synthetic import Synthetic
@@ -47,11 +48,6 @@ def distilled(teacher, data):
     return cfg
 
 
-def same(found, expected):
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
-
-
 def close(found, expected):
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6)
@@ -74,15 +70,15 @@ def test_new_adapters_begin_on_a_run(run, name):
     cfg = config(name, workdir, data)
     assert cfg.data.sequence_length == 24  # as the run's
     found = first_weights(cfg)
-    same(without_adapters(found), model)
-    same(merged(found), model)  # they start at zero
+    assert_same_weights(without_adapters(found), model)
+    assert_same_weights(merged(found), model)  # they start at zero
     assert reference_model(cfg) is None  # of preferences the model without its adapters
 
 
 @pytest.mark.slow
 def test_a_run_teaches(run):
     workdir, model, data = run
-    same(reference_model(distilled(workdir, data)), model)
+    assert_same_weights(reference_model(distilled(workdir, data)), model)
 
 
 def test_what_is_no_model_is_no_base(run):
@@ -107,15 +103,17 @@ def test_a_run_of_adapters_is_a_base_of_all_three(run, tmp_path):
     trained = write_adapter_run(config("lora", workdir, data), workdir, adapted)
     base = merged(trained)
     assert not np.allclose(base.stack.patterns[0][0].mlp.up, model.stack.patterns[0][0].mlp.up)
-    same(first_weights(config("lora", adapted, data)), trained)  # it goes on with its adapters
+    assert_same_weights(
+        first_weights(config("lora", adapted, data)), trained
+    )  # it goes on with its adapters
     other = config("lora", adapted, data)
     other.model.alpha = 7.0
     with pytest.raises(ConfigError, match=r"rank 16 and alpha 32, here rank 16 and alpha 7[)]"):
         first_weights(other)
     preferring = config("dpo", adapted, data)
-    same(first_weights(preferring), trained)
+    assert_same_weights(first_weights(preferring), trained)
     close(reference_model(preferring), base)
-    same(reference_model(distilled(adapted, data)), trained)
+    assert_same_weights(reference_model(distilled(adapted, data)), trained)
     plain = configs.load(str(workdir))
     plain.init_from, plain.mesh.data = str(adapted), 1
     close(first_weights(plain), base)

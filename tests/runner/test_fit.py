@@ -12,7 +12,7 @@ import pytest
 from folder_contents import files_of
 from forked_processes import ForkedProcess, run_forked
 from small_experiment import small
-from states import assert_same_bits
+from states import assert_same_bits, without_times
 
 from lmlib.data.synthetic import Synthetic
 from lmlib.metrics.log import read_metrics
@@ -21,7 +21,6 @@ from runner import Options, fit
 from runner.config import configs
 from runner.errors import ConfigError, TrainingStopped
 
-TIMES = ("tokens_per_second", "step_seconds", "data_wait_seconds", "goodput", "peak_memory_bytes")
 ROOT = Path(configs.__file__).parents[2]
 
 
@@ -31,10 +30,6 @@ MESH = ("mesh.fsdp=4", "mesh.tensor=2", "compute.dtype=float32")
 
 def tiny(*overrides):
     return configs.load("experiments/llama_84m", ["tiny"], overrides)
-
-
-def without_times(lines):
-    return [{k: v for k, v in line.items() if k not in TIMES} for line in lines]
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ import pytest
 from compiled_programs import XLA_FLAGS
 from forked_processes import Ended, ForkedProcess, fresh_process, run_forked
 from small_experiment import small
-from states import assert_same_bits
+from states import assert_same_bits, without_times
 
 from data_tools.hf_stream.source import HFStream
 from lmlib.data.synthetic import Synthetic
@@ -26,7 +26,6 @@ from runner.errors import ConfigError
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before `datasets` is imported: it looks hosts up otherwise
 
-TIMES = ("tokens_per_second", "step_seconds", "data_wait_seconds", "goodput", "peak_memory_bytes")
 ROOT = Path(configs.__file__).parents[2]
 
 
@@ -53,10 +52,6 @@ def streamed(texts: str, **settings: Any) -> fdl.Config[Experiment]:
     for setting, value in settings.items():
         setattr(cfg, setting, value)
     return cfg
-
-
-def without_times(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{k: v for k, v in line.items() if k not in TIMES} for line in lines]
 
 
 def stop_after(step: int, workdir: Path) -> None:

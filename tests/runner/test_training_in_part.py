@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cut_short import cut_short
+from small_folder import assert_same_weights
 
 from experiments import from_hf
 from lmlib import hf
@@ -54,11 +55,6 @@ def adapted(folder, *overrides, dropout=0.0, **settings):
     return cfg
 
 
-def same(one, other):
-    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
-        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [None, "int8", "float32"])
 def test_adapters_go_on_bit_for_bit_and_checkpoints_hold_them_alone(
@@ -70,9 +66,9 @@ def test_adapters_go_on_bit_for_bit_and_checkpoints_hold_them_alone(
         cfg, workdir = adapted(folder, frozen_dtype=dtype), tmp_path / "whole"
         whole = fit(cfg, workdir)
     again = fit(cfg, cut_short(workdir, 2, tmp_path / "cut"))
-    same(whole.state.changing.model, again.state.changing.model)
-    same(whole.state.optimizer, again.state.optimizer)
-    same(whole.state.frozen, again.state.frozen)
+    assert_same_weights(whole.state.changing.model, again.state.changing.model)
+    assert_same_weights(whole.state.optimizer, again.state.optimizer)
+    assert_same_weights(whole.state.frozen, again.state.frozen)
     saved = read_manifest(tmp_path / "cut" / "checkpoints" / "4").arrays
     of_model = [name for name in saved if name.startswith("model.")]
     assert of_model
@@ -84,7 +80,7 @@ def test_adapters_go_on_bit_for_bit_and_checkpoints_hold_them_alone(
 
     base = hf.load(folder)
     loaded = load(str(tmp_path / "cut"), mesh=make_mesh(devices=jax.devices()[:1])).model
-    same(loaded, whole.state.whole_model)
+    assert_same_weights(loaded, whole.state.whole_model)
     if dtype == "float32":
         gained = merged(loaded).stack.patterns[0][0].mlp.up - base.stack.patterns[0][0].mlp.up
         assert 0 < np.max(np.abs(gained)) < 0.1
@@ -153,13 +149,13 @@ def test_a_group_trains_alone_from_new_weights_and_from_another_run(folder, tmp_
     }
     first = fit(cfg, tmp_path / "first")
     fresh = fdl.build(cfg).initial_state()
-    same(first.state.frozen, fresh.frozen)
+    assert_same_weights(first.state.frozen, fresh.frozen)
     assert not np.array_equal(first.state.model.embedding, fresh.model.embedding)
     assert fit(cfg, tmp_path / "first").summary.steps == 4
     cfg.seed = 5  # its own new weights would be others
     second = fit(cfg, tmp_path / "second", Options(init_from=str(tmp_path / "first")))
-    same(second.state.frozen, first.state.frozen)
-    same(fit(cfg, tmp_path / "second").state.frozen, first.state.frozen)
+    assert_same_weights(second.state.frozen, first.state.frozen)
+    assert_same_weights(fit(cfg, tmp_path / "second").state.frozen, first.state.frozen)
 
 
 @pytest.mark.slow
@@ -172,7 +168,9 @@ def test_the_405b_at_a_small_size_from_a_folder_to_both_formats(tmp_path):
     cfg.init_from = str(tmp_path / "base")
     whole = fit(cfg, tmp_path / "whole")
     again = fit(cfg, cut_short(tmp_path / "whole", 3, tmp_path / "cut"))
-    same((again.state.model, again.state.optimizer), (whole.state.model, whole.state.optimizer))
+    assert_same_weights(
+        (again.state.model, again.state.optimizer), (whole.state.model, whole.state.optimizer)
+    )
     for kept, written in zip(
         jax.tree.leaves(without_adapters(whole.state.frozen)), jax.tree.leaves(base), strict=True
     ):

@@ -14,7 +14,7 @@ import pytest
 from byte_texts import write_ids
 from sentinels import sentinels
 from small_experiment import small
-from small_folder import HEAD, copy_small_folder, rewritten
+from small_folder import HEAD, assert_same_weights, copy_small_folder, rewritten
 
 from lmlib import hf
 from lmlib.adapters.lora import lora
@@ -55,11 +55,6 @@ def taken(reference, experiment, allowed_changes=()):
     """What `experiment` would begin with."""
     of = experiment.recipe, experiment.mesh, experiment.data
     return read_weights(reference, LoadTarget(*of, allowed_changes))
-
-
-def assert_same_weights(found, expected):
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_array_equal(one, other)
 
 
 @pytest.mark.parametrize("mesh", [(1, 1), pytest.param((2, 2), marks=pytest.mark.slow)])

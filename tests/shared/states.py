@@ -1,9 +1,11 @@
-"""Training states compared bit for bit."""
+"""Training states compared bit for bit, and metrics without times."""
 
 from typing import Any
 
 import jax
 import numpy as np
+
+TIMES = ("tokens_per_second", "step_seconds", "data_wait_seconds", "goodput", "peak_memory_bytes")
 
 
 def assert_same_bits(one: Any, other: Any) -> None:
@@ -18,3 +20,8 @@ def assert_same_bits(one: Any, other: Any) -> None:
 def _bits(leaf: Any) -> np.ndarray:
     is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
+
+
+def without_times(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Lines of metrics.jsonl without the values that differ from run to run."""
+    return [{name: value for name, value in line.items() if name not in TIMES} for line in lines]

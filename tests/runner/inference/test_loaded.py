@@ -14,6 +14,7 @@ import pytest
 from byte_texts import BOS, EOS, write_ids
 from compiled_programs import XLA_FLAGS
 from run_on_bytes import write_run_on_bytes
+from small_folder import assert_same_weights
 from small_tokenizer import write_tokenizer_folder
 
 from lmlib import Compute, hf
@@ -53,11 +54,6 @@ def folder(tmp_path_factory):
     (folder / "tokenizer.json").write_text(json.dumps(TOKENIZER))
     (folder / "generation_config.json").write_text('{"eos_token_id": [2, 3]}')
     return folder
-
-
-def assert_same_weights(found, expected):
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_array_equal(one, other)
 
 
 @pytest.mark.slow
