@@ -103,9 +103,8 @@ def test_a_run_of_adapters_is_a_base_of_all_three(run, tmp_path):
     trained = write_adapter_run(config("lora", workdir, data), workdir, adapted)
     base = merged(trained)
     assert not np.allclose(base.stack.patterns[0][0].mlp.up, model.stack.patterns[0][0].mlp.up)
-    assert_same_weights(
-        first_weights(config("lora", adapted, data)), trained
-    )  # it goes on with its adapters
+    # It goes on with its adapters.
+    assert_same_weights(first_weights(config("lora", adapted, data)), trained)
     other = config("lora", adapted, data)
     other.model.alpha = 7.0
     with pytest.raises(ConfigError, match=r"rank 16 and alpha 32, here rank 16 and alpha 7[)]"):
