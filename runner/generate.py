@@ -192,11 +192,11 @@ def _generator(loaded: Loaded, rows: int, needed: int) -> Generator:
 def _answer_prompts(loaded: Loaded, reader: Reader, manner: Manner, prompts: list[str]) -> None:
     if _TOKENS.value:
         try:
-            ids = [[int(each) for each in text.split(",")] for text in _TOKENS.value]
+            given = [[int(each) for each in text.split(",")] for text in _TOKENS.value]
         except ValueError as error:
-            given = " ".join(f"--tokens={text}" for text in _TOKENS.value)
-            raise ConfigError(f"{given}: write ids as 1,2,3") from error
-        asked = [*map(reader.checked, ids)]
+            flags = " ".join(f"--tokens={text}" for text in _TOKENS.value)
+            raise ConfigError(f"{flags}: write ids as 1,2,3") from error
+        asked = [*map(reader.checked, given)]
         echoes = [reader.shown.decode(ids) for ids in asked]
     elif _CHAT.value:
         asked = [reader.of_chat([{"role": "user", "content": text}]) for text in prompts]

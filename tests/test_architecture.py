@@ -69,6 +69,13 @@ MAY_IMPORT = {
         "runner.jax_settings",
         "runner.monitoring",
     },
+    "runner.upcycle": {
+        "lmlib",
+        "runner.command_line",
+        "runner.config",
+        "runner.errors",
+        "runner.weights",
+    },
     "runner.sweep": {
         "lmlib",
         "runner.absent_hardware",

@@ -28,7 +28,7 @@ print(len(ours), sum(len(open(file).readlines()) for file in ours))
 """
 LARGEST = {  # files, lines
     "core": (CORE, 94, 10_200),
-    "fit": ("import runner.training.fit\n", 214, 23_700),
+    "fit": ("import runner.training.fit\n", 214, 23_750),
 }
 # Extras: folders that the core does not import.
 EXTRAS = (

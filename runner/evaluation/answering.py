@@ -146,8 +146,9 @@ class Answering:
             raise
 
     def _computed(self, name: str, arguments: dict[str, Any]) -> Any:
-        compute = {"likelihoods": self._likelihoods, "continuations": self._continuations}[name]
-        return compute(**arguments)
+        if name == "likelihoods":
+            return self._likelihoods(**arguments)
+        return self._continuations(**arguments)
 
     def _likelihoods(self, asked: Sequence[tuple[Ids, Ids]]) -> list[tuple[float, bool]]:
         windows = []

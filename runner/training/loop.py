@@ -7,15 +7,23 @@ from typing import TYPE_CHECKING
 import jax
 import numpy as np
 
+from lmlib.checkpoint import Checkpoints
 from lmlib.data.batch import Batch
 from lmlib.data.prefetch import Prefetch
 from lmlib.experiment import Action, Every, Moment
+from lmlib.experiment.stages import at
+from lmlib.metrics.log import MetricsLog, read_metrics
+from lmlib.parallel.layout import sharding
 from lmlib.state import State
 from lmlib.train import Metrics
 from runner.errors import StoppedEarly
+from runner.monitoring.goodput import GoodputLog
 from runner.monitoring.phases import Phase
+from runner.monitoring.profiling import Profiler, where_the_time_went
+from runner.processes.agreement import from_first
 from runner.training.beginning import Beginning
 from runner.training.captures import Captures
+from runner.training.compiled_step import StepPrograms
 from runner.training.divergence import stop_if_diverged
 from runner.training.recorder import Line, Recorder
 from runner.training.run import Run
@@ -183,3 +191,76 @@ class Loop:
         if (message := self._captures.take(line, batch)) is not None:
             run.tell(message)
         stop_if_diverged(run.experiment, line, newest, batch, self._saver)
+
+
+def make_steps(
+    run: Run,
+    start: Start,
+    beginning: Beginning,
+    checkpoints: Checkpoints,
+    programs: StepPrograms,
+    goodput: GoodputLog,
+    log: MetricsLog,
+    validation: Validation | None,
+    samples: "Samples | None",
+) -> State:
+    """Makes the steps that are left, if any, and returns the state after the last."""
+    experiment = run.experiment
+    unevaluated = _unevaluated(run, beginning.step)
+    if beginning.step >= experiment.steps and not unevaluated:
+        return beginning.state
+    rows, ahead = sharding("batch seq", experiment.mesh), experiment.prefetch_batches
+    source, steps = experiment.batches, experiment.steps
+    # Prefetching begins here, so that it goes on while the step compiles.
+    with Prefetch(source, rows, beginning.step, steps, ahead) as batches:
+        if log.missing is not None:
+            run.tell(f"WARNING: {log.missing}")
+        if log.set_aside is not None:
+            run.tell(f"the metrics of the run before are kept in {log.set_aside}")
+        with run.phases.during(Phase.COMPILE):
+            compiled = programs.compiled(beginning.step)
+        run.lock.check()
+        saver = Saver(run, checkpoints, log, batches, beginning)
+        if beginning.is_new_fork:
+            saver.save_fork(beginning)
+        hyperparameters = experiment.training.hyperparameters
+
+        def make_step(step: int, state: State, batch: Batch) -> tuple[State, Metrics]:
+            return at(compiled, step - 1)(state, batch, hyperparameters)
+
+        with _profiler(run, compiled) as profiler:
+            return Loop(
+                run,
+                start,
+                beginning,
+                make_step=profiler.traced(make_step),
+                batches=batches,
+                recorder=Recorder(run, log, goodput, beginning.tokens),
+                saver=saver,
+                validation=validation,
+                samples=samples,
+                repeated=max(goodput.furthest, log.furthest),
+            ).run(unevaluated)
+
+
+def _unevaluated(run: Run, step: int) -> bool:
+    """True if an earlier process ended in the evaluation after `step`, which it had saved."""
+    experiment = run.experiment
+    due = step % experiment.evaluation.every == 0 or step == experiment.steps
+    if experiment.validation is None or not due:
+        return False
+    lines = read_metrics(run.workdir) if run.primary else []
+    return from_first(any(line["step"] == step and "evaluation_loss" not in line for line in lines))
+
+
+def _profiler(run: Run, compiled: Mapping[range, jax.stages.Compiled]) -> Profiler:
+    """One process traces, since the devices of the others do the same."""
+    folder, steps, experiment = run.workdir / "profile", run.options.profile, run.experiment
+
+    def tell(count: int) -> None:
+        assert steps is not None
+        last = min(steps[-1], experiment.steps) - 1
+        program, stage = at(compiled, last), experiment.at(last)
+        run.tell(where_the_time_went(folder, program, stage, count, run.lock.check))
+
+    return Profiler(folder, steps if run.primary else None, written=tell)

@@ -1,7 +1,8 @@
 """Records the metrics of steps in metrics.jsonl and on the terminal."""
 
+import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -9,11 +10,40 @@ import numpy as np
 
 from lmlib.experiment.stages import at
 from lmlib.metrics.log import MetricsLog, mfu
+from lmlib.metrics.tensorboard import TensorBoard
 from lmlib.train import Metrics
 from runner.monitoring.goodput import GoodputLog
+from runner.monitoring.phases import Phase
+from runner.training.beginning import Beginning
 from runner.training.run import Run
 
 Line = dict[str, Any]  # a metric that is None is not written
+
+
+@contextlib.contextmanager
+def metrics_log(run: Run, beginning: Beginning) -> Iterator[MetricsLog]:
+    """Opens metrics.jsonl and the sinks, and enters the phase of trackers at the end."""
+
+    def lost(what: str) -> None:
+        """Called before metrics.jsonl is put back; raises WorkdirLost if it is another run's."""
+        run.lock.check()
+        run.tell(f"WARNING: {what} while this run went on: its lines are put back")
+
+    run.lock.check()  # the log begins with a file of its own
+    with MetricsLog(
+        run.workdir,
+        None if beginning.is_new_fork else beginning.step or None,
+        run.primary,
+        lost,
+        (TensorBoard, *run.experiment.sinks, *run.options.sinks),
+        run.tell,
+        beginning.first,
+        run.lock.check,
+    ) as log:
+        try:
+            yield log
+        finally:
+            run.phases.enter(Phase.TRACKERS)
 
 
 class Recorder:

@@ -4,13 +4,13 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 from lmlib.data.compressors import saw_training_text
 from lmlib.experiment import Experiment
-from lmlib.metrics.log import mfu
+from lmlib.metrics.log import mfu, read_metrics
 from lmlib.report.page import FILE_NAME as PAGE
 from lmlib.runs.goodput import Goodput
 from lmlib.runs.result import FILE_NAME, LOSS_STEPS, read_result
@@ -20,7 +20,14 @@ from lmlib.storage.bucket.copies import shown
 from lmlib.storage.whole_file import write_whole
 from lmlib.terminal.quantities import count_text
 from lmlib.terminal.table import columns
+from runner.errors import ConfigError
+from runner.monitoring.goodput import GoodputLog
+from runner.processes.agreement import from_first
+from runner.training.run import Run
 from runner.training.validation import Validation
+
+if TYPE_CHECKING:
+    from runner.training.samples import Samples
 
 _SUMMED = {"loss", "step_seconds", "tokens"}
 
@@ -140,6 +147,44 @@ def from_json(saved: Mapping[str, Any]) -> Summary:
             "goodput": saved["goodput"] and Goodput(**saved["goodput"]),
         }
     )
+
+
+def earlier_summary(run: Run) -> Summary | None:
+    """Returns the summary of a finished run, on all processes, as process 0 finds it on disk."""
+    try:
+        found = finished_summary(run.workdir, run.experiment.steps)
+    except ValueError as error:
+        run.tell(f"WARNING: {error}: it is made again")
+        found = None
+    saved = from_first(None if found is None else dataclasses.asdict(found))
+    return saved and from_json(saved)
+
+
+def finish(
+    run: Run,
+    state: State,
+    validation: Validation | None,
+    samples: "Samples | None",
+    goodput: GoodputLog,
+) -> Summary:
+    """Evaluates and samples the final state, and writes the summary; raises ConfigError if the
+    metrics are gone."""
+    experiment, workdir = run.experiment, run.workdir
+    lines = read_metrics(workdir) if run.primary else []
+    units = experiment.objective.units
+    totals = from_first(totals_of(lines, units, experiment.stages) if run.primary else None)
+    if totals is None:
+        raise ConfigError(f"{workdir} has a finished checkpoint but no metrics.jsonl")
+    summary, by_batch = summarise(experiment, state, totals, validation)
+    if run.primary and by_batch is not None:
+        by_batch.save(workdir, run.lock.check)
+    texts = () if samples is None else samples.write(experiment.steps, state.whole_model)
+    summary = dataclasses.replace(
+        summary, samples=texts, goodput=goodput.total(), start=run.lock.start
+    )
+    if run.primary:  # last, since a run with a result.json is finished
+        summary.save(workdir, run.lock.check)
+    return summary
 
 
 def totals_of(

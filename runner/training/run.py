@@ -6,6 +6,10 @@ from pathlib import Path
 import fiddle as fdl
 
 from lmlib.experiment import Experiment
+from lmlib.inspect.description import describe
+from lmlib.inspect.saved_activations import saved_activations
+from lmlib.terminal.quantities import bytes_text
+from runner.jax_settings.xla_flags import IN_ORDER_ON_CPU, may_wait_for_ever
 from runner.monitoring.phases import Phases
 from runner.monitoring.progress import Progress
 from runner.processes.lock import WorkdirLock
@@ -45,3 +49,22 @@ class Run:
     def tell(self, text: str) -> None:
         """Shows `text` above the progress."""
         self.progress.message(text)
+
+    def announce(self) -> None:
+        """Shows the model, and the memory of the activations that its backward pass needs.
+
+        Raises:
+          PartError: if a part of the model lacks methods or attributes.
+        """
+        experiment = self.experiment
+        decays, groups = experiment.training.optimizer.decays, experiment.recipe.group_of
+        self.tell(describe(experiment.recipe.made, experiment.mesh, decays, groups).short())
+        for steps, stage in experiment.stages.items():
+            kept = bytes_text(saved_activations(stage).bytes_per_device)
+            since = f" from step {steps.start + 1:,} on" if steps.start else ""
+            self.tell(f"kept for the backward pass{since}: {kept} on each device")
+        if may_wait_for_ever():
+            self.tell(
+                "WARNING: these CPU devices may wait for each other for ever, and XLA then aborts "
+                f"the process: add {IN_ORDER_ON_CPU} to XLA_FLAGS before JAX starts"
+            )

@@ -15,15 +15,32 @@ from lmlib.guard import not_finite
 from lmlib.metrics.log import MetricsLog
 from lmlib.state import State
 from lmlib.terminal.quantities import duration_text
-from runner.errors import TrainingStopped, in_words
+from runner.errors import TrainingStopped, in_words, user_errors
+from runner.monitoring.limits import Limits
 from runner.monitoring.phases import Phase
 from runner.training.beginning import Beginning
 from runner.training.data_probe import probe
 from runner.training.recorder import Line
 from runner.training.run import Run
-from runner.weights.notes import frozen_note, reference_note
+from runner.weights.notes import WEIGHTS_ALONE, frozen_note, reference_note
 
 HELD_UP_SECONDS = 1.0  # a save that takes less of training's time is not spoken of
+
+
+def open_checkpoints(run: Run) -> Checkpoints:
+    """Opens the run's checkpoints to write, which removes those that need not stay."""
+    limits, kept = run.options.limits or Limits(), run.experiment.checkpoints
+    with user_errors():
+        return Checkpoints(
+            run.checkpoints,
+            keep=kept.keep,
+            keep_every=kept.keep_every,
+            keep_best=kept.keep_best,
+            # Imported weights stay: every start reads the frozen ones again.
+            keep_steps=() if run.experiment.recipe.trained is None else (WEIGHTS_ALONE,),
+            save_seconds=max(1, round(limits.checkpoint)),
+            check=run.lock.check,
+        )
 
 
 class Saver:

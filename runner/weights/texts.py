@@ -162,7 +162,7 @@ class TextSources:
           ValueError, OSError: if a file is damaged, or the tokenizer changed since training.
         """
         ends, first = self._end_ids(), self.first
-        metadata = first and first.metadata
+        metadata = None if first is None else first.metadata
         document_end = None if metadata is None else metadata.eos_id
         end_ids = ends if document_end is None else (document_end,)
         codec: TextCodec | None = None

@@ -10,7 +10,7 @@ from small_experiment import small
 
 from lmlib.data.mixture import Mixture, Stage
 from lmlib.data.synthetic import Synthetic
-from lmlib.experiment.first_rows import check_first_rows
+from lmlib.experiment.sources import check_rows
 from runner import fit
 from runner.errors import ConfigError
 
@@ -69,9 +69,9 @@ WRONG = [
 
 @pytest.mark.parametrize(("change", "told"), WRONG, ids=[told for _, told in WRONG])
 def test_rows_that_do_not_fit_are_named(change, told):
-    check_first_rows("data", Own(lambda batch: batch, teacher_k=2), V, needs_pairs=True)
+    check_rows("data", Own(lambda batch: batch, teacher_k=2), V, needs_pairs=True)
     with pytest.raises(ValueError, match=r"^data.batch\(0, slice\(0, 3\)\)[ .]" + re.escape(told)):
-        check_first_rows("data", Own(change, teacher_k=2), V, needs_pairs=False)
+        check_rows("data", Own(change, teacher_k=2), V, needs_pairs=False)
 
 
 class BeyondTheVocabulary(Synthetic):
@@ -85,14 +85,14 @@ def test_rows_that_were_not_asked_for_are_noticed():
             return super().batch(step)
 
     with pytest.raises(ValueError, match=r"tokens must be int32 of shape \(3, 16\), got .*\(4, 16"):
-        check_first_rows("data", Whole(V, B, S), V, needs_pairs=False)
+        check_rows("data", Whole(V, B, S), V, needs_pairs=False)
 
 
 def test_documents_that_are_no_pairs_are_refused_where_pairs_are_compared():
     source = Own(one_segment)
-    check_first_rows("data", source, V, needs_pairs=False)
+    check_rows("data", source, V, needs_pairs=False)
     with pytest.raises(ValueError, match="holds no pair of answers: a pair is two segments"):
-        check_first_rows("data", source, V, needs_pairs=True)
+        check_rows("data", source, V, needs_pairs=True)
 
 
 def test_a_run_refuses_them_before_it_begins(tmp_path):

@@ -29,7 +29,7 @@ EXCEPTIONS = {
         "importlib.import_module": "one of our own modules, when needed"
     },
     "runner/config/saved_config.py": {"importlib.import_module": "after it was found in the list"},
-    "runner/config/families.py": {"importlib.import_module": "a module that the user names"},
+    "runner/config/references.py": {"importlib.import_module": "a module that the user names"},
     "runner/config/configs.py": {
         "importlib.import_module": "the experiment that the user names",
         "importlib.util.spec_from_file_location": "the experiment's file that the user names",
