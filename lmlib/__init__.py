@@ -10,43 +10,25 @@ import pkgutil
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lmlib.compute import Compute
-    from lmlib.experiment import Experiment
-    from lmlib.generate import Generator, Sampling
-    from lmlib.inspect import Inspector
-    from lmlib.inspect.description import describe
-    from lmlib.losses.distillation import Distillation
-    from lmlib.losses.dpo import DPO
-    from lmlib.losses.next_token import NextToken, batch_loss
-    from lmlib.models.context import Context, whole_rows
-    from lmlib.models.decoder import Decoder
-    from lmlib.models.families.llama import llama
-    from lmlib.optim.adamw import adamw
-    from lmlib.parallel.mesh import make_mesh
-    from lmlib.state import Training, new_state
-    from lmlib.train import make_step
-
-__all__ = [
-    "DPO",
-    "Compute",
-    "Context",
-    "Decoder",
-    "Distillation",
-    "Experiment",
-    "Generator",
-    "Inspector",
-    "NextToken",
-    "Sampling",
-    "Training",
-    "adamw",
-    "batch_loss",
-    "describe",
-    "llama",
-    "make_mesh",
-    "make_step",
-    "new_state",
-    "whole_rows",
-]
+    from lmlib.compute import Compute as Compute
+    from lmlib.experiment import Experiment as Experiment
+    from lmlib.generate import Generator as Generator
+    from lmlib.generate import Sampling as Sampling
+    from lmlib.inspect import Inspector as Inspector
+    from lmlib.inspect.description import describe as describe
+    from lmlib.losses.distillation import Distillation as Distillation
+    from lmlib.losses.dpo import DPO as DPO
+    from lmlib.losses.next_token import NextToken as NextToken
+    from lmlib.losses.next_token import batch_loss as batch_loss
+    from lmlib.models.context import Context as Context
+    from lmlib.models.context import whole_rows as whole_rows
+    from lmlib.models.decoder import Decoder as Decoder
+    from lmlib.models.families.llama import llama as llama
+    from lmlib.optim.adamw import adamw as adamw
+    from lmlib.parallel.mesh import make_mesh as make_mesh
+    from lmlib.state import Training as Training
+    from lmlib.state import new_state as new_state
+    from lmlib.train import make_step as make_step
 
 _HOMES = {
     "DPO": "lmlib.losses.dpo",
@@ -69,6 +51,7 @@ _HOMES = {
     "new_state": "lmlib.state",
     "whole_rows": "lmlib.models.context",
 }
+__all__ = [*_HOMES]
 
 
 _MODULES = frozenset(module.name for module in pkgutil.iter_modules(__path__))

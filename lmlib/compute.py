@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -36,7 +37,7 @@ class Compute:
       sequence_parallel: split the residual stream between blocks along its sequence over `tensor`
         (Korthikanti et al. 2022, arXiv:2205.05198).
       loss_chunk: tokens whose logits a device holds at a time; `None`: see
-        `lmlib.losses.logit_chunks.chunks`.
+        `lmlib.losses.fused.chunks`.
       logits_dtype: of the logits that the loss is computed from; softmax is in float32 at least.
 
     Raises:
@@ -60,7 +61,8 @@ class Compute:
 
     def __post_init__(self) -> None:
         for name in ("dtype", "logits_dtype"):
-            _check_dtype(name, getattr(self, name))
+            if not is_floating(dtype := getattr(self, name)):
+                raise ValueError(f"{name} must be a floating type like 'bfloat16', got {dtype!r}")
         for name in ("unroll", "pipeline_rows", "pipeline_rounds"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -88,10 +90,9 @@ class Compute:
         return "batch seq_parallel embed" if self.sequence_parallel else "batch seq embed"
 
 
-def _check_dtype(setting: str, name: str) -> None:
+def is_floating(dtype: Any) -> bool:
+    """True for a floating type, or the name of one."""
     try:
-        floating = jnp.issubdtype(jnp.dtype(name), jnp.floating)
+        return bool(jnp.issubdtype(jnp.dtype(dtype), jnp.floating))
     except TypeError:
-        floating = False
-    if not floating:
-        raise ValueError(f"{setting} must be a floating type like 'bfloat16', got {name!r}")
+        return False

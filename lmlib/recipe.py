@@ -12,9 +12,9 @@ from jaxtyping import Array
 
 from lmlib.models.matrices.adapted import has_adapters, with_bases, without_adapters
 from lmlib.models.matrices.int8 import in_int8
+from lmlib.models.weights import creator, quick_to_compile
 from lmlib.optim.trainable import Groups, grouped
 from lmlib.parallel.axes import M, PartError, Weight, map_weights
-from lmlib.parallel.creation import creator, quick_to_compile
 from lmlib.parallel.layout import stored
 
 

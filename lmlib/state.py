@@ -17,11 +17,9 @@ from lmlib.data.batch import Batch
 from lmlib.guard import Guard, GuardState
 from lmlib.losses.next_token import NextToken
 from lmlib.losses.objective import Objective
-from lmlib.models.weights import fold
-from lmlib.optim.hyperparameters import Hyperparameters, arrays_of
-from lmlib.optim.optimizer import Optimizer
+from lmlib.models.weights import creator, fold
+from lmlib.optim.optimizer import Hyperparameters, Optimizer, arrays_of
 from lmlib.parallel.axes import M, map_weights
-from lmlib.parallel.creation import creator
 from lmlib.parallel.layout import along, partition, pieces, shardings, stored
 
 
@@ -94,12 +92,10 @@ class State(eqx.Module):
         return self.with_frozen(None).with_reference_model(None)
 
     def with_frozen(self, frozen: Any) -> "State":
-        return eqx.tree_at(lambda state: state.frozen, self, frozen, is_leaf=lambda x: x is None)
+        return dataclasses.replace(self, frozen=frozen)
 
     def with_reference_model(self, reference_model: Any) -> "State":
-        return eqx.tree_at(
-            lambda s: s.reference_model, self, reference_model, is_leaf=lambda x: x is None
-        )
+        return dataclasses.replace(self, reference_model=reference_model)
 
 
 class Parts(NamedTuple):
@@ -192,16 +188,9 @@ def abstract_batch(
 
     def blank() -> Batch:
         integers = jnp.zeros((batch_size, sequence_length), jnp.int32)
-        is_split = pieces(along("seq"), mesh) > 1
-        batch = Batch(
-            integers,
-            integers,
-            integers,
-            integers,
-            integers.astype(bool),
-            order="balanced" if is_split else "plain",
-            whole_rows=whole_rows,
-        )
+        order = "balanced" if pieces(along("seq"), mesh) > 1 else "plain"
+        fields = *(integers,) * 4, integers.astype(bool)
+        batch = Batch(*fields, order=order, whole_rows=whole_rows)
         if teacher_k is None:
             return batch
         listed = jnp.zeros((batch_size, sequence_length, teacher_k), jnp.int32)

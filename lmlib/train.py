@@ -3,6 +3,7 @@
 Shapes: B batch, M microbatches, S sequence.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from jaxtyping import Array
 from lmlib.data.batch import Batch
 from lmlib.guard import choose
 from lmlib.losses.objective import LossSums, sums_of
-from lmlib.optim.hyperparameters import Hyperparameters, abstract_arrays_of, with_arrays
+from lmlib.optim.optimizer import Hyperparameters, abstract_arrays_of, with_arrays
 from lmlib.parallel.axes import PartError
 from lmlib.parallel.check import check_batch, check_model
 from lmlib.parallel.layout import sharding, shardings, spec
@@ -54,8 +55,8 @@ def step(
     with jax.named_scope("optimizer"):
         new_state, metrics = _updated(state, count, reported, gradients, hyperparameters, training)
     tokens = jnp.sum(batch.loss_mask, dtype=jnp.int32)
-    units = training.objective.units
-    return new_state, {**reported.metrics, **metrics, "tokens": tokens, units: count}
+    metrics = {**reported.metrics, **metrics, "tokens": tokens}
+    return new_state, metrics | {training.objective.units: count}
 
 
 class _Reported(NamedTuple):
@@ -68,22 +69,19 @@ class _Reported(NamedTuple):
 def gradient(state: State, batch: Batch, training: Training) -> tuple[Any, _Reported, Array]:
     """The part of `step` before the update: gradients of what trains, what is reported of the
     batch, and the count of what the loss is a mean of."""
-    mesh, compute, objective = training.mesh, training.compute, training.objective
-    microbatches = training.microbatches
-    check_model(state.whole_model, mesh)
-    B, S = batch.tokens.shape
-    check_batch(B, S, microbatches, compute, mesh)
+    objective, microbatches = training.objective, training.microbatches
+    check_model(state.whole_model, training.mesh)
+    check_batch(*batch.tokens.shape, microbatches, training.compute, training.mesh)
     count = objective.count(batch)
     divisor = jnp.maximum(count, 1).astype(jnp.float32)
     step_key = jax.random.fold_in(state.key, state.step)
-
     positions = jnp.maximum(jnp.sum(batch.segment_ids > 0, dtype=jnp.int32), 1)
 
     def part_loss(trained: Any, index: Array | int, part: Batch) -> tuple[Array, _Reported]:
         # Nothing asks for the gradient of what is frozen, so XLA leaves its products out.
         model = state.whole(trained)
         key = jax.random.fold_in(step_key, index)
-        sums = sums_of(objective, model, state.reference_model, part, compute, key)
+        sums = sums_of(objective, model, state.reference_model, part, training.compute, key)
         metrics = {name: each / divisor for name, each in sums.reported.items()}
         reported = _Reported(_of_model(sums, positions) | metrics, sums.model.tallies)
         return objective.minimised(sums, divisor, positions), reported
@@ -136,7 +134,7 @@ def _updated(
     updates_made = state.step - state.guard.skipped - state.guard.empty_batches
     metrics = {
         **optimizer.metrics(moments),
-        **_measured(state, reported.tallies),
+        **state.whole_model.measured(reported.tallies),
         "grad_norm": grad_norm,
         "parameter_norm": optax.global_norm(state.model),
         "update_norm": jnp.where(made, update_norm, 0),
@@ -145,15 +143,13 @@ def _updated(
         "skipped_in_a_row": guarded.skipped_in_a_row,
         "empty_batches": guarded.empty_batches,
     }
-    new_state = State(
+    new_state = dataclasses.replace(
+        state,
         step=state.step + 1,
         model=choose(made, optax.apply_updates(state.model, updates), state.model),
         optimizer=choose(made, moments, state.optimizer),
         guard=guarded,
-        key=state.key,
         buffers=choose(made, _updated_buffers(state, reported.tallies), state.buffers),
-        frozen=state.frozen,
-        reference_model=state.reference_model,
     )
     return new_state, metrics
 
@@ -188,12 +184,6 @@ def _checked_update(returned: Any, state: State) -> tuple[Any, Any]:
     return returned
 
 
-def _measured(state: State, tallies: Any) -> Metrics:
-    """What the model shows of its tallies, if it does (`lmlib.models.part.Part.measured`)."""
-    model = state.whole_model
-    return model.measured(tallies)
-
-
 def _updated_buffers(state: State, tallies: Any) -> Any:
     """The model's weights without a gradient, after a step whose whole batch gave `tallies`."""
     if state.buffers is None:
@@ -211,11 +201,8 @@ def split(batch: Batch, microbatches: int) -> Batch:
 
     def part(x_BS: Array) -> Array:
         B, *rest = x_BS.shape
-        x_BMS = jnp.reshape(
-            x_BS,
-            (B // microbatches, microbatches, *rest),
-            out_sharding=spec("batch microbatch seq"),
-        )
+        shape = B // microbatches, microbatches, *rest
+        x_BMS = jnp.reshape(x_BS, shape, out_sharding=spec("batch microbatch seq"))
         return jnp.moveaxis(x_BMS, 1, 0)
 
     return jax.tree.map(part, batch)
@@ -249,10 +236,9 @@ def make_step(training: Training) -> Callable[[State, Batch], tuple[State, Metri
     compiled = jax.jit(functools.partial(step, training=training), donate_argnums=0)
 
     def call(state: State, batch: Batch) -> tuple[State, Metrics]:
-        B, S = batch.tokens.shape
-        compute, mesh = training.compute, training.mesh
-        check_batch(B, S, training.microbatches, compute, mesh)
-        with jax.set_mesh(mesh):
+        sizes = *batch.tokens.shape, training.microbatches
+        check_batch(*sizes, training.compute, training.mesh)
+        with jax.set_mesh(training.mesh):
             return compiled(state, jax.device_put(batch, rows), training.hyperparameters)
 
     return call

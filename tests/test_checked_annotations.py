@@ -6,7 +6,7 @@ from beartype.roar import BeartypeCallHintParamViolation
 from jaxtyping import TypeCheckError
 
 from lmlib.data.batch import Batch
-from lmlib.models.parts.rope import document_lengths
+from lmlib.models.parts.rope_scaling import document_lengths
 from lmlib.terminal.quantities import bytes_text
 
 TOKENS_BS = np.zeros((2, 3), np.int32)

@@ -25,7 +25,6 @@ from lmlib.losses.next_token import NextToken, batch_loss
 from lmlib.losses.objective import Metric
 from lmlib.models.context import Context, whole_rows
 from lmlib.models.families.llama import llama
-from lmlib.models.parts.dropout import dropout
 from lmlib.models.weights import fold
 from lmlib.optim.optimizer import Optimizer, as_declared
 from lmlib.parallel.layout import partition, sharding
@@ -58,6 +57,12 @@ def inputs(batch):
     return tuple(jnp.asarray(x) for x in (batch.tokens, batch.positions, batch.segment_ids))
 
 
+def dropped(x_BSE, rate, key, sequence_parallel=False):
+    compute = Compute(sequence_parallel=sequence_parallel)
+    context = whole_rows(jnp.zeros(x_BSE.shape[:2], jnp.int32), compute)
+    return dataclasses.replace(context, dropout=rate, key=key).dropped(x_BSE, "mlp")
+
+
 def equal_bits(one, other):
     for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
         if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
@@ -71,7 +76,7 @@ def test_the_share_of_zeros_is_the_rate_and_the_mean_stays(rate, dtype):
     random = np.random.default_rng(0)
     x_BSE = np.asarray(jnp.asarray(random.uniform(1, 2, (16, 64, 256)), dtype), np.float64)
     found_BSE = np.asarray(
-        dropout(jnp.asarray(x_BSE, dtype), rate, jax.random.key(1), "mlp", "batch seq embed"),
+        dropped(jnp.asarray(x_BSE, dtype), rate, jax.random.key(1)),
         np.float64,
     )
     kept_BSE = found_BSE != 0
@@ -275,11 +280,11 @@ def test_every_mesh_drops_the_same(mesh_name):
     sizes, sequence_parallel = MESHES[mesh_name]
     layout = "batch seq_parallel embed" if sequence_parallel else "batch seq embed"
     key = jax.random.key(3)
-    expected = dropout(jnp.ones((B, S, E)), RATE, key, "mlp", layout)
+    expected = dropped(jnp.ones((B, S, E)), RATE, key, sequence_parallel)
     mesh = make_mesh(**sizes)
     with jax.set_mesh(mesh):
         x_BSE = jax.device_put(jnp.ones((B, S, E)), sharding(layout, mesh))
-        found = dropout(x_BSE, RATE, key, "mlp", layout)
+        found = dropped(x_BSE, RATE, key, sequence_parallel)
     assert found.sharding.spec == partition(layout, mesh=mesh)
     np.testing.assert_array_equal(found, expected)
     _, losses = advance(mesh_name, begin(mesh_name), 6)

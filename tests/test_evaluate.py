@@ -112,7 +112,7 @@ from lmlib.compute import Compute
 from lmlib.data.synthetic import Synthetic
 from lmlib.evaluate.validation import Evaluator
 from lmlib.models.families.llama import llama
-from lmlib.parallel.creation import creator
+from lmlib.models.weights import creator
 from lmlib.parallel.mesh import make_mesh
 
 mesh = make_mesh(fsdp=2, tensor=2)

@@ -17,8 +17,8 @@ from lmlib.data.batch import place
 from lmlib.data.synthetic import Synthetic
 from lmlib.losses.next_token import batch_loss
 from lmlib.models.families.llama import llama
+from lmlib.models.weights import creator
 from lmlib.optim.adamw import adamw
-from lmlib.parallel.creation import creator
 from lmlib.parallel.layout import sharding, shardings
 from lmlib.parallel.mesh import make_mesh
 from lmlib.parallel.mesh_axes import NAMES

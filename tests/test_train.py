@@ -1,5 +1,6 @@
 """One step: every valid token counts once, however the batch is split."""
 
+import dataclasses
 import functools
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from bigram import Bigram
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from laid_out import drawn, first_state
@@ -19,11 +21,12 @@ from lmlib.data.synthetic import Synthetic
 from lmlib.losses.next_token import NextToken
 from lmlib.models.context import Context
 from lmlib.models.families.llama import llama
+from lmlib.models.part import Reports
 from lmlib.optim.adamw import adamw
 from lmlib.optim.optimizer import Optimizer, as_declared
 from lmlib.parallel.layout import sharding, shardings
 from lmlib.parallel.mesh import make_mesh
-from lmlib.state import Training, abstract_batch, abstract_state
+from lmlib.state import Training, abstract_batch, abstract_state, initial_state
 
 B, S, V = 8, 12, 40
 make = functools.partial(llama, vocab=V, embed=16, layers=2, heads=2, mlp=24, key=jax.random.key(0))
@@ -217,3 +220,33 @@ def test_a_loop_by_hand_makes_the_bits_of_the_compiled_step():
     jax.tree.map(np.testing.assert_array_equal, by_hand.model, compiled_state.model)
     with pytest.raises(ValueError, match="batch"):
         step(by_hand, Synthetic(vocab_size=V, batch_size=3, sequence_length=S).batch(0))
+
+
+class Reporting(Bigram):
+    """Has a loss of its own: the mean of a feature over tokens."""
+
+    def trunk(self, tokens_BS, context, cache=None):
+        trunk = super().trunk(tokens_BS, context)
+        return trunk._replace(reports=Reports({"feature": context.total(trunk.x_BSE[..., 0])}, {}))
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_losses_of_the_model_are_means_over_tokens_that_are_no_padding(microbatches):
+    batch = batch_with(np.zeros((B, S), bool))  # so that nothing else has a gradient
+    segment_ids_BS = np.ones((B, S), np.int32)
+    segment_ids_BS[1:, 5:] = 0
+    batch = dataclasses.replace(batch, segment_ids=segment_ids_BS)
+    model, objective = (
+        Reporting(V, 4, key=jax.random.key(0)),
+        NextToken(model_losses={"feature": 3.0}),
+    )
+    training = Training(descent, make_mesh(), FLOAT32, objective, microbatches=microbatches)
+    tokens = batch.tokens[segment_ids_BS > 0]
+    expected = np.asarray(model.table_VE)[tokens, 0].mean()
+    counts_V = np.bincount(tokens, minlength=V)
+    with jax.set_mesh(training.mesh):
+        state = initial_state(model, training)
+        step = jax.jit(functools.partial(train.gradient, training=training))
+        gradients, reported, _ = step(state, jax.tree.map(jnp.asarray, batch))
+    assert float(reported.metrics["feature"]) == pytest.approx(expected, rel=1e-5)
+    np.testing.assert_allclose(gradients.table_VE[:, 0], 3 * counts_V / len(tokens), rtol=1e-5)

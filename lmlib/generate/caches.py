@@ -1,21 +1,44 @@
-"""The caches of rows: empty, put together, and whether memory has room for them.
+"""The caches of rows: empty, put together, and whether memory has room for them. A model without
+caches computes the whole sequence again for every token.
 
-Shapes: B batch (rows), V vocab.
+Shapes: B batch (rows), S sequence, N longest sequence, E embed, V vocab.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int32
 
 from lmlib.compute import Compute
-from lmlib.generate.whole_sequences import TokensSoFar
 from lmlib.hardware.free_memory import check_fits
+from lmlib.models.context import Context, whole_rows
 from lmlib.models.model import Model
 from lmlib.parallel.collectives import platform
 from lmlib.parallel.layout import reshard
+
+
+class TokensSoFar(eqx.Module):
+    """In place of a cache."""
+
+    tokens: Int32[Array, "1 b n"]
+
+
+def recomputed(
+    model: Model, tokens_BS: Int32[Array, "b s"], context: Context, cache: TokensSoFar
+) -> tuple[Float[Array, "b s embed"], TokensSoFar]:
+    """The residual stream at the context's positions, and the tokens with the new ones."""
+    is_at_BSN = context.positions_BS[:, :, None] == jnp.arange(cache.tokens.shape[2])
+    given_BN = jnp.sum(jnp.where(is_at_BSN, tokens_BS[:, :, None], 0), axis=1)
+    tokens_BN = jnp.where(jnp.any(is_at_BSN, axis=1), given_BN, cache.tokens[0])
+    whole = dataclasses.replace(whole_rows(tokens_BN, context.compute), lengths_B=context.lengths_B)
+    x_BNE = reshard(model.trunk(tokens_BN, whole).x_BSE, "batch seq embed")
+    x_BSE = jnp.einsum("bsn,bne->bse", is_at_BSN.astype(x_BNE.dtype), x_BNE)
+    return x_BSE, TokensSoFar(tokens_BN[None])
 
 
 def empty(model: Model, rows: int, length: int, compute: Compute) -> Any:

@@ -19,8 +19,7 @@ from lmlib.generate import caches, weights
 from lmlib.generate.sampling import Rules, Sampling, numbers_of, rules_of
 from lmlib.generate.steps import NOTHING, Chooser, Made, State, first_token, next_tokens, prefill
 from lmlib.generate.stream import Generated, Stream
-from lmlib.models.model import Model, check_length, padded_length
-from lmlib.models.precision import usual_dtype
+from lmlib.models.model import Model, check_length, padded_length, usual_dtype
 from lmlib.parallel.axes import Axes
 from lmlib.parallel.collectives import platform
 from lmlib.parallel.layout import COMPUTE, pieces, sharding

@@ -14,10 +14,8 @@ from lmlib.compute import Compute
 from lmlib.generate import caches
 from lmlib.generate.sampling import Numbers, Rules, choose
 from lmlib.generate.weights import Weights
-from lmlib.generate.whole_sequences import TokensSoFar, recomputed
 from lmlib.models.context import Context
-from lmlib.models.model import Model
-from lmlib.models.parts.head import logits_of
+from lmlib.models.model import Model, logits_of
 from lmlib.parallel.collectives import on_each_device
 from lmlib.parallel.layout import partition, reshard
 
@@ -166,8 +164,8 @@ def next_tokens(
 
 def _advance(model: Model, tokens_BS: Array, context: Context, cache: Any) -> tuple[Array, Any]:
     """The residual stream of these tokens, or of those that are wanted, and the new cache."""
-    if isinstance(cache, TokensSoFar):
-        x_BSE, cache = recomputed(model, tokens_BS, context, cache)
+    if isinstance(cache, caches.TokensSoFar):
+        x_BSE, cache = caches.recomputed(model, tokens_BS, context, cache)
     else:
         x_BSE, _, cache, _ = model.trunk(tokens_BS, context, cache)
         x_BSE = reshard(x_BSE, "batch seq embed")

@@ -1,16 +1,17 @@
 """Weights as generation reads them."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
-from lmlib.generate.unstacked import unstacked
 from lmlib.models.matrices.int8 import in_int8
 from lmlib.models.model import Model
-from lmlib.parallel.axes import Weight, map_weights
+from lmlib.models.stack import Stack, repeats_of
+from lmlib.parallel.axes import M, Weight, map_weights
 from lmlib.parallel.collectives import platform
 from lmlib.parallel.gathering import gathered_partition
 from lmlib.parallel.layout import stored
@@ -53,3 +54,22 @@ def ready(model: Model, dtype: str, mesh: Mesh | None, whole: bool, int8: bool) 
         return Weights(model, table_EV if tied and platform() == "cpu" else None)
 
     return made(model)
+
+
+def unstacked(model: M) -> M:
+    """`model` with each layer of its stacks as a pattern of its own. A loop over tokens then reads
+    weights in place; a loop over layers inside it would first copy the weights of each layer."""
+
+    def is_stack(node: Any) -> bool:
+        return isinstance(node, Stack)
+
+    def apart(stack: Stack) -> Stack:
+        patterns = tuple(
+            (layer,)
+            for pattern in stack.patterns
+            for i in range(repeats_of(pattern))
+            for layer in jax.tree.map(lambda w_R, i=i: w_R[i : i + 1], pattern)
+        )
+        return eqx.tree_at(lambda stack: stack.patterns, stack, patterns)
+
+    return jax.tree.map(lambda x: apart(x) if is_stack(x) else x, model, is_leaf=is_stack)

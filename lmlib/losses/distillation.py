@@ -1,6 +1,7 @@
-"""The loss of a student that learns from the whole distribution of a teacher.
+"""The loss of a student that learns from the distribution of a teacher.
 
-Shapes: B batch, S sequence, E embed, F embed of the teacher, V vocab, N tokens of a chunk.
+Shapes: B batch, S sequence, E embed, F embed of the teacher, V vocab, N tokens of a chunk, K ids
+that are listed of each token.
 """
 
 import dataclasses
@@ -10,18 +11,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, PRNGKeyArray
+from jaxtyping import Array, Float, Int32, PRNGKeyArray
 
 from lmlib.compute import Compute
 from lmlib.data.batch import Batch
 from lmlib.losses.features import features
-from lmlib.losses.fused import LogitSettings, TokenLoss, TokenLosses, fused_loss
-from lmlib.losses.listed_divergence import ListedDivergence
-from lmlib.losses.logit_chunks import ChunkLogits, logits_alone
-from lmlib.losses.next_token import CrossEntropy
+from lmlib.losses.fused import ChunkLogits, TokenLoss, TokenLosses, batch_sums, logits_alone
 from lmlib.losses.objective import LossSums, Metric, Objective, ReferenceModel, check_fraction
 from lmlib.models.model import Model
-from lmlib.parallel.collectives import pmax, psum
+from lmlib.parallel.collectives import axis_index, pmax, psum
 from lmlib.parallel.layout import along, reshard
 
 
@@ -126,22 +124,8 @@ class Distillation(Objective):
         key: PRNGKeyArray | None = None,
     ) -> LossSums:
         with jax.named_scope("teacher"):
-            loss, tokens, tables = self._taught(model, reference_model, batch, compute)
-        found = features(model, batch, compute, key, self.dropout)
-        how = LogitSettings(model.logit_cap, compute.loss_chunk, compute.logits_dtype)
-        targets_BS, loss_mask_BS = jnp.asarray(batch.targets), jnp.asarray(batch.loss_mask)
-        with jax.named_scope("loss"):
-            sums = fused_loss(
-                loss,
-                how,
-                found.h_BSE,
-                model.unembedding_EV(),
-                targets_BS,
-                loss_mask_BS,
-                tokens,
-                tables,
-            )
-        return sums._replace(model=found.reports)
+            loss, *given = self._taught(model, reference_model, batch, compute)
+        return batch_sums(loss, model, batch, compute, key, self.dropout, None, *given)[0]
 
     def _taught(
         self, model: Model, reference_model: Model | None, batch: Batch, compute: Compute
@@ -164,8 +148,8 @@ class Distillation(Objective):
 
 @dataclasses.dataclass(frozen=True)
 class Divergence:
-    """The loss that `Distillation` describes; a `lmlib.losses.fused.TokenLoss`, which is given the
-    teacher's features and table. `cap` and `logits_dtype` are of the teacher's logits."""
+    """The loss that `Distillation` describes; a `lmlib.losses.fused.TokenLoss` of the teacher's
+    features and table. `cap` and `logits_dtype` are of the teacher's logits."""
 
     temperature: float
     weight: float
@@ -181,18 +165,69 @@ class Divergence:
         log_q_NV = _log_softmax(logits.logits_NV / self.temperature)
         p_NV = jnp.exp(log_p_NV)
         divergence_N = psum(jnp.sum(p_NV * (log_p_NV - log_q_NV), axis=-1), along("vocab"))
-        _, reported, dlogits_NV = CrossEntropy()(logits, (), ())
-        minimised_N = self._mixed(reported["loss"], self.temperature**2 * divergence_N)
         # d KL / d logit = (q - p) / T.
-        ddivergence_NV = self.temperature * (jnp.exp(log_q_NV) - p_NV)
-        return TokenLosses(
-            minimised_N,
-            {"loss": minimised_N, "cross_entropy": reported["loss"], "divergence": divergence_N},
-            self._mixed(dlogits_NV, ddivergence_NV),
-        )
+        slope_NV = self.temperature * (jnp.exp(log_q_NV) - p_NV)
+        return _mixture(logits, self.weight, divergence_N, self.temperature**2, slope_NV)
 
-    def _mixed(self, of_cross_entropy: Array, of_divergence: Array) -> Array:
-        return (1 - self.weight) * of_cross_entropy + self.weight * of_divergence
+
+@dataclasses.dataclass(frozen=True)
+class ListedDivergence:
+    """(1 - weight) · cross-entropy + weight · KL over K + 1 outcomes: the K ids that are listed of
+    a token, and one that stands for all the others.
+
+    With p the listed probabilities and q the student's,
+
+        KL = Σ p_i (log p_i - log q_i) + r (log r - log(1 - Σ q_i)),   r = 1 - Σ p_i
+
+    summed over the listed ids. It is no more than the KL over all ids. Rounded probabilities that
+    sum to more than 1 are divided by their sum. If all ids are listed, they are too, and nothing
+    is left for the last outcome: it is the whole KL then.
+
+    A `lmlib.losses.fused.TokenLoss` of ids and log-probabilities, (n, k) each.
+
+    Args:
+      weight: of the divergence.
+      vocab: ids that there are, on all devices.
+    """
+
+    weight: float
+    vocab: int
+
+    def __call__(
+        self, logits: ChunkLogits, tokens: tuple[Array, ...], tables: tuple[Array, ...]
+    ) -> TokenLosses:
+        ids_NK, log_p_NK = tokens
+        has_others = ids_NK.shape[1] < self.vocab
+        log_p_NK = log_p_NK.astype(logits.logits_NV.dtype)
+        listed_N = jnp.sum(jnp.exp(log_p_NK), axis=-1)
+        whole_N = jnp.maximum(listed_N, 1) if has_others else listed_N
+        log_p_NK, r_N = log_p_NK - jnp.log(whole_N)[:, None], 1 - listed_N / whole_N
+        log_p_NV = _spread(ids_NK, log_p_NK, logits.logits_NV.shape[1])
+        is_listed_NV = log_p_NV > -jnp.inf
+        p_NV = jnp.exp(log_p_NV)
+        of_listed_NV = jnp.where(is_listed_NV, p_NV * (log_p_NV - logits.log_p_NV), 0)
+        divergence_N = psum(jnp.sum(of_listed_NV, axis=-1), along("vocab"))
+        slope_NV = logits.p_NV - p_NV  # d KL / d logit
+        if has_others:
+            log_sum_N, shares_NV = _log_sum(jnp.where(is_listed_NV, -jnp.inf, logits.logits_NV))
+            some_N = jnp.where(r_N > 0, r_N, 1)
+            divergence_N += r_N * (jnp.log(some_N) - (log_sum_N - logits.log_z_N))
+            slope_NV -= r_N[:, None] * shares_NV
+        return _mixture(logits, self.weight, divergence_N, 1.0, slope_NV)
+
+
+def _mixture(
+    logits: ChunkLogits, weight: float, divergence_N: Array, factor: float, slope_NV: Array
+) -> TokenLosses:
+    """(1 - weight) · cross-entropy + weight · factor · divergence; `slope_NV`: the gradient of
+    factor · divergence with respect to the logits."""
+    cross_entropy_N = logits.cross_entropy_N
+    minimised_N = (1 - weight) * cross_entropy_N + weight * (factor * divergence_N)
+    return TokenLosses(
+        minimised_N,
+        {"loss": minimised_N, "cross_entropy": cross_entropy_N, "divergence": divergence_N},
+        (1 - weight) * (logits.p_NV - logits.is_target_NV) + weight * slope_NV,
+    )
 
 
 def _log_softmax(logits_NV: Array) -> Array:
@@ -200,3 +235,23 @@ def _log_softmax(logits_NV: Array) -> Array:
     shifted_NV = logits_NV - pmax(jnp.max(logits_NV, axis=-1), along("vocab"))[:, None]
     normaliser_N = psum(jnp.sum(jnp.exp(shifted_NV), axis=-1), along("vocab"))
     return shifted_NV - jnp.log(normaliser_N)[:, None]
+
+
+def _log_sum(logits_NV: Array) -> tuple[Float[Array, "n"], Float[Array, "n v"]]:
+    """log Σ exp of the logits over the whole vocabulary, and the share of each in that sum."""
+    highest_N = pmax(jnp.max(logits_NV, axis=-1), along("vocab"))
+    exponentials_NV = jnp.exp(logits_NV - highest_N[:, None])
+    sum_N = psum(jnp.sum(exponentials_NV, axis=-1), along("vocab"))
+    return highest_N + jnp.log(sum_N), exponentials_NV / sum_N[:, None]
+
+
+def _spread(
+    ids_NK: Int32[Array, "n k"], values_NK: Float[Array, "n k"], vocab: int
+) -> Float[Array, "n v"]:
+    """The values at their ids in this device's share of the vocabulary, and -∞ at others."""
+    places_NK = ids_NK - vocab * axis_index(along("vocab"))
+    is_here_NK = (places_NK >= 0) & (places_NK < vocab)
+    places_NK = jnp.where(is_here_NK, places_NK, vocab)  # which is outside, and dropped
+    N = ids_NK.shape[0]
+    nothing_NV = jnp.full((N, vocab), -jnp.inf, values_NK.dtype)
+    return nothing_NV.at[jnp.arange(N)[:, None], places_NK].set(values_NK, mode="drop")

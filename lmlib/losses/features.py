@@ -14,9 +14,7 @@ from lmlib.compute import Compute
 from lmlib.data.batch import Batch
 from lmlib.models.context import Context, Observe
 from lmlib.models.model import Model, Trunk, check_positions
-from lmlib.models.part import Reports, class_name
-from lmlib.models.returned import check_like
-from lmlib.models.split_rows import check_rows_may_be_split
+from lmlib.models.part import Reports, check_like, class_name
 from lmlib.parallel.axes import PartError
 from lmlib.parallel.collectives import devices_along
 from lmlib.parallel.layout import COMPUTE, along, partition, reshard
@@ -52,6 +50,8 @@ def features(
     """
     check_positions(model, batch.tokens.shape[1])
     if batch.order != "plain":
+        from lmlib.models.split_rows import check_rows_may_be_split  # which only split rows need
+
         devices = devices_along(along("seq"))
         check_rows_may_be_split(model, f"{COMPUTE['seq']}={devices}")
     # Straight from a source, a batch is NumPy's.

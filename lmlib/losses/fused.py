@@ -1,39 +1,76 @@
-"""A loss of the logits of each token, and its gradient, summed a chunk of tokens at a time.
+"""Losses of the logits of each token, a chunk of tokens at a time.
 
-Logits (`lmlib.losses.logit_chunks`) are made together with the gradient: they are never kept, never
-made twice, and never whole.
+Each device makes the logits of its own tokens and its own share of the vocabulary; a few numbers
+for each token travel over `tensor`. `fused_loss` makes logits together with the gradient: they are
+never kept, never made twice, and never whole.
 
 Shapes: B batch, S sequence, E embed, V vocab, N tokens of a chunk, C chunks.
 """
 
 import functools
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32, PRNGKeyArray
 
-from lmlib.losses.features import is_split
-from lmlib.losses.logit_chunks import (
-    ChunkLogits,
-    chunk_logits,
-    chunks,
-    gather_inputs,
-    inputs,
-    visited,
-)
+from lmlib.compute import Compute
+from lmlib.data.batch import Batch
+from lmlib.losses.features import features, is_split
 from lmlib.losses.objective import LossSums
-from lmlib.parallel.collectives import on_each_device, psum, psum_scatter, psum_to_storage
+from lmlib.models.context import Observe
+from lmlib.models.model import Model, capped
+from lmlib.parallel.collectives import (
+    all_gather,
+    axis_index,
+    on_each_device,
+    platform,
+    pmax,
+    psum,
+    psum_scatter,
+    psum_to_storage,
+)
 from lmlib.parallel.layout import STORED, along, partition
 from lmlib.parallel.mesh_axes import TOKENS
 
+# Logits of a chunk in float32: about the cache of a CPU core, and a small part of other memories.
+_CHUNK_BYTES = {"cpu": 2**24}
+_CHUNK_BYTES_ELSEWHERE = 2**30
 _EVERYWHERE = PartitionSpec()
 
 
+class ChunkLogits(NamedTuple):
+    """This device's share of the logits of a chunk of tokens, and what its devices know together.
+
+    Attributes:
+      logits_NV: capped, float32 at least.
+      is_target_NV: one in each row is true, on the device whose share has the target.
+      highest_N: the largest logit.
+      log_normaliser_N: log Σ exp(logits - highest) over the whole vocabulary.
+      log_p_NV: the log-probability of each token id, nats.
+      p_NV: its probability, which is also d log_z / d logit.
+      cross_entropy_N: -log p(target), nats.
+    """
+
+    logits_NV: Float[Array, "n v"]
+    is_target_NV: Bool[Array, "n v"]
+    highest_N: Float[Array, "n"]
+    log_normaliser_N: Float[Array, "n"]
+    log_p_NV: Float[Array, "n v"]
+    p_NV: Float[Array, "n v"]
+    cross_entropy_N: Float[Array, "n"]
+
+    @property
+    def log_z_N(self) -> Float[Array, "n"]:
+        """log Σ exp logits over the whole vocabulary."""
+        return self.highest_N + self.log_normaliser_N
+
+
 class TokenLosses(NamedTuple):
-    """What a `TokenLoss` says of the tokens of a chunk.
+    """The losses of the tokens of a chunk.
 
     Attributes:
       minimised_N: nats.
@@ -46,39 +83,20 @@ class TokenLosses(NamedTuple):
     dlogits_NV: Float[Array, "n v"]
 
 
-@runtime_checkable
-class TokenLoss(Protocol):
-    """A loss of a token's logits; hashable, a frozen dataclass for example. It runs on each device,
-    which has a share of the vocabulary: see `lmlib.parallel.collectives`."""
-
-    def __call__(
-        self, logits: ChunkLogits, tokens: tuple[Array, ...], tables: tuple[Array, ...]
-    ) -> TokenLosses:
-        """The losses of a chunk, given the chunk's part of `tokens` and the `tables` that
-        `fused_loss` was given."""
-
-
-class LogitSettings(NamedTuple):
-    """How logits are made of features.
-
-    Attributes:
-      cap: as `Model.logit_cap`.
-      chunk: tokens whose logits a device holds at a time; `None`: see
-        `lmlib.losses.logit_chunks.chunks`.
-      dtype: of the logits, or that of the features if it is wider; softmax is in float32 at least.
-    """
-
-    cap: float | None = None
-    chunk: int | None = None
-    dtype: str = "float32"
+# A loss of a token's logits: `loss(logits, tokens, tables)`, of the chunk's part of the `tokens`
+# and the `tables` that `fused_loss` was given. It is hashable, such as a frozen dataclass. It runs
+# on each device, which has a share of the vocabulary (`lmlib.parallel.collectives`).
+TokenLoss = Callable[[ChunkLogits, tuple[Array, ...], tuple[Array, ...]], TokenLosses]
 
 
 class _Call(NamedTuple):
-    """What is static in a call. split: of the features' sequence. tokens, tables: how many extra
+    """The static part of a call. split: of the features' sequence. tokens, tables: how many extra
     ones there are."""
 
     loss: TokenLoss
-    how: LogitSettings
+    cap: float | None
+    chunk: int | None
+    dtype: str
     split: bool
     tokens: int
     tables: int
@@ -86,18 +104,63 @@ class _Call(NamedTuple):
     @property
     def layouts(self) -> tuple[PartitionSpec, ...]:
         tokens, table = partition("batch seq"), partition("embed vocab")
-        return (*inputs(self.split), *(tokens,) * self.tokens, *(table,) * self.tables)
+        return (*inputs(self.split), *(tokens,) * (2 + self.tokens), *(table,) * self.tables)
+
+
+def batch_sums(
+    loss: TokenLoss,
+    model: Model,
+    batch: Batch,
+    compute: Compute,
+    key: PRNGKeyArray | None = None,
+    dropout: float = 0.0,
+    observe: Observe | None = None,
+    tokens: tuple[Array, ...] = (),
+    tables: tuple[Array, ...] = (),
+) -> tuple[LossSums, Any]:
+    """The sums of `loss` over the valid targets of `batch`, and the results of `observe` in each
+    layer (`Context.observe`).
+
+    Args:
+      key: of random layers, which are off without one.
+      dropout: see `Context`.
+      tokens, tables: see `fused_loss`.
+    """
+    found = features(model, batch, compute, key, dropout, observe)
+    with jax.named_scope("loss"):
+        sums = model_loss(loss, model, found.h_BSE, batch.loss_mask, batch, compute, tokens, tables)
+    return sums._replace(model=found.reports), found.observed
+
+
+def model_loss(
+    loss: TokenLoss,
+    model: Model,
+    h_BSE: Float[Array, "b s embed"],
+    weights_BS: Any,
+    batch: Batch,
+    compute: Compute,
+    tokens: tuple[Array, ...] = (),
+    tables: tuple[Array, ...] = (),
+) -> LossSums:
+    """`fused_loss` of the features that `model` makes of `batch`."""
+    return fused_loss(
+        loss, h_BSE, model.unembedding_EV(), jnp.asarray(batch.targets), jnp.asarray(weights_BS),
+        tokens, tables, cap=model.logit_cap, chunk=compute.loss_chunk, dtype=compute.logits_dtype,
+    )  # fmt: skip
 
 
 def fused_loss(
     loss: TokenLoss,
-    how: LogitSettings,
     h_BSE: Float[Array, "b s embed"],
     table_EV: Float[Array, "embed vocab"],
     targets_BS: Int32[Array, "b s"],
     weights_BS: Float[Array, "b s"] | Bool[Array, "b s"],
     tokens: tuple[Array, ...] = (),
     tables: tuple[Array, ...] = (),
+    *,
+    cap: float | None = None,
+    chunk: int | None = None,
+    dtype: str = "float32",
 ) -> LossSums:
     """The sums over tokens of `weights_BS` times the `loss` of the logits h · table, which are
     computed in h's dtype. A token of weight 0 has no part in them, whatever its logits are.
@@ -105,15 +168,18 @@ def fused_loss(
     Layouts: the sequence of `h_BSE` whole or split over `tensor`, its gradient alike; the table as
     it is stored. Each device gathers both, the table over `fsdp`, makes the logits of its own
     tokens and its own share of the vocabulary, and a few numbers for each token travel over
-    `tensor`. Asked for gradients, it computes those of a chunk along with its logits (the idea of
-    Liger's fused loss: Hsu et al. 2024, arXiv:2410.10989): the backward pass only multiplies them
-    by what arrives. Only h and the table have gradients.
+    `tensor`. If gradients are asked for, it computes those of a chunk along with its logits (the
+    idea of Liger's fused loss: Hsu et al. 2024, arXiv:2410.10989): the backward pass only
+    multiplies them by the gradient that arrives. Only h and the table have gradients.
 
     Args:
       tokens: further arrays (b, s, …) that `loss` needs of each token.
       tables: further arrays (embed, vocab) that it needs whole along embed.
+      cap: as `Model.logit_cap`.
+      chunk: tokens whose logits a device holds at a time; `None`: see `chunks`.
+      dtype: of the logits, or that of the features if it is wider; softmax is in float32 at least.
     """
-    call = _Call(loss, how, is_split(h_BSE), len(tokens), len(tables))
+    call = _Call(loss, cap, chunk, dtype, is_split(h_BSE), len(tokens), len(tables))
     arguments: tuple[Array, ...] = h_BSE, table_EV, targets_BS, weights_BS, *tokens, *tables
     if not jax.sharding.get_abstract_mesh().empty:
         arguments = tuple(map(jax.sharding.reshard, arguments, call.layouts))
@@ -150,20 +216,20 @@ _sums.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def _local_sums(call: _Call, h_BSE: Array, table_EV: Array, *others: Array) -> LossSums:
-    h_BSE, table_EV = gather_inputs(call.split, h_BSE, table_EV)
+    h_BSE, table_EV = gathered(call.split, h_BSE, table_EV)
 
     def visit(nothing: None, chunk: tuple[Array, ...]) -> tuple[None, LossSums]:
         return None, _chunk_sums(call, table_EV, chunk, others)[0]
 
-    _, sums = visited(visit, None, _parts(call, h_BSE, table_EV, others))
-    return _over_batch(sums)
+    parts = chunks(call.chunk, table_EV.shape[1], h_BSE, *others[: 2 + call.tokens])
+    return _over_batch(visited(visit, None, parts)[1])
 
 
 def _local_gradients(
     call: _Call, asked: int, h_BSE: Array, table_EV: Array, *others: Array
 ) -> tuple[LossSums, tuple[Array, ...]]:
     """The sums, and the first `asked` gradients of those of features and table."""
-    h_BSE, whole_EV = gather_inputs(call.split, h_BSE, table_EV)
+    h_BSE, whole_EV = gathered(call.split, h_BSE, table_EV)
     wide = jnp.promote_types(h_BSE.dtype, jnp.float32)
 
     def visit(
@@ -177,10 +243,9 @@ def _local_gradients(
         return dtable_EV, (sums, dh_NE)
 
     nothing_EV = jnp.zeros(whole_EV.shape, wide) if asked > 1 else None
-    parts = _parts(call, h_BSE, whole_EV, others)
+    parts = chunks(call.chunk, whole_EV.shape[1], h_BSE, *others[: 2 + call.tokens])
     dtable_EV, (sums, dh_CNE) = visited(visit, nothing_EV, parts)
-    B, S, E = h_BSE.shape
-    dh_BSE = dh_CNE.reshape(-1, E)[: B * S].reshape(B, S, E)
+    dh_BSE = unchunked(dh_CNE, h_BSE.shape[:2])
     if call.split:
         dh_BSE = psum_scatter(dh_BSE, along("vocab"), axis=1)
     else:
@@ -191,22 +256,17 @@ def _local_gradients(
     return _over_batch(sums), (dh_BSE, dtable_EV.astype(table_EV.dtype))
 
 
-def _parts(call: _Call, h_BSE: Array, table_EV: Array, others: tuple[Array, ...]) -> Any:
-    """Features, targets, weights and extra tokens, in chunks."""
-    return chunks(call.how.chunk, table_EV.shape[1], h_BSE, *others[: 2 + call.tokens])
-
-
 def _chunk_sums(
     call: _Call, table_EV: Array, chunk: tuple[Array, ...], others: tuple[Array, ...]
 ) -> tuple[LossSums, Float[Array, "n v"]]:
-    """The sums of a chunk, and the gradient of what is minimised with respect to its products."""
+    """The sums of a chunk, and the gradient of the minimised sum with respect to its products."""
     h_NE, targets_N, weights_N, *tokens = chunk
-    logits = chunk_logits(table_EV, h_NE, targets_N, call.how.cap, call.how.dtype)
+    logits = chunk_logits(table_EV, h_NE, targets_N, call.cap, call.dtype)
     found = call.loss(logits, tuple(tokens), others[2 + call.tokens :])
     counts_N = weights_N != 0
     dlogits_NV = found.dlogits_NV
-    if call.how.cap is not None:
-        dlogits_NV *= 1 - jnp.square(logits.logits_NV / call.how.cap)
+    if call.cap is not None:
+        dlogits_NV *= 1 - jnp.square(logits.logits_NV / call.cap)
     dlogits_NV = jnp.where(counts_N[:, None], weights_N[:, None] * dlogits_NV, 0)
 
     def total(values_N: Array) -> Array:
@@ -219,3 +279,95 @@ def _chunk_sums(
 def _over_batch(sums_C: LossSums) -> LossSums:
     """The sums over all chunks, on all devices (a psum)."""
     return jax.tree.map(lambda each_C: psum(jnp.sum(each_C, 0), TOKENS), sums_C)
+
+
+def inputs(split: bool) -> tuple[PartitionSpec, ...]:
+    """The layouts of features and table; `split`: of the features' sequence too."""
+    h_BSE = partition("batch seq_parallel embed" if split else "batch seq embed")
+    return h_BSE, partition("embed vocab", STORED)
+
+
+def gathered(split: bool, h_BSE: Array, table_EV: Array) -> tuple[Array, Array]:
+    """The features over the whole sequence, and the table over the whole of embed in their dtype
+    (all-gathers over `tensor`, if `split`, and over `fsdp`)."""
+    h_BSE = all_gather(h_BSE, along("vocab"), axis=1) if split else h_BSE
+    return h_BSE, all_gather(table_EV.astype(h_BSE.dtype), along("embed", STORED), axis=0)
+
+
+def chunk_logits(
+    table_EV: Array, h_NE: Array, targets_N: Array, cap: float | None, logits_dtype: str
+) -> ChunkLogits:
+    """The logits of a chunk as `logits_alone` makes them; softmax is in float32 at least."""
+    logits_NV = logits_alone(table_EV, h_NE, cap, logits_dtype)
+    highest_N = pmax(jnp.max(logits_NV, axis=-1), along("vocab"))
+    shifted_NV = logits_NV - highest_N[:, None]
+    exponentials_NV = jnp.exp(shifted_NV)
+    normaliser_N = psum(jnp.sum(exponentials_NV, axis=-1), along("vocab"))
+    log_normaliser_N = jnp.log(normaliser_N)
+    is_target_NV = targets_N[:, None] == vocabulary_ids(logits_NV)
+    target_N = psum(jnp.sum(jnp.where(is_target_NV, logits_NV, 0), axis=-1), along("vocab"))
+    log_p_NV = shifted_NV - log_normaliser_N[:, None]
+    # The exponentials that were summed would be written to memory, float32, for the gradient. A CPU
+    # takes long to compute others, and has these in its cache.
+    is_cpu = platform() == "cpu"
+    p_NV = exponentials_NV / normaliser_N[:, None] if is_cpu else jnp.exp(log_p_NV)
+    # Large logits cancel before anything is rounded, which log_z - target would be.
+    cross_entropy_N = (highest_N - target_N) + log_normaliser_N
+    return ChunkLogits(
+        logits_NV, is_target_NV, highest_N, log_normaliser_N, log_p_NV, p_NV, cross_entropy_N
+    )
+
+
+def logits_alone(
+    table_EV: Array, h_NE: Array, cap: float | None, logits_dtype: str
+) -> Float[Array, "n v"]:
+    """The logits h · table of a chunk, made in `logits_dtype` or h's dtype if it is wider, float32
+    at least from then on. `cap`: as `Model.logit_cap`."""
+    wide = jnp.promote_types(h_NE.dtype, jnp.float32)
+    made_in = jnp.promote_types(logits_dtype, h_NE.dtype)
+    logits_NV = jnp.einsum("ne,ev->nv", h_NE, table_EV, preferred_element_type=made_in)
+    return capped(logits_NV.astype(wide), cap)
+
+
+def vocabulary_ids(logits_NV: Array) -> Int32[Array, "n v"]:
+    """The token id of each logit in this device's share."""
+    N, V = logits_NV.shape
+    return jax.lax.broadcasted_iota(jnp.int32, (N, V), 1) + V * axis_index(along("vocab"))
+
+
+def chunks(limit: int | None, vocab: int, *tokens: Array) -> tuple[Array, ...]:
+    """Arrays (b, s, …) as (C, N, …): as few chunks as `limit` allows, all alike; the last is filled
+    up with zeros, tokens that do not count.
+
+    Args:
+      limit: tokens whose logits a device holds at a time; `None`: 1 GiB of them in float32, on CPUs
+        16 MiB.
+      vocab: the share of this device.
+    """
+    held_bytes = _CHUNK_BYTES.get(platform(), _CHUNK_BYTES_ELSEWHERE)
+    limit = limit or max(1, held_bytes // (4 * vocab))
+    B, S = tokens[0].shape[:2]
+    count = -(-B * S // limit)
+    missing = -(B * S) % count
+
+    def part(x: Array) -> Array:
+        rest = x.shape[2:]
+        flat = jnp.pad(x.reshape(B * S, *rest), ((0, missing), *((0, 0) for _ in rest)))
+        return flat.reshape(count, -1, *rest)
+
+    return tuple(map(part, tokens))
+
+
+def unchunked(x_CN: Array, shape: tuple[int, ...]) -> Array:
+    """The inverse of `chunks`, for tokens of `shape`."""
+    B, S = shape
+    rest = x_CN.shape[2:]
+    return x_CN.reshape(-1, *rest)[: B * S].reshape(B, S, *rest)
+
+
+def visited(visit: Callable[..., Any], start: Any, parts: Any) -> Any:
+    """`jax.lax.scan`, but no loop for one chunk: XLA's TPU compiler would run its body twice."""
+    if jax.tree.leaves(parts)[0].shape[0] > 1:
+        return jax.lax.scan(visit, start, parts)
+    carry, y = visit(start, jax.tree.map(lambda x: x[0], parts))
+    return carry, jax.tree.map(lambda y: y[None], y)

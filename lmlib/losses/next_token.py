@@ -1,6 +1,6 @@
 """The loss of the next token: cross-entropy, and a term that keeps its normaliser near one.
 
-Shapes: B batch, S sequence, V vocab, N tokens of a chunk.
+Shapes: N tokens of a chunk, V vocab.
 """
 
 import dataclasses
@@ -8,15 +8,12 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PRNGKeyArray
 
 from lmlib.compute import Compute
 from lmlib.data.batch import Batch
-from lmlib.losses.features import features
-from lmlib.losses.fused import LogitSettings, TokenLosses, fused_loss
-from lmlib.losses.logit_chunks import ChunkLogits
+from lmlib.losses.fused import ChunkLogits, TokenLosses, batch_sums
 from lmlib.losses.objective import LossSums, Metric, Objective, check_fraction
 from lmlib.models.context import Observe
 from lmlib.models.model import Model
@@ -75,25 +72,14 @@ def batch_loss(
     key: PRNGKeyArray | None = None,
     observe: Observe | None = None,
 ) -> tuple[LossSums, Any]:
-    """Loss of the next token, summed over `batch.loss_mask`, and what `observe` made of each layer
-    (`Context.observe`).
+    """Loss of the next token, summed over `batch.loss_mask`, and the results of `observe` in each
+    layer (`Context.observe`).
 
     Args:
       key: of random layers, which are off without one.
     """
-    found = features(model, batch, compute, key, objective.dropout, observe)
-    how = LogitSettings(model.logit_cap, compute.loss_chunk, compute.logits_dtype)
-    targets_BS, loss_mask_BS = jnp.asarray(batch.targets), jnp.asarray(batch.loss_mask)
-    with jax.named_scope("loss"):
-        sums = fused_loss(
-            CrossEntropy(objective.z_loss),
-            how,
-            found.h_BSE,
-            model.unembedding_EV(),
-            targets_BS,
-            loss_mask_BS,
-        )
-    return sums._replace(model=found.reports), found.observed
+    loss = CrossEntropy(objective.z_loss)
+    return batch_sums(loss, model, batch, compute, key, objective.dropout, observe)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,8 +11,7 @@ from jaxtyping import Array, Float, Int32, PRNGKeyArray
 from lmlib.compute import Compute
 from lmlib.data.batch import Batch
 from lmlib.models.model import Model
-from lmlib.models.part import NO_REPORTS, Reports, class_name
-from lmlib.models.returned import check_scalars
+from lmlib.models.part import NO_REPORTS, Reports, check_scalars, class_name
 from lmlib.parallel.axes import PartError
 
 

@@ -1,80 +1,113 @@
-"""What a model says of each token of a batch, a chunk of tokens at a time.
+"""Results of a model for each token of a batch: its loss, and the ids that it finds likeliest.
 
-Shapes: B batch, S sequence, E embed, V vocab, N tokens of a chunk, C chunks.
+Shapes: B batch, S sequence, E embed, V vocab, N tokens of a chunk, K likeliest.
 """
 
-import functools
+from collections.abc import Callable
+from typing import Any
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int32
 
 from lmlib.compute import Compute
 from lmlib.data.batch import Batch
 from lmlib.losses.features import features, is_split
-from lmlib.losses.logit_chunks import (
+from lmlib.losses.fused import (
+    ChunkLogits,
     chunk_logits,
     chunks,
-    gather_inputs,
+    gathered,
     inputs,
+    unchunked,
     visited,
     vocabulary_ids,
 )
 from lmlib.models.model import Model
-from lmlib.parallel.collectives import on_each_device, pmax
+from lmlib.parallel.collectives import all_gather, axis_index, on_each_device, pmax
 from lmlib.parallel.layout import along, partition
 
 
+def of_each_token(
+    function: Callable[..., Any], model: Model, batch: Batch, compute: Compute, h_BSE: Array
+) -> Any:
+    """`function(logits, targets_N, loss_mask_N)` of every token of `batch`, a tree of arrays
+    [n, …], as arrays [b, s, …] that lie on the mesh as the batch does. Nothing has a gradient.
+
+    Args:
+      function: runs on each device, with its `ChunkLogits`.
+      h_BSE: the features that `model` makes of `batch`.
+    """
+    split = is_split(h_BSE)
+
+    def local(h_BSE: Array, table_EV: Array, *tokens: Array) -> Any:
+        h_BSE, table_EV = gathered(split, h_BSE, table_EV)
+
+        def visit(nothing: None, chunk: tuple[Array, ...]) -> tuple[None, Any]:
+            h_NE, *tokens = chunk
+            dtype = compute.logits_dtype
+            logits = chunk_logits(table_EV, h_NE, tokens[0], model.logit_cap, dtype)
+            return None, function(logits, *tokens)
+
+        parts = chunks(compute.loss_chunk, table_EV.shape[1], h_BSE, *tokens)
+        found = visited(visit, None, parts)[1]
+        return jax.tree.map(lambda x_CN: unchunked(x_CN, tokens[0].shape), found)
+
+    tokens = partition("batch seq")
+    on_devices = on_each_device(local, (*inputs(split), tokens, tokens), tokens, tracked=False)
+    of_batch = jnp.asarray(batch.targets), jnp.asarray(batch.loss_mask)
+    return on_devices(h_BSE, model.unembedding_EV(), *of_batch)
+
+
 def token_losses(
-    model: Model, batch: Batch, compute: Compute
+    model: Model, batch: Batch, compute: Compute, h_BSE: Float[Array, "b s embed"] | None = None
 ) -> tuple[Float[Array, "b s"], Bool[Array, "b s"]]:
     """-log p(target) of each position in nats, float32 at least, and whether the target was the
     likeliest token there (of equals the lowest id).
 
     Both lie on the mesh as the batch does; positions that `batch.loss_mask` leaves out get 0 and
-    False. Nothing has a gradient.
+    False. Nothing has a gradient. `h_BSE`: the features of the batch, if they are known.
     """
-    return losses_of_features(model, features(model, batch, compute).h_BSE, batch, compute)
 
-
-def losses_of_features(
-    model: Model, h_BSE: Float[Array, "b s embed"], batch: Batch, compute: Compute
-) -> tuple[Float[Array, "b s"], Bool[Array, "b s"]]:
-    """`token_losses` of the features that `model` makes of `batch`."""
-    targets_BS, loss_mask_BS = jnp.asarray(batch.targets), jnp.asarray(batch.loss_mask)
-    arguments = h_BSE, model.unembedding_EV(), targets_BS, loss_mask_BS
-    split = is_split(h_BSE)
-    local = functools.partial(_local_losses, compute, model.logit_cap, split)
-    outputs = partition("batch seq"), partition("batch seq")
-    return on_each_device(local, inputs(split), outputs, tracked=False)(*arguments)
-
-
-def _local_losses(
-    compute: Compute,
-    cap: float | None,
-    split: bool,
-    h_BSE: Array,
-    table_EV: Array,
-    targets_BS: Array,
-    loss_mask_BS: Array,
-) -> tuple[Array, Array]:
-    h_BSE, table_EV = gather_inputs(split, h_BSE, table_EV)
-
-    def visit(nothing: None, chunk: tuple[Array, Array, Array]) -> tuple[None, tuple[Array, Array]]:
-        h_NE, targets_N, loss_mask_N = chunk
-        found = chunk_logits(table_EV, h_NE, targets_N, cap, compute.logits_dtype)
-        ids_NV = vocabulary_ids(found.logits_NV)
-        is_highest_NV = found.logits_NV == found.highest_N[:, None]
+    def found(logits: ChunkLogits, targets_N: Array, loss_mask_N: Array) -> tuple[Array, Array]:
+        is_highest_NV = logits.logits_NV == logits.highest_N[:, None]
         none = jnp.iinfo(jnp.int32).max
-        likeliest_N = -pmax(
-            -jnp.min(jnp.where(is_highest_NV, ids_NV, none), axis=-1), along("vocab")
+        lowest_N = jnp.min(
+            jnp.where(is_highest_NV, vocabulary_ids(logits.logits_NV), none), axis=-1
         )
-        nats_N = jnp.where(loss_mask_N, found.cross_entropy_N, 0)
-        return None, (nats_N, loss_mask_N & (likeliest_N == targets_N))
+        likeliest_N = -pmax(-lowest_N, along("vocab"))
+        nats_N = jnp.where(loss_mask_N, logits.cross_entropy_N, 0)
+        return nats_N, loss_mask_N & (likeliest_N == targets_N)
 
-    parts = chunks(compute.loss_chunk, table_EV.shape[1], h_BSE, targets_BS, loss_mask_BS)
-    _, (nats_CN, likeliest_CN) = visited(visit, None, parts)
-    tokens, shape = targets_BS.size, targets_BS.shape
-    nats_BS, likeliest_BS = (
-        each.reshape(-1)[:tokens].reshape(shape) for each in (nats_CN, likeliest_CN)
-    )
-    return nats_BS, likeliest_BS
+    h_BSE = features(model, batch, compute).h_BSE if h_BSE is None else h_BSE
+    nats_BS, is_likeliest_BS = of_each_token(found, model, batch, compute, h_BSE)
+    return nats_BS, is_likeliest_BS
+
+
+def likeliest_tokens(
+    model: Model, batch: Batch, compute: Compute, k: int
+) -> tuple[Int32[Array, "b s k"], Float[Array, "b s k"]]:
+    """The `k` likeliest ids after each position, the likeliest first and of equals the lowest, and
+    their log-probabilities in nats, float32 at least. Both lie on the mesh as the batch does.
+
+    Raises:
+      ValueError: if the vocabulary has fewer than `k` ids.
+    """
+    if not 1 <= k <= model.vocab:
+        raise ValueError(
+            f"k is {k}: it must be at least 1, and at most the vocabulary's {model.vocab:,} ids"
+        )
+
+    def found(logits: ChunkLogits, *_: Array) -> tuple[Array, Array]:
+        V = logits.logits_NV.shape[1]
+        logits_NK, ids_NK = jax.lax.top_k(logits.logits_NV, min(k, V))
+        ids_NK += V * axis_index(along("vocab"))
+        # In the order of the devices, so that of equals the lowest id stays first.
+        logits_NK, ids_NK = (all_gather(x, along("vocab"), axis=1) for x in (logits_NK, ids_NK))
+        logits_NK, places_NK = jax.lax.top_k(logits_NK, k)
+        log_p_NK = (logits_NK - logits.highest_N[:, None]) - logits.log_normaliser_N[:, None]
+        return jnp.take_along_axis(ids_NK, places_NK, axis=1), log_p_NK
+
+    h_BSE = features(model, batch, compute).h_BSE
+    ids_BSK, log_p_BSK = of_each_token(found, model, batch, compute, h_BSE)
+    return ids_BSK, log_p_BSK

@@ -12,9 +12,16 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from lmlib.models.context import Context
-from lmlib.models.part import Names, Norm, Part, Reports, check_part, joined
-from lmlib.models.parts.dropout import dropout
-from lmlib.models.returned import check_like, checked
+from lmlib.models.part import (
+    Names,
+    Norm,
+    Part,
+    Reports,
+    check_like,
+    check_part,
+    checked,
+    joined,
+)
 from lmlib.parallel.layout import share
 
 
@@ -155,7 +162,7 @@ class ParallelBlock(TwoParts):
         attended_BSE, cache = self._attended(x_BSE, context, cache)
         h_BSE, reports = self._fed_forward(x_BSE, context)
         # Both together first: their sum is smaller than the stream, and rounds less.
-        h_BSE = _dropped(attended_BSE, "attention", context) + _dropped(h_BSE, "mlp", context)
+        h_BSE = context.dropped(attended_BSE, "attention") + context.dropped(h_BSE, "mlp")
         return x_BSE + h_BSE, reports, cache
 
     @property
@@ -167,12 +174,8 @@ class ParallelBlock(TwoParts):
 def added(x_BSE: Array, h_BSE: Array, multiplier: float, name: str, context: Context) -> Array:
     """The residual stream with multiplier · h, of which elements are dropped as the context says;
     `name`: of what adds, for the key of the elements."""
-    h_BSE = _dropped(h_BSE, name, context)
+    h_BSE = context.dropped(h_BSE, name)
     return x_BSE + (h_BSE if multiplier == 1 else h_BSE * jnp.asarray(multiplier, h_BSE.dtype))
-
-
-def _dropped(h_BSE: Array, name: str, context: Context) -> Array:
-    return dropout(h_BSE, context.dropout, context.key, name, context.compute.residual)
 
 
 def _normed(norm: Norm | None, x_BSE: Array) -> Array:

@@ -3,6 +3,7 @@
 Shapes: B batch, S sequence, E embed, V vocab.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,10 +17,8 @@ from jaxtyping import Array, Float, Int32, PRNGKeyArray
 from lmlib.models.context import TOKENS, Context
 from lmlib.models.model import Model, Trunk, WeightGroup
 from lmlib.models.part import Names, Norm, joined
-from lmlib.models.parts.dropout import dropout
-from lmlib.models.parts.embedding import embedded
-from lmlib.models.parts.positions import Positions
-from lmlib.models.rematerialization import policy
+from lmlib.models.parts.embedding import Positions, embedded
+from lmlib.models.scan import policy
 from lmlib.models.stack import Segment, Stack
 from lmlib.models.weights import fan_in, initial_values, normal, weight
 from lmlib.parallel.gathering import gather
@@ -88,18 +87,16 @@ class Decoder(Model):
 
     def trunk(self, tokens_BS: Int32[Array, "b s"], context: Context, cache: Any = None) -> Trunk:
         """See `Model.trunk`."""
-        compute, key = context.compute, context.key
+        compute = context.compute
         context = context.sharing({TOKENS: tokens_BS})
         with jax.named_scope("embed"):
             x_BSE = embedded(dense(self.embedding), tokens_BS, compute.dtype, compute.residual)
             x_BSE = _scaled(x_BSE, self.embedding_scale)
             if self.positions is not None:
                 x_BSE += gather(self.positions, compute.dtype)(context)
-        if key is not None and context.dropout > 0:
+        if context.key is not None and context.dropout > 0:
             # Drawn again in the backward pass, as in the layers, rather than kept.
-            x_BSE = jax.checkpoint(dropout, static_argnums=(1, 3, 4))(
-                x_BSE, context.dropout, key, "embedding", compute.residual
-            )
+            x_BSE = jax.checkpoint(functools.partial(context.dropped, name="embedding"))(x_BSE)
         return self.stack(x_BSE, context, cache)
 
     def empty_cache(self, rows: int, length: int, dtype: DTypeLike) -> Any:

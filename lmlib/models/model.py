@@ -10,14 +10,14 @@ from abc import abstractmethod
 from typing import Any, NamedTuple
 
 import equinox as eqx
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from lmlib.compute import Compute
 from lmlib.models.context import Context, whole_rows
 from lmlib.models.part import NO_REPORTS, Part, Reports, class_name
-from lmlib.models.parts.head import logits_of
-from lmlib.models.precision import usual_dtype
 from lmlib.parallel.axes import Weight, map_weights
+from lmlib.parallel.collectives import platform
 from lmlib.parallel.layout import reshard
 from lmlib.parallel.mesh import on_mesh_of
 
@@ -92,7 +92,7 @@ class Model(Part):
     def logits(
         self, features: Float[Array, "... embed"], compute: Compute
     ) -> Float[Array, "... vocab"]:
-        """Logits of the next token from `features`; see `lmlib.models.parts.head.logits_of`."""
+        """Logits of the next token from `features`; see `logits_of`."""
         return logits_of(self.unembedding_EV(), self.logit_cap, features, compute)
 
     @abstractmethod
@@ -113,6 +113,31 @@ class Model(Part):
     @abstractmethod
     def weight_groups(self) -> tuple[WeightGroup, ...]:
         """All weights, each in one group, in the order of the forward pass."""
+
+
+def logits_of(
+    table_EV: Float[Array, "embed vocab"],
+    cap: float | None,
+    features: Float[Array, "... embed"],
+    compute: Compute,
+) -> Float[Array, "... vocab"]:
+    """Logits of the next token, float32 (float64 if computed so), the vocabulary split over
+    `tensor`. `cap`: see `capped`. The loss does not call this: it makes a few logits at a time."""
+    table_EV = reshard(table_EV.astype(compute.dtype), "embed vocab")
+    wide = jnp.promote_types(compute.dtype, jnp.float32)
+    made = jnp.einsum("...e,ev->...v", features, table_EV, preferred_element_type=wide)
+    return capped(made, cap)
+
+
+def capped(logits: Float[Array, "..."], cap: float | None) -> Float[Array, "..."]:
+    """cap · tanh(logits / cap) (Gemma 2, arXiv:2408.00118, §2); `None`: as they are."""
+    return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+
+def usual_dtype() -> str:
+    """The dtype in which this machine computes one token after the other fast: bfloat16, but
+    float32 on CPUs, which would convert every weight each time."""
+    return "float32" if platform() == "cpu" else "bfloat16"
 
 
 def check_is_model(model: Any) -> None:

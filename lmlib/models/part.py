@@ -7,17 +7,19 @@ Shapes: B batch, S sequence (queries), T sequence (keys), E embed.
 
 import inspect
 from abc import abstractmethod
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from lmlib.compute import Compute
 from lmlib.models.context import Context
 from lmlib.models.weights import product_flops
+from lmlib.parallel.axes import PartError
 
 Norm = Callable[[Array], Array]
 
@@ -203,6 +205,88 @@ def check_part(part: Any, *arguments: str) -> None:
             f"{name}.names must be a lmlib.models.part.Names of two tuples of names, such as "
             f"`Names(saved=('hidden',))`, got {names!r}"
         )
+
+
+# An array is a sequence too. Without the following checks, a part that returns one array instead of
+# two results would be unpacked along the batch.
+_MEANINGS = {
+    "y_BSE": "an array like its input",
+    "cache": "the new cache, None if it was given none",
+    "reports": "a lmlib.models.part.Reports, NO_REPORTS for none",
+}
+
+
+def checked(part: Any, returned: Any, x_BSE: Array, *others: str) -> Any:
+    """`returned` of `part`: a tuple of an array that can be added to `x_BSE`, the residual stream,
+    and of `others`, each "cache" or "reports".
+
+    Raises:
+      PartError: if it is anything else, naming the part's class.
+    """
+    expected = ("y_BSE", *others)
+    if type(returned) is not tuple or len(returned) != len(expected):
+        meanings = "; ".join(f"{name}: {_MEANINGS[name]}" for name in expected)
+        raise PartError(
+            f"{class_name(part)} must return a tuple ({', '.join(expected)}), got "
+            f"{_text(returned)} ({meanings})"
+        )
+    check_like(part, returned[0], x_BSE)
+    if "reports" in others:
+        _check_reports(part, returned[expected.index("reports")])
+    return returned
+
+
+def check_like(part: Any, y_BSE: Any, x_BSE: Array) -> None:
+    """Raises PartError if `y_BSE` of `part` has another shape or dtype than `x_BSE`, or cannot be
+    added to it as it lies. What broadcasts to it would be added without an error."""
+    shape, dtype = getattr(y_BSE, "shape", None), getattr(y_BSE, "dtype", None)
+    if (shape, dtype) != (x_BSE.shape, x_BSE.dtype):
+        raise PartError(
+            f"{class_name(part)} must return an array of the shape and dtype of its input, "
+            f"{_text(x_BSE)}, got {_text(y_BSE)}"
+        )
+    try:
+        jax.eval_shape(jnp.add, x_BSE, y_BSE)
+    except Exception as error:  # shapes and dtypes agree: JAX adds no arrays that lie otherwise
+        raise PartError(
+            f"{class_name(part)} must return an array that lies as the residual stream does, "
+            f"{jax.typeof(x_BSE)}, got {jax.typeof(y_BSE)}; give the last product "
+            "`out_sharding=spec(context.compute.residual)`, or return "
+            "`reshard(y_BSE, context.compute.residual)`, both of lmlib.parallel.layout"
+        ) from error
+
+
+def check_scalars(part: Any, what: str, values: Any) -> None:
+    """Raises PartError if `values`, which `part` gives as `what`, is no mapping of scalars. JAX
+    would average the elements of an array together with the layers."""
+    if not isinstance(values, Mapping):
+        raise PartError(
+            f"{class_name(part)} must give {what} as a mapping of names, got {_text(values)}"
+        )
+    for name, value in values.items():
+        if getattr(value, "shape", None) != ():
+            raise PartError(
+                f"{class_name(part)} must give a JAX scalar as {what}[{name!r}], got "
+                f"{_text(value)}; `context.total` sums over the positions that count"
+            )
+
+
+def _check_reports(part: Any, reports: Any) -> None:
+    if not isinstance(reports, Reports):
+        raise PartError(
+            f"{class_name(part)} must return reports, a lmlib.models.part.Reports (NO_REPORTS for "
+            f"none), got {_text(reports)}"
+        )
+    check_scalars(part, "losses", reports.losses)
+    check_scalars(part, "statistics", reports.statistics)
+
+
+def _text(value: Any) -> str:
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"an array {value.dtype}{[*value.shape]}"
+    if isinstance(value, tuple) and type(value) is tuple:
+        return f"a tuple of {len(value)}: {', '.join(map(_text, value))}"
+    return repr(value) if value is None else f"a {type(value).__name__}"
 
 
 def class_name(part: Any) -> str:

@@ -34,7 +34,7 @@ def product(
     A `lmlib.parallel.matrix.Matrix` multiplies by its own method.
 
     Every product of activations and a weight goes through here, but for that with the unembedding,
-    which `lmlib.losses` and `lmlib.models.parts.head` make.
+    which `lmlib.losses` and `lmlib.models.model` make.
     """
     if isinstance(w, Matrix):
         return w.einsum(equation, x, precision, out_sharding)

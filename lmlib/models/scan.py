@@ -1,10 +1,16 @@
-"""The only scan over layers: the repetitions of a pattern of them, and what each layer gives.
+"""The only scan over layers, and the activations that it keeps for the backward pass.
+
+Layers and their parts name activations (`lmlib.models.part.Names`). Those that `Compute` does not
+keep are computed again, layer by layer, from "layer_input" and "head_input", which are always kept
+(Chen et al. 2016, arXiv:1604.06174). So are `CHOICES`, which are small, and may fall otherwise when
+they are computed again with other rounding.
 
 Shapes: B batch, S sequence, E embed, R repetitions of a pattern, T iterations of the loop,
 U repetitions in an iteration.
 """
 
 import dataclasses
+import difflib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -16,13 +22,15 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Key, PRNGKeyArray
 
+from lmlib.compute import EVERYTHING, Compute
 from lmlib.models.context import Context, LayerCall
-from lmlib.models.part import Part, Reports
-from lmlib.models.rematerialization import policy
-from lmlib.models.returned import checked
+from lmlib.models.part import Part, Reports, checked
 from lmlib.models.weights import fold
 from lmlib.parallel.gathering import gather
 from lmlib.parallel.matrix import with_keys
+
+CHOICES = "choices"  # of a router
+_CUDNN_FORWARD = "dot_product_attention_fwd_wrapper"  # JAX's name of the primitive
 
 
 class Repeated(NamedTuple):
@@ -239,3 +247,43 @@ def stacked(x: Array, repeats: int) -> Array:
     if not jax.sharding.get_abstract_mesh().empty:
         layout = PartitionSpec(None, *jax.typeof(x).sharding.spec.partitions)
     return jnp.broadcast_to(x, (repeats, *x.shape), out_sharding=layout)
+
+
+def policy(compute: Compute, names: Sequence[str]) -> Callable[..., Any]:
+    """For `jax.checkpoint`: keep what `compute` saves of `names` on the device, what it offloads in
+    the host's memory, and nothing else."""
+    saved = compute.kept(names)
+    by_name = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[*_inner_names(saved), CHOICES],
+        names_which_can_be_offloaded=_inner_names(compute.offloaded),
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+
+    def keep(primitive: Any, *arguments: Any, **parameters: Any) -> Any:
+        # The kernel cannot name its result.
+        if primitive.name == _CUDNN_FORWARD and "attention" in saved:
+            return True
+        return by_name(primitive, *arguments, **parameters)
+
+    return keep
+
+
+def _inner_names(names: Sequence[str]) -> list[str]:
+    """As the kernels name their outputs, from which the outer value follows for nothing: besides
+    attention's output one number for each head and position."""
+    return ["attention_kernel" if name == "attention" else name for name in names]
+
+
+def check_names(compute: Compute, names: Sequence[str]) -> None:
+    """Raises ValueError if `compute` saves or offloads what is not among `names`."""
+    for setting in ("saved", "offloaded"):
+        chosen = getattr(compute, setting)
+        for name in () if setting == "saved" and chosen == EVERYTHING else chosen:
+            if name not in names:
+                near = difflib.get_close_matches(name, names, n=1)
+                hint = f"did you mean {near[0]!r}? " if near else ""
+                raise ValueError(
+                    f"{setting} has the unknown name {name!r}; {hint}(this model's layers name "
+                    f"{', '.join(names)})"
+                )

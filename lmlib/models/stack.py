@@ -23,10 +23,8 @@ from jaxtyping import Array, Float, Key, PRNGKeyArray
 from lmlib.compute import Compute
 from lmlib.models.context import FIRST_RESIDUAL, Context
 from lmlib.models.model import Trunk, WeightGroup
-from lmlib.models.part import Part, Reports, check_part, class_name
-from lmlib.models.rematerialization import check_names
-from lmlib.models.returned import check_scalars
-from lmlib.models.scan import Given, Repeated, reshaped, run, stacked
+from lmlib.models.part import Part, Reports, check_part, check_scalars, class_name
+from lmlib.models.scan import Given, Repeated, check_names, reshaped, run, stacked
 from lmlib.models.weights import fold
 from lmlib.parallel.axes import LAYER, map_weights
 from lmlib.parallel.collectives import devices_along, platform
@@ -123,7 +121,7 @@ class Stack(Part):
         given: list[tuple[Given, ...]] = []
         first = 0
         for number, pattern in enumerate(self.patterns):
-            repeats, period = _repeats(pattern), len(pattern)
+            repeats, period = repeats_of(pattern), len(pattern)
             keys = tuple(
                 None if keys_L is None else keys_L[first + j : first + repeats * period : period]
                 for j in range(period)
@@ -226,7 +224,7 @@ class Stack(Part):
             of_one = [_one_of(layer).empty_cache(rows, length, dtype) for layer in pattern]
             if None in of_one:
                 return None
-            repeats = _repeats(pattern)
+            repeats = repeats_of(pattern)
             caches.append(
                 tuple(jax.tree.map(lambda x, n=repeats: stacked(x, n), each) for each in of_one)
             )
@@ -235,13 +233,13 @@ class Stack(Part):
     @property
     def depth(self) -> int:
         """The number of layers."""
-        return sum(_repeats(pattern) * len(pattern) for pattern in self.patterns)
+        return sum(repeats_of(pattern) * len(pattern) for pattern in self.patterns)
 
     def weight_groups(self) -> tuple[WeightGroup, ...]:
         """A group for each layer of each pattern."""
         groups, first = [], 0
         for pattern in self.patterns:
-            end = first + _repeats(pattern) * len(pattern)
+            end = first + repeats_of(pattern) * len(pattern)
             groups += [
                 WeightGroup("layers", layer, range(first + j, end, len(pattern)))
                 for j, layer in enumerate(pattern)
@@ -252,7 +250,7 @@ class Stack(Part):
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:
         """See `Part.flops_per_token`; of all layers."""
         return sum(
-            _repeats(pattern) * _one_of(layer).flops_per_token(sequence_length, causal)
+            repeats_of(pattern) * _one_of(layer).flops_per_token(sequence_length, causal)
             for pattern in self.patterns
             for layer in pattern
         )
@@ -266,17 +264,6 @@ class Stack(Part):
             check_quantized(compute.quantized)
         for layer in itertools.chain(*self.patterns):
             _one_of(layer).check(sequence_length, compute)
-
-    def apart(self) -> "Stack":
-        """The same layers, each a pattern of its own. A loop over tokens then reads weights in
-        place; a loop over layers inside it would first copy the weights of each layer."""
-        patterns = tuple(
-            (layer,)
-            for pattern in self.patterns
-            for i in range(_repeats(pattern))
-            for layer in jax.tree.map(lambda w_R, i=i: w_R[i : i + 1], pattern)
-        )
-        return eqx.tree_at(lambda stack: stack.patterns, self, patterns)
 
 
 def _stacked(make: MakeLayer, keys_R: Key[Array, "R"]) -> Part:
@@ -346,7 +333,7 @@ def _one_of(layer: Any) -> Any:
     return jax.tree.map(lambda w_R: jax.ShapeDtypeStruct(w_R.shape[1:], w_R.dtype), layer)
 
 
-def _repeats(pattern: Pattern) -> int:
+def repeats_of(pattern: Pattern) -> int:
     return jax.tree.leaves(pattern)[0].shape[0]
 
 

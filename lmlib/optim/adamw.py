@@ -1,11 +1,12 @@
 """AdamW, out of optax's Adam."""
 
+from typing import Any
+
 import optax
 
 from lmlib.optim.optimizer import (
     Decays,
     Optimizer,
-    TransferredRates,
     as_declared,
     check_epsilon,
     check_fractions,
@@ -26,7 +27,7 @@ def adamw(
     decays: Decays = as_declared,
     cautious: bool = False,
     first_moment_dtype: str = "float32",
-    scaled: TransferredRates | None = None,
+    scaled: Any = None,
 ) -> Optimizer:
     """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) after clipping by global norm.
 
@@ -42,8 +43,8 @@ def adamw(
         arXiv:2510.12402).
       first_moment_dtype: "bfloat16" takes 2 bytes less for each parameter; moments are summed in
         float32 all the same.
-      scaled: the model beside a smaller one, whose numbers the others then are; the experiment
-        supplies it (`lmlib.optim.transfer`). `None`: they are the model's own.
+      scaled: a `lmlib.optim.transfer.Scaled` of the model and of a smaller one, whose numbers the
+        others then are; the experiment supplies it. `None`: they are the model's own.
 
     Raises:
       ValueError: for a number that is out of range, or a dtype that is none, naming it.

@@ -1,25 +1,200 @@
-"""Any optimizer of optax's, applied layer by layer, with its state laid out as the weights are."""
+"""Any optimizer of optax's, applied layer by layer, with its state laid out as the weights are.
+
+A transformation that takes an array's norm, factors its moments or orthogonalises it must get one
+layer's array.
+"""
 
 import functools
 import inspect
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
-from jaxtyping import Array
+from jax.sharding import AbstractMesh, PartitionSpec
+from jaxtyping import Array, Float
 from optax import contrib
 
-from lmlib.optim.layer_by_layer import acts_on_each_layer, layer_by_layer
+from lmlib.models.weights import fan_in, weight
 from lmlib.optim.optimizer import Decays, Optimizer, as_declared
 from lmlib.optim.schedules import MakeSchedule, warmup_cosine
-from lmlib.optim.state_layout import state_layout
 from lmlib.optim.whole_matrices import APART, matrices_of
 from lmlib.parallel.axes import Weight, map_weights
 from lmlib.parallel.selection import named_weights
+
+_SHAPE = (2, 4, 3)  # of what is tried: layers, rows, columns
+# Of the first layer's gradients, step by step: NaN shows what moves between layers.
+_FACTORS = (1.0, 1.0, 1e4, 1e-3, np.nan, 1.0)
+
+
+def layer_by_layer(transformation: optax.GradientTransformation) -> optax.GradientTransformation:
+    """`transformation`, mapped by `jax.vmap` over the layers of each group of weights with equal
+    stacked axes. The state is a tuple of the groups' states, with those axes in front."""
+
+    def init(model: Any) -> tuple[Any, ...]:
+        groups = _groups(model)
+        return tuple(_mapped(transformation.init, n)(eqx.filter(model, of)) for n, of in groups)
+
+    def update(updates: Any, state: Any, model: Any = None) -> tuple[Any, tuple[Any, ...]]:
+        made = [
+            _mapped(transformation.update, n)(eqx.filter(updates, of), each, eqx.filter(model, of))
+            for (n, of), each in zip(_groups(model), state, strict=True)
+        ]
+        updated, states = zip(*made, strict=True)
+        return eqx.combine(*updated), states
+
+    return optax.GradientTransformation(init, update)
+
+
+def _groups(model: Any) -> list[tuple[int, Any]]:
+    """The number of stacked axes of each group, and the mask of its weights."""
+    sizes: dict[str, tuple[int, ...]] = {}
+    map_weights(lambda one, array: sizes.update({one.path: array.shape[: one.stacked]}), model)
+
+    def mask(of: tuple[int, ...]) -> Any:
+        return map_weights(lambda one, _: sizes[one.path] == of, model)
+
+    return [(len(of), mask(of)) for of in sorted({*sizes.values()})]
+
+
+def _mapped(function: Any, times: int) -> Any:
+    return _mapped(jax.vmap(function), times - 1) if times else function
+
+
+class _Small(eqx.Module):
+    matrix: Float[Array, "embed mlp"] = weight(fan_in("embed"))
+    absent: None = None  # as weights of other groups are
+
+
+def acts_on_each_layer(transformation: optax.GradientTransformation) -> bool:
+    """True if `layer_by_layer(transformation)` makes the updates that `transformation` makes of
+    layers apart, as tried on two; false if `transformation` makes them of stacked layers.
+
+    The latter holds if numbers of all weights count, such as a norm, and each array is updated
+    number by number; or if it adds random numbers, which differ, and updates number by number.
+
+    Raises:
+      ValueError: if neither form makes them.
+    """
+    random = np.random.default_rng(0)
+    weights, mean = random.normal(size=(2, *_SHAPE))
+    calm = mean + 0.1 * random.normal(size=(len(_FACTORS), *_SHAPE))
+    wild = calm * np.stack([_FACTORS, np.ones(len(_FACTORS))], axis=1)[..., None, None]
+
+    def updates(form: Any, gradients: Any, apart: bool = False) -> np.ndarray:
+        def model_of(arrays: Any) -> Any:
+            return tuple(map(_Small, arrays)) if apart else jax.vmap(_Small)(arrays)
+
+        def step(carry: Any, gradient: Any) -> Any:
+            model, state = carry
+            made, after = form.update(model_of(gradient), state, model)
+            if _sizes_of(made) != _sizes_of(model) or _sizes_of(after) != _sizes_of(state):
+                raise ValueError("updates have other shapes than weights, or change the state's")
+            each = jnp.reshape(jnp.stack(jax.tree.leaves(made)), _SHAPE)
+            return (optax.apply_updates(model, made), after), each
+
+        model = model_of(jnp.asarray(weights))
+        run = jax.jit(lambda: jax.lax.scan(step, (model, form.init(model)), gradients)[1])
+        with jax.default_matmul_precision("highest"):
+            return np.asarray(run())
+
+    expected = updates(transformation, wild, apart=True)
+    if _agree(updates(layer_by_layer(transformation), wild), expected):
+        return True
+    together = updates(transformation, wild)
+    if _agree(together, expected) or _agree(together[:, 1], updates(transformation, calm)[:, 1]):
+        return False
+    raise ValueError(
+        "its updates of stacked layers are not those of layers apart, whether it gets one layer or "
+        "all. It combines numbers of one array with numbers of all, or with random ones: leave one "
+        "of them out (from_optax itself clips by the norm of all)"
+    )
+
+
+def _sizes_of(tree: Any) -> Any:
+    return [x.shape for x in jax.tree.leaves(tree)]
+
+
+def _agree(some: np.ndarray, others: np.ndarray) -> bool:
+    """True if arrays are equal up to rounding, with NaN in the same places."""
+    size = np.nanmax(np.abs(others), axis=(-2, -1), keepdims=True, initial=0)
+    return np.allclose(some, others, rtol=0, atol=1e-3 * size, equal_nan=True)
+
+
+_FEW = 4_096  # numbers that every device may hold: counts, keys, statistics of a whole model
+
+_Keys = tuple[Any, ...]
+
+
+def state_layout(state: Any, model: Any, mesh: AbstractMesh) -> Any:
+    """Partitions of all arrays of an optimizer's `state` on `mesh`.
+
+    An array is a weight's if the weight's path is a part of its own. It lies as the weight does if
+    it has the weight's shape, and along those axes of the weight that it has if it has some of them
+    alone, as factored moments do, or others besides. All else is whole on each device.
+
+    Args:
+      state: of shapes and dtypes.
+      model: the weights, whose types say how they lie.
+
+    Raises:
+      ValueError: if an array of more than a few numbers would be whole on each of several devices
+        though the weights are split.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(model)
+    weights = {tuple(keys): jax.typeof(weight) for keys, weight in leaves}
+    layout = {keys: weight.sharding.spec for keys, weight in weights.items()}
+
+    def place(keys: _Keys, leaf: Any) -> PartitionSpec:
+        own = _own_weight(keys, weights)
+        if own is not None:
+            weight = weights[own]
+            if (found := _along(leaf.shape, weight.shape, layout[own])) is not None:
+                return found
+        whole = own is not None and not any(layout[own])
+        if leaf.size > _FEW and mesh.size > 1 and not whole:
+            name = jax.tree_util.keystr(keys, simple=True, separator=".")
+            of = "no weight" if own is None else f"no part of its weight's {weights[own].shape}"
+            raise ValueError(
+                f"{name} of the optimizer's state is {leaf.dtype}{[*leaf.shape]}, the shape of "
+                f"{of}, so it would be whole on each of {mesh.size} devices: take another "
+                "optimizer, or one device"
+            )
+        return PartitionSpec()
+
+    return jax.tree_util.tree_map_with_path(place, state)
+
+
+def _own_weight(keys: _Keys, weights: Mapping[_Keys, Any]) -> _Keys | None:
+    """The longest path of a weight that is a part of `keys`."""
+    for length in range(len(keys), 0, -1):
+        for start in range(len(keys) - length + 1):
+            if keys[start : start + length] in weights:
+                return keys[start : start + length]
+    return None
+
+
+def _along(
+    shape: Sequence[int], of_weight: Sequence[int], layout: PartitionSpec
+) -> PartitionSpec | None:
+    """The partition of an array whose axes are some of a weight's, in their order, or all of them
+    among others; one may have size 1 instead. `None` if it is no such array."""
+    if math.prod(shape) == 1:
+        return PartitionSpec()
+    places, common = dict(enumerate(layout)), min(len(shape), len(of_weight))
+    own = [*itertools.combinations(range(len(shape)), common)][::-1]  # others are rather in front
+    for axes in itertools.product(own, itertools.combinations(range(len(of_weight)), common)):
+        pairs = list(zip(*axes, strict=True))
+        if all(shape[i] in (1, of_weight[j]) for i, j in pairs):
+            split = {i: places.get(j) for i, j in pairs if shape[i] == of_weight[j]}
+            return PartitionSpec(*map(split.get, range(len(shape))))
+    return None
+
 
 _MASKS = ("mask", "weight_decay_mask")  # what optax's optimizers call which weights decay
 _MATRICES = "muon_weight_dimension_numbers"  # and what Muon calls the sides of its matrices
@@ -36,8 +211,8 @@ def from_optax(
 ) -> Optimizer:
     """An optimizer of optax's, such as `optax.lion`, after clipping by global norm.
 
-    It updates each stacked layer as if its arrays were by themselves (`lmlib.optim.layer_by_layer`)
-    and each array of its state is split as its weight is (`lmlib.optim.state_layout`). XLA decides
+    It updates each stacked layer as if its arrays were by themselves (`lmlib.optim.from_optax`)
+    and each array of its state is split as its weight is (`lmlib.optim.from_optax`). XLA decides
     what is sent for an update that takes more than each weight's own numbers.
 
     Args:

@@ -1,40 +1,28 @@
 """What an optimizer is, and what those of lmlib share; which weights decay is what they declare."""
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from lmlib.optim.hyperparameters import Hyperparameters
 from lmlib.optim.schedules import MakeSchedule
 from lmlib.parallel.axes import Weight, map_weights
 
 Decays = Callable[[Weight], bool]
+Hyperparameters = Mapping[str, Any]
 
 
 def nothing_more(state: optax.OptState) -> dict[str, Array]:
     """No metrics but those of every optimizer."""
     return {}
-
-
-@runtime_checkable
-class TransferredRates(Protocol):
-    """Learning rates and epsilons handed on from a smaller model: `lmlib.optim.transfer.Scaled`."""
-
-    def before_clipping(self) -> optax.GradientTransformation:
-        """Gradients as they are clipped."""
-
-    def of_adam(self, adam: optax.GradientTransformation) -> optax.GradientTransformation:
-        """`adam` with the epsilon and the learning rate of each weight."""
-
-    def of_orthogonal(self, weight: Weight, apart: Collection[str] = ()) -> float:
-        """The factor of the learning rate of an orthogonalized update."""
-        ...
 
 
 class Optimizer(NamedTuple):
@@ -170,3 +158,41 @@ def check_epsilon(epsilon: float) -> None:
     """Raises ValueError if it is not a positive number."""
     if not 0 < epsilon < math.inf:
         raise ValueError(f"epsilon must be a positive number, got {epsilon}")
+
+
+def arrays_of(hyperparameters: Hyperparameters, mesh: Mesh) -> Hyperparameters:
+    """The numbers among the leaves as scalars on every device of `mesh`, integers int32 and others
+    float32; `None` in place of what is no number.
+
+    Raises OverflowError if an integer does not fit.
+    """
+    everywhere = NamedSharding(mesh, PartitionSpec())
+
+    def placed(number: Any) -> jax.Array:
+        value = np.asarray(number, _dtype(number))
+        return jax.make_array_from_callback(value.shape, everywhere, lambda _: value)
+
+    return jax.tree.map(placed, _numbers(hyperparameters))
+
+
+def abstract_arrays_of(hyperparameters: Hyperparameters, mesh: Mesh) -> Hyperparameters:
+    """Shapes, dtypes and `NamedSharding`s of `arrays_of`; makes no array."""
+    everywhere = NamedSharding(mesh, PartitionSpec())
+
+    def described(number: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(np.shape(number), _dtype(number), sharding=everywhere)
+
+    return jax.tree.map(described, _numbers(hyperparameters))
+
+
+def with_arrays(hyperparameters: Hyperparameters, arrays: Hyperparameters) -> Hyperparameters:
+    """`hyperparameters` with `arrays`, of its `arrays_of`, in place of its numbers."""
+    return eqx.combine(arrays, eqx.filter(dict(hyperparameters), eqx.is_array_like, inverse=True))
+
+
+def _numbers(hyperparameters: Hyperparameters) -> Hyperparameters:
+    return eqx.filter(dict(hyperparameters), eqx.is_array_like)
+
+
+def _dtype(number: Any) -> np.dtype:
+    return jax.dtypes.canonicalize_dtype(np.asarray(number).dtype)

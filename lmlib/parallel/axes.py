@@ -31,21 +31,8 @@ class PartError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Declaration:
-    """What a field says of its array besides the axes; see `lmlib.models.weights.weight`.
-
-    Args:
-      initial: makes the initial values.
-      multiplied: whether the array is an operand of `lmlib.models.product.product`, as a matrix is;
-        scales, biases and tables that are looked up are not.
-      decays: whether weight decay shrinks it.
-      rules: layouts of axis names that the tables in `lmlib.parallel.layout` do not have.
-      summed: the axes that products sum over.
-      dtype: in which it is used; `None`: that of `Compute`.
-      learning_rate: factor of the optimizer's.
-      gradient: whether it has one; without, its module's `updated` changes it.
-      writes: whether what it makes is added to the residual stream; `None`: if it is a matrix whose
-        products have the stream's axis.
-    """
+    """What a field says of its array besides the axes. See the arguments of
+    `lmlib.models.weights.weight`; here nothing is left to follow from others, but `writes`."""
 
     initial: Any = None
     multiplied: bool = False

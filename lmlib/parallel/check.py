@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
-from lmlib.compute import Compute
+from lmlib.compute import Compute, is_floating
 from lmlib.parallel.axes import LayoutError, Weight, map_weights
 from lmlib.parallel.layout import COMPUTE, REPEATED, in_use, pieces, repeats, splitting, stored
 from lmlib.parallel.mesh_axes import STAGE, MeshAxes
@@ -52,9 +52,9 @@ def _check_declaration(weight: Weight, array: Any) -> None:
     """Raises LayoutError for a weight that is no floating array, or is declared so that no step can
     use it."""
     declared = weight.declaration
-    if not _is_floating(array.dtype) and declared.gradient and array.dtype != jnp.int8:
+    if not is_floating(array.dtype) and declared.gradient and array.dtype != jnp.int8:
         raise LayoutError(f"{weight.path} must be float32, got {array.dtype}")
-    if declared.dtype is not None and not _is_floating(declared.dtype):
+    if declared.dtype is not None and not is_floating(declared.dtype):
         raise LayoutError(
             f"{weight.path}: its dtype must be a floating type like 'float32', got "
             f"{declared.dtype!r}"
@@ -69,13 +69,6 @@ def _check_declaration(weight: Weight, array: Any) -> None:
             f"{weight.path}: its products sum over {wrong[0]!r}, but its axes are "
             f"{' '.join(weight.own_axes)}"
         )
-
-
-def _is_floating(dtype: Any) -> bool:
-    try:
-        return bool(jnp.issubdtype(jnp.dtype(dtype), jnp.floating))
-    except TypeError:
-        return False
 
 
 def check_batch(

@@ -14,8 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from lmlib.parallel.mesh_axes import COPIES, STAGE, MeshAxes, names_of, place_of
-from lmlib.parallel.stages import in_a_stage, is_mapped
+from lmlib.parallel.mesh_axes import COPIES, MeshAxes, names_of, place_of
+
+# The axis that `lmlib.parallel.stages.each_stage` maps; the mesh's is another.
+IN_STAGES = "stages"
 
 
 def on_each_device(
@@ -36,13 +38,16 @@ def on_each_device(
     if mesh.empty:
         return function
     if in_a_stage():
-        return _in_each_stage(function, inputs, outputs, tracked)
-    return _on_all_devices(function, inputs, outputs, tracked)
+        from lmlib.parallel.stages import in_each_stage
+
+        return in_each_stage(function, inputs, outputs, tracked)
+    return on_all_devices(function, inputs, outputs, tracked)
 
 
-def _on_all_devices(
+def on_all_devices(
     function: Callable[..., Any], inputs: Sequence[Any], outputs: Any, tracked: bool
 ) -> Callable[..., Any]:
+    """As `on_each_device`, where a mesh is set and outside of pipeline stages."""
     mesh = jax.sharding.get_abstract_mesh()
     # JAX cannot lower what one device gives as a part of a sum: there it is said afterwards.
     given = jax.tree.map(lambda spec: PartitionSpec(*spec.partitions), outputs)
@@ -58,39 +63,6 @@ def _on_all_devices(
         if mesh.size > 1 or given == outputs:
             return results
         return jax.sharding.reshard(results, outputs)
-
-    return call
-
-
-def _in_each_stage(
-    function: Callable[..., Any], inputs: Sequence[Any], outputs: Any, tracked: bool
-) -> Callable[..., Any]:
-    """What `each_stage` maps: each device computes `function` of its stage's parts. JAX alone would
-    leave `stage` to its partitioner, which cannot split kernels."""
-
-    def of_stages(layouts: Any) -> Any:
-        return jax.tree.map(
-            lambda spec: PartitionSpec(
-                STAGE, *spec.partitions, reduced=spec.reduced, unreduced=spec.unreduced
-            ),
-            layouts,
-        )
-
-    def of_own(*arguments: Any) -> Any:
-        results = function(*jax.tree.map(lambda x: jnp.squeeze(x, 0), arguments))
-        return jax.tree.map(lambda y: jnp.expand_dims(y, 0), results)
-
-    call = jax.custom_batching.custom_vmap(_on_all_devices(function, inputs, outputs, tracked))
-
-    @call.def_vmap
-    def mapped(stages: int, has_stages: Any, *arguments: Any) -> tuple[Any, Any]:
-        def with_stages(x: jax.Array, has_them: bool) -> jax.Array:
-            return x if has_them else jnp.stack([x] * stages)
-
-        arguments = jax.tree.map(with_stages, arguments, tuple(has_stages))
-        call = _on_all_devices(of_own, tuple(of_stages([*inputs])), of_stages(outputs), tracked)
-        results = call(*arguments)
-        return results, jax.tree.map(lambda _: True, results)
 
     return call
 
@@ -229,3 +201,17 @@ def _nowhere(mesh_axes: MeshAxes) -> bool:
 
 def _alone(mesh_axes: MeshAxes) -> bool:
     return devices_along(mesh_axes) == 1
+
+
+def in_a_stage() -> bool:
+    """True while the computation of one pipeline stage is traced."""
+    return is_mapped(IN_STAGES)
+
+
+def is_mapped(axis: str) -> bool:
+    """True if collectives may name `axis` in what is being traced."""
+    try:
+        jax.lax.axis_size(axis)
+    except NameError:  # that JAX raises for an axis that nothing maps
+        return False
+    return True

@@ -11,11 +11,16 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from lmlib.parallel.axes import M, Weight, map_weights
-from lmlib.parallel.collectives import in_steps, on_each_device, psum, psum_scatter
+from lmlib.parallel.collectives import (
+    in_a_stage,
+    in_steps,
+    on_each_device,
+    psum,
+    psum_scatter,
+)
 from lmlib.parallel.layout import COMPUTE, in_use, mesh_axes_of, named, repeats, stored
 from lmlib.parallel.matrix import is_matrix
 from lmlib.parallel.mesh_axes import COPIES, NAMES, STAGE, TOKENS, names_of, place_of
-from lmlib.parallel.stages import again, in_a_stage
 
 
 def gather(module: M, dtype: DTypeLike, after: jax.Array | None = None) -> M:
@@ -142,7 +147,12 @@ def _scattered(moves: _Moves, gradient: jax.Array) -> jax.Array:
 
 
 def _forward(moves: _Moves, array: jax.Array) -> tuple[jax.Array, None]:
-    return again(moves.in_a_stage, functools.partial(_move, moves))(array), None
+    move = functools.partial(_move, moves)
+    if moves.in_a_stage:
+        from lmlib.parallel.stages import again
+
+        move = again(True, move)
+    return move(array), None
 
 
 def _backward(moves: _Moves, _: None, gradient: jax.Array) -> tuple[jax.Array]:

@@ -15,6 +15,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from lmlib.parallel.axes import LAYER, WHOLE_LAYER, Axes, LayoutError, Rules, Weight
+from lmlib.parallel.collectives import in_a_stage
 from lmlib.parallel.mesh_axes import (
     NAMED_IF_USED,
     PARTS,
@@ -24,7 +25,6 @@ from lmlib.parallel.mesh_axes import (
     names_of,
     place_of,
 )
-from lmlib.parallel.stages import in_a_stage
 
 COMPUTE: Rules = {
     "batch": ("data", "stage", "fsdp", "expert"),

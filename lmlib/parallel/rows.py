@@ -1,4 +1,4 @@
-"""Rows that `context` splits, whole on each device for what needs them so.
+"""Rows that `context` splits, whole on each device for code that needs them so.
 
 Shapes: B batch, S sequence.
 """

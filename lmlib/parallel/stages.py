@@ -1,21 +1,24 @@
 """What all devices along `stage` compute at once, each with layers of its own.
 
 Arrays of stages have a leading axis that lies along `stage`. `each_stage` maps a function over it
-(`jax.vmap`), which sees what one stage has. Layouts within do not name `stage`, and functions of
-one device (`lmlib.parallel.collectives`) get its stage's part.
+(`jax.vmap`), which gets the part of one stage. Layouts within do not name `stage`, and functions of
+one device (`lmlib.parallel.collectives`) get the part of their stage.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
-_MAPPED = "stages"  # the axis that `jax.vmap` maps; the mesh's is another
+from lmlib.parallel.collectives import IN_STAGES, in_a_stage, on_all_devices
+from lmlib.parallel.mesh_axes import STAGE
 
 
 def each_stage(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function` of each stage's part of its arguments, whose leading axes lie along `stage`."""
-    return jax.vmap(function, axis_name=_MAPPED)
+    return jax.vmap(function, axis_name=IN_STAGES)
 
 
 def again(in_a_stage_before: bool, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -23,18 +26,37 @@ def again(in_a_stage_before: bool, function: Callable[..., Any]) -> Callable[...
     `jax.custom_vjp` are called when JAX has forgotten it."""
     if not in_a_stage_before or in_a_stage():
         return function
-    return jax.vmap(function, in_axes=None, out_axes=None, axis_size=1, axis_name=_MAPPED)
+    return jax.vmap(function, in_axes=None, out_axes=None, axis_size=1, axis_name=IN_STAGES)
 
 
-def in_a_stage() -> bool:
-    """Whether what is being traced is what one stage computes."""
-    return is_mapped(_MAPPED)
+def in_each_stage(
+    function: Callable[..., Any], inputs: Sequence[Any], outputs: Any, tracked: bool
+) -> Callable[..., Any]:
+    """`on_each_device` within `each_stage`: each device computes `function` of the parts of its
+    stage. JAX alone would leave `stage` to its partitioner, which cannot split kernels."""
 
+    def of_stages(layouts: Any) -> Any:
+        return jax.tree.map(
+            lambda spec: PartitionSpec(
+                STAGE, *spec.partitions, reduced=spec.reduced, unreduced=spec.unreduced
+            ),
+            layouts,
+        )
 
-def is_mapped(axis: str) -> bool:
-    """Whether collectives may name `axis` in what is being traced."""
-    try:
-        jax.lax.axis_size(axis)
-    except NameError:  # that JAX raises for an axis that nothing maps
-        return False
-    return True
+    def of_own(*arguments: Any) -> Any:
+        results = function(*jax.tree.map(lambda x: jnp.squeeze(x, 0), arguments))
+        return jax.tree.map(lambda y: jnp.expand_dims(y, 0), results)
+
+    call = jax.custom_batching.custom_vmap(on_all_devices(function, inputs, outputs, tracked))
+
+    @call.def_vmap
+    def mapped(stages: int, has_stages: Any, *arguments: Any) -> tuple[Any, Any]:
+        def with_stages(x: jax.Array, has_them: bool) -> jax.Array:
+            return x if has_them else jnp.stack([x] * stages)
+
+        arguments = jax.tree.map(with_stages, arguments, tuple(has_stages))
+        call = on_all_devices(of_own, tuple(of_stages([*inputs])), of_stages(outputs), tracked)
+        results = call(*arguments)
+        return results, jax.tree.map(lambda _: True, results)
+
+    return call

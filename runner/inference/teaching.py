@@ -17,7 +17,7 @@ from lmlib.data.stored.metadata import tokenizers_differ
 from lmlib.data.stored.teacher import FILE_NAME, TeacherMetadata
 from lmlib.data.stored.teacher_writer import TeacherWriter
 from lmlib.hardware.free_memory import check_fits_host
-from lmlib.losses.likeliest import likeliest_tokens
+from lmlib.losses.token_losses import likeliest_tokens
 from lmlib.parallel.fingerprint import fingerprint
 from lmlib.parallel.layout import sharding
 from lmlib.terminal.quantities import count_text, duration_text

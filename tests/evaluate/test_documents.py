@@ -15,7 +15,7 @@ from lmlib.evaluate.scoring import Scorer
 from lmlib.evaluate.windows import Packing, windows
 from lmlib.models.context import whole_rows
 from lmlib.models.families.llama import llama
-from lmlib.parallel.creation import creator
+from lmlib.models.weights import creator
 from lmlib.parallel.mesh import make_mesh
 
 V, S = 32, 16

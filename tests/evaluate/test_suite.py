@@ -22,7 +22,7 @@ from lmlib.models.context import whole_rows
 from lmlib.models.families.llama import llama
 from lmlib.models.model import Model, Trunk
 from lmlib.models.part import Names
-from lmlib.parallel.creation import creator
+from lmlib.models.weights import creator
 from lmlib.parallel.mesh import make_mesh
 
 FLOAT32 = Compute(dtype="float32")

@@ -13,12 +13,11 @@ from lmlib import Compute, hf, llama, make_mesh, whole_rows
 from lmlib.generate import GREEDY
 from lmlib.generate.sampling import numbers_of, rules_of
 from lmlib.generate.steps import NOTHING, Chooser, first_token, next_tokens, prefill
-from lmlib.generate.unstacked import unstacked
-from lmlib.generate.weights import ready
+from lmlib.generate.weights import ready, unstacked
 from lmlib.models.context import Context
 from lmlib.models.families.phi import phi3
 from lmlib.models.parts.rope_scaling import LongRope
-from lmlib.parallel.creation import creator
+from lmlib.models.weights import creator
 from lmlib.parallel.layout import reshard
 
 FLOAT32 = Compute(dtype="float32")

@@ -7,7 +7,7 @@ import pytest
 
 from lmlib.inspect.description import describe
 from lmlib.models.families.llama import llama
-from lmlib.parallel.creation import creator
+from lmlib.models.weights import creator
 from lmlib.parallel.mesh import make_mesh
 
 pytestmark = pytest.mark.several_devices

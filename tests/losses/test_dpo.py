@@ -5,6 +5,7 @@ import functools
 from collections import defaultdict
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -16,11 +17,14 @@ from lmlib.adapters.lora import with_adapters
 from lmlib.compute import Compute
 from lmlib.data.batch import Batch
 from lmlib.losses.dpo import DPO
+from lmlib.losses.objective import Metric
+from lmlib.losses.pairs import PairedObjective, Pairs
 from lmlib.models.families.llama import llama
 from lmlib.models.matrices.adapted import map_adapted
 from lmlib.optim.optimizer import Optimizer, as_declared
 from lmlib.parallel.layout import sharding, shardings
 from lmlib.parallel.mesh import make_mesh
+from lmlib.row_order import places
 from lmlib.state import Training, abstract_model, initial_state
 
 B, S, E, V = 8, 24, 8, 32
@@ -71,6 +75,14 @@ def sigmoid(x):
     return 1 / (1 + np.exp(-x))
 
 
+def marked_targets(batch):
+    """Tokens and their targets, of each row and segment."""
+    marked = defaultdict(list)
+    for b, s in np.argwhere(batch.loss_mask):
+        marked[b, batch.segment_ids[b, s]].append((batch.tokens[b, s], batch.targets[b, s]))
+    return marked
+
+
 @functools.cache
 def definition():
     """Means over pairs, how many pairs there are, and the gradients of the mean loss."""
@@ -78,10 +90,7 @@ def definition():
         [np.asarray(each, np.float64) for each in jax.tree.leaves(make())]
         for make in (policy, reference)
     )
-    found = batch()
-    marked = defaultdict(list)  # of each row and segment
-    for b, s in np.argwhere(found.loss_mask):
-        marked[b, found.segment_ids[b, s]].append((found.tokens[b, s], found.targets[b, s]))
+    marked = marked_targets(batch())
 
     def log_probability(model, key):
         table_VE, head_EV = model
@@ -151,6 +160,69 @@ def test_a_step_follows_the_definition(mesh, microbatches, chunk):
         )
     for one, other in zip(*map(jax.tree.leaves, (after.reference_model, reference())), strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.several_devices
+def test_pairs_of_rows_that_devices_share_are_those_of_whole_rows():
+    """The order of the tokens is not that of the text."""
+    whole = batch()
+    values_BS = np.random.default_rng(1).normal(size=(B, S)).astype(np.float32)
+    mesh, at_S = make_mesh(context=2), places(S, 2, "balanced")
+    assert not np.array_equal(at_S, np.arange(S))
+    split = jax.tree.map(lambda x_BS: x_BS[:, at_S], dataclasses.replace(whole, order="balanced"))
+    placed = jax.device_put((split, values_BS[:, at_S]), sharding("batch seq", mesh))
+
+    @jax.jit
+    def found(batch, values_BS):
+        pairs = Pairs.of(batch)
+        return pairs.sums(values_BS)[0], pairs.counted_BS
+
+    with jax.set_mesh(mesh):
+        sums, counted_BS = jax.device_get(found(*placed))
+    assert counted_BS.sum() == definition()[1]
+    for b, s in np.argwhere(counted_BS):
+        of_pair_S = (whole.segment_ids[b] + 1) // 2 == (whole.segment_ids[b, s] + 1) // 2
+        for parity, each_BS in ((1, sums.chosen_BS), (0, sums.rejected_BS)):
+            marked_S = of_pair_S & whole.loss_mask[b] & (whole.segment_ids[b] % 2 == parity)
+            assert each_BS[b, s] == pytest.approx(values_BS[b, marked_S].sum(), abs=1e-5)
+
+
+@dataclasses.dataclass(frozen=True)
+class MeanPreference(PairedObjective):
+    """-log σ(2 · (mean log π(chosen) - mean log π(rejected))), with or without a reference."""
+
+    uses_reference = False
+    metrics = property(lambda self: {"loss": Metric("nats per pair")})
+
+    def of_pairs(self, pairs):
+        (chosen_BS, rejected_BS), (of_chosen_BS, of_rejected_BS) = pairs.log_p, pairs.tokens
+        means = chosen_BS / jnp.maximum(of_chosen_BS, 1) - rejected_BS / of_rejected_BS
+        return {"loss": -jax.nn.log_sigmoid(2 * means)}
+
+
+class WithReference(MeanPreference):
+    uses_reference = True
+
+
+def test_a_loss_of_ones_own_computes_a_reference_only_if_it_asks_for_one():
+    found = batch()
+    model = [np.asarray(each, np.float64) for each in jax.tree.leaves(policy())]
+    means = {
+        key: np.mean([log_softmax(model[0][x] @ model[1])[y] for x, y in marked])
+        for key, marked in marked_targets(found).items()
+    }
+    margins = [
+        2 * (mean - means[b, segment + 1])
+        for (b, segment), mean in means.items()
+        if segment % 2 == 1 and (b, segment + 1) in means
+    ]
+    sums, products = {}, {}
+    for objective in (MeanPreference(), WithReference()):
+        run = functools.partial(objective.sums, policy(), None, found, FLOAT32)
+        products[type(objective)] = str(jax.make_jaxpr(run)()).count("dot_general")
+        sums = jax.jit(run)()
+        assert float(sums.minimised) == pytest.approx(-np.log(sigmoid(np.array(margins))).sum())
+    assert products[MeanPreference] < products[WithReference]
 
 
 @pytest.mark.slow

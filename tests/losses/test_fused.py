@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from sentinels import sentinels
 
-from lmlib.losses.fused import LogitSettings, fused_loss
+from lmlib.losses.fused import fused_loss
 from lmlib.losses.next_token import CrossEntropy
 from lmlib.parallel.layout import STORED, partition
 from lmlib.parallel.mesh import make_mesh
@@ -54,8 +54,8 @@ def reference(h_BSE, table_EV, targets_BS, mask_BS, z_loss, cap=None):
 
 def sums_of(h_BSE, table_EV, targets_BS, mask_BS, z_loss=0.0, cap=None, chunk=None):
     """What is minimised, and the cross-entropy."""
-    how = LogitSettings(cap, chunk)
-    sums = fused_loss(CrossEntropy(z_loss), how, h_BSE, table_EV, targets_BS, mask_BS)
+    given = h_BSE, table_EV, targets_BS, mask_BS
+    sums = fused_loss(CrossEntropy(z_loss), *given, cap=cap, chunk=chunk)
     return sums.minimised, sums.reported["loss"]
 
 
@@ -260,10 +260,10 @@ def test_gpus_read_logits_three_times_and_write_them_once_more(gpu):
     """For the largest, for the sum, and for the gradient, which is written; each in bfloat16."""
     _, devices = absent(gpu)
     mesh, (N, E, V) = make_mesh(devices=devices), (8_192, 256, 32_768)
-    how = LogitSettings(chunk=N, dtype="bfloat16")
+    how = {"chunk": N, "dtype": "bfloat16"}
 
     def total(h_BSE, table_EV, targets_BS):
-        sums = fused_loss(CrossEntropy(1e-4), how, h_BSE, table_EV, targets_BS, targets_BS >= 0)
+        sums = fused_loss(CrossEntropy(1e-4), h_BSE, table_EV, targets_BS, targets_BS >= 0, **how)
         return sums.minimised
 
     shapes = [((1, N, E), jnp.bfloat16), ((E, V), jnp.bfloat16), ((1, N), jnp.int32)]

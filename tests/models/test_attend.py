@@ -13,12 +13,12 @@ from sentinels import sentinels
 from lmlib.models.attend import (
     IMPLEMENTATIONS,
     attend,
-    attention_weights,
     check_attention,
     chosen,
     problem,
 )
 from lmlib.models.attend.blockwise import best_tile
+from lmlib.models.attend.plain import attention_weights
 from lmlib.parallel.layout import sharding
 from lmlib.parallel.mesh import make_mesh
 

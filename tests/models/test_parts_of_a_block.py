@@ -16,9 +16,9 @@ from sentinels import sentinels
 from lmlib import Compute, whole_rows
 from lmlib.models.block import Block
 from lmlib.models.decoder import Decoder
+from lmlib.models.model import capped
 from lmlib.models.part import NO_REPORTS
 from lmlib.models.parts.attention import Attention
-from lmlib.models.parts.head import capped
 from lmlib.models.parts.mlp import MLP, GatedMLP, gelu, gelu_tanh, relu_squared, silu
 from lmlib.models.parts.norms import LayerNorm, RMSNorm
 from lmlib.models.parts.rope import Rotary

@@ -10,8 +10,8 @@ import pytest
 from lmlib import Compute, make_mesh, whole_rows
 from lmlib.models.context import Context
 from lmlib.models.families.phi import phi3
-from lmlib.models.parts.rope import Rotary, document_lengths
-from lmlib.models.parts.rope_scaling import LongRope, Yarn, long_rope_amplitude
+from lmlib.models.parts.rope import Rotary
+from lmlib.models.parts.rope_scaling import LongRope, Yarn, document_lengths, long_rope_amplitude
 
 SHORT, LONG = (1.0, 1.5, 2.0), (1.25, 4.0, 9.0)
 SCALING = LongRope(SHORT, LONG, original=5, factor=4.0, amplitude=1.2)

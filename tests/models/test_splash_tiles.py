@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lmlib.models.attend.context_parallel.split import Split
-from lmlib.models.attend.fused.splash_tiles import Visible, visited
+from lmlib.models.attend.blockwise import Split
+from lmlib.models.attend.fused.splash import Visible, visited
 
 T, TILE = 128, 8
 

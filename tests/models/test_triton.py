@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from lmlib.models.attend import attend
-from lmlib.models.attend.context_parallel.split import Split
+from lmlib.models.attend.blockwise import Split
 from lmlib.models.attend.fused.launches import launches_of
 from lmlib.models.attend.fused.visits import Tiles, keys_visited, queries_visited, sight
 from lmlib.parallel.mesh import make_mesh

@@ -24,16 +24,15 @@ from runner.inference.loading import load
 def test_it_is_the_mean_of_the_weights_so_far_in_float64(decay, updates):
     random = np.random.default_rng(updates)
     plain = Optimizer(optax.sgd(0.1), optax.constant_schedule(0.1), as_declared)
-    optimizer = with_average(plain, WeightAverage(decay))
+    optimizer = with_average(plain, WeightAverage(0.7))
+    numbers = with_average(plain, WeightAverage(decay)).hyperparameters
     weights = {"w": jnp.asarray(random.normal(size=5), jnp.float32)}
     state = optimizer.transformation.init(weights)
     np.testing.assert_array_equal(state.average["w"], weights["w"])
     total, weight = np.zeros(5), 0.0
     for _ in range(updates):
         gradients = {"w": jnp.asarray(random.normal(size=5), jnp.float32)}
-        change, state = optimizer.transformation.update(
-            gradients, state, weights, **optimizer.hyperparameters
-        )
+        change, state = optimizer.transformation.update(gradients, state, weights, **numbers)
         weights = optax.apply_updates(weights, change)
         total = decay * total + (1 - decay) * np.asarray(weights["w"], np.float64)
         weight = decay * weight + (1 - decay)

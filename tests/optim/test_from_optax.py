@@ -17,7 +17,7 @@ from sentinels import sentinels
 from small_experiment import small
 
 from lmlib.models.weights import fan_in, ones, weight
-from lmlib.optim.from_optax import from_optax
+from lmlib.optim.from_optax import from_optax, state_layout
 from lmlib.optim.optimizer import as_declared
 from lmlib.parallel.axes import LAYER, map_weights
 from lmlib.parallel.layout import stored
@@ -310,6 +310,17 @@ def test_a_state_that_would_be_whole_on_every_device_is_refused(tmp_path):
         fdl.build(cfg).abstract_state()
     with pytest.raises(ConfigError, match="whole on each of 4 devices"):
         fit(cfg, tmp_path)
+
+
+@pytest.mark.several_devices
+def test_an_array_of_a_state_lies_as_the_weight_of_the_longest_path_in_its_own():
+    mesh, table = make_mesh(fsdp=2), jnp.zeros((8, 8))
+    layouts = PartitionSpec("fsdp", None), PartitionSpec(None, "fsdp")
+    outer, inner = (jax.device_put(table, NamedSharding(mesh, each)) for each in layouts)
+    model = {"table": outer, "layer": {"table": inner}}
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), model)
+    found = state_layout({"moments": shapes}, model, mesh.abstract_mesh)
+    assert found == {"moments": {"table": layouts[0], "layer": {"table": layouts[1]}}}
 
 
 def muon():

@@ -14,8 +14,7 @@ from small_experiment import small
 
 from lmlib.models.families.llama import llama
 from lmlib.optim.adamw import adamw
-from lmlib.optim.hyperparameters import arrays_of
-from lmlib.optim.optimizer import Optimizer, as_declared
+from lmlib.optim.optimizer import Optimizer, arrays_of, as_declared
 from lmlib.optim.schedules import warmup_linear
 from lmlib.parallel.mesh import make_mesh
 

@@ -18,8 +18,7 @@ from lmlib.models.experts.mixture import Mixture
 from lmlib.models.families.gpt2 import gpt2
 from lmlib.models.families.llama import llama
 from lmlib.models.weights import fan_in, ones, weight
-from lmlib.optim.muon import muon
-from lmlib.optim.orthogonalization import POLAR_EXPRESS
+from lmlib.optim.muon import POLAR_EXPRESS, muon
 from lmlib.optim.schedules import warmup_constant
 from lmlib.optim.whole_matrices import is_matrix, matrices_of
 from lmlib.parallel.axes import map_weights

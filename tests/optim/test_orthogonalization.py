@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from scipy.optimize import linprog
 
-from lmlib.optim.orthogonalization import CLASSIC, POLAR_EXPRESS, orthogonalized
+from lmlib.optim.muon import CLASSIC, POLAR_EXPRESS, orthogonalized
 
 RANDOM = np.random.default_rng(0)
 MATRICES = {

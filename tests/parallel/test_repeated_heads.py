@@ -13,9 +13,9 @@ from lmlib.data.batch import place
 from lmlib.data.synthetic import Synthetic
 from lmlib.models.parts.attention import Attention
 from lmlib.models.parts.norms import RMSNorm
+from lmlib.models.weights import creator
 from lmlib.parallel.axes import LayoutError
 from lmlib.parallel.check import check_model
-from lmlib.parallel.creation import creator
 from lmlib.parallel.gathering import gather
 from lmlib.parallel.layout import sharding
 from lmlib.state import Training, fresh_state

@@ -11,7 +11,7 @@ from byte_texts import write_texts
 
 from lmlib.checkpoint import Checkpoints
 from lmlib.data.flat_tokens import FlatTokens
-from lmlib.parallel.creation import creator
+from lmlib.models.weights import creator
 from lmlib.parallel.mesh import make_mesh
 from runner.config import configs
 

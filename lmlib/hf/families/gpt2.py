@@ -10,9 +10,9 @@ from lmlib.hf.settings import LARGEST_EPSILON, MOST_LAYERS, Settings
 from lmlib.models.block import Block
 from lmlib.models.decoder import Decoder
 from lmlib.models.families.gpt2 import gpt2
+from lmlib.models.parts.embedding import Positions
 from lmlib.models.parts.mlp import MLP
 from lmlib.models.parts.norms import LayerNorm
-from lmlib.models.parts.positions import Positions
 
 _OUTSIDE = (
     Tensor("transformer.wte.weight", {"embedding": ("vocab", "embed")}),

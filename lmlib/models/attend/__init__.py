@@ -26,9 +26,15 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
-from lmlib.models.attend import plain
-from lmlib.models.attend.kernel import IMPLEMENTATIONS, WAYS, Kernel, Options, kernel_of, whole_row
-from lmlib.models.attend.sinks import share, with_sinks
+from lmlib.models.attend.kernel import (
+    IMPLEMENTATIONS,
+    WAYS,
+    Kernel,
+    Options,
+    kernel_of,
+    whole_row,
+    with_sinks,
+)
 from lmlib.parallel.collectives import devices_along, on_each_device, platform
 from lmlib.parallel.layout import COMPUTE, along, partition, reshard, whole_place
 
@@ -61,7 +67,7 @@ def attend(
       scale: `None`: D^-1/2.
       soft_cap: c, where a score s becomes c · tanh(s / c) before the mask (Gemma 2,
         arXiv:2408.00118, §2); `None`: s stays.
-      sinks_H: as in `lmlib.models.attend.sinks`, of each head; `None`: there are none.
+      sinks_H: the sink of each head, see `with_sinks`; `None`: there are none.
       order: which tokens of a row each device along `context` has; see
         `lmlib.row_order`.
       way: "auto", or one of `WAYS`, where `context` splits rows.
@@ -89,7 +95,7 @@ def attend(
         whole_rows = segment_ids_BS is None
         implementation = chosen(q_BSHD, *sizes, order=order, way=way, whole_rows=whole_rows)
     if segment_ids_BS is None and implementation != "cudnn":
-        segment_ids_BS = _one_document(q_BSHD)
+        segment_ids_BS = one_document(q_BSHD)
     kernel, sinks = kernel_of(implementation), sinks_H is not None
     if sinks and not kernel.has_normaliser:
         raise ValueError(f"{implementation} has no sinks; use attention='blockwise' or 'auto'")
@@ -126,39 +132,9 @@ def _every_row(axes: str) -> PartitionSpec:
     return PartitionSpec(whole_place(COMPUTE["batch"]), whole_place(COMPUTE["seq"]), *others)
 
 
-def _one_document(q_BSHD: Array) -> Int32[Array, "b s"]:
+def one_document(q_BSHD: Array) -> Int32[Array, "b s"]:
+    """Segment ids of rows that are one document each."""
     return reshard(jnp.zeros(q_BSHD.shape[:2], jnp.int32), "batch seq")
-
-
-def attention_weights(
-    q_BSHD: Float[Array, "b s heads head_dim"],
-    k_BTKD: Float[Array, "b s kv_heads head_dim"],
-    segment_ids_BS: Int32[Array, "b s"] | None,
-    *,
-    window: int | None = None,
-    scale: float | None = None,
-    soft_cap: float | None = None,
-    sinks_H: Float[Array, "heads"] | None = None,
-) -> Float[Array, "b heads s t"]:
-    """What `attend` multiplies the values by: of each query (s) how much it takes from each key
-    (t); each row adds up to 1, but for what a sink takes. float32 at least. The arguments are those
-    of `attend`."""
-    options = Options.of(window, scale, soft_cap, q_BSHD.shape[-1])
-    if segment_ids_BS is None:
-        segment_ids_BS = _one_document(q_BSHD)
-    weights_BHST, log_normaliser_BHS = on_each_device(
-        functools.partial(plain.weights, options=options),
-        inputs=(
-            partition("batch seq heads head_dim"),
-            partition("batch seq kv_heads head_dim"),
-            partition("batch seq"),
-        ),
-        outputs=(partition(("batch", "heads", None, None)), partition("batch heads seq")),
-        tracked=False,
-    )(q_BSHD, k_BTKD, segment_ids_BS)
-    if sinks_H is None:
-        return weights_BHST
-    return weights_BHST * share(log_normaliser_BHS, sinks_H[:, None])[..., None]
 
 
 def check_attention(

@@ -4,19 +4,24 @@ A scan visits the pairs of a tile of queries and a tile of keys that causality a
 The forward pass keeps its output and the logarithm of each query's normaliser; the backward pass
 computes the weights of a tile again from those. Memory grows with S, not with S × S.
 
-Shapes: B batch, S sequence, H heads, K kv_heads, G = H / K query heads to each key-value head,
+Where devices along `context` share a row, each gathers the keys and values of all: an all-gather
+forward and another backward, and a reduce-scatter of their gradients.
+
+Shapes: C devices along `context`, M pieces of each, L pieces of keys, B batch, S sequence of a
+device (queries), T keys, H heads, K kv_heads, G = H / K query heads to each key-value head,
 D head_dim of queries and keys, V that of values.
 """
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Int, Int32
 
 from lmlib.models.attend.kernel import Kernel, Options, Places
-from lmlib.models.attend.pairs import Group, grouped_pairs
+from lmlib.models.attend.pairs import Group, grouped_pairs, largest_tile
 from lmlib.models.attend.tiles import (
     Keys,
     Mixed,
@@ -28,7 +33,9 @@ from lmlib.models.attend.tiles import (
     nothing_mixed,
     with_gradients,
 )
-from lmlib.parallel.collectives import platform
+from lmlib.parallel.collectives import all_gather, axis_index, devices_along, platform, psum_scatter
+from lmlib.parallel.layout import along
+from lmlib.row_order import pieces_of_devices, places
 
 _PADDING = -1  # the segment of positions that fill up the last tile
 
@@ -43,23 +50,14 @@ def attend(
     options: Options,
 ) -> tuple[Float[Array, "b s h v"], Float[Array, "b s h"]]:
     """See `lmlib.models.attend.kernel.Kernel`; of whole rows."""
-    B, S, H, D = q_BSHD.shape
+    S = q_BSHD.shape[1]
     tile = min(S, best_tile())
     tail = -S % tile
-
-    def padded(x_BSHD: Array) -> Array:
-        return jnp.pad(x_BSHD, ((0, 0), (0, tail), (0, 0), (0, 0))).swapaxes(1, 2)
-
-    def whole(x_BKGS: Array) -> Array:
-        x_BHS = x_BKGS.reshape(B, H, *x_BKGS.shape[3:])
-        return x_BHS.swapaxes(1, 2)[:, :S]
-
-    q_BKGSD = padded(q_BSHD).reshape(B, k_BSKD.shape[2], -1, S + tail, D)
+    filled = (jnp.pad(x, ((0, 0), (0, tail), (0, 0), (0, 0))) for x in (q_BSHD, k_BSKD, v_BSKV))
     segments_BS = jnp.pad(segments_BS, ((0, 0), (0, tail)), constant_values=_PADDING)
-    mixed_BKGSV, log_normaliser_BKGS = _attend(
-        tile, options, q_BKGSD, padded(k_BSKD), padded(v_BSKV), segments_BS
-    )
-    return whole(mixed_BKGSV), whole(log_normaliser_BKGS)
+    whole = Split("plain", S + tail, 1, tile)
+    mixed_BSHV, log_normaliser_BSH = heads_first(gathered, whole, options, *filled, segments_BS)
+    return mixed_BSHV[:, :S], log_normaliser_BSH[:, :S]
 
 
 def best_tile() -> int:
@@ -67,49 +65,151 @@ def best_tile() -> int:
     return 128 if platform() == "cpu" else 512
 
 
+class Split(NamedTuple):
+    """How a row lies along the devices of `context`.
+
+    Attributes:
+      order: see `lmlib.row_order`.
+      length: tokens of a device.
+      devices: how many there are along `context`.
+      tile: tokens of one.
+    """
+
+    order: str
+    length: int
+    devices: int
+    tile: int
+
+    @classmethod
+    def of(cls, order: str, length: int) -> "Split":
+        """On the mesh that is set, for rows of which a device has `length` tokens."""
+        split = cls(order, length, devices_along(along("seq")), 0)
+        return split._replace(tile=largest_tile(split.piece, best_tile()))
+
+    @property
+    def piece(self) -> int:
+        """Tokens of one, which stand in order."""
+        return self.length // self.pieces_CM.shape[1]
+
+    @property
+    def pieces_CM(self) -> Int[np.ndarray, "c m"]:
+        """Which pieces each device has."""
+        return pieces_of_devices(self.devices, self.order)
+
+    @property
+    def places_CS(self) -> Int[np.ndarray, "c s"]:
+        """Where in its row each token of each device stands."""
+        whole_S = places(self.length * self.devices, self.devices, self.order)
+        return whole_S.reshape(self.devices, -1).astype(np.int32)
+
+    @property
+    def query_places(self) -> Places:
+        """The places of this device's queries."""
+        return Places(self.places_CS, device(), self.piece)
+
+    def places_of(self, owner: Array | int) -> Int[Array, "s"]:
+        """Where the tokens of a device stand."""
+        if self.devices == 1:
+            return jnp.arange(self.length, dtype=jnp.int32)
+        return jnp.asarray(self.places_CS)[owner]
+
+    def groups(self, keys_CL: Int[np.ndarray, "c l"], options: Options) -> list[Group]:
+        """Pairs of each device's pieces and the pieces of keys that it has then."""
+        return grouped_pairs(self.pieces_CM, keys_CL, self.piece, self.tile, options.window)
+
+    def queries(self, q_BKGSD: Array, segments_BS: Array) -> Queries:
+        """Those of this device."""
+        return Queries(q_BKGSD, segments_BS, self.places_of(device()))
+
+    def in_row_order(self, gathered_BT: Array) -> Array:
+        """An array that was gathered along the axis 1, one device's part after the other's."""
+        if self.order == "plain":
+            return gathered_BT
+        B, T, *others = gathered_BT.shape
+        pieces_BCML = gathered_BT.reshape(B, self.devices, -1, self.piece, *others)
+        early, late = pieces_BCML[:, :, 0], pieces_BCML[:, ::-1, 1]
+        return jnp.concatenate([early, late], axis=1).reshape(B, T, *others)
+
+
+def device() -> Array | int:
+    """Which of the devices along `context` this is."""
+    return axis_index(along("seq"))
+
+
+def heads_first(
+    way: Any,
+    split: Split,
+    options: Options,
+    q_BSHD: Array,
+    k_BSKD: Array,
+    v_BSKV: Array,
+    segments_BS: Array,
+) -> tuple[Float[Array, "b s h v"], Float[Array, "b s h"]]:
+    """`way`, such as `gathered`, of arrays whose heads come after the sequence."""
+    B, S, H, D = q_BSHD.shape
+    k_BKSD, v_BKSV = k_BSKD.swapaxes(1, 2), v_BSKV.swapaxes(1, 2)
+    q_BKGSD = q_BSHD.swapaxes(1, 2).reshape(B, k_BKSD.shape[1], -1, S, D)
+    mixed_BKGSV, log_normaliser_BKGS = way(split, options, q_BKGSD, k_BKSD, v_BKSV, segments_BS)
+    mixed_BHSV = mixed_BKGSV.reshape(B, H, S, -1)
+    return mixed_BHSV.swapaxes(1, 2), log_normaliser_BKGS.reshape(B, H, S).swapaxes(1, 2)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(
-    tile: int, options: Options, q_BKGSD: Array, k_BKSD: Array, v_BKSV: Array, segments_BS: Array
-) -> tuple[Array, Array]:
-    return _forward(tile, options, q_BKGSD, k_BKSD, v_BKSV, segments_BS)[0]
+def gathered(
+    split: Split, options: Options, q_BKGSD: Array, k_BKSD: Array, v_BKSV: Array, segments_BS: Array
+) -> Mixed:
+    """This device's queries over the keys of the whole row; nothing is sent if no device shares it.
+    With grouped heads keys are small beside queries; a device has room for those of the row."""
+    return _forward(split, options, q_BKGSD, k_BKSD, v_BKSV, segments_BS)[0]
 
 
 def _forward(
-    tile: int, options: Options, q_BKGSD: Array, k_BKSD: Array, v_BKSV: Array, segments_BS: Array
+    split: Split, options: Options, q_BKGSD: Array, k_BKSD: Array, v_BKSV: Array, segments_BS: Array
 ) -> tuple[Mixed, Saved]:
-    queries, keys = _sides(q_BKGSD, k_BKSD, v_BKSV, segments_BS)
-    groups = _groups(q_BKGSD.shape[3], tile, options)
+    keys, groups = _all_keys(split, options, k_BKSD, v_BKSV, segments_BS)
+    queries = split.queries(q_BKGSD, segments_BS)
     sums = nothing_mixed(q_BKGSD, v_BKSV.shape[-1])
-    sums = mixed_with(sums, queries, keys, groups, 0, options)
+    sums = mixed_with(sums, queries, keys, groups, device(), options)
     mixed = sums.weighted(v_BKSV.dtype)
     return mixed, ((q_BKGSD, k_BKSD, v_BKSV, segments_BS), mixed)
 
 
 def _backward(
-    tile: int, options: Options, saved: Saved, given: Mixed
+    split: Split, options: Options, saved: Saved, given: Mixed
 ) -> tuple[Array, Array, Array, None]:
     (q_BKGSD, k_BKSD, v_BKSV, segments_BS), mixed = saved
-    queries, keys = _sides(q_BKGSD, k_BKSD, v_BKSV, segments_BS)
-    groups = _groups(q_BKGSD.shape[3], tile, options)
-    sums = no_gradients(q_BKGSD, k_BKSD, v_BKSV)
-    dq, dk, dv = with_gradients(sums, queries, keys, arriving(mixed, given), groups, 0, options)
-    return dq.astype(q_BKGSD.dtype), dk.astype(k_BKSD.dtype), dv.astype(v_BKSV.dtype), None
+    keys, groups = _all_keys(split, options, k_BKSD, v_BKSV, segments_BS)
+    dq_BKGSD, dk_BKTD, dv_BKTV = with_gradients(
+        no_gradients(q_BKGSD, keys.k_BKTD, keys.v_BKTV),
+        split.queries(q_BKGSD, segments_BS),
+        keys,
+        arriving(mixed, given),
+        groups,
+        device(),
+        options,
+    )
+    dk_BKSD, dv_BKSV = (psum_scatter(x, along("seq"), axis=2) for x in (dk_BKTD, dv_BKTV))
+    return (
+        dq_BKGSD.astype(q_BKGSD.dtype),
+        dk_BKSD.astype(k_BKSD.dtype),
+        dv_BKSV.astype(v_BKSV.dtype),
+        None,
+    )
 
 
-_attend.defvjp(_forward, _backward)
+gathered.defvjp(_forward, _backward)
 
 
-def _sides(
-    q_BKGSD: Array, k_BKSD: Array, v_BKSV: Array, segments_BS: Array
-) -> tuple[Queries, Keys]:
-    places_S = jnp.arange(segments_BS.shape[1], dtype=jnp.int32)
-    return Queries(q_BKGSD, segments_BS, places_S), Keys(k_BKSD, v_BKSV, segments_BS, places_S)
-
-
-def _groups(length: int, tile: int, options: Options) -> list[Group]:
-    """Those of a row that is one piece, on one device."""
-    whole_CM = np.zeros((1, 1), np.int32)
-    return grouped_pairs(whole_CM, whole_CM, length, tile, options.window)
+def _all_keys(
+    split: Split, options: Options, k_BKSD: Array, v_BKSV: Array, segments_BS: Array
+) -> tuple[Keys, list[Group]]:
+    """The keys of the whole row, one device's after the other's, and the pairs with them."""
+    k_BKTD, v_BKTV = (all_gather(x, along("seq"), axis=2) for x in (k_BKSD, v_BKSV))
+    segments_BT = all_gather(segments_BS, along("seq"), axis=1)
+    alone = split.devices == 1
+    places_T = split.places_of(0) if alone else jnp.asarray(split.places_CS.reshape(-1))
+    pieces_CL = np.tile(split.pieces_CM.reshape(-1), (split.devices, 1))
+    return Keys(k_BKTD, v_BKTV, segments_BT, places_T), split.groups(pieces_CL, options)
 
 
 KERNEL = Kernel(attend)

@@ -10,6 +10,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
@@ -95,6 +96,28 @@ class Kernel(NamedTuple):
     problem: Callable[[int, int, DTypeLike, float | None], str | None] = lambda *sizes: None
     has_normaliser: bool = True
     takes_pieces: bool = False
+
+
+def with_sinks(
+    mixed_BSHV: Float[Array, "b s heads value_dim"],
+    log_normaliser_BSH: Float[Array, "b s heads"],
+    sinks_H: Float[Array, "heads"],
+) -> Float[Array, "b s heads value_dim"]:
+    """The result of attention with sinks, from that without: beside its scores, softmax takes a
+    learned logit of its head, which has no value (gpt-oss: OpenAI 2025, arXiv:2508.10925, §2.2;
+    Xiao et al. 2023, arXiv:2309.17453, §3.3)."""
+    left_BSH = left_by_sinks(log_normaliser_BSH, sinks_H)
+    return (mixed_BSHV * left_BSH[..., None]).astype(mixed_BSHV.dtype)
+
+
+def left_by_sinks(
+    log_normaliser: Float[Array, "..."], sinks: Float[Array, "..."]
+) -> Float[Array, "..."]:
+    """The share of the weights that a sink leaves, in float32 at least: with a sink s beside scores
+    whose normaliser is exp(n), all weights are multiplied by exp(n) / (exp(n) + exp(s)), which is
+    sigmoid(n - s). A kernel need not know of sinks. It gives n, and its gradient."""
+    wide = jnp.promote_types(sinks.dtype, jnp.float32)
+    return jax.nn.sigmoid(log_normaliser - sinks.astype(wide))
 
 
 def kernel_of(implementation: str) -> Kernel:

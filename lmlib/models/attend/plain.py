@@ -4,12 +4,17 @@ Shapes: B batch, S sequence (queries), T sequence (keys), H heads, K kv_heads, G
 to each key-value head, D head_dim of queries and keys, V that of values.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int32
 
-from lmlib.models.attend.kernel import Kernel, Options, Places
+from lmlib.models.attend import one_document
+from lmlib.models.attend.kernel import Kernel, Options, Places, left_by_sinks
+from lmlib.parallel.collectives import on_each_device
+from lmlib.parallel.layout import partition
 
 
 def attend(
@@ -37,8 +42,8 @@ def weights(
     segment_ids_BS: Int32[Array, "b s"],
     options: Options,
 ) -> tuple[Float[Array, "b h s t"], Float[Array, "b h s"]]:
-    """See `lmlib.models.attend.attention_weights`, and the logarithms of their normalisers; on the
-    part of one device."""
+    """See `attention_weights`, and the logarithms of their normalisers; on the part of one
+    device."""
     B, S, H, D = q_BSHD.shape
     q_BSKGD = q_BSHD.reshape(B, S, k_BTKD.shape[2], -1, D)
     wide = jnp.promote_types(q_BSHD.dtype, jnp.float32)
@@ -51,6 +56,36 @@ def weights(
     weights_BKGST = jax.nn.softmax(scores_BKGST, axis=-1)
     log_normaliser_BKGS = jax.nn.logsumexp(scores_BKGST, axis=-1)
     return weights_BKGST.reshape(B, H, S, S), log_normaliser_BKGS.reshape(B, H, S)
+
+
+def attention_weights(
+    q_BSHD: Float[Array, "b s heads head_dim"],
+    k_BTKD: Float[Array, "b s kv_heads head_dim"],
+    segment_ids_BS: Int32[Array, "b s"] | None,
+    *,
+    window: int | None = None,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sinks_H: Float[Array, "heads"] | None = None,
+) -> Float[Array, "b heads s t"]:
+    """How much each query (s) takes from each key (t) in `lmlib.models.attend.attend`, whose
+    arguments these are. Each row adds up to 1, less the share of a sink. float32 at least."""
+    options = Options.of(window, scale, soft_cap, q_BSHD.shape[-1])
+    if segment_ids_BS is None:
+        segment_ids_BS = one_document(q_BSHD)
+    weights_BHST, log_normaliser_BHS = on_each_device(
+        functools.partial(weights, options=options),
+        inputs=(
+            partition("batch seq heads head_dim"),
+            partition("batch seq kv_heads head_dim"),
+            partition("batch seq"),
+        ),
+        outputs=(partition(("batch", "heads", None, None)), partition("batch heads seq")),
+        tracked=False,
+    )(q_BSHD, k_BTKD, segment_ids_BS)
+    if sinks_H is None:
+        return weights_BHST
+    return weights_BHST * left_by_sinks(log_normaliser_BHS, sinks_H[:, None])[..., None]
 
 
 KERNEL = Kernel(attend)

@@ -16,11 +16,10 @@ from lmlib.models.context import Context
 from lmlib.models.experts.mlps import GatedExperts
 from lmlib.models.experts.rounds import DISPATCHES, KEPT, Settings, best_dispatch, mixed
 from lmlib.models.experts.router import Router
-from lmlib.models.part import Names, Part, Reports, joined
+from lmlib.models.part import Names, Part, Reports, checked, joined
 from lmlib.models.parts.mlp import GatedMLP
-from lmlib.models.returned import checked
 from lmlib.models.weights import fold, product_flops
-from lmlib.parallel.stages import in_a_stage
+from lmlib.parallel.collectives import in_a_stage
 
 
 class Mixture(Part):

@@ -15,7 +15,7 @@ from lmlib.models.context import Context
 from lmlib.models.experts.choices import best
 from lmlib.models.part import Names, Part, Reports
 from lmlib.models.product import product
-from lmlib.models.rematerialization import CHOICES
+from lmlib.models.scan import CHOICES
 from lmlib.models.weights import Constant, fan_in, initial_values, weight, zeros
 
 SCORES = ("softmax", "sigmoid")

@@ -7,9 +7,9 @@ from lmlib.models.decoder import Decoder
 from lmlib.models.families.sizes import head_sizes
 from lmlib.models.families.table_values import tied_scale
 from lmlib.models.parts.attention import Attention
+from lmlib.models.parts.embedding import Positions
 from lmlib.models.parts.mlp import MLP, gelu_tanh
 from lmlib.models.parts.norms import LayerNorm
-from lmlib.models.parts.positions import Positions
 from lmlib.models.stack import segments
 from lmlib.models.weights import compiled, fold, residual_scale
 

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from lmlib.compute import Compute
-from lmlib.models.attend import attend, attention_weights, check_attention
+from lmlib.models.attend import attend, check_attention
 from lmlib.models.attend.kernel import Options
 from lmlib.models.context import Context
 from lmlib.models.part import Names, Norm, Part
@@ -35,7 +35,7 @@ class Attention(Part):
       soft_cap: c, where a score s becomes c · tanh(s / c) before the mask; `None`: s stays.
       bias: whether query, key and value have biases.
       output_bias: whether the output has one.
-      sinks: whether each head has a sink; see `lmlib.models.attend.sinks`.
+      sinks: whether each head has a sink; see `lmlib.models.attend.kernel.with_sinks`.
       norm: makes the norms of queries and keys before they are rotated, called with `key` and the
         sizes of heads and head_dim: `RMSNorm` with axes "head_dim", for each head alone, or with
         "heads head_dim" (of keys: "kv_heads head_dim"). `None`: there are none.
@@ -168,7 +168,8 @@ class Attention(Part):
     def attention_weights(
         self, x_BSE: Float[Array, "b s embed"], context: Context
     ) -> Float[Array, "b heads s t"]:
-        """How much each position (s) takes from each (t); see `attention_weights`."""
+        from lmlib.models.attend.plain import attention_weights
+
         q_BSHD, k_BTKD, _ = self._projected(x_BSE, context)
         return attention_weights(
             q_BSHD,

@@ -17,8 +17,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int32
 
-from lmlib.models.attend.kernel import Options
-from lmlib.models.attend.sinks import with_sinks
+from lmlib.models.attend.kernel import Options, with_sinks
 from lmlib.parallel.collectives import on_each_device
 from lmlib.parallel.layout import COMPUTE, partition, repeats, reshard
 

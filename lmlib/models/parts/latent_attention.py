@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from lmlib.compute import Compute
-from lmlib.models.attend import attend, attention_weights, check_attention
+from lmlib.models.attend import attend, check_attention
 from lmlib.models.attend.kernel import Options
 from lmlib.models.context import Context
 from lmlib.models.part import Names, Norm, Part
@@ -152,7 +152,8 @@ class LatentAttention(Part):
     def attention_weights(
         self, x_BSE: Float[Array, "b s embed"], context: Context
     ) -> Float[Array, "b heads s t"]:
-        """How much each position (s) takes from each (t); see `attention_weights`."""
+        from lmlib.models.attend.plain import attention_weights
+
         q_BSHQ = self._queries(x_BSE, context)
         k_BTHQ, _ = self._keys_and_values(*self._latents(x_BSE, context), context)
         return attention_weights(q_BSHQ, k_BTHQ, context.segment_ids_BS, scale=self.scale)

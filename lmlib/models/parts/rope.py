@@ -5,46 +5,41 @@ Shapes: B batch, S sequence, H heads, D head_dim; in tables D is half of it.
 
 import dataclasses
 import math
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
 from lmlib.models.context import Context
-from lmlib.parallel.rows import gathered_rows, split_rows
 
 # Of a document, in tokens: the same for all, or for each token that of its own.
 Length = int | Int32[Array, "#b #s 1 1"]
 
 
-@runtime_checkable
-class Scaling(Protocol):
-    """Settings, compared by value; `lmlib.models.parts.rope_scaling` has the known ones."""
+class Scaling:
+    """How frequencies change for longer sequences. Settings, compared by value;
+    `lmlib.models.parts.rope_scaling` has the known ones.
 
-    @property
-    def amplitude(self) -> float:
-        """What cosines and sines are multiplied by."""
+    Attributes:
+      amplitude: what cosines and sines are multiplied by.
+      longest: the longest sequence that has these frequencies; `None`: all have.
+      switch: the length above which a document has other frequencies, from its first token on;
+        `None`: they depend on no length.
+      pairs: the number of pairs of coordinates that it has factors for; `None`: any number.
+    """
 
-    @property
-    def longest(self) -> int | None:
-        """The longest sequence that has these frequencies; `None` if all have."""
-
-    @property
-    def switch(self) -> int | None:
-        """The length above which a document has other frequencies, from its first token on; `None`
-        if they depend on no length."""
-
-    @property
-    def pairs(self) -> int | None:
-        """The number of pairs of coordinates that it has factors for; `None`: any number."""
+    amplitude: float = 1.0
+    longest: int | None = None
+    switch: int | None = None
+    pairs: int | None = None
 
     def frequencies(
         self, frequency_D: Float[Array, "half"], length: Length
     ) -> Float[Array, "*bs1 half"]:
         """Radians per position of each pair in documents of `length`, given the unscaled ones, of
         falling frequency."""
+        raise NotImplementedError
 
 
 class Rotations(NamedTuple):
@@ -137,6 +132,8 @@ class Rotary:
         if self.switch is not None and lengths_B is not None:
             return lengths_B[:, None, None, None]
         if self.switch is not None and positions_BS.shape[1] > self.switch:
+            from lmlib.models.parts.rope_scaling import document_lengths
+
             return document_lengths(positions_BS, order)[:, :, None, None]
         return positions_BS.shape[1]
 
@@ -149,20 +146,6 @@ class Rotary:
                 f"scaling rotary positions are known up to {longest}; give shorter ones, or "
                 "another rope_scaling"
             )
-
-
-def document_lengths(
-    positions_BS: Int32[Array, "b s"], order: str = "plain"
-) -> Int32[Array, "b s"]:
-    """How long each token's document is, if its end is here: where positions do not go on. Rows lie
-    in `order` along `context`, and are gathered for it."""
-    S = positions_BS.shape[1]
-    positions_BS = gathered_rows(positions_BS, order)
-    goes_on_BS = positions_BS[:, 1:] == positions_BS[:, :-1] + 1
-    ends_BS = jnp.pad(~goes_on_BS, ((0, 0), (0, 1)), constant_values=True)
-    index_S = jnp.arange(S, dtype=jnp.int32)
-    end_BS = jax.lax.cummin(jnp.where(ends_BS, index_S, S), axis=1, reverse=True)
-    return split_rows(positions_BS + end_BS - index_S + 1, order)
 
 
 def rotate(

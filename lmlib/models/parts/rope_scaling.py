@@ -6,18 +6,19 @@ Shapes: B batch, S sequence, D pairs of coordinates of a head.
 import dataclasses
 import math
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int32
 
-from lmlib.models.parts.rope import Length
+from lmlib.models.parts.rope import Length, Scaling
+from lmlib.parallel.rows import gathered_rows, split_rows
 
 
 @dataclasses.dataclass(frozen=True)
-class Linear:
+class Linear(Scaling):
     """Positions divided by `factor` (Chen et al. 2023, arXiv:2306.15595, eq. 4)."""
 
     factor: float
-    amplitude, longest, switch, pairs = 1.0, None, None, None
 
     def __post_init__(self) -> None:
         _check_factor(self.factor)
@@ -29,7 +30,7 @@ class Linear:
 
 
 @dataclasses.dataclass(frozen=True)
-class Dynamic:
+class Dynamic(Scaling):
     """Unscaled up to `longest` positions (dynamic scaling: arXiv:2309.00071, §3.3). Beyond them
     frequencies would differ from length to length, so longer sequences are refused.
 
@@ -40,7 +41,6 @@ class Dynamic:
 
     factor: float
     longest: int
-    amplitude, switch, pairs = 1.0, None, None
 
     def __post_init__(self) -> None:
         _check_factor(self.factor)
@@ -52,7 +52,7 @@ class Dynamic:
 
 
 @dataclasses.dataclass(frozen=True)
-class Llama3:
+class Llama3(Scaling):
     """Long wavelengths divided by `factor`, short ones kept, a ramp between (Llama 3.1; Dubey et
     al. 2024, arXiv:2407.21783, §3.4.2, with the published code's ramp).
 
@@ -66,7 +66,6 @@ class Llama3:
     low: float
     high: float
     original: int
-    amplitude, longest, switch, pairs = 1.0, None, None, None
 
     def __post_init__(self) -> None:
         _check_factor(self.factor)
@@ -82,7 +81,7 @@ class Llama3:
 
 
 @dataclasses.dataclass(frozen=True)
-class Yarn:
+class Yarn(Scaling):
     """Frequencies interpolated by parts, and scores sharpened (Peng et al. 2023, arXiv:2309.00071,
     §3.2 and §3.4).
 
@@ -102,7 +101,6 @@ class Yarn:
     slow: float = 1.0
     amplitude: float = 1.0
     whole: bool = True
-    longest, switch, pairs = None, None, None
 
     def __post_init__(self) -> None:
         _check_factor(self.factor)
@@ -129,7 +127,7 @@ class Yarn:
 
 
 @dataclasses.dataclass(frozen=True)
-class LongRope:
+class LongRope(Scaling):
     """Each pair's frequency divided by a factor of its own: by `short` in documents of up to
     `original` tokens, by `long` in longer ones (Ding et al. 2024, arXiv:2402.13753, §3.2).
 
@@ -155,7 +153,6 @@ class LongRope:
     original: int
     factor: float = 1.0
     amplitude: float = 1.0
-    longest = None
 
     def __post_init__(self) -> None:
         _check_factor(self.factor)
@@ -182,6 +179,20 @@ class LongRope:
     ) -> Float[Array, "*bs1 half"]:
         short_D, long_D = (jnp.asarray(each, frequency_D.dtype) for each in (self.short, self.long))
         return frequency_D / jnp.where(length > self.original, long_D, short_D)
+
+
+def document_lengths(
+    positions_BS: Int32[Array, "b s"], order: str = "plain"
+) -> Int32[Array, "b s"]:
+    """How long each token's document is, if its end is here: where positions do not go on. Rows lie
+    in `order` along `context`, and are gathered for it."""
+    S = positions_BS.shape[1]
+    positions_BS = gathered_rows(positions_BS, order)
+    goes_on_BS = positions_BS[:, 1:] == positions_BS[:, :-1] + 1
+    ends_BS = jnp.pad(~goes_on_BS, ((0, 0), (0, 1)), constant_values=True)
+    index_S = jnp.arange(S, dtype=jnp.int32)
+    end_BS = jax.lax.cummin(jnp.where(ends_BS, index_S, S), axis=1, reverse=True)
+    return split_rows(positions_BS + end_BS - index_S + 1, order)
 
 
 def long_rope_amplitude(factor: float, original: int) -> float:

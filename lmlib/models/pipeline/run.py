@@ -1,11 +1,15 @@
 """Layers in stages, one beside the other: pipeline parallelism within one program.
 
 Each device along `stage` keeps and computes layers of its own. In a slot of the schedule all stages
-compute at once, each for another microbatch, and what they make moves on by one stage (a ppermute).
+compute at once, each for another microbatch, and the results move on by one stage (a ppermute).
 Backward JAX reverses the loop over slots: gradients move from the last stage to the first.
 
-Shapes: W rows of a microbatch, S sequence, E embed, P stages, G groups, M microbatches, T slots,
-R repetitions of a pattern, K repetitions of a chunk, V rounds.
+Outside of the stages rows lie along `stage` as along `fsdp`. Each device brings some of its own to
+each of `groups` microbatches; those of a group wait, one at each stage, and move on by one stage a
+slot, so that the first stage takes one after the other (Xu et al. 2021, arXiv:2105.04663, §3.3).
+
+Shapes: B batch, W rows of a microbatch, S sequence, E embed, P stages, G groups, M microbatches =
+groups × stages, T slots, R repetitions of a pattern, K repetitions of a chunk, V rounds.
 """
 
 import dataclasses
@@ -17,24 +21,143 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float, Int32, Key
+from jaxtyping import Array, Bool, Float, Int32, Key
 
 from lmlib.models.context import Context
-from lmlib.models.pipeline.chunks import in_chunks
-from lmlib.models.pipeline.microbatches import (
-    brought,
-    everywhere,
-    moved_up,
-    next_of,
-    put_back,
-    taken_home,
-    to_next_stage,
-)
 from lmlib.models.pipeline.schedule import Schedule, Work, schedule_of
-from lmlib.models.scan import Given, Repeated, counted, run
-from lmlib.parallel.collectives import on_each_device
-from lmlib.parallel.layout import partition
+from lmlib.models.scan import Given, Repeated, counted, reshaped, run
+from lmlib.parallel.axes import Weight, map_weights
+from lmlib.parallel.collectives import all_gather, on_each_device, passed_on
+from lmlib.parallel.layout import along, partition, stored
 from lmlib.parallel.stages import each_stage
+
+
+def in_chunks(repeated: Repeated, repeats: int, schedule: Schedule) -> Repeated:
+    """The chunks of each stage, (P, K, V, …), in place of (R, …).
+
+    Layers rest in their order, those of a stage next to each other. Where each stage has one chunk,
+    and all have as many layers, nothing moves; else weights travel to their stages, and their
+    gradients back (two all-to-alls each way). A chunk that lacks layers has copies of the last one,
+    which do not count.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    stages, rounds = schedule.stages, schedule.rounds
+    each = -(-repeats // (stages * rounds))
+
+    def chunk(weight: Weight, w_R: Array) -> Array:
+        of_stages = stored(weight, (stages, *w_R.shape[1:]), mesh).partitions
+        layout = PartitionSpec(of_stages[0], None, None, *of_stages[1:])
+        if (rounds, repeats) == (1, stages * each):
+            return jnp.reshape(w_R, (stages, each, 1, *w_R.shape[1:]), out_sharding=layout)
+        whole_R = jax.sharding.reshard(w_R, stored(weight.unstaged, w_R.shape, mesh))
+        return jax.sharding.reshard(cut(whole_R), layout)
+
+    def cut(x_R: Array) -> Array:
+        lacking = stages * rounds * each - repeats
+        x_R = jnp.concatenate([x_R, *[x_R[-1:]] * lacking])
+        return jnp.moveaxis(reshaped(x_R, 1, (rounds, stages, each)), 0, 2)
+
+    def chunk_alike(x_R: Array) -> Array:
+        return jax.sharding.reshard(cut(x_R), partition("stage"))
+
+    counts = None
+    if repeats < stages * rounds * each:
+        numbers_VPK = np.arange(stages * rounds * each).reshape(rounds, stages, each)
+        counts = jax.sharding.reshard(
+            jnp.asarray(np.moveaxis(numbers_VPK < repeats, 0, 2)), partition("stage")
+        )
+    return Repeated(
+        map_weights(chunk, repeated.layers),
+        jax.tree.map(chunk_alike, repeated.keys),
+        repeated.caches,
+        counts,
+    )
+
+
+def brought(
+    x_BSE: Float[Array, "b s embed"], groups: int, residual: str
+) -> Float[Array, "p g w s embed"]:
+    """The microbatches as they wait; nothing is sent. `residual` names the layout of x."""
+
+    def local(x_BSE: Array) -> Array:
+        return jnp.reshape(x_BSE, (1, groups, -1, *x_BSE.shape[1:]))
+
+    return on_each_device(local, (partition(residual),), partition(_waiting(residual)))(x_BSE)
+
+
+def taken_home(x_PGWSE: Float[Array, "p g w s embed"], residual: str) -> Float[Array, "b s embed"]:
+    """The inverse of `brought`."""
+
+    def local(x_PGWSE: Array) -> Array:
+        return jnp.reshape(x_PGWSE, (-1, *x_PGWSE.shape[3:]))
+
+    return on_each_device(local, (partition(_waiting(residual)),), partition(residual))(x_PGWSE)
+
+
+def everywhere(x_BS: Array, groups: int) -> Array:
+    """What each token has, (M, W, S) by microbatches, at all stages (an all-gather)."""
+
+    def local(x_BS: Array) -> Array:
+        x_GWS = jnp.reshape(x_BS, (groups, 1, -1, x_BS.shape[1]))
+        x_GPWS = all_gather(x_GWS, along("stage"), 1)
+        return jnp.reshape(x_GPWS, (-1, *x_GPWS.shape[2:]))
+
+    return on_each_device(
+        local, (partition("batch seq"),), partition((None, "stage_batch", "seq")), tracked=False
+    )(x_BS)
+
+
+def to_next_stage(x_PWSE: Array, residual: str) -> Array:
+    """Each stage's microbatch at the next one, that of the last stage at the first (a ppermute)."""
+    return _passed_on(x_PWSE, residual, 1)
+
+
+def next_of(waiting_PGWSE: Array, group: Int32[Array, ""]) -> Array:
+    """What waits of a group, (P, W, S, E); the first stage's is next."""
+    return jax.lax.dynamic_index_in_dim(waiting_PGWSE, group, 1, keepdims=False)
+
+
+def moved_up(waiting_PGWSE: Array, group: Int32[Array, ""], residual: str) -> Array:
+    """What waits of a group one stage nearer to the first, that of the first at the last (a
+    ppermute); nothing moves of group -1."""
+
+    def moved(x_PGWSE: Array) -> Array:
+        x_PWSE = _passed_on(next_of(x_PGWSE, group), residual, -1)
+        return jax.lax.dynamic_update_index_in_dim(x_PGWSE, x_PWSE, group, 1)
+
+    return jax.lax.cond(group >= 0, moved, lambda x_PGWSE: x_PGWSE, waiting_PGWSE)
+
+
+def put_back(
+    waiting_PGWSE: Array,
+    x_PWSE: Array,
+    group: Int32[Array, ""],
+    ends_P: Bool[Array, "p"],
+    residual: str,
+) -> Array:
+    """What waits of a group moved up (a ppermute), and what has ended in its place at the last
+    stage; with group -1 all stays."""
+
+    def put(x_PGWSE: Array) -> Array:
+        there_PWSE = _passed_on(next_of(x_PGWSE, group), residual, -1)
+        there_PWSE = each_stage(jnp.where)(ends_P, x_PWSE, there_PWSE)
+        return jax.lax.dynamic_update_index_in_dim(x_PGWSE, there_PWSE, group, 1)
+
+    return jax.lax.cond(group >= 0, put, lambda x_PGWSE: x_PGWSE, waiting_PGWSE)
+
+
+def _passed_on(x_PWSE: Array, residual: str, stages: int) -> Array:
+    layout = partition(("stage", *_in_stages(residual)))
+    return on_each_device(lambda x: passed_on(x, along("stage"), stages), (layout,), layout)(x_PWSE)
+
+
+def _in_stages(residual: str) -> tuple[str, ...]:
+    return ("stage_batch", *residual.split()[1:])
+
+
+def _waiting(residual: str) -> tuple[str | None, ...]:
+    return ("stage", None, *_in_stages(residual))
+
 
 _OF_TOKENS = ("positions_BS", "segment_ids_BS", "counts_BS")
 

@@ -1,11 +1,14 @@
 """Layers in stages compute what one device computes: losses, every gradient, whole runs."""
 
+import dataclasses
 import functools
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jaxtyping import Array, Float
 from laid_out import laid_out
 from outsider_runs import SIZES, SOURCE, check_outsider, compiled, experiment, trained
 from sentinels import sentinels
@@ -14,15 +17,19 @@ from lmlib import Compute, NextToken
 from lmlib.checkpoint import Checkpoints
 from lmlib.data.batch import place
 from lmlib.losses.next_token import batch_loss
+from lmlib.models.context import whole_rows
 from lmlib.models.experts.mixture import Mixture
 from lmlib.models.experts.router import Router
 from lmlib.models.families.gemma import gemma2
 from lmlib.models.families.llama import llama
 from lmlib.models.families.speedrun import speedrun
+from lmlib.models.part import NO_REPORTS, Part
 from lmlib.models.pipeline.schedule import schedule_of
+from lmlib.models.stack import Segment, Stack
+from lmlib.models.weights import initial_values, ones, weight
 from lmlib.optim.adamw import adamw
 from lmlib.optim.muon import muon
-from lmlib.parallel.layout import sharding, shardings
+from lmlib.parallel.layout import sharding, shardings, spec
 from lmlib.parallel.mesh import make_mesh
 from lmlib.state import abstract_batch, abstract_model
 
@@ -125,6 +132,32 @@ def test_losses_and_gradients_are_those_of_one_device(mesh, model, way):
     assert loss == pytest.approx(expected_loss, rel=1e-6)
     for found, whole in zip(jax.tree.leaves(gradients), jax.tree.leaves(expected), strict=True):
         assert np.linalg.norm(found - whole) <= 2e-5 * np.linalg.norm(whole) + 1e-8
+
+
+class Dropping(Part):
+    """Adds ones, of which some are dropped."""
+
+    scale: Float[Array, "embed"] = weight(ones)
+
+    def __init__(self, key):
+        self.scale = initial_values(self, "scale", key, embed=8)
+
+    def __call__(self, x_BSE, context, cache=None):
+        return x_BSE + context.dropped(jnp.ones_like(x_BSE), "own"), NO_REPORTS, cache
+
+
+def test_every_microbatch_of_a_pipeline_drops_others():
+    mesh, rows = make_mesh(stage=2), 4
+    with jax.set_mesh(mesh):
+        stack = Stack([Segment([Dropping], 2)], jax.random.key(0))
+        tokens_BS = jax.device_put(np.zeros((rows, 4), np.int32), sharding("batch seq", mesh))
+        x_BSE = jnp.zeros((rows, 4, 8), out_sharding=spec("batch seq embed"))
+        context = dataclasses.replace(
+            whole_rows(tokens_BS, FLOAT32), key=jax.random.key(1), dropout=0.5
+        )
+        assert schedule_of(rows, FLOAT32, mesh).microbatches == rows
+        found = jax.jit(lambda x_BSE: stack(x_BSE, context).x_BSE)(x_BSE)
+    assert len(np.unique(np.asarray(found).reshape(rows, -1), axis=0)) == rows
 
 
 def router_is_corrected(layers=4):

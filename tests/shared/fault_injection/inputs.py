@@ -14,7 +14,7 @@ from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.stored.shard_writer import ShardWriter
 from lmlib.data.stored.teacher import TeacherMetadata
 from lmlib.data.stored.teacher_writer import TeacherWriter
-from lmlib.parallel.creation import creator
+from lmlib.models.weights import creator
 from lmlib.parallel.mesh import make_mesh
 
 SHARDS, CHUNK = 2, 64  # the shards of a split, a chunk's tokens

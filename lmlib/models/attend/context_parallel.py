@@ -1,0 +1,188 @@
+"""Context parallelism: attention of rows that several devices share. Each device has some queries
+of a row, and mixes values of the whole row.
+
+    way     keys and values
+    gather  each device gathers all of them (`lmlib.models.attend.blockwise.gathered`)
+    ring    they go round, one device's at a time
+
+Both visit the tiles of `lmlib.models.attend.tiles`, and compute the same. With "gather" a fused
+kernel may take the place of the tiles.
+
+Shapes: C devices along `context`, P the part of each device of T, B batch, S sequence of a device,
+T that of the row, H heads, K kv_heads, G = H / K query heads to each key-value head, D head_dim of
+queries and keys, V that of values.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int32
+
+from lmlib.models.attend.blockwise import Split, device, gathered, heads_first
+from lmlib.models.attend.kernel import Kernel, Options, kernel_of
+from lmlib.models.attend.pairs import Group
+from lmlib.models.attend.tiles import (
+    Gradients,
+    Keys,
+    Mixed,
+    Saved,
+    arriving,
+    mixed_with,
+    no_gradients,
+    nothing_mixed,
+    with_gradients,
+)
+from lmlib.parallel.collectives import all_gather, devices_along, passed_on, psum_scatter
+from lmlib.parallel.layout import along
+from lmlib.row_order import pieces_of_devices
+
+# Gathered keys and values may take so many times the memory of a device's queries.
+_SMALL = 4
+
+
+def problem(kernel: Kernel, way: str, sinks: bool = False) -> str | None:
+    """The reason why a fused kernel cannot compute split rows, or `None`."""
+    if not kernel.takes_pieces:
+        return "it computes whole rows only"
+    if sinks and not kernel.has_normaliser:
+        return "it has no sinks"
+    if way == "ring":
+        return "it computes rows whose keys are gathered, not context='ring'"
+    return None
+
+
+def length_of_piece(length: int, devices: int, order: str) -> int:
+    """How many of a row's tokens follow each other at least on one of the devices that share it."""
+    return length // pieces_of_devices(devices, order).size
+
+
+def function_of(
+    implementation: str, heads: int, kv_heads: int, order: str, way: str, sinks: bool
+) -> Callable[..., Any]:
+    """The function `(q_BSHD, k_BSKD, v_BSKV, segments_BS, options)` of a device.
+
+    Args:
+      order: which tokens of the row each device has; see `lmlib.row_order`.
+      way: "gather", "ring" or "auto", which is "gather" while what is gathered is small beside
+        queries.
+
+    Raises:
+      ValueError: if the implementation cannot compute that; see `problem`.
+    """
+    if implementation != "blockwise":
+        kernel = kernel_of(implementation)
+        if (reason := problem(kernel, way, sinks)) is not None:
+            raise ValueError(f"{implementation}: {reason}; use attention='blockwise' or 'auto'")
+        return functools.partial(_fused, kernel=kernel, order=order)
+    if way == "auto":
+        small = devices_along(along("seq")) * kv_heads <= _SMALL * heads
+        way = "gather" if small else "ring"
+
+    def attend(q_BSHD: Array, *others: Array, options: Options) -> tuple[Array, Array]:
+        split = Split.of(order, q_BSHD.shape[1])
+        return heads_first(
+            {"gather": gathered, "ring": _ring}[way], split, options, q_BSHD, *others
+        )
+
+    return attend
+
+
+def _fused(
+    q_BSHD: Float[Array, "b s h d"],
+    k_BSKD: Float[Array, "b s k d"],
+    v_BSKV: Float[Array, "b s k v"],
+    segments_BS: Int32[Array, "b s"],
+    options: Options,
+    kernel: Kernel,
+    order: str,
+) -> tuple[Float[Array, "b s h v"], Float[Array, "b s h"] | None]:
+    """The kernel's result for this device's queries and the keys of the whole row, in its order."""
+    split = Split.of(order, q_BSHD.shape[1])
+    k_BTKD, v_BTKV = (split.in_row_order(_all_of(x)) for x in (k_BSKD, v_BSKV))
+    segments_BT = split.in_row_order(all_gather(segments_BS, along("seq"), axis=1))
+    return kernel.attend(
+        q_BSHD, k_BTKD, v_BTKV, segments_BS, segments_BT, split.query_places, options
+    )
+
+
+@jax.custom_vjp
+def _all_of(x_BP: Array) -> Array:
+    return all_gather(x_BP, along("seq"), axis=1)
+
+
+def _all_of_backward(_: None, d_BT: Array) -> tuple[Array]:
+    """The sum over devices is in float32 at least."""
+    wide = jnp.promote_types(d_BT.dtype, jnp.float32)
+    return (psum_scatter(d_BT.astype(wide), along("seq"), axis=1).astype(d_BT.dtype),)
+
+
+_all_of.defvjp(lambda x_BP: (_all_of(x_BP), None), _all_of_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _ring(
+    split: Split, options: Options, q_BKGSD: Array, k_BKSD: Array, v_BKSV: Array, segments_BS: Array
+) -> Mixed:
+    """Keys and values go round from device to device (Liu et al. 2023, arXiv:2310.01889): each
+    device mixes those that are there with its own queries, so that none has more than one other
+    device's keys at a time.
+
+    The gradients of keys and values go round with them. Rounds in which no query sees a key, as
+    there are with a window, are left out.
+    """
+    return _forward(split, options, q_BKGSD, k_BKSD, v_BKSV, segments_BS)[0]
+
+
+def _forward(
+    split: Split, options: Options, q_BKGSD: Array, k_BKSD: Array, v_BKSV: Array, segments_BS: Array
+) -> tuple[Mixed, Saved]:
+    queries = split.queries(q_BKGSD, segments_BS)
+    sums, there, before = nothing_mixed(q_BKGSD, v_BKSV.shape[-1]), (k_BKSD, v_BKSV, segments_BS), 0
+    for away, groups in _rounds(split, options):
+        there, before = _passed_on(there, away - before), away
+        keys = Keys(*there, split.places_of(_owner(split, away)))
+        sums = mixed_with(sums, queries, keys, groups, device(), options)
+    mixed = sums.weighted(v_BKSV.dtype)
+    return mixed, ((q_BKGSD, k_BKSD, v_BKSV, segments_BS), mixed)
+
+
+def _backward(
+    split: Split, options: Options, saved: Saved, given: Mixed
+) -> tuple[Array, Array, Array, None]:
+    (q_BKGSD, k_BKSD, v_BKSV, segments_BS), mixed = saved
+    queries, known = split.queries(q_BKGSD, segments_BS), arriving(mixed, given)
+    dq, *dkv = no_gradients(q_BKGSD, k_BKSD, v_BKSV)
+    there, before = (k_BKSD, v_BKSV, segments_BS), 0
+    for away, groups in _rounds(split, options):
+        there, dkv = _passed_on((there, dkv), away - before)
+        before = away
+        keys = Keys(*there, split.places_of(_owner(split, away)))
+        sums = Gradients(dq, *dkv)
+        dq, *dkv = with_gradients(sums, queries, keys, known, groups, device(), options)
+    summed = dkv[0].astype(k_BKSD.dtype), dkv[1].astype(v_BKSV.dtype)
+    dk_BKSD, dv_BKSV = _passed_on(summed, split.devices - before)  # home
+    return dq.astype(q_BKGSD.dtype), dk_BKSD, dv_BKSV, None
+
+
+_ring.defvjp(_forward, _backward)
+
+
+def _rounds(split: Split, options: Options) -> Iterator[tuple[int, list[Group]]]:
+    """How many devices before this one those are whose keys are there, and the pairs with them."""
+    for away in range(split.devices):
+        groups = split.groups(np.roll(split.pieces_CM, away, axis=0), options)
+        if groups:
+            yield away, groups
+
+
+def _owner(split: Split, away: int) -> Array | int:
+    return (device() - away) % split.devices
+
+
+def _passed_on(tree: Any, devices: int) -> Any:
+    """The arrays of each device, on the one so many further on."""
+    return jax.tree.map(lambda x: passed_on(x, along("seq"), devices), tree)
