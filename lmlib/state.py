@@ -92,10 +92,12 @@ class State(eqx.Module):
         return self.with_frozen(None).with_reference_model(None)
 
     def with_frozen(self, frozen: Any) -> "State":
-        return dataclasses.replace(self, frozen=frozen)
+        return eqx.tree_at(lambda state: state.frozen, self, frozen, is_leaf=lambda x: x is None)
 
     def with_reference_model(self, reference_model: Any) -> "State":
-        return dataclasses.replace(self, reference_model=reference_model)
+        return eqx.tree_at(
+            lambda s: s.reference_model, self, reference_model, is_leaf=lambda x: x is None
+        )
 
 
 class Parts(NamedTuple):

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 from collections import Counter
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -75,10 +74,7 @@ def equal_bits(one, other):
 def test_the_share_of_zeros_is_the_rate_and_the_mean_stays(rate, dtype):
     random = np.random.default_rng(0)
     x_BSE = np.asarray(jnp.asarray(random.uniform(1, 2, (16, 64, 256)), dtype), np.float64)
-    found_BSE = np.asarray(
-        dropped(jnp.asarray(x_BSE, dtype), rate, jax.random.key(1)),
-        np.float64,
-    )
+    found_BSE = np.asarray(dropped(jnp.asarray(x_BSE, dtype), rate, jax.random.key(1)), np.float64)
     kept_BSE = found_BSE != 0
     n = x_BSE.size
     assert abs(kept_BSE.sum() - n * (1 - rate)) < 4 * np.sqrt(n * rate * (1 - rate))
@@ -144,19 +140,6 @@ def test_what_only_looks_at_a_model_drops_nothing():
     likeliest = int(jnp.argmax(logits_BSV[0, -1]))
     ((made,),) = generate(model, [[1, 2]], 1, GREEDY, mesh=mesh, compute=FLOAT32)
     assert made.tokens == [likeliest]
-
-
-@pytest.mark.slow
-def test_rate_zero_traces_to_the_same_program_with_a_key_as_without():
-    model, key = weights(), jax.random.key(0)
-    gradient = jax.value_and_grad(
-        lambda model, batch, key: batch_loss(model, batch, FLOAT32, NextToken(), key)[0].minimised
-    )
-    programs = [
-        jax.jit(functools.partial(gradient, key=given)).lower(model, source.batch(0)).as_text()
-        for given in (None, key)
-    ]
-    assert programs[0] == programs[1]
 
 
 def lowered_step(mesh_name, rate=RATE):
@@ -247,31 +230,6 @@ def test_the_loss_of_a_step_is_that_of_its_documented_keys():
     keys = [jax.random.fold_in(key, i) for i in range(2)]
     assert losses[0] == pytest.approx(loss(keys), rel=1e-6)
     assert losses[0] != pytest.approx(loss([keys[0]] * 2), rel=1e-4)
-
-
-@pytest.mark.slow
-def test_seed_and_step_change_what_is_dropped():
-    first = advance("1", begin("1"), 1, batch=0)[1]
-    assert first == advance("1", begin("1"), 1, batch=0)[1]
-    assert first != pytest.approx(advance("1", begin("1", seed=1), 1, batch=0)[1], rel=1e-4)
-    later = eqx.tree_at(lambda state: state.step, begin("1"), jnp.int32(1))
-    later = jax.device_put(later, jax.tree.map(lambda leaf: leaf.sharding, begin("1")))
-    assert first != pytest.approx(advance("1", later, 1, batch=0)[1], rel=1e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh_name", ["1", "4 fsdp, 2 tensor"])
-def test_going_on_from_a_copy_of_the_state_gives_the_same_bits(mesh_name):
-    state, _ = advance(mesh_name, begin(mesh_name), 3)
-    copy = jax.tree.map(jnp.copy, state)
-    undisturbed, expected = advance(mesh_name, state, 3)
-    resumed, found = advance(mesh_name, copy, 3)
-    whole, losses = advance(mesh_name, begin(mesh_name), 6)
-    np.testing.assert_array_equal(found, expected)
-    np.testing.assert_array_equal(losses[3:], expected)
-    equal_bits(resumed, undisturbed)
-    equal_bits(resumed, whole)
-    equal_bits(whole.key, begin(mesh_name).key)
 
 
 @pytest.mark.slow

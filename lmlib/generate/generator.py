@@ -155,7 +155,7 @@ class Generator:
                 cache, h_1BE = caches.rows_of((cache, h_PE[None]), row_B)
                 h_PE = h_1BE[0]
             seen_BV = None
-            if rules.penalised:
+            if "repetition_penalty" in rules:
                 seen_BV = self._placed(self._seen(prompts, prompt_B), "batch whole_vocab")
             chooser = self._chooser(sampling, seed, ids, samples, stop_ids)
             state, made = first_token(

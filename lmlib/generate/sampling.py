@@ -4,7 +4,6 @@ Shapes: B batch (rows), V vocab.
 """
 
 import dataclasses
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -60,40 +59,25 @@ class Sampling:
 GREEDY = Sampling(temperature=0.0)
 
 
-class Rules(NamedTuple):
-    """Which settings matter; programs are compiled for these, and take the numbers as they run."""
-
-    greedy: bool
-    top_k: bool
-    top_p: bool
-    min_p: bool
-    penalised: bool
+Rules = frozenset[str]  # the settings that matter: programs are compiled for these
+Numbers = dict[str, Float[Array, ""]]  # all settings: programs take the numbers as they run
 
 
 def rules_of(sampling: Sampling) -> Rules:
-    drawn = sampling.temperature > 0
-    return Rules(
-        greedy=not drawn,
-        top_k=drawn and sampling.top_k is not None,
-        top_p=drawn and sampling.top_p < 1,
-        min_p=drawn and sampling.min_p > 0,
-        penalised=sampling.repetition_penalty != 1,
-    )
-
-
-class Numbers(NamedTuple):
-    """The values of the settings, for the devices."""
-
-    temperature: Float[Array, ""]
-    top_k: Float[Array, ""]
-    top_p: Float[Array, ""]
-    min_p: Float[Array, ""]
-    repetition_penalty: Float[Array, ""]
+    """The names of the settings that matter. Without "temperature" nothing is drawn."""
+    found = set() if sampling.repetition_penalty == 1 else {"repetition_penalty"}
+    if sampling.temperature > 0:
+        found.add("temperature")
+        found |= set() if sampling.top_k is None else {"top_k"}
+        found |= set() if sampling.top_p == 1 else {"top_p"}
+        found |= set() if sampling.min_p == 0 else {"min_p"}
+    return frozenset(found)
 
 
 def numbers_of(sampling: Sampling) -> Numbers:
-    values = dataclasses.astuple(dataclasses.replace(sampling, top_k=sampling.top_k or 1))
-    return Numbers(*(jnp.float32(value) for value in values))
+    """The values of the settings, for the devices."""
+    values = dataclasses.asdict(dataclasses.replace(sampling, top_k=sampling.top_k or 1))
+    return {name: jnp.float32(value) for name, value in values.items()}
 
 
 def choose(
@@ -127,20 +111,20 @@ def allowed(
 ) -> Float[Array, "b vocab"]:
     """The logits of the distribution that is drawn from: -inf where a token may not follow."""
     z_BV = logits_BV
-    if rules.penalised:
+    if "repetition_penalty" in rules:
         assert seen_BV is not None
-        penalty = numbers.repetition_penalty
+        penalty = numbers["repetition_penalty"]
         z_BV = jnp.where(seen_BV, jnp.where(z_BV > 0, z_BV / penalty, z_BV * penalty), z_BV)
-    if rules.greedy:
+    if "temperature" not in rules:
         return z_BV
-    z_BV = z_BV / numbers.temperature
-    if rules.top_k:
-        z_BV = _likeliest(z_BV, jnp.ones_like(z_BV), numbers.top_k)
-    if rules.top_p:
-        z_BV = _likeliest(z_BV, jax.nn.softmax(z_BV, axis=-1), numbers.top_p)
-    if rules.min_p:
+    z_BV = z_BV / numbers["temperature"]
+    if "top_k" in rules:
+        z_BV = _likeliest(z_BV, jnp.ones_like(z_BV), numbers["top_k"])
+    if "top_p" in rules:
+        z_BV = _likeliest(z_BV, jax.nn.softmax(z_BV, axis=-1), numbers["top_p"])
+    if "min_p" in rules:
         highest_B1 = jnp.max(z_BV, axis=-1, keepdims=True)
-        z_BV = jnp.where(z_BV >= highest_B1 + jnp.log(numbers.min_p), z_BV, -jnp.inf)
+        z_BV = jnp.where(z_BV >= highest_B1 + jnp.log(numbers["min_p"]), z_BV, -jnp.inf)
     return z_BV
 
 

@@ -58,10 +58,7 @@ class Made(NamedTuple):
 
 
 @functools.partial(
-    jax.jit,
-    static_argnames=("length", "compute"),
-    donate_argnames=("cache", "h_BE"),
-    inline=False,
+    jax.jit, static_argnames=("length", "compute"), donate_argnames=("cache", "h_BE"), inline=False
 )
 def prefill(
     weights: Weights,
@@ -87,11 +84,7 @@ def prefill(
     positions_BC = jnp.where(positions_BC < lengths_B[:, None], positions_BC, -1)
     is_last_BC = positions_BC == lengths_B[:, None] - 1
     context = Context(
-        positions_BC,
-        jnp.zeros_like(tokens_BC),
-        compute,
-        lengths_B=lengths_B,
-        wanted_BS=is_last_BC,
+        positions_BC, jnp.zeros_like(tokens_BC), compute, lengths_B=lengths_B, wanted_BS=is_last_BC
     )
     x_B1E, cache = _advance(weights.model, tokens_BC, context, cache)
     new_BE = weights.model.features(x_B1E, context)[:, 0]
@@ -222,7 +215,7 @@ def _picked(
         key = jax.random.fold_in(jax.random.wrap_key_data(seed_2), position)
         return jax.random.gumbel(key, logits_BV.shape[1:], logits_BV.dtype)
 
-    noise_BV = None if rules.greedy else jax.vmap(noise)(seeds_B2, position_B)
+    noise_BV = None if "temperature" not in rules else jax.vmap(noise)(seeds_B2, position_B)
     token_B, logprob_B = choose(logits_BV, noise_BV, seen_BV, numbers, rules)
     return token_B, logprob_B, jnp.any(token_B[:, None] == stop_ids, axis=1)
 

@@ -33,7 +33,8 @@ class Responses(NamedTuple):
 
 
 class PairSums(NamedTuple):
-    """What is known of each pair.
+    """What is known of each pair, at its last token. Elsewhere log-probabilities are 0 and there is
+    one token, so that a loss and its gradient are finite.
 
     Attributes:
       log_p: log π of the responses, nats, of the model.
@@ -57,7 +58,7 @@ class Pairs(NamedTuple):
       begins_BS: True where a pair begins.
       chosen_BS, rejected_BS: True where the target of a chosen or a rejected response is marked.
       counted_BS: True at the last token of a pair that counts.
-      tokens: how many targets of the responses are marked.
+      tokens: how many targets of the responses are marked, for pairs that count; else 1.
       order: of the batch; see `lmlib.row_order`.
     """
 
@@ -84,7 +85,9 @@ class Pairs(NamedTuple):
         pairs = cls(begins_BS, *marked, ends_BS, None, batch.order)
         (tokens,) = pairs.sums(jnp.ones_like(batch.tokens, jnp.float32))
         has_both_BS = (tokens.chosen_BS > 0) & (tokens.rejected_BS > 0)
-        return pairs._replace(counted_BS=ends_BS & (pair_BS > 0) & has_both_BS, tokens=tokens)
+        counted_BS = ends_BS & (pair_BS > 0) & has_both_BS
+        tokens = Responses(*(jnp.where(counted_BS, each_BS, 1) for each_BS in tokens))
+        return pairs._replace(counted_BS=counted_BS, tokens=tokens)
 
     def sums(self, *values: Float[Array, "b s"]) -> list[Responses]:
         """The sums of each of `values`, which lie as the batch does."""
@@ -188,12 +191,15 @@ class PairedObjective(Objective):
 
         def loss(nats_BS: Array) -> tuple[Array, dict[str, Array]]:
             """`nats_BS`: -log p of each target, 0 where there is none."""
-            if reference_nats_BS is None:
-                (log_p,), gains = pairs.sums(-nats_BS), None
-            else:
-                log_p, gains = pairs.sums(-nats_BS, reference_nats_BS - nats_BS)
+            values = [-nats_BS]
+            if reference_nats_BS is not None:
+                values.append(reference_nats_BS - nats_BS)
+            log_p, *gains = (
+                Responses(*(jnp.where(pairs.counted_BS, each_BS, 0) for each_BS in responses))
+                for responses in pairs.sums(*values)
+            )
             assert pairs.tokens is not None
-            of_pairs = self.of_pairs(PairSums(log_p, gains, pairs.tokens))
+            of_pairs = self.of_pairs(PairSums(log_p, gains[0] if gains else None, pairs.tokens))
             sums = {name: pairs.total(each_BS) for name, each_BS in of_pairs.items()}
             return sums["loss"], sums
 

@@ -12,16 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from lmlib.models.context import Context
-from lmlib.models.part import (
-    Names,
-    Norm,
-    Part,
-    Reports,
-    check_like,
-    check_part,
-    checked,
-    joined,
-)
+from lmlib.models.part import Names, Norm, Part, Reports, check_like, check_part, checked, joined
 from lmlib.parallel.layout import share
 
 
@@ -57,19 +48,15 @@ class TwoParts(Part):
         return checked(self.mlp, returned, x_BSE, "reports")
 
     def empty_cache(self, rows: int, length: int, dtype: DTypeLike) -> Any:
-        """See `Part.empty_cache`; attention's."""
         return self.attention.empty_cache(rows, length, dtype)
 
     def attention_weights(self, x_BSE: Array, context: Context) -> Array:
-        """See `Part.attention_weights`; attention's."""
         return self.attention.attention_weights(self.attention_input(x_BSE), context)
 
     def updated(self, tallies: Any) -> Any:
-        """See `Part.updated`; the MLP's tallies."""
         return eqx.tree_at(lambda layer: layer.mlp, self, self.mlp.updated(tallies))
 
     def measured(self, tallies: Any) -> dict[str, Array]:
-        """See `Part.measured`; the MLP's tallies."""
         return self.mlp.measured(tallies)
 
 

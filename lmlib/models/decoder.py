@@ -86,7 +86,6 @@ class Decoder(Model):
         self.unembedding = None if tied else initial_values(self, "unembedding", key, **sizes)
 
     def trunk(self, tokens_BS: Int32[Array, "b s"], context: Context, cache: Any = None) -> Trunk:
-        """See `Model.trunk`."""
         compute = context.compute
         context = context.sharing({TOKENS: tokens_BS})
         with jax.named_scope("embed"):
@@ -100,13 +99,11 @@ class Decoder(Model):
         return self.stack(x_BSE, context, cache)
 
     def empty_cache(self, rows: int, length: int, dtype: DTypeLike) -> Any:
-        """See `Model`."""
         return self.stack.empty_cache(rows, length, dtype)
 
     def features(
         self, x_BSE: Float[Array, "b s embed"], context: Context
     ) -> Float[Array, "b s embed"]:
-        """See `Model.features`."""
         compute = context.compute
 
         def normed(x_BSE: Array) -> Array:
@@ -118,19 +115,15 @@ class Decoder(Model):
 
     @property
     def names(self) -> Names:
-        """See `Part.names`."""
         return joined(Names(scopes=("embed",)), super().names)
 
     def updated(self, tallies: Any) -> "Decoder":
-        """See `Part.updated`; the tallies of all layers."""
         return eqx.tree_at(lambda model: model.stack, self, self.stack.updated(tallies))
 
     def measured(self, tallies: Any) -> dict[str, Array]:
-        """See `Part.measured`; the tallies of all layers."""
         return self.stack.measured(tallies)
 
     def unembedding_EV(self) -> Float[Array, "embed vocab"]:
-        """See `Model.unembedding_EV`."""
         return dense(self.embedding).T if self.unembedding is None else dense(self.unembedding)
 
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:

@@ -57,21 +57,16 @@ class ResidualScales(Part):
 
     @property
     def reads(self) -> tuple[Hashable, ...]:
-        """See `Part.reads`."""
         return (FIRST_RESIDUAL, *super().reads)
 
     def empty_cache(self, rows: int, length: int, dtype: DTypeLike) -> Any:
-        """See `Part.empty_cache`; the layer's."""
         return self.layer.empty_cache(rows, length, dtype)
 
     def attention_weights(self, x_BSE: Array, context: Context) -> Array:
-        """See `Part.attention_weights`; the layer's."""
         return self.layer.attention_weights(self.mixed(x_BSE, context), context)
 
     def updated(self, tallies: Any) -> "ResidualScales":
-        """See `Part.updated`; the layer's tallies."""
         return eqx.tree_at(lambda scaled: scaled.layer, self, self.layer.updated(tallies))
 
     def measured(self, tallies: Any) -> dict[str, Array]:
-        """See `Part.measured`; the layer's tallies."""
         return self.layer.measured(tallies)

@@ -60,13 +60,5 @@ def adamw(
     if scaled is not None:
         adam, before_clipping = scaled.of_adam(adam), scaled.before_clipping()
     return with_decoupled_decay(
-        adam,
-        steps,
-        peak_lr,
-        schedule,
-        weight_decay,
-        clip_norm,
-        decays,
-        cautious,
-        before_clipping,
+        adam, steps, peak_lr, schedule, weight_decay, clip_norm, decays, cautious, before_clipping
     )

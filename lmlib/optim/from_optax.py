@@ -21,7 +21,7 @@ from jaxtyping import Array, Float
 from optax import contrib
 
 from lmlib.models.weights import fan_in, weight
-from lmlib.optim.optimizer import Decays, Optimizer, as_declared
+from lmlib.optim.optimizer import Decays, Optimizer, as_declared, rates_and_clipping
 from lmlib.optim.schedules import MakeSchedule, warmup_cosine
 from lmlib.optim.whole_matrices import APART, matrices_of
 from lmlib.parallel.axes import Weight, map_weights
@@ -232,18 +232,13 @@ def from_optax(
         update needs more than gradients, state and weights, or differs from that of layers apart.
         When the state is made: if it cannot be laid out, or is Muon's without its argument.
     """
-    if steps < 1 or not 0 < peak_lr < math.inf:
-        raise ValueError(f"steps and peak_lr must be positive, got {steps} and {peak_lr}")
-    if clip_norm is not None and not clip_norm > 0:
-        raise ValueError(f"clip_norm must be positive, or None, got {clip_norm}")
+    made, clip = rates_and_clipping(steps, peak_lr, schedule, clip_norm)
     name, known = _named(make), inspect.signature(make).parameters
     if "learning_rate" not in known:
         raise ValueError(
             f"{name} takes no learning_rate: give from_optax a function of one, such as optax.lion"
         )
     filled = {*_MASKS, _MATRICES} & {each for each in known if known[each].default in _LEFT}
-    clip = optax.identity() if clip_norm is None else optax.clip_by_global_norm(clip_norm)
-    made = schedule(peak_lr, steps)
 
     def transformation(learning_rate: Any, decays: Decays = as_declared) -> Any:
         given = {each: functools.partial(map_weights, lambda w, _: decays(w)) for each in _MASKS}

@@ -75,14 +75,9 @@ def with_decoupled_decay(
     Raises:
       ValueError: for a number that is out of range, naming it.
     """
-    if steps < 1 or not 0 < peak_lr < math.inf:
-        raise ValueError(f"steps and peak_lr must be positive, got {steps} and {peak_lr}")
     if not 0 <= weight_decay < math.inf:
         raise ValueError(f"weight_decay must be a number of at least 0, got {weight_decay}")
-    if clip_norm is not None and not clip_norm > 0:
-        raise ValueError(f"clip_norm must be positive, or None, got {clip_norm}")
-    made = schedule(peak_lr, steps)
-    clip = optax.identity() if clip_norm is None else optax.clip_by_global_norm(clip_norm)
+    made, clip = rates_and_clipping(steps, peak_lr, schedule, clip_norm)
     if before_clipping is not None:
         clip = optax.chain(before_clipping, clip)
 
@@ -114,6 +109,22 @@ def with_decoupled_decay(
         decays,
         hyperparameters={"learning_rate": made, "weight_decay": float(weight_decay)},
     )
+
+
+def rates_and_clipping(
+    steps: int, peak_lr: float, schedule: MakeSchedule, clip_norm: float | None
+) -> tuple[optax.Schedule, optax.GradientTransformation]:
+    """The schedule, and clipping by global norm.
+
+    Raises:
+      ValueError: for a number that is out of range, naming it.
+    """
+    if steps < 1 or not 0 < peak_lr < math.inf:
+        raise ValueError(f"steps and peak_lr must be positive, got {steps} and {peak_lr}")
+    if clip_norm is not None and not clip_norm > 0:
+        raise ValueError(f"clip_norm must be positive, or None, got {clip_norm}")
+    clip = optax.identity() if clip_norm is None else optax.clip_by_global_norm(clip_norm)
+    return schedule(peak_lr, steps), clip
 
 
 def by_weight(factor: Callable[[Weight], float]) -> optax.GradientTransformation:

@@ -21,10 +21,7 @@ IN_STAGES = "stages"
 
 
 def on_each_device(
-    function: Callable[..., Any],
-    inputs: Sequence[Any],
-    outputs: Any,
-    tracked: bool = True,
+    function: Callable[..., Any], inputs: Sequence[Any], outputs: Any, tracked: bool = True
 ) -> Callable[..., Any]:
     """`function` on the parts of its arguments that each device holds (`jax.shard_map`).
 

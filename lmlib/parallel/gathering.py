@@ -11,13 +11,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from lmlib.parallel.axes import M, Weight, map_weights
-from lmlib.parallel.collectives import (
-    in_a_stage,
-    in_steps,
-    on_each_device,
-    psum,
-    psum_scatter,
-)
+from lmlib.parallel.collectives import in_a_stage, in_steps, on_each_device, psum, psum_scatter
 from lmlib.parallel.layout import COMPUTE, in_use, mesh_axes_of, named, repeats, stored
 from lmlib.parallel.matrix import is_matrix
 from lmlib.parallel.mesh_axes import COPIES, NAMES, STAGE, TOKENS, names_of, place_of

@@ -80,9 +80,7 @@ def test_tokens_that_are_equally_likely_stay_together():
     z_1V = np.where(np.arange(V) < 5, 2.0, -1.0).astype(np.float32)[None]
     for sampling in (Sampling(top_k=2), Sampling(top_p=0.1), Sampling(min_p=0.9)):
         np.testing.assert_allclose(
-            found(z_1V, z_1V > 9, sampling)[0],
-            np.where(np.arange(V) < 5, 0.2, 0)[None],
-            atol=1e-7,
+            found(z_1V, z_1V > 9, sampling)[0], np.where(np.arange(V) < 5, 0.2, 0)[None], atol=1e-7
         )
 
 

@@ -5,7 +5,6 @@ import functools
 from collections import defaultdict
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -196,7 +195,7 @@ class MeanPreference(PairedObjective):
 
     def of_pairs(self, pairs):
         (chosen_BS, rejected_BS), (of_chosen_BS, of_rejected_BS) = pairs.log_p, pairs.tokens
-        means = chosen_BS / jnp.maximum(of_chosen_BS, 1) - rejected_BS / of_rejected_BS
+        means = chosen_BS / of_chosen_BS - rejected_BS / of_rejected_BS
         return {"loss": -jax.nn.log_sigmoid(2 * means)}
 
 

@@ -10,13 +10,7 @@ import pytest
 from absent_hardware import absent
 from sentinels import sentinels
 
-from lmlib.models.attend import (
-    IMPLEMENTATIONS,
-    attend,
-    check_attention,
-    chosen,
-    problem,
-)
+from lmlib.models.attend import IMPLEMENTATIONS, attend, check_attention, chosen, problem
 from lmlib.models.attend.blockwise import best_tile
 from lmlib.models.attend.plain import attention_weights
 from lmlib.parallel.layout import sharding
@@ -92,28 +86,19 @@ def reference(
     return (output, dq, dk, dv) if sinks_H is None else (output, dq, dk, dv, d_sinks_H)
 
 
-def found(implementation, q, k, v, segments_BS, d_BSHD, window, **options):
-    @jax.jit
-    def compute(q, k, v, segments_BS, d_BSHD):
-        def output(q, k, v):
-            return attend(q, k, v, segments_BS, implementation, window=window, **options)
+def found(implementation, q, k, v, segments_BS, d_BSHD, window, sinks_H=None, **options):
+    """The output and the gradients for q, k, v and, if there are some, sinks."""
 
-        values, pullback = jax.vjp(output, q, k, v)
+    @jax.jit
+    def compute(q, k, v, segments_BS, d_BSHD, *sinks):
+        def output(q, k, v, *sinks):
+            every = {"window": window, "sinks_H": sinks[0] if sinks else None, **options}
+            return attend(q, k, v, segments_BS, implementation, **every)
+
+        values, pullback = jax.vjp(output, q, k, v, *sinks)
         return values, *pullback(d_BSHD)
 
-    return compute(q, k, v, segments_BS, d_BSHD)
-
-
-def found_with_sinks(implementation, q, k, v, segments_BS, d_BSHD, sinks_H, **options):
-    @jax.jit
-    def compute(q, k, v, segments_BS, d_BSHD, sinks_H):
-        def output(q, k, v, sinks_H):
-            return attend(q, k, v, segments_BS, implementation, sinks_H=sinks_H, **options)
-
-        values, pullback = jax.vjp(output, q, k, v, sinks_H)
-        return values, *pullback(d_BSHD)
-
-    return compute(q, k, v, segments_BS, d_BSHD, sinks_H)
+    return compute(q, k, v, segments_BS, d_BSHD, *([] if sinks_H is None else [sinks_H]))
 
 
 def assert_close(values, expected, tolerance):
@@ -184,8 +169,7 @@ def test_what_cudnn_is_told_is_the_definition(options, whole_rows, monkeypatch):
 @pytest.mark.landing
 @pytest.mark.parametrize("implementation", BUT_FUSED)
 @pytest.mark.parametrize(
-    ("head_dim", "value_dim"),
-    sentinels([(64, 128), (128, 64)], lambda sizes: sizes == (128, 64)),
+    ("head_dim", "value_dim"), sentinels([(64, 128), (128, 64)], lambda sizes: sizes == (128, 64))
 )
 def test_values_may_be_of_another_size(implementation, head_dim, value_dim):
     arrays = inputs(S, 2, 1, head_dim, value_dim)
@@ -210,7 +194,7 @@ OF_SINKS = [{"window": None}, {"window": 100, "scale": 0.3, "soft_cap": 2.0}]
 def test_sinks_are_logits_without_a_value(implementation, options):
     arrays, sinks_H = inputs(208), np.array([-2.0, 0.0, 3.0, 30.0], np.float32)
     with jax.default_matmul_precision("highest"):
-        values = found_with_sinks(implementation, *arrays, sinks_H, **options)
+        values = found(implementation, *arrays, sinks_H=sinks_H, **options)
     expected = reference(*arrays, **options, sinks_H=sinks_H.astype(np.float64))
     assert_close(values, expected, 4e-6)
     q, k, v, segments_BS = (jnp.asarray(x) for x in arrays[:4])
@@ -295,7 +279,7 @@ def test_rows_of_one_document_need_no_segments(implementation):
     "mesh", sentinels([{"tensor": 2}, {"data": 2, "tensor": 2}, {"fsdp": 2}], lambda m: len(m) == 2)
 )
 def test_the_mesh_changes_nothing(implementation, mesh):
-    arrays = inputs()
+    arrays, sinks_H = inputs(), np.array([-2.0, 0.0, 3.0, 30.0], np.float32)
     mesh = make_mesh(**mesh)
     axes = ["batch seq heads head_dim", *["batch seq kv_heads head_dim"] * 2, "batch seq"]
     with jax.set_mesh(mesh):
@@ -303,9 +287,12 @@ def test_the_mesh_changes_nothing(implementation, mesh):
             jax.device_put(x, sharding(names, mesh))
             for x, names in zip(arrays, [*axes, axes[0]], strict=True)
         ]
-        values = jax.jit(functools.partial(found, implementation, window=None))(*placed)
-    assert_close(values, reference(*arrays, None), 2e-6)
-    for value, array in zip(values, [placed[0], *placed[:3]], strict=True):
+        sinks = jax.device_put(sinks_H, sharding("heads", mesh))
+        compute = functools.partial(found, implementation, window=None)
+        values = jax.jit(compute)(*placed, sinks_H=sinks)
+    expected = reference(*arrays, None, sinks_H=sinks_H.astype(np.float64))
+    assert_close(values, expected, 2e-6)
+    for value, array in zip(values, [placed[0], *placed[:3], sinks], strict=True):
         assert value.sharding.is_equivalent_to(array.sharding, value.ndim)
 
 

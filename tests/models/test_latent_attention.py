@@ -124,9 +124,7 @@ def with_loss(part, compute, x_BSE, d_BSE):
 @pytest.mark.several_devices
 @pytest.mark.parametrize("parallel", [False, True], ids=["", "sequence-parallel"])
 @pytest.mark.parametrize(
-    "mesh",
-    [{"data": 2, "fsdp": 2, "tensor": 2}, {"expert": 2, "tensor": 4}, {"fsdp": 4}],
-    ids=str,
+    "mesh", [{"data": 2, "fsdp": 2, "tensor": 2}, {"expert": 2, "tensor": 4}, {"fsdp": 4}], ids=str
 )
 def test_a_mesh_changes_neither_outputs_nor_gradients(mesh, parallel):
     part, x_BSE = made(), inputs()

@@ -171,19 +171,6 @@ def test_compute_dtype_is_that_of_the_residual_stream(inputs):
     np.testing.assert_allclose(narrow, logits(model, inputs), atol=0.1)
 
 
-@pytest.mark.slow
-def test_a_weight_depends_on_the_seed_and_its_path_only():
-    model = initial()
-    deeper = initial(layers=L + 2, window=3)
-    np.testing.assert_array_equal(deeper.embedding, model.embedding)
-    ((deeper_block,),), ((block,),) = deeper.stack.patterns, model.stack
-    np.testing.assert_array_equal(deeper_block.mlp.up[:L], block.mlp.up)
-    other_seed = initial(seed=1)
-    assert not np.any(np.asarray(other_seed.embedding) == np.asarray(model.embedding))
-    first, second = block.mlp.up[:2]
-    assert not np.any(np.asarray(first) == np.asarray(second))
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -22,6 +22,7 @@ from lmlib.models.parts.attention import Attention
 from lmlib.models.parts.mlp import MLP, GatedMLP, gelu, gelu_tanh, relu_squared, silu
 from lmlib.models.parts.norms import LayerNorm, RMSNorm
 from lmlib.models.parts.rope import Rotary
+from lmlib.models.product import product
 
 B, S, E, F, H, K, D = 2, 5, 8, 12, 4, 2, 6
 key = jax.random.key(0)
@@ -131,8 +132,8 @@ def attention_reference(w, x, scale, cap, window, norm_axes, rotary):
     for h in range(H):
         scores = q[:, :, h] @ k[:, :, h // (H // K)].swapaxes(-1, -2) * scale
         scores = np.where(seen, cap * np.tanh(scores / cap), -np.inf)
-        mix = np.exp(scores - scores.max(-1, keepdims=True))
-        mix /= mix.sum(-1, keepdims=True)
+        mix = np.exp(scores)
+        mix /= mix.sum(-1, keepdims=True) + np.exp(w.sinks[h])
         output += mix @ v[:, :, h // (H // K)] @ w.output[h]
     return output + w.output_bias
 
@@ -148,7 +149,7 @@ def test_attention_with_every_option(axes, rotary):
     attention = moved(
         Attention(
             E, H, K, D, rotary, window=3, scale=0.7, soft_cap=1.5, bias=True, output_bias=True,
-            norm=functools.partial(RMSNorm, axes),
+            sinks=True, norm=functools.partial(RMSNorm, axes),
             key_norm=functools.partial(RMSNorm, axes.replace("heads", "kv_heads")),
             key=key,
         )
@@ -216,3 +217,41 @@ def test_rotary_settings_are_checked():
         Rotary(7)
     with pytest.raises(ValueError, match=r"rope_theta must be positive, got 0\.0"):
         Rotary(8, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("equation", "x_shape", "w_shape"),
+    [
+        ("bsf,fe->bse", (2, 16, 48), (48, 8)),
+        ("bse,ef->bsf", (2, 16, 8), (8, 48)),
+        ("bshd,hde->bse", (2, 16, 4, 12), (4, 12, 8)),
+        ("bse,ehd->bshd", (2, 16, 8), (8, 4, 12)),
+        ("xnf,xfe->xne", (3, 16, 48), (3, 48, 8)),
+    ],
+)
+def test_the_gradient_of_a_weight_is_that_of_einsum(equation, x_shape, w_shape):
+    random = np.random.default_rng(0)
+    x, w = random.normal(size=x_shape), random.normal(size=w_shape)
+    dy = random.normal(size=np.einsum(equation, x, w).shape)
+    x_axes, w_axes, y_axes = equation.replace("->", ",").split(",")
+    expected = np.einsum(f"{x_axes},{y_axes}->{w_axes}", x, dy)
+
+    _, back = jax.vjp(lambda w: product(equation, jnp.float32(x), w), jnp.float32(w))
+    (found,) = back(jnp.float32(dy))
+
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
+
+
+def test_a_cpu_copies_the_smaller_operand_of_a_gradient():
+    B, S, F, E = 4, 128, 1_024, 256
+    x_BSF, w_FE = (
+        jax.ShapeDtypeStruct((B, S, F), "float32"),
+        jax.ShapeDtypeStruct((F, E), "float32"),
+    )
+
+    def loss(w_FE, x_BSF):
+        return jnp.sum(jnp.square(product("bsf,fe->bse", x_BSF, w_FE)))
+
+    text = jax.jit(jax.grad(loss)).lower(w_FE, x_BSF).compile().as_text()
+    assert f"f32[{E},{B * S}]" in text  # dy, transposed
+    assert f"f32[{F},{B * S}]" not in text and f"f32[{F},{B},{S}]" not in text

@@ -220,8 +220,3 @@ def test_a_layers_weights_depend_on_its_index_alone(stack):
     other = jax.jit(lambda: Stack([Segment([plainer], 8)], jax.random.key(0)))()
     for one, two in zip(blocks_in_order(stack), blocks_in_order(other), strict=True):
         np.testing.assert_array_equal(one.attention.shifted, two.attention.shifted)
-
-
-def test_no_layers_are_refused():
-    with pytest.raises(ValueError, match="layers must be at least 1, got 0"):
-        Stack([Segment([plainer], 0)], jax.random.key(0))

@@ -14,8 +14,8 @@ from sentinels import sentinels
 from lmlib import llama
 from lmlib.models.parts.attention import Attention
 from lmlib.models.parts.norms import RMSNorm
-from lmlib.models.weights import bell, fan_in, fold, initial_values, normal, ones, weight, zeros
-from lmlib.parallel.axes import LayoutError, axis_names, map_weights
+from lmlib.models.weights import bell, fan_in, initial_values, normal, ones, weight, zeros
+from lmlib.parallel.axes import axis_names, map_weights
 
 
 def test_values_are_bell_shaped_with_the_deviation_asked_for():
@@ -132,26 +132,3 @@ def test_an_instance_names_its_own_axes():
         linear.matrix, np.float64
     ).reshape(8, 8)
     np.testing.assert_allclose(linear(x_BSHD), expected, rtol=1e-5, atol=1e-6)
-    with pytest.raises(LayoutError, match=r"scale holds an array but names no axes|declares no"):
-        axis_names(Nameless, "scale")
-
-
-class Nameless(eqx.Module):
-    scale: Array
-
-
-class Undeclared(eqx.Module):
-    scale: Float[Array, "embed"]
-
-
-def test_a_weight_that_declares_nothing_is_refused_by_name():
-    told = r"Undeclared.scale .*declares no initial values; declare"
-    with pytest.raises(LayoutError, match=told):
-        declarations(Undeclared(jnp.ones(3)))
-
-
-def test_names_give_different_keys():
-    key = jax.random.key(0)
-    assert not np.array_equal(
-        jax.random.key_data(fold(key, "gate")), jax.random.key_data(fold(key, "up"))
-    )

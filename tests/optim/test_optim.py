@@ -1,35 +1,34 @@
-"""AdamW against its equations in NumPy, and the shapes of the schedules."""
+"""AdamW against its equations in NumPy; and which numbers of a run are arguments of its compiled
+step, and which make another program."""
 
+import dataclasses
 import functools
 from collections import Counter
 
 import equinox as eqx
+import fiddle as fdl
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Float
+from outsider_runs import experiment
+from small_experiment import small
 
+from lmlib.models.families.llama import llama
 from lmlib.models.weights import fan_in, ones, weight
 from lmlib.optim.adamw import adamw
-from lmlib.optim.optimizer import as_declared
-from lmlib.optim.schedules import warmup_constant, warmup_cosine, warmup_linear, warmup_stable_decay
+from lmlib.optim.optimizer import Optimizer, arrays_of, as_declared
+from lmlib.optim.schedules import warmup_constant, warmup_linear
+from lmlib.parallel.layout import STORED, partition
+from lmlib.parallel.mesh import make_mesh
 
 
 class Model(eqx.Module):
     matrix: Float[Array, "embed mlp"] = weight(fan_in("embed"))
     scale: Float[Array, "embed"] = weight(ones)
-
-
-SCHEDULES = {
-    "cosine": warmup_cosine,
-    "linear": warmup_linear,
-    "stable": warmup_stable_decay,
-    "constant": warmup_constant,
-}
 
 
 def test_updates_follow_the_equations():
@@ -72,58 +71,8 @@ def test_decay_follows_the_rule_given():
         np.testing.assert_allclose(updates.scale, scale)
 
 
-@settings(max_examples=60)
-@given(
-    st.sampled_from(sorted(SCHEDULES)),
-    st.integers(1, 3_000),
-    st.floats(0, 0.7),
-    st.floats(1e-5, 1.0),
-)
-def test_schedules_rise_to_the_peak_once_and_never_again(name, steps, warmup, peak):
-    schedule = functools.partial(SCHEDULES[name], warmup=warmup)(peak, steps)
-    rates = np.array([float(schedule(step)) for step in range(0, steps + 5, max(1, steps // 50))])
-    rising = round(warmup * steps)
-    after = rates[np.arange(0, steps + 5, max(1, steps // 50)) >= rising]
-    assert (np.diff(after) <= peak * 1e-6).all()
-    assert 0 < float(schedule(0)) <= peak * (1 + 1e-6)
-    assert rates.max() <= peak * (1 + 1e-6)
-    assert float(schedule(rising)) == pytest.approx(peak, rel=1e-5)
-    # After the end nothing moves.
-    assert float(schedule(steps)) == float(schedule(steps + 1)) == float(schedule(10 * steps + 7))
-
-
-def test_schedules_end_where_they_say():
-    assert float(warmup_cosine(2.0, 100)(100)) == pytest.approx(0.2)
-    assert float(warmup_cosine(2.0, 100)(55)) == pytest.approx(1.1)
-    assert float(warmup_linear(2.0, 100, end=0.5)(100)) == pytest.approx(1.0)
-    stable = warmup_stable_decay(2.0, 100, warmup=0.1, decay=0.2)
-    assert float(stable(79)) == float(stable(10)) == 2.0
-    assert float(stable(90)) == pytest.approx(1.0)
-    assert float(stable(100)) == 0.0
-    assert float(warmup_constant(2.0, 100)(10**6)) == 2.0
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: adamw(0, 1e-3), "must be positive, got 0 and 0.001"),
-        (lambda: adamw(10, -1.0), "must be positive, got 10 and -1.0"),
-        (lambda: warmup_cosine(1.0, 10, warmup=20.0), "warmup is a fraction.* got 20"),
-        (lambda: warmup_stable_decay(1.0, 10, 0.6, 0.6), "0.6 and decay = 0.6 together"),
-    ],
-)
-def test_senseless_settings_are_refused(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
-
-
 @pytest.mark.several_devices
 def test_moments_lie_as_their_weights():
-    from jax.sharding import NamedSharding
-
-    from lmlib.parallel.layout import STORED, partition
-    from lmlib.parallel.mesh import make_mesh
-
     mesh = make_mesh(fsdp=4, tensor=2)
     layout = NamedSharding(mesh, partition("embed mlp", STORED))
     with jax.set_mesh(mesh):
@@ -154,3 +103,81 @@ def test_a_narrow_first_moment_takes_two_bytes_and_follows_within_its_rounding()
     # Each update is off by no more than bfloat16's half unit in the last place, 2⁻⁹.
     np.testing.assert_allclose(narrow.matrix, wide.matrix, atol=5 * 0.1 * 2**-8)
     assert np.any(narrow.matrix != wide.matrix)
+
+
+def program(*overrides):
+    return fdl.build(small(*overrides)).trace_step().lower().as_text()
+
+
+@functools.cache
+def shipped():
+    return program()
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("optimizer.peak_lr=1.0", "optimizer.weight_decay=0.0", "steps=1_000_000"),
+        ("optimizer.schedule.warmup=0.5", "optimizer.schedule.end=0.3", "seed=3"),
+    ],
+)
+def test_a_sweep_and_a_longer_run_need_no_other_program(overrides):
+    assert program(*overrides) == shipped()
+
+
+def test_another_optimizer_is_another_program():
+    assert program("optimizer.b1=0.8") != shipped()
+
+
+def rate_of(optimizer, of=None):
+    """The learning rate in the metrics of a first step of `optimizer`, by a program for `of`."""
+    model = functools.partial(llama, vocab=64, embed=16, layers=1, heads=2, mlp=16)
+    run = experiment(model, {"devices": jax.devices()[:1]}, optimizer=optimizer)
+    for_program = run if of is None else dataclasses.replace(run, optimizer=of)
+    step = for_program.trace_step().lower().compile()
+    batch = jax.tree.map(jnp.asarray, run.data.batch(0))
+    _, metrics = step(run.initial_state(), batch, run.training.hyperparameters)
+    return float(metrics["learning_rate"])
+
+
+@pytest.mark.slow
+def test_a_step_computes_with_the_numbers_that_it_is_given():
+    warm = functools.partial(warmup_linear, warmup=0.5)
+    optimizer = functools.partial(adamw, peak_lr=0.4, schedule=warm)
+    of = functools.partial(adamw, peak_lr=7.0, weight_decay=0.0)
+    with pytest.raises(TypeError, match="pytree"):
+        rate_of(optimizer, of)  # whose fall has another shape
+    assert rate_of(optimizer, functools.partial(of, schedule=warm)) == pytest.approx(0.1)
+
+
+@pytest.mark.slow
+def test_a_schedule_that_is_a_function_stays_in_the_program():
+    def halved(peak_lr, steps):
+        return lambda step: peak_lr / 2 if steps else 0.0
+
+    assert rate_of(functools.partial(adamw, peak_lr=0.4, schedule=halved)) == pytest.approx(0.2)
+
+
+@pytest.mark.slow
+def test_an_optimizer_of_ones_own_is_given_its_numbers_by_name():
+    def descent(steps, rate):
+        def update(gradients, state, model=None, *, rate):
+            return jax.tree.map(lambda g: -rate * g, gradients), state
+
+        return Optimizer(
+            optax.GradientTransformationExtraArgs(lambda model: optax.EmptyState(), update),
+            lambda step, rate: rate,
+            as_declared,
+            hyperparameters={"rate": rate},
+        )
+
+    make = functools.partial(functools.partial, descent)
+    assert rate_of(make(rate=0.5), make(rate=0.1)) == pytest.approx(0.5)
+
+
+def test_numbers_are_of_one_dtype_each_and_everything_else_is_left_out():
+    arrays = arrays_of({"rate": 1e-3, "steps": 3, "name": "x", "schedule": abs}, make_mesh(fsdp=1))
+    assert arrays["name"] is None and arrays["schedule"] is None
+    assert (arrays["rate"].dtype, arrays["steps"].dtype) == (np.float32, np.int32)
+    with pytest.raises(OverflowError):
+        arrays_of({"steps": 2**31}, make_mesh(fsdp=1))

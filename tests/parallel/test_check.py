@@ -11,7 +11,7 @@ from lmlib.parallel.mesh import make_mesh
 
 pytestmark = pytest.mark.several_devices
 
-SPLIT = Compute(sequence_parallel=True)
+SPLIT, TWO = Compute(sequence_parallel=True), Compute(pipeline_rows=2)
 
 
 def model(**sizes):
@@ -64,30 +64,22 @@ def test_a_misfit_names_parameter_axis_both_numbers_and_a_remedy(sizes, mesh, me
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "mesh", "message"),
     [
-        ((12, 32, 1, Compute()), r"axis 'batch' of size 12 .*data=2 x fsdp=4 .*multiple of 8"),
-        ((16, 32, 4, Compute()), r"each of 4 microbatches: axis 'batch' of size 4"),
-        ((16, 32, 3, Compute()), r"16 sequences do not .* into 3 microbatches; .*1, 2, 4, 8 or 16"),
+        ((12, 32, 1), (2, 4), r"axis 'batch' of size 12 .*data=2 x fsdp=4 .*multiple of 8"),
+        ((16, 32, 4), (2, 4), r"each of 4 microbatches: axis 'batch' of size 4"),
+        ((16, 32, 3), (2, 4), r"16 sequences do not .* into 3 microbatches; .*1, 2, 4, 8 or 16"),
+        ((8, 30, 1, SPLIT), (1, 1, 4), r"axis 'seq_parallel' of size 30 .*tensor=4"),
+        ((12, 32, 1, TWO), (1, 2, 1, 1, 1, 2), r"12 sequences .* 2 rows of each of 4 .*e of 8"),
     ],
 )
-def test_a_batch_that_does_not_split_is_named(arguments, message):
+def test_a_batch_that_does_not_split_is_named(arguments, mesh, message):
+    every = arguments if len(arguments) > 3 else (*arguments, Compute())
     with pytest.raises(LayoutError, match=message):
-        check_batch(*arguments, make_mesh(data=2, fsdp=4))
-
-
-def test_sequence_parallelism_needs_a_sequence_that_tensor_divides():
+        check_batch(*every, make_mesh(*mesh))
     check_batch(8, 30, 1, Compute(), make_mesh(tensor=4))
-    with pytest.raises(LayoutError, match=r"axis 'seq_parallel' of size 30 .*tensor=4"):
-        check_batch(8, 30, 1, SPLIT, make_mesh(tensor=4))
-
-
-def test_a_pipeline_needs_rows_for_its_microbatches():
-    mesh, two = make_mesh(stage=2, fsdp=2), Compute(pipeline_rows=2)
-    check_batch(16, 32, 2, two, mesh)
-    check_batch(12, 32, 1, two, make_mesh(fsdp=4))
-    with pytest.raises(LayoutError, match=r"12 sequences .* 2 rows of each of 4 .* multiple of 8"):
-        check_batch(12, 32, 1, two, mesh)
+    check_batch(16, 32, 2, TWO, make_mesh(stage=2, fsdp=2))
+    check_batch(12, 32, 1, TWO, make_mesh(fsdp=4))
 
 
 def test_stages_need_layers():

@@ -8,17 +8,14 @@ import numpy as np
 import pytest
 from laid_out import drawn, laid_out
 
-from lmlib import Compute, adamw, batch_loss, describe, llama, make_mesh, train
+from lmlib import Compute, batch_loss, describe, llama, make_mesh
 from lmlib.data.batch import place
 from lmlib.data.synthetic import Synthetic
 from lmlib.models.parts.attention import Attention
 from lmlib.models.parts.norms import RMSNorm
 from lmlib.models.weights import creator
-from lmlib.parallel.axes import LayoutError
-from lmlib.parallel.check import check_model
 from lmlib.parallel.gathering import gather
 from lmlib.parallel.layout import sharding
-from lmlib.state import Training, fresh_state
 
 pytestmark = pytest.mark.several_devices
 
@@ -103,21 +100,3 @@ def test_they_are_stored_once_along_tensor():
     layouts = {row.path.rpartition(".")[2]: row.layout for row in rows}
     assert layouts["key"] == ("whole", "fsdp", "whole", "whole")
     assert layouts["query"] == ("whole", "fsdp", "tensor", "whole")
-
-
-def test_what_does_not_fill_tensor_is_refused_with_one_sentence_everywhere():
-    make = functools.partial(
-        llama, vocab=64, embed=32, layers=1, heads=6, kv_heads=3, head_dim=8, mlp=32,
-        key=jax.random.key(0),
-    )  # fmt: skip
-    mesh = make_mesh(tensor=2)
-    training = Training(adamw(10, peak_lr=1e-3), mesh)
-    with pytest.raises(LayoutError) as before:
-        check_model(jax.eval_shape(make), mesh)
-    assert "axis 'kv_heads' of size 3 cannot be split over tensor=2" in str(before.value)
-    assert "or kv_heads a multiple of 2 or a divisor of 2" in str(before.value)
-    state = jax.eval_shape(lambda: fresh_state(make(), training))
-    batch = jax.eval_shape(lambda: jax.tree.map(jax.numpy.asarray, source.batch(0)))
-    with jax.set_mesh(mesh), pytest.raises(LayoutError) as directly:
-        jax.eval_shape(functools.partial(train.step, training=training), state, batch, {})
-    assert str(directly.value) == str(before.value)

@@ -53,10 +53,10 @@ def attend(
     S = q_BSHD.shape[1]
     tile = min(S, best_tile())
     tail = -S % tile
-    filled = (jnp.pad(x, ((0, 0), (0, tail), (0, 0), (0, 0))) for x in (q_BSHD, k_BSKD, v_BSKV))
+    q, k, v = (jnp.pad(x, ((0, 0), (0, tail), (0, 0), (0, 0))) for x in (q_BSHD, k_BSKD, v_BSKV))
     segments_BS = jnp.pad(segments_BS, ((0, 0), (0, tail)), constant_values=_PADDING)
     whole = Split("plain", S + tail, 1, tile)
-    mixed_BSHV, log_normaliser_BSH = heads_first(gathered, whole, options, *filled, segments_BS)
+    mixed_BSHV, log_normaliser_BSH = heads_first(gathered, whole, options, q, k, v, segments_BS)
     return mixed_BSHV[:, :S], log_normaliser_BSH[:, :S]
 
 

@@ -144,7 +144,7 @@ def _forward(
     sums, there, before = nothing_mixed(q_BKGSD, v_BKSV.shape[-1]), (k_BKSD, v_BKSV, segments_BS), 0
     for away, groups in _rounds(split, options):
         there, before = _passed_on(there, away - before), away
-        keys = Keys(*there, split.places_of(_owner(split, away)))
+        keys = _keys_there(split, away, *there)
         sums = mixed_with(sums, queries, keys, groups, device(), options)
     mixed = sums.weighted(v_BKSV.dtype)
     return mixed, ((q_BKGSD, k_BKSD, v_BKSV, segments_BS), mixed)
@@ -160,7 +160,7 @@ def _backward(
     for away, groups in _rounds(split, options):
         there, dkv = _passed_on((there, dkv), away - before)
         before = away
-        keys = Keys(*there, split.places_of(_owner(split, away)))
+        keys = _keys_there(split, away, *there)
         sums = Gradients(dq, *dkv)
         dq, *dkv = with_gradients(sums, queries, keys, known, groups, device(), options)
     summed = dkv[0].astype(k_BKSD.dtype), dkv[1].astype(v_BKSV.dtype)
@@ -179,8 +179,10 @@ def _rounds(split: Split, options: Options) -> Iterator[tuple[int, list[Group]]]
             yield away, groups
 
 
-def _owner(split: Split, away: int) -> Array | int:
-    return (device() - away) % split.devices
+def _keys_there(split: Split, away: int, k_BKSD: Array, v_BKSV: Array, segments_BS: Array) -> Keys:
+    """Keys that are at rest so many devices before this one."""
+    owner = (device() - away) % split.devices
+    return Keys(k_BKSD, v_BKSV, segments_BS, split.places_of(owner))
 
 
 def _passed_on(tree: Any, devices: int) -> Any:

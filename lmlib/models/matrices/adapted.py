@@ -92,11 +92,9 @@ class Adapted(Matrix):
 
     @property
     def is_random(self) -> bool:
-        """See `Matrix`; elements are dropped."""
         return self.dropout > 0
 
     def with_key(self, key: PRNGKeyArray) -> "Adapted":
-        """See `Matrix.with_key`."""
         return dataclasses.replace(self, key=key)
 
     def gets_gradient(self) -> Any:
@@ -105,7 +103,6 @@ class Adapted(Matrix):
         return eqx.tree_at(lambda one: one.base, every, replace=False)
 
     def gathered(self, dtype: DTypeLike, after: Array | None) -> "Adapted":
-        """See `Matrix.gathered`."""
         if not isinstance(self.base, Matrix):
             return self
         return dataclasses.replace(self, base=self.base.gathered(dtype, after))
@@ -113,12 +110,10 @@ class Adapted(Matrix):
     def einsum(
         self, equation: str, x: Array, precision: str | None, out_sharding: PartitionSpec | None
     ) -> Float[Array, "..."]:
-        """See `Matrix.einsum`."""
         y = product(equation, x, jax.lax.stop_gradient(self.base), precision, out_sharding)
         return y + _low_rank_product(equation, x, self, out_sharding)
 
     def apply(self, multiply: Callable[[Array, Array], Array], x: Array) -> Array:
-        """See `Matrix.apply`."""
         added = multiply(multiply(x, self.down), self.up)
         return multiply(x, jax.lax.stop_gradient(self.base)) + self.scale * added
 

@@ -48,17 +48,14 @@ class Int8(Matrix):
         return values.astype(dtype) * scale.astype(dtype)
 
     def dense(self, dtype: DTypeLike = jnp.float32) -> Float[Array, "..."]:
-        """See `Matrix.dense`."""
         return self.gathered(dtype, None)
 
     def einsum(
         self, equation: str, x: Array, precision: str | None, out_sharding: PartitionSpec | None
     ) -> Float[Array, "..."]:
-        """See `Matrix.einsum`."""
         return product(equation, x, self.dense(x.dtype), precision, out_sharding)
 
     def apply(self, multiply: Callable[[Array, Array], Array], x: Array) -> Array:
-        """See `Matrix.apply`."""
         return multiply(x, self.dense(x.dtype))
 
     @property

@@ -121,10 +121,7 @@ class Attention(Part):
         self.rotary, self.window, self.scale, self.soft_cap = rotary, window, scale, soft_cap
 
     def __call__(
-        self,
-        x_BSE: Float[Array, "b s embed"],
-        context: Context,
-        cache: Any = None,
+        self, x_BSE: Float[Array, "b s embed"], context: Context, cache: Any = None
     ) -> tuple[Float[Array, "b s embed"], Any]:
         """A mixer's call. The cache is a `lmlib.models.parts.cache.KeysAndValues`.
 
@@ -204,12 +201,10 @@ class Attention(Part):
 
     @property
     def reads(self) -> tuple[Hashable, ...]:
-        """See `Part.reads`."""
         return super().reads if self.rotary is None else (self.rotary, *super().reads)
 
     @property
     def switches(self) -> tuple[int, ...]:
-        """See `Part.switches`."""
         return () if self.rotary is None else self.rotary.switches
 
     def empty_cache(self, rows: int, length: int, dtype: DTypeLike) -> Any:

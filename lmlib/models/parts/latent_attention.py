@@ -112,10 +112,7 @@ class LatentAttention(Part):
         self.key, self.value, self.output = first("key"), first("value"), first("output")
 
     def __call__(
-        self,
-        x_BSE: Float[Array, "b s embed"],
-        context: Context,
-        cache: KeysAndValues | None = None,
+        self, x_BSE: Float[Array, "b s embed"], context: Context, cache: KeysAndValues | None = None
     ) -> tuple[Float[Array, "b s embed"], KeysAndValues | None]:
         """What attention writes, and the new cache, which holds latents and rotary keys alone; see
         `empty_cache`.
@@ -233,12 +230,10 @@ class LatentAttention(Part):
 
     @property
     def reads(self) -> tuple[Hashable, ...]:
-        """See `Part.reads`."""
         return (self.rotary, *super().reads)
 
     @property
     def switches(self) -> tuple[int, ...]:
-        """See `Part.switches`."""
         return self.rotary.switches
 
     def empty_cache(self, rows: int, length: int, dtype: DTypeLike) -> KeysAndValues:

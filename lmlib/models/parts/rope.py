@@ -86,12 +86,10 @@ class Rotary:
 
     @property
     def switch(self) -> int | None:
-        """See `Scaling.switch`."""
         return None if self.scaling is None else self.scaling.switch
 
     @property
     def switches(self) -> tuple[int, ...]:
-        """See `lmlib.models.part.Part.switches`."""
         return () if self.switch is None else (self.switch,)
 
     def rotations(

@@ -63,7 +63,6 @@ class ValueEmbedding(Part):
 
     @property
     def reads(self) -> tuple[Hashable, ...]:
-        """See `Part.reads`."""
         return (TOKENS,)
 
     def __call__(

@@ -67,12 +67,7 @@ def attend(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _mixed(
-    launches: Launches,
-    options: Options,
-    q_BSHD: Array,
-    k_BTKD: Array,
-    v_BTKV: Array,
-    seen: Sight,
+    launches: Launches, options: Options, q_BSHD: Array, k_BTKD: Array, v_BTKV: Array, seen: Sight
 ) -> tuple[Array, Array]:
     return _forward(launches, options, q_BSHD, k_BTKD, v_BTKV, seen)[0]
 
@@ -81,12 +76,7 @@ _Saved = tuple[Array, Array, Array, Sight, Array, Array]
 
 
 def _forward(
-    launches: Launches,
-    options: Options,
-    q_BSHD: Array,
-    k_BTKD: Array,
-    v_BTKV: Array,
-    seen: Sight,
+    launches: Launches, options: Options, q_BSHD: Array, k_BTKD: Array, v_BTKV: Array, seen: Sight
 ) -> tuple[tuple[Array, Array], _Saved]:
     mixed = triton_kernels.mixed(launches.mixed, options, q_BSHD, k_BTKD, v_BTKV, seen)
     mixed_BSHV, log_normaliser_BHS = (checkpoint_name(x, "attention_kernel") for x in mixed)
