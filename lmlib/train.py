@@ -31,21 +31,21 @@ def step(
 ) -> tuple[State, Metrics]:
     """One update from one global batch, with the optimizer's numbers in `hyperparameters`.
 
-    The loss is the sum over what the objective counts, valid target tokens say, divided by their
-    count in the whole batch, so neither microbatches nor devices nor uneven masks change it. An
-    update that the guard finds unsound, and that of a batch without anything to count, is not made:
-    weights, moments and the learning rate's schedule stay where they are.
+    The loss is the sum over the units of the objective, usually valid target tokens, divided by
+    their count in the whole batch, so neither microbatches nor devices nor uneven masks change it.
+    An update that the guard finds unsound is not made, nor that of a batch without a unit: weights,
+    moments and the learning rate's schedule stay.
     Random layers draw from `state.key`, folded with the step and then with the microbatch's index.
     Frozen weights have no gradient and no moments, and are not copied. Weights without a gradient
     that the model updates itself change with an update that is made.
 
-    Metrics, float32 unless said: `loss` and what else the objective reports, on average; what the
-    model reports, on average over all tokens but padding, of which the objective's `model_losses`
-    are minimised too; what the optimizer says of its state;
-    `grad_norm` before clipping, `parameter_norm` of what trains, before the update, `update_norm`,
-    0 if it is not made, `learning_rate`, and, int32, `tokens`, the valid target tokens of this
-    batch, and the count of `Objective.units` if those are others, `skipped_updates` in all,
-    `skipped_in_a_row`, and `empty_batches`, in all, which had nothing to count.
+    Metrics, float32 unless said: `loss` and the other metrics of the objective, on average; the
+    reports of the model, on average over all tokens but padding, of which the objective's
+    `model_losses` are minimised too; the metrics of the optimizer; `grad_norm` before clipping,
+    `parameter_norm` of the weights that train, before the update, `update_norm`, 0 if it is not
+    made, `learning_rate`, and, int32, `tokens`, the valid target tokens of this batch, the count of
+    `Objective.units` if these are others, `skipped_updates` in all, `skipped_in_a_row`, and
+    `empty_batches`, in all, which had no unit.
 
     Raises:
       LayoutError: if the mesh cannot split the weights or the batch.
@@ -60,15 +60,15 @@ def step(
 
 
 class _Reported(NamedTuple):
-    """Of a microbatch, what adds up to that of the whole batch."""
+    """Sums of a microbatch, which add up to the sums of the whole batch."""
 
     metrics: Metrics
     tallies: Any
 
 
 def gradient(state: State, batch: Batch, training: Training) -> tuple[Any, _Reported, Array]:
-    """The part of `step` before the update: gradients of what trains, what is reported of the
-    batch, and the count of what the loss is a mean of."""
+    """The part of `step` before the update: gradients of the weights that train, sums that the
+    batch reports, and the count of units that the loss is a mean of."""
     objective, microbatches = training.objective, training.microbatches
     check_model(state.whole_model, training.mesh)
     check_batch(*batch.tokens.shape, microbatches, training.compute, training.mesh)
@@ -78,7 +78,7 @@ def gradient(state: State, batch: Batch, training: Training) -> tuple[Any, _Repo
     positions = jnp.maximum(jnp.sum(batch.segment_ids > 0, dtype=jnp.int32), 1)
 
     def part_loss(trained: Any, index: Array | int, part: Batch) -> tuple[Array, _Reported]:
-        # Nothing asks for the gradient of what is frozen, so XLA leaves its products out.
+        # Nothing asks for the gradient of frozen weights, so XLA leaves its products out.
         model = state.whole(trained)
         key = jax.random.fold_in(step_key, index)
         sums = sums_of(objective, model, state.reference_model, part, training.compute, key)
@@ -105,7 +105,7 @@ def gradient(state: State, batch: Batch, training: Training) -> tuple[Any, _Repo
 
 
 def _of_model(sums: LossSums, positions: Array) -> Metrics:
-    """What the model reports, for each of the batch's `positions` that are no padding."""
+    """The reports of the model, for each of the batch's `positions` except padding."""
     of_model = {**sums.model.losses, **sums.model.statistics}
     taken = [name for name in of_model if name in sums.reported]
     if taken:
@@ -121,7 +121,7 @@ def _updated(
     hyperparameters: Hyperparameters,
     training: Training,
 ) -> tuple[State, Metrics]:
-    """The state after the update that `gradients` ask for, and what there is to say of it."""
+    """The state after the update that `gradients` ask for, and metrics of the update."""
     loss = reported.metrics["loss"]
     optimizer, guard = training.optimizer, training.guard
     given = with_arrays(optimizer.hyperparameters, hyperparameters)
@@ -155,11 +155,11 @@ def _updated(
 
 
 def _checked_update(returned: Any, state: State) -> tuple[Any, Any]:
-    """What an optimizer returned: updates of the weights' shapes, which would broadcast to them
-    otherwise, and a state like the one before.
+    """The result of an optimizer: updates of the weights' shapes, since others would broadcast to
+    them, and a state like the one before.
 
     Raises:
-      PartError: if it is anything else.
+      PartError: for anything else.
     """
     if not isinstance(returned, tuple) or len(returned) != 2:
         raise PartError(

@@ -32,17 +32,17 @@ class Distillation(Objective):
     the student's compute settings without dropout and has no gradient. Its logits are made a chunk
     of tokens at a time.
 
-    Without a `teacher` the batches hold what a teacher said: the k likeliest ids after each token
-    and their log-probabilities. The divergence is then `ListedDivergence`, over those k and one
-    outcome for all other ids, whose probability the k alone would leave open. T must be 1, since
-    the probability of that outcome is known at no other temperature.
+    Without a `teacher` the batches hold the k likeliest ids of one after each token, and their
+    log-probabilities. The divergence is then `ListedDivergence`, over these k and one outcome for
+    all other ids. T must be 1, since the probability of that outcome is known at no other
+    temperature.
 
     Reports `loss`, that mixture; `cross_entropy`, -log p(target) of the student; and `divergence`,
     the KL at temperature T without the factor T². All are in nats per token.
 
     Args:
       teacher: `teacher(key=…)` makes the teacher, a model of the student's vocabulary; `None`: the
-        data holds what a teacher said, for example `FlatTokens(teacher=…)`.
+        data holds the ids of one, for example `FlatTokens(teacher=…)`.
       teacher_from: where the teacher's weights come from, in the form of `Experiment.init_from`;
         `None`: they are new, for trials.
       temperature: T.
@@ -173,7 +173,7 @@ class Divergence:
 @dataclasses.dataclass(frozen=True)
 class ListedDivergence:
     """(1 - weight) · cross-entropy + weight · KL over K + 1 outcomes: the K ids that are listed of
-    a token, and one that stands for all the others.
+    a token, and one outcome for all others.
 
     With p the listed probabilities and q the student's,
 
@@ -231,7 +231,7 @@ def _mixture(
 
 
 def _log_softmax(logits_NV: Array) -> Array:
-    """Over the whole vocabulary, of which this device has a share."""
+    """Log-probabilities over the whole vocabulary; this device has a share of it."""
     shifted_NV = logits_NV - pmax(jnp.max(logits_NV, axis=-1), along("vocab"))[:, None]
     normaliser_N = psum(jnp.sum(jnp.exp(shifted_NV), axis=-1), along("vocab"))
     return shifted_NV - jnp.log(normaliser_N)[:, None]

@@ -1,4 +1,4 @@
-"""What a model makes of a batch before logits.
+"""The features of a batch, from which logits are made.
 
 Shapes: B batch, S sequence, E embed.
 """
@@ -21,12 +21,12 @@ from lmlib.parallel.layout import COMPUTE, along, partition, reshard
 
 
 class Features(NamedTuple):
-    """What a loss needs of a model's forward pass.
+    """The results of a model's forward pass that losses need.
 
     Attributes:
-      h_BSE: what the unembedding multiplies, in the compute dtype.
-      reports: what the model says of its tokens; all but padding count.
-      observed: what `observe` made of each layer (`Context.observe`).
+      h_BSE: multiplied by the unembedding, in the compute dtype.
+      reports: of the model, over all tokens but padding.
+      observed: the results of `observe` in each layer (`Context.observe`).
     """
 
     h_BSE: Float[Array, "b s embed"]
@@ -77,13 +77,13 @@ def features(
         )
     h_BSE = model.features(trunk.x_BSE, context)
     check_like(model, h_BSE, trunk.x_BSE)
-    # What is kept for the backward pass is the gradient of these, which is as large.
+    # Their gradient, which is as large, is kept for the backward pass.
     h_BSE = checkpoint_name(h_BSE, "loss_gradient")
     return Features(h_BSE, trunk.reports, trunk.observed)
 
 
 def is_split(h_BSE: Float[Array, "b s embed"]) -> bool:
-    """Whether the sequence of features is split over `tensor`; not without a mesh."""
+    """True if the sequence of features is split over `tensor`; False without a mesh."""
     if jax.sharding.get_abstract_mesh().empty:
         return False
     return jax.typeof(h_BSE).sharding.spec[1] == partition("batch seq_parallel embed")[1]

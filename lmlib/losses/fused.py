@@ -43,7 +43,7 @@ _EVERYWHERE = PartitionSpec()
 
 
 class ChunkLogits(NamedTuple):
-    """This device's share of the logits of a chunk of tokens, and what its devices know together.
+    """This device's share of the logits of a chunk of tokens, and numbers over all shares.
 
     Attributes:
       logits_NV: capped, float32 at least.
@@ -163,12 +163,12 @@ def fused_loss(
     dtype: str = "float32",
 ) -> LossSums:
     """The sums over tokens of `weights_BS` times the `loss` of the logits h · table, which are
-    computed in h's dtype. A token of weight 0 has no part in them, whatever its logits are.
+    computed in h's dtype. A token of weight 0 has no part in them, even with infinite logits.
 
     Layouts: the sequence of `h_BSE` whole or split over `tensor`, its gradient alike; the table as
     it is stored. Each device gathers both, the table over `fsdp`, makes the logits of its own
     tokens and its own share of the vocabulary, and a few numbers for each token travel over
-    `tensor`. If gradients are asked for, it computes those of a chunk along with its logits (the
+    `tensor`. If gradients are asked for, each chunk's are computed along with its logits (the
     idea of Liger's fused loss: Hsu et al. 2024, arXiv:2410.10989): the backward pass only
     multiplies them by the gradient that arrives. Only h and the table have gradients.
 
@@ -193,8 +193,8 @@ def _sums(call: _Call, *arguments: Array) -> LossSums:
 
 
 def _forward(call: _Call, *arguments: CustomVJPPrimal) -> tuple[LossSums, tuple[Array, ...]]:
-    """The sums, and the gradients of features and table, of the features alone if the table is
-    frozen."""
+    """The sums, and the gradients of features and table; if the table is frozen, of the features
+    only."""
     asked = 2 if arguments[1].perturbed else 1
     local = functools.partial(_local_gradients, call, asked)
     outputs = _EVERYWHERE, call.layouts[:asked]
@@ -228,7 +228,7 @@ def _local_sums(call: _Call, h_BSE: Array, table_EV: Array, *others: Array) -> L
 def _local_gradients(
     call: _Call, asked: int, h_BSE: Array, table_EV: Array, *others: Array
 ) -> tuple[LossSums, tuple[Array, ...]]:
-    """The sums, and the first `asked` gradients of those of features and table."""
+    """The sums, and the gradients of features and table, or of the first `asked` of these."""
     h_BSE, whole_EV = gathered(call.split, h_BSE, table_EV)
     wide = jnp.promote_types(h_BSE.dtype, jnp.float32)
 
@@ -236,7 +236,7 @@ def _local_gradients(
         dtable_EV: Array | None, chunk: tuple[Array, ...]
     ) -> tuple[Array | None, tuple[LossSums, Array]]:
         sums, dlogits_NV = _chunk_sums(call, whole_EV, chunk, others)
-        # In h's dtype, so that these are not float32 products.
+        # In the dtype of h: float32 products would be slow.
         dh_NE = jnp.einsum("nv,ev->ne", dlogits_NV, whole_EV)
         if dtable_EV is not None:
             dtable_EV += jnp.einsum("ne,nv->ev", chunk[0], dlogits_NV, preferred_element_type=wide)

@@ -1,4 +1,4 @@
-"""What an experiment minimises: sums over the units that an objective counts."""
+"""Objectives: sums over tokens or pairs, of which a step minimises one."""
 
 import abc
 import dataclasses
@@ -19,9 +19,9 @@ class LossSums(NamedTuple):
     """Sums over the units of a batch or of a part of one; any split adds up to the same.
 
     Attributes:
-      minimised: what has a gradient; nats.
+      minimised: the sum that has a gradient; nats.
       reported: the metrics of `Objective.metrics`, by name; they have no gradient.
-      model: what the model reports, summed over all tokens but padding.
+      model: the reports of the model, summed over all tokens but padding.
     """
 
     minimised: Float[Array, ""]
@@ -30,11 +30,11 @@ class LossSums(NamedTuple):
 
 
 class Metric(NamedTuple):
-    """What is known of a number that an objective reports.
+    """A number that an objective reports.
 
     Attributes:
-      unit: of its average over what the objective counts; it follows the number in texts.
-      shown: whether a run's progress shows it beside the loss.
+      unit: of its average over tokens or pairs; it follows the number in texts.
+      shown: True if a run's progress shows it beside the loss.
     """
 
     unit: str
@@ -57,7 +57,7 @@ class ReferenceModel(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Objective(abc.ABC):
-    """What an experiment minimises; `NextToken` is the usual one.
+    """The loss of an experiment; `NextToken` is the usual one.
 
     Implementations are frozen dataclasses: an objective is part of a config.
 
@@ -89,7 +89,7 @@ class Objective(abc.ABC):
 
     @property
     def units(self) -> str:
-        """The name of what `count` counts, and of the step's metric that has the count."""
+        """The name of the units that `count` counts, and of the step's metric with the count."""
         return "tokens"
 
     @property
@@ -100,12 +100,12 @@ class Objective(abc.ABC):
 
     @property
     def compares_pairs(self) -> bool:
-        """Whether documents must be pairs of a chosen and a rejected answer, each in one row."""
+        """True if documents must be pairs of a chosen and a rejected answer, each in one row."""
         return False
 
     @property
     def reads_stored_teacher(self) -> bool:
-        """Whether batches must have what a teacher said of them (`Batch.teacher_ids`)."""
+        """True if batches must have the likeliest ids of a teacher (`Batch.teacher_ids`)."""
         return False
 
     def check(self, model: Any, reference_model: Any, trained: Set[str] | None) -> None:
@@ -117,20 +117,20 @@ class Objective(abc.ABC):
         return  # most objectives can
 
     def flops_per_token(self, model: Any, sequence_length: int, causal: bool) -> float:
-        """Analytic FLOPs for a token in addition to those of training `model`, whose arrays may be
-        shapes. See `Model.flops_per_token`."""
+        """Analytic FLOPs for a token, added to the training of `model`, whose arrays may be shapes.
+        See `Model.flops_per_token`."""
         return 0.0
 
     def count(self, batch: Batch) -> Int32[Array, ""]:
-        """How many `units` a batch has, by which sums are divided: by default its valid targets."""
+        """The number of `units` of a batch, which divides sums: by default its valid targets."""
         return jnp.sum(batch.loss_mask, dtype=jnp.int32)
 
     def minimised(self, sums: LossSums, count: Array, positions: Array) -> Float[Array, ""]:
-        """What `sums`, of a batch or of a part of one, add to what a step minimises.
+        """The part of `sums`, of a batch or of a part of one, in the sum that a step minimises.
 
         Args:
           count: of the whole batch, at least 1.
-          positions: tokens of the whole batch that are no padding, at least 1.
+          positions: tokens of the whole batch except padding, at least 1.
         """
         total = sums.minimised / count
         for name, coefficient in self.model_losses.items():

@@ -33,7 +33,7 @@ class Responses(NamedTuple):
 
 
 class PairSums(NamedTuple):
-    """What is known of each pair, at its last token. Elsewhere log-probabilities are 0 and there is
+    """Sums over each pair, at its last token. Elsewhere log-probabilities are 0 and there is
     one token, so that a loss and its gradient are finite.
 
     Attributes:
@@ -90,7 +90,7 @@ class Pairs(NamedTuple):
         return pairs._replace(counted_BS=counted_BS, tokens=tokens)
 
     def sums(self, *values: Float[Array, "b s"]) -> list[Responses]:
-        """The sums of each of `values`, which lie as the batch does."""
+        """The sums of each of `values`, which have the layout of the batch."""
         values = tuple(gathered_rows(values_BS, self.order) for values_BS in values)
         marked = [
             jnp.where(marked_BS, values_BS, 0)
@@ -206,7 +206,7 @@ class PairedObjective(Objective):
         with jax.named_scope("loss"):
             fixed, h_BSE = jax.lax.stop_gradient((model, found.h_BSE))
             nats_BS, _ = token_losses(fixed, batch, compute, h_BSE)
-            # How the loss changes with each token's. `fused_loss` makes gradients of that.
+            # `fused_loss` makes gradients from the slope of the loss by each token's.
             (minimised, sums), weights_BS = jax.value_and_grad(loss, has_aux=True)(nats_BS)
             made = model_loss(CrossEntropy(), model, found.h_BSE, weights_BS, batch, compute)
         # The weighted sum has the gradient of the loss, not its value.

@@ -32,7 +32,7 @@ def of_each_token(
     function: Callable[..., Any], model: Model, batch: Batch, compute: Compute, h_BSE: Array
 ) -> Any:
     """`function(logits, targets_N, loss_mask_N)` of every token of `batch`, a tree of arrays
-    [n, …], as arrays [b, s, …] that lie on the mesh as the batch does. Nothing has a gradient.
+    [n, …], as arrays [b, s, …] in the layout of the batch. Nothing has a gradient.
 
     Args:
       function: runs on each device, with its `ChunkLogits`.
@@ -62,10 +62,10 @@ def of_each_token(
 def token_losses(
     model: Model, batch: Batch, compute: Compute, h_BSE: Float[Array, "b s embed"] | None = None
 ) -> tuple[Float[Array, "b s"], Bool[Array, "b s"]]:
-    """-log p(target) of each position in nats, float32 at least, and whether the target was the
-    likeliest token there (of equals the lowest id).
+    """-log p(target) of each position in nats, float32 at least, and True where the target was
+    the likeliest token (the lowest id of equals).
 
-    Both lie on the mesh as the batch does; positions that `batch.loss_mask` leaves out get 0 and
+    Both have the layout of the batch; positions that `batch.loss_mask` leaves out get 0 and
     False. Nothing has a gradient. `h_BSE`: the features of the batch, if they are known.
     """
 
@@ -87,8 +87,8 @@ def token_losses(
 def likeliest_tokens(
     model: Model, batch: Batch, compute: Compute, k: int
 ) -> tuple[Int32[Array, "b s k"], Float[Array, "b s k"]]:
-    """The `k` likeliest ids after each position, the likeliest first and of equals the lowest, and
-    their log-probabilities in nats, float32 at least. Both lie on the mesh as the batch does.
+    """The `k` likeliest ids after each position, the likeliest first and the lowest of equals, and
+    their log-probabilities in nats, float32 at least. Both have the layout of the batch.
 
     Raises:
       ValueError: if the vocabulary has fewer than `k` ids.
@@ -102,7 +102,7 @@ def likeliest_tokens(
         V = logits.logits_NV.shape[1]
         logits_NK, ids_NK = jax.lax.top_k(logits.logits_NV, min(k, V))
         ids_NK += V * axis_index(along("vocab"))
-        # In the order of the devices, so that of equals the lowest id stays first.
+        # The order of the devices keeps the lowest of equal ids first.
         logits_NK, ids_NK = (all_gather(x, along("vocab"), axis=1) for x in (logits_NK, ids_NK))
         logits_NK, places_NK = jax.lax.top_k(logits_NK, k)
         log_p_NK = (logits_NK - logits.highest_N[:, None]) - logits.log_normaliser_N[:, None]

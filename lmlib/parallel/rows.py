@@ -13,8 +13,8 @@ from lmlib.row_order import places
 
 
 def gathered_rows(x_BS: Array, order: str) -> Array:
-    """Rows that lie in `order` along `context`, whole on each device and as they stand (an
-    all-gather over `context`)."""
+    """Rows that are split in `order` along `context`, whole on each device and in the order of the
+    text (an all-gather over `context`)."""
     devices = devices_along(along("seq"))
     if devices == 1:
         return x_BS

@@ -1,6 +1,6 @@
-"""What all devices along `stage` compute at once, each with layers of its own.
+"""Computations of all devices along `stage` at once, each with layers of its own.
 
-Arrays of stages have a leading axis that lies along `stage`. `each_stage` maps a function over it
+Arrays of stages have a leading axis, which `stage` splits. `each_stage` maps a function over it
 (`jax.vmap`), which gets the part of one stage. Layouts within do not name `stage`, and functions of
 one device (`lmlib.parallel.collectives`) get the part of their stage.
 """
@@ -17,13 +17,13 @@ from lmlib.parallel.mesh_axes import STAGE
 
 
 def each_stage(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` of each stage's part of its arguments, whose leading axes lie along `stage`."""
+    """`function` of each stage's part of its arguments, whose leading axes `stage` splits."""
     return jax.vmap(function, axis_name=IN_STAGES)
 
 
 def again(in_a_stage_before: bool, function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, traced as what one stage computes, if it was so before: the rules of
-    `jax.custom_vjp` are called when JAX has forgotten it."""
+    """`function`, traced as the computation of one stage if it was so before: JAX has forgotten it
+    when it calls the rules of `jax.custom_vjp`."""
     if not in_a_stage_before or in_a_stage():
         return function
     return jax.vmap(function, in_axes=None, out_axes=None, axis_size=1, axis_name=IN_STAGES)

@@ -10,7 +10,7 @@
 
 "auto" takes triton on NVIDIA GPUs, cudnn for rows that are known to be one document each, and
 splash on TPUs, where they can compute the shapes, else blockwise. All of them compute the same: a
-test holds each against the definition in float64. Where `context` splits rows, triton and splash
+test compares each with the definition in float64. Where `context` splits rows, triton and splash
 compute them with gathered keys, and blockwise in two ways
 (`lmlib.models.attend.context_parallel`).
 """
@@ -38,7 +38,7 @@ from lmlib.models.attend.kernel import (
 from lmlib.parallel.collectives import devices_along, on_each_device, platform
 from lmlib.parallel.layout import COMPUTE, along, partition, reshard, whole_place
 
-# What "auto" takes, of each platform the best first; else blockwise.
+# The choices of "auto", for each platform the best first; else blockwise.
 _BEST = {"cuda": ("triton",), "tpu": ("splash",)}
 _BEST_OF_WHOLE_ROWS = _BEST | {"cuda": ("cudnn", "triton")}
 
@@ -60,16 +60,15 @@ def attend(
     """softmax(scale · q kᵀ) v, each position over those of its own segment up to itself.
 
     Args:
-      segment_ids_BS: which document of its row each position belongs to; those of one follow each
-        other in the row. `None`: each row is one document.
+      segment_ids_BS: the document of its row that each position belongs to; the tokens of one
+        follow each other in the row. `None`: each row is one document.
       implementation: "auto", or one of `IMPLEMENTATIONS`.
       window: a position sees itself and the `window` - 1 before it; `None`: all before it.
       scale: `None`: D^-1/2.
       soft_cap: c, where a score s becomes c · tanh(s / c) before the mask (Gemma 2,
         arXiv:2408.00118, §2); `None`: s stays.
       sinks_H: the sink of each head, see `with_sinks`; `None`: there are none.
-      order: which tokens of a row each device along `context` has; see
-        `lmlib.row_order`.
+      order: of the tokens of a row along `context`; see `lmlib.row_order`.
       way: "auto", or one of `WAYS`, where `context` splits rows.
 
     Softmax is in float32 at least; the result has v's dtype. `tensor` splits the heads; each device
@@ -126,8 +125,8 @@ def _is_split() -> bool:
 
 
 def _every_row(axes: str) -> PartitionSpec:
-    """The layout of `axes`, which names what splits batch and rows even if one device lies along
-    it: else JAX would sum gradients over it."""
+    """The layout of `axes`. It names the axes that split batch and rows even if they have size 1;
+    else JAX would sum gradients over them."""
     _, _, *others = partition(axes)
     return PartitionSpec(whole_place(COMPUTE["batch"]), whole_place(COMPUTE["seq"]), *others)
 
@@ -193,7 +192,7 @@ def chosen(
     way: str = "auto",
     whole_rows: bool = False,
 ) -> str:
-    """What "auto" takes for such queries on the devices of the mesh that is set."""
+    """The choice of "auto" for these queries on the devices of the mesh that is set."""
     _, length, _, D = q_BSHD.shape
     names: tuple[str, ...] = (_BEST_OF_WHOLE_ROWS if whole_rows else _BEST).get(platform(), ())
     if names and _is_split():

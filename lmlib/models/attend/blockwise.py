@@ -61,7 +61,7 @@ def attend(
 
 
 def best_tile() -> int:
-    """Tokens of a tile: what stays in a CPU core's cache; elsewhere, few large steps."""
+    """Tokens of a tile. On CPUs one stays in the cache of a core; elsewhere steps are few."""
     return 128 if platform() == "cpu" else 512
 
 
@@ -82,7 +82,7 @@ class Split(NamedTuple):
 
     @classmethod
     def of(cls, order: str, length: int) -> "Split":
-        """On the mesh that is set, for rows of which a device has `length` tokens."""
+        """For rows of which a device has `length` tokens, on the mesh that is set."""
         split = cls(order, length, devices_along(along("seq")), 0)
         return split._replace(tile=largest_tile(split.piece, best_tile()))
 
@@ -93,12 +93,12 @@ class Split(NamedTuple):
 
     @property
     def pieces_CM(self) -> Int[np.ndarray, "c m"]:
-        """Which pieces each device has."""
+        """The pieces of each device."""
         return pieces_of_devices(self.devices, self.order)
 
     @property
     def places_CS(self) -> Int[np.ndarray, "c s"]:
-        """Where in its row each token of each device stands."""
+        """The place in its row of each token of each device."""
         whole_S = places(self.length * self.devices, self.devices, self.order)
         return whole_S.reshape(self.devices, -1).astype(np.int32)
 
@@ -108,7 +108,7 @@ class Split(NamedTuple):
         return Places(self.places_CS, device(), self.piece)
 
     def places_of(self, owner: Array | int) -> Int[Array, "s"]:
-        """Where the tokens of a device stand."""
+        """The places of the tokens of a device."""
         if self.devices == 1:
             return jnp.arange(self.length, dtype=jnp.int32)
         return jnp.asarray(self.places_CS)[owner]
@@ -118,7 +118,7 @@ class Split(NamedTuple):
         return grouped_pairs(self.pieces_CM, keys_CL, self.piece, self.tile, options.window)
 
     def queries(self, q_BKGSD: Array, segments_BS: Array) -> Queries:
-        """Those of this device."""
+        """The queries of this device."""
         return Queries(q_BKGSD, segments_BS, self.places_of(device()))
 
     def in_row_order(self, gathered_BT: Array) -> Array:
@@ -132,7 +132,7 @@ class Split(NamedTuple):
 
 
 def device() -> Array | int:
-    """Which of the devices along `context` this is."""
+    """The index of this device along `context`."""
     return axis_index(along("seq"))
 
 

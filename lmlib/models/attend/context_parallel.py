@@ -40,7 +40,7 @@ from lmlib.parallel.collectives import all_gather, devices_along, passed_on, psu
 from lmlib.parallel.layout import along
 from lmlib.row_order import pieces_of_devices
 
-# Gathered keys and values may take so many times the memory of a device's queries.
+# Gathered keys and values may take this multiple of the memory of a device's queries.
 _SMALL = 4
 
 
@@ -56,7 +56,7 @@ def problem(kernel: Kernel, way: str, sinks: bool = False) -> str | None:
 
 
 def length_of_piece(length: int, devices: int, order: str) -> int:
-    """How many of a row's tokens follow each other at least on one of the devices that share it."""
+    """The least number of a row's tokens that follow each other on one of its devices."""
     return length // pieces_of_devices(devices, order).size
 
 
@@ -172,7 +172,7 @@ _ring.defvjp(_forward, _backward)
 
 
 def _rounds(split: Split, options: Options) -> Iterator[tuple[int, list[Group]]]:
-    """How many devices before this one those are whose keys are there, and the pairs with them."""
+    """The distance to the device whose keys are there, in each round, and the pairs with them."""
     for away in range(split.devices):
         groups = split.groups(np.roll(split.pieces_CM, away, axis=0), options)
         if groups:
@@ -180,11 +180,11 @@ def _rounds(split: Split, options: Options) -> Iterator[tuple[int, list[Group]]]
 
 
 def _keys_there(split: Split, away: int, k_BKSD: Array, v_BKSV: Array, segments_BS: Array) -> Keys:
-    """Keys that are at rest so many devices before this one."""
+    """Keys that are at rest on the device at this distance before this one."""
     owner = (device() - away) % split.devices
     return Keys(k_BKSD, v_BKSV, segments_BS, split.places_of(owner))
 
 
 def _passed_on(tree: Any, devices: int) -> Any:
-    """The arrays of each device, on the one so many further on."""
+    """The arrays of each device, on the device at this distance after it."""
     return jax.tree.map(lambda x: passed_on(x, along("seq"), devices), tree)

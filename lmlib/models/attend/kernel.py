@@ -25,7 +25,7 @@ _MODULES = {
     "plain": "lmlib.models.attend.plain",
 }
 IMPLEMENTATIONS = tuple(_MODULES)
-# How devices that share a row exchange keys: see `lmlib.models.attend.context_parallel`.
+# Ways in which devices that share a row exchange keys: see `lmlib.models.attend.context_parallel`.
 WAYS = ("gather", "ring")
 
 
@@ -40,7 +40,7 @@ class Options(NamedTuple):
     def of(
         cls, window: int | None, scale: float | None, soft_cap: float | None, head_dim: int
     ) -> "Options":
-        """With the usual scale, head_dim^-1/2, for `None`."""
+        """`None` for the scale gives the usual one, head_dim^-1/2."""
         return cls(window, head_dim**-0.5 if scale is None else scale, soft_cap)
 
     def scores(self, products: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -56,12 +56,12 @@ class Options(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Where in its row each query of each device stands.
+    """The place in its row of each query of each device.
 
     Attributes:
       devices_CS: the places, known before the program runs.
       device: the index of this device.
-      piece: how many tokens of a device follow each other in the row, at least.
+      piece: the least number of a device's tokens that follow each other in the row.
     """
 
     devices_CS: Int[np.ndarray, "c s"]

@@ -68,7 +68,7 @@ def attention_weights(
     soft_cap: float | None = None,
     sinks_H: Float[Array, "heads"] | None = None,
 ) -> Float[Array, "b heads s t"]:
-    """How much each query (s) takes from each key (t) in `lmlib.models.attend.attend`, whose
+    """The weight of each key (t) for each query (s) in `lmlib.models.attend.attend`, whose
     arguments these are. Each row adds up to 1, less the share of a sink. float32 at least."""
     options = Options.of(window, scale, soft_cap, q_BSHD.shape[-1])
     if segment_ids_BS is None:
