@@ -27,8 +27,9 @@ ours = {file for file in files if file and root in pathlib.Path(file).parents}
 print(len(ours), sum(len(open(file).readlines()) for file in ours))
 """
 LARGEST = {  # files, lines
-    "core": (CORE, 94, 10_200),
-    "fit": ("import runner.training.fit\n", 214, 23_750),
+    "core": (CORE, 77, 9_620),
+    "fit": ("import runner.training.fit
+", 214, 23_750),
 }
 # Extras: folders that the core does not import.
 EXTRAS = (
