@@ -71,7 +71,8 @@ def gradient(state: State, batch: Batch, training: Training) -> tuple[Any, _Repo
     batch reports, and the count of units that the loss is a mean of."""
     objective, microbatches = training.objective, training.microbatches
     check_model(state.whole_model, training.mesh)
-    check_batch(*batch.tokens.shape, microbatches, training.compute, training.mesh)
+    B, S = batch.tokens.shape
+    check_batch(B, S, microbatches, training.compute, training.mesh)
     count = objective.count(batch)
     divisor = jnp.maximum(count, 1).astype(jnp.float32)
     step_key = jax.random.fold_in(state.key, state.step)
@@ -236,8 +237,8 @@ def make_step(training: Training) -> Callable[[State, Batch], tuple[State, Metri
     compiled = jax.jit(functools.partial(step, training=training), donate_argnums=0)
 
     def call(state: State, batch: Batch) -> tuple[State, Metrics]:
-        sizes = *batch.tokens.shape, training.microbatches
-        check_batch(*sizes, training.compute, training.mesh)
+        B, S = batch.tokens.shape
+        check_batch(B, S, training.microbatches, training.compute, training.mesh)
         with jax.set_mesh(training.mesh):
             return compiled(state, jax.device_put(batch, rows), training.hyperparameters)
 

@@ -1,7 +1,7 @@
 """A weight moves from `STORED` to `COMPUTE` for its use, and its gradient back: FSDP."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -141,7 +141,7 @@ def _scattered(moves: _Moves, gradient: jax.Array) -> jax.Array:
 
 
 def _forward(moves: _Moves, array: jax.Array) -> tuple[jax.Array, None]:
-    move = functools.partial(_move, moves)
+    move: Callable[..., jax.Array] = functools.partial(_move, moves)
     if moves.in_a_stage:
         from lmlib.parallel.stages import again
 

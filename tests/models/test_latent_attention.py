@@ -181,7 +181,7 @@ def test_weights_shown_are_those_it_mixes_by():
     )
     positions_BS, segment_ids_BS = (jnp.asarray(x) for x in two_documents())
     given = context(positions_BS, segment_ids_BS, part.rotary, FLOAT32)
-    weights_BHST = part.weights(x_BSE, given)
+    weights_BHST = part.attention_weights(x_BSE, given)
     latent_BTL = normed(x_BSE @ np.asarray(part.down), np.asarray(part.norm.scale))
     y_BSE = jnp.einsum("bhst,btl,lhv,hve->bse", weights_BHST, latent_BTL, part.value, part.output)
     assert_close(np.asarray(y_BSE), np.asarray(whole(part, x_BSE)), 1e-5)

@@ -207,46 +207,6 @@ def test_a_gathered_weight_and_its_gradient(precision):
     np.testing.assert_allclose(dmatrix.w, expected, atol=FLOAT32 * np.abs(expected).max())
 
 
-@pytest.mark.landing
-@pytest.mark.several_devices
-def test_a_sequence_parallel_result_takes_its_layout():
-    """The scales of x lie whole along the sequence, the result is split along it."""
-    mesh = make_mesh(data=2, fsdp=2, tensor=2)
-    x, w, _ = operands("bsf,fe->bse")
-    expected = product("bsf,fe->bse", x, w, precision="int8")
-    batch = ("data", "fsdp")
-    with jax.set_mesh(mesh):
-        found = jax.jit(
-            lambda x, w: product("bsf,fe->bse", x, w, "int8", PartitionSpec(batch, "tensor", None))
-        )(
-            jax.device_put(x, NamedSharding(mesh, PartitionSpec(batch, None, "tensor"))),
-            jax.device_put(w, NamedSharding(mesh, PartitionSpec("tensor", None))),
-        )
-    assert found.sharding.spec[1] == "tensor"
-    np.testing.assert_array_equal(found, expected)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("precision", FORMATS)
-def test_scan_and_rematerialization_change_nothing(precision):
-    random = np.random.default_rng(0)
-    x = jnp.asarray(random.normal(size=(2, 3, 8)), jnp.float32)
-    w_LEF = jnp.asarray(random.normal(size=(3, 8, 8)), jnp.float32)
-
-    def layer(x, w):
-        return jnp.tanh(product("bse,ef->bsf", x, w, precision=precision))
-
-    def looped(w_LEF):
-        return jnp.sum(functools.reduce(layer, w_LEF, x) ** 2)
-
-    def scanned(w_LEF):
-        y, _ = jax.lax.scan(jax.checkpoint(lambda x, w: (layer(x, w), None)), x, w_LEF)
-        return jnp.sum(y**2)
-
-    expected = jax.grad(looped)(w_LEF)
-    np.testing.assert_allclose(jax.jit(jax.grad(scanned))(w_LEF), expected, rtol=1e-4, atol=1e-5)
-
-
 @functools.cache
 def small():
     """Arrays of NumPy: steps take copies."""

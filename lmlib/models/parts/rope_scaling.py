@@ -40,7 +40,7 @@ class Dynamic(Scaling):
     """
 
     factor: float
-    longest: int
+    longest: int = dataclasses.field()  # without the default of `Scaling`
 
     def __post_init__(self) -> None:
         _check_factor(self.factor)
@@ -167,11 +167,11 @@ class LongRope(Scaling):
             raise ValueError(f"short and long must be positive, got {self.short} and {self.long}")
 
     @property
-    def switch(self) -> int:
+    def switch(self) -> int:  # type: ignore[override]
         return self.original
 
     @property
-    def pairs(self) -> int:
+    def pairs(self) -> int:  # type: ignore[override]
         return len(self.short)
 
     def frequencies(
