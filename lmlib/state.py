@@ -25,15 +25,15 @@ from lmlib.parallel.layout import along, partition, pieces, shardings, stored
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """How a model is trained: what stays the same from step to step, besides frozen weights.
+    """The settings of a training, the same for all its steps.
 
     Args:
       mesh: the devices.
       compute: how the model is computed.
-      objective: what is minimised.
-      guard: which updates are skipped.
+      objective: the loss.
+      guard: chooses updates to skip.
       microbatches: parts of a batch whose gradients are added before one update.
-      seed: of what is random in the steps; that of the initial weights is in their maker.
+      seed: of random numbers in steps; the maker of the initial weights has its own.
       trained: the paths of the weights that train; `None`: all do.
     """
 
@@ -88,7 +88,8 @@ class State(eqx.Module):
 
     @property
     def changing(self) -> "State":
-        """What a step changes: nothing that is frozen. A checkpoint holds this."""
+        """The part of the state that steps change, without frozen weights. A checkpoint holds
+        this."""
         return self.with_frozen(None).with_reference_model(None)
 
     def with_frozen(self, frozen: Any) -> "State":
@@ -146,7 +147,7 @@ def initial_state(model: Any, training: Training) -> State:
 
 
 def fresh_state(model: Any, training: Training) -> State:
-    """As `initial_state`, to be traced; the layout is the caller's."""
+    """`initial_state` for tracing; the caller gives the layout."""
     parts = parted(model, training.trained)
     return State(
         step=jnp.zeros((), jnp.int32),

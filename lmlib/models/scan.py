@@ -51,7 +51,7 @@ class Repeated(NamedTuple):
 
 
 class Given(NamedTuple):
-    """What a layer gives besides the residual stream."""
+    """The results of a layer, without the residual stream."""
 
     reports: Reports
     cache: Any
@@ -66,13 +66,13 @@ def run(
     names: Sequence[str],
     chosen: Callable[[Any], Any] | None = None,
 ) -> tuple[Float[Array, "b s embed"], tuple[Given, ...]]:
-    """The residual stream after all repetitions, and what each layer of the pattern gives, stacked
-    along R. `names`: of the activations that may be kept. `chosen`: makes the layer of what
-    `repeated` has of one, and again in the backward pass, so that no copy of it is kept.
+    """The residual stream after all repetitions, and the other results of each layer of the
+    pattern, stacked along R. `names`: of activations that may be kept. `chosen`: makes a layer from
+    its entry of `repeated`, and again in the backward pass, so that no copy of it is kept.
 
-    `context.compute.unroll` repetitions make one turn of the loop, and those that are left over
-    follow it; this is not left to `jax.lax.scan`, which cannot split what is saved in a `reduced`
-    layout. There is no loop of one turn, whose body XLA's TPU compiler would run twice.
+    `context.compute.unroll` repetitions make one turn of the loop; the rest follow it.
+    `jax.lax.scan` cannot unroll, since it cannot split saved arrays in a `reduced` layout. A single
+    turn is not a loop: XLA's TPU compiler would run its body twice.
     """
     one = functools.partial(_one, context, names, chosen)
     unroll = context.compute.unroll
@@ -159,9 +159,9 @@ def _layer(
 
 
 class _Piece(eqx.Module):
-    """`stack_R[index]`, which is `own`, for what is computed again in the backward pass: that then
-    keeps the stack, which is there anyway, and no copy of a piece. The gradient goes to `own`:
-    those of all pieces are concatenated, where the stack's would be padded and added."""
+    """`stack_R[index]`, which equals `own`. A layer that is computed again in the backward pass
+    then keeps the stack, which exists anyway, and no copy of a piece. The gradient goes to `own`:
+    gradients of pieces are concatenated, where the stack's would be padded and added."""
 
     index: int = eqx.field(static=True)
     stack_R: Array
@@ -232,8 +232,8 @@ def _split(tree_R: Any, at: int, repeats: int) -> tuple[Any, Any]:
 
 
 def reshaped(x: Array, leading: int, sizes: tuple[int, ...]) -> Array:
-    """`x` with `sizes` for its first axes, which are whole; the others lie as they did. (JAX alone
-    forgets how an axis of size 1 lies.)"""
+    """`x` with `sizes` for its first axes, which are whole; the others keep their layout. (JAX
+    forgets the layout of an axis of size 1.)"""
     layout = None
     if not jax.sharding.get_abstract_mesh().empty:
         others = jax.typeof(x).sharding.spec.partitions[leading:]
@@ -250,8 +250,8 @@ def stacked(x: Array, repeats: int) -> Array:
 
 
 def policy(compute: Compute, names: Sequence[str]) -> Callable[..., Any]:
-    """For `jax.checkpoint`: keep what `compute` saves of `names` on the device, what it offloads in
-    the host's memory, and nothing else."""
+    """For `jax.checkpoint`: keeps the activations of `names` that `compute` saves on the device,
+    those that it offloads in the host's memory, and no others."""
     saved = compute.kept(names)
     by_name = jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[*_inner_names(saved), CHOICES],
@@ -270,13 +270,13 @@ def policy(compute: Compute, names: Sequence[str]) -> Callable[..., Any]:
 
 
 def _inner_names(names: Sequence[str]) -> list[str]:
-    """As the kernels name their outputs, from which the outer value follows for nothing: besides
-    attention's output one number for each head and position."""
+    """The names that kernels give to their outputs: the output of attention and one number for each
+    head and position."""
     return ["attention_kernel" if name == "attention" else name for name in names]
 
 
 def check_names(compute: Compute, names: Sequence[str]) -> None:
-    """Raises ValueError if `compute` saves or offloads what is not among `names`."""
+    """Raises ValueError if `compute` saves or offloads a name that is not among `names`."""
     for setting in ("saved", "offloaded"):
         chosen = getattr(compute, setting)
         for name in () if setting == "saved" and chosen == EVERYTHING else chosen:

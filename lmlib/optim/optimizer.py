@@ -1,4 +1,4 @@
-"""What an optimizer is, and what those of lmlib share; which weights decay is what they declare."""
+"""The interface of optimizers, and the code that lmlib's share."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -21,17 +21,17 @@ Hyperparameters = Mapping[str, Any]
 
 
 def nothing_more(state: optax.OptState) -> dict[str, Array]:
-    """No metrics but those of every optimizer."""
+    """No metrics beyond the usual ones."""
     return {}
 
 
 class Optimizer(NamedTuple):
-    """How gradients become updates.
+    """Makes updates from gradients.
 
     Attributes:
       transformation: makes updates of gradients.
-      learning_rate: that it uses at each step.
-      decays: which weights it decays, from what they declare.
+      learning_rate: the rate at each step.
+      decays: True for a weight that it decays.
       metrics: float32 scalars by name, of the transformation's state after a step.
       hyperparameters: by name, what each step gives to `transformation.update` (optax's extra
         arguments) and to `learning_rate`. The numbers in it, which may be leaves of trees, are
@@ -46,8 +46,8 @@ class Optimizer(NamedTuple):
 
 
 def as_declared(weight: Weight) -> bool:
-    """Whether a weight decays, as its module declares: matrices and tables do; scales and biases,
-    whatever their shape, do not."""
+    """True if a weight decays, as its module declares: matrices and tables do; scales and biases of
+    any shape do not."""
     return weight.declaration.decays
 
 
@@ -66,11 +66,11 @@ def with_decoupled_decay(
     (Loshchilov & Hutter 2019, arXiv:1711.05101, equation 12).
 
     Args:
-      direction: makes of clipped gradients what is descended along.
+      direction: makes the direction of descent from clipped gradients.
       steps, peak_lr, schedule, weight_decay, clip_norm, decays, cautious: as in
         `lmlib.optim.adamw.adamw`. The schedule's numbers, if it is a tree of them, and
         `weight_decay` are the hyperparameters.
-      before_clipping: makes of gradients what is clipped; `None`: they are.
+      before_clipping: changes gradients before they are clipped; `None`: they stay.
 
     Raises:
       ValueError: for a number that is out of range, naming it.
@@ -141,8 +141,8 @@ def by_weight(factor: Callable[[Weight], float]) -> optax.GradientTransformation
 
 
 def _decay(weight_decay: Any, decays: Decays, cautious: bool) -> optax.GradientTransformation:
-    """Adds weight_decay · weight to what is descended along; if `cautious`, only where that has the
-    weight's sign, and so shrinks it already (Chen et al. 2025, arXiv:2510.12402)."""
+    """Adds weight_decay · weight to the direction of descent; if `cautious`, only where that has
+    the weight's sign, and so shrinks it already (Chen et al. 2025, arXiv:2510.12402)."""
 
     def update(updates: Any, state: Any, model: Any = None) -> tuple[Any, Any]:
         def decayed(weight: Weight, update: Array, array: Array) -> Array:
@@ -173,7 +173,7 @@ def check_epsilon(epsilon: float) -> None:
 
 def arrays_of(hyperparameters: Hyperparameters, mesh: Mesh) -> Hyperparameters:
     """The numbers among the leaves as scalars on every device of `mesh`, integers int32 and others
-    float32; `None` in place of what is no number.
+    float32; `None` in place of other leaves.
 
     Raises OverflowError if an integer does not fit.
     """

@@ -1,8 +1,8 @@
-"""Functions of what one device holds, for kernels and for collectives that are written by hand.
+"""Functions of the part that one device holds, for kernels and collectives written by hand.
 
 `on_each_device` runs a function on every device's own part of its arguments. Within it the
-functions below communicate along axes of the mesh: those that split a named axis, as
-`lmlib.parallel.layout.along` says. Without a mesh there is one device, the parts are the whole, and
+functions below communicate along axes of the mesh: `lmlib.parallel.layout.along` gives the axes
+that split a named axis. Without a mesh there is one device, the parts are the whole, and
 nothing is sent.
 """
 
@@ -26,9 +26,9 @@ def on_each_device(
     """`function` on the parts of its arguments that each device holds (`jax.shard_map`).
 
     Args:
-      inputs, outputs: how arguments and results lie on the mesh, a `PartitionSpec` for each array
-        or for all of a tree, as in `jax.shard_map`; arguments that lie otherwise are moved first.
-      tracked: whether JAX tracks along which mesh axes values differ. Derivatives through
+      inputs, outputs: layouts of arguments and results, a `PartitionSpec` for each array or for
+        all of a tree, as in `jax.shard_map`; arguments with another layout are moved first.
+      tracked: True if JAX tracks along which mesh axes values differ. Derivatives through
         collectives need it; kernels and carries of loops do not have it.
     """
     mesh = jax.sharding.get_abstract_mesh()
@@ -44,9 +44,9 @@ def on_each_device(
 def on_all_devices(
     function: Callable[..., Any], inputs: Sequence[Any], outputs: Any, tracked: bool
 ) -> Callable[..., Any]:
-    """As `on_each_device`, where a mesh is set and outside of pipeline stages."""
+    """`on_each_device`, for a mesh that is set and outside of pipeline stages."""
     mesh = jax.sharding.get_abstract_mesh()
-    # JAX cannot lower what one device gives as a part of a sum: there it is said afterwards.
+    # JAX cannot lower partial sums on one device: there the layout says so afterwards.
     given = jax.tree.map(lambda spec: PartitionSpec(*spec.partitions), outputs)
     mapped = jax.shard_map(
         function,
@@ -88,9 +88,9 @@ def psum_scatter(x: jax.Array, mesh_axes: MeshAxes, axis: int) -> jax.Array:
 
 
 def psum_to_storage(x: jax.Array, mesh_axes: MeshAxes, axis: int) -> jax.Array:
-    """The sum over all devices that see other tokens: of a gradient. Each keeps its part along
-    `axis` of what rests split over `mesh_axes` (a reduce-scatter, then a psum of the parts over
-    the devices that hold copies)."""
+    """The sum of a gradient over all devices that see other tokens. Each keeps its part along
+    `axis` if the weight rests split over `mesh_axes` (a reduce-scatter, then a psum over the
+    devices that hold copies)."""
     return psum(psum_scatter(x, mesh_axes, axis), COPIES)
 
 
@@ -103,7 +103,8 @@ def all_to_all(x: jax.Array, mesh_axes: MeshAxes, split: int, joined: int) -> ja
 
 
 def passed_on(x: jax.Array, mesh_axes: MeshAxes, devices: int) -> jax.Array:
-    """What the device so many before this one along `mesh_axes` has, in a ring (ppermute)."""
+    """The `x` of the device at this distance before this one in a ring along `mesh_axes`
+    (ppermute)."""
     around = devices_along(mesh_axes)
     if devices % around == 0:
         return x
@@ -126,7 +127,7 @@ def exchange_rows(
         return all_to_all(x_C, mesh_axes, 0, 0)
     rows = len(x_C) // len(given_P)
     begins_P = rows * jnp.arange(len(given_P), dtype=jnp.int32)
-    # In everyone's buffer this device's rows lie in the piece that has its own number.
+    # In every buffer, the rows of this device go to the piece of its own number.
     to_P = jnp.full(len(given_P), rows * axis_index(mesh_axes), jnp.int32)
     nothing_C = jnp.zeros_like(x_C)
     return jax.lax.ragged_all_to_all(
@@ -157,13 +158,13 @@ def own_share(x: jax.Array, mesh_axes: MeshAxes, axis: int) -> jax.Array:
 
 
 def devices_along(mesh_axes: MeshAxes) -> int:
-    """How many devices there are along `mesh_axes`."""
+    """The number of devices along `mesh_axes`."""
     mesh = jax.sharding.get_abstract_mesh()
     return 1 if mesh.empty else math.prod(mesh.shape[name] for name in names_of(mesh_axes))
 
 
 def axis_index(mesh_axes: MeshAxes) -> jax.Array | int:
-    """Which of the devices along `mesh_axes` this one is, from 0."""
+    """The index of this device along `mesh_axes`, from 0."""
     return 0 if _nowhere(mesh_axes) else jax.lax.axis_index(mesh_axes)
 
 
@@ -177,10 +178,10 @@ def platform() -> str:
 
 
 def in_steps(mesh_axes: MeshAxes) -> list[MeshAxes]:
-    """`mesh_axes`, along which something is scattered, or backwards gathered, in as many steps as
-    there are axes that several devices lie along: that sends no more. On TPUs all of these together
-    may span three dimensions of the torus, over which libtpu adds zeros, or whole sums, in twice
-    the bytes. On GPUs NCCL finds its own way, in one step."""
+    """`mesh_axes` in as many steps as there are axes of size 2 or more, for a scatter or a gather,
+    which sends no more in steps. On TPUs all of these together may span three dimensions of the
+    torus, over which libtpu adds zeros, or whole sums, in twice the bytes. On GPUs NCCL finds its
+    own way, in one step."""
     if platform() not in ("cpu", "tpu"):
         return [mesh_axes]
     steps: list[list[str]] = []

@@ -88,9 +88,8 @@ def sharding(axes: str | Axes, mesh: Mesh) -> NamedSharding:
 
 
 def named(place: MeshAxes, mesh: Mesh | AbstractMesh | None = None) -> MeshAxes:
-    """Of the axes of the mesh that an array's axis lies along those that its layout names: see
-    `NAMED_IF_USED`, and, for what one stage computes, all but `STAGE`. `None`: on the mesh that is
-    set, if one is."""
+    """The axes of `place` that a layout on `mesh` names: see `NAMED_IF_USED`. `STAGE` is not named
+    within one stage. `mesh` `None`: the mesh that is set, if one is."""
     mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
     place = whole_place(place)
     unused = [] if mesh.empty else [name for name in NAMED_IF_USED if mesh.shape[name] == 1]
@@ -98,8 +97,8 @@ def named(place: MeshAxes, mesh: Mesh | AbstractMesh | None = None) -> MeshAxes:
 
 
 def whole_place(place: MeshAxes) -> MeshAxes:
-    """`place`, with axes that one device lies along: for arguments of `on_each_device`, over whose
-    other axes JAX would sum gradients; but for what one stage computes without `STAGE`."""
+    """`place` with axes of size 1, for arguments of `on_each_device`: JAX would sum gradients over
+    axes that they do not name. Within one stage it is without `STAGE`."""
     return _without([STAGE], place) if in_a_stage() else place
 
 
@@ -130,8 +129,8 @@ def _refuse_twice(names: Axes, places: Sequence[MeshAxes]) -> None:
 
 
 def in_use(weight: Weight, shape: Sequence[int], mesh: Mesh | AbstractMesh) -> PartitionSpec:
-    """The partition on `mesh` in which a weight is used, but for elements that are repeated. Layers
-    that the stages do not divide are all computed by each of them.
+    """The partition on `mesh` in which a weight is used, before elements are repeated. If the
+    stages do not divide the layers, each stage computes all of them.
 
     Raises:
       LayoutError: as `partition`, naming the weight.
@@ -147,7 +146,7 @@ def in_use(weight: Weight, shape: Sequence[int], mesh: Mesh | AbstractMesh) -> P
 
 
 def _check_rules(weight: Weight, mesh: Mesh | AbstractMesh) -> None:
-    """Raises LayoutError for a rule of a weight's own that is no place on `mesh`."""
+    """Raises LayoutError for a rule of a weight's own that `mesh` cannot follow."""
     rules = weight.declaration.rules
     if not isinstance(rules, Mapping):
         raise LayoutError(
@@ -180,18 +179,18 @@ def along(axis: str, rules: Rules = COMPUTE) -> MeshAxes:
 
 
 def pieces(mesh_axes: MeshAxes, mesh: Mesh | AbstractMesh) -> int:
-    """Into how many pieces `mesh` splits an axis that lies along `mesh_axes`."""
+    """The number of pieces into which `mesh_axes` split an axis."""
     return math.prod(mesh.shape[name] for name in names_of(mesh_axes))
 
 
 def splitting(mesh_axes: MeshAxes, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
-    """Of `mesh_axes` those that several devices of `mesh` lie along."""
+    """The `mesh_axes` of size 2 or more."""
     return tuple(name for name in names_of(mesh_axes) if mesh.shape[name] > 1)
 
 
 def repeats(axis: str | None, size: int, rules: Rules, mesh: Mesh | AbstractMesh) -> int:
-    """How often each element along a weight's axis is repeated so that it fills the mesh; 1 where
-    `mesh` divides the axis, or cannot be filled so."""
+    """The number of copies of each element along a weight's axis that fill the mesh; 1 if `mesh`
+    divides the axis, or copies cannot fill it."""
     if axis not in REPEATED:
         return 1
     places = pieces(rules[axis], mesh)
@@ -199,9 +198,9 @@ def repeats(axis: str | None, size: int, rules: Rules, mesh: Mesh | AbstractMesh
 
 
 def stored(weight: Weight, shape: Sequence[int], mesh: Mesh | AbstractMesh) -> PartitionSpec:
-    """How a weight lies between its uses: on `mesh` as `STORED` says, but for what another axis of
-    it takes in use, as experts may. A matrix that has no `embed`, as one of an adapter's two, is
-    split over `fsdp` and `expert` along another axis."""
+    """The partition of a weight between its uses: that of `STORED`, without mesh axes that another
+    axis of the weight takes in use, as experts may. A matrix without `embed`, as one of an
+    adapter's two, is split over `fsdp` and `expert` along another axis."""
     computed, rules = in_use(weight, shape, mesh), {**STORED, **weight.declaration.rules}
     taken = mesh_axes_of(computed)
     places: list[MeshAxes] = []
@@ -226,9 +225,8 @@ def mesh_axes_of(places: Iterable[MeshAxes]) -> set[str]:
 def _spread(
     places: list[MeshAxes], weight: Weight, shape: Sequence[int], mesh: Mesh | AbstractMesh
 ) -> None:
-    """Splits a weight over those of `fsdp` and `expert` that split none of its axes, along the axis
-    of which a device would hold most, of those that they divide; leaves it as it is where there is
-    none."""
+    """Splits a weight over the axes `fsdp` and `expert` that do not split it yet, along its longest
+    axis on a device that they divide, if there is one."""
     left = [name for name in names_of(named(STORAGE, mesh)) if name not in mesh_axes_of(places)]
     if not left:
         return
@@ -249,7 +247,7 @@ def spec(axes: str | Axes) -> PartitionSpec | None:
 
 
 def reshard(x: jax.Array, axes: str | Axes) -> jax.Array:
-    """`x` in the compute layout of `axes`; communicates if it lies otherwise."""
+    """`x` in the compute layout of `axes`; communicates if it has another one."""
     target = spec(axes)
     return x if target is None else jax.sharding.reshard(x, target)
 
