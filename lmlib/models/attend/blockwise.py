@@ -21,13 +21,15 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Int32
 
 from lmlib.models.attend.kernel import Kernel, Options, Places
-from lmlib.models.attend.pairs import Group, grouped_pairs, largest_tile
 from lmlib.models.attend.tiles import (
+    Group,
     Keys,
     Mixed,
     Queries,
     Saved,
     arriving,
+    grouped_pairs,
+    largest_tile,
     mixed_with,
     no_gradients,
     nothing_mixed,

@@ -24,9 +24,9 @@ from jaxtyping import Array, Float, Int32
 
 from lmlib.models.attend.blockwise import Split, device, gathered, heads_first
 from lmlib.models.attend.kernel import Kernel, Options, kernel_of
-from lmlib.models.attend.pairs import Group
 from lmlib.models.attend.tiles import (
     Gradients,
+    Group,
     Keys,
     Mixed,
     Saved,

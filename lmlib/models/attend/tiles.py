@@ -1,9 +1,14 @@
 """Attention by pairs of a tile of queries and a tile of keys (FlashAttention-2: Dao 2023,
-arXiv:2307.08691): what is computed of one pair after another, in any order.
+arXiv:2307.08691): the pairs to visit, and the computation of one pair after another, in any order.
+
+A row is cut into pieces, and each piece into tiles. Which tiles of two pieces see each other
+depends on the distance of the pieces. So pairs of pieces are grouped by the tiles that they visit.
+Each device has a list of them, of the same length on all devices, as they run one program.
 
 Shapes: B batch, S sequence (queries), T sequence (keys), H heads, K kv_heads, G = H / K query heads
 to each key-value head, D head_dim of queries and keys, V that of values, Q queries of a tile, R
-keys of a tile, P pairs of tiles.
+keys of a tile, P pairs of tiles; C devices, M pieces of queries of a device, L pieces of keys, N
+pairs of pieces.
 """
 
 import functools
@@ -12,11 +17,92 @@ from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int, Int32
 
 from lmlib.models.attend.kernel import Options
-from lmlib.models.attend.pairs import Group
+
+_Tiles = tuple[tuple[int, int], ...]
+
+
+class Group(NamedTuple):
+    """Pairs of pieces that visit the same pairs of tiles.
+
+    Attributes:
+      tile: tokens of one.
+      tiles_of_piece: how many there are.
+      tiles_P2: a tile of the piece of queries, and one of the piece of keys.
+      pieces_CN3: for each device a piece of its queries, one of its keys, and 1; or 0 where the
+        device has fewer pairs than others.
+    """
+
+    tile: int
+    tiles_of_piece: int
+    tiles_P2: Int[np.ndarray, "p 2"]
+    pieces_CN3: Int[np.ndarray, "c n 3"]
+
+
+def grouped_pairs(
+    queries_CM: Int[np.ndarray, "c m"],
+    keys_CL: Int[np.ndarray, "c l"],
+    piece: int,
+    tile: int,
+    window: int | None,
+) -> list[Group]:
+    """All pairs in which a query sees a key.
+
+    Args:
+      queries_CM, keys_CL: which pieces of the row each device has.
+      piece, tile: tokens of each; `tile` divides `piece`.
+      window: as in `lmlib.models.attend.attend`.
+    """
+    tiles = piece // tile
+    by_distance: dict[int, _Tiles] = {}
+    found: dict[_Tiles, list[list[tuple[int, int]]]] = {}
+    for device, (own, theirs) in enumerate(zip(queries_CM, keys_CL, strict=True)):
+        for i, query in enumerate(own):
+            for j, key in enumerate(theirs):
+                distance = int(query - key)
+                if distance < 0:
+                    continue
+                if distance not in by_distance:
+                    by_distance[distance] = _visited(distance, tiles, tile, window)
+                if by_distance[distance]:
+                    nothing: list[list[tuple[int, int]]] = [[] for _ in queries_CM]
+                    of_devices = found.setdefault(by_distance[distance], nothing)
+                    of_devices[device].append((i, j))
+    return [
+        Group(tile, tiles, np.array(visited, np.int32), _padded(of_devices))
+        for visited, of_devices in found.items()
+    ]
+
+
+def largest_tile(piece: int, most: int) -> int:
+    """The largest divisor of `piece` that is at most `most`."""
+    return next(size for size in range(min(piece, most), 0, -1) if piece % size == 0)
+
+
+def _visited(distance: int, tiles: int, tile: int, window: int | None) -> _Tiles:
+    """Of two pieces so many pieces apart, every tile of queries with each tile of keys that any of
+    them sees."""
+    return tuple(
+        (i, j)
+        for i in range(tiles)
+        for j in range(tiles)
+        if (apart := distance * tiles + i - j) >= 0
+        # The nearest two positions of different tiles.
+        and (window is None or apart == 0 or (apart - 1) * tile + 1 < window)
+    )
+
+
+def _padded(of_devices: list[list[tuple[int, int]]]) -> Int[np.ndarray, "c n 3"]:
+    pairs_CN3 = np.zeros((len(of_devices), max(map(len, of_devices)), 3), np.int32)
+    for device, pairs in enumerate(of_devices):
+        for n, (i, j) in enumerate(pairs):
+            pairs_CN3[device, n] = i, j, 1
+    return pairs_CN3
+
 
 # The mean of each query's values, [B, K, G, S, V], and the logarithm of its normaliser,
 # [B, K, G, S]; or the gradients of both.

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Bool, Float, Int32, Key
+from jaxtyping import Array, Bool, Float, Int32
 
 from lmlib.models.context import Context
 from lmlib.models.pipeline.schedule import Schedule, Work, schedule_of
@@ -107,46 +107,32 @@ def everywhere(x_BS: Array, groups: int) -> Array:
     )(x_BS)
 
 
-def to_next_stage(x_PWSE: Array, residual: str) -> Array:
-    """Each stage's microbatch at the next one, that of the last stage at the first (a ppermute)."""
-    return _passed_on(x_PWSE, residual, 1)
-
-
 def next_of(waiting_PGWSE: Array, group: Int32[Array, ""]) -> Array:
-    """What waits of a group, (P, W, S, E); the first stage's is next."""
+    """The waiting microbatches of a group, (P, W, S, E); that of the first stage is next."""
     return jax.lax.dynamic_index_in_dim(waiting_PGWSE, group, 1, keepdims=False)
 
 
-def moved_up(waiting_PGWSE: Array, group: Int32[Array, ""], residual: str) -> Array:
-    """What waits of a group one stage nearer to the first, that of the first at the last (a
-    ppermute); nothing moves of group -1."""
+def moved_up(
+    waiting_PGWSE: Array,
+    group: Int32[Array, ""],
+    residual: str,
+    ended: tuple[Bool[Array, "p"], Array] | None = None,
+) -> Array:
+    """The waiting microbatches of a group one stage nearer to the first, that of the first at the
+    last (a ppermute); nothing moves of group -1. `ended`: True at a stage whose microbatch has
+    ended, and these microbatches, which then wait in its place."""
 
     def moved(x_PGWSE: Array) -> Array:
         x_PWSE = _passed_on(next_of(x_PGWSE, group), residual, -1)
+        if ended is not None:
+            x_PWSE = each_stage(jnp.where)(*ended, x_PWSE)
         return jax.lax.dynamic_update_index_in_dim(x_PGWSE, x_PWSE, group, 1)
 
     return jax.lax.cond(group >= 0, moved, lambda x_PGWSE: x_PGWSE, waiting_PGWSE)
 
 
-def put_back(
-    waiting_PGWSE: Array,
-    x_PWSE: Array,
-    group: Int32[Array, ""],
-    ends_P: Bool[Array, "p"],
-    residual: str,
-) -> Array:
-    """What waits of a group moved up (a ppermute), and what has ended in its place at the last
-    stage; with group -1 all stays."""
-
-    def put(x_PGWSE: Array) -> Array:
-        there_PWSE = _passed_on(next_of(x_PGWSE, group), residual, -1)
-        there_PWSE = each_stage(jnp.where)(ends_P, x_PWSE, there_PWSE)
-        return jax.lax.dynamic_update_index_in_dim(x_PGWSE, there_PWSE, group, 1)
-
-    return jax.lax.cond(group >= 0, put, lambda x_PGWSE: x_PGWSE, waiting_PGWSE)
-
-
 def _passed_on(x_PWSE: Array, residual: str, stages: int) -> Array:
+    """Each stage's microbatch at the stage at this distance after it, in a ring (a ppermute)."""
     layout = partition(("stage", *_in_stages(residual)))
     return on_each_device(lambda x: passed_on(x, along("stage"), stages), (layout,), layout)(x_PWSE)
 
@@ -201,12 +187,14 @@ def run_in_stages(
         keys, counts = jax.tree.map(
             lambda x_KV: _at(jnp.swapaxes(x_KV, 0, 1), work.round), (chunks.keys, chunks.counts)
         )
-        keys = jax.tree.map(lambda key_K: _folded(key_K, work.microbatch), keys)
+        keys = jax.tree.map(lambda key_K: fold(key_K, work.microbatch), keys)
         chunk = chunks._replace(keys=keys, counts=counts)
         length = jax.tree.leaves(chunk.layers)[0].shape[0]
         with jax.named_scope("layers"):
             y_WSE, given = run(own, x_WSE, chunk, length, names, of_round(work.round))
         return (y_WSE, moved), tuple(counted(each.reports, work.counts) for each in given)
+
+    fold = jax.vmap(jax.random.fold_in, (0, None))
 
     def of_round(round: Array) -> Callable[[Any], Any]:
         return lambda layer_V: jax.tree.map(lambda w_V: _at(w_V, round), layer_V)
@@ -216,8 +204,8 @@ def run_in_stages(
         entering = jax.tree.map(lambda each: next_of(each, moment.begins), waiting)
         waiting = jax.tree.map(lambda each: moved_up(each, moment.begins, residual), waiting)
         made, reports = each_stage(stage)(entering, at, chunks, moment.work)
-        x_waiting = put_back(waiting[0], made[0], moment.ends, moment.work.ends, residual)
-        made = jax.tree.map(lambda each: to_next_stage(each, residual), made)
+        x_waiting = moved_up(waiting[0], moment.ends, residual, (moment.work.ends, made[0]))
+        made = jax.tree.map(lambda each: _passed_on(each, residual, 1), made)
         return ((x_waiting, waiting[1]), made), reports
 
     waiting = jax.tree.map(
@@ -269,10 +257,6 @@ def _at(x: Array, index: Int32[Array, ""]) -> Array:
         PartitionSpec(*places[1:]),
     )
     return taken(x, index)
-
-
-def _folded(key_K: Key[Array, "k"], number: Int32[Array, ""]) -> Key[Array, "k"]:
-    return jax.vmap(jax.random.fold_in, (0, None))(key_K, number)
 
 
 def _by_layer(reported_TPK: Array, schedule: Schedule, repeats: int) -> Array:

@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Int32
 
 from lmlib.models.attend.kernel import Kernel, Options, Places
-from lmlib.models.attend.pairs import largest_tile
+from lmlib.models.attend.tiles import largest_tile
 from lmlib.parallel.collectives import platform
 
 
