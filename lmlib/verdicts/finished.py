@@ -14,7 +14,10 @@ from lmlib.verdicts.text import BatchDifferences
 USUAL_METRIC = "validation_loss"
 TRAINING = "training_loss"
 BITS_PER_BYTE = "bits_per_byte"
-_COUNTS = ("steps", "parameters", "tokens", "mean_tokens_per_second")  # in result.json
+_NEEDED = (  # in result.json
+    *("steps", "parameters", "tokens", "mean_tokens_per_second"),
+    *(TRAINING, "loss_name", "loss_unit", "validation"),
+)
 _MEASURED_AGAIN = "measure both on one text with python -m runner.evaluate"
 
 
@@ -67,8 +70,7 @@ def finished_run(run: Run, metric: str) -> FinishedRun:
         raise ValueError(f"{run.path} cannot be read: {error}") from error
     if result is None:
         raise ValueError(f"{run.path} has not finished: it has no result.json")
-    needed = (*_COUNTS, TRAINING, "loss_name", "loss_unit", "validation")
-    if lacking := [key for key in needed if key not in result]:
+    if lacking := [key for key in _NEEDED if key not in result]:
         raise ValueError(f"result.json of {run.path} is damaged: it has no {lacking[0]}")
     if not run.finished:
         raise ValueError(
@@ -79,11 +81,14 @@ def finished_run(run: Run, metric: str) -> FinishedRun:
         raise ValueError(f"{run.path} has no {metric}: it measured {', '.join(measured)}")
     name, final = metric.removeprefix("validation_").partition("/")[0], run.final[metric]
     return FinishedRun(
-        run,
-        final.value,
-        final.unit,
-        result["loss_name"] if name in (TRAINING, "loss") else name,
-        *(result[key] for key in _COUNTS),
+        run=run,
+        value=final.value,
+        unit=final.unit,
+        measured=result["loss_name"] if name in (TRAINING, "loss") else name,
+        steps=result["steps"],
+        parameters=result["parameters"],
+        tokens=result["tokens"],
+        tokens_per_second=result["mean_tokens_per_second"],
         flops_per_token=result.get("flops_per_token"),
         validation=None if metric == TRAINING else _validation(run, metric, result["steps"]),
     )

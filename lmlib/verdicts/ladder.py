@@ -15,7 +15,6 @@ from lmlib.verdicts.groups import differing_settings
 from lmlib.verdicts.power_law import INTERVAL
 from lmlib.verdicts.scaling_law import FLOPS, Number, ScalingLaw, fit_scaling_law
 
-_NUMBERS = ("parameters", "tokens", "value")
 _OF_SIZE = ("model", "steps", "data.batch_size", "data.sequence_length")
 
 
@@ -37,9 +36,11 @@ class Ladder:
 
     def fit(self, of_compute: bool = False) -> ScalingLaw:
         """Raises ValueError as `fit_scaling_law` does, naming the runs that are left out."""
-        numbers = ([getattr(run, each) for run in self.runs] for each in _NUMBERS)
+        parameters_R = np.array([each.parameters for each in self.runs])
+        tokens_R = np.array([each.tokens for each in self.runs])
+        losses_R = np.array([each.value for each in self.runs])
         try:
-            return fit_scaling_law(*map(np.array, numbers), of_compute=of_compute)
+            return fit_scaling_law(parameters_R, tokens_R, losses_R, of_compute)
         except ValueError as error:
             raise ValueError("; ".join([str(error), *self.left_out])) from error
 

@@ -28,14 +28,14 @@ def costs_text(points: Sequence[Point], costs: Sequence[Cost | None]) -> str:
         cells = (_NOTHING,) * 4
         if cost is not None:
             time = duration_text(cost.tokens / speed) if speed else _NOTHING
-            flops = _flops_text(cost.total_flops)
-            cells = f"{cost.steps:,}", count_text(cost.tokens), flops, time
+            tokens, flops = count_text(cost.tokens), _flops_text(cost.total_flops)
+            cells = f"{cost.steps:,}", tokens, flops, time
         rows.append((point.name, *cells, status(point)))
     known = [each for each in costs if each is not None]
-    flops, tokens = sum(each.total_flops for each in known), sum(each.tokens for each in known)
-    whole = f"{len(points)} points, {count_text(tokens)} tokens, {_flops_text(flops)} FLOPs"
+    spent, seen = sum(each.total_flops for each in known), sum(each.tokens for each in known)
+    whole = f"{len(points)} points, {count_text(seen)} tokens, {_flops_text(spent)} FLOPs"
     if not speed:
-        whole += f"; {time_of(flops)}, and measured once one has finished"
+        whole += f"; {time_of(spent)}, and measured once one has finished"
     else:
         pairs = zip(points, costs, strict=True)
         left = sum(cost.tokens for point, cost in pairs if cost and not point.finished)
