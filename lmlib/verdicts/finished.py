@@ -80,6 +80,7 @@ def finished_run(run: Run, metric: str) -> FinishedRun:
     if metric not in (measured := [*result["validation"], TRAINING]):
         raise ValueError(f"{run.path} has no {metric}: it measured {', '.join(measured)}")
     name, final = metric.removeprefix("validation_").partition("/")[0], run.final[metric]
+    flops = result.get("flops_per_token")
     return FinishedRun(
         run=run,
         value=final.value,
@@ -88,8 +89,8 @@ def finished_run(run: Run, metric: str) -> FinishedRun:
         steps=result["steps"],
         parameters=result["parameters"],
         tokens=result["tokens"],
-        tokens_per_second=result["mean_tokens_per_second"],
-        flops_per_token=result.get("flops_per_token"),
+        tokens_per_second=float(result["mean_tokens_per_second"]),
+        flops_per_token=None if flops is None else float(flops),
         validation=None if metric == TRAINING else _validation(run, metric, result["steps"]),
     )
 
