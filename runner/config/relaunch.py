@@ -1,6 +1,7 @@
 """Commands to go on with after a run: its config with one change, and its model's own words."""
 
 import os
+import re
 import shlex
 import sys
 import sysconfig
@@ -28,14 +29,18 @@ def relaunch_command(cfg: fdl.Config[Experiment], workdir: Path) -> str:
     config = f"--fdl_config={shown(workdir)}/config.json"
     trusted = modules_to_trust(cfg)
     flags = (config, *_trusting(trusted), f"--workdir={shown(workdir)}_next", _change(cfg))
-    return _where_found(trusted, python_command("runner", *flags))
+    devices = re.findall(
+        r"--xla_force_host_platform_device_count=\d+", os.environ.get("XLA_FLAGS", "")
+    )  # which the mesh needs
+    variables = [*_import_path(trusted), *(f"XLA_FLAGS={flag}" for flag in devices[-1:])]
+    return _with(variables, python_command("runner", *flags))
 
 
 def generate_command(cfg: fdl.Config[Experiment], workdir: Path) -> str:
     """Continues the first of the run's prompts."""
     trusted = modules_to_trust(cfg)
     flags = (f"--from={shown(workdir)}", *_trusting(trusted), f"--prompt={cfg.samples.prompts[0]}")
-    return _where_found(trusted, python_command("runner.generate", *flags))
+    return _with(_import_path(trusted), python_command("runner.generate", *flags))
 
 
 def _trusting(modules: list[str]) -> list[str]:
@@ -43,14 +48,19 @@ def _trusting(modules: list[str]) -> list[str]:
     return [f"--trust_module={module}" for module in modules]
 
 
-def _where_found(modules: list[str], command: str) -> str:
-    """`command`, which then finds `modules` where this process found them."""
+def _with(variables: list[str], command: str) -> str:
+    """`command` with these variables of the environment, each NAME=VALUE."""
+    return shlex.join(["env", *variables]) + f" {command}" if variables else command
+
+
+def _import_path(modules: list[str]) -> list[str]:
+    """PYTHONPATH=… with which a command finds `modules` where this process found them."""
     folders = dict.fromkeys(folder for module in modules for folder in _import_folders(module))
     if not folders:
-        return command
+        return []
     others = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     kept = dict.fromkeys([*folders, *(other for other in others if other)])
-    return f"env {shlex.quote(f'PYTHONPATH={os.pathsep.join(kept)}')} {command}"
+    return [f"PYTHONPATH={os.pathsep.join(kept)}"]
 
 
 def _change(cfg: fdl.Config[Experiment]) -> str:

@@ -82,11 +82,14 @@ def test_the_command_to_try_next_names_the_modules_and_their_folder(
     assert flattened(again) == flattened(cfg)
 
 
-def test_a_shipped_experiment_needs_no_trust_to_be_launched_again(tmp_path):
+def test_a_shipped_experiment_needs_no_trust_to_be_launched_again(tmp_path, monkeypatch):
+    """But as many simulated devices as it had, for its mesh."""
     cfg = configs.load("experiments/quickstart")
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8 --xla_dump_to=/tmp")
     cfg.optimizer.peak_lr = 6e-3
     words = shlex.split(relaunch_command(cfg, tmp_path))
-    assert words[1:] == [
+    assert words[:2] == ["env", "XLA_FLAGS=--xla_force_host_platform_device_count=8"]
+    assert words[3:] == [
         "-m",
         "runner",
         f"--fdl_config={tmp_path}/config.json",
