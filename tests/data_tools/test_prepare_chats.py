@@ -29,7 +29,7 @@ from data_tools.prepare_chats.template import load_template, template_names
 from data_tools.rows.files import Files
 from data_tools.tokenizer import ByteTokenizer, JsonTokenizer, load_tokenizer
 from data_tools.train_tokenizer.byte_level_bpe import train_byte_level_bpe
-from lmlib.data.chats.chat import ChatTemplate
+from lmlib.data.chats.chat import ChatTemplate, write_chat_template
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.stored.metadata import SplitMetadata
 
