@@ -38,7 +38,6 @@ from runner.processes.agreement import (
     require_same_workdir,
 )
 from runner.processes.lock import FILE_NAME as LOCK
-from runner.processes.lock import WorkdirLock
 from runner.processes.workdir import Workdir, opened
 from runner.training.beginning import Beginning, begin, check_config, check_newest
 from runner.training.compiled_step import StepPrograms

@@ -35,10 +35,10 @@ from lmlib.hf.folder import FolderError
 from lmlib.hf.hub import local_folder_of
 from lmlib.hf.peft import adapters_in, holds_adapters
 from lmlib.models.matrices.adapted import Adapted, has_adapters, map_adapted, without_adapters
+from lmlib.models.weights import creator
 from lmlib.optim.average import IN_STATE
 from lmlib.optim.trainable import Group
 from lmlib.parallel.axes import M, Weight, map_weights
-from lmlib.parallel.creation import creator
 from lmlib.parallel.fingerprint import fingerprint
 from lmlib.parallel.mesh import on_mesh_of
 from lmlib.parallel.selection import named_weights

@@ -299,7 +299,10 @@ OTHERS = {
     "data_tools.pretokenize": [
         ((), "--"),
         (("--dataset={scratch}/no.jsonl", "--tokenizer=bytes", "--out={run}"), "no.jsonl"),
-        (("--dataset={scratch}/file", "--tokenizer=bytes", "--out=gs://b/out"), "which no bucket can"),
+        (
+            ("--dataset={scratch}/file", "--tokenizer=bytes", "--out=gs://b/out"),
+            "which no bucket can",
+        ),
     ],
     "data_tools.convert": [(("{scratch}/data", "gs://b/out"), "remote folders are")],
 }
