@@ -67,7 +67,7 @@ def grouped_pairs(
                 if distance < 0:
                     continue
                 if distance not in by_distance:
-                    by_distance[distance] = _visited(distance, tiles, tile, window)
+                    by_distance[distance] = _tiles_seen(distance, tiles, tile, window)
                 if by_distance[distance]:
                     nothing: list[list[tuple[int, int]]] = [[] for _ in queries_CM]
                     of_devices = found.setdefault(by_distance[distance], nothing)
@@ -83,7 +83,7 @@ def largest_tile(piece: int, most: int) -> int:
     return next(size for size in range(min(piece, most), 0, -1) if piece % size == 0)
 
 
-def _visited(distance: int, tiles: int, tile: int, window: int | None) -> _Tiles:
+def _tiles_seen(distance: int, tiles: int, tile: int, window: int | None) -> _Tiles:
     """Of two pieces so many pieces apart, every tile of queries with each tile of keys that any of
     them sees."""
     return tuple(
