@@ -27,7 +27,7 @@ ours = {file for file in files if file and root in pathlib.Path(file).parents}
 print(len(ours), sum(len(open(file).readlines()) for file in ours))
 """
 LARGEST = {  # files, lines
-    "core": (CORE, 77, 9_620),
+    "core": (CORE, 77, 9_640),
     "fit": ("import runner.training.fit\n", 214, 23_750),
 }
 # Extras: folders that the core does not import.
