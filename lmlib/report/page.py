@@ -111,13 +111,9 @@ def _library() -> str:
 
     `vl-convert-python` takes a second to make it, so it is kept in the user's cache folder.
     """
-    packaged = importlib.metadata.version("vl-convert-python")
-    folder = cache_folder()
-    file = (
-        None
-        if folder is None
-        else folder / "charts" / f"vega-lite-{specifications.VERSION}-{packaged}.js"
-    )
+    version, folder = specifications.VERSION, cache_folder()
+    name = f"vega-lite-{version}-{importlib.metadata.version('vl-convert-python')}.js"
+    file = None if folder is None else folder / "charts" / name
     if file is not None:
         with contextlib.suppress(OSError, ValueError):
             return file.read_text("utf-8")

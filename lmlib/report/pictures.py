@@ -71,7 +71,7 @@ def write_pictures(
     return written
 
 
-def write_picture(specification: Mapping[str, Any], file: str | os.PathLike[str]) -> None:
+def write_picture(specification: dict[str, Any], file: str | os.PathLike[str]) -> None:
     """Writes the picture of a specification of Vega-Lite, of the kind that the ending names.
 
     Raises:

@@ -72,11 +72,10 @@ def comparison(runs: Sequence[Seen]) -> Table:
     differing, metrics = difference(each.run for each in runs), _shown_numbers(runs)
     rows = []
     for i, each in enumerate(runs):
-        settings = ("—" if values[i] is None else values[i] for values in differing.values())
-        step = f"{each.last('step') or 0:,.0f}"
-        finals = each.run.final
-        values = (finals[name].value if name in finals else each.last(name) for name in metrics)
-        rows.append([each.name, *settings, each.run.state.name, step, *map(number, values)])
+        settings = ["—" if values[i] is None else str(values[i]) for values in differing.values()]
+        final, step = each.run.final, f"{each.last('step') or 0:,.0f}"
+        numbers = [final[name].value if name in final else each.last(name) for name in metrics]
+        rows.append([each.name, *settings, each.run.state.name, step, *map(number, numbers)])
     header = ["run", *differing, "state", "step", *metrics]
     texts = [[shown(cell) for cell in row] for row in (header, *rows)]
     return Table(texts[0], texts[1:], range(len(differing) + 2, len(header)))

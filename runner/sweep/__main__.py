@@ -107,9 +107,9 @@ def main(arguments: Sequence[str]) -> int:
     )
     if _DRY_RUN.value:
         costs: list[Cost | None] = [None] * len(sweep.points)
-        for number, each in enumerate(sweep.points):
+        for number, point in enumerate(sweep.points):
             with contextlib.suppress(ConfigError):  # the config may not say all
-                costs[number] = cost_of(_config_of(each.settings))
+                costs[number] = cost_of(_config_of(point.settings))
         print(costs_text(sweep.points, costs))
         return FINISHED
     if _SLURM.value:
