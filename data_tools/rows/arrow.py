@@ -22,8 +22,10 @@ def _rows(content: tuple[str, int, list[dict[str, Any]]], field: Field) -> Itera
     for number, row in enumerate(found, start=first):
         where = f"{place}, row {number},"
         text = None if field.needed is None else row.get(field.needed)
-        is_bytes = isinstance(text, bytes)
-        yield utf8_row(text, where) if is_bytes else field.row(row, where, filled_up=True)
+        if isinstance(text, bytes):
+            yield utf8_row(text, where)
+        else:
+            yield field.row(row, where, filled_up=True)
 
 
 def arrow_blocks(
