@@ -17,6 +17,7 @@ from left_runs import leave_run, losses
 from small_experiment import small
 
 from lmlib.report import page, seen, write_page, write_pictures
+from lmlib.report.page import _library
 from lmlib.report.seen import Watched
 from lmlib.report.specifications import VERSION, for_paper
 from lmlib.report.terminal import bars, view
@@ -287,6 +288,15 @@ def test_layers_are_in_the_order_of_the_model(tmp_path):
     order = dict.fromkeys(row["part"] for row in sorted(found["rows"], key=lambda r: r["order"]))
     assert list(order) == ["embedding", "layer 2", "layer 10", "norm"]
     assert [row["value"] for row in found["rows"] if row["part"] == "norm"] == [10, 20]
+
+
+@pytest.mark.landing
+def test_the_charting_library_is_made_where_no_cache_has_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    made = _library.__wrapped__()
+    assert "vegaEmbed" in made and "</script" not in made
+    (file,) = tmp_path.rglob("*.js")
+    assert file.read_text("utf-8") == made == _library.__wrapped__()
 
 
 @pytest.mark.landing
