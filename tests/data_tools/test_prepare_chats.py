@@ -509,7 +509,9 @@ def test_the_command(tmp_path: Path) -> None:
     command += [f"--out={tmp_path / 'out'}", "--validation_fraction=0.2", "--on_bad_row=skip"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.startswith("skipped: ") and "line 51" in done.stderr
+    warning, skipped = done.stderr.splitlines()
+    assert warning.startswith("WARNING: answers end with no special token")
+    assert skipped.startswith("skipped: ") and "line 51" in skipped
     assert "targets" in done.stdout and "dropped" in done.stdout
     source = FlatTokens(str(tmp_path / "out"), "train", 1, 512)
     assert (
