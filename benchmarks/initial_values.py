@@ -15,7 +15,32 @@ scheme, in nats per token: the mean over seeds at the better of the rates.
     unit_0.25, unit_0.3, unit_0.4   unit, with logits of that standard deviation
     unit_zero, half_zero            with logits of zero
 
-A tied table has the embedding's deviation; the last norm's scale makes the logits' what it is.
+A tied table has the embedding's deviation; the last norm's scale sets the logits' deviation.
+
+Measured after 200 steps of 512 tokens, at the better of two rates, the mean of three seeds (their
+standard deviation is 0.03, the median over all runs). Logits have standard deviation 1 unless it is
+stated. `lmlib.models.families.transformer` has the schemes that these figures recommend.
+
+    embed, layers                   32, 2  32, 6  64, 2  64, 6  128, 2  128, 6
+    all by fan-in, table embed^-½   4.927  5.134  4.876  5.061   4.712   4.911
+    GPT-2's 0.02                    4.690  4.779  4.527  4.840   4.839   5.249
+    table 1                         4.499  4.508  4.199  4.226   4.123   4.054
+    table 1, logits embed^-½        4.462  4.488  4.221  4.370   4.135   4.100
+    tied: all by fan-in             5.084  5.273  4.880  5.209   4.770
+    tied: GPT-2's 0.02              5.490  5.623  5.268  5.635   4.938
+    tied: table 1                   5.074  5.066  4.675  4.756   4.447   4.525
+    tied: table 1, logits embed^-½  5.056  5.053  4.653  4.744   4.380   4.496
+    tied: table 1/4                 4.755  4.827  4.488  4.666   4.452   4.463
+    tied: table 1/2                 4.833  4.876  4.510  4.629   4.397   4.431
+    table 1, logits 0.4                                  4.231           4.028
+    table 1, logits 0.3                                  4.254           4.033
+    table 1, logits 0.25                          4.182  4.275
+    table 1, logits 0                             4.430  4.650
+    tied: table 1/2, logits embed^-½              4.509  4.643
+    tied: table 1/2, logits 0                     4.528  4.683
+
+Untied logits that start smaller cost nothing down to about 0.35. A head of zeros costs a lot, a
+tied one little. (The tied pair at 128, 6 was measured on another text: embed^-½ cost 0.007.)
 """
 
 import functools

@@ -20,8 +20,8 @@ from experiments.base.pretraining import few_steps as tiny  # noqa: F401, a fidd
 from experiments.base.pretraining import pretraining
 from lmlib.experiment import Experiment
 from lmlib.hf.families import FAMILIES, described
-from lmlib.hf.family import Family
 from lmlib.hf.hub import local_folder_of
+from lmlib.models.families.hugging_face.family import Family
 
 
 def config(

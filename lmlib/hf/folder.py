@@ -9,14 +9,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from lmlib.models.families.hugging_face.settings import FolderError
 from lmlib.storage.regular_file import check_within_folder, open_regular
 from lmlib.storage.stored_json import parse_json
 
 _LARGEST_COPIED = 256 << 20  # bytes; tokenizers of the largest vocabularies have 40 MB
-
-
-class FolderError(ValueError):
-    """A folder of weights that cannot be used, and why."""
 
 
 @contextlib.contextmanager

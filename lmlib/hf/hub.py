@@ -4,7 +4,7 @@ import os
 import re
 from pathlib import Path
 
-from lmlib.hf.folder import FolderError
+from lmlib.models.families.hugging_face.settings import FolderError
 
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model",

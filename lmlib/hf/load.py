@@ -17,17 +17,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 from lmlib.hf.families import FAMILIES, described
-from lmlib.hf.family import Family
-from lmlib.hf.finite import check_finite
-from lmlib.hf.folder import FolderError
 from lmlib.hf.hub import local_folder_of
-from lmlib.hf.names import Names, Piece, check_complete, least_count, placed
-from lmlib.hf.share import Share
-from lmlib.hf.tensor_files import Stored, stored_tensors
+from lmlib.hf.names import Piece, Share, check_complete, least_count, placed
+from lmlib.hf.tensor_files import DTYPES, Stored, stored_tensors
 from lmlib.models.decoder import Decoder
+from lmlib.models.families.hugging_face.family import Family, Names
+from lmlib.models.families.hugging_face.settings import FolderError
 from lmlib.parallel.axes import Weight, map_weights
 from lmlib.parallel.check import check_model
 from lmlib.parallel.layout import stored
@@ -112,16 +110,18 @@ def load_weights(
         for piece in tensor.pieces:
             path, repetition, share, fixed = piece
             place = places[path]
-            cut = _cutter(tensor.shape, share, place.layout_of(piece), place.dtype)
+            layout = place.layout_of(piece)
+            array = _cut(flat, tensor.shape, share, layout, place.dtype)
             if fixed:
                 own = parts[path, repetition]
-                own[tuple(index for _, index in fixed)] = cut(flat)
+                own[tuple(index for _, index in fixed)] = array
                 done += own.values()
                 if len(own) < math.prod(place.shape[axis] for axis, _ in fixed):
                     continue
-                array = _together(parts.pop((path, repetition)), piece, place)
-            else:
-                array = cut(flat)
+                together = parts.pop((path, repetition))
+                axes = tuple(axis for axis, _ in fixed)
+                ordered = [together[index] for index in sorted(together)]
+                array = _together(ordered, axes, place.shape, place.layout)
             array = kept(place.weight, array)
             if repetition is None:
                 weights[path] = array
@@ -198,23 +198,13 @@ def _places(model: Decoder, mesh: Mesh) -> dict[str, _Place]:
     return found
 
 
-def _together(parts: _Parts, piece: Piece, place: _Place) -> jax.Array:
-    """The weight of one layer, of what several tensors have of it."""
-    axes = tuple(axis for axis, _ in piece.fixed)
-    ordered = [parts[index] for index in sorted(parts)]
-    return _stacker(axes, place.shape, place.layout)(*ordered)
-
-
-@functools.lru_cache(maxsize=256)
-def _stacker(
-    axes: tuple[int, ...], shape: tuple[int, ...], layout: NamedSharding
-) -> Callable[..., jax.Array]:
-    def stack(*parts: jax.Array) -> jax.Array:
-        counts = [shape[axis] for axis in axes]
-        apart = jnp.stack(parts).reshape(*counts, *parts[0].shape)
-        return jax.sharding.reshard(jnp.moveaxis(apart, range(len(axes)), axes), layout)
-
-    return jax.jit(stack)
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _together(
+    parts: list[jax.Array], axes: tuple[int, ...], shape: tuple[int, ...], layout: NamedSharding
+) -> jax.Array:
+    """The weight of one layer, of its parts in several tensors: one for each index of `axes`."""
+    apart = jnp.stack(parts).reshape(*(shape[axis] for axis in axes), *parts[0].shape)
+    return jax.sharding.reshard(jnp.moveaxis(apart, range(len(axes)), axes), layout)
 
 
 def shares(size: int, mesh: Mesh) -> tuple[int, NamedSharding]:
@@ -241,6 +231,7 @@ def _read(name: str, source: Stored, mesh: Mesh) -> jax.Array:
     return values
 
 
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
 def _cut(
     flat: jax.Array, shape: tuple[int, ...], share: Share, layout: NamedSharding, dtype: DTypeLike
 ) -> jax.Array:
@@ -251,28 +242,57 @@ def _cut(
     return jax.sharding.reshard(weight, layout)
 
 
-@functools.lru_cache(maxsize=256)
-def _cutter(
-    shape: tuple[int, ...], share: Share, layout: NamedSharding, dtype: DTypeLike
-) -> Callable[[jax.Array], jax.Array]:
-    return jax.jit(lambda flat: _cut(flat, shape, share, layout, dtype))
-
-
 def _stack(layers: int, one: jax.Array) -> jax.Array:
     """Zeros for `layers` arrays like this one."""
     assert isinstance(one.sharding, NamedSharding)
     layout = NamedSharding(one.sharding.mesh, PartitionSpec(None, *one.sharding.spec))
-    return _zeros((layers, *one.shape), one.dtype, layout)()
-
-
-@functools.lru_cache(maxsize=256)
-def _zeros(
-    shape: tuple[int, ...], dtype: DTypeLike, layout: NamedSharding
-) -> Callable[[], jax.Array]:
-    return jax.jit(functools.partial(jnp.zeros, shape, dtype), out_shardings=layout)
+    return jnp.zeros((layers, *one.shape), one.dtype, device=layout)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _put(stack: jax.Array, array: jax.Array, layer: jax.Array) -> jax.Array:
     """`stack`, whose buffer it takes, with a layer's array at its place."""
     return jax.lax.dynamic_update_index_in_dim(stack, array, layer, 0)
+
+
+_AT_ONCE = 1 << 22  # values
+
+
+def check_finite(name: str, source: Stored, values: ArrayLike) -> None:
+    """Checks a tensor that was read. Values are looked at where they lie; the file is read again
+    only to tell what is wrong with it. All processes find the same.
+
+    Args:
+      name: in the folder.
+      source: where it was read from.
+      values: all of it, wherever they lie.
+
+    Raises:
+      FolderError: naming the tensor, how many values are not finite, and the first of them; or its
+        dtype, if that is none of floats.
+    """
+    if source.dtype not in DTYPES.values():
+        raise FolderError(
+            f"{source.file}: {name} has values of {source.dtype}, but weights are floats: "
+            f"{', '.join(DTYPES)}"
+        )
+    if np.isfinite(values).all() if isinstance(values, np.ndarray) else _all_finite(values):
+        return
+    count, first, value = 0, 0, np.float32(0)
+    for start in range(0, source.size, _AT_ONCE):
+        with np.errstate(over="ignore"):  # what float32 cannot hold
+            read = source.read(start, min(start + _AT_ONCE, source.size)).astype(np.float32)
+        (places,) = np.nonzero(~np.isfinite(read))
+        if len(places) and not count:
+            first, value = start + int(places[0]), read[places[0]]
+        count += len(places)
+    index = tuple(int(i) for i in np.unravel_index(first, source.shape))
+    raise FolderError(
+        f"{source.file}: {count:,} of {source.size:,} values of {name} are not finite in float32, "
+        f"the first is {value} at {index}: whatever is computed with them is no number"
+    )
+
+
+@jax.jit
+def _all_finite(values: jax.Array) -> jax.Array:
+    return jnp.isfinite(values).all()

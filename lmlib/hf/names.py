@@ -1,98 +1,84 @@
-"""Which tensors of a folder hold which weights: a declaration, from which both ways follow.
+"""The places of a model's weights in the tensors of a folder, by the names of its family.
 
-    Tensor("self_attn.q_proj.weight", {"attention.query": ("heads head_dim", "embed")})
-
-says that the file's matrix has the rows "heads head_dim" and the columns "embed", where the
-weight's own axes are "embed heads head_dim" (`lmlib.hf.share`). A file's tensor can hold several
-weights, and a weight can be in several tensors.
+Reshaping, transposing and splitting follow from the names of axes, both ways. Values are arrays of
+JAX, or of NumPy, for which nothing is compiled.
 """
 
 import collections
-import dataclasses
 import itertools
 import math
-import string
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-from lmlib.hf.share import Share
+import jax
+import numpy as np
+
+from lmlib.models.families.hugging_face.family import Names, Tensor
 from lmlib.parallel.axes import Weight, map_weights
 
+A = TypeVar("A", jax.Array, np.ndarray)
 
-@dataclasses.dataclass(frozen=True)
-class Tensor:
-    """A tensor of a folder, or one for each index of an axis: "experts.{expert}.w1.weight".
+
+class Share(NamedTuple):
+    """What of a tensor is a weight's, of one layer.
 
     Args:
-      name: in the folder; of a layer, what follows the layer's prefix. In braces, the axes of ours
-        whose indices are part of the name.
-      holds: the axes of each weight in it, by the weight's path (in a layer: within the block); an
-        axis of the tensor can be several of ours ("heads head_dim").
-      along: the axis along which several weights follow each other.
-      each: an axis of ours, for each of whose indices they do so: with "kv_heads", the query, key
-        and value of one head come before those of the next. `None`: they follow each other once.
+      axes, sizes: of the weight.
+      within: axes of the tensor, each some of the weight's.
+      along: the axis of the tensor along which several weights follow each other.
+      start: the first index of the share along it.
+      groups: so many equal parts of that axis each hold a part of every weight; `start` counts
+        within one.
     """
 
-    name: str
-    holds: Mapping[str, tuple[str, ...]]
-    along: int = 0
-    each: str | None = None
+    axes: tuple[str, ...]
+    sizes: tuple[int, ...]
+    within: tuple[str, ...]
+    along: int
+    start: int
+    groups: int = 1
 
     @property
-    def enumerated(self) -> tuple[str, ...]:
-        """The axes whose indices are part of the name."""
-        return tuple(axis for _, axis, _, _ in string.Formatter().parse(self.name) if axis)
+    def shape(self) -> tuple[int, ...]:
+        size = dict(zip(self.axes, self.sizes, strict=True))
+        return tuple(math.prod(size[axis] for axis in each.split()) for each in self.within)
+
+    @property
+    def length(self) -> int:
+        """Of the share, in one group."""
+        return self.shape[self.along] // self.groups
+
+    def cut(self, tensor: A) -> A:
+        """The weight's values out of the tensor."""
+        chosen = slice(self.start, self.start + self.length)
+        share = _grouped(tensor, self)[(slice(None),) * (self.along + 1) + (chosen,)]
+        order = " ".join(self.within).split()
+        split = share.reshape([self.sizes[self.axes.index(axis)] for axis in order])
+        return split.transpose([order.index(axis) for axis in self.axes])
+
+    def joined(self, weight: A) -> A:
+        """The weight's values as they lie in a tensor that holds no other: the inverse of `cut`."""
+        order = " ".join(self.within).split()
+        ordered = weight.transpose([self.axes.index(axis) for axis in order])
+        return ordered.reshape(self.shape)
 
 
-@dataclasses.dataclass(frozen=True)
-class Names:
-    """The tensors of a family.
+def joined(shares: Sequence[Share], weights: Sequence[A]) -> A:
+    """The tensor that these shares make up, of the values of their weights."""
+    parts = [
+        _grouped(share.joined(weight), share)
+        for share, weight in zip(shares, weights, strict=True)
+    ]  # fmt: skip
+    axis = shares[0].along
+    whole = parts[0].__array_namespace__().concatenate(parts, axis=axis + 1)
+    return whole.reshape(*whole.shape[:axis], -1, *whole.shape[axis + 2 :])
 
-    Args:
-      outside: those that are of no layer.
-      layer: those of each layer.
-      prefix: of the layers' names, with `{layer}` for the layer's number.
-      base: what names of all but the head begin with; folders of a trunk alone leave it out.
-      without_effect: ends of further names that a folder may hold, which mean nothing.
-      modules: names in the class, by which PEFT goes, of tensors that have another in a folder.
-      in_class: tensors that a layer's class has in place of those that hold the same weights in a
-        folder, as of all experts together; by these too PEFT goes.
-      not_adapted: ends of modules' names that PEFT takes for those of experts, where others have
-        them too.
-      in_float32: by the dtype of a file, parts of the names of tensors that stay in float32, as in
-        transformers: `_keep_in_fp32_modules` of a class means float16, its `_strict` bfloat16 too.
-    """
 
-    outside: Sequence[Tensor]
-    layer: Sequence[Tensor]
-    prefix: str = "model.layers.{layer}."
-    base: str = "model."
-    without_effect: tuple[str, ...] = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias")
-    modules: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    in_class: Sequence[Tensor] = ()
-    not_adapted: tuple[str, ...] = ()
-    in_float32: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
-
-    def tensor_of(self, path: str) -> str:
-        """The tensor that holds a weight which is of no layer.
-
-        Raises:
-          ValueError: if the family names none; a tied family names its head too, since folders may
-            hold it.
-        """
-        for each in self.outside:
-            if path in each.holds:
-                return each.name
-        raise ValueError(
-            f"the names of this family have no tensor for {path!r} among those outside of layers "
-            f"({', '.join(each.name for each in self.outside)}); add a Tensor that holds it, also "
-            "where the head is tied to the table, since folders may repeat it"
-        )
-
-    def float32_in(self, tensor: str) -> tuple[str, ...]:
-        """The dtypes of files that hold the tensor of this name in float32."""
-        kept = self.in_float32.items()
-        return tuple(dtype for dtype, parts in kept if any(part in tensor for part in parts))
+def _grouped(tensor: Any, share: Share) -> Any:
+    """With an axis for the groups before that along which weights follow each other."""
+    shape, axis = tensor.shape, share.along
+    length = shape[axis] // share.groups
+    return tensor.reshape(*shape[:axis], share.groups, length, *shape[axis + 1 :])
 
 
 class Piece(NamedTuple):

@@ -7,7 +7,7 @@ import functools
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +18,15 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lmlib.hf.families import FAMILIES, family_of
-from lmlib.hf.family import Family
 from lmlib.hf.folder import parsed, read_copied
 from lmlib.hf.hub import TOKENIZER_FILES
 from lmlib.hf.load import Progress, shares
-from lmlib.hf.names import Placed, placed
+from lmlib.hf.names import Placed, Share, joined, placed
 from lmlib.hf.rounding import Rounding, rounding
-from lmlib.hf.share import Share, joined
 from lmlib.hf.tensor_files import DTYPES, Stored, begin_files, laid_out, synced, write
 from lmlib.models.decoder import Decoder
-from lmlib.models.experts.without_load import without_load
+from lmlib.models.experts.router import without_load
+from lmlib.models.families.hugging_face.family import Family
 from lmlib.parallel.axes import map_weights
 from lmlib.parallel.mesh import make_mesh
 from lmlib.storage.stored_json import parse_json
@@ -143,41 +142,40 @@ def _write_all(
             for piece in tensor.pieces
         )
         at = [[piece.repetition or 0, *(i for _, i in piece.fixed)] for piece in tensor.pieces]
-        join = _joiner(tensor.shape, kinds, target.dtype, mesh)
-        flat = join(np.array(at, np.int32), *(weights[piece.path] for piece in tensor.pieces))
+        weights_of = [weights[piece.path] for piece in tensor.pieces]
+        layout = tensor.shape, kinds, target.dtype, mesh
+        flat = _joined(np.array(at, np.int32), weights_of, *layout)
         _write_shares(flat, target)
         written += target.end - target.offset
         if progress is not None:
             progress(written, total)
 
 
-@functools.lru_cache(maxsize=256)
-def _joiner(
+@functools.partial(jax.jit, static_argnums=(2, 3, 4, 5))
+def _joined(
+    at: jax.Array,
+    weights: list[jax.Array],
     shape: tuple[int, ...],
     kinds: tuple[tuple[Share, bool, tuple[int, ...]], ...],
     dtype: np.dtype,
     mesh: Mesh,
-) -> Callable[..., jax.Array]:
-    """Makes a tensor's padded values of its weights, a contiguous share on each device.
+) -> jax.Array:
+    """A tensor's padded values, made of its weights, a contiguous share on each device.
 
     Args:
+      at: of each weight the layer, and the index along each of its axes that have one.
       kinds: of each weight its share, whether it is stacked, and the axes that have an index.
     """
     padded, layout = shares(math.prod(shape), mesh)
-    whole = NamedSharding(mesh, PartitionSpec())
-
-    def join(at: jax.Array, *weights: jax.Array) -> jax.Array:
-        own = []
-        for (_, stacked, places), weight, (layer, *indices) in zip(kinds, weights, at, strict=True):
-            if stacked:
-                weight = jax.lax.dynamic_index_in_dim(weight, layer, keepdims=False)
-            for place, index in reversed([*zip(places, indices, strict=True)]):
-                weight = _taken(weight, place, index)
-            own.append(jax.sharding.reshard(weight, whole))
-        flat = joined([share for share, _, _ in kinds], own).astype(dtype).reshape(-1)
-        return jax.sharding.reshard(jnp.pad(flat, (0, padded - flat.size)), layout)
-
-    return jax.jit(join)
+    own = []
+    for (_, stacked, places), weight, (layer, *indices) in zip(kinds, weights, at, strict=True):
+        if stacked:
+            weight = jax.lax.dynamic_index_in_dim(weight, layer, keepdims=False)
+        for place, index in reversed([*zip(places, indices, strict=True)]):
+            weight = _taken(weight, place, index)
+        own.append(jax.sharding.reshard(weight, NamedSharding(mesh, PartitionSpec())))
+    flat = joined([share for share, _, _ in kinds], own).astype(dtype).reshape(-1)
+    return jax.sharding.reshard(jnp.pad(flat, (0, padded - flat.size)), layout)
 
 
 def _taken(x: jax.Array, axis: int, index: jax.Array) -> jax.Array:

@@ -18,7 +18,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from lmlib.hf.folder import FolderError, opened, parsed, read_json
+from lmlib.hf.folder import opened, parsed, read_json
+from lmlib.models.families.hugging_face.settings import FolderError
 
 DTYPES = {
     "F64": np.dtype(np.float64),

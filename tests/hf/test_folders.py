@@ -26,15 +26,14 @@ from small_folder import (
 )
 
 from lmlib import Compute, hf
-from lmlib.hf.activations import ACTIVATIONS
 from lmlib.hf.families import FAMILIES, described, described_by, family_of
-from lmlib.hf.families.gpt_neox import family as gpt_neox_family
-from lmlib.hf.folder import FolderError
-from lmlib.hf.rope_settings import rotary_fraction_of
-from lmlib.hf.share import Share
+from lmlib.hf.names import Share
 from lmlib.hf.tensor_files import DTYPES, begin_files, laid_out, stored_tensors, write
 from lmlib.models.differences import differences
-from lmlib.models.families.gpt_neox import gpt_neox
+from lmlib.models.families.gpt_neox import ACTIVATIONS, gpt_neox
+from lmlib.models.families.gpt_neox import family as gpt_neox_family
+from lmlib.models.families.hugging_face.rope import fraction_of
+from lmlib.models.families.hugging_face.settings import FolderError
 from lmlib.models.families.llama import llama
 from lmlib.models.families.phi import phi3
 from lmlib.models.parts.attention import Attention
@@ -114,7 +113,7 @@ def test_a_rotary_fraction_of_any_head_is_written_so_that_it_is_read_back():
     """Of 44 and 100 coordinates, 30 and 58 were another share."""
     for head_dim in range(2, 257):
         for turned in range(2, head_dim + 1, 2):
-            assert int(head_dim * rotary_fraction_of(Rotary(turned), head_dim)) == turned
+            assert int(head_dim * fraction_of(Rotary(turned), head_dim)) == turned
     make = functools.partial(phi3, 8, 44, 1, 1, 8, rotary_fraction=0.7)
     model = jax.eval_shape(lambda key: make(key=key), jax.random.key(0))
     assert model.stack.patterns[0][0].attention.rotary.head_dim == 30

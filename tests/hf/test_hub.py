@@ -14,8 +14,8 @@ from small_tokenizer import write_tokenizer_folder
 from data_tools.tokenizer import load_tokenizer
 from lmlib import hf
 from lmlib.data.chats.chat import read_chat_template
-from lmlib.hf.folder import FolderError
 from lmlib.hf.hub import local_folder_of
+from lmlib.models.families.hugging_face.settings import FolderError
 
 GOLDEN = Path(__file__).parent / "golden" / "llama"
 

@@ -15,8 +15,8 @@ from odd_configs import NO_SIZES, READ, REFUSED, SIZES
 from published_configs import ODDLY_KEYED
 
 from lmlib.hf.families import described_by
-from lmlib.hf.folder import FolderError
 from lmlib.models.differences import differences
+from lmlib.models.families.hugging_face.settings import FolderError
 
 
 def changed(name, keys):

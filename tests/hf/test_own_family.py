@@ -16,10 +16,9 @@ from jaxtyping import Array, Float
 
 from lmlib import hf, make_mesh
 from lmlib.adapters.lora import merged, with_adapters
-from lmlib.hf.families.llama import NORMS_BEFORE, OUTSIDE, shared_settings, sizes
-from lmlib.hf.family import Family
-from lmlib.hf.names import Names, Tensor, placed
-from lmlib.hf.rope_settings import read_rope
+from lmlib.hf.names import placed
+from lmlib.models.families.hugging_face import parts, shared
+from lmlib.models.families.hugging_face.family import Family, Key, Names, Tensor
 from lmlib.models.families.llama import llama
 from lmlib.models.matrices.adapted import map_adapted
 from lmlib.models.part import NO_REPORTS, Part
@@ -55,7 +54,7 @@ MERGED = Tensor(
 )
 OUTPUT = Tensor("attention.dense.weight", {"attention.output": ("embed", "heads head_dim")})
 LAYER = (
-    *NORMS_BEFORE,
+    *shared.NORMS_BEFORE,
     MERGED,
     OUTPUT,
     Tensor("experts.{expert}.w1.weight", {"mlp.up": ("mlp", "embed")}),
@@ -64,15 +63,11 @@ LAYER = (
 
 
 def family(layer=LAYER):
-    def arguments(settings):
-        settings.only("hidden_act", "relu")
-        return {**sizes(settings), "rope_theta": read_rope(settings).theta}
-
+    size = Key("intermediate_size", "mlp", lambda model: parts.layers(model)[0].mlp.up.shape[-1])
+    keys = [size if key.argument == "mlp" else key for key in shared.llama_keys()]
     return Family(
         "experts", "None", functools.partial(llama, feed_forward=Experts),
-        Names(OUTSIDE, layer), arguments,
-        lambda model: shared_settings(model, "relu", feed_forward=Experts)
-        | {"intermediate_size": model.stack.patterns[0][0].mlp.up.shape[-1]},
+        Names(shared.OUTSIDE, layer), keys, fixed={"hidden_act": "relu"},
     )  # fmt: skip
 
 
@@ -157,7 +152,7 @@ def test_an_expert_that_a_dtype_cannot_hold_is_named(tmp_path):
 )
 def test_declarations_that_do_not_fit_are_refused(odd, told):
     with pytest.raises(ValueError, match=told):
-        placed(jax.eval_shape(model), Names(OUTSIDE, (odd,)))
+        placed(jax.eval_shape(model), Names(shared.OUTSIDE, (odd,)))
 
 
 def with_values(adapters):
@@ -204,7 +199,8 @@ def test_adapters_that_peft_cannot_name_are_refused(tmp_path):
 @pytest.mark.landing
 def test_a_tied_family_without_a_head_in_its_names_is_told_so(tmp_path):
     tied = dataclasses.replace(
-        family(), names=Names([each for each in OUTSIDE if "unembedding" not in each.holds], LAYER)
+        family(),
+        names=Names([each for each in shared.OUTSIDE if "unembedding" not in each.holds], LAYER),
     )
     make = functools.partial(family().build, 16, 8, 2, 4, 6, 2, tied=True)
     save(jax.jit(lambda key: make(key=key))(jax.random.key(0)), tmp_path / "out")

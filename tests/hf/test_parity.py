@@ -24,8 +24,8 @@ from odd_configs import READ
 
 from lmlib import Inspector, hf, whole_rows
 from lmlib.hf.families import described
-from lmlib.hf.folder import FolderError
 from lmlib.hf.tensor_files import stored_tensors
+from lmlib.models.families.hugging_face.settings import FolderError
 
 golden = pytest.importorskip("golden_by_transformers", reason="needs lmlib[parity]")
 pytestmark = pytest.mark.slow

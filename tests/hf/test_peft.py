@@ -38,9 +38,9 @@ from sentinels import sentinels
 from lmlib import hf, make_mesh
 from lmlib.adapters.lora import with_adapters
 from lmlib.hf.families import described
-from lmlib.hf.folder import FolderError
 from lmlib.hf.peft import adapters_in, read_config
 from lmlib.hf.peft.config import PeftConfig
+from lmlib.models.families.hugging_face.settings import FolderError
 from lmlib.parallel.axes import map_weights
 
 # Every other family with rsLoRA; Llama both ways.

@@ -14,9 +14,9 @@ from sentinels import sentinels
 
 from lmlib import hf
 from lmlib.hf.families import described
-from lmlib.hf.folder import FolderError
 from lmlib.hf.peft import adapters_in, read_config
 from lmlib.hf.tensor_files import begin_files, laid_out, write
+from lmlib.models.families.hugging_face.settings import FolderError
 from lmlib.models.matrices.adapted import map_adapted
 
 ALL = ("stack.*", "*.experts.*")

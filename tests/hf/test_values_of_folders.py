@@ -17,8 +17,8 @@ from small_folder import (
 )
 
 from lmlib import hf, make_mesh
-from lmlib.hf.folder import FolderError
 from lmlib.hf.tensor_files import read_header
+from lmlib.models.families.hugging_face.settings import FolderError
 
 
 @pytest.fixture

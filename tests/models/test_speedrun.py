@@ -20,8 +20,8 @@ from lmlib.data.batch import place
 from lmlib.data.synthetic import Synthetic
 from lmlib.generate import GREEDY, Generator
 from lmlib.losses.next_token import batch_loss
-from lmlib.models.families.sizes import short_and_long
 from lmlib.models.families.speedrun import speedrun
+from lmlib.models.families.windows import short_and_long
 from lmlib.models.matrices.adapted import map_adapted
 from lmlib.parallel.axes import map_weights
 from lmlib.parallel.gathering import gathered_partition

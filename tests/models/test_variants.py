@@ -7,8 +7,9 @@ import jax
 import numpy as np
 import pytest
 
-from lmlib.models.families.llama import PARTS, llama
+from lmlib.models.families.llama import llama
 from lmlib.models.families.mistral import mistral
+from lmlib.models.families.variants import PARTS
 
 SIZES = {"vocab": 16, "embed": 8, "layers": 1, "heads": 2, "mlp": 8}
 

@@ -25,8 +25,8 @@ from lmlib.checkpoint import Checkpoints
 from lmlib.data.chats.chat import read_chat_template
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.stored.metadata import TokenizerIdentity
-from lmlib.hf.folder import FolderError
 from lmlib.hf.tensor_files import stored_tensors
+from lmlib.models.families.hugging_face.settings import FolderError
 from lmlib.models.parts.mlp import GatedMLP, relu_squared
 from lmlib.parallel.mesh import make_mesh
 from runner import convert

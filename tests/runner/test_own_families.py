@@ -20,7 +20,7 @@ from runner.weights.target import LoadOptions
 
 OWN = """
 import dataclasses
-from lmlib.hf.families import llama
+from lmlib.models.families.hugging_face import shared
 from lmlib.models.families.llama import llama as build
 
 def blocks(vocab, embed, layers, heads, mlp, norm_epsilon, *, key, **others):
@@ -28,8 +28,9 @@ def blocks(vocab, embed, layers, heads, mlp, norm_epsilon, *, key, **others):
 
 FAMILIES = [
     dataclasses.replace(
-        llama.FAMILIES[0], model_type="blocks", transformers_class="BlocksForCausalLM",
-        build=blocks, names=dataclasses.replace(llama.names(), prefix="model.blocks.{layer}."),
+        shared.LLAMA, model_type="blocks", transformers_class="BlocksForCausalLM",
+        build=blocks,
+        names=dataclasses.replace(shared.llama_names(), prefix="model.blocks.{layer}."),
     )
 ]
 """

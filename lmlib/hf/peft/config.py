@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lmlib.hf.folder import FolderError, read_json
-from lmlib.hf.settings import Settings
+from lmlib.hf.folder import read_json
+from lmlib.models.families.hugging_face.settings import FolderError, Settings
 
 FILE = "adapter_config.json"
 
@@ -140,7 +140,7 @@ def read_config(folder: Path) -> PeftConfig:
     found = PeftConfig(
         rank=settings.take("r", 8, zero=True),
         alpha=settings.take("lora_alpha", 8.0, float, zero=True),
-        rank_stabilized=settings.flag("use_rslora", False),
+        rank_stabilized=bool(settings.take("use_rslora", False, bool, null=True)),
         dropout=settings.take("lora_dropout", 0.0, float, zero=True),
         base=settings.take("base_model_name_or_path", None, str) or None,
         targets=_modules(content, "target_modules", where),

@@ -12,16 +12,15 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from lmlib.hf.families import FAMILIES, family_of
-from lmlib.hf.family import Family
-from lmlib.hf.finite import check_finite
-from lmlib.hf.folder import FolderError
-from lmlib.hf.names import Names, Piece, Placed, check_complete
+from lmlib.hf.load import check_finite
+from lmlib.hf.names import Piece, Placed, Share, check_complete
 from lmlib.hf.peft.config import PeftConfig, means, read_config
 from lmlib.hf.peft.modules import PREFIX, TENSORS, Module, modules_of, modules_of_experts, nested
 from lmlib.hf.peft.whole import Whole, held
-from lmlib.hf.share import Share
 from lmlib.hf.tensor_files import Stored, read_header
 from lmlib.models.decoder import Decoder
+from lmlib.models.families.hugging_face.family import Family, Names
+from lmlib.models.families.hugging_face.settings import FolderError
 from lmlib.models.matrices.adapted import adapted, has_adapters
 from lmlib.parallel.axes import M, Weight, map_weights
 from lmlib.parallel.layout import stored

@@ -14,8 +14,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from lmlib.hf.names import Names, Piece, Placed, placed
-from lmlib.hf.share import Share
+from lmlib.hf.names import Piece, Placed, Share, placed
+from lmlib.models.families.hugging_face.family import Names
 from lmlib.models.matrices.adapted import EXPERT, can_be_adapted, summed_axes
 from lmlib.parallel.axes import Weight
 from lmlib.parallel.selection import named_weights

@@ -13,15 +13,14 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from lmlib.hf.families import FAMILIES, family_of
-from lmlib.hf.family import Family
-from lmlib.hf.names import Placed
+from lmlib.hf.names import Placed, joined
 from lmlib.hf.peft.config import FILE, PeftConfig
 from lmlib.hf.peft.modules import TENSORS, Module, modules_of, nested
 from lmlib.hf.peft.whole import Kept, kept
 from lmlib.hf.rounding import in_dtype
 from lmlib.hf.save import NAMES_OF_DTYPES, meet, move_up, require_new, unfinished_in
-from lmlib.hf.share import joined
 from lmlib.hf.tensor_files import begin_files, laid_out, synced, write
+from lmlib.models.families.hugging_face.family import Family
 from lmlib.models.matrices.adapted import Adapted, map_adapted, without_adapters
 from lmlib.parallel.axes import M
 from lmlib.parallel.matrix import dense, is_matrix

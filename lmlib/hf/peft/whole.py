@@ -8,9 +8,10 @@ PEFT saves modules, not tensors: a norm with its bias, a matrix with its own. A 
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from lmlib.hf.names import Names, Placed
+from lmlib.hf.names import Placed
 from lmlib.hf.peft.config import PeftConfig
 from lmlib.hf.peft.modules import PREFIX, tensors_in_class
+from lmlib.models.families.hugging_face.family import Names
 
 
 class Whole(NamedTuple):

@@ -1,9 +1,9 @@
 """Which experts each token goes to, and with which shares.
 
-Shapes: B batch, S sequence, E embed, X experts (as choices), K choices of a token.
+Shapes: B batch, S sequence, E embed, X experts (as choices), K choices of a token, G groups.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
@@ -12,11 +12,14 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int32, PRNGKeyArray
 
 from lmlib.models.context import Context
-from lmlib.models.experts.choices import best
 from lmlib.models.part import Names, Part, Reports
 from lmlib.models.product import product
 from lmlib.models.scan import CHOICES
 from lmlib.models.weights import Constant, fan_in, initial_values, weight, zeros
+from lmlib.parallel.collectives import on_each_device
+from lmlib.parallel.layout import partition
+
+M = TypeVar("M")
 
 SCORES = ("softmax", "sigmoid")
 BALANCES = ("row", "batch")
@@ -123,7 +126,7 @@ class Router(Part):
             probability_BSX = scores_BSX / jnp.sum(scores_BSX, axis=-1, keepdims=True)
         ranked_BSX = jax.lax.stop_gradient(scores_BSX)
         ranked_BSX = ranked_BSX if self.correction is None else ranked_BSX + self.correction
-        choices_BSK = best(ranked_BSX, self.top, self.groups, self.top_groups)
+        choices_BSK = _best(ranked_BSX, self.top, self.groups, self.top_groups)
         choices_BSK = checkpoint_name(choices_BSK, CHOICES)
         is_chosen_BSKX = choices_BSK[..., None] == jnp.arange(self.experts, dtype=jnp.int32)
         shares_BSK = jnp.sum(jnp.where(is_chosen_BSKX, scores_BSX[..., None, :], 0), axis=-1)
@@ -204,3 +207,45 @@ def _row_means(x_BSX: Float[Array, "b s x"], context: Context) -> Any:
         total_BX = jnp.sum(jnp.where(counts_BSX, x_BSX, 0), axis=1, keepdims=True)
         means_BX = total_BX / jnp.maximum(jnp.sum(counts_BSX, axis=1, keepdims=True), 1)
     return jnp.broadcast_to(means_BX, x_BSX.shape)
+
+
+def _best(
+    scores_BSX: Float[Array, "b s x"], top: int, groups: int, top_groups: int
+) -> Int32[Array, "b s k"]:
+    """The `top` experts of each token from its `top_groups` best groups, the best first. A group is
+    as good as its two best experts together (DeepSeek-AI 2024, arXiv:2412.19437, §2.1.2).
+
+    Layouts: as the scores, whose experts are whole; nothing is sent. XLA splits no `top_k` on CPUs:
+    given the whole batch it would gather the scores of all tokens.
+    """
+
+    def on_device(scores_BSX: Array) -> Array:
+        return jax.lax.top_k(_of_best_groups(scores_BSX, groups, top_groups), top)[1]
+
+    layout = partition(("batch", "seq", None))
+    return on_each_device(on_device, inputs=(layout,), outputs=layout)(scores_BSX)
+
+
+def _of_best_groups(scores_BSX: Array, groups: int, top_groups: int) -> Array:
+    """With -inf for experts outside of a token's best groups."""
+    if groups == top_groups:
+        return scores_BSX
+    *_, X = scores_BSX.shape
+    scores_BSGX = jnp.reshape(scores_BSX, (*scores_BSX.shape[:-1], groups, X // groups))
+    best_BSG2, _ = jax.lax.top_k(scores_BSGX, 2)
+    _, kept_BSG = jax.lax.top_k(jnp.sum(best_BSG2, axis=-1), top_groups)
+    is_kept_BSG = jnp.any(kept_BSG[..., None] == jnp.arange(groups, dtype=jnp.int32), axis=-2)
+    of_kept_BSGX = jnp.where(is_kept_BSG[..., None], scores_BSGX, -jnp.inf)
+    return jnp.reshape(of_kept_BSGX, scores_BSX.shape)
+
+
+def without_load(model: M) -> M:
+    """`model`, of arrays or shapes, whose routers have forgotten how full experts were in the last
+    step: what a router makes of a token does not depend on it."""
+
+    def forgetful(part: object) -> object:
+        if not isinstance(part, Router) or part.load is None:
+            return part
+        return eqx.tree_at(lambda router: router.load, part, None)
+
+    return jax.tree.map(forgetful, model, is_leaf=lambda part: isinstance(part, Router))

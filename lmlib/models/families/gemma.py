@@ -1,20 +1,25 @@
 """Gemma 2 and 3, text (Gemma Team 2024, arXiv:2408.00118; 2025, arXiv:2503.19786)."""
 
 import functools
-from collections.abc import Callable, Sequence
+from typing import Any
 
 from jaxtyping import PRNGKeyArray
 
-from lmlib.models.block import Block
 from lmlib.models.decoder import Decoder
-from lmlib.models.families.sizes import head_sizes
-from lmlib.models.families.table_values import tied_scale
+from lmlib.models.families.hugging_face import parts, shared
+from lmlib.models.families.hugging_face.family import Family, Key, Names, Tensor
+from lmlib.models.families.hugging_face.parts import FULL, SLIDING
+from lmlib.models.families.hugging_face.rope import Rope
+from lmlib.models.families.hugging_face.settings import Settings
+from lmlib.models.families.transformer import transformer
+from lmlib.models.families.windows import each_nth
 from lmlib.models.parts.attention import Attention
 from lmlib.models.parts.mlp import GatedMLP, gelu_tanh
 from lmlib.models.parts.norms import RMSNorm
 from lmlib.models.parts.rope import Rotary, Scaling
-from lmlib.models.stack import segments
-from lmlib.models.weights import compiled, fold
+from lmlib.models.parts.rope_scaling import Linear, Llama3, Yarn
+
+_NORMS = ("attention_norm", "attention_after_norm", "mlp_norm", "mlp_after_norm")
 
 
 def gemma2(
@@ -50,18 +55,13 @@ def gemma2(
         stay.
       key: seed of the weights.
     """
-    kv_heads, head_dim = head_sizes(
-        embed, heads, kv_heads, head_dim, vocab=vocab, layers=layers, mlp=mlp
-    )
-    rotary = Rotary(head_dim, rope_theta)
-    attention = functools.partial(
-        Attention, embed, heads, kv_heads, head_dim, rotary,
-        scale=query_scale**-0.5, soft_cap=attention_cap,
-    )  # fmt: skip
-    kinds = [functools.partial(attention, window), attention]
+    is_global = each_nth(period, layers)
     return _gemma(
-        vocab, embed, mlp, _in_turn(kinds, layers, period), norm_epsilon, logit_cap, tied, key
-    )
+        vocab, embed, layers, heads, mlp, kv_heads, head_dim, rope_theta, None, norm_epsilon, tied,
+        [None if each else window for each in is_global],
+        attention=functools.partial(Attention, scale=query_scale**-0.5, soft_cap=attention_cap),
+        logit_cap=logit_cap, key=key,
+    )  # fmt: skip
 
 
 def gemma3(
@@ -90,66 +90,147 @@ def gemma3(
       rope_theta, rope_scaling: of global layers; the larger models have a `Linear` scaling.
       local_rope_theta: of local layers.
     """
-    kv_heads, head_dim = head_sizes(
-        embed, heads, kv_heads, head_dim, vocab=vocab, layers=layers, mlp=mlp
-    )
-    make = functools.partial(
-        Attention, embed, heads, kv_heads, head_dim,
-        scale=query_scale**-0.5, norm=functools.partial(RMSNorm, "head_dim", norm_epsilon, 1.0),
+    is_global = each_nth(period, layers)
+    whole, local = Rotary(head_dim, rope_theta, rope_scaling), Rotary(head_dim, local_rope_theta)
+    return _gemma(
+        vocab, embed, layers, heads, mlp, kv_heads, head_dim, rope_theta, None, norm_epsilon, tied,
+        [None if each else window for each in is_global],
+        attention=functools.partial(
+            Attention, scale=query_scale**-0.5,
+            norm=functools.partial(RMSNorm, "head_dim", norm_epsilon, 1.0),
+        ),
+        rotary_layers=[whole if each else local for each in is_global], key=key,
     )  # fmt: skip
-    kinds = [
-        functools.partial(make, Rotary(head_dim, local_rope_theta), window),
-        functools.partial(make, Rotary(head_dim, rope_theta, rope_scaling)),
-    ]
-    return _gemma(vocab, embed, mlp, _in_turn(kinds, layers, period), norm_epsilon, None, tied, key)
 
 
-def _in_turn(
-    kinds: Sequence[Callable[..., Attention]], layers: int, period: int
-) -> list[Callable[..., Attention]]:
-    """Local attention, but each `period`-th layer global."""
-    if layers < 1 or period < 1:
-        raise ValueError(f"layers and period must be at least 1, got {layers} and {period}")
-    local, whole = kinds
-    return [whole if (i + 1) % period == 0 else local for i in range(layers)]
-
-
-def _gemma(
-    vocab: int,
-    embed: int,
-    mlp: int,
-    attentions: Sequence[Callable[..., Attention]],
-    norm_epsilon: float,
-    logit_cap: float | None,
-    tied: bool,
-    key: PRNGKeyArray,
-) -> Decoder:
-    """What writes to the residual stream is normed, so its initial values need no scale for depth;
+def _gemma(vocab: int, embed: int, *sizes: Any, **others: Any) -> Decoder:
+    """Writes to the residual stream are normed, so their initial values need no scale for depth;
     √embed makes a tied table's two uses alike."""
+    return transformer(
+        vocab, embed, *sizes, norm=functools.partial(RMSNorm, offset=1.0), norms=_NORMS,
+        feed_forward=functools.partial(GatedMLP, activation=gelu_tanh), writes=1.0,
+        embedding_deviation=embed**-0.5, embedding_scale=embed**0.5, **others,
+    )  # fmt: skip
 
-    def norm(key: PRNGKeyArray, initial: float = 1.0) -> RMSNorm:
-        return RMSNorm(epsilon=norm_epsilon, offset=1.0, initial=initial, embed=embed, key=key)
 
-    def block(attention: Callable[..., Attention], key: PRNGKeyArray) -> Block:
-        return Block(
-            attention_norm=norm(key),
-            attention=attention(key=fold(key, "attention")),
-            attention_after_norm=norm(key),
-            mlp_norm=norm(key),
-            mlp=GatedMLP(embed, mlp, gelu_tanh, key=fold(key, "mlp")),
-            mlp_after_norm=norm(key),
+_LAYER = (
+    *shared.ATTENTION,
+    *shared.MLP,
+    Tensor("input_layernorm.weight", {"attention_norm.scale": ("embed",)}),
+    Tensor("post_attention_layernorm.weight", {"attention_after_norm.scale": ("embed",)}),
+    Tensor("pre_feedforward_layernorm.weight", {"mlp_norm.scale": ("embed",)}),
+    Tensor("post_feedforward_layernorm.weight", {"mlp_after_norm.scale": ("embed",)}),
+)
+_PERIODS = ("sliding_window_pattern", "_sliding_window_pattern")
+_WHOLE = Rope(1_000_000.0, (Linear, Llama3, Yarn))
+
+
+def _query_scale(model: Decoder) -> int:
+    scale = parts.attention(model).scale
+    return parts.head_dim(model) if scale is None else round(scale**-2)
+
+
+def _read(
+    settings: Settings, arguments: dict[str, Any], stated: str | None, default: int
+) -> dict[str, Any]:
+    """The window, and the period of global layers.
+
+    Args:
+      stated: the key that gives the period, unless layer_types lists the layers; `None`: the family
+        has none.
+      default: the period where neither is there.
+    """
+    settings.only("sliding_window_size", arguments["window"], None)  # Gemma 2 9B says it twice
+    layers, kinds = arguments["layers"], settings.take("layer_types", None, list)
+    if kinds is None:
+        period = default if stated is None else settings.take(stated, default)
+        for key in _PERIODS:  # transformers reads no other
+            settings.only(key, period, None)
+        return {"period": period}
+    settings.ignore(*_PERIODS)
+    period = kinds.index(FULL) + 1 if FULL in kinds else layers + 1
+    if kinds != [FULL if each else SLIDING for each in each_nth(period, layers)]:
+        raise settings.refused(
+            "layer_types",
+            f"only {layers} layers of which each n-th is {FULL!r} and all others are {SLIDING!r}",
         )
+    return {"period": period}
 
-    def model(key: PRNGKeyArray) -> Decoder:
-        makers = {kind: functools.partial(block, kind) for kind in dict.fromkeys(attentions)}
-        deviation = embed**-0.5
-        last = norm(key, tied_scale(embed, deviation) if tied else 1.0)
-        return Decoder(
-            vocab, embed, segments([makers[kind] for kind in attentions]), last, tied,
-            logit_cap=logit_cap,
-            embedding_deviation=deviation,
-            embedding_scale=embed**0.5,
-            key=key,
-        )  # fmt: skip
 
-    return compiled(model)(key)
+def _read_ropes(settings: Settings, arguments: dict[str, Any]) -> dict[str, Any]:
+    where, given = settings.where, settings.take("rope_parameters", {}, dict)
+    ropes = Settings(given, f"{where}: rope_parameters", ())
+    whole, local = (ropes.take(kind, {}, dict) for kind in (FULL, SLIDING))
+    ropes.done()
+    # As transformers puts them together: rope_scaling's keys over the others.
+    whole = {"rope_type": "default"} | whole | settings.take("rope_scaling", {}, dict)
+    longest = settings.take("max_position_embeddings", None)
+
+    def read(rope: Rope, kind: str, key: str, parameters: dict[str, Any]) -> dict[str, Any]:
+        theta = settings.take(key, rope.theta, float, null=True)
+        content = {"rope_parameters": parameters, "max_position_embeddings": longest}
+        return rope.arguments(Settings(content | {"rope_theta": theta}, f"{where}: {kind}"))
+
+    local_rope = read(Rope(scalings=()), SLIDING, "rope_local_base_freq", local)
+    return {
+        **_read(settings, arguments, "sliding_window_pattern", 6),
+        **read(_WHOLE, FULL, "rope_theta", whole),
+        "local_rope_theta": local_rope["rope_theta"],
+    }
+
+
+def _written(model: Decoder) -> dict[str, Any]:
+    return {"sliding_window": parts.window(model) or 4_096, "layer_types": parts.types_of(model)}
+
+
+def _written_ropes(model: Decoder) -> dict[str, Any]:
+    ropes = {
+        FULL if mixer.window is None else SLIDING: _WHOLE.settings(
+            mixer.rotary, parts.head_dim(model)
+        )
+        for mixer in parts.attentions(model)
+        if mixer.rotary is not None
+    }
+    # Old files have global layers' rope as other families have theirs, and local layers' base.
+    local = {"rope_local_base_freq": ropes[SLIDING]["rope_theta"]} if SLIDING in ropes else {}
+    new = {kind: rope["rope_parameters"] for kind, rope in ropes.items()}
+    usual = ropes.get(FULL) or ropes.get(SLIDING, {})
+    return _written(model) | usual | local | {"rope_parameters": new}
+
+
+_KEYS = shared.llama_keys(
+    shared.HEAD_DIM._replace(default=256),
+    Key("query_pre_attn_scalar", "query_scale", _query_scale, 256.0, float),
+    Key("sliding_window", "window", parts.window, 4_096),
+    tied_by_default=True, kv_heads=4,
+)  # fmt: skip
+_ONLY = {
+    "hidden_act": ("gelu_pytorch_tanh", None),  # which transformers does not read
+    "use_bidirectional_attention": (False, None),
+}
+_FIXED = {"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False}
+_CAPS = (
+    Key(
+        "attn_logit_softcapping", "attention_cap", lambda model: parts.attention(model).soft_cap,
+        50.0, float, null=True,
+    ),
+    Key(
+        "final_logit_softcapping", "logit_cap", lambda model: model.logit_cap,
+        30.0, float, null=True,
+    ),
+)  # fmt: skip
+FAMILIES = (
+    Family(
+        "gemma2", "Gemma2ForCausalLM", gemma2, Names(shared.OUTSIDE, _LAYER),
+        (*_KEYS, *_CAPS), Rope(scalings=()), _FIXED, _ONLY,
+        reads=functools.partial(_read, stated=None, default=2), writes=_written,
+        written=shared.NO_PADDING,
+    ),
+    Family(
+        "gemma3_text", "Gemma3ForCausalLM", gemma3,
+        Names(shared.OUTSIDE, (*_LAYER, *shared.HEAD_NORMS)), _KEYS, None, _FIXED,
+        _ONLY | {"attn_logit_softcapping": (None,), "final_logit_softcapping": (None,)},
+        reads=_read_ropes, writes=_written_ropes,
+        written=shared.NO_PADDING,  # its class would take 0, whose row of the table it never trains
+    ),
+)  # fmt: skip

@@ -1,17 +1,17 @@
 """GPT-2 (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", §2.3)."""
 
+import functools
+
 from jaxtyping import PRNGKeyArray
 
-from lmlib.models.block import Block
 from lmlib.models.decoder import Decoder
-from lmlib.models.families.sizes import head_sizes
-from lmlib.models.families.table_values import tied_scale
+from lmlib.models.families.hugging_face import parts, shared
+from lmlib.models.families.hugging_face.family import Family, Key, Names, Tensor
+from lmlib.models.families.transformer import check_sizes, transformer
 from lmlib.models.parts.attention import Attention
 from lmlib.models.parts.embedding import Positions
 from lmlib.models.parts.mlp import MLP, gelu_tanh
 from lmlib.models.parts.norms import LayerNorm
-from lmlib.models.stack import segments
-from lmlib.models.weights import compiled, fold, residual_scale
 
 
 def gpt2(
@@ -27,45 +27,100 @@ def gpt2(
     key: PRNGKeyArray,
 ) -> Decoder:
     """GPT-2. Where it departs from Llama: learned positions, LayerNorm, biases everywhere, no
-    grouped heads, and gelu between two products.
+    grouped heads, and gelu between two products. Arguments as in `llama`; `mlp` is 4 · embed by
+    default.
 
     Args:
-      vocab, embed, layers, heads, mlp: sizes; `mlp` is 4 · embed by default.
       positions: the longest sequence.
-      norm_epsilon: added to the variance in every norm.
-      tied: one table embeds and unembeds.
-      key: seed of the weights.
 
     Raises:
       ValueError: if a size is not positive, or `heads` does not divide `embed`.
     """
-    mlp = 4 * embed if mlp is None else mlp
-    _, head_dim = head_sizes(
-        embed, heads, None, None, vocab=vocab, layers=layers, mlp=mlp, positions=positions
-    )
-    scale = residual_scale(layers)
+    check_sizes(positions=positions)
+    return transformer(
+        vocab, embed, layers, heads, 4 * embed if mlp is None else mlp,
+        norm_epsilon=norm_epsilon, tied=tied, norm=LayerNorm, rotary_layers=False,
+        attention=functools.partial(Attention, bias=True, output_bias=True),
+        feed_forward=functools.partial(MLP, activation=gelu_tanh),
+        positions=functools.partial(Positions, positions, embed),
+        embedding_deviation=0.02, key=key,
+    )  # fmt: skip
 
-    def norm(key: PRNGKeyArray, initial: float = 1.0) -> LayerNorm:
-        return LayerNorm(epsilon=norm_epsilon, initial=initial, embed=embed, key=key)
 
-    def block(key: PRNGKeyArray) -> Block:
-        return Block(
-            attention_norm=norm(key),
-            attention=Attention(
-                embed, heads, heads, head_dim, bias=True, output_bias=True,
-                residual_scale=scale, key=fold(key, "attention"),
-            ),
-            mlp_norm=norm(key),
-            mlp=MLP(embed, mlp, gelu_tanh, residual_scale=scale, key=fold(key, "mlp")),
-        )  # fmt: skip
+_OUTSIDE = (
+    Tensor("transformer.wte.weight", {"embedding": ("vocab", "embed")}),
+    Tensor("transformer.wpe.weight", {"positions.table": ("position", "embed")}),
+    Tensor("transformer.ln_f.weight", {"norm.scale": ("embed",)}),
+    Tensor("transformer.ln_f.bias", {"norm.bias": ("embed",)}),
+    Tensor("lm_head.weight", {"unembedding": ("vocab", "embed")}),
+)
+# Its matrices have inputs as rows.
+_LAYER = (
+    Tensor("ln_1.weight", {"attention_norm.scale": ("embed",)}),
+    Tensor("ln_1.bias", {"attention_norm.bias": ("embed",)}),
+    Tensor(
+        "attn.c_attn.weight",
+        {
+            "attention.query": ("embed", "heads head_dim"),
+            "attention.key": ("embed", "kv_heads head_dim"),
+            "attention.value": ("embed", "kv_heads head_dim"),
+        },
+        along=1,
+    ),
+    Tensor(
+        "attn.c_attn.bias",
+        {
+            "attention.query_bias": ("heads head_dim",),
+            "attention.key_bias": ("kv_heads head_dim",),
+            "attention.value_bias": ("kv_heads head_dim",),
+        },
+    ),
+    Tensor("attn.c_proj.weight", {"attention.output": ("heads head_dim", "embed")}),
+    Tensor("attn.c_proj.bias", {"attention.output_bias": ("embed",)}),
+    Tensor("ln_2.weight", {"mlp_norm.scale": ("embed",)}),
+    Tensor("ln_2.bias", {"mlp_norm.bias": ("embed",)}),
+    Tensor("mlp.c_fc.weight", {"mlp.up": ("embed", "mlp")}),
+    Tensor("mlp.c_fc.bias", {"mlp.up_bias": ("mlp",)}),
+    Tensor("mlp.c_proj.weight", {"mlp.down": ("mlp", "embed")}),
+    Tensor("mlp.c_proj.bias", {"mlp.down_bias": ("embed",)}),
+)
+_KEYS = (
+    Key("vocab_size", "vocab", lambda model: model.vocab, 50_257),
+    Key("n_embd", "embed", lambda model: model.embedding.shape[-1], 768),
+    Key("n_layer", "layers", lambda model: len(parts.layers(model)), 12, most=shared.MOST_LAYERS),
+    Key("n_head", "heads", lambda model: parts.attention(model).query.shape[-2], 12),
+    Key(
+        "n_inner",
+        "mlp",
+        lambda model: parts.mlp(model, MLP).down.shape[-2],
+        None,
+    ),
+    Key(
+        "n_positions",
+        "positions",
+        lambda model: parts.a(Positions, model.positions).table.shape[0],
+        1_024,
+    ),
+    shared.epsilon("layer_norm_epsilon", 1e-5, LayerNorm),
+    shared.tied(True),
+)
 
-    def model(key: PRNGKeyArray) -> Decoder:
-        last = norm(key, tied_scale(embed, 0.02) if tied else 1.0)
-        return Decoder(
-            vocab, embed, segments([block] * layers), last, tied,
-            embedding_deviation=0.02,
-            positions=Positions(positions, embed, key=fold(key, "positions")),
-            key=key,
-        )  # fmt: skip
-
-    return compiled(model)(key)
+FAMILIES = (
+    Family(
+        "gpt2", "GPT2LMHeadModel", gpt2,
+        Names(_OUTSIDE, _LAYER, prefix="transformer.h.{layer}.", base="transformer."),
+        _KEYS, rope=None,
+        only={
+            "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+            "scale_attn_weights": (True,),
+            "scale_attn_by_inverse_layer_idx": (False,),
+        },
+        # Summaries and special tokens are for other heads, n_ctx is an old n_positions.
+        ignored=(
+            "reorder_and_upcast_attn", "n_ctx", "n_special", "predict_special_tokens",
+            "summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels",
+            "summary_first_dropout",
+        ),
+        written={"activation_function": "gelu_new"},
+    ),
+)  # fmt: skip

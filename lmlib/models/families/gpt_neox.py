@@ -1,18 +1,24 @@
 """GPT-NeoX and Pythia (Black et al. 2022, arXiv:2204.06745; Biderman et al. 2023,
 arXiv:2304.01373)."""
 
+import functools
+from collections.abc import Mapping
+from typing import Any
+
 from jaxtyping import PRNGKeyArray
 
 from lmlib.models.block import Block, ParallelBlock
 from lmlib.models.decoder import Decoder
-from lmlib.models.families.sizes import head_sizes, rotated_coordinates
-from lmlib.models.families.table_values import tied_scale
+from lmlib.models.families.hugging_face import parts, shared
+from lmlib.models.families.hugging_face.family import Family, Key, Names, Tensor
+from lmlib.models.families.hugging_face.rope import Rope
+from lmlib.models.families.hugging_face.settings import Settings
+from lmlib.models.families.transformer import transformer
 from lmlib.models.parts.attention import Attention
-from lmlib.models.parts.mlp import MLP, Activation, gelu
+from lmlib.models.parts.mlp import MLP, Activation, gelu, gelu_tanh, relu_squared, silu
 from lmlib.models.parts.norms import LayerNorm
-from lmlib.models.parts.rope import Rotary, Scaling
-from lmlib.models.stack import segments
-from lmlib.models.weights import compiled, fold, residual_scale
+from lmlib.models.parts.rope import Scaling
+from lmlib.models.parts.rope_scaling import Dynamic, Linear
 
 
 def gpt_neox(
@@ -36,36 +42,109 @@ def gpt_neox(
     between two products. Arguments as in `llama`; `mlp` is 4 · embed by default.
 
     Args:
-      parallel: whether attention and mlp are given the same residual stream, rather than the mlp
-        one with what attention adds.
+      parallel: whether attention and mlp are given the same residual stream; otherwise the mlp is
+        given the sum of it and attention's output.
       activation: of the mlp.
 
     Raises:
       ValueError: naming sizes that do not fit each other.
     """
-    mlp = 4 * embed if mlp is None else mlp
-    _, head_dim = head_sizes(embed, heads, None, None, vocab=vocab, layers=layers, mlp=mlp)
-    rotary = Rotary(rotated_coordinates(head_dim, rotary_fraction), rope_theta, rope_scaling)
-    scale = residual_scale(layers)
+    return transformer(
+        vocab, embed, layers, heads, 4 * embed if mlp is None else mlp, None, None, rope_theta,
+        rope_scaling, norm_epsilon, tied, None, rotary_fraction,
+        attention=functools.partial(Attention, bias=True, output_bias=True),
+        feed_forward=functools.partial(MLP, activation=activation), norm=LayerNorm,
+        block=ParallelBlock if parallel else Block,
+        embedding_deviation=0.02 if tied else 1.0, key=key,
+    )  # fmt: skip
 
-    def norm(key: PRNGKeyArray, initial: float = 1.0) -> LayerNorm:
-        return LayerNorm(epsilon=norm_epsilon, initial=initial, embed=embed, key=key)
 
-    def block(key: PRNGKeyArray) -> Block | ParallelBlock:
-        return (ParallelBlock if parallel else Block)(
-            attention_norm=norm(key),
-            attention=Attention(
-                embed, heads, heads, head_dim, rotary, bias=True, output_bias=True,
-                residual_scale=scale, key=fold(key, "attention"),
-            ),
-            mlp_norm=norm(key),
-            mlp=MLP(embed, mlp, activation, residual_scale=scale, key=fold(key, "mlp")),
-        )  # fmt: skip
+# The names of activations in a config.json. Of several names for a function, the first is written.
+ACTIVATIONS: Mapping[str, Activation] = {
+    "gelu": gelu,
+    "gelu_new": gelu_tanh,
+    "gelu_fast": gelu_tanh,
+    "gelu_pytorch_tanh": gelu_tanh,
+    "silu": silu,
+    "swish": silu,
+    "relu2": relu_squared,
+}
+_OUTSIDE = (
+    Tensor("gpt_neox.embed_in.weight", {"embedding": ("vocab", "embed")}),
+    Tensor("gpt_neox.final_layer_norm.weight", {"norm.scale": ("embed",)}),
+    Tensor("gpt_neox.final_layer_norm.bias", {"norm.bias": ("embed",)}),
+    Tensor("embed_out.weight", {"unembedding": ("vocab", "embed")}),
+)
+_LAYER = (
+    *shared.NORMS_BEFORE,
+    *shared.NORM_BIASES,
+    Tensor(
+        "attention.query_key_value.weight",
+        {
+            "attention.query": ("heads head_dim", "embed"),
+            "attention.key": ("kv_heads head_dim", "embed"),
+            "attention.value": ("kv_heads head_dim", "embed"),
+        },
+        each="heads",
+    ),
+    Tensor(
+        "attention.query_key_value.bias",
+        {
+            "attention.query_bias": ("heads head_dim",),
+            "attention.key_bias": ("kv_heads head_dim",),
+            "attention.value_bias": ("kv_heads head_dim",),
+        },
+        each="heads",
+    ),
+    Tensor("attention.dense.weight", {"attention.output": ("embed", "heads head_dim")}),
+    Tensor("attention.dense.bias", {"attention.output_bias": ("embed",)}),
+    Tensor("mlp.dense_h_to_4h.weight", {"mlp.up": ("mlp", "embed")}),
+    Tensor("mlp.dense_h_to_4h.bias", {"mlp.up_bias": ("mlp",)}),
+    Tensor("mlp.dense_4h_to_h.weight", {"mlp.down": ("embed", "mlp")}),
+    Tensor("mlp.dense_4h_to_h.bias", {"mlp.down_bias": ("embed",)}),
+)
+_NAMES = Names(
+    _OUTSIDE, _LAYER, "gpt_neox.layers.{layer}.", "gpt_neox.",
+    without_effect=("rotary_emb.inv_freq", "attention.bias", "attention.masked_bias"),
+    modules={"embed_out.weight": "lm_head.weight"},
+)  # fmt: skip
 
-    def model(key: PRNGKeyArray) -> Decoder:
-        deviation = 0.02 if tied else 1.0
-        last = norm(key, tied_scale(embed, deviation) if tied else 1.0)
-        stack = segments([block] * layers)
-        return Decoder(vocab, embed, stack, last, tied, embedding_deviation=deviation, key=key)
 
-    return compiled(model)(key)
+_KEYS = shared.llama_keys(
+    Key(
+        "use_parallel_residual", "parallel",
+        lambda model: isinstance(parts.layers(model)[0], ParallelBlock), True, bool,
+    ),
+    norm=shared.epsilon("layer_norm_eps", 1e-5, LayerNorm), mlp=MLP,
+)  # fmt: skip
+
+
+def family(activations: Mapping[str, Activation] = ACTIVATIONS) -> Family:
+    """`activations`: by the names that `hidden_act` may have."""
+
+    def read(settings: Settings, arguments: dict[str, Any]) -> dict[str, Any]:
+        # transformers reads neither of these two
+        settings.only("rope_theta", arguments["rope_theta"], None)
+        settings.only("partial_rotary_factor", arguments["rotary_fraction"], None)
+        return {"activation": activations[settings.only("hidden_act", *activations) or "gelu"]}
+
+    def written(model: Decoder) -> dict[str, Any]:
+        activation = parts.mlp(model, MLP).activation
+        for name, function in activations.items():
+            if function is activation:
+                return {"hidden_act": name}
+        raise ValueError(f"the family has no name for the activation {activation!r}")
+
+    return Family(
+        "gpt_neox", "GPTNeoXForCausalLM", gpt_neox, _NAMES,
+        [key for key in _KEYS if key.argument != "kv_heads"],
+        Rope(
+            scalings=(Linear, Dynamic), fraction=0.25, partial=True,
+            keys=("rotary_emb_base", "rotary_pct"),
+        ),
+        only={"attention_bias": (True,)}, ignored=("hidden_dropout", "classifier_dropout"),
+        reads=read, writes=written,
+    )  # fmt: skip
+
+
+FAMILIES = (family(),)

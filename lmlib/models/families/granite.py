@@ -1,40 +1,32 @@
 """Granite 3, dense: Llama with a scale at each place where one can be (IBM 2024, "Granite 3.0
 Language Models", §2)."""
 
+import functools
 import math
-
-from jaxtyping import PRNGKeyArray
+from typing import Any
 
 from lmlib.models.block import Block
 from lmlib.models.decoder import Decoder
-from lmlib.models.families.sizes import head_sizes
-from lmlib.models.families.table_values import table_values
+from lmlib.models.families.hugging_face import parts, shared
+from lmlib.models.families.hugging_face.family import Family, Key
+from lmlib.models.families.hugging_face.settings import Settings
+from lmlib.models.families.transformer import transformer
+from lmlib.models.families.variants import variant
 from lmlib.models.parts.attention import Attention
-from lmlib.models.parts.mlp import GatedMLP
-from lmlib.models.parts.norms import RMSNorm
-from lmlib.models.parts.rope import Rotary, Scaling
-from lmlib.models.stack import segments
-from lmlib.models.weights import compiled, fold
 
 
+@variant(without="window rotary_fraction zero_outputs")
 def granite(
-    vocab: int,
+    *,
     embed: int,
-    layers: int,
     heads: int,
-    mlp: int,
-    kv_heads: int | None = None,
-    head_dim: int | None = None,
-    rope_theta: float = 10_000.0,
-    rope_scaling: Scaling | None = None,
-    norm_epsilon: float = 1e-5,
+    head_dim: int | None,
     tied: bool = True,
     embedding_scale: float = 12.0,
     residual_multiplier: float = 0.22,
     attention_scale: float | None = None,
     logits_scale: float = 1 / 8,
-    *,
-    key: PRNGKeyArray,
+    **others: Any,
 ) -> Decoder:
     """Granite 3. Arguments as in `llama`, and
 
@@ -51,44 +43,56 @@ def granite(
     Raises:
       ValueError: as `llama`, or if a scale is not positive.
     """
-    kv_heads, head_dim = head_sizes(
-        embed, heads, kv_heads, head_dim, vocab=vocab, layers=layers, mlp=mlp
-    )
-    scale = 1 / head_dim if attention_scale is None else attention_scale
+    if attention_scale is None:
+        attention_scale = 1 / (head_dim or embed // heads or 1)
     scales = {
         "embedding_scale": embedding_scale,
         "residual_multiplier": residual_multiplier,
-        "attention_scale": scale,
+        "attention_scale": attention_scale,
         "logits_scale": logits_scale,
     }
     for name, value in scales.items():
         if not 0 < value < math.inf:
             raise ValueError(f"{name} must be positive, got {value}")
-    rotary = Rotary(head_dim, rope_theta, rope_scaling)
-    deviation, last_scale = table_values(embed, tied)
-    last_scale *= (embedding_scale if tied else 1.0) / logits_scale
+    return transformer(
+        embed=embed, heads=heads, head_dim=head_dim, tied=tied, writes=1.0,
+        attention=functools.partial(Attention, scale=attention_scale),
+        block=functools.partial(Block, residual_multiplier=residual_multiplier),
+        embedding_deviation=(0.5 if tied else 1.0) / embedding_scale,
+        embedding_scale=embedding_scale, logits_scale=logits_scale, **others,
+    )  # fmt: skip
 
-    def norm(key: PRNGKeyArray, initial: float = 1.0) -> RMSNorm:
-        return RMSNorm(epsilon=norm_epsilon, initial=initial, embed=embed, key=key)
 
-    def block(key: PRNGKeyArray) -> Block:
-        return Block(
-            attention_norm=norm(fold(key, "attention_norm")),
-            attention=Attention(
-                embed, heads, kv_heads, head_dim, rotary, scale=scale, key=fold(key, "attention")
-            ),
-            mlp_norm=norm(fold(key, "mlp_norm")),
-            mlp=GatedMLP(embed, mlp, key=fold(key, "mlp")),
-            residual_multiplier=residual_multiplier,
-        )
+def _inverse(scale: float) -> float:
+    """The number of which `scale` is the inverse, to the last bit if there is one."""
+    near = 1 / scale
+    candidates = near, math.nextafter(near, 0.0), math.nextafter(near, math.inf)
+    return next((each for each in candidates if 1 / each == scale), near)
 
-    def model(key: PRNGKeyArray) -> Decoder:
-        return Decoder(
-            vocab, embed, segments([block] * layers), norm(fold(key, "norm"), last_scale), tied,
-            embedding_deviation=deviation / embedding_scale,
-            embedding_scale=embedding_scale,
-            logits_scale=logits_scale,
-            key=key,
-        )  # fmt: skip
 
-    return compiled(model)(key)
+def _read(settings: Settings, arguments: dict[str, Any]) -> dict[str, Any]:
+    return {"logits_scale": 1 / settings.take("logits_scaling", 1.0, float)}
+
+
+def _written(model: Decoder) -> dict[str, Any]:
+    return {"logits_scaling": _inverse(model.logits_scale)}
+
+
+_KEYS = (
+    shared.HEAD_DIM,
+    Key("embedding_multiplier", "embedding_scale", lambda model: model.embedding_scale, 1.0, float),
+    Key(
+        "residual_multiplier", "residual_multiplier",
+        lambda model: parts.a(Block, parts.layers(model)[0]).residual_multiplier, 1.0, float,
+    ),
+    Key(
+        "attention_multiplier", "attention_scale",
+        lambda model: parts.attention(model).scale, 1.0, float,
+    ),
+)  # fmt: skip
+FAMILIES = (
+    Family(
+        "granite", "GraniteForCausalLM", granite, shared.llama_names(), shared.llama_keys(*_KEYS),
+        fixed=shared.NO_BIASES, reads=_read, writes=_written,
+    ),
+)  # fmt: skip

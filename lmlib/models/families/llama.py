@@ -1,26 +1,17 @@
 """Llama: a pre-norm decoder with rotary grouped-query attention and SwiGLU (Touvron et al. 2023,
 arXiv:2302.13971; Llama 3: Dubey et al. 2024, arXiv:2407.21783)."""
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxtyping import PRNGKeyArray
 
-from lmlib.models.block import Block
 from lmlib.models.decoder import Decoder
-from lmlib.models.families.sizes import head_sizes, rotated_coordinates
-from lmlib.models.families.table_values import table_values
+from lmlib.models.families.transformer import transformer
 from lmlib.models.part import Part
 from lmlib.models.parts.attention import Attention
 from lmlib.models.parts.mlp import GatedMLP
-from lmlib.models.parts.norms import RMSNorm
-from lmlib.models.parts.rope import Rotary, Scaling
-from lmlib.models.stack import segments
-from lmlib.models.weights import compiled, fold, residual_scale
-
-# Arguments that make other models of a Llama than those that are published.
-PARTS = "attention feed_forward layer logit_cap"
+from lmlib.models.parts.rope import Scaling
 
 
 def llama(
@@ -63,7 +54,7 @@ def llama(
         `None`: it is the block.
       zero_outputs: whether the matrices that write to the residual stream begin as zeros, so that
         each layer begins as the identity (Zhang et al. 2019, arXiv:1901.09321, §2).
-      logit_cap: as in `gemma2`.
+      logit_cap: c, where a logit z becomes c · tanh(z / c); `None`: it stays.
       key: seed of the weights.
 
     Raises:
@@ -71,37 +62,8 @@ def llama(
         `kv_heads` does not divide `heads`, `head_dim` is odd, or there are not as many windows as
         layers.
     """
-    kv_heads, head_dim = head_sizes(
-        embed, heads, kv_heads, head_dim, vocab=vocab, layers=layers, mlp=mlp
-    )
-    rotary = Rotary(rotated_coordinates(head_dim, rotary_fraction), rope_theta, rope_scaling)
-    windows = [window] * layers if window is None or isinstance(window, int) else [*window]
-    if len(windows) != layers:
-        raise ValueError(f"window has {len(windows)} values for {layers} layers")
-    scale = 0.0 if zero_outputs else residual_scale(layers)
-    deviation, last_scale = table_values(embed, tied)
-
-    def norm(key: PRNGKeyArray, initial: float = 1.0) -> RMSNorm:
-        return RMSNorm(epsilon=norm_epsilon, initial=initial, embed=embed, key=key)
-
-    def block(window: int | None, key: PRNGKeyArray) -> Part:
-        made = Block(
-            attention_norm=norm(fold(key, "attention_norm")),
-            attention=attention(
-                embed, heads, kv_heads, head_dim, rotary=rotary, window=window,
-                residual_scale=scale, key=fold(key, "attention"),
-            ),
-            mlp_norm=norm(fold(key, "mlp_norm")),
-            mlp=feed_forward(embed, mlp, residual_scale=scale, key=fold(key, "mlp")),
-        )  # fmt: skip
-        return made if layer is None else layer(made, key=fold(key, "layer"))
-
-    def model(key: PRNGKeyArray) -> Decoder:
-        last = norm(fold(key, "norm"), last_scale)
-        makers = {window: functools.partial(block, window) for window in dict.fromkeys(windows)}
-        stack = segments([makers[window] for window in windows])
-        return Decoder(
-            vocab, embed, stack, last, tied, logit_cap, embedding_deviation=deviation, key=key
-        )
-
-    return compiled(model)(key)
+    return transformer(
+        vocab, embed, layers, heads, mlp, kv_heads, head_dim, rope_theta, rope_scaling,
+        norm_epsilon, tied, window, rotary_fraction, attention=attention, feed_forward=feed_forward,
+        layer=layer, writes=0.0 if zero_outputs else None, logit_cap=logit_cap, key=key,
+    )  # fmt: skip

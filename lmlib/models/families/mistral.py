@@ -3,12 +3,24 @@
 from typing import Any
 
 from lmlib.models.decoder import Decoder
-from lmlib.models.families.llama import PARTS, llama
+from lmlib.models.families.hugging_face import shared
+from lmlib.models.families.hugging_face.family import Family
+from lmlib.models.families.hugging_face.rope import Rope
+from lmlib.models.families.llama import llama
 from lmlib.models.families.variants import variant
 
 
-@variant(llama, without=f"rope_scaling rotary_fraction {PARTS}")
+@variant(without="rope_scaling rotary_fraction")
 def mistral(*, window: int | None = 4_096, **others: Any) -> Decoder:
     """Mistral (§2): Llama whose layers all attend to a window. Arguments as in `llama`; later
     versions have no window."""
     return llama(window=window, **others)
+
+
+_WINDOW = shared.WINDOW._replace(default=4_096, null=True)
+FAMILIES = (
+    Family(
+        "mistral", "MistralForCausalLM", mistral, shared.llama_names(),
+        shared.llama_keys(shared.HEAD_DIM, _WINDOW, kv_heads=8), Rope(scalings=()), shared.SILU,
+    ),
+)  # fmt: skip

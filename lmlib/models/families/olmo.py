@@ -1,65 +1,49 @@
 """OLMo 2 (Team OLMo 2025, arXiv:2501.00656)."""
 
 import functools
+from typing import Any
 
-from jaxtyping import PRNGKeyArray
-
-from lmlib.models.block import Block
 from lmlib.models.decoder import Decoder
-from lmlib.models.families.sizes import head_sizes
-from lmlib.models.families.table_values import table_values
+from lmlib.models.families.hugging_face import shared
+from lmlib.models.families.hugging_face.family import Family, Names, Tensor
+from lmlib.models.families.hugging_face.rope import Rope
+from lmlib.models.families.transformer import transformer
+from lmlib.models.families.variants import variant
 from lmlib.models.parts.attention import Attention
-from lmlib.models.parts.mlp import GatedMLP
 from lmlib.models.parts.norms import RMSNorm
-from lmlib.models.parts.rope import Rotary, Scaling
-from lmlib.models.stack import segments
-from lmlib.models.weights import compiled, fold
 
 
-def olmo2(
-    vocab: int,
-    embed: int,
-    layers: int,
-    heads: int,
-    mlp: int,
-    kv_heads: int | None = None,
-    rope_theta: float = 500_000.0,
-    rope_scaling: Scaling | None = None,
-    norm_epsilon: float = 1e-6,
-    tied: bool = False,
-    *,
-    key: PRNGKeyArray,
-) -> Decoder:
+@variant(without="head_dim window rotary_fraction zero_outputs")
+def olmo2(*, rope_theta: float = 500_000.0, norm_epsilon: float = 1e-6, **others: Any) -> Decoder:
     """OLMo 2 (§3.1): Llama with norms after attention and mlp instead of before them, and with
     norms of queries and keys over all heads together. Arguments as in `llama`.
 
     What layers write is normed, so its initial values need no scale for depth.
     """
-    kv_heads, head_dim = head_sizes(
-        embed, heads, kv_heads, None, vocab=vocab, layers=layers, mlp=mlp
-    )
-    rotary = Rotary(head_dim, rope_theta, rope_scaling)
-    deviation, last_scale = table_values(embed, tied)
+    return transformer(
+        rope_theta=rope_theta, norm_epsilon=norm_epsilon, writes=1.0,
+        attention=functools.partial(
+            Attention,
+            norm=functools.partial(RMSNorm, "heads head_dim", norm_epsilon),
+            key_norm=functools.partial(RMSNorm, "kv_heads head_dim", norm_epsilon),
+        ),
+        norms=("attention_after_norm", "mlp_after_norm"), **others,
+    )  # fmt: skip
 
-    def norm(key: PRNGKeyArray, initial: float = 1.0) -> RMSNorm:
-        return RMSNorm(epsilon=norm_epsilon, initial=initial, embed=embed, key=key)
 
-    def block(key: PRNGKeyArray) -> Block:
-        return Block(
-            attention=Attention(
-                embed, heads, kv_heads, head_dim, rotary,
-                norm=functools.partial(RMSNorm, "heads head_dim", norm_epsilon),
-                key_norm=functools.partial(RMSNorm, "kv_heads head_dim", norm_epsilon),
-                key=fold(key, "attention"),
-            ),
-            attention_after_norm=norm(fold(key, "attention_after_norm")),
-            mlp=GatedMLP(embed, mlp, key=fold(key, "mlp")),
-            mlp_after_norm=norm(fold(key, "mlp_after_norm")),
-        )  # fmt: skip
-
-    def model(key: PRNGKeyArray) -> Decoder:
-        last = norm(fold(key, "norm"), last_scale)
-        stack = segments([block] * layers)
-        return Decoder(vocab, embed, stack, last, tied, embedding_deviation=deviation, key=key)
-
-    return compiled(model)(key)
+_LAYER = (
+    *shared.ATTENTION,
+    *shared.MLP,
+    *shared.QUERY_KEY_NORMS,
+    Tensor("post_attention_layernorm.weight", {"attention_after_norm.scale": ("embed",)}),
+    Tensor("post_feedforward_layernorm.weight", {"mlp_after_norm.scale": ("embed",)}),
+)
+FAMILIES = (
+    Family(
+        "olmo2", "Olmo2ForCausalLM", olmo2, Names(shared.OUTSIDE, _LAYER),
+        shared.llama_keys(norm=shared.epsilon("rms_norm_eps", 1e-5)), Rope(kind="type"),
+        shared.SILU | {"attention_bias": False},
+        # The default pad_token_id of its class is 1, a row of the table that it would never train.
+        written=shared.NO_PADDING,
+    ),
+)  # fmt: skip

@@ -1,15 +1,48 @@
-"""Phi-3 and Phi-4: Llama, published with its projections fused (Abdin et al. 2024,
+"""Phi-3 and Phi-4: Llama, published with fused projections (Abdin et al. 2024,
 arXiv:2404.14219)."""
 
 from typing import Any
 
 from lmlib.models.decoder import Decoder
-from lmlib.models.families.llama import PARTS, llama
+from lmlib.models.families.hugging_face import shared
+from lmlib.models.families.hugging_face.family import Family, Names, Tensor
+from lmlib.models.families.hugging_face.rope import Rope
+from lmlib.models.families.llama import llama
 from lmlib.models.families.variants import variant
+from lmlib.models.parts.rope_scaling import LongRope
 
 
-@variant(llama, without=f"head_dim {PARTS}")
+@variant(without="head_dim")
 def phi3(*, window: int | None = None, **others: Any) -> Decoder:
     """Phi-3 and Phi-4 (§2): Llama in all its math. Arguments as in `llama`: `rope_scaling` is a
-    `LongRope` in long contexts (Phi-3.5, Phi-4 mini), and `rotary_fraction` 3/4 of Phi-4 mini."""
+    `LongRope` in long contexts (Phi-3.5, Phi-4 mini), and `rotary_fraction` 3/4 in Phi-4 mini."""
     return llama(window=window, **others)
+
+
+_LAYER = (
+    *shared.NORMS_BEFORE,
+    Tensor(
+        "self_attn.qkv_proj.weight",
+        {
+            "attention.query": ("heads head_dim", "embed"),
+            "attention.key": ("kv_heads head_dim", "embed"),
+            "attention.value": ("kv_heads head_dim", "embed"),
+        },
+    ),
+    shared.ATTENTION[-1],
+    Tensor("mlp.gate_up_proj.weight", {"mlp.gate": ("mlp", "embed"), "mlp.up": ("mlp", "embed")}),
+    shared.MLP[-1],
+)
+_ABSENT: dict[str, Any] = dict.fromkeys(
+    ("attention_bias", "mlp_bias", "lm_head_bias"), (False, None)
+)
+_OF_MINI = dict.fromkeys(("full_attn_mod", "interpolate_factor"), (1, None))
+FAMILIES = (
+    Family(
+        "phi3", "Phi3ForCausalLM", phi3, Names(shared.OUTSIDE, _LAYER),
+        shared.llama_keys(shared.WINDOW, norm=shared.epsilon("rms_norm_eps", 1e-5)),
+        Rope(scalings=(LongRope,), partial=True, kind="type"), shared.SILU, _ABSENT | _OF_MINI,
+        # Its class would take 32,000 for the id of padding, which the vocabulary may not have.
+        written=shared.NO_PADDING,
+    ),
+)  # fmt: skip

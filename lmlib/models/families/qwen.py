@@ -5,13 +5,17 @@ import functools
 from typing import Any
 
 from lmlib.models.decoder import Decoder
-from lmlib.models.families.llama import PARTS, llama
+from lmlib.models.families.hugging_face import parts, shared
+from lmlib.models.families.hugging_face.family import Family
+from lmlib.models.families.hugging_face.parts import FULL, SLIDING
+from lmlib.models.families.hugging_face.settings import Settings
+from lmlib.models.families.llama import llama
 from lmlib.models.families.variants import variant
 from lmlib.models.parts.attention import Attention
 from lmlib.models.parts.norms import RMSNorm
 
 
-@variant(llama, without=f"head_dim rotary_fraction {PARTS}")
+@variant(without="head_dim rotary_fraction")
 def qwen2(
     *,
     layers: int,
@@ -25,8 +29,8 @@ def qwen2(
     keys and values. Arguments as in `llama`; `rope_scaling` is a `Yarn` in long contexts.
 
     Args:
-      full_layers: so many layers, the first ones, attend to all positions even if there is a
-        `window`.
+      full_layers: the number of layers, the first ones, that attend to all positions even if there
+        is a `window`.
     """
     return llama(
         layers=layers, rope_theta=rope_theta, norm_epsilon=norm_epsilon,
@@ -35,7 +39,7 @@ def qwen2(
     )  # fmt: skip
 
 
-@variant(llama, without=f"rotary_fraction {PARTS}")
+@variant(without="rotary_fraction")
 def qwen3(
     *,
     layers: int,
@@ -60,3 +64,53 @@ def _windows(layers: int, window: int | None, full: int) -> list[int | None]:
     if full < 0:
         raise ValueError(f"full_layers must not be negative, got {full}")
     return [None if layer < full else window for layer in range(layers)]
+
+
+def _read(settings: Settings, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The window, and how many layers before it have none: by layer_types, or else from layer
+    max_window_layers on, but only with use_sliding_window."""
+    layers = arguments["layers"]
+    used = settings.take("use_sliding_window", False, bool)
+    window = settings.take("sliding_window", 4_096, null=True) if used else None
+    full = settings.take("max_window_layers", 28, zero=True) if used else layers
+    settings.ignore("sliding_window", "max_window_layers")
+    kinds = settings.take("layer_types", None, list)
+    if kinds is not None:
+        full = kinds.index(SLIDING) if SLIDING in kinds else layers
+        if kinds != [FULL if layer < full else SLIDING for layer in range(layers)]:
+            raise settings.refused(
+                "layer_types",
+                f"only {layers} layers of which the first ones are {FULL!r} and the others "
+                f"{SLIDING!r}",
+            )
+        if window is None and full < layers:  # transformers has no window for these layers either
+            settings.take("use_sliding_window", kind=bool)
+            settings.only("use_sliding_window", True)
+            settings.take("sliding_window")
+    return {} if window is None or full >= layers else {"window": window, "full_layers": full}
+
+
+def _written(model: Decoder) -> dict[str, Any]:
+    kinds = parts.types_of(model)
+    if kinds[-1] == FULL:
+        return {"use_sliding_window": False}
+    return {
+        "use_sliding_window": True,
+        "sliding_window": parts.window(model),
+        "max_window_layers": kinds.count(FULL),
+        "layer_types": kinds,
+    }
+
+
+_FAMILY = functools.partial(Family, only={"use_mrope": (False, None)}, reads=_read, writes=_written)
+FAMILIES = (
+    _FAMILY(
+        "qwen2", "Qwen2ForCausalLM", qwen2, shared.llama_names(*shared.BIASES),
+        shared.llama_keys(kv_heads=32), fixed=shared.SILU,
+    ),
+    _FAMILY(
+        "qwen3", "Qwen3ForCausalLM", qwen3, shared.llama_names(*shared.HEAD_NORMS),
+        shared.llama_keys(shared.HEAD_DIM._replace(default=128), kv_heads=32),
+        fixed=shared.SILU | {"attention_bias": False},
+    ),
+)  # fmt: skip

@@ -1,38 +1,30 @@
-"""SmolLM 3 (Hugging Face 2025, "SmolLM3: smol, multilingual, long-context reasoner")."""
+"""SmolLM 3 (Hugging Face 2025, "SmolLM3: smol, multilingual, long-context reasoner"). SmolLM 1 and
+2 are Llamas."""
 
-import functools
 from collections.abc import Sequence
+from typing import Any
 
-from jaxtyping import PRNGKeyArray
-
-from lmlib.models.block import Block
 from lmlib.models.decoder import Decoder
-from lmlib.models.families.sizes import head_sizes
-from lmlib.models.families.table_values import table_values
-from lmlib.models.parts.attention import Attention
-from lmlib.models.parts.mlp import GatedMLP
-from lmlib.models.parts.norms import RMSNorm
-from lmlib.models.parts.rope import Rotary, Scaling
-from lmlib.models.stack import segments
-from lmlib.models.weights import compiled, fold, residual_scale
+from lmlib.models.families.hugging_face import parts, shared
+from lmlib.models.families.hugging_face.family import Family
+from lmlib.models.families.hugging_face.parts import FULL, SLIDING
+from lmlib.models.families.hugging_face.rope import Rope
+from lmlib.models.families.hugging_face.settings import Settings
+from lmlib.models.families.transformer import transformer
+from lmlib.models.families.variants import variant
+from lmlib.models.families.windows import each_nth
 
 
+@variant(without="window rotary_fraction zero_outputs")
 def smollm3(
-    vocab: int,
-    embed: int,
+    *,
     layers: int,
-    heads: int,
-    mlp: int,
-    kv_heads: int | None = None,
-    head_dim: int | None = None,
     rope_theta: float = 5_000_000.0,
-    rope_scaling: Scaling | None = None,
     norm_epsilon: float = 1e-6,
     tied: bool = True,
     rotary_layers: Sequence[bool] | None = None,
     window: int | Sequence[int | None] | None = None,
-    *,
-    key: PRNGKeyArray,
+    **others: Any,
 ) -> Decoder:
     """SmolLM 3: Llama with layers that have no rotary positions (NoPE: Yang et al. 2025,
     arXiv:2501.18795, §3). Arguments as in `llama`, and
@@ -45,45 +37,68 @@ def smollm3(
     Raises:
       ValueError: as `llama`, or if `rotary_layers` or `window` has not a value for each layer.
     """
-    kv_heads, head_dim = head_sizes(
-        embed, heads, kv_heads, head_dim, vocab=vocab, layers=layers, mlp=mlp
-    )
-    rotaries = all_but_each(4, layers) if rotary_layers is None else rotary_layers
+    rotaries = _usual(layers) if rotary_layers is None else rotary_layers
     if window is None or isinstance(window, int):
         window = [None if has_them else window for has_them in rotaries]
-    for name, values in {"rotary_layers": rotaries, "window": window}.items():
-        if len(values) != layers:
-            raise ValueError(f"{name} has {len(values)} values for {layers} layers")
-    rotary, scale = Rotary(head_dim, rope_theta, rope_scaling), residual_scale(layers)
-    deviation, last_scale = table_values(embed, tied)
-
-    def norm(key: PRNGKeyArray, initial: float = 1.0) -> RMSNorm:
-        return RMSNorm(epsilon=norm_epsilon, initial=initial, embed=embed, key=key)
-
-    def block(rotary: Rotary | None, window: int | None, key: PRNGKeyArray) -> Block:
-        return Block(
-            attention_norm=norm(fold(key, "attention_norm")),
-            attention=Attention(
-                embed, heads, kv_heads, head_dim, rotary, window,
-                residual_scale=scale, key=fold(key, "attention"),
-            ),
-            mlp_norm=norm(fold(key, "mlp_norm")),
-            mlp=GatedMLP(embed, mlp, residual_scale=scale, key=fold(key, "mlp")),
-        )  # fmt: skip
-
-    def model(key: PRNGKeyArray) -> Decoder:
-        kinds = [*zip(rotaries, window, strict=True)]
-        makers = {
-            (has_them, window): functools.partial(block, rotary if has_them else None, window)
-            for has_them, window in kinds
-        }
-        stack = segments([makers[kind] for kind in kinds])
-        last = norm(fold(key, "norm"), last_scale)
-        return Decoder(vocab, embed, stack, last, tied, embedding_deviation=deviation, key=key)
-
-    return compiled(model)(key)
+    return transformer(
+        layers=layers, rope_theta=rope_theta, norm_epsilon=norm_epsilon, tied=tied, window=window,
+        rotary_layers=rotaries, **others,
+    )  # fmt: skip
 
 
-def all_but_each(period: int, layers: int) -> list[bool]:
-    """False for each `period`-th layer."""
-    return [(layer + 1) % period != 0 for layer in range(layers)]
+def _usual(layers: int, period: int = 4) -> list[bool]:
+    return [not each for each in each_nth(period, layers)]
+
+
+def _read(settings: Settings, arguments: dict[str, Any]) -> dict[str, Any]:
+    layers = arguments["layers"]
+    usual = _usual(layers, settings.take("no_rope_layer_interval", 4))
+    stated = settings.take("no_rope_layers", None, list)
+    if stated is not None and (len(stated) < layers or not all(each in (0, 1) for each in stated)):
+        raise settings.refused(
+            "no_rope_layers",
+            f"only 1 (rotary positions) or 0 (none) for each of {layers} layers",
+        )
+    rotaries = usual if stated is None else [each == 1 for each in stated[:layers]]
+    return {
+        "rotary_layers": None if rotaries == _usual(layers) else rotaries,
+        "window": _window(settings, rotaries),
+    }
+
+
+def _window(settings: Settings, rotaries: Sequence[bool]) -> int | list[int | None] | None:
+    """The window of layers without rotary positions, or of each layer. Either layer_types or
+    use_sliding_window says that there is one."""
+    used = settings.take("use_sliding_window", False, bool)
+    window = settings.take("sliding_window", None)
+    kinds = parts.layer_types(settings, len(rotaries))
+    if kinds is None:
+        return window if used else None
+    if SLIDING not in kinds:
+        return None
+    settings.take("sliding_window")
+    settings.take("use_sliding_window", kind=bool)
+    settings.only("use_sliding_window", True)  # else only some kernels of transformers have it
+    if kinds == [FULL if rotary else SLIDING for rotary in rotaries]:
+        return int(window)
+    return [window if kind == SLIDING else None for kind in kinds]
+
+
+def _written(model: Decoder) -> dict[str, Any]:
+    return {
+        "no_rope_layers": [int(mixer.rotary is not None) for mixer in parts.attentions(model)],
+        "layer_types": parts.types_of(model),
+        "use_sliding_window": parts.window(model) is not None,
+        "sliding_window": parts.window(model),
+    }
+
+
+FAMILIES = (
+    Family(
+        "smollm3", "SmolLM3ForCausalLM", smollm3, shared.llama_names(),
+        shared.llama_keys(shared.HEAD_DIM, tied_by_default=True, kv_heads=4), Rope(2_000_000.0),
+        shared.NO_BIASES, ignored=("max_window_layers",),
+        # Its class would take 128,004 for the id of padding, which the vocabulary may not have.
+        written=shared.NO_PADDING, reads=_read, writes=_written,
+    ),
+)  # fmt: skip

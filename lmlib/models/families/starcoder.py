@@ -1,58 +1,73 @@
 """StarCoder 2 (Lozhkov et al. 2024, arXiv:2402.19173)."""
 
-from jaxtyping import PRNGKeyArray
+import functools
+from typing import Any
 
-from lmlib.models.block import Block
 from lmlib.models.decoder import Decoder
-from lmlib.models.families.sizes import head_sizes
-from lmlib.models.families.table_values import tied_scale
+from lmlib.models.families.hugging_face import shared
+from lmlib.models.families.hugging_face.family import Family, Names, Tensor
+from lmlib.models.families.hugging_face.rope import Rope
+from lmlib.models.families.hugging_face.settings import Settings
+from lmlib.models.families.transformer import transformer
+from lmlib.models.families.variants import variant
 from lmlib.models.parts.attention import Attention
 from lmlib.models.parts.mlp import MLP, gelu_tanh
 from lmlib.models.parts.norms import LayerNorm
-from lmlib.models.parts.rope import Rotary
-from lmlib.models.stack import segments
-from lmlib.models.weights import compiled, fold, residual_scale
 
 
+@variant(without="head_dim rope_scaling rotary_fraction zero_outputs")
 def starcoder2(
-    vocab: int,
+    *,
     embed: int,
-    layers: int,
-    heads: int,
     mlp: int | None = None,
-    kv_heads: int | None = None,
-    rope_theta: float = 10_000.0,
-    norm_epsilon: float = 1e-5,
     tied: bool = True,
     window: int | None = 4_096,
-    *,
-    key: PRNGKeyArray,
+    **others: Any,
 ) -> Decoder:
     """StarCoder 2. Where it departs from Llama: LayerNorm, biases everywhere, a window, and gelu
     between two products. Arguments as in `llama`; `mlp` is 4 · embed by default."""
-    mlp = 4 * embed if mlp is None else mlp
-    kv_heads, head_dim = head_sizes(
-        embed, heads, kv_heads, None, vocab=vocab, layers=layers, mlp=mlp
-    )
-    rotary, scale = Rotary(head_dim, rope_theta), residual_scale(layers)
+    return transformer(
+        embed=embed, mlp=4 * embed if mlp is None else mlp, tied=tied, window=window,
+        attention=functools.partial(Attention, bias=True, output_bias=True),
+        feed_forward=functools.partial(MLP, activation=gelu_tanh), norm=LayerNorm,
+        embedding_deviation=0.02, **others,
+    )  # fmt: skip
 
-    def norm(key: PRNGKeyArray, initial: float = 1.0) -> LayerNorm:
-        return LayerNorm(epsilon=norm_epsilon, initial=initial, embed=embed, key=key)
 
-    def block(key: PRNGKeyArray) -> Block:
-        return Block(
-            attention_norm=norm(key),
-            attention=Attention(
-                embed, heads, kv_heads, head_dim, rotary, window, bias=True, output_bias=True,
-                residual_scale=scale, key=fold(key, "attention"),
-            ),
-            mlp_norm=norm(key),
-            mlp=MLP(embed, mlp, gelu_tanh, residual_scale=scale, key=fold(key, "mlp")),
-        )  # fmt: skip
+_LAYER = (
+    *shared.ATTENTION,
+    *shared.NORMS_BEFORE,
+    *shared.BIASES,
+    shared.OUTPUT_BIAS,
+    *shared.NORM_BIASES,
+    Tensor("mlp.c_fc.weight", {"mlp.up": ("mlp", "embed")}),
+    Tensor("mlp.c_fc.bias", {"mlp.up_bias": ("mlp",)}),
+    Tensor("mlp.c_proj.weight", {"mlp.down": ("embed", "mlp")}),
+    Tensor("mlp.c_proj.bias", {"mlp.down_bias": ("embed",)}),
+)
+_OUTSIDE = (*shared.OUTSIDE, Tensor("model.norm.bias", {"norm.bias": ("embed",)}))
 
-    def model(key: PRNGKeyArray) -> Decoder:
-        stack = segments([block] * layers)
-        last = norm(key, tied_scale(embed, 0.02) if tied else 1.0)
-        return Decoder(vocab, embed, stack, last, tied, embedding_deviation=0.02, key=key)
 
-    return compiled(model)(key)
+def _read(settings: Settings, arguments: dict[str, Any]) -> dict[str, Any]:
+    settings.only("layer_norm_epsilon", arguments["norm_epsilon"], None)
+    return {}
+
+
+FAMILIES = (
+    Family(
+        "starcoder2", "Starcoder2ForCausalLM", starcoder2, Names(_OUTSIDE, _LAYER),
+        shared.llama_keys(
+            shared.WINDOW, tied_by_default=True, kv_heads=2,
+            norm=shared.epsilon("norm_epsilon", 1e-5, LayerNorm), mlp=MLP,
+        ),
+        Rope(scalings=()), {"hidden_act": "gelu_pytorch_tanh", "use_bias": True},
+        # The 7B says some things twice, in StarCoder 1's words; `transformers` reads none of them.
+        only={
+            "norm_type": ("layer_norm", None),
+            "mlp_type": ("default", None),
+            "activation_function": ("gelu", "gelu_pytorch_tanh", None),
+            "scale_attn_weights": (True, None),
+        },
+        ignored=("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"), reads=_read,
+    ),
+)  # fmt: skip

@@ -1,4 +1,4 @@
-"""Families that are another one but for a few arguments, which are all that they say."""
+"""Families that state only how they differ from Llama."""
 
 import functools
 import inspect
@@ -6,42 +6,41 @@ from collections.abc import Callable
 from typing import Any
 
 from lmlib.models.decoder import Decoder
+from lmlib.models.families.llama import llama
 
 _Family = Callable[..., Decoder]
+# Arguments that make other models of a Llama than the published ones.
+PARTS = "attention feed_forward layer logit_cap"
 
 
-def variant(family: _Family, without: str = "") -> Callable[[_Family], _Family]:
-    """Makes a family of a function that takes the arguments of `family`, all by name.
+def variant(without: str = "") -> Callable[[_Family], _Family]:
+    """Makes a family of a function that takes the arguments of `llama`, all by name.
 
-    The new family has the parameters of `family` in their order, but for those that are named in
-    `without`. Those that the function itself has take the place of their namesakes, or come last;
-    they may have another default.
+    The family has the parameters of `llama` in their order, except for `PARTS` and those named in
+    `without`. Parameters of the function take the place of their namesakes, whose default they
+    keep unless they have one, or come last.
     """
 
     def made(function: _Family) -> _Family:
         signature = inspect.signature(function)
-        own = {
-            name: parameter
-            for name, parameter in signature.parameters.items()
-            if parameter.kind is not inspect.Parameter.VAR_KEYWORD
-        }
-        known = dict(inspect.signature(family).parameters)
+        known = dict(inspect.signature(llama).parameters)
         key = known.pop("key")
-        for name in without.split():
+        for name in [*PARTS.split(), *without.split()]:
             del known[name]
-        for name, parameter in own.items():
-            kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-            known[name] = parameter.replace(kind=kind)
-        parameters = [*known.values(), key]
+        for name, own in signature.parameters.items():
+            if own.kind is own.VAR_KEYWORD:
+                continue
+            default = known[name].default if own.default is own.empty else own.default
+            known[name] = own.replace(kind=own.POSITIONAL_OR_KEYWORD, default=default)
+        shown = signature.replace(parameters=[*known.values(), key])
 
         @functools.wraps(function)
-        def family_of_all(*positional: Any, **named: Any) -> Decoder:
+        def family(*positional: Any, **named: Any) -> Decoder:
             bound = shown.bind(*positional, **named)
             bound.apply_defaults()
             return function(**bound.arguments)
 
-        shown = signature.replace(parameters=parameters)
-        family_of_all.__signature__ = shown  # type: ignore[attr-defined]
-        return family_of_all
+        family.__signature__ = shown  # type: ignore[attr-defined]
+        return family
 
     return made

@@ -6,13 +6,15 @@ from typing import Any
 from lmlib.models.decoder import Decoder
 from lmlib.models.experts.mixture import Mixture
 from lmlib.models.experts.router import Router
-from lmlib.models.families.llama import PARTS, llama
+from lmlib.models.families.hugging_face import mixtures, shared
+from lmlib.models.families.hugging_face.family import Family
+from lmlib.models.families.llama import llama
 from lmlib.models.families.variants import variant
 from lmlib.models.parts.attention import Attention
 from lmlib.models.parts.norms import RMSNorm
 
 
-@variant(llama, without=f"head_dim window rotary_fraction {PARTS}")
+@variant(without="head_dim window rotary_fraction")
 def olmoe(
     *,
     norm_epsilon: float = 1e-5,
@@ -33,3 +35,16 @@ def olmoe(
         norm_epsilon=norm_epsilon, attention=attention,
         feed_forward=functools.partial(Mixture, experts=experts, top=top, router=router), **others,
     )  # fmt: skip
+
+
+FAMILIES = (
+    Family(
+        "olmoe", "OlmoeForCausalLM", olmoe,
+        mixtures.mixture_names(*shared.QUERY_KEY_NORMS, *mixtures.tensors()),
+        mixtures.mixture_keys(
+            mixtures.NORMALIZED, experts=64, top=8, norm=shared.epsilon("rms_norm_eps", 1e-5)
+        ),
+        fixed=shared.SILU | {"attention_bias": False, "clip_qkv": None}, ignored=mixtures.IGNORED,
+        written=shared.NO_PADDING,  # its class would take 1, whose row of the table it never trains
+    ),
+)  # fmt: skip

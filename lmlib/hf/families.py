@@ -11,28 +11,30 @@ import jax
 from jax.sharding import AbstractMesh
 from jaxtyping import PRNGKeyArray
 
-from lmlib.hf.families import (
+from lmlib.hf.folder import read_json
+from lmlib.models.decoder import Decoder
+from lmlib.models.differences import differences
+from lmlib.models.experts.router import without_load
+from lmlib.models.families import (
     gemma,
     gpt2,
     gpt_neox,
     granite,
-    llama,
+    mistral,
     olmo,
     phi,
     qwen,
     smollm,
     starcoder,
 )
-from lmlib.hf.families.experts import deepseek, gpt_oss, mixtral, olmoe, qwen3_moe
-from lmlib.hf.family import Family
-from lmlib.hf.folder import FolderError, read_json
-from lmlib.hf.settings import Settings
-from lmlib.models.decoder import Decoder
-from lmlib.models.differences import differences
-from lmlib.models.experts.without_load import without_load
+from lmlib.models.families.experts import deepseek, gpt_oss, mixtral, olmoe, qwen3_moe
+from lmlib.models.families.hugging_face import shared
+from lmlib.models.families.hugging_face.family import Family
+from lmlib.models.families.hugging_face.settings import FolderError, Settings
 
 FAMILIES: tuple[Family, ...] = (
-    *llama.FAMILIES,
+    shared.LLAMA,
+    *mistral.FAMILIES,
     *qwen.FAMILIES,
     *gemma.FAMILIES,
     *olmo.FAMILIES,

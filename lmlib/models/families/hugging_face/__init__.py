@@ -1,0 +1,1 @@
+"""Declarations of families' folders in the format of Hugging Face, which `lmlib.hf` uses."""

@@ -1,0 +1,158 @@
+"""The keys of a config.json: each is used, known to have no effect, or refused."""
+
+import sys
+from collections.abc import Collection, Mapping
+from typing import Any
+
+_LARGEST: dict[type, int | float] = {int: 2**31 - 1, float: sys.float_info.max}
+REQUIRED = object()  # as a default: the key must be there
+_SHOWN = 5  # unknown keys in a message
+
+# Keys that say nothing about the numbers of any family on whole sequences. Dropout is the
+# experiment's. A key that is not here could mean another model.
+WITHOUT_EFFECT = frozenset(
+    {
+        # which file this is, and which program wrote it
+        "_commit_hash", "_name_or_path", "architectures", "auto_map", "is_llama_config",
+        "model_type", "name_or_path", "tokenizer_class", "transformers.js_config",
+        "transformers_version", "unsloth_fixed", "unsloth_version",
+        # how it is computed
+        "_attn_implementation", "_attn_implementation_autoset", "attn_implementation",
+        "cache_implementation", "chunk_size_feed_forward", "dtype", "gradient_checkpointing",
+        "is_decoder", "is_encoder_decoder", "output_attentions", "output_hidden_states",
+        "output_past", "pretraining_tp", "return_dict", "torch_dtype", "torchscript",
+        "use_bfloat16", "use_cache", "use_return_dict",
+        # how it was trained
+        "attention_dropout", "attn_pdrop", "embd_pdrop", "embedding_dropout",
+        "initializer_range", "max_sequence_length", "resid_pdrop", "residual_dropout",
+        "tf_legacy_loss",
+        # other heads and tasks
+        "_num_labels", "finetuning_task", "id2label", "label2id", "num_labels", "prefix",
+        "problem_type", "task_specific_params",
+        # generation
+        "bad_words_ids", "begin_suppress_tokens", "bos_token_id", "cls_token_id",
+        "decoder_start_token_id", "diversity_penalty", "do_sample", "early_stopping",
+        "encoder_no_repeat_ngram_size", "eos_token_id", "exponential_decay_length_penalty",
+        "forced_bos_token_id", "forced_eos_token_id", "length_penalty", "max_length",
+        "min_length", "no_repeat_ngram_size", "num_beam_groups", "num_beams",
+        "num_return_sequences", "output_scores", "pad_token_id", "remove_invalid_values",
+        "repetition_penalty", "return_dict_in_generate", "sep_token_id", "suppress_tokens",
+        "temperature", "top_k", "top_p", "typical_p",
+    }
+)  # fmt: skip
+
+# Keys of all families that have no effect with these values alone, or null.
+_AT_REST: dict[str, object] = {
+    "add_cross_attention": False,
+    "cross_attention_hidden_size": None,
+    "pruned_heads": {},
+    "quantization_config": None,
+    "tie_encoder_decoder": False,
+}
+
+
+class FolderError(ValueError):
+    """A folder of weights that cannot be used, and why."""
+
+
+class Settings:
+    """Reads a config and remembers which keys were asked for.
+
+    Args:
+      where: the file, for messages.
+      without_effect: keys that need not be asked for.
+    """
+
+    def __init__(
+        self,
+        content: Mapping[str, Any],
+        where: str,
+        without_effect: Collection[str] = WITHOUT_EFFECT,
+    ):
+        self._content, self.where = dict(content), where
+        self._left = set(content) - set(without_effect)
+
+    def take(
+        self,
+        key: str,
+        default: Any = REQUIRED,
+        kind: type = int,
+        zero: bool = False,
+        most: int | float | None = None,
+        null: bool = False,
+    ) -> Any:
+        """The value of `key`, or `default` where it is absent.
+
+        Null is refused: transformers does not read it as the default. Null and an absent key are
+        the same only where the default is `None` or an empty dict.
+
+        Args:
+          kind: of the value: `int`, `float`, `bool`, `list` or `dict`.
+          zero: whether a number may be 0; none may be negative or infinite.
+          most: the largest number; `None`: the largest of its kind, which is int32's for `int`.
+          null: whether null is read, as `None`.
+
+        Raises:
+          FolderError: if it is neither there nor has a default, or is not of `kind`.
+        """
+        self._left.discard(key)
+        value = self._content.get(key)
+        if value is None:
+            if key in self._content and null:
+                return None
+            if default is REQUIRED:
+                raise FolderError(f"{self.where} has no {key}")
+            if key in self._content and default not in (None, {}):
+                raise FolderError(
+                    f"{self.where}: {key} = null is no {kind.__name__}: without the key it would "
+                    f"be {default!r:.200}"
+                )
+            return default
+        if type(value) not in ((int, float) if kind is float else (kind,)):
+            raise FolderError(f"{self.where}: {key} = {value!r:.200} is no {kind.__name__}")
+        if kind not in _LARGEST:
+            return value
+        largest = _LARGEST[kind] if most is None else most
+        if not 0 <= value <= largest or (value == 0 and not zero):
+            raise FolderError(
+                f"{self.where}: {key} = {value!r:.200} makes no sense: it must be "
+                f"{'at least' if zero else 'above'} 0, and at most {largest}"
+            )
+        return kind(value)
+
+    def only(self, key: str, *accepted: Any) -> Any:
+        """The value of `key`, which must be absent or one of `accepted`.
+
+        Raises:
+          FolderError: naming key and value.
+        """
+        self._left.discard(key)
+        value = self._content.get(key)
+        if key in self._content and value not in accepted:
+            choices = " or ".join("null" if each is None else repr(each) for each in accepted)
+            raise self.refused(key, f"only {choices}")
+        return value
+
+    def refused(self, key: str, accepted: str) -> FolderError:
+        """The error for a value of `key` that is not supported."""
+        value = self._content.get(key)
+        return FolderError(f"{self.where}: {key} = {value!r:.200} is not supported, {accepted}")
+
+    def ignore(self, *keys: str) -> None:
+        """These have no effect in this family."""
+        self._left.difference_update(keys)
+
+    def done(self) -> None:
+        """Raises FolderError if a key was not asked for."""
+        for key, value in _AT_REST.items():
+            if key in self._left:
+                self.only(key, value, None)
+        if self._left:
+            shown = sorted(self._left)[:_SHOWN]
+            listed = ", ".join(f"{key:.200} = {self._content[key]!r:.200}" for key in shown)
+            if len(self._left) > _SHOWN:
+                listed += f" and {len(self._left) - _SHOWN} more"
+            raise FolderError(
+                f"{self.where}: {listed}: unknown here, so the model could be another than the one "
+                "that was trained; remove what has no effect"
+            )

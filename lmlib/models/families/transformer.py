@@ -1,0 +1,144 @@
+"""The decoder that families share. Each of them states how it differs."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxtyping import PRNGKeyArray
+
+from lmlib.models.block import Block
+from lmlib.models.decoder import Decoder
+from lmlib.models.part import Part
+from lmlib.models.parts.attention import Attention
+from lmlib.models.parts.mlp import GatedMLP
+from lmlib.models.parts.norms import RMSNorm
+from lmlib.models.parts.rope import Rotary, Scaling
+from lmlib.models.stack import segments
+from lmlib.models.weights import compiled, fold, residual_scale
+
+_MOST_LAYERS = 10_000  # each is made by itself
+
+
+def transformer(
+    vocab: int,
+    embed: int,
+    layers: int,
+    heads: int,
+    mlp: int,
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
+    rope_theta: float = 10_000.0,
+    rope_scaling: Scaling | None = None,
+    norm_epsilon: float = 1e-5,
+    tied: bool = False,
+    window: int | Sequence[int | None] | None = None,
+    rotary_fraction: float = 1.0,
+    *,
+    attention: Callable[..., Any] | Sequence[Callable[..., Any]] = Attention,
+    feed_forward: Callable[..., Any] | Sequence[Callable[..., Any]] = GatedMLP,
+    rotary_layers: bool | Rotary | Sequence[bool | Rotary] = True,
+    norm: Callable[..., Any] = RMSNorm,
+    norms: Sequence[str] = ("attention_norm", "mlp_norm"),
+    block: Callable[..., Part] = Block,
+    layer: Callable[..., Part] | None = None,
+    writes: float | None = None,
+    positions: Callable[..., Any] | None = None,
+    embedding_deviation: float | None = None,
+    logits_scale: float = 1.0,
+    key: PRNGKeyArray,
+    **decoder: Any,
+) -> Decoder:
+    """A decoder with new weights. The first arguments are those of `llama`.
+
+    Args:
+      attention, feed_forward: make the parts of a block; or one for each layer. Layers that are
+        alike have the same object.
+      rotary_layers: whether layers have rotary positions, by `rope_theta`, or which ones; or one
+        for each layer.
+      norm: makes norms.
+      norms: those of a block, by their names in it.
+      block: makes a block of its parts.
+      layer: makes a layer of a block; `None`: it is the block.
+      writes: scale of the initial values of matrices that write to the residual stream; `None`:
+        `residual_scale(layers)`.
+      positions: makes learned positions.
+      embedding_deviation: of initial values; `None`: 1, or 1/2 of a tied table. The last norm then
+        starts so that logits of a tied table have a standard deviation of embed^-1/2: the first
+        loss is ln(vocab) to 0.1. benchmarks/initial_values.py says how these were chosen.
+      logits_scale, decoder: further arguments of `Decoder`.
+
+    Raises:
+      ValueError: if sizes do not go together.
+    """
+    kv_heads = heads if kv_heads is None else kv_heads
+    check_sizes(vocab=vocab, embed=embed, layers=layers, heads=heads, kv_heads=kv_heads, mlp=mlp)
+    if head_dim is None and embed % heads:
+        raise ValueError(f"embed = {embed} must be a multiple of heads = {heads}, or give head_dim")
+    head_dim = embed // heads if head_dim is None else head_dim
+
+    def positions_of(rotary: bool | Rotary) -> Rotary | None:
+        if isinstance(rotary, Rotary):
+            return rotary
+        if not rotary:
+            return None
+        return Rotary(_rotated_coordinates(head_dim, rotary_fraction), rope_theta, rope_scaling)
+
+    rotaries = [positions_of(each) for each in _each("rotary_layers", rotary_layers, layers)]
+    kinds = [*zip(
+        _each("attention", attention, layers), _each("feed_forward", feed_forward, layers),
+        rotaries, _each("window", window, layers), strict=True,
+    )]  # fmt: skip
+    writes = residual_scale(layers) if writes is None else writes
+    deviation = (0.5 if tied else 1.0) if embedding_deviation is None else embedding_deviation
+    last_scale = (1 / (deviation * embed) if tied else 1.0) / logits_scale
+
+    def maker(attention: Any, feed_forward: Any, rotary: Any, window: Any) -> Callable[..., Part]:
+        def make(key: PRNGKeyArray) -> Part:
+            parts = {name: norm(embed=embed, epsilon=norm_epsilon, key=key) for name in norms}
+            parts["attention"] = attention(
+                embed, heads, kv_heads, head_dim, rotary=rotary, window=window,
+                residual_scale=writes, key=fold(key, "attention"),
+            )  # fmt: skip
+            parts["mlp"] = feed_forward(embed, mlp, residual_scale=writes, key=fold(key, "mlp"))
+            made = block(**parts)
+            return made if layer is None else layer(made, key=fold(key, "layer"))
+
+        return make
+
+    def model(key: PRNGKeyArray) -> Decoder:
+        makers = {kind: maker(*kind) for kind in dict.fromkeys(kinds)}
+        return Decoder(
+            vocab, embed, segments([makers[kind] for kind in kinds]),
+            norm(embed=embed, epsilon=norm_epsilon, initial=last_scale, key=key), tied,
+            embedding_deviation=deviation, logits_scale=logits_scale,
+            positions=positions and positions(key=fold(key, "positions")), key=key, **decoder,
+        )  # fmt: skip
+
+    return compiled(model)(key)
+
+
+def check_sizes(**sizes: int) -> None:
+    """Raises ValueError if one of `sizes` is not positive, or too large."""
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{name} must be at least 1, got {size}")
+        if size > (most := _MOST_LAYERS if name == "layers" else 2**31 - 1):
+            raise ValueError(f"{name} must be at most {most:,}, got {size:,}")
+
+
+def _each(name: str, value: Any, layers: int) -> list[Any]:
+    """A value for each layer."""
+    values = [*value] if isinstance(value, Sequence) else [value] * layers
+    if len(values) != layers:
+        raise ValueError(f"{name} has {len(values)} values for {layers} layers")
+    return values
+
+
+def _rotated_coordinates(head_dim: int, fraction: float) -> int:
+    """The number of rotated coordinates of a head."""
+    rotated = int(head_dim * fraction)
+    if fraction != 1 and (rotated < 2 or rotated % 2):
+        raise ValueError(
+            f"rotary_fraction = {fraction} of head_dim = {head_dim} is {rotated} coordinates to "
+            "rotate: it takes an even number, at least 2"
+        )
+    return rotated
