@@ -54,7 +54,7 @@ FAMILIES: tuple[Family, ...] = (
 
 @dataclasses.dataclass(frozen=True)
 class Described:
-    """What a config.json, `where`, says: a family and the arguments of its `build`."""
+    """A family and the arguments of its `build`, as the config.json `where` states them."""
 
     family: Family
     arguments: dict[str, Any]
@@ -62,7 +62,7 @@ class Described:
 
     @functools.cached_property
     def shapes(self) -> Decoder:
-        """Of the model's weights.
+        """The shapes of the model's weights.
 
         Raises:
           FolderError: if there is no model of these sizes and settings.
@@ -93,8 +93,7 @@ def described(folder: Path, families: Sequence[Family] = FAMILIES) -> Described:
 def described_by(
     content: dict[str, Any], where: str, families: Sequence[Family] = FAMILIES
 ) -> Described:
-    """As `described`, of the content of a config.json; whether there is such a model, its `shapes`
-    tell."""
+    """As `described`, for the content of a config.json; `shapes` raises where no model has it."""
     kind = content.get("model_type")
     family = next((each for each in families if each.model_type == kind), None)
     if family is None:
@@ -126,9 +125,9 @@ def _described(family: Family, content: str, where: str, mesh: AbstractMesh) -> 
 def family_of(
     model: Decoder, model_type: str | None = None, families: Sequence[Family] = FAMILIES
 ) -> tuple[Family, dict[str, Any]]:
-    """The family of a model (arrays or shapes), and the config.json that describes exactly it:
-    what is built from that has the same parts, settings and shapes, but for what training alone
-    reads.
+    """The family of a model (arrays or shapes), and the config.json that describes it exactly: a
+    model built from that has the same parts, settings and shapes, except for settings that only
+    training reads.
 
     Args:
       model_type: of the family, where several have such a model; `None`: the first of them.

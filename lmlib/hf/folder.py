@@ -1,7 +1,7 @@
 """A folder of weights, and the files in it that are read whole.
 
 It may be a stranger's, and some of its files are copied into folders that users publish. So only
-what lies in it is read, and what is called JSON has to be.
+files inside it are read, and a file called .json has to hold JSON.
 """
 
 import contextlib

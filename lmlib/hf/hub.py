@@ -17,7 +17,7 @@ _NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 def local_folder_of(name: str | Path, weights: bool = True) -> Path:
     """The folder `name`; where there is none, a copy of what the Hub has under that name.
 
-    Copies lie in the cache of `huggingface_hub`, which shows how far a download is. Only settings,
+    Copies are in the cache of `huggingface_hub`, which shows how far a download is. Only settings,
     the tokenizer's files and safetensors are fetched.
 
     Args:

@@ -1,8 +1,8 @@
 """Folders of weights to models on the mesh.
 
 Each device's process reads its own contiguous share of a tensor, each byte once over all processes;
-reshaping, transposing, splitting and the way to where the weight lies happen on the devices. What a
-weight is kept as is made of it there and then, before the next tensor is read.
+it is reshaped, transposed, split and laid out on the devices. A weight that is kept in another form
+is converted before the next tensor is read.
 """
 
 import collections
@@ -75,8 +75,8 @@ def load_weights(
     """As `load`, for a model whose shapes and dtypes are known.
 
     Args:
-      kept: what takes an array's place in the model, in another dtype say; called with that of each
-        layer. It must not change which layouts arrays have.
+      kept: converts the array of each layer, to another dtype for example. It must not change the
+        layouts of arrays.
     """
     there = stored_tensors(folder)
     layers, alike = least_count(model, names)
@@ -131,7 +131,7 @@ def load_weights(
                 put = functools.partial(_put, layer=np.int32(repetition))
                 weights[path] = jax.tree.map(put, weights[path], array)
             done.append(weights[path])
-        # Else the host would read on, and hold what the devices have not taken yet.
+        # Else the host would read on, and hold tensors that the devices have not taken yet.
         jax.block_until_ready(done)
         read += source.end - source.offset
         if progress is not None:
@@ -165,8 +165,8 @@ _Parts = dict[tuple[int, ...], jax.Array]  # of a weight, by indices along the a
 
 
 class _Place(NamedTuple):
-    """Where a tensor's values go: the weight of one layer, its shape and layout, and how many
-    layers lie in its stack (1: it has none)."""
+    """The destination of a tensor's values: the weight of one layer, its shape and layout, and the
+    number of layers in its stack (1: it has none)."""
 
     weight: Weight
     dtype: np.dtype
@@ -175,7 +175,7 @@ class _Place(NamedTuple):
     layers: int
 
     def layout_of(self, piece: Piece) -> NamedSharding:
-        """Of the piece, which lacks the axes that its tensor's name enumerates."""
+        """The layout of a piece, which lacks the axes that its tensor's name enumerates."""
         if not piece.fixed:
             return self.layout
         own = dataclasses.replace(self.weight, axes=piece.share.axes)
@@ -259,17 +259,17 @@ _AT_ONCE = 1 << 22  # values
 
 
 def check_finite(name: str, source: Stored, values: ArrayLike) -> None:
-    """Checks a tensor that was read. Values are looked at where they lie; the file is read again
-    only to tell what is wrong with it. All processes find the same.
+    """Checks a tensor that was read, on the devices that hold it. The file is read again only to
+    find the fault. All processes find the same.
 
     Args:
       name: in the folder.
       source: where it was read from.
-      values: all of it, wherever they lie.
+      values: all of it, on the host or on devices.
 
     Raises:
       FolderError: naming the tensor, how many values are not finite, and the first of them; or its
-        dtype, if that is none of floats.
+        dtype, if that is not a float.
     """
     if source.dtype not in DTYPES.values():
         raise FolderError(
@@ -280,7 +280,7 @@ def check_finite(name: str, source: Stored, values: ArrayLike) -> None:
         return
     count, first, value = 0, 0, np.float32(0)
     for start in range(0, source.size, _AT_ONCE):
-        with np.errstate(over="ignore"):  # what float32 cannot hold
+        with np.errstate(over="ignore"):  # values beyond float32
             read = source.read(start, min(start + _AT_ONCE, source.size)).astype(np.float32)
         (places,) = np.nonzero(~np.isfinite(read))
         if len(places) and not count:

@@ -20,7 +20,7 @@ A = TypeVar("A", jax.Array, np.ndarray)
 
 
 class Share(NamedTuple):
-    """What of a tensor is a weight's, of one layer.
+    """The part of a tensor that is a weight of one layer.
 
     Args:
       axes, sizes: of the weight.
@@ -45,7 +45,7 @@ class Share(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Of the share, in one group."""
+        """The share's length in one group."""
         return self.shape[self.along] // self.groups
 
     def cut(self, tensor: A) -> A:
@@ -57,7 +57,7 @@ class Share(NamedTuple):
         return split.transpose([order.index(axis) for axis in self.axes])
 
     def joined(self, weight: A) -> A:
-        """The weight's values as they lie in a tensor that holds no other: the inverse of `cut`."""
+        """The inverse of `cut`, for a tensor that holds no other weight."""
         order = " ".join(self.within).split()
         ordered = weight.transpose([self.axes.index(axis) for axis in order])
         return ordered.reshape(self.shape)
@@ -87,7 +87,7 @@ class Piece(NamedTuple):
     Args:
       path: in the model.
       repetition: the index in its stack; `None`: it is not stacked.
-      share: what of the tensor it is, without the axes below.
+      share: its part of the tensor, without the axes below.
       fixed: the index along each of the weight's own axes that the tensor's name enumerates, by the
         axis' place.
     """
@@ -99,7 +99,7 @@ class Piece(NamedTuple):
 
     @property
     def at(self) -> tuple[int | slice, ...]:
-        """Where in the weight its values are, as NumPy counts."""
+        """Its index in the weight, for NumPy."""
         fixed = dict(self.fixed)
         own = (fixed.get(place, slice(None)) for place in range(max(fixed, default=-1) + 1))
         return (*(() if self.repetition is None else (self.repetition,)), *own)
@@ -142,8 +142,8 @@ def placed(model: Any, names: Names) -> list[Placed]:
 
 
 def least_count(model: Any, names: Names) -> tuple[int, int]:
-    """How many layers have tensors of their own, and how many of these are of one kind, as of
-    experts; nothing is listed."""
+    """The number of layers that have tensors of their own, and how many of these tensors are of one
+    kind, such as experts'; nothing is listed."""
     weights = _weights(model)
     layers = collections.Counter(block for block, _ in _layers(weights))
     alike = [0] * len(names.layer)
@@ -239,7 +239,7 @@ def check_complete(
       without_effect: ends of names that may be there and mean nothing.
 
     Raises:
-      ValueError: naming what is missing, misshapen or left over.
+      ValueError: naming tensors that are missing, misshapen or left over.
     """
     problems = []
     for tensor in wanted:

@@ -1,4 +1,4 @@
-"""What becomes of weights in the dtype of a file.
+"""How weights change in the dtype of a file.
 
 Shapes: L repetitions of a stacked weight.
 """
@@ -36,10 +36,10 @@ class Rounding(NamedTuple):
 
 
 def rounding(model: Any, wanted: Sequence[Placed], dtype: str) -> Rounding:
-    """What becomes of the weights of `model` in the tensors `wanted` of `dtype`.
+    """How the weights of `model` change in the tensors `wanted` of `dtype`.
 
     Raises:
-      ValueError: if a value is beyond what `dtype` has, naming its tensor.
+      ValueError: if a value is beyond the range of `dtype`, naming its tensor.
     """
     found: dict[str, tuple[np.ndarray, np.ndarray]] = {}
     apart = {piece.path: tuple(axis for axis, _ in piece.fixed)

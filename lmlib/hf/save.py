@@ -179,8 +179,8 @@ def _joined(
 
 
 def _taken(x: jax.Array, axis: int, index: jax.Array) -> jax.Array:
-    """`x` at `index` of an axis that may be split: a sum over it, of bits, of which all others are
-    zero. Only what is taken travels."""
+    """`x` at `index` of an axis that may be split: a sum over it of bits, where all others are
+    zero. No other values are sent."""
     bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
     chosen = jax.lax.broadcasted_iota(jnp.int32, (x.shape[axis],), 0) == index
     chosen = jnp.expand_dims(chosen, [other for other in range(x.ndim) if other != axis])
@@ -189,7 +189,7 @@ def _taken(x: jax.Array, axis: int, index: jax.Array) -> jax.Array:
 
 
 def _write_shares(flat: jax.Array, target: Stored) -> None:
-    """This process's shares of the tensor; of those that several devices hold, one."""
+    """Writes this process's shares of the tensor; where several devices hold a share, once."""
     for shard in flat.addressable_shards:
         start, end, _ = shard.index[0].indices(flat.size)
         if shard.replica_id == 0 and start < target.size:
@@ -236,8 +236,8 @@ def require_new(folder: Path) -> None:
 
 
 def unfinished_in(folder: Path) -> Path:
-    """Where the tensors of `folder` lie until all are written: their files have all their bytes,
-    zeros, from the beginning."""
+    """The folder of tensors until all are written: from the beginning their files have all bytes,
+    zeros."""
     return folder / UNFINISHED
 
 

@@ -27,17 +27,17 @@ DTYPES = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
-# And of tensors that are no weights: GPT-NeoX' folders hold the causal mask.
+# And dtypes of other tensors: GPT-NeoX' folders hold the causal mask.
 _KNOWN = DTYPES | {"BOOL": np.dtype(np.bool_), "U8": np.dtype(np.uint8)}
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-_LARGEST_HEADER = 32 << 20  # bytes; those of the largest models have 20 MB
+_LARGEST_HEADER = 32 << 20  # bytes; the largest models' have 20 MB
 _LARGEST_INDEX = 32 << 20
 _LONGEST_NAME, _MOST_AXES = 1_000, 32
 
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """Where a tensor lies: `dtype` and `shape`, and its first byte in `file`."""
+    """A tensor in a file: its dtype and shape, and its first byte in `file`."""
 
     file: Path
     offset: int
@@ -175,8 +175,8 @@ def laid_out(
     file_bytes: int,
     single: str = SINGLE,
 ) -> dict[str, Stored]:
-    """Where tensors of these dtypes and shapes are to lie, in files of about `file_bytes`, or in
-    the file `single` if one is enough."""
+    """Places for tensors of these dtypes and shapes, in files of about `file_bytes`, or in the file
+    `single` if one is enough."""
     groups: list[list[str]] = [[]]
     room = file_bytes
     for name, (dtype, shape) in tensors.items():

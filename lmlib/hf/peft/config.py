@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -39,7 +38,7 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
 # Keys of rank_pattern and alpha_pattern that are run as expressions: names of modules, or
 # their ends, and after "^" whole names. PEFT itself writes `.*\.` and `\.`.
 _KEY = re.compile(r"\^?(\.\*\\\.)?\w+(\\?\.\w+)*")
-# What means nothing by itself. PEFT sets fan_in_fan_out to what a module is.
+# Keys that mean nothing by themselves. PEFT sets fan_in_fan_out by the class of a module.
 _WITHOUT_EFFECT = (
     "auto_mapping", "peft_version", "inference_mode", "fan_in_fan_out", "layers_pattern",
     "megatron_core", "qalora_group_size", "runtime_config", "ensure_weight_tying",
@@ -48,8 +47,8 @@ _WITHOUT_EFFECT = (
 
 @dataclasses.dataclass(frozen=True)
 class PeftConfig:
-    """What an adapter_config.json says. Modules are meant by their names, "model.layers.0.mlp.up",
-    or by what these end with, "up".
+    """The content of an adapter_config.json. A name stands for the module of that name,
+    "model.layers.0.mlp.up", or for all modules whose names end so, "up".
 
     Args:
       rank, alpha, rank_stabilized, dropout: as in `lmlib.adapters.with_adapters`.
@@ -59,7 +58,7 @@ class PeftConfig:
       excluded: of the modules, those that are not adapted; `None`: those that have no tensors.
       ranks, alphas: of modules that have others, by keys of PEFT's; the first that matches counts.
       saved: modules whose weights are there whole (`lmlib.hf.peft.whole`).
-      biases: whether those of adapted modules are; tensors decide when a folder is read.
+      biases: whether biases of adapted modules are saved; tensors decide when a folder is read.
       tied: whether a saved table embeds and unembeds.
     """
 
@@ -84,7 +83,7 @@ class PeftConfig:
         return next((a for each, a in self.alphas.items() if _matches(each, module)), self.alpha)
 
     def content(self, transposed: bool) -> dict[str, Any]:
-        """Of an adapter_config.json. `transposed`: the base's matrices have inputs as rows."""
+        """The adapter_config.json. `transposed`: the base's matrices have inputs as rows."""
         return {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
@@ -138,8 +137,8 @@ def read_config(folder: Path) -> PeftConfig:
     settings.ignore(*_WITHOUT_EFFECT)
     excludes = bool(content.get("exclude_modules"))
     found = PeftConfig(
-        rank=settings.take("r", 8, zero=True),
-        alpha=settings.take("lora_alpha", 8.0, float, zero=True),
+        rank=settings.take("r", 8),
+        alpha=settings.take("lora_alpha", 8.0, float),
         rank_stabilized=bool(settings.take("use_rslora", False, bool, null=True)),
         dropout=settings.take("lora_dropout", 0.0, float, zero=True),
         base=settings.take("base_model_name_or_path", None, str) or None,
@@ -152,12 +151,6 @@ def read_config(folder: Path) -> PeftConfig:
     )
     settings.ignore("target_modules", "target_parameters", "exclude_modules", "modules_to_save")
     settings.done()
-    for alpha in (found.alpha, *found.alphas.values()):
-        if not 0 < alpha < math.inf:
-            raise FolderError(f"{where}: an alpha of {alpha} is not supported, it must be positive")
-    for rank in (found.rank, *found.ranks.values()):
-        if rank < 1:
-            raise FolderError(f"{where}: a rank of {rank} is not supported, it must be positive")
     if not 0 <= found.dropout < 1:
         raise FolderError(f"{where}: lora_dropout = {found.dropout} is not in [0, 1)")
     return found
@@ -189,7 +182,7 @@ def _by_module(settings: Settings, key: str, kind: type) -> dict[str, Any]:
                 f"{settings.where}: {key} has the pattern {name!r:.200}, but only names of "
                 'modules, or their ends, are supported, with "^" before a whole name'
             )
-        found[name] = patterns.take(name, kind=kind, zero=True)
+        found[name] = patterns.take(name, kind=kind)
     return found
 
 

@@ -29,11 +29,11 @@ from lmlib.parallel.selection import named_weights
 
 @dataclasses.dataclass(frozen=True)
 class Adapters:
-    """Adapters in a folder of PEFT's, of which only the headers are read yet.
+    """Adapters in a folder of PEFT's; only the headers are read so far.
 
     Attributes:
       sizes: rank and alpha beside each weight, by its path.
-      whole: what it holds of the base besides.
+      whole: the tensors of the base that it holds too.
     """
 
     folder: Path
@@ -76,7 +76,7 @@ class Adapters:
         }
 
     def values(self, model: Any) -> dict[str, np.ndarray]:
-        """float32 values of what the folder holds, by the paths in `model`, which has such
+        """float32 values of all that the folder holds, by the paths in `model`, which has such
         adapters and whose arrays may be shapes.
 
         Raises:
@@ -127,7 +127,7 @@ class Adapters:
         return values
 
     def onto(self, base: M) -> M:
-        """`base` with the adapters, which lie as they are stored on its mesh."""
+        """`base` with the adapters, in the layouts in which they are stored on its mesh."""
         arrays: dict[str, jax.Array] = {}
         map_weights(lambda weight, array: arrays.update({weight.path: array}), base)
         layout = next(iter(arrays.values())).sharding
@@ -169,13 +169,13 @@ def load_adapters(
     families: Sequence[Family] = FAMILIES,
 ) -> Decoder:
     """`model` with the adapters of a folder that PEFT's `save_pretrained` wrote, in float32. They
-    lie on the mesh that `model` lies on.
+    are on the mesh of `model`.
 
     Where something in the folder holds several weights (Phi-3's qkv_proj, experts' gate_up_proj),
     each of them gets all of its lora_A, and its own rows of lora_B.
 
     Args:
-      model: what they were made for, without adapters.
+      model: the base that they were made for.
       model_type, families: of its folder, as in `lmlib.hf.save`.
 
     Raises:
@@ -189,7 +189,7 @@ def load_adapters(
 
 
 def adapters_in(folder: Path, base: Any, names: Names) -> Adapters:
-    """What a folder of PEFT's has for `base`, whose arrays may be shapes.
+    """The adapters for `base`, whose arrays may be shapes, in a folder of PEFT's.
 
     Raises:
       FolderError: if the folder cannot be used, or is for another model.

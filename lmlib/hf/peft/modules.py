@@ -1,4 +1,4 @@
-"""What PEFT calls the weights of a model, and how they lie in its tensors.
+"""The names that PEFT gives to the weights of a model, and their places in its tensors.
 
 Beside a module's matrix [outputs, inputs] PEFT has lora_A [rank, inputs] and lora_B
 [outputs, rank]. Which weights are in the matrix, and how they lie there, is what the family says
@@ -26,7 +26,7 @@ _RANK = "rank"
 
 
 class Place(NamedTuple):
-    """A weight in a module's matrix, or in those of all experts.
+    """A weight in a module's matrix, or in all experts' matrices.
 
     Args:
       piece: as in the folder of the base.
@@ -41,14 +41,14 @@ class Place(NamedTuple):
     apart: tuple[str, ...] = ()
 
     def down(self, rank: int) -> Share:
-        """How what multiplies the weight's inputs lies in lora_A."""
+        """The place in lora_A of the factor that multiplies the weight's inputs."""
         *_, rows, columns = self.piece.share.within
         within = (" ".join((*self.apart, _RANK)), (rows, columns)[self.inputs])
         axes = (*self.apart, *self.summed, _RANK)
         return Share(axes, self._sizes(axes, rank), within, 0, 0)
 
     def up(self, rank: int) -> Share:
-        """How what makes the weight's outputs lies in lora_B."""
+        """The place in lora_B of the factor that makes the weight's outputs."""
         share = self.piece.share
         *_, rows, columns = share.within
         within = ((rows, columns)[1 - self.inputs], " ".join((_RANK, *self.apart)))
@@ -83,7 +83,7 @@ class Module(NamedTuple):
 
     @property
     def holder(self) -> str:
-        """The module that it is or lies in."""
+        """The module itself, or the module around the parameter."""
         return self.name.rpartition(".")[0] if self.is_parameter else self.name
 
     @property
@@ -129,7 +129,7 @@ def modules_of(base: Any, names: Names) -> dict[str, Module]:
 
 
 def modules_of_experts(base: Any, names: Names) -> dict[str, Module]:
-    """As `modules_of`, of what classes of transformers 4 had: each expert's matrices are modules of
+    """As `modules_of`, for classes of transformers 4, where each expert's matrices are modules of
     their own, by the names in a folder of the base."""
     tensors = [each for each in placed(base, names) if each.pieces[0].fixed]
     return _modules(tensors, named_weights(base), tied=True)

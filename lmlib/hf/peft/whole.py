@@ -15,7 +15,7 @@ from lmlib.models.families.hugging_face.family import Names
 
 
 class Whole(NamedTuple):
-    """A tensor of the base: its name in a folder of adapters, and what is in it."""
+    """A tensor of the base: its name in a folder of adapters, and its content."""
 
     name: str
     tensor: Placed
@@ -57,8 +57,8 @@ def is_saved(tensor: str, modules: Iterable[str]) -> bool:
 
 
 class Kept(NamedTuple):
-    """What is written whole: the tensors, the names for `modules_to_save`, whether there are biases
-    of adapted modules, and whether there is a tied table."""
+    """The tensors that are written whole, their names for `modules_to_save`, whether there are
+    biases of adapted modules, and whether there is a tied table."""
 
     tensors: tuple[Whole, ...]
     modules: tuple[str, ...]
@@ -67,7 +67,7 @@ class Kept(NamedTuple):
 
 
 def kept(base: Any, names: Names, adapted: Collection[str], changed: Collection[str]) -> Kept:
-    """What has to be written for the weights at the paths `changed`.
+    """The tensors to write for the weights at the paths `changed`.
 
     Raises:
       ValueError: if one of them is in a matrix of an adapted module.
@@ -102,7 +102,7 @@ def _named(modules: Collection[str], tensors: Sequence[Whole]) -> tuple[str, ...
 def held(
     base: Any, names: Names, adapted: Collection[str], config: PeftConfig, there: Collection[str]
 ) -> list[Whole]:
-    """What a folder with the tensors `there` holds whole, or by its config has to.
+    """The tensors that a folder with the names `there` holds whole, or has to by its config.
 
     Raises:
       ValueError: if it saves one of the two uses of a tied table.

@@ -64,7 +64,7 @@ def granite(
 
 
 def _inverse(scale: float) -> float:
-    """The number of which `scale` is the inverse, to the last bit if there is one."""
+    """The inverse of `scale`, or a neighbour of it whose own inverse is `scale` to the last bit."""
     near = 1 / scale
     candidates = near, math.nextafter(near, 0.0), math.nextafter(near, math.inf)
     return next((each for each in candidates if 1 / each == scale), near)

@@ -47,7 +47,7 @@ def transformer(
     key: PRNGKeyArray,
     **decoder: Any,
 ) -> Decoder:
-    """A decoder with new weights. The first arguments are those of `llama`.
+    """A decoder with new weights. The first arguments are as in `llama`.
 
     Args:
       attention, feed_forward: make the parts of a block; or one for each layer. Layers that are
@@ -55,7 +55,7 @@ def transformer(
       rotary_layers: whether layers have rotary positions, by `rope_theta`, or which ones; or one
         for each layer.
       norm: makes norms.
-      norms: those of a block, by their names in it.
+      norms: the names of a block's norms.
       block: makes a block of its parts.
       layer: makes a layer of a block; `None`: it is the block.
       writes: scale of the initial values of matrices that write to the residual stream; `None`:

@@ -61,14 +61,14 @@ def deepseek_v3(
         mlp of so many times this size.
       experts, top, groups, top_groups, normalized, correction_rate: as in
         `lmlib.models.experts.router.Router`, with the sigmoid of the logits as scores.
-      share_scale: what a token's shares add up to, if they are `normalized`.
+      share_scale: the sum of a token's shares, if they are `normalized`.
       head_dim, rotary_dim, value_dim, latent, query_latent: as in
         `lmlib.models.parts.latent_attention.LatentAttention`.
       rope_theta, rope_scaling: of rotary positions; DeepSeek-V3 has a `Yarn` whose amplitude is 1.
       score_sharpness: m, where with a `rope_scaling` all scores are multiplied by
         (0.1 m ln(factor) + 1)²; DeepSeek-V3 has 1.
       interleaved: as in `Rotary`.
-      norm_epsilon: of all norms but those of latents, which have 1e-6.
+      norm_epsilon: of all norms except latents', which have 1e-6.
       tied: one table embeds and unembeds.
       key: seed of the weights.
 

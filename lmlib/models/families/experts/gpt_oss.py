@@ -30,7 +30,7 @@ def gpt_oss(
     top: int = 4,
     **others: Any,
 ) -> Decoder:
-    """gpt-oss (§2). Where it departs from Llama: `experts` instead of each mlp, of which each token
+    """gpt-oss (§2). Where it departs from Llama: `experts` instead of each mlp, where each token
     goes to `top`, with the softmax of their logits as shares and gates that are clamped; biases
     everywhere but in norms; attention with sinks. Arguments as in `llama`; `mlp` is the size of
     each expert.

@@ -17,7 +17,7 @@ from lmlib.models.families.variants import variant
 def mixtral(
     *, rope_theta: float = 1_000_000.0, experts: int = 8, top: int = 2, **others: Any
 ) -> Decoder:
-    """Mixtral (§2.1): Llama with `experts` instead of each mlp, of which each token goes to `top`,
+    """Mixtral (§2.1): Llama with `experts` instead of each mlp; each token goes to `top` of them,
     with the softmax of their logits as shares. Arguments as in `llama`; `mlp` is the size of each
     expert."""
     router = functools.partial(Router, normalized=True)

@@ -24,7 +24,7 @@ def olmoe(
     **others: Any,
 ) -> Decoder:
     """OLMoE (§2): Llama with norms of queries and keys over all heads together, and with `experts`
-    instead of each mlp, of which each token goes to `top`. Arguments as in `qwen3_moe`."""
+    instead of each mlp; each token goes to `top` of them. Arguments as in `qwen3_moe`."""
     router = functools.partial(Router, normalized=normalized)
     attention = functools.partial(
         Attention,

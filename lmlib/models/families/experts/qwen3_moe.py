@@ -27,7 +27,7 @@ def qwen3_moe(
     **others: Any,
 ) -> Decoder:
     """Qwen 3's mixtures of experts (§2): Llama with norms of each head's queries and keys, and with
-    `experts` instead of each mlp, of which each token goes to `top`. Arguments as in `llama`; `mlp`
+    `experts` instead of each mlp; each token goes to `top` of them. Arguments as in `llama`; `mlp`
     is the size of each expert.
 
     Args:

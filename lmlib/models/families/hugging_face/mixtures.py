@@ -19,7 +19,7 @@ IN_CLASS = (
     ),
     Tensor("mlp.experts.down_proj", {"mlp.experts.down": ("expert", "embed", "mlp")}),
 )
-# About losses and noise in training, and what is returned beside the logits.
+# About losses and noise in training, and further outputs.
 IGNORED = ("output_router_logits", "router_aux_loss_coef", "router_jitter_noise")
 
 
@@ -60,7 +60,7 @@ NORMALIZED = Key(
 def mixture_keys(
     *more: Key, experts: int, top: int, count: str = "num_experts", **others: Any
 ) -> tuple[Key, ...]:
-    """Llama's, those of a mixture, and `more`.
+    """The keys of Llama, of a mixture, and `more`.
 
     Args:
       experts, top: how many there are and each token goes to, where config.json does not say.

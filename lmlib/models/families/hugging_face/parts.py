@@ -25,7 +25,7 @@ def a(kind: type[K], part: Any) -> K:
 
 
 def layers(model: Decoder) -> list[TwoParts]:
-    """The layers in order. The arrays of each are those of all layers of its stack.
+    """The layers in order. The arrays of each hold all layers of its stack.
 
     Raises:
       ValueError: as `a`.
