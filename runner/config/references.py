@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lmlib.hf.families import FAMILIES
-from lmlib.hf.family import Family
+from lmlib.models.families.hugging_face.family import Family
 from lmlib.hf.folder import read_json
 from lmlib.hf.hub import local_folder_of
 from lmlib.hf.peft.config import holds_adapters, read_config
@@ -114,7 +114,7 @@ def known_families(trusted: Collection[str]) -> tuple[Family, ...]:
         if not isinstance(found, list | tuple) or not all(isinstance(f, Family) for f in found):
             raise ConfigError(
                 f"{flag}: its FAMILIES is {found!r:.80}, and has to be a list of "
-                "lmlib.hf.family.Family"
+                "lmlib.models.families.hugging_face.family.Family"
             )
         own += found
     return (*own, *FAMILIES)

@@ -9,7 +9,7 @@ import jax
 from jax.sharding import Mesh
 
 from lmlib.data.batch import Source
-from lmlib.hf.family import Family
+from lmlib.models.families.hugging_face.family import Family
 from lmlib.models.differences import differences
 from lmlib.models.matrices.adapted import Adapted, map_adapted
 from lmlib.parallel.axes import Weight
