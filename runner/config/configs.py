@@ -269,7 +269,9 @@ def _is_of_families(kind: Any) -> bool:
         for each in typing.get_args(kind)
         if isinstance(each, type)
     ]
-    return typing.get_origin(kind) is Sequence and names == [("lmlib.models.families.hugging_face.family", "Family")]
+    return typing.get_origin(kind) is Sequence and names == [
+        ("lmlib.models.families.hugging_face.family", "Family")
+    ]
 
 
 def _apply_fiddler(text: str, cfg: fdl.Config, module: types.ModuleType) -> None:

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lmlib.hf.families import FAMILIES
-from lmlib.models.families.hugging_face.family import Family
 from lmlib.hf.folder import read_json
 from lmlib.hf.hub import local_folder_of
 from lmlib.hf.peft.config import holds_adapters, read_config
+from lmlib.models.families.hugging_face.family import Family
 from lmlib.storage.local_folder import folder_to_read
 from lmlib.storage.unlinked import unlinked
 from runner.errors import ConfigError, user_errors

@@ -9,8 +9,8 @@ import jax
 from jax.sharding import Mesh
 
 from lmlib.data.batch import Source
-from lmlib.models.families.hugging_face.family import Family
 from lmlib.models.differences import differences
+from lmlib.models.families.hugging_face.family import Family
 from lmlib.models.matrices.adapted import Adapted, map_adapted
 from lmlib.parallel.axes import Weight
 from lmlib.recipe import Recipe
