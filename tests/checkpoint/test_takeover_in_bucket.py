@@ -156,7 +156,7 @@ def check_undisturbed(url: str, before: dict[str, bytes], steps: dict[int, float
 
 
 def steps_of(url: str) -> list[int]:
-    with Checkpoints(f"{url}/checkpoints", read_only=True) as checkpoints:
+    with Checkpoints(f"{url}/checkpoints") as checkpoints:  # takes over: they stay as they are
         return checkpoints.steps()
 
 
