@@ -22,7 +22,6 @@ import tensorstore as ts
 from absl import app, flags
 
 from lmlib.data.flat_tokens import FlatTokens
-from lmlib.data.packing import packed_batch
 from lmlib.data.stored.shard_writer import ShardWriter
 from lmlib.data.stored.split import Span, StoredSplit
 from lmlib.terminal.table import columns

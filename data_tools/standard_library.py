@@ -22,7 +22,7 @@ from data_tools.train_tokenizer.byte_level_bpe import train_byte_level_bpe
 from lmlib.data import compressors
 from lmlib.data.stored.data_path import data_path
 from lmlib.data.stored.metadata import VERSION
-from lmlib.storage.cache_folder import cache_folder
+from lmlib.storage.local_folder import cache_folder
 
 HELD_OUT = ("email", "http", "urllib", "xml")
 LEFT_OUT = ("encodings", "pydoc_data")  # tables of characters, and the manual as strings

@@ -38,8 +38,8 @@ from lmlib.checkpoint import (
 )
 from lmlib.checkpoint.manifest import read_manifest
 from lmlib.checkpoint.notes import read_notes
-from lmlib.storage.bucket.copies import shown, url_of
-from lmlib.storage.local_folder import folder_to_read
+from lmlib.storage.bucket.copies import url_of
+from lmlib.storage.local_folder import folder_to_read, shown
 from lmlib.terminal.quantities import bytes_text, duration_text
 from lmlib.terminal.table import columns
 from runner.processes.lock import FolderLock

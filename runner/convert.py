@@ -72,8 +72,8 @@ from lmlib.models.matrices.adapted import has_adapters, without_adapters
 from lmlib.optim.trainable import adapters
 from lmlib.parallel.mesh import make_mesh
 from lmlib.state import parted
-from lmlib.storage.bucket.copies import shown
 from lmlib.storage.bucket.url import BucketUrl
+from lmlib.storage.local_folder import shown
 from lmlib.terminal.quantities import count_text, duration_text
 from runner.config import configs
 from runner.config.references import FolderReference, resolve

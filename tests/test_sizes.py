@@ -30,10 +30,14 @@ LARGEST = {  # files, lines
     "core": (CORE, 77, 9_640),
     "fit": ("import runner.training.fit\n", 214, 23_750),
 }
-# Extras: folders that the core does not import.
+# Extras: folders and modules that the core does not import.
 EXTRAS = (
     "lmlib.adapters",
     "lmlib.checkpoint",
+    "lmlib.data.stored.bucket_array",
+    "lmlib.data.stored.seqax",
+    "lmlib.data.stored.teacher",
+    "lmlib.data.whole_documents",
     "lmlib.evaluate",
     "lmlib.experiment",
     "lmlib.generate",
@@ -47,10 +51,11 @@ EXTRAS = (
     "lmlib.profile",
     "lmlib.report",
     "lmlib.runs",
+    "lmlib.storage.bucket",
     "lmlib.trackers",
     "lmlib.verdicts",
 )
-MOST_LINES, MOST_LINES_OF_TESTS = 74_400, 55_750
+MOST_LINES, MOST_LINES_OF_TESTS = 73_850, 55_000
 
 
 def in_a_new_process(code):

@@ -8,18 +8,18 @@ import numpy as np
 from data_tools.command_line import Progress, no_progress
 from data_tools.inspect.description import BLOCK_LENGTH, blocks
 from data_tools.tokenizer import Tokenizer
-from lmlib.data.stored.damage import DamagedDataError
-from lmlib.data.stored.data_path import data_path
+from lmlib.data.stored.data_path import data_path, is_seqax_split
+from lmlib.data.stored.journal import FILE_LENGTH
 from lmlib.data.stored.metadata import (
     FILE_NAME,
     TOKENIZER_FILE,
+    DamagedDataError,
     ShardMetadata,
     read_shard,
     shard_name,
 )
-from lmlib.data.stored.seqax import SeqaxSplit, is_seqax_split
+from lmlib.data.stored.seqax import SeqaxSplit
 from lmlib.data.stored.shard_writer import ShardWriter
-from lmlib.data.stored.token_arrays import FILE_LENGTH
 
 
 def to_lmlib(

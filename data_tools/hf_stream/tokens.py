@@ -17,8 +17,7 @@ import numpy as np
 from data_tools.hf_stream.records import SteadyRecords
 from data_tools.rows.block import SkippedRows, TextField
 from data_tools.tokenizer import Tokenizer
-from lmlib.data.batch import Batch
-from lmlib.data.packing import packed_batch
+from lmlib.data.batch import Batch, packed_batch
 from lmlib.data.permutation import permute
 from lmlib.data.prefetch import ReadAhead
 

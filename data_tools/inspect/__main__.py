@@ -19,8 +19,7 @@ from data_tools.inspect.batches import show_batch
 from data_tools.inspect.description import Decode, split_folders, usable_decoder
 from data_tools.inspect.showing import show_damage, show_split
 from lmlib.data.stored.data_path import data_path
-from lmlib.storage.bucket.copies import shown
-from lmlib.storage.local_folder import folder_to_read
+from lmlib.storage.local_folder import folder_to_read, shown
 
 if TYPE_CHECKING:  # needs JAX
     from lmlib.data.batch import Source

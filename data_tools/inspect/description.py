@@ -16,12 +16,12 @@ import numpy as np
 
 from data_tools.command_line import Progress, no_progress
 from data_tools.tokenizer import load_tokenizer
+from lmlib.data.stored.data_path import is_seqax_split
 from lmlib.data.stored.journal import read_journal
 from lmlib.data.stored.metadata import (
     FILE_NAME,
     JOURNAL_FILE,
     TOKENIZER_FILE,
-    ShardMetadata,
     SplitMetadata,
     TokenizerIdentity,
     read_shard,
@@ -30,10 +30,10 @@ from lmlib.data.stored.metadata import (
     shard_name,
     shard_number,
 )
-from lmlib.data.stored.seqax import SeqaxSplit, is_seqax_split
+from lmlib.data.stored.seqax import SeqaxSplit
 from lmlib.data.stored.split import StoredSplit
-from lmlib.data.stored.token_arrays import StoredArray, reading_context
-from lmlib.storage.bucket.copies import shown
+from lmlib.data.stored.token_arrays import open_array, reading_context
+from lmlib.storage.local_folder import shown
 
 BLOCK_LENGTH = 4 * 1024 * 1024  # tokens; a few tens of megabytes in memory
 
@@ -66,13 +66,8 @@ def _is_split(folder: Path) -> bool:
     return bool(shard_folders(folder) or is_seqax_split(folder) or (folder / FILE_NAME).is_file())
 
 
-def open_split(folder: Path) -> StoredSplit | SeqaxSplit:
-    """The finished split in `folder`, of either format; raises as `StoredSplit` does."""
-    return SeqaxSplit(folder) if is_seqax_split(folder) else StoredSplit(folder)
-
-
 def blocks(
-    stored: StoredSplit | SeqaxSplit, start: int = 0, length: int = BLOCK_LENGTH
+    stored: StoredSplit, start: int = 0, length: int = BLOCK_LENGTH
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """The tokens from `start` on, `length` at a time, and whether each begins a document.
 
@@ -146,7 +141,7 @@ def describe_split(folder: Path) -> SplitDescription:
     if not missing:
         read_split(folder)  # raises an error if they do not belong together
     if finished:
-        totals = SplitMetadata(tuple(finished))
+        totals = SplitMetadata.of(finished)
     else:
         settings = next((journal.settings for journal in begun.values()), {})
         totals = _totals(**{name: value for name, value in settings.items() if value is not None})
@@ -155,14 +150,14 @@ def describe_split(folder: Path) -> SplitDescription:
 
 
 def _totals(**known: Any) -> SplitMetadata:
-    """A split of one shard with few known entries."""
-    entries: dict[str, Any] = {field.name: 0 for field in dataclasses.fields(ShardMetadata)}
-    entries |= dict.fromkeys(("gzip_bytes", "tokenizer", "bos_id", "eos_id"))
-    entries |= {"content": "text", "max_token_id": -1, "source": {}, "data_set": "", "digests": {}}
-    entries |= {name: value for name, value in known.items() if name in entries}
+    """A split of which only some entries are known."""
+    entries: dict[str, Any] = dict.fromkeys(("gzip_bytes", "tokenizer", "bos_id", "eos_id"))
+    entries |= {"content": "text", "vocab_size": 0, "source": {}, "data_set": "", "shards": ()}
+    names = {field.name for field in dataclasses.fields(SplitMetadata)}
+    entries |= {name: value for name, value in known.items() if name in names}
     if isinstance(entries["tokenizer"], dict):
         entries["tokenizer"] = TokenizerIdentity(**entries["tokenizer"])
-    return SplitMetadata((ShardMetadata(**entries),))
+    return SplitMetadata(**entries)
 
 
 def document_lengths(folder: Path, progress: Progress = no_progress) -> Counter[int]:
@@ -185,7 +180,7 @@ def _lengths(folder: Path, progress: Progress) -> Iterator[np.ndarray]:
     for shard in finished:
         metadata, name = read_shard(shard), "document_starts"
         digest = metadata.digests[name]
-        starts = StoredArray(shard / name, metadata.documents, context, digest=digest)
+        starts = open_array(shard / name, metadata.documents, context, digest)
         pieces = (
             starts.read(first, min(first + BLOCK_LENGTH, starts.length)).result()
             for first in range(0, starts.length, BLOCK_LENGTH)
@@ -228,9 +223,7 @@ class Sample(NamedTuple):
     pieces: list[list[int]]  # the ids, cut where a document begins
 
 
-def samples(
-    stored: StoredSplit | SeqaxSplit, count: int, length: int = 100, seed: int = 0
-) -> list[Sample]:
+def samples(stored: StoredSplit, count: int, length: int = 100, seed: int = 0) -> list[Sample]:
     """`count` stretches of `length` tokens from random places; the same `seed`, the same places.
 
     A split shorter than `length` gives itself once. Raises DamagedDataError.

@@ -13,15 +13,14 @@ from data_tools.inspect.description import (
     SplitDescription,
     describe_split,
     document_lengths,
-    open_split,
     samples,
     usable_decoder,
 )
 from data_tools.inspect.verification import verify_split
 from data_tools.pretokenize.report import left_out
-from lmlib.data.stored.data_path import data_path
-from lmlib.data.stored.seqax import is_seqax_split
-from lmlib.storage.bucket.copies import shown, url_of
+from lmlib.data.stored.data_path import data_path, is_seqax_split
+from lmlib.data.stored.split import open_split
+from lmlib.storage.local_folder import in_bucket, shown
 from lmlib.terminal.quantities import bytes_text
 
 _BAR = 40  # characters of the longest bar
@@ -70,7 +69,7 @@ def show_damage(folders: Sequence[Path]) -> bool:
 
 def description_text(split: SplitDescription) -> str:
     """The properties of a split, one a line, with a unit at every number."""
-    totals, is_ours, url = split.totals, split.format == "lmlib", url_of(split.folder)
+    totals, is_ours, remote = split.totals, split.format == "lmlib", in_bucket(split.folder)
     documents, text, gzip_size, masked = f"{totals.documents:,}", "unknown", None, {}
     if totals.documents:
         documents += f", {totals.tokens / totals.documents:,.1f} tokens each on average"
@@ -96,7 +95,9 @@ def description_text(split: SplitDescription) -> str:
         "tokenizer": totals.tokenizer.name if totals.tokenizer else "unknown",
         "sha256": totals.tokenizer.sha256 if totals.tokenizer else None,
         "framing": "BOS {}, EOS {}".format(*ends),
-        "on disk": None if url else f"{split.disk_bytes:,} bytes ({bytes_text(split.disk_bytes)})",
+        "on disk": None
+        if remote
+        else f"{split.disk_bytes:,} bytes ({bytes_text(split.disk_bytes)})",
         **{f"source {name}": _source_text(value) for name, value in totals.source.items()},
     }
     width = max(map(len, rows)) + 2
@@ -105,7 +106,7 @@ def description_text(split: SplitDescription) -> str:
         f"  {'unfinished':<{width}}{name}, {tokens:,} tokens on disk so far"
         for name, tokens in split.unfinished.items()
     ]
-    return "\n".join([str(url or split.folder), *map(printable, lines)])
+    return "\n".join([shown(split.folder), *map(printable, lines)])
 
 
 def _source_text(value: object) -> str:

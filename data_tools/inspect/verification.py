@@ -4,7 +4,7 @@ Shape suffixes: N values of a block, C chunks of tokens and one more.
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,14 +12,13 @@ import numpy as np
 
 from data_tools.command_line import Progress, no_progress
 from data_tools.inspect.description import BLOCK_LENGTH
-from lmlib.data.stored.array_layout import check_claim, file_sizes, seqax_layout
-from lmlib.data.stored.damage import DamagedDataError
-from lmlib.data.stored.data_path import data_path
+from lmlib.data.stored.data_path import data_path, is_seqax_split
 from lmlib.data.stored.metadata import (
     FILE_NAME,
     LARGEST_TOKENIZER,
     LOSS_MASK,
     TOKENIZER_FILE,
+    DamagedDataError,
     ShardMetadata,
     TokenizerIdentity,
     arrays_of,
@@ -29,8 +28,8 @@ from lmlib.data.stored.metadata import (
     shard_name,
     shard_number,
 )
-from lmlib.data.stored.seqax import STARTS, TOKENS, SeqaxSplit, is_seqax_split
-from lmlib.data.stored.token_arrays import StoredArray, reading_context
+from lmlib.data.stored.seqax import STARTS, TOKENS, SeqaxArray, SeqaxSplit, length_on_disk
+from lmlib.data.stored.token_arrays import StoredArray, open_array, reading_context
 from lmlib.storage.stored_json import read_json
 
 
@@ -79,12 +78,16 @@ class _Found:
         self.damages.append(Damage(path, reason))
 
     def array(
-        self, path: Path, length: int, digest: str | None = None, driver: str = "zarr3"
+        self,
+        path: Path,
+        length: int,
+        digest: str | None = None,
+        open_: Callable[..., StoredArray] = open_array,
     ) -> StoredArray | None:
-        """Opens an array with the arguments of `StoredArray`; None if it is damaged as a whole."""
+        """Opens an array; None if it is damaged as a whole."""
         try:
-            stored = StoredArray(path, length, reading_context(), driver, digest)
-            stored.check_claim()
+            stored = open_(path, length, reading_context(), digest)
+            stored.check_files(some_lost=True)
             return stored
         except DamagedDataError as error:
             self.add(path, _cause_of(error))
@@ -95,15 +98,15 @@ class _Found:
         """Its values in order, a few million at a time, leaving out damaged files."""
         if array is None:
             return
-        layout = array.layout
-        for number, start in enumerate(range(0, array.length, layout.file_length)):
-            stop = min(start + layout.file_length, array.length)
+        folder = array.path / array.files_folder
+        for number, start in enumerate(range(0, array.length, array.file_length)):
+            stop = min(start + array.file_length, array.length)
             for first in range(start, stop, BLOCK_LENGTH):
                 last = min(first + BLOCK_LENGTH, stop)
                 try:
                     values = array.read(first, last).result()
                 except DamagedDataError as error:
-                    file = layout.folder / str(number)
+                    file = folder / str(number)
                     self.add(file, _cause_of(error) if file.exists() else "is missing")
                     self._count(stop - first)
                     break
@@ -223,7 +226,7 @@ def _seqax_damage(folder: Path, progress: Progress) -> list[Damage]:
         return [Damage(folder, _cause_of(error))]
     found = _Found(progress, split.tokens)
     documents, largest = 0, -1
-    encoded = found.array(folder / TOKENS, split.tokens, driver="zarr")
+    encoded = found.array(folder / TOKENS, split.tokens, open_=SeqaxArray)
     for number, encoded_N in enumerate(found.blocks(encoded)):
         if number == 0 and not found.damages and not encoded_N[0] & 1:
             found.add(folder / TOKENS, "begins in the middle of a document")
@@ -242,20 +245,24 @@ def _seqax_damage(folder: Path, progress: Progress) -> list[Damage]:
 
 def _verify_seqax_starts(found: _Found, path: Path, split: SeqaxSplit) -> None:
     try:
-        layout = seqax_layout(path)
-        sizes = file_sizes(layout)
-        check_claim(layout, sizes)
-        filtered = read_json(path / ".zarray").get("filters")
-    except (OSError, ValueError) as error:
-        found.add(path, str(error))
-        return
-    if filtered:  # as seqax writes it; TensorStore cannot read that
-        for number in range(layout.files):
-            if str(number) not in sizes:
-                found.add(path / str(number), "is missing")
+        description = read_json(path / ".zarray")
+        if description.get("filters"):  # as seqax writes it; TensorStore cannot read that
+            chunk = description["chunks"][0]
+            if type(chunk) is not int or chunk < 1:
+                raise ValueError(f"its chunks {chunk!r:.80} are no length")
+            files = -(-length_on_disk(path, "<u8", at_least=1) // chunk)
+            there = {entry.name for entry in path.iterdir() if entry.name.isdecimal()}
+            if files > 2 * len(there) + 1_000:
+                raise ValueError(f"it claims {files:,} files, but has {len(there):,}")
+            for number in range(files):
+                if str(number) not in there:
+                    found.add(path / str(number), "is missing")
+            return
+    except (OSError, ValueError, AttributeError, KeyError, IndexError, TypeError) as error:
+        found.add(path, _cause_of(error))
         return
     last = -1
-    array = found.array(path, split.documents + 1, driver="zarr")
+    array = found.array(path, split.documents + 1, open_=SeqaxArray)
     for start_N in found.blocks(array):
         if (np.diff(start_N.astype(np.int64), prepend=last) < 0).any():
             found.add(path, "decreases")

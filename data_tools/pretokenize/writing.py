@@ -13,8 +13,7 @@ from data_tools.held_out import Part
 from data_tools.pretokenize.out_folder import OutFolder
 from data_tools.rows.block import Block, Row, RowSource, bad_row
 from data_tools.tokenizer import Tokenizer
-from lmlib.data.stored.journal import Totals
-from lmlib.data.stored.metadata import Content, ShardMetadata, SplitMetadata
+from lmlib.data.stored.metadata import Content, ShardMetadata, SplitMetadata, Totals
 from lmlib.data.stored.shard_writer import ShardWriter, finished_shard
 
 OnBadRow = Literal["fail", "skip"]

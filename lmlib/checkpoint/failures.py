@@ -5,8 +5,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from lmlib.storage.bucket.copies import shown
 from lmlib.storage.failures import storage_failure
+from lmlib.storage.local_folder import shown
 
 _ERROR_NUMBER = re.compile(r"os_error_code='(\d+)'")
 

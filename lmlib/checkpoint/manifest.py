@@ -20,9 +20,9 @@ import xxhash
 
 from lmlib.checkpoint.folders import files_of
 from lmlib.checkpoint.in_bucket.steps import MANIFEST, steps_at
-from lmlib.storage.bucket.copies import shown
 from lmlib.storage.bucket.failures import BucketError
 from lmlib.storage.folder_store import NotAFileError
+from lmlib.storage.local_folder import shown
 from lmlib.storage.store import Store
 from lmlib.storage.stored_json import parse_json
 from lmlib.storage.whole_file import sync, sync_folders, write_whole

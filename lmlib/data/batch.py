@@ -1,6 +1,7 @@
 """A batch of training sequences, where batches come from, and how one reaches the devices.
 
-Shape suffixes: B batch (rows), S sequence, K ids that a teacher found likeliest.
+Shape suffixes: B batch (rows), S sequence, T = S + 1 tokens of a row, K ids that a
+teacher found likeliest.
 """
 
 import dataclasses
@@ -32,20 +33,28 @@ class Batch(eqx.Module):
     segment_ids: Int32[Array | np.ndarray, "batch seq"]  # 1, 2, … along a row; 0 is padding
     positions: Int32[Array | np.ndarray, "batch seq"]  # 0 at the start of each segment
     loss_mask: Bool[Array | np.ndarray, "batch seq"]  # targets of the loss; see docs/flat-tokens.md
-    # What a teacher found likeliest after each token, the likeliest first, and in nats how likely;
-    # None where there is no teacher. See docs/objectives.md.
+    # The ids that a teacher found likeliest after each token, the likeliest first, and their
+    # log-probabilities in nats; None without a teacher. See docs/objectives.md.
     teacher_ids: Int32[Array | np.ndarray, "batch seq k"] | None = None
     teacher_log_probabilities: Float16[Array | np.ndarray, "batch seq k"] | None = None
-    # In which order tokens stand, as `lmlib.row_order` says; "plain" in a `Source`.
+    # The order of the tokens, see `lmlib.row_order`; "plain" in a `Source`.
     order: str = eqx.field(static=True, default="plain")
-    # Whether it is known before any is read that a row is one segment and then padding, so that
-    # attention needs no mask; `place` says it of sources that are `Whole`.
+    # True if each row is known to be one segment and then padding, so that attention needs no
+    # mask; see `Source`.
     whole_rows: bool = eqx.field(static=True, default=False)
 
 
 @runtime_checkable
 class Source(Protocol):
-    """Batches as a pure function of the step, so that resuming needs no iterator state."""
+    """Batches as a pure function of the step: resuming needs no iterator state.
+
+    A source may have further attributes:
+
+      teacher_k: how many ids a teacher listed for each token; None, the default, without a teacher.
+      pairs: whether documents are pairs of a chosen and a rejected answer, each pair in one row,
+        its segments an odd number and the next. None, the default, does not say.
+      whole_rows: whether each row of every batch is one segment, and what follows it padding.
+    """
 
     @property
     def batch_size(self) -> int:
@@ -61,7 +70,7 @@ class Source(Protocol):
 
     @property
     def tokenizer(self) -> TokenizerIdentity | None:
-        """What made the ids; None if unknown."""
+        """The tokenizer that made the ids; None if unknown."""
 
     @property
     def batches(self) -> int | None:
@@ -69,41 +78,13 @@ class Source(Protocol):
 
     @property
     def bytes_per_target(self) -> float | None:
-        """Bytes of text for each target, on average; None if there is no text."""
+        """Bytes of text for each target, on average; None without text."""
 
     def batch(self, step: int, rows: slice = slice(None)) -> Batch:
         """The given rows of the global batch of `step`, as NumPy arrays.
 
         Any split into rows gives the same values as the whole batch.
         """
-
-
-@runtime_checkable
-class Taught(Protocol):
-    """A source whose batches may hold what a teacher said of their tokens."""
-
-    @property
-    def teacher_k(self) -> int | None:
-        """How many ids a teacher listed for each token; None if there is no teacher."""
-
-
-@runtime_checkable
-class Paired(Protocol):
-    """A source that says whether its documents are pairs."""
-
-    @property
-    def pairs(self) -> bool:
-        """Whether documents are pairs of a chosen and a rejected answer, each pair in one row, its
-        segments an odd number and the next."""
-
-
-@runtime_checkable
-class Whole(Protocol):
-    """A source that says whether each of its rows is one segment."""
-
-    @property
-    def whole_rows(self) -> bool:
-        """Whether each row of every batch is one segment, and what follows it padding."""
 
 
 @runtime_checkable
@@ -119,27 +100,69 @@ class Staged(Protocol):
     """A source whose batches have other sizes from some step on."""
 
     def at(self, step: int) -> Source:
-        """What gives the batch of `step`, and says its sizes."""
+        """The source of the batch of `step`, with its sizes."""
 
 
 def source_at(source: Source, step: int) -> Source:
-    """What gives the batch of `step`, and says its sizes: `Staged.at` of any source."""
+    """`Staged.at` of any source."""
     return source.at(step) if isinstance(source, Staged) else source
 
 
 def teacher_k(source: Source) -> int | None:
-    """`Taught.teacher_k` of any source."""
-    return source.teacher_k if isinstance(source, Taught) else None
+    """`teacher_k` of a source; None if it does not have it."""
+    return getattr(source, "teacher_k", None)
 
 
 def holds_pairs(source: Source) -> bool | None:
-    """`Paired.pairs` of any source; None if it does not say."""
-    return source.pairs if isinstance(source, Paired) else None
+    """`pairs` of a source; None if it does not say."""
+    return getattr(source, "pairs", None)
 
 
 def has_whole_rows(source: Source) -> bool:
-    """`Whole.whole_rows` of any source; False if it does not say."""
-    return isinstance(source, Whole) and source.whole_rows
+    """`whole_rows` of a source; False if it does not say."""
+    return getattr(source, "whole_rows", False)
+
+
+def packed_batch(
+    tokens_BT: np.ndarray,
+    starts_BT: np.ndarray,
+    lengths_B: np.ndarray,
+    *,
+    targets_BT: np.ndarray | None = None,
+    reset_positions: bool = True,
+    attend_across_documents: bool = False,
+) -> Batch:
+    """The batch whose row b predicts each of tokens_BT[b, 1:] from the one before; T = S + 1.
+
+    `starts_BT` (bool) marks the first token of each document; a row's first token always begins a
+    segment. `lengths_B` says how many inputs of each row have a target; the rest is padding.
+    `targets_BT` (bool) says which tokens are targets of the loss; without it, and of those at most,
+    all but the first of each document.
+
+    Positions count from the start of a segment, or of the row if not `reset_positions`. With
+    `attend_across_documents` a row is one segment; the first token of a document is no target
+    even then, since nothing before it says which document comes.
+    """
+    place_T = np.arange(tokens_BT.shape[1], dtype=np.int32)
+    starts_BT = starts_BT | (place_T == 0)
+    segment_BT = np.cumsum(starts_BT, axis=1, dtype=np.int32)
+    start_BT = np.maximum.accumulate(np.where(starts_BT, place_T, 0), axis=1)
+    position_BT = place_T - start_BT if reset_positions else place_T + np.zeros_like(start_BT)
+    if attend_across_documents:
+        segment_BT = np.ones_like(segment_BT)
+    used_BS = place_T[:-1] < lengths_B[:, None]
+    in_loss_BS = used_BS if targets_BT is None else used_BS & targets_BT[:, 1:]
+
+    def unless_padding(values_BS: np.ndarray) -> np.ndarray:
+        return np.where(used_BS, values_BS, 0).astype(np.int32, copy=False)
+
+    return Batch(
+        tokens=unless_padding(tokens_BT[:, :-1]),
+        targets=unless_padding(tokens_BT[:, 1:]),
+        segment_ids=unless_padding(segment_BT[:, :-1]),
+        positions=unless_padding(position_BT[:, :-1]),
+        loss_mask=in_loss_BS & ~starts_BT[:, 1:],
+    )
 
 
 def place(source: Source, step: int, sharding: NamedSharding, order: str = "balanced") -> Batch:
@@ -179,7 +202,7 @@ def place(source: Source, step: int, sharding: NamedSharding, order: str = "bala
                 f"{type(source).__name__}.batch({step}) must give {field} of {held.sum()} rows "
                 f"of {shape[1]} tokens, as many as were asked for, got shape {values.shape}"
             )
-    local_row_B = np.cumsum(held) - 1  # where a global row lies among the local ones
+    local_row_B = np.cumsum(held) - 1  # the place of a global row among the local ones
 
     def assemble(values: np.ndarray) -> Array:
         def part(index: tuple[slice, ...] | None) -> np.ndarray:
@@ -208,7 +231,7 @@ def _check_whole_rows(segment_ids_BS: np.ndarray, source: str) -> None:
 
 
 def row_places(batch: Batch) -> np.ndarray:
-    """Where in its row each token of a batch stands: `row[row_places]` is the batch's order. The
+    """The place of each token of a batch in its row: `row[row_places]` is the batch's order. The
     batch may be abstract."""
     shape = batch.tokens.shape
     if isinstance(batch.tokens, np.ndarray):

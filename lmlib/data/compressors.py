@@ -1,4 +1,4 @@
-"""How short compressors make the texts of a split, to compare a model's bits per byte with.
+"""Lengths of the texts of a split under compressors, beside a model's bits per byte.
 
 The lengths are measured once, where the texts are at hand, and kept beside the split's shards in
 compressors.json, an object of codes' names and their bytes. Those of gzip are in the shards'
@@ -11,24 +11,21 @@ import lzma
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from lmlib.data.stored.damage import DamagedDataError
+from lmlib.data.stored.metadata import DamagedDataError
 from lmlib.storage.stored_json import read_json
 from lmlib.storage.whole_file import write_whole
 
 FILE_NAME = "compressors.json"
 GZIP = "gzip -9 of each text"
-_XZ = "xz -9e of each text"
-_WHOLE_XZ = "xz -9e of the whole text"
-_ORDER = 16  # of PPMd: so many bytes of context
+_ORDER = 16  # bytes of PPMd's context
 _PPMD = f"PPMd of order {_ORDER} of the whole text"
 _TRAINED_PPMD = f"PPMd of order {_ORDER} after the training text"
 _MEMORY = 1 << 30  # bytes that PPMd may take before it forgets; it takes 300 MB after 10 MB of text
-_XZ_PRESET = 9 | lzma.PRESET_EXTREME
 _Code = Callable[[Sequence[bytes], Sequence[bytes]], int]
 
 
 def saw_training_text(code: str) -> bool:
-    """Whether the code of this name had read the training text before."""
+    """True if the code of this name had read the training text before."""
     return code == _TRAINED_PPMD
 
 
@@ -57,12 +54,12 @@ def measure(
 
 
 def save(folder: Path, measured: Mapping[str, int]) -> None:
-    """Keeps what was measured beside the shards in `folder`."""
+    """Keeps the lengths beside the shards in `folder`."""
     write_whole(folder / FILE_NAME, json.dumps(dict(measured), indent=2) + "\n")
 
 
 def read(folder: Path) -> dict[str, int]:
-    """What `save` kept in `folder`; nothing where it was never called.
+    """The lengths that `save` kept in `folder`; empty if it was never called.
 
     Raises DamagedDataError if it is damaged.
     """
@@ -80,19 +77,11 @@ def read(folder: Path) -> dict[str, int]:
     return {code: length for code, length in content.items() if code in _CODES}
 
 
-def _xz(texts: Sequence[bytes], _: Sequence[bytes]) -> int:
-    return sum(len(lzma.compress(text, preset=_XZ_PRESET)) for text in texts)
+def _xz(text: bytes) -> int:
+    return len(lzma.compress(text, preset=9 | lzma.PRESET_EXTREME))
 
 
-def _xz_of_the_whole(texts: Sequence[bytes], _: Sequence[bytes]) -> int:
-    return len(lzma.compress(b"".join(texts), preset=_XZ_PRESET))
-
-
-def _ppmd(texts: Sequence[bytes], _: Sequence[bytes]) -> int:
-    return _ppmd_after(texts, ())
-
-
-def _ppmd_after(texts: Sequence[bytes], before: Sequence[bytes]) -> int:
+def _ppmd(texts: Sequence[bytes], before: Sequence[bytes]) -> int:
     """PPMd, variant H (Shkarin 2002, "PPM: one step to practicality"), as 7-Zip has it."""
     from pyppmd import Ppmd7Encoder
 
@@ -101,5 +90,8 @@ def _ppmd_after(texts: Sequence[bytes], before: Sequence[bytes]) -> int:
     return len(encoder.encode(b"".join(texts))) + len(encoder.flush())
 
 
-_WITHOUT_PPMD: dict[str, _Code] = {_XZ: _xz, _WHOLE_XZ: _xz_of_the_whole}
-_CODES = {**_WITHOUT_PPMD, _PPMD: _ppmd, _TRAINED_PPMD: _ppmd_after}
+_WITHOUT_PPMD: dict[str, _Code] = {
+    "xz -9e of each text": lambda texts, _: sum(map(_xz, texts)),
+    "xz -9e of the whole text": lambda texts, _: _xz(b"".join(texts)),
+}
+_CODES = {**_WITHOUT_PPMD, _PPMD: lambda texts, _: _ppmd(texts, ()), _TRAINED_PPMD: _ppmd}

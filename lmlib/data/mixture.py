@@ -6,7 +6,6 @@ splits over processes, as its sources do.
 Shape suffixes: B batch (rows), P places of the pattern, N sources of a stage.
 """
 
-import itertools
 import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
@@ -17,8 +16,8 @@ import jax
 import numpy as np
 
 from lmlib.data.batch import Batch, Source, has_whole_rows, teacher_k
-from lmlib.data.resumable import Resumable
-from lmlib.data.stored.metadata import TokenizerIdentity, tokenizers_differ
+from lmlib.data.stages import check_alike, check_begins
+from lmlib.data.stored.metadata import TokenizerIdentity
 from lmlib.data.text import HasText, TextCodec
 
 PERIOD = 1024  # sequences after which a stage's pattern repeats
@@ -60,7 +59,7 @@ class Stage:
 
     @property
     def title(self) -> str:
-        """What messages call it."""
+        """Its name in messages."""
         return f"the stage that begins at step {self.begin}"
 
     @property
@@ -98,19 +97,16 @@ class Mixture:
         self.whole_rows = all(map(has_whole_rows, sources.values()))
         self.max_token_id = max(source.max_token_id for source in sources.values())
         self.batches = None
-        # Sources do not tell targets per sequence, so their bytes per target have no exact mean.
+        # Sources do not count targets per sequence: the exact mean of bytes per target is unknown.
         self.bytes_per_target = None
         self.sources = dict(sources)
+        known = [source.tokenizer for source in sources.values() if source.tokenizer]
+        with_digest = (each for each in known if each.sha256)
+        self.tokenizer: TokenizerIdentity | None = next(with_digest, known[0] if known else None)
         self._begins = [stage.begin for stage in stages]
         self._orders: list[_Order] = []
         for stage in stages:
             self._orders.append(_Order(stage, self.sequences_before(stage.begin)))
-
-    @property
-    def tokenizer(self) -> TokenizerIdentity | None:
-        """The tokenizer of those sources that know theirs, with its sha256 if one knows that."""
-        known = [source.tokenizer for source in self.sources.values() if source.tokenizer]
-        return next((each for each in known if each.sha256), known[0] if known else None)
 
     def text_codec(self) -> TextCodec | None:
         """See `HasText`: that of the first source that has one, by name."""
@@ -119,7 +115,7 @@ class Mixture:
         return next((codec for codec in codecs if codec is not None), None)
 
     def sequences_before(self, step: int) -> dict[str, int]:
-        """How many sequences steps 0 … `step` - 1 take from each source."""
+        """The number of sequences that steps 0 … `step` - 1 take from each source."""
         taken = dict.fromkeys(self.sources, 0)
         ends = [*self._begins[1:], step]
         for begin, end, order in zip(self._begins, ends, self._orders, strict=False):
@@ -173,7 +169,7 @@ class Mixture:
 
 
 class _Order:
-    """Where each sequence of a stage comes from; sequences are numbered from the stage's first."""
+    """The source of each sequence of a stage; sequences are numbered from the stage's first."""
 
     def __init__(self, stage: Stage, taken: Mapping[str, int]) -> None:
         """`taken` says how many sequences earlier stages took from each source."""
@@ -246,41 +242,12 @@ def _check_sources(sources: Mapping[str, Source]) -> None:
                 f"source {name!r} ends after {source.batches} batches; a Mixture needs sources "
                 "that never end, such as FlatTokens with epochs=None"
             )
-        if isinstance(source, Resumable):
-            raise ValueError(
-                f"source {name!r} is a {type(source).__name__}, whose batches depend on those "
-                "before; a Mixture needs batches that are a function of the step: pretokenize it"
-            )
-    for (name, source), (other_name, other) in itertools.combinations(sources.items(), 2):
-        settings = {
-            "batch_size": (source.batch_size, other.batch_size),
-            "sequence_length": (source.sequence_length, other.sequence_length),
-            "teacher_k": (teacher_k(source), teacher_k(other)),
-        }
-        for setting, (value, other_value) in settings.items():
-            if value != other_value:
-                raise ValueError(
-                    f"source {name!r} has {setting} {value}, but {other_name!r} has {other_value}: "
-                    "give all sources of a Mixture the same"
-                )
-        if tokenizers_differ(source.tokenizer, other.tokenizer):
-            raise ValueError(
-                f"source {name!r} was made by {source.tokenizer}, but {other_name!r} by "
-                f"{other.tokenizer}: pretokenize both with one tokenizer"
-            )
+    named = {f"source {name!r}": source for name, source in sources.items()}
+    check_alike(named, "batch_size", "sequence_length")
 
 
 def _check_stages(sources: Mapping[str, Source], stages: Sequence[Stage]) -> None:
-    if not stages:
-        raise ValueError("a Mixture needs at least one stage")
-    if stages[0].begin != 0:
-        raise ValueError(f"a Mixture's first stage begins at step 0, not {stages[0].begin}")
-    for stage, following in itertools.pairwise(stages):
-        if following.begin <= stage.begin:
-            raise ValueError(
-                f"a stage that begins at step {following.begin} comes after one that begins at "
-                f"step {stage.begin}: put stages in order, each with a step of its own"
-            )
+    check_begins([stage.begin for stage in stages])
     known = ", ".join(sorted(sources))
     for stage in stages:
         for name in sorted(stage.weights.keys() - sources.keys()):

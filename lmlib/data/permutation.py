@@ -1,6 +1,6 @@
-"""A keyed permutation of range(size), evaluated point by point in O(1) memory, and epochs of it.
+"""The shuffle: a keyed permutation of range(size), evaluated point by point in O(1) memory.
 
-A balanced Feistel network is a bijection of a power-of-four domain whatever its round function
+A balanced Feistel network is a bijection of a power-of-four domain for any round function
 (Luby & Rackoff, "How to Construct Pseudorandom Permutations from Pseudorandom Functions", 1988).
 Cycle walking restricts it to range(size): a point that lands outside is encrypted again until it
 lands inside (Black & Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002). The domain
@@ -9,81 +9,75 @@ is less than four times the size, so fewer than four walks are expected.
 Shape suffixes: B batch (rows of a step), T steps, N rows of all these steps.
 """
 
-from dataclasses import dataclass
-
 import numpy as np
 
-from lmlib.data.splitmix64 import hash_words, splitmix64
-
+GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio, made odd
 ROUNDS = 12  # 4 are enough for large domains; small ones need more to look uniform
 
 
-@dataclass(frozen=True)
 class Shuffle:
-    """Which sequence each row of a data set is, in epochs that have each sequence once.
+    """The sequence of each row of a step, in epochs that have each sequence once.
 
-    Args:
-      sequences: in an epoch.
-      together: neighbours that are shuffled as one, and follow each other in order. Where they do
-        not divide `sequences`, rows in place of those that the last of them lack are padding.
-      seed: of the order; None keeps the sequences as they are numbered.
-      epochs: rows past so many are padding; None never ends.
+    Attributes:
+      rows: of an epoch.
     """
 
-    sequences: int
-    together: int = 1
-    seed: int | None = 0
-    epochs: int | None = None
+    _ROWS = 4_096  # that are shuffled at once: NumPy's calls take the time, and not the rows
 
-    @property
-    def rows(self) -> int:
-        """Rows of an epoch."""
-        return -(-self.sequences // self.together) * self.together
-
-    def of_rows(self, number_B: np.ndarray) -> np.ndarray:
-        """The sequence that each row is, int64; -1 for padding. Rows count on over epochs."""
-        epoch_B, place_B = np.divmod(number_B, self.rows)
-        if self.seed is not None:
-            group_B, member_B = np.divmod(place_B, self.together)
-            groups = self.rows // self.together
-            for epoch in np.unique(epoch_B).tolist():
-                here = epoch_B == epoch
-                group_B[here] = permute(group_B[here], groups, seed=self.seed, epoch=epoch)
-            place_B = group_B * self.together + member_B
-        there_B = place_B < self.sequences
-        if self.epochs is not None:
-            there_B &= epoch_B < self.epochs
-        return np.where(there_B, place_B, -1)
-
-
-class SequencesOfSteps:
-    """Which sequence each row of a step's batch is.
-
-    The rows of many steps are shuffled at once, which takes hardly longer than those of one step:
-    NumPy's calls, and not the rows, take the time.
-    """
-
-    _ROWS = 4_096  # at once, or those of one step
-
-    def __init__(self, shuffle: Shuffle, batch_size: int) -> None:
-        self._shuffle, self._batch_size = shuffle, batch_size
-        self._steps = max(self._ROWS // batch_size, 1)
+    def __init__(
+        self,
+        sequences: int,
+        batch_size: int,
+        together: int = 1,
+        seed: int | None = 0,
+        epochs: int | None = None,
+    ) -> None:
+        """
+        Args:
+          sequences: in an epoch.
+          batch_size: rows of a step.
+          together: neighbours that are shuffled as one, and follow each other in order. If they
+            do not divide `sequences`, the missing ones of the last group are padding.
+          seed: of the order; None keeps the sequences as they are numbered.
+          epochs: after this many all rows are padding; None never ends.
+        """
+        self.rows = -(-sequences // together) * together
+        self._sequences, self._together, self._seed, self._epochs = (
+            sequences,
+            together,
+            seed,
+            epochs,
+        )
+        self._batch_size, self._steps = batch_size, max(self._ROWS // batch_size, 1)
         self._newest: tuple[int, np.ndarray] = (-1, np.zeros((0, batch_size), np.int64))
 
     def of_step(self, step: int) -> np.ndarray:
-        """The sequences of the step's rows, int64 [B]; -1 for padding."""
+        """The sequences of the step's rows, int64 [B]; -1 is padding."""
         block, place = divmod(step, self._steps)
         known, sequence_TB = self._newest
         if known != block:
             rows = self._steps * self._batch_size
-            number_N = block * rows + np.arange(rows)
-            sequence_TB = self._shuffle.of_rows(number_N).reshape(self._steps, -1)
+            sequence_TB = self._of_rows(block * rows + np.arange(rows)).reshape(self._steps, -1)
             self._newest = block, sequence_TB
         return sequence_TB[place].copy()
 
+    def _of_rows(self, number_N: np.ndarray) -> np.ndarray:
+        epoch_N, place_N = np.divmod(number_N, self.rows)
+        if self._seed is not None:
+            group_N, member_N = np.divmod(place_N, self._together)
+            groups = self.rows // self._together
+            for epoch in np.unique(epoch_N).tolist():
+                here = epoch_N == epoch
+                group_N[here] = permute(group_N[here], groups, seed=self._seed, epoch=epoch)
+            place_N = group_N * self._together + member_N
+        there_N = place_N < self._sequences
+        if self._epochs is not None:
+            there_N &= epoch_N < self._epochs
+        return np.where(there_N, place_N, -1)
+
 
 def permute(points: np.ndarray, size: int, *, seed: int, epoch: int) -> np.ndarray:
-    """Where the permutation of range(size) keyed by (seed, epoch) sends each of `points`.
+    """The image of each of `points` in the permutation of range(size) keyed by (seed, epoch).
 
     `points` holds integers in [0, size), any shape; the result is int64 of the same shape.
     The order is part of a run's definition: it never changes between versions.
@@ -116,3 +110,29 @@ def _feistel(points: np.ndarray, half_bits: int, round_keys: np.ndarray) -> np.n
     for key in round_keys:
         left, right = right, left ^ (splitmix64(right ^ key) & mask)
     return (left << shift) | right
+
+
+def splitmix64(values: np.ndarray) -> np.ndarray:
+    """The SplitMix64 output for each state in `values` (uint64, any shape); a bijection, each of
+    whose output bits depends on every input bit.
+
+    Unlike NumPy's generators, whose streams may change between releases, the result is fixed.
+    Source: Steele, Lea & Flood, "Fast Splittable Pseudorandom Number Generators" (OOPSLA 2014),
+    with the constants of Stafford's variant 13, as in `java.util.SplittableRandom`.
+    """
+    mixed = np.asarray(values, np.uint64) + GOLDEN_GAMMA
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return mixed ^ (mixed >> np.uint64(31))
+
+
+def hash_words(*words: np.ndarray | int) -> np.ndarray:
+    """One uint64 hash of several 64-bit words (broadcast together), sensitive to their order.
+
+    Integers are taken modulo 2**64.
+    """
+    digest = np.zeros(1, np.uint64)
+    for word in words:
+        word_64 = np.uint64(word % 2**64) if isinstance(word, int) else word.astype(np.uint64)
+        digest = splitmix64(digest ^ word_64)
+    return digest

@@ -1,10 +1,10 @@
 """Work done ahead on a background thread; batches placed on the devices before they are needed."""
 
+import contextlib
+import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Iterator
-from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 import jax
@@ -18,7 +18,8 @@ Item = TypeVar("Item")
 class ReadAhead(Iterator[Item], Generic[Item]):
     """The items of an iterator, made by a background thread up to `depth` ahead.
 
-    What the iterator raises is raised by `next` at that item's turn, and again by each later one.
+    An exception of the iterator is raised by `next` at that item's turn, and again by each later
+    one.
     Close it when it is no longer needed. The thread is a daemon: if its iterator hangs, it is
     abandoned and does not keep the interpreter from exiting.
     """
@@ -27,70 +28,57 @@ class ReadAhead(Iterator[Item], Generic[Item]):
         """Starts a thread called `name`. Raises ValueError for a depth below 1."""
         if depth < 1:
             raise ValueError(f"{name} needs a depth of at least 1, not {depth}")
-        self._items = items
-        self._depth = depth
-        self._changed = threading.Condition()
-        # Below: what the threads share, under `_changed`.
-        self._made: deque[Item] = deque()
-        self._end: BaseException | None = None  # what `next` raises once nothing is left
+        self._items, self._closed = items, False
+        self._room = threading.Semaphore(depth)
+        self._made: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+        self._end: BaseException | None = None  # `next` raises it once it is set
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(self._may_go_on)
-                if self._end is not None:
-                    return
+        end: BaseException | None = None
+        while end is None:
+            self._room.acquire()
+            if self._closed:
+                return
+            item = None
             try:
                 item = next(self._items)
-            except BaseException as error:  # whatever it is, `next` must not wait for ever
-                self._finish(error)
-                return
-            with self._changed:
-                if self._end is None:  # else it was closed meanwhile
-                    self._made.append(item)
-                    self._changed.notify_all()
-
-    def _may_go_on(self) -> bool:
-        return self._end is not None or len(self._made) < self._depth
-
-    def _has_outcome(self) -> bool:
-        return bool(self._made) or self._end is not None
-
-    def _finish(self, end: BaseException) -> None:
-        with self._changed:
-            self._end = self._end or end
-            self._changed.notify_all()
+            except BaseException as error:  # of any kind: `next` must not wait for ever
+                end = error
+            self._made.put((item, end))
 
     def ready(self) -> bool:
-        """Whether `next` would return, or raise, at once."""
-        with self._changed:
-            return self._has_outcome()
+        """True if `next` would return, or raise, at once."""
+        return self._end is not None or not self._made.empty()
 
     def __next__(self) -> Item:
         return self.next()
 
     def next(self, timeout: float | None = None) -> Item:
         """The next item; raises TimeoutError if it is not there after `timeout` seconds."""
-        with self._changed:
-            if not self._changed.wait_for(self._has_outcome, timeout):
-                raise TimeoutError(f"nothing came for {timeout:g} s")
-            if self._made:
-                self._changed.notify_all()
-                return self._made.popleft()
-            assert self._end is not None
+        item: Any = None
+        if self._end is None:
+            try:
+                item, self._end = self._made.get(timeout=timeout)
+            except queue.Empty:
+                raise TimeoutError(f"nothing came for {timeout:g} s") from None
+            self._room.release()
+        if self._end is not None:
             raise self._end
+        return item
 
     def close(self, timeout: float = 0.0) -> None:
-        """Drops what was not taken and ends the thread once the item it works on is made.
+        """Drops the items that were not taken, and ends the thread once its present item is made.
 
         Waits for that for at most `timeout` seconds. From now on `next` raises StopIteration.
         """
-        with self._changed:
-            self._made.clear()
-            self._end = StopIteration()
-            self._changed.notify_all()
+        self._closed, self._end = True, StopIteration()
+        self._room.release()
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._made.get_nowait()
+        self._made.put((None, self._end))  # for a thread that waits in `next`
         if timeout and self._thread is not threading.current_thread():
             self._thread.join(timeout)
 
@@ -98,7 +86,7 @@ class ReadAhead(Iterator[Item], Generic[Item]):
 class Prefetch(Iterator[tuple[int, Batch]]):
     """Yields (step, batch on the devices) for each step in range(start, stop).
 
-    One background thread places up to `depth` batches ahead. What it raises is raised again by
+    One background thread places up to `depth` batches ahead. Its exception is raised again by
     `next` at that batch's turn, with a note naming the step; nothing is yielded after that.
     Close it, or use it as a context manager, to stop the thread early.
     """
@@ -119,8 +107,6 @@ class Prefetch(Iterator[tuple[int, Batch]]):
 
         Raises ValueError for a depth below 1.
         """
-        if depth < 1:
-            raise ValueError(f"Prefetch needs a depth of at least 1 batch, not {depth}")
         self.wait_seconds = 0.0
         self.state = None
         self._close_seconds = close_seconds
@@ -128,7 +114,7 @@ class Prefetch(Iterator[tuple[int, Batch]]):
         self._placed = ReadAhead(placed, depth, name="prefetch")
 
     def ready(self) -> bool:
-        """Whether `next` would return, or raise, at once."""
+        """True if `next` would return, or raise, at once."""
         return self._placed.ready()
 
     def __next__(self) -> tuple[int, Batch]:
@@ -148,12 +134,7 @@ class Prefetch(Iterator[tuple[int, Batch]]):
     def __enter__(self) -> "Prefetch":
         return self
 
-    def __exit__(
-        self,
-        exception_type: type[BaseException] | None,
-        exception: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -10,15 +10,15 @@ from jax.experimental import multihost_utils
 
 @runtime_checkable
 class Resumable(Protocol):
-    """A `Source` whose batches are no function of the step alone, such as a stream.
+    """A `Source` whose batches depend on more than the step, such as a stream.
 
     Its batches are asked for in order of their steps, all rows that a process needs of one step
-    before the next. Asking for the first one again starts it anew: so does each evaluation, if it
-    is used for validation, whose state no checkpoint keeps.
+    before the next. Asking for the first one again starts it anew. Each evaluation does that with
+    a validation source, whose state no checkpoint keeps.
     """
 
     def state(self, step: int) -> dict[str, Any]:
-        """What `restore` needs for the batches from `step` on to come again; JSON values.
+        """JSON values from which `restore` gives the batches from `step` on again.
 
         Called right after this process's rows of the batch of `step - 1`; each process has its
         own state.
@@ -27,15 +27,15 @@ class Resumable(Protocol):
     def restore(self, step: int, states: list[dict[str, Any]]) -> None:
         """Makes `step` the next batch.
 
-        `states` are those of all processes at that step, in order; there may have been another
-        number of them. Called before any batch. Raises ValueError for states that do not fit.
+        `states` come from all processes at that step, in order; there may have been another
+        number of processes. Called before any batch. Raises ValueError for states that do not fit.
         """
 
 
 def gather_states(state: dict[str, Any]) -> list[dict[str, Any]]:
     """The state of each process, the same list on all; every process must call it.
 
-    Raises TypeError if a state holds what is no JSON value.
+    Raises TypeError if a state cannot be JSON.
     """
     text = json.dumps(state)
     if jax.process_count() == 1:

@@ -5,27 +5,27 @@ Shape suffixes: B batch (rows).
 
 import itertools
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 import numpy as np
 
 from lmlib.data.batch import Batch, Source, has_whole_rows, holds_pairs, teacher_k
 from lmlib.data.resumable import Resumable
-from lmlib.data.stored.metadata import TokenizerIdentity, tokenizers_differ
+from lmlib.data.stored.metadata import tokenizers_differ
 from lmlib.data.text import HasText, TextCodec
 
 
 class Stages:
     """A source for each stage of a run, from a step of its own on.
 
-    A stage takes up its source where the stage before it ends, in tokens of rows one after the
-    other, padding counted too: if that one goes up to its row n, of S tokens, the first row of this
-    one is number ⌈n·S / sequence_length⌉ of its source, row r of step t being number t·batch_size +
-    r. So where batches grow and rows stay as long as they are, each row follows the one before it,
-    as if there were no stages. A further stage never changes the batches before it.
+    A stage begins its source where the stage before it ends, counted in tokens of rows, padding
+    included. If that stage goes up to its row n, of S tokens, the first row of this one is number
+    ⌈n·S / sequence_length⌉ of its source; row r of step t is number t·batch_size + r. If batches
+    grow and rows keep their length, each row follows the one before it as if there were no stages.
+    A further stage never changes the batches before it.
 
-    It is a `Source` whose sizes are those of the first stage; `at` has those of the others.
+    It is a `Source` with the sizes of the first stage; `at` has the others' sizes.
     """
 
     def __init__(self, sources: Sequence[tuple[int, Source]]) -> None:
@@ -34,15 +34,21 @@ class Stages:
         Raises ValueError if the first does not begin at step 0 and each other later than the one
         before it, if the tokenizers or the teachers differ, or if a source is `Resumable`.
         """
-        _check_begins([begin for begin, _ in sources])
-        _check_sources([source for _, source in sources])
-        self._sources = [sources[0][1]]
+        check_begins([begin for begin, _ in sources])
+        if len(sources) > 1:
+            check_alike({f"the stage from step {begin:,} on": each for begin, each in sources})
+        self._sources: list[Source] = [sources[0][1]]
         self._begins = [begin for begin, _ in sources]
         first_row = 0
         for (begin, source), (end, following) in itertools.pairwise(sources):
             rows = first_row + (end - begin) * source.batch_size
             first_row = -(-rows * source.sequence_length // following.sequence_length)
             self._sources.append(Continued(following, end, first_row))
+        first = self._sources[0]
+        self.batch_size, self.sequence_length = first.batch_size, first.sequence_length
+        self.tokenizer, self.bytes_per_target = first.tokenizer, first.bytes_per_target
+        self.max_token_id = max(source.max_token_id for source in self._sources)
+        self.batches = self._sources[-1].batches  # None without end
 
     def spans(self, steps: int) -> dict[range, Source]:
         """The source of each stage by the steps, from 0, that it gives batches to; `steps` in all.
@@ -67,38 +73,8 @@ class Stages:
         """The given rows of the batch of `step`; see `Source.batch`."""
         return self.at(step).batch(step, rows)
 
-    @property
-    def batch_size(self) -> int:
-        """Rows of a batch of the first stage."""
-        return self._sources[0].batch_size
-
-    @property
-    def sequence_length(self) -> int:
-        """Tokens in a row of the first stage."""
-        return self._sources[0].sequence_length
-
-    @property
-    def max_token_id(self) -> int:
-        """The largest id of any stage."""
-        return max(source.max_token_id for source in self._sources)
-
-    @property
-    def tokenizer(self) -> TokenizerIdentity | None:
-        """That of the first stage; those of the others do not differ."""
-        return self._sources[0].tokenizer
-
-    @property
-    def batches(self) -> int | None:
-        """Steps until the last stage has nothing left; None without end."""
-        return self._sources[-1].batches
-
-    @property
-    def bytes_per_target(self) -> float | None:
-        """That of the first stage."""
-        return self._sources[0].bytes_per_target
-
     def text_codec(self) -> TextCodec | None:
-        """See `HasText`: that of the first stage."""
+        """See `HasText`: the first stage's."""
         first = self._sources[0]
         return first.text_codec() if isinstance(first, HasText) else None
 
@@ -121,14 +97,10 @@ class Continued:
         self.pairs = holds_pairs(source)
         self.whole_rows = has_whole_rows(source)
         self._begin, self._first_row = begin, first_row
-
-    @property
-    def batches(self) -> int | None:
-        """Steps until the source has nothing left; None without end."""
-        if self.source.batches is None:
-            return None
-        left = self.source.batches * self.batch_size - self._first_row
-        return self._begin + max(0, left // self.batch_size)
+        self.batches: int | None = None  # without end
+        if source.batches is not None:
+            left = source.batches * source.batch_size - first_row
+            self.batches = begin + max(0, left // source.batch_size)
 
     def text_codec(self) -> TextCodec | None:
         """See `HasText`."""
@@ -157,9 +129,10 @@ class Continued:
             yield own_step, slice(int(here_B[0]), int(here_B[-1]) + 1, rows.step)
 
 
-def _check_begins(begins: Sequence[int]) -> None:
+def check_begins(begins: Sequence[int]) -> None:
+    """Raises ValueError unless stages begin at step 0, and then ever later."""
     if not begins:
-        raise ValueError("Stages need at least one source")
+        raise ValueError("there must be at least one stage")
     if begins[0] != 0:
         raise ValueError(f"the first stage begins at step 0, not {begins[0]:,}")
     for begin, following in itertools.pairwise(begins):
@@ -170,21 +143,26 @@ def _check_begins(begins: Sequence[int]) -> None:
             )
 
 
-def _check_sources(sources: Sequence[Source]) -> None:
-    for source in sources:
-        if isinstance(source, Resumable) and len(sources) > 1:
+def check_alike(sources: Mapping[str, Source], *settings: str) -> None:
+    """Raises ValueError if one of `sources` is `Resumable`, or two differ in tokenizers, stored
+    teachers or one of `settings`. Messages call them by their keys."""
+    for name, source in sources.items():
+        if isinstance(source, Resumable):
             raise ValueError(
-                f"a stage reads a {type(source).__name__}, whose batches depend on those before; "
-                "stages need batches that are a function of the step: pretokenize it"
+                f"{name} is a {type(source).__name__}, whose batches depend on those before; here "
+                "batches must be a function of the step: pretokenize it"
             )
-    for one, other in itertools.pairwise(sources):
-        if tokenizers_differ(one.tokenizer, other.tokenizer):
+    for (name, source), (other_name, other) in itertools.combinations(sources.items(), 2):
+        values = {each: (getattr(source, each), getattr(other, each)) for each in settings}
+        values["teacher_k"] = teacher_k(source), teacher_k(other)
+        for setting, (value, other_value) in values.items():
+            if value != other_value:
+                raise ValueError(
+                    f"{name} has {setting} {value}, but {other_name} has {other_value}: give all "
+                    "the same"
+                )
+        if tokenizers_differ(source.tokenizer, other.tokenizer):
             raise ValueError(
-                f"one stage has ids of {one.tokenizer}, and the next of {other.tokenizer}: "
+                f"{name} was made by {source.tokenizer}, but {other_name} by {other.tokenizer}: "
                 "pretokenize both with one tokenizer"
-            )
-        if teacher_k(one) != teacher_k(other):
-            raise ValueError(
-                f"a stored teacher lists {teacher_k(one)} ids for each token of one stage, and "
-                f"{teacher_k(other)} for those of the next: give all stages the same"
             )

@@ -7,15 +7,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from lmlib.data.batch import Batch
-from lmlib.data.packing import packed_batch
-from lmlib.data.splitmix64 import hash_words
+from lmlib.data.batch import Batch, packed_batch
+from lmlib.data.permutation import hash_words
 
 STRIDES = 4  # strides 1 … 4: two tokens of a document give its stride away
 DOCUMENTS_PER_ROW = 4  # on average
-NOISE_PERIOD = 16  # one token in so many is replaced by a random one
+NOISE_PERIOD = 16  # one token in 16 is replaced by a random one
 
-# What a hash is for, so that no two draws share one.
+# The purposes of hashes: two draws never share one.
 _BOUNDARY, _FIRST_TOKEN, _STRIDE, _IS_NOISE, _NOISE = range(5)
 
 

@@ -19,20 +19,22 @@ if TYPE_CHECKING:  # heavy
     from tokenizers import Tokenizer
 
 
-_BYTE = re.compile("<0x[0-9A-F]{2}>")  # a byte of a character that has no token of its own
+_BYTE = re.compile("<0x[0-9A-F]{2}>")  # a byte of a character without a token of its own
 BYTE_TOKENIZER = TokenizerIdentity("bytes", None)  # UTF-8 bytes are ids 0 to 255
 
 
 @dataclass(frozen=True)
 class TextCodec:
-    """How a data set's ids are made of text, and text of its ids.
+    """A data set's way from text to ids and back.
 
-    `encode` gives the ids of the beginning of a document: first the token that begins a document,
-    if the data set has one; names of special tokens are plain text. `encode_marked` gives the ids
-    of a text that says itself where special tokens are, by their names. `decode` leaves special
-    tokens out. `settles` is whether ids after this one leave the text up to it as it is, but for
-    bytes at its end that are no whole character. `special_name` gives the name of a special token,
-    and an empty text for any other id.
+    Attributes:
+      encode: the ids of the beginning of a document. The token that begins a document comes first,
+        if the data set has one; names of special tokens are plain text.
+      encode_marked: the ids of a text that names its special tokens itself.
+      decode: the text of ids, without special tokens.
+      settles: True if ids after this one leave the text up to it as it is, except bytes at its end
+        that are not a whole character.
+      special_name: the name of a special token, and an empty text for any other id.
     """
 
     encode: Callable[[str], list[int]]
@@ -56,16 +58,16 @@ class HasText(Protocol):
 def codec_of_file(file: Path, bos_id: int | None) -> TextCodec:
     """The codec of the tokenizer.json `file`; `bos_id` begins a document.
 
-    Raises ValueError or OSError if the file describes no tokenizer.
+    Raises ValueError or OSError if the file does not describe a tokenizer.
     """
-    with _said_of(file):
+    with _naming(file):
         return codec_of_json(read_text(file, LARGEST_TOKENIZER), str(file), bos_id)
 
 
 def codec_of_json(tokenizer_json: str, name: str, bos_id: int | None) -> TextCodec:
     """The codec of the text of a tokenizer.json, which errors call `name`.
 
-    Raises ValueError if the text describes no tokenizer.
+    Raises ValueError if the text does not describe a tokenizer.
     """
     begin = [] if bos_id is None else [bos_id]
     tokenizer = read_tokenizer(tokenizer_json)
@@ -77,41 +79,41 @@ def codec_of_json(tokenizer_json: str, name: str, bos_id: int | None) -> TextCod
         tokenizer.encode_special_tokens = False
         return tokenizer
 
-    def encode(text: str) -> list[int]:
+    def ids(tokenizer: "Tokenizer", text: str) -> list[int]:
         with tokenizers_errors(f"{name} cannot encode {text!r:.80}"):
-            return begin + tokenizer.encode(text, add_special_tokens=False).ids
+            return tokenizer.encode(text, add_special_tokens=False).ids
 
-    def encode_marked(text: str) -> list[int]:
-        with tokenizers_errors(f"{name} cannot encode {text!r:.80}"):
-            return marked().encode(text, add_special_tokens=False).ids
-
-    def decode(ids: Iterable[int]) -> str:
+    def text(ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         with tokenizers_errors(f"{name} cannot decode"):
-            return tokenizer.decode(list(ids), skip_special_tokens=True)
+            return tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     @functools.cache
     def special_name(id: int) -> str:
-        if id not in added or not added[id].special:
-            return ""
-        with tokenizers_errors(f"{name} cannot decode"):
-            return tokenizer.decode([id], skip_special_tokens=False)
+        return text([id], False) if id in added and added[id].special else ""
 
     def settles(id: int) -> bool:
         token = tokenizer.id_to_token(id)
-        if token is None or special_name(id):  # which has no text
-            return False
-        return not _BYTE.fullmatch(token)
+        return token is not None and not special_name(id) and not _BYTE.fullmatch(token)
 
-    return TextCodec(encode, encode_marked, decode, settles, special_name)
+    return TextCodec(
+        encode=lambda text: begin + ids(tokenizer, text),
+        encode_marked=lambda text: ids(marked(), text),
+        decode=text,
+        settles=settles,
+        special_name=special_name,
+    )
 
 
 def beginning_of(file: Path, end_ids: Collection[int]) -> int | None:
-    """The id that the tokenizer.json `file` itself puts before a text, if it does; `end_ids` are
-    those that it may put after one.
+    """The id that the tokenizer.json `file` itself puts before a text; None if it does not.
 
-    Raises ValueError or OSError if the file describes no tokenizer, or one that puts several.
+    Args:
+      end_ids: the ids that it may put after a text.
+
+    Raises ValueError or OSError if the file does not describe a tokenizer, or one that puts
+    several ids before a text.
     """
-    with _said_of(file):
+    with _naming(file):
         tokenizer = read_tokenizer(read_text(file, LARGEST_TOKENIZER))
     with tokenizers_errors(f"{file} cannot encode an empty text"):
         around = tokenizer.encode("", add_special_tokens=True).ids
@@ -133,15 +135,15 @@ def codec_of_bytes(bos_id: int | None) -> TextCodec:
 
 
 def decoded_bytes(ids: Iterable[int | np.integer]) -> str:
-    """The text of UTF-8 bytes, without ids above; bytes that are no UTF-8 become U+FFFD."""
+    """The text of UTF-8 bytes, without ids above; other bytes than UTF-8 become U+FFFD."""
     return bytes(int(i) for i in ids if i < 256).decode("utf-8", errors="replace")
 
 
 def read_tokenizer(tokenizer_json: str) -> "Tokenizer":
     """The tokenizer that takes any text as plain and whole: no truncation, no padding.
 
-    Raises ValueError if the text describes no tokenizer, or one that could make far more of a text
-    than a tokenizer has to (`lmlib.data.tokenizer_limits`).
+    Raises ValueError if the text does not describe a tokenizer, or describes one that could make
+    far more of a text than a tokenizer has to (`lmlib.data.tokenizer_limits`).
     """
     from tokenizers import Tokenizer
 
@@ -162,8 +164,8 @@ def write_tokenizer(file: Path, tokenizer_json: str) -> None:
 
 
 @contextmanager
-def _said_of(file: Path) -> Iterator[None]:
-    """Has a ValueError say that it is of `file`."""
+def _naming(file: Path) -> Iterator[None]:
+    """Puts the file's name before the message of a ValueError."""
     try:
         yield
     except ValueError as error:
@@ -171,12 +173,12 @@ def _said_of(file: Path) -> Iterator[None]:
 
 
 @contextmanager
-def tokenizers_errors(what: str) -> Iterator[None]:
-    """Turns whatever `tokenizers` raises into ValueError: `what`, and its cause in one line."""
+def tokenizers_errors(doing: str) -> Iterator[None]:
+    """Turns any exception of `tokenizers` into a ValueError: `doing`, and its cause in one line."""
     try:
         yield
     except BaseException as error:  # `tokenizers` raises bare Exception
-        # A panic of Rust is no Exception, and has no public class to catch.
+        # A panic of Rust is not an Exception, and its class is not public.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        raise ValueError(f"{what}: {' '.join(str(error).split())}") from error
+        raise ValueError(f"{doing}: {' '.join(str(error).split())}") from error

@@ -5,17 +5,16 @@ from collections.abc import Iterable, Sequence
 
 from lmlib.data.text import TextCodec
 
-_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # of bytes that are no character, or not yet a whole one
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # for bytes that are not a whole character, or not yet
 _KEPT = 16  # ids
 
 
 class TextStream:
     """Decodes ids as they come, in whole characters.
 
-    What `push` and `finish` return, put together, is `codec.decode` of all the ids. Text is held
-    back while a later id may change it. (The `DecodeStream` of `tokenizers` is not used: bytes that
-    stand for characters outside of the vocabulary are replaced as a whole if one of them is wrong,
-    and it has shown the others by then.)
+    The results of `push` and `finish` together are `codec.decode` of all the ids. Text is held back
+    while a later id may change it. (`tokenizers`' own `DecodeStream` shows bytes of characters
+    outside of the vocabulary too early: a later wrong byte replaces all of them.)
     """
 
     def __init__(self, codec: TextCodec, kept: int = _KEPT):
@@ -43,8 +42,8 @@ class TextStream:
         return new
 
     def finish(self) -> str:
-        """The text that was held back; bytes that are no whole character become U+FFFD. Ids may
-        follow, whose text begins after it."""
+        """The text that was held back; incomplete characters become U+FFFD. Ids may follow, whose
+        text begins after it."""
         text = self._codec.decode(self._ids)
         new = text[self._given :]
         self._given = len(text)
@@ -72,11 +71,11 @@ class StopStrings:
         self._is_shown: list[bool] = []  # for each character of `_held`
 
     def push(self, piece: str, special_name: str = "") -> str:
-        """The text that can be shown now; none after a stop string.
+        """The text that can be shown now; empty after a stop string.
 
         Args:
-          piece: what follows the text so far.
-          special_name: of the special token after it, as `TextCodec.special_name` gives it.
+          piece: the next text.
+          special_name: `TextCodec.special_name` of the token after it.
         """
         if self.found is not None:
             return ""

@@ -1,7 +1,8 @@
-"""How much a tokenizer.json can make of a text: bounds that follow from what it says.
+"""Bounds on the text and tokens that a tokenizer.json can make of a text.
 
-It may be a stranger's, and a few words in it can ask for terabytes: one part replaces each letter
-by two, and there are forty of them. What a tokenizer of any use may do is far below these bounds.
+All commands that load a tokenizer need them: it may be a stranger's, and a few words in it can ask
+for terabytes. One part replaces each letter by two, and a file may have forty such parts. Useful
+tokenizers stay far below these bounds.
 """
 
 import base64
@@ -23,23 +24,23 @@ MOST_AROUND = 1_000  # tokens put around a text
 LONGEST_TOKEN = 10_000  # characters
 LONGEST_STAND_IN = 100  # characters of a token that stands for others' texts
 
-# Parts besides the model, and under which name a sequence of one has its steps.
+# Parts in addition to the model, and the name for the steps of a sequence of one.
 _INSIDE = {
     "normalizer": "normalizers",
     "pre_tokenizer": "pretokenizers",
     "decoder": "decoders",
     "post_processor": "processors",
 }
-# What may match between characters, where nothing is; not in front of a class, and not escaped.
+# An expression may match the empty text if it has one of these, not escaped or in a class.
 _MATCHES_NOTHING = re.compile(r"[*?|(^$]|\{[0,]|\\[bBAzZGKyY]")
 _PLAIN = re.compile(r"\[\^|\\\W")
 
 
 def check_parts(description: Any) -> None:
-    """Checks what a tokenizer.json does besides its model, before it is loaded.
+    """Checks all parts of a tokenizer.json except its model, before it is loaded.
 
-    Raises:
-      ValueError: if it could make far more of a text than a tokenizer has to, or is no tokenizer.
+    Raises ValueError if they could make far more of a text than a tokenizer has to, or are not
+    parts of a tokenizer.
     """
     if not isinstance(description, dict):
         raise ValueError("it is no object")
@@ -83,13 +84,13 @@ def check_tokens(tokenizer: "Tokenizer") -> None:
 
 
 def growth(description: Mapping[str, Any], part: str) -> int:
-    """Characters that the "normalizer", the "pre_tokenizer" or the "decoder" makes of one at most,
-    besides what Unicode's own forms do.
+    """The most characters that the "normalizer", the "pre_tokenizer" or the "decoder" makes of one,
+    in addition to Unicode's own forms.
 
-    `description` is what `tokenizers` writes.
+    `description` is in the form that `tokenizers` writes.
     """
     most = 1
-    made: set[str] | None = set()  # characters in what has grown; None: any
+    made: set[str] | None = set()  # characters that grown text may hold; None: any
     for step in _steps(description, part):
         match step:
             case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)} if old:
@@ -123,7 +124,7 @@ def growth(description: Mapping[str, Any], part: str) -> int:
 
 
 def _one_form(description: Mapping[str, Any]) -> dict[str, Any]:
-    """The parts as `tokenizers` writes them, whatever version wrote the file."""
+    """The parts as `tokenizers` writes them now; older versions wrote other forms."""
     from tokenizers import Tokenizer
 
     alone: dict[str, Any] = {part: description.get(part) for part in _INSIDE}

@@ -1,5 +1,4 @@
-"""Rows that begin with a document: which documents share a row, none of them cut but those that
-are longer than it.
+"""Rows that begin with a document. Only documents longer than a row are cut.
 
 Shape suffixes: U units (a document, or a pair of them), R rows.
 """
@@ -8,12 +7,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from lmlib.data.stored.metadata import DamagedDataError
+from lmlib.data.stored.split import StoredSplit
+
 
 @dataclass(frozen=True)
 class WholeDocuments:
-    """Units of neighbouring documents, put into rows; a function of the lengths alone.
+    """Units of neighbouring documents, put into rows; a function of only the lengths.
 
-    Two numbers for each unit are held in memory, 16 MB for a million.
+    Memory holds up to three numbers for each unit, 24 MB for a million.
     """
 
     edges_U: np.ndarray  # int64 [units + 1]: where each starts, in tokens, and the last stops
@@ -32,6 +34,32 @@ class WholeDocuments:
         starts = self.edges_U[units]
         stops = np.minimum(self.edges_U[units + 1], starts + self.capacity)
         return list(zip(starts.tolist(), stops.tolist(), strict=True))
+
+
+def whole_documents(
+    stored: StoredSplit, folder: str, capacity: int, packed: bool
+) -> WholeDocuments:
+    """The rows of a split's documents, or of its pairs of them, of `capacity` tokens at most.
+
+    Raises ValueError if some must not be cut and are too long, DamagedDataError if some are no
+    pairs.
+    """
+    edges = stored.edges()
+    content = "text" if stored.metadata is None else stored.metadata.content
+    if content == "pairs":
+        if (np.diff(edges) < 2).any():
+            raise DamagedDataError(f"{folder} holds documents of fewer than two tokens in pairs")
+        edges = edges[::2]
+    lengths_U = np.diff(edges)
+    too_long = int((lengths_U > capacity).sum())
+    if content != "text" and too_long:
+        raise ValueError(
+            f"{too_long:,} of the {content} in {folder} have more than sequence_length + "
+            f"1 = {capacity:,} tokens, the longest {lengths_U.max():,}, and none is ever cut: "
+            f"take a sequence_length of {lengths_U.max() - 1:,}, or prepare the data again "
+            f"with --max_length={capacity}"
+        )
+    return arranged(edges, capacity, packed)
 
 
 def arranged(edges_U: np.ndarray, capacity: int, packed: bool) -> WholeDocuments:
@@ -53,8 +81,8 @@ def best_fit_decreasing(lengths_U: np.ndarray, capacity: int) -> np.ndarray:
 
     Of equally long units the one stored first comes first, of equally full rows the newest. It
     takes at most 11/9 of the fewest rows that are possible, and 4 more: Johnson et al., "Worst-case
-    performance bounds for simple one-dimensional packing algorithms" (1974). Where most units are
-    short, the rows are full but for the last. A million units take about a second.
+    performance bounds for simple one-dimensional packing algorithms" (1974). If most units are
+    short, all rows but the last are full. A million units take about a second.
     """
     row_U = np.zeros(len(lengths_U), np.int64)
     with_room: list[list[int]] = [[] for _ in range(capacity + 1)]  # rows by tokens to spare

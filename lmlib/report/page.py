@@ -15,7 +15,7 @@ from lmlib.metrics.meanings import MEANINGS
 from lmlib.report import curves, specifications, tables
 from lmlib.report.points import AXES
 from lmlib.report.seen import Seen, seen
-from lmlib.storage.cache_folder import cache_folder
+from lmlib.storage.local_folder import cache_folder
 from lmlib.storage.whole_file import make_folder, write_whole
 
 FILE_NAME = "report.html"

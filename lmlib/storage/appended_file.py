@@ -1,4 +1,4 @@
-"""A file at whose end a process writes for as long as it lasts."""
+"""A file that a process appends to until it ends."""
 
 import contextlib
 import errno

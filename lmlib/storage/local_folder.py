@@ -1,14 +1,51 @@
-"""The folder on this machine that a path or a URL names."""
+"""Folders that users name by paths and URLs, and copies of folders in buckets.
+
+A folder in a bucket, `gs://…` or `s3://…`, has a copy of its small files on this machine
+(`lmlib.storage.bucket.copies`), and the copy's path stands for it. Only a path of that kind, or a
+URL, brings in the code for buckets.
+"""
 
 import os
 import re
 from pathlib import Path
 
-from lmlib.storage.bucket.copies import copy_to_read, place_of
-from lmlib.storage.bucket.url import BucketUrl
+NO_HOME = "this user has no home folder, and XDG_CACHE_HOME names no other"
+READ, WRITTEN, MADE = "read", "written", "made"  # kinds of copies, each in a folder of its own
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _URL_AS_PATH = re.compile(r"(gs|s3|r2|az|abfss?|wasbs?|hdfs|https?|ftp|file):/")  # it lost a slash
+_BUCKET_URL = re.compile(r"(gs|s3):/")
+
+
+def cache_folder() -> Path | None:
+    """`$XDG_CACHE_HOME/lmlib`, else `~/.cache/lmlib`, for what can be made again; it may be absent.
+
+    `None` where there is neither: containers run as users without a name.
+    """
+    if named := os.environ.get("XDG_CACHE_HOME"):
+        return Path(named, "lmlib")
+    home = Path(os.path.expanduser("~"))  # which stays "~" if nobody knows the user
+    return home / ".cache" / "lmlib" if home.is_absolute() else None
+
+
+def copies_folder() -> Path:
+    """The folder of all copies; raises ValueError without a cache folder."""
+    cache = cache_folder()
+    if cache is None:
+        raise ValueError(f"folders in buckets have a copy here, and {NO_HOME}: set XDG_CACHE_HOME")
+    return Path(os.path.realpath(cache / "buckets"))
+
+
+def in_bucket(path: Path, *kinds: str) -> bool:
+    """True if `path` stands for a folder in a bucket: a copy to read or to write, or one of
+    these kinds."""
+    return _copied(path)[0] in (kinds or (READ, WRITTEN))
+
+
+def shown(path: Path) -> str:
+    """The name that the user gave: a URL if `path` is a bucket's copy, or made for one."""
+    kind, *parts = _copied(path)
+    return f"{parts[0]}://{'/'.join(parts[1:])}" if kind in (READ, WRITTEN, MADE) else str(path)
 
 
 def local_folder(path: str | os.PathLike[str]) -> Path:
@@ -26,19 +63,32 @@ def local_folder(path: str | os.PathLike[str]) -> Path:
 
 
 def folder_named(path: str | os.PathLike[str]) -> Path:
-    """The path of a folder. For a folder in a bucket it stands for the URL, and may be absent.
-
-    Raises as `local_folder`.
-    """
-    url = BucketUrl.parsed(os.fspath(path))
-    return local_folder(path) if url is None else place_of(url)
+    """`local_folder`, or for a folder in a bucket the path that stands for it, which may be
+    absent."""
+    return _folder(path, fetch=False)
 
 
 def folder_to_read(path: str | os.PathLike[str]) -> Path:
-    """The path of a folder. For a folder in a bucket, `gs://…` or `s3://…`, it is a copy of its
-    small files, as `lmlib.storage.bucket.copies` makes it. Raises as `local_folder`.
+    """`local_folder`, or for a folder in a bucket a copy of its small files.
 
     Raises BucketError if the bucket cannot be read.
     """
-    url = BucketUrl.parsed(os.fspath(path))
-    return local_folder(path) if url is None else copy_to_read(url)
+    return _folder(path, fetch=True)
+
+
+def _folder(path: str | os.PathLike[str], fetch: bool) -> Path:
+    if _BUCKET_URL.match(os.fspath(path)):
+        from lmlib.storage.bucket.copies import copy_to_read, place_of
+        from lmlib.storage.bucket.url import BucketUrl
+
+        if (url := BucketUrl.parsed(os.fspath(path))) is not None:
+            return copy_to_read(url) if fetch else place_of(url)
+    return local_folder(path)
+
+
+def _copied(path: Path) -> tuple[str, ...]:
+    """The kind of copy that `path` is, its scheme, its bucket, and its folders; else one empty
+    string."""
+    if cache_folder() is None or copies_folder() not in path.absolute().parents:
+        return ("",)
+    return path.absolute().relative_to(copies_folder()).parts

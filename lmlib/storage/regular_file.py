@@ -6,7 +6,6 @@ file of the user's, which would then be copied into a folder that the user publi
 
 import os
 import stat
-from pathlib import Path
 from typing import BinaryIO
 
 
@@ -32,22 +31,3 @@ def read_regular(path: str | os.PathLike[str], largest: int) -> bytes:
     if len(content) > largest:
         raise ValueError(f"it has more than {largest:,} bytes")
     return content
-
-
-def check_within_folder(path: str | os.PathLike[str]) -> None:
-    """Raises ValueError if `path` is a link that leads out of its folder.
-
-    A snapshot in the cache of `huggingface_hub` is links to the blobs of the same repository,
-    models--OWNER--NAME/snapshots/COMMIT/FILE to models--OWNER--NAME/blobs/DIGEST
-    (https://huggingface.co/docs/huggingface_hub/guides/manage-cache): these are within.
-    """
-    path = Path(path)
-    folder, file = Path(os.path.realpath(path.parent)), Path(os.path.realpath(path))
-    repository = folder.parents[1] if len(folder.parents) > 1 else folder
-    if folder.parent.name == "snapshots" and repository.name.startswith("models--"):
-        folder = repository
-    if folder not in file.parents:
-        raise ValueError(
-            f"it is a link to {file}, which is not in its folder: put a copy of the file there "
-            "if you want it to be used"
-        )

@@ -1,6 +1,7 @@
-"""Paths in a run's folder, which may come from a stranger.
+"""Folders that may come from a stranger, and links in them.
 
-A link could lead to a private file of the user's, and pages of runs are shown to others.
+A link could lead to a private file of the user's, which would then be published with the folder, or
+shown on a page of runs.
 """
 
 import os
@@ -31,4 +32,23 @@ def check_no_link(path: Path) -> None:
         raise LinkError(
             f"{path} is a link, which is not followed in a run's folder: replace it by a copy of "
             "its target"
+        )
+
+
+def check_within_folder(path: str | os.PathLike[str]) -> None:
+    """Raises ValueError if `path` is a link that leads out of its folder.
+
+    A snapshot in the cache of `huggingface_hub` is links to the blobs of the same repository,
+    models--OWNER--NAME/snapshots/COMMIT/FILE to models--OWNER--NAME/blobs/DIGEST
+    (https://huggingface.co/docs/huggingface_hub/guides/manage-cache): these are within.
+    """
+    path = Path(path)
+    folder, file = Path(os.path.realpath(path.parent)), Path(os.path.realpath(path))
+    repository = folder.parents[1] if len(folder.parents) > 1 else folder
+    if folder.parent.name == "snapshots" and repository.name.startswith("models--"):
+        folder = repository
+    if folder not in file.parents:
+        raise ValueError(
+            f"it is a link to {file}, which is not in its folder: put a copy of the file there "
+            "if you want it to be used"
         )

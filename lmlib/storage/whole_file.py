@@ -1,4 +1,4 @@
-"""Files and folders that are on the disk for good: whole after a kill, and after a power cut.
+"""Files and folders that stay on the disk: whole after a kill, and after a power cut.
 
 Written bytes reach the disk at any later time, and in any order. `fsync` of a file brings its
 content there, `fsync` of a folder the names in it.
@@ -22,7 +22,7 @@ def write_whole(
     content: bytes | str,
     check: Callable[[], None] = lambda: None,
 ) -> None:
-    """Puts `content` in the place of the file `path` in one step, and durably.
+    """Replaces the file `path` by `content` in one step, and durably.
 
     The content goes to a new file `.<name>.<random>.unfinished` in the same folder, which is then
     renamed. File and folder are on disk when this returns, so that neither a kill nor a power cut

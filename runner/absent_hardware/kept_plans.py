@@ -9,7 +9,7 @@ from typing import Any
 
 import fiddle as fdl
 
-from lmlib.storage.cache_folder import NO_HOME, cache_folder
+from lmlib.storage.local_folder import NO_HOME, cache_folder
 from lmlib.storage.stored_json import parse_json
 from lmlib.storage.whole_file import write_whole
 from runner.config.code import code_digest

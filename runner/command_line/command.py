@@ -18,7 +18,7 @@ from absl import app, flags, logging
 
 import data_tools
 from data_tools.command_line import expand_home
-from lmlib.data.stored.damage import DamagedDataError
+from lmlib.data.stored.metadata import DamagedDataError
 from lmlib.terminal.text import guard_terminals
 from runner.command_line.exit_status import FAILED, FINISHED, MISTAKE, STOPPED
 from runner.errors import (

@@ -10,7 +10,7 @@ from pathlib import Path
 import fiddle as fdl
 
 from lmlib.experiment import Experiment
-from lmlib.storage.bucket.copies import shown
+from lmlib.storage.local_folder import shown
 from lmlib.terminal.python_command import python_command
 from runner.config.saved_config import modules_to_trust
 from runner.config.text import parameters

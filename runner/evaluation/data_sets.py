@@ -12,9 +12,8 @@ import numpy as np
 from data_tools.rows.block import TextField
 from data_tools.rows.files import Files
 from lmlib.data.flat_tokens import FlatTokens
-from lmlib.data.stored.data_path import data_path
+from lmlib.data.stored.data_path import data_path, is_seqax_split
 from lmlib.data.stored.metadata import Content, read_split, shard_folders, tokenizers_differ
-from lmlib.data.stored.seqax import is_seqax_split
 from lmlib.evaluate.documents import Document
 from runner.config.text import nodes
 from runner.errors import ConfigError

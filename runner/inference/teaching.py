@@ -14,8 +14,7 @@ from lmlib.data.batch import TOKEN_BYTES, place
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.stored.data_path import data_path
 from lmlib.data.stored.metadata import tokenizers_differ
-from lmlib.data.stored.teacher import FILE_NAME, TeacherMetadata
-from lmlib.data.stored.teacher_writer import TeacherWriter
+from lmlib.data.stored.teacher import FILE_NAME, TeacherMetadata, TeacherWriter
 from lmlib.hardware.free_memory import check_fits_host
 from lmlib.losses.token_losses import likeliest_tokens
 from lmlib.parallel.fingerprint import fingerprint

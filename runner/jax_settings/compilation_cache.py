@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from lmlib.storage.cache_folder import NO_HOME, cache_folder
+from lmlib.storage.local_folder import NO_HOME, cache_folder
 
 
 def keep_compiled_programs() -> Path | None:

@@ -16,7 +16,7 @@ from lmlib.runs.goodput import Goodput
 from lmlib.runs.result import FILE_NAME, LOSS_STEPS, read_result
 from lmlib.runs.validation import StoredValidation
 from lmlib.state import State
-from lmlib.storage.bucket.copies import shown
+from lmlib.storage.local_folder import shown
 from lmlib.storage.whole_file import write_whole
 from lmlib.terminal.quantities import count_text
 from lmlib.terminal.table import columns

@@ -10,7 +10,7 @@ from lmlib.checkpoint.removal import reading
 from lmlib.experiment import Experiment
 from lmlib.runs.settings import read_settings
 from lmlib.state import State
-from lmlib.storage.bucket.copies import shown
+from lmlib.storage.local_folder import shown
 from runner.config.references import FolderReference, resolve
 from runner.config.text import changed_paths
 from runner.errors import ConfigError, in_words, user_errors

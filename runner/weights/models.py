@@ -44,8 +44,7 @@ from lmlib.parallel.mesh import on_mesh_of
 from lmlib.parallel.selection import named_weights
 from lmlib.recipe import Recipe
 from lmlib.state import Parts, abstract_model, parted
-from lmlib.storage.bucket.copies import shown
-from lmlib.storage.local_folder import folder_to_read
+from lmlib.storage.local_folder import folder_to_read, shown
 from lmlib.storage.unlinked import unlinked
 from runner.config import configs
 from runner.config.references import FolderReference, RunReference, base_of, resolve

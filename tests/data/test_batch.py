@@ -1,15 +1,11 @@
-import socket
-import subprocess
-import sys
-from pathlib import Path
-
 import jax
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from lmlib.data.batch import Batch, place
-from lmlib.data.flat_tokens import FlatTokens
+from lmlib.data.batch import Batch, packed_batch, place
 from lmlib.data.synthetic import Synthetic
 
 pytestmark = pytest.mark.several_devices
@@ -77,57 +73,35 @@ def test_devices_that_share_a_row_have_an_early_and_a_late_piece_of_it() -> None
             np.testing.assert_array_equal(shard.data, wanted)
 
 
-def test_place_from_disk(example: Path) -> None:
-    source = FlatTokens(str(example), "train", 8, 16)
-    placed = place(source, 1, NamedSharding(mesh_of(2, 2, 2), PartitionSpec(("data", "fsdp"))))
-    jax.tree.map(np.testing.assert_array_equal, placed, source.batch(1))
-
-
 def test_a_mesh_that_does_not_divide_the_batch() -> None:
     sharding = NamedSharding(mesh_of(2, 2, 2), PartitionSpec(("data", "fsdp")))
     with pytest.raises(ValueError, match="batch of 6 sequences of 16 tokens cannot be split"):
         place(Synthetic(50, 6, 16), 0, sharding)
 
 
-# Devices are dealt out so that the rows of a process are not contiguous.
-TWO_PROCESSES = """
-import sys
-import jax
-import numpy as np
-sys.path.insert(0, {tests!r})
-jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 4)
-process = int(sys.argv[1])
-jax.distributed.initialize("localhost:{port}", 2, process)
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from lmlib.data.batch import place
-from test_batch import Recording
-first, second = np.split(np.array(jax.devices()), 2)
-devices = np.stack([first[:2], second[:2], first[2:], second[2:]])
-mesh = Mesh(devices, ("data", "tensor"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
-source = Recording(8, 4)
-placed = place(source, 2, NamedSharding(mesh, PartitionSpec("data")))
-mine = [0, 1, 4, 5] if process == 0 else [2, 3, 6, 7]
-assert source.rows_read == mine, source.rows_read
-expected = source.batch(2)
-for array, whole in zip(jax.tree.leaves(placed), jax.tree.leaves(expected), strict=True):
-    assert array.shape == (8, 4) and len(array.addressable_shards) == 4
-    for shard in array.addressable_shards:
-        np.testing.assert_array_equal(shard.data, whole[shard.index])
-"""
+@settings(max_examples=100)
+@given(data=st.data(), rows=st.integers(0, 3), length=st.integers(1, 9))
+def test_packed_rows_match_a_loop(data: st.DataObject, rows: int, length: int) -> None:
+    flags = st.lists(st.booleans(), min_size=length + 1, max_size=length + 1)
+    starts = np.array([data.draw(flags) for _ in range(rows)], bool).reshape(rows, length + 1)
+    lengths = np.array([data.draw(st.integers(0, length)) for _ in range(rows)], int)
+    tokens = 1 + np.arange(rows * (length + 1)).reshape(rows, length + 1)
+    batch = packed_batch(tokens, starts, lengths)
 
-
-@pytest.mark.slow
-def test_each_of_two_processes_reads_its_own_rows() -> None:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    script = TWO_PROCESSES.format(tests=str(Path(__file__).parent), port=port)
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", script, str(process)], stderr=subprocess.PIPE, text=True
-        )
-        for process in range(2)
-    ]
-    errors = [process.communicate(timeout=120)[1] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], errors
+    for b in range(rows):
+        segment, position = 1, 0
+        for s in range(length):
+            if s > 0 and starts[b, s]:
+                segment, position = segment + 1, 0
+            if s < lengths[b]:
+                expected = tokens[b, s], tokens[b, s + 1], segment, position, not starts[b, s + 1]
+            else:
+                expected = 0, 0, 0, 0, False
+            assert (
+                batch.tokens[b, s],
+                batch.targets[b, s],
+                batch.segment_ids[b, s],
+                batch.positions[b, s],
+                batch.loss_mask[b, s],
+            ) == expected
+            position += 1

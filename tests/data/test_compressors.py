@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lmlib.data import compressors
-from lmlib.data.stored.damage import DamagedDataError
+from lmlib.data.stored.metadata import DamagedDataError
 
 TEXTS = [Path(file).read_text(encoding="utf-8") for file in (__file__, pytest.__file__)]
 TRAINING = [Path(compressors.__file__).read_text(encoding="utf-8")]

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 import zarr
@@ -15,10 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_tools.inspect.verification import verify_split
+from lmlib import llama
+from lmlib.compute import Compute
 from lmlib.data.flat_tokens import FlatTokens
-from lmlib.data.stored.damage import DamagedDataError
+from lmlib.data.stored.metadata import DamagedDataError
 from lmlib.data.stored.shard_writer import ShardWriter
 from lmlib.data.whole_documents import arranged, best_fit_decreasing
+from lmlib.losses.next_token import batch_loss
 
 SMALL = {"vocab_size": 300, "file_length": 16, "chunk_length": 4}
 LENGTHS = [3, 7, 2, 9, 5, 4, 4, 8]  # tokens of documents whose ids tell where they belong
@@ -227,3 +231,30 @@ def test_a_damaged_mask_is_found(tmp_path: Path, kind: str) -> None:
     assert [damage.path for damage in verify_split(folder)] == [file]
     with pytest.raises(DamagedDataError, match="loss_mask"):
         rows_of(FlatTokens(str(tmp_path), "train", 1, 11, epochs=1))
+
+
+@pytest.mark.slow
+def test_the_loss_of_a_row_is_the_sum_of_those_of_its_conversations(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    writer = ShardWriter(tmp_path, "train", content="conversations", vocab_size=64)
+    lengths = rng.integers(3, 30, 40)
+    tokens = rng.integers(0, 64, lengths.sum())
+    writer.extend(tokens, lengths, 0, loss_mask=rng.random(len(tokens)) < 0.5)
+    made = writer.finish()
+    model = llama(vocab=64, embed=32, layers=2, heads=2, mlp=64, key=jax.random.key(0))
+
+    def loss(packed: bool) -> tuple[float, int, int]:
+        source = FlatTokens(str(tmp_path), "train", 1, 63, packed=packed)
+        total, targets = 0.0, 0
+        compute = Compute(dtype="float32")
+        of_batch = jax.jit(lambda batch: batch_loss(model, batch, compute)[0].minimised)
+        for step in range(source.steps_per_epoch):
+            batch = source.batch(step)
+            total += float(of_batch(batch))
+            targets += int(batch.loss_mask.sum())
+        return total, targets, source.sequences
+
+    (together, targets, rows), (alone, targets_alone, documents) = loss(True), loss(False)
+    assert targets == targets_alone == made.targets
+    assert rows < documents == 40
+    np.testing.assert_allclose(together, alone, rtol=1e-5)

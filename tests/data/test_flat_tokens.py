@@ -1,18 +1,25 @@
+"""Flat tokens against loops over tokens and over documents, and what is refused."""
+
 import json
+import re
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from byte_texts import BOS, EOS, TEXTS, write_ids, write_texts
 from forged_digests import sign
+from jax.sharding import NamedSharding, PartitionSpec
 
-from lmlib.data.batch import Batch
+from lmlib.data.batch import Batch, has_whole_rows, place
 from lmlib.data.flat_tokens import FlatTokens
+from lmlib.data.mixture import Mixture, Stage
 from lmlib.data.permutation import permute
-from lmlib.data.stored.damage import DamagedDataError
+from lmlib.data.stages import Stages
+from lmlib.data.stored.metadata import DamagedDataError
+from lmlib.parallel.mesh import make_mesh
 
 FIELDS = ("tokens", "targets", "segment_ids", "positions", "loss_mask")
 
@@ -36,7 +43,7 @@ def reference_row(documents: list[list[int]], index: int, length: int) -> dict[s
 
 
 def assert_rows(batch: Batch, rows: list[dict[str, list]]) -> None:
-    for field in FIELDS:
+    for field in rows[0]:
         array = getattr(batch, field)
         assert array.dtype == (np.bool_ if field == "loss_mask" else np.int32)
         np.testing.assert_array_equal(array, [row[field] for row in rows], err_msg=field)
@@ -84,19 +91,6 @@ def test_an_epoch_predicts_every_token_but_the_first_once(
         assert not getattr(beyond, field).any()
 
 
-def test_epochs_differ_and_repeat_the_same_sequences(example: Path) -> None:
-    source = FlatTokens(str(example), "train", 1, 8, seed=0)
-    first, second = (
-        [
-            source.batch(epoch * source.sequences + i).tokens.tobytes()
-            for i in range(source.sequences)
-        ]
-        for epoch in (0, 1)
-    )
-    assert first != second
-    assert sorted(first) == sorted(second)
-
-
 @pytest.mark.parametrize("rows", [slice(0, 3), slice(2, 6), slice(5, 5), slice(0, 6, 2)])
 def test_some_rows_equal_those_of_the_whole_batch(example: Path, rows: slice) -> None:
     source = FlatTokens(str(example), "train", 6, 10)
@@ -131,46 +125,50 @@ def test_bytes_per_target_counts_what_the_loss_counts(
     assert source.bytes_per_target == source.metadata.bytes / targets
 
 
-def test_missing_data_set_says_how_to_make_it(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"python -m data_tools\.pretokenize"):
-        FlatTokens(str(tmp_path / "nowhere"), "train", 1, 1)
-
-
-def test_missing_split_lists_those_present(example: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="no split 'test'; it has train"):
-        FlatTokens(str(example), "test", 1, 1)
-
-
-def test_unfinished_split_is_refused(tmp_path: Path, example: Path) -> None:
-    shutil.copytree(example, tmp_path / "copy")
-    (tmp_path / "copy" / "train" / "shard_00002_of_00004" / "metadata.json").unlink()
-    with pytest.raises(FileNotFoundError, match="unfinished: shard_00002_of_00004 of 4 shards"):
-        FlatTokens(str(tmp_path / "copy"), "train", 1, 1)
-
-
 @pytest.mark.parametrize(
-    ("setting", "message"),
+    ("setting", "error", "message"),
     [
-        ({"batch_size": 0}, "batch_size of at least 1, not 0"),
-        ({"sequence_length": -2}, "sequence_length of at least 1, not -2"),
-        ({"seed": -1}, "seed"),
+        ({"batch_size": 0}, ValueError, "batch_size of at least 1, not 0"),
+        ({"batch_size": 2**31}, ValueError, "batch_size below 2^31, not 2,147,483,648"),
+        ({"sequence_length": -2}, ValueError, "sequence_length of at least 1, not -2"),
+        ({"epochs": 0}, ValueError, "epochs of at least 1, not 0"),
+        ({"seed": -1}, ValueError, "seed in [0, 2**64) or None, not -1"),
+        ({"path": "/nowhere"}, FileNotFoundError, "python -m data_tools.pretokenize"),
+        ({"path": __file__}, FileNotFoundError, "is a file: pretokenize it first"),
+        ({"split": "test"}, FileNotFoundError, "no split 'test'; it has train"),
     ],
 )
-def test_settings_that_make_no_sense(example: Path, setting: dict, message: str) -> None:
+def test_settings_that_make_no_sense(
+    example: Path, setting: dict, error: type[Exception], message: str
+) -> None:
     settings = {"path": str(example), "split": "train", "batch_size": 2, "sequence_length": 2}
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(error, match=re.escape(message)):
         FlatTokens(**(settings | setting))
 
 
-def test_negative_step(example: Path) -> None:
+def test_what_cannot_be_read_is_refused(
+    tmp_path: Path, example: Path, write_documents: Callable
+) -> None:
     with pytest.raises(ValueError, match="step must be at least 0, not -1"):
         FlatTokens(str(example), "train", 2, 2).batch(-1)
-
-
-def test_one_token_is_no_sequence(tmp_path: Path, write_documents: Callable) -> None:
-    write_documents(tmp_path, [[1]])
+    write_documents(tmp_path / "one", [[1]])
     with pytest.raises(ValueError, match="at least 2"):
-        FlatTokens(str(tmp_path), "train", 1, 1)
+        FlatTokens(str(tmp_path / "one"), "train", 1, 1)
+    shutil.copytree(example, tmp_path / "copy")
+    shard = tmp_path / "copy" / "train" / "shard_00002_of_00004"
+    metadata = (shard / "metadata.json").read_text()
+    tokens = json.loads(metadata)["tokens"]
+    (shard / "metadata.json").write_text(metadata.replace(f'"tokens": {tokens}', '"tokens": 999'))
+    sign(shard)
+    with pytest.raises(DamagedDataError, match=r"metadata\.json promises \(999,\)"):
+        FlatTokens(str(tmp_path / "copy"), "train", 1, 1)
+    (shard / "metadata.json").write_text(metadata)
+    shutil.rmtree(shard / "tokens")
+    with pytest.raises(DamagedDataError, match="shard_00002_of_00004/tokens cannot be opened"):
+        FlatTokens(str(tmp_path / "copy"), "train", 1, 1)
+    (shard / "metadata.json").unlink()
+    with pytest.raises(FileNotFoundError, match="unfinished: shard_00002_of_00004 of 4 shards"):
+        FlatTokens(str(tmp_path / "copy"), "train", 1, 1)
 
 
 def read_everything(path: Path) -> None:
@@ -190,9 +188,9 @@ def test_every_flipped_byte_is_noticed(tmp_path: Path, write_documents: Callable
         whole = file.read_bytes()
         # The unused part of an index repeats itself: its ends and some places between will do.
         middle = np.random.default_rng(0).integers(0, len(whole), 30).tolist()
-        for place in {place % len(whole) for place in (*range(-60, 60), *middle)}:
+        for at in {at % len(whole) for at in (*range(-60, 60), *middle)}:
             damaged = bytearray(whole)
-            damaged[place] ^= 1 << place % 8
+            damaged[at] ^= 1 << at % 8
             file.write_bytes(damaged)
             with pytest.raises(DamagedDataError, match=str(file.parent.parent)):
                 read_everything(tmp_path)
@@ -200,54 +198,180 @@ def test_every_flipped_byte_is_noticed(tmp_path: Path, write_documents: Callable
     read_everything(tmp_path)
 
 
-@pytest.mark.slow
-def test_truncated_and_deleted_files_are_noticed(tmp_path: Path, example: Path) -> None:
-    shutil.copytree(example / "train", tmp_path / "train")
-    files = data_files(tmp_path)
-    assert len(files) > 10
-    for file in files:
-        whole = file.read_bytes()
-        for length in (0, 1, len(whole) // 2, len(whole) - 1):
-            file.write_bytes(whole[:length])
-            with pytest.raises(DamagedDataError, match=str(file.parent.parent)):
-                read_everything(tmp_path)
-        file.unlink()
-        with pytest.raises(DamagedDataError, match=str(file.parent.parent)):
-            read_everything(tmp_path)
-        file.write_bytes(whole)
-    read_everything(tmp_path)
-
-
-def test_arrays_that_contradict_the_metadata_are_noticed(tmp_path: Path, example: Path) -> None:
-    shutil.copytree(example / "train", tmp_path / "train")
-    file = tmp_path / "train" / "shard_00000_of_00004" / "metadata.json"
-    content = json.loads(file.read_text())
-    content["tokens"] += 1
-    file.write_text(json.dumps(content))
-    sign(file.parent)
-    with pytest.raises(DamagedDataError, match=r"metadata\.json promises"):
-        read_everything(tmp_path)
-
-
-def test_missing_array_is_noticed(tmp_path: Path, example: Path) -> None:
-    shutil.copytree(example / "train", tmp_path / "train")
-    shutil.rmtree(tmp_path / "train" / "shard_00001_of_00004" / "tokens")
-    with pytest.raises(DamagedDataError, match="shard_00001_of_00004/tokens cannot be opened"):
-        read_everything(tmp_path)
-
-
 @pytest.mark.parametrize("shards", [1, 3])
-def test_each_document_comes_as_it_was_written(tmp_path, shards):
-    write_texts(tmp_path, shards)
-    source = FlatTokens(str(tmp_path), "train", 1, 8)
-    expected = [[BOS, *TEXTS[n].encode(), EOS] for s in range(shards) for n in range(s, 5, shards)]
-    found = list(source.each_document())
-    assert [ids.tolist() for ids, _ in found] == expected
-    assert all(is_target[1:].all() and not is_target[0] for _, is_target in found)
-
-
-def test_each_document_of_more_than_are_read_at_once(tmp_path):
+def test_each_document_comes_as_it_was_written(
+    tmp_path: Path, write_documents: Callable, shards: int
+) -> None:
     documents = [[n % 7 + 1] * (n % 4) for n in range(600)]  # some of them empty
-    write_ids(tmp_path, documents)
-    found = FlatTokens(str(tmp_path), "train", 1, 8).each_document()
+    write_documents(tmp_path, documents, shards=shards)
+    found = list(FlatTokens(str(tmp_path), "train", 1, 8).each_document())
     assert [ids.tolist() for ids, _ in found] == documents
+    assert all(is_target[1:].all() and not is_target[:1].any() for _, is_target in found)
+
+
+# One document in each row, whole documents, epochs, positions and attention
+
+S = 9
+
+
+def document_row(document: list[int], length: int) -> dict[str, list]:
+    """A row that holds one document, cut to the sequence length, token by token."""
+    cut = document[: length + 1]
+    used = max(0, len(cut) - 1)
+    padding = [0] * (length - used)
+    return {
+        "tokens": cut[:used] + padding,
+        "targets": cut[1:] + padding,
+        "segment_ids": [1] * used + padding,
+        "positions": list(range(used)) + padding,
+        "loss_mask": [True] * used + [False] * (length - used),
+    }
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+def test_one_document_in_each_row(
+    example: Path, example_documents: list[list[int]], seed: int | None
+) -> None:
+    source = FlatTokens(str(example), "train", 7, S, seed=seed, packed=False)
+    assert source.sequences == len(example_documents)
+    for step in range(2 * source.steps_per_epoch):
+        expected, numbers = [], []
+        for p in range(step * 7, step * 7 + 7):
+            epoch, number = divmod(p, len(example_documents))
+            if seed is not None:
+                points = np.array(number)
+                number = int(permute(points, len(example_documents), seed=seed, epoch=epoch))
+            numbers.append(number)
+            expected.append(document_row(example_documents[number], S))
+        assert_rows(source.batch(step), expected)
+        assert source.sequence_numbers(step).tolist() == numbers
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("epochs", [1, 3])
+def test_so_many_epochs(example: Path, packed: bool, epochs: int) -> None:
+    source = FlatTokens(str(example), "train", 4, S, epochs=epochs, packed=packed)
+    assert source.batches is not None
+    rows = np.concatenate([source.sequence_numbers(step) for step in range(source.batches)])
+    counted = np.bincount(rows[rows >= 0], minlength=source.sequences)
+    assert (counted == epochs).all()
+    # What is past the last epoch is padding, and only the last batch has any.
+    assert (rows[: epochs * source.sequences] >= 0).all()
+    assert len(rows) - epochs * source.sequences < 4
+    beyond = source.batch(source.batches)
+    assert not beyond.loss_mask.any() and not beyond.segment_ids.any()
+
+
+def test_positions_along_the_row(example: Path) -> None:
+    reset = FlatTokens(str(example), "train", 3, S)
+    along = FlatTokens(str(example), "train", 3, S, reset_positions=False)
+    for step in range(3):
+        batch = along.batch(step)
+        used = batch.segment_ids > 0
+        np.testing.assert_array_equal(batch.positions, np.where(used, np.arange(S)[None], 0))
+        for field in ("tokens", "targets", "segment_ids", "loss_mask"):
+            np.testing.assert_array_equal(getattr(batch, field), getattr(reset.batch(step), field))
+
+
+def test_attention_across_documents_is_for_those_who_ask(example: Path) -> None:
+    apart = FlatTokens(str(example), "train", 3, S)
+    across = FlatTokens(str(example), "train", 3, S, attend_across_documents=True)
+    for step in range(apart.steps_per_epoch):
+        batch = across.batch(step)
+        used = apart.batch(step).segment_ids > 0
+        np.testing.assert_array_equal(batch.segment_ids, used)
+        np.testing.assert_array_equal(batch.loss_mask, apart.batch(step).loss_mask)
+    assert max(apart.batch(step).segment_ids.max() for step in range(5)) > 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "whole"),
+    [
+        ({}, False),
+        ({"begin_with_documents": True}, False),
+        ({"packed": False}, True),
+        ({"attend_across_documents": True}, True),
+    ],
+)
+def test_whole_rows_are_said_of_those_whose_every_row_is_one_segment(
+    example: Path, settings: dict, whole: bool
+) -> None:
+    source = FlatTokens(str(example), "train", 3, S, epochs=2, **settings)
+    assert source.whole_rows == whole
+    segments = np.concatenate([source.batch(step).segment_ids for step in range(source.batches)])
+    # Ones, then padding.
+    assert np.array_equal(segments, np.minimum.accumulate(segments > 0, axis=1)) == whole
+    mixed = Mixture({"a": source_of(example, **settings)}, [Stage({"a": 1})])
+    apart = Mixture(
+        {"a": source_of(example, **settings), "b": source_of(example)}, [Stage({"a": 1, "b": 1})]
+    )
+    stages = Stages([(0, source_of(example)), (1, source_of(example, **settings))])
+    assert (mixed.whole_rows, apart.whole_rows) == (whole, False)
+    rows = NamedSharding(make_mesh(devices=jax.devices()[:1]), PartitionSpec())
+    for step, expected in ((0, False), (1, whole)):
+        batch = place(stages, step, rows)
+        assert batch.whole_rows == has_whole_rows(stages.at(step)) == expected
+
+
+def test_rows_that_are_called_whole_and_are_not_are_refused(example: Path) -> None:
+    source = source_of(example)
+    source.whole_rows = True
+    rows = NamedSharding(make_mesh(devices=jax.devices()[:1]), PartitionSpec())
+    with pytest.raises(ValueError, match="FlatTokens, step 2: whole_rows is True, but a row holds"):
+        place(source, 2, rows)
+
+
+def source_of(example: Path, **settings: bool) -> FlatTokens:
+    return FlatTokens(str(example), "train", 3, S, **settings)
+
+
+@pytest.mark.parametrize("length", [2, 9, 40])
+@pytest.mark.parametrize("seed", [None, 3])
+def test_rows_that_begin_with_a_document(
+    example: Path, example_documents: list[list[int]], length: int, seed: int | None
+) -> None:
+    """An epoch predicts each of a document's first tokens once, from all before it: its (position,
+    token, target) are those of a loop over documents."""
+    source = FlatTokens(str(example), "train", 4, length, seed=seed, begin_with_documents=True)
+    expected = Counter(
+        (position, *cut[position : position + 2])
+        for cut in (document[: length + 1] for document in example_documents)
+        for position in range(len(cut) - 1)
+    )
+    for epoch in range(2):
+        found: Counter[tuple[int, ...]] = Counter()
+        for row in range(epoch * source.sequences, (epoch + 1) * source.sequences):
+            batch = source.batch(row // 4, slice(row % 4, row % 4 + 1))
+            (mask,), (positions,) = batch.loss_mask, batch.positions
+            triples = np.stack([positions, batch.tokens[0], batch.targets[0]], axis=1)[mask]
+            found.update(map(tuple, triples.tolist()))
+            assert positions[0] == 0
+            (used,) = batch.segment_ids > 0
+            steps = np.diff(positions[used])
+            assert ((steps == 1) | (positions[used][1:] == 0)).all()
+        assert found == expected
+
+
+def test_rows_that_begin_with_a_document_are_full_of_short_ones(
+    tmp_path: Path, write_documents: Callable
+) -> None:
+    lengths = np.random.default_rng(0).integers(1, 30, 300)
+    write_documents(tmp_path, [[1] * length for length in lengths])
+    source = FlatTokens(str(tmp_path), "train", 1, 63, begin_with_documents=True)
+    assert source.sequences <= -(-lengths.sum() // 64) + 1
+
+
+def test_no_document_starts_are_kept_in_memory(tmp_path: Path, write_documents: Callable) -> None:
+    """A batch reads the starts near its tokens only: damage elsewhere is not met."""
+    documents = [[n % 300] for n in range(3000)]
+    write_documents(tmp_path, documents, chunk_length=8, file_length=4096)
+    (file,) = tmp_path.glob("train/*/document_starts/c/0")
+    content = bytearray(file.read_bytes())
+    content[1024 * 8 + 4] ^= 1  # of the second thousand
+    file.write_bytes(content)
+    source = FlatTokens(str(tmp_path), "train", 1, 8, seed=None)
+    for step in (0, 300):
+        expected = [n % 300 for n in range(8 * step, 8 * step + 8)]
+        assert source.batch(step).tokens.tolist() == [expected]
+    with pytest.raises(ValueError, match="document_starts cannot be read"):
+        source.batch(150)

@@ -9,7 +9,7 @@ from buckets.fixtures import folder_in_bucket
 from buckets.proxy import Fault, FaultyProxy
 
 from lmlib.data.flat_tokens import FlatTokens
-from lmlib.data.stored.damage import DamagedDataError
+from lmlib.data.stored.metadata import DamagedDataError
 from lmlib.storage.bucket.chunk_cache import ChunkCache
 from lmlib.storage.bucket.failures import BucketError
 from lmlib.storage.bucket.store import BucketStore

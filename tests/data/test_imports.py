@@ -59,31 +59,14 @@ COMMANDS = [file.parent.name for file in (ROOT / "data_tools").glob("*/__main__.
 
 
 def run(code: str, *arguments: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
 
 
-def test_data_stands_alone() -> None:
-    run(ALL_OF_DATA)
-
-
-def test_writing_shards_does_without_jax() -> None:
-    run(WRITING)
-
-
-def test_whatever_reads_what_is_stored_does_without_jax() -> None:
-    run(READING)
-
-
-def test_chat_templates_start_soon() -> None:
-    run(CHATS)
-    run(CHAT_SERVER)
+@pytest.mark.parametrize("code", [ALL_OF_DATA, WRITING, READING, CHATS, CHAT_SERVER])
+def test_a_room_imports_nothing_heavy(code: str) -> None:
+    run(code)
 
 
 @pytest.mark.parametrize("command", sentinels(COMMANDS, lambda name: name == "inspect"))

@@ -1,13 +1,12 @@
 """Mixtures against a walk from the first sequence, which is how one would do it with history."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-import fiddle as fdl
 import jax
 import numpy as np
 import pytest
@@ -178,25 +177,6 @@ def test_the_pattern_is_that_of_the_paper(counts: list[int]) -> None:
     assert interleave(counts) == reference_pattern(counts)
 
 
-@pytest.mark.landing
-@settings(max_examples=10)
-@given(weights, st.sampled_from([3, 64, 100, 1024, 1500]), st.integers(0, 2000))
-def test_every_window_of_1024_has_exactly_the_counts(
-    weights: dict[str, float | int], batch_size: int, start: int
-) -> None:
-    """From any step on, in a later stage."""
-    begin = 5
-    mixture = mixture_of([Stage({"a": 1}), Stage(weights, begin)], batch_size)
-    steps = range(begin + start, begin + start + -(-3 * PERIOD // batch_size))
-    names = np.array([row[0] for step in steps for row in taken(mixture.batch(step))])
-    for name, number in Stage(weights).counts.items():
-        so_far = np.cumsum(np.concatenate([[0], names == name]))
-        assert set(so_far[PERIOD:] - so_far[:-PERIOD]) == {number}
-        # And any batch is within two sequences of its share.
-        in_batch = np.diff(so_far[::batch_size])
-        assert np.abs(in_batch - batch_size * number / PERIOD).max() < 2
-
-
 @pytest.mark.slow
 @settings(max_examples=12)
 @given(stage_arguments(), st.sampled_from([1, 7, 32, 300]))
@@ -281,24 +261,6 @@ def test_sources_from_disk_and_made_up(example: Path) -> None:
             jax.tree.map(lambda m, s, r=rows: np.testing.assert_array_equal(m[r], s), batch, half)
 
 
-def test_a_config_holds_sources_by_name() -> None:
-    cfg = fdl.Config(
-        Mixture,
-        sources={
-            "web": fdl.Config(Synthetic, vocab_size=50, batch_size=4, sequence_length=8),
-            "code": fdl.Config(Synthetic, vocab_size=70, batch_size=4, sequence_length=8, seed=1),
-        },
-        stages=[
-            fdl.Config(Stage, weights={"web": 9, "code": 1}),
-            fdl.Config(Stage, weights={"web": 1, "code": 1}, begin=256),
-        ],
-    )
-    cfg.stages[0].weights["code"] = 3
-    mixture = fdl.build(cfg)
-    assert isinstance(mixture, Source)
-    assert mixture.sequences_before(512) == {"web": 768 + 512, "code": 256 + 512}
-
-
 def tokenized(*identities: tuple[str, str | None] | None) -> Mixture:
     """A mixture of a, b, … with these tokenizers."""
     sources = {
@@ -306,13 +268,6 @@ def tokenized(*identities: tuple[str, str | None] | None) -> Mixture:
         for name, identity in zip("ab", identities, strict=True)
     }
     return Mixture(sources, [Stage(dict.fromkeys(sources, 1))])
-
-
-def test_properties() -> None:
-    mixture = Mixture(numbered("ab"), [Stage({"a": 1, "b": 1})])
-    assert (mixture.batch_size, mixture.sequence_length) == (4, 1)
-    assert mixture.max_token_id == 2 * NUMBER - 1
-    assert mixture.batches is None and mixture.bytes_per_target is None
 
 
 @pytest.mark.parametrize(
@@ -335,71 +290,49 @@ def test_tokenizers_that_may_be_the_same(
     [[("t", "12"), ("t", "34")], [("t", None), ("u", "12")], [("t", None), ("u", None)]],
 )
 def test_tokenizers_that_differ(identities: list[tuple[str, str | None]]) -> None:
-    with pytest.raises(ValueError, match=r"'a' was made by .* but 'b' by .* with one tokenizer"):
+    with pytest.raises(ValueError, match=r"'a' was made by .* but source 'b' by .* one tokenizer"):
         tokenized(*identities)
 
 
-@pytest.mark.parametrize(
-    ("other", "message"),
-    [
-        ({"batch_size": 8}, "'a' has batch_size 4, but 'b' has 8: give all sources"),
-        ({"sequence_length": 2}, "'a' has sequence_length 1, but 'b' has 2: give all sources"),
-        ({"batches": 10}, "'b' ends after 10 batches.* sources that never end"),
-    ],
-)
-def test_sources_that_do_not_fit(other: dict[str, int], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Mixture({"a": Numbered(0), "b": Numbered(1, **other)}, [Stage({"a": 1, "b": 1})])
+class Stream(Numbered):
+    def state(self, step: int) -> dict[str, Any]:
+        return {}
+
+    def restore(self, step: int, states: list[dict[str, Any]]) -> None:
+        pass
+
+
+def pair(**other: int) -> dict[str, Source]:
+    return {"a": Numbered(0), "b": Numbered(1, **other)}
+
+
+BOTH = [Stage({"a": 1, "b": 1})]
+AT_5 = Stage({"a": 1}, 5)
 
 
 @pytest.mark.parametrize(
-    ("stages", "message"),
+    ("make", "message"),
     [
-        ([], "at least one stage"),
-        ([({"a": 1, "b": 1}, 2)], "first stage begins at step 0, not 2"),
-        ([({"a": 1}, 0), ({"b": 1}, 5), ({"a": 1}, 5)], "begins at step 5 comes after .* step 5"),
-        ([({"a": 1}, 0), ({"d": 1}, 5)], "begins at step 5 weighs 'd', which is none of: a, b"),
-        ([({"a": 1}, 0), ({"a": 2}, 5)], "source 'b' has a weight in no stage"),
-    ],
-)
-def test_stages_that_make_no_sense(stages: list[tuple[dict[str, int], int]], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Mixture(numbered("ab"), [Stage(weights, begin) for weights, begin in stages])
-
-
-@pytest.mark.parametrize(
-    ("weights", "begin", "message"),
-    [
-        ({"a": 1}, -1, "step 0 or later, not -1"),
-        ({}, 3, "begins at step 3 has no weights"),
-        ({"a": 1, "b": 0}, 0, "gives 'b' the weight 0: weights are positive; leave out"),
-        ({"a": float("nan")}, 0, "gives 'a' the weight nan"),
-        ({"a": float("inf"), "b": 1}, 0, "gives 'a' the weight inf"),
+        (lambda: Mixture({}, BOTH), "at least one source"),
+        (lambda: Mixture({"a": Stream(0)}, BOTH), "'a' is a Stream, whose batches depend on those"),
+        (lambda: Mixture(pair(batch_size=8), BOTH), "batch_size 4, but source 'b' has 8: give all"),
+        (lambda: Mixture(pair(sequence_length=2), BOTH), "length 1, but source 'b' has 2: give"),
+        (lambda: Mixture(pair(batches=10), BOTH), "'b' ends after 10 batches.* that never end"),
+        (lambda: Mixture(pair(), []), "at least one stage"),
+        (lambda: Mixture(pair(), [AT_5]), "first stage begins at step 0, not 5"),
+        (lambda: Mixture(pair(), [*BOTH, AT_5, AT_5]), "at step 5 comes after .* step 5"),
+        (lambda: Mixture(pair(), [*BOTH, Stage({"d": 1}, 5)]), "5 weighs 'd', which is none of: a"),
+        (lambda: Mixture(pair(), [Stage({"a": 1}), AT_5]), "source 'b' has a weight in no stage"),
+        (lambda: Mixture(pair(), BOTH).batch(-1), "step must be at least 0, not -1"),
+        (lambda: Stage({"a": 1}, -1), "step 0 or later, not -1"),
+        (lambda: Stage({}, 3), "begins at step 3 has no weights"),
+        (lambda: Stage({"a": 1, "b": 0}), "gives 'b' the weight 0: weights are positive; leave"),
+        (lambda: Stage({"a": float("nan")}), "gives 'a' the weight nan"),
+        (lambda: Stage({"a": float("inf"), "b": 1}), "gives 'a' the weight inf"),
         # Of the quotas 1,023.59 and 0.41 the first gets the last place.
-        ({"a": 0.9996, "b": 0.0004}, 7, "'b' the weight 0.0004 .* at least 0.0009771, or leave"),
+        (lambda: Stage({"a": 0.9996, "b": 0.0004}), "'b' the weight 0.0004 .* at least 0.0009771"),
     ],
 )
-def test_weights_that_make_no_sense(
-    weights: dict[str, float | int], begin: int, message: str
-) -> None:
+def test_what_makes_no_sense_is_refused(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Stage(weights, begin)
-
-
-def test_a_source_with_history() -> None:
-    class Stream(Numbered):
-        def state(self, step: int) -> dict[str, Any]:
-            return {}
-
-        def restore(self, step: int, states: list[dict[str, Any]]) -> None:
-            pass
-
-    with pytest.raises(ValueError, match="'a' is a Stream, whose batches depend on those before"):
-        Mixture({"a": Stream(0)}, [Stage({"a": 1})])
-
-
-def test_no_sources_and_no_such_step() -> None:
-    with pytest.raises(ValueError, match="at least one source"):
-        Mixture({}, [Stage({"a": 1})])
-    with pytest.raises(ValueError, match="step must be at least 0, not -1"):
-        Mixture(numbered("a"), [Stage({"a": 1})]).batch(-1)
+        make()

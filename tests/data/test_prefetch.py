@@ -100,11 +100,6 @@ def test_closing_early_ends_the_thread() -> None:
     batches.close()
 
 
-def test_nothing_to_do() -> None:
-    with Prefetch(Synthetic(50, 2, 4), SHARDING, start=3, stop=3) as batches:
-        assert list(batches) == []
-
-
 def test_depth_must_be_positive() -> None:
     with pytest.raises(ValueError, match="depth of at least 1"):
         Prefetch(Synthetic(50, 2, 4), SHARDING, start=0, stop=1, depth=0)

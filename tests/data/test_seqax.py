@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from seqax_data import write_seqax
 
 from lmlib.data.flat_tokens import FlatTokens
-from lmlib.data.stored.damage import DamagedDataError
+from lmlib.data.stored.metadata import DamagedDataError
 from lmlib.experiment import Experiment
 from lmlib.models.families.llama import llama
 from lmlib.optim.adamw import adamw
@@ -37,22 +37,11 @@ def reference_row(documents: Sequence[Sequence[int]], sequence: int, length: int
     return {name: np.pad(values, (0, length - len(span))) for name, values in row.items()}
 
 
-def assert_reads(path: Path, documents: Sequence[Sequence[int]], length: int) -> None:
-    source = FlatTokens(str(path), "train", 1, length, seed=None, epochs=1)
-    assert source.batches == -(-(sum(map(len, documents)) - 1) // length)
-    for step in range(source.batches):
-        batch = source.batch(step)
-        for name, expected in reference_row(documents, step, length).items():
-            np.testing.assert_array_equal(getattr(batch, name)[0], expected, err_msg=name)
-
-
 def test_three_documents_by_hand(tmp_path: Path) -> None:
     write_seqax(tmp_path, SMALL)
     source = FlatTokens(str(tmp_path), "train", 1, 8, seed=None)
     assert (source.tokens, source.documents, source.max_token_id) == (8, 3, 8)
-    assert source.tokenizer is None
-    assert source.metadata is None
-    assert source.bytes_per_target is None
+    assert source.tokenizer is None and source.metadata is None and source.bytes_per_target is None
     batch = source.batch(0)
     np.testing.assert_array_equal(batch.tokens, [[1, 2, 3, 4, 5, 6, 7, 0]])
     np.testing.assert_array_equal(batch.targets, [[2, 3, 4, 5, 6, 7, 8, 0]])
@@ -73,7 +62,12 @@ def test_batches_match_numpy(
 ) -> None:
     path = tmp_path_factory.mktemp("seqax")
     write_seqax(path, documents)
-    assert_reads(path, documents, length)
+    source = FlatTokens(str(path), "train", 1, length, seed=None, epochs=1)
+    assert source.batches == -(-(sum(map(len, documents)) - 1) // length)
+    for step in range(source.batches):
+        batch = source.batch(step)
+        for name, expected in reference_row(documents, step, length).items():
+            np.testing.assert_array_equal(getattr(batch, name)[0], expected, err_msg=name)
 
 
 def test_both_splits(tmp_path: Path) -> None:
@@ -87,12 +81,9 @@ def test_both_splits(tmp_path: Path) -> None:
     assert set(validation.contents().values()).isdisjoint(train.contents().values())
     with pytest.raises(FileNotFoundError, match="it has train, validation"):
         FlatTokens(str(tmp_path), "test", 1, 2)
-
-
-def test_one_document_a_row_is_refused_with_a_way_out(tmp_path: Path) -> None:
-    write_seqax(tmp_path, SMALL)
-    with pytest.raises(ValueError, match=r"data_tools\.convert"):
-        FlatTokens(str(tmp_path), "train", 1, 2, packed=False)
+    for settings_ in ({"packed": False}, {"begin_with_documents": True}):
+        with pytest.raises(ValueError, match=r"starts cannot be read.*data_tools\.convert"):
+            FlatTokens(str(tmp_path), "train", 1, 2, **settings_)
 
 
 @pytest.mark.parametrize("chunk", ["0", "1"])
@@ -111,42 +102,38 @@ def test_a_lost_or_truncated_chunk_is_never_zeros(
         source.batch(0)
 
 
-@pytest.mark.parametrize("file", [".zattrs", "seq_starts/.zarray"])
-@pytest.mark.parametrize("content", [None, "", "{}", "[1]"])
-def test_missing_or_broken_metadata_is_named(
-    tmp_path: Path, file: str, content: str | None
+ATTRIBUTES, STARTS = ".zattrs", "seq_starts/.zarray"
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        *((file, text, file) for file in (ATTRIBUTES, STARTS) for text in (None, "", "{}", "[1]")),
+        *((STARTS, {"shape": shape}, "has shape") for shape in ([], [2, 2], [0], ["8"], None)),
+        ("encoded_tokens/.zarray", {"dtype": "<f4"}, "has dtype '<f4'"),
+        *(
+            (ATTRIBUTES, {"max_token_id": value}, "has max_token_id")
+            for value in ("many", None, -1, 1.5, True)
+        ),
+    ],
+)
+def test_a_description_that_makes_no_sense_is_named(
+    tmp_path: Path, file: str, content: str | dict | None, message: str
 ) -> None:
     write_seqax(tmp_path, SMALL)
-    if content is None:
-        (tmp_path / "train" / file).unlink()
-    else:
-        (tmp_path / "train" / file).write_text(content)
-    with pytest.raises(DamagedDataError, match=file):
-        FlatTokens(str(tmp_path), "train", 1, 2)
-
-
-@pytest.mark.parametrize("shape", [[], [2, 2], [0], ["8"], None])
-def test_a_shape_that_makes_no_sense_is_named(tmp_path: Path, shape: object) -> None:
-    write_seqax(tmp_path, SMALL)
-    file = tmp_path / "train/seq_starts/.zarray"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"shape": shape}))
-    with pytest.raises(DamagedDataError, match=r"seq_starts/\.zarray has shape"):
-        FlatTokens(str(tmp_path), "train", 1, 2)
-
-
-def test_an_unexpected_data_type_is_named(tmp_path: Path) -> None:
-    write_seqax(tmp_path, SMALL)
-    file = tmp_path / "train/encoded_tokens/.zarray"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"dtype": "<f4"}))
-    with pytest.raises(DamagedDataError, match=r"encoded_tokens/\.zarray has dtype '<f4'"):
+    path = tmp_path / "train" / file
+    before = json.loads(path.read_text())
+    path.unlink()
+    if content is not None:
+        path.write_text(content if isinstance(content, str) else json.dumps(before | content))
+    with pytest.raises(DamagedDataError, match=f"{file}.*{message}|{message}"):
         FlatTokens(str(tmp_path), "train", 1, 2)
 
 
 @pytest.mark.several_devices
 def test_a_vocabulary_too_small_stops_a_run(tmp_path: Path) -> None:
     write_seqax(tmp_path, SMALL)
-    attributes = tmp_path / "train/.zattrs"
-    attributes.write_text(json.dumps({"max_token_id": 160}))
+    (tmp_path / "train/.zattrs").write_text(json.dumps({"max_token_id": 160}))
     experiment = Experiment(
         model=functools.partial(llama, vocab=160, embed=64, layers=1, heads=8, kv_heads=4, mlp=64),
         data=FlatTokens(str(tmp_path), "train", 8, 8),
@@ -156,11 +143,3 @@ def test_a_vocabulary_too_small_stops_a_run(tmp_path: Path) -> None:
     )
     with pytest.raises(ValueError, match="ids up to 160, but the model's vocabulary ends at 159"):
         experiment.check()
-
-
-@pytest.mark.parametrize("value", ["many", None, -1, 1.5, True])
-def test_a_largest_id_that_makes_no_sense_is_named(tmp_path: Path, value: object) -> None:
-    write_seqax(tmp_path, SMALL)
-    (tmp_path / "train/.zattrs").write_text(json.dumps({"max_token_id": value}))
-    with pytest.raises(DamagedDataError, match=r"\.zattrs has max_token_id"):
-        FlatTokens(str(tmp_path), "train", 1, 2)

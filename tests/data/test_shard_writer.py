@@ -1,18 +1,16 @@
-import filecmp
-import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import pytest
 import tensorstore as ts
-from folder_contents import files_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.stored import shard_writer as shard_writer_module
-from lmlib.data.stored.journal import WriterLock, writing
+from lmlib.data.stored.journal import lock, writing
 from lmlib.data.stored.metadata import JOURNAL_FILE, TokenizerIdentity, read_shard
 from lmlib.data.stored.shard_writer import ShardWriter, finished_shard
 from lmlib.storage.whole_file import UNFINISHED
@@ -25,11 +23,6 @@ ALONE = "shard_00000_of_00001"
 def stored(path: Path) -> np.ndarray:
     spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{path}/"}}
     return ts.open(spec | {"fill_missing_data_reads": False}).result().read().result()
-
-
-def same_files(one: Path, other: Path) -> bool:
-    compared = filecmp.dircmp(one, other)
-    return files_of(one) == files_of(other) and not compared.left_only and not compared.right_only
 
 
 @settings(max_examples=40)
@@ -89,54 +82,6 @@ def test_round_trip(
     assert sorted(entry.name for entry in folder.iterdir()) == sorted([*arrays, "metadata.json"])
 
 
-@pytest.mark.slow
-@settings(max_examples=60)
-@given(data=st.data(), documents=DOCUMENTS.filter(bool))
-def test_an_abandoned_shard_is_continued_to_the_same_bytes(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, documents: list[list[int]]
-) -> None:
-    """Written in blocks, left several times at any document, taken up at the mark each time."""
-    path = tmp_path_factory.mktemp("continued")
-    blocks = [documents[i : i + 3] for i in range(0, len(documents), 3)]
-    sizes = {"vocab_size": 300, "chunk_length": 4, "file_length": 16}
-
-    def write(where: Path, stop_after: int | None) -> None:
-        writer = ShardWriter(where, "train", **sizes)
-        appended = 0
-        for number in range(writer.position or 0, len(blocks)):
-            writer.mark(number)
-            for document in blocks[number]:
-                if appended == stop_after:
-                    writer.close()
-                    return
-                writer.append(np.array(document, np.int64), len(document))
-                appended += 1
-        writer.finish()
-
-    write(path / "whole", None)
-    for _ in range(data.draw(st.integers(1, 4))):
-        write(path / "continued", data.draw(st.integers(0, len(documents))))
-        if (path / "continued" / "train" / ALONE / "metadata.json").exists():
-            break
-    else:
-        write(path / "continued", None)
-    assert same_files(path / "whole", path / "continued")
-
-
-def test_files_are_zarr_3_with_checksums(tmp_path: Path, write_documents: Callable) -> None:
-    write_documents(tmp_path, [[1, 2, 3]] * 30)
-    folder = tmp_path / "train" / ALONE / "tokens"
-    array = json.loads((folder / "zarr.json").read_text())
-    assert (array["zarr_format"], array["node_type"], array["shape"]) == (3, "array", [90])
-    assert array["chunk_grid"]["configuration"]["chunk_shape"] == [32]
-    (codec,) = array["codecs"]
-    assert codec["name"] == "sharding_indexed"
-    assert codec["configuration"]["chunk_shape"] == [8]
-    for part in ("codecs", "index_codecs"):
-        assert [inner["name"] for inner in codec["configuration"][part]] == ["bytes", "crc32c"]
-    assert sorted(file.name for file in (folder / "c").iterdir()) == ["0", "1", "2"]
-
-
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(65_536, np.uint16), (65_537, np.uint32)])
 def test_width_of_a_token(
     tmp_path: Path, write_documents: Callable, vocab_size: int, dtype: type
@@ -155,20 +100,6 @@ def test_token_outside_the_vocabulary(tmp_path: Path, bad: int) -> None:
         writer.append(np.array([3, bad]), 2)
 
 
-def test_gzip_bytes_are_unknown_unless_all_are_known(tmp_path: Path) -> None:
-    writer = ShardWriter(tmp_path, "train", vocab_size=300)
-    for gzip_bytes in (3, None, 4):
-        writer.append(np.array([5]), 1, gzip_bytes)
-    assert writer.finish().gzip_bytes is None
-
-
-def test_a_finished_shard_is_never_overwritten(tmp_path: Path, write_documents: Callable) -> None:
-    write_documents(tmp_path, [[1, 2]])
-    with pytest.raises(FileExistsError, match="already finished"):
-        write_documents(tmp_path, [[3, 4]])
-    assert stored(tmp_path / "train" / ALONE / "tokens").tolist() == [1, 2]
-
-
 def abandoned(path: Path, **settings: object) -> None:
     """A shard of which one file was written."""
     small = {"vocab_size": 300, "file_length": 4, "chunk_length": 2}
@@ -185,12 +116,6 @@ def test_a_shard_goes_on_after_a_kill_that_left_a_file_unfinished(tmp_path: Path
     abandoned(tmp_path)
 
 
-def test_other_settings_cannot_go_on_with_a_shard(tmp_path: Path) -> None:
-    abandoned(tmp_path)
-    with pytest.raises(FileExistsError, match="was begun with vocab_size 300, not 301"):
-        abandoned(tmp_path, vocab_size=301)
-
-
 def test_other_documents_cannot_go_on_with_a_shard(tmp_path: Path) -> None:
     abandoned(tmp_path)
     writer = ShardWriter(tmp_path, "train", vocab_size=300, file_length=4, chunk_length=2)
@@ -198,14 +123,6 @@ def test_other_documents_cannot_go_on_with_a_shard(tmp_path: Path) -> None:
         writer.append(np.array([7, 8, 10]), 1)
         writer.append(np.array([9]), 1)
         writer.append(np.array([7, 8, 9]), 1)
-
-
-def test_one_writer_at_a_time(tmp_path: Path) -> None:
-    first = ShardWriter(tmp_path, "train", vocab_size=300)
-    with pytest.raises(FileExistsError, match="another process is writing"):
-        ShardWriter(tmp_path, "train", vocab_size=300)
-    first.close()
-    ShardWriter(tmp_path, "train", vocab_size=300).close()
 
 
 @pytest.mark.parametrize("content", ["", "{}", "[1]"])
@@ -224,22 +141,7 @@ def test_lost_document_starts_are_an_error(tmp_path: Path) -> None:
     writer.close()
     (tmp_path / "train" / ALONE / "document_starts.partial").write_bytes(b"")
     with pytest.raises(ValueError, match="lost its end"):
-        ShardWriter(tmp_path, "train", vocab_size=300, file_length=4, chunk_length=2)
-
-
-def test_foreign_files_are_never_touched(tmp_path: Path, write_documents: Callable) -> None:
-    folder = tmp_path / "train" / ALONE
-    folder.mkdir(parents=True)
-    (folder / "thesis.txt").write_text("ten years of work")
-    with pytest.raises(FileExistsError, match=r"thesis\.txt"):
-        write_documents(tmp_path, [[1, 2]])
-    assert (folder / "thesis.txt").exists()
-
-
-def test_a_split_has_one_number_of_shards(tmp_path: Path, write_documents: Callable) -> None:
-    write_documents(tmp_path, [[1, 2]], shards=2)
-    with pytest.raises(FileExistsError, match="made of 2 shards, not 3"):
-        ShardWriter(tmp_path, "train", shard=1, shards=3, vocab_size=300)
+        abandoned(tmp_path)
 
 
 def test_splits_share_one_tokenizer(tmp_path: Path) -> None:
@@ -248,8 +150,8 @@ def test_splits_share_one_tokenizer(tmp_path: Path) -> None:
         writer.append(np.array([1, 2]), 2)
         writer.finish()
 
-    write("train", TokenizerIdentity("bytes", None))
-    write("validation", TokenizerIdentity("bytes", None))
+    for split in ("train", "validation"):
+        write(split, TokenizerIdentity("bytes", None))
     for other in (None, TokenizerIdentity("other", "00")):
         with pytest.raises(ValueError, match="share one tokenizer"):
             write("test", other)
@@ -305,11 +207,11 @@ def test_a_shard_that_is_finished_just_before_it_is_locked_stays(
     first = ShardWriter(tmp_path, "train", vocab_size=300)
     first.append(np.array([1, 2]), 2)
 
-    def lock_late(folder: Path) -> WriterLock:
+    def lock_late(folder: Path) -> BinaryIO:
         first.finish()
-        return WriterLock(folder)
+        return lock(folder)
 
-    monkeypatch.setattr(shard_writer_module, "WriterLock", lock_late)
+    monkeypatch.setattr(shard_writer_module, "lock", lock_late)
     with pytest.raises(FileExistsError, match="already finished"):
         ShardWriter(tmp_path, "train", vocab_size=300)
     assert stored(tmp_path / "train" / ALONE / "tokens").tolist() == [1, 2]
@@ -322,3 +224,26 @@ def test_a_full_disk_is_told_with_the_folder(tmp_path: Path) -> None:
         open("/dev/full", "wb", buffering=0) as full,
     ):
         full.write(b"x")
+
+
+def test_what_is_there_stays(tmp_path: Path, write_documents: Callable) -> None:
+    write_documents(tmp_path / "finished", [[1, 2]])
+    with pytest.raises(FileExistsError, match="already finished"):
+        write_documents(tmp_path / "finished", [[3, 4]])
+    assert stored(tmp_path / "finished" / "train" / ALONE / "tokens").tolist() == [1, 2]
+    write_documents(tmp_path / "two", [[1, 2]], shards=2)
+    with pytest.raises(FileExistsError, match="made of 2 shards, not 3"):
+        ShardWriter(tmp_path / "two", "train", shard=1, shards=3, vocab_size=300)
+    abandoned(tmp_path / "begun")
+    with pytest.raises(FileExistsError, match="was begun with vocab_size 300, not 301"):
+        abandoned(tmp_path / "begun", vocab_size=301)
+    (folder := tmp_path / "own" / "train" / ALONE).mkdir(parents=True)
+    (folder / "thesis.txt").write_text("ten years of work")
+    with pytest.raises(FileExistsError, match=r"thesis\.txt"):
+        write_documents(tmp_path / "own", [[1, 2]])
+    assert (folder / "thesis.txt").exists()
+    first = ShardWriter(tmp_path / "locked", "train", vocab_size=300)
+    with pytest.raises(FileExistsError, match="another process is writing"):
+        ShardWriter(tmp_path / "locked", "train", vocab_size=300)
+    first.close()
+    ShardWriter(tmp_path / "locked", "train", vocab_size=300).close()

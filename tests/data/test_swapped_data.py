@@ -11,7 +11,7 @@ import zarr
 
 from data_tools.inspect.verification import verify_split
 from lmlib.data.flat_tokens import FlatTokens
-from lmlib.data.stored.damage import DamagedDataError
+from lmlib.data.stored.metadata import DamagedDataError
 
 DOCUMENTS = [[number] * (number % 7 + 9) for number in range(40)]
 SHARDS = ["shard_00000_of_00002", "shard_00001_of_00002"]
@@ -42,22 +42,16 @@ def read_all(split: Path) -> None:
         source.batch(step)
 
 
-PARTS = ["tokens", "tokens/c/0", "document_starts", "document_starts/c/0", "metadata.json", "."]
+PARTS = ["tokens", "tokens/c/0", "document_starts/c/0", "metadata.json", "."]
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_parts_of_two_shards_exchanged_are_noticed_at_opening(split: Path, part: str) -> None:
-    exchange(split / SHARDS[0] / part, split / SHARDS[1] / part)
-    with pytest.raises(ValueError, match="damaged"):
-        FlatTokens(str(split.parent), "train", 2, 8)
-    assert verify_split(split)
-
-
-@pytest.mark.parametrize("part", ["tokens", "tokens/c/0", "."])
-def test_a_part_of_another_data_set_is_noticed_at_opening(
-    split: Path, other: Path, part: str
+@pytest.mark.parametrize("which", ["shard", "data set"])
+def test_exchanged_parts_are_noticed_at_opening(
+    split: Path, other: Path, part: str, which: str
 ) -> None:
-    exchange(split / SHARDS[0] / part, other / SHARDS[0] / part)
+    place = split / SHARDS[1] if which == "shard" else other / SHARDS[0]
+    exchange(split / SHARDS[0] / part, place / part)
     with pytest.raises(ValueError, match=r"damaged|different data sets"):
         FlatTokens(str(split.parent), "train", 2, 8)
     assert verify_split(split)

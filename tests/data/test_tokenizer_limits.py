@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer, models
 
 from lmlib.data.text import read_tokenizer, tokenizers_errors
 from lmlib.data.tokenizer_limits import (
@@ -139,23 +139,6 @@ SIGNS = [
 def test_what_is_published_is_taken(steps: list[Any], most: int) -> None:
     normalizer = {"type": "Sequence", "normalizers": steps}
     assert growth({"normalizer": normalizer}, "normalizer") == most <= MOST_NORMALIZED
-
-
-@pytest.mark.parametrize("style", ["gpt2", "metaspace"])
-def test_pre_tokenizers_that_are_published_are_taken(style: str) -> None:
-    made = tokenizer()
-    if style == "gpt2":
-        made.pre_tokenizer = pre_tokenizers.Sequence(
-            [pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(add_prefix_space=True)]
-        )
-        made.decoder = decoders.ByteLevel()
-    else:
-        made.pre_tokenizer = pre_tokenizers.Metaspace()
-        made.decoder = decoders.Sequence(
-            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-        )
-        made.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
-    read_tokenizer(made.to_str())
 
 
 def test_parts_of_old_files_are_checked_in_their_new_form() -> None:

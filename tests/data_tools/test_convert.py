@@ -15,8 +15,7 @@ from seqax_data import write_seqax
 
 from data_tools.convert.to_lmlib import to_lmlib
 from data_tools.tokenizer import load_tokenizer
-from lmlib.data.stored.damage import DamagedDataError
-from lmlib.data.stored.metadata import read_split
+from lmlib.data.stored.metadata import DamagedDataError, read_split
 
 SMALL = [[1, 2], [3, 4, 5], [6, 7, 8]]
 DOCUMENTS = st.lists(st.lists(st.integers(0, 299), max_size=9), min_size=1, max_size=8)

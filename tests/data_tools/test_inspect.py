@@ -21,7 +21,6 @@ from data_tools.inspect.description import (
     Sample,
     describe_split,
     document_lengths,
-    open_split,
     samples,
     split_folders,
     usable_decoder,
@@ -32,6 +31,7 @@ from data_tools.train_tokenizer.byte_level_bpe import train_byte_level_bpe
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.stored.metadata import TokenizerIdentity, read_split
 from lmlib.data.stored.shard_writer import ShardWriter
+from lmlib.data.stored.split import open_split
 from lmlib.data.synthetic import Synthetic
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from lmlib.compute import Compute
-from lmlib.data.packing import packed_batch
+from lmlib.data.batch import packed_batch
 from lmlib.data.synthetic import Synthetic
 from lmlib.evaluate.scoring import Scorer
 from lmlib.losses.token_losses import token_losses

@@ -10,9 +10,9 @@ from folder_contents import files_of
 from forked_processes import run_forked
 from hugging_face_families import GOLDEN
 
-from lmlib.storage.bucket.copies import copies_folder
 from lmlib.storage.bucket.store import BucketStore
 from lmlib.storage.bucket.url import BucketUrl
+from lmlib.storage.local_folder import copies_folder
 
 pytestmark = pytest.mark.slow
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import zarr
 
-from lmlib.data.stored.digests import CHUNK_DIGESTS, digest, digest_of_array, digests_of_chunks
+from lmlib.data.stored.metadata import digest
+from lmlib.data.stored.token_arrays import CHUNK_DIGESTS, digest_of_array, digests_of_chunks
 from lmlib.storage.stored_json import parse_json
 
 LARGEST = 1_000_000  # elements, or bytes

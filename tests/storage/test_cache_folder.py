@@ -9,7 +9,7 @@ import pytest
 from forked_processes import ROOT
 
 from data_tools.standard_library import standard_library
-from lmlib.storage.cache_folder import cache_folder
+from lmlib.storage.local_folder import cache_folder
 from runner.absent_hardware import kept_plans
 
 COMPILED = """

@@ -48,13 +48,6 @@ def test_file_then_name_then_folder_reach_the_disk(tmp_path, calls):
     assert file.stat().st_mode & 0o777 == 0o666 & ~before  # others may read it as any other file
 
 
-def test_bytes_replace_what_was_there(tmp_path):
-    file = tmp_path / "file"
-    file.write_bytes(b"old, and longer")
-    write_whole(str(file), b"\0new")
-    assert file.read_bytes() == b"\0new"
-
-
 @pytest.mark.parametrize(
     ("inodes", "left", "told"),
     [

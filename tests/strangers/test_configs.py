@@ -39,7 +39,7 @@ HOSTILE = [
     ("lmlib.storage.whole_file", "write_whole"),
     ("lmlib.trackers", "write_whole"),
     ("lmlib.hf.save", "save"),
-    ("lmlib.data.stored.shard_writer", "remove_leftovers"),
+    ("lmlib.data.stored.journal", "remove_leftovers"),
     ("lmlib.data.flat_tokens", "Path.unlink"),
     ("lmlib.data.flat_tokens", "hashlib.file_digest"),
     ("lmlib.data.stored.metadata", "os.system"),

@@ -58,8 +58,6 @@ MEGABYTE = "e" * 10**6
 SHARED = {**SOUND["model"]["vocab"], MEGABYTE: SOUND["model"]["vocab"]["e"]}
 UNKNOWN = {"type": "WordLevel", "vocab": {MEGABYTE: 0}, "unk_token": MEGABYTE}
 WORDS = {"type": "Whitespace"}
-NO_SUFFIX = {"type": "BPEDecoder", "suffix": ""}
-NO_WORD = {"type": "CTC", "pad_token": "p", "word_delimiter_token": "", "cleanup": False}
 TEMPLATE = {
     "type": "TemplateProcessing",
     "single": [{"SpecialToken": {"id": "x", "type_id": 0}}] * 5_000,
@@ -108,20 +106,9 @@ BOMBS: dict[str, tuple[Any, str]] = {
         changed(normalizer=replace("e", MEGABYTE)),
         "its normalizer could make 1,000,000 characters of one, more than 64",
     ),
-    "something between all letters": (
-        changed(normalizer=times(40, replace("x*", "e", "Regex"))),
-        "its normalizer could make 10^19 characters of one, more than 64",
-    ),
     "a megabyte before each text": (
         changed(normalizer=times(3, {"type": "Prepend", "prepend": MEGABYTE})),
         "its normalizer could make 3,000,001 characters of one, more than 64",
-    ),
-    "an added token normalized": (
-        changed(
-            normalizer=replace("e", "e" * 1_000),
-            added_tokens=[added(id=400, content="e" * 10**6, normalized=True)],
-        ),
-        "its normalizer could make 1,000 characters of one, more than 64",
     ),
     "bytes of bytes": (
         changed(pre_tokenizer=times(40, BYTE_LEVEL, "pretokenizers")),
@@ -130,14 +117,6 @@ BOMBS: dict[str, tuple[Any, str]] = {
     "many steps": (
         changed(normalizer=times(1_001, {"type": "NFC"})),
         "its normalizer has 1,001 steps, more than 1,000",
-    ),
-    "no suffix": (
-        changed(decoder=times(40, NO_SUFFIX, "decoders")),
-        "its decoder could make 10^19 characters of one, more than 64",
-    ),
-    "nothing between words": (
-        changed(decoder=times(40, NO_WORD, "decoders")),
-        "its decoder could make 10^19 characters of one, more than 64",
     ),
     "an empty pattern": (
         changed(decoder=times(40, replace("", "e"), "decoders")),

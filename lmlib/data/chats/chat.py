@@ -1,11 +1,10 @@
 """Chats as texts: the template that comes with a tokenizer.
 
 A template is a program in Jinja's language, and may be a stranger's. It runs in Jinja's sandbox, in
-a process of its own that has little memory and time (`ChatRenderer`), and sees plain data only.
+a process of its own that has little memory and time (`ChatRenderer`), and sees only plain data.
 """
 
 import functools
-import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,11 +13,10 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from lmlib.data.chats.protocol import message_of
-from lmlib.data.chats.renderer import Answers, ChatRenderer
+from lmlib.data.chats.renderer import BeyondLimits, ChatRenderer
 from lmlib.data.text import TextCodec
-from lmlib.storage.regular_file import check_within_folder
 from lmlib.storage.stored_json import read_json, read_text
+from lmlib.storage.unlinked import check_within_folder
 from lmlib.storage.whole_file import write_whole
 
 CONFIG_FILE, TEMPLATE_FILE = "tokenizer_config.json", "chat_template.jinja"
@@ -29,18 +27,14 @@ _MOST_BEYOND = 3  # texts in a row that take too much, which is seconds each
 Message = Mapping[str, Any]
 
 
-class BeyondLimits(ValueError):
-    """A template took more memory or time than it may."""
-
-
 @dataclass(frozen=True)
 class Chat:
-    """What a text is made of.
+    """A conversation, to be made into a text.
 
     Attributes:
       messages: each with a "role", as "user", and mostly a "content"; values as in JSON.
       tools: JSON schemas of functions that the assistant may call.
-      add_generation_prompt: whether the text ends with what an answer of the assistant begins with.
+      add_generation_prompt: whether the text ends with the beginning of an answer.
       turns: messages, by number from 0, whose `Rendered.turns` are wanted.
     """
 
@@ -85,7 +79,7 @@ class ChatTemplate:
         """Compiles them; a `renderer` of your own may have other limits.
 
         Raises:
-          ValueError: if none is the default one, or one of them is no template.
+          ValueError: if none is the default one, or one of them is not a template.
           OSError: see `ChatRenderer.ask`.
         """
         if DEFAULT not in sources:
@@ -93,13 +87,15 @@ class ChatTemplate:
         self.sources, self.special_tokens = sources, special_tokens
         self._renderer = _renderer() if renderer is None else renderer
         self._beyond = 0  # texts in a row
-        found, too_much = self._ask([], {}, datetime.min)
-        if too_much is not None:
-            raise ValueError(
-                f"the chat template takes more than {too_much} to compile: use another one"
-            )
-        if found[0]:
-            raise ValueError(f"the chat template {found[0][0][0]['refused']}")
+        for source in sources.values():
+            try:
+                answer = self._renderer.ask({"source": source, "chat": None})
+            except BeyondLimits as error:
+                raise ValueError(
+                    f"the chat template takes more than {error} to compile: use another one"
+                ) from error
+            if "refused" in answer:
+                raise ValueError(f"the chat template {answer['refused']}")
 
     def render(
         self,
@@ -109,75 +105,67 @@ class ChatTemplate:
         now: datetime | None = None,
         **variables: Any,
     ) -> Rendered:
-        """The text of a chat; see `Chat` and `render_all`.
+        """The text of a chat.
+
+        Args:
+          messages, add_generation_prompt, tools: see `Chat`.
+          now: the time for the template; by default the clock's.
+          variables: others that the template knows, as `enable_thinking`; JSON values.
 
         Raises:
           ValueError: if the template refuses the messages or fails, or the text is longer than
             `LARGEST_TEXT`; as BeyondLimits if it takes too much memory or time.
+          OSError: after several in a row that took too much, or see `ChatRenderer.ask`.
         """
-        chat = Chat(messages, tools, add_generation_prompt)
-        (found,) = self.render_all([chat], now, **variables)
-        if isinstance(found, ValueError):
-            raise found
-        return found
+        return self._rendered(Chat(messages, tools, add_generation_prompt), now, variables)
 
     def render_all(
         self, chats: Sequence[Chat], now: datetime | None = None, **variables: Any
     ) -> list[Rendered | ValueError]:
-        """The text of each chat, or what `render` would raise.
-
-        Args:
-          now: what the template takes for the time; if not given, the clock's.
-          variables: others that the template knows, as `enable_thinking`.
-
-        Raises:
-          ValueError: if a variable is no JSON.
-          OSError: after several in a row that took too much, or see `ChatRenderer.ask`.
-        """
-        now = datetime.now() if now is None else now
-        found: dict[int, Rendered | ValueError] = {}
-        waiting: dict[int, bytes] = {}
-        for number, chat in enumerate(chats):
+        """The text of each chat, or the ValueError that `render` raises; its OSError is raised."""
+        found: list[Rendered | ValueError] = []
+        for chat in chats:
             try:
-                waiting[number] = self._message_of(chat)
+                found.append(self._rendered(chat, now, variables))
             except ValueError as error:
-                found[number] = error
-        together = len(waiting)
-        while waiting:
-            if self._beyond >= _MOST_BEYOND:
-                raise ChildProcessError(
-                    f"the chat template took too much memory or time for {self._beyond} "
-                    "conversations in a row, and is asked no more: use another one"
-                )
-            numbers = [*itertools.islice(waiting, together)]
-            series, too_much = self._ask([waiting[each] for each in numbers], variables, now)
-            for number, answers in zip(numbers, series[1:], strict=False):
-                found[number], self._beyond = _rendered(answers), 0
-                del waiting[number]
-            if too_much is not None and len(numbers) == 1:
-                self._beyond += 1
-                found[numbers[0]] = BeyondLimits(
-                    f"the chat template took more than {too_much} for this conversation: use "
-                    "another one, or leave the conversation out"
-                )
-                del waiting[numbers[0]]
-            elif too_much is not None:
-                together = 1  # it is not known which of them it was
-        return [found[number] for number in range(len(chats))]
+                found.append(error)
+        return found
 
-    def _message_of(self, chat: Chat) -> bytes:
+    def _rendered(self, chat: Chat, now: datetime | None, variables: Mapping[str, Any]) -> Rendered:
         check_messages(chat.messages)
+        if self._beyond >= _MOST_BEYOND:
+            raise ChildProcessError(
+                f"the chat template took too much memory or time for {self._beyond} "
+                "conversations in a row, and is asked no more: use another one"
+            )
         several = chat.tools is not None and WITH_TOOLS in self.sources
-        return _message_of({**vars(chat), "template": WITH_TOOLS if several else DEFAULT})
-
-    def _ask(self, chats: Sequence[bytes], variables: Mapping[str, Any], now: datetime) -> Answers:
         question = {
-            "sources": dict(self.sources),
+            "source": self.sources[WITH_TOOLS if several else DEFAULT],
             "variables": {**self.special_tokens, **variables},
-            "now": now.isoformat(),
-            "chats": len(chats),
+            "now": (now or datetime.now()).isoformat(),
+            "chat": vars(chat),
         }
-        return self._renderer.ask(b"".join([_message_of(question), *chats]), len(chats))
+        try:
+            answer = self._renderer.ask(question)
+        except BeyondLimits as error:
+            self._beyond += 1
+            raise BeyondLimits(
+                f"the chat template took more than {error} for this conversation: use another "
+                "one, or leave the conversation out"
+            ) from error
+        self._beyond = 0
+        if "refused" in answer:
+            raise ValueError(f"the chat template cannot take these messages: {answer['refused']}")
+        text = answer["text"]
+        turns = [
+            [text[:part] if isinstance(part, int) else part for part in turn]
+            for turn in answer["turns"]
+        ]
+        return Rendered(
+            text,
+            tuple((begin, end) for begin, end in answer["assistant"]),
+            tuple((before, after) for before, after in turns),
+        )
 
 
 def read_chat_template(folder: Path, template: Path | None = None) -> ChatTemplate | None:
@@ -274,8 +262,8 @@ def after_answer(template: ChatTemplate, role: str = "user") -> tuple[str, str]:
 
 
 def answer_ends(template: ChatTemplate, codec: TextCodec) -> set[int]:
-    """The special tokens that end an answer: `eos_token`, and what is written after one. If no
-    special token is, the marker of the turn that follows ends it, a user's or a tool's."""
+    """The special tokens that end an answer: `eos_token`, and one that the template writes after an
+    answer. Without the latter, the marker of the next turn, a user's or a tool's, ends it."""
 
     def special(ids: Sequence[int]) -> set[int]:
         return {id for id in ids if not codec.decode([id])}
@@ -312,25 +300,5 @@ def _by_name(stored: Any) -> dict[str, str]:
 
 @functools.cache
 def _renderer() -> ChatRenderer:
-    """That of all templates here, since a process takes time to start."""
+    """The renderer that all templates here share: a process takes time to start."""
     return ChatRenderer()
-
-
-def _message_of(value: Any) -> bytes:
-    try:
-        return message_of(value)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"the chat holds what is no JSON: {error}") from error
-
-
-def _rendered(series: Sequence[tuple[Any, str]]) -> Rendered | ValueError:
-    (said, text), *others = series
-    last, _ = series[-1]
-    if "refused" in last:
-        return ValueError(f"the chat template cannot take these messages: {last['refused']}")
-    texts = [text[: each["length"]] if each else other for each, other in others]
-    return Rendered(
-        text,
-        tuple((begin, end) for begin, end in said["assistant"]),
-        tuple(zip(texts[::2], texts[1::2], strict=True)),
-    )

@@ -1,37 +1,37 @@
-"""Asks the process in which chat templates run: starts it, and tells what it died of."""
+"""Asks the process in which chat templates run: starts it, and reports why it ended."""
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from lmlib.data.chats.protocol import END, LARGEST_ANSWER, OUT_OF_MEMORY, read_message
-
+LARGEST_TEXT = 16 << 20  # characters that a template may write
+LARGEST_ANSWER = 5 * LARGEST_TEXT  # bytes
+OUT_OF_MEMORY = 77  # exit status of the process
+_SECONDS_TO_END = 10.0
 _PROCESS = "lmlib.data.chats.server"
+
+
+class BeyondLimits(ValueError):
+    """A template took more memory or time than it may."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a template may take for one text: MB (2^20 bytes) of memory, and seconds of processor
+    """The limits of a template for one text: MB (2^20 bytes) of memory, and seconds of processor
     time, which do not pass while this machine does something else, or is suspended."""
 
     megabytes: int = 512
     seconds: float = 5.0
-
-
-class Answers(NamedTuple):
-    """To a question, see `chat_protocol`: the series that are complete; and what of one that is not
-    was too much, as "5 seconds of processor time", or None."""
-
-    series: list[list[tuple[Any, str]]]
-    too_much: str | None
 
 
 class ChatRenderer:
@@ -41,63 +41,84 @@ class ChatRenderer:
     def __init__(self, limits: Limits = Limits()) -> None:
         self._limits = limits
         self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection
         self._end: Callable[[], Any] = lambda: None
         self._lock = threading.Lock()
 
-    def ask(self, question: bytes, chats: int) -> Answers:
-        """The answers to the messages of a question with so many chats.
+    def ask(self, question: Mapping[str, Any]) -> dict[str, Any]:
+        """The result of `lmlib.data.chats.server.answer` for the question.
 
-        Raises OSError if the process cannot be started, or as ChildProcessError if it is killed.
+        Raises:
+          BeyondLimits: if it takes too much; the message is how much that is.
+          ValueError: if the question cannot be JSON.
+          OSError: if the process cannot be started, or as ChildProcessError if it is killed.
         """
-        series: list[list[tuple[Any, str]]] = []
+        message = to_bytes(question)
         with self._lock:
             process = self._running()
-            questions, answers = process.stdin, process.stdout
-            assert questions is not None and answers is not None
             try:
-                questions.write(question)
-                questions.flush()
-                while len(series) <= chats and not any(series[:1]):
-                    series.append([*iter(lambda: read_message(answers.read, LARGEST_ANSWER), END)])
-                return Answers(series, None)
-            except (EOFError, BrokenPipeError):
-                return Answers(series, self._too_much(process.wait()))
-            except BaseException:  # Ctrl-C too: the rest must not be taken for the next answers
+                self._connection.send_bytes(message)
+                answer: dict[str, Any] = from_bytes(self._connection.recv_bytes(LARGEST_ANSWER))
+                return answer
+            except (EOFError, OSError):
+                raise self._cause(process) from None
+            except BaseException:  # Ctrl-C too: the rest must not be taken for the next answer
                 self._end()
                 raise
 
     def _running(self) -> subprocess.Popen[bytes]:
-        # In a fork of this process, `poll` finds no such child: it gets one of its own.
+        # A fork of this process gets a child of its own, since `poll` does not find this one.
         if self._process is None or self._process.poll() is not None:
             self._end()
+            self._connection, its_end = Pipe()
             limits = (str(self._limits.megabytes), str(self._limits.seconds))
-            path = [*sys.path, str(Path(__file__).parents[2])]
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", _PROCESS, *limits],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
-                start_new_session=True,  # Ctrl-C is for this process
-            )
-            self._end = weakref.finalize(self, _end, self._process)
+            path = [*sys.path, str(Path(__file__).parents[3])]
+            with its_end:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", _PROCESS, str(its_end.fileno()), *limits],
+                    pass_fds=[its_end.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    env=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
+                    start_new_session=True,  # Ctrl-C is for this process
+                )
+            self._end = weakref.finalize(self, _end, self._process, self._connection)
         return self._process
 
-    def _too_much(self, status: int) -> str:
+    def _cause(self, process: subprocess.Popen[bytes]) -> Exception:
+        """The cause of death of a process that no longer answers."""
+        self._connection.close()
+        try:
+            status = process.wait(_SECONDS_TO_END)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            status = process.wait()
         if status == OUT_OF_MEMORY:
-            return f"{self._limits.megabytes} MB of memory"
+            return BeyondLimits(f"{self._limits.megabytes} MB of memory")
         if status == -signal.SIGPROF:
-            return f"{self._limits.seconds:g} seconds of processor time"
+            return BeyondLimits(f"{self._limits.seconds:g} seconds of processor time")
         how = f"exit code {status}" if status >= 0 else signal.Signals(-status).name
-        raise ChildProcessError(
+        return ChildProcessError(
             f"the process in which chat templates run ended with {how}, perhaps for want of "
             "memory: free some, or use another template if it happens again"
         )
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def to_bytes(value: Any) -> bytes:
+    """JSON of the value, whose texts may have lone surrogates; raises ValueError if it has none."""
+    try:
+        return json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass")
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"the chat holds what is no JSON: {error}") from error
+
+
+def from_bytes(message: bytes) -> Any:
+    """The inverse of `to_bytes`."""
+    return json.loads(message.decode("utf-8", "surrogatepass"))
+
+
+def _end(process: subprocess.Popen[bytes], connection: Connection) -> None:
     process.kill()
     process.wait()
-    for stream in (process.stdin, process.stdout):
-        with contextlib.suppress(OSError):  # of what is left to be written
-            if stream is not None:
-                stream.close()
+    with contextlib.suppress(OSError):
+        connection.close()

@@ -1,108 +1,230 @@
 """The process in which chat templates run, within limits of memory and time.
 
-    python -m lmlib.data.chats.server MEGABYTES SECONDS
+    python -m lmlib.data.chats.server DESCRIPTOR MEGABYTES SECONDS
 
 A template is a program, perhaps a stranger's. Sixty characters can ask for all memory or for hours,
-even while they are compiled, in more ways than a list of what is forbidden could name. So the
+even while they are compiled, in more ways than a list could forbid. So the
 kernel keeps the limits: it gives this process no more memory, and ends it when one text has used
-up its processor time. `ChatRenderer` starts it, asks it over its standard input, and sees how it
-ended. It also ends when nobody can ask any more, even in the middle of a text.
+up its processor time. `ChatRenderer` starts it, asks it over a socket, and sees how it ended. It
+also ends when nobody can ask any more, even in the middle of a text.
 """
 
+import functools
+import json
 import os
 import resource
 import select
 import signal
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime
-from typing import Any
+from multiprocessing.connection import Connection
+from typing import Any, NoReturn
+from uuid import uuid4
 
 import jinja2
+from jinja2 import nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 
-from lmlib.data.chats.protocol import END, OUT_OF_MEMORY, message_of, read_message
-from lmlib.data.chats.sandbox import compiled, rendered
+from lmlib.data.chats.renderer import (
+    LARGEST_ANSWER,
+    LARGEST_TEXT,
+    OUT_OF_MEMORY,
+    from_bytes,
+    to_bytes,
+)
 
 _LONGEST_REASON = 500  # characters
 _STACK = 256 * 1024  # bytes of the second thread's stack, which count as memory
-_BUFFER = 64 * 1024  # bytes of answers; who reads them need not wake for each
+# Marks around the assistant's part of a rendered text; no message can know them.
+_BEGIN, _END = (f"[{side} {uuid4().hex}]" for side in ("begin", "end"))
 
 
-def answers(
-    question: Mapping[str, Any], chats: Iterable[Mapping[str, Any]]
-) -> Iterator[tuple[Any, str]]:
-    """Values and texts, see `chat_protocol`."""
+def answer(question: Mapping[str, Any], begin: Callable[[], None]) -> dict[str, Any]:
+    """The text of a chat, or the reason why it cannot be made.
+
+    Args:
+      question: `source` of the template; `variables` that it knows besides a chat, by name; `now`,
+        in ISO 8601; and `chat`, with the attributes of `Chat`. Without a chat the template is only
+        compiled.
+      begin: called before each piece of work that has a limit of its own.
+
+    Returns:
+      `refused`, a reason; or `text`; the spans of the `assistant`; and, if there are none, for each
+      of the chat's turns the text before it with the prompt for it, and that with it. A number
+      stands for so many characters of `text`.
+    """
+    begin()
     try:
-        templates = {name: compiled(source) for name, source in question["sources"].items()}
+        template = compiled(question["source"])
     except ValueError as error:
-        yield _refused(error)
-        yield END
-        return
-    yield END
-    now = datetime.fromisoformat(question["now"])
-    for chat in chats:
-        yield from _written(templates[chat["template"]], question["variables"], chat, now)
-        yield END
-
-
-def _written(
-    template: jinja2.Template, variables: Mapping[str, Any], chat: Mapping[str, Any], now: datetime
-) -> Iterator[tuple[Any, str]]:
-    messages = chat["messages"]
+        return _refused(error)
+    chat = question["chat"]
+    if chat is None:
+        return {}
+    messages, now = chat["messages"], datetime.fromisoformat(question["now"])
 
     def text(number: int, prompted: bool) -> tuple[str, list[tuple[int, int]]]:
+        begin()
         known = {"messages": messages[:number], "tools": chat["tools"]}
-        return rendered(template, {**variables, **known, "add_generation_prompt": prompted}, now)
+        variables = {**question["variables"], **known, "add_generation_prompt": prompted}
+        return rendered(template, variables, now)
 
     try:
         whole, assistant = text(len(messages), chat["add_generation_prompt"])
-        yield {"assistant": assistant}, whole
-        for turn in () if assistant else chat["turns"]:
-            for number, prompted in ((turn, True), (turn + 1, False)):
-                part, _ = text(number, prompted)
-                yield ({"length": len(part)}, "") if whole.startswith(part) else ({}, part)
+        turns = [
+            [text(turn, True)[0], text(turn + 1, False)[0]]
+            for turn in (() if assistant else chat["turns"])
+        ]
     except MemoryError:
         raise
     except Exception as error:  # a program can fail in any way
-        yield _refused(error)
+        return _refused(error)
+    short = [[len(part) if whole.startswith(part) else part for part in turn] for turn in turns]
+    return {"text": whole, "assistant": assistant, "turns": short}
 
 
-def _refused(error: Exception) -> tuple[Any, str]:
-    return {"refused": " ".join(str(error)[:_LONGEST_REASON].split())}, ""
+def _refused(error: Exception) -> dict[str, Any]:
+    return {"refused": " ".join(str(error)[:_LONGEST_REASON].split())}
+
+
+@functools.lru_cache(8)  # a tokenizer may have several, and this process several tokenizers
+def compiled(source: str) -> jinja2.Template:
+    """The template; raises ValueError if it is none."""
+    try:
+        return _Sandbox().from_string(source)
+    except jinja2.TemplateSyntaxError as error:
+        raise ValueError(f"is wrong in line {error.lineno}: {error}") from error
+    except RecursionError as error:
+        raise ValueError("is nested too deeply") from error
+    except MemoryError:
+        raise
+    except Exception as error:  # of the Python that Jinja makes of it, say
+        raise ValueError(f"cannot be compiled: {error}") from error
+
+
+def rendered(
+    template: jinja2.Template, variables: Mapping[str, Any], now: datetime
+) -> tuple[str, list[tuple[int, int]]]:
+    """The text, and the spans (begin, end) that `{% generation %}` marks.
+
+    Raises any exception.
+    """
+    pieces, size = [], 0
+    for piece in template.generate({**variables, "strftime_now": now.strftime}):
+        pieces.append(piece)
+        size += len(piece)
+        if size > LARGEST_TEXT:
+            raise ValueError(f"its text has more than {LARGEST_TEXT:,} characters")
+    return _without_marks("".join(pieces))
+
+
+def _without_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
+    spans, shown, length = [], [], 0
+    for piece in text.split(_BEGIN):
+        said, mark, rest = piece.partition(_END)
+        if mark:
+            spans.append((length, length + len(said)))
+        shown.append(said + rest.replace(_END, ""))
+        length += len(shown[-1])
+    return "".join(shown), spans
+
+
+class _Generation(Extension):
+    """`{% generation %} … {% endgeneration %}` around the assistant's part."""
+
+    tags = {"generation"}  # noqa: RUF012, as Jinja declares it
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        begin, end = (nodes.Output([nodes.TemplateData(mark)]) for mark in (_BEGIN, _END))
+        return nodes.Scope([begin, *body, end]).set_lineno(line)
+
+
+class _Namespace(Namespace):
+    """Holds no names that begin with an underscore, which mean something to Python."""
+
+    def __init__(*arguments: Any, **values: Any) -> None:  # any name may be given, "self" too
+        self, *others = arguments
+        super(_Namespace, self).__init__()
+        for name, value in dict(*others, **values).items():
+            self[name] = value
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name.startswith("_"):
+            raise SecurityError(f"a namespace cannot have the name {name!r:.80}")
+        super().__setitem__(name, value)
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    def __init__(self) -> None:
+        super().__init__(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+        )
+        self.filters["tojson"] = _to_json
+        self.globals |= {
+            "dict": lambda *pairs, **values: dict(*pairs, **values),
+            "namespace": _Namespace,
+            "raise_exception": _raise_exception,
+        }
+        del self.globals["lipsum"]
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON without the escapes of Jinja's own filter, which are for HTML."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
 
 
 def main() -> None:
-    megabytes, seconds = int(sys.argv[1]), float(sys.argv[2])
-    # From here on nobody reads what Python says, and a full pipe would hold it up.
+    connection = Connection(int(sys.argv[1]))
+    megabytes, seconds = int(sys.argv[2]), float(sys.argv[3])
+    # Nobody reads messages from here on, and a full pipe would block.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     threading.stack_size(_STACK)
-    threading.Thread(target=_end_with_caller, daemon=True).start()
+    threading.Thread(target=_end_with_caller, args=[connection.fileno()], daemon=True).start()
     _limit_memory(megabytes << 20)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # which ends the process
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
-    read = sys.stdin.buffer.read
-    answered = os.fdopen(1, "wb", _BUFFER)
+
+    def begin() -> None:
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+
     try:
         while True:
-            question, _ = read_message(read)
-            chats = [read_message(read)[0] for _ in range(question["chats"])]
-            signal.setitimer(signal.ITIMER_PROF, seconds)
-            for value, text in answers(question, chats):
-                answered.write(message_of(value, text))
-                signal.setitimer(signal.ITIMER_PROF, seconds)
-            answered.flush()
+            question = from_bytes(connection.recv_bytes())
+            message = to_bytes(answer(question, begin))
             signal.setitimer(signal.ITIMER_PROF, 0)
-    except EOFError:
+            if len(message) > LARGEST_ANSWER:
+                message = to_bytes(_refused(ValueError("its texts are too long together")))
+            connection.send_bytes(message)
+    except (EOFError, OSError):  # nobody asks any more
         return
     except MemoryError:
         os._exit(OUT_OF_MEMORY)
 
 
-def _end_with_caller() -> None:
-    """Ends this process when the other end of its standard input is closed."""
+def _end_with_caller(connection: int) -> None:
+    """Ends this process when the other end of its connection is closed."""
     closed = select.poll()
-    closed.register(sys.stdin.fileno(), 0)  # a hang-up is always reported, and questions are not
+    closed.register(connection, 0)  # a hang-up is always reported, and questions are not
     closed.poll()
     os._exit(0)
 

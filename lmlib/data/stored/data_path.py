@@ -1,12 +1,13 @@
-"""Paths of data sets: as people write them, and as TensorStore takes them."""
+"""The folders of data sets and their splits, or the reason why they are missing."""
 
 import os
+import shlex
 from pathlib import Path
-from typing import Any
 
-from lmlib.storage.bucket.copies import copy_to_read, url_of
-from lmlib.storage.bucket.url import BucketUrl
+from lmlib.data.stored.metadata import shard_folders
 from lmlib.storage.local_folder import local_folder
+
+_TEXT = (".jsonl", ".ndjson", ".parquet", ".arrow", ".txt", ".md", ".gz", ".zst")
 
 
 def data_path(path: str | os.PathLike[str]) -> Path:
@@ -17,7 +18,7 @@ def data_path(path: str | os.PathLike[str]) -> Path:
     real = os.path.realpath(local_folder(path))
     for problem, found in (
         ("it holds a backslash", "\\" in real),
-        ("it is not UTF-8", not _is_utf8(real)),
+        ("it is not UTF-8", real != os.fsencode(real).decode("utf-8", "replace")),
         ("a folder's name ends in .__lock", ".__lock/" in f"{real}/"),
     ):
         if found:
@@ -25,26 +26,45 @@ def data_path(path: str | os.PathLike[str]) -> Path:
     return Path(real)
 
 
-def data_to_read(path: str | os.PathLike[str]) -> Path:
-    """As `data_path`; of a data set in a bucket, a copy of its small files.
+def is_seqax_split(folder: Path) -> bool:
+    """True if `folder` holds a split in seqax's format."""
+    return (folder / "encoded_tokens/.zarray").is_file()
 
-    Raises BucketError if the bucket cannot be read.
+
+def find_split(path: Path, split: str) -> Path:
+    """The folder of `split` in the data set at `path`.
+
+    Raises FileNotFoundError if there is none, which says what to do.
     """
-    url = BucketUrl.parsed(os.fspath(path))
-    return data_path(path if url is None else copy_to_read(url))
+
+    def is_split(folder: Path) -> bool:
+        return is_seqax_split(folder) or bool(shard_folders(folder))
+
+    if not path.exists():
+        raise FileNotFoundError(
+            f"there is no data set at {path}: make one with python -m data_tools.pretokenize "
+            f"--dataset=… --split={split} --tokenizer=… --out={shlex.quote(str(path))}"
+        )
+    if not path.is_dir():
+        raise FileNotFoundError(_pretokenize_first(path, split, "is a file"))
+    for folder in () if is_split(path / split) else (path / split, path):
+        files = sorted(folder.iterdir()) if folder.is_dir() else []
+        if text := next((file for file in files if file.name.endswith(_TEXT)), None):
+            holds = f"holds text, such as {text}, and no flat tokens"
+            raise FileNotFoundError(_pretokenize_first(folder, split, holds))
+    if not (path / split).is_dir():
+        present = [each.name for each in sorted(path.iterdir()) if each.is_dir() and is_split(each)]
+        held_out = "; pretokenize holds one out with --validation_fraction=0.05"
+        raise FileNotFoundError(
+            f"{path} has no split {split!r}; it has {', '.join(present) or 'none'}"
+            f"{held_out if split == 'validation' else ''}"
+        )
+    return path / split
 
 
-def file_store(folder: Path) -> dict[str, Any]:
-    """TensorStore's specification of a data set's files: in `folder`, or in a bucket if `folder` is
-    a bucket's copy. Raises ValueError as `data_path`."""
-    if (url := url_of(folder)) is not None:
-        return url.key_value_store(f"{url.folder}/")
-    return {"driver": "file", "path": f"{data_path(folder)}/"}
-
-
-def _is_utf8(path: str) -> bool:
-    try:
-        path.encode("utf-8")
-    except UnicodeEncodeError:  # Python keeps the bytes of such a name as lone surrogates
-        return False
-    return True
+def _pretokenize_first(path: Path, split: str, why: str) -> str:
+    return (
+        f"{path} {why}: pretokenize it first with python -m data_tools.pretokenize "
+        f"--dataset={shlex.quote(str(path))} --split={split} --tokenizer=… --out=…, "
+        "and give that folder"
+    )

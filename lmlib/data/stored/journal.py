@@ -1,55 +1,32 @@
-"""journal.json: how far the writing of a shard has come, so that it goes on after being killed."""
+"""The parts of an unfinished shard: a lock, a journal, arrays that grow, and files of numbers."""
 
 import fcntl
 import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
+import tensorstore as ts
 
-from lmlib.data.stored.metadata import JOURNAL_FILE
+from lmlib.data.stored.data_path import data_path
+from lmlib.data.stored.metadata import JOURNAL_FILE, Totals, check_counts
+from lmlib.data.stored.token_arrays import CHUNK_DIGESTS, StoredArray, codecs, digests_of_chunks
 from lmlib.storage.stored_json import read_json
-from lmlib.storage.whole_file import write_whole
+from lmlib.storage.whole_file import UNFINISHED, write_whole
 
 LOCK_FILE = "writer.lock"
+CHUNK_LENGTH = 16 * 1024  # tokens; the unit of reading, and of checksums
+FILE_LENGTH = 16 * 1024 * 1024  # tokens in one file, the unit of writing
 STARTS_FILE = "document_starts.partial"  # little-endian uint64, of the marked documents
 
 
 @dataclass(frozen=True)
-class Totals:
-    """What a shard holds up to some document."""
-
-    tokens: int = 0
-    documents: int = 0
-    targets: int = 0
-    bytes: int = 0
-    gzip_bytes: int | None = 0
-    skipped_rows: int = 0
-    dropped_documents: int = 0
-    dropped_tokens: int = 0
-    cut_documents: int = 0
-    cut_tokens: int = 0
-    max_token_id: int = -1
-
-    def plus(self, lengths: np.ndarray, targets: int, **more: Any) -> "Totals":
-        """With documents of `lengths` tokens added; `more` replaces other entries."""
-        tokens = int(lengths.sum())
-        return replace(
-            self,
-            tokens=self.tokens + tokens,
-            documents=self.documents + len(lengths),
-            targets=self.targets + targets,
-            **more,
-        )
-
-
-@dataclass(frozen=True)
 class Journal:
-    """A state of a shard that a writer can go on from.
+    """A state of a shard that a writer can go on from, in journal.json.
 
     `written` tokens are on disk in whole files. The first of them that `marked` does not count
     come again when the documents from `position` on are appended again.
@@ -57,11 +34,20 @@ class Journal:
 
     settings: Mapping[str, Any]  # of the writer; another writer must have the same
     position: Any = None  # where in the source the mark is, in JSON values; None at its beginning
-    marked: Totals = Totals()
+    marked: Totals = field(default_factory=Totals)
     written: int = 0
 
     def save(self, folder: Path) -> None:
         write_whole(folder / JOURNAL_FILE, json.dumps(asdict(self), indent=2) + "\n")
+
+    def check_settings(self, folder: Path, wanted: Mapping[str, Any]) -> None:
+        """Raises FileExistsError if the shard in `folder` was begun with other settings."""
+        for name, value in wanted.items():
+            if self.settings.get(name) != value:
+                raise FileExistsError(
+                    f"{folder} was begun with {difference(name, self.settings.get(name), value)}: "
+                    "give the same settings, or another folder, or delete it"
+                )
 
 
 def read_journal(shard_folder: Path) -> Journal:
@@ -70,7 +56,9 @@ def read_journal(shard_folder: Path) -> Journal:
     try:
         content = read_json(file)
         journal = Journal(marked=Totals(**content.pop("marked")), **content)
-        _check_types(journal)
+        if not isinstance(journal.settings, dict):
+            raise ValueError(f"its settings are {journal.settings!r:.40}")
+        check_counts(vars(journal.marked) | {"written": journal.written})
         return journal
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
@@ -79,16 +67,13 @@ def read_journal(shard_folder: Path) -> Journal:
         ) from error
 
 
-def _check_types(journal: Journal) -> None:
-    if not isinstance(journal.settings, dict):
-        raise ValueError(f"its settings are {journal.settings!r:.40}")
-    totals = asdict(journal.marked)
-    least = {"max_token_id": -1}
-    for name, value in {**totals, "written": journal.written}.items():
-        if name == "gzip_bytes" and value is None:
-            continue
-        if type(value) is not int or not least.get(name, 0) <= value < 2**62:
-            raise ValueError(f"its {name} is {value!r:.40}")
+def difference(name: str, found: Any, wanted: Any) -> str:
+    """The difference of `found` from `wanted`; of mappings, the first entry that differs."""
+    if isinstance(found, Mapping) and isinstance(wanted, Mapping):
+        for entry in (*wanted, *found):
+            if found.get(entry) != wanted.get(entry):
+                return difference(f"{name} {entry}", found.get(entry), wanted.get(entry))
+    return f"{name} {found!r}, not {wanted!r}"
 
 
 @contextmanager
@@ -133,25 +118,115 @@ class NumberFile:
         return np.memmap(self._file, "<u8", mode="r")
 
 
-class WriterLock:
-    """Keeps a second writer away from a shard while the first one lives."""
+class GrowingArray:
+    """Elements on disk, in whole files, and the ones that do not fill a file yet."""
 
-    def __init__(self, shard_folder: Path) -> None:
-        """Raises FileExistsError if another process holds the lock, OSError if none can be had."""
-        self._stream = open(shard_folder / LOCK_FILE, "ab")  # noqa: SIM115 (held until release)
-        try:
-            fcntl.flock(self._stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            self._stream.close()
+    def __init__(
+        self,
+        folder: Path,
+        dtype: type[np.number],
+        *,
+        written: int | None,
+        file_length: int,
+        chunk_length: int,
+    ) -> None:
+        """Begins the array in `folder`, or goes on after its first `written` elements.
+
+        `file_length` must be a multiple of `chunk_length`. Raises ValueError or OSError if there
+        are fewer elements, or they are not laid out as they should be.
+        """
+        self._folder, self._dtype, self._chunk_length = folder, dtype, chunk_length
+        spec: dict[str, Any] = {
+            "driver": "zarr3",
+            "kvstore": {"driver": "file", "path": f"{data_path(folder)}/"},
+            # Zeros are stored like anything else, so that an absent chunk is always a lost one.
+            "store_data_equal_to_fill_value": True,
+        }
+        if written is None:
+            grid = {"name": "regular", "configuration": {"chunk_shape": [file_length]}}
+            spec["metadata"] = {
+                "shape": [0],
+                "data_type": np.dtype(dtype).name,
+                "chunk_grid": grid,
+                "codecs": codecs(chunk_length),
+            }
+            self._array = ts.open(spec, create=True, delete_existing=True).result()
+        self._stored_before = written or 0
+        self._digests = NumberFile(
+            folder / CHUNK_DIGESTS, self._stored_before // chunk_length, folder.parent
+        )
+        if written is not None:
+            found = StoredArray(folder, None, ts.Context(), dtypes=[np.dtype(dtype).name])
+            found.file_sizes()  # is it no stranger's?
+            self._array = self._resized(ts.open(spec, open=True).result(), written)
+        self._buffer: list[np.ndarray] = []
+        self.buffered = 0  # elements
+
+    def add(self, values: np.ndarray, start: int) -> None:
+        """Keeps `values`, the elements from `start` on, except the ones on disk already.
+
+        Raises ValueError if others are on disk.
+        """
+        values = values.astype(self._dtype, copy=False)
+        again = min(max(self._stored_before - start, 0), len(values))
+        if again:
+            stored = self._array[start : start + again].read().result()
+            if not np.array_equal(stored, values[:again]):
+                raise ValueError(
+                    f"the documents differ from those that {self._folder.parent} was begun with: "
+                    "the source or the tokenizer has changed; delete it to make the shard anew"
+                )
+        self._buffer.append(values[again:])
+        self.buffered += len(values) - again
+
+    def write(self, length: int) -> None:
+        """Writes the first `length` elements that are kept: whole files, or the last ones, or
+        files would be read back and rewritten. Raises OSError if that fails."""
+        buffered = np.concatenate([np.zeros(0, self._dtype), *self._buffer])
+        if length:
+            start = self._array.shape[0]
+            try:
+                self._array = self._resized(self._array, start + length)
+                self._array[start:].write(buffered[:length]).result()
+            except ValueError as error:  # TensorStore's only kind of error
+                raise OSError(
+                    f"{self._folder} cannot be written: {error}; what was written before "
+                    "is kept: free space or repair access, and run the same command again"
+                ) from error
+            with writing(self._folder.parent):
+                self._digests.append(digests_of_chunks(buffered[:length], self._chunk_length))
+        self._buffer, self.buffered = [buffered[length:]], len(buffered) - length
+
+    def _resized(self, array: ts.TensorStore, length: int) -> ts.TensorStore:
+        return array.resize(exclusive_max=[length], resize_metadata_only=True).result()
+
+
+def lock(shard_folder: Path) -> BinaryIO:
+    """Keeps a second writer away from a shard until the result is closed, or this process ends.
+
+    Raises FileExistsError if another process holds the lock, OSError if none can be had.
+    """
+    stream = open(shard_folder / LOCK_FILE, "ab")  # noqa: SIM115 (held until it is closed)
+    try:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        stream.close()
+        if isinstance(error, BlockingIOError):
             raise FileExistsError(
                 f"another process is writing {shard_folder}: wait for it, or end it"
             ) from error
-        except OSError as error:
-            self._stream.close()
-            raise OSError(
-                f"{shard_folder} cannot be locked ({error}): choose a folder on a file system that "
-                "has locks"
-            ) from error
+        raise OSError(
+            f"{shard_folder} cannot be locked ({error}): choose a folder on a file system that "
+            "has locks"
+        ) from error
+    return stream
 
-    def release(self) -> None:
-        self._stream.close()
+
+def remove_leftovers(shard_folder: Path) -> None:
+    """Removes what only an unfinished shard needs."""
+    for file in (
+        *(shard_folder / name for name in (JOURNAL_FILE, STARTS_FILE, LOCK_FILE)),
+        *shard_folder.glob(f".*{UNFINISHED}"),  # of a killed process, as the next
+        *shard_folder.rglob("*.__lock"),  # TensorStore's
+    ):
+        file.unlink(missing_ok=True)

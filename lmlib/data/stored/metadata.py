@@ -1,36 +1,39 @@
-"""metadata.json: what a finished shard of flat tokens holds, and its shards as a split."""
+"""metadata.json: the description of a finished shard of flat tokens, and of a split of shards."""
 
 import hashlib
 import json
+import operator
 import re
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from functools import reduce
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
-from lmlib.data.stored.damage import DamagedDataError
-from lmlib.data.stored.digests import digest
+import xxhash
+
 from lmlib.storage.stored_json import parse_json, read_text
-from lmlib.storage.whole_file import write_whole
 
 FORMAT = "lmlib flat tokens"
 VERSION = 4
 FILE_NAME = "metadata.json"
-JOURNAL_FILE = "journal.json"  # what an unfinished shard holds instead
+JOURNAL_FILE = "journal.json"  # an unfinished shard has it instead
 ARRAYS = ("tokens", "document_starts", "first_documents")
-LOSS_MASK = "loss_mask"  # one more, of conversations and pairs
+LOSS_MASK = "loss_mask"  # one more array, of conversations and pairs
 TOKENIZER_FILE = "tokenizer.json"
-LARGEST_TOKENIZER = 256 << 20  # bytes; those of the largest vocabularies have 40 MB
+LARGEST_TOKENIZER = 256 << 20  # bytes; the largest vocabularies take 40 MB
 
 _SHARD_NAME = re.compile(r"shard_(\d{5})_of_(\d{5})")
-# What all shards of a split have in common.
-_SHARED = ("shards", "content", "vocab_size", "tokenizer", "bos_id", "eos_id", "source", "data_set")
-_DIGEST = '  "digest"'  # how the last line of metadata.json but one begins
+_DIGEST = '  "digest"'  # how the last line of a signed file but one begins
+_Made = TypeVar("_Made")
 
-
-# What the documents of a split are. Conversations have a loss mask, and are never cut. So are pairs
-# of them: document 2·i has the chosen answer, 2·i + 1 the rejected one.
+# The kind of documents of a split. Conversations have a loss mask, and are never cut. The same is
+# true of pairs: document 2·i has the chosen answer, 2·i + 1 the rejected one.
 Content = Literal["text", "conversations", "pairs"]
+
+
+class DamagedDataError(ValueError):
+    """Stored data is missing, truncated or fails its checksum."""
 
 
 def arrays_of(content: Content) -> tuple[str, ...]:
@@ -40,19 +43,19 @@ def arrays_of(content: Content) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class TokenizerIdentity:
-    """Which tokenizer made the tokens."""
+    """The tokenizer that made the tokens."""
 
     name: str
-    sha256: str | None  # of tokenizer.json; None for a tokenizer that has no such file
+    sha256: str | None  # of tokenizer.json; None for a tokenizer without one
 
     def __str__(self) -> str:
         return repr(self.name) + (f" (SHA-256 {self.sha256[:8]}…)" if self.sha256 else "")
 
 
 def tokenizers_differ(one: TokenizerIdentity | None, other: TokenizerIdentity | None) -> bool:
-    """Whether the same ids are known to mean different texts.
+    """True if the same ids are known to mean different texts.
 
-    Told by the digests where both have one, else by the names; None is an unknown tokenizer.
+    Digests decide where both have one, else names. None is an unknown tokenizer.
     """
     if one is None or other is None:
         return False
@@ -62,29 +65,54 @@ def tokenizers_differ(one: TokenizerIdentity | None, other: TokenizerIdentity | 
 
 
 @dataclass(frozen=True)
-class ShardMetadata:
-    """The content of a shard's metadata.json; `docs/flat-tokens.md` describes each entry."""
+class Totals:
+    """The counts of a shard up to some document, or of a split; docs/flat-tokens.md has each."""
 
-    shard: int
-    shards: int
+    tokens: int = 0
+    documents: int = 0
+    targets: int = 0  # tokens that are not the first of their document, and that the loss mask has
+    bytes: int = 0  # of the documents' UTF-8 text
+    gzip_bytes: int | None = 0  # sum over documents, each under gzip -9; None if unknown
+    skipped_rows: int = 0  # rows of the source that held no usable text
+    dropped_documents: int = 0  # too long, and left out
+    dropped_tokens: int = 0  # theirs
+    cut_documents: int = 0  # too long, and kept in part
+    cut_tokens: int = 0  # theirs that were left out
+    max_token_id: int = -1  # the largest that occurs; -1 without tokens
+
+    @property
+    def totals(self) -> "Totals":
+        """Only the counts."""
+        return Totals(*(getattr(self, each.name) for each in fields(Totals)))
+
+    def __add__(self, other: "Totals") -> "Totals":
+        one, two = vars(self.totals), vars(other.totals)
+        sums: dict[str, Any] = {
+            name: None if value is None or two[name] is None else value + two[name]
+            for name, value in one.items()
+        }
+        return Totals(**sums | {"max_token_id": max(self.max_token_id, other.max_token_id)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Prepared(Totals):
+    """Counts, and the entries that are the same in all shards of a split."""
+
     content: Content
-    tokens: int
-    documents: int
-    targets: int  # tokens that are not the first of their document, and that the loss mask has
-    bytes: int  # of the documents' UTF-8 text
-    gzip_bytes: int | None  # sum over documents of gzip -9 of each alone, if it was asked for
-    skipped_rows: int  # rows of the source that held no usable text
-    dropped_documents: int  # too long, and left out
-    dropped_tokens: int  # theirs
-    cut_documents: int  # too long, and kept in part
-    cut_tokens: int  # theirs that were left out
     vocab_size: int
-    max_token_id: int  # the largest that occurs; -1 if there are no tokens
     tokenizer: TokenizerIdentity | None
     bos_id: int | None  # put before each document
     eos_id: int | None  # put after each document
     source: Mapping[str, Any]  # where the documents came from, in JSON values
     data_set: str  # the same for all shards that were prepared together
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardMetadata(_Prepared):
+    """The content of a shard's metadata.json."""
+
+    shard: int
+    shards: int
     digests: Mapping[str, str]  # of each array
 
     @property
@@ -93,96 +121,31 @@ class ShardMetadata:
 
     def write(self, shard_folder: Path) -> None:
         """Writes metadata.json atomically and durably: whole or absent, also after a crash."""
-        content = {"format": FORMAT, "version": VERSION, **asdict(self)}
-        before = json.dumps(content, indent=2).removesuffix("\n}") + ",\n"
-        own = digest(before.encode())
-        write_whole(shard_folder / FILE_NAME, f'{before}{_DIGEST}: "{own}"\n}}\n')
+        write_signed(shard_folder / FILE_NAME, FORMAT, VERSION, asdict(self))
 
 
-@dataclass(frozen=True)
-class SplitMetadata:
-    """A finished split: its shards in order."""
+# Entries that are the same in all shards of a split.
+_SHARED = ("shards", "content", "vocab_size", "tokenizer", "bos_id", "eos_id", "source", "data_set")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitMetadata(_Prepared):
+    """A finished split: its counts, and its shards in order."""
 
     shards: tuple[ShardMetadata, ...]
 
-    @property
-    def tokens(self) -> int:
-        return sum(shard.tokens for shard in self.shards)
-
-    @property
-    def documents(self) -> int:
-        return sum(shard.documents for shard in self.shards)
+    @classmethod
+    def of(cls, shards: Sequence[ShardMetadata]) -> "SplitMetadata":
+        """The split that consists of `shards`."""
+        counts = reduce(operator.add, (shard.totals for shard in shards))
+        shared = {name: getattr(shards[0], name) for name in _SHARED}
+        return cls(**vars(counts) | shared | {"shards": tuple(shards)})
 
     @property
     def digest(self) -> str:
-        """Of what all arrays hold: splits that differ in anything have others."""
+        """A digest of all arrays: splits that differ anywhere have different ones."""
         of_shards = [dict(shard.digests) for shard in self.shards]
         return digest(json.dumps(of_shards, sort_keys=True).encode())
-
-    @property
-    def content(self) -> Content:
-        """What the documents are."""
-        return self.shards[0].content
-
-    @property
-    def targets(self) -> int:
-        """Tokens that are not the first of their document, and that the loss mask has."""
-        return sum(shard.targets for shard in self.shards)
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of the documents' UTF-8 text."""
-        return sum(shard.bytes for shard in self.shards)
-
-    @property
-    def gzip_bytes(self) -> int | None:
-        """What `gzip -9` makes of the documents, each alone; None if it was not measured."""
-        measured = [shard.gzip_bytes for shard in self.shards if shard.gzip_bytes is not None]
-        return sum(measured) if len(measured) == len(self.shards) else None
-
-    @property
-    def skipped_rows(self) -> int:
-        return sum(shard.skipped_rows for shard in self.shards)
-
-    @property
-    def dropped_documents(self) -> int:
-        return sum(shard.dropped_documents for shard in self.shards)
-
-    @property
-    def dropped_tokens(self) -> int:
-        return sum(shard.dropped_tokens for shard in self.shards)
-
-    @property
-    def cut_documents(self) -> int:
-        return sum(shard.cut_documents for shard in self.shards)
-
-    @property
-    def cut_tokens(self) -> int:
-        return sum(shard.cut_tokens for shard in self.shards)
-
-    @property
-    def max_token_id(self) -> int:
-        return max(shard.max_token_id for shard in self.shards)
-
-    @property
-    def vocab_size(self) -> int:
-        return self.shards[0].vocab_size
-
-    @property
-    def tokenizer(self) -> TokenizerIdentity | None:
-        return self.shards[0].tokenizer
-
-    @property
-    def bos_id(self) -> int | None:
-        return self.shards[0].bos_id
-
-    @property
-    def eos_id(self) -> int | None:
-        return self.shards[0].eos_id
-
-    @property
-    def source(self) -> Mapping[str, Any]:
-        return self.shards[0].source
 
 
 def shard_name(shard: int, shards: int) -> str:
@@ -209,7 +172,8 @@ def read_split(split_folder: Path) -> SplitMetadata:
     """
     folders = shard_folders(split_folder)
     if not folders:
-        _refuse_version_1(split_folder)
+        if (split_folder / FILE_NAME).is_file():  # version 1 had one for the whole split
+            raise _other_version(split_folder / FILE_NAME, (FORMAT, 1), (FORMAT, VERSION))
         raise FileNotFoundError(f"{split_folder} is unfinished: it holds no shard")
     counts = {number[1] for number in map(shard_number, folders) if number}
     if len(counts) > 1:
@@ -226,7 +190,7 @@ def read_split(split_folder: Path) -> SplitMetadata:
             f"{split_folder} is unfinished: {missing[0]}{more} of {shards} shards has no "
             f"{FILE_NAME}, which is written last; run the command that was making it again"
         )
-    found = tuple(map(read_shard, expected))
+    found = [read_shard(folder) for folder in expected]
     for shard in found[1:]:
         for name in _SHARED:
             if getattr(shard, name) != getattr(found[0], name):
@@ -235,81 +199,114 @@ def read_split(split_folder: Path) -> SplitMetadata:
                     f"{found[0].name} has {getattr(found[0], name)!r}: they are of different data "
                     "sets; make one of them again"
                 )
-    return SplitMetadata(found)
+    return SplitMetadata.of(found)
 
 
 def read_shard(shard_folder: Path) -> ShardMetadata:
     """Reads metadata.json of a finished shard.
 
-    Raises FileNotFoundError when the shard is unfinished, ValueError when the file is not valid
-    or of another version.
+    Raises FileNotFoundError when the shard is unfinished, ValueError when the file is of another
+    version, as DamagedDataError when it is not valid.
     """
     file = shard_folder / FILE_NAME
     if not file.is_file():
         raise FileNotFoundError(f"{shard_folder} is unfinished: it has no {FILE_NAME}")
-    for path in (shard_folder, file):
-        if path.is_symlink():
-            raise ValueError(f"{path} is a link: put what it leads to in its place")
-    try:
-        text = read_text(file)
-        content = parse_json(text)
-        found = content.pop("format"), content.pop("version")
-        if found == (FORMAT, VERSION):
-            if content.pop("digest") != digest(text.rpartition(_DIGEST)[0].encode()):
-                raise ValueError("it does not have the digest that it was written with")
-            tokenizer = content.pop("tokenizer")
-            identity = None if tokenizer is None else TokenizerIdentity(**tokenizer)
-            metadata = ShardMetadata(tokenizer=identity, **content)
-            _check_types(metadata)
-            if shard_number(shard_folder) != (metadata.shard, metadata.shards):
-                raise ValueError(f"it is of shard {metadata.shard} of {metadata.shards}")
-            return metadata
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{file} is damaged ({error!r}): make the shard again") from error
-    raise _other_version(file, *found)
+    check_no_link(shard_folder, file)
+
+    def made(content: dict[str, Any]) -> ShardMetadata:
+        tokenizer = content.pop("tokenizer")
+        identity = None if tokenizer is None else TokenizerIdentity(**tokenizer)
+        if absent := vars(Totals()).keys() - content.keys():
+            raise ValueError(f"it has no {sorted(absent)[0]}")
+        metadata = ShardMetadata(tokenizer=identity, **content)
+        _check_types(metadata)
+        if shard_number(shard_folder) != (metadata.shard, metadata.shards):
+            raise ValueError(f"it is of shard {metadata.shard} of {metadata.shards}")
+        return metadata
+
+    return read_signed(file, FORMAT, VERSION, made, "make the shard again")
+
+
+def check_counts(counts: Mapping[str, Any], optional: Sequence[str] = ("gzip_bytes",)) -> None:
+    """Raises ValueError for an entry that is not a count; `optional` ones may be None."""
+    for name, value in counts.items():
+        least = -1 if name == "max_token_id" else 0
+        is_count = type(value) is int and least <= value < 2**62
+        if not is_count and not (value is None and name in optional):
+            raise ValueError(f"its {name} is {value!r:.40}")
 
 
 def _check_types(metadata: ShardMetadata) -> None:
-    """Raises ValueError for an entry that is not what docs/flat-tokens.md says."""
-    optional = ("gzip_bytes", "bos_id", "eos_id")
-    counts = ("shard", "shards", "tokens", "documents", "targets", "bytes", "skipped_rows")
-    left_out = ("dropped_documents", "dropped_tokens", "cut_documents", "cut_tokens")
-    for name in (*counts, *left_out, "vocab_size", "max_token_id", *optional):
-        value = getattr(metadata, name)
-        if name in optional and value is None:
-            continue
-        if type(value) is not int or not (-1 if name == "max_token_id" else 0) <= value < 2**62:
-            raise ValueError(f"its {name} is {value!r:.40}")
-    tokenizer = metadata.tokenizer
-    for text in (tokenizer.name, tokenizer.sha256 or "") if tokenizer else ():
-        if not isinstance(text, str):
-            raise ValueError(f"its tokenizer has {text!r:.40} for a text")
+    """Raises ValueError for an entry that docs/flat-tokens.md does not allow."""
+    others = ("shard", "shards", "vocab_size", "bos_id", "eos_id")
+    counts = {name: getattr(metadata, name) for name in others}
+    check_counts(vars(metadata.totals) | counts, ("gzip_bytes", "bos_id", "eos_id"))
     if not isinstance(metadata.source, dict):
         raise ValueError(f"its source is {metadata.source!r:.40}")
     if metadata.content not in get_args(Content):
         raise ValueError(f"its content is {metadata.content!r:.40}")
     if metadata.content == "pairs" and metadata.documents % 2:
         raise ValueError(f"its {metadata.documents} documents are no pairs")
-    digests = metadata.digests
+    digests, tokenizer = metadata.digests, metadata.tokenizer
     if not isinstance(digests, dict) or sorted(digests) != sorted(arrays_of(metadata.content)):
         raise ValueError(f"its digests are {digests!r:.40}")
-    for text in (metadata.data_set, *digests.values()):
+    texts = [metadata.data_set, *digests.values()]
+    for text in (*texts, *((tokenizer.name, tokenizer.sha256 or "") if tokenizer else ())):
         if not isinstance(text, str):
-            raise ValueError(f"it has {text!r:.40} for a digest")
+            raise ValueError(f"it has {text!r:.40} for a text")
 
 
-def _refuse_version_1(split_folder: Path) -> None:
-    """Version 1 had one metadata.json for the whole split."""
-    file = split_folder / FILE_NAME
-    if file.is_file():
-        raise _other_version(file, FORMAT, 1)
+def digest(content: bytes) -> str:
+    """The XXH3-128 of `content`, as 32 hexadecimal digits."""
+    return xxhash.xxh3_128_hexdigest(content)
 
 
-def _other_version(file: Path, format_name: object, version: object) -> ValueError:
+def write_signed(file: Path, format_name: str, version: int, entries: Mapping[str, Any]) -> None:
+    """Writes JSON whose last entry is a digest of the text before it, atomically and durably."""
+    from lmlib.storage.whole_file import write_whole
+
+    content = {"format": format_name, "version": version, **entries}
+    before = json.dumps(content, indent=2).removesuffix("\n}") + ",\n"
+    write_whole(file, f'{before}{_DIGEST}: "{digest(before.encode())}"\n}}\n')
+
+
+def read_signed(
+    file: Path,
+    format_name: str,
+    version: int,
+    made: Callable[[dict[str, Any]], _Made],
+    remedy: str,
+) -> _Made:
+    """The entries that `write_signed` wrote, converted by `made`.
+
+    Raises OSError if the file cannot be read, ValueError if it has another format or version, and
+    as DamagedDataError if it is damaged or `made` fails; the message ends with `remedy`.
+    """
+    try:
+        text = read_text(file)
+        content = parse_json(text)
+        found = content.pop("format"), content.pop("version")
+        if found == (format_name, version):
+            if content.pop("digest") != digest(text.rpartition(_DIGEST)[0].encode()):
+                raise ValueError("it does not have the digest that it was written with")
+            return made(content)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedDataError(f"{file} is damaged ({error!r}): {remedy}") from error
+    raise _other_version(file, found, (format_name, version))
+
+
+def _other_version(file: Path, found: tuple[Any, Any], known: tuple[str, int]) -> ValueError:
     return ValueError(
-        f"{file} has format {format_name!r}, version {version!r}, but this library reads "
-        f"{FORMAT!r}, version {VERSION}: make the data set again or use the matching library"
+        f"{file} has format {found[0]!r:.40}, version {found[1]!r:.40}, but this library reads "
+        f"{known[0]!r}, version {known[1]}: make the data set again or use the matching library"
     )
+
+
+def check_no_link(*paths: Path) -> None:
+    """Raises ValueError if one of the paths is a link."""
+    for path in paths:
+        if path.is_symlink():
+            raise ValueError(f"{path} is a link: put what it leads to in its place")
 
 
 def check_tokenizer_file(file: Path, metadata: SplitMetadata) -> None:

@@ -1,4 +1,4 @@
-"""Reads the flat tokens of seqax, unchanged, as they lie on disk.
+"""Reads the flat tokens of seqax, unchanged, as they are on disk.
 
 A data set is a zarr v2 group whose splits `train` and `validation` hold `encoded_tokens`, uint32
 `2 * id + begins_a_document`, and an attribute `max_token_id`. Their `seq_starts`, one number for
@@ -11,62 +11,75 @@ from typing import Any
 
 import numpy as np
 
-from lmlib.data.stored.damage import DamagedDataError
-from lmlib.data.stored.digests import digest
-from lmlib.data.stored.split import Span
+from lmlib.data.stored.metadata import DamagedDataError, digest
+from lmlib.data.stored.split import Arrays, Span, StoredSplit
 from lmlib.data.stored.token_arrays import Reading, StoredArray, reading_context
 from lmlib.storage.stored_json import read_json
 
 TOKENS, STARTS, ATTRIBUTES = "encoded_tokens", "seq_starts", ".zattrs"
 
 
-def is_seqax_split(folder: Path) -> bool:
-    """Whether `folder` holds a split in seqax's format."""
-    return (folder / TOKENS / ".zarray").is_file()
+class SeqaxArray(StoredArray):
+    """An array as seqax writes it: compressed chunks, each a file, without checksums."""
+
+    description, files_folder = ".zarray", ""
+
+    def spec(self) -> dict[str, Any]:
+        return {"driver": "zarr", "kvstore": self.files()}
+
+    def check_description(self, content: Any) -> None:
+        compressor = content.get("compressor") if isinstance(content, dict) else content
+        known = isinstance(compressor, dict) and compressor.get("id") == "blosc"
+        if compressor is not None and not known:
+            raise ValueError(f"its compressor is {compressor!r:.80}, not blosc")
+
+    def least_bytes(self, file: int) -> int:
+        return 0
+
+    def _largest_file(self) -> int:
+        return 2 * self._chunk_bytes() + 1024  # random numbers grow a little when compressed
 
 
-class SeqaxSplit:
-    """A split in seqax's format; it reads like a `StoredSplit` of documents without framing."""
+class SeqaxSplit(StoredSplit):
+    """A split in seqax's format; it reads like any of documents without framing."""
 
     def __init__(self, folder: Path) -> None:
         """Raises DamagedDataError if an array or attribute is missing or not as expected."""
-        self._folder = folder
-        self.tokens = _length_on_disk(folder / TOKENS, "<u4", at_least=0)
-        self.documents = _length_on_disk(folder / STARTS, "<u8", at_least=1) - 1
+        self._folder, self.metadata = folder, None
+        self.tokens = length_on_disk(folder / TOKENS, "<u4", at_least=0)
+        self.documents = length_on_disk(folder / STARTS, "<u8", at_least=1) - 1
         self.max_token_id = _entry(folder / ATTRIBUTES, "max_token_id")
         if type(self.max_token_id) is not int or not 0 <= self.max_token_id < 2**31:
             raise _unexpected(folder / ATTRIBUTES, "max_token_id", self.max_token_id)
-        self._encoded = StoredArray(folder / TOKENS, self.tokens, reading_context(), driver="zarr")
-        self._encoded.check_claim()
-
-    @property
-    def digest(self) -> str:
-        """A digest of the sizes. The format keeps no digest of its arrays."""
-        return digest(f"{self.tokens} {self.documents} {self.max_token_id}".encode())
+        self._encoded = SeqaxArray(folder / TOKENS, self.tokens, reading_context())
+        self._encoded.check_files(some_lost=True)
+        # Only the sizes are known: the format keeps no digests.
+        self.digest = digest(f"{self.tokens} {self.documents} {self.max_token_id}".encode())
 
     def read(self, start: int, stop: int) -> Span:
         """Starts reading tokens [start, stop)."""
-        return _EncodedSpan(self._encoded.read(start, stop))
+        coming = self._encoded.read(start, stop)
+        return Span([lambda: _decoded(coming)])
 
-    def document_bounds(self, documents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def edges(self, first: int = 0, stop: int | None = None) -> np.ndarray:
         """Raises ValueError: it would take reading all tokens."""
         raise ValueError(
-            f"{self._folder} is in seqax's format, whose document starts cannot be read one by "
-            "one: convert it with python -m data_tools.convert, or use packed=True"
+            f"{self._folder} is in seqax's format, whose document starts cannot be read: convert "
+            "it with python -m data_tools.convert, or use packed=True without begin_with_documents"
         )
 
 
-class _EncodedSpan:
-    def __init__(self, reading: Reading) -> None:
-        self._reading = reading
-
-    def result(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        encoded = self._reading.result()
-        begins = (encoded & 1).astype(bool)
-        return encoded >> 1, begins, ~begins
+def _decoded(coming: Reading) -> Arrays:
+    encoded_N = coming.result()
+    begins_N = (encoded_N & 1).astype(bool)
+    return encoded_N >> 1, begins_N, ~begins_N
 
 
-def _length_on_disk(array: Path, dtype: str, at_least: int) -> int:
+def length_on_disk(array: Path, dtype: str, at_least: int) -> int:
+    """The length of an array in its description.
+
+    Raises DamagedDataError if it is below `at_least`, or the dtype is another one.
+    """
     file = array / ".zarray"
     shape, found = _entry(file, "shape"), _entry(file, "dtype")
     if found != dtype:

@@ -9,26 +9,29 @@ import contextlib
 import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from lmlib.data.stored.data_path import data_path
-from lmlib.data.stored.digests import CHUNK_DIGESTS, digest, digest_of_array, digests_of_chunks
-from lmlib.data.stored.growing_array import GrowingArray
 from lmlib.data.stored.journal import (
+    CHUNK_LENGTH,
+    FILE_LENGTH,
     LOCK_FILE,
     STARTS_FILE,
+    GrowingArray,
     Journal,
     NumberFile,
-    Totals,
-    WriterLock,
+    difference,
+    lock,
     read_journal,
+    remove_leftovers,
     writing,
 )
 from lmlib.data.stored.metadata import (
+    ARRAYS,
     FILE_NAME,
     JOURNAL_FILE,
     LOSS_MASK,
@@ -36,32 +39,29 @@ from lmlib.data.stored.metadata import (
     Content,
     ShardMetadata,
     TokenizerIdentity,
+    Totals,
     arrays_of,
+    digest,
     read_shard,
+    shard_folders,
     shard_name,
+    shard_number,
 )
-from lmlib.data.stored.shard_checks import (
-    check_data_set,
-    check_documents,
-    check_folder,
-    check_neighbours,
-    check_same,
-    check_settings,
-    difference,
-)
-from lmlib.data.stored.token_arrays import (
-    CHUNK_LENGTH,
-    FILE_LENGTH,
-    INDEX_CHUNK_LENGTH,
-    INDEX_FILE_LENGTH,
-    append,
-    create_array,
-)
+from lmlib.data.stored.token_arrays import digest_of_array
+from lmlib.storage.local_folder import shown
 from lmlib.storage.whole_file import UNFINISHED, write_whole
+
+INDEX_CHUNK_LENGTH = 1024  # elements of document_starts and first_documents
+INDEX_FILE_LENGTH = 1024 * 1024
 
 
 class ShardWriter:
-    """Writes shard number `shard` of the `shards` of a split; `finish` makes it readable."""
+    """Writes shard number `shard` of the `shards` of a split; `finish` makes it readable.
+
+    Attributes:
+      folder: of the shard.
+      totals: the counts with all documents that were appended so far.
+    """
 
     def __init__(
         self,
@@ -84,20 +84,20 @@ class ShardWriter:
 
         Args:
           path: the data set's folder.
-          content: what the documents are; all but text has a loss mask.
-          vocab_size: ids lie in [0, vocab_size).
-          bos_id, eos_id: what precedes and follows each document, for the record and `append`.
+          content: the kind of documents; all kinds but text have a loss mask.
+          vocab_size: ids are in [0, vocab_size).
+          bos_id, eos_id: put before and after each document; for the record and `append`.
           tokenizer, source: for the record; `source` in JSON values.
           tokenizer_json: the text of the tokenizer's file, kept beside the splits.
           file_length, chunk_length: tokens in a file, and in its smallest readable part.
 
         Raises:
           FileExistsError: if the shard is finished, being written, or begun with other settings,
-            or its folder holds what no writer put there.
-          ValueError: for settings that make no sense, or a tokenizer that is not that of the
-            data set's other shards.
+            or its folder holds other files.
+          ValueError: for settings that make no sense, or another tokenizer than the data set's
+            other shards have.
         """
-        check_settings(vocab_size, bos_id, eos_id, shard, shards, split)
+        _check_settings(vocab_size, bos_id, eos_id, shard, shards, split)
         if chunk_length < 1 or file_length < 1 or file_length % chunk_length:
             raise ValueError(
                 f"file_length {file_length} must be a positive multiple of chunk_length "
@@ -105,60 +105,61 @@ class ShardWriter:
             )
         path = data_path(path)
         self.folder = path / split / shard_name(shard, shards)
-        check_folder(self.folder)
-        self._identity: dict[str, Any] = {
-            "shard": shard,
+        _check_folder(self.folder)
+        shared: dict[str, Any] = {
             "shards": shards,
             "content": content,
             "vocab_size": vocab_size,
-            "tokenizer": tokenizer,
+            "tokenizer": asdict(tokenizer) if tokenizer else None,
             "bos_id": bos_id,
             "eos_id": eos_id,
             "source": dict(source or {}),
         }
-        check_data_set(path, tokenizer_json)
-        check_neighbours(path, split, self._identity)
+        data_set = digest(json.dumps(shared | {"split": split}, sort_keys=True).encode())
+        own: dict[str, Any] = {
+            "shard": shard,
+            "tokenizer": tokenizer,
+            "data_set": data_set,
+            "digests": {},
+        }
+        self._metadata = ShardMetadata(**shared | own)
+        _check_data_set(path, tokenizer_json)
+        _check_neighbours(path, split, self._metadata)
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._lock = WriterLock(self.folder)
-        identity = self._identity | {"tokenizer": asdict(tokenizer) if tokenizer else None}
-        self._journal = Journal(identity | {"lengths": [file_length, chunk_length]})
-        shared = {name: value for name, value in identity.items() if name != "shard"}
-        self._identity["data_set"] = digest(
-            json.dumps(shared | {"split": split}, sort_keys=True).encode()
-        )
-        self._vocab_size = vocab_size
+        self._lock = lock(self.folder)
+        lengths = [file_length, chunk_length]
+        self._journal = Journal({"shard": shard} | shared | {"lengths": lengths})
         self._frame = [np.array([] if i is None else [i], np.int64) for i in (bos_id, eos_id)]
-        self._content = content
         self._file_length, self._chunk_length = file_length, chunk_length
-        self._dtype = np.uint16 if vocab_size <= 2**16 else np.uint32
         try:
-            check_folder(self.folder)  # it may have been finished before it was locked
-            # With other settings, too, where nothing was written yet that could be lost.
-            if (self.folder / JOURNAL_FILE).exists() and read_journal(self.folder).written:
-                self._resume()
+            _check_folder(self.folder)  # it may have been finished before it was locked
+            # Other settings are welcome as long as nothing was written.
+            begun = (self.folder / JOURNAL_FILE).exists()
+            if begun and (found := read_journal(self.folder)).written:
+                found.check_settings(self.folder, self._journal.settings)
+                self._journal = found
+                self._open(found.written)
             else:
                 with writing(self.folder):
-                    self._begin(path, tokenizer_json)
+                    if tokenizer_json is not None:
+                        write_whole(path / TOKENIZER_FILE, tokenizer_json)  # as other shards may
+                    self._open(None)
+                    self._journal.save(self.folder)
         except BaseException:
-            self._lock.release()
+            self.close()
             raise
-        self._totals = self._journal.marked
+        self.totals: Totals = self._journal.marked
         self._unmarked_lengths: list[np.ndarray] = []
         self._unsaved_starts: list[np.ndarray] = []  # marked, but not in the file yet
 
     @property
     def position(self) -> Any:
-        """Where in the source to go on: what `mark` was last given before the writer was killed."""
+        """The last position given to `mark` before the writer was killed: go on there."""
         return self._journal.position
-
-    @property
-    def totals(self) -> Totals:
-        """What the shard holds with all that was appended so far."""
-        return self._totals
 
     def mark(self, position: Any) -> None:
         """Says that the next document is the one at `position` (JSON values) of the source."""
-        self._journal = replace(self._journal, position=position, marked=self._totals)
+        self._journal = replace(self._journal, position=position, marked=self.totals)
         self._unsaved_starts.append(self._unmarked_starts())
         self._unmarked_lengths = []
 
@@ -187,38 +188,38 @@ class ShardWriter:
 
         Args:
           loss_mask: bool, which of the tokens are targets; the first of a document never is.
-          left_out: what else came from these rows: `skipped_rows`, `dropped_documents` and others
-            of metadata.json, to be added.
+          left_out: counts of these rows to be added to metadata.json's `skipped_rows`,
+            `dropped_documents` and the like.
 
         Raises ValueError for a token outside the vocabulary, a loss mask that `content` does not
         have or that is missing, pairs that are not whole, or, after a restart, if these are not
         the documents that were appended before.
         """
-        check_documents(self._content, lengths, loss_mask)
+        _check_documents(self._metadata.content, lengths, loss_mask)
         low, high = (int(tokens.min()), int(tokens.max())) if tokens.size else (0, -1)
-        if low < 0 or high >= self._vocab_size:
+        if low < 0 or high >= self._metadata.vocab_size:
             raise ValueError(
-                f"documents from number {self._totals.documents} on have token ids from {low} to "
-                f"{high}, outside the vocabulary of {self._vocab_size}: pass the tokenizer's real "
-                "vocab_size"
+                f"documents from number {self.totals.documents} on have token ids from {low} to "
+                f"{high}, outside the vocabulary of {self._metadata.vocab_size}: pass the "
+                "tokenizer's real vocab_size"
             )
-        before = self._totals
-        known = before.gzip_bytes is not None and gzip_bytes is not None
         firsts = (np.cumsum(lengths) - lengths)[lengths > 0]
         is_target = np.ones(len(tokens), bool) if loss_mask is None else loss_mask.copy()
         is_target[firsts] = False
-        self._totals = before.plus(
-            lengths,
+        start = self.totals.tokens
+        self.totals = self.totals + Totals(
+            tokens=int(lengths.sum()),
+            documents=len(lengths),
             targets=int(np.count_nonzero(is_target)),
-            bytes=before.bytes + text_bytes,
-            gzip_bytes=before.gzip_bytes + gzip_bytes if known else None,  # type: ignore[operator]
-            max_token_id=max(before.max_token_id, high),
-            **{name: getattr(before, name) + count for name, count in left_out.items()},
+            bytes=text_bytes,
+            gzip_bytes=gzip_bytes,
+            max_token_id=high,
+            **left_out,
         )
         self._unmarked_lengths.append(lengths)
         values = [tokens] if loss_mask is None else [tokens, is_target]
         for array, elements in zip(self._arrays, values, strict=True):
-            array.add(elements, before.tokens)
+            array.add(elements, start)
         buffered = self._arrays[0].buffered
         if buffered >= self._file_length:
             self._write(buffered - buffered % self._file_length)
@@ -227,22 +228,22 @@ class ShardWriter:
                 self._journal.save(self.folder)
 
     def finish(self) -> ShardMetadata:
-        """Writes what is buffered, then metadata.json. No other method works afterwards."""
+        """Writes the buffered tokens, then metadata.json. No other method works afterwards."""
         self._write(self._arrays[0].buffered)
         self._unsaved_starts.append(self._unmarked_starts())
         with writing(self.folder):
             self._save_starts()
         starts = self._starts.all()
-        tokens = self._totals.tokens
-        chunk_starts = np.arange(0, tokens + self._chunk_length, self._chunk_length)
+        chunk_starts = np.arange(0, self.totals.tokens + self._chunk_length, self._chunk_length)
         self._write_index("document_starts", starts)
         self._write_index("first_documents", np.searchsorted(starts, chunk_starts))
-        digests = {name: digest_of_array(self.folder / name) for name in arrays_of(self._content)}
-        metadata = ShardMetadata(**self._identity, **asdict(self._totals), digests=digests)
+        names = arrays_of(self._metadata.content)
+        digests = {name: digest_of_array(self.folder / name) for name in names}
+        metadata = replace(self._metadata, **vars(self.totals), digests=digests)
         with writing(self.folder):
             metadata.write(self.folder)
         remove_leftovers(self.folder)
-        self._lock.release()
+        self.close()
         return metadata
 
     def discard(self) -> None:
@@ -250,43 +251,25 @@ class ShardWriter:
         shutil.rmtree(self.folder)
         with contextlib.suppress(OSError):
             self.folder.parent.rmdir()
-        self._lock.release()
+        self.close()
 
     def close(self) -> None:
         """Lets another writer go on with the shard."""
-        self._lock.release()
-
-    def _begin(self, path: Path, tokenizer_json: str | None) -> None:
-        if tokenizer_json is not None:
-            write_whole(path / TOKENIZER_FILE, tokenizer_json)  # as other shards may
-        self._open(None)
-        self._journal.save(self.folder)
-
-    def _resume(self) -> None:
-        found = read_journal(self.folder)
-        for name, value in self._journal.settings.items():
-            if found.settings.get(name) != value:
-                differing = difference(name, found.settings.get(name), value)
-                raise FileExistsError(
-                    f"{self.folder} was begun with {differing}: give the same settings, or another "
-                    "folder, or delete it"
-                )
-        self._journal = found
-        self._open(found.written)
+        self._lock.close()
 
     def _open(self, written: int | None) -> None:
         documents = self._journal.marked.documents
         self._starts = NumberFile(self.folder / STARTS_FILE, documents, self.folder)
         lengths = {"file_length": self._file_length, "chunk_length": self._chunk_length}
-        dtypes = {"tokens": self._dtype, LOSS_MASK: np.uint8}
+        dtype = np.uint16 if self._metadata.vocab_size <= 2**16 else np.uint32
         self._arrays = [
             GrowingArray(self.folder / name, dtype, written=written, **lengths)
-            for name, dtype in dtypes.items()
-            if name in arrays_of(self._content)
+            for name, dtype in {"tokens": dtype, LOSS_MASK: np.uint8}.items()
+            if name in arrays_of(self._metadata.content)
         ]
 
     def _write(self, length: int) -> None:
-        """Writes the first `length` tokens that are kept, and all that belongs to them."""
+        """Writes the first `length` buffered tokens, and their loss mask."""
         for array in self._arrays:
             array.write(length)
         self._journal = replace(self._journal, written=self._journal.written + length)
@@ -297,22 +280,14 @@ class ShardWriter:
 
     def _unmarked_starts(self) -> np.ndarray:
         lengths = np.concatenate([np.zeros(1, np.int64), *self._unmarked_lengths])
-        ends = self._totals.tokens - int(lengths.sum()) + np.cumsum(lengths)
-        return ends[:-1]
+        return (self.totals.tokens - int(lengths.sum()) + np.cumsum(lengths))[:-1]
 
     def _write_index(self, name: str, values: np.ndarray) -> None:
-        array = create_array(
-            self.folder / name,
-            np.uint64,
-            chunk_length=INDEX_CHUNK_LENGTH,
-            file_length=INDEX_FILE_LENGTH,
-        )
-        digests = NumberFile(self.folder / name / CHUNK_DIGESTS, 0, self.folder)
+        lengths = {"file_length": INDEX_FILE_LENGTH, "chunk_length": INDEX_CHUNK_LENGTH}
+        array = GrowingArray(self.folder / name, np.uint64, written=None, **lengths)
         for start in range(0, len(values), INDEX_FILE_LENGTH):
-            piece = values[start : start + INDEX_FILE_LENGTH].astype(np.uint64)
-            array = append(self.folder / name, array, piece)
-            with writing(self.folder):
-                digests.append(digests_of_chunks(piece, INDEX_CHUNK_LENGTH))
+            array.add(values[start : start + INDEX_FILE_LENGTH], start)
+            array.write(array.buffered)
 
 
 def finished_shard(
@@ -321,46 +296,128 @@ def finished_shard(
     shard: int,
     shards: int,
     *,
-    tokenizer: TokenizerIdentity,
-    source: Mapping[str, Any],
-    bos_id: int | None,
-    eos_id: int | None,
     content: Content = "text",
+    **wanted: Any,
 ) -> ShardMetadata | None:
     """The shard if it is finished, None if not.
 
-    Raises FileExistsError if it was made with other settings; see `ShardWriter`.
+    Raises FileExistsError if its metadata.json has other entries than are `wanted`.
     """
     folder = data_path(path) / split / shard_name(shard, shards)
     if not (folder / FILE_NAME).exists():
         return None
     found = read_shard(folder)
-    wanted: dict[str, Any] = {"content": content, "tokenizer": tokenizer, "source": source}
-    wanted |= {"bos_id": bos_id, "eos_id": eos_id}
-    check_same(folder, found, wanted, tuple(wanted))
+    _check_same(folder, found, {"content": content, **wanted})
     remove_leftovers(folder)  # of a writer killed between its last two steps
     return found
 
 
 def shard_progress(split_folder: Path, shard: int, shards: int) -> tuple[bool, Totals]:
-    """Whether a shard is finished, and what it is sure to hold by now."""
+    """True if a shard is finished, and the counts that it has for good."""
     folder = split_folder / shard_name(shard, shards)
     if (folder / FILE_NAME).exists():
-        metadata = read_shard(folder)
-        return True, Totals(
-            **{entry.name: getattr(metadata, entry.name) for entry in fields(Totals)}
-        )
+        return True, read_shard(folder).totals
     try:
         return False, read_journal(folder).marked
     except FileNotFoundError:
         return False, Totals()
 
 
-def remove_leftovers(shard_folder: Path) -> None:
-    """Removes what only an unfinished shard needs."""
-    for file in (
-        *(shard_folder / name for name in (JOURNAL_FILE, STARTS_FILE, LOCK_FILE)),
-        *shard_folder.glob(f".*{UNFINISHED}"),  # of a killed process, as the next
-        *shard_folder.rglob("*.__lock"),  # TensorStore's
-    ):
-        file.unlink(missing_ok=True)
+def _check_settings(
+    vocab_size: int, bos_id: int | None, eos_id: int | None, shard: int, shards: int, split: str
+) -> None:
+    """Raises ValueError for settings that make no sense."""
+    if not 1 <= vocab_size <= 2**31:
+        raise ValueError(f"vocab_size must be in [1, 2**31], not {vocab_size}")
+    for name, token_id in (("bos_id", bos_id), ("eos_id", eos_id)):
+        if token_id is not None and not 0 <= token_id < vocab_size:
+            raise ValueError(f"{name} {token_id} is outside the vocabulary of {vocab_size}")
+    if not 0 <= shard < shards <= 99_999:
+        raise ValueError(
+            f"there is no shard {shard} of {shards}: shards are numbered from 0, and at most 99,999"
+        )
+    if split in ("", ".", "..") or "/" in split:
+        raise ValueError(f"a split is named by a plain folder name, not {split!r}")
+
+
+def _check_documents(content: Content, lengths: np.ndarray, loss_mask: np.ndarray | None) -> None:
+    """Raises ValueError for documents that are not what `content` says."""
+    if (loss_mask is None) != (content == "text"):
+        wanted = "has no loss mask: leave it out" if content == "text" else "need a loss mask"
+        raise ValueError(f"{content} {wanted}")
+    if loss_mask is not None and loss_mask.shape != (lengths.sum(),):
+        raise ValueError(f"a loss mask of {loss_mask.shape} does not fit {lengths.sum()} tokens")
+    if content == "pairs" and (len(lengths) % 2 or (lengths < 2).any()):
+        raise ValueError(
+            f"{len(lengths)} documents of {lengths.tolist()!s:.80} tokens are no pairs: each is "
+            "two documents of at least two tokens, written together"
+        )
+
+
+def _check_folder(folder: Path) -> None:
+    """Raises FileExistsError for a finished shard, or one with other files."""
+    for path in (folder, *folder.rglob("*")):
+        if path.is_symlink():
+            raise FileExistsError(f"{path} is a link, and no writer makes any: delete it")
+    if (folder / FILE_NAME).exists():
+        raise FileExistsError(f"{folder} is already finished: delete it first to make it again")
+    own = {JOURNAL_FILE, STARTS_FILE, LOCK_FILE, LOSS_MASK, *ARRAYS}
+    # A kill leaves what `write_whole` had begun.
+    there = {path.name for path in folder.glob("*") if path.suffix != UNFINISHED}
+    if strangers := sorted(there - own):
+        raise FileExistsError(
+            f"{folder} holds {strangers[0]!r}, which is no part of a shard: choose another folder"
+        )
+
+
+def _check_data_set(path: Path, tokenizer_json: str | None) -> None:
+    """Raises FileExistsError if `path` is a file, or a data set of another tokenizer."""
+    if path.exists() and not path.is_dir():
+        raise FileExistsError(f"{path} is no folder: choose another name for the data set")
+    file = path / TOKENIZER_FILE
+    if tokenizer_json is None or not file.exists():
+        return
+    if file.read_bytes() != tokenizer_json.encode():
+        raise FileExistsError(
+            f"{shown(file)} is not the tokenizer that was asked for: choose another folder, the "
+            "same tokenizer, or delete it if it is of no use any more"
+        )
+
+
+def _check_neighbours(path: Path, split: str, wanted: ShardMetadata) -> None:
+    """Checks that the split's other shards, and the data set's other splits, were made alike."""
+    if (path / split / FILE_NAME).exists():
+        raise FileExistsError(
+            f"{path / split} holds another {FILE_NAME}, of a data set in another format: choose "
+            "another folder, or delete it first"
+        )
+    for folder in shard_folders(path / split):
+        number = shard_number(folder)
+        if number is not None and number[1] != wanted.shards:
+            raise FileExistsError(
+                f"{shown(path / split)} holds {folder.name}, so the split is made of {number[1]} "
+                f"shards, not {wanted.shards}: choose another folder, or delete it first"
+            )
+    for split_folder in sorted({file.parents[1] for file in path.glob(f"*/shard_*/{FILE_NAME}")}):
+        folder = next(f for f in shard_folders(split_folder) if (f / FILE_NAME).exists())
+        other = read_shard(folder)
+        if other.tokenizer != wanted.tokenizer:
+            raise ValueError(
+                f"{shown(folder)} was made with {other.tokenizer}, not {wanted.tokenizer}: all "
+                "splits of a data set share one tokenizer, so choose another folder or the same "
+                "tokenizer"
+            )
+        if split_folder.name == split:
+            names = ("content", "vocab_size", "bos_id", "eos_id", "source")
+            _check_same(folder, other, {name: getattr(wanted, name) for name in names})
+
+
+def _check_same(folder: Path, found: ShardMetadata, wanted: Mapping[str, Any]) -> None:
+    """Raises FileExistsError if a finished shard was made with other settings."""
+    for name, value in wanted.items():
+        if getattr(found, name) != value:
+            raise FileExistsError(
+                f"{shown(folder)} is finished, with "
+                f"{difference(name, getattr(found, name), value)}: choose another folder, or "
+                "delete it to make it again"
+            )

@@ -1,81 +1,110 @@
 """A split of flat tokens on disk, opened for reading: spans of tokens, and where documents begin.
 
-Nothing but three numbers for every 16 Ki tokens, and one for every 1 Ki documents, is held in
-memory. A span is one read of tokens, one of their loss mask if there is one, and one of document
-starts in each shard that it touches.
+Memory holds nothing but three numbers for every 16 Ki tokens, and one for every 1 Ki documents. A
+span is one read of tokens, one of their loss mask if there is one, and one of document starts in
+each shard that it touches.
 """
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from lmlib.data.stored.damage import DamagedDataError
-from lmlib.data.stored.digests import digest
-from lmlib.data.stored.metadata import LOSS_MASK, SplitMetadata, read_split
-from lmlib.data.stored.token_arrays import Reading, StoredArray, reading_context
+from lmlib.data.stored.data_path import is_seqax_split
+from lmlib.data.stored.metadata import (
+    LOSS_MASK,
+    DamagedDataError,
+    ShardMetadata,
+    SplitMetadata,
+    digest,
+    read_split,
+)
+from lmlib.data.stored.token_arrays import Reading, StoredArray, open_array, reading_context
 
 _STARTS_AT_ONCE = 1 << 20  # that are read
+Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
-@runtime_checkable
-class Span(Protocol):
+def open_split(folder: Path) -> "StoredSplit":
+    """The split in `folder`, in this library's format or seqax's.
+
+    Raises FileNotFoundError for an unfinished split, DamagedDataError for a damaged one.
+    """
+    if not is_seqax_split(folder):
+        return StoredSplit(folder)
+    from lmlib.data.stored.seqax import SeqaxSplit
+
+    return SeqaxSplit(folder)
+
+
+class Span:
     """Tokens on their way from disk."""
 
-    def result(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def __init__(self, pieces: Sequence[Callable[[], Arrays]]) -> None:
+        self._pieces = pieces
+
+    def result(self) -> Arrays:
         """The tokens (any unsigned integer), whether each begins a document (bool), and whether
         each is a target (bool): not the first of its document, and in the loss mask.
 
         Raises DamagedDataError for what cannot be read.
         """
+        results = [piece() for piece in self._pieces]
+        if not results:
+            return np.zeros(0, np.uint16), np.zeros(0, bool), np.zeros(0, bool)
+        tokens, begins, targets = map(np.concatenate, zip(*results, strict=True))
+        return tokens, begins, targets
 
 
 class StoredSplit:
-    """A split in the format of docs/flat-tokens.md."""
+    """A split in the format of docs/flat-tokens.md.
+
+    Attributes:
+      metadata: its metadata.json; None in other formats.
+      tokens, documents: how many it has.
+      max_token_id: the largest id that occurs.
+      digest: of all arrays and the tokenizer. A copy elsewhere has the same.
+    """
+
+    metadata: SplitMetadata | None
 
     def __init__(self, folder: Path) -> None:
-        """Raises FileNotFoundError for an unfinished split, DamagedDataError for a damaged one."""
-        self.metadata: SplitMetadata = read_split(folder)
+        """See `open_split`."""
         self._folder = folder
-        context = reading_context()
-        shards = self.metadata.shards
+        self.metadata = metadata = read_split(folder)
+        self.max_token_id = metadata.max_token_id
+        self.digest = digest(f"{metadata.digest} {metadata.tokenizer}".encode())
+        context, shards = reading_context(), metadata.shards
 
-        def open_arrays(name: str, lengths: Sequence[int]) -> list[StoredArray]:
-            opened = []
-            for shard, length in zip(shards, lengths, strict=True):
+        def opened(name: str, length: Callable[[int, ShardMetadata], int]) -> list[StoredArray]:
+            arrays = []
+            for number, shard in enumerate(shards):
                 array = folder / shard.name / name
-                opened.append(StoredArray(array, length, context, digest=shard.digests[name]))
-                opened[-1].check_files()  # before anything as long as it claims is allocated
-            return opened
+                arrays.append(
+                    open_array(array, length(number, shard), context, shard.digests[name])
+                )
+                arrays[-1].check_files()  # before anything as long as it claims is allocated
+            return arrays
 
-        self._tokens = open_arrays("tokens", [shard.tokens for shard in shards])
-        masked = self.metadata.content != "text"
-        lengths = [shard.tokens for shard in shards]
-        self._loss_masks = open_arrays(LOSS_MASK, lengths) if masked else []
-        self._starts = open_arrays("document_starts", [shard.documents for shard in shards])
-        entries = [-(-array.length // array.chunk_length) + 1 for array in self._tokens]
-        indexes = [array.read(0, array.length) for array in open_arrays("first_documents", entries)]
+        self._tokens = opened("tokens", lambda _, shard: shard.tokens)
+        masked = metadata.content != "text"
+        self._loss_masks = opened(LOSS_MASK, lambda _, shard: shard.tokens) if masked else []
+        self._starts = opened("document_starts", lambda _, shard: shard.documents)
+        chunks = [-(-array.length // array.chunk_length) for array in self._tokens]
+        indexes = opened("first_documents", lambda number, _: chunks[number] + 1)
+        coming = [array.read(0, array.length) for array in indexes]
         self._first_documents = [
-            _checked_index(folder / shard.name, index.result(), shard.documents)
-            for shard, index in zip(shards, indexes, strict=True)
+            _checked_index(array.path, reading.result(), shard.documents)
+            for array, reading, shard in zip(indexes, coming, shards, strict=True)
         ]
-        # Arrays that lie in the place of others show it in their first chunk.
+        # Arrays in the place of others show it in their first chunk.
         first_read = self._tokens + self._loss_masks + self._starts
-        beginnings = [array.read(0, min(1, array.length)) for array in first_read]
-        for beginning in beginnings:
+        for beginning in [array.read(0, min(1, array.length)) for array in first_read]:
             beginning.result()
         self._offsets = [0, *accumulate(shard.tokens for shard in shards)]
-        self._document_offsets = [0, *accumulate(shard.documents for shard in shards)]
-        self.tokens = self._offsets[-1]
-        self.documents = self._document_offsets[-1]
-
-    @property
-    def digest(self) -> str:
-        """A digest of all arrays and the tokenizer. A copy elsewhere has the same."""
-        return digest(f"{self.metadata.digest} {self.metadata.tokenizer}".encode())
+        self.tokens, self.documents = self._offsets[-1], metadata.documents
 
     def read(self, start: int, stop: int) -> Span:
         """Starts reading tokens [start, stop)."""
@@ -85,92 +114,54 @@ class StoredSplit:
             offset, end = self._offsets[shard], min(stop, self._offsets[shard + 1])
             pieces.append(self._read_in_shard(shard, start - offset, end - offset))
             start = end
-        return pieces[0] if len(pieces) == 1 else _Joined(pieces)
+        return Span(pieces)
 
-    def document_bounds(self, documents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Where each of `documents` (int64 numbers) starts and stops, in tokens."""
-        readings = []
-        for document in documents.tolist():
-            shard = bisect_right(self._document_offsets, document) - 1
-            number = document - self._document_offsets[shard]
-            starts = self._starts[shard]
-            last = number + 1 == starts.length
-            readings.append((shard, last, starts.read(number, number + (1 if last else 2))))
-        bounds = []
-        for shard, last, reading in readings:
-            ends = [self._tokens[shard].length] if last else []
-            bounds.append([*reading.result().tolist(), *ends])
-            bounds[-1] = [place + self._offsets[shard] for place in bounds[-1]]
-        if any(not 0 <= start <= stop <= self.tokens for start, stop in bounds):
-            raise self._damaged_starts()
-        starts_stops = np.array(bounds, np.int64).reshape(-1, 2)
-        return starts_stops[:, 0], starts_stops[:, 1]
-
-    def document_edges(self) -> np.ndarray:
-        """Where each document starts, in tokens, and where the last stops: int64."""
-        edges = [np.zeros(0, np.int64)]
+    def edges(self, first: int = 0, stop: int | None = None) -> np.ndarray:
+        """The starts of documents [first, stop), in tokens, and the last one's end: int64."""
+        stop = self.documents if stop is None else stop
+        edges, before = [np.zeros(0, np.int64)], 0
         for offset, starts in zip(self._offsets, self._starts, strict=False):
-            for first in range(0, starts.length, _STARTS_AT_ONCE):
-                reading = starts.read(first, min(first + _STARTS_AT_ONCE, starts.length))
+            begin, end = max(first - before, 0), min(stop + 1 - before, starts.length)
+            for place in range(begin, end, _STARTS_AT_ONCE):
+                reading = starts.read(place, min(place + _STARTS_AT_ONCE, end))
                 edges.append(reading.result().astype(np.int64) + offset)
-        edges.append(np.array([self.tokens]))
+            before += starts.length
+        if stop == self.documents:
+            edges.append(np.array([self.tokens]))
         found = np.concatenate(edges)
-        if found[0] != 0 or (np.diff(found) < 0).any():
-            raise self._damaged_starts()
+        if (first == 0 and found[0] != 0) or (np.diff(found, append=self.tokens) < 0).any():
+            raise DamagedDataError(
+                f"{self._folder} has document_starts that decrease or lie beyond the tokens: the "
+                "data set is damaged; make it again"
+            )
         return found
 
-    def _damaged_starts(self) -> DamagedDataError:
-        return DamagedDataError(
-            f"{self._folder} has document_starts that decrease or lie beyond the tokens: the data "
-            "set is damaged; make it again"
-        )
-
-    def _read_in_shard(self, shard: int, start: int, stop: int) -> "_SpanInShard":
+    def _read_in_shard(self, shard: int, start: int, stop: int) -> Callable[[], Arrays]:
         chunk_length = self._tokens[shard].chunk_length
         first_documents = self._first_documents[shard]
         first = int(first_documents[start // chunk_length])
         last = int(first_documents[-(-stop // chunk_length)])
         starts = self._starts[shard].read(first, last) if first < last else None
         mask = self._loss_masks[shard].read(start, stop) if self._loss_masks else None
-        return _SpanInShard(self._tokens[shard].read(start, stop), mask, starts, start)
+        tokens = self._tokens[shard].read(start, stop)
+        return lambda: _arrays(tokens, mask, starts, start)
 
 
-def _checked_index(shard_folder: Path, first_documents: np.ndarray, documents: int) -> np.ndarray:
+def _arrays(tokens: Reading, mask: Reading | None, starts: Reading | None, first: int) -> Arrays:
+    tokens_N = tokens.result()
+    begins_N = np.zeros(len(tokens_N), bool)
+    if starts is not None:
+        places = starts.result().astype(np.int64) - first
+        begins_N[places[(places >= 0) & (places < len(tokens_N))]] = True
+    targets_N = ~begins_N if mask is None else ~begins_N & (mask.result() != 0)
+    return tokens_N, begins_N, targets_N
+
+
+def _checked_index(array: Path, first_documents: np.ndarray, documents: int) -> np.ndarray:
     """`first_documents` (uint64) as int64; DamagedDataError if no document_starts can belong."""
-    ordered = (np.diff(first_documents.astype(np.int64)) >= 0).all()
-    if not ordered or first_documents[0] != 0 or first_documents[-1] > documents:
+    found = first_documents.astype(np.int64)
+    if (np.diff(found) < 0).any() or found[0] != 0 or found[-1] > documents:
         raise DamagedDataError(
-            f"{shard_folder / 'first_documents'} is no count of {documents} documents: the data "
-            "set is damaged; make it again"
+            f"{array} is no count of {documents} documents: the data set is damaged; make it again"
         )
-    return first_documents.astype(np.int64)
-
-
-class _SpanInShard:
-    def __init__(
-        self, tokens: Reading, mask: Reading | None, starts: Reading | None, first: int
-    ) -> None:
-        self._tokens, self._mask, self._starts, self._first = tokens, mask, starts, first
-
-    def result(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        tokens = self._tokens.result()
-        begins = np.zeros(len(tokens), bool)
-        if self._starts is not None:
-            places = self._starts.result().astype(np.int64) - self._first
-            begins[places[(places >= 0) & (places < len(tokens))]] = True
-        targets = ~begins
-        if self._mask is not None:
-            targets &= self._mask.result() != 0
-        return tokens, begins, targets
-
-
-class _Joined:
-    def __init__(self, spans: Sequence[Span]) -> None:
-        self._spans = spans
-
-    def result(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        results = [span.result() for span in self._spans]
-        if not results:
-            return np.zeros(0, np.uint16), np.zeros(0, bool), np.zeros(0, bool)
-        tokens, begins, targets = map(np.concatenate, zip(*results, strict=True))
-        return tokens, begins, targets
+    return found

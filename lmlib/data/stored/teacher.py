@@ -1,36 +1,56 @@
-"""What a teacher said of each token of a split, on disk; docs/objectives.md has the format.
+"""A teacher's likeliest ids for each token of a split, on disk; docs/objectives.md has the format.
 
 Shapes: B batch (rows), S sequence, K ids that the teacher found likeliest after a token.
 """
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from lmlib.data.stored.damage import DamagedDataError
 from lmlib.data.stored.data_path import data_path
-from lmlib.data.stored.digests import digest
-from lmlib.data.stored.token_arrays import StoredArray, reading_context
-from lmlib.storage.bucket.copies import shown
-from lmlib.storage.stored_json import parse_json, read_text
-from lmlib.storage.whole_file import write_whole
+from lmlib.data.stored.journal import (
+    FILE_LENGTH,
+    LOCK_FILE,
+    GrowingArray,
+    Journal,
+    lock,
+    read_journal,
+    remove_leftovers,
+    writing,
+)
+from lmlib.data.stored.metadata import (
+    JOURNAL_FILE,
+    DamagedDataError,
+    digest,
+    read_signed,
+    write_signed,
+)
+from lmlib.data.stored.token_arrays import (
+    INTEGERS,
+    Reading,
+    StoredArray,
+    digest_of_array,
+    reading_context,
+)
+from lmlib.storage.local_folder import shown
+from lmlib.storage.whole_file import UNFINISHED, make_folder
 
 FORMAT = "lmlib stored teacher"
 VERSION = 1
 FILE_NAME = "metadata.json"
 IDS, LOG_PROBABILITIES = "ids", "log_probabilities"
 DTYPE = np.float16  # of log-probabilities: 3 bits more than bfloat16, and -65,504 is low enough
+_LARGEST_ROW = 2**26 - 1  # elements: a chunk of 256 MiB at most, checksum included
 USUAL_K = 32  # ids that are listed of each token
-_DIGEST = '  "digest"'  # how the last line of metadata.json but one begins
 
 
 @dataclass(frozen=True)
 class Sequences:
-    """Which sequences a teacher saw: what they follow from, but for their order.
+    """The sequences that a teacher saw, without their order.
 
     Attributes:
       data: a digest of the split's arrays.
@@ -54,11 +74,11 @@ class TeacherMetadata:
     """The content of metadata.json.
 
     Attributes:
-      teacher: whose weights it had: `WORKDIR@STEP`, or a folder's name.
+      teacher: the source of its weights: `WORKDIR@STEP`, or a folder's name.
       fingerprint: of its weights, as `lmlib.parallel.fingerprint.fingerprint` makes it.
-      vocab_size: of the teacher; ids lie in [0, vocab_size).
+      vocab_size: of the teacher; ids are in [0, vocab_size).
       k: ids that are listed of each token.
-      sequences: what it saw.
+      sequences: the ones that it saw.
       digests: of each array.
     """
 
@@ -71,18 +91,16 @@ class TeacherMetadata:
 
     @property
     def row_elements(self) -> int:
-        """Elements of one sequence in each array: what is read at once."""
+        """Elements of one sequence in each array, which are read at once."""
         return self.sequences.sequence_length * self.k
 
     def write(self, folder: Path) -> None:
         """Writes metadata.json atomically and durably."""
-        content = {"format": FORMAT, "version": VERSION, **asdict(self)}
-        before = json.dumps(content, indent=2).removesuffix("\n}") + ",\n"
-        write_whole(folder / FILE_NAME, f'{before}{_DIGEST}: "{digest(before.encode())}"\n}}\n')
+        write_signed(folder / FILE_NAME, FORMAT, VERSION, asdict(self))
 
 
 def read_metadata(folder: Path) -> TeacherMetadata:
-    """Raises FileNotFoundError if there is no finished teacher, ValueError for damage or another
+    """Raises FileNotFoundError without a finished teacher, ValueError for damage or another
     version."""
     file = folder / FILE_NAME
     if not file.is_file():
@@ -90,48 +108,45 @@ def read_metadata(folder: Path) -> TeacherMetadata:
             f"{folder} holds no teacher, or an unfinished one: it has no {FILE_NAME}, which is "
             "written last; python -m runner.teach makes it, and goes on where it stopped"
         )
-    try:
-        text = read_text(file)
-        content = parse_json(text)
-        found = content.pop("format"), content.pop("version")
-        if found != (FORMAT, VERSION):
-            raise ValueError(f"its format is {found[0]!r:.40}, version {found[1]!r:.40}")
-        if content.pop("digest") != digest(text.rpartition(_DIGEST)[0].encode()):
-            raise ValueError("it does not have the digest that it was written with")
+
+    def made(content: dict[str, Any]) -> TeacherMetadata:
         content["sequences"] = Sequences(**content["sequences"])
         metadata = TeacherMetadata(**content)
         _check_types(metadata)
         return metadata
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DamagedDataError(
-            f"{file} is damaged ({error!r}): make it again with python -m runner.teach"
-        ) from error
+
+    return read_signed(file, FORMAT, VERSION, made, "make it again with python -m runner.teach")
 
 
 class StoredTeacher:
     """A folder of `python -m runner.teach`, opened for reading."""
 
     def __init__(self, folder: str, sequences: Sequences) -> None:
-        """Opens what a teacher said of `sequences`.
+        """Opens it for `sequences`.
 
         Raises:
-          FileNotFoundError: if there is none, or it is unfinished.
-          ValueError: if it is of other sequences, or (DamagedDataError) damaged.
+          FileNotFoundError: if it is missing or unfinished.
+          ValueError: if it saw other sequences, or (DamagedDataError) is damaged.
         """
         self.folder = data_path(folder)
         self.metadata = read_metadata(self.folder)
-        check_same(self.folder, asdict(self.metadata.sequences), asdict(sequences))
+        seen = asdict(self.metadata.sequences)
+        for name, value in asdict(sequences).items():
+            if seen[name] != value:
+                raise ValueError(
+                    f"the teacher in {self.folder} saw other sequences: it has {name} "
+                    f"{seen[name]!r}, and this data {value!r}; give the same settings, or run "
+                    "python -m runner.teach for these into another folder"
+                )
         length, context = sequences.sequences * self.metadata.row_elements, reading_context()
-
-        def opened(name: str, floats: bool) -> StoredArray:
-            digest = self.metadata.digests[name]
-            array = StoredArray(self.folder / name, length, context, digest=digest, floats=floats)
+        dtypes = {IDS: INTEGERS, LOG_PROBABILITIES: {np.dtype(DTYPE).name}}
+        self._arrays = [
+            StoredArray(self.folder / name, length, context, self.metadata.digests[name], kinds)
+            for name, kinds in dtypes.items()
+        ]
+        for array in self._arrays:
             array.check_files()
-            return array
-
-        self._ids, self._log_probabilities = opened(IDS, False), opened(LOG_PROBABILITIES, True)
-        for array in (self._ids, self._log_probabilities):  # one of another teacher shows it there
-            array.read(0, 1).result()
+            array.read(0, 1).result()  # one of another teacher shows it there
 
     def contents(self) -> dict[str, str]:
         """The folder and a digest of its arrays; see `lmlib.data.batch.Stored`."""
@@ -139,11 +154,10 @@ class StoredTeacher:
         return {shown(self.folder): digest(of_arrays.encode())}
 
     def read(self, sequence_B: np.ndarray) -> "Listed":
-        """Starts reading what was said of each sequence; nothing was of sequence -1."""
+        """Starts reading the entries of each sequence; -1 is padding."""
         step = self.metadata.row_elements
-        arrays = self._ids, self._log_probabilities
         coming = [
-            None if start < 0 else [array.read(start, start + step) for array in arrays]
+            [] if start < 0 else [array.read(start, start + step) for array in self._arrays]
             for start in (sequence_B * step).tolist()
         ]
         return Listed(coming, self.metadata)
@@ -152,34 +166,122 @@ class StoredTeacher:
 class Listed:
     """Ids and log-probabilities on their way from disk."""
 
-    def __init__(self, coming: list[Any], metadata: TeacherMetadata) -> None:
+    def __init__(self, coming: list[list[Reading]], metadata: TeacherMetadata) -> None:
         self._coming, self._metadata = coming, metadata
 
     def result(self) -> tuple[np.ndarray, np.ndarray]:
         """The ids (int32) and log-probabilities (float16), both (b, s, k), zeros for sequence -1.
 
-        Raises DamagedDataError for what cannot be read, or is no id of the teacher's.
+        Raises DamagedDataError if they cannot be read, or ids are outside the vocabulary.
         """
-        shape = len(self._coming), self._metadata.row_elements
+        shape = len(self._coming), self._metadata.sequences.sequence_length, self._metadata.k
         ids, log_probabilities = np.zeros(shape, np.int32), np.zeros(shape, DTYPE)
         for row, pair in enumerate(self._coming):
-            if pair is not None:
-                ids[row], log_probabilities[row] = (reading.result() for reading in pair)
+            if pair:
+                ids[row], log_probabilities[row] = (
+                    reading.result().reshape(shape[1:]) for reading in pair
+                )
         if ids.size and not 0 <= ids.min() <= ids.max() < self._metadata.vocab_size:
             raise DamagedDataError(f"a stored teacher has ids from {ids.min()} to {ids.max()}")
-        whole = len(ids), self._metadata.sequences.sequence_length, self._metadata.k
-        return ids.reshape(whole), log_probabilities.reshape(whole)
+        return ids, log_probabilities
 
 
-def check_same(folder: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Raises ValueError, which names the first difference, if a teacher saw other sequences."""
-    for name, value in wanted.items():
-        if found[name] != value:
+class TeacherWriter:
+    """Writes the folder that `metadata` describes; its digests are found at the end.
+
+    A writer can be killed at any moment: the next one goes on after the last whole files.
+
+    Attributes:
+      written: sequences that are on disk for good; `add` goes on after them.
+    """
+
+    def __init__(
+        self, folder: str, metadata: TeacherMetadata, file_elements: int = FILE_LENGTH
+    ) -> None:
+        """Begins the folder, or goes on with an unfinished one of the same teacher and sequences.
+
+        Args:
+          file_elements: of a file, about; it holds whole sequences.
+
+        Raises:
+          FileExistsError: if it is finished, being written, of another teacher or other sequences,
+            or holds something else.
+          ValueError: if a sequence has too many elements, or the folder is damaged.
+        """
+        self.folder = data_path(folder)
+        self._metadata, self._step = metadata, metadata.row_elements
+        if self._step > _LARGEST_ROW:
             raise ValueError(
-                f"the teacher in {folder} saw other sequences: it has {name} {found[name]!r}, and "
-                f"this data {value!r}; give the same settings, or run python -m runner.teach "
-                "for these into another folder"
+                f"{metadata.k:,} ids for each of {metadata.sequences.sequence_length:,} tokens are "
+                f"more than {_LARGEST_ROW:,} numbers for a sequence: take a smaller k"
             )
+        if (self.folder / FILE_NAME).exists():
+            raise FileExistsError(f"{self.folder} is finished: delete it first to make it again")
+        make_folder(self.folder)
+        there = {entry.name for entry in self.folder.iterdir() if entry.suffix != UNFINISHED}
+        if there - {LOCK_FILE} and JOURNAL_FILE not in there:
+            raise FileExistsError(f"{self.folder} holds something else: choose another folder")
+        self._lock = lock(self.folder)
+        try:
+            self._file_rows = max(1, file_elements // self._step)
+            self._journal = Journal(asdict(metadata) | {"file": self._file_rows})
+            if (self.folder / JOURNAL_FILE).exists():
+                found = read_journal(self.folder)
+                found.check_settings(self.folder, self._journal.settings)
+                self._journal = found
+            else:
+                self._journal.save(self.folder)
+            self.written = self._added = self._journal.written // self._step
+            lengths = {"file_length": self._file_rows * self._step, "chunk_length": self._step}
+            dtypes = {IDS: np.uint16 if metadata.vocab_size <= 2**16 else np.uint32}
+            written = self._journal.written or None
+            self._arrays = [
+                GrowingArray(self.folder / name, dtype, written=written, **lengths)
+                for name, dtype in (dtypes | {LOG_PROBABILITIES: DTYPE}).items()
+            ]
+        except BaseException:
+            self.close()
+            raise
+
+    def add(self, ids_BSK: np.ndarray, log_probabilities_BSK: np.ndarray) -> None:
+        """Adds the next sequences; log-probabilities are rounded to float16."""
+        rounded_BSK = np.maximum(log_probabilities_BSK, np.finfo(DTYPE).min).astype(DTYPE)
+        for array, values in zip(self._arrays, (ids_BSK, rounded_BSK), strict=True):
+            array.add(values.reshape(-1), self._added * self._step)
+        self._added += len(ids_BSK)
+        whole_rows = (self._added - self.written) // self._file_rows * self._file_rows
+        if whole_rows:
+            self._write(whole_rows)
+
+    def finish(self) -> TeacherMetadata:
+        """Writes the rest, then metadata.json. No other method works afterwards.
+
+        Raises ValueError if there are fewer sequences than were promised.
+        """
+        if self._added != self._metadata.sequences.sequences:
+            raise ValueError(
+                f"{self._added:,} of {self._metadata.sequences.sequences:,} sequences were added"
+            )
+        self._write(self._added - self.written)
+        digests = {name: digest_of_array(self.folder / name) for name in (IDS, LOG_PROBABILITIES)}
+        metadata = replace(self._metadata, digests=digests)
+        with writing(self.folder):
+            metadata.write(self.folder)
+        remove_leftovers(self.folder)
+        self.close()
+        return metadata
+
+    def close(self) -> None:
+        """Lets another writer go on."""
+        self._lock.close()
+
+    def _write(self, rows: int) -> None:
+        for array in self._arrays:
+            array.write(rows * self._step)
+        self.written += rows
+        self._journal = replace(self._journal, written=self.written * self._step)
+        with writing(self.folder):
+            self._journal.save(self.folder)
 
 
 def _check_types(metadata: TeacherMetadata) -> None:

@@ -1,261 +1,270 @@
-"""The zarr3 arrays of flat tokens: one-dimensional, checksummed, never read as zeros.
+"""The arrays of flat tokens, opened for reading: checksummed, and never read as zeros.
 
-Sharding and crc32c are described in the zarr v3 specification (zarr-specs.readthedocs.io,
-codecs `sharding_indexed` and `crc32c`).
+Each is one-dimensional, in zarr v3's format with the codecs `sharding_indexed` and `crc32c`
+(zarr-specs.readthedocs.io). A file in the place of another has sound checksums. So each array has a
+file `chunk_digests` with the XXH3-64 of every chunk, and metadata.json has the XXH3-128 of that
+file and of `zarr.json`.
+
+A data set may come from a stranger. TensorStore would follow links, and allocate chunks of any
+length. An array is opened only if its layout is that of docs/flat-tokens.md, and its files are as
+large as it claims.
 """
 
+import os
+from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import Any, NoReturn
 
 import numpy as np
 import tensorstore as ts
+import xxhash
 
-from lmlib.data.stored.array_layout import (
-    ArrayLayout,
-    check_claim,
-    check_files,
-    file_sizes,
-    flat_tokens_layout,
-    seqax_layout,
-)
-from lmlib.data.stored.damage import DamagedDataError
-from lmlib.data.stored.data_path import file_store
-from lmlib.data.stored.digests import digests_of_chunks, read_chunk_digests
-from lmlib.storage.bucket.chunk_cache import ChunkCache
-from lmlib.storage.bucket.copies import copies_folder, shown, url_of
-from lmlib.storage.bucket.failures import BucketError, unreachable
+from lmlib.data.stored.data_path import data_path
+from lmlib.data.stored.metadata import DamagedDataError, check_no_link, digest
+from lmlib.storage.local_folder import in_bucket, shown
+from lmlib.storage.stored_json import read_json
 
-CHUNK_LENGTH = 16 * 1024  # tokens; the unit of reading, and of checksums
-FILE_LENGTH = 16 * 1024 * 1024  # tokens in one file, the unit of writing
-INDEX_CHUNK_LENGTH = 1024  # the same for document_starts and first_documents
-INDEX_FILE_LENGTH = 1024 * 1024
+CHUNK_DIGESTS = "chunk_digests"  # little-endian uint64, one for each chunk
+INTEGERS = frozenset({"uint8", "uint16", "uint32", "uint64"})
 _CACHE_BYTES = 64 * 1024 * 1024  # holds the index of every file in use, and chunks lately read
+_LARGEST_DESCRIPTION = 1 << 20  # bytes
+_LARGEST_CHUNK = 1 << 28  # bytes; one read allocates no more
+_LARGEST_FILE = 1 << 32  # bytes
+_CHECKSUM_BYTES = 4
+_INDEX_ENTRY_BYTES = 16  # for each chunk of a file
 
 
-def create_array(
-    path: Path, dtype: type[np.number], *, chunk_length: int, file_length: int
-) -> ts.TensorStore:
-    """Makes an empty array of `dtype`, in place of what may be there.
+def codecs(chunk_length: int | None = None) -> list[dict[str, Any]]:
+    """zarr's names of how files are made of elements; without a length, of chunks of any."""
+    plain = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
+    sharding: dict[str, Any] = {"codecs": plain, "index_codecs": plain, "index_location": "end"}
+    if chunk_length is not None:
+        sharding["chunk_shape"] = [chunk_length]
+    return [{"name": "sharding_indexed", "configuration": sharding}]
 
-    `file_length` must be a multiple of `chunk_length`.
+
+def digests_of_chunks(values: np.ndarray, chunk_length: int) -> np.ndarray:
+    """The XXH3-64 (uint64) of each `chunk_length` of the values, little-endian; the last is cut."""
+    stored = np.ascontiguousarray(values, values.dtype.newbyteorder("<")).view(np.uint8)
+    step = chunk_length * values.dtype.itemsize
+    starts = range(0, len(stored), step)
+    return np.array([xxhash.xxh3_64_intdigest(stored[i : i + step]) for i in starts], np.uint64)
+
+
+def digest_of_array(array: Path) -> str:
+    """The digest of the array in the folder `array`: of its zarr.json, then its chunk_digests."""
+    return digest((array / "zarr.json").read_bytes() + (array / CHUNK_DIGESTS).read_bytes())
+
+
+def open_array(
+    path: Path,
+    length: int,
+    context: ts.Context,
+    digest: str | None = None,
+    dtypes: Collection[str] = INTEGERS,
+) -> "StoredArray":
+    """Opens the array of `length` elements in the folder `path`, or in the bucket that `path`
+    stands for.
+
+    Args:
+      digest: of the array; it and all chunks that are read are then checked.
+      dtypes: names of dtypes that its elements may have.
+
+    Raises DamagedDataError if the array cannot be opened, or has another length or dtype.
     """
-    checksummed_bytes = [
-        {"name": "bytes", "configuration": {"endian": "little"}},
-        {"name": "crc32c"},
-    ]
-    sharding = {
-        "chunk_shape": [chunk_length],
-        "codecs": checksummed_bytes,
-        "index_codecs": checksummed_bytes,
-        "index_location": "end",
-    }
-    grid = {"name": "regular", "configuration": {"chunk_shape": [file_length]}}
-    spec = {
-        "driver": "zarr3",
-        "kvstore": file_store(path),
-        "metadata": {
-            "shape": [0],
-            "data_type": np.dtype(dtype).name,
-            "chunk_grid": grid,
-            "codecs": [{"name": "sharding_indexed", "configuration": sharding}],
-        },
-        # Zeros are stored like anything else, so that an absent chunk is always a lost one.
-        "store_data_equal_to_fill_value": True,
-    }
-    return ts.open(spec, create=True, delete_existing=True).result()
+    if not in_bucket(path):
+        return StoredArray(path, length, context, digest, dtypes)
+    from lmlib.data.stored.bucket_array import BucketArray
 
-
-def open_for_appending(path: Path, length: int) -> ts.TensorStore:
-    """Opens an array that a writer left, cut or stretched to `length` elements.
-
-    Raises OSError or ValueError if it is not laid out as `create_array` does.
-    """
-    file_sizes(flat_tokens_layout(path))
-    spec = {"driver": "zarr3", "kvstore": file_store(path), "store_data_equal_to_fill_value": True}
-    array = ts.open(spec, open=True).result()
-    return array.resize(exclusive_max=[length], resize_metadata_only=True).result()
-
-
-def append(path: Path, array: ts.TensorStore, values: np.ndarray) -> ts.TensorStore:
-    """Stores `values` after what `array`, at `path`, holds and returns the longer array.
-
-    All appends but the last must be whole files, or files would be read back and rewritten.
-    Raises OSError if that fails.
-    """
-    start, stop = array.shape[0], array.shape[0] + len(values)
-    try:
-        array = array.resize(exclusive_max=[stop], resize_metadata_only=True).result()
-        array[start:stop].write(values).result()
-    except ValueError as error:  # TensorStore's only kind of error
-        raise OSError(
-            f"{path} cannot be written: {error}; what was written before "
-            "is kept: free space or repair access, and run the same command again"
-        ) from error
-    return array
+    return BucketArray(path, length, context, digest, dtypes)
 
 
 class StoredArray:
-    """One array on disk, opened for reading."""
+    """One array, opened for reading. Lengths are in elements."""
+
+    description = "zarr.json"
+    files_folder = "c"  # of the files, which are named 0, 1, 2, …
 
     def __init__(
         self,
         path: Path,
-        length: int,
+        length: int | None,
         context: ts.Context,
-        driver: str = "zarr3",
         digest: str | None = None,
-        floats: bool = False,
+        dtypes: Collection[str] = INTEGERS,
     ) -> None:
-        """Raises DamagedDataError if the array cannot be opened or is not `length` long.
-
-        `driver` is TensorStore's name for the array's format: "zarr3", or "zarr" for seqax's.
-        With the array's `digest`, it and all chunks that are read are checked. `floats`: whether
-        its elements are float16, and no unsigned integers.
-        """
-        self.path, self.length = path, length
-        self._url = url_of(path)
-        self._cache: ChunkCache | None = None
-        try:
-            layout = flat_tokens_layout(path) if driver == "zarr3" else seqax_layout(path)
-        except (OSError, ValueError) as error:
-            raise self._damaged("cannot be opened", error) from error
-        if layout.length != length:
-            raise DamagedDataError(
-                f"{path} has shape ({layout.length},), but metadata.json promises ({length},): "
-                "the data set is damaged; make it again"
-            )
-        if layout.has_floats != floats:
-            what = "floats, and integers" if layout.has_floats else "integers, and floats"
-            raise DamagedDataError(
-                f"{path} holds {what} belong there: the data set is damaged; make it again"
-            )
-        self.layout: ArrayLayout = layout
-        self.chunk_length: int = layout.chunk_length
+        """See `open_array`; without `length` any length is taken."""
+        self.path = path
         self._chunk_digests: np.ndarray | None = None
+        try:
+            check_no_link(path, path / self.description)
+            self.check_description(read_json(path / self.description, _LARGEST_DESCRIPTION))
+            spec = {
+                **self.spec(),
+                "fill_missing_data_reads": False,  # a deleted chunk is an error
+                "recheck_cached_data": "open",
+                "recheck_cached_metadata": "open",
+            }
+            self._array = ts.open(spec, read=True, context=context).result()
+            layout: Any = self._array.chunk_layout
+            (self.length,) = self._array.shape
+            self.chunk_length: int = layout.read_chunk.shape[0]
+            self.file_length: int = layout.write_chunk.shape[0]
+            self._check_limits()
+        except (OSError, ValueError) as error:
+            self._fail("cannot be opened", error)
+        if length not in (self.length, None):
+            raise DamagedDataError(
+                f"{path} has shape ({self.length},), but metadata.json promises ({length},): the "
+                "data set is damaged; make it again"
+            )
+        if (dtype := self._array.dtype.name) not in dtypes:
+            raise DamagedDataError(
+                f"{path} holds elements of {dtype!r:.40}, and {', '.join(sorted(dtypes))} belong "
+                "there: the data set is damaged; make it again"
+            )
         if digest is not None:
             try:
-                chunks = -(-length // layout.chunk_length)
-                self._chunk_digests = read_chunk_digests(path, chunks, digest)
+                self._chunk_digests = self._read_chunk_digests(digest)
             except (OSError, ValueError) as error:
-                raise self._damaged("has been changed or swapped", error) from error
-            if self._url is not None:
-                folder = copies_folder() / "chunks"
-                self._cache = ChunkCache(folder, digest, self._are_sound, self.chunk_length)
-        spec = {
-            "driver": driver,
-            "kvstore": file_store(path),
-            "fill_missing_data_reads": False,  # a deleted chunk is an error
-            "recheck_cached_data": "open",
-            "recheck_cached_metadata": "open",
-        }
-        try:
-            self._array = ts.open(spec, read=True, context=context).result()
-        except ValueError as error:
-            self._raise_of_bucket(error)
-            raise self._damaged("cannot be opened", error) from error
+                self._fail("has been changed or swapped", error)
 
-    def check_claim(self) -> None:
-        """Raises DamagedDataError for links, and if most of an array so long is not there."""
-        try:
-            check_claim(self.layout, file_sizes(self.layout))
-        except BucketError:
-            raise
-        except (OSError, ValueError) as error:
-            raise self._damaged("cannot be read", error) from error
+    def spec(self) -> dict[str, Any]:
+        """TensorStore's specification; it refuses an array that has another layout."""
+        names = {"name": "default", "configuration": {"separator": "/"}}
+        layout = {"chunk_key_encoding": names, "codecs": codecs()}
+        return {"driver": "zarr3", "kvstore": self.files(), "metadata": layout}
 
-    def check_files(self) -> None:
-        """Raises DamagedDataError unless the files are there that an array so long has."""
+    def check_description(self, content: Any) -> None:
+        """Raises ValueError for a description that this library does not read."""
+
+    def files(self) -> dict[str, Any]:
+        """TensorStore's specification of the place of all files."""
+        return {"driver": "file", "path": f"{data_path(self.path)}/"}
+
+    def least_bytes(self, file: int) -> int:
+        """Bytes of file number `file` at least, with every chunk that it should hold."""
+        held = min(self.file_length, self.length - file * self.file_length)
+        return -(-held // self.chunk_length) * self._chunk_bytes() + self._index_bytes()
+
+    def file_sizes(self) -> dict[str, int]:
+        """Bytes of each file; raises ValueError for a link or a file that is too large."""
+        folder = self.path / self.files_folder
+        if not folder.is_dir():
+            return {}
+        check_no_link(folder)
+        sizes = {}
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                check_no_link(Path(entry))
+                sizes[entry.name] = entry.stat().st_size
+                if sizes[entry.name] > self._largest_file() and entry.name.isdecimal():
+                    raise ValueError(f"{entry.path} has {sizes[entry.name]:,} bytes, too many")
+        return sizes
+
+    def check_files(self, some_lost: bool = False) -> None:
+        """Raises DamagedDataError unless all files are there, with all their chunks.
+
+        With `some_lost`, files may be missing or cut off, since a caller lists damage file by
+        file. Then the array may not claim far more than its files could hold.
+        """
         try:
-            check_files(self.layout)
-        except BucketError:
-            raise
+            sizes, files = self.file_sizes(), -(-self.length // self.file_length)
+            for number in range(0 if some_lost else files):
+                file = self.path / self.files_folder / str(number)
+                if file.name not in sizes:
+                    raise ValueError(f"{file} is missing")
+                if sizes[file.name] < self.least_bytes(number):
+                    raise ValueError(f"{file} is too short")
+            claimed, found = files and files * self.least_bytes(0), sum(sizes.values())
+            if files > 4 * len(sizes) + 1_000 or claimed > 4 * found + (1 << 26):
+                raise ValueError(
+                    f"it claims {files:,} files with {self.length:,} elements, but has "
+                    f"{len(sizes):,} with {found:,} bytes"
+                )
         except (OSError, ValueError) as error:
-            raise self._damaged("cannot be read", error) from error
+            self._fail("cannot be read", error)
 
     def read(self, start: int, stop: int) -> "Reading":
-        """Starts reading elements [start, stop)."""
+        """Starts reading elements [start, stop); raises DamagedDataError if there are none such."""
+        if not 0 <= start <= stop <= self.length:
+            raise DamagedDataError(
+                f"{self.path} has {self.length} elements, but others say that it has some from "
+                f"{start} to {stop}: the data set is damaged; make it again"
+            )
         return Reading(self, start, stop)
 
-    def _cached(self, first: int, last: int) -> np.ndarray | None:
-        """Whole chunks from element `first` to `last`, if this machine keeps all of them."""
-        if self._cache is None or first == last:
-            return None
-        chunks = range(first, last, self.chunk_length)
-        lengths = [min(self.chunk_length, last - start) for start in chunks]
-        dtype = np.dtype(self._array.dtype.numpy_dtype).newbyteorder("<")
-        return self._cache.read(first // self.chunk_length, lengths, dtype)
+    def coming(self, first: int, last: int) -> Callable[[], np.ndarray]:
+        """Starts reading the whole chunks of [first, last). The result waits for them, and raises
+        ValueError if they are not the written ones."""
+        future = self._array[first:last].read()
 
-    def _check_chunks(self, values: np.ndarray, first: int) -> None:
-        """Raises ValueError unless `values` are the whole chunks from element `first` on."""
-        if self._chunk_digests is None:
-            return
-        wrong = self._wrong(first // self.chunk_length, values)
-        if len(wrong):
-            raise ValueError(f"chunk {wrong[0]} is not the one that was written there")
+        def arrived() -> np.ndarray:
+            values = future.result()
+            if self._chunk_digests is not None:
+                wrong = self.wrong_chunks(first // self.chunk_length, values)
+                if len(wrong):
+                    raise ValueError(f"chunk {wrong[0]} is not the one that was written there")
+            return values
 
-    def _are_sound(self, chunk: int, values: np.ndarray) -> bool:
-        return len(self._wrong(chunk, values)) == 0
+        return arrived
 
-    def _wrong(self, chunk: int, values: np.ndarray) -> np.ndarray:
-        """The numbers of those of the chunks from `chunk` on that `values` are not."""
+    def wrong_chunks(self, chunk: int, values: np.ndarray) -> np.ndarray:
+        """The numbers of the chunks, from `chunk` on, whose digests `values` do not have."""
         assert self._chunk_digests is not None
         found = digests_of_chunks(values, self.chunk_length)
         return chunk + np.flatnonzero(found != self._chunk_digests[chunk : chunk + len(found)])
 
-    def _keep(self, values: np.ndarray, first: int) -> None:
-        if self._cache is not None and len(values):
-            self._cache.keep(first // self.chunk_length, values)
+    def _read_chunk_digests(self, expected: str) -> np.ndarray:
+        file, chunks = self.path / CHUNK_DIGESTS, -(-self.length // self.chunk_length)
+        check_no_link(file)
+        if file.stat().st_size != 8 * chunks:
+            raise ValueError(f"{file} has {file.stat().st_size:,} bytes, not 8 for each chunk")
+        if digest_of_array(self.path) != expected:
+            raise ValueError("it is not the array that metadata.json was written for")
+        return np.fromfile(file, "<u8").astype(np.uint64)
 
-    def _raise_of_bucket(self, error: Exception) -> None:
-        """Raises BucketError if it is a bucket, and no damage, that `error` of TensorStore's tells
-        of."""
-        if self._url is not None and (known := unreachable(str(error))) is not None:
-            code, cause = known
-            raise BucketError(code, f"cannot read {self._url}: {cause}") from None
+    def _check_limits(self) -> None:
+        chunk, file = self._chunk_bytes(), self._largest_file()
+        if chunk > _LARGEST_CHUNK or file > _LARGEST_FILE:
+            raise ValueError(f"it claims chunks of {chunk:,} bytes in files of {file:,}")
 
-    def _damaged(self, what: str, error: Exception) -> DamagedDataError:
+    def _chunk_bytes(self) -> int:
+        itemsize: int = self._array.dtype.numpy_dtype.itemsize
+        return self.chunk_length * itemsize + _CHECKSUM_BYTES
+
+    def _index_bytes(self) -> int:
+        return self.file_length // self.chunk_length * _INDEX_ENTRY_BYTES + _CHECKSUM_BYTES
+
+    def _largest_file(self) -> int:
+        return self.file_length // self.chunk_length * self._chunk_bytes() + self._index_bytes()
+
+    def _fail(self, what: str, error: Exception) -> NoReturn:
         cause = str(error).partition(" [")[0]  # TensorStore appends its whole specification
-        return DamagedDataError(
+        raise DamagedDataError(
             f"{shown(self.path)} {what}: the data set is damaged; make it again or restore the "
             f"file ({cause})"
-        )
+        ) from error
 
 
 class Reading:
     """Elements on their way from disk."""
 
     def __init__(self, stored: StoredArray, start: int, stop: int) -> None:
+        # Whole chunks, so that they can be checked; TensorStore decodes them whole anyway.
+        chunk = stored.chunk_length
         self._stored, self._start, self._stop = stored, start, stop
-        if not 0 <= start <= stop <= stored.length:
-            raise DamagedDataError(
-                f"{stored.path} has {stored.length} elements, but others say that it has some from "
-                f"{start} to {stop}: the data set is damaged; make it again"
-            )
-        # Whole chunks, so that they can be checked; they are read and decoded whole anyway.
-        length = stored.chunk_length
-        self._first = start // length * length
-        self._cached = stored._cached(self._first, self._last())
-        if self._cached is None:
-            self._future = stored._array[self._first : self._last()].read()
+        self._first = start // chunk * chunk
+        last = min(-(-stop // chunk) * chunk, stored.length) if start < stop else self._first
+        self._arrived = stored.coming(self._first, last)
 
     def result(self) -> np.ndarray:
         """The elements, once they have arrived; raises DamagedDataError if they cannot be."""
         try:
-            values = self._cached
-            if values is None:
-                values = self._future.result()
-                self._stored._check_chunks(values, self._first)
-                self._stored._keep(values, self._first)
-        except ValueError as error:
-            self._stored._raise_of_bucket(error)
-            what = f"cannot be read from {self._start} to {self._stop}"
-            raise self._stored._damaged(what, error) from error
+            values = self._arrived()
+        except (OSError, ValueError) as error:
+            self._stored._fail(f"cannot be read from {self._start} to {self._stop}", error)
         return values[self._start - self._first : self._stop - self._first]
-
-    def _last(self) -> int:
-        if self._start == self._stop:
-            return self._first
-        length = self._stored.chunk_length
-        return min(-(-self._stop // length) * length, self._stored.length)
 
 
 def reading_context() -> ts.Context:

@@ -5,8 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lmlib.data.permutation import permute
-from lmlib.data.splitmix64 import hash_words
+from lmlib.data.permutation import hash_words, permute
 
 
 class Piece(NamedTuple):

@@ -30,7 +30,7 @@ class ChunkCache:
         """Opens, or makes, the file `name` in `folder`.
 
         Args:
-          are_sound: whether elements are those of the chunks from a number on.
+          are_sound: tells if elements are the chunks from a number on.
           chunk_length: elements of a chunk; the last may have fewer.
           largest: bytes of all files of the folder. A full folder takes no more, except in the
             place of old arrays: each epoch reads all tokens once, so it is best to keep the ones

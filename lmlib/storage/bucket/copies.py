@@ -18,7 +18,6 @@ import contextlib
 import errno
 import fcntl
 import hashlib
-import os
 import re
 import shutil
 from collections.abc import Collection, Iterator
@@ -28,7 +27,7 @@ from pathlib import Path
 from lmlib.storage.bucket.failures import BucketError
 from lmlib.storage.bucket.store import REQUESTS, BucketStore
 from lmlib.storage.bucket.url import BucketUrl
-from lmlib.storage.cache_folder import NO_HOME, cache_folder
+from lmlib.storage.local_folder import MADE, READ, WRITTEN, copies_folder, in_bucket, shown
 from lmlib.storage.stored_json import parse_json
 from lmlib.storage.whole_file import write_whole
 
@@ -41,35 +40,22 @@ FILES = ".files"  # ending of the folder that has the files of checkpoints
 _LARGE = frozenset({"c", "tensorboard", "profile", "hlo", "lease", LOGS})
 PARTS = ".parts"
 _PART = re.compile(rf"(.*){re.escape(PARTS)}/(\d+)-(\d+)")
-_READ, _WRITTEN, _MADE, _LOCKS = "read", "written", "made", "locks"
-
-
-def copies_folder() -> Path:
-    """The folder of all copies; raises ValueError if this user has none."""
-    cache = cache_folder()
-    if cache is None:
-        raise ValueError(f"folders in buckets have a copy here, and {NO_HOME}: set XDG_CACHE_HOME")
-    return Path(os.path.realpath(cache / "buckets"))
+_LOCKS = "locks"  # folder beside the copies
 
 
 def url_of(path: Path) -> BucketUrl | None:
     """The URL that `path` is a copy of; `None` for any other folder."""
-    return _url_of(path, _READ, _WRITTEN)
+    return BucketUrl.parsed(shown(path)) if in_bucket(path) else None
 
 
 def place_of(url: BucketUrl) -> Path:
     """The path that stands for `url`; it may be absent."""
-    return _copy(_READ, url)
+    return _copy(READ, url)
 
 
 def place_to_make(url: BucketUrl) -> Path:
     """The path at which the files for `url` are made; files that a kill left there stay."""
-    return _copy(_MADE, url)
-
-
-def shown(path: Path) -> str:
-    """The name that the user gave: a URL if `path` is a bucket's copy, or made for one."""
-    return str(_url_of(path, _READ, _WRITTEN, _MADE) or path)
+    return _copy(MADE, url)
 
 
 def copy_to_read(url: BucketUrl) -> Path:
@@ -78,7 +64,7 @@ def copy_to_read(url: BucketUrl) -> Path:
     Raises:
       BucketError: if the bucket cannot be read.
     """
-    copy, names = _copy(_READ, url), None
+    copy, names = _copy(READ, url), None
     while names is None:
         names = fetch(url, copy, start_of(url))
     for file in [each for each in copy.rglob("*") if each.is_file()]:
@@ -175,7 +161,7 @@ def place_to_write(url: BucketUrl) -> Iterator[Path]:
     Raises:
       BlockingIOError: if another process of this machine writes there.
     """
-    copy = _copy(_WRITTEN, url)
+    copy = _copy(WRITTEN, url)
     digest = hashlib.sha256(str(url).encode()).hexdigest()[:32]
     lock = copies_folder() / _LOCKS / digest
     lock.parent.mkdir(parents=True, exist_ok=True)
@@ -188,16 +174,6 @@ def place_to_write(url: BucketUrl) -> Iterator[Path]:
 
 def _copy(kind: str, url: BucketUrl) -> Path:
     return copies_folder() / kind / url.scheme / url.bucket / url.folder
-
-
-def _url_of(path: Path, *kinds: str) -> BucketUrl | None:
-    if cache_folder() is None:
-        return None
-    try:
-        kind, scheme, bucket, *parts = path.absolute().relative_to(copies_folder()).parts
-    except ValueError:
-        return None
-    return BucketUrl(scheme, bucket, "/".join(parts)) if kind in kinds else None
 
 
 def _stays(name: str) -> bool:

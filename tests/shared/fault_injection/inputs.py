@@ -12,8 +12,7 @@ from fault_injection.experiment import BASE, SEQUENCE, TAUGHT, TOKENS, VOCAB, co
 from lmlib.checkpoint import Checkpoints
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.stored.shard_writer import ShardWriter
-from lmlib.data.stored.teacher import TeacherMetadata
-from lmlib.data.stored.teacher_writer import TeacherWriter
+from lmlib.data.stored.teacher import TeacherMetadata, TeacherWriter
 from lmlib.models.weights import creator
 from lmlib.parallel.mesh import make_mesh
 

@@ -1,0 +1,72 @@
+"""Arrays of flat tokens in a bucket: each chunk is fetched once and kept on this machine."""
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import numpy as np
+
+from lmlib.data.stored.token_arrays import StoredArray
+from lmlib.storage.bucket.chunk_cache import ChunkCache
+from lmlib.storage.bucket.copies import url_of
+from lmlib.storage.bucket.failures import BucketError, unreachable
+from lmlib.storage.bucket.store import BucketStore
+from lmlib.storage.local_folder import copies_folder
+
+
+class BucketArray(StoredArray):
+    """An array whose small files are in a copy of a bucket's folder, and whose chunks are not.
+
+    Opening, reading and checking it raise BucketError where the bucket cannot be read.
+    """
+
+    def __init__(self, *arguments: Any) -> None:
+        """See `open_array`."""
+        super().__init__(*arguments)
+        self._cache: ChunkCache | None = None
+        digest = arguments[3]
+        if digest is not None:
+            folder = copies_folder() / "chunks"
+            self._cache = ChunkCache(folder, digest, self._are_sound, self.chunk_length)
+
+    def files(self) -> dict[str, Any]:
+        url = url_of(self.path)
+        assert url is not None
+        return url.key_value_store(f"{url.folder}/")
+
+    def file_sizes(self) -> dict[str, int]:
+        """The least that each file has: a list of a bucket tells no sizes."""
+        url = url_of(self.path / self.files_folder)
+        assert url is not None
+        names = [name for name in BucketStore(url).list() if name.isdecimal()]
+        return {name: self.least_bytes(int(name)) for name in names}
+
+    def coming(self, first: int, last: int) -> Callable[[], np.ndarray]:
+        if self._cache is None or first == last:
+            return super().coming(first, last)
+        cache, chunk = self._cache, first // self.chunk_length
+        lengths = [
+            min(self.chunk_length, last - start) for start in range(first, last, self.chunk_length)
+        ]
+        dtype = np.dtype(self._array.dtype.numpy_dtype).newbyteorder("<")
+        kept = cache.read(chunk, lengths, dtype)
+        if kept is not None:
+            return lambda: kept
+        arrived = super().coming(first, last)
+
+        def arrived_and_kept() -> np.ndarray:
+            values = arrived()
+            cache.keep(chunk, values)
+            return values
+
+        return arrived_and_kept
+
+    def _are_sound(self, chunk: int, values: np.ndarray) -> bool:
+        return len(self.wrong_chunks(chunk, values)) == 0
+
+    def _fail(self, what: str, error: Exception) -> NoReturn:
+        if isinstance(error, BucketError):
+            raise error
+        known = unreachable(str(error))
+        if known is not None:  # the error may hold secrets
+            raise BucketError(known[0], f"cannot read {url_of(self.path)}: {known[1]}") from None
+        super()._fail(what, error)
