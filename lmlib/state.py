@@ -187,7 +187,7 @@ def abstract_batch(
     whole_rows: bool = False,
 ) -> Batch:
     """Shapes, dtypes and `NamedSharding`s of a global batch; `teacher_k` and `whole_rows`: see
-    `Taught` and `Whole` of lmlib.data.batch."""
+    `lmlib.data.batch.Source`."""
 
     def blank() -> Batch:
         integers = jnp.zeros((batch_size, sequence_length), jnp.int32)

@@ -6,7 +6,6 @@ Shape suffixes: B batch (rows), S sequence, T = S + 1 tokens of a row.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -70,6 +69,9 @@ class FlatTokens:
       content: the kind of documents; `pairs`: whether they are pairs of answers.
       tokens, documents: how many the split has, framing included.
       sequences: in an epoch; `steps_per_epoch`: steps that see each of them at least once.
+      bytes_per_target: of UTF-8; None if unknown, or if only some tokens are targets. Targets of
+        text are all tokens but the first of each document.
+      tokenizer_path: the tokenizer.json that made the tokens, if the data set has one.
       teacher: the metadata of the stored teacher; None if there is none.
     """
 
@@ -136,8 +138,13 @@ class FlatTokens:
         self.content: Content = "text" if self.metadata is None else self.metadata.content
         self.pairs = self.content == "pairs"
         self.tokenizer = None if self.metadata is None else self.metadata.tokenizer
+        tokenizer_file = self._path / TOKENIZER_FILE
+        self.tokenizer_path = tokenizer_file if tokenizer_file.is_file() else None
+        self.bytes_per_target: float | None = None
         if self.metadata is not None:
-            check_tokenizer_file(self._path / TOKENIZER_FILE, self.metadata)
+            check_tokenizer_file(tokenizer_file, self.metadata)
+            if self.content == "text" and self.metadata.bytes and self.metadata.targets:
+                self.bytes_per_target = self.metadata.bytes / self.metadata.targets
         if self.tokens < 2:
             raise ValueError(f"{folder} holds {self.tokens} tokens: at least 2 make a sequence")
         if self.pairs and attend_across_documents:
@@ -191,17 +198,6 @@ class FlatTokens:
         return found if self._teacher is None else found | self._teacher.contents()
 
     @property
-    def bytes_per_target(self) -> float | None:
-        """UTF-8 bytes for each target of the split; None if unknown, or if only some are targets.
-
-        Targets of text are all tokens but the first of each document.
-        """
-        metadata = self.metadata
-        if metadata is None or metadata.content != "text":
-            return None
-        return metadata.bytes / metadata.targets if metadata.bytes and metadata.targets else None
-
-    @property
     def compressed_bits_per_byte(self) -> dict[str, float]:
         """Bits per byte of the compressors that were measured, by their names.
 
@@ -216,12 +212,6 @@ class FlatTokens:
         if metadata.gzip_bytes is not None:
             measured = {compressors.GZIP: metadata.gzip_bytes, **measured}
         return {code: 8 * length / metadata.bytes for code, length in measured.items()}
-
-    @property
-    def tokenizer_path(self) -> Path | None:
-        """The tokenizer.json that made the tokens, if the data set has one."""
-        file = self._path / TOKENIZER_FILE
-        return file if file.is_file() else None
 
     def text_codec(self) -> "TextCodec | None":
         """See `HasText`."""

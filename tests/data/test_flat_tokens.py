@@ -209,8 +209,6 @@ def test_each_document_comes_as_it_was_written(
     assert all(is_target[1:].all() and not is_target[:1].any() for _, is_target in found)
 
 
-# One document in each row, whole documents, epochs, positions and attention
-
 S = 9
 
 

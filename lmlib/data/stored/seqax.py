@@ -33,11 +33,12 @@ class SeqaxArray(StoredArray):
         if compressor is not None and not known:
             raise ValueError(f"its compressor is {compressor!r:.80}, not blosc")
 
+    def _set_sizes(self, chunk_bytes: int, chunks: int) -> None:
+        self._chunk_bytes, self._index_bytes = chunk_bytes, 0
+        self._file_bytes = 2 * chunk_bytes + 1024  # random numbers grow a little when compressed
+
     def least_bytes(self, file: int) -> int:
         return 0
-
-    def _largest_file(self) -> int:
-        return 2 * self._chunk_bytes() + 1024  # random numbers grow a little when compressed
 
 
 class SeqaxSplit(StoredSplit):

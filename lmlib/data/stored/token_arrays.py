@@ -30,8 +30,6 @@ _CACHE_BYTES = 64 * 1024 * 1024  # holds the index of every file in use, and chu
 _LARGEST_DESCRIPTION = 1 << 20  # bytes
 _LARGEST_CHUNK = 1 << 28  # bytes; one read allocates no more
 _LARGEST_FILE = 1 << 32  # bytes
-_CHECKSUM_BYTES = 4
-_INDEX_ENTRY_BYTES = 16  # for each chunk of a file
 
 
 def codecs(chunk_length: int | None = None) -> list[dict[str, Any]]:
@@ -110,7 +108,13 @@ class StoredArray:
             (self.length,) = self._array.shape
             self.chunk_length: int = layout.read_chunk.shape[0]
             self.file_length: int = layout.write_chunk.shape[0]
-            self._check_limits()
+            itemsize: int = self._array.dtype.numpy_dtype.itemsize
+            self._set_sizes(self.chunk_length * itemsize, self.file_length // self.chunk_length)
+            if self._chunk_bytes > _LARGEST_CHUNK or self._file_bytes > _LARGEST_FILE:
+                raise ValueError(
+                    f"it claims chunks of {self._chunk_bytes:,} bytes in files of "
+                    f"{self._file_bytes:,}"
+                )
         except (OSError, ValueError) as error:
             self._fail("cannot be opened", error)
         if length not in (self.length, None):
@@ -135,6 +139,12 @@ class StoredArray:
         layout = {"chunk_key_encoding": names, "codecs": codecs()}
         return {"driver": "zarr3", "kvstore": self.files(), "metadata": layout}
 
+    def _set_sizes(self, chunk_bytes: int, chunks: int) -> None:
+        """Sets the bytes of a whole chunk, of a file's index and of a file of so many `chunks`."""
+        self._chunk_bytes = chunk_bytes + 4  # a checksum
+        self._index_bytes = chunks * 16 + 4
+        self._file_bytes = chunks * self._chunk_bytes + self._index_bytes
+
     def check_description(self, content: Any) -> None:
         """Raises ValueError for a description that this library does not read."""
 
@@ -145,7 +155,7 @@ class StoredArray:
     def least_bytes(self, file: int) -> int:
         """Bytes of file number `file` at least, with every chunk that it should hold."""
         held = min(self.file_length, self.length - file * self.file_length)
-        return -(-held // self.chunk_length) * self._chunk_bytes() + self._index_bytes()
+        return -(-held // self.chunk_length) * self._chunk_bytes + self._index_bytes
 
     def file_sizes(self) -> dict[str, int]:
         """Bytes of each file; raises ValueError for a link or a file that is too large."""
@@ -158,7 +168,7 @@ class StoredArray:
             for entry in entries:
                 check_no_link(Path(entry))
                 sizes[entry.name] = entry.stat().st_size
-                if sizes[entry.name] > self._largest_file() and entry.name.isdecimal():
+                if sizes[entry.name] > self._file_bytes and entry.name.isdecimal():
                     raise ValueError(f"{entry.path} has {sizes[entry.name]:,} bytes, too many")
         return sizes
 
@@ -223,21 +233,6 @@ class StoredArray:
         if digest_of_array(self.path) != expected:
             raise ValueError("it is not the array that metadata.json was written for")
         return np.fromfile(file, "<u8").astype(np.uint64)
-
-    def _check_limits(self) -> None:
-        chunk, file = self._chunk_bytes(), self._largest_file()
-        if chunk > _LARGEST_CHUNK or file > _LARGEST_FILE:
-            raise ValueError(f"it claims chunks of {chunk:,} bytes in files of {file:,}")
-
-    def _chunk_bytes(self) -> int:
-        itemsize: int = self._array.dtype.numpy_dtype.itemsize
-        return self.chunk_length * itemsize + _CHECKSUM_BYTES
-
-    def _index_bytes(self) -> int:
-        return self.file_length // self.chunk_length * _INDEX_ENTRY_BYTES + _CHECKSUM_BYTES
-
-    def _largest_file(self) -> int:
-        return self.file_length // self.chunk_length * self._chunk_bytes() + self._index_bytes()
 
     def _fail(self, what: str, error: Exception) -> NoReturn:
         cause = str(error).partition(" [")[0]  # TensorStore appends its whole specification
