@@ -27,13 +27,8 @@ ours = {file for file in files if file and root in pathlib.Path(file).parents}
 print(len(ours), sum(len(open(file).readlines()) for file in ours))
 """
 LARGEST = {  # files, lines
-<<<<<<< HEAD
     "core": (CORE, 77, 9_640),
     "fit": ("import runner.training.fit\n", 214, 23_750),
-=======
-    "core": (CORE, 73, 8_680),
-    "fit": ("import runner.training.fit\n", 343, 38_000),
->>>>>>> 598fd5b (Arrays compute their sizes once, flat tokens keep plain attributes, and bounds of the core and of tests are lower)
 }
 # Extras: folders and modules that the core does not import.
 EXTRAS = (
