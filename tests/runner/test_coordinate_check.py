@@ -16,7 +16,7 @@ MISTAKES = {
     "one width": ([TRANSFER, "--widths=64"], "two different sizes or more"),
     "no number": ([TRANSFER, "--depths=2,deep"], "--depths=2,deep"),
     "heads that do not fit": ([TRANSFER, "--widths=64,72"], "heads would be 4.5"),
-    "another ending": ([TRANSFER, "--picture=check.pdf"], "its ending is .png or .svg"),
+    "another ending": ([TRANSFER, "--picture=check.pdf"], "its ending is .svg or .png"),
 }
 
 

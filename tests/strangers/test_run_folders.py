@@ -189,7 +189,7 @@ def test_a_workdir_may_be_a_link_and_its_checkpoints_and_config_may_not(linked, 
         steps_in(linked / "checkpoints")
     shutil.rmtree(linked / "checkpoints")
     (linked / "checkpoints").symlink_to(outside)
-    for read in (located, lambda path: chosen_workdir(path, allow_other_files=False)):
+    for read in (resolve, lambda path: chosen_workdir(path, allow_other_files=False)):
         with pytest.raises(ConfigError, match=f"{linked}/checkpoints is a link"):
             read(str(linked))
     with pytest.raises(LinkError, match=f"{linked}/checkpoints is a link"):
