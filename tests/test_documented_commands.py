@@ -138,7 +138,7 @@ NOT_RUN = {
 # Python that is an excerpt of a file: test_documentation.py compares those of huggingface.md.
 EXCERPTS = {
     "docs/huggingface.md": (
-        "def block(", "_LAYER = (", "def _arguments(", "FAMILIES: ", "*starcoder", '"starcoder2"',
+        "return transformer(", "_LAYER = (", "FAMILIES = (", "*starcoder", '"starcoder2"',
     ),
     "docs/running.md": ("class GatedMLP(",),
 }  # fmt: skip

@@ -153,7 +153,7 @@ def _totals(**known: Any) -> SplitMetadata:
     """A split of which only some entries are known."""
     entries: dict[str, Any] = dict.fromkeys(("gzip_bytes", "tokenizer", "bos_id", "eos_id"))
     entries |= {"content": "text", "vocab_size": 0, "source": {}, "data_set": "", "shards": ()}
-    names = {field.name for field in dataclasses.fields(SplitMetadata)}
+    names = {field.name for field in dataclasses.fields(SplitMetadata)} - {"shards"}
     entries |= {name: value for name, value in known.items() if name in names}
     if isinstance(entries["tokenizer"], dict):
         entries["tokenizer"] = TokenizerIdentity(**entries["tokenizer"])

@@ -189,7 +189,7 @@ def with_microbatches(count: int) -> fdl.Config:
         (begins(0.5, 4), "begins at step 4 comes after one that begins at step 4"),
         (with_positions(48), "64"),
         (with_data(vocab_size=600), "later_stages[0].data has token ids up to 599"),
-        (with_data(teacher_k=2), "None ids for each token of one stage, and 2"),
+        (with_data(teacher_k=2), "has teacher_k None, but the stage from step 3 on has 2"),
         (with_data(batch_size=0), "batch_size"),
         (with_microbatches(3), "3"),
         (with_microbatches(0), "microbatches must be at least 1, got 0"),
