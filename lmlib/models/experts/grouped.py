@@ -169,7 +169,7 @@ def _over_blocks(
 
     def of_group(group: Array, made: Array) -> Array:
         """Whole blocks, then smaller ones, which waste less."""
-        size, even, t = sizes_X[group], N // X, max(T // 8, 1)
+        size, even, t = sizes_X[group], N // X, max(T // 4, 1)
         with jax.named_scope(f"{EVEN_TURNS}{even // T}"):
             whole = functools.partial(visit, True, group, 0, T)
             made = jax.lax.fori_loop(0, size // T, whole, made)
@@ -196,8 +196,7 @@ def _rows_of_a_block(N: int, X: int) -> int:
     gradient adds to one in float32: from a GPU's memory that takes longer than larger blocks waste,
     and a product of few rows leaves most of its units without work."""
     least, most = (16, 512) if platform() == "cpu" else (128, 2_048)
-    of_a_group = 2 if platform() == "cpu" else 4  # blocks in a group of mean size
-    T = 1 << max(N // (of_a_group * X), 1).bit_length() - 1
+    T = 1 << max(N // (4 * X), 1).bit_length() - 1  # four to a group of mean size
     return min(max(T, least), most, N)
 
 
