@@ -113,8 +113,9 @@ def _gradient(x_NE: Array, dy_NF: Array, sizes_X: Array, implementation: str) ->
     a_NA, b_NB = (dy_NF, x_NE) if swapped else (x_NE, dy_NF)
 
     def add(block: _Block, dw_XAB: Array) -> Array:
-        a_TA = block.or_else(0, _slice(a_NA, block), N)
-        b_TB = block.or_else(0, _slice(b_NB, block), N)
+        mask_T = block.mask(N)
+        a_TA = jnp.where(mask_T[:, None], _slice(a_NA, block), 0)
+        b_TB = jnp.where(mask_T[:, None], _slice(b_NB, block), 0)
         dw_AB = jnp.einsum("ta,tb->ab", a_TA, b_TB, preferred_element_type=wide)
         before_AB = jax.lax.dynamic_index_in_dim(dw_XAB, block.group, keepdims=False)
         return jax.lax.dynamic_update_index_in_dim(dw_XAB, before_AB + dw_AB, block.group, 0)
@@ -133,22 +134,16 @@ def _within(y_NF: Array, sizes_X: Array) -> Array:
 
 class _Block(NamedTuple):
     """Rows from `start` up to `end`, all of one group, in a slice of T rows that begins at `start`
-    or, near the end of all rows, before it. Without rows in it, `end` is `start`. All T rows of a
-    `whole` block belong to the group."""
+    or, near the end of all rows, before it. Without rows in it, `end` is `start`."""
 
     group: Array
     start: Array
     end: Array
     T: int
-    whole: bool
 
-    def or_else(self, others: Array | int, x_TE: Array, N: int) -> Array:
-        """The rows of the slice that are the block's, and `others` in place of the rest."""
-        if self.whole:  # without a pass over memory for a mask
-            return x_TE
+    def mask(self, N: int) -> Array:
         rows_T = jnp.minimum(self.start, N - self.T) + jnp.arange(self.T, dtype=jnp.int32)
-        mask_T = (rows_T >= self.start) & (rows_T < self.end)
-        return jnp.where(mask_T[:, None], x_TE, others)
+        return (rows_T >= self.start) & (rows_T < self.end)
 
 
 def _over_blocks(
@@ -159,22 +154,20 @@ def _over_blocks(
     T = _rows_of_a_block(N, X)
     starts_X = jnp.cumsum(sizes_X) - sizes_X
 
-    def visit(
-        whole: bool, group: Array, first: Array | int, T: int, i: Array | int, made: Array
-    ) -> Array:
+    def visit(group: Array, first: Array | int, T: int, i: Array | int, made: Array) -> Array:
         """The block of T rows that begins i blocks after the group's row `first`."""
         start = starts_X[group] + first + i * T
         end = jnp.clip(starts_X[group] + sizes_X[group], start, start + T)
-        return one(_Block(group, start, end, T, whole), made)
+        return one(_Block(group, start, end, T), made)
 
     def of_group(group: Array, made: Array) -> Array:
         """Whole blocks, then smaller ones, which waste less."""
         size, even, t = sizes_X[group], N // X, max(T // 4, 1)
         with jax.named_scope(f"{EVEN_TURNS}{even // T}"):
-            whole = functools.partial(visit, True, group, 0, T)
+            whole = functools.partial(visit, group, 0, T)
             made = jax.lax.fori_loop(0, size // T, whole, made)
         with jax.named_scope(f"{EVEN_TURNS}{-(-(even % T) // t)}"):
-            small = functools.partial(visit, False, group, size // T * T, t)
+            small = functools.partial(visit, group, size // T * T, t)
             return jax.lax.fori_loop(0, -(-(size % T) // t), small, made)
 
     if platform() == "cpu":
@@ -187,7 +180,7 @@ def _over_blocks(
     groups_L = jnp.minimum(jnp.searchsorted(last_X, indices_L, side="right"), X - 1)
     firsts_L = T * (indices_L - (last_X - blocks_X)[groups_L])
     return jax.lax.fori_loop(
-        0, most, lambda i, made: visit(False, groups_L[i], firsts_L[i], T, 0, made), made
+        0, most, lambda i, made: visit(groups_L[i], firsts_L[i], T, 0, made), made
     )
 
 
@@ -212,7 +205,7 @@ def _rows(x_NE: Array, w_XEF: Array, sizes_X: Array, equation: str) -> Array:
     def put(block: _Block, y_NF: Array) -> Array:
         w_EF = jax.lax.dynamic_index_in_dim(w_XEF, block.group, keepdims=False)
         y_TF = jnp.einsum(equation, _slice(x_NE, block), w_EF)
-        y_TF = block.or_else(_slice(y_NF, block), y_TF, N)
+        y_TF = jnp.where(block.mask(N)[:, None], y_TF, _slice(y_NF, block))
         return jax.lax.dynamic_update_slice_in_dim(y_NF, y_TF, block.start, 0)
 
     return _over_blocks(put, jnp.zeros((N, made), x_NE.dtype), sizes_X, N)
