@@ -1,4 +1,4 @@
-"""Agreement of a run's processes: on code, settings, mistakes, and the contents of the disk."""
+"""Checks that all processes of a run have the same code, settings, errors and files."""
 
 import atexit
 import contextlib
@@ -18,15 +18,15 @@ import jax
 from lmlib.data.resumable import gather_states
 from runner.errors import AGREED, ConfigError, user_errors
 
-_SHOWN = 6  # parts that differ, or processes
-_LONGEST_VALUE = 40  # characters; a digest has more
+_SHOWN = 6  # differences or processes in a message
+_LONGEST_VALUE = 40  # characters of a value in a message; digests are longer
 _APPEARS_SECONDS = 10.0
 
 
 def require_equal_devices() -> None:
-    """Raises ConfigError on all processes if one has another number of devices than the others.
+    """Raises ConfigError on all processes unless they have equal numbers of devices.
 
-    Before anything is gathered: JAX gathers in an array of processes and their devices.
+    It must run before any gather: JAX gathers with an array of shape [processes, local devices].
     """
     counts = [0] * jax.process_count()
     for device in jax.devices():
@@ -45,7 +45,7 @@ def require_equal_devices() -> None:
 
 @contextlib.contextmanager
 def agreed() -> Iterator[None]:
-    """A block whose ConfigError on one process is raised on all; every process must enter it."""
+    """Raises a ConfigError from the block on all processes; every process must enter it."""
     mistake: ConfigError | None = None
     try:
         yield
@@ -64,10 +64,13 @@ def agreed() -> Iterator[None]:
 
 
 def require_same(facts: Mapping[str, Mapping[str, str]]) -> None:
-    """Raises ConfigError on all processes if `facts` are not the same on all; every one must call.
+    """Raises ConfigError on all processes unless `facts` are the same on each of them.
+
+    Every process must call it.
 
     Args:
-      facts: by the name of a thing, its parts and their values. All processes have the same names.
+      facts: groups of named values, such as {"the code": {"train.py": digest}}. All processes must
+        have the same groups.
     """
     if jax.process_count() == 1:
         return
@@ -82,7 +85,12 @@ def require_same(facts: Mapping[str, Mapping[str, str]]) -> None:
 
 
 def differing(what: str, found: Sequence[Mapping[str, str]]) -> str:
-    """The message about `what`, whose parts, `found` on each process, are not the same on all."""
+    """Returns the error message for a group that differs between processes.
+
+    Args:
+      what: the name of the group.
+      found: the group's values on each process.
+    """
     first = found[0]
     others = [n for n, parts in enumerate(found) if parts != first]
     shown = found[others[0]]
@@ -100,19 +108,24 @@ def differing(what: str, found: Sequence[Mapping[str, str]]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Read:
-    """Data or weights that a process reads: digests of the content, and absolute paths or URLs."""
+    """Data or weights that a process reads.
+
+    Attributes:
+      digests: digests of the content.
+      places: absolute paths or URLs, for messages.
+    """
 
     digests: Sequence[str]
     places: Sequence[str]
 
 
 def require_same_reads(read: Callable[[], Mapping[str, Read]]) -> None:
-    """Raises ConfigError on all processes if one reads other content than process 0 does.
+    """Raises ConfigError on all processes unless they all read the same content.
 
     Every process must call it. A run of one process does not call `read`.
 
     Args:
-      read: returns the reads of this process by name. All processes have the same names.
+      read: returns this process's data and weights by name. All processes must have the same names.
     """
     if jax.process_count() == 1:
         return
@@ -125,8 +138,11 @@ def require_same_reads(read: Callable[[], Mapping[str, Read]]) -> None:
 
 
 def difference_of_reads(processes: Sequence[Mapping[str, Any]]) -> str | None:
-    """A message about the first process that reads other content than process 0; `None` if all read
-    the same. Each process is its "host" and, by name, the fields of a `Read`."""
+    """Describes the first process that reads other content than process 0; `None` if all agree.
+
+    Args:
+      processes: for each process, its "host", and the fields of each `Read` by name.
+    """
     first = processes[0]
     for name in [each for each in first if each != "host"]:  # in one order on all processes
         for number, process in enumerate(processes):
@@ -144,13 +160,13 @@ def difference_of_reads(processes: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 def require_same_workdir(file: Path, text: str) -> None:
-    """Raises ConfigError on all processes if one does not see a file of process 0 in its workdir.
+    """Raises ConfigError on all processes unless all have the same workdir.
 
-    Every process must call it.
+    Each process looks for a file that process 0 has written. Every process must call it.
 
     Args:
-      file: in the workdir, written before.
-      text: a random text of process 0, which is in the file.
+      file: a file in the workdir, already written.
+      text: random text from process 0 that the file contains.
     """
     if jax.process_count() == 1:
         return
@@ -167,7 +183,7 @@ def require_same_workdir(file: Path, text: str) -> None:
 
 
 def from_first(value: Any) -> Any:
-    """The JSON value that process 0 calls this with, on all processes; every one must call."""
+    """Returns the JSON value of process 0 on all processes; every process must call it."""
     if jax.process_count() == 1:
         return value
     return gather_states({"value": value if jax.process_index() == 0 else None})[0]["value"]
@@ -175,11 +191,12 @@ def from_first(value: Any) -> Any:
 
 @contextlib.contextmanager
 def ends_other_processes() -> Iterator[None]:
-    """A block that ends the other processes soon after it fails on this one.
+    """Ends the other processes soon after the block fails on this one.
 
-    They wait for this process in a collective operation, and JAX would have it wait for them at
-    exit, for five minutes. It exits without that wait instead, with status 1, after the usual
-    traceback. Errors of the types `AGREED` pass: all processes find the same.
+    The other processes wait for this one in a collective operation, while JAX makes this process
+    wait for them at exit, for five minutes. So it exits without that wait, with status 1, after the
+    usual traceback. Errors of the types `AGREED` are only re-raised, since all processes raise
+    them.
     """
     try:
         yield
@@ -187,19 +204,20 @@ def ends_other_processes() -> Iterator[None]:
         raise
     except BaseException:
         if jax.process_count() > 1:
-            atexit.register(_exit_at_once)  # before what JAX registered: the last comes first
+            # Runs before JAX's handler: the last handler that is registered runs first.
+            atexit.register(_exit_at_once)
         raise
 
 
 def _told(name: str, value: str | None, first: str | None) -> str:
-    """A part that differs; its values too, if they can be read at a glance."""
+    """Formats a difference; the values are included if they are short."""
     if max(len(value or ""), len(first or "")) > _LONGEST_VALUE:
         return name
     return f"{name}: {value or 'absent'}, there {first or 'absent'}"
 
 
 def _appears(file: Path, text: str) -> bool:
-    """If the file holds the text now, or soon: network file systems may show it late."""
+    """True if the file contains the text within a few seconds: network file systems may lag."""
     deadline = time.monotonic() + _APPEARS_SECONDS
     while True:
         with contextlib.suppress(OSError, UnicodeDecodeError):

@@ -1,6 +1,6 @@
-"""How a process of a run ended, and which other process was the reason.
+"""Explains how a process of a run ended, and which other process caused it.
 
-JAX tells the reason in messages only. tests/runner/test_jax_messages.py has JAX write each of them.
+JAX reports the cause only in messages. tests/runner/test_jax_messages.py makes JAX write each one.
 """
 
 import dataclasses
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from runner.command_line.exit_status import FINISHED, MISTAKE, PEER_ENDED, SIGNALLED, STOPPED
 
-# Written by JAX's coordination service before it aborts a process. Each name has a line.
+# JAX's coordination service writes these before it aborts a process, with one name per line.
 _UNHEALTHY = re.compile(r"unhealthy \(stopped sending heartbeats\):\s*(.*?)\s*The tasks", re.DOTALL)
 _BARRIER = re.compile(r"Some timed out task names:\s*(.*?)\s*(?:\[type|$)", re.DOTALL)
 _SILENT = re.compile(r"DEADLINE_EXCEEDED[^\n]*\s+RPC: /\S*CoordinationService/Heartbeat")
@@ -19,7 +19,11 @@ _NUMBER = re.compile(r"(\d+)\s*(?:$|[\n,])")
 
 @dataclasses.dataclass(frozen=True)
 class Ending:
-    """The exit code of a supervisor and its message, `is_news` unless the process has said it."""
+    """The exit code and message of a supervisor.
+
+    Attributes:
+      is_news: True unless the process has already shown the message.
+    """
 
     exit_code: int
     message: str = ""
@@ -35,22 +39,22 @@ def ending(
     heartbeat_seconds: int,
     startup_seconds: int,
 ) -> Ending:
-    """The ending of a supervised process.
+    """Returns the ending of a supervised process.
 
     Args:
-      returncode: negative for a signal, as `subprocess` has it.
-      output: the end of its stderr.
-      process: its number, if it came to know it.
-      joined: if it ever found the others, or that there are none.
-      connected: if JAX has ever connected it to them.
-      heartbeat_seconds, startup_seconds: its limits.
+      returncode: as in `subprocess`, negative for a signal.
+      output: the end of the process's stderr.
+      process: the process's number, `None` if it ended before it knew the number.
+      joined: True if it found the other processes, or that there are none.
+      connected: True if JAX connected it to the other processes.
+      heartbeat_seconds, startup_seconds: the limits of the process, for messages.
     """
     if returncode in (FINISHED, STOPPED):
         return Ending(returncode)
     name = "this process" if process is None else f"process {process}"
     last_line = output.rstrip().rpartition("\n")[2]
     if returncode == MISTAKE:
-        # Once connected all processes find the same mistake, and process 0 says it.
+        # After joining, all processes find the same mistake, and process 0 reports it.
         return Ending(MISTAKE, "" if joined else last_line, is_news=process not in (0, None))
     aborted = returncode == -signal.SIGABRT
     if aborted and not connected:
@@ -77,7 +81,7 @@ def ending(
 
 
 def _missed(output: str, heartbeat_seconds: int) -> str:
-    """The process that the others missed, and its log; empty if the output does not say."""
+    """Names the process that stopped responding, and its log; empty if unknown."""
     if ended := _numbers(_UNHEALTHY, output):
         return (
             f"{listed(ended)} ended or stopped answering (nothing heard for {heartbeat_seconds} "
@@ -96,12 +100,12 @@ def _missed(output: str, heartbeat_seconds: int) -> str:
 
 
 def detects_nothing(error: BaseException) -> bool:
-    """If `jax.distributed.initialize` raised `error` because nothing started several."""
+    """True if `jax.distributed.initialize` raised `error` because it detected no other processes."""
     return "coordinator_address should be defined" in str(error)
 
 
 def listed(processes: Sequence[int]) -> str:
-    """The processes in words; at most ten of them."""
+    """Formats the numbers of at most ten processes."""
     numbers = ", ".join(map(str, processes[:10])) + ", …" * (len(processes) > 10)
     return f"process{'es' if len(processes) > 1 else ''} {numbers}"
 

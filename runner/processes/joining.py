@@ -1,6 +1,6 @@
-"""Runs of many processes: how they find each other, and how one of them leaves.
+"""Connects the processes of a run, and ends a process so that the others notice.
 
-`docs/multihost.md` is the user's side of it.
+`docs/multihost.md` describes this for users.
 """
 
 import os
@@ -18,16 +18,19 @@ from runner.processes.launch import Processes, tasks
 from runner.processes.roll_call import roll_call
 from runner.processes.supervisor import Connection
 
-SHUTDOWN_SECONDS = 60  # for which a finished process waits for the others
+SHUTDOWN_SECONDS = 60  # a finished process waits this long for the others
 
-_PROXY = "grpc_proxy"  # so spelt
+_PROXY = "grpc_proxy"  # gRPC reads the lower-case name
 
 
 def join(processes: Processes, supervisor: Connection) -> None:
-    """Connects to the other processes, before any other use of JAX.
+    """Connects to the other processes; call it before any other use of JAX.
 
-    JAX aborts the process if the others that it detects are late. Raises ConfigError
-    if it cannot detect them, or if the `roll_call` finds them wrong or absent.
+    JAX aborts this process if other processes that it detected are late.
+
+    Raises:
+      ConfigError: if JAX cannot detect the processes, or `roll_call` finds that some are missing
+        or have different settings.
     """
     limits: dict[str, Any] = {
         "initialization_timeout": processes.startup_seconds,
@@ -67,10 +70,13 @@ def join(processes: Processes, supervisor: Connection) -> None:
 
 
 def _connect_without_proxy() -> None:
-    """Lets JAX's processes meet without the proxy of http_proxy, which gRPC would use. Reading of
-    data and buckets still uses it. A user's own `grpc_proxy` stays, and JAX warns of it."""
+    """Lets JAX's processes connect directly instead of through the proxy in http_proxy.
+
+    Data and buckets are still read through the proxy. If the user has set `grpc_proxy`, it is kept,
+    and JAX warns about it.
+    """
     if not os.environ.get(_PROXY):
-        os.environ[_PROXY] = ""  # gRPC looks there first, and takes it for no proxy
+        os.environ[_PROXY] = ""  # gRPC reads this variable first; empty means no proxy
         jax.config.update("jax_check_proxy_envs", False)
 
 
@@ -96,27 +102,29 @@ def _join_detected(processes: Processes, limits: dict[str, Any]) -> None:
 
 
 def is_one_of_several() -> bool:
-    """If `join` connected this process to a run, which may have no others."""
+    """True if `join` connected this process to a run, even if it is the only process."""
     return jax.distributed.is_initialized()
 
 
 def reached_stop(step: int) -> bool:
-    """Says if the run stops after `step`, because SIGTERM has reached any of the processes.
+    """True if the run must stop after `step` because a process received SIGTERM.
 
-    JAX's preemption service takes that signal, and agrees on a step that none of them has passed.
-    Every process must call it after each step.
+    JAX's preemption service handles the signal, and agrees on a step that no process has passed.
+    Every process must call this after each step.
     """
     return multihost_utils.reached_preemption_sync_point(step)
 
 
 def leave(error: BaseException, heartbeat_seconds: int, debug: bool) -> NoReturn:
-    """Shows `error` and ends this process of several, with the status of that error.
+    """Shows `error` and ends this process, in a run of several, with the error's exit status.
 
-    All processes end together for errors of the types `AGREED`; JAX aborts this one if the others
-    do not end within `SHUTDOWN_SECONDS`. For another error an ordinary exit would wait for the
-    others, while they wait for this process. If it came from JAX, another process may be its cause:
-    JAX's coordination service then soon aborts this process and names that one, so the error itself
-    is shown only if it does not.
+    For errors of the types `AGREED`, all processes end together; JAX aborts this process if the
+    others don't end within `SHUTDOWN_SECONDS`. For other errors this process exits at once, since a
+    normal exit would wait for the others, which wait for this process.
+
+    An error from JAX may be caused by another process. JAX's coordination service then soon aborts
+    this process and names the other one. So this function first waits for that, and shows the error
+    only if it doesn't happen.
     """
     together = isinstance(error, AGREED)
     if not together and jax.distributed.is_initialized() and _from_jax(error):

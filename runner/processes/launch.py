@@ -1,4 +1,4 @@
-"""The other processes of a run by the flags and the launcher, without a use of JAX."""
+"""Finds the other processes of a run from flags and the launcher, without JAX."""
 
 import importlib.util
 import os
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from lmlib.hardware.detection import has_tpu
 from runner.errors import ConfigError
 
-# Variables of launchers that JAX may detect. They are looked up before its detection runs.
+# Environment variables of launchers that JAX may detect.
 _LAUNCHERS = (
     "SLURM_PROCID",
     "OMPI_COMM_WORLD_RANK",
@@ -18,24 +18,24 @@ _LAUNCHERS = (
     "TPU_PROCESS_ADDRESSES",
     "TPU_PROCESS_ADDRESSES_PATH",
 )
-# The inner launcher first. An interactive shell of SLURM's is a step of one task, in which
-# SLURM_NTASKS keeps the number of the job.
+# Variables with the number of processes, innermost launcher first. A SLURM interactive shell is a
+# step of one task, but SLURM_NTASKS in it still has the number of the whole job.
 _SIZES = ("OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
 
 
 @dataclass(frozen=True)
 class Processes:
-    """The place where this process finds the others of its run.
+    """Settings with which this process finds the other processes of its run.
 
     Args:
-      coordinator: host:port of process 0, where it will listen; `None`, with the next two, to let
-        JAX detect them.
-      num_processes: how many processes the run has.
-      process_id: this one's number, from 0.
-      distributed: "auto": as many processes as JAX detects, one if it detects none; "on": it is a
-        mistake if it detects none; "off": one.
-      startup_seconds: limit of the wait for all processes to be there.
-      heartbeat_seconds: a process that is silent for longer is taken for dead.
+      coordinator: host:port at which process 0 listens. If this and the next two are `None`, JAX
+        detects them.
+      num_processes: the number of processes in the run.
+      process_id: the number of this process, from 0.
+      distributed: "auto" to use the processes that JAX detects, or one if it detects none; "on" to
+        make it an error if JAX detects none; "off" for one process.
+      startup_seconds: how long to wait until all processes have started.
+      heartbeat_seconds: a process that is silent for longer is considered dead.
     """
 
     coordinator: str | None = None
@@ -46,7 +46,7 @@ class Processes:
     heartbeat_seconds: int = 30
 
     def check(self) -> None:
-        """Raises ConfigError for settings that do not go together."""
+        """Raises ConfigError if the settings are incompatible."""
         given = (self.coordinator, self.num_processes, self.process_id)
         if given == (None, None, None):
             return
@@ -67,16 +67,16 @@ class Processes:
             )
 
     def may_be_several(self, environment: Mapping[str, str] = os.environ) -> bool:
-        """If `join` may find others; decided without JAX, which may be asked only once."""
+        """True if `join` may find other processes. JAX isn't used: its detection can run only once."""
         if self.coordinator is not None or self.distributed == "on":
             return True
         if self.distributed == "off" or tasks(environment) == 1:
             return False
-        # libtpu is not enough: it also compiles for TPUs that are elsewhere.
+        # libtpu may be installed without a TPU, to compile for other machines.
         on_tpu = importlib.util.find_spec("libtpu") is not None and has_tpu()
         return on_tpu or any(name in environment for name in _LAUNCHERS)
 
 
 def tasks(environment: Mapping[str, str]) -> int:
-    """The number of processes that SLURM or Open MPI says it started; 0 if there is neither."""
+    """Returns the number of processes started by SLURM or Open MPI; 0 without either."""
     return next((int(environment[name]) for name in _SIZES if name in environment), 0)

@@ -1,12 +1,12 @@
-"""One run at a time in a workdir: process 0 holds its lock while the run lasts.
+"""Locks a workdir, so that one run at a time writes to it. Process 0 holds the lock.
 
-The lock is a small JSON record: the file `workdir/lock` on a disk, the object `lease/owner.json` in
-a bucket. Its owner writes it anew every ten seconds. A process that sees no change for a minute, by
-its own clock, takes the lock over. Where the kernel knows if the owner lives (`flock`), a lock ends
-with its process, and nobody waits.
+The lock is a small JSON record: the file `workdir/lock` on a disk, or the object `lease/owner.json`
+in a bucket. The owner rewrites it every ten seconds. A process that sees no change for a minute, by
+its own clock, takes the lock over. Where the kernel supports `flock`, a lock ends with its process,
+and other processes of the machine don't have to wait.
 
-A file can be deleted by a user who takes it for a leftover, and an owner may be suspended for an
-hour. So the owner checks that the record is still its own before it writes anything else.
+A user may delete the file as a supposed leftover, and an owner may be suspended for an hour. So the
+owner checks that the record is still its own before it writes anything else.
 """
 
 import abc
@@ -42,28 +42,25 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 class WorkdirLock:
-    """The lock of a workdir. This class holds nothing: it is for processes that write nothing.
+    """Base class of workdir locks. It locks nothing itself, for processes that don't write.
 
     with FolderLock(workdir) as lock:
         lock.check()  # before each write
 
     Attributes:
-      start: a random text of this start, for the files that it owns; empty if it holds nothing.
+      start: a random id of this start, for the files that it owns; empty if nothing is locked.
     """
 
     start = ""
 
     def check(self) -> None:
-        """Raises WorkdirLost, saying how, if the lock is no longer this run's.
-
-        Any thread may call it.
-        """
+        """Raises WorkdirLost if this run has lost the lock; the message says how. Thread-safe."""
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Gives the lock back; if it is lost, raises WorkdirLost in place of any other error."""
+        """Releases the lock. Raises WorkdirLost instead of any other error if the lock is lost."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,9 +69,9 @@ class _Owner:
 
     Attributes:
       user: its user, process and host, for messages.
-      start: a random text, another one for each start.
-      machine: the kernel since its boot, and the place on it that the kernel's lock covers; empty
-        where there are no such locks.
+      start: a random id, different for each start.
+      machine: the boot id of the kernel, and the device or folder that kernel locks cover; empty
+        if kernel locks are not supported.
     """
 
     user: str
@@ -87,14 +84,19 @@ class _Owner:
 
 
 class Held(NamedTuple):
-    """A lock as it was found; `lives` says whether its owner does, `None` if only time can tell."""
+    """A lock record that was read, and its state.
+
+    Attributes:
+      lives: True if the owner is alive, False if it is dead or there is no lock, `None` if only
+        time can tell.
+    """
 
     found: Found
     lives: bool | None
 
 
 class _HeldLock(WorkdirLock):
-    """A lock that a thread renews until the block ends."""
+    """A lock that a thread renews until the end of the `with` block."""
 
     _owner: _Owner
     _renewed_at: float
@@ -102,16 +104,16 @@ class _HeldLock(WorkdirLock):
     def __init__(self, place: object, abandoned_seconds: float):
         self._place, self._limit = place, abandoned_seconds
         self._mutex, self._closed = threading.Lock(), threading.Event()
-        self._lost = ""  # how this run lost the lock
+        self._lost = ""  # describes how this run lost the lock
         self.start = secrets.token_hex(8)
 
     @abc.abstractmethod
     def _renew(self) -> None:
-        """Writes the record anew unless the lock is lost, which it sets `_lost` for."""
+        """Rewrites the record; sets `_lost` if the lock is lost."""
 
     @abc.abstractmethod
     def _give_back(self) -> None:
-        """Ends a lock that is not lost."""
+        """Releases a lock that is not lost."""
 
     def __exit__(self, *exception: object) -> None:
         try:
@@ -135,7 +137,7 @@ class _HeldLock(WorkdirLock):
         return _seconds_awake_or_not() - self._renewed_at
 
     def _lose(self, other: _Owner | None, why: str) -> None:
-        # The kernel keeps other processes of this machine out, whether it is renewed or not.
+        # The kernel's lock excludes other processes of this machine even without renewals.
         kept_out = other is not None and other.machine == self._owner.machine != ""
         if self._silent() >= self._limit and not kept_out:
             why = f"nothing was heard of this process for {self._silent():.0f} s"
@@ -147,16 +149,18 @@ class _HeldLock(WorkdirLock):
 
 
 class FolderLock(_HeldLock):
-    """The lock of a folder on a disk."""
+    """Locks a folder on a disk."""
 
     def __init__(self, workdir: Path, abandoned_seconds: float = ABANDONED_SECONDS):
-        """Takes the lock, and makes the folder if it is absent.
+        """Takes the lock; creates the folder if necessary.
 
         Args:
-          abandoned_seconds: for how long a lock is watched whose owner cannot be asked for.
+          abandoned_seconds: seconds without renewal after which a lock of another host is taken
+            over.
 
         Raises:
-          ConfigError: if another run goes on there, and whose; or if the folder cannot be written.
+          ConfigError: if another run is active there (the message names its user), or the folder
+            cannot be written.
         """
         super().__init__(workdir, abandoned_seconds)
         self._file = workdir / FILE_NAME
@@ -188,14 +192,14 @@ class FolderLock(_HeldLock):
             super().__exit__()
         finally:
             os.close(self._descriptor)
-            if not self._lost:  # else the folders may be another run's
+            if not self._lost:  # another run may own the folders otherwise
                 self._remove_made()
 
     def _take(self) -> bool:
-        """Writes the record into the file, open and locked; false if another was faster."""
+        """Opens and locks the file and writes the record; False if another process was faster."""
         descriptor = os.open(self._file, os.O_RDWR | os.O_CREAT, 0o666)
         locked = _flock(descriptor, fcntl.LOCK_EX)
-        # A dead run's file may have been removed since, and made anew.
+        # The file of a dead run may have been deleted and recreated in the meantime.
         faster = locked is False or not _is_at(descriptor, self._file)
         if faster or _held_at(descriptor, locked).lives is not False:
             os.close(descriptor)
@@ -213,8 +217,8 @@ class FolderLock(_HeldLock):
                 self._write()
 
     def _write(self) -> None:
-        """The content always has the same length, so that it is never read half old, half new."""
-        began = _seconds_awake_or_not()  # the write may be held up
+        """Writes the record. Its length is constant, so readers never see half old, half new."""
+        began = _seconds_awake_or_not()  # taken first, since the write may be slow
         content = json.dumps(self._owner.record(), indent=1).encode() + b"\n"
         os.pwrite(self._descriptor, content, 0)
         os.ftruncate(self._descriptor, len(content))
@@ -222,7 +226,8 @@ class FolderLock(_HeldLock):
         self._renewed_at = began
 
     def _look(self) -> None:
-        """Finds out whose lock it is; a file that cannot be read now may be at the next look."""
+        """Checks the owner in the file. A read error is ignored, since the next read may
+        succeed."""
         try:
             owner, same_file = (
                 _owner_of(self._file.read_bytes()),
@@ -248,44 +253,49 @@ class FolderLock(_HeldLock):
         self._file.unlink()
 
     def _remove_made(self) -> None:
-        """Removes the folders that were made for the lock, unless they hold something now."""
+        """Removes the folders that were created for the lock if they are empty."""
         with contextlib.suppress(OSError):
             for folder in self._made:
                 folder.rmdir()
 
 
 class BucketLock(_HeldLock):
-    """The lock of a folder in a bucket, a lease: the server makes each write only while the object
-    is as the writer last saw it, so that of two owners one succeeds.
+    """Locks a folder in a bucket, with a lease.
+
+    Writes are conditional: the server accepts a write only if the object is unchanged since the
+    writer last saw it. So only one of two competing owners succeeds.
 
     Attributes:
-      files: the start whose folder has the run's small files; this one's after `publish`.
+      files: the id of the start whose folder holds the run's small files; this start's after
+        `publish`.
     """
 
     def __init__(self, store: BucketStore, abandoned_seconds: float = ABANDONED_SECONDS):
-        """Takes the lease; the copy that this process writes into must be its own already.
+        """Takes the lease. This process must already own the local copy that it writes to.
 
         Raises:
-          ConfigError: if another run goes on there, and whose.
-          BucketError: if the bucket cannot be read or written, or has lost the lease's object.
+          ConfigError: if another run is active there; the message names its user.
+          BucketError: if the bucket cannot be read or written, or the lease's object is missing.
         """
         super().__init__(store.url, abandoned_seconds)
-        # The kernel lets one process at a time of a machine and folder write into a copy.
+        # A kernel lock admits one writer per machine and folder of copies, so an owner with the
+        # same machine and folder is dead.
         self._owner = _this_process(self.start, f"{_kernel()} {copies_folder()}")
         self._object = OwnedObject(store, LEASE, self.start)
         taken = False
         while not taken:
             found = _wait(self._place, self._look, 0.0, self._limit).found
             self.files = self._files_of(found)
-            self._renewed_at = _seconds_awake_or_not()  # other processes may see it from now on
+            # Taken before the write: other processes may see the record from this moment.
+            self._renewed_at = _seconds_awake_or_not()
             taken = self._object.take(self._owner.record(files=self.files, ended=False), found)
-        # A renewal that takes longer is of no use, and `check` waits for it.
+        # Slower renewals are useless, and `check` would wait for them.
         soon = Patience(answer=self._limit / 10, total=self._limit / 10)
         self._object.store = BucketStore(store.url, soon)
         threading.Thread(target=self._keep, name="lease", daemon=True).start()
 
     def check(self) -> None:
-        if not self._lost and self._silent() >= self._limit:  # another may have taken it
+        if not self._lost and self._silent() >= self._limit:  # another run may have taken it
             with self._mutex:
                 if not self._closed.is_set():
                     self._renew()
@@ -293,7 +303,7 @@ class BucketLock(_HeldLock):
             raise WorkdirLost(self._lost)
 
     def publish(self) -> None:
-        """Makes the folder of this start the one that has the run's small files."""
+        """Makes the lease point to this start's folder for the run's small files."""
         while self.files != self.start:
             self.check()
             with self._mutex:
@@ -307,7 +317,7 @@ class BucketLock(_HeldLock):
         return Held(found, False if dead else None)
 
     def _files_of(self, found: Found) -> str:
-        """The start whose files the lease names; this one's in an empty folder."""
+        """Returns the start that the lease names; this start if the folder is empty."""
         if isinstance(files := _parsed(found.content).get("files"), str):
             return files
         if self._object.store.list(START_FILES):
@@ -319,13 +329,14 @@ class BucketLock(_HeldLock):
         return self.start
 
     def _renew(self, files: str = "") -> None:
-        """A bucket that cannot be reached now may be at the next try, until it is too late."""
+        """Renews the lease. Errors are ignored until the lease expires; the next try may work."""
         began, files = _seconds_awake_or_not(), files or self.files
         if self._lost:
             return
         try:
             self._object.write(self._owner.record(files=files, ended=False))
-            self._renewed_at, self.files = began, files  # not later: others have seen it since
+            # The time before the write, since others may have seen the record since then.
+            self._renewed_at, self.files = began, files
         except TakenOverError as error:
             self._lose(_owner_of(error.content), f"{LEASE} was deleted or replaced")
         except OSError:
@@ -339,14 +350,14 @@ class BucketLock(_HeldLock):
 def wait_for_lock(
     workdir: Path, seconds: float = 0.0, abandoned_seconds: float = ABANDONED_SECONDS
 ) -> None:
-    """Returns when no run goes on in `workdir`; removes only a dead run's lock.
+    """Waits until no run is active in `workdir`; removes only the lock of a dead run.
 
     Args:
-      seconds: how long to wait for the end of a run. A lock whose owner cannot be asked for, since
-        it is of another host, is watched for `abandoned_seconds` in any case.
+      seconds: how long to wait for a run to end.
+      abandoned_seconds: how long to watch the lock of another host, whose owner cannot be checked.
 
     Raises:
-      ConfigError: if a run still goes on, and whose it is.
+      ConfigError: if a run is still active; the message names its user.
     """
     file = workdir / FILE_NAME
 
@@ -361,7 +372,8 @@ def wait_for_lock(
             os.close(descriptor)
 
     while (held := _wait(workdir, look, seconds, abandoned_seconds)).lives is None:
-        # Removed, not written: later writes of its owner, should it wake up, are then lost.
+        # The file is removed rather than rewritten: if its owner wakes up, its writes then go to
+        # a deleted file.
         with contextlib.suppress(FileNotFoundError):
             if file.read_bytes() == held.found.content:
                 file.unlink()
@@ -370,7 +382,11 @@ def wait_for_lock(
 def _wait(
     place: object, look: Callable[[], Held], seconds: float, abandoned_seconds: float
 ) -> Held:
-    """The lock once its owner has ended, or has not renewed it for `abandoned_seconds`."""
+    """Waits until the lock's owner has ended or `abandoned_seconds` passed without a renewal.
+
+    Returns:
+      The lock as it was read last.
+    """
     begun = seen_at = time.monotonic()
     first: bytes | None = None
     seen: bytes | None = None
@@ -410,7 +426,7 @@ def _held_at(descriptor: int, locked: bool | None) -> Held:
 
 
 def _flock(descriptor: int, kind: int) -> bool | None:
-    """If the kernel gave the lock; `None` where there are no locks."""
+    """True if the kernel granted the lock; `None` if locks are not supported."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -438,7 +454,7 @@ def _owner_of(content: bytes | None) -> _Owner | None:
 
 
 def _parsed(content: bytes | None) -> dict[str, Any]:
-    """The entries of a record; none if it is damaged."""
+    """Returns the entries of a record; empty if it is damaged."""
     with contextlib.suppress(ValueError):
         if isinstance(entries := parse_json(content or b""), dict):
             return entries
@@ -448,7 +464,7 @@ def _parsed(content: bytes | None) -> dict[str, Any]:
 def _this_process(start: str, machine: str) -> _Owner:
     try:
         user = getpass.getuser()
-    except (KeyError, OSError):  # some containers have users without names
+    except (KeyError, OSError):  # users have no names in some containers
         user = f"user {os.getuid()}"
     since = time.strftime("%Y-%m-%d %H:%M:%S %z")
     named = f"{user} (pid {os.getpid()} on {socket.gethostname()}, since {since})"
@@ -463,5 +479,5 @@ def _kernel() -> str:
 
 
 def _seconds_awake_or_not() -> float:
-    """A clock that goes on while the machine is suspended, where there is one."""
+    """Reads a clock that keeps running while the machine is suspended, if the system has one."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))

@@ -1,7 +1,7 @@
-"""A process that ends when its parent does, also when the parent is killed.
+"""Ends a process when its parent ends, even if the parent is killed.
 
-The parent holds one end of a connection, and the kernel closes it with the parent. So there is no
-moment in which a child could miss the end of its parent.
+The parent holds one end of a socket, which the kernel closes when the parent ends. So a child
+cannot miss the end of its parent.
 """
 
 import os
@@ -9,30 +9,30 @@ import signal
 import socket
 import threading
 
-_VARIABLE = "RUNNER_PARENT"  # the environment's name for the child's end of the connection
+_VARIABLE = "RUNNER_PARENT"  # environment variable with the child's end of the connection
 
 
 class Parent:
-    """This process, to children whose command calls `end_with_parent` as it begins."""
+    """This process as the parent of children that call `end_with_parent` when they start."""
 
     def __init__(self) -> None:
         self._ours, self._theirs = socket.socketpair()
 
     @property
     def pass_fds(self) -> list[int]:
-        """For `subprocess.Popen`."""
+        """File descriptors to pass to `subprocess.Popen`."""
         return [self._theirs.fileno()]
 
     @property
     def environment(self) -> dict[str, str]:
-        """For `subprocess.Popen`: the environment of this process, with the connection."""
+        """The environment for `subprocess.Popen`: this process's, with the connection."""
         number = self._theirs.fileno()
         return {**os.environ, _VARIABLE: f"{number} {os.fstat(number).st_ino}"}
 
 
 def end_with_parent() -> None:
-    """From now on this process ends when its `Parent` does, if it has one."""
-    # Taken out: it is not for the processes that this one starts.
+    """Makes this process end when its `Parent` ends, if it has one."""
+    # Removed, so that child processes of this one don't inherit it.
     given = os.environ.pop(_VARIABLE, None)
     if given is None:
         return
@@ -40,7 +40,7 @@ def end_with_parent() -> None:
     try:
         if os.fstat(descriptor).st_ino != inode:
             return
-    except OSError:  # `--through` may start it on another machine, with only the environment
+    except OSError:  # a launcher may start it on another machine with only the environment
         return
     connection = socket.socket(fileno=descriptor)
     connection.set_inheritable(False)

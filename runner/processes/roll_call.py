@@ -1,8 +1,9 @@
-"""The processes of a run meet at the coordinator's address before JAX is asked to connect them.
+"""Checks that all processes of a run are present and agree before JAX connects them.
 
-Process 0 listens there, hears the number of each other process and how many it expects, and tells
-all of them whether that fits. JAX, which listens there next, would wait for minutes, go on with
-processes that disagree, or crash where something else holds the port.
+Process 0 listens at the coordinator's address. Every other process sends its number and the number
+of processes that it expects, and process 0 replies with an error if they don't match. Without this
+check, JAX would wait for minutes, continue with processes that disagree, or crash if another
+program uses the port.
 """
 
 import asyncio
@@ -15,25 +16,26 @@ from runner.errors import ConfigError
 from runner.processes.endings import listed
 
 _GREETING = b"lmlib roll call\n"
-GREETING_SECONDS = 10.0  # that process 0 may take to greet a process
+GREETING_SECONDS = 10.0  # time limit for the greeting of process 0
 _RETRY_SECONDS = 0.2
-_ANSWER_SECONDS = 10.0  # that process 0 may take beyond its limit
-_OTHER_FILES = 4_096  # open at once at most, not counting a connection to each process
+_ANSWER_SECONDS = 10.0  # extra wait for the answer, beyond the limit of process 0
+_OTHER_FILES = 4_096  # open files to allow, not counting a connection to each process
 
 
 def roll_call(coordinator: str, process: int, processes: int, seconds: float) -> str:
-    """Meets the others; returns a mistake that was found, empty if there is none.
-
-    All processes that came return the same.
+    """Checks that all processes of the run are present and agree.
 
     Args:
       coordinator: host:port of process 0.
       process: the number of this process.
       processes: the number of processes that it expects.
-      seconds: the limit of the wait for all of them.
+      seconds: how long to wait for all of them.
+
+    Returns:
+      An error message, the same on all processes that connected; empty if all is well.
 
     Raises:
-      ConfigError: if process 0 cannot listen, or this process does not reach it.
+      ConfigError: if process 0 cannot listen, or this process cannot reach it.
     """
     host, _, port = coordinator.rpartition(":")
     if process == 0:
@@ -42,9 +44,9 @@ def roll_call(coordinator: str, process: int, processes: int, seconds: float) ->
 
 
 async def _call(coordinator: str, port: int, processes: int, seconds: float) -> str:
-    """The roll call of process 0."""
-    # Each process has a connection to process 0, here and with JAX. Many systems begin with a limit
-    # of 1,024 open files.
+    """Runs the roll call on process 0."""
+    # Process 0 has a connection to each process, both here and in JAX. The default limit on many
+    # systems is 1,024 open files.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = processes + _OTHER_FILES
     most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
@@ -99,7 +101,7 @@ async def _call(coordinator: str, port: int, processes: int, seconds: float) -> 
             "runs, and that all have the same --coordinator and --num_processes; or raise "
             "--startup_seconds"
         )
-    server.close()  # before the answer: then JAX listens here
+    server.close()  # before the answer, since JAX then listens at this port
     for writer in waiting:
         writer.write(json.dumps({"mistake": mistake}).encode() + b"\n")
         writer.close()
@@ -109,7 +111,7 @@ async def _call(coordinator: str, port: int, processes: int, seconds: float) -> 
 
 
 async def _answer(host: str, port: int, process: int, processes: int, seconds: float) -> str:
-    """The roll call of the others."""
+    """Runs the roll call on the other processes."""
     last_try = "it did not answer"
     now = asyncio.get_running_loop().time
     said = json.dumps({"process": process, "processes": processes}).encode() + b"\n"
@@ -129,7 +131,7 @@ async def _answer(host: str, port: int, process: int, processes: int, seconds: f
                     if answer:
                         return str(json.loads(answer)["mistake"])
                     last_try = "it ended"
-                except OSError as error:  # it may not run yet
+                except OSError as error:  # process 0 may not have started yet
                     last_try = error.strerror or str(error)
                 await asyncio.sleep(_RETRY_SECONDS)
     except TimeoutError:
@@ -141,7 +143,7 @@ async def _answer(host: str, port: int, process: int, processes: int, seconds: f
 
 
 async def _check_greeting(reader: asyncio.StreamReader, address: str) -> None:
-    """Raises ConfigError if another program listens, OSError if process 0 went away."""
+    """Raises ConfigError if another program listens, OSError if the connection closed."""
     try:
         async with asyncio.timeout(GREETING_SECONDS):
             said = await reader.read(len(_GREETING))

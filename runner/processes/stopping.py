@@ -1,7 +1,7 @@
-"""SIGTERM and SIGINT: a run is asked to stop, and how long it may take over that.
+"""Stops a run gracefully on SIGTERM or SIGINT.
 
-The first asks it to save a checkpoint after the step it is in, and to end. A second SIGINT ends it
-at once, and so does the end of the grace period.
+The first signal asks the run to save a checkpoint after the current step, and to end. A second
+SIGINT ends the run at once, as does the end of the grace period.
 """
 
 import select
@@ -16,10 +16,10 @@ STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopSignals:
-    """Handles these signals from now on, in this process.
+    """Handles SIGTERM and SIGINT in this process.
 
-    Python's own handlers wait for the main thread, which may be compiling for minutes. Here a
-    thread of its own takes each signal as it comes.
+    Python runs its signal handlers in the main thread, which may be compiling for minutes. This
+    class uses a separate thread, so that it can react at once.
     """
 
     def __init__(
@@ -28,19 +28,19 @@ class StopSignals:
         stop: Callable[[signal.Signals], None],
         end: Callable[[signal.Signals, str], None],
     ):
-        """Takes over the signals; call it on the main thread.
+        """Installs the handlers; call it on the main thread.
 
         Args:
-          grace_seconds: from the first signal to `end`.
+          grace_seconds: the time between the first signal and `end`.
           stop: called once, with the first signal.
-          end: called with the signal to end for, and the reason.
+          end: called with the signal and the reason when the run must end at once.
         """
         self._grace_seconds = grace_seconds
         self._stop = stop
         self._end = end
         self._received, writer = socket.socketpair()
         writer.setblocking(False)
-        self._writer = writer  # Python keeps only its number
+        self._writer = writer  # keeps the socket open: Python stores only its number
         signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
         for number in STOPPING:
             signal.signal(number, _nothing)
@@ -70,4 +70,4 @@ class StopSignals:
 
 
 def _nothing(number: int, frame: FrameType | None) -> None:
-    """Python passes on only the numbers of signals that have a handler."""
+    """Does nothing. Python reports only signals that have a handler."""

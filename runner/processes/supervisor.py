@@ -1,8 +1,8 @@
-"""In a run of several processes, each is the child of a supervisor that watches it.
+"""Supervises each process of a run with several processes.
 
-When a process of the run dies, JAX aborts the others, and Python code in them cannot say why. Their
-supervisors can: they keep the output of each process in workdir/logs, and find there which process
-was missed.
+When a process of the run dies, JAX aborts the others, and their Python code cannot report why. So
+each process is the child of a supervisor. It stores the process's output in workdir/logs, and finds
+there which process died first.
 """
 
 import codecs
@@ -32,9 +32,9 @@ from runner.processes.parent import end_after
 from runner.processes.stopping import StopSignals
 
 FORWARDED = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-KEPT_BYTES = 1 << 18  # of the end of the output, to look for the reason in
-LAST_WORDS_SECONDS = 5.0  # for output that a dead child's own children still hold open
-_VARIABLE = "RUNNER_SUPERVISOR"  # the environment's name for the child's end of the connection
+KEPT_BYTES = 1 << 18  # the end of the output, which is searched for the reason
+LAST_WORDS_SECONDS = 5.0  # wait for output if children of a dead child keep it open
+_VARIABLE = "RUNNER_SUPERVISOR"  # environment variable with the child's end of the connection
 
 
 @dataclasses.dataclass
@@ -45,11 +45,11 @@ class Connection:
 
     @staticmethod
     def inherited() -> "Connection | None":
-        """The connection of this process; `None` if no supervisor started it.
+        """Returns this process's connection; `None` if no supervisor started it.
 
-        From now on this process ends when its supervisor does, however that ends.
+        From then on, this process ends when its supervisor ends for any reason.
         """
-        # Taken out: it is not for the processes that this one starts.
+        # Removed, so that child processes of this one don't inherit it.
         descriptor = os.environ.pop(_VARIABLE, None)
         if descriptor is None:
             return None
@@ -60,8 +60,14 @@ class Connection:
         return connection
 
     def tell(self, process: int, processes: int, *, joined: bool, connected: bool = False) -> None:
-        """Tells this process's number, the number of all, if it has found the others, and if JAX
-        has connected it to them."""
+        """Reports the state of this process to its supervisor.
+
+        Args:
+          process: the number of this process.
+          processes: the number of processes in the run.
+          joined: True if this process has found the others.
+          connected: True if JAX has connected it to the others.
+        """
         fact = {
             "process": process,
             "processes": processes,
@@ -74,12 +80,15 @@ class Connection:
 def supervise(
     workdir: Path, heartbeat_seconds: int, startup_seconds: int, grace_seconds: int
 ) -> int:
-    """Runs this command again as a child, to its end; returns the exit code for this process.
+    """Runs this command again as a child process, and returns the exit code for this process.
 
-    The child's stdout and stderr are appended to its log. The output of process 0 is shown too, and
-    every process's reason to end early. SIGTERM and SIGINT reach the child as SIGTERM, on
-    which it stops; if it takes longer than `grace_seconds`, it is killed. The other limits are only
-    for the messages.
+    The child's stdout and stderr are appended to its log. The output of process 0 is also shown,
+    and so is every process's reason for an early end. SIGTERM and SIGINT are forwarded as SIGTERM,
+    which asks the child to stop.
+
+    Args:
+      heartbeat_seconds, startup_seconds: limits of the child, for messages.
+      grace_seconds: time from the first signal until the child is killed.
     """
     ours, its = socket.socketpair()
     child = subprocess.Popen(
@@ -89,7 +98,7 @@ def supervise(
         stderr=subprocess.PIPE,
         env={**os.environ, _VARIABLE: str(its.fileno())},
         pass_fds=[its.fileno()],
-        start_new_session=True,  # signals reach it once, from here
+        start_new_session=True,  # the child gets signals only from this process
     )
     its.close()
 
@@ -129,9 +138,9 @@ def supervise(
 
 
 class _Output(threading.Thread):
-    """Keeps the output of the child, and its reports over the connection.
+    """Reads the child's output and its reports over the connection.
 
-    It goes on if the log or the terminal fails: the child would wait for it.
+    It continues if the log or the terminal fails, since the child would block otherwise.
     """
 
     def __init__(
@@ -151,9 +160,9 @@ class _Output(threading.Thread):
         self._send_log: Callable[[], None] = lambda: None
 
     def run(self) -> None:
-        """Until the child, and every process that it has left behind, has closed its output."""
+        """Reads until the child, and all processes that it started, have closed the output."""
         with selectors.DefaultSelector() as ready:
-            # First the connection: it says where the rest belongs.
+            # The connection comes first: it tells which log the output belongs to.
             ready.register(self._connection, selectors.EVENT_READ)
             for stream in self._screens:
                 ready.register(stream, selectors.EVENT_READ)
@@ -169,12 +178,12 @@ class _Output(threading.Thread):
                         self._keep(written, screen)
 
     def text(self) -> str:
-        """The end of the child's output."""
+        """Returns the end of the child's output."""
         return bytes(self._end).decode("utf-8", "replace")
 
     def close(self, told: Ending) -> None:
-        """Writes how it ended into the log and, if that is news, to the terminal."""
-        if self._log is None:  # it ended before it knew its number, and has no log
+        """Writes the child's ending to the log and, if it is news, to the terminal."""
+        if self._log is None:  # the child ended before it knew its number
             self._told.show(bytes(self._end))
         if told.message:
             line = f"{told.message}\n".encode()
@@ -189,7 +198,7 @@ class _Output(threading.Thread):
             self._send_log()
 
     def _hear(self) -> bool:
-        """Takes in reports of the child; returns if there may be more."""
+        """Reads reports from the child; False after the last."""
         try:
             heard = self._connection.recv(4096)
         except OSError:  # the child has ended
@@ -233,13 +242,14 @@ class _Output(threading.Thread):
 def _log_of(
     workdir: Path, process: int, tell: Callable[[str], None]
 ) -> tuple[Path, Callable[[], None]]:
-    """The log of `process`, and a function that sends the last of it to its bucket.
+    """Returns the log file of `process`, and a function that uploads the rest of it to a bucket.
 
-    On a disk each start appends to the same log. In a bucket nothing is appended to, and a process
-    may be on another machine at the next start: each start of each process has a folder there.
+    On a disk, each start appends to the same log. Objects in a bucket cannot be appended to, and a
+    process may move to another machine at the next start. So each start of each process has its own
+    folder in the bucket.
 
     Args:
-      tell: is told of lines that cannot be sent.
+      tell: called with a message if lines cannot be uploaded.
     """
     name, url = f"process_{process:05}.log", url_of(workdir)
     if url is None:
@@ -263,7 +273,7 @@ def _opened(log: Path) -> int:
 
 
 class _Screen:
-    """Shows UTF-8 text that comes in pieces, which may end within a character."""
+    """Shows UTF-8 text from chunks of bytes, which may end within a character."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream
@@ -271,6 +281,6 @@ class _Screen:
 
     def show(self, written: bytes) -> None:
         text = self._decoder.decode(written)
-        # A piece may begin anywhere: a bar that is redrawn cannot be told from a text.
+        # A chunk may begin anywhere, so a redrawn progress bar cannot be recognised.
         self._stream.write(shown(text) if self._stream.isatty() else text)
         self._stream.flush()

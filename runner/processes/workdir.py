@@ -1,4 +1,4 @@
-"""The folder that a run writes: the one that the user names, or a copy of one in a bucket."""
+"""The folder that a run writes to: a local folder, or the local copy of a bucket's folder."""
 
 import contextlib
 import dataclasses
@@ -31,13 +31,13 @@ from runner.processes.lock import ABANDONED_SECONDS, BucketLock, FolderLock, Wor
 
 @dataclasses.dataclass(frozen=True)
 class Workdir:
-    """The folder that a run writes.
+    """The folder that a run writes to.
 
     Attributes:
-      folder: on this machine.
-      url: of the bucket's folder that it is a copy of; `None` for a folder on a disk.
-      held: of a bucket, the lock that the run holds.
-      sync: returns once the bucket has all that was written; raises OSError.
+      folder: the path on this machine.
+      url: the URL of the bucket's folder if `folder` is a copy; `None` for a folder on a disk.
+      held: the run's lock on the bucket's folder.
+      sync: waits until the bucket has all files; raises OSError.
     """
 
     folder: Path
@@ -46,9 +46,10 @@ class Workdir:
     sync: Callable[[], None] = lambda: None
 
     def lock(self) -> contextlib.AbstractContextManager[WorkdirLock]:
-        """A block in which this process has the workdir's lock, if it is the one that writes.
+        """Returns a context manager that holds the workdir's lock on process 0.
 
-        Raises ConfigError if another run goes on there.
+        Raises:
+          ConfigError: if another run is active there.
         """
         if self.url is None and jax.process_index() == 0:
             return FolderLock(self.folder)
@@ -61,20 +62,20 @@ def opened(
     tell: Callable[[str], None],
     abandoned_seconds: float = ABANDONED_SECONDS,
 ) -> Iterator[Workdir]:
-    """The workdir `path`, a URL or a copy's path included, for as long as the block runs.
+    """Opens a workdir for the duration of the block. Every process must enter the block.
 
-    In a bucket process 0 holds the run's lease, and the small files that it writes into its copy
-    are sent. The other processes have a copy to read, made once process 0 has the lease. Every
-    process must enter the block.
+    For a bucket, process 0 holds the run's lease, and the small files that it writes to its local
+    copy are uploaded. The other processes get a copy to read, made after process 0 has the lease.
 
     Args:
-      tell: is told of files that wait for the bucket.
-      abandoned_seconds: after so long without a sign of its owner a bucket's folder is free.
+      path: a local path, a bucket's URL, or the path of a bucket's local copy.
+      tell: called with a message if files wait for the bucket.
+      abandoned_seconds: seconds without renewal after which the lease of another run is taken over.
 
     Raises:
-      ConfigError: if another run goes on there, the bucket cannot be read or written, or the
-        processes were given different ones.
-      BucketError: if the last files cannot be sent at the end.
+      ConfigError: if another run is active there, the bucket cannot be read or written, or the
+        processes have different workdirs.
+      BucketError: if the last files cannot be uploaded at the end.
     """
     url = BucketUrl.parsed(os.fspath(path)) or url_of(Path(path))
     require_same({"the workdir": {"bucket": "" if url is None else str(url)}})
@@ -95,22 +96,22 @@ def opened(
 def _written(
     url: BucketUrl, tell: Callable[[str], None], abandoned_seconds: float
 ) -> Iterator[Workdir]:
-    """The workdir of process 0, while it holds the lease."""
+    """Opens the workdir on process 0, which holds the lease during the block."""
     with contextlib.ExitStack() as held:
         folder = held.enter_context(_alone(url))
         lock = held.enter_context(BucketLock(BucketStore(url), abandoned_seconds))
-        # Not before: the owner before may have written until then.
+        # Fetched after the lease is taken, since the previous owner may have written until then.
         while fetch(url, folder, lock.files) is None:
             lock.check()
         store = BucketStore(url, permit=lock.check)
-        # Listed before the folder of this start counts: no later start's files are among them.
+        # Listed before `publish`, so that files of later starts cannot be among them.
         earlier = store.list(START_FILES)
         mirror = Mirror(
             folder,
             store,
             tell=tell,
             object_of=functools.partial(object_of, start=lock.start),
-            # The others are sent by `supervise`, or with the checkpoints.
+            # `supervise` uploads the logs, and checkpoints are uploaded as they are saved.
             wanted=lambda name: not name.startswith((f"{LOGS}/", f"{CHECKPOINTS}/")),
         )
         held.callback(mirror.close)
@@ -136,7 +137,7 @@ def _alone(url: BucketUrl) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _mistakes() -> Iterator[None]:
-    """A block in which a bucket's refusal is the user's to mend."""
+    """Turns the bucket's errors into ConfigError, since the user can fix their cause."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The state that a run begins with: its newest checkpoint, given weights, or new ones."""
+"""The initial state of a run: its newest checkpoint, given weights, or new weights."""
 
 import dataclasses
 from collections.abc import Callable, Collection, Sequence
@@ -27,18 +27,19 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Beginning:
-    """The state before the next step.
+    """The state of a run before its next step.
 
     Attributes:
-      step: steps made so far.
+      step: steps completed so far.
       tokens: target tokens in these steps.
-      before_skipped: the newest step that was saved while no update was being skipped.
-      initialised_from: the name of the weights that the run began with, another run's or a Hugging
-        Face folder's; `None` if they were new.
-      damaged: newer checkpoints, which are to be set aside.
-      fork: the step of another run that this one was forked from; `None`: it was not.
-      is_new_fork: True if the state is that run's, and in no checkpoint of this one yet.
-      data: where each process was in the stream of a `Resumable` source; `None` for others.
+      before_skipped: the newest checkpoint that was saved while no updates were skipped.
+      initialised_from: the name of the run or Hugging Face folder that the initial weights came
+        from; `None` if they were new.
+      damaged: newer checkpoints that must be set aside.
+      fork: the step of another run that this run was forked from; `None` if it is not a fork.
+      is_new_fork: True if the state comes from the other run and is not saved in this run yet.
+      data: the position of each process in the stream of a `Resumable` source; `None` for other
+        sources.
     """
 
     state: State
@@ -53,16 +54,17 @@ class Beginning:
 
     @property
     def first(self) -> int:
-        """The first step that is this run's own."""
+        """The first step made by this run, after the steps of the run that it forks."""
         return 1 if self.fork is None else self.fork.step + 1
 
 
 def begin(run: Run) -> Beginning:
-    """Restores, forks, warm-starts or initialises; changes nothing on disk. Enters the phase of a
-    restore or an initialisation.
+    """Restores, forks, warm-starts or initialises the state; changes nothing on disk.
+
+    Enters the restore or initialisation phase of the run.
 
     Raises:
-      ConfigError: if the run cannot go on from its checkpoints, and why.
+      ConfigError: if the run cannot continue from its checkpoints; the message says why.
     """
     experiment, options, directory = run.experiment, run.options, run.checkpoints
     init_from, forks = options.init_from or experiment.init_from, experiment.continue_optimizer
@@ -114,12 +116,12 @@ def begin(run: Run) -> Beginning:
 
 
 def _given(run: Run, begins_with_them: bool) -> "GivenWeights | None":
-    """Reads the weights that the run needs and does not make; `None` if it makes all itself."""
+    """Returns a reader for existing weights that the run needs; `None` if it needs none."""
     experiment, options = run.experiment, run.options
     has_frozen = experiment.recipe.trained is not None
     if not (begins_with_them or has_frozen or experiment.objective.reference_model is not None):
         return None
-    # Here, since it imports every family of models: a run that makes its own weights needs none.
+    # Imported here because it loads every model family, which runs with new weights don't need.
     from runner.weights.given import GivenWeights
     from runner.weights.target import LoadOptions
 
@@ -134,8 +136,12 @@ def _go_on(
     given: "GivenWeights | None",
     init_from: str | None,
 ) -> Beginning:
-    """The state of the checkpoint `found`, whose notes were checked, with the weights that it
-    lacks, which may be at `init_from` now."""
+    """Returns the state of the checkpoint `found`, completed with weights that it lacks.
+
+    Args:
+      found: a checkpoint with checked metadata.
+      init_from: the current location of the missing weights, if they have moved.
+    """
     _check_data(run, found)
     _say(run, found, fork)
     notes = found.notes
@@ -152,7 +158,14 @@ def _go_on(
 
 
 def check_newest(beginning: Beginning, steps: Sequence[int], directory: Path) -> None:
-    """Raises TrainingStopped if one of `steps`, the checkpoints of now, came after `beginning`."""
+    """Checks that no other run has saved a checkpoint since `beginning` was read.
+
+    Args:
+      steps: the steps of the current checkpoints in `directory`.
+
+    Raises:
+      TrainingStopped: if one of them is newer than `beginning`.
+    """
     damaged = {error.folder.name for error in beginning.damaged}
     newer = [step for step in steps if step > beginning.step and str(step) not in damaged]
     if newer:
@@ -169,13 +182,15 @@ def check_config(
     allowed_changes: Collection[str],
     tell: Callable[[str], None],
 ) -> None:
-    """Shows how the config differs from the one that the run in `workdir` was last trained with.
+    """Reports how the config differs from the config of the previous start.
 
-    Compares with settings.json, since modules that an old config.json names may be gone.
-    `target()` is the state that a checkpoint is restored into.
+    It compares settings.json, since the modules that an old config.json names may no longer exist.
+
+    Args:
+      target: returns the abstract state that a checkpoint is restored into.
 
     Raises:
-      ConfigError: if the model is not the one that was trained and "model" is not allowed.
+      ConfigError: if the model has changed and `allowed_changes` lacks "model".
     """
     with user_errors():
         before, now = read_settings(workdir), settings(cfg)
@@ -203,7 +218,7 @@ def check_config(
 
 
 def _check_data(run: Run, found: Restored) -> None:
-    """Checks that the data is that of the training; moves a stream to where it was."""
+    """Checks that the data has not changed; moves a stream to its saved position."""
     source = run.experiment.batches
     problem = data_probe.changed(source, found.notes["batches"])
     if problem is None and isinstance(source, Resumable):

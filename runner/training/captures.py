@@ -1,4 +1,4 @@
-"""Captures skipped updates, for `python -m runner.replay CAPTURE` to make again.
+"""Captures skipped updates, so that `python -m runner.replay CAPTURE` can repeat them.
 
 A capture is a folder `workdir/captures/<step>`:
 
@@ -7,8 +7,8 @@ A capture is a folder `workdir/captures/<step>`:
     batch.npz        the batch of the step, all rows
     checkpoints/     the newest checkpoint from before the step, its files linked rather than copied
 
-From that checkpoint the steps up to the captured one are made again: the state before the step
-itself is gone by the time its metrics are known, since its buffers became those of the next.
+A replay repeats the steps from that checkpoint to the captured step. The state right before the
+step cannot be saved: its buffers are donated to the next state before the metrics are known.
 """
 
 import dataclasses
@@ -45,23 +45,28 @@ _FIELDS = tuple(one.name for one in dataclasses.fields(Batch) if not one.metadat
 
 
 class Captures:
-    """Captures the first update of each row of skipped ones, `experiment.guard.captures` in all."""
+    """Captures the first of consecutive skipped updates, up to `guard.captures` times per run."""
 
     def __init__(self, run: Run, saver: Saver, initialised_from: str | None):
-        """`initialised_from` names the weights that the run began with, if they were not new."""
+        """Prepares captures.
+
+        Args:
+          initialised_from: the name of the run's initial weights; `None` if they were new.
+        """
         self._run, self._saver, self._initialised_from = run, saver, initialised_from
 
     def take(self, line: Line, batch: Batch) -> str | None:
-        """Captures the step of `line` if its update was skipped; returns a message, or `None`.
+        """Captures the step of `line` if its update was skipped; every process must call it.
 
-        Every process must call it.
+        Returns:
+          A message about the capture; `None` if there is none.
         """
         step = line["step"]
         if line["skipped_in_a_row"] != 1 or line["valid_tokens"] == 0:
             return None
         if not from_first(self._has_room(step)):
             return None
-        self._saver.settle()  # no checkpoint may be removed while it is linked
+        self._saver.settle()  # so that no checkpoint is removed while its files are linked
         fields = {name: getattr(batch, name) for name in _FIELDS}
         stands_S = np.argsort(row_places(batch))
         rows = {
@@ -82,7 +87,7 @@ class Captures:
     def _has_room(self, step: int) -> bool:
         folder = self._run.workdir / FOLDER
         names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
-        taken = [name for name in names if name.isdecimal()]  # others a killed process left
+        taken = [name for name in names if name.isdecimal()]  # skips leftovers of killed processes
         return str(step) not in taken and len(taken) < self._run.experiment.guard.captures
 
     def _write(self, folder: Path, line: Line, rows: dict[str, np.ndarray]) -> None:
@@ -100,7 +105,7 @@ class Captures:
             np.savez(unfinished / "batch.npz", **cast(Any, rows))
             shutil.copy2(self._run.workdir / "config.json", unfinished / "config.json")
             facts = json.dumps(self._facts(line), indent=1) + "\n"
-            for name in ("batch.npz", "config.json"):  # a checkpoint's files have been synced
+            for name in ("batch.npz", "config.json"):  # checkpoint files are synced already
                 sync(unfinished / name)
             sync_folders(unfinished)
             write_whole(unfinished / "capture.json", facts)
@@ -125,7 +130,7 @@ class Captures:
 
 @dataclasses.dataclass(frozen=True)
 class Capture:
-    """A capture as it is read back."""
+    """A capture that was read from disk."""
 
     folder: Path
     step: int
@@ -136,7 +141,11 @@ class Capture:
 
 
 def read_capture(folder: Path) -> Capture:
-    """Reads a capture; raises ValueError or OSError if there is none, or it is damaged."""
+    """Reads a capture.
+
+    Raises:
+      ValueError, OSError: if `folder` has no capture or the capture is damaged.
+    """
     file = folder / "capture.json"
     if not file.is_file():
         raise ValueError(f"{folder} is no capture: it has no capture.json; see workdir/captures")
@@ -165,8 +174,8 @@ def read_batch(folder: Path, expected: Batch) -> Batch:
     """Returns the captured batch, with its tokens in the order of `expected`.
 
     Raises:
-      ValueError: if the file does not hold arrays with the shapes of `expected`; before they are
-        allocated.
+      ValueError: if the arrays in the file don't have the shapes of `expected`. The shapes are
+        checked before any memory is allocated.
     """
     file = folder / "batch.npz"
     shapes = {
@@ -189,7 +198,7 @@ def read_batch(folder: Path, expected: Batch) -> Batch:
 
 
 def _sequences(source: Source, step: int) -> list[int] | None:
-    """The number of the stored sequence in each row of the batch of `step`, if known."""
+    """Returns the index of the stored sequence in each row of a batch; `None` if unknown."""
     if isinstance(source, Continued):
         found = [(_sequences(source.source, own), rows) for own, rows in source.parts(step)]
         known = [each[rows] for each, rows in found if each is not None]
@@ -198,15 +207,18 @@ def _sequences(source: Source, step: int) -> list[int] | None:
 
 
 def _whole(array: jax.Array) -> np.ndarray:
-    """All rows, on every process."""
+    """Gathers an array with all its rows on every process."""
     if array.is_fully_addressable:
         return np.asarray(array)
     return np.asarray(multihost_utils.process_allgather(array, tiled=True))
 
 
 def _link_or_copy(source: str, target: str) -> None:
-    """Links a file, which costs nothing and survives the removal of the original."""
+    """Hard-links a file, or copies it where the file system has no links.
+
+    A link takes no space and remains after the original is removed.
+    """
     try:
         os.link(source, target)
-    except OSError:  # not on this file system
+    except OSError:  # the file system has no hard links
         shutil.copy2(source, target)

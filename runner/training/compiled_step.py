@@ -1,11 +1,11 @@
-"""The compiled steps of a run. One host may save them to files for others to load.
+"""Compiles the train steps of a run, and saves them to files for other hosts to load.
 
-Such a file is a program: loading it can run any code, as starting a program can. Take it only from
-where you would take a program from. What it was compiled for is read and compared first, so that a
-file that does not belong to the run is refused; that guards against mistakes, not against malice.
+Loading such a file can run arbitrary code, so load it only from a source that you would trust with
+a program. The file's header is compared with the run first, and a file for another run is rejected.
+This check guards against mistakes, not against malice.
 
-The file: a line that names the format; a line of JSON with `identity`, the `config` as text and the
-`sha256` of the rest; the rest, which JAX has written, with `pickle`.
+File format: one line that names the format; one line of JSON with `identity`, the `config` as text
+and the `sha256` of the content; the content, which JAX serializes with `pickle`.
 """
 
 import contextlib
@@ -45,12 +45,12 @@ Identity = dict[str, str]
 
 @dataclasses.dataclass(frozen=True)
 class _StepProgram:
-    """The train step of a stage of a run: traced once, and compiled as the run's options say.
+    """The train step of one stage: traced once, and compiled or loaded as `run.options` say.
 
     Args:
       experiment: one of `Experiment.stages`, with batches of one size.
-      begin: steps made before its first. The program of a later stage has a file of its own,
-        FILE.2000 after 2,000 steps.
+      begin: steps completed before this stage. A stage that begins after 2,000 steps is stored in
+        its own file, FILE.2000.
     """
 
     run: Run
@@ -58,7 +58,7 @@ class _StepProgram:
     begin: int
 
     def file(self, path: Path) -> Path:
-        """The program's file, given that of the first stage."""
+        """Returns this stage's file; `path` is the first stage's."""
         return path.with_name(f"{path.name}.{self.begin}") if self.begin else path
 
     @functools.cached_property
@@ -94,7 +94,7 @@ class _StepProgram:
             compiled = options.programs(self.lowered, self.experiment.mesh, compile_step)
         run.tell(f"{done} in {duration_text(time.perf_counter() - began)}")
         memory = compiled.memory_analysis()
-        if memory is not None:  # not every platform says
+        if memory is not None:  # some platforms don't report it
             run.tell(
                 f"on each device it needs {bytes_text(memory.argument_size_in_bytes)} for state "
                 f"and batch and {bytes_text(memory.temp_size_in_bytes)} for temporaries"
@@ -109,7 +109,7 @@ class _StepProgram:
 
 
 class StepPrograms:
-    """The train step of each stage of a run."""
+    """The train steps of all stages of a run."""
 
     def __init__(self, run: Run):
         self._run = run
@@ -119,8 +119,12 @@ class StepPrograms:
         }
 
     def check(self) -> None:
-        """Raises ConfigError if the file of a program holds another one, or if steps of several
-        stages are to be traced together."""
+        """Checks the files of saved programs, and the steps to profile.
+
+        Raises:
+          ConfigError: if a file holds a program for another run, or the steps to profile belong to
+            several stages.
+        """
         options = self._run.options
         traced = options.profile or range(0)
         for steps, program in self._programs.items():
@@ -136,8 +140,11 @@ class StepPrograms:
                 )
 
     def compiled(self, made: int) -> dict[range, jax.stages.Compiled]:
-        """Compiles the programs of the stages that are left after `made` steps, before the first
-        step, so that errors come now. The keys are their steps from 0."""
+        """Compiles the remaining stages after `made` steps, so that errors appear early.
+
+        Returns:
+          The compiled step of each stage, by the stage's range of steps, counted from 0.
+        """
         run, last = self._run, self._run.experiment.steps
         compiled = {
             steps: program.compiled()
@@ -152,8 +159,11 @@ class StepPrograms:
 
 
 def identity_of(step: jax.stages.Lowered, mesh: Mesh) -> Identity:
-    """Returns the properties, by name, that a saved step must share with `step`. Any change of the
-    computation changes "program"; hyperparameters are not part of it."""
+    """Returns the properties that a saved step must share with `step`, by name.
+
+    Any change of the computation changes "program". Hyperparameters are arguments of the step, so
+    they don't.
+    """
     device = mesh.devices.flat[0]
     arguments = [
         f"{jax.tree_util.keystr(path)} {leaf.dtype}{list(leaf.shape)}"
@@ -176,11 +186,11 @@ def _digest(text: str) -> str:
 
 @contextlib.contextmanager
 def compiled_anew() -> Iterator[None]:
-    """Keeps JAX from taking programs out of its cache on disk, which cannot be saved again."""
-    settings: Any = jax.config  # its attributes are made as it is imported
+    """Disables JAX's compilation cache in a block: cached programs cannot be saved again."""
+    settings: Any = jax.config  # type checkers don't see its attributes
     before = settings.jax_enable_compilation_cache
     jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()  # it asks for the setting once
+    compilation_cache.reset_cache()  # the cache reads the setting only once
     try:
         yield
     finally:
@@ -191,13 +201,13 @@ def compiled_anew() -> Iterator[None]:
 def save_compiled(
     compiled: jax.stages.Compiled, path: str | os.PathLike[str], identity: Identity, config: Texts
 ) -> None:
-    """Writes a step, whole or not at all. It must have been compiled in `compiled_anew`.
+    """Writes a compiled step atomically. It must have been compiled in `compiled_anew`.
 
     Args:
-      config: for the sentence that refuses it to another run.
+      config: the run's settings, for the message when another run loads the file.
 
     Raises:
-      ConfigError: if JAX or the disk refuses.
+      ConfigError: if JAX cannot serialize the step or the file cannot be written.
     """
     try:
         content, _, _ = serialize_executable.serialize(compiled)
@@ -217,14 +227,15 @@ def save_compiled(
 def load_compiled(
     path: str | os.PathLike[str], step: jax.stages.Lowered, identity: Identity, config: Texts
 ) -> jax.stages.Compiled:
-    """Loads a program that `save_compiled` wrote, which can run any code; see this module.
+    """Loads a program saved by `save_compiled`. This can run arbitrary code; see the module.
 
     Args:
-      step: the step that the program replaces, and its identity.
+      step: the step that the program replaces.
+      identity: `identity_of(step, mesh)`.
 
     Raises:
-      ConfigError: as `read_compiled`, or if JAX cannot load the program. None of its code has run
-        but in the last case.
+      ConfigError: as `read_compiled`, or if JAX cannot load the program. Code from the file runs
+        only after the checks of `read_compiled`.
     """
     content = read_compiled(path, identity, config)
     try:
@@ -235,11 +246,11 @@ def load_compiled(
 
 
 def read_compiled(path: str | os.PathLike[str], identity: Identity, config: Texts) -> bytes:
-    """Reads and checks a program's file; none of its code is run.
+    """Reads and checks a program's file without running any code from it.
 
     Raises:
-      ConfigError: if the program was saved with another `identity`, naming the differences, or the
-        file is damaged or something else.
+      ConfigError: if the program was saved with another `identity` (the message names the
+        differences), or the file is damaged or has another format.
     """
     try:
         with open(path, "rb") as file:

@@ -1,9 +1,9 @@
-"""Compares batches with those of an earlier start, and between processes.
+"""Checks that a resumed run, and all its processes, read the same data as before.
 
-The batch of a step is a function of the config and the data alone. So a run that goes on need not
-compare paths, seeds or the times of files: it makes two earlier batches again, of which each
-checkpoint has digests. (Data of the same size that differs elsewhere is not noticed.) Processes
-compare the first rows of each source, and digests of all that it reads where the source has them.
+A batch depends only on the config, the data and the step. So a resumed run does not compare paths,
+seeds or file times: it builds two earlier batches again and compares them with digests in the
+checkpoint. (A change elsewhere in data of the same size is not noticed.) Processes compare the
+first rows of each source, and the digests of its contents if the source has them.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ def probe(source: Source, steps_made: int) -> dict[str, Any]:
     """Returns the JSON values that `changed` compares.
 
     Args:
-      steps_made: at least 1; the batches looked at are the first and the last of so many steps.
+      steps_made: completed steps, at least 1. The first and the last of their batches are digested.
     """
     found: dict[str, Any] = {
         "tokenizer": source.tokenizer and dataclasses.asdict(source.tokenizer),
@@ -36,14 +36,14 @@ def probe(source: Source, steps_made: int) -> dict[str, Any]:
         "steps_made": steps_made,
         **_sizes(source, steps_made),
     }
-    if not isinstance(source, Resumable):  # such a source checks itself
+    if not isinstance(source, Resumable):  # a Resumable source checks itself
         found["first"] = _digest(source, 0)
         found["last"] = _digest(source, steps_made - 1)
     return found
 
 
 def changed(source: Source, before: dict[str, Any]) -> str | None:
-    """Says how the batches differ from those of the probe `before`; `None` if they do not."""
+    """Describes how the batches differ from the probe `before`; `None` if they are the same."""
     if (problem := tokenizer_changed(source, before)) is not None:
         return problem
     if isinstance(source, Resumable) != ("first" not in before):
@@ -69,9 +69,9 @@ def _sizes(source: Source, steps_made: int) -> dict[str, int]:
 
 
 def _sizes_changed(source: Source, before: Mapping[str, Any]) -> str | None:
-    """A message about batches of other sizes than `before`; `None` if the sizes are the same.
+    """Describes a change of batch size or sequence length; `None` if both are the same.
 
-    It names the rows that repeat or are left out, where that is known.
+    The message names the rows that would repeat or be skipped, if known.
     """
     steps, now = before["steps_made"], _sizes(source, before["steps_made"])
     was = {name: before.get(name, size) for name, size in now.items()}
@@ -102,7 +102,7 @@ def _sizes_changed(source: Source, before: Mapping[str, Any]) -> str | None:
 
 
 def _same_rows(source: Source, before: Mapping[str, Any]) -> bool:
-    """Returns whether `source` has the same rows in the same order, in batches of another size."""
+    """True if `source` has the same rows in the same order, in batches of another size."""
     if isinstance(source, Staged):
         return False
     size, steps = before["batch_size"], before["steps_made"]
@@ -116,9 +116,9 @@ def _same_rows(source: Source, before: Mapping[str, Any]) -> bool:
 
 
 def read_by_this_process(experiment: Experiment) -> dict[str, Read]:
-    """The reads of each source, for `runner.processes.agreement.require_same_reads`.
+    """Returns digests of each source, for `runner.processes.agreement.require_same_reads`.
 
-    The first rows of a `Resumable` source are not read, since that begins its stream.
+    The rows of a `Resumable` source are not read, since reading starts its stream.
     """
     found = {}
     for name, source in all_sources(experiment).items():

@@ -1,4 +1,4 @@
-"""Stops a run whose updates are skipped in a row, and says where numbers stop being finite."""
+"""Stops a run after too many skipped updates, and names the first non-finite values."""
 
 from lmlib.data.batch import Batch
 from lmlib.experiment import Experiment
@@ -17,10 +17,14 @@ from runner.training.saving import Saver
 def stop_if_diverged(
     experiment: Experiment, line: Line, state: State, batch: Batch, saver: Saver
 ) -> None:
-    """Raises Diverged if `line` has too many skipped updates in a row.
+    """Raises Diverged if `line` reports too many skipped updates in a row.
 
-    Every process must call it. `state` and `batch` are the newest: a skipped update leaves the
-    weights unchanged, so that they are those of the skipped updates.
+    Every process must call it.
+
+    Args:
+      state: the newest state. A skipped update leaves the weights unchanged, so they are still the
+        weights of the skipped steps.
+      batch: the newest batch.
     """
     in_a_row = line["skipped_in_a_row"]
     if in_a_row < experiment.guard.stop_after:
@@ -51,7 +55,7 @@ def stop_if_diverged(
 
 
 def statistics_of(experiment: Experiment, state: State, batch: Batch) -> LayerStatistics:
-    """`layer_statistics` by the gradients of what the experiment minimises."""
+    """Returns `layer_statistics` for the experiment's objective."""
     return layer_statistics(
         state.whole_model,
         batch,

@@ -1,4 +1,4 @@
-"""Training, from a Fiddle config to a result: `fit(cfg, workdir)`."""
+"""Trains from a Fiddle config: `fit(cfg, workdir)`."""
 
 import dataclasses
 import os
@@ -63,8 +63,8 @@ class Result:
 
     Attributes:
       state: the final state, on its mesh.
-      metrics: the lines of metrics.jsonl on process 0, none on the others.
-      summary: the run's numbers.
+      metrics: the lines of metrics.jsonl on process 0; empty on the others.
+      summary: the run's final metrics.
     """
 
     state: State
@@ -78,23 +78,23 @@ def fit(
     workdir: str | os.PathLike[str],
     options: Options | None = None,
 ) -> Result:
-    """Trains the experiment of `cfg` to its last step, from the newest checkpoint if there is one.
+    """Trains the experiment in `cfg` to its last step, resuming from the newest checkpoint.
 
     Args:
-      cfg: builds to an `Experiment`; stays as it is.
+      cfg: builds an `Experiment`; it is not modified.
       workdir: a folder, or the URL of one in a bucket; receives config.json, settings.json,
         starts/, metrics.jsonl, tensorboard/, checkpoints/, run.log, goodput.json, result.json,
-        validation.json, report.html and, where an update was skipped, captures/.
+        validation.json, report.html and, after skipped updates, captures/.
       options: settings that do not change the trained weights; `None`: `Options()`.
 
     Raises:
-      ConfigError: if the parts of the experiment do not fit each other or into memory, or the
-        checkpoint does not fit them, or if another run goes on in `workdir`; before anything
-        compiles.
-      TrainingStopped: if updates or saves fail one after the other.
-      WorkdirLost: if the workdir or its lock was deleted meanwhile, or another host's run has taken
-        this one for dead.
-      StoppedEarly: if `options.stop` said so.
+      ConfigError: before anything compiles, if parts of the experiment are incompatible with each
+        other or with the checkpoint, if they exceed the memory, or if another run is active in
+        `workdir`.
+      TrainingStopped: if too many updates or saves in a row fail.
+      WorkdirLost: if the workdir or its lock was deleted during the run, or a run on another host
+        took the workdir over because this run seemed dead.
+      StoppedEarly: if `options.stop` asked the run to stop.
     """
     require_equal_devices()
     keep_compiled_programs()
@@ -124,7 +124,8 @@ def _fit_in(
     shown = primary if options.reports is None else options.reports
     with agreed():
         held = place.lock()
-    # The lock ends first, so that errors after its loss are not reported as this run's.
+    # The lock is released before the progress log closes, so the loss of the lock replaces any
+    # other error in the log.
     with Progress(experiment.steps, stream=sys.stderr if shown else None) as progress, held as lock:
         run = Run(cfg, experiment, options, place, progress, phases, lock, primary)
         if place.url is None:
@@ -146,7 +147,7 @@ def _fit_in(
         with agreed():
             programs.check()
         phases.enter(Phase.STARTUP)
-        # Nothing is written before this line, so a refused run leaves the workdir as it was.
+        # Nothing is written before this line, so a rejected run leaves the workdir unchanged.
         with open_checkpoints(run) as checkpoints, Watchdog(phases, options.limits, workdir):
             check_newest(beginning, from_first(checkpoints.steps()), run.checkpoints)
             checkpoints.set_aside(beginning.damaged)
@@ -167,7 +168,7 @@ def _fit_in(
                     if primary and not isinstance(error, WorkdirLost):
                         leave_page(workdir, run.tell, lock.check)
                     raise
-            elif primary:  # an earlier start may have failed to send metrics
+            elif primary:  # an earlier start may have failed to upload metrics
                 sinks = [*experiment.sinks, *options.sinks]
                 Sinks(sinks, workdir, experiment.steps + 1, run.tell, lock.check).close()
             lock.check()
@@ -183,7 +184,11 @@ def _train(
     checkpoints: Checkpoints,
     programs: StepPrograms,
 ) -> tuple[State, Summary]:
-    """Makes the steps that are left, then evaluates and samples; returns the last state."""
+    """Runs the remaining steps, then evaluates and samples.
+
+    Returns:
+      The final state and the summary.
+    """
     validation = None if run.experiment.validation is None else Validation(run.experiment)
     samples = _samples(run) if run.experiment.samples.prompts else None
     check, by = run.lock.check, run.lock.start
@@ -202,6 +207,6 @@ def _train(
 
 
 def _samples(run: Run) -> "Samples":
-    from runner.training.samples import Samples  # here, since it imports all of lmlib.generate
+    from runner.training.samples import Samples  # imported here: it loads all of lmlib.generate
 
     return Samples(run)

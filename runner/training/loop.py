@@ -1,4 +1,4 @@
-"""The loop over steps: dispatch a step, then read the metrics of the one before."""
+"""The training loop: dispatches a step, then reads the metrics of the previous one."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -31,13 +31,13 @@ from runner.training.saving import Saver
 from runner.training.starts import Start
 from runner.training.validation import Validation
 
-if TYPE_CHECKING:  # it generates, which few runs do
+if TYPE_CHECKING:  # loads lmlib.generate, which few runs need
     from runner.training.samples import Samples
 
 
 @dataclasses.dataclass
 class _Dispatched:
-    """A step that the devices may still be making, unless its `line` is there."""
+    """A dispatched step; `line` is `None` until its metrics have been read."""
 
     step: int
     batch: Batch
@@ -47,15 +47,15 @@ class _Dispatched:
 
 
 class Loop:
-    """Makes a step of each batch.
+    """Runs the training steps.
 
-    The metrics of a step are on disk before its checkpoint is, so that a resumed run finds a line
-    for every step that it does not make again. The checkpoint is whole before other actions see its
-    state, so that an evaluation that fails costs no step: the next process makes it.
+    The metrics of a step are on disk before its checkpoint, so a resumed run finds a line for every
+    step that it does not repeat. The checkpoint is complete before other actions see its state, so
+    a failed evaluation loses no step: the next process repeats only the evaluation.
 
     Args:
       make_step: `state, metrics = make_step(number, state, batch)`.
-      repeated: the last step that an earlier process of the run made.
+      repeated: the last step made by earlier processes of the run.
     """
 
     def __init__(
@@ -86,15 +86,15 @@ class Loop:
         self._actions += [*experiment.actions, *run.options.actions]
 
     def run(self, unevaluated: bool) -> State:
-        """Makes the steps that are left, and returns the state after the last.
+        """Runs the remaining steps and returns the final state.
 
         Args:
-          unevaluated: True if an earlier process ended in the evaluation after its last step.
+          unevaluated: True if an earlier process ended during the evaluation of its last step.
 
         Raises:
-          StoppedEarly: if `Options.stop` says so; the checkpoint of that step is whole.
-          TrainingStopped: if updates or saves fail one after the other.
-          WorkdirLost: if the workdir is no longer this run's.
+          StoppedEarly: if `Options.stop` asked for it; the checkpoint of that step is complete.
+          TrainingStopped: if too many updates or saves in a row fail.
+          WorkdirLost: if another run has taken over the workdir, or it was deleted.
         """
         state, last_step = self._beginning.state, self._run.experiment.steps
         unread: _Dispatched | None = None
@@ -106,7 +106,8 @@ class Loop:
             self._run.phases.enter(Phase.REPEATED if step <= self._repeated else Phase.STEP)
             state, metrics = self._make_step(step, state, batch)
             if unread is not None:
-                # Read while this step runs, so that the devices never wait for the host.
+                # Read the previous step while this one runs, so the devices never wait for the
+                # host.
                 self._finish(self._read(unread), unread.batch, state)
             unread = _Dispatched(step, batch, metrics, self._batches.wait_seconds)
 
@@ -133,16 +134,16 @@ class Loop:
         return state
 
     def _next_batch(self, unread: _Dispatched | None) -> tuple[int, Batch] | None:
-        """The next step, from 1, and its batch; `None` after the last."""
+        """Returns the next step, counted from 1, and its batch; `None` after the last."""
         if unread is not None and not self._batches.ready():
-            # Timed before the wait, which belongs to the next step.
+            # Stop the clock of the previous step: the wait for data belongs to the next one.
             self._read(unread)
         with self._run.phases.during(Phase.DATA):
             item = next(self._batches, None)
         return None if item is None else (item[0] + 1, item[1])
 
     def _act(self, action: Action, step: int, state: State, line: Line) -> None:
-        """Acts once the checkpoint of the step is whole, and adds the result to the line."""
+        """Runs an action after the step's checkpoint is complete; adds its metrics to the line."""
         self._saver.settle()
         with self._run.phases.during(Phase.EVALUATION):
             found = action(self._moment(step, state, line)) or {}
@@ -159,13 +160,14 @@ class Loop:
         assert validation is not None
         metrics = validation.metrics(now.state)
         self._run.lock.check()
-        # First, since a line that has them says that the evaluation is done.
+        # Rank before the metrics are written, since a line with metrics marks the evaluation as
+        # done.
         self._saver.rank(now.step, metrics)
         self._run.progress.validated(now.step, validation.text(metrics))
         return metrics
 
     def _sample(self, now: Moment) -> None:
-        """Continues the prompts; the samples after the last step belong to the summary."""
+        """Samples from the prompts, except after the last step, which the summary covers."""
         if self._samples is None or now.step == self._run.experiment.steps:
             return
         if texts := self._samples.write(now.step, now.state.whole_model):
@@ -180,7 +182,11 @@ class Loop:
         return made.line
 
     def _finish(self, line: Line, batch: Batch, newest: State) -> None:
-        """Writes the line of a step and acts on it; the state `newest` may be a step later."""
+        """Writes the metrics of a step and handles skipped updates.
+
+        Args:
+          newest: the current state, which may be one step later.
+        """
         run, first = self._run, self._beginning.step + 1
         run.lock.check()
         if line["step"] == first:
@@ -204,14 +210,14 @@ def make_steps(
     validation: Validation | None,
     samples: "Samples | None",
 ) -> State:
-    """Makes the steps that are left, if any, and returns the state after the last."""
+    """Runs the remaining steps, if any, and returns the final state."""
     experiment = run.experiment
     unevaluated = _unevaluated(run, beginning.step)
     if beginning.step >= experiment.steps and not unevaluated:
         return beginning.state
     rows, ahead = sharding("batch seq", experiment.mesh), experiment.prefetch_batches
     source, steps = experiment.batches, experiment.steps
-    # Prefetching begins here, so that it goes on while the step compiles.
+    # Start prefetching now, so that it overlaps with compilation.
     with Prefetch(source, rows, beginning.step, steps, ahead) as batches:
         if log.missing is not None:
             run.tell(f"WARNING: {log.missing}")
@@ -244,7 +250,7 @@ def make_steps(
 
 
 def _unevaluated(run: Run, step: int) -> bool:
-    """True if an earlier process ended in the evaluation after `step`, which it had saved."""
+    """True if an earlier process saved `step` but ended during its evaluation."""
     experiment = run.experiment
     due = step % experiment.evaluation.every == 0 or step == experiment.steps
     if experiment.validation is None or not due:
@@ -254,7 +260,7 @@ def _unevaluated(run: Run, step: int) -> bool:
 
 
 def _profiler(run: Run, compiled: Mapping[range, jax.stages.Compiled]) -> Profiler:
-    """One process traces, since the devices of the others do the same."""
+    """Returns the profiler. Only process 0 traces, since all devices do the same work."""
     folder, steps, experiment = run.workdir / "profile", run.options.profile, run.experiment
 
     def tell(count: int) -> None:

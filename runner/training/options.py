@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from runner.monitoring.limits import Limits
 
-if TYPE_CHECKING:  # which imports JAX
+if TYPE_CHECKING:  # these import JAX
     from jax.sharding import Mesh
     from jax.stages import Compiled, Lowered
 
@@ -27,30 +27,30 @@ def compiled_for_this_run(
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Settings of `fit` besides the config; none changes the curve.
+    """Options of `fit` that are not in the config and don't affect the loss curve.
 
     Args:
-      profile: steps to trace into workdir/profile; their time is shown by parts.
-      dump_hlo: writes the optimised program into workdir/hlo.
-      reports: shows the progress of this process on stderr; `None`: if it is process 0.
-      checkpoint_fallback: goes on from an older checkpoint if the newest is damaged.
-      init_from: as in `Experiment`, instead of the experiment's own. Ignored once this run has
-        checkpoints of its own.
-      continue_optimizer: as in `Experiment`, instead of the experiment's own, unless `None`.
-      allowed_changes: "data", "jax" (its settings), "model": what may have changed since the run
-        stopped.
+      profile: steps to trace into workdir/profile; a breakdown of their time is shown.
+      dump_hlo: True to write the optimised program into workdir/hlo.
+      reports: True to show the progress of this process on stderr; `None`: only on process 0.
+      checkpoint_fallback: True to resume from an older checkpoint if the newest is damaged.
+      init_from: overrides `Experiment.init_from`. Ignored once this run has checkpoints.
+      continue_optimizer: overrides `Experiment.continue_optimizer` unless `None`.
+      allowed_changes: the parts that may have changed since the run stopped: "data", "jax" (its
+        settings) and "model".
       save_compiled: a file to write the compiled step to.
-      compiled: a file to take it from instead of compiling; loading it can run any code.
-      programs: gets the step, its mesh and a function that compiles it, and returns the compiled
-        step; a caller that makes several runs may keep some.
-      actions: as in `Experiment`, after its own; the same on all processes.
-      sinks: as in `Experiment`, besides its own.
-      limits: this process ends if something takes longer; `None`: it never does.
+      compiled: a file to load the compiled step from; loading it can run arbitrary code.
+      programs: called with the step, its mesh and a function that compiles it; returns the compiled
+        step. A caller with several runs can reuse programs this way.
+      actions: more actions, called after `Experiment.actions`; the same on all processes.
+      sinks: more metric sinks, in addition to `Experiment.sinks`.
+      limits: time limits, after which the process ends; `None` for no limits.
       trusted: modules that the config.json of a run with other adapters may refer to.
-      stop: called with the number of each step; if true the run saves a checkpoint and ends. It
-        must answer alike on all processes.
-      experiment_file: the file of code that the config came from; its edits are told of.
-      started: when this process started, in seconds since the epoch; `None`: when `fit` is called.
+      stop: called with the number of each step; if true, the run saves a checkpoint and ends. It
+        must return the same on all processes.
+      experiment_file: the Python file that defines the config; changes to it are reported.
+      started: the start time of this process, in seconds since the epoch; `None`: the call of
+        `fit`.
     """
 
     profile: range | None = None
@@ -74,7 +74,7 @@ class Options:
     started: float | None = None
 
     def of_the_command(self) -> dict[str, str]:
-        """Returns the flags that must be the same for all processes of a run."""
+        """Returns the flags that must be the same on all processes of a run."""
         return {
             "--init_from": self.init_from or "none",
             "--continue_optimizer": str(self.continue_optimizer),

@@ -1,4 +1,4 @@
-"""Records the metrics of steps in metrics.jsonl and on the terminal."""
+"""Records step metrics in metrics.jsonl and shows them on the terminal."""
 
 import contextlib
 import time
@@ -17,19 +17,18 @@ from runner.monitoring.phases import Phase
 from runner.training.beginning import Beginning
 from runner.training.run import Run
 
-Line = dict[str, Any]  # a metric that is None is not written
+Line = dict[str, Any]  # metrics with the value None are not written
 
 
 @contextlib.contextmanager
 def metrics_log(run: Run, beginning: Beginning) -> Iterator[MetricsLog]:
-    """Opens metrics.jsonl and the sinks, and enters the phase of trackers at the end."""
+    """Opens metrics.jsonl and the metric sinks; enters the trackers phase on exit."""
 
     def lost(what: str) -> None:
-        """Called before metrics.jsonl is put back; raises WorkdirLost if it is another run's."""
-        run.lock.check()
+        run.lock.check()  # the file may belong to another run now
         run.tell(f"WARNING: {what} while this run went on: its lines are put back")
 
-    run.lock.check()  # the log begins with a file of its own
+    run.lock.check()  # MetricsLog creates a file right away
     with MetricsLog(
         run.workdir,
         None if beginning.is_new_fork else beginning.step or None,
@@ -49,8 +48,10 @@ def metrics_log(run: Run, beginning: Beginning) -> Iterator[MetricsLog]:
 class Recorder:
     """Times steps and writes their metrics.
 
-    `tokens` counts the target tokens trained on so far, and goes into the checkpoint.
-    `tokens_per_second` and MFU count every position that the devices process, padding included.
+    `tokens_per_second` and MFU count every position that the devices process, including padding.
+
+    Attributes:
+      tokens: target tokens trained on so far, which the checkpoint stores.
     """
 
     def __init__(self, run: Run, log: MetricsLog, goodput: GoodputLog, tokens: int):
@@ -69,16 +70,18 @@ class Recorder:
         self.restart_clock()
 
     def restart_clock(self) -> None:
-        """Times the next step from now on."""
+        """Starts timing the next step."""
         self._clock = time.perf_counter()
 
     def read(self, step: int, metrics: Metrics, data_wait_seconds: float) -> Line:
-        """Waits for the step and times it: from the step before, or `restart_clock`, to here.
+        """Waits for a step and returns its metrics.
 
-        `data_wait_seconds` is how long the loop waited for the step's batch; it is part of the
-        step's time.
+        The step's time begins at the end of the previous step, or at `restart_clock`.
+
+        Args:
+          data_wait_seconds: the part of the step's time in which the loop waited for its batch.
         """
-        if self._devices[0].platform != "cpu":  # NumPy reads a CPU's arrays where they are
+        if self._devices[0].platform != "cpu":  # NumPy reads CPU arrays without a copy
             metrics = jax.device_get(metrics)
         values = {name: np.asarray(value).item() for name, value in metrics.items()}
         seconds = time.perf_counter() - self._clock
@@ -102,7 +105,7 @@ class Recorder:
         }
 
     def write(self, line: Line) -> None:
-        """Writes the line, and how much of the run's wall time went into steps so far."""
+        """Writes a line of metrics, and adds the goodput so far."""
         metrics = {name: value for name, value in line.items() if name != "step"}
         metrics["goodput"] = self._goodput.update(line["step"])
         self._log.write(line["step"], metrics)
@@ -117,11 +120,11 @@ class Recorder:
         )
 
     def add(self, step: int, metrics: Mapping[str, float | int]) -> None:
-        """Adds metrics to the newest line, that of `step`."""
+        """Adds metrics to the newest line, which belongs to `step`."""
         self._log.add(step, metrics)
 
 
 def _peak_memory() -> int | None:
-    """The largest peak memory of this process's devices, in bytes; `None` if unknown."""
+    """Returns the highest peak memory of the local devices, in bytes; `None` if unknown."""
     statistics = [device.memory_stats() or {} for device in jax.local_devices()]
     return max((each.get("peak_bytes_in_use", 0) for each in statistics), default=0) or None

@@ -1,4 +1,4 @@
-"""The summary of a finished run: its numbers, samples, and commands to try next."""
+"""The summary of a finished run: metrics, samples, and commands to try next."""
 
 import dataclasses
 import json
@@ -34,7 +34,7 @@ _SUMMED = {"loss", "step_seconds", "tokens"}
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """A number, and the unit that follows it in texts."""
+    """A measured value with its unit."""
 
     value: float
     unit: str
@@ -42,16 +42,25 @@ class Measured:
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """The numbers of a finished run; `None` where there is nothing to measure.
+    """The final metrics of a run; `None` where there is nothing to measure.
 
-    `training_loss` is the mean over the last 50 steps, each token or pair counting once, of what
-    the objective calls `loss_name` and gives in `loss_unit`; means of speed are over all steps.
-    `validation` has what evaluations measure, without the suite, over `validated_on`: the whole of
-    each finite set; its names begin with "validation_". `compressed_bits_per_byte` is what
-    compressors need for the validation texts, by their names in `lmlib.data.compressors`. `goodput`
-    tells where the wall time went. `flops_per_token` is analytic, of a position of a training step,
-    on average over the steps, without the causal saving.
-    `start` is the random text of the start that made it.
+    Attributes:
+      steps: training steps.
+      parameters: weights of the model.
+      tokens: target tokens trained on.
+      mean_tokens_per_second: mean over all steps.
+      mean_mfu: model FLOPs utilization, mean over all steps.
+      training_loss: the mean over the last 50 steps, weighted by tokens or pairs.
+      loss_name, loss_unit: the objective's name and unit for the loss.
+      samples: continuations of the experiment's prompts.
+      validation: validation metrics by name ("validation_…"), without the evaluation suite.
+      validated_on: describes the validation batches: all batches of each finite set.
+      compressed_bits_per_byte: bits per byte of general compressors on the validation text, by
+        their names in `lmlib.data.compressors`.
+      goodput: the wall time by phase.
+      flops_per_token: analytic FLOPs per position of a training step, averaged over the steps,
+        without the causal saving.
+      start: the random id of the start that wrote this summary.
     """
 
     steps: int
@@ -72,17 +81,17 @@ class Summary:
 
     @property
     def validation_loss(self) -> float | None:
-        """In `loss_unit`; the mean of several validation sets."""
+        """The validation loss in `loss_unit`; the mean if there are several sets."""
         measured = self.validation.get("validation_loss")
         return None if measured is None else measured.value
 
     def save(self, workdir: Path, check: Callable[[], None] = lambda: None) -> None:
-        """Writes result.json, whole or not at all; `check` as in `write_whole`."""
+        """Writes result.json atomically; `check` as in `write_whole`."""
         content = json.dumps(dataclasses.asdict(self), indent=2) + "\n"
         write_whole(workdir / FILE_NAME, content, check)
 
     def text(self, workdir: Path, next_commands: Sequence[str]) -> str:
-        """The table that a run ends with, and commands to try next."""
+        """Returns the final table of a run, with commands to try next."""
         rows = [
             ("parameters", count_text(self.parameters)),
             ("tokens seen", count_text(self.tokens)),
@@ -122,23 +131,24 @@ class Summary:
 
 
 def finished_summary(workdir: Path, steps: int) -> Summary | None:
-    """The summary that this run left when it made its last step, if it did.
+    """Returns the saved summary of a run with `steps` steps; `None` if there is none.
 
-    Raises ValueError, naming the file, if it is damaged.
+    Raises:
+      ValueError: if the file is damaged; the message names it.
     """
     file, found = workdir / FILE_NAME, read_result(workdir)
     if found is None:
         return None
     try:
         summary = from_json(found)
-        summary.text(workdir, ())  # which every field has to do with
+        summary.text(workdir, ())  # fails if a field has the wrong type
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
         raise ValueError(f"{file} is damaged ({error!r:.200})") from error
     return summary if summary.steps == steps else None
 
 
 def from_json(saved: Mapping[str, Any]) -> Summary:
-    """The summary whose `dataclasses.asdict` was written as JSON and read back."""
+    """Rebuilds a summary from the JSON form of its `dataclasses.asdict`."""
     return Summary(
         **{
             **saved,
@@ -150,7 +160,7 @@ def from_json(saved: Mapping[str, Any]) -> Summary:
 
 
 def earlier_summary(run: Run) -> Summary | None:
-    """Returns the summary of a finished run, on all processes, as process 0 finds it on disk."""
+    """Returns the saved summary of a finished run, if any. Process 0 reads it for all processes."""
     try:
         found = finished_summary(run.workdir, run.experiment.steps)
     except ValueError as error:
@@ -167,8 +177,11 @@ def finish(
     samples: "Samples | None",
     goodput: GoodputLog,
 ) -> Summary:
-    """Evaluates and samples the final state, and writes the summary; raises ConfigError if the
-    metrics are gone."""
+    """Evaluates the final state, samples from it, and writes the summary.
+
+    Raises:
+      ConfigError: if metrics.jsonl is missing.
+    """
     experiment, workdir = run.experiment, run.workdir
     lines = read_metrics(workdir) if run.primary else []
     units = experiment.objective.units
@@ -182,7 +195,7 @@ def finish(
     summary = dataclasses.replace(
         summary, samples=texts, goodput=goodput.total(), start=run.lock.start
     )
-    if run.primary:  # last, since a run with a result.json is finished
+    if run.primary:  # written last: result.json marks a run as finished
         summary.save(workdir, run.lock.check)
     return summary
 
@@ -190,9 +203,13 @@ def finish(
 def totals_of(
     metrics: Sequence[Mapping[str, Any]], units: str, stages: Iterable[range]
 ) -> dict[str, Any] | None:
-    """Returns the sums of metrics.jsonl for a summary; `None` if no line has them. The mean loss
-    weighs each line by its count of the objective's `units`. Lines are counted in each of `stages`,
-    by steps from 0."""
+    """Returns the totals of metrics.jsonl for a summary; `None` if no line has them.
+
+    Args:
+      metrics: the lines of metrics.jsonl.
+      units: the objective's units, which weight each line in the mean loss.
+      stages: ranges of steps from 0, in each of which lines are counted.
+    """
     weight = "valid_tokens" if units == "tokens" else units
     metrics = [line for line in metrics if line.keys() >= {*_SUMMED, weight}]
     if not metrics:
@@ -213,8 +230,15 @@ def summarise(
     totals: Mapping[str, Any],
     validation: Validation | None,
 ) -> tuple[Summary, StoredValidation | None]:
-    """Evaluates the final state. Returns the summary of that and of `totals_of`, without samples,
-    and the contributions of the validation batches."""
+    """Evaluates the final state.
+
+    Args:
+      totals: the result of `totals_of`.
+
+    Returns:
+      The summary, without samples; and the sums of each validation batch, `None` without
+      validation.
+    """
     stages = list(zip(experiment.stages.values(), totals["steps"], strict=True))
     positions = sum(steps * stage.step_tokens for stage, steps in stages)
     tokens_per_second = positions / totals["seconds"]

@@ -1,4 +1,4 @@
-"""One start of a run, as the parts of `fit` share it."""
+"""The objects that all parts of `fit` share."""
 
 import dataclasses
 from pathlib import Path
@@ -23,9 +23,9 @@ class Run:
 
     Attributes:
       cfg: the config that `experiment` was built from.
-      place: where the run writes.
-      lock: checked before each write to the workdir.
-      primary: whether this process writes files; all processes compute.
+      place: the workdir.
+      lock: the workdir's lock, checked before each write.
+      primary: True if this process writes files; all processes compute.
     """
 
     cfg: fdl.Config[Experiment]
@@ -43,15 +43,15 @@ class Run:
 
     @property
     def checkpoints(self) -> Path:
-        """The folder of the run's checkpoints; it may be absent."""
+        """The folder for the run's checkpoints, which may not exist yet."""
         return self.workdir / "checkpoints"
 
     def tell(self, text: str) -> None:
-        """Shows `text` above the progress."""
+        """Shows `text` above the progress line."""
         self.progress.message(text)
 
     def announce(self) -> None:
-        """Shows the model, and the memory of the activations that its backward pass needs.
+        """Shows a summary of the model, and the memory for saved activations.
 
         Raises:
           PartError: if a part of the model lacks methods or attributes.

@@ -1,4 +1,4 @@
-"""Continues an experiment's prompts, while the model is trained and at the end."""
+"""Samples continuations of an experiment's prompts, during training and at its end."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -22,13 +22,16 @@ _LENGTHS = 64
 
 
 class Samples:
-    """Continues the prompts of a run. A failure is reported, and the run goes on."""
+    """Samples continuations of a run's prompts. Failures are reported but don't end the run."""
 
     def __init__(self, run: Run):
         self._run = run
 
     def write(self, step: int, model: Any) -> tuple[str, ...]:
-        """Returns the texts and writes WORKDIR/samples/STEP.txt; every process must call it."""
+        """Returns the samples and writes them to WORKDIR/samples/STEP.txt.
+
+        Every process must call it.
+        """
         run = self._run
         try:
             texts = continued(run.experiment, model)
@@ -47,12 +50,12 @@ class Samples:
 
 
 def continued(experiment: Experiment, model: Any) -> tuple[str, ...]:
-    """Returns the experiment's prompts, each with a continuation by `model`.
+    """Returns the experiment's prompts, each followed by a continuation from `model`.
 
-    Weights stay split as they are in training, so that little more memory is needed.
+    Weights keep their training sharding, so sampling needs little extra memory.
 
     Raises:
-      ConfigError: if the data has no tokenizer, or one that cannot read the prompts.
+      ConfigError: if the data has no tokenizer, or its tokenizer cannot encode the prompts.
     """
     if not experiment.samples.prompts:
         return ()
@@ -66,7 +69,7 @@ def continued(experiment: Experiment, model: Any) -> tuple[str, ...]:
     generator = Generator(
         model,
         experiment.mesh,
-        # The kernel of training's sequences may not suit prompts.
+        # The attention kernel for training may not support the prompts' lengths.
         Compute(dtype=experiment.compute.dtype),
         rows=len(prompts),
         length=padded_length(model, longest, _LENGTHS),
@@ -80,9 +83,9 @@ def continued(experiment: Experiment, model: Any) -> tuple[str, ...]:
 
 
 def asked(data: Any, codec: TextCodec, prompts: Sequence[str]) -> tuple[list[list[int]], list[int]]:
-    """Returns the ids of the prompts, and the ids that end a continuation.
+    """Returns the token ids of the prompts, and the ids that end a continuation.
 
-    If `data` are conversations with a chat template, each prompt is a user's message in it.
+    If `data` has a chat template, each prompt becomes a user message.
     """
     template = data.chat_template() if isinstance(data, FlatTokens) else None
     if template is None:

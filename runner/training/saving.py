@@ -1,4 +1,4 @@
-"""Saves a run's checkpoints with their notes, and handles failed saves."""
+"""Saves a run's checkpoints with metadata, and handles failed saves."""
 
 import contextlib
 import time
@@ -24,11 +24,11 @@ from runner.training.recorder import Line
 from runner.training.run import Run
 from runner.weights.notes import WEIGHTS_ALONE, frozen_note, reference_note
 
-HELD_UP_SECONDS = 1.0  # a save that takes less of training's time is not spoken of
+HELD_UP_SECONDS = 1.0  # shorter delays of training are not reported
 
 
 def open_checkpoints(run: Run) -> Checkpoints:
-    """Opens the run's checkpoints to write, which removes those that need not stay."""
+    """Opens the run's checkpoints for writing, and removes expired ones."""
     limits, kept = run.options.limits or Limits(), run.experiment.checkpoints
     with user_errors():
         return Checkpoints(
@@ -36,7 +36,7 @@ def open_checkpoints(run: Run) -> Checkpoints:
             keep=kept.keep,
             keep_every=kept.keep_every,
             keep_best=kept.keep_best,
-            # Imported weights stay: every start reads the frozen ones again.
+            # Imported weights stay, since every start reads the frozen weights again.
             keep_steps=() if run.experiment.recipe.trained is None else (WEIGHTS_ALONE,),
             save_seconds=max(1, round(limits.checkpoint)),
             check=run.lock.check,
@@ -44,11 +44,11 @@ def open_checkpoints(run: Run) -> Checkpoints:
 
 
 class Saver:
-    """Saves, and tolerates `experiment.checkpoints.tolerated_failures` failures in a row.
+    """Saves checkpoints; tolerates `checkpoints.tolerated_failures` failures in a row.
 
-    After one the run goes on: the checkpoints before stay, and the next save may succeed. Not so
-    with several processes: the others wait for one that failed in the middle of their save, so it
-    ends, and they with it.
+    In a run of one process, training continues after a failed save: older checkpoints are
+    unaffected, and the next save may succeed. In a run of several processes, the others wait in
+    the middle of their save for the one that failed, so a failure ends the run.
     """
 
     def __init__(
@@ -62,48 +62,49 @@ class Saver:
         self._run, self._settings = run, run.experiment.checkpoints
         self._checkpoints, self._log, self._batches = checkpoints, log, batches
         frozen, fork = beginning.state.frozen, beginning.fork
-        self._unchanging = {  # notes
+        self._unchanging = {  # metadata that is the same in all checkpoints
             "initialised_from": beginning.initialised_from,
             "frozen": frozen_note(frozen, run.experiment.recipe),
             "reference_model": reference_note(beginning.state.reference_model),
         } | ({} if fork is None else {"forked_from": fork._asdict()})
-        # The newest step that was saved while no update was being skipped; it is kept meanwhile.
+        # The newest checkpoint that was saved while no updates were skipped. It is kept until
+        # training has recovered.
         self.before_skipped = beginning.before_skipped
-        self._failed = 0  # in a row
+        self._failed = 0  # consecutive failures
         self._last_error: OSError | FloatingPointError | None = None
-        self._pending: Line | None = None  # of a save that has begun; how it ends is not known
+        self._pending: Line | None = None  # the metrics of an unfinished save
 
     def save_at(self, now: Moment) -> None:
-        """Begins to save the state; with that of a `Resumable` source, every process's."""
+        """Starts saving the state, and the position of a `Resumable` source on each process."""
         state = self._batches.state
         data = None if state is None else gather_states(state)
         self._save(dict(now.metrics), now.state, data)
 
     def save_fork(self, beginning: Beginning) -> None:
-        """Saves the state that a fork begins with, so that it no longer needs the other run."""
+        """Saves the initial state of a fork, so that the fork no longer needs the other run."""
         skipped = int(jax.device_get(beginning.state.guard.skipped_in_a_row))
         line = {"step": beginning.step, "tokens": beginning.tokens, "skipped_in_a_row": skipped}
         self._save(line, beginning.state, beginning.data)
 
     def _save(self, line: Line, state: State, data: list[dict[str, Any]] | None) -> None:
-        """Begins to save the state after the step of `line`; every process must call it.
+        """Starts saving the state after the step of `line`; every process must call it.
 
-        A state that is not finite is not saved, since no run could go on from it.
+        A state with non-finite numbers is not saved, since no run could continue from it.
 
         Args:
-          line: in the log already.
-          data: of a `Resumable` source, the states of all processes.
+          line: the step's metrics, which are in the log already.
+          data: the states of a `Resumable` source on all processes.
 
         Raises:
-          TrainingStopped: if too many saves in a row have failed, and why.
-          OSError: if one has failed on this process of several.
+          TrainingStopped: if too many saves in a row have failed; the message says why.
+          OSError: if the save fails on this process in a run of several processes.
         """
-        # An earlier save fails here, and not in the middle of the next.
+        # Report a failure of the previous save before the next one starts.
         self.settle()
         step = line["step"]
         with self._holding_up(step):
-            # A checkpoint promises that the lines up to its step are on disk: they are synced too
-            # before it is whole, in the thread that saves.
+            # The metrics up to a checkpoint's step must be on disk before the checkpoint is
+            # complete. `_sync_files` syncs them in the thread that saves.
             if (unwritten := _error_of(self._log.flush)) is not None:
                 self._tolerate(unwritten)
                 return
@@ -139,17 +140,19 @@ class Saver:
         self._run.place.sync()
 
     def rank(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Ranks the checkpoint of `step`, if there is one, by `best_by` of its evaluation's
-        `metrics`: for `keep_best`. Where more is better its negative is kept."""
+        """Ranks the checkpoint of `step`, if any, by the metric `best_by`, for `keep_best`.
+
+        Metrics where higher is better are negated.
+        """
         best = metrics[self._settings.best_by]
         rank = -best if self._settings.best_is_highest else best
         if (error := _error_of(lambda: self._checkpoints.rank(step, rank))) is not None:
             self._tolerate(error)
 
     def settle(self) -> None:
-        """Returns when the save that was begun last is whole, or its failure is tolerated.
+        """Waits until the last save is complete or its failure is tolerated.
 
-        Raises as `save` does.
+        Raises the same errors as `_save`.
         """
         if self._pending is None:
             return
@@ -162,8 +165,8 @@ class Saver:
         """Waits for the last save.
 
         Raises:
-          TrainingStopped: if it failed: the newest checkpoint is then an earlier one.
-          OSError: if it failed on this process of several.
+          TrainingStopped: if the save failed, so the newest checkpoint is an earlier one.
+          OSError: if the save failed on this process in a run of several processes.
         """
         with self._run.phases.during(Phase.CHECKPOINT):
             error = self._settled()
@@ -177,7 +180,7 @@ class Saver:
 
     @contextlib.contextmanager
     def _holding_up(self, step: int) -> Iterator[None]:
-        """A block that training waits for, of the save of `step`; tells if that takes long."""
+        """Times a block in which training waits for the save of `step`; reports long delays."""
         began = time.perf_counter()
         with self._run.phases.during(Phase.CHECKPOINT):
             yield
@@ -186,7 +189,7 @@ class Saver:
             self._run.tell(f"saving step {step:,} held training up for {told}")
 
     def _settled(self) -> OSError | None:
-        """Waits for the save that was begun last; how it failed, if it did."""
+        """Waits for the last save; returns its error, `None` if it succeeded."""
         if self._pending is None:
             return None
         line, self._pending = self._pending, None
@@ -198,7 +201,10 @@ class Saver:
         return error
 
     def _refuse(self, step: int, broken: Sequence[str]) -> None:
-        """The run goes on: its next updates will be skipped, or come out finite again."""
+        """Reports a state that is not finite.
+
+        Training continues: the next updates are skipped, or the numbers become finite again.
+        """
         more = f"; so do {len(broken) - 1} more arrays" if len(broken) > 1 else ""
         self._last_error = FloatingPointError(
             f"step {step:,} is not saved: {broken[0]} holds numbers that are not finite{more}"

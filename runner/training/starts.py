@@ -1,11 +1,11 @@
-"""Records of the starts of a run: the config and the code of each that made a step.
+"""Records the config and code of each start of a run, once it has made a step.
 
-    workdir/starts/00000/config.json     of that start, to launch again; so are settings.json and
-                         config.txt      config.txt, to read
-                         start.json      when, from which step, by which code and settings, and the
-                                         token of its lock
+    workdir/starts/00000/config.json     the config, to launch the run again
+                         settings.json   every setting of the config, by path
+                         config.txt      the config, for people to read
+                         start.json      the time, first step, code, settings and lock token
 
-The files of the config directly in the workdir are those of the newest of these starts.
+The config files directly in the workdir are copies from the newest start.
 """
 
 import json
@@ -31,22 +31,25 @@ from runner.jax_settings import numbers
 from runner.jax_settings.xla_flags import flags_of_the_run
 from runner.processes.lock import WorkdirLock
 
-_LARGEST = 10_000_000  # bytes; the facts of a start have some ten thousand
-_SHOWN = 8  # files
+_LARGEST = 10_000_000  # bytes; start.json usually has about ten thousand
+_SHOWN = 8  # changed files that a message names
 
 
 class Start:
-    """One start of a run, recorded once it has trained.
+    """One start of a run; written to disk after its first step.
 
     Attributes:
-      code: the digest of each file of code.
-      versions: of Python and of packages.
-      jax_settings: the settings that change numbers.
-      xla_flags: the flags of `flags_of_the_run`, in one dict.
+      code: the digest of each source file.
+      versions: the versions of Python and packages.
+      jax_settings: the JAX settings that affect numerical results.
+      xla_flags: all flags from `flags_of_the_run`, in one dict.
     """
 
     def __init__(self, cfg: fdl.Config, workdir: Path, experiment: Path | None):
-        """`experiment` is the file of code that `cfg` came from, if it came from one.
+        """Collects the facts about this start.
+
+        Args:
+          experiment: the Python file that defines `cfg`; `None` if there is none.
 
         Raises:
           ConfigError: if `cfg` cannot be saved.
@@ -61,7 +64,7 @@ class Start:
 
     @property
     def software(self) -> dict[str, Mapping[str, str]]:
-        """The facts besides the config that processes must share, for `require_same`."""
+        """Code, versions and settings that all processes must share, for `require_same`."""
         return {
             "the code": self.code,
             "the software": self.versions,
@@ -70,7 +73,7 @@ class Start:
         }
 
     def tell_changes(self, tell: Callable[[str], None]) -> None:
-        """Shows the changes of code, packages and XLA flags since the run was last trained."""
+        """Reports changes to code, packages and XLA flags since the run was last trained."""
         before = _newest(self._workdir)
         code, packages, flags = (before.get(name) for name in ("code", "versions", "xla_flags"))
         if isinstance(code, dict) and isinstance(packages, dict):
@@ -85,10 +88,13 @@ class Start:
     def check_jax_settings(
         self, allowed_changes: Collection[str], tell: Callable[[str], None]
     ) -> None:
-        """Compares JAX's settings with those that the checkpoints of the run were trained with.
+        """Checks that JAX's settings match the settings of the previous start.
+
+        A run without checkpoints is not checked.
 
         Raises:
-          ConfigError: if one that changes numbers differs, and "jax" is not allowed.
+          ConfigError: if a setting that affects numerical results differs and
+            `allowed_changes` lacks "jax". A change of the PRNG is never allowed.
         """
         before = _newest(self._workdir).get("jax_settings")
         if not isinstance(before, dict) or not steps_in(self._workdir / "checkpoints"):
@@ -106,14 +112,15 @@ class Start:
         tell(f"WARNING: {told}; going on all the same, since --allow_change=jax")
 
     def record(self, first_step: int, lock: WorkdirLock) -> None:
-        """Writes this start to disk; process 0 calls it once `first_step`, its first, is made.
+        """Writes this start to disk. Process 0 calls it after the first step.
 
         Args:
-          lock: of the workdir; each file is written while it is held.
+          first_step: the first step of this start.
+          lock: the workdir's lock, checked before each write.
 
         Raises:
-          WorkdirLost: if another run has taken over.
-          OSError: if it cannot be written.
+          WorkdirLost: if another run has taken over the workdir.
+          OSError: if the files cannot be written.
         """
         number = max((int(folder.name) + 1 for folder in _folders(self._workdir)), default=0)
         folder = self._workdir / "starts" / f"{number:05}"
@@ -132,7 +139,7 @@ class Start:
             "git": {"lmlib": commit_of(Path(lmlib.__file__).resolve()), "experiment": experiment},
             "code": self.code,
         }
-        # The facts come last: a start without them was not recorded whole.
+        # start.json is written last, so a start that lacks it is incomplete.
         for name, content in (self._config | {"start.json": json.dumps(facts, indent=1)}).items():
             write_whole(folder / name, content, lock.check)
         for name, content in self._config.items():
@@ -140,7 +147,7 @@ class Start:
 
 
 def _changed(before: Mapping[str, str], now: Mapping[str, str], form: str) -> list[str]:
-    """The entries that differ, each written as `form`."""
+    """Formats each entry that differs with the template `form`."""
     return [
         form.format(name=name, was=before.get(name, "absent"), now=now.get(name, "absent"))
         for name in {**now, **before}
@@ -155,13 +162,13 @@ def _tell_changes(what: str, changes: Sequence[str], tell: Callable[[str], None]
 
 
 def _folders(workdir: Path) -> list[Path]:
-    """The folders of the starts, in order."""
+    """Returns the folders of all starts, oldest first."""
     found = [folder for folder in (workdir / "starts").glob("*") if folder.name.isdecimal()]
     return sorted(found, key=lambda folder: int(folder.name))
 
 
 def _newest(workdir: Path) -> Mapping[str, Any]:
-    """The facts of the newest start that was recorded whole; empty if there is none."""
+    """Returns start.json of the newest complete start; empty if there is none."""
     for folder in reversed(_folders(workdir)):
         try:
             facts = read_json(unlinked(workdir, f"starts/{folder.name}/start.json"), _LARGEST)

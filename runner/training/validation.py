@@ -1,4 +1,4 @@
-"""Validation of a run: on a part of each set while training goes on, on the whole at its end."""
+"""Validation: on part of each set during training, on all of it at the end."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,7 +12,7 @@ from lmlib.state import State
 
 
 class Validation:
-    """Evaluates on an experiment's validation sets, by the metrics of its objective."""
+    """Evaluates the objective's metrics on an experiment's validation sets."""
 
     def __init__(self, experiment: Experiment):
         self._sets = experiment.validation_sets
@@ -34,18 +34,25 @@ class Validation:
 
     @property
     def units(self) -> Mapping[str, str]:
-        """The unit of each metric of `whole` by its name."""
+        """The unit of each metric that `whole` returns, by its name."""
         return validation_metrics(self._objective, self._sets, self._named, "validation")
 
     def metrics(self, state: State) -> dict[str, float]:
-        """Returns `Experiment.evaluation_metrics`, over the first `evaluation.batches` batches of
-        each set, the same ones each time."""
+        """Returns `Experiment.evaluation_metrics`.
+
+        They are computed on the same batches each time: the first `evaluation.batches` of each set.
+        """
         metrics = self._metrics(self._measured(state, whole=False), "evaluation")
         return metrics if self._suite is None else {**metrics, **self._suite(state.whole_model)}
 
     def whole(self, state: State) -> tuple[dict[str, float], StoredValidation]:
-        """Returns `validation_loss` and so on, over all batches of each set, and the sums behind
-        them; without the suite. An endless set is seen up to `evaluation.batches`."""
+        """Evaluates on all batches of each set, without the evaluation suite.
+
+        For an endless set, the first `evaluation.batches` batches are used.
+
+        Returns:
+          The metrics (`validation_loss`, …), and the sums over batches behind them.
+        """
         found = self._measured(state, whole=True)
         stored = StoredValidation(
             step=self._last,
@@ -55,8 +62,7 @@ class Validation:
         return self._metrics(found, "validation"), stored
 
     def text(self, metrics: Mapping[str, float]) -> str:
-        """Returns a line with the loss, the metrics shown beside it and bits per byte, each with
-        its unit, and the batches that were evaluated."""
+        """Formats the loss, other shown metrics and bits per byte as a line, with their units."""
         objective = self._objective
         shown = [name for name, metric in objective.metrics.items() if metric.shown]
         names = {"loss": objective.loss_name, **{name: name.replace("_", " ") for name in shown}}
@@ -76,7 +82,7 @@ class Validation:
         return f" ({', '.join(each)})"
 
     def seen(self, whole: bool) -> str:
-        """Describes the batches that `whole`, or else `metrics`, evaluates on."""
+        """Describes the batches that are evaluated by the method `whole`, or else by `metrics`."""
         ends = [source.batches for source in self._sets.values()]
         parts = [self._count(source, whole) for source in self._sets.values()]
         everything = "the whole split" if len(ends) == 1 else "the whole of each set"
@@ -92,8 +98,10 @@ class Validation:
 
     @property
     def compressed_bits_per_byte(self) -> dict[str, float]:
-        """The measured bits per byte of compressors for a single set, if the objective has bits per
-        byte too."""
+        """The bits per byte of compressors on the validation set.
+
+        Empty if there are several sets, or if the objective has no bits per byte.
+        """
         if len(self._sets) > 1 or self._objective.cross_entropy is None:
             return {}
         (source,) = self._sets.values()
@@ -136,23 +144,26 @@ class Validation:
     def _lines(
         self, metric: str, values: Mapping[str, float], counts: Mapping[str, float]
     ) -> dict[str, float]:
-        """A metric of each set, if they have names, after its total: the mean by
-        `evaluation.weights`, without them by `counts`. A total needs the values of all sets."""
+        """Returns the total of a metric, followed by its value on each set if sets have names.
+
+        The total is the mean weighted by `evaluation.weights`, or by `counts` if there are no
+        weights. It is left out unless all sets have a value.
+        """
         each = {f"{metric}/{name}": value for name, value in values.items()} if self._named else {}
         if len(values) < len(self._sets):
             return each
         return {metric: _mean(values, self._weights or counts), **each}
 
     def _count(self, source: Source, whole: bool) -> int:
-        """The batches of `source` that are evaluated, none past its end."""
+        """Returns the number of batches of `source` to evaluate."""
         some, end = self._batches, source.batches
         if end is None:
-            assert some is not None  # Experiment.check saw to it
+            assert some is not None  # ensured by Experiment.check
             return some
         return end if whole or some is None else min(some, end)
 
 
 def _mean(values: Mapping[str, float], weights: Mapping[str, float]) -> float:
-    if len(values) == 1:  # to the bit
+    if len(values) == 1:  # exact: a weighted mean could round
         return next(iter(values.values()))
     return sum(weights[name] * value for name, value in values.items()) / sum(weights.values())
