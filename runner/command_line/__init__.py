@@ -1,1 +1,1 @@
-"""What the commands share: flags, errors as messages, exit codes."""
+"""Shared code of the commands: flags, error messages and exit codes."""

@@ -1,4 +1,4 @@
-"""What all commands share: they parse flags, show errors in a few lines, exit with a status."""
+"""Runs commands: parses flags, shows errors briefly, and sets the exit status."""
 
 import ast
 import contextlib
@@ -32,28 +32,31 @@ from runner.errors import (
 
 DEBUG = flags.DEFINE_bool("debug", False, "show the traceback of an error, a mistake's too")
 
-# Their messages say all that a user needs: what, where, and what to do.
+# Errors that need no traceback: their messages say what failed, where, and what to do.
 _TOLD = (TrainingStopped, WorkdirLost, OSError, DamagedDataError)
-_THREADS_SECONDS = 5.0  # for threads that end by themselves
+_THREADS_SECONDS = 5.0  # wait for threads to end by themselves
 _HELP = {"--help", "-help", "-h", "--helpshort", "--helpfull"}
-_taken: list[str] | None = None  # what `take_flags` has found: the arguments that are no flags
+_taken: list[str] | None = None  # positional arguments found by `take_flags`
 
 
 def run(
     command: Callable[[Sequence[str]], int], more_help: Callable[[], str] = lambda: ""
 ) -> NoReturn:
-    """Runs `command` with the arguments that are no flags; exits with the status it returns.
+    """Runs `command` with the positional arguments, and exits with the status that it returns.
 
-    Errors, also wrong flags, are shown on stderr; the status is then their `exit_code`. `--help`
-    shows the docstring of `__main__`, and what `more_help` makes of the other flags. Terminals show
-    control characters, wherever a text is from.
+    Errors, including wrong flags, are shown on stderr, and determine the exit status (`exit_code`).
+    On terminals, control characters in any output are shown as text.
+
+    Args:
+      more_help: called after the flags are parsed; returns text that `--help` shows after the
+        docstring of `__main__`.
     """
     if _taken is None:
         _prepare_streams()
 
     def main(arguments: Sequence[str]) -> int:
-        logging.set_verbosity(logging.WARNING)  # JAX tells of each backend that it does not find
-        if isinstance(sys.stdout, io.TextIOWrapper):  # a model's text may be any
+        logging.set_verbosity(logging.WARNING)  # JAX logs each backend that it does not find
+        if isinstance(sys.stdout, io.TextIOWrapper):  # a model may generate any characters
             sys.stdout.reconfigure(errors="backslashreplace")
         try:
             status = command(arguments[1:])
@@ -67,8 +70,10 @@ def run(
 
 
 def take_flags(more_help: Callable[[], str] = lambda: "") -> None:
-    """Parses the flags, as `run` does, for a file that imports what takes seconds after that:
-    `--help` and mistaken flags end here. `run` then takes what was found."""
+    """Parses the flags before slow imports, so that `--help` and wrong flags respond at once.
+
+    A later call of `run` uses the result.
+    """
     global _taken
     _prepare_streams()
     app.define_help_flags()
@@ -86,7 +91,7 @@ def _prepare_streams() -> None:
 
 
 def _end_threads(status: int) -> None:
-    """Ends this process although a thread that is no daemon goes on, for which Python waits."""
+    """Ends this process even if non-daemon threads are running, for which Python would wait."""
     threading.main_thread().join()
     deadline = time.monotonic() + _THREADS_SECONDS
     left = [thread for thread in threading.enumerate() if not thread.daemon]
@@ -99,7 +104,7 @@ def _end_threads(status: int) -> None:
     advice = "the code that started them, a callback say, must end them or make them daemons"
     print(f"{told} without them: {advice}", file=sys.stderr)
     jax = sys.modules.get("jax")
-    with contextlib.suppress(Exception):  # nothing may keep it
+    with contextlib.suppress(Exception):  # no error may prevent the exit
         if jax is not None and jax.distributed.is_initialized():
             jax.distributed.shutdown()
         sys.stdout.flush()
@@ -114,12 +119,16 @@ def exit_code(error: BaseException) -> int:
 
 
 def _is_mistake(error: BaseException) -> bool:
-    axes = sys.modules.get("lmlib.parallel.axes")  # to import it is to import JAX
+    axes = sys.modules.get("lmlib.parallel.axes")  # not imported here, since that imports JAX
     return isinstance(error, (ConfigError, getattr(axes, "PartError", ConfigError)))
 
 
 def tell(error: BaseException, debug: bool) -> None:
-    """Writes `error` to stderr: its message if that says all, else, or if `debug`, a traceback."""
+    """Writes `error` to stderr: its message if that is sufficient, otherwise a traceback.
+
+    Args:
+      debug: True for a traceback in any case.
+    """
     sys.stdout.flush()
     lacking = lack(error)
     mistake = _is_mistake(error)
@@ -130,7 +139,7 @@ def tell(error: BaseException, debug: bool) -> None:
     else:
         text = in_words(error)
         if mistake:
-            text = " ".join(text.split())  # others may end with a table
+            text = " ".join(text.split())  # other messages may end with a table
         elif lacking:
             text = f"{lacking} (--debug shows where)"
         print(f"error: {text}", file=sys.stderr)
@@ -138,8 +147,11 @@ def tell(error: BaseException, debug: bool) -> None:
 
 
 def commands() -> dict[str, Path]:
-    """Each command, as the user types it, and its file: the files directly in `runner` that
-    have a `main`, its rooms that are programs, and the programs of `data_tools`."""
+    """Returns all commands as the user types them, with their files.
+
+    Commands are the files in `runner` that define `main`, and the subfolders of `runner` and
+    `data_tools` that have a `__main__.py`.
+    """
     ours = Path(__file__).parents[1]
     rooms, theirs = (
         sorted(folder.glob("*/__main__.py")) for folder in (ours, Path(data_tools.__file__).parent)
@@ -157,24 +169,27 @@ def commands() -> dict[str, Path]:
 
 
 def listed(title: str, entries: Mapping[str, str]) -> str:
-    """A list for `--help`: each name with its line."""
+    """Formats a list for `--help`, with one line per name."""
     width = max(map(len, entries), default=0)
     lines = [f"  {name:<{width}}  {line}" for name, line in entries.items()]
     return "\n".join([f"\n{title}:", *lines, ""])
 
 
 def first_lines(files: Mapping[str, Path]) -> dict[str, str]:
-    """The first line of the docstring of each file, by its name."""
+    """Returns the first docstring line of each file, by its name."""
     return {name: first_line(file) for name, file in files.items()}
 
 
 def first_line(file: Path) -> str:
-    """The first line of the docstring of a Python file, which is not run."""
+    """Returns the first docstring line of a Python file without running it."""
     return (ast.get_docstring(ast.parse(file.read_text("utf-8"))) or "").partition("\n")[0]
 
 
 def _parsed(more_help: Callable[[], str], arguments: Sequence[str]) -> list[str]:
-    """`--fdl.x=1` and `--fdl.x 1` are short for `--fdl_set=x=1`, which Fiddle defines."""
+    """Parses `arguments` and returns the positional ones; shows the help if asked.
+
+    `--fdl.x=1` and `--fdl.x 1` are short for Fiddle's flag `--fdl_set=x=1`.
+    """
     joined: list[str] = []
     for argument in arguments:
         if joined and re.fullmatch(r"--fdl\.[^=]+", joined[-1]) and argument[:2] != "--":
@@ -187,7 +202,7 @@ def _parsed(more_help: Callable[[], str], arguments: Sequence[str]) -> list[str]
         given = flags.FLAGS(others)
         expand_home(flags.FLAGS)
         for name, value in flags.FLAGS.flag_values_dict().items():
-            if value != value:  # which no bound refuses
+            if value != value:  # NaN, which passes all bounds
                 raise ConfigError(f"flag --{name}={value}: {name} must be a number")
         if len(others) == len(written_out):
             return given
@@ -203,5 +218,5 @@ def _parsed(more_help: Callable[[], str], arguments: Sequence[str]) -> list[str]
 
 
 def show(line: str) -> None:
-    """Shows a line on stderr at once."""
+    """Writes a line to stderr and flushes it."""
     print(line, file=sys.stderr, flush=True)

@@ -1,6 +1,7 @@
-"""The experiment that a command's flags choose: --fdl_config, --fiddler, --fdl.x=…, --trust_module.
+"""Loads the config that a command's flags choose.
 
-Fiddle defines all but the last: a command that takes them imports `fiddle.absl_flags`.
+The flags are --fdl_config, --fiddler, --fdl.x=… and --trust_module. Fiddle defines all except the
+last, so a command that uses them imports `fiddle.absl_flags`.
 """
 
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from runner.command_line.command import listed
 from runner.config import configs
 from runner.errors import ConfigError
 
-MOST = 2**31 - 1  # of any size that a flag takes: positions and rows are counted in int32
+MOST = 2**31 - 1  # maximum of size flags: positions and rows are counted in int32
 TRUST_MODULE = flags.DEFINE_multi_string(
     "trust_module",
     [],
@@ -21,7 +22,7 @@ TRUST_MODULE = flags.DEFINE_multi_string(
 
 
 def check_chosen(arguments: Sequence[str], example: str) -> None:
-    """Raises ConfigError if there is no --fdl_config, or `arguments` besides the flags."""
+    """Raises ConfigError if --fdl_config is missing or there are positional `arguments`."""
     if arguments:
         raise ConfigError(f"unknown argument {arguments[0]!r}; flags begin with --")
     if not flags.FLAGS.fdl_config:
@@ -29,14 +30,20 @@ def check_chosen(arguments: Sequence[str], example: str) -> None:
 
 
 def fiddlers_listed() -> str:
-    """The fiddlers of --fdl_config, for --help; empty without it."""
+    """Lists the fiddlers of --fdl_config for --help; empty without that flag."""
     reference = flags.FLAGS.fdl_config
     return listed("fiddlers", configs.fiddlers(reference)) if reference else ""
 
 
 def chosen_config(more_overrides: Sequence[str] = ()) -> fdl.Config:
-    """With `more_overrides` after those of the command line. Raises ConfigError for whatever the
-    user can have got wrong."""
+    """Returns the config that the flags choose.
+
+    Args:
+      more_overrides: overrides that are applied after the overrides from the command line.
+
+    Raises:
+      ConfigError: if the config cannot be loaded or an override is wrong.
+    """
     return configs.load(
         flags.FLAGS.fdl_config,
         flags.FLAGS.fiddler,

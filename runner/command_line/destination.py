@@ -1,4 +1,4 @@
-"""Where a command makes a folder that others read: on a disk, or in a bucket."""
+"""The folder that a command creates, on a disk or in a bucket."""
 
 import contextlib
 import shutil
@@ -17,15 +17,18 @@ from runner.errors import ConfigError
 def destination(
     to: str, last: Collection[str], progress: Callable[[int, int], None]
 ) -> Iterator[Path]:
-    """The path at which the block makes the folder `to`. If that is in a bucket, the path is one of
-    this machine, and the bucket gets what is there at the end of the block.
+    """Yields a local path in which the block creates the folder `to`.
+
+    If `to` is in a bucket, the files are uploaded at the end of the block, and the local ones are
+    removed.
 
     Args:
-      last: names of files without which nobody takes the folder for whole; they are sent last.
-      progress: is called with the bytes that the bucket has, and those of all files.
+      to: a local path or a bucket's URL.
+      last: names of files that mark the folder as complete; they are uploaded last.
+      progress: called with the uploaded bytes and the total bytes.
 
     Raises:
-      ConfigError: if the folder in the bucket is not empty, or another command makes it.
+      ConfigError: if the folder in the bucket is not empty, or another command is creating it.
       BucketError: if the bucket cannot be read or written.
     """
     url = BucketUrl.parsed(to)

@@ -1,8 +1,8 @@
 """Exit statuses of commands."""
 
 FINISHED = 0
-FAILED = 1  # this process, by an error of its own
-MISTAKE = 2  # of the user's, or the processes did not find each other: nothing was trained
-PEER_ENDED = 3  # another process ended or stopped answering
-STOPPED = 75  # by a signal, its checkpoint whole: sysexits.h's "try again"; a scheduler may requeue
-SIGNALLED = 128  # and the signal's number, as a shell has it
+FAILED = 1  # an error in this process
+MISTAKE = 2  # a user error, or the processes did not find each other; nothing was trained
+PEER_ENDED = 3  # another process ended or stopped responding
+STOPPED = 75  # stopped by a signal after a checkpoint: EX_TEMPFAIL, so a scheduler may requeue it
+SIGNALLED = 128  # plus the signal's number, as in a shell

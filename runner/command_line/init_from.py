@@ -1,4 +1,4 @@
-"""--init_from, of what begins with weights that are there, and of what reads such a run."""
+"""The flag --init_from: existing weights to begin with."""
 
 from absl import flags
 

@@ -1,7 +1,7 @@
-"""Output that cannot hold a run up or end it.
+"""Output streams that never block or end a run.
 
-`lossy_standard_streams` gives a process such a stdout and stderr: this is the only place where
-errors of the terminal, such as a reader that went away, are swallowed.
+`lossy_standard_streams` installs them as stdout and stderr. This is the only place that ignores
+errors of the terminal, such as a closed pipe.
 """
 
 import errno
@@ -14,29 +14,37 @@ from typing import Any, TextIO
 
 from lmlib.terminal.text import text_stream
 
-PATIENCE_SECONDS = 5.0  # that a reader who takes nothing may hold the writer up
-_AT_ONCE = 4096  # bytes: a pipe that is ready takes so many without blocking (PIPE_BUF on Linux)
+PATIENCE_SECONDS = 5.0  # how long an idle reader may block the writer
+_AT_ONCE = 4096  # bytes that a ready pipe takes without blocking (PIPE_BUF on Linux)
 
 
 class LossyStream(io.RawIOBase):
-    """A file, pipe or terminal to which a write never fails, and never blocks for long.
+    """A file, pipe or terminal whose writes never fail and never block for long.
 
-    What cannot be written, since the disk is full or nobody reads, is dropped. As soon as something
-    can be written again, a line says how many bytes are missing, and why.
+    Output that cannot be written, because the disk is full or nobody reads, is dropped. Once
+    writing works again, a line reports how many bytes are missing, and why.
+
+    Attributes:
+      dropped: bytes that were lost and not reported yet.
+      reason: the error message of the last loss.
     """
 
     def __init__(self, open_: Callable[[], int]):
-        """`open_` gives the file descriptor; it is called again until it raises no OSError."""
+        """Prepares the stream.
+
+        Args:
+          open_: returns the file descriptor; it is called again after each OSError.
+        """
         super().__init__()
         self._open = open_
         self._descriptor: int | None = None
         self._at_line_start = True
-        self._patient = True  # until a reader has kept it waiting for too long
-        self.dropped = 0  # bytes that no line has told of yet
+        self._patient = True  # False after a reader blocked the stream for too long
+        self.dropped = 0
         self.reason = ""
 
     def write(self, text: Any, /) -> int:
-        """Takes all of `text`, bytes, whatever becomes of it; returns its length."""
+        """Writes the bytes `text` as far as possible; always returns their full length."""
         content = bytes(text)
         if self._told_of_loss():
             written = self._put(content)
@@ -46,14 +54,14 @@ class LossyStream(io.RawIOBase):
         return len(content)
 
     def flush(self) -> None:
-        """Tells of what was dropped, if it can by now."""
+        """Reports dropped bytes if the stream can be written again."""
         self._told_of_loss()
 
     def writable(self) -> bool:
         return True
 
     def fileno(self) -> int:
-        """Raises OSError if there is no file."""
+        """Returns the file descriptor; raises OSError if the file cannot be opened."""
         if self._descriptor is None:
             self._descriptor = self._open()
         return self._descriptor
@@ -65,7 +73,7 @@ class LossyStream(io.RawIOBase):
             return False
 
     def _told_of_loss(self) -> bool:
-        """Whether no loss is left to tell of."""
+        """Reports lost bytes, if any; True if no loss remains unreported."""
         if self.dropped:
             new_line = "" if self._at_line_start else "\n"
             line = f"{new_line}[{self.dropped:,} bytes were lost here: {self.reason}]\n".encode()
@@ -74,7 +82,7 @@ class LossyStream(io.RawIOBase):
         return not self.dropped
 
     def _put(self, content: bytes) -> int:
-        """How many bytes of `content` could be written."""
+        """Writes as much of `content` as possible; returns the number of bytes written."""
         done = 0
         try:
             descriptor = self.fileno()
@@ -89,7 +97,7 @@ class LossyStream(io.RawIOBase):
         return done
 
     def _wait_for_reader(self, descriptor: int) -> None:
-        """Raises BlockingIOError if nobody reads what is there."""
+        """Raises BlockingIOError if the stream cannot be written in time."""
         ready = select.poll()
         ready.register(descriptor, select.POLLOUT)
         if not ready.poll(PATIENCE_SECONDS * 1000 if self._patient else 0):
@@ -98,16 +106,16 @@ class LossyStream(io.RawIOBase):
 
 
 def lossy_standard_streams() -> None:
-    """Replaces stdout and stderr of this process; they may be closed.
+    """Replaces stdout and stderr of this process with lossy streams.
 
-    A closed standard stream becomes /dev/null: its number would otherwise go to the next file that
-    is opened, a checkpoint's, and libraries write to it.
+    Closed standard streams are opened as /dev/null. Otherwise the next file that is opened, such as
+    a checkpoint's, would get their number, and libraries would write messages to it.
     """
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            null = os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+            null = os.open(os.devnull, os.O_RDWR)  # gets the lowest free number
             if null != number:
                 os.dup2(null, number)
                 os.close(null)
@@ -116,5 +124,5 @@ def lossy_standard_streams() -> None:
 
 def _lossy(stream: TextIO | None, number: int) -> TextIO:
     encoding = "utf-8" if stream is None else stream.encoding
-    raw = LossyStream(lambda: number)  # unbuffered, as Python's own streams are with -u
+    raw = LossyStream(lambda: number)  # unbuffered, like Python's own streams with -u
     return text_stream(raw, encoding, redraws=number == 2)

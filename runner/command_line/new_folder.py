@@ -1,4 +1,4 @@
-"""A folder that the user names: whole or absent, and made by one command at a time."""
+"""Creates a folder atomically, by one command at a time."""
 
 import contextlib
 import errno
@@ -12,17 +12,19 @@ from lmlib.storage.whole_file import make_folder, sync
 from runner.command_line.paths import check_can_be_made
 from runner.errors import ConfigError
 
-_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP}  # on some mounts
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP}  # some mounts don't support locks
 _NOT_FREE = {errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR}
 
 
 @contextlib.contextmanager
 def made_whole(to: Path) -> Iterator[Path]:
-    """An empty folder beside `to`, which takes its name at the end of the block. An error removes
-    it, and so does another command after a kill.
+    """Yields an empty temporary folder next to `to`, and renames it to `to` after the block.
+
+    The temporary folder is removed after an error. If the process is killed, the next command
+    removes it.
 
     Raises:
-      ConfigError: if `to` is not empty or cannot be made, or another command makes it.
+      ConfigError: if `to` is not empty or cannot be created, or another command is creating it.
     """
     check_can_be_made(to)
     _check_free(to)
@@ -30,9 +32,9 @@ def made_whole(to: Path) -> Iterator[Path]:
     unfinished = whole.with_name(f".{to.name}.unfinished")
     make_folder(whole.parent)
     with _alone(unfinished.with_suffix(".lock"), to) as locked:
-        _check_free(to)  # another command may have made it just now
+        _check_free(to)  # another command may have created it in the meantime
         if locked:
-            shutil.rmtree(unfinished, ignore_errors=True)  # a kill left it
+            shutil.rmtree(unfinished, ignore_errors=True)  # left by a killed process
         try:
             unfinished.mkdir()
         except FileExistsError as error:
@@ -54,7 +56,7 @@ def made_whole(to: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _alone(lock: Path, to: Path) -> Iterator[bool]:
-    """A block for one process at a time; whether it is alone in it, or there are no locks here."""
+    """Lets one process at a time enter the block; yields False if locks are not supported."""
     try:
         held = _locked(lock)
     except BlockingIOError as error:
@@ -70,8 +72,11 @@ def _alone(lock: Path, to: Path) -> Iterator[bool]:
 
 
 def _locked(file: Path) -> int | None:
-    """A descriptor of `file` with the kernel's lock, or `None` where there are no locks; raises
-    BlockingIOError if another process holds it."""
+    """Opens and locks `file`; returns its descriptor, `None` if locks are not supported.
+
+    Raises:
+      BlockingIOError: if another process holds the lock.
+    """
     while True:
         held = os.open(file, os.O_RDWR | os.O_CREAT)
         try:
@@ -83,11 +88,11 @@ def _locked(file: Path) -> int | None:
             raise
         if _is_at(file, held):
             return held
-        os.close(held)  # whoever held it has just ended, and deleted it
+        os.close(held)  # the previous owner has just deleted the file, so try again
 
 
 def _is_at(path: Path, descriptor: int) -> bool:
-    """Whether it is the file that `descriptor` is of."""
+    """True if `path` is the file of `descriptor`."""
     with contextlib.suppress(FileNotFoundError):
         return os.path.samestat(os.stat(path), os.fstat(descriptor))
     return False

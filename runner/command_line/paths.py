@@ -1,19 +1,22 @@
-"""Whether a file or folder that the user names can be made, before anything else is done."""
+"""Checks early that a file or folder can be created at a path from the user."""
 
 import os
 from pathlib import Path
 
 from runner.errors import ConfigError
 
-ROOM = 512  # bytes for the longest path that a run makes in its folder
+ROOM = 512  # bytes of the longest path in a run's folder, relative to the folder
 
 
 def check_can_be_made(path: Path, room: int = ROOM) -> None:
-    """Raises ConfigError if `path` lies below a file, is or lies below a link to nothing, or is too
-    long for the file system.
+    """Checks that a file or folder can be created at `path`.
 
     Args:
       room: bytes that paths below `path` need.
+
+    Raises:
+      ConfigError: if a parent of `path` is a file, if `path` or a parent is a broken link, or if
+        the path is too long for the file system.
     """
     whole = path.absolute()
     there = next(each for each in (whole, *whole.parents) if os.path.lexists(each))

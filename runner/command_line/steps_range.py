@@ -1,13 +1,13 @@
-"""Steps, as a flag gives them."""
+"""Parses a range of steps from a flag."""
 
 from runner.errors import ConfigError
 
 
 def steps_range(text: str) -> range:
-    """The steps of "10:12": 10, 11 and 12.
+    """Parses a range of steps; "10:12" means steps 10, 11 and 12.
 
     Raises:
-      ConfigError: if `text` is not two positive numbers in order.
+      ConfigError: if `text` is not two positive numbers in ascending order.
     """
     first, _, last = text.partition(":")
     digits = first.isdecimal() and last.isdecimal()

@@ -1,8 +1,8 @@
-"""--weights, of what reads a run: those that it trained, or the average that it kept of them."""
+"""The flag --weights: selects the trained weights of a run, or their moving average."""
 
 from absl import flags
 
-EMA = "ema"  # the average
+EMA = "ema"  # the moving average
 
 WEIGHTS = flags.DEFINE_enum(
     "weights", "trained", ["trained", EMA], "of a run: those that it trained, or their average"

@@ -1,4 +1,4 @@
-"""The folder that --workdir names: of a run, or free for one."""
+"""Checks the folder from --workdir, which must belong to a run or be free."""
 
 from pathlib import Path
 
@@ -7,10 +7,10 @@ from lmlib.storage.unlinked import unlinked
 from runner.command_line.paths import check_can_be_made
 from runner.errors import ConfigError, user_errors
 
-# What shows that a run was begun there. Others of its files could be anybody's.
+# Any of these shows that the folder belongs to a run. Other names could come from other programs.
 _OF_A_RUN = {"config.txt", "checkpoints", "lock", "logs", "run.log"}
 
-# What a run reads there, which may not lead elsewhere.
+# Files and folders that a run reads. They must not be links.
 _NO_LINKS = (
     "checkpoints", "config.json", "config.txt", "settings.json", "metrics.jsonl", "result.json",
     "validation.json", "goodput.json", "samples", "starts", "captures",
@@ -18,11 +18,15 @@ _NO_LINKS = (
 
 
 def chosen_workdir(path: str | None, allow_other_files: bool) -> Path:
-    """The folder, which is perhaps not there yet.
+    """Returns the workdir, which may not exist yet.
+
+    Args:
+      path: the value of --workdir.
+      allow_other_files: True to accept a folder with other files and no run.
 
     Raises:
-      ConfigError: if none is named, if it is a URL of another kind or a file, if a file or folder
-        of the run is a link, or if it holds other files and no run, unless `allow_other_files`.
+      ConfigError: if `path` is missing, an unsupported URL or a file; if a file or folder of the
+        run is a link; or if the folder has other files and no run.
     """
     if not path:
         raise ConfigError("give --workdir, the folder for everything that the run writes")
@@ -36,7 +40,7 @@ def chosen_workdir(path: str | None, allow_other_files: bool) -> Path:
         for name in _NO_LINKS:
             unlinked(workdir, name)
         names = sorted(entry.name for entry in workdir.iterdir())
-    # Hidden files are not looked at: file browsers, file servers and notebooks leave some.
+    # Hidden files are ignored, since file browsers, file servers and notebooks create some.
     shown = [name for name in names if not name.startswith(".") and name != "lost+found"]
     if shown and _OF_A_RUN.isdisjoint(shown) and not allow_other_files:
         listed = ", ".join(shown[:3]) + (f" and {len(shown) - 3:,} more" if len(shown) > 3 else "")

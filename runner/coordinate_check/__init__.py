@@ -1,1 +1,1 @@
-"""Whether models of several sizes change alike in their first steps."""
+"""Checks that models of several sizes change alike in their first steps."""

@@ -5,15 +5,15 @@
         --widths=32,64,128,256 --depths=2,4,8,16 --picture=/tmp/check.png
 
 --fdl_config, --fiddler, --fdl.x.y=…   as for `python -m runner`; cfg.scaling has the base sizes
---widths   of the residual stream; unless said, 1, 2, 4 and 8 times the base's; the other sizes in
-           scaling.base grow with it, but for layers
---depths   layers; unless said, 1, 2, 4 and 8 times the base's
---steps    how many are made, 4 unless said
---picture  a .png or .svg of all changes
---json     a file for all changes
-Each size is trained twice, with cfg.scaling and without. The table has the exponents of what the
-steps have changed, as a power of width or depth: near 0 where one learning rate is right for all
-sizes. docs/transfer.md says more.
+--widths   widths of the residual stream; default: 1, 2, 4 and 8 times the base width. The other
+           sizes in scaling.base grow with it, except layers
+--depths   numbers of layers; default: 1, 2, 4 and 8 times the base depth
+--steps    training steps of each model, default 4
+--picture  write a plot of all changes to this .png or .svg file
+--json     write all changes to this file
+Each size is trained twice, with cfg.scaling and without. The table shows how the changes after the
+last step scale, as exponents of width or depth. Exponents near 0 mean that one learning rate suits
+all sizes. See docs/transfer.md.
 """
 
 import json
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from absl import flags
-from fiddle import absl_flags as absl_flags  # defines --fdl_config and its like
+from fiddle import absl_flags as absl_flags  # defines --fdl_config and related flags
 
 from runner.command_line.command import run, take_flags
 from runner.command_line.config_flags import check_chosen, chosen_config, fiddlers_listed
@@ -38,7 +38,7 @@ _PICTURE = flags.DEFINE_string("picture", None, "a .png or .svg file")
 _JSON = flags.DEFINE_string("json", None, "a file for all changes as JSON")
 
 if __name__ == "__main__":
-    take_flags(fiddlers_listed)  # what follows takes seconds to import
+    take_flags(fiddlers_listed)  # the imports below take seconds
 
 import fiddle as fdl
 
@@ -56,7 +56,7 @@ WITH, WITHOUT = "with scaling", "without"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The exit status."""
+    """Runs the command; returns the exit status."""
     check_chosen(arguments, "experiments/transfer")
     for file in filter(None, (_PICTURE.value, _JSON.value)):
         check_can_be_made(Path(file))
@@ -88,7 +88,10 @@ def main(arguments: Sequence[str]) -> int:
 def _rows(
     cfg: fdl.Config, arguments_of: Mapping[str, Mapping[int, Mapping[str, int]]]
 ) -> Iterator[dict[str, Any]]:
-    """As `lmlib.report.pictures.coordinates` takes them. The base is in both sweeps."""
+    """Yields the changes as rows for `lmlib.report.pictures.coordinates`.
+
+    The base size belongs to both sweeps.
+    """
     known: dict[tuple[Any, ...], Any] = {}
     with Telling() as tell:
         for by, of_size in arguments_of.items():

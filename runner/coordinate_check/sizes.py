@@ -1,4 +1,4 @@
-"""Which sizes a coordinate check compares: the base's, wider or deeper."""
+"""Sizes of the models that a coordinate check compares."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ _TIMES = (1, 2, 4, 8)
 
 
 def base_of(cfg: fdl.Config) -> Mapping[str, int]:
-    """Raises ConfigError without a base that has width and depth."""
+    """Returns `cfg.scaling.base`; raises ConfigError unless it has a width and a depth."""
     base = getattr(getattr(cfg, "scaling", None), "base", None)
     if not isinstance(base, Mapping) or not base.keys() >= {WIDTH, DEPTH}:
         raise ConfigError(
@@ -23,9 +23,10 @@ def base_of(cfg: fdl.Config) -> Mapping[str, int]:
 
 
 def sizes_of(flag: str, given: Sequence[str], base: int) -> list[int]:
-    """What a flag has, in order, or unless it is given multiples of the base's.
+    """Returns the sizes from a flag in ascending order; by default multiples of the base size.
 
-    Raises ConfigError for what is no size.
+    Raises:
+      ConfigError: unless the flag has two or more different positive integers.
     """
     if not given:
         return [base * times for times in _TIMES]
@@ -38,9 +39,14 @@ def sizes_of(flag: str, given: Sequence[str], base: int) -> list[int]:
 
 
 def model_arguments(base: Mapping[str, int], by: str, size: int) -> dict[str, int]:
-    """The model's arguments at a width or a depth, and all else as in the base.
+    """Returns the model arguments for a width or depth; the other dimension stays at its base.
 
-    Raises ConfigError where one would be no whole number.
+    Args:
+      by: "width" or "depth".
+      size: the width or the number of layers.
+
+    Raises:
+      ConfigError: if an argument would not be an integer.
     """
     if by == "depth":
         return {**base, DEPTH: size}
@@ -55,13 +61,17 @@ def model_arguments(base: Mapping[str, int], by: str, size: int) -> dict[str, in
 
 
 def sized(cfg: fdl.Config, arguments: Mapping[str, int], scaling: bool, steps: int) -> fdl.Config:
-    """A short run of a model with these arguments, with `cfg.scaling` or without."""
+    """Returns the config of a short run with these model arguments.
+
+    Args:
+      scaling: True to keep `cfg.scaling`.
+    """
     sized = copy.deepcopy(cfg)
     for name, size in arguments.items():
         setattr(sized.model, name, size)
     if not scaling:
         sized.scaling = None
-    sized.compute.unroll = 1  # which need not divide other depths
+    sized.compute.unroll = 1  # other values may not divide the depth
     sized.steps, sized.validation, sized.init_from = steps, None, None
     sized.evaluation.suite = None
     return sized

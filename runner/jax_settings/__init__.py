@@ -1,1 +1,1 @@
-"""Settings of JAX and XLA that have to be made before JAX starts."""
+"""Settings of JAX and XLA that must be made before JAX starts."""

@@ -1,7 +1,7 @@
-"""Compiled programs are kept in the user's cache folder, so that the next start need not compile.
+"""Keeps compiled programs in the user's cache folder, so that the next start can reuse them.
 
-JAX's own settings are left as they are where the user has made them: JAX_COMPILATION_CACHE_DIR says
-where the programs go, JAX_ENABLE_COMPILATION_CACHE=false that nowhere.
+The user's own JAX settings take precedence: JAX_COMPILATION_CACHE_DIR names another folder, and
+JAX_ENABLE_COMPILATION_CACHE=false disables the cache.
 """
 
 import os
@@ -16,11 +16,14 @@ from lmlib.storage.local_folder import NO_HOME, cache_folder
 
 
 def keep_compiled_programs() -> Path | None:
-    """Call it before anything compiles; returns the folder, `None` if nothing is kept.
+    """Enables the compilation cache; call it before anything compiles.
 
-    Where there is no folder, or it cannot be written, nothing is, and stderr says so.
+    If there is no folder, or it cannot be written, the cache is disabled with a message on stderr.
+
+    Returns:
+      The cache folder; `None` if the cache is disabled.
     """
-    settings: Any = jax.config  # its attributes are made as it is imported
+    settings: Any = jax.config  # type checkers don't see its attributes
     if not settings.jax_enable_compilation_cache:
         return None
     if settings.jax_compilation_cache_dir is None:
@@ -32,7 +35,7 @@ def keep_compiled_programs() -> Path | None:
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
     folder = settings.jax_compilation_cache_dir
-    if "://" in folder:  # a bucket, which JAX writes
+    if "://" in folder:  # a bucket, which JAX writes itself
         return Path(folder)
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)

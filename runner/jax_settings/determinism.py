@@ -1,4 +1,4 @@
-"""What cannot be computed to the same bits each time."""
+"""Checks that an experiment supports deterministic execution."""
 
 import os
 from collections.abc import Mapping
@@ -17,11 +17,16 @@ def check_determinism(
     environment: Mapping[str, str] = os.environ,
     platform: str | None = None,
 ) -> None:
-    """Raises ValueError if XLA is asked for the same bits on a GPU (`--deterministic`) and
-    attention would be cuDNN's: jaxlib 0.11 compiles such a step, and its first execution fails.
+    """Checks that `--deterministic` isn't combined with cuDNN attention on a GPU.
+
+    jaxlib 0.11 compiles such a step, but its first execution fails.
 
     Args:
-      platform: as `jax.default_backend()` names it; `None`: that.
+      environment: environment variables with the flags of XLA.
+      platform: a name as from `jax.default_backend()`, which is the default.
+
+    Raises:
+      ValueError: if XLA must be deterministic and attention would use cuDNN.
     """
     given = flags_of_the_run(environment)["XLA_FLAGS"]
     if not any(given.get(flag) == "true" for flag in _FLAGS):

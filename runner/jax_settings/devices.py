@@ -1,4 +1,4 @@
-"""Which devices a command has JAX start, and what it says if it cannot."""
+"""Chooses and starts JAX's devices, with clear errors if they cannot start."""
 
 import logging
 import os
@@ -15,10 +15,10 @@ from runner.jax_settings.xla_flags import keep_cpus_in_order
 
 
 def start_devices() -> None:
-    """Chooses and starts JAX's devices for a command of one process, with its programs cached.
+    """Chooses and starts JAX's devices and compilation cache, for a command of one process.
 
     Raises:
-      ConfigError: if JAX cannot start them.
+      ConfigError: if JAX cannot start the devices.
     """
     choose_devices()
     keep_cpus_in_order(several_processes=False)
@@ -27,13 +27,13 @@ def start_devices() -> None:
 
 
 def choose_devices() -> None:
-    """Calls `use_cpu_if_alone`; call it before JAX starts.
+    """Makes JAX use the CPU if there is no accelerator; call it before JAX starts.
 
-    Warns on stderr where the libraries for running on NVIDIA GPUs are installed, as with
-    lmlib[cuda12], and no GPU is found. Plugins for plans alone are left out without a word.
+    A warning is printed to stderr if the libraries for running on NVIDIA GPUs are installed, as
+    with lmlib[cuda12], but no GPU is found. Plugins that only serve planning cause no warning.
 
     Raises:
-      ConfigError: if JAX would start two plugins for NVIDIA GPUs, which it cannot.
+      ConfigError: if two plugins for NVIDIA GPUs are installed, since JAX can load only one.
     """
     if not on_cpus_alone():
         check_one_cuda_plugin()
@@ -49,17 +49,17 @@ def choose_devices() -> None:
 
 
 def _can_run_on_gpus() -> bool:
-    """Whether cuDNN is installed, which JAX needs on NVIDIA GPUs and lmlib[plan-gpu] leaves out."""
+    """True if cuDNN is installed, which JAX needs on NVIDIA GPUs and lmlib[plan-gpu] omits."""
     return find_spec("nvidia") is not None and find_spec("nvidia.cudnn") is not None
 
 
 def on_cpus_alone() -> bool:
-    """Whether JAX will start on CPUs, and not look for anything else."""
+    """True if JAX will use CPUs and not look for other devices."""
     return os.environ.get("JAX_PLATFORMS", "cuda" if has_accelerator() else "cpu") == "cpu"
 
 
 def check_one_cuda_plugin() -> None:
-    """Raises ConfigError if plugins for two versions of CUDA are installed: JAX can load one."""
+    """Raises ConfigError if plugins for two CUDA versions are installed: JAX can load only one."""
     cuda = [name for name in plugins() if name.startswith("xla_cuda")]
     if len(cuda) > 1:
         raise ConfigError(
@@ -70,10 +70,13 @@ def check_one_cuda_plugin() -> None:
 
 
 def check_devices() -> None:
-    """Starts JAX's devices; raises ConfigError if it cannot, as with JAX_PLATFORMS=cuda here.
+    """Starts JAX's devices.
 
-    What JAX logs meanwhile, such as the tracebacks of plugins, is shown only if some device starts:
-    else the error says why none does.
+    JAX's log messages, such as tracebacks of plugins, are shown only if the devices start.
+    Otherwise the error contains the reason.
+
+    Raises:
+      ConfigError: if JAX cannot start them, for example with JAX_PLATFORMS=cuda and no GPU.
     """
     logger, held_back = logging.getLogger("jax"), BufferingHandler(sys.maxsize)
     propagates, logger.propagate = logger.propagate, False

@@ -1,8 +1,8 @@
-"""Settings of JAX itself that change what a run computes from the same config and seed.
+"""JAX settings that affect the results of a run with the same config and seed.
 
-They come from the environment (`JAX_DEFAULT_PRNG_IMPL=rbg`), or from code that calls
-`jax.config.update` or enters a context such as `jax.default_matmul_precision`. So they are read
-from JAX, as they are where this is called.
+They come from the environment (`JAX_DEFAULT_PRNG_IMPL=rbg`), from calls of `jax.config.update`, or
+from contexts such as `jax.default_matmul_precision`. So they are read from JAX, in the context of
+the caller.
 """
 
 import enum
@@ -13,9 +13,9 @@ from typing import Any
 
 import jax
 
-# These change numbers. Each JAX version lacks some of them.
+# These affect numerical results. Each JAX version lacks some of them.
 _NUMBERS = (
-    # draws: initial weights, dropout, sampling
+    # random numbers: initial weights, dropout, sampling
     "jax_accurate_erf_inv",
     "jax_default_prng_impl",
     "jax_high_dynamic_range_gumbel",
@@ -34,8 +34,8 @@ _NUMBERS = (
     "jax_use_direct_linearize",
     "jax_use_hlo_logistic_lowering",
 )
-_TF32 = "NVIDIA_TF32_OVERRIDE"  # cuBLAS and cuDNN read it, and it overrides JAX's precision
-# These may differ between processes: caches, messages, checks, addresses and devices.
+_TF32 = "NVIDIA_TF32_OVERRIDE"  # read by cuBLAS and cuDNN; overrides JAX's precision
+# These may differ between processes: settings of caches, messages, checks, addresses and devices.
 _OF_ONE_PROCESS = re.compile(
     r"cache|log_|logging|dump|traceback|tracer_error|check_|checks|guard|cross_host|timeout|mtls"
     r"|distributed_|visible_devices|default_device|cpu_devices|platform|backend|mock|client"
@@ -44,23 +44,23 @@ _OF_ONE_PROCESS = re.compile(
 
 
 def settings_of_numbers() -> dict[str, str]:
-    """The settings that change numbers: names of variables and their values, "unset" for none."""
+    """Returns the settings that affect results: variable names and values ("unset" for none)."""
     return _named(name for name in _NUMBERS if name in jax.config.values)
 
 
 def settings_of_the_run() -> dict[str, str]:
-    """The settings that all processes of a run must share, as `settings_of_numbers`.
+    """Returns the settings that all processes must share, in the form of `settings_of_numbers`.
 
-    They include every setting that can change a compiled program. Processes with different programs
-    wait for each other.
+    They include every setting that can change a compiled program, since processes with different
+    programs would deadlock.
     """
     return _named(name for name in jax.config.values if not _OF_ONE_PROCESS.search(name))
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, str]) -> str:
-    """A message about the settings of numbers that differ from `before`; empty if none does.
+    """Describes the settings that differ from `before`; empty if none does.
 
-    A setting that one of the two JAX versions lacks is not compared.
+    Settings that only one of the two JAX versions has are not compared.
     """
     return ", ".join(
         f"{name} was {before[name]} and is {value}"
@@ -75,12 +75,12 @@ def _named(names: Iterable[str]) -> dict[str, str]:
 
 
 def _value(name: str) -> Any:
-    """The value in this thread's context, or the process's value of a setting without contexts."""
+    """Returns the value in this thread's context, or the global value without a context."""
     return getattr(jax.config, name, jax.config.values[name])
 
 
 def _text(value: Any) -> str:
-    """The value as an environment variable spells it."""
+    """Formats a value as in an environment variable."""
     if isinstance(value, enum.Enum):
         return value.name.lower()
     if isinstance(value, bool):

@@ -1,11 +1,10 @@
-"""Settings of XLA that a run makes; what the user has set stays.
+"""XLA flags that a run sets. Flags that the user has set take precedence.
 
-XLA reads them from XLA_FLAGS when JAX finds its devices. A flag that the user gives there, with
-whatever value, is left as it is.
+XLA reads the flags from XLA_FLAGS when JAX initialises its devices.
 
-TPUs have their own, in LIBTPU_INIT_ARGS, and a run sets none. On v5e those that fuse gathers with
-computation are libtpu's defaults. On every other generation libtpu 0.0.50 refuses them, since
-results may be wrong or never come; 0.0.42 took them there all the same.
+TPUs have their own flags, in LIBTPU_INIT_ARGS, and a run sets none of them. On v5e, the flags that
+fuse gathers with computation are on by default. On all other generations, libtpu 0.0.50 rejects
+them, since results may be wrong or the program may hang; libtpu 0.0.42 still accepted them.
 """
 
 import os
@@ -14,26 +13,28 @@ from collections.abc import Mapping, MutableMapping, Sequence
 
 import jax
 
-# Kernels without atomic additions, and none chosen by a race between candidates.
+# Uses kernels without atomic additions, and without autotuning, whose choice may vary.
 DETERMINISTIC = "--xla_gpu_deterministic_ops=true"
 
-# GPUs launch kernels together as graphs: these, which JAX 0.11 takes by itself, and no collectives,
-# which have hung others' runs after hundreds of steps; JAX 0.12 would take some of them.
+# GPUs launch these kernels together as CUDA graphs. The list is the default of JAX 0.11. It has no
+# collectives, which JAX 0.12 partly includes, since graphs with collectives have hung other
+# people's runs after hundreds of steps.
 GRAPHS = (
     "--xla_gpu_enable_command_buffer=FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,"
     "DYNAMIC_SLICE_FUSION,CONDITIONAL"
 )
-# Or one by one, each under its instruction's name.
+# Launches kernels one by one, so that a trace shows each under the name of its instruction.
 WITHOUT_GRAPHS = "--xla_gpu_enable_command_buffer="
 
-# Each CPU device does one thing after another. Without it a device may begin independent
-# collectives in another order than its peers, and they wait for each other until XLA aborts, above
-# all in programs that JAX 0.10 and 0.11 load from their cache, where the order is not kept.
+# Makes each CPU device run one operation at a time. Otherwise a device may start independent
+# collectives in another order than its peers, and they deadlock until XLA aborts. This is most
+# likely with programs from the compilation cache of JAX 0.10 and 0.11, which loses the order.
 IN_ORDER_ON_CPU = "--xla_cpu_multi_thread_eigen=false"
 
-# Collectives are sent while GPUs compute. XLA's own defaults overlap them within a turn of a loop;
-# these also begin the gathers of the next layer, and end the sums of the last one, in the turn
-# before or after. XLA's optimization level O1 sets the same, and unrolls such loops once.
+# Overlaps collectives with computation on GPUs. XLA's defaults overlap them within one iteration of
+# a loop. These flags also start the all-gathers of the next layer one iteration early, and finish
+# the reductions of the last layer one iteration late. XLA's optimization level O1 sets the same
+# flags, and also unrolls such loops once.
 OVERLAP_ON_GPU = (
     "--xla_gpu_enable_latency_hiding_scheduler=true",
     "--xla_gpu_enable_pipelined_all_gather=true",
@@ -42,8 +43,8 @@ OVERLAP_ON_GPU = (
 )
 
 _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
-# What may differ from process to process: where it writes and caches what it compiles, in how many
-# threads it does, and its number of devices, of which `require_equal_devices` says more.
+# Flags that may differ between processes: folders for dumps and caches, compilation threads, and
+# the number of devices, which `require_equal_devices` checks.
 _OF_ONE_PROCESS = re.compile(
     r"--xla_(\w*dump_\w+|gpu_(load_autotune_results_from|per_fusion_autotune_cache_dir"
     r"|kernel_cache_file|cuda_data_dir|force_compilation_parallelism)"
@@ -52,47 +53,54 @@ _OF_ONE_PROCESS = re.compile(
 
 
 def set_gpu_flags(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Asks XLA to send while GPUs compute, and never in graphs; call it before JAX finds its
-    devices."""
+    """Overlaps collectives with computation on GPUs, and keeps them out of CUDA graphs.
+
+    Call it before JAX initialises its devices.
+    """
     _add((*OVERLAP_ON_GPU, GRAPHS), environment)
 
 
 def keep_cpus_in_order(
     several_processes: bool, environment: MutableMapping[str, str] = os.environ
 ) -> None:
-    """Keeps CPU devices from waiting for each other for ever; call it before JAX finds its devices.
+    """Prevents deadlocks between CPU devices; call it before JAX initialises its devices.
 
-    A run of one device stays as it is, and has every core.
+    A run on one device is not changed, so it can use every core.
     """
     if several_processes or _simulates_devices(environment):
         _add((IN_ORDER_ON_CPU,), environment)
 
 
 def may_wait_for_ever(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether JAX's devices are CPUs that nobody has told to keep their order."""
+    """True if several CPU devices may deadlock because `IN_ORDER_ON_CPU` is not set."""
     in_order = IN_ORDER_ON_CPU in environment.get("XLA_FLAGS", "").split()
     return jax.default_backend() == "cpu" and jax.device_count() > 1 and not in_order
 
 
 def make_deterministic(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Asks XLA for the same bits on every execution on a GPU; call it before JAX finds its devices.
+    """Makes XLA deterministic on GPUs; call it before JAX initialises its devices.
 
-    On CPUs and TPUs it changes nothing: they give the same bits anyway.
+    CPUs and TPUs are always deterministic.
     """
     _add((DETERMINISTIC,), environment)
 
 
 def launch_kernels_one_by_one(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Asks XLA for kernels whose traces say what each is; call it before JAX finds its devices, and
-    before `set_gpu_flags`. On GPUs steps take a little longer."""
+    """Launches GPU kernels one by one, so that traces name each; steps take slightly longer.
+
+    Call it before `set_gpu_flags`, and before JAX initialises its devices.
+    """
     _add((WITHOUT_GRAPHS,), environment)
 
 
 def flags_of_the_run(
     environment: Mapping[str, str] = os.environ,
 ) -> dict[str, dict[str, str]]:
-    """The flags of XLA that must be the same for all processes of a run, and their values, by the
-    environment variable that has them."""
+    """Returns the XLA flags that must be the same on all processes of a run.
+
+    Returns:
+      For each environment variable, its flags and their values.
+    """
     found: dict[str, dict[str, str]] = {}
     for variable in _VARIABLES:
         given = (flag.partition("=") for flag in environment.get(variable, "").split())

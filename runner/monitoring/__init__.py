@@ -1,1 +1,1 @@
-"""What a run is doing: phases, progress, goodput, traces, and a watchdog for one that hangs."""
+"""Monitors a run: phases, progress, goodput, traces, and a watchdog for hangs."""

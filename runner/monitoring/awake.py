@@ -1,20 +1,26 @@
-"""The time in which a process runs: SIGSTOP and Ctrl-Z may hold it for hours, and clocks go on."""
+"""Measures time without pauses: SIGSTOP or Ctrl-Z may pause a process while clocks run on."""
 
 
 class Awake:
-    """Counts seconds without those for which this process was held.
+    """Counts the seconds in which this process was not paused.
 
-    Whoever asks every `period` seconds, and comes late, was held meanwhile.
+    It must be asked every `period` seconds. A call that comes late means that the process was
+    paused.
     """
 
     def __init__(self, period: float, now: float):
-        """`now`, here and below, is by a clock that nobody can set."""
+        """Starts counting.
+
+        Args:
+          period: seconds between two calls of `seconds_since`.
+          now: the current time in seconds by a monotonic clock, here and below.
+        """
         self._period = period
         self._asked_at = now
         self._moment, self._held = now, 0.0
 
     def seconds_since(self, moment: float, now: float) -> float:
-        """Those from `moment` to `now`; to be asked for every `period` seconds."""
+        """Returns the seconds from `moment` to `now`, without pauses; call it every `period`."""
         if moment != self._moment:
             self._moment, self._held = moment, 0.0
         late = now - self._asked_at - self._period

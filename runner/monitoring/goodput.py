@@ -1,4 +1,4 @@
-"""Keeps account of where the wall time of a run goes; `lmlib/runs/goodput.py` reads it."""
+"""Records the wall time of a run by phase, for `lmlib/runs/goodput.py` to read."""
 
 import contextlib
 import dataclasses
@@ -16,7 +16,7 @@ WRITE_SECONDS = 10.0
 
 
 class GoodputLog:
-    """Keeps `workdir/goodput.json`; writes it if `enabled`, which it is on one process."""
+    """Maintains `workdir/goodput.json`; only the process with `enabled` writes it."""
 
     def __init__(
         self,
@@ -26,14 +26,14 @@ class GoodputLog:
         enabled: bool = True,
         start: str = "",
     ):
-        """Reads what earlier starts left; what cannot be read is not counted.
+        """Reads the records of earlier starts; unreadable ones are not counted.
 
         Args:
-          check: called before each write, which it prevents if it raises.
-          start: the random text of this start.
+          check: called before each write; raises an error to prevent it.
+          start: the random id of this start.
 
         Attributes:
-          problem: what could not be read, in words; `None` if all could.
+          problem: describes a record that could not be read; `None` if there is none.
         """
         self._file = workdir / FILE_NAME
         self._phases = phases
@@ -47,11 +47,11 @@ class GoodputLog:
 
     @property
     def furthest(self) -> int:
-        """The last step that any earlier start is known to have made."""
+        """The last step that any earlier start has recorded."""
         return max((start.last_step for start in self._earlier), default=0)
 
     def update(self, step: int) -> float:
-        """Records that `step` is made; returns the goodput up to now (0.9 for 90 %)."""
+        """Records that `step` is complete; returns the goodput so far, a fraction of 1."""
         self._last_step = step
         if time.monotonic() - self._written_at >= WRITE_SECONDS:
             self.write()
@@ -61,7 +61,7 @@ class GoodputLog:
         return total([*self._earlier, self._start()])
 
     def write(self) -> None:
-        """Replaces the file. Where the storage fails it stays as it is: no run ends for that."""
+        """Replaces the file. Storage errors are ignored, so that they don't end the run."""
         self._written_at = time.monotonic()
         if not self._enabled:
             return
@@ -70,7 +70,7 @@ class GoodputLog:
             write_whole(self._file, json.dumps({"starts": starts}, indent=1) + "\n", self._check)
 
     def __enter__(self) -> "GoodputLog":
-        """Writes, so that this start is known before its first step."""
+        """Writes the file, so that it includes this start before the first step."""
         self.write()
         self._written_at = 0.0
         return self

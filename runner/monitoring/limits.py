@@ -1,4 +1,4 @@
-"""How long each thing that a run does may take."""
+"""Time limits for the phases of a run."""
 
 import dataclasses
 
@@ -7,7 +7,7 @@ from runner.monitoring.phases import Phase
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """How many seconds may pass in one go; a process that takes longer ends."""
+    """Limits in seconds for one stay in a phase; a process that takes longer ends."""
 
     compile: float = 7_200.0
     step: float = 1_800.0

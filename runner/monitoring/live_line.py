@@ -5,13 +5,13 @@ from typing import TextIO
 
 from lmlib.terminal.text import shown
 
-CLEAR_LINE = "\r\x1b[K"  # the end of what was there may be longer than what replaces it
+CLEAR_LINE = "\r\x1b[K"  # the old line may be longer than the new one
 
 
 def fitting(line: str, stream: TextIO) -> str:
-    """`line`, cut to the terminal that `stream` writes to: one that wraps cannot be redrawn."""
+    """Cuts `line` to the width of the terminal, since a wrapped line cannot be redrawn."""
     try:
         width = os.get_terminal_size(stream.fileno()).columns
-    except OSError:  # the terminal has gone
+    except OSError:  # the terminal was closed
         width = 0
-    return shown(line)[: width - 1] if width else line  # 0: the terminal does not say
+    return shown(line)[: width - 1] if width else line  # 0 if the terminal doesn't report its width

@@ -1,4 +1,4 @@
-"""What a run is doing, and how many seconds it has spent on each thing it does."""
+"""The phases of a run, and the seconds spent in each."""
 
 import contextlib
 import enum
@@ -9,7 +9,7 @@ from lmlib.runs.goodput import STEPS
 
 
 class Phase(enum.StrEnum):
-    """Each second of a run belongs to one of these."""
+    """The phases of a run. Each second of wall time belongs to exactly one."""
 
     STARTUP = "start-up"  # imports, config, finding the other processes, opening the data
     INITIALISATION = "initialisation"  # of new weights
@@ -17,14 +17,14 @@ class Phase(enum.StrEnum):
     COMPILE = "compile"
     DATA = "data wait"
     STEP = STEPS
-    REPEATED = "repeated steps"  # made before by a process that ended before it saved them
-    EVALUATION = "evaluation"  # samples and a user's own actions, too
-    CHECKPOINT = "checkpoint"  # what saving holds training up for
-    TRACKERS = "trackers"  # the wait at the end until they have the run
+    REPEATED = "repeated steps"  # steps that an earlier process made but did not save
+    EVALUATION = "evaluation"  # includes samples and user-defined actions
+    CHECKPOINT = "checkpoint"  # only the time in which saving blocks training
+    TRACKERS = "trackers"  # the final wait until metric trackers have all data
 
 
 class Phases:
-    """Charges the time to phases.
+    """Measures the time in each phase.
 
     phases = Phases()
     with phases.during(Phase.COMPILE):
@@ -33,14 +33,18 @@ class Phases:
     """
 
     def __init__(self, started: float | None = None):
-        """Begins with the start-up, at the time `started` (seconds since the epoch) or now."""
+        """Starts in the start-up phase.
+
+        Args:
+          started: when the phase began, in seconds since the epoch; `None` for now.
+        """
         self._seconds = dict.fromkeys(Phase, 0.0)
         if started is not None:
             self._seconds[Phase.STARTUP] = max(0.0, time.time() - started)
         self._current = Phase.STARTUP, time.monotonic()
 
     def enter(self, phase: Phase) -> None:
-        """Charges the time from now on to `phase`."""
+        """Switches to `phase`."""
         before, since = self._current
         now = time.monotonic()
         self._current = phase, now
@@ -48,7 +52,7 @@ class Phases:
 
     @contextlib.contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
-        """Charges the time of a block to `phase`, and then goes back to the phase before."""
+        """Switches to `phase` for the block, then back to the previous phase."""
         before, _ = self._current
         self.enter(phase)
         try:
@@ -58,16 +62,16 @@ class Phases:
 
     @property
     def current(self) -> tuple[Phase, float]:
-        """The phase, and when it was entered, by `time.monotonic`. For other threads too."""
+        """The current phase, and its start by `time.monotonic`. Thread-safe."""
         return self._current
 
     def seconds(self) -> dict[Phase, float]:
-        """Of each phase up to now."""
+        """Returns the seconds spent in each phase so far."""
         phase, since = self._current
         return self._seconds | {phase: self._seconds[phase] + time.monotonic() - since}
 
     def text(self) -> str:
-        """All seconds so far and what they went into: "9.1 s: 3.0 s start-up, 6.1 s compile"."""
+        """Formats the total time and its parts: "9.1 s: 3.0 s start-up, 6.1 s compile"."""
         seconds = self.seconds()
         parts = (f"{spent:.1f} s {phase}" for phase, spent in seconds.items() if spent >= 0.05)
         return f"{sum(seconds.values()):.1f} s: {', '.join(parts)}"

@@ -1,4 +1,4 @@
-"""What the devices did in some steps: a trace, and where its time went."""
+"""Profiles training steps: records a trace of the devices, and summarises their time."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,28 +13,31 @@ S = TypeVar("S")
 
 
 class Profiler:
-    """Traces steps into a folder.
+    """Traces steps into a folder. Open its perfetto_trace.json.gz in ui.perfetto.dev.
 
-    Of the files there, perfetto_trace.json.gz opens in ui.perfetto.dev.
-
-        with Profiler(folder, steps_range("10:12"), written=tell) as profiler:
-            profiler.before(10, wait_for=state)
-            ...
-            profiler.after(10, wait_for=metrics)
+    with Profiler(folder, steps_range("10:12"), written=tell) as profiler:
+        profiler.before(10, wait_for=state)
+        ...
+        profiler.after(10, wait_for=metrics)
     """
 
     def __init__(
         self, folder: Path, steps: range | None, written: Callable[[int], None] = lambda steps: None
     ):
-        """`steps=None` traces nothing. `written` is told how many steps a trace has, once it is
-        written; it is not called if an error ended them."""
+        """Prepares a trace.
+
+        Args:
+          steps: the steps to trace; `None` for none.
+          written: called with the number of traced steps after the trace is written, unless an
+            error ended the run.
+        """
         self._folder = folder
         self._steps = steps or range(0)
         self._written = written
         self._traced: int | None = None
 
     def traced(self, make: Callable[..., tuple[S, Any]]) -> Callable[..., tuple[S, Any]]:
-        """`made, metrics = make(step, state, batch)`, traced if it is one of the steps."""
+        """Wraps a step function `state, metrics = make(step, state, batch)` to trace its steps."""
 
         def call(step: int, state: S, batch: Any) -> tuple[S, Any]:
             self.before(step, wait_for=state)
@@ -45,8 +48,11 @@ class Profiler:
         return call
 
     def before(self, step: int, wait_for: Any) -> None:
-        """Begins the trace if `step` is the first of the steps, or a resumed run's first of them,
-        once the arrays `wait_for`, those of earlier steps, exist."""
+        """Starts the trace if `step` is the first step to trace in this process.
+
+        Args:
+          wait_for: arrays of earlier steps, which must be computed first.
+        """
         if step not in self._steps:
             return
         if self._traced is None:
@@ -56,7 +62,11 @@ class Profiler:
         self._traced += 1
 
     def after(self, step: int, wait_for: Any) -> None:
-        """Ends the trace if `step` is the last of the steps, once the arrays `wait_for` exist."""
+        """Ends the trace if `step` is the last step to trace.
+
+        Args:
+          wait_for: arrays of this step, which must be computed first.
+        """
         if self._traced is not None and step + 1 not in self._steps:
             jax.block_until_ready(wait_for)
             self._end(whole=True)
@@ -72,7 +82,7 @@ class Profiler:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
-        """Ends the trace of a run that ends before the last of the steps."""
+        """Ends a trace that is still active."""
         self._end(whole=kind is None)
 
 
@@ -83,16 +93,21 @@ def where_the_time_went(
     steps: int,
     check: Callable[[], None] = lambda: None,
 ) -> str:
-    """Tables of the newest trace in `folder`, which has `steps` steps; those of all kernels go into
-    folder/kernels.txt, written as `write_whole` does with `check`.
+    """Returns tables of the time in the newest trace, next to the estimates of `runner.plan`.
 
-    Beside what was measured stands what `runner.plan` expects, if it knows the devices. What cannot
-    be read or written ends no run: the text says so.
+    Estimates are included if the devices are known. A table of all kernels is written to
+    folder/kernels.txt. If a file cannot be read or written, the returned text says so.
+
+    Args:
+      folder: the folder of the trace.
+      compiled: the traced program.
+      steps: the number of traced steps.
+      check: as in `write_whole`.
     """
     program = compiled.as_text()
-    assert program is not None  # XLA's programs have a text
+    assert program is not None  # XLA programs always have a text
     device = experiment.mesh.devices.flat[0]
-    # Only a run with --profile needs these.
+    # Imported here, since only runs with --profile need these modules.
     from lmlib.hardware.specifications import accelerator
     from lmlib.plan.flops import count_flops
     from lmlib.plan.scopes import scopes_of

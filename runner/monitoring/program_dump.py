@@ -1,4 +1,4 @@
-"""The program that the devices run, as XLA optimised it."""
+"""Dumps the optimised XLA program that the devices run."""
 
 import shutil
 import subprocess
@@ -7,22 +7,24 @@ from typing import Any
 
 import jax
 
-GRAPH_SECONDS = 60  # Graphviz may take hours over the graph of a large program
+GRAPH_SECONDS = 60  # Graphviz may need hours for the graph of a large program
 
 
 def dump_program(compiled: jax.stages.Compiled, workdir: Path, name: str = "train_step") -> str:
-    """Writes the program as XLA optimised it: workdir/hlo/`name`.txt and, where Graphviz's `dot` is
-    installed, the graph of the same program as `name`.svg.
+    """Writes the optimised program to workdir/hlo/`name`.txt, and its graph to `name`.svg.
 
-    Returns a line that says what was written, and if there is no graph, why.
+    The graph needs Graphviz's `dot`.
+
+    Returns:
+      A message that names the files; it says why if there is no graph.
     """
     folder = workdir / "hlo"
     folder.mkdir(parents=True, exist_ok=True)
     text, graph = folder / f"{name}.txt", folder / f"{name}.svg"
     program = compiled.as_text()
-    assert program is not None  # XLA's programs have a text
+    assert program is not None  # XLA programs always have a text
     text.write_text(program, encoding="utf-8")
-    graph.unlink(missing_ok=True)  # an earlier program's
+    graph.unlink(missing_ok=True)  # the graph of an earlier program
     if shutil.which("dot") is None:
         return f"wrote {text}; no graph, since Graphviz's dot is not installed"
     try:
@@ -41,9 +43,9 @@ def dump_program(compiled: jax.stages.Compiled, workdir: Path, name: str = "trai
 
 
 def _graph(compiled: jax.stages.Compiled) -> str:
-    """The optimised program in Graphviz's language."""
+    """Returns the optimised program in the DOT language."""
     executable: Any = compiled.runtime_executable()
     (module,) = executable.hlo_modules()
-    # Only a computation draws itself, and JAX hands out its class only with an instance.
+    # Only the class HloComputation can draw a program, and JAX exposes it only via an instance.
     computation: Any = type(jax.jit(lambda: 0).lower().compiler_ir("hlo"))
     return computation(module.as_serialized_hlo_module_proto()).as_hlo_dot_graph()

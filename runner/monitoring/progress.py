@@ -1,4 +1,4 @@
-"""What a run shows while it goes on: one live line on a terminal, plain lines in a log file."""
+"""Shows the progress of a run: a live line on a terminal, plain lines elsewhere."""
 
 import sys
 import time
@@ -12,16 +12,16 @@ from runner.monitoring.live_line import CLEAR_LINE, fitting
 from runner.monitoring.run_log import RunLog
 
 BAR_WIDTH = 20
-REDRAW_SECONDS = 0.1  # of the live line
+REDRAW_SECONDS = 0.1  # minimum time between redraws of the live line
 PLAIN_LINES_AT_FIRST = 3
-PLAIN_LINE_SECONDS = 10.0  # between plain lines from then on
+PLAIN_LINE_SECONDS = 10.0  # minimum time between later plain lines
 
 
 class Progress:
-    """Bar, step, loss, tokens per second, MFU and time left.
+    """Shows a progress bar, step, loss, tokens per second, MFU and the remaining time.
 
-    On a terminal the line is redrawn in place. Elsewhere the first steps, then one step in about
-    ten seconds, and the last get a line each.
+    On a terminal, one line is redrawn in place. Elsewhere, a line is written for the first few
+    steps, then about every ten seconds, and for the last step.
 
         with Progress(steps=1000) as progress:
             progress.update(1, loss=10.2, seconds=0.5, tokens_per_second=1e6)
@@ -37,8 +37,8 @@ class Progress:
 
         Args:
           steps: the last step of the run.
-          stream: where to write; `None` writes nothing, for all processes but one.
-          clock: the time in seconds.
+          stream: where to write; `None` writes nothing, on all processes except one.
+          clock: returns the time in seconds.
         """
         self._steps = steps
         self._stream = stream
@@ -52,8 +52,11 @@ class Progress:
         self._before_log: list[tuple[float, str]] = []  # messages, and when they were written
 
     def keep(self, workdir: Path, check: Callable[[], None] = lambda: None) -> None:
-        """From now on `workdir/run.log` gets the plain lines too, each after a `check`; first the
-        messages so far."""
+        """Also writes plain lines to `workdir/run.log`, starting with all messages so far.
+
+        Args:
+          check: called before each write; raises an error to prevent it.
+        """
         self._log = RunLog(workdir, check=check)
         for at, text in self._before_log:
             self._log.write(text, at)
@@ -69,11 +72,15 @@ class Progress:
         others: Mapping[str, float] | None = None,
         loss_name: str = "loss",
     ) -> None:
-        """Records that `step` is done; writes unless a line was written just before. After the
-        loss, under `loss_name`, come the metrics of `others` by name.
+        """Records a completed step, and shows it unless a line was written just before.
 
-        The time left follows from the steps since the first update, so compilation is not in it; at
-        the first update it is guessed from that step's own `seconds`.
+        The remaining time is estimated from the steps since the first update, so it excludes
+        compilation. At the first update it is estimated from `seconds`.
+
+        Args:
+          seconds: the duration of this step.
+          others: metrics to show after the loss, by name.
+          loss_name: the name to show for the loss.
         """
         now = self._clock()
         if self._first is None:
@@ -104,11 +111,11 @@ class Progress:
             self._write(f"{CLEAR_LINE}{self._fitting()}")
 
     def validated(self, step: int, found: str) -> None:
-        """Shows what validation `found` after `step`, on a line of its own."""
+        """Shows the validation result `found` after `step`, on its own line."""
         self.message(f"step {step:,}/{self._steps:,}  {found}")
 
     def message(self, text: str) -> None:
-        """Writes `text` on lines of its own, above the live line."""
+        """Writes `text` on separate lines, above the live line."""
         if self._log is not None:
             self._log.write(text)
         else:
@@ -119,7 +126,7 @@ class Progress:
             self._write(f"{text}\n")
 
     def close(self) -> None:
-        """Leaves the last state of the live line on the screen, and the cursor below it."""
+        """Leaves the live line on the screen, and moves the cursor below it."""
         if self._live and self._line:
             self._write(f"{CLEAR_LINE}{self._fitting()}\n")
         self._line = ""
@@ -144,14 +151,18 @@ class Progress:
 
 
 class _Pace:
-    """Which steps get a plain line: the first few, then one in about ten seconds."""
+    """Selects the steps that get a plain line: the first few, then one about every ten seconds."""
 
     def __init__(self) -> None:
         self._lines = 0
         self._written_at = -float("inf")
 
     def has_turn(self, now: float, always: bool) -> bool:
-        """Whether a step that is done `now` (seconds) gets a line; `always` says that it does."""
+        """True if a step that ended at `now` (seconds) gets a line.
+
+        Args:
+          always: True to select this step in any case.
+        """
         begins = self._lines < PLAIN_LINES_AT_FIRST
         if not (always or begins or now - self._written_at >= PLAIN_LINE_SECONDS):
             return False

@@ -1,4 +1,4 @@
-"""`workdir/run.log`: what a run shows while it goes on, with the time, across all its starts."""
+"""Writes `workdir/run.log`: the progress and messages of all starts, with timestamps."""
 
 import contextlib
 import os
@@ -13,8 +13,11 @@ FILE_NAME = "run.log"
 
 
 class RunLog:
-    """Appends lines to the log. Where the storage fails, or the workdir is another run's now, they
-    are lost: no run ends for that."""
+    """Appends lines to the log.
+
+    Lines are dropped if the storage fails or another run has taken over the workdir. Neither ends
+    the run.
+    """
 
     def __init__(
         self,
@@ -22,18 +25,26 @@ class RunLog:
         clock: Callable[[], float] = time.time,
         check: Callable[[], None] = lambda: None,
     ):
-        """Begins with a line about this start; `clock` gives seconds since the epoch. `check`,
-        called before each write, raises WorkdirLost where the workdir is another run's."""
+        """Opens the log and writes a line about this start.
+
+        Args:
+          clock: returns the time in seconds since the epoch.
+          check: called before each write; raises WorkdirLost if another run has taken over.
+        """
         self._file = workdir / FILE_NAME
         self._clock, self._check = clock, check
         with contextlib.suppress(OSError, WorkdirLost):
-            # Apart from the start before, whose last line a kill may have cut short.
+            # Separates this start from the previous one, whose last line may be incomplete.
             if self._file.exists() and self._file.stat().st_size:
                 self._append("\n")
         self.write(f"=== start of process {os.getpid()} on {socket.gethostname()}")
 
     def write(self, text: str, at: float | None = None) -> None:
-        """Appends each line of `text` with its time in UTC: now, or `at`."""
+        """Appends each line of `text` with a UTC timestamp, of `at` or now.
+
+        Args:
+          at: seconds since the epoch; `None` for now.
+        """
         seconds = self._clock() if at is None else at
         stamp = time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(seconds))
         with contextlib.suppress(OSError, WorkdirLost):
@@ -41,6 +52,6 @@ class RunLog:
 
     def _append(self, text: str) -> None:
         self._check()
-        # Opened anew each time: the few lines are worth it, and nothing is left to close.
+        # Opened for each write. There are few lines, and nothing needs to be closed at the end.
         with self._file.open("a", encoding="utf-8") as file:
             file.write(text)

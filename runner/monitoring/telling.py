@@ -1,4 +1,4 @@
-"""What a command is doing while it has nothing else to show: compiling, for a minute say."""
+"""Shows the current activity of a command, such as a long compilation."""
 
 import os
 import sys
@@ -9,24 +9,29 @@ from typing import Self, TextIO
 from lmlib.terminal.text import text_stream
 from runner.monitoring.live_line import CLEAR_LINE, fitting
 
-REDRAW_SECONDS = 1.0  # of the line on a terminal
-LINE_SECONDS = 10.0  # between lines elsewhere
+REDRAW_SECONDS = 1.0  # time between redraws on a terminal
+LINE_SECONDS = 10.0  # time between lines elsewhere
 
 
 class Telling:
-    """Writes each line it is given and, until the next one, how long that takes.
+    """Writes each given line, followed by the elapsed time until the next line.
 
         with Telling() as tell:
             tell("compiling the step")
             …
 
-    On a terminal the line is redrawn in place; elsewhere another one follows now and then. Lines
-    begin with the seconds since the beginning. By default they go to stderr as it was then, also
-    while what compilers write there is kept elsewhere.
+    On a terminal, the line is redrawn in place; elsewhere new lines are written periodically. Each
+    line begins with the seconds since the start. By default, lines go to a duplicate of stderr, so
+    they are shown even while the output of compilers is redirected.
     """
 
     def __init__(self, stream: TextIO | None = None, seconds: float | None = None):
-        """`seconds`: between two times that a line says how long it has taken."""
+        """Prepares the output.
+
+        Args:
+          stream: where to write; `None` for stderr.
+          seconds: the time between two updates of the elapsed time; `None` for the default.
+        """
         self._own = stream is None
         self._stream = stream or text_stream(
             os.fdopen(os.dup(sys.stderr.fileno()), "wb"), "utf-8", redraws=True
@@ -71,7 +76,7 @@ class Telling:
             self._write(f"{timed}\n")
 
     def _leave(self) -> None:
-        """Ends the line on a terminal, so that it stays there."""
+        """Ends the line on a terminal, so that it stays visible."""
         if self._live and self._line:
             self._write("\n")
 

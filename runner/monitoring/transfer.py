@@ -1,15 +1,22 @@
-"""How far the reading or writing of weights is."""
+"""Reports the progress of reading or writing weights."""
 
 import time
 from collections.abc import Callable
 
 from lmlib.terminal.quantities import bytes_text
 
-SECONDS = 10.0  # between lines
+SECONDS = 10.0  # minimum time between lines
 
 
 def told(doing: str, show: Callable[[str], None]) -> Callable[[int, int], None]:
-    """What `lmlib.hf` calls with the bytes done and all bytes: `show` gets a line now and then."""
+    """Returns a progress callback for `lmlib.hf`, which passes a line to `show` periodically.
+
+    Args:
+      doing: the beginning of each line, such as "reading".
+
+    Returns:
+      A function of the bytes done and the total bytes.
+    """
     last = time.monotonic()
 
     def tell(done: int, total: int) -> None:

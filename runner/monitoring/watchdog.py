@@ -1,7 +1,7 @@
-"""Ends a process that is stuck, and shows where it is.
+"""Ends a process that hangs, and records the stack traces of its threads.
 
-The stacks of all threads go to `workdir/stacks/process_00000.txt`: when something takes longer than
-its limit, when the process crashes or is aborted, and whenever `kill -USR1` asks for them.
+The stacks of all threads are written to `workdir/stacks/process_00000.txt`: when a phase exceeds
+its limit, when the process crashes or is aborted, and on `kill -USR1`.
 """
 
 import contextlib
@@ -21,8 +21,8 @@ from runner.monitoring.awake import Awake
 from runner.monitoring.limits import Limits
 from runner.monitoring.phases import Phase, Phases
 
-LONGEST_WAIT = 1.0  # seconds between two looks
-LAST_WORDS_SECONDS = 10.0  # that a process which ends may take to say why
+LONGEST_WAIT = 1.0  # maximum seconds between two checks
+LAST_WORDS_SECONDS = 10.0  # time limit for a process to report why it ends
 _DOING = {
     Phase.COMPILE: "compiling",
     Phase.DATA: "waiting for its data source",
@@ -38,14 +38,14 @@ def stacks_file(workdir: Path, process: int) -> Path:
 
 
 class Watchdog:
-    """Watches over this process while it runs the block.
+    """Watches this process during the block.
 
     with Watchdog(phases, limits, workdir):
         ...
     """
 
     def __init__(self, phases: Phases, limits: Limits | None, workdir: Path):
-        """`limits=None` watches over nothing and leaves the process's signals alone."""
+        """Prepares the watchdog; `limits=None` disables it and leaves signal handlers unchanged."""
         self._phases = phases
         self._limits = limits
         self._path = stacks_file(workdir, jax.process_index())
@@ -63,7 +63,7 @@ class Watchdog:
             f"=== process {jax.process_index()} of {jax.process_count()} on "
             f"{socket.gethostname()}, {now}: `kill -USR1 {pid}` adds its stacks"
         )
-        # Both write from the signal's handler itself, whatever the threads are doing.
+        # Both write in the C signal handler, so they work even if all Python threads hang.
         faulthandler.register(signal.SIGUSR1, self._file, all_threads=True)
         faulthandler.enable(self._file, all_threads=True)
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
@@ -71,7 +71,7 @@ class Watchdog:
 
     def __exit__(self, *exception: object) -> None:
         self._closed.set()
-        # The file stays open: an abort while the process leaves is to be seen as well.
+        # The file stays open, to record an abort during shutdown too.
 
     def _watch(self) -> None:
         assert self._limits is not None
@@ -83,7 +83,7 @@ class Watchdog:
                 self._end(phase, self._limits.of(phase))
 
     def _end(self, phase: Phase, limit: float) -> None:
-        # Armed before anything is written: no disk and no terminal holds up the end.
+        # Armed before anything is written, so that a slow disk or terminal cannot delay the end.
         faulthandler.dump_traceback_later(LAST_WORDS_SECONDS, exit=True, file=self._null)
         message = f"process {jax.process_index()} has been {_DOING[phase]} for {limit:g} s"
         try:

@@ -100,7 +100,7 @@ def _missed(output: str, heartbeat_seconds: int) -> str:
 
 
 def detects_nothing(error: BaseException) -> bool:
-    """True if `jax.distributed.initialize` raised `error` because it detected no other processes."""
+    """True if `jax.distributed.initialize` raised `error` because no launcher was detected."""
     return "coordinator_address should be defined" in str(error)
 
 

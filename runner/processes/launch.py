@@ -67,7 +67,10 @@ class Processes:
             )
 
     def may_be_several(self, environment: Mapping[str, str] = os.environ) -> bool:
-        """True if `join` may find other processes. JAX isn't used: its detection can run only once."""
+        """True if `join` may find other processes.
+
+        JAX isn't used, since its detection can run only once.
+        """
         if self.coordinator is not None or self.distributed == "on":
             return True
         if self.distributed == "off" or tasks(environment) == 1:

@@ -1,18 +1,18 @@
-"""Makes a mixture of experts of a dense model: each expert a copy of its mlp, with a new router.
+"""Converts a dense model to a mixture of experts that are copies of its MLP, with new routers.
 
     python -m runner.upcycle --from=RUN_OR_FOLDER --experts=8 --top=2 --to=WORKDIR
 
 --from     RUN, RUN@STEP, a Hugging Face folder, or its name on the Hub; adapters are merged
---experts  experts in each layer
---top      experts of a token, at least 2; their shares add up to 1
---to       a folder that is new or empty
---seed     of the routers
+--experts  experts per layer
+--top      experts per token, at least 2; their weights sum to 1
+--to       a new or empty folder
+--seed     seed of the routers
 --init_from, --weights, --trust_module   as in runner.convert
-WORKDIR gets a config and a checkpoint of step 0, whose weights compute the same as the dense model.
-Runs begin with them: python -m runner --fdl_config=WORKDIR --workdir=RUN. The config is that of the
-run, or experiments/from_hf of the folder's model, with the mixture as model, all of which trains,
-and router_balance in the loss. docs/finetuning.md says when this helps.
-The memory of this machine holds both models in float32; a run reads its checkpoint onto a mesh.
+WORKDIR gets a config and a checkpoint of step 0, which computes the same as the dense model. To
+train it: python -m runner --fdl_config=WORKDIR --workdir=RUN. The config is the run's own, or
+experiments/from_hf for a Hugging Face folder, with the mixture as its model and router_balance in
+the loss. All weights train. docs/finetuning.md explains when this helps.
+This machine's memory must hold both models in float32; a run loads the checkpoint onto its mesh.
 """
 
 import time
@@ -60,8 +60,8 @@ _BALANCE = {"router_balance": 0.01}  # Fedus et al. 2021, arXiv:2101.03961, §2.
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The exit status."""
-    jax.config.update("jax_platforms", "cpu")  # the accelerator may be busy with a run
+    """Runs the command; returns the exit status."""
+    jax.config.update("jax_platforms", "cpu")  # a run may be using the accelerator
     if arguments or not _FROM.value or not _TO.value:
         raise ConfigError("give --from and --to, as in: --from=RUN --to=WORKDIR; see --help")
     began = time.perf_counter()
@@ -81,19 +81,24 @@ def make_mixture(
     seed: int = 0,
     options: LoadOptions = PLAIN,
 ) -> str:
-    """Makes a workdir with the mixture of a dense model's mlps; describes it.
+    """Creates a workdir with a mixture of experts made from a dense model's MLPs.
 
     Args:
+      reference: a run, a Hugging Face folder, or its name on the Hub.
+      to: the workdir to create.
       experts, top: as in `lmlib.models.experts.upcycling.upcycle`.
-      seed: of the routers.
+      seed: the seed of the routers.
+
+    Returns:
+      A description of the mixture.
 
     Raises:
-      ValueError, OSError: if the model cannot be used or upcycled, or `to` is not empty.
+      ValueError, OSError: if the model cannot be read or upcycled, or `to` is not empty.
     """
 
     def make(source: SavedRun | ModelFolder) -> str:
         cfg, key = _config(source, to, experts, top, options), jax.random.key(seed)
-        jax.eval_shape(fdl.build(cfg.model), key=key)  # refuses before gigabytes are read
+        jax.eval_shape(fdl.build(cfg.model), key=key)  # fails before gigabytes are read
         with made_whole(to) as unfinished:
             options.show(f"reading {source.name}")
             one_device = make_mesh(devices=jax.devices()[:1])
@@ -114,7 +119,7 @@ def make_mixture(
 def _config(
     source: SavedRun | ModelFolder, to: Path, experts: int, top: int, options: LoadOptions
 ) -> fdl.Config:
-    """The config of a run that begins with the mixture in `to`."""
+    """Returns the config of a run that begins with the mixture in `to`."""
     if isinstance(source, SavedRun):
         cfg = copy.deepcopy(source.cfg)
         dense = cfg.model.of if fdl.get_callable(cfg.model) is lora else cfg.model
