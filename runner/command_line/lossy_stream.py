@@ -1,4 +1,4 @@
-"""Output streams that never block or end a run.
+"""Output streams that cannot stall or end a run.
 
 `lossy_standard_streams` installs them as stdout and stderr. This is the only place that ignores
 errors of the terminal, such as a closed pipe.

@@ -1,4 +1,4 @@
-"""Checks early that a file or folder can be created at a path from the user."""
+"""Checks early that a file or folder can be created at a path that the user gave."""
 
 import os
 from pathlib import Path

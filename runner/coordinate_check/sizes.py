@@ -7,7 +7,7 @@ import fiddle as fdl
 
 from runner.errors import ConfigError
 
-WIDTH, DEPTH = "embed", "layers"  # in scaling.base
+WIDTH, DEPTH = "embed", "layers"  # names in scaling.base
 _TIMES = (1, 2, 4, 8)
 
 

@@ -49,7 +49,7 @@ def choose_devices() -> None:
 
 
 def _can_run_on_gpus() -> bool:
-    """True if cuDNN is installed, which JAX needs on NVIDIA GPUs and lmlib[plan-gpu] omits."""
+    """True if cuDNN is installed. JAX needs it on NVIDIA GPUs; lmlib[plan-gpu] lacks it."""
     return find_spec("nvidia") is not None and find_spec("nvidia.cudnn") is not None
 
 

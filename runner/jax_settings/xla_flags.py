@@ -13,7 +13,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 
 import jax
 
-# Uses kernels without atomic additions, and without autotuning, whose choice may vary.
+# Uses kernels without atomic additions, and makes fixed choices instead of autotuning.
 DETERMINISTIC = "--xla_gpu_deterministic_ops=true"
 
 # GPUs launch these kernels together as CUDA graphs. The list is the default of JAX 0.11. It has no
@@ -96,10 +96,9 @@ def launch_kernels_one_by_one(environment: MutableMapping[str, str] = os.environ
 def flags_of_the_run(
     environment: Mapping[str, str] = os.environ,
 ) -> dict[str, dict[str, str]]:
-    """Returns the XLA flags that must be the same on all processes of a run.
+    """Returns the XLA flags that all processes of a run must share.
 
-    Returns:
-      For each environment variable, its flags and their values.
+    The result maps each environment variable to its flags and their values.
     """
     found: dict[str, dict[str, str]] = {}
     for variable in _VARIABLES:

@@ -7,7 +7,7 @@ from runner.monitoring.phases import Phase
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Limits in seconds for one stay in a phase; a process that takes longer ends."""
+    """Seconds that each phase may last without a break; a process that takes longer ends."""
 
     compile: float = 7_200.0
     step: float = 1_800.0

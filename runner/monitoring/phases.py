@@ -12,8 +12,8 @@ class Phase(enum.StrEnum):
     """The phases of a run. Each second of wall time belongs to exactly one."""
 
     STARTUP = "start-up"  # imports, config, finding the other processes, opening the data
-    INITIALISATION = "initialisation"  # of new weights
-    RESTORE = "restore"  # of a checkpoint
+    INITIALISATION = "initialisation"  # making new weights
+    RESTORE = "restore"  # reading a checkpoint
     COMPILE = "compile"
     DATA = "data wait"
     STEP = STEPS

@@ -13,12 +13,14 @@ S = TypeVar("S")
 
 
 class Profiler:
-    """Traces steps into a folder. Open its perfetto_trace.json.gz in ui.perfetto.dev.
+    """Traces steps into a folder.
 
-    with Profiler(folder, steps_range("10:12"), written=tell) as profiler:
-        profiler.before(10, wait_for=state)
-        ...
-        profiler.after(10, wait_for=metrics)
+        with Profiler(folder, steps_range("10:12"), written=tell) as profiler:
+            profiler.before(10, wait_for=state)
+            ...
+            profiler.after(10, wait_for=metrics)
+
+    Open the trace, perfetto_trace.json.gz, at ui.perfetto.dev.
     """
 
     def __init__(

@@ -137,7 +137,8 @@ class Progress:
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
         self.close()
         taken = kind is not None and issubclass(kind, WorkdirLost)
-        if kind is not None and self._log is not None and not taken:  # else it is another's
+        # After WorkdirLost, the log may belong to another run.
+        if kind is not None and self._log is not None and not taken:
             self._log.write(f"ended by {kind.__name__}: {error}")
 
     def _fitting(self) -> str:

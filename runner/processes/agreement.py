@@ -144,7 +144,7 @@ def difference_of_reads(processes: Sequence[Mapping[str, Any]]) -> str | None:
       processes: for each process, its "host", and the fields of each `Read` by name.
     """
     first = processes[0]
-    for name in [each for each in first if each != "host"]:  # in one order on all processes
+    for name in [each for each in first if each != "host"]:  # same order on all processes
         for number, process in enumerate(processes):
             if process[name]["digests"] != first[name]["digests"]:
                 here, there = (

@@ -226,8 +226,7 @@ class FolderLock(_HeldLock):
         self._renewed_at = began
 
     def _look(self) -> None:
-        """Checks the owner in the file. A read error is ignored, since the next read may
-        succeed."""
+        """Checks the owner in the file; ignores read errors, since the next read may succeed."""
         try:
             owner, same_file = (
                 _owner_of(self._file.read_bytes()),

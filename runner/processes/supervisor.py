@@ -1,8 +1,8 @@
 """Supervises each process of a run with several processes.
 
 When a process of the run dies, JAX aborts the others, and their Python code cannot report why. So
-each process is the child of a supervisor. It stores the process's output in workdir/logs, and finds
-there which process died first.
+each process is the child of a supervisor, which stores the process's output in workdir/logs, and
+searches it for the process that stopped responding.
 """
 
 import codecs

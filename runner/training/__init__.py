@@ -1,1 +1,1 @@
-"""A training run: its beginning, its steps, its checkpoints and its results."""
+"""Training runs: initial state, steps, checkpoints and results."""

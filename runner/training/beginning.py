@@ -32,7 +32,8 @@ class Beginning:
     Attributes:
       step: steps completed so far.
       tokens: target tokens in these steps.
-      before_skipped: the newest checkpoint that was saved while no updates were skipped.
+      before_skipped: the step of the newest checkpoint that was saved while no updates were
+        skipped; `None` if there is none.
       initialised_from: the name of the run or Hugging Face folder that the initial weights came
         from; `None` if they were new.
       damaged: newer checkpoints that must be set aside.

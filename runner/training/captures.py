@@ -214,11 +214,11 @@ def _whole(array: jax.Array) -> np.ndarray:
 
 
 def _link_or_copy(source: str, target: str) -> None:
-    """Hard-links a file, or copies it where the file system has no links.
+    """Hard-links a file, or copies it if that fails.
 
     A link takes no space and remains after the original is removed.
     """
     try:
         os.link(source, target)
-    except OSError:  # the file system has no hard links
+    except OSError:  # the file system doesn't support hard links
         shutil.copy2(source, target)

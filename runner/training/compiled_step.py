@@ -211,7 +211,7 @@ def save_compiled(
     """
     try:
         content, _, _ = serialize_executable.serialize(compiled)
-    except Exception as error:  # JAX's or XLA's
+    except Exception as error:  # any error of JAX or XLA
         reason = str(error).partition("\n")[0]
         raise ConfigError(f"--save_compiled: JAX cannot save this program: {reason}") from error
     digest = hashlib.sha256(content).hexdigest()
@@ -240,7 +240,7 @@ def load_compiled(
     content = read_compiled(path, identity, config)
     try:
         return serialize_executable.deserialize_and_load(content, step.in_tree, step.out_tree)
-    except Exception as error:  # JAX's, XLA's and pickle's
+    except Exception as error:  # any error of JAX, XLA or pickle
         reason = str(error).partition("\n")[0]
         raise _refused(path, f"cannot be loaded by JAX here: {reason}") from error
 

@@ -1,4 +1,4 @@
-"""Checks that a resumed run, and all its processes, read the same data as before.
+"""Checks that a resumed run reads the same data as before, and that its processes agree.
 
 A batch depends only on the config, the data and the step. So a resumed run does not compare paths,
 seeds or file times: it builds two earlier batches again and compares them with digests in the
@@ -63,7 +63,7 @@ def changed(source: Source, before: dict[str, Any]) -> str | None:
 
 
 def _sizes(source: Source, steps_made: int) -> dict[str, int]:
-    """The sizes of the last batch."""
+    """Returns the sizes of the last batch."""
     last = source_at(source, steps_made - 1)
     return {"batch_size": last.batch_size, "sequence_length": last.sequence_length}
 

@@ -160,7 +160,10 @@ def from_json(saved: Mapping[str, Any]) -> Summary:
 
 
 def earlier_summary(run: Run) -> Summary | None:
-    """Returns the saved summary of a finished run, if any. Process 0 reads it for all processes."""
+    """Returns the saved summary of a finished run; `None` if there is none.
+
+    Process 0 reads it for all processes.
+    """
     try:
         found = finished_summary(run.workdir, run.experiment.steps)
     except ValueError as error:

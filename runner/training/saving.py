@@ -67,8 +67,8 @@ class Saver:
             "frozen": frozen_note(frozen, run.experiment.recipe),
             "reference_model": reference_note(beginning.state.reference_model),
         } | ({} if fork is None else {"forked_from": fork._asdict()})
-        # The newest checkpoint that was saved while no updates were skipped. It is kept until
-        # training has recovered.
+        # The step of the newest checkpoint that was saved while no updates were skipped. That
+        # checkpoint is kept until training has recovered.
         self.before_skipped = beginning.before_skipped
         self._failed = 0  # consecutive failures
         self._last_error: OSError | FloatingPointError | None = None

@@ -102,7 +102,7 @@ class Start:
         if not (changes := numbers.changes(before, self.jax_settings)):
             return
         told = f"{self._workdir} was trained with other settings of JAX: {printable(changes)}"
-        is_kept = "JAX_DEFAULT_PRNG_IMPL" in changes  # a checkpoint holds a key of that kind
+        is_kept = "JAX_DEFAULT_PRNG_IMPL" in changes  # checkpoints hold a key of that type
         if is_kept or "jax" not in allowed_changes:
             go_on = "" if is_kept else ", or give --allow_change=jax to go on all the same"
             raise ConfigError(

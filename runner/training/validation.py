@@ -62,7 +62,11 @@ class Validation:
         return self._metrics(found, "validation"), stored
 
     def text(self, metrics: Mapping[str, float]) -> str:
-        """Formats the loss, other shown metrics and bits per byte as a line, with their units."""
+        """Formats the evaluation as a line.
+
+        It has the loss, other shown metrics and bits per byte with their units, and describes the
+        evaluated batches.
+        """
         objective = self._objective
         shown = [name for name, metric in objective.metrics.items() if metric.shown]
         names = {"loss": objective.loss_name, **{name: name.replace("_", " ") for name in shown}}
@@ -82,7 +86,12 @@ class Validation:
         return f" ({', '.join(each)})"
 
     def seen(self, whole: bool) -> str:
-        """Describes the batches that are evaluated by the method `whole`, or else by `metrics`."""
+        """Describes the evaluated batches in words.
+
+        Args:
+          whole: True for the batches of the method `whole`, False for the batches of
+            `metrics`.
+        """
         ends = [source.batches for source in self._sets.values()]
         parts = [self._count(source, whole) for source in self._sets.values()]
         everything = "the whole split" if len(ends) == 1 else "the whole of each set"
