@@ -3,14 +3,16 @@
     python -m runner.upcycle --from=RUN_OR_FOLDER --experts=8 --top=2 --to=WORKDIR
 
 --from     RUN, RUN@STEP, a Hugging Face folder, or its name on the Hub; adapters are merged
---experts  experts per layer --top      experts per token, at least 2; their weights sum to 1 --to
-a new or empty folder --seed     seed of the routers --init_from, --weights, --trust_module   as in
-runner.convert WORKDIR gets a config and a checkpoint of step 0. The mixture computes the same as
-the dense model. To train it: python -m runner --fdl_config=WORKDIR --workdir=RUN. The config comes
-from the source run, or from experiments/from_hf for a Hugging Face folder, with the mixture as its
-model and router_balance in the loss. All weights train. docs/finetuning.md explains when this
-helps. This machine's memory must hold both models in float32; a run loads the checkpoint onto its
-mesh.
+--experts  experts per layer
+--top      experts per token, at least 2; their weights sum to 1
+--to       a new or empty folder
+--seed     seed of the routers
+--init_from, --weights, --trust_module   as in runner.convert
+WORKDIR gets a config and a checkpoint of step 0. The mixture computes the same as the dense model.
+To train it: python -m runner --fdl_config=WORKDIR --workdir=RUN. The config comes from the source
+run, or from experiments/from_hf for a Hugging Face folder, with the mixture as its model and
+router_balance in the loss. All weights train. docs/finetuning.md explains when this helps.
+This machine's memory must hold both models in float32; a run loads the checkpoint onto its mesh.
 """
 
 import time
