@@ -20,10 +20,9 @@ IMPORTED_AT = time.time()  # seconds since the epoch; on the command line, when 
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a name when it is first asked for, and keeps it: a process that only supervises does
-    without.
+    """Imports a name when it is first used, so that a supervising process stays light.
 
-    In a notebook JAX has started no devices by then: plugins without hardware are left out.
+    In a notebook, JAX has not started its devices yet; plugins without hardware are turned off.
     """
     if name in _HOMES:
         from lmlib.hardware.detection import use_cpu_if_alone

@@ -119,7 +119,7 @@ _LIMITS = {
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The exit status."""
+    """Runs the command and returns the exit status."""
     lossy_standard_streams()
     end_with_parent()
     supervisor = Connection.inherited()
@@ -151,7 +151,7 @@ def _supervise_or_train(
     profile = steps_range(_PROFILE.value) if _PROFILE.value else None
     processes.check()
     if supervisor is None:
-        # Once more when the run begins; here nothing has been loaded, joined or written.
+        # Checked again when the run starts; nothing has been loaded, joined or written yet.
         with user_errors():
             wait_for_lock(workdir, _LOCK_SECONDS.value)
     if supervisor is None and processes.may_be_several():
@@ -161,7 +161,7 @@ def _supervise_or_train(
             processes.startup_seconds,
             _GRACE_SECONDS.value,
         )
-    # Heavy, and a process that only supervises, or refuses a mistaken command, does without.
+    # These imports are slow; a supervising process, or a command with a mistake, skips them.
     from runner.jax_settings.allocator import keep_freed_memory
     from runner.jax_settings.devices import choose_devices, on_cpus_alone
     from runner.jax_settings.xla_flags import (
@@ -195,7 +195,7 @@ def _supervise_or_train(
         compiled=Path(_COMPILED.value) if _COMPILED.value else None,
         limits=Limits(**{name: flag.value for name, flag in _LIMITS.items()}),
         trusted=TRUST_MODULE.value,
-        # Of several processes a signal may reach one alone: then they agree on the step.
+        # A signal may reach only one of several processes, so all agree on the step.
         stop=reached_stop if is_one_of_several() else _stop_on_signals(),
         experiment_file=configs.experiment_file(flags.FLAGS.fdl_config),
         started=runner.IMPORTED_AT,
@@ -205,7 +205,7 @@ def _supervise_or_train(
 
 
 def _stop_on_signals() -> Callable[[int], bool]:
-    """Whether a signal has come, asked after each step."""
+    """Returns a function to call after each step: True once a signal has come."""
     asked = threading.Event()
 
     def stop(number: signal.Signals) -> None:
@@ -221,7 +221,7 @@ def _stop_on_signals() -> Callable[[int], bool]:
 
 
 def _train(workdir: Path, options: Options) -> None:
-    # Later than the signals are taken: they take a while.
+    # Slow imports, so the signal handlers are installed first.
     import jax
 
     from runner.config.relaunch import next_commands

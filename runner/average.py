@@ -47,7 +47,7 @@ _CONFIGS = ("config.json", "settings.json", "config.txt")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The exit status."""
+    """Runs the command and returns the exit status."""
     jax.config.update("jax_platforms", "cpu")  # the accelerator may be busy with the run
     if arguments or not _FROM.value or not _TO.value:
         raise ConfigError("give --from and --to, as in: --from=RUN --to=WORKDIR; see --help")
@@ -66,10 +66,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def average(checkpoints: Path, steps: Sequence[int], to: Path) -> int:
-    """Writes the mean of the weights at `steps` into the empty workdir `to`: how many there are.
+    """Writes the mean of the weights at `steps` to the empty workdir `to`; returns their number.
 
     Raises:
-      ValueError, OSError: if a checkpoint is damaged, or they are of different models.
+      ValueError, OSError: if a checkpoint is damaged, or the checkpoints have different models.
     """
     means: dict[str, np.ndarray] = {}
     dtypes: dict[str, Any] = {}

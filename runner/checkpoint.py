@@ -48,7 +48,7 @@ DAMAGED = 1  # exit status of verify
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The exit status."""
+    """Runs the command and returns the exit status."""
     jax.config.update("jax_platforms", "cpu")  # the accelerator may be busy with the run
     command, directory = _parse(arguments)
     with user_errors(), Checkpoints(directory, read_only=True) as checkpoints:
@@ -105,7 +105,7 @@ def _verify(checkpoints: Checkpoints, directory: Path) -> int:
 
 
 def _asked(checkpoints: Checkpoints, directory: Path) -> list[int]:
-    """The steps of all checkpoints, or --step."""
+    """Returns the steps of all checkpoints, or the step of --step."""
     steps, step = checkpoints.steps(), _STEP.value
     if step is None and steps:
         return steps
@@ -162,7 +162,7 @@ def _remove_all_but(keep: int, checkpoints: Checkpoints, directory: Path) -> int
             f"it: all newer ones are damaged; keep at least {enough}"
         )
     aside = folders.set_aside_in(directory)
-    half = removal.begun_in(directory)  # which a kill left
+    half = removal.begun_in(directory)  # interrupted removals
     for folder in [*(directory / str(step) for step in rest), *aside, *half]:
         removal.remove([folder])
         print(f"removed {folder}")
@@ -174,7 +174,7 @@ _COMMANDS = {"list": _list, "verify": _verify, "show": _show, "prune": _prune}
 
 
 def _parse(arguments: Sequence[str]) -> tuple[str, Path]:
-    """The command, and the folder of checkpoints."""
+    """Returns the command and the folder of checkpoints."""
     if len(arguments) != 2:
         raise ConfigError("give a command and a workdir, as in: list WORKDIR; see --help")
     command = arguments[0]

@@ -40,7 +40,7 @@ _IGNORE = flags.DEFINE_multi_string("ignore", [], "a setting that makes no other
 _JSON = flags.DEFINE_string("json", None, "a file for all numbers as JSON")
 
 if __name__ == "__main__":
-    take_flags()  # what follows takes a second to import
+    take_flags()  # the imports below take a second
 
 from lmlib.runs import find_runs
 from lmlib.storage.whole_file import write_whole
@@ -51,7 +51,7 @@ from lmlib.verdicts.table import comparison_text
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The exit status."""
+    """Runs the command and returns the exit status."""
     if not arguments:
         raise ConfigError("name runs, or folders of runs: python -m runner.compare SWEEP")
     if (_BASELINE.value is None) != (_MARGIN.value is None):

@@ -90,12 +90,13 @@ from runner.weights.notes import frozen_note, save_weights_alone
 from runner.weights.target import PLAIN, LoadOptions, LoadTarget
 from runner.weights.texts import TextSources, tokenizer_of
 
-_LAST = ("config.json", "adapter_config.json")  # files without which there is no model
+# written last: without one of them the folder is not a model
+_LAST = ("config.json", "adapter_config.json")
 _KEPT = ("bos_token_id", "eos_token_id", "pad_token_id")  # keys of config.json
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The exit status."""
+    """Runs the command and returns the exit status."""
     jax.config.update("jax_platforms", "cpu")  # the accelerator may be busy with a run
     if arguments or not _FROM.value or not _TO.value:
         raise ConfigError("give --from and --to, as in: --from=HF_DIR --to=WORKDIR; see --help")
@@ -130,10 +131,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def bring_in(reference: str, to: Path, options: LoadOptions = PLAIN) -> str:
-    """Makes a workdir with the weights of a folder, or with PEFT adapters; describes it.
+    """Makes a workdir from a model folder or from PEFT adapters; returns a description.
 
     Args:
-      options: its `init_from` is the base of the adapters, if it is not the one that they name.
+      options: `init_from` is the base of the adapters, if it differs from the one they name.
 
     Raises:
       ValueError, OSError: if the folder cannot be used, or `to` is not empty.
@@ -176,13 +177,13 @@ def bring_out(
     file_bytes: int = 5_000_000_000,
     options: LoadOptions = PLAIN,
 ) -> str:
-    """Makes a Hugging Face folder of a checkpoint; describes it.
+    """Exports a checkpoint as a Hugging Face folder; returns a description.
 
     Args:
-      tokenizer, dtype, file_bytes: as in `hf.save`; without a tokenizer, the run's is taken.
+      tokenizer, dtype, file_bytes: as in `hf.save`; by default the run's own tokenizer.
 
     Raises:
-      ValueError, OSError: if the run cannot be used, no family there has its model, or `to` is not
+      ValueError, OSError: if the run cannot be used, no family supports its model, or `to` is not
         empty.
     """
 
@@ -231,15 +232,15 @@ def bring_adapters_out(
     dtype: str = "float32",
     options: LoadOptions = PLAIN,
 ) -> str:
-    """Makes a PEFT folder of the adapters in a checkpoint; describes it.
+    """Exports the adapters in a checkpoint as a PEFT folder; returns a description.
 
     Args:
-      base: of `hf.save_adapters`, with all earlier training; `None`: the model that the run began
-        with.
-      dtype: of the file.
+      base: the base model for `hf.save_adapters`, with all earlier training; `None`: the model that
+        the run began with.
+      dtype: dtype of the file.
 
     Raises:
-      ValueError, OSError: if the run cannot be used, it has no adapters, no family there has its
+      ValueError, OSError: if the run cannot be used, it has no adapters, no family supports its
         model, or `to` is not empty.
     """
 
@@ -284,8 +285,10 @@ def bring_adapters_out(
 
 
 def _model_type(run: SavedRun) -> str:
-    """Of the family that made the model, or of any other that has such a one. It is found before
-    gigabytes are read."""
+    """Returns the `model_type` of the family that made the model, or of another that supports it.
+
+    It is found before gigabytes are read.
+    """
     model, made_by = without_adapters(run.recipe.shapes), run.cfg.model
     if fdl.get_callable(made_by) is lora:
         made_by = made_by.of
@@ -298,7 +301,7 @@ def _model_type(run: SavedRun) -> str:
 
 
 def _settings(texts: TextSources) -> dict[str, Any]:
-    """Keys of config.json that the model does not tell."""
+    """Returns the keys of config.json that do not follow from the model."""
     metadata = texts.first and texts.first.metadata
     ids = {"bos": metadata.bos_id, "eos": metadata.eos_id} if metadata else {}
     known = {f"{name}_token_id": id for name, id in ids.items() if id is not None}

@@ -1,4 +1,4 @@
-"""The user's mistakes, as messages to print."""
+"""User errors, as messages to print."""
 
 import contextlib
 import difflib
@@ -11,38 +11,38 @@ from typing import TYPE_CHECKING
 from lmlib.storage.failures import storage_failure
 
 if TYPE_CHECKING:
-    from lmlib.runs.goodput import Ended  # which takes long to import
+    from lmlib.runs.goodput import Ended  # slow to import
 
-_OF_TRACEBACKS = "JAX has removed its internal frames"  # a note of JAX's
+_OF_TRACEBACKS = "JAX has removed its internal frames"  # a note that JAX adds
 _FROM_FIDDLE = re.compile(r"\s*Fiddle context: .*? at <root>\.?(.*?) with .*", re.DOTALL)
 
 
 class ConfigError(ValueError):
-    """The user's mistake, as a message to print: what, which value, the nearest names."""
+    """A mistake of the user. The message names the value and the nearest valid names."""
 
 
 class TrainingStopped(RuntimeError):
-    """Training cannot go on, as a message to print; all processes find the same."""
+    """Training cannot go on. Every process raises it with the same message."""
 
 
 class Diverged(TrainingStopped):
-    """Updates were skipped one after the other."""
+    """Too many updates in succession were skipped."""
 
 
 class StoppedEarly(RuntimeError):
-    """A signal asked the run to stop, and its checkpoint is whole; all processes find the same."""
+    """A signal asked the run to stop, and its checkpoint is saved. Every process raises it."""
 
 
 class WorkdirLost(RuntimeError):
-    """The workdir is no longer this run's: deleted, or another's; process 0 alone finds it."""
+    """The workdir was deleted or belongs to another run. Only process 0 raises it."""
 
 
-# What all processes of a run find alike.
+# Errors that every process of a run raises alike.
 AGREED = (ConfigError, TrainingStopped, StoppedEarly)
 
 
 def did_you_mean(name: object, choices: Iterable[object]) -> str:
-    """The nearest of `choices`, or all of them, as a sentence."""
+    """Returns a sentence with the nearest of `choices`, or with all of them."""
     names = [str(choice) for choice in choices]
     if near := difflib.get_close_matches(str(name), names, n=3):
         return f"Did you mean {' or '.join(near)}?"
@@ -50,9 +50,9 @@ def did_you_mean(name: object, choices: Iterable[object]) -> str:
 
 
 def in_words(error: BaseException) -> str:
-    """The message of `error` and its notes, without the number that Python puts before some.
+    """Returns the message of `error` with its notes, without the error number of an OSError.
 
-    Of what Fiddle adds, with all arguments, only the part of the config where the error came up.
+    Fiddle adds all arguments of a config; only the path of the failing part is kept.
     """
     notes = [note for note in getattr(error, "__notes__", ()) if _OF_TRACEBACKS not in note]
     if isinstance(error, OSError) and (error.errno, type(error.filename)) == (errno.ENOSPC, str):
@@ -64,15 +64,18 @@ def in_words(error: BaseException) -> str:
 
 
 def how_ended(error: BaseException) -> "Ended":
-    """The state of a run that `error` has ended, in a word."""
+    """Returns the final state of a run that `error` ended: "diverged", "interrupted" or "failed".
+    """
     interrupted = isinstance(error, (StoppedEarly, KeyboardInterrupt))
     return "diverged" if isinstance(error, Diverged) else "interrupted" if interrupted else "failed"
 
 
 def lack(error: BaseException) -> str | None:
-    """What Python, NumPy or JAX found too little of, in words; `None` if it is no such error."""
-    text = in_words(error).partition("\n")[0]  # JAX may list a whole program after it
-    # JAX's class is a RuntimeError, and to import it is to import JAX.
+    """Returns the message of an out-of-memory error of Python, NumPy or JAX; `None` for other
+    errors.
+    """
+    text = in_words(error).partition("\n")[0]  # JAX may append a whole program
+    # JAX's error class is a RuntimeError; importing it would import JAX.
     from_jax = isinstance(error, RuntimeError) and re.search("out of memory", str(error), re.I)
     if from_jax or isinstance(error, MemoryError):
         return f"out of memory{': ' * bool(text)}{text}"
@@ -85,7 +88,7 @@ def lack(error: BaseException) -> str | None:
 
 @contextlib.contextmanager
 def chosen_sizes(smaller: str) -> Iterator[None]:
-    """A block in which a lack of memory is the user's mistake; `smaller` says what would help."""
+    """Context manager: running out of memory raises ConfigError; `smaller` says what would help."""
     try:
         yield
     except MemoryError as error:
@@ -94,8 +97,10 @@ def chosen_sizes(smaller: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def user_errors(kinds: tuple[type[Exception], ...] = (ValueError, OSError)) -> Iterator[None]:
-    """A block whose errors of these kinds are the user's, by default those of settings and files:
-    raises them as `ConfigError`."""
+    """Context manager: raises errors of these kinds as `ConfigError`.
+
+    The default kinds are those that wrong settings and files raise.
+    """
     try:
         yield
     except kinds as error:

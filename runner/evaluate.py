@@ -91,7 +91,7 @@ _T = TypeVar("_T")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The exit status."""
+    """Runs the command and returns the exit status."""
     if arguments or not _FROM.value:
         raise ConfigError("give --from and --data, as in: --from=WORKDIR --data=TEXT; see --help")
     start_devices()
@@ -116,7 +116,8 @@ def main(arguments: Sequence[str]) -> int:
 def _report(
     found: Iterable[_T], table: Callable[[list[_T]], str], as_json: Callable[[list[_T]], str]
 ) -> None:
-    """Keeps each result in --json as it comes, and prints all that there are, also if one fails."""
+    """Writes each result to --json as it comes, and prints all results, even if a later one fails.
+    """
     kept: list[_T] = []
     try:
         for each in found:
@@ -142,7 +143,7 @@ def _measured(settings: Settings) -> Iterator[Measured]:
 
 
 def _answered() -> Iterator[tuple[str, dict[str, Any]]]:
-    """What lm-eval finds of each model."""
+    """Yields each model's name with its results from lm-eval."""
     tasks = Tasks(
         tuple(_TASKS.value), _INCLUDE_PATH.value, _NUM_FEWSHOT.value, _LIMIT.value, _CHAT.value
     )
@@ -153,7 +154,7 @@ def _answered() -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _each_loaded() -> Iterator[Loaded]:
-    """--from; of --all_checkpoints each checkpoint."""
+    """Loads the models of --from; with --all_checkpoints, every checkpoint of each run."""
     for reference in _FROM.value:
         if _ALL_CHECKPOINTS.value:
             yield from _each_checkpoint(reference)
@@ -162,7 +163,10 @@ def _each_loaded() -> Iterator[Loaded]:
 
 
 def _each_checkpoint(reference: str) -> Iterator[Loaded]:
-    """All but those that the run removes before they are read; if none is left, the newest then."""
+    """Loads each checkpoint of a run, skipping those removed meanwhile.
+
+    If all of them are gone, loads the newest checkpoint at that time.
+    """
     with user_errors():
         found = resolve(reference)
         if not isinstance(found, RunReference) or found.step is not None:

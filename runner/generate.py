@@ -84,12 +84,12 @@ from runner.inference.prompts import Reader, digest_of, read_lines
 from runner.inference.terminal import Terminal
 from runner.jax_settings.devices import start_devices
 
-_LENGTHS = 64  # programs are kept for multiples of so many tokens
+_LENGTHS = 64  # compiled lengths are multiples of this many tokens
 _TYPED_LENGTH = 4096
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The exit status."""
+    """Runs the command and returns the exit status."""
     _check(arguments)
     prompts = _PROMPT.value or _piped()
     with user_errors():
@@ -131,7 +131,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _check(arguments: Sequence[str]) -> None:
-    """Raises ConfigError for flags that do not go together."""
+    """Raises ConfigError for flags that cannot be combined."""
     if arguments or not _FROM.value:
         raise ConfigError('give --from and a prompt: --from=WORKDIR --prompt="Once"; see --help')
     ways = [flag for flag in (_PROMPT, _TOKENS, _PROMPTS) if flag.value]
@@ -150,11 +150,12 @@ def _check(arguments: Sequence[str]) -> None:
 
 
 def _piped() -> list[str]:
-    """Standard input as a prompt, without its last newline; none from a terminal, or besides flags
-    that ask.
+    """Returns standard input as a list with one prompt, without the final newline.
+
+    The list is empty on a terminal, and if other flags give the prompts.
 
     Raises:
-      ConfigError: if it is empty, too long, or no text.
+      ConfigError: if standard input is empty, too long, or not text.
     """
     if _TOKENS.value or _PROMPTS.value or (sys.stdin is not None and sys.stdin.isatty()):
         return []
@@ -170,7 +171,7 @@ def _piped() -> list[str]:
 
 
 def _end_ids(loaded: Loaded) -> tuple[int, ...]:
-    """The model's, and those of its chat template."""
+    """Returns the tokens that end an answer, of the model and its chat template."""
     ids = set(loaded.end_ids)
     if loaded.chat_template is not None and loaded.codec is not None:
         ids |= answer_ends(loaded.chat_template, loaded.codec)
@@ -178,7 +179,7 @@ def _end_ids(loaded: Loaded) -> tuple[int, ...]:
 
 
 def _generator(loaded: Loaded, rows: int, needed: int) -> Generator:
-    """For so many rows of `needed` tokens."""
+    """Makes a generator for `rows` sequences of `needed` tokens."""
     length = _LENGTH.value
     if length is None:
         longest = needed if loaded.longest is None else max(loaded.longest, needed)
@@ -213,7 +214,7 @@ def _answer_prompts(loaded: Loaded, reader: Reader, manner: Manner, prompts: lis
 
 def _converse(loaded: Loaded, reader: Reader, manner: Manner) -> None:
     if reader.codec is None:
-        reader.of_text("")  # which says what to do
+        reader.of_text("")  # its error says what to do
     chat = reader.template is not None if _CHAT.value is None else _CHAT.value
     if chat and reader.template is None:
         reader.of_chat([])
@@ -254,7 +255,7 @@ def _answer_file(loaded: Loaded, reader: Reader, manner: Manner) -> None:
             "length": _LENGTH.value,
         },
     )
-    # Chats see the same time when the command is given again.
+    # Templates see the time of the first start, so that a resumed command renders the same chats.
     lines = read_lines(prompts, dataclasses.replace(reader, now=file.begun))
     longest = max(len(line.ids) for line in lines)
     if _LENGTH.value is not None and longest + manner.max_tokens > _LENGTH.value:

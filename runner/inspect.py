@@ -29,7 +29,7 @@ _BATCH = flags.DEFINE_integer("batch", None, "show the batch of this step, from 
 _ROWS = flags.DEFINE_integer("rows", 2, "with --batch: how many to show", lower_bound=1)
 
 if __name__ == "__main__":
-    take_flags()  # what follows takes seconds to import
+    take_flags()  # the imports below take seconds
 
 import fiddle as fdl
 import jax
@@ -56,7 +56,7 @@ DAMAGED = 1  # exit status of --verify
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The exit status."""
+    """Runs the command and returns the exit status."""
     jax.config.update("jax_platforms", "cpu")  # the accelerator may be busy with the run
     if len(arguments) != 1:
         raise ConfigError("give the workdir of a run; see --help")
@@ -86,7 +86,9 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def data_sets(cfg: fdl.Config, part: str = "train") -> list[tuple[Path, str]]:
-    """The folder and split of each `FlatTokens` that a run of `cfg` reads for `part`, each once."""
+    """Returns the distinct (folder, split) pairs of `FlatTokens` that a run of `cfg` reads for
+    `part`.
+    """
     read = training_data(cfg) if part == "train" else _part(cfg, part)
     found = [node for node in nodes(read) if fdl.get_callable(node) is FlatTokens]
 
@@ -98,14 +100,16 @@ def data_sets(cfg: fdl.Config, part: str = "train") -> list[tuple[Path, str]]:
 
 
 def source_at(workdir: Path, cfg: fdl.Config, step: int, part: str = "train") -> Source:
-    """What the run of `cfg` in `workdir` reads for `part` at `step`, about to give that batch.
+    """Returns the data for `part` in the state in which the run is about to read the batch of
+    `step`.
 
-    A stream of training data is read from the newest checkpoint up to `step`, or without one from
-    the beginning, with as many streams as in any later checkpoint; where there is none at all, and
-    for each evaluation, it begins as in a run of one process.
+    A stream of training data is read from the newest checkpoint up to `step`, or from the beginning
+    if there is none, with as many streams as in any later checkpoint. Without any checkpoint, and
+    for
+    evaluation data, it begins as in a run of one process.
 
     Raises:
-      ValueError, OSError: if the run reads no such part, or its data is not there or damaged.
+      ValueError, OSError: if the run does not read such a part, or its data is missing or damaged.
     """
     wanted = _part(cfg, part)
     if isinstance(wanted, dict):
@@ -129,7 +133,7 @@ def source_at(workdir: Path, cfg: fdl.Config, step: int, part: str = "train") ->
 
 
 def _part(cfg: fdl.Config, part: str) -> Any:
-    """The config of the training data, or of what is evaluated on: a source or several by name."""
+    """Returns the config of the training or validation data: one source, or several by name."""
     whole, slash, name = part.partition("/")
     if whole not in ("train", "validation"):
         raise ConfigError(f"a run has the data train and validation, not {whole!r}")
@@ -144,7 +148,7 @@ def _part(cfg: fdl.Config, part: str) -> Any:
 
 
 def _saved_states(workdir: Path) -> dict[int, list[dict[str, Any]]]:
-    """The states of the data's streams at each checkpoint."""
+    """Returns the states of the data's streams at each checkpoint."""
     states = {}
     for step in steps_in(workdir / "checkpoints"):
         folder = workdir / "checkpoints" / str(step)
@@ -155,7 +159,7 @@ def _saved_states(workdir: Path) -> dict[int, list[dict[str, Any]]]:
 
 
 def _decoder(cfg: fdl.Config, part: str, source: Source) -> Any:
-    """What decodes the ids of `source`; `None` if nothing is known to."""
+    """Returns a function that decodes the ids of `source`, or `None` if no tokenizer is known."""
     if isinstance(source, HFStream):
         return source.decode
     decoders = (usable_decoder(data, source.tokenizer) for data, _ in data_sets(cfg, part))

@@ -31,7 +31,7 @@ _COMPUTE = flags.DEFINE_bool("compute", False, "fits the loss against compute on
 _JSON = flags.DEFINE_string("json", None, "a file for all numbers as JSON")
 
 if __name__ == "__main__":
-    take_flags()  # what follows takes a second to import
+    take_flags()  # the imports below take a second
 
 from lmlib.runs import find_runs
 from lmlib.storage.whole_file import write_whole
@@ -40,7 +40,7 @@ from lmlib.verdicts.ladder import as_json, ladder_of, ladder_text
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The exit status."""
+    """Runs the command and returns the exit status."""
     if not arguments:
         raise ConfigError("name runs, or folders of runs: python -m runner.ladder SWEEP")
     with user_errors():

@@ -44,7 +44,7 @@ _NO_CACHE = flags.DEFINE_bool("no_cache", False, "make the report even if it was
 if __name__ == "__main__":
     # absl shows the module's docstring as --help.
     __doc__ += listed("experiments", first_lines(configs.experiments()))
-    take_flags(fiddlers_listed)  # what follows takes seconds to import
+    take_flags(fiddlers_listed)  # the imports below take seconds
 
 import fiddle as fdl
 import jax
@@ -66,7 +66,7 @@ from runner.monitoring.telling import Telling
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The exit status."""
+    """Runs the command and returns the exit status."""
     check_chosen(arguments, "experiments/llama_8b")
     if not (_TOPOLOGY.value or _SEARCH.value or _SEARCH_MESH.value or _JSON.value):
         jax.config.update("jax_platforms", "cpu")
@@ -103,7 +103,7 @@ def _target() -> Target:
 
 
 def _report(cfg: fdl.Config, target: Target, tell: Callable[[str], None]) -> dict[str, Any]:
-    """`text` and `json` of the report; from the cache if it is there."""
+    """Returns the report's `text` and `json`, from the cache if possible."""
     settings = {
         "network": _NETWORK.value,
         "search": _SEARCH.value,
@@ -115,7 +115,7 @@ def _report(cfg: fdl.Config, target: Target, tell: Callable[[str], None]) -> dic
         tell("this report was made before, of the same config, code and versions; --no_cache")
         return kept
     with user_errors():
-        with stderr_kept():  # plugins talk as they start
+        with stderr_kept():  # plugins write to stderr as they start
             devices = target.devices()
         experiment = built(cfg, devices)
         experiment.check()
@@ -126,7 +126,7 @@ def _report(cfg: fdl.Config, target: Target, tell: Callable[[str], None]) -> dic
 
 
 def _of_stages(planned: Mapping[range, tuple[Report, dict[str, Any]]]) -> dict[str, Any]:
-    """`text` and `json` of a run of several stages."""
+    """Returns `text` and `json` of a run of several stages."""
     run = WholeRun({steps: report for steps, (report, _) in planned.items()})
     texts, fields = [section("The whole run", str(run))], []
     for steps, (_, content) in planned.items():
@@ -139,7 +139,9 @@ def _of_stages(planned: Mapping[range, tuple[Report, dict[str, Any]]]) -> dict[s
 def _of_stage(
     experiment: Experiment, target: Target, tell: Callable[[str], None]
 ) -> tuple[Report, dict[str, Any]]:
-    """The plan of a step, and its `text` and `json` with what was asked for besides."""
+    """Returns the plan of one stage, and its `text` and `json` with the requested searches and
+    advice.
+    """
     report = plan(experiment, target, tell)
     text, fields = str(report), report.as_json()
     if _SEARCH.value:

@@ -54,7 +54,7 @@ COMPARED = ("loss", "grad_norm", "parameter_norm", "update_norm", "skipped_updat
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The exit status."""
+    """Runs the command and returns the exit status."""
     if len(arguments) != 1:
         raise ConfigError("give the folder of a capture, WORKDIR/captures/STEP")
     folder = Path(arguments[0])
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _replay(capture: Capture, experiment: Experiment, rows: Batch) -> bool:
-    """Shows the step; returns whether its numbers equal the run's."""
+    """Replays and shows the step; returns True if its numbers equal the run's."""
     state, made = _begin(capture, experiment)
     compiled = {
         steps: stage.trace_step().lower().compile()
@@ -115,9 +115,9 @@ def _replay(capture: Capture, experiment: Experiment, rows: Batch) -> bool:
 
 
 def _begin(capture: Capture, experiment: Experiment) -> tuple[State, int]:
-    """The state that the capture begins with, and the steps made in it."""
+    """Returns the state at the start of the capture, and its step."""
     folder, origin = capture.folder / "checkpoints", capture.initialised_from
-    # Differences were allowed when the run began.
+    # The run already accepted these differences when it began.
     options = LoadOptions(TRUST_MODULE.value, show=print)
     given = GivenWeights(experiment, options, allowed_changes=("data", "model"))
     with user_errors():

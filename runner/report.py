@@ -44,7 +44,7 @@ _SMOOTHING = flags.DEFINE_float("smoothing", 0.0, "percent of the points", 0, 10
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The exit status."""
+    """Runs the command and returns the exit status."""
     if not arguments:
         raise ConfigError("give the runs, as in: python -m runner.report WORKDIR; see --help")
     if _PICTURES.value is not None and _TO.value is not None:

@@ -52,7 +52,7 @@ from runner.jax_settings.devices import start_devices
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The exit status."""
+    """Runs the command and returns the exit status."""
     check_chosen(arguments, "--from=RUN --fdl_config=experiments/distil --fiddler=stored")
     if not _FROM.value:
         raise ConfigError("give --from, whose weights the teacher has; see --help")

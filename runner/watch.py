@@ -38,7 +38,7 @@ _CLEAR = "\x1b[H\x1b[J"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The exit status."""
+    """Runs the command and returns the exit status."""
     if not arguments:
         raise ConfigError("give the runs, as in: python -m runner.watch WORKDIR; see --help")
     watched = Watched(arguments)
@@ -62,7 +62,7 @@ def _watch_here(watched: Watched, places: Sequence[str]) -> None:
         if isinstance(sys.stdout, TerminalText):
             sys.stdout.write_as_it_is(_CLEAR)
         print(text, flush=True)
-        # A sweep that goes on has a lock of its own, also between two points.
+        # A running sweep holds its own lock, also between two points.
         going_on = any(each.run.state.name == RUNNING for each in runs)
         going_on = going_on or any(is_locked(Path(place)) for place in places)
         if not (going_on and isinstance(sys.stdout, TerminalText)):

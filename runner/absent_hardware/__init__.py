@@ -1,1 +1,1 @@
-"""Plans for hardware that is not there: stand-ins, and reports kept for the next time."""
+"""Plans for hardware that is not present: stand-ins for data and devices, and cached reports."""

@@ -1,4 +1,4 @@
-"""What a run of a config costs, whatever hardware it is for."""
+"""Tokens and FLOPs of a run, independent of the hardware."""
 
 import fiddle as fdl
 import jax
@@ -12,7 +12,7 @@ from runner.config.stages import later_stages
 
 
 def cost_of(cfg: fdl.Config[Experiment]) -> Cost:
-    """What the run of `cfg` costs; of its data it needs the sizes alone."""
+    """Returns the cost of the run of `cfg`. Only the sizes of its data are needed."""
     cfg = without_data(cfg)
     batches = batches_of(
         fdl.build(cfg.data), [fdl.build(stage) for stage in later_stages(cfg)], cfg.steps

@@ -1,4 +1,4 @@
-"""Plans made before, in the user's cache folder."""
+"""Cached plans, in the user's cache folder."""
 
 import hashlib
 import json
@@ -15,12 +15,12 @@ from lmlib.storage.whole_file import write_whole
 from runner.config.code import code_digest
 from runner.config.text import flattened
 
-# They change what is compiled, and no config tells of them.
+# Environment variables that change the compiled program and are not in the config.
 _ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 
 
 def key(cfg: fdl.Config, **more: object) -> str:
-    """A digest of all that a plan depends on: the config, code, and `more`."""
+    """Returns a digest of everything that a plan depends on: the config, the code and `more`."""
     text = json.dumps(
         {
             "config": flattened(cfg),
@@ -33,7 +33,7 @@ def key(cfg: fdl.Config, **more: object) -> str:
 
 
 def read(key: str) -> dict[str, Any] | None:
-    """What `write` kept; `None` if nothing, or nothing that can be read."""
+    """Returns the content that `write` stored, or `None` if it is missing or unreadable."""
     try:
         found = parse_json(_file(key).read_bytes())
     except (OSError, ValueError):
@@ -42,7 +42,7 @@ def read(key: str) -> dict[str, Any] | None:
 
 
 def write(key: str, content: dict[str, Any]) -> None:
-    """Keeps `content`. Where the folder cannot be written to, the plan is made anew next time."""
+    """Stores `content`. If the folder is not writable, the plan is made again next time."""
     try:
         file = _file(key)
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -52,7 +52,7 @@ def write(key: str, content: dict[str, Any]) -> None:
 
 
 def _file(key: str) -> Path:
-    """Raises FileNotFoundError if this user has no cache folder."""
+    """Returns the path of the cached plan; raises FileNotFoundError without a cache folder."""
     if (cache := cache_folder()) is None:
         raise FileNotFoundError(NO_HOME)
     return cache / "plans" / f"{key}.json"

@@ -1,4 +1,4 @@
-"""An experiment's config for a plan: made-up data, and devices that need not be there."""
+"""Configs for planning: synthetic data, and devices that need not be present."""
 
 import copy
 import inspect
@@ -19,11 +19,12 @@ _SIZES = ("batch_size", "sequence_length")
 
 
 def without_data(cfg: fdl.Config[Experiment]) -> fdl.Config[Experiment]:
-    """A copy of `cfg` with made-up data of the same size, and nothing to validate on. A stored
-    teacher that is not written yet is one with as many ids as `runner.teach` lists unless told.
+    """Returns a copy of `cfg` with synthetic data of the same size and no validation.
+
+    A stored teacher that is not written yet gets the default number of ids of `runner.teach`.
 
     Raises:
-      ConfigError: if the config does not say the batch size, the sequence length or the vocabulary.
+      ConfigError: if the config lacks the batch size, the sequence length or the vocabulary.
     """
     cfg = copy.deepcopy(cfg)
     vocabulary = _found("model", getattr(cfg, "model", None), "vocab")
@@ -39,10 +40,10 @@ def without_data(cfg: fdl.Config[Experiment]) -> fdl.Config[Experiment]:
 
 
 def on_devices(cfg: fdl.Config[Experiment], devices: list[jax.Device]) -> fdl.Config[Experiment]:
-    """A copy of `cfg` whose mesh is made of `devices`.
+    """Returns a copy of `cfg` whose mesh uses `devices`.
 
     Raises:
-      ConfigError: if what makes the mesh takes no devices.
+      ConfigError: if the function that makes the mesh does not take devices.
     """
     cfg = copy.deepcopy(cfg)
     mesh = getattr(cfg, "mesh", None)
@@ -56,12 +57,14 @@ def on_devices(cfg: fdl.Config[Experiment], devices: list[jax.Device]) -> fdl.Co
 
 
 def built(cfg: fdl.Config[Experiment], devices: list[jax.Device]) -> Experiment:
-    """The experiment of `cfg`, its mesh made of `devices`."""
+    """Builds the experiment of `cfg` with a mesh of `devices`."""
     return fdl.build(on_devices(cfg, devices))
 
 
 def _teacher_k(data: Any) -> int | None:
-    """Ids that the stored teacher of `data` lists; None if it has none."""
+    """Returns the number of ids per token in the stored teacher of `data`; `None` without a
+    teacher.
+    """
     folders = [_value(node, "teacher") for node in nodes(data)]
     folder = next((each for each in folders if isinstance(each, str)), None)
     if folder is None:
@@ -73,7 +76,7 @@ def _teacher_k(data: Any) -> int | None:
 
 
 def _found(part: str, whole: Any, name: str) -> int:
-    """The value of `name` in the config `whole`, or in what that is made of, if all agree."""
+    """Returns the one value of `name` in the config `whole` and the configs inside it."""
     values = {
         value for node in nodes(whole) for value in [_value(node, name)] if isinstance(value, int)
     }

@@ -1,1 +1,1 @@
-"""Configs: found, changed, saved, read back and compared."""
+"""Configs: loading, overriding, saving and comparing."""

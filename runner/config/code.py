@@ -1,4 +1,4 @@
-"""The code that a run is made of: digests of its files, versions of its packages, its commits."""
+"""The code of a run: digests of its files, versions of its packages, its commits."""
 
 import hashlib
 import importlib.metadata
@@ -19,11 +19,12 @@ from runner.config.text import nodes
 OURS = ("lmlib", "runner", "experiments", "data_tools")
 PACKAGES = ("lmlib", "jax", "jaxlib", "equinox", "fiddle", "numpy", "optax", "orbax-checkpoint")
 _INSTALLED = [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")]
-_GIT_SECONDS = 5.0  # that git may take, where the repository is large or far away
+_GIT_SECONDS = 5.0  # timeout for git in large or remote repositories
 
 
 def code_digest(cfg: fdl.Config) -> str:
-    """The digest of what a compiled program is made of: lmlib, and the files that `cfg` names."""
+    """Returns a digest of the code that the compiled program depends on: lmlib, and files of `cfg`.
+    """
     total = hashlib.sha256()
     for file in sorted({*_files_in(lmlib.__path__), *_named(cfg)}):
         total.update(f"{file.name} {_digest(file)}\n".encode())
@@ -31,10 +32,10 @@ def code_digest(cfg: fdl.Config) -> str:
 
 
 def code_files(cfg: fdl.Config, experiment: Path | None) -> dict[str, str]:
-    """The digest of each file of code of a run, by a name that is the same on every machine.
+    """Returns the digest of each code file of a run, by a name that is the same on every machine.
 
-    Those of this library; the file `experiment`, the files that define what `cfg` names, and the
-    modules beside them that are imported.
+    These are the files of this library, the file `experiment`, the files that define the names in
+    `cfg`, and the modules beside them that are imported.
     """
     specs = {package: importlib.util.find_spec(package) for package in OURS}
     ours = {
@@ -50,7 +51,8 @@ def code_files(cfg: fdl.Config, experiment: Path | None) -> dict[str, str]:
     elsewhere = {file.resolve() for file in (*_named(cfg), *([experiment] if experiment else ()))}
     elsewhere = {file for file in elsewhere if not _is_in(file, [*ours.values(), *_INSTALLED])}
     folders = {file.parent for file in elsewhere}
-    loaded = {file: os.path.dirname(file) for file in _loaded()}  # of thousands: no paths
+    # plain strings: `Path` is slow for thousands of files
+    loaded = {file: os.path.dirname(file) for file in _loaded()}
     near = {folder for folder in {*loaded.values()} if Path(folder).resolve() in folders}
     beside = {Path(file).resolve() for file, folder in loaded.items() if folder in near}
     found |= {f"{file.parent.name}/{file.name}": file for file in sorted(elsewhere | beside)}
@@ -58,7 +60,7 @@ def code_files(cfg: fdl.Config, experiment: Path | None) -> dict[str, str]:
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of the packages that a run computes with."""
+    """Returns the versions of Python and of the packages that a run computes with."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -69,9 +71,9 @@ def versions() -> dict[str, str]:
 
 
 def commit_of(file: Path) -> dict[str, str | bool] | None:
-    """The commit that `file` is of, and whether its repository has changes beside it.
+    """Returns the commit of the repository that contains `file`, and if it has uncommitted changes.
 
-    `None` where git does not know the file, or is absent or slow.
+    Returns `None` if git does not track the file, is not installed, or is too slow.
     """
 
     def git(*arguments: str) -> str:

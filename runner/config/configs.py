@@ -2,11 +2,11 @@
 
 A config comes from an experiment (a module with `config()`) or from the `config.json` of an earlier
 run. Fiddlers (the experiment's public functions whose first parameter is `cfg`) change it first,
-then overrides (`optimizer.peak_lr=1e-3`). Whatever is misspelt fails before anything is built.
+then overrides (`optimizer.peak_lr=1e-3`). Spelling mistakes fail before anything is built.
 
-An experiment's file is code, which is run. A `config.json` is not: it may come from a stranger, and
-is refused if it names anything but what configs are made of (`runner.config.saved_config`). Modules
-of your own have to be named when such a file is given: `--fdl_config=RUN/config.json
+An experiment's file is code, and it is executed. A `config.json` may come from a stranger, so it
+is refused if it names anything except the parts of configs (`runner.config.saved_config`). Name
+modules of your own when you load such a file: `--fdl_config=RUN/config.json
 --trust_module=my_models`.
 """
 
@@ -39,7 +39,7 @@ from runner.config.text import flattened, parameters, settings, text_of, with_de
 from runner.config.values import check_values
 from runner.errors import ConfigError, did_you_mean, in_words, user_errors
 
-# Whose errors are written for users.
+# Modules whose errors are written for users.
 _OURS = tuple(
     f"{Path(__file__).parents[2] / name}{os.sep}" for name in ("lmlib", "data_tools", "experiments")
 )
@@ -51,20 +51,29 @@ def load(
     overrides: Sequence[str] = (),
     trusted: Collection[str] = (),
 ) -> fdl.Config:
-    """Loads the config of `reference`, and applies `fiddlers` and then `overrides` in order.
+    """Loads the config of `reference`, then applies `fiddlers` and `overrides` in order.
 
-    `reference` is `experiments/NAME`, `experiments/NAME.py`, `experiments.NAME`, a `.py` file
-    anywhere, the `config.json` of an earlier run, or the folder that holds one. A fiddler is a name
-    or a call with literals (`scale(layers=4)`); an override is `path=literal`, the quotes optional.
-    Overrides of parameters that `config` itself has are what it is called with; one that is to be a
-    config is named as the weights of a model are: a run, a folder of Hugging Face's or its name.
-    `trusted` are modules that a `config.json` may name besides ours: "my_models" with all in it. A
-    parameter that is annotated as a `Sequence[Family]` is given lmlib's families and theirs.
+    Overrides of parameters of `config` itself become its arguments. If such a parameter takes a
+    config, its override names a saved model: a run, a Hugging Face folder or a name on the Hub. A
+    parameter annotated as `Sequence[Family]` gets lmlib's families and those of the trusted
+    modules.
 
-    A file outside `experiments` is imported under its own name, and its folder comes last on the
-    Python path, so that it finds its neighbours. A saved config that names what it defines needs
-    that folder on the path already. Raises `ConfigError` for whatever the user can have got wrong,
-    inside the experiment too.
+    A file outside `experiments` is imported under its own name. Its folder is appended to the
+    Python
+    path, so that it finds its neighbours. A saved config that names definitions in that file needs
+    the
+    folder on the path already.
+
+    Args:
+      reference: `experiments/NAME`, `experiments/NAME.py`, `experiments.NAME`, any `.py` file, the
+        `config.json` of an earlier run, or the folder that holds one.
+      fiddlers: names, or calls with literals (`scale(layers=4)`).
+      overrides: `path=literal`; quotes are optional.
+      trusted: modules that a `config.json` may name in addition to ours; "my_models" trusts all of
+        it.
+
+    Raises:
+      ConfigError: for any mistake of the user, also inside the experiment.
     """
     if BucketUrl.parsed(reference) is not None:  # the folder of a run, or its config.json
         with user_errors():
@@ -89,7 +98,7 @@ def load(
 
 
 def save(cfg: fdl.Config, workdir: str | os.PathLike[str]) -> None:
-    """Writes `saved_files`, each whole or not at all; raises ConfigError as that does."""
+    """Writes `saved_files` atomically, one by one; raises ConfigError as `saved_files` does."""
     contents = saved_files(cfg)
     make_folder(workdir)
     for name, content in contents.items():
@@ -97,13 +106,13 @@ def save(cfg: fdl.Config, workdir: str | os.PathLike[str]) -> None:
 
 
 def saved_files(cfg: fdl.Config) -> dict[str, str]:
-    """The content of config.json (for `load`), settings.json (`settings`) and config.txt
+    """Returns the content of config.json (for `load`), settings.json (`settings`) and config.txt
     (`flattened`, for people).
 
-    Defaults are written out: a later run repeats this one even if they have changed since.
+    Defaults are written out, so that a later run repeats this one even if defaults have changed.
 
     Raises:
-      ConfigError: for a value that no later run could find again, such as a lambda or an array.
+      ConfigError: for a value that a later run could not import, such as a lambda or an array.
     """
     try:
         text = serialization.dump_json(with_defaults(cfg), indent=1)
@@ -120,7 +129,7 @@ def saved_files(cfg: fdl.Config) -> dict[str, str]:
 
 
 def experiments() -> dict[str, Path]:
-    """Each shipped experiment, as `load` takes it, and its file."""
+    """Returns the file of each shipped experiment, by the reference that `load` takes."""
     spec = importlib.util.find_spec("experiments")
     folders = (spec and spec.submodule_search_locations) or []
     files = sorted(file for folder in folders for file in Path(folder).glob("[!_]*.py"))
@@ -128,17 +137,18 @@ def experiments() -> dict[str, Path]:
 
 
 def experiment_file(reference: str) -> Path | None:
-    """The file of code that `load` would take; `None` if it is a saved config, or absent."""
+    """Returns the code file that `load` would execute; `None` for a saved config or a missing file.
+    """
     file = Path(reference.removesuffix(".py") + ".py")
-    if os.path.isfile(file):  # which a name that is too long does not upset
+    if os.path.isfile(file):  # unlike `Path.is_file`, does not raise if the name is too long
         return file
     return experiments().get(reference.removesuffix(".py").replace(".", "/"))
 
 
 def fiddlers(reference: str) -> dict[str, str]:
-    """The fiddlers of an experiment, each with the first line of its docstring.
+    """Returns the fiddlers of an experiment, each with the first line of its docstring.
 
-    Raises `ConfigError` as `load` does; a saved config has none.
+    A saved config has none. Raises `ConfigError` as `load` does.
     """
     if reference.endswith(".json") or os.path.isdir(reference):
         return {}
@@ -146,8 +156,10 @@ def fiddlers(reference: str) -> dict[str, str]:
 
 
 def yielded(reference: str, name: str) -> list[Any] | None:
-    """Calls the function `name` of an experiment and lists its values; `None` if there is none.
-    Raises `ConfigError` as `load` does, and if the function fails."""
+    """Calls the function `name` of an experiment and lists its values; `None` if it does not exist.
+
+    Raises `ConfigError` as `load` does, and if the function fails.
+    """
     if reference.endswith(".json") or os.path.isdir(reference):
         return None
     module = _experiment(reference)
@@ -162,7 +174,7 @@ def _experiment(reference: str) -> types.ModuleType:
     shipped = experiments()
     name = reference.removesuffix(".py").replace(".", "/")
     file = Path(reference.removesuffix(".py") + ".py")
-    if os.path.isfile(file):  # `Path`'s own raises if the name is too long
+    if os.path.isfile(file):  # `Path.is_file` raises if the name is too long
         name = next((name for name, other in shipped.items() if other.samefile(file)), "")
     elif name not in shipped:
         raise ConfigError(
@@ -173,7 +185,7 @@ def _experiment(reference: str) -> types.ModuleType:
 
 
 def _imported_file(file: Path) -> types.ModuleType:
-    """The module `file`, under its own name; run once, so that its classes stay the same."""
+    """Imports `file` under its own name, once, so that its classes stay the same."""
     file, name = file.resolve(), file.stem
     if getattr(sys.modules.get(name), "__file__", None) == str(file):
         return sys.modules[name]
@@ -197,11 +209,11 @@ def config_of_model(reference: str, trusted: Collection[str] = ()) -> fdl.Config
     """Returns the config of a saved model, with its weights as `init_from`.
 
     Args:
-      reference: a run, `RUN@STEP`, a folder of Hugging Face's or its name on the Hub.
+      reference: a run, `RUN@STEP`, a Hugging Face folder or a name on the Hub.
       trusted: as in `load`.
 
     Raises:
-      ConfigError: if there is no such model, or it is adapters alone.
+      ConfigError: if there is no such model, or it consists only of adapters.
     """
     from runner.config.references import FolderReference, base_of, resolve  # which imports JAX
 
@@ -223,7 +235,7 @@ def config_of_model(reference: str, trusted: Collection[str] = ()) -> fdl.Config
 def _config_of(
     module: types.ModuleType, overrides: Sequence[str], trusted: Collection[str]
 ) -> tuple[fdl.Config, Sequence[str]]:
-    """Returns the result of `config`, and the overrides that are not its own parameters."""
+    """Calls `config`; returns its result, and the overrides that are not its own parameters."""
     if not callable(getattr(module, "config", None)):
         raise ConfigError(f"{module.__file__} has no function `def config() -> fdl.Config`")
     call, kinds = fdl.Config(module.config), typing.get_type_hints(module.config)
@@ -255,15 +267,17 @@ def _config_of(
 
 
 def _is_config(kind: Any) -> bool:
-    """True if an annotation is a config, perhaps or `None`."""
+    """True if an annotation is a config, or an optional one."""
     union = typing.get_origin(kind) in (typing.Union, types.UnionType)
     kinds = typing.get_args(kind) if union else (kind,)
     return any((typing.get_origin(each) or each) is fdl.Config for each in kinds)
 
 
 def _is_of_families(kind: Any) -> bool:
-    """True if an annotation is `Sequence[Family]`. Compares the name, since only experiments that
-    need lmlib.hf import it."""
+    """True if an annotation is `Sequence[Family]`.
+
+    Compares names, since only experiments that need lmlib.hf import it.
+    """
     names = [
         (each.__module__, each.__qualname__)
         for each in typing.get_args(kind)
@@ -289,7 +303,7 @@ def _apply_fiddler(text: str, cfg: fdl.Config, module: types.ModuleType) -> None
 
 
 def _fiddlers(module: types.ModuleType) -> dict[str, tuple[Callable[..., Any], str]]:
-    """Name to fiddler and its first docstring line."""
+    """Returns each fiddler with the first line of its docstring, by name."""
     return {
         name: (function, (inspect.getdoc(function) or "").partition("\n")[0])
         for name, function in vars(module).items()
@@ -311,7 +325,8 @@ def _parsed_call(text: str) -> tuple[str, list[Any], dict[str, Any]]:
 
 @contextlib.contextmanager
 def _user_code(what: str) -> Iterator[None]:
-    """Turns an error in the experiment into a `ConfigError` with the line that raised it."""
+    """Context manager: turns an error in the experiment into a `ConfigError` with the failing line.
+    """
     try:
         yield
     except ConfigError:

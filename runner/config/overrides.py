@@ -14,7 +14,7 @@ from fiddle import daglish
 from runner.config.text import arguments, parameters, signature, takes_any, text_of
 from runner.errors import ConfigError, did_you_mean
 
-# The types a Python literal can have: the ones an override can be checked against.
+# Types of Python literals; overrides can be checked against these.
 _LITERAL_TYPES = (bool, int, float, str, tuple, list, dict, types.NoneType)
 BAD_LITERAL = (ValueError, SyntaxError, TypeError, MemoryError, RecursionError)
 
@@ -34,7 +34,7 @@ def apply_override(text: str, cfg: fdl.Config) -> None:
 
 
 def _replaced(target: Any, path: Sequence[daglish.PathElement], literal: str) -> Any:
-    """`target` with `path` replaced: a config in place; containers, perhaps defaults, as copies."""
+    """Returns `target` with `path` replaced. Configs change in place; containers are copied."""
     element, *rest = path
     if isinstance(target, fdl.Buildable) and isinstance(element, daglish.Attr):
         key, name = element.name, text_of(fdl.get_callable(target))
@@ -61,7 +61,7 @@ def _replaced(target: Any, path: Sequence[daglish.PathElement], literal: str) ->
 
 
 def _checked(literal: str, present: Any, accepted: set[type] | None) -> Any:
-    """The value of `literal`, of one of the `accepted` types (None: of any)."""
+    """Returns the value of `literal`; raises unless it has an accepted type (`None`: any type)."""
     takes = " or ".join(sorted(kind.__name__.removesuffix("Type") for kind in accepted or ()))
     takes = f"this parameter takes {takes or 'no literal: change it in a fiddler'}"
     takes += "" if present is fdl.NO_VALUE else f" (now {text_of(present)})"
@@ -90,21 +90,21 @@ def _checked(literal: str, present: Any, accepted: set[type] | None) -> Any:
 
 
 def _as_strings(literal: str, accepted: set[type] | None) -> str:
-    """How to write the words of `literal` where a tuple or list is accepted; else nothing."""
+    """Suggests how to write `literal` for a tuple or list; empty if neither is accepted."""
     words = re.findall(r"[A-Za-z_]\w*", literal)
     kinds = [kind for kind in (tuple, list) if kind in (accepted or ())]
     return f'Write "{kinds[0](words)}", with both quotes.' if kinds and words else ""
 
 
 def _accepted_types(target: Any, key: Any, present: Any) -> set[type] | None:
-    """Those of the annotation, the default and the present value; None where nothing is known."""
+    """Returns the types of the annotation, the default and the present value; `None` if unknown."""
     annotation, default = Any, fdl.NO_VALUE
     if isinstance(target, fdl.Buildable) and (parameter := signature(target).get(key)):
         annotation, default = parameter.annotation, parameter.default
     union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
     members = typing.get_args(annotation) if union else (annotation,)
     kinds = {typing.get_origin(member) or member for member in members}
-    if fdl.Config in kinds:  # which a model that is there has; see `configs.config_of_model`
+    if fdl.Config in kinds:  # a saved model, given by name: see `configs.config_of_model`
         kinds = (kinds - {fdl.Config}) | {str}
     if (present is None or present is fdl.NO_VALUE) and not kinds <= set(_LITERAL_TYPES):
         return None

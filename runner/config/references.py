@@ -1,4 +1,4 @@
-"""Model references (runs, steps, folders, names on the Hub), and the families that are known."""
+"""Model references (runs, steps, folders, names on the Hub), and the known model families."""
 
 import importlib
 from collections.abc import Collection
@@ -33,7 +33,7 @@ def resolve(reference: str) -> RunReference | FolderReference:
     """Finds `RUN`, `RUN@STEP`, a Hugging Face folder, or a Hub name, which is then downloaded.
 
     Raises:
-      ConfigError: if it is none of them.
+      ConfigError: if the reference is none of these.
     """
     run, at, step = reference.rpartition("@")
     if not at or not step.isdecimal():
@@ -64,13 +64,13 @@ def _is_hugging_face(folder: Path) -> bool:
 
 
 def base_of(found: FolderReference, base: str | None = None) -> FolderReference:
-    """Returns the folder of the whole model: `found` itself, or the base of its adapters.
+    """Returns the folder of the full model: `found` itself, or the base of its adapters.
 
     Args:
       base: a reference to use instead of the base that the adapters name.
 
     Raises:
-      ConfigError: if no base is named, or it is not a folder with a whole model.
+      ConfigError: if no base is named, or its folder does not hold a full model.
     """
     if not holds_adapters(found.folder):
         return found
@@ -95,8 +95,9 @@ def base_of(found: FolderReference, base: str | None = None) -> FolderReference:
 
 
 def known_families(trusted: Collection[str]) -> tuple[Family, ...]:
-    """Returns the `FAMILIES` of the modules `trusted`, then lmlib's. If two families have the same
-    `model_type`, the first one is used.
+    """Returns the `FAMILIES` of the modules `trusted`, then lmlib's.
+
+    If two families have the same `model_type`, the first one is used.
 
     Raises:
       ConfigError: if a module cannot be imported, or its `FAMILIES` holds something else.
@@ -106,7 +107,7 @@ def known_families(trusted: Collection[str]) -> tuple[Family, ...]:
         flag = f"--trust_module={name}"
         try:
             found = getattr(importlib.import_module(name), "FAMILIES", ())
-        except Exception as error:  # whatever a module raises
+        except Exception as error:  # importing a module can raise anything
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             raise ConfigError(
                 f"{flag} cannot be imported ({reason:.300}); if it is yours, set PYTHONPATH"

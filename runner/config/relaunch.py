@@ -1,4 +1,4 @@
-"""Commands to go on with after a run: its config with one change, and its model's own words."""
+"""Suggested commands after a run: generate text, or train again with one change."""
 
 import os
 import re
@@ -17,7 +17,7 @@ from runner.config.text import parameters
 
 
 def next_commands(cfg: fdl.Config[Experiment], workdir: Path) -> list[str]:
-    """What to try after a run of `cfg` in `workdir`: commands to paste, from the same folder."""
+    """Returns commands to try after a run of `cfg` in `workdir`, to paste in the same folder."""
     commands = [relaunch_command(cfg, workdir)]
     if cfg.samples.prompts:
         commands.insert(0, generate_command(cfg, workdir))
@@ -25,36 +25,36 @@ def next_commands(cfg: fdl.Config[Experiment], workdir: Path) -> list[str]:
 
 
 def relaunch_command(cfg: fdl.Config[Experiment], workdir: Path) -> str:
-    """Launches the run's config in another folder, with one change."""
+    """Returns a command that trains the run's config in another folder, with one change."""
     config = f"--fdl_config={shown(workdir)}/config.json"
     trusted = modules_to_trust(cfg)
     flags = (config, *_trusting(trusted), f"--workdir={shown(workdir)}_next", _change(cfg))
     devices = re.findall(
         r"--xla_force_host_platform_device_count=\d+", os.environ.get("XLA_FLAGS", "")
-    )  # which the mesh needs
+    )  # the mesh needs these simulated devices
     variables = [*_import_path(trusted), *(f"XLA_FLAGS={flag}" for flag in devices[-1:])]
     return _with(variables, python_command("runner", *flags))
 
 
 def generate_command(cfg: fdl.Config[Experiment], workdir: Path) -> str:
-    """Continues the first of the run's prompts."""
+    """Returns a command that continues the first of the run's prompts."""
     trusted = modules_to_trust(cfg)
     flags = (f"--from={shown(workdir)}", *_trusting(trusted), f"--prompt={cfg.samples.prompts[0]}")
     return _with(_import_path(trusted), python_command("runner.generate", *flags))
 
 
 def _trusting(modules: list[str]) -> list[str]:
-    """Modules that a saved config may not name unasked are trusted by name."""
+    """Returns flags that trust the modules outside the default list."""
     return [f"--trust_module={module}" for module in modules]
 
 
 def _with(variables: list[str], command: str) -> str:
-    """`command` with these variables of the environment, each NAME=VALUE."""
+    """Prefixes `command` with environment variables, each NAME=VALUE."""
     return shlex.join(["env", *variables]) + f" {command}" if variables else command
 
 
 def _import_path(modules: list[str]) -> list[str]:
-    """PYTHONPATH=… with which a command finds `modules` where this process found them."""
+    """Returns PYTHONPATH=… with the folders from which this process imported `modules`."""
     folders = dict.fromkeys(folder for module in modules for folder in _import_folders(module))
     if not folders:
         return []
@@ -64,7 +64,7 @@ def _import_path(modules: list[str]) -> list[str]:
 
 
 def _change(cfg: fdl.Config[Experiment]) -> str:
-    """A third of the learning rate; another seed where there is none."""
+    """Returns an override: a third of the learning rate, or another seed without one."""
     optimizer = cfg.optimizer
     if isinstance(optimizer, fdl.Buildable) and "peak_lr" in parameters(optimizer):
         peak_lr = getattr(optimizer, "peak_lr", None)
@@ -74,7 +74,8 @@ def _change(cfg: fdl.Config[Experiment]) -> str:
 
 
 def _import_folders(module: str) -> list[str]:
-    """The folder from which `module` is imported; none if any process started here finds it."""
+    """Returns the folder from which `module` is imported; empty if a new process finds it anyway.
+    """
     file = getattr(sys.modules.get(module.partition(".")[0]), "__file__", None)
     if file is None:
         return []

@@ -1,9 +1,9 @@
-"""The config.json of an earlier run, which may come from a stranger.
+"""Reads the config.json of an earlier run, which may come from a stranger.
 
-Fiddle imports every name in such a file. Here only the parts of configs are allowed: the modules
-of lmlib that write no files and start no processes, data sources and trackers. Other modules of
-lmlib would let a stranger's file write anywhere. A run of your own modules is read if they are
-trusted by name: `trusted=["my_models"]`, or `--trust_module=my_models` on the command line.
+Fiddle imports every name in such a file. Here only the parts of configs are allowed: data sources,
+trackers, and the modules of lmlib that never write files or start processes. Other modules of lmlib
+would let a stranger's file write anywhere. To load a run that uses your own modules, trust them by
+name: `trusted=["my_models"]`, or `--trust_module=my_models` on the command line.
 """
 
 import importlib
@@ -20,7 +20,7 @@ from lmlib.storage.unlinked import LinkError, unlinked
 from runner.config.text import nodes, parameters, text_of, with_defaults
 from runner.errors import ConfigError, did_you_mean
 
-# What Fiddle makes its JSON of; tests/runner/test_configs.py has it make some.
+# Names in Fiddle's own JSON; tests/runner/test_configs.py compares them with real output.
 FIDDLE_NAMES = {
     "fiddle._src.config.BuildableTraverserMetadata",
     "fiddle._src.config.Config",
@@ -28,7 +28,7 @@ FIDDLE_NAMES = {
     "fiddle._src.partial.ArgFactory",
     "fiddle._src.partial.Partial",
 }
-# Where the functions of jax.nn say that they are.
+# The `__module__` of the functions of jax.nn.
 JAX_NN = "jax._src.nn"
 TRUSTED = FIDDLE_NAMES | {
     "experiments",
@@ -60,17 +60,17 @@ TRUSTED = FIDDLE_NAMES | {
     ),
 }
 
-_LARGEST = 10_000_000  # bytes; a config has some thousand
-_MOST_VALUES = 100_000  # with each shared one counted wherever it is used
-_DEEPEST = 50  # values in each other
+_LARGEST = 10_000_000  # bytes; a config has a few thousand
+_MOST_VALUES = 100_000  # counting a shared value each time it is used
+_DEEPEST = 50  # levels of nesting
 
 
 class UntrustedNameError(ValueError):
-    """Something that is not trusted is named.
+    """A config names something that is not trusted.
 
     Attributes:
       name: the full name, `module.function`.
-      module: the module to trust if it should be.
+      module: the module to trust, if the user wants to.
     """
 
     def __init__(self, name: str, module: str):
@@ -86,16 +86,18 @@ def is_trusted(name: str, trusted: Collection[str]) -> bool:
 
 
 def named_value(module: str, name: str, trusted: Collection[str]) -> Any:
-    """Imports `name` of `module`: a function or class, `Outer.inner` for one in a class. A module
-    leads to others (`numpy`, `os`), so the value must itself be defined in a trusted place.
+    """Imports `name` of `module`: a function, a class, or `Outer.inner` for one inside a class.
+
+    A module leads to others (`numpy`, `os`), so the value must itself be defined in a trusted
+    place.
 
     Args:
-      trusted: full names of modules, which stand for all in them, and of single things.
+      trusted: full names of modules, which include everything in them, and of single objects.
 
     Raises:
-      UntrustedNameError: if it is not trusted; nothing was imported if its name is not.
-      ImportError, AttributeError: if it is not there.
-      Exception: whatever a trusted module raises when it is imported.
+      UntrustedNameError: if it is not trusted; a name that is not trusted is never imported.
+      ImportError, AttributeError: if it does not exist.
+      Exception: anything that a trusted module raises when it is imported.
     """
     asked = f"{module}.{name}"
     if not is_trusted(asked, trusted):
@@ -110,7 +112,9 @@ def named_value(module: str, name: str, trusted: Collection[str]) -> Any:
 
 
 def full_name(value: Any) -> str | None:
-    """`module.name` of a function, a class or the class of an instance; None if it has none."""
+    """Returns `module.name` of a function, a class or an instance's class; `None` if it has
+    neither.
+    """
     module = getattr(value, "__module__", None)
     name = getattr(value, "__qualname__", type(value).__qualname__)
     return f"{module}.{name}" if isinstance(module, str) and isinstance(name, str) else None
@@ -119,19 +123,20 @@ def full_name(value: Any) -> str | None:
 def read_config(file: Path, trusted: Collection[str] = ()) -> fdl.Config:
     """Reads the config in `file`, which may name only `TRUSTED` and the modules `trusted`.
 
-    Raises `ConfigError` if it cannot be read, is no config, is absurdly large, or names something
-    else; what it names has then not been imported.
+    Raises `ConfigError` if it cannot be read, is not a config, is absurdly large, or names
+    something
+    else; that is then not imported.
     """
     policy = _Policy(TRUSTED | set(trusted))
     try:
         text = read_text(unlinked(file.parent, file.name), _LARGEST)
-        parse_json(text)  # what Fiddle does not check
+        parse_json(text)  # Fiddle does not check this
         cfg = serialization.load_json(text, policy)
         if not isinstance(cfg, fdl.Config):
             raise ValueError(f"it holds a {type(cfg).__name__}")
         _check_size(cfg)
         settings = [(node, parameters(node)) for node in nodes(cfg)]
-    except MemoryError:  # which says nothing of the file
+    except MemoryError:  # not caused by the file
         raise
     except UntrustedNameError as error:
         raise ConfigError(
@@ -156,7 +161,7 @@ def read_config(file: Path, trusted: Collection[str] = ()) -> fdl.Config:
 
 
 def modules_to_trust(cfg: fdl.Config) -> list[str]:
-    """What `read_config` would have to be given as `trusted`, once `cfg` is saved."""
+    """Returns the `trusted` modules that `read_config` needs to read `cfg` once it is saved."""
     modules: dict[str, None] = {}
     names: list[tuple[str, str]] = []
 
@@ -174,14 +179,14 @@ def modules_to_trust(cfg: fdl.Config) -> list[str]:
         try:
             named_value(module, symbol, TRUSTED | modules.keys())
         except UntrustedNameError as error:
-            modules[error.module] = None  # another may follow: that of what the name stands for
+            modules[error.module] = None  # another may follow, for the object behind the name
         else:
             names.pop()
     return list(modules)
 
 
 class _Policy(serialization.PyrefPolicy):
-    """Asked by Fiddle before it imports anything."""
+    """Import policy that Fiddle asks before it imports anything."""
 
     def __init__(self, trusted: Collection[str]) -> None:
         self._trusted = trusted
@@ -195,7 +200,7 @@ class _Policy(serialization.PyrefPolicy):
         return True
 
     def allows_value(self, value: Any) -> bool:
-        return True  # `named_value` has seen it
+        return True  # `named_value` has checked it
 
 
 def _check_size(cfg: fdl.Config) -> None:

@@ -16,6 +16,6 @@ def training_data(cfg: fdl.Config) -> list[Any]:
 
 
 def longest_row(cfg: fdl.Config) -> int | None:
-    """Returns the tokens of a run's longest training rows; `None` if its config does not say."""
+    """Returns the length of a run's longest training rows in tokens; `None` if it is unknown."""
     lengths = (getattr(data, "sequence_length", None) for data in training_data(cfg))
     return max((length for length in lengths if isinstance(length, int)), default=None)

@@ -1,6 +1,6 @@
-"""The parameters of a config, defaults included: as values, as text, and what has changed.
+"""The parameters of a config, including defaults: as values, as text, and their changes.
 
-Changes are found in texts, since modules that an old run's config names may be gone.
+Changes are found in texts, since the modules that an old config names may no longer exist.
 """
 
 import copy
@@ -15,10 +15,10 @@ from fiddle import daglish
 
 
 def flattened(cfg: fdl.Config) -> str:
-    """Every parameter as a line `path = value`, in declared order, defaults included.
+    """Returns every parameter as a line `path = value`, in declared order, including defaults.
 
-    A line `path: module.name` names the callable of each config; the first line, the root's. Only
-    dataclass fields that a default factory fills are left out, until they are set.
+    A line `path: module.name` names the callable of each config; the first line is the root's. Only
+    unset dataclass fields with a default factory are left out.
     """
     found = _parameters(with_defaults(cfg), "", {})
     lines = (f"{path}{between}{text}" for path, between, text in found)
@@ -26,7 +26,7 @@ def flattened(cfg: fdl.Config) -> str:
 
 
 def settings(cfg: fdl.Config) -> dict[str, str]:
-    """The texts of `flattened` by their paths, without the root's."""
+    """Returns the texts of `flattened` by path, without the root."""
     return {path: text for path, _, text in _parameters(with_defaults(cfg), "", {}) if path}
 
 
@@ -42,7 +42,7 @@ def signature(node: fdl.Buildable) -> dict[str, inspect.Parameter]:
 
 
 def parameters(node: fdl.Buildable) -> list[str]:
-    """Names that can be set, or have been (where the callable takes any), in declared order."""
+    """Returns the names that can be set, or are set through `**kwargs`, in declared order."""
     settable = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     names = [name for name, parameter in signature(node).items() if parameter.kind in settable]
     more = fdl.ordered_arguments(node) if takes_any(node) else ()
@@ -55,8 +55,11 @@ def takes_any(node: fdl.Buildable) -> bool:
 
 
 def arguments(node: fdl.Buildable) -> dict[Any, Any]:
-    """Returns the arguments that are set or have a default, in declared order, except those that a
-    default factory would make. An instance of a dataclass comes as the config that makes it."""
+    """Returns the arguments that are set or have a default, in declared order.
+
+    Unset fields with a default factory are left out. A dataclass instance is returned as its
+    config.
+    """
     function, given = fdl.get_callable(node), fdl.ordered_arguments(node)
     fields = dataclasses.fields(function) if dataclasses.is_dataclass(function) else ()
     made = {field.name for field in fields if field.default_factory is not dataclasses.MISSING}
@@ -67,11 +70,12 @@ def arguments(node: fdl.Buildable) -> dict[Any, Any]:
 
 
 def with_defaults(cfg: fdl.Config) -> fdl.Config:
-    """A copy with every default set. (Fiddle's own function sets a mark for default factories.)"""
+    """Returns a copy with every default set. (Fiddle's own function also marks default factories.)
+    """
     cfg = copy.deepcopy(cfg)
     for node in nodes(cfg):
         for name, value in arguments(node).items():
-            if isinstance(name, str):  # a number for what is positional only
+            if isinstance(name, str):  # positional-only arguments have a number
                 setattr(node, name, value)
     return cfg
 
@@ -84,7 +88,7 @@ def _as_config(value: Any) -> Any:
 
 
 def text_of(value: Any) -> str:
-    """`repr` without addresses: functions and classes by their names."""
+    """Returns `repr` without addresses: functions and classes by their names."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key!r}: {text_of(part)}" for key, part in value.items()) + "}"
     if type(value) in (tuple, list):
@@ -97,7 +101,7 @@ def text_of(value: Any) -> str:
 
 
 def difference(before: Mapping[str, str], after: Mapping[str, str]) -> str:
-    """Two lines for each of `settings` that differs, `- old` and `+ new`; empty if none does."""
+    """Returns two lines for each setting that differs, `- old` and `+ new`; empty if none does."""
     return "".join(
         f"{sign} {printable(f'{path} = {settings[path]}')}\n"
         for path in changed_paths(before, after)
@@ -107,13 +111,15 @@ def difference(before: Mapping[str, str], after: Mapping[str, str]) -> str:
 
 
 def changed_paths(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
-    """The parameters that differ, in order: `["model.rope_theta", "steps"]`."""
+    """Returns the parameters that differ, in order: `["model.rope_theta", "steps"]`."""
     return [path for path in {**before, **after} if before.get(path) != after.get(path)]
 
 
 def _parameters(value: Any, path: str, seen: dict[int, str]) -> Iterator[tuple[str, str, str]]:
-    """Each path, what `flattened` has after it, and the text; `seen` maps each config already
-    written to its path."""
+    """Yields each path, its separator in `flattened`, and its text.
+
+    `seen` maps each config already written to its path.
+    """
     if not nodes(value):
         yield path, " = ", text_of(value)
         return
@@ -132,7 +138,9 @@ def _parameters(value: Any, path: str, seen: dict[int, str]) -> Iterator[tuple[s
 
 
 def printable(line: str) -> str:
-    """`line` without control characters: a stranger's settings must not steer the terminal."""
+    """Returns `line` without control characters, so that a stranger's settings cannot steer the
+    terminal.
+    """
     return "".join(
         character if character.isprintable() else f"\\x{ord(character):02x}" for character in line
     )

@@ -17,9 +17,10 @@ def check_values(cfg: fdl.Config) -> None:
     """Compares the arguments of every config in `cfg` with the annotations of its parameters.
 
     Raises:
-      ConfigError: naming the first argument that does not fit, its value, and what fits.
+      ConfigError: with the first argument that does not fit, its value, and the types that fit.
     """
-    from lmlib.experiment import annotations  # which imports JAX; what `cfg` holds has by now
+    # imports JAX, which the modules in `cfg` have imported by now
+    from lmlib.experiment import annotations
 
     for node, path in daglish.iterate(cfg):
         if not isinstance(node, fdl.Buildable):
@@ -46,5 +47,5 @@ def _fits(value: Any, parameter: inspect.Parameter, fits: Callable[..., bool]) -
 
 
 def _is_config(value: Any) -> bool:
-    """Its type is known once it is built."""
+    """True for a config; its type is known once it is built."""
     return isinstance(value, fdl.Buildable)
