@@ -1,15 +1,14 @@
-"""Tokens and a checkpoint in a bucket, beside fsspec's plain copy of as many bytes.
+"""Speed of tokens and checkpoints in a bucket, compared with a plain copy by fsspec.
 
     pip install s3fs && python benchmarks/buckets.py [--latency=0.05] [--megabytes=1000]
 
-moto's server stands for S3, behind a proxy that keeps each request waiting for `latency` seconds.
-Both are Python, and take the same cores as what they serve: seconds beside each other say
-something, MB/s nothing. Nothing is in a cache of tokens before the first epoch.
-
-- tokens: one epoch of shuffled rows, read ahead as runs do while steps take `step_seconds` each;
-  what the steps waited in all; the second epoch; and fsspec's copy of the folder.
-- a checkpoint: the part of a save in which no step could run, and the whole; the reading of it,
-  with every digest compared; fsspec's copy of arrays of as many bytes, there and back.
+moto's server replaces S3, behind a proxy that delays each request by `latency` seconds. Both are
+written in Python and share the cores with the code under test, so compare the seconds with each
+other and ignore the MB/s. The token cache is empty before the first epoch.
+- tokens: one epoch of shuffled rows, read ahead as in runs, with steps of `step_seconds`; the total
+  waiting time of the steps; the second epoch; and fsspec's copy of the folder.
+- a checkpoint: the part of a save that blocks steps, and the full save; reading it with all digests
+  compared; fsspec's copy of arrays of the same size, in both directions.
 """
 
 import itertools
@@ -42,8 +41,8 @@ _MEGABYTES = flags.DEFINE_integer("megabytes", 1000, "of the checkpoint", lower_
 _MEGATOKENS = flags.DEFINE_integer("megatokens", 16, "of the data set", lower_bound=1)
 _STEP_SECONDS = flags.DEFINE_float("step_seconds", 0.5, "of a step", lower_bound=0.0)
 
-ROWS, LENGTH = 32, 2_048  # of a batch
-AHEAD = 2  # batches, as in runs
+ROWS, LENGTH = 32, 2_048  # rows and tokens per row of a batch
+AHEAD = 2  # batches read ahead, as in runs
 ARRAYS = 16
 
 
@@ -54,7 +53,7 @@ def timed(work: Callable[[], object]) -> float:
 
 
 def write_tokens(folder: Path) -> int:
-    """Makes a data set; returns its steps in an epoch."""
+    """Writes a data set; returns the steps of an epoch."""
     random, writer = np.random.default_rng(0), ShardWriter(folder, "train", vocab_size=50_000)
     for _ in range(_MEGATOKENS.value * 1_000):
         writer.append(random.integers(0, 50_000, 1_000), text_bytes=4_000)
@@ -63,14 +62,15 @@ def write_tokens(folder: Path) -> int:
 
 
 def epoch(url: str, steps: int) -> tuple[float, float]:
-    """Seconds of an epoch, and what its steps waited for batches after the first."""
+    """Returns the seconds of an epoch, and the time that steps waited for batches after the first.
+    """
     source = FlatTokens(url, "train", ROWS, LENGTH)
     batches = ReadAhead(map(source.batch, itertools.count()), AHEAD, "tokens")
     began, waited = time.perf_counter(), 0.0
     for step in range(steps):
         wait = timed(batches.next)
         waited += wait if step else 0.0
-        time.sleep(_STEP_SECONDS.value)  # a device computes
+        time.sleep(_STEP_SECONDS.value)  # stands for the device's work
     batches.close()
     return time.perf_counter() - began, waited
 

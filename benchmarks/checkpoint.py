@@ -1,11 +1,12 @@
-"""Saving and restoring a state, beside Orbax's defaults, bare TensorStore and `np.save`.
+"""Saving and restoring a state, compared with Orbax's defaults, bare TensorStore and `np.save`.
 
     python benchmarks/checkpoint.py [--megabytes=1000] [--rounds=3] [--directory=/tmp]
 
-The state is random fp32, as hard to compress as trained weights. The ways take turns, so that a
-busy machine slows all of them alike; each is measured after what the one before it wrote has gone
-to the disk, and the medians of the rounds are printed. The page cache is warm when it restores.
-"blocked" is the part of a save in which no step could run; CPU seconds are those of all threads.
+The state is random fp32, as hard to compress as trained weights. The methods take turns, so that a
+busy machine slows all of them alike. Each is measured after the previous method's data has reached
+the disk. Printed values are medians over the rounds. The page cache is warm when restoring.
+"blocked"
+is the part of a save in which no step can run; CPU seconds cover all threads.
 """
 
 import os
@@ -66,7 +67,7 @@ def restore_orbax(folder: Path, state: State) -> State:
 
 
 def tensorstore_spec(folder: Path, name: str, array: jax.Array) -> dict[str, Any]:
-    """Zarr version 3, one chunk, with its crc32c: damage is noticed here too."""
+    """Returns the spec of a Zarr 3 array in one chunk with crc32c, which also detects damage."""
     return {
         "driver": "zarr3",
         "fill_missing_data_reads": False,
@@ -118,7 +119,7 @@ MEASURED = ("blocked s", "save s", "CPU s", "restore s", "CPU s")
 
 
 def measure(way: str, state: State) -> list[float]:
-    """What `MEASURED` names, of one save and one restore."""
+    """Returns the numbers named in `MEASURED`, for one save and one restore."""
     save, restore = WAYS[way]
     with tempfile.TemporaryDirectory(dir=_DIRECTORY.value) as parent:
         folder = Path(parent) / "state"

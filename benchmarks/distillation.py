@@ -1,11 +1,11 @@
-"""What a teacher is worth: the student of experiments/distil with it and alone, over seeds.
+"""The value of a teacher: the student of experiments/distil with and without it, over seeds.
 
     python -m runner --fdl_config=experiments/quickstart --workdir=/tmp/quickstart
     python benchmarks/distillation.py [--teacher=/tmp/quickstart] [--seeds=3] [--workdir=DIR]
 
-Both students have the same first weights, batches and steps; only the objective differs. Prints
-the validation loss of each at the end, in nats per token over the whole split. A run that is
-finished in the workdir is not made again.
+Both students have the same initial weights, batches and steps; only the objective differs. Prints
+the final validation loss of each, in nats per token over the full split. Finished runs in the
+workdir are reused.
 """
 
 import statistics
@@ -24,7 +24,7 @@ _WORKDIR = flags.DEFINE_string("workdir", "/tmp/students", "of the students' run
 
 
 def loss(seed: int, fiddlers: Sequence[str]) -> float:
-    """The cross-entropy of a student on the validation split, nats per token."""
+    """Returns a student's cross-entropy on the validation split, in nats per token."""
     overrides = [f"teacher={_TEACHER.value}", f"seed={seed}", "samples.prompts=()"]
     cfg = configs.load("experiments/distil", fiddlers, overrides)
     summary = fit(cfg, Path(_WORKDIR.value, "_".join([*fiddlers, f"seed_{seed}"]))).summary

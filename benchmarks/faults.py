@@ -1,17 +1,17 @@
-"""Hundreds of random faults on real runs: signals, damage, full disks … How many are survived?
+"""Survival of hundreds of random faults on real runs: signals, damage, full disks and more.
 
     python benchmarks/faults.py [--faults=200] [--seed=0] [--at_once=2] [--scratch=DIR]
 
 Small runs of every kind (pretraining, adapters on a frozen base in 8 bits, DPO, distillation …) are
-made once undisturbed, and again and again under faults: each is started, something is done to it at
-a random moment, it is started again, about ten times until its end. A fault is survived if the next
-start goes on from the newest sound checkpoint, every exit code and message is the right one, there
-is no traceback, and metrics and checkpoints are then and at the end, bit for bit, those of the
-undisturbed run of its kind.
+trained once undisturbed, and then repeatedly under faults. Such a run is started, disturbed at a
+random moment and started again, about ten times until its end. A fault is survived if the next
+start resumes from the newest intact checkpoint, every exit code and message is correct, and there
+is no traceback. Metrics and checkpoints must equal those of the undisturbed run of the same kind,
+bit for bit, after the fault and at the end.
 
-Takes about eight seconds a fault on two cores; Linux only. The seed draws faults and moments, but
-what a run is doing in the very millisecond is chance. tests/shared/fault_injection has the faults
-and the kinds of runs; power cuts have a benchmark of their own, power_cuts.py.
+Takes about eight seconds per fault on two cores; Linux only. The seed determines faults and
+moments, but the exact state of a run at that moment is random. The faults and the kinds of runs are
+in tests/shared/fault_injection; power cuts have their own benchmark, power_cuts.py.
 """
 
 import dataclasses
@@ -47,14 +47,14 @@ _SCRATCH = flags.DEFINE_string(
     "scratch", None, "New folder for the runs, kept; default: a temporary one."
 )
 
-OF_TWO = 16  # one fault in so many is one of two processes
+OF_TWO = 16  # one in this many faults hits a run of two processes
 FAULTS = {1: OF_ONE_PROCESS, 2: OF_TWO_PROCESSES}  # by the number of processes
 FAULTS_PER_RUN = {1: 12, 2: 4}  # at most
-UNDISTURBED_SECONDS = 1_800.0  # for a run that compiles everything
+UNDISTURBED_SECONDS = 1_800.0  # timeout of a run that compiles everything
 
 
 def make_undisturbed(scratch: Path, processes: int, kind: Kind) -> Job:
-    """A run that keeps all its checkpoints, to compare with."""
+    """Makes a run that keeps all its checkpoints, as a reference."""
     began = time.monotonic()
     folder = scratch / f"{kind.fiddler}_{processes}"
     kind.prepare(folder)
@@ -71,7 +71,7 @@ def make_undisturbed(scratch: Path, processes: int, kind: Kind) -> Job:
 
 @dataclasses.dataclass
 class Campaign:
-    """`count` faults, over as many runs as it takes, of each kind in turn."""
+    """Injects `count` faults, in as many runs as needed, alternating between the kinds of runs."""
 
     scratch: Path
     count: int
@@ -87,7 +87,7 @@ class Campaign:
         return self._share(1, self.count - of_two) + self._share(2, of_two)
 
     def _share(self, processes: int, share: int) -> list[Record]:
-        """`share` faults, all on runs of so many processes."""
+        """Injects `share` faults, all into runs of `processes` processes."""
         most = min(FAULTS_PER_RUN[processes], -(-share // len(KINDS)))
         kinds = KINDS[: -(-share // max(most, 1))]
         make = functools.partial(make_undisturbed, self.scratch, processes)
@@ -108,7 +108,7 @@ class Campaign:
         return records
 
     def _run(self, undisturbed: Job, number: int, limit: int) -> list[Record]:
-        """At most `limit` faults, on a run of its own."""
+        """Injects at most `limit` faults into a new run."""
         processes, kind = undisturbed.processes, undisturbed.kind
         random = Random(f"{self.seed} {processes} {number}")
         job = undisturbed.another(self.scratch / f"run_{processes}_{number}")
@@ -117,7 +117,7 @@ class Campaign:
             for record in strike(job, undisturbed, FAULTS[processes], limit, random):
                 records.append(record)
                 self._show(record)
-        except Exception as error:  # of the campaign itself: the other runs go on
+        except Exception as error:  # an error in the benchmark itself; the other runs continue
             traceback.print_exc()
             failed = Record(kind.name, "the campaign itself", 0, [], [f"it failed: {error!r}"])
             records = [*records[: limit - 1], failed]
@@ -136,8 +136,11 @@ class Campaign:
 
 
 def table(records: list[Record]) -> str:
-    """A line for each fault: how often it came to each kind of run, and how often it was survived;
-    then the same of all faults."""
+    """Returns a table of the faults: how often each hit each kind of run, and how often it was
+    survived.
+
+    The last line has the totals.
+    """
     kinds = [kind.name for kind in KINDS if any(kind.name == each.kind for each in records)]
 
     def line(name: str, of_them: list[Record]) -> tuple[str, ...]:

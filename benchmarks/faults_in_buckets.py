@@ -1,12 +1,12 @@
-"""Random faults on runs whose folder is in a bucket: how many are survived?
+"""Survival of random faults by runs whose folder is in a bucket.
 
     python benchmarks/faults_in_buckets.py [--faults=80] [--seed=0] [--schemes=s3,gs]
 
-Small runs, of one process and of two, write into emulators of S3 and of Google's buckets over HTTP,
-through a proxy. Each is started, something happens at a request drawn at random, and it is started
-again until its end, each time on this machine or on another, which has no copy of anything. A
-fault is survived if every exit code is one that fits, no traceback and no secret is shown, and at
-the end curve and digests are those of an undisturbed run. Some twenty seconds a fault; Linux only.
+Small runs of one or two processes write to emulators of S3 and of Google Cloud Storage over HTTP,
+through a proxy. Each is started, disturbed at a random request, and started again until its end,
+each time on this machine or on another one without local copies. A fault is survived if every exit
+code is an expected one, no traceback and no secret is shown, and the final curve and digests are
+those of an undisturbed run. Takes about twenty seconds per fault; Linux only.
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ _SEED = flags.DEFINE_integer("seed", 0, "Of the faults and their moments.")
 _SCHEMES = flags.DEFINE_list("schemes", ["s3", "gs"], "Of the buckets.")
 
 STEPS, SECONDS, STARTS = 6, 300, 8
-REQUESTS = 200  # or so that a run sends
+REQUESTS = 200  # approximate number of requests of a run
 TIMES = ("tokens_per_second", "step_seconds", "data_wait_seconds", "goodput", "peak_memory_bytes")
 PASSING = (Fault.REFUSED, Fault.THROTTLED, Fault.UNAVAILABLE, Fault.CUT, Fault.LOST)
 KILLED, STOPPED, MISTAKE, MISSED = -signal.SIGKILL, 75, 2, 3
@@ -52,7 +52,7 @@ KILLED, STOPPED, MISTAKE, MISSED = -signal.SIGKILL, 75, 2, 3
 
 @dataclasses.dataclass
 class Run:
-    """Of `processes` processes, with its workdir at `url`."""
+    """A run of `processes` processes, with its workdir at `url`."""
 
     proxy: FaultyProxy
     url: str
@@ -98,12 +98,12 @@ class Run:
         return BucketStore(BucketUrl.parsed(self.url))
 
     def folders(self) -> dict[int, str]:
-        """The folder of each step that is there."""
+        """Returns the folder of each existing step."""
         steps = json.loads(self.store().read("checkpoints/steps.json"))["steps"]
         return {int(name): f"checkpoints.files/{step['folder']}" for name, step in steps.items()}
 
     def result(self) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        """Its curve, and the digests of the arrays of its last checkpoint."""
+        """Returns the training curve, and the digests of the arrays in the last checkpoint."""
         lines = read_metrics(folder_to_read(self.url))
         manifest = json.loads(self.store().read(f"{self.folders()[STEPS]}/manifest.json"))
         arrays = {name: entry for name, entry in manifest["files"].items() if "state/" in name}
@@ -119,7 +119,7 @@ def ended(processes: list[ForkedProcess]) -> list[int]:
 
 
 def at_request(run: Run, number: int, act: Callable[[], None]) -> threading.Event:
-    """`act`s once, when that many further requests have come; the event says whether it did."""
+    """Calls `act` once, after `number` further requests; the returned event is set once it has."""
     at, done = len(run.proxy.requests) + number, threading.Event()
 
     def fault(request: Request) -> None:
@@ -131,16 +131,16 @@ def at_request(run: Run, number: int, act: Callable[[], None]) -> threading.Even
     return done
 
 
-# Each strikes a start of a run; it returns the exit codes, and those that fit.
+# Each fault disturbs one start of a run; it returns the exit codes, and the expected ones.
 def killed(run: Run, random: Random, machine: str) -> tuple[list[int], set[int]]:
-    """All its processes at once, as a machine that loses its power."""
+    """Kills all processes at once, like a machine that loses power."""
     started = run.start(machine)
     at_request(run, random.randrange(REQUESTS), lambda: [each.kill() for each in started])
     return ended(started), {0, KILLED}
 
 
 def one_lost(run: Run, random: Random, machine: str) -> tuple[list[int], set[int]]:
-    """One of its processes, whichever that is."""
+    """Kills one randomly chosen process."""
     started = run.start(machine)
     lost = random.choice(started)
     at_request(run, random.randrange(REQUESTS), lost.kill)
@@ -155,7 +155,7 @@ def terminated(run: Run, random: Random, machine: str) -> tuple[list[int], set[i
 
 
 def unreliable(run: Run, random: Random, machine: str) -> tuple[list[int], set[int]]:
-    """One request in seven fails in a way that passes, none of them twice."""
+    """Makes one request in seven fail temporarily, none of them twice."""
     struck: set[str] = set()
 
     def fault(request: Request) -> Fault | None:
@@ -170,14 +170,14 @@ def unreliable(run: Run, random: Random, machine: str) -> tuple[list[int], set[i
 
 
 def denied(run: Run, random: Random, machine: str) -> tuple[list[int], set[int]]:
-    """From one request on nothing is permitted, as when credentials are withdrawn."""
+    """Forbids everything from some request on, as when credentials are withdrawn."""
     at = len(run.proxy.requests) + random.randrange(REQUESTS)
     run.proxy.fault = lambda request: Fault.FORBIDDEN if request.number >= at else None
     return ended(run.start(machine)), {0, 1, MISTAKE, MISSED}
 
 
 def started_twice(run: Run, random: Random, machine: str) -> tuple[list[int], set[int]]:
-    """By another machine while it runs: one of the two is refused, and the other goes on."""
+    """Starts the run on a second machine while it runs; one is refused, and the other continues."""
     first = run.start(machine)
     reached = at_request(run, random.randrange(REQUESTS), lambda: None)
     while not reached.wait(0.05) and first[0].poll() is None:
@@ -187,11 +187,12 @@ def started_twice(run: Run, random: Random, machine: str) -> tuple[list[int], se
 
 
 def flipped(run: Run, random: Random, machine: str) -> tuple[list[int], set[int]]:
-    """A bit of an object of the newest checkpoint of several, after a kill."""
+    """Kills the run, and flips a bit in an object of its newest checkpoint, if it has several."""
     codes, fitting = killed(run, random, machine)
     run.proxy.fault = lambda request: None
     store, steps = run.store(), run.folders()
-    if len(steps) > 1 and max(steps) < STEPS:  # of one alone nothing would be left to go on from
+    # with a single checkpoint, nothing would be left to resume from
+    if len(steps) > 1 and max(steps) < STEPS:
         name = random.choice(sorted(store.list(steps[max(steps)])))
         content = bytearray(store.read(name))
         content[random.randrange(len(content))] ^= 1 << random.randrange(8)

@@ -60,7 +60,7 @@ Prompts = list[list[int]]
 
 
 class Lmlib:
-    """lmlib's generator."""
+    """The generator of lmlib."""
 
     def __init__(self, folder: Path, prompts: Prompts):
         self._prompts = prompts
@@ -72,18 +72,20 @@ class Lmlib:
         )
 
     def prefill(self) -> None:
-        """Computes the prompts and the token that follows each."""
+        """Computes the prompts and the first token after each."""
         self._stream = self._generator.stream(self._prompts, NEW + 1, GREEDY, round=NEW)
         next(self._stream)
 
     def decode(self) -> Prompts:
-        """Makes `NEW` more tokens of each prompt; returns all tokens made."""
+        """Generates `NEW` more tokens for each prompt; returns all generated tokens."""
         return [row.tokens for row in self._stream.finish()]
 
 
 class Transformers:
-    """transformers with its static cache, eager or compiled; its loop over tokens is written out
-    here, which spares it the work of `generate` around each."""
+    """transformers with its static cache, eager or compiled.
+
+    The loop over tokens is written out here, which saves the overhead of `generate` per token.
+    """
 
     def __init__(self, folder: Path, prompts: Prompts, compiled: bool):
         import torch
@@ -126,7 +128,7 @@ CONTENDERS = {
 
 
 def reading_rate() -> float:
-    """Bytes a second at which XLA reads memory to add up numbers, on all cores."""
+    """Returns the bytes per second at which XLA reads memory to sum numbers, on all cores."""
     numbers = jax.numpy.ones(2**26, "float32")
     total = jax.jit(jax.numpy.sum).lower(numbers).compile()
     total(numbers).block_until_ready()
@@ -137,7 +139,7 @@ def reading_rate() -> float:
 
 
 def measured(size: str, rows: int, folder: Path, names: Sequence[str]) -> str | None:
-    """Prints a table. Returns a line that names the contenders with other tokens, if any."""
+    """Prints a table. Returns a line with the contenders that made other tokens, if any."""
     model = llama(**SIZES[size], key=jax.random.key(0))
     count = sum(weight.size for weight in jax.tree.leaves(model))
     if not folder.exists():
@@ -145,7 +147,7 @@ def measured(size: str, rows: int, folder: Path, names: Sequence[str]) -> str | 
     random.seed(0)
     prompts = [[random.randrange(model.vocab) for _ in range(PROMPT)] for _ in range(rows)]
     contenders = {name: CONTENDERS[name](folder, prompts) for name in names}
-    # Seconds of prefill and of decoding in each turn but the first, which compiles.
+    # Seconds of prefill and of decoding in each turn except the first, which compiles.
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     made, rates = {}, []
     for turn in range(_TURNS.value + 1):

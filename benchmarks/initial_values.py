@@ -110,7 +110,7 @@ _VOCAB, _BATCH, _SEQUENCE = 1_024, 8, 64
 
 
 def scaled(model: Decoder, name: str) -> Decoder:
-    """`model` with initial values of the scheme `name`, whatever it was made with."""
+    """Returns `model` with initial values of the scheme `name`."""
     scheme, embed = SCHEMES[name], model.embedding.shape[1]
     layers = model.stack.patterns[0][0].mlp.down.shape[0]
 
@@ -141,7 +141,7 @@ def scaled(model: Decoder, name: str) -> Decoder:
 
 
 def losses(width: int, depth: int, tied: bool, rate: float) -> dict[str, list[float]]:
-    """The validation loss of each scheme, for each seed."""
+    """Returns the validation loss of each scheme, for each seed."""
     path = standard_library(vocab_size=_VOCAB)
     of = functools.partial(FlatTokens, path, batch_size=_BATCH, sequence_length=_SEQUENCE)
     data, mesh, compute = of(split="train"), make_mesh(), Compute("float32", saved=EVERYTHING)

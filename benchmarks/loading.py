@@ -1,14 +1,15 @@
-"""Random sequences from flat tokens, beside a memory map and beside seqax's layout.
+"""Random sequences from flat tokens, compared with a memory map and with seqax's layout.
 
     python benchmarks/loading.py [--millions=128] [--batches=300]
 
-Writes the same random tokens three ways into a temporary folder: lmlib's format (uint16, crc32c
-over every 16 Ki tokens), a bare file for `np.memmap`, and zarr v2 in Blosc chunks of 4 Mi uint32
-tokens, as seqax keeps them. Then it reads batches of 8 × 4,097 tokens at the same random places,
-in turns, so that a busy machine slows all of them alike. The page cache is warm.
+Writes the same random tokens three times into a temporary folder: in lmlib's format (uint16, crc32c
+over every 16 Ki tokens), as a bare file for `np.memmap`, and as zarr v2 in Blosc chunks of 4 Mi
+uint32 tokens, as seqax stores them. Then it reads batches of 8 × 4,097 tokens at the same random
+places. The readers take turns, so that a busy machine slows all of them alike. The page cache is
+warm.
 
-"in flight" keeps the next two batches' reads going while one is used. The last rows are what a
-training loop calls: shuffled order, segments, positions and masks included.
+"in flight" reads the next two batches while one is used. The last rows are the calls of a training
+loop, including shuffling, segments, positions and masks.
 """
 
 import tempfile
@@ -36,11 +37,11 @@ SEQAX_CHUNK = 4 * 2**20
 IN_FLIGHT = 3
 PIECE = 2**20  # tokens written at once
 
-Read = Callable[[int], object]  # the batch with that number
+Read = Callable[[int], object]  # returns the batch with that number
 
 
 def write(folder: Path, tokens: int) -> None:
-    """The three data sets, of the same tokens."""
+    """Writes the three data sets with the same tokens."""
     rng = np.random.default_rng(0)
     writer = ShardWriter(folder / "lmlib", "train", vocab_size=VOCAB_SIZE)
     spec = {
@@ -71,7 +72,7 @@ def write(folder: Path, tokens: int) -> None:
 
 
 def readers(folder: Path, places: np.ndarray) -> dict[str, Read]:
-    """Ways to read the batch that begins at `places[number]`."""
+    """Returns the methods that read the batch at `places[number]`."""
     bare = np.memmap(folder / "memmap", np.uint16, mode="r")
     stored = StoredSplit(folder / "lmlib" / "train")
     spec = {"driver": "zarr", "kvstore": {"driver": "file", "path": f"{folder / 'seqax'}/"}}
@@ -112,7 +113,7 @@ def readers(folder: Path, places: np.ndarray) -> dict[str, Read]:
 
 
 def check(folder: Path, places: np.ndarray) -> None:
-    """All of them read the same."""
+    """Checks that all methods read the same tokens."""
     ways = readers(folder, places)
     expected = ways.pop("np.memmap, tokens alone")(0)
     for name in list(ways)[:3]:
@@ -120,7 +121,7 @@ def check(folder: Path, places: np.ndarray) -> None:
 
 
 def measure(read: Read, numbers: range) -> tuple[float, float]:
-    """Milliseconds of wall time and of CPU time for a batch."""
+    """Returns the milliseconds of wall time and of CPU time per batch."""
     began, cpu_began = time.perf_counter(), time.process_time()
     for number in numbers:
         read(number)
@@ -142,7 +143,7 @@ def main(arguments: list[str]) -> None:
         for turn in range(ROUNDS):
             numbers = range(turn * _BATCHES.value // ROUNDS, (turn + 1) * _BATCHES.value // ROUNDS)
             for name, read in ways.items():
-                # Reading seqax's layout takes so long that a few batches will do.
+                # seqax's layout is slow to read, so a few batches suffice.
                 some = numbers[:5] if "zarr v2" in name else numbers
                 best[name] = min(best[name], measure(read, some))
     baseline = best["np.memmap, tokens alone"][0]

@@ -1,11 +1,11 @@
-"""Some hundred small faults, one at a time: does a default test find each?
+"""Puts hundreds of small faults into the code, one at a time: does a default test find each?
 
     python benchmarks/mutations.py [--only=attend,guard] [--scratch=DIR]
 
 Each fault of mutations.toml is put into a copy of the checkout. The tests that should find it run
-there, as plain `pytest` selects them, until one fails. First they all run without any fault,
-because a test that fails anyway finds nothing. A change could bring in a fault that stays unseen,
-so the table names it, and the exit code is 1.
+there, as plain `pytest` selects them, until one fails. All of them run first without any fault,
+because a test that always fails finds nothing. The table lists the faults that no test found; the
+exit code is then 1.
 """
 
 import os
@@ -26,13 +26,13 @@ _ONLY = flags.DEFINE_list("only", [], "Only faults whose file or description has
 _SCRATCH = flags.DEFINE_string("scratch", None, "New folder for the copy, kept.")
 
 CHECKOUT = Path(__file__).parents[1]
-SECONDS = 900  # for the tests of one fault
+SECONDS = 900  # timeout of the tests of one fault
 PASSED, FAILED = 0, 1  # exit codes of pytest
 LEFT_OUT = shutil.ignore_patterns(".git", ".venv*", "__pycache__", "build", "dist", "*.egg-info")
 
 
 def run_tests(copy: Path, tests: Sequence[str], *options: str) -> tuple[int, str]:
-    """Exit code and output of pytest."""
+    """Returns the exit code and the output of pytest."""
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, *tests],
         cwd=copy,
@@ -48,7 +48,7 @@ def run_tests(copy: Path, tests: Sequence[str], *options: str) -> tuple[int, str
 
 
 def found_by(file: Path, fault: dict[str, str], copy: Path) -> str | None:
-    """The test that fails with the fault; `None` if none does."""
+    """Returns the test that fails with the fault, or `None`."""
     original = file.read_text(encoding="utf-8")
     file.write_text(original.replace(fault["before"], fault["after"]), encoding="utf-8")
     try:

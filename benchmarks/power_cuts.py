@@ -1,16 +1,17 @@
-"""Cuts the power of a small run at random moments. Does it go on from what it had promised?
+"""Cuts the power of a small run at random moments, and checks that no promised checkpoint is lost.
 
     python benchmarks/power_cuts.py [--cuts=30] [--seed=0] [--scratch=DIR]
 
-Linux only, and only root may: the workdir is an ext4 file system of its own, in a file behind a
-loop device. A cut is ext4's own shutdown, which loses all that no sync has brought to the disk, the
-open transaction of the journal too. Then the run is killed, the file system mounted again, and the
-run started again, until its end.
+Linux only, and needs root: the workdir is an ext4 file system in a file behind a loop device. A cut
+is ext4's own shutdown, which loses everything that was not synced, including the journal's open
+transaction. Then the run is killed, the file system mounted again, and the run started again, until
+its end.
 
-A cut is survived if the next start goes on from the newest checkpoint that was promised, or from a
-later one, and from there on metrics and checkpoints are, bit for bit, those of a run that was never
-disturbed. A checkpoint is promised once the next save has begun or the one before is deleted. Takes
-about ten seconds a cut on two cores.
+A cut is survived if the next start resumes from the newest promised checkpoint or a later one, and
+from there on metrics and checkpoints equal those of an undisturbed run, bit for bit. A checkpoint
+is
+promised once the next save has begun or the previous one is deleted. Takes about ten seconds per
+cut on two cores.
 """
 
 import dataclasses
@@ -44,8 +45,8 @@ SETTINGS = (
     *("mesh.fsdp=1", "mesh.tensor=1", "microbatches=1", "model.layers=1"),
     *("steps=200", "checkpoints.every=2", "evaluation.every=100"),
 )
-SECONDS = 6.0  # the longest between the first step of a start and the cut
-REST_SECONDS = 1_800.0  # for what is left of a run after its last cut
+SECONDS = 6.0  # maximum time between the first step of a start and the cut
+REST_SECONDS = 1_800.0  # timeout of the remaining run after its last cut
 SIZE = 400 << 20  # bytes of the file system
 SHUTDOWN = 0x8004587D  # EXT4_IOC_SHUTDOWN: _IOR('X', 125, __u32)
 LOSE_THE_JOURNAL = 2  # EXT4_GOING_FLAGS_NOLOGFLUSH
@@ -70,7 +71,7 @@ class Disk:
         subprocess.run(["mount", "-o", "loop", self.image, self.place], check=True)
 
     def cut(self) -> None:
-        """From now on nothing reaches the disk, and every access fails."""
+        """Cuts the power: nothing reaches the disk any more, and every access fails."""
         folder = os.open(self.place, os.O_RDONLY)
         try:
             fcntl.ioctl(folder, SHUTDOWN, struct.pack("I", LOSE_THE_JOURNAL))
@@ -84,7 +85,7 @@ class Disk:
 
 @dataclasses.dataclass
 class Cut:
-    """When it came, the newest checkpoint that was promised by then, and what was lost by it."""
+    """A power cut: its step, the newest checkpoint promised by then, and the resulting problems."""
 
     step: int
     promised: int | None
@@ -95,7 +96,7 @@ class Cut:
 def cuts_of_a_run(
     job: Job, undisturbed: Job, disk: Disk, count: int, random: Random
 ) -> Iterator[Cut]:
-    """At most `count` cuts, until the run's end or a problem."""
+    """Yields at most `count` cuts, until the run's end or a problem."""
     cut: Cut | None = None
     promised: int | None = None
     for number in range(count + 1):
@@ -135,17 +136,19 @@ def cuts_of_a_run(
 
 
 def newest_promised(job: Job, before: int | None) -> int | None:
-    """The newest checkpoint on which the run already relies; `before` is what it was before."""
+    """Returns the newest checkpoint on which the run already relies; `before` is the previous
+    result.
+    """
     unfinished, whole = job.unfinished_checkpoint(), job.whole_checkpoints()
     if unfinished is not None:
         relied_on = [step for step in whole if step < step_of(unfinished)]
-    else:  # the one before is deleted
+    else:  # the previous checkpoint is deleted
         relied_on = whole if len(whole) == 1 and before is not None else []
     return max([*relied_on, *([] if before is None else [before])], default=None)
 
 
 def problems_of_start(attempt: Attempt, cut: Cut, job: Job, undisturbed: Job) -> list[str]:
-    """Of the start after a cut, which trains unless it has failed."""
+    """Returns the problems of the start after a cut, which trains unless it has failed."""
     if not attempt.trains:
         if set(attempt.exit_codes()) == {0}:  # it was finished before the cut
             return []
@@ -154,7 +157,7 @@ def problems_of_start(attempt: Attempt, cut: Cut, job: Job, undisturbed: Job) ->
     problems = []
     if (attempt.resumed_step or 0) < (cut.promised or 0):
         problems.append(f"went on from {attempt.resumed_step}, and not from {cut.promised}")
-    attempt.send(signal.SIGSTOP)  # while its files are looked at
+    attempt.send(signal.SIGSTOP)  # while its files are read
     if (wrong := difference_of_metrics(job, undisturbed)) or (
         wrong := lost_lines(job, attempt.resumed_step or 0)
     ):
@@ -164,13 +167,13 @@ def problems_of_start(attempt: Attempt, cut: Cut, job: Job, undisturbed: Job) ->
 
 
 def lost_lines(job: Job, resumed: int) -> str:
-    """Whether metrics.jsonl ends before the step that the run goes on from."""
+    """Returns a message if metrics.jsonl ends before the step that the run resumes from."""
     last = job.last_step()
     return f"metrics.jsonl ends with step {last}, before {resumed}" if last < resumed else ""
 
 
 def make_undisturbed(scratch: Path) -> Job:
-    """A run that keeps all its checkpoints, to compare with."""
+    """Makes a run that keeps all its checkpoints, as a reference."""
     job = Job(scratch, "undisturbed", (*SETTINGS, "checkpoints.keep=1000"))
     attempt = job.start()
     if set(attempt.exit_codes()) != {0}:
@@ -180,7 +183,7 @@ def make_undisturbed(scratch: Path) -> Job:
 
 
 def campaign(scratch: Path, count: int, seed: int) -> list[Cut]:
-    """`count` cuts, over as many runs as it takes."""
+    """Makes `count` cuts, in as many runs as needed."""
     EVERYTHING.prepare(scratch)
     undisturbed = make_undisturbed(scratch)
     cuts: list[Cut] = []

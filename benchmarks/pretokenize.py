@@ -1,12 +1,12 @@
-"""Speed of `data_tools.pretokenize` on this machine, beside `datasets.map` with `tokenizers`.
+"""Speed of `data_tools.pretokenize` on this machine, compared with `datasets.map` and `tokenizers`.
 
     python benchmarks/pretokenize.py [--megabytes=150] [--rounds=2]
 
 The text is the Python sources of the standard library and site-packages, as JSON Lines and as
-Parquet; the tokenizer is a byte-level BPE of 32,000 ids trained on a part of it. Both paths run as
-commands of their own with two workers, from the file to ids on disk, and take turns, so that a busy
-machine slows both. Processor time is that of a command and all its children, memory the most that
-they hold together. Needs Linux, whose /proc it reads.
+Parquet. The tokenizer is a byte-level BPE of 32,000 ids trained on a part of it. Both paths run as
+separate commands with two workers, from the file to ids on disk. They take turns, so that a busy
+machine slows both. Processor time covers a command and all its children; memory is their maximum
+total. Reads /proc, so it needs Linux.
 """
 
 import itertools
@@ -48,7 +48,7 @@ class Cost:
 
 
 def texts(total_bytes: int) -> list[str]:
-    """Source files in random order, again and again until there are enough."""
+    """Returns source files in random order, repeated until there are enough."""
     folders = {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}
     files = sorted({file for folder in folders for file in Path(folder).rglob("*.py")})
     random.Random(0).shuffle(files)
@@ -70,7 +70,7 @@ def training_part(documents: list[str]) -> Iterator[str]:
 
 
 def measure(command: list[str]) -> Cost:
-    """Runs `command` to its end."""
+    """Runs `command` to its end and measures it."""
     peak_bytes = 0
     ended = threading.Event()
     environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
@@ -103,15 +103,15 @@ def with_children(process: int) -> Iterator[int]:
         for thread in Path(f"/proc/{process}/task").iterdir():
             for child in (thread / "children").read_text().split():
                 yield from with_children(int(child))
-    except OSError:  # it has ended
+    except OSError:  # the process has ended
         return
 
 
 def memory(process: int) -> int:
-    """Bytes that the process holds, its part of what it shares included."""
+    """Returns the bytes that a process holds, including its part of shared memory."""
     try:
         lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
-    except OSError:  # it has ended
+    except OSError:  # the process has ended
         return 0
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
 
@@ -123,7 +123,7 @@ def our_command(file: Path, tokenizer: Path, out: Path) -> list[str]:
 
 
 def our_ids(out: Path) -> np.ndarray:
-    """All ids but the two that frame each document, which the text cannot hold."""
+    """Returns all ids except the two that frame each document, which do not occur in the text."""
     path = out / "train" / "shard_00000_of_00001" / "tokens"
     store = {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{path}/"}}
     tokens = ts.open(store).result().read().result()
@@ -135,9 +135,9 @@ def plain_command(file: Path, tokenizer: Path, out: Path) -> list[str]:
 
 
 def plain(file: str, tokenizer_file: str, out: str) -> None:
-    """The usual way."""
+    """Tokenizes with `datasets.map` and `tokenizers`."""
     tokenizer = tokenizers.Tokenizer.from_file(tokenizer_file)
-    tokenizer.encode_special_tokens = True  # their names in a text are only text
+    tokenizer.encode_special_tokens = True  # names of special tokens in a text are plain text
     kind = "parquet" if file.endswith(".parquet") else "json"
     rows = datasets.load_dataset(kind, data_files=file, split="train", cache_dir=f"{out}/cache")
 

@@ -1,15 +1,15 @@
-"""Quality from the same CPU-seconds: the quickstart, beside a plain GPT in compiled PyTorch.
+"""Quality for the same CPU-seconds: the quickstart, compared with a plain GPT in compiled PyTorch.
 
     python benchmarks/quality.py                                     # three seeds of each
     python benchmarks/quality.py --fiddler=tiny --seeds=1 --rates=4e-3   # a look
 
-Both read the same text as the same tokens, and are judged by the bits per byte of the same whole
-validation text. lmlib makes the quickstart's steps, and the CPU-seconds of all its threads are
-counted. The GPT (learned positions, LayerNorm, GELU, one table for input and output, AdamW) makes
-steps of the same batches until it has spent the same CPU-seconds; they also set its learning rate.
-Starting, compiling and evaluating count for neither. The GPT has the quickstart's width, layers and
-heads; its peak rate is the best of --rates at the first seed. The last line is the mean difference
-over pairs of one seed, with its standard error.
+Both read the same tokens, and are evaluated in bits per byte on the full validation text. lmlib
+runs the quickstart, and the CPU-seconds of all its threads are counted. The GPT (learned positions,
+LayerNorm, GELU, tied embeddings, AdamW) trains on the same batches until it has spent the same
+CPU-seconds, which also determine its learning rate schedule. Start-up, compilation and evaluation
+count for neither. The GPT has the quickstart's width, layers and heads; its peak rate is the best
+of --rates for the first seed. The last line is the mean difference over pairs with the same seed,
+with its standard error.
 
 Shapes: B batch, S sequence, E embed, H heads, D head_dim, V vocab.
 """
@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from absl import app, flags, logging
 
-# See benchmarks/train_step.py: waiting threads of OpenMP count as CPU time.
+# See benchmarks/train_step.py: waiting OpenMP threads count as CPU time.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import jax
@@ -53,9 +53,9 @@ _SEEDS = flags.DEFINE_integer("seeds", 3, "runs of each", lower_bound=1)
 _RATES = flags.DEFINE_list("rates", ["1e-3", "2e-3", "4e-3"], "peak learning rates of the GPT")
 
 BETAS, WEIGHT_DECAY, CLIP_NORM = (0.9, 0.95), 0.1, 1.0
-WARMUP, END = 0.05, 0.1  # shares of the budget, and of the peak rate
-DEVIATION = 0.02  # of initial values
-_NO_TARGET = -100  # which PyTorch's loss leaves out
+WARMUP, END = 0.05, 0.1  # fraction of the budget, and of the peak rate
+DEVIATION = 0.02  # standard deviation of the initial values
+_NO_TARGET = -100  # ignored by PyTorch's loss
 
 
 class Block(nn.Module):
@@ -80,7 +80,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Tokens and targets to the sum of the losses, in nats."""
+    """A GPT that maps tokens and targets to the sum of the losses, in nats."""
 
     def __init__(self, vocab: int, embed: int, layers: int, heads: int, sequence: int):
         super().__init__()
@@ -106,7 +106,9 @@ class GPT(nn.Module):
 
 
 class Trained(NamedTuple):
-    """Bits per byte are of the whole validation text, CPU-seconds of the steps only."""
+    """The result of a training: bits per byte of the full validation text, and CPU-seconds of the
+    steps.
+    """
 
     bits_per_byte: float
     steps: int
@@ -121,7 +123,7 @@ class Trained(NamedTuple):
 
 
 def train_lmlib(experiment: Experiment, validation: FlatTokens) -> Trained:
-    """Makes all steps of the experiment, then evaluates."""
+    """Trains all steps of the experiment, then evaluates."""
     step = experiment.trace_step().lower().compile()
     state = experiment.initial_state()
     rows = sharding("batch seq", experiment.mesh)
@@ -141,7 +143,7 @@ def train_lmlib(experiment: Experiment, validation: FlatTokens) -> Trained:
 def train_gpt(
     model: GPT, data: FlatTokens, validation: FlatTokens, cpu_seconds: float, peak_lr: float
 ) -> Trained:
-    """Makes steps until `cpu_seconds` of all threads are spent, then evaluates."""
+    """Trains until `cpu_seconds` of all threads are spent, then evaluates."""
     loss_of = torch.compile(model, fullgraph=True, dynamic=False)
     optimizer = adamw_of(model)
     loss_of(*tensors(data.batch(0))[:2]).backward()  # compiles
@@ -161,8 +163,10 @@ def train_gpt(
 
 
 def rate_at(share: float) -> float:
-    """The share of the peak learning rate when this `share` of the budget is spent: a warm-up, then
-    half a cosine, to `END`."""
+    """Returns the learning rate as a fraction of the peak when this `share` of the budget is spent.
+
+    The schedule is a warm-up, then half a cosine down to `END`.
+    """
     if share < WARMUP:
         return (share + 0.001) / (WARMUP + 0.001)
     done = min(1.0, (share - WARMUP) / (1 - WARMUP))
@@ -180,7 +184,7 @@ def adamw_of(model: GPT) -> torch.optim.AdamW:
 
 @torch.no_grad()
 def nats(loss_of: Callable[..., Tensor], validation: FlatTokens) -> float:
-    """The mean over the targets of the whole split."""
+    """Returns the mean loss over the targets of the full split."""
     total, targets = 0.0, 0
     for number in range(validation.batches):
         tokens_BS, targets_BS, count = tensors(validation.batch(number))
@@ -190,15 +194,17 @@ def nats(loss_of: Callable[..., Tensor], validation: FlatTokens) -> float:
 
 
 def tensors(batch: Batch) -> tuple[Tensor, Tensor, int]:
-    """Tokens, targets, and how many of these count."""
+    """Returns tokens, targets and the number of targets that count."""
     targets_BS = np.where(batch.loss_mask, batch.targets, _NO_TARGET).astype(np.int64)
     tokens_BS = torch.from_numpy(np.asarray(batch.tokens, np.int64))
     return tokens_BS, torch.from_numpy(targets_BS), int(batch.loss_mask.sum())
 
 
 def pairs(rates: Sequence[float]) -> Iterator[tuple[Trained, Trained]]:
-    """lmlib and the GPT, for each seed; stderr says how each run ended. The first seed keeps the
-    best of `rates`."""
+    """Yields the results of lmlib and the GPT for each seed; progress goes to stderr.
+
+    The first seed uses the best of `rates`.
+    """
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     for seed in range(_SEEDS.value):
         changes = [f"seed={seed}", f"data.seed={seed}"]
@@ -221,8 +227,8 @@ def pairs(rates: Sequence[float]) -> Iterator[tuple[Trained, Trained]]:
 def main(arguments: Sequence[str]) -> None:
     if arguments[1:]:
         sys.exit(f"what is {arguments[1]!r}? Options begin with --; see --help")
-    keep_freed_memory()  # as in a run: for both
-    logging.set_verbosity(logging.WARNING)  # not what JAX looked for and did not find
+    keep_freed_memory()  # as in a run; applies to both
+    logging.set_verbosity(logging.WARNING)  # hides JAX's messages about missing devices
     jax.config.update("jax_platforms", "cpu")
     found = list(pairs([float(rate) for rate in _RATES.value]))
     rows = [("bits per byte", *(f"seed {seed}" for seed in range(len(found))), "CPU-s", "weights")]

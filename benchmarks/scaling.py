@@ -1,7 +1,7 @@
-"""What `plan` expects of 1B to 405B parameters on 1 to 4,096 GPUs: the table of docs/scaling.md.
+"""Plans for 1B to 405B parameters on 1 to 4,096 GPUs: the table of docs/scaling.md.
 
     pip install -e '.[plan-gpu]' && python benchmarks/scaling.py [--sizes=8B] [--devices=64,256]
-    python benchmarks/scaling.py --networks=50,12.5,3.125   # with layers in stages beside it
+    python benchmarks/scaling.py --networks=50,12.5,3.125   # compares pipeline stages as well
 
 Every step is compiled for the absent GPUs, in one to a few minutes each, layout by layout until one
 fits; nothing is measured. A step has 4.2 M tokens, or 16.8 M on 4,096 GPUs.
@@ -41,16 +41,18 @@ MODELS = {
 }
 NOTHING_SAVED: tuple[str, ...] = ()
 KERNELS_SAVED = ("query", "key", "value", "attention")
-# Bytes that parameters, moments and gradients may take where others share a GPU with them, and
-# these with the inputs of layers.
+# Maximum bytes of parameters, moments and gradients on a GPU with other tensors, and of these
+# together with the inputs of layers.
 ROOM_FOR_WEIGHTS, ROOM_FOR_ALL = 30e9, 55e9
 SMALL_BUBBLE, LARGEST_BUBBLE = 0.1, 1 / 3
-Candidates = Callable[[str, int, int], Iterator["Layout"]]  # of a size, GPUs and sequences
+# of a size, a number of GPUs and a number of sequences
+Candidates = Callable[[str, int, int], Iterator["Layout"]]
 
 
 class Layout(NamedTuple):
-    """Sizes of the mesh, sequences of each device in a microbatch, what is saved, and how often a
-    sequence goes around the stages."""
+    """A layout: mesh sizes, sequences per device in a microbatch, saved activations, pipeline
+    rounds.
+    """
 
     data: int
     fsdp: int
@@ -62,7 +64,7 @@ class Layout(NamedTuple):
 
     @property
     def whole_rows(self) -> int:
-        """How many sequences all devices have, if each has one."""
+        """The total number of sequences if each device has one."""
         return self.data * self.stage * self.fsdp
 
     @property
@@ -79,14 +81,16 @@ class Layout(NamedTuple):
 
 
 def layouts(size: str, devices: int, batch: int) -> Iterator[Layout]:
-    """Those worth a try, the fastest first: FSDP alone, which sends least for the work it does as
-    long as every device has whole sequences; then tensor parallelism within hosts."""
+    """Yields the candidates, fastest first: only FSDP, then tensor parallelism within hosts.
+
+    FSDP communicates least for its computation as long as every device has full sequences.
+    """
     tensors = [tensor for tensor in (1, 2, 4, 8) if devices % tensor == 0]
     for tensor in tensors:
         shards = devices // tensor
         if batch % shards:
             continue
-        # Beyond 512 shards a gather has pieces too small to send well.
+        # With more than 512 shards, the pieces of a gather are too small for good bandwidth.
         fsdp = min(shards, 512)
         for sequences, saved in ((2, KERNELS_SAVED), (1, KERNELS_SAVED), (1, NOTHING_SAVED)):
             if batch % (shards * sequences) == 0:
@@ -94,8 +98,10 @@ def layouts(size: str, devices: int, batch: int) -> Iterator[Layout]:
 
 
 def with_copies(size: str, devices: int, batch: int) -> Iterator[Layout]:
-    """FSDP over as few hosts as hold the weights, and copies of those, between which only gradients
-    are sent (HSDP)."""
+    """Yields HSDP layouts: FSDP over the fewest hosts that hold the weights, and copies of these.
+
+    Only gradients are sent between copies.
+    """
     for hosts, tensor in itertools.product((1, 2, 4, 8, 16, 32), (1, 2, 4, 8)):
         fsdp = hosts * GPUS_OF_A_HOST // tensor
         data = devices // (fsdp * tensor)
@@ -108,20 +114,22 @@ def with_copies(size: str, devices: int, batch: int) -> Iterator[Layout]:
 
 
 def in_stages(size: str, devices: int, batch: int) -> Iterator[Layout]:
-    """The fewest rounds that make the bubble small."""
+    """Yields pipelines with the fewest rounds that make the bubble small."""
     return _staged(size, devices, batch, range(1, MODELS[size]["layers"] + 1), SMALL_BUBBLE)
 
 
 def in_stages_once(size: str, devices: int, batch: int) -> Iterator[Layout]:
-    """One round, which sends least, whatever the bubble is up to a third."""
+    """Yields pipelines of one round, which communicate least, with a bubble of up to a third."""
     return _staged(size, devices, batch, range(1, 2), LARGEST_BUBBLE)
 
 
 def _staged(
     size: str, devices: int, batch: int, rounds: Iterable[int], bubble: float
 ) -> Iterator[Layout]:
-    """A host's GPUs, or several hosts' with the same layers, are a stage: few stages before many,
-    large microbatches, whose bubble is small, before small ones."""
+    """Yields pipelines: few stages first, then large microbatches, whose bubble is small.
+
+    A stage is the GPUs of a host, or of several hosts with copies of the same layers.
+    """
     model = MODELS[size]
     for stage, tensor in itertools.product((8, 16, 32), (1, 2, 4, 8)):
         fsdp = GPUS_OF_A_HOST // tensor
@@ -159,7 +167,7 @@ def experiment(size: str, layout: Layout, batch: int, target: targets.Target) ->
 
 
 class Found(NamedTuple):
-    """A layout that fits, its plan, and the mesh."""
+    """A layout that fits, with its plan and mesh."""
 
     layout: Layout
     report: Report
@@ -167,13 +175,13 @@ class Found(NamedTuple):
 
 
 def best(size: str, devices: int, candidates: Candidates) -> Found | None:
-    """The first layout that fits."""
+    """Returns the first layout that fits."""
     target, batch = target_of(devices), 2_048 if devices > 1_024 else 512
     targets.prepare(target)
     set_gpu_flags()
     for layout in candidates(size, devices, batch):
         if least_bytes(size, devices) > (target.accelerator.memory_bytes or 0):
-            return None  # parameters and moments alone do not fit
+            return None  # parameters and moments do not fit
         made = experiment(size, layout, batch, target)
         report = plan(made, target)
         if report.memory.fits:
@@ -188,7 +196,9 @@ def target_of(devices: int) -> targets.Target:
 
 
 def least_bytes(size: str, devices: int) -> float:
-    """Parameters, two moments and gradients in float32, split over all devices."""
+    """Returns the bytes of parameters, two moments and gradients in float32, split over all
+    devices.
+    """
     model = MODELS[size]
     attention = model["embed"] * model["head_dim"] * (2 * model["heads"] + 2 * 8)
     layer = attention + 3 * model["embed"] * model["mlp"]
@@ -210,7 +220,7 @@ def main(arguments: list[str]) -> None:
 
 
 def print_networks(sizes: Iterable[str], counts: Sequence[int], speeds: Sequence[float]) -> None:
-    """Steps at each speed of the network, GB/s of each GPU to other hosts."""
+    """Prints the step times for each network speed, in GB/s per GPU to other hosts."""
     heads = " | ".join(f"step at {speed:g} GB/s" for speed in speeds)
     print(f"| size | GPUs | layout | memory | bubble | {heads} |")
     print("|---|---|---|---|---|" + "---|" * len(speeds))
@@ -230,7 +240,8 @@ def print_networks(sizes: Iterable[str], counts: Sequence[int], speeds: Sequence
 
 
 def seconds_at(found: Found, bandwidth: float, devices: int) -> float:
-    """Of a step, on a network of so many bytes/s: the compiled program is the same."""
+    """Returns the step time on a network of `bandwidth` bytes/s; the compiled program is the same.
+    """
     report, accelerator = found.report, target_of(devices).on_network(bandwidth).accelerator
     assert report.estimate is not None and report.collectives is not None
     expected = with_communication(

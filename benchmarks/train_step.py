@@ -50,10 +50,11 @@ from typing import Any
 
 from absl import app, flags, logging
 
-# The waiting threads of OpenMP (PyTorch's) spin by default, which counts as CPU time: on a busy
-# machine a third of the speed was seen. Read when PyTorch is imported.
+# Waiting OpenMP threads of PyTorch spin by default, which counts as CPU time: on a busy machine
+# this
+# cost a third of the speed. The variable is read when PyTorch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-# JAX takes three quarters of a GPU's memory at once otherwise, and PyTorch needs its own.
+# Otherwise JAX takes three quarters of a GPU's memory at once, and PyTorch needs its own.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
 
@@ -105,7 +106,7 @@ _COMPILE_ONLY = flags.DEFINE_string(
 
 
 def missing(name: str, on_gpu: bool) -> str | None:
-    """The reason why the peer cannot run here, or None."""
+    """Returns the reason why the peer cannot run here, or `None`."""
     if name.startswith(("pytorch", "transformers")):
         if importlib.util.find_spec("torch") is None:
             return "PyTorch: not installed (pip install torch)"
@@ -138,7 +139,7 @@ def make_contender(name: str, work: Work) -> Contender:
 
 
 def contenders_of(work: Work, names: Sequence[str]) -> list[str]:
-    """The contenders among `names` that do this work."""
+    """Returns the contenders among `names` that support this work."""
     able = [name for name in names if name == "lmlib" or name in work.size.peers]
     in_float32 = work.precision == "float32"
     return [name for name in able if in_float32 or not name.startswith("transformers")]
@@ -147,11 +148,11 @@ def contenders_of(work: Work, names: Sequence[str]) -> list[str]:
 def order(
     works: Sequence[Work], names: Sequence[str], on_gpu: bool
 ) -> list[tuple[Work, list[str]]]:
-    """Who runs beside whom, in order."""
+    """Returns the order of works, with the contenders that take turns on each."""
     if not on_gpu:
         return [(work, contenders_of(work, names)) for work in works]
-    # PyTorch can give a GPU's memory back, and JAX keeps all that it once had. So JAX comes last,
-    # and its largest model first.
+    # PyTorch can return a GPU's memory, and JAX keeps it. So JAX comes last, with its largest model
+    # first.
     of_pytorch = [name for name in names if name.startswith("pytorch")]
     of_jax = [name for name in names if name not in of_pytorch]
     alone = [(work, [name]) for name in of_pytorch for work in works if name in work.size.peers]
@@ -159,8 +160,10 @@ def order(
 
 
 def measure(works: Sequence[Work], names: Sequence[str], on_gpu: bool) -> list[str]:
-    """Prints a table of each work as soon as all contenders have done it. Returns a line for each
-    contender that could not do its work or did other work."""
+    """Prints a table of each work as soon as all contenders have finished it.
+
+    Returns a line for each contender that failed, or whose losses differ.
+    """
     found = {title(work): Measurements(work) for work in works}
     failures, to_do = [], order(works, names, on_gpu)
     for number, (work, together) in enumerate(to_do):
@@ -171,7 +174,7 @@ def measure(works: Sequence[Work], names: Sequence[str], on_gpu: bool) -> list[s
             measurements.add({name: make_contender(name, work) for name in in_process})
             if "maxtext" in together:
                 measurements.of["maxtext"] = maxtext_peer.measured(work)
-        except RuntimeError as error:  # what JAX and PyTorch raise where memory is short
+        except RuntimeError as error:  # out-of-memory errors of JAX and PyTorch
             reason = str(error).strip().partition("\n")[0]
             failures.append(f"{', '.join(together)} at {work.size.name}: {reason}")
         gc.collect()
@@ -189,7 +192,7 @@ def measure(works: Sequence[Work], names: Sequence[str], on_gpu: bool) -> list[s
 
 
 def chosen(flag: flags.FlagHolder, default: Sequence[str], known: Collection[str]) -> list[str]:
-    """The flag's names, or `default`."""
+    """Returns the flag's names, or `default`; exits if one is not known."""
     names = list(default if flag.value is None else flag.value)
     for name in names:
         if name not in known:
@@ -198,7 +201,7 @@ def chosen(flag: flags.FlagHolder, default: Sequence[str], known: Collection[str
 
 
 def chosen_works(sizes: Sequence[str], precisions: Sequence[str]) -> list[Work]:
-    """The works that the flags ask for, or these sizes in these precisions."""
+    """Returns the works of the flags, by default these sizes in these precisions."""
     changes, works = changed_settings(_SETTINGS.value), []
     for name in chosen(_SIZES, sizes, SIZES):
         size = SIZES[name]
@@ -212,7 +215,7 @@ def chosen_works(sizes: Sequence[str], precisions: Sequence[str]) -> list[Work]:
 
 
 def changed_settings(texts: Sequence[str]) -> dict[str, Any]:
-    """Values by name from NAME=LITERAL."""
+    """Returns values by name, from texts NAME=LITERAL."""
     known, changes = inspect.signature(Compute).parameters, {}
     for text in texts:
         name, _, literal = text.partition("=")
@@ -228,7 +231,7 @@ def changed_settings(texts: Sequence[str]) -> dict[str, Any]:
 def main(arguments: Sequence[str]) -> None:
     if arguments[1:]:
         sys.exit(f"what is {arguments[1]!r}? Options begin with --; see --help")
-    logging.set_verbosity(logging.WARNING)  # not what JAX looked for and did not find
+    logging.set_verbosity(logging.WARNING)  # hides JAX's messages about missing devices
     keep_freed_memory()  # as the runner does on CPUs, for all contenders alike
     set_gpu_flags()  # as the runner does, before JAX finds its devices
     if _COMPILE_ONLY.value is not None:

@@ -1,10 +1,10 @@
-"""Simulates comparisons and ladders of which the truth is known. Are verdicts as sure as they say?
+"""Simulates comparisons and ladders with known truth, to check the error rates of verdicts.
 
     python benchmarks/verdicts.py [--comparisons=10000] [--ladders=100]
 
-Prints how often settings without an effect are called better, which is to be 5 % at most; how often
-effects are found, beside what the noncentral t distribution says; and how often the numbers of a
-scaling law lie in their 90 % intervals. Takes minutes.
+Prints how often settings without an effect are called better, which should be at most 5 %; how
+often effects are found, compared with the noncentral t distribution; and how often the 90 %
+intervals contain the true coefficients of a scaling law. Takes minutes.
 """
 
 import math
@@ -28,11 +28,11 @@ _LADDERS = flags.DEFINE_integer("ladders", 100, "Of twelve runs each.", lower_bo
 
 RATE = 0.05
 SEEDS = (3, 4, 5, 8)
-EFFECTS = (0.5, 1.0, 2.0, 4.0)  # over the deviation between seeds of the difference
-# Table A3 of Hoffmann et al. 2022, and a ladder of four sizes in three lengths.
+EFFECTS = (0.5, 1.0, 2.0, 4.0)  # relative to the standard deviation of the difference between seeds
+# Table A3 of Hoffmann et al. 2022, and a ladder of four sizes with three lengths.
 TRUTH = PowerLaw(1.69, np.array([406.4, 410.7]), np.array([0.34, 0.28]))
 LADDER = np.array([(n, n * ratio) for n in (2e7, 5e7, 1.2e8, 3e8) for ratio in (3, 12, 50)])
-NOISES = (0.001, 0.004)  # of the logarithm of a loss
+NOISES = (0.001, 0.004)  # standard deviation of the logarithm of a loss
 
 
 def main(_: list[str]) -> None:

@@ -1,11 +1,11 @@
-"""A run on a Ray cluster: one process on each of several hosts, started again from the newest
-checkpoint after one is lost.
+"""Trains on a Ray cluster, with one process per host; restarts from the newest checkpoint on a
+loss.
 
     python clusters/ray_train.py --hosts=4 --gpus=8 --fdl_config=experiments/llama_1b \
       --workdir=/shared/runs/llama_1b
 
-What is not listed below goes to `python -m runner`. All hosts have lmlib installed and see the
-workdir under the same path. Needs lmlib[ray].
+Other flags than those listed below go to `python -m runner`. All hosts have lmlib installed and see
+the workdir at the same path. Needs lmlib[ray].
 """
 
 import argparse
@@ -22,8 +22,9 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-# Exit codes of the runner; after the first three another start would change nothing, or is not
-# wanted. A host that is gone counts as its process would that lost another.
+# Exit codes of the runner. After the first three a restart would be useless or unwanted. A lost
+# host
+# counts like a process that lost another one.
 FINISHED, MISTAKE, STOPPED, LOST = 0, 2, 75, 3
 
 
@@ -35,13 +36,13 @@ class Host:
     stopped = False
 
     def address(self) -> str:
-        """A port of this host that is free by now."""
+        """Returns the address of this host with a free port."""
         with socket.socket() as free:
             free.bind(("", 0))
             return f"{ray.util.get_node_ip_address()}:{free.getsockname()[1]}"
 
     def run(self, folder: str, arguments: list[str]) -> int:
-        """The exit code of the runner; what it prints is Ray's to show."""
+        """Runs the runner and returns its exit code; Ray shows its output."""
         if self.stopped:
             return STOPPED
         command = [sys.executable, "-m", "runner", *arguments]
@@ -55,13 +56,14 @@ class Host:
 
 
 def placed(flags: argparse.Namespace) -> PlacementGroup:
-    """As many hosts as are asked for, after `wait_seconds` as many as are there."""
+    """Reserves the requested hosts, or fewer if they are not available after `wait_seconds`."""
     each = {"CPU": flags.cpus, "GPU": flags.gpus, "TPU": flags.tpus}
     bundle = {name: amount for name, amount in each.items() if amount}
     for hosts in range(flags.hosts, flags.fewest - 1, -1):
         group = placement_group([bundle] * hosts, strategy="STRICT_SPREAD")
         seconds = flags.wait_seconds if hosts == flags.hosts else 5
-        if any(group.wait(1) for _ in range(seconds)):  # between which signals are seen
+        # short waits, so that signals are handled in between
+        if any(group.wait(1) for _ in range(seconds)):
             return group
         remove_placement_group(group)
     raise SystemExit(
@@ -71,7 +73,7 @@ def placed(flags: argparse.Namespace) -> PlacementGroup:
 
 
 def started(group: PlacementGroup, flags: argparse.Namespace) -> list[Any]:
-    """The hosts of `group`."""
+    """Starts the hosts of `group`."""
     return [
         Host.options(
             num_cpus=flags.cpus,
@@ -84,7 +86,7 @@ def started(group: PlacementGroup, flags: argparse.Namespace) -> list[Any]:
 
 
 def exit_code(running: Any) -> int:
-    """Of a host's runner; that of a lost process if the host is gone."""
+    """Returns the exit code of a host's runner, or of a lost process if the host is gone."""
     try:
         return ray.get(running)
     except ray.exceptions.RayError as error:
@@ -93,7 +95,7 @@ def exit_code(running: Any) -> int:
 
 
 def run(hosts: list[Any], arguments: list[str]) -> list[int]:
-    """The exit codes of all processes of one start."""
+    """Runs all processes once; returns their exit codes."""
     try:
         coordinator = ray.get(hosts[0].address.remote())
     except ray.exceptions.RayError:
@@ -122,7 +124,7 @@ def main() -> int:
     flags.fewest = flags.hosts if flags.fewest is None else flags.fewest
     if not 1 <= flags.fewest <= flags.hosts:
         parser.error(f"--fewest={flags.fewest}: from 1 to --hosts, which is {flags.hosts}")
-    # Whoever is left of the start before holds the workdir until its heartbeat fails.
+    # A remaining process of the previous start holds the workdir until its heartbeat expires.
     arguments = ["--lock_seconds=300", *arguments]
     ray.init(address=flags.address)
     asked_to_stop = threading.Event()
@@ -132,7 +134,7 @@ def main() -> int:
         asked_to_stop.set()
         if not hosts:
             raise SystemExit(STOPPED)
-        for host in hosts:  # which agree on a step
+        for host in hosts:  # the processes agree on a step
             host.stop.remote()
 
     signal.signal(signal.SIGTERM, stop)  # after Ray's own

@@ -1,9 +1,9 @@
-"""Makes the API reference: a page of HTML for each public module, from the docstrings.
+"""Builds the API reference from the docstrings: one HTML page for each public module.
 
     python docs/api_reference.py FOLDER
 
-A warning of pdoc's is an error: a name of `__all__` that does not resolve, an annotation that
-cannot be read.
+Warnings of pdoc are errors: a name of `__all__` that does not resolve, or an annotation that cannot
+be read.
 """
 
 import importlib
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pdoc
 
-PUBLIC = (  # a package with `__all__` has one page, another one for each of its modules
+PUBLIC = (  # a package with `__all__` has one page; other packages have one for each module
     "lmlib",
     "lmlib.adapters",
     "lmlib.checkpoint",
@@ -43,14 +43,14 @@ if len(sys.argv) != 2:
 for name in pdoc.extract.walk_specs(PUBLIC):
     module = importlib.import_module(name)
     for member in getattr(module, "__all__", ()):
-        setattr(module, member, getattr(module, member))  # some import it when it is asked for
-for record in tuple.__subclasses__():  # NamedTuples: their classes' docstrings describe the fields
+        setattr(module, member, getattr(module, member))  # some are imported on first use
+for record in tuple.__subclasses__():  # the docstrings of NamedTuples describe the fields
     for field in getattr(record, "_fields", ()):
         getattr(record, field).__doc__ = ""
         record.__new__.__doc__ = ""
 
 warnings.filterwarnings("error", module=r"pdoc\.")
-# optax.OptState names a type that only optax's own module has.
+# The type alias behind optax.OptState exists only in optax's own module.
 warnings.filterwarnings("ignore", r"Error parsing type annotation .*'ArrayTree'")
 pdoc.render.configure(docformat="google", footer_text="lmlib")
 pdoc.pdoc(*PUBLIC, output_directory=Path(sys.argv[1]))

@@ -1,8 +1,8 @@
-"""Runs notebooks and keeps in them what they show.
+"""Runs notebooks and stores their output in them.
 
-    python notebooks/run.py [notebooks/NAME.ipynb …]     all, unless some are named
+    python notebooks/run.py [notebooks/NAME.ipynb …]     all notebooks by default
 
-`pip install -e '.[notebooks]'` brings what it needs.
+Install the requirements with `pip install -e '.[notebooks]'`.
 """
 
 import re
@@ -13,14 +13,14 @@ import nbformat
 from nbclient import NotebookClient
 
 HERE = Path(__file__).parent
-SECONDS = 900  # of a cell at most
-_FOLDER = re.compile(r"/tmp/tmp\w+")  # another one each time
+SECONDS = 900  # timeout of a cell
+_FOLDER = re.compile(r"/tmp/tmp\w+")  # temporary folders, which differ each time
 
 
 def ran(found: nbformat.NotebookNode) -> nbformat.NotebookNode:
-    """The notebook after all its cells have run, in order, in a new kernel: `found` itself.
+    """Runs all cells of the notebook in order in a new kernel, and returns the same notebook.
 
-    What goes to stderr, progress for the most part, is left out.
+    Output on stderr, which is mostly progress, is removed.
 
     Raises:
       nbclient.exceptions.CellExecutionError: with the traceback of a cell that fails.
@@ -38,7 +38,7 @@ def ran(found: nbformat.NotebookNode) -> nbformat.NotebookNode:
 
 
 def _anywhere(text: str) -> str:
-    """`text` as it would be on another machine."""
+    """Returns `text` without the paths of this machine."""
     text = text.replace(sys.executable, "python").replace(str(Path.home()), "~")
     return _FOLDER.sub("/tmp/work", text)
 

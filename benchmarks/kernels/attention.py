@@ -1,16 +1,17 @@
-"""Speed of attention's kernels on this GPU, forward and backward, beside cuDNN's.
+"""Speed of the attention kernels on this GPU, forward and backward, compared with cuDNN's.
 
     python benchmarks/kernels/attention.py                           # about a minute a shape
     python benchmarks/kernels/attention.py --shapes=4x16384x8x128 --document=2048
 
 Rows are one document each ("whole"), or documents of `--document` tokens on average ("packed").
-cuDNN's kernel needs no mask for whole rows; packed ones it computes whole, under a mask. Each is
-compared with float32 first, then timed in turns that alternate; the figure is the median over
-turns. FLOP/s count the two products of the forward pass and five of the backward pass with their
-causal half, of whole rows, whatever a kernel computes: packed rows ask for less.
+cuDNN's kernel needs no mask for whole rows; for packed rows it computes everything, under a mask.
+Each kernel is first compared with float32, then timed in alternating turns; printed values are
+medians over the turns. FLOP/s count the two matrix products of the forward pass and the five of the
+backward pass, for the causal half of whole rows, even if a kernel computes more; packed rows need
+fewer.
 
-`--launches` times Triton's kernels with other tiles, warps and stages than
-`lmlib.models.attend.fused.launches` has, and says which are the quickest.
+`--launches` times Triton's kernels with tiles, warps and stages other than those in
+`lmlib.models.attend.fused.launches`, and lists the fastest.
 """
 
 import concurrent.futures
@@ -37,7 +38,7 @@ from lmlib.terminal.table import columns
 from runner.jax_settings.devices import choose_devices
 
 TURNS, CALLS = 7, 8  # turns of each contender, and calls in each
-TOLERANCE = 2e-2  # of the norm, in bfloat16
+TOLERANCE = 2e-2  # relative to the norm, in bfloat16
 
 _SHAPES = flags.DEFINE_list(
     "shapes",
@@ -49,7 +50,7 @@ _LAUNCHES = flags.DEFINE_bool("launches", False, "Try other tiles, warps and sta
 
 
 class Inputs(NamedTuple):
-    """Queries, keys, values and an arriving gradient, [B, S, H, D] in bfloat16."""
+    """Queries, keys, values and the output's gradient, [B, S, H, D] in bfloat16."""
 
     q: Array
     k: Array
@@ -80,7 +81,7 @@ def both(implementation: str, given: Inputs, segments_BS: Array | None) -> tuple
 
 
 def seconds(calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
-    """Of one call of each, the median over turns."""
+    """Returns the seconds of one call of each function, as the median over turns."""
     found: dict[str, list[float]] = {name: [] for name in calls}
     for turn, (name, call) in itertools.product(range(TURNS + 1), calls.items()):
         began = time.perf_counter()
@@ -93,7 +94,7 @@ def seconds(calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
 
 
 def check(names: Sequence[str], given: Inputs, segments_BS: Array) -> None:
-    """Exits if one differs from the definition in float32, in one row and two heads."""
+    """Exits if a kernel differs from the float32 definition, in one row and two heads."""
     few = Inputs(*(x[:1, :, :2] for x in given))
     wide = Inputs(*(x.astype(jnp.float32) for x in few))
     with jax.default_matmul_precision("highest"):
@@ -134,7 +135,9 @@ def compared(shape: Sequence[int], document: int) -> str:
 
 
 def quickest_launches(shape: Sequence[int], document: int) -> str:
-    """Of each of Triton's kernels, the quickest three for whole rows, and what packed ones take."""
+    """Lists the fastest three launches of each Triton kernel for whole rows, with their packed
+    times.
+    """
     _, S, H, D = shape
     given, packed_BS = inputs(shape), segments(shape, document)
     numbers = jnp.zeros((shape[0], H, S), jnp.float32)
@@ -163,7 +166,7 @@ def quickest_launches(shape: Sequence[int], document: int) -> str:
     def compiled(kernel: Callable[..., Any], launch: Launch) -> Any:
         try:
             return jax.jit(functools.partial(kernel, launch)).lower(given, packed_BS).compile()
-        except jax.errors.JaxRuntimeError:  # more shared memory than there is
+        except jax.errors.JaxRuntimeError:  # more shared memory than the GPU has
             return None
 
     rows = [["kernel", "tile", "warps", "stages", "whole, ms", "packed, ms"]]

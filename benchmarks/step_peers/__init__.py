@@ -1,1 +1,2 @@
-"""The contenders of benchmarks/train_step.py: one training step, written by lmlib and by others."""
+"""The contenders of benchmarks/train_step.py: one training step, in lmlib and in other libraries.
+"""

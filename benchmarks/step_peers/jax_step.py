@@ -1,6 +1,7 @@
 """A bare JAX training step: the same math as one function over a dict of weights.
 
-No mesh, no annotations, no library but optax: a competent user writes it in an afternoon.
+It uses no mesh, no annotations and no library except optax, as a competent user might write it in
+an afternoon.
 
 Shapes: B batch, S sequence (queries), T sequence (keys), E embed, H heads, D head_dim, F mlp,
 V vocab, L layers.
@@ -78,7 +79,7 @@ def mean_loss(weights: Arrays, batch: Batch, precision: str, recomputed: bool) -
 
 
 class BareJaxStep:
-    """See `step_peers.work.Contender`."""
+    """The bare JAX step as a `step_peers.work.Contender`."""
 
     def __init__(self, work: Work):
         adamw = work.size.adamw

@@ -41,7 +41,7 @@ def make_optimizer(work: Work) -> Optimizer:
 
 
 class LmlibStep:
-    """See `step_peers.work.Contender`. It makes the weights of `work.weights` itself."""
+    """lmlib's step as a `step_peers.work.Contender`. It initialises `work.weights` itself."""
 
     def __init__(self, work: Work):
         mesh, size = make_mesh(), work.size
@@ -69,7 +69,8 @@ class LmlibStep:
 
 
 def planned_peak(step: jax.stages.Compiled) -> int | None:
-    """Bytes that the compiler has laid out; None for CPUs, where it says nothing useful."""
+    """Returns the compiler's planned peak memory in bytes; `None` on CPUs, where it is not useful.
+    """
     if jax.default_backend() == "cpu":
         return None
     analysis = step.memory_analysis()
@@ -77,7 +78,8 @@ def planned_peak(step: jax.stages.Compiled) -> int | None:
 
 
 def target_of(text: str) -> Target:
-    """The hardware: "h200" is one GPU, "h200:1x8" a host with eight. Exits if it is unknown."""
+    """Parses the hardware: "h200" is one GPU, "h200:1x8" a host with eight. Exits if it is unknown.
+    """
     try:
         target = parse(text if ":" in text else f"{text}:1x1")
         prepare(target)
@@ -88,7 +90,7 @@ def target_of(text: str) -> Target:
 
 
 def compiled_for(target: Target, works: Sequence[Work]) -> Iterator[tuple[str, ...]]:
-    """A row for each work as soon as it is compiled: size, memory, kernels and seconds."""
+    """Yields a row for each work once it is compiled: size, memory, kernels and seconds."""
     mesh = make_mesh(fsdp=-1, devices=target.devices())
     for work in works:
         size = work.size

@@ -1,10 +1,10 @@
-"""MaxText's training step at the same shapes, precision and optimizer, as a program of its own.
+"""MaxText's training step with the same shapes, precision and optimizer, as a separate program.
 
     pip install maxtext    # Python 3.12 or later; it may ask for more packages when it starts
 
-Its weights and its synthetic data are its own, so its losses are not compared; and it does not stop
-between turns, so it runs after the others rather than among them. Its CPU seconds are those that
-Linux counts for its process from one report of a step to another.
+It uses its own weights and synthetic data, so its losses are not compared. It cannot pause between
+turns, so it runs after the others. Its CPU seconds are Linux's count for its process between two
+reports of steps.
 """
 
 import importlib.util
@@ -28,7 +28,7 @@ def installed() -> bool:
 
 
 def command(work: Work, folder: str) -> list[str]:
-    """MaxText's command line for the work; it writes into `folder`."""
+    """Returns MaxText's command line for the work; it writes into `folder`."""
     size, adamw, settings = work.size, work.size.adamw, work.size.settings
     package = importlib.util.find_spec("maxtext")
     assert package is not None and package.origin is not None
@@ -102,7 +102,7 @@ def measured(work: Work) -> Measurement:
 
 
 def cpu_seconds(process: int) -> float:
-    """CPU time of all threads of the process so far."""
+    """Returns the CPU time of all threads of the process so far."""
     # Fields 14 and 15 of /proc/PID/stat (man 5 proc); the second field may hold spaces.
     fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -1,6 +1,6 @@
-"""Measuring steps: contenders take turns, their losses are compared, and a table says the rest.
+"""Measures steps in turns, compares losses and prints a table.
 
-In turns a busy machine slows all contenders alike.
+A busy machine slows all contenders alike, because they take turns.
 """
 
 import dataclasses
@@ -20,21 +20,22 @@ from lmlib.metrics.log import mfu
 from lmlib.terminal.table import columns
 from step_peers.work import Contender, Work
 
-TURN = 5  # steps; the first turn warms up and is not counted
-CHECKED = 20  # steps whose losses must agree
+TURN = 5  # steps per turn; the first turn warms up and is not counted
+CHECKED = 20  # first steps whose losses must agree
 
-# Largest relative difference of a loss from lmlib's; in these steps it falls by 1e-2 or more. In
-# float32 contenders differ by the order of their sums, 6e-8 of each, which training amplifies. A
+# Maximum relative difference of a loss from lmlib's; in these steps the loss falls by 1e-2 or more.
+# float32 contenders differ in the order of their sums, by 6e-8 each, which training amplifies. A
 # bfloat16 is off by up to 4e-3, and contenders round in different places; a loss averages over
 # thousands of such errors.
 TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-3}
-OTHER_LOSSES = {"dense", "maxtext"}  # contenders of another model, or with their own data
-_SIDE, _TIMES = 2_048, 4  # of the matrices that XLA multiplies between the turns, and how often
+OTHER_LOSSES = {"dense", "maxtext"}  # contenders with another model or other data
+_SIDE, _TIMES = 2_048, 4  # side and number of the matrix products that XLA computes between turns
 
 
 @dataclasses.dataclass
 class Measurement:
-    """The steps of one contender: a loss for each, and seconds for each turn after the first."""
+    """The steps of one contender: the loss of each, and the seconds of each turn after the first.
+    """
 
     losses: list[float] = dataclasses.field(default_factory=list)
     wall_seconds: list[float] = dataclasses.field(default_factory=list)
@@ -44,15 +45,17 @@ class Measurement:
 
 @dataclasses.dataclass
 class Measurements:
-    """The steps of all contenders. On a CPU also FLOPs per CPU-second of XLA, measured between the
-    turns by products of two large matrices."""
+    """The steps of all contenders.
+
+    On a CPU also XLA's FLOPs per CPU-second, measured between the turns with large matrix products.
+    """
 
     work: Work
     of: dict[str, Measurement] = dataclasses.field(default_factory=dict)
     product_rates: list[float] = dataclasses.field(default_factory=list)
 
     def add(self, contenders: Mapping[str, Contender]) -> None:
-        """All steps of these, `TURN` at a time. CPU seconds are of all threads of this process."""
+        """Runs all steps of these contenders, `TURN` at a time. CPU seconds cover all threads."""
         measurements = {name: Measurement() for name in contenders}
         if on_cpu := jax.default_backend() == "cpu":
             ones = jnp.ones((_SIDE, _SIDE), self.work.precision)
@@ -76,7 +79,7 @@ class Measurements:
         self.of |= measurements
 
     def problems(self) -> list[str]:
-        """Contenders whose losses differ from lmlib's, a line for each."""
+        """Returns a line for each contender whose losses differ from lmlib's."""
         found = []
         for name in self.of.keys() - OTHER_LOSSES:
             losses, expected = self.of[name].losses, self.of["lmlib"].losses
@@ -85,9 +88,12 @@ class Measurements:
         return found
 
     def table(self, names: Sequence[str]) -> str:
-        """The speed of each, and lmlib's over it. On a CPU per CPU-second, since other processes
-        may share the cores, and as the share of XLA's own rate of multiplying; on an accelerator
-        per second, and as MFU."""
+        """Returns a table of the speed of each contender, and of lmlib relative to it.
+
+        On a CPU the speed is per CPU-second, since other processes may share the cores, and as a
+        fraction
+        of XLA's own matmul rate. On an accelerator it is per second, and as MFU.
+        """
         size, device = self.work.size, jax.devices()[0]
         on_cpu = device.platform == "cpu"
         model = jax.eval_shape(size.make_model)
@@ -124,12 +130,12 @@ class Measurements:
 
 
 def rates(tokens_per_step: int, seconds: Sequence[float]) -> list[float]:
-    """Tokens per second of each turn, from its `seconds`."""
+    """Returns the tokens per second of each turn, from its `seconds`."""
     return [tokens_per_step * TURN / each for each in seconds]
 
 
 def largest_difference(losses: Sequence[float], reference: Sequence[float]) -> float:
-    """The largest relative difference of a loss from its reference; NaN if one is NaN."""
+    """Returns the largest relative difference of a loss from its reference; NaN if one is NaN."""
     differences = [abs(a - b) / abs(b) for a, b in zip(losses, reference, strict=True)]
     return max(differences, key=lambda each: (each != each, each))
 
@@ -137,8 +143,10 @@ def largest_difference(losses: Sequence[float], reference: Sequence[float]) -> f
 def other_work(
     name: str, losses: Sequence[float], reference: Sequence[float], precision: str
 ) -> str | None:
-    """The first step whose losses differ by more than `TOLERANCE`, in words: then a contender's
-    speed says nothing."""
+    """Describes the first step whose losses differ by more than `TOLERANCE`, or returns `None`.
+
+    The speed of such a contender is meaningless.
+    """
     for step, (loss, expected) in enumerate(zip(losses[:CHECKED], reference, strict=False)):
         # Written so that NaN fails.
         if not abs(loss - expected) <= TOLERANCE[precision] * abs(expected):
@@ -166,7 +174,7 @@ def title(work: Work) -> str:
 
 
 def machine() -> str:
-    """This machine's cores, and the versions of the libraries that compute here."""
+    """Returns this machine's cores, and the versions of the numerical libraries."""
     names = ("jax", "jaxlib", "torch", "transformers", "maxtext")
     found = [f"{name} {version(name)}" for name in names if importlib.util.find_spec(name)]
     information, cpu = Path("/proc/cpuinfo"), platform.processor() or platform.machine()

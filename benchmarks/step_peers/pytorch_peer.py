@@ -1,11 +1,11 @@
-"""The same training step in PyTorch: Llama written plainly, eager or compiled, and the Mixtral of
-transformers; SDPA, fused AdamW.
+"""The same training step in PyTorch, with SDPA and fused AdamW.
 
-Precision as in lmlib: weights, their gradients and the optimizer's moments are float32. In bfloat16
-each weight is cast where it is used, and activations are bfloat16, the residual stream and the
-product that gives the logits included; norms, rotary positions, softmax and the loss compute in
-float32. (Autocast would keep the residual stream in float32.)
+Llama is written plainly, eager or compiled; mixtures are the Mixtral of transformers.
 
+Precision is the same as in lmlib: weights, their gradients and the optimizer's moments are float32.
+In bfloat16, each weight is cast where it is used, and activations are bfloat16, including the
+residual stream and the matmul of the logits. Norms, rotary positions, softmax and the loss compute
+in float32. (Autocast would keep the residual stream in float32.)
 Shapes: B batch, S sequence, E embed, H heads, K kv_heads, D head_dim, F mlp, V vocab.
 """
 
@@ -95,7 +95,7 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """Tokens and targets to the mean loss, in nats per token."""
+    """A Llama that maps tokens and targets to the mean loss, in nats per token."""
 
     def __init__(self, weights: Weights, precision: torch.dtype, recomputed: bool, sequence: int):
         super().__init__()
@@ -132,7 +132,7 @@ def _once(function, *arguments):
 
 
 def fused_adamw(weights: list[nn.Parameter], adamw: AdamW) -> torch.optim.AdamW:
-    """Matrices decay, vectors do not."""
+    """Makes the optimizer, with weight decay for matrices only."""
     matrices = [weight for weight in weights if weight.ndim > 1]
     vectors = [weight for weight in weights if weight.ndim == 1]
     return torch.optim.AdamW(
@@ -148,12 +148,12 @@ def fused_adamw(weights: list[nn.Parameter], adamw: AdamW) -> torch.optim.AdamW:
 
 
 class TorchStep:
-    """See `step_peers.work.Contender`. Runs on the GPU where PyTorch sees one.
+    """A PyTorch step as a `step_peers.work.Contender`. Runs on the GPU if PyTorch finds one.
 
     Args:
-      work: size, batches and the optimizer's numbers.
-      model: has the weights.
-      loss: the mean loss of tokens and targets, by `model`.
+      work: size, batches and hyperparameters.
+      model: the model with the weights.
+      loss: computes the mean loss of tokens and targets with `model`.
     """
 
     def __init__(self, work: Work, model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor]):
@@ -198,8 +198,11 @@ def llama_step(work: Work, compiled: bool) -> TorchStep:
 
 
 def mixtral_step(work: Work, experts: str) -> TorchStep:
-    """Mixtral of transformers in float32, with lmlib's weights through a folder in Hugging Face's
-    form. `experts` is how transformers computes these."""
+    """Returns a step of Mixtral of transformers in float32, with lmlib's weights.
+
+    The weights pass through a Hugging Face folder. `experts` is the expert implementation of
+    transformers.
+    """
     from transformers import MixtralForCausalLM
 
     with tempfile.TemporaryDirectory() as folder:

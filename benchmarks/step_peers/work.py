@@ -1,4 +1,4 @@
-"""The work of all contenders: sizes, weights, batches and the optimizer's numbers.
+"""The work of all contenders: sizes, weights, batches and hyperparameters.
 
 Shapes: B batch, S sequence, E embed, H heads, K kv_heads, D head_dim, F mlp, V vocab, L layers.
 """
@@ -29,8 +29,10 @@ Weights = dict[str, np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class AdamW:
-    """The optimizer's numbers, the same for every contender. The learning rate is constant, so that
-    nobody needs a schedule. Matrices decay, norm scales do not."""
+    """The hyperparameters of AdamW, the same for every contender.
+
+    The learning rate is constant, so no schedule is needed. Matrices decay, norm scales do not.
+    """
 
     learning_rate: float = 1e-3
     b1: float = 0.9
@@ -42,19 +44,19 @@ class AdamW:
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """A model and the batch that it sees in each step.
+    """A model and the batch of each step.
 
     Args:
       name: as in --sizes.
       settings: arguments of the family, and all that an experiment sets.
-      batch, sequence: rows, and tokens in a row.
-      recomputed: whether each layer and the head are computed again in the backward pass, which
-        then keeps their inputs only. Otherwise it keeps everything that it may.
-      adamw: the optimizer's numbers. A small learning rate keeps rounding from deciding where
-        losses go.
-      computed: the experiment's settings of lmlib's `Compute`, but for precision and saved
-        activations.
-      changes: further settings of `Compute`, to try which are fastest.
+      batch, sequence: rows, and tokens per row.
+      recomputed: True to recompute each layer and the head in the backward pass, keeping only their
+        inputs. Otherwise it keeps as much as possible.
+      adamw: the optimizer's hyperparameters. With a small learning rate, rounding does not change
+        the
+        course of the losses.
+      computed: the experiment's `Compute`, except for precision and saved activations.
+      changes: further settings of `Compute`, to find the fastest.
       family: makes the model.
     """
 
@@ -70,38 +72,39 @@ class Size:
 
     @property
     def model(self) -> Callable[..., Decoder]:
-        """Makes lmlib's model from a key."""
+        """The constructor of lmlib's model, which takes a key."""
         return functools.partial(self.family, **self.settings)
 
     def make_model(self) -> Decoder:
-        """lmlib's model, the same weights every time."""
+        """Makes lmlib's model with the same weights every time."""
         return self.model(key=jax.random.key(0))
 
     def compute(self, precision: str) -> Compute:
-        """lmlib's settings for this size."""
+        """Returns lmlib's settings for this size."""
         saved = () if self.recomputed else EVERYTHING
         settings = {"dtype": precision, "saved": saved, **self.changes}
         return dataclasses.replace(self.computed, **settings)
 
     @property
     def peers(self) -> Sequence[str]:
-        """The contenders that have written this family too."""
+        """The other contenders that implement this family."""
         return PEERS_OF_LLAMA if self.family is llama else PEERS_OF_MIXTRAL
 
     @property
     def tokens(self) -> int:
-        """The number of tokens in a step."""
+        """The number of tokens per step."""
         return self.batch * self.sequence
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """One size in one precision: the same weights, batches and numbers for all.
+    """One size in one precision: the same weights, batches and hyperparameters for all contenders.
 
-    `precision` is the dtype of activations, and of weights where they are multiplied. Weights,
-    gradients that reach the optimizer, and its moments are float32 in any case. A row is one
-    document, or if `packed` several, which attention keeps apart. With `muon` lmlib's step has Muon
-    in AdamW's place.
+    `precision` is the dtype of activations, and of weights in matmuls. Weights, the gradients that
+    reach
+    the optimizer, and its moments are always float32. A row is one document, or several separate
+    ones
+    if `packed`. With `muon`, lmlib's step uses Muon instead of AdamW.
     """
 
     size: Size
@@ -123,22 +126,28 @@ class Work:
 
 
 class Contender(Protocol):
-    """A compiled, or about to be compiled, training step and its state."""
+    """A training step, compiled at once or at its first use, and its state."""
 
     def run(self, steps: range) -> list[float]:
-        """Makes these steps, each with its own batch, and waits for the device.
+        """Runs these steps, each with its own batch, and waits for the device.
 
-        Returns the loss of each, in nats per token, before its update.
+        Returns the loss of each step before its update, in nats per token.
         """
 
     def peak_bytes(self) -> int | None:
-        """The device memory that the step needs at its peak, state included; None if unknown."""
+        """Returns the peak device memory of the step in bytes, including its state; `None` if
+        unknown.
+        """
 
 
 def named_weights(model: Decoder) -> Weights:
-    """The model's weights, float32 in host memory, under the names and in the shapes that the
-    peers read. Layers are stacked: embedding VE, unembedding EV, norm E, attention_norm LE,
-    query LEHD, key LEKD, value LEKD, output LHDE, mlp_norm LE, gate LEF, up LEF, down LFE."""
+    """Returns the model's weights as float32 in host memory, with the names and shapes for the
+    peers.
+
+    Layers are stacked: embedding VE, unembedding EV, norm E, attention_norm LE, query LEHD, key
+    LEKD,
+    value LEKD, output LHDE, mlp_norm LE, gate LEF, up LEF, down LFE.
+    """
     ((block,),) = model.stack.patterns
     attention, mlp = block.attention, block.mlp
     weights = {
@@ -153,8 +162,10 @@ def named_weights(model: Decoder) -> Weights:
 
 
 def one_document_rows(batch_BS: Batch) -> Batch:
-    """The tokens of a batch, each row one document in which every target counts, so that no
-    contender needs another mask than the causal one."""
+    """Returns a batch with the same tokens, where each row is one document and all targets count.
+
+    Contenders then need only the causal mask.
+    """
     rows, sequence = batch_BS.tokens.shape
     return Batch(
         tokens=batch_BS.tokens,
@@ -167,7 +178,7 @@ def one_document_rows(batch_BS: Batch) -> Batch:
 
 
 def _of_experiment(name: str) -> tuple[Mapping[str, Any], Compute]:
-    """The experiment's arguments of `llama`, defaults included, and its `Compute`."""
+    """Returns the experiment's arguments of `llama`, including defaults, and its `Compute`."""
     cfg = load(f"experiments/{name}", ["fast"])
 
     def given(config: Any, to: Callable[..., Any]) -> dict[str, Any]:
@@ -186,8 +197,10 @@ def _experts(experts: int, top: int, mlp: int) -> dict[str, int]:
 
 
 def dense_of(mixture: Size) -> Size:
-    """The dense model whose mlp is as large as a token's experts together, so that both multiply
-    each token by the same number of weights, the router apart."""
+    """Returns the dense model whose MLP is as large as the experts of a token together.
+
+    Both then multiply each token by the same number of weights, apart from the router.
+    """
     settings = dict(mixture.settings)
     settings["mlp"] *= settings.pop("top")
     del settings["experts"]

@@ -1,1 +1,1 @@
-"""Measures saved models on data sets: what to read, what comes out, how it is shown."""
+"""Evaluation of saved models: data sets, tasks, results and tables."""

@@ -1,4 +1,4 @@
-"""Answers the questions of tasks in token ids: one process asks, and all compute."""
+"""Answers task questions given as token ids: one process asks, and all compute."""
 
 import json
 import math
@@ -22,20 +22,20 @@ Ids = Sequence[int]
 
 _SHORTEST = 64  # tokens of a row
 _BATCH_TOKENS = 16_384
-_ROWS = 16  # continuations that are made together
+_ROWS = 16  # continuations generated together
 
 
 class Answering:
-    """Computes the likelihoods of continuations, and makes some.
+    """Computes likelihoods of continuations, and generates continuations.
 
     Args:
-      decode: the text of ids, with the names of special tokens.
+      decode: converts ids to text, with the names of special tokens.
       end_ids: tokens that end a text.
-      length: tokens that the model is given, at most.
-      show: gets a line now and then.
+      length: maximum length of the model's input in tokens.
+      show: called with progress lines.
 
     Raises:
-      ValueError: if the model cannot be given so many.
+      ValueError: if the model cannot take inputs of this length.
     """
 
     def __init__(
@@ -56,8 +56,12 @@ class Answering:
         self._broken = False
 
     def ask(self, question: Callable[[], Result]) -> Result | None:
-        """Returns the result of `question` on the first process, where it may call the other
-        methods; `None` on the others, which take part in those calls. Every process calls it."""
+        """Runs `question` on the first process; every process must call `ask`.
+
+        `question` may call the other methods; the other processes then take part. Returns its
+        result on
+        the first process and `None` on the others.
+        """
         if jax.process_index() > 0:
             while (call := _told(None)) is not None:
                 self._computed(*call)
@@ -65,16 +69,18 @@ class Answering:
         try:
             return question()
         finally:
-            if not self._broken:  # else the others have found the same error
+            if not self._broken:  # otherwise the other processes have raised the same error
                 _told(None)
 
     def likelihoods(self, asked: Sequence[tuple[Ids, Ids]]) -> list[tuple[float, bool]]:
-        """Returns the log-probability of each continuation after its context, in nats, and whether
-        each of its tokens is the likeliest. The beginning of a context that is too long is cut.
+        """Returns the log-probability of each continuation after its context, in nats, and True if
+        each of
+        its tokens is the likeliest one. Contexts that are too long are cut at the beginning.
 
         Raises:
           ValueError: if a context or a continuation is empty, a continuation is longer than
-            `length`, or an id is not in the model's vocabulary.
+            `length`, or
+            an id is not in the model's vocabulary.
         """
         for context, continuation in asked:
             if not context or not 0 < len(continuation) <= self.length:
@@ -96,18 +102,22 @@ class Answering:
         numbers: Sequence[int],
         made_tokens: int,
     ) -> list[list[int]]:
-        """Continues each prompt, up to the token with which its text has one of `until`, or that
-        ends the text. The beginning of a prompt that leaves no room is cut.
+        """Continues each prompt until its text contains one of `until`, or an end token comes.
+
+        Prompts that leave no room are cut at the beginning.
 
         Args:
-          max_tokens: for which there is room in a sequence of `length`.
+          max_tokens: new tokens for which a sequence of `length` must have room.
           sampling: settings of `lmlib.generate.Sampling`.
-          numbers: of the prompts; seeds of their randomness.
-          made_tokens: the most tokens of a continuation; more than `max_tokens` go beyond `length`.
+          numbers: numbers of the prompts, which seed their randomness.
+          made_tokens: maximum number of new tokens; if it exceeds `max_tokens`, sequences grow
+            beyond
+            `length`.
 
         Raises:
-          ValueError: if `length` has no room for a token of the prompt, a prompt is empty, an id
-            is not in the model's vocabulary, or the model cannot compute sequences so long.
+          ValueError: if `length` leaves no room for a token of the prompt, a prompt is empty, an id
+            is not
+            in the model's vocabulary, or the model cannot compute sequences of this length.
         """
         if not 0 < max_tokens < self.length:
             raise ValueError(
@@ -168,7 +178,7 @@ class Answering:
         return [found[number] for number in range(len(windows))]
 
     def _packing(self, windows: Sequence[Window]) -> Packing:
-        """Rows of one of few lengths and numbers, since each such shape is compiled."""
+        """Chooses one of a few batch shapes, since each shape is compiled."""
         length = min(self.length, max(_SHORTEST, _power_of_two(windows[0].inputs)))
         divisor = self._scorer.divisor
         needed = sum(window.inputs for window in windows) / (length * divisor)
@@ -217,7 +227,7 @@ class Answering:
         return any(term in text for term in until)
 
     def _up_to(self, tokens: list[int], until: Sequence[str]) -> list[int]:
-        """The tokens up to the first with which the text has one of `until`."""
+        """Returns the tokens up to the first one that completes one of `until`."""
         if not self._has(tokens, until):
             return tokens
         return next(tokens[:n] for n in range(len(tokens) + 1) if self._has(tokens[:n], until))
@@ -232,7 +242,7 @@ def _power_of_two(least: float) -> int:
 
 
 def _told(call: tuple[str, dict[str, Any]] | None) -> Any:
-    """Sends a JSON value from the first process to all."""
+    """Broadcasts a JSON value from the first process to all."""
     if jax.process_count() == 1:
         return call
     content = np.frombuffer(json.dumps(call).encode(), np.uint8)

@@ -21,24 +21,30 @@ from runner.inference.loaded import Loaded
 
 
 class DataSet(Protocol):
-    """Documents under a name."""
+    """A named set of documents."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def tokens(self) -> int | None:
-        """The number of tokens, if known beforehand."""
+        """The number of tokens, if known in advance."""
 
     def documents(self, loaded: Loaded) -> Iterator[Document]:
-        """Yields the documents in the ids of `loaded`; raises ValueError or OSError if they cannot
-        be read, or are in another tokenizer's ids."""
+        """Yields the documents in the ids of `loaded`.
+
+        Raises ValueError or OSError if they cannot be read, or have another tokenizer's ids.
+        """
 
 
 @dataclasses.dataclass(frozen=True)
 class StoredTokens:
-    """A split of flat tokens. Sizes of texts are those of the decoded documents; in conversations
-    only the answers count, as in training."""
+    """A split of flat tokens.
+
+    Text sizes are measured on the decoded documents. As in training, only the answers of
+    conversations
+    count.
+    """
 
     name: str
     source: FlatTokens
@@ -73,7 +79,8 @@ class StoredTokens:
 
 @dataclasses.dataclass(frozen=True)
 class TextFiles:
-    """Files of text, each a document, or of JSON lines or Parquet, where each row is one."""
+    """Text files with one document each, or JSON lines or Parquet files with one document per row.
+    """
 
     name: str
     files: Files
@@ -102,12 +109,14 @@ class TextFiles:
 
 
 def data_set(path: str, split: str, text_column: str) -> DataSet:
-    """Opens the data at `path`, a folder of flat tokens, or a file or folder of text; raises
-    ValueError or OSError if it is neither."""
+    """Opens a folder of flat tokens, or a file or folder of text.
+
+    Raises ValueError or OSError if `path` is neither.
+    """
     folder = data_path(path)
     if _is_flat_tokens(folder):
         length, packed = 1, True
-        with contextlib.suppress(FileNotFoundError):  # the error below says more
+        with contextlib.suppress(FileNotFoundError):  # the error below is clearer
             metadata = read_split(folder / split)
             _check_no_pairs(path, metadata.content)
             if metadata.content != "text":  # documents must fit a row
@@ -119,8 +128,10 @@ def data_set(path: str, split: str, text_column: str) -> DataSet:
 
 
 def validation_of(loaded: Loaded) -> list[DataSet]:
-    """Returns the run's own validation sets, if they are flat tokens; raises ValueError or OSError
-    if they cannot be read."""
+    """Returns the run's own validation sets, if they are flat tokens.
+
+    Raises ValueError or OSError if they cannot be read.
+    """
     validation = None if loaded.cfg is None else loaded.cfg.validation
     named = validation if isinstance(validation, dict) else {"validation": validation}
     return [

@@ -1,6 +1,6 @@
-"""The effect of a folder's generation_config.json on tasks: the same as in `transformers`.
+"""The effect of a folder's generation_config.json on tasks, as in `transformers`.
 
-lm-eval's backend `hf` calls `generate`, which falls back on the file for settings that a task lacks
+lm-eval's backend `hf` calls `generate`, which takes settings that a task lacks from the file
 (https://huggingface.co/docs/transformers/main_classes/text_generation).
 """
 
@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 FILE = "generation_config.json"
-# The defaults of `transformers`, for settings that neither the task nor the file has.
+# The defaults of `transformers`, for settings that are neither in the task nor in the file.
 _USUAL = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
 SAMPLING = tuple(_USUAL)
 _NEW_TOKENS = "max_new_tokens"
 
-# Keys without an effect on the answers, and those that lm-eval always sets itself.
+# Keys that do not affect the answers, and keys that lm-eval always sets itself.
 _WITHOUT_EFFECT = {
     "max_length", "do_sample", "use_cache",  # lm-eval says these
     "eos_token_id", "bos_token_id", "pad_token_id", "decoder_start_token_id",
@@ -29,7 +29,7 @@ _WITHOUT_EFFECT = {
     "target_lookbehind", "max_matching_ngram_size", "speculation_type",
 }  # fmt: skip
 _ONLY_DRAWN = {"typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "top_h": None}
-# Values of other keys that change nothing.
+# Values of other keys that have no effect.
 _NEUTRAL = {
     "min_length": 0, "min_new_tokens": 0, "num_beams": 1, "num_beam_groups": 1,
     "num_return_sequences": 1, "no_repeat_ngram_size": 0, "guidance_scale": 1.0,
@@ -42,11 +42,11 @@ class GenerationSettings:
     """The settings in a generation_config.json.
 
     Args:
-      content: the file's object; empty without a file.
-      name: the model's, for errors.
+      content: the JSON object; empty if there is no file.
+      name: name of the model, for errors.
 
     Raises:
-      ValueError: if a value that is used is no number.
+      ValueError: if a value that is used is not a number.
     """
 
     content: Mapping[str, Any]
@@ -69,15 +69,15 @@ class GenerationSettings:
 
     @property
     def max_new_tokens(self) -> int | None:
-        """The most tokens of an answer, in place of the task's; `None`: the task decides."""
+        """The maximum number of new tokens, overriding the task; `None`: the task decides."""
         return self.content.get(_NEW_TOKENS)
 
     def sampling(self, said: Mapping[str, Any], drawn: bool) -> dict[str, Any]:
-        """Arguments of `lmlib.generate.Sampling`.
+        """Returns the arguments of `lmlib.generate.Sampling`.
 
         Args:
           said: the task's own settings among `SAMPLING`, which take precedence.
-          drawn: whether the task wants random answers.
+          drawn: True if the task wants random answers.
         """
         known = {key: value for key, value in self.content.items() if value is not None}
         found = {key: said.get(key, known.get(key, usual)) for key, usual in _USUAL.items()}
@@ -87,8 +87,8 @@ class GenerationSettings:
         return found
 
     def ignored(self, drawn: bool) -> dict[str, Any]:
-        """The keys that would change answers in `transformers` and do not here, with their
-        values."""
+        """Returns the keys and values that change answers in `transformers` and are ignored here.
+        """
         read = {*SAMPLING, _NEW_TOKENS, *_WITHOUT_EFFECT, *(() if drawn else _ONLY_DRAWN)}
         return {
             key: value

@@ -1,7 +1,7 @@
-"""A model for lm-eval. Only this file and `tasks` import lm_eval, which the extra `eval` brings.
+"""A model for lm-eval. Only this file and `tasks` import lm_eval, from the extra `eval`.
 
-Texts become ids, and are cut or begun, as by lm-eval's backend `hf`, so that the same weights have
-the same numbers there.
+Tokenization, truncation and the first token are the same as in lm-eval's backend `hf`, so that the
+same weights get the same numbers.
 """
 
 import functools
@@ -22,19 +22,21 @@ from lmlib.data.chats.chat import DEFAULT, ChatTemplate
 from runner.evaluation.answering import Answering
 from runner.evaluation.generation_settings import FILE, SAMPLING, GenerationSettings
 
-_NAMED = 3  # questions in an error
+_NAMED = 3  # questions listed in an error
 
 
 class LmEvalModel(TemplateLM):
-    """Answers lm-eval's requests; on the first of several processes, inside of `Answering.ask`.
+    """Answers lm-eval's requests.
+
+    With several processes, it is used on the first one, inside `Answering.ask`.
 
     Args:
       tokenizer: a tokenizer of transformers, with a token that begins or ends texts.
       generation: the generation settings of the model's folder.
-      warn: gets a line about ignored settings.
+      warn: called with a line about ignored settings.
 
     Raises:
-      ValueError: if the tokenizer has no such token.
+      ValueError: if the tokenizer lacks such a token.
     """
 
     def __init__(
@@ -50,7 +52,7 @@ class LmEvalModel(TemplateLM):
         self.tokenizer = tokenizer
         self._answering = answering
         self._generation, self._warn = generation, warn
-        self._ignored: set[str] = set()  # of which a line was shown
+        self._ignored: set[str] = set()  # ignored settings already reported
 
     @property
     def eot_token_id(self) -> int | None:
@@ -68,7 +70,7 @@ class LmEvalModel(TemplateLM):
 
     @property
     def max_gen_toks(self) -> int:
-        """Unless a task says it."""
+        """The default number of new tokens, if a task does not set it."""
         return 256
 
     @property
@@ -78,12 +80,15 @@ class LmEvalModel(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """Returns the chat as one text. Without a prompt for an answer, it ends with the last
-        message, to be continued. If the template takes no system message, the message is dropped
-        with a warning, as in lm-eval's own backends.
+        """Returns the chat as one text, which without a generation prompt ends inside the last
+        message.
 
-        Raises ValueError if there is no template, or it does not take the chat, and OSError as
-        `ChatTemplate.render_all`.
+        If the template takes no system message, the message is dropped with a warning, as in
+        lm-eval's own
+        backends.
+
+        Raises ValueError if there is no template, or it rejects the chat, and OSError as
+        `ChatTemplate.render_all` does.
         """
 
         def applied(messages: list[dict[str, str]]) -> str:
@@ -109,7 +114,7 @@ class LmEvalModel(TemplateLM):
 
     @functools.cached_property
     def _template(self) -> ChatTemplate:
-        """Asked here, not by transformers, which lets a template take any memory and time."""
+        """The chat template, rendered by us: transformers sets no limits on its memory and time."""
         found = self.tokenizer.chat_template
         if found is None:
             raise ValueError("the tokenizer has no chat template")
@@ -119,7 +124,7 @@ class LmEvalModel(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        """Adds the tokenizer's special tokens, unless the text begins with them."""
+        """Encodes a text; adds the tokenizer's special tokens unless the text begins with them."""
         if add_special_tokens is None:
             prefix = self.tokenizer.decode([self.prefix_token_id])
             add_special_tokens = not string.startswith(prefix)
@@ -128,8 +133,12 @@ class LmEvalModel(TemplateLM):
     def loglikelihood(
         self, requests: list[Instance], disable_tqdm: bool = True
     ) -> list[tuple[float, bool]]:
-        """Raises ValueError before any is computed, with the task and the question, for a context
-        or a continuation without tokens, or a continuation that is too long."""
+        """Returns the log-likelihood of each request.
+
+        Raises ValueError before computing any of them, with the task and the question, if a context
+        or
+        continuation has no tokens or a continuation is too long.
+        """
         asked = [self._encoded(*request.args) for request in requests]
         wrong = [
             f"task {request.task_name}, question {request.doc_id}: the continuation "
@@ -178,7 +187,7 @@ class LmEvalModel(TemplateLM):
         return sums
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
-        """Those with the same settings are made together; greedy unless they say otherwise."""
+        """Generates answers; requests with the same settings run together. Greedy by default."""
         groups: dict[str, list[int]] = {}
         for number, request in enumerate(requests):
             groups.setdefault(repr(request.args[1]), []).append(number)
@@ -218,9 +227,10 @@ class LmEvalModel(TemplateLM):
 
 
 def continued(template: ChatTemplate, messages: Sequence[Mapping[str, Any]]) -> str:
-    """The text up to the end of the last message, as by `continue_final_message` of transformers.
+    """Returns the text up to the end of the last message.
 
-    Raises ValueError if the template does not take the chat, or leaves that message out.
+    Same as `continue_final_message` of transformers. Raises ValueError if the template rejects the
+    chat, or leaves that message out.
     """
     *before, last = messages
     mark = uuid4().hex
@@ -228,4 +238,4 @@ def continued(template: ChatTemplate, messages: Sequence[Mapping[str, Any]]) -> 
     text, found, rest = whole.rpartition(mark)
     if not found:
         raise ValueError("the chat template leaves out what the last message says")
-    return text if rest.startswith(" ") else text.rstrip()  # it trims what is said
+    return text if rest.startswith(" ") else text.rstrip()  # some templates strip the message

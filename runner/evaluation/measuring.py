@@ -1,4 +1,4 @@
-"""Every model on every data set, one after the other."""
+"""Evaluates models on data sets."""
 
 import dataclasses
 import functools
@@ -17,21 +17,20 @@ from runner.evaluation.data_sets import DataSet
 from runner.inference.loaded import Loaded
 from runner.inference.telling import now_and_then
 
-LONGEST = 2048  # tokens of a row, where nothing says how long the model's sequences were
-SMALLER = "give a smaller --sequence_length or --batch_size"  # where memory is short
+LONGEST = 2048  # default row length in tokens, if the model's own is unknown
+SMALLER = "give a smaller --sequence_length or --batch_size"  # advice when memory runs out
 _BATCH_TOKENS = 16_384
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """How documents are put into batches; `None` chooses.
+    """How documents are put into batches.
 
     Args:
-      sequence_length: tokens of a row; `None`: as long as the run's were, else as the model takes,
-        up to 2,048.
-      batch_size: rows of a batch; `None`: of about 16,384 tokens in all.
-      overlap: tokens of context that each window of a long document but its first begins with.
-      packed: whether a row holds several documents.
+      sequence_length: tokens per row; `None`: the run's, or else the model's maximum up to 2,048.
+      batch_size: rows per batch; `None`: about 16,384 tokens per batch.
+      overlap: tokens of context at the start of each window of a long document, except the first.
+      packed: True to put several documents into a row.
     """
 
     sequence_length: int | None = None
@@ -42,13 +41,13 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """What came out for a model and a data set.
+    """The result of a model on a data set.
 
     Attributes:
-      model: whose weights: `WORKDIR@STEP`, or a folder.
-      step: of the run's checkpoint, if it is one.
-      data: the name of the data set.
-      sequence_length: tokens of a row; no target has more context.
+      model: the source of the weights: `WORKDIR@STEP`, or a folder.
+      step: step of the run's checkpoint, if it is one.
+      data: name of the data set.
+      sequence_length: tokens per row, which is the longest context of a target.
     """
 
     model: str
@@ -59,10 +58,10 @@ class Measured:
 
 
 class Measuring:
-    """Evaluates models; those of one shape are compiled once."""
+    """Evaluates models, compiling once per model shape."""
 
     def __init__(self, settings: Settings, show: Callable[[str], None]):
-        """`show` gets a line now and then."""
+        """Sets up the evaluation; `show` is called with progress lines."""
         self._settings, self._show = settings, show
         self._scorer = functools.lru_cache(Scorer)
 
@@ -125,8 +124,7 @@ class Measuring:
 
 
 def default_length(loaded: Loaded) -> int:
-    """Returns the tokens of the run's own sequences; without a run, of the longest that the model
-    takes, up to 2,048."""
+    """Returns the sequence length of the run, or else of the model's longest input up to 2,048."""
     trained = longest_row(loaded.cfg) if loaded.cfg is not None and loaded.step else None
     return trained or min(loaded.longest or LONGEST, LONGEST)
 
@@ -137,10 +135,10 @@ def measure_suite(
     """Returns the name of `loaded` and its scores; every process must call it.
 
     Args:
-      sequence_length: tokens of a row; `None`: `Suite.length` of what it was trained on.
+      sequence_length: tokens per row; `None`: `Suite.length` of the default length.
 
     Raises:
-      ConfigError: if the model cannot compute sequences so long.
+      ConfigError: if the model cannot compute sequences of this length.
     """
     length = sequence_length or suite.length(default_length(loaded))
     with user_errors(), chosen_sizes(SMALLER):

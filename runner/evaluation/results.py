@@ -23,7 +23,9 @@ _UNITS = {
 
 
 def tables(found: Sequence[Measured]) -> str:
-    """A line for each model and data set, then the loss by position if there are few."""
+    """Returns a line for each model and data set, then the loss by position if there are few
+    results.
+    """
     which, named, title = _models(found)
     rows = [
         (
@@ -49,14 +51,14 @@ def tables(found: Sequence[Measured]) -> str:
             for each, name in zip(found, named, strict=True)
         ]
         shown.append(_by_position(found, names))
-    if any("±" in table for table in shown):  # there is none of one document
+    if any("±" in table for table in shown):  # a single document has no standard error
         shown.insert(1, "± is one standard error over documents")
     return "\n\n".join([title, *shown])
 
 
 def _models(found: Sequence[Measured]) -> tuple[list[str], list[str], str]:
-    """The title of the column that tells several models apart, their names in it, and the title of
-    the whole."""
+    """Returns the heading and entries of the column that identifies models, and the table's title.
+    """
     models = list(dict.fromkeys(each.model for each in found))
     lengths = sorted({each.sequence_length for each in found})
     of = f"sequences of {' to '.join(f'{length:,}' for length in lengths)} tokens"
@@ -64,13 +66,13 @@ def _models(found: Sequence[Measured]) -> tuple[list[str], list[str], str]:
     if len(models) == 1:
         return [], names, f"{models[0]}, {of}"
     runs = {model.rpartition("@")[0] for model in models}
-    if len(runs) == 1 and all(each.step is not None for each in found):  # of one run, a curve
+    if len(runs) == 1 and all(each.step is not None for each in found):  # one run over its steps
         return ["step"], [f"{each.step:,}" for each in found], f"{runs.pop()}, {of}"
     return ["model"], names, of[0].upper() + of[1:]
 
 
 def json_text(found: Sequence[Measured], settings: Settings) -> str:
-    """All numbers with units and standard errors; numbers that are not finite are strings."""
+    """Returns all numbers with units and standard errors; non-finite numbers are strings."""
     content = {
         "overlap": settings.overlap,
         "packed": settings.packed,
@@ -137,7 +139,7 @@ def _by_position(found: Sequence[Measured], names: Sequence[str]) -> str:
 
 
 def suite_table(found: Sequence[SuiteScores]) -> str:
-    """A line for each measurement, a column for each model."""
+    """Returns a table with a row for each measurement and a column for each model."""
     names = dict.fromkeys(name for _, metrics in found for name in metrics)
     rows = [("measurement", *(model for model, _ in found))]
     for name in names:

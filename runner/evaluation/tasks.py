@@ -16,19 +16,19 @@ from runner.inference.hugging_face_tokenizer import hugging_face_tokenizer
 from runner.inference.loaded import Loaded
 from runner.processes.agreement import agreed
 
-_LENGTH = 2048  # tokens, if the longest sequence is unknown; as in `hf`
+_LENGTH = 2048  # tokens, if the maximum is unknown; as in `hf`
 
 
 @dataclass(frozen=True)
 class Tasks:
-    """What to ask.
+    """The tasks to run.
 
     Args:
-      names: of tasks, groups of them and tags; `*` stands for any characters.
+      names: tasks, groups of tasks and tags; `*` stands for any characters.
       include_path: a folder with more tasks, as YAML.
-      num_fewshot: examples before each question; `None`: as each task says.
-      limit: questions of each task, the first; below 1 a share of them; `None`: all.
-      chat: whether the tokenizer's chat template is applied.
+      num_fewshot: examples before each question; `None`: the default of each task.
+      limit: the number of questions of each task, from the first; below 1 a fraction; `None`: all.
+      chat: True to apply the tokenizer's chat template.
     """
 
     names: tuple[str, ...]
@@ -45,16 +45,17 @@ def evaluate_tasks(
     show: Callable[[str], None] = lambda line: None,
     **settings: Any,
 ) -> dict[str, Any] | None:
-    """Returns the results of `lm_eval.simple_evaluate`, which also gets `settings`, on the first
-    process, and `None` on the others. Every process must call it.
+    """Runs `lm_eval.simple_evaluate`, which also gets `settings`.
+
+    Every process must call it. Returns the results on the first process and `None` on the others.
 
     Args:
-      sequence_length: the most tokens that the model is given; `None`: the longest training
+      sequence_length: maximum length of the model's input in tokens; `None`: the longest training
         sequence, or 2,048 if that is unknown.
 
     Raises:
-      ConfigError: if the extra `eval` is not installed, there is no such task, its data cannot be
-        had, or the model cannot answer it.
+      ConfigError: if the extra `eval` is not installed, there is no such task, its data is not
+        available, or the model cannot answer it.
     """
     with agreed(), user_errors():
         try:
@@ -82,7 +83,8 @@ def evaluate_tasks(
                     near = did_you_mean(name, manager.all_tasks)
                     raise ConfigError(f"there is no task {name}. {near:.300}")
                 chosen += matching
-            # Its processes for standard errors would be forks, which JAX's threads may block.
+            # lm-eval would fork processes for standard errors, which can deadlock with JAX's
+            # threads.
             os.environ.setdefault("DISABLE_MULTIPROC", "1")
             try:
                 return lm_eval.simple_evaluate(
@@ -94,7 +96,8 @@ def evaluate_tasks(
                     task_manager=manager,
                     **settings,
                 )
-            except OSError as error:  # of `datasets` and `huggingface_hub`, without a network too
+            # raised by `datasets` and `huggingface_hub`, for instance without a network
+            except OSError as error:
                 raise ConfigError(
                     f"the data of {', '.join(chosen)} cannot be had: {' '.join(str(error).split())}"
                     "; without a network, use tasks from local files (--include_path)"
@@ -105,21 +108,23 @@ def evaluate_tasks(
 
 @functools.lru_cache(maxsize=2)  # lm-eval reads 13,000 files for it, in many seconds
 def _manager(include_path: str | None, files: Sequence[tuple[str, int]]) -> Any:
-    """A manager of the tasks of lm-eval and of a folder with these files."""
+    """Returns the manager of lm-eval's tasks and of the tasks in a folder with these files."""
     from lm_eval.tasks import TaskManager
 
     return TaskManager(include_path=include_path)
 
 
 def _files(folder: str | None) -> tuple[tuple[str, int], ...]:
-    """Its files, and the time of the last change of each."""
+    """Returns the files in a folder, with their modification times."""
     files = () if folder is None else (file for file in Path(folder).rglob("*") if file.is_file())
     return tuple(sorted((str(file), file.stat().st_mtime_ns) for file in files))
 
 
 def task_rows(results: dict[str, Any]) -> list[tuple[str, str, str, str]]:
-    """Returns task, metric, value and standard error of each number. The filter of a metric follows
-    a comma, unless it is "none"."""
+    """Returns task, metric, value and standard error of each number.
+
+    A metric's filter follows a comma, unless it is "none".
+    """
     rows = []
     for task, numbers in results["results"].items():
         for key, value in numbers.items():
@@ -134,7 +139,7 @@ def task_rows(results: dict[str, Any]) -> list[tuple[str, str, str, str]]:
 
 
 def tasks_table(found: Sequence[tuple[str, dict[str, Any]]]) -> str:
-    """A line for each number of each model."""
+    """Returns a table with a row for each number of each model."""
     rows = [("model", "task", "metric", "value", "standard error")]
     for model, results in found:
         rows += [(model, *row) for row in task_rows(results)]
@@ -142,7 +147,7 @@ def tasks_table(found: Sequence[tuple[str, dict[str, Any]]]) -> str:
 
 
 def tasks_json(found: Sequence[tuple[str, dict[str, Any]]]) -> str:
-    """All results of lm-eval except those of single questions."""
+    """Returns the results of lm-eval as JSON, without single questions."""
     kept = [
         {"model": model, **{key: value for key, value in results.items() if key != "samples"}}
         for model, results in found

@@ -1,1 +1,1 @@
-"""Models that are there already, for commands that look at them: weights, texts, settings."""
+"""Inference with saved models: prompts, generation and answers."""

@@ -1,4 +1,4 @@
-"""Answers of a model: their text as it comes, and why they ended."""
+"""A model's answers: their text while it is generated, and why they ended."""
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -7,18 +7,19 @@ from lmlib.data.text import TextCodec
 from lmlib.data.text_stream import StopStrings, TextStream
 from lmlib.generate import Generator, New, Sampling
 
-# Why an answer ended: by a token that ends texts, by a stop string, or by its largest length.
+# Reasons for the end of an answer: an end token, a stop string, or the maximum length.
 END, STOP, LENGTH = "end", "stop", "length"
 
 
 class Answer:
-    """Takes tokens as they are made, and gives their text.
+    """Collects generated tokens and converts them to text.
 
     Attributes:
-      text: up to the end, without the token or the string that ended it. Text that may still change
-        or begin a stop string is added later.
-      tokens, logprobs: up to the end, with the tokens that ended it.
-      ended: END, STOP or LENGTH; `None` until then.
+      text: the text before the token or string that ended the answer. Text that may still change,
+        or
+        begin a stop string, is added later.
+      tokens, logprobs: all tokens of the answer, including the ones that ended it.
+      ended: END, STOP or LENGTH; `None` before the end.
     """
 
     def __init__(
@@ -35,13 +36,14 @@ class Answer:
         self.ended: str | None = None
         self._max_tokens, self._end_ids = max_tokens, end_ids
         self._stops = StopStrings(stop)
-        # Without stop strings a special token is no more than a token without text.
+        # Special tokens need names only to match stop strings; otherwise they have no text.
         self._special_name = codec.special_name if stop else lambda id: ""
         self._stream = TextStream(codec)
-        self._stream.push(prompt)  # a first word has no space before it, and this one may have
+        # tokenizers drop the space before a text's first word, so the prompt comes first
+        self._stream.push(prompt)
 
     def push(self, new: New) -> None:
-        """Takes the tokens of a round, up to the end of the answer."""
+        """Adds the tokens of a round, up to the end of the answer."""
         for token, logprob in zip(new.tokens, new.logprobs, strict=True):
             if self.ended is not None:
                 break
@@ -51,7 +53,7 @@ class Answer:
                 self._end(END)
             else:
                 name = self._special_name(token)
-                held = self._stream.finish() if name else ""  # it stands before the token
+                held = self._stream.finish() if name else ""  # it precedes the special token
                 self.text += self._stops.push(held + self._stream.push([token]), name)
                 if self._stops.found is not None:
                     self.ended = STOP
@@ -59,7 +61,7 @@ class Answer:
                     self._end(LENGTH)
 
     def interrupt(self) -> None:
-        """Ends it before its time."""
+        """Ends the answer early."""
         if self.ended is None:
             self._end(LENGTH)
 
@@ -98,9 +100,9 @@ class Manner:
         self, generator: Generator, prompts: Sequence[Sequence[int]], ids: Sequence[int]
     ) -> Iterator[list[Answer]]:
         """Yields the answers after each round: all samples of the first prompt, then of the second,
-        and so on. They are the same objects each time.
+        etc.
 
-        Raises ValueError as `Generator.stream` does.
+        The same objects are updated each round. Raises ValueError as `Generator.stream` does.
         """
         answers = [
             Answer(self.codec, prompt, self.max_tokens, self.end_ids, self.stop)

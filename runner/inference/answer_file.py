@@ -1,4 +1,4 @@
-"""A file of answers, which grows batch by batch and survives a kill."""
+"""A file of answers that grows batch by batch and survives a kill."""
 
 import fcntl
 import itertools
@@ -21,25 +21,29 @@ from runner.inference.answer import Answer, Manner
 from runner.inference.prompts import AS_NUMBERS, Line
 from runner.inference.telling import now_and_then
 
-SETTINGS = ".settings.json"  # the ending of the file beside the answers
+SETTINGS = ".settings.json"  # suffix of the file beside the answers
 _SECONDS_BETWEEN_LINES = 5.0
 
 
 class AnswerFile:
-    """Answers to the lines of a file of prompts, a line for each sample.
+    """Answers to the lines of a file of prompts, one line for each sample.
 
-    Lines are answered in batches that always begin at the same ones, and a batch's answers are
-    written together: what a kill leaves of one is made again. So the file is the same in the end.
+    Batches always begin at the same lines, and a batch's answers are written together. A batch that
+    a
+    kill interrupted is generated again, so the final file is always the same.
 
     Attributes:
-      begun: when its first batch was.
+      begun: the time at which the first batch began.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any]):
-        """`settings` are all that the answers follow from, as JSON.
+        """Opens the answers at `path`.
+
+        Args:
+          settings: all settings that affect the answers, as JSON.
 
         Raises:
-          ConfigError: if the file was made with other settings, or by something else.
+          ConfigError: if the file was made with other settings, or by another program.
         """
         self._path = path
         self._settings = json.loads(json.dumps(settings))
@@ -54,14 +58,14 @@ class AnswerFile:
     def answer(
         self, lines: Sequence[Line], generator: Generator, manner: Manner, together: int
     ) -> None:
-        """Appends the answers that are not there yet; stderr tells how far it is.
+        """Appends the missing answers, and shows progress on stderr.
 
         Args:
-          together: lines of a batch.
+          together: lines per batch.
 
         Raises:
-          ConfigError: if another process writes there, or it holds something else.
-          OSError: if it cannot be written.
+          ConfigError: if another process is writing the file, or it holds something else.
+          OSError: if the file cannot be written.
         """
         if self._is_new:
             stored = {**self._settings, "begun": self.begun.isoformat()}
@@ -110,7 +114,7 @@ class AnswerFile:
     def _keep_whole_batches(
         self, file: BinaryIO, lines: Sequence[Line], samples: int, together: int
     ) -> int:
-        """Cuts what a kill has left of a batch off; how many lines are answered by then."""
+        """Truncates an interrupted batch; returns the number of answered lines."""
         expected = itertools.product(lines, range(samples))
         file.seek(0)
         size = kept = done = 0
@@ -149,18 +153,18 @@ def _written(line: Line, sample: int, answer: Answer, manner: Manner) -> bytes:
 
 
 class _Progress:
-    """A line every few seconds, and at the end."""
+    """Shows a progress line every few seconds and at the end."""
 
     def __init__(self, done: int, lines: int):
         self._first, self._done, self._lines = done, done, lines
-        self._tokens = 0  # of the batches that are done
+        self._tokens = 0  # of finished batches
         self._began = time.monotonic()
         self._now_and_then = now_and_then(self._show, _SECONDS_BETWEEN_LINES)
         if done:
             self._show(f"{done:,} of {lines:,} lines are answered already")
 
     def tell(self, answers: Sequence[Answer]) -> None:
-        """Shows the progress now and then; `answers` are those of the present batch."""
+        """Shows the progress every few seconds; `answers` belong to the current batch."""
         self._now_and_then(lambda: self._line(answers))
 
     def batch_done(self, done: int, answers: Sequence[Answer]) -> None:

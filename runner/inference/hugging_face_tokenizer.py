@@ -9,17 +9,19 @@ from runner.errors import ConfigError, user_errors
 from runner.inference.loaded import Loaded
 from runner.weights.texts import tokenizer_of
 
-if TYPE_CHECKING:  # heavy
+if TYPE_CHECKING:  # slow to import
     from tokenizers import Tokenizer
 
 
 def hugging_face_tokenizer(loaded: Loaded) -> Any:
-    """A `PreTrainedTokenizerBase` of the model's ids: that of the folder it is from, as
-    `AutoTokenizer` loads it; else that of its data, which begins each text as the data begins each
+    """Returns a `PreTrainedTokenizerBase` for the model's ids.
+
+    If the model comes from a folder, this is the folder's tokenizer, as `AutoTokenizer` loads it.
+    Otherwise it is the tokenizer of the data, and begins each text as the data begins each
     document.
 
     Raises:
-      ConfigError: if no tokenizer is known, or it cannot be loaded, or transformers is missing.
+      ConfigError: if no tokenizer is known, it cannot be loaded, or transformers is missing.
     """
     try:
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -70,10 +72,10 @@ def _of_data(loaded: Loaded) -> "Tokenizer":
 
 
 def _of_bytes(vocab: int) -> "Tokenizer":
-    """Ids below 256 are the bytes of UTF-8, others are special tokens."""
+    """Returns a byte tokenizer: ids below 256 are UTF-8 bytes, the others special tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    # Each byte has a character: itself where that can be seen, and the others in their order.
+    # Printable bytes stand for themselves; the other characters follow in order.
     characters = pre_tokenizers.ByteLevel.alphabet()
     unseen = iter(sorted(set(characters) - set(map(chr, range(256)))))
     names = [chr(byte) if chr(byte) in characters else next(unseen) for byte in range(256)]

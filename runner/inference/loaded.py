@@ -29,7 +29,7 @@ class TokenLoss(NamedTuple):
     """The loss of a token, predicted from the tokens before it.
 
     Attributes:
-      text: the text that the token adds; a character of several tokens comes with its last one.
+      text: the text that the token adds; a character of several tokens comes with its last token.
       nats: -log p of the token.
     """
 
@@ -42,17 +42,19 @@ class TokenLoss(NamedTuple):
 class Loaded(Texts):
     """A model with its tokenizer.
 
-    Its methods take a text, or token ids, and set the mesh themselves. They raise ConfigError for a
-    text without a known tokenizer, and ValueError for input that the model cannot take.
+    Its methods take a text or token ids, and set the mesh themselves. They raise ConfigError for a
+    text
+    without a known tokenizer, and ValueError for input that the model cannot take.
 
-    Attributes, besides those of `Texts`:
-      model: its float32 weights. On one device they were made without a mesh, unless `load` was
-        given one; on several they lie as they are stored on `mesh`.
-      compute: how to compute it: in the run's dtype, without the run's other settings.
-      name: of the weights: `WORKDIR@STEP`, or the folder's name.
-      step: of the run's checkpoint; `None` for a Hugging Face folder.
+    Attributes (see also `Texts`):
+      model: the float32 weights. On one device they are made without a mesh unless `load` got one;
+        on
+        several devices they are sharded over `mesh` as they are stored.
+      compute: settings of the computation: the run's dtype, and defaults for everything else.
+      name: name of the weights: `WORKDIR@STEP`, or the folder's name.
+      step: step of the run's checkpoint; `None` for a Hugging Face folder.
       generation_settings: the content of a folder's generation_config.json; empty for a run.
-      cfg: the run's config, which makes its `Experiment` where its data and its mesh are there.
+      cfg: the run's config; builds its `Experiment` if its data and its mesh are available.
     """
 
     model: Any
@@ -64,7 +66,7 @@ class Loaded(Texts):
     cfg: fdl.Config | None
 
     def ids(self, text: str | Sequence[int]) -> list[int]:
-        """Returns the tokens of a text, begun as a document; ids stay as they are."""
+        """Returns the tokens of a text, begun like a document; ids are returned unchanged."""
         if not isinstance(text, str):
             return [int(id) for id in text]
         if self.codec is None:
@@ -74,11 +76,11 @@ class Loaded(Texts):
         return self.codec.encode(text)
 
     def logits(self, text: str | Sequence[int]) -> Float[np.ndarray, "s vocab"]:
-        """Returns the logits of the token after each token."""
+        """Returns the logits for the next token at each position."""
         return self._inspector.logits(self.ids(text))
 
     def token_losses(self, text: str | Sequence[int]) -> list[TokenLoss]:
-        """Returns the loss of each token except the first, which nothing predicts."""
+        """Returns the loss of each token except the first."""
         ids = self.ids(text)
         stream = TextStream(AS_NUMBERS if self.codec is None else self.codec)
         texts = [stream.push([id]) for id in ids]
@@ -87,11 +89,11 @@ class Loaded(Texts):
         return [*map(TokenLoss, ids[1:], texts[1:], nats.tolist())]
 
     def activations(self, text: str | Sequence[int]) -> Float[np.ndarray, "depth s embed"]:
-        """Returns the residual stream before the first layer, then after each."""
+        """Returns the residual stream before the first layer and after each layer."""
         return self._inspector.activations(self.ids(text))
 
     def logit_lens(self, text: str | Sequence[int]) -> Float[np.ndarray, "depth s vocab"]:
-        """Returns the logits of each of `activations`, as if the layers ended there."""
+        """Returns the logits computed from each of `activations`, as if the model ended there."""
         return self._inspector.logit_lens(self.ids(text))
 
     def attention(self, text: str | Sequence[int]) -> Float[np.ndarray, "layers heads s t"]:
@@ -106,13 +108,16 @@ class Loaded(Texts):
         seed: int = 0,
         stop: Sequence[str] = (),
     ) -> str:
-        """Continues the text up to the first of the strings `stop`, which may contain names of
-        special tokens; raises ValueError if one is empty. See also `lmlib.generate.Generator`."""
+        """Continues the text up to the first of the strings `stop`.
+
+        Stop strings may contain names of special tokens; an empty one raises ValueError. See also
+        `lmlib.generate.Generator`.
+        """
         ids = self.ids(text)
         codec = self.codec or AS_NUMBERS
         manner = Manner(codec, self.end_ids, tuple(stop), max_tokens, sampling, 1, seed)
         needed = len(ids) + max_tokens
-        room = 1 << (needed - 1).bit_length()  # few lengths are compiled
+        room = 1 << (needed - 1).bit_length()  # powers of two, so that few lengths are compiled
         generator = self._generator(max(needed, min(room, self.longest or room)))
         *_, (answer,) = manner.rounds(generator, [ids], [0])
         return answer.text
@@ -123,7 +128,7 @@ class Loaded(Texts):
 
     @functools.cached_property
     def _generator(self) -> Callable[[int], Generator]:
-        """Makes a generator for texts of a length, and keeps the last one."""
+        """A function that makes a generator for a length, and caches the last one."""
         return functools.lru_cache(maxsize=1)(
             lambda length: Generator(self.model, self.mesh, self.compute, rows=1, length=length)
         )

@@ -32,25 +32,25 @@ def load(
     average: bool = False,
     show: Callable[[str], None] = lambda line: None,
 ) -> Loaded:
-    """Loads the model of a run, `WORKDIR[@STEP]`, of a Hugging Face or PEFT folder, or of a name on
-    the Hub.
+    """Loads a saved model: a run `WORKDIR[@STEP]`, a Hugging Face or PEFT folder, or a Hub name.
 
-    Every process must call it. The run's data need not be there, nor its mesh fit these devices.
+    Every process must call it. The run's data may be missing, and its mesh need not fit these
+    devices.
 
     Args:
-      mesh: `None`: every device, over which the weights are split if they divide, else copied; of
-        a single device the model needs no mesh.
-      dtype: to compute in; `None`: the run's, of a folder float32.
-      tokenizer: a tokenizer.json or its folder, in place of the one that is known.
+      mesh: the devices. `None`: all devices, with sharded weights if they divide evenly, else with
+        copies. On a single device the model is loaded without a mesh.
+      dtype: dtype of the computation. `None`: the run's, or float32 for a folder.
+      tokenizer: a tokenizer.json or its folder, instead of the known one.
       trusted, init_from, average, show: as in `LoadOptions`.
 
     Raises:
-      ConfigError: if there is no such model, it is damaged, or a run removes it meanwhile; of the
-        newest checkpoint only if that happens again and again.
+      ConfigError: if there is no such model, it is damaged, or the run removes it meanwhile. If no
+        step is named, the next newest checkpoint is tried first.
     """
 
     def loaded_from(source: SavedRun | ModelFolder) -> Loaded:
-        # Damage in the small files is found before gigabytes are read.
+        # Finds damage in the small files before gigabytes are read.
         texts = source.texts.read(tokenizer, show)
         check_is_model(source.shapes)
         chosen = mesh or _mesh_for(source.abstract_model)
@@ -75,7 +75,8 @@ def load(
 
 
 def _mesh_for(abstract_model: Callable[[Mesh], Any]) -> Mesh:
-    """Every device: each with a share of the weights, or, where they do not divide, with all."""
+    """Returns a mesh of all devices, sharding the weights if they divide evenly, else copying them.
+    """
     split = make_mesh(fsdp=-1)
     try:
         check_model(abstract_model(split), split)

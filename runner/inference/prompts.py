@@ -1,4 +1,4 @@
-"""Prompts, typed or in a file of JSON lines, as token ids."""
+"""Token ids of prompts, typed or in a JSON lines file."""
 
 import hashlib
 import json
@@ -18,27 +18,27 @@ def _no_text(text: str) -> list[int]:
     raise ConfigError("no tokenizer is known")
 
 
-# For models without a known tokenizer: ids are shown as they are.
+# Shows ids as numbers, for models without a known tokenizer.
 AS_NUMBERS = TextCodec(
     encode=_no_text,
     encode_marked=_no_text,
     decode=lambda ids: "".join(f"{id} " for id in ids),
     settles=lambda id: True,
 )
-_SHOWN = 3  # broken lines
+_SHOWN = 3  # broken lines in a message
 KINDS = ("prompt", "messages", "tokens")
 
 
 @dataclass(frozen=True)
 class Reader:
-    """Makes token ids of texts, chats and ids.
+    """Converts texts, chats and ids to token ids.
 
     Attributes:
-      name: of the model, for messages.
-      vocab: the model's ids are in [0, vocab).
-      codec: `None` if no tokenizer is known.
+      name: name of the model, for messages.
+      vocab: vocabulary size; ids are in [0, vocab).
+      codec: converts between texts and ids; `None` if no tokenizer is known.
       template: the chat template, or `None`.
-      now: the time that chats see; `None` for the clock's.
+      now: the time that templates see; `None`: the current time.
     """
 
     name: str
@@ -49,12 +49,14 @@ class Reader:
 
     @property
     def shown(self) -> TextCodec:
-        """The codec that shows ids."""
+        """The codec that displays ids."""
         return AS_NUMBERS if self.codec is None else self.codec
 
     def of_text(self, text: str) -> list[int]:
-        """Returns the ids of a text to continue; raises ConfigError if it has none, or no tokenizer
-        takes it."""
+        """Returns the ids of a text to continue.
+
+        Raises ConfigError if the text has no tokens, or no tokenizer is known.
+        """
         if self.codec is None:
             raise ConfigError(
                 f"{self.name} knows no tokenizer: give --tokenizer=FOLDER, or ids as --tokens=1,2,3"
@@ -63,8 +65,10 @@ class Reader:
             return self.checked(self.codec.encode(text))
 
     def of_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Returns the ids of a chat and of the beginning of its answer; raises ConfigError if no
-        template takes these messages."""
+        """Returns the ids of a chat and of the prefix of its answer.
+
+        Raises ConfigError if there is no template, or it rejects the messages.
+        """
         if self.template is None or self.codec is None:
             raise ConfigError(f"{self.name} has no chat template: ask it with --prompt")
         with user_errors():
@@ -72,8 +76,10 @@ class Reader:
             return self.checked(self.codec.encode_marked(rendered.text))
 
     def of_line(self, line: Any) -> list[int]:
-        """Returns the ids of a line of a file, an object with a "prompt", "messages" or "tokens";
-        raises ValueError if it is something else."""
+        """Returns the ids of a line of a file: an object with a "prompt", "messages" or "tokens".
+
+        Raises ValueError for anything else.
+        """
         given = [kind for kind in KINDS if isinstance(line, dict) and kind in line]
         if len(given) != 1:
             raise ValueError(f"it must be an object with one of the keys {', '.join(KINDS)}")
@@ -91,7 +97,7 @@ class Reader:
         return self.checked(value)
 
     def checked(self, ids: list[int]) -> list[int]:
-        """Returns `ids`; raises ConfigError if there are none, or the model lacks one."""
+        """Returns `ids`; raises ConfigError if there are none, or one is not in the vocabulary."""
         if not ids:
             raise ConfigError("it has no tokens: a model continues at least one")
         if wrong := [id for id in ids if not 0 <= id < self.vocab]:
@@ -108,8 +114,11 @@ class Line(NamedTuple):
 
 
 def digest_of(file: Path) -> str:
-    """Returns the SHA-256 of a file's content; raises OSError if it cannot be read, and ConfigError
-    if it is not an ordinary file, which can be read twice."""
+    """Returns the SHA-256 of a file's content.
+
+    Raises OSError if it cannot be read, and ConfigError if it is not a regular file. Only regular
+    files can be read twice.
+    """
     if file.exists() and not file.is_file():
         raise ConfigError(f"{file} is no ordinary file: write the prompts into one")
     with open(file, "rb") as stream:
@@ -120,8 +129,8 @@ def read_lines(file: Path, reader: Reader) -> list[Line]:
     """Returns the lines of a file that are not empty.
 
     Raises:
-      OSError: if it cannot be read.
-      ConfigError: naming the numbers of broken lines, or if there are no lines.
+      OSError: if the file cannot be read.
+      ConfigError: with the numbers of broken lines, or if there are no lines.
     """
     lines, broken = [], []
     for number, text in enumerate(_texts(file), 1):
@@ -141,7 +150,7 @@ def read_lines(file: Path, reader: Reader) -> list[Line]:
 
 
 def _texts(file: Path) -> Iterator[bytes]:
-    """Yields each line, up to one that is too long, of which only the beginning is read."""
+    """Yields each line. Stops at a line that is too long, after reading only its beginning."""
     with open(file, "rb") as stream:
         while text := stream.readline(LARGEST + 1):
             yield text
@@ -150,7 +159,7 @@ def _texts(file: Path) -> Iterator[bytes]:
 
 
 def _parsed(text: bytes) -> Any:
-    """Parses a line; raises ValueError if it is too long, or not JSON, which has no NaN."""
+    """Parses a line. Raises ValueError if it is too long, or not JSON; NaN is not allowed."""
     if len(text) > LARGEST:
         raise ValueError(f"it has more than {LARGEST:,} bytes")
     given = parse_json(text.decode("utf-8"))

@@ -1,4 +1,4 @@
-"""Stores a teacher's likeliest ids of each sequence of a data set, for students."""
+"""Stores a teacher's top-k token ids for each sequence of a data set, to train students."""
 
 import copy
 import functools
@@ -29,13 +29,16 @@ from runner.inference.telling import now_and_then
 def sequences_of(
     cfg: fdl.Config, batch_size: int | None, out: str | None = None
 ) -> dict[str, FlatTokens]:
-    """Returns the data that a teacher reads for a student's config, by the folders to write: `data`
-    by `out`, or else each data set of training and validation by its own `teacher`. Each sequence
-    comes once and in order, in batches of at least `batch_size` that the devices divide.
+    """Returns the data that a teacher reads for a student's config, by output folder.
+
+    With `out`, this is `data`; otherwise each data set of training and validation goes to its own
+    `teacher` folder. Each sequence comes once and in order, in batches of at least `batch_size`
+    that
+    the devices divide evenly.
 
     Raises:
-      ConfigError: if that is not flat tokens, or no folder is named.
-      ValueError, OSError: if it cannot be opened.
+      ConfigError: if the data is not flat tokens, or no folder is named.
+      ValueError, OSError: if the data cannot be opened.
     """
     validation = getattr(cfg, "validation", None)
     sets = validation.values() if isinstance(validation, Mapping) else [validation]
@@ -80,13 +83,15 @@ def teach(
     k: int,
     show: Callable[[str], None] = lambda line: None,
 ) -> TeacherMetadata:
-    """Writes the model's `k` likeliest ids for each sequence of `data` to the folder `out`, or goes
-    on with it. `data` has each sequence once and in order; `show` gets a line now and then.
+    """Writes the model's top `k` ids for each sequence of `data` to the folder `out`, or resumes.
+
+    `data` has each sequence once and in order; `show` is called with progress lines.
 
     Raises:
-      ValueError: if the model does not know the ids of the data, or has fewer than `k`.
+      ValueError: if the model has another tokenizer than the data, or fewer than `k` ids.
       MemoryError: if a batch takes more memory than is free.
-      OSError: if the folder is finished, of another teacher or other data, or cannot be written.
+      OSError: if the folder is finished, belongs to another teacher or other data, or cannot be
+        written.
     """
     model = loaded.model
     if tokenizers_differ(loaded.tokenizer, data.tokenizer):
@@ -136,8 +141,10 @@ def teach(
 def _said(
     loaded: Loaded, data: FlatTokens, k: int, first: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yields ids and log-probabilities of the sequences from number `first` on, by batches. The
-    devices compute the next batch meanwhile."""
+    """Yields ids and log-probabilities of the sequences from number `first` on, by batches.
+
+    The devices compute the next batch meanwhile.
+    """
     rows = sharding("batch seq", loaded.mesh)
     likeliest = functools.partial(likeliest_tokens, compute=loaded.compute, k=k)
     compiled = jax.jit(likeliest, out_shardings=(rows, rows))

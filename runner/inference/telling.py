@@ -1,4 +1,4 @@
-"""Progress lines that come every few seconds."""
+"""Progress lines at intervals of a few seconds."""
 
 import time
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from collections.abc import Callable
 def now_and_then(
     show: Callable[[str], None], seconds: float = 10.0
 ) -> Callable[[Callable[[], str]], None]:
-    """Returns a function that shows the line its argument makes, at most every `seconds`."""
+    """Returns a function that shows the line its argument makes, at most once every `seconds`."""
     last = time.monotonic()
 
     def tell(line: Callable[[], str]) -> None:

@@ -1,4 +1,4 @@
-"""Answers on a terminal, as they are made."""
+"""Answers in a terminal, shown while they are generated."""
 
 import dataclasses
 import itertools
@@ -13,12 +13,12 @@ from runner.errors import ConfigError
 from runner.inference.answer import Answer, Manner
 from runner.inference.prompts import Reader
 
-_PREPARED = 512  # tokens of a prompt
+_PREPARED = 512  # tokens of a prompt that is compiled in advance
 
 
 @dataclasses.dataclass(frozen=True)
 class Terminal:
-    """Asks a model and shows its answers: text on `out`, messages on `told`."""
+    """Asks a model and shows its answers. Text goes to `out`, messages to `told`."""
 
     generator: Generator
     reader: Reader
@@ -27,7 +27,8 @@ class Terminal:
     told: TextIO = dataclasses.field(default_factory=lambda: sys.stderr)
 
     def prepare(self, prompt: Sequence[int]) -> None:
-        """Compiles the programs for an answer, so that later times do not include it."""
+        """Compiles the programs for an answer, so that measured times do not include compilation.
+        """
         began = time.perf_counter()
         manner = dataclasses.replace(self.manner, max_tokens=2)
         room = self.generator.length - manner.max_tokens
@@ -37,11 +38,13 @@ class Terminal:
             self.tell(f"[ready after {duration_text(time.perf_counter() - began)}]")
 
     def show(self, prompt: Sequence[int], number: int, echo: str = "") -> list[Answer]:
-        """Shows the answers to a prompt, the first as it comes, then the others; Ctrl-C ends all.
+        """Shows the answers to a prompt, the first as it is generated, then the others.
+
+        Ctrl-C ends all answers.
 
         Args:
-          number: of the prompt; the seed of its randomness.
-          echo: written before each answer.
+          number: number of the prompt, which seeds its randomness.
+          echo: text written before each answer.
 
         Raises:
           ConfigError: if the prompt leaves no room for an answer.
@@ -73,7 +76,7 @@ class Terminal:
         return answers
 
     def converse(self, read: Callable[[], str], chat: bool) -> None:
-        """Answers each text of `read` until it raises EOFError; Ctrl-C ends an answer.
+        """Answers each text that `read` returns until it raises EOFError. Ctrl-C ends an answer.
 
         Args:
           chat: True if the texts are turns of a chat; otherwise each text is continued.
@@ -89,7 +92,7 @@ class Terminal:
                 asked = [*turns, {"role": "user", "content": text}]
                 answers = self.show(self.reader.of_chat(asked), number)
                 if answers:
-                    said = answers[0].text.strip()  # the template adds the space around it
+                    said = answers[0].text.strip()  # the template adds the surrounding space
                     turns = [*asked, {"role": "assistant", "content": said}]
             except EOFError:
                 self.tell("")
@@ -105,15 +108,15 @@ class Terminal:
 
 
 class _Page:
-    """Writes answers, one after the other."""
+    """Writes several answers one after the other."""
 
     def __init__(self, out: TextIO, samples: int, echo: str):
         self._out, self._samples, self._echo = out, samples, echo
-        self._number = 0  # of the answer that is being written
-        self._written = -1  # characters of it; -1: its heading is not there yet
+        self._number = 0  # the current answer
+        self._written = -1  # characters written of it; -1: not even its heading
 
     def write(self, answers: Sequence[Answer]) -> None:
-        """Writes the new text of the answers."""
+        """Writes the text that is new since the last call."""
         while self._number < len(answers):
             answer = answers[self._number]
             if self._written < 0:

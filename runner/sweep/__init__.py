@@ -1,1 +1,1 @@
-"""Many runs that differ in a few settings: which, in what order, and what came of them."""
+"""Sweeps: many runs that differ in a few settings, their order and their results."""

@@ -61,7 +61,7 @@ _GRACE_SECONDS = flags.DEFINE_integer(
 if __name__ == "__main__":
     # absl shows the module's docstring as --help.
     __doc__ += listed("experiments", first_lines(configs.experiments()))
-    take_flags(fiddlers_listed)  # what follows takes seconds to import
+    take_flags(fiddlers_listed)  # the imports below take seconds
 
 import fiddle as fdl
 import jax
@@ -90,7 +90,7 @@ from runner.sweep.training import InTurn, SideBySide
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The exit status."""
+    """Runs the command and returns the exit status."""
     lossy_standard_streams()
     _check_flags(arguments)
     folder = checked_folder(_WORKDIR.value)
@@ -99,8 +99,8 @@ def main(arguments: Sequence[str]) -> int:
     check_paths(settings, flags.FLAGS.fdl_set)
     in_turn = not (_AT_ONCE.value or _THROUGH.value or arguments)
     if _DRY_RUN.value or _SLURM.value or not in_turn:
-        jax.config.update("jax_platforms", "cpu")  # the devices are for the runs
-    for each in settings:  # before anything is trained
+        jax.config.update("jax_platforms", "cpu")  # leaves the accelerators to the runs
+    for each in settings:  # finds mistakes before any training
         _config_of(each)
     sweep = planned(
         folder, reference, settings, lambda each: settings_of(_config_of(each)), _ADD_POINTS.value
@@ -108,7 +108,7 @@ def main(arguments: Sequence[str]) -> int:
     if _DRY_RUN.value:
         costs: list[Cost | None] = [None] * len(sweep.points)
         for number, point in enumerate(sweep.points):
-            with contextlib.suppress(ConfigError):  # the config may not say all
+            with contextlib.suppress(ConfigError):  # some configs lack the sizes
                 costs[number] = cost_of(_config_of(point.settings))
         print(costs_text(sweep.points, costs))
         return FINISHED
@@ -198,7 +198,11 @@ def _words(point: Point, slot: int, arguments: Sequence[str]) -> list[str]:
 
 
 def _ended(sweep: Sweep, chosen: Sequence[Point], whole: bool, failures: dict[str, str]) -> int:
-    """Shows what came of it. `whole`: training was not asked to stop."""
+    """Shows the results and returns the exit status.
+
+    Args:
+      whole: True unless a signal stopped the training.
+    """
     print(f"\n{results_text(sweep.points, failures)}")
     if not whole:
         print("\nstopped as a signal asked; the same command goes on")

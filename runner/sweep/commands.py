@@ -1,4 +1,4 @@
-"""The command that trains a point, as a user would type it, alone or in an array job of SLURM."""
+"""The command that trains a point: as a user would type it, or in a SLURM array job."""
 
 import os
 import shlex
@@ -15,19 +15,23 @@ from runner.sweep.points import overrides_of
 
 SCRIPT = "sweep.sbatch"
 _COMMAND = "{command}"
-_VARIABLES = ("PYTHONPATH", "XLA_FLAGS")  # sbatch does not pass them on by itself
+_VARIABLES = ("PYTHONPATH", "XLA_FLAGS")  # not passed on by sbatch itself
 
 
 def command_of(point: Point, experiment: Sequence[str], flags: Sequence[str]) -> list[str]:
-    """The words of a point's command, from the flags that choose the experiment, and more flags of
-    `python -m runner`."""
+    """Returns the words of a point's command.
+
+    Args:
+      experiment: the flags that choose the experiment.
+      flags: more flags of `python -m runner`.
+    """
     settings = [f"--fdl.{override}" for override in overrides_of(point.settings)]
     workdir = f"--workdir={point.workdir}"
     return [sys.executable, "-m", "runner", *experiment, *settings, workdir, *flags]
 
 
 def check_through(template: str) -> None:
-    """Raises ConfigError unless `template` can be split into words, and has a {command}."""
+    """Raises ConfigError unless `template` can be split into words and contains {command}."""
     try:
         words = shlex.split(template)
     except ValueError as error:
@@ -40,9 +44,12 @@ def check_through(template: str) -> None:
 
 
 def through(template: str, command: Sequence[str], point: Point, slot: int) -> list[str]:
-    """The words of `template` with `{command}` in place, quoted for a shell where it is within a
-    word; `{name}` and `{workdir}` of the point, and `{slot}`, which points that run at the same
-    time do not share."""
+    """Returns the words of `template` with its placeholders replaced.
+
+    `{command}` is quoted for a shell if it is part of a longer word. `{name}` and `{workdir}`
+    belong to
+    the point. `{slot}` is a number that no other point running at the same time has.
+    """
     values = {"{name}": point.name, "{workdir}": str(point.workdir), "{slot}": str(slot)}
     found = list[str]()
     for word in shlex.split(template):
@@ -58,11 +65,11 @@ def through(template: str, command: Sequence[str], point: Point, slot: int) -> l
 def write_script(
     folder: Path, commands: Sequence[Sequence[str]], at_once: int | None, directives: Sequence[str]
 ) -> Path:
-    """Writes a script for sbatch into the sweep's folder: its task i runs `commands[i]`.
+    """Writes a script for sbatch into the sweep's folder; its task i runs `commands[i]`.
 
     Args:
-      at_once: tasks that may run at the same time; `None`: as many as there is room for.
-      directives: more of sbatch's flags, a line each.
+      at_once: maximum number of tasks at the same time; `None`: no limit.
+      directives: more sbatch flags, one per line.
     """
     limit = "" if at_once is None else f"%{at_once}"
     given = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
@@ -72,7 +79,7 @@ def write_script(
         f"#SBATCH --array=0-{len(commands) - 1}{limit}",
         f"#SBATCH --output={folder / OUTPUT}/%A_%a.txt",
         "#SBATCH --ntasks=1",
-        # Time for a checkpoint before the job's limit: the same command goes on from it.
+        # Leaves time for a checkpoint before the job's limit; the same command resumes from it.
         "#SBATCH --signal=B:TERM@120",
         *(f"#SBATCH {directive}" for directive in directives),
         f"cd {shlex.quote(os.getcwd())} || exit 1",
@@ -87,7 +94,7 @@ def write_script(
 
 
 def check_sbatch() -> None:
-    """Raises ConfigError without sbatch on this machine."""
+    """Raises ConfigError if this machine has no sbatch."""
     if shutil.which("sbatch") is None:
         raise ConfigError(
             "--submit: there is no sbatch on this machine; leave it out, and submit the script "
@@ -96,7 +103,7 @@ def check_sbatch() -> None:
 
 
 def submit(file: Path) -> None:
-    """Raises ConfigError with the message of sbatch if it refuses."""
+    """Submits a script; raises ConfigError with the message of sbatch if it is rejected."""
     done = subprocess.run(["sbatch", str(file)], capture_output=True, text=True, check=False)
     if done.returncode:
         raise ConfigError(f"sbatch {file} failed: {done.stderr.strip() or done.stdout.strip()}")

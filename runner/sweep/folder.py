@@ -1,10 +1,10 @@
-"""A sweep's folder: `sweep.json` says which points it has, and each is a run in a folder below.
+"""A sweep's folder: `sweep.json` lists its points, and each point is a run in a subfolder.
 
 {"format": 2, "experiment": "experiments/quickstart", "config": {"steps": "100", …},
  "points": [{"name": "peak_lr=0.001,seed=0", "settings": {"optimizer.peak_lr": "0.001", …}}, …]}
 
-`config` has all settings of the first point, by which another experiment is noticed; `experiment`
-is for readers.
+`config` has all settings of the first point, to detect a different experiment; `experiment` is for
+readers.
 """
 
 import collections
@@ -26,10 +26,10 @@ from runner.config.text import changed_paths
 from runner.errors import ConfigError, user_errors
 
 Settings = Mapping[str, str]  # paths of parameters to literals, as text
-LONGEST = 100  # characters of a name; a file system takes 255, and a path of folders less
-OUTPUT = "output"  # the folder with the output of the points' processes
+LONGEST = 100  # characters of a name; file systems allow 255, but paths have a limit too
+OUTPUT = "output"  # subfolder with the output of the points' processes
 _FORMAT = 2
-_SHOWN = 3  # names in a sentence
+_SHOWN = 3  # names in a message
 _DIGEST = 8
 _SAFE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,=+-]*")
 
@@ -39,8 +39,8 @@ class Point:
     """A run of a sweep.
 
     Args:
-      workdir: its folder, which has its name.
-      settings: those besides the experiment's own, by path, as text.
+      workdir: its folder, which has the point's name.
+      settings: settings that differ from the experiment's, by path, as text.
     """
 
     workdir: Path
@@ -58,14 +58,18 @@ class Point:
     def finished(self) -> bool:
         try:
             return self.run.finished
-        except (OSError, ValueError):  # damaged: the run makes it again
+        except (OSError, ValueError):  # damaged: the run will be made again
             return False
 
 
 @dataclasses.dataclass(frozen=True)
 class Sweep:
-    """The content of `sweep.json`: the experiment by its --fdl_config, all settings of the first
-    point, and the points."""
+    """The content of `sweep.json`.
+
+    Args:
+      experiment: the experiment's --fdl_config.
+      config: all settings of the first point.
+    """
 
     folder: Path
     experiment: str
@@ -85,8 +89,10 @@ class Sweep:
 
 
 def checked_folder(path: str | None) -> Path:
-    """The folder that --workdir names, absent, empty or a sweep's; raises ConfigError for others.
-    It is absolute: commands that go elsewhere name it too."""
+    """Returns the absolute path of --workdir, since commands in other folders use it too.
+
+    Raises ConfigError unless the folder is missing, empty or a sweep.
+    """
     if not path:
         raise ConfigError("give --workdir, the folder for the sweep and its runs")
     with user_errors():
@@ -111,14 +117,15 @@ def planned(
     config_of: Callable[[Settings], Settings],
     add: bool,
 ) -> Sweep:
-    """The sweep of `points` in `folder`, with the names that are there already. Writes nothing.
+    """Returns the sweep of `points` in `folder`, keeping existing names. Writes nothing.
 
     Args:
-      config_of: all settings of a point.
-      add: whether a sweep that is there takes new points, and keeps those that are left out now.
+      config_of: returns all settings of a point.
+      add: True if an existing sweep takes new points, and keeps points that are left out now.
 
     Raises:
-      ConfigError: saying what differs, if another sweep is there, or sweep.json is damaged.
+      ConfigError: if the folder has another sweep (the message says what differs), or sweep.json is
+        damaged.
     """
 
     def named(points: Sequence[Settings], others: Sequence[Point]) -> tuple[Point, ...]:
@@ -149,7 +156,7 @@ def planned(
 
 
 def read_sweep(folder: Path) -> Sweep:
-    """Raises ConfigError if there is no sweep in `folder`, or it is damaged."""
+    """Reads the sweep in `folder`; raises ConfigError if there is none, or it is damaged."""
     try:
         content = read_json(unlinked(folder, SWEEP))
         if content["format"] != _FORMAT:
@@ -168,9 +175,12 @@ def read_sweep(folder: Path) -> Sweep:
 
 
 def names_of(points: Sequence[Settings], taken: Iterable[str] = ()) -> list[str]:
-    """A name for each of `points`, which are all different: safe for file systems, also where
-    capitals equal small letters, and none of `taken`. Other points change a point's name only where
-    two names would be equal."""
+    """Returns a name for each of `points`, which must be distinct.
+
+    Names are safe for file systems, also case-insensitive ones, and differ from `taken`. Other
+    points
+    change a point's name only if two names would be equal.
+    """
     labels = _labels({path for point in points for path in point})
     names = [_name(point, labels) for point in points]
     count = collections.Counter(name.casefold() for name in [*names, *taken])
@@ -181,7 +191,7 @@ def names_of(points: Sequence[Settings], taken: Iterable[str] = ()) -> list[str]
 
 
 def is_safe(name: str) -> bool:
-    """Is `name` one that `names_of` could give?"""
+    """True if `names_of` could return `name`."""
     return len(name) <= LONGEST and _SAFE.fullmatch(name) is not None
 
 
@@ -193,7 +203,7 @@ def _name(point: Settings, labels: Mapping[str, str]) -> str:
 
 
 def _labels(paths: set[str]) -> dict[str, str]:
-    """For each path as many of its last parts as it takes to differ from all others."""
+    """Returns the shortest unambiguous suffix of each path."""
     found = {}
     for path in paths:
         parts = path.split(".")

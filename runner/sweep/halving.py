@@ -1,8 +1,8 @@
 """Successive halving (Jamieson & Talwalkar 2016, arXiv:1502.07943): the worse half stops early.
 
-Every point keeps the schedule of its whole run. Training losses on the way are compared, so points
-that learn slowly at first, by a small learning rate or a long warm-up, are at a disadvantage. A
-point that has stopped keeps its checkpoint, and goes on without --halving.
+Every point keeps the schedule of its full run. Intermediate training losses are compared, so points
+that learn slowly at first, with a small learning rate or a long warm-up, are at a disadvantage. A
+stopped point keeps its checkpoint, and continues if it is run without --halving.
 """
 
 import math
@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from runner.errors import ConfigError
 from runner.sweep.folder import Point
 
-LOSS_STEPS = 50  # whose mean loss is compared
+LOSS_STEPS = 50  # steps whose mean loss is compared
 
 
 def parsed_rungs(text: str) -> list[float]:
-    """The fractions of "0.25,0.5"; raises ConfigError unless they rise between 0 and 1."""
+    """Parses fractions such as "0.25,0.5"; raises ConfigError unless they rise between 0 and 1."""
     try:
         rungs = [float(each) for each in text.split(",")]
     except ValueError:
@@ -36,12 +36,12 @@ def halved(
     train: Callable[[Sequence[Point], Callable[[Point], int]], bool],
     tell: Callable[[str], None],
 ) -> list[Point]:
-    """The points that are left after all `rungs`; none if `train` was asked to stop.
+    """Trains with halving; returns the points that remain, or none if `train` was interrupted.
 
     Args:
-      steps: of a point's whole run.
-      train: trains points until their step; returns False if it was asked to stop. A point that
-        fails has no line of that step.
+      steps: returns the steps of a point's full run.
+      train: trains points up to their step; returns False if it was interrupted. A point that fails
+        has no metrics line for that step.
     """
     left = list(points)
     for fraction in rungs:
@@ -63,8 +63,10 @@ def halved(
 
 
 def _loss(point: Point, step: int) -> float | None:
-    """The mean loss of the steps up to `step`, infinite if it is not finite; `None` if that step
-    was not made."""
+    """Returns the mean loss of the last steps up to `step`; infinity if it is not finite.
+
+    Returns `None` if the run did not reach that step.
+    """
     lines = point.run.metrics
     if not lines or lines[-1]["step"] < step:
         return None

@@ -12,16 +12,21 @@ from runner.config.overrides import BAD_LITERAL
 from runner.errors import ConfigError
 from runner.sweep.folder import Settings
 
-FUNCTION = "sweep"  # of an experiment's file, unless another is named
+FUNCTION = "sweep"  # default name of the function in an experiment's file
 
 
 def points_of(reference: str, function: str | None, axes: Sequence[str]) -> list[Settings]:
-    """Every point that `function` of the experiment `reference` yields, with every one of `axes`,
-    texts such as `optimizer.peak_lr=1e-3,3e-3`; each once. Without a `function` it is `sweep`, if
-    there are no axes.
+    """Returns the distinct points of a sweep: every point of `function` with every value of `axes`.
+
+    Args:
+      function: a function of the experiment `reference` that yields points; `None`: `sweep` if
+        there
+        are no axes.
+      axes: texts such as `optimizer.peak_lr=1e-3,3e-3`.
 
     Raises:
-      ConfigError: if there is no such function, it fails or yields no points, or an axis is none.
+      ConfigError: if there is no such function, it fails or yields no points, or an axis is
+        malformed.
     """
     parts = [_axis(text) for text in axes]
     if function is not None or not axes:
@@ -75,7 +80,7 @@ def _axis(text: str) -> sweeps.Points:
 
 
 def _normal(text: str) -> str:
-    """`1e-3` as 0.001: two ways to write a value are one point."""
+    """Returns a literal in canonical form, so that `1e-3` and `0.001` are one point."""
     text = text.strip()
     try:
         return repr(ast.literal_eval(text))
@@ -84,7 +89,7 @@ def _normal(text: str) -> str:
 
 
 def overrides_of(settings: Settings) -> list[str]:
-    """The settings as `--fdl.…` takes them."""
+    """Returns the settings as arguments of `--fdl.…`."""
     return [f"{path}={text}" for path, text in settings.items()]
 
 

@@ -12,14 +12,16 @@ from lmlib.terminal.quantities import count_text, duration_text
 from lmlib.terminal.table import columns
 from runner.sweep.folder import Point
 
-_LONGEST = 160  # characters of a reason
+_LONGEST = 160  # maximum characters of a reason
 _NOTHING = "-"
 _SPEED = "mean_tokens_per_second"
 
 
 def costs_text(points: Sequence[Point], costs: Sequence[Cost | None]) -> str:
-    """A row for each point: tokens, FLOPs, and the time at the speed of finished points; then the
-    whole."""
+    """Returns a table of the points' tokens, FLOPs and times, with a total.
+
+    Times assume the speed of the finished points.
+    """
     finals = [each.run.final for each in points if each.finished]
     speeds = [each[_SPEED].value for each in finals if _SPEED in each and each[_SPEED].value > 0]
     speed = sum(speeds) / len(speeds) if speeds else None
@@ -47,8 +49,10 @@ def costs_text(points: Sequence[Point], costs: Sequence[Cost | None]) -> str:
 
 
 def results_text(points: Sequence[Point], failures: Mapping[str, str]) -> str:
-    """A row for each finished point, by validation loss, else training loss; then the others, with
-    their states and reasons."""
+    """Returns a table of finished points by loss, then one of the others with their states.
+
+    The loss is the validation loss, or else the training loss.
+    """
     results = {each.name: each.run.final for each in points if each.finished}
     tables = []
     if results:
@@ -67,13 +71,15 @@ def results_text(points: Sequence[Point], failures: Mapping[str, str]) -> str:
 
 
 def result_text(point: Point) -> str:
-    """The numbers of a point that has finished, in a few words."""
+    """Returns the final numbers of a finished point in a few words."""
     validation, training, speed = _numbers(point.run.final)
     return f"validation loss {validation}, training loss {training}, {speed} tokens/s"
 
 
 def status(point: Point, failures: Mapping[str, str] | None = None) -> str:
-    """The state of a point's run, and its last step; of `failures` that left none, "failed"."""
+    """Returns the state and last step of a point's run; "failed" if it is in `failures` without a
+    state.
+    """
     run = point.run
     try:
         last = run.metrics[-1]["step"] if run.metrics else None
@@ -81,7 +87,7 @@ def status(point: Point, failures: Mapping[str, str] | None = None) -> str:
         if point.name in (failures or {}) and run.state.name not in get_args(Ended):
             return failed
         return run.status(last)
-    except (OSError, ValueError):  # damaged: the run makes it again
+    except (OSError, ValueError):  # damaged: the run will be made again
         return NOT_RUNNING
 
 
@@ -97,7 +103,7 @@ def _flops_text(flops: float) -> str:
 
 
 def _order(final: Mapping[str, Final]) -> tuple[bool, float]:
-    """By validation loss; runs without one come last, by training loss."""
+    """Sort key: validation loss; runs without one come last, by training loss."""
     loss = final.get("validation_loss") or final.get("training_loss")
     value = loss.value if loss and math.isfinite(loss.value) else math.inf
     return "validation_loss" not in final, value

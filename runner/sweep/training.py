@@ -1,4 +1,4 @@
-"""Trains the points of a sweep: in turn in this process, or side by side in processes."""
+"""Trains the points of a sweep, one by one in this process or in parallel processes."""
 
 import contextlib
 import os
@@ -38,13 +38,13 @@ class _Training:
     """Trains points until a signal asks it to stop.
 
     Attributes:
-      failures: the reason of each point that failed, in a line, by name.
+      failures: the reason of each failed point in one line, by name.
     """
 
     ending = "ending after this step, with a checkpoint"
 
     def __init__(self, grace_seconds: float):
-        """Takes over the signals; call it on the main thread."""
+        """Installs the signal handlers; call it on the main thread."""
         self.failures: dict[str, str] = {}
         self._asked = threading.Event()
         StopSignals(grace_seconds, self._stop, self._end)
@@ -59,8 +59,8 @@ class _Training:
 
 
 class InTurn(_Training):
-    """Trains points one after the other, each as `python -m runner` would; equal programs compile
-    once."""
+    """Trains points one after the other, as `python -m runner` would. Equal programs compile once.
+    """
 
     def __init__(
         self,
@@ -77,8 +77,11 @@ class InTurn(_Training):
     def train(
         self, points: Iterable[Point], until: Callable[[Point], int | None] = lambda point: None
     ) -> bool:
-        """Trains each of `points` that has not finished or failed `until` its step or, of `None`,
-        its end. Returns whether it did, and was not asked to stop."""
+        """Trains each point that has not finished or failed, until its step, or to the end for
+        `None`.
+
+        Returns True unless a signal stopped the training.
+        """
         waiting = [each for each in points if not each.finished and each.name not in self.failures]
         for number, point in enumerate(waiting, 1):
             if self._asked.is_set():
@@ -101,29 +104,30 @@ class InTurn(_Training):
             fit(self._config_of(point.settings), point.workdir, options)
         except StoppedEarly:
             pass
-        except Exception as error:  # the others go on
+        except Exception as error:  # the other points continue
             tell(error, self._debug)
             reason = " ".join(in_words(error).split())
             self.failures[point.name] = reason or type(error).__name__
 
 
 class SideBySide(_Training):
-    """Trains points in processes of their own, some at a time. A signal reaches all of them."""
+    """Trains points in parallel processes. A signal is forwarded to all of them."""
 
     ending = "ending all runs, each with a checkpoint"
 
     def __init__(
         self, at_once: int, command_of: Callable[[Point, int], list[str]], grace_seconds: float
     ):
-        """`command_of` gives the words of a point's command, in the slot that it has."""
+        """Sets up the processes; `command_of` returns the words of a point's command for a slot."""
         self._at_once, self._command_of = at_once, command_of
         self._parent = Parent()
         self._running: dict[int, tuple[Point, subprocess.Popen[bytes], float]] = {}
         super().__init__(grace_seconds)
 
     def train(self, points: Sequence[Point]) -> bool:
-        """Trains each of `points` that has not finished. Returns whether it did, and was not asked
-        to stop."""
+        """Trains each point that has not finished. Returns True unless a signal stopped the
+        training.
+        """
         waiting = [each for each in points if not each.finished]
         done, whole = 0, len(waiting)
         while (waiting and not self._asked.is_set()) or self._running:
@@ -151,7 +155,8 @@ class SideBySide(_Training):
                     stderr=file,
                     env=self._parent.environment,
                     pass_fds=self._parent.pass_fds,
-                    start_new_session=True,  # a terminal's Ctrl-C reaches it once, from here
+                    # so that Ctrl-C reaches it only once, from this process
+                    start_new_session=True,
                 )
             except OSError as error:
                 self.failures[point.name] = str(error)
@@ -159,7 +164,7 @@ class SideBySide(_Training):
                 return
         self._running[slot] = (point, process, time.monotonic())
         _tell(f"began {point.name}; its output: {output}")
-        if self._asked.is_set():  # meanwhile
+        if self._asked.is_set():  # set in the meantime
             self._signal(signal.SIGTERM)
 
     def _ended(self, point: Point, code: int, seconds: float) -> None:
@@ -188,7 +193,7 @@ class SideBySide(_Training):
 
 
 class Programs:
-    """Compiles each step once for all runs of this process, and keeps the last few."""
+    """Compiles each step once for all runs of this process, and caches the last few."""
 
     def __init__(self, most: int = 4):
         self._most = most
@@ -199,17 +204,17 @@ class Programs:
     ) -> jax.stages.Compiled:
         key = tuple(identity_of(step, mesh).values())
         kept = self._kept.pop(key, None)
-        # A compiled step unpacks its arguments by the trees that it was compiled for.
+        # A compiled step unpacks its arguments by the pytree structures that it was compiled for.
         if kept is None or (kept.in_tree, kept.out_tree) != (step.in_tree, step.out_tree):
             kept = compile_step()
-        self._kept[key] = kept  # the last, now
+        self._kept[key] = kept  # most recently used
         while len(self._kept) > self._most:
             del self._kept[next(iter(self._kept))]
         return kept
 
 
 def last_line(file: Path) -> str:
-    """The last line of a text file that is not empty; "" if there is none, or it is a link."""
+    """Returns the last non-empty line of a text file; "" if it has none, or is a symbolic link."""
     try:
         check_no_link(file)
         with open_regular(file) as opened:

@@ -1,1 +1,1 @@
-"""Weights that are there already: `reading` says how a name becomes a model on a mesh."""
+"""Saved weights: `models` finds a saved model by reference and reads it onto a mesh."""

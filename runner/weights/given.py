@@ -1,5 +1,6 @@
-"""Weights that a run does not make itself: those that it begins with, frozen ones, a reference
-model, and the state of another run that it is forked from."""
+"""Weights from outside a run: initial weights, frozen weights, a reference model, and the state of
+another run that this one is forked from.
+"""
 
 import dataclasses
 from collections.abc import Collection, Mapping
@@ -22,9 +23,9 @@ from runner.weights.target import LoadOptions, LoadTarget
 
 @dataclasses.dataclass(frozen=True)
 class GivenWeights:
-    """Reads the weights that `experiment` needs besides its own.
+    """Reads the weights that `experiment` does not make itself.
 
-    Its methods raise ConfigError if there are no such weights, or they do not fit.
+    Its methods raise ConfigError if the weights do not exist or do not fit.
 
     Args:
       options: without `init_from`.
@@ -39,7 +40,7 @@ class GivenWeights:
         """Returns the state before the first step, and the name of the weights in it.
 
         Args:
-          init_from: a reference to the first weights; `None`: they are new.
+          init_from: a reference to the initial weights; `None`: newly initialised weights.
         """
         experiment, model, name = self.experiment, None, None
         reference_model = self.reference_model()
@@ -51,10 +52,10 @@ class GivenWeights:
         return experiment.initial_state(model, reference_model), name
 
     def complete(self, found: Restored, init_from: str | None = None) -> State:
-        """Returns the state of a checkpoint with the weights that no checkpoint holds.
+        """Returns the state of a checkpoint, including the weights that checkpoints leave out.
 
         Args:
-          init_from: where the frozen weights may be now.
+          init_from: where to look for the frozen weights first.
         """
         experiment, recipe = self.experiment, self.experiment.recipe
         reference_model = self.reference_model()
@@ -67,7 +68,7 @@ class GivenWeights:
         return state.with_frozen(frozen_weights(found.notes, recipe, experiment.mesh, options))
 
     def reference_model(self) -> Any:
-        """Returns the frozen model that the objective needs; `None` if it needs none."""
+        """Returns the frozen model that the objective needs, or `None`."""
         experiment, show = self.experiment, self.options.show
         recipe, reference = experiment.reference_recipe, experiment.objective.reference_model
         if recipe is None or reference is None:
@@ -81,7 +82,7 @@ class GivenWeights:
         return model
 
     def fork(self, reference: str | None, config: Mapping[str, str]) -> tuple[Restored, Fork]:
-        """Returns the state at the step of another run, `RUN@STEP`, and where that is.
+        """Returns the state of another run at `RUN@STEP`, and the location of its checkpoint.
 
         Args:
           config: the settings of `experiment`.
@@ -120,7 +121,11 @@ def _without_optimizer(name: str) -> ConfigError:
 
 
 def _check_step(step: int | None, run: SavedRun, steps: int) -> None:
-    """Raises ConfigError if a fork to `steps` cannot begin with `run`; `step` is the one named."""
+    """Raises ConfigError if `run` cannot be forked for a run of `steps` steps.
+
+    Args:
+      step: the step that the user named; `None` if none was.
+    """
     if step is None:
         raise ConfigError(
             f"{run.workdir} may save newer steps, and a fork begins where it began whenever it is "
@@ -136,7 +141,7 @@ def _check_step(step: int | None, run: SavedRun, steps: int) -> None:
 
 
 def _check_model(run: SavedRun, config: Mapping[str, str], target: State) -> None:
-    """Raises ConfigError if the model's settings in `config` are not those of `run`."""
+    """Raises ConfigError if the model's settings in `config` differ from `run`'s."""
     with user_errors():
         before = read_settings(run.workdir)
     changed = [] if before is None else changed_paths(before, config)
@@ -152,8 +157,11 @@ def _check_model(run: SavedRun, config: Mapping[str, str], target: State) -> Non
 
 
 def _check_reference_model(reference_model: Any, before: dict[str, str] | None) -> None:
-    """Raises ConfigError if `reference_model` is not the model of the note `before`. Models of
-    different dtypes cannot be compared; an objective may have begun or ceased to need one."""
+    """Raises ConfigError if `reference_model` is not the model of the note `before`.
+
+    Models of different dtypes cannot be compared, so they pass. So does an objective that no longer
+    needs a reference model, or needs one for the first time.
+    """
     now = reference_note(reference_model)
     if now is None or before is None or now["dtype"] != before["dtype"]:
         return

@@ -1,4 +1,4 @@
-"""A model in a Hugging Face folder, or PEFT adapters with the folder of their base."""
+"""Models in Hugging Face folders, and PEFT adapters with the folder of their base model."""
 
 import dataclasses
 import functools
@@ -23,14 +23,14 @@ from runner.processes.agreement import Read, agreed
 from runner.weights.target import PLAIN, Keeping, LoadOptions, LoadTarget
 from runner.weights.texts import FILE, TextSources, tokenizer_of
 
-ORIGIN = "hugging_face"  # in an imported workdir: the files of its folder besides weights
+ORIGIN = "hugging_face"  # folder in an imported workdir: the source folder's files without weights
 _CONFIGS = ("config.json", "adapter_config.json")
-_SAMPLES, _SAMPLE_BYTES = 64, 4_096  # of each file of tensors
+_SAMPLES, _SAMPLE_BYTES = 64, 4_096  # number and size of the samples from each file of tensors
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelFolder:
-    """A folder; only its small files are read until its weights are asked for.
+    """A Hugging Face or PEFT folder. Only small files are read until the weights are needed.
 
     Its attributes and methods raise ValueError or OSError if it cannot be used.
     """
@@ -38,7 +38,7 @@ class ModelFolder:
     found: FolderReference
     options: LoadOptions = PLAIN
 
-    step = cfg = None  # which runs have
+    step = cfg = None  # only runs have them
     compute_dtype = "float32"
 
     @property
@@ -47,12 +47,12 @@ class ModelFolder:
 
     @functools.cached_property
     def base(self) -> FolderReference:
-        """The folder of the whole model: itself, unless it holds adapters."""
+        """The folder of the full model: the adapters' base, or this folder itself."""
         return base_of(self.found, self.options.init_from)
 
     @functools.cached_property
     def described(self) -> Described:
-        """The model of `base`."""
+        """The model in the folder `base`."""
         return described(self.base.folder, self.options.families)
 
     @functools.cached_property
@@ -60,7 +60,9 @@ class ModelFolder:
         return self.adapters_of(self.described.shapes)
 
     def adapters_of(self, shapes: Any) -> Adapters | None:
-        """The folder's adapters for a model with `shapes`, which has none; `None` without any."""
+        """Returns the folder's adapters for a model with `shapes`, which has none; `None` without
+        adapters.
+        """
         if self.base is self.found:
             return None
         return adapters_in(self.found.folder, shapes, self.described.family.names)
@@ -76,13 +78,13 @@ class ModelFolder:
 
     @property
     def generation_settings(self) -> dict[str, Any]:
-        """The content of `base`'s generation_config.json; empty without one."""
+        """The content of generation_config.json in `base`; empty if there is none."""
         file = self.base.folder / "generation_config.json"
         return read_json(file) if file.exists() else {}
 
     @property
     def texts(self) -> TextSources:
-        """Adapters may come with a tokenizer of their own."""
+        """The sources of the tokenizer and template; adapters may bring their own tokenizer."""
         own, base = self.found, self.base
         texts = own if (own.folder / FILE).is_file() else base
         return TextSources(self.name, (texts.folder, texts.name), base.folder)
@@ -94,12 +96,12 @@ class ModelFolder:
         return Read([_digest(each) for each in folders], [str(each.absolute()) for each in folders])
 
     def model(self, mesh: Mesh, exact: bool = True) -> Any:
-        """Returns the model, always in float32, laid out on `mesh` as it is stored."""
+        """Returns the model in float32, laid out on `mesh` as it is stored."""
         model = self._read(self.described.shapes, mesh)
         return model if self.adapters is None else self.adapters.onto(model)
 
     def fill(self, target: LoadTarget) -> tuple[Any, str]:
-        """As `SavedRun.fill`."""
+        """Reads the weights into `target`; see `SavedRun.fill`."""
         recipe = target.recipe
         with agreed(), user_errors():
             adapters = self.adapters_of(recipe.bare)

@@ -3,9 +3,10 @@
     "RUN@5000" ──────────┬─ resolve_model ──▶ SavedRun ────┬─ model(mesh)  ──▶ the model itself
     "Qwen/Qwen3-0.6B" ───┘                    ModelFolder ─┴─ fill(target) ──▶ an experiment's model
 
-`fill` reads the weights into the model of an experiment, which may have adapters that are not
-there, or merged ones, or keep weights in another dtype. A checkpoint holds only the weights that
-trained. The others are read from the model that the run began with, which is again a reference.
+`fill` reads the weights into the model of an experiment. That model may have adapters that the
+weights lack, or lack adapters that they have, or keep weights in another dtype. A checkpoint holds
+only the weights that were trained. The others are read from the model that the run began with,
+which is again a reference.
 """
 
 import contextlib
@@ -63,13 +64,15 @@ from runner.weights.target import PLAIN, Keeping, LoadOptions, LoadTarget
 from runner.weights.texts import TextSources
 
 _BUFFERS = "buffers"  # the part of the state for weights without gradients
-_TRIES = 3  # of reading the newest checkpoint of a run that goes on
+_TRIES = 3  # attempts to read the newest checkpoint while the run continues
 _T = TypeVar("_T")
 
 
 def resolve_model(reference: str, options: LoadOptions = PLAIN) -> "SavedRun | ModelFolder":
-    """Finds the model that `reference` means: `RUN`, `RUN@STEP`, a Hugging Face or PEFT folder, or
-    a name on the Hub. Only its small files are read.
+    """Finds the model of `reference`: `RUN`, `RUN@STEP`, a Hugging Face or PEFT folder, or a Hub
+    name.
+
+    Only its small files are read.
 
     Raises:
       ValueError, OSError: if there is no such model, or its notes are damaged.
@@ -83,10 +86,11 @@ def use_model(
     use: Callable[["SavedRun | ModelFolder"], _T],
     options: LoadOptions = PLAIN,
 ) -> _T:
-    """Calls `use` with the model of `reference`. If `reference` names no step, and the run removes
-    its newest checkpoint meanwhile, `use` is called again with the next newest.
+    """Calls `use` with the model of `reference`.
 
-    Raises as `resolve_model` does.
+    If `reference` names no step and the run removes its newest checkpoint meanwhile, `use` is
+    called
+    again with the next newest. Raises as `resolve_model` does.
     """
     found = resolve(reference)
     tries = _TRIES if isinstance(found, RunReference) and found.step is None else 1
@@ -116,7 +120,7 @@ def _opened(
 
 def open_run(found: RunReference, options: LoadOptions = PLAIN) -> "SavedRun":
     """Reads the notes of the checkpoint that `found` names; raises as `resolve_model` does."""
-    steps = from_first(steps_in(found.folder))  # a run that goes on may just add one
+    steps = from_first(steps_in(found.folder))  # the run may just be adding one
     if not steps:
         raise ConfigError(f"{found.folder} holds no checkpoint")
     step = steps[-1] if found.step is None else found.step
@@ -134,7 +138,7 @@ def open_run(found: RunReference, options: LoadOptions = PLAIN) -> "SavedRun":
 
 @dataclasses.dataclass(frozen=True)
 class SavedRun:
-    """A checkpoint; only its notes are read until its weights are asked for.
+    """A checkpoint of a run. Only its notes are read until the weights are needed.
 
     Attributes:
       checkpoints: the folder of the run's checkpoints.
@@ -146,7 +150,8 @@ class SavedRun:
     notes: dict[str, Any]
     options: LoadOptions = PLAIN
 
-    generation_settings: ClassVar[Mapping[str, Any]] = MappingProxyType({})  # which folders have
+    # only folders have them
+    generation_settings: ClassVar[Mapping[str, Any]] = MappingProxyType({})
 
     @property
     def workdir(self) -> Path:
@@ -154,7 +159,7 @@ class SavedRun:
 
     @property
     def folder(self) -> Path:
-        """The checkpoint's own folder."""
+        """The folder of this checkpoint."""
         return self.checkpoints / str(self.step)
 
     @property
@@ -163,7 +168,7 @@ class SavedRun:
 
     @functools.cached_property
     def cfg(self) -> fdl.Config:
-        """The run's config; raises ConfigError if it is absent or damaged."""
+        """The run's config; raises ConfigError if it is missing or damaged."""
         return configs.load(str(self.workdir / "config.json"), trusted=self.options.trusted)
 
     @property
@@ -179,12 +184,12 @@ class SavedRun:
 
     @functools.cached_property
     def recipe(self) -> Recipe:
-        """How the run makes and keeps its weights."""
+        """The recipe by which the run makes and keeps its weights."""
         return recipe_of(self.cfg)
 
     @property
     def shapes(self) -> Any:
-        """The shapes of the model as its constructor makes it."""
+        """The shapes of the model, as its constructor makes it."""
         return self.recipe.shapes
 
     @property
@@ -193,7 +198,7 @@ class SavedRun:
 
     @property
     def content(self) -> Read:
-        """The digest of the manifest, which has the digests of all files."""
+        """A digest of the manifest, which contains the digests of all files."""
         manifest = xxhash.xxh3_128_hexdigest(encode(read_manifest(self.folder)))
         return Read([manifest], [shown(self.folder.absolute())])
 
@@ -202,12 +207,12 @@ class SavedRun:
         return abstract_model(lambda: self.recipe.made, mesh)
 
     def model(self, mesh: Mesh, exact: bool = False) -> Any:
-        """Returns the model, laid out on `mesh` as it is stored. Frozen weights are read from the
-        model that the run began with.
+        """Returns the model, laid out on `mesh` as it is stored.
+
+        Frozen weights are read from the model that the run began with.
 
         Args:
-          exact: keep frozen weights in float32, with every stored value, rather than as the run
-            keeps them.
+          exact: keep every stored value of frozen weights, in float32, instead of the run's dtype.
 
         Raises:
           ValueError, OSError: if a byte is damaged, or the frozen weights are gone.
@@ -218,15 +223,17 @@ class SavedRun:
             return self.fill(LoadTarget(recipe, mesh))[0]
 
     def trained_weights(self, mesh: Mesh) -> Any:
-        """As `model`, with shapes in place of frozen weights, which are not read."""
+        """Returns the model with only its trained weights read; frozen weights are shapes."""
         parts = parted(abstract_model(lambda: self.recipe.shapes, mesh), self.recipe.trained)
         with reading(self.folder), Checkpoints(self.checkpoints, read_only=True) as checkpoints:
             arrays, _ = self._restore(checkpoints, self._part(checkpoints), parts)
         return eqx.combine(arrays, parts.frozen)
 
     def fill(self, target: LoadTarget) -> tuple[Any, str]:
-        """Returns the model of `target` with these weights, and their name. Adapters that are not
-        there are new; adapters that `target` lacks are merged."""
+        """Returns the model of `target` with these weights, and their name.
+
+        Adapters that the checkpoint lacks are initialised; adapters that `target` lacks are merged.
+        """
         recipe, mesh = target.recipe, target.mesh
         with Checkpoints(self.checkpoints, read_only=True) as checkpoints:
             part = self._part(checkpoints)
@@ -235,7 +242,7 @@ class SavedRun:
             own = self._recipe_of_checkpoint(there, recipe)
             if own is not recipe:
                 target.check_model(own.bare)
-            # A model that trained in part left the rest where it came from.
+            # A run that trains part of the model saves only that part.
             in_part = there < _paths(own.shapes)
             abstract = abstract_model(lambda: own.shapes, mesh)
             whole = there == with_gradient and not in_part
@@ -248,14 +255,15 @@ class SavedRun:
             target.check_tokenizer(tokenizer_changed(target.data, before))
         name = f"{shown(self.checkpoints)}@{self.step}"
         if in_part:
-            if self.step == WEIGHTS_ALONE:  # a run in the same folder may delete it: its base stays
+            # a run in the same folder may delete it, so refer to its base
+            if self.step == WEIGHTS_ALONE:
                 name = notes.get("initialised_from") or name
             own = dataclasses.replace(own, groups={"there": Group(tuple(there))})
             options = dataclasses.replace(self.options, average=False)
             model = eqx.combine(model, frozen_weights(notes, own, mesh, options))
         if has_adapters(own.shapes) and _paths(own.shapes) == _paths(recipe.shapes):
             if "model" not in target.allowed_changes and self.has_config:
-                target.check_adapters(self.recipe.shapes)  # weights do not tell alpha
+                target.check_adapters(self.recipe.shapes)  # weights do not determine alpha
             return jax.tree.map(lambda x, kept: x.astype(kept.dtype), model, recipe.made), name
         keeping = Keeping(recipe)
         kept = _kept(merged_into_bases(model), recipe, keeping)
@@ -273,7 +281,7 @@ class SavedRun:
         return model, notes
 
     def _part(self, checkpoints: Checkpoints) -> str:
-        """The part of the state with the weights that are asked for."""
+        """Returns the part of the state that holds the requested weights."""
         if not self.options.average:
             return "model"
         if not checkpoints.names(self.step, IN_STATE):
@@ -284,8 +292,10 @@ class SavedRun:
         return IN_STATE
 
     def _recipe_of_checkpoint(self, there: Set[str], recipe: Recipe) -> Recipe:
-        """The recipe of the run that saved the weights `there`: `recipe`, or that without adapters,
-        or the run's own if both lack some of the weights."""
+        """Returns the recipe of the run that saved the weights `there`.
+
+        This is `recipe`, or `recipe` without adapters, or the run's own if both lack some weights.
+        """
 
         def plain(*, key: Any) -> Any:
             return without_adapters(recipe.model(key=key))
@@ -298,8 +308,9 @@ class SavedRun:
 
     @functools.cached_property
     def origin(self) -> Path | None:
-        """The Hugging Face folder that the run began with, or the copy in an imported workdir;
-        `None` if there is none."""
+        """The Hugging Face folder that the run began with, or its copy in an imported workdir, or
+        `None`.
+        """
         for workdir, _, _ in self._beginnings():
             if (origin := unlinked(workdir, ORIGIN)).is_dir():
                 return origin
@@ -311,8 +322,10 @@ class SavedRun:
 
     @functools.cached_property
     def began_with(self) -> str | None:
-        """The folder or Hub name of the whole model that the first of these runs began with; `None`
-        if it began with new weights."""
+        """The folder or Hub name of the full model that the first of these runs began with.
+
+        `None` if the first run began with newly initialised weights.
+        """
         *_, (_, before, _) = self._beginnings()
         if before is None or before.rpartition("@")[2].isdecimal():
             return None
@@ -322,8 +335,11 @@ class SavedRun:
 
     @functools.cached_property
     def trained(self) -> list[frozenset[str]]:
-        """The paths, in the model without adapters, of the weights that this run trained, then of
-        those that each run before it trained, back to `began_with`."""
+        """The paths of the weights that this run trained, then of each earlier run, back to
+        `began_with`.
+
+        Paths are those in the model without adapters.
+        """
         base, adapted = without_adapters(self.recipe.shapes), _paths(self.recipe.shapes)
         every, same_adapters = frozenset(_paths(base)), True
         found: list[frozenset[str]] = []
@@ -341,8 +357,9 @@ class SavedRun:
         return found
 
     def _beginnings(self) -> Iterator[tuple[Path, str | None, frozenset[str]]]:
-        """Yields this run's workdir, the reference that it began with, and the paths of its trained
-        weights; then the same for the run that it began with, and so on."""
+        """Yields workdir, initial reference and paths of trained weights of this run and of each
+        earlier run.
+        """
         workdir, notes, saved = self.workdir, self.notes, self.folder
         for _ in range(20):
             noted = notes.get("initialised_from")
@@ -357,7 +374,7 @@ class SavedRun:
 
 
 def recipe_of(cfg: fdl.Config) -> Recipe:
-    """Returns how a run of `cfg` makes and keeps its weights."""
+    """Returns the recipe by which a run of `cfg` makes and keeps its weights."""
     dtype = cfg.frozen_dtype or fdl.build(cfg.compute).dtype
     groups = None if cfg.trainable is None else fdl.build(cfg.trainable)
     return Recipe(fdl.build(cfg.model), cfg.seed, groups, dtype)
@@ -370,11 +387,12 @@ def _in_float32(recipe: Recipe) -> Recipe:
 def read_weights(
     reference: str, target: LoadTarget, options: LoadOptions = PLAIN
 ) -> tuple[Any, str]:
-    """Returns the model of `target` with the weights that `reference` means, and their name:
-    `run@step` or the folder. All processes must read the same weights.
+    """Returns the model of `target` with the weights of `reference`, and their name.
+
+    The name is `run@step` or the folder. All processes must read the same weights.
 
     Args:
-      options: its `init_from` is ignored: frozen weights are read from where they were.
+      options: `init_from` is ignored: frozen weights are read from their original place.
 
     Raises:
       ConfigError: if there is no such model, it is damaged, or it does not fit `target`.
@@ -392,14 +410,15 @@ def read_weights(
 def frozen_weights(
     notes: Mapping[str, Any], recipe: Recipe, mesh: Mesh, options: LoadOptions = PLAIN
 ) -> Any:
-    """Returns the weights of `recipe` that do not train, which no checkpoint holds, with `None` in
-    place of the others. They are read from the model that the run of `notes` began with.
+    """Returns the frozen weights of `recipe`, with `None` in place of the others.
+
+    Checkpoints leave them out, so they are read from the model that the run of `notes` began with.
 
     Args:
-      options: its `init_from` is tried first.
+      options: `init_from` is tried first.
 
     Raises:
-      ConfigError: if they cannot be read, or are not those that the run had.
+      ConfigError: if they cannot be read, or differ from the run's weights.
     """
     origin, before = notes.get("initialised_from"), notes.get("frozen")
     if before is None or not is_frozen_note(before):
@@ -431,7 +450,7 @@ def frozen_weights(
 
 
 def _first_of(references: Sequence[str | None], target: LoadTarget, options: LoadOptions) -> Any:
-    """The model of the first reference that has one."""
+    """Returns the model of the first reference that can be read."""
     errors = []
     for reference in dict.fromkeys(each for each in references if each is not None):
         try:
@@ -442,8 +461,10 @@ def _first_of(references: Sequence[str | None], target: LoadTarget, options: Loa
 
 
 def merged_into_bases(model: M) -> M:
-    """Returns `model` with each adapter added to its base, one after the other. It takes the
-    buffers of the bases, which are float32."""
+    """Returns `model` with each adapter added to its base, one after the other.
+
+    The base buffers are float32 and are donated.
+    """
 
     def merge(_: str, one: Adapted) -> jax.Array:
         return _merged(one.base, dataclasses.replace(one, base=None))
@@ -458,7 +479,7 @@ def _merged(base: jax.Array, rest: Any) -> Any:
 
 
 def _kept(model: Any, recipe: Recipe, keeping: Keeping) -> Any:
-    """The weights of `model` as `recipe` keeps them. It takes their buffers one by one."""
+    """Returns the weights of `model` in the form that `recipe` keeps; donates them one by one."""
     arrays: dict[str, jax.Array] = {}
     map_weights(lambda weight, array: arrays.update({weight.path: array}), model)
 
@@ -485,8 +506,10 @@ def _errors_of(reference: str) -> Iterator[None]:
 
 
 def _trained(saved: Path, notes: Mapping[str, Any]) -> frozenset[str]:
-    """The paths of the weights in a checkpoint; none if it is a whole model that was imported,
-    which nothing has trained yet."""
+    """Returns the paths of the weights in a checkpoint.
+
+    Empty for an imported model that nothing has trained yet.
+    """
     if not is_there(saved) or (saved.name == str(WEIGHTS_ALONE) and notes.get("frozen") is None):
         return frozenset()
     with reading(saved):
@@ -500,7 +523,7 @@ def _notes(saved: Path) -> dict[str, Any]:
 
 
 def _noted(reference: str) -> str:
-    """A reference in the form that notes have it."""
+    """Returns a reference in the form used in notes."""
     found = resolve(reference)
     if isinstance(found, FolderReference):
         return found.name

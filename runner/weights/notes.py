@@ -1,4 +1,4 @@
-"""The notes of a checkpoint: the data of its training, and the weights that it leaves out."""
+"""Checkpoint notes: the data of the training, and the weights that the checkpoint leaves out."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -15,25 +15,27 @@ from lmlib.parallel.fingerprint import fingerprint
 from lmlib.recipe import Recipe
 from runner.errors import ConfigError
 
-WEIGHTS_ALONE = 0  # the step of a checkpoint that `runner.convert` makes, with no training
+WEIGHTS_ALONE = 0  # step of an untrained checkpoint from `runner.convert`
 
 
 class Fork(NamedTuple):
-    """The checkpoint that a forked run goes on from: another run's folder, and a step, from which
-    this run counts its own."""
+    """The checkpoint that a forked run continues from: a folder and a step of another run.
+
+    The forked run counts its own steps from there.
+    """
 
     checkpoints: str
     step: int
 
 
 def fork_in(notes: Mapping[str, Any]) -> Fork | None:
-    """Returns the fork in `notes`, which were checked; `None` if the run was not forked."""
+    """Returns the fork in checked `notes`, or `None` if the run was not forked."""
     note = notes.get("forked_from")
     return None if note is None else Fork(**note)
 
 
 def frozen_note(frozen: Any, recipe: Recipe) -> dict[str, Any] | None:
-    """Describes frozen weights, which no checkpoint holds; `None` if there are none."""
+    """Describes frozen weights, which checkpoints leave out; `None` if there are none."""
     if frozen is None:
         return None
     digest = fingerprint(frozen)
@@ -41,7 +43,7 @@ def frozen_note(frozen: Any, recipe: Recipe) -> dict[str, Any] | None:
 
 
 def is_frozen_note(value: Any) -> bool:
-    """True if `value` may come from `frozen_note`, and is not `None`."""
+    """True if `value` is a valid result of `frozen_note`, except `None`."""
     if not _has_fields(value, digest=str, dtype=str, seed=int):
         return False
     try:
@@ -60,7 +62,9 @@ def reference_note(reference_model: Any) -> dict[str, str] | None:
 
 
 def is_batches_note(value: Any, steps_made: int) -> bool:
-    """True if `value` may come from `runner.training.data_probe.probe` after `steps_made` steps."""
+    """True if `value` is a valid result of `runner.training.data_probe.probe` after `steps_made`
+    steps.
+    """
     if not isinstance(value, dict) or value.get("steps_made") != steps_made:
         return False
     tokenizer, in_bytes = value.get("tokenizer"), value.get("bytes_per_target")
@@ -76,7 +80,7 @@ def is_batches_note(value: Any, steps_made: int) -> bool:
 
 
 def tokenizer_in(batches: Any) -> TokenizerIdentity | None:
-    """Returns the tokenizer in a note of batches; `None` if it has none."""
+    """Returns the tokenizer in a note of batches, or `None`."""
     known = batches.get("tokenizer") if isinstance(batches, Mapping) else None
     try:
         return TokenizerIdentity(**known) if isinstance(known, Mapping) else None
@@ -85,7 +89,7 @@ def tokenizer_in(batches: Any) -> TokenizerIdentity | None:
 
 
 def tokenizer_changed(source: Source, batches: Mapping[str, Any]) -> str | None:
-    """Says how the tokenizer differs from that of the note; `None` if it does not."""
+    """Returns a message if the source's tokenizer differs from the one in the note, else `None`."""
     was = tokenizer_in(batches)
     if tokenizers_differ(was, source.tokenizer):
         return f"it was made by the tokenizer {was}, and this by {source.tokenizer}"
@@ -93,7 +97,7 @@ def tokenizer_changed(source: Source, batches: Mapping[str, Any]) -> str | None:
 
 
 def check_notes(found: Restored, directory: Path) -> None:
-    """Raises ConfigError if the notes of a checkpoint in `directory` were not saved by a run."""
+    """Raises ConfigError if a run did not save the notes of a checkpoint in `directory`."""
     notes = found.notes
     checks = {
         "tokens": lambda tokens: type(tokens) is int and 0 <= tokens < 1 << 63,
@@ -125,7 +129,7 @@ def check_notes(found: Restored, directory: Path) -> None:
 
 
 def _has_fields(value: Any, **kinds: type) -> bool:
-    """True if `value` is a dict of exactly these names, each with a value of its type."""
+    """True if `value` is a dict with exactly these names and types."""
     return (
         isinstance(value, dict)
         and value.keys() == kinds.keys()
@@ -136,11 +140,11 @@ def _has_fields(value: Any, **kinds: type) -> bool:
 def save_weights_alone(
     weights: Any, workdir: Path, tokenizer: TokenizerIdentity | None, **notes: Any
 ) -> None:
-    """Saves `weights` in `workdir` as a checkpoint of no step, for runs to begin with.
+    """Saves `weights` in `workdir` as a checkpoint at step 0, from which runs can begin.
 
     Args:
-      tokenizer: of the ids that the weights know; `None`: unknown.
-      notes: `initialised_from` and `frozen`, where there are such, and others.
+      tokenizer: the tokenizer of the model's ids; `None` if unknown.
+      notes: `initialised_from` and `frozen`, if they apply, and others.
     """
     batches = {
         "tokenizer": tokenizer and dataclasses.asdict(tokenizer),

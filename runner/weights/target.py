@@ -17,19 +17,20 @@ from lmlib.recipe import Recipe
 from runner.config.references import known_families
 from runner.errors import ConfigError
 
-_SHOWN = 6  # differences
+_SHOWN = 6  # differences in a message
 
 
 @dataclasses.dataclass(frozen=True)
 class LoadOptions:
-    """Options of commands that read saved weights.
+    """Options for reading saved weights.
 
     Attributes:
       trusted: modules that a run's config.json may refer to, and whose families are known.
       init_from: the new place of the weights that a run began with and did not train, or of the
-        base of adapters in a folder; `None`: where they were.
-      average: read the run's weight average in place of its last weights.
-      show: gets progress lines and warnings.
+        base
+        of adapters in a folder; `None`: their original place.
+      average: read the run's weight average instead of its last weights.
+      show: called with progress lines and warnings.
     """
 
     trusted: Collection[str] = ()
@@ -48,14 +49,15 @@ PLAIN = LoadOptions()
 
 @dataclasses.dataclass(frozen=True)
 class LoadTarget:
-    """The model of an experiment, to be filled with saved weights.
+    """A model of an experiment, to be filled with saved weights.
 
     Args:
       recipe: how the experiment makes and keeps its weights.
-      mesh: the devices that the model is laid out on.
+      mesh: the devices for the model.
       data: batches whose token ids the model must know; `None`: any.
       allowed_changes: "data": the data may have another tokenizer. "model": settings of the model
-        may differ where its weights fit.
+        may
+        differ if its weights fit.
     """
 
     recipe: Recipe
@@ -64,8 +66,10 @@ class LoadTarget:
     allowed_changes: Collection[str] = ()
 
     def check_model(self, theirs: Any) -> None:
-        """Raises ConfigError if the weights of the model `theirs`, without adapters, do not fit, or
-        settings differ that may not."""
+        """Raises ConfigError if the model `theirs`, without adapters, does not fit.
+
+        It does not fit if its weights differ in shape, or its settings differ without permission.
+        """
         different = list(differences(theirs, self.recipe.bare))
         of_weights = any(each.of_weights for each in different)
         if not different or (not of_weights and "model" in self.allowed_changes):
@@ -113,7 +117,7 @@ def _adapter_sizes(model: Any) -> dict[str, str]:
 
 
 class Keeping:
-    """`Recipe.kept`, which remembers whether it rounded a value to `frozen_dtype`."""
+    """Calls `Recipe.kept`, and remembers if any value was rounded to `frozen_dtype`."""
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe, self._rounds = recipe, False
@@ -127,7 +131,7 @@ class Keeping:
         return made
 
     def tell(self, name: str, show: Callable[[str], None]) -> None:
-        """Shows a line if values were rounded."""
+        """Reports rounded values in one line."""
         if self._rounds:
             show(
                 f"the frozen weights of {name} are rounded to {self._recipe.frozen_dtype}: "

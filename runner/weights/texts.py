@@ -35,14 +35,14 @@ class Texts:
 
     Attributes:
       codec: converts between texts and ids; `None` without a known tokenizer.
-      tokenizer_file: the tokenizer.json behind `codec`; `None` if there is none.
+      tokenizer_file: the tokenizer.json behind `codec`, or `None`.
       end_ids: tokens that end a text; empty if none are known.
       document_end: the token that ended each training document; `None` if unknown.
       tokenizer: the tokenizer of the ids that the model was trained on; `None` if unknown.
       tokenizer_folder: a Hugging Face folder with the tokenizer's files.
-      chat_template: the template of the training conversations, or else of `tokenizer_folder`;
-        `None` if there is none.
-      longest: tokens in the longest training sequence; `None` if unknown.
+      chat_template: the template of the training conversations, or else of `tokenizer_folder`, or
+        `None`.
+      longest: length of the longest training sequence in tokens; `None` if unknown.
     """
 
     codec: TextCodec | None
@@ -65,15 +65,15 @@ def tokenizer_of(folder: Path, name: str) -> TokenizerIdentity | None:
 
 @dataclasses.dataclass(frozen=True)
 class TextSources:
-    """The places that say something about a model's texts: its data first, then its folder.
+    """Places to look for a model's tokenizer and texts: its data first, then its folder.
 
     Attributes:
-      name: of the run or the folder.
-      folder: a folder that may hold a tokenizer, and its name; `None`: there is none.
-      model_folder: the folder with the model's config.json; `None`: there is none.
+      name: name of the run or the folder.
+      folder: a folder that may hold a tokenizer, and its name, or `None`.
+      model_folder: the folder with the model's config.json, or `None`.
       data: the configs of a run's data, stage by stage.
       noted: the tokenizer in a checkpoint's notes.
-      has_trained: whether the model was trained on `data`, rather than only being about to.
+      has_trained: True if the model was trained on `data`; False if it is only about to be.
     """
 
     name: str
@@ -85,7 +85,7 @@ class TextSources:
 
     @functools.cached_property
     def flat_tokens(self) -> list[FlatTokens]:
-        """The flat tokens among the data that still exist, or can be made again."""
+        """The flat tokens among the data that still exist or can be made again."""
         found = []
         for node in nodes(self.data):
             if fdl.get_callable(node) is FlatTokens:
@@ -110,7 +110,8 @@ class TextSources:
 
     @property
     def tokenizer_folder(self) -> Path | None:
-        """`folder`, if it has a tokenizer, and the model was not trained on another one's ids."""
+        """`folder`, if it has a tokenizer and the model was not trained on another tokenizer's ids.
+        """
         folder = None if self.folder is None else self.folder[0]
         if folder is None or not any((folder / name).is_file() for name in TOKENIZER_FILES):
             return None
@@ -118,7 +119,7 @@ class TextSources:
         return None if tokenizers_differ(self._tokenizer_of_folder, trained_on) else folder
 
     def check_tokenizer(self) -> None:
-        """Raises ConfigError if the data has another tokenizer's ids than during training."""
+        """Raises ConfigError if the data was tokenized differently during training."""
         if self.first is None or not self.has_trained:
             return
         if tokenizers_differ(self.noted, self.first.tokenizer):
@@ -130,13 +131,13 @@ class TextSources:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The content of the model folder's config.json; empty if there is none."""
+        """The content of config.json in the model folder; empty if there is none."""
         file = None if self.model_folder is None else self.model_folder / "config.json"
         return read_json(file) if file is not None and file.is_file() else {}
 
     @property
     def longest(self) -> int | None:
-        """Tokens in the longest training sequence, if known."""
+        """The length of the longest training sequence in tokens, if known."""
         known = (self.config.get(name) for name in ("max_position_embeddings", "n_positions"))
         lengths = [next((length for length in known if isinstance(length, int)), None)]
         if self.has_trained:
@@ -144,7 +145,7 @@ class TextSources:
         return max((length for length in lengths if isinstance(length, int)), default=None)
 
     def template_of_data(self) -> ChatTemplate | None:
-        """Returns the chat template of the training conversations; `None` if there is none.
+        """Returns the chat template of the training conversations, or `None`.
 
         Raises ValueError or OSError if it is damaged.
         """
@@ -155,8 +156,8 @@ class TextSources:
         """Reads the tokenizer's files.
 
         Args:
-          tokenizer: a tokenizer.json or its folder, in place of the known one.
-          show: gets a warning about a damaged chat template.
+          tokenizer: a tokenizer.json or its folder, instead of the known one.
+          show: called with a warning about a damaged chat template.
 
         Raises:
           ValueError, OSError: if a file is damaged, or the tokenizer changed since training.
@@ -193,7 +194,7 @@ class TextSources:
         return Texts(codec, file, end_ids, document_end, known, folder, template, self.longest)
 
     def _end_ids(self) -> tuple[int, ...]:
-        """The end tokens in generation_config.json, or else in config.json."""
+        """Returns the end tokens in generation_config.json, or else in config.json."""
         for name in ("generation_config.json", "config.json"):
             if self.model_folder is not None and (self.model_folder / name).is_file():
                 said = read_json(self.model_folder / name).get("eos_token_id")
