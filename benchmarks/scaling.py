@@ -240,8 +240,7 @@ def print_networks(sizes: Iterable[str], counts: Sequence[int], speeds: Sequence
 
 
 def seconds_at(found: Found, bandwidth: float, devices: int) -> float:
-    """Returns the step time on a network of `bandwidth` bytes/s; the compiled program is the same.
-    """
+    """Returns the step time on a network of `bandwidth` bytes/s; the compiled program is the same."""
     report, accelerator = found.report, target_of(devices).on_network(bandwidth).accelerator
     assert report.estimate is not None and report.collectives is not None
     expected = with_communication(

@@ -64,8 +64,7 @@ def in_words(error: BaseException) -> str:
 
 
 def how_ended(error: BaseException) -> "Ended":
-    """Returns the final state of a run that `error` ended: "diverged", "interrupted" or "failed".
-    """
+    """Returns the final state of a run that `error` ended: "diverged", "interrupted" or "failed"."""
     interrupted = isinstance(error, (StoppedEarly, KeyboardInterrupt))
     return "diverged" if isinstance(error, Diverged) else "interrupted" if interrupted else "failed"
 

@@ -116,8 +116,7 @@ def main(arguments: Sequence[str]) -> int:
 def _report(
     found: Iterable[_T], table: Callable[[list[_T]], str], as_json: Callable[[list[_T]], str]
 ) -> None:
-    """Writes each result to --json as it comes, and prints all results, even if a later one fails.
-    """
+    """Writes each result to --json as it comes, and prints all results, even if a later one fails."""
     kept: list[_T] = []
     try:
         for each in found:

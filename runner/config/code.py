@@ -23,8 +23,7 @@ _GIT_SECONDS = 5.0  # timeout for git in large or remote repositories
 
 
 def code_digest(cfg: fdl.Config) -> str:
-    """Returns a digest of the code that the compiled program depends on: lmlib, and files of `cfg`.
-    """
+    """Returns a digest of the code that the compiled program depends on: lmlib, and files of `cfg`."""
     total = hashlib.sha256()
     for file in sorted({*_files_in(lmlib.__path__), *_named(cfg)}):
         total.update(f"{file.name} {_digest(file)}\n".encode())

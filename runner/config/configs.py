@@ -137,8 +137,7 @@ def experiments() -> dict[str, Path]:
 
 
 def experiment_file(reference: str) -> Path | None:
-    """Returns the code file that `load` would execute; `None` for a saved config or a missing file.
-    """
+    """Returns the code file that `load` would execute; `None` for a saved config or a missing file."""
     file = Path(reference.removesuffix(".py") + ".py")
     if os.path.isfile(file):  # unlike `Path.is_file`, does not raise if the name is too long
         return file
@@ -325,8 +324,7 @@ def _parsed_call(text: str) -> tuple[str, list[Any], dict[str, Any]]:
 
 @contextlib.contextmanager
 def _user_code(what: str) -> Iterator[None]:
-    """Context manager: turns an error in the experiment into a `ConfigError` with the failing line.
-    """
+    """Context manager: turns an error in the experiment into a `ConfigError` with the failing line."""
     try:
         yield
     except ConfigError:

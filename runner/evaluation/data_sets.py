@@ -79,8 +79,7 @@ class StoredTokens:
 
 @dataclasses.dataclass(frozen=True)
 class TextFiles:
-    """Text files with one document each, or JSON lines or Parquet files with one document per row.
-    """
+    """Text files with one document each, or JSON lines or Parquet files with one document per row."""
 
     name: str
     files: Files

@@ -87,8 +87,7 @@ class GenerationSettings:
         return found
 
     def ignored(self, drawn: bool) -> dict[str, Any]:
-        """Returns the keys and values that change answers in `transformers` and are ignored here.
-        """
+        """Returns the keys and values that change answers in `transformers` and are ignored here."""
         read = {*SAMPLING, _NEW_TOKENS, *_WITHOUT_EFFECT, *(() if drawn else _ONLY_DRAWN)}
         return {
             key: value

@@ -57,8 +57,7 @@ def tables(found: Sequence[Measured]) -> str:
 
 
 def _models(found: Sequence[Measured]) -> tuple[list[str], list[str], str]:
-    """Returns the heading and entries of the column that identifies models, and the table's title.
-    """
+    """Returns the heading and entries of the column that identifies models, and the table's title."""
     models = list(dict.fromkeys(each.model for each in found))
     lengths = sorted({each.sequence_length for each in found})
     of = f"sequences of {' to '.join(f'{length:,}' for length in lengths)} tokens"

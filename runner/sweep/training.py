@@ -59,8 +59,7 @@ class _Training:
 
 
 class InTurn(_Training):
-    """Trains points one after the other, as `python -m runner` would. Equal programs compile once.
-    """
+    """Trains points one after the other, as `python -m runner` would. Equal programs compile once."""
 
     def __init__(
         self,
