@@ -90,8 +90,7 @@ class Measurements:
         """Returns a table of the speed of each contender, and of lmlib relative to it.
 
         On a CPU the speed is per CPU-second, since other processes may share the cores, and as a
-        fraction
-        of XLA's own matmul rate. On an accelerator it is per second, and as MFU.
+        fraction of XLA's own matmul rate. On an accelerator it is per second, and as MFU.
         """
         size, device = self.work.size, jax.devices()[0]
         on_cpu = device.platform == "cpu"

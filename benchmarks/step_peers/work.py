@@ -53,8 +53,7 @@ class Size:
       recomputed: True to recompute each layer and the head in the backward pass, keeping only their
         inputs. Otherwise it keeps as much as possible.
       adamw: the optimizer's hyperparameters. With a small learning rate, rounding does not change
-        the
-        course of the losses.
+        the course of the losses.
       computed: the experiment's `Compute`, except for precision and saved activations.
       changes: further settings of `Compute`, to find the fastest.
       family: makes the model.
@@ -101,10 +100,8 @@ class Work:
     """One size in one precision: the same weights, batches and hyperparameters for all contenders.
 
     `precision` is the dtype of activations, and of weights in matmuls. Weights, the gradients that
-    reach
-    the optimizer, and its moments are always float32. A row is one document, or several separate
-    ones
-    if `packed`. With `muon`, lmlib's step uses Muon instead of AdamW.
+    reach the optimizer, and its moments are always float32. A row is one document, or several
+    separate ones if `packed`. With `muon`, lmlib's step uses Muon instead of AdamW.
     """
 
     size: Size
@@ -145,8 +142,7 @@ def named_weights(model: Decoder) -> Weights:
     peers.
 
     Layers are stacked: embedding VE, unembedding EV, norm E, attention_norm LE, query LEHD, key
-    LEKD,
-    value LEKD, output LHDE, mlp_norm LE, gate LEF, up LEF, down LFE.
+    LEKD, value LEKD, output LHDE, mlp_norm LE, gate LEF, up LEF, down LFE.
     """
     ((block,),) = model.stack.patterns
     attention, mlp = block.attention, block.mlp

@@ -59,10 +59,8 @@ def load(
     modules.
 
     A file outside `experiments` is imported under its own name. Its folder is appended to the
-    Python
-    path, so that it finds its neighbours. A saved config that names definitions in that file needs
-    the
-    folder on the path already.
+    Python path, so that it finds its neighbours. A saved config that names definitions in that file
+    needs the folder on the path already.
 
     Args:
       reference: `experiments/NAME`, `experiments/NAME.py`, `experiments.NAME`, any `.py` file, the

@@ -124,8 +124,7 @@ def read_config(file: Path, trusted: Collection[str] = ()) -> fdl.Config:
     """Reads the config in `file`, which may name only `TRUSTED` and the modules `trusted`.
 
     Raises `ConfigError` if it cannot be read, is not a config, is absurdly large, or names
-    something
-    else; that is then not imported.
+    something else; that is then not imported.
     """
     policy = _Policy(TRUSTED | set(trusted))
     try:

@@ -59,8 +59,7 @@ class Answering:
         """Runs `question` on the first process; every process must call `ask`.
 
         `question` may call the other methods; the other processes then take part. Returns its
-        result on
-        the first process and `None` on the others.
+        result on the first process and `None` on the others.
         """
         if jax.process_index() > 0:
             while (call := _told(None)) is not None:
@@ -74,13 +73,12 @@ class Answering:
 
     def likelihoods(self, asked: Sequence[tuple[Ids, Ids]]) -> list[tuple[float, bool]]:
         """Returns the log-probability of each continuation after its context, in nats, and True if
-        each of
-        its tokens is the likeliest one. Contexts that are too long are cut at the beginning.
+        each of its tokens is the likeliest one. Contexts that are too long are cut at the
+        beginning.
 
         Raises:
           ValueError: if a context or a continuation is empty, a continuation is longer than
-            `length`, or
-            an id is not in the model's vocabulary.
+            `length`, or an id is not in the model's vocabulary.
         """
         for context, continuation in asked:
             if not context or not 0 < len(continuation) <= self.length:
@@ -111,13 +109,11 @@ class Answering:
           sampling: settings of `lmlib.generate.Sampling`.
           numbers: numbers of the prompts, which seed their randomness.
           made_tokens: maximum number of new tokens; if it exceeds `max_tokens`, sequences grow
-            beyond
-            `length`.
+            beyond `length`.
 
         Raises:
           ValueError: if `length` leaves no room for a token of the prompt, a prompt is empty, an id
-            is not
-            in the model's vocabulary, or the model cannot compute sequences of this length.
+            is not in the model's vocabulary, or the model cannot compute sequences of this length.
         """
         if not 0 < max_tokens < self.length:
             raise ValueError(

@@ -42,8 +42,7 @@ class StoredTokens:
     """A split of flat tokens.
 
     Text sizes are measured on the decoded documents. As in training, only the answers of
-    conversations
-    count.
+    conversations count.
     """
 
     name: str

@@ -84,8 +84,7 @@ class LmEvalModel(TemplateLM):
         message.
 
         If the template takes no system message, the message is dropped with a warning, as in
-        lm-eval's own
-        backends.
+        lm-eval's own backends.
 
         Raises ValueError if there is no template, or it rejects the chat, and OSError as
         `ChatTemplate.render_all` does.
@@ -136,8 +135,7 @@ class LmEvalModel(TemplateLM):
         """Returns the log-likelihood of each request.
 
         Raises ValueError before computing any of them, with the task and the question, if a context
-        or
-        continuation has no tokens or a continuation is too long.
+        or continuation has no tokens or a continuation is too long.
         """
         asked = [self._encoded(*request.args) for request in requests]
         wrong = [

@@ -16,8 +16,7 @@ class Answer:
 
     Attributes:
       text: the text before the token or string that ended the answer. Text that may still change,
-        or
-        begin a stop string, is added later.
+        or begin a stop string, is added later.
       tokens, logprobs: all tokens of the answer, including the ones that ended it.
       ended: END, STOP or LENGTH; `None` before the end.
     """

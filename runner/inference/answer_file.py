@@ -29,8 +29,7 @@ class AnswerFile:
     """Answers to the lines of a file of prompts, one line for each sample.
 
     Batches always begin at the same lines, and a batch's answers are written together. A batch that
-    a
-    kill interrupted is generated again, so the final file is always the same.
+    a kill interrupted is generated again, so the final file is always the same.
 
     Attributes:
       begun: the time at which the first batch began.

@@ -43,13 +43,11 @@ class Loaded(Texts):
     """A model with its tokenizer.
 
     Its methods take a text or token ids, and set the mesh themselves. They raise ConfigError for a
-    text
-    without a known tokenizer, and ValueError for input that the model cannot take.
+    text without a known tokenizer, and ValueError for input that the model cannot take.
 
     Attributes (see also `Texts`):
       model: the float32 weights. On one device they are made without a mesh unless `load` got one;
-        on
-        several devices they are sharded over `mesh` as they are stored.
+        on several devices they are sharded over `mesh` as they are stored.
       compute: settings of the computation: the run's dtype, and defaults for everything else.
       name: name of the weights: `WORKDIR@STEP`, or the folder's name.
       step: step of the run's checkpoint; `None` for a Hugging Face folder.

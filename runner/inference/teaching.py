@@ -33,8 +33,7 @@ def sequences_of(
 
     With `out`, this is `data`; otherwise each data set of training and validation goes to its own
     `teacher` folder. Each sequence comes once and in order, in batches of at least `batch_size`
-    that
-    the devices divide evenly.
+    that the devices divide evenly.
 
     Raises:
       ConfigError: if the data is not flat tokens, or no folder is named.

@@ -47,8 +47,7 @@ def through(template: str, command: Sequence[str], point: Point, slot: int) -> l
     """Returns the words of `template` with its placeholders replaced.
 
     `{command}` is quoted for a shell if it is part of a longer word. `{name}` and `{workdir}`
-    belong to
-    the point. `{slot}` is a number that no other point running at the same time has.
+    belong to the point. `{slot}` is a number that no other point running at the same time has.
     """
     values = {"{name}": point.name, "{workdir}": str(point.workdir), "{slot}": str(slot)}
     found = list[str]()

@@ -178,8 +178,7 @@ def names_of(points: Sequence[Settings], taken: Iterable[str] = ()) -> list[str]
     """Returns a name for each of `points`, which must be distinct.
 
     Names are safe for file systems, also case-insensitive ones, and differ from `taken`. Other
-    points
-    change a point's name only if two names would be equal.
+    points change a point's name only if two names would be equal.
     """
     labels = _labels({path for point in points for path in point})
     names = [_name(point, labels) for point in points]

@@ -20,8 +20,7 @@ def points_of(reference: str, function: str | None, axes: Sequence[str]) -> list
 
     Args:
       function: a function of the experiment `reference` that yields points; `None`: `sweep` if
-        there
-        are no axes.
+        there are no axes.
       axes: texts such as `optimizer.peak_lr=1e-3,3e-3`.
 
     Raises:

@@ -89,8 +89,7 @@ def use_model(
     """Calls `use` with the model of `reference`.
 
     If `reference` names no step and the run removes its newest checkpoint meanwhile, `use` is
-    called
-    again with the next newest. Raises as `resolve_model` does.
+    called again with the next newest. Raises as `resolve_model` does.
     """
     found = resolve(reference)
     tries = _TRIES if isinstance(found, RunReference) and found.step is None else 1

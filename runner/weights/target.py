@@ -27,8 +27,7 @@ class LoadOptions:
     Attributes:
       trusted: modules that a run's config.json may refer to, and whose families are known.
       init_from: the new place of the weights that a run began with and did not train, or of the
-        base
-        of adapters in a folder; `None`: their original place.
+        base of adapters in a folder; `None`: their original place.
       average: read the run's weight average instead of its last weights.
       show: called with progress lines and warnings.
     """
@@ -56,8 +55,7 @@ class LoadTarget:
       mesh: the devices for the model.
       data: batches whose token ids the model must know; `None`: any.
       allowed_changes: "data": the data may have another tokenizer. "model": settings of the model
-        may
-        differ if its weights fit.
+        may differ if its weights fit.
     """
 
     recipe: Recipe
