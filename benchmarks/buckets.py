@@ -62,7 +62,7 @@ def write_tokens(folder: Path) -> int:
 
 
 def epoch(url: str, steps: int) -> tuple[float, float]:
-    """Returns the seconds of an epoch, and the time that steps waited for batches after the first."""
+    """Returns the seconds of an epoch, and the steps' waiting time after the first batch."""
     source = FlatTokens(url, "train", ROWS, LENGTH)
     batches = ReadAhead(map(source.batch, itertools.count()), AHEAD, "tokens")
     began, waited = time.perf_counter(), 0.0

@@ -136,8 +136,7 @@ class Campaign:
 
 
 def table(records: list[Record]) -> str:
-    """Returns a table of the faults: how often each hit each kind of run, and how often it was
-    survived.
+    """Returns a table: how often each fault hit each kind of run, and was survived.
 
     The last line has the totals.
     """

@@ -1,18 +1,18 @@
-"""Speed of generation on this machine, beside transformers with its static cache.
+"""Speed of generation on this machine, compared with transformers and its static cache.
 
     python benchmarks/generate.py                                  # on a CPU, about 15 minutes
-    python benchmarks/generate.py --sizes=10m --rows=1 --peers=    # lmlib alone
+    python benchmarks/generate.py --sizes=10m --rows=1 --peers=    # only lmlib
 
-Prompts of 512 tokens, continued greedily by 64, in rows of 1 and 16, by random models of Llama's
-architecture with 10 and 135 million parameters (the latter has the shape of SmolLM2 135M; `tiny` is
-for tests). All contenders read the same folder in Hugging Face's form and must make the same
-tokens. Otherwise the script names the others and fails. In float32, ties of the likeliest tokens
-are too rare to matter.
+Prompts of 512 tokens are continued greedily by 64 tokens, in batches of 1 and 16 rows. The models
+are random Llamas with 10 and 135 million parameters (the latter has the shape of SmolLM2 135M;
+`tiny` is for tests). All contenders read the same Hugging Face folder and must generate the same
+tokens; otherwise the script names those with other tokens and fails. In float32, ties between the
+likeliest tokens are too rare to matter.
 
-Contenders take turns, the first of which compiles and is not counted; figures are medians of tokens
-per second, of all rows together. Each token of one row reads all weights from memory. So the table
-has the decoding of one row also as a share of the memory's limit: the rate at which XLA reads
-numbers to add them up, measured between the turns, over the bytes of the weights.
+Contenders take turns; the first turn compiles and is not counted. Printed values are medians of
+tokens per second over all rows. With one row, each token reads all weights from memory. The table
+therefore also shows the decoding speed of one row as a fraction of the memory limit: the rate at
+which XLA reads numbers to sum them, measured between the turns, divided by the bytes of the weights.
 """
 
 import functools

@@ -1,25 +1,27 @@
-"""Which initial values train best: schemes beside each other, over sizes, rates and seeds.
+"""Comparison of initialisation schemes over model sizes, learning rates and seeds.
 
     python benchmarks/initial_values.py [--widths=32,64,128] [--depths=2,6] [--seeds=3]
 
-Trains small Llamas on the Python standard library's sources and prints the validation loss of each
-scheme, in nats per token: the mean over seeds at the better of the rates.
+Trains small Llamas on the sources of Python's standard library, and prints the validation loss of
+each scheme in nats per token: the mean over seeds at the better learning rate. Schemes differ in
+the standard deviation of the initial weights:
 
     fan_in      every matrix by its fan-in, embedding embed^-1/2
-    gpt2        0.02 everywhere, what writes to the residual stream / √(2 · layers)
-    unit        by fan-in, embedding 1, what writes to the residual stream / √(2 · layers)
+    gpt2        0.02 everywhere, matrices that write to the residual stream / √(2 · layers)
+    unit        by fan-in, embedding 1, matrices that write to the residual stream / √(2 · layers)
     unit_small  unit, with logits of standard deviation embed^-1/2 instead of 1
     quarter     unit, with an embedding of 1/4
     half        unit, with an embedding of 1/2
     half_small  half, with logits of standard deviation embed^-1/2
     unit_0.25, unit_0.3, unit_0.4   unit, with logits of that standard deviation
-    unit_zero, half_zero            with logits of zero
+    unit_zero, half_zero            unit and half, with logits of zero
 
 A tied table has the embedding's deviation; the last norm's scale sets the logits' deviation.
 
-Measured after 200 steps of 512 tokens, at the better of two rates, the mean of three seeds (their
-standard deviation is 0.03, the median over all runs). Logits have standard deviation 1 unless it is
-stated. `lmlib.models.families.transformer` has the schemes that these figures recommend.
+Results after 200 steps of 512 tokens: the mean over three seeds at the better of two rates. (The
+standard deviation between seeds is 0.03, the median over all runs.) Logits have standard deviation
+1 unless stated otherwise. `lmlib.models.families.transformer` uses the schemes recommended by these
+results.
 
     embed, layers                   32, 2  32, 6  64, 2  64, 6  128, 2  128, 6
     all by fan-in, table embed^-½   4.927  5.134  4.876  5.061   4.712   4.911
@@ -39,8 +41,9 @@ stated. `lmlib.models.families.transformer` has the schemes that these figures r
     tied: table 1/2, logits embed^-½              4.509  4.643
     tied: table 1/2, logits 0                     4.528  4.683
 
-Untied logits that start smaller cost nothing down to about 0.35. A head of zeros costs a lot, a
-tied one little. (The tied pair at 128, 6 was measured on another text: embed^-½ cost 0.007.)
+Smaller initial logits cost nothing down to about 0.35 with an untied head. An untied head of zeros
+costs a lot, a tied one little. (The tied pair at 128, 6 was measured on another text: embed^-½ cost
+0.007.)
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""Cuts the power of a small run at random moments, and checks that no promised checkpoint is lost.
+"""Cuts the power of a small run at random moments; promised checkpoints must survive.
 
     python benchmarks/power_cuts.py [--cuts=30] [--seed=0] [--scratch=DIR]
 
@@ -136,9 +136,7 @@ def cuts_of_a_run(
 
 
 def newest_promised(job: Job, before: int | None) -> int | None:
-    """Returns the newest checkpoint on which the run already relies; `before` is the previous
-    result.
-    """
+    """Returns the newest checkpoint on which the run relies; `before` is the previous one."""
     unfinished, whole = job.unfinished_checkpoint(), job.whole_checkpoints()
     if unfinished is not None:
         relied_on = [step for step in whole if step < step_of(unfinished)]

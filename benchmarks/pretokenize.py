@@ -1,4 +1,4 @@
-"""Speed of `data_tools.pretokenize` on this machine, compared with `datasets.map` and `tokenizers`.
+"""Speed of `data_tools.pretokenize`, compared with `datasets.map` and `tokenizers`.
 
     python benchmarks/pretokenize.py [--megabytes=150] [--rounds=2]
 

@@ -1,4 +1,4 @@
-"""Quality for the same CPU-seconds: the quickstart, compared with a plain GPT in compiled PyTorch.
+"""Quality for the same CPU-seconds: the quickstart against a plain GPT in compiled PyTorch.
 
     python benchmarks/quality.py                                     # three seeds of each
     python benchmarks/quality.py --fiddler=tiny --seeds=1 --rates=4e-3   # a look
@@ -106,9 +106,7 @@ class GPT(nn.Module):
 
 
 class Trained(NamedTuple):
-    """The result of a training: bits per byte of the full validation text, and CPU-seconds of the
-    steps.
-    """
+    """A training result: bits per byte of all validation text, and CPU-seconds of the steps."""
 
     bits_per_byte: float
     steps: int
@@ -163,7 +161,7 @@ def train_gpt(
 
 
 def rate_at(share: float) -> float:
-    """Returns the learning rate as a fraction of the peak when this `share` of the budget is spent.
+    """Returns the learning rate, relative to the peak, after a `share` of the budget.
 
     The schedule is a warm-up, then half a cosine down to `END`.
     """

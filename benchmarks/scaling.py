@@ -50,9 +50,7 @@ Candidates = Callable[[str, int, int], Iterator["Layout"]]
 
 
 class Layout(NamedTuple):
-    """A layout: mesh sizes, sequences per device in a microbatch, saved activations, pipeline
-    rounds.
-    """
+    """Mesh sizes, sequences per device in a microbatch, saved activations, pipeline rounds."""
 
     data: int
     fsdp: int
@@ -64,7 +62,7 @@ class Layout(NamedTuple):
 
     @property
     def whole_rows(self) -> int:
-        """The total number of sequences if each device has one."""
+        """The total number of sequences if each device has one, apart from tensor parallelism."""
         return self.data * self.stage * self.fsdp
 
     @property
@@ -90,7 +88,7 @@ def layouts(size: str, devices: int, batch: int) -> Iterator[Layout]:
         shards = devices // tensor
         if batch % shards:
             continue
-        # With more than 512 shards, the pieces of a gather are too small for good bandwidth.
+        # With more than 512 shards, a gather's pieces become too small for good bandwidth.
         fsdp = min(shards, 512)
         for sequences, saved in ((2, KERNELS_SAVED), (1, KERNELS_SAVED), (1, NOTHING_SAVED)):
             if batch % (shards * sequences) == 0:
@@ -98,7 +96,7 @@ def layouts(size: str, devices: int, batch: int) -> Iterator[Layout]:
 
 
 def with_copies(size: str, devices: int, batch: int) -> Iterator[Layout]:
-    """Yields HSDP layouts: FSDP over the fewest hosts that hold the weights, and copies of these.
+    """Yields HSDP layouts: FSDP over the fewest hosts that hold the weights, and copies.
 
     Only gradients are sent between copies.
     """
@@ -196,9 +194,7 @@ def target_of(devices: int) -> targets.Target:
 
 
 def least_bytes(size: str, devices: int) -> float:
-    """Returns the bytes of parameters, two moments and gradients in float32, split over all
-    devices.
-    """
+    """Returns the bytes per device of parameters, two moments and gradients in float32."""
     model = MODELS[size]
     attention = model["embed"] * model["head_dim"] * (2 * model["heads"] + 2 * 8)
     layer = attention + 3 * model["embed"] * model["mlp"]
@@ -240,7 +236,7 @@ def print_networks(sizes: Iterable[str], counts: Sequence[int], speeds: Sequence
 
 
 def seconds_at(found: Found, bandwidth: float, devices: int) -> float:
-    """Returns the step time on a network of `bandwidth` bytes/s; the compiled program is the same."""
+    """Returns the step time of the same compiled program on a network of `bandwidth` bytes/s."""
     report, accelerator = found.report, target_of(devices).on_network(bandwidth).accelerator
     assert report.estimate is not None and report.collectives is not None
     expected = with_communication(

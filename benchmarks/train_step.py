@@ -1,4 +1,4 @@
-"""Speed of lmlib's training step on this machine, beside the same step written by others.
+"""Speed of lmlib's training step on this machine, compared with other implementations.
 
     python benchmarks/train_step.py                       # on a CPU: the small sizes, some minutes
     python benchmarks/train_step.py                       # on a GPU: 84m to 2b, under 8 minutes
@@ -8,33 +8,34 @@
     python benchmarks/train_step.py --sizes=84m,8x2048 --muon
     python benchmarks/train_step.py --compile_only=h200   # anywhere: for an absent GPU
 
-lmlib's own step is the one that the runner makes, of the experiments' model. Beside it:
+lmlib's own step is the one that the runner compiles for the experiments' model. Its peers are:
 
 - `jax`: a bare JAX step, one function over a dict of weights (step_peers/jax_step.py);
 - `pytorch_eager`, `pytorch_compiled`: a plain PyTorch step with SDPA and fused AdamW
   (step_peers/pytorch_peer.py);
-- `maxtext`: MaxText at the same shapes, where it is installed (step_peers/maxtext_peer.py).
+- `maxtext`: MaxText at the same shapes, if it is installed (step_peers/maxtext_peer.py).
 
-The sizes with "of" and 8x2048 are mixtures of experts, on CPUs beside others:
+The sizes with "of" and 8x2048 are mixtures of experts, which on CPUs have other peers:
 
-- `dense`: lmlib's Llama whose mlp is as large as a token's experts together;
-- `transformers`, `transformers_grouped`: transformers' Mixtral in float32, its experts one after
-  another or as grouped products.
+- `dense`: lmlib's Llama whose MLP is as large as the experts of a token together;
+- `transformers`, `transformers_grouped`: transformers' Mixtral in float32, with its experts one
+  after another or as grouped matmuls.
 
-All contenders keep freed memory as a run on CPUs does. All but MaxText and `dense` begin with
-lmlib's weights, see the same batches of one document a row, clip and update by the same numbers.
-The losses of the first 20 steps must agree (tolerances: step_peers/measure.py). Otherwise the
-script says which step differs and fails: speeds of other work say nothing. --packed gives several
-documents to a row, a quarter of it each on average; lmlib then runs without peers, which would
-not keep them apart. So it does with --muon.
+All contenders keep freed memory, as a run on CPUs does. All except MaxText and `dense` start from
+lmlib's weights, see the same batches of one document per row, and use the same hyperparameters for
+clipping and updates. The losses of the first 20 steps must agree (tolerances:
+step_peers/measure.py). Otherwise the script names the step and fails, because speeds of different
+computations cannot be compared. --packed puts several documents into a row, each a quarter of it on
+average. lmlib then runs without peers, which would not separate the documents. With --muon it runs
+without peers too.
 
-On a CPU the contenders take turns of five steps, the first of which warms up, and the figure is
-tokens per CPU-second of all threads, the median over turns. Beside it is the share that carries
-over to other machines: the model's FLOPs over the FLOPs that XLA makes of a CPU-second between the
-turns, when it multiplies 2,048 × 2,048 matrices. On a GPU they run one after another. FLOPs, in
-MFU too, are 6 for each parameter that multiplies and each token, and attention with ("causal") and
-without ("whole") the saving of its masked half, recomputation never; MFU is over the dense bf16
-peak that is printed.
+On a CPU the contenders take turns of five steps, and the first turn warms up. Printed values are
+tokens per CPU-second of all threads, as medians over turns. The table also has a ratio that carries
+over to other machines: the model's FLOPs divided by the FLOPs that XLA achieves per CPU-second
+between the turns, with 2,048 × 2,048 matrices. On a GPU contenders run one after another. FLOPs,
+also in MFU, are 6 per token and parameter used in a matmul, plus attention with ("causal") and
+without ("whole") the saving of its masked half; recomputation never counts. MFU refers to the
+printed dense bf16 peak.
 """
 
 import ast
@@ -51,8 +52,7 @@ from typing import Any
 from absl import app, flags, logging
 
 # Waiting OpenMP threads of PyTorch spin by default, which counts as CPU time: on a busy machine
-# this
-# cost a third of the speed. The variable is read when PyTorch is imported.
+# this cost a third of the speed. The variable is read when PyTorch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # Otherwise JAX takes three quarters of a GPU's memory at once, and PyTorch needs its own.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")

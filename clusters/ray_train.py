@@ -1,10 +1,10 @@
-"""Trains on a Ray cluster, with one process per host; restarts from the newest checkpoint on a
-loss.
+"""Trains on a Ray cluster, one process per host, and restarts after the loss of a host.
 
     python clusters/ray_train.py --hosts=4 --gpus=8 --fdl_config=experiments/llama_1b \
       --workdir=/shared/runs/llama_1b
 
-Other flags than those listed below go to `python -m runner`. All hosts have lmlib installed and see
+Flags that are not listed below go to `python -m runner`. A restart resumes from the newest
+checkpoint. All hosts have lmlib installed and see
 the workdir at the same path. Needs lmlib[ray].
 """
 
@@ -23,8 +23,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 # Exit codes of the runner. After the first three a restart would be useless or unwanted. A lost
-# host
-# counts like a process that lost another one.
+# host counts like a process that lost another one.
 FINISHED, MISTAKE, STOPPED, LOST = 0, 2, 75, 3
 
 

@@ -2,14 +2,14 @@
 
     python -m runner --fdl_config=experiments/quickstart --workdir=/tmp/quickstart
 
---fdl_config   experiments/NAME, a .py file of yours with `config()`, or the config.json (or the
+--fdl_config   experiments/NAME, your own .py file with `config()`, or the config.json (or the
                folder) of an earlier run
 --fiddler      a function of the experiment that changes its config: --fiddler=tiny; repeatable
 --fdl.x.y=…    sets a parameter: --fdl.optimizer.peak_lr=1e-3
---help         with --fdl_config: the fiddlers of that experiment too
-The same command on the same workdir goes on where the run stopped. SIGTERM or Ctrl-C saves a
-checkpoint first. What a run survives, and the exit codes: docs/faults.md; several machines:
-docs/multihost.md.
+--help         with --fdl_config: also lists the fiddlers of that experiment
+The same command on the same workdir resumes where the run stopped. SIGTERM or Ctrl-C saves a
+checkpoint first. See docs/faults.md for fault tolerance and exit codes, and docs/multihost.md for
+several machines.
 """
 
 import os

@@ -2,12 +2,12 @@
 
     python -m runner.average --from=RUN --last=5 --to=WORKDIR
 
---from   a run; RUN@STEP: its checkpoints up to that one
---last   the number of checkpoints, at least 2; cfg.checkpoints.keep says how many a run leaves
---to     a folder that is new or empty
-WORKDIR gets the run's config and one checkpoint: the mean, at the step of the newest, without an
-optimizer's state. runner.generate, evaluate, convert and --init_from take it like a run; no run
-goes on in it. docs/optimizers.md says when this helps.
+--from   a run; RUN@STEP: its checkpoints up to that step
+--last   the number of checkpoints, at least 2; cfg.checkpoints.keep sets how many a run keeps
+--to     a new or empty folder
+WORKDIR gets the run's config and one checkpoint: the mean, at the step of the newest, without
+optimizer state. runner.generate, evaluate, convert and --init_from take it like a run; training
+cannot continue in it. docs/optimizers.md says when this helps.
 """
 
 import shutil

@@ -1,23 +1,23 @@
-"""Compares finished runs: better, worse or inconclusive, and how much compute that is worth.
+"""Compares finished runs: better, worse or inconclusive, and the equivalent compute.
 
     python -m runner.compare SWEEP
     python -m runner.compare RUN RUN RUN --baseline=optimizer.peak_lr=0.001 --margin=0.01
 
-Runs are workdirs, or in folders such as a sweep's. Runs that differ only in settings called `seed`
-are one setting, repeated. Settings without an effect on the numbers make no difference either:
-mesh, microbatches, checkpoints, samples, actions, sinks, prefetch_batches, validation, evaluation
-(the text must still be the same) and parts of compute that only make it faster.
+Arguments are workdirs, or folders that contain workdirs, such as a sweep's. Runs that differ only
+in settings called `seed` are repetitions of one setting. Settings that do not change the numbers
+are ignored too: mesh, microbatches, checkpoints, samples, actions, sinks, prefetch_batches,
+validation, evaluation (the text must still be the same) and speed settings of compute.
 
---baseline    a run, or settings, `PATH=VALUE,PATH=VALUE`: each group is then judged beside the one
-              that has these settings and otherwise its own
---margin      with --baseline: the difference beyond which one is better or worse, in the metric's
-              unit, chosen before; 0 for any
+--baseline    a run, or settings, `PATH=VALUE,PATH=VALUE`: each group is compared with the group
+              that has these settings and is otherwise the same
+--margin      with --baseline: the smallest difference that counts as better or worse, in the
+              metric's unit, chosen in advance; 0 for any
 --metric      validation_loss by default; validation_bits_per_byte compares across tokenizers;
               training_loss, validation_loss/NAME, or another metric of the objective
---highest_is_best   of a metric like a reward's accuracy
+--highest_is_best   for metrics such as a reward's accuracy
 --error_rate  how often a setting without an effect may be called better; 0.05 by default
---ignore      a setting that may differ, and all below it; repeatable
---json=FILE   writes all numbers as JSON too
+--ignore      a setting that may differ, with everything below it; repeatable
+--json=FILE   also writes all numbers as JSON
 """
 
 import json

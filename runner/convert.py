@@ -4,30 +4,30 @@
     python -m runner.convert --from=WORKDIR[@STEP] --to=HF_DIR --tokenizer=HF_DIR
     python -m runner.convert --from=WORKDIR[@STEP] --to=PEFT_DIR --adapters
 
-Import: WORKDIR gets the config of experiments/from_hf for that model, and a checkpoint of step 0
-with its weights. --init_from=WORKDIR begins any run of that model, and a run goes on in it:
+Import: WORKDIR gets the config of experiments/from_hf for that model, and a checkpoint at step 0
+with its weights. Any run of that model can start with --init_from=WORKDIR, or train in WORKDIR:
 python -m runner --fdl_config=WORKDIR --workdir=WORKDIR --fdl.data.path=… --fdl.validation.path=…
-A PEFT folder is imported too: WORKDIR's model has its adapters, which train with the other weights
-of the folder. The checkpoint holds only these; the rest of the model stays in its folder.
+A PEFT folder can be imported too: WORKDIR's model has its adapters, which train with the other
+weights of the folder. The checkpoint holds only these; the rest of the model stays in its folder.
 Export: `from_pretrained` of transformers loads the folder, if the model is one of its families.
 Adapters are merged, or, with --adapters, written for PEFT with the other trained weights.
 
---base           of adapters: the folder, or Hub name, of the model without them; default: the one
-                 in adapter_config.json, or the one that the run began with
+--base           the folder or Hub name of the model below the adapters; default: the one in
+                 adapter_config.json, or the one that the run began with
 --adapters       export the adapters and the other trained weights
 --init_from      export: the new place of the weights that the run did not train
---dtype          export: float32, bfloat16 or float16; default: that of the weights, float32 if a
-                 run trained them. The last line names the rounded weights
---largest_file   export: the approximate largest size of a file, in GB
---tokenizer      export: a folder with a tokenizer's files, or a tokenizer.json; default: that of
+--dtype          export: float32, bfloat16 or float16; default: dtype of the weights, float32 if a
+                 run trained them. The last line of output names the rounded weights
+--largest_file   export: the approximate maximum size of a file, in GB
+--tokenizer      export: a folder with a tokenizer's files, or a tokenizer.json; default: the one of
                  the folder which the run began with, or of its data, with the chat template of the
                  data
---weights        export: ema for the run's weight average in place of its last weights
---trust_module   a module of yours that the run's config.json may refer to, and whose FAMILIES of
-                 folders are known (docs/huggingface.md); repeatable
-The model is held in float32 in this machine's memory. --to is new or empty; an interrupted
+--weights        export: ema for the run's weight average instead of its last weights
+--trust_module   your module that the run's config.json may refer to, and whose FAMILIES are known
+                 (docs/huggingface.md); repeatable
+The model is held in float32 in this machine's memory. --to is a new or empty folder; an interrupted
 conversion leaves nothing there. An export may go to gs://… or s3://…: the folder is made on this
-machine's disk and sent, its config.json last.
+machine's disk and uploaded, with config.json last.
 """
 
 import contextlib
@@ -285,7 +285,7 @@ def bring_adapters_out(
 
 
 def _model_type(run: SavedRun) -> str:
-    """Returns the `model_type` of the family that made the model, or of another that supports it.
+    """Returns the model type of the family that made the model, or of another that supports it.
 
     It is found before gigabytes are read.
     """

@@ -64,15 +64,13 @@ def in_words(error: BaseException) -> str:
 
 
 def how_ended(error: BaseException) -> "Ended":
-    """Returns the final state of a run that `error` ended: "diverged", "interrupted" or "failed"."""
+    """Returns how `error` ended a run: "diverged", "interrupted" or "failed"."""
     interrupted = isinstance(error, (StoppedEarly, KeyboardInterrupt))
     return "diverged" if isinstance(error, Diverged) else "interrupted" if interrupted else "failed"
 
 
 def lack(error: BaseException) -> str | None:
-    """Returns the message of an out-of-memory error of Python, NumPy or JAX; `None` for other
-    errors.
-    """
+    """Returns the message of an out-of-memory error of Python, NumPy or JAX, else `None`."""
     text = in_words(error).partition("\n")[0]  # JAX may append a whole program
     # JAX's error class is a RuntimeError; importing it would import JAX.
     from_jax = isinstance(error, RuntimeError) and re.search("out of memory", str(error), re.I)
@@ -98,7 +96,7 @@ def chosen_sizes(smaller: str) -> Iterator[None]:
 def user_errors(kinds: tuple[type[Exception], ...] = (ValueError, OSError)) -> Iterator[None]:
     """Context manager: raises errors of these kinds as `ConfigError`.
 
-    The default kinds are those that wrong settings and files raise.
+    Wrong settings and files raise errors of the default kinds.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Measures models on texts, on tasks of lm-eval, or by a suite for small models.
+"""Evaluates models on texts, on tasks of lm-eval, or with a suite for small models.
 
     python -m runner.evaluate --from=WORKDIR --data=FLAT_TOKENS_OR_TEXT
     python -m runner.evaluate --from=WORKDIR --all_checkpoints --data=TEXT.jsonl --json=FILE
@@ -9,28 +9,27 @@
                    repeatable
 --data             a folder of flat tokens, or a file or folder of text, JSON lines or Parquet;
                    repeatable; default: the run's validation data, if it is flat tokens
---tasks            of lm-eval, by commas; `*` stands for any characters; needs lmlib[eval]
+--tasks            lm-eval tasks, comma-separated; `*` stands for any characters; needs lmlib[eval]
 --include_path     a folder with more tasks, as YAML
---num_fewshot      examples before each question; default: that of each task
---limit            the number of questions of each task; below 1 a share of them
+--num_fewshot      examples before each question; default: set by each task
+--limit            the number of questions of each task; below 1 a fraction
 --chat             apply the tokenizer's chat template to tasks
 --suite            bits per byte by kind of text, copying, induction, in-context learning
---split            of flat tokens; default validation
---text_column      of JSON lines and Parquet; default text
+--split            the split of flat tokens; default validation
+--text_column      the text column of JSON lines and Parquet; default text
 --all_checkpoints  every checkpoint of each run, in order
 --json             a file for all numbers, with their units and standard errors
---sequence_length  tokens of a row; default: that of the run, or the longest of the model, up to
-                   2048
---overlap          tokens of context at the beginning of each window of a longer document
---batch_size       rows of a batch; default: as many as make 16,384 tokens
---packed           put several documents into a row; they are kept apart
---dtype            to compute in; default: the run's, for a folder float32
---tokenizer        a tokenizer.json or its folder, in place of the known one
+--sequence_length  tokens per row; default: the run's, or the model's maximum up to 2048
+--overlap          tokens of context at the start of each window of a longer document
+--batch_size       rows per batch; default: 16,384 tokens per batch
+--packed           put several separate documents into a row
+--dtype            dtype of the computation; default: the run's, float32 for a folder
+--tokenizer        a tokenizer.json or its folder, instead of the known one
 --init_from        the new place of the weights that a run did not train, or of the base of adapters
---weights          ema for the run's weight average in place of its last weights
---trust_module     a module of yours that a run's config.json may refer to, or that has families
-                   of folders; repeatable
-Each document is evaluated by itself. docs/evaluation.md says how tokens are counted.
+--weights          ema for the run's weight average instead of its last weights
+--trust_module     your module that a run's config.json may refer to, or that has FAMILIES of
+                   models; repeatable
+Each document is evaluated separately. docs/evaluation.md says how tokens are counted.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -116,7 +115,7 @@ def main(arguments: Sequence[str]) -> int:
 def _report(
     found: Iterable[_T], table: Callable[[list[_T]], str], as_json: Callable[[list[_T]], str]
 ) -> None:
-    """Writes each result to --json as it comes, and prints all results, even if a later one fails."""
+    """Writes each new result to --json, and finally prints all, even if one failed."""
     kept: list[_T] = []
     try:
         for each in found:

@@ -5,23 +5,23 @@
     python -m runner.generate --from=MODEL --prompts=FILE.jsonl --out=FILE.jsonl
 
 --prompt     a text to continue; repeatable. Without it, texts are typed on a terminal: Ctrl-C ends
-             an answer, Ctrl-D the command. Elsewhere, standard input is the prompt
---chat       prompts are a user's turns, written by the tokenizer's chat template, and typed turns
+             an answer, Ctrl-D the command. Without a terminal, standard input is the prompt
+--chat       prompts are a user's turns, rendered by the tokenizer's chat template, and typed turns
              are remembered. Default for typed texts, if there is a template
---tokens     ids in place of a prompt, as 1,2,3; repeatable
---prompts    a file of JSON objects, one in a line, with a "prompt", "messages" or "tokens" each
---out        the file for their answers, JSON lines too; an unfinished one goes on
+--tokens     ids instead of a prompt, as 1,2,3; repeatable
+--prompts    a file of JSON objects, one per line, with a "prompt", "messages" or "tokens" each
+--out        the file for their answers, also JSON lines; an unfinished file is continued
 --max_tokens, --temperature (0: always the likeliest token), --top_k, --top_p, --min_p,
 --repetition_penalty, --samples, --seed, --stop (a string that ends an answer; repeatable)
---rows       of --prompts: answers that are made together
---length     the most tokens of prompt and answer; typed chats need room to grow
---dtype      to compute in; default bfloat16, on CPUs float32
---int8       keep matrices in 8 bits: half the memory of bfloat16, a little less exact
---tokenizer  a folder with a tokenizer's files, in place of the model's own
+--rows       with --prompts: the number of answers generated together
+--length     maximum tokens of prompt and answer; typed chats need room to grow
+--dtype      dtype of the computation; default bfloat16, on CPUs float32
+--int8       keep matrices in 8 bits: half the memory of bfloat16, slightly less exact
+--tokenizer  a folder with a tokenizer's files, instead of the model's own
 --init_from  the new place of the weights that a run did not train, or of the base of adapters
---weights    ema for the run's weight average in place of its last weights
---trust_module   a module of yours that a config.json may refer to, or that has families of
-                 folders; repeatable
+--weights    ema for the run's weight average instead of its last weights
+--trust_module   your module that a config.json may refer to, or that has FAMILIES of models;
+                 repeatable
 """
 
 import contextlib

@@ -1,14 +1,14 @@
-"""Shows the data that a run reads, as its config has it: what it holds, or the batch of a step.
+"""Shows a run's data: an overview, or the batch of a step.
 
-    python -m runner.inspect RUN                 what each data set holds, document lengths, samples
+    python -m runner.inspect RUN                 size of each data set, document lengths, samples
     python -m runner.inspect RUN --verify        reads everything; status 1 if it is damaged
-    python -m runner.inspect RUN --batch=5000    what the run sees at step 5000, from 0
+    python -m runner.inspect RUN --batch=5000    the run's batch at step 5000, counted from 0
 
-RUN is a workdir.
---split          "train", or what it evaluates on: "validation", or "validation/NAME" of several;
-                 unless said all, with --batch "train"
---rows           with --batch: how many rows to show
---trust_module   a module of yours that the run's config.json may refer to; repeatable
+RUN is a workdir, whose config names the data.
+--split          "train", "validation", or "validation/NAME" if there are several;
+                 default: all, with --batch "train"
+--rows           with --batch: the number of rows to show
+--trust_module   your module that the run's config.json may refer to; repeatable
 `python -m data_tools.inspect DIR` has more ways to look at one data set.
 """
 
@@ -86,9 +86,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def data_sets(cfg: fdl.Config, part: str = "train") -> list[tuple[Path, str]]:
-    """Returns the distinct (folder, split) pairs of `FlatTokens` that a run of `cfg` reads for
-    `part`.
-    """
+    """Returns the distinct (folder, split) pairs of `FlatTokens` that `cfg` reads for `part`."""
     read = training_data(cfg) if part == "train" else _part(cfg, part)
     found = [node for node in nodes(read) if fdl.get_callable(node) is FlatTokens]
 
@@ -100,8 +98,7 @@ def data_sets(cfg: fdl.Config, part: str = "train") -> list[tuple[Path, str]]:
 
 
 def source_at(workdir: Path, cfg: fdl.Config, step: int, part: str = "train") -> Source:
-    """Returns the data for `part` in the state in which the run is about to read the batch of
-    `step`.
+    """Returns the data for `part`, about to yield the batch of `step`.
 
     A stream of training data is read from the newest checkpoint up to `step`, or from the beginning
     if there is none, with as many streams as in any later checkpoint. Without any checkpoint, and

@@ -4,16 +4,16 @@
     python -m runner.ladder RUN RUN RUN RUN RUN RUN --budget=1e21
     python -m runner.ladder RUNGS --compute --budget=1e21
 
-Runs of one size and several lengths, such as forks of one run, give E + B/D^β. Numbers that the
-runs do not identify are refused, with the runs that would help. Rungs of one dial, whose tokens
-follow from their parameters, give L = E + A/C^γ of their compute C, which predicts the next rung.
+Runs of one size and several lengths, such as forks of one run, give E + B/D^β. If the runs do not
+determine a number, the fit is refused, and the message names runs that would help. Rungs with one
+dial, whose tokens follow from their parameters, give L = E + A/C^γ with compute C, which predicts
+the next rung.
 
---metric      validation_loss by default, or another that is positive and lower for better models
---budget      FLOPs, as 6·N·D: the N and D that are best for it, or with --compute its loss;
-              repeatable
---compute     fits the loss against compute only
---json=FILE   writes all numbers as JSON too
-N counts all parameters, with embeddings; D the targets that a run has seen.
+--metric      validation_loss by default, or another positive metric that is lower for better models
+--budget      FLOPs, as 6·N·D: shows the best N and D, or with --compute the loss; repeatable
+--compute     fits the loss only against compute
+--json=FILE   also writes all numbers as JSON
+N counts all parameters, including embeddings; D counts the targets that a run has seen.
 """
 
 import json

@@ -1,20 +1,20 @@
-"""Tells what a run needs on hardware that need not be there: memory, communication, time.
+"""Plans a run on absent hardware: memory, communication, time.
 
     python -m runner.plan --fdl_config=experiments/llama_8b --topology=v5e:16x16
     python -m runner.plan --fdl_config=experiments/llama_8b --topology=h100:8x8 --search
     python -m runner.plan --fdl_config=experiments/llama_8b
 
---fdl_config, --fiddler, --fdl.x.y=…   as for `python -m runner`; the data need not be there
+--fdl_config, --fiddler, --fdl.x.y=…   as for `python -m runner`; the data may be missing
 --topology   v5e:16x16, v4:4x4x4, 2xv5e:16x16 (two slices), h100:8x8 (hosts x GPUs of each), cpu:256
-             without it, only the tokens and FLOPs of the whole run are told
---network    GB/s that each device sends to other hosts or slices, in place of the vendor's
---search     looks for the largest microbatch and the least recomputation that fit
+             without it, shows only the tokens and FLOPs of the full run
+--network    GB/s from each device to other hosts or slices, instead of the vendor's number
+--search     finds the largest microbatch and the least recomputation that fit
 --search_mesh=expert,tensor   tries every division of the devices among fsdp and these axes
---advise     tries what would need less memory; without it only where the step does not fit
---json=FILE  writes the report as JSON too; "-": to stdout, instead of the text
---no_cache   makes the report anew
-Compiles the run's own train step, on a CPU, with the compiler of the target; reports are kept in
-the user's cache folder. A run of several stages gets a report of each and a table of the whole.
+--advise     always tries changes that save memory; default: only if the step does not fit
+--json=FILE  also writes the report as JSON; "-": to stdout, instead of the text
+--no_cache   ignores cached reports
+Compiles the run's own train step on a CPU, with the target's compiler; reports are cached in the
+user's cache folder. A run of several stages gets a report for each, and a table of the full run.
 TPUs: pip install 'lmlib[plan-tpu]'; NVIDIA GPUs: 'lmlib[plan-gpu]'.
 """
 
@@ -139,9 +139,7 @@ def _of_stages(planned: Mapping[range, tuple[Report, dict[str, Any]]]) -> dict[s
 def _of_stage(
     experiment: Experiment, target: Target, tell: Callable[[str], None]
 ) -> tuple[Report, dict[str, Any]]:
-    """Returns the plan of one stage, and its `text` and `json` with the requested searches and
-    advice.
-    """
+    """Returns the plan of a stage, and its `text` and `json` with requested searches and advice."""
     report = plan(experiment, target, tell)
     text, fields = str(report), report.as_json()
     if _SEARCH.value:

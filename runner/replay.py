@@ -1,4 +1,4 @@
-"""Makes a captured step again, and shows the numbers of each layer.
+"""Replays a captured step, and shows the numbers of each layer.
 
     python -m runner.replay WORKDIR/captures/STEP
 
@@ -8,7 +8,7 @@ cannot be read. On other devices, or another number of them, they differ by roun
 
 --trust_module   a module of yours that the capture's config.json may refer to, or that has families
                  of folders; repeatable
---debug          show the traceback of a mistake
+--debug          show the traceback of an error
 """
 
 import math

@@ -1,19 +1,19 @@
-"""Makes a page of one run or several: curves, samples, settings, goodput.
+"""Makes a page about one or more runs: curves, samples, settings, goodput.
 
     python -m runner.report WORKDIR
     python -m runner.report SWEEP --to=page.html
     python -m runner.report RUN RUN --pictures=FOLDER --metrics=loss --against=tokens
 
-A place is a workdir, or a folder that holds some, such as a sweep's. The page is one file and needs
-no network.
+Arguments are workdirs, or folders that contain workdirs, such as a sweep's. The page is a single
+file that works offline.
 --to         the page; by default report.html in the workdir, or in the folder of the runs
---baseline, --margin   of the verdicts on several runs, as for `python -m runner.compare`
---pictures   a folder for PNG and SVG files for papers, in place of the page
---metrics    names by commas; by default all metrics that change
+--baseline, --margin   for verdicts on several runs, as in `python -m runner.compare`
+--pictures   a folder for PNG and SVG files for papers, instead of the page
+--metrics    comma-separated names; by default all metrics that change
 --against    step, tokens, flops or seconds
 --log_x, --log_y   logarithmic axes
---full_range with values far from all others, in place of triangles for them
---smoothing  each value is the mean of so many percent of the points, around its own
+--full_range include outliers in the axes instead of marking them with triangles
+--smoothing  window of a moving average, in percent of the points
 See docs/pictures.md.
 """
 

@@ -1,19 +1,19 @@
-"""Stores the likeliest ids of a teacher, for students that train without it.
+"""Stores a teacher's likeliest token ids, so that students train without the teacher.
 
     python -m runner.teach --from=TEACHER --fdl_config=experiments/NAME --fdl.data.teacher=FOLDER
 
 --from         a run, WORKDIR or WORKDIR@STEP, a Hugging Face folder, or its name on the Hub
 --fdl_config   the student's experiment; the teacher reads its data and validation, each sequence of
                a split once, in stored order. --fiddler and --fdl.x=… as in training
---out          the folder for data; without it data.teacher and validation.teacher of the experiment
+--out          the folder for data; by default the experiment's data.teacher and validation.teacher
                name a folder each
 --k            the number of ids for each token; default 32
---batch_size   sequences at a time; default: as many as in the experiment's batches
---dtype        to compute in; default: the run's, for a folder float32
+--batch_size   sequences per batch; default: the experiment's
+--dtype        dtype of the computation; default: the run's, float32 for a folder
 --init_from    the new place of the weights that a run did not train, or of the base of adapters
---trust_module   a module of yours that a config.json may refer to, or that has families of
-                 folders; repeatable
-The same command goes on where it stopped. docs/objectives.md describes the files.
+--trust_module   your module that a config.json may refer to, or that has FAMILIES of models;
+                 repeatable
+The same command resumes where it stopped. docs/objectives.md describes the files.
 """
 
 from collections.abc import Sequence

@@ -1,13 +1,13 @@
-"""Shows runs while they go on: a page in the browser of this machine, or a view in the terminal.
+"""Shows runs while they train, as a page in the browser or as a view in the terminal.
 
     python -m runner.watch WORKDIR
     python -m runner.watch SWEEP --terminal
 
-A place is a workdir, or a folder that holds some, such as a sweep's.
---terminal   the last numbers here, until no run goes on any more; into a pipe once
---port       of the page, 8008 by default. Only this machine can open it: from another one,
-             ssh -L 8008:localhost:8008 HOST
---seconds    between two looks at the files
+Arguments are workdirs, or folders that contain workdirs, such as a sweep's.
+--terminal   shows the last numbers here until all runs have ended; in a pipe only once
+--port       port of the page, 8008 by default. Only this machine can open it; from another one,
+             use ssh -L 8008:localhost:8008 HOST
+--seconds    interval between reads of the files
 See docs/pictures.md.
 """
 

@@ -135,9 +135,7 @@ def compared(shape: Sequence[int], document: int) -> str:
 
 
 def quickest_launches(shape: Sequence[int], document: int) -> str:
-    """Lists the fastest three launches of each Triton kernel for whole rows, with their packed
-    times.
-    """
+    """Lists each Triton kernel's fastest three launches for whole rows, with packed times."""
     _, S, H, D = shape
     given, packed_BS = inputs(shape), segments(shape, document)
     numbers = jnp.zeros((shape[0], H, S), jnp.float32)

@@ -1,1 +1,1 @@
-"""The contenders of benchmarks/train_step.py: one training step, in lmlib and in other libraries."""
+"""Contenders of benchmarks/train_step.py: one training step in several libraries."""

@@ -69,7 +69,7 @@ class LmlibStep:
 
 
 def planned_peak(step: jax.stages.Compiled) -> int | None:
-    """Returns the compiler's planned peak memory in bytes; `None` on CPUs, where it is not useful."""
+    """Returns the peak memory planned by the compiler, in bytes; `None` on CPUs."""
     if jax.default_backend() == "cpu":
         return None
     analysis = step.memory_analysis()
@@ -77,7 +77,7 @@ def planned_peak(step: jax.stages.Compiled) -> int | None:
 
 
 def target_of(text: str) -> Target:
-    """Parses the hardware: "h200" is one GPU, "h200:1x8" a host with eight. Exits if it is unknown."""
+    """Parses "h200" (one GPU) or "h200:1x8" (a host with eight); exits if it is unknown."""
     try:
         target = parse(text if ":" in text else f"{text}:1x1")
         prepare(target)

@@ -1,4 +1,4 @@
-"""MaxText's training step with the same shapes, precision and optimizer, as a separate program.
+"""MaxText's training step with the same shapes, precision and optimizer, in its own process.
 
     pip install maxtext    # Python 3.12 or later; it may ask for more packages when it starts
 

@@ -34,7 +34,7 @@ _SIDE, _TIMES = 2_048, 4  # side and number of the matrix products that XLA comp
 
 @dataclasses.dataclass
 class Measurement:
-    """The steps of one contender: the loss of each, and the seconds of each turn after the first."""
+    """A contender's steps: the loss of each, and the seconds of each turn after the first."""
 
     losses: list[float] = dataclasses.field(default_factory=list)
     wall_seconds: list[float] = dataclasses.field(default_factory=list)

@@ -97,7 +97,7 @@ class Size:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """One size in one precision: the same weights, batches and hyperparameters for all contenders.
+    """One size in one precision, with the same weights and batches for all contenders.
 
     `precision` is the dtype of activations, and of weights in matmuls. Weights, the gradients that
     reach the optimizer, and its moments are always float32. A row is one document, or several
@@ -138,8 +138,7 @@ class Contender(Protocol):
 
 
 def named_weights(model: Decoder) -> Weights:
-    """Returns the model's weights as float32 in host memory, with the names and shapes for the
-    peers.
+    """Returns the weights in float32 in host memory, with the names and shapes for the peers.
 
     Layers are stacked: embedding VE, unembedding EV, norm E, attention_norm LE, query LEHD, key
     LEKD, value LEKD, output LHDE, mlp_norm LE, gate LEF, up LEF, down LFE.
@@ -158,7 +157,7 @@ def named_weights(model: Decoder) -> Weights:
 
 
 def one_document_rows(batch_BS: Batch) -> Batch:
-    """Returns a batch with the same tokens, where each row is one document and all targets count.
+    """Returns the batch with one document per row, where all targets count.
 
     Contenders then need only the causal mask.
     """

@@ -1,1 +1,1 @@
-"""Plans for hardware that is not present: stand-ins for data and devices, and cached reports."""
+"""Plans for absent hardware: stand-ins for data and devices, and cached reports."""

@@ -62,9 +62,7 @@ def built(cfg: fdl.Config[Experiment], devices: list[jax.Device]) -> Experiment:
 
 
 def _teacher_k(data: Any) -> int | None:
-    """Returns the number of ids per token in the stored teacher of `data`; `None` without a
-    teacher.
-    """
+    """Returns the ids per token in the stored teacher of `data`; `None` without a teacher."""
     folders = [_value(node, "teacher") for node in nodes(data)]
     folder = next((each for each in folders if isinstance(each, str)), None)
     if folder is None:

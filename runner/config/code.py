@@ -23,7 +23,7 @@ _GIT_SECONDS = 5.0  # timeout for git in large or remote repositories
 
 
 def code_digest(cfg: fdl.Config) -> str:
-    """Returns a digest of the code that the compiled program depends on: lmlib, and files of `cfg`."""
+    """Returns a digest of the code of compiled programs: lmlib, and the files of `cfg`."""
     total = hashlib.sha256()
     for file in sorted({*_files_in(lmlib.__path__), *_named(cfg)}):
         total.update(f"{file.name} {_digest(file)}\n".encode())
@@ -31,7 +31,7 @@ def code_digest(cfg: fdl.Config) -> str:
 
 
 def code_files(cfg: fdl.Config, experiment: Path | None) -> dict[str, str]:
-    """Returns the digest of each code file of a run, by a name that is the same on every machine.
+    """Returns the digest of each code file of a run, by machine-independent name.
 
     These are the files of this library, the file `experiment`, the files that define the names in
     `cfg`, and the modules beside them that are imported.
@@ -70,7 +70,7 @@ def versions() -> dict[str, str]:
 
 
 def commit_of(file: Path) -> dict[str, str | bool] | None:
-    """Returns the commit of the repository that contains `file`, and if it has uncommitted changes.
+    """Returns the commit of the repository of `file`, and "dirty" for uncommitted changes.
 
     Returns `None` if git does not track the file, is not installed, or is too slow.
     """

@@ -104,10 +104,9 @@ def save(cfg: fdl.Config, workdir: str | os.PathLike[str]) -> None:
 
 
 def saved_files(cfg: fdl.Config) -> dict[str, str]:
-    """Returns the content of config.json (for `load`), settings.json (`settings`) and config.txt
-    (`flattened`, for people).
+    """Returns the content of config.json, settings.json and config.txt by file name.
 
-    Defaults are written out, so that a later run repeats this one even if defaults have changed.
+    `load` reads config.json; the others hold `settings` and, for people, `flattened`. Defaults are written out, so that a later run repeats this one even if defaults have changed.
 
     Raises:
       ConfigError: for a value that a later run could not import, such as a lambda or an array.
@@ -135,7 +134,7 @@ def experiments() -> dict[str, Path]:
 
 
 def experiment_file(reference: str) -> Path | None:
-    """Returns the code file that `load` would execute; `None` for a saved config or a missing file."""
+    """Returns the code file that `load` would execute; `None` for saved configs, or if missing."""
     file = Path(reference.removesuffix(".py") + ".py")
     if os.path.isfile(file):  # unlike `Path.is_file`, does not raise if the name is too long
         return file
@@ -153,7 +152,7 @@ def fiddlers(reference: str) -> dict[str, str]:
 
 
 def yielded(reference: str, name: str) -> list[Any] | None:
-    """Calls the function `name` of an experiment and lists its values; `None` if it does not exist.
+    """Calls the generator `name` of an experiment and lists its values; `None` if missing.
 
     Raises `ConfigError` as `load` does, and if the function fails.
     """
@@ -322,7 +321,7 @@ def _parsed_call(text: str) -> tuple[str, list[Any], dict[str, Any]]:
 
 @contextlib.contextmanager
 def _user_code(what: str) -> Iterator[None]:
-    """Context manager: turns an error in the experiment into a `ConfigError` with the failing line."""
+    """Turns an error in the experiment into a `ConfigError` with the failing line."""
     try:
         yield
     except ConfigError:

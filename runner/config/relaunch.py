@@ -74,7 +74,7 @@ def _change(cfg: fdl.Config[Experiment]) -> str:
 
 
 def _import_folders(module: str) -> list[str]:
-    """Returns the folder from which `module` is imported; empty if a new process finds it anyway."""
+    """Returns the folder of `module`; empty if a new process would find it anyway."""
     file = getattr(sys.modules.get(module.partition(".")[0]), "__file__", None)
     if file is None:
         return []

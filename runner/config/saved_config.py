@@ -112,9 +112,7 @@ def named_value(module: str, name: str, trusted: Collection[str]) -> Any:
 
 
 def full_name(value: Any) -> str | None:
-    """Returns `module.name` of a function, a class or an instance's class; `None` if it has
-    neither.
-    """
+    """Returns `module.name` of a function, a class or an instance's class, or `None`."""
     module = getattr(value, "__module__", None)
     name = getattr(value, "__qualname__", type(value).__qualname__)
     return f"{module}.{name}" if isinstance(module, str) and isinstance(name, str) else None
@@ -203,7 +201,7 @@ class _Policy(serialization.PyrefPolicy):
 
 
 def _check_size(cfg: fdl.Config) -> None:
-    """Refuses values that share parts so often that writing them out would never end."""
+    """Refuses values that are nested too deeply, or far too large once shared parts are copied."""
     sizes: dict[int, int] = {}
 
     def size(value: Any, depth: int) -> int:

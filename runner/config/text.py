@@ -70,7 +70,7 @@ def arguments(node: fdl.Buildable) -> dict[Any, Any]:
 
 
 def with_defaults(cfg: fdl.Config) -> fdl.Config:
-    """Returns a copy with every default set. (Fiddle's own function also marks default factories.)"""
+    """Returns a copy with every default set, except those of default factories."""
     cfg = copy.deepcopy(cfg)
     for node in nodes(cfg):
         for name, value in arguments(node).items():
@@ -137,9 +137,7 @@ def _parameters(value: Any, path: str, seen: dict[int, str]) -> Iterator[tuple[s
 
 
 def printable(line: str) -> str:
-    """Returns `line` without control characters, so that a stranger's settings cannot steer the
-    terminal.
-    """
+    """Escapes control characters, so that a stranger's settings cannot steer the terminal."""
     return "".join(
         character if character.isprintable() else f"\\x{ord(character):02x}" for character in line
     )

@@ -72,9 +72,9 @@ class Answering:
                 _told(None)
 
     def likelihoods(self, asked: Sequence[tuple[Ids, Ids]]) -> list[tuple[float, bool]]:
-        """Returns the log-probability of each continuation after its context, in nats, and True if
-        each of its tokens is the likeliest one. Contexts that are too long are cut at the
-        beginning.
+        """Returns each continuation's log-probability in nats, and True if it is the greedy one.
+
+        Contexts that are too long are cut at the beginning.
 
         Raises:
           ValueError: if a context or a continuation is empty, a continuation is longer than

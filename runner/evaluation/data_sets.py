@@ -78,7 +78,7 @@ class StoredTokens:
 
 @dataclasses.dataclass(frozen=True)
 class TextFiles:
-    """Text files with one document each, or JSON lines or Parquet files with one document per row."""
+    """Text files with a document each, or JSON lines or Parquet with a document per row."""
 
     name: str
     files: Files

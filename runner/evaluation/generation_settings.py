@@ -29,7 +29,7 @@ _WITHOUT_EFFECT = {
     "target_lookbehind", "max_matching_ngram_size", "speculation_type",
 }  # fmt: skip
 _ONLY_DRAWN = {"typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "top_h": None}
-# Values of other keys that have no effect.
+# Values of other keys that change nothing.
 _NEUTRAL = {
     "min_length": 0, "min_new_tokens": 0, "num_beams": 1, "num_beam_groups": 1,
     "num_return_sequences": 1, "no_repeat_ngram_size": 0, "guidance_scale": 1.0,
@@ -87,7 +87,7 @@ class GenerationSettings:
         return found
 
     def ignored(self, drawn: bool) -> dict[str, Any]:
-        """Returns the keys and values that change answers in `transformers` and are ignored here."""
+        """Returns the settings that change answers in `transformers` and are ignored here."""
         read = {*SAMPLING, _NEW_TOKENS, *_WITHOUT_EFFECT, *(() if drawn else _ONLY_DRAWN)}
         return {
             key: value

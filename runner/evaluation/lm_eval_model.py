@@ -80,10 +80,9 @@ class LmEvalModel(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """Returns the chat as one text, which without a generation prompt ends inside the last
-        message.
+        """Returns the chat as one text.
 
-        If the template takes no system message, the message is dropped with a warning, as in
+        Without a generation prompt, the text ends inside the last message, to be continued. If the template takes no system message, the message is dropped with a warning, as in
         lm-eval's own backends.
 
         Raises ValueError if there is no template, or it rejects the chat, and OSError as

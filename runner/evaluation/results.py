@@ -23,9 +23,7 @@ _UNITS = {
 
 
 def tables(found: Sequence[Measured]) -> str:
-    """Returns a line for each model and data set, then the loss by position if there are few
-    results.
-    """
+    """Returns a row for each model and data set; a few results also get the loss by position."""
     which, named, title = _models(found)
     rows = [
         (
@@ -51,13 +49,13 @@ def tables(found: Sequence[Measured]) -> str:
             for each, name in zip(found, named, strict=True)
         ]
         shown.append(_by_position(found, names))
-    if any("±" in table for table in shown):  # a single document has no standard error
+    if any("±" in table for table in shown):  # absent for a single document
         shown.insert(1, "± is one standard error over documents")
     return "\n\n".join([title, *shown])
 
 
 def _models(found: Sequence[Measured]) -> tuple[list[str], list[str], str]:
-    """Returns the heading and entries of the column that identifies models, and the table's title."""
+    """Returns the heading and entries of the model column, and the title of the table."""
     models = list(dict.fromkeys(each.model for each in found))
     lengths = sorted({each.sequence_length for each in found})
     of = f"sequences of {' to '.join(f'{length:,}' for length in lengths)} tokens"

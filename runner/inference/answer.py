@@ -35,7 +35,7 @@ class Answer:
         self.ended: str | None = None
         self._max_tokens, self._end_ids = max_tokens, end_ids
         self._stops = StopStrings(stop)
-        # Special tokens need names only to match stop strings; otherwise they have no text.
+        # Special tokens need names only to match stop strings; otherwise their text is empty.
         self._special_name = codec.special_name if stop else lambda id: ""
         self._stream = TextStream(codec)
         # tokenizers drop the space before a text's first word, so the prompt comes first
@@ -98,8 +98,7 @@ class Manner:
     def rounds(
         self, generator: Generator, prompts: Sequence[Sequence[int]], ids: Sequence[int]
     ) -> Iterator[list[Answer]]:
-        """Yields the answers after each round: all samples of the first prompt, then of the second,
-        etc.
+        """Yields the answers after each round, with the samples of each prompt together.
 
         The same objects are updated each round. Raises ValueError as `Generator.stream` does.
         """

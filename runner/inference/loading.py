@@ -75,7 +75,7 @@ def load(
 
 
 def _mesh_for(abstract_model: Callable[[Mesh], Any]) -> Mesh:
-    """Returns a mesh of all devices, sharding the weights if they divide evenly, else copying them."""
+    """Returns a mesh of all devices that shards the weights if they divide, else copies them."""
     split = make_mesh(fsdp=-1)
     try:
         check_model(abstract_model(split), split)

@@ -82,7 +82,7 @@ def teach(
     k: int,
     show: Callable[[str], None] = lambda line: None,
 ) -> TeacherMetadata:
-    """Writes the model's top `k` ids for each sequence of `data` to the folder `out`, or resumes.
+    """Writes the model's top `k` ids for each sequence of `data` to `out`, or resumes.
 
     `data` has each sequence once and in order; `show` is called with progress lines.
 

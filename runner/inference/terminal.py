@@ -27,7 +27,7 @@ class Terminal:
     told: TextIO = dataclasses.field(default_factory=lambda: sys.stderr)
 
     def prepare(self, prompt: Sequence[int]) -> None:
-        """Compiles the programs for an answer, so that measured times do not include compilation."""
+        """Compiles the programs for an answer, so that later times exclude compilation."""
         began = time.perf_counter()
         manner = dataclasses.replace(self.manner, max_tokens=2)
         room = self.generator.length - manner.max_tokens

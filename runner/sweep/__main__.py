@@ -1,18 +1,18 @@
-"""Trains many points of an experiment, each a run in a folder of its own.
+"""Trains many variants of an experiment, each as a run in its own folder.
 
     python -m runner.sweep --fdl_config=experiments/quickstart --fiddler=tiny \\
         --axis=optimizer.peak_lr=1e-3,3e-3 --axis=seed=0,1,2 --workdir=/tmp/sweep
 
 --fdl_config, --fiddler, --fdl.x.y=…   as for `python -m runner`, for all points
---axis=x.y=1,2   values of a parameter; repeatable: every value with every other
---points=NAME    a function of the experiment that yields points; `sweep` if no --axis is given
+--axis=x.y=1,2   values of a parameter; repeatable: all combinations
+--points=NAME    a function of the experiment that yields points; default: `sweep` without --axis
 --dry_run        shows the points, their tokens, FLOPs and time; trains nothing
---at_once=N      processes at the same time; without it one point after the other, in this process
---through=…      words around each point's command: 'ssh host {command}'
+--at_once=N      number of parallel processes; by default points train in turn in this process
+--through=…      a launcher for each point's command: 'ssh host {command}'
 --slurm          writes an array job instead; --submit gives it to sbatch
---halving=0.25,0.5   after these fractions of the steps, only the better half goes on
+--halving=0.25,0.5   after these fractions of the steps, only the better half continues
 -- --flag=…      flags of `python -m runner` for each point
-The same command goes on where it stopped, and leaves out what has finished. Points: docs/sweeps.md.
+The same command resumes where it stopped, and skips finished points. See docs/sweeps.md.
 """
 
 import contextlib

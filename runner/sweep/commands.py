@@ -93,7 +93,7 @@ def write_script(
 
 
 def check_sbatch() -> None:
-    """Raises ConfigError if this machine has no sbatch."""
+    """Raises ConfigError if sbatch is not installed."""
     if shutil.which("sbatch") is None:
         raise ConfigError(
             "--submit: there is no sbatch on this machine; leave it out, and submit the script "

@@ -16,7 +16,7 @@ FUNCTION = "sweep"  # default name of the function in an experiment's file
 
 
 def points_of(reference: str, function: str | None, axes: Sequence[str]) -> list[Settings]:
-    """Returns the distinct points of a sweep: every point of `function` with every value of `axes`.
+    """Returns the distinct points of a sweep: the points of `function` combined with `axes`.
 
     Args:
       function: a function of the experiment `reference` that yields points; `None`: `sweep` if

@@ -77,8 +77,9 @@ def result_text(point: Point) -> str:
 
 
 def status(point: Point, failures: Mapping[str, str] | None = None) -> str:
-    """Returns the state and last step of a point's run; "failed" if it is in `failures` without a
-    state.
+    """Returns the state and last step of a point's run.
+
+    A point in `failures` whose run has left no state is "failed".
     """
     run = point.run
     try:

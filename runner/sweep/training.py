@@ -59,7 +59,7 @@ class _Training:
 
 
 class InTurn(_Training):
-    """Trains points one after the other, as `python -m runner` would. Equal programs compile once."""
+    """Trains points one by one, as `python -m runner` would; equal programs compile once."""
 
     def __init__(
         self,
@@ -76,10 +76,9 @@ class InTurn(_Training):
     def train(
         self, points: Iterable[Point], until: Callable[[Point], int | None] = lambda point: None
     ) -> bool:
-        """Trains each point that has not finished or failed, until its step, or to the end for
-        `None`.
+        """Trains each point that has not finished or failed.
 
-        Returns True unless a signal stopped the training.
+        `until` gives a point's last step; `None` trains to the end. Returns True unless a signal stopped the training.
         """
         waiting = [each for each in points if not each.finished and each.name not in self.failures]
         for number, point in enumerate(waiting, 1):
@@ -124,9 +123,7 @@ class SideBySide(_Training):
         super().__init__(grace_seconds)
 
     def train(self, points: Sequence[Point]) -> bool:
-        """Trains each point that has not finished. Returns True unless a signal stopped the
-        training.
-        """
+        """Trains each point that has not finished; returns True unless a signal stopped it."""
         waiting = [each for each in points if not each.finished]
         done, whole = 0, len(waiting)
         while (waiting and not self._asked.is_set()) or self._running:

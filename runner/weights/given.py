@@ -1,6 +1,4 @@
-"""Weights from outside a run: initial weights, frozen weights, a reference model, and the state of
-another run that this one is forked from.
-"""
+"""Weights from outside a run: initial and frozen weights, a reference model, or a fork's state."""
 
 import dataclasses
 from collections.abc import Collection, Mapping

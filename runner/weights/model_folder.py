@@ -60,9 +60,7 @@ class ModelFolder:
         return self.adapters_of(self.described.shapes)
 
     def adapters_of(self, shapes: Any) -> Adapters | None:
-        """Returns the folder's adapters for a model with `shapes`, which has none; `None` without
-        adapters.
-        """
+        """Returns the folder's adapters, or `None`. `shapes` is the model without adapters."""
         if self.base is self.found:
             return None
         return adapters_in(self.found.folder, shapes, self.described.family.names)

@@ -69,8 +69,7 @@ _T = TypeVar("_T")
 
 
 def resolve_model(reference: str, options: LoadOptions = PLAIN) -> "SavedRun | ModelFolder":
-    """Finds the model of `reference`: `RUN`, `RUN@STEP`, a Hugging Face or PEFT folder, or a Hub
-    name.
+    """Finds a saved model: `RUN`, `RUN@STEP`, a Hugging Face or PEFT folder, or a Hub name.
 
     Only its small files are read.
 
@@ -307,9 +306,7 @@ class SavedRun:
 
     @functools.cached_property
     def origin(self) -> Path | None:
-        """The Hugging Face folder that the run began with, or its copy in an imported workdir, or
-        `None`.
-        """
+        """The Hugging Face folder that the run began with, or the copy in an imported workdir."""
         for workdir, _, _ in self._beginnings():
             if (origin := unlinked(workdir, ORIGIN)).is_dir():
                 return origin
@@ -334,10 +331,10 @@ class SavedRun:
 
     @functools.cached_property
     def trained(self) -> list[frozenset[str]]:
-        """The paths of the weights that this run trained, then of each earlier run, back to
-        `began_with`.
+        """The paths of the weights that this run trained, then of each run before it.
 
-        Paths are those in the model without adapters.
+        The list ends with the run that started from `began_with`. Paths refer to the model without
+        adapters.
         """
         base, adapted = without_adapters(self.recipe.shapes), _paths(self.recipe.shapes)
         every, same_adapters = frozenset(_paths(base)), True
@@ -356,9 +353,7 @@ class SavedRun:
         return found
 
     def _beginnings(self) -> Iterator[tuple[Path, str | None, frozenset[str]]]:
-        """Yields workdir, initial reference and paths of trained weights of this run and of each
-        earlier run.
-        """
+        """Yields workdir, initial reference and trained paths of this run and each before it."""
         workdir, notes, saved = self.workdir, self.notes, self.folder
         for _ in range(20):
             noted = notes.get("initialised_from")

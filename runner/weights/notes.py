@@ -1,4 +1,4 @@
-"""Checkpoint notes: the data of the training, and the weights that the checkpoint leaves out."""
+"""Checkpoint notes: the training data, and the weights that the checkpoint leaves out."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -62,9 +62,7 @@ def reference_note(reference_model: Any) -> dict[str, str] | None:
 
 
 def is_batches_note(value: Any, steps_made: int) -> bool:
-    """True if `value` is a valid result of `runner.training.data_probe.probe` after `steps_made`
-    steps.
-    """
+    """True if `value` is a valid result of `data_probe.probe` after `steps_made` steps."""
     if not isinstance(value, dict) or value.get("steps_made") != steps_made:
         return False
     tokenizer, in_bytes = value.get("tokenizer"), value.get("bytes_per_target")

@@ -110,7 +110,7 @@ class TextSources:
 
     @property
     def tokenizer_folder(self) -> Path | None:
-        """`folder`, if it has a tokenizer and the model was not trained on another tokenizer's ids."""
+        """`folder`, if it has a tokenizer, unless the model was trained with another tokenizer."""
         folder = None if self.folder is None else self.folder[0]
         if folder is None or not any((folder / name).is_file() for name in TOKENIZER_FILES):
             return None
