@@ -3,10 +3,10 @@
     python benchmarks/checkpoint.py [--megabytes=1000] [--rounds=3] [--directory=/tmp]
 
 The state is random fp32, as hard to compress as trained weights. The methods take turns, so that a
-busy machine slows all of them alike; Orbax has its default settings. Each is measured after the previous method's data has reached
-the disk. Printed values are medians over the rounds. The page cache is warm when restoring.
-"blocked"
-is the part of a save in which no step can run; CPU seconds cover all threads.
+busy machine slows all of them alike; Orbax has its default settings. Each is measured after the
+previous method's data has reached the disk. Printed values are medians over the rounds. The page
+cache is warm when restoring. "blocked" is the part of a save in which no step can run; CPU seconds
+cover all threads.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""The value of a teacher: the student of experiments/distil with and without it, over seeds.
+"""The benefit of a teacher: the student of experiments/distil with and without it, over seeds.
 
     python -m runner --fdl_config=experiments/quickstart --workdir=/tmp/quickstart
     python benchmarks/distillation.py [--teacher=/tmp/quickstart] [--seeds=3] [--workdir=DIR]

@@ -5,8 +5,8 @@
 Small runs of one or two processes write to emulators of S3 and of Google Cloud Storage over HTTP,
 through a proxy. Each is started, disturbed at a random request, and started again until its end,
 each time on this machine or on another one without local copies. A fault is survived if every exit
-code is an expected one, no traceback and no secret is shown, and the final curve and digests are
-those of an undisturbed run. Takes about twenty seconds per fault; Linux only.
+code is an expected one, no traceback and no secret is shown, and the final curve and digests equal
+an undisturbed run's. Takes about twenty seconds per fault; Linux only.
 """
 
 import dataclasses

@@ -6,13 +6,14 @@
 Prompts of 512 tokens are continued greedily by 64 tokens, in batches of 1 and 16 rows. The models
 are random Llamas with 10 and 135 million parameters (the latter has the shape of SmolLM2 135M;
 `tiny` is for tests). All contenders read the same Hugging Face folder and must generate the same
-tokens; otherwise the script names those with other tokens and fails. In float32, ties between the
-likeliest tokens are too rare to matter.
+tokens; otherwise the script lists the contenders that differ and fails. In float32, ties between
+the likeliest tokens are too rare to matter.
 
 Contenders take turns; the first turn compiles and is not counted. Printed values are medians of
 tokens per second over all rows. With one row, each token reads all weights from memory. The table
-therefore also shows the decoding speed of one row as a fraction of the memory limit: the rate at
-which XLA reads numbers to sum them, measured between the turns, divided by the bytes of the weights.
+therefore also shows the decoding speed of one row as a fraction of the memory limit, which is the
+rate at which XLA reads numbers to sum them, measured between the turns, divided by the weights'
+bytes.
 """
 
 import functools
@@ -60,7 +61,7 @@ Prompts = list[list[int]]
 
 
 class Lmlib:
-    """The generator of lmlib."""
+    """lmlib's generator."""
 
     def __init__(self, folder: Path, prompts: Prompts):
         self._prompts = prompts
@@ -139,7 +140,7 @@ def reading_rate() -> float:
 
 
 def measured(size: str, rows: int, folder: Path, names: Sequence[str]) -> str | None:
-    """Prints a table. Returns a line with the contenders that made other tokens, if any."""
+    """Prints a table. Returns a line with the contenders whose tokens differ, if any."""
     model = llama(**SIZES[size], key=jax.random.key(0))
     count = sum(weight.size for weight in jax.tree.leaves(model))
     if not folder.exists():

@@ -8,8 +8,7 @@ transaction. Then the run is killed, the file system mounted again, and the run 
 its end.
 
 A cut is survived if the next start resumes from the newest promised checkpoint or a later one, and
-from there on metrics and checkpoints equal those of an undisturbed run, bit for bit. A checkpoint
-is
+from there on metrics and checkpoints equal an undisturbed run's, bit for bit. A checkpoint is
 promised once the next save has begun or the previous one is deleted. Takes about ten seconds per
 cut on two cores.
 """
@@ -146,7 +145,7 @@ def newest_promised(job: Job, before: int | None) -> int | None:
 
 
 def problems_of_start(attempt: Attempt, cut: Cut, job: Job, undisturbed: Job) -> list[str]:
-    """Returns the problems of the start after a cut, which trains unless it has failed."""
+    """Returns the problems of the first start after a cut."""
     if not attempt.trains:
         if set(attempt.exit_codes()) == {0}:  # it was finished before the cut
             return []

@@ -41,8 +41,7 @@ MODELS = {
 }
 NOTHING_SAVED: tuple[str, ...] = ()
 KERNELS_SAVED = ("query", "key", "value", "attention")
-# Maximum bytes of parameters, moments and gradients on a GPU with other tensors, and of these
-# together with the inputs of layers.
+# Maximum bytes on a GPU of parameters, moments and gradients, and of these plus layer inputs.
 ROOM_FOR_WEIGHTS, ROOM_FOR_ALL = 30e9, 55e9
 SMALL_BUBBLE, LARGEST_BUBBLE = 0.1, 1 / 3
 # of a size, a number of GPUs and a number of sequences
@@ -62,7 +61,7 @@ class Layout(NamedTuple):
 
     @property
     def whole_rows(self) -> int:
-        """The total number of sequences if each device has one, apart from tensor parallelism."""
+        """The number of sequences if each device, or each tensor-parallel group, has one."""
         return self.data * self.stage * self.fsdp
 
     @property
@@ -88,7 +87,7 @@ def layouts(size: str, devices: int, batch: int) -> Iterator[Layout]:
         shards = devices // tensor
         if batch % shards:
             continue
-        # With more than 512 shards, a gather's pieces become too small for good bandwidth.
+        # Beyond 512 shards, the pieces of a gather are too small for good bandwidth.
         fsdp = min(shards, 512)
         for sequences, saved in ((2, KERNELS_SAVED), (1, KERNELS_SAVED), (1, NOTHING_SAVED)):
             if batch % (shards * sequences) == 0:

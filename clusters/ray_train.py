@@ -4,8 +4,7 @@
       --workdir=/shared/runs/llama_1b
 
 Flags that are not listed below go to `python -m runner`. A restart resumes from the newest
-checkpoint. All hosts have lmlib installed and see
-the workdir at the same path. Needs lmlib[ray].
+checkpoint. All hosts have lmlib installed and see the workdir at the same path. Needs lmlib[ray].
 """
 
 import argparse

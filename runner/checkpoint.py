@@ -5,9 +5,9 @@
     python -m runner.checkpoint show WORKDIR             arrays and notes of the newest
     python -m runner.checkpoint prune WORKDIR --keep=2   removes all but the newest two
 
---step   verify or show this one only
-WORKDIR is the folder of a run or of its checkpoints. While the run goes on, `prune` is refused, and
-in a bucket always.
+--step   verify or show only this step
+WORKDIR is the folder of a run or of its checkpoints. `prune` is refused while the run is active,
+and always in a bucket.
 """
 
 import json

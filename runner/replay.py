@@ -2,12 +2,12 @@
 
     python -m runner.replay WORKDIR/captures/STEP
 
-Begins at the capture's checkpoint and makes every step up to the captured one, which takes the
+Starts at the capture's checkpoint and repeats every step up to the captured one, which takes the
 captured batch. Status 0: its numbers equal the run's, bit for bit; 1: they differ; 2: the capture
-cannot be read. On other devices, or another number of them, they differ by rounding.
+cannot be read. On other devices, or another number of devices, numbers differ by rounding.
 
---trust_module   a module of yours that the capture's config.json may refer to, or that has families
-                 of folders; repeatable
+--trust_module   your module that the capture's config.json may refer to, or that has FAMILIES of
+                 models; repeatable
 --debug          show the traceback of an error
 """
 

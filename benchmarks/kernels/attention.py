@@ -10,8 +10,8 @@ medians over the turns. FLOP/s count the two matrix products of the forward pass
 backward pass, for the causal half of whole rows, even if a kernel computes more; packed rows need
 fewer.
 
-`--launches` times Triton's kernels with tiles, warps and stages other than those in
-`lmlib.models.attend.fused.launches`, and lists the fastest.
+`--launches` times Triton's kernels with other tiles, warps and stages than
+`lmlib.models.attend.fused.launches` has, and lists the fastest.
 """
 
 import concurrent.futures

@@ -55,8 +55,8 @@ def load(
 
     Overrides of parameters of `config` itself become its arguments. If such a parameter takes a
     config, its override names a saved model: a run, a Hugging Face folder or a name on the Hub. A
-    parameter annotated as `Sequence[Family]` gets lmlib's families and those of the trusted
-    modules.
+    parameter annotated as `Sequence[Family]` gets the families of lmlib and of the
+    trusted modules.
 
     A file outside `experiments` is imported under its own name. Its folder is appended to the
     Python path, so that it finds its neighbours. A saved config that names definitions in that file
@@ -106,7 +106,8 @@ def save(cfg: fdl.Config, workdir: str | os.PathLike[str]) -> None:
 def saved_files(cfg: fdl.Config) -> dict[str, str]:
     """Returns the content of config.json, settings.json and config.txt by file name.
 
-    `load` reads config.json; the others hold `settings` and, for people, `flattened`. Defaults are written out, so that a later run repeats this one even if defaults have changed.
+    `load` reads config.json; the others hold `settings` and, for people, `flattened`. Defaults are
+    written out, so that a later run repeats this one even if defaults have changed.
 
     Raises:
       ConfigError: for a value that a later run could not import, such as a lambda or an array.

@@ -70,7 +70,7 @@ def arguments(node: fdl.Buildable) -> dict[Any, Any]:
 
 
 def with_defaults(cfg: fdl.Config) -> fdl.Config:
-    """Returns a copy with every default set, except those of default factories."""
+    """Returns a copy with every default set, unless a default factory makes it."""
     cfg = copy.deepcopy(cfg)
     for node in nodes(cfg):
         for name, value in arguments(node).items():

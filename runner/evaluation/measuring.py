@@ -24,7 +24,7 @@ _BATCH_TOKENS = 16_384
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """How documents are put into batches.
+    """Settings for batching documents.
 
     Args:
       sequence_length: tokens per row; `None`: the run's, or else the model's maximum up to 2,048.

@@ -1,8 +1,9 @@
 """Successive halving (Jamieson & Talwalkar 2016, arXiv:1502.07943).
 
-At each rung the worse half stops. Every point keeps the schedule of its full run. Intermediate training losses are compared, so points
-that learn slowly at first, with a small learning rate or a long warm-up, are at a disadvantage. A
-stopped point keeps its checkpoint, and continues if it is run without --halving.
+At each rung the worse half stops. Every point keeps the schedule of its full run. Intermediate
+training losses are compared, so points that learn slowly at first, with a small learning rate or a
+long warm-up, are at a disadvantage. A stopped point keeps its checkpoint, and continues if it is
+run without --halving.
 """
 
 import math

@@ -78,7 +78,8 @@ class InTurn(_Training):
     ) -> bool:
         """Trains each point that has not finished or failed.
 
-        `until` gives a point's last step; `None` trains to the end. Returns True unless a signal stopped the training.
+        `until` gives a point's last step; `None` trains to the end. Returns True unless a signal
+        stopped the training.
         """
         waiting = [each for each in points if not each.finished and each.name not in self.failures]
         for number, point in enumerate(waiting, 1):

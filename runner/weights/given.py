@@ -1,4 +1,4 @@
-"""Weights from outside a run: initial and frozen weights, a reference model, or a fork's state."""
+"""Weights from outside a run: initial and frozen weights, reference models, states of forks."""
 
 import dataclasses
 from collections.abc import Collection, Mapping

@@ -306,7 +306,7 @@ class SavedRun:
 
     @functools.cached_property
     def origin(self) -> Path | None:
-        """The Hugging Face folder that the run began with, or the copy in an imported workdir."""
+        """The original Hugging Face folder, or its copy in an imported workdir, or `None`."""
         for workdir, _, _ in self._beginnings():
             if (origin := unlinked(workdir, ORIGIN)).is_dir():
                 return origin
@@ -331,7 +331,7 @@ class SavedRun:
 
     @functools.cached_property
     def trained(self) -> list[frozenset[str]]:
-        """The paths of the weights that this run trained, then of each run before it.
+        """The paths of the weights that this run trained, then of each of its ancestors.
 
         The list ends with the run that started from `began_with`. Paths refer to the model without
         adapters.
@@ -353,7 +353,7 @@ class SavedRun:
         return found
 
     def _beginnings(self) -> Iterator[tuple[Path, str | None, frozenset[str]]]:
-        """Yields workdir, initial reference and trained paths of this run and each before it."""
+        """Yields the workdir, initial reference and trained paths of this run and its ancestors."""
         workdir, notes, saved = self.workdir, self.notes, self.folder
         for _ in range(20):
             noted = notes.get("initialised_from")
