@@ -1,16 +1,16 @@
-"""A student of the quickstart's, 400 steps of 4,096 tokens; 2.5e13 FLOPs, 2 minutes on 2 CPU cores.
+"""A student of the quickstart, 400 steps of 4,096 tokens; 2.5e13 FLOPs, 2 minutes on 2 CPU cores.
 
     python -m runner --fdl_config=experiments/quickstart --workdir=/tmp/quickstart
     python -m runner --fdl_config=experiments/distil --workdir=/tmp/distil
 
-Where the teacher is too large to compute beside the student, or teaches several, what it says is
-stored first, 32 ids for each token:
+If the teacher is too large to run next to the student, or has several students, first store its
+predictions, 32 ids for each token:
 
     python -m runner.teach --from=/tmp/quickstart --fdl_config=experiments/distil --fiddler=stored
     python -m runner --fdl_config=experiments/distil --fiddler=stored --workdir=/tmp/stored
 
-Another teacher: --fdl.teacher=RUN, or a folder of Hugging Face's. Its tokenizer must have made the
-data.
+For another teacher: --fdl.teacher=RUN, or a Hugging Face folder. The data must have been made with
+its tokenizer.
 """
 
 import copy
@@ -24,9 +24,11 @@ from lmlib.losses.next_token import NextToken
 
 
 def config(teacher: fdl.Config[Experiment] | None = None) -> fdl.Config[Experiment]:
-    """Args:
-    teacher: whose model teaches; on the command line a run, or a folder of Hugging Face's or its
-        name. `None`: that of the quickstart, in /tmp/quickstart.
+    """Trains a student of the quickstart's size on the teacher's predictions.
+
+    Args:
+      teacher: its model is the teacher; on the command line a run, or a Hugging Face folder or
+        name. `None`: the quickstart's model in /tmp/quickstart.
     """
     cfg = quickstart.config()
     cfg.objective = fdl.Config(
@@ -43,18 +45,18 @@ def config(teacher: fdl.Config[Experiment] | None = None) -> fdl.Config[Experime
 
 
 def tiny(cfg: fdl.Config[Experiment]) -> None:
-    """The quickstart's smallest size, with a teacher that knows nothing."""
+    """The quickstart's smallest size, with an untrained teacher."""
     quickstart.tiny(cfg)
     cfg.objective.teacher = copy.deepcopy(cfg.model)
     cfg.objective.teacher_from = None
 
 
 def stored(cfg: fdl.Config[Experiment]) -> None:
-    """From what `python -m runner.teach` stored: the teacher is not computed any more."""
+    """Reads predictions stored by `python -m runner.teach`, without computing the teacher."""
     cfg.objective = fdl.Config(Distillation, weight=0.9)
     cfg.data.teacher, cfg.validation.teacher = "/tmp/taught/train", "/tmp/taught/validation"
 
 
 def alone(cfg: fdl.Config[Experiment]) -> None:
-    """The same student without a teacher, to compare with."""
+    """Trains the same student without a teacher, for comparison."""
     cfg.objective = fdl.Config(NextToken)

@@ -5,9 +5,9 @@
     python -m runner --fdl_config=experiments/dpo --workdir=/tmp/dpo \
         --fdl.base=RUN_OR_FOLDER --fdl.tokens=data/preferences
 
-Adapters train, as in experiments/lora.py. The reference is the base: without new adapters the model
-itself; of a base that has adapters, which train further, the base with them merged.
-docs/finetuning.md has the forms of preferences.jsonl.
+Adapters train, as in experiments/lora.py. The reference is the base model. If the base has
+adapters, these train further, and the reference is the base with its adapters merged.
+docs/finetuning.md describes the format of preferences.jsonl.
 """
 
 import fiddle as fdl
@@ -22,9 +22,11 @@ from lmlib.losses.dpo import DPO
 def config(
     base: fdl.Config[Experiment], tokens: str = "data/preferences"
 ) -> fdl.Config[Experiment]:
-    """Args:
-    base: of whose model; on the command line a run, or a folder of Hugging Face's or its name.
-    tokens: a data set of pairs with a split train.
+    """Trains adapters on preference pairs.
+
+    Args:
+      base: experiment of the model; on the command line a run, or a Hugging Face folder or name.
+      tokens: a data set of pairs with a split train.
     """
     cfg = lora.config(base, tokens)
     has_adapters = fdl.get_callable(base.model) is with_lora

@@ -7,9 +7,9 @@
     python -m runner --fdl_config=experiments/from_hf --workdir=/tmp/from_hf \
         --fdl.folder=Qwen/Qwen3-0.6B --fdl.tokens=data/c4_qwen3
 
-The architecture and the first weights are those of `folder`. The steps make 524,288 tokens each:
-set `steps`, `optimizer.peak_lr` and the rest for what you have. Once the run has a checkpoint, it
-needs of the folder no more than its config.json; RUN/config.json needs nothing of it.
+The architecture and the initial weights come from `folder`. Each step has 524,288 tokens: set
+`steps`, `optimizer.peak_lr` and other settings for your data. Once the run has a checkpoint, only
+the folder's config.json is still needed; RUN/config.json does not need the folder at all.
 """
 
 from collections.abc import Sequence
@@ -27,10 +27,12 @@ from lmlib.models.families.hugging_face.family import Family
 def config(
     folder: str, tokens: str = "data/c4", families: Sequence[Family] = FAMILIES
 ) -> fdl.Config[Experiment]:
-    """Args:
-    folder: of Hugging Face's, or a name on the Hub.
-    tokens: a data set with the splits train and validation, made with the folder's tokenizer.
-    families: those that are known; commands give theirs, with those of --trust_module.
+    """Trains the model of `folder` further.
+
+    Args:
+      folder: a Hugging Face folder, or a name on the Hub.
+      tokens: a data set with the splits train and validation, made with the folder's tokenizer.
+      families: the known families; commands pass theirs, including families of --trust_module.
     """
     found = described(local_folder_of(folder, weights=False), families)
     cfg = pretraining(

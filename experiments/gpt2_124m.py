@@ -4,8 +4,8 @@
 
 Sizes of openai-community/gpt2's config.json. Data as in experiments/llama_84m.py with
 --tokenizer=openai-community/gpt2 and --out=data/c4_gpt2; all else as in
-experiments/llama_3_2_1b.py. The peak learning rate is that of Brown et al. 2020 (arXiv:2005.14165,
-table 2.1) for this size.
+experiments/llama_3_2_1b.py. The peak learning rate is from Brown et al. 2020 (arXiv:2005.14165,
+table 2.1), for this size.
 """
 
 import fiddle as fdl

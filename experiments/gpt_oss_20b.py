@@ -3,9 +3,9 @@
     python -m runner --fdl_config=experiments/gpt_oss_20b --workdir=/tmp/gpt_oss_20b
 
 Sizes of openai/gpt-oss-20b's config.json. Data as in experiments/llama_84m.py with
---tokenizer=openai/gpt-oss-20b and --out=data/c4_gpt_oss. About 20 tokens per parameter that a token
-uses; all else as in experiments/llama_3_2_1b.py. OpenAI does not say how experts were balanced: the
-coefficient is that of Fedus et al. 2021 (arXiv:2101.03961, §2.2).
+--tokenizer=openai/gpt-oss-20b and --out=data/c4_gpt_oss. About 20 tokens per active parameter; all
+else as in experiments/llama_3_2_1b.py. OpenAI did not publish how experts were balanced; the
+coefficient is from Fedus et al. 2021 (arXiv:2101.03961, §2.2).
 """
 
 import fiddle as fdl

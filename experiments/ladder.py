@@ -1,4 +1,4 @@
-"""Depth is the dial, 10,400 steps of 8,192 tokens; 3.2e15 FLOPs, 0.14 H100-minutes at 40 % MFU.
+"""Sizes from depth, 10,400 steps of 8,192 tokens; 3.2e15 FLOPs, 0.14 H100-minutes at 40 % MFU.
 
     python -m runner --fdl_config=experiments/ladder --workdir=/tmp/rung --fdl.depth=4
     python -m runner.plan --fdl_config=experiments/ladder --fdl.depth=12
@@ -7,10 +7,10 @@
         --fdl.sequence_length=128
     python -m runner.ladder /tmp/rungs --compute
 
-From depth follow width and heads, from these the parameters, and from them tokens, batch and
-steps. The rate is one that was tuned once, for 64 wide and 4 layers (docs/transfer.md), handed on
-to other sizes by CompleteP. docs/ladder.md has the rules, and a rung that was predicted before it
-was trained.
+Depth determines width and heads; these determine the number of parameters, which determines tokens,
+batch size and steps. The learning rate was tuned once, for width 64 and 4 layers
+(docs/transfer.md); CompleteP transfers it to other sizes. docs/ladder.md has the rules, and a rung
+that was predicted before it was trained.
 """
 
 import math
@@ -30,9 +30,9 @@ from lmlib.optim.transfer import CompleteP
 from lmlib.parallel.mesh import make_mesh
 
 _BASE_WIDTH, _BASE_DEPTH = 64, 4
-_RATE, _BASE_STEPS = 16e-3, 200  # what is best for the base in so many steps
-_DECAYED = 2.0  # times that decay shrinks a weight by e in a run of level rate
-_ROWS = 4  # of a step at least
+_RATE, _BASE_STEPS = 16e-3, 200  # the best rate of the base model, for this number of steps
+_DECAYED = 2.0  # in a run with constant rate, decay shrinks weights by e this many times
+_ROWS = 4  # minimum rows of a step
 
 
 def config(
@@ -43,13 +43,15 @@ def config(
     tokens: str | None = None,
     vocab: int = 4_096,
 ) -> fdl.Config[Experiment]:
-    """Args:
-    depth: layers.
-    tokens_per_parameter: of the whole run, for each parameter, those of the vocabulary too.
-    width_per_layer: of the model, for each layer; and of a head.
-    sequence_length: of training and validation, so that rungs are measured alike.
-    tokens: a data set of `vocab` ids with the splits train and validation; Python's sources unless
-      said.
+    """Trains a model whose width, tokens, batch, steps and rate follow from its depth.
+
+    Args:
+      depth: number of layers.
+      tokens_per_parameter: training tokens per parameter, including the vocabulary's parameters.
+      width_per_layer: width of the model divided by its depth; also the size of a head.
+      sequence_length: of training and validation, so that all rungs are measured in the same way.
+      tokens: a data set of `vocab` ids with the splits train and validation; Python's sources by
+        default.
     """
     if depth < 1 or width_per_layer < 2 or tokens_per_parameter <= 0:
         raise ValueError(
@@ -64,13 +66,13 @@ def config(
     sizes = _sizes(depth * width_per_layer, depth, width_per_layer)
     base = _sizes(_BASE_WIDTH, _BASE_DEPTH, width_per_layer)
     total = tokens_per_parameter * _parameters(vocab, **sizes)
-    # About √tokens in a step, near where larger batches begin to cost tokens (Bergsma et al. 2025,
-    # arXiv:2505.13738, §3), as a power of two.
+    # About √tokens per step, near the point where larger batches begin to need more tokens (Bergsma
+    # et al. 2025, arXiv:2505.13738, §3), rounded to a power of two.
     rows = max(_ROWS, round(2 ** round(math.log2(total) / 2) / sequence_length))
     steps = max(1, round(total / (rows * sequence_length)))
-    # With η² · steps the same, runs of all lengths are as long in Adam's own time (Malladi et al.
-    # 2022, arXiv:2205.10287); with η · λ · steps, weights are averages over the same share of a run
-    # (Wang & Aitchison 2024, arXiv:2405.13698).
+    # Constant η² · steps makes runs of all lengths equally long in Adam's own time (Malladi et al.
+    # 2022, arXiv:2205.10287). Constant η · λ · steps averages weights over the same fraction of a
+    # run (Wang & Aitchison 2024, arXiv:2405.13698).
     peak_lr = _RATE * math.sqrt(_BASE_STEPS / steps)
     path = fdl.Config(standard_library, vocab_size=vocab) if tokens is None else tokens
     data = {"path": path, "sequence_length": sequence_length}
@@ -113,11 +115,11 @@ def _parameters(vocab: int, embed: int, layers: int, heads: int, mlp: int) -> in
 
 
 def tiny(cfg: fdl.Config[Experiment]) -> None:
-    """The same at the smallest size, 20 steps."""
+    """The same experiment at the smallest size, 20 steps."""
     cfg.model.vocab = 512
     if not isinstance(cfg.data.path, str):
         cfg.data.path.vocab_size, cfg.data.path.max_bytes = 512, 400_000
-    heads = cfg.scaling.base["heads"]  # of as many coordinates
+    heads = cfg.scaling.base["heads"]  # heads of the same size
     cfg.model.embed, cfg.model.layers, cfg.model.heads, cfg.model.mlp = 64, 2, heads, 128
     cfg.data.batch_size, cfg.data.sequence_length = 4, 64
     cfg.validation.batch_size, cfg.validation.sequence_length = 4, 64

@@ -2,7 +2,7 @@
 
     python -m runner --fdl_config=experiments/llama_270m --workdir=/tmp/llama_270m
 
-Data, shape's origin and `tiny` as in experiments/llama_84m.py.
+The data, the origin of the sizes and `tiny` are as in experiments/llama_84m.py.
 """
 
 import fiddle as fdl

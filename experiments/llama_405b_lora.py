@@ -4,7 +4,7 @@
         --tokenizer=meta-llama/Llama-3.1-405B-Instruct --max_length=4096 --out=data/chats_llama3
     python -m runner --fdl_config=experiments/llama_405b_lora --workdir=/tmp/llama_405b_lora
 
-For 8 accelerators of 192 GB. The base takes 102 GB of each: it is in bfloat16, split over all of
+For 8 accelerators of 192 GB. The base takes 102 GB on each: it is in bfloat16, split over all of
 them, and read from its folder piece by piece. All else as in experiments/llama_8b_lora.py.
 """
 

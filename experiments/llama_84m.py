@@ -6,7 +6,7 @@
         --tokenizer=huggyllama/llama-7b --out=data/c4
     python -m runner --fdl_config=experiments/llama_84m --workdir=/tmp/llama_84m
 
-The shape is seqax's, so that speed compares line by line. Try it anywhere with --fiddler=tiny.
+The sizes are seqax's, so that speeds can be compared. --fiddler=tiny runs anywhere.
 """
 
 import fiddle as fdl

@@ -4,9 +4,9 @@
         --tokenizer=meta-llama/Llama-3.1-8B-Instruct --max_length=4096 --out=data/chats_llama3
     python -m runner --fdl_config=experiments/llama_8b_lora --workdir=/tmp/llama_8b_lora
 
-The conversations go on from Llama 3.1 8B Instruct. Every matrix of every layer has an adapter of
-rank 16 (Dettmers et al. 2023, arXiv:2305.14314, §4); all else is frozen, in bfloat16. How to take
-the adapters along stands in docs/finetuning.md.
+The base is Llama 3.1 8B Instruct, trained further on conversations. Every matrix of every layer has
+an adapter of rank 16 (Dettmers et al. 2023, arXiv:2305.14314, §4); all else is frozen, in bfloat16.
+docs/finetuning.md explains how to export the adapters.
 """
 
 import fiddle as fdl

@@ -1,12 +1,12 @@
-"""Adapters (LoRA) on any model, 500 steps on your data: a run's model, or one of Hugging Face's.
+"""LoRA on any model, 500 steps on your data; the model is a run's or Hugging Face's.
 
     python -m data_tools.prepare_chats --dataset=chats.jsonl --tokenizer=TOKENIZER --out=data/chats
     python -m runner --fdl_config=experiments/lora --workdir=/tmp/lora \
         --fdl.base=RUN_OR_FOLDER --fdl.tokens=data/chats
 
-The architecture and the first weights are those of `base`. One that has adapters goes on with them;
+The architecture and the initial weights come from `base`. If it has adapters, these train further;
 all else is frozen. The data is flat tokens or conversations, made with the base's tokenizer.
-docs/finetuning.md has the forms of chats.jsonl.
+docs/finetuning.md describes the format of chats.jsonl.
 """
 
 import fiddle as fdl
@@ -18,9 +18,11 @@ from lmlib.experiment import Experiment
 
 
 def config(base: fdl.Config[Experiment], tokens: str = "data/chats") -> fdl.Config[Experiment]:
-    """Args:
-    base: of whose model; on the command line a run, or a folder of Hugging Face's or its name.
-    tokens: a data set with a split train.
+    """Trains adapters on a base model.
+
+    Args:
+      base: experiment of the model; on the command line a run, or a Hugging Face folder or name.
+      tokens: a data set with a split train.
     """
     cfg = llama_8b_lora.config()
     if fdl.get_callable(base.model) is lora:
@@ -29,7 +31,7 @@ def config(base: fdl.Config[Experiment], tokens: str = "data/chats") -> fdl.Conf
         cfg.model.of = base.model
     cfg.init_from = base.init_from
     cfg.compute = base.compute
-    # Of a mixture the first source says it.
+    # For a mixture of data sources, the first one determines it.
     like = next(part for part, _ in iterate(base.data) if hasattr(part, "sequence_length"))
     cfg.data.path, cfg.data.sequence_length = tokens, like.sequence_length
     cfg.data.batch_size = min(32, like.batch_size)
@@ -37,7 +39,7 @@ def config(base: fdl.Config[Experiment], tokens: str = "data/chats") -> fdl.Conf
 
 
 def tiny(cfg: fdl.Config[Experiment]) -> None:
-    """Some short steps on synthetic data; the model stays the base's."""
+    """A few short steps on synthetic data, with the model of the base."""
     model, cfg.model = cfg.model, cfg.model.of
     from_hf.tiny(cfg)
     cfg.model = model

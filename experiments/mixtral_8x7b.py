@@ -3,9 +3,8 @@
     python -m runner --fdl_config=experiments/mixtral_8x7b --workdir=/tmp/mixtral_8x7b
 
 Sizes of mistralai/Mixtral-8x7B-v0.1's config.json, data of experiments/mistral_7b.py. About 20
-tokens per parameter that a token uses; all else as in experiments/llama_3_2_1b.py. The paper does
-not say how experts were balanced: the coefficient is that of Fedus et al. 2021 (arXiv:2101.03961,
-§2.2).
+tokens per active parameter; all else as in experiments/llama_3_2_1b.py. The paper does not say how
+experts were balanced; the coefficient is from Fedus et al. 2021 (arXiv:2101.03961, §2.2).
 """
 
 import fiddle as fdl

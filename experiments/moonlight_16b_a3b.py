@@ -2,10 +2,10 @@
 
     python -m runner --fdl_config=experiments/moonlight_16b_a3b --workdir=/tmp/moonlight_16b_a3b
 
-Sizes of moonshotai/Moonlight-16B-A3B's config.json, a DeepSeek-V3; the balance's coefficient and
-the rate of corrections of DeepSeek-AI 2024 (arXiv:2412.19437, §4.2). Data of
-experiments/qwen3_0_6b.py, whose tokens are fewer. About 20 tokens per parameter that a token uses;
-all else as in experiments/llama_3_2_1b.py.
+Sizes of moonshotai/Moonlight-16B-A3B's config.json, a DeepSeek-V3. The coefficient of the balance
+loss and the rate of corrections are from DeepSeek-AI 2024 (arXiv:2412.19437, §4.2). Data of
+experiments/qwen3_0_6b.py, which has a smaller vocabulary. About 20 tokens per active parameter; all
+else as in experiments/llama_3_2_1b.py.
 """
 
 import fiddle as fdl

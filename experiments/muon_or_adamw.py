@@ -5,8 +5,8 @@
     python -m runner.sweep --fdl_config=experiments/muon_or_adamw --points=seeds --add_points \\
         --workdir=/tmp/muon_or_adamws
 
-Which of the two makes more of the same tokens, each at its best rate, at 4 and at 8 million
-parameters? docs/optimizers.md has the answer. The text is Python's sources, as in the quickstart.
+Compares the losses of both optimizers after the same tokens, each at its best rate, with 4 and 8
+million parameters. docs/optimizers.md has the result. The text is as in the quickstart.
 """
 
 import fiddle as fdl
@@ -21,9 +21,11 @@ _RATES = 1e-3, 2e-3, 4e-3, 8e-3, 16e-3
 
 
 def config(embed: int = 256, muon: bool = True) -> fdl.Config[Experiment]:
-    """Args:
-    embed: width; 256 makes 4 million parameters, 384 makes 8 million.
-    muon: Muon; else AdamW.
+    """Trains a small Llama with Muon or AdamW.
+
+    Args:
+      embed: width; 256 gives 4 million parameters, 384 gives 8 million.
+      muon: True for Muon, False for AdamW.
     """
     cfg = quickstart.config()
     cfg.data.path.vocab_size = cfg.model.vocab = _VOCAB
@@ -48,7 +50,7 @@ def sweep() -> Points:
 
 
 def seeds() -> Points:
-    """Two more seeds of each at the rate that was the best of the grid."""
+    """Two more seeds for each optimizer and size, at the best rate of the grid."""
     best = zipped(
         axis("embed", 256, 256, 384, 384),
         axis("muon", False, True, False, True),
@@ -58,7 +60,7 @@ def seeds() -> Points:
 
 
 def tiny(cfg: fdl.Config[Experiment]) -> None:
-    """The same at the smallest size, 20 steps."""
+    """The same experiment at the smallest size, 20 steps."""
     embed, heads = cfg.model.embed, cfg.model.heads
     quickstart.tiny(cfg)
     cfg.model.embed, cfg.model.heads = embed, heads

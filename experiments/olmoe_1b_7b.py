@@ -4,8 +4,8 @@
 
 Sizes of allenai/OLMoE-1B-7B-0924's config.json; peak learning rate and coefficients of Muennighoff
 et al. 2024 (arXiv:2409.02060, appendix B). Data as in experiments/llama_84m.py with
---tokenizer=allenai/OLMoE-1B-7B-0924 and --out=data/c4_olmoe. About 20 tokens per parameter that a
-token uses; all else as in experiments/llama_3_2_1b.py.
+--tokenizer=allenai/OLMoE-1B-7B-0924 and --out=data/c4_olmoe. About 20 tokens per active parameter;
+all else as in experiments/llama_3_2_1b.py.
 """
 
 import fiddle as fdl

@@ -1,19 +1,19 @@
-"""A Llama on text of your own: you say where its tokens are, the rest follows from them.
+"""A Llama on your own text: all sizes follow from the depth and the number of tokens.
 
     python -m data_tools.train_tokenizer --dataset=TEXTS --vocab_size=4096 --style=llama3 --out=TOK
     python -m data_tools.pretokenize --dataset=TEXTS --tokenizer=TOK --out=DATA \
         --validation_fraction=0.05
     python -m runner --fdl_config=experiments/own_text --workdir=/tmp/own_text --fdl.tokens=DATA
 
-docs/own-text.md goes through it. --fdl.layers=8 makes a larger model; --fdl.steps=300 ends early,
-and the learning rate then falls by step 300.
+docs/own-text.md is a walkthrough. --fdl.layers=8 makes a larger model; --fdl.steps=300 ends early,
+with a learning rate that decays by step 300.
 
-Depth sets the other sizes: 64 of width and one head for each layer. The run sees 20 tokens for each
-parameter, which is where more parameters and more tokens gain alike (Hoffmann et al. 2022,
-arXiv:2203.15556), but the data four times at most: up to there, tokens that are seen again are
-worth nearly as much as new ones (Muennighoff et al. 2023, arXiv:2305.16264). It makes about 4,000
-steps, fewer where that would leave less than 1,024 tokens for each, and more where it would take
-over 262,144. Wider models get lower learning rates. The prompts are how held-out texts begin.
+Depth determines the other sizes: each layer adds a width of 64 and one head. The run trains on 20
+tokens per parameter, where more parameters and more tokens help equally (Hoffmann et al. 2022,
+arXiv:2203.15556), but on at most four epochs of the data, because up to there repeated tokens are
+nearly as useful as new ones (Muennighoff et al. 2023, arXiv:2305.16264). It takes about 4,000
+steps: fewer if a step would have less than 1,024 tokens, more if it would have over 262,144. Wider
+models get lower learning rates. The prompts are the first words of held-out texts.
 """
 
 import fiddle as fdl
@@ -29,20 +29,23 @@ from lmlib.optim.schedules import warmup_cosine
 from lmlib.parallel.mesh import make_mesh
 
 _STEPS = 4_000
-_ROWS, _LONGEST = 8, 1_024  # sequences of a step at least, tokens of a sequence at most
+_ROWS, _LONGEST = 8, 1_024  # minimum sequences of a step, maximum tokens of a sequence
 _SMALLEST_BATCH, _LARGEST_BATCH = 1_024, 262_144  # tokens
-_VALIDATED = 65_536  # tokens of an evaluation while training goes on
+_VALIDATED = 65_536  # tokens of an evaluation during training
 _PROMPTS, _PROMPT_TOKENS, _PROMPT_LETTERS = 3, 24, 32
 
 
 def config(
     tokens: str, layers: int = 4, tokens_per_parameter: float = 20.0, epochs: float = 4.0
 ) -> fdl.Config[Experiment]:
-    """Args:
-    tokens: a data set of text with the splits train and validation.
-    layers: depth, and so the size: 4 make 3M parameters besides the vocabulary, 8 make 25M.
-    tokens_per_parameter: of the whole run, if the data is enough.
-    epochs: how often each token of the data is seen at most.
+    """Trains a Llama on your text; sizes and steps follow from the depth and the data.
+
+    Args:
+      tokens: a data set of text with the splits train and validation.
+      layers: depth, which determines the size: 4 layers have 3M parameters without the vocabulary,
+        8 have 25M.
+      tokens_per_parameter: training tokens per parameter, if there is enough data.
+      epochs: maximum number of passes over the data.
     """
     for name, value in {"layers": layers, "epochs": epochs}.items():
         if value <= 0:
@@ -50,7 +53,7 @@ def config(
     if tokens_per_parameter <= 0:
         raise ValueError(f"tokens_per_parameter must be positive, got {tokens_per_parameter}")
     train, held_out = _split(tokens, "train"), _split(tokens, "validation")
-    assert train.metadata is not None  # or it could not be opened
+    assert train.metadata is not None  # the data set could be opened, so it has metadata
     vocab, embed = train.metadata.vocab_size, 64 * layers
     mlp = 64 * -(-8 * embed // (3 * 64))
     parameters = vocab * embed + layers * (4 * embed**2 + 3 * embed * mlp)
@@ -61,7 +64,7 @@ def config(
             f"{_SMALLEST_BATCH:,} at least: pretokenize more text, or with a smaller vocabulary"
         )
     step = min(max(int(total / _STEPS), _SMALLEST_BATCH), _LARGEST_BATCH, train.tokens)
-    step = 1 << step.bit_length() - 1  # the power of two below
+    step = 1 << step.bit_length() - 1  # the next lower power of two
     sequence_length = min(step // _ROWS, _LONGEST)
     batch_size = step // sequence_length
     steps = max(1, round(total / step))
@@ -98,7 +101,7 @@ def config(
 
 
 def tiny(cfg: fdl.Config[Experiment]) -> None:
-    """The same data, a small model, 20 steps."""
+    """The same data with a small model, 20 steps."""
     cfg.model.embed, cfg.model.layers, cfg.model.heads, cfg.model.mlp = 64, 2, 4, 128
     cfg.data.sequence_length = cfg.validation.sequence_length = 64
     cfg.evaluation.batches = 1
@@ -107,7 +110,7 @@ def tiny(cfg: fdl.Config[Experiment]) -> None:
 
 
 def _split(tokens: str, split: str) -> FlatTokens:
-    """One document to a row, which seqax's format refuses."""
+    """Returns the split with one document per row, which seqax's format does not support."""
     found = FlatTokens(tokens, split, _PROMPTS, _PROMPT_TOKENS, seed=None, packed=False)
     if found.content != "text":
         raise ValueError(
@@ -118,7 +121,7 @@ def _split(tokens: str, split: str) -> FlatTokens:
 
 
 def _beginnings(held_out: FlatTokens) -> tuple[str, ...]:
-    """The first words of the first documents; none if no tokenizer is known."""
+    """Returns the first words of the first documents; empty if no tokenizer is known."""
     codec = held_out.text_codec()
     if codec is None:
         return ()

@@ -4,8 +4,8 @@
 
 Sizes of EleutherAI/pythia-70m's config.json. Data as in experiments/llama_84m.py with
 --tokenizer=EleutherAI/pythia-70m and --out=data/c4_pythia; all else as in
-experiments/llama_3_2_1b.py. The peak learning rate is that of Biderman et al. 2023
-(arXiv:2304.01373, table 1) for this size.
+experiments/llama_3_2_1b.py. The peak learning rate is from Biderman et al. 2023
+(arXiv:2304.01373, table 1), for this size.
 """
 
 import fiddle as fdl

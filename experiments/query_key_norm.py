@@ -1,10 +1,10 @@
-"""Query/key norm, yes or no, 600 steps of 1,024 tokens; 1.2e12 FLOPs, 1 minute on 2 CPU cores.
+"""Query and key norms, on or off, 600 steps of 1,024 tokens; 1.2e12 FLOPs, 1 minute on 2 CPU cores.
 
     python -m runner --fdl_config=experiments/query_key_norm --workdir=/tmp/query_key_norm
     python -m runner.sweep --fdl_config=experiments/query_key_norm --workdir=/tmp/query_key_norms
 
-A question in one file: do they lower the validation loss, at two widths? docs/research.md goes from
-here to a verdict. The text is Python's sources, as in the quickstart.
+A research question in one file: do the norms lower the validation loss, at two widths?
+docs/research.md leads from here to a verdict. The text is Python's sources, as in the quickstart.
 """
 
 import fiddle as fdl
@@ -20,10 +20,12 @@ _VOCAB = 1_024
 
 
 def config(embed: int = 64, query_key_norm: bool = False) -> fdl.Config[Experiment]:
-    """Args:
-    embed: width; heads have 32 coordinates.
-    query_key_norm: whether queries and keys are normed, each head alone, before they are rotated
-      (Henry et al. 2020, arXiv:2010.04245; Dehghani et al. 2023, arXiv:2302.05442, §2).
+    """Trains a small Llama with or without query and key norms.
+
+    Args:
+      embed: width; heads have 32 coordinates.
+      query_key_norm: True to norm each head's queries and keys before they are rotated (Henry et
+        al. 2020, arXiv:2010.04245; Dehghani et al. 2023, arXiv:2302.05442, §2).
     """
     cfg = quickstart.config()
     cfg.data.path.vocab_size = cfg.model.vocab = _VOCAB
@@ -40,19 +42,19 @@ def config(embed: int = 64, query_key_norm: bool = False) -> fdl.Config[Experime
 
 
 def sweep() -> Points:
-    """Both widths, with and without, three seeds each."""
+    """Both widths, with and without the norms, three seeds each."""
     return product(
         axis("embed", 64, 128), axis("query_key_norm", False, True), axis("seed", 0, 1, 2)
     )
 
 
 def ladder() -> Points:
-    """Three widths and three lengths, to predict a larger run from."""
+    """Three widths and three lengths, to predict a larger run."""
     return product(axis("embed", 32, 64, 128), axis("steps", 150, 300, 600))
 
 
 def tiny(cfg: fdl.Config[Experiment]) -> None:
-    """The same at the smallest size, 20 steps."""
+    """The same experiment at the smallest size, 20 steps."""
     embed, heads = cfg.model.embed, cfg.model.heads
     quickstart.tiny(cfg)
     cfg.model.embed, cfg.model.heads = embed, heads

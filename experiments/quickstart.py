@@ -2,8 +2,9 @@
 
     python -m runner --fdl_config=experiments/quickstart --workdir=/tmp/quickstart
 
-Needs no network. The data set is made on first use, in the user's cache folder. Four of Python's
-packages are for validation alone; the run's end says what gzip, xz and PPMd make of them.
+Works offline. The data set is made on first use, in the user's cache folder. Four of Python's
+packages are used only for validation; at its end, the run compares the model with gzip, xz and PPMd
+on them.
 """
 
 import fiddle as fdl
@@ -63,7 +64,7 @@ def config() -> fdl.Config[Experiment]:
 
 
 def tiny(cfg: fdl.Config[Experiment]) -> None:
-    """The same at the smallest size: a share of the sources, a small model, 20 steps."""
+    """The smallest size: some of the sources, a small model, 20 steps."""
     cfg.data.path.vocab_size, cfg.data.path.max_bytes = 512, 400_000
     cfg.model.vocab, cfg.model.embed, cfg.model.layers = 512, 64, 2
     cfg.model.heads, cfg.model.mlp, cfg.compute.unroll = 4, 128, 2

@@ -2,8 +2,8 @@
 
     python -m runner --fdl_config=experiments/quickstart_experts --workdir=/tmp/quickstart_experts
 
-Each token goes through 2 of 8 experts, which together are as large as the quickstart's mlp. All
-else as in experiments/quickstart.py; docs/experts.md compares the two.
+Each token uses 2 of 8 experts; two experts together are as large as the quickstart's MLP. All else
+as in experiments/quickstart.py; docs/experts.md compares the two.
 """
 
 import fiddle as fdl
@@ -27,6 +27,6 @@ def config() -> fdl.Config[Experiment]:
 
 
 def tiny(cfg: fdl.Config[Experiment]) -> None:
-    """The same at the smallest size: a share of the sources, a small model, 20 steps."""
+    """The smallest size: some of the sources, a small model, 20 steps."""
     quickstart.tiny(cfg)
     cfg.model.mlp, cfg.model.experts = 64, 4

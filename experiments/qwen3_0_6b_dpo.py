@@ -4,8 +4,8 @@
         --tokenizer=Qwen/Qwen3-0.6B --max_length=4096 --out=data/preferences_qwen3
     python -m runner --fdl_config=experiments/qwen3_0_6b_dpo --workdir=/tmp/qwen3_0_6b_dpo
 
-Adapters train, as in experiments/qwen3_0_6b_lora.py; without them the model is its own reference.
-docs/finetuning.md has the forms of preferences.jsonl.
+Adapters train, as in experiments/qwen3_0_6b_lora.py; the reference is the model without them.
+docs/finetuning.md describes the format of preferences.jsonl.
 """
 
 import fiddle as fdl

@@ -3,8 +3,8 @@
     python -m runner --fdl_config=experiments/qwen3_30b_a3b --workdir=/tmp/qwen3_30b_a3b
 
 Sizes of Qwen/Qwen3-30B-A3B-Base's config.json, data of experiments/qwen3_0_6b.py. About 20 tokens
-per parameter that a token uses; all else as in experiments/llama_3_2_1b.py. config.json has a
-router_aux_loss_coef of 0.001, of a balance that is 8 where all experts get the same.
+per active parameter; all else as in experiments/llama_3_2_1b.py. The router_aux_loss_coef of 0.001
+in config.json is for a balance loss that is 8 if all experts are used equally.
 """
 
 import fiddle as fdl

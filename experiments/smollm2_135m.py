@@ -4,7 +4,7 @@
 
 Sizes of HuggingFaceTB/SmolLM2-135M's config.json. Data as in experiments/llama_84m.py with
 --tokenizer=HuggingFaceTB/SmolLM2-135M and --out=data/c4_smollm2; all else as in
-experiments/llama_3_2_1b.py. The peak learning rate is that of experiments/gpt2_124m.py.
+experiments/llama_3_2_1b.py. The peak learning rate is as in experiments/gpt2_124m.py.
 """
 
 import fiddle as fdl

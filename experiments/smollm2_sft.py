@@ -4,9 +4,9 @@
         --tokenizer=HuggingFaceTB/SmolLM2-135M-Instruct --out=data/chats --max_length=2048
     python -m runner --fdl_config=experiments/smollm2_sft --workdir=/tmp/smollm2_sft
 
-All weights train, on what the assistant says. The model is that of experiments/smollm2_135m.py; its
-first weights are those of a folder of Hugging Face's, or of a name on the Hub: --init_from=FOLDER.
-docs/finetuning.md has the forms of chats.jsonl.
+All weights train, on the assistant's messages. The model is as in experiments/smollm2_135m.py; its
+initial weights come from a Hugging Face folder or a name on the Hub: --init_from=FOLDER.
+docs/finetuning.md describes the format of chats.jsonl.
 """
 
 import fiddle as fdl
@@ -28,6 +28,6 @@ def config() -> fdl.Config[Experiment]:
 
 
 def tiny(cfg: fdl.Config[Experiment]) -> None:
-    """New weights at a size for tests, on synthetic data, seconds on a laptop."""
+    """The same experiment at a size for tests: new weights, synthetic data, seconds on a laptop."""
     smollm2_135m.tiny(cfg)
     cfg.init_from, cfg.samples.prompts, cfg.samples.every = None, (), None

@@ -5,11 +5,11 @@
         --out=data/fineweb_gpt2
     python -m runner --fdl_config=experiments/speedrun_124m --workdir=/tmp/speedrun_124m
 
-GPT-2's sizes (124M in what multiplies) with the parts of public speedruns, whose goal is a
-validation loss of 3.28 (Jordan et al. 2024, https://github.com/KellerJordan/modded-nanogpt): their
-records with such parts and Muon took 3,200 to 5,100 steps of as many tokens. It was not run here at
-this size. On one GPU: --fdl.microbatches=8. Elsewhere --fiddler=tiny for seconds,
---fiddler=thousandth for minutes.
+GPT-2's sizes (124M parameters in matrix products) with the parts of public speedruns, whose goal is
+a validation loss of 3.28 (Jordan et al. 2024, https://github.com/KellerJordan/modded-nanogpt).
+Their records with such parts and Muon took 3,200 to 5,100 steps of the same size. This experiment
+has not been run at full size. On one GPU: --fdl.microbatches=8. Elsewhere: --fiddler=tiny for
+seconds, --fiddler=thousandth for minutes.
 """
 
 import fiddle as fdl
@@ -48,8 +48,7 @@ def config() -> fdl.Config[Experiment]:
 
 
 def thousandth(cfg: fdl.Config[Experiment]) -> None:
-    """A thousandth of the tokens, of Python's sources, for a hundredth of the model: some minutes
-    on CPU cores."""
+    """A thousandth of the tokens (Python's sources), a hundredth of the model: minutes on CPUs."""
     small, model = quickstart.config(), cfg.model
     cfg.data, cfg.validation = small.data, small.validation
     cfg.data.batch_size, cfg.data.sequence_length, cfg.steps = 8, 128, 1_700

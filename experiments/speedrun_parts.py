@@ -1,10 +1,10 @@
-"""Speedruns' parts, each alone, 300 steps of 1,024 tokens; 3.5e11 FLOPs, 1 minute on 2 CPU cores.
+"""Parts of speedruns, one by one, 300 steps of 1,024 tokens; 3.5e11 FLOPs, 1 minute on 2 CPU cores.
 
     python -m runner --fdl_config=experiments/speedrun_parts --workdir=/tmp/speedrun_parts
     python -m runner.sweep --fdl_config=experiments/speedrun_parts --workdir=/tmp/parts_of_speedruns
 
-What does each part of `lmlib/models/families/speedrun.py` change, at two sizes? docs/recipes.md has
-the table. The text is Python's sources, as in the quickstart.
+Measures the effect of each part of `lmlib/models/families/speedrun.py`, at two sizes.
+docs/recipes.md has the table. The text is Python's sources, as in the quickstart.
 """
 
 import fiddle as fdl
@@ -17,7 +17,7 @@ from lmlib.optim.schedules import warmup_cosine
 from lmlib.sweeps import Points, axis, chain, product
 
 _VOCAB = 1_024
-# Arguments of `speedrun` with which it is a Llama, and what each of them is as a part.
+# Arguments that turn `speedrun` into a Llama; `_PARTS` has each argument's value as a part.
 _WITHOUT = {
     "value_embeddings": False,
     "residual_scales": False,
@@ -40,10 +40,12 @@ _OF_DATA = "begin_with_documents"
 
 
 def config(embed: int = 64, layers: int = 2, part: str = "none") -> fdl.Config[Experiment]:
-    """Args:
-    embed, layers: sizes; heads have 32 coordinates.
-    part: "none"; the argument of `speedrun` that is not as in Llama, "value_embeddings" for
-      example; "all" of these; or "begin_with_documents", of the data.
+    """Trains a small Llama with one part of `speedrun`, with all parts, or with none.
+
+    Args:
+      embed, layers: sizes; heads have 32 coordinates.
+      part: "none"; the argument of `speedrun` that differs from Llama, such as "value_embeddings";
+        "all" for all of these; or "begin_with_documents", a part of the data.
     """
     if part not in ("none", "all", _OF_DATA, *_PARTS):
         known = ", ".join(("none", *_PARTS, _OF_DATA, "all"))
@@ -52,7 +54,7 @@ def config(embed: int = 64, layers: int = 2, part: str = "none") -> fdl.Config[E
     cfg.data.path.vocab_size = _VOCAB
     parts = _PARTS if part == "all" else {**_WITHOUT, part: _PARTS.get(part)}
     parts = {name: value for name, value in parts.items() if name in _PARTS}
-    mlp = 15 * embed // 4 if parts["squared_relu"] else 5 * embed // 2  # as many weights
+    mlp = 15 * embed // 4 if parts["squared_relu"] else 5 * embed // 2  # the same number of weights
     cfg.model = fdl.Partial(
         speedrun, vocab=_VOCAB, embed=embed, layers=layers, heads=embed // 32, mlp=mlp, **parts
     )
@@ -70,12 +72,12 @@ def config(embed: int = 64, layers: int = 2, part: str = "none") -> fdl.Config[E
 
 
 def small() -> Points:
-    """Each part and all, three seeds each, at the smaller size."""
+    """Each part and all parts, three seeds each, at the smaller size."""
     return _every(64, 2)
 
 
 def large() -> Points:
-    """The same at the larger one."""
+    """The same at the larger size."""
     return _every(128, 4)
 
 
@@ -85,7 +87,7 @@ def sweep() -> Points:
 
 
 def tiny(cfg: fdl.Config[Experiment]) -> None:
-    """The same on a share of the sources, 20 steps."""
+    """The same experiment on some of the sources, 20 steps."""
     cfg.data.path.vocab_size = cfg.model.vocab = 512
     cfg.data.path.max_bytes = 400_000
     cfg.steps = 20

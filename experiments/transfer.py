@@ -3,7 +3,7 @@
     python -m runner --fdl_config=experiments/transfer --workdir=/tmp/transfer
     python -m runner.sweep --fdl_config=experiments/transfer --workdir=/tmp/transfers
 
-Is the rate that is best for a model of 64 wide and 4 layers the best for others too?
+Is the best learning rate of a model with width 64 and 4 layers also the best for other sizes?
 docs/transfer.md has the answer. The text is Python's sources, as in the quickstart.
 """
 
@@ -25,10 +25,13 @@ _RATES_OF_MUON = 16e-3, 32e-3, 64e-3, 128e-3
 def config(
     embed: int = 64, layers: int = 4, scaling: bool = True, muon: bool = False
 ) -> fdl.Config[Experiment]:
-    """Args:
-    embed, layers: width, and how many layers; heads have 16 coordinates.
-    scaling: whether the rate is that of 64 and 4, handed on by CompleteP, or this model's own.
-    muon: Muon; else AdamW.
+    """Trains a small Llama with a transferred learning rate, or with its own.
+
+    Args:
+      embed, layers: width and depth; heads have 16 coordinates.
+      scaling: True if the rate is for width 64 and depth 4, and CompleteP transfers it; False if it
+        is for this model.
+      muon: True for Muon, False for AdamW.
     """
     cfg = quickstart.config()
     cfg.data.path.vocab_size = cfg.model.vocab = _VOCAB
@@ -56,18 +59,18 @@ def sweep() -> Points:
 
 
 def with_muon() -> Points:
-    """The same of Muon, whose rates are higher."""
+    """The same with Muon, at higher rates."""
     return product(axis("muon", True), _sizes_at(_RATES_OF_MUON))
 
 
 def without() -> Points:
-    """Two widths, with rates of their own, one seed."""
+    """Two widths with rates of their own, one seed."""
     rates = axis("optimizer.peak_lr", *(rate / 4 for rate in _RATES[:2]), *_RATES)
     return product(axis("embed", 64, 256), axis("scaling", False), rates, axis("seed", 0))
 
 
 def tiny(cfg: fdl.Config[Experiment]) -> None:
-    """The same at the smallest size, 20 steps."""
+    """The same experiment at the smallest size, 20 steps."""
     embed, heads = cfg.model.embed, cfg.model.heads
     quickstart.tiny(cfg)
     cfg.model.embed, cfg.model.heads = embed, heads

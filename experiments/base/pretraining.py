@@ -1,6 +1,6 @@
-"""Pretraining of a model on flat tokens, whatever its family is; and the same at a size for tests.
+"""Pretraining on flat tokens, for any model family, and fiddlers shared by experiments.
 
-Experiments say their model, their data and how long they train.
+Experiments choose their model, their data and the length of training.
 """
 
 import math
@@ -39,13 +39,14 @@ def pretraining(
     peak_lr: float = 3e-4,
     validation_batches: int = 4,
 ) -> fdl.Config[Experiment]:
-    """An experiment that trains `model` with AdamW; its learning rate warms up for a tenth of the
-    steps and falls to a tenth along a cosine.
+    """Trains `model` with AdamW.
+
+    The learning rate warms up for a tenth of the steps, and falls to a tenth along a cosine.
 
     Args:
       tokens: a data set with the splits train and validation.
-      batch_size, sequence_length: of training and validation alike.
-      validation_batches: of each evaluation but the last.
+      batch_size, sequence_length: of both training and validation.
+      validation_batches: batches of each evaluation except the last.
     """
     data = {"path": tokens, "batch_size": batch_size, "sequence_length": sequence_length}
     return fdl.Config(
@@ -73,7 +74,7 @@ def pretraining(
 
 
 def few_steps(cfg: fdl.Config[Experiment]) -> None:
-    """Some short steps on synthetic data; the model stays as it is."""
+    """Trains for a few short steps on synthetic data, with an unchanged model."""
     data = {"vocab_size": cfg.model.vocab, "batch_size": 8, "sequence_length": 64}
     cfg.data = fdl.Config(Synthetic, **data)
     cfg.validation = fdl.Config(Synthetic, seed=1, **data)
@@ -83,7 +84,7 @@ def few_steps(cfg: fdl.Config[Experiment]) -> None:
 
 
 def tiny_with(**sizes: int) -> Fiddler:
-    """A fiddler `tiny`, which also sets those `sizes` that not every family has."""
+    """Returns a fiddler `tiny` that also sets `sizes`, which some families do not have."""
 
     def tiny(cfg: fdl.Config[Experiment]) -> None:
         """The same experiment at a size for tests: synthetic data, seconds on a laptop."""
@@ -98,11 +99,10 @@ def tiny_with(**sizes: int) -> Fiddler:
 
 
 def tiny_base(tiny_of_base: Fiddler) -> Fiddler:
-    """A fiddler `tiny` of adapters on a model that `tiny_of_base` makes small."""
+    """Returns a fiddler `tiny` for adapters; `tiny_of_base` shrinks the base model."""
 
     def tiny(cfg: fdl.Config[Experiment]) -> None:
-        """The same experiment at a size for tests: a small base with new weights, synthetic
-        data."""
+        """The same experiment at a size for tests: a small new base, synthetic data."""
         model, cfg.model = cfg.model, cfg.model.of
         tiny_of_base(cfg)
         model.of, cfg.model = cfg.model, model
@@ -112,7 +112,7 @@ def tiny_base(tiny_of_base: Fiddler) -> Fiddler:
 
 
 def stable(cfg: fdl.Config[Experiment], decay: int = 0) -> None:
-    """A learning rate that stays until the last `decay` steps, so that the run can be forked."""
+    """Keeps the learning rate constant until the last `decay` steps, so that runs can be forked."""
     schedule = cfg.optimizer.schedule
     warmup = schedule.warmup
     if not isinstance(warmup, int):
@@ -128,10 +128,10 @@ def later_stage(
     microbatches: int | None = None,
     same_pieces: bool = True,
 ) -> None:
-    """After `begin`, a fraction or a number of steps, batches of other sizes, of the same text.
+    """Changes batch sizes from `begin` on, a fraction or number of steps, with the same text.
 
-    Rows of several lengths are cut from the same pieces, so that no text comes twice in an epoch.
-    That is another order of the first rows, too: not with `same_pieces=False`.
+    Rows of different lengths are cut from the same pieces, so no text is repeated within an epoch.
+    This also changes the order of the first rows, except with `same_pieces=False`.
     """
     before = [cfg, *cfg.later_stages][-1]
     sizes = {"batch_size": batch_size, "sequence_length": sequence_length}
@@ -147,12 +147,13 @@ def later_stage(
 
 
 def longer_rows(cfg: fdl.Config[Experiment], sequence_length: int) -> None:
-    """Rows of `sequence_length` tokens, as many tokens a step as before if that is a row or more,
-    and rotary positions scaled from the shorter rows to these (YaRN): to go on from a run of those
-    with --init_from.
+    """Trains on rows of `sequence_length` tokens, with rotary positions scaled by YaRN.
+
+    It continues a run with shorter rows, through --init_from. A step has as many tokens as before,
+    or one row if that is more.
 
     Raises:
-      ValueError: if these rows are not longer.
+      ValueError: if the rows are not longer than before.
     """
     shorter = cfg.data.sequence_length
     if sequence_length <= shorter:
@@ -163,7 +164,7 @@ def longer_rows(cfg: fdl.Config[Experiment], sequence_length: int) -> None:
         factor=factor,
         theta=cfg.model.rope_theta,
         original=shorter,
-        amplitude=0.1 * math.log(factor) + 1,  # the paper's
+        amplitude=0.1 * math.log(factor) + 1,  # as in the paper
     )
     for data in (cfg.data, cfg.validation):
         data.batch_size = max(1, data.batch_size * data.sequence_length // sequence_length)
@@ -171,7 +172,7 @@ def longer_rows(cfg: fdl.Config[Experiment], sequence_length: int) -> None:
 
 
 def synthetic(cfg: fdl.Config[Experiment]) -> None:
-    """Made-up tokens in batches of the same sizes: to try a machine and its speed without data."""
+    """Uses synthetic tokens in batches of the same sizes, to test speed without data."""
     for name, seed in (("data", 0), ("validation", 1)):
         sizes = getattr(cfg, name)
         made_up = fdl.Config(
@@ -181,13 +182,12 @@ def synthetic(cfg: fdl.Config[Experiment]) -> None:
 
 
 def fast(cfg: fdl.Config[Experiment]) -> None:
-    """For devices with room for every activation: nothing is computed twice, layers are unrolled,
-    logits are bfloat16."""
+    """Uses more memory for speed: no recomputation, unrolled layers, bfloat16 logits."""
     cfg.compute.saved = EVERYTHING
     cfg.compute.unroll = cfg.model.layers
     cfg.compute.logits_dtype = "bfloat16"
 
 
 def muon(cfg: fdl.Config[Experiment]) -> None:
-    """Muon in place of AdamW, at its learning rate, schedule and weight decay."""
+    """Uses Muon instead of AdamW, with Muon's learning rate, schedule and weight decay."""
     fdl.update_callable(cfg.optimizer, muon_optimizer, drop_invalid_args=True)

@@ -1,1 +1,1 @@
-"""Small weights that train beside those of a model."""
+"""Small trainable weights added to a model's weights."""

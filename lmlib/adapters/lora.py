@@ -32,11 +32,11 @@ def lora(
     *,
     key: PRNGKeyArray,
 ) -> Any:
-    """The model that `of(key=…)` makes, with adapters: for `Experiment.model`.
+    """Makes a model with `of(key=…)` and adds adapters, for `Experiment.model`.
 
         model=fdl.Partial(lora, of=fdl.Partial(llama, …), rank=8, alpha=16)
 
-    The other arguments are those of `with_adapters`.
+    The other arguments are as in `with_adapters`.
     """
     return with_adapters(
         of(key=key), rank, alpha, paths, axes, rank_stabilized, dropout, key=fold(key, "adapters")
@@ -54,23 +54,26 @@ def with_adapters(
     *,
     key: PRNGKeyArray,
 ) -> M:
-    """`model` with a new `lmlib.models.matrices.adapted.Adapted` in place of each matrix that is
-    selected. It computes what `model` does: the adapters start at zero.
+    """Adds low-rank adapters to the selected matrices of `model`.
+
+    Each matrix is replaced by an `lmlib.models.matrices.adapted.Adapted`. The result computes the
+    same as `model`, because adapters start at zero.
 
     Args:
-      rank: of the adapters. A mesh's `tensor` must divide it.
-      alpha: what an adapter makes is multiplied by alpha / rank.
-      paths, axes: which weights, as in `lmlib.parallel.selection.selected`; of these, all matrices
-        are adapted, but no norms, biases, learned positions and routers. Those of experts are where
-        one of these means them alone: "*.experts.*", or the axis "expert"; each expert has a pair.
-        A table of the vocabulary (`axes=("vocab",)`) is merged in every step, and so is its
-        gradient as large as the table.
-      rank_stabilized: multiply by alpha / √rank (rsLoRA: Kalajdzievski 2023, arXiv:2312.03732).
-      dropout: rate at which elements of what an adapter multiplies are dropped in training; 0 with
+      rank: rank of the adapters. The size of the mesh's `tensor` axis must divide it.
+      alpha: adapter outputs are multiplied by alpha / rank.
+      paths, axes: select weights, as in `lmlib.parallel.selection.selected`. All selected matrices
+        are adapted; norms, biases, learned positions and routers are not. Experts' matrices are
+        adapted only if a selector matches nothing but experts: "*.experts.*", or the axis "expert".
+        Each expert has its own adapter. An adapted vocabulary table (`axes=("vocab",)`) is merged
+        in every step, so its gradient is as large as the table.
+      rank_stabilized: True to multiply by alpha / √rank instead (rsLoRA: Kalajdzievski 2023,
+        arXiv:2312.03732).
+      dropout: rate at which elements of the adapters' inputs are dropped in training; must be 0 for
         experts.
 
     Raises:
-      ValueError: for numbers out of range, or a selection of no matrix, or of a router alone.
+      ValueError: if a number is out of range, or the selection has no matrix or is only a router.
     """
     if rank < 1 or not 0 < alpha < math.inf:
         raise ValueError(f"rank and alpha must be positive, got {rank} and {alpha}")
@@ -93,7 +96,7 @@ def with_adapters(
 def _matrices(
     weights: Mapping[str, Weight], paths: Sequence[str], axes: Sequence[str]
 ) -> dict[str, Weight]:
-    """Those of the selected weights that are adapted."""
+    """Returns the selected weights that can be adapted."""
     chosen = selected(weights, paths, axes)
     found = {path: one for path, one in chosen.items() if can_be_adapted(one)}
     asked = dict[str, Weight]()
@@ -118,6 +121,6 @@ def _matrices(
 
 
 def merged(model: M) -> M:
-    """`model` with each adapter added to its base, in float32 at least; it computes the same."""
-    with on_mesh_of(model), jax.default_matmul_precision("highest"):  # else TF32 on GPUs
+    """Merges each adapter into its base, at least in float32; the result computes the same."""
+    with on_mesh_of(model), jax.default_matmul_precision("highest"):  # avoids TF32 on GPUs
         return map_adapted(lambda _, one: one.dense(), model)

@@ -1,1 +1,1 @@
-"""Measures models: the loss of batches, and of each token, document and place in a document."""
+"""Measures a model's loss on batches, and by token, document and position in a document."""

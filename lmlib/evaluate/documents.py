@@ -1,4 +1,4 @@
-"""Loss over documents, each evaluated alone: per token, byte, character and place in a document."""
+"""Loss on independent documents: per token, per byte, per character and by position."""
 
 import dataclasses
 import math
@@ -18,9 +18,9 @@ class Document(NamedTuple):
     """A document to evaluate.
 
     Attributes:
-      ids: token ids, with what frames it.
-      bytes, characters: of its text, in UTF-8 and in Unicode code points; `None` if unknown.
-      is_target: bool, which of the ids count; `None`: all. The first never does.
+      ids: token ids, including begin and end tokens.
+      bytes, characters: size of its text, in UTF-8 and in Unicode code points; `None` if unknown.
+      is_target: True for ids that count; `None`: all. The first id never counts.
     """
 
     ids: np.ndarray
@@ -31,7 +31,7 @@ class Document(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class AtPositions:
-    """The loss of targets with `first` + 1 to `last` + 1 tokens of context, nats per token."""
+    """The loss of targets with `first` + 1 to `last` + 1 tokens of context, in nats per token."""
 
     first: int
     last: int
@@ -41,14 +41,15 @@ class AtPositions:
 
 @dataclasses.dataclass(frozen=True)
 class DocumentsEvaluation:
-    """What a model makes of documents; standard errors are over documents.
+    """A model's loss on documents; standard errors are over documents.
 
     Attributes:
-      targets: tokens that were predicted, each once.
-      bytes, characters: of the documents' texts; `None`, like the bits per each, if unknown.
+      targets: number of predicted tokens, each counted once.
+      bytes, characters: size of the documents' texts; `None` if unknown, like the bits per byte and
+        per character.
       loss: nats per target.
-      perplexity: exp(loss), its standard error by the delta method.
-      by_position: by the number of inputs before each target in its window, in powers of two.
+      perplexity: exp(loss), with a standard error by the delta method.
+      by_position: loss by the number of inputs before the target in its window, in powers of two.
     """
 
     documents: int
@@ -64,7 +65,7 @@ class DocumentsEvaluation:
 
 @dataclasses.dataclass
 class _Open:
-    """A document of which some windows are not scored yet."""
+    """A document with windows that are not scored yet."""
 
     nats_K: np.ndarray
     targets_K: np.ndarray
@@ -75,7 +76,7 @@ class _Open:
 
 
 class _Sums:
-    """Everything summed over documents; K buckets of positions."""
+    """Sums over documents; K buckets of positions."""
 
     def __init__(self, buckets: int):
         self.documents = 0
@@ -103,19 +104,19 @@ def evaluate_documents(
     overlap: int = 0,
     progress: Callable[[int, int], None] = lambda documents, targets: None,
 ) -> DocumentsEvaluation:
-    """Evaluates each document alone: nothing of another is its context, packed or not.
+    """Evaluates each document independently; packed documents do not see each other.
 
     Every process must call it, with the same documents.
 
     Args:
-      packing: how documents lie in batches; those longer than a row are cut as
-        `lmlib.evaluate.windows.windows` says.
-      overlap: tokens of context that each window of a document but its first begins with.
-      progress: called with the documents and targets that are done, after each batch.
+      packing: how documents are put into batches; documents longer than a row are cut as in
+        `lmlib.evaluate.windows.windows`.
+      overlap: tokens of context at the start of each window of a document, except the first.
+      progress: called with the numbers of finished documents and targets, after each batch.
 
     Raises:
-      ValueError: if there is no document, none has two tokens, a token is outside of the model's
-        vocabulary, or `overlap` leaves a window nothing new.
+      ValueError: if there are no documents, none has two tokens, a token is outside the model's
+        vocabulary, or `overlap` leaves no new tokens in a window.
     """
     length = packing.sequence_length
     if not 0 <= overlap < length:
@@ -140,7 +141,7 @@ def evaluate_documents(
             yield from pieces
 
     def scored() -> Iterator[tuple[list[Placed], np.ndarray]]:
-        """One batch is made while the devices are at the one before."""
+        """Prepares each batch while the devices compute the previous one."""
         begun: tuple[list[Placed], jax.Array] | None = None
         for batch, placed in packing.batches(cut()):
             before, begun = begun, (placed, scorer.begin(model, batch)[0])
@@ -173,11 +174,11 @@ def _evaluation(sums: _Sums) -> DocumentsEvaluation:
             f"there is nothing to predict: none of {sums.documents:,} documents has two tokens"
         )
     loss = sums.loss.estimate()
-    perplexity = float(np.exp(np.float64(loss.value)))  # which may be infinite
+    perplexity = float(np.exp(np.float64(loss.value)))  # may be infinite
     error = None if loss.standard_error is None else perplexity * loss.standard_error
     known_bytes = sums.bytes_known and sums.per_byte.documents > 0
     known_characters = sums.characters_known and sums.per_character.documents > 0
-    bit = math.log(2)  # nats
+    bit = math.log(2)  # in nats
     return DocumentsEvaluation(
         documents=sums.documents,
         targets=int(sums.loss.denominator),
@@ -201,7 +202,7 @@ def _evaluation(sums: _Sums) -> DocumentsEvaluation:
 
 
 def _buckets(length: int) -> np.ndarray:
-    """The bucket of each position: 0–1, 2–3, 4–7, … are buckets 0, 1, 2, …"""
+    """Returns the bucket of each position: 0–1, 2–3, 4–7, … are buckets 0, 1, 2, …"""
     exponents = np.frexp(np.maximum(np.arange(length), 1).astype(np.float64))[1]
     return exponents.astype(np.int64) - 1
 

@@ -1,11 +1,11 @@
 """A ratio of sums over documents, such as nats per token, with its standard error.
 
-Documents are independent of each other, tokens of one document are not. The ratio of n documents
-with numerators y and denominators x is R = Σy / Σx, and its standard error
+Documents are independent of each other; tokens of one document are not. The ratio of n documents
+with numerators y and denominators x is R = Σy / Σx, and its standard error is
 
     sqrt(n / (n - 1) · Σ (y - R x)²) / Σx
 
-(Cochran, Sampling Techniques, 3rd edition 1977, §6.4, of an infinite population; for means over
+(Cochran, Sampling Techniques, 3rd edition 1977, §6.4, for an infinite population; for means over
 tokens this is the clustered standard error of Miller 2024, arXiv:2411.00640, §2.2).
 """
 
@@ -15,14 +15,14 @@ import math
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """A number and its standard error, in the same unit; `None` of fewer than two documents."""
+    """A number and its standard error, in the same unit; `None` for fewer than two documents."""
 
     value: float
     standard_error: float | None
 
 
 class Ratio:
-    """Sums of any number of documents, in float64; documents without a denominator do not count."""
+    """Sums over documents, in float64; documents with a denominator of 0 are ignored."""
 
     def __init__(self) -> None:
         self.documents = 0
@@ -30,7 +30,7 @@ class Ratio:
         self._yy = self._xy = self._xx = 0.0
 
     def add(self, y: float, x: float) -> None:
-        """A document's numerator and denominator."""
+        """Adds a document's numerator and denominator."""
         if x == 0:
             return
         self.documents += 1
@@ -41,7 +41,7 @@ class Ratio:
         self._xx += x * x
 
     def estimate(self, unit: float = 1.0) -> Estimate:
-        """The ratio over `unit`, and its standard error.
+        """Returns the ratio divided by `unit`, and its standard error.
 
         Raises:
           ValueError: if no document has a denominator.
@@ -53,7 +53,7 @@ class Ratio:
             return Estimate(ratio / unit, None)
         squares = self._yy - 2 * ratio * self._xy + ratio**2 * self._xx
         n = self.documents
-        # Rounding may leave less than nothing; what is not finite stays so.
+        # Rounding may give a negative number; non-finite numbers are kept.
         squares = 0.0 if squares < 0 else squares
         error = math.sqrt(squares * n / (n - 1)) / self.denominator
         return Estimate(ratio / unit, error / unit)

@@ -1,4 +1,4 @@
-"""Token losses of batches on the host, returned to every process as NumPy arrays."""
+"""Computes token losses of batches, and returns them to every process as NumPy arrays."""
 
 import functools
 
@@ -16,8 +16,10 @@ from lmlib.parallel.other_meshes import undivided, undivided_model
 
 
 class Scorer:
-    """Computes `token_losses` on a mesh; compiles once for each shape of batch. Rows may have any
-    length: they are whole on each device."""
+    """Computes `token_losses` on a mesh; compiles once for each shape of batch.
+
+    Rows may have any length, because they are not split over devices.
+    """
 
     def __init__(self, mesh: Mesh, compute: Compute):
         self._mesh = mesh = undivided(mesh)
@@ -28,17 +30,19 @@ class Scorer:
 
     @property
     def divisor(self) -> int:
-        """What must divide the rows of a batch."""
+        """A batch's number of rows must be a multiple of this."""
         return pieces(COMPUTE["batch"], self._mesh)
 
     def __call__(self, model: Model, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-        """`token_losses` of a NumPy batch that is the same on every process, which all must call
-        this: nats, float32 at least, and bool, both [batch, seq]."""
+        """Returns `token_losses` of a NumPy batch, as nats (at least float32) and bool.
+
+        Both have the shape [batch, seq]. All processes must call this with the same batch.
+        """
         nats_BS, likeliest_BS = self.begin(model, batch)
         return np.asarray(nats_BS), np.asarray(likeliest_BS)
 
     def begin(self, model: Model, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        """As a call, but the devices may still be at it."""
+        """Like a call, but returns before the devices have finished."""
         on_own, _ = undivided_model(model, mesh_of(model) or self._mesh)
         with jax.set_mesh(self._mesh):
             return self._losses(on_own, jax.tree.map(self._placed, batch))

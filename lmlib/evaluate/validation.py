@@ -1,4 +1,4 @@
-"""The metrics of an objective over validation batches, every unit counted once."""
+"""Metrics of an objective over validation batches, with every unit counted once."""
 
 import dataclasses
 import functools
@@ -26,12 +26,12 @@ NEXT_TOKEN = NextToken()
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """What an objective measured on batches of one source.
+    """An objective's metrics on batches of one source.
 
     Args:
-      sums: of each metric, over the units of each batch (N).
-      counts: of units, tokens or pairs, in each batch; not all 0.
-      digest: of all that the batches hold, in their order; the same on every mesh.
+      sums: sums of each metric over the units of each batch (N).
+      counts: units (tokens or pairs) of each batch; not all 0.
+      digest: digest of the batches' content, in order; the same on every mesh.
     """
 
     sums: Mapping[str, Float64[np.ndarray, "N"]]
@@ -44,12 +44,12 @@ class Evaluation:
 
     @functools.cached_property
     def metrics(self) -> dict[str, float]:
-        """The metrics on average over all units."""
+        """Returns the metrics, averaged over all units."""
         return {name: sum(each.tolist()) / self.count for name, each in self.sums.items()}
 
     @property
     def loss(self) -> float:
-        """In the unit that the objective gives its `loss`."""
+        """The objective's `loss`, in its unit."""
         return self.metrics["loss"]
 
 
@@ -60,19 +60,22 @@ def evaluation_step(
     compute: Compute,
     objective: Objective,
 ) -> tuple[dict[str, Array], Int32[Array, ""], UInt32[Array, "fields 2"]]:
-    """The sums of the objective's metrics over a batch, nothing dropped at random, the count of
-    its units, and what tells it from other batches."""
+    """Returns the sums of the objective's metrics over a batch, without dropout.
+
+    Also returns the count of its units, and a digest of its content.
+    """
     reported = sums_of(objective, model, reference_model, batch, compute).reported
     bits = jnp.stack([sums_of_bits(field) for field in jax.tree.leaves(batch)])
     return {name: reported[name] for name in objective.metrics}, objective.count(batch), bits
 
 
 class Evaluator:
-    """Evaluates models on the first batches of sources, always the same ones.
+    """Evaluates models on the first batches of sources, which are always the same.
 
-    At most two batches are under way: the devices never wait, and hold no more than that. XLA's CPU
-    client lets 32 programs wait; one more blocks the thread that starts it, which may be the thread
-    that another device needs, and simulated devices then wait for each other until XLA aborts.
+    At most two batches are in flight: the devices never wait, and memory is bounded. More would
+    also be unsafe on simulated devices. XLA's CPU client queues 32 programs, and one more blocks
+    the thread that starts it. Another device may need that thread, and then the devices wait for
+    each other until XLA aborts.
     """
 
     def __init__(self, mesh: Mesh, compute: Compute, objective: Objective = NEXT_TOKEN):
@@ -85,13 +88,13 @@ class Evaluator:
     def __call__(
         self, model: Model, source: Source, batches: int, reference_model: Model | None = None
     ) -> Evaluation:
-        """The metrics of `model` over the first `batches` batches of `source`.
+        """Returns the metrics of `model` over the first `batches` batches of `source`.
 
         Args:
-          reference_model: the one that the objective needs.
+          reference_model: for objectives that need one.
 
         Raises:
-          ValueError: if the objective counts nothing in them.
+          ValueError: if the objective counts no units in these batches.
         """
         rows = sharding("batch seq", self._mesh)
         with jax.set_mesh(self._mesh), Prefetch(source, rows, 0, batches) as placed:
@@ -116,19 +119,19 @@ class Evaluator:
 
 
 def bits_per_byte(nats_per_target: float, bytes_per_target: float) -> float:
-    """A cross-entropy as bits for each byte of text; comparable across tokenizers."""
+    """Converts a cross-entropy to bits per byte of text; comparable across tokenizers."""
     return nats_per_target / math.log(2) / bytes_per_target
 
 
 def validation_metrics(
     objective: Objective, sets: Mapping[str, Source], named: bool, begin: str
 ) -> dict[str, str]:
-    """The names of what is measured on validation `sets`, each with its unit.
+    """Returns the names and units of the metrics on validation `sets`.
 
-    `begin` is "validation" of the whole sets, "evaluation" of the part that is seen in training.
-    The names are `validation_loss` and so on, the total over all sets, and if sets are `named`
-    `validation_loss/NAME` of each. Sets of text have bits per byte too, and so has their total if
-    all sets are text.
+    `begin` is "validation" for the whole sets, and "evaluation" for the part evaluated during
+    training. The names are `validation_loss` and so on for the total over all sets and, if sets are
+    `named`, also `validation_loss/NAME` for each. Sets of text have bits per byte too, and so has
+    the total if all sets are text.
     """
     names = tuple(sets) if named else ()
     found: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Documents to batches: cut into windows, and windows packed into rows that keep them apart.
+"""Cuts documents into windows, and packs windows into rows of batches as separate segments.
 
 Shapes: B batch (rows), S sequence.
 """
@@ -18,9 +18,9 @@ class Window(NamedTuple):
 
     Attributes:
       document: its number.
-      ids: the inputs and, one after them, the last target.
-      first: the first input whose target counts; those before are context alone.
-      offset: where the first of `ids` is in its document.
+      ids: the inputs, followed by the last target.
+      first: the first input whose target counts; earlier inputs are only context.
+      offset: position of the first of `ids` in the document.
     """
 
     document: int
@@ -44,11 +44,11 @@ class Placed(NamedTuple):
 def windows(
     document: int, ids: np.ndarray, sequence_length: int, overlap: int = 0
 ) -> Iterator[Window]:
-    """The windows of a document, which predict every token but the first exactly once.
+    """Yields the windows of a document, which predict each token but the first exactly once.
 
-    A document of up to `sequence_length` + 1 tokens is one window. Of a longer one each window has
-    `sequence_length` inputs, the last perhaps fewer, and begins with the last `overlap` inputs of
-    the one before.
+    A document of up to `sequence_length` + 1 tokens is one window. In a longer one, each window has
+    `sequence_length` inputs (the last may have fewer), and begins with the last `overlap` inputs of
+    the previous window.
     """
     start = 0
     while start + (overlap if start else 0) < len(ids) - 1:
@@ -59,15 +59,15 @@ def windows(
 
 @dataclasses.dataclass(frozen=True)
 class Packing:
-    """How windows are put into batches.
+    """Settings for putting windows into batches.
 
     Args:
-      rows: of a batch.
+      rows: rows of a batch.
       sequence_length: inputs of a row; no window has more.
-      packed: whether a row holds as many windows as fit, each a segment, or one.
+      packed: True to put as many windows as fit into a row, each as a segment; otherwise one.
 
     Raises:
-      MemoryError: if a batch takes more memory than is free.
+      MemoryError: if a batch does not fit in free memory.
     """
 
     rows: int
@@ -79,9 +79,9 @@ class Packing:
         check_fits_host(what, self.rows * self.sequence_length * TOKEN_BYTES)
 
     def batches(self, windows: Iterable[Window]) -> Iterator[tuple[Batch, list[Placed]]]:
-        """NumPy batches, all of one shape, and where the windows are in each.
+        """Yields NumPy batches of equal shape, and the places of the windows in each.
 
-        A window goes into the first row that has room; a batch ends where none has.
+        A window goes into the first row with room; if no row has room, a new batch begins.
         """
         placed: list[Placed] = []
         used_B = [0] * self.rows

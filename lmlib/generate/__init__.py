@@ -1,4 +1,4 @@
-"""Continuing texts with a trained model."""
+"""Generates text with a trained model."""
 
 from lmlib.generate.generator import Generator, generate, usual_dtype
 from lmlib.generate.sampling import GREEDY, Sampling

@@ -1,5 +1,6 @@
-"""The caches of rows: empty, put together, and whether memory has room for them. A model without
-caches computes the whole sequence again for every token.
+"""Caches of rows: creates and concatenates them, and checks that they fit in memory.
+
+A model without a cache recomputes the whole sequence for every token.
 
 Shapes: B batch (rows), S sequence, N longest sequence, E embed, V vocab.
 """
@@ -23,7 +24,7 @@ from lmlib.parallel.layout import reshard
 
 
 class TokensSoFar(eqx.Module):
-    """In place of a cache."""
+    """The tokens so far, in place of a cache."""
 
     tokens: Int32[Array, "1 b n"]
 
@@ -31,7 +32,10 @@ class TokensSoFar(eqx.Module):
 def recomputed(
     model: Model, tokens_BS: Int32[Array, "b s"], context: Context, cache: TokensSoFar
 ) -> tuple[Float[Array, "b s embed"], TokensSoFar]:
-    """The residual stream at the context's positions, and the tokens with the new ones."""
+    """Computes the residual stream at the context's positions without a cache.
+
+    Also returns the tokens so far, including the new ones.
+    """
     is_at_BSN = context.positions_BS[:, :, None] == jnp.arange(cache.tokens.shape[2])
     given_BN = jnp.sum(jnp.where(is_at_BSN, tokens_BS[:, :, None], 0), axis=1)
     tokens_BN = jnp.where(jnp.any(is_at_BSN, axis=1), given_BN, cache.tokens[0])
@@ -42,7 +46,7 @@ def recomputed(
 
 
 def empty(model: Model, rows: int, length: int, compute: Compute) -> Any:
-    """For rows of `length` tokens."""
+    """Returns an empty cache for rows of `length` tokens."""
     cache = model.empty_cache(rows, length, compute.dtype)
     if cache is None:
         cache = TokensSoFar(reshard(jnp.zeros((1, rows, length), jnp.int32), (None, "batch", None)))
@@ -50,8 +54,11 @@ def empty(model: Model, rows: int, length: int, compute: Compute) -> Any:
 
 
 def check_memory(model: Model, mesh: Mesh | None, rows: int, length: int, compute: Compute) -> None:
-    """Raises MemoryError if such a cache and its logits take more memory than is free. Of several
-    processes none asks: they might find different numbers, and then wait for each other."""
+    """Raises MemoryError if the cache and the logits do not fit in free memory.
+
+    Does nothing with several processes: they might measure different numbers, and then wait for
+    each other.
+    """
     if jax.process_count() > 1:
         return
 
@@ -60,7 +67,7 @@ def check_memory(model: Model, mesh: Mesh | None, rows: int, length: int, comput
         return empty(model, rows, length, compute), reshard(logits_BV, "batch whole_vocab")
 
     cache, logits_BV = jax.eval_shape(made, model)
-    # On CPUs prompts are computed in groups, whose caches are then put together.
+    # On CPUs, prompts are computed in groups, and the groups' caches are concatenated.
     copies = 2 if platform() == "cpu" and rows > 1 else 1
     devices = jax.devices()[:1] if mesh is None else list(mesh.devices.flat)
     check_fits(f"a cache of {rows:,} × {length:,} tokens", [[cache] * copies, logits_BV], devices)
@@ -68,7 +75,7 @@ def check_memory(model: Model, mesh: Mesh | None, rows: int, length: int, comput
 
 @jax.jit
 def rows_of(tree: Any, row_B: jax.Array) -> Any:
-    """Rows of the second axis of each array."""
+    """Selects rows along the second axis of each array."""
 
     def chosen(x: jax.Array) -> jax.Array:
         lies = None if jax.sharding.get_abstract_mesh().empty else jax.typeof(x).sharding.spec
@@ -79,6 +86,6 @@ def rows_of(tree: Any, row_B: jax.Array) -> Any:
 
 @jax.jit
 def joined(caches: Sequence[Any], features: Sequence[jax.Array]) -> tuple[Any, jax.Array]:
-    """The rows of several as those of one: a cache has them in the second axis of each array."""
+    """Concatenates caches along rows, their arrays' second axis, and also the features."""
     cache = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), *caches)
     return cache, jnp.concatenate(features)

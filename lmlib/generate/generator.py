@@ -1,4 +1,4 @@
-"""Continuing prompts.
+"""Generates continuations of prompts.
 
 Shapes: B batch (rows), P prompts, C tokens of a chunk of prompts, E embed, V vocab.
 """
@@ -27,35 +27,35 @@ from lmlib.parallel.mesh import mesh_of
 from lmlib.parallel.other_meshes import undivided_model
 
 Prompt = Sequence[int]
-ROUND = 64  # tokens at most between two looks at what was made
+ROUND = 64  # maximum number of tokens between two transfers to the host
 _SHORTEST_CHUNK = 16
-_TOKENS_IN_CACHE = 1_024  # of a chunk, whose activations then stay in the cache of a CPU's core
-_STOP_IDS = 8  # programs are compiled for multiples of so many
-_LENGTHS = 64  # caches made by `generate` are a multiple of so many tokens long
+_TOKENS_IN_CACHE = 1_024  # tokens of a chunk; its activations then fit in the cache of a CPU core
+_STOP_IDS = 8  # programs are compiled for multiples of this number
+_LENGTHS = 64  # caches made by `generate` are a multiple of this number of tokens long
 
 
 class Generator:
-    """Continues prompts with one model. Its programs are compiled once, for all calls.
+    """Continues prompts with one model; its programs are compiled once, for all calls.
 
-    A row's tokens follow from its prompt, its id, its sample's number and the seed; they do not
-    depend on what else is in the batch, on the mesh, or on `chunk`, but for rounding.
+    A row's tokens depend on its prompt, its id, its sample's number and the seed. Apart from
+    rounding, they do not depend on the rest of the batch, the mesh, or `chunk`.
 
     Args:
-      model: is copied in the dtype of `compute`.
-      mesh: where its weights lie; `None`: that which they were made on, if any. Rows are whole on
-        each device, whether or not it has an axis that splits them.
-      compute: its `dtype` and `attention` count; `None`: in `usual_dtype`.
-      rows: of a batch: prompts times samples.
-      length: tokens of the longest row, prompt and continuation.
-      chunk: tokens of each prompt that are computed together; longer prompts take several.
-      whole: whether each device keeps all the weights that it multiplies; otherwise they are split
+      model: copied in the dtype of `compute`.
+      mesh: where the weights are placed; `None`: the mesh that they were made on, if any. Rows are
+        never split over devices, whatever axes the mesh has.
+      compute: only `dtype` and `attention` are used; `None`: in `usual_dtype`.
+      rows: rows of a batch: prompts times samples.
+      length: tokens of the longest row, including the prompt.
+      chunk: number of tokens of each prompt that are computed at once; longer prompts need several
+        chunks.
+      whole: True if each device keeps all the weights that it multiplies; otherwise they are split
         over `fsdp`, and gathered for every token.
-      int8: whether its matrices rest in 8 bits, for which they are rounded: less memory, not more
-        speed.
+      int8: True to store matrices in rounded 8-bit form, which saves memory but is not faster.
 
     Raises:
-      ValueError: if a size is not in [1, 2^31), or the model cannot compute sequences so long.
-      MemoryError: if the cache and logits take more memory than is free, in a run of one process.
+      ValueError: if a size is not in [1, 2^31), or the model does not support such long sequences.
+      MemoryError: if the cache and the logits do not fit in free memory, in a run of one process.
     """
 
     def __init__(
@@ -99,8 +99,10 @@ class Generator:
         stop_ids: Sequence[int] = (),
         ids: Sequence[int] | None = None,
     ) -> list[list[Generated]]:
-        """`samples` continuations of each prompt; see `stream`. Any number of prompts, in as many
-        batches as they need."""
+        """Returns `samples` continuations of each prompt; see `stream`.
+
+        Any number of prompts is accepted; they are processed in batches.
+        """
         ids = range(len(prompts)) if ids is None else ids
         together = max(1, self.rows // samples)
         results: list[list[Generated]] = []
@@ -126,21 +128,21 @@ class Generator:
         ids: Sequence[int] | None = None,
         round: int = 8,
     ) -> "Stream":
-        """Continuations as they are made; a row for each sample of the first prompt, then of the
-        second, and so on.
+        """Streams continuations: a row for each sample of the first prompt, then of the second …
 
         Args:
           prompts: token ids, at least one each.
-          max_tokens: of each continuation.
-          samples: of each prompt, which is computed once.
-          seed, ids: randomness follows from them; each prompt has an id: 0, 1, … unless said.
+          max_tokens: maximum number of tokens of each continuation.
+          samples: continuations of each prompt, which is computed once.
+          seed, ids: determine the randomness; each prompt has an id, 0, 1, … by default.
           stop_ids: tokens that end a row.
-          round: tokens between two looks at them, at most; the first rounds are shorter.
+          round: maximum number of tokens between two transfers to the host; the first rounds are
+            shorter.
 
         Raises:
-          ValueError: if a prompt is empty, has an id that the model does not know, or is too long
-            for `max_tokens` more; if there are more rows than the generator's; or if a seed or an
-            id is not in [0, 2^32).
+          ValueError: if a prompt is empty, has an id outside the vocabulary, or is too long for
+            `max_tokens` more; if there are more rows than the generator has; or if a seed or an id
+            is not in [0, 2^32).
         """
         ids = range(len(prompts)) if ids is None else ids
         rows = len(prompts) * samples
@@ -148,7 +150,7 @@ class Generator:
         rules = rules_of(sampling)
         with self._on_mesh():
             lengths_P, cache, h_PE = self._prefilled(prompts)
-            # Rows that no prompt needs have stopped before they begin.
+            # Unused rows are stopped from the start.
             prompt_B = np.minimum(np.arange(self.rows) // samples, len(prompts) - 1)
             if not np.array_equal(prompt_B, np.arange(len(lengths_P))):
                 row_B = self._placed(prompt_B, (None,))
@@ -200,8 +202,10 @@ class Generator:
         made: Sequence[Generated],
         stop: list[int],
     ) -> tuple[State, Made, int]:
-        """A round of up to `limit` tokens after those `made`, after `stop` has ended some rows; it
-        ends before a text grows beyond a switch of the model's."""
+        """Computes a round of up to `limit` tokens after `made`; first stops the rows `stop`.
+
+        The round ends before a text exceeds one of the model's `switches`.
+        """
         samples = len(made) // len(prompts)
         texts = {
             row: [*prompts[row // samples], *each.tokens]
@@ -223,8 +227,10 @@ class Generator:
             return state, new, limit
 
     def _prefilled(self, prompts: Sequence[Prompt]) -> tuple[np.ndarray, Any, jax.Array]:
-        """The length of each prompt, a cache that has them, and the features of their last tokens;
-        prompts are added until the mesh divides them, or a CPU's groups of them are whole."""
+        """Computes the prompts; returns their lengths, a cache and their last tokens' features.
+
+        Dummy prompts are added so that the mesh divides their number, or groups on a CPU are full.
+        """
         rows = self._divisible(len(prompts))
         if platform() == "cpu" and self._divisible(1) == 1:
             longest = min(self._chunk, max(map(len, prompts)))
@@ -240,8 +246,12 @@ class Generator:
         return lengths_P, *caches.joined(parts, features)
 
     def _with(self, cache: Any, texts: Sequence[Prompt]) -> tuple[Any, jax.Array]:
-        """`cache` with a text in each row, from its first token on, and the features of their last
-        tokens. Where a text is empty the row stays. `None`: a new cache."""
+        """Computes a text in each row of `cache`, from its first token on.
+
+        Returns the cache and the features of the last tokens. Rows with empty texts stay unchanged.
+        If `cache` is `None`, a new one is
+        made.
+        """
         rows = len(texts)
         lengths_B = np.array([*map(len, texts)], np.int32)
         tokens_BS = np.zeros((rows, self.length), np.int32)
@@ -309,7 +319,7 @@ class Generator:
         return seen_PV[prompt_B]
 
     def _divisible(self, rows: int) -> int:
-        """`rows`, or so many more that the mesh divides them."""
+        """Rounds `rows` up to a multiple that the mesh can split."""
         parts = 1 if self._mesh is None else pieces(COMPUTE["batch"], self._mesh)
         return -(-rows // parts) * parts
 
@@ -324,7 +334,7 @@ class Generator:
 
 @functools.partial(jax.jit, static_argnums=2)
 def _seeds(seed: UInt32[Array, ""], ids_P: UInt32[Array, "p"], samples: int) -> jax.Array:
-    """The data of each row's key: of the seed, the prompt's id, the sample's number."""
+    """Returns each row's key data, derived from seed, prompt id and sample number."""
 
     def of_prompt(id: jax.Array) -> jax.Array:
         key = jax.random.fold_in(jax.random.key(seed), id)
@@ -347,8 +357,10 @@ def generate(
     mesh: Mesh | None = None,
     compute: Compute | None = None,
 ) -> list[list[Generated]]:
-    """`samples` continuations of each prompt, in one batch of as many rows; see `Generator`, which
-    is the better choice for several calls."""
+    """Returns `samples` continuations of each prompt, all computed in one batch.
+
+    For several calls, use `Generator`.
+    """
     longest = max(map(len, prompts), default=0) + max_tokens
     length = padded_length(model, longest, _LENGTHS)
     generator = Generator(model, mesh, compute, max(1, len(prompts) * samples), length)

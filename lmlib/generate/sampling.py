@@ -1,4 +1,4 @@
-"""How a token is chosen of its logits.
+"""Chooses tokens from their logits.
 
 Shapes: B batch (rows), V vocab.
 """
@@ -9,27 +9,30 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
-_LEAST, _MOST = 1e-6, 1e6  # factors of logits, which stay finite in float32
+_LEAST, _MOST = 1e-6, 1e6  # range of the logits' factor; they stay finite in float32
 
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """Which tokens may follow, and how likely each is. The settings act in the order in which they
-    stand here but for the temperature, which comes after the penalty. Of tokens that are equally
-    likely all stay, or none.
+    """Settings that determine which tokens may follow, and their probabilities.
+
+    They are applied in the order of this list, except that the temperature comes after the penalty.
+    Tokens of equal probability are all kept or all removed.
 
     Args:
-      temperature: divides the logits; 0 takes the likeliest token always.
-      top_k: only the so many likeliest tokens; `None`: all.
-      top_p: only the likeliest tokens, as few as have this probability together (nucleus sampling:
-        Holtzman et al. 2020, arXiv:1904.09751, §3.1), in what `top_k` leaves; 1: all.
-      min_p: only tokens that are at least this share as likely as the likeliest (Nguyen et al.
-        2024, arXiv:2407.01082, §3); 0: all.
-      repetition_penalty: logits of tokens that the text has already, prompt included, are divided
-        by it if positive, else multiplied (Keskar et al. 2019, arXiv:1909.05858, §4.1); 1: not.
+      temperature: divides the logits; 0 always chooses the most likely token.
+      top_k: keep only this many tokens, the most likely ones; `None`: all.
+      top_p: keep the smallest set of most likely tokens with at least this total probability, among
+        the tokens that `top_k` keeps (nucleus sampling: Holtzman et al. 2020, arXiv:1904.09751,
+        §3.1); 1: all.
+      min_p: keep only tokens with at least this fraction of the most likely token's probability
+        (Nguyen et al. 2024, arXiv:2407.01082, §3); 0: all.
+      repetition_penalty: logits of tokens that occur in the text, including the prompt, are divided
+        by it if positive, and multiplied by it otherwise (Keskar et al. 2019, arXiv:1909.05858,
+        §4.1); 1: no penalty.
 
     Raises:
-      ValueError: for a value out of its range.
+      ValueError: if a value is out of range.
     """
 
     temperature: float = 1.0
@@ -59,12 +62,12 @@ class Sampling:
 GREEDY = Sampling(temperature=0.0)
 
 
-Rules = frozenset[str]  # the settings that matter: programs are compiled for these
-Numbers = dict[str, Float[Array, ""]]  # all settings: programs take the numbers as they run
+Rules = frozenset[str]  # names of the settings in use; programs are compiled for each set
+Numbers = dict[str, Float[Array, ""]]  # values of all settings; arguments of the programs
 
 
 def rules_of(sampling: Sampling) -> Rules:
-    """The names of the settings that matter. Without "temperature" nothing is drawn."""
+    """Returns the names of the settings in use; without "temperature", sampling is greedy."""
     found = set() if sampling.repetition_penalty == 1 else {"repetition_penalty"}
     if sampling.temperature > 0:
         found.add("temperature")
@@ -75,7 +78,7 @@ def rules_of(sampling: Sampling) -> Rules:
 
 
 def numbers_of(sampling: Sampling) -> Numbers:
-    """The values of the settings, for the devices."""
+    """Returns the settings' values as arrays."""
     values = dataclasses.asdict(dataclasses.replace(sampling, top_k=sampling.top_k or 1))
     return {name: jnp.float32(value) for name, value in values.items()}
 
@@ -87,12 +90,14 @@ def choose(
     numbers: Numbers,
     rules: Rules,
 ) -> tuple[Int32[Array, "b"], Float[Array, "b"]]:
-    """A token for each row, and its log-probability in nats under the logits as they are.
+    """Chooses a token for each row; also returns log-probabilities in nats.
+
+    The log-probabilities are those under the original logits.
 
     Args:
-      noise_BV: standard Gumbel noise: the likeliest token with it added is a draw (Maddison et al.
-        2014, arXiv:1411.0030); not needed if greedy.
-      seen_BV: which tokens the text has; needed if penalised.
+      noise_BV: standard Gumbel noise; the token with the largest sum of logit and noise is a sample
+        (Maddison et al. 2014, arXiv:1411.0030). Not needed for greedy sampling.
+      seen_BV: True for tokens that occur in the text; needed for the repetition penalty.
     """
     allowed_BV = allowed(logits_BV, seen_BV, numbers, rules)
     if noise_BV is not None:
@@ -109,7 +114,7 @@ def allowed(
     numbers: Numbers,
     rules: Rules,
 ) -> Float[Array, "b vocab"]:
-    """The logits of the distribution that is drawn from: -inf where a token may not follow."""
+    """Returns the logits to sample from, with -inf for tokens that are not allowed."""
     z_BV = logits_BV
     if "repetition_penalty" in rules:
         assert seen_BV is not None
@@ -131,15 +136,15 @@ def allowed(
 def _likeliest(
     z_BV: Float[Array, "b vocab"], mass_BV: Float[Array, "b vocab"], limit: Float[Array, ""]
 ) -> Float[Array, "b vocab"]:
-    """`z` where what is likelier has less than `limit` of the mass together; -inf elsewhere.
+    """Keeps `z` if more likely tokens have less than `limit` of the total mass, else -inf.
 
     The smallest such logit is found by bisection over bit patterns, in 32 sums over the vocabulary,
-    where sorting it would take far longer.
+    which is much faster than sorting.
     """
     rank_BV = _rank(z_BV)
 
     def halve(bit: Array, below_B1: Array) -> Array:
-        # `below` has the limit's mass above it, and below + 2^(31 - bit) is tried.
+        # The mass above `below` reaches the limit; next, below + 2^(31 - bit) is tried.
         tried_B1 = below_B1 + (jnp.uint32(1) << (31 - bit).astype(jnp.uint32))
         above_B1 = jnp.sum(jnp.where(rank_BV > tried_B1, mass_BV, 0), axis=-1, keepdims=True)
         return jnp.where(above_B1 >= limit, tried_B1, below_B1)
@@ -149,7 +154,7 @@ def _likeliest(
 
 
 def _rank(z: Float[Array, "..."]) -> UInt32[Array, "..."]:
-    """Integers in the order of the float32s `z`, the same for zeros of both signs."""
+    """Maps float32s to integers in the same order; zeros of both signs are equal."""
     bits = jax.lax.bitcast_convert_type(z.astype(jnp.float32), jnp.uint32)
     bits = jnp.where(z == 0, jnp.uint32(0), bits)
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))

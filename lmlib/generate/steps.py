@@ -1,4 +1,4 @@
-"""The programs of generation: prompts into the cache, a chunk at a time; then token after token.
+"""Compiled programs of generation: prefill of the prompts in chunks, then token by token.
 
 Shapes: B batch (rows), C tokens of a chunk of prompts, N tokens of a round, E embed, V vocab.
 """
@@ -19,14 +19,16 @@ from lmlib.models.model import Model, logits_of
 from lmlib.parallel.collectives import on_each_device
 from lmlib.parallel.layout import partition, reshard
 
-NOTHING = -1  # in place of a token, of a row that has stopped
+NOTHING = -1  # placeholder for a token of a row that has stopped
 
 
 class Chooser(NamedTuple):
-    """What choosing a token needs besides its logits.
+    """Inputs of the choice of a token, in addition to its logits.
 
-    seeds_B2: from which a row's randomness follows, with the position: the data of a key.
-    stop_ids: tokens that end a row; `NOTHING` fills up.
+    Attributes:
+      seeds_B2: key data; with the position, it determines a row's randomness.
+      numbers: values of the sampling settings.
+      stop_ids: tokens that end a row, padded with `NOTHING`.
     """
 
     seeds_B2: UInt32[Array, "b 2"]
@@ -35,12 +37,13 @@ class Chooser(NamedTuple):
 
 
 class State(NamedTuple):
-    """Between two tokens.
+    """The state between two tokens.
 
-    token_B: the newest token of each row, which the cache does not have yet.
-    position_B: its position.
-    stopped_B: whether the row makes no more.
-    seen_BV: which tokens its text has, if that matters.
+    Attributes:
+      token_B: the newest token of each row, which is not in the cache yet.
+      position_B: its position.
+      stopped_B: True if the row has ended.
+      seen_BV: True for tokens that occur in the row's text; `None` if not needed.
     """
 
     cache: Any
@@ -51,7 +54,7 @@ class State(NamedTuple):
 
 
 class Made(NamedTuple):
-    """The tokens of a round; `NOTHING` after a row's end."""
+    """The tokens of a round, with `NOTHING` after a row's end."""
 
     tokens_BN: Int32[Array, "b n"]
     logprobs_BN: Float[Array, "b n"]
@@ -70,12 +73,13 @@ def prefill(
     length: int,
     compute: Compute,
 ) -> tuple[Any, Float[Array, "b embed"]]:
-    """The cache with a chunk of each prompt in it, from position `start` on, and the features of
-    each prompt's last token as far as they are known.
+    """Adds a chunk of each prompt to the cache, from position `start` on.
+
+    Also returns the features of each prompt's last token, as far as they are known.
 
     Args:
-      cache, h_BE: what the chunks before this one gave; `None`: there were none. An empty cache is
-        made here, where nobody writes zeros that the chunk overwrites.
+      cache, h_BE: results of the previous chunk; `None` for the first chunk. An empty cache is made
+        inside the program, where zeros that the chunk overwrites are never written.
       length: tokens of the longest row, for which the cache has room.
     """
     if cache is None:
@@ -104,7 +108,7 @@ def first_token(
     compute: Compute,
     rules: Rules,
 ) -> tuple[State, Made]:
-    """What follows the prompts."""
+    """Chooses the first token after each prompt."""
     state = State(cache, jnp.zeros_like(lengths_B), lengths_B - 1, stopped_B, seen_BV)
     state, token_B, logprob_B = _chosen(weights, state, h_BE, chooser, compute, rules)
     return state, _everywhere(Made(token_B[:, None], logprob_B[:, None]))
@@ -122,7 +126,7 @@ def next_tokens(
     rules: Rules,
     size: int,
 ) -> tuple[State, Made]:
-    """Up to `limit` more tokens, of at most `size`; fewer if all rows stop."""
+    """Generates up to `limit` more tokens, at most `size`; fewer if all rows stop."""
     nothing_BN = jnp.zeros_like(state.token_B)[:, None] + jnp.full((1, size), NOTHING)
     made = Made(nothing_BN, nothing_BN.astype(jnp.promote_types(compute.dtype, jnp.float32)))
 
@@ -156,13 +160,13 @@ def next_tokens(
 
 
 def _advance(model: Model, tokens_BS: Array, context: Context, cache: Any) -> tuple[Array, Any]:
-    """The residual stream of these tokens, or of those that are wanted, and the new cache."""
+    """Returns the residual stream of the tokens, or only of the wanted ones, and the new cache."""
     if isinstance(cache, caches.TokensSoFar):
         x_BSE, cache = caches.recomputed(model, tokens_BS, context, cache)
     else:
         x_BSE, _, cache, _ = model.trunk(tokens_BS, context, cache)
         x_BSE = reshard(x_BSE, "batch seq embed")
-    if context.wanted_BS is not None and x_BSE.shape[1] > 1:  # of a model that left nothing out
+    if context.wanted_BS is not None and x_BSE.shape[1] > 1:  # if the model did not select them
         wanted_BS1 = context.wanted_BS[..., None]
         x_BSE = jnp.sum(jnp.where(wanted_BS1, x_BSE, 0), axis=1, keepdims=True)
     return x_BSE, cache
@@ -171,8 +175,7 @@ def _advance(model: Model, tokens_BS: Array, context: Context, cache: Any) -> tu
 def _chosen(
     weights: Weights, state: State, h_BE: Array, chooser: Chooser, compute: Compute, rules: Rules
 ) -> tuple[State, Array, Array]:
-    """The state with a further token in each row that has not stopped, that token, and its
-    log-probability."""
+    """Adds a token to each running row; returns state, tokens and log-probabilities."""
     logits_BV = logits_of(weights.unembedding_EV(), weights.model.logit_cap, h_BE, compute)
     logits_BV = reshard(logits_BV, "batch whole_vocab")
     rows, table = partition("batch"), partition("batch whole_vocab")
@@ -209,7 +212,7 @@ def _picked(
     stop_ids: Array,
     rules: Rules,
 ) -> tuple[Array, Array, Array]:
-    """On the rows of one device: tokens, their log-probabilities, and whether they end the row."""
+    """Returns tokens, log-probabilities, and True if a row ends, for one device's rows."""
 
     def noise(seed_2: Array, position: Array) -> Array:
         key = jax.random.fold_in(jax.random.wrap_key_data(seed_2), position)
@@ -221,5 +224,5 @@ def _picked(
 
 
 def _everywhere(made: Made) -> Made:
-    """The same on all devices, so that every process can read it."""
+    """Replicates the tokens on all devices, so that every process can read them."""
     return Made(*(reshard(x, (None, None)) for x in made))

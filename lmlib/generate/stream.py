@@ -1,4 +1,4 @@
-"""Continuations as they are made."""
+"""Streams continuations while they are generated."""
 
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -13,10 +13,10 @@ class Generated(NamedTuple):
     """A continuation.
 
     Attributes:
-      tokens: the new ones; the last is a stop id if that ended it.
-      logprobs: of each, in nats, under the model's own distribution, before temperature and the
-        like.
-      stopped: whether a stop id or `Stream.stop` ended it; else there were `max_tokens`.
+      tokens: the new tokens; if a stop id ended the row, it is the last of them.
+      logprobs: log-probability of each token in nats, under the model's own distribution, before
+        temperature and the other settings.
+      stopped: True if a stop id or `Stream.stop` ended the row; otherwise it has `max_tokens`.
     """
 
     tokens: list[int]
@@ -25,23 +25,25 @@ class Generated(NamedTuple):
 
 
 class New(NamedTuple):
-    """What a round added to a row; after its end nothing."""
+    """The tokens that a round added to a row; empty after its end."""
 
     tokens: list[int]
     logprobs: list[float]
 
 
 class Stream(Iterator[list[New]]):
-    """Gives what each round adds to every row; rounds begin with one token, and double.
+    """Yields the new tokens of every row after each round.
+
+    The first round has one token, and each further round is twice as long, up to `round`.
 
     Args:
       state, made: after the first token.
-      more: makes a round: of a state, the tokens that it may have, what each row has, and rows that
-        are to stop; says how many tokens it made.
-      rows: how many there are.
-      max_tokens: of each row.
-      round: tokens of a round, at most.
-      stop_ids: which end a row.
+      more: computes a round. Its arguments are the state, the maximum number of tokens, the rows so
+        far, and the rows to stop; it also returns the number of tokens it computed.
+      rows: the number of rows.
+      max_tokens: maximum number of tokens of each row.
+      round: maximum number of tokens of a round.
+      stop_ids: tokens that end a row.
     """
 
     def __init__(
@@ -58,7 +60,7 @@ class Stream(Iterator[list[New]]):
         self._made: Made | None = made
         self._left, self._limit, self._round = max_tokens, 1, round
         self._stop_ids = stop_ids
-        self._told: list[int] = []  # rows to stop, which the devices do not know of yet
+        self._told: list[int] = []  # rows to stop, not yet sent to the devices
         self._rows = [Generated([], [], False) for _ in range(rows)]
 
     def __next__(self) -> list[New]:
@@ -78,18 +80,18 @@ class Stream(Iterator[list[New]]):
         return new
 
     def stop(self, row: int) -> None:
-        """The row makes no more tokens."""
+        """Ends a row."""
         if not self._rows[row].stopped:
             self._rows[row] = self._rows[row]._replace(stopped=True)
             self._told.append(row)
 
     @property
     def so_far(self) -> list[Generated]:
-        """What each row has."""
+        """The rows generated so far."""
         return self._rows
 
     def finish(self) -> list[Generated]:
-        """Every row, after the last round."""
+        """Runs all rounds, and returns every row."""
         for _ in self:
             pass
         return self._rows

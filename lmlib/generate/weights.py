@@ -1,4 +1,4 @@
-"""Weights as generation reads them."""
+"""Prepares weights for generation."""
 
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from lmlib.parallel.layout import stored
 
 
 class Weights(NamedTuple):
-    """A model, and its unembedding apart from it where that is faster."""
+    """A model, and a separate copy of its unembedding if that is faster."""
 
     model: Model
     table_EV: Float[Array, "embed vocab"] | None
@@ -28,12 +28,12 @@ class Weights(NamedTuple):
 
 
 def ready(model: Model, dtype: str, mesh: Mesh | None, whole: bool, int8: bool) -> Weights:
-    """`model` in `dtype`, or what a weight declares, its layers apart.
+    """Converts `model` to `dtype`, or the dtype that a weight declares, and unstacks layers.
 
     Args:
-      whole: whether each device keeps all that it multiplies; otherwise weights stay split over
-        `fsdp`, and are gathered for every token.
-      int8: whether matrices rest in 8 bits; see `lmlib.models.matrices.int8`.
+      whole: True if each device keeps all the weights that it multiplies; otherwise they stay split
+        over `fsdp`, and are gathered for every token.
+      int8: True to store matrices in 8 bits; see `lmlib.models.matrices.int8`.
     """
 
     def placed(weight: Weight, array: jax.Array) -> jax.Array:
@@ -50,15 +50,18 @@ def ready(model: Model, dtype: str, mesh: Mesh | None, whole: bool, int8: bool) 
         model = map_weights(placed, map_weights(in_int8, model) if int8 else model)
         table_EV = model.unembedding_EV()
         tied = not any(table_EV is leaf for leaf in jax.tree.leaves(model))
-        # A CPU would transpose a tied one for every token.
+        # A CPU would transpose a tied table for every token.
         return Weights(model, table_EV if tied and platform() == "cpu" else None)
 
     return made(model)
 
 
 def unstacked(model: M) -> M:
-    """`model` with each layer of its stacks as a pattern of its own. A loop over tokens then reads
-    weights in place; a loop over layers inside it would first copy the weights of each layer."""
+    """Turns each layer of the model's stacks into a pattern of its own.
+
+    A loop over tokens then reads the weights in place. With a loop over layers inside, it would
+    first copy each layer's weights.
+    """
 
     def is_stack(node: Any) -> bool:
         return isinstance(node, Stack)

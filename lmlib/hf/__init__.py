@@ -1,4 +1,4 @@
-"""Weights in Hugging Face's format, in and out."""
+"""Reads and writes weights in Hugging Face's format."""
 
 from lmlib.hf.load import load
 from lmlib.hf.peft import load_adapters, save_adapters

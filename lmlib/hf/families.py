@@ -1,4 +1,4 @@
-"""Every family whose folders are read and written."""
+"""All supported families."""
 
 import dataclasses
 import functools
@@ -54,7 +54,7 @@ FAMILIES: tuple[Family, ...] = (
 
 @dataclasses.dataclass(frozen=True)
 class Described:
-    """A family and the arguments of its `build`, as the config.json `where` states them."""
+    """A family and the arguments of its `build`, read from the config.json `where`."""
 
     family: Family
     arguments: dict[str, Any]
@@ -62,10 +62,10 @@ class Described:
 
     @functools.cached_property
     def shapes(self) -> Decoder:
-        """The shapes of the model's weights.
+        """Shapes of the model's weights.
 
         Raises:
-          FolderError: if there is no model of these sizes and settings.
+          FolderError: if the family does not support these sizes and settings.
         """
         try:
             return jax.eval_shape(lambda: self.build(jax.random.key(0)))
@@ -73,16 +73,16 @@ class Described:
             raise FolderError(f"{self.where}: {error}") from None
 
     def build(self, key: PRNGKeyArray) -> Decoder:
-        """The model, with new weights."""
+        """Makes the model with new weights."""
         return self.family.build(**self.arguments, key=key)
 
 
 def described(folder: Path, families: Sequence[Family] = FAMILIES) -> Described:
-    """Reads `folder`/config.json, which is one of `families`.
+    """Reads `folder`/config.json, which must describe one of `families`.
 
     Raises:
-      FolderError: if there is none, it has a key or a value that is not known here, or there is
-        no such model.
+      FolderError: if the file is missing, it has an unknown key or value, or its model is not
+        possible.
     """
     file = folder / "config.json"
     found = described_by(read_json(file), str(file), families)
@@ -93,7 +93,7 @@ def described(folder: Path, families: Sequence[Family] = FAMILIES) -> Described:
 def described_by(
     content: dict[str, Any], where: str, families: Sequence[Family] = FAMILIES
 ) -> Described:
-    """As `described`, for the content of a config.json; `shapes` raises where no model has it."""
+    """Like `described`, for a config.json's content; `shapes` raises if no such model exists."""
     kind = content.get("model_type")
     family = next((each for each in families if each.model_type == kind), None)
     if family is None:
@@ -108,13 +108,13 @@ def described_by(
 
 @functools.lru_cache(maxsize=64)  # tracing a model for its shapes takes up to a second
 def _described(family: Family, content: str, where: str, mesh: AbstractMesh) -> Described:
-    """As `described_by`; the shapes are those under `mesh`, which is the current one."""
+    """Like `described_by`, with shapes under `mesh`, which is the current mesh."""
     settings = Settings(json.loads(content), where)
     try:
         arguments = family.arguments(settings)
     except FolderError:
         raise
-    except ValueError as error:  # of a part that has no such settings
+    except ValueError as error:  # raised by parts that do not support a setting
         raise FolderError(f"{where}: {error}") from None
     except ArithmeticError as error:
         raise FolderError(f"{where}: its numbers make no sense together: {error}") from None
@@ -125,15 +125,17 @@ def _described(family: Family, content: str, where: str, mesh: AbstractMesh) -> 
 def family_of(
     model: Decoder, model_type: str | None = None, families: Sequence[Family] = FAMILIES
 ) -> tuple[Family, dict[str, Any]]:
-    """The family of a model (arrays or shapes), and the config.json that describes it exactly: a
-    model built from that has the same parts, settings and shapes, except for settings that only
+    """Returns a model's family, and a config.json that describes the model exactly.
+
+    A model built from it has the same parts, settings and shapes, except for settings that only
     training reads.
 
     Args:
-      model_type: of the family, where several have such a model; `None`: the first of them.
+      model: its arrays may be shapes.
+      model_type: chooses between several families with this model; `None`: the first of them.
 
     Raises:
-      ValueError: if no family has such a model.
+      ValueError: if the model belongs to no family.
     """
     chosen = [each for each in families if model_type in (None, each.model_type)]
     reasons = set[str]()
@@ -141,7 +143,7 @@ def family_of(
         try:
             content = {"model_type": family.model_type, **family.settings(model)}
             shapes = described_by(content, "config.json", [family]).shapes
-        except ValueError as error:  # it has no such part, or no config.json says such a thing
+        except ValueError as error:  # the family lacks a part, or config.json cannot say this
             reasons.add(str(error))
             continue
         differing = list(differences(shapes, without_load(model)))

@@ -1,7 +1,7 @@
-"""A folder of weights, and the files in it that are read whole.
+"""Checks a folder of weights, and reads its small files.
 
-It may be a stranger's, and some of its files are copied into folders that users publish. So only
-files inside it are read, and a file called .json has to hold JSON.
+The folder is untrusted, and some of its files are copied into folders that users publish. So only
+files inside it are read, and files named .json must contain JSON.
 """
 
 import contextlib
@@ -19,10 +19,10 @@ _LARGEST_COPIED = 256 << 20  # bytes; tokenizers of the largest vocabularies hav
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[BinaryIO]:
-    """A file of a folder.
+    """Opens a file of a folder.
 
     Raises:
-      FolderError: if it cannot be read, is no ordinary file, or a link that leads out of the
+      FolderError: if it cannot be read, is not a regular file, or is a link that points outside the
         folder.
     """
     try:
@@ -38,16 +38,16 @@ def opened(path: Path) -> Iterator[BinaryIO]:
 
 
 def read_json(path: Path, largest: int = 10_000_000) -> dict[str, Any]:
-    """The object in a JSON file of at most `largest` bytes.
+    """Returns the object in a JSON file of at most `largest` bytes.
 
     Raises:
-      FolderError: if there is none.
+      FolderError: if the file does not contain one.
     """
     return parsed(path, _read(path, largest))
 
 
 def parsed(path: Path, text: bytes) -> dict[str, Any]:
-    """The object that `text` of the file `path` says; raises FolderError if it says none."""
+    """Parses `text` of the file `path` as a JSON object; raises FolderError if it is none."""
     try:
         content = parse_json(text)
     except ValueError as error:
@@ -58,11 +58,11 @@ def parsed(path: Path, text: bytes) -> dict[str, Any]:
 
 
 def read_copied(folder: Path, names: Iterable[str]) -> dict[str, bytes]:
-    """Those of the files `names` that are in the folder, to be copied.
+    """Reads those files `names` that exist in the folder, for copying.
 
     Raises:
-      FolderError: as `opened` does, or if one is larger than 256 MiB, or is called .json and holds
-        no object.
+      FolderError: as `opened`, or if a file is larger than 256 MiB, or is named .json and does not
+        contain an object.
     """
     found = {}
     for path in (folder / name for name in names):

@@ -1,4 +1,4 @@
-"""Folders by their names on Hugging Face's Hub."""
+"""Finds folders by their names on Hugging Face's Hub."""
 
 import os
 import re
@@ -15,16 +15,16 @@ _NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
 def local_folder_of(name: str | Path, weights: bool = True) -> Path:
-    """The folder `name`; where there is none, a copy of what the Hub has under that name.
+    """Returns the local folder `name`, or else a local copy of the Hub's repository `name`.
 
-    Copies are in the cache of `huggingface_hub`, which shows how far a download is. Only settings,
-    the tokenizer's files and safetensors are fetched.
+    Copies are in the cache of `huggingface_hub`, which shows the progress of downloads. Only
+    settings, tokenizer files and safetensors are downloaded.
 
     Args:
-      weights: whether the tensors are needed too.
+      weights: True if the tensors are needed too.
 
     Raises:
-      FolderError: if there is no such folder and no such name, or no network.
+      FolderError: if neither the folder nor the name exists, or the network is unavailable.
     """
     folder = Path(os.path.expanduser(name))
     if folder.exists() or not _NAME.fullmatch(str(name)):
@@ -37,15 +37,15 @@ def local_folder_of(name: str | Path, weights: bool = True) -> Path:
     if weights:
         wanted += ["*.safetensors", "*.safetensors.index.json"]
     try:
-        # Files in folders, and Mistral's "consolidated", are the same weights once more.
+        # Subfolders, and Mistral's "consolidated" files, duplicate the weights.
         copied = snapshot_download(
             str(name), allow_patterns=wanted, ignore_patterns=["*/*", "consolidated*"]
         )
     except LocalEntryNotFoundError as error:
         raise FolderError(_advice(name, "there is no network")) from error
-    except Exception as error:  # of the file system, or of the Hub: no such name, no right to it
+    except Exception as error:  # from the file system or the Hub: unknown name, or access denied
         raise FolderError(_advice(name, " ".join(str(error).split()))) from error
-    # Without a network it may be what an earlier call has fetched, and that may be less.
+    # Offline, the cache may contain only the files that an earlier call needed.
     for pattern in ("config.json", *(["*.safetensors"] if weights else [])):
         if not any(Path(copied).glob(pattern)):
             raise FolderError(_advice(name, f"there is no network, or no {pattern} there"))

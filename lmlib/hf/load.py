@@ -1,8 +1,8 @@
-"""Folders of weights to models on the mesh.
+"""Loads folders of weights into models on the mesh.
 
-Each device's process reads its own contiguous share of a tensor, each byte once over all processes;
-it is reshaped, transposed, split and laid out on the devices. A weight that is kept in another form
-is converted before the next tensor is read.
+Each process reads contiguous slices of a tensor for its own devices, so each byte is read once over
+all processes. The tensor is then reshaped, transposed, split and laid out on the devices. If a
+weight is stored in another form, it is converted before the next tensor is read.
 """
 
 import collections
@@ -41,17 +41,18 @@ def load(
     progress: Progress | None = None,
     families: Sequence[Family] = FAMILIES,
 ) -> Decoder:
-    """The model of a folder that Hugging Face's `save_pretrained` wrote; float32, laid out as it
-    is stored.
+    """Loads a model from a folder written by Hugging Face's `save_pretrained`, in float32.
 
     Args:
-      folder: with config.json and safetensors; or its name on the Hub.
-      mesh: `None`: one device, for calls without a mesh.
-      progress: called with the bytes read and all bytes, after each tensor.
-      families: those that are known, your own among them.
+      folder: contains config.json and safetensors; or its name on the Hub.
+      mesh: where to place the model, in its storage layout; `None`: one device, for calls without a
+        mesh.
+      progress: called with the bytes read so far and the total, after each tensor.
+      families: the known families; may include your own.
 
     Raises:
-      FolderError: if the folder cannot be used, or describes another model than its tensors are.
+      FolderError: if the folder cannot be used, or its tensors do not fit the model that it
+        describes.
       LayoutError: if the mesh cannot hold the model.
     """
     folder = local_folder_of(folder)
@@ -72,15 +73,14 @@ def load_weights(
     progress: Progress | None = None,
     kept: Kept = lambda weight, array: array,
 ) -> Any:
-    """As `load`, for a model whose shapes and dtypes are known.
+    """Like `load`, for a model with known shapes and dtypes.
 
     Args:
-      kept: converts the array of each layer, to another dtype for example. It must not change the
-        layouts of arrays.
+      kept: converts each layer's array, for example to another dtype. It must not change layouts.
     """
     there = stored_tensors(folder)
     layers, alike = least_count(model, names)
-    if alike > len(there):  # before each of them is looked for
+    if alike > len(there):  # checked before each of them is looked for
         raise FolderError(
             f"{folder}: config.json says {layers:,} layers, of {alike:,} tensors of one kind, but "
             f"there are {len(there):,} of all kinds"
@@ -131,7 +131,7 @@ def load_weights(
                 put = functools.partial(_put, layer=np.int32(repetition))
                 weights[path] = jax.tree.map(put, weights[path], array)
             done.append(weights[path])
-        # Else the host would read on, and hold tensors that the devices have not taken yet.
+        # Otherwise the host would read ahead and hold tensors that are not on the devices yet.
         jax.block_until_ready(done)
         read += source.end - source.offset
         if progress is not None:
@@ -146,8 +146,10 @@ def _with_base(name: str, names: Names) -> str:
 def _check_tied(
     folder: Path, there: Mapping[str, Stored], head: str, table: str, mesh: Mesh
 ) -> None:
-    """Raises FolderError if the head is another matrix than the table that it should be tied to:
-    `transformers` would use it."""
+    """Raises FolderError if a tied model's head differs from its embedding table.
+
+    `transformers` would use such a head.
+    """
     one, other = there[head], there[table]
     if one.shape != other.shape or not _same(_read(head, one, mesh), _read(table, other, mesh)):
         raise FolderError(
@@ -165,8 +167,10 @@ _Parts = dict[tuple[int, ...], jax.Array]  # of a weight, by indices along the a
 
 
 class _Place(NamedTuple):
-    """The destination of a tensor's values: the weight of one layer, its shape and layout, and the
-    number of layers in its stack (1: it has none)."""
+    """The destination of a tensor's values: one layer's weight, with its shape and layout.
+
+    `layers` is the number of layers in its stack, or 1 without a stack.
+    """
 
     weight: Weight
     dtype: np.dtype
@@ -175,7 +179,7 @@ class _Place(NamedTuple):
     layers: int
 
     def layout_of(self, piece: Piece) -> NamedSharding:
-        """The layout of a piece, which lacks the axes that its tensor's name enumerates."""
+        """Returns the layout of a piece, which lacks the axes in its tensor's name."""
         if not piece.fixed:
             return self.layout
         own = dataclasses.replace(self.weight, axes=piece.share.axes)
@@ -183,7 +187,7 @@ class _Place(NamedTuple):
 
 
 def _places(model: Decoder, mesh: Mesh) -> dict[str, _Place]:
-    """By the paths of the weights."""
+    """Returns the destination of each weight, by path."""
     found: dict[str, _Place] = {}
 
     def visit(weight: Weight, array: Any) -> None:
@@ -202,23 +206,22 @@ def _places(model: Decoder, mesh: Mesh) -> dict[str, _Place]:
 def _together(
     parts: list[jax.Array], axes: tuple[int, ...], shape: tuple[int, ...], layout: NamedSharding
 ) -> jax.Array:
-    """The weight of one layer, of its parts in several tensors: one for each index of `axes`."""
+    """Assembles one layer's weight from several tensors, one for each index of `axes`."""
     apart = jnp.stack(parts).reshape(*(shape[axis] for axis in axes), *parts[0].shape)
     return jax.sharding.reshard(jnp.moveaxis(apart, range(len(axes)), axes), layout)
 
 
 def shares(size: int, mesh: Mesh) -> tuple[int, NamedSharding]:
-    """The length that `size` values have with padding, and the layout that gives each device a
-    contiguous share of them."""
+    """Returns the padded length of `size` values, and a layout with a slice on each device."""
     count = mesh.devices.size
     return -(-size // count) * count, NamedSharding(mesh, PartitionSpec(mesh.axis_names))
 
 
 def _read(name: str, source: Stored, mesh: Mesh) -> jax.Array:
-    """The tensor's values one after another, a share on each device, padded with zeros.
+    """Reads the tensor's values as a flat array, zero-padded and split over the devices.
 
     Raises:
-      FolderError: if one is not finite.
+      FolderError: if a value is not finite.
     """
     padded, layout = shares(source.size, mesh)
 
@@ -235,15 +238,17 @@ def _read(name: str, source: Stored, mesh: Mesh) -> jax.Array:
 def _cut(
     flat: jax.Array, shape: tuple[int, ...], share: Share, layout: NamedSharding, dtype: DTypeLike
 ) -> jax.Array:
-    """The weight in a tensor of `shape`, of the tensor's padded values. Each device has the whole
-    tensor for a moment."""
+    """Extracts a weight from the padded values of a tensor of `shape`.
+
+    Each device temporarily holds the whole tensor.
+    """
     whole = jax.sharding.reshard(flat, NamedSharding(layout.mesh, PartitionSpec()))
     weight = share.cut(whole[: math.prod(shape)].reshape(shape)).astype(dtype)
     return jax.sharding.reshard(weight, layout)
 
 
 def _stack(layers: int, one: jax.Array) -> jax.Array:
-    """Zeros for `layers` arrays like this one."""
+    """Returns zeros for `layers` arrays like `one`."""
     assert isinstance(one.sharding, NamedSharding)
     layout = NamedSharding(one.sharding.mesh, PartitionSpec(None, *one.sharding.spec))
     return jnp.zeros((layers, *one.shape), one.dtype, device=layout)
@@ -251,7 +256,7 @@ def _stack(layers: int, one: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _put(stack: jax.Array, array: jax.Array, layer: jax.Array) -> jax.Array:
-    """`stack`, whose buffer it takes, with a layer's array at its place."""
+    """Writes a layer's array into `stack`, reusing its buffer."""
     return jax.lax.dynamic_update_index_in_dim(stack, array, layer, 0)
 
 
@@ -259,17 +264,18 @@ _AT_ONCE = 1 << 22  # values
 
 
 def check_finite(name: str, source: Stored, values: ArrayLike) -> None:
-    """Checks a tensor that was read, on the devices that hold it. The file is read again only to
-    find the fault. All processes find the same.
+    """Checks that a tensor's values are finite, on the devices that hold it.
+
+    The file is read again only to locate a fault. All processes find the same.
 
     Args:
-      name: in the folder.
+      name: the tensor's name in the folder.
       source: where it was read from.
-      values: all of it, on the host or on devices.
+      values: all values, on the host or on devices.
 
     Raises:
-      FolderError: naming the tensor, how many values are not finite, and the first of them; or its
-        dtype, if that is not a float.
+      FolderError: if values are not finite, with the tensor's name, their number and the first of
+        them; or if the tensor is not floating-point, with its dtype.
     """
     if source.dtype not in DTYPES.values():
         raise FolderError(
@@ -280,7 +286,7 @@ def check_finite(name: str, source: Stored, values: ArrayLike) -> None:
         return
     count, first, value = 0, 0, np.float32(0)
     for start in range(0, source.size, _AT_ONCE):
-        with np.errstate(over="ignore"):  # values beyond float32
+        with np.errstate(over="ignore"):  # values may exceed float32
             read = source.read(start, min(start + _AT_ONCE, source.size)).astype(np.float32)
         (places,) = np.nonzero(~np.isfinite(read))
         if len(places) and not count:

@@ -1,7 +1,7 @@
-"""The places of a model's weights in the tensors of a folder, by the names of its family.
+"""Maps a model's weights to the tensors of a folder, using the names of its family.
 
-Reshaping, transposing and splitting follow from the names of axes, both ways. Values are arrays of
-JAX, or of NumPy, for which nothing is compiled.
+Reshaping, transposing and splitting follow from the names of axes, in both directions. Values may
+be arrays of JAX, or of NumPy, for which nothing is compiled.
 """
 
 import collections
@@ -20,15 +20,15 @@ A = TypeVar("A", jax.Array, np.ndarray)
 
 
 class Share(NamedTuple):
-    """The part of a tensor that is a weight of one layer.
+    """The part of a tensor that is one layer's weight.
 
     Args:
-      axes, sizes: of the weight.
-      within: axes of the tensor, each some of the weight's.
-      along: the axis of the tensor along which several weights follow each other.
-      start: the first index of the share along it.
-      groups: so many equal parts of that axis each hold a part of every weight; `start` counts
-        within one.
+      axes, sizes: axes and sizes of the weight.
+      within: axes of the tensor, each made of one or several axes of the weight.
+      along: the axis of the tensor along which several weights are concatenated.
+      start: the first index of this part along it.
+      groups: number of equal groups along this axis, each with a part of every weight; `start`
+        counts within a group.
     """
 
     axes: tuple[str, ...]
@@ -45,11 +45,11 @@ class Share(NamedTuple):
 
     @property
     def length(self) -> int:
-        """The share's length in one group."""
+        """The length of this part in one group."""
         return self.shape[self.along] // self.groups
 
     def cut(self, tensor: A) -> A:
-        """The weight's values out of the tensor."""
+        """Extracts the weight's values from the tensor."""
         chosen = slice(self.start, self.start + self.length)
         share = _grouped(tensor, self)[(slice(None),) * (self.along + 1) + (chosen,)]
         order = " ".join(self.within).split()
@@ -57,14 +57,14 @@ class Share(NamedTuple):
         return split.transpose([order.index(axis) for axis in self.axes])
 
     def joined(self, weight: A) -> A:
-        """The inverse of `cut`, for a tensor that holds no other weight."""
+        """Inverse of `cut`, for a tensor that contains only this weight."""
         order = " ".join(self.within).split()
         ordered = weight.transpose([self.axes.index(axis) for axis in order])
         return ordered.reshape(self.shape)
 
 
 def joined(shares: Sequence[Share], weights: Sequence[A]) -> A:
-    """The tensor that these shares make up, of the values of their weights."""
+    """Assembles the tensor that consists of these shares, from the values of their weights."""
     parts = [
         _grouped(share.joined(weight), share)
         for share, weight in zip(shares, weights, strict=True)
@@ -75,7 +75,7 @@ def joined(shares: Sequence[Share], weights: Sequence[A]) -> A:
 
 
 def _grouped(tensor: Any, share: Share) -> Any:
-    """With an axis for the groups before that along which weights follow each other."""
+    """Adds a group axis before the axis along which weights are concatenated."""
     shape, axis = tensor.shape, share.along
     length = shape[axis] // share.groups
     return tensor.reshape(*shape[:axis], share.groups, length, *shape[axis + 1 :])
@@ -86,10 +86,9 @@ class Piece(NamedTuple):
 
     Args:
       path: in the model.
-      repetition: the index in its stack; `None`: it is not stacked.
-      share: its part of the tensor, without the axes below.
-      fixed: the index along each of the weight's own axes that the tensor's name enumerates, by the
-        axis' place.
+      repetition: index in the weight's stack; `None`: not stacked.
+      share: the weight's part of the tensor, without the axes in `fixed`.
+      fixed: maps axes of the weight, by position, to their indices in the tensor's name.
     """
 
     path: str
@@ -99,15 +98,17 @@ class Piece(NamedTuple):
 
     @property
     def at(self) -> tuple[int | slice, ...]:
-        """Its index in the weight, for NumPy."""
+        """NumPy index of the piece in the weight."""
         fixed = dict(self.fixed)
         own = (fixed.get(place, slice(None)) for place in range(max(fixed, default=-1) + 1))
         return (*(() if self.repetition is None else (self.repetition,)), *own)
 
 
 class Placed(NamedTuple):
-    """A tensor of a folder: its whole shape, the weights in it, in their order, and the dtypes of
-    files that hold it in float32."""
+    """A tensor of a folder: its full shape, its weights in order, and dtypes.
+
+    `float32_in` are the file dtypes for which the tensor stays in float32.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -115,15 +116,15 @@ class Placed(NamedTuple):
     float32_in: tuple[str, ...] = ()
 
     def dtype_in(self, dtype: str) -> str:
-        """Its dtype in a file of `dtype`."""
+        """Returns the tensor's dtype in a file of `dtype`."""
         return "float32" if dtype in self.float32_in else dtype
 
 
 def placed(model: Any, names: Names) -> list[Placed]:
-    """The tensors of `model` (arrays or their shapes), every weight once.
+    """Returns the tensors of `model` (arrays or shapes), with every weight exactly once.
 
     Raises:
-      ValueError: if a weight is in no tensor, or a tensor's axes are not its weights'.
+      ValueError: if a weight is in no tensor, or a tensor's axes do not match its weights' axes.
     """
     weights = _weights(model)
     found: list[Placed] = []
@@ -142,8 +143,7 @@ def placed(model: Any, names: Names) -> list[Placed]:
 
 
 def least_count(model: Any, names: Names) -> tuple[int, int]:
-    """The number of layers that have tensors of their own, and how many of these tensors are of one
-    kind, such as experts'; nothing is listed."""
+    """Counts layers, and tensors of the most frequent kind (such as experts), without a list."""
     weights = _weights(model)
     layers = collections.Counter(block for block, _ in _layers(weights))
     alike = [0] * len(names.layer)
@@ -156,7 +156,7 @@ def least_count(model: Any, names: Names) -> tuple[int, int]:
 
 
 class _Weight(NamedTuple):
-    """The axes and sizes of a layer's weight, and how many are stacked (`None`: it is not)."""
+    """A layer's weight: its axes, sizes, and stack length (`None`: not stacked)."""
 
     axes: tuple[str, ...]
     sizes: tuple[int, ...]
@@ -164,7 +164,7 @@ class _Weight(NamedTuple):
 
 
 def _weights(model: Any) -> dict[str, _Weight]:
-    """By path."""
+    """Returns the weights by path."""
     found: dict[str, _Weight] = {}
 
     def note(weight: Weight, array: Any) -> None:
@@ -176,7 +176,7 @@ def _weights(model: Any) -> dict[str, _Weight]:
 
 
 def _layers(weights: Mapping[str, _Weight]) -> Iterator[tuple[str, int]]:
-    """The block and the repetition of each layer, in order."""
+    """Yields the block and the repetition of each layer, in order."""
     blocks: dict[int, dict[str, int]] = {}
     for path, weight in weights.items():
         if path.startswith("stack.") and weight.layers is not None:
@@ -193,7 +193,7 @@ def _placed(
     paths: Mapping[str, tuple[str, int | None]],
     weights: Mapping[str, _Weight],
 ) -> Iterator[Placed]:
-    """The tensor, or one for each index of the axes that its name enumerates."""
+    """Yields the tensor, or one for each index of the axes in its name."""
     size = dict[str, int]()
     for own, within in tensor.holds.items():
         axes, sizes, _ = weights[paths[own][0]]
@@ -236,10 +236,10 @@ def check_complete(
 
     Args:
       there: shapes of the folder's tensors.
-      without_effect: ends of names that may be there and mean nothing.
+      without_effect: suffixes of names that may exist and have no effect.
 
     Raises:
-      ValueError: naming tensors that are missing, misshapen or left over.
+      ValueError: if tensors are missing, unknown or have a wrong shape; names them.
     """
     problems = []
     for tensor in wanted:

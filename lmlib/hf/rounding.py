@@ -1,4 +1,4 @@
-"""How weights change in the dtype of a file.
+"""Measures how rounding to a file's dtype changes weights.
 
 Shapes: L repetitions of a stacked weight.
 """
@@ -17,12 +17,12 @@ from lmlib.parallel.axes import Weight, map_weights
 
 
 class Rounding(NamedTuple):
-    """How a file's values differ from the weights.
+    """The difference between a file's values and the weights.
 
     Attributes:
-      dtype: of the file.
-      largest: |rounded - value| / |value|, the largest of all values; 0: every value is kept.
-      tensor: the one that holds that value; `None` if every value is kept.
+      dtype: dtype of the file.
+      largest: the largest relative change, |rounded - value| / |value|; 0 if all values are exact.
+      tensor: the tensor with the largest change; `None` if all values are exact.
     """
 
     dtype: str
@@ -36,10 +36,10 @@ class Rounding(NamedTuple):
 
 
 def rounding(model: Any, wanted: Sequence[Placed], dtype: str) -> Rounding:
-    """How the weights of `model` change in the tensors `wanted` of `dtype`.
+    """Measures how weights of `model` change in the tensors `wanted` of `dtype`.
 
     Raises:
-      ValueError: if a value is beyond the range of `dtype`, naming its tensor.
+      ValueError: if a value exceeds the range of `dtype`; names its tensor.
     """
     found: dict[str, tuple[np.ndarray, np.ndarray]] = {}
     apart = {piece.path: tuple(axis for axis, _ in piece.fixed)
@@ -68,7 +68,7 @@ def rounding(model: Any, wanted: Sequence[Placed], dtype: str) -> Rounding:
 
 
 def in_dtype(name: str, values: np.ndarray, dtype: str) -> np.ndarray:
-    """`values` of the tensor `name` in `dtype`.
+    """Converts `values` of the tensor `name` to `dtype`.
 
     Raises:
       ValueError: as `rounding`.
@@ -92,8 +92,11 @@ def _beyond(name: str, value: float, dtype: str) -> ValueError:
 def _measured(
     array: Array, dtype: str, stacked: bool, apart: tuple[int, ...]
 ) -> tuple[Float[Array, "L ..."], Float[Array, "L ..."]]:
-    """Of each repetition, and of each index along its axes `apart`: the value furthest from 0 of
-    those that `dtype` makes infinite, or 0; and the largest relative change of the others."""
+    """Finds overflowing values, and the largest relative change of the other values.
+
+    Returns two arrays, with an entry for each repetition and each index along the axes `apart`: the
+    value of largest magnitude that `dtype` makes infinite, or 0; and the largest relative change.
+    """
 
     def of_one(array: Array) -> tuple[Array, Array]:
         wide = array.astype(jnp.float32)

@@ -1,6 +1,6 @@
-"""Models to folders that Hugging Face's `from_pretrained` loads.
+"""Saves models to folders that Hugging Face's `from_pretrained` loads.
 
-Each tensor is put together on the devices; each process writes its own contiguous share of it.
+Each tensor is assembled on the devices; each process writes contiguous slices of it.
 """
 
 import functools
@@ -48,29 +48,31 @@ def save(
     progress: Progress | None = None,
     families: Sequence[Family] = FAMILIES,
 ) -> Rounding:
-    """Writes config.json, generation_config.json, safetensors with their index, and the
-    tokenizer's files. With several processes each calls it, and all see the folder. Returns what
-    the dtype made of the weights.
+    """Writes a model in Hugging Face's format, and returns the rounding error of the dtype.
+
+    Writes config.json, generation_config.json, safetensors with their index, and the tokenizer's
+    files. With several processes, each must call this, and all must see the folder.
 
     Args:
       folder: new, or empty.
-      model_type: of config.json, for a model that several families have: Llama and Phi-3, say.
-        `None`: the first of them.
-      tokenizer: a folder with a tokenizer's files, or one tokenizer.json; they are copied.
-      dtype: of the file: "bfloat16", "float16" or "float32"; `None`: of the weights, which keeps
-        every value. Tensors that the family keeps in float32 stay in it.
-      longest: the longest sequence the model was trained on, as `max_position_embeddings`, unless
-        the model itself says that.
+      model_type: value in config.json, if several families have this model, such as Llama and
+        Phi-3. `None`: the first of them.
+      tokenizer: a folder with a tokenizer's files, or a tokenizer.json; they are copied.
+      dtype: dtype of the file, "bfloat16", "float16" or "float32"; `None`: the weights' dtype,
+        which keeps every value. Tensors that the family keeps in float32 stay in float32.
+      longest: the longest sequence in training, written as `max_position_embeddings` unless the
+        model itself defines that.
       settings: more keys of config.json, such as `bos_token_id` and `eos_token_id`.
-      file_bytes: about how large a file may become.
-      progress: called with the bytes written and all bytes, after each tensor.
-      families: those that are known, your own among them.
+      file_bytes: approximate maximum size of a file.
+      progress: called with the bytes written so far and the total, after each tensor.
+      families: the known families; may include your own.
 
     Raises:
-      ValueError: if no family has such a model, `dtype` is another, or a weight is beyond it.
-      FileExistsError: if the folder holds something.
-      FileNotFoundError: if `tokenizer` holds none.
-      FolderError: if a file of `tokenizer` is damaged, or a link that leads out of its folder.
+      ValueError: if the model belongs to no family, `dtype` is unknown, or a weight exceeds its
+        range.
+      FileExistsError: if the folder is not empty.
+      FileNotFoundError: if `tokenizer` contains no tokenizer.
+      FolderError: if a file of `tokenizer` is damaged, or a link that points outside its folder.
     """
     folder, model = Path(folder), without_load(model)
     dtype = dtype or jnp.result_type(*jax.tree.leaves(model)).name
@@ -113,7 +115,7 @@ def save(
             write_whole(folder / "tokenizer_config.json", json.dumps(fast, indent=2) + "\n")
         ends = {key: content[key] for key in ("bos_token_id", "eos_token_id") if key in content}
         write_whole(folder / "generation_config.json", json.dumps(ends, indent=2) + "\n")
-        # Last: a folder with a config is whole.
+        # Written last: a folder with a config is complete.
         write_whole(folder / "config.json", json.dumps(content, indent=2, sort_keys=True) + "\n")
     meet("lmlib: folder written")
     return rounded
@@ -129,7 +131,7 @@ def _write_all(
     map_weights(lambda weight, array: weights.update({weight.path: array}), model)
     sharding = next(iter(weights.values())).sharding
     mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
-    if mesh is None:  # weights made without one
+    if mesh is None:  # weights made without a mesh
         mesh = make_mesh(devices=list(sharding.device_set))
         whole = NamedSharding(mesh, PartitionSpec())
         weights = {path: jax.device_put(array, whole) for path, array in weights.items()}
@@ -160,11 +162,11 @@ def _joined(
     dtype: np.dtype,
     mesh: Mesh,
 ) -> jax.Array:
-    """A tensor's padded values, made of its weights, a contiguous share on each device.
+    """Assembles a tensor's padded values from its weights, a contiguous slice on each device.
 
     Args:
-      at: of each weight the layer, and the index along each of its axes that have one.
-      kinds: of each weight its share, whether it is stacked, and the axes that have an index.
+      at: for each weight, the layer, and the index along each axis that is in the tensor's name.
+      kinds: for each weight, its share, True if it is stacked, and the axes in the tensor's name.
     """
     padded, layout = shares(math.prod(shape), mesh)
     own = []
@@ -179,8 +181,10 @@ def _joined(
 
 
 def _taken(x: jax.Array, axis: int, index: jax.Array) -> jax.Array:
-    """`x` at `index` of an axis that may be split: a sum over it of bits, where all others are
-    zero. No other values are sent."""
+    """Returns `x` at `index` of an axis that may be split over devices.
+
+    It sums bits over the axis, with all other entries set to zero, so only one slice is sent.
+    """
     bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
     chosen = jax.lax.broadcasted_iota(jnp.int32, (x.shape[axis],), 0) == index
     chosen = jnp.expand_dims(chosen, [other for other in range(x.ndim) if other != axis])
@@ -189,7 +193,7 @@ def _taken(x: jax.Array, axis: int, index: jax.Array) -> jax.Array:
 
 
 def _write_shares(flat: jax.Array, target: Stored) -> None:
-    """Writes this process's shares of the tensor; where several devices hold a share, once."""
+    """Writes this process's slices of the tensor; a slice on several devices is written once."""
     for shard in flat.addressable_shards:
         start, end, _ = shard.index[0].indices(flat.size)
         if shard.replica_id == 0 and start < target.size:
@@ -197,8 +201,8 @@ def _write_shares(flat: jax.Array, target: Stored) -> None:
 
 
 def _tokenizer_files(source: Path) -> dict[str, bytes]:
-    """Their content, by their names in a folder."""
-    if source.is_file():  # it was named, wherever it leads
+    """Returns the contents of the tokenizer's files, by their names in a folder."""
+    if source.is_file():  # the user named this file, so links may point anywhere
         real = Path(os.path.realpath(source))
         content = read_copied(real.parent, [real.name])[real.name]
         parsed(source, content)
@@ -212,13 +216,13 @@ def _tokenizer_files(source: Path) -> dict[str, bytes]:
 
 
 def _tokenizer_config(tokenizer_json: bytes, content: Mapping[str, Any]) -> dict[str, Any]:
-    """What `transformers` has to be told of a tokenizer.json: which tokens frame texts."""
+    """Returns settings for `transformers` that tokenizer.json lacks: begin and end tokens."""
     told = {"tokenizer_class": "PreTrainedTokenizerFast"}
     added = parse_json(tokenizer_json).get("added_tokens")
     tokens = [each for each in added if isinstance(each, dict)] if isinstance(added, list) else []
     for token in ("bos_token", "eos_token"):
         said = content.get(f"{token}_id")
-        first = said[0] if isinstance(said, list) and said else said  # several may end a text
+        first = said[0] if isinstance(said, list) and said else said  # a text may have several
         for each in tokens:
             if type(first) is int and each.get("id") == first:
                 told[token] = str(each.get("content"))
@@ -226,8 +230,10 @@ def _tokenizer_config(tokenizer_json: bytes, content: Mapping[str, Any]) -> dict
 
 
 def require_new(folder: Path) -> None:
-    """Raises FileExistsError on every process if `folder` holds something on one of them, before
-    any goes on to write there."""
+    """Raises FileExistsError on every process if `folder` is not empty on one of them.
+
+    No process goes on to write before all have checked.
+    """
     holds = folder.exists() and any(folder.iterdir())
     if jax.process_count() > 1:
         holds = bool(multihost_utils.process_allgather(np.bool_(holds)).any())
@@ -236,13 +242,15 @@ def require_new(folder: Path) -> None:
 
 
 def unfinished_in(folder: Path) -> Path:
-    """The folder of tensors until all are written: from the beginning their files have all bytes,
-    zeros."""
+    """Returns the temporary folder of the tensors' files, which start at their final size.
+
+    The folder is used until all tensors are written; missing bytes are zeros.
+    """
     return folder / UNFINISHED
 
 
 def move_up(folder: Path) -> None:
-    """Moves the files of a folder to the one above, and removes it."""
+    """Moves the files of a folder to its parent, and removes it."""
     for file in folder.iterdir():
         file.rename(folder.parent / file.name)
     folder.rmdir()

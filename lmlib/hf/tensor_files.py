@@ -1,8 +1,8 @@
-"""Files of tensors: safetensors, one or several with an index.
+"""Reads and writes safetensors, as one file or several with an index.
 
-A file is the length of its header in 8 bytes, a JSON header, and the tensors' bytes one after
-another (https://github.com/huggingface/safetensors, README, "Format"). A folder is a stranger's:
-everything that a header says is checked against the file before anything is read.
+A file consists of the header's length in 8 bytes, a JSON header, and the tensors' bytes
+(https://github.com/huggingface/safetensors, README, "Format"). Folders are untrusted: the header's
+content is checked against the file before anything is read.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ DTYPES = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
-# And dtypes of other tensors: GPT-NeoX' folders hold the causal mask.
+# Plus dtypes of other tensors: GPT-NeoX's folders contain the causal mask.
 _KNOWN = DTYPES | {"BOOL": np.dtype(np.bool_), "U8": np.dtype(np.uint8)}
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _LARGEST_HEADER = 32 << 20  # bytes; the largest models' have 20 MB
@@ -37,7 +37,7 @@ _LONGEST_NAME, _MOST_AXES = 1_000, 32
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """A tensor in a file: its dtype and shape, and its first byte in `file`."""
+    """A tensor in a file: its dtype and shape, and the offset of its first byte in `file`."""
 
     file: Path
     offset: int
@@ -50,12 +50,11 @@ class Stored:
 
     @property
     def end(self) -> int:
-        """Behind its last byte."""
+        """The offset after its last byte."""
         return self.offset + self.size * self.dtype.itemsize
 
     def read(self, start: int, end: int, room: int | None = None) -> np.ndarray:
-        """Its values `start` to `end`, counted in the order of the file; then zeros, until there
-        are `room` values.
+        """Reads values `start` to `end`, in file order, zero-padded to `room` values.
 
         Raises:
           FolderError: if the file has become shorter.
@@ -73,10 +72,10 @@ class Stored:
 
 
 def stored_tensors(folder: Path) -> dict[str, Stored]:
-    """Every tensor of a folder, by name.
+    """Returns all tensors of a folder, by name.
 
     Raises:
-      FolderError: if there are none, or a header, the index or a file contradicts another.
+      FolderError: if there are none, or headers, index and files contradict each other.
     """
     if (folder / INDEX).exists():
         found = _indexed(folder)
@@ -120,10 +119,10 @@ def _indexed(folder: Path) -> dict[str, Stored]:
 
 
 def read_header(path: Path) -> dict[str, Stored]:
-    """The tensors of one file, by name.
+    """Returns the tensors of one file, by name.
 
     Raises:
-      FolderError: if the header is no header, or its tensors do not fill the file exactly.
+      FolderError: if the header is invalid, or its tensors do not fill the file exactly.
     """
     with opened(path) as file:
         length = os.fstat(file.fileno()).st_size
@@ -151,7 +150,7 @@ def read_header(path: Path) -> dict[str, Stored]:
 
 
 def _entry(path: Path, name: str, entry: Any) -> tuple[int, int, np.dtype, tuple[int, ...]]:
-    """Its first byte, that behind its last, its dtype and its shape."""
+    """Returns the offsets of its first byte and after its last, its dtype and its shape."""
     try:
         kind, shape, (first, last) = entry["dtype"], entry["shape"], entry["data_offsets"]
         sound = len(name) <= _LONGEST_NAME and len(shape) <= _MOST_AXES
@@ -175,8 +174,10 @@ def laid_out(
     file_bytes: int,
     single: str = SINGLE,
 ) -> dict[str, Stored]:
-    """Places for tensors of these dtypes and shapes, in files of about `file_bytes`, or in the file
-    `single` if one is enough."""
+    """Plans files for tensors of these dtypes and shapes.
+
+    Files have about `file_bytes` each; if one file is enough, it is named `single`.
+    """
     groups: list[list[str]] = [[]]
     room = file_bytes
     for name, (dtype, shape) in tensors.items():
@@ -191,7 +192,7 @@ def laid_out(
         path = folder / (
             single if len(groups) == 1 else f"model-{number:05}-of-{len(groups):05}.safetensors"
         )
-        # Wide values first, so that each begins at a multiple of its size: readers map the file.
+        # Wide values come first, so that each is aligned to its size: readers map the file.
         names.sort(key=lambda name: -tensors[name][0].itemsize)
         offset = len(_header({name: tensors[name] for name in names}))
         for name in names:
@@ -202,8 +203,10 @@ def laid_out(
 
 
 def begin_files(tensors: Mapping[str, Stored]) -> None:
-    """Makes the files of `tensors`, which `laid_out` placed, with headers and room for all bytes,
-    and their index if there are several."""
+    """Creates the files of `tensors`, which `laid_out` planned, in full size and with headers.
+
+    Several files get an index.
+    """
     files: dict[Path, dict[str, Stored]] = {}
     for name, tensor in tensors.items():
         files.setdefault(tensor.file, {})[name] = tensor
@@ -221,14 +224,14 @@ def begin_files(tensors: Mapping[str, Stored]) -> None:
 
 
 def write(tensor: Stored, start: int, values: np.ndarray) -> None:
-    """Writes values into the place of `tensor`, from its value `start` on."""
+    """Writes values into `tensor`, from its value `start` on."""
     with open(tensor.file, "r+b") as file:
         file.seek(tensor.offset + start * tensor.dtype.itemsize)
         file.write(np.ascontiguousarray(values, tensor.dtype).view(np.uint8).data)
 
 
 def synced(files: Iterable[Path]) -> None:
-    """Brings files to the disk."""
+    """Flushes files to disk."""
     for path in files:
         descriptor = os.open(path, os.O_RDONLY)
         try:

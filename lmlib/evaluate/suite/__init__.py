@@ -1,1 +1,1 @@
-"""A small suite of measurements that needs no network and no data, for models of any size."""
+"""A small suite of measurements for models of any size; it needs no network and no data."""

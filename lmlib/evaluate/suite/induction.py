@@ -1,6 +1,6 @@
 """Induction: [A][B] … [A] → [B] (Olsson et al. 2022, arXiv:2209.11895), among random tokens.
 
-Other than copying it gives a single cue, and asks at one distance only.
+In contrast to copying, there is a single cue, at a single distance.
 """
 
 from collections.abc import Iterator, Sequence
@@ -9,16 +9,16 @@ from lmlib.evaluate.suite.pieces import Piece, RandomIds
 
 DISTANCES = (4, 16, 64, 256)  # from one A to the other, in tokens
 _BEFORE = 2  # tokens before the first A
-_PIECES = 32  # of each distance
+_PIECES = 32  # for each distance
 
 
 def distances(longest: int, begin: int) -> tuple[int, ...]:
-    """Those that fit into `longest` tokens, of which `begin` come first."""
+    """Returns the distances that fit into `longest` tokens after a prefix of `begin` tokens."""
     return tuple(d for d in DISTANCES if begin + _BEFORE + d + 1 <= longest)
 
 
 def induction(random_ids: RandomIds, begin: Sequence[int], longest: int) -> Iterator[Piece]:
-    """All tokens are different ones, but for A and B; the second B counts."""
+    """Yields pieces of distinct tokens, in which only A and B are repeated; the second B counts."""
     for distance in distances(longest, len(begin)):
         for number in range(_PIECES):
             drawn = random_ids(_BEFORE + distance, 1, distance, number).tolist()

@@ -1,4 +1,4 @@
-"""What the suite gives a model to read, and which targets of it count."""
+"""Inputs of the suite, and the targets that count."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -12,8 +12,8 @@ class Piece(NamedTuple):
     """A document.
 
     Attributes:
-      measure: what it is a part of, such as "copying/8".
-      ids: the inputs and, one after them, the last target.
+      measure: the measurement that it belongs to, such as "copying/8".
+      ids: the inputs, followed by the last target.
       first: the first input whose target counts.
     """
 
@@ -23,17 +23,17 @@ class Piece(NamedTuple):
 
 
 class RandomIds:
-    """Sequences of ids that follow from a seed alone.
+    """Sequences of ids that depend only on a seed.
 
     Args:
-      ids: what is drawn from.
+      ids: the ids to draw from.
     """
 
     def __init__(self, ids: Sequence[int], seed: int):
         self._ids, self._seed = np.asarray(ids), seed
 
     def __call__(self, count: int, *key: int) -> np.ndarray:
-        """`count` ids of the sequence `key`, each once; if there are fewer, several times."""
+        """Returns `count` distinct ids for the sequence `key`; ids repeat if there are fewer."""
         size = len(self._ids)
         first = np.arange(min(count, size))
         order = permute(first, size, seed=self._seed, epoch=int(hash_words(*key)[0]))

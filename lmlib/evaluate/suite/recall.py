@@ -1,5 +1,7 @@
-"""Recall: a fact somewhere in a long context, asked for at its end (the needle of Kamradt 2023, but
-of random tokens, so that nothing but the context has it)."""
+"""Recall: a fact in a long context, asked for at its end (the needle test, Kamradt 2023).
+
+The fact consists of random tokens, so it can only be known from the context.
+"""
 
 from collections.abc import Iterator, Sequence
 
@@ -7,24 +9,24 @@ import numpy as np
 
 from lmlib.evaluate.suite.pieces import Piece, RandomIds
 
-DEPTHS = (10, 50, 90)  # percent of the context that come before the fact
-_CUE, _ANSWER = 4, 8  # tokens of a fact: what is given again at the end, and what counts
-_PIECES = 4  # of each depth
+DEPTHS = (10, 50, 90)  # percent of the context before the fact
+_CUE, _ANSWER = 4, 8  # tokens of a fact: the part repeated at the end, and the part that counts
+_PIECES = 4  # for each depth
 _SHORTEST = 64  # tokens
 
 
 def depths(longest: int) -> tuple[int, ...]:
-    """Those asked about where a context has up to `longest` tokens."""
+    """Returns the depths to test in contexts of up to `longest` tokens."""
     return DEPTHS if longest >= _SHORTEST else ()
 
 
 def recall(
     random_ids: RandomIds, begin: Sequence[int], filler: Sequence[int], longest: int
 ) -> Iterator[Piece]:
-    """Contexts of `longest` tokens: `begin`, filler with the fact in it, and the fact once more.
+    """Yields contexts of `longest` tokens: `begin`, filler with a fact, and the fact again.
 
     Args:
-      filler: ids of a text, repeated where there are too few; may be empty, then ids are random.
+      filler: ids of a text, repeated if it is too short; if empty, random ids are used.
     """
     for depth in depths(longest):
         for number in range(_PIECES):

@@ -1,4 +1,4 @@
-"""The suite as an experiment sets it, and what a model scores."""
+"""The suite's settings in an experiment, and its evaluation of models."""
 
 import dataclasses
 import math
@@ -26,11 +26,11 @@ _SHORT = "ends of texts"
 
 @dataclasses.dataclass(frozen=True)
 class Suite:
-    """Bits per byte of several kinds of text, copying, induction, recall and in-context learning.
+    """Bits per byte of several texts, copying, induction, recall and in-context learning.
 
     Args:
-      seed: random tokens follow from it.
-      longest: tokens of a sequence, unless the model was trained on shorter ones.
+      seed: determines the random tokens.
+      longest: tokens of a sequence; shorter if the model was trained on shorter ones.
 
     Raises:
       ValueError: if `longest` is not positive.
@@ -44,11 +44,11 @@ class Suite:
             raise ValueError(f"longest must be at least 1, got {self.longest}")
 
     def length(self, trained: int | None) -> int:
-        """Tokens of a sequence, of a model trained on sequences of `trained` tokens."""
+        """Returns the length of sequences, for a model trained on `trained` tokens per sequence."""
         return min(self.longest, trained or self.longest)
 
     def metrics(self, length: int, codec: TextCodec | None) -> tuple[str, ...]:
-        """The names of what comes out, of sequences of `length` tokens."""
+        """Returns the names of the metrics, for sequences of `length` tokens."""
         begin = len(_begin(codec))
         of = {
             "copying": lengths(length, begin),
@@ -75,12 +75,12 @@ class Suite:
 
 
 class SuiteEvaluator:
-    """Scores models that know the same tokens.
+    """Scores models with the same vocabulary.
 
     Args:
       scorer: on the models' mesh.
-      vocab: ids below this one are drawn from, but for those without text.
-      codec: between texts and ids; `None`: what needs texts is left out.
+      vocab: random ids are below this number; ids without text are not drawn.
+      codec: converts between texts and ids; `None`: measurements that need texts are skipped.
       length: tokens of a row; `Suite.length`.
 
     Raises:
@@ -111,12 +111,15 @@ class SuiteEvaluator:
 
     @property
     def tokens(self) -> int:
-        """Positions that are computed."""
+        """The number of computed positions."""
         return sum(batch.tokens.size for batch, _ in self._batches)
 
     def __call__(self, model: Model) -> dict[str, float]:
-        """`Suite.metrics`, each a mean over its targets; accuracy and loss, in nats, of copying,
-        induction and recall are means over their sizes as well. Every process must call it."""
+        """Returns `Suite.metrics`, each a mean over its targets. Every process must call it.
+
+        Accuracy and loss (in nats) of copying, induction and recall are also averaged over their
+        sizes.
+        """
         nats_of: dict[int, np.ndarray] = {}
         hits_of: dict[int, np.ndarray] = {}
         for batch, placed in self._batches:
@@ -152,19 +155,25 @@ class SuiteEvaluator:
 
 
 def in_context_slope(whole_NS: np.ndarray, short_NT: np.ndarray) -> float:
-    """What context is worth, nats per token, the less the better: the mean loss of T tokens at the
-    end of sequences of S tokens, less that of the same tokens at the end of 2 T tokens."""
+    """Returns the effect of more context on the loss, in nats per token; lower is better.
+
+    It is the mean loss of T tokens at the end of sequences of S tokens, minus the mean loss of the
+    same tokens at the end of 2 T tokens.
+    """
     return float(whole_NS[:, -short_NT.shape[1] :].mean() - short_NT.mean())
 
 
 def _begin(codec: TextCodec | None) -> Sequence[int]:
-    """What begins a document."""
+    """Returns the ids that begin a document."""
     return codec.encode("") if codec else ()
 
 
 def _of_texts(codec: TextCodec, length: int) -> Iterator[Piece]:
-    """Each text in windows; the last eighth of each whole window once more, alone. Half of that
-    counts, with a sixteenth to an eighth of `length` as context."""
+    """Yields each text in windows, and the end of each full window with little context.
+
+    The end is the last eighth of the window. Half of it counts, with a context of a sixteenth to an
+    eighth of `length`.
+    """
     eighth = length // 8
     for kind, text in TEXTS.items():
         for window in windows(0, np.array(codec.encode(text)), length):

@@ -1,5 +1,7 @@
-"""Texts of several kinds, written for this suite. Their numbers are compared over time: a text that
-changes is another measurement, and gets another name."""
+"""Texts of several kinds, written for this suite.
+
+Results are compared over time, so a changed text is a new measurement and needs a new name.
+"""
 
 PROSE = """\
 The ferry left the north shore a little before seven, when the fog still lay on the water and
@@ -239,7 +241,7 @@ MARKUP = """\
 
 
 def _numbers() -> str:
-    """Powers, prices, sums and products."""
+    """Returns powers, prices, sums and products."""
     lines = ["number,square,cube,double"]
     lines += [f"{n},{n**2},{n**3},{2 * n}" for n in range(11, 41)]
     lines += ["", "date        opening  closing  change"]

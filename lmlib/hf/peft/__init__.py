@@ -1,4 +1,4 @@
-"""Adapters in the format of PEFT, in and out (https://github.com/huggingface/peft)."""
+"""Reads and writes adapters in PEFT's format (https://github.com/huggingface/peft)."""
 
 from lmlib.hf.peft.config import holds_adapters, read_config
 from lmlib.hf.peft.load import Adapters, adapters_in, load_adapters

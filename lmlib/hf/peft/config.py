@@ -1,4 +1,4 @@
-"""adapter_config.json of PEFT, in and out (https://github.com/huggingface/peft)."""
+"""Reads and writes PEFT's adapter_config.json (https://github.com/huggingface/peft)."""
 
 import dataclasses
 import functools
@@ -12,8 +12,8 @@ from lmlib.models.families.hugging_face.settings import FolderError, Settings
 
 FILE = "adapter_config.json"
 
-# Values that are known here; null is known of each. What changes the base's weights at first, such
-# as PiSSA, is not.
+# Accepted values; null is accepted for each key. Settings that first change the base's weights,
+# such as PiSSA, are not supported.
 _ONLY: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "task_type": ("CAUSAL_LM",),
@@ -35,10 +35,10 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
         (),
     ),
 }  # fmt: skip
-# Keys of rank_pattern and alpha_pattern that are run as expressions: names of modules, or
-# their ends, and after "^" whole names. PEFT itself writes `.*\.` and `\.`.
+# Keys of rank_pattern and alpha_pattern that are used as regular expressions: names of modules or
+# their suffixes, or full names after "^". PEFT itself writes `.*\.` and `\.`.
 _KEY = re.compile(r"\^?(\.\*\\\.)?\w+(\\?\.\w+)*")
-# Keys that mean nothing by themselves. PEFT sets fan_in_fan_out by the class of a module.
+# Keys without an effect of their own. PEFT sets fan_in_fan_out by the class of a module.
 _WITHOUT_EFFECT = (
     "auto_mapping", "peft_version", "inference_mode", "fan_in_fan_out", "layers_pattern",
     "megatron_core", "qalora_group_size", "runtime_config", "ensure_weight_tying",
@@ -47,19 +47,22 @@ _WITHOUT_EFFECT = (
 
 @dataclasses.dataclass(frozen=True)
 class PeftConfig:
-    """The content of an adapter_config.json. A name stands for the module of that name,
-    "model.layers.0.mlp.up", or for all modules whose names end so, "up".
+    """The content of an adapter_config.json.
+
+    A name means the module of that name ("model.layers.0.mlp.up"), or all modules whose names end
+    with it ("up").
 
     Args:
       rank, alpha, rank_stabilized, dropout: as in `lmlib.adapters.with_adapters`.
-      base: the folder of the model that is adapted, or its name on the Hub; `None`: not said.
-      targets: the adapted modules; `None`: those that have tensors.
-      parameters: those that are adapted, by their names or ends of these: of experts.
-      excluded: of the modules, those that are not adapted; `None`: those that have no tensors.
-      ranks, alphas: of modules that have others, by keys of PEFT's; the first that matches counts.
-      saved: modules whose weights are there whole (`lmlib.hf.peft.whole`).
-      biases: whether biases of adapted modules are saved; tensors decide when a folder is read.
-      tied: whether a saved table embeds and unembeds.
+      base: the base model's folder, or its name on the Hub; `None`: unspecified.
+      targets: the adapted modules; `None`: the modules that have tensors.
+      parameters: the adapted parameters (of experts), by their names or suffixes.
+      excluded: modules that are not adapted; `None`: the modules without tensors.
+      ranks, alphas: other ranks and alphas, by PEFT's patterns of modules; the first match counts.
+      saved: modules whose weights are saved in full (`lmlib.hf.peft.whole`).
+      biases: True if biases of adapted modules are saved; ignored when a folder is read, where the
+        tensors decide.
+      tied: True if a saved table embeds and unembeds.
     """
 
     rank: int
@@ -83,7 +86,7 @@ class PeftConfig:
         return next((a for each, a in self.alphas.items() if _matches(each, module)), self.alpha)
 
     def content(self, transposed: bool) -> dict[str, Any]:
-        """The adapter_config.json. `transposed`: the base's matrices have inputs as rows."""
+        """Returns adapter_config.json; `transposed` if the base's matrices have inputs as rows."""
         return {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
@@ -105,18 +108,20 @@ class PeftConfig:
 
 
 def holds_adapters(folder: Path) -> bool:
-    """Whether `folder` is one of PEFT's."""
+    """True if `folder` is in PEFT's format."""
     return (folder / FILE).is_file()
 
 
 def means(name: str, module: str) -> bool:
-    """Whether `name` stands for `module`."""
+    """True if `name` means `module`."""
     return f".{module}".endswith(f".{name}")
 
 
 def _matches(key: str, module: str) -> bool:
-    """Whether a key of rank_pattern or alpha_pattern stands for `module`, as PEFT matches it
-    (`get_pattern_key` in peft/utils/other.py): "^q_proj" is no end of a name."""
+    """True if a key of rank_pattern or alpha_pattern matches `module`, as in PEFT.
+
+    PEFT's rule is `get_pattern_key` in peft/utils/other.py; "^q_proj" matches no suffix.
+    """
     return _compiled(rf"(.*\.)?({key})$").match(module) is not None
 
 
@@ -127,7 +132,7 @@ def read_config(folder: Path) -> PeftConfig:
     """Reads `folder`/adapter_config.json.
 
     Raises:
-      FolderError: if there is none, or it has a key or a value that is not known here.
+      FolderError: if the file is missing, or has an unknown key or value.
     """
     where = str(folder / FILE)
     content = read_json(folder / FILE)
@@ -157,7 +162,7 @@ def read_config(folder: Path) -> PeftConfig:
 
 
 def _modules(content: Mapping[str, Any], key: str, where: str) -> tuple[str, ...] | None:
-    """The names in a list; `None` for a text: a stranger's pattern is not run."""
+    """Returns names, or `None` for a string: patterns of untrusted folders are not run."""
     value = content.get(key)
     if value is None or isinstance(value, str):
         return None

@@ -1,4 +1,4 @@
-"""Folders of PEFT's to models with adapters."""
+"""Loads PEFT's folders into models with adapters."""
 
 import dataclasses
 import fnmatch
@@ -29,11 +29,11 @@ from lmlib.parallel.selection import named_weights
 
 @dataclasses.dataclass(frozen=True)
 class Adapters:
-    """Adapters in a folder of PEFT's; only the headers are read so far.
+    """Adapters in a folder of PEFT's format; only headers have been read.
 
     Attributes:
-      sizes: rank and alpha beside each weight, by its path.
-      whole: the tensors of the base that it holds too.
+      sizes: rank and alpha of each adapter, by the weight's path.
+      whole: the base's tensors that the folder contains too.
     """
 
     folder: Path
@@ -44,7 +44,7 @@ class Adapters:
     whole: tuple[Whole, ...]
 
     def beside(self, base: M) -> M:
-        """Shapes of `base` with adapters."""
+        """Returns shapes of `base` with the adapters."""
 
         def adapt(weight: Weight, array: Any) -> Any:
             if weight.path not in self.sizes:
@@ -56,10 +56,10 @@ class Adapters:
         return jax.eval_shape(lambda base: map_weights(adapt, base), base)
 
     def arguments(self, base: Any) -> dict[str, Any]:
-        """Of `lmlib.adapters.lora`, which makes the same adapters.
+        """Returns arguments of `lmlib.adapters.lora` that make the same adapters.
 
         Raises:
-          FolderError: if they are of several ranks or alphas.
+          FolderError: if ranks or alphas differ between adapters.
         """
         if len(kinds := set(self.sizes.values())) > 1:
             raise FolderError(
@@ -76,12 +76,13 @@ class Adapters:
         }
 
     def values(self, model: Any) -> dict[str, np.ndarray]:
-        """float32 values of all that the folder holds, by the paths in `model`, which has such
-        adapters and whose arrays may be shapes.
+        """Returns the folder's float32 values, by path in `model`.
+
+        `model` must have such adapters; its arrays may be shapes.
 
         Raises:
-          FolderError: if there are two tables for the uses of one that is tied, or `model` has
-            other than floats where the folder has a weight of the base.
+          FolderError: if the folder has different tables for the two uses of a tied table, or a
+            base weight that is not floating-point in `model`.
         """
         tables = [self._read(each.name) for each in self.whole if each.holds(("embedding",))]
         if any(not np.array_equal(tables[0], other) for other in tables[1:]):
@@ -116,7 +117,7 @@ class Adapters:
         return found
 
     def besides(self, base: Any) -> tuple[str, ...]:
-        """Patterns of the paths of the weights of `base`, without adapters, that it holds whole."""
+        """Returns path patterns of the base weights that the folder contains, without adapters."""
         paths = {piece.path for each in self.whole for piece in each.tensor.pieces}
         return _patterns(paths - self.sizes.keys(), named_weights(base))
 
@@ -127,7 +128,7 @@ class Adapters:
         return values
 
     def onto(self, base: M) -> M:
-        """`base` with the adapters, in the layouts in which they are stored on its mesh."""
+        """Adds the adapters to `base`, in storage layout on its mesh."""
         arrays: dict[str, jax.Array] = {}
         map_weights(lambda weight, array: arrays.update({weight.path: array}), base)
         layout = next(iter(arrays.values())).sharding
@@ -143,10 +144,9 @@ class Adapters:
         return self.into(map_weights(placed, self.beside(base)))
 
     def into(self, model: M) -> M:
-        """`model`, which has such adapters, with the values of these; each lies, and has the dtype,
-        as its place in `model` says.
+        """Returns `model`, which has such adapters, with the folder's values.
 
-        Raises as `values` does.
+        Values take the layout and dtype of the arrays in `model`. Raises as `values`.
         """
         values = self.values(model)
 
@@ -168,19 +168,19 @@ def load_adapters(
     model_type: str | None = None,
     families: Sequence[Family] = FAMILIES,
 ) -> Decoder:
-    """`model` with the adapters of a folder that PEFT's `save_pretrained` wrote, in float32. They
-    are on the mesh of `model`.
+    """Adds the adapters of a folder written by PEFT's `save_pretrained` to `model`, in float32.
 
-    Where something in the folder holds several weights (Phi-3's qkv_proj, experts' gate_up_proj),
-    each of them gets all of its lora_A, and its own rows of lora_B.
+    They are placed on the mesh of `model`. If a tensor of the base's folder contains several
+    weights (Phi-3's qkv_proj, experts' gate_up_proj), each weight gets the whole lora_A, and its
+    own rows of lora_B.
 
     Args:
-      model: the base that they were made for.
-      model_type, families: of its folder, as in `lmlib.hf.save`.
+      model: the base of the adapters.
+      model_type, families: family of the base, as in `lmlib.hf.save`.
 
     Raises:
       FolderError: if the folder cannot be used, or is for another model.
-      ValueError: if `model` has adapters already, or no family has it.
+      ValueError: if `model` has adapters already, or belongs to no family.
     """
     if has_adapters(model):
         raise ValueError("the model has adapters already: merge them first (`merged`)")
@@ -189,7 +189,7 @@ def load_adapters(
 
 
 def adapters_in(folder: Path, base: Any, names: Names) -> Adapters:
-    """The adapters for `base`, whose arrays may be shapes, in a folder of PEFT's.
+    """Reads a PEFT folder's adapters for `base`, whose arrays may be shapes.
 
     Raises:
       FolderError: if the folder cannot be used, or is for another model.
@@ -258,7 +258,7 @@ def _is_adapted(module: Module, config: PeftConfig, has_tensors: bool) -> bool:
 def _sizes(
     modules: Iterable[Module], config: PeftConfig, base: Any
 ) -> dict[str, tuple[int, float]]:
-    """Rank and alpha beside each weight; ValueError if they are not the same in all its layers."""
+    """Returns rank and alpha by weight; raises ValueError if layers of a stack differ."""
     found = dict[str, tuple[int, float]]()
     for module in modules:
         size = config.rank_of(module.name), config.alpha_of(module.name)
@@ -279,8 +279,7 @@ def _sizes(
 
 
 def _check_stacks(pieces: Iterable[Piece], what: str, base: Any) -> None:
-    """Raises ValueError if one of the weights of `pieces` is not in all layers of its stack, or not
-    for all of its experts."""
+    """Raises ValueError if a weight has adapters in only some layers or some experts."""
     places = dict[str, list[Piece]]()
     for piece in pieces:
         places.setdefault(piece.path, []).append(piece)
@@ -309,7 +308,7 @@ def _tensors(folder: Path) -> dict[str, Stored]:
 
 
 def _patterns(chosen: Iterable[str], every: Iterable[str]) -> tuple[str, ...]:
-    """Patterns that select just these weights: "stack.*.attention.query"."""
+    """Returns patterns that match exactly these weights, such as "stack.*.attention.query"."""
     chosen, found = set(chosen), dict[str, None]()
     for path in every:
         if path in chosen:

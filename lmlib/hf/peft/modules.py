@@ -1,10 +1,9 @@
-"""The names that PEFT gives to the weights of a model, and their places in its tensors.
+"""PEFT's names for the weights of a model, and their places in its tensors.
 
-Beside a module's matrix [outputs, inputs] PEFT has lora_A [rank, inputs] and lora_B
-[outputs, rank]. Which weights are in the matrix, and how they lie there, is what the family says
-of its tensors (`lmlib.hf.names`).
+For a module's matrix [outputs, inputs], PEFT has lora_A [rank, inputs] and lora_B [outputs, rank].
+The family's tensors say which weights are in the matrix, and where (`lmlib.hf.names`).
 
-Beside a parameter [experts, outputs, inputs], which PEFT adapts in place of a module, it has lora_A
+For a parameter [experts, outputs, inputs], which PEFT adapts instead of a module, it has lora_A
 [experts · rank, inputs] and lora_B [outputs, rank · experts].
 """
 
@@ -29,10 +28,10 @@ class Place(NamedTuple):
     """A weight in a module's matrix, or in all experts' matrices.
 
     Args:
-      piece: as in the folder of the base.
-      summed: its axes along which the matrix has its inputs.
-      inputs: which axis of the matrix that is, 0 or 1.
-      apart: the axis of the weight along which each expert has a matrix; nothing if it is one.
+      piece: as in the base's folder.
+      summed: the weight's axes that form the inputs of the matrix.
+      inputs: the input axis of the matrix, 0 or 1.
+      apart: the expert axis of the weight, with a matrix for each index; empty for a single matrix.
     """
 
     piece: Piece
@@ -41,14 +40,14 @@ class Place(NamedTuple):
     apart: tuple[str, ...] = ()
 
     def down(self, rank: int) -> Share:
-        """The place in lora_A of the factor that multiplies the weight's inputs."""
+        """Returns the place in lora_A of the factor that multiplies the weight's inputs."""
         *_, rows, columns = self.piece.share.within
         within = (" ".join((*self.apart, _RANK)), (rows, columns)[self.inputs])
         axes = (*self.apart, *self.summed, _RANK)
         return Share(axes, self._sizes(axes, rank), within, 0, 0)
 
     def up(self, rank: int) -> Share:
-        """The place in lora_B of the factor that makes the weight's outputs."""
+        """Returns the place in lora_B of the factor that yields the weight's outputs."""
         share = self.piece.share
         *_, rows, columns = share.within
         within = ((rows, columns)[1 - self.inputs], " ".join((_RANK, *self.apart)))
@@ -58,7 +57,7 @@ class Place(NamedTuple):
 
     @property
     def experts(self) -> int:
-        """How many matrices there are."""
+        """The number of matrices."""
         return math.prod(self._sizes(self.apart, 1))
 
     def _sizes(self, axes: Iterable[str], rank: int) -> tuple[int, ...]:
@@ -68,9 +67,14 @@ class Place(NamedTuple):
 
 
 class Module(NamedTuple):
-    """A module with a matrix, or a parameter with those of experts: its name, which weights are in
-    that, whether it looks rows up, and how many parameters of the same module are adapted around
-    it (`nested`)."""
+    """A module with a matrix, or a parameter with the experts' matrices.
+
+    Attributes:
+      name: name of the module or the parameter.
+      places: its weights.
+      looks_up: True if the matrix is an embedding table.
+      around: number of adapted parameters of the same module that wrap it (`nested`).
+    """
 
     name: str
     places: tuple[Place, ...]
@@ -83,12 +87,12 @@ class Module(NamedTuple):
 
     @property
     def holder(self) -> str:
-        """The module itself, or the module around the parameter."""
+        """The module, or the module that contains the parameter."""
         return self.name.rpartition(".")[0] if self.is_parameter else self.name
 
     @property
     def end(self) -> str:
-        """Of its name, by which all of its kind are meant."""
+        """The last part of the name, which means all modules of this kind."""
         return ".".join(self.name.split(".")[-2 if self.is_parameter else -1 :])
 
     @property
@@ -100,14 +104,16 @@ class Module(NamedTuple):
         return f"{name}.lora_A.weight", f"{name}.lora_B.weight"
 
     def shapes(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Of lora_A and lora_B."""
+        """Returns the shapes of lora_A and lora_B."""
         outputs = [place.up(rank).shape for place in self.places]
         return self.places[0].down(rank).shape, (sum(n for n, _ in outputs), outputs[0][1])
 
 
 def nested(adapted: Iterable[Module]) -> list[Module]:
-    """The modules that have adapters, with what their tensors are called: each further parameter of
-    a module that PEFT adapts is adapted around those before it."""
+    """Numbers the adapted parameters of a module, which determines the names of their tensors.
+
+    PEFT wraps each further parameter of a module around the parameters before it.
+    """
     found, around = list[Module](), Counter[str]()
     for module in reversed([*adapted]):
         found.append(module._replace(around=around[module.holder]))
@@ -116,10 +122,12 @@ def nested(adapted: Iterable[Module]) -> list[Module]:
 
 
 def modules_of(base: Any, names: Names) -> dict[str, Module]:
-    """The modules of a model without adapters, whose arrays may be shapes, by their names: those
-    whose matrix has the inputs of its weights along one axis and their outputs along the other, and
-    parameters of experts with such matrices. A tied table is not among them: PEFT would adapt it
-    where it embeds alone."""
+    """Returns the modules that PEFT can adapt, by name, for a model without adapters.
+
+    Arrays of the model may be shapes. Each module's matrix has the inputs of its weights along one
+    axis and the outputs along the other; experts' parameters consist of such matrices. A tied table
+    is left out, because PEFT would adapt only its use as an embedding.
+    """
     tied = base.unembedding is None
     found = _modules(tensors_in_class(base, names), named_weights(base), tied)
     return {
@@ -129,8 +137,10 @@ def modules_of(base: Any, names: Names) -> dict[str, Module]:
 
 
 def modules_of_experts(base: Any, names: Names) -> dict[str, Module]:
-    """As `modules_of`, for classes of transformers 4, where each expert's matrices are modules of
-    their own, by the names in a folder of the base."""
+    """Like `modules_of`, for transformers 4, with a module for each expert's matrix.
+
+    Names are as in a folder of the base.
+    """
     tensors = [each for each in placed(base, names) if each.pieces[0].fixed]
     return _modules(tensors, named_weights(base), tied=True)
 
@@ -160,8 +170,7 @@ def _modules(
 
 
 def tensors_in_class(base: Any, names: Names) -> list[Placed]:
-    """The tensors of a folder, by the names that they have in the class, or in place of some those
-    that the class has."""
+    """Returns a folder's tensors, named and grouped as in transformers' class."""
     held = {path for tensor in names.in_class for path in tensor.holds}
     layer = [tensor for tensor in names.layer if held.isdisjoint(tensor.holds)]
     return [
@@ -171,8 +180,7 @@ def tensors_in_class(base: Any, names: Names) -> list[Placed]:
 
 
 def _place(piece: Piece, weight: Weight) -> Place | None:
-    """`None` if no axis of the matrix, or of each expert's, has the weight's inputs and nothing
-    else."""
+    """Returns the place of a weight, or `None` if the inputs do not form one axis of the matrix."""
     apart, matrix = piece.share.within[:-2], piece.share.within[-2:]
     summed = summed_axes(weight.declaration, piece.share.axes)
     axes = [sorted(axis.split()) for axis in matrix]

@@ -1,4 +1,4 @@
-"""Adapters to folders that PEFT's `from_pretrained` loads."""
+"""Saves adapters to folders that PEFT's `from_pretrained` loads."""
 
 import json
 import math
@@ -40,27 +40,31 @@ def save_adapters(
     dtype: str = "float32",
     families: Sequence[Family] = FAMILIES,
 ) -> None:
-    """Writes the adapters of `model` as PEFT does: adapter_config.json, adapter_model.safetensors.
-    With several processes each calls it, and all see the folder.
+    """Writes the adapters of `model` in PEFT's format.
 
-    PEFT takes all else from the base. What trained besides the adapters has to be in `trained`, or
-    what PEFT loads is another model; a model does not know it, so there is no default.
+    The files are adapter_config.json and adapter_model.safetensors. With several processes, each
+    must call this, and all must see the folder.
 
-    What holds several weights in the folder (Phi-3's qkv_proj, experts' gate_up_proj) gets the
-    ranks of all their adapters together, each in its own rows and columns.
+    PEFT takes all other weights from the base. If anything other than the adapters was trained, it
+    has to be in `trained`, or PEFT loads another model. A model does not record this, so `trained`
+    has no default.
+
+    If a tensor of the base's folder contains several weights (Phi-3's qkv_proj, experts'
+    gate_up_proj), its rank is the sum of the ranks of their adapters, each with its own rows and
+    columns.
 
     Args:
       folder: new, or empty.
-      base: where PEFT's users find the model without adapters: a folder, or a name on the Hub.
-      trained: weights that are not the base's, by patterns of their paths in the model without
-        adapters: ("*norm.scale", "embedding"); () if the adapters alone trained. They are written
-        whole (`lmlib.hf.peft.whole`).
-      model_type, families: of the base, as in `lmlib.hf.save`.
-      dtype: of the file: "bfloat16", "float16" or "float32".
+      base: the model without adapters for PEFT's users: a folder, or a name on the Hub.
+      trained: path patterns, in the model without adapters, of weights that differ from the base:
+        ("*norm.scale", "embedding"). () if only the adapters were trained. These weights are
+        written in full (`lmlib.hf.peft.whole`).
+      model_type, families: family of the base, as in `lmlib.hf.save`.
+      dtype: dtype of the file, "bfloat16", "float16" or "float32".
 
     Raises:
-      ValueError: if no family has such a model, or PEFT has no such adapters.
-      FileExistsError: if the folder holds something.
+      ValueError: if the model belongs to no family, or PEFT does not support such adapters.
+      FileExistsError: if the folder is not empty.
     """
     folder = Path(folder)
     if dtype not in NAMES_OF_DTYPES:
@@ -105,15 +109,16 @@ def written_whole(
     model_type: str | None = None,
     families: Sequence[Family] = FAMILIES,
 ) -> set[str]:
-    """The paths of the weights of which `save_adapters` writes the values, besides adapters, in the
-    model without adapters; it looks at no others.
+    """Returns the paths of all weights, other than adapters, that `save_adapters` writes.
+
+    Paths are in the model without adapters. `save_adapters` reads no other weights.
 
     Args:
       model: its arrays may be shapes.
       trained, model_type, families: as in `save_adapters`.
 
     Raises:
-      ValueError: as `save_adapters` does.
+      ValueError: as `save_adapters`.
     """
     shapes = shapes_of_base(model)
     family, _ = family_of(shapes, model_type, families)
@@ -127,7 +132,7 @@ def _paths(whole: Kept) -> set[str]:
 
 
 def _adapters(model: Any) -> dict[str, Adapted]:
-    """By the path of the weight."""
+    """Returns the adapters by the path of the weight."""
     found: dict[str, Adapted] = {}
     map_adapted(lambda path, one: found.update({path: one}), model)
     if not found:
@@ -136,7 +141,7 @@ def _adapters(model: Any) -> dict[str, Adapted]:
 
 
 def shapes_of_base(model: M) -> M:
-    """Shapes of `model` as it is without adapters and 8 bits."""
+    """Returns shapes of `model` without adapters and without 8-bit storage."""
     return jax.tree.map(
         lambda one: jax.ShapeDtypeStruct(one.shape, jnp.float32),
         without_adapters(model),
@@ -145,19 +150,19 @@ def shapes_of_base(model: M) -> M:
 
 
 def _with_adapters(modules: Mapping[str, Module], adapters: Collection[str]) -> Iterator[Module]:
-    """Those with a weight in `adapters`."""
+    """Yields the modules with a weight in `adapters`."""
     for module in modules.values():
         if any(place.piece.path in adapters for place in module.places):
             yield module
 
 
 def _adapted(modules: Mapping[str, Module], adapters: Collection[str]) -> set[str]:
-    """The names of the modules with a weight in `adapters`."""
+    """Returns the names of the modules with a weight in `adapters`."""
     return {module.holder for module in _with_adapters(modules, adapters)}
 
 
 def _values(model: Any, paths: Collection[str]) -> dict[str, np.ndarray]:
-    """float32 values of the weights at `paths` of the model without adapters."""
+    """Returns float32 values of the weights at `paths` of the model without adapters."""
     base, found = without_adapters(model), dict[str, np.ndarray]()
 
     def note(keys: Any, array: Any) -> None:
@@ -170,7 +175,7 @@ def _values(model: Any, paths: Collection[str]) -> dict[str, np.ndarray]:
 
 
 def _laid(tensor: Placed, values: Mapping[str, np.ndarray]) -> np.ndarray:
-    """The tensor of the folder that holds `values`."""
+    """Assembles the folder's tensor from `values`."""
     own = [values[piece.path][piece.at] for piece in tensor.pieces]
     return joined([piece.share for piece in tensor.pieces], own)
 
@@ -178,7 +183,7 @@ def _laid(tensor: Placed, values: Mapping[str, np.ndarray]) -> np.ndarray:
 def _told(
     modules: Mapping[str, Module], adapters: Mapping[str, Adapted], base: str | None, whole: Kept
 ) -> PeftConfig:
-    """The config of a model's adapters."""
+    """Returns the config of a model's adapters."""
     held = {place.piece.path for module in modules.values() for place in module.places}
     if lost := sorted(set(adapters) - held):
         tied = " (PEFT adapts a tied table where it embeds alone)" if "embedding" in lost else ""
@@ -220,7 +225,7 @@ def _told(
 
 
 def _named(values: Mapping[str, V], modules: Mapping[str, Module]) -> dict[str, V]:
-    """The same with ends of names, "q_proj", where all modules that end so have the same value."""
+    """Shortens names to suffixes ("q_proj") if all modules with that suffix have the same value."""
     ends: dict[str, set[V | None]] = {}
     for name, module in modules.items():
         ends.setdefault(module.end, set()).add(values.get(name))
@@ -231,8 +236,11 @@ def _named(values: Mapping[str, V], modules: Mapping[str, Module]) -> dict[str, 
 def _joined(
     module: Module, values: Mapping[str, tuple[np.ndarray, np.ndarray]]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """lora_A and lora_B: of several weights one's rows of A follow another's, expert by expert, and
-    B has only zeros in the rows and columns that are not of the same weight."""
+    """Assembles lora_A and lora_B of a module.
+
+    Rows of A are concatenated over weights, expert by expert. B is zero in rows and columns that
+    belong to different weights.
+    """
     own = {
         place: [each[place.piece.at] for each in values[place.piece.path]]
         for place in module.places if place.piece.path in values
@@ -255,7 +263,7 @@ def _joined(
 
 
 def _whole(array: jax.Array) -> np.ndarray:
-    """Its values, in every process."""
+    """Returns the array's values in every process."""
     if not array.is_fully_addressable:
         array = multihost_utils.process_allgather(array, tiled=True)
     return np.asarray(array, np.float32)

@@ -1,8 +1,8 @@
-"""Weights that a folder of adapters holds whole: the modules in PEFT's `modules_to_save`, and the
-biases of adapted modules.
+"""Weights that an adapter folder contains in full: `modules_to_save`, and biases.
 
-PEFT saves modules, not tensors: a norm with its bias, a matrix with its own. A name in
-`modules_to_save` stands for every module whose name ends so, and for all that is in it.
+The biases belong to adapted modules. PEFT saves modules, not tensors: a norm with its bias, a
+matrix with its bias. A name in `modules_to_save` means every module whose name ends with it, and
+everything in it.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -15,7 +15,7 @@ from lmlib.models.families.hugging_face.family import Names
 
 
 class Whole(NamedTuple):
-    """A tensor of the base: its name in a folder of adapters, and its content."""
+    """A tensor of the base: its name in an adapter folder, and its content."""
 
     name: str
     tensor: Placed
@@ -29,13 +29,15 @@ class Whole(NamedTuple):
         return self.tensor.name.endswith(".bias")
 
     def holds(self, paths: Collection[str]) -> bool:
-        """Whether one of the weights at `paths` is in it."""
+        """True if the tensor contains one of the weights at `paths`."""
         return any(piece.path in paths for piece in self.tensor.pieces)
 
 
 def tensors_of(base: Any, names: Names, adapted: Collection[str]) -> list[Whole]:
-    """Every tensor of `base`, whose arrays may be shapes and whose modules `adapted` have adapters.
-    A tied table is there twice: PEFT has a module for each of its uses."""
+    """Returns every tensor of `base`, with `adapted` the names of the modules with adapters.
+
+    Arrays of `base` may be shapes. A tied table appears twice: PEFT has a module for each use.
+    """
     tensors = tensors_in_class(base, names)
     if base.unembedding is None:
         table = next(each for each in tensors if each.pieces[0].path == "embedding")
@@ -50,15 +52,21 @@ def tensors_of(base: Any, names: Names, adapted: Collection[str]) -> list[Whole]
 
 
 def is_saved(tensor: str, modules: Iterable[str]) -> bool:
-    """Whether `modules`, of `modules_to_save`, have a name for a module that `tensor` is in."""
+    """True if a module that contains `tensor` is among `modules`, names of `modules_to_save`."""
     parts = tensor.split(".")
     holders = [".".join(parts[:count]) for count in range(1, len(parts))]
     return any(holder.endswith(name) for name in modules for holder in holders)
 
 
 class Kept(NamedTuple):
-    """The tensors that are written whole, their names for `modules_to_save`, whether there are
-    biases of adapted modules, and whether there is a tied table."""
+    """The tensors that are written in full, and how adapter_config.json describes them.
+
+    Attributes:
+      tensors: the tensors.
+      modules: their names for `modules_to_save`.
+      biases: True if they include biases of adapted modules.
+      tied: True if they include a tied table.
+    """
 
     tensors: tuple[Whole, ...]
     modules: tuple[str, ...]
@@ -67,10 +75,10 @@ class Kept(NamedTuple):
 
 
 def kept(base: Any, names: Names, adapted: Collection[str], changed: Collection[str]) -> Kept:
-    """The tensors to write for the weights at the paths `changed`.
+    """Returns the tensors to write for the weights at the paths `changed`.
 
     Raises:
-      ValueError: if one of them is in a matrix of an adapted module.
+      ValueError: if one of these weights is in the matrix of an adapted module.
     """
     tensors = tensors_of(base, names, adapted)
     touched = [each for each in tensors if each.holds(changed)]
@@ -89,7 +97,7 @@ def kept(base: Any, names: Names, adapted: Collection[str], changed: Collection[
 
 
 def _named(modules: Collection[str], tensors: Sequence[Whole]) -> tuple[str, ...]:
-    """The same with ends of names, "input_layernorm", where no other module's name ends so."""
+    """Shortens names to suffixes ("input_layernorm") if no other module's name ends with it."""
     found: list[str] = []
     for name, module in ((each.tensor.name, each.module) for each in tensors):
         if module in modules and not is_saved(name, found):
@@ -102,10 +110,12 @@ def _named(modules: Collection[str], tensors: Sequence[Whole]) -> tuple[str, ...
 def held(
     base: Any, names: Names, adapted: Collection[str], config: PeftConfig, there: Collection[str]
 ) -> list[Whole]:
-    """The tensors that a folder with the names `there` holds whole, or has to by its config.
+    """Returns the tensors that a folder contains in full, or must contain by its config.
+
+    `there` are the names of the folder's tensors.
 
     Raises:
-      ValueError: if it saves one of the two uses of a tied table.
+      ValueError: if the folder saves only one of the two uses of a tied table.
     """
     tensors = tensors_of(base, names, adapted)
     found = [w for w in tensors if w.name in there or is_saved(w.tensor.name, config.saved)]

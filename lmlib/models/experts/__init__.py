@@ -1,10 +1,10 @@
-"""Mixtures of experts: of many MLPs each token goes through a few, which a router chooses.
+"""Mixtures of experts: a router sends each token to a few of many MLPs.
 
-router.py       which experts each token goes to, with which shares
+router.py       chooses each token's experts and their shares (routing weights)
 mixture.py      the feed-forward layer: router, experts, shared experts
-mlps.py         what the experts compute of rows that are sorted by expert
-grouped.py      products of such rows, each group by its own matrix
-rounds.py       rows to experts and back, as often as the buffer asks, and the backward pass
-gathered.py     one way for the rows: every device gathers the tokens of all
-exchanged.py    another: each row is sent to its expert's device
+mlps.py         the experts' MLPs, on rows that are sorted by expert
+grouped.py      matrix products of sorted rows, one matrix for each group
+rounds.py       moves rows to experts and back, in several rounds if needed, and the backward pass
+gathered.py     dispatch by all-gather: every device gathers all tokens
+exchanged.py    dispatch by all-to-all: each row is sent to its expert's device
 """

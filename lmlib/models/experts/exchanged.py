@@ -1,12 +1,12 @@
-"""Rows to experts by an all-to-all: each device sends a token's row to the devices of the experts
-that it goes to, and these send back what they make of it.
+"""Dispatch by all-to-all: devices send rows to their experts and get results back.
 
-A device sends up to Q rows to each other one in a round. What is more waits for the next round,
-so buffers are as large as even routing needs, with some room, however uneven it is. On GPUs and
-TPUs only rows travel (a ragged all-to-all), elsewhere whole buffers.
+In a round, a device sends up to Q rows to each other device. Further rows wait for the next round,
+so buffers are sized for even routing with some room, however uneven the routing is. On GPUs and
+TPUs only the rows are sent (a ragged all-to-all); other backends send whole buffers.
 
 Shapes: n tokens of a device, K choices of a token, M = n · K pairs of a token and a choice, P
-devices along `expert`, Q rows of a round from one to another, C = P · Q, X experts of a device.
+devices along `expert`, Q rows from one device to another in a round, C = P · Q, X experts of a
+device.
 """
 
 import math
@@ -37,16 +37,16 @@ class Exchanged:
         choices_M = jnp.ravel(choices_nK)
         self.pairs_M, places_M, sizes = sorted_by(choices_M, experts)
         sizes_PX = jnp.reshape(sizes, (self.P, self.X))
-        self.given_P = jnp.sum(sizes_PX, axis=1)  # by this device, to each
+        self.given_P = jnp.sum(sizes_PX, axis=1)  # rows that this device sends to each other device
         starts_P = jnp.cumsum(self.given_P) - self.given_P
         self.starts_P = starts_P
         self.devices_nK = choices_nK // self.X
         self.places_nK = jnp.reshape(places_M, (n, self.K)) - starts_P[self.devices_nK]
-        # What each device has for each expert of this one.
+        # For each of this device's experts: the number of rows that each device has for it.
         everyones_PPX = jnp.reshape(all_gather(sizes_PX, along, axis=0), (self.P, self.P, self.X))
         self.for_me_PX = jnp.take(everyones_PPX, axis_index(along), axis=1)
         self.taken_P = jnp.sum(self.for_me_PX, axis=1)
-        # All devices go through as many rounds as any needs: they communicate in each.
+        # All devices take part in every round, so all run as many rounds as any of them needs.
         self.rounds = pmax_everywhere(-(-jnp.max(self.given_P) // self.Q))
 
     def sent(self, x_n: Array) -> Array:
@@ -92,10 +92,10 @@ class Exchanged:
         return exchange_rows(values_C, given_P, taken_P, self.along)
 
     def _sorted(self, round: Array | int) -> tuple[Array, Array, Array]:
-        """`sorted_by` of the rows that arrive in a round."""
+        """Applies `sorted_by` to the rows that arrive in a round."""
         places_Q = round * self.Q + jnp.arange(self.Q, dtype=jnp.int32)
         ends_PX = jnp.cumsum(self.for_me_PX, axis=1)
-        # A place beyond a device's last row gets the expert past the last one.
+        # Places beyond a device's last row get the index after the last expert.
         experts_PQ = jax.vmap(lambda ends_X: jnp.searchsorted(ends_X, places_Q, side="right"))(
             ends_PX
         )

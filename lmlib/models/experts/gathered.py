@@ -1,11 +1,11 @@
-"""Rows to experts where each device gathers the tokens of all along `expert`, takes what goes to
-its own experts, and adds up what they make of each token: an all-gather and a reduce-scatter.
+"""Dispatch by all-gather: devices gather all tokens, and reduce-scatter the results.
 
-It sends each token once to every device, however many experts it goes to. With one device along
-`expert` nothing is sent.
+Each device gathers the tokens of all devices along `expert`, picks the rows for its own experts,
+and sums their outputs for each token. Every token is sent once to every device, however many
+experts it uses. With one device along `expert`, nothing is sent.
 
-Shapes: n tokens of a device, N of all along `expert`, K choices of a token, M = N · K pairs of a
-token and a choice, C rows of a round, X experts of a device.
+Shapes: n tokens of a device, N tokens of all devices along `expert`, K choices of a token,
+M = N · K pairs of a token and a choice, C rows of a round, X experts of a device.
 """
 
 import math
@@ -31,7 +31,7 @@ class Gathered:
         self.pairs_M, places_M, sizes_X = sorted_by(own_M, X)
         self.places_NK = jnp.reshape(places_M, own_NK.shape)
         self.ends_X = jnp.cumsum(sizes_X)
-        # A device's share of all pairs is n · K of them.
+        # Even routing gives n · K pairs to each device.
         even = n * self.K
         self.C = even if devices == 1 else min(math.ceil(room * even), own_M.size)
         self.rounds: Array | int = 1 if devices == 1 else -(-self.ends_X[-1] // self.C)

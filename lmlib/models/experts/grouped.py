@@ -1,14 +1,15 @@
-"""Products of rows that are sorted by group, each group by a matrix of its own.
+"""Grouped matrix products: rows are sorted by group, and each group has its own matrix.
 
-    implementation  where      what
+    implementation  where      description
     ragged_dot      TPUs       XLA's kernels
-    blocks          anywhere   a loop over blocks of rows of one group each
+    blocks          anywhere   a loop over blocks of rows, each within one group
 
-"auto" takes ragged_dot where XLA has a kernel for it, else blocks. Elsewhere XLA expands ragged_dot
-into a product of all rows with all matrices, which costs as many times more as there are groups.
+"auto" chooses ragged_dot if XLA has a kernel for it, else blocks. Without a kernel, XLA expands
+ragged_dot into a product of all rows with all matrices, which multiplies the cost by the number
+of groups.
 
-Shapes: N rows, X groups, E summed over, F made, A and B the two of these in either order, R rank,
-T rows of a block, L blocks.
+Shapes: N rows, X groups, E contracted axis, F output axis, A and B are E and F in either order,
+R rank, T rows of a block, L blocks.
 """
 
 import functools
@@ -24,8 +25,8 @@ from lmlib.parallel.collectives import platform
 from lmlib.parallel.matrix import Matrix
 
 IMPLEMENTATIONS = ("ragged_dot", "blocks")
-EVEN_TURNS = "even_turns_"  # a scope, with how often the loop in it turns if groups are of one size
-# The kernel for gradients of matrices came to XLA with JAX 0.11.
+EVEN_TURNS = "even_turns_"  # scope name, followed by the loop's trip count for groups of equal size
+# XLA has the kernel for gradients of the matrices since JAX 0.11.
 _KERNEL_FOR_GRADIENTS = jax.__version_info__ >= (0, 11)
 
 
@@ -35,11 +36,13 @@ def grouped_product(
     sizes_X: Int32[Array, "x"],
     implementation: str = "auto",
 ) -> Float[Array, "n f"]:
-    """Each row times the matrix of its group: the first `sizes_X[0]` rows by `w_XEF[0]`, and so on.
-    Rows beyond all groups give zeros, whatever is in them.
+    """Multiplies each row by the matrix of its group.
 
-    A `Matrix` multiplies by its own method, `apply`. Where an axis of the weight is split over
-    devices, each gives its part of the result: the sum over them is left to the caller.
+    The first `sizes_X[0]` rows are multiplied by `w_XEF[0]`, and so on. Rows beyond all groups give
+    zeros, regardless of their content.
+
+    A `Matrix` multiplies by its own method, `apply`. If an axis of the weight is split over
+    devices, the result is partial, and the caller must sum it over them.
     """
     if isinstance(w_XEF, Matrix):
         return w_XEF.apply(lambda x, w: _grouped_product(x, w, sizes_X, implementation), x_NE)
@@ -97,7 +100,7 @@ def _resolved(implementation: str, gradient: bool) -> str:
 
 
 def _gradient(x_NE: Array, dy_NF: Array, sizes_X: Array, implementation: str) -> Array:
-    """Of each matrix: the sum over its group's rows of x ⊗ dy."""
+    """Computes each matrix's gradient: the sum of x ⊗ dy over its group's rows."""
     if _resolved(implementation, gradient=True) == "ragged_dot":
         return jax.lax.ragged_dot_general(
             _within(x_NE, sizes_X),
@@ -107,8 +110,8 @@ def _gradient(x_NE: Array, dy_NF: Array, sizes_X: Array, implementation: str) ->
             preferred_element_type=x_NE.dtype,
         )
     N, wide = len(x_NE), jnp.promote_types(x_NE.dtype, jnp.float32)
-    # XLA's CPU backend copies the first operand of such a product in transposed order: there the
-    # smaller one comes first, and the sums are transposed in the end.
+    # XLA's CPU backend copies the first operand of such a product in transposed order. So the
+    # smaller operand comes first there, and the sums are transposed at the end.
     swapped = platform() == "cpu" and x_NE.shape[1] > dy_NF.shape[1]
     a_NA, b_NB = (dy_NF, x_NE) if swapped else (x_NE, dy_NF)
 
@@ -127,14 +130,17 @@ def _gradient(x_NE: Array, dy_NF: Array, sizes_X: Array, implementation: str) ->
 
 
 def _within(y_NF: Array, sizes_X: Array) -> Array:
-    """With zeros beyond all groups, where kernels leave what was there."""
+    """Sets rows beyond all groups to zero; kernels leave them uninitialized."""
     inside_N = jnp.arange(len(y_NF)) < jnp.sum(sizes_X)
     return jnp.where(inside_N[:, None], y_NF, 0)
 
 
 class _Block(NamedTuple):
-    """Rows from `start` up to `end`, all of one group, in a slice of T rows that begins at `start`
-    or, near the end of all rows, before it. Without rows in it, `end` is `start`."""
+    """Rows [start, end) of one group, within a slice of T rows.
+
+    The slice begins at `start`, or earlier near the end of all rows. An empty block has
+    `end == start`.
+    """
 
     group: Array
     start: Array
@@ -149,19 +155,19 @@ class _Block(NamedTuple):
 def _over_blocks(
     one: Callable[[_Block, Array], Array], made: Array, sizes_X: Int32[Array, "x"], N: int
 ) -> Array:
-    """`made` after each block in turn: the blocks cover all groups, in their order."""
+    """Folds `one` over blocks that cover all groups, in order, and returns the final `made`."""
     X = len(sizes_X)
     T = _rows_of_a_block(N, X)
     starts_X = jnp.cumsum(sizes_X) - sizes_X
 
     def visit(group: Array, first: Array | int, T: int, i: Array | int, made: Array) -> Array:
-        """The block of T rows that begins i blocks after the group's row `first`."""
+        """Processes the block of T rows that begins i blocks after the group's row `first`."""
         start = starts_X[group] + first + i * T
         end = jnp.clip(starts_X[group] + sizes_X[group], start, start + T)
         return one(_Block(group, start, end, T), made)
 
     def of_group(group: Array, made: Array) -> Array:
-        """Whole blocks, then smaller ones, which waste less."""
+        """Processes a group in full blocks, then in smaller ones to waste fewer rows."""
         size, even, t = sizes_X[group], N // X, max(T // 4, 1)
         with jax.named_scope(f"{EVEN_TURNS}{even // T}"):
             whole = functools.partial(visit, group, 0, T)
@@ -172,8 +178,8 @@ def _over_blocks(
 
     if platform() == "cpu":
         return jax.lax.fori_loop(0, X, of_group, made)
-    # Elsewhere a loop of unknown length asks the host after each turn whether there is another.
-    most = (N + min(X, N) * (T - 1)) // T  # each group but for empty ones fills up its last block
+    # Elsewhere, a loop of unknown length asks the host after each iteration if it goes on.
+    most = (N + min(X, N) * (T - 1)) // T  # each nonempty group fills its last block
     blocks_X = -(-sizes_X // T)
     last_X = jnp.cumsum(blocks_X)
     indices_L = jnp.arange(most, dtype=jnp.int32)
@@ -185,9 +191,12 @@ def _over_blocks(
 
 
 def _rows_of_a_block(N: int, X: int) -> int:
-    """A power of two. Each group wastes up to a block. Each block reads its matrix, and in a
-    gradient adds to one in float32: from a GPU's memory that takes longer than larger blocks waste,
-    and a product of few rows leaves most of its units without work."""
+    """Returns the rows of a block, a power of two: four blocks for a group of mean size.
+
+    Each group wastes up to a block. Each block reads its matrix, and for a gradient also adds to a
+    float32 matrix. From a GPU's memory that takes longer than the waste of larger blocks, and a
+    product of few rows leaves most of the GPU's units idle.
+    """
     least, most = (16, 512) if platform() == "cpu" else (128, 2_048)
     T = 1 << max(N // (4 * X), 1).bit_length() - 1  # four to a group of mean size
     return min(max(T, least), most, N)
@@ -198,7 +207,7 @@ def _slice(x_NE: Array, block: _Block) -> Array:
 
 
 def _rows(x_NE: Array, w_XEF: Array, sizes_X: Array, equation: str) -> Array:
-    """Of each block the product with its group's matrix."""
+    """Multiplies each block by its group's matrix."""
     N = len(x_NE)
     made = w_XEF.shape[2 if equation.endswith("f") else 1]
 

@@ -1,4 +1,4 @@
-"""A feed-forward layer of experts, of which each token goes through a few.
+"""A feed-forward layer of experts; each token uses only a few of them.
 
 Shapes: B batch, S sequence, E embed.
 """
@@ -23,21 +23,23 @@ from lmlib.parallel.collectives import in_a_stage
 
 
 class Mixture(Part):
-    """The sum of what a token's experts make of it, times their shares (Shazeer et al. 2017,
-    arXiv:1701.06538, eq. 1), and of what shared experts make of all tokens (Dai et al. 2024,
-    arXiv:2401.06066, §3.2). No token is dropped, however uneven the routing.
+    """A mixture-of-experts layer: a weighted sum of the outputs of each token's experts.
 
-    Besides what its router reports, `expert_dropped` is the share of choices that were not
-    computed: 0, or something is wrong.
+    The weights are the router's shares (Shazeer et al. 2017, arXiv:1701.06538, eq. 1). Shared
+    experts, which process all tokens, can be added (Dai et al. 2024, arXiv:2401.06066, §3.2). No
+    token is dropped, however uneven the routing is.
+
+    In addition to the router's reports, `expert_dropped` is the fraction of choices that were not
+    computed. It is 0 unless there is a bug.
 
     Args:
-      embed, mlp: sizes; `mlp` of each expert.
-      experts: how many; an axis `expert` of the mesh splits them.
-      top: how many of them each token goes to.
-      shared_mlp: size of the shared experts, which are one MLP; `None`: there are none.
+      embed, mlp: sizes; `mlp` is the size of each expert.
+      experts: the number of experts; the mesh axis `expert` splits them.
+      top: the number of experts for each token.
+      shared_mlp: size of the shared experts, which are one MLP; `None`: no shared experts.
       router, mlps, shared: make the parts, to change one of them:
         `functools.partial(Router, scores="sigmoid")`.
-      residual_scale: of the initial values of the last matrices.
+      residual_scale: scale of the initial values of the output matrices.
     """
 
     rows_may_be_split = True
@@ -73,8 +75,10 @@ class Mixture(Part):
     def __call__(
         self, x_BSE: Float[Array, "b s embed"], context: Context
     ) -> tuple[Float[Array, "b s embed"], Reports]:
-        """Layouts: x whole along `seq`; the result as `context.compute.residual` names. See
-        `lmlib.models.experts.rounds.mixed` for what is sent."""
+        """Applies the layer; see `lmlib.models.experts.rounds.mixed` for the communication.
+
+        Layouts: x is not split along `seq`; the result is laid out by `context.compute.residual`.
+        """
         compute, routing = context.compute, self.router(x_BSE, context)
         with jax.named_scope("experts"):
             top = self.router.top
@@ -102,15 +106,14 @@ class Mixture(Part):
         return eqx.tree_at(lambda mlp: mlp.router, self, self.router.updated(tallies))
 
     def measured(self, tallies_X: Float[Array, "choice"]) -> dict[str, Float[Array, ""]]:
-        """See `Part.measured`: how many tokens the experts with most and with fewest
-        of them had, as multiples of the mean."""
+        """See `Part.measured`: the largest and smallest load of an expert, relative to the mean."""
         mean = jnp.maximum(jnp.mean(tallies_X), 1)
         most, fewest = jnp.max(tallies_X) / mean, jnp.min(tallies_X) / mean
         return {"expert_most_tokens": most, "expert_fewest_tokens": fewest}
 
     @property
     def used_shares(self) -> dict[str, float]:
-        """See `Part.used_shares`: the share of the experts that a token goes to."""
+        """See `Part.used_shares`: the fraction of the experts that a token uses."""
         return {"experts": self.router.top / self.router.experts}
 
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:

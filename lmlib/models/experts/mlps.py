@@ -1,4 +1,4 @@
-"""What experts compute of rows that are sorted by expert.
+"""The experts' MLPs, on rows that are sorted by expert.
 
 Shapes: X experts (of a device), C rows, E embed, F mlp.
 """
@@ -29,21 +29,24 @@ def geglu(gate: Array, up: Array) -> Array:
 
 
 def clamped_swiglu(gate: Array, up: Array) -> Array:
-    """gate · sigmoid(1.702 gate) · (up + 1), where gate is at most 7 and up within ±7 (OpenAI 2025,
-    arXiv:2508.10925, and its reference implementation)."""
+    """gate · sigmoid(1.702 gate) · (up + 1), with gate clamped to at most 7 and up to ±7.
+
+    Source: OpenAI 2025, arXiv:2508.10925, and its reference implementation.
+    """
     gate, up = jnp.minimum(gate, 7.0), jnp.clip(up, -7.0, 7.0)
     return gate * jax.nn.sigmoid(1.702 * gate) * (up + 1)
 
 
 class GatedExperts(eqx.Module):
-    """Each expert is down(gated(gate x, up x)), with a bias in each product if `bias`.
+    """Experts that each compute down(gated(gate x, up x)), with biases if `bias`.
 
     Args:
-      embed, mlp: sizes; `mlp` of each expert.
-      experts: how many.
-      gated: of gate and up.
-      bias: whether there are biases.
-      residual_scale: of the initial values of `down`; see `lmlib.models.weights.residual_scale`.
+      embed, mlp: sizes; `mlp` is the size of each expert.
+      experts: the number of experts.
+      gated: function of the gate's and the up projection's output.
+      bias: True if each matrix has a bias.
+      residual_scale: scale of the initial values of `down`; see
+        `lmlib.models.weights.residual_scale`.
     """
 
     rows_may_be_split = True
@@ -93,8 +96,10 @@ class GatedExperts(eqx.Module):
         shares_C: Float[Array, "c"],
         sizes_X: Int32[Array, "x"],
     ) -> Float[Array, "c embed"]:
-        """See `lmlib.models.experts.rounds.Experts`. Shares multiply what `down` sums over: no
-        output is needed for their gradient."""
+        """See `lmlib.models.experts.rounds.Experts`.
+
+        Shares multiply the inputs of `down`, so their gradient needs no output.
+        """
         shares_C1 = shares_C[:, None]
         hidden_CF = self.gated(*products_CF)
         hidden_CF = (hidden_CF * shares_C1).astype(hidden_CF.dtype)
@@ -102,7 +107,7 @@ class GatedExperts(eqx.Module):
         if self.down_bias is None:
             return y_CE
         bias_CE = _of_rows(self.down_bias, sizes_X, len(y_CE)) * shares_C1
-        # Devices along `tensor` each give a part of the sum; the first gives the bias.
+        # Each device along `tensor` computes a partial sum; only the first adds the bias.
         return y_CE + jnp.where(axis_index(along("mlp")) == 0, bias_CE, 0).astype(y_CE.dtype)
 
 
@@ -111,6 +116,6 @@ def _biased(y_CF: Array, bias_XF: Array | None, sizes_X: Array) -> Array:
 
 
 def _of_rows(bias_XF: Array, sizes_X: Array, rows: int) -> Array:
-    """Each row's expert's."""
+    """Returns the bias of each row's expert."""
     experts_C = jnp.searchsorted(jnp.cumsum(sizes_X), jnp.arange(rows), side="right")
     return jnp.take(bias_XF, experts_C, axis=0, mode="clip")

@@ -1,9 +1,9 @@
-"""Tokens to experts and back, on every device, with the backward pass in sight.
+"""Moves tokens to experts and back on every device, with a custom backward pass.
 
-Each device computes its own experts, for rows that a `Movement` brings. Its buffer has C rows; if
-routing is so uneven that more come to a device they are computed in further rounds: slower, with
-the same result, in the same memory. The first round's activations can be kept for the backward
-pass, by name; those of further rounds are computed again.
+Each device computes its own experts on the rows that a `Movement` brings. Its buffer has C rows.
+If uneven routing brings more rows to a device, they are computed in further rounds: slower, but
+with the same result and the same memory. The first round's activations can be saved for the
+backward pass, by name; activations of further rounds are recomputed.
 
 Shapes: B batch, S sequence, E embed, K choices of a token, n = B · S tokens of a device, C rows of
 a round, F mlp.
@@ -30,63 +30,70 @@ from lmlib.parallel.mesh_axes import NAMES, TOKENS, names_of
 from lmlib.parallel.stages import again
 
 KEPT = ("expert_input", "expert_gate", "expert_up")
-FURTHER_ROUNDS = "further_rounds"  # the scope of those after the first
+FURTHER_ROUNDS = "further_rounds"  # scope of all rounds after the first
 DISPATCHES: dict[str, Callable[..., Any]] = {"gather": Gathered, "exchange": Exchanged}
 
 
 @runtime_checkable
 class Movement(Protocol):
-    """How rows come to the devices of their experts and back, on one device. `rows` and `back` are
-    each other's transposes.
+    """Moves rows to the devices of their experts and back; runs on one device.
+
+    `rows` and `back` are each other's transposes.
 
     Attributes:
-      rounds: in how many of them all rows are moved; an `int` if it is always one.
+      rounds: the number of rounds that move all rows; an `int` if it is always 1.
     """
 
     rounds: Int32[Array, ""] | int
 
     def sent(self, x_n: Array) -> Array:
-        """What `rows` takes of a device's tokens, or of its pairs of a token and a choice."""
+        """Prepares an array for `rows`: one value or row for each token or each pair."""
 
     def sizes(self, round: Array | int) -> Int32[Array, "x"]:
-        """How many rows of a round each expert of this device has."""
+        """Returns the number of rows that each expert of this device gets in a round."""
 
     def rows(self, sent: Array, round: Array | int, of_pairs: bool = False) -> Array:
-        """The rows of a round for this device's experts, sorted by expert, then zeros: [C, E] of
-        tokens, [C] of pairs."""
+        """Returns a round's rows for this device's experts, sorted by expert and zero-padded.
+
+        The shape is [C, E] for tokens and [C] for pairs of a token and a choice.
+        """
 
     def back(self, rows_C: Array, round: Array | int, of_pairs: bool = False) -> Array:
-        """Of what is computed of each token's rows the sum, float32 at least; or that of pairs."""
+        """Sums the computed rows of each token, at least in float32; or returns values of pairs."""
 
     def computed(self, round: Array | int) -> Bool[Array, "n k"]:
-        """Which pairs a round has, as `back` gives them."""
+        """True for each pair that a round computes, in the order that `back` returns."""
 
     def home(self, x: Array) -> Array:
-        """The sums of all rounds, on the device of their tokens."""
+        """Returns the sums of all rounds to the devices of their tokens."""
 
 
 @runtime_checkable
 class Experts(Protocol):
-    """What experts compute of rows that are sorted by expert, in two steps: first what is linear in
-    the rows and in the weights."""
+    """Experts that compute rows sorted by expert, in two steps.
+
+    The first step, `products`, is linear in the rows and in the weights.
+    """
 
     def products(self, rows_CE: Array, sizes_X: Array) -> tuple[Array, ...]:
-        """Of each row its expert's first products, [C, F] each."""
+        """Multiplies each row by its expert's first matrices; each result is [C, F]."""
 
     def outputs(self, products_CF: tuple[Array, ...], shares_C: Array, sizes_X: Array) -> Array:
-        """What experts make of these, times the shares. Of the devices along `tensor` each gives a
-        part of the sum."""
+        """Computes the experts' outputs from `products`, times the shares.
+
+        Each device along `tensor` returns a partial sum.
+        """
 
 
 class Settings(NamedTuple):
-    """How tokens come to experts.
+    """Settings of the dispatch of tokens to experts.
 
     Attributes:
-      experts: how many there are in all.
+      experts: the total number of experts.
       dispatch: one of `DISPATCHES`.
-      room: rows of a device's buffer, as a multiple of what even routing brings.
-      residual: axes of the result.
-      in_a_stage: whether this is what one stage of a pipeline computes.
+      room: rows of a device's buffer, as a multiple of its rows under even routing.
+      residual: layout of the result, as names of axes.
+      in_a_stage: True inside a pipeline stage.
     """
 
     experts: int
@@ -104,7 +111,10 @@ class Settings(NamedTuple):
 
 
 def best_dispatch(choices: int) -> str:
-    """The one that sends less: a token goes to all devices along `expert`, or `choices` times."""
+    """Returns the dispatch that sends less.
+
+    "gather" sends a token to all devices along `expert`, "exchange" sends it `choices` times.
+    """
     return "exchange" if devices_along(along("expert")) > choices else "gather"
 
 
@@ -116,17 +126,20 @@ def mixed(
     choices_BSK: Int32[Array, "b s k"],
     shares_BSK: Float[Array, "b s k"],
 ) -> tuple[Float[Array, "b s embed"], Float[Array, "b s"]]:
-    """Of each token the sum of what its experts make of it, times its shares; and which part of its
-    choices was computed, which is 1.
+    """Returns each token's weighted sum of expert outputs, and the fraction of choices computed.
+
+    The weights are the shares. The fraction is always 1 unless there is a bug.
 
     Args:
-      experts: `Experts`, a pytree of weights whose first axis lies along `expert`.
-      x_BSE: whole along `seq`, laid out as "batch seq embed".
+      experts: `Experts`, a pytree of weights whose first axis is split along `expert`.
+      x_BSE: laid out as "batch seq embed", and not split along `seq`.
 
-    Layouts: the result as `settings.residual` names, for which it is summed over `tensor` (a psum
-    or a reduce-scatter). Over `expert` rows move as `settings.dispatch` says. Backward, of what the
-    devices along an axis give of a gradient the sum is left to whoever has shared x, or gathered
-    the weights, along it; the rest is added up here (a psum). Bases of adapters have none.
+    Layouts: the result is laid out by `settings.residual`, after a sum over `tensor` (a psum or a
+    reduce-scatter). Along `expert`, rows move as `settings.dispatch` says.
+
+    Backward: if x was replicated or the weights were gathered along an axis, their gradients stay
+    partial sums along it, and the transpose of that operation adds them up. All other gradients are
+    summed here (a psum). Frozen bases of adapters get no gradient.
     """
     return _forward(settings, experts, x_BSE, choices_BSK, shares_BSK)[0]
 
@@ -245,19 +258,19 @@ _TOKENS, _PAIRS = "batch seq embed", ("batch", "seq", None)
 
 
 def _rows_layouts() -> tuple[PartitionSpec, PartitionSpec]:
-    """Of rows (C, E) and what is hidden (C, F): one device's rows after the other's."""
+    """Layouts of rows (C, E) and hidden activations (C, F), concatenated over devices."""
     return PartitionSpec(named(TOKENS), None), PartitionSpec(named(TOKENS), along("mlp"))
 
 
 def _moved(settings: Settings, choices_BSK: Array, *of_tokens: Array) -> tuple[Any, list[Array]]:
-    """The device's movement, and what it takes of arrays that each have (B, S, …)."""
+    """Returns the device's movement, and the arrays of shape (B, S, …) prepared by `sent`."""
     move = settings.movement(choices_BSK)
     tokens = math.prod(choices_BSK.shape[:2])
     return move, [move.sent(jnp.reshape(each, (tokens, -1))) for each in of_tokens]
 
 
 def _further(move: Movement, one: Callable[[Array], Any], sums: Any) -> Any:
-    """`sums` of the first round, with those of all others."""
+    """Adds the results of all further rounds to `sums`, those of the first round."""
     if isinstance(move.rounds, int):
         return sums
     with jax.named_scope(FURTHER_ROUNDS):
@@ -278,7 +291,7 @@ def _layouts(tree: Any) -> Any:
 
 
 def _reduced(x: Array) -> frozenset[str]:
-    """The axes of the mesh along which each device's part of x's gradient is added up elsewhere."""
+    """Mesh axes along which partial gradients of x are summed elsewhere."""
     return frozenset(_spec(x).reduced)
 
 
@@ -291,6 +304,6 @@ def _split_along(x: Array) -> frozenset[str]:
 
 
 def _summed(dw: Array, split_along: frozenset[str], later: frozenset[str]) -> Array:
-    """A weight's gradient, summed over the devices that have copies of it."""
+    """Sums a weight's gradient over the devices that have copies of the weight."""
     over = [name for name in names_of(named(NAMES)) if name not in split_along | later]
     return psum(dw, tuple(over))

@@ -1,4 +1,4 @@
-"""Which experts each token goes to, and with which shares.
+"""The router: chooses experts and shares (routing weights) for each token.
 
 Shapes: B batch, S sequence, E embed, X experts (as choices), K choices of a token, G groups.
 """
@@ -26,7 +26,7 @@ BALANCES = ("row", "batch")
 
 
 class Routing(NamedTuple):
-    """Where tokens go; no expert is chosen twice."""
+    """The experts and shares of each token; no expert is chosen twice for a token."""
 
     choices_BSK: Int32[Array, "b s k"]
     shares_BSK: Float[Array, "b s k"]
@@ -34,38 +34,41 @@ class Routing(NamedTuple):
 
 
 class Router(Part):
-    """The `top` experts with the highest scores, in float32.
+    """Chooses the `top` experts with the highest scores, in float32.
 
-    Reports `router_z`, the squared log of the sum of the logits' exponentials (Zoph et al. 2022,
-    arXiv:2202.08906, eq. 5), and `router_balance`, X · Σ f · p over the experts: f is the expert's
-    share of all choices, p its mean score (Fedus et al. 2021, arXiv:2101.03961, eq. 4). It is 1
-    where all experts get the same, and is minimised there. An objective minimises them if its
-    `model_losses` say so. `router_entropy` is that of a token's scores, in nats.
+    Reports:
+    - `router_z`: the squared log-sum-exp of the logits (Zoph et al. 2022, arXiv:2202.08906, eq. 5).
+    - `router_balance`: X · Σ f · p over the experts, where f is an expert's fraction of all
+      choices and p its mean score (Fedus et al. 2021, arXiv:2101.03961, eq. 4). Its minimum, 1,
+      is reached when all experts are used equally.
+    - `router_entropy`: the entropy of a token's scores, in nats.
 
-    f is that of a token's row (DeepSeek-AI 2024, arXiv:2412.19437, eq. 17) or, with `balance`
-    "batch", that of the whole batch of the step before (nothing, in the first step): f has no
-    gradient, and a batch's own would be known only after all its microbatches. So the gradient is
-    exact over microbatches and devices.
+    The first two are losses; an objective includes them if its `model_losses` say so.
 
-    With a `correction_rate` each expert has a correction, which counts in choices and not in
-    shares. After a step it grows by this rate for experts that had fewer tokens than the mean, and
-    shrinks for those that had more (Wang et al. 2024, arXiv:2408.15664, algorithm 1).
+    With `balance` "row", f is computed over the token's row (DeepSeek-AI 2024, arXiv:2412.19437,
+    eq. 17). With "batch", it is the f of the whole previous batch, and absent in the first step.
+    The current batch's f would be known only after all its microbatches. Since f has no gradient,
+    the gradient is exact across microbatches and devices.
+
+    With a `correction_rate`, each expert has a correction that affects the choice but not the
+    shares. After a step, it grows by this rate for experts with fewer tokens than the mean, and
+    shrinks for experts with more (Wang et al. 2024, arXiv:2408.15664, algorithm 1).
 
     Args:
-      embed, experts, top: sizes; `top` is how many experts a token goes to.
-      scores: "softmax" of the logits, or "sigmoid" of each.
-      normalized: whether a token's shares add up to `scale`; else they are `scale` · scores.
-        `None`: if `top` is above 1. The normalized share of a single expert is always 1, so the
-        loss gives the router no gradient; with the score itself it does (Fedus et al. 2021, eq. 2).
-      scale: of shares.
-      groups, top_groups: experts are in `groups` groups, and are chosen from the `top_groups` of
-        them whose two best add up to most (arXiv:2412.19437, §2.1.2).
-      bias: whether logits have one.
-      correction_rate: `None`: there is no correction.
+      embed, experts, top: sizes; `top` is the number of experts for each token.
+      scores: "softmax" over the logits, or "sigmoid" of each logit.
+      normalized: True if a token's shares add up to `scale`; otherwise they are `scale` · scores.
+        `None`: True if `top` is above 1. A single expert's normalized share is always 1, so the
+        loss gives the router no gradient; its score does (Fedus et al. 2021, eq. 2).
+      scale: factor of the shares.
+      groups, top_groups: experts form `groups` groups. Each token chooses from the `top_groups`
+        groups whose two best scores have the largest sum (arXiv:2412.19437, §2.1.2).
+      bias: True if the logits have a bias.
+      correction_rate: step size of the corrections; `None`: no corrections.
       balance: "row" or "batch".
 
     Raises:
-      ValueError: if a setting is none of its choices, or sizes do not fit.
+      ValueError: if a setting is not one of its choices, or sizes do not fit.
     """
 
     rows_may_be_split = True
@@ -116,7 +119,10 @@ class Router(Part):
 
     @jax.named_scope("router")
     def __call__(self, x_BSE: Float[Array, "b s embed"], context: Context) -> Routing:
-        """Layouts: as x, on every device along `tensor` alike; nothing is sent."""
+        """Routes tokens, with the same result on every device along `tensor`; sends nothing.
+
+        Layouts: as x.
+        """
         logits_BSX = product("bse,ex->bsx", x_BSE.astype(jnp.float32), self.logits)
         logits_BSX = logits_BSX if self.bias is None else logits_BSX + self.bias
         if self.scores == "softmax":
@@ -167,7 +173,7 @@ class Router(Part):
         )
 
     def updated(self, tallies_X: Float[Array, "choice"]) -> "Router":
-        """See `Part.updated`; the tallies are how many tokens each expert had."""
+        """See `Part.updated`; the tallies are the numbers of tokens of each expert."""
         moved = self
         if self.correction is not None and self.correction_rate is not None:
             moves_X = self.correction_rate * jnp.sign(jnp.mean(tallies_X) - tallies_X)
@@ -199,7 +205,7 @@ def _check(experts: int, top: int, scores: str, groups: int, top_groups: int, ba
 
 
 def _row_means(x_BSX: Float[Array, "b s x"], context: Context) -> Any:
-    """Of each row's positions that count, at each of its positions."""
+    """Returns each row's mean over positions that count, repeated at all positions."""
     if context.counts_BS is None:
         means_BX = jnp.mean(x_BSX, axis=1, keepdims=True)
     else:
@@ -212,11 +218,14 @@ def _row_means(x_BSX: Float[Array, "b s x"], context: Context) -> Any:
 def _best(
     scores_BSX: Float[Array, "b s x"], top: int, groups: int, top_groups: int
 ) -> Int32[Array, "b s k"]:
-    """The `top` experts of each token from its `top_groups` best groups, the best first. A group is
-    as good as its two best experts together (DeepSeek-AI 2024, arXiv:2412.19437, §2.1.2).
+    """Returns each token's `top` experts within its `top_groups` best groups, the best first.
 
-    Layouts: as the scores, whose experts are whole; nothing is sent. XLA splits no `top_k` on CPUs:
-    given the whole batch it would gather the scores of all tokens.
+    A group's score is the sum of its two best experts' scores (DeepSeek-AI 2024, arXiv:2412.19437,
+    §2.1.2).
+
+    Layouts: as the scores, which are not split along experts; nothing is sent. This runs on each
+      device's part because XLA does not split `top_k` on CPUs: it would gather the scores of all
+      tokens.
     """
 
     def on_device(scores_BSX: Array) -> Array:
@@ -227,7 +236,7 @@ def _best(
 
 
 def _of_best_groups(scores_BSX: Array, groups: int, top_groups: int) -> Array:
-    """With -inf for experts outside of a token's best groups."""
+    """Sets the scores of experts outside a token's best groups to -inf."""
     if groups == top_groups:
         return scores_BSX
     *_, X = scores_BSX.shape
@@ -240,8 +249,10 @@ def _of_best_groups(scores_BSX: Array, groups: int, top_groups: int) -> Array:
 
 
 def without_load(model: M) -> M:
-    """`model`, of arrays or shapes, whose routers have forgotten how full experts were in the last
-    step: what a router makes of a token does not depend on it."""
+    """Removes the previous step's load from the routers of `model` (arrays or shapes).
+
+    The routers' outputs do not depend on it.
+    """
 
     def forgetful(part: object) -> object:
         if not isinstance(part, Router) or part.load is None:

@@ -1,4 +1,4 @@
-"""Pairs of tokens and experts in the order of the experts.
+"""Sorts pairs of a token and an expert by expert.
 
 Shapes: M pairs, X experts, C rows, n tokens, K choices of a token, E embed.
 """
@@ -10,9 +10,11 @@ from jaxtyping import Array, Bool, Int, Int32
 def sorted_by(
     experts_M: Int32[Array, "m"], experts: int
 ) -> tuple[Int32[Array, "m"], Int32[Array, "m"], Int32[Array, "x"]]:
-    """The order of pairs sorted by their expert, where equal ones stay in their order; the place of
-    each pair in it; and how many pairs each expert has. An expert past the last one comes last, and
-    is not counted."""
+    """Sorts pairs by their expert; the sort is stable.
+
+    Returns the sorted order, each pair's place in it, and the number of pairs of each expert.
+    Experts beyond the last one come last and are not counted.
+    """
     M = len(experts_M)
     order_M = jnp.argsort(experts_M, stable=True).astype(jnp.int32)
     places_M = (
@@ -23,7 +25,7 @@ def sorted_by(
 
 
 def among(rows_C: Array, is_row_C: Bool[Array, "c"]) -> Array:
-    """The rows, with zeros for those that are none."""
+    """Replaces padding rows by zeros."""
     mask_C = jnp.reshape(is_row_C, (-1, *(1,) * (rows_C.ndim - 1)))
     return jnp.where(mask_C, rows_C, 0)
 
@@ -31,8 +33,10 @@ def among(rows_C: Array, is_row_C: Bool[Array, "c"]) -> Array:
 def back_in_place(
     rows_C: Array, places_nK: Int[Array, "n k"], computed_nK: Bool[Array, "n k"], of_pairs: bool
 ) -> Array:
-    """Each token's sum of its rows, [n, E], float32 at least; of pairs each one's own, [n, K].
-    Places say where the rows of tokens are; what is not computed counts as zero."""
+    """Sums each token's rows, [n, E] in at least float32; or places values of pairs, [n, K].
+
+    `places_nK` are the indices of the tokens' rows. Pairs that are not computed count as zero.
+    """
     if of_pairs:
         return jnp.where(computed_nK, jnp.take(rows_C, places_nK, mode="clip"), 0)
     n, K = places_nK.shape

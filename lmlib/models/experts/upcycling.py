@@ -1,5 +1,6 @@
-"""A dense model as a mixture of experts that computes the same, each expert a copy of an mlp
-(Komatsuzaki et al. 2023, arXiv:2212.05055, §3).
+"""Upcycling: turns a dense model into an equivalent mixture whose experts copy its MLPs.
+
+Source: Komatsuzaki et al. 2023, arXiv:2212.05055, §3.
 
 Shapes: X experts, E embed, F mlp.
 """
@@ -27,27 +28,29 @@ GATES: Mapping[Activation, Gate] = {silu: swiglu, gelu_tanh: geglu}
 def upcycled(
     of: Callable[..., Any], experts: int = 8, top: int = 2, *, key: PRNGKeyArray, **sizes: int
 ) -> Any:
-    """The model that `of(key=…)` makes, upcycled: for `Experiment.model`.
+    """Makes a model with `of(key=…)` and upcycles it, for `Experiment.model`.
 
         model=fdl.Partial(upcycled, of=fdl.Partial(llama, …), experts=8, top=2)
 
-    The other arguments are those of `upcycle`; `sizes` go to `of` (`Experiment.scaling`).
+    The other arguments are as in `upcycle`; `sizes` go to `of` (`Experiment.scaling`).
     """
     return upcycle(of(key=key, **sizes), experts, top, key=fold(key, "upcycled"))
 
 
 def upcycle(model: M, experts: int = 8, top: int = 2, *, key: PRNGKeyArray) -> M:
-    """`model` with a `Mixture` in place of each gated mlp. Its experts are copies of the mlp, and
-    its router is new. Shares add up to 1, so that it computes what `model` does.
+    """Replaces each gated MLP of `model` by a `Mixture` of copies of it.
+
+    Routers get new weights. A token's shares add up to 1, so the result computes the same as
+    `model`.
 
     Args:
-      model: its arrays may be those of stacked layers. What is no mlp is in both models.
+      model: stacked layers are supported. Parts that are not MLPs are shared with the result.
       experts, top: as in `Mixture`; `top` is at least 2.
-      key: of the routers.
+      key: seed of the routers.
 
     Raises:
-      ValueError: if the model is a mixture already, has adapters or no gated mlp, `top` is below 2,
-        or there are no such experts.
+      ValueError: if the model is a mixture already, has adapters or no gated MLP, `top` is below 2,
+        or `experts` and `top` do not fit.
     """
     if top < 2:
         raise ValueError(

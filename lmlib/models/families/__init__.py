@@ -1,1 +1,1 @@
-"""Families of models: functions of the architecture alone, each with its paper."""
+"""Model families, each with its paper; they define the architecture only."""

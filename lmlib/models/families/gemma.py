@@ -1,4 +1,4 @@
-"""Gemma 2 and 3, text (Gemma Team 2024, arXiv:2408.00118; 2025, arXiv:2503.19786)."""
+"""Gemma 2 and 3, text models (Gemma Team 2024, arXiv:2408.00118; 2025, arXiv:2503.19786)."""
 
 import functools
 from typing import Any
@@ -41,18 +41,19 @@ def gemma2(
     *,
     key: PRNGKeyArray,
 ) -> Decoder:
-    """Gemma 2 (§2). Where it departs from Llama: norms before and after attention and mlp, whose
-    scale is added to 1; embedded tokens multiplied by √embed; gelu instead of silu; scores and
-    logits capped; layers with a window in turn with layers without.
+    """Gemma 2 (§2).
+
+    Differences from Llama: norms before and after attention and MLP, with 1 added to their scale;
+    embedded tokens multiplied by √embed; gelu instead of silu; capped scores and logits; local
+    layers (with a window) alternate with global ones.
 
     Args:
       vocab, embed, layers, heads, kv_heads, head_dim, mlp, rope_theta, norm_epsilon, tied: as in
         `llama`.
-      query_scale: scores are multiplied by its power -1/2.
-      window: positions that a local layer attends to.
-      period: each so many-th layer is global, the others are local.
-      attention_cap, logit_cap: c, where scores or logits z become c · tanh(z / c); `None`: they
-        stay.
+      query_scale: scores are multiplied by query_scale^-1/2.
+      window: number of positions that a local layer attends to.
+      period: every `period`-th layer is global, the others are local.
+      attention_cap, logit_cap: c; scores or logits z become c · tanh(z / c). `None`: no cap.
       key: seed of the weights.
     """
     is_global = each_nth(period, layers)
@@ -83,12 +84,16 @@ def gemma3(
     *,
     key: PRNGKeyArray,
 ) -> Decoder:
-    """Gemma 3, text (§2.1): Gemma 2 without caps, with norms of each head's queries and keys, and
-    with other rotary positions in local layers than in global ones.
+    """Gemma 3, text (§2.1).
 
-    Args: as in `gemma2`, and
-      rope_theta, rope_scaling: of global layers; the larger models have a `Linear` scaling.
-      local_rope_theta: of local layers.
+    Differences from Gemma 2: no caps; norms of each head's queries and keys; local layers have
+    their own rotary positions.
+
+    Takes the arguments of `gemma2` without the caps, and the following ones.
+
+    Args:
+      rope_theta, rope_scaling: for global layers; the larger models have a `Linear` scaling.
+      local_rope_theta: base of the rotary wavelengths in local layers.
     """
     is_global = each_nth(period, layers)
     whole, local = Rotary(head_dim, rope_theta, rope_scaling), Rotary(head_dim, local_rope_theta)
@@ -104,8 +109,11 @@ def gemma3(
 
 
 def _gemma(vocab: int, embed: int, *sizes: Any, **others: Any) -> Decoder:
-    """Writes to the residual stream are normed, so their initial values need no scale for depth;
-    √embed makes a tied table's two uses alike."""
+    """Makes a Gemma, with initial values that suit its norms and its scaled embedding.
+
+    Outputs of attention and MLP are normed, so their initial values need no scale for depth. √embed
+    gives a tied table suitable values for both of its uses.
+    """
     return transformer(
         vocab, embed, *sizes, norm=functools.partial(RMSNorm, offset=1.0), norms=_NORMS,
         feed_forward=functools.partial(GatedMLP, activation=gelu_tanh), writes=1.0,
@@ -133,18 +141,18 @@ def _query_scale(model: Decoder) -> int:
 def _read(
     settings: Settings, arguments: dict[str, Any], stated: str | None, default: int
 ) -> dict[str, Any]:
-    """The window, and the period of global layers.
+    """Reads the window, and the period of global layers.
 
     Args:
-      stated: the key that gives the period, unless layer_types lists the layers; `None`: the family
-        has none.
-      default: the period where neither is there.
+      stated: the key of the period, used if the file lacks layer_types; `None`: the family lacks
+        such a key.
+      default: the period if the file gives neither.
     """
-    settings.only("sliding_window_size", arguments["window"], None)  # Gemma 2 9B says it twice
+    settings.only("sliding_window_size", arguments["window"], None)  # a duplicate key of Gemma 2 9B
     layers, kinds = arguments["layers"], settings.take("layer_types", None, list)
     if kinds is None:
         period = default if stated is None else settings.take(stated, default)
-        for key in _PERIODS:  # transformers reads no other
+        for key in _PERIODS:  # transformers reads no other period
             settings.only(key, period, None)
         return {"period": period}
     settings.ignore(*_PERIODS)
@@ -162,7 +170,7 @@ def _read_ropes(settings: Settings, arguments: dict[str, Any]) -> dict[str, Any]
     ropes = Settings(given, f"{where}: rope_parameters", ())
     whole, local = (ropes.take(kind, {}, dict) for kind in (FULL, SLIDING))
     ropes.done()
-    # As transformers puts them together: rope_scaling's keys over the others.
+    # Merged as in transformers: rope_scaling's keys take precedence.
     whole = {"rope_type": "default"} | whole | settings.take("rope_scaling", {}, dict)
     longest = settings.take("max_position_embeddings", None)
 
@@ -191,7 +199,7 @@ def _written_ropes(model: Decoder) -> dict[str, Any]:
         for mixer in parts.attentions(model)
         if mixer.rotary is not None
     }
-    # Old files have global layers' rope as other families have theirs, and local layers' base.
+    # Old files store global layers' rope like other families, and local layers' base apart.
     local = {"rope_local_base_freq": ropes[SLIDING]["rope_theta"]} if SLIDING in ropes else {}
     new = {kind: rope["rope_parameters"] for kind, rope in ropes.items()}
     usual = ropes.get(FULL) or ropes.get(SLIDING, {})
@@ -205,7 +213,7 @@ _KEYS = shared.llama_keys(
     tied_by_default=True, kv_heads=4,
 )  # fmt: skip
 _ONLY = {
-    "hidden_act": ("gelu_pytorch_tanh", None),  # which transformers does not read
+    "hidden_act": ("gelu_pytorch_tanh", None),  # transformers does not read it
     "use_bidirectional_attention": (False, None),
 }
 _FIXED = {"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False}
@@ -231,6 +239,6 @@ FAMILIES = (
         Names(shared.OUTSIDE, (*_LAYER, *shared.HEAD_NORMS)), _KEYS, None, _FIXED,
         _ONLY | {"attn_logit_softcapping": (None,), "final_logit_softcapping": (None,)},
         reads=_read_ropes, writes=_written_ropes,
-        written=shared.NO_PADDING,  # its class would take 0, whose row of the table it never trains
+        written=shared.NO_PADDING,  # the class's default is 0, a row that it never trains
     ),
 )  # fmt: skip

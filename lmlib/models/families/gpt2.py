@@ -26,9 +26,11 @@ def gpt2(
     *,
     key: PRNGKeyArray,
 ) -> Decoder:
-    """GPT-2. Where it departs from Llama: learned positions, LayerNorm, biases everywhere, no
-    grouped heads, and gelu between two products. Arguments as in `llama`; `mlp` is 4 · embed by
-    default.
+    """GPT-2.
+
+    Differences from Llama: learned positions, LayerNorm, biases everywhere, as many key-value heads
+    as query heads, and an MLP of two matrices with gelu. Arguments as in `llama`; `mlp` is 4 ·
+    embed by default.
 
     Args:
       positions: the longest sequence.
@@ -54,7 +56,7 @@ _OUTSIDE = (
     Tensor("transformer.ln_f.bias", {"norm.bias": ("embed",)}),
     Tensor("lm_head.weight", {"unembedding": ("vocab", "embed")}),
 )
-# Its matrices have inputs as rows.
+# GPT-2's matrices have inputs as rows.
 _LAYER = (
     Tensor("ln_1.weight", {"attention_norm.scale": ("embed",)}),
     Tensor("ln_1.bias", {"attention_norm.bias": ("embed",)}),
@@ -115,7 +117,7 @@ FAMILIES = (
             "scale_attn_weights": (True,),
             "scale_attn_by_inverse_layer_idx": (False,),
         },
-        # Summaries and special tokens are for other heads, n_ctx is an old n_positions.
+        # Summaries and special tokens are for other heads; n_ctx is an old name of n_positions.
         ignored=(
             "reorder_and_upcast_attn", "n_ctx", "n_special", "predict_special_tokens",
             "summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels",

@@ -1,5 +1,7 @@
-"""GPT-NeoX and Pythia (Black et al. 2022, arXiv:2204.06745; Biderman et al. 2023,
-arXiv:2304.01373)."""
+"""GPT-NeoX and Pythia.
+
+Sources: Black et al. 2022, arXiv:2204.06745; Biderman et al. 2023, arXiv:2304.01373.
+"""
 
 import functools
 from collections.abc import Mapping
@@ -37,17 +39,19 @@ def gpt_neox(
     *,
     key: PRNGKeyArray,
 ) -> Decoder:
-    """GPT-NeoX (§2.1). Where it departs from Llama: attention and mlp side by side, LayerNorm,
-    biases everywhere, no grouped heads, a share of each head's coordinates rotated, and gelu
-    between two products. Arguments as in `llama`; `mlp` is 4 · embed by default.
+    """GPT-NeoX (§2.1).
+
+    Differences from Llama: parallel attention and MLP, LayerNorm, biases everywhere, as many
+    key-value heads as query heads, rotary positions for a fraction of each head's coordinates, and
+    an MLP of two matrices with gelu. Arguments as in `llama`; `mlp` is 4 · embed by default.
 
     Args:
-      parallel: whether attention and mlp are given the same residual stream; otherwise the mlp is
-        given the sum of it and attention's output.
-      activation: of the mlp.
+      parallel: True if attention and MLP read the same residual stream; otherwise the MLP reads its
+        sum with attention's output.
+      activation: the MLP's activation function.
 
     Raises:
-      ValueError: naming sizes that do not fit each other.
+      ValueError: if sizes do not fit each other; names them.
     """
     return transformer(
         vocab, embed, layers, heads, 4 * embed if mlp is None else mlp, None, None, rope_theta,
@@ -59,7 +63,7 @@ def gpt_neox(
     )  # fmt: skip
 
 
-# The names of activations in a config.json. Of several names for a function, the first is written.
+# Names of activations in a config.json. If a function has several names, the first is written.
 ACTIVATIONS: Mapping[str, Activation] = {
     "gelu": gelu,
     "gelu_new": gelu_tanh,
@@ -120,10 +124,10 @@ _KEYS = shared.llama_keys(
 
 
 def family(activations: Mapping[str, Activation] = ACTIVATIONS) -> Family:
-    """`activations`: by the names that `hidden_act` may have."""
+    """Returns GPT-NeoX's declaration; `activations` maps values of `hidden_act` to functions."""
 
     def read(settings: Settings, arguments: dict[str, Any]) -> dict[str, Any]:
-        # transformers reads neither of these two
+        # transformers reads neither of these two.
         settings.only("rope_theta", arguments["rope_theta"], None)
         settings.only("partial_rotary_factor", arguments["rotary_fraction"], None)
         return {"activation": activations[settings.only("hidden_act", *activations) or "gelu"]}

@@ -1,5 +1,7 @@
-"""Granite 3, dense: Llama with a scale at each place where one can be (IBM 2024, "Granite 3.0
-Language Models", §2)."""
+"""Granite 3, dense: Llama with scales of embedding, residual, attention and logits.
+
+Source: IBM 2024, "Granite 3.0 Language Models", §2.
+"""
 
 import functools
 import math
@@ -28,20 +30,20 @@ def granite(
     logits_scale: float = 1 / 8,
     **others: Any,
 ) -> Decoder:
-    """Granite 3. Arguments as in `llama`, and
+    """Granite 3; takes the arguments of `llama` and the following ones.
 
     Args:
-      embedding_scale: of embedded tokens.
-      residual_multiplier: of what attention and mlp add to the residual stream, instead of the
-        smaller initial values that other families have in deep models.
-      attention_scale: of scores; `None`: 1 / head_dim.
-      logits_scale: of logits.
+      embedding_scale: factor of embedded tokens.
+      residual_multiplier: factor of the outputs of attention and MLP, instead of the smaller
+        initial values that other families use in deep models.
+      attention_scale: factor of scores; `None`: 1 / head_dim.
+      logits_scale: factor of logits.
 
-    The embedding and the last norm start so that embedded tokens and logits are as large as those
-    of `llama`.
+    Initial values of the embedding and the last norm make embedded tokens and logits as large as in
+    `llama`.
 
     Raises:
-      ValueError: as `llama`, or if a scale is not positive.
+      ValueError: as in `llama`, or if a scale is not positive.
     """
     if attention_scale is None:
         attention_scale = 1 / (head_dim or embed // heads or 1)
@@ -64,7 +66,7 @@ def granite(
 
 
 def _inverse(scale: float) -> float:
-    """The inverse of `scale`, or a neighbour of it whose own inverse is `scale` to the last bit."""
+    """Returns 1 / scale, or an adjacent float if only its own inverse is exactly `scale`."""
     near = 1 / scale
     candidates = near, math.nextafter(near, 0.0), math.nextafter(near, math.inf)
     return next((each for each in candidates if 1 / each == scale), near)

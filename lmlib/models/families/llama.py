@@ -1,5 +1,7 @@
-"""Llama: a pre-norm decoder with rotary grouped-query attention and SwiGLU (Touvron et al. 2023,
-arXiv:2302.13971; Llama 3: Dubey et al. 2024, arXiv:2407.21783)."""
+"""Llama: a pre-norm decoder with rotary grouped-query attention and SwiGLU.
+
+Sources: Touvron et al. 2023, arXiv:2302.13971; Llama 3: Dubey et al. 2024, arXiv:2407.21783.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -36,7 +38,7 @@ def llama(
     *,
     key: PRNGKeyArray,
 ) -> Decoder:
-    """A Llama with new weights.
+    """Returns a Llama with new weights.
 
     Args:
       vocab, embed, layers, heads, kv_heads, head_dim, mlp: sizes. `head_dim` defaults to
@@ -44,23 +46,23 @@ def llama(
       rope_theta: base of the rotary wavelengths.
       rope_scaling: for longer sequences; Llama 3.1 to 3.3 have a `rope_scaling.Llama3`.
       norm_epsilon: added to the mean square in every norm.
-      tied: one table embeds and unembeds.
-      window: positions that each one attends to, itself and those before it; `None` for all. Or
-        one for each layer.
-      rotary_fraction: share of each head's coordinates that have rotary positions.
+      tied: True if one table embeds and unembeds.
+      window: number of positions that each position attends to, including itself; `None`: all.
+        Or one window for each layer.
+      rotary_fraction: fraction of each head's coordinates that have rotary positions.
       attention, feed_forward: make the parts of a block, to change one of them:
         `functools.partial(GatedMLP, activation=gelu)`.
-      layer: makes a layer of a block, as `lmlib.models.residual_scales.ResidualScales` does;
-        `None`: it is the block.
-      zero_outputs: whether the matrices that write to the residual stream begin as zeros, so that
-        each layer begins as the identity (Zhang et al. 2019, arXiv:1901.09321, §2).
-      logit_cap: c, where a logit z becomes c · tanh(z / c); `None`: it stays.
+      layer: makes a layer from a block, as `lmlib.models.residual_scales.ResidualScales` does;
+        `None`: the block is the layer.
+      zero_outputs: True to initialize the matrices that write to the residual stream with zeros, so
+        that each layer starts as the identity (Zhang et al. 2019, arXiv:1901.09321, §2).
+      logit_cap: c; logits z become c · tanh(z / c). `None`: no cap.
       key: seed of the weights.
 
     Raises:
-      ValueError: if a size is not positive, `heads` does not divide `embed` where it has to,
-        `kv_heads` does not divide `heads`, `head_dim` is odd, or there are not as many windows as
-        layers.
+      ValueError: if a size is not positive, `heads` does not divide `embed` although `head_dim` is
+        not given, `kv_heads` does not divide `heads`, `head_dim` is odd, or the number of windows
+        differs from `layers`.
     """
     return transformer(
         vocab, embed, layers, heads, mlp, kv_heads, head_dim, rope_theta, rope_scaling,

@@ -12,8 +12,10 @@ from lmlib.models.families.variants import variant
 
 @variant(without="rope_scaling rotary_fraction")
 def mistral(*, window: int | None = 4_096, **others: Any) -> Decoder:
-    """Mistral (§2): Llama whose layers all attend to a window. Arguments as in `llama`; later
-    versions have no window."""
+    """Mistral (§2): Llama with a window in all layers; later versions lack it.
+
+    Arguments as in `llama`.
+    """
     return llama(window=window, **others)
 
 

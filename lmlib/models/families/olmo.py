@@ -15,10 +15,12 @@ from lmlib.models.parts.norms import RMSNorm
 
 @variant(without="head_dim window rotary_fraction zero_outputs")
 def olmo2(*, rope_theta: float = 500_000.0, norm_epsilon: float = 1e-6, **others: Any) -> Decoder:
-    """OLMo 2 (§3.1): Llama with norms after attention and mlp instead of before them, and with
-    norms of queries and keys over all heads together. Arguments as in `llama`.
+    """OLMo 2 (§3.1): Llama with norms after attention and MLP, and query and key norms.
 
-    What layers write is normed, so its initial values need no scale for depth.
+    Norms of queries and keys are over all heads together. The norms after attention and MLP replace
+    those before them. Arguments as in `llama`.
+
+    Outputs of attention and MLP are normed, so their initial values need no scale for depth.
     """
     return transformer(
         rope_theta=rope_theta, norm_epsilon=norm_epsilon, writes=1.0,
@@ -43,7 +45,7 @@ FAMILIES = (
         "olmo2", "Olmo2ForCausalLM", olmo2, Names(shared.OUTSIDE, _LAYER),
         shared.llama_keys(norm=shared.epsilon("rms_norm_eps", 1e-5)), Rope(kind="type"),
         shared.SILU | {"attention_bias": False},
-        # The default pad_token_id of its class is 1, a row of the table that it would never train.
+        # The class's default pad_token_id is 1, a row of the table that it would never train.
         written=shared.NO_PADDING,
     ),
 )  # fmt: skip

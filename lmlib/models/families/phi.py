@@ -1,5 +1,7 @@
-"""Phi-3 and Phi-4: Llama, published with fused projections (Abdin et al. 2024,
-arXiv:2404.14219)."""
+"""Phi-3 and Phi-4: Llama, published with fused projections.
+
+Source: Abdin et al. 2024, arXiv:2404.14219.
+"""
 
 from typing import Any
 
@@ -14,8 +16,11 @@ from lmlib.models.parts.rope_scaling import LongRope
 
 @variant(without="head_dim")
 def phi3(*, window: int | None = None, **others: Any) -> Decoder:
-    """Phi-3 and Phi-4 (§2): Llama in all its math. Arguments as in `llama`: `rope_scaling` is a
-    `LongRope` in long contexts (Phi-3.5, Phi-4 mini), and `rotary_fraction` 3/4 in Phi-4 mini."""
+    """Phi-3 and Phi-4 (§2), which compute the same as Llama.
+
+    Arguments as in `llama`. `rope_scaling` is a `LongRope` for long contexts (Phi-3.5, Phi-4 mini),
+    and `rotary_fraction` is 3/4 in Phi-4 mini.
+    """
     return llama(window=window, **others)
 
 
@@ -42,7 +47,7 @@ FAMILIES = (
         "phi3", "Phi3ForCausalLM", phi3, Names(shared.OUTSIDE, _LAYER),
         shared.llama_keys(shared.WINDOW, norm=shared.epsilon("rms_norm_eps", 1e-5)),
         Rope(scalings=(LongRope,), partial=True, kind="type"), shared.SILU, _ABSENT | _OF_MINI,
-        # Its class would take 32,000 for the id of padding, which the vocabulary may not have.
+        # The class's default pad_token_id is 32,000, which may be outside the vocabulary.
         written=shared.NO_PADDING,
     ),
 )  # fmt: skip

@@ -1,5 +1,4 @@
-"""Qwen: Llama with biases of queries, keys and values (2 and 2.5), or with norms of queries and
-keys (3)."""
+"""Qwen: Llama with query, key and value biases (2 and 2.5), or with query and key norms (3)."""
 
 import functools
 from typing import Any
@@ -25,11 +24,13 @@ def qwen2(
     full_layers: int = 0,
     **others: Any,
 ) -> Decoder:
-    """Qwen 2 and 2.5 (arXiv:2407.10671, §2.2.1; arXiv:2412.15115): Llama with biases of queries,
-    keys and values. Arguments as in `llama`; `rope_scaling` is a `Yarn` in long contexts.
+    """Qwen 2 and 2.5: Llama with biases of queries, keys and values.
+
+    Sources: arXiv:2407.10671, §2.2.1; arXiv:2412.15115. Arguments as in `llama`; `rope_scaling` is
+    a `Yarn` for long contexts.
 
     Args:
-      full_layers: the number of layers, the first ones, that attend to all positions even if there
+      full_layers: number of layers, from the first on, that attend to all positions even if there
         is a `window`.
     """
     return llama(
@@ -51,7 +52,9 @@ def qwen3(
     **others: Any,
 ) -> Decoder:
     """Qwen 3, dense (arXiv:2505.09388, §2): Llama with norms of each head's queries and keys.
-    Arguments as in `qwen2`."""
+
+    Arguments as in `qwen2`.
+    """
     norm = functools.partial(RMSNorm, "head_dim", norm_epsilon)
     return llama(
         layers=layers, head_dim=head_dim, rope_theta=rope_theta, norm_epsilon=norm_epsilon,
@@ -67,8 +70,11 @@ def _windows(layers: int, window: int | None, full: int) -> list[int | None]:
 
 
 def _read(settings: Settings, arguments: dict[str, Any]) -> dict[str, Any]:
-    """The window, and how many layers before it have none: by layer_types, or else from layer
-    max_window_layers on, but only with use_sliding_window."""
+    """Reads the window, and the number of layers before the first layer with a window.
+
+    They follow from layer_types. Without it, layers from max_window_layers on have the window, but
+    only with use_sliding_window.
+    """
     layers = arguments["layers"]
     used = settings.take("use_sliding_window", False, bool)
     window = settings.take("sliding_window", 4_096, null=True) if used else None
@@ -83,7 +89,7 @@ def _read(settings: Settings, arguments: dict[str, Any]) -> dict[str, Any]:
                 f"only {layers} layers of which the first ones are {FULL!r} and the others "
                 f"{SLIDING!r}",
             )
-        if window is None and full < layers:  # transformers has no window for these layers either
+        if window is None and full < layers:  # transformers uses no window in these layers either
             settings.take("use_sliding_window", kind=bool)
             settings.only("use_sliding_window", True)
             settings.take("sliding_window")

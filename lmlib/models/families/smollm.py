@@ -1,5 +1,7 @@
-"""SmolLM 3 (Hugging Face 2025, "SmolLM3: smol, multilingual, long-context reasoner"). SmolLM 1 and
-2 are Llamas."""
+"""SmolLM 3. SmolLM 1 and 2 are Llamas.
+
+Source: Hugging Face 2025, "SmolLM3: smol, multilingual, long-context reasoner".
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -26,16 +28,19 @@ def smollm3(
     window: int | Sequence[int | None] | None = None,
     **others: Any,
 ) -> Decoder:
-    """SmolLM 3: Llama with layers that have no rotary positions (NoPE: Yang et al. 2025,
-    arXiv:2501.18795, §3). Arguments as in `llama`, and
+    """SmolLM 3: Llama with some layers without rotary positions.
+
+    Source: NoPE, Yang et al. 2025, arXiv:2501.18795, §3. Takes the arguments of `llama` and
+    the following ones.
 
     Args:
-      rotary_layers: whether each layer has them; `None`: all but each fourth.
-      window: positions that each one attends to in layers without them; `None`: all. Or one for
-        each layer.
+      rotary_layers: True for each layer with rotary positions; `None`: all except every fourth.
+      window: number of positions attended to by layers without rotary positions; `None`: all. Or
+        one window for each layer.
 
     Raises:
-      ValueError: as `llama`, or if `rotary_layers` or `window` has not a value for each layer.
+      ValueError: as in `llama`, or if `rotary_layers` or `window` does not have a value for each
+        layer.
     """
     rotaries = _usual(layers) if rotary_layers is None else rotary_layers
     if window is None or isinstance(window, int):
@@ -67,8 +72,10 @@ def _read(settings: Settings, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _window(settings: Settings, rotaries: Sequence[bool]) -> int | list[int | None] | None:
-    """The window of layers without rotary positions, or of each layer. Either layer_types or
-    use_sliding_window says that there is one."""
+    """Reads the window of layers without rotary positions, or one window for each layer.
+
+    Either layer_types or use_sliding_window enables it.
+    """
     used = settings.take("use_sliding_window", False, bool)
     window = settings.take("sliding_window", None)
     kinds = parts.layer_types(settings, len(rotaries))
@@ -78,7 +85,7 @@ def _window(settings: Settings, rotaries: Sequence[bool]) -> int | list[int | No
         return None
     settings.take("sliding_window")
     settings.take("use_sliding_window", kind=bool)
-    settings.only("use_sliding_window", True)  # else only some kernels of transformers have it
+    settings.only("use_sliding_window", True)  # else only some kernels of transformers use it
     if kinds == [FULL if rotary else SLIDING for rotary in rotaries]:
         return int(window)
     return [window if kind == SLIDING else None for kind in kinds]
@@ -98,7 +105,7 @@ FAMILIES = (
         "smollm3", "SmolLM3ForCausalLM", smollm3, shared.llama_names(),
         shared.llama_keys(shared.HEAD_DIM, tied_by_default=True, kv_heads=4), Rope(2_000_000.0),
         shared.NO_BIASES, ignored=("max_window_layers",),
-        # Its class would take 128,004 for the id of padding, which the vocabulary may not have.
+        # The class's default pad_token_id is 128,004, which may be outside the vocabulary.
         written=shared.NO_PADDING, reads=_read, writes=_written,
     ),
 )  # fmt: skip

@@ -1,6 +1,8 @@
-"""A Llama with the parts that public speedruns of GPT-2's loss proved (Jordan et al. 2024,
-https://github.com/KellerJordan/modded-nanogpt; Karpathy 2025,
-https://github.com/karpathy/nanochat)."""
+"""Llama with parts that proved useful in public speedruns of GPT-2's loss.
+
+Sources: Jordan et al. 2024, https://github.com/KellerJordan/modded-nanogpt; Karpathy 2025,
+https://github.com/karpathy/nanochat.
+"""
 
 import functools
 from typing import Any
@@ -33,22 +35,24 @@ def speedrun(
     long_every: int = 4,
     **others: Any,
 ) -> Decoder:
-    """A pre-norm decoder like `llama`, each of whose other parts can be left out. Arguments as in
-    `llama`, and
+    """A pre-norm decoder like `llama`, with parts that can each be turned off.
+
+    Takes the arguments of `llama` and the following ones.
 
     Args:
-      value_embeddings: each so many-th layer, counted from the last, has a `ValueEmbedding`; True:
-        each layer; False: none.
-      residual_scales: whether layers are `ResidualScales`.
-      query_key_norm: whether queries and keys are normed, each head alone, without learned scales
+      value_embeddings: every n-th layer, counted from the last, has a `ValueEmbedding`; True: each
+        layer; False: none.
+      residual_scales: True if layers are `ResidualScales`.
+      query_key_norm: True to norm the queries and keys of each head, without learned scales
         (Henry et al. 2020, arXiv:2010.04245).
-      attention_scale: of scores; `None`: head_dim^-1/2.
-      squared_relu: whether the mlp is max(up x, 0)² rather than a gated silu.
-      window, long_every: positions that each one attends to, except in each `long_every`-th layer
-        and the last one, which attend to all; see `short_and_long`. `None`: all layers do.
+      attention_scale: factor of scores; `None`: head_dim^-1/2.
+      squared_relu: True if the MLP is max(up x, 0)² rather than a gated silu.
+      window, long_every: `window` is the number of positions that a layer attends to; every
+        `long_every`-th layer and the last one attend to all. See `short_and_long`. `None`: all
+        layers attend to all positions.
 
     Raises:
-      ValueError: as `llama`, or if `value_embeddings` is negative or `long_every` not positive.
+      ValueError: as in `llama`, or if `value_embeddings` is negative or `long_every` not positive.
     """
     if value_embeddings < 0:
         raise ValueError(f"value_embeddings must not be negative, got {value_embeddings}")

@@ -24,8 +24,11 @@ def starcoder2(
     window: int | None = 4_096,
     **others: Any,
 ) -> Decoder:
-    """StarCoder 2. Where it departs from Llama: LayerNorm, biases everywhere, a window, and gelu
-    between two products. Arguments as in `llama`; `mlp` is 4 · embed by default."""
+    """StarCoder 2.
+
+    Differences from Llama: LayerNorm, biases everywhere, a window, and an MLP of two matrices with
+    gelu. Arguments as in `llama`; `mlp` is 4 · embed by default.
+    """
     return transformer(
         embed=embed, mlp=4 * embed if mlp is None else mlp, tied=tied, window=window,
         attention=functools.partial(Attention, bias=True, output_bias=True),
@@ -61,7 +64,7 @@ FAMILIES = (
             norm=shared.epsilon("norm_epsilon", 1e-5, LayerNorm), mlp=MLP,
         ),
         Rope(scalings=()), {"hidden_act": "gelu_pytorch_tanh", "use_bias": True},
-        # The 7B says some things twice, in StarCoder 1's words; `transformers` reads none of them.
+        # The 7B repeats settings under StarCoder 1's names, which `transformers` does not read.
         only={
             "norm_type": ("layer_norm", None),
             "mlp_type": ("default", None),

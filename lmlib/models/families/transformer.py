@@ -1,4 +1,4 @@
-"""The decoder that families share. Each of them states how it differs."""
+"""The decoder that all families share; each family states its differences."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,7 +15,7 @@ from lmlib.models.parts.rope import Rotary, Scaling
 from lmlib.models.stack import segments
 from lmlib.models.weights import compiled, fold, residual_scale
 
-_MOST_LAYERS = 10_000  # each is made by itself
+_MOST_LAYERS = 10_000  # layers are made one by one
 
 
 def transformer(
@@ -47,27 +47,28 @@ def transformer(
     key: PRNGKeyArray,
     **decoder: Any,
 ) -> Decoder:
-    """A decoder with new weights. The first arguments are as in `llama`.
+    """Returns a decoder with new weights. The first arguments are as in `llama`.
 
     Args:
-      attention, feed_forward: make the parts of a block; or one for each layer. Layers that are
-        alike have the same object.
-      rotary_layers: whether layers have rotary positions, by `rope_theta`, or which ones; or one
-        for each layer.
+      attention, feed_forward: make the parts of a block; or one function for each layer. Equal
+        layers must have the same function object.
+      rotary_layers: True if layers have rotary positions, with `rope_theta`; or the `Rotary`; or
+        one such value for each layer.
       norm: makes norms.
       norms: the names of a block's norms.
-      block: makes a block of its parts.
-      layer: makes a layer of a block; `None`: it is the block.
+      block: makes a block from its parts.
+      layer: makes a layer from a block; `None`: the block is the layer.
       writes: scale of the initial values of matrices that write to the residual stream; `None`:
         `residual_scale(layers)`.
       positions: makes learned positions.
-      embedding_deviation: of initial values; `None`: 1, or 1/2 of a tied table. The last norm then
-        starts so that logits of a tied table have a standard deviation of embed^-1/2: the first
-        loss is ln(vocab) to 0.1. benchmarks/initial_values.py says how these were chosen.
+      embedding_deviation: standard deviation of initial embeddings; `None`: 1, or 1/2 for a tied
+        table. The last norm's initial scale then gives the logits of a tied table a standard
+        deviation of embed^-1/2, so the first loss is ln(vocab) to within 0.1. For the choice of
+        these values see benchmarks/initial_values.py.
       logits_scale, decoder: further arguments of `Decoder`.
 
     Raises:
-      ValueError: if sizes do not go together.
+      ValueError: if sizes do not fit each other.
     """
     kv_heads = heads if kv_heads is None else kv_heads
     check_sizes(vocab=vocab, embed=embed, layers=layers, heads=heads, kv_heads=kv_heads, mlp=mlp)
@@ -117,7 +118,7 @@ def transformer(
 
 
 def check_sizes(**sizes: int) -> None:
-    """Raises ValueError if one of `sizes` is not positive, or too large."""
+    """Raises ValueError if a size is not positive, or too large."""
     for name, size in sizes.items():
         if size < 1:
             raise ValueError(f"{name} must be at least 1, got {size}")
@@ -126,7 +127,7 @@ def check_sizes(**sizes: int) -> None:
 
 
 def _each(name: str, value: Any, layers: int) -> list[Any]:
-    """A value for each layer."""
+    """Returns a list with a value for each layer."""
     values = [*value] if isinstance(value, Sequence) else [value] * layers
     if len(values) != layers:
         raise ValueError(f"{name} has {len(values)} values for {layers} layers")
@@ -134,7 +135,7 @@ def _each(name: str, value: Any, layers: int) -> list[Any]:
 
 
 def _rotated_coordinates(head_dim: int, fraction: float) -> int:
-    """The number of rotated coordinates of a head."""
+    """Returns the number of rotated coordinates of a head."""
     rotated = int(head_dim * fraction)
     if fraction != 1 and (rotated < 2 or rotated % 2):
         raise ValueError(

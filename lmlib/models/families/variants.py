@@ -1,4 +1,4 @@
-"""Families that state only how they differ from Llama."""
+"""A decorator for families that state only their differences from Llama."""
 
 import functools
 import inspect
@@ -9,16 +9,16 @@ from lmlib.models.decoder import Decoder
 from lmlib.models.families.llama import llama
 
 _Family = Callable[..., Decoder]
-# Arguments that make other models of a Llama than the published ones.
+# Arguments of `llama` that change the architecture, which published families do not take.
 PARTS = "attention feed_forward layer logit_cap"
 
 
 def variant(without: str = "") -> Callable[[_Family], _Family]:
-    """Makes a family of a function that takes the arguments of `llama`, all by name.
+    """Makes a family from a function that takes the arguments of `llama` by name.
 
-    The family has the parameters of `llama` in their order, except for `PARTS` and those named in
-    `without`. Parameters of the function take the place of their namesakes, whose default they
-    keep unless they have one, or come last.
+    The family has the parameters of `llama` in their order, except for `PARTS` and the names in
+    `without`. Parameters of the function replace those of the same name and keep their default
+    unless they have their own; new parameters come last.
     """
 
     def made(function: _Family) -> _Family:

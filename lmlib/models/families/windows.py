@@ -2,7 +2,7 @@
 
 
 def each_nth(period: int, layers: int) -> list[bool]:
-    """For each layer: whether it is a `period`-th one.
+    """Returns for each layer True if its number, counted from 1, is a multiple of `period`.
 
     Raises:
       ValueError: if `period` is not positive.
@@ -15,8 +15,10 @@ def each_nth(period: int, layers: int) -> list[bool]:
 def short_and_long(
     layers: int, short: int | None, period: int, long: int | None = None
 ) -> list[int | None]:
-    """A window for each layer, as `llama(window=…)` takes them: `long` in each `period`-th layer
-    and in the last one, `short` in the others. `None`: all positions.
+    """Returns a window for each layer, for `llama(window=…)`.
+
+    It is `long` in every `period`-th layer and in the last one, and `short` in the others; `None`:
+    all positions.
 
     Raises:
       ValueError: if `period` is not positive.

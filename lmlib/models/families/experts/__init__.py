@@ -1,1 +1,1 @@
-"""Families with mixtures of experts, each with its paper."""
+"""Families of mixture-of-experts models, each with its paper."""

@@ -1,5 +1,7 @@
-"""DeepSeek-V3 (DeepSeek-AI 2024, arXiv:2412.19437): latent attention, and mixtures of experts after
-a few dense layers. Moonlight has no latents of queries."""
+"""DeepSeek-V3 (DeepSeek-AI 2024, arXiv:2412.19437) and Moonlight.
+
+Latent attention, and mixtures of experts after a few dense layers. Moonlight lacks query latents.
+"""
 
 import functools
 import math
@@ -52,29 +54,30 @@ def deepseek_v3(
     *,
     key: PRNGKeyArray,
 ) -> Decoder:
-    """DeepSeek-V3 (§2.1), without the heads for further tokens.
+    """DeepSeek-V3 (§2.1), without multi-token prediction.
 
     Args:
       vocab, embed, layers, heads: sizes.
-      mlp, dense_layers: the first `dense_layers` layers have an mlp of this size and no experts.
-      expert_mlp: size of each expert; the `shared_experts`, through which all tokens go, are one
-        mlp of so many times this size.
+      mlp, dense_layers: the first `dense_layers` layers have an MLP of size `mlp` and no experts.
+      expert_mlp, shared_experts: size of each expert, and the number of experts that all tokens
+        use; these form one MLP of size `shared_experts` · `expert_mlp`.
       experts, top, groups, top_groups, normalized, correction_rate: as in
         `lmlib.models.experts.router.Router`, with the sigmoid of the logits as scores.
       share_scale: the sum of a token's shares, if they are `normalized`.
       head_dim, rotary_dim, value_dim, latent, query_latent: as in
         `lmlib.models.parts.latent_attention.LatentAttention`.
-      rope_theta, rope_scaling: of rotary positions; DeepSeek-V3 has a `Yarn` whose amplitude is 1.
-      score_sharpness: m, where with a `rope_scaling` all scores are multiplied by
-        (0.1 m ln(factor) + 1)²; DeepSeek-V3 has 1.
+      rope_theta, rope_scaling: base and scaling of rotary positions; DeepSeek-V3 has a `Yarn` with
+        an amplitude of 1.
+      score_sharpness: m; with a `rope_scaling`, all scores are multiplied by
+        (0.1 m ln(factor) + 1)². DeepSeek-V3 has 1.
       interleaved: as in `Rotary`.
-      norm_epsilon: of all norms except latents', which have 1e-6.
-      tied: one table embeds and unembeds.
+      norm_epsilon: epsilon of all norms except the latents' norms, which have 1e-6.
+      tied: True if one table embeds and unembeds.
       key: seed of the weights.
 
     Raises:
-      ValueError: if a size is not positive, `rotary_dim` is odd, or a router's settings do not go
-        together.
+      ValueError: if a size is not positive, `rotary_dim` is odd, or the router's settings do not
+        fit each other.
     """
     check_sizes(
         expert_mlp=expert_mlp, rotary_dim=rotary_dim, value_dim=value_dim, latent=latent,
@@ -142,7 +145,7 @@ _LAYER = (
     Tensor("mlp.shared_experts.up_proj.weight", {"mlp.shared.up": ("mlp", "embed")}),
     Tensor("mlp.shared_experts.down_proj.weight", {"mlp.shared.down": ("embed", "mlp")}),
 )
-_RATE = "bias_update_speed"  # lmlib's own key; the paper's name of it
+_RATE = "bias_update_speed"  # lmlib's own key, named as in the paper
 _USUAL_RATE = 1e-3
 _SHARPNESS = "mscale_all_dim"
 _ROPE = Rope(scalings=(Yarn,), kind="type")
@@ -153,7 +156,7 @@ def _attention(model: Decoder) -> LatentAttention:
 
 
 def _size(model: Decoder, kind: type[Any]) -> int:
-    """The size of MLPs or of experts; of the others, if the model has none."""
+    """Returns the size of MLPs or of experts; if the model has none, the size of the other kind."""
     sizes = dict[type, Any]()
     for layer in parts.layers(model):
         sizes[type(layer.mlp)] = getattr(layer.mlp, "experts", layer.mlp)
@@ -161,10 +164,10 @@ def _size(model: Decoder, kind: type[Any]) -> int:
 
 
 def _read(settings: Settings, arguments: dict[str, Any]) -> dict[str, Any]:
-    # Null means as many as heads; left out, the key would mean 128, whatever the number of heads.
+    # Null means as many as `heads`; an absent key would mean 128, even with other `heads`.
     if settings.take("num_key_value_heads", null=True) is not None:
         settings.only("num_key_value_heads", arguments["heads"])
-    # From the same of the two as the rest of the rope.
+    # The rope's other settings are read from the same of the two keys.
     new, old = (settings.take(key, {}, dict) for key in ("rope_parameters", "rope_scaling"))
     sharpness = float((old or new).get(_SHARPNESS) or 0.0)
     return {**_ROPE.arguments(settings), "score_sharpness": sharpness}
@@ -181,8 +184,10 @@ def _written(model: Decoder) -> dict[str, Any]:
 
 
 def _sharper(attention: LatentAttention, content: dict[str, Any]) -> dict[str, Any]:
-    """Rope settings with `mscale` and `mscale_all_dim`, from which older readers compute both the
-    amplitude and a factor of scores."""
+    """Returns rope settings with `mscale` and `mscale_all_dim`.
+
+    Older readers compute both the amplitude and a factor of the scores from them.
+    """
     scaling = attention.rotary.scaling
     if attention.scale is None or not isinstance(scaling, Yarn) or scaling.factor == 1:
         return {}
@@ -199,7 +204,7 @@ def _sharper(attention: LatentAttention, content: dict[str, Any]) -> dict[str, A
 
 
 def _of_router(name: str) -> Callable[[Decoder], Any]:
-    """A setting of the last layer's router; it is not written where there is none."""
+    """Returns a function that reads a setting of the last layer's router, or `...` without one."""
     return lambda model: getattr(getattr(parts.layers(model)[-1].mlp, "router", None), name, ...)
 
 
@@ -262,13 +267,14 @@ FAMILIES = (
             in_float32=dict.fromkeys(("bfloat16", "float16"), ("e_score_correction_bias",)),
         ),
         _KEYS, rope=None, fixed=shared.SILU | {"attention_bias": False},
-        only={  # nor does transformers read these
+        only={  # transformers does not read these either
             "scoring_func": ("sigmoid", None),
             "topk_method": ("noaux_tc", None),
             "moe_layer_freq": (1, None),
         },
-        # About losses and devices in training, further tokens, and sums of other keys. Tensors of a
-        # layer after the last, which predict a further token, are unknown here.
+        # These concern losses and devices in training, and multi-token prediction, or are sums of
+        # other keys. Tensors of the layer for multi-token prediction, which follows the last layer,
+        # are refused as unknown.
         ignored=(
             "aux_loss_alpha", "seq_aux", "ep_size", "output_router_logits",
             "num_nextn_predict_layers", "num_mtp_layers", "head_dim", "qk_head_dim",

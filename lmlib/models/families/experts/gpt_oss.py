@@ -30,14 +30,15 @@ def gpt_oss(
     top: int = 4,
     **others: Any,
 ) -> Decoder:
-    """gpt-oss (§2). Where it departs from Llama: `experts` instead of each mlp, where each token
-    goes to `top`, with the softmax of their logits as shares and gates that are clamped; biases
-    everywhere but in norms; attention with sinks. Arguments as in `llama`; `mlp` is the size of
-    each expert.
+    """gpt-oss (§2).
+
+    Differences from Llama: a mixture of experts instead of each MLP, with clamped gates; the
+    softmax over the logits of a token's `top` experts as shares; biases everywhere except in norms;
+    attention with sinks. Arguments as in `llama`; `mlp` is the size of each expert.
 
     Args:
-      window: positions that each one attends to in every other layer, from the first on; `None`:
-        all. Or one for each layer.
+      window: number of positions that every other layer attends to, starting with the first;
+        `None`: all. Or one window for each layer.
     """
     if window is None or isinstance(window, int):
         window = _in_turn(window, layers)
@@ -65,7 +66,7 @@ _LAYER = (
     Tensor("self_attn.sinks", {"attention.sinks": ("heads",)}),
     Tensor("mlp.router.weight", {"mlp.router.logits": ("choice", "embed")}),
     Tensor("mlp.router.bias", {"mlp.router.bias": ("choice",)}),
-    # Gates and ups of all experts are in one tensor, column by column.
+    # Gates and ups of all experts are in one tensor, with alternating columns.
     Tensor(
         "mlp.experts.gate_up_proj",
         {f"mlp.experts.{name}": ("expert", "embed", "mlp") for name in ("gate", "up")},
@@ -90,7 +91,7 @@ _USUAL_ROPE = {
     "truncate": False,
     "original_max_position_embeddings": 4_096,
 }
-_OF_THE_GATE = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}  # as `clamped_swiglu` has them
+_OF_THE_GATE = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}  # as in `clamped_swiglu`
 
 
 def _read(settings: Settings, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -105,7 +106,7 @@ def _read(settings: Settings, arguments: dict[str, Any]) -> dict[str, Any]:
     size = settings.take("sliding_window", _USUAL_WINDOW, null=True)
     kinds = parts.layer_types(settings, arguments["layers"])
     if size is None and (kinds is None or SLIDING in kinds):
-        settings.take("sliding_window")  # which refuses null
+        settings.take("sliding_window")  # refuses null
     usual = _in_turn(size, arguments["layers"])
     windows = usual if kinds is None else [size if kind == SLIDING else None for kind in kinds]
     return {"window": size if windows == usual else windows}
@@ -128,9 +129,9 @@ FAMILIES = (
         ),
         Rope(150_000.0, absent=_USUAL_ROPE),
         fixed=shared.SILU | {"attention_bias": True} | _OF_THE_GATE,
-        # Other keys say the first two.
+        # The first two repeat other keys.
         ignored=("experts_per_token", "initial_context_length", *mixtures.IGNORED),
-        written={"rope_scaling": None},  # left out, it means the usual one to older readers
+        written={"rope_scaling": None},  # if absent, older readers use their own
         reads=_read, writes=_written,
     ),
 )  # fmt: skip

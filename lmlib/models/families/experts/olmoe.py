@@ -23,8 +23,10 @@ def olmoe(
     normalized: bool = False,
     **others: Any,
 ) -> Decoder:
-    """OLMoE (§2): Llama with norms of queries and keys over all heads together, and with `experts`
-    instead of each mlp; each token goes to `top` of them. Arguments as in `qwen3_moe`."""
+    """OLMoE (§2): Llama with experts, and with query and key norms over all heads together.
+
+    Each token goes to `top` of `experts` experts. Arguments as in `qwen3_moe`.
+    """
     router = functools.partial(Router, normalized=normalized)
     attention = functools.partial(
         Attention,
@@ -45,6 +47,6 @@ FAMILIES = (
             mixtures.NORMALIZED, experts=64, top=8, norm=shared.epsilon("rms_norm_eps", 1e-5)
         ),
         fixed=shared.SILU | {"attention_bias": False, "clip_qkv": None}, ignored=mixtures.IGNORED,
-        written=shared.NO_PADDING,  # its class would take 1, whose row of the table it never trains
+        written=shared.NO_PADDING,  # the class's default is 1, a row that it never trains
     ),
 )  # fmt: skip

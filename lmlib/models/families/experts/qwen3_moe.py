@@ -26,12 +26,14 @@ def qwen3_moe(
     normalized: bool = True,
     **others: Any,
 ) -> Decoder:
-    """Qwen 3's mixtures of experts (§2): Llama with norms of each head's queries and keys, and with
-    `experts` instead of each mlp; each token goes to `top` of them. Arguments as in `llama`; `mlp`
-    is the size of each expert.
+    """Qwen 3 with experts (§2): Llama with experts, and norms of each head's queries and keys.
+
+    Each token goes to `top` of `experts` experts. Arguments as in `llama`; `mlp` is the size of
+    each expert.
 
     Args:
-      normalized: whether a token's shares add up to 1; else they are probabilities of all experts.
+      normalized: True if a token's shares add up to 1; otherwise they are probabilities over all
+        experts.
     """
     router = functools.partial(Router, normalized=normalized)
     norm = functools.partial(RMSNorm, "head_dim", norm_epsilon)
@@ -53,7 +55,7 @@ def _written(model: Decoder) -> dict[str, Any]:
     return {
         "use_sliding_window": size is not None,
         "sliding_window": size,
-        "intermediate_size": mlp,  # which readers do not use
+        "intermediate_size": mlp,  # readers do not use it
     }
 
 
@@ -65,7 +67,7 @@ FAMILIES = (
             mixtures.NORMALIZED, shared.HEAD_DIM, experts=128, top=8, kv_heads=4,
             mlp_key="moe_intermediate_size",
         ),
-        # Every layer has experts, so the size of layers without is not read.
+        # Every layer has experts, so the size of dense layers is not read.
         fixed=shared.SILU | {"attention_bias": False, "decoder_sparse_step": 1},
         only={"mlp_only_layers": ([], None)},
         ignored=(*mixtures.IGNORED, "intermediate_size", "max_window_layers"),

@@ -1,1 +1,1 @@
-"""Declarations of families' folders in the format of Hugging Face, which `lmlib.hf` uses."""
+"""Declarations of families' folders in Hugging Face's format, used by `lmlib.hf`."""

@@ -1,10 +1,10 @@
-"""The declaration of a family: names of tensors, and keys of config.json, both read and written.
+"""Declares a family's tensor names and config.json keys, for reading and writing.
 
     Tensor("self_attn.q_proj.weight", {"attention.query": ("heads head_dim", "embed")})
 
-says that the file's matrix has the rows "heads head_dim" and the columns "embed", where the
-weight's own axes are "embed heads head_dim". A file's tensor can hold several weights, and a weight
-can be in several tensors. Reading and writing both follow from this (`lmlib.hf.names`).
+says that the file's matrix has the rows "heads head_dim" and the columns "embed"; the weight's
+own axes are "embed heads head_dim". A tensor in a file can hold several weights, and a weight
+can be spread over several tensors. Reading and writing both follow from this (`lmlib.hf.names`).
 """
 
 import dataclasses
@@ -23,16 +23,17 @@ _ROPE = Rope()
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """A tensor of a folder, or one for each index of an axis: "experts.{expert}.w1.weight".
+    """A tensor in a folder, or one for each index of an axis: "experts.{expert}.w1.weight".
 
     Args:
-      name: in the folder; in a layer, the part after the layer's prefix. In braces, our axes whose
-        indices are part of the name.
-      holds: the axes of each weight in it, by the weight's path (in a layer: within the block); an
-        axis of the tensor can be several of ours ("heads head_dim").
-      along: the axis along which several weights follow each other.
-      each: an axis of ours, for each of whose indices they do so: with "kv_heads", the query, key
-        and value of one head come before those of the next. `None`: they follow each other once.
+      name: in the folder; in a layer, the part after the layer's prefix. Axes in braces are
+        lmlib's, and their indices are part of the name.
+      holds: maps the path of each weight in the tensor (in a layer: within the block) to its axes.
+        An axis of the tensor can be several axes of lmlib ("heads head_dim").
+      along: the axis along which several weights are concatenated.
+      each: an axis of lmlib; the weights are concatenated for each of its indices. With "kv_heads",
+        the query, key and value of one head come before the next head's. `None`: the weights are
+        concatenated once.
     """
 
     name: str
@@ -42,7 +43,7 @@ class Tensor:
 
     @property
     def enumerated(self) -> tuple[str, ...]:
-        """The axes whose indices are part of the name."""
+        """Axes whose indices are part of the name."""
         return tuple(axis for _, axis, _, _ in string.Formatter().parse(self.name) if axis)
 
 
@@ -51,17 +52,19 @@ class Names:
     """The tensors of a family.
 
     Args:
-      outside: tensors outside of layers.
+      outside: tensors outside layers.
       layer: tensors of each layer.
-      prefix: of the layers' names, with `{layer}` for the layer's number.
-      base: the beginning of all names except the head's; folders of a trunk alone leave it out.
-      without_effect: ends of further names that a folder may hold and that mean nothing.
-      modules: names in the class, by which PEFT goes, of tensors that have another in a folder.
-      in_class: tensors that a layer's class has in place of those that hold the same weights in a
-        folder, as of all experts together; PEFT goes by these too.
-      not_adapted: ends of modules' names that PEFT takes for experts, which other families have.
-      in_float32: by the dtype of a file, parts of the names of tensors that stay in float32, as in
-        transformers: `_keep_in_fp32_modules` of a class means float16, its `_strict` bfloat16 too.
+      prefix: prefix of the layers' names, with `{layer}` for the layer's number.
+      base: prefix of all names except the head's; folders of a model without a head omit it.
+      without_effect: suffixes of other names that a folder may contain and that have no effect.
+      modules: maps tensors to their names in transformers' class, if these differ from the
+        folder's. PEFT uses the names of the class.
+      in_class: tensors of a layer's class that replace tensors of the folder with the same weights,
+        for example one tensor for all experts. PEFT uses these too.
+      not_adapted: suffixes of modules' names that PEFT mistakes for another family's experts.
+      in_float32: maps a file's dtype to parts of the names of tensors that stay in float32, as in
+        transformers: a class's `_keep_in_fp32_modules` is for float16, its `_strict` variant also
+        for bfloat16.
     """
 
     outside: Sequence[Tensor]
@@ -75,11 +78,11 @@ class Names:
     in_float32: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
     def tensor_of(self, path: str) -> str:
-        """The tensor that holds a weight outside of layers.
+        """Returns the tensor that holds a weight outside layers.
 
         Raises:
-          ValueError: if the family names none; a tied family names its head too, since folders may
-            hold it.
+          ValueError: if the family has no such tensor. A tied family has a name for its head too,
+            since folders may contain it.
         """
         for each in self.outside:
             if path in each.holds:
@@ -91,7 +94,7 @@ class Names:
         )
 
     def float32_in(self, tensor: str) -> tuple[str, ...]:
-        """The dtypes of files that hold the tensor of this name in float32."""
+        """Returns the file dtypes for which the tensor of this name stays in float32."""
         kept = self.in_float32.items()
         return tuple(dtype for dtype, parts in kept if any(part in tensor for part in parts))
 
@@ -101,10 +104,10 @@ class Key(NamedTuple):
 
     Args:
       name: in config.json.
-      argument: its name.
-      of: its value for a model, whose arrays may be shapes; `...`: it is not written.
+      argument: name of the argument.
+      of: returns the value for a model, whose arrays may be shapes; `...`: do not write the key.
       default, kind, zero, most, null: as in `Settings.take`.
-      also: other names that files have for it.
+      also: alternative names in files.
     """
 
     name: str
@@ -118,7 +121,7 @@ class Key(NamedTuple):
     also: tuple[str, ...] = ()
 
     def read(self, settings: Settings) -> Any:
-        """The argument.
+        """Returns the argument's value.
 
         Raises:
           FolderError: as `Settings.take`, or if two names have different values.
@@ -127,7 +130,7 @@ class Key(NamedTuple):
             value = settings.take(
                 self.name, self.default, self.kind, self.zero, self.most, self.null
             )
-            return bool(value) if self.kind is bool else value  # null is false, as in a condition
+            return bool(value) if self.kind is bool else value  # null counts as false
         named = {name: settings.take(name, None, self.kind) for name in (*self.also, self.name)}
         found = {value for value in named.values() if value is not None}
         if len(found) > 1:
@@ -138,23 +141,22 @@ class Key(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Family:
-    """One kind of folder. Its keys that are not declared here are refused.
+    """One kind of folder. Undeclared keys of its config.json are refused.
 
     Args:
-      model_type: of config.json.
-      transformers_class: the class of transformers that computes it.
-      build: makes a model; a function of `lmlib.models.families`, or of your own.
-      names: of its tensors.
-      keys: of config.json, each an argument of `build`.
+      model_type: value in config.json.
+      transformers_class: the class of transformers for this model.
+      build: makes a model; a function of `lmlib.models.families`, or your own.
+      names: its tensors.
+      keys: keys of config.json that are arguments of `build`.
       rope: the keys of rotary positions; `None`: there are none, or `reads` reads them.
-      fixed: keys with their only value, which is written.
-      only: keys with the values that are accepted; they are not written.
+      fixed: maps keys to their only value, which is also written.
+      only: maps keys to the accepted values; they are not written.
       ignored: keys that have no effect.
-      written: keys that are written only.
-      reads: further arguments of `build`, of the settings and the arguments so far.
-      writes: further keys, of a model. It raises ValueError where the model has parts that the
-        family has not (`parts.a`). Whether the config.json describes the model exactly is checked
-        afterwards.
+      written: keys and values that are written but not read.
+      reads: returns further arguments of `build` from the settings and the arguments so far.
+      writes: returns further keys for a model. It raises ValueError if the model has parts that the
+        family lacks (`parts.a`). The caller checks that config.json describes the model exactly.
     """
 
     model_type: str
@@ -171,10 +173,10 @@ class Family:
     writes: Callable[[Decoder], dict[str, Any]] | None = None
 
     def arguments(self, settings: Settings) -> dict[str, Any]:
-        """Arguments of `build`, out of a config.json.
+        """Returns the arguments of `build` that a config.json describes.
 
         Raises:
-          FolderError: if it says something that the family does not have.
+          FolderError: if a setting is not supported by the family.
         """
         for name, value in self.fixed.items():
             settings.only(name, value)
@@ -187,11 +189,12 @@ class Family:
         return found if self.reads is None else found | self.reads(settings, found)
 
     def settings(self, model: Decoder) -> dict[str, Any]:
-        """A config.json of the model, whose arrays may be shapes; it has everything that
-        `arguments` reads.
+        """Returns a config.json of the model, with everything that `arguments` reads.
+
+        Arrays of the model may be shapes.
 
         Raises:
-          ValueError: if the model has parts that the family has not.
+          ValueError: if the model has parts that the family lacks.
         """
         found = {**self.fixed, **self.written}
         of_keys = {key.name: key.of(model) for key in self.keys}

@@ -1,4 +1,4 @@
-"""Mixtures of experts in folders: a tensor for each expert, and the keys of routers."""
+"""Mixtures of experts in folders: a tensor for each expert, and the router's keys."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from lmlib.models.families.hugging_face import parts, shared
 from lmlib.models.families.hugging_face.family import Key, Names, Tensor
 
 GATE_UP_DOWN = ("gate_proj", "up_proj", "down_proj")
-# In classes of transformers 5 a tensor is of all experts.
+# Classes of transformers 5 have one tensor for all experts.
 IN_CLASS = (
     Tensor("mlp.gate.weight", {"mlp.router.logits": ("choice", "embed")}),
     Tensor(
@@ -19,18 +19,18 @@ IN_CLASS = (
     ),
     Tensor("mlp.experts.down_proj", {"mlp.experts.down": ("expert", "embed", "mlp")}),
 )
-# About losses and noise in training, and further outputs.
+# These concern losses and noise in training, and further outputs.
 IGNORED = ("output_router_logits", "router_aux_loss_coef", "router_jitter_noise")
 
 
 def tensors(
     module: str = "mlp", matrices: tuple[str, str, str] = GATE_UP_DOWN
 ) -> tuple[Tensor, ...]:
-    """The tensors of a layer's router and experts.
+    """Returns the tensors of a layer's router and experts.
 
     Args:
-      module: in which they are.
-      matrices: the names of an expert's gate, up and down.
+      module: the module that contains them.
+      matrices: the names of an expert's gate, up and down projections.
     """
     gate, up, down = (f"{module}.experts.{{expert}}.{name}.weight" for name in matrices)
     return (
@@ -42,13 +42,13 @@ def tensors(
 
 
 def mixture_names(*layer: Tensor) -> Names:
-    """Llama's, and in each layer `layer`, with experts, instead of an MLP."""
+    """Returns Llama's tensors, with experts and the tensors `layer` in place of each MLP."""
     layer = (*shared.ATTENTION, *shared.NORMS_BEFORE, *layer)
     return Names(shared.OUTSIDE, layer, in_class=IN_CLASS)
 
 
 def router(model: Decoder) -> Router:
-    """The first layer's router; raises ValueError if it has none."""
+    """Returns the first layer's router; raises ValueError if it has none."""
     return parts.mlp(model, Mixture).router
 
 
@@ -60,12 +60,12 @@ NORMALIZED = Key(
 def mixture_keys(
     *more: Key, experts: int, top: int, count: str = "num_experts", **others: Any
 ) -> tuple[Key, ...]:
-    """The keys of Llama, of a mixture, and `more`.
+    """Returns the keys of Llama and of a mixture, and `more`.
 
     Args:
-      experts, top: how many there are and each token goes to, where config.json does not say.
-      count: the name under which older readers look for the number of experts. transformers 5
-        writes two names, and reads both in all families.
+      experts, top: the defaults of the number of experts, and of the number used by each token.
+      count: the name of the number of experts for older readers. transformers 5 writes two names,
+        and reads both in all families.
       others: as in `shared.llama_keys`.
     """
     names = {"num_experts", "num_local_experts"}

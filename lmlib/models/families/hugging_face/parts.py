@@ -1,4 +1,4 @@
-"""Parts of a model, from which a family writes a config.json, and the types of its layers."""
+"""Parts of a model and types of its layers, for writing config.json."""
 
 from typing import Any, TypeVar
 
@@ -14,10 +14,10 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def a(kind: type[K], part: Any) -> K:
-    """`part`, which is a `kind`.
+    """Returns `part`, checking that it is an instance of `kind`.
 
     Raises:
-      ValueError: if it is not: the family has no such model.
+      ValueError: if it is not, so the family cannot describe the model.
     """
     if not isinstance(part, kind):
         raise ValueError(f"it has a {type(part).__name__} where the family has a {kind.__name__}")
@@ -25,7 +25,7 @@ def a(kind: type[K], part: Any) -> K:
 
 
 def layers(model: Decoder) -> list[TwoParts]:
-    """The layers in order. The arrays of each hold all layers of its stack.
+    """Returns the layers in order. Each layer's arrays contain all layers of its stack.
 
     Raises:
       ValueError: as `a`.
@@ -39,35 +39,35 @@ def layers(model: Decoder) -> list[TwoParts]:
 
 
 def attentions(model: Decoder) -> list[Attention]:
-    """The attention of each layer; raises ValueError as `a` does."""
+    """Returns the attention of each layer; raises ValueError as `a` does."""
     return [a(Attention, layer.attention) for layer in layers(model)]
 
 
 def attention(model: Decoder) -> Attention:
-    """The attention of the first layer."""
+    """Returns the attention of the first layer."""
     return attentions(model)[0]
 
 
 def mlp(model: Decoder, kind: type[K]) -> K:
-    """The feed-forward part of the first layer, which is a `kind`; raises ValueError as `a`."""
+    """Returns the first layer's feed-forward part; raises ValueError if it is not a `kind`."""
     return a(kind, layers(model)[0].mlp)
 
 
 def head_dim(model: Decoder) -> int:
-    """The size of a head in the first layer."""
+    """Returns the head size of the first layer."""
     return int(attention(model).query.shape[-1])
 
 
 def window(model: Decoder) -> int | None:
-    """The first window that a layer has."""
+    """Returns the window of the first layer that has one."""
     return next((each.window for each in attentions(model) if each.window is not None), None)
 
 
 def layer_types(settings: Settings, layers: int) -> list[str] | None:
-    """`FULL` or `SLIDING` of each layer; `None` where config.json does not say.
+    """Returns `FULL` or `SLIDING` for each layer; `None` if config.json does not say.
 
     Raises:
-      FolderError: if it says something else.
+      FolderError: if it has other values.
     """
     kinds: list[str] | None = settings.take("layer_types", None, list)
     if kinds is None or (len(kinds) == layers and all(kind in (FULL, SLIDING) for kind in kinds)):
@@ -78,5 +78,5 @@ def layer_types(settings: Settings, layers: int) -> list[str] | None:
 
 
 def types_of(model: Decoder) -> list[str]:
-    """`layer_types` of a model."""
+    """Returns the `layer_types` of a model."""
     return [FULL if each.window is None else SLIDING for each in attentions(model)]

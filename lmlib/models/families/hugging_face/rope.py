@@ -1,8 +1,8 @@
-"""Rotary positions in a config.json, in and out.
+"""Reads and writes rotary positions in config.json.
 
-Old files have `rope_theta` and `rope_scaling`, new ones `rope_parameters` with all of it. Where
-both are there, `transformers` reads `rope_scaling` alone, and so does this. What is written has
-both, for readers that know one of them.
+Old files have `rope_theta` and `rope_scaling`; new ones have everything in `rope_parameters`. If a
+file has both, only `rope_scaling` is used, as in `transformers`. Both are written, for readers that
+know only one of them.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ _KINDS: dict[str, type] = {
     "yarn": Yarn,
     "longrope": LongRope,
 }
-_FIELDS = {  # of scalings, by their keys
+_FIELDS = {  # fields of scalings, by key
     "factor": "factor",
     _ORIGINAL: "original",
     "low_freq_factor": "low",
@@ -49,13 +49,13 @@ class Rope:
     """The keys of a family's rotary positions.
 
     Args:
-      theta: base of the wavelengths, where a file does not say.
-      scalings: the kinds that the family has.
-      partial: whether the family can turn a share of a head's coordinates.
-      fraction: that share, where a file does not say.
-      keys: of the base and the share outside of `rope_parameters`.
-      absent: `rope_parameters` of a file without them; `None`: they are empty.
-      kind: the key under which old readers of the family look for the type of scaling.
+      theta: default base of the wavelengths.
+      scalings: the kinds of scaling that the family supports.
+      partial: True if the family can rotate only a fraction of a head's coordinates.
+      fraction: default of that fraction.
+      keys: the keys of base and fraction outside `rope_parameters`.
+      absent: default of `rope_parameters`; `None`: empty.
+      kind: the key of the scaling's type for old readers of the family.
     """
 
     theta: float = 10_000.0
@@ -67,10 +67,10 @@ class Rope:
     kind: str = "rope_type"
 
     def arguments(self, settings: Settings) -> dict[str, Any]:
-        """`rope_theta`, and `rope_scaling` and `rotary_fraction` if the family has them.
+        """Returns `rope_theta`, and `rope_scaling` and `rotary_fraction` if the family has them.
 
         Raises:
-          FolderError: if the file says something else, or contradicts itself.
+          FolderError: if a setting is not supported, or settings contradict each other.
         """
         stated = settings.take("rope_parameters", None, dict)
         new = stated if stated is not None else self.absent or {}
@@ -110,8 +110,10 @@ class Rope:
         return float(fraction)
 
     def settings(self, rotary: Rotary, head_dim: int) -> dict[str, Any]:
-        """The keys that `arguments` reads, as new and as old files write them, and the lengths that
-        they depend on."""
+        """Returns the keys that `arguments` reads, in the new and the old format.
+
+        Includes the lengths that they depend on.
+        """
         scaling = rotary.scaling
         new: dict[str, Any] = {"rope_type": "default", "rope_theta": rotary.theta}
         content: dict[str, Any] = {self.keys[0]: rotary.theta, "rope_parameters": new}
@@ -132,8 +134,11 @@ class Rope:
 
 
 def fraction_of(rotary: Rotary, head_dim: int) -> float:
-    """The share of a head's coordinates that `rotary` rotates. Readers compute their number as
-    `int(share * head_dim)`, and 30 / 44 * 44 is 29.99…"""
+    """Returns the fraction of a head's coordinates that `rotary` rotates.
+
+    Readers compute the number of coordinates as `int(fraction * head_dim)`, and rounding matters:
+    30 / 44 * 44 is 29.99…
+    """
     share = rotary.head_dim / head_dim
     exact = int(share * head_dim) == rotary.head_dim
     return share if exact else math.nextafter(share, 1.0)
@@ -175,7 +180,7 @@ def _scaling(
 
 
 def _original(own: Settings, longest: int | None, original: int | None) -> int:
-    """Positions of the training before. `transformers` prefers `original`, the outer value."""
+    """Returns the original training length. `transformers` prefers `original`, the outer value."""
     if original is None:
         return int(own.take(_ORIGINAL) if longest is None else own.take(_ORIGINAL, longest))
     inside = own.take(_ORIGINAL, None) or original
@@ -185,7 +190,7 @@ def _original(own: Settings, longest: int | None, original: int | None) -> int:
 
 
 def _long_rope(own: Settings, longest: int | None, original: int | None) -> LongRope:
-    if longest is None or original is None:  # transformers would take numbers of its own
+    if longest is None or original is None:  # else transformers would use its own defaults
         missing = _LONGEST if longest is None else _ORIGINAL
         raise FolderError(f"{own.where}: beside it, the file has no {missing}")
     original = _original(own, longest, original)

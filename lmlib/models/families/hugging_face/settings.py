@@ -1,28 +1,28 @@
-"""The keys of a config.json: each is used, known to have no effect, or refused."""
+"""Reads config.json: each key is used, known to be irrelevant, or refused."""
 
 import sys
 from collections.abc import Collection, Mapping
 from typing import Any
 
 _LARGEST: dict[type, int | float] = {int: 2**31 - 1, float: sys.float_info.max}
-REQUIRED = object()  # as a default: the key must be there
-_SHOWN = 5  # unknown keys in a message
+REQUIRED = object()  # as a default: the key is required
+_SHOWN = 5  # maximum number of unknown keys in a message
 
-# Keys that say nothing about the numbers of any family on whole sequences. Dropout is the
-# experiment's. A key that is not here could mean another model.
+# Keys that do not change any family's results on whole sequences. Dropout is set by the experiment.
+# Any key that is not listed might change the model.
 WITHOUT_EFFECT = frozenset(
     {
-        # which file this is, and which program wrote it
+        # the file's identity, and the program that wrote it
         "_commit_hash", "_name_or_path", "architectures", "auto_map", "is_llama_config",
         "model_type", "name_or_path", "tokenizer_class", "transformers.js_config",
         "transformers_version", "unsloth_fixed", "unsloth_version",
-        # how it is computed
+        # how the model is computed
         "_attn_implementation", "_attn_implementation_autoset", "attn_implementation",
         "cache_implementation", "chunk_size_feed_forward", "dtype", "gradient_checkpointing",
         "is_decoder", "is_encoder_decoder", "output_attentions", "output_hidden_states",
         "output_past", "pretraining_tp", "return_dict", "torch_dtype", "torchscript",
         "use_bfloat16", "use_cache", "use_return_dict",
-        # how it was trained
+        # how the model was trained
         "attention_dropout", "attn_pdrop", "embd_pdrop", "embedding_dropout",
         "initializer_range", "max_sequence_length", "resid_pdrop", "residual_dropout",
         "tf_legacy_loss",
@@ -41,7 +41,7 @@ WITHOUT_EFFECT = frozenset(
     }
 )  # fmt: skip
 
-# Keys of all families that have no effect with these values alone, or null.
+# Keys of all families that are ignored if they have these values or are null.
 _AT_REST: dict[str, object] = {
     "add_cross_attention": False,
     "cross_attention_hidden_size": None,
@@ -52,15 +52,15 @@ _AT_REST: dict[str, object] = {
 
 
 class FolderError(ValueError):
-    """A folder of weights that cannot be used, and why."""
+    """A folder of weights that cannot be used; the message says why."""
 
 
 class Settings:
-    """Reads a config and remembers which keys were asked for.
+    """Reads a config and tracks which keys were requested.
 
     Args:
       where: the file, for messages.
-      without_effect: keys that need not be asked for.
+      without_effect: keys that need not be requested.
     """
 
     def __init__(
@@ -81,19 +81,19 @@ class Settings:
         most: int | float | None = None,
         null: bool = False,
     ) -> Any:
-        """The value of `key`, or `default` where it is absent.
+        """Returns the value of `key`, or `default` if it is absent.
 
-        Null is refused: transformers does not read it as the default. Null and an absent key are
-        the same only where the default is `None` or an empty dict.
+        Null is refused, because transformers does not replace it by the default. Null and an absent
+        key are equivalent only if the default is `None` or an empty dict.
 
         Args:
-          kind: of the value: `int`, `float`, `bool`, `list` or `dict`.
-          zero: whether a number may be 0; none may be negative or infinite.
+          kind: type of the value: `int`, `float`, `bool`, `list` or `dict`.
+          zero: True if a number may be 0. Negative and infinite numbers are always refused.
           most: the largest number; `None`: the largest of its kind, which is int32's for `int`.
-          null: whether null is read, as `None`.
+          null: True if null is accepted, and read as `None`.
 
         Raises:
-          FolderError: if it is neither there nor has a default, or is not of `kind`.
+          FolderError: if the key is absent without a default, or its value is not of `kind`.
         """
         self._left.discard(key)
         value = self._content.get(key)
@@ -121,10 +121,10 @@ class Settings:
         return kind(value)
 
     def only(self, key: str, *accepted: Any) -> Any:
-        """The value of `key`, which must be absent or one of `accepted`.
+        """Returns the value of `key`, which must be absent or one of `accepted`.
 
         Raises:
-          FolderError: naming key and value.
+          FolderError: for other values; names key and value.
         """
         self._left.discard(key)
         value = self._content.get(key)
@@ -134,16 +134,16 @@ class Settings:
         return value
 
     def refused(self, key: str, accepted: str) -> FolderError:
-        """The error for a value of `key` that is not supported."""
+        """Returns the error for an unsupported value of `key`."""
         value = self._content.get(key)
         return FolderError(f"{self.where}: {key} = {value!r:.200} is not supported, {accepted}")
 
     def ignore(self, *keys: str) -> None:
-        """These have no effect in this family."""
+        """Marks keys as having no effect in this family."""
         self._left.difference_update(keys)
 
     def done(self) -> None:
-        """Raises FolderError if a key was not asked for."""
+        """Raises FolderError if a key was never requested."""
         for key, value in _AT_REST.items():
             if key in self._left:
                 self.only(key, value, None)

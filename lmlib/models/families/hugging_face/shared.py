@@ -1,5 +1,7 @@
-"""Tensors and keys that families share, which are Llama's, and the family of Llama 2 to 3.3 and of
-SmolLM 1 and 2. That one is not beside `llama` itself: training needs none of this.
+"""Tensors and keys shared by families, all taken from Llama, and Llama's own declaration.
+
+It covers Llama 2 to 3.3 and SmolLM 1 and 2. It is not in the module of `llama`, because training
+needs none of this.
 """
 
 from typing import Any
@@ -49,8 +51,8 @@ NORM_BIASES = (
     Tensor("input_layernorm.bias", {"attention_norm.bias": ("embed",)}),
     Tensor("post_attention_layernorm.bias", {"mlp_norm.bias": ("embed",)}),
 )
-MOST_LAYERS = 10_000  # more would fill memory before anything is compared with the tensors
-LARGEST_EPSILON = 1.0  # a norm that adds more would hardly normalize
+MOST_LAYERS = 10_000  # more would exhaust memory before the tensors are checked
+LARGEST_EPSILON = 1.0  # norms with larger values would hardly normalize
 VOCAB = Key("vocab_size", "vocab", lambda model: model.vocab)
 EMBED = Key("hidden_size", "embed", lambda model: model.embedding.shape[-1])
 LAYERS = Key(
@@ -64,12 +66,12 @@ WINDOW = Key("sliding_window", "window", lambda model: parts.attention(model).wi
 
 
 def llama_names(*more: Tensor) -> Names:
-    """Llama's, and `more` in each layer."""
+    """Returns Llama's tensors, and `more` in each layer."""
     return Names(OUTSIDE, (*NORMS_BEFORE, *ATTENTION, *MLP, *more))
 
 
 def epsilon(name: str, default: float, norm: type[Any] = RMSNorm) -> Key:
-    """The key of the number that norms add to the mean square."""
+    """Returns the key of norms' epsilon."""
     return Key(
         name, "norm_epsilon", lambda model: parts.a(norm, model.norm).epsilon, default, float,
         most=LARGEST_EPSILON,
@@ -80,14 +82,14 @@ EPSILON = epsilon("rms_norm_eps", 1e-6)
 
 
 def tied(default: bool) -> Key:
-    """The key of whether one table embeds and unembeds."""
+    """Returns the key for tied embeddings."""
     return Key(
         "tie_word_embeddings", "tied", lambda model: model.unembedding is None, default, bool
     )
 
 
 def mlp_size(model: Decoder, kind: type[Any]) -> int:
-    """The size of the first layer's MLP, or of each of its experts, which is a `kind`."""
+    """Returns the size of the first layer's MLP or of its experts; the part must be a `kind`."""
     part = parts.mlp(model, kind)
     return int(getattr(part, "experts", part).down.shape[-2])
 
@@ -100,13 +102,13 @@ def llama_keys(
     mlp: type[Any] = GatedMLP,
     mlp_key: str = "intermediate_size",
 ) -> tuple[Key, ...]:
-    """Llama's, and `more`.
+    """Returns Llama's keys, and `more`.
 
     Args:
-      tied_by_default, kv_heads: where config.json does not say; `None`: as many as heads.
+      tied_by_default, kv_heads: defaults; `None`: as many key-value heads as heads.
       norm: the key of `norm_epsilon`.
       mlp: the class of a layer's feed-forward part.
-      mlp_key: the key of its size, or of the size of each expert in it.
+      mlp_key: the key of the MLP's size, or of each expert's size.
     """
     return (
         VOCAB,
