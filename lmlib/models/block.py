@@ -17,7 +17,7 @@ from lmlib.parallel.layout import share
 
 
 class TwoParts(Part):
-    """Base class of the layers of this file. A subclass writes the call."""
+    """Base class of the layers in this file. A subclass defines `__call__`."""
 
     attention_norm: eqx.AbstractVar[Norm | None]
     attention: eqx.AbstractVar[Part]
@@ -61,18 +61,18 @@ class TwoParts(Part):
 
 
 class Block(TwoParts):
-    """x + after(attention(before(x))), then the same with the mlp; each norm may be absent.
+    """x + after(attention(before(x))), then the same with the MLP. Each norm is optional.
 
-    With norms before, pre-norm (Xiong et al. 2020, arXiv:2002.04745); with norms after as in OLMo 2
-    (arXiv:2501.00656, §3.1), with both as in Gemma 2 (arXiv:2408.00118, §2). In calls with a key
-    what is added is dropped at the context's rate (GPT-2 drops at the same places; Vaswani et al.
-    2017, arXiv:1706.03762, §5.4).
+    Norms before give a pre-norm layer (Xiong et al. 2020, arXiv:2002.04745). Norms after are used
+    by OLMo 2 (arXiv:2501.00656, §3.1), and both by Gemma 2 (arXiv:2408.00118, §2). If the context
+    has a key, elements of both outputs are dropped at the context's rate, at the same places as in
+    GPT-2 (Vaswani et al. 2017, arXiv:1706.03762, §5.4).
 
     Args:
-      attention, mlp: what is added to the residual stream.
-      attention_norm, mlp_norm: before each of them.
-      attention_after_norm, mlp_after_norm: after each of them.
-      residual_multiplier: of what each of them adds.
+      attention, mlp: the parts whose outputs are added to the residual stream.
+      attention_norm, mlp_norm: norms before the parts.
+      attention_after_norm, mlp_after_norm: norms after the parts.
+      residual_multiplier: factor of both outputs.
     """
 
     rows_may_be_split = True
@@ -121,8 +121,10 @@ class Block(TwoParts):
 
 
 class ParallelBlock(TwoParts):
-    """x + attention(norm(x)) + mlp(norm(x)), each with a norm of its own, which may be absent
-    (GPT-NeoX: Black et al. 2022, arXiv:2204.06745, §2.1). What is added is dropped as in `Block`.
+    """x + attention(norm(x)) + mlp(norm(x)), each with its own optional norm.
+
+    Introduced by GPT-NeoX (Black et al. 2022, arXiv:2204.06745, §2.1). Dropout is the same as in
+    `Block`.
     """
 
     rows_may_be_split = True
@@ -148,7 +150,7 @@ class ParallelBlock(TwoParts):
         """A layer's call; see `Part`."""
         attended_BSE, cache = self._attended(x_BSE, context, cache)
         h_BSE, reports = self._fed_forward(x_BSE, context)
-        # Both together first: their sum is smaller than the stream, and rounds less.
+        # Added to each other first: their sum is smaller than the stream, so it rounds less.
         h_BSE = context.dropped(attended_BSE, "attention") + context.dropped(h_BSE, "mlp")
         return x_BSE + h_BSE, reports, cache
 
@@ -159,8 +161,11 @@ class ParallelBlock(TwoParts):
 
 
 def added(x_BSE: Array, h_BSE: Array, multiplier: float, name: str, context: Context) -> Array:
-    """The residual stream with multiplier · h, of which elements are dropped as the context says;
-    `name`: of what adds, for the key of the elements."""
+    """Adds multiplier · h to the residual stream, after dropout as the context sets it.
+
+    Args:
+      name: name of the part that made h, folded into the key of dropout.
+    """
     h_BSE = context.dropped(h_BSE, name)
     return x_BSE + (h_BSE if multiplier == 1 else h_BSE * jnp.asarray(multiplier, h_BSE.dtype))
 

@@ -22,24 +22,23 @@ TOKENS, FIRST_RESIDUAL = "tokens", "first_residual"
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """The arguments of a call, except for the tokens. All layers see the same ones but `key`.
+    """The arguments of a call, except for the tokens. All layers get the same ones except `key`.
 
     Args:
       positions_BS: position of each token within its document, from 0.
-      segment_ids_BS: the document of its row that each token belongs to. Attention stays within a
-        document. `None`: each row is one document, followed by padding at most.
-      compute: how to compute.
-      key: seed of this call's dropout; `None`: nothing is random.
+      segment_ids_BS: the document that each position belongs to, numbered within its row. Attention
+        stays within a document. `None`: each row is one document, followed by padding at most.
+      compute: compute settings.
+      key: seed of this call's dropout; `None` turns all randomness off.
       dropout: rate at which elements that blocks add to the residual stream are dropped, if there
         is a key.
-      lengths_B: length of each row's text so far, for calls that see a part of it and a cache.
-        `None`: the whole documents are in the call.
+      lengths_B: length of each row's text so far, for calls with a cache that see only a part of
+        it. `None`: the call has the whole documents.
       counts_BS: the positions that count in the layers' reports; `None`: all.
-      order: which tokens of a row each device along `context` has: one of
-        `lmlib.row_order.ORDERS`.
-      wanted_BS: at most one token of each row, for which `Trunk.x_BSE` is wanted; `None`: all are
-        wanted.
-      observe: called in each layer. Its results come back in `Trunk.observed`.
+      order: the order of tokens along the mesh axis `context`, one of `lmlib.row_order.ORDERS`.
+      wanted_BS: at most one token of each row for which `Trunk.x_BSE` is wanted; `None`: all
+        tokens.
+      observe: called in each layer. Its results are returned in `Trunk.observed`.
       shared: values that layers share within a call, by the keys that `Part.reads` lists. Leaves
         have shape [b, s, ...] and the layout of the residual stream or of the positions. A model
         may add its own.
@@ -65,20 +64,21 @@ class Context:
         return jnp.sum(x_BS, axis=(0, 1), dtype=jnp.float32)
 
     def dropped(self, x_BSE: Float[Array, "b s embed"], name: str) -> Float[Array, "b s embed"]:
-        """Each element is 0 with probability `dropout`, else x / (1 - dropout), so that the mean
-        stays (Srivastava et al. 2014, "Dropout: a simple way to prevent neural networks from
-        overfitting"). Without a key x stays.
+        """Applies dropout: each element is 0 with probability `dropout`, else x / (1 - dropout).
 
-        Whether an element is dropped depends on the key, `name` and its place in the whole array.
-        Each device draws for its own elements of x, which lies as the residual stream does: nothing
-        travels, and every mesh draws the same bits.
+        The mean stays the same (Srivastava et al. 2014, "Dropout: a simple way to prevent neural
+        networks from overfitting"). Without a key, returns x.
+
+        The choice depends on the key, `name` and the element's place in the global array. Each
+        device draws for its own elements of x, which has the layout of the residual stream. Nothing
+        is sent, and every mesh draws the same bits.
         """
         if self.key is None:
             return x_BSE
         kept_share, layout = 1 - self.dropout, spec(self.compute.residual)
         key = fold(self.key, name)
         kept_BSE = jax.random.bernoulli(key, kept_share, x_BSE.shape, out_sharding=layout)
-        # In bfloat16 the factor itself would be off by up to 0.4 %, and with it the mean.
+        # The factor in bfloat16 would be off by up to 0.4 %, and so would the mean.
         wide_BSE = x_BSE.astype(jnp.promote_types(x_BSE.dtype, jnp.float32))
         return jnp.where(kept_BSE, wide_BSE / kept_share, 0).astype(x_BSE.dtype)
 
@@ -88,18 +88,18 @@ class Context:
 
 
 def whole_rows(tokens_BS: Int32[Array, "b s"], compute: Compute) -> Context:
-    """The context of rows that are one document each, from its first position on."""
+    """Returns the context for rows that each hold one document, starting at position 0."""
     positions_BS = jnp.zeros_like(tokens_BS) + jnp.arange(tokens_BS.shape[1], dtype=jnp.int32)
     return Context(positions_BS, None, compute)
 
 
 class LayerCall(NamedTuple):
-    """A layer as it is computed.
+    """A layer and its inputs and outputs in one call.
 
     Attributes:
       layer: a `lmlib.models.part.Part`, its weights gathered in the compute dtype.
-      before, after: the residual stream.
-      context: of this call, with the shared values.
+      before, after: the residual stream before and after the layer.
+      context: the context of this call, with the shared values.
     """
 
     layer: Any

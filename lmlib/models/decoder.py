@@ -26,20 +26,20 @@ from lmlib.parallel.matrix import dense
 
 
 class Decoder(Model):
-    """Tokens to logits. Weights are float32.
+    """A language model: tokens to logits. Weights are float32.
 
     Args:
       vocab, embed: sizes.
-      segments: the layers, as `Stack` takes them.
-      norm: after the last layer; may be absent.
-      tied: one table embeds and unembeds.
-      logit_cap: c, where logits z become c · tanh(z / c); `None` where they stay.
+      segments: the layers, in the form that `Stack` takes.
+      norm: norm after the last layer; optional.
+      tied: True if one table embeds and unembeds.
+      logit_cap: c, if logits z become c · tanh(z / c); `None` leaves them as they are.
       embedding_deviation: standard deviation of the embedding's initial values.
-      embedding_scale: what embedded tokens are multiplied by.
-      unembedding_scale: standard deviation of the logits that the initial unembedding makes of
-        features of variance 1; the first loss is ln(vocab) + unembedding_scale² / 2.
-      logits_scale: what features are multiplied by before the unembedding, and so logits.
-      positions: learned ones, added to embedded tokens; `None`: there are none.
+      embedding_scale: factor of embedded tokens.
+      unembedding_scale: standard deviation of the initial logits for features of variance 1; the
+        first loss is ln(vocab) + unembedding_scale² / 2.
+      logits_scale: factor of the features before the unembedding, and so of the logits.
+      positions: learned positions, added to embedded tokens; optional.
       key: seed of the weights.
     """
 
@@ -94,7 +94,7 @@ class Decoder(Model):
             if self.positions is not None:
                 x_BSE += gather(self.positions, compute.dtype)(context)
         if context.key is not None and context.dropout > 0:
-            # Drawn again in the backward pass, as in the layers, rather than kept.
+            # Drawn again in the backward pass instead of saved, as in the layers.
             x_BSE = jax.checkpoint(functools.partial(context.dropped, name="embedding"))(x_BSE)
         return self.stack(x_BSE, context, cache)
 
@@ -127,7 +127,7 @@ class Decoder(Model):
         return dense(self.embedding).T if self.unembedding is None else dense(self.unembedding)
 
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:
-        """See `Part.flops_per_token`; with the unembedding."""
+        """See `Part.flops_per_token`; includes the unembedding."""
         head = 6.0 * self.embedding.size  # as large as the unembedding
         return head + self.stack.flops_per_token(sequence_length, causal)
 

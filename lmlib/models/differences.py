@@ -1,4 +1,4 @@
-"""How two models differ: in shapes of weights, in settings, in parts."""
+"""Differences between two models: shapes of weights, settings and parts."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-# Settings of initial values alone: with the same weights the models are the same.
+# Settings that only affect initial values: models with the same weights compute the same.
 _OF_INITIAL_VALUES = {
     *("embedding_deviation", "unembedding_scale", "residual_scale"),
     *("initial", "initial_first", "initial_share", "deviation"),
@@ -14,11 +14,11 @@ _OF_INITIAL_VALUES = {
 
 
 class Difference(NamedTuple):
-    """What two models do not have alike, in words.
+    """One difference between two models, with both sides as text.
 
     Attributes:
-      where: its path in both, `stack.patterns.0.0.attention.rotary.theta`.
-      of_weights: whether weights of the one do not fit the other; else it is a setting.
+      where: its path in both models, `stack.patterns.0.0.attention.rotary.theta`.
+      of_weights: True if weights of the models do not fit each other; False for a setting.
     """
 
     where: str
@@ -28,8 +28,10 @@ class Difference(NamedTuple):
 
 
 def differences(one: Any, other: Any, where: str = "") -> Iterator[Difference]:
-    """All that differs between two models, whose arrays may be shapes. Values of arrays are not
-    compared, nor settings of initial values."""
+    """Yields all differences between two models, whose arrays may be shapes.
+
+    Ignores values of arrays and settings of initial values.
+    """
     parts, others = _parts(one), _parts(other)
     if type(one) is type(other) and parts and parts.keys() == others.keys():
         for name in (name for name in parts if name not in _OF_INITIAL_VALUES):
@@ -39,7 +41,7 @@ def differences(one: Any, other: Any, where: str = "") -> Iterator[Difference]:
 
 
 def _parts(value: Any) -> dict[str, Any]:
-    """The fields of a module or of settings, the elements of a tuple; none of anything else."""
+    """The fields of a module or of settings, or the elements of a tuple; empty for other values."""
     if isinstance(value, tuple | list):
         return {str(index): part for index, part in enumerate(value)}
     if dataclasses.is_dataclass(value) and not hasattr(value, "shape"):

@@ -1,7 +1,7 @@
 """The base class of models, which the rest of lmlib uses.
 
-`Decoder` is the model that lmlib's families share; docs/your-own-architecture.md writes another.
-Nothing else looks into a model's fields.
+`Decoder` is the model that lmlib's families share; docs/your-own-architecture.md shows how to write
+another. Nothing else looks into a model's fields.
 
 Shapes: B batch, S sequence, E embed, V vocab.
 """
@@ -21,18 +21,19 @@ from lmlib.parallel.collectives import platform
 from lmlib.parallel.layout import reshard
 from lmlib.parallel.mesh import on_mesh_of
 
-POSITION = "position"  # the axis of a weight that has one entry for each position of a sequence
+POSITION = "position"  # an axis with one entry for each position of a sequence
 
 
 class Trunk(NamedTuple):
     """The output of a model's layers.
 
     Attributes:
-      x_BSE: the residual stream after the last layer, in the compute dtype, laid out as
-        `compute.residual` names. If the context wants one token of each row, the model may give
-        that token alone, [b, 1, embed].
-      reports: of all layers; losses and statistics are means over the layers that report them.
-      cache: for the call with the tokens that follow; `None` if none was given.
+      x_BSE: the residual stream after the last layer, in the compute dtype and the layout that
+        `compute.residual` names. If the context wants one token of each row, the model may return
+        only that token, [b, 1, embed].
+      reports: reports of all layers; losses and statistics are means over the layers that report
+        them.
+      cache: cache for the call with the tokens that follow; `None` if none was given.
       observed: the results of `context.observe`, stacked in the order of the layers.
     """
 
@@ -57,9 +58,10 @@ class WeightGroup(NamedTuple):
 
 
 class Model(Part):
-    """A decoder of tokens. Its arrays are weights: each names its axes, declares its initial values
-    (`lmlib.models.weights`), is float32, and has the layout that `lmlib.parallel.layout.stored`
-    gives.
+    """A decoder of tokens. All its arrays are weights.
+
+    Each weight names its axes, declares its initial values (`lmlib.models.weights`), is float32,
+    and has the layout that `lmlib.parallel.layout.stored` returns.
 
     `Part` has defaults for `names`, `flops_per_token`, `check`, `empty_cache` and others. A model
     must add the FLOPs of its unembedding. In its caches the row is the second axis of each array,
@@ -67,8 +69,8 @@ class Model(Part):
     again for every token.
 
     Attributes:
-      vocab: how many token ids it has logits for.
-      logit_cap: c, where logits z become c · tanh(z / c); `None`: they stay.
+      vocab: number of token ids that have logits.
+      logit_cap: c, if logits z become c · tanh(z / c); `None` leaves them as they are.
     """
 
     vocab: eqx.AbstractVar[int]
@@ -77,11 +79,11 @@ class Model(Part):
     def __call__(
         self, tokens_BS: Int32[Array, "b s"], context: Context | None = None
     ) -> Float[Array, "b s vocab"]:
-        """Logits of the next token.
+        """Returns the logits of the next token.
 
-        Without a context each row is one document, computed in float32 on CPUs and in bfloat16
-        elsewhere, as `lmlib.generate` does. If no mesh is set, the mesh of the weights is; it must
-        divide the rows.
+        Without a context, each row is one document, and the dtype is float32 on CPUs and bfloat16
+        elsewhere, as in `lmlib.generate`. If no mesh is set, the mesh of the weights is used; it
+        must divide the rows.
         """
         with on_mesh_of(self):
             tokens_BS = reshard(tokens_BS, "batch seq")
@@ -92,7 +94,7 @@ class Model(Part):
     def logits(
         self, features: Float[Array, "... embed"], compute: Compute
     ) -> Float[Array, "... vocab"]:
-        """Logits of the next token from `features`; see `logits_of`."""
+        """Returns the logits of the next token from `features`; see `logits_of`."""
         return logits_of(self.unembedding_EV(), self.logit_cap, features, compute)
 
     @abstractmethod
@@ -103,12 +105,14 @@ class Model(Part):
     def features(
         self, x_BSE: Float[Array, "b s embed"], context: Context
     ) -> Float[Array, "b s embed"]:
-        """The residual stream after the last norm, in the layout and dtype of `x_BSE`;
-        `unembedding_EV` multiplies it."""
+        """The residual stream after the last norm, in the layout and dtype of `x_BSE`.
+
+        It is multiplied by `unembedding_EV`.
+        """
 
     @abstractmethod
     def unembedding_EV(self) -> Float[Array, "embed vocab"]:
-        """The matrix that makes logits of features, as stored; the table's transpose if tied."""
+        """The matrix that maps features to logits, as stored; the transposed embedding if tied."""
 
     @abstractmethod
     def weight_groups(self) -> tuple[WeightGroup, ...]:
@@ -121,8 +125,14 @@ def logits_of(
     features: Float[Array, "... embed"],
     compute: Compute,
 ) -> Float[Array, "... vocab"]:
-    """Logits of the next token, float32 (float64 if computed so), the vocabulary split over
-    `tensor`. `cap`: see `capped`. The loss does not call this: it makes a few logits at a time."""
+    """Returns the logits of the next token, with the vocabulary split over `tensor`.
+
+    They are float32, or float64 if the compute dtype is. The loss does not use this function: it
+    makes the logits of a few tokens at a time.
+
+    Args:
+      cap: see `capped`.
+    """
     table_EV = reshard(table_EV.astype(compute.dtype), "embed vocab")
     wide = jnp.promote_types(compute.dtype, jnp.float32)
     made = jnp.einsum("...e,ev->...v", features, table_EV, preferred_element_type=wide)
@@ -130,13 +140,15 @@ def logits_of(
 
 
 def capped(logits: Float[Array, "..."], cap: float | None) -> Float[Array, "..."]:
-    """cap · tanh(logits / cap) (Gemma 2, arXiv:2408.00118, §2); `None`: as they are."""
+    """cap · tanh(logits / cap) (Gemma 2, arXiv:2408.00118, §2); `None` returns the logits."""
     return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
 def usual_dtype() -> str:
-    """The dtype in which this machine computes one token after the other fast: bfloat16, but
-    float32 on CPUs, which would convert every weight each time."""
+    """The fastest dtype on this machine for one token at a time: bfloat16, or float32 on CPUs.
+
+    CPUs would convert every weight again for each token.
+    """
     return "float32" if platform() == "cpu" else "bfloat16"
 
 
@@ -150,15 +162,17 @@ def check_is_model(model: Any) -> None:
 
 
 def longest_sequence(model: Any) -> int | None:
-    """Tokens of the longest sequence that `model` takes: the size of the axis "position" of its
-    weights, the smallest of several; `None` if no weight names one."""
+    """Maximum number of tokens in a sequence for `model`; `None`: unlimited.
+
+    It is the smallest size of an axis "position" among the weights.
+    """
     return min(_positions(model).values(), default=None)
 
 
 def check_positions(model: Any, sequence_length: int) -> None:
-    """Raises ValueError if `model` has a weight with fewer positions than sequences have tokens.
+    """Raises ValueError if a weight has fewer positions than sequences have tokens.
 
-    JAX would read the last row of such a table for every later position.
+    JAX would silently read the last row of such a table for every later position.
     """
     for path, positions in _positions(model).items():
         if positions < sequence_length:
@@ -169,14 +183,16 @@ def check_positions(model: Any, sequence_length: int) -> None:
 
 
 def check_length(model: Any, sequence_length: int, compute: Compute) -> None:
-    """Raises ValueError if `model` cannot compute sequences of this length as `compute` says."""
+    """Raises ValueError if `model` cannot compute sequences of this length with `compute`."""
     check_positions(model, sequence_length)
     model.check(sequence_length, compute)
 
 
 def padded_length(model: Any, tokens: int, multiple: int) -> int:
-    """`tokens` rounded up to a `multiple`, so that few lengths are compiled, but not beyond the
-    `longest_sequence` for that."""
+    """Rounds `tokens` up to a `multiple`, so that few lengths are compiled.
+
+    The result is not rounded beyond `longest_sequence`.
+    """
     padded = -(-tokens // multiple) * multiple
     return max(tokens, min(padded, longest_sequence(model) or padded))
 

@@ -1,6 +1,6 @@
 """The base class of the pieces of a model: mixers, MLPs, norms, positions, layers.
 
-Methods of a part see the arrays of one layer, never those of a whole stack.
+Methods of a part see the arrays of one layer, never of a whole stack.
 
 Shapes: B batch, S sequence (queries), T sequence (keys), E embed.
 """
@@ -25,10 +25,11 @@ Norm = Callable[[Array], Array]
 
 
 class Names(NamedTuple):
-    """Names that a part gives to its activations and operations, in the order of computing.
+    """Names that a part gives to its activations and operations, in the order of computation.
 
     Attributes:
-      saved: activations that the backward pass may keep (`jax.ad_checkpoint.checkpoint_name`).
+      saved: activations that may be saved for the backward pass
+        (`jax.ad_checkpoint.checkpoint_name`).
       scopes: groups of operations (`jax.named_scope`) whose time and FLOPs are shown separately.
     """
 
@@ -37,7 +38,7 @@ class Names(NamedTuple):
 
 
 def joined(*names: Names) -> Names:
-    """All names in their order, each once."""
+    """Concatenates names in their order and removes duplicates."""
     return Names(
         tuple(dict.fromkeys(name for each in names for name in each.saved)),
         tuple(dict.fromkeys(name for each in names for name in each.scopes)),
@@ -47,8 +48,8 @@ def joined(*names: Names) -> Names:
 class Reports(NamedTuple):
     """The reports of a part about its tokens.
 
-    Each value is a sum over the positions that count (`Context.total`), and depends only on the
-    row of a position. Sums over microbatches and devices then equal the sums of the whole batch.
+    Each value is a sum over the positions that count (`Context.total`), and depends only on the row
+    of a position. Sums over microbatches and devices then equal the sums of the whole batch.
 
     Attributes:
       losses: scalars that an objective may minimise, by name (`Objective.model_losses`), such as a
@@ -66,13 +67,13 @@ NO_REPORTS = Reports({}, {})
 
 
 class Part(eqx.Module):
-    """A piece of a model. A subclass writes `__call__` and overrides the methods that differ.
+    """A piece of a model. A subclass defines `__call__` and overrides the methods that differ.
 
-    By default a part counts the FLOPs of the products with its weights, keeps nothing between calls
-    and refuses nothing. The defaults include the parts inside this one.
+    By default a part counts the FLOPs of the products with its weights, keeps nothing between
+    calls, and accepts all settings. The defaults include the parts inside this one.
 
-    The calls of the three kinds, where x is whole along `seq` for mixers and MLPs, and y is what
-    they add to the residual stream, laid out as `context.compute.residual` names:
+    There are three kinds of parts. The input x of mixers and MLPs is whole along `seq`, and y is
+    added to the residual stream, in the layout that `context.compute.residual` names:
 
     - a mixer: `(x_BSE, context, cache=None) -> (y_BSE, new cache)`
     - an MLP: `(x_BSE, context) -> (y_BSE, Reports)`
@@ -80,15 +81,15 @@ class Part(eqx.Module):
 
     Attributes:
       rows_may_be_split: True if the part uses only the positions, segments and order of its
-        context, and so may run where devices share the tokens of a row (`lmlib.models.split_rows`).
-        Each class declares it itself; a subclass does not inherit it.
+        context, and so may run if devices share the tokens of a row (`lmlib.models.split_rows`).
+        Each class must declare it; a subclass does not inherit it.
     """
 
     rows_may_be_split = False
 
     @abstractmethod
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        """Computes it. Its arguments depend on the kind of part."""
+        """Computes the part. The arguments depend on its kind."""
 
     @property
     def subparts(self) -> tuple["Part", ...]:
@@ -98,39 +99,44 @@ class Part(eqx.Module):
 
     @property
     def names(self) -> Names:
-        """Names of its activations and scopes."""
+        """Names of the part's activations and scopes."""
         return joined(*(part.names for part in self.subparts))
 
     @property
     def reads(self) -> tuple[Hashable, ...]:
-        """Keys of the values that it reads from `Context.shared`.
+        """Keys of the values that the part reads from `Context.shared`.
 
         The stack computes the value of a key that is a function of the context, such as a `Rotary`,
-        once for all layers. It gives `FIRST_RESIDUAL`; the model gives `TOKENS` and its own keys.
+        once for all layers. It also provides `FIRST_RESIDUAL`; the model provides `TOKENS` and its
+        own keys.
         """
         return tuple(dict.fromkeys(key for part in self.subparts for key in part.reads))
 
     @property
     def switches(self) -> tuple[int, ...]:
-        """Text lengths, in tokens, beyond which it computes a text in another way, from its first
-        token on. The cache of a text that grows beyond one is computed again."""
+        """Text lengths, in tokens, beyond which the part computes the whole text differently.
+
+        The cache of a text that grows beyond one is computed again.
+        """
         return tuple(dict.fromkeys(length for part in self.subparts for length in part.switches))
 
     @property
     def used_shares(self) -> dict[str, float]:
-        """For each field whose weights a token uses in part: the share of them that it uses."""
+        """Fraction of the weights that a token uses, for each field that it does not use
+        completely."""
         return {}
 
     @property
     def gradient_problem(self) -> str | None:
-        """Why its weights get no gradient from the loss, and what to change. `None`: they do."""
+        """The reason why the weights get no gradient from the loss, and the remedy; `None` if they
+        do."""
         return None
 
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:
-        """FLOPs of the forward and backward pass for one token.
+        """Returns the FLOPs of the forward and backward pass for one token.
 
-        Rematerialization does not count (Chowdhery et al. 2022, arXiv:2204.02311, appendix B).
-        Only active experts count. With `causal`, only the keys that the mask leaves count.
+        Rematerialization does not count (Chowdhery et al. 2022, arXiv:2204.02311, appendix B). Only
+        active experts count. If `causal`, only the keys that the mask leaves count.
         """
         subparts = self.subparts
         own = jax.tree.map(
@@ -143,22 +149,23 @@ class Part(eqx.Module):
         )
 
     def check(self, sequence_length: int, compute: Compute) -> None:
-        """Raises ValueError if it cannot compute rows of this length as `compute` says."""
+        """Raises ValueError if the part cannot compute rows of this length with `compute`."""
         for part in self.subparts:
             part.check(sequence_length, compute)
 
     def empty_cache(self, rows: int, length: int, dtype: DTypeLike) -> Any:
-        """The `cache` of a first call, for `rows` texts of up to `length` tokens. `None`: it cannot
-        go on from a cache.
+        """Returns the `cache` of a first call, for `rows` texts of up to `length` tokens.
 
-        The first axis of each array is the row. In each row the tokens of a call follow the tokens
-        of earlier calls. Tokens at negative positions, at a row's end, are padding: a cache does
-        not keep them.
+        `None` means that the part does not support a cache. The first axis of each array is the
+        row. In each row the tokens of a call follow the tokens of earlier calls. Tokens at negative
+        positions, at a row's end, are padding and are not stored.
         """
         return None
 
     def attention_weights(self, x_BSE: Array, context: Context) -> Float[Array, "b heads s t"]:
-        """How much each position (s) takes from each (t), for the same x as a call.
+        """Returns the weight of each position t in the output at each position s.
+
+        Takes the same x as a call.
 
         Raises:
           ValueError: if the part does not take weighted means of positions.
@@ -169,22 +176,32 @@ class Part(eqx.Module):
         )
 
     def updated(self, tallies: Any) -> Any:
-        """The part after a step whose whole batch gave `tallies`, with new values of its weights
-        without a gradient (`weight(…, gradient=False)`). Its other weights are `None` here; these
-        have the layout of a call and the dtype in which they are stored."""
+        """Returns the part after a step, with new values of its weights without a gradient.
+
+        These weights are declared with `weight(…, gradient=False)`. They have the layout of a call
+        and the dtype in which they are stored; all other weights are `None` here.
+
+        Args:
+          tallies: the tallies of the whole batch.
+        """
         return self
 
     def measured(self, tallies: Any) -> dict[str, Float[Array, ""]]:
-        """Metrics of a step whose whole batch gave `tallies`, without gradient. The log shows the
-        mean over the layers that have them. Weights are `None` or stacked here."""
+        """Returns metrics of a step, without gradient.
+
+        The log shows the mean over the layers that have them. Weights are `None` or stacked here.
+
+        Args:
+          tallies: the tallies of the whole batch.
+        """
         return {}
 
 
 def check_part(part: Any, *arguments: str) -> None:
-    """Checks that `part` is a `Part` that can be called with `arguments`, by name.
+    """Checks that `part` is a `Part` that can be called with the named `arguments`.
 
     Raises:
-      ValueError: naming the class of `part` and the remedy.
+      ValueError: with the class of `part` and the remedy.
     """
     name = class_name(part)
     if not _is_part(part):
@@ -217,11 +234,15 @@ _MEANINGS = {
 
 
 def checked(part: Any, returned: Any, x_BSE: Array, *others: str) -> Any:
-    """`returned` of `part`: a tuple of an array that can be added to `x_BSE`, the residual stream,
-    and of `others`, each "cache" or "reports".
+    """Checks the result of a part's call and returns it.
+
+    Args:
+      returned: must be a tuple of an array that can be added to `x_BSE`, and of `others`.
+      x_BSE: the residual stream.
+      others: names of the other results, "cache" or "reports".
 
     Raises:
-      PartError: if it is anything else, naming the part's class.
+      PartError: with the part's class, if the result is anything else.
     """
     expected = ("y_BSE", *others)
     if type(returned) is not tuple or len(returned) != len(expected):
@@ -237,8 +258,10 @@ def checked(part: Any, returned: Any, x_BSE: Array, *others: str) -> Any:
 
 
 def check_like(part: Any, y_BSE: Any, x_BSE: Array) -> None:
-    """Raises PartError if `y_BSE` of `part` has another shape or dtype than `x_BSE`, or cannot be
-    added to it as it lies. What broadcasts to it would be added without an error."""
+    """Raises PartError if `y_BSE` differs from `x_BSE` in shape, dtype or layout.
+
+    An array that broadcasts to `x_BSE` would otherwise be added without an error.
+    """
     shape, dtype = getattr(y_BSE, "shape", None), getattr(y_BSE, "dtype", None)
     if (shape, dtype) != (x_BSE.shape, x_BSE.dtype):
         raise PartError(
@@ -247,7 +270,7 @@ def check_like(part: Any, y_BSE: Any, x_BSE: Array) -> None:
         )
     try:
         jax.eval_shape(jnp.add, x_BSE, y_BSE)
-    except Exception as error:  # shapes and dtypes agree: JAX adds no arrays that lie otherwise
+    except Exception as error:  # same shape and dtype, so the layouts differ
         raise PartError(
             f"{class_name(part)} must return an array that lies as the residual stream does, "
             f"{jax.typeof(x_BSE)}, got {jax.typeof(y_BSE)}; give the last product "
@@ -257,8 +280,10 @@ def check_like(part: Any, y_BSE: Any, x_BSE: Array) -> None:
 
 
 def check_scalars(part: Any, what: str, values: Any) -> None:
-    """Raises PartError if `values`, which `part` gives as `what`, is no mapping of scalars. JAX
-    would average the elements of an array together with the layers."""
+    """Raises PartError if `values`, given by `part` as `what`, is not a mapping of scalars.
+
+    JAX would average the elements of an array together with the layers.
+    """
     if not isinstance(values, Mapping):
         raise PartError(
             f"{class_name(part)} must give {what} as a mapping of names, got {_text(values)}"
@@ -290,7 +315,7 @@ def _text(value: Any) -> str:
 
 
 def class_name(part: Any) -> str:
-    """The full name of the class of `part`, for errors."""
+    """Returns the full name of the class of `part`, for error messages."""
     return f"{type(part).__module__}.{type(part).__qualname__}"
 
 

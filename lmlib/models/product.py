@@ -1,7 +1,7 @@
-"""Products of activations and weights, with the backward pass in sight.
+"""Products of activations and weights, with a custom backward pass.
 
-Autodiff would give the weight's gradient transposed, which XLA's CPU backend answers with strided
-copies of whole activations: the block of a small model then takes twice the time.
+Autodiff would compute the weight's gradient transposed. XLA's CPU backend then makes strided copies
+of whole activations, which doubles the time of a small model's block.
 """
 
 import functools
@@ -24,17 +24,18 @@ def product(
     precision: str | None = None,
     out_sharding: PartitionSpec | None = None,
 ) -> Float[Array, "..."]:
-    """`jnp.einsum` of activations `x` and a weight `w` of one dtype, which the result has too.
+    """`jnp.einsum` of activations `x` and a weight `w` of the same dtype, which is also the
+    result's.
 
-    No axis may be summed over in one operand alone. `out_sharding` says where the result lies if
-    that is not clear from `x` and `w`. Backward both gradients are computed in the same dtype, from
-    x and w, and lie as these do. `precision` rounds the operands of this product and of x's
-    gradient to "int8" or "float8", as `lmlib.models.matrices.quantized` says; `None` does not.
+    Every product of activations and a weight uses this function, except for the unembedding
+    (`lmlib.losses` and `lmlib.models.model`). Both gradients are computed in the same dtype and
+    have the layouts of x and w. A `lmlib.parallel.matrix.Matrix` multiplies by its own method.
 
-    A `lmlib.parallel.matrix.Matrix` multiplies by its own method.
-
-    Every product of activations and a weight goes through here, but for that with the unembedding,
-    which `lmlib.losses` and `lmlib.models.model` make.
+    Args:
+      equation: each summed axis must be in both operands.
+      precision: "int8" or "float8" rounds the operands of this product and of x's gradient
+        (`lmlib.models.matrices.quantized`); `None` does not round.
+      out_sharding: layout of the result, if it does not follow from `x` and `w`.
     """
     if isinstance(w, Matrix):
         return w.einsum(equation, x, precision, out_sharding)
@@ -42,9 +43,11 @@ def product(
 
 
 def _shared(equation: str, x: Array, w: Array) -> Array:
-    """`x` as it is, if it is the same on just the devices along which `w` splits axes that x lacks.
-    If `share` has made it so along others, it is the same along those of `w`: each device's part of
-    x's gradient is then added up along these (a psum)."""
+    """Returns `x` as replicated over the mesh axes that split the axes of `w` that x lacks.
+
+    `share` may have replicated x over other axes. Each device's part of x's gradient is then summed
+    over the axes of `w` (a psum).
+    """
     if jax.sharding.get_abstract_mesh().empty or not jax.typeof(x).sharding.spec.reduced:
         return x
     layout, places = jax.typeof(x).sharding.spec, jax.typeof(w).sharding.spec.partitions
@@ -54,18 +57,18 @@ def _shared(equation: str, x: Array, w: Array) -> Array:
     return x if over == layout.reduced else jax.sharding.reshard(x, layout.update(reduced=over))
 
 
-_TRAINS = ()  # of a weight whose gradient is asked for; a tree that both passes know
+_TRAINS = ()  # marks a weight whose gradient is needed; an empty tree
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3, 4))
 def product_of_arrays(
     equation: str, x: Array, w: Array, precision: str | None, out_sharding: PartitionSpec | None
 ) -> Array:
-    """`product` of two arrays that lie as it needs them."""
+    """`product` of two arrays with the layouts that it needs."""
     equation = _in_order(equation)
     if precision is None:
         return jnp.einsum(equation, x, w, out_sharding=out_sharding)
-    from lmlib.models.matrices.quantized import FORMATS, rounded_product  # which few runs need
+    from lmlib.models.matrices.quantized import FORMATS, rounded_product  # rarely needed
 
     forward = FORMATS[precision].forward
     return rounded_product(equation, x, w, (forward, forward), out_sharding)
@@ -114,12 +117,7 @@ product_of_arrays.defvjp(_forward, _backward, symbolic_zeros=True)
 def _gradient_of_weight(
     x_axes: str, y_axes: str, w_axes: str, x: Array, dy: Array, w: Array
 ) -> Array:
-    """xᵀ dy in the order of `w_axes`, laid out as `_layout_of_gradient` says.
-
-    XLA's CPU backend copies the first operand of such a product in transposed order. There the
-    smaller operand comes first, and the gradient is transposed instead. Without the barrier XLA
-    would swap the operands back.
-    """
+    """xᵀ dy with its axes in the order of `w_axes`, in the layout of `_layout_of_gradient`."""
     layout = _layout_of_gradient(w)
     if platform() != "cpu" or x.size <= dy.size:
         return jnp.einsum(f"{x_axes},{y_axes}->{w_axes}", x, dy, out_sharding=layout)
@@ -134,15 +132,20 @@ def _gradient_of_weight(
 
 
 def _in_order(equation: str) -> str:
-    """The same with other letters: a, b, c, … as they come. `jnp.einsum` sums over several axes in
-    the order of their letters, and where that is not theirs both operands would be copied."""
+    """Renames the axes to a, b, c, … in the order in which they appear.
+
+    `jnp.einsum` sums over several axes in alphabetical order. If the axes are in another order, it
+    copies both operands.
+    """
     letters = dict.fromkeys(equation.replace(",", "").replace("->", ""))
     return equation.translate({ord(old): 97 + i for i, old in enumerate(letters)})
 
 
 def _along(x: Array, x_axes: str, dy: Array, y_axes: str) -> Array:
-    """`dy`, lying as `x` does along the axes that they share: a sequence-parallel one is gathered
-    once for both gradients."""
+    """Moves `dy` to the layout of `x` along the axes that they share.
+
+    A sequence-parallel `dy` is then gathered only once for both gradients.
+    """
     if jax.sharding.get_abstract_mesh().empty:
         return dy
     lies = dict(zip(y_axes, jax.typeof(dy).sharding.spec.partitions, strict=True))
@@ -155,8 +158,11 @@ def _along(x: Array, x_axes: str, dy: Array, y_axes: str) -> Array:
 
 
 def _layout_of_gradient(x: Array) -> PartitionSpec | None:
-    """Where the gradient of `x` lies: as `x` does, except that each device along the mesh axes over
-    which `x` was gathered or shared keeps its own contribution, to be summed later."""
+    """The layout of the gradient of `x`.
+
+    It is the layout of `x`, but each device keeps its own contribution along the mesh axes over
+    which `x` was gathered or replicated. These are summed later.
+    """
     if jax.sharding.get_abstract_mesh().empty:
         return None
     layout = jax.typeof(x).sharding.spec

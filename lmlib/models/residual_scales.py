@@ -1,4 +1,4 @@
-"""A layer that is given a mix of the residual stream and of what the first layer was given.
+"""A layer whose input is a mix of the residual stream and the first layer's input.
 
 Shapes: B batch, S sequence, E embed.
 """
@@ -17,14 +17,15 @@ from lmlib.models.weights import Constant, initial_values, weight
 
 
 class ResidualScales(Part):
-    """layer(residual · x + first · x0), where x0 is the residual stream before the first layer: the
-    embedded tokens. Both scales are learned (the "x0 lambdas" of Jordan et al. 2024,
-    https://github.com/KellerJordan/modded-nanogpt). All else is the layer's.
+    """layer(residual · x + first · x0), with x0 the residual stream before the first layer.
+
+    x0 is the embedded tokens. Both scales are learned (the "x0 lambdas" of Jordan et al. 2024,
+    https://github.com/KellerJordan/modded-nanogpt). Everything else is delegated to the layer.
 
     Args:
-      layer: what is given the mix.
-      initial_first: what `first` begins with; `residual` begins with 1.
-      key: unused, as both begin as constants; here for all parts to be made alike.
+      layer: the layer that gets the mix.
+      initial_first: initial value of `first`; `residual` starts at 1.
+      key: unused, since both scales start as constants. All parts take a key.
     """
 
     rows_may_be_split = True
@@ -48,8 +49,8 @@ class ResidualScales(Part):
     def mixed(
         self, x_BSE: Float[Array, "b s embed"], context: Context
     ) -> Float[Array, "b s embed"]:
-        """What the layer is given, added in float32 at least: bfloat16 has no room for a small
-        change of a scale that begins with 1."""
+        """The layer's input, summed in float32 or wider."""
+        # A scale starts at 1, and bfloat16 cannot represent small changes of it.
         wide = jnp.promote_types(x_BSE.dtype, jnp.float32)
         kept_BSE = self.residual * x_BSE.astype(wide)
         first_BSE = context.shared[FIRST_RESIDUAL].astype(wide)

@@ -1,12 +1,12 @@
-"""The only scan over layers, and the activations that it keeps for the backward pass.
+"""The scan over layers, and the activations that it saves for the backward pass.
 
-Layers and their parts name activations (`lmlib.models.part.Names`). Those that `Compute` does not
-keep are computed again, layer by layer, from "layer_input" and "head_input", which are always kept
-(Chen et al. 2016, arXiv:1604.06174). So are `CHOICES`, which are small, and may fall otherwise when
-they are computed again with other rounding.
+Layers and their parts name activations (`lmlib.models.part.Names`). Activations that `Compute` does
+not save are recomputed, layer by layer, from "layer_input" and "head_input", which are always saved
+(Chen et al. 2016, arXiv:1604.06174). `CHOICES` are always saved too: they are small, and a
+recomputation that rounds differently could choose differently.
 
-Shapes: B batch, S sequence, E embed, R repetitions of a pattern, T iterations of the loop,
-U repetitions in an iteration.
+Shapes: B batch, S sequence, E embed, R repetitions of a pattern, T iterations of the loop, U
+repetitions in an iteration.
 """
 
 import dataclasses
@@ -29,19 +29,19 @@ from lmlib.models.weights import fold
 from lmlib.parallel.gathering import gather
 from lmlib.parallel.matrix import with_keys
 
-CHOICES = "choices"  # of a router
+CHOICES = "choices"  # the experts that a router chose
 _CUDNN_FORWARD = "dot_product_attention_fwd_wrapper"  # JAX's name of the primitive
 
 
 class Repeated(NamedTuple):
-    """Layers that follow each other, one for each place in a pattern; arrays are stacked along R.
+    """Layers of a repeated pattern, one for each place in it; arrays are stacked along R.
 
     Attributes:
       layers: their weights.
-      keys: a key for each repetition; `None` where nothing is random.
-      caches: of earlier calls; `None` where there are none.
-      counts: which repetitions there are, if some are not; those leave the residual stream as it
-        is, and report nothing.
+      keys: a key for each repetition; `None` without randomness.
+      caches: caches of earlier calls; `None` without a cache.
+      counts: True for real repetitions, if some are padding. Padding leaves the residual stream
+        unchanged and reports nothing.
     """
 
     layers: tuple[Part, ...]
@@ -66,13 +66,19 @@ def run(
     names: Sequence[str],
     chosen: Callable[[Any], Any] | None = None,
 ) -> tuple[Float[Array, "b s embed"], tuple[Given, ...]]:
-    """The residual stream after all repetitions, and the other results of each layer of the
-    pattern, stacked along R. `names`: of activations that may be kept. `chosen`: makes a layer from
-    its entry of `repeated`, and again in the backward pass, so that no copy of it is kept.
+    """Runs all repetitions of a pattern of layers.
 
-    `context.compute.unroll` repetitions make one turn of the loop; the rest follow it.
-    `jax.lax.scan` cannot unroll, since it cannot split saved arrays in a `reduced` layout. A single
-    turn is not a loop: XLA's TPU compiler would run its body twice.
+    `context.compute.unroll` repetitions make one iteration of the loop; the remaining ones follow
+    it. `jax.lax.scan` cannot unroll, since it cannot split saved arrays in a `reduced` layout. A
+    single iteration is not a loop: XLA's TPU compiler would run its body twice.
+
+    Args:
+      names: activations that may be saved.
+      chosen: makes a layer from its entry of `repeated`. It runs again in the backward pass, so
+        that no copy of the layer is saved.
+
+    Returns:
+      the residual stream, and the other results of each layer of the pattern, stacked along R.
     """
     one = functools.partial(_one, context, names, chosen)
     unroll = context.compute.unroll
@@ -81,8 +87,8 @@ def run(
         return _in_a_row(functools.partial(one, False), x_BSE, repeated, repeats)
     looped_one = functools.partial(one, True)
     if unroll == 1:
-        # Slices go as they are into what is computed again: JAX would keep reshaped ones, and so a
-        # copy of all weights, for the backward pass.
+        # Slices must be passed to the recomputed function unchanged. JAX would save reshaped
+        # slices, and so a copy of all weights, for the backward pass.
         return jax.lax.scan(looped_one, x_BSE, repeated)
     looped = iterations * unroll
     head_R, tail_R = _split(repeated, looped, repeats)
@@ -101,7 +107,7 @@ def run(
 def _in_a_row(
     one: Callable[..., Any], x_BSE: Array, repeated_R: Repeated, repeats: int
 ) -> tuple[Array, Any]:
-    """Some repetitions without a loop."""
+    """Runs some repetitions without a loop."""
     outs, layers_R = [], repeated_R.layers
     for i, repeated in enumerate(_unstacked(repeated_R, repeats)):
         layers = jax.tree.map(functools.partial(_Piece, i), layers_R, repeated.layers)
@@ -143,7 +149,7 @@ def _layer(
     key: PRNGKeyArray | None,
     cache: Any,
 ) -> tuple[Array, Given]:
-    """One layer, as it is computed again in the backward pass."""
+    """Runs one layer; the backward pass recomputes this function."""
     x_BSE = checkpoint_name(x_BSE, "layer_input")
     layer = jax.tree.map(_taken, layer, is_leaf=_is_piece)
     layer = layer if chosen is None else chosen(layer)
@@ -159,9 +165,12 @@ def _layer(
 
 
 class _Piece(eqx.Module):
-    """`stack_R[index]`, which equals `own`. A layer that is computed again in the backward pass
-    then keeps the stack, which exists anyway, and no copy of a piece. The gradient goes to `own`:
-    gradients of pieces are concatenated, where the stack's would be padded and added."""
+    """`stack_R[index]`, which equals `own`.
+
+    A recomputed layer then saves the stack, which exists anyway, and no copy of a slice. The
+    gradient goes to `own`: gradients of slices are concatenated, but gradients of the stack would
+    be padded and added.
+    """
 
     index: int = eqx.field(static=True)
     stack_R: Array
@@ -193,19 +202,20 @@ _piece.defvjp(_piece_forward, _piece_backward)
 
 
 def counted(reports: Reports, counts: Bool[Array, ""]) -> Reports:
-    """`reports`, or zeros."""
+    """`reports` if `counts`, else zeros."""
     return jax.tree.map(lambda each: jnp.where(counts, each, jnp.zeros_like(each)), reports)
 
 
 def _unstacked(tree_R: Any, repeats: int) -> list[Any]:
-    """A tree for each index of the leading axis."""
+    """Returns a tree for each index of the leading axis."""
     if repeats == 1:
         return [jax.tree.map(lambda x_R: jnp.squeeze(x_R, 0), tree_R)]
 
     def pieces(x_R: Array) -> list[Array]:
         if jnp.issubdtype(x_R.dtype, jax.dtypes.prng_key):
             return list(x_R)
-        # Backward, pieces of a split are concatenated; those of an index would be padded and added.
+        # The backward pass of a split concatenates; the backward pass of indexing would pad and
+        # add.
         return [jnp.squeeze(x, 0) for x in jax.lax.split(x_R, (1,) * repeats)]
 
     leaves, structure = jax.tree.flatten(tree_R)
@@ -216,7 +226,7 @@ def _unstacked(tree_R: Any, repeats: int) -> list[Any]:
 
 
 def _split(tree_R: Any, at: int, repeats: int) -> tuple[Any, Any]:
-    """The first `at` repetitions, and the others."""
+    """Splits off the first `at` repetitions."""
     if at == repeats:
         return tree_R, None
 
@@ -232,8 +242,8 @@ def _split(tree_R: Any, at: int, repeats: int) -> tuple[Any, Any]:
 
 
 def reshaped(x: Array, leading: int, sizes: tuple[int, ...]) -> Array:
-    """`x` with `sizes` for its first axes, which are whole; the others keep their layout. (JAX
-    forgets the layout of an axis of size 1.)"""
+    """Reshapes the first `leading` axes, which are whole; the others keep their layout."""
+    # JAX forgets the layout of an axis of size 1.
     layout = None
     if not jax.sharding.get_abstract_mesh().empty:
         others = jax.typeof(x).sharding.spec.partitions[leading:]
@@ -250,8 +260,11 @@ def stacked(x: Array, repeats: int) -> Array:
 
 
 def policy(compute: Compute, names: Sequence[str]) -> Callable[..., Any]:
-    """For `jax.checkpoint`: keeps the activations of `names` that `compute` saves on the device,
-    those that it offloads in the host's memory, and no others."""
+    """Returns a policy for `jax.checkpoint`.
+
+    It saves the activations among `names` that `compute` saves on the device, offloads the ones
+    that it offloads to the host's memory, and saves no others.
+    """
     saved = compute.kept(names)
     by_name = jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[*_inner_names(saved), CHOICES],
@@ -270,8 +283,10 @@ def policy(compute: Compute, names: Sequence[str]) -> Callable[..., Any]:
 
 
 def _inner_names(names: Sequence[str]) -> list[str]:
-    """The names that kernels give to their outputs: the output of attention and one number for each
-    head and position."""
+    """Replaces "attention" by the name that kernels give to their outputs.
+
+    These are the output of attention and one number for each head and position.
+    """
     return ["attention_kernel" if name == "attention" else name for name in names]
 
 

@@ -1,10 +1,10 @@
-"""Checks that a model may be computed where devices share the rows of a batch.
+"""Checks that a model may be computed on rows that devices share.
 
-There the tokens of a row stand in the order of the devices (`lmlib.row_order`), not in that of the
-text. A part that uses only the positions, segments and order of its `Context` computes the same
-result. A part that goes along the row, as a recurrence or a convolution does, computes a wrong one.
-Each class declares which it is: `rows_may_be_split = True`. Without a declaration, rows may not be
-split. A subclass does not inherit the declaration, because it may compute something else.
+The tokens of a shared row are in the order of the devices (`lmlib.row_order`), not in the order of
+the text. A part that uses only the positions, segments and order of its `Context` computes the same
+result. A part that runs along the row, such as a recurrence or a convolution, computes a wrong one.
+Each class declares that it may run so: `rows_may_be_split = True`. Without a declaration, rows may
+not be split. A subclass does not inherit the declaration, because it may compute something else.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ def check_rows_may_be_split(part: Any, where: str) -> None:
 
     Args:
       part: a model, or anything else that sees the tokens of a row.
-      where: what splits the rows, in the error: "context=2".
+      where: the mesh axis that splits the rows, for the error: "context=2".
 
     Raises:
       ValueError: if a class does not declare `rows_may_be_split = True` itself.
@@ -36,7 +36,7 @@ def check_rows_may_be_split(part: Any, where: str) -> None:
 
 
 def _nodes(node: Any) -> Iterator[Any]:
-    """`node` and all nodes below it that are neither arrays nor plain containers."""
+    """`node` and all nodes below it, except arrays and plain containers."""
     if type(node) not in _CONTAINERS and not hasattr(node, "shape"):
         yield node
     for child in jax.tree.leaves(node, is_leaf=lambda each: each is not node):

@@ -1,8 +1,8 @@
-"""Layers one after the other.
+"""A sequence of layers.
 
-A stack is a sequence of patterns. A pattern is a tuple of layers that repeats:
-`(local, local, global)` four times is twelve layers. The arrays of each layer of a pattern are
-stacked along a leading axis, its repetitions; leading axes have no name and stay whole.
+A stack is a sequence of patterns. A pattern is a tuple of layers that repeats: `(local, local,
+global)` four times is twelve layers. The arrays of each layer of a pattern are stacked along a
+leading axis, one entry for each repetition; leading axes are unnamed and stay whole.
 
 Shapes: B batch, S sequence, E embed, L layers, R repetitions of a pattern.
 """
@@ -41,7 +41,7 @@ class Segment(NamedTuple):
 
     Attributes:
       pattern: functions that make a layer from a key.
-      repeats: how often the pattern follows itself.
+      repeats: number of repetitions of the pattern.
     """
 
     pattern: Sequence[MakeLayer]
@@ -51,11 +51,11 @@ class Segment(NamedTuple):
 def segments(layers: Sequence[MakeLayer]) -> list[Segment]:
     """Groups `layers` into segments with as few layers to compile as possible.
 
-    The segments are the shortest pattern that repeats and the layers left over, or runs of equal
+    The segments are the shortest pattern that repeats and the remaining layers, or runs of equal
     layers.
 
     Args:
-      layers: functions that make each layer from a key. Layers that are alike have one function.
+      layers: functions that make each layer from a key. Equal layers share one function.
     """
     period = next(
         period
@@ -75,7 +75,7 @@ class Stack(Part):
 
     Args:
       segments: the layers, in order.
-      key: seed. The weights of a layer depend only on it and on the layer's index.
+      key: seed. The weights of a layer depend only on the seed and on the layer's index.
 
     Raises:
       ValueError: if there is no layer, or one is not a `Part` with a layer's call, or has an array
@@ -101,15 +101,16 @@ class Stack(Part):
     def __call__(
         self, x_BSE: Float[Array, "b s embed"], context: Context, cache: Any = None
     ) -> Trunk:
-        """The residual stream after every layer, in their order.
+        """Runs every layer in order.
 
-        Each layer's weights are gathered just before its use. Its activations are computed again in
-        the backward pass, except for those that `context.compute` keeps.
+        Each layer's weights are gathered just before its use. Activations are recomputed in the
+        backward pass, except for the ones that `context.compute` saves.
 
         Args:
-          x_BSE: laid out as `context.compute.residual` names.
-          context: its key descends to layers as that of the weights does, by index.
-          cache: of each layer of each pattern, stacked as the weights are: `cache[pattern][j]`.
+          x_BSE: in the layout that `context.compute.residual` names.
+          context: layers get keys folded from its key by their indices, as for weights.
+          cache: caches of each layer of each pattern, stacked like the weights:
+            `cache[pattern][j]`.
         """
         keys_L = None
         if context.key is not None and (context.dropout > 0 or is_random(self.patterns)):
@@ -130,12 +131,13 @@ class Stack(Part):
             is_last_layer = number == len(self.patterns) - 1 and repeats * period == 1
             with jax.named_scope("layers"):
                 if is_last_layer and cache is not None and context.wanted_BS is not None:
-                    # All tokens enter the cache; XLA leaves out what else this call would compute.
+                    # All tokens enter the cache; XLA removes everything else that this call would
+                    # compute.
                     _, (kept,) = run(context, x_BSE, layers, repeats, names)
                     layers = layers._replace(caches=(kept.cache,))
                     x_BSE, context = _wanted(x_BSE, context)
                 if _in_stages(context, repeats, cache):
-                    from lmlib.models.pipeline.run import run_in_stages  # which only stages need
+                    from lmlib.models.pipeline.run import run_in_stages  # only stages need it
 
                     x_BSE, given_R = run_in_stages(
                         given_to_all, self._computed, x_BSE, layers, repeats, names
@@ -160,7 +162,7 @@ class Stack(Part):
         )
 
     def _given(self, x_BSE: Array, context: Context) -> Context:
-        """`context` with the shared values that need more than the context."""
+        """Adds the shared values that need more than the context."""
         if FIRST_RESIDUAL in self.reads:
             context = context.sharing({FIRST_RESIDUAL: x_BSE})
         for layer in itertools.chain(*self.patterns):
@@ -218,7 +220,7 @@ class Stack(Part):
         )
 
     def empty_cache(self, rows: int, length: int, dtype: DTypeLike) -> Any:
-        """See `Model.empty_cache`; `None` if a layer has none."""
+        """See `Model.empty_cache`; `None` if a layer does not support a cache."""
         caches = []
         for pattern in self.patterns:
             of_one = [_one_of(layer).empty_cache(rows, length, dtype) for layer in pattern]
@@ -248,7 +250,7 @@ class Stack(Part):
         return tuple(groups)
 
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:
-        """See `Part.flops_per_token`; of all layers."""
+        """See `Part.flops_per_token`; the sum over all layers."""
         return sum(
             repeats_of(pattern) * _one_of(layer).flops_per_token(sequence_length, causal)
             for pattern in self.patterns
@@ -267,7 +269,7 @@ class Stack(Part):
 
 
 def _stacked(make: MakeLayer, keys_R: Key[Array, "R"]) -> Part:
-    """Layers of these keys, their arrays stacked."""
+    """Makes a layer from each key and stacks their arrays."""
 
     def layer(key: PRNGKeyArray) -> Part:
         made = make(key)
@@ -285,15 +287,19 @@ def _measured(layer: Part, tallies: Any) -> dict[str, Array]:
 
 
 def _in_stages(context: Context, repeats: int, cache: Any) -> bool:
-    """True if the stages of the mesh share these layers. Otherwise each stage computes all of them,
-    for its own rows."""
+    """True if the stages of the mesh split these layers.
+
+    Otherwise each stage computes all of them, for its own rows.
+    """
     whole = cache is None and context.observe is None and context.lengths_B is None
     return whole and 1 < devices_along(along(LAYER)) <= repeats
 
 
 def _wanted(x_BSE: Array, context: Context) -> tuple[Array, Context]:
-    """The wanted token of each row, and its context; zeros at position -1 where there is none. All
-    tokens, if the context names no wanted ones."""
+    """Selects the wanted token of each row, and its context.
+
+    Rows without one get zeros at position -1. All tokens stay if the context names none.
+    """
     wanted_BS = context.wanted_BS
     if wanted_BS is None:
         return x_BSE, context
@@ -312,7 +318,7 @@ def _wanted(x_BSE: Array, context: Context) -> tuple[Array, Context]:
 
 
 def _averaged(reports: Sequence[dict[str, Array]]) -> dict[str, Array]:
-    """For each name the mean over the layers that have it; values are stacked along R."""
+    """The mean of each name over the layers that have it; values are stacked along R."""
     named: dict[str, list[Array]] = {}
     for each in reports:
         for name, value_R in each.items():
@@ -321,7 +327,7 @@ def _averaged(reports: Sequence[dict[str, Array]]) -> dict[str, Array]:
 
 
 def _by_layer(seen: Sequence[Any]) -> Any:
-    """(R, …) of each layer of a pattern, as one (layers, …)."""
+    """Combines (R, …) of each layer of a pattern into one (layers, …)."""
     return jax.tree.map(
         lambda *each_R: reshaped(jnp.stack(each_R, axis=1), 2, (len(each_R) * each_R[0].shape[0],)),
         *seen,
@@ -338,6 +344,6 @@ def repeats_of(pattern: Pattern) -> int:
 
 
 def _layer_keys(key: PRNGKeyArray, layers: range) -> Key[Array, "L"]:
-    """A key for each layer, which depends on `key` and the layer's index only."""
+    """A key for each layer, which depends only on `key` and the layer's index."""
     indices_L = jnp.arange(layers.start, layers.stop, dtype=jnp.int32)
     return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(fold(key, "blocks"), indices_L)

@@ -1,9 +1,10 @@
-"""A weight is declared once: its axes in its annotation, its initial values beside it.
+"""Declarations of weights: axes in the annotation, initial values in the default.
 
     class SwiGLU(eqx.Module):
         gate: Float[Array, "embed mlp"] = weight(fan_in("embed"))
 
-From that follow its shape, layout, initial values, whether it decays, and its line in `describe`.
+The declaration determines the weight's shape, layout, initial values, weight decay, and line in
+`describe`.
 """
 
 import dataclasses
@@ -39,13 +40,13 @@ BELL_DEVIATION = math.sqrt(2**2 * 4 * (2**32 - 1) / 12)
 
 @runtime_checkable
 class InitialValues(Protocol):
-    """What a weight starts with, given the size of each of its named axes."""
+    """The initial values of a weight, given the sizes of its named axes."""
 
     def make(self, key: PRNGKeyArray, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Array:
-        """float32 values of `shape`."""
+        """Returns float32 values of `shape`."""
 
     def text(self, sizes: Mapping[str, int]) -> str:
-        """In a few characters, for tables: "ones", or a standard deviation."""
+        """Short text for tables: "ones", or a standard deviation."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,16 +89,20 @@ def normal(deviation: float) -> Random:
 
 
 def fan_in(*axes: str, scale: float = 1.0) -> Random:
-    """For a matrix whose products sum over `axes`: standard deviation scale · fan_in^-1/2, which
-    with scale 1 keeps the variance of activations (LeCun et al. 1998, "Efficient BackProp",
-    eq. 16). Axes that products do not sum over, such as "expert", do not count."""
+    """Random values with standard deviation scale · fan_in^-1/2, for products that sum over `axes`.
+
+    With scale 1 this keeps the variance of activations (LeCun et al. 1998, "Efficient BackProp",
+    eq. 16). Axes that products do not sum over, such as "expert", do not count.
+    """
     return Random(scale, axes)
 
 
 def residual_scale(layers: int) -> float:
-    """(2 · layers)^-1/2, for the matrices that write to the residual stream, two in each layer:
-    what all layers add together then starts with the variance of one write (Radford et al. 2019,
-    "Language Models are Unsupervised Multitask Learners", §2.3)."""
+    """(2 · layers)^-1/2, for the two matrices of each layer that write to the residual stream.
+
+    The sum of all writes then starts with the variance of one write (Radford et al. 2019, "Language
+    Models are Unsupervised Multitask Learners", §2.3).
+    """
     return (2 * layers) ** -0.5
 
 
@@ -116,22 +121,23 @@ def weight(
     """Declares a field that holds a weight.
 
     Args:
-      initial: its initial values, or what makes them of the module, whose settings they depend on:
-        `weight(lambda mlp: fan_in("mlp", scale=mlp.residual_scale))`.
-      multiplied: whether it is an operand of `lmlib.models.product.product`. `None`: if its first
-        values are `fan_in` over some axes.
-      decays: whether weight decay shrinks it. `None`: if its initial values are random; scales and
-        biases, which start as constants, do not decay whatever their shape.
-      rules: where axis names of its own lie, if the tables in `lmlib.parallel.layout` do not have
-        them: `{"position": None}` keeps the axis whole.
-      summed: the axes that products sum over. `None`: those of `fan_in`.
-      dtype: in which it is used, whatever `Compute.dtype` is, or what says it of the module:
-        "float32" for a router or a decay rate.
-      learning_rate: factor of the optimizer's.
+      initial: the initial values, or a function that makes them from the module, if they depend on
+        its settings: `weight(lambda mlp: fan_in("mlp", scale=mlp.residual_scale))`.
+      multiplied: True if the weight is an operand of `lmlib.models.product.product`. `None`: True
+        if the initial values are `fan_in` over some axes.
+      decays: True if weight decay applies. `None`: True if the initial values are random; scales
+        and biases start as constants and do not decay, regardless of their shape.
+      rules: mesh axes for axis names that the tables in `lmlib.parallel.layout` do not have:
+        `{"position": None}` keeps the axis whole.
+      summed: the axes that products sum over. `None`: the axes of `fan_in`.
+      dtype: dtype for computation, regardless of `Compute.dtype`, or a function that returns it
+        from the module: "float32" for a router or a decay rate.
+      learning_rate: factor of the optimizer's learning rate.
       gradient: False for state that the module's own `updated` changes once a step, from tallies
-        (`lmlib.models.part.Part.updated`). It has no moments and does not decay.
-      writes: whether what it makes is added to the residual stream, as a bias of what a layer
-        writes is. `None`: if it is a matrix that makes the axis "embed" of others.
+        (`lmlib.models.part.Part.updated`). It does not decay, and the optimizer keeps no moments
+        for it.
+      writes: True if the weight's output is added to the residual stream, such as the bias of a
+        layer's last product. `None`: True for a matrix that maps other axes to "embed".
     """
 
     def declared(owner: Any) -> Declaration:
@@ -160,13 +166,13 @@ def weight(
 
 
 def initial_values(owner: Any, field: str, key: PRNGKeyArray, **sizes: int) -> Float[Array, "..."]:
-    """The initial values of `owner.field`, float32, as it is declared.
+    """Returns the initial values of `owner.field`, float32, as declared.
 
     Args:
-      owner: a module's class, or a module in its `__init__`, once the settings are there on which
-        its axes and initial values depend.
-      key: of the owner; the field's name is folded in.
-      sizes: of the axes, by name; others may be among them.
+      owner: a module's class, or a module in its `__init__`, once the settings are set on which its
+        axes and initial values depend.
+      key: the owner's key; the field's name is folded in.
+      sizes: sizes of the axes, by name; may include others.
 
     Raises:
       LayoutError: if `sizes` lacks an axis, or one is not positive.
@@ -194,11 +200,14 @@ def _class_name(owner: Any) -> str:
 
 
 def creator(make: Callable[..., M], mesh: Mesh, made: M | None = None) -> Callable[..., M]:
-    """`make` compiled to build its weights on `mesh` in the stored layout, none ever whole.
+    """Compiles `make` to create its weights on `mesh` in the stored layout, never whole.
 
     Call it under `jax.set_mesh(mesh)`. Random numbers do not depend on the layout: the values are
-    the same bits on every mesh. `made`: the shapes of what `make` makes, where they are known, as
-    they must be if it takes arguments. These are arguments of the program.
+    the same bits on every mesh.
+
+    Args:
+      made: the shapes of the result, if known. Required if `make` takes arguments, which become
+        arguments of the program.
     """
     model = jax.eval_shape(make) if made is None else made
     specs = map_weights(lambda weight, array: stored(weight, array.shape, mesh), model)
@@ -211,10 +220,10 @@ def creator(make: Callable[..., M], mesh: Mesh, made: M | None = None) -> Callab
 
 
 def quick_to_compile(model: Any, platform: str) -> dict[str, int]:
-    """For `compiler_options` of the program that makes `model`, which runs once.
+    """Returns `compiler_options` for the program that makes `model`, which runs only once.
 
-    On CPUs LLVM takes long to compile random numbers. Its level 1 makes them as fast as its highest
-    one does; for few numbers not even that is worth its time.
+    LLVM takes long to compile random numbers for CPUs. Its level 1 makes code that is as fast as
+    its highest level; for few numbers even that is not worth the time.
     """
     if platform != "cpu":
         return {}
@@ -223,10 +232,10 @@ def quick_to_compile(model: Any, platform: str) -> dict[str, int]:
 
 
 def compiled(make: Callable[[PRNGKeyArray], M]) -> Callable[[PRNGKeyArray], M]:
-    """`make` as one program, where each operation would otherwise be compiled by itself."""
+    """Compiles `make` as one program, instead of one for each operation."""
 
     def call(key: PRNGKeyArray) -> M:
-        if isinstance(jnp.zeros(()), jax.core.Tracer):  # part of a program already
+        if isinstance(jnp.zeros(()), jax.core.Tracer):  # already inside a program
             return make(key)
         options = quick_to_compile(jax.eval_shape(make, key), platform())
         return jax.jit(make, compiler_options=options)(key)
@@ -235,33 +244,35 @@ def compiled(make: Callable[[PRNGKeyArray], M]) -> Callable[[PRNGKeyArray], M]:
 
 
 def fold(key: PRNGKeyArray, name: str) -> PRNGKeyArray:
-    """The key of `name` under `key`, so that a weight depends on the seed and its path only."""
+    """Derives the key of `name` from `key`; a weight then depends only on the seed and its path."""
     return jax.random.fold_in(key, zlib.crc32(name.encode()))
 
 
-# A program of its own only so that weights of one shape share what JAX traced of it.
+# Jitted only so that weights of one shape share the traced function.
 @functools.partial(jax.jit, static_argnames=("shape", "deviation"), inline=True)
 def bell(key: PRNGKeyArray, shape: tuple[int, ...], deviation: float) -> jax.Array:
     """Random float32 values of mean 0 and the given standard deviation, within ±3.46 of it.
 
     They are sums of four uniform 16-bit integers (the Irwin-Hall distribution, close to normal).
-    Integers are exact and one multiplication rounds once, so the bits are the same however XLA
-    splits, fuses or vectorises, where those of a normal's logarithm and root are not.
+    Integers are exact and one multiplication rounds once, so the bits do not depend on how XLA
+    splits, fuses or vectorises. The logarithm and root of a normal distribution would.
     """
 
     def add(total: jax.Array, key: PRNGKeyArray) -> tuple[jax.Array, None]:
         words = jax.random.bits(key, shape, jnp.uint32)
         return total + (words & 0xFFFF) + (words >> 16), None
 
-    # A loop, since XLA takes long to compile what draws random numbers.
+    # A loop, since XLA takes long to compile random numbers.
     total, _ = jax.lax.scan(add, jnp.zeros(shape, jnp.uint32), jax.random.split(key))
     doubled = 2 * total.astype(jnp.int32) - 4 * (2**16 - 1)
     return doubled.astype(jnp.float32) * jnp.float32(deviation / BELL_DEVIATION)
 
 
 def product_flops(module: Any) -> float:
-    """FLOPs for one token, forward and backward, of the products with all weights of `module`: six
-    for each parameter. Leading axes, of stacked layers, do not count."""
+    """FLOPs for one token, forward and backward, of the products with all weights of `module`.
+
+    They are six for each parameter. Leading axes, of stacked layers, do not count.
+    """
     total = 0
 
     def count(weight: Weight, array: Any) -> None:

@@ -1,12 +1,12 @@
-"""Keys and values of the tokens so far, from which a layer goes on.
+"""Keys and values of earlier tokens, for attention in later calls.
 
-Position p lies in slot p mod N. With as many slots as positions that keeps all of them; with fewer
-it is a ring of the newest, which is all that a layer with a window needs. What a slot holds follows
-from the newest position alone, so nothing else is kept, and where a token lies does not depend on
-what else is in its batch.
+Position p is stored in slot p mod N. With as many slots as positions, the cache holds all tokens.
+With fewer slots it is a ring of the newest tokens, which is sufficient for a layer with a window.
+The contents of a slot follow from the newest position, so nothing else is stored, and the place of
+a token does not depend on the rest of its batch.
 
 Shapes: B batch, S sequence (queries), N slots, T keys attended to, H heads, K kv_heads, G = H / K
-query heads to each key-value head, D head_dim of keys, V that of values, M = G · S.
+query heads per key-value head, D head_dim of keys, V head_dim of values, M = G · S.
 """
 
 import functools
@@ -25,10 +25,13 @@ _KEYS, _VALUES = "batch kv_heads head_dim slot", "batch kv_heads slot head_dim"
 
 
 class KeysAndValues(eqx.Module):
-    """What one layer keeps of earlier calls; `tensor` splits its heads, `data` and `fsdp` its rows.
+    """The cache of one layer; `tensor` splits its heads, `data` and `fsdp` its rows.
 
-    Each lies as its product with one query reads it, so that nothing is copied for a token.
-    `empty` says, while tracing, that no call has written to it yet.
+    Both arrays have the layout that products with one query read, so that nothing is copied for a
+    token.
+
+    Attributes:
+      empty: True, while tracing, if no call has written to the cache yet.
     """
 
     keys: Float[Array, "b kv_heads head_dim slot"]
@@ -44,8 +47,13 @@ def empty_cache(
     dtype: DTypeLike,
     value_dim: int | None = None,
 ) -> KeysAndValues:
-    """A cache of zeros; `value_dim`: of values, `None`: `head_dim`. Key-value heads that attention
-    repeats over `tensor` are kept repeated."""
+    """Returns a cache of zeros.
+
+    Key-value heads that attention repeats over `tensor` are stored repeatedly.
+
+    Args:
+      value_dim: size of values; `None`: `head_dim`.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     times = 1 if mesh.empty else repeats("kv_heads", kv_heads, COMPUTE, mesh)
     values_BKNV = jnp.zeros((rows, kv_heads * times, slots, value_dim or head_dim), dtype)
@@ -59,7 +67,7 @@ def extended(
     v_BSKV: Float[Array, "b s kv_heads value_dim"],
     positions_BS: Int32[Array, "b s"],
 ) -> KeysAndValues:
-    """`cache` with the tokens of a call in it, as `attend_cached` takes them."""
+    """Returns `cache` with the tokens of a call, in the form that `attend_cached` takes."""
     new = partition("batch seq kv_heads head_dim")
     kept = partition(_KEYS), partition(_VALUES)
     fits = cache.empty and k_BSKD.shape[1] <= cache.keys.shape[-1]
@@ -81,16 +89,17 @@ def attend_cached(
     of_values_BSHV: Float[Array, "b s heads value_dim"] | None = None,
     sinks_H: Float[Array, "heads"] | None = None,
 ) -> tuple[Float[Array, "b s heads value_dim"], KeysAndValues]:
-    """softmax(scale · q kᵀ) v over the tokens in `cache` and those of this call, and the new cache.
+    """softmax(scale · q kᵀ) v over the tokens in `cache` and in this call, and the new cache.
+
+    Softmax is in float32 or wider. Nothing is sent.
 
     Args:
-      positions_BS: of this call's tokens: in each row they follow each other and those in the
-        cache. Tokens at negative ones, at a row's end, are padding, of which nothing is kept.
-      of_values_BSHV: queries of values: softmax is that of scale · (q kᵀ + of_values vᵀ), as if
-        each value were a part of its key.
-      sinks_H: as in `lmlib.models.attend.attend`.
-
-    Softmax is in float32 at least. Nothing is sent.
+      positions_BS: positions of this call's tokens. In each row they follow each other and the
+        tokens in the cache. Tokens at negative positions, at a row's end, are padding and are not
+        stored.
+      of_values_BSHV: queries for values: scores are scale · (q kᵀ + of_values vᵀ), as if each value
+        were a part of its key.
+      sinks_H: see `lmlib.models.attend.attend`.
     """
     after = extended(cache, k_BSKD, v_BSKV, positions_BS)
     heads, kv_heads = (
@@ -101,7 +110,7 @@ def attend_cached(
     outputs = heads, partition("batch seq heads")
     queries = [q_BSHD] if of_values_BSHV is None else [q_BSHD, of_values_BSHV]
     of_queries = [heads] * len(queries)
-    if q_BSHD.shape[1] == 1:  # one token has overwritten none that it sees
+    if q_BSHD.shape[1] == 1:  # one token has not overwritten any key that it attends to
         mixed_BSHV, log_normaliser_BSH = on_each_device(
             functools.partial(_attend_one, options),
             (*kept, tokens, *of_queries), outputs, tracked=False,
@@ -117,7 +126,7 @@ def attend_cached(
 
 
 def _positions_in(slots: int, newest_B: Int32[Array, "b"]) -> Int32[Array, "b slot"]:
-    """The position that each slot holds after position `newest_B`; negative: none yet."""
+    """The position in each slot once `newest_B` is written; negative for an empty slot."""
     newest_B1 = newest_B[:, None]
     return newest_B1 - (newest_B1 - jnp.arange(slots, dtype=jnp.int32)) % slots
 
@@ -125,8 +134,10 @@ def _positions_in(slots: int, newest_B: Int32[Array, "b"]) -> Int32[Array, "b sl
 def _first_written(
     keys_BKDN: Array, values_BKNV: Array, k_BSKD: Array, v_BSKV: Array, positions_BS: Array
 ) -> tuple[Array, Array]:
-    """With tokens from position 0 on. Padding lies beyond a row's newest position, where nothing
-    counts."""
+    """Writes tokens from position 0 on.
+
+    Padding comes after a row's newest position, where nothing counts.
+    """
     k_BKDS = jnp.transpose(k_BSKD, (0, 2, 3, 1)).astype(keys_BKDN.dtype)
     v_BKSV = jnp.swapaxes(v_BSKV, 1, 2).astype(values_BKNV.dtype)
     empty = 0, keys_BKDN.shape[3] - k_BKDS.shape[3]
@@ -148,7 +159,7 @@ def _written(
             keys_BKDN, values_BKNV, k_BSKD[:, 0], v_BSKV[:, 0], positions_BS[:, 0]
         )
     first_B, newest_B = positions_BS[:, 0], jnp.max(positions_BS, axis=1)
-    # Which of the new tokens each slot gets; a negative one leaves it as it is.
+    # Index of the new token for each slot; a negative one leaves the slot unchanged.
     source_BN = _positions_in(N, newest_B) - first_B[:, None]
     is_new_BN = (source_BN >= 0) & (newest_B >= 0)[:, None]
     source_BN = jnp.clip(source_BN, 0)
@@ -167,10 +178,10 @@ def _written(
 def _token_written(
     keys_BKDN: Array, values_BKNV: Array, k_BKD: Array, v_BKV: Array, position_B: Array
 ) -> tuple[Array, Array]:
-    """With one token of each row; in place."""
+    """Writes one token of each row in place."""
     B, _, _, N = keys_BKDN.shape
     slot_B = position_B % N
-    if B == 1:  # for one row XLA's CPU compiler copies the cache, but not for an update in a branch
+    if B == 1:  # XLA's CPU compiler copies the cache for one row, unless the update is in a branch
 
         def write(keys_BKDN: Array, values_BKNV: Array) -> tuple[Array, Array]:
             slot = slot_B[0]
@@ -180,7 +191,7 @@ def _token_written(
             )
 
         return jax.lax.cond(position_B[0] >= 0, write, lambda *kept: kept, keys_BKDN, values_BKNV)
-    row_B, slot_B = jnp.arange(B), jnp.where(position_B < 0, N, slot_B)  # N: none
+    row_B, slot_B = jnp.arange(B), jnp.where(position_B < 0, N, slot_B)  # N is dropped
     return (
         keys_BKDN.at[row_B, :, :, slot_B].set(k_BKD, mode="drop"),
         values_BKNV.at[row_B, :, slot_B].set(v_BKV, mode="drop"),
@@ -190,7 +201,7 @@ def _token_written(
 def _attend_one(
     options: Options, keys_BKDN: Array, values_BKNV: Array, positions_BS: Array, *queries: Array
 ) -> tuple[Array, Array]:
-    """One query in each row, whose own key and value are in the cache already."""
+    """Attention of one query in each row, whose own key and value are already in the cache."""
     held_BN = _positions_in(keys_BKDN.shape[3], positions_BS[:, 0])
     return _mix(options, keys_BKDN, values_BKNV, positions_BS, held_BN, *queries)
 
@@ -204,7 +215,7 @@ def _attend_many(
     positions_BS: Array,
     *queries: Array,
 ) -> tuple[Array, Array]:
-    """Over what was there before, and then what is new: a ring's writes may hide the former."""
+    """Attention over the old cache and the new tokens, since a ring may overwrite old tokens."""
     held_BN = _positions_in(keys_BKDN.shape[3], positions_BS[:, 0] - 1)
     new_BS = jnp.where(positions_BS < 0, -1, positions_BS)
     k_BKDS = jnp.transpose(k_BSKD, (0, 2, 3, 1)).astype(keys_BKDN.dtype)
@@ -228,12 +239,12 @@ def _mix(
     q_BSHD: Float[Array, "b s h d"],
     of_values_BSHV: Float[Array, "b s h v"] | None = None,
 ) -> tuple[Float[Array, "b s h v"], Float[Array, "b s h"]]:
-    """What is mixed, and the logarithms of the normalisers."""
+    """Returns the mixed values and the logarithms of the normalisers."""
     B, S, H, _ = q_BSHD.shape
     K, wide = keys_BKDT.shape[1], jnp.promote_types(q_BSHD.dtype, jnp.float32)
 
     def rows(x_BSHD: Array) -> Array:
-        """The G heads that share keys, and the queries, are rows of one matrix."""
+        """The G heads that share keys, and the queries, as rows of one matrix."""
         x_BKGSD = jnp.transpose(x_BSHD.reshape(B, S, K, H // K, -1), (0, 2, 3, 1, 4))
         return x_BKGSD.reshape(B, K, H // K * S, -1)
 
@@ -247,7 +258,7 @@ def _mix(
         products_BKMT += product("bkmv,bktv->bkmt", rows(of_values_BSHV), values_BKTV)
     scores_BKGST = options.scores(products_BKMT).reshape(B, K, H // K, S, -1)
     seen_BST = _visible(positions_BS, held_BT, options.window)
-    # Finite, since a padding token sees nothing.
+    # A finite minimum, since padding tokens attend to nothing.
     scores_BKGST = jnp.where(seen_BST[:, None, None], scores_BKGST, jnp.finfo(wide).min)
     weights_BKMT = jax.nn.softmax(scores_BKGST, axis=-1).reshape(products_BKMT.shape)
     log_normaliser_BKGS = jax.nn.logsumexp(scores_BKGST, axis=-1)
@@ -258,7 +269,7 @@ def _mix(
 def _visible(
     positions_BS: Int32[Array, "b s"], held_BT: Int32[Array, "b t"], window: int | None
 ) -> Bool[Array, "b s t"]:
-    """Which tokens each query sees: itself and earlier ones, within the window."""
+    """True where a query attends to a token: itself and earlier ones, within the window."""
     held_B1T = held_BT[:, None, :]
     distance_BST = positions_BS[:, :, None] - held_B1T
     seen_BST = (held_B1T >= 0) & (distance_BST >= 0)

@@ -29,12 +29,12 @@ def embedded(
 ) -> Float[Array, "b s embed"]:
     """The rows `tokens_BS` of the table, in `dtype`.
 
-    Layouts: the table as stored; the result as `residual` names. The table stays where it is: each
-    device looks up the tokens of all devices along `fsdp` in its own columns, and rows are put
-    together by an all-to-all over `fsdp`, which sends less than gathering the table would unless a
-    device has more tokens than the vocabulary. Over `tensor`, where each device has its own share
-    of the vocabulary, rows are summed: all but one are zero. A token's gradient is summed in
-    float32 at least, and nothing as large as the table travels, except over `data`.
+    Layouts: the table as stored; the result in the layout that `residual` names. The table stays in
+    place. Each device looks up the tokens of all devices along `fsdp` in its own columns, and an
+    all-to-all over `fsdp` assembles the rows. This sends less than gathering the table, unless a
+    device has more tokens than the vocabulary. Each device along `tensor` has its own part of the
+    vocabulary, so rows are summed over `tensor`: all but one are zero. A token's gradient is summed
+    in float32 or wider. Nothing as large as the table is sent, except over `data`.
     """
     wide = jnp.promote_types(dtype, jnp.float32)
 
@@ -42,7 +42,7 @@ def embedded(
         tokens_BS = all_gather(tokens_BS, along("embed", STORED), axis=0)
         V = table_VE.shape[0]
         rows_BS = tokens_BS - V * axis_index(along("vocab"))
-        rows_BS = jnp.where(rows_BS < 0, V, rows_BS)  # negative ones would count from the end
+        rows_BS = jnp.where(rows_BS < 0, V, rows_BS)  # negative indices would count from the end
         x_BSE = table_VE.astype(wide).at[rows_BS].get(mode="fill", fill_value=0).astype(dtype)
         x_BSE = all_to_all(x_BSE, along("embed", STORED), split=0, joined=2)
         if "seq_parallel" in residual.split():
@@ -57,8 +57,9 @@ def embedded(
 
 
 class Positions(Part):
-    """A vector for each position of a document, added to the embedding (Gehring et al. 2017,
-    arXiv:1705.03122, §3.1).
+    """A learned vector for each position of a document, added to the embedding.
+
+    Source: Gehring et al. 2017, arXiv:1705.03122, §3.1.
 
     Args:
       position, embed: sizes.
@@ -72,6 +73,6 @@ class Positions(Part):
         self.table = initial_values(self, "table", key, position=position, embed=embed)
 
     def __call__(self, context: Context) -> Float[Array, "b s embed"]:
-        """Of the context's positions, laid out as `context.compute.residual` names."""
+        """The vectors for the context's positions, in the layout of `context.compute.residual`."""
         rows_BSE = self.table.at[context.positions_BS].get(out_sharding=spec("batch seq embed"))
         return reshard(rows_BSE, context.compute.residual)

@@ -1,4 +1,4 @@
-"""Multi-head latent attention: keys and values of all heads are made of one small vector.
+"""Multi-head latent attention: keys and values of all heads come from one small vector.
 
 Shapes: B batch, S sequence (queries), T sequence (keys), E embed, L latent, H heads, D head_dim (of
 the part without positions), R rotary_dim, Q = D + R query_dim, V value_dim, K kv_heads of a cache.
@@ -32,25 +32,30 @@ _SIZES = {"query_dim": None, "rotary_dim": None, "value_dim": None}  # whole, as
 
 
 class LatentAttention(Part):
-    """softmax(scale · q kᵀ) v, where what is kept of a token is a latent, normed, and a rotary key
-    (DeepSeek-AI 2024, arXiv:2405.04434, §2.1). Of the latent each head makes its values and the
-    first `head_dim` coordinates of its keys; the others are the rotary key, the same for all heads.
-    Queries are made of a latent of their own, or of the residual stream.
+    """softmax(scale · q kᵀ) v, with keys and values computed from a latent of each token.
 
-    `tensor` splits the heads; latents are whole on each of its devices.
+    The cache holds a normed latent and a rotary key for each token (DeepSeek-AI 2024,
+    arXiv:2405.04434, §2.1). Each head computes its values and the first `head_dim` coordinates of
+    its keys from the latent; the others are the rotary key, which all heads share. Queries are
+    computed from a second latent, or from the residual stream.
+
+    `tensor` splits the heads; each of its devices has whole latents.
 
     Args:
       embed, heads: sizes.
-      head_dim, rotary_dim, value_dim: of a head's queries and keys without positions, with rotary
-        positions, and of its values.
-      latent, query_latent: sizes of the latents; `query_latent` `None`: queries have none.
+      head_dim: size of a head's queries and keys without positions.
+      rotary_dim: size of a head's queries and keys with rotary positions.
+      value_dim: size of a head's values.
+      latent, query_latent: sizes of the latents; without `query_latent` queries come from the
+        residual stream.
       rotary: rotates `rotary_dim` coordinates.
-      scale: of the products; `None`: (head_dim + rotary_dim)^-1/2.
+      scale: factor of the products; `None`: (head_dim + rotary_dim)^-1/2.
       norm: makes the norms of latents, called with `key` and the size of "latent".
-      residual_scale: of the output's initial values; see `lmlib.models.weights.residual_scale`.
+      residual_scale: factor of the output's initial values; see
+        `lmlib.models.weights.residual_scale`.
 
     Raises:
-      ValueError: if `rotary` is of another size than `rotary_dim`.
+      ValueError: if the size of `rotary` is not `rotary_dim`.
     """
 
     rows_may_be_split = True
@@ -114,12 +119,11 @@ class LatentAttention(Part):
     def __call__(
         self, x_BSE: Float[Array, "b s embed"], context: Context, cache: KeysAndValues | None = None
     ) -> tuple[Float[Array, "b s embed"], KeysAndValues | None]:
-        """What attention writes, and the new cache, which holds latents and rotary keys alone; see
-        `empty_cache`.
+        """Returns the output of attention and the new cache of latents and rotary keys.
 
-        Layouts: x whole along `seq`; the result as `context.compute.residual` names, for which the
-        last product is summed over `tensor` (a psum or a reduce-scatter). Backward the gradients of
-        latents are, too.
+        Layouts: x is whole along `seq`; the result has the layout that `context.compute.residual`
+        names. The last product is therefore summed over `tensor` (a psum or a reduce-scatter). In
+        the backward pass, the gradients of latents are summed as well.
         """
         q_BSHQ = self._queries(x_BSE, context)
         latent_BTL, rotary_BTR = self._latents(x_BSE, context)
@@ -173,7 +177,8 @@ class LatentAttention(Part):
 
     @jax.named_scope("projections")
     def _latents(self, x_BSE: Array, context: Context) -> tuple[Array, Array]:
-        """Of each token what is kept: its latent, normed, and its rotary key, turned."""
+        """The values that the cache keeps of each token: its normed latent and its rotated rotary
+        key."""
         precision = context.compute.precision("projections")
         latent_BTL = self.norm(product("bte,el->btl", x_BSE, self.down, precision))
         rotary_BTR = product("bte,er->btr", x_BSE, self.rotary_key, precision)
@@ -185,7 +190,7 @@ class LatentAttention(Part):
     def _keys_and_values(
         self, latent_BTL: Array, rotary_BTR: Array, context: Context
     ) -> tuple[Array, Array]:
-        """Those of each head."""
+        """The keys and values of each head."""
         precision = context.compute.precision("projections")
         latent_BTL = share(latent_BTL, ("batch", "seq", None))
         k_BTHD = product("btl,lhd->bthd", latent_BTL, self.key, precision)
@@ -206,8 +211,11 @@ class LatentAttention(Part):
         rotary_BSR: Array,
         context: Context,
     ) -> tuple[Array, KeysAndValues]:
-        """Attention over latents: a query times the matrix that makes keys is the query of a
-        latent, and values are made of the latents' mean (arXiv:2405.04434, §2.1.2)."""
+        """Attention over latents (arXiv:2405.04434, §2.1.2).
+
+        A query times the matrix that makes keys is a query for latents. Values are computed from
+        the mean of the latents.
+        """
         D = self.key.shape[-1]
         q_BSHD, q_BSHR = jnp.split(q_BSHQ, [D], axis=-1)
         with jax.named_scope("projections"):
@@ -237,21 +245,27 @@ class LatentAttention(Part):
         return self.rotary.switches
 
     def empty_cache(self, rows: int, length: int, dtype: DTypeLike) -> KeysAndValues:
-        """See `Part.empty_cache`. Its one head has rotary keys as keys and latents as
-        values, of which those of all heads are made."""
+        """See `Part.empty_cache`.
+
+        Its one head stores rotary keys as keys and latents as values. The keys and values of all
+        heads are computed from these.
+        """
         latent, rotary_dim = self.down.shape[-1], self.rotary_key.shape[-1]
         return empty_cache(rows, length, 1, rotary_dim, dtype, value_dim=latent)
 
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:
-        """Of its weights, and of the two products of activations: 6 · heads · (query_dim +
-        value_dim) · keys, as `lmlib.models.parts.attention.Attention` counts them."""
+        """FLOPs of the weights and of the two products of activations.
+
+        The latter are 6 · heads · (query_dim + value_dim) · keys, counted as in
+        `lmlib.models.parts.attention.Attention`.
+        """
         heads, value_dim, _ = self.output.shape[-3:]
         query_dim = self.key.shape[-1] + self.rotary_key.shape[-1]
         keys = sequence_length / 2 if causal else float(sequence_length)
         return product_flops(self) + 6 * heads * (query_dim + value_dim) * keys
 
     def check(self, sequence_length: int, compute: Compute) -> None:
-        """As `lmlib.models.parts.attention.Attention`."""
+        """Same as in `lmlib.models.parts.attention.Attention`."""
         self.rotary.check(sequence_length)
         query_dim, value_dim = (
             (self.key.shape[-1] + self.rotary_key.shape[-1]),
@@ -268,7 +282,7 @@ class LatentAttention(Part):
 
 
 def _as_one_head(cache: KeysAndValues, x_BTL: Float[Array, "b t l"]) -> Float[Array, "b t k l"]:
-    """As the cache holds it: once on each device along `tensor`."""
+    """Returns x as the cache stores it: one head on each device along `tensor`."""
     K = cache.keys.shape[1]
     shape = (*x_BTL.shape[:2], K, x_BTL.shape[-1])
     out_sharding = spec("batch seq kv_heads head_dim")

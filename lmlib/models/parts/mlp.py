@@ -1,4 +1,4 @@
-"""Feed-forward layers: each position by itself.
+"""Feed-forward layers, which process each position separately.
 
 Shapes: B batch, S sequence, E embed, F mlp.
 """
@@ -26,14 +26,16 @@ def silu(x: Array) -> Array:
 
 
 def gelu(x: Array) -> Array:
-    """x · Φ(x), with the error function (arXiv:1606.08415, §2), in float32 at least: bfloat16 would
-    round within the function."""
+    """x · Φ(x), with the error function (arXiv:1606.08415, §2), in float32 or wider.
+
+    bfloat16 would round within the function.
+    """
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     return jax.nn.gelu(wide, approximate=False).astype(x.dtype)
 
 
 def gelu_tanh(x: Array) -> Array:
-    """The tanh approximation of `gelu` (arXiv:1606.08415, §2), which GPT-2 and Gemma compute."""
+    """The tanh approximation of `gelu` (arXiv:1606.08415, §2), used by GPT-2 and Gemma."""
     return jax.nn.gelu(x, approximate=True)
 
 
@@ -47,8 +49,9 @@ class GatedMLP(Part):
 
     Args:
       embed, mlp: sizes.
-      activation: of the gate.
-      residual_scale: of the initial values of `down`; see `lmlib.models.weights.residual_scale`.
+      activation: activation of the gate.
+      residual_scale: factor of the initial values of `down`; see
+        `lmlib.models.weights.residual_scale`.
     """
 
     rows_may_be_split = True
@@ -79,8 +82,11 @@ class GatedMLP(Part):
     def __call__(
         self, x_BSE: Float[Array, "b s embed"], context: Context
     ) -> tuple[Float[Array, "b s embed"], Reports]:
-        """Layouts: x whole along `seq`; the result as `context.compute.residual` names, for which
-        the last product is summed over `tensor` (a psum or a reduce-scatter)."""
+        """An MLP's call; see `Part`.
+
+        Layouts: x is whole along `seq`; the result has the layout that `context.compute.residual`
+        names. The last product is therefore summed over `tensor` (a psum or a reduce-scatter).
+        """
         precision, residual = context.compute.precision("mlp"), spec(context.compute.residual)
         gate_BSF = product("bse,ef->bsf", x_BSE, self.gate, precision)
         gate_BSF = checkpoint_name(gate_BSF, "mlp_gate")
@@ -90,14 +96,14 @@ class GatedMLP(Part):
 
 
 class MLP(Part):
-    """down(activation(up x)), each product with a bias if `bias` (Vaswani et al. 2017,
-    arXiv:1706.03762, eq. 2).
+    """down(activation(up x)), optionally with biases (Vaswani et al. 2017, arXiv:1706.03762, eq.
+    2).
 
     Args:
       embed, mlp: sizes.
-      activation: between the two products.
-      bias: whether there are biases.
-      residual_scale: of the initial values of `down`, as in `GatedMLP`.
+      activation: activation between the two products.
+      bias: True if both products have a bias.
+      residual_scale: factor of the initial values of `down`, as in `GatedMLP`.
     """
 
     rows_may_be_split = True
@@ -131,7 +137,7 @@ class MLP(Part):
     def __call__(
         self, x_BSE: Float[Array, "b s embed"], context: Context
     ) -> tuple[Float[Array, "b s embed"], Reports]:
-        """Layouts: as in `GatedMLP`."""
+        """An MLP's call; see `Part`. Layouts are the same as in `GatedMLP`."""
         precision, residual = context.compute.precision("mlp"), spec(context.compute.residual)
         up_BSF = product("bse,ef->bsf", x_BSE, self.up, precision)
         up_BSF = up_BSF if self.up_bias is None else up_BSF + self.up_bias

@@ -1,4 +1,4 @@
-"""Norms over the last axes of activations, computed in float32 at least.
+"""Norms over the last axes of activations, computed in float32 or wider.
 
 Shapes: N the axes that the norm names ("embed", or "heads head_dim"), after any leading ones.
 """
@@ -16,21 +16,21 @@ class RMSNorm(Part):
     """x / rms(x) · scale (Zhang & Sennrich 2019, arXiv:1910.07467, eq. 4).
 
     Args:
-      axes: the names of the last axes of x, over which it is normed: "embed"; "head_dim" for each
-        head alone; "heads head_dim" for all heads together.
+      axes: names of the last axes of x, over which it is normed: "embed"; "head_dim" for each head
+        separately; "heads head_dim" for all heads together.
       epsilon: added to the mean square.
       offset: added to the scale. With 1, as in Gemma, the scale starts at zero.
-      initial: what x / rms(x) is multiplied by before any training.
-      learned: whether there is a scale; without one it is x / rms(x).
-      key: unused, as the scale starts as a constant; here for all parts to be made alike.
-      sizes: of the axes, by name.
+      initial: initial factor of x / rms(x).
+      learned: False omits the scale.
+      key: unused, since the scale starts as a constant. All parts take a key.
+      sizes: sizes of the axes, by name.
     """
 
     rows_may_be_split = True
 
     scale: Float[Array, "..."] | None = weight(
         lambda self: Constant(self.initial - self.offset),
-        # bfloat16 has no room for a sum beside the offset, large or near zero.
+        # bfloat16 cannot represent small changes of a sum with the offset, large or near zero.
         dtype=lambda self: "float32" if self.offset else None,
     )
     axes: str = eqx.field(static=True)
@@ -72,8 +72,8 @@ class LayerNorm(Part):
     """(x - mean(x)) / std(x) · scale + bias (Ba et al. 2016, arXiv:1607.06450, eq. 4).
 
     Args:
-      axes, epsilon, initial, key, sizes: as in `RMSNorm`; epsilon is added to the variance.
-      bias: whether there is one.
+      axes, epsilon, initial, key, sizes: see `RMSNorm`; epsilon is added to the variance.
+      bias: False omits the bias.
     """
 
     rows_may_be_split = True
@@ -112,5 +112,5 @@ class LayerNorm(Part):
 
 
 def _last(axes: str) -> tuple[int, ...]:
-    """The places of the last axes, as many as are named."""
+    """The indices of the last axes, as many as there are names."""
     return tuple(range(-len(axes.split()), 0))

@@ -13,20 +13,21 @@ from jaxtyping import Array, Float, Int32
 
 from lmlib.models.context import Context
 
-# Of a document, in tokens: the same for all, or for each token that of its own.
+# Length of a document in tokens: one for all tokens, or each token's own.
 Length = int | Int32[Array, "#b #s 1 1"]
 
 
 class Scaling:
-    """How frequencies change for longer sequences. Settings, compared by value;
+    """Base class of frequency changes for longer sequences, compared by value.
+
     `lmlib.models.parts.rope_scaling` has the known ones.
 
     Attributes:
-      amplitude: what cosines and sines are multiplied by.
-      longest: the longest sequence that has these frequencies; `None`: all have.
-      switch: the length above which a document has other frequencies, from its first token on;
-        `None`: they depend on no length.
-      pairs: the number of pairs of coordinates that it has factors for; `None`: any number.
+      amplitude: factor of cosines and sines.
+      longest: length of the longest sequence that has these frequencies; `None`: any length.
+      switch: length above which a document has other frequencies, from its first token on; `None`
+        if frequencies do not depend on the length.
+      pairs: number of pairs of coordinates that it has factors for; `None`: any number.
     """
 
     amplitude: float = 1.0
@@ -37,14 +38,16 @@ class Scaling:
     def frequencies(
         self, frequency_D: Float[Array, "half"], length: Length
     ) -> Float[Array, "*bs1 half"]:
-        """Radians per position of each pair in documents of `length`, given the unscaled ones, of
-        falling frequency."""
+        """Returns radians per position of each pair in documents of `length`.
+
+        Args:
+          frequency_D: the unscaled frequencies, decreasing.
+        """
         raise NotImplementedError
 
 
 class Rotations(NamedTuple):
-    """Cosine and sine of each position's angle for each pair of coordinates, the same for all
-    heads."""
+    """Cosine and sine of each position's angle for each pair of coordinates, for all heads."""
 
     cos_BS1D: Float[Array, "b s 1 half"]
     sin_BS1D: Float[Array, "b s 1 half"]
@@ -52,18 +55,18 @@ class Rotations(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Rotary:
-    """Settings from which a table of rotations follows.
+    """Settings that define a table of rotations.
 
     Args:
-      head_dim: coordinates that are rotated, the first ones of a head.
+      head_dim: number of coordinates that are rotated, the first ones of a head.
       theta: base of the wavelengths: pair i rotates by position · theta^(-2i / head_dim) radians
         (eq. 15).
-      scaling: changes these for longer sequences; `None` does not.
-      interleaved: whether pair i is of the coordinates (2i, 2i + 1), as in the article and in
-        GPT-J, rather than (i, i + head_dim / 2), as in Llama's published weights.
+      scaling: changes the frequencies for longer sequences; optional.
+      interleaved: True if pair i consists of the coordinates (2i, 2i + 1), as in the paper and in
+        GPT-J. False for (i, i + head_dim / 2), as in Llama's published weights.
 
     Raises:
-      ValueError: if `head_dim` is odd, `theta` not positive, or `scaling` is of another number
+      ValueError: if `head_dim` is odd, `theta` is not positive, or `scaling` has a different number
         of pairs.
     """
 
@@ -99,15 +102,15 @@ class Rotary:
         lengths_B: Int32[Array, "b"] | None = None,
         order: str = "plain",
     ) -> Rotations:
-        """The table of `positions_BS`, in float32 at least; wider if `dtype` is.
+        """Returns the table for `positions_BS`, in float32, or in `dtype` if it is wider.
 
         Args:
-          lengths_B: of each row's text, where positions are of a part of it; `None`: a row's
-            documents are all here, and each ends where positions do not go on.
-          order: in which positions stand; see `lmlib.row_order`.
+          lengths_B: length of each row's text, if positions cover only a part of it. `None`:
+            documents are complete, and each ends where positions stop increasing by one.
+          order: order of the positions; see `lmlib.row_order`.
 
         Raises:
-          ValueError: as `check`.
+          ValueError: see `check`.
         """
         self.check(positions_BS.shape[1])
         wide = jnp.promote_types(dtype, jnp.float32)
@@ -121,12 +124,12 @@ class Rotary:
         return Rotations(amplitude * jnp.cos(angle_BS1D), amplitude * jnp.sin(angle_BS1D))
 
     def __call__(self, context: Context) -> Rotations:
-        """The table of a call's positions: a value of `Context.shared`."""
+        """Returns the table of a call's positions: a value of `Context.shared`."""
         dtype, lengths_B = context.compute.dtype, context.lengths_B
         return self.rotations(context.positions_BS, dtype, lengths_B, context.order)
 
     def _length(self, positions_BS: Array, lengths_B: Array | None, order: str) -> Length:
-        """Of each token's document, where it counts."""
+        """The length of each token's document, if frequencies depend on it."""
         if self.switch is not None and lengths_B is not None:
             return lengths_B[:, None, None, None]
         if self.switch is not None and positions_BS.shape[1] > self.switch:
@@ -136,7 +139,8 @@ class Rotary:
         return positions_BS.shape[1]
 
     def check(self, sequence_length: int) -> None:
-        """Raises ValueError if the scaling has other frequencies for sequences so long."""
+        """Raises ValueError if the scaling does not define frequencies for sequences of this
+        length."""
         longest = None if self.scaling is None else self.scaling.longest
         if longest is not None and sequence_length > longest:
             raise ValueError(
@@ -149,9 +153,9 @@ class Rotary:
 def rotate(
     x_BSHD: Float[Array, "b s h d"], rotations: Rotations, interleaved: bool = False
 ) -> Float[Array, "b s h d"]:
-    """`x` with each pair of coordinates rotated (eq. 34), computed in the table's dtype.
+    """Rotates each pair of coordinates of `x` (eq. 34), in the table's dtype.
 
-    Pairs are as in `Rotary`. Coordinates beyond those of the table stay.
+    Pairs are the same as in `Rotary`. Coordinates beyond the table stay unchanged.
     """
     cos_BS1D, sin_BS1D = rotations
     D = cos_BS1D.shape[-1]

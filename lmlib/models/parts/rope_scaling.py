@@ -1,4 +1,4 @@
-"""Rotary frequencies for sequences longer than those a model was first trained on.
+"""Rotary frequencies for sequences longer than the ones that a model was first trained on.
 
 Shapes: B batch, S sequence, D pairs of coordinates of a head.
 """
@@ -31,12 +31,13 @@ class Linear(Scaling):
 
 @dataclasses.dataclass(frozen=True)
 class Dynamic(Scaling):
-    """Unscaled up to `longest` positions (dynamic scaling: arXiv:2309.00071, §3.3). Beyond them
-    frequencies would differ from length to length, so longer sequences are refused.
+    """Unscaled up to `longest` positions (dynamic scaling: arXiv:2309.00071, §3.3).
+
+    Beyond them each length would need its own frequencies, so longer sequences are refused.
 
     Args:
-      factor: by which longer sequences would be stretched; only kept.
-      longest: positions of the training before.
+      factor: stretching factor for longer sequences; stored, but not used.
+      longest: positions in the original training.
     """
 
     factor: float
@@ -53,13 +54,14 @@ class Dynamic(Scaling):
 
 @dataclasses.dataclass(frozen=True)
 class Llama3(Scaling):
-    """Long wavelengths divided by `factor`, short ones kept, a ramp between (Llama 3.1; Dubey et
-    al. 2024, arXiv:2407.21783, §3.4.2, with the published code's ramp).
+    """Long wavelengths divided by `factor`, short ones kept, and a ramp between them.
+
+    Used by Llama 3.1 (Dubey et al. 2024, arXiv:2407.21783, §3.4.2, with the published code's ramp).
 
     Args:
-      factor: of wavelengths above original / low.
-      low, high: turns over `original` positions, between which the ramp lies.
-      original: positions of the training before.
+      factor: divisor of the frequencies with wavelengths above original / low.
+      low, high: the ramp's ends, in turns over `original` positions.
+      original: positions in the original training.
     """
 
     factor: float
@@ -82,16 +84,19 @@ class Llama3(Scaling):
 
 @dataclasses.dataclass(frozen=True)
 class Yarn(Scaling):
-    """Frequencies interpolated by parts, and scores sharpened (Peng et al. 2023, arXiv:2309.00071,
-    §3.2 and §3.4).
+    """Frequencies interpolated by parts, and sharper scores (YaRN).
+
+    Source: Peng et al. 2023, arXiv:2309.00071, §3.2 and §3.4.
 
     Args:
-      factor: of long wavelengths.
-      theta, original: base of the wavelengths, and positions, of the training before.
-      fast, slow: turns over `original` positions above which a pair is kept, and below which it is
-        divided by `factor`; β and α of the paper.
-      amplitude: of cosines and sines; the paper's √(1/t) is 0.1 ln(factor) + 1.
-      whole: round the ends of the ramp to whole pairs, as the published code does.
+      factor: divisor of the frequencies with long wavelengths.
+      theta: base of the wavelengths in the original training.
+      original: positions in the original training.
+      fast: turns over `original` positions above which a pair is kept; β of the paper.
+      slow: turns over `original` positions below which a pair is divided by `factor`; α of the
+        paper.
+      amplitude: factor of cosines and sines; the paper's √(1/t) is 0.1 ln(factor) + 1.
+      whole: True rounds the ends of the ramp to whole pairs, as the published code does.
     """
 
     factor: float
@@ -113,7 +118,7 @@ class Yarn(Scaling):
         half = frequency_D.shape[0]
 
         def pair(turns: float) -> float:
-            """The pair that turns so often over the original positions."""
+            """The index of the pair with this number of turns over the original positions."""
             wavelength = self.original / (2 * math.pi * turns)
             return half * math.log(wavelength) / math.log(self.theta)
 
@@ -128,24 +133,26 @@ class Yarn(Scaling):
 
 @dataclasses.dataclass(frozen=True)
 class LongRope(Scaling):
-    """Each pair's frequency divided by a factor of its own: by `short` in documents of up to
-    `original` tokens, by `long` in longer ones (Ding et al. 2024, arXiv:2402.13753, §3.2).
+    """Divides each pair's frequency by its own factor, which depends on the document's length.
 
-    One of the two turns the whole of a document, as if it were alone: what else is in its row or
-    its batch does not count, nor does padding. `transformers` chooses once for the whole call, by
-    the largest position in it, which is the same for a document alone. In generation a text is as
-    long as it is so far, so each token has the logits of a pass over the text up to it; a text that
-    grows beyond `original` is computed again (`lmlib.generate`), as `generate` of `transformers`
-    does with the whole batch.
+    The factors are `short` for documents of up to `original` tokens and `long` for longer ones
+    (Ding et al. 2024, arXiv:2402.13753, §3.2).
+
+    The choice is made for each document separately; padding, and other documents in its row or
+    batch, do not count. `transformers` chooses once for the whole call, by its largest position,
+    which is the same for a single document. During generation, a text's length is its length so
+    far, so each token has the logits of a pass over the text up to it. A text that grows beyond
+    `original` is computed again (`lmlib.generate`), as `generate` of `transformers` does with the
+    whole batch.
 
     Args:
       short, long: divisors of the frequencies, one for each pair.
-      original: positions of the training before.
-      factor: how many times longer documents may become; only kept.
-      amplitude: of cosines and sines, for short and long documents alike.
+      original: positions in the original training.
+      factor: how many times longer documents may become; stored, but not used.
+      amplitude: factor of cosines and sines, for short and long documents.
 
     Raises:
-      ValueError: if the two have different lengths, or hold what is not positive.
+      ValueError: if `short` and `long` have different lengths, or values that are not positive.
     """
 
     short: tuple[float, ...]
@@ -156,7 +163,7 @@ class LongRope(Scaling):
 
     def __post_init__(self) -> None:
         _check_factor(self.factor)
-        for name in ("short", "long"):  # a config's lists; settings are compared and hashed
+        for name in ("short", "long"):  # a config has lists, but settings are compared and hashed
             object.__setattr__(self, name, tuple(map(float, getattr(self, name))))
         if len(self.short) != len(self.long):
             raise ValueError(
@@ -184,8 +191,11 @@ class LongRope(Scaling):
 def document_lengths(
     positions_BS: Int32[Array, "b s"], order: str = "plain"
 ) -> Int32[Array, "b s"]:
-    """How long each token's document is, if its end is here: where positions do not go on. Rows lie
-    in `order` along `context`, and are gathered for it."""
+    """The length of each token's document, if the document's end is in the row.
+
+    A document ends where positions stop increasing by one. Rows are in `order` along `context`, and
+    are gathered.
+    """
     S = positions_BS.shape[1]
     positions_BS = gathered_rows(positions_BS, order)
     goes_on_BS = positions_BS[:, 1:] == positions_BS[:, :-1] + 1
@@ -196,7 +206,7 @@ def document_lengths(
 
 
 def long_rope_amplitude(factor: float, original: int) -> float:
-    """√(1 + ln(factor) / ln(original)), as in the code that Phi-3 was published with."""
+    """√(1 + ln(factor) / ln(original)), as in the code published with Phi-3."""
     return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
 
 

@@ -1,4 +1,4 @@
-"""A row for each token that attention adds to its values, from a table of the layer's own.
+"""A learned vector for each token, from the layer's own table, added to attention's values.
 
 Shapes: B batch, T sequence (keys), V vocab, C columns: kv_heads · head_dim, K kv_heads, D head_dim.
 """
@@ -19,20 +19,21 @@ from lmlib.parallel.matrix import dense
 
 
 class ValueEmbedding(Part):
-    """v + share · table[token] (Zhou et al. 2024, arXiv:2410.17897, §3, whose residual of the first
-    layer's values Jordan et al. 2024, https://github.com/KellerJordan/modded-nanogpt, replaced with
-    tables). The share is learned.
+    """v + share · table[token], with a learned share.
+
+    Zhou et al. 2024, arXiv:2410.17897, §3, add a residual of the first layer's values. Jordan et
+    al. 2024, https://github.com/KellerJordan/modded-nanogpt, replaced it with tables.
 
     The table is never gathered: its columns are split over all devices that hold parts of a layer,
-    and each looks up in its own. What multiplies nothing costs no FLOPs, but memory: vocab ·
-    kv_heads · head_dim weights in each layer that has one.
+    and each device looks up in its own. A lookup costs no FLOPs, but the table needs memory: vocab
+    · kv_heads · head_dim weights in each layer that has one.
 
     Args:
       vocab, kv_heads, head_dim: sizes.
-      deviation: of the table's initial values.
-      initial_share: what the share begins with.
+      deviation: standard deviation of the table's initial values.
+      initial_share: initial value of the share.
       key: seed of the table.
-      others: sizes that it does not need.
+      others: ignored sizes.
     """
 
     rows_may_be_split = True
@@ -68,8 +69,10 @@ class ValueEmbedding(Part):
     def __call__(
         self, v_BTKD: Float[Array, "b t kv_heads head_dim"], context: Context
     ) -> Float[Array, "b t kv_heads head_dim"]:
-        """The values with their tokens' rows, as they lay. Heads that `tensor` repeats are there
-        as often as in `v_BTKD`."""
+        """Returns the values plus the rows of their tokens, in the layout of `v_BTKD`.
+
+        Heads that `tensor` repeats in `v_BTKD` are repeated here as well.
+        """
         rows_BTC = looked_up(dense(self.table), context.shared[TOKENS], v_BTKD.dtype)
         B, T, K, D = v_BTKD.shape
         if self.kv_heads == K:
@@ -86,12 +89,12 @@ class ValueEmbedding(Part):
 def looked_up(
     table_VC: Float[Array, "vocab looked_up"], tokens_BS: Int32[Array, "b s"], dtype: DTypeLike
 ) -> Float[Array, "b s c"]:
-    """The rows `tokens_BS` of the table, in `dtype`, their columns split over `tensor`.
+    """The rows `tokens_BS` of the table, in `dtype`, with columns split over `tensor`.
 
-    The table stays where it is, as in `lmlib.models.parts.embedding.embedded`: each device looks up
-    the tokens of all devices along `fsdp` in its own columns, and rows are put together by an
-    all-to-all over `fsdp`. A token's gradient is summed in the table's dtype, and nothing as large
-    as the table travels, except over `data`.
+    The table stays in place, as in `lmlib.models.parts.embedding.embedded`: each device looks up
+    the tokens of all devices along `fsdp` in its own columns, and an all-to-all over `fsdp`
+    assembles the rows. A token's gradient is summed in the table's dtype. Nothing as large as the
+    table is sent, except over `data`.
     """
 
     def look_up(table_VC: Array, tokens_BS: Array) -> Array:
@@ -107,7 +110,7 @@ def looked_up(
 
 
 def _by_head(rows_BTC: Array, head_dim: int) -> Array:
-    """Whole heads, each of which lies on one device."""
+    """Splits columns into whole heads, each on one device."""
 
     def split(rows_BTC: Array) -> Array:
         B, T, C = rows_BTC.shape

@@ -1,12 +1,14 @@
-"""Layers in stages, one beside the other: pipeline parallelism within one program.
+"""Pipeline parallelism within one program: layers split into stages.
 
-Each device along `stage` keeps and computes layers of its own. In a slot of the schedule all stages
-compute at once, each for another microbatch, and the results move on by one stage (a ppermute).
-Backward JAX reverses the loop over slots: gradients move from the last stage to the first.
+Each device along `stage` stores and computes its own layers. In each slot of the schedule all
+stages compute at once, each for a different microbatch, and the results move on by one stage (a
+ppermute). In the backward pass JAX reverses the loop over slots: gradients move from the last stage
+to the first.
 
-Outside of the stages rows lie along `stage` as along `fsdp`. Each device brings some of its own to
-each of `groups` microbatches; those of a group wait, one at each stage, and move on by one stage a
-slot, so that the first stage takes one after the other (Xu et al. 2021, arXiv:2105.04663, §3.3).
+Outside of the stages, `stage` splits rows as `fsdp` does. Each device contributes some of its rows
+to each of `groups` microbatches. The microbatches of a group wait, one at each stage, and move on
+by one stage each slot, so that the first stage takes one after the other (Xu et al. 2021,
+arXiv:2105.04663, §3.3).
 
 Shapes: B batch, W rows of a microbatch, S sequence, E embed, P stages, G groups, M microbatches =
 groups × stages, T slots, R repetitions of a pattern, K repetitions of a chunk, V rounds.
@@ -33,12 +35,12 @@ from lmlib.parallel.stages import each_stage
 
 
 def in_chunks(repeated: Repeated, repeats: int, schedule: Schedule) -> Repeated:
-    """The chunks of each stage, (P, K, V, …), in place of (R, …).
+    """Splits stacked layers (R, …) into the chunks of each stage, (P, K, V, …).
 
-    Layers rest in their order, those of a stage next to each other. Where each stage has one chunk,
-    and all have as many layers, nothing moves; else weights travel to their stages, and their
-    gradients back (two all-to-alls each way). A chunk that lacks layers has copies of the last one,
-    which do not count.
+    Layers are stored in their order, and each stage stores adjacent ones. If each stage has one
+    chunk, and all have the same number of layers, nothing moves. Otherwise weights are sent to
+    their stages, and their gradients back (two all-to-alls each way). A chunk with too few layers
+    is padded with copies of the last one, which do not count.
     """
     mesh = jax.sharding.get_abstract_mesh()
     stages, rounds = schedule.stages, schedule.rounds
@@ -77,7 +79,11 @@ def in_chunks(repeated: Repeated, repeats: int, schedule: Schedule) -> Repeated:
 def brought(
     x_BSE: Float[Array, "b s embed"], groups: int, residual: str
 ) -> Float[Array, "p g w s embed"]:
-    """The microbatches as they wait; nothing is sent. `residual` names the layout of x."""
+    """Arranges the batch as waiting microbatches; nothing is sent.
+
+    Args:
+      residual: names of the axes of x.
+    """
 
     def local(x_BSE: Array) -> Array:
         return jnp.reshape(x_BSE, (1, groups, -1, *x_BSE.shape[1:]))
@@ -95,7 +101,7 @@ def taken_home(x_PGWSE: Float[Array, "p g w s embed"], residual: str) -> Float[A
 
 
 def everywhere(x_BS: Array, groups: int) -> Array:
-    """What each token has, (M, W, S) by microbatches, at all stages (an all-gather)."""
+    """Gathers values of each token on all stages, by microbatches (M, W, S) (an all-gather)."""
 
     def local(x_BS: Array) -> Array:
         x_GWS = jnp.reshape(x_BS, (groups, 1, -1, x_BS.shape[1]))
@@ -108,7 +114,7 @@ def everywhere(x_BS: Array, groups: int) -> Array:
 
 
 def next_of(waiting_PGWSE: Array, group: Int32[Array, ""]) -> Array:
-    """The waiting microbatches of a group, (P, W, S, E); that of the first stage is next."""
+    """The waiting microbatches of a group, (P, W, S, E); the first stage's is next."""
     return jax.lax.dynamic_index_in_dim(waiting_PGWSE, group, 1, keepdims=False)
 
 
@@ -118,9 +124,14 @@ def moved_up(
     residual: str,
     ended: tuple[Bool[Array, "p"], Array] | None = None,
 ) -> Array:
-    """The waiting microbatches of a group one stage nearer to the first, that of the first at the
-    last (a ppermute); nothing moves of group -1. `ended`: True at a stage whose microbatch has
-    ended, and these microbatches, which then wait in its place."""
+    """Moves the waiting microbatches of a group one stage closer to the first (a ppermute).
+
+    The first stage's microbatch moves to the last stage. Group -1 stays as it is.
+
+    Args:
+      ended: True at a stage whose microbatch has finished, and these microbatches, which then wait
+        in its place.
+    """
 
     def moved(x_PGWSE: Array) -> Array:
         x_PWSE = _passed_on(next_of(x_PGWSE, group), residual, -1)
@@ -132,7 +143,7 @@ def moved_up(
 
 
 def _passed_on(x_PWSE: Array, residual: str, stages: int) -> Array:
-    """Each stage's microbatch at the stage at this distance after it, in a ring (a ppermute)."""
+    """Sends each stage's microbatch `stages` stages further, in a ring (a ppermute)."""
     layout = partition(("stage", *_in_stages(residual)))
     return on_each_device(lambda x: passed_on(x, along("stage"), stages), (layout,), layout)(x_PWSE)
 
@@ -156,13 +167,14 @@ def run_in_stages(
     repeats: int,
     names: Sequence[str],
 ) -> tuple[Float[Array, "b s embed"], tuple[Given, ...]]:
-    """As `lmlib.models.scan.run`, of at least as many repetitions as there are stages; without
-    caches, and nothing is observed.
+    """`lmlib.models.scan.run` with layers split over the stages.
+
+    There must be at least as many repetitions as stages. Caches and `observe` are not supported.
 
     Args:
-      context: its shared values are integers, of which every stage keeps all rows, or activations,
-        which travel from stage to stage beside the residual stream.
-      computed: computes the shared values that follow from a context alone.
+      context: shared values are integers, for which every stage keeps all rows, or activations,
+        which travel from stage to stage together with the residual stream.
+      computed: computes the shared values that only depend on a context.
     """
     residual = context.compute.residual
     schedule = schedule_of(len(x_BSE), context.compute, jax.sharding.get_abstract_mesh())
@@ -211,7 +223,7 @@ def run_in_stages(
     waiting = jax.tree.map(
         lambda each: brought(each, schedule.groups, residual), (x_BSE, activations)
     )
-    # Until a stage gets its first microbatch it computes one that waits there: it does not count.
+    # A stage without its first microbatch computes one that waits there; the result does not count.
     at = jax.tree.map(lambda each: next_of(each, jnp.int32(0)), waiting)
     with jax.named_scope("slots"):
         (waiting, _), reports_TPK = jax.lax.scan(slot, (waiting, at), _moments(schedule))
@@ -220,7 +232,7 @@ def run_in_stages(
 
 
 def _parted(shared: Mapping[Hashable, Any]) -> tuple[dict[Hashable, Any], dict[Hashable, Any]]:
-    """Shared values that are activations, laid out as the residual stream, and the integers."""
+    """Splits shared values into activations, in the layout of the residual stream, and integers."""
     parts: tuple[dict[Hashable, Any], dict[Hashable, Any]] = {}, {}
     for key, value in shared.items():
         kinds = {jnp.issubdtype(leaf.dtype, jnp.integer) for leaf in jax.tree.leaves(value)}
@@ -229,7 +241,7 @@ def _parted(shared: Mapping[Hashable, Any]) -> tuple[dict[Hashable, Any], dict[H
 
 
 class _Moment(NamedTuple):
-    """A slot: what each stage does in it, and `Schedule.begins` and `Schedule.ends` of it."""
+    """A slot: the work of each stage, with the slot's `Schedule.begins` and `Schedule.ends`."""
 
     work: Work
     begins: Int32[Array, "*t"]
@@ -249,7 +261,7 @@ def _array(x: np.ndarray) -> Array:
 
 
 def _at(x: Array, index: Int32[Array, ""]) -> Array:
-    """`x[index]` of an axis that is whole."""
+    """`x[index]`, for an axis that is whole."""
     places = jax.typeof(x).sharding.spec.partitions
     taken = on_each_device(
         lambda x, index: jax.lax.dynamic_index_in_dim(x, index, keepdims=False),
@@ -260,7 +272,7 @@ def _at(x: Array, index: Int32[Array, ""]) -> Array:
 
 
 def _by_layer(reported_TPK: Array, schedule: Schedule, repeats: int) -> Array:
-    """Sums over the slots of what each layer's chunk reported in them, (R, …)."""
+    """The reports of each layer's chunk, summed over the slots, (R, …)."""
     round_T1P = schedule.work().round[:, None]
     of_round_TVP = round_T1P == np.arange(schedule.rounds)[:, None]
     whole_TPK = jax.sharding.reshard(reported_TPK, PartitionSpec())

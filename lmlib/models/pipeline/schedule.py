@@ -1,10 +1,11 @@
-"""Which stage computes which microbatch when: an interleaved schedule (Narayanan et al. 2021,
-arXiv:2104.04473, §2.2).
+"""An interleaved pipeline schedule: which microbatch each stage computes in each slot.
 
-Layers are cut into stages × rounds chunks, chunk c for the stage c modulo stages, so that each
-microbatch goes around the stages once a round. In a slot of time every stage computes a chunk for
-one microbatch. As many microbatches as there are stages make a group: one group follows another,
-and within a group rounds follow each other, so a microbatch that leaves the last stage begins its
+Source: Narayanan et al. 2021, arXiv:2104.04473, §2.2.
+
+Layers are split into stages × rounds chunks. Chunk c belongs to stage c modulo stages, so each
+microbatch goes around the stages once per round. In each slot every stage computes a chunk for one
+microbatch. Microbatches form groups, as many in each as there are stages. Groups follow each other,
+and rounds follow each other within a group, so a microbatch that leaves the last stage begins its
 next round in the next slot.
 
 Shapes: T slots, P stages.
@@ -21,14 +22,14 @@ from lmlib.parallel.mesh_axes import STAGE
 
 
 class Work(NamedTuple):
-    """What each stage does in each slot, as NumPy arrays (T, P), or JAX's of one of them.
+    """The work of each stage in each slot: NumPy arrays (T, P), or JAX arrays for one of them.
 
     Attributes:
-      microbatch: which one; of any kind where it does not count.
-      round: which of the stage's chunks.
-      counts: whether there is something to do; the other slots are the bubble.
-      begins: whether the microbatch comes from where it waits.
-      ends: whether it goes back there.
+      microbatch: its index; arbitrary in slots that do not count.
+      round: index of the stage's chunk.
+      counts: True if the stage has work; the other slots are the bubble.
+      begins: True if the microbatch comes from the waiting ones.
+      ends: True if the microbatch goes back to the waiting ones.
     """
 
     microbatch: Any
@@ -39,7 +40,13 @@ class Work(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """`stages`; `groups` of as many microbatches; `rounds` of each microbatch."""
+    """A schedule.
+
+    Attributes:
+      stages: number of stages, and of microbatches in a group.
+      groups: number of groups.
+      rounds: rounds of each microbatch.
+    """
 
     stages: int
     groups: int
@@ -51,12 +58,12 @@ class Schedule(NamedTuple):
 
     @property
     def slots(self) -> int:
-        """From the first stage's first microbatch to the last one's last."""
+        """Slots from the first stage's first microbatch to the last stage's last one."""
         return self.microbatches * self.rounds + self.stages - 1
 
     @property
     def bubble(self) -> float:
-        """The share of slots in which a stage has nothing to do."""
+        """Fraction of slots in which a stage has nothing to do."""
         return (self.stages - 1) / self.slots
 
     def work(self) -> Work:
@@ -75,17 +82,17 @@ class Schedule(NamedTuple):
         )
 
     def begins(self) -> np.ndarray:
-        """(T): the group from which the first stage takes a microbatch; -1 if it takes none."""
+        """(T): the group from which the first stage takes a microbatch; -1 for none."""
         work = self.work()
         return np.where(work.begins[:, 0], work.microbatch[:, 0] // self.stages, -1)
 
     def ends(self) -> np.ndarray:
-        """(T): the group to which the last stage gives one back; -1 if it gives none."""
+        """(T): the group to which the last stage returns a microbatch; -1 for none."""
         work = self.work()
         return np.where(work.ends[:, -1], work.microbatch[:, -1] // self.stages, -1)
 
 
 def schedule_of(rows: int, compute: Compute, mesh: Mesh | AbstractMesh) -> Schedule:
-    """Of so many rows, those of a microbatch of the optimizer's, on `mesh`."""
+    """Returns the schedule for `rows` rows of an optimizer microbatch on `mesh`."""
     of_all_devices = compute.pipeline_rows * pieces(COMPUTE["batch"], mesh)
     return Schedule(mesh.shape[STAGE], rows // of_all_devices, compute.pipeline_rounds)
