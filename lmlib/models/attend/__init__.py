@@ -1,17 +1,17 @@
-"""Causal attention kept within documents, by the best implementation for the devices at hand.
+"""Causal attention within documents, by the best implementation for the devices.
 
-    implementation  where                what
+    implementation  devices              description
     triton          NVIDIA GPUs          a fused kernel that skips other documents
-    cudnn           NVIDIA GPUs          cuDNN's fused attention, the quickest for rows of one
-                                         document; others it computes whole, under a mask
+    cudnn           NVIDIA GPUs          cuDNN's fused attention, the fastest for rows of one
+                                         document; it computes other rows whole, with a mask
     splash          TPUs                 Pallas's splash attention
-    blockwise       anywhere             tiles in plain JAX; no S × S matrix
-    plain           anywhere             the definition; an S × S matrix for each head
+    blockwise       any                  tiles in plain JAX; no S × S matrix
+    plain           any                  the definition; an S × S matrix for each head
 
-"auto" takes triton on NVIDIA GPUs, cudnn for rows that are known to be one document each, and
-splash on TPUs, where they can compute the shapes, else blockwise. All of them compute the same: a
-test compares each with the definition in float64. Where `context` splits rows, triton and splash
-compute them with gathered keys, and blockwise in two ways
+"auto" selects triton on NVIDIA GPUs, cudnn for rows that are known to be one document each, and
+splash on TPUs, if they support the shapes. Otherwise it selects blockwise. All of them compute the
+same: a test compares each with the definition in float64. If `context` splits rows, triton and
+splash compute them with gathered keys, and blockwise in two ways
 (`lmlib.models.attend.context_parallel`).
 """
 
@@ -38,7 +38,7 @@ from lmlib.models.attend.kernel import (
 from lmlib.parallel.collectives import devices_along, on_each_device, platform
 from lmlib.parallel.layout import COMPUTE, along, partition, reshard, whole_place
 
-# The choices of "auto", for each platform the best first; else blockwise.
+# The choices of "auto" for each platform, the best first; blockwise if none fits.
 _BEST = {"cuda": ("triton",), "tpu": ("splash",)}
 _BEST_OF_WHOLE_ROWS = _BEST | {"cuda": ("cudnn", "triton")}
 
@@ -57,25 +57,25 @@ def attend(
     order: str = "plain",
     way: str = "auto",
 ) -> Float[Array, "b s heads value_dim"]:
-    """softmax(scale · q kᵀ) v, each position over those of its own segment up to itself.
+    """softmax(scale · q kᵀ) v, each position over the earlier ones of its segment and itself.
+
+    Softmax is in float32 or wider; the result has v's dtype. `tensor` splits the heads; each device
+    attends with its own. Nothing is sent, except along `context`.
 
     Args:
-      segment_ids_BS: the document of its row that each position belongs to; the tokens of one
-        follow each other in the row. `None`: each row is one document.
+      segment_ids_BS: the document that each position belongs to, numbered within its row; the
+        tokens of a document are adjacent. `None`: each row is one document.
       implementation: "auto", or one of `IMPLEMENTATIONS`.
-      window: a position sees itself and the `window` - 1 before it; `None`: all before it.
-      scale: `None`: D^-1/2.
-      soft_cap: c, where a score s becomes c · tanh(s / c) before the mask (Gemma 2,
-        arXiv:2408.00118, §2); `None`: s stays.
-      sinks_H: the sink of each head, see `with_sinks`; `None`: there are none.
-      order: of the tokens of a row along `context`; see `lmlib.row_order`.
-      way: "auto", or one of `WAYS`, where `context` splits rows.
-
-    Softmax is in float32 at least; the result has v's dtype. `tensor` splits the heads; each device
-    attends with its own. Nothing is sent but along `context`.
+      window: a position attends to itself and the `window` - 1 before it; `None`: all before it.
+      scale: factor of the products; `None`: D^-1/2.
+      soft_cap: c, if scores s become c · tanh(s / c) before the mask (Gemma 2, arXiv:2408.00118,
+        §2); `None` leaves them as they are.
+      sinks_H: the sink of each head, see `with_sinks`; optional.
+      order: order of a row's tokens along `context`; see `lmlib.row_order`.
+      way: "auto", or one of `WAYS`, if `context` splits rows.
 
     Raises:
-      ValueError: if the implementation asked for cannot compute these shapes.
+      ValueError: if the chosen implementation does not support these shapes.
     """
     options = Options.of(window, scale, soft_cap, q_BSHD.shape[-1])
     heads, kv_heads = "batch seq heads head_dim", "batch seq kv_heads head_dim"
@@ -99,7 +99,7 @@ def attend(
     if sinks and not kernel.has_normaliser:
         raise ValueError(f"{implementation} has no sinks; use attention='blockwise' or 'auto'")
     if _is_split():
-        from lmlib.models.attend import context_parallel  # which only split rows need
+        from lmlib.models.attend import context_parallel  # only split rows need it
 
         heads_of = q_BSHD.shape[2], k_BTKD.shape[2]
         function = context_parallel.function_of(implementation, *heads_of, order, way, sinks)
@@ -120,13 +120,15 @@ def _of_whole_rows(
 
 
 def _is_split() -> bool:
-    """True if several devices of the mesh that is set share each row."""
+    """True if several devices of the current mesh share each row."""
     return devices_along(along("seq")) > 1
 
 
 def _every_row(axes: str) -> PartitionSpec:
-    """The layout of `axes`. It names the axes that split batch and rows even if they have size 1;
-    else JAX would sum gradients over them."""
+    """The layout of `axes`, including mesh axes of size 1 that split batch and rows.
+
+    Without these, JAX would sum gradients over them.
+    """
     _, _, *others = partition(axes)
     return PartitionSpec(whole_place(COMPUTE["batch"]), whole_place(COMPUTE["seq"]), *others)
 
@@ -146,8 +148,10 @@ def check_attention(
     sinks: bool = False,
     way: str = "auto",
 ) -> None:
-    """Raises ValueError if there is no such implementation or way, or it cannot compute this; see
-    `problem`."""
+    """Raises ValueError for an unknown implementation or way, or sizes that it does not support.
+
+    See `problem`.
+    """
     if way not in (ways := ("auto", *WAYS)):
         raise ValueError(f"context must be one of {', '.join(ways)}, got {way!r}")
     known = ("auto", *IMPLEMENTATIONS)
@@ -167,11 +171,12 @@ def problem(
     value_dim: int | None = None,
     sinks: bool = False,
 ) -> str | None:
-    """Why an implementation cannot compute attention of these sizes, if it cannot.
+    """The reason why an implementation does not support these sizes; `None` if it does.
 
     Args:
-      head_dim, value_dim: of queries and keys, and of values; `None`: that of queries.
-      sinks: whether there are sinks.
+      head_dim: size of queries and keys.
+      value_dim: size of values; `None`: `head_dim`.
+      sinks: True if there are sinks.
     """
     if implementation == "auto":
         return None
@@ -192,7 +197,7 @@ def chosen(
     way: str = "auto",
     whole_rows: bool = False,
 ) -> str:
-    """The choice of "auto" for these queries on the devices of the mesh that is set."""
+    """The choice of "auto" for these queries on the devices of the current mesh."""
     _, length, _, D = q_BSHD.shape
     names: tuple[str, ...] = (_BEST_OF_WHOLE_ROWS if whole_rows else _BEST).get(platform(), ())
     if names and _is_split():

@@ -1,15 +1,15 @@
 """Attention tile by tile in plain JAX (FlashAttention-2: Dao 2023, arXiv:2307.08691).
 
-A scan visits the pairs of a tile of queries and a tile of keys that causality and the window leave.
-The forward pass keeps its output and the logarithm of each query's normaliser; the backward pass
-computes the weights of a tile again from those. Memory grows with S, not with S × S.
+A scan visits the pairs of query tiles and key tiles that causality and the window allow. The
+forward pass saves its output and the logarithm of each query's normaliser; the backward pass
+recomputes the weights of a tile from them. Memory grows with S, not with S × S.
 
-Where devices along `context` share a row, each gathers the keys and values of all: an all-gather
-forward and another backward, and a reduce-scatter of their gradients.
+Devices along `context` that share a row gather all keys and values: an all-gather in the forward
+pass, another in the backward pass, and a reduce-scatter of their gradients.
 
-Shapes: C devices along `context`, M pieces of each, L pieces of keys, B batch, S sequence of a
-device (queries), T keys, H heads, K kv_heads, G = H / K query heads to each key-value head,
-D head_dim of queries and keys, V that of values.
+Shapes: C devices along `context`, M pieces per device, L pieces of keys, B batch, S sequence of a
+device (queries), T keys, H heads, K kv_heads, G = H / K query heads per key-value head, D head_dim
+of queries and keys, V head_dim of values.
 """
 
 import functools
@@ -39,7 +39,7 @@ from lmlib.parallel.collectives import all_gather, axis_index, devices_along, pl
 from lmlib.parallel.layout import along
 from lmlib.row_order import pieces_of_devices, places
 
-_PADDING = -1  # the segment of positions that fill up the last tile
+_PADDING = -1  # the segment of positions that pad the last tile
 
 
 def attend(
@@ -51,7 +51,7 @@ def attend(
     places: Places,
     options: Options,
 ) -> tuple[Float[Array, "b s h v"], Float[Array, "b s h"]]:
-    """See `lmlib.models.attend.kernel.Kernel`; of whole rows."""
+    """See `lmlib.models.attend.kernel.Kernel`; supports only whole rows."""
     S = q_BSHD.shape[1]
     tile = min(S, best_tile())
     tail = -S % tile
@@ -63,18 +63,18 @@ def attend(
 
 
 def best_tile() -> int:
-    """Tokens of a tile. On CPUs one stays in the cache of a core; elsewhere steps are few."""
+    """Tokens per tile: small enough for the cache of a CPU core, larger elsewhere for few steps."""
     return 128 if platform() == "cpu" else 512
 
 
 class Split(NamedTuple):
-    """How a row lies along the devices of `context`.
+    """The split of a row over the devices along `context`.
 
     Attributes:
       order: see `lmlib.row_order`.
-      length: tokens of a device.
-      devices: how many there are along `context`.
-      tile: tokens of one.
+      length: tokens per device.
+      devices: number of devices along `context`.
+      tile: tokens per tile.
     """
 
     order: str
@@ -84,13 +84,13 @@ class Split(NamedTuple):
 
     @classmethod
     def of(cls, order: str, length: int) -> "Split":
-        """For rows of which a device has `length` tokens, on the mesh that is set."""
+        """The split of rows with `length` tokens per device on the current mesh."""
         split = cls(order, length, devices_along(along("seq")), 0)
         return split._replace(tile=largest_tile(split.piece, best_tile()))
 
     @property
     def piece(self) -> int:
-        """Tokens of one, which stand in order."""
+        """Tokens per piece, which are adjacent in the row."""
         return self.length // self.pieces_CM.shape[1]
 
     @property
@@ -100,17 +100,17 @@ class Split(NamedTuple):
 
     @property
     def places_CS(self) -> Int[np.ndarray, "c s"]:
-        """The place in its row of each token of each device."""
+        """The position in its row of each token of each device."""
         whole_S = places(self.length * self.devices, self.devices, self.order)
         return whole_S.reshape(self.devices, -1).astype(np.int32)
 
     @property
     def query_places(self) -> Places:
-        """The places of this device's queries."""
+        """The positions of this device's queries."""
         return Places(self.places_CS, device(), self.piece)
 
     def places_of(self, owner: Array | int) -> Int[Array, "s"]:
-        """The places of the tokens of a device."""
+        """The positions of a device's tokens."""
         if self.devices == 1:
             return jnp.arange(self.length, dtype=jnp.int32)
         return jnp.asarray(self.places_CS)[owner]
@@ -124,7 +124,7 @@ class Split(NamedTuple):
         return Queries(q_BKGSD, segments_BS, self.places_of(device()))
 
     def in_row_order(self, gathered_BT: Array) -> Array:
-        """An array that was gathered along the axis 1, one device's part after the other's."""
+        """Reorders an array gathered along axis 1, device by device, to the row's order."""
         if self.order == "plain":
             return gathered_BT
         B, T, *others = gathered_BT.shape
@@ -147,7 +147,7 @@ def heads_first(
     v_BSKV: Array,
     segments_BS: Array,
 ) -> tuple[Float[Array, "b s h v"], Float[Array, "b s h"]]:
-    """`way`, such as `gathered`, of arrays whose heads come after the sequence."""
+    """Calls `way`, such as `gathered`, with arrays whose heads come after the sequence."""
     B, S, H, D = q_BSHD.shape
     k_BKSD, v_BKSV = k_BSKD.swapaxes(1, 2), v_BSKV.swapaxes(1, 2)
     q_BKGSD = q_BSHD.swapaxes(1, 2).reshape(B, k_BKSD.shape[1], -1, S, D)
@@ -160,8 +160,11 @@ def heads_first(
 def gathered(
     split: Split, options: Options, q_BKGSD: Array, k_BKSD: Array, v_BKSV: Array, segments_BS: Array
 ) -> Mixed:
-    """This device's queries over the keys of the whole row; nothing is sent if no device shares it.
-    With grouped heads keys are small beside queries; a device has room for those of the row."""
+    """Attention of this device's queries over the keys of the whole row.
+
+    Nothing is sent if no devices share the row. Keys of grouped heads are small compared with
+    queries, so a device has memory for all keys of the row.
+    """
     return _forward(split, options, q_BKGSD, k_BKSD, v_BKSV, segments_BS)[0]
 
 
@@ -205,7 +208,7 @@ gathered.defvjp(_forward, _backward)
 def _all_keys(
     split: Split, options: Options, k_BKSD: Array, v_BKSV: Array, segments_BS: Array
 ) -> tuple[Keys, list[Group]]:
-    """The keys of the whole row, one device's after the other's, and the pairs with them."""
+    """The keys of the whole row, device by device, and the pairs with them."""
     k_BKTD, v_BKTV = (all_gather(x, along("seq"), axis=2) for x in (k_BKSD, v_BKSV))
     segments_BT = all_gather(segments_BS, along("seq"), axis=1)
     alone = split.devices == 1

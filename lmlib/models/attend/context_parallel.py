@@ -1,16 +1,17 @@
-"""Context parallelism: attention of rows that several devices share. Each device has some queries
-of a row, and mixes values of the whole row.
+"""Context parallelism: attention over rows that several devices share.
+
+Each device has some queries of a row, and mixes values of the whole row.
 
     way     keys and values
     gather  each device gathers all of them (`lmlib.models.attend.blockwise.gathered`)
-    ring    they go round, one device's at a time
+    ring    they are passed around, one device's at a time
 
 Both visit the tiles of `lmlib.models.attend.tiles`, and compute the same. With "gather" a fused
-kernel may take the place of the tiles.
+kernel may replace the tiles.
 
-Shapes: C devices along `context`, P the part of each device of T, B batch, S sequence of a device,
-T that of the row, H heads, K kv_heads, G = H / K query heads to each key-value head, D head_dim of
-queries and keys, V that of values.
+Shapes: C devices along `context`, P each device's part of T, B batch, S sequence of a device, T
+sequence of the row, H heads, K kv_heads, G = H / K query heads per key-value head, D head_dim of
+queries and keys, V head_dim of values.
 """
 
 import functools
@@ -45,7 +46,7 @@ _SMALL = 4
 
 
 def problem(kernel: Kernel, way: str, sinks: bool = False) -> str | None:
-    """The reason why a fused kernel cannot compute split rows, or `None`."""
+    """The reason why a fused kernel does not support split rows; `None` if it does."""
     if not kernel.takes_pieces:
         return "it computes whole rows only"
     if sinks and not kernel.has_normaliser:
@@ -56,22 +57,22 @@ def problem(kernel: Kernel, way: str, sinks: bool = False) -> str | None:
 
 
 def length_of_piece(length: int, devices: int, order: str) -> int:
-    """The least number of a row's tokens that follow each other on one of its devices."""
+    """The minimum number of a row's tokens that are adjacent on one of its devices."""
     return length // pieces_of_devices(devices, order).size
 
 
 def function_of(
     implementation: str, heads: int, kv_heads: int, order: str, way: str, sinks: bool
 ) -> Callable[..., Any]:
-    """The function `(q_BSHD, k_BSKD, v_BSKV, segments_BS, options)` of a device.
+    """Returns the function `(q_BSHD, k_BSKD, v_BSKV, segments_BS, options)` for one device.
 
     Args:
-      order: which tokens of the row each device has; see `lmlib.row_order`.
-      way: "gather", "ring" or "auto", which is "gather" while what is gathered is small beside
-        queries.
+      order: the tokens of the row on each device; see `lmlib.row_order`.
+      way: "gather", "ring" or "auto". "auto" selects "gather" if the gathered arrays are small
+        compared with the queries.
 
     Raises:
-      ValueError: if the implementation cannot compute that; see `problem`.
+      ValueError: if the implementation does not support this; see `problem`.
     """
     if implementation != "blockwise":
         kernel = kernel_of(implementation)
@@ -115,7 +116,7 @@ def _all_of(x_BP: Array) -> Array:
 
 
 def _all_of_backward(_: None, d_BT: Array) -> tuple[Array]:
-    """The sum over devices is in float32 at least."""
+    """Sums over devices in float32 or wider."""
     wide = jnp.promote_types(d_BT.dtype, jnp.float32)
     return (psum_scatter(d_BT.astype(wide), along("seq"), axis=1).astype(d_BT.dtype),)
 
@@ -127,12 +128,11 @@ _all_of.defvjp(lambda x_BP: (_all_of(x_BP), None), _all_of_backward)
 def _ring(
     split: Split, options: Options, q_BKGSD: Array, k_BKSD: Array, v_BKSV: Array, segments_BS: Array
 ) -> Mixed:
-    """Keys and values go round from device to device (Liu et al. 2023, arXiv:2310.01889): each
-    device mixes those that are there with its own queries, so that none has more than one other
-    device's keys at a time.
+    """Ring attention: keys and values go from device to device (Liu et al. 2023, arXiv:2310.01889).
 
-    The gradients of keys and values go round with them. Rounds in which no query sees a key, as
-    there are with a window, are left out.
+    Each device mixes the values that it currently has for its own queries, and never holds more
+    than one other device's keys. The gradients of keys and values travel with them. Rounds in which
+    no query attends to a key, which a window causes, are skipped.
     """
     return _forward(split, options, q_BKGSD, k_BKSD, v_BKSV, segments_BS)[0]
 
@@ -164,7 +164,7 @@ def _backward(
         sums = Gradients(dq, *dkv)
         dq, *dkv = with_gradients(sums, queries, keys, known, groups, device(), options)
     summed = dkv[0].astype(k_BKSD.dtype), dkv[1].astype(v_BKSV.dtype)
-    dk_BKSD, dv_BKSV = _passed_on(summed, split.devices - before)  # home
+    dk_BKSD, dv_BKSV = _passed_on(summed, split.devices - before)  # back to their own device
     return dq.astype(q_BKGSD.dtype), dk_BKSD, dv_BKSV, None
 
 
@@ -172,7 +172,7 @@ _ring.defvjp(_forward, _backward)
 
 
 def _rounds(split: Split, options: Options) -> Iterator[tuple[int, list[Group]]]:
-    """The distance to the device whose keys are there, in each round, and the pairs with them."""
+    """The distance to the device whose keys are used in each round, and the pairs with them."""
     for away in range(split.devices):
         groups = split.groups(np.roll(split.pieces_CM, away, axis=0), options)
         if groups:
@@ -180,11 +180,11 @@ def _rounds(split: Split, options: Options) -> Iterator[tuple[int, list[Group]]]
 
 
 def _keys_there(split: Split, away: int, k_BKSD: Array, v_BKSV: Array, segments_BS: Array) -> Keys:
-    """Keys that are at rest on the device at this distance before this one."""
+    """The keys that belong to the device `away` places before this one."""
     owner = (device() - away) % split.devices
     return Keys(k_BKSD, v_BKSV, segments_BS, split.places_of(owner))
 
 
 def _passed_on(tree: Any, devices: int) -> Any:
-    """The arrays of each device, on the device at this distance after it."""
+    """Sends the arrays of each device `devices` places further."""
     return jax.tree.map(lambda x: passed_on(x, along("seq"), devices), tree)

@@ -1,6 +1,6 @@
 """The interface of attention kernels.
 
-A kernel is one function and a record of what it can compute. Masks, sinks, split rows and caches
+A kernel is one function and a record of its limits. Masks, sinks, split rows and caches
 build on it.
 
 Shapes: C devices along `context`, S sequence of a device (queries), B batch, H heads.
@@ -16,7 +16,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-# Kernels by name, imported when they are first used: a fused one needs its accelerator's Pallas.
+# Kernels by name, imported on first use: a fused one needs its accelerator's Pallas.
 _MODULES = {
     "cudnn": "lmlib.models.attend.fused.cudnn",
     "triton": "lmlib.models.attend.fused.triton",
@@ -25,7 +25,7 @@ _MODULES = {
     "plain": "lmlib.models.attend.plain",
 }
 IMPLEMENTATIONS = tuple(_MODULES)
-# Ways in which devices that share a row exchange keys: see `lmlib.models.attend.context_parallel`.
+# Methods of exchanging keys on split rows: see `lmlib.models.attend.context_parallel`.
 WAYS = ("gather", "ring")
 
 
@@ -40,7 +40,7 @@ class Options(NamedTuple):
     def of(
         cls, window: int | None, scale: float | None, soft_cap: float | None, head_dim: int
     ) -> "Options":
-        """`None` for the scale gives the usual one, head_dim^-1/2."""
+        """Makes options; a scale of `None` becomes the default, head_dim^-1/2."""
         return cls(window, head_dim**-0.5 if scale is None else scale, soft_cap)
 
     def scores(self, products: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -56,12 +56,12 @@ class Options(NamedTuple):
 
 
 class Places(NamedTuple):
-    """The place in its row of each query of each device.
+    """The position in its row of each query of each device.
 
     Attributes:
-      devices_CS: the places, known before the program runs.
+      devices_CS: the positions, known before the program runs.
       device: the index of this device.
-      piece: the least number of a device's tokens that follow each other in the row.
+      piece: the minimum number of a device's tokens that are adjacent in the row.
     """
 
     devices_CS: Int[np.ndarray, "c s"]
@@ -70,12 +70,12 @@ class Places(NamedTuple):
 
     @property
     def own_S(self) -> Int[Array, "s"]:
-        """The places of this device's queries."""
+        """The positions of this device's queries."""
         return jnp.asarray(self.devices_CS)[self.device]
 
 
 def whole_row(length: int) -> Places:
-    """The places of a device that has every token of a row."""
+    """The positions on a device that has every token of a row."""
     return Places(np.arange(length, dtype=np.int32)[None], 0, length)
 
 
@@ -83,13 +83,13 @@ class Kernel(NamedTuple):
     """An implementation of attention on one device.
 
     Attributes:
-      attend: `(q_BSHD, k_BTKD, v_BTKV, segments_BS, segments_BT, places, options)` gives the mixed
-        values [B, S, H, V], and the logarithm of each query's normaliser [B, S, H] or `None`.
-        Keys are those of the row, in its order. Segments are ids of documents.
-      problem: `(sequence_length, head_dim, dtype, soft_cap)` gives the reason why it cannot compute
-        these, or `None`.
-      has_normaliser: True if it gives the normaliser, which sinks need.
-      takes_pieces: True if queries may be some of a row's.
+      attend: `(q_BSHD, k_BTKD, v_BTKV, segments_BS, segments_BT, places, options)` returns the
+        mixed values [B, S, H, V], and the logarithm of each query's normaliser [B, S, H] or `None`.
+        Keys cover the whole row, in its order. Segments are ids of documents.
+      problem: `(sequence_length, head_dim, dtype, soft_cap)` returns the reason why the kernel does
+        not support these, or `None`.
+      has_normaliser: True if it returns the normaliser, which sinks need.
+      takes_pieces: True if queries may be a part of the row.
     """
 
     attend: Callable[..., tuple[Array, Array | None]]
@@ -103,9 +103,12 @@ def with_sinks(
     log_normaliser_BSH: Float[Array, "b s heads"],
     sinks_H: Float[Array, "heads"],
 ) -> Float[Array, "b s heads value_dim"]:
-    """The result of attention with sinks, from that without: beside its scores, softmax takes a
-    learned logit of its head, which has no value (gpt-oss: OpenAI 2025, arXiv:2508.10925, §2.2;
-    Xiao et al. 2023, arXiv:2309.17453, §3.3)."""
+    """Adds sinks to the result of attention without sinks.
+
+    A sink is a learned logit of each head that softmax includes in addition to the scores, without
+    a value (gpt-oss: OpenAI 2025, arXiv:2508.10925, §2.2; Xiao et al. 2023, arXiv:2309.17453,
+    §3.3).
+    """
     left_BSH = left_by_sinks(log_normaliser_BSH, sinks_H)
     return (mixed_BSHV * left_BSH[..., None]).astype(mixed_BSHV.dtype)
 
@@ -113,15 +116,18 @@ def with_sinks(
 def left_by_sinks(
     log_normaliser: Float[Array, "..."], sinks: Float[Array, "..."]
 ) -> Float[Array, "..."]:
-    """The share of the weights that a sink leaves, in float32 at least: with a sink s beside scores
-    whose normaliser is exp(n), all weights are multiplied by exp(n) / (exp(n) + exp(s)), which is
-    sigmoid(n - s). A kernel need not know of sinks. It gives n, and its gradient."""
+    """The sum of the attention weights that a sink leaves, in float32 or wider.
+
+    With a sink s and a normaliser exp(n) of the scores, all weights are multiplied by exp(n) /
+    (exp(n) + exp(s)), which is sigmoid(n - s). A kernel does not need to support sinks, only to
+    return n and its gradient.
+    """
     wide = jnp.promote_types(sinks.dtype, jnp.float32)
     return jax.nn.sigmoid(log_normaliser - sinks.astype(wide))
 
 
 def kernel_of(implementation: str) -> Kernel:
-    """The kernel of this name, one of `IMPLEMENTATIONS`."""
+    """Returns the kernel with this name, one of `IMPLEMENTATIONS`."""
     kernel: Any = importlib.import_module(_MODULES[implementation]).KERNEL
     assert isinstance(kernel, Kernel)
     return kernel

@@ -1,7 +1,7 @@
 """Attention by its definition (Vaswani et al. 2017, arXiv:1706.03762, eq. 1): the reference.
 
 Shapes: B batch, S sequence (queries), T sequence (keys), H heads, K kv_heads, G = H / K query heads
-to each key-value head, D head_dim of queries and keys, V that of values.
+per key-value head, D head_dim of queries and keys, V head_dim of values.
 """
 
 import functools
@@ -26,7 +26,7 @@ def attend(
     places: Places,
     options: Options,
 ) -> tuple[Float[Array, "b s h v"], Float[Array, "b s h"]]:
-    """See `lmlib.models.attend.kernel.Kernel`; of whole rows."""
+    """See `lmlib.models.attend.kernel.Kernel`; supports only whole rows."""
     B, S, H, _ = q_BSHD.shape
     weights_BHST, log_normaliser_BHS = weights(q_BSHD, k_BTKD, segments_BS, options)
     weights_BKGST = weights_BHST.astype(v_BTKV.dtype).reshape(B, k_BTKD.shape[2], -1, S, S)
@@ -42,8 +42,7 @@ def weights(
     segment_ids_BS: Int32[Array, "b s"],
     options: Options,
 ) -> tuple[Float[Array, "b h s t"], Float[Array, "b h s"]]:
-    """See `attention_weights`, and the logarithms of their normalisers; on the part of one
-    device."""
+    """`attention_weights` on one device's part, and the logarithms of the normalisers."""
     B, S, H, D = q_BSHD.shape
     q_BSKGD = q_BSHD.reshape(B, S, k_BTKD.shape[2], -1, D)
     wide = jnp.promote_types(q_BSHD.dtype, jnp.float32)
@@ -68,8 +67,10 @@ def attention_weights(
     soft_cap: float | None = None,
     sinks_H: Float[Array, "heads"] | None = None,
 ) -> Float[Array, "b heads s t"]:
-    """The weight of each key (t) for each query (s) in `lmlib.models.attend.attend`, whose
-    arguments these are. Each row adds up to 1, less the share of a sink. float32 at least."""
+    """The weight of each key (t) for each query (s) in `lmlib.models.attend.attend`.
+
+    Takes the same arguments. Each row sums to 1, minus the weight of a sink. float32 or wider.
+    """
     options = Options.of(window, scale, soft_cap, q_BSHD.shape[-1])
     if segment_ids_BS is None:
         segment_ids_BS = one_document(q_BSHD)

@@ -1,14 +1,16 @@
-"""Attention by pairs of a tile of queries and a tile of keys (FlashAttention-2: Dao 2023,
-arXiv:2307.08691): the pairs to visit, and the computation of one pair after another, in any order.
+"""Attention by pairs of query tiles and key tiles: the pairs to visit, and their computation.
 
-A row is cut into pieces, and each piece into tiles. Which tiles of two pieces see each other
-depends on the distance of the pieces. So pairs of pieces are grouped by the tiles that they visit.
-Each device has a list of them, of the same length on all devices, as they run one program.
+Source: FlashAttention-2 (Dao 2023, arXiv:2307.08691). Pairs may be computed in any order.
+
+A row is cut into pieces, and each piece into tiles. The distance of two pieces determines which of
+their tiles attend to each other, so pairs of pieces are grouped by the tiles that they visit. Each
+device has a list of pairs. The lists have the same length on all devices, since all run one
+program.
 
 Shapes: B batch, S sequence (queries), T sequence (keys), H heads, K kv_heads, G = H / K query heads
-to each key-value head, D head_dim of queries and keys, V that of values, Q queries of a tile, R
-keys of a tile, P pairs of tiles; C devices, M pieces of queries of a device, L pieces of keys, N
-pairs of pieces.
+per key-value head, D head_dim of queries and keys, V head_dim of values, Q queries per tile, R keys
+per tile, P pairs of tiles; C devices, M pieces of queries per device, L pieces of keys, N pairs of
+pieces.
 """
 
 import functools
@@ -30,11 +32,11 @@ class Group(NamedTuple):
     """Pairs of pieces that visit the same pairs of tiles.
 
     Attributes:
-      tile: tokens of one.
-      tiles_of_piece: how many there are.
+      tile: tokens per tile.
+      tiles_of_piece: tiles per piece.
       tiles_P2: a tile of the piece of queries, and one of the piece of keys.
-      pieces_CN3: for each device a piece of its queries, one of its keys, and 1; or 0 where the
-        device has fewer pairs than others.
+      pieces_CN3: for each device the index of a piece of queries, of a piece of keys, and 1; or 0
+        as padding, if the device has fewer pairs than others.
     """
 
     tile: int
@@ -50,12 +52,12 @@ def grouped_pairs(
     tile: int,
     window: int | None,
 ) -> list[Group]:
-    """All pairs in which a query sees a key.
+    """Returns all pairs in which a query attends to a key.
 
     Args:
-      queries_CM, keys_CL: which pieces of the row each device has.
-      piece, tile: tokens of each; `tile` divides `piece`.
-      window: as in `lmlib.models.attend.attend`.
+      queries_CM, keys_CL: pieces of the row on each device.
+      piece, tile: tokens per piece and per tile; `tile` divides `piece`.
+      window: see `lmlib.models.attend.attend`.
     """
     tiles = piece // tile
     by_distance: dict[int, _Tiles] = {}
@@ -84,14 +86,13 @@ def largest_tile(piece: int, most: int) -> int:
 
 
 def _tiles_seen(distance: int, tiles: int, tile: int, window: int | None) -> _Tiles:
-    """Of two pieces so many pieces apart, every tile of queries with each tile of keys that any of
-    them sees."""
+    """The pairs of tiles that attend to each other, for two pieces that are `distance` apart."""
     return tuple(
         (i, j)
         for i in range(tiles)
         for j in range(tiles)
         if (apart := distance * tiles + i - j) >= 0
-        # The nearest two positions of different tiles.
+        # The closest two positions of different tiles.
         and (window is None or apart == 0 or (apart - 1) * tile + 1 < window)
     )
 
@@ -104,20 +105,23 @@ def _padded(of_devices: list[list[tuple[int, int]]]) -> Int[np.ndarray, "c n 3"]
     return pairs_CN3
 
 
-# The mean of each query's values, [B, K, G, S, V], and the logarithm of its normaliser,
-# [B, K, G, S]; or the gradients of both.
+# The mean of each query's values, [B, K, G, S, V], and the logarithm of its normaliser, [B, K, G,
+# S]; or the gradients of both.
 Mixed = tuple[Array, Array]
-# What the backward pass needs: queries, keys, values and segments of a device, and what it mixed.
+# The residuals of the backward pass: queries, keys, values and segments of a device, and its
+# result.
 Saved = tuple[tuple[Array, Array, Array, Array], Mixed]
 
-_FAR = -1e30  # a score that no sum notices, and from which no infinity comes
+_FAR = -1e30  # negligible in any sum, and still finite
 
 
 class Queries(NamedTuple):
-    """Attributes:
-    q_BKGSD: queries.
-    segments_BS: which document of its row each belongs to.
-    places_S: where in the row each stands.
+    """Queries of a device.
+
+    Attributes:
+      q_BKGSD: queries.
+      segments_BS: the document of each query, numbered within its row.
+      places_S: the position of each query in the row.
     """
 
     q_BKGSD: Float[Array, "b k g s d"]
@@ -126,7 +130,7 @@ class Queries(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """As `Queries`, of keys and their values."""
+    """Keys and their values; the other attributes are the same as in `Queries`."""
 
     k_BKTD: Float[Array, "b k t d"]
     v_BKTV: Float[Array, "b k t v"]
@@ -135,12 +139,12 @@ class Keys(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Of the pairs so far, for each query (the paper's algorithm 1).
+    """Running sums over pairs for each query (the paper's algorithm 1).
 
     Attributes:
       mixed_BKGSV: the sum of values, each times its exponential.
       normaliser_BKGS: the sum of the exponentials.
-      highest_BKGS: the largest score, which every exponential is relative to.
+      highest_BKGS: the largest score, to which every exponential is relative.
     """
 
     mixed_BKGSV: Float[Array, "b k g s v"]
@@ -148,7 +152,7 @@ class Sums(NamedTuple):
     highest_BKGS: Float[Array, "b k g s"]
 
     def weighted(self, dtype: jnp.dtype) -> Mixed:
-        """In `dtype`; may be kept for the backward pass."""
+        """The result in `dtype`; it may be saved for the backward pass."""
         mixed_BKGSV = (self.mixed_BKGSV / self.normaliser_BKGS[..., None]).astype(dtype)
         log_normaliser_BKGS = self.highest_BKGS + jnp.log(self.normaliser_BKGS)
         return (
@@ -158,7 +162,7 @@ class Sums(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Of the pairs so far, in float32 at least."""
+    """Running sums of gradients, in float32 or wider."""
 
     dq_BKGSD: Float[Array, "b k g s d"]
     dk_BKTD: Float[Array, "b k t d"]
@@ -166,12 +170,12 @@ class Gradients(NamedTuple):
 
 
 class Arriving(NamedTuple):
-    """What the backward pass knows of each query.
+    """The inputs of the backward pass for each query.
 
     Attributes:
       log_normaliser_BKGS: from the forward pass.
-      d_mixed_BKGSV: the gradient of what was mixed.
-      towards_BKGS: what is taken from the gradient of each of the query's weights.
+      d_mixed_BKGSV: the gradient of the mixed values.
+      towards_BKGS: subtracted from the gradient of each of the query's weights.
     """
 
     log_normaliser_BKGS: Float[Array, "b k g s"]
@@ -179,7 +183,7 @@ class Arriving(NamedTuple):
     towards_BKGS: Float[Array, "b k g s"]
 
 
-Added = TypeVar("Added", Sums, Gradients)  # what pairs are added to
+Added = TypeVar("Added", Sums, Gradients)  # the type that pairs are added to
 
 
 def nothing_mixed(q_BKGSD: Array, value_dim: int) -> Sums:
@@ -197,8 +201,11 @@ def no_gradients(q_BKGSD: Array, k_BKTD: Array, v_BKTV: Array) -> Gradients:
 
 
 def arriving(mixed: Mixed, gradients: Mixed) -> Arriving:
-    """The derivative of a log-normaliser is the weights themselves, so what arrives for it is added
-    to what arrives for each weight."""
+    """Returns the inputs of the backward pass from the gradients of the results.
+
+    The derivative of a log-normaliser is the weights themselves, so its gradient is added to the
+    gradient of each weight.
+    """
     (mixed_BKGSV, log_normaliser_BKGS), (d_mixed_BKGSV, d_log_normaliser_BKGS) = mixed, gradients
     wide = log_normaliser_BKGS.dtype
     towards_BKGS = jnp.sum(mixed_BKGSV.astype(wide) * d_mixed_BKGSV.astype(wide), axis=-1)
@@ -213,7 +220,7 @@ def mixed_with(
     device: Array | int,
     options: Options,
 ) -> Sums:
-    """The sums with the pairs of `groups` added, of a device's rows of them."""
+    """Adds the pairs of `groups` on this device to the sums."""
     queries, keys = _known_together(queries, keys)
 
     def visit(sums: Sums, i: Array, j: Array, counts: Array) -> Sums:
@@ -252,7 +259,7 @@ def with_gradients(
     device: Array | int,
     options: Options,
 ) -> Gradients:
-    """The gradients with those of the pairs of `groups` added (the paper's algorithm 2)."""
+    """Adds the gradients of the pairs of `groups` (the paper's algorithm 2)."""
     queries, keys = _known_together(queries, keys)
     product = functools.partial(jnp.einsum, preferred_element_type=given.log_normaliser_BKGS.dtype)
 
@@ -283,9 +290,11 @@ def with_gradients(
 
 
 def _known_together(queries: Queries, keys: Keys) -> tuple[Queries, Keys]:
-    """Both, none of their arrays before the others. Else JAX, which sees that segments and places
-    are the same in all layers, would make the masks of all tiles ahead of the scan over layers, and
-    keep them."""
+    """Makes all arrays available at the same time.
+
+    JAX knows that segments and positions are the same in all layers. Without this barrier it would
+    compute the masks of all tiles before the scan over layers, and store them.
+    """
     return jax.lax.optimization_barrier((queries, keys))
 
 
@@ -295,7 +304,7 @@ def _visited(
     groups: Sequence[Group],
     device: Array | int,
 ) -> Added:
-    """`sums` after all pairs of tiles of the pairs of pieces that the device has."""
+    """Visits all pairs of tiles of the device's pairs of pieces."""
     for group in groups:
         pairs_N3 = jnp.asarray(group.pieces_CN3)[device]
         of_pieces = functools.partial(_visited_pieces, visit, group)
@@ -309,7 +318,7 @@ def _visited(
 def _visited_pieces(
     visit: Callable[[Added, Array, Array, Array], Added], group: Group, sums: Added, pair_3: Array
 ) -> tuple[Added, None]:
-    """`sums` after all pairs of tiles of two pieces."""
+    """Visits all pairs of tiles of two pieces."""
     first_2, counts = pair_3[:2] * group.tiles_of_piece, pair_3[2] > 0
 
     def one(sums: Added, tiles_2: Array) -> tuple[Added, None]:
@@ -322,7 +331,7 @@ def _visited_pieces(
 def _scores(
     queries: Queries, keys: Keys, i: Array, j: Array, tile: int, options: Options
 ) -> tuple[Float[Array, "b k g q r"], Bool[Array, "b q r"]]:
-    """The scores of query tile i and key tile j, and which of them count."""
+    """The scores of query tile i and key tile j, and a mask of the ones that count."""
     q_BKGQD, k_BKRD = _tile(queries.q_BKGSD, i, tile, 3), _tile(keys.k_BKTD, j, tile, 2)
     wide = jnp.promote_types(q_BKGQD.dtype, jnp.float32)
     scores_BKGQR = jnp.einsum("bkgqd,bkrd->bkgqr", q_BKGQD, k_BKRD, preferred_element_type=wide)

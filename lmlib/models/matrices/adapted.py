@@ -1,4 +1,4 @@
-"""A matrix that stays as it is, and a product of two small ones beside it, which train (LoRA).
+"""LoRA: a frozen matrix plus the product of two small trainable ones.
 
 Shapes: R rank.
 """
@@ -23,29 +23,30 @@ from lmlib.parallel.layout import COMPUTE
 from lmlib.parallel.matrix import Matrix, dense
 from lmlib.parallel.mesh_axes import PARTS, names_of
 
-DOWN_RANK, UP_RANK = "down_rank", "up_rank"  # the rank's axis in each of the two
+DOWN_RANK, UP_RANK = "down_rank", "up_rank"  # the rank's axis in `down` and in `up`
 EXPERT, CHOICE = "expert", "choice"  # axes of experts, and of their router
 
 
 class Adapted(Matrix):
-    """base + scale · down · up. Products do not make it: they multiply by each of the three (LoRA:
-    Hu et al. 2021, arXiv:2106.09685, eq. 3). The base gets no gradient.
+    """base + scale · down · up (LoRA: Hu et al. 2021, arXiv:2106.09685, eq. 3).
+
+    The sum is not computed: inputs are multiplied by each of the three. The base gets no gradient.
 
     `down` has the axes of `base` that products sum over, then the rank; `up` has the rank, then the
-    others; before them, as in `base`, lie stacked layers. They lie on the mesh as these axes do,
-    both split over `fsdp` too (`lmlib.parallel.layout.stored`). Over `tensor` the rank is split
-    where no axis of `down` is.
+    other axes. Axes of stacked layers come first, as in `base`. The axes have the same layouts as
+    in `base`, and both matrices are also split over `fsdp` (`lmlib.parallel.layout.stored`). The
+    rank is split over `tensor` if no axis of `down` is.
 
-    Experts, along the first axis of `base`, have a pair each, along the first axis of both; these
-    lie on the devices of the experts, and their rank is whole.
+    If the first axis of `base` is experts, each expert has its own pair, along the first axis of
+    both. The pairs are on the devices of their experts, and their rank is whole.
 
     Attributes:
       base: an array, or a `lmlib.models.matrices.int8.Int8`.
-      alpha, rank_stabilized: scale is alpha / rank, or alpha / √rank if it is stabilized.
-      dropout: rate at which elements of what `down` multiplies are dropped in training.
-      key: of that, in a layer of a step that trains; `None` otherwise.
-      declaration: of `base`.
-      axis_names: of the three.
+      alpha, rank_stabilized: scale is alpha / rank, or alpha / √rank if `rank_stabilized`.
+      dropout: dropout rate of the input of `down` in training.
+      key: key for dropout, in a layer of a training step; `None` otherwise.
+      declaration: the declaration of `base`.
+      axis_names: axis names of the three arrays.
     """
 
     rows_may_be_split = True
@@ -87,7 +88,7 @@ class Adapted(Matrix):
 
     @property
     def apart(self) -> tuple[str, ...]:
-        """The axes of `base` along which each index is a matrix by itself."""
+        """The axes of `base` along which each index is a separate matrix."""
         return experts_axes(self.axis_names["base"].split())
 
     @property
@@ -98,7 +99,7 @@ class Adapted(Matrix):
         return dataclasses.replace(self, key=key)
 
     def gets_gradient(self) -> Any:
-        """See `Matrix.gets_gradient`; the base has none."""
+        """See `Matrix.gets_gradient`; False for the base."""
         every = jax.tree.map(lambda _: True, self)
         return eqx.tree_at(lambda one: one.base, every, replace=False)
 
@@ -118,7 +119,7 @@ class Adapted(Matrix):
         return multiply(x, jax.lax.stop_gradient(self.base)) + self.scale * added
 
     def dense(self, dtype: DTypeLike = jnp.float32) -> Float[Array, "..."]:
-        """base + scale · down · up, in float32 at least, which lies as `base` does."""
+        """base + scale · down · up, in float32 or wider, in the layout of `base`."""
         base = dense(self.base)
         wide = jnp.promote_types(base.dtype, dtype)
         down, up, layout = self.down, self.up, None
@@ -136,8 +137,11 @@ class Adapted(Matrix):
         return base.astype(wide) + self.scale * added
 
     def low_rank(self, down: bool) -> Declaration:
-        """Of `down` or `up`. The initial values are those of PEFT: `down` has variance 1 / (3 ·
-        fan_in), `up` is zero, so that an adapted model starts as its base."""
+        """The declaration of `down` or `up`.
+
+        The initial values are the same as in PEFT: `down` has variance 1 / (3 · fan_in), `up` is
+        zero, so that an adapted model starts as its base.
+        """
         rules = {**COMPUTE, **self.declaration.rules}
         taken = self.apart or any(rules[axis] == rules[DOWN_RANK] for axis in self.summed)
         rules = {**self.declaration.rules, **({DOWN_RANK: None} if taken else {})}
@@ -155,10 +159,11 @@ def adapted(
     dropout: float,
     key: PRNGKeyArray,
 ) -> Adapted:
-    """`base`, which `weight` describes, with new matrices beside it.
+    """Adds new low-rank matrices to `base`, the array of `weight`.
 
     Raises:
-      LayoutError: if products do not sum over its first axes, or the first after that of experts.
+      LayoutError: if products do not sum over its first axes, or the first after the axis of
+        experts.
     """
     stacked, axes = weight.stacked, weight.own_axes
     summed, apart = summed_axes(weight.declaration, axes), experts_axes(axes)
@@ -189,19 +194,19 @@ def adapted(
 
 
 def can_be_adapted(weight: Weight) -> bool:
-    """Whether it is a matrix, or a table of the vocabulary, and not of a router."""
+    """True for a matrix, or a table of the vocabulary, except for a router."""
     if CHOICE in weight.axes:
         return False
     return weight.declaration.multiplied or "vocab" in weight.axes
 
 
 def experts_axes(axes: Sequence[str]) -> tuple[str, ...]:
-    """Of the axes of one layer's weight that of experts, if it comes first."""
+    """The axis of experts among the axes of one layer's weight, if it comes first."""
     return (EXPERT,) if axes[0] == EXPERT else ()
 
 
 def summed_axes(declaration: Declaration, axes: Sequence[str]) -> tuple[str, ...]:
-    """Of a weight's axes, those that products sum over; of a table that is looked up, the first."""
+    """The axes of a weight that products sum over; the first axis of a lookup table."""
     assert isinstance(declaration.initial, Random)
     return declaration.initial.summed or (axes[0],)
 
@@ -211,7 +216,7 @@ def is_adapted(node: Any) -> bool:
 
 
 def map_adapted(function: Callable[[str, Adapted], Any], tree: M) -> M:
-    """`tree` with each `Adapted` replaced by `function(path, adapted)`."""
+    """Replaces each `Adapted` in `tree` by `function(path, adapted)`."""
 
     def visit(keys: Any, node: Any) -> Any:
         if not is_adapted(node):
@@ -222,13 +227,12 @@ def map_adapted(function: Callable[[str, Adapted], Any], tree: M) -> M:
 
 
 def without_adapters(model: M) -> M:
-    """The base of `model`: what it was before it was adapted."""
+    """Returns `model` without adapters, as it was before they were added."""
     return map_adapted(lambda _, one: one.base, model)
 
 
 def with_bases(model: M, bases: Any) -> M:
-    """`model` with the weights of `bases`, which is `model` without its adapters: it keeps its
-    adapters alone."""
+    """Replaces all weights of `model` except its adapters by `bases`, a model without adapters."""
 
     def beside(one: Any, base: Any) -> Any:
         return dataclasses.replace(one, base=base) if is_adapted(one) else base
@@ -245,9 +249,9 @@ def _low_rank_product(
 ) -> Array:
     """scale · (x · down) · up.
 
-    Layouts: where `down` is split over `tensor` along the rank, what it makes is gathered over
-    `tensor` (an all-gather; backward a reduce-scatter); where it is along what is summed over, that
-    is summed over `tensor` (a psum or a reduce-scatter, as `out_sharding` says for y).
+    Layouts: if `tensor` splits the rank of `down`, the result of `down` is gathered over `tensor`
+    (an all-gather; a reduce-scatter in the backward pass). If `tensor` splits a summed axis, the
+    result is summed over `tensor` (a psum or a reduce-scatter, depending on `out_sharding` for y).
     """
     operands, y_axes = equation.split("->")
     x_axes, w_axes = operands.split(",")
@@ -268,14 +272,14 @@ def _low_rank_product(
         places = (jax.typeof(x).sharding.spec if out_sharding is None else out_sharding).partitions
         h = product_of_arrays(down, x, w.down, None, PartitionSpec(*places[: len(lead)], None))
         over = {name for place in places[: len(lead)] for name in names_of(place)} & {*PARTS}
-        if over:  # sequence-parallel: `up`'s gradient is a sum over it
+        if over:  # sequence-parallel: the gradient of `up` is summed over it
             layout = jax.typeof(w_up).sharding.spec
             w_up = jax.sharding.reshard(w_up, layout.update(reduced={*layout.reduced, *over}))
     return w.scale * product_of_arrays(up, h, w_up, None, out_sharding)
 
 
 def _dropped(x: Array, w: Adapted) -> Array:
-    """x as `down` multiplies it: in training elements are dropped at `w.dropout`."""
+    """Applies dropout to the input of `down`, in training."""
     if w.key is None:
         return x
     layout = None

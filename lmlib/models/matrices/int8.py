@@ -1,4 +1,4 @@
-"""Matrices that rest in 8 bits: half the memory of bfloat16, for weights that are not trained."""
+"""Matrices stored in 8 bits: half the memory of bfloat16, for weights that are not trained."""
 
 import dataclasses
 from collections.abc import Callable
@@ -21,11 +21,11 @@ _ONE = "one"  # the axis of a scale along which products sum
 
 
 class Int8(Matrix):
-    """values · scale, with a scale for each slice that a product sums over, as
-    `lmlib.models.matrices.quantized.rounded` makes them; each element is off by at most scale / 2.
+    """values · scale, with a scale for each slice that a product sums over.
 
-    It lies on the mesh as the weight would. `lmlib.parallel.gathering.gather` moves the 8 bits and
-    makes numbers of them where they are used.
+    `lmlib.models.matrices.quantized.rounded` makes both; the error of each element is at most scale
+    / 2. The layout is the same as the weight's. `lmlib.parallel.gathering.gather` sends the 8 bits,
+    and converts them to numbers where they are used.
     """
 
     rows_may_be_split = True
@@ -40,8 +40,11 @@ class Int8(Matrix):
     declaration: Declaration = eqx.field(static=True)
 
     def gathered(self, dtype: DTypeLike, after: Array | None) -> Float[Array, "..."]:
-        """See `Matrix.gathered`: the array, made once `after` is there. XLA would make it before a
-        loop, for all its turns (that of JAX 0.10 does so on CPUs all the same)."""
+        """See `Matrix.gathered`: the array, not computed before `after` is available.
+
+        XLA would compute it before a loop, for all its iterations (the XLA of JAX 0.10 still does
+        so on CPUs).
+        """
         values, scale = self.values, self.scale
         if after is not None:
             values, scale, _ = jax.lax.optimization_barrier((values, scale, after))
@@ -63,14 +66,16 @@ class Int8(Matrix):
         return self.values.shape
 
 
-# The scales of an array that lies on a mesh are computed where it lies, also outside of a program.
+# Jitted, so that an array on a mesh keeps its layout outside of a program, too.
 _rounded = jax.jit(rounded, static_argnames=("summed", "dtype"))
 
 
 def in_int8(weight: Weight, array: Array) -> Any:
-    """`array`, which is that of `weight`, as an `Int8` if it is a matrix that multiplies
-    activations, not one of the vocabulary and not one that declares a dtype of its own; else as it
-    is."""
+    """Converts `array`, the array of `weight`, to an `Int8` if possible; otherwise returns it.
+
+    It must be a matrix that multiplies activations, without a vocabulary axis and without its own
+    dtype.
+    """
     declared = weight.declaration
     if not declared.multiplied or declared.dtype is not None or "vocab" in weight.axes:
         return array
@@ -90,7 +95,7 @@ def in_int8(weight: Weight, array: Array) -> Any:
         dataclasses.replace(
             declared,
             initial=Random(declared.initial.deviation(sizes)),
-            multiplied=False,  # what is made of it is
+            multiplied=False,  # products multiply by the dense array
             rules={**declared.rules, _ONE: None},
         ),
     )

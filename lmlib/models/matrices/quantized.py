@@ -1,25 +1,27 @@
-"""Products of activations and weights in 8 bits, for training (AQT, github.com/google/aqt, brought
-such products to JAX; SwitchBack: Wortsman et al. 2023, arXiv:2304.13013).
+"""Products of activations and weights in 8 bits, for training.
+
+AQT (github.com/google/aqt) brought such products to JAX; SwitchBack: Wortsman et al. 2023,
+arXiv:2304.13013.
 
     precision  operands                     sums     largest value
     int8       x, w and dy are int8         int32    127
     float8     x and w e4m3, dy e5m2        float32  448 and 57,344
 
-int32 holds any sum over up to 133,000 elements.
-The float8 formats, and which is for what, are those of Micikevicius et al. 2022, arXiv:2209.05433.
+int32 holds any sum over up to 133,000 elements. The float8 formats and their use follow
+Micikevicius et al. 2022, arXiv:2209.05433.
 
-Each slice of an operand that is summed over gets a scale of its own, from its largest absolute
-value, in every step anew. An operand is rounded to the nearest value · scale; then the error of a
-product is that of rounding its two operands:
+Each slice of an operand that is summed over gets its own scale, computed from its largest absolute
+value in every step. An operand is rounded to the nearest value · scale. The error of a product is
+the result of rounding its two operands:
 
-    int8    each element is off by at most scale / 2 = largest / 254
-    e4m3    … by at most 2^-4 of itself, or 2^-10 · scale if that is more
-    e5m2    … by at most 2^-3 of itself, or 2^-17 · scale if that is more
+    int8    the error of each element is at most scale / 2 = largest / 254
+    e4m3    … at most 2^-4 of the element, or 2^-10 · scale if that is more
+    e5m2    … at most 2^-3 of the element, or 2^-17 · scale if that is more
 
-Backward, rounding counts as the identity (straight-through: Bengio et al. 2013, arXiv:1308.3432).
-dx = dy wᵀ is a product in 8 bits too, with scales along its own sum. dw = xᵀ dy is computed from
-what arrived, unrounded, in the compute dtype: its sum runs over all tokens of the batch, where
-SwitchBack found that the errors of 8 bits do harm.
+In the backward pass, rounding counts as the identity (straight-through: Bengio et al. 2013,
+arXiv:1308.3432). dx = dy wᵀ is also a product in 8 bits, with scales along its own sum. dw = xᵀ dy
+is computed from the unrounded gradient in the compute dtype: its sum runs over all tokens of the
+batch, and SwitchBack found that errors of 8 bits are harmful there.
 """
 
 from collections.abc import Mapping
@@ -33,7 +35,7 @@ from jaxtyping import Array, Float
 
 
 class Formats(NamedTuple):
-    """The dtypes of forward operands, and of the gradient that arrives in the backward pass."""
+    """The dtypes of forward operands, and of the incoming gradient in the backward pass."""
 
     forward: DTypeLike
     arriving: DTypeLike
@@ -45,12 +47,11 @@ FORMATS = {
 }
 
 
-KINDS = ("projections", "mlp")  # of products, as `Compute.quantized` names them
+KINDS = ("projections", "mlp")  # kinds of products, as `Compute.quantized` names them
 
 
 def check_quantized(quantized: Mapping[str, str]) -> None:
-    """Raises ValueError if it names a kind of product that there is not, or a precision that is
-    not in `FORMATS`."""
+    """Raises ValueError for an unknown kind of product, or a precision that is not in `FORMATS`."""
     for kind, precision in quantized.items():
         if kind not in KINDS:
             raise ValueError(f"quantized names {kind!r}; it may name {' and '.join(KINDS)}")
@@ -67,12 +68,12 @@ def rounded_product(
     formats: tuple[DTypeLike, DTypeLike],
     out_sharding: PartitionSpec | None = None,
 ) -> Float[Array, "..."]:
-    """`jnp.einsum` of `a` and `b` rounded to `formats`; the result has a's dtype. An element whose
-    sum meets NaN or infinity is not finite.
+    """`jnp.einsum` of `a` and `b` rounded to `formats`; the result has a's dtype.
 
-    No axis may be summed over in one operand alone, nor stand in both operands and the result.
-    Scales lie as their operand does, but for the axes of the sum, over which they are the same
-    everywhere. If those are split, the sums travel in 32 bits.
+    An element whose sum includes NaN or infinity is not finite. Each summed axis must be in both
+    operands, and no axis may be in both operands and the result. Scales have the layout of their
+    operand, except that they are the same everywhere along summed axes. If the summed axes are
+    split, the sums are sent in 32 bits.
     """
     operands, y_axes = equation.split("->")
     a_axes, b_axes = operands.split(",")
@@ -91,10 +92,10 @@ def rounded_product(
 def rounded(
     x: Float[Array, "..."], summed: tuple[int, ...], dtype: DTypeLike
 ) -> tuple[Array, Float[Array, "..."]]:
-    """`x` as values of `dtype` and float32 scales: x is about values · scales.
+    """Rounds `x` to values of `dtype` with float32 scales: x is about values · scales.
 
-    A scale is for all elements along the axes `summed`, which have size 1 in it. It makes their
-    largest absolute value the largest of `dtype`, and is a normal number even if all are zero.
+    A scale covers all elements along the axes `summed`, which have size 1 in it. It maps their
+    largest absolute value to the largest of `dtype`, and is a normal number even if all are zero.
     """
     integer = jnp.issubdtype(dtype, jnp.integer)
     limit = float(jnp.iinfo(dtype).max if integer else jnp.finfo(dtype).max)
@@ -106,7 +107,7 @@ def rounded(
 
 
 def _spread(scale: Array, axes: str, y_axes: str) -> Array:
-    """Scales of an operand in the order of the result's axes, to multiply it with."""
+    """The scales of an operand, arranged to be multiplied with the result."""
     scale = jnp.squeeze(scale, _places_not_in(y_axes, axes))
     kept = [axis for axis in axes if axis in y_axes]
     scale = jnp.transpose(scale, [kept.index(axis) for axis in y_axes if axis in kept])
@@ -118,15 +119,17 @@ def _places_not_in(others: str, axes: str) -> tuple[int, ...]:
 
 
 def _plain(x: Array) -> Array:
-    """`x` without the `reduced` axes in its layout, which what was gathered has: JAX lets only
-    products take those."""
+    """Removes the `reduced` axes from the layout of `x`, which gathered arrays have.
+
+    JAX supports them only in products.
+    """
     if jax.sharding.get_abstract_mesh().empty:
         return x
     return jax.sharding.reshard(x, jax.typeof(x).sharding.spec.update(reduced=frozenset()))
 
 
 def _shared(scale: Array, out_sharding: PartitionSpec | None) -> Array:
-    """`scale` for sums of which each device holds a part: it is the same for all of these."""
+    """Replicates `scale` for partial sums, since all parts of a sum have the same scale."""
     if out_sharding is None or not out_sharding.unreduced:
         return scale
     layout = jax.typeof(scale).sharding.spec

@@ -24,25 +24,30 @@ from lmlib.parallel.layout import spec
 
 
 class Attention(Part):
-    """softmax(scale · q kᵀ) v with G query heads sharing each key-value head (Ainslie et al. 2023,
-    arXiv:2305.13245). `tensor` splits the heads; each device attends with its own.
+    """softmax(scale · q kᵀ) v, where G query heads share each key-value head.
+
+    Grouped-query attention: Ainslie et al. 2023, arXiv:2305.13245. `tensor` splits the heads; each
+    device attends with its own.
 
     Args:
       embed, heads, kv_heads, head_dim: sizes.
-      rotary: rotates queries and keys by their positions; `None` does not.
-      window: positions that each one attends to, itself and those before it; `None`: all.
-      scale: of the products; `None`: head_dim^-1/2.
-      soft_cap: c, where a score s becomes c · tanh(s / c) before the mask; `None`: s stays.
-      bias: whether query, key and value have biases.
-      output_bias: whether the output has one.
-      sinks: whether each head has a sink; see `lmlib.models.attend.kernel.with_sinks`.
-      norm: makes the norms of queries and keys before they are rotated, called with `key` and the
-        sizes of heads and head_dim: `RMSNorm` with axes "head_dim", for each head alone, or with
-        "heads head_dim" (of keys: "kv_heads head_dim"). `None`: there are none.
+      rotary: rotates queries and keys by their positions; optional.
+      window: number of positions that each one attends to, itself and the ones before it; `None`:
+        all.
+      scale: factor of the products; `None`: head_dim^-1/2.
+      soft_cap: c, if scores s become c · tanh(s / c) before the mask; `None` leaves them as they
+        are.
+      bias: True if query, key and value have biases.
+      output_bias: True if the output has a bias.
+      sinks: True if each head has a sink; see `lmlib.models.attend.kernel.with_sinks`.
+      norm: makes the norms of queries and keys before rotation, called with `key` and the sizes of
+        heads and head_dim: `RMSNorm` with axes "head_dim" norms each head separately, with "heads
+        head_dim" (for keys: "kv_heads head_dim") all together. `None`: without norms.
       key_norm: makes the norm of keys; `None`: `norm` does.
-      value_embedding: makes what is added to the values of each token, called as `norm` is:
-        `functools.partial(ValueEmbedding, vocab)`; `None`: nothing is.
-      residual_scale: of the output's initial values; see `lmlib.models.weights.residual_scale`.
+      value_embedding: makes a part that adds to the values of each token, called like `norm`:
+        `functools.partial(ValueEmbedding, vocab)`; optional.
+      residual_scale: factor of the output's initial values; see
+        `lmlib.models.weights.residual_scale`.
 
     Raises:
       ValueError: if `kv_heads` does not divide `heads`.
@@ -125,8 +130,8 @@ class Attention(Part):
     ) -> tuple[Float[Array, "b s embed"], Any]:
         """A mixer's call. The cache is a `lmlib.models.parts.cache.KeysAndValues`.
 
-        Layouts: x whole along `seq`; the result as `context.compute.residual` names, for which the
-        last product is summed over `tensor` (a psum or a reduce-scatter).
+        Layouts: x is whole along `seq`; the result has the layout that `context.compute.residual`
+        names. The last product is therefore summed over `tensor` (a psum or a reduce-scatter).
         """
         q_BSHD, k_BTKD, v_BTKD = self._projected(x_BSE, context)
         with jax.named_scope("attention"):
@@ -145,7 +150,7 @@ class Attention(Part):
                     way=context.compute.context,
                 )
                 if cache is not None:
-                    from lmlib.models.parts.cache import extended  # which generation alone needs
+                    from lmlib.models.parts.cache import extended  # only generation needs it
 
                     cache = extended(cache, k_BTKD, v_BTKD, context.positions_BS)
             else:
@@ -179,7 +184,7 @@ class Attention(Part):
         )
 
     def _projected(self, x_BSE: Array, context: Context) -> tuple[Array, Array, Array]:
-        """Queries, keys and values, as they are attended with."""
+        """Queries, keys and values after biases, norms and rotation."""
         precision = context.compute.precision("projections")
         with jax.named_scope("projections"):
             q_BSHD = product("bse,ehd->bshd", x_BSE, self.query, precision)
@@ -208,17 +213,18 @@ class Attention(Part):
         return () if self.rotary is None else self.rotary.switches
 
     def empty_cache(self, rows: int, length: int, dtype: DTypeLike) -> Any:
-        """See `Part.empty_cache`; of a window's size if there is one."""
+        """See `Part.empty_cache`; with a window the cache has the window's size."""
         from lmlib.models.parts.cache import empty_cache
 
         kv_heads, head_dim = self.key.shape[-2:]
         return empty_cache(rows, min(self.window or length, length), kv_heads, head_dim, dtype)
 
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:
-        """Of its weights, and of the two products of activations: 12 · heads · head_dim · keys.
+        """FLOPs of the weights and of the two products of activations: 12 · heads · head_dim ·
+        keys.
 
-        `keys` is the sequence's length or the window's, or if `causal` how many a position sees on
-        average, about half: what a kernel that skips masked blocks computes.
+        `keys` is the sequence's length or the window's. If `causal`, it is the mean number of keys
+        that a position attends to, about half, as computed by a kernel that skips masked blocks.
         """
         heads, head_dim = self.query.shape[-2:]
         keys = float(min(self.window or sequence_length, sequence_length))
@@ -227,8 +233,11 @@ class Attention(Part):
         return product_flops(self) + 12 * heads * head_dim * keys
 
     def check(self, sequence_length: int, compute: Compute) -> None:
-        """Raises ValueError if `compute.attention` is unknown or cannot compute these sizes, or
-        sequences are too long for the rotary positions."""
+        """Raises ValueError if attention or rotary positions cannot compute these sizes.
+
+        `compute.attention` must be known and support the sizes, and the sequences must not be too
+        long for the rotary positions.
+        """
         if self.rotary is not None:
             self.rotary.check(sequence_length)
         check_attention(

@@ -1,1 +1,1 @@
-"""Fused kernels of attention, each for one kind of device."""
+"""Fused attention kernels, each for one kind of device."""

@@ -1,7 +1,7 @@
-"""cuDNN's fused attention, on NVIDIA GPUs.
+"""cuDNN's fused attention, for NVIDIA GPUs.
 
 Shapes: B batch, S sequence (queries), T sequence (keys), H heads, K kv_heads, D head_dim of queries
-and keys, V that of values.
+and keys, V head_dim of values.
 """
 
 import jax
@@ -15,7 +15,7 @@ from lmlib.models.attend.kernel import Kernel, Options, Places
 def problem(
     sequence_length: int, head_dim: int, dtype: DTypeLike, soft_cap: float | None = None
 ) -> str | None:
-    """Why cuDNN cannot compute attention of these sizes, if it cannot."""
+    """The reason why cuDNN does not support these sizes; `None` if it does."""
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
         return f"cudnn computes in bfloat16 or float16, not in {jnp.dtype(dtype)}"
     if head_dim % 8 or head_dim > 128:
@@ -34,11 +34,12 @@ def attend(
     places: Places,
     options: Options,
 ) -> tuple[Float[Array, "b s h v"], None]:
-    """See `lmlib.models.attend.kernel.Kernel`; of whole rows.
+    """See `lmlib.models.attend.kernel.Kernel`; supports only whole rows.
 
-    Rows that are one document, `segments_BS=None`, need no mask. Else documents are kept apart
-    by one of (B, 1, S, T) that all heads share: JAX's interface to cuDNN takes neither segment ids
-    nor borders within a row. It has one head_dim: the smaller of D and V is filled up with zeros.
+    Rows that are one document, `segments_BS=None`, need no mask. Otherwise a mask (B, 1, S, T),
+    shared by all heads, separates documents: JAX's interface to cuDNN supports neither segment ids
+    nor borders within a row. It supports only one head_dim: the smaller of D and V is padded with
+    zeros.
     """
     S, V = q_BSHD.shape[1], v_BTKV.shape[-1]
     D = max(q_BSHD.shape[-1], V)

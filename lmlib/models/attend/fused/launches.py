@@ -1,8 +1,8 @@
-"""In which tiles, and by how many warps, Triton's kernels compute attention: measured, not derived.
+"""Tile sizes and numbers of warps of the Triton kernels: measured, not derived.
 
     python benchmarks/kernels/attention.py --launches
 
-times others.
+measures others.
 """
 
 import math
@@ -15,8 +15,13 @@ from lmlib.models.attend.fused.visits import Tiles
 
 
 class Launch(NamedTuple):
-    """How a kernel is launched: a program for each tile, of so many warps, and how many turns of
-    its loop are loaded ahead."""
+    """Launch settings of a kernel.
+
+    Attributes:
+      tiles: tile sizes; each tile is one program.
+      warps: warps per program.
+      stages: iterations of its loop that are loaded ahead.
+    """
 
     tiles: Tiles
     warps: int
@@ -24,7 +29,7 @@ class Launch(NamedTuple):
 
 
 class Launches(NamedTuple):
-    """Of each kernel, and the tokens of a piece."""
+    """Launch settings of each kernel, and the tokens of a piece."""
 
     mixed: Launch
     query_gradients: Launch
@@ -32,9 +37,9 @@ class Launches(NamedTuple):
     piece: int
 
 
-# For heads of up to so many bytes: of some twenty each, the quickest on an H200 at rows of 1,024
-# tokens in bfloat16; a tile of 128 keys is 8 % quicker for their gradients at 16,384. The last was
-# not tried.
+# Keys are the largest size of a head in bytes. Each entry was the fastest of about twenty on an
+# H200 for rows of 1,024 tokens in bfloat16; a tile of 128 keys is 8 % faster for the gradients of
+# keys at 16,384. The last entry was not measured.
 _LAUNCHES = {
     128: (Launch(Tiles(64, 64), 4, 2), Launch(Tiles(64, 64), 4, 3), Launch(Tiles(64, 64), 4, 3)),
     256: (Launch(Tiles(64, 64), 4, 3), Launch(Tiles(64, 64), 4, 2), Launch(Tiles(64, 64), 4, 2)),
@@ -44,7 +49,7 @@ _LAUNCHES = {
 
 
 def launches_of(piece: int, head_dim: int, dtype: DTypeLike) -> Launches:
-    """For pieces of so many tokens, which every tile divides."""
+    """Returns the launches for pieces of `piece` tokens, which every tile divides."""
     size = head_dim * jnp.dtype(dtype).itemsize
     largest = next(each for limit, each in _LAUNCHES.items() if size <= limit)
     mixed, query_gradients, key_gradients = (

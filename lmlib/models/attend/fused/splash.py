@@ -1,11 +1,11 @@
-"""Splash attention: Pallas's fused attention for TPUs, which skips tiles that are all masked.
+"""Splash attention: Pallas's fused attention for TPUs, which skips fully masked tiles.
 
-JAX's own `process_mask` compares all pairs of tokens, which takes minutes from rows of 65,536 on. A
-tile's tokens follow each other, so its first and its last say what the tile sees.
+JAX's own `process_mask` compares all pairs of tokens, which takes minutes for rows of 65,536 tokens
+or more. The tokens of a tile are adjacent, so its first and last token determine its visible tiles.
 
-Shapes: C devices along `context`, B batch, S sequence (queries), T sequence (keys), H heads,
-K kv_heads, D head_dim of queries and keys, V that of values, N tiles of queries, M tiles of keys, W
-the most tiles that any tile of the other side has to visit.
+Shapes: C devices along `context`, B batch, S sequence (queries), T sequence (keys), H heads, K
+kv_heads, D head_dim of queries and keys, V head_dim of values, N tiles of queries, M tiles of keys,
+W the maximum number of tiles that a tile of the other side visits.
 """
 
 from typing import NamedTuple
@@ -24,7 +24,7 @@ from lmlib.parallel.collectives import platform
 
 
 class Visible(NamedTuple):
-    """Whether a query sees a key, by their places in the row; computed in the kernel."""
+    """True if a query attends to a key, by their positions in the row; computed in the kernel."""
 
     window: int | None
 
@@ -36,15 +36,16 @@ class Visible(NamedTuple):
 def visited(
     places_CS: Int[np.ndarray, "c s"], keys: int, tile: int, window: int | None
 ) -> tuple[MaskInfo, MaskInfo]:
-    """For each tile of queries the tiles of keys that it visits, and the other way round; the
-    arrays have an axis of devices before those that the kernel knows.
+    """The key tiles that each query tile visits, and the query tiles that each key tile visits.
+
+    The arrays have an axis of devices before the axes that the kernel expects.
 
     Args:
-      places_CS: where in the row each query of each device stands; those of a tile follow each
-        other.
+      places_CS: position in the row of each query of each device; positions within a tile are
+        adjacent.
       keys: tokens of the row.
-      tile: tokens of one, of queries and of keys.
-      window: as in `lmlib.models.attend.attend`.
+      tile: tokens per tile, for queries and for keys.
+      window: see `lmlib.models.attend.attend`.
     """
     first_CN1 = places_CS[:, ::tile, None]
     last_CN1, first_M = first_CN1 + tile - 1, np.arange(0, keys, tile)
@@ -63,8 +64,10 @@ def visited(
 def _in_order(
     visible_CNM: Bool[np.ndarray, "c n m"],
 ) -> tuple[Int[np.ndarray, "c n w"], Int[np.ndarray, "c n w"]]:
-    """Of each of N tiles those of M that it visits, then the last of them again, of which nothing
-    is fetched or computed; and 1 for each that is computed."""
+    """The visible tiles of each tile in order, and 1 for each that is computed.
+
+    The last one is repeated as padding: the kernel does not load or compute it again.
+    """
     visits_CN1 = visible_CNM.sum(axis=2, keepdims=True)
     steps_W = np.arange(visits_CN1.max())
     ordered_CNM = np.argsort(~visible_CNM, axis=2, kind="stable")
@@ -91,14 +94,14 @@ def _info(
     )
 
 
-_LANES = 128  # of a TPU's vector unit: tiles are multiples of it
+_LANES = 128  # lanes of a TPU's vector unit: tiles are multiples of it
 _LARGEST_TILE = 512
 
 
 def problem(
     sequence_length: int, head_dim: int, dtype: DTypeLike, soft_cap: float | None = None
 ) -> str | None:
-    """Why splash attention cannot compute attention of these sizes, if it cannot."""
+    """The reason why splash attention does not support these sizes; `None` if it does."""
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float32):
         return f"splash computes in bfloat16 or float32, not in {jnp.dtype(dtype)}"
     if sequence_length % _LANES:
@@ -119,8 +122,10 @@ def attend(
     places: Places,
     options: Options,
 ) -> tuple[Float[Array, "b s h v"], None]:
-    """See `lmlib.models.attend.kernel.Kernel`. Where there is no TPU, Pallas interprets the kernel,
-    which is for tests."""
+    """See `lmlib.models.attend.kernel.Kernel`.
+
+    Without a TPU, Pallas interprets the kernel, for tests.
+    """
     segments = kernel.SegmentIds(segments_BS, segments_BT)
     devices_CS, own, piece = places
     for size in (q_BSHD.shape[-1], v_BTKV.shape[-1]):

@@ -1,12 +1,12 @@
-"""Fused attention for NVIDIA GPUs that knows documents, in Pallas for Triton.
+"""Fused attention for NVIDIA GPUs with documents, in Pallas for Triton.
 
-A tile of queries visits the tiles of keys that its documents and the window leave, and masks those
-at their borders. So a packed row costs what its documents cost, no mask lies in memory, and a
-device may have any pieces of a row. cuDNN, as JAX calls it, has neither, nor soft caps or sinks,
-but is quicker where a row is one document: docs/gpus.md.
+A tile of queries visits the tiles of keys that its documents and the window allow, and masks the
+ones at their borders. A packed row therefore costs as much as its documents, memory holds no mask,
+and a device may have any pieces of a row. cuDNN, as JAX calls it, supports none of these, nor soft
+caps or sinks, but is faster if a row is one document: docs/gpus.md.
 
 Shapes: B batch, S sequence (queries), T sequence (keys), H heads, K kv_heads, D head_dim of queries
-and keys, V that of values.
+and keys, V head_dim of values.
 """
 
 import functools
@@ -22,14 +22,14 @@ from lmlib.models.attend.fused.launches import Launches, launches_of
 from lmlib.models.attend.fused.visits import Sight, sight
 from lmlib.models.attend.kernel import Kernel, Options, Places
 
-_SMALLEST_TILE = 16  # that a GPU's units for products take
+_SMALLEST_TILE = 16  # the minimum for a GPU's tensor cores
 _LARGEST_HEAD = 256
 
 
 def problem(
     sequence_length: int, head_dim: int, dtype: DTypeLike, soft_cap: float | None = None
 ) -> str | None:
-    """Why this kernel cannot compute attention of these sizes, if it cannot."""
+    """The reason why this kernel does not support these sizes; `None` if it does."""
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16, jnp.float32):
         return f"triton computes in bfloat16, float16 or float32, not in {jnp.dtype(dtype)}"
     if sequence_length % _SMALLEST_TILE:
@@ -51,8 +51,10 @@ def attend(
     places: Places,
     options: Options,
 ) -> tuple[Float[Array, "b s h v"], Float[Array, "b s h"]]:
-    """See `lmlib.models.attend.kernel.Kernel`. Where there is no GPU, Pallas interprets the kernel,
-    which is for tests."""
+    """See `lmlib.models.attend.kernel.Kernel`.
+
+    Without a GPU, Pallas interprets the kernel, for tests.
+    """
     V = v_BTKV.shape[-1]
     for size in (q_BSHD.shape[-1], V):
         if (reason := problem(places.piece, size, q_BSHD.dtype)) is not None:
@@ -89,7 +91,7 @@ def _backward(
 ) -> tuple[Array, Array, Array, None]:
     q_BSHD, k_BTKD, v_BTKV, seen, mixed_BSHV, log_normaliser_BHS = saved
     d_mixed_BSHV, d_log_normaliser_BHS = given
-    # What is taken from the gradient of each weight: see `lmlib.models.attend.tiles.arriving`.
+    # Subtracted from the gradient of each weight: see `lmlib.models.attend.tiles.arriving`.
     products_BSHV = mixed_BSHV.astype(jnp.float32) * d_mixed_BSHV.astype(jnp.float32)
     towards_BHS = jnp.sum(products_BSHV, axis=-1).swapaxes(1, 2) - d_log_normaliser_BHS
     arriving = d_mixed_BSHV, log_normaliser_BHS, towards_BHS
@@ -106,7 +108,7 @@ _mixed.defvjp(_forward, _backward)
 
 
 def _filled(x_BSHD: Array) -> Array:
-    """With zeros, to a head_dim that is a power of two: Triton's tiles have no other sizes."""
+    """Pads head_dim with zeros to a power of two, the only sizes of Triton's tiles."""
     size = x_BSHD.shape[-1]
     missing = max(_SMALLEST_TILE, 1 << (size - 1).bit_length()) - size
     return jnp.pad(x_BSHD, ((0, 0), (0, 0), (0, 0), (0, missing))) if missing else x_BSHD

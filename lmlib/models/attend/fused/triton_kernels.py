@@ -1,14 +1,14 @@
 """The kernels of `lmlib.models.attend.fused.triton` (FlashAttention-2: Dao 2023, arXiv:2307.08691).
 
-    mixed            a tile of queries mixes the values of the keys that it sees (algorithm 1)
+    mixed            a tile of queries mixes the values of its keys (algorithm 1)
     query_gradients  the same tiles again, for the gradient of the queries (algorithm 2)
-    key_gradients    a tile of keys gathers what the queries that see it give back (algorithm 2)
+    key_gradients    a tile of keys sums the gradients from its queries (algorithm 2)
 
-Scores are in float32, products of what the arrays have.
+Scores are float32; products have the dtype of the arrays.
 
 Shapes: B batch, S sequence (queries), T sequence (keys), H heads, K kv_heads, G = H / K query heads
-to each key-value head, D head_dim of queries and keys, V that of values, Q queries of a tile, R
-keys of a tile, N and M tiles of queries and of keys, P pieces.
+per key-value head, D head_dim of queries and keys, V head_dim of values, Q queries per tile, R keys
+per tile, N and M tiles of queries and of keys, P pieces.
 """
 
 import functools
@@ -27,17 +27,17 @@ from lmlib.models.attend.fused.visits import Sight, Tiles, keys_visited, queries
 from lmlib.models.attend.kernel import Options
 from lmlib.parallel.collectives import platform
 
-Ref = Any  # of Pallas: an array in the GPU's memory, or a tile of one
+Ref = Any  # Pallas's reference to an array in the GPU's memory, or to a tile of one
 
-_FAR = -1e30  # a score that no sum notices, and from which no infinity comes
+_FAR = -1e30  # negligible in any sum, and still finite
 _LOG2_E = math.log2(math.e)
-_SMALLEST = 1e-37  # what a query's exponentials add up to at least
+_SMALLEST = 1e-37  # lower bound of the sum of a query's exponentials
 
 
 def mixed(
     launch: Launch, options: Options, q_BSHD: Array, k_BTKD: Array, v_BTKV: Array, sight: Sight
 ) -> tuple[Array, Array]:
-    """What each query gets, [B, S, H, V], and the logarithm of its normaliser, [B, H, S]."""
+    """The mixed values of each query, [B, S, H, V], and its log-normaliser, [B, H, S]."""
     B, S, H, _ = q_BSHD.shape
     V = v_BTKV.shape[-1]
     tiles = launch.tiles
@@ -113,8 +113,12 @@ def key_gradients(
     log_normaliser_BHS: Array,
     towards_BHS: Array,
 ) -> tuple[Array, Array]:
-    """dk, [B, T, K, D], and dv, [B, T, K, V]; arguments as `query_gradients`, and the tokens of a
-    piece."""
+    """dk, [B, T, K, D], and dv, [B, T, K, V].
+
+    Args:
+      piece: tokens per piece.
+      d_mixed_BSHV, log_normaliser_BHS, towards_BHS: see `lmlib.models.attend.tiles.Arriving`.
+    """
     B, S, H, D = q_BSHD.shape
     _, T, K, V = v_BTKV.shape
     tiles = launch.tiles
@@ -228,7 +232,7 @@ def _key_kernel(
             dk, dv = sums
             here = pl.ds(i * tiles.queries, tiles.queries)
             q_QD, d_mixed_QV = q_SGD[here, g, :], d_mixed_SGV[here, g, :]
-            # Keys in rows, as their gradients are: nothing computed has to be transposed.
+            # Keys are rows, as in their gradients, so that nothing computed has to be transposed.
             powers_RQ = _powers(_dot(k, q_QD.T), options)
             weights_RQ = jnp.exp2(powers_RQ - _LOG2_E * log_normaliser_GS[g, here][None, :])
             if not whole:
@@ -253,9 +257,11 @@ def _key_kernel(
 
 
 def _each(visited: Sequence[Array], visit: Callable[..., Any], sums: Any) -> Any:
-    """What `visit` makes of the tiles in `visited`, of `lmlib.models.attend.fused.visits`: first
-    those at borders of documents and windows and on the diagonal, then those that are seen
-    whole."""
+    """Runs `visit` on the tiles in `visited`, see `lmlib.models.attend.fused.visits`.
+
+    Tiles at borders of documents and windows and on the diagonal come first, then tiles that are
+    completely visible.
+    """
     first, first_whole, after_whole, after = visited
     before, wholes = first_whole - first, after_whole - first_whole
 
@@ -269,7 +275,7 @@ def _each(visited: Sequence[Array], visit: Callable[..., Any], sums: Any) -> Any
 def _allowed(
     place_q: Array, segment_q: Array, place_k: Array, segment_k: Array, options: Options
 ) -> Array:
-    """Which queries see which keys, which lie along two different axes."""
+    """True where a query attends to a key; queries and keys are on two different axes."""
     distance = place_q - place_k
     near = distance >= 0
     if options.window is not None:
@@ -278,14 +284,14 @@ def _allowed(
 
 
 def _powers(products: Array, options: Options) -> Array:
-    """Scores, of 2 in place of e: that is what GPUs raise to a power."""
+    """Scores for powers of 2 instead of e, since GPUs compute powers of 2."""
     if options.soft_cap is None:
         return products * (options.scale * _LOG2_E)
     return options.scores(products) * _LOG2_E
 
 
 def _flatness(powers: Array, options: Options) -> Array | float:
-    """The derivative of scores with respect to products, over `options.scale`."""
+    """The derivative of scores with respect to products, divided by `options.scale`."""
     return options.slope(powers / _LOG2_E) / options.scale if options.soft_cap else 1.0
 
 
@@ -294,13 +300,13 @@ def _places(tile: Array, tiles: Tiles) -> Array:
 
 
 def _dot(x: Array, y: Array) -> Array:
-    """In float32; of float32 not by parts of it."""
+    """The product in float32; float32 operands are not split into parts."""
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     return pallas_triton.dot(x, y, precision=precision)
 
 
 def _query_specs(tiles: Tiles, q_BSHD: Array, k_BTKD: Array, v_BTKV: Array) -> list[pl.BlockSpec]:
-    """Of what belongs to a tile of queries, and of all keys and values of its head."""
+    """Blocks of the inputs of a query tile, and of all keys and values of its head."""
     _, T, K, D = k_BTKD.shape
     group = q_BSHD.shape[2] // K
     key, value = (
@@ -319,7 +325,7 @@ def _query_specs(tiles: Tiles, q_BSHD: Array, k_BTKD: Array, v_BTKV: Array) -> l
 
 
 def _product_flops(q_BSHD: Array, k_BTKD: Array, options: Options) -> int:
-    """Of one of the products of queries and keys, of rows that are one document each."""
+    """FLOPs of one of the products of queries and keys, for rows that are one document each."""
     B, S, H, D = q_BSHD.shape
     T = k_BTKD.shape[1]
     keys = min(options.window or T, T)

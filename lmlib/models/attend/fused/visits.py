@@ -1,7 +1,7 @@
-"""Which tiles see each other, known when the documents of a batch are.
+"""The tiles that attend to each other, computed from the documents of a batch.
 
-Shapes: B batch, S sequence (queries), T sequence (keys), N tiles of queries, M tiles of keys,
-P pieces of the row that a device has, each of tokens that follow each other.
+Shapes: B batch, S sequence (queries), T sequence (keys), N tiles of queries, M tiles of keys, P
+pieces of the row on a device, each of adjacent tokens.
 """
 
 from typing import NamedTuple
@@ -12,18 +12,21 @@ from jaxtyping import Array, Int, Int32
 
 
 class Tiles(NamedTuple):
-    """Tokens of a tile of queries, and of one of keys; both divide a piece."""
+    """Tokens in a tile of queries, and in a tile of keys; both divide a piece."""
 
     queries: int
     keys: int
 
 
 class Sight(NamedTuple):
-    """Attributes:
-    places_S: where in the row each query of this device stands; keys are those of the row.
-    segments_BS, segments_BT: which document of its row each query and each key belongs to.
-    first_key_BT: the first key that each token of the row sees; it sees all from there to itself.
-    last_query_BT: the last token that sees each key.
+    """The visible keys of each query.
+
+    Attributes:
+      places_S: position in the row of each query of this device; keys cover the row.
+      segments_BS, segments_BT: document of each query and each key, numbered within its row.
+      first_key_BT: the first key visible to each token of the row; it attends to all from there to
+        itself.
+      last_query_BT: the last token that attends to each key.
     """
 
     places_S: Int[Array, "s"]
@@ -39,12 +42,14 @@ def sight(
     segments_BT: Int32[Array, "b t"],
     window: int | None,
 ) -> Sight:
-    """Of this device's queries and all keys of a row, whose documents' tokens follow each other.
+    """Computes the visible keys for this device's queries and all keys of a row.
+
+    The tokens of a document must be adjacent.
 
     Args:
-      places_S: where in the row each query stands.
+      places_S: position in the row of each query.
       segments_BT: in the order of the row.
-      window: as in `lmlib.models.attend.attend`.
+      window: see `lmlib.models.attend.attend`.
     """
     T = segments_BT.shape[1]
     places_T = jnp.arange(T, dtype=jnp.int32)
@@ -60,8 +65,11 @@ def sight(
 
 
 def keys_visited(sight: Sight, tiles: Tiles) -> Int32[Array, "b n 4"]:
-    """For each tile of queries the first tile of keys that it visits, and the one after the last;
-    between these two, the first tile of keys that all its queries see whole, and the one after."""
+    """Ranges of key tiles for each tile of queries.
+
+    Visited tiles are [first, after). Within them, [first_whole, after_whole) are completely visible
+    to all queries. The order is first, first_whole, after_whole, after.
+    """
     B = sight.segments_BT.shape[0]
     first_key_BNQ = sight.first_key_BT[:, sight.places_S].reshape(B, -1, tiles.queries)
     lowest_N, highest_N = (sight.places_S[at :: tiles.queries] for at in (0, tiles.queries - 1))
@@ -74,7 +82,10 @@ def keys_visited(sight: Sight, tiles: Tiles) -> Int32[Array, "b n 4"]:
 
 
 def queries_visited(sight: Sight, tiles: Tiles, piece: int) -> Int32[Array, "b m p 4"]:
-    """For each tile of keys the same of the queries' tiles, in each piece of `piece` tokens."""
+    """Ranges of query tiles for each tile of keys, in each piece of `piece` tokens.
+
+    The four numbers are the same as in `keys_visited`.
+    """
     B, T = sight.segments_BT.shape
     last_query_BM1R = sight.last_query_BT.reshape(B, -1, 1, tiles.keys)
     lowest_M1 = jnp.arange(0, T, tiles.keys)[:, None]
