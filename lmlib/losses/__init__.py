@@ -1,4 +1,4 @@
-"""Objectives: a file for each, and the code that they share.
+"""Objectives, one per file, and the code that they share.
 
-Losses are sums over tokens or pairs, so that any split of a batch adds up to the same.
+Losses are sums over tokens or pairs, so the result does not depend on how a batch is split.
 """

@@ -1,7 +1,7 @@
-"""The loss of a student that learns from the distribution of a teacher.
+"""The loss of a student that learns from a teacher's distribution.
 
-Shapes: B batch, S sequence, E embed, F embed of the teacher, V vocab, N tokens of a chunk, K ids
-that are listed of each token.
+Shapes: B batch, S sequence, E embed, F embed of the teacher, V vocab, N tokens of a chunk, K listed
+ids per token.
 """
 
 import dataclasses
@@ -29,29 +29,29 @@ class Distillation(Objective):
 
     Both distributions of the divergence are softmaxes of logits / T; the factor T² makes the size
     of its gradient independent of T (Hinton et al. 2015, arXiv:1503.02531, §2). The teacher uses
-    the student's compute settings without dropout and has no gradient. Its logits are made a chunk
-    of tokens at a time.
+    the student's compute settings, without dropout and gradient. Its logits are computed a chunk of
+    tokens at a time.
 
-    Without a `teacher` the batches hold the k likeliest ids of one after each token, and their
-    log-probabilities. The divergence is then `ListedDivergence`, over these k and one outcome for
-    all other ids. T must be 1, since the probability of that outcome is known at no other
+    Without a `teacher`, the batches must have the k likeliest ids of one after each token, and
+    their log-probabilities. The divergence is then `ListedDivergence`, over these k and one outcome
+    for all other ids. T must be 1, since the probability of that outcome is known at no other
     temperature.
 
-    Reports `loss`, that mixture; `cross_entropy`, -log p(target) of the student; and `divergence`,
+    Reports `loss`, the mixture; `cross_entropy`, -log p(target) of the student; and `divergence`,
     the KL at temperature T without the factor T². All are in nats per token.
 
     Args:
-      teacher: `teacher(key=…)` makes the teacher, a model of the student's vocabulary; `None`: the
-        data holds the ids of one, for example `FlatTokens(teacher=…)`.
-      teacher_from: where the teacher's weights come from, in the form of `Experiment.init_from`;
-        `None`: they are new, for trials.
+      teacher: `teacher(key=…)` makes the teacher, a model with the student's vocabulary; `None`:
+        the data has a teacher's ids, for example `FlatTokens(teacher=…)`.
+      teacher_from: source of the teacher's weights, in the form of `Experiment.init_from`; `None`:
+        new weights, for trials.
       temperature: T.
-      weight: of the divergence.
-      dropout: of the student; see `NextToken`.
+      weight: weight of the divergence.
+      dropout: dropout of the student; see `NextToken`.
 
     Raises:
       ValueError: if `temperature` is not positive, or not 1 without a teacher; `teacher_from` is
-        given without one; `weight` is not in [0, 1], or `dropout` is not in [0, 1).
+        given without a teacher; `weight` is not in [0, 1], or `dropout` is not in [0, 1).
     """
 
     rows_may_be_split = True
@@ -130,7 +130,7 @@ class Distillation(Objective):
     def _taught(
         self, model: Model, reference_model: Model | None, batch: Batch, compute: Compute
     ) -> tuple[TokenLoss, tuple[Array, ...], tuple[Array, ...]]:
-        """The loss, and the tokens and tables that it takes from the teacher."""
+        """Returns the loss, and the tokens and tables that it takes from the teacher."""
         if reference_model is None:
             if batch.teacher_ids is None or batch.teacher_log_probabilities is None:
                 raise ValueError(
@@ -148,8 +148,11 @@ class Distillation(Objective):
 
 @dataclasses.dataclass(frozen=True)
 class Divergence:
-    """The loss that `Distillation` describes; a `lmlib.losses.fused.TokenLoss` of the teacher's
-    features and table. `cap` and `logits_dtype` are of the teacher's logits."""
+    """The loss of `Distillation` with a teacher model.
+
+    A `lmlib.losses.fused.TokenLoss` of the teacher's features and table. `cap` and `logits_dtype`
+    apply to the teacher's logits.
+    """
 
     temperature: float
     weight: float
@@ -172,22 +175,22 @@ class Divergence:
 
 @dataclasses.dataclass(frozen=True)
 class ListedDivergence:
-    """(1 - weight) · cross-entropy + weight · KL over K + 1 outcomes: the K ids that are listed of
-    a token, and one outcome for all others.
+    """(1 - weight) · cross-entropy + weight · KL over K + 1 outcomes.
 
-    With p the listed probabilities and q the student's,
+    These are the K ids that are listed for a token, and one outcome for all other ids. With p the
+    listed probabilities and q the student's,
 
         KL = Σ p_i (log p_i - log q_i) + r (log r - log(1 - Σ q_i)),   r = 1 - Σ p_i
 
-    summed over the listed ids. It is no more than the KL over all ids. Rounded probabilities that
-    sum to more than 1 are divided by their sum. If all ids are listed, they are too, and nothing
-    is left for the last outcome: it is the whole KL then.
+    summed over the listed ids. It is at most the KL over all ids. Rounded probabilities that sum to
+    more than 1 are divided by their sum. If all ids are listed, they are divided by their sum as
+    well, nothing is left for the last outcome, and this is the full KL.
 
     A `lmlib.losses.fused.TokenLoss` of ids and log-probabilities, (n, k) each.
 
     Args:
-      weight: of the divergence.
-      vocab: ids that there are, on all devices.
+      weight: weight of the divergence.
+      vocab: number of ids on all devices.
     """
 
     weight: float
@@ -219,8 +222,11 @@ class ListedDivergence:
 def _mixture(
     logits: ChunkLogits, weight: float, divergence_N: Array, factor: float, slope_NV: Array
 ) -> TokenLosses:
-    """(1 - weight) · cross-entropy + weight · factor · divergence; `slope_NV`: the gradient of
-    factor · divergence with respect to the logits."""
+    """(1 - weight) · cross-entropy + weight · factor · divergence.
+
+    Args:
+      slope_NV: the gradient of factor · divergence with respect to the logits.
+    """
     cross_entropy_N = logits.cross_entropy_N
     minimised_N = (1 - weight) * cross_entropy_N + weight * (factor * divergence_N)
     return TokenLosses(
@@ -231,14 +237,14 @@ def _mixture(
 
 
 def _log_softmax(logits_NV: Array) -> Array:
-    """Log-probabilities over the whole vocabulary; this device has a share of it."""
+    """Log-probabilities over the whole vocabulary, for this device's part of it."""
     shifted_NV = logits_NV - pmax(jnp.max(logits_NV, axis=-1), along("vocab"))[:, None]
     normaliser_N = psum(jnp.sum(jnp.exp(shifted_NV), axis=-1), along("vocab"))
     return shifted_NV - jnp.log(normaliser_N)[:, None]
 
 
 def _log_sum(logits_NV: Array) -> tuple[Float[Array, "n"], Float[Array, "n v"]]:
-    """log Σ exp of the logits over the whole vocabulary, and the share of each in that sum."""
+    """log Σ exp of the logits over the whole vocabulary, and each one's fraction of that sum."""
     highest_N = pmax(jnp.max(logits_NV, axis=-1), along("vocab"))
     exponentials_NV = jnp.exp(logits_NV - highest_N[:, None])
     sum_N = psum(jnp.sum(exponentials_NV, axis=-1), along("vocab"))
@@ -248,10 +254,10 @@ def _log_sum(logits_NV: Array) -> tuple[Float[Array, "n"], Float[Array, "n v"]]:
 def _spread(
     ids_NK: Int32[Array, "n k"], values_NK: Float[Array, "n k"], vocab: int
 ) -> Float[Array, "n v"]:
-    """The values at their ids in this device's share of the vocabulary, and -∞ at others."""
+    """Puts values at their ids in this device's part of the vocabulary, and -∞ elsewhere."""
     places_NK = ids_NK - vocab * axis_index(along("vocab"))
     is_here_NK = (places_NK >= 0) & (places_NK < vocab)
-    places_NK = jnp.where(is_here_NK, places_NK, vocab)  # which is outside, and dropped
+    places_NK = jnp.where(is_here_NK, places_NK, vocab)  # out of range, so dropped
     N = ids_NK.shape[0]
     nothing_NV = jnp.full((N, vocab), -jnp.inf, values_NK.dtype)
     return nothing_NV.at[jnp.arange(N)[:, None], places_NK].set(values_NK, mode="drop")

@@ -1,4 +1,4 @@
-"""The features of a batch, from which logits are made.
+"""The features of a batch, from which logits are computed.
 
 Shapes: B batch, S sequence, E embed.
 """
@@ -24,8 +24,8 @@ class Features(NamedTuple):
     """The results of a model's forward pass that losses need.
 
     Attributes:
-      h_BSE: multiplied by the unembedding, in the compute dtype.
-      reports: of the model, over all tokens but padding.
+      h_BSE: the input of the unembedding, in the compute dtype.
+      reports: reports of the model, over all tokens except padding.
       observed: the results of `observe` in each layer (`Context.observe`).
     """
 
@@ -42,19 +42,22 @@ def features(
     dropout: float = 0.0,
     observe: Observe | None = None,
 ) -> Features:
-    """The features of each token of `batch`; `key`: of random layers, which are off without one.
+    """Returns the features of each token of `batch`.
+
+    Args:
+      key: key for random layers, which are off without one.
 
     Raises:
       ValueError: if rows are longer than the model has positions, or are split and a part of the
-        model does not declare that they may be.
+        model does not declare that it supports this.
     """
     check_positions(model, batch.tokens.shape[1])
     if batch.order != "plain":
-        from lmlib.models.split_rows import check_rows_may_be_split  # which only split rows need
+        from lmlib.models.split_rows import check_rows_may_be_split  # only split rows need it
 
         devices = devices_along(along("seq"))
         check_rows_may_be_split(model, f"{COMPUTE['seq']}={devices}")
-    # Straight from a source, a batch is NumPy's.
+    # A batch that comes directly from a source is NumPy's.
     tokens_BS, positions_BS, segment_ids_BS = (
         reshard(jnp.asarray(x_BS), "batch seq")
         for x_BS in (batch.tokens, batch.positions, batch.segment_ids)
@@ -77,7 +80,7 @@ def features(
         )
     h_BSE = model.features(trunk.x_BSE, context)
     check_like(model, h_BSE, trunk.x_BSE)
-    # Their gradient, which is as large, is kept for the backward pass.
+    # The gradient, which is as large, is saved for the backward pass.
     h_BSE = checkpoint_name(h_BSE, "loss_gradient")
     return Features(h_BSE, trunk.reports, trunk.observed)
 

@@ -1,8 +1,8 @@
-"""Losses of the logits of each token, a chunk of tokens at a time.
+"""Losses of the logits of each token, computed a chunk of tokens at a time.
 
-Each device makes the logits of its own tokens and its own share of the vocabulary; a few numbers
-for each token travel over `tensor`. `fused_loss` makes logits together with the gradient: they are
-never kept, never made twice, and never whole.
+Each device computes the logits of its own tokens and its own part of the vocabulary; a few numbers
+for each token are sent over `tensor`. `fused_loss` computes logits together with the gradient: they
+are never stored, computed only once, and never whole on a device.
 
 Shapes: B batch, S sequence, E embed, V vocab, N tokens of a chunk, C chunks.
 """
@@ -43,11 +43,11 @@ _EVERYWHERE = PartitionSpec()
 
 
 class ChunkLogits(NamedTuple):
-    """This device's share of the logits of a chunk of tokens, and numbers over all shares.
+    """This device's part of the logits of a chunk of tokens, and statistics over all parts.
 
     Attributes:
-      logits_NV: capped, float32 at least.
-      is_target_NV: one in each row is true, on the device whose share has the target.
+      logits_NV: capped, float32 or wider.
+      is_target_NV: True once in each row, on the device whose part has the target.
       highest_N: the largest logit.
       log_normaliser_N: log Σ exp(logits - highest) over the whole vocabulary.
       log_p_NV: the log-probability of each token id, nats.
@@ -83,15 +83,19 @@ class TokenLosses(NamedTuple):
     dlogits_NV: Float[Array, "n v"]
 
 
-# A loss of a token's logits: `loss(logits, tokens, tables)`, of the chunk's part of the `tokens`
-# and the `tables` that `fused_loss` was given. It is hashable, such as a frozen dataclass. It runs
-# on each device, which has a share of the vocabulary (`lmlib.parallel.collectives`).
+# A loss of a token's logits: `loss(logits, tokens, tables)`, with the chunk's part of the `tokens`
+# and the `tables` of `fused_loss`. It must be hashable, such as a frozen dataclass. It runs on each
+# device, which has a part of the vocabulary (`lmlib.parallel.collectives`).
 TokenLoss = Callable[[ChunkLogits, tuple[Array, ...], tuple[Array, ...]], TokenLosses]
 
 
 class _Call(NamedTuple):
-    """The static part of a call. split: of the features' sequence. tokens, tables: how many extra
-    ones there are."""
+    """The static part of a call.
+
+    Attributes:
+      split: True if the features' sequence is split.
+      tokens, tables: numbers of extra arrays.
+    """
 
     loss: TokenLoss
     cap: float | None
@@ -118,12 +122,12 @@ def batch_sums(
     tokens: tuple[Array, ...] = (),
     tables: tuple[Array, ...] = (),
 ) -> tuple[LossSums, Any]:
-    """The sums of `loss` over the valid targets of `batch`, and the results of `observe` in each
-    layer (`Context.observe`).
+    """Returns the sums of `loss` over the valid targets of `batch`, and the results of `observe`.
 
     Args:
-      key: of random layers, which are off without one.
+      key: key for random layers, which are off without one.
       dropout: see `Context`.
+      observe: called in each layer (`Context.observe`).
       tokens, tables: see `fused_loss`.
     """
     found = features(model, batch, compute, key, dropout, observe)
@@ -142,7 +146,7 @@ def model_loss(
     tokens: tuple[Array, ...] = (),
     tables: tuple[Array, ...] = (),
 ) -> LossSums:
-    """`fused_loss` of the features that `model` makes of `batch`."""
+    """`fused_loss` of the features that `model` computes for `batch`."""
     return fused_loss(
         loss, h_BSE, model.unembedding_EV(), jnp.asarray(batch.targets), jnp.asarray(weights_BS),
         tokens, tables, cap=model.logit_cap, chunk=compute.loss_chunk, dtype=compute.logits_dtype,
@@ -162,22 +166,24 @@ def fused_loss(
     chunk: int | None = None,
     dtype: str = "float32",
 ) -> LossSums:
-    """The sums over tokens of `weights_BS` times the `loss` of the logits h · table, which are
-    computed in h's dtype. A token of weight 0 has no part in them, even with infinite logits.
+    """Returns sums over tokens of `weights_BS` times the `loss` of the logits h · table.
 
-    Layouts: the sequence of `h_BSE` whole or split over `tensor`, its gradient alike; the table as
-    it is stored. Each device gathers both, the table over `fsdp`, makes the logits of its own
-    tokens and its own share of the vocabulary, and a few numbers for each token travel over
-    `tensor`. If gradients are asked for, each chunk's are computed along with its logits (the
-    idea of Liger's fused loss: Hsu et al. 2024, arXiv:2410.10989): the backward pass only
-    multiplies them by the gradient that arrives. Only h and the table have gradients.
+    Logits are computed in h's dtype. A token of weight 0 does not contribute, even with infinite
+    logits.
+
+    Layouts: the sequence of `h_BSE` is whole or split over `tensor`, and its gradient has the same
+    layout; the table is as stored. Each device gathers both, the table over `fsdp`, and computes
+    the logits of its own tokens and its own part of the vocabulary. A few numbers for each token
+    are sent over `tensor`. If gradients are needed, each chunk's are computed together with its
+    logits (the idea of Liger's fused loss: Hsu et al. 2024, arXiv:2410.10989): the backward pass
+    only multiplies them by the incoming gradient. Only h and the table have gradients.
 
     Args:
-      tokens: further arrays (b, s, …) that `loss` needs of each token.
+      tokens: further arrays (b, s, …) that `loss` needs for each token.
       tables: further arrays (embed, vocab) that it needs whole along embed.
-      cap: as `Model.logit_cap`.
+      cap: see `Model.logit_cap`.
       chunk: tokens whose logits a device holds at a time; `None`: see `chunks`.
-      dtype: of the logits, or that of the features if it is wider; softmax is in float32 at least.
+      dtype: dtype of the logits, unless the features' is wider; softmax is in float32 or wider.
     """
     call = _Call(loss, cap, chunk, dtype, is_split(h_BSE), len(tokens), len(tables))
     arguments: tuple[Array, ...] = h_BSE, table_EV, targets_BS, weights_BS, *tokens, *tables
@@ -193,8 +199,7 @@ def _sums(call: _Call, *arguments: Array) -> LossSums:
 
 
 def _forward(call: _Call, *arguments: CustomVJPPrimal) -> tuple[LossSums, tuple[Array, ...]]:
-    """The sums, and the gradients of features and table; if the table is frozen, of the features
-    only."""
+    """Returns the sums, and the gradients of features and table, or of features if it is frozen."""
     asked = 2 if arguments[1].perturbed else 1
     local = functools.partial(_local_gradients, call, asked)
     outputs = _EVERYWHERE, call.layouts[:asked]
@@ -228,7 +233,7 @@ def _local_sums(call: _Call, h_BSE: Array, table_EV: Array, *others: Array) -> L
 def _local_gradients(
     call: _Call, asked: int, h_BSE: Array, table_EV: Array, *others: Array
 ) -> tuple[LossSums, tuple[Array, ...]]:
-    """The sums, and the gradients of features and table, or of the first `asked` of these."""
+    """Returns the sums, and the gradients of the first `asked` arrays of features and table."""
     h_BSE, whole_EV = gathered(call.split, h_BSE, table_EV)
     wide = jnp.promote_types(h_BSE.dtype, jnp.float32)
 
@@ -236,7 +241,7 @@ def _local_gradients(
         dtable_EV: Array | None, chunk: tuple[Array, ...]
     ) -> tuple[Array | None, tuple[LossSums, Array]]:
         sums, dlogits_NV = _chunk_sums(call, whole_EV, chunk, others)
-        # In the dtype of h: float32 products would be slow.
+        # Computed in the dtype of h: float32 products would be slow.
         dh_NE = jnp.einsum("nv,ev->ne", dlogits_NV, whole_EV)
         if dtable_EV is not None:
             dtable_EV += jnp.einsum("ne,nv->ev", chunk[0], dlogits_NV, preferred_element_type=wide)
@@ -282,14 +287,20 @@ def _over_batch(sums_C: LossSums) -> LossSums:
 
 
 def inputs(split: bool) -> tuple[PartitionSpec, ...]:
-    """The layouts of features and table; `split`: of the features' sequence too."""
+    """The layouts of features and table.
+
+    Args:
+      split: True if the features' sequence is split.
+    """
     h_BSE = partition("batch seq_parallel embed" if split else "batch seq embed")
     return h_BSE, partition("embed vocab", STORED)
 
 
 def gathered(split: bool, h_BSE: Array, table_EV: Array) -> tuple[Array, Array]:
-    """The features over the whole sequence, and the table over the whole of embed in their dtype
-    (all-gathers over `tensor`, if `split`, and over `fsdp`)."""
+    """Gathers the features' sequence if `split`, and the table along embed, in the features' dtype.
+
+    These are all-gathers over `tensor` and over `fsdp`.
+    """
     h_BSE = all_gather(h_BSE, along("vocab"), axis=1) if split else h_BSE
     return h_BSE, all_gather(table_EV.astype(h_BSE.dtype), along("embed", STORED), axis=0)
 
@@ -297,7 +308,7 @@ def gathered(split: bool, h_BSE: Array, table_EV: Array) -> tuple[Array, Array]:
 def chunk_logits(
     table_EV: Array, h_NE: Array, targets_N: Array, cap: float | None, logits_dtype: str
 ) -> ChunkLogits:
-    """The logits of a chunk as `logits_alone` makes them; softmax is in float32 at least."""
+    """The logits of a chunk, from `logits_alone`, with statistics in float32 or wider."""
     logits_NV = logits_alone(table_EV, h_NE, cap, logits_dtype)
     highest_N = pmax(jnp.max(logits_NV, axis=-1), along("vocab"))
     shifted_NV = logits_NV - highest_N[:, None]
@@ -307,11 +318,11 @@ def chunk_logits(
     is_target_NV = targets_N[:, None] == vocabulary_ids(logits_NV)
     target_N = psum(jnp.sum(jnp.where(is_target_NV, logits_NV, 0), axis=-1), along("vocab"))
     log_p_NV = shifted_NV - log_normaliser_N[:, None]
-    # The exponentials that were summed would be written to memory, float32, for the gradient. A CPU
-    # takes long to compute others, and has these in its cache.
+    # Reusing the summed exponentials would write them to memory in float32 for the gradient. CPUs
+    # reuse them: they compute exponentials slowly, and have these in the cache.
     is_cpu = platform() == "cpu"
     p_NV = exponentials_NV / normaliser_N[:, None] if is_cpu else jnp.exp(log_p_NV)
-    # Large logits cancel before anything is rounded, which log_z - target would be.
+    # Large logits cancel before anything is rounded; log_z - target would be rounded.
     cross_entropy_N = (highest_N - target_N) + log_normaliser_N
     return ChunkLogits(
         logits_NV, is_target_NV, highest_N, log_normaliser_N, log_p_NV, p_NV, cross_entropy_N
@@ -321,8 +332,13 @@ def chunk_logits(
 def logits_alone(
     table_EV: Array, h_NE: Array, cap: float | None, logits_dtype: str
 ) -> Float[Array, "n v"]:
-    """The logits h · table of a chunk, made in `logits_dtype` or h's dtype if it is wider, float32
-    at least from then on. `cap`: as `Model.logit_cap`."""
+    """The logits h · table of a chunk, float32 or wider.
+
+    They are computed in `logits_dtype`, or in h's dtype if it is wider.
+
+    Args:
+      cap: see `Model.logit_cap`.
+    """
     wide = jnp.promote_types(h_NE.dtype, jnp.float32)
     made_in = jnp.promote_types(logits_dtype, h_NE.dtype)
     logits_NV = jnp.einsum("ne,ev->nv", h_NE, table_EV, preferred_element_type=made_in)
@@ -330,19 +346,20 @@ def logits_alone(
 
 
 def vocabulary_ids(logits_NV: Array) -> Int32[Array, "n v"]:
-    """The token id of each logit in this device's share."""
+    """The token id of each logit in this device's part of the vocabulary."""
     N, V = logits_NV.shape
     return jax.lax.broadcasted_iota(jnp.int32, (N, V), 1) + V * axis_index(along("vocab"))
 
 
 def chunks(limit: int | None, vocab: int, *tokens: Array) -> tuple[Array, ...]:
-    """Arrays (b, s, …) as (C, N, …): as few chunks as `limit` allows, all alike; the last is filled
-    up with zeros, tokens that do not count.
+    """Splits arrays (b, s, …) into as few equal chunks (C, N, …) as `limit` allows.
+
+    The last chunk is padded with zeros, tokens that do not count.
 
     Args:
-      limit: tokens whose logits a device holds at a time; `None`: 1 GiB of them in float32, on CPUs
-        16 MiB.
-      vocab: the share of this device.
+      limit: tokens whose logits a device holds at a time; `None`: 1 GiB of them in float32, or 16
+        MiB on CPUs.
+      vocab: size of this device's part of the vocabulary.
     """
     held_bytes = _CHUNK_BYTES.get(platform(), _CHUNK_BYTES_ELSEWHERE)
     limit = limit or max(1, held_bytes // (4 * vocab))
@@ -366,7 +383,8 @@ def unchunked(x_CN: Array, shape: tuple[int, ...]) -> Array:
 
 
 def visited(visit: Callable[..., Any], start: Any, parts: Any) -> Any:
-    """`jax.lax.scan`, but no loop for one chunk: XLA's TPU compiler would run its body twice."""
+    """`jax.lax.scan`, but without a loop for one chunk: XLA's TPU compiler would run its body
+    twice."""
     if jax.tree.leaves(parts)[0].shape[0] > 1:
         return jax.lax.scan(visit, start, parts)
     carry, y = visit(start, jax.tree.map(lambda x: x[0], parts))

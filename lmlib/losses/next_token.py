@@ -1,4 +1,4 @@
-"""The loss of the next token: cross-entropy, and a term that keeps its normaliser near one.
+"""The next-token loss: cross-entropy, and z-loss, which keeps the normaliser near one.
 
 Shapes: N tokens of a chunk, V vocab.
 """
@@ -27,9 +27,9 @@ class NextToken(Objective):
 
     Args:
       z_loss: weight of log²(Σ exp logits), which keeps the normaliser near one (PaLM: Chowdhery et
-        al. 2022, arXiv:2204.02311, §5); 0 for none.
-      dropout: rate at which the embedded tokens, and what attention and mlp add to the residual
-        stream, are dropped in training.
+        al. 2022, arXiv:2204.02311, §5); 0 turns it off.
+      dropout: dropout rate in training, for embedded tokens and for the outputs of attention and
+        MLP that are added to the residual stream.
 
     Raises:
       ValueError: if `z_loss` is negative or infinite, or `dropout` is not in [0, 1).
@@ -72,11 +72,11 @@ def batch_loss(
     key: PRNGKeyArray | None = None,
     observe: Observe | None = None,
 ) -> tuple[LossSums, Any]:
-    """Loss of the next token, summed over `batch.loss_mask`, and the results of `observe` in each
-    layer (`Context.observe`).
+    """Returns the next-token loss, summed over `batch.loss_mask`, and the results of `observe`.
 
     Args:
-      key: of random layers, which are off without one.
+      key: key for random layers, which are off without one.
+      observe: called in each layer (`Context.observe`).
     """
     loss = CrossEntropy(objective.z_loss)
     return batch_sums(loss, model, batch, compute, key, objective.dropout, observe)

@@ -1,4 +1,4 @@
-"""Objectives: sums over tokens or pairs, of which a step minimises one."""
+"""Objectives: sums over tokens or pairs. A training step minimises one of the sums."""
 
 import abc
 import dataclasses
@@ -16,12 +16,12 @@ from lmlib.parallel.axes import PartError
 
 
 class LossSums(NamedTuple):
-    """Sums over the units of a batch or of a part of one; any split adds up to the same.
+    """Sums over the units of a batch or of a part of it. Parts add up to the whole batch.
 
     Attributes:
       minimised: the sum that has a gradient; nats.
-      reported: the metrics of `Objective.metrics`, by name; they have no gradient.
-      model: the reports of the model, summed over all tokens but padding.
+      reported: the metrics of `Objective.metrics`, by name, without gradients.
+      model: the reports of the model, summed over all tokens except padding.
     """
 
     minimised: Float[Array, ""]
@@ -33,8 +33,8 @@ class Metric(NamedTuple):
     """A number that an objective reports.
 
     Attributes:
-      unit: of its average over tokens or pairs; it follows the number in texts.
-      shown: True if a run's progress shows it beside the loss.
+      unit: unit of its mean over tokens or pairs; it follows the number in texts.
+      shown: True if a run's progress shows it next to the loss.
     """
 
     unit: str
@@ -45,10 +45,9 @@ class ReferenceModel(NamedTuple):
     """A frozen model that an objective compares with: the reference of DPO, or a teacher.
 
     Attributes:
-      model: `model(key=…)` makes it; `None`: it has the trained model's architecture without
-        adapters.
-      weights_from: where its weights come from, in the form of `Experiment.init_from`; `None`: they
-        are new, for trials.
+      model: `model(key=…)` makes it; `None`: the trained model's architecture without adapters.
+      weights_from: source of its weights, in the form of `Experiment.init_from`; `None`: new
+        weights, for trials.
     """
 
     model: Callable[..., Any] | None
@@ -63,14 +62,14 @@ class Objective(abc.ABC):
 
     Args:
       model_losses: coefficients of losses that the model itself reports, by name, for each token:
-        `{"router_balance": 0.01}`. Others that it reports are metrics alone.
+        `{"router_balance": 0.01}`. Its other losses are only metrics.
     """
 
     model_losses: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
 
     @property
     def reference_model(self) -> ReferenceModel | None:
-        """The frozen model that `sums` is given; `None`: it needs none."""
+        """The frozen model that `sums` needs; `None`: it needs none."""
         return None
 
     @property
@@ -78,13 +77,13 @@ class Objective(abc.ABC):
     def metrics(self) -> Mapping[str, Metric]:
         """The metrics that `sums` reports, by name, "loss" first.
 
-        Evaluations measure the same ones, under the names `evaluation_loss` and so on, and the
+        Evaluations report the same ones under the names `evaluation_loss` and so on, and the
         validation at the end of a run under `validation_loss` and so on.
         """
 
     @property
     def loss_name(self) -> str:
-        """The name of its `loss` in texts."""
+        """The name of `loss` in texts."""
         return "loss"
 
     @property
@@ -94,8 +93,10 @@ class Objective(abc.ABC):
 
     @property
     def cross_entropy(self) -> str | None:
-        """The metric that is -log p(target) in nats per valid target, from which bits per byte
-        follow; `None`: there is none."""
+        """The metric that is -log p(target) in nats per valid target; `None`: there is none.
+
+        Bits per byte are computed from it.
+        """
         return None
 
     @property
@@ -109,7 +110,9 @@ class Objective(abc.ABC):
         return False
 
     def check(self, model: Any, reference_model: Any, trained: Set[str] | None) -> None:
-        """Raises ValueError if it cannot train `model` beside `reference_model`, or shapes of both.
+        """Raises ValueError if the objective cannot train `model` with `reference_model`.
+
+        Arrays of both may be shapes.
 
         Args:
           trained: the paths of the weights that train; `None`: all do.
@@ -117,8 +120,10 @@ class Objective(abc.ABC):
         return  # most objectives can
 
     def flops_per_token(self, model: Any, sequence_length: int, causal: bool) -> float:
-        """Analytic FLOPs for a token, added to the training of `model`, whose arrays may be shapes.
-        See `Model.flops_per_token`."""
+        """Analytic FLOPs per token in addition to the training of `model`.
+
+        Arrays of the model may be shapes. See `Model.flops_per_token`.
+        """
         return 0.0
 
     def count(self, batch: Batch) -> Int32[Array, ""]:
@@ -126,10 +131,11 @@ class Objective(abc.ABC):
         return jnp.sum(batch.loss_mask, dtype=jnp.int32)
 
     def minimised(self, sums: LossSums, count: Array, positions: Array) -> Float[Array, ""]:
-        """The part of `sums`, of a batch or of a part of one, in the sum that a step minimises.
+        """Returns the contribution of `sums` to the loss that a step minimises.
 
         Args:
-          count: of the whole batch, at least 1.
+          sums: sums of a batch or of a part of it.
+          count: units in the whole batch, at least 1.
           positions: tokens of the whole batch except padding, at least 1.
         """
         total = sums.minimised / count
@@ -146,11 +152,11 @@ class Objective(abc.ABC):
         compute: Compute,
         key: PRNGKeyArray | None = None,
     ) -> LossSums:
-        """The sums over the units of `batch`.
+        """Returns the sums over the units of `batch`.
 
         Args:
-          reference_model: the model that `self.reference_model` asks for.
-          key: of random layers, which are off without one.
+          reference_model: the model that `self.reference_model` describes.
+          key: key for random layers, which are off without one.
         """
 
 
@@ -162,10 +168,11 @@ def sums_of(
     compute: Compute,
     key: PRNGKeyArray | None = None,
 ) -> LossSums:
-    """`objective.sums`.
+    """Calls `objective.sums` and checks the result.
 
     Raises:
-      PartError: if they are no `LossSums` of scalars, or lack a metric of `objective.metrics`.
+      PartError: if the result is not a `LossSums` of scalars, or lacks a metric of
+        `objective.metrics`.
     """
     sums = objective.sums(model, reference_model, batch, compute, key)
     if not isinstance(sums, LossSums):

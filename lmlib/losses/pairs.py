@@ -1,4 +1,4 @@
-"""Losses of pairs of responses: the sums over each pair, and the base class of their objectives.
+"""Losses of pairs of responses: the sums over each pair, and the base class of objectives.
 
 Shapes: B batch, S sequence.
 """
@@ -33,13 +33,15 @@ class Responses(NamedTuple):
 
 
 class PairSums(NamedTuple):
-    """Sums over each pair, at its last token. Elsewhere log-probabilities are 0 and there is
-    one token, so that a loss and its gradient are finite.
+    """Sums over each pair, at its last token.
+
+    Elsewhere log-probabilities are 0 and there is one token, so that a loss and its gradient are
+    finite.
 
     Attributes:
-      log_p: log π of the responses, nats, of the model.
-      gains: log π - log π_ref; `None` if the objective uses no reference model.
-      tokens: how many targets are marked.
+      log_p: log π of the responses under the model, nats.
+      gains: log π - log π_ref; `None` if the objective does not use a reference model.
+      tokens: numbers of marked targets.
     """
 
     log_p: Responses
@@ -50,16 +52,16 @@ class PairSums(NamedTuple):
 class Pairs(NamedTuple):
     """The pairs of a batch, in the order of the rows.
 
-    A pair is two segments of a row, one after the other: segments 1 and 2, 3 and 4, …; the odd one
-    is the chosen response. `Batch.loss_mask` marks the targets of the responses. A pair without a
-    marked target in each of its segments does not count.
+    A pair is two adjacent segments of a row: segments 1 and 2, 3 and 4, …; the odd one is the
+    chosen response. `Batch.loss_mask` marks the targets of the responses. A pair counts only if
+    both segments have a marked target.
 
     Attributes:
       begins_BS: True where a pair begins.
       chosen_BS, rejected_BS: True where the target of a chosen or a rejected response is marked.
       counted_BS: True at the last token of a pair that counts.
-      tokens: how many targets of the responses are marked, for pairs that count; else 1.
-      order: of the batch; see `lmlib.row_order`.
+      tokens: numbers of marked targets of the responses, for pairs that count; else 1.
+      order: order of the batch; see `lmlib.row_order`.
     """
 
     begins_BS: Bool[Array, "b s"]
@@ -71,7 +73,7 @@ class Pairs(NamedTuple):
 
     @classmethod
     def of(cls, batch: Batch) -> "Pairs":
-        """The pairs of `batch`, on the mesh that is set."""
+        """Finds the pairs of `batch`, on the current mesh."""
         segment_ids_BS, marked_BS = (
             gathered_rows(jnp.asarray(x_BS), batch.order)
             for x_BS in (batch.segment_ids, batch.loss_mask)
@@ -90,7 +92,7 @@ class Pairs(NamedTuple):
         return pairs._replace(counted_BS=counted_BS, tokens=tokens)
 
     def sums(self, *values: Float[Array, "b s"]) -> list[Responses]:
-        """The sums of each of `values`, which have the layout of the batch."""
+        """Returns the sums of each of `values`, which have the layout of the batch."""
         values = tuple(gathered_rows(values_BS, self.order) for values_BS in values)
         marked = [
             jnp.where(marked_BS, values_BS, 0)
@@ -108,7 +110,7 @@ class Pairs(NamedTuple):
 def _sums_so_far(
     values: Float[Array, "n b s"], begins_BS: Bool[Array, "b s"]
 ) -> Float[Array, "n b s"]:
-    """For each token the sum over its pair up to it. A scatter's bits could differ each time."""
+    """The cumulative sum of each token's pair. The bits of a scatter could differ each time."""
 
     def joined(one: tuple[Array, Array], next_: tuple[Array, Array]) -> tuple[Array, Array]:
         (sums, begun), (values, begins) = one, next_
@@ -120,17 +122,17 @@ def _sums_so_far(
 
 @dataclasses.dataclass(frozen=True)
 class PairedObjective(Objective):
-    """A loss of pairs of responses; see `Pairs`. `lmlib.losses.dpo.DPO` is one.
+"""A loss of pairs of responses; see `Pairs`. `lmlib.losses.dpo.DPO` is one.
 
-    A subclass gives the loss of each pair in `of_pairs`. One that needs no reference model sets
-    `uses_reference = False`, and then none is computed. There is no dropout, also not in adapters:
-    a difference between what model and reference drop would count as preference.
+A subclass defines the loss of each pair in `of_pairs`. If it does not need a reference model, it
+sets `uses_reference = False`, and none is computed. There is no dropout, not even in adapters: a
+difference between the dropped elements of model and reference would count as preference.
 
-    Args:
-      reference_from: where the reference's weights come from, in the form of
-        `Experiment.init_from`; it has the trained model's architecture without adapters. `None`:
-        the reference is the trained model with its adapters switched off, which costs no memory.
-    """
+Args:
+  reference_from: source of the reference's weights, in the form of `Experiment.init_from`. The
+    reference has the trained model's architecture without adapters. `None`: the reference is the
+    trained model with its adapters switched off, which needs no memory.
+"""
 
     uses_reference = True
 
@@ -170,7 +172,7 @@ class PairedObjective(Objective):
 
     @abstractmethod
     def of_pairs(self, pairs: PairSums) -> dict[str, Float[Array, "b s"]]:
-        """The values of `metrics` for each pair, at its last token; "loss" is minimised."""
+        """Returns the values of `metrics` for each pair, at its last token; "loss" is minimised."""
 
     def sums(
         self,
@@ -206,9 +208,10 @@ class PairedObjective(Objective):
         with jax.named_scope("loss"):
             fixed, h_BSE = jax.lax.stop_gradient((model, found.h_BSE))
             nats_BS, _ = token_losses(fixed, batch, compute, h_BSE)
-            # `fused_loss` makes gradients from the slope of the loss by each token's.
+            # `fused_loss` computes gradients from the derivative of the loss with respect to each
+            # token's.
             (minimised, sums), weights_BS = jax.value_and_grad(loss, has_aux=True)(nats_BS)
             made = model_loss(CrossEntropy(), model, found.h_BSE, weights_BS, batch, compute)
-        # The weighted sum has the gradient of the loss, not its value.
+        # The weighted sum has the gradient of the loss, but a different value.
         minimised += made.minimised - jax.lax.stop_gradient(made.minimised)
         return LossSums(minimised, sums, found.reports)

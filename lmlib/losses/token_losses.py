@@ -1,4 +1,4 @@
-"""Results of a model for each token of a batch: its loss, and the ids that it finds likeliest.
+"""Results of a model for each token of a batch: its loss, and the likeliest ids.
 
 Shapes: B batch, S sequence, E embed, V vocab, N tokens of a chunk, K likeliest.
 """
@@ -31,12 +31,14 @@ from lmlib.parallel.layout import along, partition
 def of_each_token(
     function: Callable[..., Any], model: Model, batch: Batch, compute: Compute, h_BSE: Array
 ) -> Any:
-    """`function(logits, targets_N, loss_mask_N)` of every token of `batch`, a tree of arrays
-    [n, …], as arrays [b, s, …] in the layout of the batch. Nothing has a gradient.
+    """Applies `function(logits, targets_N, loss_mask_N)` to every token of `batch`.
+
+    The function returns a tree of arrays [n, …]. They are returned as arrays [b, s, …] in the
+    layout of the batch, without gradients.
 
     Args:
       function: runs on each device, with its `ChunkLogits`.
-      h_BSE: the features that `model` makes of `batch`.
+      h_BSE: the features of `batch`.
     """
     split = is_split(h_BSE)
 
@@ -62,11 +64,14 @@ def of_each_token(
 def token_losses(
     model: Model, batch: Batch, compute: Compute, h_BSE: Float[Array, "b s embed"] | None = None
 ) -> tuple[Float[Array, "b s"], Bool[Array, "b s"]]:
-    """-log p(target) of each position in nats, float32 at least, and True where the target was
-    the likeliest token (the lowest id of equals).
+    """Returns the loss of each token, and True where the target was the likeliest token.
 
-    Both have the layout of the batch; positions that `batch.loss_mask` leaves out get 0 and
-    False. Nothing has a gradient. `h_BSE`: the features of the batch, if they are known.
+    The loss is -log p(target) in nats, float32 or wider. Among equally likely tokens the lowest id
+    counts. Both arrays have the layout of the batch, without gradients; positions that
+    `batch.loss_mask` excludes get 0 and False.
+
+    Args:
+      h_BSE: the features of the batch, if they are already computed.
     """
 
     def found(logits: ChunkLogits, targets_N: Array, loss_mask_N: Array) -> tuple[Array, Array]:
@@ -87,8 +92,10 @@ def token_losses(
 def likeliest_tokens(
     model: Model, batch: Batch, compute: Compute, k: int
 ) -> tuple[Int32[Array, "b s k"], Float[Array, "b s k"]]:
-    """The `k` likeliest ids after each position, the likeliest first and the lowest of equals, and
-    their log-probabilities in nats, float32 at least. Both have the layout of the batch.
+    """Returns the `k` likeliest ids after each position, and their log-probabilities.
+
+    The likeliest id is first; among equally likely ids the lowest is first. Log-probabilities are
+    in nats, float32 or wider. Both arrays have the layout of the batch.
 
     Raises:
       ValueError: if the vocabulary has fewer than `k` ids.

@@ -1,1 +1,1 @@
-"""Optimizers, schedules, and which weights train at which rate."""
+"""Optimizers, schedules, and the choice of weights that train with their rates."""

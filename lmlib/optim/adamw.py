@@ -1,4 +1,4 @@
-"""AdamW, out of optax's Adam."""
+"""AdamW, built on optax's Adam."""
 
 from typing import Any
 
@@ -32,22 +32,23 @@ def adamw(
     """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) after clipping by global norm.
 
     Args:
-      steps: length of the schedule; the run supplies it.
+      steps: length of the schedule; set by the run.
       peak_lr: the schedule's highest learning rate. Weight decay is multiplied by the learning
         rate, as in the paper's equation 12.
-      schedule: made from (peak_lr, steps). Its numbers are hyperparameters if it is a tree of them,
-        as a `Schedule` is, and stay in the program if it is a function.
+      schedule: made from (peak_lr, steps). If it is a tree of numbers, such as a `Schedule`, they
+        are hyperparameters; numbers of a function are constants of the program.
       clip_norm: largest global gradient norm; `None` does not clip.
-      decays: which weights decay.
+      decays: returns True for weights that decay.
       cautious: decays an element only where its update shrinks it (Chen et al. 2025,
         arXiv:2510.12402).
-      first_moment_dtype: "bfloat16" takes 2 bytes less for each parameter; moments are summed in
-        float32 all the same.
-      scaled: a `lmlib.optim.transfer.Scaled` of the model and of a smaller one, whose numbers the
-        others then are; the experiment supplies it. `None`: they are the model's own.
+      first_moment_dtype: "bfloat16" saves 2 bytes for each parameter; moments are still summed in
+        float32.
+      scaled: a `lmlib.optim.transfer.Scaled` of the model and of a smaller one, if the other
+        settings are meant for the smaller one; set by the experiment. `None`: the settings are the
+        model's own.
 
     Raises:
-      ValueError: for a number that is out of range, or a dtype that is none, naming it.
+      ValueError: with the name of a number that is out of range, or of an unknown dtype.
     """
     check_fractions(b1=b1, b2=b2)
     check_epsilon(epsilon)

@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights that train, kept beside an optimizer's state."""
+"""An exponential moving average of the trained weights, stored in the optimizer's state."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -10,25 +10,26 @@ from jaxtyping import Array, Int32
 
 from lmlib.optim.optimizer import Optimizer
 
-IN_STATE = "optimizer.average"  # where the average lies in the state of a run
+IN_STATE = "optimizer.average"  # path of the average in the state of a run
 
 _RATE = "averaging_rate"
 
 
 @dataclasses.dataclass(frozen=True)
 class WeightAverage:
-    """The mean of the weights after each update, newer ones weighing more: of t updates
-    Σ (1 - decay) decay^(t - i) w_i / (1 - decay^t). The initial weights are not in it, so it needs
-    no warm-up (Polyak & Juditsky 1992; without bias as the moments of Kingma & Ba 2015,
-    arXiv:1412.6980, §3).
+"""The mean of the weights after each update, with larger weights for newer updates.
 
-    Args:
-      decay: of an update's weight from one update to the next; the mean reaches about
-        1 / (1 - decay) updates back.
+After t updates it is Σ (1 - decay) decay^(t - i) w_i / (1 - decay^t). It does not include the
+initial weights, so it needs no warm-up (Polyak & Juditsky 1992; unbiased like the moments of Kingma
+& Ba 2015, arXiv:1412.6980, §3).
 
-    Raises:
-      ValueError: if it is not between 0 and 1.
-    """
+Args:
+  decay: factor of an update's weight after each further update; the mean covers about the last 1 /
+    (1 - decay) updates.
+
+Raises:
+  ValueError: if `decay` is not between 0 and 1.
+"""
 
     decay: float = 0.999
 
@@ -41,9 +42,9 @@ class AveragedState(NamedTuple):
     """An optimizer's state, and the average.
 
     Attributes:
-      updates: that were made.
-      average: of the weights after them, float32, which lies as the weights do; before the first
-        the weights.
+      updates: number of updates made.
+      average: mean of the weights after each update, float32, in the layout of the weights; the
+        weights themselves before the first update.
     """
 
     optimizer: optax.OptState
@@ -52,8 +53,10 @@ class AveragedState(NamedTuple):
 
 
 def with_average(optimizer: Optimizer, average: WeightAverage | None) -> Optimizer:
-    """`optimizer`, whose state keeps the average of the weights too: of those that have an update,
-    once it is made. `None`: as it is."""
+    """Adds a weight average to `optimizer`; `None` returns it unchanged.
+
+    The average covers the weights that have an update, after it is applied.
+    """
     if average is None:
         return optimizer
     inner = optax.with_extra_args_support(optimizer.transformation)
@@ -71,7 +74,7 @@ def with_average(optimizer: Optimizer, average: WeightAverage | None) -> Optimiz
     ) -> tuple[Any, AveragedState]:
         updates, moments = inner.update(gradients, state.optimizer, model, **of_inner(given))
         made, rate = state.updates + 1, given.get(_RATE, decay_rate)
-        # rate / (1 - decay^made), without the difference that rounds away what is small.
+        # Equals rate / (1 - decay^made), without a difference that would round small values away.
         share = rate / -jnp.expm1(made * jnp.log1p(-rate))
 
         def moved(mean: Array, weight: Array) -> Array:

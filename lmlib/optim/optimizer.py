@@ -1,4 +1,4 @@
-"""The interface of optimizers, and the code that lmlib's share."""
+"""The interface of optimizers, and code that lmlib's optimizers share."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -26,16 +26,16 @@ def nothing_more(state: optax.OptState) -> dict[str, Array]:
 
 
 class Optimizer(NamedTuple):
-    """Makes updates from gradients.
+    """Computes updates from gradients.
 
     Attributes:
-      transformation: makes updates of gradients.
+      transformation: computes updates from gradients.
       learning_rate: the rate at each step.
-      decays: True for a weight that it decays.
-      metrics: float32 scalars by name, of the transformation's state after a step.
-      hyperparameters: by name, what each step gives to `transformation.update` (optax's extra
-        arguments) and to `learning_rate`. The numbers in it, which may be leaves of trees, are
-        arguments of the compiled step: other numbers need no other program.
+      decays: True for a weight that decays.
+      metrics: float32 scalars by name, from the transformation's state after a step.
+      hyperparameters: by name, extra arguments of `transformation.update` (as in optax) and of
+        `learning_rate` in each step. Numbers in it, which may be leaves of trees, are arguments of
+        the compiled step: different numbers do not need another program.
     """
 
     transformation: optax.GradientTransformation
@@ -46,8 +46,10 @@ class Optimizer(NamedTuple):
 
 
 def as_declared(weight: Weight) -> bool:
-    """True if a weight decays, as its module declares: matrices and tables do; scales and biases of
-    any shape do not."""
+    """True if a weight decays, as its module declares.
+
+    Matrices and tables decay; scales and biases of any shape do not.
+    """
     return weight.declaration.decays
 
 
@@ -62,18 +64,19 @@ def with_decoupled_decay(
     cautious: bool,
     before_clipping: optax.GradientTransformation | None = None,
 ) -> Optimizer:
-    """Updates of -rate · (direction + weight_decay · weight), after clipping by global norm
-    (Loshchilov & Hutter 2019, arXiv:1711.05101, equation 12).
+    """Updates of -rate · (direction + weight_decay · weight), after clipping by global norm.
+
+    Source: Loshchilov & Hutter 2019, arXiv:1711.05101, equation 12.
 
     Args:
-      direction: makes the direction of descent from clipped gradients.
+      direction: computes the direction of descent from clipped gradients.
       steps, peak_lr, schedule, weight_decay, clip_norm, decays, cautious: as in
-        `lmlib.optim.adamw.adamw`. The schedule's numbers, if it is a tree of them, and
-        `weight_decay` are the hyperparameters.
-      before_clipping: changes gradients before they are clipped; `None`: they stay.
+        `lmlib.optim.adamw.adamw`. The hyperparameters are `weight_decay` and the schedule's
+        numbers, if it is a tree of numbers.
+      before_clipping: changes gradients before they are clipped; optional.
 
     Raises:
-      ValueError: for a number that is out of range, naming it.
+      ValueError: with the name of a number that is out of range.
     """
     if not 0 <= weight_decay < math.inf:
         raise ValueError(f"weight_decay must be a number of at least 0, got {weight_decay}")
@@ -114,10 +117,10 @@ def with_decoupled_decay(
 def rates_and_clipping(
     steps: int, peak_lr: float, schedule: MakeSchedule, clip_norm: float | None
 ) -> tuple[optax.Schedule, optax.GradientTransformation]:
-    """The schedule, and clipping by global norm.
+    """Returns the schedule, and clipping by global norm.
 
     Raises:
-      ValueError: for a number that is out of range, naming it.
+      ValueError: with the name of a number that is out of range.
     """
     if steps < 1 or not 0 < peak_lr < math.inf:
         raise ValueError(f"steps and peak_lr must be positive, got {steps} and {peak_lr}")
@@ -128,7 +131,7 @@ def rates_and_clipping(
 
 
 def by_weight(factor: Callable[[Weight], float]) -> optax.GradientTransformation:
-    """Multiplies what there is of each weight by a factor of its own."""
+    """Multiplies the update of each weight by the weight's own factor."""
 
     def update(updates: Any, state: optax.EmptyState, model: Any = None) -> tuple[Any, Any]:
         def multiplied(weight: Weight, update: Array) -> Array:
@@ -141,8 +144,11 @@ def by_weight(factor: Callable[[Weight], float]) -> optax.GradientTransformation
 
 
 def _decay(weight_decay: Any, decays: Decays, cautious: bool) -> optax.GradientTransformation:
-    """Adds weight_decay · weight to the direction of descent; if `cautious`, only where that has
-    the weight's sign, and so shrinks it already (Chen et al. 2025, arXiv:2510.12402)."""
+    """Adds weight_decay · weight to the direction of descent.
+
+    If `cautious`, adds it only where the direction has the weight's sign, and so shrinks it already
+    (Chen et al. 2025, arXiv:2510.12402).
+    """
 
     def update(updates: Any, state: Any, model: Any = None) -> tuple[Any, Any]:
         def decayed(weight: Weight, update: Array, array: Array) -> Array:
@@ -158,8 +164,10 @@ def _decay(weight_decay: Any, decays: Decays, cautious: bool) -> optax.GradientT
 
 
 def check_fractions(**fractions: float) -> None:
-    """Raises ValueError for one that is not at least 0 and less than 1, as decay rates of averages
-    are, naming it."""
+    """Raises ValueError, with its name, for a value that is not at least 0 and less than 1.
+
+    Decay rates of averages must be in this range.
+    """
     for name, fraction in fractions.items():
         if not 0 <= fraction < 1:
             raise ValueError(f"{name} must be at least 0 and less than 1, got {fraction}")
@@ -172,10 +180,12 @@ def check_epsilon(epsilon: float) -> None:
 
 
 def arrays_of(hyperparameters: Hyperparameters, mesh: Mesh) -> Hyperparameters:
-    """The numbers among the leaves as scalars on every device of `mesh`, integers int32 and others
-    float32; `None` in place of other leaves.
+    """Puts the numbers among the leaves as scalars on every device of `mesh`.
 
-    Raises OverflowError if an integer does not fit.
+    Integers are int32 and others float32. Other leaves become `None`.
+
+    Raises:
+      OverflowError: if an integer does not fit.
     """
     everywhere = NamedSharding(mesh, PartitionSpec())
 
@@ -187,7 +197,7 @@ def arrays_of(hyperparameters: Hyperparameters, mesh: Mesh) -> Hyperparameters:
 
 
 def abstract_arrays_of(hyperparameters: Hyperparameters, mesh: Mesh) -> Hyperparameters:
-    """Shapes, dtypes and `NamedSharding`s of `arrays_of`; makes no array."""
+    """Shapes, dtypes and `NamedSharding`s of `arrays_of`, without making arrays."""
     everywhere = NamedSharding(mesh, PartitionSpec())
 
     def described(number: Any) -> jax.ShapeDtypeStruct:
@@ -197,7 +207,7 @@ def abstract_arrays_of(hyperparameters: Hyperparameters, mesh: Mesh) -> Hyperpar
 
 
 def with_arrays(hyperparameters: Hyperparameters, arrays: Hyperparameters) -> Hyperparameters:
-    """`hyperparameters` with `arrays`, of its `arrays_of`, in place of its numbers."""
+    """Replaces the numbers of `hyperparameters` by `arrays`, which `arrays_of` returned."""
     return eqx.combine(arrays, eqx.filter(dict(hyperparameters), eqx.is_array_like, inverse=True))
 
 

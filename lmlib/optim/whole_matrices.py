@@ -1,8 +1,10 @@
-"""Functions of whole matrices, whose weights rest split over the mesh: each device gets its share
-of the matrices by all-to-all, computes, and sends back what it made. No device ever holds them all.
+"""Functions of whole matrices whose weights are stored split over the mesh.
 
-What is made of a matrix is the same bits on every mesh of one kind of devices: these compute with a
-number of matrices at once that depends on their size alone.
+Each device receives its share of the matrices by all-to-all, computes, and sends the results back.
+No device ever holds all matrices.
+
+Results have the same bits on every mesh of one kind of devices: the number of matrices computed at
+once depends only on their size.
 
 Shapes: N matrices, R rows, C columns, R ≤ C.
 """
@@ -30,20 +32,20 @@ from lmlib.parallel.collectives import (
 from lmlib.parallel.layout import mesh_axes_of
 from lmlib.parallel.mesh_axes import MeshAxes
 
-APART = ("expert", "choice")  # names of axes along which each index is a matrix by itself
+APART = ("expert", "choice")  # axes along which each index is a separate matrix
 _BUSY = 2**22  # elements that keep an accelerator busy
 _MOST_AT_ONCE = 32
 
 
 @dataclasses.dataclass(frozen=True)
 class Matrices:
-    """The array of a weight as a stack of matrices.
+"""The array of a weight as a stack of matrices.
 
-    Attributes:
-      apart: positions of the axes along which one matrix follows the other.
-      rows, columns: of those that number the rows and the columns of each.
-      summed: of those that products sum over: either the rows or the columns.
-    """
+Attributes:
+  apart: positions of the axes that enumerate the matrices.
+  rows, columns: positions of the axes that form the rows and the columns of each matrix.
+  summed: positions of the axes that products sum over: either the rows or the columns.
+"""
 
     apart: tuple[int, ...]
     rows: tuple[int, ...]
@@ -55,7 +57,7 @@ class Matrices:
         return (*self.apart, *self.rows, *self.columns)
 
     def stacked(self, x: Array) -> Array:
-        """x as an array with one axis for all matrices, then those of rows and columns."""
+        """x as an array with one axis for all matrices, then the axes of rows and columns."""
         x = jnp.transpose(x, self.order)
         first = len(self.apart)
         return jnp.reshape(x, (math.prod(x.shape[:first]), *x.shape[first:]))
@@ -67,17 +69,22 @@ class Matrices:
 
 
 def is_matrix(weight: Weight, apart: Collection[str]) -> bool:
-    """Whether `matrices_of` finds matrices in a weight: it multiplies activations, is none of the
-    vocabulary, and has two sides, as that of a router has not if `apart` names the experts."""
+    """True if `matrices_of` finds matrices in a weight.
+
+    The weight must multiply activations, must not have the vocabulary as an axis, and must have two
+    sides. A router does not have two sides if `apart` names the experts.
+    """
     _, summed, kept = _sides(weight, apart)
     is_of_vocabulary = "vocab" in weight.axes
     return weight.declaration.multiplied and not is_of_vocabulary and bool(summed and kept)
 
 
 def matrices_of(weight: Weight, shape: Sequence[int], apart: Collection[str]) -> Matrices | None:
-    """How an array of `shape` is a stack of matrices: one for each stacked layer, and for each
-    index of the axes named in `apart`. Products sum over the axes of one side. Rows are the shorter
-    side. `None` if it is none."""
+    """Describes an array of `shape` as a stack of matrices; `None` if it is not one.
+
+    There is one matrix for each stacked layer, and for each index of the axes named in `apart`.
+    Products sum over the axes of one side. Rows are the shorter side.
+    """
     if not is_matrix(weight, apart):
         return None
     stacked, summed, kept = _sides(weight, apart)
@@ -90,8 +97,7 @@ def matrices_of(weight: Weight, shape: Sequence[int], apart: Collection[str]) ->
 
 
 def _sides(weight: Weight, apart: Collection[str]) -> tuple[tuple[int, ...], ...]:
-    """Positions of the axes of stacked and separate matrices, of those that products sum over, and
-    of those that are left."""
+    """Positions of the axes that enumerate matrices, that products sum over, and the others."""
     places = range(len(weight.axes))
     stacked = [i for i in places if i < weight.stacked or weight.axes[i] in apart]
     summed = [i for i in places if i not in stacked and weight.axes[i] in weight.declaration.summed]
@@ -105,17 +111,18 @@ Arrays = tuple[Array, ...]
 def on_whole_matrices(
     function: Callable[..., Arrays], matrices: Sequence[Matrices], *kinds: Sequence[Array]
 ) -> list[list[Array]]:
-    """What `function` makes of all matrices; those of equal shapes are sent together.
+    """Applies `function` to all matrices; matrices of equal shapes are sent together.
 
     Args:
-      function: of some matrices [N, R, C] and of what comes with them, such as a number for each
-        column, [N, 1, C]; gives as many arrays, of the same shapes. What it makes of a matrix must
-        not depend on the others.
-      matrices: of each weight.
-      kinds: each weight's matrices, and each weight's other arrays, laid out as they rest. These
-        have the same axes; one may have size 1, and then lies along no axis of the mesh.
+      function: gets some matrices [N, R, C] and the arrays that belong to them, such as a number
+        for each column, [N, 1, C]; returns the same number of arrays, of the same shapes. The
+        result for a matrix must not depend on the others.
+      matrices: for each weight.
+      kinds: each weight's matrices, and each weight's other arrays, as stored. All have the same
+        axes; an axis may have size 1, and then no mesh axis splits it.
 
-    Returns: for each of `kinds` arrays that are laid out as those given.
+    Returns:
+      for each of `kinds`, arrays with the layouts of the given ones.
     """
     weights = [*zip(*kinds, strict=True)]
     groups: dict[object, list[int]] = defaultdict(list)
@@ -129,7 +136,7 @@ def on_whole_matrices(
 
 
 def _shapes_and_layouts(form: Matrices, arrays: Arrays) -> object:
-    """Equal for weights whose matrices can be in one stack."""
+    """A key that is equal for weights whose matrices can be in one stack."""
     sides = form.order[len(form.apart) :]
     shapes = [tuple(array.shape[i] for i in sides) for array in arrays]
     layouts = [tuple(layout_of(array)[i] for i in form.order) for array in arrays]
@@ -144,7 +151,7 @@ def _of_group(
     ways = [_way(forms[0], layout, layouts[0]) for layout in layouts[:kinds]]
 
     def on_shares(*parts: Array) -> Arrays:
-        """On each device: of its parts of all arrays, its parts of what is made."""
+        """Computes, on each device, its parts of all results from its parts of all arrays."""
         of_kinds = [parts[k::kinds] for k in range(kinds)]
         stacks = [
             [form.stacked(part) for form, part in zip(forms, parts, strict=True)]
@@ -166,7 +173,7 @@ def _of_group(
             for k in range(kinds)
         )
 
-    # Not tracked: what is gathered over copies is the same on each, which JAX does not know.
+    # Not tracked: JAX does not know that arrays gathered over copies are the same on each device.
     mapped = on_each_device(on_shares, layouts, tuple(layouts), tracked=False)
     made = mapped(*(array for arrays in weights for array in arrays))
     return [tuple(made[i : i + kinds]) for i in range(0, len(made), kinds)]
@@ -176,9 +183,12 @@ _Way = Sequence[tuple[MeshAxes, int | None]]
 
 
 def _way(matrices: Matrices, layout: PartitionSpec, of_matrices: PartitionSpec) -> _Way:
-    """How arrays of `layout` come together for matrices that lie as `of_matrices`: along each of
-    these axes of the mesh a device takes its share of the matrices, and so the parts of them along
-    an axis; `None`: each device has all of it, and sends nothing."""
+    """The steps that assemble arrays of `layout` for matrices with the layout `of_matrices`.
+
+    Each step has mesh axes, along which a device takes its share of the matrices, and the array
+    axis along which it receives their parts. `None` means that each device already has the whole
+    axis, and sends nothing.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     copies = tuple(name for name in mesh.axis_names if name not in mesh_axes_of(of_matrices))
     way: list[tuple[MeshAxes, int | None]] = [(copies, None)]
@@ -189,11 +199,11 @@ def _way(matrices: Matrices, layout: PartitionSpec, of_matrices: PartitionSpec) 
 
 
 def _sent(x: Array, way: _Way) -> Array:
-    """This device's share of the matrices, each whole; zeros fill up the last shares."""
+    """Returns this device's share of the matrices, each whole; zeros pad the last shares."""
     shares = math.prod(devices_along(mesh_axes) for mesh_axes, _ in way)
     x = jnp.pad(x, [(0, -len(x) % shares)] + [(0, 0)] * (x.ndim - 1))
-    # As one array: XLA on CPUs would send what was put together apart, in layouts that differ, and
-    # then refuse its own program.
+    # Joined into one array: otherwise XLA on CPUs would send the concatenated parts separately, in
+    # different layouts, and then reject its own program.
     x = jax.lax.optimization_barrier(x)
     for mesh_axes, axis in way:
         if axis is None:
@@ -204,7 +214,7 @@ def _sent(x: Array, way: _Way) -> Array:
 
 
 def _returned(x: Array, way: _Way) -> Array:
-    """The inverse of `_sent`, but for what fills up."""
+    """The inverse of `_sent`, except that padding stays."""
     for mesh_axes, axis in reversed(way):
         if axis is None:
             x = all_gather(x, mesh_axes, axis=0)
@@ -214,13 +224,13 @@ def _returned(x: Array, way: _Way) -> Array:
 
 
 def _as_matrices(x: Array, rows: int) -> Array:
-    """[N, R, C], the first `rows` of the axes after the first being those of rows."""
+    """Reshapes to [N, R, C]; the first `rows` axes after the first one form the rows."""
     sides = x.shape[1 : 1 + rows], x.shape[1 + rows :]
     return jnp.reshape(x, (len(x), *map(math.prod, sides)))
 
 
 def _in_turns(function: Callable[..., Arrays], stacks: Sequence[Array]) -> Arrays:
-    """`function` of all matrices, in turns of so many that a device is busy; CPUs are with one."""
+    """Applies `function` in turns that keep a device busy; CPUs take one matrix at a time."""
     N, R, C = stacks[0].shape
     batch = 1 if platform() == "cpu" else max(1, min(_MOST_AT_ONCE, _BUSY // (R * C)))
     turns = -(-N // batch)
@@ -229,12 +239,12 @@ def _in_turns(function: Callable[..., Arrays], stacks: Sequence[Array]) -> Array
         filled = jnp.pad(x, [(0, turns * batch - N), (0, 0), (0, 0)])
         return jnp.reshape(filled, (turns, batch, *x.shape[1:]))
 
-    # Barriers, lest what is around becomes part of the same kernels on some meshes.
+    # Barriers, so that surrounding operations do not enter the same kernels on some meshes.
     def turn(arrays: Arrays) -> Arrays:
         return jax.lax.optimization_barrier(function(*jax.lax.optimization_barrier(arrays)))
 
     given = tuple(map(cut, stacks))
-    if turns == 1:  # without a loop, whose body XLA's TPU compiler would run twice
+    if turns == 1:  # without a loop, since XLA's TPU compiler would run its body twice
         made = jax.tree.map(lambda y: y[None], turn(tuple(x[0] for x in given)))
     else:
         made = jax.lax.map(turn, given)
@@ -242,7 +252,7 @@ def _in_turns(function: Callable[..., Arrays], stacks: Sequence[Array]) -> Array
 
 
 def layout_of(array: Array) -> PartitionSpec:
-    """How it lies on the mesh that is set, axis by axis."""
+    """The layout of an array on the current mesh, axis by axis."""
     if jax.sharding.get_abstract_mesh().empty:
         return PartitionSpec(*[None] * array.ndim)
     return PartitionSpec(*jax.typeof(array).sharding.spec.partitions)
