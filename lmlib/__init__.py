@@ -1,7 +1,7 @@
-"""Language-model pretraining in JAX: what a notebook needs.
+"""Language-model pretraining in JAX: the names that a notebook needs.
 
-Each name, and each module of lmlib, is imported when it is first asked for, so that what only reads
-data starts without JAX.
+Names and modules of lmlib are imported on first use, so that programs that only read data start
+without JAX.
 """
 
 import functools
@@ -59,7 +59,7 @@ _MODULES = frozenset(module.name for module in pkgutil.iter_modules(__path__))
 
 @functools.cache
 def _choose_devices() -> None:
-    """Before JAX starts some: quietly, plugins without hardware are left out."""
+    """Disables plugins without hardware, quietly, before JAX starts them."""
     from lmlib.hardware.detection import use_cpu_if_alone
 
     use_cpu_if_alone()
@@ -75,5 +75,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """What can be asked for, imported or not: for tab completion."""
+    """All names and modules, imported or not, for tab completion."""
     return sorted({*__all__, *_MODULES})

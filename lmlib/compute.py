@@ -1,4 +1,4 @@
-"""How a model is computed. Nothing here changes what the model is."""
+"""Settings of computation. They do not change the model."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -6,42 +6,43 @@ from typing import Any
 
 import jax.numpy as jnp
 
-EVERYTHING = ("everything",)  # of `Compute.saved`: all activations that the layers name
+EVERYTHING = ("everything",)  # value of `Compute.saved`: all activations that the layers name
 
 
 @dataclasses.dataclass(frozen=True)
 class Compute:
-    """Free to change when a run is resumed.
+    """Settings of computation, which may change when a run is resumed.
 
     Args:
-      dtype: of activations and gathered weights, for example "bfloat16" or "float32".
-      attention: which kernel, of those in `lmlib.models.attend`; "auto" takes the best there is.
-      quantized: products in 8 bits, by kind of layer ("projections", "mlp"): "int8" or "float8", as
-        in `lmlib.models.matrices.quantized`.
-      context: how keys come to queries where the axis `context` of the mesh splits rows: "gather"
-        or "ring", as in `lmlib.models.attend.context_parallel`; "auto" takes "gather" while keys
-        are few.
-      dispatch: how tokens come to the devices of their experts: "gather" or "exchange", as in
-        `lmlib.models.experts.rounds.DISPATCHES`; "auto" takes what sends less.
-      expert_room: rows that a device has room for to compute its experts at a time, as a multiple
-        of what even routing brings; if more come they are computed in further rounds.
-      saved: activations kept for the backward pass, by the names that layers give them
-        (`lmlib.models.part.Names`), or `EVERYTHING`; it computes the others again.
-      offloaded: more of them, kept in the host's memory.
-      pipeline_rows: rows that each device brings to a microbatch, where `stage` of the mesh
-        splits the layers; more of them make larger products, and a larger bubble.
+      dtype: dtype of activations and gathered weights, for example "bfloat16" or "float32".
+      attention: an attention kernel of `lmlib.models.attend`; "auto" selects the best one.
+      quantized: precision of products in 8 bits, by kind of layer ("projections", "mlp"): "int8" or
+        "float8", as in `lmlib.models.matrices.quantized`.
+      context: method of exchanging keys if the mesh axis `context` splits rows: "gather" or "ring",
+        as in `lmlib.models.attend.context_parallel`; "auto" selects "gather" if keys are small.
+      dispatch: method of sending tokens to the devices of their experts: "gather" or "exchange", as
+        in `lmlib.models.experts.rounds.DISPATCHES`; "auto" selects the one that sends less.
+      expert_room: number of rows that a device can hold to compute its experts at a time, as a
+        multiple of the number for even routing; additional rows are computed in further rounds.
+      saved: activations that are saved for the backward pass, by the names that layers give them
+        (`lmlib.models.part.Names`), or `EVERYTHING`; the others are recomputed.
+      offloaded: further activations, saved in the host's memory.
+      pipeline_rows: rows that each device contributes to a microbatch, if the mesh axis `stage`
+        splits the layers; more rows make larger products, and a larger bubble.
       pipeline_rounds: how often a microbatch goes around the stages, as in
-        `lmlib.models.pipeline.schedule`; more of them make a smaller bubble, and more to send.
-      unroll: repetitions of a pattern of layers in each turn of the scan over layers; more than
-        there are means no loop.
+        `lmlib.models.pipeline.schedule`; more rounds make a smaller bubble, and more communication.
+      unroll: repetitions of a pattern of layers in each iteration of the scan over layers; if there
+        are fewer repetitions, there is no loop.
       sequence_parallel: split the residual stream between blocks along its sequence over `tensor`
         (Korthikanti et al. 2022, arXiv:2205.05198).
       loss_chunk: tokens whose logits a device holds at a time; `None`: see
         `lmlib.losses.fused.chunks`.
-      logits_dtype: of the logits that the loss is computed from; softmax is in float32 at least.
+      logits_dtype: dtype of the logits from which the loss is computed; softmax is in float32 or
+        wider.
 
     Raises:
-      ValueError: if a count is not positive, a dtype is no floating type, or a name is given twice.
+      ValueError: if a count is not positive, a dtype is not a floating type, or a name is given
+        twice.
     """
 
     dtype: str = "bfloat16"
@@ -76,17 +77,17 @@ class Compute:
                 raise ValueError(f"{name!r} is named twice in saved and offloaded")
 
     def precision(self, kind: str) -> str | None:
-        """Of the products of layers of this kind; `None` where they are not quantized."""
+        """The precision of products of this kind of layer; `None` if they are not quantized."""
         return (self.quantized or {}).get(kind)
 
     def kept(self, names: Sequence[str]) -> tuple[str, ...]:
-        """Which of the activations that layers name the device keeps."""
+        """The activations among `names` that are saved on the device."""
         everything = tuple(name for name in names if name not in self.offloaded)
         return everything if self.saved == EVERYTHING else self.saved
 
     @property
     def residual(self) -> str:
-        """The axes of the residual stream between blocks, which say how it lies on the mesh."""
+        """The axes of the residual stream between blocks; they determine its layout."""
         return "batch seq_parallel embed" if self.sequence_parallel else "batch seq embed"
 
 

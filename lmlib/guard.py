@@ -1,4 +1,4 @@
-"""Which updates are not made: those that are not finite, and those of sudden high losses.
+"""Skips updates that are not finite, or whose loss is suddenly high.
 
 Shapes: W recent losses.
 """
@@ -11,34 +11,35 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
-MAD_TO_DEVIATION = 1.4826  # a normal distribution's standard deviation in median deviations
+MAD_TO_DEVIATION = 1.4826  # standard / median absolute deviation, for normal distributions
 
 
 class GuardState(eqx.Module):
-    """What a guard remembers; part of a run's state, so that a resumed run judges alike."""
+    """The memory of a guard, part of a run's state, so that a resumed run decides the same."""
 
-    skipped: Int32[Array, ""]  # unsound updates, not made, in all
-    skipped_in_a_row: Int32[Array, ""]  # up to now
-    empty_batches: Int32[Array, ""]  # without a target: no update, and nothing to judge; in all
-    recent_losses_W: Float[Array, "W"] | None  # of updates made; NaN where there were fewer
+    skipped: Int32[Array, ""]  # total number of skipped updates
+    skipped_in_a_row: Int32[Array, ""]  # number of skipped updates since the last good one
+    empty_batches: Int32[Array, ""]  # total number of batches without a target
+    recent_losses_W: Float[Array, "W"] | None  # losses of updates made; NaN before there are enough
 
 
 @dataclasses.dataclass(frozen=True)
 class Guard:
     """Skips an update whose loss, gradient or update is not finite; weights and moments stay.
 
-    A batch without a target makes no update either: its gradient is zero, but weight decay and old
-    moments would still move the weights. It is counted apart, and nothing else remembers it.
+    A batch without a target does not make an update either: its gradient is zero, but weight decay
+    and old moments would still move the weights. It is counted separately, and does not affect
+    anything else.
 
     Args:
-      spike_deviations: also skip an update whose loss exceeds the median of the recent ones by more
-        than so many standard deviations, estimated from their median absolute deviation (Huber,
-        "Robust Statistics", 1981, §5.1). `None` never does. Nothing is skipped so before `window`
-        updates were made.
-      window: how many losses are recent.
-      stop_after: a run stops when so many updates in a row were skipped.
-      captures: how many skipped updates a run keeps for `python -m runner.replay`; each holds a
-        checkpoint back.
+      spike_deviations: also skip an update if its loss exceeds the median of recent losses by more
+        than this number of standard deviations, estimated from their median absolute deviation
+        (Huber, "Robust Statistics", 1981, §5.1). `None` never does. This starts after `window`
+        updates.
+      window: number of recent losses.
+      stop_after: a run stops after this number of skipped updates in a row.
+      captures: number of skipped updates that a run saves for `python -m runner.replay`; each keeps
+        a checkpoint from being deleted.
 
     Raises:
       ValueError: for a setting that is not positive.
@@ -72,11 +73,11 @@ class Guard:
         update_norm: Float[Array, ""],
         count: Int32[Array, ""],
     ) -> tuple[Bool[Array, ""], GuardState]:
-        """Whether to make the update, and the state after that.
+        """Returns True if the update should be made, and the new state.
 
         Args:
-          update_norm: of the update that would be made.
-          count: what the objective counts in the batch, its valid targets say.
+          update_norm: norm of the proposed update.
+          count: number of the objective's units in the batch, usually valid targets.
         """
         empty = count == 0
         sound = jnp.isfinite(loss) & jnp.isfinite(grad_norm) & jnp.isfinite(update_norm)
@@ -85,7 +86,7 @@ class Guard:
             assert self.spike_deviations is not None
             median = jnp.median(recent_W)
             deviation = MAD_TO_DEVIATION * jnp.median(jnp.abs(recent_W - median))
-            # While the window is not full these are NaN, and no loss is larger than NaN.
+            # NaN while the window is not full; no loss is larger than NaN.
             sound &= ~(loss > median + self.spike_deviations * deviation)
             newest_W = jnp.roll(recent_W, -1).at[-1].set(loss)
             recent_W = jnp.where(sound & ~empty, newest_W, recent_W)
@@ -99,9 +100,9 @@ class Guard:
 
 
 def not_finite(model: Any, optimizer: Any) -> list[str]:
-    """The names of the arrays that hold a number which is not finite, in the order of the trees.
+    """The names of the arrays that contain a non-finite number, in the order of the trees.
 
-    An optimizer's scalars may be infinite, as the best loss so far is before the first.
+    Scalars of an optimizer may be infinite, such as the best loss before the first step.
     """
     named = {
         jax.tree_util.keystr(path, simple=True, separator="."): leaf

@@ -1,4 +1,4 @@
-"""How a run makes the weights of its model, and keeps them: in float32 if they train."""
+"""Creation of a model's weights, and their dtypes: float32 if they train."""
 
 import dataclasses
 import functools
@@ -20,12 +20,12 @@ from lmlib.parallel.layout import stored
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """How a run makes the weights of its model, and keeps them.
+    """The creation of a model's weights, and their dtypes.
 
     Args:
       model, seed: `model(key=jax.random.key(seed))` makes new weights.
-      groups: what trains; `None`: everything; an empty mapping: nothing.
-      frozen_dtype: of what does not; see `kept`.
+      groups: the weights that train; `None`: all; an empty mapping: none.
+      frozen_dtype: dtype of weights that do not train; see `kept`.
     """
 
     model: Callable[..., Any]
@@ -38,8 +38,8 @@ class Recipe:
         return self._make_from(self.seed)
 
     def new_model(self, mesh: Mesh) -> Any:
-        """What `make` makes, laid out on `mesh` from the start, by one program for all seeds."""
-        made = self.made  # not under the mesh, whose axes its types would have
+        """`make` on `mesh`, laid out from the start, with one program for all seeds."""
+        made = self.made  # not under the mesh, whose axes would be in its types
         with jax.set_mesh(mesh):
             return creator(self._make_from, mesh, made)(np.uint32(self.seed % 2**32))
 
@@ -47,9 +47,12 @@ class Recipe:
         return map_weights(self.kept, self.model(key=jax.random.key(seed)))
 
     def kept(self, weight: Weight, array: Array) -> Any:
-        """`array` of `weight` as the run keeps it: what does not train in the dtype that the weight
-        declares, else in `frozen_dtype`; of "int8" in bfloat16, and what
-        `lmlib.models.matrices.int8.in_int8` can make so in 8 bits."""
+        """Converts `array` of `weight` to the dtype in which the run stores it.
+
+        Weights that train stay the same. Others have the dtype that they declare, else
+        `frozen_dtype`. "int8" stores them in 8 bits if `lmlib.models.matrices.int8.in_int8`
+        supports it, else in bfloat16.
+        """
         if self.trained is None or weight.path in self.trained:
             return array
         if weight.declaration.dtype is not None:
@@ -60,15 +63,15 @@ class Recipe:
 
     @functools.cached_property
     def shapes(self) -> Any:
-        """Shapes of the model as `model` makes it: nothing in 8 bits.
+        """Shapes of the model as `model` makes it, without 8-bit weights.
 
         Raises:
-          PartError: if a class of a part or a model lacks methods or attributes.
+          PartError: if the class of a part or a model lacks methods or attributes.
         """
         try:
             return jax.eval_shape(lambda: self.model(key=jax.random.key(self.seed)))
         except TypeError as error:
-            if "abstract class" not in str(error):  # the words of Python and of Equinox
+            if "abstract class" not in str(error):  # the wording of Python and of Equinox
                 raise
             raise PartError(
                 f"{str(error).splitlines()[0]}; define them in the class. "
@@ -77,12 +80,12 @@ class Recipe:
 
     @functools.cached_property
     def made(self) -> Any:
-        """Shapes and dtypes of what `make` makes."""
+        """Shapes and dtypes of the result of `make`."""
         return jax.eval_shape(functools.partial(map_weights, self.kept), self.shapes)
 
     @functools.cached_property
     def group_of(self) -> dict[str, str] | None:
-        """The group of each weight that trains, by its path; `None`: all do."""
+        """The group of each weight that trains, by its path; `None`: all train."""
         if self.groups is None:
             return None
         return grouped(self.shapes, self.groups) if self.groups else {}
@@ -94,15 +97,15 @@ class Recipe:
 
     @property
     def bare(self) -> Any:
-        """Shapes of the model without adapters, nothing in 8 bits."""
+        """Shapes of the model without adapters and without 8-bit weights."""
         return without_adapters(self.shapes)
 
     def completed(self, weights: M, mesh: Mesh) -> M:
-        """The model, laid out on `mesh`, with `weights` and new adapters.
+        """Returns the model on `mesh`, with `weights` and new adapters.
 
         Args:
-          weights: those of `bare`, each as `kept` keeps it, laid out as they are stored. Their
-            buffers are taken.
+          weights: the weights of `bare`, each in the form that `kept` returns, in the stored
+            layout. Their buffers are donated.
         """
         if not has_adapters(self.shapes):
             return weights

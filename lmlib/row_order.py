@@ -1,12 +1,12 @@
-"""Which tokens of a row each device along `context` has.
+"""The order of a row's tokens on the devices along `context`.
 
     order     device i of C has
     plain     the piece i of C
     balanced  the pieces i and 2C - 1 - i of 2C
 
-In a balanced order causal attention is as much work for each device: an early piece sees few keys
-and a late one many (Dubey et al. 2024, arXiv:2407.21783, §3.3.2). On one device both are the row as
-it is.
+The balanced order gives each device the same amount of causal attention: an early piece sees few
+keys and a late one many (Dubey et al. 2024, arXiv:2407.21783, §3.3.2). On one device both orders
+leave the row unchanged.
 
 Shapes: C devices along `context`, M pieces of each, S sequence.
 """
@@ -18,10 +18,10 @@ ORDERS = ("plain", "balanced")
 
 
 def pieces_of_devices(devices: int, order: str) -> Int[np.ndarray, "c m"]:
-    """Which pieces of a row each device has, in the order in which it has them.
+    """The pieces of a row on each device, in the device's order.
 
     Raises:
-      ValueError: if there is no such order.
+      ValueError: if the order is unknown.
     """
     if order not in ORDERS:
         raise ValueError(f"the order of a sequence is one of {', '.join(ORDERS)}, got {order!r}")
@@ -32,10 +32,10 @@ def pieces_of_devices(devices: int, order: str) -> Int[np.ndarray, "c m"]:
 
 
 def places(length: int, devices: int, order: str) -> Int[np.ndarray, "s"]:
-    """Where in its row each token stands, in the order of the devices: `row[places]` is that order.
+    """The position in its row of each token, in the order of the devices: `row[places]`.
 
     Raises:
-      ValueError: if there is no such order, or the row does not divide into its pieces.
+      ValueError: if the order is unknown, or the row does not divide into its pieces.
     """
     pieces_CM = pieces_of_devices(devices, order)
     if length % pieces_CM.size:

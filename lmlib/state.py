@@ -1,4 +1,4 @@
-"""The state of a run's training, and how it begins."""
+"""The state of a run's training, and its creation."""
 
 import dataclasses
 import functools
@@ -25,15 +25,15 @@ from lmlib.parallel.layout import along, partition, pieces, shardings, stored
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """The settings of a training, the same for all its steps.
+    """The settings of a training run, the same for all steps.
 
     Args:
       mesh: the devices.
-      compute: how the model is computed.
+      compute: compute settings.
       objective: the loss.
       guard: chooses updates to skip.
       microbatches: parts of a batch whose gradients are added before one update.
-      seed: of random numbers in steps; the maker of the initial weights has its own.
+      seed: seed of random numbers in steps; initial weights have a different one.
       trained: the paths of the weights that train; `None`: all do.
     """
 
@@ -53,18 +53,16 @@ class Training:
 
 
 class State(eqx.Module):
-    """All that training needs from one step to the next.
+    """All data that training needs from one step to the next.
 
     Attributes:
-      step: counts the batches seen so far.
+      step: number of batches seen so far.
       model: the weights that train, float32; `None` in place of others.
-      key: stays the same: what is random in a step is drawn from it, the step and the microbatch,
-        never from what happened before.
-      buffers: its weights without a gradient, which the model updates itself; `None`: there are
-        none.
-      frozen: its other weights, which stay as they are; `None`: there are none.
-      reference_model: the frozen model that the objective needs, in the compute dtype; `None`: it
-        needs none.
+      key: constant; random numbers of a step depend on it, the step and the microbatch, not on
+        earlier steps.
+      buffers: weights without a gradient, which the model updates itself; optional.
+      frozen: weights that never change; optional.
+      reference_model: the frozen model that the objective needs, in the compute dtype; optional.
     """
 
     step: Int32[Array, ""]
@@ -88,8 +86,10 @@ class State(eqx.Module):
 
     @property
     def changing(self) -> "State":
-        """The part of the state that steps change, without frozen weights. A checkpoint holds
-        this."""
+        """The part of the state that steps change, without frozen weights.
+
+        Checkpoints contain this part.
+        """
         return self.with_frozen(None).with_reference_model(None)
 
     def with_frozen(self, frozen: Any) -> "State":
@@ -102,12 +102,12 @@ class State(eqx.Module):
 
 
 class Parts(NamedTuple):
-    """One model split into three trees, with `None` in each where the weight is in another.
+    """A model split into three trees; each has `None` where the weight is in another.
 
     Attributes:
       trained: weights with a gradient.
-      buffers: weights without one that the model updates itself; `None`: there are none.
-      frozen: weights that stay as they are; `None`: there are none.
+      buffers: weights without a gradient that the model updates itself; optional.
+      frozen: weights that never change; optional.
     """
 
     trained: Any
@@ -116,8 +116,11 @@ class Parts(NamedTuple):
 
 
 def parted(model: Any, trained: Set[str] | None) -> Parts:
-    """`model` by what becomes of its weights; those whose paths are not in `trained` are frozen.
-    `None`: none are."""
+    """Splits `model` by how its weights change.
+
+    Args:
+      trained: paths of the weights that are not frozen; `None`: all.
+    """
     changes = map_weights(lambda weight, _: trained is None or weight.path in trained, model)
     has_gradient = map_weights(lambda weight, _: weight.declaration.gradient, model)
     changing, frozen = eqx.partition(model, changes)
@@ -127,19 +130,26 @@ def parted(model: Any, trained: Set[str] | None) -> Parts:
 
 
 def new_state(make_model: Callable[[], eqx.Module], training: Training) -> State:
-    """The state before the first step, with new weights, laid out from the start."""
+    """Returns the state before the first step, with new weights, laid out from the start."""
     return initial_state(new_model(make_model, training.mesh), training)
 
 
 def new_model(make_model: Callable[[], M], mesh: Mesh, made: M | None = None) -> M:
-    """The model with new weights, laid out on `mesh` from the start; `made`: as in `creator`."""
+    """Returns a model with new weights, laid out on `mesh` from the start.
+
+    Args:
+      made: see `creator`.
+    """
     with jax.set_mesh(mesh):
         return creator(make_model, mesh, made)()
 
 
 def initial_state(model: Any, training: Training) -> State:
-    """The state before the first step from the weights of `model`, which lie as `abstract_model`
-    says. They are donated: their buffers become the state's."""
+    """Returns the state before the first step with the weights of `model`.
+
+    They must have the layout of `abstract_model`. They are donated: their buffers become the
+    state's.
+    """
     layout = shardings(abstract_state(lambda: model, training))
     fresh = functools.partial(fresh_state, training=training)
     with jax.set_mesh(training.mesh):
@@ -147,7 +157,7 @@ def initial_state(model: Any, training: Training) -> State:
 
 
 def fresh_state(model: Any, training: Training) -> State:
-    """`initial_state` for tracing; the caller gives the layout."""
+    """`initial_state` for tracing; the caller sets the layout."""
     parts = parted(model, training.trained)
     return State(
         step=jnp.zeros((), jnp.int32),
@@ -162,7 +172,7 @@ def fresh_state(model: Any, training: Training) -> State:
 
 
 def abstract_model(make_model: Callable[[], eqx.Module], mesh: Mesh) -> Any:
-    """The model's shapes, dtypes and stored `NamedSharding`s; makes no array."""
+    """The model's shapes, dtypes and stored `NamedSharding`s, without making arrays."""
     return map_weights(
         lambda weight, array: _placed(array, stored(weight, array.shape, mesh), mesh),
         jax.eval_shape(make_model),
@@ -170,11 +180,11 @@ def abstract_model(make_model: Callable[[], eqx.Module], mesh: Mesh) -> Any:
 
 
 def abstract_state(make_model: Callable[[], eqx.Module], training: Training) -> State:
-    """The state's shapes, dtypes and `NamedSharding`s; makes no array."""
+    """The state's shapes, dtypes and `NamedSharding`s, without making arrays."""
     mesh = training.mesh
     fresh = functools.partial(fresh_state, training=training)
     with jax.set_mesh(mesh):
-        # Moments take their weights' layout; the types that tracing gives them say so.
+        # Moments have the layout of their weights, which is in the types of the trace.
         state = jax.eval_shape(fresh, abstract_model(make_model, mesh))
     return jax.tree.map(lambda leaf: _placed(leaf, jax.typeof(leaf).sharding.spec, mesh), state)
 
@@ -186,8 +196,11 @@ def abstract_batch(
     teacher_k: int | None = None,
     whole_rows: bool = False,
 ) -> Batch:
-    """Shapes, dtypes and `NamedSharding`s of a global batch; `teacher_k` and `whole_rows`: see
-    `lmlib.data.batch.Source`."""
+    """Shapes, dtypes and `NamedSharding`s of a global batch.
+
+    Args:
+      teacher_k, whole_rows: see `lmlib.data.batch.Source`.
+    """
 
     def blank() -> Batch:
         integers = jnp.zeros((batch_size, sequence_length), jnp.int32)

@@ -4,7 +4,7 @@
         return product(axis("optimizer.peak_lr", 1e-3, 3e-3), axis("seed", 0, 1, 2))
 
 in an experiment's file makes the points that `python -m runner.sweep` trains. A sweep is a list of
-points, and the functions here make lists of lists.
+points, and the functions here combine lists.
 """
 
 import itertools
@@ -17,10 +17,10 @@ Points = list[Point]
 
 
 def axis(path: str, *values: Any) -> Points:
-    """A point for each of `values`, literals of Python, of the parameter at `path`.
+    """Makes a point for each of `values`, Python literals, of the parameter at `path`.
 
     Raises:
-      ValueError: if there are none.
+      ValueError: if `values` is empty.
     """
     if not values:
         raise ValueError(f"axis({path!r}) has no values")
@@ -28,19 +28,19 @@ def axis(path: str, *values: Any) -> Points:
 
 
 def product(*sweeps: Iterable[Point]) -> Points:
-    """Every point of each with every point of the others; the last changes fastest.
+    """Combines every point of each sweep with every point of the others; the last changes fastest.
 
     Raises:
-      ValueError: naming a path that two of them set.
+      ValueError: if two of them set the same path.
     """
     return [_together(points) for points in itertools.product(*sweeps)]
 
 
 def zipped(*sweeps: Sequence[Point]) -> Points:
-    """The first points of all together, then the second ones.
+    """Combines the first points of all sweeps, then the second ones, and so on.
 
     Raises:
-      ValueError: if one has more points than another, or naming a path that two of them set.
+      ValueError: if the sweeps have different lengths, or two of them set the same path.
     """
     sizes = [len(sweep) for sweep in sweeps]
     if len(set(sizes)) > 1:
@@ -49,7 +49,7 @@ def zipped(*sweeps: Sequence[Point]) -> Points:
 
 
 def chain(*sweeps: Iterable[Point]) -> Points:
-    """The points of one after those of the other, each once."""
+    """Concatenates sweeps and removes duplicate points."""
     found: Points = []
     for point in itertools.chain(*sweeps):
         if not any(_same(point, other) for other in found):
@@ -58,11 +58,12 @@ def chain(*sweeps: Iterable[Point]) -> Points:
 
 
 def sample(sweep: Iterable[Point], count: int, seed: int = 0) -> Points:
-    """`count` different places of `sweep`, in its order: of a fine grid, a random search. The same
-    for the same `seed`.
+    """Selects `count` different points of `sweep`, in its order, as for random search.
+
+    The result is the same for the same `seed`.
 
     Raises:
-      ValueError: if it has fewer points.
+      ValueError: if there are fewer points.
     """
     points = list(sweep)
     if not 0 < count <= len(points):
@@ -81,5 +82,5 @@ def _together(points: Iterable[Point]) -> Point:
 
 
 def _same(one: Point, other: Point) -> bool:
-    """Do they set the same? 1 and True are two values."""
+    """True if both points set the same values; 1 and True are different."""
     return one.keys() == other.keys() and all(repr(one[path]) == repr(other[path]) for path in one)

@@ -29,27 +29,31 @@ Metrics = dict[str, Array]
 def step(
     state: State, batch: Batch, hyperparameters: Hyperparameters, training: Training
 ) -> tuple[State, Metrics]:
-    """One update from one global batch, with the optimizer's numbers in `hyperparameters`.
+    """Makes one update from one global batch, with the optimizer's numbers in `hyperparameters`.
 
-    The loss is the sum over the units of the objective, usually valid target tokens, divided by
-    their count in the whole batch, so neither microbatches nor devices nor uneven masks change it.
-    An update that the guard finds unsound is not made, nor that of a batch without a unit: weights,
-    moments and the learning rate's schedule stay.
-    Random layers draw from `state.key`, folded with the step and then with the microbatch's index.
-    Frozen weights have no gradient and no moments, and are not copied. Weights without a gradient
-    that the model updates itself change with an update that is made.
+    The loss is a mean: the sum over the units of the objective, usually valid target tokens,
+    divided by their count in the whole batch. It does not depend on microbatches, devices or uneven
+    masks. An update that the guard rejects is not made, and neither is the update of a batch
+    without units: weights, moments and the learning rate's schedule stay the same. Random layers
+    use `state.key`, folded with the step and then with the microbatch's index. Frozen weights have
+    neither gradients nor moments, and are not copied. Weights without a gradient that the model
+    updates itself change together with an update.
 
-    Metrics, float32 unless said: `loss` and the other metrics of the objective, on average; the
-    reports of the model, on average over all tokens but padding, of which the objective's
-    `model_losses` are minimised too; the metrics of the optimizer; `grad_norm` before clipping,
-    `parameter_norm` of the weights that train, before the update, `update_norm`, 0 if it is not
-    made, `learning_rate`, and, int32, `tokens`, the valid target tokens of this batch, the count of
-    `Objective.units` if these are others, `skipped_updates` in all, `skipped_in_a_row`, and
-    `empty_batches`, in all, which had no unit.
+    Metrics are float32 unless stated otherwise:
+
+    - `loss` and the other metrics of the objective, as means;
+    - the reports of the model, as means over all tokens except padding; the objective's
+      `model_losses` are also minimised;
+    - the metrics of the optimizer;
+    - `grad_norm` before clipping; `parameter_norm` of the weights that train, before the update;
+      `update_norm`, 0 if the update is not made; `learning_rate`;
+    - int32: `tokens`, the valid target tokens of this batch; the count of `Objective.units`, if
+      these are not tokens; `skipped_updates` in total; `skipped_in_a_row`; `empty_batches`, in
+      total, which had no units.
 
     Raises:
       LayoutError: if the mesh cannot split the weights or the batch.
-      ValueError: if the model reports under a name that the objective has.
+      ValueError: if the model and the objective report under the same name.
     """
     gradients, reported, count = gradient(state, batch, training)
     with jax.named_scope("optimizer"):
@@ -67,8 +71,12 @@ class _Reported(NamedTuple):
 
 
 def gradient(state: State, batch: Batch, training: Training) -> tuple[Any, _Reported, Array]:
-    """The part of `step` before the update: gradients of the weights that train, sums that the
-    batch reports, and the count of units that the loss is a mean of."""
+    """The part of `step` before the update.
+
+    Returns:
+      gradients of the weights that train, sums that the batch reports, and the count of units in
+        the loss.
+    """
     objective, microbatches = training.objective, training.microbatches
     check_model(state.whole_model, training.mesh)
     B, S = batch.tokens.shape
@@ -79,7 +87,7 @@ def gradient(state: State, batch: Batch, training: Training) -> tuple[Any, _Repo
     positions = jnp.maximum(jnp.sum(batch.segment_ids > 0, dtype=jnp.int32), 1)
 
     def part_loss(trained: Any, index: Array | int, part: Batch) -> tuple[Array, _Reported]:
-        # Nothing asks for the gradient of frozen weights, so XLA leaves its products out.
+        # Gradients of frozen weights are unused, so XLA removes their products.
         model = state.whole(trained)
         key = jax.random.fold_in(step_key, index)
         sums = sums_of(objective, model, state.reference_model, part, training.compute, key)
@@ -94,7 +102,7 @@ def gradient(state: State, batch: Batch, training: Training) -> tuple[Any, _Repo
         return jax.tree.map(jnp.add, gradients, part_gradients), reported
 
     if microbatches == 1:
-        # Without a loop, which XLA's TPU compiler would run twice.
+        # Without a loop, since XLA's TPU compiler would run its body twice.
         gradients, reported = part_gradient(state.model, 0, batch)
     else:
         nothing = jax.tree.map(jnp.zeros_like, state.model)
@@ -106,7 +114,7 @@ def gradient(state: State, batch: Batch, training: Training) -> tuple[Any, _Repo
 
 
 def _of_model(sums: LossSums, positions: Array) -> Metrics:
-    """The reports of the model, for each of the batch's `positions` except padding."""
+    """The reports of the model, divided by the batch's `positions` except padding."""
     of_model = {**sums.model.losses, **sums.model.statistics}
     taken = [name for name in of_model if name in sums.reported]
     if taken:
@@ -122,7 +130,7 @@ def _updated(
     hyperparameters: Hyperparameters,
     training: Training,
 ) -> tuple[State, Metrics]:
-    """The state after the update that `gradients` ask for, and metrics of the update."""
+    """Returns the state after the update from `gradients`, and metrics of the update."""
     loss = reported.metrics["loss"]
     optimizer, guard = training.optimizer, training.guard
     given = with_arrays(optimizer.hyperparameters, hyperparameters)
@@ -156,8 +164,10 @@ def _updated(
 
 
 def _checked_update(returned: Any, state: State) -> tuple[Any, Any]:
-    """The result of an optimizer: updates of the weights' shapes, since others would broadcast to
-    them, and a state like the one before.
+    """Checks the result of an optimizer and returns it.
+
+    Updates must have the weights' shapes, since others would broadcast, and the state must be like
+    the one before.
 
     Raises:
       PartError: for anything else.
@@ -198,7 +208,10 @@ def _updated_buffers(state: State, tallies: Any) -> Any:
 
 
 def split(batch: Batch, microbatches: int) -> Batch:
-    """(B, S, …) arrays as (M, B / M, S, …). Each device splits its own rows, so nothing travels."""
+    """Splits arrays (B, S, …) into (M, B / M, S, …).
+
+    Each device splits its own rows, so nothing is sent.
+    """
 
     def part(x_BS: Array) -> Array:
         B, *rest = x_BS.shape
@@ -210,11 +223,11 @@ def split(batch: Batch, microbatches: int) -> Batch:
 
 
 def trace_step(state: State, batch: Batch, training: Training) -> jax.stages.Traced:
-    """`step` traced for `state` and `batch`, which may be abstract.
+    """Traces `step` for `state` and `batch`, which may be abstract.
 
-    Lowered and compiled, it is called as `state, metrics = compiled(state, batch, hyperparameters)`
-    with those of `Training.hyperparameters`, of this optimizer or of one that differs in its
-    numbers alone. The old state is donated: its buffers become the new one's.
+    The compiled step is called as `state, metrics = compiled(state, batch, hyperparameters)`. The
+    latter are `Training.hyperparameters` of this optimizer, or of one with different numbers. The
+    old state is donated: its buffers become the new one's.
     """
     everywhere = NamedSharding(training.mesh, PartitionSpec())
     hyperparameters = abstract_arrays_of(training.optimizer.hyperparameters, training.mesh)
@@ -227,11 +240,11 @@ def trace_step(state: State, batch: Batch, training: Training) -> jax.stages.Tra
 
 
 def make_step(training: Training) -> Callable[[State, Batch], tuple[State, Metrics]]:
-    """`step` for loops by hand, as `state, metrics = step(state, batch)`: compiled when it is first
-    called, and again for batches of another shape.
+    """Returns `step` for custom loops, as `state, metrics = step(state, batch)`.
 
-    The old state is donated: its buffers become the new one's. Batches may be NumPy's, as a source
-    gives them; they are laid out over the mesh first.
+    It is compiled on the first call, and again for batches of another shape. The old state is
+    donated: its buffers become the new one's. Batches may be NumPy's, as returned by a source; they
+    are first laid out over the mesh.
     """
     rows = sharding("batch seq", training.mesh)
     compiled = jax.jit(functools.partial(step, training=training), donate_argnums=0)

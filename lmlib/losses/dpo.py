@@ -15,29 +15,29 @@ from lmlib.losses.pairs import PairedObjective, PairSums
 
 @dataclasses.dataclass(frozen=True)
 class DPO(PairedObjective):
-"""Direct preference optimisation: -log σ(β · m) for each pair of responses.
+    """Direct preference optimisation: -log σ(β · m) for each pair of responses.
 
-Source: Rafailov et al. 2023, arXiv:2305.18290, eq. 7. See `lmlib.losses.pairs.Pairs` for the data.
-The margin m is the model's preference for the chosen response over the rejected one, minus the
-reference's:
+    Source: Rafailov et al. 2023, arXiv:2305.18290, eq. 7. See `lmlib.losses.pairs.Pairs` for the
+    data. The margin m is the model's preference for the chosen response over the rejected one,
+    minus the reference's:
 
-    m = log π(chosen) - log π_ref(chosen) - log π(rejected) + log π_ref(rejected)
+        m = log π(chosen) - log π_ref(chosen) - log π(rejected) + log π_ref(rejected)
 
-With `label_smoothing` ε, the probability that a label is wrong, the loss is -(1 - ε) · log σ(β · m)
-- ε · log σ(-β · m).
+    With `label_smoothing` ε, the probability that a label is wrong, the loss is -(1 - ε) · log σ(β
+    · m) - ε · log σ(-β · m).
 
-Reports means over pairs: `loss`, nats; `reward_margin`, β · m; `reward_accuracy`, the fraction of
-pairs with m > 0; `chosen_log_probability` and `rejected_log_probability`, the model's
-log-probabilities in nats, summed over a response.
+    Reports means over pairs: `loss`, nats; `reward_margin`, β · m; `reward_accuracy`, the fraction
+    of pairs with m > 0; `chosen_log_probability` and `rejected_log_probability`, the model's
+    log-probabilities in nats, summed over a response.
 
-Args:
-  reference_from: see `PairedObjective`.
-  beta: β, the weight of the margin.
-  label_smoothing: ε.
+    Args:
+      reference_from: see `PairedObjective`.
+      beta: β, the weight of the margin.
+      label_smoothing: ε.
 
-Raises:
-  ValueError: if `beta` is not positive, or `label_smoothing` is not in [0, 0.5).
-"""
+    Raises:
+      ValueError: if `beta` is not positive, or `label_smoothing` is not in [0, 0.5).
+    """
 
     rows_may_be_split = True
 

@@ -122,17 +122,18 @@ def _sums_so_far(
 
 @dataclasses.dataclass(frozen=True)
 class PairedObjective(Objective):
-"""A loss of pairs of responses; see `Pairs`. `lmlib.losses.dpo.DPO` is one.
+    """A loss of pairs of responses; see `Pairs`. `lmlib.losses.dpo.DPO` is one.
 
-A subclass defines the loss of each pair in `of_pairs`. If it does not need a reference model, it
-sets `uses_reference = False`, and none is computed. There is no dropout, not even in adapters: a
-difference between the dropped elements of model and reference would count as preference.
+    A subclass defines the loss of each pair in `of_pairs`. If it does not need a reference model,
+    it sets `uses_reference = False`, and none is computed. There is no dropout, not even in
+    adapters: a difference between the dropped elements of model and reference would count as
+    preference.
 
-Args:
-  reference_from: source of the reference's weights, in the form of `Experiment.init_from`. The
-    reference has the trained model's architecture without adapters. `None`: the reference is the
-    trained model with its adapters switched off, which needs no memory.
-"""
+    Args:
+      reference_from: source of the reference's weights, in the form of `Experiment.init_from`. The
+        reference has the trained model's architecture without adapters. `None`: the reference is
+        the trained model with its adapters switched off, which needs no memory.
+    """
 
     uses_reference = True
 

@@ -17,19 +17,19 @@ _RATE = "averaging_rate"
 
 @dataclasses.dataclass(frozen=True)
 class WeightAverage:
-"""The mean of the weights after each update, with larger weights for newer updates.
+    """The mean of the weights after each update, with larger weights for newer updates.
 
-After t updates it is Σ (1 - decay) decay^(t - i) w_i / (1 - decay^t). It does not include the
-initial weights, so it needs no warm-up (Polyak & Juditsky 1992; unbiased like the moments of Kingma
-& Ba 2015, arXiv:1412.6980, §3).
+    After t updates it is Σ (1 - decay) decay^(t - i) w_i / (1 - decay^t). It does not include the
+    initial weights, so it needs no warm-up (Polyak & Juditsky 1992; unbiased like the moments of
+    Kingma & Ba 2015, arXiv:1412.6980, §3).
 
-Args:
-  decay: factor of an update's weight after each further update; the mean covers about the last 1 /
-    (1 - decay) updates.
+    Args:
+      decay: factor of an update's weight after each further update; the mean covers about the last
+        1 / (1 - decay) updates.
 
-Raises:
-  ValueError: if `decay` is not between 0 and 1.
-"""
+    Raises:
+      ValueError: if `decay` is not between 0 and 1.
+    """
 
     decay: float = 0.999
 

@@ -1,7 +1,7 @@
-"""Any optimizer of optax's, applied layer by layer, with its state laid out as the weights are.
+"""Any optax optimizer, applied layer by layer, with its state laid out like the weights.
 
-A transformation that takes an array's norm, factors its moments or orthogonalises it must get one
-layer's array.
+A transformation that takes an array's norm, factors its moments or orthogonalises it must receive
+one layer's array at a time.
 """
 
 import functools
@@ -27,14 +27,17 @@ from lmlib.optim.whole_matrices import APART, matrices_of
 from lmlib.parallel.axes import Weight, map_weights
 from lmlib.parallel.selection import named_weights
 
-_SHAPE = (2, 4, 3)  # of what is tried: layers, rows, columns
-# Of the first layer's gradients, step by step: NaN shows what moves between layers.
+_SHAPE = (2, 4, 3)  # shape of the trial's weights: layers, rows, columns
+# Factors of the first layer's gradients in each step: NaN shows any flow between layers.
 _FACTORS = (1.0, 1.0, 1e4, 1e-3, np.nan, 1.0)
 
 
 def layer_by_layer(transformation: optax.GradientTransformation) -> optax.GradientTransformation:
-    """`transformation`, mapped by `jax.vmap` over the layers of each group of weights with equal
-    stacked axes. The state is a tuple of the groups' states, with those axes in front."""
+    """Maps `transformation` over stacked layers with `jax.vmap`.
+
+    Each group of weights with equal stacked axes is mapped separately. The state is a tuple of the
+    groups' states, with these axes in front.
+    """
 
     def init(model: Any) -> tuple[Any, ...]:
         groups = _groups(model)
@@ -68,15 +71,15 @@ def _mapped(function: Any, times: int) -> Any:
 
 class _Small(eqx.Module):
     matrix: Float[Array, "embed mlp"] = weight(fan_in("embed"))
-    absent: None = None  # as weights of other groups are
+    absent: None = None  # like the weights of other groups
 
 
 def acts_on_each_layer(transformation: optax.GradientTransformation) -> bool:
-    """True if `layer_by_layer(transformation)` makes the updates that `transformation` makes of
-    layers apart, as tried on two; false if `transformation` makes them of stacked layers.
+    """True if `layer_by_layer(transformation)` makes the same updates as for separate layers.
 
-    The latter holds if numbers of all weights count, such as a norm, and each array is updated
-    number by number; or if it adds random numbers, which differ, and updates number by number.
+    False if `transformation` itself makes them from stacked layers. This is the case if it uses
+    statistics of all weights, such as a norm, and updates each array elementwise; or if it adds
+    random numbers, which differ, and updates elementwise. A trial with two layers decides.
 
     Raises:
       ValueError: if neither form makes them.
@@ -126,25 +129,26 @@ def _agree(some: np.ndarray, others: np.ndarray) -> bool:
     return np.allclose(some, others, rtol=0, atol=1e-3 * size, equal_nan=True)
 
 
-_FEW = 4_096  # numbers that every device may hold: counts, keys, statistics of a whole model
+_FEW = 4_096  # size that every device may hold: counts, keys, statistics of a whole model
 
 _Keys = tuple[Any, ...]
 
 
 def state_layout(state: Any, model: Any, mesh: AbstractMesh) -> Any:
-    """Partitions of all arrays of an optimizer's `state` on `mesh`.
+    """Returns the partitions of all arrays of an optimizer's `state` on `mesh`.
 
-    An array is a weight's if the weight's path is a part of its own. It lies as the weight does if
-    it has the weight's shape, and along those axes of the weight that it has if it has some of them
-    alone, as factored moments do, or others besides. All else is whole on each device.
+    An array belongs to a weight if the weight's path is a part of its own. It has the weight's
+    partition if it has the weight's shape. If it has only some of the weight's axes, as factored
+    moments do, or additional ones, it is split along the common axes. Everything else is whole on
+    each device.
 
     Args:
-      state: of shapes and dtypes.
-      model: the weights, whose types say how they lie.
+      state: shapes and dtypes.
+      model: the weights, whose types contain their layouts.
 
     Raises:
-      ValueError: if an array of more than a few numbers would be whole on each of several devices
-        though the weights are split.
+      ValueError: if a large array would be whole on each of several devices although the weights
+        are split.
     """
     leaves = jax.tree_util.tree_leaves_with_path(model)
     weights = {tuple(keys): jax.typeof(weight) for keys, weight in leaves}
@@ -182,12 +186,15 @@ def _own_weight(keys: _Keys, weights: Mapping[_Keys, Any]) -> _Keys | None:
 def _along(
     shape: Sequence[int], of_weight: Sequence[int], layout: PartitionSpec
 ) -> PartitionSpec | None:
-    """The partition of an array whose axes are some of a weight's, in their order, or all of them
-    among others; one may have size 1 instead. `None` if it is no such array."""
+    """The partition of an array that has some of a weight's axes, or all of them among others.
+
+    The axes must be in the weight's order; an axis may have size 1 instead. `None` if the array
+    does not match.
+    """
     if math.prod(shape) == 1:
         return PartitionSpec()
     places, common = dict(enumerate(layout)), min(len(shape), len(of_weight))
-    own = [*itertools.combinations(range(len(shape)), common)][::-1]  # others are rather in front
+    own = [*itertools.combinations(range(len(shape)), common)][::-1]  # usually in front
     for axes in itertools.product(own, itertools.combinations(range(len(of_weight)), common)):
         pairs = list(zip(*axes, strict=True))
         if all(shape[i] in (1, of_weight[j]) for i, j in pairs):
@@ -196,9 +203,9 @@ def _along(
     return None
 
 
-_MASKS = ("mask", "weight_decay_mask")  # what optax's optimizers call which weights decay
-_MATRICES = "muon_weight_dimension_numbers"  # and what Muon calls the sides of its matrices
-_LEFT = (None, True, inspect.Parameter.empty)  # what optax has for these, or nothing
+_MASKS = ("mask", "weight_decay_mask")  # optax's names of the mask of decaying weights
+_MATRICES = "muon_weight_dimension_numbers"  # Muon's name of the sides of its matrices
+_LEFT = (None, True, inspect.Parameter.empty)  # optax's defaults for these arguments
 
 
 def from_optax(
@@ -209,28 +216,30 @@ def from_optax(
     clip_norm: float | None = 1.0,
     decays: Decays = as_declared,
 ) -> Optimizer:
-    """An optimizer of optax's, such as `optax.lion`, after clipping by global norm.
+    """An optax optimizer, such as `optax.lion`, after clipping by global norm.
 
-    It updates each stacked layer as if its arrays were by themselves (`lmlib.optim.from_optax`)
-    and each array of its state is split as its weight is (`lmlib.optim.from_optax`). XLA decides
-    what is sent for an update that takes more than each weight's own numbers.
+    It updates each stacked layer as if its arrays were separate, and each array of its state is
+    split like its weight (`lmlib.optim.from_optax`). XLA chooses the communication for updates that
+    need more than each weight's own numbers.
 
     Args:
-      steps: length of the schedule; the run supplies it.
+      steps: length of the schedule; set by the run.
       peak_lr: the schedule's highest learning rate.
-      make: `make(learning_rate=…)` makes it; its other settings are given by a partial, as
-        `functools.partial(optax.lion, b1=0.95)`, and stay in the program. A mask that is None or
-        True, and the `muon_weight_dimension_numbers` of `optax.contrib.muon`, follow from what
-        weights declare. A function of weights in it gets one layer of those that are stacked.
+      make: `make(learning_rate=…)` makes the optimizer. Set other arguments with a partial, such as
+        `functools.partial(optax.lion, b1=0.95)`; they are constants of the program. A mask that is
+        None or True, and the `muon_weight_dimension_numbers` of `optax.contrib.muon`, are filled in
+        from the weights' declarations. A function of weights among the arguments gets one of the
+        stacked layers.
       schedule: as in `lmlib.optim.adamw.adamw`: its numbers are the hyperparameters.
       clip_norm: largest global gradient norm; `None` does not clip.
-      decays: which weights decay, if `make` takes a mask of them; optax's without one decay all, if
-        any.
+      decays: True for weights that decay, if `make` takes a mask for them. Optimizers of optax
+        without a mask decay all weights, if any.
 
     Raises:
       ValueError: for a number that is out of range, or a `make` without `learning_rate`; if an
-        update needs more than gradients, state and weights, or differs from that of layers apart.
-        When the state is made: if it cannot be laid out, or is Muon's without its argument.
+        update needs more than gradients, state and weights, or differs from the update of separate
+        layers. On creation of the state: if it cannot be laid out, or is Muon's without its
+        argument.
     """
     made, clip = rates_and_clipping(steps, peak_lr, schedule, clip_norm)
     name, known = _named(make), inspect.signature(make).parameters
@@ -280,7 +289,7 @@ def from_optax(
         learning_rate: optax.Schedule = made,
         **others: Any,
     ) -> tuple[Any, optax.OptState]:
-        # A function is no argument of a program; the numbers of a schedule are.
+        # A function cannot be an argument of a program, but the numbers of a schedule can.
         numbers, rest = eqx.partition(learning_rate, eqx.is_array_like)
         numbers = jax.tree.map(jnp.asarray, numbers)
 
@@ -320,7 +329,7 @@ def _tried(name: str, function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _shapes(tree: Any) -> Any:
-    """Shapes and dtypes alone."""
+    """Shapes and dtypes only."""
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
 
 
@@ -329,7 +338,7 @@ def _partitions(tree: Any) -> Any:
 
 
 def _muon_numbers(weight: Weight, array: Any) -> contrib.MuonDimensionNumbers | None:
-    """The axes of a matrix for Muon; `None`: Adam updates the weight."""
+    """The axes of a matrix for Muon; `None` if Adam updates the weight."""
     form = matrices_of(weight, array.shape, APART)
     if form is None:
         return None

@@ -1,4 +1,4 @@
-"""Muon: matrices descend along their orthogonalised momentum, all other weights by AdamW.
+"""Muon: orthogonalised momentum for matrices, AdamW for all other weights.
 
 Shapes: N matrices, R rows, C columns, R ≤ C.
 """
@@ -36,14 +36,14 @@ from lmlib.parallel.axes import Weight, map_weights
 
 Polynomial = tuple[float, float, float]
 
-# Five times the same polynomial, which takes singular values from 0.01 on to between 0.68 and 1.13
+# The same polynomial five times. It maps singular values of at least 0.01 to between 0.68 and 1.13
 # (Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks"). Their code first
 # divides a matrix by its norm; see `orthogonalized`.
 CLASSIC: tuple[Polynomial, ...] = ((3.4445, -4.7750, 2.0315),) * 5
 
-# Each the best after those before it, for singular values from 0.001 to 1 (Amsel et al. 2025, "The
-# Polar Express", arXiv:2505.16932, algorithm 1, with its cushion of 0.024). All but the last bear
-# values that rounding has made 1 % too large.
+# Each is the best one after the preceding ones, for singular values from 0.001 to 1 (Amsel et al.
+# 2025, "The Polar Express", arXiv:2505.16932, algorithm 1, with its cushion of 0.024). All except
+# the last tolerate values that rounding has made 1 % too large.
 POLAR_EXPRESS: tuple[Polynomial, ...] = (
     (8.205161, -22.901937, 16.460727),
     (4.066395, -2.861154, 0.518400),
@@ -52,31 +52,31 @@ POLAR_EXPRESS: tuple[Polynomial, ...] = (
     (2.300652, -1.668904, 0.418807),
 )
 
-_TINY_NORM = 1e-7  # beside the norm of a matrix
+_TINY_NORM = 1e-7  # added to the norm of a matrix
 
 
 def orthogonalized(
     x_NRC: Float[Array, "n r c"], polynomials: Sequence[Polynomial]
 ) -> Float[Array, "n r c"]:
-    """About U Vᵀ of each matrix U S Vᵀ; zeros stay zeros.
+    """About U Vᵀ for each matrix U S Vᵀ; zeros stay zeros.
 
-    Newton–Schulz: with a, b, c of each of the `polynomials` in turn, X becomes
-    a X + b (X Xᵀ) X + c (X Xᵀ)² X, and with that each singular value s of it a s + b s³ + c s⁵.
-    X and what is multiplied have the dtype of `x_NRC`. Each polynomial takes N · (4 R² C + 2 R³)
-    FLOPs.
+    Newton–Schulz: for a, b, c of each of the `polynomials` in turn, X becomes a X + b (X Xᵀ) X + c
+    (X Xᵀ)² X, so each of its singular values s becomes a s + b s³ + c s⁵. X and the operands of
+    products have the dtype of `x_NRC`. Each polynomial takes N · (4 R² C + 2 R³) FLOPs.
 
-    X begins as the matrix over 1.01 times its Frobenius norm, for all polynomials. The code of the
-    Polar Express divides so, as room for rounding. The code of Jordan et al. divides by the norm
-    itself: with `CLASSIC` each singular value enters here 1 % smaller than there.
+    X starts as the matrix divided by 1.01 times its Frobenius norm, for all polynomials. The code
+    of the Polar Express does the same, to leave room for rounding. The code of Jordan et al.
+    divides by the norm itself: with `CLASSIC` each singular value starts 1 % smaller here than
+    there.
     """
     dtype = x_NRC.dtype
     wide_NRC = x_NRC.astype(jnp.float32)
     norm_N11 = jnp.sqrt(jnp.sum(wide_NRC * wide_NRC, axis=(1, 2), keepdims=True))
-    # No singular value is above the Frobenius norm; rounded ones may be, by a little.
+    # Singular values are at most the Frobenius norm; after rounding they may be slightly larger.
     start_NRC = (wide_NRC / (norm_N11 * 1.01 + _TINY_NORM)).astype(dtype)
 
     def iterate(x_NRC: Array, abc: Array) -> tuple[Array, None]:
-        a, b, c = abc  # float32, and so is what they multiply
+        a, b, c = abc  # float32, and so are their products
         gram_NRR = jnp.einsum("nrc,nsc->nrs", x_NRC, x_NRC)
         square_NRR = jnp.einsum("nrs,nst->nrt", gram_NRR, gram_NRR)
         factor_NRR = (b * gram_NRR + c * square_NRR).astype(dtype)
@@ -87,16 +87,18 @@ def orthogonalized(
     return done_NRC
 
 
-# The root mean square of AdamW's updates, about (Liu et al. 2025, arXiv:2502.16982, §2.2).
+# The approximate root mean square of AdamW's updates (Liu et al. 2025, arXiv:2502.16982, §2.2).
 ADAMW_RMS = 0.2
-_TINY = 1e-8  # beside roots
+_TINY = 1e-8  # added to roots
 
 
 class MuonState(NamedTuple):
-    """Attributes:
-    momentum: of matrices, laid out as they are; `None` in place of other weights.
-    neurons: the average square of each column of the updates; nothing if it is not asked for.
-    adam: the moments of the other weights.
+    """The state of Muon.
+
+    Attributes:
+      momentum: momentum of matrices, in their layout; `None` in place of other weights.
+      neurons: mean square of each column of the updates; empty without `neuron_decay`.
+      adam: the moments of the other weights.
     """
 
     momentum: Any
@@ -124,34 +126,35 @@ def muon(
     cautious: bool = False,
     scaled: Any = None,
 ) -> Optimizer:
-    """Muon (Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks") with
-    updates of the size of AdamW's, so that its learning rates and weight decay carry over (Liu et
+    """Muon (Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks").
+
+    Updates have the size of AdamW's, so that its learning rates and weight decay carry over (Liu et
     al. 2025, arXiv:2502.16982): 0.2 √max(R, C) times the orthogonalised momentum.
 
-    Matrices are the weights that multiply activations, each stacked layer's by itself, but for
-    those of the vocabulary; adapters' pairs are. An axis of several names, as heads and head_dim,
-    is one side of them. Tables, heads, norms, biases and routers go to AdamW.
+    Matrices are the weights that multiply activations, except for the vocabulary's, separately for
+    each stacked layer; they include the pairs of adapters. Several axes, such as heads and
+    head_dim, may form one side. Tables, heads, norms, biases and routers use AdamW.
 
     On a mesh each device orthogonalises its share of the matrices; see
-    `lmlib.optim.whole_matrices`. What it makes of given gradients is the same bits on every mesh.
+    `lmlib.optim.whole_matrices`. For given gradients the result has the same bits on every mesh.
 
     Args:
       steps, peak_lr, schedule, weight_decay, clip_norm, decays, cautious, scaled: as in
         `lmlib.optim.adamw.adamw`.
-      momentum: decay of the average of gradients.
-      nesterov: descends along the average of momentum and gradient, in the same shares.
-      polynomials: that orthogonalise; see `lmlib.optim.muon`.
-      dtype: of the matrices as they are sent and multiplied: "bfloat16" or "float32".
-      apart: names of axes along which each index is a matrix by itself, besides layers; with
-        "heads" and "kv_heads" those of attention are orthogonalised head by head.
-      neuron_decay: decay of the average of squares of each column's updates, which are then divided
-        by its root (NorMuon: Li et al. 2025, arXiv:2510.05491, algorithm 1, with 0.95); a column is
-        what makes one output. `None`: they stay as they are.
-      adamw_learning_rate: factor for the weights that AdamW updates.
-      b1, b2, epsilon: of AdamW.
+      momentum: decay of the mean of gradients.
+      nesterov: True descends along a mean of momentum and gradient, with the same coefficients.
+      polynomials: polynomials for orthogonalisation; see `lmlib.optim.muon`.
+      dtype: dtype in which matrices are sent and multiplied: "bfloat16" or "float32".
+      apart: names of axes along which each index is a separate matrix, in addition to layers. With
+        "heads" and "kv_heads" the matrices of attention are orthogonalised head by head.
+      neuron_decay: decay of the mean square of each column's updates, by whose root they are
+        divided (NorMuon: Li et al. 2025, arXiv:2510.05491, algorithm 1, with 0.95). A column makes
+        one output. `None` skips this.
+      adamw_learning_rate: factor of the learning rate for the weights that AdamW updates.
+      b1, b2, epsilon: settings of AdamW.
 
     Raises:
-      ValueError: for a number that is out of range, or a dtype that is none of these, naming it.
+      ValueError: with the name of a number that is out of range, or of an unknown dtype.
     """
     check_fractions(momentum=momentum, b1=b1, b2=b2)
     check_epsilon(epsilon)
@@ -237,11 +240,14 @@ def _neurons(form: Matrices, matrices: Array) -> Array:
 def _descended(
     polynomials: Sequence[Polynomial], neuron_decay: float | None, x_NRC: Array, *neurons: Array
 ) -> tuple[Array, ...]:
-    """The orthogonalised matrices at the size of AdamW's updates.
+    """The orthogonalised matrices, scaled to the size of AdamW's updates.
 
-    `neurons`: nothing, or the average square of each column's updates, [N, 1, C], or [N, R, 1] of
-    matrices that lie on their side; returned as well. Columns are then divided by its root, and
-    matrices have the norm that they had.
+    With `neurons`, columns are divided by the root of their mean square, and matrices keep their
+    norm.
+
+    Args:
+      neurons: empty, or the mean square of each column's updates, [N, 1, C], or [N, R, 1] for
+        transposed matrices. It is returned as well, updated.
     """
     y_NRC = orthogonalized(x_NRC, polynomials).astype(jnp.float32)
     size = ADAMW_RMS * max(y_NRC.shape[1:]) ** 0.5

@@ -1,7 +1,7 @@
-"""Learning rates over a run: up in a line, level, then down.
+"""Learning rates over a run: linear warm-up, constant, then a decrease.
 
-How long a schedule rises and falls is said in one of two ways: a float is a fraction of the run's
-steps, an int is a number of them, which stays when the run is made longer or is forked.
+The lengths of rise and fall are given in one of two ways: a float is a fraction of the run's steps,
+and an int is a number of steps, which stays the same if the run is extended or forked.
 """
 
 from collections.abc import Callable
@@ -16,16 +16,17 @@ Shape = Callable[[Array], Array]
 
 
 class Schedule(eqx.Module):
-    """The learning rate at a step, an `optax.Schedule`. Its numbers are leaves of a tree, so that
-    a compiled step can take them as arguments.
+    """The learning rate at a step, an `optax.Schedule`.
+
+    Its numbers are leaves of a tree, so that a compiled step can take them as arguments.
 
     Attributes:
-      peak_lr: the highest.
-      steps: after which it stays as it is.
-      rising: of these, the first, in which it rises in a line.
-      falling: the last, in which it falls.
-      end: what it falls to, as a fraction of `peak_lr`.
-      shape: of the fall: the height, from 1 to 0, for the fraction of it that is left.
+      peak_lr: the highest rate.
+      steps: length of the schedule; the rate is constant afterwards.
+      rising: number of first steps, in which the rate rises linearly.
+      falling: number of last steps, in which the rate falls.
+      end: the final rate, as a fraction of `peak_lr`.
+      shape: shape of the fall: the height, from 1 to 0, as a function of the remaining fraction.
     """
 
     peak_lr: float | Array
@@ -36,7 +37,7 @@ class Schedule(eqx.Module):
     shape: Shape = eqx.field(static=True)
 
     def __call__(self, step: int | Array) -> Array:
-        """A float32 scalar, to its rounding: what is left is counted in whole steps."""
+        """Returns the rate at a step, a float32 scalar."""
         left = jnp.clip(self.steps - step, 0, self.falling) / jnp.maximum(self.falling, 1)
         height = jnp.where(self.falling > 0, self.shape(left), 1.0)
         # The first step already learns: the line starts one step above zero.
@@ -48,9 +49,11 @@ class Schedule(eqx.Module):
 def warmup_cosine(
     peak_lr: float, steps: int, warmup: float | int = 0.1, end: float = 0.1
 ) -> Schedule:
-    """Half a cosine from `peak_lr` to `end` · `peak_lr` (Loshchilov & Hutter 2017,
-    arXiv:1608.03983, eq. 5), after a linear warm-up over `warmup`, a fraction or a number of
-    `steps`."""
+    """Half a cosine from `peak_lr` to `end` · `peak_lr`, after a linear warm-up.
+
+    Source: Loshchilov & Hutter 2017, arXiv:1608.03983, eq. 5. `warmup` is a fraction or a number of
+    `steps`.
+    """
     rising = _steps_of("warmup", warmup, steps)
     return _schedule(peak_lr, steps, rising, steps - rising, end, _half_cosine)
 
@@ -70,11 +73,13 @@ def warmup_stable_decay(
     decay: float | int = 0.2,
     end: float = 0.0,
 ) -> Schedule:
-    """Warm-up, then constant, then linear to `end` · `peak_lr` over the last `decay`, a fraction or
-    a number of `steps` (WSD; Hu et al. 2024, arXiv:2404.06395, §4).
+    """Warm-up, then constant, then linear to `end` · `peak_lr` over the last `decay` steps.
 
-    Before the decay it is `warmup_constant` of the same `peak_lr` and the same number of steps of
-    warm-up, bit for bit: a run with that schedule can be forked and decayed from any step.
+    WSD: Hu et al. 2024, arXiv:2404.06395, §4. `warmup` and `decay` are fractions or numbers of
+    `steps`.
+
+    Before the decay it equals `warmup_constant` with the same `peak_lr` and the same number of
+    warm-up steps, bit for bit: a run with that schedule can be forked and decayed from any step.
     """
     rising, falling = _steps_of("warmup", warmup, steps), _steps_of("decay", decay, steps)
     if _share(warmup, steps) + _share(decay, steps) > 1:
@@ -82,24 +87,25 @@ def warmup_stable_decay(
             f"warmup = {warmup} and decay = {decay} together exceed "
             + ("1" if isinstance(warmup, float) and isinstance(decay, float) else f"{steps} steps")
         )
-    # Halves of three steps are two each by themselves.
+    # Each half of three steps is rounded to two, so together they would exceed the steps.
     return _schedule(peak_lr, steps, rising, min(falling, steps - rising), end, _line)
 
 
 def warmup_constant(peak_lr: float, steps: int, warmup: float | int = 0.01) -> Schedule:
-    """`peak_lr` for ever, after a linear warm-up."""
+    """Constant `peak_lr`, after a linear warm-up."""
     return _schedule(peak_lr, steps, _steps_of("warmup", warmup, steps), 0, 1.0, _line)
 
 
 def _schedule(
     peak_lr: float, steps: int, rising: int, falling: int, end: float, shape: Shape
 ) -> Schedule:
-    # Of one type each, whatever literal a config has: other types make another program.
+    # Converted to fixed types, since other types of literals in a config would need another
+    # program.
     return Schedule(float(peak_lr), int(steps), rising, falling, float(end), shape)
 
 
 def _half_cosine(left: Array) -> Array:
-    """½ (1 + cos(π (1 - left))), without the difference that rounds away what is left."""
+    """Equals ½ (1 + cos(π (1 - left))), without a difference that would round `left` away."""
     return jnp.sin(jnp.pi / 2 * left) ** 2
 
 

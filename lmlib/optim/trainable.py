@@ -1,4 +1,4 @@
-"""Which weights of a model train, in groups with their own rate and decay."""
+"""The choice of weights that train, in groups with their own rate and decay."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -16,12 +16,12 @@ from lmlib.parallel.selection import SelectionError, named_weights, selected
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Weights that train alike.
+    """Weights that train with the same settings.
 
     Args:
-      paths, axes: which, as in `lmlib.parallel.selection.selected`.
-      learning_rate: factor of the optimizer's.
-      decays: whether weight decay shrinks them; `None`: as each declares.
+      paths, axes: select the weights, as in `lmlib.parallel.selection.selected`.
+      learning_rate: factor of the optimizer's learning rate.
+      decays: True if weight decay applies; `None`: as each weight declares.
 
     Raises:
       ValueError: if the factor is not positive.
@@ -44,12 +44,12 @@ Groups = Mapping[str, Group]
 
 
 def adapters(learning_rate_of_up: float = 1.0, besides: Sequence[str] = ()) -> Groups:
-    """For `Experiment.trainable`: the adapters of a model, and nothing else.
+    """Trains only the adapters of a model, for `Experiment.trainable`.
 
     Args:
-      learning_rate_of_up: factor for the matrices that start at zero (LoRA+: Hayou et al. 2024,
-        arXiv:2402.12354, has 16).
-      besides: other weights, by patterns of their paths, that train too: PEFT's `modules_to_save`.
+      learning_rate_of_up: factor of the learning rate for the matrices that start at zero (LoRA+:
+        Hayou et al. 2024, arXiv:2402.12354, uses 16).
+      besides: patterns of the paths of other weights that train too, like PEFT's `modules_to_save`.
     """
     more = {"besides": Group(paths=besides)} if besides else {}
     if learning_rate_of_up == 1:
@@ -62,8 +62,8 @@ def grouped(model: Any, groups: Groups) -> dict[str, str]:
     """The group of each weight that trains, by its path.
 
     Raises:
-      SelectionError: if a pattern or an axis means no weight, a weight is in two groups, a group is
-        empty, or the base of an adapter is in one.
+      SelectionError: if a pattern or an axis matches no weight, a weight is in two groups, a group
+        is empty, or contains the base of an adapter.
     """
     weights, found = named_weights(model), dict[str, str]()
     bases = _bases(model)
@@ -102,9 +102,14 @@ def _bases(model: Any) -> set[str]:
 
 
 def flops_per_token(model: Any, groups: Groups | None, sequence_length: int, causal: bool) -> float:
-    """FLOPs for a token of a step that trains `groups` of `model`, which has its weights as
-    `Experiment.model` makes them: those of `Model.flops_per_token`, less two for each frozen
-    parameter that multiplies a token's activations, whose gradient is not made."""
+    """FLOPs per token of a step that trains `groups` of `model`.
+
+    They are the FLOPs of `Model.flops_per_token`, minus two for each frozen parameter that
+    multiplies a token's activations, since its gradient is not computed.
+
+    Args:
+      model: with weights as `Experiment.model` makes them.
+    """
     flops = model.flops_per_token(sequence_length, causal)
     if groups is None:
         return flops
@@ -124,7 +129,7 @@ def flops_per_token(model: Any, groups: Groups | None, sequence_length: int, cau
 
 
 def _used_shares(model: Any) -> dict[str, float]:
-    """`Part.used_shares` of all parts, by the beginning of the weights' paths."""
+    """`Part.used_shares` of all parts, by the prefix of the weights' paths."""
 
     def has_shares(node: Any) -> bool:
         return isinstance(node, Part) and bool(node.used_shares)
@@ -138,8 +143,7 @@ def _used_shares(model: Any) -> dict[str, float]:
 
 
 def with_rates(optimizer: Optimizer, model: Any, groups: Groups | None) -> Optimizer:
-    """`optimizer` with the learning rates that weights declare and that `groups` have: its updates
-    are multiplied by both."""
+    """Multiplies the updates of `optimizer` by the learning rates of weights and of `groups`."""
     weights = named_weights(model)
     rates = {path: one.declaration.learning_rate for path, one in weights.items()}
     if groups is not None:
@@ -156,7 +160,8 @@ def with_rates(optimizer: Optimizer, model: Any, groups: Groups | None) -> Optim
 
 
 def decays_by(groups: Groups, model: Any, otherwise: Decays) -> Decays:
-    """Which weights decay: as their group says, else as `otherwise` does."""
+    """Returns a function that is True for decaying weights: as set by their group, else
+    `otherwise`."""
     group_of = grouped(model, groups)
 
     def decays(weight: Weight) -> bool:

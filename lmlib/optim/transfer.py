@@ -1,33 +1,34 @@
-"""Learning rates and initial values that a small model hands on to larger ones, wider and deeper.
+"""Transfers learning rates and initial values from a small model to wider and deeper ones.
 
-What is best for the small model, the base, is then near the best for the others: µP for width (Yang
-et al. 2022, arXiv:2203.03466) and CompleteP for depth (Dey et al. 2025, arXiv:2505.01618, table 1,
-with α = 1). Both say how initial values, learning rates, Adam's epsilon and some multipliers follow
-from sizes. Here a multiplier is part of its weight: c · W with W's values and rate is the weight
-c W with c times both. So the model stays what its family makes, and is saved, exported and sampled
-as ever.
+The best settings of the small model, the base, are then close to the best ones of the others: µP
+for width (Yang et al. 2022, arXiv:2203.03466) and CompleteP for depth (Dey et al. 2025,
+arXiv:2505.01618, table 1, with α = 1). Both derive initial values, learning rates, Adam's epsilon
+and some multipliers from sizes. Here a multiplier is part of its weight: c · W with W's values and
+rate is the weight c W with both multiplied by c. The model itself does not change, and is saved,
+exported and sampled as usual.
 
-A weight of `inputs` times as many inputs as in the base (over the axes that products sum over), and
-of `outputs` times as many outputs, in a stack `depth` times as deep, has
+Consider a weight with `inputs` times as many inputs as in the base (over the axes that products sum
+over), and with `outputs` times as many outputs, in a stack `depth` times as deep. It has
 
-    narrowing n   1 if inputs = 1, else min(1, outputs / inputs): 1 for what is as wide at both
-                  ends, 1 / inputs for what narrows to a fixed size, as the unembedding does
+    narrowing n   1 if inputs = 1, else min(1, outputs / inputs): 1 if both sides grow equally,
+                  1 / inputs if the outputs have a fixed size, as for the unembedding
     writing w     1 / depth if it writes to the residual stream, in a layer; else 1
 
                       initial values       Adam's rate      Muon's rate
     matrices          w √(n / inputs)      w / inputs       w √(outputs / inputs) / √largest
-    tables, vectors   w                    w                as Adam's
+    tables, vectors   w                    w                same as Adam's
 
-each as a factor of the base's; `largest` is how much the larger side of the matrix has grown. Both
-rates come from one condition: what an update changes of an output must be of the same size in every
-model, so that updates have spectral norms that go as √(outputs / inputs) (Yang, Simon & Bernstein
-2023, arXiv:2310.17813, condition 1). Adam's updates have elements of a given size and low rank,
-and so norms that go as √(inputs · outputs); Muon's are orthogonal matrices times √largest.
+All are factors of the base's values; `largest` is the growth of the matrix's larger side. Both
+rates follow from one condition: the change of an output by an update must have the same size in
+every model, so updates must have spectral norms proportional to √(outputs / inputs) (Yang, Simon &
+Bernstein 2023, arXiv:2310.17813, condition 1). Adam's updates have elements of a given size and low
+rank, so their norms are proportional to √(inputs · outputs); Muon's are orthogonal matrices times
+√largest.
 
-The last norm of a tied model has the factor 1 / width, of initial values and rate, in place of the
-unembedding. Weight decay is not multiplied by these factors: a step takes the same share of a
-weight in every model. Epsilon has the factor 1 / width, in layers 1 / (width · depth), as gradients
-have, which clipping and epsilon see with respect to W.
+The last norm of a tied model has the factor 1 / width, for initial values and rate, in place of the
+unembedding. Weight decay is not multiplied by these factors: a step removes the same fraction of a
+weight in every model. Epsilon has the factor 1 / width, in layers 1 / (width · depth), the same as
+gradients. Clipping and epsilon apply to gradients with respect to W.
 """
 
 import dataclasses
@@ -51,14 +52,14 @@ _OF_HEADS = "head_dim"
 
 
 class Factors(NamedTuple):
-    """Of one weight.
+    """The factors of one weight.
 
     Attributes:
-      initial: what its family's initial values are multiplied by.
-      multiplier: c, where the paper has c · W in place of the weight.
-      epsilon: of Adam's, for the gradient with respect to W.
-      rate: of Adam's learning rate, for the weight as it is.
-      writing: of what it adds to the residual stream, which is in `rate` too.
+      initial: factor of its family's initial values.
+      multiplier: c, if the paper has c · W in place of the weight.
+      epsilon: factor of Adam's epsilon, for the gradient with respect to W.
+      rate: factor of Adam's learning rate, for the weight itself.
+      writing: factor of its contribution to the residual stream, included in `rate`.
     """
 
     initial: float
@@ -70,11 +71,11 @@ class Factors(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Scaled:
-    """A model's weights beside those of its base.
+    """A model's weights compared with the base's.
 
     Attributes:
-      sizes, base: of each weight's axes, by its path.
-      factors: of each weight, by its path.
+      sizes, base: sizes of each weight's axes, by its path, in the model and in the base.
+      factors: factors of each weight, by its path.
     """
 
     sizes: Mapping[str, Mapping[str, int]]
@@ -82,7 +83,7 @@ class Scaled:
     factors: Mapping[str, Factors]
 
     def begun(self, model: Any) -> Any:
-        """`model`, as its family makes it, with the initial values that the base hands on."""
+        """Scales the initial values of `model`, as its family makes it."""
 
         def scaled(weight: Weight, array: Array) -> Array:
             factor = self.factors[weight.path].initial
@@ -91,13 +92,13 @@ class Scaled:
         return map_weights(scaled, model)
 
     def before_clipping(self) -> optax.GradientTransformation:
-        """Gradients with respect to W, of those with respect to weights."""
+        """Converts gradients with respect to weights to gradients with respect to W."""
         return by_weight(lambda weight: self.factors[weight.path].multiplier)
 
     def of_adam(self, adam: optax.GradientTransformation) -> optax.GradientTransformation:
         """`adam` with the epsilon and the learning rate of each weight."""
         factors = self.factors
-        # Other gradients are what another epsilon is to Adam.
+        # Scaling gradients is equivalent to scaling epsilon, for Adam.
         return optax.chain(
             by_weight(lambda weight: 1 / factors[weight.path].epsilon),
             adam,
@@ -105,8 +106,13 @@ class Scaled:
         )
 
     def of_orthogonal(self, weight: Weight, apart: Collection[str] = ()) -> float:
-        """The factor of the learning rate for updates that are orthogonal matrices times
-        √(the larger of both sides). Along the axes `apart` each index is a matrix by itself."""
+        """The factor of the learning rate for scaled orthogonal updates.
+
+        The updates are orthogonal matrices times √(the larger of both sides).
+
+        Args:
+          apart: axes along which each index is a separate matrix.
+        """
         axes = [axis for axis in weight.own_axes if axis not in apart]
         summed = weight.declaration.summed
 
@@ -122,14 +128,14 @@ class Scaled:
 
 @dataclasses.dataclass(frozen=True)
 class CompleteP:
-    """For `Experiment.scaling`: rates and initial values are those of a base model, handed on.
+    """Transfers the rates and initial values of a base model, for `Experiment.scaling`.
 
     Args:
-      base: sizes of the base, as arguments of the model that it has otherwise: {"embed": 64,
-        "heads": 1, "mlp": 192, "layers": 2}. What is not named is as large in the base.
+      base: sizes of the base, where they differ from the model's arguments: {"embed": 64, "heads":
+        1, "mlp": 192, "layers": 2}.
 
     Raises:
-      ValueError: if there are none, or one is not positive.
+      ValueError: if `base` is empty, or a size is not positive.
     """
 
     base: Mapping[str, int]
@@ -144,12 +150,12 @@ class CompleteP:
                 raise ValueError(f"scaling.base[{name!r}] must be at least 1, got {size!r}")
 
     def scaled(self, make: Callable[..., Any]) -> Scaled:
-        """Of the model that `make(key=…)` makes, and its base; makes no array.
+        """Compares the model that `make(key=…)` makes with its base, without making arrays.
 
         Raises:
-          ValueError: if the model has adapters, `make` does not take the sizes, or what both make
-            are not the same but for sizes; and where the rule knows no answer: heads that grow,
-            norms after what layers write, a tied model without a last norm.
+          ValueError: if the model has adapters, `make` does not take the sizes, or model and base
+            differ in more than sizes. Also in cases that the rule does not cover: growing heads,
+            norms after the outputs of layers, a tied model without a last norm.
         """
         model = _shapes(make)
         check_is_model(model)
@@ -179,13 +185,14 @@ def _shapes(make: Callable[..., Any]) -> Any:
 
 
 class _Known(NamedTuple):
-    """What the rule asks of a model.
+    """The properties of a model that the rule needs.
 
     Attributes:
-      weights, sizes: by path, the sizes of axes by name.
-      layers: how many there are.
-      last: paths of the weights after the layers but for the unembedding, if the model is tied.
-      normed: whether a layer norms what it writes.
+      weights: the weights, by path.
+      sizes: by path, the sizes of axes by name.
+      layers: number of layers.
+      last: paths of the weights after the layers, if the model is tied; without the unembedding.
+      normed: True if a layer norms its outputs.
     """
 
     weights: Mapping[str, Weight]
@@ -220,12 +227,14 @@ class _Known(NamedTuple):
         )
 
     def width(self) -> int:
-        """Of the residual stream."""
+        """The width of the residual stream."""
         return next((sizes[RESIDUAL] for sizes in self.sizes.values() if RESIDUAL in sizes), 1)
 
     def first_size(self, path: str) -> float | None:
-        """The standard deviation of a weight's initial values, or what they all are; `None`: its
-        module makes others."""
+        """The standard deviation of a weight's initial values, or their constant value.
+
+        `None` if the module makes other values.
+        """
         initial = self.weights[path].declaration.initial
         if isinstance(initial, Random):
             return initial.deviation(self.sizes[path])
@@ -261,7 +270,7 @@ def _scaled(model: _Known, base: _Known) -> Scaled:
 
 
 def _writes(weight: Weight) -> bool:
-    """Whether what a weight of a layer makes is added to the residual stream."""
+    """True if the output of a layer's weight is added to the residual stream."""
     summed, said = weight.declaration.summed, weight.declaration.writes
     makes_it = bool(summed) and RESIDUAL in weight.own_axes and RESIDUAL not in summed
     return makes_it if said is None else said

@@ -39,13 +39,13 @@ _MOST_AT_ONCE = 32
 
 @dataclasses.dataclass(frozen=True)
 class Matrices:
-"""The array of a weight as a stack of matrices.
+    """The array of a weight as a stack of matrices.
 
-Attributes:
-  apart: positions of the axes that enumerate the matrices.
-  rows, columns: positions of the axes that form the rows and the columns of each matrix.
-  summed: positions of the axes that products sum over: either the rows or the columns.
-"""
+    Attributes:
+      apart: positions of the axes that enumerate the matrices.
+      rows, columns: positions of the axes that form the rows and the columns of each matrix.
+      summed: positions of the axes that products sum over: either the rows or the columns.
+    """
 
     apart: tuple[int, ...]
     rows: tuple[int, ...]

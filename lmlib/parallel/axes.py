@@ -1,4 +1,4 @@
-"""What modules declare of their arrays: the name of each axis, and how the array is used."""
+"""Declarations of a module's arrays: the name of each axis, and the array's use."""
 
 import dataclasses
 import functools
@@ -14,10 +14,10 @@ Axes = tuple[str | None, ...]
 Rules = Mapping[str, MeshAxes]
 M = TypeVar("M")
 
-LAYER = "layer"  # leading axes of an array that its field does not name: those of stacked layers
-WHOLE_LAYER = "whole_layer"  # such an axis, where no stage has layers of its own
+LAYER = "layer"  # unnamed leading axes of an array, for stacked layers
+WHOLE_LAYER = "whole_layer"  # such an axis, if stages do not split the layers
 
-# Of a field that `lmlib.models.weights.weight` declares: a function of its module.
+# Metadata of a field that `lmlib.models.weights.weight` declares: a function of its module.
 METADATA = "lmlib"
 
 
@@ -26,13 +26,16 @@ class LayoutError(ValueError):
 
 
 class PartError(ValueError):
-    """A part of the user's that does not return what it should, as a message to print."""
+    """An invalid return value of a user's part, with a message to print."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Declaration:
-    """What a field says of its array besides the axes. See the arguments of
-    `lmlib.models.weights.weight`; here nothing is left to follow from others, but `writes`."""
+    """The declaration of a field's array, except for its axes.
+
+    See the arguments of `lmlib.models.weights.weight`. All defaults are resolved here, except for
+    `writes`.
+    """
 
     initial: Any = None
     multiplied: bool = False
@@ -47,12 +50,12 @@ class Declaration:
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
-    """An array of a module: where it is, and what its field declares.
+    """An array of a module: its path, and its field's declaration.
 
     Args:
       path: dotted: "stack.patterns.0.0.attention.query".
-      axes: one for each axis of the array; leading axes that the field does not name are `LAYER`.
-      declaration: of the field.
+      axes: one for each axis of the array; unnamed leading axes are `LAYER`.
+      declaration: the field's declaration.
     """
 
     path: str
@@ -61,25 +64,25 @@ class Weight:
 
     @property
     def stacked(self) -> int:
-        """How many leading axes are those of stacked layers."""
+        """The number of leading axes for stacked layers."""
         return self.axes.count(LAYER)
 
     @property
     def unstaged(self) -> "Weight":
-        """The same, but that stages do not split its layers."""
+        """The same weight, with layers that stages do not split."""
         return dataclasses.replace(self, axes=(WHOLE_LAYER,) * self.stacked + self.own_axes)
 
     @property
     def own_axes(self) -> tuple[str, ...]:
-        """Those of one layer's array."""
+        """The axes of one layer's array."""
         return self.axes[self.stacked :]
 
 
 def axis_names(owner: Any, field: str) -> tuple[str, ...]:
     """The axis names of the array in `owner.field`.
 
-    They are what the instance says (`owner.axis_names[field]`, where it has such a mapping), else
-    what the jaxtyping annotation of the field in its class says.
+    They come from the instance (`owner.axis_names[field]`, if it has such a mapping), else from the
+    jaxtyping annotation of the field in its class.
 
     Args:
       owner: a module, or its class.
@@ -92,7 +95,7 @@ def axis_names(owner: Any, field: str) -> tuple[str, ...]:
         return tuple(own[field].split())
     kind = owner if isinstance(owner, type) else type(owner)
     annotation = _annotations(kind).get(field)
-    # `Float[Array, "…"] | None` and unions of array types: the one that names axes speaks.
+    # `Float[Array, "…"] | None` and unions of array types: use the one that names axes.
     for candidate in (annotation, *typing.get_args(annotation)):
         names = getattr(candidate, "dim_str", None)
         if names is not None:
@@ -105,13 +108,13 @@ def axis_names(owner: Any, field: str) -> tuple[str, ...]:
 
 
 def declaration(owner: Any, field: str) -> Declaration:
-    """What `owner.field` declares.
+    """The declaration of `owner.field`.
 
     Args:
-      owner: a module, or its class where the declaration does not depend on the instance.
+      owner: a module, or its class if the declaration does not depend on the instance.
 
     Raises:
-      LayoutError: if it declares nothing.
+      LayoutError: if there is none.
     """
     kind = owner if isinstance(owner, type) else type(owner)
     metadata = {each.name: each.metadata for each in dataclasses.fields(kind)}[field]
@@ -132,11 +135,11 @@ def _annotations(owner: type) -> dict[str, Any]:
 
 
 def map_weights(function: Callable[[Weight, Any], Any], module: M) -> M:
-    """`module` with each array replaced by `function(weight, array)`.
+    """Replaces each array of `module` by `function(weight, array)`.
 
     Raises:
-      LayoutError: if an array names no axes or declares nothing, has fewer axes than it names, or
-        lies in a container rather than in a field; or if something is no array.
+      LayoutError: if an array names no axes, lacks a declaration, has fewer axes than it names, or
+        is in a container instead of a field; or if a leaf is not an array.
     """
 
     def visit(keys: tuple[Any, ...], leaf: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Finds layouts that are impossible, from shapes alone and before anything compiles."""
+"""Finds impossible layouts from shapes, before anything compiles."""
 
 import math
 from typing import Any
@@ -19,8 +19,8 @@ def check_model(model: Any, mesh: Mesh | AbstractMesh) -> None:
       model: with arrays, or `ShapeDtypeStruct`s, for weights.
 
     Raises:
-      LayoutError: one line for each size that does not divide: the weights, the axis, both
-        numbers, and what would work; or if no stage would have layers of its own.
+      LayoutError: one line for each size that does not divide, with the weights, the axis, both
+        numbers, and a remedy; or if the stages would not have their own layers.
     """
     layers = [0]
     misfits: dict[str, dict[str, None]] = {}  # to paths, each once and in order
@@ -49,8 +49,7 @@ def check_model(model: Any, mesh: Mesh | AbstractMesh) -> None:
 
 
 def _check_declaration(weight: Weight, array: Any) -> None:
-    """Raises LayoutError for a weight that is no floating array, or is declared so that no step can
-    use it."""
+    """Raises LayoutError for an array that is not floating, or for an invalid declaration."""
     declared = weight.declaration
     if not is_floating(array.dtype) and declared.gradient and array.dtype != jnp.int8:
         raise LayoutError(f"{weight.path} must be float32, got {array.dtype}")
@@ -81,7 +80,7 @@ def check_batch(
     """Checks that `mesh` can split the batch.
 
     Raises:
-      LayoutError: naming the axis and both numbers, and what would work.
+      LayoutError: with the axis, both numbers, and a remedy.
     """
     if batch_size % microbatches:
         raise LayoutError(
@@ -123,7 +122,7 @@ def _misfit(axis: str, size: int, mesh_axes: MeshAxes, mesh: Mesh | AbstractMesh
 
 
 def _choices(size: int) -> str:
-    """The divisors of `size`, in words."""
+    """The divisors of `size` as text."""
     small = [divisor for divisor in range(1, math.isqrt(size) + 1) if size % divisor == 0]
     divisors = sorted({*small, *(size // divisor for divisor in small)})
     if len(divisors) > 12:

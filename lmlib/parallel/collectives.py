@@ -1,9 +1,8 @@
-"""Functions of the part that one device holds, for kernels and collectives written by hand.
+"""Functions for the part of an array on one device, for kernels and explicit collectives.
 
-`on_each_device` runs a function on every device's own part of its arguments. Within it the
-functions below communicate along axes of the mesh: `lmlib.parallel.layout.along` gives the axes
-that split a named axis. Without a mesh there is one device, the parts are the whole, and
-nothing is sent.
+`on_each_device` runs a function on every device's own part of its arguments. Inside it, the
+functions below communicate along mesh axes: `lmlib.parallel.layout.along` returns the axes that
+split a named axis. Without a mesh there is one device with whole arrays, and nothing is sent.
 """
 
 import math
@@ -16,20 +15,20 @@ from jax.sharding import PartitionSpec
 
 from lmlib.parallel.mesh_axes import COPIES, MeshAxes, names_of, place_of
 
-# The axis that `lmlib.parallel.stages.each_stage` maps; the mesh's is another.
+# The axis that `lmlib.parallel.stages.each_stage` maps; not an axis of the mesh.
 IN_STAGES = "stages"
 
 
 def on_each_device(
     function: Callable[..., Any], inputs: Sequence[Any], outputs: Any, tracked: bool = True
 ) -> Callable[..., Any]:
-    """`function` on the parts of its arguments that each device holds (`jax.shard_map`).
+    """Runs `function` on the parts of its arguments that each device holds (`jax.shard_map`).
 
     Args:
-      inputs, outputs: layouts of arguments and results, a `PartitionSpec` for each array or for
-        all of a tree, as in `jax.shard_map`; arguments with another layout are moved first.
-      tracked: True if JAX tracks along which mesh axes values differ. Derivatives through
-        collectives need it; kernels and carries of loops do not have it.
+      inputs, outputs: layouts of arguments and results, a `PartitionSpec` for each array or for all
+        of a tree, as in `jax.shard_map`; arguments with another layout are moved first.
+      tracked: True if JAX tracks the mesh axes along which values differ. Derivatives through
+        collectives need this; kernels and loop carries do not support it.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
@@ -46,7 +45,7 @@ def on_all_devices(
 ) -> Callable[..., Any]:
     """`on_each_device`, for a mesh that is set and outside of pipeline stages."""
     mesh = jax.sharding.get_abstract_mesh()
-    # JAX cannot lower partial sums on one device: there the layout says so afterwards.
+    # JAX cannot lower partial sums on one device, so the layout is set afterwards.
     given = jax.tree.map(lambda spec: PartitionSpec(*spec.partitions), outputs)
     mapped = jax.shard_map(
         function,
@@ -65,7 +64,7 @@ def on_all_devices(
 
 
 def all_gather(x: jax.Array, mesh_axes: MeshAxes, axis: int) -> jax.Array:
-    """The parts of all devices along `mesh_axes`, one after the other along `axis`."""
+    """The parts of all devices along `mesh_axes`, concatenated along `axis`."""
     if _alone(mesh_axes):
         return x
     for names in reversed(in_steps(mesh_axes)):
@@ -79,7 +78,7 @@ def psum(x: jax.Array, mesh_axes: MeshAxes) -> jax.Array:
 
 
 def psum_scatter(x: jax.Array, mesh_axes: MeshAxes, axis: int) -> jax.Array:
-    """The sum over the devices along `mesh_axes`; each keeps its part of it along `axis`."""
+    """The sum over the devices along `mesh_axes`; each device keeps its part along `axis`."""
     if _alone(mesh_axes):
         return x
     for names in in_steps(mesh_axes):
@@ -88,22 +87,27 @@ def psum_scatter(x: jax.Array, mesh_axes: MeshAxes, axis: int) -> jax.Array:
 
 
 def psum_to_storage(x: jax.Array, mesh_axes: MeshAxes, axis: int) -> jax.Array:
-    """The sum of a gradient over all devices that see other tokens. Each keeps its part along
-    `axis` if the weight rests split over `mesh_axes` (a reduce-scatter, then a psum over the
-    devices that hold copies)."""
+    """The sum of a weight's gradient over all devices that see different tokens.
+
+    Each device keeps its part along `axis` if the stored weight is split over `mesh_axes` (a
+    reduce-scatter, then a psum over the devices that hold copies).
+    """
     return psum(psum_scatter(x, mesh_axes, axis), COPIES)
 
 
 def all_to_all(x: jax.Array, mesh_axes: MeshAxes, split: int, joined: int) -> jax.Array:
-    """Along `mesh_axes` each device gets a piece of everyone's `x`, cut along the axis `split`, and
-    puts the pieces one after the other along the axis `joined` (all-to-all)."""
+    """Exchanges pieces of `x` between all devices along `mesh_axes` (all-to-all).
+
+    Each device cuts `x` along the axis `split`, and concatenates the received pieces along the axis
+    `joined`.
+    """
     if _alone(mesh_axes):
         return x
     return jax.lax.all_to_all(x, mesh_axes, split, joined, tiled=True)
 
 
 def passed_on(x: jax.Array, mesh_axes: MeshAxes, devices: int) -> jax.Array:
-    """The `x` of the device at this distance before this one in a ring along `mesh_axes`
+    """The `x` of the device `devices` places before this one in a ring along `mesh_axes`
     (ppermute)."""
     around = devices_along(mesh_axes)
     if devices % around == 0:
@@ -115,11 +119,13 @@ def passed_on(x: jax.Array, mesh_axes: MeshAxes, devices: int) -> jax.Array:
 def exchange_rows(
     x_C: jax.Array, given_P: jax.Array, taken_P: jax.Array, mesh_axes: MeshAxes
 ) -> jax.Array:
-    """An all-to-all of P pieces of up to C / P rows, piece i for the device i along `mesh_axes`, of
-    which the first `given_P[i]` count. Of what comes from device i the first `taken_P[i]` rows
-    count; the others are undefined.
+    """Sends piece i of P to device i along `mesh_axes`, with different numbers of rows.
 
-    On GPUs and TPUs only rows that count are sent (a ragged all-to-all); XLA has none for CPUs.
+    Each piece has up to C / P rows, and the first `given_P[i]` count. The first `taken_P[i]` rows
+    that arrive from device i count; the others are undefined.
+
+    On GPUs and TPUs only rows that count are sent (a ragged all-to-all); XLA does not support it on
+    CPUs.
     """
     if _alone(mesh_axes):
         return x_C
@@ -127,7 +133,7 @@ def exchange_rows(
         return all_to_all(x_C, mesh_axes, 0, 0)
     rows = len(x_C) // len(given_P)
     begins_P = rows * jnp.arange(len(given_P), dtype=jnp.int32)
-    # In every buffer, the rows of this device go to the piece of its own number.
+    # Each receiver stores the rows of this device in the piece with this device's index.
     to_P = jnp.full(len(given_P), rows * axis_index(mesh_axes), jnp.int32)
     nothing_C = jnp.zeros_like(x_C)
     return jax.lax.ragged_all_to_all(
@@ -138,7 +144,8 @@ def exchange_rows(
 def pmax_everywhere(x: jax.Array) -> jax.Array:
     """The maximum over all devices, on each of them.
 
-    JAX traces a function of one stage twice. The first trace, for shapes, does not map `stage`."""
+    JAX traces a function of one stage twice. The first trace, for shapes, does not map `stage`.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     mapped = tuple(name for name in mesh.axis_names if is_mapped(name))
     return x if mesh.empty else jax.lax.pmax(x, mapped)
@@ -150,7 +157,7 @@ def pmax(x: jax.Array, mesh_axes: MeshAxes) -> jax.Array:
 
 
 def own_share(x: jax.Array, mesh_axes: MeshAxes, axis: int) -> jax.Array:
-    """This device's part along `axis` of what all devices along `mesh_axes` have alike."""
+    """This device's part, along `axis`, of an array that is equal along `mesh_axes`."""
     if _alone(mesh_axes):
         return x
     length = x.shape[axis] // devices_along(mesh_axes)
@@ -178,10 +185,13 @@ def platform() -> str:
 
 
 def in_steps(mesh_axes: MeshAxes) -> list[MeshAxes]:
-    """`mesh_axes` in as many steps as there are axes of size 2 or more, for a scatter or a gather,
-    which sends no more in steps. On TPUs all of these together may span three dimensions of the
-    torus, over which libtpu adds zeros, or whole sums, in twice the bytes. On GPUs NCCL finds its
-    own way, in one step."""
+    """Splits `mesh_axes` into steps, one for each axis of size 2 or more, for a scatter or a
+    gather.
+
+    The total amount of data is the same. On TPUs, all these axes together may span three dimensions
+    of the torus, for which libtpu sends zeros, or whole sums, with twice the bytes. On GPUs NCCL
+    chooses its own route, so there is one step.
+    """
     if platform() not in ("cpu", "tpu"):
         return [mesh_axes]
     steps: list[list[str]] = []
@@ -207,9 +217,9 @@ def in_a_stage() -> bool:
 
 
 def is_mapped(axis: str) -> bool:
-    """True if collectives may name `axis` in what is being traced."""
+    """True if collectives may name `axis` in the current trace."""
     try:
         jax.lax.axis_size(axis)
-    except NameError:  # that JAX raises for an axis that nothing maps
+    except NameError:  # raised by JAX for an axis that is not mapped
         return False
     return True

@@ -1,4 +1,4 @@
-"""A digest of arrays that lie on a mesh, made where they lie."""
+"""A digest of distributed arrays, computed in place."""
 
 import hashlib
 import math
@@ -18,13 +18,13 @@ _UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 
 
 def fingerprint(tree: Any, kept: Callable[[Weight, Array], Any] | None = None) -> str:
-    """A digest, in hexadecimal, of the bits, dtypes, shapes and paths of the arrays in `tree`.
+    """Returns a digest, in hexadecimal, of the bits, dtypes, shapes and paths of all arrays.
 
-    With `kept`, that of `map_weights(kept, tree)`, of which no more than one weight is made at a
-    time.
+    It does not depend on the layout. It detects changes, but not forgery: for each array it
+    includes two 32-bit sums over all elements, each element mixed with its position.
 
-    It does not depend on how they lie on their mesh. It finds changes, and no forgery: of each
-    array two 32-bit sums over all elements are compared, each element mixed with its place.
+    Args:
+      kept: if given, the digest is of `map_weights(kept, tree)`, computed one weight at a time.
     """
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     lines = [
@@ -37,7 +37,7 @@ def fingerprint(tree: Any, kept: Callable[[Weight, Array], Any] | None = None) -
 def _each_kept(
     tree: Any, leaves: Sequence[tuple[Any, Array]], kept: Callable[[Weight, Array], Any]
 ) -> Iterator[tuple[Any, Array]]:
-    """The leaves of `map_weights(kept, tree)`."""
+    """Yields the leaves of `map_weights(kept, tree)`."""
     weights = list[Weight]()
     map_weights(lambda weight, _: weights.append(weight), tree)
     for weight, (path, array) in zip(weights, leaves, strict=True):
@@ -46,7 +46,7 @@ def _each_kept(
 
 
 def sums_of_bits(x: Array) -> UInt32[Array, "2"]:
-    """What `fingerprint` compares of an array, while a step on a mesh is traced."""
+    """The sums that `fingerprint` compares, for use while a step on a mesh is traced."""
     return _on_mesh(x)
 
 

@@ -1,4 +1,4 @@
-"""A weight moves from `STORED` to `COMPUTE` for its use, and its gradient back: FSDP."""
+"""FSDP: a weight moves from `STORED` to `COMPUTE` for its use, and its gradient moves back."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -18,19 +18,18 @@ from lmlib.parallel.mesh_axes import COPIES, NAMES, STAGE, TOKENS, names_of, pla
 
 
 def gather(module: M, dtype: DTypeLike, after: jax.Array | None = None) -> M:
-    """`module` with each weight cast to `dtype`, or to what it declares, then moved from `STORED`
-    to `COMPUTE`.
+    """Casts each weight of `module` to `dtype` and moves it from `STORED` to `COMPUTE`.
 
-    Weights of integers are moved as they are; then a `Matrix` that holds them makes an array of
-    `dtype` of them, not before `after` is there.
+    This is FSDP's all-gather. A weight's declared dtype overrides `dtype`. The cast comes first, so
+    that bf16 is sent. Integer weights are moved unchanged; a `Matrix` that holds them then converts
+    them to an array of `dtype`, but not before `after` is available.
 
-    This is FSDP's all-gather. The cast comes first, so that bf16 travels. Backward the gradient of
-    a weight that is multiplied, of which each device has the part that its own tokens give, is
-    summed and split over `fsdp` (a reduce-scatter), and what is left of it is summed over `data` (a
-    psum), all in `dtype`. What rests split over several axes of the mesh moves along one after the
-    other (`lmlib.parallel.collectives.in_steps`). Nothing is summed over an axis that splits the
-    weight in use, as experts may lie along one. The gradients of others, which are small, JAX sums
-    at once.
+    In the backward pass, each device has the gradient of a multiplied weight for its own tokens. It
+    is summed and split over `fsdp` (a reduce-scatter), and the result is summed over `data` (a
+    psum), all in `dtype`. A weight that is stored split over several mesh axes moves along one
+    after the other (`lmlib.parallel.collectives.in_steps`). Gradients are not summed over a mesh
+    axis that splits the weight in use, as for experts. JAX itself sums the gradients of other
+    weights, which are small.
     """
     mesh = jax.sharding.get_abstract_mesh()
 
@@ -52,13 +51,13 @@ def gather(module: M, dtype: DTypeLike, after: jax.Array | None = None) -> M:
 class _Moves(NamedTuple):
     """The layouts that a weight passes through to its use, and its gradient on the way back."""
 
-    given: PartitionSpec  # where it is; as `stored`, but in a notebook it may lie in another way
+    given: PartitionSpec  # its current layout; usually `stored`, but a notebook may use another
     stored: PartitionSpec
-    whole: PartitionSpec  # as `computed`, but whole along the axes that are repeated
+    whole: PartitionSpec  # `computed`, but whole along the axes that are repeated
     computed: PartitionSpec
-    copies: PartitionSpec  # as `stored`, but split along the axes that are repeated
-    repeats: tuple[int, ...]  # of each element, for each axis
-    summed: frozenset[str]  # axes of the mesh over which devices' own gradients are added up
+    copies: PartitionSpec  # `stored`, but split along the axes that are repeated
+    repeats: tuple[int, ...]  # copies of each element, for each axis
+    summed: frozenset[str]  # mesh axes over which the devices' own gradients are summed
     in_a_stage: bool
 
 
@@ -90,7 +89,7 @@ def _moves(weight: Weight, shape: Sequence[int], mesh: Mesh | AbstractMesh) -> _
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _move(moves: _Moves, array: jax.Array) -> jax.Array:
-    # Else XLA would turn a whole stack of layers for the sake of the all-gather of one. Each device
+    # Otherwise XLA would transpose a whole stack of layers for the all-gather of one. Each device
     # constrains its own shard: the partitioner of JAX 0.10 would gather the array for it.
     rows_first = Layout(tuple(range(array.ndim)))
     constrained = on_each_device(
@@ -107,9 +106,11 @@ def _move(moves: _Moves, array: jax.Array) -> jax.Array:
 
 
 def _steps(moves: _Moves, rest: PartitionSpec) -> list[PartitionSpec]:
-    """Between `rest` and use, where a gather takes several steps. It takes one in a stage, since
-    JAX cannot map a scatter by hand over stages, and where pieces at rest are not pieces of those
-    in use."""
+    """The layouts between `rest` and use, if a gather takes several steps.
+
+    It takes one step in a stage, since JAX cannot map an explicit scatter over stages, and if
+    stored pieces are not parts of the pieces in use.
+    """
     places, layouts = [*rest.partitions], []
     for axis, (there, used) in enumerate(zip(places, moves.computed.partitions, strict=True)):
         if moves.repeats[axis] > 1:
@@ -125,8 +126,11 @@ def _steps(moves: _Moves, rest: PartitionSpec) -> list[PartitionSpec]:
 
 
 def _scattered(moves: _Moves, gradient: jax.Array) -> jax.Array:
-    """The sum of all devices' gradients, in the layout `copies`: along one axis of the mesh after
-    the other, by hand, since JAX would sum over all of them first."""
+    """The sum of all devices' gradients, in the layout `copies`.
+
+    It is computed along one mesh axis after the other, explicitly, since JAX would first sum over
+    all.
+    """
     pairs = zip(moves.computed.partitions, moves.copies.partitions, strict=True)
     new = [tuple(n for n in names_of(b) if n not in names_of(a)) for a, b in pairs]
     others = tuple(name for name in NAMES if name in moves.summed.difference(*new))
@@ -172,15 +176,17 @@ _move.defvjp(_forward, _backward)
 def gathered_partition(
     weight: Weight, shape: Sequence[int], mesh: Mesh | AbstractMesh
 ) -> PartitionSpec:
-    """How a weight lies where each device keeps all that it multiplies: `gather` has nothing to
-    send. Elements that it repeats are kept once."""
+    """The layout of a weight if each device stores all that it multiplies.
+
+    `gather` then has nothing to send. Elements that it repeats are stored once.
+    """
     return _moves(weight, shape, mesh).whole
 
 
 def shard_shapes(
     weight: Weight, shape: Sequence[int], mesh: Mesh
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """What each device holds of a weight between its uses, and what it multiplies."""
+    """The shapes of a weight's shard on each device: stored, and in use."""
     moves = _moves(weight, shape, mesh)
     used = tuple(size * times for size, times in zip(shape, moves.repeats, strict=True))
     return (
@@ -190,8 +196,11 @@ def shard_shapes(
 
 
 def unstaged(module: M) -> M:
-    """Weights of stacked layers as they rest where stages do not split layers: what lies along
-    `stage` is split as `fsdp` splits it (an all-to-all). A scan over all layers takes these."""
+    """Moves stacked layers to a layout in which stages do not split layers.
+
+    The axes split along `stage` are then split as by `fsdp` (an all-to-all). A scan over all layers
+    needs this layout.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.shape[STAGE] == 1:
         return module

@@ -1,10 +1,10 @@
-"""Axis names to mesh axes: where every array lives.
+"""The layout of arrays: maps axis names to mesh axes.
 
-A weight names its axes in its annotation (`Float[Array, "embed mlp"]`). Two tables say which mesh
-axes split each name. They differ where FSDP acts: a weight rests in `STORED`, and
+A weight names its axes in its annotation (`Float[Array, "embed mlp"]`). Two tables list the mesh
+axes that split each name. They differ for FSDP: a weight is stored in `STORED`, and
 `lmlib.parallel.gathering.gather` moves it to `COMPUTE` just before use; its gradient moves back.
-Names that the tables do not have get their rule where the weight is declared. Without a mesh (no
-`jax.set_mesh`) nothing is placed and the same model runs on one device.
+Names that are not in the tables get their rule from the weight's declaration. Without a mesh
+(`jax.set_mesh`) nothing is placed and the same model runs on one device.
 """
 
 import math
@@ -38,37 +38,37 @@ COMPUTE: Rules = {
     "kv_heads": "tensor",
     "group": None,
     "head_dim": None,
-    "latent": None,  # of which keys and values are made
+    "latent": None,  # keys and values are computed from it
     "slot": None,
     "expert": "expert",
-    "choice": None,  # of a router: each token's over all experts
+    "choice": None,  # a router's scores of a token for all experts
     "vocab": "tensor",
     "whole_vocab": None,
     # Columns of a table that is never gathered.
     "looked_up": ("tensor", "stage", "fsdp", "expert", "context"),
-    "down_rank": "tensor",  # of an adapter, where no other axis of its matrix lies there
+    "down_rank": "tensor",  # of an adapter, if no other axis of its matrix is split over it
     "up_rank": None,
-    LAYER: "stage",  # where it divides them
+    LAYER: "stage",  # if it divides the layers
     WHOLE_LAYER: None,
     "stage": "stage",
-    "stage_batch": ("data", "fsdp", "expert"),  # of the microbatch that a stage has
+    "stage_batch": ("data", "fsdp", "expert"),  # rows of a stage's microbatch
 }
 STORED: Rules = {**COMPUTE, "embed": ("stage", "fsdp", "expert", "context")}
-# A weight with fewer of these than the mesh has places for is stored whole along them, and computed
-# with each of them repeated: several devices then hold the same key and value heads.
+# If a weight has fewer elements along these axes than the mesh has devices, it is stored whole
+# along them and repeated in use: several devices then have the same key and value heads.
 REPEATED = frozenset({"kv_heads"})
 
 
 def partition(
     axes: str | Axes, rules: Rules = COMPUTE, mesh: Mesh | AbstractMesh | None = None
 ) -> PartitionSpec:
-    """The partition of an array whose axes are named ("batch seq"); `None` names stay whole.
+    """The partition of an array with named axes ("batch seq"); `None` names stay whole.
 
     Args:
-      mesh: where; `None`: on the mesh that is set, if one is.
+      mesh: defaults to the current mesh, if there is one.
 
     Raises:
-      LayoutError: if a name has no rule, or two of them lie along one axis of the mesh.
+      LayoutError: if a name has no rule, or one mesh axis would split two of them.
     """
     names = tuple(axes.split()) if isinstance(axes, str) else axes
     for name in names:
@@ -83,13 +83,18 @@ def partition(
 
 
 def sharding(axes: str | Axes, mesh: Mesh) -> NamedSharding:
-    """`partition` on a mesh."""
+    """`partition` as a sharding on `mesh`."""
     return NamedSharding(mesh, partition(axes, mesh=mesh))
 
 
 def named(place: MeshAxes, mesh: Mesh | AbstractMesh | None = None) -> MeshAxes:
-    """The axes of `place` that a layout on `mesh` names: see `NAMED_IF_USED`. `STAGE` is not named
-    within one stage. `mesh` `None`: the mesh that is set, if one is."""
+    """The mesh axes to name in a layout on `mesh`: unused ones of `NAMED_IF_USED` are dropped.
+
+    `STAGE` is also dropped inside a stage.
+
+    Args:
+      mesh: defaults to the current mesh, if there is one.
+    """
     mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
     place = whole_place(place)
     unused = [] if mesh.empty else [name for name in NAMED_IF_USED if mesh.shape[name] == 1]
@@ -97,8 +102,11 @@ def named(place: MeshAxes, mesh: Mesh | AbstractMesh | None = None) -> MeshAxes:
 
 
 def whole_place(place: MeshAxes) -> MeshAxes:
-    """`place` with axes of size 1, for arguments of `on_each_device`: JAX would sum gradients over
-    axes that they do not name. Within one stage it is without `STAGE`."""
+    """The mesh axes of `place`, including axes of size 1, for arguments of `on_each_device`.
+
+    JAX would sum gradients over axes that the arguments do not name. Inside a stage, `STAGE` is
+    dropped.
+    """
     return _without([STAGE], place) if in_a_stage() else place
 
 
@@ -129,11 +137,12 @@ def _refuse_twice(names: Axes, places: Sequence[MeshAxes]) -> None:
 
 
 def in_use(weight: Weight, shape: Sequence[int], mesh: Mesh | AbstractMesh) -> PartitionSpec:
-    """The partition on `mesh` in which a weight is used, before elements are repeated. If the
-    stages do not divide the layers, each stage computes all of them.
+    """The partition of a weight in use on `mesh`, before elements are repeated.
+
+    If the stages do not divide the layers, each stage computes all of them.
 
     Raises:
-      LayoutError: as `partition`, naming the weight.
+      LayoutError: see `partition`; with the weight's path.
     """
     stages = pieces(COMPUTE[LAYER], mesh)
     staged = weight.stacked == 1 and shape[0] % stages == 0
@@ -146,7 +155,7 @@ def in_use(weight: Weight, shape: Sequence[int], mesh: Mesh | AbstractMesh) -> P
 
 
 def _check_rules(weight: Weight, mesh: Mesh | AbstractMesh) -> None:
-    """Raises LayoutError for a rule of a weight's own that `mesh` cannot follow."""
+    """Raises LayoutError for a rule in a weight's declaration that `mesh` cannot follow."""
     rules = weight.declaration.rules
     if not isinstance(rules, Mapping):
         raise LayoutError(
@@ -174,7 +183,7 @@ def _check_rules(weight: Weight, mesh: Mesh | AbstractMesh) -> None:
 
 
 def along(axis: str, rules: Rules = COMPUTE) -> MeshAxes:
-    """The axes of the mesh that is set that split a named axis: for `parallel.collectives`."""
+    """The axes of the current mesh that split a named axis, for `parallel.collectives`."""
     return named(rules[axis])
 
 
@@ -189,8 +198,10 @@ def splitting(mesh_axes: MeshAxes, mesh: Mesh | AbstractMesh) -> tuple[str, ...]
 
 
 def repeats(axis: str | None, size: int, rules: Rules, mesh: Mesh | AbstractMesh) -> int:
-    """The number of copies of each element along a weight's axis that fill the mesh; 1 if `mesh`
-    divides the axis, or copies cannot fill it."""
+    """The number of copies of each element along a weight's axis that fill the mesh.
+
+    It is 1 if `mesh` divides the axis, or if copies cannot fill the mesh.
+    """
     if axis not in REPEATED:
         return 1
     places = pieces(rules[axis], mesh)
@@ -198,9 +209,12 @@ def repeats(axis: str | None, size: int, rules: Rules, mesh: Mesh | AbstractMesh
 
 
 def stored(weight: Weight, shape: Sequence[int], mesh: Mesh | AbstractMesh) -> PartitionSpec:
-    """The partition of a weight between its uses: that of `STORED`, without mesh axes that another
-    axis of the weight takes in use, as experts may. A matrix without `embed`, as one of an
-    adapter's two, is split over `fsdp` and `expert` along another axis."""
+    """The partition of a stored weight.
+
+    It follows `STORED`, without mesh axes that split another axis of the weight in use, as for
+    experts. A matrix without `embed`, such as one of an adapter's two, is split over `fsdp` and
+    `expert` along another axis.
+    """
     computed, rules = in_use(weight, shape, mesh), {**STORED, **weight.declaration.rules}
     taken = mesh_axes_of(computed)
     places: list[MeshAxes] = []
@@ -225,8 +239,10 @@ def mesh_axes_of(places: Iterable[MeshAxes]) -> set[str]:
 def _spread(
     places: list[MeshAxes], weight: Weight, shape: Sequence[int], mesh: Mesh | AbstractMesh
 ) -> None:
-    """Splits a weight over the axes `fsdp` and `expert` that do not split it yet, along its longest
-    axis on a device that they divide, if there is one."""
+    """Splits a weight over the storage axes, `fsdp` and others, that do not split it yet.
+
+    It is split along its longest axis on a device that they divide, if there is one.
+    """
     left = [name for name in names_of(named(STORAGE, mesh)) if name not in mesh_axes_of(places)]
     if not left:
         return
@@ -242,7 +258,7 @@ def _spread(
 
 
 def spec(axes: str | Axes) -> PartitionSpec | None:
-    """For `out_sharding=`: the compute layout of `axes`, or `None` where no mesh is set."""
+    """The compute layout of `axes` for `out_sharding=`, or `None` without a mesh."""
     return None if jax.sharding.get_abstract_mesh().empty else partition(axes)
 
 
@@ -253,13 +269,12 @@ def reshard(x: jax.Array, axes: str | Axes) -> jax.Array:
 
 
 def share(x: jax.Array, axes: str | Axes) -> jax.Array:
-    """`x` in the compute layout of `axes`, the same on all devices that multiply it by other parts
-    of a weight: those along `tensor`.
+    """Replicates `x` over `tensor` in the compute layout of `axes`.
 
-    Forward it is an all-gather over `tensor` if `x` was split along it, else nothing. Backward, the
-    gradients that these devices give are added up before they travel, in one psum (the f of
-    Megatron-LM: Shoeybi et al. 2019, arXiv:1909.08053, §3) or, where `x` was split, in one
-    reduce-scatter.
+    Devices along `tensor` multiply it by different parts of a weight. In the forward pass this is
+    an all-gather over `tensor` if `x` was split along it, else nothing. In the backward pass the
+    gradients of these devices are summed before they are sent, in one psum (the f of Megatron-LM:
+    Shoeybi et al. 2019, arXiv:1909.08053, §3) or, if `x` was split, in one reduce-scatter.
     """
     target = spec(axes)
     return x if target is None else jax.sharding.reshard(x, target.update(reduced={*PARTS}))

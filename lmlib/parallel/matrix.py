@@ -1,6 +1,6 @@
-"""Weights that are stored in several arrays: in 8 bits with scales, or with an adapter.
+"""Weights that consist of several arrays: in 8 bits with scales, or with an adapter.
 
-Code that multiplies by a weight calls `lmlib.models.product.product`, which takes arrays and
+Code that multiplies by a weight calls `lmlib.models.product.product`, which accepts arrays and
 matrices. Code that needs the array calls `dense`.
 """
 
@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 
 class Matrix(eqx.Module):
-    """Base class of a weight in several arrays, whose own fields are declared as weights are."""
+    """Base class of a weight that consists of several arrays, declared like other weights."""
 
     @property
     def is_random(self) -> bool:
@@ -31,7 +31,7 @@ class Matrix(eqx.Module):
 
     @abstractmethod
     def dense(self, dtype: DTypeLike = jnp.float32) -> Float[Array, "..."]:
-        """The matrix as one array of `dtype`, or wider, in the layout of its arrays."""
+        """The matrix as one array of `dtype`, or a wider one, in the layout of its arrays."""
 
     @abstractmethod
     def einsum(
@@ -41,18 +41,18 @@ class Matrix(eqx.Module):
 
     @abstractmethod
     def apply(self, multiply: Callable[[Array, Array], Array], x: Array) -> Array:
-        """The product of `x` and this matrix, where `multiply` multiplies `x` by an array."""
+        """The product of `x` and this matrix, computed with `multiply(x, array)`."""
 
     def gathered(self, dtype: DTypeLike, after: Array | None) -> Any:
-        """The weight for its use, of this matrix after `gather` has moved its arrays; see there."""
+        """Returns the weight in use, after `gather` has moved this matrix's arrays; see there."""
         return self
 
     def with_key(self, key: PRNGKeyArray) -> "Matrix":
-        """The matrix with the key of its random numbers in a training step."""
+        """Returns the matrix with the key of its random numbers in a training step."""
         return self
 
     def gets_gradient(self) -> Any:
-        """For each array of this matrix: True if it may have a gradient."""
+        """True, for each array of this matrix, if it may have a gradient."""
         return jax.tree.map(lambda _: True, self)
 
 
@@ -61,12 +61,12 @@ def is_matrix(node: Any) -> bool:
 
 
 def dense(weight: Array | Matrix) -> Array:
-    """The weight as one array; of an array, itself."""
+    """Returns the weight as one array."""
     return weight.dense() if isinstance(weight, Matrix) else weight
 
 
 def gets_gradient(tree: Any) -> Any:
-    """For each array of `tree`: True if it may have a gradient."""
+    """True, for each array of `tree`, if it may have a gradient."""
     return jax.tree.map(
         lambda node: node.gets_gradient() if is_matrix(node) else True, tree, is_leaf=is_matrix
     )
@@ -79,7 +79,7 @@ def is_random(tree: Any) -> bool:
 
 
 def with_keys(tree: Any, key_of: Callable[[str], PRNGKeyArray]) -> Any:
-    """`tree` with a key in each random matrix: `key_of` its path."""
+    """Puts a key, `key_of` its path, in each random matrix of `tree`."""
 
     def visit(keys: Any, node: Any) -> Any:
         if not (isinstance(node, Matrix) and node.is_random):

@@ -1,4 +1,4 @@
-"""The device mesh. The axes of `MESH_AXES` are always there; one that is not used has size 1."""
+"""The device mesh. All axes of `MESH_AXES` exist; an unused one has size 1."""
 
 import contextlib
 import math
@@ -28,31 +28,35 @@ def make_mesh(
     devices: Sequence[jax.Device] | None = None,
     others: Mapping[str, int] | None = None,
 ) -> Mesh:
-    """A mesh of `data` × `stage` × `fsdp` × `expert` × `context` × `tensor` devices, with explicit
-    axes (`AxisType.Explicit`).
+    """Makes a mesh of `data` × `stage` × `fsdp` × `expert` × `context` × `tensor` devices.
 
-    `data` replicates the weights, `fsdp` shards them and gathers each layer for its use, `tensor`
-    splits heads, mlp and vocabulary. `data` × `fsdp` together is hybrid sharding (HSDP). `expert`
-    does what `fsdp` does, but for experts: each device along it keeps and computes its own, for the
-    tokens of all (expert parallelism over the devices of FSDP). `context` splits each row of
-    tokens, and does what `fsdp` does besides; `lmlib.models.attend.context_parallel` says what
-    attention sends. `stage` splits the layers, which microbatches pass through one stage after the
-    other (`lmlib.models.pipeline`); outside of them it does what `fsdp` does.
-    One of the sizes may be -1: every device that the others leave. `devices` defaults to all of
-    them; a mesh smaller than that uses the first ones.
+    All axes are explicit (`AxisType.Explicit`).
 
-    Slices of TPUs are joined by a slow network. `data` is by default their number, 1 elsewhere:
-    each slice holds all weights, and only gradients cross that network. A `data` that does not span
-    all slices leaves the rest to `stage`, and then to `fsdp`.
+    - `data` replicates the weights.
+    - `fsdp` shards them and gathers each layer for its use; `data` × `fsdp` is hybrid sharding
+      (HSDP).
+    - `tensor` splits heads, mlp and vocabulary.
+    - `expert` works like `fsdp`, except for experts: each device along it stores and computes its
+      own experts, for the tokens of all (expert parallelism over the devices of FSDP).
+    - `context` splits each row of tokens, and also works like `fsdp`;
+      `lmlib.models.attend.context_parallel` describes the communication of attention.
+    - `stage` splits the layers, which microbatches pass through stage by stage
+      (`lmlib.models.pipeline`); elsewhere it works like `fsdp`.
+
+    A slow network connects slices of TPUs. `data` defaults to their number, or to 1 elsewhere: each
+    slice holds all weights, and only gradients are sent over that network. If `data` does not span
+    all slices, `stage` and then `fsdp` span the rest.
 
     Args:
+      data, fsdp, tensor, expert, context, stage: sizes; one may be -1, for all remaining devices.
+      devices: defaults to all devices; a smaller mesh uses the first ones.
       others: sizes of further axes by their names, for weights whose `rules` name them; all devices
         along one see the same tokens.
 
     Raises:
       MeshError: if a size is neither positive nor -1, more than one is -1, the devices do not
-        divide, there are too few, `tensor` or another axis would span slices, or one of `others`
-        has the name of an argument.
+        divide, there are too few, `tensor` or another axis would span slices, or a name in `others`
+        is an argument.
     """
     available = jax.devices() if devices is None else list(devices)
     if data is None:
@@ -95,7 +99,7 @@ def make_mesh(
 
 
 def mesh_of(tree: Any) -> Mesh | None:
-    """The mesh of `make_mesh` that the arrays of `tree` lie on; `None` if they lie on none."""
+    """The mesh of `make_mesh` that holds the arrays of `tree`; `None` if there is none."""
     shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(tree))
     meshes = (each.mesh for each in shardings if isinstance(each, NamedSharding))
     ours = (mesh for mesh in meshes if isinstance(mesh, Mesh) and {*NAMES} <= {*mesh.axis_names})
@@ -103,13 +107,15 @@ def mesh_of(tree: Any) -> Mesh | None:
 
 
 def on_mesh_of(tree: Any) -> contextlib.AbstractContextManager[Any]:
-    """For code that computes with the arrays of `tree`: sets the mesh that they lie on, unless one
-    is set, or they lie on none."""
+    """Sets the mesh that holds the arrays of `tree`, for code that computes with them.
+
+    Does nothing if a mesh is already set, or the arrays are not on a mesh.
+    """
     nothing = contextlib.nullcontext()
     if not jax.sharding.get_abstract_mesh().empty:
         return nothing
     for leaf in jax.tree.leaves(tree):
-        if isinstance(leaf, jax.core.Tracer):  # whose type alone knows of a mesh
+        if isinstance(leaf, jax.core.Tracer):  # only its type knows the mesh
             abstract = jax.typeof(leaf).sharding.mesh
             return nothing if abstract.empty else jax.sharding.use_abstract_mesh(abstract)
     mesh = mesh_of(tree)
@@ -117,17 +123,17 @@ def on_mesh_of(tree: Any) -> contextlib.AbstractContextManager[Any]:
 
 
 def sizes_text(sizes: Mapping[str, int]) -> str:
-    """The axes of a mesh that several devices lie along: "fsdp 4 × tensor 2"; empty if none do."""
+    """The axes of a mesh with more than one device as text: "fsdp 4 × tensor 2"; may be empty."""
     return " × ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
 
 
 def slices_of(devices: Iterable[jax.Device]) -> Counter[int]:
-    """How many of them are in each slice of TPUs."""
+    """The number of `devices` in each slice of TPUs."""
     return Counter(getattr(device, "slice_index", 0) for device in devices)
 
 
 def _placed(sizes: Mapping[str, int], devices: Sequence[jax.Device]) -> np.ndarray:
-    """Devices in an order that keeps neighbours in the mesh near each other in the network."""
+    """Orders devices so that neighbours in the mesh are close in the network."""
     slices = slices_of(devices)
     within, over = dict(sizes), dict.fromkeys(sizes, 1)
     left = len(slices)

@@ -1,9 +1,11 @@
-"""The axes of the mesh, and what each means. Their names stand here and in the layout tables
-(`lmlib.parallel.layout`); other code asks for what it needs of them.
+"""The axes of the mesh and their meaning.
 
-To all weights but experts `expert` is a second `fsdp`, to all weights `context` is a third, and to
-all weights but those of layers that lie in stages `stage` is a fourth: what is said of one is true
-of all.
+Only this file and the layout tables (`lmlib.parallel.layout`) contain their names; other code uses
+their properties.
+
+For all weights except experts, `expert` is a second `fsdp`. For all weights, `context` is a third.
+For all weights except layers that are split into stages, `stage` is a fourth. Statements about
+`fsdp` apply to all of them.
 """
 
 from collections.abc import Sequence
@@ -11,13 +13,15 @@ from typing import NamedTuple
 
 
 class MeshAxis(NamedTuple):
-    """An axis of the mesh. One with neither property splits weights in use, and all devices along
-    it see the same tokens.
+    """An axis of the mesh.
+
+    An axis with neither property splits weights in use, and all devices along it see the same
+    tokens.
 
     Attributes:
-      tokens_differ: each device along it sees other tokens, so that sums over tokens are sums over
-        it too.
-      weights_rest_split: weights rest split along it, and are gathered for their use (FSDP).
+      tokens_differ: True if devices along it see different tokens, so that sums over tokens include
+        it.
+      weights_rest_split: True if stored weights are split along it, and gathered for use (FSDP).
     """
 
     name: str
@@ -37,22 +41,22 @@ MESH_AXES = (
 NAMES = tuple(axis.name for axis in MESH_AXES)
 TOKENS = tuple(axis.name for axis in MESH_AXES if axis.tokens_differ)
 STORAGE = tuple(axis.name for axis in MESH_AXES if axis.weights_rest_split)
-# Along these devices see other tokens and hold copies of the same weights.
+# Devices along these axes see different tokens and hold copies of the same weights.
 COPIES = tuple(name for name in TOKENS if name not in STORAGE)
-# Along these devices multiply the same tokens by other parts of the weights.
+# Devices along these axes multiply the same tokens by different parts of the weights.
 PARTS = tuple(name for name in NAMES if name not in TOKENS)
-# Named in a layout only where several devices lie along them. Else a model of a user's could not
-# multiply positions by positions, which would both lie along `context`, and rules that name what
-# batches lie along would have to name `stage` too.
+# Layouts name these only if they have several devices. Otherwise a user's model could not multiply
+# positions by positions, since `context` would split both, and rules that name the axes of batches
+# would have to name `stage` too.
 NAMED_IF_USED = ("context", "stage")
 STAGE = "stage"
-OVER_SLICES = ("data", "stage", "fsdp")  # of TPUs, in this order; others stay within one
+OVER_SLICES = ("data", "stage", "fsdp")  # may span slices of TPUs, in this order
 
 MeshAxes = str | tuple[str, ...] | None
 
 
 def names_of(mesh_axes: MeshAxes) -> tuple[str, ...]:
-    """The axes that an array's axis lies along, as a tuple."""
+    """The mesh axes that split an array's axis, as a tuple."""
     return (mesh_axes,) if isinstance(mesh_axes, str) else mesh_axes or ()
 
 

@@ -13,13 +13,15 @@ from lmlib.parallel.layout import stored
 from lmlib.parallel.mesh import make_mesh, slices_of
 from lmlib.parallel.mesh_axes import NAMES, STAGE
 
-REST = "fsdp"  # of several axes it has the devices that the others leave
+REST = "fsdp"  # gets the devices that other axes leave
 ROWS = "context"  # splits each row
 
 
 def with_fewer_copies(mesh: Mesh) -> Mesh | None:
-    """Weights rest split over all devices of a slice, instead of in copies that `data` holds;
-    `None` if there are no copies, or each is a slice's."""
+    """Splits stored weights over all devices of a slice, instead of copies along `data`.
+
+    `None` without copies, or if each slice holds one.
+    """
     sizes = dict(mesh.shape)
     slices = len(slices_of(mesh.devices.flat))
     copies = slices if sizes["data"] % slices == 0 else 1
@@ -29,8 +31,10 @@ def with_fewer_copies(mesh: Mesh) -> Mesh | None:
 
 
 def with_smaller_parts(mesh: Mesh) -> Mesh | None:
-    """Twice as much tensor parallelism, for which half as many devices share the batch; `None` if
-    their number is odd."""
+    """Doubles tensor parallelism, and halves the number of devices that share the batch.
+
+    `None` if that number is odd.
+    """
     sizes = dict(mesh.shape)
     halved = next((axis for axis in ("fsdp", "data", "expert") if sizes[axis] % 2 == 0), None)
     if halved is None:
@@ -39,8 +43,11 @@ def with_smaller_parts(mesh: Mesh) -> Mesh | None:
 
 
 def with_a_second_fsdp(mesh: Mesh, size: int) -> Mesh | None:
-    """With `size` times as many devices along `expert`, to all weights but experts a second `fsdp`,
-    and as many fewer along that; `None` if it does not divide them."""
+    """Moves a factor `size` of devices from `fsdp` to `expert`; `None` if it does not divide
+    `fsdp`.
+
+    For all weights except experts, `expert` is a second `fsdp`.
+    """
     sizes = dict(mesh.shape)
     if sizes["fsdp"] % size:
         return None
@@ -48,7 +55,7 @@ def with_a_second_fsdp(mesh: Mesh, size: int) -> Mesh | None:
 
 
 def check_axes(axes: Sequence[str]) -> None:
-    """Raises `ValueError` if one is none of a mesh's, or is `REST`."""
+    """Raises `ValueError` if an axis does not exist in meshes, or is `REST`."""
     for axis in axes:
         if axis not in NAMES or axis == REST:
             others = ", ".join(name for name in NAMES if name != REST)
@@ -59,7 +66,10 @@ def check_axes(axes: Sequence[str]) -> None:
 
 
 def divisions(mesh: Mesh, axes: Sequence[str]) -> Iterator[Mesh]:
-    """Every division of a mesh's devices among `axes` and `REST`; other axes keep their sizes."""
+    """Yields every division of a mesh's devices among `axes` and `REST`.
+
+    Other axes keep their sizes.
+    """
     together = mesh.shape[REST]
     for axis in axes:
         together *= mesh.shape[axis]
@@ -73,13 +83,15 @@ def divisions(mesh: Mesh, axes: Sequence[str]) -> Iterator[Mesh]:
 
 
 def undivided(mesh: Mesh) -> Mesh:
-    """What `context` splits rows over, and `stage` layers, is `fsdp`'s: for programs whose rows are
-    short, or of lengths that it does not divide, and that have a few of them. The mesh itself where
-    nothing splits rows or layers."""
+    """Gives the devices of `context` and `stage` to `fsdp`, so that rows and layers are not split.
+
+    For programs with a few rows that are short, or of lengths that `context` does not divide.
+    Returns the mesh itself if it splits neither rows nor layers.
+    """
     if mesh.shape[ROWS] == mesh.shape[STAGE] == 1:
         return mesh
     axes = list(mesh.axis_names)
-    # Where a device's shard of a weight stays, but for layers of stages.
+    # Weights keep their place on devices, except for layers of stages.
     together = [axes.index(STAGE), axes.index(REST), axes.index(ROWS)]
     devices = np.moveaxis(mesh.devices, together[-1], together[1] + 1)
     sizes = {**mesh.shape, REST: math.prod(mesh.devices.shape[axis] for axis in together)}
@@ -88,7 +100,7 @@ def undivided(mesh: Mesh) -> Mesh:
 
 
 def undivided_model(model: M, mesh: Mesh) -> tuple[M, Mesh]:
-    """The model, stored on `undivided(mesh)`, and that mesh."""
+    """Returns the model, stored on `undivided(mesh)`, and that mesh."""
     other = undivided(mesh)
     if other is mesh:
         return model, mesh
@@ -100,7 +112,7 @@ def undivided_model(model: M, mesh: Mesh) -> tuple[M, Mesh]:
 
 
 def remade(mesh: Mesh, **changed: int) -> Mesh:
-    """With these sizes of some axes."""
+    """Returns the mesh with new sizes of some axes."""
     sizes = {**mesh.shape, **changed}
     own = {axis: sizes.pop(axis) for axis in NAMES}
     return make_mesh(**own, devices=list(mesh.devices.flat), others=sizes)

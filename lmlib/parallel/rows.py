@@ -1,4 +1,4 @@
-"""Rows that `context` splits, whole on each device for code that needs them so.
+"""Rows that `context` splits, gathered for code that needs them whole.
 
 Shapes: B batch, S sequence.
 """
@@ -13,8 +13,10 @@ from lmlib.row_order import places
 
 
 def gathered_rows(x_BS: Array, order: str) -> Array:
-    """Rows that are split in `order` along `context`, whole on each device and in the order of the
-    text (an all-gather over `context`)."""
+    """Gathers rows split in `order` along `context`, in the order of the text.
+
+    This is an all-gather over `context`; the result is whole on each device.
+    """
     devices = devices_along(along("seq"))
     if devices == 1:
         return x_BS

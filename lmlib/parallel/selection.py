@@ -1,4 +1,4 @@
-"""Weights that are meant by patterns of their paths, or by the names of their axes."""
+"""Selection of weights by patterns of their paths, or by the names of their axes."""
 
 import difflib
 import fnmatch
@@ -11,11 +11,11 @@ _SHOWN = 3
 
 
 class SelectionError(ValueError):
-    """A pattern or an axis that no weight has, or a weight that is meant twice."""
+    """A pattern or an axis that matches no weight, or a weight that is selected twice."""
 
 
 def named_weights(model: Any) -> dict[str, Weight]:
-    """The weights of a model, whose arrays may be shapes, by their paths and in order."""
+    """The weights of a model by their paths, in order. Arrays may be shapes."""
     found: dict[str, Weight] = {}
     map_weights(lambda weight, _: found.update({weight.path: weight}), model)
     return found
@@ -24,14 +24,14 @@ def named_weights(model: Any) -> dict[str, Weight]:
 def selected(
     weights: Mapping[str, Weight], paths: Sequence[str], axes: Sequence[str]
 ) -> dict[str, Weight]:
-    """Those of `weights` whose path one of `paths` matches, or that have one of `axes`.
+    """Selects the weights whose path matches one of `paths`, or that have one of `axes`.
 
     Args:
-      paths: patterns as a shell has them: "stack.*.attention.query"; "*" stands for dots too.
+      paths: shell-style patterns: "stack.*.attention.query"; "*" also matches dots.
       axes: names, such as "vocab".
 
     Raises:
-      SelectionError: if one of them means no weight, naming what comes near it.
+      SelectionError: if one of them matches no weight, with similar names.
     """
     found: dict[str, Weight] = {}
     for pattern in _listed("paths", paths):
@@ -54,7 +54,7 @@ def _listed(name: str, values: Sequence[str]) -> Sequence[str]:
 
 
 def _near(pattern: str, weights: Mapping[str, Weight]) -> str:
-    """Paths that come near a pattern, compared by the parts that it names."""
+    """Text with the paths that are most similar to a pattern, compared by its named parts."""
     wanted = [part for part in pattern.split(".") if part.strip("*?0123456789")]
 
     def likeness(path: str) -> float:

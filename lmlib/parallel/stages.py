@@ -1,8 +1,8 @@
-"""Computations of all devices along `stage` at once, each with layers of its own.
+"""Computations of all pipeline stages at once, each with its own layers.
 
 Arrays of stages have a leading axis, which `stage` splits. `each_stage` maps a function over it
-(`jax.vmap`), which gets the part of one stage. Layouts within do not name `stage`, and functions of
-one device (`lmlib.parallel.collectives`) get the part of their stage.
+(`jax.vmap`); the function gets the part of one stage. Layouts inside do not name `stage`, and
+functions of one device (`lmlib.parallel.collectives`) get the part of their stage.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,13 +17,15 @@ from lmlib.parallel.mesh_axes import STAGE
 
 
 def each_stage(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` of each stage's part of its arguments, whose leading axes `stage` splits."""
+    """Maps `function` over the stages; `stage` splits the leading axes of its arguments."""
     return jax.vmap(function, axis_name=IN_STAGES)
 
 
 def again(in_a_stage_before: bool, function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, traced as the computation of one stage if it was so before: JAX has forgotten it
-    when it calls the rules of `jax.custom_vjp`."""
+    """Traces `function` as the computation of one stage, if it was traced so before.
+
+    JAX loses this information when it calls the rules of `jax.custom_vjp`.
+    """
     if not in_a_stage_before or in_a_stage():
         return function
     return jax.vmap(function, in_axes=None, out_axes=None, axis_size=1, axis_name=IN_STAGES)
@@ -32,8 +34,10 @@ def again(in_a_stage_before: bool, function: Callable[..., Any]) -> Callable[...
 def in_each_stage(
     function: Callable[..., Any], inputs: Sequence[Any], outputs: Any, tracked: bool
 ) -> Callable[..., Any]:
-    """`on_each_device` within `each_stage`: each device computes `function` of the parts of its
-    stage. JAX alone would leave `stage` to its partitioner, which cannot split kernels."""
+    """`on_each_device` inside `each_stage`: `function` gets each device's parts of its stage.
+
+    JAX itself would leave `stage` to its partitioner, which cannot split kernels.
+    """
 
     def of_stages(layouts: Any) -> Any:
         return jax.tree.map(
