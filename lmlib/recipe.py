@@ -34,7 +34,7 @@ class Recipe:
     frozen_dtype: str
 
     def make(self) -> Any:
-        """The model with new weights, each as it is kept."""
+        """Returns the model with new weights, each in its stored dtype."""
         return self._make_from(self.seed)
 
     def new_model(self, mesh: Mesh) -> Any:

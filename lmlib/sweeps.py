@@ -28,7 +28,7 @@ def axis(path: str, *values: Any) -> Points:
 
 
 def product(*sweeps: Iterable[Point]) -> Points:
-    """Combines every point of each sweep with every point of the others; the last changes fastest.
+    """The Cartesian product of sweeps; the last one changes fastest.
 
     Raises:
       ValueError: if two of them set the same path.

@@ -1,4 +1,6 @@
-"""The training step: a pure function from state, batch and hyperparameters to state and metrics.
+"""The training step: a pure function of state, batch and hyperparameters.
+
+It returns the new state and metrics.
 
 Shapes: B batch, M microbatches, S sequence.
 """

@@ -122,7 +122,7 @@ def batch_sums(
     tokens: tuple[Array, ...] = (),
     tables: tuple[Array, ...] = (),
 ) -> tuple[LossSums, Any]:
-    """Returns the sums of `loss` over the valid targets of `batch`, and the results of `observe`.
+    """Sums `loss` over the valid targets of `batch`; also returns the results of `observe`.
 
     Args:
       key: key for random layers, which are off without one.
@@ -297,9 +297,9 @@ def inputs(split: bool) -> tuple[PartitionSpec, ...]:
 
 
 def gathered(split: bool, h_BSE: Array, table_EV: Array) -> tuple[Array, Array]:
-    """Gathers the features' sequence if `split`, and the table along embed, in the features' dtype.
+    """Gathers the features along the sequence if `split`, and the table along embed.
 
-    These are all-gathers over `tensor` and over `fsdp`.
+    These are all-gathers over `tensor` and over `fsdp`. Both have the features' dtype.
     """
     h_BSE = all_gather(h_BSE, along("vocab"), axis=1) if split else h_BSE
     return h_BSE, all_gather(table_EV.astype(h_BSE.dtype), along("embed", STORED), axis=0)
@@ -383,8 +383,8 @@ def unchunked(x_CN: Array, shape: tuple[int, ...]) -> Array:
 
 
 def visited(visit: Callable[..., Any], start: Any, parts: Any) -> Any:
-    """`jax.lax.scan`, but without a loop for one chunk: XLA's TPU compiler would run its body
-    twice."""
+    """`jax.lax.scan`, but without a loop for one chunk."""
+    # XLA's TPU compiler would run the body of such a loop twice.
     if jax.tree.leaves(parts)[0].shape[0] > 1:
         return jax.lax.scan(visit, start, parts)
     carry, y = visit(start, jax.tree.map(lambda x: x[0], parts))

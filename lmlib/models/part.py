@@ -122,14 +122,12 @@ class Part(eqx.Module):
 
     @property
     def used_shares(self) -> dict[str, float]:
-        """Fraction of the weights that a token uses, for each field that it does not use
-        completely."""
+        """The fraction of weights that a token uses, for each field that it uses partially."""
         return {}
 
     @property
     def gradient_problem(self) -> str | None:
-        """The reason why the weights get no gradient from the loss, and the remedy; `None` if they
-        do."""
+        """The reason why the loss gives the weights no gradient, and the remedy; else `None`."""
         return None
 
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:

@@ -24,8 +24,7 @@ def product(
     precision: str | None = None,
     out_sharding: PartitionSpec | None = None,
 ) -> Float[Array, "..."]:
-    """`jnp.einsum` of activations `x` and a weight `w` of the same dtype, which is also the
-    result's.
+    """`jnp.einsum` of activations `x` and a weight `w`; both and the result have one dtype.
 
     Every product of activations and a weight uses this function, except for the unembedding
     (`lmlib.losses` and `lmlib.models.model`). Both gradients are computed in the same dtype and
@@ -43,7 +42,7 @@ def product(
 
 
 def _shared(equation: str, x: Array, w: Array) -> Array:
-    """Returns `x` as replicated over the mesh axes that split the axes of `w` that x lacks.
+    """Replicates `x` over the mesh axes that split the axes of `w` that x lacks.
 
     `share` may have replicated x over other axes. Each device's part of x's gradient is then summed
     over the axes of `w` (a psum).
@@ -57,14 +56,14 @@ def _shared(equation: str, x: Array, w: Array) -> Array:
     return x if over == layout.reduced else jax.sharding.reshard(x, layout.update(reduced=over))
 
 
-_TRAINS = ()  # marks a weight whose gradient is needed; an empty tree
+_TRAINS = ()  # an empty tree that marks a weight as trained
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3, 4))
 def product_of_arrays(
     equation: str, x: Array, w: Array, precision: str | None, out_sharding: PartitionSpec | None
 ) -> Array:
-    """`product` of two arrays with the layouts that it needs."""
+    """`product` for two arrays that already have matching layouts."""
     equation = _in_order(equation)
     if precision is None:
         return jnp.einsum(equation, x, w, out_sharding=out_sharding)

@@ -285,7 +285,7 @@ def policy(compute: Compute, names: Sequence[str]) -> Callable[..., Any]:
 def _inner_names(names: Sequence[str]) -> list[str]:
     """Replaces "attention" by the name that kernels give to their outputs.
 
-    These are the output of attention and one number for each head and position.
+    Kernels use it for the output of attention and for one number per head and position.
     """
     return ["attention_kernel" if name == "attention" else name for name in names]
 

@@ -89,7 +89,7 @@ def normal(deviation: float) -> Random:
 
 
 def fan_in(*axes: str, scale: float = 1.0) -> Random:
-    """Random values with standard deviation scale · fan_in^-1/2, for products that sum over `axes`.
+    """Standard deviation scale · fan_in^-1/2, for a matrix whose products sum over `axes`.
 
     With scale 1 this keeps the variance of activations (LeCun et al. 1998, "Efficient BackProp",
     eq. 16). Axes that products do not sum over, such as "expert", do not count.

@@ -21,7 +21,7 @@ Hyperparameters = Mapping[str, Any]
 
 
 def nothing_more(state: optax.OptState) -> dict[str, Array]:
-    """No metrics beyond the usual ones."""
+    """The default of `Optimizer.metrics`: an empty dictionary."""
     return {}
 
 

@@ -49,7 +49,7 @@ def adapters(learning_rate_of_up: float = 1.0, besides: Sequence[str] = ()) -> G
     Args:
       learning_rate_of_up: factor of the learning rate for the matrices that start at zero (LoRA+:
         Hayou et al. 2024, arXiv:2402.12354, uses 16).
-      besides: patterns of the paths of other weights that train too, like PEFT's `modules_to_save`.
+      besides: patterns of the paths of other trained weights, like PEFT's `modules_to_save`.
     """
     more = {"besides": Group(paths=besides)} if besides else {}
     if learning_rate_of_up == 1:
@@ -160,8 +160,7 @@ def with_rates(optimizer: Optimizer, model: Any, groups: Groups | None) -> Optim
 
 
 def decays_by(groups: Groups, model: Any, otherwise: Decays) -> Decays:
-    """Returns a function that is True for decaying weights: as set by their group, else
-    `otherwise`."""
+    """Returns the `Decays` that uses the setting of a weight's group, else `otherwise`."""
     group_of = grouped(model, groups)
 
     def decays(weight: Weight) -> bool:

@@ -107,8 +107,7 @@ def all_to_all(x: jax.Array, mesh_axes: MeshAxes, split: int, joined: int) -> ja
 
 
 def passed_on(x: jax.Array, mesh_axes: MeshAxes, devices: int) -> jax.Array:
-    """The `x` of the device `devices` places before this one in a ring along `mesh_axes`
-    (ppermute)."""
+    """Sends `x` by `devices` places in a ring along `mesh_axes` (ppermute)."""
     around = devices_along(mesh_axes)
     if devices % around == 0:
         return x
@@ -185,8 +184,7 @@ def platform() -> str:
 
 
 def in_steps(mesh_axes: MeshAxes) -> list[MeshAxes]:
-    """Splits `mesh_axes` into steps, one for each axis of size 2 or more, for a scatter or a
-    gather.
+    """Splits `mesh_axes` into steps of a scatter or a gather, one per axis of size 2 or more.
 
     The total amount of data is the same. On TPUs, all these axes together may span three dimensions
     of the torus, for which libtpu sends zeros, or whole sums, with twice the bytes. On GPUs NCCL

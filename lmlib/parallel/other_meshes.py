@@ -43,10 +43,10 @@ def with_smaller_parts(mesh: Mesh) -> Mesh | None:
 
 
 def with_a_second_fsdp(mesh: Mesh, size: int) -> Mesh | None:
-    """Moves a factor `size` of devices from `fsdp` to `expert`; `None` if it does not divide
-    `fsdp`.
+    """Moves a factor `size` of devices from `fsdp` to `expert`.
 
-    For all weights except experts, `expert` is a second `fsdp`.
+    For all weights except experts, `expert` is a second `fsdp`. `None` if `size` does not divide
+    `fsdp`.
     """
     sizes = dict(mesh.shape)
     if sizes["fsdp"] % size:
@@ -83,7 +83,7 @@ def divisions(mesh: Mesh, axes: Sequence[str]) -> Iterator[Mesh]:
 
 
 def undivided(mesh: Mesh) -> Mesh:
-    """Gives the devices of `context` and `stage` to `fsdp`, so that rows and layers are not split.
+    """Gives the devices of `context` and `stage` to `fsdp`; rows and layers are then whole.
 
     For programs with a few rows that are short, or of lengths that `context` does not divide.
     Returns the mesh itself if it splits neither rows nor layers.

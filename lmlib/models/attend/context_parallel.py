@@ -128,7 +128,9 @@ _all_of.defvjp(lambda x_BP: (_all_of(x_BP), None), _all_of_backward)
 def _ring(
     split: Split, options: Options, q_BKGSD: Array, k_BKSD: Array, v_BKSV: Array, segments_BS: Array
 ) -> Mixed:
-    """Ring attention: keys and values go from device to device (Liu et al. 2023, arXiv:2310.01889).
+    """Ring attention: keys and values go from device to device.
+
+    Source: Liu et al. 2023, arXiv:2310.01889.
 
     Each device mixes the values that it currently has for its own queries, and never holds more
     than one other device's keys. The gradients of keys and values travel with them. Rounds in which

@@ -177,8 +177,7 @@ class LatentAttention(Part):
 
     @jax.named_scope("projections")
     def _latents(self, x_BSE: Array, context: Context) -> tuple[Array, Array]:
-        """The values that the cache keeps of each token: its normed latent and its rotated rotary
-        key."""
+        """The cached values of each token: its normed latent and its rotated rotary key."""
         precision = context.compute.precision("projections")
         latent_BTL = self.norm(product("bte,el->btl", x_BSE, self.down, precision))
         rotary_BTR = product("bte,er->btr", x_BSE, self.rotary_key, precision)

@@ -45,7 +45,7 @@ def relu_squared(x: Array) -> Array:
 
 
 class GatedMLP(Part):
-    """down(activation(gate x) · up x) (Shazeer 2020, arXiv:2002.05202, eq. 6); with silu, SwiGLU.
+    """down(activation(gate x) · up x); SwiGLU with silu (Shazeer 2020, arXiv:2002.05202, eq. 6).
 
     Args:
       embed, mlp: sizes.
@@ -96,8 +96,9 @@ class GatedMLP(Part):
 
 
 class MLP(Part):
-    """down(activation(up x)), optionally with biases (Vaswani et al. 2017, arXiv:1706.03762, eq.
-    2).
+    """down(activation(up x)), with optional biases.
+
+    Source: Vaswani et al. 2017, arXiv:1706.03762, eq. 2.
 
     Args:
       embed, mlp: sizes.

@@ -20,7 +20,7 @@ class Launch(NamedTuple):
     Attributes:
       tiles: tile sizes; each tile is one program.
       warps: warps per program.
-      stages: iterations of its loop that are loaded ahead.
+      stages: iterations of the kernel's loop that are loaded ahead.
     """
 
     tiles: Tiles

@@ -1,4 +1,6 @@
-"""The kernels of `lmlib.models.attend.fused.triton` (FlashAttention-2: Dao 2023, arXiv:2307.08691).
+"""The kernels of `lmlib.models.attend.fused.triton`.
+
+Source: FlashAttention-2 (Dao 2023, arXiv:2307.08691).
 
     mixed            a tile of queries mixes the values of its keys (algorithm 1)
     query_gradients  the same tiles again, for the gradient of the queries (algorithm 2)
@@ -300,7 +302,7 @@ def _places(tile: Array, tiles: Tiles) -> Array:
 
 
 def _dot(x: Array, y: Array) -> Array:
-    """The product in float32; float32 operands are not split into parts."""
+    """The product in float32, with the full precision of float32 operands."""
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     return pallas_triton.dot(x, y, precision=precision)
 
