@@ -199,7 +199,7 @@ def _sums(call: _Call, *arguments: Array) -> LossSums:
 
 
 def _forward(call: _Call, *arguments: CustomVJPPrimal) -> tuple[LossSums, tuple[Array, ...]]:
-    """Returns the sums, and the gradients of features and table, or of features if it is frozen."""
+    """Returns the sums, and the gradients of features and, unless it is frozen, of the table."""
     asked = 2 if arguments[1].perturbed else 1
     local = functools.partial(_local_gradients, call, asked)
     outputs = _EVERYWHERE, call.layouts[:asked]

@@ -99,7 +99,7 @@ class Model(Part):
 
     @abstractmethod
     def trunk(self, tokens_BS: Int32[Array, "b s"], context: Context, cache: Any = None) -> Trunk:
-        """Embedding and layers."""
+        """Runs the embedding and the layers."""
 
     @abstractmethod
     def features(

@@ -78,8 +78,8 @@ class Stack(Part):
       key: seed. The weights of a layer depend only on the seed and on the layer's index.
 
     Raises:
-      ValueError: if there is no layer, or one is not a `Part` with a layer's call, or has an array
-        that is not declared.
+      ValueError: if there are zero layers, or one is not a `Part` with a layer's call, or has an
+        array that is not declared.
     """
 
     rows_may_be_split = True

@@ -187,7 +187,7 @@ Added = TypeVar("Added", Sums, Gradients)  # the type that pairs are added to
 
 
 def nothing_mixed(q_BKGSD: Array, value_dim: int) -> Sums:
-    """The sums of no pairs."""
+    """Returns the initial sums, before any pair is added."""
     wide = jnp.promote_types(q_BKGSD.dtype, jnp.float32)
     nothing_BKGS = jnp.zeros(q_BKGSD.shape[:-1], wide)
     mixed_BKGSV = jnp.zeros((*nothing_BKGS.shape, value_dim), wide)
@@ -195,7 +195,7 @@ def nothing_mixed(q_BKGSD: Array, value_dim: int) -> Sums:
 
 
 def no_gradients(q_BKGSD: Array, k_BKTD: Array, v_BKTV: Array) -> Gradients:
-    """The gradients of no pairs."""
+    """Returns the initial gradients, before any pair is added."""
     wide = jnp.promote_types(q_BKGSD.dtype, jnp.float32)
     return Gradients(*(jnp.zeros(x.shape, wide) for x in (q_BKGSD, k_BKTD, v_BKTV)))
 

@@ -126,7 +126,7 @@ def moved_up(
 ) -> Array:
     """Moves the waiting microbatches of a group one stage closer to the first (a ppermute).
 
-    The first stage's microbatch moves to the last stage. Group -1 stays as it is.
+    The first stage's microbatch moves to the last stage. Nothing moves for group -1.
 
     Args:
       ended: True at a stage whose microbatch has finished, and these microbatches, which then wait
