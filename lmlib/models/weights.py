@@ -254,9 +254,9 @@ def bell(key: PRNGKeyArray, shape: tuple[int, ...], deviation: float) -> jax.Arr
     """Random float32 values of mean 0 and the given standard deviation, within ±3.46 of it.
 
     They are sums of four uniform 16-bit integers (the Irwin-Hall distribution, close to normal).
-    Integers
-    are exact and one multiplication rounds once, so the bits do not depend on how XLA splits, fuses
-    or vectorises. The bits of exact normal samples would, as they need a logarithm and a root.
+    Integers are exact and one multiplication rounds once, so the bits do not depend on how XLA
+    splits, fuses or vectorises. The bits of exact normal samples would, as they need a logarithm
+    and a root.
     """
 
     def add(total: jax.Array, key: PRNGKeyArray) -> tuple[jax.Array, None]:

@@ -31,7 +31,7 @@ class MeshAxis(NamedTuple):
 
 MESH_AXES = (
     MeshAxis("data", tokens_differ=True),
-    MeshAxis("stage", tokens_differ=True, weights_rest_split=True),  # each has layers of its own
+    MeshAxis("stage", tokens_differ=True, weights_rest_split=True),  # each has its own layers
     MeshAxis("fsdp", tokens_differ=True, weights_rest_split=True),
     MeshAxis("expert", tokens_differ=True, weights_rest_split=True),  # experts stay split in use
     MeshAxis("context", tokens_differ=True, weights_rest_split=True),  # splits each row

@@ -28,7 +28,7 @@ from lmlib.parallel.layout import share, spec
 from lmlib.parallel.matrix import dense
 
 NORM = functools.partial(RMSNorm, "latent", 1e-6)
-_SIZES = {"query_dim": None, "rotary_dim": None, "value_dim": None}  # whole, as head_dim is
+_SIZES = {"query_dim": None, "rotary_dim": None, "value_dim": None}  # whole, like head_dim
 
 
 class LatentAttention(Part):

@@ -39,7 +39,7 @@ class Launches(NamedTuple):
 
 # Keys are the largest size of a head in bytes. Each entry was the fastest of about twenty on an
 # H200 for rows of 1,024 tokens in bfloat16; a tile of 128 keys is 8 % faster for the gradients of
-# keys at 16,384 tokens. The last entry was not measured.
+# keys in rows of 16,384 tokens. The last entry was not measured.
 _LAUNCHES = {
     128: (Launch(Tiles(64, 64), 4, 2), Launch(Tiles(64, 64), 4, 3), Launch(Tiles(64, 64), 4, 3)),
     256: (Launch(Tiles(64, 64), 4, 3), Launch(Tiles(64, 64), 4, 2), Launch(Tiles(64, 64), 4, 2)),
