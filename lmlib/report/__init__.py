@@ -1,4 +1,4 @@
-"""Pictures of runs: an HTML page that needs no network; PNG and SVG for papers. Needs no JAX."""
+"""Plots of runs: a self-contained HTML page, and PNG and SVG files for papers. Needs no JAX."""
 
 from lmlib.report.page import leave_page, page, write_page
 from lmlib.report.pictures import write_pictures

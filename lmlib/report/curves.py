@@ -1,11 +1,11 @@
-"""The curves of a page: for each metric and run one, thinned, as JSON.
+"""The curves of a page as JSON: one thinned series for each metric and run.
 
     {"metric", "unit", "text", "stretch", "limits",
      "series": [{"run", "step", "tokens", …, "value", "least", "greatest", "not_finite"}]}
 
-Lists of a series are of its points; `null` stands for a number that is not finite. "least",
-"greatest" and "not_finite" are left out where they add nothing. "limits" are the least and the
-greatest value shown without "full range"; `null` for no limit.
+Each list in a series has one entry per point; `null` stands for a number that is not finite.
+"least", "greatest" and "not_finite" are left out where they add nothing. "limits" are the smallest
+and the largest value shown without "full range"; `null` means no limit.
 """
 
 import re
@@ -19,16 +19,16 @@ from lmlib.report.points import AXES, at, axes, stretch, thinned
 from lmlib.report.seen import Seen
 from lmlib.runs.series import Series
 
-POINTS = 4000  # of a chart, all runs together
-FEWEST, MOST = 100, 1000  # of a run
+POINTS = 4000  # per chart, all runs together
+FEWEST, MOST = 100, 1000  # per run
 _PER_PART = ("grad_norm", "weight_norm", "output_rms")
-_DIGITS = 6  # of a value that is drawn
-_DIGITS_OF_AXES = 12  # of an axis's value that has a fraction: neighbouring steps must stay apart
-# The largest distance of a drawn value from the middle half of all values: in widths of that half,
-# and in its magnitudes.
+_DIGITS = 6  # of a drawn value
+_DIGITS_OF_AXES = 12  # of a fractional axis value: neighbouring steps must stay distinct
+# The largest distance of a drawn value from the interquartile range of all values: in widths of
+# that range, and relative to its magnitude. and in its magnitudes.
 _FAR, _LARGE = 20, 10
-_NOT_DRAWN = ("step", "tokens", "step_flops")  # axes, or better said by others
-# The order of charts: losses, other validation metrics, metrics of others, the update, speed.
+_NOT_DRAWN = ("step", "tokens", "step_flops")  # axes, or covered by other charts
+# The order of charts: losses, other validation metrics, custom metrics, the update, speed.
 _FIRST = ("loss", "evaluation_loss", "evaluation_bits_per_byte")
 _UPDATE = ("learning_rate", "grad_norm", "update_norm", "parameter_norm")
 _SPEED = (
@@ -39,10 +39,10 @@ _UNKNOWN = Meaning("", "", "")
 
 
 def charts(runs: Sequence[Seen], units: Mapping[str, str]) -> list[dict[str, Any]]:
-    """A chart for each metric that changes in any of `runs`, in the order of the page.
+    """Returns a chart for each metric that changes in any of `runs`, in the order of the page.
 
     Args:
-      units: of metrics, where the runs say others than `lmlib/metrics/meanings.py`.
+      units: of metrics whose unit in the runs differs from `lmlib/metrics/meanings.py`.
     """
     most = min(MOST, max(FEWEST, POINTS // max(1, len(runs))))
     against = [axes(run.series) for run in runs]
@@ -68,17 +68,17 @@ def charts(runs: Sequence[Seen], units: Mapping[str, str]) -> list[dict[str, Any
 
 
 def drawn(runs: Sequence[Seen]) -> list[str]:
-    """The metrics that have a chart, in the order of the page."""
+    """Returns the metrics that have a chart, in the order of the page."""
     return sorted((name for name, value in _names(runs) if value is None), key=_order)
 
 
 def constants(runs: Sequence[Seen]) -> dict[str, float]:
-    """The metrics that have one value in all steps of all `runs`."""
+    """Returns the metrics that keep one value in all steps of all `runs`."""
     return {name: value for name, value in _names(runs) if value is not None}
 
 
 def layers(run: Seen) -> list[dict[str, Any]]:
-    """Each statistic of the parts of a model, step by step."""
+    """Returns the statistics of each part of a model, step by step."""
     found = []
     for statistic in _PER_PART:
         names = [name for name in run.series if name.startswith(f"{statistic}/")]
@@ -97,14 +97,16 @@ def layers(run: Seen) -> list[dict[str, Any]]:
 
 
 def limits(values: Sequence[np.ndarray]) -> tuple[float, float]:
-    """The least and the greatest of `values` that is drawn, so that few that are far from the rest
-    do not make a flat line of it; NaN where none is that far."""
+    """Returns the smallest and the largest of `values` to draw without "full range".
+
+    A few outliers then do not flatten the curve. NaN for a side without outliers.
+    """
     found_N = np.concatenate(values)
     found_N = np.sort(found_N[np.isfinite(found_N)])
     count = len(found_N)
     if count < 3:
         return np.nan, np.nan
-    low, high = found_N[(count + 2) // 4], found_N[3 * (count - 1) // 4]  # the middle half
+    low, high = found_N[(count + 2) // 4], found_N[3 * (count - 1) // 4]  # the interquartile range
     with np.errstate(over="ignore"):
         reach = max(_FAR * (high - low), _LARGE * max(abs(low), abs(high)))
         below, above = np.sum(found_N < low - reach), np.sum(found_N > high + reach)
@@ -115,8 +117,10 @@ def limits(values: Sequence[np.ndarray]) -> tuple[float, float]:
 
 
 def _names(runs: Sequence[Seen]) -> Iterator[tuple[str, float | None]]:
-    """Each metric of the whole model that is not an axis, and its value if it never changed, though
-    it was measured again."""
+    """Yields each metric of the whole model that is not an axis.
+
+    The value comes with it if it was measured more than once and never changed.
+    """
     for name in dict.fromkeys(name for run in runs for name in run.series):
         if name in _NOT_DRAWN or name.startswith(tuple(f"{each}/" for each in _PER_PART)):
             continue
@@ -161,7 +165,7 @@ def _order(name: str) -> tuple[int, int, str]:
 
 
 def _depth(name: str) -> tuple[int, int, str]:
-    """The embedding, the layers by their numbers, then the others."""
+    """Sort key: the embedding first, then the layers by number, then the other parts."""
     part = name.partition("/")[2]
     number = re.fullmatch(r"layer (\d+)", part)
     if number:

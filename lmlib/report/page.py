@@ -1,4 +1,4 @@
-"""One HTML page of one run or several. It holds all that it needs, and may load nothing else."""
+"""One self-contained HTML page for one or several runs. It loads nothing from the network."""
 
 import base64
 import contextlib
@@ -28,16 +28,17 @@ def page(
     baseline: str | None = None,
     margin: float = 0.0,
 ) -> str:
-    """The page of `runs`, at least one.
+    """Returns the HTML page of `runs`, at least one.
 
-    All text of runs is escaped, and the page's policy lets no script run but its own.
+    All text from runs is escaped, and the page's content security policy allows only its own
+    script.
 
     Args:
-      refresh_seconds: how often the page asks its server for itself; `None`: it is a file.
-      baseline, margin: of the verdicts on several runs, as `lmlib.verdicts.compare` takes them.
+      refresh_seconds: interval at which the page reloads itself from its server; `None` for a file.
+      baseline, margin: for verdicts on several runs, as in `lmlib.verdicts.compare`.
 
     Raises:
-      ValueError: naming a file of a run that is damaged, or saying why there is no verdict.
+      ValueError: if a file of a run is damaged (the error names it), or there can be no verdict.
     """
     charting, script = _library(), _text("page.js")
     digests = (hashlib.sha256(each.encode()).digest() for each in (charting, script))
@@ -81,7 +82,7 @@ def write_page(
     margin: float = 0.0,
     check: Callable[[], None] = lambda: None,
 ) -> None:
-    """Writes the page to a file, whole or not at all; `check` as in `write_whole`.
+    """Writes the page to a file atomically; `check` as in `write_whole`.
 
     Raises:
       ValueError: as `page`.
@@ -94,8 +95,10 @@ def write_page(
 def leave_page(
     workdir: Path, tell: Callable[[str], None], check: Callable[[], None] = lambda: None
 ) -> None:
-    """Writes the page of the run in `workdir` there; says why if it cannot, for no run fails for
-    want of one."""
+    """Writes the page of the run in `workdir` into that folder.
+
+    Reports a failure through `tell` instead of raising: a missing page must not fail a run.
+    """
     try:
         write_page(seen([workdir]), workdir / FILE_NAME, check=check)
     except Exception as error:
@@ -107,9 +110,9 @@ def leave_page(
 
 @functools.cache
 def _library() -> str:
-    """The charting library: Vega, Vega-Lite and vega-embed as one script that a page can hold.
+    """Returns the charting library: Vega, Vega-Lite and vega-embed bundled into one script.
 
-    `vl-convert-python` takes a second to make it, so it is kept in the user's cache folder.
+    `vl-convert-python` takes a second to build it, so it is kept in the user's cache folder.
     """
     version, folder = specifications.VERSION, cache_folder()
     name = f"vega-lite-{version}-{importlib.metadata.version('vl-convert-python')}.js"

@@ -1,4 +1,4 @@
-"""Curves, and coordinate checks, as PNG and SVG files for papers."""
+"""Curves and coordinate checks as PNG and SVG files for papers."""
 
 import math
 import os
@@ -13,7 +13,7 @@ from lmlib.storage.whole_file import make_folder, write_whole
 
 _FIELDS = ("step", "x", "value", "least", "greatest", "not_finite")
 ENDINGS = (".svg", ".png")
-_SCALE = 3.0  # of PNG: about 300 dots per inch where a chart is 12 cm wide
+_SCALE = 3.0  # PNG scale: about 300 dpi for a chart 12 cm wide
 
 
 def write_pictures(
@@ -29,18 +29,18 @@ def write_pictures(
 ) -> list[Path]:
     """Writes METRIC.svg and METRIC.png for each metric; returns the files.
 
-    Runs that differ only in seeds are one curve: their mean, and a band from the least to the
-    greatest.
+    Runs that differ only in seeds are one curve: their mean, with a band from the smallest to the
+    largest.
 
     Args:
-      metrics: by name; unless said, all that change.
+      metrics: names; by default all metrics that change.
       axis: one of `AXES`.
-      smoothing: the part of its points, 0.05 for 5 %, around each whose mean it is.
-      full_range: with values that are far from all others; without it triangles mark them.
-      tell: gets the path of each file.
+      smoothing: the width of the smoothing window as a fraction of the points, 0.05 for 5 %.
+      full_range: True draws outliers too; otherwise triangles mark them.
+      tell: called with the path of each file.
 
     Raises:
-      ValueError: if a metric is not there, or never changes, or there is no such axis.
+      ValueError: if a metric is absent or never changes, or the axis does not exist.
       OSError: if a file cannot be written.
       ImportError: without vl-convert-python.
     """
@@ -72,10 +72,10 @@ def write_pictures(
 
 
 def write_picture(specification: dict[str, Any], file: str | os.PathLike[str]) -> None:
-    """Writes the picture of a specification of Vega-Lite, of the kind that the ending names.
+    """Renders a Vega-Lite specification to a file in the format of its suffix.
 
     Raises:
-      ValueError: for an ending that is none of `ENDINGS`.
+      ValueError: for a suffix that is not in `ENDINGS`.
       OSError: if it cannot be written.
       ImportError: without vl-convert-python.
     """
@@ -93,13 +93,15 @@ def write_picture(specification: dict[str, Any], file: str | os.PathLike[str]) -
 
 
 def coordinates(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The picture of a coordinate check: a row of charts for each rule by width, then by depth;
-    each has a chart for each thing looked at.
+    """Returns the figure of a coordinate check: one row of charts per rule, by width, then by
+    depth.
+
+    Each row has a chart for each observed quantity.
 
     Args:
-      rows: {"by", "size", "rule", "looked_at", "step", "change"}: by width or depth, of which size,
-        under which rule, of what, after which step, and the change. Changes that are not positive
-        numbers are left out.
+      rows: {"by", "size", "rule", "looked_at", "step", "change"}: the scaled dimension (width or
+        depth), its size, the rule, the observed quantity, the step, and the change after it.
+        Changes that are not positive numbers are left out.
     """
     kinds = dict.fromkeys((row["by"], row["rule"]) for row in rows)
     return {
@@ -113,10 +115,12 @@ def coordinates(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _files(names: Iterable[str]) -> dict[str, str]:
-    """A file for each metric, without an ending; no two are alike, in small letters too."""
+    """Maps each metric to a file name without suffix, unique even if case is ignored."""
     safe = {n: "".join(c if c.isalnum() or c in "-_." else "_" for c in n)[:100] for n in names}
     found: dict[str, str] = {}
-    for name in sorted(safe, key=lambda name: safe[name] != name):  # a safe name stays
+    for name in sorted(
+        safe, key=lambda name: safe[name] != name
+    ):  # safe names first: they stay unchanged
         file, taken = safe[name], {each.lower() for each in found.values()}
         while file.lower() in taken:
             file += "_"
@@ -127,7 +131,7 @@ def _files(names: Iterable[str]) -> dict[str, str]:
 def _rows(
     chart: Mapping[str, Any], runs: Sequence[Mapping[str, str]], axis: str
 ) -> Iterator[dict[str, Any]]:
-    """The rows of `specifications.curves`, as page.js makes them."""
+    """Yields the rows of `specifications.curves`, as page.js makes them."""
     for series in chart["series"]:
         curve, values = runs[series["run"]]["group"], series["value"]
         every = {"least": values, "greatest": values, "not_finite": [0] * len(values)} | series

@@ -1,6 +1,6 @@
-"""The points of curves: axes at each step of a run, and long series made short.
+"""The points of curves: axis values at each step of a run, and thinned series.
 
-N measurements, P points, each of which stands for a stretch of steps.
+Shape suffixes: N measurements, P points, each of which covers a stretch of steps.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from lmlib.runs.series import Series
 
 
 class Axis(NamedTuple):
-    """`title` has the unit."""
+    """An axis of charts; `title` includes the unit."""
 
     title: str
     text: str
@@ -31,7 +31,7 @@ AXES = {
 
 
 def axes(series: Mapping[str, Series]) -> dict[str, Series]:
-    """Each of `AXES` that the metrics of a run give, none of them falling."""
+    """Returns each of `AXES` that a run's metrics provide; their values never decrease."""
     found = {"step": series["step"]} if "step" in series else {}
     if "tokens" in series:
         found["tokens"] = _rising(series["tokens"])
@@ -44,15 +44,18 @@ def axes(series: Mapping[str, Series]) -> dict[str, Series]:
 
 
 def at(axis: Series, steps_N: np.ndarray) -> np.ndarray:
-    """The value of an axis at some steps; between two that are known, a straight line."""
+    """Interpolates an axis linearly at the given steps."""
     return np.interp(steps_N, axis.steps_N, axis.values_N)
 
 
 def _wall_time(series: Mapping[str, Series]) -> Series:
-    """Goodput is the time of new steps over the wall time, so this is its inverse."""
+    """Returns the wall time at each step, derived from goodput.
+
+    Goodput is the time spent on new steps divided by the wall time.
+    """
     seconds = series["step_seconds"]
     spent_N = _finite(seconds.values_N)
-    if "data_wait_seconds" in series:  # which goodput does not count as steps
+    if "data_wait_seconds" in series:  # goodput does not count it as step time
         waits = series["data_wait_seconds"]
         spent_N = spent_N - np.interp(seconds.steps_N, waits.steps_N, _finite(waits.values_N))
     made_N = np.cumsum(np.maximum(spent_N, 0.0))
@@ -63,13 +66,13 @@ def _wall_time(series: Mapping[str, Series]) -> Series:
 
 
 class Points(NamedTuple):
-    """A series, thinned. A point without a finite value has NaN for its mean, least and greatest.
+    """A thinned series. A point without a finite value has NaN as mean, least and greatest.
 
     Attributes:
       first_P: the index of the first measurement of each point.
-      count_P: how many measurements it stands for.
-      mean_P, least_P, greatest_P: of those that are finite.
-      not_finite_P: how many are NaN or infinite.
+      count_P: the number of measurements in each point.
+      mean_P, least_P, greatest_P: over the finite measurements.
+      not_finite_P: the number of NaN or infinite measurements.
     """
 
     first_P: Int[np.ndarray, "P"]
@@ -80,14 +83,14 @@ class Points(NamedTuple):
     not_finite_P: Int[np.ndarray, "P"]
 
     def mean_of(self, other_N: np.ndarray) -> np.ndarray:
-        """The mean of another number of the same measurements, for each point."""
+        """Returns the mean of another quantity over the measurements of each point."""
         if not len(self.first_P):
             return np.zeros(0)
         return np.add.reduceat(np.asarray(other_N, np.float64), self.first_P) / self.count_P
 
 
 def stretch(series: Series, most: int) -> int:
-    """The steps that a point stands for, so that there are at most `most` points: 1 for a short
+    """Returns the number of steps per point that gives at most `most` points; 1 for a short
     series."""
     if len(series.steps_N) <= most:
         return 1
@@ -97,8 +100,11 @@ def stretch(series: Series, most: int) -> int:
 
 
 def thinned(series: Series, steps: int) -> Points:
-    """Each point stands for the steps from k·`steps` + 1 to (k + 1)·`steps`, for an integer k, so
-    that points of several runs are of the same steps."""
+    """Averages a series over stretches of steps.
+
+    Each point covers the steps from k·`steps` + 1 to (k + 1)·`steps`, for an integer k, so that the
+    points of several runs cover the same steps.
+    """
     stretch_N = (series.steps_N - 1) // steps
     begins_N = np.ones(len(stretch_N), bool)
     begins_N[1:] = stretch_N[1:] != stretch_N[:-1]

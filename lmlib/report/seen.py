@@ -1,4 +1,4 @@
-"""Runs as a page shows them, with names that differ and in groups."""
+"""Runs as a page shows them, with unique names and in groups."""
 
 import collections
 import dataclasses
@@ -14,13 +14,13 @@ from lmlib.terminal.text import shown
 
 @dataclasses.dataclass(frozen=True)
 class Seen:
-    """A run of a page.
+    """A run on a page.
 
     Args:
       run: its files as they are now.
-      name: tells it from the other runs of the page; its control characters are shown.
-      group: the name of the runs that differ from it in seeds alone, itself included.
-      series: its metrics, by names that can be shown.
+      name: unique on the page; control characters are shown escaped.
+      group: the name shared by the runs that differ only in seeds.
+      series: its metrics, by displayable names.
     """
 
     run: Run
@@ -35,18 +35,20 @@ class Seen:
 
 
 class Watched:
-    """The runs in `places`, workdirs or folders that hold some, as they are whenever they are asked
-    for; of their metrics only what is new is read again."""
+    """The runs in `places`, which are workdirs or folders that contain some.
+
+    Each call of `now` reads only what is new in their metrics.
+    """
 
     def __init__(self, places: Iterable[str | os.PathLike[str]]):
         self._places = list(places)
         self._measurements: dict[Path, Measurements] = {}
 
     def now(self) -> list[Seen]:
-        """The runs that are there.
+        """Returns the runs that exist now.
 
         Raises:
-          ValueError: naming a place that has no run, or a file that is damaged.
+          ValueError: if a place has no run or a file is damaged; the error names it.
           OSError: if a file cannot be read.
         """
         runs = find_runs(self._places)
@@ -61,13 +63,14 @@ class Watched:
 
 
 def seen(places: Iterable[str | os.PathLike[str]]) -> list[Seen]:
-    """The runs in `places`; raises as `Watched.now`."""
+    """Returns the runs in `places`; raises as `Watched.now`."""
     return Watched(places).now()
 
 
 def names(paths: Sequence[Path]) -> list[str]:
-    """The parts of the paths that differ: after the folder that holds them all, or the last part of
-    a single one."""
+    """Returns the distinct parts of the paths: below their common folder, or a single path's last
+    part.
+    """
     whole = [path.absolute() for path in paths]
     if len(whole) == 1:
         return [shown(whole[0].name)]
@@ -76,7 +79,7 @@ def names(paths: Sequence[Path]) -> list[str]:
 
 
 def groups(runs: Sequence[Run]) -> list[str]:
-    """For each run the settings in which it differs from others, seeds aside."""
+    """Returns, for each run, the settings in which it differs from others, except seeds."""
     differing = {
         path: values for path, values in difference(runs).items() if last_name(path) != "seed"
     }

@@ -1,4 +1,4 @@
-"""The live page, for this machine only."""
+"""The live page, served to this machine only."""
 
 import http.server
 import sys
@@ -11,10 +11,10 @@ _NAMES = ("127.0.0.1", "localhost")
 
 
 class PageServer(http.server.ThreadingHTTPServer):
-    """Serves one page at "/", and nothing else: no file of the disk is ever looked up.
+    """Serves one page at "/" and nothing else; it never looks up a file on the disk.
 
-    A request that names another host is refused: a stranger's page whose name points to this
-    machine (DNS rebinding) could else read along.
+    Requests that name another host are refused. Otherwise a foreign website whose name resolves to
+    this machine (DNS rebinding) could read the page.
 
         with PageServer(8000, page) as server:
             server.serve_forever()
@@ -23,11 +23,11 @@ class PageServer(http.server.ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, port: int, page: Callable[[], str]):
-        """Listens on `port` of this machine; 0: one that is free, which `server_port` says.
+        """Listens on `port` of this machine; 0 picks a free one, see `server_port`.
 
         Args:
-          page: makes the page, anew for each request, one at a time. ValueError and OSError that it
-            raises are shown in its place.
+          page: makes the page, for each request anew, one at a time. The page shows any ValueError
+            or OSError that it raises.
 
         Raises:
           OSError: if the port is taken.
@@ -40,7 +40,7 @@ class PageServer(http.server.ThreadingHTTPServer):
             self.hosts |= set(_NAMES)
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Says nothing of a browser that drops its connection; prints other errors."""
+        """Ignores browsers that drop their connection; prints other errors."""
         if not isinstance(sys.exc_info()[1], ConnectionError | TimeoutError):
             super().handle_error(request, client_address)  # type: ignore[arg-type]
 
@@ -48,7 +48,7 @@ class PageServer(http.server.ThreadingHTTPServer):
 class _Handler(http.server.BaseHTTPRequestHandler):
     server: PageServer
     server_version, sys_version = "lmlib", ""
-    timeout = 30.0  # seconds that a request may take to arrive
+    timeout = 30.0  # seconds to wait for a request to arrive
 
     def do_GET(self) -> None:
         names, kind = self.headers.get_all("Host", []), "text/plain"
@@ -80,4 +80,4 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def log_message(self, format: str, *arguments: object) -> None:
-        """Says nothing: a page asks every few seconds."""
+        """Logs nothing: a page sends a request every few seconds."""

@@ -1,14 +1,15 @@
-"""Charts as Vega-Lite specifications, for the page and for PNG and SVG alike.
+"""Vega-Lite specifications of charts, for the page and for PNG and SVG files.
 
-https://vega.github.io/vega-lite/docs/. No text of a run is part of an expression here.
+https://vega.github.io/vega-lite/docs/. Text from runs never becomes part of an expression.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-VERSION = "6.4"  # of Vega-Lite
-SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"  # a name; nothing is loaded from there
-# For up to ten curves Tableau's, which differ well on light and on dark; then all twenty.
+VERSION = "6.4"  # Vega-Lite's
+SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"  # only an identifier; nothing is loaded from there
+# Up to ten curves use Tableau's colours, which are distinct on light and dark backgrounds; more
+# curves use all twenty.
 COLOURS = (
     "#4c78a8", "#f58518", "#54a24b", "#e45756", "#72b7b2", "#b279a2", "#d4a72c", "#ff9da6",
     "#9d755d", "#8a8583", "#9ecae9", "#ffbf79", "#88d27a", "#b79a20", "#439894", "#83bcb6",
@@ -16,7 +17,7 @@ COLOURS = (
 )  # fmt: skip
 _NUMBER = "quantitative"
 _LEGEND = {"title": None, "symbolType": "stroke", "symbolOpacity": 1, "symbolStrokeWidth": 2}
-# 20k, 1.5B, 1e+20, 0.002, 100: with as many digits as the ticks of an axis need to differ.
+# 20k, 1.5B, 1e+20, 0.002, 100: enough digits to tell the ticks of an axis apart.
 _DIGITS = (
     "clamp(ceil(log(max(abs(domain('AXIS')[0]), abs(domain('AXIS')[1])) / "
     "(abs(span(domain('AXIS'))) || 1)) / LN10 + 2.5), 4, 15)"
@@ -31,14 +32,15 @@ _NO_LIMIT = 1.7e308
 
 
 def curves() -> dict[str, Any]:
-    """Curves over rows {curve, stretch, step, x, value, least, greatest, not_finite}.
+    """Returns the chart of curves over rows {curve, stretch, step, x, value, least, greatest,
+    not_finite}.
 
-    A row is a point of a run. The curve is the mean of its rows (several seeds) in each "stretch"
-    of steps, smoothed over a window of points; the band goes from the least to the greatest. The
-    mean is dashed where fewer runs have a value than elsewhere, and the line breaks where their
-    number changes. Crosses mark values that are not finite, triangles those outside the limits
-    "above" and "below"; "pointed_at" is a value of x. Filled in later: `data.values`, the window's
-    frame, the limits, titles and scales of the axes, the domain of colours.
+    A row is a point of a run. A curve is the mean of its rows (several seeds) in each "stretch" of
+    steps, smoothed over a window of points; the band spans the smallest to the largest. The mean is
+    dashed where fewer runs have a value than elsewhere, and the line breaks where their number
+    changes. Crosses mark values that are not finite, triangles values outside the limits "above"
+    and "below"; "pointed_at" is a value of x. Filled in later: `data.values`, the window's frame,
+    the limits, the titles and scales of the axes, and the domain of colours.
     """
     order = [{"field": "step"}]
     moved = {"on": "pointermove", "clear": "pointerout", "nearest": True}
@@ -102,7 +104,7 @@ def curves() -> dict[str, Any]:
             "detail": _by("part", "nominal"),
         },
         layer=[
-            # The outline, since a spike may be less wide than a pixel.
+            # Draw the outline, since a spike may be narrower than a pixel.
             _marks("area", "least", band, fillOpacity=0.2, strokeOpacity=0.6, **outline),
             _marks("line", "value", dashed, strokeWidth=1, opacity=0.3),
             _marks("line", "smooth", dashed, strokeWidth=1.8),
@@ -160,13 +162,16 @@ def _marks(kind: str, y: str, encoding: Any = (), **mark: Any) -> dict[str, Any]
 
 
 def _points(where: str, **mark: Any) -> dict[str, Any]:
-    """The points of the curves `where` something is."""
+    """Returns a layer with the points of the curves that satisfy the expression `where`."""
     shown = {"transform": [{"filter": f"isValid(datum.smooth) && ({where})"}]}
     return shown | _marks("point", "smooth", **{"filled": True, "opacity": 1, **mark})
 
 
 def _at_edge(where: str, y: str, numbers: Mapping[str, str], mark: Any) -> dict[str, Any]:
-    """Marks `where` something is that has no place among the curves, `y` pixels from the top."""
+    """Returns marks `y` pixels from the top for the points that satisfy the expression `where`.
+
+    They have no place among the curves.
+    """
     shown = {"step": "step", **numbers}.items()
     tooltip = [_by(field, title=title, format=",.12~g") for field, title in shown]
     return {
@@ -180,8 +185,10 @@ def _at_edge(where: str, y: str, numbers: Mapping[str, str], mark: Any) -> dict[
 
 
 def logarithmic() -> dict[str, Any]:
-    """The scale of a logarithmic axis, and transforms for a vertical one that leave out values
-    without a place on it, after the mean of several seeds."""
+    """Returns the scale of a logarithmic axis, and transforms for a vertical one.
+
+    The transforms drop values without a place on the axis, after the mean over seeds.
+    """
     return {
         "scale": {"type": "log", "nice": False},
         "transform": [
@@ -194,10 +201,10 @@ def logarithmic() -> dict[str, Any]:
 
 
 def heat() -> dict[str, Any]:
-    """Rows {part, order, step, value} as a map: parts of a model over steps."""
+    """Returns a heat map of rows {part, order, step, value}: parts of a model over steps."""
     legend = {"title": None, "format": "~g", "gradientLength": 120}
     return _chart(
-        15,  # of each part
+        15,  # pixels per part
         mark={"type": "rect", "tooltip": True},
         encoding={
             "x": _by("step", "ordinal", axis={"labelOverlap": True, "labelAngle": 0}),
@@ -208,11 +215,11 @@ def heat() -> dict[str, Any]:
 
 
 def bars() -> dict[str, Any]:
-    """Rows {run, part, time, share, order} as a bar for each run, of parts."""
+    """Returns a stacked bar for each run from rows {run, part, time, share, order}."""
     scale, axis = {"domain": [0, 1]}, {"format": "%"}
     colour = {"scale": {"range": list(COLOURS)}, "legend": {"orient": "bottom", "title": None}}
     return _chart(
-        26,  # of each run
+        26,  # pixels per run
         mark="bar",
         encoding={
             "x": _by("share", stack=True, title=None, scale=scale, axis=axis),
@@ -240,14 +247,14 @@ def for_paper(
     smoothing: float = 0.0,
     limits: Sequence[float | None] = (None, None),
 ) -> dict[str, Any]:
-    """`curves` filled in as page.js does, with a legend and titles of its own."""
+    """Returns `curves` filled in as page.js does, with a legend and titles of its own."""
     found = curves()
     found["data"]["values"] = list(rows)
     found["width"], found["height"] = 420, 260
     points = max(len({row["step"] for row in rows if row["curve"] == c}) for c in curve_names)
     around = int(smoothing * points / 2)
     found["transform"][2]["frame"] = [-around, around]
-    found["layer"].pop()  # nobody points at paper
+    found["layer"].pop()  # no pointer on paper
     x, y, colour = (found["encoding"][each] for each in ("x", "y", "color"))
     x["title"], y["title"] = x_title, f"{title} ({unit})" if unit else title
     colour["scale"]["domain"] = list(curve_names)

@@ -14,7 +14,7 @@ from lmlib.terminal.quantities import bytes_text, count_text, duration_text
 from lmlib.terminal.text import shown
 
 _SAMPLES = 12  # steps
-_LONGEST = 4000  # characters of a text
+_LONGEST = 4000  # characters per text
 _FINAL = (
     *("training_loss", "validation_loss", "validation_bits_per_byte"),
     *("mean_tokens_per_second", "mean_mfu"),
@@ -37,7 +37,7 @@ class Table(NamedTuple):
 
 
 def status(runs: Sequence[Seen]) -> str:
-    """How many are in which state, and the step of a single one."""
+    """Returns the number of runs in each state, and the step of a single one."""
     if len(runs) == 1:
         return shown(runs[0].run.status(runs[0].last("step")))
     counts = collections.Counter(each.run.state.name for each in runs)
@@ -46,14 +46,16 @@ def status(runs: Sequence[Seen]) -> str:
 
 
 def reasons(runs: Sequence[Seen]) -> list[tuple[str, str]]:
-    """Why runs are not finished, where they say it."""
+    """Returns the recorded reasons why runs did not finish."""
     said = [(each, each.run.state.reason) for each in runs]
     return [(f"{each.name}: {status([each])}", _cut(why)) for each, why in said if why]
 
 
 def tiles(each: Seen) -> list[tuple[str, str, str]]:
-    """The numbers at the head of one run's page, with their units and the steps they are over: of
-    the whole run once it has finished, and of a step."""
+    """Returns the numbers at the head of one run's page, with their units and steps.
+
+    A finished run shows the numbers of the whole run, others those of a step.
+    """
     found = []
     for name in [*_shown_numbers([each]), *_OF_TILES]:
         if (final := each.run.final.get(name)) is not None:
@@ -68,7 +70,7 @@ def tiles(each: Seen) -> list[tuple[str, str, str]]:
 
 
 def comparison(runs: Sequence[Seen]) -> Table:
-    """The settings in which the runs differ, and the numbers of each."""
+    """Returns a table of the settings in which the runs differ, and the numbers of each run."""
     differing, metrics = difference(each.run for each in runs), _shown_numbers(runs)
     rows = []
     for i, each in enumerate(runs):
@@ -82,13 +84,15 @@ def comparison(runs: Sequence[Seen]) -> Table:
 
 
 def verdicts(runs: Sequence[Seen], baseline: str | None, margin: float) -> str:
-    """The table of `lmlib.verdicts`. Without a baseline it has means over seeds: nothing if each
-    setting has one, or if it cannot be made.
+    """Returns the table of `lmlib.verdicts`.
+
+    Without a baseline it has means over seeds; it is empty if each setting has only one seed, or if
+    the table cannot be made.
 
     Raises:
-      ValueError: which says why it cannot be made.
+      ValueError: if it cannot be made with the given baseline; the message says why.
     """
-    from lmlib.verdicts import compare  # which imports SciPy: a run's own page does without
+    from lmlib.verdicts import compare  # imports SciPy, which the page of one run does not need
     from lmlib.verdicts.table import comparison_text
 
     try:
@@ -109,7 +113,7 @@ def constants(runs: Sequence[Seen]) -> str:
 
 
 def samples(runs: Sequence[Seen]) -> list[tuple[int, list[tuple[str, str]]]]:
-    """The newest steps first, and of each the texts of the runs that have some."""
+    """Returns the newest steps first, each with the sampled texts of the runs that have some."""
     of_step: dict[int, list[tuple[str, str]]] = collections.defaultdict(list)
     for each in runs:
         for step, text in each.run.samples.items():
@@ -125,8 +129,8 @@ def settings(runs: Sequence[Seen]) -> list[tuple[str, list[tuple[str, str]]]]:
 
 
 def data(runs: Sequence[Seen]) -> dict[str, Any]:
-    """The data that the script of the page draws."""
-    units = {}  # of objectives, which results have
+    """Returns the data that the page's script draws."""
+    units = {}  # of objectives, from result.json
     for each in runs:
         finals = final_numbers(each.run.result or {})
         for name in each.series:
@@ -152,7 +156,9 @@ def number(value: float | None) -> str:
 
 
 def _shown_numbers(runs: Sequence[Seen]) -> list[str]:
-    """Names of `Run.final`, and, of runs that have not finished, of what their last steps have."""
+    """Returns the names in `Run.final` and, for unfinished runs, in the metrics of their last
+    steps.
+    """
     made = {name for each in runs for name in each.run.final}
     made |= {name for each in runs if not each.run.finished for name in each.series}
     return [name for name in (*_FINAL, *_OF_STEPS) if name in made]

@@ -1,4 +1,4 @@
-"""Runs in a terminal: the last numbers of each, and their curves in a line of bars."""
+"""Runs in a terminal: the last numbers of each run, and sparklines of their curves."""
 
 from collections.abc import Sequence
 
@@ -14,11 +14,11 @@ from lmlib.terminal.text import shown
 _BARS = "▁▂▃▄▅▆▇█"
 _NOT_FINITE = "×"
 _NARROWEST = 10
-_OF_SEVERAL = 3  # metrics of each run, the first
+_OF_SEVERAL = 3  # the first metrics of each run
 
 
 def view(runs: Sequence[Seen], width: int) -> str:
-    """Lines of at most about `width` characters."""
+    """Returns lines of at most about `width` characters."""
     texts = []
     for each in runs:
         finals = (shown(f"{name} {tables.number(of.value)}") for name, of in each.run.final.items())
@@ -38,8 +38,10 @@ def view(runs: Sequence[Seen], width: int) -> str:
 
 
 def bars(series: Series, most: int) -> str:
-    """A character for each stretch of steps, at most `most`: its mean between the least, ▁, and
-    the greatest, █; × if nothing in it is finite."""
+    """Returns a sparkline: one character per stretch of steps, at most `most`.
+
+    A character shows the mean between the smallest, ▁, and the largest, █; × if nothing is finite.
+    """
     mean_P = thinned(series, stretch(series, most)).mean_P
     finite_P = mean_P[np.isfinite(mean_P)]
     if not len(finite_P):

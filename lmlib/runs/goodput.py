@@ -1,7 +1,7 @@
-"""The wall time of a run since it first began, by phases, over all its starts.
+"""The wall time of a run since it first began, by phase, over all its starts.
 
-`workdir/goodput.json` has an entry for each start, kept up to date while it lasts. The time of a
-killed process after its last entry counts as time in which nothing ran.
+`workdir/goodput.json` has an entry for each start, updated while it runs. The time after the last
+entry of a killed process counts as time in which nothing ran.
 """
 
 import contextlib
@@ -16,22 +16,23 @@ from lmlib.terminal.quantities import duration_text
 from lmlib.terminal.table import columns
 
 FILE_NAME = "goodput.json"
-STEPS = "steps"  # the phase in which steps are made for the first time
-# States of a run: how a start ended before the last step, and the others.
+STEPS = "steps"  # the phase in which steps run for the first time
+# States of a run. The first ones say how a start ended before the last step.
 Ended: TypeAlias = Literal["interrupted", "diverged", "failed"]
 FINISHED, RUNNING, NOT_RUNNING, NOT_BEGUN = "finished", "running", "not running", "not begun"
-# Between two starts. More, or less than nothing, and a clock was set: then nobody knows how long.
+# Seconds between two starts. A longer or a negative pause means that a clock was set, so the
+# length of the pause is unknown.
 LONGEST_PAUSE = 365 * 86_400.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """One process's share of a run (process 0's, where there are many).
+    """One process's part of a run (process 0's in multi-process runs).
 
-    `seconds` are those of each phase, by a clock that nobody can set. `began` and `until` are
-    seconds since the epoch, by the clock on the wall when the process began. `ended` and `reason`
-    say how it ended before the last step, and why in words; both are empty while it lasts. `start`
-    is the random text of the start, as in its start.json.
+    `seconds` has the monotonic time of each phase. `began` and `until` are seconds since the epoch,
+    by the wall clock when the process began. `ended` and `reason` say how it ended before the last
+    step, and why in words; both are empty while it runs. `start` is the random text of the start,
+    as in its start.json.
     """
 
     began: float
@@ -45,18 +46,18 @@ class Start:
 
 @dataclasses.dataclass(frozen=True)
 class Goodput:
-    """`seconds` of each phase and between starts; they add up to the wall time."""
+    """The `seconds` of each phase and between starts; they add up to the wall time."""
 
     starts: int
     seconds: Mapping[str, float]
 
     @property
     def fraction(self) -> float:
-        """The part of the wall time in which steps were made for the first time."""
+        """The fraction of the wall time in which steps were made for the first time."""
         return self.seconds.get(STEPS, 0.0) / max(sum(self.seconds.values()), 1e-9)
 
     def text(self) -> str:
-        """A table, the longest first."""
+        """Returns a table of the phases, the longest first."""
         wall = sum(self.seconds.values())
         starts = "1 start" if self.starts == 1 else f"{self.starts} starts"
         rows = [("wall time", duration_text(wall), f"in {starts}")]
@@ -67,7 +68,7 @@ class Goodput:
 
 
 def total(starts: list[Start]) -> Goodput:
-    """All starts together, and the pauses between them, as far as the clock can be believed."""
+    """Adds up all starts and the pauses between them, as far as the clock is plausible."""
     seconds = {STEPS: 0.0, NOT_RUNNING: 0.0}
     until = None
     for start in starts:
@@ -80,8 +81,10 @@ def total(starts: list[Start]) -> Goodput:
 
 
 def read_starts(workdir: Path) -> tuple[list[Start], str | None]:
-    """The sound starts in `goodput.json`, none if it is absent; and a sentence about damage, or
-    `None`."""
+    """Returns the valid starts in `goodput.json`, and a message about damage or `None`.
+
+    There are none if the file is absent.
+    """
     file = workdir / FILE_NAME
     if not file.exists():
         return [], None
@@ -99,9 +102,12 @@ def read_starts(workdir: Path) -> tuple[list[Start], str | None]:
 
 
 def _parsed(entry: Any) -> Start:
-    """Raises ValueError, KeyError, TypeError or AttributeError if no run has written it."""
+    """Parses an entry.
+
+    Raises ValueError, KeyError, TypeError or AttributeError if no run has written it.
+    """
     times = {"began": entry["began"], "until": entry["until"], **entry["seconds"]}
-    for name, value in times.items():  # of seconds until the year 5138
+    for name, value in times.items():  # valid until the year 5138
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1e11:
             raise ValueError(f"{name} is {value!r:.80}, no number of seconds")
     step = entry["last_step"]

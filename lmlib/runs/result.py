@@ -9,12 +9,12 @@ from lmlib.storage.stored_json import read_json
 from lmlib.storage.unlinked import unlinked
 
 FILE_NAME = "result.json"
-LOSS_STEPS = 50  # whose mean is `training_loss`
+LOSS_STEPS = 50  # `training_loss` is the mean over this many last steps
 _MEANS = "mean_tokens_per_second", "mean_mfu"
 
 
 class Final(NamedTuple):
-    """A number of a finished run; `over` says in words what it is measured on."""
+    """A number of a finished run; `over` says in words what it was measured on."""
 
     value: float
     unit: str
@@ -22,11 +22,12 @@ class Final(NamedTuple):
 
 
 def read_result(workdir: Path) -> dict[str, Any] | None:
-    """The object in the file; `None` without a file. Keys may be missing; a key that is present has
-    a value of its type.
+    """Returns the object in result.json; `None` without a file.
+
+    Keys may be missing; the values of present keys have the right type.
 
     Raises:
-      ValueError: naming the file and the key, if it is damaged.
+      ValueError: if it is damaged; the error names the file and the key.
       OSError: if it cannot be read.
     """
     file = unlinked(workdir, FILE_NAME)
@@ -45,7 +46,7 @@ def read_result(workdir: Path) -> dict[str, Any] | None:
 
 
 def final_numbers(result: Mapping[str, Any]) -> dict[str, Final]:
-    """The numbers in result.json by name, losses first."""
+    """Returns the numbers in result.json by name, losses first."""
     found = {}
     if "training_loss" in result:
         over = f"mean of the last {min(LOSS_STEPS, result.get('steps', LOSS_STEPS))} steps"
@@ -60,7 +61,7 @@ def final_numbers(result: Mapping[str, Any]) -> dict[str, Final]:
 
 
 def _is_number(value: Any) -> bool:
-    """NaN and the infinities count as numbers."""
+    """True for a number, NaN and the infinities included."""
     return type(value) is float or (type(value) is int and abs(value) < 1 << 63)
 
 
@@ -88,7 +89,7 @@ def _is_goodput(value: Any) -> bool:
 
 
 def _each(is_sound: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """Checks every value of an object."""
+    """Returns a check that applies `is_sound` to every value of an object."""
     return lambda value: isinstance(value, dict) and all(map(is_sound, value.values()))
 
 

@@ -1,4 +1,4 @@
-"""Runs' folders, read without JAX and without importing what their configs name."""
+"""Folders of runs, read without JAX and without importing the modules that configs name."""
 
 import contextlib
 import dataclasses
@@ -25,14 +25,19 @@ if TYPE_CHECKING:
     import pandas
 
 SAMPLES = "samples"
-SWEEP = "sweep.json"  # in a sweep's folder: the settings of each point, whose run is a folder below
-_SILENT_SECONDS = 60.0  # a lock is renewed every ten
+SWEEP = (
+    "sweep.json"  # in a sweep's folder: the settings of each point; each point's run is a subfolder
+)
+_SILENT_SECONDS = 60.0  # a lock is renewed every ten seconds
 _KILLED = "its process ended without a word, killed say; the same command goes on"
 
 
 class State(NamedTuple):
-    """How a run stands: "finished", "interrupted", "diverged", "failed", "running", "not running"
-    or "not begun"; and the reason, if it says one."""
+    """The state of a run, and the reason if one is recorded.
+
+    One of "finished", "interrupted", "diverged", "failed", "running", "not running" and "not
+    begun".
+    """
 
     name: str
     reason: str = ""
@@ -40,9 +45,9 @@ class State(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """The files of a run so far. Each is read when it is first asked for, and kept.
+    """The files of a run so far. Each is read on first use and cached.
 
-    Settings, result and validation raise ValueError, naming the file, if it is damaged.
+    Settings, result and validation raise ValueError if the file is damaged; the error names it.
 
     Args:
       path: its workdir.
@@ -56,28 +61,32 @@ class Run:
 
     @functools.cached_property
     def settings(self) -> Mapping[str, str]:
-        """Every parameter of its config by path, as `lmlib.runs.settings` has them; empty if
-        settings.json is absent."""
+        """Every parameter of its config by path, as in `lmlib.runs.settings`.
+
+        Empty if settings.json is absent.
+        """
         return read_settings(self.path) or {}
 
     @functools.cached_property
     def metrics(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl, in the order of steps."""
+        """The lines of metrics.jsonl, ordered by step."""
         return read_metrics(self.path)
 
     @functools.cached_property
     def result(self) -> dict[str, Any] | None:
-        """result.json, the numbers of the final table; `None` before the run has finished."""
+        """The content of result.json, the final table; `None` before the run has finished."""
         return read_result(self.path)
 
     @functools.cached_property
     def validation(self) -> StoredValidation | None:
-        """validation.json, the last validation batch by batch; `None` if there is none."""
+        """The content of validation.json, the last validation batch by batch; `None` if there is
+        none.
+        """
         return read_validation(self.path)
 
     @functools.cached_property
     def samples(self) -> Mapping[int, str]:
-        """Its samples by step, without links and files that cannot be read."""
+        """The sampled texts by step; links and unreadable files are skipped."""
         found = {}
         for file in sorted((self.path / SAMPLES).glob("*.txt")):
             if file.stem.isdecimal():
@@ -88,8 +97,10 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        """Has it made all steps of its config? A run that was made longer still has the result.json
-        of its earlier end."""
+        """True if the run has made all steps of its config.
+
+        A run that was extended still has the result.json of its earlier end.
+        """
         if self.result is None:
             return False
         made = self.result.get("steps")
@@ -97,13 +108,15 @@ class Run:
 
     @functools.cached_property
     def final(self) -> Mapping[str, Final]:
-        """The numbers of the whole run by name, as result.json has them; none before it has
-        finished. The last that a step measured of a metric has another name."""
+        """The numbers of the whole run by name, from result.json; empty until the run has finished.
+
+        The last value of a metric measured by a step has another name.
+        """
         return final_numbers(self.result or {}) if self.finished else {}
 
     @functools.cached_property
     def state(self) -> State:
-        """A run that left no word of its end is running as long as its lock is renewed."""
+        """The state; a run that recorded no end is running as long as its lock is renewed."""
         if self.finished:
             return State(FINISHED)
         starts, _ = read_starts(self.path)
@@ -116,7 +129,7 @@ class Run:
         return State(NOT_RUNNING, _KILLED if starts else "")
 
     def status(self, step: float | int | None) -> str:
-        """The state in words, with the last `step` of a run that has not finished."""
+        """Returns the state in words, with the last `step` if the run has not finished."""
         if self.state.name in (FINISHED, NOT_BEGUN):
             return self.state.name
         of = self.settings.get("steps")
@@ -125,14 +138,14 @@ class Run:
 
 
 def is_locked(folder: Path) -> bool:
-    """Does a process renew the lock of a run or a sweep in `folder`?"""
+    """True if a process renews the lock of a run or a sweep in `folder`."""
     with contextlib.suppress(OSError):
         return time.time() - (folder / "lock").stat().st_mtime < _SILENT_SECONDS
     return False
 
 
 def read_run(workdir: str | os.PathLike[str]) -> Run:
-    """The run in `workdir`; raises ValueError if there is none."""
+    """Returns the run in `workdir`; raises ValueError if there is none."""
     path = Path(workdir)
     if not _is_run(path):
         raise ValueError(f"{path} is no run's workdir: it has no {SETTINGS} or no {METRICS}")
@@ -140,10 +153,11 @@ def read_run(workdir: str | os.PathLike[str]) -> Run:
 
 
 def find_runs(places: Iterable[str | os.PathLike[str]]) -> list[Run]:
-    """The runs in `places`: workdirs, or folders that hold some, such as a sweep's, at any depth.
+    """Returns the runs in `places`: workdirs, or folders that contain some at any depth, as sweeps
+    do.
 
     Raises:
-      ValueError: naming a place that has none.
+      ValueError: if a place has no run; the error names it.
     """
     found: dict[Path, Run] = {}
     for place in map(Path, places):
@@ -151,7 +165,7 @@ def find_runs(places: Iterable[str | os.PathLike[str]]) -> list[Run]:
         for path, folders, _ in os.walk(place):
             if _is_run(Path(path)):
                 below.append(Path(path))
-                folders.clear()  # nothing in a workdir is looked at
+                folders.clear()  # don't descend into a workdir
         if not below:
             raise ValueError(f"there is no run in {place}")
         found |= {path: Run(path) for path in sorted(below)}
@@ -159,11 +173,10 @@ def find_runs(places: Iterable[str | os.PathLike[str]]) -> list[Run]:
 
 
 def difference(runs: Iterable[Run]) -> dict[str, tuple[str | None, ...]]:
-    """The settings that differ between `runs`, by path: the text of each run, `None` where it lacks
-    the setting.
+    """Returns the settings that differ between `runs`: the text of each run by path.
 
-    For points of one sweep these are the settings that the sweep varies, by its own names: all
-    other differences follow from them.
+    `None` stands for a run that lacks the setting. For points of one sweep these are the settings
+    that the sweep varies, under its own names, since all other differences follow from them.
     """
     runs = list(runs)
     every: list[Mapping[str, str | None]] = [{**run.settings} for run in runs]
@@ -180,18 +193,20 @@ def difference(runs: Iterable[Run]) -> dict[str, tuple[str | None, ...]]:
 
 
 def runs(*places: str | os.PathLike[str], steps: bool = False) -> "pandas.DataFrame":
-    """A row for each run in `places`: workdirs, or folders that hold some, such as a sweep's.
+    """Returns a DataFrame with a row for each run in `places`.
 
-    Columns are `run` (its workdir), the settings in which the runs differ (`None` where that is the
-    setting, NaN where a run has none), its `state`, whether it has `finished`, the last value of
-    each metric, such as `loss` and `evaluation_loss`, and the numbers in `Run.final`, such as
-    `training_loss` and `validation_loss`. With `steps`, a row for each step of each run, and that
-    step's metrics.
+    Places are workdirs, or folders that contain some, such as a sweep's. Columns are `run` (its
+    workdir), the settings in which the runs differ (`None` where that is the setting, NaN where a
+    run lacks it), its `state`, whether it has `finished`, the last value of each metric, such as
+    `loss` and `evaluation_loss`, and the numbers in `Run.final`, such as `training_loss` and
+    `validation_loss`. With `steps`, there is a row for each step of each run, with that step's
+    metrics.
 
     Raises:
-      ValueError: naming a place that has no run.
+      ValueError: if a place has no run; the error names it.
     """
-    # Slow to import, and a thread of pyarrow would take an arena of malloc from training threads.
+    # Imported late: it is slow, and a pyarrow thread would take a malloc arena from training
+    # threads.
     import pandas
 
     found = find_runs(places)
@@ -211,16 +226,16 @@ def runs(*places: str | os.PathLike[str], steps: bool = False) -> "pandas.DataFr
     table = pandas.DataFrame(rows)
     for path in differing:
         values = [row.get(path, math.nan) for row in rows]
-        if None in values:  # which pandas would take for a missing number
+        if None in values:  # pandas would read it as a missing number
             table[path] = pandas.Series(values, dtype=object)
     return table
 
 
 def points_in(content: Any) -> dict[str, dict[str, str]]:
-    """The settings of each point by its name, from the content of sweep.json.
+    """Returns the settings of each point by its name, from the content of sweep.json.
 
     Raises:
-      ValueError: if they are not as a sweep writes them.
+      ValueError: if a sweep did not write them.
     """
     try:
         points = content["points"]
@@ -237,8 +252,10 @@ def _is_run(path: Path) -> bool:
 
 
 def _point(workdir: Path) -> Mapping[str, str] | None:
-    """The settings of the sweep's point whose run is in `workdir`; `None` if it is no run of a
-    sweep's, or the sweep's file is damaged."""
+    """Returns the settings of the sweep point whose run is in `workdir`.
+
+    `None` if the run does not belong to a sweep, or the sweep's file is damaged.
+    """
     file = workdir.parent / SWEEP
     try:
         return _points(file, file.stat().st_mtime_ns).get(workdir.name)
@@ -248,5 +265,5 @@ def _point(workdir: Path) -> Mapping[str, str] | None:
 
 @functools.lru_cache(maxsize=16)
 def _points(file: Path, changed: int) -> Mapping[str, Mapping[str, str]]:
-    """The points, as they were when the file was `changed`."""
+    """Returns the points, cached by the time at which the file was `changed`."""
     return points_in(read_json(unlinked(file.parent, file.name)))

@@ -1,4 +1,4 @@
-"""The numbers of metrics.jsonl as columns, which a file of a million lines needs."""
+"""The numbers of metrics.jsonl as columns, for files of up to millions of lines."""
 
 import array
 import contextlib
@@ -15,7 +15,7 @@ from lmlib.metrics.log import FILE_NAME
 from lmlib.storage.stored_json import parse_json
 from lmlib.storage.unlinked import check_no_link
 
-_AT_ONCE = 1000  # lines
+_AT_ONCE = 1000  # lines parsed at once
 _Columns: TypeAlias = dict[str, tuple["array.array[int]", "array.array[float]"]]
 
 
@@ -27,11 +27,11 @@ class Series(NamedTuple):
 
 
 class Measurements:
-    """Keeps up with `workdir/metrics.jsonl`, also while a run writes it; empty if it is absent.
+    """Follows `workdir/metrics.jsonl`, also while a run writes it; empty if the file is absent.
 
-    `update` reads the new lines. It reads the last line again, for a run adds to it; until that is
-    whole again, its former content counts. A file that a resumed run has written anew is read from
-    its beginning. A line that is damaged is left out.
+    `update` reads the new lines. It reads the last line again, since a run may add to it; until
+    that line is complete again, its former content counts. A file that a resumed run has rewritten
+    is read from its beginning. Damaged lines are skipped.
     """
 
     def __init__(self, workdir: str | os.PathLike[str]):
@@ -41,12 +41,14 @@ class Measurements:
     def _forget(self) -> None:
         self._columns: _Columns = {}
         self._file: tuple[int, int] | None = None
-        # The last whole line: where it begins, its bytes, and its entry, which no column has yet.
+        # The last complete line: its offset, its bytes, and its entry, which is not in the columns
+        # yet.
         self._last_begins, self._last = 0, b""
         self._newest: list[dict[str, Any]] = []
 
     def update(self) -> None:
-        """Raises OSError, naming the file, if it cannot be read, or is a link."""
+        """Reads new lines. Raises OSError if the file is unreadable or a link; the error names
+        it."""
         check_no_link(self._path)
         try:
             with open(self._path, "rb") as file:
@@ -75,7 +77,7 @@ class Measurements:
 
     @property
     def series(self) -> Mapping[str, Series]:
-        """The metrics that the last `update` had read, by name; "step" is one."""
+        """Returns the metrics as of the last `update`, by name; "step" is one of them."""
         columns = {name: (steps[:], values[:]) for name, (steps, values) in self._columns.items()}
         _add(columns, self._newest)
         return {
@@ -96,7 +98,7 @@ def _add(columns: _Columns, entries: list[dict[str, Any]]) -> None:
 
 
 def _parsed(lines: list[bytes]) -> list[dict[str, Any]]:
-    """The entries of `lines`; all at once, which takes two thirds of the time."""
+    """Parses `lines` in one call, which takes two thirds of the time of one call per line."""
     try:
         found = parse_json(b"[" + b",".join(lines) + b"]")
         if len(found) != len(lines):

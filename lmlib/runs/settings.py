@@ -1,6 +1,6 @@
 """`settings.json`: every parameter of a run's config by path, `{"optimizer.peak_lr": "0.003"}`.
 
-A value is text as Python's `repr` writes it, a callable is its name.
+A value is text as written by Python's `repr`; a callable is stored as its name.
 """
 
 import ast
@@ -17,10 +17,10 @@ _OPENS, _CLOSES, _QUOTES = "([{", ")]}", "'\""
 
 
 def read_settings(workdir: str | os.PathLike[str]) -> Mapping[str, str] | None:
-    """The settings that the run in `workdir` was last trained with; `None` without the file.
+    """Returns the settings of the latest start of the run in `workdir`; `None` without the file.
 
     Raises:
-      ValueError: naming the file, if it is damaged.
+      ValueError: if the file is damaged; the error names it.
       OSError: if it cannot be read.
     """
     file = unlinked(workdir, FILE_NAME)
@@ -33,7 +33,7 @@ def read_settings(workdir: str | os.PathLike[str]) -> Mapping[str, str] | None:
 
 
 def checked_settings(content: object) -> dict[str, str]:
-    """Raises ValueError unless `content` is an object of texts."""
+    """Returns `content`; raises ValueError unless it is an object of strings."""
     if not isinstance(content, dict):
         raise ValueError("it holds no object")
     for path, text in content.items():
@@ -43,18 +43,20 @@ def checked_settings(content: object) -> dict[str, str]:
 
 
 def is_below(path: str, names: Iterable[str]) -> bool:
-    """Is `path` one of `names`, or a part of it, as `data.files[0].path` is of `data`?"""
+    """True if `path` is one of `names` or a part of one, as `data.files[0].path` is of `data`."""
     return any(path == name or path.startswith((f"{name}.", f"{name}[")) for name in names)
 
 
 def last_name(path: str) -> str:
-    """`peak_lr` of `optimizer.peak_lr`, `weights['a.b']` of `data.weights['a.b']`."""
+    """Returns the last name of a path: `peak_lr` for `optimizer.peak_lr`, `weights['a.b']` for
+    `data.weights['a.b']`.
+    """
     before, bracket, key = path.partition("[") if path.endswith("]") else (path, "", "")
     return before.rpartition(".")[2] + bracket + key
 
 
 def value_of(text: str) -> Any:
-    """The number, string, truth value or `None` that `text` is; all else as text."""
+    """Returns the number, string, bool or `None` written in `text`; any other text unchanged."""
     is_literal = text in ("None", "True", "False") or text[:1] in ("'", '"')
     for read in (ast.literal_eval,) if is_literal else (int, float):
         with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
@@ -63,7 +65,7 @@ def value_of(text: str) -> Any:
 
 
 def split(text: str, at: str) -> Iterator[str]:
-    """The parts between the characters `at` that are in no brackets and no quotes."""
+    """Splits at the characters `at` that are outside brackets and quotes."""
     part, depth, quote = "", 0, ""
     for character in text:
         if character == at and not depth and not quote:

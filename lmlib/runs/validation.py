@@ -5,9 +5,10 @@
      "sets": {"validation": {"digest": "3f…", "bytes_per_target": 4.31, "weight": null,
                              "counts": [65472, …], "sums": {"loss": [201884.9, …]}}}}
 
-A metric's mean is the sum of its `sums` over that of `counts`, to the bit that `result.json` has of
-up to `MOST` batches. Of more, neighbours are added up in equal groups. `digest` tells whether two
-runs were measured on the same batches. What is not finite is a string, as in metrics.jsonl.
+A metric's mean is the sum of its `sums` divided by the sum of `counts`; for up to `MOST` batches it
+equals the value in `result.json` bit for bit. With more batches, neighbours are added up in equal
+groups. Equal `digest`s mean that two runs were measured on the same batches. Numbers that are not
+finite are strings, as in metrics.jsonl.
 """
 
 import dataclasses
@@ -26,7 +27,7 @@ from lmlib.storage.unlinked import unlinked
 from lmlib.storage.whole_file import write_whole
 
 FILE_NAME = "validation.json"
-MOST = 4_096  # entries for each metric of a set: 100 KB
+MOST = 4_096  # entries per metric of a set: 100 KB
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,11 +35,11 @@ class StoredSet:
     """Measurements on one validation set, in N batches or groups of neighbouring ones.
 
     Args:
-      digest: of all that the batches hold, in their order.
-      bytes_per_target: of text; `None` if it is none.
-      weight: of the set in the total of all; `None`: its count.
-      counts: of the objective's units, tokens or pairs.
-      sums: of each metric over these units.
+      digest: of the content of all batches, in order.
+      bytes_per_target: bytes of text per target; `None` if the data is not text.
+      weight: of the set in the total over sets; `None` means its count.
+      counts: the objective's units (tokens or pairs) in each batch.
+      sums: the sum of each metric over these units.
     """
 
     digest: str
@@ -49,7 +50,7 @@ class StoredSet:
 
     @property
     def text_bytes(self) -> int | None:
-        """UTF-8 bytes of the text, which does not depend on the tokenizer."""
+        """UTF-8 bytes of the text, independent of the tokenizer."""
         if self.bytes_per_target is None:
             return None
         return round(self.bytes_per_target * int(self.counts.sum()))
@@ -57,8 +58,10 @@ class StoredSet:
 
 @dataclasses.dataclass(frozen=True)
 class StoredValidation:
-    """Measurements on each set, by its name, after `step`; bits per byte follow from the metric
-    `cross_entropy`, if there is one."""
+    """Measurements on each set, by its name, after `step`.
+
+    Bits per byte follow from the metric `cross_entropy`, if there is one.
+    """
 
     step: int
     cross_entropy: str | None
@@ -67,7 +70,7 @@ class StoredValidation:
     def save(
         self, workdir: str | os.PathLike[str], check: Callable[[], None] = lambda: None
     ) -> None:
-        """Writes validation.json, whole or not at all; `check` as in `write_whole`."""
+        """Writes validation.json atomically; `check` as in `write_whole`."""
 
         def numbers(values: np.ndarray) -> list[Any]:
             found = _grouped(values).tolist()
@@ -89,10 +92,10 @@ class StoredValidation:
 
 
 def read_validation(workdir: str | os.PathLike[str]) -> StoredValidation | None:
-    """The validation that the run in `workdir` left; `None` if there is no such file.
+    """Returns the stored validation of the run in `workdir`; `None` if there is no such file.
 
     Raises:
-      ValueError: naming the file, if it is damaged.
+      ValueError: if the file is damaged; the error names it.
     """
     file = unlinked(workdir, FILE_NAME)
     if not file.exists():
@@ -124,6 +127,6 @@ def _set(saved: Any) -> StoredSet:
 
 
 def _grouped(values: np.ndarray) -> np.ndarray:
-    """At most `MOST` sums of as many neighbours each; the last may have fewer."""
+    """Sums neighbours into at most `MOST` groups of equal size; the last may be smaller."""
     size = -(-len(values) // MOST)
     return values if size < 2 else np.add.reduceat(values, np.arange(0, len(values), size))
