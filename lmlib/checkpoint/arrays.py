@@ -1,7 +1,7 @@
-"""The arrays of a checkpoint: their names, their files, and if they fit a target.
+"""The arrays of a checkpoint: names, files, and checks against a target.
 
-Each is a zarr array of version 2, uncompressed: the sizes of its files follow from its shape, and
-are known before anything is allocated.
+Each is an uncompressed zarr v2 array: the sizes of its files follow from its shape, and are known
+before anything is allocated.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from lmlib.storage.stored_json import parse_json
 STATE = "state"
 ZARRAY = ".zarray"  # the description of an array, beside its chunks
 LAYOUTS = "array_metadatas"
-# Orbax's own files beside the folders of the arrays. Nothing of ours reads them.
+# Orbax's own files next to the folders of the arrays. lmlib does not read them.
 STATE_FILES = (
     "_METADATA",
     "_CHECKPOINT_METADATA",
@@ -38,7 +38,7 @@ _LARGEST_ZARRAY = 1 << 16  # bytes
 
 
 def named_leaves(tree: PyTree) -> dict[str, Any]:
-    """Leaves by path, in tree order: `{"model.norm.scale": …, "optimizer.0.count": …}`."""
+    """Returns leaves by path, in tree order: `{"model.norm.scale": …, "optimizer.0.count": …}`."""
     return {
         jax.tree_util.keystr(path, simple=True, separator="."): leaf
         for path, leaf in jax.tree.leaves_with_path(tree)
@@ -46,7 +46,7 @@ def named_leaves(tree: PyTree) -> dict[str, Any]:
 
 
 def check_savable(arrays: dict[str, Any]) -> None:
-    """Raises ValueError for a leaf that is not an array with elements, or has an illegal name."""
+    """Raises ValueError for a leaf that is not a non-empty array, or has an illegal name."""
     for name, array in arrays.items():
         if not isinstance(array, jax.Array) or array.size == 0:
             raise ValueError(
@@ -61,14 +61,14 @@ def check_savable(arrays: dict[str, Any]) -> None:
 
 
 def saved_arrays(arrays: dict[str, Any]) -> dict[str, SavedArray]:
-    """The manifest's entries for the arrays."""
+    """Returns the manifest's entries for the arrays."""
     return {
         name: SavedArray(tuple(array.shape), str(array.dtype)) for name, array in arrays.items()
     }
 
 
 def part_of(manifest: Manifest, part: str) -> Manifest:
-    """A manifest with only the arrays whose names begin with `part`, and their files."""
+    """Returns a manifest with only the arrays whose names begin with `part`, and their files."""
     return dataclasses.replace(
         manifest,
         arrays={name: array for name, array in manifest.arrays.items() if name.startswith(part)},
@@ -81,7 +81,7 @@ def part_of(manifest: Manifest, part: str) -> Manifest:
 
 
 def check_target(manifest: Manifest, wanted: dict[str, Any]) -> None:
-    """Raises ValueError if the arrays of a checkpoint are not the ones `wanted`."""
+    """Raises ValueError if a checkpoint's arrays differ from those in `wanted`."""
     step, saved = manifest.step, manifest.arrays
     absent, unknown = wanted.keys() - saved.keys(), saved.keys() - wanted.keys()
     if absent or unknown:
@@ -106,7 +106,7 @@ def check_target(manifest: Manifest, wanted: dict[str, Any]) -> None:
 
 
 def is_chunk(file: str, wanted: Collection[str]) -> bool:
-    """Says if a file of a step holds elements of one of the arrays `wanted`."""
+    """True if a file of a step holds elements of one of the arrays `wanted`."""
     match file.split("/"):
         case [folder, name, chunk]:
             return folder == STATE and name in wanted and chunk != ZARRAY
@@ -118,17 +118,17 @@ def check_layout(
 ) -> dict[str, tuple[int, ...]]:
     """Compares the files of the arrays with the wanted shapes and dtypes; opens no array.
 
-    The sizes of the files were compared with the manifest before.
+    The sizes of the files must have been compared with the manifest before.
 
     Args:
       files: the files of a step that is not visible in `folder` yet.
 
     Returns:
-      The shape of the chunks of each array.
+      The chunk shape of each array.
 
     Raises:
-      DamagedCheckpointError: if an array has another shape, another dtype, is compressed or lacks
-        a chunk, or if there are files that belong to no array.
+      DamagedCheckpointError: if an array has another shape, another dtype, is compressed or lacks a
+        chunk, or if there are files that belong to no array.
     """
     rest = {name: file.size for name, file in manifest.files.items()}
     chunks, files = {}, files or files_of(folder)
@@ -150,7 +150,7 @@ def check_layout(
 def _chunk_shape(
     folder: Path, files: Store, description: str, sizes: dict[str, int], leaf: jax.ShapeDtypeStruct
 ) -> tuple[int, ...]:
-    """The shape of an array's chunks, read off its `.zarray`, which is taken from `sizes`."""
+    """Reads the chunk shape of an array from its `.zarray`, and removes that file from `sizes`."""
     if (size := sizes.pop(description, None)) is None:
         raise DamagedCheckpointError(folder, description, "is missing")
     if size > _LARGEST_ZARRAY:
@@ -175,39 +175,39 @@ def _chunk_shape(
     if not fits or not plain or separator != ".":
         raise DamagedCheckpointError(folder, description, "describes no uncompressed chunks")
     counts = [-(-length // chunk) for length, chunk in zip(shape, chunks, strict=True)]
-    if math.prod(counts) > len(sizes):  # more than there are files: do not count them out
+    if math.prod(counts) > len(sizes):  # more than there are files: don't enumerate them
         raise DamagedCheckpointError(folder, description, f"asks for {math.prod(counts):,} chunks")
     return tuple(chunks)
 
 
 def _chunk_files(chunk: tuple[int, ...], leaf: jax.ShapeDtypeStruct) -> dict[str, int]:
-    """Sizes of the files that hold an array's chunks, by name."""
+    """Returns the sizes of the files that hold an array's chunks, by name."""
     counts = [-(-length // part) for length, part in zip(leaf.shape, chunk, strict=True)]
     names = map(chunk_name, itertools.product(*map(range, counts)))
     return dict.fromkeys(names, math.prod(chunk) * leaf.dtype.itemsize)
 
 
 def chunk_name(place: Sequence[int]) -> str:
-    """The file of the chunk at `place` in the grid of chunks; "0" for an array of no axes."""
+    """Returns the file of the chunk at `place` in the grid of chunks; "0" for a scalar array."""
     return ".".join(map(str, place)) or "0"
 
 
 def stored_leaf(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """The shape and dtype of a leaf on disk; typed PRNG keys are stored as their words."""
+    """Returns the shape and dtype of a leaf on disk; typed PRNG keys are stored as their words."""
     bare = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
     is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     return jax.eval_shape(jax.random.key_data, bare) if is_key else bare
 
 
 def _describe(leaf: Any) -> str:
-    """`float32[4, 8]` for an array."""
+    """Formats an array as `float32[4, 8]`."""
     if not hasattr(leaf, "shape"):
         return f"{leaf!r} ({type(leaf).__name__})"
     return f"{leaf.dtype}[{', '.join(map(str, leaf.shape))}]"
 
 
 def _few(names: set[str]) -> str:
-    """At most three names, in order, then how many more."""
+    """Lists at most three names, in order, then the number of the others."""
     shown = sorted(names)[:3]
     rest = [f"{len(names) - 3} more"] if len(names) > 3 else []
     return ", ".join([*shown, *rest]) or "nothing"

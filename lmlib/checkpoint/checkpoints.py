@@ -1,7 +1,7 @@
 """The checkpoints in one directory: saving, choosing, verifying, restoring.
 
-The manifest is written last, before the step becomes visible. So a step without one is damaged, not
-half-written.
+The manifest is written last, before the step becomes visible. A step without one is therefore
+damaged, not half-written.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ from lmlib.storage.whole_file import make_folder
 
 
 class Checkpoints:
-    """The checkpoints in one directory, on a file system that every process reaches.
+    """The checkpoints in one directory, on a file system shared by all processes.
 
     Every process of the run makes the same calls in the same order.
 
@@ -60,23 +60,24 @@ class Checkpoints:
         save_seconds: int = 1_200,
         check: Callable[[], None] = lambda: None,
     ):
-        """Opens `directory`, made if absent; deletes unfinished steps that a kill has left there.
+        """Opens `directory`, creating it if absent; deletes unfinished steps left by a kill.
 
         `gs://…` and `s3://…` are directories as well (docs/buckets.md).
 
         Args:
-          keep: this number of the newest stay; the rest go as soon as another one is whole.
-          keep_every: checkpoints at multiples of this number of steps stay too.
-          keep_best: this number with the smallest metrics, by `rank`, stay too.
-          keep_steps: these stay too.
+          keep: the number of newest checkpoints to keep; others are deleted once a new one is
+            complete.
+          keep_every: checkpoints at multiples of this number of steps are kept too.
+          keep_best: the number of checkpoints with the smallest metrics, by `rank`, to keep too.
+          keep_steps: steps to keep too.
           read_only: changes nothing; for reading while a run may be saving.
-          save_seconds: limit of the processes' wait for each other in a save.
+          save_seconds: limit on how long processes wait for each other in a save.
           check: called before anything is written, named or removed there, perhaps in another
-            thread. It prevents that by raising, for example if the directory is another run's now.
-            The same method raises its error, or the next `wait`.
+            thread. It prevents that by raising, for example if the directory now belongs to another
+            run. The calling method raises its error, or the next `wait`.
 
         Raises:
-          ValueError: if a number is out of range, or the directory is a URL of another kind.
+          ValueError: if a number is out of range, or the URL's scheme is not supported.
           OSError: if the directory cannot be made or read, naming it and the cause.
         """
         self._directory = folder_named(directory).absolute()
@@ -84,7 +85,7 @@ class Checkpoints:
         self._in_bucket = steps_at(self._directory, check)
         self._read_only = read_only
         self._opened: OpenDirectory | None = None
-        self._saving: int | None = None  # the step that was begun last
+        self._saving: int | None = None  # the step of the latest save
         self._pending: Future[None] | None = None  # its save
         self._save_seconds = save_seconds
         self._check = check
@@ -99,7 +100,8 @@ class Checkpoints:
                     removal.finish(self._directory)
                 else:
                     self._in_bucket.take()
-            # In the name of an unfinished step, so that no other run writes into it, one that was
+            # Part of an unfinished step's name, so that no other run writes into it, such as one
+            # that was suspended in a save. The processes synchronise here.
             # asleep in a save say. The processes wait for each other here.
             self._opening = random_text()
             if keep_best:
@@ -117,20 +119,20 @@ class Checkpoints:
     ) -> float:
         """Starts saving; returns once the arrays are copied, so `state` may be donated at once.
 
-        It waits first for an earlier save that still runs. The saving itself may fail later: the
-        next `save`, `wait` or `close` raises the error. A run of one process makes a directory
-        again that was deleted meanwhile, but not one that was moved: it may come back.
+        Waits first for an earlier save that still runs. The save itself may fail later: the next
+        `save`, `wait` or `close` raises the error. A run of one process recreates a directory that
+        was deleted meanwhile, but not one that was moved, since it may come back.
 
         Args:
-          step: larger than that of every checkpoint in the directory.
+          step: larger than every checkpoint's step in the directory.
           state: every leaf an array of at least one element, typed PRNG keys included.
-          notes: what JSON can hold, the same on every process; copied.
-          hold: an earlier step that stays until a save holds another or none.
-          beforehand: called on process 0 in another thread before the checkpoint is whole, to
-            bring other files to the disk for example. The save fails if it raises.
+          notes: a JSON-serialisable object, the same on every process; copied.
+          hold: an earlier step to keep until the next save.
+          beforehand: called on process 0 in another thread before the checkpoint is complete, for
+            example to flush other files to the disk. The save fails if it raises.
 
         Returns:
-          The seconds for which it blocked, the wait for an earlier save included.
+          The seconds for which it blocked, including the wait for an earlier save.
 
         Raises:
           ValueError: if `step` is not new, or something cannot be saved.
@@ -165,9 +167,9 @@ class Checkpoints:
         return time.perf_counter() - began
 
     def rank(self, step: int, metric: float) -> None:
-        """Ranks a step for `keep_best`, smaller is better, once a save that still runs is whole.
+        """Ranks a step for `keep_best`, smaller is better; waits until its save is complete.
 
-        Raises OSError as `save` does. A step whose save failed is left alone.
+        Raises OSError as `save` does. A step whose save failed is skipped.
         """
         self.wait()
         with named_errors(f"rank step {step}", self._directory):
@@ -183,19 +185,19 @@ class Checkpoints:
 
     @property
     def deleted(self) -> bool:
-        """If the directory was deleted since it was opened; only known in runs of one process."""
+        """True if the directory was deleted since it was opened; only known with one process."""
         return jax.process_count() == 1 and self._opened is not None and self._opened.is_deleted
 
     def steps(self) -> list[int]:
-        """The steps of all whole checkpoints, in order; none that a killed save left."""
+        """Returns the steps of all complete checkpoints, in order."""
         return folders.steps_in(self._directory)
 
     def newest(self) -> int | None:
-        """The step of the newest whole checkpoint, or `None`; it may be damaged."""
+        """Returns the step of the newest complete checkpoint, or `None`; it may be damaged."""
         return max(self.steps(), default=None)
 
     def newest_sound(self) -> int | None:
-        """The step of the newest whole checkpoint that `verify` finds nothing wrong with."""
+        """Returns the step of the newest checkpoint that passes `verify`, or `None`."""
         for step in reversed(self.steps()):
             with contextlib.suppress(DamagedCheckpointError, removal.RemovedCheckpointError):
                 self.verify(step)
@@ -219,7 +221,7 @@ class Checkpoints:
         return manifest
 
     def names(self, step: int, part: str) -> set[str]:
-        """The names of the arrays of a checkpoint below the name `part`.
+        """Returns the names of the arrays of a checkpoint below the name `part`.
 
         Raises as `verify` does.
         """
@@ -229,8 +231,10 @@ class Checkpoints:
         return {name.removeprefix(under) for name in manifest.arrays if name.startswith(under)}
 
     def fits(self, step: int, target: PyTree) -> bool:
-        """Says if the arrays of a checkpoint have the names, shapes and dtypes of `target`, as
-        `restore` needs; reads none of them. Raises as `verify` does."""
+        """True if the arrays of a checkpoint match the names, shapes and dtypes of `target`.
+
+        `restore` needs such a match. No array is read. Raises as `verify` does.
+        """
         folder = self._folder(step)
         manifest = agreed(folder, lambda: read_manifest(folder))
         try:
@@ -240,7 +244,7 @@ class Checkpoints:
         return True
 
     def restore(self, step: int, target: PyTree) -> tuple[PyTree, dict[str, Any]]:
-        """The state saved at `step`, laid out as `target` says, and its `notes`; all verified.
+        """Returns the state saved at `step`, laid out as `target`, and its `notes`; all verified.
 
         Args:
           step: one of `steps()`.
@@ -264,13 +268,13 @@ class Checkpoints:
         return self._restore(step, target, part=f"{part}.")
 
     def restore_newest(self, target: PyTree, *, fallback: bool = True) -> Restored | None:
-        """The newest sound checkpoint, restored as by `restore`; `None` if there is none at all.
+        """Restores the newest sound checkpoint as `restore` does; `None` without checkpoints.
 
-        Damaged ones that are newer are set aside, unless this is read-only; the caller should say
-        so, loudly: `Restored.damaged` has the reasons.
+        Newer damaged ones are set aside, unless this is read-only. `Restored.damaged` has the
+        reasons; the caller should report them prominently.
 
         Args:
-          fallback: whether to go back past a damaged checkpoint rather than raise.
+          fallback: True falls back to an older checkpoint if one is damaged; False raises.
 
         Raises:
           DamagedCheckpointError: if the newest is damaged and `fallback` is off, or if all are.
@@ -309,11 +313,11 @@ class Checkpoints:
         barrier("damaged checkpoints set aside")
 
     def wait(self) -> None:
-        """Returns when the save that was begun last is whole.
+        """Waits until the latest save is complete.
 
         Raises:
           OSError: if the storage failed, naming the directory and the cause. Earlier checkpoints
-            stay, and the unfinished one is removed. One process of several should end then: the
+            stay, and the unfinished one is removed. One process of several should then exit: the
             others wait for it, up to `save_seconds`.
         """
         if self._read_only:
@@ -325,7 +329,7 @@ class Checkpoints:
         self._check()
 
     def close(self) -> None:
-        """Waits; no other method works afterwards."""
+        """Waits for the latest save; no other method works afterwards."""
         try:
             self.wait()
         finally:
@@ -336,7 +340,7 @@ class Checkpoints:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
-        """Closes; but of several processes one that has failed waits for nothing more."""
+        """Closes, but does not wait after an exception if there are several processes."""
         if kind is None or jax.process_count() == 1:
             self.close()
 
@@ -347,14 +351,14 @@ class Checkpoints:
             self._check()
             folders.make_again(self._directory)
             self._reopen()
-        # This fails if it was moved. It is not made again without its checkpoints.
+        # Fails if the directory was moved: it is not made again without its checkpoints.
         os.stat(self._directory)
         assert self._opened is not None
         return StepOnDisk(self._opened.path, step, self._opening, self._check, self._save_seconds)
 
     def _remove_old(self) -> None:
-        """Removes the checkpoints that need not stay, on process 0."""
-        # In the directory that is open: another may have taken its place.
+        """Removes the checkpoints that are not kept, on process 0."""
+        # In the directory that is open: another may have replaced it.
         directory = self._directory if self._opened is None else self._opened.path
         old = self._retention.outdated(folders.steps_in(directory))
         if self._in_bucket is None:
@@ -365,7 +369,7 @@ class Checkpoints:
     def _restore(self, step: int, target: PyTree, part: str) -> tuple[PyTree, dict[str, Any]]:
         folder = self._folder(step)
         wanted = {f"{part}{name}": leaf for name, leaf in saved.named_leaves(target).items()}
-        # The target first: it is refused at once, and not after gigabytes were read.
+        # Check the target first, so that a mismatch fails before gigabytes are read.
         manifest = agreed(folder, lambda: read_manifest(folder))
         manifest_of_part = saved.part_of(manifest, part)
         saved.check_target(manifest_of_part, wanted)
@@ -379,7 +383,7 @@ class Checkpoints:
         return jax.tree.unflatten(jax.tree.structure(target), leaves), notes
 
     def _check_digests(self, folder: Path, manifest: Manifest, files: Sequence[str]) -> None:
-        """Each process reads a share of the files; all raise if one of them finds damage."""
+        """Checks digests; each process reads a share, and all raise if one of them finds damage."""
         share = files[jax.process_index() :: jax.process_count()]
         agreed(folder, lambda: check_digests(folder, manifest, share))
 
@@ -392,7 +396,7 @@ class Checkpoints:
         return self._directory / str(step)
 
     def _reopen(self) -> None:
-        """Holds the directory open that is there now."""
+        """Opens the current directory and keeps it open."""
         if self._opened is not None:
             self._opened.close()
         if self._in_bucket is None:
@@ -400,9 +404,9 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _recovery(self, doing: str) -> Iterator[None]:
-        """After an error, the directory is again as it was before the save.
+        """Restores the directory after an error to its state before the save.
 
-        Not where there are other processes: they wait for this one in the middle of their save.
+        Only in runs of one process: the others would wait for this one in the middle of their save.
         """
         try:
             with named_errors(doing, self._directory):

@@ -1,4 +1,4 @@
-"""Errors of the storage that Orbax and TensorStore raise, as messages that name the directory."""
+"""Converts storage errors of Orbax and TensorStore into messages that name the directory."""
 
 import contextlib
 import re
@@ -13,12 +13,12 @@ _ERROR_NUMBER = re.compile(r"os_error_code='(\d+)'")
 
 @contextlib.contextmanager
 def named_errors(doing: str, directory: Path) -> Iterator[None]:
-    """A block whose errors of the storage are raised as OSErrors that name directory and cause.
+    """Context manager that raises storage errors as OSErrors that name the directory and the cause.
 
-    Orbax and TensorStore raise OSErrors, or others with the text of one inside.
+    Orbax and TensorStore raise OSErrors, or other errors that contain the text of one.
 
     Args:
-      doing: the failed act, as in `cannot {doing}`.
+      doing: the failed action, as in `cannot {doing}`.
     """
     try:
         yield
@@ -29,20 +29,20 @@ def named_errors(doing: str, directory: Path) -> Iterator[None]:
 
 
 def _named(doing: str, directory: Path, error: Exception) -> OSError | None:
-    """`None` if the storage is not to blame."""
+    """Returns the converted error; `None` if the storage did not cause it."""
     code, place = _error_number(error), shown(directory)
     if code is None and isinstance(error, TimeoutError):
         return TimeoutError(f"cannot {doing} in {place}: {error}")
     if code is None:
         return None
     if isinstance(error, OSError) and str(error.strerror).startswith("cannot "):
-        # It names the file and the cause.
+        # It already names the file and the cause.
         return OSError(code, f"cannot {doing} in {place}: {error.strerror}")
     return storage_failure(f"{doing} in {place}", directory, code)
 
 
 def _error_number(error: BaseException) -> int | None:
-    """The number of the operating system's error that is behind `error`."""
+    """Returns the errno of the operating system's error behind `error`."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, OSError) and seen.errno is not None:
@@ -54,9 +54,9 @@ def _error_number(error: BaseException) -> int | None:
 
 
 def tensorstore_error_number(text: str) -> int | None:
-    """The number of the operating system's error in a text of TensorStore's, if any.
+    """Returns the errno in a TensorStore message, if any.
 
-    It ends as in "No space left on device [os_error_code='28']".
+    Such a message ends as in "No space left on device [os_error_code='28']".
     """
     found = _ERROR_NUMBER.search(text)
     return int(found[1]) if found else None

@@ -1,4 +1,4 @@
-"""The folders in a directory of checkpoints and their names, on a disk or in a bucket."""
+"""Names and folders in a directory of checkpoints, on a disk or in a bucket."""
 
 import shutil
 from pathlib import Path
@@ -9,13 +9,13 @@ from lmlib.storage.store import Store
 from lmlib.storage.unlinked import check_no_link
 from lmlib.storage.whole_file import sync
 
-DIRECTORY = "checkpoints"  # of a run
-UNFINISHED = ".orbax-checkpoint-tmp"  # in the name of a folder that is being made or removed
+DIRECTORY = "checkpoints"  # in a run's folder
+UNFINISHED = ".orbax-checkpoint-tmp"  # marks a folder that is being made or removed
 SET_ASIDE = ".damaged"
 
 
 def steps_in(directory: Path) -> list[int]:
-    """The steps of the whole checkpoints, in order; none if there is no such directory.
+    """Returns the steps of the complete checkpoints, in order; empty without such a directory.
 
     Raises LinkError if a run's folder `checkpoints`, or a step's, is a link.
     """
@@ -26,22 +26,22 @@ def steps_in(directory: Path) -> list[int]:
 
 
 def unfinished_folder(directory: Path, step: int, purpose: str) -> Path:
-    """The folder for files of a step until they are whole; `purpose` ends the name."""
+    """Returns the folder for a step's files until they are complete; `purpose` ends the name."""
     return directory / f"{step}{UNFINISHED}-{purpose}"
 
 
 def unfinished_in(directory: Path) -> list[Path]:
-    """The folders of saves and removals that run, or that were killed."""
+    """Returns the folders of running or killed saves and removals."""
     return [directory / name for name in _folder_names(directory) if UNFINISHED in name]
 
 
 def set_aside_in(directory: Path) -> list[Path]:
-    """Damaged checkpoints that a run fell back from."""
+    """Returns the damaged checkpoints that a run fell back from."""
     return [directory / name for name in _folder_names(directory) if name.endswith(SET_ASIDE)]
 
 
 def set_aside(folder: Path) -> None:
-    """Renames a damaged step on a disk; one of the same step that was renamed before is deleted."""
+    """Renames a damaged step on a disk; replaces an earlier damaged one with the same step."""
     aside = folder.with_name(folder.name + SET_ASIDE)
     if aside.exists():
         shutil.rmtree(aside)
@@ -50,19 +50,19 @@ def set_aside(folder: Path) -> None:
 
 
 def make_again(directory: Path) -> None:
-    """Makes a directory that was deleted; raises OSError if the folder above is gone as well."""
+    """Recreates a deleted directory; raises OSError if its parent is gone as well."""
     directory.mkdir(exist_ok=True)
     sync(directory.parent)
 
 
 def is_there(folder: Path) -> bool:
-    """Says if the folder of a step is there."""
+    """True if the folder of a step exists."""
     steps = steps_at(folder.parent)
     return folder.is_dir() if steps is None else folder.name in steps.kept()
 
 
 def files_of(folder: Path) -> Store:
-    """The files of a step."""
+    """Returns the files of a step."""
     steps = steps_at(folder.parent)
     return FolderStore(folder) if steps is None else steps.files(folder.name)
 
@@ -76,6 +76,6 @@ def _folder_names(directory: Path) -> list[str]:
     for entry in directory.iterdir():
         if entry.name.isdecimal():
             check_no_link(entry)
-        if entry.is_dir() and not entry.is_symlink():  # others are not ours
+        if entry.is_dir() and not entry.is_symlink():  # skip foreign entries
             found.append(entry.name)
     return sorted(found)

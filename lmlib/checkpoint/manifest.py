@@ -1,7 +1,7 @@
-"""The manifest of a checkpoint: the list of its files, with digests that show damage.
+"""The manifest of a checkpoint: the list of its files, with digests to detect damage.
 
-The digests are XXH3 with 128 bits. They find damage, not forgery: the author of a checkpoint also
-makes its digests.
+The digests are 128-bit XXH3. They detect damage, not forgery: the author of a checkpoint also makes
+its digests.
 """
 
 import dataclasses
@@ -28,16 +28,16 @@ from lmlib.storage.stored_json import parse_json
 from lmlib.storage.whole_file import sync, sync_folders, write_whole
 
 FORMAT = 1
-# The others were written after the manifest by earlier versions; nothing of ours reads them.
+# The others were written after the manifest by earlier versions; lmlib does not read them.
 NOT_COVERED = frozenset({MANIFEST, "_CHECKPOINT_METADATA", "commit_success.txt"})
 THREADS = 8  # for reading files
 
-_LARGEST_MANIFEST = 32 << 20  # bytes; of a quarter of a million files
-_ALIGNMENT = 64  # bytes; on CPUs JAX makes no copy of an array that is aligned so
+_LARGEST_MANIFEST = 32 << 20  # bytes, enough for 250,000 files
+_ALIGNMENT = 64  # bytes; on CPUs JAX does not copy arrays with this alignment
 
 
 class DamagedCheckpointError(ValueError):
-    """A checkpoint whose files are not as they were saved.
+    """A checkpoint whose files differ from the saved ones.
 
     Attributes:
       folder: the step's folder.
@@ -69,11 +69,11 @@ class Manifest:
     """The contents of a checkpoint.
 
     Attributes:
-      step: the number of steps that the run had made.
+      step: the number of steps made by the run.
       saved_at: when the arrays were on disk, in UTC: `2026-01-31T12:00:00+00:00`.
       metric: ranks the checkpoint, smaller is better; `None` if it has no rank.
       arrays: by the name of the leaf.
-      files: by path relative to the step's folder, with `/` between its parts.
+      files: by path relative to the step's folder, with `/` as separator.
     """
 
     step: int
@@ -84,7 +84,7 @@ class Manifest:
 
     @property
     def size(self) -> int:
-        """Bytes of all files."""
+        """Total bytes of all files."""
         return sum(file.size for file in self.files.values())
 
 
@@ -94,10 +94,10 @@ def write_manifest(
     arrays: dict[str, SavedArray],
     known: Mapping[str, SavedFile] | None = None,
 ) -> Manifest:
-    """Writes the manifest of the files below `folder`; files, folders and it are then on disk.
+    """Writes the manifest of the files below `folder` and syncs them all to the disk.
 
     Args:
-      known: digests that were made before; each of the other files is read once.
+      known: digests that were computed before; each of the other files is read once.
 
     Raises:
       OSError: if a file cannot be read or the manifest not be written.
@@ -115,11 +115,11 @@ def write_manifest(
 def rewrite_metric(
     folder: Path, unfinished: Path, metric: float, check: Callable[[], None]
 ) -> None:
-    """Puts `metric` into the manifest of a step's folder on a disk, in one step.
+    """Sets `metric` in the manifest of a step's folder on a disk, atomically.
 
     Args:
-      unfinished: a folder beside it that is not there yet. A kill may leave it, and nothing in
-        `folder` itself, where another file would be damage.
+      unfinished: a sibling folder that does not exist yet. A kill may leave it there, but leaves
+        nothing in `folder` itself, where another file would be damage.
       check: called immediately before the rename, which it prevents by raising.
 
     Raises:
@@ -137,10 +137,10 @@ def rewrite_metric(
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a step's folder; the files themselves are not looked at.
+    """Reads the manifest of a step's folder, without checking the files.
 
     Raises:
-      DamagedCheckpointError: if there is none, or not one byte for byte as it was written.
+      DamagedCheckpointError: if it is missing or differs from the written bytes.
     """
     try:
         content = files_of(folder).read(MANIFEST, 0, _LARGEST_MANIFEST + 1)
@@ -170,12 +170,12 @@ def check_names_and_sizes(folder: Path, manifest: Manifest) -> None:
     """Compares the files below `folder` with its manifest; opens none.
 
     Raises:
-      DamagedCheckpointError: for the first file, in order of names, that is missing, unknown, no
-        ordinary file or of another size.
+      DamagedCheckpointError: for the first file, in order of names, that is missing, unknown, not a
+        regular file or of another size.
     """
     try:
         found = files_below(folder)
-    except FileNotFoundError as error:  # it was deleted since its folder was listed
+    except FileNotFoundError as error:  # deleted after its folder was listed
         lost = os.path.relpath(error.filename, folder)
         raise DamagedCheckpointError(folder, lost, "is missing") from error
     for name in sorted((found.keys() | manifest.files.keys()) - NOT_COVERED):
@@ -191,7 +191,7 @@ def check_names_and_sizes(folder: Path, manifest: Manifest) -> None:
 
 
 def check_digests(folder: Path, manifest: Manifest, names: Sequence[str]) -> None:
-    """Reads files that were found below `folder` and compares their bytes with its manifest.
+    """Reads files below `folder` and compares their digests with its manifest.
 
     Raises:
       DamagedCheckpointError: for the first of `names` that cannot be read or has other bytes.
@@ -203,7 +203,9 @@ def check_digests(folder: Path, manifest: Manifest, names: Sequence[str]) -> Non
 
 
 def read_verified(files: Store, folder: Path, name: str, manifest: Manifest) -> np.ndarray:
-    """The bytes of a file, one of the `files` of a step's `folder`, uint8[bytes]; read once.
+    """Returns the verified bytes of one of the `files` of a step's `folder`, as uint8[bytes].
+
+    The file is read once.
 
     Raises:
       DamagedCheckpointError: if it cannot be read or has other bytes than were saved.
@@ -216,7 +218,7 @@ def read_verified(files: Store, folder: Path, name: str, manifest: Manifest) -> 
 
 
 def files_below(folder: Path) -> dict[str, int | None]:
-    """Sizes in bytes of all files of a step, by relative path; `None` in a bucket.
+    """Returns the sizes in bytes of a step's files by relative path; `None` in a bucket.
 
     Raises:
       DamagedCheckpointError: for an entry that is neither a file nor a folder.
@@ -232,12 +234,12 @@ def utc_now() -> str:
 
 
 def digest_of(content: bytes) -> str:
-    """The XXH3-128 digest in hexadecimal."""
+    """Returns the XXH3-128 digest in hexadecimal."""
     return xxhash.xxh3_128(content).hexdigest()
 
 
 def digests_of(folder: Path, names: Sequence[str]) -> dict[str, SavedFile]:
-    """Brings files below `folder` to the disk; their sizes and digests. Several threads do it."""
+    """Syncs files below `folder` to the disk, in several threads; returns sizes and digests."""
 
     def synced(name: str) -> SavedFile:
         sync(folder / name)
@@ -264,7 +266,7 @@ def _verify(
 
 
 def _read(files: Store, name: str, into: memoryview | None = None) -> SavedFile:
-    """Size and digest of a file, in one pass; its bytes, as many as fit, go `into` the buffer."""
+    """Returns a file's size and digest in one pass; the bytes that fit go `into` the buffer."""
     digest, size = xxhash.xxh3_128(), 0
     for piece in files.pieces(name, into):
         digest.update(piece)
@@ -273,7 +275,7 @@ def _read(files: Store, name: str, into: memoryview | None = None) -> SavedFile:
 
 
 def encode(manifest: Manifest) -> bytes:
-    """JSON, whose last entry is the digest of the same JSON without that entry."""
+    """Returns JSON whose last entry is the digest of the same JSON without that entry."""
     content: dict[str, Any] = {
         "format": FORMAT,
         "step": manifest.step,
@@ -294,7 +296,7 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def _decode(content: bytes) -> Manifest:
-    """Raises one of many errors if `content` is not a manifest."""
+    """Parses a manifest; raises one of many errors if `content` is not one."""
     parsed = parse_json(content)
     if parsed["format"] != FORMAT:
         raise ValueError(f"format {parsed['format']!r}, but this version reads {FORMAT}")

@@ -1,4 +1,4 @@
-"""The notes of a checkpoint: a JSON object beside its arrays, verified as it is read."""
+"""The notes of a checkpoint: a JSON object stored with its arrays, verified when read."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ _LARGEST = 64 << 20  # bytes; parsed, they may take twenty times as much memory
 
 
 def copied(notes: dict[str, Any]) -> dict[str, Any]:
-    """A copy of `notes`, made through JSON; raises ValueError if JSON cannot hold them."""
+    """Returns a copy of `notes` made through JSON; raises ValueError if JSON cannot hold them."""
     try:
         return json.loads(json.dumps(notes))
     except (TypeError, ValueError, RecursionError) as error:
@@ -22,10 +22,10 @@ def copied(notes: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_notes(folder: Path, manifest: Manifest) -> dict[str, Any]:
-    """The notes of a step.
+    """Returns the notes of a step.
 
     Raises:
-      DamagedCheckpointError: if other bytes were saved, or they are not a JSON object.
+      DamagedCheckpointError: if the bytes differ from the saved ones, or are not a JSON object.
     """
     name = NOTES_FILE
     saved = manifest.files.get(name)

@@ -1,8 +1,8 @@
 """Steps on a disk: Orbax writes the arrays, a rename makes a step visible.
 
-Orbax's `AsyncCheckpointer` writes the folder of the arrays and nothing else.
-Its OCDBT format and compression are off: a save takes a fraction of the time without them, and
-trained weights hardly compress. Steps are restored from their verified files, without Orbax.
+Orbax's `AsyncCheckpointer` writes only the folder of the arrays. Its OCDBT format and compression
+are off: saves are several times faster without them, and trained weights hardly compress. Steps are
+restored from their verified files, without Orbax.
 """
 
 import json
@@ -25,8 +25,8 @@ from lmlib.checkpoint.manifest import Manifest, SavedArray, SavedFile, digests_o
 from lmlib.storage.folder_store import FolderStore
 from lmlib.storage.whole_file import sync, write_whole
 
-_OPEN = Path("/proc/self/fd")  # Linux shows open files there, by their numbers
-_FOR_EVER = 3_000_000_000  # seconds; Orbax's limit is by the wall clock, which may be set
+_OPEN = Path("/proc/self/fd")  # Linux lists open files there by descriptor
+_FOR_EVER = 3_000_000_000  # seconds; Orbax's limit uses the wall clock, which may be changed
 _CLOSED = "Event loop is closed"
 _OF_A_CHUNK = "async_serialize_from_host"
 
@@ -35,21 +35,21 @@ class OpenDirectory:
     """A directory that is held open.
 
     Attributes:
-      path: leads to it under any name. So the directory's own path may hold any character: Orbax
-        finds files by patterns and takes gs:/ for a bucket, TensorStore takes a backslash for a
-        slash, and both want UTF-8. And a save goes nowhere else: TensorStore would make deleted or
-        moved folders above a file again.
+      path: an alias that leads to the open directory under any name.
     """
 
     def __init__(self, directory: Path):
         self.path, self._descriptor = directory, -1
+        # The directory's own path may then hold any character: Orbax finds files by patterns and
+        # takes gs:/ for a bucket, TensorStore takes a backslash for a slash, and both require
+        # UTF-8. Also, TensorStore would recreate deleted or moved parent folders of a path.
         if _OPEN.is_dir():
             self._descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
             self.path = _OPEN / str(self._descriptor)
 
     @property
     def is_deleted(self) -> bool:
-        """If it was deleted since, and not moved, as far as can be known."""
+        """True if it was deleted since, and not moved, as far as can be known."""
         return self._descriptor >= 0 and os.fstat(self._descriptor).st_nlink == 0
 
     def close(self) -> None:
@@ -64,11 +64,11 @@ class StepOnDisk:
     def __init__(
         self, directory: Path, step: int, opening: str, check: Callable[[], None], seconds: int
     ):
-        """Makes the folder `<step>.orbax-checkpoint-tmp-<opening>` on process 0.
+        """Creates the folder `<step>.orbax-checkpoint-tmp-<opening>` on process 0.
 
         Args:
-          check: called immediately before the step gets its name.
-          seconds: limit of the processes' wait for each other.
+          check: called immediately before the step is renamed.
+          seconds: limit on how long processes wait for each other.
         """
         self._folder = unfinished_folder(directory, step, opening)
         self._final, self._step, self._check = directory / str(step), step, check
@@ -82,7 +82,7 @@ class StepOnDisk:
             ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_compression=False),
             async_options=ocp.AsyncOptions(
                 timeout_secs=self._limit,
-                # Otherwise, where a folder cannot be made, Orbax waits five minutes for it.
+                # Otherwise Orbax waits five minutes for a folder that cannot be made.
                 create_directories_asynchronously=False,
             ),
         )
@@ -90,7 +90,7 @@ class StepOnDisk:
         layouts = {name: (array.sharding, array.shape) for name, array in state.items()}
 
         def written() -> dict[str, SavedFile]:
-            checkpointer.close()  # it waits until all processes have written
+            checkpointer.close()  # waits until all processes have written
             return digests_of(self._folder, _own_chunks(self._folder, layouts))
 
         return written
@@ -114,7 +114,7 @@ class StepOnDisk:
 
 
 def _own_chunks(folder: Path, layouts: Mapping[str, tuple[Any, tuple[int, ...]]]) -> list[str]:
-    """The files of the chunks that this process wrote; each chunk is one process's."""
+    """Returns the files of the chunks written by this process; each chunk has one writer."""
     own = []
     for name, (sharding, shape) in layouts.items():
         place = folder / STATE / name
@@ -126,10 +126,11 @@ def _own_chunks(folder: Path, layouts: Mapping[str, tuple[Any, tuple[int, ...]]]
 
 
 def _writers(sharding: Any, shape: tuple[int, ...], chunk: Sequence[int]) -> Callable[[str], int]:
-    """The process that wrote the chunk in a file of an array, whose chunks have the shape `chunk`.
+    """Returns a function from an array's chunk file to the process that wrote it.
 
-    A chunk is a shard or, where several devices hold the same shard and Orbax lets them share the
-    writing, a part of one: the first part is from the first of them, and so on.
+    The chunks have the shape `chunk`. A chunk is a shard; or, if several devices hold the same
+    shard and Orbax lets them share the writing, a part of one: the first part is written by the
+    first device, and so on.
     """
     holders: dict[tuple[int, ...], list[int]] = {}  # processes of a shard, by its first element
     for device, index in sharding.devices_indices_map(shape).items():
@@ -155,12 +156,12 @@ def _writers(sharding: Any, shape: tuple[int, ...], chunk: Sequence[int]) -> Cal
 
 
 class OrbaxNoise(logging.Filter):
-    """Drops the log lines of Orbax and TensorStore about saves: `Checkpoints` raises the errors.
+    """Drops log lines of Orbax and TensorStore about saves; `Checkpoints` raises the errors.
 
-    Under `absl.app.run` these are some forty lines a save, and a hundred for one that fails. After
-    a failure TensorStore's threads also call on an event loop that Orbax has closed, with a
-    traceback for each array, and asyncio reports errors of other chunks. That may be much later, so
-    the filter stays installed.
+    Under `absl.app.run` there are some forty lines per save, and a hundred per failed save. After a
+    failure, TensorStore's threads also call an event loop that Orbax has closed, with a traceback
+    for each array, and asyncio reports errors of other chunks. That may be much later, so the
+    filter stays installed.
     """
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -174,19 +175,19 @@ class OrbaxNoise(logging.Filter):
 
 
 def silence() -> None:
-    """Keeps the noise off the terminal, from now on; a second call changes nothing."""
+    """Installs the filters; further calls change nothing."""
     for name in ("absl", "asyncio"):
         logger = logging.getLogger(name)
         if not any(isinstance(each, OrbaxNoise) for each in logger.filters):
             logger.addFilter(OrbaxNoise())
     if not isinstance(sys.unraisablehook, _Quiet):
         sys.unraisablehook = _Quiet(sys.unraisablehook)
-    # After a failed save, for the chunks that were still to come.
+    # After a failed save, for the remaining chunks.
     warnings.filterwarnings("ignore", f"coroutine '{_OF_A_CHUNK}", RuntimeWarning)
 
 
 class _Quiet:
-    """An `unraisablehook` that passes on all but the calls on a closed event loop."""
+    """An `unraisablehook` that drops calls on a closed event loop and passes on everything else."""
 
     def __init__(self, hook: Callable[["sys.UnraisableHookArgs"], object]):
         self._hook = hook

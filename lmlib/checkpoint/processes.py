@@ -1,4 +1,4 @@
-"""Agreement of a run's processes, so that all of them go the same way."""
+"""Synchronisation of a run's processes, so that all of them take the same decision."""
 
 import secrets
 from collections.abc import Callable
@@ -15,16 +15,18 @@ from lmlib.checkpoint.removal import RemovedCheckpointError, reading
 
 _T = TypeVar("_T")
 
-_SOUND, _DAMAGED, _REMOVED = range(3)  # the findings of a process
+_SOUND, _DAMAGED, _REMOVED = range(3)  # the finding of a process
 
 
 def agreed(folder: Path, check: Callable[[], _T]) -> _T:
-    """The result of `check()`, which reads a step's `folder`. Damage or removal that one process
-    finds is raised on all of them. Otherwise some would restore a step that others fall back from.
+    """Returns the result of `check()`, which reads a step's `folder`; all processes agree.
+
+    Damage or removal that one process finds is raised on all of them. Otherwise some would restore
+    a step from which others fall back.
 
     Raises:
       DamagedCheckpointError: as `check` does.
-      RemovedCheckpointError: if the folder is gone meanwhile.
+      RemovedCheckpointError: if the folder has been removed.
     """
     result, own = None, _SOUND
     problem: DamagedCheckpointError | RemovedCheckpointError | None = None
@@ -49,7 +51,7 @@ def agreed(folder: Path, check: Callable[[], _T]) -> _T:
 
 
 def random_text() -> str:
-    """The same on all processes, which wait for each other."""
+    """Returns random text, the same on all processes; they wait for each other."""
     number = secrets.randbits(31)
     if jax.process_count() > 1:
         number = int(multihost_utils.broadcast_one_to_all(np.int32(number)))
@@ -62,7 +64,7 @@ def barrier(name: str) -> None:
 
 
 def wait_for_all(name: str, seconds: int) -> None:
-    """Returns once every process is here; raises TimeoutError after `seconds`."""
+    """Returns once every process has called it; raises TimeoutError after `seconds`."""
     if jax.process_count() == 1:
         return
     try:

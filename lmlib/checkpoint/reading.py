@@ -1,6 +1,6 @@
-"""Reading arrays: each process reads, and verifies, the chunks that its devices need.
+"""Reading arrays: each process reads and verifies the chunks that its devices need.
 
-It reads none of them twice, and only bytes that are the saved ones reach a device.
+It reads none of them twice, and only verified bytes reach a device.
 """
 
 import functools
@@ -26,12 +26,12 @@ def read_arrays(
     wanted: Mapping[str, jax.ShapeDtypeStruct],
     chunks: Mapping[str, tuple[int, ...]],
 ) -> dict[str, jax.Array]:
-    """The arrays `wanted` of a checkpoint, laid out as their shardings say.
+    """Returns the arrays `wanted` of a checkpoint, laid out according to their shardings.
 
-    Every process of the run calls it. Between them they read, and verify, every chunk.
+    Every process of the run calls it. Between them they read and verify every chunk.
 
     Args:
-      chunks: the shape of the chunks of each array, as `check_layout` found them.
+      chunks: the chunk shape of each array, from `check_layout`.
 
     Raises:
       DamagedCheckpointError: for a chunk that cannot be read or has other bytes than were saved.
@@ -65,7 +65,7 @@ def _region(
     chunk: tuple[int, ...],
     read: Callable[[str], np.ndarray],
 ) -> np.ndarray:
-    """The elements `index` of an array, put together from the chunks that hold them."""
+    """Assembles the elements `index` of an array from the chunks that hold them."""
     bounds = [part.indices(length)[:2] for part, length in zip(index, leaf.shape, strict=True)]
     grid = [
         range(start // length, -(-stop // length))
@@ -75,7 +75,7 @@ def _region(
     for numbers in itertools.product(*grid):
         values = read(chunk_name(numbers))
         if values.shape == region.shape and math.prod(map(len, grid)) == 1:
-            return values  # the chunk itself, uncopied
+            return values  # the chunk itself, without a copy
         inside, outside = [], []
         for number, length, (start, stop) in zip(numbers, chunk, bounds, strict=True):
             first, last = max(start, number * length), min(stop, (number + 1) * length)
@@ -86,7 +86,7 @@ def _region(
 
 
 def _typed(array: jax.Array, dtype: Any) -> jax.Array:
-    """PRNG keys from their words; any other array as it is."""
+    """Converts stored words to PRNG keys; returns any other array unchanged."""
     if not jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
         return array
     return jax.random.wrap_key_data(array, impl=jax.random.key_impl(jnp.empty((), dtype)))

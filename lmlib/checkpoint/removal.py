@@ -1,7 +1,7 @@
-"""Removal of a checkpoint on a disk, which a reader can tell from damage.
+"""Removal of a checkpoint on a disk, in a way that readers can distinguish from damage.
 
-Its folder is renamed before the first file is deleted, so a reader finds the checkpoint whole, or
-not at all. If the folder is still there, a file that cannot be read is damage.
+Its folder is renamed before the first file is deleted, so a reader finds the checkpoint complete or
+absent. If the folder still exists, an unreadable file is damage.
 """
 
 import contextlib
@@ -14,16 +14,16 @@ from lmlib.checkpoint.folders import UNFINISHED, is_there, unfinished_in
 from lmlib.storage.local_folder import shown
 from lmlib.storage.whole_file import sync
 
-REMOVED = f"{UNFINISHED}-removed"  # ending of the folder of a step that is being deleted
+REMOVED = f"{UNFINISHED}-removed"  # suffix of the folder of a step that is being deleted
 
 _HELD = {errno.ENOTEMPTY, errno.EBUSY}  # NFS keeps a deleted file while a reader has it open
 
 
 class RemovedCheckpointError(ValueError):
-    """A checkpoint that was there, and is gone: neither damage nor a slip of the fingers.
+    """A checkpoint that existed but was removed: neither damage nor a wrong name.
 
     Attributes:
-      folder: where it was.
+      folder: its former place.
     """
 
     def __init__(self, folder: Path):
@@ -36,7 +36,7 @@ class RemovedCheckpointError(ValueError):
 
 @contextlib.contextmanager
 def reading(folder: Path) -> Iterator[None]:
-    """A block that reads a step's folder, which was there before.
+    """Context manager for reading a step's folder that existed before.
 
     Raises:
       RemovedCheckpointError: in place of the block's error, if the folder is gone by then.
@@ -50,8 +50,11 @@ def reading(folder: Path) -> Iterator[None]:
 
 
 def remove(steps: Sequence[Path], check: Callable[[], None] = lambda: None) -> None:
-    """Deletes the folders of steps in one directory. A kill or a power cut meanwhile leaves folders
-    with the ending `REMOVED`, and no half of a step. `check` is called before each renaming."""
+    """Deletes the folders of steps in one directory.
+
+    A kill or a power cut meanwhile leaves folders with the suffix `REMOVED`, but never half a step.
+    `check` is called before each rename.
+    """
     leaving = [step.with_name(step.name + REMOVED) for step in steps]
     for step, left in zip(steps, leaving, strict=True):
         check()
@@ -63,18 +66,18 @@ def remove(steps: Sequence[Path], check: Callable[[], None] = lambda: None) -> N
 
 
 def begun_in(directory: Path) -> list[Path]:
-    """The folders of removals that run, or that were killed."""
+    """Returns the folders of running or killed removals."""
     return [folder for folder in unfinished_in(directory) if folder.name.endswith(REMOVED)]
 
 
 def finish(directory: Path) -> None:
-    """Deletes the folders of killed saves and removals in a directory of checkpoints."""
+    """Deletes the leftovers of killed saves and removals in a directory of checkpoints."""
     for folder in unfinished_in(directory):
         _delete(folder)
 
 
 def _delete(folder: Path) -> None:
-    """Deletes a folder. Files that NFS keeps for a reader stay until the next time."""
+    """Deletes a folder. Files that NFS keeps for a reader stay until the next removal."""
     try:
         shutil.rmtree(folder)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""A checkpoint that was read back."""
+"""The result of restoring a checkpoint."""
 
 import dataclasses
 from typing import Any
@@ -14,7 +14,7 @@ class Restored:
 
     Attributes:
       step: the step of the newest sound checkpoint.
-      state: laid out as the target says.
+      state: laid out like the target.
       notes: its notes.
       damaged: an error for each newer checkpoint, newest first.
     """

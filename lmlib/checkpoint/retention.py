@@ -1,4 +1,4 @@
-"""The choice of checkpoints that stay when a new one is whole."""
+"""Retention of checkpoints: which ones stay when a new one is complete."""
 
 import contextlib
 import math
@@ -10,10 +10,10 @@ from lmlib.checkpoint.manifest import DamagedCheckpointError, read_manifest
 
 
 class Retention:
-    """Keeps the newest `keep`, the multiples of `keep_every`, the `keep_best` best and one held.
+    """Keeps the newest `keep`, multiples of `keep_every`, the `keep_best` best and one held step.
 
     Attributes:
-      held: a step that stays.
+      held: a step to keep.
     """
 
     held: int | None
@@ -31,25 +31,25 @@ class Retention:
         if keep_best < 0:
             raise ValueError(f"keep_best={keep_best} must be 0 or more")
         self.held = None
-        self._metrics: dict[int, float] = {}  # of the steps that have one, smaller is better
+        self._metrics: dict[int, float] = {}  # by step, smaller is better
         self._keep, self._keep_every, self._keep_best = keep, keep_every, keep_best
         self._keep_steps = frozenset(keep_steps)
 
     def outdated(self, steps: Sequence[int]) -> list[int]:
-        """The steps, out of all `steps`, that need not stay, in order."""
+        """Returns those of `steps` to delete, in order."""
         kept = {*steps[-self._keep :], self.held, *self._keep_steps, *self._best(steps)}
         if self._keep_every is not None:
             kept |= {step for step in steps if step % self._keep_every == 0}
         return [step for step in steps if step not in kept]
 
     def rank(self, step: int, metric: float) -> bool:
-        """Ranks `step`, and returns True, if the metric is finite."""
+        """Ranks `step` if the metric is finite; returns True if it is."""
         if finite := math.isfinite(metric):
             self._metrics[step] = metric
         return finite
 
     def read_ranks(self, directory: Path) -> None:
-        """Ranks the steps in `directory` by their manifests; a damaged one has no rank."""
+        """Reads the ranks of the steps in `directory` from their manifests; skips damaged ones."""
         for step in folders.steps_in(directory):
             with contextlib.suppress(DamagedCheckpointError):
                 metric = read_manifest(directory / str(step)).metric
@@ -57,6 +57,6 @@ class Retention:
                     self._metrics[step] = metric
 
     def _best(self, steps: Sequence[int]) -> set[int]:
-        """The steps of the smallest metrics; of equals, the newer."""
+        """Returns the steps with the smallest metrics; ties go to the newer one."""
         ranked = sorted((self._metrics[step], -step) for step in steps if step in self._metrics)
         return {-negated for _, negated in ranked[: self._keep_best]}

@@ -1,4 +1,4 @@
-"""How a step is saved, on a disk or in a bucket.
+"""Saving a step, on a disk or in a bucket.
 
 Each process writes the arrays that its devices hold, and leaves a list of digests for process 0.
 Process 0 writes the manifest and makes the step visible.
@@ -21,23 +21,25 @@ from lmlib.checkpoint.processes import wait_for_all
 from lmlib.storage.bucket.store import REQUESTS
 from lmlib.storage.store import Store
 
-Digests = dict[str, SavedFile]  # by the names of files
+Digests = dict[str, SavedFile]  # by file name
 
-_SENT = "digests_of_process_{}.json"  # from a process to process 0, until the manifest is written
+_SENT = "digests_of_process_{}.json"  # sent to process 0, until the manifest is written
 _saves = itertools.count()  # the same on every process
 
 
 @runtime_checkable
 class UnfinishedStep(Protocol):
-    """A step that is being written. Its files have the names that they will have."""
+    """A step that is being written. Its files already have their final names."""
 
     @property
     def files(self) -> Store:
-        """The files that were written."""
+        """The files written so far."""
 
     def begin(self, state: Mapping[str, jax.Array]) -> Callable[[], Digests]:
-        """Returns once the arrays are copied. The result writes this process's part of them; it is
-        called on every process, in another thread."""
+        """Copies the arrays, and returns a function that writes this process's part of them.
+
+        The function is called on every process, in another thread.
+        """
 
     def write(self, name: str, content: bytes) -> None:
         """Writes a file that holds no array."""
@@ -46,10 +48,10 @@ class UnfinishedStep(Protocol):
         """Deletes a file that was written by `write`."""
 
     def write_manifest(self, arrays: dict[str, SavedArray], digests: Digests) -> Manifest:
-        """Writes it; the digests are of all files that `begin` and `write` have written."""
+        """Writes the manifest; `digests` covers all files written by `begin` and `write`."""
 
     def publish(self) -> None:
-        """Makes the step visible, whole and durable."""
+        """Makes the step visible, complete and durable."""
 
 
 def begin_save(
@@ -64,9 +66,9 @@ def begin_save(
     """Saves arrays by name, in a thread; returns once they are copied.
 
     Args:
-      folder: of the step, once it is visible.
-      beforehand, afterwards: called on process 0 before the step is visible, and after that.
-      seconds: limit of the processes' wait for each other.
+      folder: the step's folder, once it is visible.
+      beforehand, afterwards: called on process 0 before and after the step becomes visible.
+      seconds: limit on how long processes wait for each other.
     """
     arrays, number, saved = saved_arrays(dict(state)), next(_saves), Future[None]()
     bare = {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in state.items()}
@@ -103,7 +105,7 @@ def begin_save(
 
 
 def _taken(step: UnfinishedStep, processes: Iterable[int]) -> list[Digests]:
-    """The digests that each of `processes` has left, which are deleted."""
+    """Reads and deletes the digests that each of `processes` has left."""
 
     def take(process: int) -> Digests:
         name = _SENT.format(process)
@@ -111,5 +113,5 @@ def _taken(step: UnfinishedStep, processes: Iterable[int]) -> list[Digests]:
         step.delete(name)
         return {file: SavedFile(*facts) for file, facts in sent.items()}
 
-    with ThreadPoolExecutor(REQUESTS) as threads:  # of a thousand one after the other take a minute
+    with ThreadPoolExecutor(REQUESTS) as threads:  # a thousand sequential requests take a minute
         return list(threads.map(take, processes))

@@ -1,7 +1,7 @@
-"""A batch of training sequences, where batches come from, and how one reaches the devices.
+"""Batches of training sequences, their sources, and their placement on the devices.
 
-Shape suffixes: B batch (rows), S sequence, T = S + 1 tokens of a row, K ids that a
-teacher found likeliest.
+Shape suffixes: B batch (rows), S sequence, T = S + 1 tokens of a row, K ids that a teacher found
+most likely.
 """
 
 import dataclasses
@@ -18,12 +18,12 @@ from jaxtyping import Bool, Float16, Int32
 from lmlib.data.stored.metadata import TokenizerIdentity
 from lmlib.row_order import places
 
-TOKEN_BYTES = 17  # of a token in a `Batch` without a teacher: four integers and a bool
+TOKEN_BYTES = 17  # per token of a `Batch` without a teacher: four integers and a bool
 _WHOLE = (slice(None), slice(None))  # JAX may write None for it
 
 
 class Batch(eqx.Module):
-    """Rows of tokens with everything a loss needs to know about them.
+    """Rows of tokens with everything that a loss needs.
 
     Fields are NumPy arrays when they come from a `Source`, `jax.Array`s once placed.
     """
@@ -33,7 +33,8 @@ class Batch(eqx.Module):
     segment_ids: Int32[Array | np.ndarray, "batch seq"]  # 1, 2, … along a row; 0 is padding
     positions: Int32[Array | np.ndarray, "batch seq"]  # 0 at the start of each segment
     loss_mask: Bool[Array | np.ndarray, "batch seq"]  # targets of the loss; see docs/flat-tokens.md
-    # The ids that a teacher found likeliest after each token, the likeliest first, and their
+    # The ids that a teacher found most likely after each token, in descending order, and their
+    # log-probabilities in nats; None without a teacher. See docs/objectives.md.
     # log-probabilities in nats; None without a teacher. See docs/objectives.md.
     teacher_ids: Int32[Array | np.ndarray, "batch seq k"] | None = None
     teacher_log_probabilities: Float16[Array | np.ndarray, "batch seq k"] | None = None
@@ -50,10 +51,10 @@ class Source(Protocol):
 
     A source may have further attributes:
 
-      teacher_k: how many ids a teacher listed for each token; None, the default, without a teacher.
-      pairs: whether documents are pairs of a chosen and a rejected answer, each pair in one row,
-        its segments an odd number and the next. None, the default, does not say.
-      whole_rows: whether each row of every batch is one segment, and what follows it padding.
+      teacher_k: ids listed by a teacher for each token; None, the default, without a teacher.
+      pairs: True if documents are pairs of a chosen and a rejected answer, each pair in one row, as
+        an odd segment and the next one. None, the default, for unknown.
+      whole_rows: True if each row of every batch is one segment followed by padding.
     """
 
     @property
@@ -74,11 +75,11 @@ class Source(Protocol):
 
     @property
     def batches(self) -> int | None:
-        """Batches in one pass over the data; None if they never end."""
+        """Batches in one pass over the data; None for an infinite source."""
 
     @property
     def bytes_per_target(self) -> float | None:
-        """Bytes of text for each target, on average; None without text."""
+        """Mean bytes of text per target; None without text."""
 
     def batch(self, step: int, rows: slice = slice(None)) -> Batch:
         """The given rows of the global batch of `step`, as NumPy arrays.
@@ -89,37 +90,37 @@ class Source(Protocol):
 
 @runtime_checkable
 class Stored(Protocol):
-    """A source that reads files. The processes of a run compare them."""
+    """A source that reads files. The processes of a run compare its contents."""
 
     def contents(self) -> Mapping[str, str]:
-        """The places that the source reads, absolute paths or URLs, with digests of the content."""
+        """Returns absolute paths or URLs of the data, with digests of their content."""
 
 
 @runtime_checkable
 class Staged(Protocol):
-    """A source whose batches have other sizes from some step on."""
+    """A source whose batch sizes change at some steps."""
 
     def at(self, step: int) -> Source:
-        """The source of the batch of `step`, with its sizes."""
+        """Returns the source of the batch of `step`, with its sizes."""
 
 
 def source_at(source: Source, step: int) -> Source:
-    """`Staged.at` of any source."""
+    """Returns `Staged.at` of a staged source, and any other source itself."""
     return source.at(step) if isinstance(source, Staged) else source
 
 
 def teacher_k(source: Source) -> int | None:
-    """`teacher_k` of a source; None if it does not have it."""
+    """Returns `teacher_k` of a source; None if it lacks the attribute."""
     return getattr(source, "teacher_k", None)
 
 
 def holds_pairs(source: Source) -> bool | None:
-    """`pairs` of a source; None if it does not say."""
+    """Returns `pairs` of a source; None if it lacks the attribute."""
     return getattr(source, "pairs", None)
 
 
 def has_whole_rows(source: Source) -> bool:
-    """`whole_rows` of a source; False if it does not say."""
+    """Returns `whole_rows` of a source; False if it lacks the attribute."""
     return getattr(source, "whole_rows", False)
 
 
@@ -132,16 +133,16 @@ def packed_batch(
     reset_positions: bool = True,
     attend_across_documents: bool = False,
 ) -> Batch:
-    """The batch whose row b predicts each of tokens_BT[b, 1:] from the one before; T = S + 1.
+    """Returns the batch in which row b predicts each of tokens_BT[b, 1:] from the one before.
 
-    `starts_BT` (bool) marks the first token of each document; a row's first token always begins a
-    segment. `lengths_B` says how many inputs of each row have a target; the rest is padding.
-    `targets_BT` (bool) says which tokens are targets of the loss; without it, and of those at most,
-    all but the first of each document.
+    T = S + 1. `starts_BT` (bool) marks the first token of each document; a row's first token always
+    begins a segment. `lengths_B` is the number of inputs of each row that have a target; the rest
+    is padding. `targets_BT` (bool) restricts the targets of the loss; by default these are all
+    tokens except the first of each document, which is never a target.
 
     Positions count from the start of a segment, or of the row if not `reset_positions`. With
-    `attend_across_documents` a row is one segment; the first token of a document is no target
-    even then, since nothing before it says which document comes.
+    `attend_across_documents` a row is one segment; even then the first token of a document is no
+    target, since no token before it predicts the next document.
     """
     place_T = np.arange(tokens_BT.shape[1], dtype=np.int32)
     starts_BT = starts_BT | (place_T == 0)
@@ -166,12 +167,13 @@ def packed_batch(
 
 
 def place(source: Source, step: int, sharding: NamedSharding, order: str = "balanced") -> Batch:
-    """The global batch of `step` as `jax.Array`s laid out by `sharding` over (batch, seq), the
-    tokens of each row in an order of `lmlib.row_order`.
+    """Returns the global batch of `step` as `jax.Array`s laid out by `sharding` over (batch, seq).
 
-    Each process reads only the rows that its own devices hold, each row once.
-    Raises ValueError when the mesh does not divide the batch, or the order its rows, or where rows
-    that the source calls whole are not.
+    The tokens of each row are in an order of `lmlib.row_order`. Each process reads only the rows
+    that its own devices hold, each row once.
+
+    Raises ValueError if the mesh does not divide the batch, if the order's pieces do not divide its
+    rows, or if rows that the source declares whole are not.
     """
     source = source_at(source, step)
     shape = (source.batch_size, source.sequence_length)
@@ -187,7 +189,7 @@ def place(source: Source, step: int, sharding: NamedSharding, order: str = "bala
     devices = shape[1] // sharding.shard_shape(shape)[1]
     if devices == 1:
         order = "plain"
-        if None not in sharding.spec[1:]:  # an axis of one device is not named
+        if None not in sharding.spec[1:]:  # the spec does not name axes with one device
             sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:1]))
     order_S = places(shape[1], devices, order)
     held = np.zeros(source.batch_size, bool)
@@ -202,7 +204,7 @@ def place(source: Source, step: int, sharding: NamedSharding, order: str = "bala
                 f"{type(source).__name__}.batch({step}) must give {field} of {held.sum()} rows "
                 f"of {shape[1]} tokens, as many as were asked for, got shape {values.shape}"
             )
-    local_row_B = np.cumsum(held) - 1  # the place of a global row among the local ones
+    local_row_B = np.cumsum(held) - 1  # index of a global row among the local ones
 
     def assemble(values: np.ndarray) -> Array:
         def part(index: tuple[slice, ...] | None) -> np.ndarray:
@@ -231,8 +233,10 @@ def _check_whole_rows(segment_ids_BS: np.ndarray, source: str) -> None:
 
 
 def row_places(batch: Batch) -> np.ndarray:
-    """The place of each token of a batch in its row: `row[row_places]` is the batch's order. The
-    batch may be abstract."""
+    """Returns the position in its row of each token of a batch, which may be abstract.
+
+    `row[row_places]` has the batch's order.
+    """
     shape = batch.tokens.shape
     if isinstance(batch.tokens, np.ndarray):
         return np.arange(shape[1])
@@ -241,6 +245,6 @@ def row_places(batch: Batch) -> np.ndarray:
 
 
 def _runs(held_B: np.ndarray) -> list[slice]:
-    """The maximal slices over which `held_B` is true."""
+    """Returns the maximal slices over which `held_B` is true."""
     edges = np.flatnonzero(np.diff(held_B, prepend=False, append=False))
     return [slice(int(start), int(stop)) for start, stop in edges.reshape(-1, 2)]

@@ -1,7 +1,7 @@
-"""Lengths of the texts of a split under compressors, beside a model's bits per byte.
+"""Compressed lengths of a split's texts, for comparison with a model's bits per byte.
 
-The lengths are measured once, where the texts are at hand, and kept beside the split's shards in
-compressors.json, an object of codes' names and their bytes. Those of gzip are in the shards'
+The lengths are measured once, while the texts are available, and stored with the split's shards in
+compressors.json, an object of bytes by code name. The lengths under gzip are in the shards'
 metadata, since the processes that encode texts measure them.
 """
 
@@ -17,20 +17,20 @@ from lmlib.storage.whole_file import write_whole
 
 FILE_NAME = "compressors.json"
 GZIP = "gzip -9 of each text"
-_ORDER = 16  # bytes of PPMd's context
+_ORDER = 16  # PPMd's context length in bytes
 _PPMD = f"PPMd of order {_ORDER} of the whole text"
 _TRAINED_PPMD = f"PPMd of order {_ORDER} after the training text"
-_MEMORY = 1 << 30  # bytes that PPMd may take before it forgets; it takes 300 MB after 10 MB of text
+_MEMORY = 1 << 30  # PPMd's memory limit in bytes; it takes 300 MB after 10 MB of text
 _Code = Callable[[Sequence[bytes], Sequence[bytes]], int]
 
 
 def saw_training_text(code: str) -> bool:
-    """True if the code of this name had read the training text before."""
+    """True if the code with this name had read the training text before."""
     return code == _TRAINED_PPMD
 
 
 def available() -> tuple[str, ...]:
-    """The codes that can be measured here, by name; PPMd's need pyppmd, of lmlib[compressors]."""
+    """Returns the codes that can be measured here; PPMd's need pyppmd, from lmlib[compressors]."""
     return tuple(_CODES if importlib.util.find_spec("pyppmd") else _WITHOUT_PPMD)
 
 
@@ -40,10 +40,10 @@ def measure(
     codes: Iterable[str] | None = None,
     report: Callable[[str], None] = lambda _: None,
 ) -> dict[str, int]:
-    """Bytes of `texts` by the name of the code, of all that are `available` or of these.
+    """Returns the compressed bytes of `texts` by code name, for `codes` or all `available` ones.
 
-    A whole text is one text after the other. After the training text means how much longer its
-    code grows by theirs. `report` gets the name of each code before it is made.
+    Texts are compressed one after the other. "After the training text" means the growth of its code
+    by these texts. `report` is called with the name of each code before it runs.
     """
     encoded, training_encoded = [[each.encode() for each in of] for of in (texts, training)]
     found = {}
@@ -54,14 +54,14 @@ def measure(
 
 
 def save(folder: Path, measured: Mapping[str, int]) -> None:
-    """Keeps the lengths beside the shards in `folder`."""
+    """Stores the lengths with the shards in `folder`."""
     write_whole(folder / FILE_NAME, json.dumps(dict(measured), indent=2) + "\n")
 
 
 def read(folder: Path) -> dict[str, int]:
-    """The lengths that `save` kept in `folder`; empty if it was never called.
+    """Returns the lengths that `save` stored in `folder`; empty if there are none.
 
-    Raises DamagedDataError if it is damaged.
+    Raises DamagedDataError if the file is damaged.
     """
     file = folder / FILE_NAME
     if not file.exists():
@@ -82,7 +82,10 @@ def _xz(text: bytes) -> int:
 
 
 def _ppmd(texts: Sequence[bytes], before: Sequence[bytes]) -> int:
-    """PPMd, variant H (Shkarin 2002, "PPM: one step to practicality"), as 7-Zip has it."""
+    """Returns the length under PPMd, variant H, as in 7-Zip.
+
+    Shkarin 2002, "PPM: one step to practicality".
+    """
     from pyppmd import Ppmd7Encoder
 
     encoder = Ppmd7Encoder(_ORDER, _MEMORY)

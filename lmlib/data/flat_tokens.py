@@ -23,23 +23,23 @@ if TYPE_CHECKING:
     from lmlib.data.text import TextCodec
     from lmlib.data.whole_documents import WholeDocuments
 
-_DOCUMENTS_AT_ONCE = 256  # that are read and held
+_DOCUMENTS_AT_ONCE = 256  # read and held at once
 
 
 @dataclass(frozen=True)
 class CutText:
-    """Rows cut out of the tokens one after the other, each beginning with the last one's end."""
+    """Rows cut out of consecutive tokens, each beginning with the last token of the one before."""
 
     tokens: int
     sequence_length: int
 
     @property
     def rows(self) -> int:
-        """Rows that predict each token but the first once."""
+        """Number of rows that predict each token except the first once."""
         return -(-(self.tokens - 1) // self.sequence_length)
 
     def spans(self, row: int) -> list[tuple[int, int]]:
-        """The tokens of `row`, as [start, stop)."""
+        """Returns the tokens of `row`, as [start, stop)."""
         start = row * self.sequence_length
         return [(start, min(start + self.sequence_length + 1, self.tokens))]
 
@@ -48,12 +48,12 @@ class FlatTokens:
     """A split of flat tokens, cut into sequences and shuffled anew each epoch.
 
     Packed, sequence i predicts tokens [i·S + 1, (i+1)·S] of the concatenated shards. An epoch
-    predicts every token but the very first exactly once; the last sequence is padded. Not packed,
-    sequence i is document i, cut to its first S + 1 tokens.
+    predicts every token except the very first exactly once; the last sequence is padded. Not
+    packed, sequence i is document i, cut to its first S + 1 tokens.
 
-    If `begin_with_documents`, each row begins with a document, as evaluation and generation do.
-    It holds the whole documents that fit, and padding. A document of more than S + 1 tokens has a
-    row to itself, and no epoch has the rest of it.
+    If `begin_with_documents`, each row begins with a document, as evaluation and generation do. It
+    holds the whole documents that fit, and padding. A document of more than S + 1 tokens has a row
+    to itself, and no epoch has the rest of it.
 
     Conversations and pairs of them are never cut. Packed, each row holds the ones that fit, and
     padding; not packed, it holds one. A pair is two neighbouring documents of a row: the chosen
@@ -66,11 +66,11 @@ class FlatTokens:
 
     Attributes, in addition to those of a `Source`:
       metadata: of the split; None in seqax's format.
-      content: the kind of documents; `pairs`: whether they are pairs of answers.
-      tokens, documents: how many the split has, framing included.
+      content: the kind of documents; `pairs`: True if they are pairs of answers.
+      tokens, documents: their number in the split, framing included.
       sequences: in an epoch; `steps_per_epoch`: steps that see each of them at least once.
       bytes_per_target: of UTF-8; None if unknown, or if only some tokens are targets. Targets of
-        text are all tokens but the first of each document.
+        text are all tokens except the first of each document.
       tokenizer_path: the tokenizer.json that made the tokens, if the data set has one.
       teacher: the metadata of the stored teacher; None if there is none.
     """
@@ -99,12 +99,13 @@ class FlatTokens:
           sequence_length: tokens in a row.
           seed: of the order; None keeps the stored one.
           epochs: after this many all rows are padding; None never ends.
-          packed: whether a row holds several documents, or one.
-          reset_positions: whether positions count from the start of each document, or of the row.
-          attend_across_documents: whether a row is one segment.
-          begin_with_documents: whether each row of packed text begins with a document. For this,
-            for conversations and for rows of one document, memory holds where all documents
-            start: up to 24 MB for a million.
+          packed: True if a row holds several documents, False for one.
+          reset_positions: True counts positions from the start of each document, False from the
+            row's.
+          attend_across_documents: True makes a row one segment.
+          begin_with_documents: True begins each row of packed text with a document. For this, for
+            conversations and for rows of one document, the starts of all documents are held in
+            memory: up to 24 MB per million.
           shuffled_length: tokens of packed text that stay together in the order, a multiple of
             `sequence_length`; None takes `sequence_length`.
           teacher: a folder of `python -m runner.teach` for these sequences. Batches then have the
@@ -112,7 +113,7 @@ class FlatTokens:
 
         Raises:
           FileNotFoundError: if the data set, split or teacher is not there or unfinished.
-          ValueError: for settings or metadata that make no sense.
+          ValueError: for invalid settings or metadata.
           DamagedDataError: (a ValueError) if the stored arrays are damaged.
         """
         sizes = {"batch_size": batch_size, "sequence_length": sequence_length}
@@ -171,7 +172,7 @@ class FlatTokens:
 
     @property
     def seen(self) -> "Sequences":
-        """The sequences of an epoch, without their order.
+        """Returns the sequences of an epoch, without their order.
 
         Raises ValueError in seqax's format, which has no digests.
         """
@@ -199,9 +200,9 @@ class FlatTokens:
 
     @property
     def compressed_bits_per_byte(self) -> dict[str, float]:
-        """Bits per byte of the compressors that were measured, by their names.
+        """Returns bits per byte of the measured compressors, by name.
 
-        Raises DamagedDataError if the record of that is damaged.
+        Raises DamagedDataError if the file of measurements is damaged.
         """
         metadata = self.metadata
         if metadata is None or not metadata.bytes:
@@ -223,7 +224,7 @@ class FlatTokens:
         return codec_of_bytes(bos_id) if self.tokenizer == BYTE_TOKENIZER else None
 
     def chat_template(self) -> "ChatTemplate | None":
-        """The template that made texts of conversations; None for text, and without one.
+        """Returns the chat template behind the texts; None for plain text, and without a template.
 
         Raises ValueError or OSError if it is damaged.
         """
@@ -234,10 +235,11 @@ class FlatTokens:
         return read_chat_template(self._path)
 
     def each_document(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """The ids of each document in the order they are stored in, framing included, and which of
-        them are targets (bool): of text all but the first.
+        """Yields the ids of each document in stored order, and the mask of its targets.
 
-        Raises DamagedDataError for what cannot be read, ValueError in seqax's format.
+        Framing is included. In text, all tokens except the first are targets.
+
+        Raises DamagedDataError for unreadable data, ValueError in seqax's format.
         """
         for first in range(0, self.documents, _DOCUMENTS_AT_ONCE):
             stop = min(first + _DOCUMENTS_AT_ONCE, self.documents)
@@ -248,15 +250,15 @@ class FlatTokens:
             yield from zip(ids, np.split(targets, ends), strict=True)
 
     def batch(self, step: int, rows: slice = slice(None)) -> Batch:
-        """The given rows of the batch of `step`; see `Source.batch`.
+        """Returns the given rows of the batch of `step`; see `Source.batch`.
 
-        Raises ValueError for a negative step, DamagedDataError for tokens that cannot be read.
+        Raises ValueError for a negative step, DamagedDataError for unreadable tokens.
         """
         if step < 0:
             raise ValueError(f"a batch's step must be at least 0, not {step}")
         sequence_B = self.sequence_numbers(step)[rows]
         spans_B = [[] if each < 0 else self._rows.spans(each) for each in sequence_B.tolist()]
-        coming = [  # all under way before any wait
+        coming = [  # start all reads before waiting for one
             [self._stored.read(start, stop) for start, stop in spans if start < stop]
             for spans in spans_B
         ]
@@ -284,9 +286,9 @@ class FlatTokens:
         return replace(batch, teacher_ids=ids, teacher_log_probabilities=log_probabilities)
 
     def sequence_numbers(self, step: int) -> np.ndarray:
-        """The sequence of the split in each row of the batch of `step`; -1 is padding.
+        """Returns the sequence of the split in each row of the batch of `step`; -1 is padding.
 
-        Not packed, these are the numbers of documents.
+        If not packed, these are the numbers of documents.
         """
         return self._shuffle.of_step(step)
 

@@ -1,7 +1,7 @@
-"""Sources mixed in exact proportions, which may change as training goes on.
+"""Sources mixed in exact proportions, which may change during training.
 
-Which sequence comes from which source is arithmetic on its number, so that a mixture resumes, and
-splits over processes, as its sources do.
+The source of each sequence follows from its number by arithmetic, so a mixture resumes, and splits
+over processes, as its sources do.
 
 Shape suffixes: B batch (rows), P places of the pattern, N sources of a stage.
 """
@@ -27,10 +27,10 @@ PERIOD = 1024  # sequences after which a stage's pattern repeats
 class Stage:
     """The weights of some of a mixture's sources, by name, from the step `begin` on.
 
-    Weights are positive and only their ratios matter. A source without a weight rests.
+    Weights are positive and only their ratios matter. A source without a weight pauses.
 
-    Raises ValueError for a negative step, no weight at all, a weight that is not positive and
-    finite, or one too small for a single sequence in 1,024.
+    Raises ValueError for a negative step, no weights, a weight that is not positive and finite, or
+    one too small for a single sequence in 1,024.
     """
 
     weights: Mapping[str, float | int]
@@ -59,12 +59,12 @@ class Stage:
 
     @property
     def title(self) -> str:
-        """Its name in messages."""
+        """The stage's name in messages."""
         return f"the stage that begins at step {self.begin}"
 
     @property
     def counts(self) -> dict[str, int]:
-        """Sequences from each source among any 1,024 consecutive ones, in the order of names."""
+        """Sequences of each source among any 1,024 consecutive ones, in the order of names."""
         names = sorted(self.weights)
         return dict(zip(names, apportion([self.weights[name] for name in names]), strict=True))
 
@@ -82,11 +82,11 @@ class Mixture:
     """
 
     def __init__(self, sources: Mapping[str, Source], stages: Sequence[Stage]) -> None:
-        """Mixes `sources`, by name, as `stages` say.
+        """Mixes `sources`, by name, according to `stages`.
 
-        Raises ValueError if sources differ in batch_size, sequence_length or tokenizer, end, or
-        are `Resumable`; if stages do not begin at step 0 and then ever later; if a stage names no
-        source of the mixture, or no stage a source.
+        Raises ValueError if sources differ in batch_size, sequence_length or tokenizer, are finite
+        or `Resumable`; if the stages' steps do not begin at 0 and increase; if a stage names an
+        unknown source, or a source is in no stage.
         """
         _check_sources(sources)
         _check_stages(sources, stages)
@@ -97,7 +97,7 @@ class Mixture:
         self.whole_rows = all(map(has_whole_rows, sources.values()))
         self.max_token_id = max(source.max_token_id for source in sources.values())
         self.batches = None
-        # Sources do not count targets per sequence: the exact mean of bytes per target is unknown.
+        # Sources don't count targets per sequence, so the mean of bytes per target is unknown.
         self.bytes_per_target = None
         self.sources = dict(sources)
         known = [source.tokenizer for source in sources.values() if source.tokenizer]
@@ -109,13 +109,13 @@ class Mixture:
             self._orders.append(_Order(stage, self.sequences_before(stage.begin)))
 
     def text_codec(self) -> TextCodec | None:
-        """See `HasText`: that of the first source that has one, by name."""
+        """See `HasText`: the codec of the first source by name that has one."""
         ordered = [self.sources[name] for name in sorted(self.sources)]
         codecs = (source.text_codec() for source in ordered if isinstance(source, HasText))
         return next((codec for codec in codecs if codec is not None), None)
 
     def sequences_before(self, step: int) -> dict[str, int]:
-        """The number of sequences that steps 0 … `step` - 1 take from each source."""
+        """Returns the number of sequences that steps 0 … `step` - 1 take from each source."""
         taken = dict.fromkeys(self.sources, 0)
         ends = [*self._begins[1:], step]
         for begin, end, order in zip(self._begins, ends, self._orders, strict=False):
@@ -134,7 +134,8 @@ class Mixture:
             return self.sources[names[0]].batch(0, slice(0, 0))
         source_step_B, source_row_B = np.divmod(sequence_B, self.batch_size)
 
-        # Rows that are neighbours in a source are read together. Those of one source are at most
+        # Neighbouring rows of a source are read together. Rows of one source are at most batch_size
+        # sequences apart, so two neighbours always belong to the same step.
         # batch_size sequences apart, so that a row and the next are always of the same step.
         sorted_B = np.lexsort((sequence_B, source_B))
         same_source = np.diff(source_B[sorted_B]) == 0
@@ -149,7 +150,7 @@ class Mixture:
         return jax.tree.map(lambda *values: np.concatenate(values)[unsorted_B], *parts)
 
     def origins(self, step: int) -> tuple[list[str], list[int]]:
-        """For each row of the batch of `step`, its source and which of that one's sequences it is.
+        """Returns the source of each row of the batch of `step`, and the sequence's number in it.
 
         The k-th sequence taken from a source is row k % batch_size of its step k // batch_size.
         Raises ValueError for a negative step.
@@ -158,7 +159,7 @@ class Mixture:
         return [names[source] for source in source_B.tolist()], sequence_B.tolist()
 
     def _locate(self, step: int, rows: slice) -> tuple[list[str], np.ndarray, np.ndarray]:
-        """The names of the stage's sources, and of each row the index among them and the number."""
+        """Returns the stage's source names and, for each row, the source's index and the number."""
         if step < 0:
             raise ValueError(f"a batch's step must be at least 0, not {step}")
         stage = bisect_right(self._begins, step) - 1
@@ -172,30 +173,34 @@ class _Order:
     """The source of each sequence of a stage; sequences are numbered from the stage's first."""
 
     def __init__(self, stage: Stage, taken: Mapping[str, int]) -> None:
-        """`taken` says how many sequences earlier stages took from each source."""
+        """`taken` has the number of sequences that earlier stages took from each source."""
         self.names = list(stage.counts)
         self._counts_N = np.array(list(stage.counts.values()))
         self._taken_N = np.array([taken[name] for name in self.names])
         self._source_P = np.array(interleave(self._counts_N.tolist()))
         is_source_PN = self._source_P[:, None] == np.arange(len(self.names))
-        self._taken_PN = np.cumsum(is_source_PN, axis=0) - is_source_PN  # in the period, so far
+        self._taken_PN = np.cumsum(is_source_PN, axis=0) - is_source_PN  # so far in the period
 
     def taken(self, number_B: np.ndarray) -> np.ndarray:
-        """(B, N): how many sequences each source gave, earlier stages included, before each."""
+        """Returns (B, N): the number of sequences taken from each source before each of `number_B`.
+
+        Earlier stages are included.
+        """
         period_B, place_B = np.divmod(number_B, PERIOD)
         return self._taken_N + period_B[:, None] * self._counts_N + self._taken_PN[place_B]
 
     def locate(self, number_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The source of each sequence, an index into `names`, and its number in that source."""
+        """Returns each sequence's source, an index into `names`, and its number in that source."""
         source_B = self._source_P[number_B % PERIOD]
         return source_B, self.taken(number_B)[np.arange(len(number_B)), source_B]
 
 
 def apportion(weights: Sequence[float | int]) -> list[int]:
-    """1,024 places shared in proportion to positive `weights`, by the largest remainder.
+    """Returns 1,024 places divided in proportion to positive `weights`, by the largest remainder.
 
-    Each weight gets its quota rounded down; the places left go, one each, to the quotas that lost
-    most, the earlier of equal ones first (Hamilton's method, 1792). Exact: no float is rounded.
+    Each weight gets its quota rounded down. The remaining places go, one each, to the quotas with
+    the largest remainders, ties to the earlier one (Hamilton's method, 1792). The arithmetic is
+    exact.
     """
     exact = [Fraction(weight) for weight in weights]
     quotas = [PERIOD * weight / sum(exact) for weight in exact]
@@ -207,13 +212,14 @@ def apportion(weights: Sequence[float | int]) -> list[int]:
 
 
 def interleave(counts: Sequence[int]) -> list[int]:
-    """Index i `counts[i]` times, spread evenly; `counts` are positive with the sum 1,024.
+    """Returns a sequence with each index i `counts[i]` times, spread evenly.
 
-    With N > 1 counts, the first k places hold each index within 1 - 1/(2N - 2) of
-    k·counts[i]/1,024, the best bound that holds for all counts: Tijdeman, "The chairman assignment
-    problem" (Discrete Mathematics 32, 1980). Of the indices that may come without exceeding the
-    bound, his algorithm takes the one that must come soonest to keep it; here the lower of equals.
-    The order is part of a run's definition: it never changes between versions.
+    The `counts` are positive and sum to 1,024. With N > 1 counts, the first k places hold each
+    index within 1 - 1/(2N - 2) of k·counts[i]/1,024, the best bound that holds for all counts:
+    Tijdeman, "The chairman assignment problem" (Discrete Mathematics 32, 1980). Among the indices
+    that may come without exceeding the bound, his algorithm takes the one with the earliest
+    deadline; ties go to the lower index. The order is part of a run's definition: it never changes
+    between versions.
     """
     scale = max(1, 2 * len(counts) - 2)  # the bound is 1 - 1/scale
     taken = [0] * len(counts)
@@ -222,7 +228,7 @@ def interleave(counts: Sequence[int]) -> list[int]:
         return scale * (place * counts[index] - PERIOD * taken[index]) >= PERIOD
 
     def must_come(index: int) -> int:
-        """The first place that breaks the bound if `index` has not come by then."""
+        """Returns the deadline of `index`: the first place that breaks the bound without it."""
         return PERIOD * (scale * (taken[index] + 1) - 1) // (scale * counts[index]) + 1
 
     pattern = []

@@ -1,28 +1,28 @@
 """The shuffle: a keyed permutation of range(size), evaluated point by point in O(1) memory.
 
-A balanced Feistel network is a bijection of a power-of-four domain for any round function
-(Luby & Rackoff, "How to Construct Pseudorandom Permutations from Pseudorandom Functions", 1988).
-Cycle walking restricts it to range(size): a point that lands outside is encrypted again until it
-lands inside (Black & Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002). The domain
-is less than four times the size, so fewer than four walks are expected.
+A balanced Feistel network is a bijection of a power-of-four domain for any round function (Luby &
+Rackoff, "How to Construct Pseudorandom Permutations from Pseudorandom Functions", 1988). Cycle
+walking restricts it to range(size): a point outside the range is encrypted again until it is inside
+(Black & Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002). The domain is less than
+four times the size, so fewer than four passes are expected.
 
 Shape suffixes: B batch (rows of a step), T steps, N rows of all these steps.
 """
 
 import numpy as np
 
-GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio, made odd
+GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio, rounded to odd
 ROUNDS = 12  # 4 are enough for large domains; small ones need more to look uniform
 
 
 class Shuffle:
-    """The sequence of each row of a step, in epochs that have each sequence once.
+    """The sequence for each row of a step, in epochs that contain each sequence once.
 
     Attributes:
       rows: of an epoch.
     """
 
-    _ROWS = 4_096  # that are shuffled at once: NumPy's calls take the time, and not the rows
+    _ROWS = 4_096  # shuffled at once, since NumPy's call overhead dominates
 
     def __init__(
         self,
@@ -32,13 +32,14 @@ class Shuffle:
         seed: int | None = 0,
         epochs: int | None = None,
     ) -> None:
-        """
+        """Defines the order.
+
         Args:
           sequences: in an epoch.
           batch_size: rows of a step.
-          together: neighbours that are shuffled as one, and follow each other in order. If they
-            do not divide `sequences`, the missing ones of the last group are padding.
-          seed: of the order; None keeps the sequences as they are numbered.
+          together: size of groups of neighbours that are shuffled as one and stay in order. If it
+            does not divide `sequences`, the last group is padded.
+          seed: of the order; None keeps the order of the numbers.
           epochs: after this many all rows are padding; None never ends.
         """
         self.rows = -(-sequences // together) * together
@@ -77,13 +78,13 @@ class Shuffle:
 
 
 def permute(points: np.ndarray, size: int, *, seed: int, epoch: int) -> np.ndarray:
-    """The image of each of `points` in the permutation of range(size) keyed by (seed, epoch).
+    """Returns the images of `points` under the permutation of range(size) keyed by (seed, epoch).
 
-    `points` holds integers in [0, size), any shape; the result is int64 of the same shape.
-    The order is part of a run's definition: it never changes between versions.
+    `points` holds integers in [0, size), any shape; the result is int64 of the same shape. The
+    order is part of a run's definition: it never changes between versions.
 
-    Raises ValueError for a size outside [1, 2**63], a point outside the range, or a seed or
-    epoch outside [0, 2**64).
+    Raises ValueError for a size outside [1, 2**63], a point outside the range, or a seed or epoch
+    outside [0, 2**64).
     """
     if not 1 <= size <= 2**63:
         raise ValueError(f"a permutation's size must be in [1, 2**63], not {size}")
@@ -113,12 +114,12 @@ def _feistel(points: np.ndarray, half_bits: int, round_keys: np.ndarray) -> np.n
 
 
 def splitmix64(values: np.ndarray) -> np.ndarray:
-    """The SplitMix64 output for each state in `values` (uint64, any shape); a bijection, each of
-    whose output bits depends on every input bit.
+    """Returns the SplitMix64 output for each state in `values` (uint64, any shape).
 
-    Unlike NumPy's generators, whose streams may change between releases, the result is fixed.
-    Source: Steele, Lea & Flood, "Fast Splittable Pseudorandom Number Generators" (OOPSLA 2014),
-    with the constants of Stafford's variant 13, as in `java.util.SplittableRandom`.
+    A bijection in which each output bit depends on every input bit. Unlike NumPy's generators,
+    whose streams may change between releases, the result is fixed. Source: Steele, Lea & Flood,
+    "Fast Splittable Pseudorandom Number Generators" (OOPSLA 2014), with the constants of Stafford's
+    variant 13, as in `java.util.SplittableRandom`.
     """
     mixed = np.asarray(values, np.uint64) + GOLDEN_GAMMA
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -127,7 +128,7 @@ def splitmix64(values: np.ndarray) -> np.ndarray:
 
 
 def hash_words(*words: np.ndarray | int) -> np.ndarray:
-    """One uint64 hash of several 64-bit words (broadcast together), sensitive to their order.
+    """Returns one uint64 hash of several 64-bit words, broadcast together; their order matters.
 
     Integers are taken modulo 2**64.
     """

@@ -1,4 +1,4 @@
-"""Work done ahead on a background thread; batches placed on the devices before they are needed."""
+"""Read-ahead on a background thread, and batches placed on the devices ahead of their step."""
 
 import contextlib
 import queue
@@ -16,11 +16,10 @@ Item = TypeVar("Item")
 
 
 class ReadAhead(Iterator[Item], Generic[Item]):
-    """The items of an iterator, made by a background thread up to `depth` ahead.
+    """Iterates on a background thread, up to `depth` items ahead.
 
-    An exception of the iterator is raised by `next` at that item's turn, and again by each later
-    one.
-    Close it when it is no longer needed. The thread is a daemon: if its iterator hangs, it is
+    An exception of the iterator is raised by `next` in place of that item, and again by each later
+    call. Close it when it is no longer needed. The thread is a daemon: if its iterator hangs, it is
     abandoned and does not keep the interpreter from exiting.
     """
 
@@ -44,7 +43,7 @@ class ReadAhead(Iterator[Item], Generic[Item]):
             item = None
             try:
                 item = next(self._items)
-            except BaseException as error:  # of any kind: `next` must not wait for ever
+            except BaseException as error:  # any kind: `next` must not wait forever
                 end = error
             self._made.put((item, end))
 
@@ -56,7 +55,7 @@ class ReadAhead(Iterator[Item], Generic[Item]):
         return self.next()
 
     def next(self, timeout: float | None = None) -> Item:
-        """The next item; raises TimeoutError if it is not there after `timeout` seconds."""
+        """Returns the next item; raises TimeoutError if it is not ready after `timeout` seconds."""
         item: Any = None
         if self._end is None:
             try:
@@ -69,16 +68,16 @@ class ReadAhead(Iterator[Item], Generic[Item]):
         return item
 
     def close(self, timeout: float = 0.0) -> None:
-        """Drops the items that were not taken, and ends the thread once its present item is made.
+        """Drops the remaining items, and ends the thread once its current item is made.
 
-        Waits for that for at most `timeout` seconds. From now on `next` raises StopIteration.
+        Waits for that at most `timeout` seconds. Afterwards `next` raises StopIteration.
         """
         self._closed, self._end = True, StopIteration()
         self._room.release()
         with contextlib.suppress(queue.Empty):
             while True:
                 self._made.get_nowait()
-        self._made.put((None, self._end))  # for a thread that waits in `next`
+        self._made.put((None, self._end))  # wakes a thread that waits in `next`
         if timeout and self._thread is not threading.current_thread():
             self._thread.join(timeout)
 
@@ -86,13 +85,13 @@ class ReadAhead(Iterator[Item], Generic[Item]):
 class Prefetch(Iterator[tuple[int, Batch]]):
     """Yields (step, batch on the devices) for each step in range(start, stop).
 
-    One background thread places up to `depth` batches ahead. Its exception is raised again by
-    `next` at that batch's turn, with a note naming the step; nothing is yielded after that.
-    Close it, or use it as a context manager, to stop the thread early.
+    One background thread places up to `depth` batches ahead. `next` raises its exception in place
+    of that batch, with a note naming the step; nothing is yielded after that. Close it, or use it
+    as a context manager, to stop the thread early.
     """
 
-    wait_seconds: float  # spent by the last `next` on its batch; exactly 0 if it was ready
-    state: dict[str, Any] | None  # of a `Resumable` source, for the batches after the last yielded
+    wait_seconds: float  # waiting time of the last `next`; exactly 0 if the batch was ready
+    state: dict[str, Any] | None  # of a `Resumable` source, after the last yielded batch
 
     def __init__(
         self,
@@ -103,7 +102,7 @@ class Prefetch(Iterator[tuple[int, Batch]]):
         depth: int = 2,
         close_seconds: float = 5.0,
     ) -> None:
-        """Starts the thread, for which `close` waits at most `close_seconds`: a source may hang.
+        """Starts the thread. `close` waits for it at most `close_seconds`, since a source may hang.
 
         Raises ValueError for a depth below 1.
         """
@@ -128,7 +127,7 @@ class Prefetch(Iterator[tuple[int, Batch]]):
         return step, batch
 
     def close(self) -> None:
-        """Drops the batches not yet taken and waits for the thread, unless its source hangs."""
+        """Drops the remaining batches and waits for the thread, unless its source hangs."""
         self._placed.close(self._close_seconds)
 
     def __enter__(self) -> "Prefetch":
@@ -141,11 +140,11 @@ class Prefetch(Iterator[tuple[int, Batch]]):
 def _placed(
     source: Source, sharding: jax.sharding.NamedSharding, steps: range
 ) -> Iterator[tuple[int, Batch, dict[str, Any] | None]]:
-    """Each step with its batch and the source's state after it."""
+    """Yields each step with its batch and the source's state after it."""
     for step in steps:
         try:
             batch = place(source, step, sharding)
-            # Asked for here, before the source goes on to the next batch.
+            # Read the state before the source advances to the next batch.
             state = source.state(step + 1) if isinstance(source, Resumable) else None
         except Exception as error:
             error.add_note(f"while prefetching the batch of step {step}")

@@ -1,4 +1,4 @@
-"""Sources with a state, such as streams, which a checkpoint keeps for a resumed run."""
+"""Sources with a state, such as streams, which checkpoints store so that a run can resume."""
 
 import json
 from typing import Any, Protocol, runtime_checkable
@@ -12,35 +12,35 @@ from jax.experimental import multihost_utils
 class Resumable(Protocol):
     """A `Source` whose batches depend on more than the step, such as a stream.
 
-    Its batches are asked for in order of their steps, all rows that a process needs of one step
-    before the next. Asking for the first one again starts it anew. Each evaluation does that with
-    a validation source, whose state no checkpoint keeps.
+    Batches must be requested in the order of their steps, all rows that a process needs of one step
+    before the next. Requesting the first batch again restarts the source. Each evaluation does that
+    with a validation source, whose state is not in checkpoints.
     """
 
     def state(self, step: int) -> dict[str, Any]:
-        """JSON values from which `restore` gives the batches from `step` on again.
+        """Returns JSON values from which `restore` reproduces the batches from `step` on.
 
-        Called right after this process's rows of the batch of `step - 1`; each process has its
-        own state.
+        Called right after this process's rows of the batch of `step - 1`; each process has its own
+        state.
         """
 
     def restore(self, step: int, states: list[dict[str, Any]]) -> None:
         """Makes `step` the next batch.
 
-        `states` come from all processes at that step, in order; there may have been another
-        number of processes. Called before any batch. Raises ValueError for states that do not fit.
+        `states` come from all processes at that step, in order; the number of processes may have
+        changed. Called before any batch. Raises ValueError for states that do not fit.
         """
 
 
 def gather_states(state: dict[str, Any]) -> list[dict[str, Any]]:
-    """The state of each process, the same list on all; every process must call it.
+    """Returns the states of all processes, the same list on each; every process must call it.
 
-    Raises TypeError if a state cannot be JSON.
+    Raises TypeError if a state is not JSON-serialisable.
     """
     text = json.dumps(state)
     if jax.process_count() == 1:
         return [json.loads(text)]
-    with jax.disable_jit(False):  # without it JAX gathers nothing, and waits
+    with jax.disable_jit(False):  # with jit disabled JAX gathers nothing, and hangs
         content = np.frombuffer(text.encode("utf-8"), np.uint8)
         lengths = np.ravel(multihost_utils.process_allgather(np.int32(content.size)))
         padded = np.zeros(lengths.max(), np.uint8)

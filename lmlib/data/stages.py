@@ -1,4 +1,4 @@
-"""Sources that follow each other: batches of other sizes, or of other rows, from some step on.
+"""Consecutive sources: batches of other sizes, or of other rows, from some step on.
 
 Shape suffixes: B batch (rows).
 """
@@ -17,22 +17,22 @@ from lmlib.data.text import HasText, TextCodec
 
 
 class Stages:
-    """A source for each stage of a run, from a step of its own on.
+    """A source for each stage of a run.
 
-    A stage begins its source where the stage before it ends, counted in tokens of rows, padding
-    included. If that stage goes up to its row n, of S tokens, the first row of this one is number
+    A stage starts its source where the previous stage ends, counted in tokens of rows, padding
+    included. If that stage ends before its row n, of S tokens, the first row of this one is number
     ⌈n·S / sequence_length⌉ of its source; row r of step t is number t·batch_size + r. If batches
-    grow and rows keep their length, each row follows the one before it as if there were no stages.
-    A further stage never changes the batches before it.
+    grow and rows keep their length, the rows continue as if there were no stages. A further stage
+    never changes the batches before it.
 
     It is a `Source` with the sizes of the first stage; `at` has the others' sizes.
     """
 
     def __init__(self, sources: Sequence[tuple[int, Source]]) -> None:
-        """`sources`, each with the step, from 0, that it gives its first batch to.
+        """`sources` come with the step, counted from 0, of their first batch.
 
-        Raises ValueError if the first does not begin at step 0 and each other later than the one
-        before it, if the tokenizers or the teachers differ, or if a source is `Resumable`.
+        Raises ValueError if the steps do not begin at 0 and increase, if the tokenizers or the
+        teachers differ, or if a source is `Resumable`.
         """
         check_begins([begin for begin, _ in sources])
         if len(sources) > 1:
@@ -48,12 +48,12 @@ class Stages:
         self.batch_size, self.sequence_length = first.batch_size, first.sequence_length
         self.tokenizer, self.bytes_per_target = first.tokenizer, first.bytes_per_target
         self.max_token_id = max(source.max_token_id for source in self._sources)
-        self.batches = self._sources[-1].batches  # None without end
+        self.batches = self._sources[-1].batches  # None for infinite
 
     def spans(self, steps: int) -> dict[range, Source]:
-        """The source of each stage by the steps, from 0, that it gives batches to; `steps` in all.
+        """Returns the source of each stage by its steps, counted from 0, in a run of `steps`.
 
-        Raises ValueError if a stage begins after them.
+        Raises ValueError if a stage begins after the last step.
         """
         if self._begins[-1] >= steps:
             raise ValueError(
@@ -80,10 +80,10 @@ class Stages:
 
 
 class Continued:
-    """A source whose row `first_row` is the first row of step `begin`, and so on from there.
+    """A source that continues another one: step `begin` starts with the other's row `first_row`.
 
-    Rows are numbered over all batches: number p is row p % batch_size of the source's own step
-    p // batch_size. Where a batch begins within one of the source's, it has rows of two of them.
+    Rows are numbered over all batches: number p is row p % batch_size of the source's own step p //
+    batch_size. A batch that begins within one of the source's has rows of two of them.
     """
 
     def __init__(self, source: Source, begin: int, first_row: int) -> None:
@@ -112,7 +112,7 @@ class Continued:
         return jax.tree.map(lambda *each: np.concatenate(each), *parts)
 
     def parts(self, step: int, rows: slice = slice(None)) -> Iterator[tuple[int, slice]]:
-        """The source's own steps, with the rows of each, that make up the given rows of `step`.
+        """Yields the source's own steps and rows that make up the given rows of `step`.
 
         Raises ValueError for a step before `begin`.
         """
@@ -130,7 +130,7 @@ class Continued:
 
 
 def check_begins(begins: Sequence[int]) -> None:
-    """Raises ValueError unless stages begin at step 0, and then ever later."""
+    """Raises ValueError unless the stages' steps begin at 0 and increase."""
     if not begins:
         raise ValueError("there must be at least one stage")
     if begins[0] != 0:
@@ -144,8 +144,10 @@ def check_begins(begins: Sequence[int]) -> None:
 
 
 def check_alike(sources: Mapping[str, Source], *settings: str) -> None:
-    """Raises ValueError if one of `sources` is `Resumable`, or two differ in tokenizers, stored
-    teachers or one of `settings`. Messages call them by their keys."""
+    """Raises ValueError if one of `sources` is `Resumable`, or if two of them differ.
+
+    Compares tokenizers, stored teachers and `settings`. Messages use the sources' keys.
+    """
     for name, source in sources.items():
         if isinstance(source, Resumable):
             raise ValueError(

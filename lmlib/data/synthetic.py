@@ -1,4 +1,4 @@
-"""Made-up data with structure that a model can learn: no files, any vocabulary.
+"""Synthetic data with structure that a model can learn: no files, any vocabulary.
 
 Shape suffixes: B batch (rows), T tokens of a row: the sequence and one more.
 """
@@ -10,11 +10,11 @@ import numpy as np
 from lmlib.data.batch import Batch, packed_batch
 from lmlib.data.permutation import hash_words
 
-STRIDES = 4  # strides 1 … 4: two tokens of a document give its stride away
+STRIDES = 4  # strides 1 … 4; two tokens of a document reveal its stride
 DOCUMENTS_PER_ROW = 4  # on average
 NOISE_PERIOD = 16  # one token in 16 is replaced by a random one
 
-# The purposes of hashes: two draws never share one.
+# Distinct purposes of hashes, so that no two draws are correlated.
 _BOUNDARY, _FIRST_TOKEN, _STRIDE, _IS_NOISE, _NOISE = range(5)
 
 
@@ -35,7 +35,7 @@ class Synthetic:
         seed: int = 0,
         teacher_k: int | None = None,
     ) -> None:
-        """`teacher_k`: ids that a made-up teacher, who knows nothing, lists for each token."""
+        """`teacher_k`: ids listed per token by a synthetic teacher, which knows nothing."""
         if vocab_size < 2:
             raise ValueError(f"Synthetic needs a vocab_size of at least 2, not {vocab_size}")
         for name, value in (("batch_size", batch_size), ("sequence_length", sequence_length)):

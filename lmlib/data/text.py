@@ -1,4 +1,4 @@
-"""Between texts and the token ids of a data set."""
+"""Conversion between texts and the token ids of a data set."""
 
 import functools
 import re
@@ -15,7 +15,7 @@ from lmlib.data.tokenizer_limits import check_parts, check_tokens
 from lmlib.storage.stored_json import parse_json, read_text
 from lmlib.storage.whole_file import write_whole
 
-if TYPE_CHECKING:  # heavy
+if TYPE_CHECKING:  # slow to import
     from tokenizers import Tokenizer
 
 
@@ -25,16 +25,16 @@ BYTE_TOKENIZER = TokenizerIdentity("bytes", None)  # UTF-8 bytes are ids 0 to 25
 
 @dataclass(frozen=True)
 class TextCodec:
-    """A data set's way from text to ids and back.
+    """Encodes texts and decodes ids of a data set.
 
     Attributes:
-      encode: the ids of the beginning of a document. The token that begins a document comes first,
-        if the data set has one; names of special tokens are plain text.
-      encode_marked: the ids of a text that names its special tokens itself.
-      decode: the text of ids, without special tokens.
-      settles: True if ids after this one leave the text up to it as it is, except bytes at its end
-        that are not a whole character.
-      special_name: the name of a special token, and an empty text for any other id.
+      encode: returns the ids of the beginning of a document. The token that begins a document comes
+        first, if the data set has one; names of special tokens are plain text.
+      encode_marked: returns the ids of a text that names its special tokens itself.
+      decode: returns the text of ids, without special tokens.
+      settles: True if ids after this one don't change the text before them, except bytes at its end
+        that are not a complete character.
+      special_name: returns the name of a special token, and an empty text for any other id.
     """
 
     encode: Callable[[str], list[int]]
@@ -49,14 +49,14 @@ class HasText(Protocol):
     """A `Source` that may know its tokenizer."""
 
     def text_codec(self) -> TextCodec | None:
-        """Loads the tokenizer; `None` if the source knows none.
+        """Loads the tokenizer; `None` if it is unknown.
 
         Raises ValueError or OSError if it cannot be loaded.
         """
 
 
 def codec_of_file(file: Path, bos_id: int | None) -> TextCodec:
-    """The codec of the tokenizer.json `file`; `bos_id` begins a document.
+    """Returns the codec of the tokenizer.json `file`; `bos_id` begins a document.
 
     Raises ValueError or OSError if the file does not describe a tokenizer.
     """
@@ -65,7 +65,7 @@ def codec_of_file(file: Path, bos_id: int | None) -> TextCodec:
 
 
 def codec_of_json(tokenizer_json: str, name: str, bos_id: int | None) -> TextCodec:
-    """The codec of the text of a tokenizer.json, which errors call `name`.
+    """Returns the codec of a tokenizer.json's text; `name` is its name in errors.
 
     Raises ValueError if the text does not describe a tokenizer.
     """
@@ -105,13 +105,13 @@ def codec_of_json(tokenizer_json: str, name: str, bos_id: int | None) -> TextCod
 
 
 def beginning_of(file: Path, end_ids: Collection[int]) -> int | None:
-    """The id that the tokenizer.json `file` itself puts before a text; None if it does not.
+    """Returns the id that the tokenizer.json `file` puts before a text; None if there is none.
 
     Args:
-      end_ids: the ids that it may put after a text.
+      end_ids: ids that it may put after a text.
 
-    Raises ValueError or OSError if the file does not describe a tokenizer, or one that puts
-    several ids before a text.
+    Raises ValueError or OSError if the file does not describe a tokenizer, or one that puts several
+    ids before a text.
     """
     with _naming(file):
         tokenizer = read_tokenizer(read_text(file, LARGEST_TOKENIZER))
@@ -124,7 +124,7 @@ def beginning_of(file: Path, end_ids: Collection[int]) -> int | None:
 
 
 def codec_of_bytes(bos_id: int | None) -> TextCodec:
-    """The codec of bytes: ids below 256 are the bytes of UTF-8, others are special."""
+    """Returns the codec of bytes: ids below 256 are UTF-8 bytes, others are special."""
     begin = [] if bos_id is None else [bos_id]
     return TextCodec(
         encode=lambda text: [*begin, *text.encode()],
@@ -135,15 +135,15 @@ def codec_of_bytes(bos_id: int | None) -> TextCodec:
 
 
 def decoded_bytes(ids: Iterable[int | np.integer]) -> str:
-    """The text of UTF-8 bytes, without ids above; other bytes than UTF-8 become U+FFFD."""
+    """Decodes ids below 256 as UTF-8 and drops others; invalid bytes become U+FFFD."""
     return bytes(int(i) for i in ids if i < 256).decode("utf-8", errors="replace")
 
 
 def read_tokenizer(tokenizer_json: str) -> "Tokenizer":
-    """The tokenizer that takes any text as plain and whole: no truncation, no padding.
+    """Returns a tokenizer that treats any text as plain: no truncation, no padding.
 
-    Raises ValueError if the text does not describe a tokenizer, or describes one that could make
-    far more of a text than a tokenizer has to (`lmlib.data.tokenizer_limits`).
+    Raises ValueError if the text does not describe a tokenizer, or describes one that could expand
+    a text far more than a tokenizer needs to (`lmlib.data.tokenizer_limits`).
     """
     from tokenizers import Tokenizer
 
@@ -151,21 +151,21 @@ def read_tokenizer(tokenizer_json: str) -> "Tokenizer":
         check_parts(parse_json(tokenizer_json))
         tokenizer = Tokenizer.from_str(tokenizer_json)
         check_tokens(tokenizer)
-    tokenizer.encode_special_tokens = True  # their names in a text are only text
+    tokenizer.encode_special_tokens = True  # their names in a text are plain text
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
 
 
 def write_tokenizer(file: Path, tokenizer_json: str) -> None:
-    """Writes a tokenizer.json, whole or not at all; raises OSError if that fails."""
+    """Writes a tokenizer.json atomically; raises OSError if that fails."""
     file.parent.mkdir(parents=True, exist_ok=True)
     write_whole(file, tokenizer_json)
 
 
 @contextmanager
 def _naming(file: Path) -> Iterator[None]:
-    """Puts the file's name before the message of a ValueError."""
+    """Prefixes the message of a ValueError with the file's name."""
     try:
         yield
     except ValueError as error:
@@ -174,11 +174,11 @@ def _naming(file: Path) -> Iterator[None]:
 
 @contextmanager
 def tokenizers_errors(doing: str) -> Iterator[None]:
-    """Turns any exception of `tokenizers` into a ValueError: `doing`, and its cause in one line."""
+    """Converts any exception of `tokenizers` into a ValueError: `doing`, then the cause."""
     try:
         yield
     except BaseException as error:  # `tokenizers` raises bare Exception
-        # A panic of Rust is not an Exception, and its class is not public.
+        # A Rust panic is not an Exception, and its class is not public.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise ValueError(f"{doing}: {' '.join(str(error).split())}") from error

@@ -1,4 +1,4 @@
-"""Text as its token ids come, a few at a time."""
+"""Decodes token ids incrementally into text."""
 
 import itertools
 from collections.abc import Iterable, Sequence

@@ -1,4 +1,4 @@
-"""The objects that a run is made of."""
+"""The settings of a training run, as objects."""
 
 import dataclasses
 import functools
@@ -57,35 +57,36 @@ class Experiment:
     """The parts of a training run.
 
     Args:
-      model: `model(key=…)` makes the model, a `lmlib.models.model.Model`. Its arguments are the
-        identity of the run, which cannot go on with other ones.
+      model: `model(key=…)` makes the model, a `lmlib.models.model.Model`. Its arguments identify
+        the run, which cannot continue with others.
       data: training batches, up to the first of `later_stages`.
       optimizer: `optimizer(steps)` makes the optimizer.
       mesh: the devices.
-      steps: updates to make.
-      later_stages: batches of other sizes, or of other rows, each from a step of its own on.
-      compute: how the model is computed.
-      objective: the minimised quantity.
-      scaling: derives the optimizer's numbers and the first weights from those of a smaller model;
-        `None`: they are this model's own.
-      trainable: the weights that train, in groups by their names; others are frozen: they have no
-        gradient, no moments and no copy in float32. `None`: all train.
-      frozen_dtype: of frozen weights; "int8" keeps matrices in 8 bits. `None`: the compute dtype.
-      average: an average of the trained weights, kept in the state; `None`: none.
-      microbatches: parts of a batch whose gradients are added before one update.
-      guard: which updates are skipped.
+      steps: number of updates.
+      later_stages: batches of other sizes or with other rows, each from some step on.
+      compute: dtypes, kernels and other settings of the computation.
+      objective: the training objective.
+      scaling: derives the optimizer's hyperparameters and the initial weights from those of a
+        smaller model; `None` uses them unchanged.
+      trainable: the weights that train, in groups by name. The others are frozen: they have no
+        gradient, no moments and no float32 copy. `None` trains all.
+      frozen_dtype: dtype of frozen weights; "int8" keeps matrices in 8 bits. `None` takes the
+        compute dtype.
+      average: an average of the trained weights, kept in the state; `None` for none.
+      microbatches: parts of a batch whose gradients are accumulated for one update.
+      guard: decides which updates are skipped.
       seed: of the initial weights, in [0, 2^32).
-      init_from: the first weights: a run, `RUN` or `RUN@STEP`, a Hugging Face folder, or a name on
-        the Hub; `None`: new ones. A run that has checkpoints does not read them.
+      init_from: source of the initial weights: a run, `RUN` or `RUN@STEP`, a Hugging Face folder,
+        or a name on the Hub; `None` for new ones. Ignored if the run has checkpoints of its own.
       continue_optimizer: True makes the run a fork of `init_from`, a `RUN@STEP`, with that run's
         optimizer state and counts. Its first step is STEP + 1, and `steps` counts from 1.
-      validation: batches to evaluate on, in a fixed order: a source, or several by their names;
-        `None` for none.
+      validation: evaluation batches in a fixed order: a source, or several by name; `None` for
+        none.
       evaluation: when and how the model is evaluated.
-      checkpoints: when the run is saved, and which checkpoints stay.
+      checkpoints: when the run is saved, and which checkpoints are kept.
       samples: texts that the model continues.
-      actions: other periodic actions, which act in order after all of the above.
-      sinks: functions that make receivers of metrics besides metrics.jsonl and TensorBoard.
+      actions: further periodic actions, called in order after all of the above.
+      sinks: functions that make receivers of metrics, in addition to metrics.jsonl and TensorBoard.
       prefetch_batches: batches that are read and placed on the devices ahead of their step.
     """
 
@@ -116,7 +117,7 @@ class Experiment:
 
     @functools.cached_property
     def batches(self) -> Source:
-        """All batches of the run; of several stages, the sizes of the first.
+        """Returns all batches of the run; the sizes are those in the first stage.
 
         Raises ValueError if stages are not in order or do not fit each other.
         """
@@ -124,8 +125,10 @@ class Experiment:
 
     @functools.cached_property
     def stages(self) -> dict[range, "Experiment"]:
-        """For the steps of each stage, counted from 0, the experiment with batches of one size that
-        makes them. All have the same recipes and optimizer."""
+        """Returns an experiment with batches of one size for each stage.
+
+        The keys are the stage's steps, counted from 0. All have the same recipes and optimizer.
+        """
         if not self.later_stages:
             return {range(self.steps): self}
         counts = [None, *(stage.microbatches for stage in self.later_stages)]
@@ -136,26 +139,26 @@ class Experiment:
         }
 
     def at(self, step: int) -> "Experiment":
-        """Returns the stage that makes the step with `step` others before it."""
+        """Returns the experiment of the stage that contains `step`, counted from 0."""
         return at(self.stages, step)
 
     def _with_batches(self, data: Source, microbatches: int) -> "Experiment":
         made = dataclasses.replace(self, data=data, microbatches=microbatches, later_stages=())
         training = dataclasses.replace(self.training, microbatches=microbatches)
-        # Made once, so that the steps of all stages take the same trees.
+        # Made once, so that the train steps of all stages take the same trees.
         shared = {"recipe": self.recipe, "reference_recipe": self.reference_recipe}
         vars(made).update(shared, training=training)
         return made
 
     @functools.cached_property
     def recipe(self) -> Recipe:
-        """How the model's weights are made and kept."""
+        """Returns the recipe that initialises and stores the model's weights."""
         dtype = self.frozen_dtype or self.compute.dtype
         return Recipe(self._new_model, self.seed, self.trainable, dtype)
 
     @functools.cached_property
     def reference_recipe(self) -> Recipe | None:
-        """The recipe of the objective's frozen reference model; `None` if it needs none."""
+        """Returns the recipe of the objective's frozen reference model; `None` if it needs none."""
         wanted = self.objective.reference_model
         if wanted is None:
             return None
@@ -164,7 +167,7 @@ class Experiment:
 
     @functools.cached_property
     def training(self) -> Training:
-        """The settings of the train step."""
+        """Returns the settings of the train step."""
         return Training(
             self._made_optimizer(),
             self.mesh,
@@ -178,7 +181,7 @@ class Experiment:
 
     @functools.cached_property
     def scaled(self) -> Scaled | None:
-        """The numbers of each weight by `scaling`."""
+        """Returns the hyperparameters of each weight under `scaling`."""
         return None if self.scaling is None else self.scaling.scaled(self.model)
 
     def _new_model(self, *, key: PRNGKeyArray) -> Any:
@@ -196,14 +199,14 @@ class Experiment:
 
     @property
     def validation_sets(self) -> dict[str, Source]:
-        """The validation sources by name; a single one is called "validation"."""
+        """Returns the validation sources by name; a single one is called "validation"."""
         if isinstance(self.validation, Mapping):
             return dict(self.validation)
         return {} if self.validation is None else {"validation": self.validation}
 
     @property
     def evaluation_metrics(self) -> tuple[str, ...]:
-        """The names of the metrics that each evaluation adds to its step."""
+        """Returns the names of the metrics that each evaluation adds to its step."""
         named = isinstance(self.validation, Mapping)
         suite = self.evaluation.suite
         names = () if suite is None else suite.metrics(self.suite_length, self.text_codec)
@@ -212,32 +215,34 @@ class Experiment:
 
     @property
     def step_tokens(self) -> int:
-        """Tokens of a batch of `data`, padding included."""
+        """Returns the tokens of a batch of `data`, padding included."""
         return self.data.batch_size * self.data.sequence_length
 
     @property
     def suite_length(self) -> int:
-        """Tokens of a sequence of the suite, which is made for the first stage."""
+        """Returns the sequence length of the suite, which is made for the first stage."""
         assert self.evaluation.suite is not None
         return self.evaluation.suite.length(self.data.sequence_length)
 
     @functools.cached_property
     def text_codec(self) -> TextCodec | None:
-        """Between texts and the ids of `data`; `None` if no tokenizer is known.
+        """Returns the codec between texts and the ids of `data`; `None` if no tokenizer is known.
 
         Raises ValueError or OSError if it cannot be loaded.
         """
         return self.data.text_codec() if isinstance(self.data, HasText) else None
 
     def flops_per_token(self, causal: bool) -> float:
-        """Returns the FLOPs of a step per token of `data`, with those of the reference model; see
-        `lmlib.optim.trainable.flops_per_token`."""
+        """Returns a step's FLOPs per token of `data`, including the reference model's.
+
+        See `lmlib.optim.trainable.flops_per_token`.
+        """
         length, model = self.data.sequence_length, self.recipe.shapes
         of_training = flops_per_token(model, self.trainable, length, causal)
         return of_training + self.objective.flops_per_token(model, length, causal)
 
     def abstract_state(self) -> State:
-        """Shapes, dtypes and `NamedSharding`s of the state."""
+        """Returns shapes, dtypes and `NamedSharding`s of the state."""
         state = abstract_state(lambda: self.recipe.made, self.training)
         recipe = self.reference_recipe
         if recipe is None:
@@ -245,22 +250,22 @@ class Experiment:
         return state.with_reference_model(abstract_model(lambda: recipe.made, self.mesh))
 
     def abstract_batch(self) -> Batch:
-        """Shapes, dtypes and `NamedSharding`s of a batch."""
+        """Returns shapes, dtypes and `NamedSharding`s of a batch."""
         data = self.data
         sizes = data.batch_size, data.sequence_length
         return abstract_batch(*sizes, self.mesh, teacher_k(data), has_whole_rows(data))
 
     def initial_state(self, model: Any = None, reference_model: Any = None) -> State:
-        """The state before the first step.
+        """Returns the state before the first step.
 
         Args:
-          model: whose weights it begins with, as `recipe` keeps them, and whose buffers it takes;
-            `None`: new ones.
-          reference_model: the frozen model that the objective needs, as `reference_recipe` keeps
-            it; `None`: new, if the objective takes it from nowhere.
+          model: initial weights, stored as `recipe` stores them; its buffers are donated. `None`
+            for new weights.
+          reference_model: the frozen model that the objective needs, stored as by
+            `reference_recipe`; `None` for a new one, unless the objective names its weights.
 
         Raises:
-          ValueError: if the objective names the reference model's weights, and there is none.
+          ValueError: if the objective names the reference model's weights, but no model is given.
         """
         if model is None:
             model = self.recipe.new_model(self.mesh)
@@ -281,21 +286,25 @@ class Experiment:
         return recipe.new_model(self.mesh)
 
     def trace_step(self) -> jax.stages.Traced:
-        """The train step, as every command traces it: `state, metrics = step(state, batch,
-        training.hyperparameters)`."""
+        """Traces the train step in the way every command does.
+
+        The step is called as `state, metrics = step(state, batch, training.hyperparameters)`.
+        """
         return trace_step(self.abstract_state(), self.abstract_batch(), self.training)
 
     def check(self) -> None:
         """Checks that the parts fit each other, before anything compiles.
 
         Raises:
-          ValueError: naming the setting, its value, and what would work.
+          ValueError: naming the setting, its value, and a remedy.
         """
         check_experiment(self)
 
     def check_memory(self) -> None:
-        """Raises MemoryError if the state and a batch of any stage do not fit into the devices'
-        free memory. A step needs more; see `python -m runner.plan`."""
+        """Raises MemoryError if the state and a batch of any stage exceed the devices' free memory.
+
+        A step needs more than that; see `python -m runner.plan`.
+        """
         state, devices = self.abstract_state(), [*self.mesh.devices.flat]
         kept = (state.model, state.optimizer, state.frozen, state.reference_model)
         for stage in self.stages.values():

@@ -1,4 +1,4 @@
-"""Periodic actions of a run besides training."""
+"""Periodic actions of a run, in addition to training."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -10,13 +10,13 @@ from lmlib.state import State
 
 @dataclasses.dataclass(frozen=True)
 class Moment:
-    """A run after a step, as an action sees it.
+    """The state of a run after a step, as passed to an action.
 
     Attributes:
       step: the updates made so far, skipped ones included.
-      state: after the step, on its mesh. The next step takes its buffers: what an action keeps, it
-        copies.
-      metrics: the line of the step in metrics.jsonl, with the metrics of earlier actions.
+      state: after the step, on its mesh. The next step donates its buffers, so an action must copy
+        everything that it keeps.
+      metrics: the step's line in metrics.jsonl, with the metrics of earlier actions.
       workdir: of the run.
       tell: shows a line above the progress.
     """
@@ -30,10 +30,10 @@ class Moment:
 
 @runtime_checkable
 class Action(Protocol):
-    """Called by every process, between two steps, while no step is on its way.
+    """Called by every process between two steps.
 
-    If a checkpoint is due too, it is saved first, so that an action that fails costs no step. A
-    process that is killed in between leaves the action undone.
+    If a checkpoint is due too, it is saved first, so that a failing action costs no step. If a
+    process is killed in between, the action is lost.
     """
 
     def __call__(self, now: Moment) -> Mapping[str, Any] | None:
@@ -45,10 +45,10 @@ class Action(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Every:
-    """An action after every so many steps.
+    """Calls an action at a fixed interval of steps.
 
     Args:
-      at_end: after the last step too.
+      at_end: True calls it after the last step too.
 
     Raises:
       ValueError: if `steps` is not positive.
@@ -63,5 +63,5 @@ class Every:
             raise ValueError(f"Every needs at least 1 step, got {self.steps}")
 
     def due(self, step: int, last: bool) -> bool:
-        """True if the action is due after `step`; `last` says that it is the run's last."""
+        """True if the action is due after `step`; `last` is True for the run's last step."""
         return step % self.steps == 0 or (self.at_end and last)

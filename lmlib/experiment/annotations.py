@@ -1,4 +1,4 @@
-"""Compares values with type annotations."""
+"""Checks values against type annotations."""
 
 import collections.abc
 import dataclasses
@@ -10,17 +10,17 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-_NUMBERS = {int: numbers.Integral, float: numbers.Real}  # NumPy's are numbers too
+_NUMBERS = {int: numbers.Integral, float: numbers.Real}  # includes NumPy's numbers
 
 
 def check_fields(name: str, settings: Any) -> None:
-    """Compares the fields of a dataclass's instance with their annotations.
+    """Checks the fields of a dataclass instance against their annotations.
 
     Args:
-      name: of the instance in errors; "" for the experiment itself.
+      name: the instance's name in errors; "" for the experiment itself.
 
     Raises:
-      ValueError: naming the field, its value, and the values that it takes.
+      ValueError: naming the field, its value, and the accepted values.
     """
     kinds = typing.get_type_hints(type(settings))
     for field in dataclasses.fields(settings):
@@ -31,13 +31,13 @@ def check_fields(name: str, settings: Any) -> None:
 
 
 def fits(value: Any, annotation: Any, unknown: Callable[[Any], bool] = lambda value: False) -> bool:
-    """Returns whether `value` has the type `annotation`.
+    """True if `value` has the type `annotation`.
 
-    Every value fits an annotation that is not understood. An int fits float, a list fits a tuple of
-    any length; a bool is not a number, and a str is not a sequence.
+    Unknown annotations accept every value. An int fits float, a list fits a tuple of any length; a
+    bool is not a number, and a str is not a sequence.
 
     Args:
-      unknown: says which values, also in containers, are accepted unseen.
+      unknown: predicate for values, also inside containers, that are accepted unchecked.
     """
     origin, inside = typing.get_origin(annotation), typing.get_args(annotation)
     if unknown(value) or annotation is Any or annotation is inspect.Parameter.empty:
@@ -60,7 +60,7 @@ def fits(value: Any, annotation: Any, unknown: Callable[[Any], bool] = lambda va
     if isinstance(value, str) and origin is not None:
         return False
     if kind is tuple and inside[1:] == (...,):
-        kind, inside = Sequence, inside[:1]  # a list serves as well
+        kind, inside = Sequence, inside[:1]  # a list is accepted too
     if not _is_instance(value, kind):
         return False
     if isinstance(value, Mapping) and len(inside) == 2:
@@ -81,5 +81,5 @@ def text_of(annotation: Any) -> str:
 def _is_instance(value: Any, kind: type) -> bool:
     try:
         return isinstance(value, kind)
-    except Exception:  # of a protocol that cannot be asked, or an array type outside of a scope
+    except Exception:  # a protocol that is not checkable, or an array type outside a scope
         return True

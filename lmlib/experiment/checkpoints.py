@@ -13,8 +13,9 @@ class CheckpointSettings:
       keep_every: also keeps the checkpoints of these multiples of steps; `None` for none.
       keep_best: also keeps this number of the best.
       best_by: the metric that ranks checkpoints, of `Experiment.evaluation_metrics`.
-      best_is_highest: True if more of it is better.
-      tolerated_failures: saves in a row that may fail, on a full disk say, before the run stops.
+      best_is_highest: True if higher is better.
+      tolerated_failures: consecutive saves that may fail, for example on a full disk, before the
+        run stops.
     """
 
     every: int = 1_000

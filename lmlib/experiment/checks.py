@@ -1,4 +1,4 @@
-"""Whether the parts of an experiment fit each other."""
+"""Checks that the parts of an experiment fit each other."""
 
 import operator
 import re
@@ -43,10 +43,10 @@ _LEAST = {
 
 
 def check_experiment(experiment: Any) -> None:
-    """What `lmlib.experiment.Experiment.check` does.
+    """Implements `lmlib.experiment.Experiment.check`.
 
     Raises:
-      ValueError: naming the setting, its value, and what would work.
+      ValueError: naming the setting, its value, and a remedy.
     """
     check_fields("", experiment)
     for name in _SETTINGS:
@@ -81,7 +81,10 @@ def check_experiment(experiment: Any) -> None:
 
 
 def _check_devices_of_attention(experiment: Any) -> None:
-    """The other kernels are interpreted where they do not run, for tests; cuDNN is a library."""
+    """Refuses cuDNN attention on devices that lack it.
+
+    Other kernels are emulated on unsupported devices, for tests; cuDNN is a library.
+    """
     device = experiment.mesh.devices.flat[0]
     if experiment.compute.attention == "cudnn" and device.platform != "gpu":
         raise ValueError(

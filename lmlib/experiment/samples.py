@@ -1,11 +1,11 @@
-"""Texts that a run lets its model continue."""
+"""Settings for sample texts during a run."""
 
 import dataclasses
 
 
 @dataclasses.dataclass(frozen=True)
 class SampleSettings:
-    """Texts that a run lets its model continue.
+    """Prompts that a run's model continues.
 
     Args:
       prompts: the texts, continued at the end of the run.

@@ -21,7 +21,7 @@ from lmlib.models.split_rows import check_rows_may_be_split
 from lmlib.parallel.check import check_batch
 from lmlib.parallel.layout import COMPUTE, pieces
 
-ROWS = 8  # that are read at most
+ROWS = 8  # maximum number of rows to read
 
 _FIELDS: dict[str, type[np.generic]] = {
     "tokens": np.int32,
@@ -71,7 +71,7 @@ def check_source(experiment: Any, name: str, source: Source, model: Any, microba
     """Checks the sizes and ids of `source`, and of each part of a mixture; reads no batch.
 
     Args:
-      name: of the source in errors.
+      name: the source's name in errors.
 
     Raises:
       ValueError: if it does not fit the model, the objective or the mesh.
@@ -124,7 +124,7 @@ def _check_part(name: str, source: Source, objective: Objective, model: Any) -> 
 
 
 def _check_flat_tokens(name: str, source: FlatTokens, model: Any) -> None:
-    # Before anything of that size is made.
+    # Check before allocating anything of that size.
     if source.sequence_length >= source.tokens:
         raise ValueError(
             f"{name} makes sequences of {source.sequence_length:,} tokens and has "
@@ -148,11 +148,13 @@ def _parts(name: str, source: Source) -> Iterator[tuple[str, Source]]:
 
 
 def check_rows(name: str, source: Source, vocab: int, needs_pairs: bool) -> None:
-    """Checks the first rows of `source`, except of a `Resumable` one, whose stream would begin.
+    """Checks the first rows of `source`.
+
+    A `Resumable` source is not checked, since reading would start its stream.
 
     Args:
-      name: of the source in errors.
-      vocab: the number of ids that the model knows.
+      name: the source's name in errors.
+      vocab: the model's vocabulary size.
       needs_pairs: True if the objective compares pairs of answers.
 
     Raises:
@@ -160,7 +162,7 @@ def check_rows(name: str, source: Source, vocab: int, needs_pairs: bool) -> None
     """
     if isinstance(source, Resumable):
         return
-    # Fewer than there are, so that a source that ignores `rows` is noticed.
+    # Request fewer rows than there are, to notice a source that ignores `rows`.
     rows = min(ROWS, max(1, source.batch_size - 1))
     what = f"{name}.batch(0, slice(0, {rows}))"
     batch = source.batch(0, slice(0, rows))
@@ -209,7 +211,7 @@ def _check_fields(what: str, batch: Batch, shape: tuple[int, int], k: int | None
 
 
 def _ids(batch: Batch) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields the ids of a batch that must be in the vocabulary, with their fields."""
+    """Yields the ids of a batch that must be in the vocabulary, with their field's name."""
     yield "tokens", np.ravel(batch.tokens)
     yield "targets", np.asarray(batch.targets)[np.asarray(batch.loss_mask)]
     if batch.teacher_ids is not None:
@@ -227,12 +229,13 @@ def _has_pair(batch: Batch) -> bool:
 def check_split_rows(
     model: Any, reference_model: Any, objective: Any, compute: Compute, mesh: Mesh
 ) -> None:
-    """Checks that all parts that see a row's tokens may be computed on `mesh`; see
-    `lmlib.models.split_rows`.
+    """Checks that every part that sees a row's tokens supports rows split over `mesh`.
+
+    See `lmlib.models.split_rows`.
 
     Raises:
-      ValueError: if a part of a model, or the objective, does not declare that rows may be split,
-        or a kernel of attention is asked for that cannot compute split rows.
+      ValueError: if a part of a model, or the objective, does not declare support for split rows,
+        or the chosen attention kernel lacks it.
     """
     axis, devices = COMPUTE["seq"], pieces(COMPUTE["seq"], mesh)
     if devices == 1:
@@ -251,10 +254,10 @@ def check_split_rows(
 
 
 def check_pieces(model: Any, sequence_length: int, compute: Compute, mesh: Mesh) -> None:
-    """Checks that the kernel can compute the pieces of rows that devices hold, which are shorter.
+    """Checks that the kernel supports the pieces of rows on each device, which are shorter.
 
     Raises:
-      ValueError: if it cannot.
+      ValueError: if it does not.
     """
     axis, devices = COMPUTE["seq"], pieces(COMPUTE["seq"], mesh)
     if devices == 1:

@@ -1,4 +1,4 @@
-"""Stages of a run: batches of other sizes, or of other rows, from some step on."""
+"""Stages of a run: other batch sizes or other rows from some step on."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -12,14 +12,14 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class DataStage:
-    """Other batches from some step on.
+    """A stage of a run with its own batches.
 
     Args:
-      begin: how many steps the stages before it make: an int is a number of them, which stays when
-        the run is made longer or is forked, a float a fraction of the run's.
-      data: its batches, which go on where the text of those before ends; see
+      begin: the number of steps before this stage. An int is absolute, and stays when the run is
+        extended or forked; a float is a fraction of the run's steps.
+      data: its batches, which continue where the text of the earlier stages ends; see
         `lmlib.data.stages.Stages`.
-      microbatches: as in `Experiment`; `None`: as many as there.
+      microbatches: as in `Experiment`; `None` takes the experiment's.
     """
 
     begin: int | float
@@ -27,7 +27,7 @@ class DataStage:
     microbatches: int | None = None
 
     def first_step(self, steps: int) -> int:
-        """The step, from 0, that its first batch is for, in a run of `steps`.
+        """Returns the step, counted from 0, of its first batch in a run of `steps`.
 
         Raises ValueError if there is no such step, or it is the run's first.
         """
@@ -41,10 +41,10 @@ class DataStage:
 
 
 def batches_of(data: Source, later: Sequence[DataStage], steps: int) -> Source:
-    """Returns the batches of a run of `steps`, which begin with those of `data`.
+    """Returns the batches of a run of `steps`, which begin with the batches of `data`.
 
-    Raises ValueError if the stages are not in order, do not fit each other, or do not begin within
-    the run.
+    Raises ValueError if the stages are not in order, do not fit each other, or begin after the
+    run's last step.
     """
     if not later:
         return data
@@ -52,10 +52,10 @@ def batches_of(data: Source, later: Sequence[DataStage], steps: int) -> Source:
 
 
 def spans_of(batches: Source, steps: int) -> dict[range, Source]:
-    """Returns the batches of each stage, by its steps, from 0, in a run of `steps`."""
+    """Returns the batches of each stage by its steps, counted from 0, in a run of `steps`."""
     return batches.spans(steps) if isinstance(batches, Stages) else {range(steps): batches}
 
 
 def at(table: Mapping[range, T], step: int) -> T:
-    """Returns the value of `table` whose steps, from 0, include `step`."""
+    """Returns the value of `table` whose range of steps, counted from 0, contains `step`."""
     return next(value for steps, value in table.items() if step in steps)

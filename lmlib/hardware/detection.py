@@ -1,7 +1,7 @@
-"""Whether this machine has accelerators, and which plugins JAX would start to look for them.
+"""Detects accelerators on this machine, and the plugins that JAX would start to find them.
 
-JAX starts every plugin that is installed, those for plans of absent hardware too. Without the
-hardware it then begins with their errors, and waits while libtpu looks for TPUs.
+JAX starts every installed plugin, including those installed only to plan for absent hardware.
+Without the hardware it then prints their errors first, and waits while libtpu searches for TPUs.
 """
 
 import os
@@ -11,33 +11,34 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-# A driver that serves an accelerator has one of these in /dev, in a container too. Too many do no
+# Device files of accelerator drivers in /dev, also present in containers. False positives are
+# harmless: JAX then searches as usual.
 # harm: JAX then looks for itself, as it would without us.
 _DEVICE_FILES = (
     "nvidiactl",
     "nvidia[0-9]*",
     "nvmap",  # NVIDIA's Jetson
-    "dxg",  # any maker's GPU under Windows
+    "dxg",  # any vendor's GPU under WSL
     "kfd",  # AMD
-    "accel*",  # TPUs up to v4, and newer drivers of other makers
-    "vfio/[!v]*",  # newer TPUs; vfio/vfio is there without any device
+    "accel*",  # TPUs up to v4, and newer drivers of other vendors
+    "vfio/[!v]*",  # newer TPUs; vfio/vfio exists without any device
 )
-# PCI devices of Google's that every machine of its cloud may have: network and disk.
+# Google's PCI devices that any machine in its cloud may have: network and disk.
 _NO_TPU = {"0x0042", "0x001f"}
-# Plugins whose hardware the device files tell of. Another maker's may need none of them.
+# Plugins whose hardware has these device files. Other vendors' plugins may need none.
 _KNOWN_PLUGINS = ("xla_cuda", "xla_rocm")
 
 
 def use_cpu_if_alone() -> list[str]:
-    """Keeps JAX from starting plugins that have no hardware here, and returns their names; call it
-    before JAX starts its devices, which it does not.
+    """Keeps JAX from starting plugins without hardware on this machine, and returns their names.
 
-    Leaves JAX alone, and returns none, where the user has said which platforms to start, where
-    there may be an accelerator, and where a plugin of an unknown maker is installed.
+    Call it before JAX initialises its devices. It does nothing and returns an empty list if the
+    user has chosen the platforms, if there may be an accelerator, or if a plugin of an unknown
+    vendor is installed.
     """
     import jax
 
-    settings: Any = jax.config  # its attributes are made as it is imported
+    settings: Any = jax.config  # its attributes are created on import
     found = plugins()
     if (
         settings.jax_platforms is not None
@@ -56,7 +57,7 @@ def has_accelerator(devices: Path = Path("/dev")) -> bool:
 
 
 def has_tpu(devices: Path = Path("/sys/bus/pci/devices")) -> bool:
-    """Whether this machine has a device of Google's besides the network and disk of its cloud."""
+    """True if this machine has a Google device other than its cloud's network and disk."""
     ids = (
         ((device / "vendor").read_text().strip(), (device / "device").read_text().strip())
         for device in (devices.iterdir() if devices.is_dir() else ())
@@ -65,7 +66,7 @@ def has_tpu(devices: Path = Path("/sys/bus/pci/devices")) -> bool:
 
 
 def plugins() -> list[str]:
-    """Those that JAX would start, found as JAX finds them, but not imported."""
+    """Returns the plugins that JAX would start, found the way JAX finds them but not imported."""
     names = {entry.value.rpartition(".")[2] for entry in entry_points(group="jax_plugins")}
     if (package := find_spec("jax_plugins")) is not None:
         folders = package.submodule_search_locations

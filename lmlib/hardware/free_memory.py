@@ -1,6 +1,7 @@
-"""Whether arrays fit into memory, asked before they are made.
+"""Checks that arrays fit into memory before they are allocated.
 
-Too many of them end in an error of JAX's on accelerators, and on CPUs in the kernel's SIGKILL.
+Otherwise an allocation that is too large ends in a JAX error on accelerators, and on CPUs in a
+SIGKILL from the kernel.
 """
 
 import math
@@ -15,16 +16,16 @@ from lmlib.terminal.quantities import bytes_text
 
 
 def check_fits(what: str, arrays: Any, devices: Sequence[Any]) -> None:
-    """Raises MemoryError, which says how many bytes, if `arrays` take more memory than is free.
+    """Raises MemoryError, with the number of bytes, if `arrays` need more memory than is free.
 
     Args:
-      what: "a cache of 8 × 2,048 tokens", say.
+      what: description for the message, such as "a cache of 8 × 2,048 tokens".
       arrays: a tree of `ShapeDtypeStruct`s.
-      devices: of JAX, on which they lie; those of other processes are not asked.
+      devices: the JAX devices of the arrays; only this process's own are checked.
     """
     ours = [device for device in devices if device.process_index == jax.process_index()]
     needed = bytes_per_device(arrays)
-    if ours and ours[0].platform == "cpu":  # they share one memory
+    if ours and ours[0].platform == "cpu":  # CPU devices share one memory
         check_fits_host(what, needed * len(ours))
     elif ours and (stats := ours[0].memory_stats()) and "bytes_limit" in stats:
         free = stats["bytes_limit"] - stats["bytes_in_use"]
@@ -32,7 +33,7 @@ def check_fits(what: str, arrays: Any, devices: Sequence[Any]) -> None:
 
 
 def check_fits_host(what: str, needed: int) -> None:
-    """As `check_fits`, of so many bytes of the machine's own memory."""
+    """Like `check_fits`, for `needed` bytes of host memory."""
     if (free := host_bytes()) is not None:
         _check(what, needed, free, f"this machine has {bytes_text(free)} free")
 
@@ -43,7 +44,7 @@ def _check(what: str, needed: int, free: int, has: str) -> None:
 
 
 def bytes_per_device(tree: Any) -> int:
-    """Of arrays, or of shapes, which lie whole on a device if they have no sharding."""
+    """Returns the bytes per device of arrays or shapes; without a sharding they are not split."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape) if leaf.sharding else leaf.shape)
         * leaf.dtype.itemsize
@@ -52,8 +53,10 @@ def bytes_per_device(tree: Any) -> int:
 
 
 def host_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """How much more of the machine's memory this process can have, at most; `None` where Linux's
-    files `proc` and `cgroups` do not say."""
+    """Returns the host memory that this process can still allocate, at most, in bytes.
+
+    `None` if Linux's files `proc` and `cgroups` don't say.
+    """
     known = []
     if (available := _kilobytes(proc / "meminfo", "MemAvailable")) is not None:
         known.append(available + (_kilobytes(proc / "meminfo", "SwapFree") or 0))
@@ -63,19 +66,19 @@ def host_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup"
 
 
 def _kilobytes(file: Path, name: str) -> int | None:
-    """In bytes, what `file` has in kB under a name."""
+    """Returns in bytes a value that `file` lists in kB under `name`."""
     found = re.search(rf"^{name}:\s*(\d+) kB$", _text(file), re.MULTILINE)
     return 1024 * int(found[1]) if found else None
 
 
 def _cgroup_limits(own: Path, cgroups: Path) -> Iterator[int]:
-    """Of this process's group and those that it is part of, in versions 2 and 1; in bytes."""
+    """Yields the limits of this process's cgroup and its ancestors, versions 2 and 1, in bytes."""
     for number, controllers, group in re.findall(r"^(\d+):(.*?):/(.*)$", _text(own), re.MULTILINE):
         if number == "0" or "memory" in controllers.split(","):
             folder = (cgroups if number == "0" else cgroups / "memory") / group
             for each in (folder, *folder.parents):
                 for name in ("memory.max", "memory.limit_in_bytes"):
-                    if (limit := _text(each / name).strip()).isdecimal():  # or "max"
+                    if (limit := _text(each / name).strip()).isdecimal():  # otherwise "max"
                         yield int(limit)
 
 

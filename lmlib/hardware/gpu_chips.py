@@ -1,8 +1,8 @@
-"""GPUs as a compiler sees them.
+"""GPUs as described to a compiler.
 
-The figures of NVIDIA's chips are in its CUDA C++ Programming Guide (technical specifications of
-each compute capability) and in the white papers of the architectures; those of AMD's in the CDNA 3
-white paper.
+The numbers for NVIDIA's chips are from the CUDA C++ Programming Guide (technical specifications of
+each compute capability) and the white papers of the architectures; AMD's are from the CDNA 3 white
+paper.
 """
 
 import dataclasses
@@ -10,19 +10,19 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class GpuChip:
-    """What XLA must know of a GPU to compile for it without one.
+    """The properties that XLA needs to compile for a GPU that is not present.
 
     Args:
-      capability: as XLA's `GpuDeviceInfoProto` has it, in text.
+      capability: as in XLA's `GpuDeviceInfoProto`, as text.
       cores: streaming multiprocessors or compute units.
-      fpus_per_core: of float32.
-      clock_ghz: the highest.
+      fpus_per_core: float32 units.
+      clock_ghz: maximum clock.
       l2_cache: bytes.
-      shared_memory: bytes, of one core.
-      shared_memory_per_block: bytes, of a program that asks for no more.
-      reserved_shared_memory: bytes of a core that no block can have.
-      threads_per_warp: threads that go together.
-      registers: of one core, of 32 bits.
+      shared_memory: bytes per core.
+      shared_memory_per_block: bytes for a program that does not request more.
+      reserved_shared_memory: bytes per core that are unavailable to blocks.
+      threads_per_warp: threads that execute together.
+      registers: 32-bit registers per core.
     """
 
     capability: str

@@ -1,6 +1,6 @@
-"""What accelerators can do at best, from their vendors' documents.
+"""Peak performance of accelerators, from their vendors' documents.
 
-A JAX device is one GPU or one TPU chip; of TPU 7x, which has two halves, one half.
+A JAX device is one GPU or one TPU chip; for TPU 7x, one of the chip's two halves.
 """
 
 import dataclasses
@@ -11,26 +11,26 @@ from lmlib.hardware import gpu_chips
 
 @dataclasses.dataclass(frozen=True)
 class Accelerator:
-    """What one JAX device can do at best.
+    """Peak performance of one JAX device.
 
     Args:
-      name: as `python -m runner.plan --topology` takes it: "h100".
+      name: as given to `python -m runner.plan --topology`: "h100".
       platform: "tpu", "cuda", "rocm" or "cpu".
-      device_kinds: the exact `device_kind`s that JAX may give it.
-      flops: dense FLOP/s (or integer operations) by the dtype of the operands, where the matrix
-        units have it. Empty: unknown.
-      memory_bytes: what programs have: on TPUs what the compiler leaves of the chip's, on GPUs the
-        card's memory. `None`: unknown.
-      memory_bandwidth: bytes/s. `None`: unknown.
-      link_bandwidth: bytes/s in one direction, of one ICI link, or of all NVLinks of a GPU.
-        `None`: unknown, or there are none.
-      torus_dimensions: of the network of links, 2 or 3; 0 for a switch, or none.
-      network_bandwidth: bytes/s in one direction of each device between slices or hosts. `None`:
+      device_kinds: the exact `device_kind`s that JAX may report.
+      flops: dense FLOP/s (or integer operations) by operand dtype, for the dtypes of the matrix
+        units. Empty if unknown.
+      memory_bytes: memory available to programs: on TPUs the chip's memory minus the compiler's
+        part, on GPUs the card's memory. `None` if unknown.
+      memory_bandwidth: bytes/s. `None` if unknown.
+      link_bandwidth: bytes/s in one direction, of one ICI link, or of all NVLinks of a GPU. `None`
+        if unknown, or without links.
+      torus_dimensions: of the network of links, 2 or 3; 0 for a switch, or without links.
+      network_bandwidth: bytes/s in one direction per device between slices or hosts. `None` if
         unknown.
-      chip: what `lmlib.plan` compiles for; every GPU has one.
+      chip: the compilation target for `lmlib.plan`; required for GPUs.
 
     Raises:
-      ValueError: for a GPU without a `chip`, its memory or the bandwidth of that.
+      ValueError: for a GPU without a `chip`, memory size or memory bandwidth.
     """
 
     name: str
@@ -56,7 +56,9 @@ class Accelerator:
 _GIB = 2**30
 
 # TPUs. FLOP/s, HBM bandwidth, ICI and data center network of each chip are from
-# docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}. Their ICI figures are for all links in both
+# docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}. Their ICI figures cover all links in both
+# directions; for one link in one direction they are divided by 8 on a 2D torus and by 12 on a 3D
+# one. Memory is the limit in the out-of-memory error of libtpu 0.0.42.
 # directions: a link in one direction is that over 8 on a 2D torus and over 12 on a 3D one. Memory
 # is what libtpu 0.0.42 says a program has when one needs too much.
 _TPUS = (
@@ -104,7 +106,7 @@ _TPUS = (
         torus_dimensions=2,
         network_bandwidth=12.5e9,
     ),
-    # Half of each figure of a chip, whose two devices share its links.
+    # Half of each figure of a chip: its two devices share its links.
     Accelerator(
         name="7x",
         platform="tpu",
@@ -118,7 +120,9 @@ _TPUS = (
     ),
 )
 
-# NVIDIA's. Its data sheets give FLOP/s "with sparsity", twice these, and NVLink in both directions,
+# NVIDIA. Its data sheets give FLOP/s "with sparsity" and NVLink in both directions, both twice
+# these numbers. Memory is as reported by CUDA. The network is one adapter per GPU, as in NVIDIA's
+# DGX of that generation: 200 Gbit/s for A100, 400 Gbit/s for later ones.
 # twice these. Memory is what CUDA reports. The network is an adapter for each GPU, as in
 # NVIDIA's DGX of that generation: 200 Gbit/s for A100, 400 Gbit/s after it.
 _CUDA_GPUS = (
@@ -219,7 +223,7 @@ CPU = Accelerator(
 
 ACCELERATORS = {one.name: one for one in (*_TPUS, *_CUDA_GPUS, *_ROCM_GPUS, CPU)}
 
-# Cards that no plan can name, since they come with no fixed links between them.
+# Cards without fixed links between them; plans cannot use them.
 _BF16_FLOPS_OF_OTHERS = {
     "NVIDIA A100-PCIE-40GB": 312e12,
     "NVIDIA A100 80GB PCIe": 312e12,
@@ -234,12 +238,12 @@ _BY_KIND = {kind: one for one in ACCELERATORS.values() for kind in one.device_ki
 
 
 def accelerator(device_kind: str) -> Accelerator | None:
-    """The accelerator of a device that JAX found; `None` where the table has nothing."""
+    """Returns the accelerator with a JAX device kind; `None` if it is not in the table."""
     return _BY_KIND.get(device_kind)
 
 
 def peak_flops(device_kind: str) -> float | None:
-    """Dense bf16 FLOP/s of one device; `None` where the table has nothing, as for CPUs."""
+    """Returns the dense bf16 FLOP/s of one device; `None` if unknown, as for CPUs."""
     known = accelerator(device_kind)
     if known is not None:
         return known.flops.get("bfloat16")

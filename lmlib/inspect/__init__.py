@@ -1,4 +1,4 @@
-"""Looking into a model: what it makes of one sequence."""
+"""Tools for looking into a model: its activations, attention and logits for one sequence."""
 
 from lmlib.inspect.inspector import Inspector
 

@@ -1,9 +1,10 @@
-"""How much the first steps change what a model computes, for models of several sizes.
+"""Coordinate check: how much the first steps change activations, for models of several sizes.
 
-Changes that grow with width or depth ask for smaller rates in larger models, changes that shrink
-for larger ones; where they stay, one rate is right for all (the coordinate check: Yang et al. 2022,
-arXiv:2203.03466, appendix D.1). Shapes: B batch, S sequence, D depth (layers and one), E embed,
-V vocab.
+Changes that grow with width or depth call for smaller learning rates in larger models, and changes
+that shrink for larger ones. If they stay constant, one rate suits all sizes (Yang et al. 2022,
+arXiv:2203.03466, appendix D.1).
+
+Shapes: B batch, S sequence, D depth (layers and one), E embed, V vocab.
 """
 
 import functools
@@ -28,12 +29,14 @@ Changes = Mapping[str, Sequence[float]]
 
 
 def changes(experiment: Experiment) -> Changes:
-    """By the names of `LOOKED_AT`, after each step of `experiment`: the root mean square, over all
-    elements on the first batch, of the difference from before the first step. The first three are
-    the residual stream, before the first layer and after the others.
+    """Returns the activations' change after each step of `experiment`, by the names in `LOOKED_AT`.
+
+    The change is the root mean square, over all elements of the first batch, of the difference from
+    the values before the first step. The first three names are points of the residual stream:
+    before the first layer, after a middle one and after the last.
 
     Raises:
-      ValueError: as `Experiment.check`, or if the model shows nothing of its layers.
+      ValueError: as `Experiment.check`, or if the model does not expose its layers.
     """
     experiment.check()
     mesh, data = experiment.mesh, experiment.data
@@ -56,8 +59,7 @@ def changes(experiment: Experiment) -> Changes:
 
 
 def slope(sizes: Sequence[int], values: Sequence[float]) -> float:
-    """The exponent p of values that go as sizes^p, by least squares of logarithms; NaN where there
-    is no such p."""
+    """Fits the exponent p in values ∝ sizes^p by least squares of logarithms; NaN without one."""
     with np.errstate(all="ignore"):
         x, y = np.log(np.asarray(sizes, float)), np.log(np.asarray(values, float))
     if len(x) < 2 or not np.isfinite(y).all():

@@ -1,4 +1,4 @@
-"""A table of every parameter: shape, layout, memory, what trains, decay and initial values."""
+"""Table of every parameter: shape, layout, memory, training group, decay, initial values."""
 
 import dataclasses
 import math
@@ -14,14 +14,17 @@ from lmlib.parallel.layout import splitting, stored
 from lmlib.parallel.mesh import sizes_text
 from lmlib.terminal.table import columns
 
-EVERYTHING = "yes"  # the group of all weights, where nothing is frozen
+EVERYTHING = "yes"  # the group of all weights if none are frozen
 
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:
-    """One weight. `axes`, `shape` and `layout` align; stacked layers lead, as `layer`. `layout` is
-    "whole" or names the axes of the mesh that split it. `group` is that in which it trains;
-    `None`: it is frozen. `initial_values` is "zeros", "ones" or a standard deviation."""
+    """One weight.
+
+    `axes`, `shape` and `layout` align; stacked layers lead, as `layer`. `layout` is "whole" or
+    names the mesh axes over which it is sharded. `group` is its training group, `None` if it is
+    frozen. `initial_values` is "zeros", "ones" or a standard deviation.
+    """
 
     path: str
     axes: tuple[str, ...]
@@ -51,7 +54,7 @@ class Parameter:
 
 @dataclasses.dataclass(frozen=True)
 class Description:
-    """`str()` is the whole table; `short()` its totals in one line."""
+    """A table of parameters: `str()` returns all of it, `short()` its totals in one line."""
 
     parameters: Sequence[Parameter]
     mesh: Mesh
@@ -96,11 +99,11 @@ def describe(
     decays: Decays = as_declared,
     groups: Mapping[str, str] | None = None,
 ) -> Description:
-    """Describes `model` (arrays, or `ShapeDtypeStruct`s out of `jax.eval_shape`) on `mesh`.
+    """Describes `model` (arrays, or `ShapeDtypeStruct`s from `jax.eval_shape`) on `mesh`.
 
     Args:
-      groups: of each weight that trains, by its path (`lmlib.optim.trainable.grouped`); `None`:
-        all do.
+      groups: the group of each trained weight, by its path (`lmlib.optim.trainable.grouped`);
+        `None` if all weights train.
     """
     parameters: list[Parameter] = []
 

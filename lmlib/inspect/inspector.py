@@ -1,4 +1,4 @@
-"""What a model makes of one sequence: logits, losses, activations, attention.
+"""A model's results for one sequence: logits, losses, activations, attention.
 
 Shapes: B batch, S sequence (queries), T sequence (keys), L layers, E embed, H heads, V vocab.
 """
@@ -22,20 +22,22 @@ from lmlib.models.model import Model, check_length, padded_length
 from lmlib.parallel.layout import COMPUTE, pieces, reshard
 from lmlib.parallel.mesh import mesh_of
 
-_LENGTHS = 64  # programs are compiled for multiples of so many tokens
+_LENGTHS = 64  # sequences are padded to multiples of this, to limit compilations
 
 Look = Callable[[Model, Batch, Compute], Array]  # rows first
 
 
 class Inspector:
-    """Looks into one model. Every result is a float32 NumPy array, and follows from the tokens
-    alone: not from the mesh, but for rounding. Where there are several processes all must ask.
+    """Runs one model on single sequences. Every result is a float32 NumPy array.
+
+    Results depend only on the tokens: the mesh changes them only by rounding. If there are several
+    processes, all must make the same calls.
 
     Args:
       model: a `lmlib.models.model.Model`.
-      compute: how to compute it; in which dtype above all.
-      mesh: where its weights lie; `None`: that which they were made on, if any.
-      longest: tokens that the model was trained on; shorter sequences are padded up to it at most.
+      compute: compute settings, above all the dtype.
+      mesh: the mesh of its weights; `None` takes the mesh on which they were made, if any.
+      longest: the sequence length in training; shorter sequences are padded at most to this.
     """
 
     def __init__(
@@ -49,15 +51,15 @@ class Inspector:
         self._mesh = mesh or mesh_of(model)
 
     def logits(self, ids: Sequence[int]) -> Float[np.ndarray, "s vocab"]:
-        """Of the token after each of `ids`.
+        """Returns the logits of the token after each of `ids`.
 
         Raises:
-          ValueError: if there is no token, one is not the model's, or there are too many.
+          ValueError: if there are no tokens or too many, or an id is not in the vocabulary.
         """
         return self._seen(_logits, ids)[: len(ids)]
 
     def token_losses(self, ids: Sequence[int]) -> Float[np.ndarray, "targets"]:
-        """-log p of each token but the first, given those before it, in nats.
+        """Returns -log p of each token except the first, given the tokens before it, in nats.
 
         Raises:
           ValueError: as `logits`.
@@ -65,18 +67,20 @@ class Inspector:
         return self._seen(_losses, ids)[: len(ids) - 1]
 
     def activations(self, ids: Sequence[int]) -> Float[np.ndarray, "depth s embed"]:
-        """The residual stream: before the first layer, then after each. The model's last norm comes
-        after the last.
+        """Returns the residual stream: before the first layer, then after each.
+
+        The model's final norm is not applied.
 
         Raises:
-          ValueError: as `logits`, or if the model shows nothing of its layers.
+          ValueError: as `logits`, or if the model does not expose its layers.
         """
         return self._seen(residual_stream, ids)[:, : len(ids)]
 
     def logit_lens(self, ids: Sequence[int]) -> Float[np.ndarray, "depth s vocab"]:
-        """The logits that the model would give of each of `activations`, if its layers ended there:
-        the last ones are `logits` (nostalgebraist 2020, "interpreting GPT: the logit lens"). The
-        array has 4 bytes for each depth, token and id of the vocabulary, on every device.
+        """Returns the logits that the model would compute from each of `activations`.
+
+        The last ones equal `logits` (nostalgebraist 2020, "interpreting GPT: the logit lens"). The
+        array takes 4 bytes for each depth, token and id of the vocabulary, on every device.
 
         Raises:
           ValueError: as `activations`.
@@ -84,8 +88,10 @@ class Inspector:
         return self._seen(logit_lens, ids)[:, : len(ids)]
 
     def attention(self, ids: Sequence[int]) -> Float[np.ndarray, "layers heads s t"]:
-        """How much each token (s) takes from each (t): not less than 0, nothing from later ones,
-        1 in all. The array has 4 bytes for each layer, head, s and t, on every device.
+        """Returns the weights with which each query (s) attends to each key (t).
+
+        They are non-negative, zero for later keys, and sum to 1 over t. The array takes 4 bytes for
+        each layer, head, s and t, on every device.
 
         Raises:
           ValueError: as `activations`, or if a layer has no attention weights.
@@ -99,8 +105,10 @@ class Inspector:
             return np.asarray(_first_row(self._model, batch, self._compute, look))
 
     def _batch(self, ids: Sequence[int]) -> Batch:
-        """`ids` in the first row; the others are there for the mesh, and what follows `ids` lest
-        every length be compiled."""
+        """Puts `ids` in the first row of a batch; other rows fill the mesh.
+
+        The row is padded, so that not every length needs its own compilation.
+        """
         if len(ids) == 0:
             raise ValueError("there are no tokens: give one at least")
         if wrong := [id for id in ids if not 0 <= id < self._model.vocab]:
@@ -126,9 +134,9 @@ class Inspector:
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _first_row(model: Model, batch: Batch, compute: Compute, look: Look) -> Array:
-    """On every device."""
+    """Returns the first row of the result, on every device."""
     everywhere = None if jax.sharding.get_abstract_mesh().empty else PartitionSpec()
-    first = jnp.zeros(1, jnp.int32)  # as an array: rows may lie apart
+    first = jnp.zeros(1, jnp.int32)  # an array, since rows may be on different devices
     return look(model, batch, compute).at[first].get(out_sharding=everywhere)[0].astype(jnp.float32)
 
 

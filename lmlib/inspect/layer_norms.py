@@ -1,4 +1,4 @@
-"""Norms of a model layer by layer while it is trained: an action for `cfg.actions`."""
+"""Norms of each layer during training: an action for `cfg.actions`."""
 
 import dataclasses
 
@@ -16,17 +16,18 @@ from lmlib.parallel.layout import sharding
 
 @dataclasses.dataclass(frozen=True)
 class LayerNorms:
-    """Adds `grad_norm/PART`, `weight_norm/PART` and `output_rms/PART` of each layer, and of what is
-    beside the layers, to the metrics: those of `layer_statistics`, on one batch, always the same.
+    """Adds `grad_norm/PART`, `weight_norm/PART` and `output_rms/PART` to the metrics.
 
-    It takes the time and the memory of one more pass forward and backward, and compiles that once.
+    PART is each layer, and each part outside the layers. The values are those in
+    `layer_statistics`, on one fixed batch. It takes the time and the memory of one more forward and
+    backward pass, and compiles that once.
 
     Args:
-      data: whose first batch is taken: the experiment's validation, or its data.
+      data: the source of the batch, its first: the experiment's validation, or its data.
       mesh, compute, objective: the experiment's.
 
     Raises:
-      ValueError: for a stream, which a look at its first batch would take back to its beginning.
+      ValueError: for a stream, since reading its first batch would rewind it.
     """
 
     data: Source

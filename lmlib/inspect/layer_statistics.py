@@ -1,4 +1,4 @@
-"""Magnitudes layer by layer: where numbers grow, and where they stop being finite.
+"""Magnitudes layer by layer, to find where numbers grow or stop being finite.
 
 Shapes: B batch, S sequence, E embed, L layers.
 """
@@ -28,13 +28,14 @@ NEXT_TOKEN = NextToken()
 
 
 class PartStatistics(NamedTuple):
-    """Magnitudes of one part of a model: "embedding", "layer 3", "norm". Where numbers are not
-    finite, they are NaN or infinity.
+    """Magnitudes of one part of a model: "embedding", "layer 3", "norm".
+
+    They are NaN or infinite if the part's numbers are not finite.
 
     Attributes:
-      output: root mean square of the residual stream after the part; `None` where it is not
-        observed, in a model without layers for example.
-      weights, gradients: Euclidean norms; a matrix that is stored in 8 bits has no gradient.
+      output: root mean square of the residual stream after the part; `None` if it is not observed,
+        as in a model without layers.
+      weights, gradients: Euclidean norms; a matrix stored in 8 bits has no gradient.
     """
 
     name: str
@@ -48,8 +49,8 @@ class LayerStatistics(NamedTuple):
 
     Attributes:
       parts: in the order of the forward pass.
-      loss: what the objective minimises, on average over the units that it counts; nats.
-      loss_name: its name in texts.
+      loss: the objective's loss, averaged over its units, in nats.
+      loss_name: its name, for display.
     """
 
     parts: tuple[PartStatistics, ...]
@@ -65,11 +66,11 @@ def layer_statistics(
     objective: Objective = NEXT_TOKEN,
     reference_model: Model | None = None,
 ) -> LayerStatistics:
-    """Runs `batch` (on the devices) forward and backward once, nothing dropped at random.
+    """Runs `batch` (on the devices) forward and backward once, without dropout.
 
     Args:
-      objective: whose gradients are measured.
-      reference_model: the one that `objective` needs.
+      objective: the gradients are those of its loss.
+      reference_model: required by some objectives.
     """
     with jax.set_mesh(mesh):
         found = jax.device_get(_measuring(compute, objective)(model, reference_model, batch))
@@ -93,7 +94,7 @@ def layer_statistics(
 
 @functools.lru_cache(maxsize=4)
 def _measuring(compute: Compute, objective: Objective) -> Callable[..., Any]:
-    """`_measured`, compiled once for models of one kind."""
+    """Returns `_measured`, compiled once per kind of model."""
     return jax.jit(functools.partial(_measured, compute=compute, objective=objective))
 
 
@@ -124,7 +125,7 @@ def _measured(
 
 
 def _root_mean_squares(call: LayerCall) -> tuple[Array, Array]:
-    """Those of the residual stream before and after the layer."""
+    """Returns the root mean square of the residual stream before and after the layer."""
     before, after = (
         jnp.sqrt(jnp.mean(jnp.square(x_BSE.astype(jnp.float32))))
         for x_BSE in (call.before, call.after)
@@ -133,7 +134,7 @@ def _root_mean_squares(call: LayerCall) -> tuple[Array, Array]:
 
 
 def _norm(part: WeightGroup) -> Array:
-    """The norm of a part's arrays; one for each layer where they are stacked."""
+    """Returns the norm of a part's arrays; one per layer if they are stacked."""
     stacked = 0 if part.layers is None else 1
     arrays = [
         leaf.dense() if isinstance(leaf, Int8) else leaf.astype(jnp.float32)
@@ -146,13 +147,15 @@ def _norm(part: WeightGroup) -> Array:
 
 
 def _rests(leaf: Any) -> bool:
-    """Whether it is a matrix that is stored in 8 bits."""
+    """True for a matrix stored in 8 bits."""
     return isinstance(leaf, Int8)
 
 
 def first_offender(statistics: LayerStatistics) -> str | None:
-    """Where a number that is not finite comes up first: in the weights, else in the order of the
-    forward pass, else in that of the backward pass. `None` if all are finite."""
+    """Returns the first place with a number that is not finite; `None` if all are finite.
+
+    The weights come first, then the forward pass in order, then the backward pass in order.
+    """
 
     def found() -> Iterator[tuple[str, float]]:
         parts = statistics.parts
@@ -167,7 +170,7 @@ def first_offender(statistics: LayerStatistics) -> str | None:
 
 
 def table(statistics: LayerStatistics) -> str:
-    """One line for each part of the model, in the order of the forward pass."""
+    """Formats one line per part of the model, in the order of the forward pass."""
     rows = [("", "output rms", "weight norm", "gradient norm")]
     rows += [
         (

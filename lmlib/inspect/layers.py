@@ -1,7 +1,7 @@
-"""What happens in the layers, for whoever looks: `Context.observe` sees each of them.
+"""Observes the layers of a model through `Context.observe`, which is called for each of them.
 
-Shapes: B batch, S sequence (queries), T sequence (keys), L layers, D depth (layers and one),
-E embed, H heads.
+Shapes: B batch, S sequence (queries), T sequence (keys), L layers, D depth (layers and one), E
+embed, H heads.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from lmlib.parallel.layout import reshard
 def residual_stream(
     model: Model, batch: Batch, compute: Compute
 ) -> Float[Array, "b depth s embed"]:
-    """The residual stream before the first layer, then after each."""
+    """Returns the residual stream before the first layer, then after each."""
 
     def before(call: LayerCall) -> Array:
         return reshard(call.before, "batch seq embed")
@@ -30,7 +30,7 @@ def residual_stream(
 
 
 def logit_lens(model: Model, batch: Batch, compute: Compute) -> Float[Array, "b depth s vocab"]:
-    """The logits of each of `residual_stream`, as if it were the last."""
+    """Returns the logits of each of `residual_stream`, as if it were the last."""
     context = _context(batch, compute)
     stream_BDSE = residual_stream(model, batch, compute)
 
@@ -45,8 +45,7 @@ def logit_lens(model: Model, batch: Batch, compute: Compute) -> Float[Array, "b 
 def attention_weights(
     model: Model, batch: Batch, compute: Compute
 ) -> Float[Array, "b layers heads s t"]:
-    """The attention weights of each layer, as `lmlib.models.attend.attention_weights` defines
-    them."""
+    """Returns the attention weights of each layer; see `lmlib.models.attend.attention_weights`."""
 
     def weights(call: LayerCall) -> Array:
         return call.layer.attention_weights(call.before, call.context)

@@ -1,4 +1,4 @@
-"""What the forward pass keeps for the backward pass, by name."""
+"""The tensors saved by the forward pass for the backward pass, by name."""
 
 import dataclasses
 import functools
@@ -15,14 +15,15 @@ from lmlib.losses.next_token import batch_loss
 from lmlib.state import abstract_batch, abstract_model
 from lmlib.terminal.table import columns
 
-# Inputs of the rematerialised parts of the model, and what the loss leaves for the backward pass:
+# Inputs of the rematerialised parts of the model, and the loss's residuals: always saved,
+# independent of `saved`.
 # kept whatever `saved` says.
 ALWAYS_KEPT = ("layer_input", "head_input", "loss_gradient")
 
 
 @dataclasses.dataclass(frozen=True)
 class SavedActivation:
-    """One kept tensor of one microbatch; `shape` is global, stacked layers leading."""
+    """One saved tensor of one microbatch; `shape` is global, with stacked layers leading."""
 
     name: str
     shape: tuple[int, ...]
@@ -48,9 +49,9 @@ class SavedActivations(tuple[SavedActivation, ...]):
 
 
 def saved_activations(experiment: Experiment) -> SavedActivations:
-    """The tensors that one microbatch of `experiment` keeps, read off its traced forward pass.
+    """Returns the tensors that one microbatch of `experiment` saves, from its traced forward pass.
 
-    Besides them the backward pass keeps only the weights, and a few numbers for each position.
+    The backward pass also needs the weights and a few numbers per position; these are not listed.
     """
     data, mesh = experiment.data, experiment.mesh
     model = abstract_model(lambda: experiment.recipe.made, mesh)
@@ -77,7 +78,7 @@ def saved_activations(experiment: Experiment) -> SavedActivations:
 def _named_values(
     jaxpr: Any, stacked: tuple[int, ...]
 ) -> Iterator[tuple[str, Any, tuple[int, ...]]]:
-    """Every `checkpoint_name`: its name, its value's type, and the lengths of the scans around."""
+    """Yields every `checkpoint_name`: its name, its type, and the lengths of enclosing scans."""
     for equation in jaxpr.eqns:
         if equation.primitive.name == "name":
             yield equation.params["name"], equation.outvars[0].aval, stacked

@@ -1,8 +1,8 @@
-"""The metrics of a run: `metrics.jsonl`, whose lines sinks get too, and MFU.
+"""The metrics of a run: `metrics.jsonl`, the same lines for sinks, and MFU.
 
-`metrics.jsonl` holds one JSON object a line, `{"step": 10, "loss": 3.25, …}`, each step once and in
-order however often the run was killed. Strict JSON has no NaN: what is not finite is the string
-"NaN", "Infinity" or "-Infinity", which `float()` reads and `read_metrics` turns back.
+`metrics.jsonl` holds one JSON object per line, `{"step": 10, "loss": 3.25, …}`, with each step once
+and in order, even if the run was killed. Strict JSON has no NaN: numbers that are not finite are
+the strings "NaN", "Infinity" and "-Infinity", which `float()` reads and `read_metrics` converts.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ _NOT_FINITE = {"NaN", "Infinity", "-Infinity"}
 
 @runtime_checkable
 class Device(Protocol):
-    """All that is asked of a `jax.Device` here."""
+    """The only property of a `jax.Device` that is used here."""
 
     @property
     def device_kind(self) -> str: ...
@@ -38,12 +38,12 @@ def mfu(
     """Model FLOPs utilisation (Chowdhery et al. 2022, arXiv:2204.02311, appendix B).
 
     Args:
-      flops_per_token: what the model needs, forward and backward, recomputation not counted.
+      flops_per_token: of the forward and backward pass, without recomputation.
       tokens_per_second: of all `devices` together.
       devices: at least one.
 
     Returns:
-      FLOP/s used over the devices' peak (0.4 for 40 %); `None` where a peak is not known.
+      FLOP/s used over the devices' peak (0.4 for 40 %); `None` if a peak is unknown.
     """
     peaks = [peak_flops(device.device_kind) for device in devices]
     if None in peaks:
@@ -52,19 +52,20 @@ def mfu(
 
 
 class MetricsLog:
-    """Appends to `workdir/metrics.jsonl`, and then gives sinks the same.
+    """Appends to `workdir/metrics.jsonl`, then passes the same metrics to sinks.
 
-    Every line is with the operating system when `write` returns, unless the storage fails: then it
-    is kept, and tried again with the next line. For a resumed run to miss no step, `flush` a step's
-    metrics before its checkpoint is saved, and `sync` them before that is whole.
+    Every line has reached the operating system when `write` returns. If the storage fails, the line
+    is kept and tried again with the next one. A resumed run misses no step if a step's metrics are
+    passed to `flush` before its checkpoint is saved, and to `sync` before the checkpoint is
+    complete.
 
         with MetricsLog(workdir, resume_step=None) as log:
             log.write(1, {"loss": 3.25})
 
     Attributes:
-      missing: a sentence about steps from `first` to `resume_step` without a line, or `None`.
+      missing: a message about steps from `first` to `resume_step` without a line, or `None`.
       furthest: the last step that the file had; 0 if none.
-      set_aside: the file of a run before, where it is now; `None` if there was none.
+      set_aside: the new path of an earlier run's file; `None` if there was none.
     """
 
     def __init__(
@@ -78,17 +79,17 @@ class MetricsLog:
         first: int = 1,
         check: Callable[[], None] = lambda: None,
     ):
-        """Opens the log, first dropping lines of steps that will be made again.
+        """Opens the log, first dropping the lines of steps that will be repeated.
 
         Args:
-          workdir: made if absent.
-          resume_step: the step of the checkpoint that the run goes on from: later lines, and a line
-            that a kill cut short, are dropped. `None` for a run from the beginning: a file with
-            lines is then renamed to metrics.jsonl.1, or the next number that is free.
+          workdir: created if absent.
+          resume_step: the step of the checkpoint from which the run continues. Later lines, and a
+            line truncated by a kill, are dropped. `None` for a new run: an existing file with lines
+            is then renamed to metrics.jsonl.1, or the next free number.
           enabled: False on all processes but one; then nothing is read or written.
           lost, check: as in `AppendedFile`.
-          sinks: make the sinks that get copies; `tell` gets a line about one that fails.
-          first: the run's own first step; those of a fork follow another run's.
+          sinks: make the sinks that get copies; `tell` gets a line about a sink that fails.
+          first: the run's own first step; a fork's first step follows another run's.
         """
         self._enabled = enabled
         self.missing: str | None = None
@@ -110,11 +111,11 @@ class MetricsLog:
         self._sinks = Sinks(sinks, folder, last + 1, tell, check)
 
     def write(self, step: int, metrics: Mapping[str, float | int | None]) -> None:
-        """Appends a line; metrics that are `None` are left out of it.
+        """Appends a line; metrics that are `None` are left out.
 
         Raises:
           ValueError: if a metric is called "step".
-          TypeError: if a value is no Python number.
+          TypeError: if a value is not a Python number.
         """
         if "step" in metrics:
             raise ValueError('a metric cannot be called "step": the line has the step already')
@@ -124,28 +125,28 @@ class MetricsLog:
             self._sinks.write(step, present)
 
     def add(self, step: int, metrics: Mapping[str, float | int | None]) -> None:
-        """Adds metrics that are known only later to the newest line, which is of `step`."""
+        """Adds metrics that become known later to the newest line, which must be of `step`."""
         present = {name: value for name, value in metrics.items() if value is not None}
         if self._enabled and present:
-            end = f", {to_json(present)[1:]}\n".encode()  # in the place of the line's own "}\n"
+            end = f", {to_json(present)[1:]}\n".encode()  # replaces the line's own "}\n"
             self._file.append(end, over=2)
             self._sinks.write(step, present)
 
     def flush(self) -> None:
-        """Raises OSError, naming the file, if there are lines that it still does not take."""
+        """Writes pending lines; raises OSError, naming the file, if some cannot be written."""
         if self._enabled:
             self._file.flush()
 
     def sync(self) -> None:
-        """Returns once all that was flushed is on the disk; for another thread, too.
+        """Returns once everything flushed is on the disk. May be called from another thread.
 
-        Raises OSError, naming the file.
+        Raises OSError; the error names the file.
         """
         if self._enabled:
             self._file.sync()
 
     def close(self) -> None:
-        """Raises OSError, as `flush` does, once all is closed."""
+        """Closes everything, then raises OSError as `flush` does."""
         if self._enabled:
             self._sinks.close()
             self._file.close()
@@ -154,14 +155,15 @@ class MetricsLog:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
-        """Closes; an error that is on its way is not replaced."""
+        """Closes the log; an exception in flight takes precedence over a closing error."""
         with contextlib.suppress(*([] if kind is None else [OSError])):
             self.close()
 
 
 def read_metrics(workdir: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The lines of `workdir/metrics.jsonl`, also while a run writes it; none if it is absent. Half
-    a line, which a kill or a power cut may leave, is skipped.
+    """Returns the lines of `workdir/metrics.jsonl`, also while a run writes it.
+
+    Empty if the file is absent. An incomplete line, left by a kill or a power cut, is skipped.
 
     `pandas.DataFrame(read_metrics(workdir)).set_index("step")` makes a table of them.
     """
@@ -169,13 +171,13 @@ def read_metrics(workdir: str | os.PathLike[str]) -> list[dict[str, Any]]:
     check_no_link(path)
     if path.exists():
         for line in path.read_bytes().splitlines():
-            with contextlib.suppress(ValueError, TypeError):  # a list, say, is not hashable
+            with contextlib.suppress(ValueError, TypeError):  # for example, a list is not hashable
                 found.append(from_json(line))
     return found
 
 
 def to_json(entry: Mapping[str, Any]) -> str:
-    """A line of `metrics.jsonl`, without its end: strict JSON."""
+    """Returns a line of `metrics.jsonl` without its newline, as strict JSON."""
 
     def strict(value: float | int) -> float | int | str:
         if isinstance(value, float) and not math.isfinite(value):
@@ -186,7 +188,7 @@ def to_json(entry: Mapping[str, Any]) -> str:
 
 
 def from_json(line: str | bytes) -> dict[str, Any]:
-    """The entry that `to_json` was given; raises ValueError for any other line."""
+    """Returns the entry passed to `to_json`; raises ValueError for any other line."""
     entry = parse_json(line)
     if not isinstance(entry, dict) or type(entry.get("step")) is not int:
         raise ValueError("no line of metrics")
@@ -203,8 +205,10 @@ def missing_lines(
     first: int = 1,
     entries: Sequence[Mapping[str, Any]] | None = None,
 ) -> str | None:
-    """A sentence about steps from `first` to `last` without a line in metrics.jsonl; `None` if all
-    have one. `entries` of the file may be given."""
+    """Returns a message about steps from `first` to `last` without a line in metrics.jsonl.
+
+    `None` if all have one. Pass `entries` if the file was already read.
+    """
     entries = read_metrics(workdir) if entries is None else entries
     missing = sorted(set(range(first, last + 1)) - {entry["step"] for entry in entries})
     if not missing:

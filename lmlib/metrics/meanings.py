@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
-EVALUATION, VALIDATION = "evaluation_", "validation_"  # on a part of the split, on all of it
+EVALUATION, VALIDATION = "evaluation_", "validation_"  # on part of the split; on all of it
 
 
 class Meaning(NamedTuple):

@@ -8,29 +8,29 @@ from typing import Protocol, runtime_checkable
 
 @runtime_checkable
 class Sink(Protocol):
-    """Takes a run's metrics, on process 0 only, between steps.
+    """Receives a run's metrics between steps, on process 0 only.
 
-    If it raises, a warning says so, the sink gets nothing more, and the run goes on. Training waits
-    while it works. A text that it returns is shown above the progress.
+    If it raises, a warning is shown, the sink is dropped, and the run continues. Training waits for
+    each call. Text that it returns is shown above the progress.
     """
 
     def write(self, step: int, metrics: Mapping[str, float | int]) -> str | None:
-        """Takes the metrics of a step, which may be NaN or infinite, in the order of steps.
+        """Receives the metrics of a step, which may be NaN or infinite, ordered by step.
 
-        An evaluation after a step, or an action, adds more to it: another call with that step.
+        An evaluation or an action after a step adds metrics in a further call with the same step.
         """
 
     def close(self) -> str | None:
-        """The run ends, well or not."""
+        """Called when the run ends, successfully or not."""
 
 
 @runtime_checkable
 class WritesIntoWorkdir(Protocol):
-    """A sink that keeps a file in the workdir whose name all starts of the run share.
+    """A sink that keeps a file in the workdir under the same name in all starts of the run.
 
     Attributes:
       check: set by `Sinks`. The sink calls it immediately before it renames such a file; it raises
-        where the workdir is another run's now.
+        if the workdir now belongs to another run.
     """
 
     check: Callable[[], None]
@@ -42,7 +42,7 @@ MakeSink = Callable[[Path, int], Sink]
 
 
 class Sinks:
-    """Several sinks; a warning names one that fails, once, and it is left out from then on."""
+    """Several sinks. A sink that fails is reported once and dropped."""
 
     def __init__(
         self,

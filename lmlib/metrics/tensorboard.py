@@ -16,7 +16,7 @@ from lmlib.storage.unlinked import unlinked
 
 @contextlib.contextmanager
 def _without_torch() -> Iterator[None]:
-    """tensorboardX imports torch where it is installed: seconds, and nothing here needs it."""
+    """Keeps tensorboardX from importing torch, which takes seconds and is not needed."""
     if "torch" in sys.modules:
         yield
         return
@@ -35,16 +35,18 @@ with _without_torch():
 
 
 class TensorBoard:
-    """The `lmlib.metrics.sinks.Sink` that writes into the event files of WORKDIR/tensorboard.
+    """The `lmlib.metrics.sinks.Sink` that writes the event files in WORKDIR/tensorboard.
 
-    A step has its metrics and the text in WORKDIR/samples. Values that are not finite are left out.
-    Every method raises OSError where the storage fails. (The `SummaryWriter` of tensorboardX would
-    wait for ever then, and its `EventsWriter` keeps events back, which a kill then loses.)
+    A step has its metrics and the texts in WORKDIR/samples. Values that are not finite are left
+    out. Every method raises OSError if the storage fails. (tensorboardX's `SummaryWriter` would
+    then wait forever, and its `EventsWriter` buffers events, which a kill loses.)
     """
 
     def __init__(self, workdir: Path, first_step: int):
-        """Hides the steps of earlier event files from the one before `first_step` on, of which a
-        kill may have left a part, and writes that one anew."""
+        """Rewrites the step before `first_step` and hides the steps from it on in earlier files.
+
+        A kill may have left only a part of that step.
+        """
         folder, self._samples = workdir / "tensorboard", workdir / "samples"
         folder.mkdir(parents=True, exist_ok=True)
         name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{first_step}"
@@ -59,7 +61,7 @@ class TensorBoard:
         if step != self._step:
             self._add_text()
         self._step = step
-        # One event holds all values: an event of its own for each takes seven times as long.
+        # One event holds all values: separate events would take seven times as long.
         values = [
             Summary.Value(tag=name, simple_value=float(value))
             for name, value in metrics.items()
@@ -73,14 +75,14 @@ class TensorBoard:
         self._file.close()
 
     def _add_text(self) -> None:
-        """Adds the step's text, shown as it is: indented, Markdown takes it for code."""
+        """Adds the step's text verbatim, indented so that Markdown shows it as code."""
         with contextlib.suppress(FileNotFoundError, ValueError):
             text = read_text(unlinked(self._samples, f"{self._step:08d}.txt"))
             shown = "\n".join(f"    {line}" for line in text.splitlines())
             self._add(Event(step=self._step, summary=summary.text("samples", shown)))
 
     def _add(self, event: Event) -> None:
-        """Writes one record: length, its checksum, event, its checksum."""
+        """Writes one record: length, checksum of the length, event, checksum of the event."""
         event.wall_time = time.time()
         data = event.SerializeToString()
         length = struct.pack("<Q", len(data))

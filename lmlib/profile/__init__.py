@@ -1,1 +1,1 @@
-"""Where the time of a step went: what a trace of JAX's profiler says of a compiled program."""
+"""Time of a compiled step by scope and kernel, from a trace of JAX's profiler."""

@@ -1,7 +1,7 @@
-"""FLOPs, bytes and the time of both at best, of the instructions of a compiled program.
+"""FLOPs, bytes and roofline times of the instructions of a compiled program.
 
-The bound is the roofline's, with the rates that the vendor names: the longer of FLOPs over peak and
-bytes over bandwidth (Williams et al. 2009).
+The roofline bound is the longer of FLOPs over peak and bytes over bandwidth, at the vendor's rates
+(Williams et al. 2009).
 """
 
 import dataclasses
@@ -20,19 +20,19 @@ _FASTER = {"f8e4m3fn": "float8_e4m3fn", "f8e4m3fnuz": "float8_e4m3fnuz", "s8": "
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What one execution of an instruction does on one device.
+    """The work of one execution of an instruction on one device.
 
     Args:
-      name: of the instruction.
+      name: the instruction's name.
       operation: the JAX primitive that it ends with, or XLA's opcode.
-      scope, phase: as lmlib.plan.scopes names them.
-      in_layers: whether inside the loop over layers.
-      sends: whether it is a collective.
-      calls: the names of the instructions in what it calls and waits for, as a loop does.
-      flops: of its matmuls; `None` where the text does not say: of a library's kernels, and of the
-        convolutions that XLA makes of matmuls for TPUs.
-      bytes: that it reads from the device's memory and writes to it.
-      dtype: of what it multiplies, in XLA's spelling; "" if it multiplies nothing.
+      scope, phase: as named by lmlib.plan.scopes.
+      in_layers: True inside the loop over layers.
+      sends: True for a collective.
+      calls: names of the instructions that it calls and waits for, as a loop does.
+      flops: FLOPs of its matmuls; `None` if the text does not show them, as for library kernels,
+        and for the convolutions that XLA makes of matmuls for TPUs.
+      bytes: bytes read from and written to the device's memory.
+      dtype: operand dtype of its matmuls, in XLA's spelling; "" if it has none.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Work:
     dtype: str
 
     def seconds_at_best(self, accelerator: Accelerator) -> float | None:
-        """`None` where that is unknown: of a collective, and of a library's kernel."""
+        """Returns the roofline time; `None` if unknown, as for collectives and library kernels."""
         peak = accelerator.flops.get("bfloat16")
         if self.sends or self.flops is None or peak is None or not accelerator.memory_bandwidth:
             return None
@@ -59,7 +59,7 @@ class Work:
 
 
 def works(program: Program, scopes: Sequence[str]) -> dict[str, Work]:
-    """The instructions that a run executes by themselves, by name."""
+    """Returns the instructions that a run executes individually, by name."""
     found = {}
     for one, place in scheduled(program):
         if one.name not in found:
@@ -85,12 +85,12 @@ def works(program: Program, scopes: Sequence[str]) -> dict[str, Work]:
 
 def _operation(one: Instruction) -> str:
     last = one.op_name.rpartition("/")[2]
-    # What transformed it as a part of more, "transpose(jvp(mlp/dot_general))", ends here too.
+    # Drop the closing brackets of transformations, as in "transpose(jvp(mlp/dot_general))".
     return (last if "(" in last else last.rstrip(")")) or one.opcode
 
 
 def _products(one: Instruction, around: Computation, program: Program) -> tuple[float | None, str]:
-    """FLOPs of its matmuls, and the dtype of their first operands."""
+    """Returns the FLOPs of its matmuls, and the dtype of their first operands."""
     if one.opcode == "fusion":
         fused = program.computations[one.called["calls"][0]]
         inner = [_products(each, fused, program) for each in fused.instructions]
@@ -99,7 +99,7 @@ def _products(one: Instruction, around: Computation, program: Program) -> tuple[
         return (math.fsum(counted) if len(counted) == len(inner) else None), dtype
     if not multiplies(one, program):
         return 0.0, ""
-    if "__cudnn$fmha" in one.attributes:  # whose text has the axes of several products
+    if "__cudnn$fmha" in one.attributes:  # its text has the axes of several matmuls
         return None, ""
     contracted = _contracted(one)
     if contracted is None:
@@ -110,7 +110,7 @@ def _products(one: Instruction, around: Computation, program: Program) -> tuple[
 
 
 def _contracted(one: Instruction) -> list[int] | None:
-    """The axes of its first operand that a product sums over; `None` where the text has none."""
+    """Returns the contracted axes of a matmul's first operand; `None` if the text has none."""
     pattern = r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]+)'
     found = re.search(pattern, one.attributes)
     return None if found is None else [int(axis) for axis in re.findall(r"\d+", found.group(1))]

@@ -1,4 +1,4 @@
-"""Where the time of a step went, scope by scope and kernel by kernel, beside what it could be.
+"""Time of a step by scope and kernel, compared with the roofline.
 
     with jax.profiler.trace(folder):
         state, metrics = compiled(state, batch)
@@ -7,7 +7,7 @@
     scopes = scopes_of(state.whole_model)
     print(step_profile(executions, compiled.as_text(), steps=1, scopes=scopes))
 
-docs/performance.md tells how to read it.
+docs/performance.md explains how to read the result.
 """
 
 import dataclasses
@@ -33,12 +33,12 @@ SHOWN = 20  # rows of kernels
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """One instruction in a step, on one device: the mean over the devices and steps of a trace.
+    """One instruction of a step on one device, averaged over the devices and steps of a trace.
 
     Args:
       work: of one execution.
-      times: how often a step executes it.
-      seconds: of all of these together.
+      times: executions per step.
+      seconds: total time of these executions.
     """
 
     work: Work
@@ -52,15 +52,16 @@ class Kernel:
 
 @dataclasses.dataclass(frozen=True)
 class StepProfile:
-    """The time of one step on one device; `str()` gives it as tables.
+    """The time of one step on one device; `str()` formats it as tables.
 
     Args:
       kernels: the slowest first.
-      steps, devices: of which this is the mean.
-      step_seconds: from the beginning of the first to the end of the last, over their number.
-      busy_seconds: in which at least one kernel ran.
-      accelerator: `None` if nothing is known of its speed.
-      expected: what `runner.plan` estimates, collectives left out; `None` if that is unknown.
+      steps, devices: the numbers that were averaged over.
+      step_seconds: from the start of the first step to the end of the last, divided by their
+        number.
+      busy_seconds: time during which at least one kernel ran.
+      accelerator: `None` if its speed is unknown.
+      expected: the estimate of `runner.plan`, without collectives; `None` if unknown.
     """
 
     kernels: tuple[Kernel, ...]
@@ -77,8 +78,10 @@ class StepProfile:
 
     @property
     def alike(self) -> tuple[tuple[int, Kernel], ...]:
-        """Kernels that do the same work in the same scope and phase, as those of unrolled layers:
-        how many there are, and all of them as one; the slowest first."""
+        """Groups of kernels with the same work, scope and phase, as in unrolled layers.
+
+        Each entry is the number of kernels and their sum as one kernel; the slowest first.
+        """
         groups: dict[Work, list[Kernel]] = {}
         for one in self.kernels:
             kind = dataclasses.replace(one.work, name="", calls=frozenset())
@@ -90,7 +93,7 @@ class StepProfile:
         return tuple(sorted(together, key=lambda counted: -counted[1].seconds))
 
     def text(self, every_kernel: bool) -> str:
-        """With every kernel, or the slowest of those that are `alike`."""
+        """Formats the profile with every kernel, or with only the slowest groups of `alike`."""
         kernels = [(1, one) for one in self.kernels] if every_kernel else self.alike[:SHOWN]
         plural = "s" * (self.devices > 1)
         idle = 1 - self.busy_seconds / self.step_seconds
@@ -151,15 +154,16 @@ def step_profile(
     accelerator: Accelerator | None = None,
     matmuls: Sequence[Matmul] | None = None,
 ) -> StepProfile:
-    """What a trace says of a compiled step.
+    """Aggregates a trace of a compiled step.
 
     Args:
-      executions: of the trace; those of other programs are left out.
-      program_text: of the step, `compiled.as_text()`.
-      steps: how often the trace has it, whole.
-      scopes: that are told apart (`lmlib.plan.scopes.scopes_of`).
-      accelerator: what ran it, for what a kernel takes at best.
-      matmuls: of the traced step (`lmlib.plan.flops.count_flops`), for what `runner.plan` expects.
+      executions: the trace's executions; those from other programs are ignored.
+      program_text: the step's text, `compiled.as_text()`.
+      steps: complete steps in the trace.
+      scopes: the scopes to distinguish (`lmlib.plan.scopes.scopes_of`).
+      accelerator: the traced device's accelerator, for the roofline.
+      matmuls: of the traced step (`lmlib.plan.flops.count_flops`), for the estimate of
+        `runner.plan`.
 
     Raises:
       TraceError: if the trace has no instruction of the program.
@@ -181,7 +185,7 @@ def step_profile(
     if not own:
         raise TraceError("the trace holds no execution of the step's instructions")
     seen = {one.instruction for one in own}
-    # A loop lasts as long as what it calls, which counts by itself where the trace has it.
+    # A loop's time includes the instructions that it calls: drop it if these are traced themselves.
     own = [one for one in own if not known[one.instruction].calls & seen]
     devices = sorted({one.device for one in own})
     spans = [_span([one for one in own if one.device == device]) for device in devices]
@@ -213,7 +217,7 @@ def step_profile(
 
 
 def _in_a_row(own: Sequence[Execution]) -> Iterator[tuple[str, list[Execution]]]:
-    """What one device executed of one instruction before it went on to another."""
+    """Yields runs of consecutive executions of one instruction on one device."""
     ordered = sorted(own, key=lambda one: (one.device, one.start))
     for (_, instruction), group in itertools.groupby(
         ordered, key=lambda one: (one.device, one.instruction)
@@ -222,12 +226,12 @@ def _in_a_row(own: Sequence[Execution]) -> Iterator[tuple[str, list[Execution]]]
 
 
 def _executed(together: Sequence[Execution]) -> int:
-    """How often an instruction was executed by these kernels: as often as the rarest of them."""
+    """Returns how often these kernels executed an instruction: the count of the rarest one."""
     return min(Counter(one.kernel for one in together).values())
 
 
 def _span(executions: Sequence[Execution]) -> tuple[float, float]:
-    """Seconds from the first beginning to the last end, and those in which something ran."""
+    """Returns the seconds from the first start to the last end, and the busy seconds in between."""
     ordered = sorted(executions, key=lambda one: one.start)
     ends = list(itertools.accumulate((one.end for one in ordered), max))
     idle = math.fsum(max(0.0, one.start - end) for one, end in zip(ordered[1:], ends, strict=False))

@@ -1,11 +1,11 @@
-"""What the devices executed while JAX's profiler watched: the trace that it writes, read.
+"""Reads traces of JAX's profiler: the instructions that the devices executed.
 
-The format is that of XLA's profiler. On CPUs and GPUs the events of instructions name them in their
-statistics; on TPUs they are the events of a line of their own. Of those no trace was seen so far:
-what is said of them here is read off the profiler's code.
+The format is that of XLA's profiler. On CPUs and GPUs, the events of instructions name them in
+their statistics; on TPUs, the events are on a line of their own. The TPU format is taken from the
+profiler's source and has not been tested on a real trace.
 
-A GPU's events are kernels, of which a library's call has several. Those that were launched together
-as a graph name that (`GRAPH`) in place of their instruction.
+A GPU's events are kernels; a library call has several of them. Kernels that were launched together
+as a graph carry the graph's name (`GRAPH`) in place of their instruction's.
 """
 
 import dataclasses
@@ -16,7 +16,8 @@ from typing import Any
 
 from jax.profiler import ProfileData
 
-# How the names of planes and lines begin that have what ran on a platform. Other lines of these
+# Prefixes of the planes and lines with a platform's executions. Other lines of these planes are
+# summaries, and the host's plane has the launches of accelerator kernels.
 # planes sum it up, and the host's plane has the launches of accelerators' kernels.
 _PLACES = {
     "cpu": ("/host:CPU", ""),
@@ -25,25 +26,24 @@ _PLACES = {
 }
 
 
-GRAPH = "command_buffer"  # what XLA calls kernels that it launches together, with a number
+GRAPH = "command_buffer"  # XLA's name, with a number, for kernels launched together
 
 
 class TraceError(ValueError):
-    """A folder without a trace, or a file that is none."""
+    """A folder without a trace, or a file that is not one."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Execution:
-    """One instruction of a compiled program, executed once by one device, or one of its kernels.
+    """One execution of a compiled program's instruction on one device, or of one of its kernels.
 
     Args:
-      device: as the trace calls it.
-      program: "jit_step", or "" where the trace does not say.
-      instruction: its name in the program's text; on GPUs of kernels in a graph, `GRAPH` and a
-        number.
-      kernel: of a GPU, its name; else "".
-      start: seconds since some moment that all executions of a trace share.
-      seconds: from its beginning to its end.
+      device: the device's name in the trace.
+      program: "jit_step", or "" if the trace does not say.
+      instruction: its name in the program's text; for GPU kernels in a graph, `GRAPH` and a number.
+      kernel: the GPU kernel's name, otherwise "".
+      start: in seconds, from an origin shared by all executions of a trace.
+      seconds: duration.
     """
 
     device: str
@@ -59,7 +59,7 @@ class Execution:
 
 
 def newest_trace(folder: Path) -> Path:
-    """The file of the last trace that `jax.profiler.trace(folder)` wrote.
+    """Returns the file of the last trace that `jax.profiler.trace(folder)` wrote.
 
     Raises:
       TraceError: if there is none.
@@ -71,20 +71,20 @@ def newest_trace(folder: Path) -> Path:
 
 
 def read_trace(file: Path, platform: str) -> list[Execution]:
-    """Every instruction that the devices of `platform` executed, in no order.
+    """Returns every instruction executed by the devices of `platform`, unordered.
 
     Args:
-      file: as `newest_trace` finds it.
-      platform: as `jax.default_backend()` and `jax.Device.platform` name it.
+      file: as returned by `newest_trace`.
+      platform: as named by `jax.default_backend()` and `jax.Device.platform`.
 
     Raises:
-      TraceError: if it is no trace, or nothing is known of those of `platform`.
+      TraceError: if the file is not a trace, or the platform is not supported.
     """
     if platform not in _PLACES:
         raise TraceError(f"traces of {platform!r} cannot be read, only of {', '.join(_PLACES)}")
     try:
         return list(_executions(ProfileData.from_file(str(file)), platform))
-    except RuntimeError as error:  # what the parser raises is one
+    except RuntimeError as error:  # the parser's errors
         raise TraceError(f"{file} cannot be read as a trace: {error}") from error
 
 
@@ -102,7 +102,7 @@ def _executions(trace: ProfileData, platform: str) -> Iterator[Execution]:
                 if (name := _instruction(stats, printed)) is None:
                     continue
                 yield Execution(
-                    # The devices that a CPU simulates share a plane.
+                    # Simulated CPU devices share a plane.
                     device=f"{plane.name} {stats.get('device_ordinal', '')}".strip(),
                     program=str(stats.get("hlo_module", "")),
                     instruction=name,
@@ -113,10 +113,10 @@ def _executions(trace: ProfileData, platform: str) -> Iterator[Execution]:
 
 
 def _instruction(stats: dict[str, Any], printed: str | None) -> str | None:
-    """The name of an instruction; `None` for an event that is none.
+    """Returns the name of an instruction; `None` for other events.
 
     Args:
-      printed: what a TPU calls the event: the instruction as the program's text has it.
+      printed: a TPU event's name: the instruction as printed in the program's text.
     """
     if "hlo_op" in stats:
         return str(stats["hlo_op"])

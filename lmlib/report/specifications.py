@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 VERSION = "6.4"  # Vega-Lite's
-SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"  # only an identifier; nothing is loaded from there
+SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"  # an identifier, never fetched
 # Up to ten curves use Tableau's colours, which are distinct on light and dark backgrounds; more
 # curves use all twenty.
 COLOURS = (

@@ -1,4 +1,4 @@
-"""Commands that are printed to be pasted into a shell."""
+"""Printed commands, ready to paste into a shell."""
 
 import os
 import shlex
@@ -8,11 +8,11 @@ from pathlib import Path
 
 
 def python_command(module: str, *arguments: str | os.PathLike[str]) -> str:
-    """`python -m module arguments`, quoted for a shell.
+    """Returns `python -m module arguments`, quoted for a shell.
 
-    Begins with the running interpreter's path where `python` would start another one or none, as in
-    a virtual environment that is used and not activated. Two of these may link to one file: the
-    folder tells them apart.
+    Begins with the path of the running interpreter if `python` would start another one or none, as
+    in a virtual environment that is used but not activated. Two environments may link to one
+    interpreter; their folders distinguish them.
     """
     found, python = shutil.which("python"), sys.executable or "python"
     if found is not None and sys.executable:

@@ -1,20 +1,20 @@
-"""Counts, bytes and durations as text for people to read."""
+"""Counts, bytes and durations as human-readable text."""
 
 import math
 
 
 def count_text(count: int | float) -> str:
-    """Three digits and thousands, millions, billions or trillions: 950, 4.21 M, 1.00 B."""
+    """Formats a count with three digits and its magnitude: 950, 4.21 M, 1.00 B."""
     return _scaled(count, ["", "k", "M", "B", "T"])
 
 
 def bytes_text(size: int | float) -> str:
-    """Three digits and a unit of 1000s: 512 B, 16.4 MB, 1.25 GB; 1 GB is 10⁹ bytes."""
+    """Formats bytes with three digits in decimal units: 512 B, 16.4 MB, 1.25 GB (10⁹ bytes)."""
     return _scaled(size, ["B", "KB", "MB", "GB", "TB", "PB", "EB"])
 
 
 def duration_text(seconds: int | float) -> str:
-    """The two largest units: 3 min 12 s, 2 h 0 min, 4 d 6 h; 0.41 s and 8.2 s below a minute."""
+    """Formats a duration in its two largest units: 0.41 s, 3 min 12 s, 2 h 0 min, 4 d 6 h."""
     if seconds < 59.95:
         return f"{seconds:.2f} s" if seconds < 0.995 else f"{seconds:.1f} s"
     whole = round(seconds)
@@ -28,7 +28,7 @@ def duration_text(seconds: int | float) -> str:
 
 
 def _scaled(value: int | float, units: list[str]) -> str:
-    """Three digits of `value` in the largest unit that leaves 1 or more of it, rounded."""
+    """Formats `value` with three digits in the largest unit in which it is at least 1, rounded."""
     if not math.isfinite(value):
         return str(value)
     if value < 1000 and value == int(value):

@@ -1,4 +1,7 @@
-"""Sinks that send a run's metrics, samples and settings to trackers; each needs its own package."""
+"""Sinks that send a run's metrics, samples and settings to trackers.
+
+Each tracker needs its own package.
+"""
 
 import abc
 import contextlib
@@ -25,7 +28,8 @@ from lmlib.storage.unlinked import unlinked
 from lmlib.storage.whole_file import make_folder, write_whole
 
 FOLDER = "trackers"
-# Of MLflow: characters of a name, entities in a request, the code of a refusal, and a metric that
+# MLflow's limits: characters in a name and entities in a request; its code for a refusal; and a
+# metric that stores the step, since MLflow returns a metric's last value without its step.
 # is the step, since MLflow gives a metric's last value without its step.
 _LONGEST, _MOST = 250, {"metrics": 1000, "params": 100}
 _REFUSED, _STEP = "INVALID_PARAMETER_VALUE", "step"
@@ -33,26 +37,29 @@ _Value = TypeVar("_Value")
 
 
 class Tracker(abc.ABC):
-    """A `lmlib.metrics.sinks.Sink` that sends a run to a tracker's package, `package`.
+    """A `lmlib.metrics.sinks.Sink` that sends a run to a tracker through its package, `package`.
 
     A thread follows metrics.jsonl and samples/, so training never waits for the tracker. It sends a
-    step in one piece once nothing more is added to it: when metrics.jsonl has the next step, or at
-    the end of this start. The last step of a finished run has the numbers of result.json too. Each
-    start asks which step the tracker has last and sends all later ones, so neither a kill nor an
-    unreachable server loses a step. The tracker keeps the values that it has of steps that are made
-    again; what a later start adds to the last step of an earlier one is sent by itself.
+    complete step at once: when metrics.jsonl has the next step, or at the end of this start. The
+    last step of a finished run also has the numbers of result.json. Each start asks for the
+    tracker's last step and sends all later ones, so neither a kill nor an unreachable server loses
+    a step. The tracker keeps its first values of steps that are repeated; additions by a later
+    start to the last step of an earlier one are sent separately.
 
-    WORKDIR/trackers/PACKAGE.json holds the run's id in the tracker. A copy of the workdir is
-    another run of the tracker, and so is a run that begins anew with other settings.
+    WORKDIR/trackers/PACKAGE.json holds the run's id in the tracker. A copy of the workdir, and a
+    run that restarts with other settings, are new runs in the tracker.
     """
 
-    package: str  # to import, and to install as lmlib[PACKAGE]
-    waits = False  # whether `send` returns only when the tracker has the step
-    patience = 60.0  # seconds that the end of a run waits for the tracker
+    package: str  # import name, also of the extra lmlib[PACKAGE]
+    waits = False  # True if `send` blocks until the tracker has the step
+    patience = 60.0  # seconds to wait for the tracker at the end of a run
     retry = 60.0  # seconds between attempts to reach it
 
     def __init__(self, workdir: Path, first_step: int):
-        """Raises ImportError, saying what to install, without the package."""
+        """Imports the package.
+
+        Raises ImportError, with the command that installs it, if it is missing.
+        """
         try:
             self.library: Any = importlib.import_module(self.package)
         except ImportError as error:
@@ -64,26 +71,28 @@ class Tracker(abc.ABC):
         self._news, self._closing = threading.Event(), threading.Event()
         self._warnings: list[str] = []
         self._names = {"metric": {"": "step", " ": SAMPLES}, "setting": dict[str, str]()}
-        self._newest = self._has = -1  # steps: of metrics.jsonl, and surely in the tracker
+        self._newest = self._has = -1  # last step in metrics.jsonl; last confirmed by the tracker
         self._end: int | None = None  # the last step of a run that has finished
         self._finals: dict[str, float] = {}
         self._done = False
 
     @abc.abstractmethod
     def start(self, run_id: str, name: str, settings: Mapping[str, str]) -> int:
-        """Begins the run `run_id` of the tracker, or goes on with it; returns the last step that
-        the tracker has of it, -1 if none."""
+        """Begins or continues the run `run_id` in the tracker.
+
+        Returns the last step that the tracker has of it, -1 if none.
+        """
 
     @abc.abstractmethod
     def send(self, step: int, metrics: Mapping[str, float | int], texts: Mapping[str, str]) -> None:
-        """Gives a step to the tracker. A kill at any moment leaves all of it there, or nothing."""
+        """Sends a step to the tracker, atomically: a kill leaves all of it there, or nothing."""
 
     @abc.abstractmethod
     def finish(self) -> None:
-        """Returns when the tracker has all that was sent; another start may go on."""
+        """Returns once the tracker has everything that was sent; another start may continue."""
 
     def accepted(self, name: str) -> str:
-        """The name that the tracker accepts in place of `name`, of a metric or a setting."""
+        """Returns the name of a metric or setting in the form that the tracker accepts."""
         return name
 
     def warn(self, text: str) -> None:
@@ -97,14 +106,14 @@ class Tracker(abc.ABC):
         return self._untold()
 
     def close(self) -> str | None:
-        """Waits until the tracker has all steps, `patience` seconds at most."""
+        """Waits until the tracker has all steps, at most `patience` seconds."""
         with contextlib.suppress(OSError, ValueError):
             if (run := Run(self.workdir)).finished and run.result is not None:
                 self._finals = {name: each.value for name, each in run.final.items()}
                 self._end = run.result.get("steps")
         if self._end is not None and self._known().get("sent") != self._end:
             self._newest = max(self._newest, self._end)
-            self._begin()  # also for a run that had finished before this start
+            self._begin()  # also if the run had finished before this start
         if self._thread.ident is None:
             return None
         self._closing.set()
@@ -120,7 +129,7 @@ class Tracker(abc.ABC):
         return self._untold()
 
     def _begin(self) -> None:
-        """Starts the thread, once; not before the first step, which writes the settings."""
+        """Starts the thread once, not before the first step, which writes the settings."""
         if self._thread.ident is not None:
             return
         self._settings = Run(self.workdir).settings
@@ -155,7 +164,7 @@ class Tracker(abc.ABC):
             self._closing.wait(self.retry)
 
     def _send_after(self, has: int) -> int:
-        """Sends the steps after `has`, and new values of that one; returns the last."""
+        """Sends the steps after `has`, and new values of `has`; returns the last step sent."""
         last, sent = self._known().get("last", (-1, ()))
         for line, is_last in self._lines():
             step = line.pop("step")
@@ -178,8 +187,10 @@ class Tracker(abc.ABC):
         return has
 
     def _lines(self) -> Iterator[tuple[dict[str, Any], bool]]:
-        """The lines of metrics.jsonl, each once it is complete, and whether it is the last of this
-        start, to which a later one may add something."""
+        """Yields each complete line of metrics.jsonl, and True for the last one of this start.
+
+        A later start may add to that last line.
+        """
         place = 0
         while True:
             self._news.clear()
@@ -188,11 +199,11 @@ class Tracker(abc.ABC):
             with contextlib.suppress(FileNotFoundError), open(self._file, "rb") as file:
                 size = os.fstat(file.fileno()).st_size
                 file.seek(place)
-                while place + len(line := file.readline()) < size:  # more follows: it is complete
+                while place + len(line := file.readline()) < size:  # more follows: complete
                     place += len(line)
                     yield from_json(line), False
             if closing:
-                with contextlib.suppress(ValueError):  # half a line, of a storage that failed
+                with contextlib.suppress(ValueError):  # half a line, left by a storage failure
                     yield from_json(line), True
                 return
             self._news.wait()
@@ -203,8 +214,10 @@ class Tracker(abc.ABC):
         return {}
 
     def _renamed(self, kind: str, values: Mapping[str, _Value]) -> dict[str, _Value]:
-        """`values` by names that the tracker accepts and that differ. All starts see the lines from
-        the first on, and so give the same names."""
+        """Returns `values` under distinct names that the tracker accepts.
+
+        All starts read the lines from the first one on, and so produce the same names.
+        """
         names, changed = self._names[kind], []
         for name in values:
             if name not in names:
@@ -220,7 +233,7 @@ class Tracker(abc.ABC):
         return {names[name]: value for name, value in values.items()}
 
     def _known(self) -> dict[str, Any]:
-        """The notes of earlier starts; empty if they belong to another folder."""
+        """Returns the notes of earlier starts; empty if they belong to another folder."""
         with contextlib.suppress(OSError, ValueError):
             known = read_json(self._kept)
             same = isinstance(known, dict) and self._place().items() & known.items()
@@ -233,9 +246,12 @@ class Tracker(abc.ABC):
         write_whole(self._kept, json.dumps({**known, **self._place()}) + "\n", self.check)
 
     def _place(self) -> dict[str, str | int]:
-        """A copy of the workdir has another path and another inode; a moved one, its inode."""
+        """Returns the identity of the workdir.
+
+        A copy has another path and inode; a moved workdir keeps its inode.
+        """
         path = self.workdir.absolute()
-        if (url := url_of(path)) is not None:  # this machine has only a copy of it
+        if (url := url_of(path)) is not None:  # the local folder is only a copy
             return {"path": str(url)}
         return {"path": str(path), "inode": path.stat().st_ino}
 
@@ -244,11 +260,13 @@ class Tracker(abc.ABC):
 
 
 class Trackio(Tracker):
-    """A run of Trackio (https://huggingface.co/docs/trackio), in the folder that TRACKIO_DIR names,
-    else in the cache of Hugging Face's. `trackio show` is its dashboard.
+    """Sends a run to Trackio (https://huggingface.co/docs/trackio).
+
+    It is stored in the folder TRACKIO_DIR, or by default in the Hugging Face cache. Run `trackio
+    show` for the dashboard.
 
     Args:
-      project: of Trackio.
+      project: Trackio's project.
     """
 
     package = "trackio"
@@ -258,17 +276,17 @@ class Trackio(Tracker):
         self._project = project
 
     def accepted(self, name: str) -> str:
-        """Trackio keeps some names, and those that begin with "_", for itself."""
+        """Renames what Trackio reserves: some names, and names that begin with "_"."""
         kept = name in self.library.utils.RESERVED_KEYS or name.startswith("_")
         return f"{name.lstrip('_')}_" if kept else name
 
     def start(self, run_id: str, name: str, settings: Mapping[str, str]) -> int:
-        # The terminal is the run's own: Trackio prints nothing.
+        # Keep Trackio from printing into the run's terminal.
         for module in (self.library, self.library.run, self.library.utils):
             vars(module)["print"] = lambda *text, **settings: None
         self._run = self.library.init(
             project=self._project,
-            name=f"{name} {run_id[:8]}",  # Trackio knows runs by their names
+            name=f"{name} {run_id[:8]}",  # Trackio identifies runs by name
             resume="allow",
             config=dict(settings),
             embed=False,
@@ -278,7 +296,7 @@ class Trackio(Tracker):
         return int(self._run._next_step) - 1
 
     def send(self, step: int, metrics: Mapping[str, float | int], texts: Mapping[str, str]) -> None:
-        # Indented, it is code: Markdown would take a model's text for its own marks.
+        # Indented as code, so that the model's text is not rendered as Markdown.
         pages = {
             name: self.library.Markdown("\n".join(f"    {line}" for line in text.splitlines()))
             for name, text in texts.items()
@@ -290,12 +308,14 @@ class Trackio(Tracker):
 
 
 class WeightsAndBiases(Tracker):
-    """A run of W&B (https://docs.wandb.ai). Offline, each start leaves a folder in WORKDIR/wandb
-    that has the whole run from its first step: `wandb sync` the newest.
+    """Sends a run to W&B (https://docs.wandb.ai).
+
+    Offline, each start leaves a folder in WORKDIR/wandb with the whole run from its first step;
+    upload the newest with `wandb sync`.
 
     Args:
-      project: of W&B.
-      mode: "online" or "offline"; `None`: as WANDB_MODE says, else online.
+      project: W&B's project.
+      mode: "online" or "offline"; `None` takes WANDB_MODE, online by default.
     """
 
     package = "wandb"
@@ -308,7 +328,7 @@ class WeightsAndBiases(Tracker):
 
     def start(self, run_id: str, name: str, settings: Mapping[str, str]) -> int:
         quiet = self.library.Settings(
-            console="off",  # the terminal is the run's own, and so are its errors
+            console="off",  # keep the run's terminal and errors unchanged
             silent=True,
             init_timeout=self.patience / 2,
             finish_timeout=self.patience / 2,
@@ -325,14 +345,14 @@ class WeightsAndBiases(Tracker):
             mode=self._mode,
             settings=quiet,
         )
-        return self._run.starting_step - 1  # offline it knows of none
+        return self._run.starting_step - 1  # unknown offline
 
     def send(self, step: int, metrics: Mapping[str, float | int], texts: Mapping[str, str]) -> None:
         pages = {
             name: self.library.Html(f"<pre>{html.escape(text)}</pre>", inject=False)
             for name, text in texts.items()
         }
-        # W&B adds nothing to a step that it has: that goes to the next one.
+        # W&B accepts no additions to a step that it has; log them with the next step.
         at = max(step, self._run.starting_step)
         self._run.log({**metrics, **pages}, step=at, commit=at == step)
 
@@ -341,12 +361,13 @@ class WeightsAndBiases(Tracker):
 
 
 class MLflow(Tracker):
-    """A run of MLflow (https://mlflow.org/docs/latest/ml/tracking), at the place that
-    MLFLOW_TRACKING_URI names, else in ./mlflow.db.
+    """Sends a run to MLflow (https://mlflow.org/docs/latest/ml/tracking).
+
+    It is stored at MLFLOW_TRACKING_URI, or by default in ./mlflow.db.
 
     Args:
-      experiment: of MLflow; made if absent.
-      tracking_uri: the place, in place of the variable.
+      experiment: MLflow's experiment; created if absent.
+      tracking_uri: overrides the environment variable.
     """
 
     package = "mlflow"
@@ -364,7 +385,7 @@ class MLflow(Tracker):
         self._told, self._refused = False, set[str]()
 
     def accepted(self, name: str) -> str:
-        """Letters, digits, "_-. :/", and a path in its shortest form; `[0]` becomes `.0`."""
+        """Keeps letters, digits, "_-. :/" and normalised paths; `[0]` becomes `.0`."""
         dotted = re.sub(r"\['?(.*?)'?\]", r".\1", name)
         path = posixpath.normpath(re.sub(r"[^/\w.\- :]", "_", dotted)[:_LONGEST])
         return path.lstrip("./") or "_"
@@ -375,7 +396,7 @@ class MLflow(Tracker):
         experiment = (
             found.experiment_id if found else self._client.create_experiment(self._experiment)
         )
-        # MLflow makes ids itself: ours is a tag.
+        # MLflow generates its own ids, so ours is a tag.
         runs = self._client.search_runs([experiment], f"tags.lmlib_id = '{run_id}'")
         if runs:
             run = runs[0]
@@ -383,18 +404,18 @@ class MLflow(Tracker):
         else:
             run = self._client.create_run(experiment, tags={"lmlib_id": run_id}, run_name=name)
         self._run_id = run.info.run_id
-        missing = settings.keys() - run.data.params.keys()  # a kill may have left some out
+        missing = settings.keys() - run.data.params.keys()  # a killed start may have set only some
         self._log("params", [self.library.entities.Param(path, settings[path]) for path in missing])
-        self._whole = False  # whether no step can be there in part, as a kill may leave it
+        self._whole = False  # True if no step can be incomplete, as after a kill
         return int(run.data.metrics.get(_STEP, -1))
 
     def send(self, step: int, metrics: Mapping[str, float | int], texts: Mapping[str, str]) -> None:
-        # Texts come first, since a second time replaces them, and the step comes last.
+        # Texts come first, since sending them again replaces them; the step comes last.
         failure = None
         for name, text in texts.items():
             try:
                 self._client.log_text(self._run_id, text, f"{name}/{step:08}.txt")
-            except Exception as error:  # metrics need no store of artifacts
+            except Exception as error:  # metrics work without an artifact store
                 failure = f"no {name} of step {step:,}: {type(error).__name__}: {error}"
         now = self.library.utils.time.get_current_time_millis()
         make = self.library.entities.Metric
@@ -411,7 +432,7 @@ class MLflow(Tracker):
         self._client.set_terminated(self._run_id)
 
     def _log(self, kind: str, entities: list[Any]) -> None:
-        """Logs as many at a time as MLflow takes, without entities that it refuses."""
+        """Logs entities in batches of MLflow's maximum size, without those it rejects."""
         most = _MOST[kind]
         for begin in range(0, len(entities), most):
             some = entities[begin : begin + most]

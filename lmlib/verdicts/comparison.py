@@ -1,4 +1,4 @@
-"""The verdicts on runs, as data: tables and pages show these."""
+"""Verdicts on runs as data, for tables and pages."""
 
 import dataclasses
 import math
@@ -28,23 +28,24 @@ from lmlib.verdicts.speedup import Curve, Speedup, speedup
 from lmlib.verdicts.text import TextPrecision, text_precision
 
 USUAL_ERROR_RATE = 0.05
-_WARM = 0.1  # of its tokens: a curve of one length begins then
+_WARM = 0.1  # the curve of a single run skips this fraction of its tokens
 
 
 @dataclasses.dataclass(frozen=True)
 class Judged:
-    """A group beside its baseline.
+    """A group compared with its baseline.
 
     Args:
-      difference: of the metric, negated if higher is better: below zero is better.
-      seeds_needed: of each, to find an effect as large as this one with a power of 80 %; `None`:
-        see `lmlib.verdicts.seeds.seeds_needed`.
-      smallest_effect: that these seeds find with a power of 80 %.
-      text: how precisely the validation text tells the difference; of paired seeds on the same
+      difference: the group's metric minus the baseline's, negated if higher is better, so that a
+        negative difference is an improvement.
+      seeds_needed: seeds of each of the two to find an effect of this size with a power of 80 %;
+        `None` as in `lmlib.verdicts.seeds.seeds_needed`.
+      smallest_effect: the smallest effect that these seeds find with a power of 80 %.
+      text: the precision that the validation text allows; only for paired seeds on the same
         batches.
-      speedup: in tokens; `None` where there is a `speedup_problem`, or nothing to read it from.
-      of_compute: what the speedup in the baseline's tokens is multiplied by for that in "steps",
-        "FLOPs" and "seconds": all that the baseline spent over all that the group did.
+      speedup: in tokens; `None` if there is a `speedup_problem`, or no curve.
+      of_compute: factors that convert the speedup in tokens to one in "steps", "FLOPs" and
+        "seconds": the baseline's total cost over the group's.
     """
 
     baseline: Group
@@ -60,7 +61,7 @@ class Judged:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A group; `judged` is `None` for a baseline, and for a group without one."""
+    """A group; `judged` is `None` for a baseline, and for a group without a baseline."""
 
     group: Group
     judged: Judged | None
@@ -72,9 +73,9 @@ class Comparison:
     """Groups of runs, the best first.
 
     Args:
-      measured, unit: the metric's name and unit in texts.
+      measured, unit: the metric's name and unit, for display.
       settings: paths of the settings in which the groups differ.
-      left_out: a sentence for each run that is not in it.
+      left_out: a message for each run that is not included.
     """
 
     metric: str
@@ -88,7 +89,7 @@ class Comparison:
     left_out: tuple[str, ...]
 
     def as_json(self) -> dict[str, Any]:
-        """All of it in JSON values; a number that is not finite is a string."""
+        """Returns the comparison as JSON values; a number that is not finite is a string."""
         own = ("metric", "measured", "unit", "highest_is_best", "margin", "error_rate")
         groups: list[dict[str, Any]] = []
         for row in self.rows:
@@ -122,19 +123,19 @@ def compare(
     ignored: Sequence[str] = (),
     highest_is_best: bool = False,
 ) -> Comparison:
-    """Groups runs by their settings without seeds, and judges each group beside a baseline.
+    """Groups runs by their settings except seeds, and compares each group with a baseline.
 
     Args:
       metric: a name in result.json's `validation`, or "training_loss".
-      baseline: as `lmlib.verdicts.groups.baselines` takes it; `None`: nothing is judged.
-      margin: the difference, in the metric's unit, beyond which one is better or worse; chosen
-        before the runs are looked at.
-      error_rate: how often, at most, a setting without an effect may be called better.
+      baseline: as in `lmlib.verdicts.groups.baselines`; `None` for no verdicts.
+      margin: the difference, in the metric's unit, beyond which a setting is better or worse;
+        choose it before looking at the runs.
+      error_rate: the highest rate at which a setting without an effect is called better.
       ignored: as in `lmlib.verdicts.groups.differing_settings`.
 
     Raises:
-      ValueError: if no run has finished, if runs measured different things, or if nothing is the
-        baseline.
+      ValueError: if no run has finished, if runs measured different things, or if no group matches
+        the baseline.
     """
     finished, left_out = finished_runs(runs, metric)
     groups, twice = grouped(finished, ignored)
@@ -171,7 +172,7 @@ def _judged(
     error_rate: float,
     sign: float,
 ) -> Judged:
-    # Over the seeds that both have, if these are enough, else over all.
+    # Pair the seeds that both have, if there are enough; otherwise compare all runs unpaired.
     others = baseline.runs
     pairs = [(run, others[seed]) for seed, run in group.runs.items() if seed in others]
     if len(pairs) >= min(LEAST_SEEDS, len(group.runs), len(others)):
@@ -200,13 +201,16 @@ def _judged(
 
 
 def _curve(groups: Sequence[Group], baseline: Group, metric: str) -> Curve | None:
-    """A curve of several lengths if there are enough, else of validation in training."""
+    """Returns the curve through runs of several lengths if there are enough of them.
+
+    Otherwise the curve goes through the validation losses during training.
+    """
     lengths = [group for group in ladder(groups, baseline) if group.finite]
     points = [(_tokens(group), each) for group in lengths for each in group.values]
     whole = Curve.through(points, whole_schedules=True)
     if whole.problem is None:
         return whole
-    # Seeds may differ in a few targets; at one step they are at one place of the curve.
+    # Seeds may differ by a few targets, so a step is converted with the mean number of tokens.
     tokens, measured = _tokens(baseline), metric.replace("validation_", "evaluation_", 1)
     points = [
         (line["step"] / run.steps * tokens, float(line[measured]))
@@ -222,7 +226,7 @@ def _tokens(group: Group) -> float:
 
 
 def _costs(baseline: Group, group: Group) -> dict[str, float]:
-    """See `Judged.of_compute`; costs that runs have not recorded are left out."""
+    """Returns `Judged.of_compute`, without the costs that runs have not recorded."""
     found = {}
     for name, field in (("steps", "steps"), ("FLOPs", "flops"), ("seconds", "seconds")):
         costs = [[getattr(run, field) for run in each.runs.values()] for each in (baseline, group)]

@@ -1,4 +1,4 @@
-"""The final numbers of runs, and whether they may be compared."""
+"""The final numbers of runs, with checks that they are comparable."""
 
 import dataclasses
 import functools
@@ -14,7 +14,7 @@ from lmlib.verdicts.text import BatchDifferences
 USUAL_METRIC = "validation_loss"
 TRAINING = "training_loss"
 BITS_PER_BYTE = "bits_per_byte"
-_NEEDED = (  # in result.json
+_NEEDED = (  # keys of result.json
     *("steps", "parameters", "tokens", "mean_tokens_per_second"),
     *(TRAINING, "loss_name", "loss_unit", "validation"),
 )
@@ -27,11 +27,11 @@ class FinishedRun:
 
     Args:
       value: of the metric, in `unit`.
-      measured: the name of the metric in texts.
-      tokens: targets that it has seen.
-      tokens_per_second: that went through the model, padding included.
-      flops_per_token: analytic; `None` if result.json does not have it.
-      validation: `None` of a metric that is none of validation's.
+      measured: the metric's name, for display.
+      tokens: targets seen in training.
+      tokens_per_second: tokens through the model, padding included.
+      flops_per_token: analytic; `None` if result.json lacks it.
+      validation: `None` if the metric is not a validation metric.
     """
 
     run: Run
@@ -47,22 +47,22 @@ class FinishedRun:
 
     @functools.cached_property
     def seconds(self) -> float:
-        """The time of all its steps; only this reads metrics.jsonl."""
+        """The time of all its steps, read from metrics.jsonl on demand."""
         return math.fsum(line.get("step_seconds", 0.0) for line in self.run.metrics)
 
     @property
     def flops(self) -> float | None:
-        """Those of all its steps, analytic."""
+        """The analytic FLOPs of all its steps."""
         if self.flops_per_token is None:
             return None
         return self.flops_per_token * self.tokens_per_second * self.seconds
 
 
 def finished_run(run: Run, metric: str) -> FinishedRun:
-    """The numbers of `run`.
+    """Returns the numbers of `run`.
 
     Raises:
-      ValueError: in words, if it has not finished, its files are damaged, or it has no such metric.
+      ValueError: if it has not finished, its files are damaged, or it lacks the metric.
     """
     try:
         result, steps = run.result, run.settings.get("steps")
@@ -96,11 +96,11 @@ def finished_run(run: Run, metric: str) -> FinishedRun:
 
 
 def finished_runs(runs: Iterable[Run], metric: str) -> tuple[list[FinishedRun], list[str]]:
-    """The numbers of runs, and a sentence for each that is left out.
+    """Returns the numbers of runs, and a message for each run that is left out.
 
     Raises:
-      ValueError: if none is left, or, naming two runs and what to do, if the metric is another in
-        one of them: of another unit or objective, or measured on other batches.
+      ValueError: if no run is left, or if the metric differs between two runs in unit, objective or
+        validation batches. The message names the two runs and a remedy.
     """
     finished, left_out = [], []
     for run in runs:
@@ -124,7 +124,7 @@ def finished_runs(runs: Iterable[Run], metric: str) -> tuple[list[FinishedRun], 
 
 
 def same_batches(runs: Iterable[FinishedRun], metric: str) -> bool:
-    """Were all runs validated on the same batches of ids?"""
+    """True if all runs were validated on the same batches of ids."""
     batches = {
         each.validation
         and tuple(
@@ -139,10 +139,11 @@ def same_batches(runs: Iterable[FinishedRun], metric: str) -> bool:
 def batch_differences(
     pairs: Sequence[tuple[FinishedRun, FinishedRun]], metric: str
 ) -> list[BatchDifferences]:
-    """The part of each set that `metric` is over in it, batch by batch.
+    """Returns the differences of `metric` batch by batch, for each validation set that it covers.
 
     Args:
-      pairs: a run and the baseline's of the same seed, measured on the same batches; at least one.
+      pairs: at least one pair of a run and the baseline's run with the same seed, measured on the
+        same batches.
     """
     first = pairs[0][0].validation
     assert first is not None
@@ -152,7 +153,7 @@ def batch_differences(
         units = {
             each: 1 / math.log(2) / (of.bytes_per_target or math.nan) for each, of in sets.items()
         }
-    weights = {  # the counts of units, or of bytes, unless the run has weights
+    weights = {  # counts of units or of bytes, unless the run sets weights
         each: float(of.counts.sum()) / units[each] if of.weight is None else of.weight
         for each, of in sets.items()
     }
@@ -172,7 +173,7 @@ def batch_differences(
 
 
 def _sets_of(validation: StoredValidation, metric: str) -> dict[str, StoredSet]:
-    """The sets that `metric` is over: one that it names, or all."""
+    """Returns the sets that `metric` covers: the one that it names, or all."""
     _, _, name = metric.partition("/")
     return {name: validation.sets[name]} if name else dict(validation.sets)
 
@@ -182,7 +183,7 @@ def _is_bits_per_byte(metric: str) -> bool:
 
 
 def _name_of_sums(validation: StoredValidation, metric: str) -> str:
-    """The name of the sums over batches that give `metric`."""
+    """Returns the name of the per-batch sums behind `metric`."""
     if _is_bits_per_byte(metric):
         return validation.cross_entropy or ""
     return metric.removeprefix("validation_").partition("/")[0]

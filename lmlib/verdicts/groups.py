@@ -12,9 +12,10 @@ from lmlib.runs.run import difference
 from lmlib.runs.settings import is_below, last_name, split, value_of
 from lmlib.verdicts.finished import FinishedRun
 
-SEED = "seed"  # the last name of the path of every seed
-LENGTH = "steps"  # the setting in which runs of one ladder of lengths differ
-# Settings of where and how fast a run goes, and of how often and on which text it is measured:
+SEED = "seed"  # last component of every seed's path
+LENGTH = "steps"  # the setting that differs between runs of several lengths
+# Settings that don't change the training result: the place and speed of a run, and the frequency
+# and text of its measurements. validation.json has a digest of the text.
 # validation.json has a digest of the text.
 WITHOUT_EFFECT = (
     "mesh",
@@ -47,7 +48,7 @@ class Group:
     """Runs of one experiment.
 
     Args:
-      settings: those in which groups differ, as text.
+      settings: the settings in which groups differ, as text.
       runs: by seed.
     """
 
@@ -65,7 +66,7 @@ class Group:
 
     @property
     def standard_error(self) -> float | None:
-        """The standard error of the mean over seeds; `None` for a single one."""
+        """The standard error of the mean over seeds; `None` for a single seed."""
         count = len(self.runs)
         return float(np.std(self.values, ddof=1)) / math.sqrt(count) if count > 1 else None
 
@@ -77,10 +78,10 @@ class Group:
 def differing_settings(
     runs: Sequence[FinishedRun], ignored: Iterable[str] = ()
 ) -> dict[str, tuple[str | None, ...]]:
-    """The settings in which runs are other experiments, by path: the text that each run has.
+    """Returns the settings that distinguish experiments: the text of each run, by path.
 
     Args:
-      ignored: more settings that make no other experiment, `data.path` say, with all below them.
+      ignored: further settings to ignore, such as `data.path`, with everything below them.
     """
     passed_over = [*WITHOUT_EFFECT, *ignored]
     return {
@@ -93,11 +94,15 @@ def differing_settings(
 def grouped(
     runs: Sequence[FinishedRun], ignored: Sequence[str] = ()
 ) -> tuple[list[Group], list[str]]:
-    """The groups of `runs`, and a sentence for each run that is left out, since another one has its
-    settings and its seed. `ignored` is that of `differing_settings`.
+    """Groups `runs` by settings; returns the groups, and a message for each run that is left out.
+
+    A run is left out if an earlier one has the same settings and seed.
+
+    Args:
+      ignored: as in `differing_settings`.
 
     Raises:
-      ValueError: if no run has a setting that is ignored.
+      ValueError: if no run has one of the ignored settings.
     """
     for name in ignored:
         if not any(is_below(path, [name]) for each in runs for path in each.run.settings):
@@ -117,7 +122,10 @@ def grouped(
 
 
 def telling(groups: Sequence[Group]) -> list[str]:
-    """The settings that tell the groups apart, without those that only vary along with another."""
+    """Returns the settings that distinguish the groups.
+
+    Only the first of several settings that vary together is included.
+    """
     seen, found = set(), []
     for path in groups[0].settings if groups else ():
         values = [group.settings[path] for group in groups]
@@ -129,7 +137,7 @@ def telling(groups: Sequence[Group]) -> list[str]:
 
 
 def shown(setting: str | None) -> str:
-    """A setting in a table: of a callable its name without its modules'."""
+    """Formats a setting for a table: a callable becomes its name without modules."""
     if setting is None:
         return "not there"
     found = _CALLABLE.fullmatch(setting)
@@ -137,17 +145,17 @@ def shown(setting: str | None) -> str:
 
 
 def baselines(groups: Sequence[Group], named: str) -> dict[int, int]:
-    """The number of its baseline for each group's number; groups without a baseline are left out.
+    """Maps the index of each group to the index of its baseline; groups without one are left out.
 
     Args:
-      named: a run, by its workdir or its name, whose group is the baseline of all; or settings,
-        `optimizer.peak_lr=0.001,steps=100` or `peak_lr=1e-3,steps=100`: the baseline of a group
-        then has these, and all others as the group has them, so that each size of a sweep is
-        compared with its own. Settings of what is named, as `optimizer.peak_lr` is of `optimizer`,
-        may be others.
+      named: a run, by its workdir or its name, whose group is the baseline of all; or settings such
+        as `optimizer.peak_lr=0.001,steps=100` or `peak_lr=1e-3,steps=100`. The baseline of a group
+        then has these settings and otherwise the group's own, so that each size of a sweep is
+        compared with a baseline of the same size. Settings below a named one may differ, as
+        `optimizer.peak_lr` if `optimizer` is named.
 
     Raises:
-      ValueError: if nothing is so named, or several for one group.
+      ValueError: if no group matches, or several match for one group.
     """
     of_run = [
         number
@@ -179,7 +187,7 @@ def baselines(groups: Sequence[Group], named: str) -> dict[int, int]:
 
 
 def ladder(groups: Sequence[Group], baseline: Group) -> list[Group]:
-    """The groups that differ from `baseline` in nothing but their length, itself among them."""
+    """Returns the groups that differ from `baseline` only in their length, including itself."""
     rest = {path: text for path, text in baseline.settings.items() if path != LENGTH}
     return [group for group in groups if rest.items() <= dict(group.settings).items()]
 
@@ -199,7 +207,7 @@ def _settings(named: str, groups: Sequence[Group]) -> dict[str, str]:
 
 
 def _whole_path(path: str, differing: list[str]) -> str:
-    """`path`, or the only path that ends with it."""
+    """Returns `path`, or the only path that ends with it."""
     ending = [each for each in differing if each == path or each.endswith(f".{path}")]
     if path in ending or len(ending) == 1:
         return path if path in ending else ending[0]
@@ -215,7 +223,10 @@ def _has(settings: Settings, wanted: dict[str, str]) -> bool:
 
 
 def _same(text: str | None, wanted: str) -> bool:
-    """1e-3 is 0.001, quotes may be left out, and a callable is named as in a table."""
+    """True if a setting equals the wanted text.
+
+    1e-3 equals 0.001, quotes are optional, and a callable is named as in a table.
+    """
     if wanted in (shown(text), text, str(value_of(text or ""))):
         return True
     try:

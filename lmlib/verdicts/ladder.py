@@ -1,4 +1,4 @@
-"""A ladder of runs: the loss of each by its size and tokens, and the law through them."""
+"""A ladder of runs: the loss of each by its size and tokens, and the scaling law fitted to them."""
 
 import dataclasses
 import math
@@ -20,12 +20,12 @@ _OF_SIZE = ("model", "steps", "data.batch_size", "data.sequence_length")
 
 @dataclasses.dataclass(frozen=True)
 class Ladder:
-    """Finished runs, by parameters and tokens.
+    """Finished runs with their parameters and tokens.
 
     Args:
       unit: of the metric.
-      other_settings: in which runs differ besides those of their size and length.
-      left_out: a sentence for each run that is not in it.
+      other_settings: settings that differ between runs, apart from size and length.
+      left_out: a message for each run that is not included.
     """
 
     metric: str
@@ -35,7 +35,10 @@ class Ladder:
     left_out: tuple[str, ...]
 
     def fit(self, of_compute: bool = False) -> ScalingLaw:
-        """Raises ValueError as `fit_scaling_law` does, naming the runs that are left out."""
+        """Fits a scaling law.
+
+        Raises ValueError as `fit_scaling_law`; the message names the runs that are left out.
+        """
         parameters_R = np.array([each.parameters for each in self.runs])
         tokens_R = np.array([each.tokens for each in self.runs])
         losses_R = np.array([each.value for each in self.runs])
@@ -46,7 +49,10 @@ class Ladder:
 
 
 def ladder_of(runs: Iterable[Run], metric: str = USUAL_METRIC) -> Ladder:
-    """Raises ValueError if no run has finished, or if runs measured different things."""
+    """Returns the ladder of `runs`.
+
+    Raises ValueError if no run has finished, or if runs measured different things.
+    """
     finished, left_out = finished_runs(runs, metric)
     others = differing_settings(finished, _OF_SIZE)
     finished.sort(key=lambda each: (each.parameters, each.tokens))
@@ -54,12 +60,12 @@ def ladder_of(runs: Iterable[Run], metric: str = USUAL_METRIC) -> Ladder:
 
 
 def ladder_text(ladder: Ladder, law: ScalingLaw, budgets: Sequence[float]) -> str:
-    """The runs beside the law, its numbers, and the best for each budget of FLOPs."""
+    """Returns a table of the runs and the law, its numbers, and the optimum for each budget."""
     return "\n".join(_lines(ladder, law, budgets))
 
 
 def as_json(ladder: Ladder, law: ScalingLaw, budgets: Sequence[float]) -> dict[str, Any]:
-    """The same as JSON values; an end on which the runs set no bound is null."""
+    """Returns the ladder and its law as JSON values; an unbounded end of an interval is null."""
 
     def fields(numbers: Mapping[str, Number]) -> dict[str, dict[str, float | None]]:
         return {
@@ -149,5 +155,5 @@ def _lines(ladder: Ladder, law: ScalingLaw, budgets: Sequence[float]) -> Iterato
 
 
 def _flops_of_each(runs: Iterable[FinishedRun]) -> list[float]:
-    """For each parameter and token, where runs have recorded it."""
+    """Returns FLOPs per parameter and token, for the runs that have recorded them."""
     return [each.flops / each.parameters / each.tokens for each in runs if each.flops is not None]

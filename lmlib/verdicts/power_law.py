@@ -1,12 +1,11 @@
-"""The fit of a loss as a floor and a power of each of several quantities.
+"""Fits a loss as a floor plus a power law in each of several quantities.
 
     L = E + Σ_k C_k / x_k^γ_k
 
-Approach 3 of Hoffmann et al. 2022 (arXiv:2203.15556, §3.3 and appendix D.3): a Huber loss, of width
-0.001, on the difference of logarithms, from several starts. Given the exponents, E and the C_k
-follow from a linear least-squares problem, so that starts are a grid over exponents alone. The
-optimisation runs until it converges: the paper's own did not, as Besiroglu et al. 2024
-(arXiv:2404.10102) show.
+Approach 3 of Hoffmann et al. 2022 (arXiv:2203.15556, §3.3 and appendix D.3): a Huber loss of width
+0.001 on the difference of logarithms, from several starts. Given the exponents, E and the C_k solve
+a linear least-squares problem, so the starts are a grid over exponents only. The optimisation runs
+until it converges: the paper's own did not, as Besiroglu et al. 2024 (arXiv:2404.10102) show.
 
 Suffixes: R runs, K quantities.
 """
@@ -22,14 +21,14 @@ from jaxtyping import Float
 from scipy import optimize, special
 
 INTERVAL = 0.9
-HUBER_WIDTH = 1e-3  # of a difference of logarithms: 0.1 % of the loss
-_LEAST_SQUARES = 1e3  # a width that no difference reaches
-_LEAST_ERROR = 1e-10  # of all logarithms together: rounding
-_FARTHEST = 80.0  # from a value to an end of its interval, in logarithms
-_EXPONENTS = (0.15, 0.4, 0.8)  # where starts begin
-_STARTS = 3  # the best of the grid
+HUBER_WIDTH = 1e-3  # in logarithms: 0.1 % of the loss
+_LEAST_SQUARES = 1e3  # a width larger than any difference
+_LEAST_ERROR = 1e-10  # over all logarithms: rounding
+_FARTHEST = 80.0  # largest distance to an interval's end, in logarithms
+_EXPONENTS = (0.15, 0.4, 0.8)  # starting values
+_STARTS = 3  # number of grid points to start from, the best ones
 _Function = Callable[[np.ndarray], np.ndarray]
-_LEAST_TERM = 1e-3  # of the loss, where a start has none
+_LEAST_TERM = 1e-3  # fraction of the loss, for starts with a zero term
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,10 +49,10 @@ class PowerLaw:
 
 
 class Fit:
-    """The law with the least Huber loss for positive `x_RK` and losses, and its intervals.
+    """The law with the smallest Huber loss for positive `x_RK` and losses, and its intervals.
 
-    It is a function of θ: the logarithms of E, of all C_k and of all γ_k, with each x_k divided by
-    its geometric mean, so that terms are of size 1.
+    The parameters θ are the logarithms of E, of all C_k and of all γ_k. Each x_k is divided by its
+    geometric mean, so that the terms have size 1.
     """
 
     def __init__(self, x_RK: Float[np.ndarray, "R K"], losses_R: Float[np.ndarray, "R"]):
@@ -61,7 +60,7 @@ class Fit:
         self._middle_K = np.log(x_RK).mean(0)
         self._u_RK, self._targets_R = np.log(x_RK) - self._middle_K, np.log(losses_R)
         self._count = count = x_RK.shape[1]
-        # Far from any fit, and short of overflow.
+        # Bounds far from any fit that still avoid overflow.
         self._low, self._high = np.array([[-40.0, 40.0]] * (1 + count) + [[-12.0, 3.0]] * count).T
 
     @functools.cached_property
@@ -70,17 +69,17 @@ class Fit:
 
     @property
     def error(self) -> float:
-        """Root mean square of the difference in the logarithm of the loss."""
+        """Root mean square of the residuals of the log loss."""
         return float(np.sqrt(np.mean(np.log(self.law.loss(self.x_RK) / self.losses_R) ** 2)))
 
     def interval(self, logarithm: Callable[[PowerLaw], float]) -> tuple[float, float]:
-        """The 90 % interval of the logarithm of a quantity of the law.
+        """Returns the 90 % profile-likelihood interval of the logarithm of a quantity of the law.
 
-        It holds the values that some law has whose squared errors sum up to at most 1 + F/(R - p)
-        times the least sum. F is the 90 % quantile of the F distribution with 1 and R - p degrees
-        of freedom, and p the count of numbers in the law: a profile likelihood (Bates and Watts
-        1988, Nonlinear Regression Analysis and Its Applications, §6.1). An end on which the losses
-        set no bound is infinite. The value of `law` itself always belongs to the interval.
+        It holds the values reached by laws whose sum of squared errors is at most 1 + F/(R - p)
+        times the minimum. F is the 90 % quantile of the F distribution with 1 and R - p degrees of
+        freedom, and p the number of parameters of the law (Bates and Watts 1988, Nonlinear
+        Regression Analysis and Its Applications, §6.1). An end that the losses don't bound is
+        infinite. The value of `law` itself always belongs to the interval.
         """
         freedom = len(self.losses_R) - len(self._low)
         size = math.sqrt(max(self._squares(self._least_squares), _LEAST_ERROR**2))
@@ -115,7 +114,7 @@ class Fit:
         return np.hstack([shares_R, by_exponent])
 
     def _least(self, width: float) -> np.ndarray:
-        """The θ with the least Huber loss of this width."""
+        """Returns the θ with the smallest Huber loss of this width."""
         starts, functions = _starts(self._u_RK, self.losses_R), (self._residuals, self._jacobian)
         found = [self._solve(each, width, *functions) for each in starts]
         return min(found, key=lambda each: each.cost).x
@@ -123,8 +122,8 @@ class Fit:
     def _solve(
         self, start: np.ndarray, width: float, residuals: _Function, jacobian: _Function
     ) -> optimize.OptimizeResult:
-        """The θ with the least Huber loss of `residuals`, found from `start`."""
-        start = np.clip(start, self._low + 1, self._high - 1)  # steps from a bound itself are small
+        """Returns the θ with the smallest Huber loss of `residuals`, found from `start`."""
+        start = np.clip(start, self._low + 1, self._high - 1)  # small steps at bounds
         return optimize.least_squares(
             residuals, start, jacobian,
             bounds=(self._low, self._high), loss="huber", f_scale=width,
@@ -132,8 +131,10 @@ class Fit:
         )  # fmt: skip
 
     def _end(self, q: Callable[[PowerLaw], float], reach: float) -> float:
-        """Where the least sum of squares of laws with this `q` has risen by reach², above its value
-        for the least of all, or below for a negative `reach`."""
+        """Returns the value of q at which the profile's sum of squares has risen by reach².
+
+        Searches above the best fit's value, or below it for a negative `reach`.
+        """
         least = self._least_squares
         base, middle = self._squares(least), q(self._law(least))
         nudges = 1e-6 * np.eye(len(least))
@@ -143,13 +144,13 @@ class Fit:
             return np.array([(up - down) / 2e-6 for up, down in ends])
 
         if not slope(least).any():
-            return middle  # all laws have this value
+            return middle  # every law reaches this value
         standard = np.linalg.lstsq(self._jacobian(least).T, slope(least), rcond=None)[0]
         distance = min(abs(reach) * float(np.linalg.norm(standard)), 1.0) or 1.0
         weight, found = 10 * abs(reach) / distance, {0.0: least}
 
         def rise(distance: float) -> float:
-            """A law that minimises S + w²(q - goal)² has the least S of all with its own q."""
+            """Minimises S + w²(q - goal)²; no other law with the same q has a smaller S."""
             if distance not in found:
                 goal = middle + math.copysign(distance, reach)
                 found[distance] = self._solve(
@@ -168,7 +169,7 @@ class Fit:
 
 
 def _starts(u_RK: np.ndarray, losses_R: np.ndarray) -> list[np.ndarray]:
-    """The best of a grid over exponents, as logarithms of E, all C_k and all γ_k."""
+    """Returns the best points of a grid over exponents, as logarithms of E, all C_k and all γ_k."""
     found = []
     for exponents in itertools.product(_EXPONENTS, repeat=u_RK.shape[1]):
         powers_RK = np.exp(-np.array(exponents) * u_RK)

@@ -1,7 +1,7 @@
-"""The loss of a ladder of runs as L = E + A/N^α + B/D^β, of N parameters and D tokens.
+"""Scaling law L = E + A/N^α + B/D^β of N parameters and D tokens, fitted to a ladder of runs.
 
-Hoffmann et al. 2022 (arXiv:2203.15556, equations 2 to 4). Numbers that the runs do not identify are
-refused: see `fit_scaling_law`.
+Hoffmann et al. 2022 (arXiv:2203.15556, equations 2 to 4). `fit_scaling_law` refuses to report
+numbers that the runs do not identify.
 """
 
 import dataclasses
@@ -16,17 +16,17 @@ from jaxtyping import Float, Num
 from lmlib.terminal.quantities import count_text
 from lmlib.verdicts.power_law import Fit, PowerLaw
 
-FLOPS = 6.0  # for each parameter and token
-LEAST_VALUES = 3  # of a quantity, for its floor, its scale and its exponent
-_LEAST_SPREAD = 0.1  # of the logarithm of tokens, at one number of parameters
-_LEAST_SINGULAR = 1e-5  # of the fit's Jacobian, over the largest
+FLOPS = 6.0  # per parameter and token
+LEAST_VALUES = 3  # distinct values of a quantity, for floor, scale and exponent
+_LEAST_SPREAD = 0.1  # of log tokens, at a fixed number of parameters
+_LEAST_SINGULAR = 1e-5  # smallest singular value of the fit's Jacobian over the largest
 
 
 class _Quantity(NamedTuple):
     letter: str
     scale: str
     exponent: str
-    least_range: float  # the largest over the smallest
+    least_range: float  # required ratio of largest to smallest
 
 
 _QUANTITIES = {
@@ -38,7 +38,7 @@ _QUANTITIES = {
 
 @dataclasses.dataclass(frozen=True)
 class Number:
-    """A fitted number, and its 90 % interval, which may end at 0 and at infinity."""
+    """A fitted number and its 90 % interval, whose ends may be 0 and infinity."""
 
     value: float
     low: float
@@ -47,12 +47,12 @@ class Number:
 
 @dataclasses.dataclass(frozen=True)
 class ScalingLaw:
-    """A fit, of one quantity if the other is the same in all runs: E then holds the other's term.
+    """A fitted law. If a quantity is the same in all runs, it has no term; E then includes it.
 
     Args:
       quantities: "parameters", "tokens" or both, in this order; or "compute".
-      fixed: the value of the one that all runs share, if there is one.
-      fit: the law of these quantities, and the losses that it is fitted to.
+      fixed: the value of the quantity that all runs share, if any.
+      fit: the law of these quantities, and the losses that it was fitted to.
     """
 
     quantities: tuple[str, ...]
@@ -77,7 +77,7 @@ class ScalingLaw:
         }
 
     def loss(self, parameters: float, tokens: float) -> float:
-        """The loss of such a run by the law; a quantity without a term does not count."""
+        """Returns the predicted loss of a run; a quantity without a term is ignored."""
         place = {
             "parameters": parameters,
             "tokens": tokens,
@@ -87,11 +87,12 @@ class ScalingLaw:
         return float(self.fit.law.loss(np.array([x_K], float))[0])
 
     def optimum(self, flops: float) -> dict[str, Number]:
-        """The parameters, tokens and loss that are best for a budget of 6·N·D FLOPs; of a law of
-        compute its loss, without the noise of a single run.
+        """Returns the best parameters, tokens and loss for a budget of 6·N·D FLOPs.
+
+        A law of compute gives only the loss, without the noise of a single run.
 
         Raises:
-          ValueError: if the law has one of parameters and tokens only.
+          ValueError: if the law lacks a term for parameters or for tokens.
         """
         if self.of_compute:
             return {"loss": _number(self.fit, lambda law: np.log(law.loss(np.array([[flops]]))))}
@@ -108,7 +109,7 @@ class ScalingLaw:
         }
 
     def __str__(self) -> str:
-        """`L = E + A/N^α + B/D^β`, of the terms that it has."""
+        """The formula with the terms that it has, such as `L = E + A/N^α + B/D^β`."""
         known = [_QUANTITIES[quantity] for quantity in self.quantities]
         terms = [f"{each.scale}/{each.letter}^{each.exponent}" for each in known]
         return " + ".join(["L = E", *terms])
@@ -120,18 +121,18 @@ def fit_scaling_law(
     losses_R: Float[np.ndarray, "R"],
     of_compute: bool = False,
 ) -> ScalingLaw:
-    """The law of runs with these parameters, tokens seen and final losses.
+    """Fits the law to runs with these parameters, tokens seen and final losses.
 
-    A quantity that is the same in all runs has no term. With `of_compute` the law is
-    L = E + A/C^γ of the compute C = 6·N·D FLOPs (Kaplan et al. 2020, arXiv:2001.08361, §3.3, with
-    the floor of Hoffmann et al.): for rungs of one dial, whose tokens follow from their parameters.
-    It predicts the next rung, and nothing about other shares of the two.
+    A quantity that is the same in all runs has no term. With `of_compute` the law is L = E + A/C^γ
+    of the compute C = 6·N·D FLOPs (Kaplan et al. 2020, arXiv:2001.08361, §3.3, with the floor of
+    Hoffmann et al.). It is meant for ladders with one dial, whose tokens follow from their
+    parameters. It predicts the next rung, but not other ratios of tokens to parameters.
 
     Raises:
-      ValueError: saying which numbers are not identified and what runs would: a quantity has fewer
-        than three values or they span less than a factor of two, of compute four; tokens follow
-        from parameters, so that α and β cannot be told apart; there are too few runs; or a term is
-        lost in the noise.
+      ValueError: if numbers are not identified; the message says which, and which runs would help.
+        A quantity needs three values that span a factor of two, compute a factor of four. It also
+        fails if tokens follow from parameters, so that α and β cannot be separated, if there are
+        too few runs, or if a term is lost in the noise.
     """
     columns = {"parameters": parameters_R.astype(float), "tokens": tokens_R.astype(float)}
     if of_compute:
@@ -189,7 +190,7 @@ def _check_told_apart(logs_RK: np.ndarray) -> None:
 
 
 def _check_identified(made: ScalingLaw, x_RK: np.ndarray) -> None:
-    """Each number must change the losses in a way of its own."""
+    """Raises ValueError unless each number changes the losses in its own way."""
     law = made.fit.law
     terms_RK = law.scales_K * x_RK**-law.exponents_K
     by_exponent_RK = terms_RK * law.exponents_K * (np.log(x_RK) - np.log(x_RK).mean(0))
@@ -205,7 +206,7 @@ def _check_identified(made: ScalingLaw, x_RK: np.ndarray) -> None:
 
 
 def _best(law: PowerLaw, flops: float) -> tuple[float, float, float]:
-    """Equation 4 of Hoffmann et al., and the loss there, all as logarithms."""
+    """Returns the optimum of equation 4 of Hoffmann et al. and its loss, as logarithms."""
     (a, b), (alpha, beta) = np.log(law.scales_K), law.exponents_K
     product = math.log(flops / FLOPS)  # N·D
     parameters = (math.log(alpha / beta) + a - b + beta * product) / (alpha + beta)
@@ -215,7 +216,7 @@ def _best(law: PowerLaw, flops: float) -> tuple[float, float, float]:
 
 
 def _number(fit: Fit, logarithms: Callable[[PowerLaw], Any], index: int = 0) -> Number:
-    """One of the positive quantities of a law whose logarithms are given."""
+    """Returns one of the positive quantities of a law whose `logarithms` are given."""
     low, high = fit.interval(lambda law: float(logarithms(law)[index]))
     with np.errstate(over="ignore"):
         return Number(*np.exp([logarithms(fit.law)[index], low, high]).tolist())

@@ -1,21 +1,21 @@
-"""The difference of a metric between two settings, judged over seeds.
+"""Differences of a metric between two settings, judged over seeds.
 
-The unit of replication is a run. Runs of one seed begin with the same weights and see the same
-batches, so their differences vary less than the runs, and the t-test is over these differences
-(Student 1908). Runs of other seeds are compared by the statistic of Welch (1938), with the degrees
-of freedom of the smaller number of seeds, which keeps the error rate for any two variances (Mickey
-and Brown 1966, Annals of Mathematical Statistics 37). By Welch's own approximation, three runs
-beside ten erred in 6 % of simulated comparisons where 5 % were meant.
+The unit of replication is a run. Runs with the same seed begin with the same weights and see the
+same batches, so their differences vary less than the runs, and the paired t-test uses these
+differences (Student 1908). Runs with different seeds are compared by the statistic of Welch (1938).
+Its degrees of freedom are taken from the smaller number of seeds, which keeps the error rate for
+any two variances (Mickey and Brown 1966, Annals of Mathematical Statistics 37). With Welch's own
+approximation, three runs against ten erred in 6 % of simulated comparisons at a nominal 5 %.
 
-Seeds are counted, and validation batches are not: a million tokens measured in one run say nothing
-about the next seed (Bouthillier et al. 2021, arXiv:2103.03098). `lmlib.verdicts.text` uses batches.
+Validation batches don't count as replicates: a million tokens measured in one run say nothing about
+the next seed (Bouthillier et al. 2021, arXiv:2103.03098). `lmlib.verdicts.text` uses batches.
 
 Under an effect, the statistic of a t-test has the noncentral t distribution (Cohen 1988,
-Statistical Power Analysis, §2). The power at the effect that was just seen says nothing that the
-test has not said (Hoenig and Heisey 2001, The American Statistician 55): a finished comparison says
-the smallest effect that it would have found.
+Statistical Power Analysis, §2). The power at the observed effect adds nothing to the test (Hoenig
+and Heisey 2001, The American Statistician 55), so a finished comparison reports the smallest effect
+that it would have found.
 
-Lower is better throughout; a metric of which higher is better is negated.
+Lower is better throughout; metrics for which higher is better are negated.
 """
 
 import bisect
@@ -28,8 +28,8 @@ from jaxtyping import Float
 from scipy import optimize, special
 
 Verdict = Literal["better", "worse", "inconclusive"]
-LEAST_SEEDS = 3  # of each setting; fewer have hardly a standard error
-MOST_SEEDS = 1_000  # more are not counted
+LEAST_SEEDS = 3  # per setting; the standard error of fewer is too uncertain
+MOST_SEEDS = 1_000  # upper limit of the search
 USUAL_POWER = 0.8
 
 
@@ -39,11 +39,11 @@ class Difference:
 
     Args:
       mean: in the metric's unit.
-      seeds: of each of both; of unequal numbers the smaller.
-      paired: whether it is over runs of the same seeds.
-      deviation: of the difference of one pair of runs; `None` of fewer than two, and of a mean that
-        is not finite.
-      standard_error: of the mean; `None` alike.
+      seeds: of each of both; the smaller number if they differ.
+      paired: True if it is over pairs of runs with the same seed.
+      deviation: standard deviation of the difference of one pair of runs; `None` for fewer than two
+        seeds or a mean that is not finite.
+      standard_error: of the mean; `None` in the same cases.
       freedom: degrees of freedom of the standard error.
     """
 
@@ -55,11 +55,11 @@ class Difference:
     freedom: float = 0.0
 
     def verdict(self, margin: float, error_rate: float) -> Verdict:
-        """The verdict on a difference beyond `margin`.
+        """Returns the verdict on a difference beyond `margin`.
 
-        A one-sided t-test with `error_rate` says "better" if it refutes that the difference is
-        -margin or more, and "worse" if it refutes that it is margin or less. Without an effect
-        each is said at most as often as `error_rate`.
+        A one-sided t-test with `error_rate` says "better" if it rejects that the difference is
+        -margin or more, and "worse" if it rejects that it is margin or less. Without an effect,
+        each is said at most at the rate `error_rate`.
         """
         if self.seeds < LEAST_SEEDS or not self.standard_error:
             return "inconclusive"
@@ -71,7 +71,10 @@ class Difference:
         return "better" if self.mean < 0 else "worse"
 
     def interval(self, error_rate: float) -> tuple[float, float] | None:
-        """Each end is wrong with `error_rate`; `None` without a standard error."""
+        """Returns an interval whose ends each miss with probability `error_rate`.
+
+        `None` without a standard error.
+        """
         if self.standard_error is None:
             return None
         reach = -float(special.stdtrit(self.freedom, error_rate)) * self.standard_error
@@ -79,7 +82,7 @@ class Difference:
 
 
 def paired_difference(differences_S: Float[np.ndarray, "S"]) -> Difference:
-    """Over S seeds, each with its own difference."""
+    """Returns the difference over S seeds, from the difference of each seed's pair of runs."""
     seeds, mean = len(differences_S), float(np.mean(differences_S))
     if seeds < 2 or not math.isfinite(mean):
         return Difference(mean, seeds, paired=True)
@@ -90,7 +93,7 @@ def paired_difference(differences_S: Float[np.ndarray, "S"]) -> Difference:
 def unpaired_difference(
     values_S: Float[np.ndarray, "S"], baseline_T: Float[np.ndarray, "T"]
 ) -> Difference:
-    """The difference between S runs and T runs of the baseline with other seeds."""
+    """Returns the difference between S runs and T runs of the baseline with other seeds."""
     mean = float(np.mean(values_S) - np.mean(baseline_T))
     seeds = min(len(values_S), len(baseline_T))
     if seeds < 2 or not math.isfinite(mean):
@@ -101,24 +104,26 @@ def unpaired_difference(
 
 
 def power(beyond: float, deviation: float, seeds: int, freedom: float, error_rate: float) -> float:
-    """The probability that an effect is found.
+    """Returns the probability that an effect is found.
 
     Args:
-      beyond: how far the effect is beyond the margin, in the metric's unit.
-      deviation: of the difference of one pair of runs.
+      beyond: distance of the effect beyond the margin, in the metric's unit.
+      deviation: standard deviation of the difference of one pair of runs.
       seeds: of each setting.
       freedom: degrees of freedom: `seeds` - 1 if paired.
     """
     critical = -special.stdtrit(freedom, error_rate)
     shift = beyond * math.sqrt(seeds) / deviation
-    if shift > 30 + critical:  # beyond what scipy's nctdtr computes
+    if shift > 30 + critical:  # outside the range of scipy's nctdtr
         return 1.0
     return 1.0 - float(special.nctdtr(freedom, shift, critical))
 
 
 def smallest_effect(difference: Difference, margin: float, error_rate: float) -> float | None:
-    """The effect that a comparison like `difference` finds with a power of 80 %; `None` if its
-    seeds do not tell, or are too few to find any."""
+    """Returns the smallest effect that a comparison like `difference` finds with a power of 80 %.
+
+    `None` if the seeds give no standard error, or are too few to find any effect.
+    """
     if difference.seeds < LEAST_SEEDS or not difference.deviation:
         return None
 
@@ -131,11 +136,11 @@ def smallest_effect(difference: Difference, margin: float, error_rate: float) ->
 
 
 def seeds_needed(difference: Difference, margin: float, error_rate: float) -> int | None:
-    """How many seeds of each setting find an effect as large as that of `difference` with a power
-    of 80 %, were its deviation the true one too.
+    """Returns the seeds of each setting needed to find an effect as large as that of `difference`.
 
-    `None`: more than 1,000; none would, since the effect is within the margin; or unknown, of fewer
-    than two seeds.
+    The power is 80 %, and the deviation is taken to be the true one. `None` if more than 1,000
+    would be needed, if the effect is within the margin so that no number suffices, or if there are
+    fewer than two seeds.
     """
     beyond, deviation = abs(difference.mean) - margin, difference.deviation
     if not deviation or not beyond > 0 or not math.isfinite(beyond):

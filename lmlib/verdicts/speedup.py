@@ -1,15 +1,15 @@
-"""How much more compute the baseline would need for another setting's loss: its effective speedup.
+"""Effective speedup: the extra compute that the baseline would need for another setting's loss.
 
-A difference of 0.02 nats is large late in training and small early. The baseline's own curve,
-L = E + B/D^β over its tokens D, turns a difference into a factor of compute. There are two curves:
+A difference of 0.02 nats is large late in training and small early. The baseline's own curve, L = E
++ B/D^β over its tokens D, turns a difference into a factor of compute. There are two curves:
 
 - through the final losses of baseline runs of several lengths, each with its whole schedule: the
-  right one;
-- through one run's validation while it trained. Before the learning rate has decayed, its losses
-  are higher than the final losses of shorter runs, and they fall faster towards the end. The
-  speedup comes out nearer to 1 than it is (Hoffmann et al. 2022, arXiv:2203.15556, appendix B).
+  correct one;
+- through one run's validation losses during training. Before the learning rate has decayed, they
+  are higher than the final losses of shorter runs, and they fall faster towards the end. This
+  biases the speedup towards 1 (Hoffmann et al. 2022, arXiv:2203.15556, appendix B).
 
-A factor is read between half the least and twice the most tokens of the curve, no further.
+A factor is read only between half the fewest and twice the most tokens of the curve.
 """
 
 import dataclasses
@@ -22,9 +22,9 @@ from jaxtyping import Float
 from lmlib.verdicts.power_law import INTERVAL, Fit, PowerLaw
 from lmlib.verdicts.seeds import Difference
 
-FARTHEST = 2.0  # times the most tokens of a curve, and a part of its least
-LEAST_POINTS = 4  # of a curve, at different numbers of tokens
-_LEAST_GOAL = 1e-300  # of the excess over the floor, for a goal below it
+FARTHEST = 2.0  # extrapolation limit, as a factor at both ends of the curve
+LEAST_POINTS = 4  # of a curve, at distinct numbers of tokens
+_LEAST_GOAL = 1e-300  # of the excess over the floor, if the goal is below the floor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Curve:
 
     Args:
       tokens_R, losses_R: of each point.
-      whole_schedules: whether each point is the end of a run of its own length.
+      whole_schedules: True if each point is the end of a run of its own length.
     """
 
     tokens_R: Float[np.ndarray, "R"]
@@ -42,13 +42,13 @@ class Curve:
 
     @classmethod
     def through(cls, points: Sequence[tuple[float, float]], whole_schedules: bool) -> "Curve":
-        """The curve through (tokens, loss) of any number of runs."""
+        """Returns the curve through (tokens, loss) points of any number of runs."""
         tokens_R, losses_R = np.array(points, float).reshape(-1, 2).T
         return cls(tokens_R, losses_R, whole_schedules)
 
     @property
     def problem(self) -> str | None:
-        """Why no law can be fitted to it; `None` if one can."""
+        """The reason why no law can be fitted to it; `None` if one can."""
         lengths = len(set(self.tokens_R.tolist()))
         if lengths >= LEAST_POINTS and np.isfinite(self.losses_R).all() and min(self.losses_R) > 0:
             return None
@@ -60,9 +60,9 @@ class Curve:
 
 @dataclasses.dataclass(frozen=True)
 class Speedup:
-    """The tokens that the baseline would need, over those it has seen, with a 90 % interval.
+    """The baseline's tokens for the same loss over the tokens it has seen, with a 90 % interval.
 
-    Ends beyond `least` or `most`, to which the curve is read, are those.
+    The interval is clipped to `least` and `most`, the limits of the curve.
     """
 
     factor: float
@@ -74,22 +74,22 @@ class Speedup:
 
 
 def speedup(curve: Curve, tokens: float, difference: Difference) -> Speedup:
-    """The speedup of a setting whose loss differs from the baseline's by `difference`.
+    """Returns the speedup of a setting whose loss differs from the baseline's by `difference`.
 
     Args:
       curve: without a `problem`.
-      tokens: that the baseline has seen.
+      tokens: seen by the baseline.
 
-    The errors of the curve and of the difference are independent: the distances of the ends of
-    their intervals from the factor, in logarithms, are added by their squares (Zou and Donner 2008,
-    Statistics in Medicine 27, 1693).
+    The errors of the curve and of the difference are independent. The distances from the factor to
+    the ends of their intervals, in logarithms, are therefore added in quadrature (Zou and Donner
+    2008, Statistics in Medicine 27, 1693).
     """
     fit = Fit(curve.tokens_R[:, None], curve.losses_R)
     least = min(curve.tokens_R) / FARTHEST / tokens
     most = FARTHEST * max(curve.tokens_R) / tokens
 
     def logarithm(law: PowerLaw, difference: float) -> float:
-        # Measured from the law's own loss there, so that equal losses give a factor of 1.
+        # Relative to the law's own loss at these tokens, so that equal losses give a factor of 1.
         excess = law.scales_K[0] * tokens ** -law.exponents_K[0]
         goal = max(1 + difference / excess, _LEAST_GOAL)
         return float(-math.log(goal) / law.exponents_K[0])

@@ -1,4 +1,4 @@
-"""A comparison of runs as text for people."""
+"""A comparison of runs as a text table."""
 
 import math
 from collections.abc import Iterator
@@ -13,14 +13,14 @@ _COSTS = ("steps", "FLOPs", "seconds")
 
 
 def comparison_text(comparison: Comparison) -> str:
-    """The table, the best first, and notes about its verdicts."""
+    """Returns the table, the best group first, and notes about its verdicts."""
     judged = [row.judged for row in comparison.rows if row.judged is not None]
     sped = any(each.speedup is not None for each in judged)
     titles = [*comparison.settings, "seeds", f"{comparison.metric}, {comparison.unit}"]
     titles += ["minus baseline", "verdict"] * bool(judged)
     titles += ["speedup in steps", "in FLOPs", "in seconds"] * sped
     rows = [_cells(comparison, row, sped) for row in comparison.rows]
-    # Without a verdict no row has its cells.
+    # Without verdicts, rows have no verdict cells.
     lines = [columns([titles, *(row[: len(titles)] for row in rows)])]
     lines += ["", "± is one standard error over seeds"]
     if judged:

@@ -1,10 +1,10 @@
-"""How far a difference between runs depends on the validation text.
+"""Dependence of a difference between runs on the validation text.
 
-A difference varies with the seed and with the text that was held out. A verdict counts seeds, for
-this text. Batches show how far other text would change it (Clark 1973, The language-as-fixed-effect
-fallacy): pairing runs batch by batch removes the difficulty of each batch (Miller 2024,
-arXiv:2411.00640, §3.2). A mean over tokens is a ratio of sums over batches, with the standard error
-of Cochran, Sampling Techniques, 3rd edition 1977, §6.4, as in `lmlib.evaluate.ratio`.
+A difference varies with the seed and with the held-out text. A verdict counts seeds, for this text.
+Batches show how far other text would change it (Clark 1973, The language-as-fixed-effect fallacy):
+pairing runs batch by batch removes the difficulty of each batch (Miller 2024, arXiv:2411.00640,
+§3.2). A mean over tokens is a ratio of sums over batches, with the standard error of Cochran,
+Sampling Techniques, 3rd edition 1977, §6.4, as in `lmlib.evaluate.ratio`.
 """
 
 import dataclasses
@@ -20,13 +20,14 @@ INTERVAL = 0.9
 
 @dataclasses.dataclass(frozen=True)
 class TextPrecision:
-    """How precisely a text tells a difference, in the metric's unit.
+    """Precision of a difference with respect to the validation text, in the metric's unit.
 
     Args:
-      of_one_seed: the standard error over batches of one seed's difference, on average.
-      of_the_mean: the standard error of the mean over all seeds: its distance on another text.
-      share: the 90 % interval of the text's part in the variance between seeds, which more text
-        would remove; `None` for fewer than two seeds. A single number would be too uncertain.
+      of_one_seed: the standard error over batches of one seed's difference, averaged over seeds.
+      of_the_mean: the standard error of the mean over all seeds: its expected change on another
+        text.
+      share: the 90 % interval of the text's share in the variance between seeds, which more text
+        would remove; `None` for fewer than two seeds. A point estimate would be too uncertain.
     """
 
     of_one_seed: float
@@ -41,8 +42,8 @@ class BatchDifferences:
     Args:
       sums_SN: a run's sums minus the sums of the baseline's run with the same seed.
       counts_N: units in each batch.
-      factor: from a mean over units of this set to its part in the metric: the set's weight in a
-        total, times a change of unit.
+      factor: converts a mean over units of this set to its part in the metric: the set's weight in
+        a total, times a change of unit.
     """
 
     sums_SN: Float[np.ndarray, "S N"]
@@ -51,7 +52,10 @@ class BatchDifferences:
 
 
 def text_precision(sets: Sequence[BatchDifferences]) -> TextPrecision | None:
-    """The precision for a metric that is a sum over `sets`; `None` if one has under two batches."""
+    """Returns the precision of a metric that is a sum over `sets`.
+
+    `None` if a set has fewer than two batches.
+    """
     if not sets or any(len(each.counts_N) < 2 for each in sets):
         return None
     one = mean = apart = 0.0
@@ -74,8 +78,11 @@ def text_precision(sets: Sequence[BatchDifferences]) -> TextPrecision | None:
 
 
 def _share(quotient: float, freedom: int, freedom_of_seeds: int) -> tuple[float, float]:
-    """Two variances are independent estimates, so their quotient over its true value has the F
-    distribution (a two-way analysis of variance, of seeds and batches: Scheffé 1959, §4.2)."""
+    """Returns the interval of the text's share from the quotient of two variance estimates.
+
+    The estimates are independent, so their quotient over its true value has the F distribution (a
+    two-way analysis of variance, of seeds and batches: Scheffé 1959, §4.2).
+    """
     ends = special.fdtri(freedom, freedom_of_seeds, [(1 + INTERVAL) / 2, (1 - INTERVAL) / 2])
     low, high = (min(quotient / float(end), 1.0) for end in ends)
     return low, high

@@ -1,4 +1,4 @@
-"""The steps in a directory of a bucket: found, read, added, removed and set aside."""
+"""The steps in a directory of a bucket: listed, read, added, removed and set aside."""
 
 import dataclasses
 import errno
@@ -24,36 +24,40 @@ _FOLDER = re.compile(r"[0-9]+-[0-9a-f]+-[0-9]+")
 
 
 def steps_at(directory: Path, check: Callable[[], None] = lambda: None) -> "StepsInBucket | None":
-    """The steps that `directory`, a copy of a folder in a bucket, stands for; else `None`.
-    `check` is called before each write and deletion, which it prevents by raising."""
+    """Returns the steps of a bucket directory from its local copy; `None` for other folders.
+
+    `check` is called before each write and deletion, which it prevents by raising.
+    """
     url = url_of(directory)
     return None if url is None else StepsInBucket(url, check)
 
 
 class Kept(NamedTuple):
-    """A step that is there: the folder of its files, and its rank, lower is better."""
+    """A stored step: the folder of its files, and its rank, lower is better."""
 
     folder: str
     metric: float | None = None
 
 
 class StepsInBucket:
-    """Steps by their names. Any process may read them; one that has called `take` may change
-    them, until another calls it."""
+    """Steps by name. Any process may read them.
+
+    Only the process that called `take` last may change them.
+    """
 
     def __init__(self, url: BucketUrl, check: Callable[[], None]):
         self._check = check
         self._folders = dataclasses.replace(url, folder=f"{url.folder}{FILES}")
         self._all_files = BucketStore(self._folders, permit=check)
         self._index = OwnedObject(BucketStore(url, permit=check), INDEX)
-        self._kept: dict[str, Kept] = {}  # as this process has written it
+        self._kept: dict[str, Kept] = {}  # as last written by this process
 
     def kept(self) -> dict[str, Kept]:
-        """The steps that are there now; raises BucketError if steps.json is damaged."""
+        """Returns the current steps; raises BucketError if steps.json is damaged."""
         return self._parsed(self._index.found().content)
 
     def files(self, name: str) -> BucketStore:
-        """The files of a step; raises FileNotFoundError if it is not there."""
+        """Returns the files of a step; raises FileNotFoundError if it does not exist."""
         kept = self.kept().get(name)
         if kept is None:
             place = f"{self._index.store.url}/{name}"
@@ -61,15 +65,15 @@ class StepsInBucket:
         return self.files_in(kept.folder)
 
     def files_in(self, folder: str) -> BucketStore:
-        """The files in the folder of a step, which may be new."""
+        """Returns the files in a step's folder, which may be new."""
         url = self._folders.below(folder)
         return BucketStore(url, permit=self._check)
 
     def take(self) -> None:
-        """Makes this process the one that writes; removes unfinished folders of others.
+        """Makes this process the writer; removes unfinished folders of others.
 
         Raises:
-          BucketError: if there are checkpoints that nothing leads to.
+          BucketError: if there are files of checkpoints that steps.json does not list.
         """
         taken = False
         while not taken:
@@ -82,7 +86,7 @@ class StepsInBucket:
                     f"to the checkpoints in {self._folders}: put it back, or delete them",
                 )
             taken = self._index.take(_encoded(self._kept), found)
-        # Nobody else can add them now, since the object has changed.
+        # No other process can add them now, since the object has changed.
         self._delete(folders)
 
     def finish(self) -> None:
@@ -105,7 +109,7 @@ class StepsInBucket:
             self._delete(step.folder for step in removed.values())
 
     def set_aside(self, name: str, aside: str) -> None:
-        """Renames a step; an earlier step of the other name is deleted."""
+        """Renames a step; an earlier step with the new name is deleted."""
         kept = dict(self._kept)
         replaced = kept.pop(aside, None)
         kept[aside] = kept.pop(name)
@@ -121,7 +125,7 @@ class StepsInBucket:
         self._kept = kept
 
     def _list_folders(self) -> dict[str, set[str]]:
-        """The names of the files in each folder of a step, whole or not."""
+        """Returns the names of the files in each step's folder, complete or not."""
         folders: dict[str, set[str]] = {}
         for name in self._all_files.list():
             folder, _, file = name.partition("/")
@@ -129,7 +133,7 @@ class StepsInBucket:
         return folders
 
     def _delete(self, folders: Iterable[str]) -> None:
-        """Deletes the files in all `folders` that no step has."""
+        """Deletes the files in all `folders` that belong to no step."""
         kept = {step.folder for step in self._kept.values()}
         with ThreadPoolExecutor(REQUESTS) as threads:
             for folder in set(folders) - kept:
@@ -147,7 +151,7 @@ class StepsInBucket:
 
 
 def _step(name: str, folder: Any, metric: Any) -> Kept:
-    """Raises ValueError or TypeError for an entry that no process has written."""
+    """Parses an entry; raises ValueError or TypeError if no process has written it."""
     if not (_NAME.fullmatch(name) and _FOLDER.fullmatch(folder)):
         raise ValueError(f"step {name!r:.80} in {folder!r:.80}")
     if metric is not None and not (isinstance(metric, float) and math.isfinite(metric)):

@@ -1,4 +1,4 @@
-"""A step that is sent to a bucket: each process sends its own chunks, and process 0 the rest."""
+"""Uploads a step to a bucket: each process sends its own chunks, and process 0 the rest."""
 
 import itertools
 import json
@@ -15,17 +15,17 @@ from lmlib.checkpoint.in_bucket.steps import MANIFEST, StepsInBucket
 from lmlib.checkpoint.manifest import Manifest, SavedArray, SavedFile, digest_of, encode, utc_now
 from lmlib.storage.bucket.store import REQUESTS, BucketStore
 
-CHUNK_BYTES = 32 << 20  # at most, where a shard can be cut so: the unit that goes in one request
+CHUNK_BYTES = 32 << 20  # upper limit of a request, if the shard can be cut
 _uploads = itertools.count()  # the same on every process
 
-Chunk = tuple[str, np.ndarray]  # the name of a file of a step, and its elements
+Chunk = tuple[str, np.ndarray]  # file name and elements
 
 
 class StepInBucket:
     """See `lmlib.checkpoint.saves.UnfinishedStep`."""
 
     def __init__(self, steps: StepsInBucket, step: int, opening: str):
-        """Makes nothing; process 0 has taken the `steps`."""
+        """Creates nothing; process 0 must own the `steps`."""
         self._steps, self._step = steps, step
         self._folder = f"{step}-{opening}-{next(_uploads)}"
         self.files = steps.files_in(self._folder)
@@ -54,7 +54,7 @@ class StepInBucket:
 
 
 def _send_all(files: BucketStore, contents: list[Any]) -> dict[str, SavedFile]:
-    """Writes files in parallel; their sizes and digests."""
+    """Writes files in parallel; returns their sizes and digests."""
 
     def send(content: tuple[str, Any]) -> tuple[str, SavedFile]:
         name, values = content
@@ -67,7 +67,7 @@ def _send_all(files: BucketStore, contents: list[Any]) -> dict[str, SavedFile]:
 
 
 def _copied(state: Mapping[str, jax.Array]) -> tuple[list[Chunk], dict[str, bytes]]:
-    """The chunks that this process sends of the arrays, and the `.zarray` of each of these."""
+    """Returns the chunks that this process sends, and the `.zarray` of their arrays."""
     words = {name: _words(array) for name, array in state.items()}
     for array in words.values():
         array.copy_to_host_async()
@@ -77,8 +77,8 @@ def _copied(state: Mapping[str, jax.Array]) -> tuple[list[Chunk], dict[str, byte
         chunk = _chunk_shape(array.sharding.shard_shape(array.shape), array.dtype.itemsize)
         descriptions[f"{saved.STATE}/{name}/{saved.ZARRAY}"] = _zarray(array, chunk)
         for shard in array.addressable_shards:
-            if shard.replica_id == 0:  # one of the devices that hold the same
-                values = np.copy(shard.data)  # a copy: the array may be donated meanwhile
+            if shard.replica_id == 0:  # only one of the replicas
+                values = np.copy(shard.data)  # copied, since the array may be donated
                 for place, part in _cut(shard.index, values, chunk):
                     file = saved.chunk_name(place)
                     chunks.append((f"{saved.STATE}/{name}/{file}", part))
@@ -86,14 +86,16 @@ def _copied(state: Mapping[str, jax.Array]) -> tuple[list[Chunk], dict[str, byte
 
 
 def _words(array: jax.Array) -> jax.Array:
-    """An array as it is stored: typed PRNG keys become their words."""
+    """Returns an array as it is stored: typed PRNG keys become their words."""
     is_key = jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key)
     return jax.random.key_data(array) if is_key else array
 
 
 def _chunk_shape(shard: tuple[int, ...], element_bytes: int) -> tuple[int, ...]:
-    """Cuts a shard's shape, outer axes first, until a chunk has `CHUNK_BYTES` or no axis is left
-    to cut; chunks divide shards."""
+    """Splits a shard's shape, outer axes first, until a chunk fits `CHUNK_BYTES`.
+
+    Stops when no axis can be split further. Chunks divide shards evenly.
+    """
     chunk = list(shard)
     for axis, length in enumerate(shard):
         excess = math.prod(chunk) * element_bytes / CHUNK_BYTES
@@ -107,7 +109,7 @@ def _chunk_shape(shard: tuple[int, ...], element_bytes: int) -> tuple[int, ...]:
 def _cut(
     index: tuple[slice, ...], values: np.ndarray, chunk: tuple[int, ...]
 ) -> Iterator[tuple[tuple[int, ...], np.ndarray]]:
-    """The chunks of a shard, which begins at `index`, and their places in the array's grid."""
+    """Yields the chunks of a shard at `index`, with their positions in the array's grid."""
     starts = [part.start or 0 for part in index]
     grid = [range(length // part) for length, part in zip(values.shape, chunk, strict=True)]
     for numbers in itertools.product(*grid):
@@ -119,9 +121,9 @@ def _cut(
 
 
 def _zarray(array: jax.Array, chunk: tuple[int, ...]) -> bytes:
-    """The description of an uncompressed array, as zarr's version 2 has it."""
+    """Returns the zarr v2 description of an uncompressed array."""
     dtype = np.dtype(array.dtype)
-    named = dtype.name if dtype.kind == "V" else dtype.str  # bfloat16 is none of NumPy's own
+    named = dtype.name if dtype.kind == "V" else dtype.str  # bfloat16 is not a NumPy dtype
     described = {
         "zarr_format": 2,
         "shape": list(array.shape),
