@@ -1,4 +1,4 @@
-"""The style of all commands here: one-line mistakes, one progress line, and the exit status."""
+"""The common style of commands: one-line errors, one progress line, and the exit status."""
 
 import io
 import os
@@ -13,12 +13,12 @@ from absl import app, flags, logging
 
 from lmlib.terminal.text import guard_terminals
 
-# Flags of texts, in which `~` is a character. In all other flags it is the home folder.
+# Flags of texts, in which `~` is an ordinary character. In all other flags it is the home folder.
 TEXTS = {"bos_token", "document_separator", "eos_token", "prompt", "special_tokens", "stop"}
 _HELP = {"--help", "-help", "-h", "--helpshort", "--helpfull"}
 MISTAKE, INTERRUPTED = 2, 130  # exit status
 
-# Called with counts so far, by unit, and the share of the whole that is done; None if unknown.
+# Called with the counts so far, by unit, and the completed fraction, None if unknown.
 Progress = Callable[[Mapping[str, int], float | None], None]
 
 _SECONDS_BETWEEN_LINES = 5.0
@@ -27,26 +27,27 @@ _SECONDS_BETWEEN_LINES = 5.0
 def run(name: str, command: Callable[[Sequence[str]], int], resumable: bool = False) -> NoReturn:
     """Runs `command` with the arguments that are not flags; exits with the status it returns.
 
-    A flag that is unknown or has no valid value, and an OSError or ValueError of `command`, ends it
-    with one line on stderr that begins with `name`; the status is then 2, or 130 after Ctrl-C.
-    --help shows the docstring of `__main__`, its flags and the adopted ones.
-    If it is `resumable`, Ctrl-C and SIGTERM say that the same command goes on, and the status is
-    128 and the signal's number; a RuntimeError is one line as well. Terminals show control
-    characters, wherever a text is from.
+    An unknown or invalid flag, and an OSError or ValueError of `command`, prints one line on stderr
+    that begins with `name`, and exits with status 2; Ctrl-C exits with 130. --help shows the
+    docstring of `__main__`, its flags and the adopted ones.
+
+    If it is `resumable`, the message after Ctrl-C and SIGTERM says that the same command continues,
+    and the status is 128 plus the signal's number; a RuntimeError is one line as well. Terminals
+    show control characters escaped, for text of any origin.
     """
     guard_terminals()
     logging.get_absl_handler().python_handler.setStream(sys.stderr)
 
     def main(arguments: Sequence[str]) -> int:
-        logging.set_verbosity(logging.WARNING)  # JAX tells of each backend it does not find
-        if isinstance(sys.stdout, io.TextIOWrapper):  # a document's text may be any
+        logging.set_verbosity(logging.WARNING)  # JAX logs each backend that it does not find
+        if isinstance(sys.stdout, io.TextIOWrapper):  # documents may contain any characters
             sys.stdout.reconfigure(errors="backslashreplace")
         for number in (signal.SIGINT, signal.SIGTERM) if resumable else ():
             signal.signal(number, _stop)
         try:
             status = command(arguments[1:])
             sys.stdout.flush()
-        except BrokenPipeError:  # the reader of the output has seen enough, as `head` does
+        except BrokenPipeError:  # the reader has closed the pipe, as `head` does
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return MISTAKE
         except (OSError, ValueError) as error:
@@ -87,7 +88,7 @@ def check_no_arguments(arguments: Sequence[str]) -> None:
 def expand_home(values: flags.FlagValues) -> None:
     """Replaces `~` or `~user` at the beginning of each value by the home folder, except in `TEXTS`.
 
-    Shells do so at the beginning of a word, and not after `--workdir=`.
+    Shells do this at the beginning of a word, but not after `--workdir=`.
     """
     for name in set(values) - TEXTS:
         flag = values[name]
@@ -99,7 +100,7 @@ def expand_home(values: flags.FlagValues) -> None:
 
 
 class _StoppedError(BaseException):
-    """By a signal, from Ctrl-C or a batch system."""
+    """Raised on a signal, from Ctrl-C or a batch system."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -108,27 +109,27 @@ class _StoppedError(BaseException):
 
 def _stop(number: int, frame: FrameType | None) -> None:
     for later in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(later, signal.SIG_IGN)  # it is ending already
+        signal.signal(later, signal.SIG_IGN)  # already stopping
     raise _StoppedError(number)
 
 
 def _mistake(name: str, error: Exception) -> int:
     text = str(error)
     if isinstance(error, OSError) and error.filename is None and error.strerror:
-        text = error.strerror  # of no file: a number before the sentence would say nothing
+        text = error.strerror  # no file: don't print an errno before the message
     print(f"{name}: {' '.join(text.split())}", file=sys.stderr)
     return MISTAKE
 
 
 def no_progress(counts: Mapping[str, int], fraction: float | None) -> None:
-    """Says nothing."""
+    """Ignores progress."""
 
 
 class ProgressLine:
-    """Prints a line to stderr every few seconds: counts, the speed of the last, the time left."""
+    """Prints a line to stderr every few seconds: counts, current speed, time left."""
 
     def __init__(self) -> None:
-        # The speed leaves out the work of earlier runs, and the start of workers.
+        # The speed excludes the work of earlier runs, and the start of workers.
         self._first: tuple[float, int, float | None] | None = None
         self._printed = 0.0
 

@@ -1,7 +1,7 @@
-"""From blocks of rows to documents of tokens, by any number of processes, in order.
+"""Encodes blocks of rows to documents of tokens, in order, with any number of processes.
 
-For pretokenize and prepare_chats. `concurrent.futures` would not do: its workers outlive a parent
-that is killed, and cannot be ended in the middle of a block.
+For pretokenize and prepare_chats. `concurrent.futures` is not used: its workers outlive a killed
+parent, and cannot be stopped in the middle of a block.
 """
 
 import contextlib
@@ -22,23 +22,23 @@ import numpy as np
 
 from data_tools.rows.block import BLOCK_BYTES, Block, Row
 
-_QUEUED_BLOCKS = 3  # for each worker, so that it has work while others are waited for
+_QUEUED_BLOCKS = 3  # per worker, to keep it busy while waiting for others
 
 
 @dataclass(frozen=True)
 class EncodedBlock:
-    """The documents of a block, whole, one after the other."""
+    """The complete documents of a block, one after the other."""
 
     tokens: np.ndarray  # uint16 if the vocabulary allows, else uint32
     lengths: np.ndarray  # int64 [documents], in tokens
     text_bytes: np.ndarray  # int64 [documents], of UTF-8
     gzip_bytes: np.ndarray | None  # int64 [documents]
-    bad_rows: tuple[tuple[int, Row], ...]  # with the number of documents before each
+    bad_rows: tuple[tuple[int, Row], ...]  # with the number of documents before each row
     loss_mask: np.ndarray | None = None  # bool, of all tokens; None for text
     left_out: Mapping[str, int] = field(default_factory=dict)  # see `ShardWriter.extend`
 
     def first(self, documents: int) -> "EncodedBlock":
-        """The block cut off after `documents`."""
+        """Returns the block truncated after `documents`."""
         return EncodedBlock(
             self.tokens[: self.lengths[:documents].sum()],
             self.lengths[:documents],
@@ -52,13 +52,14 @@ class Recipe(Protocol):
     """Turns rows into documents; small enough to send to other processes."""
 
     def encode(self, block: Block) -> EncodedBlock:
-        """The block's documents; a row that makes none is among the bad rows."""
+        """Returns the block's documents; a row without documents is among the bad rows."""
 
 
 def encode_in_order(
     blocks: Iterator[Block], recipe: Recipe, workers: int
 ) -> Generator[tuple[Block, EncodedBlock], None, None]:
-    """Each block with its documents, in order, encoded by `workers` processes or, for 0, here.
+    """Yields each block with its documents, in order, encoded by `workers` processes; 0: by this
+    one.
 
     A few blocks for each worker are read ahead. When the generator is closed the workers end too,
     even in the middle of a block. Raises ChildProcessError if a worker is killed.
@@ -77,7 +78,7 @@ def encode_in_order(
         finally:
             idle.put(process)
 
-    threads = ThreadPoolExecutor(workers)  # one waits for each worker
+    threads = ThreadPoolExecutor(workers)  # one thread waits for each worker
     try:
         for _ in range(workers):
             processes.append(_WorkerProcess(recipe))
@@ -102,13 +103,13 @@ def encode_in_order(
 
 
 class _WorkerProcess:
-    """Runs a recipe in a process of its own."""
+    """Runs a recipe in a separate process."""
 
     def __init__(self, recipe: Recipe) -> None:
         context = multiprocessing.get_context("spawn")  # threads do not survive a fork
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
-        resource_tracker.ensure_running()  # where it is started, signals are unblocked
+        resource_tracker.ensure_running()  # starting it would unblock signals
         # The process inherits this: Ctrl-C is for the calling one, which ends the others. Nor may
         # SIGTERM stop this one while the new process has read only a part.
         signals_before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
@@ -116,14 +117,15 @@ class _WorkerProcess:
             self._process.start()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, signals_before)
-        theirs.close()  # so that reading ends with the process
+        theirs.close()  # so that reads end when the process does
         self._recipe: Recipe | None = recipe
 
     def encode(self, block: Block) -> EncodedBlock:
         """See `Recipe.encode`. Raises ChildProcessError if the process is gone."""
         try:
             if self._recipe is not None:
-                # Not an argument of the process: it may be larger than a pipe holds, and Python's
+                # Not an argument of the process: it may exceed a pipe's capacity, and Python's own
+                # code for reading arguments shows a traceback if this process is killed meanwhile.
                 # own code, which reads those, shows a traceback if this process is killed then.
                 self._connection.send(self._recipe)
                 self._recipe = None
@@ -139,18 +141,18 @@ class _WorkerProcess:
         return answer
 
     def end(self) -> None:
-        """Ends the process at once; it holds nothing that could be lost."""
+        """Ends the process at once; it holds no state that could be lost."""
         self._process.kill()
         self._process.join()
 
 
 def _serve(connection: Connection) -> None:
-    """Encodes the blocks that come after the recipe until the calling process is gone."""
+    """Encodes the blocks that follow the recipe until the calling process is gone."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-    # The workers are as many as the cores: more threads in each would only compete.
+    # There is a worker per core, so more threads in each would only compete.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    with contextlib.suppress(EOFError, OSError):  # it may be killed at any byte
+    with contextlib.suppress(EOFError, OSError):  # the caller may be killed at any byte
         recipe: Recipe = connection.recv()
         while True:
             connection.send(_answer(recipe, connection.recv()))
@@ -161,7 +163,7 @@ def _answer(recipe: Recipe, block: Block) -> EncodedBlock | Exception:
         return recipe.encode(block)
     except (OSError, ValueError) as error:
         return error
-    except Exception as error:  # to be raised again there, where its class may be unknown
+    except Exception as error:  # raised again by the caller, which may not know its class
         return RuntimeError(f"a worker process failed: {error!r}")
 
 

@@ -1,6 +1,6 @@
-"""Documents that are held out for validation, chosen by nothing but their text.
+"""Held-out documents for validation, chosen only by their text.
 
-For every command that makes splits, and train_tokenizer, which proposes a fraction to hold out.
+For every command that makes splits, and train_tokenizer, which suggests a fraction to hold out.
 """
 
 from collections.abc import Mapping
@@ -8,24 +8,24 @@ from dataclasses import dataclass
 
 from xxhash import xxh3_64_intdigest
 
-VALIDATION = "validation"  # the split of the documents that are held out
-_FRACTIONS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5)  # that are worth proposing
+VALIDATION = "validation"  # the split of held-out documents
+_FRACTIONS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5)  # suggested fractions
 
 
 def hash_of(text: str) -> int:
-    """A number below 2**64."""
+    """Returns a number below 2**64."""
     return xxh3_64_intdigest(text.encode("utf-8"))
 
 
 @dataclass(frozen=True)
 class Part:
-    """One of the two parts of a source: the documents held out, or all others.
+    """One of the two parts of a source: the held-out documents, or all others.
 
-    A text is held out if the first `fraction` of all hashes holds its own. So neither the order nor
-    the number of shards or workers matters, and equal documents are in the same part.
+    A text is held out if its hash is in the first `fraction` of all hashes. The order and the
+    number of shards or workers therefore don't matter, and equal documents are in the same part.
     """
 
-    fraction: float  # of the documents that is held out, above 0 and below 1
+    fraction: float  # held-out fraction of the documents, above 0 and below 1
     held_out: bool
 
     def __post_init__(self) -> None:
@@ -33,15 +33,15 @@ class Part:
             raise ValueError(f"the fraction held out must be between 0 and 1, not {self.fraction}")
 
     def has(self, text: str) -> bool:
-        """Returns whether the document belongs to this part."""
+        """True if the document belongs to this part."""
         is_held_out = hash_of(text) < self.fraction * 2**64
         return is_held_out == self.held_out
 
 
 def fraction_to_hold_out(sizes: Mapping[int, int]) -> float | None:
-    """The smallest fraction that holds out a hundredth of the bytes and leaves half.
+    """Returns the smallest fraction that holds out 1 % of the bytes and leaves half.
 
-    `sizes` are those of a sample of the texts, by their hash. None if no fraction does so, as for a
+    `sizes` are the sizes of a sample of the texts, by hash. None if no fraction suffices, as for a
     single text.
     """
     for fraction in _FRACTIONS:

@@ -1,4 +1,4 @@
-"""From seqax's flat tokens to this library's, for data sets that a user keeps."""
+"""Converts seqax's flat tokens to this library's, for data sets that a user keeps."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,13 +31,14 @@ def to_lmlib(
     file_length: int = FILE_LENGTH,
     block_length: int = BLOCK_LENGTH,
 ) -> dict[Path, tuple[ShardMetadata, int]]:
-    """Writes each split of `source`, in seqax's format, as a split of one shard below `out`.
+    """Converts each split of `source`, in seqax's format, to a split with one shard below `out`.
 
-    Returns for each new split its shard, and how many documents without tokens were dropped.
+    Returns the shard of each new split, and the number of documents dropped because they have no
+    tokens.
 
     seqax frames no document and records no text, so the new splits have no BOS and EOS and 0 bytes
     of text. Without `tokenizer`, none is recorded and the vocabulary ends at the largest id. After
-    a kill, the same call goes on where it was. Memory holds a block and the longest document.
+    a kill, the same call continues where it stopped. Memory holds a block and the longest document.
 
     Raises FileExistsError if `out` is finished or holds anything else, ValueError if `source` has
     no split in seqax's format or ids outside the vocabulary, DamagedDataError if it cannot be read.
@@ -93,15 +94,15 @@ def to_lmlib(
 def _whole_documents(
     split: SeqaxSplit, folder: Path, start: int, block_length: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Tokens (int64) of whole documents from `start` on, and the documents' lengths."""
-    begun: list[np.ndarray] = []  # the document whose end has not been seen
+    """Yields tokens (int64) of complete documents from `start` on, and the documents' lengths."""
+    begun: list[np.ndarray] = []  # the unfinished document
     for tokens, begins in blocks(split, start, block_length):
         if not begun and not begins[0]:
             raise DamagedDataError(f"{folder} begins in the middle of a document")
         starts = np.flatnonzero(begins)
         if len(starts) and (begun or len(starts) > 1):
             complete = np.concatenate([*begun, tokens[: starts[-1]]]).astype(np.int64)
-            begin = np.zeros(1 if begun else 0, np.int64)  # of the document begun before
+            begin = np.zeros(1 if begun else 0, np.int64)  # start of the unfinished document
             yield complete, np.diff(starts + len(complete) - starts[-1], prepend=begin)
             begun = []
         begun.append(tokens[starts[-1] :] if len(starts) else tokens)
@@ -111,7 +112,7 @@ def _whole_documents(
 
 
 def _check_out(out: Path, splits: list[str]) -> None:
-    """`out` may hold what this conversion has begun, and nothing else."""
+    """Checks that `out` holds only files begun by this conversion."""
     if not out.exists():
         return
     shards = [out / split / shard_name(0, 1) for split in splits]

@@ -1,4 +1,4 @@
-"""Text to token ids, as fast as possible, with exactly the ids of Hugging Face `tokenizers`."""
+"""Fast encoding of text with exactly the ids of Hugging Face `tokenizers`."""
 
 from data_tools.encoders.byte_level import ByteLevelEncoder
 from data_tools.encoders.encoder import (
@@ -10,7 +10,8 @@ from data_tools.encoders.encoder import (
 
 
 def make_encoder(tokenizer_json: str | None) -> Encoder:
-    """The fastest encoder that provably gives the ids of this tokenizer.json; None: raw bytes.
+    """Returns the fastest encoder with provably the same ids as this tokenizer.json; None: raw
+    bytes.
 
     Raises ValueError if the text describes no tokenizer.
     """

@@ -8,17 +8,18 @@ from data_tools.encoders.encoder import UnsuitableError
 
 
 class AddedTokens:
-    """Cuts a text at its added tokens as `tokenizers` does with `encode_special_tokens` set.
+    """Splits a text at its added tokens like `tokenizers` with `encode_special_tokens` set.
 
-    First at those that are not `normalized`, then at the others in the rest; each time at the
-    leftmost and there the longest. A special token is text, but hides what overlaps with it.
+    It splits first at tokens that are not `normalized`, then at the others in the remaining text,
+    each time at the leftmost and there the longest match. A special token is text, but hides
+    overlapping matches.
     """
 
     def __init__(self, entries: list[dict[str, Any]], has_normalizer: bool) -> None:
         """`entries` is "added_tokens" of a tokenizer.json.
 
-        Raises UnsuitableError for a token, not special, that takes whitespace around it, wants
-        to be a whole word or is looked for in normalized text.
+        Raises UnsuitableError for a non-special token that strips whitespace around it, must be a
+        whole word, or is matched in normalized text.
         """
         recognised = [entry for entry in entries if entry["content"] and not entry["special"]]
         for entry in recognised:
@@ -36,7 +37,7 @@ class AddedTokens:
                 self._passes.append(re.compile("|".join(map(re.escape, longest_first))))
 
     def split(self, text: str) -> Iterator[str | int]:
-        """`text` in order: plain text and the ids of added tokens."""
+        """Yields plain text and the ids of added tokens, in the order of `text`."""
         if any(content in text for content in self._ids):
             yield from self._split(text, self._passes)
         else:

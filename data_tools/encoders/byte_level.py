@@ -1,6 +1,6 @@
-"""A byte-level BPE of a tokenizer.json, run by tiktoken's engine with the same ids.
+"""Encodes a tokenizer.json's byte-level BPE with tiktoken's engine, with the same ids.
 
-It takes four to five times less processor time than `tokenizers`, and little memory.
+It takes four to five times less CPU time than `tokenizers`, and little memory.
 """
 
 import functools
@@ -20,21 +20,21 @@ from data_tools.encoders.merge_table import merge_table
 from data_tools.encoders.pre_tokenization import GPT2, PreTokenization, known_pre_tokenization
 from lmlib.data.text import read_tokenizer
 
-_CHUNK = 1 << 20  # characters; bounds the memory, and the loss where a chunk is encoded twice
-_LONG_RUN = 1 << 20  # characters of one kind; such a pre-token takes too much memory
+_CHUNK = 1 << 20  # characters; bounds the memory, and the cost of encoding a chunk twice
+_LONG_RUN = 1 << 20  # characters of one kind; a longer pre-token takes too much memory
 _HIGHEST_MARK, _LOWEST_MARK = "\u0345", "\u0334"  # by canonical combining class: 240 and 1
 _ASCII = bytes(range(0x80))
 
 
 class ByteLevelEncoder:
-    """Runs a byte-level BPE whose ids tiktoken's engine provably gives.
+    """Encodes with a byte-level BPE for which tiktoken's engine provably gives the same ids.
 
-    One pre-token of n bytes takes about 50 n bytes of memory, so very long ones are refused.
+    A pre-token of n bytes takes about 50 n bytes of memory, so very long ones are refused.
     """
 
     def __init__(self, tokenizer_json: str) -> None:
         """Raises UnsuitableError for any other tokenizer, ValueError if the text describes none."""
-        # Written out again, the description has one form for all versions that wrote the file.
+        # Serialised again, the description has the same form for all versions.
         description = json.loads(read_tokenizer(tokenizer_json).to_str())
         model = description["model"]
         _check(model, description["normalizer"])
@@ -42,7 +42,7 @@ class ByteLevelEncoder:
         self._added_tokens = AddedTokens(description["added_tokens"], self._to_nfc)
         self._pre_tokenization = _pre_tokenization(description["pre_tokenizer"])
         tokens, ids = merge_table(model)
-        # The bytes come first and are never the result of a merge: their ranks do not matter.
+        # The bytes come first and never result from a merge, so their ranks are arbitrary.
         in_order = all(a < b for a, b in pairwise(ids[256:]))
         ranks = ids if in_order else range(len(ids))
         self._id_of_rank = None if in_order else np.array(ids, np.uint32)
@@ -75,7 +75,7 @@ class ByteLevelEncoder:
             if isinstance(part, int):
                 yield np.array([part], np.uint32)
                 continue
-            # Chunks end at whitespace or newlines, with which NFC joins nothing.
+            # Chunks end at whitespace or newlines, which NFC never composes.
             for chunk in self._pre_tokenization.chunks(part, _CHUNK):
                 if self._to_nfc and may_change(chunk):
                     chunk = NFC().normalize_str(chunk)
@@ -84,7 +84,7 @@ class ByteLevelEncoder:
     def _encode_chunk(self, chunk: str) -> np.ndarray:
         try:
             ranks = self._engine.encode_to_numpy(chunk, disallowed_special=())
-        except ValueError:  # whitespace too long for the backtracking of fancy-regex
+        except ValueError:  # whitespace too long for fancy-regex's backtracking
             apart = self._pre_tokenization.apart_from_whitespace(chunk)
             ranks = np.concatenate(
                 [self._engine.encode_to_numpy(part, disallowed_special=()) for part in apart]
@@ -104,7 +104,7 @@ def _check(model: dict[str, Any], normalizer: dict[str, Any] | None) -> None:
 
 
 def _pre_tokenization(pre_tokenizer: dict[str, Any] | None) -> PreTokenization:
-    """GPT-2's by only `ByteLevel`, or one that a `Split` before it describes."""
+    """Returns GPT-2's for a plain `ByteLevel`, or the one described by a `Split` before it."""
     match pre_tokenizer:
         case {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}:
             expression = GPT2
@@ -130,11 +130,11 @@ def _pre_tokenization(pre_tokenizer: dict[str, Any] | None) -> PreTokenization:
 
 
 def may_change(text: str) -> bool:
-    """Returns whether `text` holds a character that Unicode's NFC can change, or join with another.
+    """True if `text` holds a character that Unicode's NFC can change or compose with another.
 
-    Without one it is in NFC: such a character is changed by itself, or is a mark, which may move or
-    join its base, or is the latter part of a composition (a vowel of Hangul, for example). None of
-    them is ASCII, which is left out before the search, since that takes a fortieth of the time.
+    Without one it is in NFC. Such a character is changed by itself, is a mark that may move or
+    compose with its base, or is the latter part of a composition (a Hangul vowel, for example).
+    None of them is ASCII; ASCII is excluded before the search, in a fortieth of the search's time.
     """
     if text.isascii():
         return False
@@ -144,15 +144,15 @@ def may_change(text: str) -> bool:
 
 @functools.cache
 def _changeable() -> re.Pattern[str]:
-    """Finds such a character, by the tables of the installed `tokenizers`."""
+    """Returns a pattern for such characters, from the tables of the installed `tokenizers`."""
     characters = [*map(chr, (*range(0x80, 0xD800), *range(0xE000, 0x110000)))]
-    # Between the two marks a mark would be sorted: they show all that NFC changes.
+    # A mark between these two would be reordered, so they reveal all changes by NFC.
     probes = [_HIGHEST_MARK + character + _LOWEST_MARK for character in characters]
     results = NFC().normalize_str("\n".join(probes)).split("\n")
     found = {
         c for c, probe, result in zip(characters, probes, results, strict=True) if probe != result
     }
-    # A decomposition into one character, as of the Kelvin sign into K, is never composed again.
+    # A decomposition into one character, such as the Kelvin sign to K, is never recomposed.
     decompositions = NFD().normalize_str("\n".join(characters)).split("\n")
     found |= {d[-1] for d in decompositions if len(d) > 1}
     return re.compile("[" + "".join(map(re.escape, sorted(found))) + "]")

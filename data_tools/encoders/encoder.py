@@ -1,4 +1,4 @@
-"""The interface of encoders, and the two plain ones: bytes, and Hugging Face `tokenizers` itself.
+"""The interface of encoders, and two simple ones: raw bytes, and Hugging Face `tokenizers`.
 
 Imports little, so that a worker process starts without JAX.
 """
@@ -13,34 +13,35 @@ import tokenizers
 from lmlib.data.text import read_tokenizer, tokenizers_errors
 from lmlib.data.tokenizer_limits import growth
 
-# `tokenizers` was measured to need up to 380 bytes of memory for a byte of text.
-MAX_TEXT_BYTES = 1 << 20  # also of a batch
-_MAX_NORMALIZED = 4 << 20  # characters; few normalizers make a text longer at all
+# `tokenizers` needs up to 380 bytes of memory per byte of text (measured).
+MAX_TEXT_BYTES = 1 << 20  # for one text or a batch
+_MAX_NORMALIZED = 4 << 20  # characters; few normalizers lengthen a text
 
 
 class UnsuitableError(ValueError):
-    """The tokenizer is sound, but nothing proves that the fast engine would give its ids."""
+    """A valid tokenizer for which the fast engine is not proven to give the same ids."""
 
 
 class Encoder(Protocol):
-    """Turns texts into ids. Making one takes a second; a pickled one is ready much sooner."""
+    """Turns texts into ids. Creating one takes a second; unpickling one is much faster."""
 
     def size(self, text: str) -> int:
-        """Bytes of UTF-8 that `text` takes.
+        """Returns the UTF-8 bytes of `text`.
 
-        Raises ValueError, whose message completes a sentence about it, if it holds a lone surrogate
-        or would take too much memory to encode.
+        Raises ValueError if it holds a lone surrogate or would take too much memory to encode. The
+        message completes a sentence about the text.
         """
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """The ids (uint32, maybe read-only) of each text: no special token added or recognised.
+        """Returns the ids (uint32, possibly read-only) of each text, without special tokens.
 
-        Raises ValueError for a text without `size`.
+        None is added, and none is recognised in the text. Raises ValueError for a text that `size`
+        refuses.
         """
 
 
 def utf8_size(text: str) -> int:
-    """Bytes of UTF-8 that `text` takes; raises ValueError for a lone surrogate."""
+    """Returns the UTF-8 bytes of `text`; raises ValueError for a lone surrogate."""
     if text.isascii():
         return len(text)
     try:
@@ -52,7 +53,7 @@ def utf8_size(text: str) -> int:
 
 
 def batches(texts: Sequence[str], sizes: Sequence[int], most: int) -> Iterator[list[str]]:
-    """The texts in lists of `most` bytes at most, or of one text."""
+    """Yields the texts in lists of at most `most` bytes, or of one text."""
     batch: list[str] = []
     batch_size = 0
     for text, size in zip(texts, sizes, strict=True):
@@ -66,7 +67,7 @@ def batches(texts: Sequence[str], sizes: Sequence[int], most: int) -> Iterator[l
 
 
 class RawBytesEncoder:
-    """The ids of a text are its bytes of UTF-8."""
+    """Uses the UTF-8 bytes of a text as its ids."""
 
     def size(self, text: str) -> int:
         return utf8_size(text)
@@ -85,7 +86,7 @@ class HuggingFaceEncoder:
         self._tokenizer_json = tokenizer_json
         self._tokenizer = read_tokenizer(tokenizer_json)
         grown = growth(json.loads(self._tokenizer.to_str()), "normalizer")
-        # A longer text may become longer than `_MAX_NORMALIZED`.
+        # A longer text may exceed `_MAX_NORMALIZED`.
         self._sure_bytes = min(MAX_TEXT_BYTES, _MAX_NORMALIZED // grown)
 
     def size(self, text: str) -> int:

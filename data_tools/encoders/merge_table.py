@@ -1,22 +1,21 @@
-"""From the merges of a byte-level BPE to the table of tokens that tiktoken's engine wants.
+"""Converts the merges of a byte-level BPE to the table of tokens for tiktoken's engine.
 
-Both engines merge, again and again, the leftmost of the adjacent pairs of lowest rank. For
-`tokenizers` a pair has a rank if it is in the list of merges; for tiktoken if its concatenation
-is in the table of tokens, whose rank it then has.
+Both engines repeatedly merge the leftmost adjacent pair with the lowest rank. For `tokenizers` a
+pair has a rank if it is in the list of merges; for tiktoken, if its concatenation is in the table
+of tokens, whose rank it then has.
 
-Merges inside a stretch of text go on as in only that stretch, as long as none crosses its ends.
-So wherever two adjacent pieces make up a token w, they are the two pieces that w itself comes
-down to when it is encoded: at most one pair per token is ever there to merge. By induction
-over the length of tokens, both engines do the same on every string if, for each token w:
+While no merge crosses the ends of a stretch of text, merges inside it proceed as in that stretch by
+itself. Wherever two adjacent pieces form a token w, they are therefore the two pieces that remain
+when w itself is encoded: at most one pair per token ever occurs. By induction over the length of
+tokens, both engines agree on every string if one of these holds for each token w:
 
 - `tokenizers` encodes w by itself to [w]: then that pair is one of the merges of w. The table is
-  ordered by these; where w has several, they must be contiguous, since which of them it is does
-  not matter then. Llama 3's tokenizer.json is so: it lists all splits of a token.
-- Or it encodes w to three pieces or more: then w is never merged by either engine. It is
-  left out of the table, or, with `ignore_merges`, stays there, because then both engines emit it
-  where it is a whole pre-token.
-- Or it encodes w to two pieces that do not merge: tiktoken would merge them if w were in the
-  table, so it is left out, and with `ignore_merges` the tokenizer is unsuitable.
+  ordered by these. If w has several merges, they must be contiguous, since their order then does
+  not matter. Llama 3's tokenizer.json is like this: it lists all splits of a token.
+- It encodes w to three pieces or more: then neither engine ever merges to w. It is left out of the
+  table; with `ignore_merges` it stays, because then both engines emit it for a whole pre-token.
+- It encodes w to two pieces that do not merge: tiktoken would merge them if w were in the table, so
+  it is left out, and with `ignore_merges` the tokenizer is unsuitable.
 """
 
 import json
@@ -29,10 +28,10 @@ from lmlib.data.text import tokenizers_errors
 
 
 def merge_table(model: dict[str, Any]) -> tuple[list[bytes], list[int]]:
-    """Tokens in the order of tiktoken's ranks, and the id of each.
+    """Returns the tokens in the order of tiktoken's ranks, and the id of each.
 
-    `model` is a tokenizer.json's, a BPE with its merges as lists of two.
-    Raises UnsuitableError if no table gives the ids of `tokenizers`.
+    `model` is a BPE from a tokenizer.json, with its merges as lists of two. Raises UnsuitableError
+    if no table gives the ids of `tokenizers`.
     """
     vocabulary: dict[str, int] = model["vocab"]
     if len(set(vocabulary.values())) != len(vocabulary):
@@ -51,7 +50,7 @@ def merge_table(model: dict[str, Any]) -> tuple[list[bytes], list[int]]:
         rank.setdefault(token, position)
         previous = token
 
-    # Only tokens made of the characters that stand for bytes can ever come out of a text.
+    # Only tokens made of the characters that stand for bytes can result from a text.
     tokens = [token for token in vocabulary if len(token) > 1 and to_byte.keys() >= set(token)]
     merged, whole = [], []
     for token, piece_count in zip(tokens, _piece_counts(model, tokens), strict=True):
@@ -67,7 +66,7 @@ def merge_table(model: dict[str, Any]) -> tuple[list[bytes], list[int]]:
 
 
 def _piece_counts(model: dict[str, Any], tokens: list[str]) -> list[int]:
-    """The number of pieces that the merges leave of each token."""
+    """Returns the number of pieces into which the merges encode each token."""
     description = {"model": {**model, "ignore_merges": False}, "added_tokens": []}
     with tokenizers_errors("the merges of this tokenizer.json make no sense"):
         merging = tokenizers.Tokenizer.from_str(json.dumps(description))
@@ -75,10 +74,10 @@ def _piece_counts(model: dict[str, Any], tokens: list[str]) -> list[int]:
 
 
 def _byte_of_character() -> dict[str, int]:
-    """The byte that each character of a byte-level vocabulary stands for.
+    """Returns the byte that each character of a byte-level vocabulary stands for.
 
-    Source: `bytes_to_unicode` of GPT-2's encoder: printable characters of Latin-1 stand for
-    themselves, the other bytes take the characters from U+0100 on, in order.
+    Source: `bytes_to_unicode` of GPT-2's encoder. Printable Latin-1 characters stand for
+    themselves; the other bytes take the characters from U+0100 on, in order.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]

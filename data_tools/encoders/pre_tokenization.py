@@ -1,14 +1,14 @@
-r"""Where a byte-level tokenizer cuts a text before it merges, in the language of tiktoken's engine.
+r"""Pre-tokenization of byte-level tokenizers, as patterns for tiktoken's engine.
 
-`tokenizers` matches with Oniguruma, tiktoken with the Rust crates regex and fancy-regex, which
-know other versions of Unicode. So `\p{L}`, `\p{N}` and `\s` are read from `tokenizers` itself and
-handed over as ranges of code points. Rewritten for speed, with the same matches:
+`tokenizers` matches with Oniguruma, tiktoken with the Rust crates regex and fancy-regex, and their
+Unicode versions differ. `\p{L}`, `\p{N}` and `\s` are therefore read from `tokenizers` itself and
+passed as ranges of code points. The patterns are rewritten for speed, with the same matches:
 
 - The alternatives for words, numbers and so on form one group: an expression without look-ahead
   inside runs on a linear-time automaton.
 - `\s*[\r\n]+` reaches the last newline of a stretch of whitespace, as does
   `(?:[^\S\r\n]*[\r\n]+)+`, which is regular.
-- `\s+(?!\S)` takes whitespace at the end of the text whole, as does `\s+\z`. The last `\s+` is
+- `\s+(?!\S)` takes all whitespace at the end of the text, as does `\s+\z`. The last `\s+` is
   tried only at a single whitespace character, so it is `\s`.
 """
 
@@ -30,7 +30,7 @@ QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 _GPT2_PATTERN = (
     r"(?:'(?:[stmd]|re|ve|ll)| ?(?:[{L}]+|[{N}]+|[^{S}{L}{N}]+))|[{S}]++\z|[{S}]+(?![^{S}])|[{S}]"
 )
-# U+017F is the one character beyond ASCII that equals one of these letters when case is ignored.
+# U+017F is the only non-ASCII character that equals one of these letters if case is ignored.
 _LLAMA3_PATTERN = (
     r"(?:'(?:[sS\x{017F}tTmMdD]|[rR][eE]|[vV][eE]|[lL][lL])|[^\r\n{L}{N}]?[{L}]+|[{N}]{1,3}|"
     r" ?[^{S}{L}{N}]+[\r\n]*|(?:[{B}]*[\r\n]+)+)|[{S}]++\z|[{S}]+(?![^{S}])|[{S}]"
@@ -42,16 +42,16 @@ _LONG_WHITESPACE = 1000  # characters; far below the limit of fancy-regex's back
 
 @dataclass(frozen=True)
 class PreTokenization:
-    """A pattern for tiktoken, and the places where a text may be cut without any effect on it."""
+    """A pattern for tiktoken, and the places at which a text may be cut without changing its ids."""
 
     pattern: str
-    cut: re.Pattern[str]  # matches, empty, where one pre-token surely ends and another begins
+    cut: re.Pattern[str]  # empty match at a certain boundary between pre-tokens
     long_whitespace: re.Pattern[str]
-    one_kind: str  # matches characters that can all belong to one pre-token
+    one_kind: str  # matches characters that can form one pre-token
     joins_newlines: bool  # newlines belong to the pre-token that ends with them
 
     def chunks(self, text: str, size: int) -> Iterator[str]:
-        """`text` in parts of about `size` characters that encode independently of each other."""
+        """Yields `text` in parts of about `size` characters that encode independently."""
         start = 0
         while len(text) - start > size:
             found = self.cut.search(text, start + size)
@@ -62,9 +62,9 @@ class PreTokenization:
         yield text[start:]
 
     def has_run(self, text: str, length: int) -> bool:
-        """Returns whether a run of `length` or more characters of `text` may be one pre-token.
+        """True if a run of at least `length` characters of `text` may be one pre-token.
 
-        Every run of twice that length is found, since it holds a whole stretch that is looked at.
+        Only some runs shorter than twice that length are found, since the text is sampled.
         """
         if len(text) < length:
             return False
@@ -76,10 +76,10 @@ class PreTokenization:
         return False
 
     def apart_from_whitespace(self, text: str) -> Iterator[str]:
-        """`text` in independent parts, in which only the end can be long whitespace.
+        """Yields `text` in independent parts, in which only the end can be long whitespace.
 
-        The last character of whitespace goes with the next part, unless it is a newline that
-        belongs to the part before.
+        The last whitespace character belongs to the next part, unless it is a newline that belongs
+        to the part before.
         """
         start = 0
         for found in self.long_whitespace.finditer(text):
@@ -96,7 +96,7 @@ class PreTokenization:
 
 @functools.cache
 def known_pre_tokenization(expression: str) -> PreTokenization | None:
-    """The pre-tokenization by the regular expression of a tokenizer.json; None if unknown."""
+    """Returns the pre-tokenization for a tokenizer.json's regular expression; None if unknown."""
     if expression not in (GPT2, LLAMA3, QWEN2):
         return None
     letters, numbers, whitespace = _classes()
@@ -114,8 +114,9 @@ def known_pre_tokenization(expression: str) -> PreTokenization | None:
     kinds = [f"[{in_python}]+", f"[{letters_in_python}]+"]
     kinds.append(f"[^{in_python}{letters_in_python}{numbers_in_python}]+")
     if expression == GPT2:
-        kinds.append(f"[{numbers_in_python}]+")  # others take three numbers at most
-    # No pre-token has whitespace after another character, newlines after punctuation apart;
+        kinds.append(f"[{numbers_in_python}]+")  # others take at most three numbers
+    # No pre-token has whitespace after another character, except newlines after punctuation.
+    # If those are joined, no pre-token has a newline before another character.
     # and where those are so joined, none has a newline before another character.
     if joins_newlines:
         cut = rf"(?<=[^{in_python}])(?=[{blank_in_python}])|(?<=[\r\n])(?=[^{in_python}])"
@@ -130,13 +131,13 @@ def known_pre_tokenization(expression: str) -> PreTokenization | None:
     )
 
 
-Ranges = list[tuple[int, int]]  # of code points, both ends included
+Ranges = list[tuple[int, int]]  # code points, inclusive
 
 
 @functools.cache
 def _classes() -> tuple[Ranges, Ranges, Ranges]:
-    r"""The code points that `\p{L}`, `\p{N}` and `\s` match in the installed `tokenizers`."""
-    # All characters are cut into runs of one class at once, and each run is named by its first.
+    r"""Returns the code points that `\p{L}`, `\p{N}` and `\s` match in the installed `tokenizers`."""
+    # Split all characters into runs of one class at once; each run is identified by its first.
     characters = "".join(map(chr, (*range(0xD800), *range(0xE000, 0x110000))))
     together = Split(Regex(r"\p{L}+|\p{N}+|\s+|[^\s\p{L}\p{N}]+"), "isolated")
     runs = [run for run, _ in together.pre_tokenize_str(characters)]
@@ -151,7 +152,7 @@ def _classes() -> tuple[Ranges, Ranges, Ranges]:
 
 def _ends(run: str) -> tuple[int, int]:
     first, last = ord(run[0]), ord(run[-1])
-    if last - first + 1 != len(run):  # a run would reach across the surrogates
+    if last - first + 1 != len(run):  # the run would span the surrogates
         raise RuntimeError(f"characters U+{first:04X} to U+{last:04X} are no contiguous run")
     return first, last
 

@@ -1,6 +1,6 @@
-"""Records of a Hugging Face data set, or of files, as disjoint streams that keep coming.
+"""Records of a Hugging Face data set or of files, as disjoint streams that recover from failures.
 
-For `HFStream`. A stream that fails or stalls is opened again where it was.
+For `HFStream`. A stream that fails or stalls is opened again at the same place.
 """
 
 import os
@@ -14,16 +14,17 @@ from xxhash import xxh3_128, xxh3_128_hexdigest
 from data_tools.rows.hub import stream_data_set
 from lmlib.data.prefetch import ReadAhead
 
-# The names of formats in `datasets`, by the files' suffix before any .gz or .zst.
+# Names of formats in `datasets`, by file suffix (before any .gz or .zst).
 _FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text"}
 _COMPRESSIONS = (".gz", ".zst")
-_LOOKED_INTO, _FIRST_BYTES = 64, 1 << 16  # files, and bytes of each
+_LOOKED_INTO, _FIRST_BYTES = 64, 1 << 16  # files to look into, and bytes of each
 
 RECORDS_AHEAD = 256
 LONGEST_PAUSE_SECONDS = 60.0
 
 
-# One pass over stream i of n: iterable, with `load_state_dict` and `state_dict`, the place after
+# One pass over stream i of n: an iterable like `datasets.IterableDataset`, with `load_state_dict`
+# and `state_dict`, the position after the last record as JSON values.
 # the last record in JSON values, as `datasets.IterableDataset` has them.
 OpenRecords = Callable[[int, int], Any]
 
@@ -31,13 +32,13 @@ OpenRecords = Callable[[int, int], Any]
 def open_records(
     dataset: str | Sequence[str], name: str | None, split: str, stream: int, streams: int
 ) -> Any:
-    """Stream number `stream` of `streams`, which together hold each record once.
+    """Opens stream number `stream` of `streams`, which together hold each record once.
 
-    Where the number of the data set's files is a multiple of `streams`, each stream reads its own
+    If the number of the data set's files is a multiple of `streams`, each stream reads its own
     files; otherwise each reads all of them and keeps one record in `streams`.
 
-    `dataset` is a name on the Hub, a folder, or files: one path or pattern, or several, that end
-    in .jsonl, .json, .parquet or .txt, compressed (.gz, .zst) or not.
+    `dataset` is a name on the Hub, a folder, or files: one path or pattern, or several, that end in
+    .jsonl, .json, .parquet or .txt, compressed (.gz, .zst) or not.
 
     Raises ValueError, with the message of `datasets`, if it cannot be opened.
     """
@@ -50,7 +51,7 @@ def open_records(
             files = {split: dataset if isinstance(dataset, str) else list(dataset)}
             records = load_dataset(file_format, data_files=files, split=split, streaming=True)
         else:
-            assert isinstance(dataset, str)  # several names without a format were refused
+            assert isinstance(dataset, str)  # several names without a format have been refused
             records = stream_data_set(dataset, name, split)
     except Exception as error:  # `datasets` raises many unrelated types here
         raise ValueError(
@@ -61,7 +62,7 @@ def open_records(
 
 
 def contents(dataset: str | Sequence[str], name: str | None) -> dict[str, str]:
-    """The folder of the files that `open_records` reads, with a digest.
+    """Returns the folder of the files that `open_records` reads, with a digest.
 
     The digest of local files covers names, sizes and the first bytes of some. The digest of remote
     files covers their URLs, which name the commit on the Hub.
@@ -88,7 +89,7 @@ def contents(dataset: str | Sequence[str], name: str | None) -> dict[str, str]:
 
 
 def _file_format(dataset: str | Sequence[str]) -> str | None:
-    """The name of the files' format in `datasets`; `None` for a data set."""
+    """Returns the files' format name in `datasets`; `None` for a data set."""
     last = dataset if isinstance(dataset, str) else dataset[-1]
     for compression in _COMPRESSIONS:
         last = last.removesuffix(compression)
@@ -100,27 +101,27 @@ def _file_format(dataset: str | Sequence[str]) -> str | None:
 
 
 class Patience(NamedTuple):
-    """How long a stream may give nothing, and how often it is opened again."""
+    """Stall timeout and retries of a stream."""
 
-    stall_seconds: float  # without a record
-    retries: int  # in a row, without a record between them
-    backoff_seconds: float  # before the first retry; twice as long before each further one
+    stall_seconds: float  # seconds without a record
+    retries: int  # consecutive, without a record between them
+    backoff_seconds: float  # before the first retry; doubled for each further one
 
 
 class StreamFailure(Exception):
-    """A stream failed and went on failing."""
+    """A stream failed after all retries."""
 
 
 class SteadyRecords:
-    """Records, each with the state after it, through failures of the stream.
+    """Records with the state after each, with recovery from failures of the stream.
 
-    They are read by a thread of their own, which is abandoned if it hangs. A failure, or no
-    record for too long, is a line on stderr; the stream is then opened once more, at the state
-    after the last record.
+    A separate thread reads them, and is abandoned if it hangs. After a failure, or no record for
+    too long, a line is printed on stderr and the stream is opened again, at the state after the
+    last record.
     """
 
     def __init__(self, open_records: Callable[[], Any], patience: Patience, what: str) -> None:
-        """`open_records` gives the stream at its beginning; `what` names it in messages."""
+        """`open_records` opens the stream at its beginning; `what` names it in messages."""
         self._open_records = open_records
         self._patience = patience
         self._what = what
@@ -128,11 +129,12 @@ class SteadyRecords:
         self._reader: ReadAhead[tuple[Any, dict[str, Any]]] | None = None
 
     def read(self, state: dict[str, Any] | None) -> Iterator[tuple[Any, dict[str, Any]]]:
-        """The records to the end of the stream, from `state` on or, if `None`, its beginning.
+        """Yields the records to the end of the stream, from `state` on or, if `None`, its
+        beginning.
 
         Raises `StreamFailure`, with the last cause, once the retries are used up.
         """
-        failures = 0  # in a row
+        failures = 0  # consecutive
         reader = self._open(state)
         while not self._closed.is_set():
             try:
@@ -149,9 +151,9 @@ class SteadyRecords:
                 yield record, state
 
     def close(self, seconds: float = 0.0) -> None:
-        """Ends `read`, which may go on in another thread, and the reading thread.
+        """Ends `read`, which may run in another thread, and the reading thread.
 
-        It is waited for `seconds` at most, and then abandoned.
+        Waits at most `seconds` for the thread, and then abandons it.
         """
         self._closed.set()
         if self._reader is not None:
@@ -160,12 +162,12 @@ class SteadyRecords:
     def _open(self, state: dict[str, Any] | None) -> ReadAhead[tuple[Any, dict[str, Any]]]:
         reading = self._reading(state)
         self._reader = ReadAhead(reading, RECORDS_AHEAD, name=f"records of {self._what}")
-        if self._closed.is_set():  # by another thread, which may not have seen this reader
+        if self._closed.is_set():  # by another thread, which may have missed this reader
             self._reader.close()
         return self._reader
 
     def _pause(self, failures: int, error: Exception) -> None:
-        """Prints the failure and waits; raises `StreamFailure` if it was one too many."""
+        """Prints the failure and waits; raises `StreamFailure` after too many failures."""
         cause = " ".join(f"{type(error).__name__}: {error}".split())
         if failures > self._patience.retries:
             raise StreamFailure(
@@ -181,7 +183,9 @@ class SteadyRecords:
         self._closed.wait(pause)
 
     def _reading(self, state: dict[str, Any] | None) -> Iterator[tuple[Any, dict[str, Any]]]:
-        """Opened anew each time: a hanging thread may still hold, and move, the one before."""
+        """Opens the stream again each time: a hanging thread may still hold, and advance, the old
+        one.
+        """
         records = self._open_records()
         if state is not None:
             records.load_state_dict(state)

@@ -1,4 +1,4 @@
-"""Training batches streamed from a Hugging Face data set, for runs that try one out.
+"""Training batches streamed from a Hugging Face data set, to try one out.
 
 Shape suffix: B batch (rows).
 """
@@ -32,34 +32,34 @@ from lmlib.data.batch import Batch
 from lmlib.data.stored.metadata import TokenizerIdentity
 from lmlib.data.text import TextCodec, codec_of_bytes, codec_of_json
 
-LAST_READ_SECONDS = 2.0  # for a read under way when a source is closed for good
-ARROW_SECONDS = 0.1  # for Arrow's threads after it
+LAST_READ_SECONDS = 2.0  # for a pending read when a source is closed
+ARROW_SECONDS = 0.1  # for Arrow's threads after that
 
 
 class HFStream:
     """A `Source` and `Resumable`: trains on a data set while it is downloaded and tokenized.
 
-    For trying data sets out; pretokenized flat tokens are faster, shuffle over the whole data
-    set, and do not depend on the network.
+    For trying data sets out; pretokenized flat tokens are faster, shuffle over the whole data set,
+    and do not depend on the network.
 
     The data set is split into `streams`, by files if their number allows and otherwise record by
     record; each fills an equal share of the batch's rows, consecutive ones, with its documents
-    packed without a gap (`TokenStream`). A process reads the streams that its rows belong to:
-    with one stream for each process, as by default, and a mesh in the usual order, just one.
-    A batch therefore depends on the number of streams, but not on processes or devices.
+    packed without a gap (`TokenStream`). A process reads the streams that its rows belong to: with
+    one stream for each process, as by default, and a mesh in the usual order, just one. A batch
+    therefore depends on the number of streams, but not on processes or devices.
 
-    Exact: the batches after resuming at any step, and also with another number of
-    processes, since the checkpoint keeps the number of streams (a process may then read several,
-    or drop part of one); every document once per epoch of its stream; the order of documents.
-    Not exact: streams of different length are at different epochs after a while; without
-    `repeat`, the first token of each stream is never predicted and rows of a stream that has
-    ended are padding, for ever; a data set that changes on the Hub between a checkpoint and its
-    resumption goes on at the same place in other files, unnoticed.
+    Exact: the batches after resuming at any step, also with another number of processes, since the
+    checkpoint keeps the number of streams (a process may then read several, or drop part of one);
+    each document once per epoch of its stream; the order of documents. Not exact: streams of
+    different length are at different epochs after a while; without `repeat`, the first token of
+    each stream is never predicted and rows of a stream that has ended are padding; a data set that
+    changes on the Hub between a checkpoint and its resumption continues at the same position in
+    other files, without an error.
 
     `shuffle_documents` shuffles within blocks of that many consecutive documents of a stream, each
     block differently; all documents of a block are in memory, and are read again on resuming.
 
-    Batches are asked for in order; asking for the first one again starts the streams anew, as
+    Batches must be requested in order; requesting the first one again restarts the streams, as
     validation does.
     """
 
@@ -97,18 +97,18 @@ class HFStream:
           text_column: the column of a record's text.
           shuffle_documents: size of the blocks that are shuffled; 0 keeps the stored order.
           seed: of the order in the blocks.
-          repeat: whether a stream begins again after its end.
-          streams: `None` for one for each process, or the number in the checkpoint.
-          on_bad_row: whether a record that has no text, or one that cannot be encoded, such as one
-            longer than the tokenizer takes, raises ValueError, or is left out with a line on
-            stderr. A checkpoint may be resumed with the other choice.
-          stall_seconds: without a record, after which a stream is opened again.
-          retries: how often in a row, before `batch` raises `StreamFailure`.
+          repeat: True restarts a stream after its end.
+          streams: `None` for one per process, or the number in the checkpoint.
+          on_bad_row: raise ValueError for a record without text that can be encoded, such as one
+            longer than the tokenizer accepts, or skip it with a line on stderr. A checkpoint may be
+            resumed with the other choice.
+          stall_seconds: time without a record after which a stream is opened again.
+          retries: consecutive retries before `batch` raises `StreamFailure`.
           backoff_seconds: before the first retry, doubled for each further one up to a minute.
-          records: opens stream i of n in the place of `dataset`, which then only names it.
+          records: opens stream i of n instead of `dataset`, which is then only a name.
 
-        Raises ValueError for settings that make no sense, a tokenizer or a data set that cannot
-        be opened.
+        Raises ValueError for invalid settings, and for a tokenizer or a data set that cannot be
+        opened.
         """
         for setting, value, least in (
             ("batch_size", batch_size, 1),
@@ -135,7 +135,7 @@ class HFStream:
         self._skips = on_bad_row == "skip"
         self._patience = Patience(float(stall_seconds), retries, float(backoff_seconds))
         identity = self._tokenizer.identity
-        # The meaning of a position depends on these.
+        # Positions are valid only for these settings.
         self._settings = {
             "dataset": self._dataset,
             "name": name,
@@ -152,16 +152,16 @@ class HFStream:
         self._name, self._stored = name, records is None
         if records is None:
             records = partial(open_records, self._dataset, name, split)
-            records(0, self._streams)  # so that a misspelt name is an error now
+            records(0, self._streams)  # to report a misspelt name early
         self._open_records = records
         self._first_step = 0
-        self._first_positions: dict[int, Position] = {}  # of each stream; absent: its beginning
+        self._first_positions: dict[int, Position] = {}  # of each stream; absent for its beginning
         self._opened: dict[int, TokenStream] = {}
         weakref.finalize(self, _close, self._opened)
 
     @property
     def max_token_id(self) -> int:
-        """The largest id that the tokenizer can give."""
+        """The largest id that the tokenizer can produce."""
         return self._tokenizer.vocab_size - 1
 
     @property
@@ -170,7 +170,7 @@ class HFStream:
         return self._tokenizer.identity
 
     def contents(self) -> dict[str, str]:
-        """See `lmlib.data.batch.Stored`; nothing is known of the constructor's `records`."""
+        """See `lmlib.data.batch.Stored`; unknown for the constructor's `records`."""
         return contents(self._dataset, self._name) if self._stored else {}
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -185,10 +185,10 @@ class HFStream:
         return codec_of_json(tokenizer.tokenizer_json, tokenizer.identity.name, tokenizer.bos_id)
 
     def batch(self, step: int, rows: slice = slice(None)) -> Batch:
-        """The given rows of the batch of `step`; see `Source.batch`.
+        """Returns the given rows of the batch of `step`; see `Source.batch`.
 
         Raises ValueError for a step out of order, a bad record or a stream without usable ones,
-        `StreamFailure` for a stream that went on failing.
+        `StreamFailure` for a stream that failed after all retries.
         """
         stream_B, row_B = np.divmod(np.arange(self.batch_size)[rows], self._rows_per_stream)
         touched, place_B = np.unique(stream_B, return_inverse=True)
@@ -217,8 +217,8 @@ class HFStream:
     def restore(self, step: int, states: list[dict[str, Any]]) -> None:
         """See `Resumable.restore`.
 
-        Raises ValueError if the states belong to another step, data set, tokenizer, order or
-        number of streams, or none at all. Batch size and sequence length may have changed.
+        Raises ValueError for invalid states, or states of another step, data set, tokenizer, order
+        or number of streams. Batch size and sequence length may have changed.
         """
         try:
             self._check_states(step, states)
@@ -252,7 +252,7 @@ class HFStream:
     def begin_like(self, states: list[dict[str, Any]]) -> None:
         """Makes step 0 the next batch, as in the run that had these `states` at any step.
 
-        That is one with as many streams; raises ValueError as `restore` does.
+        It uses the same number of streams; raises ValueError as `restore` does.
         """
         known = [dict(state) if isinstance(state, dict) else {} for state in states]
         self.restore(0, [{**state, "step": 0, "positions": {}} for state in known])
@@ -276,7 +276,7 @@ class HFStream:
         return streams
 
     def _stream_batch(self, stream: int, step: int) -> Batch:
-        """All rows of `stream` in the batch of `step`."""
+        """Returns all rows of `stream` in the batch of `step`."""
         opened = self._opened.get(stream)
         if opened is not None and opened.batch is not None and opened.step == step:
             return opened.batch
@@ -313,10 +313,10 @@ class HFStream:
 
 
 def _close(opened: dict[int, TokenStream]) -> None:
-    """Called when a source is used no more, at the end of Python at the latest.
+    """Called when a source is no longer used, at the latest when Python exits.
 
-    A thread that is inside Arrow then aborts the process: so they are waited for, unless they hang.
-    Arrow's own, which cannot be, get a moment to let go of their buffers.
+    A thread inside Arrow would then abort the process, so threads are waited for, unless they hang.
+    Arrow's own threads cannot be joined; they get a moment to release their buffers.
     """
     for each in opened.values():
         each.close(LAST_READ_SECONDS)

@@ -5,28 +5,32 @@ from collections.abc import Iterable, Sequence
 
 from lmlib.data.text import TextCodec
 
-_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # for bytes that are not a whole character, or not yet
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # for bytes of an invalid or incomplete character
 _KEPT = 16  # ids
 
 
 class TextStream:
-    """Decodes ids as they come, in whole characters.
+    """Decodes ids incrementally, in complete characters.
 
-    The results of `push` and `finish` together are `codec.decode` of all the ids. Text is held back
-    while a later id may change it. (`tokenizers`' own `DecodeStream` shows bytes of characters
-    outside of the vocabulary too early: a later wrong byte replaces all of them.)
+    The results of `push` and `finish` together equal `codec.decode` of all the ids. Text is held
+    back while a later id may change it. (`tokenizers`' own `DecodeStream` emits bytes of characters
+    outside the vocabulary too early: a later invalid byte replaces all of them.)
     """
 
     def __init__(self, codec: TextCodec, kept: int = _KEPT):
-        """`kept` ids at least are decoded again with new ones, since the first of a text may be
-        decoded differently: without the space before a word."""
+        """Starts with no text.
+
+        Args:
+          kept: the least number of ids that are decoded again with new ones, since the first id of
+            a text may be decoded differently: without the space before a word.
+        """
         self._codec = codec
         self._kept = kept
         self._ids: list[int] = []
-        self._given = 0  # characters of their text that were returned
+        self._given = 0  # number of characters already returned
 
     def push(self, ids: Iterable[int]) -> str:
-        """The text that is now certain, perhaps none."""
+        """Returns the text that is now certain; may be empty."""
         self._ids.extend(ids)
         settled = len(self._ids)
         while settled and not self._codec.settles(self._ids[settled - 1]):
@@ -42,8 +46,10 @@ class TextStream:
         return new
 
     def finish(self) -> str:
-        """The text that was held back; incomplete characters become U+FFFD. Ids may follow, whose
-        text begins after it."""
+        """Returns the text that was held back; incomplete characters become U+FFFD.
+
+        More ids may follow; their text begins after it.
+        """
         text = self._codec.decode(self._ids)
         new = text[self._given :]
         self._given = len(text)
@@ -51,18 +57,18 @@ class TextStream:
 
 
 class StopStrings:
-    """Ends a text before the first of some strings, however the text is cut into pieces.
+    """Ends a text before the first of some stop strings, even if one spans several pieces.
 
-    The first is the one that is complete first; of several that end together, the longest. Text
-    that may be the beginning of one is held back until that is clear. Names of special tokens are
-    compared too, and never shown.
+    The first is the one that is completed first; if several end together, the longest. Text that
+    may be the beginning of a stop string is held back until that is decided. Names of special
+    tokens are compared too, but never shown.
 
     Attributes:
       found: the string that ended the text, `None` until then.
     """
 
     def __init__(self, strings: Sequence[str]):
-        """Raises ValueError if one of them is empty."""
+        """Raises ValueError if a string is empty."""
         if not all(strings):
             raise ValueError("a stop string must have at least one character")
         self.found: str | None = None
@@ -71,7 +77,7 @@ class StopStrings:
         self._is_shown: list[bool] = []  # for each character of `_held`
 
     def push(self, piece: str, special_name: str = "") -> str:
-        """The text that can be shown now; empty after a stop string.
+        """Returns the text that can be shown now; empty after a stop string.
 
         Args:
           piece: the next text.
@@ -92,13 +98,13 @@ class StopStrings:
         return "".join(itertools.compress(text[:end], is_shown))
 
     def finish(self) -> str:
-        """The text that was held back, at the end of a text without a stop string."""
+        """Returns the text that was held back, at the end of a text without a stop string."""
         held = "".join(itertools.compress(self._held, self._is_shown))
         self._held, self._is_shown = "", []
         return held
 
 
 def _overlap(text: str, string: str) -> int:
-    """Characters at the end of `text` that begin `string`."""
+    """Returns the number of characters at the end of `text` that begin `string`."""
     longest = min(len(text), len(string) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(string[:n])), 0)

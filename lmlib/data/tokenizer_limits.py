@@ -1,8 +1,8 @@
 """Bounds on the text and tokens that a tokenizer.json can make of a text.
 
-All commands that load a tokenizer need them: it may be a stranger's, and a few words in it can ask
-for terabytes. One part replaces each letter by two, and a file may have forty such parts. Useful
-tokenizers stay far below these bounds.
+A tokenizer may be untrusted, and a few words in it can request terabytes: one part replaces each
+letter by two, and a file may have forty such parts. All commands that load a tokenizer therefore
+check these bounds. Useful tokenizers stay far below them.
 """
 
 import base64
@@ -15,23 +15,23 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # heavy
+if TYPE_CHECKING:  # slow to import
     from tokenizers import Tokenizer
 
-MOST_NORMALIZED, MOST_SPLIT, MOST_DECODED = 64, 16, 64  # characters made of one
-MOST_STEPS = 1_000  # of a normalizer and the like, one after the other
-MOST_AROUND = 1_000  # tokens put around a text
+MOST_NORMALIZED, MOST_SPLIT, MOST_DECODED = 64, 16, 64  # characters per character
+MOST_STEPS = 1_000  # consecutive steps of a normalizer etc.
+MOST_AROUND = 1_000  # tokens added around a text
 LONGEST_TOKEN = 10_000  # characters
-LONGEST_STAND_IN = 100  # characters of a token that stands for others' texts
+LONGEST_STAND_IN = 100  # characters of a token that stands in for other texts
 
-# Parts in addition to the model, and the name for the steps of a sequence of one.
+# Parts in addition to the model, and the key for the steps of a sequence.
 _INSIDE = {
     "normalizer": "normalizers",
     "pre_tokenizer": "pretokenizers",
     "decoder": "decoders",
     "post_processor": "processors",
 }
-# An expression may match the empty text if it has one of these, not escaped or in a class.
+# An expression with one of these, not escaped or in a class, may match the empty text.
 _MATCHES_NOTHING = re.compile(r"[*?|(^$]|\{[0,]|\\[bBAzZGKyY]")
 _PLAIN = re.compile(r"\[\^|\\\W")
 
@@ -39,7 +39,7 @@ _PLAIN = re.compile(r"\[\^|\\\W")
 def check_parts(description: Any) -> None:
     """Checks all parts of a tokenizer.json except its model, before it is loaded.
 
-    Raises ValueError if they could make far more of a text than a tokenizer has to, or are not
+    Raises ValueError if they could expand a text far more than a tokenizer needs to, or are not
     parts of a tokenizer.
     """
     if not isinstance(description, dict):
@@ -62,7 +62,7 @@ def check_parts(description: Any) -> None:
 
 
 def check_tokens(tokenizer: "Tokenizer") -> None:
-    """Raises ValueError if a token is too long: a text may be full of it."""
+    """Raises ValueError if a token is too long, since a text may consist of such tokens."""
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     longest = max(vocabulary, key=len, default="")
     if len(longest) > LONGEST_TOKEN:
@@ -84,13 +84,13 @@ def check_tokens(tokenizer: "Tokenizer") -> None:
 
 
 def growth(description: Mapping[str, Any], part: str) -> int:
-    """The most characters that the "normalizer", the "pre_tokenizer" or the "decoder" makes of one,
-    in addition to Unicode's own forms.
+    """Returns the largest number of characters that a part makes of one character.
 
-    `description` is in the form that `tokenizers` writes.
+    The part is the "normalizer", the "pre_tokenizer" or the "decoder". Growth by Unicode's own
+    normalization forms is not counted. `description` is in the form written by `tokenizers`.
     """
     most = 1
-    made: set[str] | None = set()  # characters that grown text may hold; None: any
+    made: set[str] | None = set()  # possible characters of expanded text; None for any
     for step in _steps(description, part):
         match step:
             case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)} if old:
@@ -124,7 +124,7 @@ def growth(description: Mapping[str, Any], part: str) -> int:
 
 
 def _one_form(description: Mapping[str, Any]) -> dict[str, Any]:
-    """The parts as `tokenizers` writes them now; older versions wrote other forms."""
+    """Returns the parts in the form that `tokenizers` writes now; older versions differ."""
     from tokenizers import Tokenizer
 
     alone: dict[str, Any] = {part: description.get(part) for part in _INSIDE}
@@ -144,7 +144,7 @@ def _steps(description: Mapping[str, Any], part: str) -> Iterator[dict[str, Any]
 
 
 def _put_around(step: Mapping[str, Any]) -> int:
-    """Tokens that a step of the post-processor adds."""
+    """Returns the number of tokens that a step of the post-processor adds."""
     if step["type"] != "TemplateProcessing":
         return 2
     ids = {name: len(token["ids"]) for name, token in step["special_tokens"].items()}
@@ -153,9 +153,11 @@ def _put_around(step: Mapping[str, Any]) -> int:
 
 
 def _longest_in(table: str) -> int:
-    """Characters in the longest text of a table of SentencePiece's, which has the size of an index,
-    the index, and texts that each end in a zero byte
-    (https://github.com/huggingface/spm_precompiled)."""
+    """Returns the length in characters of the longest text in a SentencePiece table.
+
+    The table has the size of an index, the index, and texts that each end in a zero byte
+    (https://github.com/huggingface/spm_precompiled).
+    """
     content = base64.b64decode(table)
     (size,) = struct.unpack_from("<I", content)
     texts = content[4 + size :].decode("utf-8", "replace").split("\0")

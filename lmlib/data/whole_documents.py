@@ -13,23 +13,23 @@ from lmlib.data.stored.split import StoredSplit
 
 @dataclass(frozen=True)
 class WholeDocuments:
-    """Units of neighbouring documents, put into rows; a function of only the lengths.
+    """Units of neighbouring documents, packed into rows; depends only on the lengths.
 
-    Memory holds up to three numbers for each unit, 24 MB for a million.
+    Memory holds up to three numbers per unit, 24 MB per million.
     """
 
-    edges_U: np.ndarray  # int64 [units + 1]: where each starts, in tokens, and the last stops
-    units_U: np.ndarray  # int64 [units]: the units row by row
-    first_R: np.ndarray  # int64 [rows + 1]: which of `units_U` each row begins with
+    edges_U: np.ndarray  # int64 [units + 1]: token offset of each start, and of the last end
+    units_U: np.ndarray  # int64 [units]: the units, row by row
+    first_R: np.ndarray  # int64 [rows + 1]: index in `units_U` of each row's first unit
     capacity: int  # tokens of a row
 
     @property
     def rows(self) -> int:
-        """Rows that hold all units once."""
+        """Number of rows that hold all units once."""
         return len(self.first_R) - 1
 
     def spans(self, row: int) -> list[tuple[int, int]]:
-        """The tokens of `row`, as [start, stop) of each unit in it."""
+        """Returns the tokens of `row`, as [start, stop) of each unit in it."""
         units = self.units_U[self.first_R[row] : self.first_R[row + 1]]
         starts = self.edges_U[units]
         stops = np.minimum(self.edges_U[units + 1], starts + self.capacity)
@@ -39,10 +39,10 @@ class WholeDocuments:
 def whole_documents(
     stored: StoredSplit, folder: str, capacity: int, packed: bool
 ) -> WholeDocuments:
-    """The rows of a split's documents, or of its pairs of them, of `capacity` tokens at most.
+    """Packs a split's documents, or its pairs of documents, into rows of at most `capacity` tokens.
 
-    Raises ValueError if some must not be cut and are too long, DamagedDataError if some are no
-    pairs.
+    Raises ValueError if documents that must not be cut are too long, DamagedDataError if documents
+    do not form pairs.
     """
     edges = stored.edges()
     content = "text" if stored.metadata is None else stored.metadata.content
@@ -63,30 +63,32 @@ def whole_documents(
 
 
 def arranged(edges_U: np.ndarray, capacity: int, packed: bool) -> WholeDocuments:
-    """Rows of `capacity` tokens at most; not `packed`, each unit has a row to itself. Of a unit
-    that is longer than a row only the first `capacity` tokens are in any."""
+    """Packs units into rows of at most `capacity` tokens; if not `packed`, one unit per row.
+
+    A unit longer than a row is cut to its first `capacity` tokens.
+    """
     lengths_U = np.minimum(np.diff(edges_U), capacity)
     if not packed:
         units_U = np.arange(len(lengths_U))
         return WholeDocuments(edges_U, units_U, np.arange(len(edges_U)), capacity)
     row_U = best_fit_decreasing(lengths_U, capacity)
     rows = int(row_U.max(initial=-1)) + 1
-    units_U = np.argsort(row_U, kind="stable")  # in a row as they are stored
+    units_U = np.argsort(row_U, kind="stable")  # stored order within a row
     first_R = np.searchsorted(row_U[units_U], np.arange(rows + 1))
     return WholeDocuments(edges_U, units_U, first_R, capacity)
 
 
 def best_fit_decreasing(lengths_U: np.ndarray, capacity: int) -> np.ndarray:
-    """The row of each unit: the longest first, each into the fullest row that has room.
+    """Returns the row of each unit: the longest first, each into the fullest row with room.
 
-    Of equally long units the one stored first comes first, of equally full rows the newest. It
-    takes at most 11/9 of the fewest rows that are possible, and 4 more: Johnson et al., "Worst-case
-    performance bounds for simple one-dimensional packing algorithms" (1974). If most units are
-    short, all rows but the last are full. A million units take about a second.
+    Ties between units go to the one stored first, ties between rows to the newest. It takes at most
+    11/9 of the minimal number of rows, plus 4: Johnson et al., "Worst-case performance bounds for
+    simple one-dimensional packing algorithms" (1974). If most units are short, all rows except the
+    last are full. A million units take about a second.
     """
     row_U = np.zeros(len(lengths_U), np.int64)
-    with_room: list[list[int]] = [[] for _ in range(capacity + 1)]  # rows by tokens to spare
-    some = 0  # bit n is set if a row has n tokens to spare
+    with_room: list[list[int]] = [[] for _ in range(capacity + 1)]  # rows by free tokens
+    some = 0  # bit n is set if a row has n free tokens
     rows = 0
     lengths = lengths_U.tolist()
     for unit in np.argsort(-lengths_U, kind="stable").tolist():

@@ -1,4 +1,4 @@
-"""A file that a process appends to until it ends."""
+"""A file to which a process appends until it ends."""
 
 import contextlib
 import errno
@@ -13,10 +13,10 @@ from lmlib.storage.whole_file import write_whole
 
 
 class AppendedFile:
-    """Appends to a file, and keeps the bytes that the storage refuses until it takes them.
+    """Appends to a file; bytes that the storage refuses are kept and tried again.
 
-    If the file is deleted, or replaced as editors and `sed -i` do, it can be put back with all that
-    was written to it. A file in its place is then renamed.
+    If the file is deleted, or replaced as editors and `sed -i` do, it can be restored with
+    everything that was written to it. A file in its place is then renamed.
     """
 
     def __init__(
@@ -26,23 +26,26 @@ class AppendedFile:
         lost: Callable[[str], None] | None = None,
         check: Callable[[], None] = lambda: None,
     ):
-        """Begins with `content`, durably; an earlier file of that name is replaced.
+        """Begins with `content`, durably; an earlier file with that name is replaced.
 
         Args:
-          lost: is called before the file is put back, with a text that says why. It prevents that
-            by raising; `None`: the file is not put back.
+          lost: called before the file is restored, with a text that gives the reason. It prevents
+            that by raising; `None` never restores the file.
           check: called before the file is put in place, as in `write_whole`.
         """
         self._path = path
         self._lost, self._check = lost, check
         self._unwritten = b""
-        self._mutex = threading.Lock()  # of the open file, which another thread may sync
+        self._mutex = threading.Lock()  # guards the open file, which another thread may sync
         write_whole(path, content, check)
         self._file = path.open("r+b", buffering=0)
         self._file.seek(0, os.SEEK_END)
 
     def append(self, content: bytes, over: int = 0) -> None:
-        """Writes `content` at the end, over the last `over` bytes; an error is left to `flush`."""
+        """Writes `content` at the end, replacing the last `over` bytes.
+
+        Errors are raised by `flush`.
+        """
         if self._unwritten:
             self._unwritten = self._unwritten[: len(self._unwritten) - over] + content
         else:
@@ -54,7 +57,10 @@ class AppendedFile:
             self.flush()
 
     def flush(self) -> None:
-        """Raises OSError, naming the file, if it does not take all, or is lost."""
+        """Writes pending bytes.
+
+        Raises OSError, naming the file, if that fails or the file is lost.
+        """
         try:
             self._put_back()
             while self._unwritten:
@@ -64,12 +70,12 @@ class AppendedFile:
             raise self._failure(error) from error
 
     def sync(self) -> None:
-        """Returns once all that was flushed is on the disk; for another thread, too.
+        """Returns once everything flushed is on the disk. May be called from another thread.
 
-        Raises OSError, naming the file.
+        Raises OSError; the error names the file.
         """
         with self._mutex:
-            if self._file.closed:  # which has synced it
+            if self._file.closed:  # closing has synced it
                 return
             try:
                 os.fsync(self._file.fileno())
@@ -77,7 +83,7 @@ class AppendedFile:
                 raise self._failure(error) from error
 
     def close(self) -> None:
-        """Flushes and syncs; raises OSError, as they do, once it is closed."""
+        """Flushes, syncs and closes the file; then raises OSError if one of them failed."""
         try:
             self.flush()
             self.sync()
@@ -108,7 +114,7 @@ class AppendedFile:
 
 
 def set_aside(path: Path) -> Path:
-    """Renames the file: `.1` is added to its name, or the next number that is free."""
+    """Renames the file to its name with `.1`, or the next free number."""
     aside = next(
         each
         for number in itertools.count(1)

@@ -1,4 +1,4 @@
-"""Errors of the storage, as messages that say which file, why, and what to do."""
+"""Storage errors as messages with the file, the cause and a remedy."""
 
 import errno
 import os
@@ -17,26 +17,26 @@ _CAUSES = {
 
 
 def storage_failure(doing: str, folder: Path, code: int) -> OSError:
-    """An error that says what could not be done, and why.
+    """Returns an error that names the failed action and its cause.
 
     Args:
-      doing: the failed act, as in `cannot {doing}`.
-      folder: in which it failed.
-      code: the operating system's number of the error.
+      doing: the failed action, as in `cannot {doing}`.
+      folder: the folder in which it failed.
+      code: the operating system's errno.
     """
     cause = _full(folder) if code == errno.ENOSPC else _CAUSES.get(code, os.strerror(code))
     return OSError(code, f"cannot {doing}: {cause} ({os.strerror(code)})")
 
 
 def _full(folder: Path) -> str:
-    """The full resource: bytes, or inodes, of which each file and each folder takes one."""
+    """Returns the exhausted resource: bytes or inodes; each file and folder takes one inode."""
     there = next(each for each in (folder, *folder.parents) if each.exists())
     try:
         system = os.statvfs(there)
     except OSError:
         return "the disk is full: make room there"
     free = system.f_bavail * system.f_frsize
-    if system.f_files and not system.f_favail:  # where inodes are not counted both are 0
+    if system.f_files and not system.f_favail:  # both are 0 if inodes are not counted
         return (
             f"its file system takes no more files, all {system.f_files:,} inodes are in use and "
             f"{free:,} bytes are free: delete files there"

@@ -27,14 +27,16 @@ class NotAFileError(ValueError):
 
 
 class FolderStore:
-    """Files below `folder`. The folder may be a link, files and folders below it may not."""
+    """Files below `folder`. The folder may be a link, but not the files and folders below it."""
 
     def __init__(self, folder: Path):
         self._folder = folder
 
     def list(self, under: str = "") -> dict[str, int | None]:
-        """See `Store`. Files that NFS keeps because they were open when they were deleted are left
-        out; raises NotAFileError for a link or a device."""
+        """See `Store`. Leaves out deleted files that NFS keeps because they were open.
+
+        Raises NotAFileError for a link or a device.
+        """
         sizes: dict[str, int | None] = {}
         pending = [f"{under}/" if under else ""]
         while pending:
@@ -58,7 +60,7 @@ class FolderStore:
             return file.read() if stop is None else file.read(stop - start)
 
     def pieces(self, name: str, into: memoryview | None = None) -> Iterator[bytes | memoryview]:
-        """See `Store`; a piece has at most a mebibyte."""
+        """See `Store`; a piece has at most 1 MiB."""
         size = 0
         piece = memoryview(bytearray(_PIECE)) if into is None else into[:_PIECE]
         with self._opened(name, 0) as file:
@@ -69,7 +71,7 @@ class FolderStore:
                     piece = into[size : size + _PIECE]
 
     def _opened(self, name: str, buffering: int) -> Any:
-        """Raises NotAFileError for a link, also among the folders above, a pipe or a device."""
+        """Raises NotAFileError for a pipe, a device or a link, also among the parent folders."""
         try:
             unlinked(self._folder, name)
         except LinkError as error:

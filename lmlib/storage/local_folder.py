@@ -1,8 +1,8 @@
-"""Folders that users name by paths and URLs, and copies of folders in buckets.
+"""Folders that users name by paths and URLs, and local copies of folders in buckets.
 
 A folder in a bucket, `gs://…` or `s3://…`, has a copy of its small files on this machine
-(`lmlib.storage.bucket.copies`), and the copy's path stands for it. Only a path of that kind, or a
-URL, brings in the code for buckets.
+(`lmlib.storage.bucket.copies`), and the copy's path stands for it. The code for buckets is imported
+only for such a path, or a URL.
 """
 
 import os
@@ -10,21 +10,22 @@ import re
 from pathlib import Path
 
 NO_HOME = "this user has no home folder, and XDG_CACHE_HOME names no other"
-READ, WRITTEN, MADE = "read", "written", "made"  # kinds of copies, each in a folder of its own
+READ, WRITTEN, MADE = "read", "written", "made"  # kinds of copies, each in its own folder
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
-_URL_AS_PATH = re.compile(r"(gs|s3|r2|az|abfss?|wasbs?|hdfs|https?|ftp|file):/")  # it lost a slash
+_URL_AS_PATH = re.compile(r"(gs|s3|r2|az|abfss?|wasbs?|hdfs|https?|ftp|file):/")  # one slash lost
 _BUCKET_URL = re.compile(r"(gs|s3):/")
 
 
 def cache_folder() -> Path | None:
-    """`$XDG_CACHE_HOME/lmlib`, else `~/.cache/lmlib`, for what can be made again; it may be absent.
+    """Returns the folder for reproducible files; it may be absent.
 
-    `None` where there is neither: containers run as users without a name.
+    It is `$XDG_CACHE_HOME/lmlib`, or `~/.cache/lmlib` by default. `None` if there is neither, as in
+    containers that run as users without a name.
     """
     if named := os.environ.get("XDG_CACHE_HOME"):
         return Path(named, "lmlib")
-    home = Path(os.path.expanduser("~"))  # which stays "~" if nobody knows the user
+    home = Path(os.path.expanduser("~"))  # stays "~" for an unknown user
     return home / ".cache" / "lmlib" if home.is_absolute() else None
 
 
@@ -37,21 +38,23 @@ def copies_folder() -> Path:
 
 
 def in_bucket(path: Path, *kinds: str) -> bool:
-    """True if `path` stands for a folder in a bucket: a copy to read or to write, or one of
-    these kinds."""
+    """True if `path` stands for a folder in a bucket.
+
+    Such a path is a copy to read or to write, or one of `kinds`.
+    """
     return _copied(path)[0] in (kinds or (READ, WRITTEN))
 
 
 def shown(path: Path) -> str:
-    """The name that the user gave: a URL if `path` is a bucket's copy, or made for one."""
+    """Returns the name that the user gave: a URL if `path` is a bucket's copy, or made for one."""
     kind, *parts = _copied(path)
     return f"{parts[0]}://{'/'.join(parts[1:])}" if kind in (READ, WRITTEN, MADE) else str(path)
 
 
 def local_folder(path: str | os.PathLike[str]) -> Path:
-    """The path, with `~` as the home folder; raises ValueError for a URL such as `gs://bucket/run`.
+    """Returns the path with `~` expanded; raises ValueError for a URL such as `gs://bucket/run`.
 
-    `Path` would make a folder `gs:` of it.
+    `Path` would otherwise create a folder `gs:`.
     """
     text = os.fspath(path)
     if (_URL_AS_PATH if isinstance(path, os.PathLike) else _URL).match(text):
@@ -63,13 +66,15 @@ def local_folder(path: str | os.PathLike[str]) -> Path:
 
 
 def folder_named(path: str | os.PathLike[str]) -> Path:
-    """`local_folder`, or for a folder in a bucket the path that stands for it, which may be
-    absent."""
+    """Returns `local_folder`, or for a folder in a bucket the path that stands for it.
+
+    That path may be absent.
+    """
     return _folder(path, fetch=False)
 
 
 def folder_to_read(path: str | os.PathLike[str]) -> Path:
-    """`local_folder`, or for a folder in a bucket a copy of its small files.
+    """Returns `local_folder`, or for a folder in a bucket a copy of its small files.
 
     Raises BucketError if the bucket cannot be read.
     """
@@ -87,8 +92,10 @@ def _folder(path: str | os.PathLike[str], fetch: bool) -> Path:
 
 
 def _copied(path: Path) -> tuple[str, ...]:
-    """The kind of copy that `path` is, its scheme, its bucket, and its folders; else one empty
-    string."""
+    """Returns the kind of copy that `path` is, its scheme, its bucket, and its folders.
+
+    One empty string for a path that is not a copy.
+    """
     if cache_folder() is None or copies_folder() not in path.absolute().parents:
         return ("",)
     return path.absolute().relative_to(copies_folder()).parts

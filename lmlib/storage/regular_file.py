@@ -1,7 +1,7 @@
-"""Files that may be a stranger's: only stored files are read, inside the folder that they came in.
+"""Safe reading of untrusted files: only regular files are read, and only inside their folder.
 
-A pipe could keep a reader waiting for ever, and a device has no end. A link may lead to a private
-file of the user's, which would then be copied into a folder that the user publishes.
+A pipe could block a reader forever, and a device has no end. A link may lead to a private file of
+the user's, which would then be copied into a published folder.
 """
 
 import os
@@ -10,13 +10,13 @@ from typing import BinaryIO
 
 
 def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
-    """The file, opened for reading bytes.
+    """Opens the file for reading bytes.
 
     Raises:
       OSError: if it cannot be opened.
       ValueError: if it is a pipe, a device or a folder.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # which waits for no writer of a pipe
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # doesn't wait for a pipe's writer
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise ValueError("it is no ordinary file")
@@ -24,10 +24,12 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
 
 
 def read_regular(path: str | os.PathLike[str], largest: int) -> bytes:
-    """The content of the file; raises as `open_regular`, and ValueError if it has more than
-    `largest` bytes."""
+    """Returns the content of the file.
+
+    Raises as `open_regular`, and ValueError if it has more than `largest` bytes.
+    """
     with open_regular(path) as file:
-        content = file.read(largest + 1)  # a size that was asked for before may have changed
+        content = file.read(largest + 1)  # a size checked before may have changed
     if len(content) > largest:
         raise ValueError(f"it has more than {largest:,} bytes")
     return content

@@ -1,7 +1,6 @@
-"""JSON files that may come from a stranger: small, shallow, and with each name once.
+"""Untrusted JSON files: small, shallow, and without repeated names.
 
-All stored JSON is read here: of two readers one could take the first of two equal names, the other
-the last.
+All stored JSON is read here, since two parsers may differ in which of two equal names they use.
 """
 
 import itertools
@@ -12,32 +11,33 @@ from typing import Any
 
 from lmlib.storage.regular_file import read_regular
 
-LARGEST = 16 << 20  # bytes; no metadata of ours comes near
-DEEPEST = (
-    100  # objects and lists in each other; more exhaust the stack of a function that walks them
-)
+LARGEST = 16 << 20  # bytes; lmlib's metadata is far smaller
+DEEPEST = 100  # nesting depth; more would exhaust the stack of recursive functions
 MOST = 2_000_000  # objects and lists; each takes up to thirty times the memory of its text
 
 
 def read_json(file: Path, largest: int = LARGEST) -> Any:
-    """The JSON value in `file`.
+    """Returns the JSON value in `file`.
 
     Raises:
       OSError: if it cannot be read.
-      ValueError: which says why, if it is not an ordinary file, larger than `largest` bytes, or not
-        JSON in UTF-8.
+      ValueError: if it is not a regular file, larger than `largest` bytes, or not JSON in UTF-8.
+        The message says which.
     """
     return parse_json(read_regular(file, largest))
 
 
 def read_text(file: Path, largest: int = LARGEST) -> str:
-    """The UTF-8 text of `file`; raises as `read_json`."""
+    """Returns the UTF-8 text of `file`; raises as `read_json`."""
     return read_regular(file, largest).decode("utf-8")
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The JSON value in `text`, in UTF-8 if it is bytes; raises ValueError if it is not JSON,
-    repeats a name, is nested deeply, or has more objects and lists than `MOST`."""
+    """Parses JSON text, as UTF-8 if it is bytes.
+
+    Raises ValueError if it is not JSON, repeats a name, is nested too deeply, or has more objects
+    and lists than `MOST`.
+    """
     if isinstance(text, bytes):
         text = text.decode("utf-8")
     if text.count("[") + text.count("{") > MOST:

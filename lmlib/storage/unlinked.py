@@ -1,4 +1,4 @@
-"""Folders that may come from a stranger, and links in them.
+"""Links in untrusted folders.
 
 A link could lead to a private file of the user's, which would then be published with the folder, or
 shown on a page of runs.
@@ -9,12 +9,13 @@ from pathlib import Path
 
 
 class LinkError(OSError, ValueError):
-    """A link where a run has files and folders of its own."""
+    """A link in place of a run's own file or folder."""
 
 
 def unlinked(folder: str | os.PathLike[str], name: str = "") -> Path:
-    """The path `folder / name`, after a check that no part of it below `folder` is a link. The
-    folder itself may be a link. The path need not exist.
+    """Returns `folder / name` after checking that no part of it below `folder` is a link.
+
+    The folder itself may be a link. The path need not exist.
 
     Raises:
       LinkError: with the link's path and a remedy.
@@ -27,7 +28,7 @@ def unlinked(folder: str | os.PathLike[str], name: str = "") -> Path:
 
 
 def check_no_link(path: Path) -> None:
-    """Raises LinkError, naming what to do, if the file or folder is a link."""
+    """Raises LinkError, with a remedy, if the file or folder is a link."""
     if path.is_symlink():
         raise LinkError(
             f"{path} is a link, which is not followed in a run's folder: replace it by a copy of "
@@ -38,9 +39,9 @@ def check_no_link(path: Path) -> None:
 def check_within_folder(path: str | os.PathLike[str]) -> None:
     """Raises ValueError if `path` is a link that leads out of its folder.
 
-    A snapshot in the cache of `huggingface_hub` is links to the blobs of the same repository,
-    models--OWNER--NAME/snapshots/COMMIT/FILE to models--OWNER--NAME/blobs/DIGEST
-    (https://huggingface.co/docs/huggingface_hub/guides/manage-cache): these are within.
+    A snapshot in the cache of `huggingface_hub` consists of links to the blobs of the same
+    repository, models--OWNER--NAME/snapshots/COMMIT/FILE to models--OWNER--NAME/blobs/DIGEST
+    (https://huggingface.co/docs/huggingface_hub/guides/manage-cache): these are allowed.
     """
     path = Path(path)
     folder, file = Path(os.path.realpath(path.parent)), Path(os.path.realpath(path))

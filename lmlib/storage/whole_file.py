@@ -1,7 +1,7 @@
-"""Files and folders that stay on the disk: whole after a kill, and after a power cut.
+"""Atomic and durable files and folders, safe against kills and power cuts.
 
-Written bytes reach the disk at any later time, and in any order. `fsync` of a file brings its
-content there, `fsync` of a folder the names in it.
+Written bytes reach the disk at any later time, and in any order. `fsync` of a file flushes its
+content, `fsync` of a folder the names in it.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from lmlib.storage.failures import storage_failure
 
-UNFINISHED = ".unfinished"  # the ending of the file that is written first
+UNFINISHED = ".unfinished"  # suffix of the file that is written first
 _NOT_KNOWN = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP}  # fsync of a folder, on some file systems
 
 
@@ -22,21 +22,21 @@ def write_whole(
     content: bytes | str,
     check: Callable[[], None] = lambda: None,
 ) -> None:
-    """Replaces the file `path` by `content` in one step, and durably.
+    """Replaces the file `path` by `content`, atomically and durably.
 
     The content goes to a new file `.<name>.<random>.unfinished` in the same folder, which is then
     renamed. File and folder are on disk when this returns, so that neither a kill nor a power cut
-    leaves half a file. Several processes may write the same file at once: one of them comes last,
-    and the file is all its own. An error removes the new file; only a kill can leave it there.
+    leaves half a file. If several processes write the same file at once, one of them wins, and the
+    file has all of its content. An error removes the new file; only a kill can leave it there.
 
     Args:
-      content: a `str` is encoded as UTF-8, its line ends as they are.
+      content: a `str` is encoded as UTF-8, with line ends unchanged.
       check: called immediately before the rename, which it prevents by raising.
 
     Raises:
-      OSError: if the folder is absent, full or not writable, naming the file and the cause; the
-        old file is then untouched. An error of the last step, in which the folder is made durable,
-        finds the new file in place.
+      OSError: if the folder is absent, full or not writable, naming the file and the cause; the old
+        file is then unchanged. After an error of the last step, which makes the folder durable, the
+        new file is in place.
     """
     path = Path(path)
     encoded = content.encode("utf-8") if isinstance(content, str) else content
@@ -61,10 +61,10 @@ def write_whole(
 
 
 def make_folder(path: str | os.PathLike[str]) -> None:
-    """Makes a folder, durably, and those above it that are absent.
+    """Creates a folder and its missing parents, durably.
 
     Raises:
-      OSError: if it cannot be made, or is a file.
+      OSError: if it cannot be created, or is a file.
     """
     path = Path(path).absolute()
     absent = [folder for folder in (path, *path.parents) if not folder.exists()]
@@ -74,7 +74,7 @@ def make_folder(path: str | os.PathLike[str]) -> None:
 
 
 def sync(path: str | os.PathLike[str]) -> None:
-    """Returns once the content of a file is on the disk, or the names in a folder."""
+    """Flushes the content of a file, or the names in a folder, to the disk."""
     opened = os.open(path, os.O_RDONLY)
     try:
         os.fsync(opened)

@@ -1,7 +1,7 @@
-"""Chats as texts: the template that comes with a tokenizer.
+"""Chats rendered as text by the template of a tokenizer.
 
-A template is a program in Jinja's language, and may be a stranger's. It runs in Jinja's sandbox, in
-a process of its own that has little memory and time (`ChatRenderer`), and sees only plain data.
+A template is a program in Jinja's language, and may be untrusted. It runs in Jinja's sandbox, in a
+separate process with little memory and time (`ChatRenderer`), and sees only plain data.
 """
 
 import functools
@@ -21,21 +21,21 @@ from lmlib.storage.whole_file import write_whole
 
 CONFIG_FILE, TEMPLATE_FILE = "tokenizer_config.json", "chat_template.jinja"
 LARGEST_TEMPLATE = 1 << 20  # bytes
-DEFAULT, WITH_TOOLS = "default", "tool_use"  # names of templates where there are several
-_MOST_BEYOND = 3  # texts in a row that take too much, which is seconds each
+DEFAULT, WITH_TOOLS = "default", "tool_use"  # names of templates if there are several
+_MOST_BEYOND = 3  # consecutive texts beyond the limits; each takes seconds
 
 Message = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation, to be made into a text.
+    """A conversation, to be rendered as text.
 
     Attributes:
-      messages: each with a "role", as "user", and mostly a "content"; values as in JSON.
+      messages: each with a "role", such as "user", and usually a "content"; JSON values.
       tools: JSON schemas of functions that the assistant may call.
-      add_generation_prompt: whether the text ends with the beginning of an answer.
-      turns: messages, by number from 0, whose `Rendered.turns` are wanted.
+      add_generation_prompt: True ends the text with the beginning of an answer.
+      turns: indices of the messages for which `Rendered.turns` is wanted.
     """
 
     messages: Sequence[Message]
@@ -46,13 +46,13 @@ class Chat:
 
 @dataclass(frozen=True)
 class Rendered:
-    """A chat as a text.
+    """A chat as text.
 
     Attributes:
-      assistant: the characters, as (begin, end), that the template marks as the assistant's by
-        `{% generation %}`; many templates mark none.
-      turns: if it marks none, for each of `Chat.turns` the text of the messages before it with the
-        prompt for an answer, and that of the messages up to it.
+      assistant: the (begin, end) character spans that the template marks as the assistant's by `{%
+        generation %}`; many templates mark none.
+      turns: if none are marked, two texts for each of `Chat.turns`: the messages before it with the
+        prompt for an answer, and the messages up to and including it.
     """
 
     text: str
@@ -61,13 +61,13 @@ class Rendered:
 
 
 class ChatTemplate:
-    """Makes a text of a chat, as `apply_chat_template` of transformers does.
+    """Renders chats as text, like `apply_chat_template` of transformers.
 
     Source: https://huggingface.co/docs/transformers/chat_templating.
 
     Attributes:
-      sources: the templates by their names.
-      special_tokens: the tokens that the templates see, by name, as "eos_token".
+      sources: the templates by name.
+      special_tokens: the tokens that the templates see, by name, such as "eos_token".
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class ChatTemplate:
         special_tokens: Mapping[str, str],
         renderer: ChatRenderer | None = None,
     ):
-        """Compiles them; a `renderer` of your own may have other limits.
+        """Compiles the templates; pass a `renderer` for other limits.
 
         Raises:
           ValueError: if none is the default one, or one of them is not a template.
@@ -86,7 +86,7 @@ class ChatTemplate:
             raise ValueError(f"no chat template is named {DEFAULT!r}; there are {sorted(sources)}")
         self.sources, self.special_tokens = sources, special_tokens
         self._renderer = _renderer() if renderer is None else renderer
-        self._beyond = 0  # texts in a row
+        self._beyond = 0  # consecutive texts
         for source in sources.values():
             try:
                 answer = self._renderer.ask({"source": source, "chat": None})
@@ -105,24 +105,24 @@ class ChatTemplate:
         now: datetime | None = None,
         **variables: Any,
     ) -> Rendered:
-        """The text of a chat.
+        """Renders a chat.
 
         Args:
           messages, add_generation_prompt, tools: see `Chat`.
-          now: the time for the template; by default the clock's.
-          variables: others that the template knows, as `enable_thinking`; JSON values.
+          now: the time seen by the template; the current time by default.
+          variables: further variables of the template, such as `enable_thinking`; JSON values.
 
         Raises:
           ValueError: if the template refuses the messages or fails, or the text is longer than
-            `LARGEST_TEXT`; as BeyondLimits if it takes too much memory or time.
-          OSError: after several in a row that took too much, or see `ChatRenderer.ask`.
+            `LARGEST_TEXT`; a BeyondLimits if it takes too much memory or time.
+          OSError: after several consecutive chats that took too much, or see `ChatRenderer.ask`.
         """
         return self._rendered(Chat(messages, tools, add_generation_prompt), now, variables)
 
     def render_all(
         self, chats: Sequence[Chat], now: datetime | None = None, **variables: Any
     ) -> list[Rendered | ValueError]:
-        """The text of each chat, or the ValueError that `render` raises; its OSError is raised."""
+        """Returns each chat's text, or the ValueError raised by `render`; OSErrors are raised."""
         found: list[Rendered | ValueError] = []
         for chat in chats:
             try:
@@ -169,11 +169,13 @@ class ChatTemplate:
 
 
 def read_chat_template(folder: Path, template: Path | None = None) -> ChatTemplate | None:
-    """The template of a tokenizer's folder: its chat_template.jinja, or the "chat_template" of its
-    tokenizer_config.json, one or several with names; `None` if it has none.
+    """Reads the template in a tokenizer's folder; `None` if it has none.
+
+    It is in chat_template.jinja, or is the "chat_template" of tokenizer_config.json, a single one
+    or several with names.
 
     Args:
-      template: a file with another one, instead.
+      template: another template's file to read instead.
 
     Raises:
       ValueError, OSError: if a file is damaged, or holds no template.
@@ -208,9 +210,9 @@ def read_chat_template(folder: Path, template: Path | None = None) -> ChatTempla
 
 
 def write_chat_template(folder: Path, template: ChatTemplate) -> None:
-    """Writes the template into `folder`, for `read_chat_template`; OSError if that fails.
+    """Writes the template into `folder`, for `read_chat_template`; raises OSError if that fails.
 
-    Raises FileExistsError if another one is there.
+    Raises FileExistsError if the folder has another one.
     """
     named = [{"name": name, "template": text} for name, text in template.sources.items()]
     content = {**template.special_tokens, "chat_template": named}
@@ -226,8 +228,9 @@ def write_chat_template(folder: Path, template: ChatTemplate) -> None:
 
 
 def put_chat_template(folder: Path, template: ChatTemplate) -> None:
-    """Makes it the template of a tokenizer's folder, for `read_chat_template` and transformers. Its
-    special tokens are added to those that the folder names.
+    """Sets the template of a tokenizer's folder, for `read_chat_template` and transformers.
+
+    Its special tokens are added to those that the folder names.
 
     Raises ValueError or OSError if a file is damaged, or cannot be written.
     """
@@ -244,10 +247,10 @@ def put_chat_template(folder: Path, template: ChatTemplate) -> None:
 
 
 def after_answer(template: ChatTemplate, role: str = "user") -> tuple[str, str]:
-    """The text after an answer at the end of a chat, and the further text if `role` goes on.
+    """Returns the text after an answer at a chat's end, and the next text if `role` continues.
 
-    The second is empty if the template refuses the longer chat or writes its beginning in another
-    way. Both are empty if it refuses the shorter chat.
+    The second is empty if the template refuses the longer chat or changes its beginning. Both are
+    empty if it refuses the shorter chat.
     """
     said = f"answer {uuid4().hex}"
     chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": said}]
@@ -262,8 +265,11 @@ def after_answer(template: ChatTemplate, role: str = "user") -> tuple[str, str]:
 
 
 def answer_ends(template: ChatTemplate, codec: TextCodec) -> set[int]:
-    """The special tokens that end an answer: `eos_token`, and one that the template writes after an
-    answer. Without the latter, the marker of the next turn, a user's or a tool's, ends it."""
+    """Returns the special tokens that end an answer.
+
+    These are `eos_token` and one that the template writes after an answer. If there is no such
+    token, the marker of the next turn, a user's or a tool's, ends the answer.
+    """
 
     def special(ids: Sequence[int]) -> set[int]:
         return {id for id in ids if not codec.decode([id])}
@@ -276,7 +282,7 @@ def answer_ends(template: ChatTemplate, codec: TextCodec) -> set[int]:
 
 
 def check_messages(messages: Any) -> None:
-    """Raises ValueError if `messages` are not at least one object, each with a role."""
+    """Raises ValueError unless `messages` is a non-empty list of objects, each with a role."""
     if not isinstance(messages, list | tuple) or not messages:
         raise ValueError("messages must be a list with at least one message")
     for number, message in enumerate(messages, 1):
@@ -300,5 +306,5 @@ def _by_name(stored: Any) -> dict[str, str]:
 
 @functools.cache
 def _renderer() -> ChatRenderer:
-    """The renderer that all templates here share: a process takes time to start."""
+    """Returns the renderer shared by all templates here, since a process takes time to start."""
     return ChatRenderer()

@@ -1,4 +1,4 @@
-"""Asks the process in which chat templates run: starts it, and reports why it ended."""
+"""Client of the process in which chat templates run: starts it and reports its failures."""
 
 import contextlib
 import json
@@ -22,21 +22,25 @@ _PROCESS = "lmlib.data.chats.server"
 
 
 class BeyondLimits(ValueError):
-    """A template took more memory or time than it may."""
+    """A template exceeded its memory or time limit."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits of a template for one text: MB (2^20 bytes) of memory, and seconds of processor
-    time, which do not pass while this machine does something else, or is suspended."""
+    """The limits of a template for one text: megabytes (2^20 bytes) of memory, and CPU seconds.
+
+    CPU time does not pass while the machine is busy with other work, or suspended.
+    """
 
     megabytes: int = 512
     seconds: float = 5.0
 
 
 class ChatRenderer:
-    """A process that is started with the first question, and again with the next one after it has
-    died. Threads take turns."""
+    """A process that starts with the first question, and restarts if it has died.
+
+    Threads take turns.
+    """
 
     def __init__(self, limits: Limits = Limits()) -> None:
         self._limits = limits
@@ -46,12 +50,12 @@ class ChatRenderer:
         self._lock = threading.Lock()
 
     def ask(self, question: Mapping[str, Any]) -> dict[str, Any]:
-        """The result of `lmlib.data.chats.server.answer` for the question.
+        """Returns the result of `lmlib.data.chats.server.answer` for the question.
 
         Raises:
-          BeyondLimits: if it takes too much; the message is how much that is.
-          ValueError: if the question cannot be JSON.
-          OSError: if the process cannot be started, or as ChildProcessError if it is killed.
+          BeyondLimits: if it takes too much; the message gives the limit.
+          ValueError: if the question is not JSON-serialisable.
+          OSError: if the process cannot be started; a ChildProcessError if it is killed.
         """
         message = to_bytes(question)
         with self._lock:
@@ -62,12 +66,12 @@ class ChatRenderer:
                 return answer
             except (EOFError, OSError):
                 raise self._cause(process) from None
-            except BaseException:  # Ctrl-C too: the rest must not be taken for the next answer
+            except BaseException:  # Ctrl-C too: the rest must not be read as the next answer
                 self._end()
                 raise
 
     def _running(self) -> subprocess.Popen[bytes]:
-        # A fork of this process gets a child of its own, since `poll` does not find this one.
+        # A fork of this process gets its own child, since `poll` does not find this one.
         if self._process is None or self._process.poll() is not None:
             self._end()
             self._connection, its_end = Pipe()
@@ -80,13 +84,13 @@ class ChatRenderer:
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     env=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
-                    start_new_session=True,  # Ctrl-C is for this process
+                    start_new_session=True,  # Ctrl-C should reach only this process
                 )
             self._end = weakref.finalize(self, _end, self._process, self._connection)
         return self._process
 
     def _cause(self, process: subprocess.Popen[bytes]) -> Exception:
-        """The cause of death of a process that no longer answers."""
+        """Returns the reason why a process no longer answers."""
         self._connection.close()
         try:
             status = process.wait(_SECONDS_TO_END)
@@ -105,7 +109,7 @@ class ChatRenderer:
 
 
 def to_bytes(value: Any) -> bytes:
-    """JSON of the value, whose texts may have lone surrogates; raises ValueError if it has none."""
+    """Encodes a value as JSON; its texts may have lone surrogates. Raises ValueError on failure."""
     try:
         return json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass")
     except (TypeError, ValueError, RecursionError) as error:

@@ -2,11 +2,11 @@
 
     python -m lmlib.data.chats.server DESCRIPTOR MEGABYTES SECONDS
 
-A template is a program, perhaps a stranger's. Sixty characters can ask for all memory or for hours,
-even while they are compiled, in more ways than a list could forbid. So the
-kernel keeps the limits: it gives this process no more memory, and ends it when one text has used
-up its processor time. `ChatRenderer` starts it, asks it over a socket, and sees how it ended. It
-also ends when nobody can ask any more, even in the middle of a text.
+A template is a program that may be untrusted. Sixty characters can request all memory or hours of
+time, even during compilation, in more ways than a list could forbid. The kernel therefore enforces
+the limits: it gives this process no more memory, and ends it when one text has used up its CPU
+time. `ChatRenderer` starts it, asks it over a socket, and sees how it ended. It also ends when the
+other end of the socket is closed, even in the middle of a text.
 """
 
 import functools
@@ -41,23 +41,22 @@ from lmlib.data.chats.renderer import (
 
 _LONGEST_REASON = 500  # characters
 _STACK = 256 * 1024  # bytes of the second thread's stack, which count as memory
-# Marks around the assistant's part of a rendered text; no message can know them.
+# Marks around the assistant's part of a rendered text; random, so that no message contains them.
 _BEGIN, _END = (f"[{side} {uuid4().hex}]" for side in ("begin", "end"))
 
 
 def answer(question: Mapping[str, Any], begin: Callable[[], None]) -> dict[str, Any]:
-    """The text of a chat, or the reason why it cannot be made.
+    """Renders a chat, or returns the reason why that fails.
 
     Args:
-      question: `source` of the template; `variables` that it knows besides a chat, by name; `now`,
-        in ISO 8601; and `chat`, with the attributes of `Chat`. Without a chat the template is only
-        compiled.
+      question: the template's `source`; further `variables` by name; `now`, in ISO 8601; and
+        `chat`, with the attributes of `Chat`. Without a chat the template is only compiled.
       begin: called before each piece of work that has a limit of its own.
 
     Returns:
-      `refused`, a reason; or `text`; the spans of the `assistant`; and, if there are none, for each
-      of the chat's turns the text before it with the prompt for it, and that with it. A number
-      stands for so many characters of `text`.
+      `refused`, a reason; or `text` and the spans of the `assistant` and, if there are none, two
+      texts for each of the chat's turns: before it with the prompt for it, and with it. An integer
+      stands for a prefix of `text` of that length.
     """
     begin()
     try:
@@ -83,7 +82,7 @@ def answer(question: Mapping[str, Any], begin: Callable[[], None]) -> dict[str, 
         ]
     except MemoryError:
         raise
-    except Exception as error:  # a program can fail in any way
+    except Exception as error:  # a template can fail in any way
         return _refused(error)
     short = [[len(part) if whole.startswith(part) else part for part in turn] for turn in turns]
     return {"text": whole, "assistant": assistant, "turns": short}
@@ -93,9 +92,9 @@ def _refused(error: Exception) -> dict[str, Any]:
     return {"refused": " ".join(str(error)[:_LONGEST_REASON].split())}
 
 
-@functools.lru_cache(8)  # a tokenizer may have several, and this process several tokenizers
+@functools.lru_cache(8)  # for several tokenizers, each with several templates
 def compiled(source: str) -> jinja2.Template:
-    """The template; raises ValueError if it is none."""
+    """Returns the compiled template; raises ValueError if the source is not one."""
     try:
         return _Sandbox().from_string(source)
     except jinja2.TemplateSyntaxError as error:
@@ -104,14 +103,14 @@ def compiled(source: str) -> jinja2.Template:
         raise ValueError("is nested too deeply") from error
     except MemoryError:
         raise
-    except Exception as error:  # of the Python that Jinja makes of it, say
+    except Exception as error:  # for example of the Python code that Jinja generates
         raise ValueError(f"cannot be compiled: {error}") from error
 
 
 def rendered(
     template: jinja2.Template, variables: Mapping[str, Any], now: datetime
 ) -> tuple[str, list[tuple[int, int]]]:
-    """The text, and the spans (begin, end) that `{% generation %}` marks.
+    """Returns the text, and the spans (begin, end) that `{% generation %}` marks.
 
     Raises any exception.
     """
@@ -148,9 +147,9 @@ class _Generation(Extension):
 
 
 class _Namespace(Namespace):
-    """Holds no names that begin with an underscore, which mean something to Python."""
+    """A namespace without names that begin with an underscore, which are special in Python."""
 
-    def __init__(*arguments: Any, **values: Any) -> None:  # any name may be given, "self" too
+    def __init__(*arguments: Any, **values: Any) -> None:  # any name is allowed, even "self"
         self, *others = arguments
         super(_Namespace, self).__init__()
         for name, value in dict(*others, **values).items():
@@ -183,7 +182,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON without the escapes of Jinja's own filter, which are for HTML."""
+    """Returns JSON without the HTML escapes of Jinja's own filter."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -196,12 +195,12 @@ def _raise_exception(message: str) -> NoReturn:
 def main() -> None:
     connection = Connection(int(sys.argv[1]))
     megabytes, seconds = int(sys.argv[2]), float(sys.argv[3])
-    # Nobody reads messages from here on, and a full pipe would block.
+    # Messages are not read from here on, and a full pipe would block.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     threading.stack_size(_STACK)
     threading.Thread(target=_end_with_caller, args=[connection.fileno()], daemon=True).start()
     _limit_memory(megabytes << 20)
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # which ends the process
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # the default action ends the process
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
 
     def begin() -> None:
@@ -215,7 +214,7 @@ def main() -> None:
             if len(message) > LARGEST_ANSWER:
                 message = to_bytes(_refused(ValueError("its texts are too long together")))
             connection.send_bytes(message)
-    except (EOFError, OSError):  # nobody asks any more
+    except (EOFError, OSError):  # the caller is gone
         return
     except MemoryError:
         os._exit(OUT_OF_MEMORY)
@@ -224,13 +223,13 @@ def main() -> None:
 def _end_with_caller(connection: int) -> None:
     """Ends this process when the other end of its connection is closed."""
     closed = select.poll()
-    closed.register(connection, 0)  # a hang-up is always reported, and questions are not
+    closed.register(connection, 0)  # reports only hang-ups, not questions
     closed.poll()
     os._exit(0)
 
 
 def _limit_memory(most: int) -> None:
-    """The kernel's limit of data, which a process can only lower; macOS does not keep it."""
+    """Sets the kernel's data limit, which a process can only lower; macOS does not enforce it."""
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     most = most if hard == resource.RLIM_INFINITY else min(most, hard)
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))

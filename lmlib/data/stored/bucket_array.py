@@ -1,4 +1,4 @@
-"""Arrays of flat tokens in a bucket: each chunk is fetched once and kept on this machine."""
+"""Arrays of flat tokens in a bucket: each chunk is fetched once and cached on this machine."""
 
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -14,9 +14,9 @@ from lmlib.storage.local_folder import copies_folder
 
 
 class BucketArray(StoredArray):
-    """An array whose small files are in a copy of a bucket's folder, and whose chunks are not.
+    """An array with its small files in the local copy of a bucket's folder and its chunks remote.
 
-    Opening, reading and checking it raise BucketError where the bucket cannot be read.
+    Opening, reading and checking it raise BucketError if the bucket cannot be read.
     """
 
     def __init__(self, *arguments: Any) -> None:
@@ -34,7 +34,7 @@ class BucketArray(StoredArray):
         return url.key_value_store(f"{url.folder}/")
 
     def file_sizes(self) -> dict[str, int]:
-        """The least that each file has: a list of a bucket tells no sizes."""
+        """Returns the minimum size of each file, since listing a bucket returns no sizes."""
         url = url_of(self.path / self.files_folder)
         assert url is not None
         names = [name for name in BucketStore(url).list() if name.isdecimal()]
@@ -67,6 +67,6 @@ class BucketArray(StoredArray):
         if isinstance(error, BucketError):
             raise error
         known = unreachable(str(error))
-        if known is not None:  # the error may hold secrets
+        if known is not None:  # the error may contain secrets
             raise BucketError(known[0], f"cannot read {url_of(self.path)}: {known[1]}") from None
         super()._fail(what, error)

@@ -1,4 +1,4 @@
-"""The folders of data sets and their splits, or the reason why they are missing."""
+"""Locates the folders of data sets and their splits, or explains why they are missing."""
 
 import os
 import shlex
@@ -11,7 +11,7 @@ _TEXT = (".jsonl", ".ndjson", ".parquet", ".arrow", ".txt", ".md", ".gz", ".zst"
 
 
 def data_path(path: str | os.PathLike[str]) -> Path:
-    """The absolute path that `path` means: `~` is the home folder, links and `..` are followed.
+    """Returns the absolute path: expands `~`, and resolves links and `..`.
 
     Raises ValueError for a path that TensorStore cannot open.
     """
@@ -32,9 +32,9 @@ def is_seqax_split(folder: Path) -> bool:
 
 
 def find_split(path: Path, split: str) -> Path:
-    """The folder of `split` in the data set at `path`.
+    """Returns the folder of `split` in the data set at `path`.
 
-    Raises FileNotFoundError if there is none, which says what to do.
+    Raises FileNotFoundError, with a remedy, if there is none.
     """
 
     def is_split(folder: Path) -> bool:

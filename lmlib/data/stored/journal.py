@@ -1,4 +1,4 @@
-"""The parts of an unfinished shard: a lock, a journal, arrays that grow, and files of numbers."""
+"""Components of an unfinished shard: lock, journal, growing arrays and number files."""
 
 import fcntl
 import json
@@ -26,14 +26,14 @@ STARTS_FILE = "document_starts.partial"  # little-endian uint64, of the marked d
 
 @dataclass(frozen=True)
 class Journal:
-    """A state of a shard that a writer can go on from, in journal.json.
+    """A state of a shard from which a writer can continue, stored in journal.json.
 
-    `written` tokens are on disk in whole files. The first of them that `marked` does not count
-    come again when the documents from `position` on are appended again.
+    `written` tokens are on disk in complete files. Those not counted in `marked` come again when
+    the documents from `position` on are appended again.
     """
 
-    settings: Mapping[str, Any]  # of the writer; another writer must have the same
-    position: Any = None  # where in the source the mark is, in JSON values; None at its beginning
+    settings: Mapping[str, Any]  # of the writer; a later writer must have the same
+    position: Any = None  # the mark in the source, as JSON values; None at its beginning
     marked: Totals = field(default_factory=Totals)
     written: int = 0
 
@@ -51,7 +51,10 @@ class Journal:
 
 
 def read_journal(shard_folder: Path) -> Journal:
-    """Raises FileNotFoundError if there is none, ValueError if it is damaged."""
+    """Reads journal.json.
+
+    Raises FileNotFoundError if it is absent, ValueError if it is damaged.
+    """
     file = shard_folder / JOURNAL_FILE
     try:
         content = read_json(file)
@@ -68,7 +71,7 @@ def read_journal(shard_folder: Path) -> Journal:
 
 
 def difference(name: str, found: Any, wanted: Any) -> str:
-    """The difference of `found` from `wanted`; of mappings, the first entry that differs."""
+    """Describes how `found` differs from `wanted`; for mappings, the first entry that differs."""
     if isinstance(found, Mapping) and isinstance(wanted, Mapping):
         for entry in (*wanted, *found):
             if found.get(entry) != wanted.get(entry):
@@ -78,7 +81,7 @@ def difference(name: str, found: Any, wanted: Any) -> str:
 
 @contextmanager
 def writing(shard_folder: Path) -> Iterator[None]:
-    """Adds the folder to an OSError that names no file, such as that of a full disk."""
+    """Adds the folder to an OSError that names no file, for example on a full disk."""
     try:
         yield
     except OSError as error:
@@ -91,10 +94,10 @@ def writing(shard_folder: Path) -> Iterator[None]:
 
 
 class NumberFile:
-    """Numbers of an unfinished shard in a file of their own, as little-endian uint64."""
+    """Numbers of an unfinished shard in a separate file, as little-endian uint64."""
 
     def __init__(self, file: Path, count: int, shard_folder: Path) -> None:
-        """Opens the file and cuts it to `count`; raises ValueError if it holds fewer."""
+        """Opens the file and truncates it to `count`; raises ValueError if it holds fewer."""
         self._file = file
         with open(self._file, "ab") as stream:
             if stream.tell() < 8 * count:
@@ -105,21 +108,21 @@ class NumberFile:
             stream.truncate(8 * count)
 
     def append(self, numbers: np.ndarray) -> None:
-        """Adds `numbers` durably."""
+        """Appends `numbers` durably."""
         with open(self._file, "ab") as stream:
             stream.write(numbers.astype("<u8").tobytes())
             stream.flush()
             os.fsync(stream.fileno())
 
     def all(self) -> np.ndarray:
-        """All numbers, uint64, mapped from the file and not read."""
+        """Returns all numbers, uint64, memory-mapped."""
         if self._file.stat().st_size == 0:
             return np.zeros(0, "<u8")
         return np.memmap(self._file, "<u8", mode="r")
 
 
 class GrowingArray:
-    """Elements on disk, in whole files, and the ones that do not fill a file yet."""
+    """Elements on disk in complete files, and buffered elements that do not fill a file yet."""
 
     def __init__(
         self,
@@ -130,16 +133,16 @@ class GrowingArray:
         file_length: int,
         chunk_length: int,
     ) -> None:
-        """Begins the array in `folder`, or goes on after its first `written` elements.
+        """Begins the array in `folder`, or continues after its first `written` elements.
 
         `file_length` must be a multiple of `chunk_length`. Raises ValueError or OSError if there
-        are fewer elements, or they are not laid out as they should be.
+        are fewer elements, or their layout is wrong.
         """
         self._folder, self._dtype, self._chunk_length = folder, dtype, chunk_length
         spec: dict[str, Any] = {
             "driver": "zarr3",
             "kvstore": {"driver": "file", "path": f"{data_path(folder)}/"},
-            # Zeros are stored like anything else, so that an absent chunk is always a lost one.
+            # Zeros are stored explicitly, so that an absent chunk is always a lost one.
             "store_data_equal_to_fill_value": True,
         }
         if written is None:
@@ -157,15 +160,15 @@ class GrowingArray:
         )
         if written is not None:
             found = StoredArray(folder, None, ts.Context(), dtypes=[np.dtype(dtype).name])
-            found.file_sizes()  # is it no stranger's?
+            found.file_sizes()  # checks that the files are regular
             self._array = self._resized(ts.open(spec, open=True).result(), written)
         self._buffer: list[np.ndarray] = []
         self.buffered = 0  # elements
 
     def add(self, values: np.ndarray, start: int) -> None:
-        """Keeps `values`, the elements from `start` on, except the ones on disk already.
+        """Buffers `values`, the elements from `start` on, except those already on disk.
 
-        Raises ValueError if others are on disk.
+        Raises ValueError if they differ from the elements on disk.
         """
         values = values.astype(self._dtype, copy=False)
         again = min(max(self._stored_before - start, 0), len(values))
@@ -180,15 +183,18 @@ class GrowingArray:
         self.buffered += len(values) - again
 
     def write(self, length: int) -> None:
-        """Writes the first `length` elements that are kept: whole files, or the last ones, or
-        files would be read back and rewritten. Raises OSError if that fails."""
+        """Writes the first `length` buffered elements.
+
+        They must be complete files or the last elements, since other files would be read back and
+        rewritten. Raises OSError on failure.
+        """
         buffered = np.concatenate([np.zeros(0, self._dtype), *self._buffer])
         if length:
             start = self._array.shape[0]
             try:
                 self._array = self._resized(self._array, start + length)
                 self._array[start:].write(buffered[:length]).result()
-            except ValueError as error:  # TensorStore's only kind of error
+            except ValueError as error:  # TensorStore raises nothing else
                 raise OSError(
                     f"{self._folder} cannot be written: {error}; what was written before "
                     "is kept: free space or repair access, and run the same command again"
@@ -202,9 +208,9 @@ class GrowingArray:
 
 
 def lock(shard_folder: Path) -> BinaryIO:
-    """Keeps a second writer away from a shard until the result is closed, or this process ends.
+    """Locks a shard against a second writer until the result is closed, or this process ends.
 
-    Raises FileExistsError if another process holds the lock, OSError if none can be had.
+    Raises FileExistsError if another process holds the lock, OSError if locking fails.
     """
     stream = open(shard_folder / LOCK_FILE, "ab")  # noqa: SIM115 (held until it is closed)
     try:
@@ -223,10 +229,10 @@ def lock(shard_folder: Path) -> BinaryIO:
 
 
 def remove_leftovers(shard_folder: Path) -> None:
-    """Removes what only an unfinished shard needs."""
+    """Removes the files that only an unfinished shard needs."""
     for file in (
         *(shard_folder / name for name in (JOURNAL_FILE, STARTS_FILE, LOCK_FILE)),
-        *shard_folder.glob(f".*{UNFINISHED}"),  # of a killed process, as the next
+        *shard_folder.glob(f".*{UNFINISHED}"),  # left by a killed process, like the next
         *shard_folder.rglob("*.__lock"),  # TensorStore's
     ):
         file.unlink(missing_ok=True)

@@ -17,17 +17,19 @@ from lmlib.storage.stored_json import parse_json, read_text
 FORMAT = "lmlib flat tokens"
 VERSION = 4
 FILE_NAME = "metadata.json"
-JOURNAL_FILE = "journal.json"  # an unfinished shard has it instead
+JOURNAL_FILE = "journal.json"  # in an unfinished shard
 ARRAYS = ("tokens", "document_starts", "first_documents")
-LOSS_MASK = "loss_mask"  # one more array, of conversations and pairs
+LOSS_MASK = "loss_mask"  # an additional array of conversations and pairs
 TOKENIZER_FILE = "tokenizer.json"
 LARGEST_TOKENIZER = 256 << 20  # bytes; the largest vocabularies take 40 MB
 
 _SHARD_NAME = re.compile(r"shard_(\d{5})_of_(\d{5})")
-_DIGEST = '  "digest"'  # how the last line of a signed file but one begins
+_DIGEST = '  "digest"'  # beginning of the second-last line of a signed file
 _Made = TypeVar("_Made")
 
-# The kind of documents of a split. Conversations have a loss mask, and are never cut. The same is
+# The kind of documents of a split. Conversations and pairs have a loss mask and are never cut.
+# Document 2·i of pairs has the chosen answer, 2·i + 1 the rejected one.
+# document 2·i has the chosen answer, 2·i + 1 the rejected one.
 # true of pairs: document 2·i has the chosen answer, 2·i + 1 the rejected one.
 Content = Literal["text", "conversations", "pairs"]
 
@@ -37,7 +39,7 @@ class DamagedDataError(ValueError):
 
 
 def arrays_of(content: Content) -> tuple[str, ...]:
-    """The names of the arrays that a shard has."""
+    """Returns the names of a shard's arrays."""
     return ARRAYS if content == "text" else (*ARRAYS, LOSS_MASK)
 
 
@@ -66,23 +68,23 @@ def tokenizers_differ(one: TokenizerIdentity | None, other: TokenizerIdentity | 
 
 @dataclass(frozen=True)
 class Totals:
-    """The counts of a shard up to some document, or of a split; docs/flat-tokens.md has each."""
+    """The counts of a shard up to some document, or of a split; see docs/flat-tokens.md."""
 
     tokens: int = 0
     documents: int = 0
-    targets: int = 0  # tokens that are not the first of their document, and that the loss mask has
+    targets: int = 0  # tokens in the loss mask, except each document's first
     bytes: int = 0  # of the documents' UTF-8 text
     gzip_bytes: int | None = 0  # sum over documents, each under gzip -9; None if unknown
     skipped_rows: int = 0  # rows of the source that held no usable text
-    dropped_documents: int = 0  # too long, and left out
+    dropped_documents: int = 0  # left out, since they were too long
     dropped_tokens: int = 0  # theirs
-    cut_documents: int = 0  # too long, and kept in part
-    cut_tokens: int = 0  # theirs that were left out
-    max_token_id: int = -1  # the largest that occurs; -1 without tokens
+    cut_documents: int = 0  # shortened, since they were too long
+    cut_tokens: int = 0  # tokens removed from them
+    max_token_id: int = -1  # largest id; -1 without tokens
 
     @property
     def totals(self) -> "Totals":
-        """Only the counts."""
+        """Returns only the counts."""
         return Totals(*(getattr(self, each.name) for each in fields(Totals)))
 
     def __add__(self, other: "Totals") -> "Totals":
@@ -96,14 +98,14 @@ class Totals:
 
 @dataclass(frozen=True, kw_only=True)
 class _Prepared(Totals):
-    """Counts, and the entries that are the same in all shards of a split."""
+    """Counts, and the entries shared by all shards of a split."""
 
     content: Content
     vocab_size: int
     tokenizer: TokenizerIdentity | None
     bos_id: int | None  # put before each document
     eos_id: int | None  # put after each document
-    source: Mapping[str, Any]  # where the documents came from, in JSON values
+    source: Mapping[str, Any]  # origin of the documents, as JSON values
     data_set: str  # the same for all shards that were prepared together
 
 
@@ -120,11 +122,11 @@ class ShardMetadata(_Prepared):
         return shard_name(self.shard, self.shards)
 
     def write(self, shard_folder: Path) -> None:
-        """Writes metadata.json atomically and durably: whole or absent, also after a crash."""
+        """Writes metadata.json atomically and durably."""
         write_signed(shard_folder / FILE_NAME, FORMAT, VERSION, asdict(self))
 
 
-# Entries that are the same in all shards of a split.
+# Entries shared by all shards of a split.
 _SHARED = ("shards", "content", "vocab_size", "tokenizer", "bos_id", "eos_id", "source", "data_set")
 
 
@@ -136,39 +138,39 @@ class SplitMetadata(_Prepared):
 
     @classmethod
     def of(cls, shards: Sequence[ShardMetadata]) -> "SplitMetadata":
-        """The split that consists of `shards`."""
+        """Returns the split that consists of `shards`."""
         counts = reduce(operator.add, (shard.totals for shard in shards))
         shared = {name: getattr(shards[0], name) for name in _SHARED}
         return cls(**vars(counts) | shared | {"shards": tuple(shards)})
 
     @property
     def digest(self) -> str:
-        """A digest of all arrays: splits that differ anywhere have different ones."""
+        """A digest of all arrays; splits that differ anywhere have different digests."""
         of_shards = [dict(shard.digests) for shard in self.shards]
         return digest(json.dumps(of_shards, sort_keys=True).encode())
 
 
 def shard_name(shard: int, shards: int) -> str:
-    """The folder of shard number `shard` of `shards`."""
+    """Returns the folder of shard number `shard` of `shards`."""
     return f"shard_{shard:05d}_of_{shards:05d}"
 
 
 def shard_number(folder: Path) -> tuple[int, int] | None:
-    """(shard, shards) from the name of a shard's folder; None for another name."""
+    """Parses (shard, shards) from the name of a shard's folder; None for another name."""
     match = _SHARD_NAME.fullmatch(folder.name)
     return (int(match[1]), int(match[2])) if match else None
 
 
 def shard_folders(split_folder: Path) -> list[Path]:
-    """The folders of all shards that are there, finished or not, in order."""
+    """Returns the folders of all existing shards, finished or not, in order."""
     return sorted(entry for entry in split_folder.glob("shard_*") if shard_number(entry))
 
 
 def read_split(split_folder: Path) -> SplitMetadata:
-    """The metadata of a finished split.
+    """Reads the metadata of a finished split.
 
-    Raises FileNotFoundError when a shard is missing or unfinished, ValueError when a metadata.json
-    is damaged or of another version, or the shards do not belong together.
+    Raises FileNotFoundError if a shard is missing or unfinished, ValueError if a metadata.json is
+    damaged or of another version, or the shards do not belong together.
     """
     folders = shard_folders(split_folder)
     if not folders:
@@ -205,8 +207,8 @@ def read_split(split_folder: Path) -> SplitMetadata:
 def read_shard(shard_folder: Path) -> ShardMetadata:
     """Reads metadata.json of a finished shard.
 
-    Raises FileNotFoundError when the shard is unfinished, ValueError when the file is of another
-    version, as DamagedDataError when it is not valid.
+    Raises FileNotFoundError if the shard is unfinished, ValueError if the file has another version,
+    and DamagedDataError if it is invalid.
     """
     file = shard_folder / FILE_NAME
     if not file.is_file():
@@ -257,7 +259,7 @@ def _check_types(metadata: ShardMetadata) -> None:
 
 
 def digest(content: bytes) -> str:
-    """The XXH3-128 of `content`, as 32 hexadecimal digits."""
+    """Returns the XXH3-128 of `content` as 32 hexadecimal digits."""
     return xxhash.xxh3_128_hexdigest(content)
 
 
@@ -277,10 +279,10 @@ def read_signed(
     made: Callable[[dict[str, Any]], _Made],
     remedy: str,
 ) -> _Made:
-    """The entries that `write_signed` wrote, converted by `made`.
+    """Reads the entries of a file from `write_signed`, converted by `made`.
 
     Raises OSError if the file cannot be read, ValueError if it has another format or version, and
-    as DamagedDataError if it is damaged or `made` fails; the message ends with `remedy`.
+    DamagedDataError if it is damaged or `made` fails; the message ends with `remedy`.
     """
     try:
         text = read_text(file)
@@ -310,8 +312,7 @@ def check_no_link(*paths: Path) -> None:
 
 
 def check_tokenizer_file(file: Path, metadata: SplitMetadata) -> None:
-    """Raises DamagedDataError if the tokenizer.json `file` is there, and not the one that made the
-    tokens."""
+    """Raises DamagedDataError if the tokenizer.json `file` exists but did not make the tokens."""
     if metadata.tokenizer is None or metadata.tokenizer.sha256 is None or not file.is_file():
         return
     if file.stat().st_size > LARGEST_TOKENIZER:

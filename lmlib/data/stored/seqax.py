@@ -1,9 +1,9 @@
-"""Reads the flat tokens of seqax, unchanged, as they are on disk.
+"""Reads seqax's flat tokens as stored, without conversion.
 
-A data set is a zarr v2 group whose splits `train` and `validation` hold `encoded_tokens`, uint32
-`2 * id + begins_a_document`, and an attribute `max_token_id`. Their `seq_starts`, one number for
-each document and one for the end, are compressed in a way that TensorStore cannot read; the lowest
-bit of each token says as much. The format: github.com/MatX-inc/seqax, docs/flat-tokens.md.
+A data set is a zarr v2 group whose splits `train` and `validation` hold `encoded_tokens`, uint32 `2
+* id + begins_a_document`, and an attribute `max_token_id`. Their `seq_starts`, one number for each
+document and one for the end, are compressed in a way that TensorStore cannot read; the lowest bit
+of each token has the same information. The format: github.com/MatX-inc/seqax, docs/flat-tokens.md.
 """
 
 from pathlib import Path
@@ -20,7 +20,7 @@ TOKENS, STARTS, ATTRIBUTES = "encoded_tokens", "seq_starts", ".zattrs"
 
 
 class SeqaxArray(StoredArray):
-    """An array as seqax writes it: compressed chunks, each a file, without checksums."""
+    """An array as written by seqax: compressed chunks, one per file, without checksums."""
 
     description, files_folder = ".zarray", ""
 
@@ -35,17 +35,17 @@ class SeqaxArray(StoredArray):
 
     def _set_sizes(self, chunk_bytes: int, chunks: int) -> None:
         self._chunk_bytes, self._index_bytes = chunk_bytes, 0
-        self._file_bytes = 2 * chunk_bytes + 1024  # random numbers grow a little when compressed
+        self._file_bytes = 2 * chunk_bytes + 1024  # random data grows slightly when compressed
 
     def least_bytes(self, file: int) -> int:
         return 0
 
 
 class SeqaxSplit(StoredSplit):
-    """A split in seqax's format; it reads like any of documents without framing."""
+    """A split in seqax's format; reads like any split of documents without framing."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises DamagedDataError if an array or attribute is missing or not as expected."""
+        """Raises DamagedDataError if an array or attribute is missing or unexpected."""
         self._folder, self.metadata = folder, None
         self.tokens = length_on_disk(folder / TOKENS, "<u4", at_least=0)
         self.documents = length_on_disk(folder / STARTS, "<u8", at_least=1) - 1
@@ -54,7 +54,7 @@ class SeqaxSplit(StoredSplit):
             raise _unexpected(folder / ATTRIBUTES, "max_token_id", self.max_token_id)
         self._encoded = SeqaxArray(folder / TOKENS, self.tokens, reading_context())
         self._encoded.check_files(some_lost=True)
-        # Only the sizes are known: the format keeps no digests.
+        # Only the sizes are known, since the format has no digests.
         self.digest = digest(f"{self.tokens} {self.documents} {self.max_token_id}".encode())
 
     def read(self, start: int, stop: int) -> Span:
@@ -63,7 +63,7 @@ class SeqaxSplit(StoredSplit):
         return Span([lambda: _decoded(coming)])
 
     def edges(self, first: int = 0, stop: int | None = None) -> np.ndarray:
-        """Raises ValueError: it would take reading all tokens."""
+        """Raises ValueError, since finding them would require reading all tokens."""
         raise ValueError(
             f"{self._folder} is in seqax's format, whose document starts cannot be read: convert "
             "it with python -m data_tools.convert, or use packed=True without begin_with_documents"
@@ -77,9 +77,9 @@ def _decoded(coming: Reading) -> Arrays:
 
 
 def length_on_disk(array: Path, dtype: str, at_least: int) -> int:
-    """The length of an array in its description.
+    """Returns the length of an array according to its description.
 
-    Raises DamagedDataError if it is below `at_least`, or the dtype is another one.
+    Raises DamagedDataError if it is below `at_least`, or the dtype differs.
     """
     file = array / ".zarray"
     shape, found = _entry(file, "shape"), _entry(file, "dtype")

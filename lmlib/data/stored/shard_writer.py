@@ -1,8 +1,7 @@
 """Writes one shard of flat tokens; the format is in docs/flat-tokens.md.
 
-A writer can be killed at any moment. The next one for the same shard takes up the journal, and is
-given the documents from `position` on again; the bytes on disk are then those of a writer that
-was never disturbed.
+A writer can be killed at any moment. The next writer of the same shard reads the journal, and is
+given the documents from `position` on again. The bytes on disk do not depend on interruptions.
 """
 
 import contextlib
@@ -60,7 +59,7 @@ class ShardWriter:
 
     Attributes:
       folder: of the shard.
-      totals: the counts with all documents that were appended so far.
+      totals: the counts with all documents appended so far.
     """
 
     def __init__(
@@ -80,22 +79,22 @@ class ShardWriter:
         file_length: int = FILE_LENGTH,
         chunk_length: int = CHUNK_LENGTH,
     ) -> None:
-        """Begins the shard, or goes on with one that was left unfinished with the same settings.
+        """Begins the shard, or continues an unfinished one with the same settings.
 
         Args:
           path: the data set's folder.
-          content: the kind of documents; all kinds but text have a loss mask.
+          content: the kind of documents; all kinds except text have a loss mask.
           vocab_size: ids are in [0, vocab_size).
-          bos_id, eos_id: put before and after each document; for the record and `append`.
-          tokenizer, source: for the record; `source` in JSON values.
-          tokenizer_json: the text of the tokenizer's file, kept beside the splits.
+          bos_id, eos_id: put before and after each document; recorded, and used by `append`.
+          tokenizer, source: recorded; `source` as JSON values.
+          tokenizer_json: the text of the tokenizer's file, stored next to the splits.
           file_length, chunk_length: tokens in a file, and in its smallest readable part.
 
         Raises:
-          FileExistsError: if the shard is finished, being written, or begun with other settings,
-            or its folder holds other files.
-          ValueError: for settings that make no sense, or another tokenizer than the data set's
-            other shards have.
+          FileExistsError: if the shard is finished, being written, or begun with other settings, or
+            its folder holds other files.
+          ValueError: for invalid settings, or a tokenizer that differs from other shards of the
+            data set.
         """
         _check_settings(vocab_size, bos_id, eos_id, shard, shards, split)
         if chunk_length < 1 or file_length < 1 or file_length % chunk_length:
@@ -132,8 +131,8 @@ class ShardWriter:
         self._frame = [np.array([] if i is None else [i], np.int64) for i in (bos_id, eos_id)]
         self._file_length, self._chunk_length = file_length, chunk_length
         try:
-            _check_folder(self.folder)  # it may have been finished before it was locked
-            # Other settings are welcome as long as nothing was written.
+            _check_folder(self.folder)  # it may have been finished before the lock was taken
+            # Settings may change while nothing has been written.
             begun = (self.folder / JOURNAL_FILE).exists()
             if begun and (found := read_journal(self.folder)).written:
                 found.check_settings(self.folder, self._journal.settings)
@@ -142,7 +141,7 @@ class ShardWriter:
             else:
                 with writing(self.folder):
                     if tokenizer_json is not None:
-                        write_whole(path / TOKENIZER_FILE, tokenizer_json)  # as other shards may
+                        write_whole(path / TOKENIZER_FILE, tokenizer_json)  # like other shards
                     self._open(None)
                     self._journal.save(self.folder)
         except BaseException:
@@ -150,24 +149,24 @@ class ShardWriter:
             raise
         self.totals: Totals = self._journal.marked
         self._unmarked_lengths: list[np.ndarray] = []
-        self._unsaved_starts: list[np.ndarray] = []  # marked, but not in the file yet
+        self._unsaved_starts: list[np.ndarray] = []  # marked, but not yet in the file
 
     @property
     def position(self) -> Any:
-        """The last position given to `mark` before the writer was killed: go on there."""
+        """The last position passed to `mark` before the writer was killed; continue there."""
         return self._journal.position
 
     def mark(self, position: Any) -> None:
-        """Says that the next document is the one at `position` (JSON values) of the source."""
+        """Records that the next document is the one at `position` (JSON values) of the source."""
         self._journal = replace(self._journal, position=position, marked=self.totals)
         self._unsaved_starts.append(self._unmarked_starts())
         self._unmarked_lengths = []
 
     def append(self, tokens: np.ndarray, text_bytes: int, gzip_bytes: int | None = None) -> None:
-        """Adds one document: its integer `tokens` without framing, and its text's UTF-8 length.
+        """Appends one document: its integer `tokens` without framing, and its text's UTF-8 length.
 
         `gzip_bytes` is the length of the text under gzip -9; the shard records the total only if
-        every document gave one. Raises as `extend` does.
+        every document has one. Raises as `extend` does.
         """
         document = np.concatenate([self._frame[0], tokens, self._frame[1]])
         self.extend(document, np.array([len(document)]), text_bytes, gzip_bytes)
@@ -182,18 +181,17 @@ class ShardWriter:
         loss_mask: np.ndarray | None = None,
         **left_out: int,
     ) -> None:
-        """Adds documents, framed already: their tokens one after the other, and how many each has.
+        """Appends framed documents: their concatenated tokens, and the length of each.
 
-        `tokens` must not change afterwards: it may be kept until it fills a file.
+        `tokens` must not change afterwards, since it may be kept until it fills a file.
 
         Args:
-          loss_mask: bool, which of the tokens are targets; the first of a document never is.
-          left_out: counts of these rows to be added to metadata.json's `skipped_rows`,
+          loss_mask: bool, the targets among the tokens; the first token of a document never is one.
+          left_out: counts of these rows, added to metadata.json's `skipped_rows`,
             `dropped_documents` and the like.
 
-        Raises ValueError for a token outside the vocabulary, a loss mask that `content` does not
-        have or that is missing, pairs that are not whole, or, after a restart, if these are not
-        the documents that were appended before.
+        Raises ValueError for a token outside the vocabulary, an unexpected or missing loss mask,
+        incomplete pairs, or, after a restart, documents that differ from those appended before.
         """
         _check_documents(self._metadata.content, lengths, loss_mask)
         low, high = (int(tokens.min()), int(tokens.max())) if tokens.size else (0, -1)
@@ -254,7 +252,7 @@ class ShardWriter:
         self.close()
 
     def close(self) -> None:
-        """Lets another writer go on with the shard."""
+        """Releases the shard, so that another writer can continue it."""
         self._lock.close()
 
     def _open(self, written: int | None) -> None:
@@ -299,21 +297,21 @@ def finished_shard(
     content: Content = "text",
     **wanted: Any,
 ) -> ShardMetadata | None:
-    """The shard if it is finished, None if not.
+    """Returns the shard if it is finished, otherwise None.
 
-    Raises FileExistsError if its metadata.json has other entries than are `wanted`.
+    Raises FileExistsError if its metadata.json differs from the entries in `wanted`.
     """
     folder = data_path(path) / split / shard_name(shard, shards)
     if not (folder / FILE_NAME).exists():
         return None
     found = read_shard(folder)
     _check_same(folder, found, {"content": content, **wanted})
-    remove_leftovers(folder)  # of a writer killed between its last two steps
+    remove_leftovers(folder)  # from a writer killed between its last two steps
     return found
 
 
 def shard_progress(split_folder: Path, shard: int, shards: int) -> tuple[bool, Totals]:
-    """True if a shard is finished, and the counts that it has for good."""
+    """Returns True if the shard is finished, and its counts so far."""
     folder = split_folder / shard_name(shard, shards)
     if (folder / FILE_NAME).exists():
         return True, read_shard(folder).totals
@@ -326,7 +324,7 @@ def shard_progress(split_folder: Path, shard: int, shards: int) -> tuple[bool, T
 def _check_settings(
     vocab_size: int, bos_id: int | None, eos_id: int | None, shard: int, shards: int, split: str
 ) -> None:
-    """Raises ValueError for settings that make no sense."""
+    """Raises ValueError for invalid settings."""
     if not 1 <= vocab_size <= 2**31:
         raise ValueError(f"vocab_size must be in [1, 2**31], not {vocab_size}")
     for name, token_id in (("bos_id", bos_id), ("eos_id", eos_id)):
@@ -341,7 +339,7 @@ def _check_settings(
 
 
 def _check_documents(content: Content, lengths: np.ndarray, loss_mask: np.ndarray | None) -> None:
-    """Raises ValueError for documents that are not what `content` says."""
+    """Raises ValueError for documents that don't match `content`."""
     if (loss_mask is None) != (content == "text"):
         wanted = "has no loss mask: leave it out" if content == "text" else "need a loss mask"
         raise ValueError(f"{content} {wanted}")
@@ -362,7 +360,7 @@ def _check_folder(folder: Path) -> None:
     if (folder / FILE_NAME).exists():
         raise FileExistsError(f"{folder} is already finished: delete it first to make it again")
     own = {JOURNAL_FILE, STARTS_FILE, LOCK_FILE, LOSS_MASK, *ARRAYS}
-    # A kill leaves what `write_whole` had begun.
+    # A kill may leave an unfinished file of `write_whole`.
     there = {path.name for path in folder.glob("*") if path.suffix != UNFINISHED}
     if strangers := sorted(there - own):
         raise FileExistsError(
@@ -371,7 +369,7 @@ def _check_folder(folder: Path) -> None:
 
 
 def _check_data_set(path: Path, tokenizer_json: str | None) -> None:
-    """Raises FileExistsError if `path` is a file, or a data set of another tokenizer."""
+    """Raises FileExistsError if `path` is a file, or a data set with another tokenizer."""
     if path.exists() and not path.is_dir():
         raise FileExistsError(f"{path} is no folder: choose another name for the data set")
     file = path / TOKENIZER_FILE
@@ -385,7 +383,7 @@ def _check_data_set(path: Path, tokenizer_json: str | None) -> None:
 
 
 def _check_neighbours(path: Path, split: str, wanted: ShardMetadata) -> None:
-    """Checks that the split's other shards, and the data set's other splits, were made alike."""
+    """Checks that other shards of the split and the data set have matching settings."""
     if (path / split / FILE_NAME).exists():
         raise FileExistsError(
             f"{path / split} holds another {FILE_NAME}, of a data set in another format: choose "

@@ -1,8 +1,8 @@
-"""A split of flat tokens on disk, opened for reading: spans of tokens, and where documents begin.
+"""A split of flat tokens on disk, opened for reading: spans of tokens, and document starts.
 
-Memory holds nothing but three numbers for every 16 Ki tokens, and one for every 1 Ki documents. A
-span is one read of tokens, one of their loss mask if there is one, and one of document starts in
-each shard that it touches.
+Memory holds only three numbers for every 16 Ki tokens, and one for every 1 Ki documents. In each
+shard that a span touches, it takes one read of tokens, one of the loss mask if there is one, and
+one of document starts.
 """
 
 from bisect import bisect_right
@@ -23,12 +23,12 @@ from lmlib.data.stored.metadata import (
 )
 from lmlib.data.stored.token_arrays import Reading, StoredArray, open_array, reading_context
 
-_STARTS_AT_ONCE = 1 << 20  # that are read
+_STARTS_AT_ONCE = 1 << 20  # read at once
 Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def open_split(folder: Path) -> "StoredSplit":
-    """The split in `folder`, in this library's format or seqax's.
+    """Opens the split in `folder`, in this library's format or seqax's.
 
     Raises FileNotFoundError for an unfinished split, DamagedDataError for a damaged one.
     """
@@ -40,16 +40,18 @@ def open_split(folder: Path) -> "StoredSplit":
 
 
 class Span:
-    """Tokens on their way from disk."""
+    """A pending read of tokens."""
 
     def __init__(self, pieces: Sequence[Callable[[], Arrays]]) -> None:
         self._pieces = pieces
 
     def result(self) -> Arrays:
-        """The tokens (any unsigned integer), whether each begins a document (bool), and whether
-        each is a target (bool): not the first of its document, and in the loss mask.
+        """Returns the tokens, the mask of document starts and the mask of targets.
 
-        Raises DamagedDataError for what cannot be read.
+        Tokens have any unsigned dtype, the masks are bool. Targets are in the loss mask and not the
+        first token of a document.
+
+        Raises DamagedDataError for unreadable data.
         """
         results = [piece() for piece in self._pieces]
         if not results:
@@ -63,9 +65,9 @@ class StoredSplit:
 
     Attributes:
       metadata: its metadata.json; None in other formats.
-      tokens, documents: how many it has.
-      max_token_id: the largest id that occurs.
-      digest: of all arrays and the tokenizer. A copy elsewhere has the same.
+      tokens, documents: their number.
+      max_token_id: the largest id in the split.
+      digest: of all arrays and the tokenizer; equal for copies.
     """
 
     metadata: SplitMetadata | None
@@ -85,7 +87,7 @@ class StoredSplit:
                 arrays.append(
                     open_array(array, length(number, shard), context, shard.digests[name])
                 )
-                arrays[-1].check_files()  # before anything as long as it claims is allocated
+                arrays[-1].check_files()  # before allocating arrays of the claimed length
             return arrays
 
         self._tokens = opened("tokens", lambda _, shard: shard.tokens)
@@ -99,7 +101,7 @@ class StoredSplit:
             _checked_index(array.path, reading.result(), shard.documents)
             for array, reading, shard in zip(indexes, coming, shards, strict=True)
         ]
-        # Arrays in the place of others show it in their first chunk.
+        # The first chunk shows if an array was swapped with another.
         first_read = self._tokens + self._loss_masks + self._starts
         for beginning in [array.read(0, min(1, array.length)) for array in first_read]:
             beginning.result()
@@ -117,7 +119,9 @@ class StoredSplit:
         return Span(pieces)
 
     def edges(self, first: int = 0, stop: int | None = None) -> np.ndarray:
-        """The starts of documents [first, stop), in tokens, and the last one's end: int64."""
+        """Returns the starts of documents [first, stop) and the last one's end, in tokens, as
+        int64.
+        """
         stop = self.documents if stop is None else stop
         edges, before = [np.zeros(0, np.int64)], 0
         for offset, starts in zip(self._offsets, self._starts, strict=False):
@@ -158,7 +162,10 @@ def _arrays(tokens: Reading, mask: Reading | None, starts: Reading | None, first
 
 
 def _checked_index(array: Path, first_documents: np.ndarray, documents: int) -> np.ndarray:
-    """`first_documents` (uint64) as int64; DamagedDataError if no document_starts can belong."""
+    """Returns `first_documents` (uint64) as int64.
+
+    Raises DamagedDataError if it fits no document_starts.
+    """
     found = first_documents.astype(np.int64)
     if (np.diff(found) < 0).any() or found[0] != 0 or found[-1] > documents:
         raise DamagedDataError(

@@ -1,6 +1,7 @@
-"""A teacher's likeliest ids for each token of a split, on disk; docs/objectives.md has the format.
+"""A teacher's most likely ids for each token of a split, on disk.
 
-Shapes: B batch (rows), S sequence, K ids that the teacher found likeliest after a token.
+docs/objectives.md has the format. Shapes: B batch (rows), S sequence, K ids that the teacher found
+most likely after a token.
 """
 
 import json
@@ -43,9 +44,9 @@ FORMAT = "lmlib stored teacher"
 VERSION = 1
 FILE_NAME = "metadata.json"
 IDS, LOG_PROBABILITIES = "ids", "log_probabilities"
-DTYPE = np.float16  # of log-probabilities: 3 bits more than bfloat16, and -65,504 is low enough
+DTYPE = np.float16  # for log-probabilities: 3 bits more than bfloat16, and -65,504 is low enough
 _LARGEST_ROW = 2**26 - 1  # elements: a chunk of 256 MiB at most, checksum included
-USUAL_K = 32  # ids that are listed of each token
+USUAL_K = 32  # ids listed per token
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Sequences:
 
     Attributes:
       data: a digest of the split's arrays.
-      sequences: how many there are.
+      sequences: their number.
       split, sequence_length, packed, reset_positions, attend_across_documents,
         begin_with_documents: as in `FlatTokens`.
     """
@@ -75,10 +76,10 @@ class TeacherMetadata:
 
     Attributes:
       teacher: the source of its weights: `WORKDIR@STEP`, or a folder's name.
-      fingerprint: of its weights, as `lmlib.parallel.fingerprint.fingerprint` makes it.
+      fingerprint: of its weights, from `lmlib.parallel.fingerprint.fingerprint`.
       vocab_size: of the teacher; ids are in [0, vocab_size).
-      k: ids that are listed of each token.
-      sequences: the ones that it saw.
+      k: ids listed for each token.
+      sequences: the sequences that it saw.
       digests: of each array.
     """
 
@@ -91,7 +92,7 @@ class TeacherMetadata:
 
     @property
     def row_elements(self) -> int:
-        """Elements of one sequence in each array, which are read at once."""
+        """Elements of one sequence in each array, the unit of reading."""
         return self.sequences.sequence_length * self.k
 
     def write(self, folder: Path) -> None:
@@ -100,8 +101,10 @@ class TeacherMetadata:
 
 
 def read_metadata(folder: Path) -> TeacherMetadata:
-    """Raises FileNotFoundError without a finished teacher, ValueError for damage or another
-    version."""
+    """Reads metadata.json of a finished teacher.
+
+    Raises FileNotFoundError if there is none, ValueError for damage or another version.
+    """
     file = folder / FILE_NAME
     if not file.is_file():
         raise FileNotFoundError(
@@ -146,10 +149,10 @@ class StoredTeacher:
         ]
         for array in self._arrays:
             array.check_files()
-            array.read(0, 1).result()  # one of another teacher shows it there
+            array.read(0, 1).result()  # the first read shows if the array is another teacher's
 
     def contents(self) -> dict[str, str]:
-        """The folder and a digest of its arrays; see `lmlib.data.batch.Stored`."""
+        """Returns the folder and a digest of its arrays; see `lmlib.data.batch.Stored`."""
         of_arrays = json.dumps(dict(self.metadata.digests), sort_keys=True)
         return {shown(self.folder): digest(of_arrays.encode())}
 
@@ -164,13 +167,15 @@ class StoredTeacher:
 
 
 class Listed:
-    """Ids and log-probabilities on their way from disk."""
+    """A pending read of ids and log-probabilities."""
 
     def __init__(self, coming: list[list[Reading]], metadata: TeacherMetadata) -> None:
         self._coming, self._metadata = coming, metadata
 
     def result(self) -> tuple[np.ndarray, np.ndarray]:
-        """The ids (int32) and log-probabilities (float16), both (b, s, k), zeros for sequence -1.
+        """Returns ids (int32) and log-probabilities (float16), both (b, s, k).
+
+        They are zero for sequence -1.
 
         Raises DamagedDataError if they cannot be read, or ids are outside the vocabulary.
         """
@@ -187,21 +192,21 @@ class Listed:
 
 
 class TeacherWriter:
-    """Writes the folder that `metadata` describes; its digests are found at the end.
+    """Writes the folder described by `metadata`; the digests are computed at the end.
 
-    A writer can be killed at any moment: the next one goes on after the last whole files.
+    A writer can be killed at any moment: the next one continues after the last complete files.
 
     Attributes:
-      written: sequences that are on disk for good; `add` goes on after them.
+      written: the number of sequences safely on disk; `add` continues after them.
     """
 
     def __init__(
         self, folder: str, metadata: TeacherMetadata, file_elements: int = FILE_LENGTH
     ) -> None:
-        """Begins the folder, or goes on with an unfinished one of the same teacher and sequences.
+        """Begins the folder, or continues an unfinished one of the same teacher and sequences.
 
         Args:
-          file_elements: of a file, about; it holds whole sequences.
+          file_elements: approximate elements per file; a file holds whole sequences.
 
         Raises:
           FileExistsError: if it is finished, being written, of another teacher or other sequences,
@@ -256,7 +261,7 @@ class TeacherWriter:
     def finish(self) -> TeacherMetadata:
         """Writes the rest, then metadata.json. No other method works afterwards.
 
-        Raises ValueError if there are fewer sequences than were promised.
+        Raises ValueError if sequences are missing.
         """
         if self._added != self._metadata.sequences.sequences:
             raise ValueError(
@@ -272,7 +277,7 @@ class TeacherWriter:
         return metadata
 
     def close(self) -> None:
-        """Lets another writer go on."""
+        """Releases the folder, so that another writer can continue."""
         self._lock.close()
 
     def _write(self, rows: int) -> None:

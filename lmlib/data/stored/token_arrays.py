@@ -1,13 +1,13 @@
-"""The arrays of flat tokens, opened for reading: checksummed, and never read as zeros.
+"""The arrays of flat tokens, opened for reading: checksummed, and never silently zero.
 
 Each is one-dimensional, in zarr v3's format with the codecs `sharding_indexed` and `crc32c`
-(zarr-specs.readthedocs.io). A file in the place of another has sound checksums. So each array has a
-file `chunk_digests` with the XXH3-64 of every chunk, and metadata.json has the XXH3-128 of that
-file and of `zarr.json`.
+(zarr-specs.readthedocs.io). A file swapped with another still has valid checksums. Each array
+therefore has a file `chunk_digests` with the XXH3-64 of every chunk, and metadata.json has the
+XXH3-128 of that file and of `zarr.json`.
 
-A data set may come from a stranger. TensorStore would follow links, and allocate chunks of any
-length. An array is opened only if its layout is that of docs/flat-tokens.md, and its files are as
-large as it claims.
+A data set may be untrusted. TensorStore would follow links, and allocate chunks of any length. An
+array is opened only if its layout is as in docs/flat-tokens.md, and its files are as large as it
+claims.
 """
 
 import os
@@ -26,14 +26,14 @@ from lmlib.storage.stored_json import read_json
 
 CHUNK_DIGESTS = "chunk_digests"  # little-endian uint64, one for each chunk
 INTEGERS = frozenset({"uint8", "uint16", "uint32", "uint64"})
-_CACHE_BYTES = 64 * 1024 * 1024  # holds the index of every file in use, and chunks lately read
+_CACHE_BYTES = 64 * 1024 * 1024  # holds the indices of files in use, and recent chunks
 _LARGEST_DESCRIPTION = 1 << 20  # bytes
-_LARGEST_CHUNK = 1 << 28  # bytes; one read allocates no more
+_LARGEST_CHUNK = 1 << 28  # bytes; upper limit of a read's allocation
 _LARGEST_FILE = 1 << 32  # bytes
 
 
 def codecs(chunk_length: int | None = None) -> list[dict[str, Any]]:
-    """zarr's names of how files are made of elements; without a length, of chunks of any."""
+    """Returns zarr's description of the layout of files; without a length, of any chunk length."""
     plain = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
     sharding: dict[str, Any] = {"codecs": plain, "index_codecs": plain, "index_location": "end"}
     if chunk_length is not None:
@@ -42,7 +42,10 @@ def codecs(chunk_length: int | None = None) -> list[dict[str, Any]]:
 
 
 def digests_of_chunks(values: np.ndarray, chunk_length: int) -> np.ndarray:
-    """The XXH3-64 (uint64) of each `chunk_length` of the values, little-endian; the last is cut."""
+    """Returns the XXH3-64 (uint64) of each `chunk_length` of the little-endian values.
+
+    The last chunk may be shorter.
+    """
     stored = np.ascontiguousarray(values, values.dtype.newbyteorder("<")).view(np.uint8)
     step = chunk_length * values.dtype.itemsize
     starts = range(0, len(stored), step)
@@ -50,7 +53,7 @@ def digests_of_chunks(values: np.ndarray, chunk_length: int) -> np.ndarray:
 
 
 def digest_of_array(array: Path) -> str:
-    """The digest of the array in the folder `array`: of its zarr.json, then its chunk_digests."""
+    """Returns the digest of the array in the folder `array`: of zarr.json, then chunk_digests."""
     return digest((array / "zarr.json").read_bytes() + (array / CHUNK_DIGESTS).read_bytes())
 
 
@@ -61,12 +64,11 @@ def open_array(
     digest: str | None = None,
     dtypes: Collection[str] = INTEGERS,
 ) -> "StoredArray":
-    """Opens the array of `length` elements in the folder `path`, or in the bucket that `path`
-    stands for.
+    """Opens the array of `length` elements in the folder `path` or the bucket that it stands for.
 
     Args:
-      digest: of the array; it and all chunks that are read are then checked.
-      dtypes: names of dtypes that its elements may have.
+      digest: of the array; if given, it and all chunks that are read are checked.
+      dtypes: names of the allowed dtypes.
 
     Raises DamagedDataError if the array cannot be opened, or has another length or dtype.
     """
@@ -81,7 +83,7 @@ class StoredArray:
     """One array, opened for reading. Lengths are in elements."""
 
     description = "zarr.json"
-    files_folder = "c"  # of the files, which are named 0, 1, 2, …
+    files_folder = "c"  # contains the files 0, 1, 2, …
 
     def __init__(
         self,
@@ -91,7 +93,7 @@ class StoredArray:
         digest: str | None = None,
         dtypes: Collection[str] = INTEGERS,
     ) -> None:
-        """See `open_array`; without `length` any length is taken."""
+        """See `open_array`; without `length`, any length is accepted."""
         self.path = path
         self._chunk_digests: np.ndarray | None = None
         try:
@@ -99,7 +101,7 @@ class StoredArray:
             self.check_description(read_json(path / self.description, _LARGEST_DESCRIPTION))
             spec = {
                 **self.spec(),
-                "fill_missing_data_reads": False,  # a deleted chunk is an error
+                "fill_missing_data_reads": False,  # a missing chunk is an error
                 "recheck_cached_data": "open",
                 "recheck_cached_metadata": "open",
             }
@@ -134,13 +136,13 @@ class StoredArray:
                 self._fail("has been changed or swapped", error)
 
     def spec(self) -> dict[str, Any]:
-        """TensorStore's specification; it refuses an array that has another layout."""
+        """Returns TensorStore's specification; it refuses an array with another layout."""
         names = {"name": "default", "configuration": {"separator": "/"}}
         layout = {"chunk_key_encoding": names, "codecs": codecs()}
         return {"driver": "zarr3", "kvstore": self.files(), "metadata": layout}
 
     def _set_sizes(self, chunk_bytes: int, chunks: int) -> None:
-        """Sets the bytes of a whole chunk, of a file's index and of a file of so many `chunks`."""
+        """Sets the sizes in bytes of a whole chunk, of a file's index and of a file of `chunks`."""
         self._chunk_bytes = chunk_bytes + 4  # a checksum
         self._index_bytes = chunks * 16 + 4
         self._file_bytes = chunks * self._chunk_bytes + self._index_bytes
@@ -149,16 +151,19 @@ class StoredArray:
         """Raises ValueError for a description that this library does not read."""
 
     def files(self) -> dict[str, Any]:
-        """TensorStore's specification of the place of all files."""
+        """Returns TensorStore's specification of the location of the files."""
         return {"driver": "file", "path": f"{data_path(self.path)}/"}
 
     def least_bytes(self, file: int) -> int:
-        """Bytes of file number `file` at least, with every chunk that it should hold."""
+        """Returns the minimum size of file number `file` with every chunk that it should hold."""
         held = min(self.file_length, self.length - file * self.file_length)
         return -(-held // self.chunk_length) * self._chunk_bytes + self._index_bytes
 
     def file_sizes(self) -> dict[str, int]:
-        """Bytes of each file; raises ValueError for a link or a file that is too large."""
+        """Returns the bytes of each file.
+
+        Raises ValueError for a link or a file that is too large.
+        """
         folder = self.path / self.files_folder
         if not folder.is_dir():
             return {}
@@ -173,10 +178,10 @@ class StoredArray:
         return sizes
 
     def check_files(self, some_lost: bool = False) -> None:
-        """Raises DamagedDataError unless all files are there, with all their chunks.
+        """Raises DamagedDataError unless all files exist, with all their chunks.
 
-        With `some_lost`, files may be missing or cut off, since a caller lists damage file by
-        file. Then the array may not claim far more than its files could hold.
+        With `some_lost`, files may be missing or truncated, since the caller lists damage file by
+        file. The array must still not claim far more than its files could hold.
         """
         try:
             sizes, files = self.file_sizes(), -(-self.length // self.file_length)
@@ -196,7 +201,10 @@ class StoredArray:
             self._fail("cannot be read", error)
 
     def read(self, start: int, stop: int) -> "Reading":
-        """Starts reading elements [start, stop); raises DamagedDataError if there are none such."""
+        """Starts reading elements [start, stop).
+
+        Raises DamagedDataError if they are out of range.
+        """
         if not 0 <= start <= stop <= self.length:
             raise DamagedDataError(
                 f"{self.path} has {self.length} elements, but others say that it has some from "
@@ -205,8 +213,10 @@ class StoredArray:
         return Reading(self, start, stop)
 
     def coming(self, first: int, last: int) -> Callable[[], np.ndarray]:
-        """Starts reading the whole chunks of [first, last). The result waits for them, and raises
-        ValueError if they are not the written ones."""
+        """Starts reading the whole chunks of [first, last); returns a function that waits for them.
+
+        The function raises ValueError if the chunks differ from those written.
+        """
         future = self._array[first:last].read()
 
         def arrived() -> np.ndarray:
@@ -220,7 +230,7 @@ class StoredArray:
         return arrived
 
     def wrong_chunks(self, chunk: int, values: np.ndarray) -> np.ndarray:
-        """The numbers of the chunks, from `chunk` on, whose digests `values` do not have."""
+        """Returns the numbers of chunks, from `chunk` on, whose digests differ from `values`."""
         assert self._chunk_digests is not None
         found = digests_of_chunks(values, self.chunk_length)
         return chunk + np.flatnonzero(found != self._chunk_digests[chunk : chunk + len(found)])
@@ -235,7 +245,7 @@ class StoredArray:
         return np.fromfile(file, "<u8").astype(np.uint64)
 
     def _fail(self, what: str, error: Exception) -> NoReturn:
-        cause = str(error).partition(" [")[0]  # TensorStore appends its whole specification
+        cause = str(error).partition(" [")[0]  # drop TensorStore's specification
         raise DamagedDataError(
             f"{shown(self.path)} {what}: the data set is damaged; make it again or restore the "
             f"file ({cause})"
@@ -243,10 +253,10 @@ class StoredArray:
 
 
 class Reading:
-    """Elements on their way from disk."""
+    """A pending read of elements."""
 
     def __init__(self, stored: StoredArray, start: int, stop: int) -> None:
-        # Whole chunks, so that they can be checked; TensorStore decodes them whole anyway.
+        # Read whole chunks to check them; TensorStore decodes whole chunks anyway.
         chunk = stored.chunk_length
         self._stored, self._start, self._stop = stored, start, stop
         self._first = start // chunk * chunk
@@ -254,7 +264,7 @@ class Reading:
         self._arrived = stored.coming(self._first, last)
 
     def result(self) -> np.ndarray:
-        """The elements, once they have arrived; raises DamagedDataError if they cannot be."""
+        """Waits for the elements; raises DamagedDataError if they cannot be read."""
         try:
             values = self._arrived()
         except (OSError, ValueError) as error:
@@ -263,7 +273,7 @@ class Reading:
 
 
 def reading_context() -> ts.Context:
-    """Bounds the memory that all arrays opened with it may keep cached."""
+    """Returns a context that bounds the cache memory shared by all arrays opened with it."""
     retries = {"max_retries": 8, "initial_delay": "100ms", "max_delay": "10s"}  # of buckets
     return ts.Context(
         {

@@ -1,7 +1,7 @@
-"""Chunks of arrays in buckets, kept on this machine, so that a second reading costs nothing.
+"""Local cache of array chunks in buckets, so that each is downloaded only once.
 
-Each array has one sparse file, named by its digest: chunk i begins at i times the bytes of a chunk.
-A chunk is there if its digest is right. Other chunks are read from the bucket.
+Each array has one sparse file, named by its digest: chunk i begins at i times the chunk size. A
+chunk is valid if its digest matches; other chunks are read from the bucket.
 """
 
 import contextlib
@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 
 LARGEST = 50 << 30  # bytes of all arrays
-_LOOK = 256  # chunks between two looks at the room that is left
-_SPARED = 0.1  # share of the disk that stays free
+_LOOK = 256  # chunks between checks of the free space
+_SPARED = 0.1  # fraction of the disk to keep free
 
 
 class ChunkCache:
-    """The chunks of one array; processes share them. Any thread may use it."""
+    """The cached chunks of one array; shared by processes and thread-safe."""
 
     def __init__(
         self,
@@ -27,20 +27,20 @@ class ChunkCache:
         chunk_length: int,
         largest: int = LARGEST,
     ):
-        """Opens, or makes, the file `name` in `folder`.
+        """Opens or creates the file `name` in `folder`.
 
         Args:
-          are_sound: tells if elements are the chunks from a number on.
+          are_sound: True if the elements match the chunks from a given number on.
           chunk_length: elements of a chunk; the last may have fewer.
-          largest: bytes of all files of the folder. A full folder takes no more, except in the
-            place of old arrays: each epoch reads all tokens once, so it is best to keep the ones
-            that are there.
+          largest: bytes of all files of the folder. A full folder accepts no more chunks, except in
+            place of old arrays: each epoch reads all tokens once, so keeping the present chunks is
+            best.
         """
         folder.mkdir(parents=True, exist_ok=True)
         self._file = folder / name
         self._are_sound, self._chunk_length, self._largest = are_sound, chunk_length, largest
         self._opened = os.open(self._file, os.O_RDWR | os.O_CREAT, 0o666)
-        os.utime(self._file)  # arrays in use are the newest
+        os.utime(self._file)  # marks the array as in use
         self._kept, self._has_room = 0, self._make_room()
 
     def __del__(self) -> None:
@@ -48,8 +48,10 @@ class ChunkCache:
             os.close(self._opened)
 
     def read(self, first: int, lengths: Sequence[int], dtype: np.dtype) -> np.ndarray | None:
-        """The elements of the chunks from number `first` on, with `lengths` elements each; `None`
-        unless all are there."""
+        """Returns the chunks from number `first` on, with `lengths` elements each.
+
+        `None` unless all are cached.
+        """
         content = os.pread(
             self._opened,
             sum(lengths) * dtype.itemsize,
@@ -61,7 +63,7 @@ class ChunkCache:
         return values if self._are_sound(first, values) else None
 
     def keep(self, first: int, values: np.ndarray) -> None:
-        """Keeps whole chunks from number `first` on, if there is room."""
+        """Stores whole chunks from number `first` on, if there is room."""
         self._kept += 1
         if self._kept % _LOOK == 0:
             self._has_room = self._make_room()
@@ -71,11 +73,11 @@ class ChunkCache:
         place = first * self._chunk_length * values.dtype.itemsize
         try:
             os.pwrite(self._opened, content.tobytes(), place)
-        except OSError:  # a full disk, say: these chunks are read again
+        except OSError:  # e.g. a full disk; these chunks are read again
             self._has_room = False
 
     def _make_room(self) -> bool:
-        """Deletes arrays that are not in use, oldest first, while there is too little room."""
+        """Deletes unused arrays, the oldest first, until there is enough room."""
         facts = {}
         for file in self._file.parent.iterdir():
             with contextlib.suppress(FileNotFoundError):

@@ -1,17 +1,17 @@
-"""The copy on this machine of a folder in a bucket: its small files, which programs read and write.
+"""Local copy of a folder in a bucket: its small files, which programs read and write.
 
-Each URL has one place, `<cache>/buckets/read/gs/BUCKET/FOLDER`, and another for the process that
-writes there, `buckets/written/…`. So a path says by itself where its files are at home. Large files
-stay there: arrays of checkpoints, and tokens, are read from the bucket. Large files that are made
-on this machine, to be sent when they are whole, have a third place, `buckets/made/…`.
+Each URL has one place for reading, `<cache>/buckets/read/gs/BUCKET/FOLDER`, and another for the
+process that writes to it, `buckets/written/…`. A path therefore identifies its bucket. Large files
+stay remote: checkpoint arrays and tokens are read from the bucket. Large files that are made on
+this machine, to be sent when they are complete, have a third place, `buckets/made/…`.
 
 In a run's folder each start writes its small files under its own name, `files/<start>/…`, after it
-has copied those of the start before. The entry `files` of `lease/owner.json` names the start whose
-files count. So a request of an earlier start, however late it arrives, changes no file that counts.
+has copied those of the previous start. The entry `files` of `lease/owner.json` names the start
+whose files are valid. A late request of an earlier start therefore changes no valid file.
 
-No object in a bucket can be appended to. While a process lasts, a file that grows is a sequence of
-objects, `metrics.jsonl.parts/<number>-<offset>`: each replaces what follows its offset. At the end
-it is one object, `metrics.jsonl`, which counts before any parts.
+Objects in a bucket cannot be appended to. While a process runs, a growing file is a sequence of
+objects, `metrics.jsonl.parts/<number>-<offset>`: each replaces everything after its offset. At the
+end it becomes one object, `metrics.jsonl`, which takes precedence over any parts.
 """
 
 import contextlib
@@ -31,35 +31,35 @@ from lmlib.storage.local_folder import MADE, READ, WRITTEN, copies_folder, in_bu
 from lmlib.storage.stored_json import parse_json
 from lmlib.storage.whole_file import write_whole
 
-LEASE = "lease/owner.json"  # the process that writes there, and the start whose files count
+LEASE = "lease/owner.json"  # the writing process, and the start whose files are valid
 START_FILES = "files"  # folder of the small files of a run
-LOGS = "logs"  # folder of the output of a run's processes: each sends its own
+LOGS = "logs"  # folder for the output of a run's processes; each sends its own
 _INDEXES = "checkpoints"  # folder of a run for its list of checkpoints
-FILES = ".files"  # ending of the folder that has the files of checkpoints
-# Folders whose files stay in the bucket: they are read there, or are for people only.
+FILES = ".files"  # suffix of the folder with the files of checkpoints
+# Folders whose files stay in the bucket: they are read remotely, or only by people.
 _LARGE = frozenset({"c", "tensorboard", "profile", "hlo", "lease", LOGS})
 PARTS = ".parts"
 _PART = re.compile(rf"(.*){re.escape(PARTS)}/(\d+)-(\d+)")
-_LOCKS = "locks"  # folder beside the copies
+_LOCKS = "locks"  # folder next to the copies
 
 
 def url_of(path: Path) -> BucketUrl | None:
-    """The URL that `path` is a copy of; `None` for any other folder."""
+    """Returns the URL of which `path` is a copy; `None` for any other folder."""
     return BucketUrl.parsed(shown(path)) if in_bucket(path) else None
 
 
 def place_of(url: BucketUrl) -> Path:
-    """The path that stands for `url`; it may be absent."""
+    """Returns the path that stands for `url`; it may be absent."""
     return _copy(READ, url)
 
 
 def place_to_make(url: BucketUrl) -> Path:
-    """The path at which the files for `url` are made; files that a kill left there stay."""
+    """Returns the path at which files for `url` are made; files left by a kill stay there."""
     return _copy(MADE, url)
 
 
 def copy_to_read(url: BucketUrl) -> Path:
-    """A copy of `url`, as the bucket has it now; others of this machine read the same.
+    """Returns an up-to-date copy of `url`, shared by the processes of this machine.
 
     Raises:
       BucketError: if the bucket cannot be read.
@@ -69,15 +69,13 @@ def copy_to_read(url: BucketUrl) -> Path:
         names = fetch(url, copy, start_of(url))
     for file in [each for each in copy.rglob("*") if each.is_file()]:
         name = file.relative_to(copy).as_posix()
-        if name not in names and not _stays(
-            name
-        ):  # files that are never fetched are this machine's own
+        if name not in names and not _stays(name):  # files that are never fetched are local
             file.unlink(missing_ok=True)
     return copy
 
 
 def start_of(url: BucketUrl) -> str | None:
-    """The start of a run in `url` whose files count; `None` if there is no run.
+    """Returns the start whose files are valid for the run in `url`; `None` if there is no run.
 
     Raises BucketError if the bucket cannot be read, or the run's lease is damaged.
     """
@@ -91,10 +89,10 @@ def start_of(url: BucketUrl) -> str | None:
 
 
 def object_of(name: str, start: str) -> str:
-    """The object that is a file of a run, as its start `start` writes it."""
+    """Returns the object of a run's file, as written by its start `start`."""
     top, _, rest = name.partition("/")
     match top:
-        case "tensorboard":  # the names of these files hold the time and the host
+        case "tensorboard":  # their names contain the time and the host
             return name
         case "profile" | "hlo":
             return f"{top}/{start}/{rest}"
@@ -102,8 +100,9 @@ def object_of(name: str, start: str) -> str:
 
 
 def fetch(url: BucketUrl, copy: Path, start: str | None) -> set[str] | None:
-    """Brings the small files of `url`; returns their names, or `None` if the bucket has changed
-    meanwhile. Of a run's starts only `start` counts.
+    """Downloads the small files of `url` and returns their names.
+
+    `None` if the bucket has changed meanwhile. For a run, only the files of `start` are fetched.
 
     Raises:
       BucketError: if the bucket cannot be read.
@@ -125,19 +124,19 @@ def fetch(url: BucketUrl, copy: Path, start: str | None) -> set[str] | None:
     with ThreadPoolExecutor(REQUESTS) as threads:
         try:
             list(threads.map(bring, objects))
-        except FileNotFoundError:  # it was deleted since
+        except FileNotFoundError:  # deleted meanwhile
             return None
     return set(objects) if start is None or start_of(url) == start else None
 
 
 def file_of(object_name: str) -> str:
-    """The file that an object is, or is a part of."""
+    """Returns the file that an object holds, or holds a part of."""
     part = _PART.fullmatch(object_name)
     return part[1] if part else object_name
 
 
 def put_together(store: BucketStore, objects: Collection[str]) -> bytes:
-    """The content of the file that `objects` are, or are parts of.
+    """Returns the content of the file that `objects` hold, whole or in parts.
 
     Raises FileNotFoundError if one is gone.
     """
@@ -155,8 +154,9 @@ def put_together(store: BucketStore, objects: Collection[str]) -> bytes:
 
 @contextlib.contextmanager
 def place_to_write(url: BucketUrl) -> Iterator[Path]:
-    """An empty folder that stands for `url`. While the block runs, no other process of this machine
-    writes there. `fetch` brings the files of the bucket.
+    """Yields an empty folder that stands for `url`, locked against other processes of this machine.
+
+    `fetch` downloads the bucket's files into it.
 
     Raises:
       BlockingIOError: if another process of this machine writes there.
@@ -166,7 +166,7 @@ def place_to_write(url: BucketUrl) -> Iterator[Path]:
     lock = copies_folder() / _LOCKS / digest
     lock.parent.mkdir(parents=True, exist_ok=True)
     with open(lock, "ab") as held:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)  # which the end of the process gives back
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released when the process ends
         shutil.rmtree(copy, ignore_errors=True)
         copy.mkdir(parents=True, exist_ok=True)
         yield copy

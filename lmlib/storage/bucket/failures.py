@@ -1,14 +1,14 @@
-"""Answers of buckets' servers, as sentences without secrets.
+"""Server errors of buckets as messages without secrets.
 
-TensorStore's errors quote requests and answers, which have keys, tokens and signatures in them. So
-nothing of their texts is passed on: they are searched for known words.
+TensorStore's errors quote requests and answers that contain keys, tokens and signatures. Their text
+is therefore never passed on; it is only searched for known words.
 """
 
 import errno
 import re
 
 _CREDENTIALS = "give others, or renew them (docs/buckets.md says where they are looked for)"
-# Words of an answer, and their meaning; the first match counts.
+# Words in an answer, and their meaning; the first match is used.
 _FINAL = (
     (r"OUT_OF_RANGE", errno.ERANGE, "it has fewer bytes"),
     (r"NoSuchBucket|NOT_FOUND", errno.ENOENT, "no bucket is called so: make it, or name another"),
@@ -45,7 +45,7 @@ class BucketError(OSError):
 
 
 def lasting(text: str) -> tuple[int, str] | None:
-    """The error number and the cause in a text of TensorStore's, if another try is useless."""
+    """Returns the errno and the cause of a TensorStore error if retrying is useless."""
     for pattern, code, cause in _FINAL:
         if re.search(pattern, text):
             return code, cause
@@ -53,7 +53,7 @@ def lasting(text: str) -> tuple[int, str] | None:
 
 
 def unreachable(text: str) -> tuple[int, str] | None:
-    """The error number and the cause, if a text is about a request, not about its result."""
+    """Returns the errno and the cause of an error of the request itself, not of its result."""
     for pattern, cause in _PASSING:
         if re.search(pattern, text):
             return errno.EIO, f"{cause}: try again later"
@@ -62,7 +62,7 @@ def unreachable(text: str) -> tuple[int, str] | None:
 
 
 def passing(text: str) -> str:
-    """The cause of an error that may be over at the next try."""
+    """Returns the cause of an error that a retry may resolve."""
     return next((cause for pattern, cause in _PASSING if re.search(pattern, text)), _UNKNOWN[1])
 
 

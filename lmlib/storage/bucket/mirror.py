@@ -1,4 +1,4 @@
-"""Sends the files that a process writes into its copy of a folder in a bucket."""
+"""Uploads the files that a process writes into its copy of a folder in a bucket."""
 
 import contextlib
 import itertools
@@ -13,24 +13,23 @@ from lmlib.storage.bucket.copies import PARTS
 from lmlib.storage.bucket.store import REQUESTS, BucketStore
 from lmlib.storage.whole_file import UNFINISHED
 
-SECONDS = 10.0  # between two looks at the copy
-_LINES = ".jsonl"  # ending of files whose last line may still change
+SECONDS = 10.0  # between checks of the copy
+_LINES = ".jsonl"  # suffix of files whose last line may still change
 _GROWING = (_LINES, ".log")
 
 
 class _Sent(NamedTuple):
-    """A file as it was sent: a text that tells its states apart, and of one that grows, where the
-    next part begins."""
+    """A file as it was sent: a text that identifies its state, and a growing file's next offset."""
 
     seen: tuple[int, int, int]
     end: int = 0
 
 
 class Mirror:
-    """Sends files of `copy` that are new, changed or deleted, in a thread of its own and by `sync`.
+    """Sends new, changed and deleted files of `copy`, in a thread of its own and by `sync`.
 
-    No other process may write the same objects. Files that cannot be sent wait: the program goes
-    on, and the user gets one warning.
+    No other process may write the same objects. Files that cannot be sent are retried: the program
+    continues, and the user gets one warning.
     """
 
     def __init__(
@@ -42,22 +41,22 @@ class Mirror:
         object_of: Callable[[str], str] = lambda name: name,
         wanted: Callable[[str], bool] = lambda name: True,
     ):
-        """Looks at `copy` every `SECONDS`.
+        """Checks `copy` every `SECONDS`.
 
         Args:
-          tell: gets the warning that files wait, and why.
-          object_of: the name in `store` of a file of `copy`.
-          wanted: says by its name if a file is sent. Another process sends the rest.
+          tell: receives the warning that files are delayed, with the reason.
+          object_of: maps a file of `copy` to its name in `store`.
+          wanted: True for a file, by name, that is sent. Another process sends the rest.
         """
         self._copy, self._store, self._tell = copy, store, tell
         self._object_of, self._wanted = object_of, wanted
         self._mutex, self._closed = threading.Lock(), threading.Event()
         self._sent: dict[str, _Sent] = {}
-        self._numbers = itertools.count()  # of parts
+        self._numbers = itertools.count()  # numbers of parts
         threading.Thread(target=self._keep, name="mirror", daemon=True).start()
 
     def sync(self) -> None:
-        """Returns once the bucket has all that the copy holds; raises BucketError."""
+        """Returns once the bucket has everything in the copy; raises BucketError."""
         with self._mutex:
             found = self._files()
             changed = [
@@ -71,7 +70,7 @@ class Mirror:
                 list(threads.map(self._delete, gone))
 
     def close(self) -> None:
-        """Calls `sync` for the last time: files that grew become one object each."""
+        """Calls `sync` for the last time; growing files become one object each."""
         with self._mutex:
             self._closed.set()
             self._sent = {
@@ -90,7 +89,7 @@ class Mirror:
                 if not told:
                     self._tell(f"WARNING: {error.strerror or error}; it is tried again")
                 told = True
-            except Exception:  # the folder is another run's now: the next write says so
+            except Exception:  # the folder now belongs to another run; the next write raises
                 return
 
     def _files(self) -> dict[str, tuple[int, int, int]]:
@@ -137,7 +136,7 @@ class Mirror:
 
 
 def _settled(name: str, content: bytes) -> int:
-    """The number of bytes that will not change: all, or those before the last line."""
+    """Returns the number of bytes that will not change: all, or those before the last line."""
     if not name.endswith(_LINES):
         return len(content)
     return content.rstrip(b"\n").rfind(b"\n") + 1

@@ -1,7 +1,7 @@
-"""An object in a bucket that one owner at a time writes, and that another may take over.
+"""An object in a bucket with one owner at a time, which another process may take over.
 
-The server makes each write only while the object is as the writer last saw it. So a takeover is a
-write like any other, and later writes of an earlier owner are refused, however late they arrive.
+The server accepts a write only if the object is as the writer last saw it. A takeover is therefore
+an ordinary write, and later writes of an earlier owner are refused, however late they arrive.
 """
 
 import errno
@@ -17,35 +17,34 @@ _OWNER = "owner"
 
 
 class TakenOverError(BucketError):
-    """Another owner has taken the object over, or it was deleted.
+    """Another owner has taken over the object, or it was deleted.
 
     Attributes:
-      content: the object's; `None` if it was deleted.
+      content: the object's content; `None` if it was deleted.
     """
 
     content: bytes | None = None
 
 
 class OwnedObject:
-    """A JSON object with the entries of its content, its owner, and a random text.
+    """A JSON object with its content's entries, its owner, and a random text.
 
-    One thread at a time may use it.
+    Not thread-safe.
     """
 
     def __init__(self, store: BucketStore, name: str, owner: str | None = None):
-        """`store` may be exchanged for one with another patience; `owner` is a random text."""
+        """`store` may be replaced by one with another patience; `owner` is a random text."""
         self.store = store
         self._name = name
         self._owner = owner or secrets.token_hex(8)
-        self._last: Found | None = None  # as this process left it
+        self._last: Found | None = None  # as last written by this process
 
     def found(self) -> Found:
-        """The object as it is now."""
+        """Returns the object as it is now."""
         return self.store.found(self._name)
 
     def take(self, content: dict[str, Any], before: Found) -> bool:
-        """Makes this process the owner if the object is still as it was found `before`; whether it
-        is."""
+        """Makes this process the owner if the object still equals `before`; True on success."""
         encoded = self._encoded(content)
         found = self.store.replace(self._name, encoded, before)
         self._last = found
@@ -55,15 +54,15 @@ class OwnedObject:
         """Replaces the content that this process wrote last.
 
         Raises:
-          TakenOverError: if the object is another's now; nothing was written.
-          BucketError: if the bucket cannot be written. The object then has this content or the one
-            before, and the next call puts that right.
+          TakenOverError: if the object has another owner; nothing was written.
+          BucketError: if the bucket cannot be written. The object then has this content or the
+            previous one, and the next call corrects it.
         """
         assert self._last is not None
         encoded = self._encoded(content)
         while self._last.content != encoded:
             found = self.store.replace(self._name, encoded, self._last)
-            # Another content of this process's is that of an earlier call that seemed to fail.
+            # Different content by this process is from an earlier call that seemed to fail.
             if found.content is None or _owner_of(found.content) != self._owner:
                 place = f"{self.store.url}/{self._name}"
                 taken_over = TakenOverError(
@@ -76,7 +75,7 @@ class OwnedObject:
             self._last = found
 
     def _encoded(self, content: dict[str, Any]) -> bytes:
-        # S3 tells an object's states by their content: no two may be the same.
+        # S3 distinguishes an object's states by content, so no two may be equal.
         own = {_OWNER: self._owner, "random": secrets.token_hex(8)}
         return json.dumps({**own, **content}, indent=1).encode()
 

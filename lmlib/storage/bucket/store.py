@@ -12,24 +12,24 @@ from typing import TYPE_CHECKING, Any
 from lmlib.storage.bucket.failures import BucketError, lasting, passing
 from lmlib.storage.bucket.url import BucketUrl
 
-if TYPE_CHECKING:  # it is imported where a bucket is: most commands need none
+if TYPE_CHECKING:  # imported only for buckets, which most commands don't use
     import tensorstore as ts
 
-REQUESTS = 16  # at once
+REQUESTS = 16  # concurrent
 _READING = {"list", "read"}
 _ONCE = {"max_retries": 1, "initial_delay": "1ms", "max_delay": "1ms"}
 
 
 @dataclass(frozen=True)
 class Patience:
-    """How long a request is tried, in seconds.
+    """Timeouts and retries of requests, in seconds.
 
     Attributes:
-      answer: until a request without an answer is given up, and tried again.
-      bytes_per_second: a large request has the time that its bytes take at this rate in addition.
-      first_delay: before the second try; each later delay is twice the one before.
+      answer: timeout of a request without an answer, after which it is tried again.
+      bytes_per_second: large requests get additional time for their bytes at this rate.
+      first_delay: before the second try; doubled for each later one.
       longest_delay: between two tries.
-      total: from the first try on, until it is an error.
+      total: from the first try until an error is raised.
     """
 
     answer: float = 20.0
@@ -41,11 +41,11 @@ class Patience:
 
 @dataclass(frozen=True)
 class Found:
-    """An object as it was found.
+    """The state of an object when it was read.
 
     Attributes:
       content: `None` if there is no such object.
-      generation: another one for each state of the object; on S3, for each content.
+      generation: changes with each state of the object; on S3, with each content.
     """
 
     content: bytes | None
@@ -53,7 +53,7 @@ class Found:
 
 
 class BucketStore:
-    """Objects whose names begin with a URL's folder. Any thread may use it."""
+    """Objects whose names begin with a URL's folder. Thread-safe."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class BucketStore:
         patience: Patience = Patience(),
         permit: Callable[[], None] = lambda: None,
     ):
-        """Sends nothing: problems of the bucket appear at the first request.
+        """Sends no request: problems of the bucket appear at the first request.
 
         Args:
           permit: called before each try of a write or a deletion, which it prevents by raising.
@@ -71,19 +71,20 @@ class BucketStore:
         self._permit = permit
 
     def list(self, under: str = "") -> dict[str, int | None]:
-        """See `Store`; TensorStore tells no sizes."""
+        """See `Store`; TensorStore returns no sizes."""
         root = self.url.key("")
         prefix = f"{root}{under}/" if under else root
-        # The next character after the slash is the end of the names that begin with the slash.
+        # The next character after the slash ends the range of names that begin with the slash.
         import tensorstore as ts
 
         bounds = ts.KvStore.KeyRange(prefix, f"{prefix[:-1]}0" if prefix else "")
         keys = self._answer("list", under or ".", lambda: self._keys.list(bounds))
         if self.url.scheme == "gs":
-            # TensorStore takes a refusal of Google's for the end of the names. To whom may not
+            # TensorStore reads a refusal by Google as the end of the names. Without permission to
+            # list, an absent object is reported as forbidden.
             # list, an object that is absent is forbidden.
             self._answer("list", under or ".", lambda: self._keys.read(f"{prefix}.absent"))
-        found = [key.decode() for key in keys]  # some emulators tell keys out of bounds
+        found = [key.decode() for key in keys]  # some emulators return keys out of range
         return {key.removeprefix(root): None for key in found if key.startswith(prefix)}
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
@@ -96,13 +97,13 @@ class BucketStore:
         except BucketError as error:
             if error.errno != errno.ERANGE:
                 raise
-            return self.read(name)[start:stop]  # it ends before `stop`
+            return self.read(name)[start:stop]  # the object ends before `stop`
         if found.state != "value":
             raise FileNotFoundError(errno.ENOENT, "there is no such object", f"{self.url}/{name}")
         return found.value
 
     def pieces(self, name: str, into: memoryview | None = None) -> Iterator[bytes | memoryview]:
-        """See `Store`; all in one piece."""
+        """See `Store`; yields the file in one piece."""
         content = self.read(name)
         if into is not None:
             fitting = min(len(into), len(content))
@@ -110,27 +111,32 @@ class BucketStore:
         yield content
 
     def write(self, name: str, content: bytes) -> None:
-        """Puts `content` in the place of an object, whole, and durably when it returns."""
+        """Replaces an object atomically; it is durable when this returns."""
         key = self.url.key(name)
         self._answer("write", name, lambda: self._keys.write(key, content), len(content))
 
     def write_if_absent(self, name: str, content: bytes) -> bool:
-        """Writes an object that is absent; returns if it was. Of several processes one writes
-        it, unless all write the same. A write whose answer was lost finds its own."""
+        """Writes an object if it is absent; True if it was written.
+
+        If several processes write, one succeeds, unless all write the same content. A retried write
+        recognises its own earlier success.
+        """
         found = self.found(name)
         if found.content is None:
             found = self.replace(name, content, found)
         return found.content == content
 
     def found(self, name: str) -> Found:
-        """The object as it is now."""
+        """Returns the object as it is now."""
         read = self._answer("read", name, lambda: self._keys.read(self.url.key(name)))
         content = read.value if read.state == "value" else None
         return Found(content, read.stamp.generation)
 
     def replace(self, name: str, content: bytes, before: Found) -> Found:
-        """Writes `content` if the object is still as it was found `before`, which the server
-        decides; returns the object as it is now. No two contents of an object may be equal."""
+        """Writes `content` if the object still equals `before`; returns the object as it is now.
+
+        The server decides atomically. No two contents of an object may be equal.
+        """
         key, unchanged = self.url.key(name), before.generation
         self._answer(
             "write", name, lambda: self._keys.write(key, content, if_equal=unchanged), len(content)
@@ -138,7 +144,7 @@ class BucketStore:
         return self.found(name)
 
     def delete(self, name: str) -> None:
-        """Deletes an object, which may be absent."""
+        """Deletes an object; it may be absent."""
         self._answer("delete", name, lambda: self._keys.write(self.url.key(name), None))
 
     @property
@@ -146,7 +152,7 @@ class BucketStore:
         return _opened(json.dumps(self.url.key_value_store()))
 
     def _answer(self, doing: str, name: str, request: Callable[[], Any], size: int = 0) -> Any:
-        """The result of `request`, tried again after errors that may pass; raises BucketError."""
+        """Returns the result of `request`, retrying temporary errors; raises BucketError."""
         patience = self._patience
         limit = patience.answer + size / patience.bytes_per_second
         began, delay = time.monotonic(), patience.first_delay
@@ -157,7 +163,7 @@ class BucketStore:
                 return _within(request, limit)
             except TimeoutError:
                 cause = f"no answer came in {limit:.0f} s"
-            except Exception as error:  # TensorStore raises several kinds
+            except Exception as error:  # TensorStore raises several types
                 text = str(error)
                 if (known := lasting(text)) is not None:
                     raise self._failure(doing, name, *known) from None  # the error may hold secrets
@@ -166,7 +172,7 @@ class BucketStore:
             if waited + delay > patience.total:
                 cause = f"{cause}, and so for {waited:.0f} s: try again later"
                 raise self._failure(doing, name, errno.EIO, cause) from None
-            time.sleep(delay * random.uniform(0.5, 1.0))  # not all processes at once
+            time.sleep(delay * random.uniform(0.5, 1.0))  # jitter between processes
             delay = min(2 * delay, patience.longest_delay)
 
     def _failure(self, doing: str, name: str, code: int, cause: str) -> BucketError:
@@ -175,7 +181,7 @@ class BucketStore:
 
 
 def _within(request: Callable[[], Any], seconds: float) -> Any:
-    """The result of TensorStore's future; a request that is given up is ended."""
+    """Returns the result of TensorStore's future; cancels the request on timeout."""
     future = request()
     try:
         return future.result(timeout=seconds)
@@ -185,7 +191,7 @@ def _within(request: Callable[[], Any], seconds: float) -> Any:
 
 @functools.lru_cache(maxsize=16)
 def _opened(spec: str) -> "ts.KvStore":
-    """The connections of a bucket, made once; `BucketStore` itself tries again."""
+    """Opens the connections of a bucket, once; retries are left to `BucketStore`."""
     import tensorstore as ts
 
     retries = {"s3_request_retries": _ONCE, "gcs_request_retries": _ONCE}

@@ -1,4 +1,4 @@
-"""A folder that was made on this machine, sent to a bucket."""
+"""Uploads a folder that was made on this machine to a bucket."""
 
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
@@ -6,8 +6,8 @@ from pathlib import Path
 
 from lmlib.storage.bucket.store import REQUESTS, BucketStore
 
-LARGEST = 5 * 2**30  # bytes that S3 takes in one request
-_LARGE = 32 * 2**20  # bytes of a file that is sent by itself: it is held in memory
+LARGEST = 5 * 2**30  # bytes, S3's limit per request
+_LARGE = 32 * 2**20  # bytes; larger files are sent one at a time, since they are held in memory
 
 
 def upload(
@@ -16,11 +16,12 @@ def upload(
     last: Collection[str],
     progress: Callable[[int, int], None],
 ) -> None:
-    """Sends all files of `folder`. Files whose name is in `last` come after all others, so that
-    nobody takes the files that a kill leaves for all of them.
+    """Uploads all files of `folder`, those named in `last` after all others.
+
+    After a kill, the files in `last` are then missing, which marks the folder as incomplete.
 
     Args:
-      progress: is called with the bytes sent and those of all files.
+      progress: called with the bytes sent and the bytes of all files.
 
     Raises:
       ValueError: if a file is larger than `LARGEST`; nothing is sent.

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 _DRIVERS = {"gs": "gcs", "s3": "s3"}
-_URL = re.compile(r"(gs|s3):/{1,2}([^/]+)/*(.*)", re.DOTALL)  # `Path` makes one slash of two
+_URL = re.compile(r"(gs|s3):/{1,2}([^/]+)/*(.*)", re.DOTALL)  # `Path` merges the two slashes
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]")
-_LONGEST_NAME = 255  # bytes of a part, which is a folder's name in the copy on this machine
-# S3's own names for what cannot be learned from a bucket of another maker's.
+_LONGEST_NAME = 255  # bytes of a part, which is a folder name in the local copy
+# Amazon's variables for settings that another vendor's bucket doesn't report.
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 _REGIONS = ("AWS_REGION", "AWS_DEFAULT_REGION")
 _ANY_REGION = "us-east-1"
@@ -30,9 +30,9 @@ class BucketUrl:
 
     @classmethod
     def parsed(cls, text: str) -> "BucketUrl | None":
-        """The URL; `None` for a text that is not a bucket's URL.
+        """Parses a URL; `None` for text that is not a bucket's URL.
 
-        Raises ValueError for an illegal name of a bucket, or a folder with odd parts.
+        Raises ValueError for an illegal bucket name, or a folder with illegal parts.
         """
         match = _URL.fullmatch(text)
         if match is None:
@@ -54,18 +54,18 @@ class BucketUrl:
         return f"{self.scheme}://{self.bucket}" + (f"/{self.folder}" if self.folder else "")
 
     def below(self, name: str) -> "BucketUrl":
-        """The URL of a folder in this one."""
+        """Returns the URL of a subfolder."""
         return BucketUrl(self.scheme, self.bucket, self.key(name))
 
     def key(self, name: str) -> str:
-        """The object that a file of the folder is."""
+        """Returns the object key of a file in the folder."""
         return f"{self.folder}/{name}" if self.folder else name
 
     def key_value_store(self, folder: str = "") -> dict[str, Any]:
-        """TensorStore's specification of the keys below `folder` of the bucket.
+        """Returns TensorStore's specification of the keys below `folder` of the bucket.
 
-        For `s3://`, the endpoint, the region and the credentials are where Amazon's own tools look
-        for them. For `gs://`, the credentials are where Google's tools look.
+        For `s3://`, the endpoint, the region and the credentials come from the places that Amazon's
+        own tools use. For `gs://`, the credentials come from the places that Google's tools use.
         """
         spec: dict[str, Any] = {
             "driver": _DRIVERS[self.scheme],
@@ -77,9 +77,9 @@ class BucketUrl:
         endpoint, region = _first(_ENDPOINTS), _first(_REGIONS)
         if endpoint is not None:
             spec |= {"endpoint": endpoint.rstrip("/"), "aws_region": region or _ANY_REGION}
-        if "AWS_ACCESS_KEY_ID" in os.environ:  # else files and the machine's own role are tried too
+        if "AWS_ACCESS_KEY_ID" in os.environ:  # otherwise also try files and the machine's role
             spec["aws_credentials"] = {"type": "environment"}
-        # Always, not only where TensorStore knows the server: conditional writes depend on it.
+        # Always, not only for servers that TensorStore knows: conditional writes depend on it.
         return spec | {"use_conditional_write": True}
 
 
