@@ -58,11 +58,11 @@ class Recipe(Protocol):
 def encode_in_order(
     blocks: Iterator[Block], recipe: Recipe, workers: int
 ) -> Generator[tuple[Block, EncodedBlock], None, None]:
-    """Yields each block with its documents, in order, encoded by `workers` processes; 0: by this
-    one.
+    """Yields each block with its documents, in order, encoded by `workers` processes.
 
-    A few blocks for each worker are read ahead. When the generator is closed the workers end too,
-    even in the middle of a block. Raises ChildProcessError if a worker is killed.
+    With 0 workers this process encodes. A few blocks for each worker are read ahead. When the
+    generator is closed the workers end too, even in the middle of a block. Raises ChildProcessError
+    if a worker is killed.
     """
     if workers == 0:
         for block in blocks:
@@ -110,7 +110,8 @@ class _WorkerProcess:
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
         resource_tracker.ensure_running()  # starting it would unblock signals
-        # The process inherits this: Ctrl-C is for the calling one, which ends the others. Nor may
+        # The new process inherits this: Ctrl-C is for the caller, which ends the others. Nor may
+        # SIGTERM stop this process while the new one has read only a part.
         # SIGTERM stop this one while the new process has read only a part.
         signals_before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         try:

@@ -1,4 +1,4 @@
-"""Flags that several commands share, and the objects that they describe.
+"""Flags shared by several commands, and the objects that they describe.
 
 A command calls the functions that define the flags it needs, and then adopts them for its --help.
 """
@@ -18,7 +18,7 @@ FLAGS = flags.FLAGS
 
 
 def define_source_flags() -> None:
-    """For commands that read rows."""
+    """Defines the flags of commands that read rows."""
     flags.DEFINE_list(
         "dataset",
         None,
@@ -43,7 +43,7 @@ def define_source_flags() -> None:
 
 
 def define_text_flags() -> None:
-    """For commands whose rows are texts."""
+    """Defines the flags of commands whose rows are texts."""
     flags.DEFINE_string("text_column", "text", "The column that holds the text.")
     flags.DEFINE_string(
         "text_function", None, "package.module:function that makes the text from a row's dict."
@@ -57,7 +57,7 @@ def define_text_flags() -> None:
 
 
 def define_split_flags() -> None:
-    """For commands that make a split of flat tokens."""
+    """Defines the flags of commands that make a split of flat tokens."""
     flags.DEFINE_string(
         "tokenizer",
         None,
@@ -83,13 +83,13 @@ def define_split_flags() -> None:
 
 
 def given() -> list[str]:
-    """The flags of this module that the user has set, as they were typed."""
+    """Returns the flags of this module that the user has set, as typed."""
     defined = FLAGS.flags_by_module_dict()[__name__]
     return [flag.serialize() for flag in defined if flag.present]
 
 
 def texts() -> RowSource:
-    """The texts that the flags describe; raises the errors of `row_source`."""
+    """Returns the texts that the flags describe; raises the errors of `row_source`."""
     separator = FLAGS.document_separator
     for escape, character in ((r"\n", "\n"), (r"\r", "\r"), (r"\t", "\t")):
         separator = None if separator is None else separator.replace(escape, character)
@@ -97,9 +97,9 @@ def texts() -> RowSource:
 
 
 def rows(field: Field, document_separator: str | None = None) -> RowSource:
-    """The rows that the flags describe; see `row_source` for the arguments and errors.
+    """Returns the rows that the flags describe; see `row_source` for the arguments and errors.
 
-    Counts text files by suffix on stderr if there are several suffixes and no pattern.
+    Without a pattern, prints the number of text files by suffix on stderr if there are several.
     """
     found = row_source(
         FLAGS.dataset,
@@ -117,12 +117,12 @@ def rows(field: Field, document_separator: str | None = None) -> RowSource:
 
 
 def tokenizer() -> Tokenizer:
-    """The tokenizer that the flags name; raises the errors of `load_tokenizer`."""
+    """Returns the tokenizer that the flags name; raises the errors of `load_tokenizer`."""
     return load_tokenizer(FLAGS.tokenizer, FLAGS.bos_token, FLAGS.eos_token)
 
 
 def parts() -> list[tuple[str, Part | None, float]]:
-    """The name of each split to make, its part of the rows, and its share of them."""
+    """Returns, for each split to make, its name, its part of the rows, and its share of them."""
     split, fraction = FLAGS.split, FLAGS.validation_fraction
     if fraction is None:
         return [(split, None, 1.0)]
@@ -138,7 +138,7 @@ def parts() -> list[tuple[str, Part | None, float]]:
 
 
 def workers() -> int:
-    """Processes that tokenise, by default one for each core that this process may run on."""
+    """Returns the number of tokenising processes, by default one per available core."""
     if FLAGS.workers is not None:
         return FLAGS.workers
     known = hasattr(os, "sched_getaffinity")

@@ -25,9 +25,9 @@ from lmlib.data.stored.metadata import VERSION
 from lmlib.storage.local_folder import cache_folder
 
 HELD_OUT = ("email", "http", "urllib", "xml")
-LEFT_OUT = ("encodings", "pydoc_data")  # tables of characters, and the manual as strings
+LEFT_OUT = ("encodings", "pydoc_data")  # character tables, and the manual as strings
 
-_RECIPE = 4  # to be raised when the same sources should give other data
+_RECIPE = 4  # increment if the same sources should give other data
 _LONG_LINE = 20  # bytes; `shared_lines` counts longer ones
 _VALIDATION_SHARE = 10  # one byte in ten of `max_bytes`
 _EXCLUDED_FOLDERS = frozenset(
@@ -40,18 +40,18 @@ _SECONDS_OF_A_DAY = 24 * 60 * 60
 def standard_library(
     vocab_size: int = 4096, max_bytes: int | None = None, cache: str | None = None
 ) -> str:
-    """The folder of a data set with splits `train` and `validation`, made on the first call.
+    """Returns the folder of a data set with splits `train` and `validation`.
 
-    The documents are the running interpreter's own .py files without its tests, in the order of
-    their paths; see `sources` for the splits and `max_bytes`. A byte-level BPE of `vocab_size` is
-    trained on the split `train`. `validation` records the sizes of its texts under compressors
-    (`lmlib.data.compressors`) that are installed now or at a later call, and in its source the
-    share of it that are lines of `train` as well.
+    It is made on the first call. The documents are the running interpreter's own .py files without
+    its tests, in the order of their paths; see `sources` for the splits and `max_bytes`. A
+    byte-level BPE of `vocab_size` is trained on the split `train`. `validation` records the sizes
+    of its texts under compressors (`lmlib.data.compressors`) that are installed now or at a later
+    call. Its source entry records the share of its bytes in lines that are also in `train`.
 
     The folder is in `cache`, by default `cache_folder()`. If there is none, or it cannot be
-    written, it is in a folder of the user's among the temporary ones. It is named after the Python
-    version, the settings and a digest of the files; another process may make it at the same time.
-    Raises ValueError if `max_bytes` leaves nothing to train on or to hold out.
+    written, it is in a user-specific temporary folder. It is named after the Python version, the
+    settings and a digest of the files; another process may make it at the same time. Raises
+    ValueError if `max_bytes` leaves no text to train on or to hold out.
     """
     begun = time.monotonic()
 
@@ -92,7 +92,7 @@ def standard_library(
     if folder.is_dir():
         try:
             measure_compressors(folder / "validation")
-        except OSError as error:  # of a folder that is another user's
+        except OSError as error:  # another user's folder
             report(f"the sizes under these are not kept: {error}")
         return str(folder)
 
@@ -128,11 +128,11 @@ def standard_library(
 
 
 def sources(max_bytes: int | None = None) -> tuple[dict[str, str], dict[str, str]]:
-    """The texts to train on and those to hold out, by path and in the order of the paths.
+    """Returns the training texts and the held-out texts, by path, sorted by path.
 
-    Whole packages are held out, `HELD_OUT`, so that no text is near one of the other side. Those of
-    `LEFT_OUT`, which are hardly code, are on neither. The held-out side gets a tenth of
-    `max_bytes`, and a file that does not fit beside those before it is left out.
+    The packages in `HELD_OUT` are held out as a whole, so that no text is close to one of the other
+    side. The packages in `LEFT_OUT`, which are hardly code, are excluded. The held-out side gets a
+    tenth of `max_bytes`; a file that does not fit after the earlier ones is skipped.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     paths: list[str] = []
@@ -155,8 +155,10 @@ def sources(max_bytes: int | None = None) -> tuple[dict[str, str], dict[str, str
 
 
 def shared_lines(train: Iterable[str], validation: Iterable[str]) -> float:
-    """The share of `validation`'s bytes that are lines of more than 20 bytes which are in `train`
-    as well, verbatim, with their newlines."""
+    """Returns the share of `validation`'s bytes in lines that are also in `train`.
+
+    Counts lines of more than 20 bytes, verbatim, with their newlines.
+    """
     known = {line for text in train for line in text.split("\n")}
     lines = [line for text in validation for line in text.split("\n")]
     sizes = [(line, len(line.encode())) for line in lines]
@@ -165,7 +167,7 @@ def shared_lines(train: Iterable[str], validation: Iterable[str]) -> float:
 
 
 def _fitting(texts: Mapping[str, str], most: int) -> dict[str, str]:
-    """Each of `texts` that fits into `most` bytes beside those before it."""
+    """Returns the `texts` that fit into `most` bytes together with the earlier ones."""
     found = {}
     for path, text in texts.items():
         size = len(text.encode())
@@ -177,10 +179,10 @@ def _fitting(texts: Mapping[str, str], most: int) -> dict[str, str]:
 
 @contextlib.contextmanager
 def made_whole(folder: Path) -> Iterator[Path]:
-    """An empty folder `<name>.making-…` beside `folder`, which takes its name at the end.
+    """Yields an empty folder `<name>.making-…` next to `folder`, which is renamed at the end.
 
-    An error removes it. Several processes may make the same: the first one's stays. A folder that a
-    killed process has left is removed when it is a day old.
+    An error removes it. If several processes make the same folder, the first one's stays. A folder
+    left by a killed process is removed when it is a day old.
     """
     for left in folder.parent.glob(f"{glob.escape(folder.name)}.making-*"):
         with contextlib.suppress(FileNotFoundError):
@@ -189,7 +191,7 @@ def made_whole(folder: Path) -> Iterator[Path]:
     making = Path(tempfile.mkdtemp(prefix=f"{folder.name}.making-", dir=folder.parent))
     try:
         yield making
-        making.chmod(0o755)  # temporary folders are private
+        making.chmod(0o755)  # temporary folders are private by default
         try:
             making.rename(folder)
         except OSError:
@@ -212,7 +214,7 @@ def _folder_name(texts: dict[str, str], vocab_size: int, max_bytes: int | None) 
 
 
 def _temporary_folder() -> Path:
-    """A folder of only this user; raises PermissionError if another one has made it."""
+    """Returns a folder of only this user; raises PermissionError if another user has made it."""
     folder = Path(tempfile.gettempdir(), f"lmlib-{os.getuid()}")
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.stat().st_uid != os.getuid():

@@ -1,6 +1,6 @@
 """Tokenizers: bytes or a tokenizer.json, with the tokens that frame a document.
 
-For every command that makes ids of text, and for `HFStream`.
+For every command that encodes text, and for `HFStream`.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from lmlib.storage.unlinked import check_within_folder
 
 BEGIN_OF_TEXT, END_OF_TEXT = "<|begin_of_text|>", "<|end_of_text|>"
 
-# The names of these tokens in common tokenizers, tried in order when nothing names them.
+# The names of these tokens in common tokenizers, tried in order if they are not configured.
 _FRAMING_NAMES = {
     "bos_token": (BEGIN_OF_TEXT, "<s>", "<bos>", "<|startoftext|>", "<|endoftext|>"),
     "eos_token": (END_OF_TEXT, "</s>", "<eos>", "<|endoftext|>"),
@@ -38,20 +38,20 @@ class Tokenizer:
 
     @cached_property
     def encoder(self) -> Encoder:
-        """Turns texts into ids; it can be sent to other processes. Making it takes a second."""
+        """Returns the encoder, which can be sent to other processes. Creating it takes a second."""
         return make_encoder(self.tokenizer_json)
 
     def encode_batch(self, documents: Sequence[str]) -> list[np.ndarray]:
-        """The ids (uint32) of each document, without framing; see `Encoder.encode`."""
+        """Returns the ids (uint32) of each document, without framing; see `Encoder.encode`."""
         return self.encoder.encode(documents)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids`, without special tokens."""
+        """Returns the text of `ids`, without special tokens."""
         raise NotImplementedError
 
 
 class ByteTokenizer(Tokenizer):
-    """UTF-8 bytes are ids 0 to 255; 256 begins a document, if `bos`, and 257 ends it."""
+    """Encodes UTF-8 bytes as ids 0 to 255; 256 begins a document, if `bos`, and 257 ends it."""
 
     def __init__(self, bos: bool = True) -> None:
         self.identity = BYTE_TOKENIZER
@@ -64,7 +64,7 @@ class ByteTokenizer(Tokenizer):
 
 
 class JsonTokenizer(Tokenizer):
-    """A tokenizer that a Hugging Face tokenizer.json describes."""
+    """A tokenizer described by a Hugging Face tokenizer.json."""
 
     tokenizer_json: str
 
@@ -78,8 +78,9 @@ class JsonTokenizer(Tokenizer):
     ) -> None:
         """`tokenizer_json` is the file's text; "" for a `bos_token` means none.
 
-        Framing tokens not given are those `configured`, or go by common names. A token that would
-        both begin and end documents unasked only ends them, so that one is between two.
+        Framing tokens that are not given are the `configured` ones, or have common names. A token
+        that would both begin and end documents by default only ends them, so that there is one
+        between two.
 
         Raises ValueError if the text describes no tokenizer, or a given token is not in its
         vocabulary.
@@ -117,8 +118,10 @@ class JsonTokenizer(Tokenizer):
 
 
 def framing_tokens(names: Collection[str]) -> dict[str, str]:
-    """The first of `names` that commonly begins or ends documents, by its role in
-    tokenizer_config.json; for each role that has one."""
+    """Returns the first of `names` that commonly begins documents, and the first that ends them.
+
+    The keys are the roles in tokenizer_config.json; a role without a name is left out.
+    """
     found = {
         role: [name for name in common if name in names] for role, common in _FRAMING_NAMES.items()
     }
@@ -128,17 +131,17 @@ def framing_tokens(names: Collection[str]) -> dict[str, str]:
 def load_tokenizer(
     name: str, bos_token: str | None = None, eos_token: str | None = None
 ) -> Tokenizer:
-    """The tokenizer called `name`: 'bytes', a tokenizer.json, its folder, or a name on the Hub.
+    """Loads the tokenizer `name`: 'bytes', a tokenizer.json, its folder, or a name on the Hub.
 
-    `bos_token` and `eos_token` name the framing tokens, "" for the first none. By default
-    tokenizer_config.json beside the file names them, or else common names are tried. No code from
-    elsewhere is ever run.
+    `bos_token` and `eos_token` name the framing tokens, "" for the first means none. By default
+    tokenizer_config.json next to the file names them, or common names are tried. No foreign code is
+    ever run.
 
-    A folder may be a stranger's: only these two files are read, as JSON, and neither if it is a
-    link that leads out of the folder.
+    A folder may be untrusted: only these two files are read, as JSON, and neither if it is a link
+    that leads out of the folder.
 
     Raises FileNotFoundError for a folder without tokenizer.json, ValueError for a name that is
-    neither here nor on the Hub, a tokenizer without a token that was named, or a damaged one.
+    neither local nor on the Hub, a tokenizer that lacks a named token, or a damaged one.
     """
     if name == "bytes":
         if bos_token or eos_token:
@@ -156,7 +159,7 @@ def load_tokenizer(
     from huggingface_hub import hf_hub_download
 
     try:
-        # The file itself: its digest says which tokenizer made the ids.
+        # Read the file itself: its digest identifies the tokenizer that made the ids.
         file = Path(hf_hub_download(name, "tokenizer.json"))
     except Exception as error:  # of the network, of the file system, of the name
         raise ValueError(
@@ -167,7 +170,7 @@ def load_tokenizer(
 
 
 def _read(file: Path, named: bool = True) -> str:
-    """Its text. `named`: the user names the file itself, so it may be a link."""
+    """Returns the file's text. If the user `named` the file itself, it may be a link."""
     try:
         if not named:
             check_within_folder(file)
@@ -177,7 +180,7 @@ def _read(file: Path, named: bool = True) -> str:
 
 
 def _configured_tokens(file: Path) -> dict[str, str]:
-    """The framing tokens that tokenizer_config.json names; it may be absent."""
+    """Returns the framing tokens named in tokenizer_config.json, which may be absent."""
     if not file.is_file():
         return {}
     try:
@@ -188,7 +191,7 @@ def _configured_tokens(file: Path) -> dict[str, str]:
     found = {}
     for role in _FRAMING_NAMES:
         entry = config.get(role) if isinstance(config, dict) else None
-        # A token is its name, or an object that holds the name as "content".
+        # A token is its name, or an object with the name as "content".
         name = entry.get("content") if isinstance(entry, dict) else entry
         if isinstance(name, str):
             found[role] = name

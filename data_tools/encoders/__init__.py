@@ -10,8 +10,7 @@ from data_tools.encoders.encoder import (
 
 
 def make_encoder(tokenizer_json: str | None) -> Encoder:
-    """Returns the fastest encoder with provably the same ids as this tokenizer.json; None: raw
-    bytes.
+    """Returns the fastest encoder with provably the same ids as a tokenizer.json; None: raw bytes.
 
     Raises ValueError if the text describes no tokenizer.
     """

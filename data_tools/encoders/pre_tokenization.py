@@ -30,7 +30,7 @@ QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 _GPT2_PATTERN = (
     r"(?:'(?:[stmd]|re|ve|ll)| ?(?:[{L}]+|[{N}]+|[^{S}{L}{N}]+))|[{S}]++\z|[{S}]+(?![^{S}])|[{S}]"
 )
-# U+017F is the only non-ASCII character that equals one of these letters if case is ignored.
+# U+017F is the only non-ASCII character that equals one of these letters, ignoring case.
 _LLAMA3_PATTERN = (
     r"(?:'(?:[sS\x{017F}tTmMdD]|[rR][eE]|[vV][eE]|[lL][lL])|[^\r\n{L}{N}]?[{L}]+|[{N}]{1,3}|"
     r" ?[^{S}{L}{N}]+[\r\n]*|(?:[{B}]*[\r\n]+)+)|[{S}]++\z|[{S}]+(?![^{S}])|[{S}]"
@@ -42,7 +42,7 @@ _LONG_WHITESPACE = 1000  # characters; far below the limit of fancy-regex's back
 
 @dataclass(frozen=True)
 class PreTokenization:
-    """A pattern for tiktoken, and the places at which a text may be cut without changing its ids."""
+    """A pattern for tiktoken, and the places where cutting a text does not change its ids."""
 
     pattern: str
     cut: re.Pattern[str]  # empty match at a certain boundary between pre-tokens
@@ -64,7 +64,7 @@ class PreTokenization:
     def has_run(self, text: str, length: int) -> bool:
         """True if a run of at least `length` characters of `text` may be one pre-token.
 
-        Only some runs shorter than twice that length are found, since the text is sampled.
+        Runs shorter than twice that length may be missed, since only some stretches are examined.
         """
         if len(text) < length:
             return False
@@ -96,7 +96,7 @@ class PreTokenization:
 
 @functools.cache
 def known_pre_tokenization(expression: str) -> PreTokenization | None:
-    """Returns the pre-tokenization for a tokenizer.json's regular expression; None if unknown."""
+    """Returns the pre-tokenization for a tokenizer's regular expression; None if unknown."""
     if expression not in (GPT2, LLAMA3, QWEN2):
         return None
     letters, numbers, whitespace = _classes()
@@ -136,7 +136,7 @@ Ranges = list[tuple[int, int]]  # code points, inclusive
 
 @functools.cache
 def _classes() -> tuple[Ranges, Ranges, Ranges]:
-    r"""Returns the code points that `\p{L}`, `\p{N}` and `\s` match in the installed `tokenizers`."""
+    r"""Returns the code points matched by `\p{L}`, `\p{N}` and `\s` in the installed `tokenizers`."""
     # Split all characters into runs of one class at once; each run is identified by its first.
     characters = "".join(map(chr, (*range(0xD800), *range(0xE000, 0x110000))))
     together = Split(Regex(r"\p{L}+|\p{N}+|\s+|[^\s\p{L}\p{N}]+"), "isolated")

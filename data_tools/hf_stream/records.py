@@ -129,8 +129,7 @@ class SteadyRecords:
         self._reader: ReadAhead[tuple[Any, dict[str, Any]]] | None = None
 
     def read(self, state: dict[str, Any] | None) -> Iterator[tuple[Any, dict[str, Any]]]:
-        """Yields the records to the end of the stream, from `state` on or, if `None`, its
-        beginning.
+        """Yields the records to the end of the stream, from `state` on; `None` is its beginning.
 
         Raises `StreamFailure`, with the last cause, once the retries are used up.
         """
@@ -183,9 +182,7 @@ class SteadyRecords:
         self._closed.wait(pause)
 
     def _reading(self, state: dict[str, Any] | None) -> Iterator[tuple[Any, dict[str, Any]]]:
-        """Opens the stream again each time: a hanging thread may still hold, and advance, the old
-        one.
-        """
+        """Opens the stream again each time: a hanging thread may still advance the old one."""
         records = self._open_records()
         if state is not None:
             records.load_state_dict(state)

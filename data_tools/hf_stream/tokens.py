@@ -1,8 +1,8 @@
-"""The tokens of a stream's documents, one after the other, and a place among them to go on from.
+"""The tokens of a stream's documents, one after the other, with a position to resume from.
 
-For `HFStream`. Documents are shuffled in blocks. A buffer from which random documents are drawn
-cannot be rebuilt without reading again all that went through it. A block can: it is the records
-that follow one state of the stream.
+For `HFStream`. Documents are shuffled in blocks. A shuffle buffer could not be rebuilt without
+reading again everything that passed through it. A block can: it holds the records that follow one
+state of the stream.
 
 Shape suffixes: B rows, S sequence, T = S + 1 tokens of a row, N tokens of several documents.
 """
@@ -21,24 +21,24 @@ from lmlib.data.batch import Batch, packed_batch
 from lmlib.data.permutation import permute
 from lmlib.data.prefetch import ReadAhead
 
-DOCUMENTS_AT_A_TIME = 64  # given to the tokenizer
-CALLS_AHEAD = 8  # of the tokenizer, made before their tokens are needed
+DOCUMENTS_AT_A_TIME = 64  # per call of the tokenizer
+CALLS_AHEAD = 8  # of the tokenizer, ahead of the tokens' use
 
 
 @dataclass(frozen=True)
 class Position:
-    """The place of a token; everything is a JSON value."""
+    """The position of a token; all fields are JSON values."""
 
-    records: dict[str, Any] | None = None  # state of the stream at its block; None: its beginning
-    epoch: int = 0  # passes over the stream before this one
-    record: int = 0  # records of this pass before the block
-    block: int = 0  # blocks before this one, over all epochs
-    document: int = 0  # documents of the block before it
-    token: int = 0  # tokens of the document before it
+    records: dict[str, Any] | None = None  # state of the stream at the block; None: its beginning
+    epoch: int = 0  # earlier passes over the stream
+    record: int = 0  # earlier records of this pass, before the block
+    block: int = 0  # earlier blocks, over all epochs
+    document: int = 0  # earlier documents of the block
+    token: int = 0  # earlier tokens of the document
 
     @classmethod
     def from_json(cls, entries: dict[str, Any]) -> "Position":
-        """The position with the entries of `asdict`; raises TypeError for any others."""
+        """Returns the position with the entries of `asdict`; raises TypeError for any others."""
         if set(entries) != {entry.name for entry in fields(cls)}:
             raise TypeError(f"a position does not consist of {sorted(entries)!s:.80}")
         for count in [value for name, value in entries.items() if name != "records"]:
@@ -58,12 +58,12 @@ class Documents:
 
     Attributes:
       size: documents in a block; the last one of an epoch may have fewer.
-      seed: of the order in each block, which differs from block to block and epoch to epoch;
-        `None` keeps the stream's order.
-      repeat: whether the stream begins again after its end, for ever.
+      seed: of the order in each block, which differs from block to block and epoch to epoch; `None`
+        keeps the stream's order.
+      repeat: True restarts the stream after its end.
       field: the text of a record.
-      tokenizer: also judges whether it can take a text.
-      skipped: is called with records without a usable text; None: they are errors.
+      tokenizer: also decides if it can encode a text.
+      skipped: called with records without a usable text; None makes them errors.
       what: names the stream in errors.
     """
 
@@ -77,13 +77,13 @@ class Documents:
     what: str
 
     def read(self, start: Position) -> Iterator[list[_Document]]:
-        """The documents from the one at `start` on.
+        """Yields the documents from position `start` on.
 
         Raises ValueError for a bad record without `skipped`, or a stream without usable ones.
         """
         while True:
-            texts: list[str | None] = []  # None for a record that is left out
-            usable = start.record > 0  # the records before may have been
+            texts: list[str | None] = []  # None for a skipped record
+            usable = start.record > 0  # earlier records may have been usable
             for record, state in self.records.read(start.records):
                 texts.append(self._text(record, start.record + len(texts)))
                 usable = usable or texts[-1] is not None
@@ -94,7 +94,7 @@ class Documents:
                     texts = []
             if texts:
                 yield from self._encoded(texts, start)
-            if not usable:  # nothing would ever come
+            if not usable:  # the stream would never yield anything
                 raise ValueError(f"{self.what} has no records with a usable text")
             if not self.repeat:
                 return
@@ -114,7 +114,7 @@ class Documents:
         return None
 
     def _encoded(self, texts: list[str | None], start: Position) -> Iterator[list[_Document]]:
-        """The documents of a block from number `start.document` on."""
+        """Yields the documents of a block from number `start.document` on."""
         if self.seed is not None:
             order = permute(np.arange(len(texts)), len(texts), seed=self.seed, epoch=start.block)
             texts = [texts[index] for index in order]
@@ -123,7 +123,7 @@ class Documents:
             yield self._framed(some, start)
 
     def _framed(self, texts: dict[int, str | None], start: Position) -> list[_Document]:
-        """The tokens of each text, by its number, between the tokenizer's BOS and EOS."""
+        """Returns the tokens of each text, by its number, between the tokenizer's BOS and EOS."""
         usable = {number: text for number, text in texts.items() if text is not None}
         encoded = self.tokenizer.encode_batch(list(usable.values()))
         begin_N, end_N = (
@@ -142,9 +142,9 @@ class Documents:
 class TokenStream:
     """Rows of the documents of one stream, packed without a gap.
 
-    Row i holds tokens [i·S, i·S + S] of the framed documents in their order: its last token is
-    the first of the next row, across batches and epochs, so that every token but the very first
-    is predicted once.
+    Row i holds tokens [i·S, i·S + S] of the framed documents in order: its last token is the first
+    of the next row, across batches and epochs, so that every token except the very first is
+    predicted once.
     """
 
     def __init__(self, documents: Documents, position: Position, first_step: int) -> None:
@@ -156,13 +156,13 @@ class TokenStream:
         self._encoded = ReadAhead(documents.read(position), CALLS_AHEAD, name=name)
         self._failure: Exception | None = None
         self._held: deque[_Document] = deque()
-        self._held_tokens = 0  # in `_held`, used-up ones of its first document included
-        self.position = position  # of the next row's beginning, in the first of `_held`, if any
+        self._held_tokens = 0  # in `_held`, including the used ones of its first document
+        self.position = position  # of the next row's start, in the first of `_held`, if any
 
     def rows(self, count: int, sequence_length: int) -> Batch:
-        """The next `count` rows, padded past the end of the stream.
+        """Returns the next `count` rows, padded past the end of the stream.
 
-        Raises the error of reading or tokenizing, now and whenever it is called again.
+        Raises the error of reading or tokenizing, now and in later calls.
         """
         wanted = count * sequence_length + 1
         tokens_N, starts_N, available = self._peek(wanted)
@@ -173,14 +173,14 @@ class TokenStream:
         return packed_batch(tokens_N[window_BT], starts_N[window_BT], lengths_B)
 
     def close(self, seconds: float = 0.0) -> None:
-        """Ends the threads that read; waits for each `seconds` at most, and then abandons it."""
+        """Ends the reading threads; waits at most `seconds` for each, and then abandons it."""
         self._documents.records.close(seconds)
         self._encoded.close(seconds)
 
     def _peek(self, wanted: int) -> tuple[np.ndarray, np.ndarray, int]:
-        """The next tokens, whether each is the first of a document, and how many there are.
+        """Returns the next tokens, the mask of document starts, and the number of tokens.
 
-        Zeros follow those.
+        The rest is zeros.
         """
         self._hold(wanted)
         tokens_N = np.zeros(wanted, np.int32)
@@ -196,7 +196,7 @@ class TokenStream:
         return tokens_N, starts_N, filled
 
     def _hold(self, wanted: int) -> None:
-        """Holds at least `wanted` tokens from the position on, or all there are."""
+        """Buffers at least `wanted` tokens from the position on, or all remaining ones."""
         if self._failure is not None:
             raise self._failure
         try:
@@ -214,11 +214,11 @@ class TokenStream:
                 self._held.extend(used)
                 self._held_tokens += sum(len(document.tokens_N) for document in used)
         except Exception as error:
-            self._failure = error  # the place of the failure is lost: nothing may follow
+            self._failure = error  # the position is lost, so nothing may follow
             raise
 
     def _advance(self, count: int) -> None:
-        """Goes `count` tokens on; all of them are held."""
+        """Advances by `count` tokens, which must be buffered."""
         passed = self.position.token + count
         while self._held and passed >= len(self._held[0].tokens_N):
             begin, tokens_N = self._held.popleft()
@@ -230,5 +230,5 @@ class TokenStream:
 
 
 def as_json(positions: dict[int, Position]) -> dict[str, Any]:
-    """The positions of streams by their number, in JSON values."""
+    """Returns the positions of streams by number, as JSON values."""
     return {str(stream): asdict(position) for stream, position in positions.items()}

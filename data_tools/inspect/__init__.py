@@ -1,1 +1,1 @@
-"""Shows the content of a data set of flat tokens, its damage, and batches as a model sees them."""
+"""Shows a data set of flat tokens, its damage, and batches as seen by a model."""

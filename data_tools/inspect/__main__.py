@@ -1,11 +1,11 @@
-"""Shows the content of a data set of flat tokens, checks it, or shows a batch as a model sees it.
+"""Shows a data set of flat tokens, checks it, or shows a batch as a model sees it.
 
     python -m data_tools.inspect DIR                  its counts, document lengths, samples
     python -m data_tools.inspect DIR --verify         reads everything; status 1 if it is damaged
     python -m data_tools.inspect DIR --batch=0 --batch_size=8 --sequence_length=1024
 
-DIR is a data set, of this library's format or seqax's, on a disk or in a bucket, or one of its
-splits. `python -m runner.inspect RUN` shows the data of a run, as its config has it.
+DIR is a data set, in this library's format or seqax's, on a disk or in a bucket, or one of its
+splits. `python -m runner.inspect RUN` shows the data of a run, as configured there.
 """
 
 from collections.abc import Sequence
@@ -79,7 +79,7 @@ def inspect(arguments: Sequence[str]) -> int:
 
 
 def _of_data_set(path: Path) -> "tuple[Source, Decode | None]":
-    """The data set as the flags have it read, and its decoder."""
+    """Returns the data set, read according to the flags, and its decoder."""
     split = FLAGS.split or "train"
     if split_folders(path) == [path]:  # a split
         own = data_path(path).name

@@ -1,4 +1,4 @@
-"""A batch as the model sees it, row by row and document by document, and each row's origin.
+"""Prints a batch as the model sees it, by row and document, with the origin of each row.
 
 For `--batch` of the inspect commands. Shape suffix: S sequence.
 """
@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # they need JAX, which takes a second to import
     from lmlib.data.batch import Batch, Source
 
 WIDTH = 100
-_GREY, _PLAIN = "\033[90m", "\033[0m"  # of a terminal's text
+_GREY, _PLAIN = "\033[90m", "\033[0m"  # terminal colours
 
 
 def show_batch(source: "Source", decode: Decode | None, step: int, rows: int) -> None:
@@ -51,12 +51,12 @@ def row_text(
     masked: bool = False,
     colours: bool = False,
 ) -> str:
-    """A row as the model sees it, cut into its documents; targets outside the loss in parentheses.
+    """Formats a row as the model sees it, split into documents.
 
-    The first token of a document is never a target in the loss. So where the loss is not `masked`,
-    the cuts are between documents even where they share a segment; otherwise they are between
-    segments. If it is masked, text outside of the targets has a dotted bar, and with `colours` is
-    grey.
+    Targets outside the loss are in parentheses. The first token of a document is never a target in
+    the loss. If the loss is not `masked`, splits are therefore between documents even if they share
+    a segment; otherwise they are between segments. If it is masked, text outside the targets has a
+    dotted bar, and with `colours` is grey.
     """
     fields = ("segment_ids", "tokens", "targets", "positions", "loss_mask")
     segment_S, token_S, target_S, position_S, in_loss_S = (
@@ -67,7 +67,7 @@ def row_text(
         f"{np.count_nonzero(segment_S):,} tokens, {np.count_nonzero(in_loss_S):,} targets in the "
         "loss"
     ]
-    # Padding has no target in the loss either, but is one piece.
+    # Padding has no target in the loss either, but forms one piece.
     ends_S = np.diff(segment_S, append=-1) != 0
     if not masked:
         ends_S |= ~in_loss_S & (segment_S > 0)
@@ -94,11 +94,11 @@ def row_text(
 def _marked_text(
     tokens: list[int], targets: list[int], in_loss: list[bool], decode: Decode, colours: bool
 ) -> list[str]:
-    """The text of a piece, cut where targets begin or end.
+    """Returns the text of a piece, split at the beginnings and ends of targets.
 
     The last target is not among the piece's tokens, but belongs to it if it is in the loss.
     """
-    # The first token of a piece is the target of no place in it.
+    # The first token of a piece is not a target within the piece.
     pairs = zip([False, *in_loss], tokens + (targets[-1:] if in_loss[-1] else []), strict=False)
     lines = []
     for is_target, group in itertools.groupby(pairs, key=lambda pair: pair[0]):
@@ -108,7 +108,7 @@ def _marked_text(
 
 
 def _columns(tokens: list[int], targets: list[int], in_loss: list[bool]) -> list[str]:
-    """Each target below its token, as many to a line as fit."""
+    """Formats each target below its token, with as many per line as fit."""
     below = [
         str(target) if part else f"({target})"
         for target, part in zip(targets, in_loss, strict=True)
@@ -124,7 +124,7 @@ def _columns(tokens: list[int], targets: list[int], in_loss: list[bool]) -> list
 
 
 def _runs(numbers: Sequence[int]) -> str:
-    """Consecutive numbers as ranges: "0 to 11, 0 to 3"."""
+    """Formats consecutive numbers as ranges: "0 to 11, 0 to 3"."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][1] + 1:
@@ -137,17 +137,17 @@ def _runs(numbers: Sequence[int]) -> str:
 
 
 def quoted(text: str, bar: str = "│") -> str:
-    """The lines of `text`, each behind a bar, so that they cannot be taken for ours."""
+    """Puts a bar before each line of `text`, to distinguish it from the command's own output."""
     return "\n".join(f"    {bar} {printable(line)}" for line in text.split("\n"))
 
 
 def printable(line: str) -> str:
-    """The text on one line, with control characters shown, in files too."""
+    """Returns the text on one line, with control characters escaped, in files too."""
     return shown(line).replace("\n", r"\n")
 
 
 def is_masked(source: "Source") -> bool:
-    """Returns whether documents of the source have targets that are not in the loss."""
+    """True if documents of the source have targets outside the loss."""
     from lmlib.data.flat_tokens import FlatTokens
     from lmlib.data.mixture import Mixture
 
@@ -157,7 +157,7 @@ def is_masked(source: "Source") -> bool:
 
 
 def row_origins(source: "Source", step: int) -> list[str | None]:
-    """For each row of the batch of `step`, the stored sequence it is; None if that is unknown.
+    """Returns the stored sequence of each row of the batch of `step`; None if unknown.
 
     For a `Mixture` the name of the source comes first.
     """

@@ -1,4 +1,4 @@
-"""The content of a split of flat tokens: its counts, the lengths of its documents, stretches of it.
+"""Describes a split of flat tokens: counts, document lengths, samples.
 
 For `python -m data_tools.inspect`, `runner.inspect`, and conversions. Shape suffix: N documents.
 """
@@ -39,9 +39,9 @@ BLOCK_LENGTH = 4 * 1024 * 1024  # tokens; a few tens of megabytes in memory
 
 
 def split_folders(path: Path) -> list[Path]:
-    """The splits of the data set `path`, finished or not, or only `path` if it is a split.
+    """Returns the splits of the data set `path`, finished or not, or only `path` if it is a split.
 
-    Raises FileNotFoundError for a folder that is not there, ValueError if it is neither.
+    Raises FileNotFoundError for a folder that does not exist, ValueError if it is neither.
     """
     if not path.exists():
         raise FileNotFoundError(f"there is no folder {shown(path)}")
@@ -62,16 +62,16 @@ def split_folders(path: Path) -> list[Path]:
 
 
 def _is_split(folder: Path) -> bool:
-    # A metadata.json without shards is of an older version; reading it gives that error.
+    # A metadata.json without shards is from an older version; reading it raises that error.
     return bool(shard_folders(folder) or is_seqax_split(folder) or (folder / FILE_NAME).is_file())
 
 
 def blocks(
     stored: StoredSplit, start: int = 0, length: int = BLOCK_LENGTH
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """The tokens from `start` on, `length` at a time, and whether each begins a document.
+    """Yields the tokens from `start` on, `length` at a time, and the mask of document starts.
 
-    The next block is on its way while one is used. Raises DamagedDataError.
+    The next block is read while one is used. Raises DamagedDataError.
     """
     pending = None
     for block_start in range(start, stored.tokens, length):
@@ -87,10 +87,9 @@ Decode = Callable[[Sequence[int]], str]
 
 
 def usable_decoder(data_set: Path, tokenizer: TokenizerIdentity | None) -> Decode | None:
-    """The function from ids of a data set to text.
+    """Returns the function from ids of a data set to text; None to show ids.
 
-    None, so that ids are shown, if it keeps no tokenizer, or one that cannot be used, which is a
-    line on stderr.
+    None if the data set has no tokenizer, or an unusable one, which prints a line on stderr.
     """
     if tokenizer is not None and tokenizer.name == "bytes" and tokenizer.sha256 is None:
         return load_tokenizer("bytes").decode
@@ -109,8 +108,8 @@ class SplitDescription:
 
     folder: Path
     format: str  # "lmlib" or "seqax"
-    shards: int  # of the split when it is finished
-    unfinished: dict[str, int]  # names of shards begun or missing, with their tokens on disk
+    shards: int  # of the finished split
+    unfinished: dict[str, int]  # unfinished or missing shards by name, with their tokens on disk
     totals: SplitMetadata  # of the finished shards; unknown entries are None, 0 or empty
     disk_bytes: int  # of all files
 
@@ -150,7 +149,7 @@ def describe_split(folder: Path) -> SplitDescription:
 
 
 def _totals(**known: Any) -> SplitMetadata:
-    """A split of which only some entries are known."""
+    """Returns the metadata of a split with only some known entries."""
     entries: dict[str, Any] = dict.fromkeys(("gzip_bytes", "tokenizer", "bos_id", "eos_id"))
     entries |= {"content": "text", "vocab_size": 0, "source": {}, "data_set": "", "shards": ()}
     names = {field.name for field in dataclasses.fields(SplitMetadata)} - {"shards"}
@@ -161,10 +160,10 @@ def _totals(**known: Any) -> SplitMetadata:
 
 
 def document_lengths(folder: Path, progress: Progress = no_progress) -> Counter[int]:
-    """The number of documents of each length in the finished shards of the split in `folder`.
+    """Returns the number of documents of each length in the finished shards of a split.
 
     In seqax's format it reads all tokens, since only their lowest bits mark documents, and
-    documents without tokens do not count. Raises DamagedDataError.
+    documents without tokens are not counted. Raises DamagedDataError.
     """
     counts: Counter[int] = Counter()
     seqax = is_seqax_split(folder)
@@ -205,7 +204,7 @@ def _seqax_lengths(folder: Path, progress: Progress) -> Iterator[np.ndarray]:
 
 
 def _differences(pieces: Iterable[np.ndarray], end: int) -> Iterator[np.ndarray]:
-    """Each document's start to the next one's, or to `end`."""
+    """Yields the distance from each document's start to the next one's, or to `end`."""
     last_start = np.zeros(0, np.int64)
     for starts_N in pieces:
         starts_N = np.concatenate([last_start, starts_N.astype(np.int64)])
@@ -218,15 +217,15 @@ def _differences(pieces: Iterable[np.ndarray], end: int) -> Iterator[np.ndarray]
 class Sample(NamedTuple):
     """Consecutive tokens of a split."""
 
-    start: int  # of the first, in the split
-    begins_document: bool  # whether the first one does
-    pieces: list[list[int]]  # the ids, cut where a document begins
+    start: int  # offset of the first token in the split
+    begins_document: bool  # True if the first token does
+    pieces: list[list[int]]  # the ids, split at document starts
 
 
 def samples(stored: StoredSplit, count: int, length: int = 100, seed: int = 0) -> list[Sample]:
-    """`count` stretches of `length` tokens from random places; the same `seed`, the same places.
+    """Returns `count` stretches of `length` tokens from random places, determined by `seed`.
 
-    A split shorter than `length` gives itself once. Raises DamagedDataError.
+    A split shorter than `length` is returned once, whole. Raises DamagedDataError.
     """
     places = max(stored.tokens - length, 0) + 1
     chosen = np.random.default_rng(seed).integers(places, size=count)

@@ -1,4 +1,4 @@
-"""The text that the inspect commands print about a split: its content, its samples, its damage."""
+"""Text output of the inspect commands about a split: content, samples, damage."""
 
 import textwrap
 from collections import Counter
@@ -30,11 +30,11 @@ _PERCENTILES = (1, 10, 50, 90, 99, 100)
 def show_split(
     folder: Path, count: int = 3, length: int = 100, seed: int = 0, lengths: bool = True
 ) -> None:
-    """Prints the content of a split, and texts from it.
+    """Prints the content of a split, and samples of its text.
 
     Args:
-      count, length, seed: of the samples: their number, their tokens, and the seed of their places.
-      lengths: whether to print how long documents are.
+      count, length, seed: number of samples, tokens per sample, and the seed of their places.
+      lengths: True prints the distribution of document lengths.
     """
     split = describe_split(folder)
     print(description_text(split), flush=True)
@@ -51,7 +51,7 @@ def show_split(
 
 
 def show_damage(folders: Sequence[Path]) -> bool:
-    """Reads splits whole and prints their damage; whether there is any."""
+    """Reads splits completely and prints their damage; True if there is any."""
     found = False
     for folder in folders:
         damages = verify_split(folder, ProgressLine())
@@ -68,7 +68,7 @@ def show_damage(folders: Sequence[Path]) -> bool:
 
 
 def description_text(split: SplitDescription) -> str:
-    """The properties of a split, one a line, with a unit at every number."""
+    """Formats the properties of a split, one per line, with units."""
     totals, is_ours, remote = split.totals, split.format == "lmlib", in_bucket(split.folder)
     documents, text, gzip_size, masked = f"{totals.documents:,}", "unknown", None, {}
     if totals.documents:
@@ -124,7 +124,7 @@ def lengths_text(lengths: Counter[int]) -> str:
     """A histogram over bins of 0, 1, 2 to 3, 4 to 7, … tokens, and percentiles."""
     if not lengths:
         return "  no documents"
-    bins: Counter[int] = Counter()  # by the length's bits
+    bins: Counter[int] = Counter()  # by bit length
     for length, count in lengths.items():
         bins[length.bit_length()] += count
     used = range(min(bins), max(bins) + 1)
@@ -147,7 +147,7 @@ def lengths_text(lengths: Counter[int]) -> str:
 
 
 def percentile(lengths: Counter[int], percent: int) -> int:
-    """The shortest length that at least `percent` of the documents do not exceed."""
+    """Returns the shortest length that at least `percent` of the documents do not exceed."""
     missing = max(1, -(-lengths.total() * percent // 100))
     for length in sorted(lengths):
         missing -= lengths[length]
@@ -157,7 +157,7 @@ def percentile(lengths: Counter[int], percent: int) -> int:
 
 
 def sample_text(sample: Sample, decode: Decode | None) -> str:
-    """One stretch of text, or of ids without a decoder, with the document boundaries marked."""
+    """Formats one stretch of text, or of ids without a decoder, with document boundaries marked."""
     stop = sample.start + sum(map(len, sample.pieces))
     lines = [f"  sample: tokens {sample.start:,} to {stop - 1:,}"]
     for number, piece in enumerate(sample.pieces):

@@ -34,19 +34,19 @@ from lmlib.storage.stored_json import read_json
 
 
 class Damage(NamedTuple):
-    """A part of a data set that is not as it should be."""
+    """A damaged part of a data set."""
 
     path: Path  # the file, or the folder of the array or shard
     reason: str
 
 
 def verify_split(folder: Path, progress: Progress = no_progress) -> list[Damage]:
-    """The damage of the split in `folder`; empty if there is none.
+    """Returns the damage of the split in `folder`; empty if there is none.
 
-    Reads every array of every shard, which checks every checksum and digest, and compares the
-    arrays with each other and with metadata.json, and tokenizer.json with its digest. An
-    unfinished shard counts as damage. seqax's format has no checksums: there it finds files that
-    are missing or cannot be decompressed, and numbers that contradict each other.
+    Reads every array of every shard, which checks every checksum and digest. Compares the arrays
+    with each other and with metadata.json, and tokenizer.json with its digest. An unfinished shard
+    counts as damage. seqax's format has no checksums: there it finds missing files, files that
+    cannot be decompressed, and contradictory numbers.
     """
     if is_seqax_split(folder):
         return _seqax_damage(folder, progress)
@@ -55,9 +55,9 @@ def verify_split(folder: Path, progress: Progress = no_progress) -> list[Damage]
     if not found.damages:
         try:
             read_split(folder)
-        except (OSError, ValueError) as error:  # they do not belong together
+        except (OSError, ValueError) as error:  # the shards do not belong together
             found.add(folder, str(error))
-    for shard in shards:  # tokens, their loss mask, and documents; the fourth array is negligible
+    for shard in shards:  # tokens, loss mask, documents; the fourth array is negligible
         found.values += shard.tokens * (1 if shard.content == "text" else 2) + shard.documents
     for shard in shards:
         _verify_shard(found, folder / shard.name, shard)
@@ -67,11 +67,11 @@ def verify_split(folder: Path, progress: Progress = no_progress) -> list[Damage]
 
 
 class _Found:
-    """The damage found so far, and the arrays that are read to find it."""
+    """The damage found so far, and the arrays being read."""
 
     def __init__(self, progress: Progress, values: int = 0) -> None:
         self.damages: list[Damage] = []
-        self.values = values  # to be read
+        self.values = values  # number of values to read
         self._read, self._progress = 0, progress
 
     def add(self, path: Path, reason: str) -> None:
@@ -95,7 +95,7 @@ class _Found:
             return None
 
     def blocks(self, array: StoredArray | None) -> Iterator[np.ndarray]:
-        """Its values in order, a few million at a time, leaving out damaged files."""
+        """Yields its values in order, a few million at a time, skipping damaged files."""
         if array is None:
             return
         folder = array.path / array.files_folder
@@ -119,10 +119,10 @@ class _Found:
 
 
 def _readable_shards(folder: Path, found: _Found) -> Iterator[ShardMetadata]:
-    """The shards whose metadata.json can be read; the others are damage."""
+    """Yields the shards with a readable metadata.json; records the others as damage."""
     present = shard_folders(folder)
     counts = {number[1] for number in map(shard_number, present) if number}
-    expected = counts if len(counts) == 1 else ()  # of several cuts, one does not belong there
+    expected = counts if len(counts) == 1 else ()  # if there are several, one is wrong
     names = {shard_name(shard, count) for count in expected for shard in range(count)}
     for name in sorted(names | {shard.name for shard in present}):
         try:
@@ -137,7 +137,7 @@ def _readable_shards(folder: Path, found: _Found) -> Iterator[ShardMetadata]:
 
 
 def _verify_shard(found: _Found, folder: Path, shard: ShardMetadata) -> None:
-    """Compares a shard with the promises of its metadata.json."""
+    """Compares a shard with its metadata.json."""
     tokens = found.array(folder / "tokens", shard.tokens, shard.digests["tokens"])
     if tokens is None:
         for name in arrays_of(shard.content)[1:]:
@@ -170,7 +170,7 @@ def _verify_shard(found: _Found, folder: Path, shard: ShardMetadata) -> None:
 def _verify_starts(found: _Found, folder: Path, shard: ShardMetadata, chunk_length: int) -> None:
     """Compares document_starts and first_documents with each other and with the counts."""
     chunk_start_C = np.arange(0, shard.tokens + chunk_length, chunk_length)
-    before_C = np.zeros(len(chunk_start_C), np.int64)  # documents that start before a chunk
+    before_C = np.zeros(len(chunk_start_C), np.int64)  # documents that start before each chunk
     path, before = folder / "document_starts", len(found.damages)
     starts = found.array(path, shard.documents, shard.digests[path.name])
     previous, nonempty = 0, 0
@@ -185,12 +185,12 @@ def _verify_starts(found: _Found, folder: Path, shard: ShardMetadata, chunk_leng
             found.add(path, f"goes up to {start_N[-1]}, beyond the tokens")
             break
         before_C += np.searchsorted(start_N, chunk_start_C)
-        # A document is empty if the next one, or the end, has the same place.
+        # A document is empty if the next one, or the end, has the same offset.
         new_N = np.diff(start_N, prepend=previous) > 0
         nonempty += int(np.count_nonzero(new_N & (start_N < shard.tokens)))
         previous = int(start_N[-1])
     if len(found.damages) == before and shard.content == "text":
-        nonempty += shard.tokens > 0  # the document at place 0
+        nonempty += shard.tokens > 0  # the document at offset 0
         _expect(found, folder, "targets", shard.targets, shard.tokens - nonempty)
     path = folder / "first_documents"
     blocks = list(found.blocks(found.array(path, len(before_C), shard.digests[path.name])))
@@ -232,7 +232,7 @@ def _seqax_damage(folder: Path, progress: Progress) -> list[Damage]:
             found.add(folder / TOKENS, "begins in the middle of a document")
         documents += int(np.count_nonzero(encoded_N & 1))
         largest = max(largest, int(encoded_N.max() >> 1))
-    # Documents without tokens have a start, but no token that could mark it.
+    # Documents without tokens have a start, but no token to mark it.
     if documents > split.documents:
         reason = f"marks {documents} documents, but {STARTS} has {split.documents}"
         found.add(folder / TOKENS, reason)
@@ -246,7 +246,7 @@ def _seqax_damage(folder: Path, progress: Progress) -> list[Damage]:
 def _verify_seqax_starts(found: _Found, path: Path, split: SeqaxSplit) -> None:
     try:
         description = read_json(path / ".zarray")
-        if description.get("filters"):  # as seqax writes it; TensorStore cannot read that
+        if description.get("filters"):  # seqax's encoding; TensorStore cannot read it
             chunk = description["chunks"][0]
             if type(chunk) is not int or chunk < 1:
                 raise ValueError(f"its chunks {chunk!r:.80} are no length")
@@ -272,5 +272,5 @@ def _verify_seqax_starts(found: _Found, path: Path, split: SeqaxSplit) -> None:
 
 
 def _cause_of(error: Exception) -> str:
-    """The cause that TensorStore found, in one line without its settings."""
+    """Returns TensorStore's error in one line without its settings."""
     return str(error.__cause__ or error).partition(" [")[0]

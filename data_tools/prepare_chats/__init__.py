@@ -1,1 +1,1 @@
-"""Conversations in, a split of flat tokens with a loss mask out."""
+"""Converts conversations to a split of flat tokens with a loss mask."""

@@ -3,8 +3,8 @@
     python -m data_tools.prepare_chats --dataset=HuggingFaceTB/smoltalk --name=all --split=train \\
         --tokenizer=HuggingFaceTB/SmolLM2-135M-Instruct --out=DIR --max_length=2048
 
-The tokenizer's chat template makes a text of each conversation; the assistant's answers are the
-targets. Killed and started again, it goes on where it was. docs/finetuning.md says more.
+The tokenizer's chat template renders each conversation as text; the assistant's answers are the
+targets. If it is killed, the same command continues where it stopped. See docs/finetuning.md.
 """
 
 import time

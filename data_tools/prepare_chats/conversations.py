@@ -1,4 +1,4 @@
-"""The conversations, and pairs of them, in rows of fine-tuning data, for prepare_chats."""
+"""Parses conversations, and pairs of them, from rows of fine-tuning data, for prepare_chats."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from lmlib.data.chats.chat import Message, check_messages
 
 USER, ASSISTANT, SYSTEM = "user", "assistant", "system"
 
-# The roles by their names in ShareGPT's data sets, too.
+# Includes the names of roles in ShareGPT's data sets.
 _ROLES = {
     "human": USER,
     "user": USER,
@@ -25,7 +25,7 @@ _ROLES = {
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages, and the functions that the assistant may call, as JSON schemas."""
+    """Messages, and the callable functions of the assistant as JSON schemas."""
 
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]] | None = None
@@ -33,12 +33,12 @@ class Conversation:
 
 @dataclass(frozen=True)
 class ConversationField(Field):
-    """The conversation of a row, or with `pairs` the chosen and the rejected one, as JSON.
+    """Reads the conversation of a row, or with `pairs` the chosen and the rejected one, as JSON.
 
-    A conversation is the column `messages` or `conversations`, or else a prompt and a response,
-    each a text or messages. Answers to choose from are `chosen` and `rejected`, each a text or
-    messages: if they begin with the assistant they follow the `prompt`, else they are whole.
-    `system` is the system's text before them, `tools` are JSON schemas.
+    A conversation is the column `messages` or `conversations`, or a prompt and a response, each a
+    text or messages. Answers to choose from are `chosen` and `rejected`, each a text or messages:
+    if they begin with the assistant they follow the `prompt`, otherwise they are complete
+    conversations. `system` is the system's text before them, `tools` are JSON schemas.
     """
 
     prompt: str = "prompt"
@@ -74,7 +74,7 @@ class ConversationField(Field):
         return json.dumps(conversations)
 
     def _answers(self, row: Mapping[str, Any]) -> list[list[dict[str, Any]]]:
-        """The messages of the conversation, or of both."""
+        """Returns the messages of the conversation, or of both."""
         if self.pairs:
             if missing := [name for name in ("chosen", "rejected") if name not in row]:
                 raise ValueError(f"it has no column {missing[0]!r}; it has {_names(row)}")
@@ -105,12 +105,12 @@ class ConversationField(Field):
 
 
 def read_conversations(text: str) -> list[Conversation]:
-    """The one or two conversations of a row's text, see `ConversationField`."""
+    """Parses the one or two conversations in a row's text, see `ConversationField`."""
     return [Conversation(each["messages"], each["tools"]) for each in json.loads(text)]
 
 
 def _messages(value: Any, role: str) -> list[dict[str, Any]]:
-    """Messages of any form as ones with "role" and "content"; a text is said by `role`."""
+    """Converts messages of any form to ones with "role" and "content"; a plain text has `role`."""
     if isinstance(value, str):
         return [{"role": role, "content": value}]
     if not isinstance(value, list):
@@ -129,7 +129,7 @@ def _message(message: Any) -> dict[str, Any]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """`value` without null entries, by which Arrow fills up missing ones.
+    """Returns `value` without null entries, with which Arrow fills missing ones.
 
     A message's content may be null.
     """

@@ -1,4 +1,4 @@
-"""Conversations as tokens with their loss mask: by a chat template, or plainly."""
+"""Encodes conversations as tokens with a loss mask, by a chat template or plainly."""
 
 import functools
 import json
@@ -15,19 +15,19 @@ from data_tools.prepare_chats.conversations import ASSISTANT, USER, Conversation
 from lmlib.data.chats.chat import Chat, ChatTemplate, Message, Rendered, after_answer
 from lmlib.data.text import read_tokenizer, tokenizers_errors
 
-_MOST_BYTES = 1 << 20  # of text that is encoded together; bounds the memory
+_MOST_BYTES = 1 << 20  # of text encoded together; bounds the memory
 
 
 @dataclass(frozen=True)
 class Document:
-    """A conversation as ids; some (bool) are targets."""
+    """A conversation as ids, with a bool mask of targets."""
 
     ids: np.ndarray
     is_target: np.ndarray
-    text_bytes: int  # of UTF-8, before any cut
+    text_bytes: int  # of UTF-8, before any truncation
 
 
-# The documents of a row, or its problem.
+# The documents of a row, or the reason why it has none.
 Found = list[Document] | ValueError
 
 
@@ -35,8 +35,11 @@ class Documents(Protocol):
     """Turns conversations into documents."""
 
     def of_rows(self, rows: Sequence[Sequence[Conversation]]) -> list[Found]:
-        """For each row the document of its conversation, or several of its parts; or the documents
-        of both of a pair. An error if there is none, or it cannot be encoded."""
+        """Returns the documents of each row's conversation or pair, or an error.
+
+        A conversation may become several documents, one for each of its parts. The error says why a
+        row has no conversation, or cannot be encoded.
+        """
 
 
 Text = TypeVar("Text")
@@ -46,7 +49,7 @@ def _encoded(
     texts_of_rows: Sequence[list[Text] | ValueError],
     encode: Callable[[list[Text]], Iterable[Document]],
 ) -> list[Found]:
-    """The documents of each row's texts; `encode` gets all texts together."""
+    """Returns the documents of each row's texts; `encode` gets all texts together."""
     flat = [text for texts in texts_of_rows if not isinstance(texts, ValueError) for text in texts]
     coming = iter(encode(flat))
     return [
@@ -56,8 +59,10 @@ def _encoded(
 
 
 class Plain:
-    """A prompt and its response, encoded apart, after BOS and before EOS; response and EOS are
-    targets. Names of special tokens are text."""
+    """Encodes a prompt and its response separately, after BOS and before EOS.
+
+    Response and EOS are targets. Names of special tokens are text.
+    """
 
     def __init__(self, encoder: Encoder, bos_id: int | None, eos_id: int | None) -> None:
         self._encoder = encoder
@@ -98,7 +103,7 @@ class Plain:
 
 
 class Templated:
-    """The texts that a template makes of conversations; the assistant's answers are targets."""
+    """Encodes conversations rendered by a template; the assistant's answers are targets."""
 
     def __init__(self, template: ChatTemplate, now: datetime, tokenizer_json: str | None) -> None:
         self._template, self._now, self._tokenizer_json = template, now, tokenizer_json
@@ -112,7 +117,7 @@ class Templated:
         return _templated, (*parts, self._now, self._tokenizer_json)
 
     def ends_answers(self) -> bool:
-        """Returns whether a special token is among the targets of an answer; True if unknown."""
+        """True if a special token is among the targets of an answer, or if this is unknown."""
         chat = [{"role": USER, "content": "?"}, {"role": ASSISTANT, "content": "!"}]
         (documents,) = self.of_rows([[Conversation(chat)]])
         if isinstance(documents, ValueError):
@@ -124,7 +129,7 @@ class Templated:
         )
 
     def of_rows(self, rows: Sequence[Sequence[Conversation]]) -> list[Found]:
-        """See `Documents.of_rows`; turns that both of a pair share are left out of the targets."""
+        """See `Documents.of_rows`; turns that both of a pair share are not targets."""
         chats = [[_chat_of(each) for each in conversations] for conversations in rows]
         found = iter(self._template.render_all([chat for row in chats for chat in row], self._now))
         texts = [self._texts_of_row(row, [next(found) for _ in row]) for row in chats]
@@ -152,14 +157,14 @@ class Templated:
             return error
 
     def _texts(self, chat: Chat, rendered: Rendered) -> list[Rendered]:
-        """The text of a chat with the assistant's turns in `Rendered.assistant`.
+        """Returns the text of a chat with the assistant's turns in `Rendered.assistant`.
 
-        They are the ones that the template marks. If it marks none, a turn is the text after the
-        chat before it with the prompt for an answer, up to the end of the chat with it; spaces and
-        newlines after a turn do not belong to it. If the template ends no turn, the marker of the
-        next one does, which is then added to the end of a text. A template that writes a chat
-        otherwise once it goes on (Qwen 3 leaves out the thoughts of earlier answers) makes a text
-        for each turn, the chat up to it: the model is shown the same when it answers.
+        They are the turns that the template marks. If it marks none, a turn extends from the end of
+        the chat before it, with the prompt for an answer, to the end of the chat with it, without
+        trailing spaces and newlines. If the template ends no turn, the marker of the next one does,
+        and is added to the end of a text. Some templates render a chat differently once it
+        continues (Qwen 3 drops the thoughts of earlier answers). These give a text for each turn,
+        with the chat up to it, as seen by the model when it answers.
 
         Raises ValueError if an answer does not follow its prompt.
         """
@@ -186,18 +191,20 @@ class Templated:
         return alone
 
     def _marker_after(self, messages: Sequence[Message], turn: int) -> str:
-        """The text between message number `turn` and the end of the next turn's marker.
+        """Returns the text between message number `turn` and the end of the next turn's marker.
 
-        It is empty if the answer has an end of its own or the template marks no next turn. At the
-        end of a chat the user goes on, or a tool if the answer calls one.
+        It is empty if the answer has its own end or the template marks no next turn. At the end of
+        a chat the user continues, or a tool if the answer calls one.
         """
         if turn + 1 < len(messages):
             return self._marker(messages[turn + 1]["role"])
         return self._marker("tool" if messages[turn].get("tool_calls") else USER)
 
     def _find_marker(self, role: str) -> str:
-        """The end of answers in a template that writes no special token after them: the marker of
-        the next turn, as `<|user|>` of GLM."""
+        """Returns the marker of the next turn, such as `<|user|>` in GLM.
+
+        It ends answers in a template that writes no special token after them.
+        """
         after, more = after_answer(self._template, role)
         if not self._special or any(name in after for name in self._special):
             return ""
@@ -216,7 +223,7 @@ def _chat_of(conversation: Conversation) -> Chat:
 
 
 def answers_of(both: Sequence[list[Rendered]]) -> list[Rendered]:
-    """The two answers of a pair, without the assistant's turns that are alike in both.
+    """Returns the two answers of a pair, without the assistant's turns that are equal in both.
 
     Raises ValueError if there are several texts of each, which differ before the last.
     """
@@ -245,7 +252,7 @@ class Tokens(NamedTuple):
     ends: np.ndarray
 
     def covering(self, spans: Iterable[tuple[int, int]]) -> np.ndarray:
-        """The ids (bool) that stand for characters of the spans [begin, end)."""
+        """Returns the mask (bool) of ids that stand for characters of the spans [begin, end)."""
         covered = np.zeros(len(self.ids), bool)
         for begin, end in spans:
             here = np.flatnonzero((self.ends > begin) & (self.begins < end))
@@ -255,15 +262,15 @@ class Tokens(NamedTuple):
 
 
 class MarkedEncoder:
-    """Gives the ids of `tokenizers`, in which names of special tokens are those tokens."""
+    """Encodes with the ids of `tokenizers`; names of special tokens become those tokens."""
 
     def __init__(self, tokenizer_json: str | None) -> None:
         """`tokenizer_json` None: bytes. Raises ValueError if the text describes no tokenizer."""
         self._tokenizer = None
         self.special: dict[int, str] = {}  # names of special tokens
         if tokenizer_json is not None:
-            read_tokenizer(tokenizer_json)  # is it one?
-            # A frame around texts would shift the characters of tokens that begin with a space.
+            read_tokenizer(tokenizer_json)  # raises if it is not a tokenizer
+            # A post-processor would shift the character offsets of tokens that begin with a space.
             content = json.loads(tokenizer_json) | {"post_processor": None}
             self._tokenizer = read_tokenizer(json.dumps(content))
             self._tokenizer.encode_special_tokens = False
@@ -271,14 +278,16 @@ class MarkedEncoder:
             self.special = {id: str(token) for id, token in added.items() if token.special}
 
     def size(self, text: str) -> int:
-        """Bytes of UTF-8; raises ValueError for a lone surrogate, or a text that is too long."""
+        """Returns the UTF-8 bytes; raises ValueError for a lone surrogate or a text that is too
+        long.
+        """
         size = utf8_size(text)
         if size > _MOST_BYTES:
             raise ValueError(f"has {size:,} bytes of text, more than {_MOST_BYTES:,}: cut it")
         return size
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
-        """The tokens of each text; raises ValueError for one that has no `size`."""
+        """Returns the tokens of each text; raises ValueError for one that `size` refuses."""
         if self._tokenizer is None:
             return [_bytes_of(text) for text in texts]
         tokens: list[Tokens] = []

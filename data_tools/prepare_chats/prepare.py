@@ -1,4 +1,4 @@
-"""Splits of conversations, or of pairs of them: the recipe, and the function that writes one."""
+"""Writes splits of conversations, or of pairs of them."""
 
 import hashlib
 import json
@@ -21,12 +21,14 @@ from data_tools.tokenizer import Tokenizer
 from lmlib.data.chats.chat import ChatTemplate, write_chat_template
 from lmlib.data.stored.metadata import SplitMetadata, read_split
 
-# The fate of a conversation that is too long. drop: it is left out. cut_prompt: its beginning is,
+# Handling of a conversation that is too long. drop: leave it out. cut_prompt: remove its beginning,
+# up to the first response at most. cut_turns: remove its end, after the last complete response.
+# A response is never cut: if that is impossible, the conversation is dropped.
 # up to the first response at most. cut_turns: its end is, after the last response that is left
 # whole. A response is never cut: where that cannot be, the conversation is dropped.
 TooLong = Literal["drop", "cut_prompt", "cut_turns"]
 
-NOW = datetime(2024, 7, 26)  # the day on which Llama 3.1's template falls back
+NOW = datetime(2024, 7, 26)  # the default date of Llama 3.1's template
 
 _LEFT_OUT = ("dropped_documents", "dropped_tokens", "cut_documents", "cut_tokens")
 
@@ -46,16 +48,16 @@ def prepare_chats(
 ) -> SplitMetadata:
     """Writes the conversations of the source as the split `out`/`split`, or the missing ones.
 
-    The assistant's answers are the targets. The template is kept beside the tokenizer. Killed and
-    called again, it goes on to the same bytes, which do not depend on `workers`.
+    The assistant's answers are the targets. The template is stored with the tokenizer. If it is
+    killed and called again, it continues to the same bytes, which do not depend on `workers`.
 
     Args:
       source: rows whose field is a `ConversationField`.
-      template: makes a text of a conversation; None: each is a prompt and a response, encoded
-        apart, after BOS and before EOS.
-      max_length: tokens of the longest conversation, or of both of a pair; None: any.
-      too_long: the fate of a longer one; pairs are dropped.
-      now: the time that the template is given.
+      template: renders a conversation; None encodes each prompt and response separately, after BOS
+        and before EOS.
+      max_length: tokens of the longest conversation, or of both of a pair; None for any.
+      too_long: the handling of longer ones; pairs are dropped.
+      now: the time seen by the template.
       settings: see `write_shard`, also for the errors.
     """
     field = source.field
@@ -81,7 +83,7 @@ def prepare_chats(
     folder = OutFolder.of(out)
     digest = None
     if template is not None:
-        if not (part is not None and part.held_out):  # the user was warned already
+        if not (part is not None and part.held_out):  # the user has been warned already
             _warn_of_missing_ends(documents)
         content = [dict(template.sources), dict(template.special_tokens)]
         digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
@@ -129,12 +131,12 @@ class ChatRecipe:
     too_long: TooLong
 
     def encode(self, block: Block) -> EncodedBlock:
-        """The block's conversations; a row that has none with a response is among the bad rows."""
-        bad_rows: dict[int, Row] = {}  # by their number in the block
+        """Returns the block's conversations; a row without a response is among the bad rows."""
+        bad_rows: dict[int, Row] = {}  # by number in the block
         read = {}
         for number, row in enumerate(block.rows(self.field)):
             if row.text is None:
-                if self.part is None or not self.part.held_out:  # so that it counts once
+                if self.part is None or not self.part.held_out:  # count it only once
                     bad_rows[number] = row
             elif self.part is None or self.part.has(row.text):
                 read[number] = row.where, read_conversations(row.text)
@@ -163,7 +165,10 @@ class ChatRecipe:
         )
 
     def _fitting(self, documents: list[Document], left_out: dict[str, int]) -> list[Document]:
-        """The documents if they are short enough, or the kept part of one; counts the rest."""
+        """Returns the documents if they are short enough, or the kept part of one.
+
+        Counts the rest in `left_out`.
+        """
         tokens = sum(len(each.ids) for each in documents)
         if self.max_length is None or tokens <= self.max_length:
             return documents
@@ -182,11 +187,11 @@ class ChatRecipe:
 def shortened(
     ids: np.ndarray, is_target: np.ndarray, longest: int, too_long: TooLong
 ) -> slice | None:
-    """The kept ids of a conversation with more than `longest`; None: it is dropped."""
+    """Returns the kept ids of a conversation with more than `longest`; None to drop it."""
     targets = np.flatnonzero(is_target)
     if too_long == "cut_prompt":
         begin = len(ids) - longest
-        # A token before the first target must stay: nothing else predicts it.
+        # Keep a token before the first target, to predict it.
         return slice(begin, len(ids)) if begin < targets[0] else None
     if too_long == "cut_turns":
         ends = 1 + targets[np.flatnonzero(np.diff(targets, append=len(ids) + 1) > 1)]

@@ -1,4 +1,4 @@
-"""The chat template of a tokenizer, one of ours, or another one, for prepare_chats."""
+"""Chat templates for prepare_chats: the tokenizer's, a bundled one, or a file."""
 
 import os
 from pathlib import Path
@@ -11,22 +11,22 @@ from lmlib.data.chats.chat import (
     read_chat_template,
 )
 
-_OURS = Path(__file__).parent / "templates"  # of well-known models, with their answers marked
+_OURS = Path(__file__).parent / "templates"  # of well-known models, with the answers marked
 
 
 def template_names() -> list[str]:
-    """The names of our own templates."""
+    """Returns the names of the bundled templates."""
     return sorted(file.stem for file in _OURS.glob("*.jinja"))
 
 
 def load_template(tokenizer: str, template: str | None = None) -> ChatTemplate | None:
-    """The template of the `tokenizer` as `load_tokenizer` takes it, or another for that.
+    """Returns the chat template for a `tokenizer` of `load_tokenizer`; None if it has none.
 
     Args:
-      template: the name of one of ours, or a file; "": none.
+      template: the name of a bundled one, or a file; "" for none.
 
-    None if it has none. Raises ValueError or OSError if the template is absent or damaged,
-    or ours needs a token that the tokenizer has no name for.
+    Raises ValueError or OSError if the template is absent or damaged, or a bundled one needs a
+    token that the tokenizer does not name.
     """
     if template == "":
         return None
@@ -49,7 +49,7 @@ def _check_tokens(template: ChatTemplate, name: str, tokenizer: str) -> None:
     for token in ("bos_token", "eos_token"):
         if token in template.sources[DEFAULT] and token not in template.special_tokens:
             remedy = "choose another template"
-            if tokenizer != "bytes":  # it has no folder
+            if tokenizer != "bytes":  # "bytes" has no folder
                 remedy = f'write "{token}" there, or {remedy}'
             raise ValueError(
                 f"--template={name} writes a {token}, and {CONFIG_FILE} of --tokenizer={tokenizer} "
@@ -58,7 +58,7 @@ def _check_tokens(template: ChatTemplate, name: str, tokenizer: str) -> None:
 
 
 def _folder(tokenizer: str) -> Path:
-    """The folder of the tokenizer's files, fetched if need be."""
+    """Returns the folder of the tokenizer's files, downloaded if necessary."""
     path = Path(os.path.expanduser(tokenizer))
     if tokenizer == "bytes" or path.is_dir():
         return path
@@ -69,7 +69,7 @@ def _folder(tokenizer: str) -> Path:
 
     try:
         folder = Path(snapshot_download(tokenizer, allow_patterns=[CONFIG_FILE, TEMPLATE_FILE]))
-        if not (folder / CONFIG_FILE).is_file():  # which every tokenizer of the Hub has
+        if not (folder / CONFIG_FILE).is_file():  # every tokenizer on the Hub has it
             raise FileNotFoundError(f"there is no {CONFIG_FILE}")
         return folder
     except Exception as error:  # of the network, of the file system

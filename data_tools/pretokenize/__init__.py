@@ -1,1 +1,1 @@
-"""Documents in, a split of flat tokens out: `python -m data_tools.pretokenize`."""
+"""Converts documents to a split of flat tokens: `python -m data_tools.pretokenize`."""

@@ -3,7 +3,9 @@
     python -m data_tools.pretokenize --dataset=allenai/c4 --name=en --split=train \\
         --tokenizer=TOKENIZER --out=DIR --max_tokens=1e9 --validation_fraction=0.01
 
-Killed and started again, it goes on where it was. With --shards=N the split is made of N parts;
+If it is killed, the same command continues where it stopped. With --shards=N the split has N
+parts; --shard=I/N makes only one of them, to use several machines, and --ray makes all of them
+on a Ray cluster. See docs/data.md.
 --shard=I/N makes only one of them, for as many machines as there are, and --ray makes all of
 them on a Ray cluster. docs/data.md says more.
 """

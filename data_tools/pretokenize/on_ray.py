@@ -1,6 +1,6 @@
-"""All shards of a split on a Ray cluster, for `python -m data_tools.pretokenize --ray`.
+"""Writes all shards of a split on a Ray cluster, for `python -m data_tools.pretokenize --ray`.
 
-The machines share a file system or reach a bucket.
+The machines share a file system or have access to a bucket.
 """
 
 import os
@@ -32,25 +32,25 @@ def pretokenize_on_ray(
     progress: Progress = no_progress,
     **settings: Any,
 ) -> SplitMetadata:
-    """Writes the same as `pretokenize`, each shard by a task of its own; needs the extra `ray`.
+    """Writes the same split as `pretokenize`, with one task per shard; needs the extra `ray`.
 
-    A shard whose task fails, or whose machine is lost, is begun again where it stopped, up to
-    `retries` times each. All machines see the same files under the same paths, or `out` is in a
-    bucket, whose shards' progress is not known; all have this library installed.
+    A shard whose task fails, or whose machine is lost, is resumed where it stopped, up to `retries`
+    times each. All machines see the same files under the same paths, or `out` is in a bucket, in
+    which case the shards' progress is unknown. All have this library installed.
 
     Args:
-      address: of the cluster; 'auto' for the one that this machine is in, 'local' for a new one.
-      workers: processes that tokenise for each shard; 0, the task itself, is best when there are
-        more shards than cores.
+      address: the cluster's address; 'auto' for the one of this machine, 'local' for a new one.
+      workers: processes that tokenise for each shard; 0, the task itself, is best if there are more
+        shards than cores.
       settings: see `pretokenize_shard`.
 
-    Raises ValueError for a bad row or bad settings, RuntimeError if a shard fails for good or no
-    cluster answers.
+    Raises ValueError for a bad row or bad settings, RuntimeError if a shard fails after all retries
+    or no cluster answers.
     """
     import ray
 
     folder = OutFolder(out)
-    # Tasks may run elsewhere, so a path has to be whole; of a bucket each has a folder of its own.
+    # Tasks may run elsewhere, so a path must be absolute; for a bucket each has its own folder.
     target = (source, tokenizer, str(out) if folder.is_in_bucket else str(folder.path), split)
     settings |= {"shards": shards, "workers": workers}
 
@@ -58,7 +58,7 @@ def pretokenize_on_ray(
     if begun_here:
         try:
             ray.init(address=address, log_to_driver=False)
-        except Exception as error:  # Ray raises that class itself where a machine is too slow
+        except Exception as error:  # Ray itself raises that class if a machine is too slow
             raise RuntimeError(f"no Ray cluster at {address!r}: {error}") from error
     try:
         task = ray.remote(num_cpus=max(1, workers), max_retries=0)(_make_shard)
@@ -75,7 +75,7 @@ def pretokenize_on_ray(
                 try:
                     ray.get(result)
                 except (ray.exceptions.RayError, OSError) as error:
-                    cause = getattr(error, "cause", error)  # the error of the task itself
+                    cause = getattr(error, "cause", error)  # the task's own error
                     if isinstance(cause, ValueError | FileExistsError):
                         raise cause from None
                     failures[shard] += 1
@@ -105,7 +105,7 @@ def _make_shard(folder: str, target: tuple[Any, ...], settings: dict[str, Any]) 
 
 
 def _progress(folder: Path, shards: int) -> tuple[dict[str, int], float]:
-    """The counts of all shards on disk by now, and the share of them that is finished."""
+    """Returns the counts of all shards on disk so far, and the finished fraction of them."""
     finished, totals = zip(*(shard_progress(folder, n, shards) for n in range(shards)), strict=True)
     names = ("documents", "bytes", "tokens")
     counts = {name: sum(getattr(shard, name) for shard in totals) for name in names}

@@ -1,5 +1,8 @@
-"""The folder in which a command makes shards: on a disk as the user names it; or, for a bucket, a
-folder of this machine, from which each shard is sent when it is whole."""
+"""The output folder of a command that makes shards.
+
+It is on a disk, as named by the user. For a bucket, it is a local folder from which each complete
+shard is uploaded.
+"""
 
 import dataclasses
 import os
@@ -21,18 +24,20 @@ class OutFolder:
     """The folder of a data set.
 
     Attributes:
-      path: on this machine. For a folder in a bucket it has the metadata of the shards that the
-        bucket has, and unfinished shards, which any later process goes on with.
+      path: on this machine. For a folder in a bucket it has the metadata of the bucket's shards,
+        and unfinished shards, which any later process continues.
     """
 
     @classmethod
     def of(cls, out: "str | os.PathLike[str] | OutFolder") -> "OutFolder":
-        """`out` itself if it is one."""
+        """Returns `out` itself if it is an `OutFolder`."""
         return out if isinstance(out, OutFolder) else cls(out)
 
     def __init__(self, out: str | os.PathLike[str]):
-        """Raises ValueError for a name that no folder can have, BucketError if the bucket cannot be
-        read."""
+        """Opens the folder.
+
+        Raises ValueError for an invalid folder name, BucketError if the bucket cannot be read.
+        """
         self._name = os.fspath(out)
         self._url = BucketUrl.parsed(self._name)
         if self._url is None:
@@ -50,9 +55,9 @@ class OutFolder:
         return self._name.rstrip("/") or self._name
 
     def send(self, split: str, shard: str) -> None:
-        """Puts a whole shard into the bucket, its metadata last; only that stays here.
+        """Uploads a complete shard, its metadata last; only the metadata stays here.
 
-        Files that the bucket has already are not sent again.
+        Files that the bucket already has are not sent again.
 
         Raises:
           FileExistsError: if the bucket has another tokenizer or chat template.
@@ -75,7 +80,7 @@ class OutFolder:
                 entry.unlink()
 
     def _send_shared(self, store: BucketStore) -> None:
-        """Sends the files that all shards share, beside the splits."""
+        """Uploads the files shared by all shards, next to the splits."""
         for file in self._shared():
             if not store.write_if_absent(file.name, file.read_bytes()):
                 raise FileExistsError(
@@ -91,7 +96,7 @@ class OutFolder:
         for file in self.path.glob(f"*/*/{FILE_NAME}"):
             was_sent = len(list(file.parent.iterdir())) == 1
             if was_sent and file.relative_to(self.path).as_posix() not in names:
-                shutil.rmtree(file.parent)  # somebody deleted the shard
+                shutil.rmtree(file.parent)  # the shard was deleted in the bucket
         if not any(self.path.glob("*/*")):
             for file in self._shared():
                 file.unlink()

@@ -1,4 +1,4 @@
-"""The summaries that pretokenize and prepare_chats print, and the command that they propose."""
+"""Summaries printed by pretokenize and prepare_chats, and the suggested next command."""
 
 from data_tools.held_out import VALIDATION
 from data_tools.pretokenize.out_folder import OutFolder
@@ -7,7 +7,7 @@ from lmlib.terminal.python_command import python_command
 
 
 def summary(made: SplitMetadata | ShardMetadata, folder: str, seconds: float) -> str:
-    """The counts of the new split or shard, and the time that this run took."""
+    """Formats the counts of the new split or shard, and the time of this run."""
     rows = {
         "folder": folder if isinstance(made, SplitMetadata) else f"{folder}/{made.name}",
         "documents": f"{made.documents:,}",
@@ -30,7 +30,7 @@ def summary(made: SplitMetadata | ShardMetadata, folder: str, seconds: float) ->
 
 
 def next_command(out: str) -> str | None:
-    """Trains on the data set `out`; None while it lacks a split that this takes."""
+    """Returns a training command for the data set `out`; None while it lacks a needed split."""
     folder = OutFolder(out)
     try:
         for split in ("train", VALIDATION):
@@ -42,7 +42,7 @@ def next_command(out: str) -> str | None:
 
 
 def left_out(made: SplitMetadata | ShardMetadata) -> dict[str, str]:
-    """The counts of conversations that were too long, and of targets."""
+    """Formats the counts of conversations that were too long, and of targets."""
     share = f", {made.targets / made.tokens:.1%} of the tokens" if made.tokens else ""
     return {
         "dropped": f"{made.dropped_documents:,} that were too long, {made.dropped_tokens:,} tokens",

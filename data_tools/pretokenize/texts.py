@@ -1,4 +1,4 @@
-"""Texts as documents: the recipe, and the functions that write a split of them."""
+"""Writes splits of texts."""
 
 import gzip
 from collections.abc import Iterable, Mapping
@@ -34,7 +34,7 @@ def pretokenize(
 
     `source` may be any iterable of texts. `progress` is called for the whole split.
 
-    Raises the errors of `pretokenize_shard`, and ValueError if there is no text at all.
+    Raises the errors of `pretokenize_shard`, and ValueError if there is no text.
     """
     rows = source if isinstance(source, RowSource) else Texts(source)
     folder = OutFolder.of(out)
@@ -74,11 +74,11 @@ def pretokenize_shard(
 ) -> ShardMetadata:
     """Writes one shard of `out`/`split`, or the missing part of it.
 
-    Each document is framed by the tokenizer's BOS and EOS; an empty one is nothing but its frame.
+    Each document is framed by the tokenizer's BOS and EOS; an empty one consists of only its frame.
 
     Args:
-      max_tokens: of the split: a shard ends with the document that reaches its equal part.
-      gzip_baseline: whether to record the length of each document under gzip -9; slow.
+      max_tokens: of the split: a shard ends with the document that reaches its equal share.
+      gzip_baseline: True records the length of each document under gzip -9; slow.
       settings: see `write_shard`, also for the errors.
     """
     if max_tokens is not None and max_tokens < 1:
@@ -107,7 +107,7 @@ def pretokenize_shard(
 
 
 def finished_split(out: OutFolder, split: str, part: Part | None) -> SplitMetadata:
-    """All shards of `out`/`split`; raises ValueError for a split without text."""
+    """Returns all shards of `out`/`split`; raises ValueError for a split without text."""
     metadata = read_split(out.path / split)
     try:
         check_not_empty(metadata, split, part)
@@ -129,7 +129,7 @@ class TextRecipe:
     gzip_baseline: bool  # whether to measure each text under gzip -9
 
     def encode(self, block: Block) -> EncodedBlock:
-        """The block's documents; a row whose text cannot be encoded is among the bad rows."""
+        """Returns the block's documents; rows that cannot be encoded are among the bad rows."""
         texts: list[str] = []
         sizes: list[int] = []
         compressed: list[int] = []
@@ -142,7 +142,7 @@ class TextRecipe:
                 except ValueError as error:
                     text, problem = None, str(error)
             if text is None:
-                if self.part is None or not self.part.held_out:  # so that it counts once
+                if self.part is None or not self.part.held_out:  # count it only once
                     bad_rows.append((len(texts), Row(row.where, None, problem)))
             elif self.part is None or self.part.has(text):
                 texts.append(text)

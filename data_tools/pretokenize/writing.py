@@ -1,6 +1,6 @@
-"""Shards of documents of any kind, written from where they were left to their end.
+"""Writes shards of documents of any kind, resuming where an earlier process stopped.
 
-For pretokenize and prepare_chats, which differ in the recipe that makes documents of rows.
+For pretokenize and prepare_chats, which differ in their recipes for making documents of rows.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,7 +21,7 @@ FILE_LENGTH = 16 * 1024 * 1024  # tokens in a file; a kill loses at most one fil
 
 
 class EmptySourceError(ValueError):
-    """No document has any text."""
+    """The documents have no text."""
 
 
 def write_shard(
@@ -46,27 +46,27 @@ def write_shard(
 ) -> ShardMetadata:
     """Writes the documents that `recipe` makes of the source's rows, or the missing ones.
 
-    The bytes on disk depend on neither `workers` nor how often the writing was killed and begun
-    again. After a kill, the last tokens that did not fill a file are made again.
+    The bytes on disk depend on neither `workers` nor interruptions. After a kill, the last tokens
+    that did not fill a file are made again.
 
     Args:
       source: the rows; the shard takes its share.
       out: the data set's folder. If it is `gs://…` or `s3://…`, the shard is made on this machine,
-        in the user's cache folder, and sent when it is whole.
-      described: everything that the documents depend on, for the record.
+        in the user's cache folder, and uploaded when it is complete.
+      described: everything on which the documents depend, for the record.
       content: the kind of documents.
       framing: the ids before and after each of them, for the record.
-      part: the documents to take, for the record; None: all.
+      part: the documents to take, for the record; None for all.
       max_tokens: the shard ends with the document that reaches this number.
       workers: processes that tokenise; 0 for the calling one.
-      on_bad_row: whether a row without a usable text is an error, or counted and left out.
+      on_bad_row: raise an error for a row without a usable text, or count and skip it.
       progress: called with documents, bytes and tokens after each block of about a megabyte.
-      skipped: called with each row that is left out, and its block, which can `locate` it.
+      skipped: called with each skipped row, and its block, which can `locate` it.
 
     Raises:
       FileExistsError: if the shard was made or begun with other settings, or is being written.
-      ValueError: for a bad row, with its file and line, settings that make no sense, or, for an
-        only shard, no text at all.
+      ValueError: for a bad row, with its file and line, invalid settings, or, for a single shard,
+        no text.
       OSError: for a file or a bucket that cannot be read or written.
     """
     if part is not None:
@@ -149,7 +149,7 @@ def check_not_empty(
 
 
 def _up_to(encoded: EncodedBlock, tokens: int) -> tuple[EncodedBlock, bool]:
-    """The block cut after the document that reaches `tokens`, and whether one does."""
+    """Truncates the block after the document that reaches `tokens`; True if one does."""
     ends = encoded.lengths.cumsum()
     if not ends.size or ends[-1] < tokens:
         return encoded, False
@@ -172,7 +172,7 @@ def _write(writer: ShardWriter, encoded: EncodedBlock) -> None:
 def _progress(
     totals: Totals, fraction: float | None, max_tokens: int | None
 ) -> tuple[dict[str, int], float | None]:
-    """The counts of a shard, and the share of it that is done."""
+    """Returns the counts of a shard, and the completed fraction."""
     if max_tokens is not None:
         fraction = min(1.0, max(fraction or 0.0, totals.tokens / max_tokens))
     counts = {"documents": totals.documents, "bytes": totals.bytes, "tokens": totals.tokens}

@@ -10,11 +10,11 @@ if TYPE_CHECKING:
     import pyarrow
 
 PARQUET, ARROW = (".parquet", ".pq"), (".arrow", ".feather")  # suffixes, in any case
-_READ_BYTES = 2 * BLOCK_BYTES  # of rows that are gathered
-# Rows that are decoded at once: a dictionary makes many large ones of a few bytes on disk.
+_READ_BYTES = 2 * BLOCK_BYTES  # of gathered rows
+# Rows decoded at once: a dictionary can expand a few bytes on disk to many large rows.
 _READ_ROWS = 8
-_MOST_ROWS = 1 << 16  # in a block: empty ones take no bytes on disk, but some here
-_BUFFER_BYTES = 1024 * 1024  # of a column as it is stored, instead of a whole row group's
+_MOST_ROWS = 1 << 16  # in a block: empty rows take memory, but no bytes on disk
+_BUFFER_BYTES = 1024 * 1024  # of a stored column, instead of a whole row group
 
 
 def _rows(content: tuple[str, int, list[dict[str, Any]]], field: Field) -> Iterator[Row]:
@@ -31,12 +31,11 @@ def _rows(content: tuple[str, int, list[dict[str, Any]]], field: Field) -> Itera
 def arrow_blocks(
     path: Path, size: int, start: int, stop: int, position: list[int] | None, field: Field
 ) -> Iterator[Block]:
-    """The rows of the file's parts that begin at bytes [start, stop) of `size`.
+    """Yields the rows of the file's parts that begin at bytes [start, stop) of `size`.
 
-    The parts are Parquet's row groups, taken to be of equal size, or a whole Arrow file;
-    `position` is [part, row]. `Block.fraction` is the file's, for Parquet.
-    Raises OSError, naming the file, if it cannot be read, ValueError for missing or ambiguous
-    columns.
+    The parts are Parquet's row groups, assumed to be of equal size, or a whole Arrow file;
+    `position` is [part, row]. For Parquet, `Block.fraction` is the file's. Raises OSError, naming
+    the file, if it cannot be read, ValueError for missing or ambiguous columns.
     """
     import pyarrow as pa
 
@@ -57,7 +56,7 @@ def arrow_blocks(
 def batch_blocks(
     batches: "Iterator[pyarrow.RecordBatch]", place: str, field: Field, part: int, skipped: int
 ) -> Iterator[Block]:
-    """The batches' rows after the first `skipped`, in blocks of a good size.
+    """Yields the batches' rows after the first `skipped`, in blocks of a suitable size.
 
     `place` names their origin, and `part` is its number: positions are [part, row].
     """
@@ -73,15 +72,15 @@ def batch_blocks(
                 found = _values(piece, field)
                 texts = [each for values in found for each in values.values()]
                 size = sum(len(text) for text in texts if isinstance(text, str | bytes))
-                size = piece.nbytes if field.needed is None else size  # counts a dictionary whole
+                size = piece.nbytes if field.needed is None else size  # counts the whole dictionary
                 yield Block([part, row], None, size, (place, row, found), _rows)
             row += len(piece)
 
 
 def _values(batch: "pyarrow.RecordBatch", field: Field) -> list[dict[str, Any]]:
-    """The rows as dictionaries, of only the needed column if it is there.
+    """Returns the rows as dictionaries, with only the needed column if it exists.
 
-    In that column a string that is not UTF-8 is left as bytes.
+    Strings in that column that are not UTF-8 stay bytes.
     """
     import pyarrow as pa
 
@@ -129,7 +128,7 @@ def _parquet_blocks(
 
 
 def _gathered(batches: "Iterator[pyarrow.RecordBatch]") -> "Iterator[pyarrow.RecordBatch]":
-    """The same rows in fewer batches, of about `_READ_BYTES`."""
+    """Merges batches into fewer ones, of about `_READ_BYTES`."""
     import pyarrow as pa
 
     waiting: list[pa.RecordBatch] = []
@@ -145,7 +144,7 @@ def _gathered(batches: "Iterator[pyarrow.RecordBatch]") -> "Iterator[pyarrow.Rec
 
 
 def _record_batches(path: Path, field: Field) -> "Iterator[pyarrow.RecordBatch]":
-    """The needed columns of an Arrow file, or of an Arrow stream as `datasets` keeps it."""
+    """Reads the needed columns of an Arrow file, or of an Arrow stream as stored by `datasets`."""
     import pyarrow as pa
 
     with pa.memory_map(str(path)) as content:
@@ -164,7 +163,7 @@ def _record_batches(path: Path, field: Field) -> "Iterator[pyarrow.RecordBatch]"
 
 
 def _check_names(path: Path, names: list[str], field: Field) -> None:
-    """Raises ValueError for a column that is needed and is there twice."""
+    """Raises ValueError if a needed column occurs twice."""
     for name in names if field.needed is None else [field.needed]:
         if names.count(name) > 1:
             raise ValueError(
@@ -173,7 +172,7 @@ def _check_names(path: Path, names: list[str], field: Field) -> None:
 
 
 def _check_offsets(batch: "pyarrow.RecordBatch") -> None:
-    """Raises ArrowInvalid for values outside of the file, which Arrow itself would read.
+    """Raises ArrowInvalid for values outside the file, which Arrow itself would read.
 
     Strings are checked as bytes: a string that is not UTF-8 makes only its row bad.
     """

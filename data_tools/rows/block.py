@@ -1,4 +1,4 @@
-"""Rows, blocks of rows and sources of blocks: everything that a reader of a file format needs."""
+"""Rows, blocks of rows and sources of blocks: the interface of readers of file formats."""
 
 import functools
 import importlib
@@ -11,14 +11,14 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from data_tools.rows.compressed import opened
 
-BLOCK_BYTES = 1024 * 1024  # of text, about; a longer row makes a longer block
-MAX_ROW_BYTES = 128 * 1024 * 1024  # of a line or a text file; bounds the memory that a row takes
+BLOCK_BYTES = 1024 * 1024  # approximate bytes of text; a longer row makes a longer block
+MAX_ROW_BYTES = 128 * 1024 * 1024  # of a line or a text file; bounds a row's memory
 TOO_LONG = f"is longer than {MAX_ROW_BYTES // 2**20} MiB: cut it into several rows"
-_SHOWN = 10  # lines about rows that are left out
+_SHOWN = 10  # maximum number of messages about skipped rows
 
 
 class Row(NamedTuple):
-    """A row of the source, with its text or its problem."""
+    """A row of the source, with its text or an error."""
 
     where: str  # the file and the line or row in it
     text: str | None
@@ -29,27 +29,31 @@ class Row(NamedTuple):
 
 
 class Field(ABC):
-    """The part of a row that is its text."""
+    """Extracts the text of a row."""
 
     @property
     @abstractmethod
     def needed(self) -> str | None:
-        """The only column that is needed; None: all of them."""
+        """The only column that is needed; None for all."""
 
     @property
     @abstractmethod
     def description(self) -> Any:
-        """The field in JSON values, for the record."""
+        """The field as JSON values, for the record."""
 
     @abstractmethod
     def text(self, row: Mapping[str, Any], filled_up: bool) -> str:
-        """The text of a row; raises ValueError, whose message completes a sentence about the row.
+        """Returns the text of a row.
 
-        `filled_up`: a null may stand for an entry that the row lacks, as in Arrow's structs.
+        Raises ValueError, whose message completes a sentence about the row.
+
+        Args:
+          filled_up: True if a null may stand for an entry that the row lacks, as in Arrow's
+            structs.
         """
 
     def row(self, row: object, where: str, filled_up: bool = False) -> Row:
-        """The row with its text, or its problem."""
+        """Returns the row with its text, or its error."""
         if not isinstance(row, Mapping):
             return Row(where, None, f"is no JSON object but {type(row).__name__}")
         try:
@@ -78,7 +82,7 @@ class TextField(Field):
         if self.function is not None:
             try:
                 found = imported(self.function)(row)
-            except Exception as error:  # any error of the user's function is about this row
+            except Exception as error:  # any error of the user's function makes this row bad
                 raise ValueError(f"makes {self.function} raise {error!r}") from error
         elif self.column in row:
             found = row[self.column]
@@ -94,7 +98,7 @@ class TextField(Field):
 
 @functools.cache
 def imported(function: str) -> Callable[[Mapping[str, Any]], Any]:
-    """The text function; raises ValueError if it cannot be imported."""
+    """Imports the text function; raises ValueError if that fails."""
     module, _, name = function.partition(":")
     try:
         loaded = getattr(importlib.import_module(module), name)
@@ -109,15 +113,15 @@ def imported(function: str) -> Callable[[Mapping[str, Any]], Any]:
 
 
 class Block(NamedTuple):
-    """Consecutive rows of a source, as they were read.
+    """Consecutive rows of a source, as read.
 
     Attributes:
-      position: the place where the block begins, in JSON values.
-      fraction: the share of the source up to the end of this block; None if unknown.
-      size: bytes of memory that the rows take, about.
-      content: the rows as they were read.
-      rows_of: makes rows of the content; a function of a module, which other processes can import.
-      lines_of: the file of lines whose bytes the places of rows name, if it is one.
+      position: the position of the block's beginning, as JSON values.
+      fraction: the fraction of the source up to the end of this block; None if unknown.
+      size: approximate bytes of memory of the rows.
+      content: the rows as read.
+      rows_of: makes rows of the content; a module's function, which other processes can import.
+      lines_of: the file of lines to whose bytes the rows' places refer, if any.
     """
 
     position: Any
@@ -128,11 +132,11 @@ class Block(NamedTuple):
     lines_of: str | None = None
 
     def rows(self, field: Field) -> Iterator[Row]:
-        """The rows, with their texts."""
+        """Yields the rows, with their texts."""
         return self.rows_of(self.content, field)
 
     def locate(self, row: Row) -> Row:
-        """The row with its line number, for which the file is read up to there."""
+        """Returns the row with its line number, for which the file is read up to it."""
         if self.lines_of is None:
             return row
         place, number = int(row.where.rpartition(" ")[2]), 1
@@ -145,30 +149,30 @@ class Block(NamedTuple):
 
 @runtime_checkable
 class RowSource(Protocol):
-    """Rows in a fixed order, which can be cut into shards and entered in the middle."""
+    """Rows in a fixed order, which can be divided into shards and resumed in the middle."""
 
     field: Field
 
     @property
     def description(self) -> dict[str, Any]:
-        """The rows and their origin, in JSON values, for the record."""
+        """The rows and their origin, as JSON values, for the record."""
 
     def blocks(self, shard: int, shards: int, position: Any = None) -> Iterator[Block]:
-        """The blocks of one shard, from the one that began at `position`.
+        """Yields the blocks of one shard, from the one that began at `position`.
 
-        The shards' rows, one after the other, are all rows once; `shards` may be any number.
+        The concatenated shards contain each row once; `shards` may be any number.
         """
 
 
 def bad_row(block: Block, row: Row) -> ValueError:
-    """The error that names a row and its problem."""
+    """Returns an error that names a row and its problem."""
     return ValueError(
         f"{block.locate(row)}: repair it, or pass over such rows with --on_bad_row=skip"
     )
 
 
 class SkippedRows:
-    """Prints the first rows that are left out to stderr."""
+    """Prints the first skipped rows to stderr."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -183,7 +187,7 @@ class SkippedRows:
 
 
 def utf8_row(content: bytes, where: str) -> Row:
-    """A row whose text is `content`."""
+    """Returns a row with the text `content`."""
     try:
         return Row(where, content.decode("utf-8"))
     except UnicodeDecodeError as error:

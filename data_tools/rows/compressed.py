@@ -6,12 +6,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}  # by suffix, in any case; the names are Arrow's
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}  # by suffix, case-insensitive; the names are Arrow's
 _SKIPPED_BYTES = 1024 * 1024  # at once
 
 
 def compression(path: Path) -> str:
-    """The last suffix of the name if it is one of `COMPRESSIONS`, in lower case; else ""."""
+    """Returns the name's last suffix in lower case if it is in `COMPRESSIONS`, otherwise ""."""
     suffix = path.suffix.lower()
     return suffix if suffix in COMPRESSIONS else ""
 
@@ -23,9 +23,9 @@ class Stream:
         self._path, self._stored, self._content = path, stored, content
 
     def read(self, count: int) -> bytes:
-        """The next bytes, none at the end.
+        """Returns the next bytes; empty at the end.
 
-        Raises OSError, naming the file, if it is not whole or not in the format of its suffix.
+        Raises OSError, naming the file, if it is truncated or not in the format of its suffix.
         """
         try:
             return self._content.read(count)
@@ -35,7 +35,10 @@ class Stream:
             ) from error
 
     def seek(self, place: int) -> int:
-        """Goes to a byte of the decompressed content; in a compressed file from its beginning."""
+        """Seeks to a byte of the decompressed content.
+
+        A compressed file is read from its beginning.
+        """
         if self._content is self._stored:
             return self._stored.seek(place)
         done = 0
@@ -45,7 +48,7 @@ class Stream:
 
     @property
     def fraction(self) -> float:
-        """The share of the stored bytes that was read."""
+        """Returns the fraction of the stored bytes that was read."""
         place = self._stored.tell()
         size = self._stored.seek(0, io.SEEK_END)
         self._stored.seek(place)
@@ -54,7 +57,10 @@ class Stream:
 
 @contextmanager
 def opened(path: Path) -> Iterator[Stream]:
-    """The content of the file; OSError if it cannot be opened, or is empty but compressed."""
+    """Opens the content of the file.
+
+    Raises OSError on failure, or if the file is compressed but empty.
+    """
     with open(path, "rb", buffering=0) as stored:
         if not compression(path):
             yield Stream(path, stored, stored)

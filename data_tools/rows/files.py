@@ -1,4 +1,4 @@
-"""Files on this machine, of any mixture of formats, as one source of rows.
+"""Local files of mixed formats as one source of rows.
 
 `READERS` has the formats of rows. A file with another suffix is a text.
 """
@@ -16,7 +16,9 @@ from data_tools.rows.block import BLOCK_BYTES, MAX_ROW_BYTES, Block, Field, Row,
 from data_tools.rows.compressed import compression, opened
 from data_tools.rows.records import documents_blocks, lines_blocks, text_row
 
-# From the file, its size, bytes `start` and `stop` (up to size + 1), the position of a block or
+# Takes the file, its size, bytes `start` and `stop` (up to size + 1), the position of a block or
+# `None`, and the field of the text. Yields the blocks that begin between `start` and `stop`, from
+# the one at that position on. A part that cannot be divided begins at byte 0.
 # `None`, and the field of the text: the blocks that begin between `start` and `stop`, from the one
 # at that position on. A part that cannot be cut begins at byte 0.
 Reader = Callable[[Path, int, int, int, Any, Field], Iterator[Block]]
@@ -25,7 +27,7 @@ READERS: dict[str, Reader] = {
     **dict.fromkeys((*PARQUET, *ARROW), arrow_blocks),
 }
 
-# Suffixes of files that are neither rows nor texts, by the advice about them.
+# Suffixes of files that are neither rows nor texts, by the remedy in the error.
 _REFUSED = {
     "write its rows as JSON Lines or Parquet": (
         ".csv .tsv .psv .xls .xlsx .ods .avro .orc .tfrecord .warc .wet .wat .db .sqlite .sqlite3 "
@@ -43,12 +45,12 @@ _ADVICE = {suffix: advice for advice, suffixes in _REFUSED.items() for suffix in
 
 
 def kind(file: Path) -> str:
-    """The suffix that names the format, in lower case: that before .gz or .zst, if it has one."""
+    """Returns the format's suffix in lower case, ignoring a final .gz or .zst."""
     return (file.with_suffix("") if compression(file) else file).suffix.lower()
 
 
 def may_be_file(name: str) -> bool:
-    """Returns whether the name ends like a file's."""
+    """True if the name ends like a file's."""
     known = {*READERS, *_ADVICE, ".txt", ".py", ".md"}
     return bool(compression(Path(name))) or kind(Path(name)) in known
 
@@ -57,8 +59,8 @@ class Files:
     """The rows of files, in order: lines of .jsonl, rows of .parquet and .arrow, whole text files.
 
     Files of lines and text files may also end in .gz or .zst. Shards are equal shares of the files'
-    bytes: a part of a file that can be read by itself (a line, a row group, a whole file that is
-    compressed or has separated documents) belongs to the shard in whose share it begins.
+    bytes. A part of a file that can be read independently (a line, a row group, a whole file that
+    is compressed or has separated documents) belongs to the shard in whose share it begins.
     """
 
     def __init__(
@@ -69,15 +71,17 @@ class Files:
         pattern: str | None = None,
         document_separator: str | None = None,
     ) -> None:
-        """`datasets` are files, and folders whose files that match the glob `pattern` count, sorted
-        by path. With a `document_separator` a text file holds many documents.
+        """Finds the files.
 
-        Links to folders inside of a folder are not followed. Names that begin with a dot are left
-        out, unless the pattern has one too.
-        Raises FileNotFoundError for a path that is not there or a folder without matches, OSError
-        for a folder that cannot be listed or a path that is not a regular file, ValueError for an
-        empty name, an empty separator, a file that is neither rows nor a text, or, without a
-        pattern, a folder that holds both.
+        `datasets` are files and folders; folders contribute the files that match the glob
+        `pattern`, sorted by path. With a `document_separator` a text file holds many documents.
+        Links to folders inside a folder are not followed. Names that begin with a dot are skipped,
+        unless the pattern has one too.
+
+        Raises FileNotFoundError for a missing path or a folder without matches, OSError for a
+        folder that cannot be listed or a path that is not a regular file, ValueError for an empty
+        name, an empty separator, a file that is neither rows nor a text, or, without a pattern, a
+        folder that holds both.
         """
         if not datasets or not all(datasets):
             raise ValueError(
@@ -90,7 +94,7 @@ class Files:
         self._datasets, self._pattern = list(datasets), pattern
         self._files = [file for name in datasets for file in _files_of(name, pattern)]
         self._sizes = [file.stat().st_size for file in self._files]
-        # One more than its size, so that an empty file has a place in a share too.
+        # One more than its size, so that an empty file belongs to a share too.
         self._offsets = [0, *accumulate(size + 1 for size in self._sizes)]
 
     @property
@@ -110,7 +114,7 @@ class Files:
 
     @property
     def kinds_of_text(self) -> dict[str, int]:
-        """The number of text files with each suffix, the most frequent first."""
+        """Returns the number of text files with each suffix, the most frequent first."""
         return dict(Counter(map(kind, filter(_is_text, self._files))).most_common())
 
     def blocks(self, shard: int, shards: int, position: Any = None) -> Iterator[Block]:
@@ -126,7 +130,7 @@ class Files:
         shares = [share for share in shares if share.start < share.stop]
 
         def placed(block: Block, number: int, inner: Any, last: int, before: int) -> Block:
-            """`last` is the file that the block ends in; `before` of its bytes come earlier."""
+            """`last` is the file in which the block ends; `before` of its bytes come earlier."""
             done = before if block.fraction is None else block.fraction * (self._sizes[last] + 1)
             fraction = (self._offsets[last] + done - low) / (high - low)
             fraction = min(1.0, max(0.0, fraction))
@@ -164,7 +168,7 @@ class _Share(NamedTuple):
 
 
 def _text_files_blocks(files: Sequence[Path]) -> Iterator[Block]:
-    """The files, several to a block if they are small; `position` counts those before it."""
+    """Yields the files, several per block if they are small; `position` counts those before it."""
     first, texts, read_bytes = 0, [], 0
     for number, file in enumerate(files, start=1):
         content = _content(file)
@@ -181,7 +185,7 @@ def _rows(content: list[tuple[str, bytes | None]], field: Field) -> Iterator[Row
 
 
 def _content(path: Path) -> bytes | None:
-    """All bytes, decompressed; None if there are too many."""
+    """Returns all bytes, decompressed; None if there are too many."""
     content = bytearray()
     with opened(path) as stream:
         while piece := stream.read(BLOCK_BYTES):
@@ -209,7 +213,7 @@ def _files_of(name: str, pattern: str | None) -> list[Path]:
     for file in found:
         _check_is_read(file)
     texts = [file for file in found if _is_text(file)]
-    if pattern is None and 0 < len(texts) < len(found):  # one of the kinds is hardly meant
+    if pattern is None and 0 < len(texts) < len(found):  # one of the kinds is probably unintended
         rows = next(file for file in found if not _is_text(file))
         raise ValueError(
             f"{path} holds files of rows, such as {rows.name}, and others, such as "
@@ -221,7 +225,7 @@ def _files_of(name: str, pattern: str | None) -> list[Path]:
 
 
 def _check_listable(path: Path) -> None:
-    """Raises OSError for a folder whose content would be missed without a word."""
+    """Raises OSError for a folder whose content would be missed silently."""
 
     def fail(error: OSError) -> None:
         raise OSError(f"{error.filename} cannot be listed: {error.strerror}") from error
@@ -231,7 +235,7 @@ def _check_listable(path: Path) -> None:
 
 
 def _check_is_read(file: Path) -> None:
-    """Raises an error with advice for a path that is not a file, or neither rows nor text."""
+    """Raises an error with a remedy for a path that is not a file, or neither rows nor text."""
     if not file.exists():
         link = "it is a link to nothing" if file.is_symlink() else "check its name"
         raise FileNotFoundError(f"there is no file {file}: {link}")

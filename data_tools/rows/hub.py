@@ -1,8 +1,8 @@
 """Hugging Face data sets as streams, for `--dataset` of commands and for `HFStream`.
 
-A data set may be a stranger's. `datasets` runs no code of a data set since version 4, but the data
-set chooses its format, and its README the files. So only formats of plain records are taken, and a
-data set from elsewhere may not name files of this machine.
+A data set may be untrusted. `datasets` runs no code of a data set since version 4, but the data set
+chooses its format, and its README the files. Only formats of plain records are therefore accepted,
+and a remote data set may not name files on this machine.
 """
 
 import os
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     import datasets
     import pyarrow
 
-FORMATS = ("json", "parquet", "arrow", "csv", "text")  # the names that `datasets` gives them
-_ROWS = 256  # fetched at once
+FORMATS = ("json", "parquet", "arrow", "csv", "text")  # names in `datasets`
+_ROWS = 256  # per fetch
 
 
 def stream_data_set(dataset: str, name: str | None, split: str) -> "datasets.IterableDataset":
-    """The records of a data set on the Hub, or in a folder.
+    """Opens the records of a data set on the Hub, or in a folder.
 
-    Raises ValueError for formats or files that are not taken from strangers, and the errors of
-    `datasets`, of many unrelated types, if it cannot be opened.
+    Raises ValueError for formats or files that are not accepted from untrusted sources, and the
+    errors of `datasets`, of many unrelated types, if it cannot be opened.
     """
     from datasets import load_dataset_builder  # 0.7 s to import
 
@@ -46,10 +46,10 @@ def stream_data_set(dataset: str, name: str | None, split: str) -> "datasets.Ite
 
 
 class HubDataset:
-    """The rows of a split, in its stored order.
+    """The rows of a split, in stored order.
 
-    Shards are made of the files that the data set is stored in, so there are at most as many.
-    Going on in the middle reads the current file again up to there.
+    Shards are made of the files in which the data set is stored, so there are at most as many.
+    Resuming reads the current file again up to the position.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Files of records with a separator between them: JSON Lines, and texts of several documents."""
+"""Files of records with a separator: JSON Lines, and texts of several documents."""
 
 import codecs
 import json
@@ -16,16 +16,17 @@ from data_tools.rows.block import (
 )
 from data_tools.rows.compressed import Stream, compression, opened
 
-_FIRST_BYTES = 64 * 1024  # of a file, which tell whether it has lines
+_FIRST_BYTES = 64 * 1024  # of a file, checked for lines
 
 
-# Whole records of a file: its path, the place of the first in the decompressed file, all bytes, or
+# Complete records of a file: its path, the offset of the first in the decompressed file, all bytes
+# (None for one record that is too long), and the separator.
 # None for one record that is too long, and the separator.
 Records = tuple[str, int, bytes | None, bytes]
 
 
 def text_row(text: bytes | None, where: str, path: str, field: Field) -> Row:
-    """The row of a text, whose columns are `text` and its file's `path`; None if it is too long."""
+    """Returns the row of a text, with the columns `text` and `path`; None if it is too long."""
     row = Row(where, None, TOO_LONG) if text is None else utf8_row(text, where)
     if row.text is None or field.needed is not None:
         return row
@@ -51,7 +52,7 @@ def _lines(content: Records, field: Field) -> Iterator[Row]:
 
 
 def _split(content: Records, mark: bytes = b"") -> Iterator[tuple[str, bytes | None]]:
-    """The place and the content of each record that is not blank, without a `mark` of the file."""
+    """Yields the place and content of each non-blank record, without a byte order mark."""
     path, begin, records, separator = content
     if records is None:
         yield f"{path}, byte {begin}", None
@@ -67,10 +68,10 @@ def _split(content: Records, mark: bytes = b"") -> Iterator[tuple[str, bytes | N
 def lines_blocks(
     path: Path, size: int, start: int, stop: int, position: int | None, field: Field
 ) -> Iterator[Block]:
-    """The lines that begin at bytes [start, stop) of the file, from byte `position` on.
+    """Yields the lines that begin at bytes [start, stop) of the file, from byte `position` on.
 
-    A compressed file has all its lines in the range that holds byte 0; `position` counts
-    decompressed bytes there. Raises ValueError for a file that is one JSON value.
+    A compressed file has all its lines in the range that contains byte 0; `position` then counts
+    decompressed bytes. Raises ValueError for a file that is one JSON value.
     """
     whole = bool(compression(path))
     if whole and start > 0:
@@ -86,9 +87,9 @@ def lines_blocks(
 
 
 def documents_blocks(path: Path, separator: bytes, position: int | None) -> Iterator[Block]:
-    """The documents of a text file from byte `position` of the decompressed content on.
+    """Yields the documents of a text file from byte `position` of the decompressed content on.
 
-    Newlines around one are dropped, and so are blank ones.
+    Surrounding newlines are stripped, and blank documents skipped.
     """
     with opened(path) as stream:
         for offset, content in _records(stream, stream.seek(position or 0), None, separator):
@@ -99,14 +100,14 @@ def documents_blocks(path: Path, separator: bytes, position: int | None) -> Iter
 def _records(
     stream: Stream, begin: int, stop: int | None, separator: bytes
 ) -> Iterator[tuple[int, bytes | None]]:
-    """The place and the content of whole records, many at a time, which begin before `stop`.
+    """Yields the offset and content of complete records, many at a time, that begin before `stop`.
 
-    `begin` is the stream's place. The last record may lack its separator. A record that is much too
-    long comes by itself, as None. A `stop` needs a separator of one byte.
+    `begin` is the stream's offset. The last record may lack its separator. A record that is much
+    too long is yielded separately, as None. A `stop` needs a separator of one byte.
     """
     if stop is not None and begin >= stop:
         return
-    kept, dropped = bytearray(), 0  # the bytes from `begin` on, without the first if too many
+    kept, dropped = bytearray(), 0  # the bytes from `begin` on; the first are dropped if too many
     while content := stream.read(BLOCK_BYTES):
         searched = max(0, len(kept) - len(separator) + 1)
         kept += content
@@ -124,7 +125,7 @@ def _records(
             dropped = 0
             if stop is not None and begin >= stop:
                 return
-        # The last record that belongs here is the one that holds byte stop - 1.
+        # The last record in range is the one that holds byte stop - 1.
         end = 0 if stop is None else kept.find(separator, max(stop - 1 - begin, 0)) + 1
         is_last = end > 0
         end = end or len(kept) - len(kept.split(separator)[-1])
@@ -139,7 +140,7 @@ def _records(
 
 
 def _next_line(stream: Stream, start: int) -> int:
-    """Puts the stream at the first line that begins at `start` or later, and returns its place."""
+    """Moves the stream to the first line that begins at `start` or later; returns its offset."""
     begin = stream.seek(start - 1)
     while content := stream.read(BLOCK_BYTES):
         end = content.find(b"\n")

@@ -1,4 +1,4 @@
-"""The source of rows that a command line names, and the source of texts that a program has."""
+"""Sources of rows named on a command line, and sources of texts from Python."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -19,13 +19,13 @@ def row_source(
     pattern: str | None = None,
     document_separator: str | None = None,
 ) -> RowSource:
-    """The rows of `datasets`: files and folders, or one Hugging Face data set.
+    """Returns the rows of `datasets`: files and folders, or one Hugging Face data set.
 
-    A name that is not a path on this machine is taken for a Hugging Face data set; `name` and
-    `split` choose its part. Only files take a separator of the documents in a text file.
+    A name that is not a local path is taken as a Hugging Face data set; `name` and `split` select
+    its part. Only files accept a separator of the documents in a text file.
 
-    Raises FileNotFoundError for a path that is not there, ValueError for a data set that cannot
-    be opened or a text function that cannot be imported, and the errors of `Files`.
+    Raises FileNotFoundError for a missing path, ValueError for a data set that cannot be opened or
+    a text function that cannot be imported, and the errors of `Files`.
     """
     if isinstance(field, TextField) and field.function is not None:
         imported(field.function)
@@ -45,14 +45,14 @@ def row_source(
 
 
 def _may_be_hub_name(entry: str) -> bool:
-    """Hub names are `name` or `owner/name`, and never end like a data file."""
+    """True for `name` or `owner/name` without the suffix of a data file."""
     return (
         entry.count("/") <= 1 and not entry.startswith(("/", ".", "~")) and not may_be_file(entry)
     )
 
 
 class Texts:
-    """A source of texts from Python; they may come from an iterator that gives them only once."""
+    """A source of texts from Python; an iterator that can be read only once suffices."""
 
     def __init__(self, texts: Iterable[str], description: Mapping[str, Any] | None = None) -> None:
         self.field: Field = TextField()

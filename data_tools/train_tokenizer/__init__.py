@@ -1,1 +1,1 @@
-"""Learns a byte-level BPE from text: `python -m data_tools.train_tokenizer`."""
+"""Trains a byte-level BPE on text: `python -m data_tools.train_tokenizer`."""

@@ -1,9 +1,10 @@
-"""Learns a byte-level BPE from text; writes tokenizer.json and tokenizer_config.json.
+"""Trains a byte-level BPE on text; writes tokenizer.json and tokenizer_config.json.
 
     python -m data_tools.train_tokenizer --dataset=DIR_OR_FILES_OR_HF_NAME --vocab_size=32768 \\
         --style=llama3 --out=TOK
 
-`python -m data_tools.pretokenize --tokenizer=TOK` takes it as it is, and encodes with it at full
+`python -m data_tools.pretokenize --tokenizer=TOK` accepts the result, and encodes with it at full
+speed. The text comes from the same sources; the same text gives the same tokenizer.
 speed. The text comes from the same sources, and the same text gives the same tokenizer.
 """
 
@@ -60,7 +61,7 @@ flags.DEFINE_float(
     lower_bound=1,
 )
 
-_SAMPLED = 1_000  # documents that tell which fraction to hold out
+_SAMPLED = 1_000  # documents sampled to suggest a fraction to hold out
 
 
 def train(arguments: Sequence[str]) -> int:
@@ -74,7 +75,7 @@ def train(arguments: Sequence[str]) -> int:
     style = cast(Style, FLAGS.style)
     special_tokens = FLAGS.special_tokens or SPECIAL_TOKENS[style]
     config_file = file.with_name(CONFIG_FILE)
-    config = {  # chat templates and transformers read the tokens that frame texts there
+    config = {  # chat templates and transformers read the framing tokens there
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
         **framing_tokens(special_tokens),
@@ -87,7 +88,7 @@ def train(arguments: Sequence[str]) -> int:
     counts, sizes = {"documents": 0, "skipped rows": 0, "bytes": 0}, Counter[int]()
     texts = _texts(counts, sizes)
     tokenizer = train_byte_level_bpe(texts, FLAGS.vocab_size, str(file), style, special_tokens)
-    ByteLevelEncoder(tokenizer.tokenizer_json)  # raises if it could not be run fast
+    ByteLevelEncoder(tokenizer.tokenizer_json)  # raises if the fast engine cannot run it
     config_file.parent.mkdir(parents=True, exist_ok=True)
     write_whole(config_file, json.dumps(config, indent=2) + "\n")
     write_tokenizer(file, tokenizer.tokenizer_json)
@@ -108,7 +109,7 @@ def train(arguments: Sequence[str]) -> int:
 
 
 def _next_command(tokenizer: Path, held_out: float | None) -> str:
-    """Makes a data set of the same text with this tokenizer."""
+    """Returns the command that makes a data set of the same text with this tokenizer."""
     fixed = shared_flags.given()
     if held_out is None:
         held_out = 0.1
@@ -123,7 +124,7 @@ def _next_command(tokenizer: Path, held_out: float | None) -> str:
 
 
 def _texts(counts: dict[str, int], sizes: Counter[int]) -> Iterator[str]:
-    """The texts of the source, counted while they are read; `sizes` are some texts' by their hash.
+    """Yields the texts of the source and counts them; `sizes` gets the sizes of some, by hash.
 
     Raises ValueError for a bad row, or for a source without text.
     """

@@ -1,4 +1,4 @@
-"""Byte-level BPE in the styles of pre-tokenization that data_tools.encoders runs fast.
+"""Trains byte-level BPE with pre-tokenization styles that data_tools.encoders runs fast.
 
 For `python -m data_tools.train_tokenizer` and the data set of the standard library.
 """
@@ -12,12 +12,12 @@ from data_tools.tokenizer import BEGIN_OF_TEXT, END_OF_TEXT, JsonTokenizer
 Style = Literal["gpt2", "llama3", "qwen2"]
 STYLES: tuple[Style, ...] = get_args(Style)
 
-# The default ones of a style; they have names that `load_tokenizer` knows.
+# The default special tokens of a style, under names that `load_tokenizer` knows.
 SPECIAL_TOKENS: dict[Style, tuple[str, ...]] = {
     "gpt2": ("<|endoftext|>",),
     "llama3": (
         *(BEGIN_OF_TEXT, END_OF_TEXT),
-        *("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),  # of chats
+        *("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),  # for chats
     ),
     "qwen2": ("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
 }
@@ -30,15 +30,15 @@ def train_byte_level_bpe(
     style: Style = "gpt2",
     special_tokens: Sequence[str] = (BEGIN_OF_TEXT, END_OF_TEXT),
 ) -> JsonTokenizer:
-    """Learns a byte-level BPE with at most `vocab_size` ids; the same documents give the same.
+    """Trains a byte-level BPE with at most `vocab_size` ids; deterministic for the same documents.
 
-    The first ids are the special tokens, the 256 bytes follow, so that any text round-trips. The
-    style is how a text is cut before it is merged; Qwen 2's first brings it into Unicode's
-    normalization form C. Source: Radford et al., "Language Models are Unsupervised Multitask
-    Learners" (2019), section 2.2.
+    The first ids are the special tokens. The 256 bytes follow, so that any text round-trips. The
+    style is the way in which a text is split before merging; Qwen 2's first normalises it to
+    Unicode's NFC. Source: Radford et al., "Language Models are Unsupervised Multitask Learners"
+    (2019), section 2.2.
 
     Raises ValueError for a vocab_size without room for these, or special tokens that are empty or
-    given twice.
+    repeated.
     """
     least = 256 + len(special_tokens)
     if vocab_size < least:
