@@ -112,7 +112,6 @@ class _WorkerProcess:
         resource_tracker.ensure_running()  # starting it would unblock signals
         # The new process inherits this: Ctrl-C is for the caller, which ends the others. Nor may
         # SIGTERM stop this process while the new one has read only a part.
-        # SIGTERM stop this one while the new process has read only a part.
         signals_before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         try:
             self._process.start()
@@ -127,7 +126,6 @@ class _WorkerProcess:
             if self._recipe is not None:
                 # Not an argument of the process: it may exceed a pipe's capacity, and Python's own
                 # code for reading arguments shows a traceback if this process is killed meanwhile.
-                # own code, which reads those, shows a traceback if this process is killed then.
                 self._connection.send(self._recipe)
                 self._recipe = None
             self._connection.send(block)

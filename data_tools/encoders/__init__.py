@@ -10,9 +10,9 @@ from data_tools.encoders.encoder import (
 
 
 def make_encoder(tokenizer_json: str | None) -> Encoder:
-    """Returns the fastest encoder with provably the same ids as a tokenizer.json; None: raw bytes.
+    """Returns the fastest encoder with provably the same ids as a tokenizer.json.
 
-    Raises ValueError if the text describes no tokenizer.
+    None stands for raw bytes. Raises ValueError if the text describes no tokenizer.
     """
     if tokenizer_json is None:
         return RawBytesEncoder()

@@ -117,7 +117,6 @@ def known_pre_tokenization(expression: str) -> PreTokenization | None:
         kinds.append(f"[{numbers_in_python}]+")  # others take at most three numbers
     # No pre-token has whitespace after another character, except newlines after punctuation.
     # If those are joined, no pre-token has a newline before another character.
-    # and where those are so joined, none has a newline before another character.
     if joins_newlines:
         cut = rf"(?<=[^{in_python}])(?=[{blank_in_python}])|(?<=[\r\n])(?=[^{in_python}])"
     else:
@@ -137,7 +136,7 @@ Ranges = list[tuple[int, int]]  # code points, inclusive
 @functools.cache
 def _classes() -> tuple[Ranges, Ranges, Ranges]:
     r"""Returns the code points matched by `\p{L}`, `\p{N}` and `\s` in the installed `tokenizers`."""
-    # Split all characters into runs of one class at once; each run is identified by its first.
+    # Split all characters into runs of one class; each run is identified by its first one.
     characters = "".join(map(chr, (*range(0xD800), *range(0xE000, 0x110000))))
     together = Split(Regex(r"\p{L}+|\p{N}+|\s+|[^\s\p{L}\p{N}]+"), "isolated")
     runs = [run for run, _ in together.pre_tokenize_str(characters)]

@@ -1,4 +1,4 @@
-"""Records of a Hugging Face data set or of files, as disjoint streams that recover from failures.
+"""Disjoint streams of records of a data set or of files, with recovery from failures.
 
 For `HFStream`. A stream that fails or stalls is opened again at the same place.
 """
@@ -25,7 +25,6 @@ LONGEST_PAUSE_SECONDS = 60.0
 
 # One pass over stream i of n: an iterable like `datasets.IterableDataset`, with `load_state_dict`
 # and `state_dict`, the position after the last record as JSON values.
-# the last record in JSON values, as `datasets.IterableDataset` has them.
 OpenRecords = Callable[[int, int], Any]
 
 

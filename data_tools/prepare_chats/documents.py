@@ -278,8 +278,9 @@ class MarkedEncoder:
             self.special = {id: str(token) for id, token in added.items() if token.special}
 
     def size(self, text: str) -> int:
-        """Returns the UTF-8 bytes; raises ValueError for a lone surrogate or a text that is too
-        long.
+        """Returns the UTF-8 bytes.
+
+        Raises ValueError for a lone surrogate or a text that is too long.
         """
         size = utf8_size(text)
         if size > _MOST_BYTES:

@@ -24,8 +24,6 @@ from lmlib.data.stored.metadata import SplitMetadata, read_split
 # Handling of a conversation that is too long. drop: leave it out. cut_prompt: remove its beginning,
 # up to the first response at most. cut_turns: remove its end, after the last complete response.
 # A response is never cut: if that is impossible, the conversation is dropped.
-# up to the first response at most. cut_turns: its end is, after the last response that is left
-# whole. A response is never cut: where that cannot be, the conversation is dropped.
 TooLong = Literal["drop", "cut_prompt", "cut_turns"]
 
 NOW = datetime(2024, 7, 26)  # the default date of Llama 3.1's template

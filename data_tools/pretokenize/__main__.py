@@ -6,8 +6,6 @@
 If it is killed, the same command continues where it stopped. With --shards=N the split has N
 parts; --shard=I/N makes only one of them, to use several machines, and --ray makes all of them
 on a Ray cluster. See docs/data.md.
---shard=I/N makes only one of them, for as many machines as there are, and --ray makes all of
-them on a Ray cluster. docs/data.md says more.
 """
 
 import importlib.util

@@ -19,8 +19,6 @@ from data_tools.rows.records import documents_blocks, lines_blocks, text_row
 # Takes the file, its size, bytes `start` and `stop` (up to size + 1), the position of a block or
 # `None`, and the field of the text. Yields the blocks that begin between `start` and `stop`, from
 # the one at that position on. A part that cannot be divided begins at byte 0.
-# `None`, and the field of the text: the blocks that begin between `start` and `stop`, from the one
-# at that position on. A part that cannot be cut begins at byte 0.
 Reader = Callable[[Path, int, int, int, Any, Field], Iterator[Block]]
 READERS: dict[str, Reader] = {
     **dict.fromkeys((".jsonl", ".ndjson", ".json", ".jsonlines", ".jl"), lines_blocks),

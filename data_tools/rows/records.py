@@ -21,7 +21,6 @@ _FIRST_BYTES = 64 * 1024  # of a file, checked for lines
 
 # Complete records of a file: its path, the offset of the first in the decompressed file, all bytes
 # (None for one record that is too long), and the separator.
-# None for one record that is too long, and the separator.
 Records = tuple[str, int, bytes | None, bytes]
 
 

@@ -5,7 +5,6 @@
 
 `python -m data_tools.pretokenize --tokenizer=TOK` accepts the result, and encodes with it at full
 speed. The text comes from the same sources; the same text gives the same tokenizer.
-speed. The text comes from the same sources, and the same text gives the same tokenizer.
 """
 
 import json

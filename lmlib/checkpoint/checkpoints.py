@@ -102,7 +102,6 @@ class Checkpoints:
                     self._in_bucket.take()
             # Part of an unfinished step's name, so that no other run writes into it, such as one
             # that was suspended in a save. The processes synchronise here.
-            # asleep in a save say. The processes wait for each other here.
             self._opening = random_text()
             if keep_best:
                 self._retention.read_ranks(self._directory)

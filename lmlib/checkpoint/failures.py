@@ -13,7 +13,7 @@ _ERROR_NUMBER = re.compile(r"os_error_code='(\d+)'")
 
 @contextlib.contextmanager
 def named_errors(doing: str, directory: Path) -> Iterator[None]:
-    """Context manager that raises storage errors as OSErrors that name the directory and the cause.
+    """Context manager that converts storage errors to OSErrors with the directory and the cause.
 
     Orbax and TensorStore raise OSErrors, or other errors that contain the text of one.
 

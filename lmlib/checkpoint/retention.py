@@ -36,7 +36,7 @@ class Retention:
         self._keep_steps = frozenset(keep_steps)
 
     def outdated(self, steps: Sequence[int]) -> list[int]:
-        """Returns those of `steps` to delete, in order."""
+        """Returns the `steps` to delete, in order."""
         kept = {*steps[-self._keep :], self.held, *self._keep_steps, *self._best(steps)}
         if self._keep_every is not None:
             kept |= {step for step in steps if step % self._keep_every == 0}

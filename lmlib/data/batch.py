@@ -35,7 +35,6 @@ class Batch(eqx.Module):
     loss_mask: Bool[Array | np.ndarray, "batch seq"]  # targets of the loss; see docs/flat-tokens.md
     # The ids that a teacher found most likely after each token, in descending order, and their
     # log-probabilities in nats; None without a teacher. See docs/objectives.md.
-    # log-probabilities in nats; None without a teacher. See docs/objectives.md.
     teacher_ids: Int32[Array | np.ndarray, "batch seq k"] | None = None
     teacher_log_probabilities: Float16[Array | np.ndarray, "batch seq k"] | None = None
     # The order of the tokens, see `lmlib.row_order`; "plain" in a `Source`.

@@ -136,7 +136,6 @@ class Mixture:
 
         # Neighbouring rows of a source are read together. Rows of one source are at most batch_size
         # sequences apart, so two neighbours always belong to the same step.
-        # batch_size sequences apart, so that a row and the next are always of the same step.
         sorted_B = np.lexsort((sequence_B, source_B))
         same_source = np.diff(source_B[sorted_B]) == 0
         neighbours = same_source & (np.diff(source_row_B[sorted_B]) == 1)

@@ -5,7 +5,7 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointSettings:
-    """When a run is saved, and which of its checkpoints are kept.
+    """Settings for saving a run and for keeping its checkpoints.
 
     Args:
       every: steps from one checkpoint to the next; the last step is saved too.

@@ -48,8 +48,10 @@ def check_first_rows(experiment: Any) -> None:
 
 
 def all_sources(experiment: Any) -> dict[str, Source]:
-    """Returns the sources for training and evaluation, by names for errors, with the parts of each
-    mixture in its place."""
+    """Returns the sources for training and evaluation, by names for errors.
+
+    A mixture is replaced by its parts.
+    """
     named = training_sources(experiment) | validation_sources(experiment)
     return {name: part for key, each in named.items() for name, part in _parts(key, each)}
 

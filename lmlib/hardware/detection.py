@@ -13,7 +13,6 @@ from typing import Any
 
 # Device files of accelerator drivers in /dev, also present in containers. False positives are
 # harmless: JAX then searches as usual.
-# harm: JAX then looks for itself, as it would without us.
 _DEVICE_FILES = (
     "nvidiactl",
     "nvidia[0-9]*",

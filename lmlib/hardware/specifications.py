@@ -59,8 +59,6 @@ _GIB = 2**30
 # docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}. Their ICI figures cover all links in both
 # directions; for one link in one direction they are divided by 8 on a 2D torus and by 12 on a 3D
 # one. Memory is the limit in the out-of-memory error of libtpu 0.0.42.
-# directions: a link in one direction is that over 8 on a 2D torus and over 12 on a 3D one. Memory
-# is what libtpu 0.0.42 says a program has when one needs too much.
 _TPUS = (
     Accelerator(
         name="v4",
@@ -123,8 +121,6 @@ _TPUS = (
 # NVIDIA. Its data sheets give FLOP/s "with sparsity" and NVLink in both directions, both twice
 # these numbers. Memory is as reported by CUDA. The network is one adapter per GPU, as in NVIDIA's
 # DGX of that generation: 200 Gbit/s for A100, 400 Gbit/s for later ones.
-# twice these. Memory is what CUDA reports. The network is an adapter for each GPU, as in
-# NVIDIA's DGX of that generation: 200 Gbit/s for A100, 400 Gbit/s after it.
 _CUDA_GPUS = (
     # nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/nvidia-a100-datasheet.pdf
     Accelerator(

@@ -17,7 +17,6 @@ from lmlib.terminal.table import columns
 
 # Inputs of the rematerialised parts of the model, and the loss's residuals: always saved,
 # independent of `saved`.
-# kept whatever `saved` says.
 ALWAYS_KEPT = ("layer_input", "head_input", "loss_gradient")
 
 

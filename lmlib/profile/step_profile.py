@@ -157,7 +157,7 @@ def step_profile(
     """Aggregates a trace of a compiled step.
 
     Args:
-      executions: the trace's executions; those from other programs are ignored.
+      executions: the trace's executions; executions of other programs are ignored.
       program_text: the step's text, `compiled.as_text()`.
       steps: complete steps in the trace.
       scopes: the scopes to distinguish (`lmlib.plan.scopes.scopes_of`).

@@ -18,7 +18,6 @@ from jax.profiler import ProfileData
 
 # Prefixes of the planes and lines with a platform's executions. Other lines of these planes are
 # summaries, and the host's plane has the launches of accelerator kernels.
-# planes sum it up, and the host's plane has the launches of accelerators' kernels.
 _PLACES = {
     "cpu": ("/host:CPU", ""),
     "gpu": ("/device:GPU:", "Stream #"),

@@ -25,7 +25,7 @@ _PER_PART = ("grad_norm", "weight_norm", "output_rms")
 _DIGITS = 6  # of a drawn value
 _DIGITS_OF_AXES = 12  # of a fractional axis value: neighbouring steps must stay distinct
 # The largest distance of a drawn value from the interquartile range of all values: in widths of
-# that range, and relative to its magnitude. and in its magnitudes.
+# that range, and relative to its magnitudes.
 _FAR, _LARGE = 20, 10
 _NOT_DRAWN = ("step", "tokens", "step_flops")  # axes, or covered by other charts
 # The order of charts: losses, other validation metrics, custom metrics, the update, speed.

@@ -93,10 +93,10 @@ def write_picture(specification: dict[str, Any], file: str | os.PathLike[str]) -
 
 
 def coordinates(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns the figure of a coordinate check: one row of charts per rule, by width, then by
-    depth.
+    """Returns the figure of a coordinate check, with one row of charts per rule.
 
-    Each row has a chart for each observed quantity.
+    The rows by width come first, then those by depth. Each row has a chart for each observed
+    quantity.
 
     Args:
       rows: {"by", "size", "rule", "looked_at", "step", "change"}: the scaled dimension (width or

@@ -90,8 +90,10 @@ class Points(NamedTuple):
 
 
 def stretch(series: Series, most: int) -> int:
-    """Returns the number of steps per point that gives at most `most` points; 1 for a short
-    series."""
+    """Returns the number of steps per point that gives at most `most` points.
+
+    It is 1 for a short series.
+    """
     if len(series.steps_N) <= most:
         return 1
     span = int(series.steps_N[-1]) - int(series.steps_N[0]) + 1

@@ -68,8 +68,9 @@ def seen(places: Iterable[str | os.PathLike[str]]) -> list[Seen]:
 
 
 def names(paths: Sequence[Path]) -> list[str]:
-    """Returns the distinct parts of the paths: below their common folder, or a single path's last
-    part.
+    """Returns the distinct parts of the paths.
+
+    These are the parts below the common folder, or the last part of a single path.
     """
     whole = [path.absolute() for path in paths]
     if len(whole) == 1:

@@ -32,15 +32,15 @@ _NO_LIMIT = 1.7e308
 
 
 def curves() -> dict[str, Any]:
-    """Returns the chart of curves over rows {curve, stretch, step, x, value, least, greatest,
-    not_finite}.
+    """Returns a chart of curves for rows with the fields listed below.
 
-    A row is a point of a run. A curve is the mean of its rows (several seeds) in each "stretch" of
-    steps, smoothed over a window of points; the band spans the smallest to the largest. The mean is
-    dashed where fewer runs have a value than elsewhere, and the line breaks where their number
-    changes. Crosses mark values that are not finite, triangles values outside the limits "above"
-    and "below"; "pointed_at" is a value of x. Filled in later: `data.values`, the window's frame,
-    the limits, the titles and scales of the axes, and the domain of colours.
+    The fields are {curve, stretch, step, x, value, least, greatest, not_finite}. A row is a point
+    of a run. A curve is the mean of its rows (several seeds) in each "stretch" of steps, smoothed
+    over a window of points; the band spans the smallest to the largest. The mean is dashed where
+    fewer runs have a value than elsewhere, and the line breaks where their number changes. Crosses
+    mark values that are not finite, triangles values outside the limits "above" and "below";
+    "pointed_at" is a value of x. Filled in later: `data.values`, the window's frame, the limits,
+    the titles and scales of the axes, and the domain of colours.
     """
     order = [{"field": "step"}]
     moved = {"on": "pointermove", "clear": "pointerout", "nearest": True}
@@ -108,7 +108,9 @@ def curves() -> dict[str, Any]:
             _marks("area", "least", band, fillOpacity=0.2, strokeOpacity=0.6, **outline),
             _marks("line", "value", dashed, strokeWidth=1, opacity=0.3),
             _marks("line", "smooth", dashed, strokeWidth=1.8),
-            _points("datum.runs != datum.before && datum.runs != datum.after", size=25),  # alone
+            _points(
+                "datum.runs != datum.before && datum.runs != datum.after", size=25
+            ),  # isolated points
             _at_edge(
                 "datum.not_finite > 0",
                 "6",

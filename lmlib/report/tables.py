@@ -156,9 +156,7 @@ def number(value: float | None) -> str:
 
 
 def _shown_numbers(runs: Sequence[Seen]) -> list[str]:
-    """Returns the names in `Run.final` and, for unfinished runs, in the metrics of their last
-    steps.
-    """
+    """Returns the names in `Run.final`, and the last steps' metrics of unfinished runs."""
     made = {name for each in runs for name in each.run.final}
     made |= {name for each in runs if not each.run.finished for name in each.series}
     return [name for name in (*_FINAL, *_OF_STEPS) if name in made]

@@ -79,9 +79,7 @@ class Run:
 
     @functools.cached_property
     def validation(self) -> StoredValidation | None:
-        """The content of validation.json, the last validation batch by batch; `None` if there is
-        none.
-        """
+        """The content of validation.json, the last validation batch by batch, or `None`."""
         return read_validation(self.path)
 
     @functools.cached_property
@@ -153,8 +151,7 @@ def read_run(workdir: str | os.PathLike[str]) -> Run:
 
 
 def find_runs(places: Iterable[str | os.PathLike[str]]) -> list[Run]:
-    """Returns the runs in `places`: workdirs, or folders that contain some at any depth, as sweeps
-    do.
+    """Returns the runs in `places`: workdirs, or folders that contain some at any depth.
 
     Raises:
       ValueError: if a place has no run; the error names it.

@@ -47,8 +47,10 @@ class Measurements:
         self._newest: list[dict[str, Any]] = []
 
     def update(self) -> None:
-        """Reads new lines. Raises OSError if the file is unreadable or a link; the error names
-        it."""
+        """Reads new lines.
+
+        Raises OSError, naming the file, if it is unreadable or a link.
+        """
         check_no_link(self._path)
         try:
             with open(self._path, "rb") as file:

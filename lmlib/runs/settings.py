@@ -1,6 +1,7 @@
-"""`settings.json`: every parameter of a run's config by path, `{"optimizer.peak_lr": "0.003"}`.
+"""`settings.json`: every parameter of a run's config by path.
 
-A value is text as written by Python's `repr`; a callable is stored as its name.
+For example `{"optimizer.peak_lr": "0.003"}`. A value is text as written by Python's `repr`; a
+callable is stored as its name.
 """
 
 import ast
@@ -48,8 +49,9 @@ def is_below(path: str, names: Iterable[str]) -> bool:
 
 
 def last_name(path: str) -> str:
-    """Returns the last name of a path: `peak_lr` for `optimizer.peak_lr`, `weights['a.b']` for
-    `data.weights['a.b']`.
+    """Returns the last name of a path.
+
+    `peak_lr` for `optimizer.peak_lr`, `weights['a.b']` for `data.weights['a.b']`.
     """
     before, bracket, key = path.partition("[") if path.endswith("]") else (path, "", "")
     return before.rpartition(".")[2] + bracket + key

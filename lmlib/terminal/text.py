@@ -2,7 +2,7 @@
 
 A model's text, a file's name or a foreign config may contain terminal commands: ESC ] 52 writes the
 clipboard, and U+202E reverses the direction of a line. `guard_terminals` makes the standard streams
-show such characters in Python's notation, \x1b, for text of any origin; files and pipes get text
+show such characters in Python's notation, \\x1b, for text of any origin; files and pipes get text
 unchanged.
 """
 
@@ -16,7 +16,6 @@ from typing import Any
 
 # Control characters (C0 except tab and newline, DEL, C1) and characters that override the
 # direction of text.
-# of text.
 _COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 # Prefixes of writes that redraw a line: by lmlib, and by tqdm in libraries.
 _REDRAWS = re.compile(r"\r(\x1b\[K)?|(\x1b\[A)+\Z")

@@ -30,7 +30,6 @@ from lmlib.storage.whole_file import make_folder, write_whole
 FOLDER = "trackers"
 # MLflow's limits: characters in a name and entities in a request; its code for a refusal; and a
 # metric that stores the step, since MLflow returns a metric's last value without its step.
-# is the step, since MLflow gives a metric's last value without its step.
 _LONGEST, _MOST = 250, {"metrics": 1000, "params": 100}
 _REFUSED, _STEP = "INVALID_PARAMETER_VALUE", "step"
 _Value = TypeVar("_Value")

@@ -16,7 +16,6 @@ SEED = "seed"  # last component of every seed's path
 LENGTH = "steps"  # the setting that differs between runs of several lengths
 # Settings that don't change the training result: the place and speed of a run, and the frequency
 # and text of its measurements. validation.json has a digest of the text.
-# validation.json has a digest of the text.
 WITHOUT_EFFECT = (
     "mesh",
     "compute.attention",

@@ -1,4 +1,4 @@
-"""A ladder of runs: the loss of each by its size and tokens, and the scaling law fitted to them."""
+"""A ladder of runs: losses by size and tokens, and the scaling law fitted to them."""
 
 import dataclasses
 import math

@@ -136,7 +136,7 @@ def smallest_effect(difference: Difference, margin: float, error_rate: float) ->
 
 
 def seeds_needed(difference: Difference, margin: float, error_rate: float) -> int | None:
-    """Returns the seeds of each setting needed to find an effect as large as that of `difference`.
+    """Returns the seeds of each setting needed to find an effect of the size of `difference`.
 
     The power is 80 %, and the deviation is taken to be the true one. `None` if more than 1,000
     would be needed, if the effect is within the margin so that no number suffices, or if there are

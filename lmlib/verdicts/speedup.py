@@ -1,4 +1,4 @@
-"""Effective speedup: the extra compute that the baseline would need for another setting's loss.
+"""Effective speedup: the factor of compute that the baseline needs for another setting's loss.
 
 A difference of 0.02 nats is large late in training and small early. The baseline's own curve, L = E
 + B/D^β over its tokens D, turns a difference into a factor of compute. There are two curves:

@@ -29,8 +29,6 @@ _Made = TypeVar("_Made")
 
 # The kind of documents of a split. Conversations and pairs have a loss mask and are never cut.
 # Document 2·i of pairs has the chosen answer, 2·i + 1 the rejected one.
-# document 2·i has the chosen answer, 2·i + 1 the rejected one.
-# true of pairs: document 2·i has the chosen answer, 2·i + 1 the rejected one.
 Content = Literal["text", "conversations", "pairs"]
 
 

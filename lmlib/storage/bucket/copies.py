@@ -154,7 +154,7 @@ def put_together(store: BucketStore, objects: Collection[str]) -> bytes:
 
 @contextlib.contextmanager
 def place_to_write(url: BucketUrl) -> Iterator[Path]:
-    """Yields an empty folder that stands for `url`, locked against other processes of this machine.
+    """Yields an empty folder for `url`, locked against other processes of this machine.
 
     `fetch` downloads the bucket's files into it.
 

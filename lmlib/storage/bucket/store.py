@@ -82,7 +82,6 @@ class BucketStore:
         if self.url.scheme == "gs":
             # TensorStore reads a refusal by Google as the end of the names. Without permission to
             # list, an absent object is reported as forbidden.
-            # list, an object that is absent is forbidden.
             self._answer("list", under or ".", lambda: self._keys.read(f"{prefix}.absent"))
         found = [key.decode() for key in keys]  # some emulators return keys out of range
         return {key.removeprefix(root): None for key in found if key.startswith(prefix)}
