@@ -135,7 +135,7 @@ Ranges = list[tuple[int, int]]  # code points, inclusive
 
 @functools.cache
 def _classes() -> tuple[Ranges, Ranges, Ranges]:
-    r"""Returns the code points matched by `\p{L}`, `\p{N}` and `\s` in the installed `tokenizers`."""
+    r"""Returns the code points of `\p{L}`, `\p{N}` and `\s` in the installed `tokenizers`."""
     # Split all characters into runs of one class; each run is identified by its first one.
     characters = "".join(map(chr, (*range(0xD800), *range(0xE000, 0x110000))))
     together = Split(Regex(r"\p{L}+|\p{N}+|\s+|[^\s\p{L}\p{N}]+"), "isolated")

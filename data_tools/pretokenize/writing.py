@@ -21,7 +21,7 @@ FILE_LENGTH = 16 * 1024 * 1024  # tokens in a file; a kill loses at most one fil
 
 
 class EmptySourceError(ValueError):
-    """The documents have no text."""
+    """A split without any text."""
 
 
 def write_shard(

@@ -357,7 +357,7 @@ class Checkpoints:
 
     def _remove_old(self) -> None:
         """Removes the checkpoints that are not kept, on process 0."""
-        # In the directory that is open: another may have replaced it.
+        # In the directory that is open, since another may have replaced it.
         directory = self._directory if self._opened is None else self._opened.path
         old = self._retention.outdated(folders.steps_in(directory))
         if self._in_bucket is None:

@@ -1,8 +1,8 @@
 """Steps on a disk: Orbax writes the arrays, a rename makes a step visible.
 
 Orbax's `AsyncCheckpointer` writes only the folder of the arrays. Its OCDBT format and compression
-are off: saves are several times faster without them, and trained weights hardly compress. Steps are
-restored from their verified files, without Orbax.
+are off: saves are much faster without them, and trained weights hardly compress. Steps are restored
+from their verified files, without Orbax.
 """
 
 import json

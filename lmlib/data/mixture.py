@@ -125,7 +125,7 @@ class Mixture:
         return taken
 
     def batch(self, step: int, rows: slice = slice(None)) -> Batch:
-        """The given rows of the batch of `step`; see `Source.batch`.
+        """Returns the given rows of the batch of `step`; see `Source.batch`.
 
         Reads no other row of any source. Raises ValueError for a negative step.
         """

@@ -40,7 +40,7 @@ def check_first_rows(experiment: Any) -> None:
     """Checks the first rows of all training and validation data of an experiment.
 
     Raises:
-      ValueError: naming the source and what is wrong in its rows.
+      ValueError: naming the source and the fault in its rows.
     """
     vocab, needs_pairs = experiment.recipe.made.vocab, experiment.objective.compares_pairs
     for name, source in all_sources(experiment).items():

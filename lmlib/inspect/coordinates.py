@@ -29,8 +29,7 @@ Changes = Mapping[str, Sequence[float]]
 
 
 def changes(experiment: Experiment) -> Changes:
-    """Returns how much activations change by each step of `experiment`, by the names in
-    `LOOKED_AT`.
+    """Returns the change of activations after each step of `experiment`, for each of `LOOKED_AT`.
 
     The change is the root mean square, over all elements of the first batch, of the difference from
     the values before the first step. The first three names are points of the residual stream:

@@ -194,8 +194,8 @@ def runs(*places: str | os.PathLike[str], steps: bool = False) -> "pandas.DataFr
 
     Places are workdirs, or folders that contain some, such as a sweep's. Columns are `run` (its
     workdir), the settings in which the runs differ (`None` where that is the setting, NaN where a
-    run lacks it), its `state`, whether it has `finished`, the last value of each metric, such as
-    `loss` and `evaluation_loss`, and the numbers in `Run.final`, such as `training_loss` and
+    run lacks it), its `state`, `finished` (bool), the last value of each metric, such as `loss` and
+    `evaluation_loss`, and the numbers in `Run.final`, such as `training_loss` and
     `validation_loss`. With `steps`, there is a row for each step of each run, with that step's
     metrics.
 

@@ -38,12 +38,12 @@ _Value = TypeVar("_Value")
 class Tracker(abc.ABC):
     """A `lmlib.metrics.sinks.Sink` that sends a run to a tracker through its package, `package`.
 
-    A thread follows metrics.jsonl and samples/, so training never waits for the tracker. It sends a
-    complete step at once: when metrics.jsonl has the next step, or at the end of this start. The
-    last step of a finished run also has the numbers of result.json. Each start asks for the
-    tracker's last step and sends all later ones, so neither a kill nor an unreachable server loses
-    a step. The tracker keeps its first values of steps that are repeated; additions by a later
-    start to the last step of an earlier one are sent separately.
+    A thread follows metrics.jsonl and samples/, so training never waits for the tracker. It sends
+    each step in one piece once it is complete: when metrics.jsonl has the next step, or at the end
+    of this start. The last step of a finished run also has the numbers of result.json. Each start
+    asks for the tracker's last step and sends all later ones, so neither a kill nor an unreachable
+    server loses a step. The tracker keeps its first values of steps that are repeated; additions by
+    a later start to the last step of an earlier one are sent separately.
 
     WORKDIR/trackers/PACKAGE.json holds the run's id in the tracker. A copy of the workdir, and a
     run that restarts with other settings, are new runs in the tracker.

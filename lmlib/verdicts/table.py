@@ -20,7 +20,7 @@ def comparison_text(comparison: Comparison) -> str:
     titles += ["minus baseline", "verdict"] * bool(judged)
     titles += ["speedup in steps", "in FLOPs", "in seconds"] * sped
     rows = [_cells(comparison, row, sped) for row in comparison.rows]
-    # Without verdicts, rows have no verdict cells.
+    # Rows without verdicts lack the verdict cells.
     lines = [columns([titles, *(row[: len(titles)] for row in rows)])]
     lines += ["", "± is one standard error over seeds"]
     if judged:

@@ -119,7 +119,7 @@ class StoredSplit:
         return Span(pieces)
 
     def edges(self, first: int = 0, stop: int | None = None) -> np.ndarray:
-        """Returns the starts of documents [first, stop) and the last one's end, as int64 tokens."""
+        """Returns the token offsets (int64) of documents [first, stop), and the last one's end."""
         stop = self.documents if stop is None else stop
         edges, before = [np.zeros(0, np.int64)], 0
         for offset, starts in zip(self._offsets, self._starts, strict=False):
