@@ -2,7 +2,7 @@
 
     python -m data_tools.convert SEQAX_DIR OUT
 
-OUT must not exist, unless a conversion was killed there: the same command then goes on.
+OUT must not exist, unless a conversion was killed there: the same command then continues.
 Documents without tokens are dropped. seqax's format does not record the tokenizer; --tokenizer
 records it in the new data set.
 """

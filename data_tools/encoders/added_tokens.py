@@ -1,4 +1,4 @@
-"""The added tokens of a tokenizer.json that are recognised inside a plain text."""
+"""Added tokens of a tokenizer.json that are recognised inside plain text."""
 
 import re
 from collections.abc import Iterator

@@ -174,7 +174,7 @@ class HFStream:
         return contents(self._dataset, self._name) if self._stored else {}
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids`, without special tokens."""
+        """Returns the text of `ids`, without special tokens."""
         return self._tokenizer.decode(ids)
 
     def text_codec(self) -> TextCodec:
@@ -258,7 +258,7 @@ class HFStream:
         self.restore(0, [{**state, "step": 0, "positions": {}} for state in known])
 
     def close(self) -> None:
-        """Ends the threads; the next batch can only be the first."""
+        """Ends the threads; afterwards only the first batch can be requested."""
         for opened in self._opened.values():
             opened.close()
         self._opened.clear()

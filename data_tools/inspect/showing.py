@@ -121,7 +121,7 @@ def _source_text(value: object) -> str:
 
 
 def lengths_text(lengths: Counter[int]) -> str:
-    """A histogram over bins of 0, 1, 2 to 3, 4 to 7, … tokens, and percentiles."""
+    """Formats a histogram over bins of 0, 1, 2 to 3, 4 to 7, … tokens, and percentiles."""
     if not lengths:
         return "  no documents"
     bins: Counter[int] = Counter()  # by bit length

@@ -245,7 +245,7 @@ def answers_of(both: Sequence[list[Rendered]]) -> list[Rendered]:
 
 
 class Tokens(NamedTuple):
-    """The ids of a text; id i stands for its characters [begins[i], ends[i])."""
+    """The ids of a text; id i stands for the characters [begins[i], ends[i])."""
 
     ids: np.ndarray
     begins: np.ndarray
@@ -265,7 +265,10 @@ class MarkedEncoder:
     """Encodes with the ids of `tokenizers`; names of special tokens become those tokens."""
 
     def __init__(self, tokenizer_json: str | None) -> None:
-        """`tokenizer_json` None: bytes. Raises ValueError if the text describes no tokenizer."""
+        """`tokenizer_json` is the file's text; None stands for raw bytes.
+
+        Raises ValueError if the text describes no tokenizer.
+        """
         self._tokenizer = None
         self.special: dict[int, str] = {}  # names of special tokens
         if tokenizer_json is not None:

@@ -126,7 +126,7 @@ class TextRecipe:
     dtype: np.dtype
     field: Field
     part: Part | None  # whose documents are kept; None: all
-    gzip_baseline: bool  # whether to measure each text under gzip -9
+    gzip_baseline: bool  # True measures each text under gzip -9
 
     def encode(self, block: Block) -> EncodedBlock:
         """Returns the block's documents; rows that cannot be encoded are among the bad rows."""

@@ -178,7 +178,7 @@ class SkippedRows:
         self._count = 0
 
     def __call__(self, block: Block | None, row: Row) -> None:
-        """`block` may locate the row."""
+        """Reports a skipped row; `block` may be used to locate it."""
         self._count += 1
         if self._count <= _SHOWN:
             print(f"skipped: {block.locate(row) if block else row}", file=sys.stderr, flush=True)

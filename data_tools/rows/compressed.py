@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}  # by suffix, case-insensitive; the names are Arrow's
-_SKIPPED_BYTES = 1024 * 1024  # at once
+_SKIPPED_BYTES = 1024 * 1024  # read at once
 
 
 def compression(path: Path) -> str:

@@ -22,7 +22,7 @@ from lmlib.storage.store import Store
 from lmlib.storage.stored_json import parse_json
 
 STATE = "state"
-ZARRAY = ".zarray"  # the description of an array, beside its chunks
+ZARRAY = ".zarray"  # the description of an array, next to its chunks
 LAYOUTS = "array_metadatas"
 # Orbax's own files next to the folders of the arrays. lmlib does not read them.
 STATE_FILES = (

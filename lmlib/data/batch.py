@@ -81,7 +81,7 @@ class Source(Protocol):
         """Mean bytes of text per target; None without text."""
 
     def batch(self, step: int, rows: slice = slice(None)) -> Batch:
-        """The given rows of the global batch of `step`, as NumPy arrays.
+        """Returns the given rows of the global batch of `step`, as NumPy arrays.
 
         Any split into rows gives the same values as the whole batch.
         """

@@ -45,7 +45,7 @@ class CutText:
 
 
 class FlatTokens:
-    """A split of flat tokens, cut into sequences and shuffled anew each epoch.
+    """A split of flat tokens, cut into sequences and reshuffled each epoch.
 
     Packed, sequence i predicts tokens [i·S + 1, (i+1)·S] of the concatenated shards. An epoch
     predicts every token except the very first exactly once; the last sequence is padded. Not

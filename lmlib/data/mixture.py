@@ -72,11 +72,11 @@ class Stage:
 class Mixture:
     """Sequences from several sources, in proportions set stage by stage.
 
-    Sequence p = t·batch_size + r of the mixture is row r of step t. Any 1,024 consecutive
-    sequences of a stage hold exactly `Stage.counts`, and any run of them holds within two
-    sequences of its share (see `interleave`). Each source is seen in its own order: the k-th
-    sequence taken from it is row k % batch_size of its step k // batch_size, and a later stage
-    goes on where an earlier one left it. A further stage never changes the batches before it.
+    Sequence p = t·batch_size + r of the mixture is row r of step t. Any 1,024 consecutive sequences
+    of a stage hold exactly `Stage.counts`, and any run of them holds within two sequences of its
+    share (see `interleave`). Each source is seen in its own order: the k-th sequence taken from it
+    is row k % batch_size of its step k // batch_size, and a later stage continues where an earlier
+    one stopped. A further stage never changes the batches before it.
 
     Neither the order of `sources` nor that of a stage's weights matters; names break ties.
     """

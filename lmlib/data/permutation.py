@@ -53,7 +53,7 @@ class Shuffle:
         self._newest: tuple[int, np.ndarray] = (-1, np.zeros((0, batch_size), np.int64))
 
     def of_step(self, step: int) -> np.ndarray:
-        """The sequences of the step's rows, int64 [B]; -1 is padding."""
+        """Returns the sequences of the step's rows, int64 [B]; -1 is padding."""
         block, place = divmod(step, self._steps)
         known, sequence_TB = self._newest
         if known != block:
@@ -104,7 +104,7 @@ def permute(points: np.ndarray, size: int, *, seed: int, epoch: int) -> np.ndarr
 
 
 def _feistel(points: np.ndarray, half_bits: int, round_keys: np.ndarray) -> np.ndarray:
-    """The Feistel network on range(4**half_bits); uint64 in and out."""
+    """Applies the Feistel network on range(4**half_bits); uint64 in and out."""
     shift = np.uint64(half_bits)
     mask = np.uint64(2**half_bits - 1)
     left, right = points >> shift, points & mask

@@ -48,7 +48,7 @@ class ReadAhead(Iterator[Item], Generic[Item]):
             self._made.put((item, end))
 
     def ready(self) -> bool:
-        """True if `next` would return, or raise, at once."""
+        """True if `next` would return, or raise, without waiting."""
         return self._end is not None or not self._made.empty()
 
     def __next__(self) -> Item:
@@ -113,7 +113,7 @@ class Prefetch(Iterator[tuple[int, Batch]]):
         self._placed = ReadAhead(placed, depth, name="prefetch")
 
     def ready(self) -> bool:
-        """True if `next` would return, or raise, at once."""
+        """True if `next` would return, or raise, without waiting."""
         return self._placed.ready()
 
     def __next__(self) -> tuple[int, Batch]:

@@ -70,7 +70,7 @@ class Stages:
         return self._sources[bisect_right(self._begins, step) - 1]
 
     def batch(self, step: int, rows: slice = slice(None)) -> Batch:
-        """The given rows of the batch of `step`; see `Source.batch`."""
+        """Returns the given rows of the batch of `step`; see `Source.batch`."""
         return self.at(step).batch(step, rows)
 
     def text_codec(self) -> TextCodec | None:
@@ -107,7 +107,7 @@ class Continued:
         return self.source.text_codec() if isinstance(self.source, HasText) else None
 
     def batch(self, step: int, rows: slice = slice(None)) -> Batch:
-        """The given rows of the batch of `step`; see `Source.batch`."""
+        """Returns the given rows of the batch of `step`; see `Source.batch`."""
         parts = [self.source.batch(*part) for part in self.parts(step, rows)]
         return jax.tree.map(lambda *each: np.concatenate(each), *parts)
 

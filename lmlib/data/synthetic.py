@@ -52,7 +52,7 @@ class Synthetic:
         self.bytes_per_target = None
 
     def batch(self, step: int, rows: slice = slice(None)) -> Batch:
-        """The given rows of the batch of `step`; see `Source.batch`."""
+        """Returns the given rows of the batch of `step`; see `Source.batch`."""
         row_B1 = np.arange(self.batch_size)[rows, None]
         place_T = np.arange(self.sequence_length + 1)
         mean_length = max(1, self.sequence_length // DOCUMENTS_PER_ROW)

@@ -30,7 +30,7 @@ def cache_folder() -> Path | None:
 
 
 def copies_folder() -> Path:
-    """The folder of all copies; raises ValueError without a cache folder."""
+    """Returns the folder of all copies; raises ValueError without a cache folder."""
     cache = cache_folder()
     if cache is None:
         raise ValueError(f"folders in buckets have a copy here, and {NO_HOME}: set XDG_CACHE_HOME")

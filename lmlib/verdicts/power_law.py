@@ -33,7 +33,10 @@ _LEAST_TERM = 1e-3  # fraction of the loss, for starts with a zero term
 
 @dataclasses.dataclass(frozen=True)
 class PowerLaw:
-    """`floor` is E, `scales_K` the C_k in the unit of the loss times x_k^γ_k, `exponents_K` γ_k."""
+    """A fitted law: `floor` is E, `scales_K` the C_k and `exponents_K` the γ_k.
+
+    C_k has the unit of the loss times x_k^γ_k.
+    """
 
     floor: float
     scales_K: Float[np.ndarray, "K"]
@@ -44,7 +47,7 @@ class PowerLaw:
 
     @property
     def numbers(self) -> Float[np.ndarray, "numbers"]:
-        """E, then all C_k, then all γ_k."""
+        """All parameters: E, then all C_k, then all γ_k."""
         return np.concatenate([[self.floor], self.scales_K, self.exponents_K])
 
 

@@ -8,5 +8,5 @@ A directory `gs://BUCKET/RUN/checkpoints` has these objects:
 A step exists exactly while steps.json lists it. steps.json is written on condition that no other
 process has written it since (`lmlib.storage.bucket.owned`). No folder name is reused: the text is
 new whenever the directory is opened, and n counts saves. A late request from an earlier process
-therefore finds steps.json changed, or a folder that nobody reads.
+therefore finds steps.json changed, or writes to a folder that is never read.
 """

@@ -55,7 +55,7 @@ class TokenizerIdentity:
 def tokenizers_differ(one: TokenizerIdentity | None, other: TokenizerIdentity | None) -> bool:
     """True if the same ids are known to mean different texts.
 
-    Digests decide where both have one, else names. None is an unknown tokenizer.
+    Digests are compared if both have one, otherwise names. None is an unknown tokenizer.
     """
     if one is None or other is None:
         return False
@@ -75,7 +75,7 @@ class Totals:
     gzip_bytes: int | None = 0  # sum over documents, each under gzip -9; None if unknown
     skipped_rows: int = 0  # rows of the source that held no usable text
     dropped_documents: int = 0  # left out, since they were too long
-    dropped_tokens: int = 0  # theirs
+    dropped_tokens: int = 0  # tokens of dropped documents
     cut_documents: int = 0  # shortened, since they were too long
     cut_tokens: int = 0  # tokens removed from them
     max_token_id: int = -1  # largest id; -1 without tokens

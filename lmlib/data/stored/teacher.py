@@ -122,7 +122,7 @@ def read_metadata(folder: Path) -> TeacherMetadata:
 
 
 class StoredTeacher:
-    """A folder of `python -m runner.teach`, opened for reading."""
+    """An output folder of `python -m runner.teach`, opened for reading."""
 
     def __init__(self, folder: str, sequences: Sequences) -> None:
         """Opens it for `sequences`.
