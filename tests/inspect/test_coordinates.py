@@ -106,5 +106,5 @@ def test_a_picture_has_a_line_for_each_step_and_leaves_out_what_is_no_number(tmp
     assert (tmp_path / "check.png").read_bytes().startswith(b"\x89PNG")
     svg = (tmp_path / "check.svg").read_text()
     assert all(name in svg for name in LOOKED_AT)
-    with pytest.raises(ValueError, match=r"ends in \.png or \.svg"):
+    with pytest.raises(ValueError, match=r"ends in \.svg or \.png"):
         write_picture(coordinates(rows), tmp_path / "check.pdf")
