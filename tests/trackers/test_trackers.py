@@ -179,6 +179,8 @@ def test_a_run_ends_without_its_server_and_the_next_start_sends_all(
     workdir, place = tmp_path / "run", f"{tracker} {answer}".replace(" ", "-")
     where = {"experiment" if tracker == "MLflow" else "project": place}
     command = [sys.executable, tracked_run.__file__, workdir, tracker, "never"]
+    # Processes would share the service of W&B that an earlier test started in this one.
+    monkeypatch.delenv("WANDB_SERVICE", raising=False)
     with no_server(answer) as url, monkeypatch.context() as patch:
         patch.setenv("MLFLOW_TRACKING_URI", url)
         patch.setenv("WANDB_BASE_URL", url)
