@@ -18,6 +18,8 @@ from lmlib.models.families.llama import llama
 from lmlib.parallel.axes import map_weights
 from lmlib.parallel.layout import reshard
 from lmlib.parallel.mesh import make_mesh
+from lmlib.plan.collectives import collectives
+from lmlib.plan.program import read_program
 from lmlib.state import abstract_batch, abstract_model
 
 pytestmark = pytest.mark.several_devices
@@ -117,6 +119,31 @@ def test_compiled_scans_gather_one_layer_at_a_time():
 
 
 @pytest.mark.slow
+def test_compiled_scans_reduce_one_layer_at_a_time():
+    by_computation = {}
+    for computation, shape in compiled_collectives(lowered(), "all-reduce"):
+        # XLA may transpose a gradient before it sums it.
+        by_computation.setdefault(computation, Counter())[tuple(sorted(shape))] += 1
+    by_computation.pop("entry")
+    activation = tuple(sorted((B // DATA, S, E)))
+    forward, backward = by_computation.values()
+    # Over tensor: the outputs of attention and mlp.
+    assert forward == Counter({activation: 2})
+    # Over tensor: attention's output again, and the gradients of the inputs of attention and mlp.
+    # Over fsdp: the gradient of each weight of the layer.
+    weights = Counter()
+    for shape, count in GATHERED_LAYER.items():
+        weights[tuple(sorted(shape))] += count
+    assert backward == weights + Counter({activation: 3})
+
+
+@pytest.mark.slow
+def test_tensor_parallelism_alone_gathers_no_weight():
+    mesh = make_mesh(tensor=4)
+    assert compiled_collectives(lowered(mesh=mesh), "all-gather") == []
+
+
+@pytest.mark.slow
 def test_sequence_parallelism_gathers_activations_and_never_the_table():
     program = lowered(sequence_parallel=True)
     shapes = Counter(shape for _, shape in compiled_collectives(program, "all-gather"))
@@ -155,3 +182,56 @@ def test_dropout_sends_nothing_and_draws_where_the_activations_lie(sequence_para
     text = compiled_text(program)
     assert f"pred[{B // DATA},{S // TENSOR if sequence_parallel else S},{E}]" in text
     assert f"[{B},{S},{E}]" not in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [{"fsdp": 8}, {"data": 2, "fsdp": 4}, {"data": 8}])
+def test_gathers_follow_fsdp_alone(mesh):
+    gathered = compiled_collectives(lowered(mesh=make_mesh(**mesh)), "all-gather")
+    stacks = {leaf.shape for leaf in jax.tree.leaves(jax.eval_shape(make).stack)}
+    assert not stacks & {shape for _, shape in gathered}
+    assert bool(gathered) == (mesh.get("fsdp", 1) > 1)
+
+
+@pytest.mark.slow
+def test_dense_weights_lie_and_travel_over_expert_as_over_fsdp():
+    program = lowered(mesh=make_mesh(expert=4, tensor=TENSOR))
+    for kind in ("all-gather", "all-reduce", "all-to-all", "reduce-scatter", "collective-permute"):
+        found, expected = (
+            Counter(shape for _, shape in compiled_collectives(each, kind))
+            for each in (program, lowered())
+        )
+        assert found == expected
+
+
+@pytest.mark.slow
+def test_over_two_axes_weights_travel_along_one_after_the_other_and_send_no_more():
+    def sent(mesh):
+        """Bytes of each device by kind and axes, but for what goes over tensor."""
+        found = Counter()
+        for one in collectives(read_program(compiled_text(lowered(mesh=mesh))), mesh):
+            if "tensor" not in one.mesh_axes:
+                found[one.kind, one.mesh_axes] += one.bytes_sent_per_step
+        return found
+
+    alone = sent(make_mesh(fsdp=DATA, tensor=TENSOR))
+    both = sent(make_mesh(fsdp=2, expert=2, tensor=TENSOR))
+    gathered = both["all-gather", ("fsdp",)] + both["all-gather", ("expert",)]
+    assert gathered == alone["all-gather", ("fsdp",)]
+    scattered = both["reduce-scatter", ("fsdp",)] + both["reduce-scatter", ("expert",)]
+    summed = both["all-reduce", ("fsdp", "expert")]  # norms, and what is no weight
+    assert summed < scattered / 20
+    # Over one axis JAX scatters all but the table's gradient, for which XLA for CPUs sends twice.
+    twice = 2 * (scattered - alone["reduce-scatter", ("fsdp",)])
+    assert twice + summed == alone["all-reduce", ("fsdp",)]
+
+
+@pytest.mark.slow
+def test_embedding_sends_activations_and_never_the_table():
+    program = lowered()
+    exchanged = Counter(shape for _, shape in compiled_collectives(program, "all-to-all"))
+    # A piece for each device, forward and backward.
+    assert exchanged == Counter({(B // DATA, S, E // DATA): 2 * DATA})
+    for kind in ("all-gather", "all-reduce"):
+        shapes = {shape for _, shape in compiled_collectives(program, kind)}
+        assert not shapes & {(V, E), (V // TENSOR, E)}

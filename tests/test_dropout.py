@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from collections import Counter
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -230,6 +231,31 @@ def test_the_loss_of_a_step_is_that_of_its_documented_keys():
     keys = [jax.random.fold_in(key, i) for i in range(2)]
     assert losses[0] == pytest.approx(loss(keys), rel=1e-6)
     assert losses[0] != pytest.approx(loss([keys[0]] * 2), rel=1e-4)
+
+
+@pytest.mark.slow
+def test_seed_and_step_change_what_is_dropped():
+    first = advance("1", begin("1"), 1, batch=0)[1]
+    assert first == advance("1", begin("1"), 1, batch=0)[1]
+    assert first != pytest.approx(advance("1", begin("1", seed=1), 1, batch=0)[1], rel=1e-4)
+    later = eqx.tree_at(lambda state: state.step, begin("1"), jnp.int32(1))
+    later = jax.device_put(later, jax.tree.map(lambda leaf: leaf.sharding, begin("1")))
+    assert first != pytest.approx(advance("1", later, 1, batch=0)[1], rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh_name", ["1", "4 fsdp, 2 tensor"])
+def test_going_on_from_a_copy_of_the_state_gives_the_same_bits(mesh_name):
+    state, _ = advance(mesh_name, begin(mesh_name), 3)
+    copy = jax.tree.map(jnp.copy, state)
+    undisturbed, expected = advance(mesh_name, state, 3)
+    resumed, found = advance(mesh_name, copy, 3)
+    whole, losses = advance(mesh_name, begin(mesh_name), 6)
+    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(losses[3:], expected)
+    equal_bits(resumed, undisturbed)
+    equal_bits(resumed, whole)
+    equal_bits(whole.key, begin(mesh_name).key)
 
 
 @pytest.mark.slow
