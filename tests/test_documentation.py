@@ -3,13 +3,14 @@
 import ast
 import functools
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
 ARCHITECTURE = ROOT / "docs/architecture.md"
-CONTRIBUTING = ROOT / "CONTRIBUTING.md"
+CONTRIBUTING = ROOT / "docs/contributing.md"
 README = ROOT / "README.md"
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 
@@ -106,7 +107,7 @@ def test_contributors_find_the_files_that_are_named():
 
 
 def test_links_lead_somewhere():
-    wrong = {page.name: broken_links(page) for page in (README, CONTRIBUTING, *PAGES)}
+    wrong = {page.name: broken_links(page) for page in (README, *PAGES)}
     assert not {page: links for page, links in wrong.items() if links}
 
 
@@ -118,10 +119,21 @@ def test_a_broken_link_is_found(tmp_path):
     assert broken_links(page) == ["no.md", "#two"]
 
 
+def test_the_site_has_every_page():
+    def pages(nav):
+        if isinstance(nav, str):
+            return {nav}
+        return set().union(*map(pages, nav.values() if isinstance(nav, dict) else nav))
+
+    nav = tomllib.loads((ROOT / "zensical.toml").read_text(encoding="utf-8"))["project"]["nav"]
+    docs = ROOT / "docs"
+    assert pages(nav) == {str(page.relative_to(docs)) for page in docs.rglob("*.md")}
+
+
 @pytest.mark.parametrize("page", [README, ROOT / "docs/index.md"])
 def test_every_page_is_linked_from(page):
     linked = {each.resolve() for each in linked_from(page)}
-    assert {*PAGES, CONTRIBUTING} - {page} <= linked
+    assert {*PAGES} - {page} <= linked
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Docstrings, comments and pages are in plain English, as CONTRIBUTING.md asks.
+"""Docstrings, comments and pages are in plain English, as docs/contributing.md asks.
 
 The count is a thermometer. It finds phrases that readers stumble over; other libraries of the field
 have 0.4 to 0.8 of them per 1,000 words.
@@ -66,5 +66,5 @@ def test_code_is_in_plain_english():
 
 
 def test_pages_are_in_plain_english():
-    pages = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+    pages = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md"]
     assert marks([text for page in pages for text in texts_of_page(page)]) <= MOST_MARKS

@@ -1,4 +1,4 @@
-"""Induction: [A][B] … [A] → [B] (Olsson et al. 2022, arXiv:2209.11895), among random tokens.
+"""Induction: A B … A → B (Olsson et al. 2022, arXiv:2209.11895), among random tokens.
 
 In contrast to copying, there is a single cue, at a single distance.
 """
