@@ -18,7 +18,7 @@ _NEEDED = (  # keys of result.json
     *("steps", "parameters", "tokens", "mean_tokens_per_second"),
     *(TRAINING, "loss_name", "loss_unit", "validation"),
 )
-_MEASURED_AGAIN = "measure both on one text with python -m runner.evaluate"
+_MEASURE_AGAIN = "measure both on one text with python -m runner.evaluate"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,8 +29,6 @@ class FinishedRun:
       value: of the metric, in `unit`.
       measured: the metric's name, for display.
       tokens: targets seen in training.
-      tokens_per_second: tokens through the model, padding included.
-      flops_per_token: analytic; `None` if result.json lacks it.
       validation: `None` if the metric is not a validation metric.
     """
 
@@ -41,8 +39,6 @@ class FinishedRun:
     steps: int
     parameters: int
     tokens: int
-    tokens_per_second: float
-    flops_per_token: float | None
     validation: StoredValidation | None
 
     @functools.cached_property
@@ -52,10 +48,10 @@ class FinishedRun:
 
     @property
     def flops(self) -> float | None:
-        """The analytic FLOPs of all its steps."""
-        if self.flops_per_token is None:
-            return None
-        return self.flops_per_token * self.tokens_per_second * self.seconds
+        """The analytic FLOPs of all its steps, padding included; `None` if not recorded."""
+        result = self.run.result or {}
+        of_token = result.get("flops_per_token")
+        return of_token and of_token * result["mean_tokens_per_second"] * self.seconds
 
 
 def finished_run(run: Run, metric: str) -> FinishedRun:
@@ -71,26 +67,21 @@ def finished_run(run: Run, metric: str) -> FinishedRun:
     if result is None:
         raise ValueError(f"{run.path} has not finished: it has no result.json")
     if lacking := [key for key in _NEEDED if key not in result]:
-        raise ValueError(f"result.json of {run.path} is damaged: it has no {lacking[0]}")
+        raise ValueError(f"{run.path}/result.json is damaged: it has no {lacking[0]}")
     if not run.finished:
         raise ValueError(
-            f"{run.path} has not finished: it was continued to {steps} steps, and its result is "
-            f"that of {result['steps']}"
+            f"{run.path} has not finished: it was extended to {steps} steps, but its result is "
+            f"from step {result['steps']}"
         )
     if metric not in (measured := [*result["validation"], TRAINING]):
-        raise ValueError(f"{run.path} has no {metric}: it measured {', '.join(measured)}")
+        raise ValueError(f"{run.path} has no {metric}, only {', '.join(measured)}")
     name, final = metric.removeprefix("validation_").partition("/")[0], run.final[metric]
-    flops = result.get("flops_per_token")
     return FinishedRun(
-        run=run,
-        value=final.value,
-        unit=final.unit,
-        measured=result["loss_name"] if name in (TRAINING, "loss") else name,
-        steps=result["steps"],
-        parameters=result["parameters"],
-        tokens=result["tokens"],
-        tokens_per_second=float(result["mean_tokens_per_second"]),
-        flops_per_token=None if flops is None else float(flops),
+        run,
+        final.value,
+        final.unit,
+        result["loss_name"] if name in (TRAINING, "loss") else name,
+        *(result[key] for key in ("steps", "parameters", "tokens")),
         validation=None if metric == TRAINING else _validation(run, metric, result["steps"]),
     )
 
@@ -107,7 +98,7 @@ def finished_runs(runs: Iterable[Run], metric: str) -> tuple[list[FinishedRun], 
         try:
             finished.append(finished_run(run, metric))
         except ValueError as error:
-            left_out.append(f"{error}: left out")
+            left_out.append(f"Left out: {error}")
     if not finished:
         raise ValueError("; ".join(["no run can be compared", *left_out[:5]]))
     first, *others = finished
@@ -115,7 +106,7 @@ def finished_runs(runs: Iterable[Run], metric: str) -> tuple[list[FinishedRun], 
         both = f"{first.run.path} and {other.run.path} cannot be compared by {metric}"
         if (first.measured, first.unit) != (other.measured, other.unit):
             raise ValueError(
-                f"{both}: one measures {first.measured} in {first.unit}, the other "
+                f"{both}: the first has {first.measured} in {first.unit}, the second "
                 f"{other.measured} in {other.unit}"
             )
         if first.validation is not None and other.validation is not None:
@@ -127,10 +118,7 @@ def same_batches(runs: Iterable[FinishedRun], metric: str) -> bool:
     """True if all runs were validated on the same batches of ids."""
     batches = {
         each.validation
-        and tuple(
-            (found.digest, found.counts.tobytes())
-            for found in _sets_of(each.validation, metric).values()
-        )
+        and tuple((x.digest, x.counts.tobytes()) for x in _sets(each.validation, metric).values())
         for each in runs
     }
     return len(batches) == 1 and None not in batches
@@ -147,12 +135,11 @@ def batch_differences(
     """
     first = pairs[0][0].validation
     assert first is not None
-    sets, name = _sets_of(first, metric), _name_of_sums(first, metric)
+    sets, name = _sets(first, metric), _name_of_sums(first, metric)
     units = dict.fromkeys(sets, 1.0)
     if _is_bits_per_byte(metric):
-        units = {
-            each: 1 / math.log(2) / (of.bytes_per_target or math.nan) for each, of in sets.items()
-        }
+        for each, of in sets.items():
+            units[each] = 1 / math.log(2) / (of.bytes_per_target or math.nan)
     weights = {  # counts of units or of bytes, unless the run sets weights
         each: float(of.counts.sum()) / units[each] if of.weight is None else of.weight
         for each, of in sets.items()
@@ -172,7 +159,7 @@ def batch_differences(
     ]
 
 
-def _sets_of(validation: StoredValidation, metric: str) -> dict[str, StoredSet]:
+def _sets(validation: StoredValidation, metric: str) -> dict[str, StoredSet]:
     """Returns the sets that `metric` covers: the one that it names, or all."""
     _, _, name = metric.partition("/")
     return {name: validation.sets[name]} if name else dict(validation.sets)
@@ -193,23 +180,27 @@ def _validation(run: Run, metric: str, steps: int) -> StoredValidation:
     found = run.validation
     if found is None or found.step != steps:
         raise ValueError(
-            f"{run.path} has no validation.json of its last step, so that nothing tells what text "
-            "it was measured on: delete its result.json and give its command again, which "
-            "evaluates the last checkpoint anew"
+            f"{run.path} has no validation.json of its last step, so its validation text is "
+            "unknown: delete its result.json and give its command again, which repeats the "
+            "evaluation"
         )
-    _, _, name = metric.partition("/")
-    of_metric = [found.sets.get(name)] if name else [*found.sets.values()]
-    if any(each is None or _name_of_sums(found, metric) not in each.sums for each in of_metric):
+    try:
+        lacks = any(
+            _name_of_sums(found, metric) not in x.sums for x in _sets(found, metric).values()
+        )
+    except KeyError:
+        lacks = True
+    if lacks:
         raise ValueError(f"{run.path}/validation.json is damaged: it lacks {metric}")
     return found
 
 
 def _check_text(one: StoredValidation, other: StoredValidation, metric: str, both: str) -> None:
-    ones, others = _sets_of(one, metric), _sets_of(other, metric)
+    ones, others = _sets(one, metric), _sets(other, metric)
     if ones.keys() != others.keys():
         raise ValueError(
-            f"{both}, the total of other sets: {', '.join(ones)} and {', '.join(others)}; name "
-            f"one, as in {metric}/NAME"
+            f"{both}: it covers the sets {', '.join(ones)} in one and {', '.join(others)} in the "
+            f"other; name one, as in {metric}/NAME"
         )
     for name, first in ones.items():
         second = others[name]
@@ -219,15 +210,13 @@ def _check_text(one: StoredValidation, other: StoredValidation, metric: str, bot
             continue
         if not _is_bits_per_byte(metric):
             raise ValueError(
-                f"{both}: the batches of {name!r} differ. If the text is the same and the "
-                f"tokenizer is not, compare validation_{BITS_PER_BYTE}; else {_MEASURED_AGAIN}"
+                f"{both}: the batches of {name!r} differ. If only the tokenizer differs, compare "
+                f"validation_{BITS_PER_BYTE}; otherwise {_MEASURE_AGAIN}"
             )
         if first.text_bytes is None or first.text_bytes != second.text_bytes:
-            raise ValueError(
-                f"{both}: the text of {name!r} has {_bytes(first)} in one and {_bytes(second)} in "
-                f"the other; {_MEASURED_AGAIN}"
+            sizes = (
+                "unknown" if x.text_bytes is None else f"{x.text_bytes:,}" for x in (first, second)
             )
-
-
-def _bytes(found: StoredSet) -> str:
-    return "an unknown size" if found.text_bytes is None else f"{found.text_bytes:,} bytes"
+            raise ValueError(
+                f"{both}: the bytes of {name!r} differ ({' and '.join(sizes)}); {_MEASURE_AGAIN}"
+            )

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import numpy as np
 import pytest
@@ -34,7 +35,7 @@ def test_settings_are_grouped_over_seeds_and_sorted_and_judged(tmp_path):
     found = compare(find_runs([tmp_path]), baseline=BASELINE, margin=0.02)
     rates = [row.group.settings["optimizer.peak_lr"] for row in found.rows]
     assert rates == ["0.003", "0.001", "0.01"]
-    assert found.settings == ("optimizer.peak_lr",)
+    assert found.settings == ["optimizer.peak_lr"]
     first = found.rows[0].group
     assert first.mean == pytest.approx(np.mean(losses[0.003]))
     expected = np.std(losses[0.003], ddof=1) / math.sqrt(3)
@@ -49,7 +50,10 @@ def test_settings_are_grouped_over_seeds_and_sorted_and_judged(tmp_path):
     assert content["groups"][0]["judged"]["verdict"] == "better"
     text = comparison_text(found)
     assert "2.9997 ± 0.0574" in text
-    assert "more seeds of each would find it" in text and "at most 0.05 of the time" in text
+    assert re.search(r"lr = 0\.01: .* needs \d+ more seeds per setting for 80 % power", text)
+    assert "A setting with no effect is called better at most 5 % of the time, and worse" in text
+    assert "any false 'better' among 2 settings: up to 9.8 %. --error_rate=0.025" in text
+    assert "Standard error from the validation text: " in text
 
 
 def test_what_has_no_effect_makes_no_other_group_and_what_varies_along_is_not_shown(tmp_path):
@@ -59,10 +63,10 @@ def test_what_has_no_effect_makes_no_other_group_and_what_varies_along_is_not_sh
         leave_run(tmp_path / str(seed), 3.0, settings)
     found = compare(find_runs([tmp_path]), ignored=["mine"])
     assert [len(row.group.runs) for row in found.rows] == [2, 2]
-    assert found.settings == ("model.embed",)
+    assert found.settings == ["model.embed"]
     assert set(found.rows[0].group.settings) == {"model.embed", "model.mlp"}
     assert len(compare(find_runs([tmp_path])).rows) == 4
-    with pytest.raises(ValueError, match="no run has the setting 'yours'"):
+    with pytest.raises(ValueError, match="--ignore=yours: no run has this setting"):
         compare(find_runs([tmp_path]), ignored=["yours"])
 
 
@@ -93,7 +97,7 @@ def test_a_callable_is_shown_and_named_by_its_name(tmp_path):
     assert [row.judged is None for row in judged.rows] == [True, False]
 
     leave_run_with("adamw", 0.1, tmp_path / "another", 3.2)
-    with pytest.raises(ValueError, match=r"is 2 settings: name one more of optimizer\.rate"):
+    with pytest.raises(ValueError, match=r"matches 2 groups: also name one of optimizer\.rate"):
         compare(find_runs([tmp_path]), baseline="optimizer=adamw")
     judged = compare(find_runs([tmp_path]), baseline="optimizer=adamw,rate=0.5")
     assert [row.judged is None for row in judged.rows] == [True, False, False]
@@ -122,14 +126,14 @@ def test_the_baselines_of_a_sweep_of_two_settings_have_the_other_one_alike(tmp_p
 def test_a_baseline_without_a_verdict_says_why(tmp_path):
     sweep(tmp_path / "one", {0.001: (3.0, 3.1)})
     runs = find_runs([tmp_path / "one"])
-    assert "no verdict" not in comparison_text(compare(runs))
+    assert "No verdict" not in comparison_text(compare(runs))
     alone = comparison_text(compare(runs, baseline="0.001_0"))
-    assert "no verdict: all runs have the baseline's settings" in alone
+    assert "No verdict: all runs have the baseline's settings" in alone
     sweep(tmp_path / "two", {0.003: (2.9,)}, **{"model.embed": 128})
     runs = find_runs([tmp_path])
     told = comparison_text(compare(runs, baseline=BASELINE))
-    assert "no verdict: each of the others differs from the baseline in more than" in told
-    assert "no verdict" not in comparison_text(compare(runs, baseline="0.001_0"))
+    assert "No verdict: each other group differs from the baseline in more than" in told
+    assert "No verdict" not in comparison_text(compare(runs, baseline="0.001_0"))
 
 
 def test_other_seeds_are_compared_unpaired_and_common_ones_alone_if_they_are_enough(tmp_path):
@@ -195,7 +199,7 @@ def test_what_cannot_be_compared_is_left_out_by_name(tmp_path):
     told = "\n".join(found.left_out)
     for name, why in {
         "unfinished": "has not finished: it has no result.json",
-        "longer": "was continued to 200 steps, and its result is that of 100",
+        "longer": "was extended to 200 steps, but its result is from step 100",
         "cut": "result.json is damaged",
         "odd": "is damaged",
         "old": "delete its result.json and give its command again",
@@ -204,7 +208,7 @@ def test_what_cannot_be_compared_is_left_out_by_name(tmp_path):
         assert any(str(tmp_path / name) in line and why in line for line in found.left_out), told
     assert any("has the settings and the seed of" in line for line in found.left_out)
     assert judged(found, 0.003).verdict == "inconclusive"
-    assert "at least 2 more seeds of each: a verdict needs three" in comparison_text(found)
+    assert "A verdict needs 3 seeds: add 2 or more." in comparison_text(found)
 
 
 def test_a_run_that_diverged_is_no_reason_to_call_a_setting_better(tmp_path):
@@ -212,7 +216,7 @@ def test_a_run_that_diverged_is_no_reason_to_call_a_setting_better(tmp_path):
     found = compare(find_runs([tmp_path]), baseline=BASELINE)
     assert judged(found, 0.003).verdict == "inconclusive"
     assert found.rows[-1].group.settings["optimizer.peak_lr"] == "0.003"
-    assert "of which one is not finite" in comparison_text(found)
+    assert "3 pairs; one loss is not finite" in comparison_text(found)
     json.dumps(found.as_json(), allow_nan=False)
 
 
@@ -224,23 +228,23 @@ def test_numbers_of_other_texts_units_and_tokenizers_are_refused(tmp_path):
     # Text of as many bytes, in other tokens.
     assert len(compare(find_runs([tmp_path]), "validation_bits_per_byte").rows[0].group.runs) == 2
     leave_run(tmp_path / "c", np.full(3, 3.0), digest="3d")
-    with pytest.raises(ValueError, match="400 bytes in one and 1,200 bytes in the other"):
+    with pytest.raises(ValueError, match=r"bytes of 'validation' differ \(400 and 1,200\); measure both on one text"):
         compare(find_runs([tmp_path]), "validation_bits_per_byte")
     file = tmp_path / "b/result.json"
     file.write_text(file.read_text().replace("nats per token", "nats per pair"))
-    with pytest.raises(ValueError, match=r"measures loss in nats per token, .* in nats per pair"):
+    with pytest.raises(ValueError, match=r"has loss in nats per token, the second loss in nats per pair"):
         compare(find_runs([tmp_path / "a", tmp_path / "b"]))
-    with pytest.raises(ValueError, match="has no accuracy: it measured validation_loss"):
+    with pytest.raises(ValueError, match="has no accuracy, only validation_loss"):
         compare(find_runs([tmp_path]), "accuracy")
 
 
 @pytest.mark.parametrize(
     ("named", "told"),
     [
-        ("peek_lr=1", "named by 'peek_lr', which is none of the settings.* differ: .*peak_lr"),
-        ("lr=1", "named by 'lr', which is none"),
-        ("peak_lr=7", "no finished run has the baseline's settings"),
-        ("elsewhere", "none of the finished runs .0.001_0, 0.003_0"),
+        ("peek_lr=1", "'peek_lr' is none of the settings.* differ: .*peak_lr"),
+        ("lr=1", "'lr' is none"),
+        ("peak_lr=7", "no finished run has these settings"),
+        ("elsewhere", "not a finished run .0.001_0, 0.003_0"),
     ],
 )
 def test_a_baseline_that_is_not_there_is_named(tmp_path, named, told):

@@ -47,7 +47,10 @@ def test_the_statistic_of_other_seeds_is_welchs_with_no_more_degrees_of_freedom(
         values, baseline, equal_var=False
     )  # fmt: skip
     assert found.mean / found.standard_error == pytest.approx(expected.statistic)
-    assert found.freedom == 2 <= expected.df and not found.paired
+    assert found.seeds == 3 and 2 <= expected.df and not found.paired
+    reach = stats.t.ppf(1 - RATE, 2) * found.standard_error  # of the smaller number of seeds
+    ends = found.mean - reach, found.mean + reach
+    assert found.interval(RATE) == pytest.approx(ends)
 
 
 DESIGNS = [
@@ -92,21 +95,21 @@ def test_fewer_than_three_seeds_and_what_cannot_be_judged_are_inconclusive():
 @pytest.mark.parametrize("seeds", [3, 6])
 def test_effects_are_found_as_often_as_the_noncentral_t_says(seeds):
     design = Design(seeds=seeds, effect=-2.0)
-    expected = power(2.0 - 0.5, math.sqrt(2), seeds, float(seeds - 1), RATE)
+    expected = power(2.0 - 0.5, math.sqrt(2), seeds, RATE)
     assert share(differences(design, COMPARISONS), "better", 0.5) == pytest.approx(
         expected, abs=4 * math.sqrt(expected * (1 - expected) / COMPARISONS)
     )
 
 
 def test_the_smallest_effect_is_found_four_times_in_five():
-    known = Difference(0.0, 4, True, math.sqrt(2), math.sqrt(2 / 4), 3.0)
+    known = Difference(0.0, 4, True, math.sqrt(2), math.sqrt(2 / 4))
     effect = smallest_effect(known, 0.1, RATE)
     found = share(differences(Design(seeds=4, effect=-effect), COMPARISONS), "better", 0.1)
     assert found == pytest.approx(0.8, abs=4 * math.sqrt(0.16 / COMPARISONS))
 
 
 def test_seeds_needed_are_the_fewest_with_enough_power(stats):
-    known = Difference(-0.9, 4, True, 1.0, 0.5, 3.0)
+    known = Difference(-0.9, 4, True, 1.0, 0.5)
     needed = seeds_needed(known, 0.1, RATE)
     critical = [stats.t.isf(RATE, n - 1) for n in (needed - 1, needed)]
     one_fewer, enough = (
@@ -115,6 +118,6 @@ def test_seeds_needed_are_the_fewest_with_enough_power(stats):
     )
     assert one_fewer < 0.8 <= enough
     assert seeds_needed(known, 0.9, RATE) is None  # within the margin
-    assert seeds_needed(Difference(-1e-4, 3, True, 1.0, 0.6, 2.0), 0.0, RATE) is None
-    assert seeds_needed(Difference(-40.0, 3, True, 1.0, 0.6, 2.0), 0.0, RATE) == 3
+    assert seeds_needed(Difference(-1e-4, 3, True, 1.0, 0.6), 0.0, RATE) is None
+    assert seeds_needed(Difference(-40.0, 3, True, 1.0, 0.6), 0.0, RATE) == 3
     assert MOST_SEEDS == 1_000
