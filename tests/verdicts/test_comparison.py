@@ -228,11 +228,11 @@ def test_numbers_of_other_texts_units_and_tokenizers_are_refused(tmp_path):
     # Text of as many bytes, in other tokens.
     assert len(compare(find_runs([tmp_path]), "validation_bits_per_byte").rows[0].group.runs) == 2
     leave_run(tmp_path / "c", np.full(3, 3.0), digest="3d")
-    with pytest.raises(ValueError, match=r"bytes of 'validation' differ \(400 and 1,200\); measure both on one text"):
+    with pytest.raises(ValueError, match=r"bytes of 'validation' differ \(400 and 1,200\); "):
         compare(find_runs([tmp_path]), "validation_bits_per_byte")
     file = tmp_path / "b/result.json"
     file.write_text(file.read_text().replace("nats per token", "nats per pair"))
-    with pytest.raises(ValueError, match=r"has loss in nats per token, the second loss in nats per pair"):
+    with pytest.raises(ValueError, match=r"loss in nats per token, the second .* per pair"):
         compare(find_runs([tmp_path / "a", tmp_path / "b"]))
     with pytest.raises(ValueError, match="has no accuracy, only validation_loss"):
         compare(find_runs([tmp_path]), "accuracy")
