@@ -35,15 +35,9 @@ _WARM = 0.1  # the curve of a single run skips this fraction of its tokens
 class Judged:
     """A group compared with its baseline.
 
-    Args:
-      difference: the group's metric minus the baseline's, negated if higher is better, so that a
-        negative difference is an improvement.
-      seeds_needed, smallest_effect: as in `lmlib.verdicts.seeds`.
-      text: the precision that the validation text allows; only for paired seeds on the same
-        batches.
-      speedup: in tokens; `None` if there is a `speedup_problem`, or no curve.
-      of_compute: factors that convert the speedup in tokens to one in "steps", "FLOPs" and
-        "seconds": the baseline's total cost over the group's.
+    A negative `difference` is an improvement. `text` is for paired seeds on the same batches, and
+    `speedup` is in tokens; `of_compute` has factors that convert it to "steps", "FLOPs" and
+    "seconds": the baseline's total cost over the group's.
     """
 
     baseline: Group
@@ -70,10 +64,8 @@ class Row:
 class Comparison:
     """Groups of runs, the best first.
 
-    Args:
-      measured, unit: the metric's name and unit, for display.
-      settings: paths of the settings in which the groups differ.
-      left_out: a message for each run that is not included.
+    `measured` is the metric's name for display, `settings` are the paths that differ,
+    and `left_out` has a message for each run that is not included.
     """
 
     metric: str
@@ -172,8 +164,8 @@ def _judged(
         curve = None
     problem = curve and curve.problem
     text = None
-    if difference.paired and same_batches((run for pair in pairs for run in pair), metric):
-        text = text_precision(batch_differences(pairs, metric))
+    if difference.paired and same_batches(run for pair in pairs for run in pair):
+        text = text_precision(batch_differences(pairs))
     costs = {}
     for name in ("steps", "FLOPs", "seconds"):
         of_group, of_baseline = (

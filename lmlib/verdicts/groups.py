@@ -57,8 +57,7 @@ def differing_settings(
 ) -> dict[str, tuple[str | None, ...]]:
     """Returns the settings that distinguish experiments: the text of each run, by path.
 
-    Args:
-      ignored: further settings to ignore, such as `data.path`, with everything below them.
+    `ignored` are further settings to ignore, such as `data.path`, with everything below them.
     """
     passed_over = [*WITHOUT_EFFECT, *ignored]
     found = difference(each.run for each in runs).items()
@@ -68,15 +67,10 @@ def differing_settings(
 def grouped(
     runs: Sequence[FinishedRun], ignored: Sequence[str] = ()
 ) -> tuple[list[Group], list[str]]:
-    """Groups `runs` by settings; returns the groups, and a message for each run that is left out.
+    """Groups `runs` by settings, and leaves out repetitions with equal settings and seed.
 
-    A run is left out if an earlier one has the same settings and seed.
-
-    Args:
-      ignored: as in `differing_settings`.
-
-    Raises:
-      ValueError: if no run has one of the ignored settings.
+    Returns the groups, and a message for each run that is left out. Raises ValueError if no run has
+    one of the `ignored` settings.
     """
     for name in ignored:
         if not any(is_below(path, [name]) for each in runs for path in each.run.settings):
@@ -97,10 +91,7 @@ def grouped(
 
 
 def telling(groups: Sequence[Group]) -> list[str]:
-    """Returns the settings that distinguish the groups.
-
-    Only the first of several settings that vary together is included.
-    """
+    """Returns the settings that distinguish the groups, the first of those that vary together."""
     found: dict[tuple[int, ...], str] = {}
     for path in groups[0].settings if groups else ():
         values = [group.settings[path] for group in groups]
@@ -119,15 +110,10 @@ def shown(setting: str | None) -> str:
 def baselines(groups: Sequence[Group], named: str) -> dict[int, int]:
     """Maps the index of each group to the index of its baseline; groups without one are left out.
 
-    Args:
-      named: a run, by its workdir or its name, whose group is the baseline of all; or settings such
-        as `optimizer.peak_lr=0.001,steps=100` or `peak_lr=1e-3,steps=100`. The baseline of a group
-        then has these settings and otherwise the group's own, so that each size of a sweep is
-        compared with a baseline of the same size. Settings below a named one may differ, as
-        `optimizer.peak_lr` if `optimizer` is named.
-
-    Raises:
-      ValueError: if no group matches, or several match for one group.
+    `named` is a run, by its workdir or its name, whose group is the baseline of all; or settings
+    such as `optimizer.peak_lr=0.001,steps=100`. The baseline of a group then has these settings and
+    otherwise the group's own, except below a named one (`optimizer.peak_lr` if `optimizer` is
+    named). Raises ValueError if no group matches, or several match for one group.
     """
     of_run = {
         number
@@ -190,10 +176,7 @@ def _settings(named: str, groups: Sequence[Group]) -> dict[str, str]:
 
 
 def _same(text: str | None, wanted: str) -> bool:
-    """True if a setting equals the wanted text.
-
-    1e-3 equals 0.001, quotes are optional, and a callable is named as in a table.
-    """
+    """True if a setting equals the wanted text: 1e-3 equals 0.001, and quotes are optional."""
     if wanted in (shown(text), text, str(value_of(text or ""))):
         return True
     try:

@@ -3,11 +3,8 @@
     L = E + Σ_k C_k / x_k^γ_k
 
 Approach 3 of Hoffmann et al. 2022 (arXiv:2203.15556, §3.3 and appendix D.3): a Huber loss of width
-0.001 on the difference of logarithms, from several starts. Given the exponents, E and the C_k solve
-a linear least-squares problem, so the starts are a grid over exponents only. The optimisation runs
-until it converges: the paper's own did not, as Besiroglu et al. 2024 (arXiv:2404.10102) show.
-
-Suffixes: R runs, K quantities.
+0.001 on the difference of logarithms, from several starts, until it converges (the paper's own did
+not: Besiroglu et al. 2024, arXiv:2404.10102). Suffixes: R runs, K quantities.
 """
 
 import dataclasses
@@ -81,11 +78,10 @@ class Fit:
     def interval(self, logarithm: Callable[[PowerLaw], float]) -> tuple[float, float]:
         """Returns the 90 % profile-likelihood interval of the logarithm of a quantity of the law.
 
-        It holds the values reached by laws whose sum of squared errors is at most 1 + F/(R - p)
-        times the minimum. F is the 90 % quantile of the F distribution with 1 and R - p degrees of
-        freedom, and p the number of parameters of the law (Bates and Watts 1988, Nonlinear
-        Regression Analysis and Its Applications, §6.1). An end that the losses don't bound is
-        infinite. The value of `law` itself always belongs to the interval.
+        It holds the values reached by laws with p parameters whose sum of squared errors is at most
+        1 + F/(R - p) times the minimum, for the 90 % quantile F with 1 and R - p degrees of freedom
+        (Bates and Watts 1988, Nonlinear Regression Analysis and Its Applications, §6.1), and the
+        value of `law`. An end that the losses don't bound is infinite.
         """
         freedom = len(self.losses_R) - len(self._low)
         size = math.sqrt(max(self._squares(self._least_squares), _LEAST_ERROR**2))
@@ -121,11 +117,8 @@ class Fit:
         return np.hstack([shares_R, by_exponent])
 
     def _least(self, width: float) -> np.ndarray:
-        """Returns the θ with the smallest Huber loss of this width.
-
-        Starts from the best points of a grid over exponents.
-        """
-        starts = []
+        """Returns the θ with the smallest Huber loss of this width."""
+        starts = []  # a grid over exponents; E and the C_k solve a linear problem for each
         for exponents in itertools.product(_EXPONENTS, repeat=self._count):
             powers_RK = np.exp(-np.array(exponents) * self._u_RK)
             design = np.column_stack([np.ones(len(powers_RK)), powers_RK]) / self.losses_R[:, None]

@@ -1,7 +1,6 @@
 """Scaling law L = E + A/N^α + B/D^β of N parameters and D tokens, fitted to a ladder of runs.
 
-Hoffmann et al. 2022 (arXiv:2203.15556, equations 2 to 4). `fit_scaling_law` refuses to report
-numbers that the runs do not identify.
+Hoffmann et al. 2022 (arXiv:2203.15556, equations 2 to 4).
 """
 
 import dataclasses
@@ -37,12 +36,9 @@ class Number(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ScalingLaw:
-    """A fitted law. If a quantity is the same in all runs, it has no term; E then includes it.
+    """A fitted law of "parameters", "tokens" or both, in this order; or of "compute".
 
-    Args:
-      quantities: "parameters", "tokens" or both, in this order; or "compute".
-      fixed: the value of the quantity that all runs share, if any.
-      fit: the law of these quantities, and the losses that it was fitted to.
+    A quantity that all runs share is in `fixed`. It has no term; E includes it.
     """
 
     quantities: tuple[str, ...]
@@ -72,10 +68,7 @@ class ScalingLaw:
     def optimum(self, flops: float) -> dict[str, Number]:
         """Returns the best parameters, tokens and loss for a budget of 6·N·D FLOPs.
 
-        A law of compute gives only the loss, without the noise of a single run.
-
-        Raises:
-          ValueError: if the law lacks a term for parameters or for tokens.
+        A law of compute gives only the loss. Raises ValueError if parameters or tokens are fixed.
         """
         if self.of_compute:
             return self._numbers(["loss"], lambda law: np.log(law.loss(np.array([[flops]]))))
@@ -112,16 +105,12 @@ def fit_scaling_law(
 ) -> ScalingLaw:
     """Fits the law to runs with these parameters, tokens seen and final losses.
 
-    A quantity that is the same in all runs has no term. With `of_compute` the law is L = E + A/C^γ
-    of the compute C = 6·N·D FLOPs (Kaplan et al. 2020, arXiv:2001.08361, §3.3, with the floor of
-    Hoffmann et al.). It is meant for ladders with one dial, whose tokens follow from their
-    parameters. It predicts the next rung, but not other ratios of tokens to parameters.
+    With `of_compute` the law is L = E + A/C^γ of the compute C = 6·N·D FLOPs (Kaplan et al. 2020,
+    arXiv:2001.08361, §3.3, with the floor of Hoffmann et al.). It predicts the next rung, but not
+    other ratios of tokens to parameters.
 
     Raises:
-      ValueError: if numbers are not identified; the message says which, and which runs would help.
-        A quantity needs three values that span a factor of two, compute a factor of four. It also
-        fails if tokens follow from parameters, so that α and β cannot be separated, if there are
-        too few runs, or if a term is lost in the noise.
+      ValueError: if the runs don't identify a number: it names the number and runs that would help.
     """
     columns = {"parameters": parameters_R.astype(float), "tokens": tokens_R.astype(float)}
     if of_compute:

@@ -1,18 +1,11 @@
 """Differences of a metric between two settings, judged over seeds. Lower is better.
 
-A run is one sample. Runs with the same seed start from the same weights and see the same batches,
-so their differences vary less than the runs; the paired t-test uses these differences (Student
-1908). Runs with different seeds are compared by the statistic of Welch (1938), with the degrees of
-freedom of the smaller number of seeds. This bounds the error rate for any two variances (Mickey and
-Brown 1966, Annals of Mathematical Statistics 37). With Welch's own approximation, three runs
-against ten erred in 6 % of simulated comparisons at a nominal 5 %.
-
-Validation batches are not samples: a million tokens measured in one run don't predict the next
-seed (Bouthillier et al. 2021, arXiv:2103.03098). `lmlib.verdicts.text` uses batches.
-
-Under an effect, the statistic has the noncentral t distribution (Cohen 1988, Statistical Power
-Analysis, §2). The power at the observed effect adds nothing to the test (Hoenig and Heisey 2001,
-The American Statistician 55), so verdicts report the smallest effect that would have been found.
+Runs with the same seed are compared in pairs (Student 1908), other runs by the statistic of Welch
+(1938). The latter takes the degrees of freedom of the smaller number of seeds, which bounds the
+error rate for any two variances (Mickey and Brown 1966, Annals of Mathematical Statistics 37);
+Welch's own erred in 6 % of simulated comparisons of three runs with ten, at a nominal 5 %.
+Validation batches don't count as samples: they don't predict the next seed (Bouthillier et al.
+2021, arXiv:2103.03098).
 """
 
 import dataclasses
@@ -33,13 +26,9 @@ USUAL_POWER = 0.8
 class Difference:
     """A setting's metric minus the baseline's, over seeds.
 
-    Args:
-      seeds: of each of both; the smaller number if they differ. There is one degree of freedom
-        fewer.
-      paired: True for pairs of runs with the same seed.
-      deviation: standard deviation of the difference of one pair of runs; `None` for fewer than two
-        seeds or a mean that is not finite.
-      standard_error: of the mean; `None` in the same cases.
+    `seeds` is the smaller number of both; the degrees of freedom are one fewer. `deviation` is the
+    standard deviation for one pair of runs and `standard_error` the error of the mean; both are
+    `None` for fewer than two seeds or a mean that is not finite.
     """
 
     mean: float
@@ -62,10 +51,7 @@ class Difference:
         return "better" if self.mean < 0 else "worse"
 
     def interval(self, error_rate: float) -> tuple[float, float] | None:
-        """Returns an interval whose ends each miss with probability `error_rate`.
-
-        `None` without a standard error.
-        """
+        """Returns an interval whose ends each miss with probability `error_rate`."""
         if self.standard_error is None:
             return None
         reach = float(_critical(self.seeds, error_rate)) * self.standard_error
@@ -101,10 +87,8 @@ def _critical(seeds: Any, error_rate: float) -> Any:
 def power(beyond: float, deviation: float, seeds: Any, error_rate: float) -> Any:
     """Returns the probability that an effect is found, for a number of seeds or an array of them.
 
-    Args:
-      beyond: distance of the effect beyond the margin, in the metric's unit.
-      deviation: standard deviation of the difference of one pair of runs.
-      seeds: of each setting.
+    The effect is larger than the margin by `beyond`. The statistic has the noncentral t
+    distribution (Cohen 1988, Statistical Power Analysis, §2).
     """
     critical, shift = _critical(seeds, error_rate), beyond * np.sqrt(seeds) / deviation
     within = np.minimum(shift, 30 + critical)  # the range of scipy's nctdtr; beyond it 1 remains
@@ -114,7 +98,8 @@ def power(beyond: float, deviation: float, seeds: Any, error_rate: float) -> Any
 def smallest_effect(difference: Difference, margin: float, error_rate: float) -> float | None:
     """Returns the smallest effect that a comparison like `difference` finds with a power of 80 %.
 
-    `None` if the seeds give no standard error, or are too few to find any effect.
+    `None` for too few seeds. The power at the observed effect would add nothing to the test (Hoenig
+    and Heisey 2001, The American Statistician 55).
     """
     seeds, deviation = difference.seeds, difference.deviation
     if seeds < LEAST_SEEDS or not deviation:
@@ -126,8 +111,8 @@ def smallest_effect(difference: Difference, margin: float, error_rate: float) ->
 def seeds_needed(difference: Difference, margin: float, error_rate: float) -> int | None:
     """Returns the seeds of each setting needed to find an effect of the size of `difference`.
 
-    The power is 80 %, and the deviation is taken to be the true one. `None` if more than 1,000
-    would be needed, if the effect is within the margin, or if there are fewer than two seeds.
+    The power is 80 %, and the deviation is taken to be the true one. `None` for more than 1,000
+    seeds, and for an effect within the margin.
     """
     beyond, deviation = abs(difference.mean) - margin, difference.deviation
     if not deviation or not 0 < beyond < math.inf:

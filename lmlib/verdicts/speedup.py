@@ -1,13 +1,9 @@
 """Effective speedup: the factor of compute that the baseline needs for another setting's loss.
 
-A difference of 0.02 nats is large late in training and small early. The baseline's own curve, L = E
-+ B/D^β over its tokens D, turns a difference into a factor of compute. There are two curves:
-
-- through the final losses of baseline runs of several lengths, each with its whole schedule: the
-  correct one;
-- through one run's validation losses during training. Before the learning rate has decayed, they
-  are higher than the final losses of shorter runs, and they fall faster towards the end. This
-  biases the speedup towards 1 (Hoffmann et al. 2022, arXiv:2203.15556, appendix B).
+The baseline's own curve, L = E + B/D^β over its tokens D, turns a difference into a factor. It goes
+through the final losses of runs of several lengths, or else through one run's validation losses.
+Those are too high before the learning rate has decayed, which biases the speedup towards 1
+(Hoffmann et al. 2022, arXiv:2203.15556, appendix B).
 """
 
 import dataclasses
@@ -26,12 +22,7 @@ _LEAST_GOAL = 1e-300  # of the excess over the floor, if the goal is below the f
 
 @dataclasses.dataclass(frozen=True)
 class Curve:
-    """Losses of the baseline over tokens.
-
-    Args:
-      points: (tokens, loss) of any number of runs.
-      whole_schedules: True if each point is the end of a run of its own length.
-    """
+    """Points (tokens, loss) of the baseline, with `whole_schedules` each the end of a run."""
 
     points: Sequence[tuple[float, float]]
     whole_schedules: bool
@@ -66,13 +57,9 @@ class Speedup:
 def speedup(curve: Curve, tokens: float, difference: Difference) -> Speedup:
     """Returns the speedup of a setting whose loss differs from the baseline's by `difference`.
 
-    The errors of the curve and of the difference are independent. The distances from the factor to
-    the ends of their intervals, in logarithms, are therefore added in quadrature (Zou and Donner
-    2008, Statistics in Medicine 27, 1693).
-
-    Args:
-      curve: without a `problem`.
-      tokens: seen by the baseline.
+    The baseline has seen `tokens`, and its `curve` has no `problem`. The errors of both are
+    independent: distances to the ends of their intervals, in logarithms, are added in quadrature
+    (Zou and Donner 2008, Statistics in Medicine 27, 1693).
     """
     tokens_R, losses_R = np.array(curve.points, float).T
     fit = Fit(tokens_R[:, None], losses_R)

@@ -1,10 +1,9 @@
 """Dependence of a difference between runs on the validation text.
 
-A difference varies with the seed and with the held-out text. A verdict counts seeds, for this text.
-Batches show how far other text would change it (Clark 1973, The language-as-fixed-effect fallacy):
-pairing runs batch by batch removes the difficulty of each batch (Miller 2024, arXiv:2411.00640,
-§3.2). A mean over tokens is a ratio of sums over batches, with the standard error of Cochran,
-Sampling Techniques, 3rd edition 1977, §6.4, as in `lmlib.evaluate.ratio`.
+Batches show how far other text would change a difference (Clark 1973, The language-as-fixed-effect
+fallacy). Pairing runs batch by batch removes the difficulty of each batch (Miller 2024,
+arXiv:2411.00640, §3.2). A mean over tokens is a ratio of sums over batches, with the standard error
+of Cochran, Sampling Techniques, 3rd edition 1977, §6.4, as in `lmlib.evaluate.ratio`.
 """
 
 import dataclasses
@@ -22,12 +21,9 @@ INTERVAL = 0.9
 class TextPrecision:
     """Precision of a difference with respect to the validation text, in the metric's unit.
 
-    Args:
-      of_one_seed: the standard error over batches of one seed's difference, averaged over seeds.
-      of_the_mean: the standard error of the mean over all seeds: its expected change on another
-        text.
-      share: a 90 % interval of the fraction of the variance between seeds that comes from the text;
-        `None` for fewer than two seeds. A point estimate would be too uncertain.
+    `of_one_seed` is the standard error over batches of one seed's difference, averaged over seeds;
+    `of_the_mean` that of the mean over seeds. `share` is a 90 % interval of the fraction of the
+    variance between seeds that comes from the text; `None` for fewer than two seeds.
     """
 
     of_one_seed: float
@@ -39,11 +35,8 @@ class TextPrecision:
 class BatchDifferences:
     """The differences of S seeds on one set, as sums over the units of each of N batches.
 
-    Args:
-      sums_SN: a run's sums minus the sums of the baseline's run with the same seed.
-      counts_N: units in each batch.
-      factor: converts a mean over this set to its part in the metric: the set's weight in a total,
-        times a change of unit.
+    `factor` converts a mean over the set's `counts_N` units to its part in the metric: the set's
+    weight in a total, times a change of unit.
     """
 
     sums_SN: Float[np.ndarray, "S N"]

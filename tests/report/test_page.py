@@ -247,7 +247,7 @@ def test_what_was_measured_once_is_drawn(tmp_path):
     lines = [{"step": 1, "same": 1.0, "once": 2.0}, {"step": 2, "same": 1.0}]
     text = page(seen([leave_run(tmp_path / "a", {"steps": 2}, lines)]))
     assert [chart["metric"] for chart in data_of(text)["charts"]] == ["once"]
-    assert "The same in all steps: same 1." in text
+    assert "Constant so far: same 1." in text
 
 
 def test_axes_are_not_rounded(tmp_path):
