@@ -67,7 +67,7 @@ def test_points_of_a_sweep_differ_in_what_the_sweep_varies(tmp_path):
 def test_a_place_without_runs_is_named(tmp_path):
     with pytest.raises(ValueError, match=f"there is no run in {tmp_path}"):
         find_runs([tmp_path])
-    with pytest.raises(ValueError, match="is no run's workdir"):
+    with pytest.raises(ValueError, match="is not a workdir of a run"):
         read_run(tmp_path)
 
 
