@@ -121,8 +121,9 @@ def test_finished_runs_are_compared(tmp_path):
             settings = {"optimizer.peak_lr": rate, "seed": seed}
             made_up_runs.leave_run(tmp_path / f"{rate}/{seed}", 2.5 + rate + seed / 100, settings)
     runs = seen([tmp_path])
-    (told,) = [text for text in Parsed(page(runs)).texts["pre"] if "±" in text]
-    assert "2.6100" in told and "2.7100" in told and "verdict" not in told
+    table, notes = [text for text in Parsed(page(runs)).texts["pre"] if "±" in text]
+    assert "2.6100" in table and "2.7100" in table and "verdict" not in table
+    assert notes == "± is one standard error over seeds."  # apart: they wrap, the table doesn't
     assert "Verdicts" not in Parsed(page(runs)).texts["h2"]
     judged = page(runs, baseline="optimizer.peak_lr=0.1", margin=0.01)
     assert "Verdicts" in Parsed(judged).texts["h2"]

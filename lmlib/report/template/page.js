@@ -185,6 +185,7 @@ async function drawAll() {
   control("charts").replaceChildren(made.charts);
   control("layers").replaceChildren(made.layers);
   control("layers_section").hidden = !data.layers.length;
+  control("goodput_section").hidden = !data.goodput.length;
   if (data.goodput.length) {
     const spec = specificationOf("bars", data.goodput, "run");
     spec.encoding.color.legend.columns = control("goodput").clientWidth < 600 ? 2 : 8;
