@@ -70,7 +70,7 @@ class Tracker(abc.ABC):
 
     @abc.abstractmethod
     def send(self, step: int, metrics: Mapping[str, float | int], texts: Mapping[str, str]) -> None:
-        """Sends a step to the tracker, atomically: a kill leaves all of it there, or nothing."""
+        """Sends a step; after a kill within it, the next start sends all of it again."""
 
     @abc.abstractmethod
     def finish(self) -> None:
@@ -372,7 +372,6 @@ class MLflow(Tracker):
         self._run_id = run.info.run_id
         missing = settings.keys() - run.data.params.keys()  # a killed start may have set only some
         self._log("params", [self.library.entities.Param(path, settings[path]) for path in missing])
-        self._whole = False  # True if no step can be incomplete, as after a kill
         return int(run.data.metrics.get(_STEP, -1))
 
     def send(self, step: int, metrics: Mapping[str, float | int], texts: Mapping[str, str]) -> None:
@@ -385,11 +384,8 @@ class MLflow(Tracker):
                 failure = f"no {name} of step {step:,}: {type(error).__name__}: {error}"
         now = self.library.utils.time.get_current_time_millis()
         make = self.library.entities.Metric
-        values = [make(name, value, now, step) for name, value in metrics.items()]
-        if len(values) >= _MOST["metrics"] and not self._whole:
-            values = [each for each in values if not self._has_value(each.key, step)]
-        self._log("metrics", [*values, make(_STEP, step, now, step)])
-        self._whole = True
+        values = {**metrics, _STEP: step}.items()
+        self._log("metrics", [make(name, value, now, step) for name, value in values])
         if failure is not None and not self._told:
             self.warn(failure)
             self._told = True
@@ -413,7 +409,3 @@ class MLflow(Tracker):
                 elif some[0].key not in self._refused:
                     self._refused.add(some[0].key)
                     self.warn(f"refuses {some[0].key!r}: {error.message}")
-
-    def _has_value(self, name: str, step: int) -> bool:
-        history = self._client.get_metric_history(self._run_id, name)
-        return any(each.step == step for each in history)
