@@ -25,7 +25,7 @@ def view(runs: Sequence[Seen], width: int) -> str:
         reason = each.run.state.reason.splitlines()[:1]
         names = curves.drawn([each])[: None if len(runs) == 1 else _OF_SEVERAL]
         left = max(_NARROWEST, width - max(map(len, names), default=0) - 3 * 13)
-        rows = [("metric", "last", "min", "max", "")]
+        rows: list[tuple[str, ...]] = [("metric", "last", "min", "max", "")]
         for name in names:
             values_N = each.series[name].values_N
             finite_N = values_N[np.isfinite(values_N)]

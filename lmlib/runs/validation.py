@@ -117,4 +117,4 @@ def _set(saved: Any) -> StoredSet:
     rates = [saved[name] and float(saved[name]) for name in ("bytes_per_target", "weight")]
     if any(each is not None and not 0 <= each < 1e30 for each in rates):
         raise ValueError(f"bytes_per_target is {rates[0]}, and weight {rates[1]}")
-    return StoredSet(str(saved["digest"]), *rates, counts, sums)
+    return StoredSet(str(saved["digest"]), rates[0], rates[1], counts, sums)

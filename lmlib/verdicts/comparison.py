@@ -136,9 +136,8 @@ def compare(
             other = groups[of[number]]
             curve = None if highest_is_best else _curve(groups, other, metric)
             judged = _judged(
-                *(group, other), curve=curve, metric=metric, margin=margin,
-                error_rate=error_rate, sign=sign,
-            )  # fmt: skip
+                *(group, other), curve=curve, margin=margin, error_rate=error_rate, sign=sign
+            )
         rows.append(Row(group, judged, number in of.values()))
     rows.sort(key=lambda row: sign * row.group.mean if row.group.finite else math.inf)
     return Comparison(
@@ -150,7 +149,7 @@ def compare(
 
 
 def _judged(
-    *both: Group, curve: Curve | None, metric: str, margin: float, error_rate: float, sign: float
+    *both: Group, curve: Curve | None, margin: float, error_rate: float, sign: float
 ) -> Judged:
     group, baseline = both
     # Pair the seeds that both have, if there are enough; otherwise compare all runs unpaired.
@@ -162,7 +161,7 @@ def _judged(
         difference = unpaired_difference(sign * group.values, sign * baseline.values)
     if not math.isfinite(difference.mean):
         curve = None
-    problem = curve and curve.problem
+    problem = None if curve is None else curve.problem
     text = None
     if difference.paired and same_batches(run for pair in pairs for run in pair):
         text = text_precision(batch_differences(pairs))

@@ -83,12 +83,12 @@ def finished_run(run: Run, metric: str) -> FinishedRun:
         raise ValueError(f"{run.path} has no {metric}, only {', '.join(measured)}")
     name, final = metric.removeprefix("validation_").partition("/")[0], run.final[metric]
     return FinishedRun(
-        run,
-        final.value,
-        final.unit,
-        result["loss_name"] if name in (TRAINING, "loss") else name,
-        *(result[key] for key in ("steps", "parameters", "tokens")),
+        run=run,
+        value=final.value,
+        unit=final.unit,
+        measured=result["loss_name"] if name in (TRAINING, "loss") else name,
         batches={} if metric == TRAINING else _batches(run, metric, result["steps"]),
+        **{key: result[key] for key in ("steps", "parameters", "tokens")},
     )
 
 
@@ -104,9 +104,9 @@ def finished_runs(runs: Iterable[Run], metric: str) -> tuple[list[FinishedRun], 
         try:
             finished.append(finished_run(run, metric))
         except ValueError as error:
-            left_out.append(f"Left out: {error}")
+            left_out.append(str(error))
     if not finished:
-        raise ValueError("; ".join(["no run can be compared", *left_out[:5]]))
+        raise ValueError(f"no run can be compared: {'; '.join(left_out[:3])}")
     first, *others = finished
     for other in others:
         both = f"{first.run.path} and {other.run.path} cannot be compared by {metric}"
@@ -116,7 +116,7 @@ def finished_runs(runs: Iterable[Run], metric: str) -> tuple[list[FinishedRun], 
                 f"{other.measured} in {other.unit}"
             )
         _check_text(first, other, metric, both)
-    return finished, left_out
+    return finished, [f"Left out: {each}" for each in left_out]
 
 
 def same_batches(runs: Iterable[FinishedRun]) -> bool:

@@ -70,9 +70,11 @@ def ladder_of(runs: Iterable[Run], metric: str = USUAL_METRIC, of_compute: bool 
     """
     finished, left_out = finished_runs(runs, metric)
     finished.sort(key=lambda each: (each.parameters, each.tokens))
-    numbers = ([getattr(x, name) for x in finished] for name in ("parameters", "tokens", "value"))
+    parameters_R, tokens_R, losses_R = (
+        np.array([getattr(x, name) for x in finished]) for name in ("parameters", "tokens", "value")
+    )
     try:
-        law = fit_scaling_law(*map(np.array, numbers), of_compute)
+        law = fit_scaling_law(parameters_R, tokens_R, losses_R, of_compute)
     except ValueError as error:
         raise ValueError("; ".join([str(error), *left_out])) from error
     return Ladder(metric, finished, left_out, law)
@@ -109,8 +111,8 @@ def _lines(ladder: Ladder, budgets: Sequence[float]) -> Iterator[str]:
     for flops in budgets:
         yield f"\n{'At' if law.of_compute else 'Best for'} {flops:.3g} FLOPs:"
         rows = []
-        for name, each in law.optimum(flops).items():
-            texts = [f"{x:.4f}" if name == "loss" else count_text(x) for x in each]
+        for name, best in law.optimum(flops).items():
+            texts = [f"{x:.4f}" if name == "loss" else count_text(x) for x in best]
             rows.append((f"  {name}", texts[0], f"{texts[1]} to {texts[2]}"))
         yield columns(rows)
     if not law.of_compute and (others := list(differing_settings(runs, _OF_SIZE))):

@@ -78,4 +78,5 @@ def speedup(curve: Curve, tokens: float, difference: Difference) -> Speedup:
         by_difference = [logarithm(fit.law, end) for end in reversed(ends)]
         down, up = np.hypot(np.subtract(by_curve, middle), np.subtract(by_difference, middle))
     logarithms = np.clip([middle, middle - down, middle + up], math.log(least), math.log(most))
-    return Speedup(*np.exp(logarithms).tolist(), least, most, curve.whole_schedules)
+    factor, low, high = np.exp(logarithms).tolist()
+    return Speedup(factor, low, high, least, most, curve.whole_schedules)

@@ -77,7 +77,7 @@ def test_an_end_on_which_the_runs_set_no_bound_is_null(places, tmp_path):
             (("compare", "sweep", "--baseline=x=1", "--margin=-1"), "--margin=-1"),
             (
                 ("compare", "sweep", "--metric=accuracy"),
-                "no run can be compared; .* has no accuracy",
+                "no run can be compared: .* has no accuracy",
             ),
             (("compare", "sweep", "--json=no/where.json"), "no/where.json"),
             (("ladder",), "give runs or folders of runs"),
