@@ -68,7 +68,7 @@ def _power(count: int) -> list[list[str]]:
         for effect in EFFECTS:
             design = Design(seeds=seeds, effect=-effect * math.sqrt(2))
             found = share(differences(design, count), "better")
-            cells.append(f"{found:.1%} ({power(effect, 1.0, seeds, seeds - 1, RATE):.1%})")
+            cells.append(f"{found:.1%} ({power(effect, 1.0, seeds, RATE):.1%})")
         rows.append([str(seeds), *cells])
     return rows
 

@@ -30,13 +30,13 @@ from runner.command_line.exit_status import FINISHED
 from runner.errors import ConfigError, user_errors
 
 _BASELINE = flags.DEFINE_string("baseline", None, "a run, or settings: PATH=VALUE,PATH=VALUE")
-_MARGIN = flags.DEFINE_float("margin", None, "the difference that matters", lower_bound=0.0)
-_METRIC = flags.DEFINE_string("metric", None, "what is compared")
-_HIGHEST = flags.DEFINE_bool("highest_is_best", False, "whether more of the metric is better")
+_MARGIN = flags.DEFINE_float("margin", None, "smallest difference that counts", lower_bound=0.0)
+_METRIC = flags.DEFINE_string("metric", "validation_loss", "metric to compare")
+_HIGHEST = flags.DEFINE_bool("highest_is_best", False, "True if higher is better")
 _ERROR_RATE = flags.DEFINE_float(
-    "error_rate", None, "of one verdict", lower_bound=1e-4, upper_bound=0.5
+    "error_rate", 0.05, "error rate of one verdict", lower_bound=1e-4, upper_bound=0.5
 )
-_IGNORE = flags.DEFINE_multi_string("ignore", [], "a setting that makes no other experiment")
+_IGNORE = flags.DEFINE_multi_string("ignore", [], "a setting that may differ")
 _JSON = flags.DEFINE_string("json", None, "a file for all numbers as JSON")
 
 if __name__ == "__main__":
@@ -45,29 +45,23 @@ if __name__ == "__main__":
 from lmlib.runs import find_runs
 from lmlib.storage.whole_file import write_whole
 from lmlib.verdicts import compare
-from lmlib.verdicts.comparison import USUAL_ERROR_RATE
-from lmlib.verdicts.finished import USUAL_METRIC
 from lmlib.verdicts.table import comparison_text
 
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command and returns the exit status."""
     if not arguments:
-        raise ConfigError("name runs, or folders of runs: python -m runner.compare SWEEP")
+        raise ConfigError("give runs or folders of runs: python -m runner.compare SWEEP")
     if (_BASELINE.value is None) != (_MARGIN.value is None):
         raise ConfigError(
-            "give --baseline and --margin together: what to judge by, and the difference that "
-            "matters, in the metric's unit, chosen before you look; --margin=0 for any"
+            "give --baseline and --margin together: the margin is the smallest difference that "
+            "counts, chosen before you look; --margin=0 for any"
         )
     with user_errors():
         found = compare(
             find_runs(arguments),
-            _METRIC.value or USUAL_METRIC,
-            _BASELINE.value,
-            _MARGIN.value or 0.0,
-            USUAL_ERROR_RATE if _ERROR_RATE.value is None else _ERROR_RATE.value,
-            _IGNORE.value,
-            _HIGHEST.value,
+            *(_METRIC.value, _BASELINE.value, _MARGIN.value or 0.0, _ERROR_RATE.value),
+            *(_IGNORE.value, _HIGHEST.value),
         )
         if _JSON.value:
             write_whole(_JSON.value, json.dumps(found.as_json(), indent=1, allow_nan=False) + "\n")

@@ -25,9 +25,9 @@ from runner.command_line.command import run, take_flags
 from runner.command_line.exit_status import FINISHED
 from runner.errors import ConfigError, user_errors
 
-_METRIC = flags.DEFINE_string("metric", None, "what is fitted")
-_BUDGET = flags.DEFINE_multi_float("budget", [], "FLOPs to spend well", lower_bound=1.0)
-_COMPUTE = flags.DEFINE_bool("compute", False, "fits the loss against compute only")
+_METRIC = flags.DEFINE_string("metric", "validation_loss", "metric to fit")
+_BUDGET = flags.DEFINE_multi_float("budget", [], "a budget in FLOPs", lower_bound=1.0)
+_COMPUTE = flags.DEFINE_bool("compute", False, "fit the loss only against compute")
 _JSON = flags.DEFINE_string("json", None, "a file for all numbers as JSON")
 
 if __name__ == "__main__":
@@ -35,20 +35,18 @@ if __name__ == "__main__":
 
 from lmlib.runs import find_runs
 from lmlib.storage.whole_file import write_whole
-from lmlib.verdicts.finished import USUAL_METRIC
-from lmlib.verdicts.ladder import as_json, ladder_of, ladder_text
+from lmlib.verdicts.ladder import ladder_of
 
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command and returns the exit status."""
     if not arguments:
-        raise ConfigError("name runs, or folders of runs: python -m runner.ladder SWEEP")
+        raise ConfigError("give runs or folders of runs: python -m runner.ladder SWEEP")
     with user_errors():
-        ladder = ladder_of(find_runs(arguments), _METRIC.value or USUAL_METRIC)
-        law = ladder.fit(_COMPUTE.value)
-        text = ladder_text(ladder, law, _BUDGET.value)
+        ladder = ladder_of(find_runs(arguments), _METRIC.value, _COMPUTE.value)
+        text = ladder.text(_BUDGET.value)
         if _JSON.value:
-            fields = as_json(ladder, law, _BUDGET.value)
+            fields = ladder.as_json(_BUDGET.value)
             write_whole(_JSON.value, json.dumps(fields, indent=1, allow_nan=False) + "\n")
     print(text)
     return FINISHED

@@ -33,13 +33,13 @@ from runner.errors import ConfigError, user_errors
 
 _TO = flags.DEFINE_string("to", None, "the page to write")
 _BASELINE = flags.DEFINE_string("baseline", None, "a run, or settings: PATH=VALUE,PATH=VALUE")
-_MARGIN = flags.DEFINE_float("margin", None, "the difference that matters", lower_bound=0.0)
+_MARGIN = flags.DEFINE_float("margin", None, "smallest difference that counts", lower_bound=0.0)
 _PICTURES = flags.DEFINE_string("pictures", None, "a folder for PNG and SVG files")
 _METRICS = flags.DEFINE_list("metrics", [], "names; by default all that change")
 _AGAINST = flags.DEFINE_enum("against", "step", list(AXES), "the horizontal axis")
 _LOG_X = flags.DEFINE_bool("log_x", False, "a logarithmic horizontal axis")
 _LOG_Y = flags.DEFINE_bool("log_y", False, "a logarithmic vertical axis")
-_FULL_RANGE = flags.DEFINE_bool("full_range", False, "with values far from all others")
+_FULL_RANGE = flags.DEFINE_bool("full_range", False, "include outliers in the axes")
 _SMOOTHING = flags.DEFINE_float("smoothing", 0.0, "percent of the points", 0, 100)
 
 
@@ -54,17 +54,9 @@ def main(arguments: Sequence[str]) -> int:
     with user_errors():
         runs = seen(arguments)
         if _PICTURES.value is not None:
-            write_pictures(
-                runs,
-                _PICTURES.value,
-                _METRICS.value,
-                _AGAINST.value,
-                _LOG_X.value,
-                _LOG_Y.value,
-                _SMOOTHING.value / 100,
-                _FULL_RANGE.value,
-                tell=print,
-            )
+            axes = (_AGAINST.value, _LOG_X.value, _LOG_Y.value)
+            more = (_SMOOTHING.value / 100, _FULL_RANGE.value, print)
+            write_pictures(runs, _PICTURES.value, _METRICS.value, *axes, *more)
             return FINISHED
         paths = [each.run.path.absolute() for each in runs]
         to = Path(_TO.value) if _TO.value else Path(os.path.commonpath(paths)) / FILE_NAME

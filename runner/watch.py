@@ -4,7 +4,7 @@
     python -m runner.watch SWEEP --terminal
 
 Arguments are workdirs, or folders that contain workdirs, such as a sweep's.
---terminal   shows the last numbers here until all runs have ended; in a pipe only once
+--terminal   shows the latest numbers here until all runs have ended; in a pipe only once
 --port       port of the page, 8008 by default. Only this machine can open it; from another one,
              use ssh -L 8008:localhost:8008 HOST
 --seconds    interval between reads of the files
@@ -31,9 +31,9 @@ from runner.command_line.command import run
 from runner.command_line.exit_status import FINISHED
 from runner.errors import ConfigError, user_errors
 
-_TERMINAL = flags.DEFINE_bool("terminal", False, "a view in the terminal, in place of the page")
-_PORT = flags.DEFINE_integer("port", 8008, "of the page", 0, 65_535)
-_SECONDS = flags.DEFINE_integer("seconds", 5, "between two looks", 1, 3600)
+_TERMINAL = flags.DEFINE_bool("terminal", False, "a view in the terminal instead of the page")
+_PORT = flags.DEFINE_integer("port", 8008, "port of the page", 0, 65_535)
+_SECONDS = flags.DEFINE_integer("seconds", 5, "interval between reads", 1, 3600)
 _CLEAR = "\x1b[H\x1b[J"
 
 
@@ -42,30 +42,29 @@ def main(arguments: Sequence[str]) -> int:
     if not arguments:
         raise ConfigError("give the runs, as in: python -m runner.watch WORKDIR; see --help")
     watched = Watched(arguments)
-    with user_errors():
-        watched.now()
     try:
-        if _TERMINAL.value:
-            _watch_here(watched, arguments)
-        else:
-            _serve(watched)
+        with user_errors():
+            watched.now()
+            if _TERMINAL.value:
+                _watch_here(watched, arguments)
+            else:
+                _serve(watched)
     except KeyboardInterrupt:
         print()
     return FINISHED
 
 
 def _watch_here(watched: Watched, places: Sequence[str]) -> None:
+    in_terminal = isinstance(sys.stdout, TerminalText)
     while True:
-        with user_errors():
-            runs = watched.now()
-            text = view(runs, shutil.get_terminal_size().columns)
+        runs = watched.now()
+        text = view(runs, shutil.get_terminal_size().columns)
         if isinstance(sys.stdout, TerminalText):
             sys.stdout.write_as_it_is(_CLEAR)
         print(text, flush=True)
         # A running sweep holds its own lock, also between two points.
-        going_on = any(each.run.state.name == RUNNING for each in runs)
-        going_on = going_on or any(is_locked(Path(place)) for place in places)
-        if not (going_on and isinstance(sys.stdout, TerminalText)):
+        running = any(each.run.state.name == RUNNING for each in runs)
+        if not in_terminal or not (running or any(is_locked(Path(each)) for each in places)):
             return
         time.sleep(_SECONDS.value)
 
@@ -76,9 +75,9 @@ def _serve(watched: Watched) -> None:
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise
-        raise ConfigError(f"--port={_PORT.value} is taken; give another, or 0 for any") from error
+        raise ConfigError(f"--port={_PORT.value} is in use; give another, or 0 for any") from error
     with server:
-        print(f"{server.url}  (Ctrl-C ends)", flush=True)
+        print(f"{server.url}  (Ctrl-C to stop)", flush=True)
         server.serve_forever()
 
 

@@ -9,7 +9,7 @@ and the largest value shown without "full range"; `null` means no limit.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,8 +22,6 @@ from lmlib.runs.series import Series
 POINTS = 4000  # per chart, all runs together
 FEWEST, MOST = 100, 1000  # per run
 _PER_PART = ("grad_norm", "weight_norm", "output_rms")
-_DIGITS = 6  # of a drawn value
-_DIGITS_OF_AXES = 12  # of a fractional axis value: neighbouring steps must stay distinct
 # The largest distance of a drawn value from the interquartile range of all values: in widths of
 # that range, and relative to its magnitudes.
 _FAR, _LARGE = 20, 10
@@ -41,8 +39,7 @@ _UNKNOWN = Meaning("", "", "")
 def charts(runs: Sequence[Seen], units: Mapping[str, str]) -> list[dict[str, Any]]:
     """Returns a chart for each metric that changes in any of `runs`, in the order of the page.
 
-    Args:
-      units: of metrics whose unit in the runs differs from `lmlib/metrics/meanings.py`.
+    `units` are of metrics whose unit in the runs differs from `lmlib/metrics/meanings.py`.
     """
     most = min(MOST, max(FEWEST, POINTS // max(1, len(runs))))
     against = [axes(run.series) for run in runs]
@@ -57,7 +54,7 @@ def charts(runs: Sequence[Seen], units: Mapping[str, str]) -> list[dict[str, Any
                 "unit": units.get(name, known.unit),
                 "text": known.text,
                 "stretch": steps,
-                "limits": [_json(each) for each in limits([each.values_N for each in of.values()])],
+                "limits": _json(limits([each.values_N for each in of.values()])),
                 "series": [
                     {"run": number, **_points(series, steps, against[number])}
                     for number, series in of.items()
@@ -84,12 +81,11 @@ def layers(run: Seen) -> list[dict[str, Any]]:
         names = [name for name in run.series if name.startswith(f"{statistic}/")]
         rows = []
         for order, name in enumerate(sorted(names, key=_depth)):
-            series = run.series[name]
-            points = thinned(series, stretch(series, FEWEST))
-            part = name.partition("/")[2]
-            for first, value in zip(points.first_P, points.mean_P, strict=True):
-                step = int(series.steps_N[first])
-                rows.append({"part": part, "order": order, "step": step, "value": _json(value)})
+            points = thinned(run.series[name], stretch(run.series[name], FEWEST))
+            steps = run.series[name].steps_N[points.first_P].tolist()
+            for step, value in zip(steps, _json(points.mean_P), strict=True):
+                part = name.partition("/")[2]
+                rows.append({"part": part, "order": order, "step": step, "value": value})
         if rows:
             text = (meaning(names[0]) or _UNKNOWN).text
             found.append({"statistic": statistic, "text": text, "rows": rows})
@@ -131,30 +127,22 @@ def _names(runs: Sequence[Seen]) -> Iterator[tuple[str, float | None]]:
 
 def _points(series: Series, steps: int, against: Mapping[str, Series]) -> dict[str, list[Any]]:
     points = thinned(series, steps)
-    found = {
-        axis: [
-            _json(value, _DIGITS_OF_AXES)
-            for value in points.mean_of(at(against[axis], series.steps_N))
-        ]
+    found: dict[str, list[Any]] = {
+        # All digits of an axis: neighbouring steps must stay distinct.
+        axis: _json(points.mean_of(at(against[axis], series.steps_N)), 15)
         for axis in AXES
         if axis in against
     }
-    found["value"] = [_json(value) for value in points.mean_P]
+    found["value"] = _json(points.mean_P)
     if steps > 1:
-        found["least"] = [_json(value) for value in points.least_P]
-        found["greatest"] = [_json(value) for value in points.greatest_P]
+        found |= {"least": _json(points.least_P), "greatest": _json(points.greatest_P)}
     if points.not_finite_P.any():
         found["not_finite"] = points.not_finite_P.tolist()
     return found
 
 
-def _json(value: float, digits: int = _DIGITS) -> float | int | None:
-    if not np.isfinite(value):
-        return None
-    if digits > _DIGITS and float(value).is_integer() and abs(value) < 1e15:
-        return int(value)
-    short = float(f"{value:.{digits}g}")
-    return int(short) if short.is_integer() and abs(short) < 1e15 else short
+def _json(values: Iterable[float], digits: int = 6) -> list[float | None]:
+    return [float(f"{each:.{digits}g}") if np.isfinite(each) else None for each in values]
 
 
 def _order(name: str) -> tuple[int, int, str]:
@@ -167,7 +155,6 @@ def _order(name: str) -> tuple[int, int, str]:
 def _depth(name: str) -> tuple[int, int, str]:
     """Sort key: the embedding first, then the layers by number, then the other parts."""
     part = name.partition("/")[2]
-    number = re.fullmatch(r"layer (\d+)", part)
-    if number:
+    if number := re.fullmatch(r"layer (\d+)", part):
         return 1, int(number[1]), part
     return (0 if part.startswith("embed") else 2), 0, part

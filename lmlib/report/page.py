@@ -31,20 +31,17 @@ def page(
     """Returns the HTML page of `runs`, at least one.
 
     All text from runs is escaped, and the page's content security policy allows only its own
-    script.
-
-    Args:
-      refresh_seconds: interval at which the page reloads itself from its server; `None` for a file.
-      baseline, margin: for verdicts on several runs, as in `lmlib.verdicts.compare`.
-
-    Raises:
-      ValueError: if a file of a run is damaged (the error names it), or there can be no verdict.
+    script. With `refresh_seconds` the page reloads itself from its server. `baseline` and `margin`
+    are for verdicts on several runs, as in `lmlib.verdicts.compare`. Raises ValueError if a file of
+    a run is damaged, or there can be no verdict.
     """
     charting, script = _library(), _text("page.js")
     digests = (hashlib.sha256(each.encode()).digest() for each in (charting, script))
     hashes = " ".join(f"'sha256-{base64.b64encode(each).decode()}'" for each in digests)
     connect = "'none'" if refresh_seconds is None else "'self'"
-    return _template().render(
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+    several = len(runs) > 1
+    return environment.from_string(_text("page.html.jinja")).render(
         policy=f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; "
         f"img-src data: blob:; connect-src {connect}; base-uri 'none'; form-action 'none'",
         css=_text("page.css"),
@@ -52,13 +49,13 @@ def page(
         script=script,
         refresh=refresh_seconds,
         live="" if refresh_seconds is None else " data-live",
-        title=runs[0].name if len(runs) == 1 else f"{len(runs)} runs",
+        title=f"{len(runs)} runs" if several else runs[0].name,
         status=tables.status(runs),
         reasons=tables.reasons(runs),
-        tiles=tables.tiles(runs[0]) if len(runs) == 1 else [],
-        table=tables.comparison(runs) if len(runs) > 1 else None,
+        tiles=[] if several else tables.tiles(runs[0]),
+        table=tables.comparison(runs) if several else None,
         judged=baseline is not None,
-        verdicts=tables.verdicts(runs, baseline, margin) if len(runs) > 1 else "",
+        verdicts=tables.verdicts(runs, baseline, margin) if several else "",
         axes=AXES.items(),
         constants=tables.constants(runs),
         samples=tables.samples(runs),
@@ -66,10 +63,11 @@ def page(
         meanings=MEANINGS,
         most=curves.MOST,
         specifications={
-            "curves": specifications.curves(),
-            "heat": specifications.heat(),
-            "bars": specifications.bars(),
-            "logarithmic": specifications.logarithmic(),
+            each.__name__: each()
+            for each in (
+                *(specifications.curves, specifications.heat, specifications.bars),
+                specifications.logarithmic,
+            )
         },
         data=tables.data(runs),
     )
@@ -82,12 +80,7 @@ def write_page(
     margin: float = 0.0,
     check: Callable[[], None] = lambda: None,
 ) -> None:
-    """Writes the page to a file atomically; `check` as in `write_whole`.
-
-    Raises:
-      ValueError: as `page`.
-      OSError: if it cannot be written.
-    """
+    """Writes the page to a file atomically; `check` as in `write_whole`."""
     made = page(runs, baseline=baseline, margin=margin)
     write_whole(path, made.encode("utf-8", "backslashreplace"), check)
 
@@ -95,16 +88,13 @@ def write_page(
 def leave_page(
     workdir: Path, tell: Callable[[str], None], check: Callable[[], None] = lambda: None
 ) -> None:
-    """Writes the page of the run in `workdir` into that folder.
-
-    Reports a failure through `tell` instead of raising: a missing page must not fail a run.
-    """
+    """Writes the page of the run in `workdir` into it; a failure only shows a warning."""
     try:
         write_page(seen([workdir]), workdir / FILE_NAME, check=check)
     except Exception as error:
         tell(
-            f"WARNING: no {FILE_NAME}: {type(error).__name__}: {error}; once that is mended: "
-            f"python -m runner.report {workdir}"
+            f"WARNING: {FILE_NAME} was not written: {type(error).__name__}: {error}. To try "
+            f"again: python -m runner.report {workdir}"
         )
 
 
@@ -129,12 +119,6 @@ def _library() -> str:
             make_folder(file.parent)
             write_whole(file, made)
     return made
-
-
-@functools.cache
-def _template() -> jinja2.Template:
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-    return environment.from_string(_text("page.html.jinja"))
 
 
 @functools.cache

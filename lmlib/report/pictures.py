@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,6 @@ from lmlib.report.points import AXES
 from lmlib.report.seen import Seen
 from lmlib.storage.whole_file import make_folder, write_whole
 
-_FIELDS = ("step", "x", "value", "least", "greatest", "not_finite")
 ENDINGS = (".svg", ".png")
 _SCALE = 3.0  # PNG scale: about 300 dpi for a chart 12 cm wide
 
@@ -39,10 +39,7 @@ def write_pictures(
       full_range: True draws outliers too; otherwise triangles mark them.
       tell: called with the path of each file.
 
-    Raises:
-      ValueError: if a metric is absent or never changes, or the axis does not exist.
-      OSError: if a file cannot be written.
-      ImportError: without vl-convert-python.
+    Raises ValueError if a metric is absent or never changes, or the axis does not exist.
     """
     data = tables.data(runs)
     charts = {chart["metric"]: chart for chart in data["charts"]}
@@ -51,14 +48,13 @@ def write_pictures(
     if axis not in AXES:
         raise ValueError(f"no axis {axis!r}; there are {', '.join(AXES)}")
     make_folder(folder)
-    written = []
+    written, files = [], _files(charts)
     names = list(dict.fromkeys(run["group"] for run in data["runs"]))
-    files = _files(charts)
     for name in metrics or charts:
         chart = charts[name]
         rows = [row for row in _rows(chart, data["runs"], axis) if row["x"] > 0 or not log_x]
         if not rows:
-            tell(f"{name} has nothing to show on these axes")
+            tell(f"{name} has no points on these axes")
             continue
         limits = () if full_range else chart["limits"]
         specification = specifications.for_paper(
@@ -72,58 +68,61 @@ def write_pictures(
 
 
 def write_picture(specification: dict[str, Any], file: str | os.PathLike[str]) -> None:
-    """Renders a Vega-Lite specification to a file in the format of its suffix.
-
-    Raises:
-      ValueError: for a suffix that is not in `ENDINGS`.
-      OSError: if it cannot be written.
-      ImportError: without vl-convert-python.
-    """
+    """Renders a Vega-Lite specification to a file whose suffix is in `ENDINGS`."""
     import vl_convert
 
     ending, version = Path(file).suffix, specifications.VERSION
     if ending not in ENDINGS:
-        raise ValueError(f"a picture ends in {' or '.join(ENDINGS)}, not as {file} does")
+        raise ValueError(f"the name of a picture ends in {' or '.join(ENDINGS)}, not as in {file}")
     if ending == ".svg":
-        svg = vl_convert.vegalite_to_svg(specification, version, allowed_base_urls=[])
-        write_whole(file, svg)
+        write_whole(file, vl_convert.vegalite_to_svg(specification, version, allowed_base_urls=[]))
     else:
         png = vl_convert.vegalite_to_png(specification, version, scale=_SCALE, allowed_base_urls=[])
         write_whole(file, png)
 
 
 def coordinates(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns the figure of a coordinate check, with one row of charts per rule.
+    """Returns the figure of a coordinate check: a row of charts per rule, one per quantity.
 
-    The rows by width come first, then those by depth. Each row has a chart for each observed
-    quantity.
-
-    Args:
-      rows: {"by", "size", "rule", "looked_at", "step", "change"}: the scaled dimension (width or
-        depth), its size, the rule, the observed quantity, the step, and the change after it.
-        Changes that are not positive numbers are left out.
+    `rows` are {"by", "size", "rule", "looked_at", "step", "change"}: "width" or "depth", its size,
+    the rule, the observed quantity, the step, and the change after it. Changes that are not
+    positive numbers are left out.
     """
-    kinds = dict.fromkeys((row["by"], row["rule"]) for row in rows)
-    return {
-        "$schema": specifications.SCHEMA,
-        "vconcat": [
-            _of_rule([row for row in rows if (row["by"], row["rule"]) == kind], *kind)
-            for kind in kinds
-        ],
-        "resolve": {"scale": {"x": "independent"}},
-    }
+    scale, log = specifications.by, {"type": "log", "nice": False}
+    charts = []
+    for by, rule in dict.fromkeys((row["by"], row["rule"]) for row in rows):
+        own = [row for row in rows if (row["by"], row["rule"]) == (by, rule)]
+        axis = {"values": sorted({row["size"] for row in own}), "grid": False}
+        steps = {"domain": sorted({row["step"] for row in own}), "scheme": "viridis"}
+        names = list(dict.fromkeys(row["looked_at"] for row in own))
+        encoding = {
+            "x": scale("size", title=by, scale=log, axis=axis),
+            "y": scale("change", title="change (RMS)", scale=log),
+            "color": scale("step", "ordinal", scale=steps, legend={"title": "step"}),
+        }
+        mark = {"type": "line", "point": {"size": 18}, "strokeWidth": 1.5}
+        charts.append(
+            {
+                "title": {"text": f"{by}, {rule}", "anchor": "start"},
+                "data": {"values": [row for row in own if 0 < row["change"] < math.inf]},
+                "facet": {"column": scale("looked_at", "nominal", title=None, sort=names)},
+                "spec": {"width": 150, "height": 120, "mark": mark, "encoding": encoding},
+            }
+        )
+    resolve = {"scale": {"x": "independent"}}
+    return {"$schema": specifications.SCHEMA, "vconcat": charts, "resolve": resolve}
 
 
 def _files(names: Iterable[str]) -> dict[str, str]:
     """Maps each metric to a file name without suffix, unique even if case is ignored."""
-    safe = {n: "".join(c if c.isalnum() or c in "-_." else "_" for c in n)[:100] for n in names}
+    safe = {name: re.sub(r"[^\w.-]", "_", name)[:100] for name in names}
     found: dict[str, str] = {}
-    for name in sorted(
-        safe, key=lambda name: safe[name] != name
-    ):  # safe names first: they stay unchanged
-        file, taken = safe[name], {each.lower() for each in found.values()}
+    taken: set[str] = set()
+    for name in sorted(safe, key=lambda name: safe[name] != name):  # safe names stay unchanged
+        file = safe[name]
         while file.lower() in taken:
             file += "_"
+        taken.add(file.lower())
         found[name] = file
     return found
 
@@ -133,41 +132,12 @@ def _rows(
 ) -> Iterator[dict[str, Any]]:
     """Yields the rows of `specifications.curves`, as page.js makes them."""
     for series in chart["series"]:
+        if axis not in series:
+            continue
         curve, values = runs[series["run"]]["group"], series["value"]
-        every = {"least": values, "greatest": values, "not_finite": [0] * len(values)} | series
-        if axis in series:
-            every["x"] = series[axis]
-            for i, step in enumerate(series["step"]):
-                row = {name: every[name][i] for name in _FIELDS}
-                yield {"curve": curve, "stretch": (step - 1) // chart["stretch"], **row}
-
-
-def _of_rule(rows: Sequence[Mapping[str, Any]], by: str, rule: str) -> dict[str, Any]:
-    def logarithmic(field: str, title: str) -> dict[str, Any]:
-        scale = {"type": "log", "nice": False}
-        return {"field": field, "type": "quantitative", "title": title, "scale": scale}
-
-    sizes = sorted({row["size"] for row in rows})
-    names = list(dict.fromkeys(row["looked_at"] for row in rows))
-    steps = {"domain": sorted({row["step"] for row in rows}), "scheme": "viridis"}
-    column = {"field": "looked_at", "type": "nominal", "title": None, "sort": names}
-    return {
-        "title": {"text": f"{by}, {rule}", "anchor": "start"},
-        "data": {"values": [row for row in rows if 0 < row["change"] < math.inf]},
-        "facet": {"column": column},
-        "spec": {
-            "width": 150,
-            "height": 120,
-            "mark": {"type": "line", "point": {"size": 18}, "strokeWidth": 1.5},
-            "encoding": {
-                "x": logarithmic("size", by) | {"axis": {"values": sizes, "grid": False}},
-                "y": logarithmic("change", "change (RMS)"),
-                "color": {
-                    "field": "step",
-                    "type": "ordinal",
-                    "scale": steps,
-                    "legend": {"title": "step"},
-                },
-            },
-        },
-    }
+        lists = {"least": values, "greatest": values, "not_finite": [0] * len(values), **series}
+        names = ("step", "value", "least", "greatest", "not_finite")
+        fields = {"x": series[axis], **{name: lists[name] for name in names}}
+        for row in zip(*fields.values(), strict=True):
+            found = dict(zip(fields, row, strict=True))
+            yield {"curve": curve, "stretch": (found["step"] - 1) // chart["stretch"], **found}

@@ -22,10 +22,10 @@ class Axis(NamedTuple):
 AXES = {
     "step": Axis("step", "batches seen"),
     "tokens": Axis("tokens", "target tokens that counted, so far"),
-    "flops": Axis("FLOPs", "the model's, forward and backward, so far: the sum of step_flops"),
+    "flops": Axis("FLOPs", "model FLOPs so far, forward and backward: the sum of step_flops"),
     "seconds": Axis(
         "wall time (s)",
-        "since the run first began, pauses included: the time of steps so far over the goodput",
+        "since the run first began, with pauses: the time of the steps so far over the goodput",
     ),
 }
 
@@ -39,7 +39,16 @@ def axes(series: Mapping[str, Series]) -> dict[str, Series]:
         flops = series["step_flops"]
         found["flops"] = Series(flops.steps_N, np.cumsum(_finite(flops.values_N)))
     if "step_seconds" in series:
-        found["seconds"] = _rising(_wall_time(series))
+        # The wall time is the time spent on new steps, without waits for data, over the goodput.
+        steps_N, seconds_N = series["step_seconds"]
+        made_N = _finite(seconds_N)
+        if "data_wait_seconds" in series:
+            made_N = made_N - _finite(at(series["data_wait_seconds"], steps_N))
+        made_N = np.cumsum(np.maximum(made_N, 0.0))
+        if "goodput" in series:
+            goodput_N = np.nan_to_num(at(series["goodput"], steps_N), nan=1.0)
+            made_N = made_N / np.clip(goodput_N, 1e-6, 1.0)
+        found["seconds"] = _rising(Series(steps_N, made_N))
     return found
 
 
@@ -48,31 +57,10 @@ def at(axis: Series, steps_N: np.ndarray) -> np.ndarray:
     return np.interp(steps_N, axis.steps_N, axis.values_N)
 
 
-def _wall_time(series: Mapping[str, Series]) -> Series:
-    """Returns the wall time at each step, derived from goodput.
-
-    Goodput is the time spent on new steps divided by the wall time.
-    """
-    seconds = series["step_seconds"]
-    spent_N = _finite(seconds.values_N)
-    if "data_wait_seconds" in series:  # goodput does not count it as step time
-        waits = series["data_wait_seconds"]
-        spent_N = spent_N - np.interp(seconds.steps_N, waits.steps_N, _finite(waits.values_N))
-    made_N = np.cumsum(np.maximum(spent_N, 0.0))
-    if "goodput" not in series:
-        return Series(seconds.steps_N, made_N)
-    goodput_N = np.nan_to_num(at(series["goodput"], seconds.steps_N), nan=1.0)
-    return Series(seconds.steps_N, made_N / np.clip(goodput_N, 1e-6, 1.0))
-
-
 class Points(NamedTuple):
-    """A thinned series. A point without a finite value has NaN as mean, least and greatest.
+    """A thinned series: for each point the index of its first measurement, and their number.
 
-    Attributes:
-      first_P: the index of the first measurement of each point.
-      count_P: the number of measurements in each point.
-      mean_P, least_P, greatest_P: over the finite measurements.
-      not_finite_P: the number of NaN or infinite measurements.
+    Mean, least and greatest are of the finite measurements, or NaN; `not_finite_P` counts others.
     """
 
     first_P: Int[np.ndarray, "P"]
@@ -84,16 +72,11 @@ class Points(NamedTuple):
 
     def mean_of(self, other_N: np.ndarray) -> np.ndarray:
         """Returns the mean of another quantity over the measurements of each point."""
-        if not len(self.first_P):
-            return np.zeros(0)
         return np.add.reduceat(np.asarray(other_N, np.float64), self.first_P) / self.count_P
 
 
 def stretch(series: Series, most: int) -> int:
-    """Returns the number of steps per point that gives at most `most` points.
-
-    It is 1 for a short series.
-    """
+    """Returns the number of steps per point that gives at most `most` points, 1 if all fit."""
     if len(series.steps_N) <= most:
         return 1
     span = int(series.steps_N[-1]) - int(series.steps_N[0]) + 1
@@ -107,26 +90,18 @@ def thinned(series: Series, steps: int) -> Points:
     Each point covers the steps from k·`steps` + 1 to (k + 1)·`steps`, for an integer k, so that the
     points of several runs cover the same steps.
     """
-    stretch_N = (series.steps_N - 1) // steps
-    begins_N = np.ones(len(stretch_N), bool)
-    begins_N[1:] = stretch_N[1:] != stretch_N[:-1]
-    first_P = np.flatnonzero(begins_N)
-    if not len(first_P):
-        nothing = np.zeros(0)
-        return Points(first_P, first_P, nothing, nothing, nothing, first_P)
-    finite_N = np.isfinite(series.values_N)
-    count_P = np.add.reduceat(np.ones(len(stretch_N), np.int64), first_P)
-    finite_P = np.add.reduceat(finite_N.astype(np.int64), first_P)
-    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        sum_P = np.add.reduceat(np.where(finite_N, series.values_N, 0.0), first_P)
-        mean_P = np.where(finite_P > 0, sum_P / finite_P, np.nan)
+    first_P = np.flatnonzero(np.diff((series.steps_N - 1) // steps, prepend=-2))
+    values_N = np.where(np.isfinite(series.values_N), series.values_N, np.nan)
+    count_P = np.add.reduceat(np.ones(len(values_N), np.int64), first_P)
+    not_finite_P = np.add.reduceat(np.isnan(values_N).astype(np.int64), first_P)
+    least_P, greatest_P = (each.reduceat(values_N, first_P) for each in (np.fmin, np.fmax))
+    with np.errstate(invalid="ignore", over="ignore"):
+        mean_P = np.add.reduceat(np.nan_to_num(values_N), first_P) / (count_P - not_finite_P)
     # A mean that overflowed is clipped to the measured range.
-    least_P = np.minimum.reduceat(np.where(finite_N, series.values_N, np.inf), first_P)
-    greatest_P = np.maximum.reduceat(np.where(finite_N, series.values_N, -np.inf), first_P)
-    least_P = np.where(finite_P > 0, least_P, np.nan)
-    greatest_P = np.where(finite_P > 0, greatest_P, np.nan)
-    mean_P = np.clip(mean_P, least_P, greatest_P)
-    return Points(first_P, count_P, mean_P, least_P, greatest_P, count_P - finite_P)
+    return Points(
+        *(first_P, count_P, np.clip(mean_P, least_P, greatest_P), least_P, greatest_P),
+        not_finite_P,
+    )
 
 
 def _finite(values_N: np.ndarray) -> np.ndarray:

@@ -14,13 +14,9 @@ from lmlib.terminal.text import shown
 
 @dataclasses.dataclass(frozen=True)
 class Seen:
-    """A run on a page.
+    """A run on a page, with a unique name, and its metrics by displayable names.
 
-    Args:
-      run: its files as they are now.
-      name: unique on the page; control characters are shown escaped.
-      group: the name shared by the runs that differ only in seeds.
-      series: its metrics, by displayable names.
+    Runs that differ only in seeds share a `group`.
     """
 
     run: Run
@@ -47,18 +43,17 @@ class Watched:
     def now(self) -> list[Seen]:
         """Returns the runs that exist now.
 
-        Raises:
-          ValueError: if a place has no run or a file is damaged; the error names it.
-          OSError: if a file cannot be read.
+        Raises ValueError if a place has no run or a file is damaged; the error names it.
         """
-        runs = find_runs(self._places)
-        found = []
-        called = zip(runs, names([run.path for run in runs]), groups(runs), strict=True)
-        for run, name, group in called:
+        runs, found = find_runs(self._places), []
+        paths = [run.path.absolute() for run in runs]
+        # Names are the paths below the common folder, or the last part of a single path.
+        common = Path(os.path.commonpath(paths)) if len(runs) > 1 else paths[0].parent
+        for run, path, group in zip(runs, paths, groups(runs), strict=True):
             measurements = self._measurements.setdefault(run.path, Measurements(run.path))
             measurements.update()
             series = {shown(metric): each for metric, each in measurements.series.items()}
-            found.append(Seen(run, name, group, series))
+            found.append(Seen(run, shown(str(path.relative_to(common))), group, series))
         return found
 
 
@@ -67,29 +62,15 @@ def seen(places: Iterable[str | os.PathLike[str]]) -> list[Seen]:
     return Watched(places).now()
 
 
-def names(paths: Sequence[Path]) -> list[str]:
-    """Returns the distinct parts of the paths.
-
-    These are the parts below the common folder, or the last part of a single path.
-    """
-    whole = [path.absolute() for path in paths]
-    if len(whole) == 1:
-        return [shown(whole[0].name)]
-    common = Path(os.path.commonpath(whole))
-    return [shown(str(path.relative_to(common))) for path in whole]
-
-
 def groups(runs: Sequence[Run]) -> list[str]:
     """Returns, for each run, the settings in which it differs from others, except seeds."""
-    differing = {
-        path: values for path, values in difference(runs).items() if last_name(path) != "seed"
-    }
+    differing = {path: x for path, x in difference(runs).items() if last_name(path) != "seed"}
     lasts = collections.Counter(map(last_name, differing))
     texts = []
     for number in range(len(runs)):
-        parts = []
-        for path, values in differing.items():
-            name = last_name(path) if lasts[last_name(path)] == 1 else path
-            parts.append(f"{name}={'—' if values[number] is None else values[number]}")
+        parts = (
+            f"{last_name(path) if lasts[last_name(path)] == 1 else path}={values[number] or '—'}"
+            for path, values in differing.items()
+        )
         texts.append(shown(", ".join(parts)) or "all runs")
     return texts

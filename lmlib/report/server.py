@@ -7,7 +7,12 @@ from collections.abc import Callable
 from http import HTTPStatus
 
 HOST = "127.0.0.1"
-_NAMES = ("127.0.0.1", "localhost")
+_HEADERS = {
+    "Cache-Control": "no-store",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
 
 
 class PageServer(http.server.ThreadingHTTPServer):
@@ -23,21 +28,16 @@ class PageServer(http.server.ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, port: int, page: Callable[[], str]):
-        """Listens on `port` of this machine; 0 picks a free one, see `server_port`.
+        """Listens on `port` of this machine; 0 picks a free one, see `url`.
 
-        Args:
-          page: makes the page, for each request anew, one at a time. The page shows any ValueError
-            or OSError that it raises.
-
-        Raises:
-          OSError: if the port is taken.
+        `page` makes the page for each request, one at a time. The response shows any ValueError or
+        OSError that it raises.
         """
         super().__init__((HOST, port), _Handler)
         self.page, self.making = page, threading.Lock()
         self.url = f"http://{HOST}:{self.server_port}/"
-        self.hosts = {f"{name}:{self.server_port}" for name in _NAMES}
-        if self.server_port == 80:
-            self.hosts |= set(_NAMES)
+        port_text = "" if self.server_port == 80 else f":{self.server_port}"
+        self.hosts = {HOST + port_text, f"localhost{port_text}"}
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Ignores browsers that drop their connection; prints other errors."""
@@ -53,9 +53,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         names, kind = self.headers.get_all("Host", []), "text/plain"
         if len(names) != 1 or names[0] not in self.server.hosts:
-            status, text = HTTPStatus.MISDIRECTED_REQUEST, "this server answers to localhost alone"
+            status, text = HTTPStatus.MISDIRECTED_REQUEST, "this server answers only to localhost"
         elif self.path.partition("?")[0] != "/":
-            status, text = HTTPStatus.NOT_FOUND, "there is one page, /"
+            status, text = HTTPStatus.NOT_FOUND, "the only page is /"
         else:
             try:
                 with self.server.making:
@@ -64,14 +64,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                 status, text = HTTPStatus.INTERNAL_SERVER_ERROR, str(error)
         content = text.encode("utf-8", "backslashreplace")
         self.send_response(status)
-        for name, value in (
-            ("Content-Type", f"{kind}; charset=utf-8"),
-            ("Content-Length", str(len(content))),
-            ("Cache-Control", "no-store"),
-            ("X-Content-Type-Options", "nosniff"),
-            ("X-Frame-Options", "DENY"),
-            ("Cross-Origin-Resource-Policy", "same-origin"),
-        ):
+        about = {"Content-Type": f"{kind}; charset=utf-8", "Content-Length": str(len(content))}
+        for name, value in (about | _HEADERS).items():
             self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":

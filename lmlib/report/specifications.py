@@ -32,23 +32,21 @@ _NO_LIMIT = 1.7e308
 
 
 def curves() -> dict[str, Any]:
-    """Returns a chart of curves for rows with the fields listed below.
+    """Returns a chart for rows {curve, stretch, step, x, value, least, greatest, not_finite}.
 
-    The fields are {curve, stretch, step, x, value, least, greatest, not_finite}. A row is a point
-    of a run. A curve is the mean of its rows (several seeds) in each "stretch" of steps, smoothed
-    over a window of points; the band spans the smallest to the largest. The mean is dashed where
-    fewer runs have a value than elsewhere, and the line breaks where their number changes. Crosses
-    mark values that are not finite, triangles values outside the limits "above" and "below";
-    "pointed_at" is a value of x. Filled in later: `data.values`, the window's frame, the limits,
-    the titles and scales of the axes, and the domain of colours.
+    A curve is the mean of its rows (seeds) in each "stretch" of steps, smoothed over a window, with
+    a band from minimum to maximum. It is dashed where fewer runs have a value, and breaks where
+    their number changes. Crosses mark values that are not finite, triangles values beyond "above"
+    and "below". Filled in later: `data.values`, the window's frame, the limits, the titles and
+    scales of axes, and the domain of colours.
     """
     order = [{"field": "step"}]
     moved = {"on": "pointermove", "clear": "pointerout", "nearest": True}
     nearest = {"type": "point", "fields": ["x"], **moved}
     dashes = {"domain": [False, True], "range": [[1, 0], [4, 3]]}
-    dashed = {"strokeDash": _by("fewer", "nominal", scale=dashes, legend=None)}
+    dashed = {"strokeDash": by("fewer", "nominal", scale=dashes, legend=None)}
     band = {"y2": {"field": "greatest"}}
-    numbers = {"value": "value", "least": "least", "greatest": "greatest"}
+    numbers = {"value": "value", "least": "min", "greatest": "max"}
     linear = {"type": "linear", "zero": False}
     ticks = {axis: {"labelExpr": _TICK.replace("AXIS", axis)} for axis in "xy"}
     rule = {"expr": "isValid(pointed_at) ? scale('x', pointed_at) : -9"}
@@ -86,7 +84,7 @@ def curves() -> dict[str, Any]:
             _calculate("fewer", "datum.runs < datum.most"),
         ],
         encoding={
-            "x": _by(
+            "x": by(
                 "x",
                 title="step",
                 scale={**linear, "nice": False},
@@ -98,10 +96,10 @@ def curves() -> dict[str, Any]:
                 "scale": {**linear, "nice": True},
                 "axis": {**ticks["y"], "tickCount": 5},
             },
-            "color": _by(
+            "color": by(
                 "curve", "nominal", scale={"domain": [], "range": list(COLOURS)}, legend=None
             ),
-            "detail": _by("part", "nominal"),
+            "detail": by("part", "nominal"),
         },
         layer=[
             # Draw the outline, since a spike may be narrower than a pixel.
@@ -146,7 +144,7 @@ def _chart(height: int, **more: Any) -> dict[str, Any]:
     return {"$schema": SCHEMA, **size, "data": {"values": []}, **more}
 
 
-def _by(field: str, kind: str = _NUMBER, **more: Any) -> dict[str, Any]:
+def by(field: str, kind: str = _NUMBER, **more: Any) -> dict[str, Any]:
     return {"field": field, "type": kind, **more}
 
 
@@ -170,27 +168,21 @@ def _points(where: str, **mark: Any) -> dict[str, Any]:
 
 
 def _at_edge(where: str, y: str, numbers: Mapping[str, str], mark: Any) -> dict[str, Any]:
-    """Returns marks `y` pixels from the top for the points that satisfy the expression `where`.
-
-    They have no place among the curves.
-    """
+    """Returns marks `y` pixels from the top for the points that satisfy the expression `where`."""
     shown = {"step": "step", **numbers}.items()
-    tooltip = [_by(field, title=title, format=",.12~g") for field, title in shown]
+    tooltip = [by(field, title=title, format=",.12~g") for field, title in shown]
     return {
         "transform": [{"filter": where}],
         "mark": {"type": "point", "opacity": 1, **mark},
         "encoding": {
             "y": {"value": {"expr": y}},
-            "tooltip": [_by("curve", "nominal", title="run"), *tooltip],
+            "tooltip": [by("curve", "nominal", title="run"), *tooltip],
         },
     }
 
 
 def logarithmic() -> dict[str, Any]:
-    """Returns the scale of a logarithmic axis, and transforms for a vertical one.
-
-    The transforms drop values without a place on the axis, after the mean over seeds.
-    """
+    """Returns the scale of a logarithmic axis, and the transforms for a vertical one."""
     return {
         "scale": {"type": "log", "nice": False},
         "transform": [
@@ -209,9 +201,9 @@ def heat() -> dict[str, Any]:
         15,  # pixels per part
         mark={"type": "rect", "tooltip": True},
         encoding={
-            "x": _by("step", "ordinal", axis={"labelOverlap": True, "labelAngle": 0}),
-            "y": _by("part", "ordinal", title=None, sort={"field": "order"}),
-            "color": _by("value", scale={"type": "log", "scheme": "viridis"}, legend=legend),
+            "x": by("step", "ordinal", axis={"labelOverlap": True, "labelAngle": 0}),
+            "y": by("part", "ordinal", title=None, sort={"field": "order"}),
+            "color": by("value", scale={"type": "log", "scheme": "viridis"}, legend=legend),
         },
     )
 
@@ -224,15 +216,15 @@ def bars() -> dict[str, Any]:
         26,  # pixels per run
         mark="bar",
         encoding={
-            "x": _by("share", stack=True, title=None, scale=scale, axis=axis),
-            "y": _by("run", "nominal", title=None, sort=None),
-            "color": _by("part", "nominal", sort={"field": "order"}, **colour),
+            "x": by("share", stack=True, title=None, scale=scale, axis=axis),
+            "y": by("run", "nominal", title=None, sort=None),
+            "color": by("part", "nominal", sort={"field": "order"}, **colour),
             "order": {"field": "order"},
             "tooltip": [
-                _by("run", "nominal"),
-                _by("part", "nominal", title="phase"),
-                _by("time", "nominal"),
-                _by("share", format=".1%"),
+                by("run", "nominal"),
+                by("part", "nominal", title="phase"),
+                by("time", "nominal"),
+                by("share", format=".1%"),
             ],
         },
     )
@@ -249,7 +241,7 @@ def for_paper(
     smoothing: float = 0.0,
     limits: Sequence[float | None] = (None, None),
 ) -> dict[str, Any]:
-    """Returns `curves` filled in as page.js does, with a legend and titles of its own."""
+    """Returns `curves` filled in as page.js does, with a legend and titles."""
     found = curves()
     found["data"]["values"] = list(rows)
     found["width"], found["height"] = 420, 260

@@ -15,11 +15,11 @@ from lmlib.terminal.text import shown
 
 _SAMPLES = 12  # steps
 _LONGEST = 4000  # characters per text
-_FINAL = (
+_NUMBERS = (  # of whole runs, then of the last steps of unfinished runs
     *("training_loss", "validation_loss", "validation_bits_per_byte"),
     *("mean_tokens_per_second", "mean_mfu"),
+    *("loss", "evaluation_loss", "evaluation_bits_per_byte", "tokens_per_second", "mfu"),
 )
-_OF_STEPS = ("loss", "evaluation_loss", "evaluation_bits_per_byte", "tokens_per_second", "mfu")
 _OF_TILES = ("parameters", "tokens", "goodput", "peak_memory_bytes")
 _TEXTS: Mapping[str, Callable[[float], str]] = {
     **dict.fromkeys(("tokens_per_second", "parameters", "tokens"), count_text),
@@ -47,8 +47,8 @@ def status(runs: Sequence[Seen]) -> str:
 
 def reasons(runs: Sequence[Seen]) -> list[tuple[str, str]]:
     """Returns the recorded reasons why runs did not finish."""
-    said = [(each, each.run.state.reason) for each in runs]
-    return [(f"{each.name}: {status([each])}", _cut(why)) for each, why in said if why]
+    recorded = [(each, each.run.state.reason) for each in runs]
+    return [(f"{each.name}: {status([each])}", _cut(why)) for each, why in recorded if why]
 
 
 def tiles(each: Seen) -> list[tuple[str, str, str]]:
@@ -72,44 +72,40 @@ def tiles(each: Seen) -> list[tuple[str, str, str]]:
 def comparison(runs: Sequence[Seen]) -> Table:
     """Returns a table of the settings in which the runs differ, and the numbers of each run."""
     differing, metrics = difference(each.run for each in runs), _shown_numbers(runs)
-    rows = []
+    rows = [["run", *differing, "state", "step", *metrics]]
     for i, each in enumerate(runs):
         settings = ["—" if values[i] is None else str(values[i]) for values in differing.values()]
         final, step = each.run.final, f"{each.last('step') or 0:,.0f}"
         numbers = [final[name].value if name in final else each.last(name) for name in metrics]
         rows.append([each.name, *settings, each.run.state.name, step, *map(number, numbers)])
-    header = ["run", *differing, "state", "step", *metrics]
-    texts = [[shown(cell) for cell in row] for row in (header, *rows)]
-    return Table(texts[0], texts[1:], range(len(differing) + 2, len(header)))
+    header, *texts = [[shown(cell) for cell in row] for row in rows]
+    return Table(header, texts, range(len(differing) + 2, len(header)))
 
 
 def verdicts(runs: Sequence[Seen], baseline: str | None, margin: float) -> str:
-    """Returns the table of `lmlib.verdicts`.
+    """Returns the table of `lmlib.verdicts`; raises ValueError if the baseline does not fit.
 
-    Without a baseline it has means over seeds; it is empty if each setting has only one seed, or if
-    the table cannot be made.
-
-    Raises:
-      ValueError: if it cannot be made with the given baseline; the message says why.
+    Without a baseline it has means over seeds, or is empty if there are none.
     """
     from lmlib.verdicts import compare  # imports SciPy, which the page of one run does not need
     from lmlib.verdicts.table import comparison_text
 
     try:
         found = compare([each.run for each in runs], baseline=baseline, margin=margin)
-        if baseline is None and all(len(row.group.runs) == 1 for row in found.rows):
-            return ""
-        return shown(comparison_text(found))
     except ValueError:
         if baseline is None:
             return ""
         raise
+    if baseline is None and all(len(row.group.runs) == 1 for row in found.rows):
+        return ""
+    return shown(comparison_text(found))
 
 
 def constants(runs: Sequence[Seen]) -> str:
-    found = curves.constants(runs)
-    said = ", ".join(f"{name} {number(value)}" for name, value in found.items())
-    return f"The same in all steps: {said}." if found else ""
+    found = curves.constants(runs).items()
+    return f"Constant so far: {', '.join(f'{x} {number(value)}' for x, value in found)}." * bool(
+        found
+    )
 
 
 def samples(runs: Sequence[Seen]) -> list[tuple[int, list[tuple[str, str]]]]:
@@ -122,10 +118,7 @@ def samples(runs: Sequence[Seen]) -> list[tuple[int, list[tuple[str, str]]]]:
 
 
 def settings(runs: Sequence[Seen]) -> list[tuple[str, list[tuple[str, str]]]]:
-    return [
-        (each.name, [(shown(path), shown(value)) for path, value in each.run.settings.items()])
-        for each in runs
-    ]
+    return [(x.name, [(shown(a), shown(b)) for a, b in x.run.settings.items()]) for x in runs]
 
 
 def data(runs: Sequence[Seen]) -> dict[str, Any]:
@@ -159,18 +152,19 @@ def _shown_numbers(runs: Sequence[Seen]) -> list[str]:
     """Returns the names in `Run.final`, and the last steps' metrics of unfinished runs."""
     made = {name for each in runs for name in each.run.final}
     made |= {name for each in runs if not each.run.finished for name in each.series}
-    return [name for name in (*_FINAL, *_OF_STEPS) if name in made]
+    return [name for name in _NUMBERS if name in made]
 
 
 def _goodput(each: Seen) -> Iterator[Mapping[str, Any]]:
     seconds = total(read_starts(each.run.path)[0]).seconds
     for order, (phase, spent) in enumerate(seconds.items()):
         if spent > 0:
+            time, share = duration_text(spent), spent / sum(seconds.values())
             yield {
                 "run": each.name,
                 "part": shown(phase),
-                "time": duration_text(spent),
-                "share": spent / sum(seconds.values()),
+                "time": time,
+                "share": share,
                 "order": order,
             }
 

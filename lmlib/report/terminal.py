@@ -1,4 +1,4 @@
-"""Runs in a terminal: the last numbers of each run, and sparklines of their curves."""
+"""Runs in a terminal: the latest numbers of each run, and sparklines of their curves."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,6 @@ from lmlib.terminal.table import columns
 from lmlib.terminal.text import shown
 
 _BARS = "▁▂▃▄▅▆▇█"
-_NOT_FINITE = "×"
 _NARROWEST = 10
 _OF_SEVERAL = 3  # the first metrics of each run
 
@@ -26,13 +25,13 @@ def view(runs: Sequence[Seen], width: int) -> str:
         reason = each.run.state.reason.splitlines()[:1]
         names = curves.drawn([each])[: None if len(runs) == 1 else _OF_SEVERAL]
         left = max(_NARROWEST, width - max(map(len, names), default=0) - 3 * 13)
-        rows = [("metric", "last", "least", "greatest", "")]
+        rows: list[tuple[str, ...]] = [("metric", "last", "min", "max", "")]
         for name in names:
             values_N = each.series[name].values_N
             finite_N = values_N[np.isfinite(values_N)]
             ends = (finite_N.min(), finite_N.max()) if len(finite_N) else (None, None)
-            last, least, greatest = map(tables.number, (values_N[-1], *ends))
-            rows.append((name, last, least, greatest, bars(each.series[name], left)))
+            numbers = map(tables.number, (values_N[-1], *ends))
+            rows.append((name, *numbers, bars(each.series[name], left)))
         texts.append("\n".join([head, *reason, columns(rows)]))
     return "\n\n".join(texts)
 
@@ -44,12 +43,6 @@ def bars(series: Series, most: int) -> str:
     """
     mean_P = thinned(series, stretch(series, most)).mean_P
     finite_P = mean_P[np.isfinite(mean_P)]
-    if not len(finite_P):
-        return _NOT_FINITE * len(mean_P)
-    least, span = finite_P.min(), np.ptp(finite_P) or 1.0
-    return "".join(
-        _BARS[min(len(_BARS) - 1, int((mean - least) / span * len(_BARS)))]
-        if np.isfinite(mean)
-        else _NOT_FINITE
-        for mean in mean_P
-    )
+    least = finite_P.min(initial=np.inf)
+    heights_P = (mean_P - least) / ((finite_P - least).max(initial=0) or 1.0) * len(_BARS)
+    return "".join("×" if np.isnan(x) else _BARS[min(len(_BARS) - 1, int(x))] for x in heights_P)

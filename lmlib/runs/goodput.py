@@ -29,10 +29,8 @@ LONGEST_PAUSE = 365 * 86_400.0
 class Start:
     """One process's part of a run (process 0's in multi-process runs).
 
-    `seconds` has the monotonic time of each phase. `began` and `until` are seconds since the epoch,
-    by the wall clock when the process began. `ended` and `reason` say how it ended before the last
-    step, and why in words; both are empty while it runs. `start` is the random text of the start,
-    as in its start.json.
+    `began` and `until` are seconds since the epoch, and `seconds` the monotonic time of each phase.
+    `ended` and `reason` say how and why it ended before the last step. `start` is as in start.json.
     """
 
     began: float
@@ -60,11 +58,9 @@ class Goodput:
         """Returns a table of the phases, the longest first."""
         wall = sum(self.seconds.values())
         starts = "1 start" if self.starts == 1 else f"{self.starts} starts"
-        rows = [("wall time", duration_text(wall), f"in {starts}")]
-        for name, seconds in sorted(self.seconds.items(), key=lambda item: -item[1]):
-            if seconds > 0:
-                rows.append((name, duration_text(seconds), f"{seconds / wall:.1%}"))
-        return columns(rows)
+        longest = sorted(self.seconds.items(), key=lambda item: -item[1])
+        rows = [(name, duration_text(s), f"{s / wall:.1%}") for name, s in longest if s > 0]
+        return columns([("wall time", duration_text(wall), f"in {starts}"), *rows])
 
 
 def total(starts: list[Start]) -> Goodput:
@@ -95,21 +91,18 @@ def read_starts(workdir: Path) -> tuple[list[Start], str | None]:
             with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
                 starts.append(_parsed(entry))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        return [], f"{file} cannot be read ({error!r:.200}): earlier starts are not counted"
+        return [], f"{file} cannot be read ({error!r:.200}); earlier starts are not counted"
     if lost := len(entries) - len(starts):
-        return starts, f"{file}: {lost} of {len(entries)} starts make no sense and are not counted"
+        return starts, f"{file}: {lost} of {len(entries)} starts are damaged and not counted"
     return starts, None
 
 
 def _parsed(entry: Any) -> Start:
-    """Parses an entry.
-
-    Raises ValueError, KeyError, TypeError or AttributeError if no run has written it.
-    """
+    """Parses an entry; raises what `read_starts` catches if it is damaged."""
     times = {"began": entry["began"], "until": entry["until"], **entry["seconds"]}
     for name, value in times.items():  # valid until the year 5138
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1e11:
-            raise ValueError(f"{name} is {value!r:.80}, no number of seconds")
+            raise ValueError(f"{name} is {value!r:.80}, not a number of seconds")
     step = entry["last_step"]
     if type(step) is not int or step < 0:
         raise ValueError(f"the last step is {step!r:.80}")

@@ -10,7 +10,7 @@ from lmlib.storage.unlinked import unlinked
 
 FILE_NAME = "result.json"
 LOSS_STEPS = 50  # `training_loss` is the mean over this many last steps
-_MEANS = "mean_tokens_per_second", "mean_mfu"
+_Check = Callable[[Any], bool]
 
 
 class Final(NamedTuple):
@@ -24,11 +24,8 @@ class Final(NamedTuple):
 def read_result(workdir: Path) -> dict[str, Any] | None:
     """Returns the object in result.json; `None` without a file.
 
-    Keys may be missing; the values of present keys have the right type.
-
-    Raises:
-      ValueError: if it is damaged; the error names the file and the key.
-      OSError: if it cannot be read.
+    Keys may be missing; the values of present keys have the right type. Raises ValueError if the
+    file is damaged; the error names it and the key.
     """
     file = unlinked(workdir, FILE_NAME)
     if not file.exists():
@@ -36,7 +33,7 @@ def read_result(workdir: Path) -> dict[str, Any] | None:
     try:
         found = read_json(file)
         if not isinstance(found, dict):
-            raise ValueError("it holds no object")
+            raise ValueError("it is not an object")
         for key, is_sound in _KEYS.items():
             if key in found and not is_sound(found[key]):
                 raise ValueError(f"{key} is {found[key]!r:.80}")
@@ -54,54 +51,57 @@ def final_numbers(result: Mapping[str, Any]) -> dict[str, Final]:
         found["training_loss"] = Final(float(loss), unit, over)
     for name, each in result.get("validation", {}).items():
         found[name] = Final(float(each["value"]), each["unit"], result.get("validated_on") or "")
-    for name, over in {**dict.fromkeys(_MEANS, "all steps"), "parameters": ""}.items():
+    averages = "mean_tokens_per_second", "mean_mfu"
+    for name in (*averages, "parameters"):
         if result.get(name) is not None:
-            found[name] = Final(float(result[name]), "", over)
+            found[name] = Final(float(result[name]), "", "all steps" if name in averages else "")
     return found
 
 
-def _is_number(value: Any) -> bool:
+def _number(value: Any) -> bool:
     """True for a number, NaN and the infinities included."""
     return type(value) is float or (type(value) is int and abs(value) < 1 << 63)
 
 
-def _is_count(value: Any) -> bool:
+def _count(value: Any) -> bool:
     return type(value) is int and 0 <= value < 1 << 63
 
 
-def _is_rate(value: Any) -> bool:
-    return value is None or (_is_number(value) and 0 <= value < 1e30)
+def _rate(value: Any) -> bool:
+    return _number(value) and 0 <= value < 1e30
 
 
-def _is_text(value: Any) -> bool:
+def _text(value: Any) -> bool:
     return isinstance(value, str)
 
 
-def _is_measured(value: Any) -> bool:
-    known = isinstance(value, dict) and value.keys() == {"value", "unit"}
-    return known and _is_number(value["value"]) and _is_text(value["unit"])
+def _optional(check: _Check) -> _Check:
+    return lambda value: value is None or check(value)
 
 
-def _is_goodput(value: Any) -> bool:
-    known = isinstance(value, dict) and value.keys() == {"starts", "seconds"}
-    seconds = _each(lambda each: _is_number(each) and math.isfinite(each))
-    return value is None or (known and _is_count(value["starts"]) and seconds(value["seconds"]))
+def _each(check: _Check) -> _Check:
+    return lambda value: isinstance(value, dict) and all(map(check, value.values()))
 
 
-def _each(is_sound: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """Returns a check that applies `is_sound` to every value of an object."""
-    return lambda value: isinstance(value, dict) and all(map(is_sound, value.values()))
+def _fields(**checks: _Check) -> _Check:
+    return lambda value: (
+        isinstance(value, dict)
+        and value.keys() == checks.keys()
+        and all(check(value[name]) for name, check in checks.items())
+    )
 
 
-_KEYS: Mapping[str, Callable[[Any], bool]] = {
-    **dict.fromkeys(("steps", "parameters", "tokens"), _is_count),
-    "mean_tokens_per_second": lambda value: value is not None and _is_rate(value),
-    **dict.fromkeys(("mean_mfu", "flops_per_token"), _is_rate),
-    "training_loss": _is_number,
-    **dict.fromkeys(("loss_name", "loss_unit", "start"), _is_text),
-    "validation": _each(_is_measured),
-    "validated_on": lambda value: value is None or _is_text(value),
-    "compressed_bits_per_byte": _each(_is_number),
-    "samples": lambda value: isinstance(value, list) and all(map(_is_text, value)),
-    "goodput": _is_goodput,
+_KEYS: Mapping[str, _Check] = {
+    **dict.fromkeys(("steps", "parameters", "tokens"), _count),
+    "mean_tokens_per_second": _rate,
+    **dict.fromkeys(("mean_mfu", "flops_per_token"), _optional(_rate)),
+    "training_loss": _number,
+    **dict.fromkeys(("loss_name", "loss_unit", "start"), _text),
+    "validation": _each(_fields(value=_number, unit=_text)),
+    "validated_on": _optional(_text),
+    "compressed_bits_per_byte": _each(_number),
+    "samples": lambda value: isinstance(value, list) and all(map(_text, value)),
+    "goodput": _optional(
+        _fields(starts=_count, seconds=_each(lambda each: _number(each) and math.isfinite(each)))
+    ),
 }

@@ -25,19 +25,13 @@ if TYPE_CHECKING:
     import pandas
 
 SAMPLES = "samples"
-SWEEP = (
-    "sweep.json"  # in a sweep's folder: the settings of each point; each point's run is a subfolder
-)
+SWEEP = "sweep.json"  # in the folder of a sweep, whose runs are subfolders: their settings
 _SILENT_SECONDS = 60.0  # a lock is renewed every ten seconds
-_KILLED = "its process ended without a word, killed say; the same command goes on"
+_KILLED = "its process ended without a message, perhaps killed; give the same command to continue"
 
 
 class State(NamedTuple):
-    """The state of a run, and the reason if one is recorded.
-
-    One of "finished", "interrupted", "diverged", "failed", "running", "not running" and "not
-    begun".
-    """
+    """The state of a run (finished, failed, running …), and the reason if one is recorded."""
 
     name: str
     reason: str = ""
@@ -45,12 +39,9 @@ class State(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """The files of a run so far. Each is read on first use and cached.
+    """The files of the run in the workdir `path`. Each is read on first use and cached.
 
     Settings, result and validation raise ValueError if the file is damaged; the error names it.
-
-    Args:
-      path: its workdir.
     """
 
     path: Path
@@ -61,10 +52,7 @@ class Run:
 
     @functools.cached_property
     def settings(self) -> Mapping[str, str]:
-        """Every parameter of its config by path, as in `lmlib.runs.settings`.
-
-        Empty if settings.json is absent.
-        """
+        """Every parameter of its config by path; empty if settings.json is absent."""
         return read_settings(self.path) or {}
 
     @functools.cached_property
@@ -106,10 +94,7 @@ class Run:
 
     @functools.cached_property
     def final(self) -> Mapping[str, Final]:
-        """The numbers of the whole run by name, from result.json; empty until the run has finished.
-
-        The last value of a metric measured by a step has another name.
-        """
+        """The numbers of the whole run, from result.json; empty until the run has finished."""
         return final_numbers(self.result or {}) if self.finished else {}
 
     @functools.cached_property
@@ -146,15 +131,14 @@ def read_run(workdir: str | os.PathLike[str]) -> Run:
     """Returns the run in `workdir`; raises ValueError if there is none."""
     path = Path(workdir)
     if not _is_run(path):
-        raise ValueError(f"{path} is no run's workdir: it has no {SETTINGS} or no {METRICS}")
+        raise ValueError(f"{path} is not a workdir of a run: it has no {SETTINGS} or no {METRICS}")
     return Run(path)
 
 
 def find_runs(places: Iterable[str | os.PathLike[str]]) -> list[Run]:
     """Returns the runs in `places`: workdirs, or folders that contain some at any depth.
 
-    Raises:
-      ValueError: if a place has no run; the error names it.
+    Raises ValueError if a place has no run; the error names it.
     """
     found: dict[Path, Run] = {}
     for place in map(Path, places):
@@ -193,18 +177,11 @@ def runs(*places: str | os.PathLike[str], steps: bool = False) -> "pandas.DataFr
     """Returns a DataFrame with a row for each run in `places`.
 
     Places are workdirs, or folders that contain some, such as a sweep's. Columns are `run` (its
-    workdir), the settings in which the runs differ (`None` where that is the setting, NaN where a
-    run lacks it), its `state`, `finished` (bool), the last value of each metric, such as `loss` and
-    `evaluation_loss`, and the numbers in `Run.final`, such as `training_loss` and
-    `validation_loss`. With `steps`, there is a row for each step of each run, with that step's
-    metrics.
-
-    Raises:
-      ValueError: if a place has no run; the error names it.
+    workdir), the settings in which the runs differ (NaN where a run lacks one), its `state`,
+    `finished`, the last value of each metric, such as `loss`, and the numbers in `Run.final`, such
+    as `validation_loss`. With `steps`, there is a row for each step of each run instead.
     """
-    # Imported late: it is slow, and a pyarrow thread would take a malloc arena from training
-    # threads.
-    import pandas
+    import pandas  # slow, and its pyarrow thread would take a malloc arena from training threads
 
     found = find_runs(places)
     differing = difference(found)
@@ -231,8 +208,7 @@ def runs(*places: str | os.PathLike[str], steps: bool = False) -> "pandas.DataFr
 def points_in(content: Any) -> dict[str, dict[str, str]]:
     """Returns the settings of each point by its name, from the content of sweep.json.
 
-    Raises:
-      ValueError: if a sweep did not write them.
+    Raises ValueError if a sweep did not write them.
     """
     try:
         points = content["points"]
@@ -240,7 +216,7 @@ def points_in(content: Any) -> dict[str, dict[str, str]]:
     except (KeyError, TypeError) as error:
         raise ValueError(f"its points are damaged ({error!r:.80})") from error
     if len(found) < len(points) or not all(isinstance(name, str) for name in found):
-        raise ValueError("its points have no names of their own")
+        raise ValueError("its points have no unique names")
     return found
 
 
@@ -249,10 +225,7 @@ def _is_run(path: Path) -> bool:
 
 
 def _point(workdir: Path) -> Mapping[str, str] | None:
-    """Returns the settings of the sweep point whose run is in `workdir`.
-
-    `None` if the run does not belong to a sweep, or the sweep's file is damaged.
-    """
+    """Returns the settings of the sweep point in `workdir`; `None` if there is no such point."""
     file = workdir.parent / SWEEP
     try:
         return _points(file, file.stat().st_mtime_ns).get(workdir.name)

@@ -2,7 +2,6 @@
 
 import array
 import contextlib
-import itertools
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +14,6 @@ from lmlib.metrics.log import FILE_NAME
 from lmlib.storage.stored_json import parse_json
 from lmlib.storage.unlinked import check_no_link
 
-_AT_ONCE = 1000  # lines parsed at once
 _Columns: TypeAlias = dict[str, tuple["array.array[int]", "array.array[float]"]]
 
 
@@ -41,16 +39,12 @@ class Measurements:
     def _forget(self) -> None:
         self._columns: _Columns = {}
         self._file: tuple[int, int] | None = None
-        # The last complete line: its offset, its bytes, and its entry, which is not in the columns
-        # yet.
+        # The last complete line: its offset, its bytes, and its entry, not in the columns yet.
         self._last_begins, self._last = 0, b""
-        self._newest: list[dict[str, Any]] = []
+        self._newest: dict[str, Any] = {}
 
     def update(self) -> None:
-        """Reads new lines.
-
-        Raises OSError, naming the file, if it is unreadable or a link.
-        """
+        """Reads new lines; raises OSError, naming the file, if it is unreadable or a link."""
         check_no_link(self._path)
         try:
             with open(self._path, "rb") as file:
@@ -69,47 +63,38 @@ class Measurements:
         line = file.readline()
         if not line.endswith(b"\n"):  # a run is writing it
             return
-        newest = _parsed([line]) or self._newest
-        whole = (each for each in file if each.endswith(b"\n"))
-        while lines := list(itertools.islice(whole, _AT_ONCE)):
-            _add(self._columns, [*newest, *_parsed(lines[:-1])])
-            begins += len(line) + sum(map(len, lines[:-1]))
-            line, newest = lines[-1], _parsed(lines[-1:])
+        newest = _parsed(line) or self._newest
+        for following in file:
+            if not following.endswith(b"\n"):
+                break
+            _add(self._columns, newest)
+            begins += len(line)
+            line, newest = following, _parsed(following)
         self._last_begins, self._last, self._newest = begins, line, newest
 
     @property
     def series(self) -> Mapping[str, Series]:
-        """Returns the metrics as of the last `update`, by name; "step" is one of them."""
+        """The metrics as of the last `update`, by name; "step" is one of them."""
         columns = {name: (steps[:], values[:]) for name, (steps, values) in self._columns.items()}
         _add(columns, self._newest)
-        return {
-            name: Series(np.asarray(steps), np.asarray(values))
-            for name, (steps, values) in columns.items()
-        }
+        return {name: Series(*map(np.asarray, each)) for name, each in columns.items()}
 
 
-def _add(columns: _Columns, entries: list[dict[str, Any]]) -> None:
-    for entry in entries:
-        for name, value in entry.items():
-            if isinstance(value, str) and value in ("NaN", "Infinity", "-Infinity"):
-                value = float(value)
-            if type(value) is float or (type(value) is int and abs(value) < 1 << 63):
-                steps, values = columns.setdefault(name, (array.array("q"), array.array("d")))
-                steps.append(entry["step"])
-                values.append(value)
+def _add(columns: _Columns, entry: dict[str, Any]) -> None:
+    for name, value in entry.items():
+        if isinstance(value, str) and value in ("NaN", "Infinity", "-Infinity"):
+            value = float(value)
+        if type(value) is float or (type(value) is int and abs(value) < 1 << 63):
+            steps, values = columns.setdefault(name, (array.array("q"), array.array("d")))
+            steps.append(entry["step"])
+            values.append(value)
 
 
-def _parsed(lines: list[bytes]) -> list[dict[str, Any]]:
-    """Parses `lines` in one call, which takes two thirds of the time of one call per line."""
-    try:
-        found = parse_json(b"[" + b",".join(lines) + b"]")
-        if len(found) != len(lines):
-            raise ValueError("a line is no value")
-    except ValueError:
-        found = []
-        for line in lines:
-            with contextlib.suppress(ValueError):
-                found.append(parse_json(line))
-    steps = [each.get("step") if isinstance(each, dict) else None for each in found]
-    pairs = zip(found, steps, strict=True)
-    return [each for each, step in pairs if type(step) is int and 0 <= step < 1 << 63]
+def _parsed(line: bytes) -> dict[str, Any]:
+    """Returns the entry in a line; empty if the line is damaged."""
+    with contextlib.suppress(ValueError):
+        found = parse_json(line)
+        step = found.get("step") if isinstance(found, dict) else None
+        if type(step) is int and 0 <= step < 1 << 63:
+            return found
+    return {}

@@ -20,9 +20,7 @@ _OPENS, _CLOSES, _QUOTES = "([{", ")]}", "'\""
 def read_settings(workdir: str | os.PathLike[str]) -> Mapping[str, str] | None:
     """Returns the settings of the latest start of the run in `workdir`; `None` without the file.
 
-    Raises:
-      ValueError: if the file is damaged; the error names it.
-      OSError: if it cannot be read.
+    Raises ValueError if the file is damaged; the error names it.
     """
     file = unlinked(workdir, FILE_NAME)
     if not file.exists():
@@ -36,10 +34,10 @@ def read_settings(workdir: str | os.PathLike[str]) -> Mapping[str, str] | None:
 def checked_settings(content: object) -> dict[str, str]:
     """Returns `content`; raises ValueError unless it is an object of strings."""
     if not isinstance(content, dict):
-        raise ValueError("it holds no object")
+        raise ValueError("it is not an object")
     for path, text in content.items():
         if not isinstance(text, str):
-            raise ValueError(f"the setting {path!r:.80} is {text!r:.40}, no text")
+            raise ValueError(f"the setting {path!r:.80} is {text!r:.40}, not a string")
     return content
 
 

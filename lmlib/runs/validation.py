@@ -51,9 +51,8 @@ class StoredSet:
     @property
     def text_bytes(self) -> int | None:
         """UTF-8 bytes of the text, independent of the tokenizer."""
-        if self.bytes_per_target is None:
-            return None
-        return round(self.bytes_per_target * int(self.counts.sum()))
+        each = self.bytes_per_target
+        return None if each is None else round(each * int(self.counts.sum()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,29 +72,27 @@ class StoredValidation:
         """Writes validation.json atomically; `check` as in `write_whole`."""
 
         def numbers(values: np.ndarray) -> list[Any]:
-            found = _grouped(values).tolist()
-            return [each if math.isfinite(each) else str(each) for each in found]
+            size = -(-len(values) // MOST)
+            if size > 1:
+                values = np.add.reduceat(values, np.arange(0, len(values), size))
+            return [each if math.isfinite(each) else str(each) for each in values.tolist()]
 
         sets = {
             name: {
-                "digest": each.digest,
-                "bytes_per_target": each.bytes_per_target,
-                "weight": each.weight,
+                **{x: getattr(each, x) for x in ("digest", "bytes_per_target", "weight")},
                 "counts": numbers(each.counts),
                 "sums": {metric: numbers(sums) for metric, sums in each.sums.items()},
             }
             for name, each in self.sets.items()
         }
         content = {"step": self.step, "cross_entropy": self.cross_entropy, "sets": sets}
-        file = Path(workdir, FILE_NAME)
-        write_whole(file, json.dumps(content, allow_nan=False) + "\n", check)
+        write_whole(Path(workdir, FILE_NAME), json.dumps(content, allow_nan=False) + "\n", check)
 
 
 def read_validation(workdir: str | os.PathLike[str]) -> StoredValidation | None:
     """Returns the stored validation of the run in `workdir`; `None` if there is no such file.
 
-    Raises:
-      ValueError: if the file is damaged; the error names it.
+    Raises ValueError if the file is damaged; the error names it.
     """
     file = unlinked(workdir, FILE_NAME)
     if not file.exists():
@@ -116,17 +113,8 @@ def _set(saved: Any) -> StoredSet:
     sums = {str(name): np.array(each, np.float64) for name, each in saved["sums"].items()}
     shapes = {each.shape for each in (counts, *sums.values())}
     if shapes != {(counts.size,)} or counts.min(initial=0) < 0 or counts.sum() < 1:
-        raise ValueError("counts and sums do not fit each other")
-    in_bytes, weight = (
-        None if saved[name] is None else float(saved[name])
-        for name in ("bytes_per_target", "weight")
-    )
-    if any(each is not None and not 0 <= each < 1e30 for each in (in_bytes, weight)):
-        raise ValueError(f"bytes_per_target is {in_bytes}, and weight {weight}")
-    return StoredSet(str(saved["digest"]), in_bytes, weight, counts, sums)
-
-
-def _grouped(values: np.ndarray) -> np.ndarray:
-    """Sums neighbours into at most `MOST` groups of equal size; the last may be smaller."""
-    size = -(-len(values) // MOST)
-    return values if size < 2 else np.add.reduceat(values, np.arange(0, len(values), size))
+        raise ValueError("counts and sums do not match")
+    rates = [saved[name] and float(saved[name]) for name in ("bytes_per_target", "weight")]
+    if any(each is not None and not 0 <= each < 1e30 for each in rates):
+        raise ValueError(f"bytes_per_target is {rates[0]}, and weight {rates[1]}")
+    return StoredSet(str(saved["digest"]), rates[0], rates[1], counts, sums)

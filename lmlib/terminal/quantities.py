@@ -33,11 +33,10 @@ def _scaled(value: int | float, units: list[str]) -> str:
         return str(value)
     if value < 1000 and value == int(value):
         return f"{value:.0f} {units[0]}".strip()
-    for unit in units[:-1]:
-        if float(_three_digits(value)) < 1000:
-            return f"{_three_digits(value)} {unit}".strip()
-        value /= 1000
-    return f"{_three_digits(value)} {units[-1]}"
+    place = 0
+    while float(_three_digits(value)) >= 1000 and place < len(units) - 1:
+        value, place = value / 1000, place + 1
+    return f"{_three_digits(value)} {units[place]}".strip()
 
 
 def _three_digits(value: int | float) -> str:

@@ -1,9 +1,7 @@
-"""Text shown in a terminal, with control sequences escaped.
+"""Text shown in a terminal, with control sequences escaped; files and pipes get it unchanged.
 
 A model's text, a file's name or a foreign config may contain terminal commands: ESC ] 52 writes the
-clipboard, and U+202E reverses the direction of a line. `guard_terminals` makes the standard streams
-show such characters in Python's notation, \\x1b, for text of any origin; files and pipes get text
-unchanged.
+clipboard, and U+202E reverses the direction of a line.
 """
 
 import io
@@ -22,22 +20,17 @@ _REDRAWS = re.compile(r"\r(\x1b\[K)?|(\x1b\[A)+\Z")
 
 
 def shown(text: str) -> str:
-    """Returns `text` with control and direction characters in Python's notation.
-
-    Characters are replaced one by one, so the text may be cut anywhere.
-    """
+    """Returns `text` with control and direction characters in Python's notation, as \\x1b."""
     return _COMMANDS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 class TerminalText(io.TextIOWrapper):
-    """A text stream to a terminal that writes text as `shown` returns it."""
+    """A text stream to a terminal that writes text as `shown` returns it.
+
+    With `redraws`, a write may begin with a command that redraws a line, as on stderr.
+    """
 
     def __init__(self, terminal: Any, encoding: str, redraws: bool):
-        """Opens the stream.
-
-        Args:
-          redraws: True if a write may begin with a command that redraws a line, as on stderr.
-        """
         super().__init__(terminal, encoding, "backslashreplace", line_buffering=True)
         self._redraws = redraws
 

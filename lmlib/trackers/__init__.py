@@ -1,14 +1,10 @@
-"""Sinks that send a run's metrics, samples and settings to trackers.
-
-Each tracker needs its own package.
-"""
+"""Sinks that send a run to trackers. Each tracker needs its own package."""
 
 import abc
 import contextlib
 import hashlib
 import html
 import importlib
-import itertools
 import json
 import os
 import posixpath
@@ -28,10 +24,8 @@ from lmlib.storage.unlinked import unlinked
 from lmlib.storage.whole_file import make_folder, write_whole
 
 FOLDER = "trackers"
-# MLflow's limits: characters in a name and entities in a request; its code for a refusal; and a
-# metric that stores the step, since MLflow returns a metric's last value without its step.
-_LONGEST, _MOST = 250, {"metrics": 1000, "params": 100}
-_REFUSED, _STEP = "INVALID_PARAMETER_VALUE", "step"
+_LONGEST, _MOST = 250, {"metrics": 1000, "params": 100}  # MLflow: of a name, in a request
+_STEP = "step"  # a metric in MLflow, which returns a metric's last value without its step
 _Value = TypeVar("_Value")
 
 
@@ -39,11 +33,9 @@ class Tracker(abc.ABC):
     """A `lmlib.metrics.sinks.Sink` that sends a run to a tracker through its package, `package`.
 
     A thread follows metrics.jsonl and samples/, so training never waits for the tracker. It sends
-    each step in one piece once it is complete: when metrics.jsonl has the next step, or at the end
-    of this start. The last step of a finished run also has the numbers of result.json. Each start
-    asks for the tracker's last step and sends all later ones, so neither a kill nor an unreachable
-    server loses a step. The tracker keeps its first values of steps that are repeated; additions by
-    a later start to the last step of an earlier one are sent separately.
+    each step in one piece once metrics.jsonl has the next, or at the end of this start. The last
+    step of a finished run also has the numbers of result.json. Each start asks for the tracker's
+    last step and sends all later ones, so neither a kill nor an unreachable server loses a step.
 
     WORKDIR/trackers/PACKAGE.json holds the run's id in the tracker. A copy of the workdir, and a
     run that restarts with other settings, are new runs in the tracker.
@@ -55,10 +47,7 @@ class Tracker(abc.ABC):
     retry = 60.0  # seconds between attempts to reach it
 
     def __init__(self, workdir: Path, first_step: int):
-        """Imports the package.
-
-        Raises ImportError, with the command that installs it, if it is missing.
-        """
+        """Imports the package; raises ImportError, with its install command, if it is missing."""
         try:
             self.library: Any = importlib.import_module(self.package)
         except ImportError as error:
@@ -77,14 +66,11 @@ class Tracker(abc.ABC):
 
     @abc.abstractmethod
     def start(self, run_id: str, name: str, settings: Mapping[str, str]) -> int:
-        """Begins or continues the run `run_id` in the tracker.
-
-        Returns the last step that the tracker has of it, -1 if none.
-        """
+        """Begins or continues the run `run_id`; returns the tracker's last step of it, or -1."""
 
     @abc.abstractmethod
     def send(self, step: int, metrics: Mapping[str, float | int], texts: Mapping[str, str]) -> None:
-        """Sends a step to the tracker, atomically: a kill leaves all of it there, or nothing."""
+        """Sends a step; after a kill within it, the next start sends all of it again."""
 
     @abc.abstractmethod
     def finish(self) -> None:
@@ -120,8 +106,8 @@ class Tracker(abc.ABC):
         self._thread.join(self.patience)
         if not self._done:
             self.warn(
-                f"it may lack the steps from {max(self._has + 1, 1):,} to {self._newest:,}: "
-                "metrics.jsonl has them, and the next start of this run sends them"
+                f"it may lack steps {max(self._has + 1, 1):,} to {self._newest:,}. They are in "
+                "metrics.jsonl, and the next start of this run sends them."
             )
         elif self._has == self._end:
             self._keep(self._known() | {"sent": self._end})
@@ -154,8 +140,8 @@ class Tracker(abc.ABC):
             except Exception as error:
                 if not failed:
                     self.warn(
-                        f"{type(error).__name__}: {error}; it is tried again every "
-                        f"{self.retry:g} s, and metrics.jsonl has everything"
+                        f"{type(error).__name__}: {error}. Trying again every {self.retry:g} s; "
+                        "metrics.jsonl has everything."
                     )
                 failed = True
             if is_last_try:
@@ -186,10 +172,7 @@ class Tracker(abc.ABC):
         return has
 
     def _lines(self) -> Iterator[tuple[dict[str, Any], bool]]:
-        """Yields each complete line of metrics.jsonl, and True for the last one of this start.
-
-        A later start may add to that last line.
-        """
+        """Yields each complete line of metrics.jsonl, and True for the last one of this start."""
         place = 0
         while True:
             self._news.clear()
@@ -213,22 +196,19 @@ class Tracker(abc.ABC):
         return {}
 
     def _renamed(self, kind: str, values: Mapping[str, _Value]) -> dict[str, _Value]:
-        """Returns `values` under distinct names that the tracker accepts.
-
-        All starts read the lines from the first one on, and so produce the same names.
-        """
+        """Returns `values` under unique names that the tracker accepts, equal in all starts."""
         names, changed = self._names[kind], []
         for name in values:
             if name not in names:
-                accepted, taken = self.accepted(name), {*names.values()}
-                numbered = (f"{accepted[:240]} {number}" for number in itertools.count(2))
-                names[name] = next(
-                    n for n in itertools.chain([accepted], numbered) if n not in taken
-                )
-                if names[name] != name:
-                    changed.append(f"{name!r:.80} is {names[name]!r:.80}")
+                accepted, number = self.accepted(name), 2
+                new = accepted
+                while new in names.values():
+                    new, number = f"{accepted[:240]} {number}", number + 1
+                names[name] = new
+                if new != name:
+                    changed.append(f"{name!r:.80} is {new!r:.80}")
         if changed:
-            self.warn(f"another name for each {kind}: {', '.join(changed)}")
+            self.warn(f"changed names of {kind}s: {', '.join(changed)}")
         return {names[name]: value for name, value in values.items()}
 
     def _known(self) -> dict[str, Any]:
@@ -245,10 +225,7 @@ class Tracker(abc.ABC):
         write_whole(self._kept, json.dumps({**known, **self._place()}) + "\n", self.check)
 
     def _place(self) -> dict[str, str | int]:
-        """Returns the identity of the workdir.
-
-        A copy has another path and inode; a moved workdir keeps its inode.
-        """
+        """Returns the identity of the workdir: a moved one keeps its inode, a copy does not."""
         path = self.workdir.absolute()
         if (url := url_of(path)) is not None:  # the local folder is only a copy
             return {"path": str(url)}
@@ -263,9 +240,6 @@ class Trackio(Tracker):
 
     It is stored in the folder TRACKIO_DIR, or by default in the Hugging Face cache. Run `trackio
     show` for the dashboard.
-
-    Args:
-      project: Trackio's project.
     """
 
     package = "trackio"
@@ -307,14 +281,10 @@ class Trackio(Tracker):
 
 
 class WeightsAndBiases(Tracker):
-    """Sends a run to W&B (https://docs.wandb.ai).
+    """Sends a run to W&B (https://docs.wandb.ai), by default as WANDB_MODE says or online.
 
-    Offline, each start leaves a folder in WORKDIR/wandb with the whole run from its first step;
-    upload the newest with `wandb sync`.
-
-    Args:
-      project: W&B's project.
-      mode: "online" or "offline"; `None` takes WANDB_MODE, online by default.
+    With mode="offline", each start leaves a folder in WORKDIR/wandb with the whole run from its
+    first step; upload the newest with `wandb sync`.
     """
 
     package = "wandb"
@@ -362,11 +332,8 @@ class WeightsAndBiases(Tracker):
 class MLflow(Tracker):
     """Sends a run to MLflow (https://mlflow.org/docs/latest/ml/tracking).
 
-    It is stored at MLFLOW_TRACKING_URI, or by default in ./mlflow.db.
-
-    Args:
-      experiment: MLflow's experiment; created if absent.
-      tracking_uri: overrides the environment variable.
+    It is stored at `tracking_uri`, MLFLOW_TRACKING_URI or ./mlflow.db. An absent `experiment` is
+    created.
     """
 
     package = "mlflow"
@@ -405,7 +372,6 @@ class MLflow(Tracker):
         self._run_id = run.info.run_id
         missing = settings.keys() - run.data.params.keys()  # a killed start may have set only some
         self._log("params", [self.library.entities.Param(path, settings[path]) for path in missing])
-        self._whole = False  # True if no step can be incomplete, as after a kill
         return int(run.data.metrics.get(_STEP, -1))
 
     def send(self, step: int, metrics: Mapping[str, float | int], texts: Mapping[str, str]) -> None:
@@ -418,11 +384,8 @@ class MLflow(Tracker):
                 failure = f"no {name} of step {step:,}: {type(error).__name__}: {error}"
         now = self.library.utils.time.get_current_time_millis()
         make = self.library.entities.Metric
-        values = [make(name, value, now, step) for name, value in metrics.items()]
-        if len(values) >= _MOST["metrics"] and not self._whole:
-            values = [each for each in values if not self._has_value(each.key, step)]
-        self._log("metrics", [*values, make(_STEP, step, now, step)])
-        self._whole = True
+        values = {**metrics, _STEP: step}.items()
+        self._log("metrics", [make(name, value, now, step) for name, value in values])
         if failure is not None and not self._told:
             self.warn(failure)
             self._told = True
@@ -438,7 +401,7 @@ class MLflow(Tracker):
             try:
                 self._client.log_batch(self._run_id, **{kind: some})
             except self.library.MlflowException as error:
-                if error.error_code != _REFUSED:
+                if error.error_code != "INVALID_PARAMETER_VALUE":
                     raise
                 if len(some) > 1:
                     for each in some:
@@ -446,7 +409,3 @@ class MLflow(Tracker):
                 elif some[0].key not in self._refused:
                     self._refused.add(some[0].key)
                     self.warn(f"refuses {some[0].key!r}: {error.message}")
-
-    def _has_value(self, name: str, step: int) -> bool:
-        history = self._client.get_metric_history(self._run_id, name)
-        return any(each.step == step for each in history)

@@ -14,7 +14,7 @@ from lmlib.verdicts.finished import (
     finished_runs,
     same_batches,
 )
-from lmlib.verdicts.groups import Group, baselines, grouped, ladder, telling
+from lmlib.verdicts.groups import Group, baselines, grouped, lengths, telling
 from lmlib.verdicts.seeds import (
     LEAST_SEEDS,
     Difference,
@@ -35,17 +35,9 @@ _WARM = 0.1  # the curve of a single run skips this fraction of its tokens
 class Judged:
     """A group compared with its baseline.
 
-    Args:
-      difference: the group's metric minus the baseline's, negated if higher is better, so that a
-        negative difference is an improvement.
-      seeds_needed: seeds of each of the two to find an effect of this size with a power of 80 %;
-        `None` as in `lmlib.verdicts.seeds.seeds_needed`.
-      smallest_effect: the smallest effect that these seeds find with a power of 80 %.
-      text: the precision that the validation text allows; only for paired seeds on the same
-        batches.
-      speedup: in tokens; `None` if there is a `speedup_problem`, or no curve.
-      of_compute: factors that convert the speedup in tokens to one in "steps", "FLOPs" and
-        "seconds": the baseline's total cost over the group's.
+    A negative `difference` is an improvement. `text` is for paired seeds on the same batches, and
+    `speedup` is in tokens; `of_compute` has factors that convert it to "steps", "FLOPs" and
+    "seconds": the baseline's total cost over the group's.
     """
 
     baseline: Group
@@ -72,10 +64,8 @@ class Row:
 class Comparison:
     """Groups of runs, the best first.
 
-    Args:
-      measured, unit: the metric's name and unit, for display.
-      settings: paths of the settings in which the groups differ.
-      left_out: a message for each run that is not included.
+    `measured` is the metric's name for display, `settings` are the paths that differ,
+    and `left_out` has a message for each run that is not included.
     """
 
     metric: str
@@ -84,13 +74,13 @@ class Comparison:
     highest_is_best: bool
     margin: float
     error_rate: float
-    settings: tuple[str, ...]
-    rows: tuple[Row, ...]
-    left_out: tuple[str, ...]
+    settings: Sequence[str]
+    rows: Sequence[Row]
+    left_out: Sequence[str]
 
     def as_json(self) -> dict[str, Any]:
         """Returns the comparison as JSON values; a number that is not finite is a string."""
-        own = ("metric", "measured", "unit", "highest_is_best", "margin", "error_rate")
+        own = ("metric", "measured", "unit", "highest_is_best", "margin", "error_rate", "left_out")
         groups: list[dict[str, Any]] = []
         for row in self.rows:
             group = row.group
@@ -107,11 +97,9 @@ class Comparison:
                 fields = dataclasses.asdict(row.judged)
                 runs = row.judged.baseline.runs.values()
                 fields["baseline"] = [str(run.run.path) for run in runs]
-                if self.highest_is_best:
-                    fields["difference"]["mean"] *= -1
+                fields["difference"]["mean"] *= -1 if self.highest_is_best else 1
                 groups[-1]["judged"] = fields
-        content = {name: getattr(self, name) for name in own}
-        return _strict({**content, "groups": groups, "left_out": list(self.left_out)})
+        return _strict({**{name: getattr(self, name) for name in own}, "groups": groups})
 
 
 def compare(
@@ -147,46 +135,43 @@ def compare(
         if of.get(number, number) != number:
             other = groups[of[number]]
             curve = None if highest_is_best else _curve(groups, other, metric)
-            judged = _judged(group, other, curve, metric, margin, error_rate, sign)
+            judged = _judged(
+                *(group, other), curve=curve, margin=margin, error_rate=error_rate, sign=sign
+            )
         rows.append(Row(group, judged, number in of.values()))
     rows.sort(key=lambda row: sign * row.group.mean if row.group.finite else math.inf)
     return Comparison(
-        metric=metric,
-        measured=finished[0].measured,
-        unit=finished[0].unit,
-        highest_is_best=highest_is_best,
-        margin=margin,
-        error_rate=error_rate,
-        settings=tuple(telling(groups)),
-        rows=tuple(rows),
-        left_out=(*left_out, *twice),
+        *(metric, finished[0].measured, finished[0].unit, highest_is_best, margin, error_rate),
+        settings=telling(groups),
+        rows=rows,
+        left_out=[*left_out, *twice],
     )
 
 
 def _judged(
-    group: Group,
-    baseline: Group,
-    curve: Curve | None,
-    metric: str,
-    margin: float,
-    error_rate: float,
-    sign: float,
+    *both: Group, curve: Curve | None, margin: float, error_rate: float, sign: float
 ) -> Judged:
+    group, baseline = both
     # Pair the seeds that both have, if there are enough; otherwise compare all runs unpaired.
-    others = baseline.runs
-    pairs = [(run, others[seed]) for seed, run in group.runs.items() if seed in others]
-    if len(pairs) >= min(LEAST_SEEDS, len(group.runs), len(others)):
-        values = [run.value - other.value for run, other in pairs]
-        difference = paired_difference(sign * np.array(values))
+    ours, theirs = group.runs, baseline.runs
+    pairs = [(run, theirs[seed]) for seed, run in ours.items() if seed in theirs]
+    if len(pairs) >= min(LEAST_SEEDS, len(ours), len(theirs)):
+        difference = paired_difference(sign * np.array([a.value - b.value for a, b in pairs]))
     else:
         difference = unpaired_difference(sign * group.values, sign * baseline.values)
-    found, problem, text = None, None, None
-    if curve is not None and math.isfinite(difference.mean):
-        problem = curve.problem
-        if problem is None:
-            found = speedup(curve, _tokens(baseline), difference)
-    if difference.paired and same_batches((run for pair in pairs for run in pair), metric):
-        text = text_precision(batch_differences(pairs, metric))
+    if not math.isfinite(difference.mean):
+        curve = None
+    problem = None if curve is None else curve.problem
+    text = None
+    if difference.paired and same_batches(run for pair in pairs for run in pair):
+        text = text_precision(batch_differences(pairs))
+    costs = {}
+    for name in ("steps", "FLOPs", "seconds"):
+        of_group, of_baseline = (
+            [getattr(run, name.lower()) for run in each.runs.values()] for each in both
+        )
+        if all([*of_group, *of_baseline]):
+            costs[name] = float(np.mean(of_baseline) / np.mean(of_group))
     return Judged(
         baseline=baseline,
         difference=difference,
@@ -194,9 +179,9 @@ def _judged(
         seeds_needed=seeds_needed(difference, margin, error_rate),
         smallest_effect=smallest_effect(difference, margin, error_rate),
         text=text,
-        speedup=found,
+        speedup=speedup(curve, _tokens(baseline), difference) if curve and not problem else None,
         speedup_problem=problem,
-        of_compute=_costs(baseline, group),
+        of_compute=costs,
     )
 
 
@@ -205,9 +190,9 @@ def _curve(groups: Sequence[Group], baseline: Group, metric: str) -> Curve | Non
 
     Otherwise the curve goes through the validation losses during training.
     """
-    lengths = [group for group in ladder(groups, baseline) if group.finite]
-    points = [(_tokens(group), each) for group in lengths for each in group.values]
-    whole = Curve.through(points, whole_schedules=True)
+    ladder = [group for group in lengths(groups, baseline) if group.finite]
+    points = [(_tokens(group), each) for group in ladder for each in group.values]
+    whole = Curve(points, whole_schedules=True)
     if whole.problem is None:
         return whole
     # Seeds may differ by a few targets, so a step is converted with the mean number of tokens.
@@ -218,21 +203,11 @@ def _curve(groups: Sequence[Group], baseline: Group, metric: str) -> Curve | Non
         for line in run.run.metrics
         if measured in line and line["step"] > _WARM * run.steps
     ]
-    return Curve.through(points, whole_schedules=False) if points else None
+    return Curve(points, whole_schedules=False) if points else None
 
 
 def _tokens(group: Group) -> float:
     return float(np.mean([run.tokens for run in group.runs.values()]))
-
-
-def _costs(baseline: Group, group: Group) -> dict[str, float]:
-    """Returns `Judged.of_compute`, without the costs that runs have not recorded."""
-    found = {}
-    for name, field in (("steps", "steps"), ("FLOPs", "flops"), ("seconds", "seconds")):
-        costs = [[getattr(run, field) for run in each.runs.values()] for each in (baseline, group)]
-        if all(cost for both in costs for cost in both):
-            found[name] = float(np.mean(costs[0]) / np.mean(costs[1]))
-    return found
 
 
 def _strict(value: Any) -> Any:

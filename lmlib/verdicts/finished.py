@@ -3,12 +3,14 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
+from jaxtyping import Float
 
 from lmlib.runs import Run
-from lmlib.runs.validation import StoredSet, StoredValidation
+from lmlib.runs.validation import StoredSet
 from lmlib.verdicts.text import BatchDifferences
 
 USUAL_METRIC = "validation_loss"
@@ -18,20 +20,23 @@ _NEEDED = (  # keys of result.json
     *("steps", "parameters", "tokens", "mean_tokens_per_second"),
     *(TRAINING, "loss_name", "loss_unit", "validation"),
 )
-_MEASURED_AGAIN = "measure both on one text with python -m runner.evaluate"
+_MEASURE_AGAIN = "measure both on one text with python -m runner.evaluate"
+
+
+class Batches(NamedTuple):
+    """The metric's sums over the batches of a validation set; `unit` converts their mean."""
+
+    stored: StoredSet
+    sums_N: Float[np.ndarray, "N"]
+    unit: float
 
 
 @dataclasses.dataclass(frozen=True)
 class FinishedRun:
-    """A run that has finished.
+    """A run that has finished, and the value of a metric.
 
-    Args:
-      value: of the metric, in `unit`.
-      measured: the metric's name, for display.
-      tokens: targets seen in training.
-      tokens_per_second: tokens through the model, padding included.
-      flops_per_token: analytic; `None` if result.json lacks it.
-      validation: `None` if the metric is not a validation metric.
+    `measured` is the metric's name for display, and `tokens` are the targets seen in training.
+    `batches` are by validation set; there are none for a training metric.
     """
 
     run: Run
@@ -41,9 +46,7 @@ class FinishedRun:
     steps: int
     parameters: int
     tokens: int
-    tokens_per_second: float
-    flops_per_token: float | None
-    validation: StoredValidation | None
+    batches: Mapping[str, Batches]
 
     @functools.cached_property
     def seconds(self) -> float:
@@ -52,17 +55,16 @@ class FinishedRun:
 
     @property
     def flops(self) -> float | None:
-        """The analytic FLOPs of all its steps."""
-        if self.flops_per_token is None:
-            return None
-        return self.flops_per_token * self.tokens_per_second * self.seconds
+        """The analytic FLOPs of all its steps, padding included; `None` if not recorded."""
+        result = self.run.result or {}
+        of_token = result.get("flops_per_token")
+        return of_token and of_token * result["mean_tokens_per_second"] * self.seconds
 
 
 def finished_run(run: Run, metric: str) -> FinishedRun:
     """Returns the numbers of `run`.
 
-    Raises:
-      ValueError: if it has not finished, its files are damaged, or it lacks the metric.
+    Raises ValueError if it has not finished, its files are damaged, or it lacks the metric.
     """
     try:
         result, steps = run.result, run.settings.get("steps")
@@ -71,27 +73,22 @@ def finished_run(run: Run, metric: str) -> FinishedRun:
     if result is None:
         raise ValueError(f"{run.path} has not finished: it has no result.json")
     if lacking := [key for key in _NEEDED if key not in result]:
-        raise ValueError(f"result.json of {run.path} is damaged: it has no {lacking[0]}")
+        raise ValueError(f"{run.path}/result.json is damaged: it has no {lacking[0]}")
     if not run.finished:
         raise ValueError(
-            f"{run.path} has not finished: it was continued to {steps} steps, and its result is "
-            f"that of {result['steps']}"
+            f"{run.path} has not finished: it was extended to {steps} steps, but its result is "
+            f"from step {result['steps']}"
         )
     if metric not in (measured := [*result["validation"], TRAINING]):
-        raise ValueError(f"{run.path} has no {metric}: it measured {', '.join(measured)}")
+        raise ValueError(f"{run.path} has no {metric}, only {', '.join(measured)}")
     name, final = metric.removeprefix("validation_").partition("/")[0], run.final[metric]
-    flops = result.get("flops_per_token")
     return FinishedRun(
         run=run,
         value=final.value,
         unit=final.unit,
         measured=result["loss_name"] if name in (TRAINING, "loss") else name,
-        steps=result["steps"],
-        parameters=result["parameters"],
-        tokens=result["tokens"],
-        tokens_per_second=float(result["mean_tokens_per_second"]),
-        flops_per_token=None if flops is None else float(flops),
-        validation=None if metric == TRAINING else _validation(run, metric, result["steps"]),
+        batches={} if metric == TRAINING else _batches(run, metric, result["steps"]),
+        **{key: result[key] for key in ("steps", "parameters", "tokens")},
     )
 
 
@@ -107,127 +104,93 @@ def finished_runs(runs: Iterable[Run], metric: str) -> tuple[list[FinishedRun], 
         try:
             finished.append(finished_run(run, metric))
         except ValueError as error:
-            left_out.append(f"{error}: left out")
+            left_out.append(str(error))
     if not finished:
-        raise ValueError("; ".join(["no run can be compared", *left_out[:5]]))
+        raise ValueError(f"no run can be compared: {'; '.join(left_out[:3])}")
     first, *others = finished
     for other in others:
         both = f"{first.run.path} and {other.run.path} cannot be compared by {metric}"
         if (first.measured, first.unit) != (other.measured, other.unit):
             raise ValueError(
-                f"{both}: one measures {first.measured} in {first.unit}, the other "
+                f"{both}: the first has {first.measured} in {first.unit}, the second "
                 f"{other.measured} in {other.unit}"
             )
-        if first.validation is not None and other.validation is not None:
-            _check_text(first.validation, other.validation, metric, both)
-    return finished, left_out
+        _check_text(first, other, metric, both)
+    return finished, [f"Left out: {each}" for each in left_out]
 
 
-def same_batches(runs: Iterable[FinishedRun], metric: str) -> bool:
+def same_batches(runs: Iterable[FinishedRun]) -> bool:
     """True if all runs were validated on the same batches of ids."""
-    batches = {
-        each.validation
-        and tuple(
-            (found.digest, found.counts.tobytes())
-            for found in _sets_of(each.validation, metric).values()
-        )
+    first, *others = (
+        [(x.stored.digest, x.stored.counts.tolist()) for x in each.batches.values()]
         for each in runs
-    }
-    return len(batches) == 1 and None not in batches
+    )
+    return bool(first) and all(each == first for each in others)
 
 
-def batch_differences(
-    pairs: Sequence[tuple[FinishedRun, FinishedRun]], metric: str
-) -> list[BatchDifferences]:
-    """Returns the differences of `metric` batch by batch, for each validation set that it covers.
+def batch_differences(pairs: Sequence[tuple[FinishedRun, FinishedRun]]) -> list[BatchDifferences]:
+    """Returns the differences of the metric batch by batch, for each validation set.
 
-    Args:
-      pairs: at least one pair of a run and the baseline's run with the same seed, measured on the
-        same batches.
+    Each of the `pairs` is a run and the baseline's run with the same seed, on the same batches.
     """
-    first = pairs[0][0].validation
-    assert first is not None
-    sets, name = _sets_of(first, metric), _name_of_sums(first, metric)
-    units = dict.fromkeys(sets, 1.0)
-    if _is_bits_per_byte(metric):
-        units = {
-            each: 1 / math.log(2) / (of.bytes_per_target or math.nan) for each, of in sets.items()
-        }
+    sets = pairs[0][0].batches
     weights = {  # counts of units or of bytes, unless the run sets weights
-        each: float(of.counts.sum()) / units[each] if of.weight is None else of.weight
-        for each, of in sets.items()
+        name: float(x.stored.counts.sum()) / x.unit if x.stored.weight is None else x.stored.weight
+        for name, x in sets.items()
     }
-
-    def sums(run: FinishedRun, of_set: str) -> np.ndarray:
-        assert run.validation is not None
-        return run.validation.sets[of_set].sums[name]
-
     return [
         BatchDifferences(
-            sums_SN=np.stack([sums(one, each) - sums(other, each) for one, other in pairs]),
-            counts_N=of.counts,
-            factor=units[each] * weights[each] / sum(weights.values()),
+            np.stack([a.batches[name].sums_N - b.batches[name].sums_N for a, b in pairs]),
+            each.stored.counts,
+            each.unit * weights[name] / sum(weights.values()),
         )
-        for each, of in sets.items()
+        for name, each in sets.items()
     ]
 
 
-def _sets_of(validation: StoredValidation, metric: str) -> dict[str, StoredSet]:
-    """Returns the sets that `metric` covers: the one that it names, or all."""
-    _, _, name = metric.partition("/")
-    return {name: validation.sets[name]} if name else dict(validation.sets)
-
-
-def _is_bits_per_byte(metric: str) -> bool:
-    return metric.partition("/")[0].endswith(BITS_PER_BYTE)
-
-
-def _name_of_sums(validation: StoredValidation, metric: str) -> str:
-    """Returns the name of the per-batch sums behind `metric`."""
-    if _is_bits_per_byte(metric):
-        return validation.cross_entropy or ""
-    return metric.removeprefix("validation_").partition("/")[0]
-
-
-def _validation(run: Run, metric: str, steps: int) -> StoredValidation:
+def _batches(run: Run, metric: str, steps: int) -> dict[str, Batches]:
+    """Returns the batches of the set that `metric` names, or of all sets."""
     found = run.validation
     if found is None or found.step != steps:
         raise ValueError(
-            f"{run.path} has no validation.json of its last step, so that nothing tells what text "
-            "it was measured on: delete its result.json and give its command again, which "
-            "evaluates the last checkpoint anew"
+            f"{run.path} has no validation.json of its last step, so its validation text is "
+            "unknown: delete its result.json and give its command again, which repeats the "
+            "evaluation"
         )
-    _, _, name = metric.partition("/")
-    of_metric = [found.sets.get(name)] if name else [*found.sets.values()]
-    if any(each is None or _name_of_sums(found, metric) not in each.sums for each in of_metric):
-        raise ValueError(f"{run.path}/validation.json is damaged: it lacks {metric}")
-    return found
+    base, _, name = metric.removeprefix("validation_").partition("/")
+    per_byte = base.endswith(BITS_PER_BYTE)
+    batches = {}
+    try:
+        for each in [name] if name else found.sets:
+            stored = found.sets[each]
+            unit = 1 / math.log(2) / (stored.bytes_per_target or math.nan) if per_byte else 1.0
+            sums_N = stored.sums[found.cross_entropy or "" if per_byte else base]
+            batches[each] = Batches(stored, sums_N, unit)
+    except KeyError as error:
+        raise ValueError(f"{run.path}/validation.json is damaged: it lacks {metric}") from error
+    return batches
 
 
-def _check_text(one: StoredValidation, other: StoredValidation, metric: str, both: str) -> None:
-    ones, others = _sets_of(one, metric), _sets_of(other, metric)
-    if ones.keys() != others.keys():
+def _check_text(one: FinishedRun, other: FinishedRun, metric: str, both: str) -> None:
+    if one.batches.keys() != other.batches.keys():
         raise ValueError(
-            f"{both}, the total of other sets: {', '.join(ones)} and {', '.join(others)}; name "
-            f"one, as in {metric}/NAME"
+            f"{both}: it covers the sets {', '.join(one.batches)} in the first and "
+            f"{', '.join(other.batches)} in the second; name one, as in {metric}/NAME"
         )
-    for name, first in ones.items():
-        second = others[name]
-        if len(ones) > 1 and first.weight != second.weight:
+    for name, (first, *_) in one.batches.items():
+        second = other.batches[name].stored
+        if len(one.batches) > 1 and first.weight != second.weight:
             raise ValueError(f"{both}: evaluation.weights differ in {name!r}")
         if first.digest == second.digest:
             continue
-        if not _is_bits_per_byte(metric):
+        if BITS_PER_BYTE not in metric.partition("/")[0]:
             raise ValueError(
-                f"{both}: the batches of {name!r} differ. If the text is the same and the "
-                f"tokenizer is not, compare validation_{BITS_PER_BYTE}; else {_MEASURED_AGAIN}"
+                f"{both}: the batches of {name!r} differ. If only the tokenizer differs, compare "
+                f"validation_{BITS_PER_BYTE}; otherwise {_MEASURE_AGAIN}"
             )
-        if first.text_bytes is None or first.text_bytes != second.text_bytes:
+        sizes = [x.text_bytes for x in (first, second)]
+        if None in sizes or sizes[0] != sizes[1]:
+            texts = ("unknown" if size is None else f"{size:,}" for size in sizes)
             raise ValueError(
-                f"{both}: the text of {name!r} has {_bytes(first)} in one and {_bytes(second)} in "
-                f"the other; {_MEASURED_AGAIN}"
+                f"{both}: the bytes of {name!r} differ ({' and '.join(texts)}); {_MEASURE_AGAIN}"
             )
-
-
-def _bytes(found: StoredSet) -> str:
-    return "an unknown size" if found.text_bytes is None else f"{found.text_bytes:,} bytes"

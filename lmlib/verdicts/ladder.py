@@ -20,140 +20,105 @@ _OF_SIZE = ("model", "steps", "data.batch_size", "data.sequence_length")
 
 @dataclasses.dataclass(frozen=True)
 class Ladder:
-    """Finished runs with their parameters and tokens.
+    """Finished runs ordered by parameters and tokens, and their law.
 
     Args:
-      unit: of the metric.
-      other_settings: settings that differ between runs, apart from size and length.
       left_out: a message for each run that is not included.
     """
 
     metric: str
-    unit: str
-    runs: tuple[FinishedRun, ...]
-    other_settings: tuple[str, ...]
-    left_out: tuple[str, ...]
+    runs: Sequence[FinishedRun]
+    left_out: Sequence[str]
+    law: ScalingLaw
 
-    def fit(self, of_compute: bool = False) -> ScalingLaw:
-        """Fits a scaling law.
+    def text(self, budgets: Sequence[float]) -> str:
+        """Returns a table of the runs and the law, its numbers, and the optimum for each budget."""
+        return "\n".join(_lines(self, budgets))
 
-        Raises ValueError as `fit_scaling_law`; the message names the runs that are left out.
-        """
-        parameters_R = np.array([each.parameters for each in self.runs])
-        tokens_R = np.array([each.tokens for each in self.runs])
-        losses_R = np.array([each.value for each in self.runs])
-        try:
-            return fit_scaling_law(parameters_R, tokens_R, losses_R, of_compute)
-        except ValueError as error:
-            raise ValueError("; ".join([str(error), *self.left_out])) from error
+    def as_json(self, budgets: Sequence[float]) -> dict[str, Any]:
+        """Returns the ladder as JSON values; an unbounded end of an interval is null."""
+
+        def fields(numbers: Mapping[str, Number]) -> dict[str, dict[str, float | None]]:
+            return {
+                name: {e: v if math.isfinite(v) else None for e, v in each._asdict().items()}
+                for name, each in numbers.items()
+            }
+
+        return {
+            "law": str(self.law),
+            "metric": self.metric,
+            "unit": self.runs[0].unit,
+            "interval": INTERVAL,
+            "runs": [
+                {"run": str(x.run.path), "parameters": x.parameters, "tokens": x.tokens,
+                 "loss": x.value}
+                for x in self.runs
+            ],
+            "left_out": list(self.left_out),
+            "numbers": fields(self.law.numbers),
+            "error": self.law.fit.error,
+            "optima": {f"{flops:g}": fields(self.law.optimum(flops)) for flops in budgets},
+        }  # fmt: skip
 
 
-def ladder_of(runs: Iterable[Run], metric: str = USUAL_METRIC) -> Ladder:
-    """Returns the ladder of `runs`.
+def ladder_of(runs: Iterable[Run], metric: str = USUAL_METRIC, of_compute: bool = False) -> Ladder:
+    """Returns the ladder of `runs`; with `of_compute` its law is of compute only.
 
-    Raises ValueError if no run has finished, or if runs measured different things.
+    Raises:
+      ValueError: if no run has finished, if runs measured different things, or as
+        `fit_scaling_law`; the message names the runs that are left out.
     """
     finished, left_out = finished_runs(runs, metric)
-    others = differing_settings(finished, _OF_SIZE)
     finished.sort(key=lambda each: (each.parameters, each.tokens))
-    return Ladder(metric, finished[0].unit, tuple(finished), tuple(others), tuple(left_out))
+    parameters_R, tokens_R, losses_R = (
+        np.array([getattr(x, name) for x in finished]) for name in ("parameters", "tokens", "value")
+    )
+    try:
+        law = fit_scaling_law(parameters_R, tokens_R, losses_R, of_compute)
+    except ValueError as error:
+        raise ValueError("; ".join([str(error), *left_out])) from error
+    return Ladder(metric, finished, left_out, law)
 
 
-def ladder_text(ladder: Ladder, law: ScalingLaw, budgets: Sequence[float]) -> str:
-    """Returns a table of the runs and the law, its numbers, and the optimum for each budget."""
-    return "\n".join(_lines(ladder, law, budgets))
-
-
-def as_json(ladder: Ladder, law: ScalingLaw, budgets: Sequence[float]) -> dict[str, Any]:
-    """Returns the ladder and its law as JSON values; an unbounded end of an interval is null."""
-
-    def fields(numbers: Mapping[str, Number]) -> dict[str, dict[str, float | None]]:
-        return {
-            name: {
-                end: each if math.isfinite(each) else None
-                for end, each in dataclasses.asdict(number).items()
-            }
-            for name, number in numbers.items()
-        }
-
-    runs = [
-        {
-            "run": str(each.run.path),
-            "parameters": each.parameters,
-            "tokens": each.tokens,
-            "loss": each.value,
-        }
-        for each in ladder.runs
-    ]
-    return {
-        "law": str(law),
-        "metric": ladder.metric,
-        "unit": ladder.unit,
-        "interval": INTERVAL,
-        "runs": runs,
-        "left_out": list(ladder.left_out),
-        "numbers": fields(law.numbers),
-        "error": law.fit.error,
-        "optima": {f"{flops:g}": fields(law.optimum(flops)) for flops in budgets},
-    }
-
-
-def _lines(ladder: Ladder, law: ScalingLaw, budgets: Sequence[float]) -> Iterator[str]:
+def _lines(ladder: Ladder, budgets: Sequence[float]) -> Iterator[str]:
+    law, runs = ladder.law, ladder.runs
     titles = ("C, FLOPs",) if law.of_compute else ("N, parameters", "D, tokens")
-    rows = [("run", *titles, f"loss, {ladder.unit}", "fitted")]
-    for each in ladder.runs:
-        place = count_text(each.parameters), count_text(each.tokens)
-        compute = f"{FLOPS * each.parameters * each.tokens:.3g}"
-        fitted = law.loss(each.parameters, each.tokens)
-        of_run = (compute,) if law.of_compute else place
-        rows.append((each.run.name, *of_run, f"{each.value:.4f}", f"{fitted:.4f}"))
+    rows = [("run", *titles, f"loss, {runs[0].unit}", "fitted")]
+    for each in runs:
+        place = (count_text(each.parameters), count_text(each.tokens))
+        compute = (f"{FLOPS * each.parameters * each.tokens:.3g}",)
+        fitted = f"{law.loss(each.parameters, each.tokens):.4f}"
+        row = compute if law.of_compute else place
+        rows.append((each.run.name, *row, f"{each.value:.4f}", fitted))
     yield columns(rows)
-    yield ""
-    yield f"{law}, fitted to {len(ladder.runs)} runs, off by {law.fit.error:.2%} (root mean square)"
+    yield f"\n{law}, fitted to {len(runs)} runs; root mean square error {law.fit.error:.2%}"
     for quantity, value in law.fixed.items():
-        yield f"all runs have {count_text(value)} {quantity}, whose share is part of E"
-    yield ""
-    numbers = [("", "", "90 % interval")]
-    numbers += [
-        (name, f"{each.value:.4g}", f"{each.low:.4g} to {each.high:.4g}")
-        for name, each in law.numbers.items()
-    ]
-    yield columns(numbers)
-    yield ""
+        yield f"All runs have {count_text(value)} {quantity}; their term is part of E."
+    rows = [("", "", "90 % interval")]
+    for name, (value, low, high) in law.numbers.items():
+        rows.append((name, f"{value:.4g}", f"{low:.4g} to {high:.4g}"))
+    yield f"\n{columns(rows)}\n"
     if law.of_compute:
-        yield "C is 6·N·D, of all parameters and of the targets seen"
+        yield "C = 6·N·D for N parameters, including embeddings, and D targets seen."
     else:
+        yield "N: parameters, including embeddings. D: targets seen."
+    spent = [x.flops / x.parameters / x.tokens for x in runs if x.flops is not None]
+    if len(law.quantities) == 2 and spent:
         yield (
-            "N counts all parameters, those of embeddings too; D the targets seen; both in units "
-            "of 1"
-        )
-    if len(law.quantities) == 2 and (spent := _flops_of_each(ladder.runs)):
-        yield (
-            f"these runs computed {min(spent):.3g} to {max(spent):.3g} FLOPs for each parameter "
-            f"and token; a budget counts {FLOPS:g}"
+            f"These runs used {min(spent):.3g} to {max(spent):.3g} FLOPs per parameter and token; "
+            f"a budget assumes {FLOPS:g}."
         )
     for flops in budgets:
-        shown = {"loss": "{:.4f}".format}
-        yield ""
-        yield f"{'at' if law.of_compute else 'best for'} {flops:.3g} FLOPs:"
-        yield columns(
-            [
-                (f"  {name}", show(each.value), f"{show(each.low)} to {show(each.high)}")
-                for name, each in law.optimum(flops).items()
-                for show in [shown.get(name, count_text)]
-            ]
-        )
-    if ladder.other_settings and not law.of_compute:
-        yield ""
+        yield f"\n{'At' if law.of_compute else 'Best for'} {flops:.3g} FLOPs:"
+        rows = []
+        for name, best in law.optimum(flops).items():
+            texts = [f"{x:.4f}" if name == "loss" else count_text(x) for x in best]
+            rows.append((f"  {name}", texts[0], f"{texts[1]} to {texts[2]}"))
+        yield columns(rows)
+    if not law.of_compute and (others := list(differing_settings(runs, _OF_SIZE))):
         yield (
-            f"WARNING: these runs differ in {', '.join(ladder.other_settings[:6])} too, which the "
-            "law knows nothing of: give the runs of one recipe, or the best of each size"
+            f"\nWARNING: these runs also differ in {', '.join(others[:6])}, which the law ignores. "
+            "Fit runs of one recipe, or the best run of each size."
         )
     if ladder.left_out:
-        yield ""
-        yield from ladder.left_out
-
-
-def _flops_of_each(runs: Iterable[FinishedRun]) -> list[float]:
-    """Returns FLOPs per parameter and token, for the runs that have recorded them."""
-    return [each.flops / each.parameters / each.tokens for each in runs if each.flops is not None]
+        yield "\n".join(["", *ladder.left_out])

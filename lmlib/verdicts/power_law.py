@@ -3,11 +3,8 @@
     L = E + Σ_k C_k / x_k^γ_k
 
 Approach 3 of Hoffmann et al. 2022 (arXiv:2203.15556, §3.3 and appendix D.3): a Huber loss of width
-0.001 on the difference of logarithms, from several starts. Given the exponents, E and the C_k solve
-a linear least-squares problem, so the starts are a grid over exponents only. The optimisation runs
-until it converges: the paper's own did not, as Besiroglu et al. 2024 (arXiv:2404.10102) show.
-
-Suffixes: R runs, K quantities.
+0.001 on the difference of logarithms, from several starts, until it converges (the paper's own did
+not: Besiroglu et al. 2024, arXiv:2404.10102). Suffixes: R runs, K quantities.
 """
 
 import dataclasses
@@ -15,19 +12,19 @@ import functools
 import itertools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float
 from scipy import optimize, special
 
 INTERVAL = 0.9
-HUBER_WIDTH = 1e-3  # in logarithms: 0.1 % of the loss
+_HUBER_WIDTH = 1e-3  # in logarithms: 0.1 % of the loss
 _LEAST_SQUARES = 1e3  # a width larger than any difference
 _LEAST_ERROR = 1e-10  # over all logarithms: rounding
 _FARTHEST = 80.0  # largest distance to an interval's end, in logarithms
 _EXPONENTS = (0.15, 0.4, 0.8)  # starting values
 _STARTS = 3  # number of grid points to start from, the best ones
-_Function = Callable[[np.ndarray], np.ndarray]
 _LEAST_TERM = 1e-3  # fraction of the loss, for starts with a zero term
 
 
@@ -61,28 +58,30 @@ class Fit:
     def __init__(self, x_RK: Float[np.ndarray, "R K"], losses_R: Float[np.ndarray, "R"]):
         self.x_RK, self.losses_R = x_RK, losses_R
         self._middle_K = np.log(x_RK).mean(0)
-        self._u_RK, self._targets_R = np.log(x_RK) - self._middle_K, np.log(losses_R)
+        self._u_RK = np.log(x_RK) - self._middle_K
         self._count = count = x_RK.shape[1]
         # Bounds far from any fit that still avoid overflow.
         self._low, self._high = np.array([[-40.0, 40.0]] * (1 + count) + [[-12.0, 3.0]] * count).T
-
-    @functools.cached_property
-    def law(self) -> PowerLaw:
-        return self._law(self._least(HUBER_WIDTH))
+        self._theta = self._least(_HUBER_WIDTH)
+        self.law = self._law(self._theta)
 
     @property
     def error(self) -> float:
         """Root mean square of the residuals of the log loss."""
-        return float(np.sqrt(np.mean(np.log(self.law.loss(self.x_RK) / self.losses_R) ** 2)))
+        return float(np.sqrt(np.mean(self._residuals(self._theta) ** 2)))
+
+    @property
+    def slopes(self) -> Float[np.ndarray, "R numbers"]:
+        """Derivatives of the log losses by the logarithms of `PowerLaw.numbers`."""
+        return self._jacobian(self._theta)
 
     def interval(self, logarithm: Callable[[PowerLaw], float]) -> tuple[float, float]:
         """Returns the 90 % profile-likelihood interval of the logarithm of a quantity of the law.
 
-        It holds the values reached by laws whose sum of squared errors is at most 1 + F/(R - p)
-        times the minimum. F is the 90 % quantile of the F distribution with 1 and R - p degrees of
-        freedom, and p the number of parameters of the law (Bates and Watts 1988, Nonlinear
-        Regression Analysis and Its Applications, §6.1). An end that the losses don't bound is
-        infinite. The value of `law` itself always belongs to the interval.
+        It holds the values reached by laws with p parameters whose sum of squared errors is at most
+        1 + F/(R - p) times the minimum, for the 90 % quantile F with 1 and R - p degrees of freedom
+        (Bates and Watts 1988, Nonlinear Regression Analysis and Its Applications, §6.1), and the
+        value of `law`. An end that the losses don't bound is infinite.
         """
         freedom = len(self.losses_R) - len(self._low)
         size = math.sqrt(max(self._squares(self._least_squares), _LEAST_ERROR**2))
@@ -96,7 +95,8 @@ class Fit:
 
     def _law(self, theta: np.ndarray) -> PowerLaw:
         exponents_K = np.exp(theta[1 + self._count :])
-        scales_K = np.exp(theta[1 : 1 + self._count] + exponents_K * self._middle_K)
+        with np.errstate(over="ignore"):
+            scales_K = np.exp(theta[1 : 1 + self._count] + exponents_K * self._middle_K)
         return PowerLaw(math.exp(theta[0]), scales_K, exponents_K)
 
     def _terms(self, theta: np.ndarray) -> np.ndarray:
@@ -105,7 +105,7 @@ class Fit:
         return np.column_stack([np.full(len(powers_RK), np.exp(theta[0])), powers_RK])
 
     def _residuals(self, theta: np.ndarray) -> np.ndarray:
-        return np.log(self._terms(theta).sum(1)) - self._targets_R
+        return np.log(self._terms(theta).sum(1)) - np.log(self.losses_R)
 
     def _squares(self, theta: np.ndarray) -> float:
         return float(np.sum(self._residuals(theta) ** 2))
@@ -118,17 +118,25 @@ class Fit:
 
     def _least(self, width: float) -> np.ndarray:
         """Returns the θ with the smallest Huber loss of this width."""
-        starts, functions = _starts(self._u_RK, self.losses_R), (self._residuals, self._jacobian)
-        found = [self._solve(each, width, *functions) for each in starts]
-        return min(found, key=lambda each: each.cost).x
+        starts = []  # a grid over exponents; E and the C_k solve a linear problem for each
+        for exponents in itertools.product(_EXPONENTS, repeat=self._count):
+            powers_RK = np.exp(-np.array(exponents) * self._u_RK)
+            design = np.column_stack([np.ones(len(powers_RK)), powers_RK]) / self.losses_R[:, None]
+            terms, error = optimize.nnls(design, np.ones(len(powers_RK)))
+            terms = np.maximum(terms, _LEAST_TERM * self.losses_R.min())
+            starts.append((error, np.log(np.concatenate([terms, exponents]))))
+        starts.sort(key=lambda each: each[0])
+        solved = [
+            self._solve(start, width, self._residuals, self._jacobian)
+            for _, start in starts[:_STARTS]
+        ]
+        return min(solved, key=lambda each: each.cost).x
 
-    def _solve(
-        self, start: np.ndarray, width: float, residuals: _Function, jacobian: _Function
-    ) -> optimize.OptimizeResult:
-        """Returns the θ with the smallest Huber loss of `residuals`, found from `start`."""
+    def _solve(self, start: np.ndarray, width: float, *functions: Any) -> optimize.OptimizeResult:
+        """Minimises the Huber loss of the residuals (with a Jacobian) in `functions`."""
         start = np.clip(start, self._low + 1, self._high - 1)  # small steps at bounds
         return optimize.least_squares(
-            residuals, start, jacobian,
+            *(functions[0], start, functions[1]),
             bounds=(self._low, self._high), loss="huber", f_scale=width,
             xtol=1e-10, ftol=1e-12, gtol=1e-12, max_nfev=1_000,
         )  # fmt: skip
@@ -169,15 +177,3 @@ class Fit:
                 return math.copysign(math.inf, reach)
         end = optimize.brentq(rise, 0.0, distance, xtol=1e-3 * distance)
         return q(self._law(found[end]))
-
-
-def _starts(u_RK: np.ndarray, losses_R: np.ndarray) -> list[np.ndarray]:
-    """Returns the best points of a grid over exponents, as logarithms of E, all C_k and all γ_k."""
-    found = []
-    for exponents in itertools.product(_EXPONENTS, repeat=u_RK.shape[1]):
-        powers_RK = np.exp(-np.array(exponents) * u_RK)
-        design = np.column_stack([np.ones(len(u_RK)), powers_RK]) / losses_R[:, None]
-        terms, error = optimize.nnls(design, np.ones(len(u_RK)))
-        terms = np.maximum(terms, _LEAST_TERM * losses_R.min())
-        found.append((error, np.log(np.concatenate([terms, exponents]))))
-    return [start for _, start in sorted(found, key=lambda each: each[0])[:_STARTS]]

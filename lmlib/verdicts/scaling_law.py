@@ -1,13 +1,12 @@
 """Scaling law L = E + A/N^α + B/D^β of N parameters and D tokens, fitted to a ladder of runs.
 
-Hoffmann et al. 2022 (arXiv:2203.15556, equations 2 to 4). `fit_scaling_law` refuses to report
-numbers that the runs do not identify.
+Hoffmann et al. 2022 (arXiv:2203.15556, equations 2 to 4).
 """
 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,24 +19,14 @@ FLOPS = 6.0  # per parameter and token
 LEAST_VALUES = 3  # distinct values of a quantity, for floor, scale and exponent
 _LEAST_SPREAD = 0.1  # of log tokens, at a fixed number of parameters
 _LEAST_SINGULAR = 1e-5  # smallest singular value of the fit's Jacobian over the largest
-
-
-class _Quantity(NamedTuple):
-    letter: str
-    scale: str
-    exponent: str
-    least_range: float  # required ratio of largest to smallest
-
-
-_QUANTITIES = {
-    "parameters": _Quantity("N", "A", "α", 2.0),
-    "tokens": _Quantity("D", "B", "β", 2.0),
-    "compute": _Quantity("C", "A", "γ", 4.0),
+_QUANTITIES = {  # letter, scale, exponent, and the required ratio of largest to smallest
+    "parameters": ("N", "A", "α", 2.0),
+    "tokens": ("D", "B", "β", 2.0),
+    "compute": ("C", "A", "γ", 4.0),
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Number:
+class Number(NamedTuple):
     """A fitted number and its 90 % interval, whose ends may be 0 and infinity."""
 
     value: float
@@ -47,12 +36,9 @@ class Number:
 
 @dataclasses.dataclass(frozen=True)
 class ScalingLaw:
-    """A fitted law. If a quantity is the same in all runs, it has no term; E then includes it.
+    """A fitted law of "parameters", "tokens" or both, in this order; or of "compute".
 
-    Args:
-      quantities: "parameters", "tokens" or both, in this order; or "compute".
-      fixed: the value of the quantity that all runs share, if any.
-      fit: the law of these quantities, and the losses that it was fitted to.
+    A quantity that all runs share is in `fixed`. It has no term; E includes it.
     """
 
     quantities: tuple[str, ...]
@@ -66,53 +52,49 @@ class ScalingLaw:
     @property
     def names(self) -> tuple[str, ...]:
         """The names of its numbers: E, then A and B, then α and β."""
-        known = [_QUANTITIES[quantity] for quantity in self.quantities]
-        return ("E", *(each.scale for each in known), *(each.exponent for each in known))
+        _, scales, exponents, _ = zip(*map(_QUANTITIES.__getitem__, self.quantities), strict=True)
+        return ("E", *scales, *exponents)
 
     @functools.cached_property
     def numbers(self) -> dict[str, Number]:
-        return {
-            name: _number(self.fit, lambda law: np.log(law.numbers), i)
-            for i, name in enumerate(self.names)
-        }
+        return self._numbers(self.names, lambda law: np.log(law.numbers))
 
     def loss(self, parameters: float, tokens: float) -> float:
         """Returns the predicted loss of a run; a quantity without a term is ignored."""
-        place = {
-            "parameters": parameters,
-            "tokens": tokens,
-            "compute": FLOPS * parameters * tokens,
-        }
-        x_K = [place[quantity] for quantity in self.quantities]
-        return float(self.fit.law.loss(np.array([x_K], float))[0])
+        place = {"parameters": parameters, "tokens": tokens, "compute": FLOPS * parameters * tokens}
+        x_1K = np.array([[place[quantity] for quantity in self.quantities]], float)
+        return float(self.fit.law.loss(x_1K)[0])
 
     def optimum(self, flops: float) -> dict[str, Number]:
         """Returns the best parameters, tokens and loss for a budget of 6·N·D FLOPs.
 
-        A law of compute gives only the loss, without the noise of a single run.
-
-        Raises:
-          ValueError: if the law lacks a term for parameters or for tokens.
+        A law of compute gives only the loss. Raises ValueError if parameters or tokens are fixed.
         """
         if self.of_compute:
-            return {"loss": _number(self.fit, lambda law: np.log(law.loss(np.array([[flops]]))))}
+            return self._numbers(["loss"], lambda law: np.log(law.loss(np.array([[flops]]))))
         if len(self.quantities) < 2:
-            (missing,) = self.fixed
+            ((missing, value),) = self.fixed.items()
             raise ValueError(
-                f"the best share of a budget needs runs of several {missing}: all of these "
-                f"have {count_text(self.fixed[missing])}"
+                f"the best split of a budget needs runs with several numbers of {missing}: all of "
+                f"these have {count_text(value)}"
             )
-        names = ("parameters", "tokens", "loss")
-        return {
-            name: _number(self.fit, lambda law: _best(law, flops), i)
-            for i, name in enumerate(names)
-        }
+        return self._numbers(("parameters", "tokens", "loss"), lambda law: _best(law, flops))
+
+    def _numbers(
+        self, names: Iterable[str], logarithms: Callable[[PowerLaw], Any]
+    ) -> dict[str, Number]:
+        """Returns the positive quantities of the law whose `logarithms` are given."""
+        found = {}
+        for i, name in enumerate(names):
+            ends = self.fit.interval(lambda law, i=i: float(logarithms(law)[i]))  # type: ignore[misc]
+            with np.errstate(over="ignore"):
+                found[name] = Number(*np.exp([logarithms(self.fit.law)[i], *ends]).tolist())
+        return found
 
     def __str__(self) -> str:
         """The formula with the terms that it has, such as `L = E + A/N^α + B/D^β`."""
         known = [_QUANTITIES[quantity] for quantity in self.quantities]
-        terms = [f"{each.scale}/{each.letter}^{each.exponent}" for each in known]
-        return " + ".join(["L = E", *terms])
+        return " + ".join(["L = E", *(f"{scale}/{x}^{power}" for x, scale, power, _ in known)])
 
 
 def fit_scaling_law(
@@ -123,16 +105,12 @@ def fit_scaling_law(
 ) -> ScalingLaw:
     """Fits the law to runs with these parameters, tokens seen and final losses.
 
-    A quantity that is the same in all runs has no term. With `of_compute` the law is L = E + A/C^γ
-    of the compute C = 6·N·D FLOPs (Kaplan et al. 2020, arXiv:2001.08361, §3.3, with the floor of
-    Hoffmann et al.). It is meant for ladders with one dial, whose tokens follow from their
-    parameters. It predicts the next rung, but not other ratios of tokens to parameters.
+    With `of_compute` the law is L = E + A/C^γ of the compute C = 6·N·D FLOPs (Kaplan et al. 2020,
+    arXiv:2001.08361, §3.3, with the floor of Hoffmann et al.). It predicts the next rung, but not
+    other ratios of tokens to parameters.
 
     Raises:
-      ValueError: if numbers are not identified; the message says which, and which runs would help.
-        A quantity needs three values that span a factor of two, compute a factor of four. It also
-        fails if tokens follow from parameters, so that α and β cannot be separated, if there are
-        too few runs, or if a term is lost in the noise.
+      ValueError: if the runs don't identify a number: it names the number and runs that would help.
     """
     columns = {"parameters": parameters_R.astype(float), "tokens": tokens_R.astype(float)}
     if of_compute:
@@ -142,66 +120,51 @@ def fit_scaling_law(
     if not quantities:
         raise ValueError(
             f"all runs have the same {' and '.join(columns)}: a law needs runs of at least three "
-            "sizes, of three numbers of tokens, or of both"
+            "sizes, or with three numbers of tokens"
         )
     for name in quantities:
         _check_values(name, columns[name])
     x_RK = np.column_stack([columns[name] for name in quantities])
     if len(quantities) == 2:
-        _check_told_apart(np.log(x_RK))
-    unknown = 1 + 2 * len(quantities)
-    places = len(np.unique(x_RK, axis=0))
+        _check_separate(np.log(x_RK))
+    unknown, places = 1 + 2 * len(quantities), len(np.unique(x_RK, axis=0))
     if places < unknown or len(losses_R) <= unknown:
         raise ValueError(
-            f"{unknown} numbers need at least {unknown + 1} runs, at {unknown} different places, "
-            f"and these are {len(losses_R)} at {places}"
+            f"{unknown} parameters need at least {unknown + 1} runs at {unknown} different places, "
+            f"but there are {len(losses_R)} at {places}"
         )
     if not (np.isfinite(losses_R).all() and (losses_R > 0).all()):
-        raise ValueError(f"a law is of positive losses, and these go from {losses_R.min():.6g}")
+        raise ValueError(f"a law needs positive losses, but the smallest is {losses_R.min():.6g}")
     made = ScalingLaw(quantities, fixed, Fit(x_RK, losses_R))
     if not of_compute:
-        _check_identified(made, x_RK)
+        # Each number must change the losses in its own way.
+        _, singular, directions = np.linalg.svd(made.fit.slopes, full_matrices=False)
+        if singular[-1] < _LEAST_SINGULAR * singular[0]:
+            raise ValueError(
+                f"{made.names[int(np.argmax(np.abs(directions[-1])))]} is not identified: other "
+                "values give the same losses. Add runs of more sizes or lengths, or more seeds."
+            )
     return made
 
 
 def _check_values(name: str, x_R: np.ndarray) -> None:
-    values, known = sorted(set(x_R.tolist())), _QUANTITIES[name]
-    span = values[-1] / values[0]
-    if len(values) >= LEAST_VALUES and span >= known.least_range:
+    values, (_, scale, exponent, least_range) = sorted(set(x_R.tolist())), _QUANTITIES[name]
+    if len(values) >= LEAST_VALUES and values[-1] / values[0] >= least_range:
         return
-    listed = ", ".join(count_text(value) for value in values[:4])
-    more = "" if name == "compute" else ", or of a single one"
+    listed = ", ".join(count_text(value) for value in values[:4]) + ", …" * (len(values) > 4)
     raise ValueError(
-        f"E, {known.scale} and {known.exponent} are not identified: the runs have {len(values)} "
-        f"numbers of {name} ({listed}{', …' * (len(values) > 4)}), which span a factor of "
-        f"{span:.2f}; give runs of at least {LEAST_VALUES} that span {known.least_range:.0f}{more}"
+        f"E, {scale} and {exponent} are not identified: the runs have {len(values)} numbers of "
+        f"{name} ({listed}), which span a factor of {values[-1] / values[0]:.2f}. Give at least "
+        f"{LEAST_VALUES} that span {least_range:.0f}{', or one' * (name != 'compute')}."
     )
 
 
-def _check_told_apart(logs_RK: np.ndarray) -> None:
+def _check_separate(logs_RK: np.ndarray) -> None:
     u_R, v_R = (logs_RK - logs_RK.mean(0)).T
-    spread = np.std(v_R - u_R * (u_R @ v_R) / (u_R @ u_R))
-    if spread < _LEAST_SPREAD:
+    if np.std(v_R - u_R * (u_R @ v_R) / (u_R @ u_R)) < _LEAST_SPREAD:
         raise ValueError(
-            "α and β are not identified: the tokens of these runs follow from their parameters, "
-            "so that either could have lowered the loss; add runs of one size with more or with "
-            "fewer tokens"
-        )
-
-
-def _check_identified(made: ScalingLaw, x_RK: np.ndarray) -> None:
-    """Raises ValueError unless each number changes the losses in its own way."""
-    law = made.fit.law
-    terms_RK = law.scales_K * x_RK**-law.exponents_K
-    by_exponent_RK = terms_RK * law.exponents_K * (np.log(x_RK) - np.log(x_RK).mean(0))
-    floors = np.full((len(x_RK), 1), law.floor)
-    jacobian = np.hstack([floors, terms_RK, by_exponent_RK]) / law.loss(x_RK)[:, None]
-    _, singular, directions = np.linalg.svd(jacobian, full_matrices=False)
-    if singular[-1] < _LEAST_SINGULAR * singular[0]:
-        name = made.names[int(np.argmax(np.abs(directions[-1])))]
-        raise ValueError(
-            f"{name} is not identified: the losses would be the same with another one; give runs "
-            "of more different sizes or lengths, or more seeds"
+            "α and β are not identified: the tokens of these runs follow from their parameters, so "
+            "either could have lowered the loss. Add runs of one size with more or fewer tokens."
         )
 
 
@@ -213,10 +176,3 @@ def _best(law: PowerLaw, flops: float) -> tuple[float, float, float]:
     tokens = product - parameters
     terms = [math.log(law.floor), a - alpha * parameters, b - beta * tokens]
     return parameters, tokens, float(np.logaddexp.reduce(terms))
-
-
-def _number(fit: Fit, logarithms: Callable[[PowerLaw], Any], index: int = 0) -> Number:
-    """Returns one of the positive quantities of a law whose `logarithms` are given."""
-    low, high = fit.interval(lambda law: float(logarithms(law)[index]))
-    with np.errstate(over="ignore"):
-        return Number(*np.exp([logarithms(fit.law)[index], low, high]).tolist())

@@ -1,15 +1,9 @@
 """Effective speedup: the factor of compute that the baseline needs for another setting's loss.
 
-A difference of 0.02 nats is large late in training and small early. The baseline's own curve, L = E
-+ B/D^β over its tokens D, turns a difference into a factor of compute. There are two curves:
-
-- through the final losses of baseline runs of several lengths, each with its whole schedule: the
-  correct one;
-- through one run's validation losses during training. Before the learning rate has decayed, they
-  are higher than the final losses of shorter runs, and they fall faster towards the end. This
-  biases the speedup towards 1 (Hoffmann et al. 2022, arXiv:2203.15556, appendix B).
-
-A factor is read only between half the fewest and twice the most tokens of the curve.
+The baseline's own curve, L = E + B/D^β over its tokens D, turns a difference into a factor. It goes
+through the final losses of runs of several lengths, or else through one run's validation losses.
+Those are too high before the learning rate has decayed, which biases the speedup towards 1
+(Hoffmann et al. 2022, arXiv:2203.15556, appendix B).
 """
 
 import dataclasses
@@ -17,7 +11,6 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-from jaxtyping import Float
 
 from lmlib.verdicts.power_law import INTERVAL, Fit, PowerLaw
 from lmlib.verdicts.seeds import Difference
@@ -29,32 +22,20 @@ _LEAST_GOAL = 1e-300  # of the excess over the floor, if the goal is below the f
 
 @dataclasses.dataclass(frozen=True)
 class Curve:
-    """Losses of the baseline over tokens.
+    """Points (tokens, loss) of the baseline, with `whole_schedules` each the end of a run."""
 
-    Args:
-      tokens_R, losses_R: of each point.
-      whole_schedules: True if each point is the end of a run of its own length.
-    """
-
-    tokens_R: Float[np.ndarray, "R"]
-    losses_R: Float[np.ndarray, "R"]
+    points: Sequence[tuple[float, float]]
     whole_schedules: bool
-
-    @classmethod
-    def through(cls, points: Sequence[tuple[float, float]], whole_schedules: bool) -> "Curve":
-        """Returns the curve through (tokens, loss) points of any number of runs."""
-        tokens_R, losses_R = np.array(points, float).reshape(-1, 2).T
-        return cls(tokens_R, losses_R, whole_schedules)
 
     @property
     def problem(self) -> str | None:
         """The reason why no law can be fitted to it; `None` if one can."""
-        lengths = len(set(self.tokens_R.tolist()))
-        if lengths >= LEAST_POINTS and np.isfinite(self.losses_R).all() and min(self.losses_R) > 0:
+        lengths = len({tokens for tokens, _ in self.points})
+        if lengths >= LEAST_POINTS and all(0 < loss < math.inf for _, loss in self.points):
             return None
         return (
-            f"the baseline has finite losses at {lengths} numbers of tokens, and its curve needs "
-            f"{LEAST_POINTS}: give runs of as many lengths, or evaluate more often"
+            f"the baseline has finite losses at {lengths} numbers of tokens, but its curve needs "
+            f"{LEAST_POINTS}. Train baseline runs of more lengths, or evaluate more often."
         )
 
 
@@ -62,7 +43,7 @@ class Curve:
 class Speedup:
     """The baseline's tokens for the same loss over the tokens it has seen, with a 90 % interval.
 
-    The interval is clipped to `least` and `most`, the limits of the curve.
+    All are clipped to `least` and `most`, the limits of the curve.
     """
 
     factor: float
@@ -76,17 +57,13 @@ class Speedup:
 def speedup(curve: Curve, tokens: float, difference: Difference) -> Speedup:
     """Returns the speedup of a setting whose loss differs from the baseline's by `difference`.
 
-    Args:
-      curve: without a `problem`.
-      tokens: seen by the baseline.
-
-    The errors of the curve and of the difference are independent. The distances from the factor to
-    the ends of their intervals, in logarithms, are therefore added in quadrature (Zou and Donner
-    2008, Statistics in Medicine 27, 1693).
+    The baseline has seen `tokens`, and its `curve` has no `problem`. The errors of both are
+    independent: distances to the ends of their intervals, in logarithms, are added in quadrature
+    (Zou and Donner 2008, Statistics in Medicine 27, 1693).
     """
-    fit = Fit(curve.tokens_R[:, None], curve.losses_R)
-    least = min(curve.tokens_R) / FARTHEST / tokens
-    most = FARTHEST * max(curve.tokens_R) / tokens
+    tokens_R, losses_R = np.array(curve.points, float).T
+    fit = Fit(tokens_R[:, None], losses_R)
+    least, most = min(tokens_R) / FARTHEST / tokens, FARTHEST * max(tokens_R) / tokens
 
     def logarithm(law: PowerLaw, difference: float) -> float:
         # Relative to the law's own loss at these tokens, so that equal losses give a factor of 1.
@@ -94,14 +71,12 @@ def speedup(curve: Curve, tokens: float, difference: Difference) -> Speedup:
         goal = max(1 + difference / excess, _LEAST_GOAL)
         return float(-math.log(goal) / law.exponents_K[0])
 
-    def read(logarithm: float) -> float:
-        return float(np.exp(np.clip(logarithm, np.log(least), np.log(most))))
-
-    middle = low = high = logarithm(fit.law, difference.mean)
-    ends = difference.interval((1 - INTERVAL) / 2)
-    if ends is not None:
+    middle = logarithm(fit.law, difference.mean)
+    down = up = 0.0
+    if (ends := difference.interval((1 - INTERVAL) / 2)) is not None:
         by_curve = fit.interval(lambda law: logarithm(law, difference.mean))
         by_difference = [logarithm(fit.law, end) for end in reversed(ends)]
         down, up = np.hypot(np.subtract(by_curve, middle), np.subtract(by_difference, middle))
-        low, high = middle - down, middle + up
-    return Speedup(read(middle), read(low), read(high), least, most, curve.whole_schedules)
+    logarithms = np.clip([middle, middle - down, middle + up], math.log(least), math.log(most))
+    factor, low, high = np.exp(logarithms).tolist()
+    return Speedup(factor, low, high, least, most, curve.whole_schedules)

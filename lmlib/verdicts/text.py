@@ -1,10 +1,9 @@
 """Dependence of a difference between runs on the validation text.
 
-A difference varies with the seed and with the held-out text. A verdict counts seeds, for this text.
-Batches show how far other text would change it (Clark 1973, The language-as-fixed-effect fallacy):
-pairing runs batch by batch removes the difficulty of each batch (Miller 2024, arXiv:2411.00640,
-§3.2). A mean over tokens is a ratio of sums over batches, with the standard error of Cochran,
-Sampling Techniques, 3rd edition 1977, §6.4, as in `lmlib.evaluate.ratio`.
+Batches show how far other text would change a difference (Clark 1973, The language-as-fixed-effect
+fallacy). Pairing runs batch by batch removes the difficulty of each batch (Miller 2024,
+arXiv:2411.00640, §3.2). A mean over tokens is a ratio of sums over batches, with the standard error
+of Cochran, Sampling Techniques, 3rd edition 1977, §6.4, as in `lmlib.evaluate.ratio`.
 """
 
 import dataclasses
@@ -22,12 +21,9 @@ INTERVAL = 0.9
 class TextPrecision:
     """Precision of a difference with respect to the validation text, in the metric's unit.
 
-    Args:
-      of_one_seed: the standard error over batches of one seed's difference, averaged over seeds.
-      of_the_mean: the standard error of the mean over all seeds: its expected change on another
-        text.
-      share: the 90 % interval of the text's share in the variance between seeds, which more text
-        would remove; `None` for fewer than two seeds. A point estimate would be too uncertain.
+    `of_one_seed` is the standard error over batches of one seed's difference, averaged over seeds;
+    `of_the_mean` that of the mean over seeds. `share` is a 90 % interval of the fraction of the
+    variance between seeds that comes from the text; `None` for fewer than two seeds.
     """
 
     of_one_seed: float
@@ -39,11 +35,8 @@ class TextPrecision:
 class BatchDifferences:
     """The differences of S seeds on one set, as sums over the units of each of N batches.
 
-    Args:
-      sums_SN: a run's sums minus the sums of the baseline's run with the same seed.
-      counts_N: units in each batch.
-      factor: converts a mean over units of this set to its part in the metric: the set's weight in
-        a total, times a change of unit.
+    `factor` converts a mean over the set's `counts_N` units to its part in the metric: the set's
+    weight in a total, times a change of unit.
     """
 
     sums_SN: Float[np.ndarray, "S N"]
@@ -58,31 +51,25 @@ def text_precision(sets: Sequence[BatchDifferences]) -> TextPrecision | None:
     """
     if not sets or any(len(each.counts_N) < 2 for each in sets):
         return None
+    seeds = len(sets[0].sums_SN)
     one = mean = apart = 0.0
-    freedom, means_S = 0, np.zeros(len(sets[0].sums_SN))
+    freedom, means_S = 0, np.zeros(seeds)
     for each in sets:
-        batches, seeds = len(each.counts_N), len(each.sums_SN)
-        ratio_S = each.sums_SN.sum(1) / each.counts_N.sum()
+        batches, total = len(each.counts_N), each.counts_N.sum()
+        ratio_S = each.sums_SN.sum(1) / total
         errors_SN = each.sums_SN - ratio_S[:, None] * each.counts_N
         in_common_N = errors_SN.mean(0)
-        unit = (each.factor / each.counts_N.sum()) ** 2 * batches / (batches - 1)
+        unit = (each.factor / total) ** 2 * batches / (batches - 1)
         one += unit * float(np.sum(errors_SN**2)) / seeds
         mean += unit * float(np.sum(in_common_N**2))
         apart += unit * float(np.sum((errors_SN - in_common_N) ** 2)) / max(seeds - 1, 1)
         means_S += each.factor * ratio_S
         freedom += (seeds - 1) * (batches - 1)
     share = None
-    if len(means_S) > 1 and (between := float(np.var(means_S, ddof=1))) > 0:
-        share = _share(apart / between, freedom, len(means_S) - 1)
+    if seeds > 1 and (between := float(np.var(means_S, ddof=1))) > 0:
+        # Both variance estimates are independent, so their quotient over its true value has the F
+        # distribution (two-way analysis of variance, of seeds and batches: Scheffé 1959, §4.2).
+        ends = special.fdtri(freedom, seeds - 1, [(1 + INTERVAL) / 2, (1 - INTERVAL) / 2])
+        low, high = np.minimum(apart / between / ends, 1.0).tolist()
+        share = low, high
     return TextPrecision(math.sqrt(one), math.sqrt(mean), share)
-
-
-def _share(quotient: float, freedom: int, freedom_of_seeds: int) -> tuple[float, float]:
-    """Returns the interval of the text's share from the quotient of two variance estimates.
-
-    The estimates are independent, so their quotient over its true value has the F distribution (a
-    two-way analysis of variance, of seeds and batches: Scheffé 1959, §4.2).
-    """
-    ends = special.fdtri(freedom, freedom_of_seeds, [(1 + INTERVAL) / 2, (1 - INTERVAL) / 2])
-    low, high = (min(quotient / float(end), 1.0) for end in ends)
-    return low, high

@@ -130,9 +130,9 @@ def test_the_mean_of_seeds_breaks_where_one_ends(tmp_path):
     told = """[charts.loss.dashed, point(views[0], 6, 3.5),
         document.querySelector("figcaption").innerText]"""
     dashed, tooltip, caption = look(tmp_path / "page.html", tmp_path / "profile", told)
-    assert dashed == 2 * 4 and "dashed: the mean of fewer runs" in caption
+    assert dashed == 2 * 4 and "dashed: mean of fewer runs" in caption
     assert tooltip[:6] == ["run", "all runs", "step", "6", "value", "3.5"]
-    assert tooltip[6:] == ["least", "3", "greatest", "4", "runs", "2 of 3"]
+    assert tooltip[6:] == ["min", "3", "max", "4", "runs", "2 of 3"]
 
 
 def test_one_cursor_moves_over_all_charts_and_says_run_step_and_value(tmp_path):

@@ -17,6 +17,7 @@ from left_runs import leave_run, losses
 from small_experiment import small
 
 from lmlib.report import page, seen, write_page, write_pictures
+from lmlib.report.curves import limits
 from lmlib.report.page import _library
 from lmlib.report.seen import Watched
 from lmlib.report.specifications import VERSION, for_paper
@@ -67,6 +68,9 @@ def data_of(text):
 def test_a_page_of_one_run(tmp_path):
     lines = losses(3.5, "NaN", 2.5)
     lines[0]["mine"], lines[2]["mine"] = 1, 2
+    lines[1]["once"] = 7.0  # what was measured once is drawn
+    for line in lines:
+        line["same"] = 1.0
     run = leave_run(
         tmp_path / "first", {"steps": 3}, lines, FINISHED | {"steps": 3}, {3: "def f"}, {"steps": 3}
     )
@@ -78,13 +82,20 @@ def test_a_page_of_one_run(tmp_path):
     assert tiles["validation loss"].split() == ["2.2500"] and "loss" not in tiles
     over = ["nats per token, mean of the last 3 steps", "nats per token, the whole split"]
     assert parsed.texts["small"][:2] == over
-    loss, mine = data_of(text)["charts"]
+    loss, mine, once = data_of(text)["charts"]
+    assert once["metric"] == "once" and "Constant so far: same 1." in text
     assert loss["metric"] == "loss" and loss["unit"] == "nats per token"
     (series,) = loss["series"]
     assert series["step"] == [1, 2, 3] and series["value"] == [3.5, None, 2.5]
     assert series["not_finite"] == [0, 1, 0]
     assert mine["metric"] == "mine" and mine["series"][0]["step"] == [1, 3]
     assert data_of(text)["goodput"][0]["share"] == 1.0
+    # It lets nothing in but its own scripts.
+    (policy,) = [value for _, name, value in parsed.attributes if name == "content"][1:]
+    assert policy.startswith("default-src 'none'; script-src 'sha256-")
+    assert "unsafe-inline" not in policy.partition("style-src")[0]
+    assert "connect-src 'none'" in policy
+    assert not [each for each in parsed.attributes if each[1] in ("src", "href")]
 
 
 def test_a_run_that_goes_on_has_the_numbers_of_its_last_step(tmp_path):
@@ -98,6 +109,8 @@ def test_a_run_that_goes_on_has_the_numbers_of_its_last_step(tmp_path):
     assert parsed.texts["small"][:2] == ["step 2", "step 1"]
     assert not {"training loss", "validation loss", "mean tokens per second"} & tiles.keys()
     assert read_run(run).final == {} and "validation_loss" not in runs(run)
+    text = page(seen([leave_run(tmp_path / "new", {"steps": 5}, [])]))
+    assert "no step yet" in text and data_of(text)["charts"] == []
 
 
 def test_a_page_of_several_runs_says_what_differs(tmp_path):
@@ -121,8 +134,9 @@ def test_finished_runs_are_compared(tmp_path):
             settings = {"optimizer.peak_lr": rate, "seed": seed}
             made_up_runs.leave_run(tmp_path / f"{rate}/{seed}", 2.5 + rate + seed / 100, settings)
     runs = seen([tmp_path])
-    (told,) = [text for text in Parsed(page(runs)).texts["pre"] if "±" in text]
-    assert "2.6100" in told and "2.7100" in told and "verdict" not in told
+    table, notes = [text for text in Parsed(page(runs)).texts["pre"] if "±" in text]
+    assert "2.6100" in table and "2.7100" in table and "verdict" not in table
+    assert notes == "± is one standard error over seeds."  # apart: they wrap, the table doesn't
     assert "Verdicts" not in Parsed(page(runs)).texts["h2"]
     judged = page(runs, baseline="optimizer.peak_lr=0.1", margin=0.01)
     assert "Verdicts" in Parsed(judged).texts["h2"]
@@ -171,23 +185,6 @@ def test_text_of_runs_stays_text(tmp_path_factory, name, value, sample):
     assert parsed.texts["pre"][0].strip() == shown(as_read).strip()
     names = [chart["metric"] for chart in data_of(text)["charts"]]
     assert name in {"step", "tokens", "step_flops"} or shown(name) in names or "/" in name
-
-
-def test_the_page_lets_nothing_in_but_its_own_scripts(tmp_path):
-    run = leave_run(tmp_path / "a", {"steps": 1}, losses(1.0, 2.0))
-    text = page(seen([run]))
-    (policy,) = [value for _, name, value in Parsed(text).attributes if name == "content"][1:]
-    assert policy.startswith("default-src 'none'; script-src 'sha256-")
-    assert "unsafe-inline" not in policy.partition("style-src")[0]
-    assert "connect-src 'none'" in policy
-    loads = [each for each in Parsed(text).attributes if each[1] in ("src", "href")]
-    assert not loads
-
-
-def test_a_run_that_has_measured_nothing_has_a_page(tmp_path):
-    run = leave_run(tmp_path / "new", {"steps": 5}, [])
-    text = page(seen([run]))
-    assert "no step yet" in text and data_of(text)["charts"] == []
 
 
 @pytest.mark.parametrize("lock", [None, "fresh", "old"])
@@ -243,13 +240,6 @@ def test_a_run_that_ends_early(tmp_path, overrides, stop, error, told):
         assert seen([tmp_path])[0].run.state == ("finished", "")
 
 
-def test_what_was_measured_once_is_drawn(tmp_path):
-    lines = [{"step": 1, "same": 1.0, "once": 2.0}, {"step": 2, "same": 1.0}]
-    text = page(seen([leave_run(tmp_path / "a", {"steps": 2}, lines)]))
-    assert [chart["metric"] for chart in data_of(text)["charts"]] == ["once"]
-    assert "The same in all steps: same 1." in text
-
-
 def test_axes_are_not_rounded(tmp_path):
     lines = [
         {"step": step, "tokens": step * 4_194_304 + 1, "step_seconds": 0.1234567, "loss": step}
@@ -263,22 +253,17 @@ def test_axes_are_not_rounded(tmp_path):
     assert series["seconds"] == pytest.approx(seconds, rel=1e-11)
 
 
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [
-        ([3.0, 2.5, 2.0, 1e30], [None, 3.0]),
-        ([3.0, -1e30, 2.5, 2.0, 2.2, math.nan], [2.0, None]),
-        ([11.0, 3.0, 2.6, 2.5, 2.4, 2.3], [None, None]),  # as a loss falls
-        ([0.0] * 9 + [5.0], [None, None]),  # nothing would be left to see
-        ([1.0] * 3 + [1.1, 1e6, 1e6, 1e6], [None, None]),  # many are no exception
-        ([3.0, 1e30], [None, None]),
-        ([math.inf, math.nan], [None, None]),
-    ],
-)
-def test_few_values_that_are_far_from_the_rest_are_outside(tmp_path, values, expected):
-    lines = json.loads(re.sub("NaN|Infinity", r'"\g<0>"', json.dumps(losses(*values))))
-    (chart,) = data_of(page(seen([leave_run(tmp_path / "a", {"steps": 2}, lines)])))["charts"]
-    assert chart["limits"] == expected
+def test_few_values_that_are_far_from_the_rest_are_outside():
+    for values, expected in [
+        ([3.0, 2.5, 2.0, 1e30], (math.nan, 3.0)),
+        ([3.0, -1e30, 2.5, 2.0, 2.2, math.nan], (2.0, math.nan)),
+        ([11.0, 3.0, 2.6, 2.5, 2.4, 2.3], (math.nan, math.nan)),  # as a loss falls
+        ([0.0] * 9 + [5.0], (math.nan, math.nan)),  # nothing would be left to see
+        ([1.0] * 3 + [1.1, 1e6, 1e6, 1e6], (math.nan, math.nan)),  # many are no exception
+        ([3.0, 1e30], (math.nan, math.nan)),
+        ([math.inf, math.nan], (math.nan, math.nan)),
+    ]:
+        assert limits([np.array(values)]) == pytest.approx(expected, nan_ok=True), values
 
 
 def test_layers_are_in_the_order_of_the_model(tmp_path):
@@ -313,6 +298,13 @@ def test_pictures_for_papers(tmp_path):
     assert files[1].read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="no curve of 'lss'; there are loss"):
         write_pictures(runs, tmp_path / "out", ["lss"])
+    # Names that are alike as files.
+    lines = [{"step": step, "a b": step, "a_b": -step, "A b": 2 * step} for step in (1, 2)]
+    runs = seen([leave_run(tmp_path / "run", {"steps": 2}, lines)])
+    files = [file.name for file in write_pictures(runs, tmp_path, ["a b", "a_b", "A b"])]
+    assert files[2] == "a_b.svg" and len({file.lower() for file in files}) == 6
+    for name, file in zip(["a b", "a_b", "A b"], files[::2], strict=True):
+        assert f">{name}<" in (tmp_path / file).read_text()
 
 
 def labels(svg, axis):
@@ -339,29 +331,17 @@ def test_ticks_differ_from_each_other(first, last, shown_among):
         assert len(set(found)) == len(found) > 2 and shown_among in found
 
 
-def test_pictures_of_names_that_are_alike_as_files(tmp_path):
-    lines = [{"step": step, "a b": step, "a_b": -step, "A b": 2 * step} for step in (1, 2)]
-    runs = seen([leave_run(tmp_path / "run", {"steps": 2}, lines)])
-    files = [file.name for file in write_pictures(runs, tmp_path, ["a b", "a_b", "A b"])]
-    assert files[2] == "a_b.svg" and len({file.lower() for file in files}) == 6
-    for name, file in zip(["a b", "a_b", "A b"], files[::2], strict=True):
-        assert f">{name}<" in (tmp_path / file).read_text()
-
-
 def series(*values):
     return Series(np.arange(1, len(values) + 1), np.array(values, np.float64))
 
 
-def test_bars_go_from_the_least_to_the_greatest():
+@given(st.lists(st.floats(-1e300, 1e300), min_size=1, max_size=300), st.integers(2, 50))
+def test_bars_go_from_the_least_to_the_greatest_and_fit(values, most):
+    assert 1 <= len(bars(series(*values), most)) <= max(most, 2)
     assert bars(series(0, 1, 2, 3, 4, 5, 6, 7), 8) == "▁▂▃▄▅▆▇█"
     assert bars(series(5, math.nan, 1), 8) == "█×▁"
     assert bars(series(2, 2), 8) == "▁▁"
     assert bars(series(math.inf), 8) == "×"
-
-
-@given(st.lists(st.floats(-1e300, 1e300), min_size=1, max_size=300), st.integers(2, 50))
-def test_bars_are_no_wider_than_there_is_room(values, most):
-    assert 1 <= len(bars(series(*values), most)) <= max(most, 2)
 
 
 def test_a_view_keeps_up_with_a_run(tmp_path):

@@ -24,39 +24,23 @@ def measured(draw):
 def test_points_are_what_a_loop_over_their_steps_finds(series, most):
     steps = stretch(series, most)
     points = thinned(series, steps)
-    assert len(points.first_P) <= max(most, 2)
+    assert len(points.first_P) <= max(most, 2) and (steps == 1 or len(series.steps_N) > most)
     by_stretch = {}
     for step, value in zip(*series, strict=True):
         by_stretch.setdefault((step - 1) // steps, []).append((step, value))
     assert len(points.first_P) == len(by_stretch)
-    for number, members in enumerate(by_stretch.values()):
+    for point, members in zip(zip(*points, strict=True), by_stretch.values(), strict=True):
+        first, count, mean, least, greatest, not_finite = point
         finite = [value for _, value in members if math.isfinite(value)]
-        assert series.steps_N[points.first_P[number]] == members[0][0]
-        assert points.count_P[number] == len(members)
-        assert points.not_finite_P[number] == len(members) - len(finite)
+        assert series.steps_N[first] == members[0][0]
+        assert (count, not_finite) == (len(members), len(members) - len(finite))
         if not finite:
-            assert math.isnan(points.mean_P[number]) and math.isnan(points.least_P[number])
+            assert math.isnan(mean) and math.isnan(least)
             continue
-        assert points.least_P[number] == min(finite)
-        assert points.greatest_P[number] == max(finite)
-        mean = math.fsum(value / len(finite) for value in finite)
-        assert points.mean_P[number] == pytest.approx(mean, rel=1e-6, abs=1e290)
-        assert min(finite) <= points.mean_P[number] <= max(finite)
-
-
-def test_a_short_series_stays_as_it_is():
-    series = Series(np.arange(1, 1001), np.linspace(3.0, 2.0, 1000))
-    assert stretch(series, 1000) == 1
-    assert np.array_equal(thinned(series, 1).mean_P, series.values_N)
-
-
-def test_points_of_several_runs_are_of_the_same_steps():
-    whole = Series(np.arange(1, 101), np.ones(100))
-    late = Series(np.arange(38, 101), np.ones(63))
-    steps = [{(step - 1) // 10 for step in series.steps_N} for series in (whole, late)]
-    firsts = [series.steps_N[thinned(series, 10).first_P] for series in (whole, late)]
-    assert [len(each) for each in firsts] == [len(each) for each in steps] == [10, 7]
-    assert set(firsts[1][1:]) <= set(firsts[0])
+        assert (least, greatest) == (min(finite), max(finite))
+        expected = math.fsum(value / len(finite) for value in finite)
+        assert mean == pytest.approx(expected, rel=1e-6, abs=1e290)
+        assert least <= mean <= greatest
 
 
 def lines(**metrics):

@@ -51,7 +51,7 @@ def test_what_is_broken_is_made_again_or_named(tmp_path, capsys):
     whole = fit(small("steps=4"), tmp_path).summary
     told = capsys.readouterr().err
     assert f"WARNING: {log} has lost the lines of step 2:" in told
-    assert f"WARNING: {goodput}: 1 of 1 starts make no sense" in told
+    assert f"WARNING: {goodput}: 1 of 1 starts are damaged" in told
 
     result = tmp_path / "result.json"
     result.write_bytes(result.read_bytes()[:-40])

@@ -44,7 +44,7 @@ def test_a_ladder_is_fitted_in_a_table_and_as_json(places):
     ended = run_forked("-m", "runner.ladder", *arguments, cwd=places)
     assert ended.returncode == 0, ended.stderr
     assert "L = E + A/N^α + B/D^β, fitted to 9 runs" in ended.stdout
-    assert "best for 1e+19 FLOPs" in ended.stdout and "WARNING" not in ended.stdout
+    assert "Best for 1e+19 FLOPs" in ended.stdout and "WARNING" not in ended.stdout
     numbers = json.loads((places / "law.json").read_text())["numbers"]
     expected = {"E": 1.8, "A": 480, "B": 2085, "α": 0.35, "β": 0.37}
     found = {name: each["value"] for name, each in numbers.items()}
@@ -66,21 +66,21 @@ def test_an_end_on_which_the_runs_set_no_bound_is_null(places, tmp_path):
     ("command", "told"),
     sentinels(
         [
-            (("compare",), "name runs, or folders of runs"),
+            (("compare",), "give runs or folders of runs"),
             (("compare", "nowhere"), "there is no run in nowhere"),
             (("compare", "sweep", "--baseline=x=1"), "give --baseline and --margin together"),
             (("compare", "sweep", "--margin=1"), "give --baseline and --margin together"),
             (
                 ("compare", "sweep", "--baseline=x=1", "--margin=0"),
-                "named by 'x', which is none",
+                "'x' is none of the settings",
             ),
             (("compare", "sweep", "--baseline=x=1", "--margin=-1"), "--margin=-1"),
             (
                 ("compare", "sweep", "--metric=accuracy"),
-                "no run can be compared; .* has no accuracy",
+                "no run can be compared: .* has no accuracy",
             ),
             (("compare", "sweep", "--json=no/where.json"), "no/where.json"),
-            (("ladder",), "name runs, or folders of runs"),
+            (("ladder",), "give runs or folders of runs"),
             (("ladder", "sweep"), "all runs have the same parameters and tokens"),
         ],
         lambda case: case[0] in (("compare", "nowhere"), ("ladder", "sweep")),

@@ -93,18 +93,6 @@ def test_no_measurement_is_taken_back_while_a_line_is_half_written(tmp_path_fact
     assert as_lists(reader)["evaluation_loss"] == ([1, 2, 3], [0.25, 0.5, 0.75])
 
 
-def test_numbers_that_are_not_finite_are_there_and_too_large_ones_are_left_out(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text(
-        '{"step": 1, "loss": "NaN"}\n{"step": 2, "loss": "-Infinity"}\n'
-        f'{{"step": 3, "a": {10**400}, "b": 2}}\n'
-    )
-    series = Measurements(tmp_path)
-    series.update()
-    steps_N, values_N = series.series["loss"]
-    assert steps_N.dtype == np.int64 and math.isnan(values_N[0]) and values_N[1] == -math.inf
-    assert columns(tmp_path)["b"] == ([3], [2.0]) and "a" not in columns(tmp_path)
-
-
 @pytest.mark.parametrize(
     "damage",
     ["{", "7", "[1]", '{"loss": 3}', '{"step": "2"}', '{"step": -1}', '{"step": 1e3}', "\0",
@@ -118,10 +106,16 @@ def test_a_damaged_line_costs_no_other(tmp_path, damage):
     assert "note" not in found
 
 
-def test_a_file_that_is_deleted_is_empty(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 3.0}\n')
+def test_numbers_that_are_not_finite_are_there_and_a_deleted_file_is_empty(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 1, "loss": "NaN"}\n{"step": 2, "loss": "-Infinity"}\n'
+        f'{{"step": 3, "a": {10**400}, "b": 2}}\n'  # of which one is too large
+    )
     found = Measurements(tmp_path)
     found.update()
+    steps_N, values_N = found.series["loss"]
+    assert steps_N.dtype == np.int64 and math.isnan(values_N[0]) and values_N[1] == -math.inf
+    assert as_lists(found)["b"] == ([3], [2.0]) and "a" not in found.series
     (tmp_path / "metrics.jsonl").unlink()
     found.update()
     assert not found.series

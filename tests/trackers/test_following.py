@@ -190,8 +190,8 @@ def test_training_waits_for_no_server_that_hangs_and_the_next_start_sends_the_re
     list(moments(log, workdir, 0))
     assert not server.is_set() and [line["step"] for line in read_metrics(workdir)][-1] == STEPS
     assert told == [
-        "WARNING: Ledger: it may lack the steps from 1 to 5: metrics.jsonl has them, and the next "
-        "start of this run sends them"
+        "WARNING: Ledger: it may lack steps 1 to 5. They are in metrics.jsonl, and the next start "
+        "of this run sends them."
     ]
     server.set()
     tracker._thread.join()
@@ -210,8 +210,8 @@ def test_a_server_that_fails_is_told_of_once_and_tried_again(tmp_path):
     list(moments(log, workdir, 0))
     check(workdir)
     assert told == [
-        "WARNING: Ledger: ConnectionError: the server is gone; it is tried again every 0 s, and "
-        "metrics.jsonl has everything"
+        "WARNING: Ledger: ConnectionError: the server is gone. Trying again every 0 s; "
+        "metrics.jsonl has everything."
     ]
 
 
@@ -257,7 +257,7 @@ def test_names_that_a_tracker_refuses_are_changed_alike_at_each_start(tmp_path):
     assert lines(run) == [{"step": step, **expected} for step in (1, 2, 3, 4)]
     setting, metric, *again = "\n".join(told).splitlines()
     assert again == [setting, metric]
-    assert setting.endswith("for each setting: 'sinks[0].project' is 'sinks.0.project'")
+    assert setting.endswith("names of settings: 'sinks[0].project' is 'sinks.0.project'")
     assert "'web@v2 (new)' is 'web_v2 _new_', 'web_v2 _new_' is 'web_v2 _new_ 2'," in metric
 
 

@@ -21,11 +21,11 @@ def curve(noise=0.0, whole=True, seed=0):
     generator = np.random.default_rng(seed)
     tokens = np.repeat(np.geomspace(1e6, 1.6e7, 5), 3)
     noisy = loss(tokens) * np.exp(noise * generator.standard_normal(len(tokens)))
-    return Curve.through(list(zip(tokens, noisy, strict=True)), whole)
+    return Curve(list(zip(tokens, noisy, strict=True)), whole)
 
 
 def known(difference, error=1e-9):
-    return Difference(difference, 3, True, error * 3**0.5, error, 2.0)
+    return Difference(difference, 3, True, error * 3**0.5, error)
 
 
 @pytest.mark.parametrize("factor", [0.3, 0.8, 1.0, 1.3, 2.9])
@@ -53,7 +53,7 @@ def test_the_interval_holds_the_truth_at_its_rate():
     for seed in range(100):
         seen = truth + error * 3**0.5 * generator.standard_normal(3)
         deviation = float(np.std(seen, ddof=1))
-        difference = Difference(float(seen.mean()), 3, True, deviation, deviation / 3**0.5, 2.0)
+        difference = Difference(float(seen.mean()), 3, True, deviation, deviation / 3**0.5)
         found = speedup(curve(1e-3, seed=seed), tokens, difference)
         inside.append(found.low <= factor <= found.high)
     assert 0.82 <= np.mean(inside) <= 0.98
@@ -95,11 +95,11 @@ def test_of_one_length_the_runs_own_curve_is_read_and_that_is_said(tmp_path):
     found = compare(find_runs([tmp_path]), baseline="model.wide=False")
     assert not found.rows[0].judged.speedup.whole_schedules
     text = comparison_text(found)
-    assert "the baseline's own validation while it trained" in text and "nearer to 1" in text
+    assert "the baseline's validation during training" in text and "closer to 1" in text
 
 
 def test_too_few_points_are_told(tmp_path):
     leave_run(tmp_path / "a", 3.0, {"model.wide": False}, curve={50: 3.2, 100: 3.0})
     leave_run(tmp_path / "b", 2.9, {"model.wide": True})
     text = comparison_text(compare(find_runs([tmp_path]), baseline="model.wide=False"))
-    assert "no speedup: the baseline has finite losses at 2 numbers of tokens" in text
+    assert "No speedup: the baseline has finite losses at 2 numbers of tokens" in text

@@ -71,8 +71,8 @@ def test_the_share_is_that_of_a_two_way_analysis_of_variance(stats):
 def test_a_text_that_decides_little_is_said_to(tmp_path):
     generator = np.random.default_rng(0)
     for of_seeds, of_batches, told in (
-        (1e-2, 1e-4, "of so little text (90 % interval): more seeds would help more"),
-        (1e-5, 1e-1, "these seeds do not show whether more of them or more validation text would"),
+        (1e-2, 1e-4, "(90 % interval). More seeds would help more."),
+        (1e-5, 1e-1, "It is unclear whether more seeds or more text would help more."),
     ):
         folder = tmp_path / told[:9]
         for seed in range(3):

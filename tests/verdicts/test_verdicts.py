@@ -23,7 +23,7 @@ COMPARISONS = 4_000
 STANDARD_ERROR = math.sqrt(RATE * (1 - RATE) / COMPARISONS)
 
 
-def test_a_paired_verdict_is_that_of_scipys_one_sided_t_test(stats):
+def test_verdicts_are_those_of_scipys_one_sided_t_tests(stats):
     generator = np.random.default_rng(0)
     for seeds in (3, 4, 9):
         values, baseline = generator.normal(3.0, 0.01, (2, seeds))
@@ -31,23 +31,19 @@ def test_a_paired_verdict_is_that_of_scipys_one_sided_t_test(stats):
         for margin in (0.0, 0.004):
             p = stats.ttest_1samp(values - baseline + margin, 0.0, alternative="less").pvalue
             if found.mean < -margin:
-                assert (found.verdict(margin, p * 1.001), found.verdict(margin, p * 0.999)) == (
-                    "better",
-                    "inconclusive",
-                )
-        low, high = found.interval(RATE)
+                assert found.verdict(margin, p * 1.001) == "better"
+                assert found.verdict(margin, p * 0.999) == "inconclusive"
         expected = stats.ttest_rel(values, baseline).confidence_interval(1 - 2 * RATE)
-        assert (low, high) == pytest.approx((expected.low, expected.high))
-
-
-def test_the_statistic_of_other_seeds_is_welchs_with_no_more_degrees_of_freedom(stats):
-    generator = np.random.default_rng(1)
+        assert found.interval(RATE) == pytest.approx((expected.low, expected.high))
     values, baseline = generator.normal(3.0, 0.01, 3), generator.normal(3.1, 0.04, 7)
-    found, expected = unpaired_difference(values, baseline), stats.ttest_ind(
-        values, baseline, equal_var=False
-    )  # fmt: skip
+    found, expected = (
+        unpaired_difference(values, baseline),
+        stats.ttest_ind(values, baseline, equal_var=False),
+    )
     assert found.mean / found.standard_error == pytest.approx(expected.statistic)
-    assert found.freedom == 2 <= expected.df and not found.paired
+    assert found.seeds == 3 and expected.df >= 2 and not found.paired
+    reach = stats.t.ppf(1 - RATE, 2) * found.standard_error  # of the smaller number of seeds
+    assert found.interval(RATE) == pytest.approx((found.mean - reach, found.mean + reach))
 
 
 DESIGNS = [
@@ -72,49 +68,50 @@ def test_without_an_effect_better_is_said_at_most_as_often_as_allowed(design):
         assert share(found, "better") >= RATE - 4 * STANDARD_ERROR
 
 
-def test_an_effect_as_large_as_the_margin_is_found_no_more_often_than_allowed():
-    found = differences(Design(seeds=4, effect=-0.3), COMPARISONS)
-    assert abs(share(found, "better", margin=0.3) - RATE) <= 4 * STANDARD_ERROR
-
-
 def test_fewer_than_three_seeds_and_what_cannot_be_judged_are_inconclusive():
     values = np.array([3.0, 3.0 + 1e-6])
-    assert paired_difference(values - 5.0).verdict(0.0, RATE) == "inconclusive"
-    assert unpaired_difference(values, values + 9).verdict(0.0, RATE) == "inconclusive"
-    assert paired_difference(values[:1] - 5.0).verdict(0.0, RATE) == "inconclusive"
+    few = paired_difference(values - 5.0), unpaired_difference(values, values + 9)
+    for found in (*few, paired_difference(values[:1] - 5.0)):
+        assert found.verdict(0.0, RATE) == "inconclusive"
+        assert smallest_effect(found, 0.0, RATE) is None
     for each in ([-1.0, -1.0, -1.0], [-1.0, math.nan, -1.0], [-1.0, -math.inf, -1.1]):
         found = paired_difference(np.array(each))
         assert found.verdict(0.0, RATE) == "inconclusive"
         assert seeds_needed(found, 0.0, RATE) is None
-    assert smallest_effect(paired_difference(values), 0.0, RATE) is None
 
 
 @pytest.mark.parametrize("seeds", [3, 6])
 def test_effects_are_found_as_often_as_the_noncentral_t_says(seeds):
     design = Design(seeds=seeds, effect=-2.0)
-    expected = power(2.0 - 0.5, math.sqrt(2), seeds, float(seeds - 1), RATE)
+    expected = power(2.0 - 0.5, math.sqrt(2), seeds, RATE)
     assert share(differences(design, COMPARISONS), "better", 0.5) == pytest.approx(
         expected, abs=4 * math.sqrt(expected * (1 - expected) / COMPARISONS)
     )
+    # An effect as large as the margin is found no more often than allowed.
+    found = differences(Design(seeds=seeds, effect=-0.3), COMPARISONS)
+    assert abs(share(found, "better", margin=0.3) - RATE) <= 4 * STANDARD_ERROR
 
 
 def test_the_smallest_effect_is_found_four_times_in_five():
-    known = Difference(0.0, 4, True, math.sqrt(2), math.sqrt(2 / 4), 3.0)
+    known = Difference(0.0, 4, True, math.sqrt(2), math.sqrt(2 / 4))
     effect = smallest_effect(known, 0.1, RATE)
     found = share(differences(Design(seeds=4, effect=-effect), COMPARISONS), "better", 0.1)
     assert found == pytest.approx(0.8, abs=4 * math.sqrt(0.16 / COMPARISONS))
+    for seeds in (3, 9, 1_000):
+        for rate in (1e-4, 0.05, 0.5):
+            effect = smallest_effect(Difference(0.0, seeds, True, 1.0, 1.0), 0.0, rate)
+            assert power(effect, 1.0, seeds, rate) == pytest.approx(0.8, abs=1e-5)
 
 
 def test_seeds_needed_are_the_fewest_with_enough_power(stats):
-    known = Difference(-0.9, 4, True, 1.0, 0.5, 3.0)
+    known = Difference(-0.9, 4, True, 1.0, 0.5)
     needed = seeds_needed(known, 0.1, RATE)
-    critical = [stats.t.isf(RATE, n - 1) for n in (needed - 1, needed)]
     one_fewer, enough = (
-        stats.nct.sf(t, n - 1, 0.8 * math.sqrt(n))
-        for t, n in zip(critical, (needed - 1, needed), strict=True)
+        stats.nct.sf(stats.t.isf(RATE, n - 1), n - 1, 0.8 * math.sqrt(n))
+        for n in (needed - 1, needed)
     )
     assert one_fewer < 0.8 <= enough
     assert seeds_needed(known, 0.9, RATE) is None  # within the margin
-    assert seeds_needed(Difference(-1e-4, 3, True, 1.0, 0.6, 2.0), 0.0, RATE) is None
-    assert seeds_needed(Difference(-40.0, 3, True, 1.0, 0.6, 2.0), 0.0, RATE) == 3
+    assert seeds_needed(Difference(-1e-4, 3, True, 1.0, 0.6), 0.0, RATE) is None
+    assert seeds_needed(Difference(-40.0, 3, True, 1.0, 0.6), 0.0, RATE) == 3
     assert MOST_SEEDS == 1_000

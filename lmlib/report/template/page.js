@@ -83,7 +83,7 @@ function curveSpecification(chart) {
     value: number("value", 6),
     ...(axis !== "step" && { [x.title]: number("x", 12) }),
     ...(around > 0 && { smoothed: number("smooth", 6) }),
-    ...(several && { least: number("least", 6), greatest: number("greatest", 6) }),
+    ...(several && { min: number("least", 6), max: number("greatest", 6) }),
     ...(bySeed() && { runs: "point.runs + ' of ' + point.most" }),
   });
   return [spec, found.some((row) => row.value > 0 || !logY), left, fewer];
@@ -165,13 +165,13 @@ async function drawAll() {
   for (const chart of data.charts) {
     const [spec, shown, left, fewer] = curveSpecification(chart);
     const notes = [chart.text];
-    if (chart.stretch > 1) notes.push(`each point: ${chart.stretch.toLocaleString("en")} steps, their mean; the band: least to greatest`);
-    if (fewer) notes.push("dashed: the mean of fewer runs");
-    if (left) notes.push(`${left} points that are not positive have no place on a logarithmic axis`);
+    if (chart.stretch > 1) notes.push(`each point is the mean of ${chart.stretch.toLocaleString("en")} steps, with a band from min to max`);
+    if (fewer) notes.push("dashed: mean of fewer runs");
+    if (left) notes.push(`${left} points are not positive and have no place on a logarithmic axis`);
     const [whole, place] = figure(chart.metric, chart.unit, notes.filter(Boolean).join(" · "));
     made.charts.append(whole);
     if (shown) todo.push([place, spec]);
-    else place.append(element("p", "nothing to show on these axes", "nothing"));
+    else place.append(element("p", "no points on these axes", "nothing"));
   }
   for (const layers of data.layers) {
     const [whole, place] = figure(layers.statistic, layers.run, layers.text);
@@ -185,6 +185,7 @@ async function drawAll() {
   control("charts").replaceChildren(made.charts);
   control("layers").replaceChildren(made.layers);
   control("layers_section").hidden = !data.layers.length;
+  control("goodput_section").hidden = !data.goodput.length;
   if (data.goodput.length) {
     const spec = specificationOf("bars", data.goodput, "run");
     spec.encoding.color.legend.columns = control("goodput").clientWidth < 600 ? 2 : 8;
