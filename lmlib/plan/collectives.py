@@ -11,11 +11,12 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from jax.sharding import Mesh
 
-from lmlib.plan.program import ArrayType, Computation, Instruction, Loop, Place, Program
+from lmlib.plan.program import ArrayType, Instruction, Place, Program
 from lmlib.plan.scopes import phase, turn
 from lmlib.terminal.table import columns
 
@@ -151,18 +152,13 @@ def grouped(found: Sequence[Collective]) -> Iterable[tuple[_Alike, list[Collecti
     return groups.items()
 
 
-@dataclasses.dataclass(frozen=True)
-class _Occurrence:
+class _Occurrence(NamedTuple):
     """A collective's instruction, and the scheduled instruction that contains it (often itself)."""
 
     instruction: Instruction
     place: Place
     scheduled: Instruction
     schedule: Place
-
-    @property
-    def is_fused(self) -> bool:
-        return self.scheduled is not self.instruction
 
 
 def _occurrences(program: Program) -> list[list[_Occurrence]]:
@@ -195,7 +191,9 @@ def _collective(occurrences: list[_Occurrence], program: Program, mesh: Mesh) ->
     first = occurrences[0]
     one, place = first.instruction, first.place
     kind = _kind(one) or one.opcode
-    if kind == "all-reduce" and first.is_fused and _slices(place.computation):
+    is_fused = first.scheduled is not one
+    inside = {each.opcode for each in place.computation.instructions}
+    if kind == "all-reduce" and is_fused and "dynamic-slice" in inside:
         # It is fused with the slice of this device's shard, so no device receives more than that.
         kind = "reduce-scatter"
     slices = _positions_by_slice(mesh)
@@ -207,9 +205,12 @@ def _collective(occurrences: list[_Occurrence], program: Program, mesh: Mesh) ->
         groups = np.concatenate([positions[within] for positions in slices])
     size = groups.shape[1]
     arrays = _arrays(one, place, program)
+    operands = {place.computation.by_name[name].opcode for name in one.operands}
     total = sum(array.bytes for array in arrays)
     ring = _RING.get(kind)
-    op_name = _source(first)
+    op_name, each = _source(first), "step"
+    if place.loops:
+        each = turn(place.loops[-1].op_name) or f"turn of {place.loops[-1].name}"
     return Collective(
         name=one.name,
         kind=kind,
@@ -219,20 +220,12 @@ def _collective(occurrences: list[_Occurrence], program: Program, mesh: Mesh) ->
         bytes=total,
         bytes_sent=total if ring is None else round(ring * total * (size - 1) / size),
         count_per_step=place.times,
-        each=_each(place.loops),
+        each=each,
         phase=phase(op_name or (place.loops[-1].op_name if place.loops else "")),
         overlaps=_overlaps(occurrences, program),
-        assembles=kind == "all-reduce" and _adds_shard_to_zeros(one, place.computation),
+        assembles=kind == "all-reduce" and "dynamic-update-slice" in operands,
         op_name=op_name,
     )
-
-
-def _slices(computation: Computation) -> bool:
-    return any(one.opcode == "dynamic-slice" for one in computation.instructions)
-
-
-def _adds_shard_to_zeros(one: Instruction, computation: Computation) -> bool:
-    return any(computation.by_name[name].opcode == "dynamic-update-slice" for name in one.operands)
 
 
 def _positions_by_slice(mesh: Mesh) -> np.ndarray:
@@ -330,12 +323,6 @@ def _source(first: _Occurrence) -> str:
             return one.op_name
         waiting += one.operands
     return ""
-
-
-def _each(loops: Sequence[Loop]) -> str:
-    if not loops:
-        return "step"
-    return turn(loops[-1].op_name) or f"turn of {loops[-1].name}"
 
 
 def _overlaps(occurrences: list[_Occurrence], program: Program) -> bool:

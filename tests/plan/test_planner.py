@@ -150,8 +150,6 @@ def test_a_small_step_fits(planned):
     memory = report.memory
     assert memory.counted.arguments < memory.needed < 1e9
     assert memory.fits is (None if target.accelerator.platform == "cpu" else True)
-    assert len(memory.largest) == 3
-    assert all(share.note for share in memory.largest)
 
 
 def test_it_gathers_over_fsdp(planned):
@@ -206,7 +204,6 @@ def test_too_large_for_a_tpu_is_an_answer():
     assert memory.fits is False
     assert memory.needed > 4 * 4 * report.parameters * 0.9  # weights, moments and gradients
     assert memory.verdict.startswith("does not fit: needs at least ")
-    assert "optimizer state" in {share.name for share in memory.largest}
     assert report.collectives is None and "the step does not fit" in str(report)
 
 
