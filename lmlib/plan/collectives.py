@@ -51,22 +51,11 @@ _SEARCHED = 30  # instructions searched for the source of one whose metadata XLA
 class Collective:
     """One collective of the program.
 
-    Args:
-      name: name of its instruction, or of the `send` to other slices of TPUs.
-      kind: one of `KINDS`. A TPU's fused all-reduce and slice is a reduce-scatter.
-      mesh_axes: axes that its device groups span; empty if no axes give these groups.
-      group_size: devices in a group.
-      arrays: whole arrays: results of an all-gather, operands of the others. There are several if
-        XLA combined small collectives.
-      bytes: size of `arrays`.
-      bytes_sent: bytes that one device sends each time.
-      count_per_step: number of executions in a step.
-      each: "step", or one iteration of the innermost loop around it: "layer", "microbatch".
-      phase: "forward", "recomputation", "backward" or "update".
-      overlaps: True if a fusion, matmul, kernel or loop is scheduled between its start and end.
-      assembles: True for an all-reduce that does the work of an all-gather: each device adds its
-        shard to zeros. XLA for TPUs makes one if shards are not whole tiles.
-      op_name: the JAX operation that it comes from.
+    `arrays` are whole: results of an all-gather, operands of other kinds; several if XLA combined
+    small collectives. `bytes` is their size, `bytes_sent` the bytes that one device sends.
+    `each` is "step", or one iteration of the innermost loop: "layer", "microbatch". `mesh_axes` is
+    empty if no axes give its device groups. `overlaps` is True if compute is scheduled between its
+    start and end.
     """
 
     name: str
@@ -80,7 +69,7 @@ class Collective:
     each: str
     phase: str
     overlaps: bool
-    assembles: bool
+    assembles: bool  # an all-reduce that gathers: each device adds its shard to zeros
     op_name: str
 
     @property
@@ -131,12 +120,7 @@ class Collectives(tuple[Collective, ...]):
 
 
 def collectives(program: Program, mesh: Mesh) -> Collectives:
-    """Returns the collectives of a compiled program in program order, without groups of one device.
-
-    Args:
-      program: `read_program(compiled.as_text())`.
-      mesh: the mesh that the program was compiled for.
-    """
+    """Returns the collectives of a compiled program, in order, without groups of one device."""
     found = (_collective(occurrences, program, mesh) for occurrences in _occurrences(program))
     return Collectives(one for one in found if one.group_size > 1)
 

@@ -22,16 +22,9 @@ from lmlib.terminal.table import columns
 class Matmul:
     """Equal matrix products, or equal calls of a kernel, of one step.
 
-    Args:
-      scope, phase: names of lmlib.plan.scopes.
-      in_layers: True inside the loop over layers.
-      operation: "dot_general" or the kernel's primitive.
-      dtype: the wider dtype of the two operands.
-      sizes: batch, M, N and K of one device's product.
-      count: their number in a step.
-      flops: sum over all of them and all devices.
-      device_flops: sum over all of them on one device.
-      device_bytes: operands and results on one device, each read or written once.
+    `operation` is "dot_general" or the kernel's primitive, `dtype` the wider one of the operands,
+    `sizes` are batch, M, N and K of one device's product. FLOPs and bytes
+    are sums over all of them; bytes count each operand and result once.
     """
 
     scope: str
@@ -81,11 +74,9 @@ class StepFlops:
 class FlopsPerToken:
     """FLOPs of a training step.
 
-    Args:
-      analytic, analytic_causal: FLOPs of the model for one token, with full attention and with its
-        causal half. MFU is defined by these.
-      counted: the matmuls of the traced step. Kernels that skip masked blocks count without them.
-      tokens: number of tokens in a step.
+    `analytic` and `analytic_causal` are the model's FLOPs per token, with full attention and with
+    its causal half; they define MFU. `counted` has the matmuls of the traced step, without blocks
+    that kernels skip. `tokens` is the number of tokens in a step.
     """
 
     analytic: float
@@ -121,12 +112,10 @@ def _in_tera(flops: list[float]) -> list[str]:
 
 
 def count_flops(step: Any, scopes: Sequence[str] = ()) -> StepFlops:
-    """Counts the matmuls of a traced step.
+    """Counts the matmuls of a traced step, by `scopes` (`lmlib.plan.scopes.scopes_of`).
 
-    Args:
-      step: its jaxpr, traced under the mesh: `jax.make_jaxpr(step)(state, batch)` or
-        `jax.jit(step).trace(state, batch).jaxpr`.
-      scopes: names of scopes to distinguish; `lmlib.plan.scopes.scopes_of` lists a model's.
+    `step` is a jaxpr that was traced under the mesh: `jax.make_jaxpr(step)(state, batch)` or
+    `jax.jit(step).trace(state, batch).jaxpr`.
     """
     together: dict[tuple[Any, ...], Matmul] = {}
     for one in _matmuls(getattr(step, "jaxpr", step), tuple(scopes)):

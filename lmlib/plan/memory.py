@@ -44,12 +44,9 @@ class LargeArray:
 
 @dataclasses.dataclass(frozen=True)
 class OutOfMemory:
-    """The TPU compiler's message about a step that does not fit.
+    """The TPU compiler's message about a step that does not fit, in bytes.
 
-    Args:
-      needed: bytes.
-      temporaries_only: True if state and batch come on top of `needed`.
-      largest: the largest arrays that the compiler lists.
+    `temporaries_only` is True if state and batch come on top of `needed`.
     """
 
     needed: int
@@ -61,13 +58,9 @@ class OutOfMemory:
 class Counted:
     """XLA's count of one device's bytes for the compiled step.
 
-    Args:
-      arguments: state and batch.
-      outputs: only the metrics, because the new state replaces the old one in place.
-      temporaries: sum of all temporaries, which need not exist at the same time.
-      program: the code.
-      peak: largest bytes in use, with arguments and outputs; `None` if XLA does not say.
-      on_host: bytes offloaded to the host.
+    `arguments` are state and batch, `outputs` only the metrics. `temporaries` is the sum of all
+    temporaries, which need not exist at the same time; `peak` the largest bytes in use, with
+    arguments and outputs, or `None` if XLA does not say.
     """
 
     arguments: int
@@ -89,17 +82,9 @@ class Counted:
 class Memory:
     """Bytes of one device.
 
-    Args:
-      capacity: memory that programs can use; `None` if unknown.
-      parameters, frozen, reference_model, optimizer_state, batch: arguments of the step, without a
-        few counters. `frozen` weights do not train; the objective needs the `reference_model`.
-      gradients: as large as the parameters.
-      saved: activations that one microbatch saves for its backward pass; shapes are global.
-      counted: XLA's count; `None` if the step does not fit and XLA stopped.
-      loading: peak while the weights of another model are read; 0 if none are read.
-      step: bytes that the step needs; a lower bound if `counted` is `None`.
-      largest_arrays: the largest temporaries.
-      remarks: notes for the reader.
+    `loading` is the peak while weights are read, 0 if none are. `step` is the need of the step, a
+    lower bound if XLA stopped and `counted` is `None`. `saved` has the activations that one
+    microbatch saves for its backward pass. `capacity` is `None` if unknown.
     """
 
     capacity: int | None
@@ -183,10 +168,8 @@ def memory(
 ) -> Memory:
     """Returns the memory of the step of `experiment` on one device.
 
-    Args:
-      state, batch: arguments of the step; `ShapeDtypeStruct`s with shardings.
-      result: the compiled step.
-      program: the text of `result`, read; `None` if the step does not fit.
+    `state` and `batch` are `ShapeDtypeStruct`s with shardings. `program` is the text of `result`,
+    read; `None` if the step does not fit.
     """
     saved, for_reading = saved_activations(experiment), reading(experiment)
     whole = accelerator.memory_bytes
@@ -332,9 +315,9 @@ def _bytes(number: str, unit: str) -> int:
 
 
 def reading(experiment: Experiment) -> int:
-    """Returns the bytes of each device that reading weights takes besides the weights themselves.
+    """Returns the bytes per device that reading weights takes, without the weights themselves.
 
-    0 if a run of `experiment` reads no weights. Each device holds its share of a tensor, the whole
+    0 if a run of `experiment` reads no weights. Each device holds a slice of a tensor, the whole
     tensor, and its part of a layer's weight, as described in `lmlib.hf.load`. The largest weight
     decides.
     """

@@ -55,21 +55,9 @@ _NO_CUDNN = (
 class Report:
     """The plan of one train step on one target; `str()` gives all of it.
 
-    Args:
-      target: the hardware, as `--topology` takes it.
-      mesh: sizes of the mesh's axes.
-      parameters: number of the whole model's parameters.
-      batch_size, sequence_length, microbatches: sizes of the step.
-      remarks: notes on the whole plan.
-      memory: bytes of each device.
-      collectives: communication of each device; `None` if the step does not fit, because then the
-        compiler stops.
-      warnings: needless communication.
-      flops: FLOPs of the whole step.
-      kernels: kernels of each device; `None` if the step does not fit.
-      estimate: expected time; `None` if the hardware's speed is unknown.
-      seconds: time to trace and compile the step here.
-      versions: packages that compiled it.
+    `collectives`, `kernels` and `estimate` are `None` if the step does not fit, because then the
+    compiler stops; `estimate` also if the hardware's speed is unknown. `memory` counts one device,
+    `flops` the whole step. `seconds` is the time to trace and compile it here.
     """
 
     target: str
@@ -134,11 +122,8 @@ def plan(
 ) -> Report:
     """Plans the train step of `experiment`, whose mesh is made of `target.devices()`.
 
-    Args:
-      tell: receives progress, a line at a time.
-
-    Raises:
-      ValueError: if the parts of the experiment do not fit each other.
+    `tell` receives progress, a line at a time. Raises ValueError if the parts of the experiment do
+    not fit each other.
     """
     experiment.check()
     began = time.perf_counter()

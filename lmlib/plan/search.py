@@ -102,9 +102,9 @@ class Trial:
 
 @dataclasses.dataclass(frozen=True)
 class Trials:
-    """Compiled settings, the best first: those that fit by time, then the others by memory.
+    """Compiled settings, the best first: settings that fit by time, then the rest by memory.
 
-    `str()` gives a table. `impossible` has the flags of settings that were refused, and the reason.
+    `str()` gives a table. `impossible` has the flags of refused settings, and the reason.
     """
 
     trials: tuple[Trial, ...]
@@ -164,13 +164,8 @@ def search(
     """Searches for the fastest settings of `experiment` that fit the memory of `target`.
 
     First comes the smallest number of microbatches that fits if nothing is saved, then the most
-    that can be saved with it and with the next larger numbers.
-
-    Args:
-      experiment: its mesh is made of `target.devices()`, as for `lmlib.plan.planner.plan`.
-      target: its memory is known.
-      tell: receives progress, a line at a time.
-      known: the plan of `experiment` as it is, if it was made already.
+    that can be saved with it and with the next larger numbers. `known` is the plan of `experiment`
+    as it is, if it was made already.
     """
     experiment, _ = compilable(experiment, target)
     tried: dict[tuple[int, tuple[str, ...]], Trial] = {}
@@ -292,9 +287,7 @@ def advise(
 ) -> Trials:
     """Compiles changes of `experiment` that may need less memory, beside the experiment itself.
 
-    Args:
-      report: the plan of `experiment` for `target`.
-      tell: receives progress, a line at a time.
+    `report` is the plan of `experiment` for `target`.
     """
     experiment, _ = compilable(experiment, target)
     tried = [Trial((), report)]
@@ -306,10 +299,7 @@ def advise(
 def changes(experiment: Experiment, memory: Memory) -> Iterator[tuple[tuple[str, ...], Experiment]]:
     """Yields the changes that the model and the mesh allow, as flags and as an experiment.
 
-    Settings that belong together change together.
-
-    Args:
-      memory: memory of the step of `experiment`.
+    Settings that belong together change together. `memory` counts the step of `experiment`.
     """
     for flags, changed in _candidates(experiment, memory):
         try:

@@ -89,9 +89,7 @@ def compute_time(
 ) -> tuple[ScopeTime, ...]:
     """Returns the compute time by scope, phase and loop, in the order of the model.
 
-    Args:
-      accelerator: its bfloat16 peak and memory bandwidth must be known.
-      scopes: the scopes to distinguish, in order.
+    The accelerator's bfloat16 peak and memory bandwidth must be known.
     """
     works: dict[tuple[str, str, bool], list[tuple[float, float, float, float]]] = {}
     bandwidth = (accelerator.memory_bandwidth or math.inf) * MEMORY_EFFICIENCY
@@ -151,12 +149,9 @@ def communication_time(
     mesh: Mesh,
     accelerator: Accelerator,
 ) -> tuple[CollectiveTime, ...] | None:
-    """Returns the time of the collectives. Overlapping ones hide behind compute of their own loop.
+    """Returns the time of the collectives, or `None` if a route between devices is unknown.
 
-    Returns `None` if a route between devices is unknown.
-
-    Args:
-      compute_seconds: compute time of each of `LOOPS`.
+    Overlapping collectives hide behind `compute_seconds` of their own loop, one of `LOOPS`.
     """
     unused = dict(compute_seconds)  # compute that hides no collective yet
     found = []
@@ -193,13 +188,9 @@ def communication_time(
 class Route:
     """The network between the devices of one group.
 
-    Args:
-      inside: devices of the group in one slice or host, joined by links.
-      outside: slices or hosts that the group spans.
-      link_bandwidth: bytes/s of a device over its links to the others of its group.
-      network_bandwidth: bytes/s of a device to other slices or hosts.
-      latency: seconds of a message to the farthest device, over all hops.
-      mean_hops: mean number of links between two devices of a slice or host.
+    `inside` counts its devices in one slice or host, joined by links, and `outside` the slices or
+    hosts. Bandwidths are bytes/s of a device; `latency` is in seconds to the farthest device.
+    `mean_hops` is the mean number of links between two devices of a slice or host.
     """
 
     inside: int
