@@ -170,6 +170,9 @@ def search(
     experiment, _ = compilable(experiment, target)
     tried: dict[tuple[int, tuple[str, ...]], Trial] = {}
 
+    def fits(count: int, saved: tuple[str, ...]) -> bool:
+        return bool(attempt(count, saved).fits)
+
     def attempt(count: int, saved: tuple[str, ...]) -> Trial:
         if (count, saved) not in tried:
             flags = (f"--fdl.microbatches={count}", _saved_flag(saved))
@@ -180,15 +183,13 @@ def search(
         return tried[count, saved]
 
     counts = microbatch_counts(experiment)
-    first = bisect.bisect_left(counts, True, key=lambda count: bool(attempt(count, ()).fits))
+    first = bisect.bisect_left(counts, True, key=lambda count: fits(count, ()))
     if first < len(counts):
         tell("counting the FLOPs that each saved activation spares")
         candidates = policies(experiment)
         for count in counts[first : first + 1 + _MORE_COUNTS]:
             # Each candidate needs less memory than the one before.
-            at = bisect.bisect_left(
-                candidates, True, key=lambda saved, n=count: bool(attempt(n, saved).fits)
-            )
+            at = bisect.bisect_left(candidates, True, key=functools.partial(fits, count))
             if at < len(candidates) and attempt(count, candidates[at]).recomputed == 0:
                 break  # fewer sequences at a time gain nothing more
     return Trials(_sorted(list(tried.values())))
@@ -277,8 +278,8 @@ def search_meshes(
         except ValueError as error:  # for example, more devices along `expert` than experts
             impossible.append((flags, str(error)))
             continue
-        is_known = known and mesh == experiment.mesh
-        trials.append(Trial(flags, known if is_known else _try(flags, changed, target, tell)))
+        report = known if known and mesh == experiment.mesh else None
+        trials.append(Trial(flags, report or _try(flags, changed, target, tell)))
     return Trials(_sorted(trials), tuple(impossible))
 
 
