@@ -72,9 +72,9 @@ class Layout(NamedTuple):
         names = "data", "stage", "fsdp", "tensor"
         used = [f"{name} {size}" for name in names if (size := getattr(self, name)) > 1]
         around = f", {self.rounds} rounds" if self.rounds > 1 else ""
-        kept = "attention kept" if self.saved else "all computed again"
-        mesh = " × ".join(used or ["one device"])
-        return f"{mesh}{around}, {self.sequences} sequence(s) at a time, {kept}"
+        rows = f", {self.sequences} rows" if self.sequences > 1 else ""
+        kept = "" if self.saved else ", all computed again"
+        return f"{' × '.join(used or ['one device'])}{around}{rows}{kept}"
 
 
 def layouts(size: str, devices: int, batch: int) -> Iterator[Layout]:
@@ -206,8 +206,8 @@ def main(arguments: list[str]) -> None:
         counts = [int(devices) for devices in _DEVICES.value or (64, 256, 4_096)]
         speeds = [float(speed) for speed in _NETWORKS.value]
         return print_networks(sizes, counts, speeds)
-    print("| size | GPUs | layout | memory | step | tokens/s | MFU | MFU, causal half |")
-    print("|---|---|---|---|---|---|---|---|")
+    print("| size | GPUs | layout | memory | step | MFU | MFU, causal half |")
+    print("|---|---|---|---|---|---|---|")
     for size in sizes:
         for devices in map(int, _DEVICES.value or (1, 8, 64, 256, 4_096)):
             found = best(size, devices, layouts)
@@ -247,15 +247,15 @@ def seconds_at(found: Found, bandwidth: float, devices: int) -> float:
 
 def cells(found: Found | None) -> str:
     if found is None:
-        return "does not fit | | | | |"
+        return "does not fit | | | |"
     layout, report = found.layout, found.report
     peak = f"{report.memory.needed / 1e9:.1f} GB"
     estimate = report.estimate
     if estimate is None:
-        return f"{layout} | {peak} | | | |"
+        return f"{layout} | {peak} | | |"
     return (
-        f"{layout} | {peak} | {estimate.step_seconds:.2f} s | {estimate.tokens_per_second:,.0f} | "
-        f"{estimate.mfu:.1%} | {estimate.mfu_causal:.1%}"
+        f"{layout} | {peak} | {estimate.step_seconds:.2f} s | {estimate.mfu:.1%} | "
+        f"{estimate.mfu_causal:.1%}"
     )
 
 

@@ -12,8 +12,7 @@ lmlib's own step is the one that the runner compiles for the experiments' model.
 
 - `jax`: a bare JAX step, one function over a dict of weights (step_peers/jax_step.py);
 - `pytorch_eager`, `pytorch_compiled`: a plain PyTorch step with SDPA and fused AdamW
-  (step_peers/pytorch_peer.py);
-- `maxtext`: MaxText at the same shapes, if it is installed (step_peers/maxtext_peer.py).
+  (step_peers/pytorch_peer.py).
 
 The sizes with "of" and 8x2048 are mixtures of experts, which on CPUs have other peers:
 
@@ -21,7 +20,7 @@ The sizes with "of" and 8x2048 are mixtures of experts, which on CPUs have other
 - `transformers`, `transformers_grouped`: transformers' Mixtral in float32, with its experts one
   after another or as grouped matmuls.
 
-All contenders keep freed memory, as a run on CPUs does. All except MaxText and `dense` start from
+All contenders keep freed memory, as a run on CPUs does. All except `dense` start from
 lmlib's weights, see the same batches of one document per row, and use the same hyperparameters for
 clipping and updates. The losses of the first 20 steps must agree (tolerances:
 step_peers/measure.py). Otherwise the script names the step and fails, because speeds of different
@@ -59,7 +58,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
 
 import jax
-from step_peers import jax_step, lmlib_step, maxtext_peer
+from step_peers import jax_step, lmlib_step
 from step_peers.measure import CHECKED, TOLERANCE, TURN, Measurements, machine, title
 from step_peers.work import (
     ON_CPU,
@@ -116,9 +115,7 @@ def missing(name: str, on_gpu: bool) -> str | None:
             return f"PyTorch: {torch.__version__} sees no GPU; install the build for CUDA"
     if name.startswith("transformers") and importlib.util.find_spec("transformers") is None:
         return "transformers: not installed (pip install 'lmlib[parity]')"
-    if name == "maxtext" and not maxtext_peer.installed():
-        return "MaxText: not installed (pip install maxtext)"
-    if name in ("maxtext", *PEERS_OF_MIXTRAL) and on_gpu:
+    if name in PEERS_OF_MIXTRAL and on_gpu:
         return f"{name}: measured on CPUs only"
     return None
 
@@ -170,10 +167,7 @@ def measure(works: Sequence[Work], names: Sequence[str], on_gpu: bool) -> list[s
         began = time.perf_counter()
         measurements = found[title(work)]
         try:
-            in_process = [name for name in together if name != "maxtext"]
-            measurements.add({name: make_contender(name, work) for name in in_process})
-            if "maxtext" in together:
-                measurements.of["maxtext"] = maxtext_peer.measured(work)
+            measurements.add({name: make_contender(name, work) for name in together})
         except RuntimeError as error:  # out-of-memory errors of JAX and PyTorch
             reason = str(error).strip().partition("\n")[0]
             failures.append(f"{', '.join(together)} at {work.size.name}: {reason}")

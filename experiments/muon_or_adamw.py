@@ -11,12 +11,12 @@ million parameters. docs/optimizers.md has the result. The text is as in the qui
 
 import fiddle as fdl
 
-from experiments import quickstart
+from experiments.base.small_llama import small_llama
+from experiments.base.small_llama import tiny as tiny
 from lmlib.experiment import Experiment
 from lmlib.optim.adamw import adamw
 from lmlib.sweeps import Points, axis, product, zipped
 
-_VOCAB = 2_048
 _RATES = 1e-3, 2e-3, 4e-3, 8e-3, 16e-3
 
 
@@ -27,19 +27,14 @@ def config(embed: int = 256, muon: bool = True) -> fdl.Config[Experiment]:
       embed: width; 256 gives 4 million parameters, 384 gives 8 million.
       muon: True for Muon, False for AdamW.
     """
-    cfg = quickstart.config()
-    cfg.data.path.vocab_size = cfg.model.vocab = _VOCAB
-    cfg.model.embed, cfg.model.heads, cfg.model.mlp = embed, embed // 64, 5 * embed // 2
+    cfg = small_llama(vocab=2_048, embed=embed, head_dim=64, rows=8, steps=200)
     cfg.model.layers = cfg.compute.unroll = 4
     if not muon:
         cfg.optimizer = fdl.Partial(adamw, schedule=cfg.optimizer.schedule)
     cfg.optimizer.peak_lr = 8e-3
-    cfg.data.batch_size, cfg.data.sequence_length = 8, 128
-    cfg.validation.batch_size, cfg.validation.sequence_length = 64, 128
+    cfg.validation.batch_size = 64
     cfg.validation.seed, cfg.validation.epochs = 0, None  # rows of the whole split, 65,536 tokens
-    cfg.steps, cfg.evaluation.every, cfg.checkpoints.every = 200, 200, 200
     cfg.evaluation.batches = 8
-    cfg.samples.prompts, cfg.samples.every = (), None
     return cfg
 
 
@@ -57,11 +52,3 @@ def seeds() -> Points:
         axis("optimizer.peak_lr", 4e-3, 8e-3, 2e-3, 4e-3),
     )
     return product(best, axis("seed", 1, 2))
-
-
-def tiny(cfg: fdl.Config[Experiment]) -> None:
-    """The same experiment at the smallest size, 20 steps."""
-    embed, heads = cfg.model.embed, cfg.model.heads
-    quickstart.tiny(cfg)
-    cfg.model.embed, cfg.model.heads = embed, heads
-    cfg.samples.prompts = ()

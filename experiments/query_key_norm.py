@@ -9,14 +9,13 @@ docs/research.md leads from here to a verdict. The text is Python's sources, as 
 
 import fiddle as fdl
 
-from experiments import quickstart
+from experiments.base.small_llama import small_llama
+from experiments.base.small_llama import tiny as tiny
 from lmlib.experiment import Experiment
 from lmlib.models.parts.attention import Attention
 from lmlib.models.parts.norms import RMSNorm
 from lmlib.optim.adamw import adamw
 from lmlib.sweeps import Points, axis, product
-
-_VOCAB = 1_024
 
 
 def config(embed: int = 64, query_key_norm: bool = False) -> fdl.Config[Experiment]:
@@ -27,17 +26,12 @@ def config(embed: int = 64, query_key_norm: bool = False) -> fdl.Config[Experime
       query_key_norm: True to norm each head's queries and keys before they are rotated (Henry et
         al. 2020, arXiv:2010.04245; Dehghani et al. 2023, arXiv:2302.05442, §2).
     """
-    cfg = quickstart.config()
-    cfg.data.path.vocab_size = cfg.model.vocab = _VOCAB
-    cfg.model.embed, cfg.model.heads, cfg.model.mlp = embed, embed // 32, 5 * embed // 2
+    cfg = small_llama(vocab=1_024, embed=embed, head_dim=32, rows=8, steps=600)
     cfg.model.tied = True
     if query_key_norm:
         cfg.model.attention = fdl.Partial(Attention, norm=fdl.Partial(RMSNorm, "head_dim"))
-    cfg.data.batch_size, cfg.data.sequence_length = 8, 128
-    cfg.validation.sequence_length = 128
     cfg.optimizer = fdl.Partial(adamw, peak_lr=3e-3, schedule=cfg.optimizer.schedule)
-    cfg.steps, cfg.evaluation.every, cfg.checkpoints.every = 600, 50, 200
-    cfg.samples.prompts, cfg.samples.every = (), None
+    cfg.evaluation.every, cfg.checkpoints.every = 50, 200
     return cfg
 
 
@@ -51,11 +45,3 @@ def sweep() -> Points:
 def ladder() -> Points:
     """Three widths and three lengths, to predict a larger run."""
     return product(axis("embed", 32, 64, 128), axis("steps", 150, 300, 600))
-
-
-def tiny(cfg: fdl.Config[Experiment]) -> None:
-    """The same experiment at the smallest size, 20 steps."""
-    embed, heads = cfg.model.embed, cfg.model.heads
-    quickstart.tiny(cfg)
-    cfg.model.embed, cfg.model.heads = embed, heads
-    cfg.samples.prompts = ()

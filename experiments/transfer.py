@@ -11,13 +11,13 @@ from collections.abc import Sequence
 
 import fiddle as fdl
 
-from experiments import quickstart
+from experiments.base.small_llama import small_llama
+from experiments.base.small_llama import tiny as tiny
 from lmlib.experiment import Experiment
 from lmlib.optim.adamw import adamw
 from lmlib.optim.transfer import CompleteP
 from lmlib.sweeps import Points, axis, product, zipped
 
-_VOCAB = 1_024
 _RATES = 4e-3, 8e-3, 16e-3, 32e-3
 _RATES_OF_MUON = 16e-3, 32e-3, 64e-3, 128e-3
 
@@ -33,23 +33,17 @@ def config(
         is for this model.
       muon: True for Muon, False for AdamW.
     """
-    cfg = quickstart.config()
-    cfg.data.path.vocab_size = cfg.model.vocab = _VOCAB
-    cfg.model.embed, cfg.model.heads, cfg.model.mlp = embed, embed // 16, 5 * embed // 2
+    cfg = small_llama(vocab=1_024, embed=embed, head_dim=16, rows=4, steps=200)
     cfg.model.layers = cfg.compute.unroll = layers
     cfg.model.tied = True
     if scaling:
         base = {"embed": 64, "heads": 4, "mlp": 160, "layers": 4}
         cfg.scaling = fdl.Config(CompleteP, base=base)
-    cfg.data.batch_size, cfg.data.sequence_length = 4, 128
-    cfg.validation.sequence_length = 128
     if not muon:
         cfg.optimizer = fdl.Partial(adamw, schedule=cfg.optimizer.schedule)
     cfg.optimizer.peak_lr = 16e-3
-    cfg.steps, cfg.evaluation.every, cfg.checkpoints.every = 200, 200, 200
     cfg.validation.seed, cfg.validation.epochs = 0, None  # rows of the whole split, 65,536 tokens
     cfg.evaluation.batches = 16
-    cfg.samples.prompts, cfg.samples.every = (), None
     return cfg
 
 
@@ -67,14 +61,6 @@ def without() -> Points:
     """Two widths with rates of their own, one seed."""
     rates = axis("optimizer.peak_lr", *(rate / 4 for rate in _RATES[:2]), *_RATES)
     return product(axis("embed", 64, 256), axis("scaling", False), rates, axis("seed", 0))
-
-
-def tiny(cfg: fdl.Config[Experiment]) -> None:
-    """The same experiment at the smallest size, 20 steps."""
-    embed, heads = cfg.model.embed, cfg.model.heads
-    quickstart.tiny(cfg)
-    cfg.model.embed, cfg.model.heads = embed, heads
-    cfg.samples.prompts = ()
 
 
 def _sizes_at(rates: Sequence[float]) -> Points:

@@ -8,7 +8,7 @@
 --topology   v5e:16x16, v4:4x4x4, 2xv5e:16x16 (two slices), h100:8x8 (hosts x GPUs of each), cpu:256
              without it, shows only the tokens and FLOPs of the full run
 --network    GB/s from each device to other hosts or slices, instead of the vendor's number
---search     finds the largest microbatch and the least recomputation that fit
+--search     finds the fastest microbatches and saved activations that fit
 --search_mesh=expert,tensor   tries every division of the devices among fsdp and these axes
 --advise     always tries changes that save memory; default: only if the step does not fit
 --json=FILE  also writes the report as JSON; "-": to stdout, instead of the text
@@ -53,9 +53,8 @@ from lmlib.experiment import Experiment
 from lmlib.hardware.specifications import ACCELERATORS
 from lmlib.parallel.other_meshes import check_axes
 from lmlib.plan import targets
-from lmlib.plan.advice import advise
 from lmlib.plan.planner import Report, WholeRun, plan, section, stderr_kept, versions
-from lmlib.plan.search import search, search_meshes
+from lmlib.plan.search import advise, search, search_meshes
 from lmlib.plan.targets import Target
 from runner.absent_hardware import kept_plans
 from runner.absent_hardware.cost import cost_of

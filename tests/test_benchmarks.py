@@ -80,30 +80,6 @@ def test_a_loss_that_is_not_a_number_is_noticed(peers):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--sizes=tiny", "--sequence=100"], "--sequence=100 must divide the 512 tokens of a step"),
-        (["--sizes=3b"], "--sizes=3b is not known; choose from tiny,"),
-        (["--compile_only=h300"], "--compile_only=h300: 'h300:1x1' is not a topology"),
-    ],
-)
-def test_what_cannot_be_run_is_said_in_a_line(arguments, message):
-    ran = run(*arguments)
-    assert ran.returncode == 1
-    assert ran.stderr.strip().splitlines()[-1].startswith(message)
-    assert "Traceback" not in ran.stderr
-
-
-@pytest.mark.slow
-def test_packed_rows_of_another_length_are_measured_alone():
-    ran = run("--sizes=tiny", "--precisions=float32", "--sequence=128", "--packed", "--steps=10")
-    assert ran.returncode == 0, ran.stderr
-    assert "4 × 128 tokens a step, float32, activations kept, documents packed" in ran.stdout
-    assert re.findall(r"^(lmlib|jax|pytorch_eager) ", ran.stdout, re.MULTILINE) == ["lmlib"]
-
-
-@pytest.mark.slow
 def test_generation_is_measured_beside_peers_that_make_the_same_tokens():
     ran = run("--sizes=tiny", "--rows=1", "--turns=1", script="generate.py")
     assert ran.returncode == 0, ran.stderr

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import zstandard
-from compiled_programs import SETTINGS, XLA_FLAGS, folder_of_programs, tidy
+from compiled_programs import SETTINGS, XLA_FLAGS, tidy
 
 from runner.jax_settings.xla_flags import keep_cpus_in_order, set_gpu_flags
 
@@ -39,19 +39,6 @@ def test_the_oldest_programs_go_first(tmp_path):
     assert new.exists() and old.exists() and not oldest.exists()
     tidy(tmp_path, largest=2100)
     assert new.exists() and old.exists()
-
-
-@pytest.mark.parametrize("left", [0, 1, 500, 999])
-def test_a_program_written_in_part_is_deleted(tmp_path, left):
-    whole, part = kept(tmp_path, 1000, 0), kept(tmp_path, 1000, 1)
-    part.write_bytes(part.read_bytes()[:left])
-    tidy(tmp_path, largest=10**6)
-    assert whole.exists() and not part.exists()
-
-
-def test_they_are_in_the_users_cache_folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert folder_of_programs().is_relative_to(tmp_path)
 
 
 def test_a_run_adds_no_flag():

@@ -28,7 +28,7 @@ CHECKED = 20  # first steps whose losses must agree
 # bfloat16 is off by up to 4e-3, and contenders round in different places; a loss averages over
 # thousands of such errors.
 TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-3}
-OTHER_LOSSES = {"dense", "maxtext"}  # contenders with another model or other data
+OTHER_LOSSES = {"dense"}  # contenders with another model
 _SIDE, _TIMES = 2_048, 4  # side and number of the matrix products that XLA computes between turns
 
 
@@ -173,7 +173,7 @@ def title(work: Work) -> str:
 
 def machine() -> str:
     """Returns this machine's cores, and the versions of the numerical libraries."""
-    names = ("jax", "jaxlib", "torch", "transformers", "maxtext")
+    names = ("jax", "jaxlib", "torch", "transformers")
     found = [f"{name} {version(name)}" for name in names if importlib.util.find_spec(name)]
     information, cpu = Path("/proc/cpuinfo"), platform.processor() or platform.machine()
     for line in information.read_text().splitlines() if information.exists() else ():

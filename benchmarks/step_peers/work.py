@@ -22,7 +22,7 @@ from runner.config.configs import load
 
 ON_CPU = ("8m_256", "8m_512")
 ON_GPU = ("84m", "270m", "540m", "1b", "2b")
-PEERS_OF_LLAMA = "jax", "pytorch_eager", "pytorch_compiled", "maxtext"
+PEERS_OF_LLAMA = "jax", "pytorch_eager", "pytorch_compiled"
 PEERS_OF_MIXTRAL = "dense", "transformers", "transformers_grouped"
 Weights = dict[str, np.ndarray]
 

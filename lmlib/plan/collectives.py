@@ -11,11 +11,12 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from jax.sharding import Mesh
 
-from lmlib.plan.program import ArrayType, Computation, Instruction, Loop, Place, Program
+from lmlib.plan.program import ArrayType, Instruction, Place, Program
 from lmlib.plan.scopes import phase, turn
 from lmlib.terminal.table import columns
 
@@ -50,22 +51,11 @@ _SEARCHED = 30  # instructions searched for the source of one whose metadata XLA
 class Collective:
     """One collective of the program.
 
-    Args:
-      name: name of its instruction, or of the `send` to other slices of TPUs.
-      kind: one of `KINDS`. A TPU's fused all-reduce and slice is a reduce-scatter.
-      mesh_axes: axes that its device groups span; empty if no axes give these groups.
-      group_size: devices in a group.
-      arrays: whole arrays: results of an all-gather, operands of the others. There are several if
-        XLA combined small collectives.
-      bytes: size of `arrays`.
-      bytes_sent: bytes that one device sends each time.
-      count_per_step: number of executions in a step.
-      each: "step", or one iteration of the innermost loop around it: "layer", "microbatch".
-      phase: "forward", "recomputation", "backward" or "update".
-      overlaps: True if a fusion, matmul, kernel or loop is scheduled between its start and end.
-      assembles: True for an all-reduce that does the work of an all-gather: each device adds its
-        shard to zeros. XLA for TPUs makes one if shards are not whole tiles.
-      op_name: the JAX operation that it comes from.
+    `arrays` are whole: results of an all-gather, operands of other kinds; several if XLA combined
+    small collectives. `bytes` is their size, `bytes_sent` the bytes that one device sends.
+    `each` is "step", or one iteration of the innermost loop: "layer", "microbatch". `mesh_axes` is
+    empty if no axes give its device groups. `overlaps` is True if compute is scheduled between its
+    start and end.
     """
 
     name: str
@@ -79,7 +69,7 @@ class Collective:
     each: str
     phase: str
     overlaps: bool
-    assembles: bool
+    assembles: bool  # an all-reduce that gathers: each device adds its shard to zeros
     op_name: str
 
     @property
@@ -130,12 +120,7 @@ class Collectives(tuple[Collective, ...]):
 
 
 def collectives(program: Program, mesh: Mesh) -> Collectives:
-    """Returns the collectives of a compiled program in program order, without groups of one device.
-
-    Args:
-      program: `read_program(compiled.as_text())`.
-      mesh: the mesh that the program was compiled for.
-    """
+    """Returns the collectives of a compiled program, in order, without groups of one device."""
     found = (_collective(occurrences, program, mesh) for occurrences in _occurrences(program))
     return Collectives(one for one in found if one.group_size > 1)
 
@@ -151,18 +136,13 @@ def grouped(found: Sequence[Collective]) -> Iterable[tuple[_Alike, list[Collecti
     return groups.items()
 
 
-@dataclasses.dataclass(frozen=True)
-class _Occurrence:
+class _Occurrence(NamedTuple):
     """A collective's instruction, and the scheduled instruction that contains it (often itself)."""
 
     instruction: Instruction
     place: Place
     scheduled: Instruction
     schedule: Place
-
-    @property
-    def is_fused(self) -> bool:
-        return self.scheduled is not self.instruction
 
 
 def _occurrences(program: Program) -> list[list[_Occurrence]]:
@@ -195,7 +175,9 @@ def _collective(occurrences: list[_Occurrence], program: Program, mesh: Mesh) ->
     first = occurrences[0]
     one, place = first.instruction, first.place
     kind = _kind(one) or one.opcode
-    if kind == "all-reduce" and first.is_fused and _slices(place.computation):
+    is_fused = first.scheduled is not one
+    inside = {each.opcode for each in place.computation.instructions}
+    if kind == "all-reduce" and is_fused and "dynamic-slice" in inside:
         # It is fused with the slice of this device's shard, so no device receives more than that.
         kind = "reduce-scatter"
     slices = _positions_by_slice(mesh)
@@ -207,9 +189,12 @@ def _collective(occurrences: list[_Occurrence], program: Program, mesh: Mesh) ->
         groups = np.concatenate([positions[within] for positions in slices])
     size = groups.shape[1]
     arrays = _arrays(one, place, program)
+    operands = {place.computation.by_name[name].opcode for name in one.operands}
     total = sum(array.bytes for array in arrays)
     ring = _RING.get(kind)
-    op_name = _source(first)
+    op_name, each = _source(first), "step"
+    if place.loops:
+        each = turn(place.loops[-1].op_name) or f"turn of {place.loops[-1].name}"
     return Collective(
         name=one.name,
         kind=kind,
@@ -219,20 +204,12 @@ def _collective(occurrences: list[_Occurrence], program: Program, mesh: Mesh) ->
         bytes=total,
         bytes_sent=total if ring is None else round(ring * total * (size - 1) / size),
         count_per_step=place.times,
-        each=_each(place.loops),
+        each=each,
         phase=phase(op_name or (place.loops[-1].op_name if place.loops else "")),
         overlaps=_overlaps(occurrences, program),
-        assembles=kind == "all-reduce" and _adds_shard_to_zeros(one, place.computation),
+        assembles=kind == "all-reduce" and "dynamic-update-slice" in operands,
         op_name=op_name,
     )
-
-
-def _slices(computation: Computation) -> bool:
-    return any(one.opcode == "dynamic-slice" for one in computation.instructions)
-
-
-def _adds_shard_to_zeros(one: Instruction, computation: Computation) -> bool:
-    return any(computation.by_name[name].opcode == "dynamic-update-slice" for name in one.operands)
 
 
 def _positions_by_slice(mesh: Mesh) -> np.ndarray:
@@ -330,12 +307,6 @@ def _source(first: _Occurrence) -> str:
             return one.op_name
         waiting += one.operands
     return ""
-
-
-def _each(loops: Sequence[Loop]) -> str:
-    if not loops:
-        return "step"
-    return turn(loops[-1].op_name) or f"turn of {loops[-1].name}"
 
 
 def _overlaps(occurrences: list[_Occurrence], program: Program) -> bool:

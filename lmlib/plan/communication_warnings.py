@@ -21,8 +21,8 @@ from lmlib.plan.step_time import dimensions_of_torus
 # Smaller arrays take less time than a message's latency. Fewer rounds of messages then matter more
 # than fewer bytes, and an all-reduce is one round.
 SMALL_BYTES = 2**20
-# Seen with libtpu 0.0.42 and 0.0.50 on 4x4x4 of v4, v5p and 7x, whatever the arrays' sizes and the
-# order of the devices.
+# Seen with libtpu 0.0.42 and 0.0.50 on 4x4x4 of v4, v5p and 7x, for all sizes of arrays and
+# orders of devices.
 _CUBE = (
     "XLA for TPUs does so where an axis spans three dimensions of the torus, not where it spans "
     "two: give the third dimension to expert, which is a second fsdp: {flags}."
@@ -49,13 +49,9 @@ _REMATERIALIZED = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class CommunicationWarning:
-    """One finding.
+    """One finding: the kind of problem, and a paragraph with its bytes and the remedy.
 
-    Args:
-      problem: "gathered stack", "all-reduce for reduce-scatter", "all-reduce for all-gather" or
-        "full rematerialization".
-      message: one paragraph with the finding, its bytes, and the remedy.
-      bytes_sent_per_step: bytes that one device sends; 0 if unknown.
+    `bytes_sent_per_step` counts one device; 0 if unknown.
     """
 
     problem: str
@@ -93,11 +89,7 @@ def communication_warnings(
 ) -> tuple[CommunicationWarning, ...]:
     """Returns warnings about a step's communication, the largest first.
 
-    Args:
-      collectives: collectives of the compiled step.
-      model: its weights, which may be abstract; shapes are global.
-      mesh: the mesh that the step was compiled for.
-      compiler_log: the compiler's output to stderr.
+    The weights of `model` may be abstract. `compiler_log` is the compiler's output to stderr.
     """
     weights = _weights(model, mesh)
     found = [

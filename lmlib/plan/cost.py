@@ -10,13 +10,10 @@ _MFU = 0.4
 
 @dataclasses.dataclass(frozen=True)
 class StageCost:
-    """Steps of one size.
+    """Steps of one size; `tokens` are the tokens of a step, with padding.
 
-    Args:
-      steps: number of steps.
-      tokens: tokens in each step, with padding.
-      flops_per_token: 6 for each parameter in a matrix product, and full attention.
-      flops_per_token_causal: the same with attention's causal half.
+    `flops_per_token` is 6 for each parameter in a matrix product, and full attention;
+    `flops_per_token_causal` has attention's causal half.
     """
 
     steps: int

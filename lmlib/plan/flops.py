@@ -9,8 +9,8 @@ Shapes: M rows, N columns, K contracted.
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,16 +22,9 @@ from lmlib.terminal.table import columns
 class Matmul:
     """Equal matrix products, or equal calls of a kernel, of one step.
 
-    Args:
-      scope, phase: names of lmlib.plan.scopes.
-      in_layers: True inside the loop over layers.
-      operation: "dot_general" or the kernel's primitive.
-      dtype: the wider dtype of the two operands.
-      sizes: batch, M, N and K of one device's product.
-      count: their number in a step.
-      flops: sum over all of them and all devices.
-      device_flops: sum over all of them on one device.
-      device_bytes: operands and results on one device, each read or written once.
+    `operation` is "dot_general" or the kernel's primitive, `dtype` the wider one of the operands,
+    `sizes` are batch, M, N and K of one device's product. FLOPs and bytes
+    are sums over all of them; bytes count each operand and result once.
     """
 
     scope: str
@@ -81,11 +74,9 @@ class StepFlops:
 class FlopsPerToken:
     """FLOPs of a training step.
 
-    Args:
-      analytic, analytic_causal: FLOPs of the model for one token, with full attention and with its
-        causal half. MFU is defined by these.
-      counted: the matmuls of the traced step. Kernels that skip masked blocks count without them.
-      tokens: number of tokens in a step.
+    `analytic` and `analytic_causal` are the model's FLOPs per token, with full attention and with
+    its causal half; they define MFU. `counted` has the matmuls of the traced step, without blocks
+    that kernels skip. `tokens` is the number of tokens in a step.
     """
 
     analytic: float
@@ -121,65 +112,69 @@ def _in_tera(flops: list[float]) -> list[str]:
 
 
 def count_flops(step: Any, scopes: Sequence[str] = ()) -> StepFlops:
-    """Counts the matmuls of a traced step.
+    """Counts the matmuls of a traced step, by `scopes` (`lmlib.plan.scopes.scopes_of`).
+
+    `step` is a jaxpr that was traced under the mesh: `jax.make_jaxpr(step)(state, batch)` or
+    `jax.jit(step).trace(state, batch).jaxpr`.
+    """
+    together: dict[tuple[Any, ...], Matmul] = {}
+    for one in _matmuls(getattr(step, "jaxpr", step), tuple(scopes)):
+        kind = (one.scope, one.phase, one.in_layers, one.operation, one.dtype, one.sizes)
+        before = together.get(kind)
+        sums = {} if before is None else {f: getattr(before, f) + getattr(one, f) for f in _SUMMED}
+        together[kind] = dataclasses.replace(one, **sums)
+    return StepFlops(tuple(together.values()), tuple(scopes))
+
+
+_SUMMED = ("count", "flops", "device_flops", "device_bytes")
+
+
+def _matmuls(
+    jaxpr: Any, scopes: Sequence[str] = (), around: str = "", times: int = 1, devices: int = 1
+) -> Iterator[Matmul]:
+    """Yields the matmuls of a jaxpr.
 
     Args:
-      step: its jaxpr, traced under the mesh: `jax.make_jaxpr(step)(state, batch)` or
-        `jax.jit(step).trace(state, batch).jaxpr`.
-      scopes: names of scopes to distinguish; `lmlib.plan.scopes.scopes_of` lists a model's.
+      around: the names around it.
+      times: the number of its executions.
+      devices: the number of devices that run it on local shards; 1 where types have global shapes.
     """
-    equal: dict[tuple[Any, ...], Matmul] = {}
-    for one in _matmuls(getattr(step, "jaxpr", step), _Place("", 1, 1, tuple(scopes))):
-        kind = (one.scope, one.phase, one.in_layers, one.operation, one.dtype, one.sizes)
-        before = equal.get(kind)
-        equal[kind] = one if before is None else _together(before, one)
-    return StepFlops(tuple(equal.values()), tuple(scopes))
-
-
-def _together(first: Matmul, second: Matmul) -> Matmul:
-    return dataclasses.replace(
-        first,
-        count=first.count + second.count,
-        flops=first.flops + second.flops,
-        device_flops=first.device_flops + second.device_flops,
-        device_bytes=first.device_bytes + second.device_bytes,
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Place:
-    """The context of a jaxpr: the names around it, how often it runs, on how many devices it runs
-    on local shards (1 where types give global shapes), and the scopes to distinguish."""
-
-    names: str
-    times: int
-    devices: int
-    scopes: tuple[str, ...] = ()
-
-
-def _matmuls(jaxpr: Any, around: _Place) -> Iterator[Matmul]:
     for equation in _needed(jaxpr):
-        place = dataclasses.replace(
-            around, names=f"{around.names}/{equation.source_info.name_stack}"
-        )
-        name = equation.primitive.name
-        if (even := turns_in_even_routing(place.names)) == 0:
+        names, primitive = f"{around}/{equation.source_info.name_stack}", equation.primitive.name
+        if (even := turns_in_even_routing(names)) == 0:
             continue
-        if name in _RULES:
-            work = _RULES[name](equation)
+        if primitive in _RULES:
+            work = _RULES[primitive](equation)
             if work is not None:
-                yield _counted(equation, work, place)
-        elif name == "cond":
-            branches = [list(_matmuls(one.jaxpr, place)) for one in equation.params["branches"]]
+                yield Matmul(
+                    scope=scope(names, scopes),
+                    phase=phase(names),
+                    in_layers="layers" in names,
+                    operation=primitive,
+                    dtype=work.dtype,
+                    sizes=work.sizes,
+                    count=times,
+                    flops=work.device_flops * work.pieces * devices * times,
+                    device_flops=work.device_flops * times,
+                    device_bytes=work.device_bytes * times,
+                )
+        elif primitive == "cond":
+            branches = [
+                list(_matmuls(one.jaxpr, scopes, names, times, devices))
+                for one in equation.params["branches"]
+            ]
             yield from max(branches, key=lambda found: sum(one.flops for one in found))
         else:
-            inside = dataclasses.replace(
-                place,
-                times=place.times * (_turns(equation) if even is None else even),
-                devices=place.devices * _manual_devices(equation),
-            )
-            for inner in _inner_jaxprs(equation.params):
-                yield from _matmuls(inner, inside)
+            turns = equation.params["length"] if primitive == "scan" else 1
+            inside = times * (turns if even is None else even)
+            manual = devices
+            if primitive == "shard_map":
+                sizes = equation.params["mesh"].shape
+                manual *= math.prod(sizes[axis] for axis in equation.params["newly_manual_axes"])
+            for parameter in equation.params.values():
+                inner = getattr(parameter, "jaxpr", parameter)
+                if hasattr(inner, "eqns"):
+                    yield from _matmuls(inner, scopes, names, inside, manual)
 
 
 def _needed(jaxpr: Any) -> list[Any]:
@@ -194,45 +189,7 @@ def _needed(jaxpr: Any) -> list[Any]:
     return found[::-1]
 
 
-def _turns(equation: Any) -> int:
-    """Iterations of a scan; 1 for other equations, since a while loop has no known length."""
-    if equation.primitive.name == "scan":
-        return equation.params["length"]
-    return 1
-
-
-def _manual_devices(equation: Any) -> int:
-    """Number of devices over which a `shard_map` splits its function; 1 for other equations."""
-    if equation.primitive.name != "shard_map":
-        return 1
-    sizes = equation.params["mesh"].shape
-    return math.prod(sizes[axis] for axis in equation.params["newly_manual_axes"])
-
-
-def _inner_jaxprs(params: Mapping[str, Any]) -> Iterator[Any]:
-    for parameter in params.values():
-        inner = getattr(parameter, "jaxpr", parameter)
-        if hasattr(inner, "eqns"):
-            yield inner
-
-
-def _counted(equation: Any, work: "_Work", place: _Place) -> Matmul:
-    return Matmul(
-        scope=scope(place.names, place.scopes),
-        phase=phase(place.names),
-        in_layers="layers" in place.names,
-        operation=equation.primitive.name,
-        dtype=work.dtype,
-        sizes=work.sizes,
-        count=place.times,
-        flops=work.device_flops * work.pieces * place.devices * place.times,
-        device_flops=work.device_flops * place.times,
-        device_bytes=work.device_bytes * place.times,
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Work:
+class _Work(NamedTuple):
     """One execution on one device. `pieces` executions make up the whole product."""
 
     dtype: str
@@ -342,7 +299,7 @@ def _attention_kernel(products: int) -> Any:
 def _pallas_kernel(equation: Any) -> _Work | None:
     """A Pallas kernel: its own cost estimate, or else the products of a block times the blocks of
     its grid; `None` if it has no products. Splash attention skips blocks above the diagonal."""
-    products = list(_matmuls(equation.params["jaxpr"], _Place("", 1, 1)))
+    products = list(_matmuls(equation.params["jaxpr"]))
     if not products:
         return None
     grid = equation.params["grid_mapping"].grid

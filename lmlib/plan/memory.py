@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -34,29 +34,19 @@ _READ = 4  # bytes of a number that was read, before it is converted to its own 
 
 
 @dataclasses.dataclass(frozen=True)
-class Share:
-    """Bytes of a device's memory with a name and an explanation."""
+class LargeArray:
+    """One array of one device, with XLA's name for it."""
 
     name: str
     bytes: int
-    note: str = ""
-
-
-@dataclasses.dataclass(frozen=True)
-class LargeArray(Share):
-    """One array of one device."""
-
     shape: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class OutOfMemory:
-    """The TPU compiler's message about a step that does not fit.
+    """The TPU compiler's message about a step that does not fit, in bytes.
 
-    Args:
-      needed: bytes.
-      temporaries_only: True if state and batch come on top of `needed`.
-      largest: the largest arrays that the compiler lists.
+    `temporaries_only` is True if state and batch come on top of `needed`.
     """
 
     needed: int
@@ -68,13 +58,9 @@ class OutOfMemory:
 class Counted:
     """XLA's count of one device's bytes for the compiled step.
 
-    Args:
-      arguments: state and batch.
-      outputs: the metrics alone, because the new state replaces the old one in place.
-      temporaries: sum of all temporaries, which need not exist at the same time.
-      program: the code.
-      peak: largest bytes in use, with arguments and outputs; `None` if XLA does not say.
-      on_host: bytes offloaded to the host.
+    `arguments` are state and batch, `outputs` only the metrics. `temporaries` is the sum of all
+    temporaries, which need not exist at the same time; `peak` the largest bytes in use, with
+    arguments and outputs, or `None` if XLA does not say.
     """
 
     arguments: int
@@ -96,18 +82,9 @@ class Counted:
 class Memory:
     """Bytes of one device.
 
-    Args:
-      capacity: memory that programs can use; `None` if unknown.
-      parameters, frozen, reference_model, optimizer_state, batch: arguments of the step, without a
-        few counters. `frozen` weights do not train; the objective needs the `reference_model`.
-      gradients: as large as the parameters.
-      saved: activations that one microbatch saves for its backward pass; shapes are global.
-      counted: XLA's count; `None` if the step does not fit and XLA stopped.
-      loading: peak while the weights of another model are read; 0 if none are read.
-      step: bytes that the step needs; a lower bound if `counted` is `None`.
-      largest: the three largest shares of the step's memory.
-      largest_arrays: the largest temporaries, with XLA's names.
-      remarks: notes for the reader.
+    `loading` is the peak while weights are read, 0 if none are. `step` is the need of the step, a
+    lower bound if XLA stopped and `counted` is `None`. `saved` has the activations that one
+    microbatch saves for its backward pass. `capacity` is `None` if unknown.
     """
 
     capacity: int | None
@@ -121,7 +98,6 @@ class Memory:
     counted: Counted | None
     loading: int
     step: int
-    largest: tuple[Share, ...]
     largest_arrays: tuple[LargeArray, ...]
     remarks: tuple[str, ...]
 
@@ -137,65 +113,49 @@ class Memory:
 
     @property
     def verdict(self) -> str:
-        needed = bytes_text(self.needed)
-        if self.loading > self.step:
-            needed += " to read the weights"
+        needed = bytes_text(self.needed) + " to read the weights" * (self.loading > self.step)
         if self.capacity is None:
             return f"needs {needed}; the capacity depends on the machine"
-        capacity = bytes_text(self.capacity)
-        if self.fits:
-            spare = bytes_text(self.capacity - self.needed)
-            return f"fits: needs {needed} of {capacity}, {spare} to spare"
-        at_least = "at least " if self.counted is None else ""
-        over = bytes_text(self.needed - self.capacity)
-        return f"does not fit: needs {at_least}{needed} of {capacity}, {over} too much"
+        capacity, spare = bytes_text(self.capacity), self.capacity - self.needed
+        if spare >= 0:
+            return f"fits: needs {needed} of {capacity}, {bytes_text(spare)} to spare"
+        at_least = "at least " * (self.counted is None)
+        return (
+            f"does not fit: needs {at_least}{needed} of {capacity}, {bytes_text(-spare)} too much"
+        )
 
     def __str__(self) -> str:
-        rows = [(one.name, f"{one.bytes:,}".rjust(17), one.note) for one in self._lines()]
-        blocks = [self.verdict, columns([("on each device", "bytes", ""), *rows])]
-        if self.largest_arrays:
-            blocks.append(_table("the largest temporaries, as XLA has them", self.largest_arrays))
-        blocks.append(_table("the three largest shares", self.largest))
-        if self.remarks:
-            blocks.append("\n".join(self.remarks))
-        return "\n\n".join(blocks)
-
-    def shares(self) -> Iterator[Share]:
-        yield Share("parameters", self.parameters, "as stored")
-        if self.frozen:
-            yield Share("frozen weights", self.frozen, "as stored")
-        if self.reference_model:
-            yield Share(
-                "reference model", self.reference_model, "the objective's second model, frozen"
-            )
-        yield Share("optimizer state", self.optimizer_state, "as stored")
-        yield Share("batch", self.batch, "as stored")
-        yield Share("gradients", self.gradients, "a temporary")
+        rows = [
+            ("parameters", self.parameters, "as stored"),
+            ("frozen weights", self.frozen, "as stored"),
+            ("reference model", self.reference_model, "the objective's second model, frozen"),
+            ("optimizer state", self.optimizer_state, "as stored"),
+            ("batch", self.batch, "as stored"),
+            ("gradients", self.gradients, "a temporary"),
+        ]
         for kept in self.saved:
             shape = " × ".join(map(str, kept.shape))
             note = f"a temporary, {kept.dtype} {shape} over all devices"
-            yield Share(f"saved {kept.name}", kept.bytes_per_device, note)
-
-    def _lines(self) -> Iterator[Share]:
-        yield from self.shares()
+            rows.append((f"saved {kept.name}", kept.bytes_per_device, note))
         if self.loading > self.step:
             note = "before the first step, with the weights that were read so far"
-            yield Share("reading weights", self.loading, note)
+            rows.append(("reading weights", self.loading, note))
         if self.counted is None:
-            yield Share("needed at least", self.step)
-            return
-        yield Share("all arguments", self.counted.arguments, "state and batch")
-        yield Share("all temporaries", self.counted.temporaries, "not all of them at a time")
-        yield Share("program", self.counted.program)
-        if self.counted.peak is not None:
-            yield Share("peak", self.counted.peak, "in use at the worst moment")
-        if self.counted.on_host:
-            yield Share("on the host", self.counted.on_host, "offloaded")
-
-
-def _table(title: str, shares: Sequence[Share]) -> str:
-    rows = [(f"  {one.name}", bytes_text(one.bytes).rjust(7), one.note) for one in shares]
-    return f"{title}\n{columns(rows)}"
+            rows.append(("needed at least", self.step, ""))
+        else:
+            rows += [
+                ("all arguments", self.counted.arguments, "state and batch"),
+                ("all temporaries", self.counted.temporaries, "not all of them at a time"),
+                ("program", self.counted.program, ""),
+                ("peak", self.counted.peak or 0, "in use at the worst moment"),
+                ("on the host", self.counted.on_host, "offloaded"),
+            ]
+        shown = [(name, f"{size:,}".rjust(17), note) for name, size, note in rows if size]
+        blocks = [self.verdict, columns([("on each device", "bytes", ""), *shown])]
+        if self.largest_arrays:
+            arrays = [(f"  {one.name}", bytes_text(one.bytes)) for one in self.largest_arrays]
+            blocks.append(f"the largest temporaries, with XLA's names\n{columns(arrays)}")
+        return "\n\n".join([*blocks, *(["\n".join(self.remarks)] if self.remarks else [])])
 
 
 def memory(
@@ -208,48 +168,44 @@ def memory(
 ) -> Memory:
     """Returns the memory of the step of `experiment` on one device.
 
-    Args:
-      state, batch: arguments of the step; `ShapeDtypeStruct`s with shardings.
-      result: the compiled step.
-      program: the text of `result`, read; `None` if the step does not fit.
+    `state` and `batch` are `ShapeDtypeStruct`s with shardings. `program` is the text of `result`,
+    read; `None` if the step does not fit.
     """
     saved, for_reading = saved_activations(experiment), reading(experiment)
-    parameters, frozen = bytes_per_device(state.model), bytes_per_device(state.frozen)
-    reference_model = bytes_per_device(state.reference_model)
-    optimizer_state = bytes_per_device(state.optimizer)
-    batch_bytes = bytes_per_device(batch)
-    there = parameters + frozen + reference_model + optimizer_state
+    whole = accelerator.memory_bytes
+    on_gpu = accelerator.platform in ("cuda", "rocm")
+    found = Memory(
+        capacity=round(whole * _USABLE_ON_GPU) if whole and on_gpu else whole,
+        parameters=bytes_per_device(state.model),
+        frozen=bytes_per_device(state.frozen),
+        reference_model=bytes_per_device(state.reference_model),
+        optimizer_state=bytes_per_device(state.optimizer),
+        gradients=bytes_per_device(state.model),
+        batch=bytes_per_device(batch),
+        saved=tuple(saved),
+        counted=None,
+        loading=0,
+        step=0,
+        largest_arrays=(),
+        remarks=(),
+    )
+    there = found.parameters + found.frozen + found.reference_model + found.optimizer_state
     if isinstance(result, OutOfMemory):
-        arguments = there + batch_bytes
         counted, arrays = None, result.largest
-        needed = result.needed + (arguments if result.temporaries_only else 0)
-        temporaries = needed - arguments
+        step = result.needed + (there + found.batch if result.temporaries_only else 0)
     else:
         assert program is not None
         counted, arrays = _counted(result, accelerator), largest_arrays(program)
-        needed = counted.needed
-        temporaries = needed - counted.arguments - counted.program
-    found = Memory(
-        capacity=_capacity(accelerator),
-        parameters=parameters,
-        frozen=frozen,
-        reference_model=reference_model,
-        optimizer_state=optimizer_state,
-        gradients=parameters,
-        batch=batch_bytes,
-        saved=tuple(saved),
+        step = counted.needed
+    return dataclasses.replace(
+        found,
         counted=counted,
         # A continued run has its optimizer state before it reads the frozen weights.
         loading=there + for_reading if for_reading else 0,
-        step=needed,
-        largest=(),
+        step=step,
         largest_arrays=arrays,
-        remarks=(*_remarks(accelerator, needed), *_on_copies(experiment, saved)),
+        remarks=(*_remarks(accelerator, step), *_on_copies(experiment, saved)),
     )
-    others = temporaries - parameters - saved.bytes_per_device
-    rest = Share("other temporaries", others, "what the step computes with")
-    largest = sorted([*found.shares(), rest], key=lambda one: -one.bytes)[:3]
-    return dataclasses.replace(found, largest=tuple(largest))
 
 
 def _counted(compiled: jax.stages.Compiled, accelerator: Accelerator) -> Counted:
@@ -264,12 +220,6 @@ def _counted(compiled: jax.stages.Compiled, accelerator: Accelerator) -> Counted
         peak=None if accelerator.platform == "cpu" else found.peak_memory_in_bytes,
         on_host=found.host_temp_size_in_bytes,
     )
-
-
-def _capacity(accelerator: Accelerator) -> int | None:
-    whole = accelerator.memory_bytes
-    on_gpu = accelerator.platform in ("cuda", "rocm")
-    return round(whole * _USABLE_ON_GPU) if whole and on_gpu else whole
 
 
 def _remarks(accelerator: Accelerator, needed: int) -> Iterator[str]:
@@ -365,9 +315,9 @@ def _bytes(number: str, unit: str) -> int:
 
 
 def reading(experiment: Experiment) -> int:
-    """Returns the bytes of each device that reading weights takes besides the weights themselves.
+    """Returns the bytes per device that reading weights takes, without the weights themselves.
 
-    0 if a run of `experiment` reads no weights. Each device holds its share of a tensor, the whole
+    0 if a run of `experiment` reads no weights. Each device holds a slice of a tensor, the whole
     tensor, and its part of a layer's weight, as described in `lmlib.hf.load`. The largest weight
     decides.
     """

@@ -10,13 +10,14 @@ import os
 import sys
 import tempfile
 import time
+import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from lmlib.data.batch import Batch, has_whole_rows
+from lmlib.data.batch import has_whole_rows
 from lmlib.experiment import Experiment
 from lmlib.models.pipeline.schedule import schedule_of
 from lmlib.parallel.layout import COMPUTE, pieces
@@ -30,7 +31,6 @@ from lmlib.plan.scopes import scopes_of
 from lmlib.plan.step_time import Estimate, estimate
 from lmlib.plan.targets import Target
 from lmlib.plan.traffic import Kernels, kernels, traffic
-from lmlib.state import State
 from lmlib.terminal.quantities import bytes_text, count_text, duration_text
 from lmlib.terminal.table import columns
 from lmlib.train import trace_step
@@ -55,21 +55,9 @@ _NO_CUDNN = (
 class Report:
     """The plan of one train step on one target; `str()` gives all of it.
 
-    Args:
-      target: the hardware, as `--topology` takes it.
-      mesh: sizes of the mesh's axes.
-      parameters: number of the whole model's parameters.
-      batch_size, sequence_length, microbatches: sizes of the step.
-      remarks: notes on the whole plan.
-      memory: bytes of each device.
-      collectives: communication of each device; `None` if the step does not fit, because then the
-        compiler stops.
-      warnings: needless communication.
-      flops: FLOPs of the whole step.
-      kernels: kernels of each device; `None` if the step does not fit.
-      estimate: expected time; `None` if the hardware's speed is unknown.
-      seconds: time to trace and compile the step here.
-      versions: packages that compiled it.
+    `collectives`, `kernels` and `estimate` are `None` if the step does not fit, because then the
+    compiler stops; `estimate` also if the hardware's speed is unknown. `memory` counts one device,
+    `flops` the whole step. `seconds` is the time to trace and compile it here.
     """
 
     target: str
@@ -134,27 +122,25 @@ def plan(
 ) -> Report:
     """Plans the train step of `experiment`, whose mesh is made of `target.devices()`.
 
-    Args:
-      tell: receives progress, a line at a time.
-
-    Raises:
-      ValueError: if the parts of the experiment do not fit each other.
+    `tell` receives progress, a line at a time. Raises ValueError if the parts of the experiment do
+    not fit each other.
     """
     experiment.check()
     began = time.perf_counter()
     tell(f"compiling the step for {target}")
     with stderr_kept() as log:
         experiment, remarks = compilable(experiment, target)
-        step = traced_step(experiment)
-        result = _compiled(step, experiment)
+        state, batch = experiment.abstract_state(), experiment.abstract_batch()
+        traced = trace_step(state, batch, experiment.training)
+        result = _compiled(traced, experiment)
     seconds = time.perf_counter() - began
     tell(f"compiled in {seconds:.0f} s; reading the program")
-    mesh, data, model = experiment.mesh, experiment.data, step.state.whole_model
+    mesh, data, model = experiment.mesh, experiment.data, state.whole_model
     scopes = scopes_of(model)
     flops = FlopsPerToken(
         analytic=experiment.flops_per_token(causal=False),
         analytic_causal=experiment.flops_per_token(causal=True),
-        counted=count_flops(step.traced.jaxpr, scopes),
+        counted=count_flops(traced.jaxpr, scopes),
         tokens=data.batch_size * data.sequence_length,
     )
     remarks += _bubble(experiment)
@@ -175,7 +161,7 @@ def plan(
         sequence_length=data.sequence_length,
         microbatches=experiment.microbatches,
         remarks=remarks,
-        memory=memory(experiment, step.state, step.batch, target.accelerator, result, program),
+        memory=memory(experiment, state, batch, target.accelerator, result, program),
         collectives=sent,
         warnings=warnings,
         flops=flops,
@@ -186,25 +172,12 @@ def plan(
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class TracedStep:
-    """A run's step as the run traces it. `state` and `batch` hold shapes and layouts, no arrays."""
-
-    state: State
-    batch: Batch
-    traced: jax.stages.Traced
-
-
-def traced_step(experiment: Experiment) -> TracedStep:
-    """Traces the step of `experiment` on the devices of its mesh."""
-    state, batch = experiment.abstract_state(), experiment.abstract_batch()
-    return TracedStep(state, batch, trace_step(state, batch, experiment.training))
-
-
-def _compiled(step: TracedStep, experiment: Experiment) -> jax.stages.Compiled | OutOfMemory:
+def _compiled(
+    traced: jax.stages.Traced, experiment: Experiment
+) -> jax.stages.Compiled | OutOfMemory:
     try:
         with jax.set_mesh(experiment.mesh):
-            return step.traced.lower().compile()
+            return traced.lower().compile()
     except jax.errors.JaxRuntimeError as error:
         found = out_of_memory(str(error))
         if found is None:
@@ -250,19 +223,13 @@ def _has_cudnn() -> bool:
     return True
 
 
-class CompilerLog:
-    """`text` is the compiler's output to stderr, set when `stderr_kept` ends."""
-
-    text = ""
-
-
 @contextlib.contextmanager
-def stderr_kept() -> Iterator[CompilerLog]:
-    """Captures the process's stderr instead of showing it.
+def stderr_kept() -> Iterator[types.SimpleNamespace]:
+    """Captures the process's stderr instead of showing it; `text` has it in the end.
 
     It captures the file descriptor, because compilers do not write to Python's `sys.stderr`.
     """
-    log = CompilerLog()
+    log = types.SimpleNamespace(text="")
     sys.stderr.flush()
     shown = os.dup(2)
     with tempfile.TemporaryFile() as file:
@@ -330,33 +297,24 @@ class WholeRun:
 
     def __str__(self) -> str:
         rows = [("steps", "sequences", "of tokens", "tokens", "on each device", "at best")]
-        for steps, report in self.stages.items():
-            rows.append(
-                (
-                    f"{steps.start + 1:,} to {steps.stop:,}",
-                    f"{report.batch_size:,}",
-                    f"{report.sequence_length:,}",
-                    *self._totals({steps: report}),
-                )
-            )
-        return columns([*rows, ("all", "", "", *self._totals(self.stages))])
+        for steps, one in self.stages.items():
+            label = f"{steps.start + 1:,} to {steps.stop:,}"
+            sizes = (f"{one.batch_size:,}", f"{one.sequence_length:,}")
+            rows.append((label, *sizes, *WholeRun({steps: one})._texts()))
+        return columns([*rows, ("all", "", "", *self._texts())])
+
+    def _texts(self) -> tuple[str, str, str]:
+        sums = self.as_json()
+        seconds = sums["seconds"]
+        time = "unknown" if seconds is None else duration_text(seconds)
+        return count_text(sums["tokens"]), bytes_text(sums["needed"]), time
 
     def as_json(self) -> dict[str, Any]:
-        """JSON values: tokens with padding, bytes of each device, and seconds at best."""
-        tokens, needed, seconds = self._sums(self.stages)
-        return {"tokens": tokens, "needed": needed, "seconds": seconds}
-
-    def _totals(self, stages: Mapping[range, Report]) -> tuple[str, str, str]:
-        tokens, needed, seconds = self._sums(stages)
-        time = "unknown" if seconds is None else duration_text(seconds)
-        return count_text(tokens), bytes_text(needed), time
-
-    @staticmethod
-    def _sums(stages: Mapping[range, Report]) -> tuple[int, int, float | None]:
-        """Tokens, memory of the largest stage, and seconds; `None` if a stage's are unknown."""
-        tokens = sum(len(s) * one.batch_size * one.sequence_length for s, one in stages.items())
-        needed = max(one.memory.needed for one in stages.values())
-        if any(one.estimate is None for one in stages.values()):
-            return tokens, needed, None
-        times = (len(s) * one.estimate.step_seconds for s, one in stages.items() if one.estimate)
-        return tokens, needed, math.fsum(times)
+        """JSON values: tokens with padding, memory of the largest stage, and seconds at best."""
+        stages = self.stages.items()
+        times = [len(s) * one.estimate.step_seconds for s, one in stages if one.estimate]
+        return {
+            "tokens": sum(len(s) * one.batch_size * one.sequence_length for s, one in stages),
+            "needed": max(one.memory.needed for _, one in stages),
+            "seconds": math.fsum(times) if len(times) == len(stages) else None,
+        }

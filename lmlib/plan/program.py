@@ -39,13 +39,10 @@ _TRANSPARENT = {"copy", "bitcast", "convert", "copy-done", "reshape"}
 
 @dataclasses.dataclass(frozen=True)
 class ArrayType:
-    """One array of one device.
+    """One array of one device, without padding; `dtype` in XLA's spelling: "bf16", "pred".
 
-    Args:
-      dtype: XLA's spelling: "bf16", "f32", "pred".
-      shape: sizes without padding.
-      memory: XLA's number of the memory space: 0 for the device's memory, 1 for the memory on a
-        TPU's chip, or `HOST_MEMORY`.
+    `memory` is XLA's number of the memory space: 0 for the device's memory, 1 for the memory on a
+    TPU's chip, or `HOST_MEMORY`.
     """
 
     dtype: str
@@ -63,13 +60,8 @@ class ArrayType:
 class Instruction:
     """One line of a computation.
 
-    Args:
-      name, opcode: the printed ones; the name has no "%".
-      results: arrays of the result, with nested tuples flattened.
-      arguments: text in the parentheses: operands, or the value of a constant.
-      called: computations that it calls, by role ("body", "calls", …).
-      attributes: text after the operands.
-      is_root: True if its result is the computation's.
+    `results` has nested tuples flattened; `arguments` is the text in the parentheses, `attributes`
+    the text after it. `called` has the computations that it calls, by role ("body", "calls", …).
     """
 
     name: str
@@ -138,12 +130,9 @@ class Loop:
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """The place of an instruction in the program.
+    """The place of an instruction: its computation and the loops around it, outermost first.
 
-    Args:
-      computation: the computation that contains it.
-      loops: loops around it, outermost first.
-      caller: the instruction that calls the computation, and its place; `None` in the entry.
+    `caller` is the instruction that calls the computation, with its place; `None` in the entry.
     """
 
     computation: Computation

@@ -1,26 +1,33 @@
-"""Searches over settings and over meshes. Each trial compiles the step for the target.
+"""Searches over settings and over meshes, for `python -m runner.plan`.
 
-`search` looks for the smallest number of microbatches that fits when nothing is saved, and then for
-the most that can be saved. Earlier trials predict what a trial needs, so few of them are made.
-`search_meshes` plans the step on every division of the devices among some mesh axes.
+Each trial compiles the step for the target. `search` tries microbatches and saved activations,
+`search_meshes` the sizes of mesh axes, and `advise` single changes that need less memory.
 """
 
+import bisect
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from lmlib.compute import EVERYTHING
 from lmlib.data.batch import Batch
 from lmlib.experiment import Experiment
 from lmlib.inspect.saved_activations import saved_activations
 from lmlib.parallel.layout import along, pieces
-from lmlib.parallel.mesh import sizes_text
-from lmlib.parallel.other_meshes import REST, check_axes, divisions
+from lmlib.parallel.other_meshes import (
+    REST,
+    check_axes,
+    divisions,
+    with_fewer_copies,
+    with_smaller_parts,
+)
 from lmlib.plan.flops import count_flops
+from lmlib.plan.memory import Memory
 from lmlib.plan.planner import Report, compilable, plan
 from lmlib.plan.targets import Target
 from lmlib.state import State
@@ -33,8 +40,99 @@ Tell = Callable[[str], None]  # receives progress, a line at a time
 # Numbers of microbatches tried beyond the smallest that fits. Fewer sequences at a time leave room
 # to save more.
 _MORE_COUNTS = 2
-# A trial is skipped if it is predicted to need this much more than the capacity.
-_HOPELESS = 1.25
+_SEQUENCE_PARALLEL = "--fdl.compute.sequence_parallel=True"
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """The plan of an experiment with the settings in `flags`, as `python -m runner` takes them."""
+
+    flags: tuple[str, ...]
+    report: Report
+
+    @property
+    def fits(self) -> bool | None:
+        return self.report.memory.fits
+
+    @property
+    def recomputed(self) -> float:
+        """Fraction of the step's FLOPs that recompute activations."""
+        counted = self.report.flops.counted
+        return counted.of("recomputation") / counted.total
+
+    @property
+    def step_seconds(self) -> float | None:
+        """The estimate; `None` if the step does not fit or the hardware's speed is unknown."""
+        if self.fits is False or self.report.estimate is None:
+            return None
+        return self.report.estimate.step_seconds
+
+    @property
+    def rank(self) -> tuple[int | float, ...]:
+        """Sorts trials that fit by time, and the others by memory."""
+        if not self.fits:
+            return (1, self.report.memory.needed)
+        seconds = math.inf if self.step_seconds is None else self.step_seconds
+        return (0, seconds, self.recomputed, self.report.microbatches)
+
+    def row(self) -> tuple[str, ...]:
+        memory, timed = self.report.memory, self.step_seconds is not None
+        sent = self.report.collectives
+        return (
+            ("" if memory.counted else "at least ") + bytes_text(memory.needed),
+            {True: "yes", False: "no", None: "unknown"}[self.fits],
+            f"{self.recomputed:.1%}",
+            f"{self.step_seconds:.3f}" if timed else "",
+            f"{self.report.estimate.mfu:.1%}" if timed and self.report.estimate else "",
+            "" if sent is None else bytes_text(sent.bytes_sent_per_step),
+            " ".join(self.flags) or "as it is",
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        sent = self.report.collectives
+        return {
+            "flags": self.flags,
+            "needed": self.report.memory.needed,
+            "fits": self.fits,
+            "step_seconds": self.step_seconds,
+            "recomputed": self.recomputed,
+            "bytes_sent": None if sent is None else sent.bytes_sent_per_step,
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class Trials:
+    """Compiled settings, the best first: settings that fit by time, then the rest by memory.
+
+    `str()` gives a table. `impossible` has the flags of refused settings, and the reason.
+    """
+
+    trials: tuple[Trial, ...]
+    impossible: tuple[tuple[tuple[str, ...], str], ...] = ()
+
+    @property
+    def best(self) -> Trial | None:
+        """The first trial; `None` if it does not fit or the capacity is unknown."""
+        return self.trials[0] if self.trials and self.trials[0].fits else None
+
+    def __str__(self) -> str:
+        head = ("needs", "fits", "recomputed", "expected step (s)", "MFU", "sent by each device")
+        lines = [columns([(*head, "with"), *(trial.row() for trial in self.trials)])]
+        lines += [f"{' '.join(flags)}: {reason}" for flags, reason in self.impossible]
+        if self.best is not None:
+            return "\n".join([*lines, "", "best:", f"  {self.best.row()[-1]}"])
+        if any(trial.fits is False for trial in self.trials):
+            lines += ["", "nothing fits that was tried: use more devices, or a smaller model"]
+        return "\n".join(lines)
+
+    def as_json(self) -> dict[str, Any]:
+        """JSON values, in bytes and seconds."""
+        refused = [{"flags": flags, "impossible": reason} for flags, reason in self.impossible]
+        return {"trials": [*(trial.as_json() for trial in self.trials), *refused]}
+
+
+def _sorted(trials: Sequence[Trial]) -> tuple[Trial, ...]:
+    return tuple(sorted(trials, key=lambda trial: trial.rank))
 
 
 def keeping(experiment: Experiment, saved: tuple[str, ...]) -> Experiment:
@@ -49,134 +147,12 @@ def microbatch_counts(experiment: Experiment) -> list[int]:
     return [count for count in range(1, rows + 1) if rows % count == 0]
 
 
-def microbatches_flag(count: int) -> str:
-    return f"--fdl.microbatches={count}"
-
-
-def saved_flag(saved: tuple[str, ...]) -> str:
+def _saved_flag(saved: tuple[str, ...]) -> str:
     return f'--fdl.compute.saved="{saved}"'
 
 
-def needed_text(report: Report) -> str:
-    """Memory of each device; a lower bound if the compiler stopped for lack of room."""
-    at_least = "" if report.memory.counted else "at least "
-    return f"{at_least}{bytes_text(report.memory.needed)}"
-
-
-def fits_text(report: Report) -> str:
-    return {True: "yes", False: "no", None: "unknown"}[report.memory.fits]
-
-
-def step_seconds(report: Report) -> float | None:
-    """The estimate; `None` if the step does not fit or the hardware's speed is unknown."""
-    if report.memory.fits is False or report.estimate is None:
-        return None
-    return report.estimate.step_seconds
-
-
-def step_text(report: Report) -> str:
-    seconds = step_seconds(report)
-    return "" if seconds is None else f"{seconds:.3f}"
-
-
-def needs_as_json(report: Report) -> dict[str, Any]:
-    """Memory in bytes and time in seconds."""
-    return {
-        "needed": report.memory.needed,
-        "fits": report.memory.fits,
-        "step_seconds": step_seconds(report),
-    }
-
-
-@dataclasses.dataclass(frozen=True)
-class Policy:
-    """A value of `compute.saved`, and the bytes it takes on each device in one microbatch."""
-
-    saved: tuple[str, ...]
-    bytes: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Trial:
-    """The plan with these settings."""
-
-    microbatches: int
-    saved: tuple[str, ...]
-    report: Report
-
-    @property
-    def recomputed(self) -> float:
-        """Fraction of the step's FLOPs that recompute activations."""
-        counted = self.report.flops.counted
-        return counted.of("recomputation") / counted.total
-
-    @property
-    def fits(self) -> bool:
-        return bool(self.report.memory.fits)
-
-    @property
-    def flags(self) -> tuple[str, str]:
-        """The settings as flags of `python -m runner`."""
-        return microbatches_flag(self.microbatches), saved_flag(self.saved)
-
-
-@dataclasses.dataclass(frozen=True)
-class Search:
-    """All trials, largest microbatches first. `str()` gives a table.
-
-    Args:
-      trials: the compiled settings.
-      best: the largest microbatch that fits, with the least recomputation; `None` if nothing fits.
-      policies: the candidates for `compute.saved`; empty if nothing fits.
-    """
-
-    trials: tuple[Trial, ...]
-    best: Trial | None
-    policies: tuple[Policy, ...]
-
-    def __str__(self) -> str:
-        head = ("microbatches", "sequences at a time", "needs", "fits", "recomputed")
-        rows = [(*head, "expected step (s)", "saved")]
-        for trial in self.trials:
-            rows.append(
-                (
-                    f"{trial.microbatches:,}",
-                    f"{trial.report.batch_size // trial.microbatches:,}",
-                    needed_text(trial.report),
-                    ("yes" if trial.fits else "no") + (", best" if trial is self.best else ""),
-                    f"{trial.recomputed:.1%} of FLOPs",
-                    step_text(trial.report),
-                    ", ".join(trial.saved) or "nothing",
-                )
-            )
-        return f"{columns(rows)}\n\n{self.verdict}"
-
-    def as_json(self) -> dict[str, Any]:
-        """JSON values: the settings of each trial, its memory in bytes and time in seconds."""
-        trials = [
-            {
-                "microbatches": trial.microbatches,
-                "saved": trial.saved,
-                "recomputed": trial.recomputed,
-                "flags": trial.flags,
-                **needs_as_json(trial.report),
-            }
-            for trial in self.trials
-        ]
-        best = None if self.best is None else self.trials.index(self.best)
-        return {"trials": trials, "best": best}
-
-    @property
-    def verdict(self) -> str:
-        if self.best is None:
-            return "nothing fits, even with one sequence at a time and nothing saved"
-        text = "the largest microbatch that fits, with the least recomputation:\n"
-        text += f"  {' '.join(self.best.flags)}"
-        timed = [trial for trial in self.trials if step_seconds(trial.report) is not None]
-        fastest = min(timed, key=lambda one: step_seconds(one.report) or 0, default=self.best)
-        if fastest is not self.best:
-            text += f"\nthe fastest trial, by the estimate:\n  {' '.join(fastest.flags)}"
-        return text
+def _mesh_flags(sizes: dict[str, int]) -> tuple[str, ...]:
+    return tuple(f"--fdl.mesh.{axis}={size}" for axis, size in sizes.items())
 
 
 def search(
@@ -184,102 +160,50 @@ def search(
     target: Target,
     tell: Tell = lambda line: None,
     known: Report | None = None,
-) -> Search:
-    """Searches for settings of `experiment` that fit the memory of `target`.
+) -> Trials:
+    """Searches for the fastest settings of `experiment` that fit the memory of `target`.
 
-    Args:
-      experiment: its mesh is made of `target.devices()`, as for `lmlib.plan.planner.plan`.
-      target: its memory is known.
-      tell: receives progress, a line at a time.
-      known: the plan of `experiment` as it is, if it was made already.
+    First comes the smallest number of microbatches that fits if nothing is saved, then the most
+    that can be saved with it and with the next larger numbers. `known` is the plan of `experiment`
+    as it is, if it was made already.
     """
     experiment, _ = compilable(experiment, target)
-    searcher = _Searcher(experiment, target, tell)
-    if known is not None and not experiment.compute.saved:
-        searcher.add(experiment.microbatches, _NOTHING, known)
-    return searcher.search()
+    tried: dict[tuple[int, tuple[str, ...]], Trial] = {}
+
+    def fits(count: int, saved: tuple[str, ...]) -> bool:
+        return bool(attempt(count, saved).fits)
+
+    def attempt(count: int, saved: tuple[str, ...]) -> Trial:
+        if (count, saved) not in tried:
+            flags = (f"--fdl.microbatches={count}", _saved_flag(saved))
+            changed = keeping(dataclasses.replace(experiment, microbatches=count), saved)
+            is_known = count == experiment.microbatches and saved == experiment.compute.saved
+            report = known if known and is_known else _try(flags, changed, target, tell)
+            tried[count, saved] = Trial(flags, report)
+        return tried[count, saved]
+
+    counts = microbatch_counts(experiment)
+    first = bisect.bisect_left(counts, True, key=lambda count: fits(count, ()))
+    if first < len(counts):
+        tell("counting the FLOPs that each saved activation spares")
+        candidates = policies(experiment)
+        for count in counts[first : first + 1 + _MORE_COUNTS]:
+            # Each candidate needs less memory than the one before.
+            at = bisect.bisect_left(candidates, True, key=functools.partial(fits, count))
+            if at < len(candidates) and attempt(count, candidates[at]).recomputed == 0:
+                break  # fewer sequences at a time gain nothing more
+    return Trials(_sorted(list(tried.values())))
 
 
-_NOTHING = Policy(saved=(), bytes=0)
-_Choice = tuple[int, Policy]  # the number of microbatches, and what to save
+def _try(flags: Sequence[str], experiment: Experiment, target: Target, tell: Tell) -> Report:
+    tell(f"trying {' '.join(flags)}")
+    report = plan(experiment, target)
+    tell(report.memory.verdict)
+    return report
 
 
-class _Searcher:
-    def __init__(self, experiment: Experiment, target: Target, tell: Tell) -> None:
-        self._experiment = experiment
-        self._target = target
-        self._tell = tell
-        self._trials: dict[_Choice, Trial] = {}
-
-    def add(self, count: int, policy: Policy, report: Report) -> None:
-        self._trials[count, policy] = Trial(count, policy.saved, report)
-
-    def search(self) -> Search:
-        counts = microbatch_counts(self._experiment)
-        self._try(self._experiment.microbatches, _NOTHING)  # the first prediction starts from it
-        least = self._first_that_fits([(count, _NOTHING) for count in counts])
-        best, candidates = None, tuple[Policy, ...]()
-        if least is not None:
-            self._tell("counting the FLOPs that each saved activation spares")
-            candidates = policies(self._experiment)
-            first = counts.index(least.microbatches)
-            for count in counts[first : first + 1 + _MORE_COUNTS]:
-                found = self._first_that_fits([(count, policy) for policy in candidates])
-                best = best or found
-                if found is not None and found.recomputed == 0:
-                    break  # fewer sequences at a time gain nothing more
-        trials = sorted(self._trials.values(), key=lambda one: (one.microbatches, -len(one.saved)))
-        return Search(tuple(trials), best, candidates)
-
-    def _first_that_fits(self, choices: Sequence[_Choice]) -> Trial | None:
-        """Bisects `choices`, each of which needs less memory than the one before."""
-        low, high = -1, len(choices)  # choices up to low don't fit, and those from high on do
-        while high - low > 1:
-            between = range(low + 1, high)
-            if high < len(choices) and self._fraction(*choices[high - 1]) > _HOPELESS:
-                break
-            hopeful = [at for at in between if self._fraction(*choices[at]) <= 1]
-            at = hopeful[0] if hopeful else between[-1]
-            if self._try(*choices[at]).fits:
-                high = at
-            else:
-                low = at
-        return self._trials[choices[high]] if high < len(choices) else None
-
-    def _try(self, count: int, policy: Policy) -> Trial:
-        if (count, policy) not in self._trials:
-            saved = ", ".join(policy.saved) or "nothing"
-            self._tell(f"trying microbatches={count}, saved: {saved}")
-            changed = dataclasses.replace(self._experiment, microbatches=count)
-            report = plan(keeping(changed, policy.saved), self._target)
-            self._tell(report.memory.verdict)
-            self.add(count, policy, report)
-        return self._trials[count, policy]
-
-    def _fraction(self, count: int, policy: Policy) -> float:
-        """Predicts memory ÷ capacity from the most similar trial."""
-        nearest, known = min(
-            self._trials,
-            key=lambda tried: (
-                abs(tried[0] - count) / count,
-                abs(len(tried[1].saved) - len(policy.saved)),
-            ),
-        )
-        memory = self._trials[nearest, known].report.memory
-        assert memory.capacity is not None
-        # State and gradients keep their size. The rest grows with the sequences at a time.
-        weights = memory.parameters + memory.frozen + memory.reference_model + memory.gradients
-        staying = weights + memory.optimizer_state + memory.batch
-        working = memory.step - staying - self._saved_bytes(nearest, known)
-        guess = staying + working * nearest / count + self._saved_bytes(count, policy)
-        return guess / memory.capacity
-
-    def _saved_bytes(self, count: int, policy: Policy) -> float:
-        return policy.bytes * self._experiment.microbatches / count
-
-
-def policies(experiment: Experiment) -> tuple[Policy, ...]:
-    """Returns policies from all names to none; each has one name less than the one before.
+def policies(experiment: Experiment) -> tuple[tuple[str, ...], ...]:
+    """Returns values of `compute.saved` from all names to none; each has one name less.
 
     The next name to go spares the fewest FLOPs per byte, as counted in the traced step; among names
     that spare none it is the largest. A name spares more FLOPs once others are gone, because more
@@ -304,7 +228,7 @@ def policies(experiment: Experiment) -> tuple[Policy, ...]:
             del bounds[lowest]
             saved = tuple(name for name in saved if name != lowest)
             found.append(saved)
-    return tuple(Policy(saved, sum(sizes[name] for name in saved)) for saved in found)
+    return tuple(found)
 
 
 def _sizes(experiment: Experiment) -> dict[str, int]:
@@ -327,78 +251,13 @@ def _recomputed_flops(
     return count_flops(traced).of("recomputation")
 
 
-@dataclasses.dataclass(frozen=True)
-class MeshTrial:
-    """The plan on a mesh of these axis sizes, or the reason why there is none."""
-
-    sizes: dict[str, int]
-    outcome: Report | str
-
-    @property
-    def flags(self) -> tuple[str, ...]:
-        """The sizes as flags of `python -m runner`."""
-        return tuple(f"--fdl.mesh.{axis}={size}" for axis, size in self.sizes.items())
-
-    @property
-    def step_seconds(self) -> float | None:
-        return None if isinstance(self.outcome, str) else step_seconds(self.outcome)
-
-
-@dataclasses.dataclass(frozen=True)
-class MeshSearch:
-    """All trials, the fastest first. `str()` gives a table."""
-
-    trials: tuple[MeshTrial, ...]
-
-    @property
-    def best(self) -> MeshTrial | None:
-        """The fastest by the estimate; `None` if nothing fits or no time is known."""
-        return next((one for one in self.trials if one.step_seconds is not None), None)
-
-    def __str__(self) -> str:
-        rows = [("mesh", "needs", "fits", "expected step (s)", "MFU", "sent by each device")]
-        impossible = []
-        for trial in self.trials:
-            report = trial.outcome
-            if isinstance(report, str):
-                impossible.append(f"{sizes_text(trial.sizes)}: {report}")
-                continue
-            timed, sent = report.estimate and trial.step_seconds, _sent(report)
-            rows.append(
-                (
-                    sizes_text(trial.sizes) or "1 device",
-                    needed_text(report),
-                    fits_text(report),
-                    step_text(report),
-                    f"{report.estimate.mfu:.1%}" if timed and report.estimate else "",
-                    "" if sent is None else bytes_text(sent),
-                )
-            )
-        lines = [columns(rows), *impossible]
-        if self.best is not None:
-            lines += ["", "the fastest, by the estimate:", f"  {' '.join(self.best.flags)}"]
-        return "\n".join(lines)
-
-    def as_json(self) -> dict[str, Any]:
-        """JSON values: the sizes of each trial, its memory and traffic in bytes, its seconds."""
-        trials = []
-        for trial in self.trials:
-            fields: dict[str, Any] = {"mesh": trial.sizes, "flags": trial.flags}
-            if isinstance(trial.outcome, str):
-                fields["impossible"] = trial.outcome
-            else:
-                fields |= needs_as_json(trial.outcome) | {"bytes_sent": _sent(trial.outcome)}
-            trials.append(fields)
-        return {"trials": trials}
-
-
 def search_meshes(
     experiment: Experiment,
     target: Target,
     axes: Sequence[str],
     tell: Tell = lambda line: None,
     known: Report | None = None,
-) -> MeshSearch:
+) -> Trials:
     """Plans `experiment` on every division of its devices among `axes` and `fsdp`.
 
     The other axes keep their sizes.
@@ -410,21 +269,98 @@ def search_meshes(
       ValueError: if one of `axes` is not a mesh axis, or is `fsdp`.
     """
     check_axes(axes)
-    trials = []
+    trials, impossible = [], []
     for mesh in divisions(experiment.mesh, axes):
         changed = dataclasses.replace(experiment, mesh=mesh)
-        sizes = {axis: mesh.shape[axis] for axis in (REST, *axes)}
-        tell(f"trying {', '.join(f'{axis} {size}' for axis, size in sizes.items())}")
+        flags = _mesh_flags({axis: mesh.shape[axis] for axis in (REST, *axes)})
         try:
             changed.check()
         except ValueError as error:  # for example, more devices along `expert` than experts
-            trials.append(MeshTrial(sizes, str(error)))
+            impossible.append((flags, str(error)))
             continue
-        report = known if known and mesh == experiment.mesh else plan(changed, target)
-        tell(report.memory.verdict)
-        trials.append(MeshTrial(sizes, report))
-    return MeshSearch(tuple(sorted(trials, key=lambda trial: trial.step_seconds or math.inf)))
+        report = known if known and mesh == experiment.mesh else None
+        trials.append(Trial(flags, report or _try(flags, changed, target, tell)))
+    return Trials(_sorted(trials), tuple(impossible))
 
 
-def _sent(report: Report) -> int | None:
-    return None if report.collectives is None else report.collectives.bytes_sent_per_step
+def advise(
+    experiment: Experiment, target: Target, report: Report, tell: Tell = lambda line: None
+) -> Trials:
+    """Compiles changes of `experiment` that may need less memory, beside the experiment itself.
+
+    `report` is the plan of `experiment` for `target`.
+    """
+    experiment, _ = compilable(experiment, target)
+    tried = [Trial((), report)]
+    for flags, changed in changes(experiment, report.memory):
+        tried.append(Trial(flags, _try(flags, changed, target, tell)))
+    return Trials(_sorted(tried))
+
+
+def changes(experiment: Experiment, memory: Memory) -> Iterator[tuple[tuple[str, ...], Experiment]]:
+    """Yields the changes that the model and the mesh allow, as flags and as an experiment.
+
+    Settings that belong together change together. `memory` counts the step of `experiment`.
+    """
+    for flags, changed in _candidates(experiment, memory):
+        try:
+            changed.check()
+        except ValueError:  # for example, the mesh does not divide the heads
+            continue
+        yield flags, changed
+
+
+def _candidates(
+    experiment: Experiment, memory: Memory
+) -> Iterator[tuple[tuple[str, ...], Experiment]]:
+    mesh, compute = experiment.mesh, experiment.compute
+
+    def changed(*flags: str, **settings: Any) -> tuple[tuple[str, ...], Experiment]:
+        return flags, dataclasses.replace(experiment, **settings)
+
+    # Fewer sequences at a time.
+    more = [count for count in microbatch_counts(experiment) if count > experiment.microbatches]
+    if more:
+        yield changed(f"--fdl.microbatches={more[0]}", microbatches=more[0])
+
+    # Without the largest of the activations that are saved by choice.
+    names = compute.kept(experiment.recipe.made.names.saved)
+    sizes = {each.name: each.bytes_per_device for each in memory.saved if each.name in names}
+    if sizes:
+        others = tuple(name for name in names if name != max(sizes, key=lambda one: sizes[one]))
+        yield (_saved_flag(others),), keeping(experiment, others)
+
+    # Weights and moments split over devices that held copies of them, within a slice.
+    wider = with_fewer_copies(mesh)
+    if wider is not None:
+        yield changed(*_differences(mesh, wider), mesh=wider)
+
+    sequence_parallel = dataclasses.replace(compute, sequence_parallel=True)
+    if pieces(along("mlp"), mesh) > 1 and not compute.sequence_parallel:
+        yield changed(_SEQUENCE_PARALLEL, compute=sequence_parallel)
+
+    # Twice the tensor parallelism. Half as many devices share the batch, so twice the microbatches
+    # keep the sequences that a device has at a time.
+    smaller = with_smaller_parts(mesh)
+    if smaller is not None:
+        count = 2 * experiment.microbatches
+        flags = (*_differences(mesh, smaller), _SEQUENCE_PARALLEL, f"--fdl.microbatches={count}")
+        yield changed(*flags, mesh=smaller, microbatches=count, compute=sequence_parallel)
+
+    if experiment.trainable is not None and experiment.frozen_dtype != "int8":
+        yield changed("--fdl.frozen_dtype=int8", frozen_dtype="int8")
+
+    # Half as many logits at a time, where they are among the largest arrays.
+    vocab = experiment.recipe.made.vocab // pieces(along("vocab"), mesh)
+    for array in memory.largest_arrays:
+        if array.shape[1:] == (vocab,) and array.shape[0] > 1:
+            chunk = array.shape[0] // 2
+            smaller_loss = dataclasses.replace(compute, loss_chunk=chunk)
+            yield changed(f"--fdl.compute.loss_chunk={chunk}", compute=smaller_loss)
+            break
+
+
+def _differences(before: Mesh, after: Mesh) -> tuple[str, ...]:
+    return _mesh_flags({
+        axis: size for axis, size in after.shape.items() if size != before.shape[axis]
+    })  # fmt: skip

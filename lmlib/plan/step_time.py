@@ -89,44 +89,26 @@ def compute_time(
 ) -> tuple[ScopeTime, ...]:
     """Returns the compute time by scope, phase and loop, in the order of the model.
 
-    Args:
-      accelerator: its bfloat16 peak and memory bandwidth must be known.
-      scopes: the scopes to distinguish, in order.
+    The accelerator's bfloat16 peak and memory bandwidth must be known.
     """
-    sums: dict[tuple[str, str, bool], _Sums] = {}
+    works: dict[tuple[str, str, bool], list[tuple[float, float, float, float]]] = {}
     bandwidth = (accelerator.memory_bandwidth or math.inf) * MEMORY_EFFICIENCY
     for one in matmuls:
-        own = sums.setdefault((one.scope, one.phase, one.in_layers), _Sums())
         by_flops = one.device_flops / _matmul_rate(one, accelerator)
         by_memory = one.device_bytes / bandwidth
-        own.flops += one.device_flops
-        own.bytes += one.device_bytes
-        own.seconds += max(by_flops, by_memory)
-        own.seconds_of_flops += by_flops if by_flops >= by_memory else 0.0
+        limited_by_flops = by_flops if by_flops >= by_memory else 0.0
+        work = (one.device_flops, one.device_bytes, max(by_flops, by_memory), limited_by_flops)
+        works.setdefault((one.scope, one.phase, one.in_layers), []).append(work)
     for moved in traffic:
-        own = sums.setdefault((moved.scope, moved.phase, moved.in_layers), _Sums())
-        own.bytes += moved.bytes
-        own.seconds += moved.bytes / bandwidth
+        work = (0.0, moved.bytes, moved.bytes / bandwidth, 0.0)
+        works.setdefault((moved.scope, moved.phase, moved.in_layers), []).append(work)
+    found = []
+    for key in works:
+        flops, size, seconds, limited_by_flops = map(math.fsum, zip(*works[key], strict=True))
+        limit = "FLOPs" if limited_by_flops >= seconds / 2 else "memory"
+        found.append(ScopeTime(*key, flops, size, seconds, limit))
     order = [(phase, scope) for phase in PHASES for scope in (*scopes, OTHER)]
-    return tuple(
-        ScopeTime(*key, own.flops, own.bytes, own.seconds, own.limit)
-        for key, own in sorted(sums.items(), key=lambda item: order.index((item[0][1], item[0][0])))
-    )
-
-
-@dataclasses.dataclass
-class _Sums:
-    """Sums of one scope. `seconds_of_flops` counts matmuls that are limited by FLOPs, not
-    memory."""
-
-    flops: float = 0.0
-    bytes: float = 0.0
-    seconds: float = 0.0
-    seconds_of_flops: float = 0.0
-
-    @property
-    def limit(self) -> str:
-        return "FLOPs" if self.seconds_of_flops >= self.seconds / 2 else "memory"
+    return tuple(sorted(found, key=lambda one: order.index((one.phase, one.scope))))
 
 
 def _matmul_rate(one: Matmul, accelerator: Accelerator) -> float:
@@ -167,12 +149,9 @@ def communication_time(
     mesh: Mesh,
     accelerator: Accelerator,
 ) -> tuple[CollectiveTime, ...] | None:
-    """Returns the time of the collectives. Overlapping ones hide behind compute of their own loop.
+    """Returns the time of the collectives, or `None` if a route between devices is unknown.
 
-    Returns `None` if a route between devices is unknown.
-
-    Args:
-      compute_seconds: compute time of each of `LOOPS`.
+    Overlapping collectives hide behind `compute_seconds` of their own loop, one of `LOOPS`.
     """
     unused = dict(compute_seconds)  # compute that hides no collective yet
     found = []
@@ -209,13 +188,9 @@ def communication_time(
 class Route:
     """The network between the devices of one group.
 
-    Args:
-      inside: devices of the group in one slice or host, joined by links.
-      outside: slices or hosts that the group spans.
-      link_bandwidth: bytes/s of a device over its links to the others of its group.
-      network_bandwidth: bytes/s of a device to other slices or hosts.
-      latency: seconds of a message to the farthest device, over all hops.
-      mean_hops: mean number of links between two devices of a slice or host.
+    `inside` counts its devices in one slice or host, joined by links, and `outside` the slices or
+    hosts. Bandwidths are bytes/s of a device; `latency` is in seconds to the farthest device.
+    `mean_hops` is the mean number of links between two devices of a slice or host.
     """
 
     inside: int

@@ -22,17 +22,10 @@ _FASTER = {"f8e4m3fn": "float8_e4m3fn", "f8e4m3fnuz": "float8_e4m3fnuz", "s8": "
 class Work:
     """The work of one execution of an instruction on one device.
 
-    Args:
-      name: the instruction's name.
-      operation: the JAX primitive that it ends with, or XLA's opcode.
-      scope, phase: as named by lmlib.plan.scopes.
-      in_layers: True inside the loop over layers.
-      sends: True for a collective.
-      calls: names of the instructions that it calls and waits for, as a loop does.
-      flops: FLOPs of its matmuls; `None` if the text does not show them, as for library kernels,
-        and for the convolutions that XLA makes of matmuls for TPUs.
-      bytes: bytes read from and written to the device's memory.
-      dtype: operand dtype of its matmuls, in XLA's spelling; "" if it has none.
+    `operation` is the JAX primitive that it ends with, or XLA's opcode. `calls` names the
+    instructions that it calls and waits for, as a loop does. `flops` counts its matmuls; `None` if
+    the text does not show them, as for library kernels and TPUs' convolutions. `dtype` is their
+    operand dtype in XLA's spelling, or "".
     """
 
     name: str

@@ -54,14 +54,9 @@ class Kernel:
 class StepProfile:
     """The time of one step on one device; `str()` formats it as tables.
 
-    Args:
-      kernels: the slowest first.
-      steps, devices: the numbers that were averaged over.
-      step_seconds: from the start of the first step to the end of the last, divided by their
-        number.
-      busy_seconds: time during which at least one kernel ran.
-      accelerator: `None` if its speed is unknown.
-      expected: the estimate of `runner.plan`, without collectives; `None` if unknown.
+    `kernels` has the slowest first. `step_seconds` is a mean over `steps` and `devices`; at
+    least one kernel ran during `busy_seconds` of it. `expected` is the estimate of `runner.plan`
+    without collectives; `None` if unknown.
     """
 
     kernels: tuple[Kernel, ...]
@@ -154,19 +149,11 @@ def step_profile(
     accelerator: Accelerator | None = None,
     matmuls: Sequence[Matmul] | None = None,
 ) -> StepProfile:
-    """Aggregates a trace of a compiled step.
+    """Aggregates a trace that has `steps` complete steps of the program with this text.
 
-    Args:
-      executions: the trace's executions; executions of other programs are ignored.
-      program_text: the step's text, `compiled.as_text()`.
-      steps: complete steps in the trace.
-      scopes: the scopes to distinguish (`lmlib.plan.scopes.scopes_of`).
-      accelerator: the traced device's accelerator, for the roofline.
-      matmuls: of the traced step (`lmlib.plan.flops.count_flops`), for the estimate of
-        `runner.plan`.
-
-    Raises:
-      TraceError: if the trace has no instruction of the program.
+    Executions of other programs are ignored. `matmuls` of the traced step
+    (`lmlib.plan.flops.count_flops`) give the estimate of `runner.plan`. Raises TraceError if the
+    trace has no instruction of the program.
     """
     program = read_program(program_text)
     heading = re.match(r"HloModule ([\w.\-]+)", program_text)

@@ -95,16 +95,10 @@ def where_the_time_went(
     steps: int,
     check: Callable[[], None] = lambda: None,
 ) -> str:
-    """Returns tables of the time in the newest trace, next to the estimates of `runner.plan`.
+    """Returns tables of the time in the newest trace of `folder`, beside the estimates of plan.
 
-    Estimates are included if the devices are known. A table of all kernels is written to
-    folder/kernels.txt. If a file cannot be read or written, the returned text says so.
-
-    Args:
-      folder: the folder of the trace.
-      compiled: the traced program.
-      steps: the number of traced steps.
-      check: as in `write_whole`.
+    All kernels are written to folder/kernels.txt. If a file cannot be read or written, the text
+    says so. `check` is as in `write_whole`.
     """
     program = compiled.as_text()
     assert program is not None  # XLA programs always have a text

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-ON_CPUS = ("test_mesh_search.py", "test_search.py", "test_teachers.py")
+ON_CPUS = ("test_teachers.py",)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

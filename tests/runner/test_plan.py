@@ -85,13 +85,10 @@ def test_an_override_may_stand_apart_from_its_value_and_be_written_as_a_float():
     [
         ((), "give --fdl_config"),
         ((*SMALL, "--search"), "give --topology, for example v5e:16x16; there are v4, v5e"),
-        ((*SMALL, "--topology=v5e:3x4"), "sizes above 1 must be even"),
         ((*SMALL, "--topology=zx81:1"), "'zx81:1' is not a topology: write v5e:16x16"),
         ((*SMALL, "--topology=cpu:8", "--search"), "how much memory cpu:8 has is unknown"),
         ((*SMALL, "--topology=cpu:8", "--network=0"), "--network=0.0: GB/s, above 0, like 12.5"),
         ((*SMALL, "--topology=cpu:3"), "axis 'embed' of size 64 cannot be split"),
-        ((*SMALL, "--topology=cpu:8", "--fdl.model.heds=3"), "Did you mean heads"),
-        ((*SMALL, "--topology=cpu:8", "extra"), "unknown argument 'extra'"),
     ],
 )
 def test_a_mistake_is_told_in_one_line(flags, told):

@@ -63,8 +63,7 @@ def transformer(
       positions: makes learned positions.
       embedding_deviation: standard deviation of initial embeddings; `None`: 1, or 1/2 for a tied
         table. The last norm's initial scale then gives the logits of a tied table a standard
-        deviation of embed^-1/2, so the first loss is ln(vocab) to within 0.1. For the choice of
-        these values see benchmarks/initial_values.py.
+        deviation of embed^-1/2, so the first loss is ln(vocab) to within 0.1.
       logits_scale, decoder: further arguments of `Decoder`.
 
     Raises:
