@@ -1,4 +1,4 @@
-"""Converts seqax's flat tokens to this library's, for data sets that a user keeps."""
+"""Converts seqax's flat tokens to this library's, for `python -m data_tools.convert`."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Text output of the inspect commands about a split: content, samples, damage."""
+"""Prints the content, samples and damage of a split, for the inspect commands."""
 
 import textwrap
 from collections import Counter

@@ -1,11 +1,11 @@
 """Local files of mixed formats as one source of rows.
 
-`READERS` has the formats of rows. A file with another suffix is a text.
+For every command that reads text, and `runner.evaluate --data`. `READERS` has the formats of rows;
+a file with another suffix is a text.
 """
 
 import hashlib
 import os
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, groupby
 from pathlib import Path
@@ -108,11 +108,6 @@ class Files:
             "bytes": sum(self._sizes),
             "listing_sha256": hashlib.sha256(listing.encode()).hexdigest(),
         }
-
-    @property
-    def kinds_of_text(self) -> dict[str, int]:
-        """Returns the number of text files with each suffix, the most frequent first."""
-        return dict(Counter(map(kind, filter(_is_text, self._files))).most_common())
 
     def blocks(self, shard: int, shards: int, position: Any = None) -> Iterator[Block]:
         """See `RowSource.blocks`. Raises OSError, naming the file, if one cannot be read."""

@@ -1,4 +1,7 @@
-"""Conversion between texts and the token ids of a data set."""
+"""Conversion between texts and the token ids of a data set.
+
+For generation, samples, evaluation and exports, and for data_tools.
+"""
 
 import functools
 import re

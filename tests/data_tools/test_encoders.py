@@ -2,7 +2,6 @@
 
 import functools
 import json
-import multiprocessing
 import pickle
 import random
 import subprocess
@@ -222,18 +221,6 @@ print(len(text), len(ids), int(peak.group(1)) // 1024)
     )
     size, count, mebibytes = map(int, done.stdout.split())
     assert size > 30e6 and count > 5e6 and mebibytes < 700
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("style", STYLES)
-def test_pickling(style: str) -> None:
-    texts = ["Hello world", "naïve café"]
-    again = pickle.loads(pickle.dumps(encoder(style)))
-    assert_same_ids(again, trained(style), texts)
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        assert np.array_equal(
-            pool.apply(encoder(style).encode, (texts,))[0], again.encode(texts)[0]
-        )
 
 
 def test_raw_bytes() -> None:

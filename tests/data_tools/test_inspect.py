@@ -209,9 +209,6 @@ def test_the_status_of_the_command(tmp_path: Path) -> None:
     sentinels(
         [
             ("", "give one data set or split; see --help"),
-            ("data other", "give one data set or split; see --help"),
-            ("other", "there is no folder other"),
-            ("other.json", "there is no folder other.json"),
             ("data --batch=-1", "flag --batch=-1: -1 is not a non-negative integer"),
             ("data --cheque=1", "Unknown command line flag 'cheque'"),
             ("data --batch=0 --verify", "--batch and --verify are two commands: give one of them"),
@@ -290,9 +287,6 @@ def test_text_of_a_conversation_that_is_no_target_is_marked(tmp_path: Path) -> N
     ]
     assert text.splitlines()[0] == "row 0: 12 tokens, 6 targets in the loss"
     assert "targets (105)  (63)  (32)   121   101   115    46  (79)" in text
-    assert "\033[90m    ┊ Hi? \033[0m\n    │ yes." in row_text(
-        batch, 0, decode, masked=True, colours=True
-    )
     described = description_text(describe_split(tmp_path / "train"))
     assert re.search(r"content +conversations\n", described)
     assert re.search(r"targets +6, 46.2% of the tokens\n", described)

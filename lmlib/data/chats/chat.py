@@ -1,9 +1,10 @@
 """Chats rendered as text by the template of a tokenizer.
 
-A template is a program in Jinja's language, and may be untrusted. It runs in Jinja's sandbox, in a
-separate process with little memory and time (`ChatRenderer`), and sees only plain data.
+For prepare_chats, generation, evaluation and exports. A template is a program in Jinja's language,
+and may be untrusted: it runs in a sandbox in a separate process (`ChatRenderer`).
 """
 
+import contextlib
 import functools
 import json
 from collections.abc import Mapping, Sequence
@@ -115,21 +116,10 @@ class ChatTemplate:
             much memory or time.
           OSError: see `ChatRenderer.ask`.
         """
-        return self._rendered(Chat(messages, tools, add_generation_prompt), now, variables)
+        return self.render_chat(Chat(messages, tools, add_generation_prompt), now, **variables)
 
-    def render_all(
-        self, chats: Sequence[Chat], now: datetime | None = None, **variables: Any
-    ) -> list[Rendered | ValueError]:
-        """Returns each chat's text, or the ValueError raised by `render`; OSErrors are raised."""
-        found: list[Rendered | ValueError] = []
-        for chat in chats:
-            try:
-                found.append(self._rendered(chat, now, variables))
-            except ValueError as error:
-                found.append(error)
-        return found
-
-    def _rendered(self, chat: Chat, now: datetime | None, variables: Mapping[str, Any]) -> Rendered:
+    def render_chat(self, chat: Chat, now: datetime | None = None, **variables: Any) -> Rendered:
+        """Renders a chat, with the texts of its turns; see `render` for the errors."""
         check_messages(chat.messages)
         several = chat.tools is not None and WITH_TOOLS in self.sources
         question = {
@@ -241,13 +231,13 @@ def after_answer(template: ChatTemplate, role: str = "user") -> tuple[str, str]:
     said = f"answer {uuid4().hex}"
     chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": said}]
     more = [*chat, {"role": role, "content": "?"}]
-    ended, longer = template.render_all([Chat(chat), Chat(more)])
-    if isinstance(ended, ValueError):
-        return "", ""
-    after = ended.text.rpartition(said)[2]
-    if isinstance(longer, ValueError) or not longer.text.startswith(ended.text):
-        return after, ""
-    return after, longer.text[len(ended.text) :]
+    after = following = ""
+    with contextlib.suppress(ValueError):
+        ended = template.render(chat).text
+        after = ended.rpartition(said)[2]
+        longer = template.render(more).text
+        following = longer[len(ended) :] if longer.startswith(ended) else ""
+    return after, following
 
 
 def answer_ends(template: ChatTemplate, codec: TextCodec) -> set[int]:
