@@ -4,13 +4,11 @@ A command calls the functions that define the flags it needs, and then adopts th
 """
 
 import os
-import sys
 
 from absl import flags
 
 from data_tools.held_out import VALIDATION, Part
 from data_tools.rows.block import Field, RowSource, TextField
-from data_tools.rows.files import Files
 from data_tools.rows.source import row_source
 from data_tools.tokenizer import Tokenizer, load_tokenizer
 
@@ -97,11 +95,8 @@ def texts() -> RowSource:
 
 
 def rows(field: Field, document_separator: str | None = None) -> RowSource:
-    """Returns the rows that the flags describe; see `row_source` for the arguments and errors.
-
-    Without a pattern, prints the number of text files by suffix on stderr if there are several.
-    """
-    found = row_source(
+    """Returns the rows that the flags describe; see `row_source` for the arguments and errors."""
+    return row_source(
         FLAGS.dataset,
         name=FLAGS.name,
         split=FLAGS.split,
@@ -109,11 +104,6 @@ def rows(field: Field, document_separator: str | None = None) -> RowSource:
         pattern=FLAGS.pattern,
         document_separator=document_separator,
     )
-    kinds = found.kinds_of_text if isinstance(found, Files) and FLAGS.pattern is None else {}
-    if len(kinds) > 1:
-        counts = ", ".join(f"{count:,} {suffix or 'without'}" for suffix, count in kinds.items())
-        print(f"text files by suffix: {counts}; --pattern chooses some", file=sys.stderr)
-    return found
 
 
 def tokenizer() -> Tokenizer:

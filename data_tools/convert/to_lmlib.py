@@ -1,4 +1,4 @@
-"""Converts seqax's flat tokens to this library's, for data sets that a user keeps."""
+"""Converts seqax's flat tokens to this library's, for `python -m data_tools.convert`."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 
 from data_tools.command_line import Progress, no_progress
-from data_tools.inspect.description import BLOCK_LENGTH, blocks
 from data_tools.tokenizer import Tokenizer
 from lmlib.data.stored.data_path import data_path, is_seqax_split
 from lmlib.data.stored.journal import FILE_LENGTH
@@ -20,6 +19,8 @@ from lmlib.data.stored.metadata import (
 )
 from lmlib.data.stored.seqax import SeqaxSplit
 from lmlib.data.stored.shard_writer import ShardWriter
+
+BLOCK_LENGTH = 4 * 1024 * 1024  # tokens; a few tens of megabytes in memory
 
 
 def to_lmlib(
@@ -96,7 +97,9 @@ def _whole_documents(
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yields tokens (int64) of complete documents from `start` on, and the documents' lengths."""
     begun: list[np.ndarray] = []  # the unfinished document
-    for tokens, begins in blocks(split, start, block_length):
+    for block_start in range(start, split.tokens, block_length):
+        stop = min(block_start + block_length, split.tokens)
+        tokens, begins, _ = split.read(block_start, stop).result()
         if not begun and not begins[0]:
             raise DamagedDataError(f"{folder} begins in the middle of a document")
         starts = np.flatnonzero(begins)

@@ -1,9 +1,8 @@
 """The interface of encoders, and two simple ones: raw bytes, and Hugging Face `tokenizers`.
 
-Imports little, so that a worker process starts without JAX.
+For every command that encodes text. Imports little, so that a worker starts without JAX.
 """
 
-import json
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
@@ -11,11 +10,9 @@ import numpy as np
 import tokenizers
 
 from lmlib.data.text import read_tokenizer, tokenizers_errors
-from lmlib.data.tokenizer_limits import growth
 
 # `tokenizers` needs up to 380 bytes of memory per byte of text (measured).
 MAX_TEXT_BYTES = 1 << 20  # for one text or a batch
-_MAX_NORMALIZED = 4 << 20  # characters; few normalizers lengthen a text
 
 
 class UnsuitableError(ValueError):
@@ -85,9 +82,6 @@ class HuggingFaceEncoder:
         """Raises ValueError if the text describes no tokenizer."""
         self._tokenizer_json = tokenizer_json
         self._tokenizer = read_tokenizer(tokenizer_json)
-        grown = growth(json.loads(self._tokenizer.to_str()), "normalizer")
-        # A longer text may exceed `_MAX_NORMALIZED`.
-        self._sure_bytes = min(MAX_TEXT_BYTES, _MAX_NORMALIZED // grown)
 
     def size(self, text: str) -> int:
         size = utf8_size(text)
@@ -96,20 +90,11 @@ class HuggingFaceEncoder:
                 f"has {size:,} bytes of text, but this tokenizer takes at most "
                 f"{MAX_TEXT_BYTES:,} at once: cut it into several rows"
             )
-        if size > self._sure_bytes:
-            with tokenizers_errors("`tokenizers` cannot normalize it"):
-                length = len(self._tokenizer.normalizer.normalize_str(text))
-            if length > _MAX_NORMALIZED:
-                raise ValueError(
-                    f"has {size:,} bytes of text, of which this tokenizer's normalizer makes "
-                    f"{length:,} characters, more than {_MAX_NORMALIZED:,}: cut it into several"
-                    " rows"
-                )
         return size
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         encoded: list[tokenizers.Encoding] = []
-        for batch in batches(texts, [self.size(text) for text in texts], self._sure_bytes):
+        for batch in batches(texts, [self.size(text) for text in texts], MAX_TEXT_BYTES):
             what = f"`tokenizers` cannot encode a batch that begins {batch[0][:40]!r}"
             with tokenizers_errors(f"leave the text out or cut it: {what}"):
                 encoded += self._tokenizer.encode_batch_fast(batch, add_special_tokens=False)

@@ -1,4 +1,4 @@
-r"""Pre-tokenization of byte-level tokenizers, as patterns for tiktoken's engine.
+r"""Pre-tokenization of byte-level tokenizers, as patterns for `ByteLevelEncoder`.
 
 `tokenizers` matches with Oniguruma, tiktoken with the Rust crates regex and fancy-regex, and their
 Unicode versions differ. `\p{L}`, `\p{N}` and `\s` are therefore read from `tokenizers` itself and
@@ -37,8 +37,6 @@ _LLAMA3_PATTERN = (
 )
 _QWEN2_PATTERN = _LLAMA3_PATTERN.replace("[{N}]{1,3}", "[{N}]")
 
-_LONG_WHITESPACE = 1000  # characters; far below the limit of fancy-regex's backtracking
-
 
 @dataclass(frozen=True)
 class PreTokenization:
@@ -46,9 +44,7 @@ class PreTokenization:
 
     pattern: str
     cut: re.Pattern[str]  # empty match at a certain boundary between pre-tokens
-    long_whitespace: re.Pattern[str]
-    one_kind: str  # matches characters that can form one pre-token
-    joins_newlines: bool  # newlines belong to the pre-token that ends with them
+    one_kind: re.Pattern[str]  # characters that can form one pre-token
 
     def chunks(self, text: str, size: int) -> Iterator[str]:
         """Yields `text` in parts of about `size` characters that encode independently."""
@@ -66,32 +62,9 @@ class PreTokenization:
 
         Runs shorter than twice that length may be missed, since only some stretches are examined.
         """
-        if len(text) < length:
-            return False
-        one_kind = re.compile(self.one_kind)
-        for start in range(0, len(text), length):
-            found = one_kind.match(text, start, start + length)
-            if found is not None and len(found.group()) == length:
-                return True
-        return False
-
-    def apart_from_whitespace(self, text: str) -> Iterator[str]:
-        """Yields `text` in independent parts, in which only the end can be long whitespace.
-
-        The last whitespace character belongs to the next part, unless it is a newline that belongs
-        to the part before.
-        """
-        start = 0
-        for found in self.long_whitespace.finditer(text):
-            first, end = found.span()
-            if not (self.joins_newlines and text[first] in "\r\n"):
-                yield text[start:first]
-                start = first
-            if end < len(text):
-                cut = end if self.joins_newlines and text[end - 1] in "\r\n" else end - 1
-                yield text[start:cut]
-                start = cut
-        yield text[start:]
+        starts = range(0, len(text) - length + 1, length)
+        ends = (self.one_kind.match(text, start, start + length) for start in starts)
+        return any(found is not None and len(found.group()) == length for found in ends)
 
 
 @functools.cache
@@ -101,7 +74,6 @@ def known_pre_tokenization(expression: str) -> PreTokenization | None:
         return None
     letters, numbers, whitespace = _classes()
     blanks = _without_newlines(whitespace)
-    joins_newlines = expression != GPT2
     pattern = {GPT2: _GPT2_PATTERN, LLAMA3: _LLAMA3_PATTERN, QWEN2: _QWEN2_PATTERN}[expression]
     for name, ranges in (("L", letters), ("N", numbers), ("S", whitespace), ("B", blanks)):
         pattern = pattern.replace(
@@ -116,18 +88,12 @@ def known_pre_tokenization(expression: str) -> PreTokenization | None:
     if expression == GPT2:
         kinds.append(f"[{numbers_in_python}]+")  # others take at most three numbers
     # No pre-token has whitespace after another character, except newlines after punctuation.
-    # If those are joined, no pre-token has a newline before another character.
-    if joins_newlines:
+    # Llama 3 and Qwen 2 join those: no pre-token has a newline before another character.
+    if expression != GPT2:
         cut = rf"(?<=[^{in_python}])(?=[{blank_in_python}])|(?<=[\r\n])(?=[^{in_python}])"
     else:
         cut = rf"(?<=[^{in_python}])(?=[{in_python}])"
-    return PreTokenization(
-        pattern,
-        re.compile(cut),
-        re.compile(rf"[{in_python}]{{{_LONG_WHITESPACE},}}"),
-        "|".join(kinds),
-        joins_newlines,
-    )
+    return PreTokenization(pattern, re.compile(cut), re.compile("|".join(kinds)))
 
 
 Ranges = list[tuple[int, int]]  # code points, inclusive

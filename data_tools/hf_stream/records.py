@@ -114,9 +114,8 @@ class StreamFailure(Exception):
 class SteadyRecords:
     """Records with the state after each, with recovery from failures of the stream.
 
-    A separate thread reads them, and is abandoned if it hangs. After a failure, or no record for
-    too long, a line is printed on stderr and the stream is opened again, at the state after the
-    last record.
+    A thread reads them, and is abandoned if it hangs. After a failure, or no record for too long,
+    the stream is opened again at the state after the last record.
     """
 
     def __init__(self, open_records: Callable[[], Any], patience: Patience, what: str) -> None:

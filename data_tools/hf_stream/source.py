@@ -37,30 +37,19 @@ ARROW_SECONDS = 0.1  # for Arrow's threads after that
 
 
 class HFStream:
-    """A `Source` and `Resumable`: trains on a data set while it is downloaded and tokenized.
+    """A `Source` and `Resumable` that downloads and tokenizes a data set while a run trains on it.
 
-    For trying data sets out; pretokenized flat tokens are faster, shuffle over the whole data set,
-    and do not depend on the network.
+    For trying data sets out: pretokenized flat tokens are faster, and shuffle the whole data set.
 
     The data set is split into `streams`, by files if their number allows and otherwise record by
-    record; each fills an equal share of the batch's rows, consecutive ones, with its documents
-    packed without a gap (`TokenStream`). A process reads the streams that its rows belong to: with
-    one stream for each process, as by default, and a mesh in the usual order, just one. A batch
-    therefore depends on the number of streams, but not on processes or devices.
+    record. Each stream fills an equal share of the batch's rows with its documents, packed without
+    a gap (`TokenStream`). A batch depends on the number of streams, but not on processes or
+    devices. Batches must be requested in order; the first one again restarts the streams.
 
-    Exact: the batches after resuming at any step, also with another number of processes, since the
-    checkpoint keeps the number of streams (a process may then read several, or drop part of one);
-    each document once per epoch of its stream; the order of documents. Not exact: streams of
-    different length are at different epochs after a while; without `repeat`, the first token of
-    each stream is never predicted and rows of a stream that has ended are padding; a data set that
-    changes on the Hub between a checkpoint and its resumption continues at the same position in
-    other files, without an error.
-
-    `shuffle_documents` shuffles within blocks of that many consecutive documents of a stream, each
-    block differently; all documents of a block are in memory, and are read again on resuming.
-
-    Batches must be requested in order; requesting the first one again restarts the streams, as
-    validation does.
+    A resumed run gets the same batches at any step, also with another number of processes. Streams
+    of different length are at different epochs after a while. Without `repeat`, the rest of a
+    stream's last rows is padding. A data set that changes on the Hub continues at the same position
+    in other files, without an error.
     """
 
     batches = bytes_per_target = None  # known only after reading
@@ -95,24 +84,22 @@ class HFStream:
           sequence_length: tokens of a row.
           name, split: the part of the data set.
           text_column: the column of a record's text.
-          shuffle_documents: size of the blocks that are shuffled; 0 keeps the stored order.
+          shuffle_documents: size of the blocks of documents, held in memory, that are shuffled; 0
+            keeps the stored order.
           seed: of the order in the blocks.
           repeat: True restarts a stream after its end.
           streams: `None` for one per process, or the number in the checkpoint.
-          on_bad_row: raise ValueError for a record without text that can be encoded, such as one
-            longer than the tokenizer accepts, or skip it with a line on stderr. A checkpoint may be
-            resumed with the other choice.
+          on_bad_row: raise ValueError for a record whose text cannot be encoded, or skip it with a
+            line on stderr.
           stall_seconds: time without a record after which a stream is opened again.
           retries: consecutive retries before `batch` raises `StreamFailure`.
           backoff_seconds: before the first retry, doubled for each further one up to a minute.
           records: opens stream i of n instead of `dataset`, which is then only a name.
 
-        Raises ValueError for invalid settings, and for a tokenizer or a data set that cannot be
-        opened.
+        Raises ValueError for invalid settings, or a tokenizer or data set that cannot be opened.
         """
         for setting, value, least in (
             ("batch_size", batch_size, 1),
-            ("streams", 1 if streams is None else streams, 1),
             ("sequence_length", sequence_length, 1),
             ("shuffle_documents", shuffle_documents, 0),
             ("seed", seed, 0),
@@ -148,7 +135,7 @@ class HFStream:
             "seed": self._seed,
         }
         self._asked_streams = streams
-        self._streams = self._checked_streams(streams or jax.process_count())
+        self._streams = self._checked_streams(jax.process_count() if streams is None else streams)
         self._name, self._stored = name, records is None
         if records is None:
             records = partial(open_records, self._dataset, name, split)
@@ -217,8 +204,8 @@ class HFStream:
     def restore(self, step: int, states: list[dict[str, Any]]) -> None:
         """See `Resumable.restore`.
 
-        Raises ValueError for invalid states, or states of another step, data set, tokenizer, order
-        or number of streams. Batch size and sequence length may have changed.
+        Batch size and sequence length may have changed. Raises ValueError for states of other
+        settings.
         """
         try:
             self._check_states(step, states)
@@ -299,14 +286,14 @@ class HFStream:
         what = f"{self._dataset!r}{part}"
         records = partial(self._open_records, stream, self._streams)
         documents = Documents(
-            records=SteadyRecords(records, self._patience, what),
-            size=self._block_size,
-            seed=self._seed,
-            repeat=self._repeat,
-            field=self._field,
-            tokenizer=self._tokenizer,
-            skipped=SkippedRows() if self._skips else None,
-            what=what,
+            SteadyRecords(records, self._patience, what),
+            self._block_size,
+            self._seed,
+            self._repeat,
+            self._field,
+            self._tokenizer,
+            SkippedRows() if self._skips else None,
+            what,
         )
         position = self._first_positions.get(stream, Position())
         return TokenStream(documents, position, self._first_step)

@@ -1,8 +1,7 @@
 """The tokens of a stream's documents, one after the other, with a position to resume from.
 
-For `HFStream`. Documents are shuffled in blocks. A shuffle buffer could not be rebuilt without
-reading again everything that passed through it. A block can: it holds the records that follow one
-state of the stream.
+For `HFStream`. Documents are shuffled in blocks, each of the records that follow one state of the
+stream. A shuffle buffer could not be rebuilt without reading everything before it again.
 
 Shape suffixes: B rows, S sequence, T = S + 1 tokens of a row, N tokens of several documents.
 """
@@ -54,27 +53,16 @@ class _Document(NamedTuple):
 
 @dataclass(frozen=True)
 class Documents:
-    """The documents of a stream of records, in blocks, shuffled and tokenized.
-
-    Attributes:
-      size: documents in a block; the last one of an epoch may have fewer.
-      seed: of the order in each block, which differs from block to block and epoch to epoch; `None`
-        keeps the stream's order.
-      repeat: True restarts the stream after its end.
-      field: the text of a record.
-      tokenizer: also decides if it can encode a text.
-      skipped: called with records without a usable text; None makes them errors.
-      what: names the stream in errors.
-    """
+    """The documents of a stream of records, in blocks, shuffled and tokenized."""
 
     records: SteadyRecords
-    size: int
-    seed: int | None
-    repeat: bool
+    size: int  # documents in a block; the last one of an epoch may have fewer
+    seed: int | None  # of the order in each block; None keeps the stream's order
+    repeat: bool  # True restarts the stream after its end
     field: TextField
     tokenizer: Tokenizer
-    skipped: SkippedRows | None
-    what: str
+    skipped: SkippedRows | None  # called with records without a usable text; None: an error
+    what: str  # names the stream in errors
 
     def read(self, start: Position) -> Iterator[list[_Document]]:
         """Yields the documents from position `start` on.

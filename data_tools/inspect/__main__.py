@@ -28,9 +28,7 @@ FLAGS = flags.FLAGS
 flags.DEFINE_string("split", None, "One split; without it, all (with --batch, 'train').")
 flags.DEFINE_integer("samples", 3, "How many stretches of text to show.", lower_bound=0)
 flags.DEFINE_integer("sample_length", 100, "Tokens in each of them.", lower_bound=1)
-flags.DEFINE_bool(
-    "lengths", True, "Show how long documents are; for seqax's format this reads all tokens."
-)
+flags.DEFINE_bool("lengths", True, "Show how long documents are; not for seqax's format.")
 flags.DEFINE_bool("verify", False, "Read everything and list all that is damaged.")
 flags.DEFINE_integer("batch", None, "Show the batch of this step, from 0.", lower_bound=0)
 flags.DEFINE_integer(

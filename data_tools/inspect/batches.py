@@ -4,21 +4,18 @@ For `--batch` of the inspect commands. Shape suffix: S sequence.
 """
 
 import itertools
-import os
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from data_tools.inspect.description import Decode
-from lmlib.terminal.text import TerminalText, shown
+from lmlib.terminal.text import shown
 
 if TYPE_CHECKING:  # they need JAX, which takes a second to import
     from lmlib.data.batch import Batch, Source
 
 WIDTH = 100
-_GREY, _PLAIN = "\033[90m", "\033[0m"  # terminal colours
 
 
 def show_batch(source: "Source", decode: Decode | None, step: int, rows: int) -> None:
@@ -34,29 +31,20 @@ def show_batch(source: "Source", decode: Decode | None, step: int, rows: int) ->
         f"step {step:,}: {source.batch_size:,} rows of {source.sequence_length:,} tokens, "
         f"{count:,} shown"
     )
-    colours = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     masked = is_masked(source)
     if masked and decode:
         print("text behind a dotted bar (┊) is no target in the loss")
-    write = sys.stdout.write_as_it_is if isinstance(sys.stdout, TerminalText) else sys.stdout.write
     for row in range(count):
-        write(f"\n{row_text(batch, row, decode, origins[row], masked, colours)}\n")
+        print(f"\n{row_text(batch, row, decode, origins[row], masked)}")
 
 
 def row_text(
-    batch: "Batch",
-    row: int,
-    decode: Decode | None,
-    origin: str | None = None,
-    masked: bool = False,
-    colours: bool = False,
+    batch: "Batch", row: int, decode: Decode | None, origin: str | None = None, masked: bool = False
 ) -> str:
     """Formats a row as the model sees it, split into documents.
 
-    Targets outside the loss are in parentheses. The first token of a document is never a target in
-    the loss. If the loss is not `masked`, splits are therefore between documents even if they share
-    a segment; otherwise they are between segments. If it is masked, text outside the targets has a
-    dotted bar, and with `colours` is grey.
+    Targets outside the loss are in parentheses. If the loss is not `masked`, a token outside it
+    begins a document; otherwise text outside the targets has a dotted bar.
     """
     fields = ("segment_ids", "tokens", "targets", "positions", "loss_mask")
     segment_S, token_S, target_S, position_S, in_loss_S = (
@@ -85,14 +73,14 @@ def row_text(
         )
         lines += _columns(tokens, targets, in_loss)
         if decode and masked:
-            lines += _marked_text(tokens, targets, in_loss, decode, colours)
+            lines += _marked_text(tokens, targets, in_loss, decode)
         elif decode:
             lines.append(quoted(decode(tokens)))
     return "\n".join(lines)
 
 
 def _marked_text(
-    tokens: list[int], targets: list[int], in_loss: list[bool], decode: Decode, colours: bool
+    tokens: list[int], targets: list[int], in_loss: list[bool], decode: Decode
 ) -> list[str]:
     """Returns the text of a piece, split at the beginnings and ends of targets.
 
@@ -102,8 +90,7 @@ def _marked_text(
     pairs = zip([False, *in_loss], tokens + (targets[-1:] if in_loss[-1] else []), strict=False)
     lines = []
     for is_target, group in itertools.groupby(pairs, key=lambda pair: pair[0]):
-        text = quoted(decode([token for _, token in group]), "│" if is_target else "┊")
-        lines.append(text if is_target or not colours else f"{_GREY}{text}{_PLAIN}")
+        lines.append(quoted(decode([token for _, token in group]), "│" if is_target else "┊"))
     return lines
 
 

@@ -66,23 +66,6 @@ def _is_split(folder: Path) -> bool:
     return bool(shard_folders(folder) or is_seqax_split(folder) or (folder / FILE_NAME).is_file())
 
 
-def blocks(
-    stored: StoredSplit, start: int = 0, length: int = BLOCK_LENGTH
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yields the tokens from `start` on, `length` at a time, and the mask of document starts.
-
-    The next block is read while one is used. Raises DamagedDataError.
-    """
-    pending = None
-    for block_start in range(start, stored.tokens, length):
-        coming = stored.read(block_start, min(block_start + length, stored.tokens))
-        if pending is not None:
-            yield pending.result()[:2]
-        pending = coming
-    if pending is not None:
-        yield pending.result()[:2]
-
-
 Decode = Callable[[Sequence[int]], str]
 
 
@@ -162,17 +145,9 @@ def _totals(**known: Any) -> SplitMetadata:
 def document_lengths(folder: Path, progress: Progress = no_progress) -> Counter[int]:
     """Returns the number of documents of each length in the finished shards of a split.
 
-    In seqax's format it reads all tokens, since only their lowest bits mark documents, and
-    documents without tokens are not counted. Raises DamagedDataError.
+    Raises DamagedDataError.
     """
     counts: Counter[int] = Counter()
-    seqax = is_seqax_split(folder)
-    for lengths_N in (_seqax_lengths if seqax else _lengths)(folder, progress):
-        counts.update(lengths_N.tolist())
-    return counts
-
-
-def _lengths(folder: Path, progress: Progress) -> Iterator[np.ndarray]:
     finished = [shard for shard in shard_folders(folder) if (shard / FILE_NAME).exists()]
     total = sum(read_shard(shard).documents for shard in finished)
     context, done = reading_context(), 0
@@ -185,22 +160,10 @@ def _lengths(folder: Path, progress: Progress) -> Iterator[np.ndarray]:
             for first in range(0, starts.length, BLOCK_LENGTH)
         )
         for lengths_N in _differences(pieces, metadata.tokens):
-            yield lengths_N
+            counts.update(lengths_N.tolist())
             done += len(lengths_N)
             progress({"documents": done}, done / total)
-
-
-def _seqax_lengths(folder: Path, progress: Progress) -> Iterator[np.ndarray]:
-    split = SeqaxSplit(folder)
-
-    def starts() -> Iterator[np.ndarray]:
-        done = 0
-        for tokens, begins in blocks(split):
-            yield np.flatnonzero(begins) + done
-            done += len(tokens)
-            progress({"tokens": done}, done / split.tokens)
-
-    return _differences(starts(), split.tokens)
+    return counts
 
 
 def _differences(pieces: Iterable[np.ndarray], end: int) -> Iterator[np.ndarray]:

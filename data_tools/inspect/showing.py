@@ -1,4 +1,4 @@
-"""Text output of the inspect commands about a split: content, samples, damage."""
+"""Prints the content, samples and damage of a split, for the inspect commands."""
 
 import textwrap
 from collections import Counter
@@ -18,7 +18,7 @@ from data_tools.inspect.description import (
 )
 from data_tools.inspect.verification import verify_split
 from data_tools.pretokenize.report import left_out
-from lmlib.data.stored.data_path import data_path, is_seqax_split
+from lmlib.data.stored.data_path import data_path
 from lmlib.data.stored.split import open_split
 from lmlib.storage.local_folder import in_bucket, shown
 from lmlib.terminal.quantities import bytes_text
@@ -34,11 +34,11 @@ def show_split(
 
     Args:
       count, length, seed: number of samples, tokens per sample, and the seed of their places.
-      lengths: True prints the distribution of document lengths.
+      lengths: True prints the distribution of document lengths, unless the format is seqax's.
     """
     split = describe_split(folder)
     print(description_text(split), flush=True)
-    if lengths:
+    if lengths and split.format == "lmlib":
         print(f"\n{lengths_text(document_lengths(folder, ProgressLine()))}", flush=True)
     if not count:
         return
@@ -58,11 +58,8 @@ def show_damage(folders: Sequence[Path]) -> bool:
         found = found or bool(damages)
         for damage in damages:
             print(f"damaged: {damage.path}: {' '.join(damage.reason.split())}")
-        verdict = "all data is whole"
-        if damages:
-            verdict = f"damaged in {len(damages):,} place{'s' if len(damages) > 1 else ''}"
-        elif is_seqax_split(folder):
-            verdict = "no damage found; seqax's format has no checksums"
+        places = f"damaged in {len(damages):,} place{'s' if len(damages) > 1 else ''}"
+        verdict = places if damages else "all data is whole"
         print(f"{shown(folder)}: {verdict}")
     return found
 

@@ -4,7 +4,7 @@ Shape suffixes: N values of a block, C chunks of tokens and one more.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,9 +28,7 @@ from lmlib.data.stored.metadata import (
     shard_name,
     shard_number,
 )
-from lmlib.data.stored.seqax import STARTS, TOKENS, SeqaxArray, SeqaxSplit, length_on_disk
 from lmlib.data.stored.token_arrays import StoredArray, open_array, reading_context
-from lmlib.storage.stored_json import read_json
 
 
 class Damage(NamedTuple):
@@ -45,11 +43,13 @@ def verify_split(folder: Path, progress: Progress = no_progress) -> list[Damage]
 
     Reads every array of every shard, which checks every checksum and digest. Compares the arrays
     with each other and with metadata.json, and tokenizer.json with its digest. An unfinished shard
-    counts as damage. seqax's format has no checksums: there it finds missing files, files that
-    cannot be decompressed, and contradictory numbers.
+    counts as damage. Raises ValueError for seqax's format, which has no checksums.
     """
     if is_seqax_split(folder):
-        return _seqax_damage(folder, progress)
+        raise ValueError(
+            f"{folder} is in seqax's format, which has no checksums to verify: convert it with "
+            "python -m data_tools.convert"
+        )
     found = _Found(progress)
     shards = list(_readable_shards(folder, found))
     if not found.damages:
@@ -69,24 +69,18 @@ def verify_split(folder: Path, progress: Progress = no_progress) -> list[Damage]
 class _Found:
     """The damage found so far, and the arrays being read."""
 
-    def __init__(self, progress: Progress, values: int = 0) -> None:
+    def __init__(self, progress: Progress) -> None:
         self.damages: list[Damage] = []
-        self.values = values  # number of values to read
+        self.values = 0  # number of values to read
         self._read, self._progress = 0, progress
 
     def add(self, path: Path, reason: str) -> None:
         self.damages.append(Damage(path, reason))
 
-    def array(
-        self,
-        path: Path,
-        length: int,
-        digest: str | None = None,
-        open_: Callable[..., StoredArray] = open_array,
-    ) -> StoredArray | None:
+    def array(self, path: Path, length: int, digest: str) -> StoredArray | None:
         """Opens an array; None if it is damaged as a whole."""
         try:
-            stored = open_(path, length, reading_context(), digest)
+            stored = open_array(path, length, reading_context(), digest)
             stored.check_files(some_lost=True)
             return stored
         except DamagedDataError as error:
@@ -217,58 +211,6 @@ def _verify_tokenizer(found: _Found, file: Path, tokenizer: TokenizerIdentity | 
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
         if digest != tokenizer.sha256:
             found.add(file, f"has sha256 {digest}, but the tokens were made with another")
-
-
-def _seqax_damage(folder: Path, progress: Progress) -> list[Damage]:
-    try:
-        split = SeqaxSplit(folder)
-    except DamagedDataError as error:
-        return [Damage(folder, _cause_of(error))]
-    found = _Found(progress, split.tokens)
-    documents, largest = 0, -1
-    encoded = found.array(folder / TOKENS, split.tokens, open_=SeqaxArray)
-    for number, encoded_N in enumerate(found.blocks(encoded)):
-        if number == 0 and not found.damages and not encoded_N[0] & 1:
-            found.add(folder / TOKENS, "begins in the middle of a document")
-        documents += int(np.count_nonzero(encoded_N & 1))
-        largest = max(largest, int(encoded_N.max() >> 1))
-    # Documents without tokens have a start, but no token to mark it.
-    if documents > split.documents:
-        reason = f"marks {documents} documents, but {STARTS} has {split.documents}"
-        found.add(folder / TOKENS, reason)
-    if largest > split.max_token_id:
-        reason = f"has the id {largest}, but max_token_id is {split.max_token_id}"
-        found.add(folder / TOKENS, reason)
-    _verify_seqax_starts(found, folder / STARTS, split)
-    return found.damages
-
-
-def _verify_seqax_starts(found: _Found, path: Path, split: SeqaxSplit) -> None:
-    try:
-        description = read_json(path / ".zarray")
-        if description.get("filters"):  # seqax's encoding; TensorStore cannot read it
-            chunk = description["chunks"][0]
-            if type(chunk) is not int or chunk < 1:
-                raise ValueError(f"its chunks {chunk!r:.80} are no length")
-            files = -(-length_on_disk(path, "<u8", at_least=1) // chunk)
-            there = {entry.name for entry in path.iterdir() if entry.name.isdecimal()}
-            if files > 2 * len(there) + 1_000:
-                raise ValueError(f"it claims {files:,} files, but has {len(there):,}")
-            for number in range(files):
-                if str(number) not in there:
-                    found.add(path / str(number), "is missing")
-            return
-    except (OSError, ValueError, AttributeError, KeyError, IndexError, TypeError) as error:
-        found.add(path, _cause_of(error))
-        return
-    last = -1
-    array = found.array(path, split.documents + 1, open_=SeqaxArray)
-    for start_N in found.blocks(array):
-        if (np.diff(start_N.astype(np.int64), prepend=last) < 0).any():
-            found.add(path, "decreases")
-        last = int(start_N[-1])
-    if array is not None and last != split.tokens:
-        found.add(path, f"ends with {last}, but there are {split.tokens} tokens")
 
 
 def _cause_of(error: Exception) -> str:

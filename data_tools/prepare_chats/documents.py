@@ -1,21 +1,24 @@
-"""Encodes conversations as tokens with a loss mask, by a chat template or plainly."""
+"""Encodes conversations as tokens with a loss mask, by a chat template or plainly.
+
+For prepare_chats.
+"""
 
 import functools
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from data_tools.encoders.encoder import Encoder, batches, utf8_size
+from data_tools.encoders.encoder import Encoder, utf8_size
 from data_tools.prepare_chats.conversations import ASSISTANT, USER, Conversation
 from lmlib.data.chats.chat import Chat, ChatTemplate, Message, Rendered, after_answer
 from lmlib.data.text import read_tokenizer, tokenizers_errors
 
-_MOST_BYTES = 1 << 20  # of text encoded together; bounds the memory
+_MOST_BYTES = 1 << 20  # of a text; bounds the memory
 
 
 @dataclass(frozen=True)
@@ -27,35 +30,15 @@ class Document:
     text_bytes: int  # of UTF-8, before any truncation
 
 
-# The documents of a row, or the reason why it has none.
-Found = list[Document] | ValueError
-
-
 class Documents(Protocol):
     """Turns conversations into documents."""
 
-    def of_rows(self, rows: Sequence[Sequence[Conversation]]) -> list[Found]:
-        """Returns the documents of each row's conversation or pair, or an error.
+    def of_row(self, conversations: Sequence[Conversation]) -> list[Document]:
+        """Returns the documents of a row's conversation or pair.
 
-        A conversation may become several documents, one for each of its parts. The error says why a
-        row has no conversation, or cannot be encoded.
+        A conversation may become several documents, one for each of its parts. Raises ValueError
+        for a row that cannot be encoded.
         """
-
-
-Text = TypeVar("Text")
-
-
-def _encoded(
-    texts_of_rows: Sequence[list[Text] | ValueError],
-    encode: Callable[[list[Text]], Iterable[Document]],
-) -> list[Found]:
-    """Returns the documents of each row's texts; `encode` gets all texts together."""
-    flat = [text for texts in texts_of_rows if not isinstance(texts, ValueError) for text in texts]
-    coming = iter(encode(flat))
-    return [
-        texts if isinstance(texts, ValueError) else [next(coming) for _ in texts]
-        for texts in texts_of_rows
-    ]
 
 
 class Plain:
@@ -70,22 +53,15 @@ class Plain:
             np.array([] if id is None else [id], np.uint32) for id in (bos_id, eos_id)
         )
 
-    def of_rows(self, rows: Sequence[Sequence[Conversation]]) -> list[Found]:
-        """See `Documents.of_rows`."""
-        found: list[list[tuple[str, str]] | ValueError] = []
-        for conversations in rows:
-            try:
-                found.append([self._prompt_and_response(each) for each in conversations])
-            except ValueError as error:
-                found.append(error)
-        return _encoded(found, self._documents)
+    def of_row(self, conversations: Sequence[Conversation]) -> list[Document]:
+        """See `Documents.of_row`."""
+        return [self._document(*self._prompt_and_response(each)) for each in conversations]
 
-    def _documents(self, texts: list[tuple[str, str]]) -> Iterator[Document]:
-        flat = self._encoder.encode([text for both in texts for text in both])
-        for both, prompt, response in zip(texts, flat[::2], flat[1::2], strict=True):
-            ids = np.concatenate([self._before, prompt, response, self._after])
-            is_target = np.arange(len(ids)) >= len(self._before) + len(prompt)
-            yield Document(ids, is_target, sum(len(text.encode()) for text in both))
+    def _document(self, *both: str) -> Document:
+        prompt, response = self._encoder.encode(both)
+        ids = np.concatenate([self._before, prompt, response, self._after])
+        is_target = np.arange(len(ids)) >= len(self._before) + len(prompt)
+        return Document(ids, is_target, sum(len(text.encode()) for text in both))
 
     def _prompt_and_response(self, conversation: Conversation) -> tuple[str, str]:
         match conversation.messages:
@@ -93,8 +69,6 @@ class Plain:
                 {"role": role, "content": str(prompt)},
                 {"role": other, "content": str(response)},
             ] if (role, other) == (USER, ASSISTANT):
-                for text in (prompt, response):
-                    self._encoder.size(text)
                 return prompt, response
         raise ValueError(
             "it is not one prompt and one response, and the tokenizer has no chat template: give "
@@ -119,8 +93,9 @@ class Templated:
     def ends_answers(self) -> bool:
         """True if a special token is among the targets of an answer, or if this is unknown."""
         chat = [{"role": USER, "content": "?"}, {"role": ASSISTANT, "content": "!"}]
-        (documents,) = self.of_rows([[Conversation(chat)]])
-        if isinstance(documents, ValueError):
+        try:
+            documents = self.of_row([Conversation(chat)])
+        except ValueError:
             return True
         return any(
             id in self._encoder.special
@@ -128,33 +103,18 @@ class Templated:
             for id in document.ids[document.is_target].tolist()
         )
 
-    def of_rows(self, rows: Sequence[Sequence[Conversation]]) -> list[Found]:
-        """See `Documents.of_rows`; turns that both of a pair share are not targets."""
-        chats = [[_chat_of(each) for each in conversations] for conversations in rows]
-        found = iter(self._template.render_all([chat for row in chats for chat in row], self._now))
-        texts = [self._texts_of_row(row, [next(found) for _ in row]) for row in chats]
-        return _encoded(texts, self._documents)
-
-    def _documents(self, texts: list[Rendered]) -> Iterator[Document]:
-        tokens = self._encoder.encode([each.text for each in texts])
-        for each, found in zip(texts, tokens, strict=True):
-            yield Document(found.ids, found.covering(each.assistant), len(each.text.encode()))
-
-    def _texts_of_row(
-        self, chats: Sequence[Chat], found: Sequence[Rendered | ValueError]
-    ) -> list[Rendered] | ValueError:
-        of_chats = []
-        try:
-            for chat, rendered in zip(chats, found, strict=True):
-                if isinstance(rendered, ValueError):
-                    return rendered
-                of_chats.append(self._texts(chat, rendered))
-            texts = of_chats[0] if len(of_chats) == 1 else answers_of(of_chats)
-            for text in texts:
-                self._encoder.size(text.text)
-            return texts
-        except ValueError as error:
-            return error
+    def of_row(self, conversations: Sequence[Conversation]) -> list[Document]:
+        """See `Documents.of_row`; turns that both of a pair share are not targets."""
+        found = []
+        for chat in map(_chat_of, conversations):
+            found.append(self._texts(chat, self._template.render_chat(chat, self._now)))
+        texts = found[0] if len(found) == 1 else answers_of(found)
+        documents = []
+        for text in texts:
+            tokens = self._encoder.encode(text.text)
+            is_target = tokens.covering(text.assistant)
+            documents.append(Document(tokens.ids, is_target, len(text.text.encode())))
+        return documents
 
     def _texts(self, chat: Chat, rendered: Rendered) -> list[Rendered]:
         """Returns the text of a chat with the assistant's turns in `Rendered.assistant`.
@@ -280,29 +240,17 @@ class MarkedEncoder:
             added = self._tokenizer.get_added_tokens_decoder()
             self.special = {id: str(token) for id, token in added.items() if token.special}
 
-    def size(self, text: str) -> int:
-        """Returns the UTF-8 bytes.
-
-        Raises ValueError for a lone surrogate or a text that is too long.
-        """
+    def encode(self, text: str) -> Tokens:
+        """Returns the tokens; raises ValueError for a lone surrogate or a text that is too long."""
         size = utf8_size(text)
         if size > _MOST_BYTES:
             raise ValueError(f"has {size:,} bytes of text, more than {_MOST_BYTES:,}: cut it")
-        return size
-
-    def encode(self, texts: Sequence[str]) -> list[Tokens]:
-        """Returns the tokens of each text; raises ValueError for one that `size` refuses."""
         if self._tokenizer is None:
-            return [_bytes_of(text) for text in texts]
-        tokens: list[Tokens] = []
-        for batch in batches(texts, [self.size(text) for text in texts], _MOST_BYTES):
-            with tokenizers_errors(f"`tokenizers` cannot encode a batch that has {batch[0]!r:.60}"):
-                encodings = self._tokenizer.encode_batch(batch, add_special_tokens=False)
-            for encoding in encodings:
-                places = np.array(encoding.offsets, np.int64).reshape(-1, 2)
-                ids = np.array(encoding.ids, np.uint32)
-                tokens.append(Tokens(ids, places[:, 0], places[:, 1]))
-        return tokens
+            return _bytes_of(text)
+        with tokenizers_errors(f"`tokenizers` cannot encode {text!r:.60}"):
+            encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        places = np.array(encoding.offsets, np.int64).reshape(-1, 2)
+        return Tokens(np.array(encoding.ids, np.uint32), places[:, 0], places[:, 1])
 
 
 def _bytes_of(text: str) -> Tokens:

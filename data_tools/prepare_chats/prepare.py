@@ -1,4 +1,4 @@
-"""Writes splits of conversations, or of pairs of them."""
+"""Writes splits of conversations, or of pairs of them, for prepare_chats."""
 
 import hashlib
 import json
@@ -130,22 +130,23 @@ class ChatRecipe:
 
     def encode(self, block: Block) -> EncodedBlock:
         """Returns the block's conversations; a row without a response is among the bad rows."""
-        bad_rows: dict[int, Row] = {}  # by number in the block
-        read = {}
-        for number, row in enumerate(block.rows(self.field)):
-            if row.text is None:
-                if self.part is None or not self.part.held_out:  # count it only once
-                    bad_rows[number] = row
-            elif self.part is None or self.part.has(row.text):
-                read[number] = row.where, read_conversations(row.text)
-        found = self.documents.of_rows([conversations for _, conversations in read.values()])
+        bad_rows: list[tuple[int, Row]] = []
         kept: list[Document] = []
         left_out = dict.fromkeys(_LEFT_OUT, 0)
-        for (number, (where, _)), documents in zip(read.items(), found, strict=True):
-            if isinstance(documents, ValueError):
-                bad_rows[number] = Row(where, None, f"cannot be taken: {documents}")
-            elif not documents or not all(each.is_target[1:].any() for each in documents):
-                bad_rows[number] = Row(where, None, "has no response")
+        for row in block.rows(self.field):
+            if row.text is None:
+                if self.part is None or not self.part.held_out:  # count it only once
+                    bad_rows.append((0, row))
+                continue
+            if self.part is not None and not self.part.has(row.text):
+                continue
+            try:
+                documents = self.documents.of_row(read_conversations(row.text))
+            except ValueError as error:
+                bad_rows.append((0, Row(row.where, None, f"cannot be taken: {error}")))
+                continue
+            if not documents or not all(each.is_target[1:].any() for each in documents):
+                bad_rows.append((0, Row(row.where, None, "has no response")))
             elif self.field.pairs:
                 kept += self._fitting(documents, left_out)
             else:
@@ -157,7 +158,7 @@ class ChatRecipe:
             lengths=np.array([len(each.ids) for each in kept], np.int64),
             text_bytes=np.array([each.text_bytes for each in kept], np.int64),
             gzip_bytes=None,
-            bad_rows=tuple((0, bad_rows[number]) for number in sorted(bad_rows)),
+            bad_rows=tuple(bad_rows),
             loss_mask=np.concatenate([np.zeros(0, bool), *(each.is_target for each in kept)]),
             left_out=left_out,
         )

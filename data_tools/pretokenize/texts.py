@@ -1,4 +1,4 @@
-"""Writes splits of texts."""
+"""Writes splits of texts, for pretokenize, its form on Ray, and Python."""
 
 import gzip
 from collections.abc import Iterable, Mapping

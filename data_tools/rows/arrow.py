@@ -1,4 +1,7 @@
-"""Blocks of rows from Parquet and Arrow files, and from the record batches of `datasets`."""
+"""Blocks of rows from Parquet and Arrow files, and from the record batches of `datasets`.
+
+For `Files` and `HubDataset`.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,7 @@
-"""Rows, blocks of rows and sources of blocks: the interface of readers of file formats."""
+"""Rows, blocks of rows and sources of blocks: the interface of readers of file formats.
+
+For all readers, and commands that read rows.
+"""
 
 import functools
 import importlib

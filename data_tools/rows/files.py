@@ -1,15 +1,15 @@
 """Local files of mixed formats as one source of rows.
 
-`READERS` has the formats of rows. A file with another suffix is a text.
+For every command that reads text, and `runner.evaluate --data`. `READERS` has the formats of rows;
+a file with another suffix is a text.
 """
 
 import hashlib
 import os
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from data_tools.rows.arrow import ARROW, PARQUET, arrow_blocks
 from data_tools.rows.block import BLOCK_BYTES, MAX_ROW_BYTES, Block, Field, Row, TextField
@@ -76,10 +76,9 @@ class Files:
         Links to folders inside a folder are not followed. Names that begin with a dot are skipped,
         unless the pattern has one too.
 
-        Raises FileNotFoundError for a missing path or a folder without matches, OSError for a
-        folder that cannot be listed or a path that is not a regular file, ValueError for an empty
-        name, an empty separator, a file that is neither rows nor a text, or, without a pattern, a
-        folder that holds both.
+        Raises FileNotFoundError or OSError for paths that cannot be read, ValueError for an empty
+        name or separator, a file that is neither rows nor a text, or, without a pattern, a folder
+        that holds both.
         """
         if not datasets or not all(datasets):
             raise ValueError(
@@ -110,22 +109,17 @@ class Files:
             "listing_sha256": hashlib.sha256(listing.encode()).hexdigest(),
         }
 
-    @property
-    def kinds_of_text(self) -> dict[str, int]:
-        """Returns the number of text files with each suffix, the most frequent first."""
-        return dict(Counter(map(kind, filter(_is_text, self._files))).most_common())
-
     def blocks(self, shard: int, shards: int, position: Any = None) -> Iterator[Block]:
         """See `RowSource.blocks`. Raises OSError, naming the file, if one cannot be read."""
         total = self._offsets[-1]
         low, high = total * shard // shards, total * (shard + 1) // shards
         first, inner = position or (0, None)
-        shares = [
-            _Share(number, min(max(0, low - begin), size + 1), min(max(0, high - begin), size + 1))
-            for number, (begin, size) in enumerate(zip(self._offsets, self._sizes, strict=False))
+        shares = [  # file, and its first and last byte of this shard
+            (number, max(0, low - begin), min(high - begin, self._sizes[number] + 1))
+            for number, begin in enumerate(self._offsets[:-1])
             if number >= first
         ]
-        shares = [share for share in shares if share.start < share.stop]
+        shares = [share for share in shares if share[1] < share[2]]
 
         def placed(block: Block, number: int, inner: Any, last: int, before: int) -> Block:
             """`last` is the file in which the block ends; `before` of its bytes come earlier."""
@@ -134,12 +128,12 @@ class Files:
             fraction = min(1.0, max(0.0, fraction))
             return block._replace(position=[number, inner], fraction=fraction)
 
-        def is_document(share: _Share) -> bool:
-            return self._separator is None and _is_text(self._files[share.number])
+        def is_document(share: tuple[int, int, int]) -> bool:
+            return self._separator is None and _is_text(self._files[share[0]])
 
         for are_documents, group in groupby(shares, key=is_document):
             if are_documents:
-                numbers = [share.number for share in group if share.start == 0]
+                numbers = [number for number, start, _ in group if start == 0]
                 for block in _text_files_blocks([self._files[number] for number in numbers]):
                     last = numbers[block.position + len(block.content) - 1]
                     yield placed(block, numbers[block.position], None, last, 0)
@@ -155,14 +149,6 @@ class Files:
             return READERS[kind(file)](file, size, start, stop, position, self.field)
         assert self._separator is not None
         return documents_blocks(file, self._separator.encode(), position) if not start else iter(())
-
-
-class _Share(NamedTuple):
-    """The part of a file, in bytes, that belongs to a shard."""
-
-    number: int
-    start: int
-    stop: int
 
 
 def _text_files_blocks(files: Sequence[Path]) -> Iterator[Block]:
@@ -198,7 +184,12 @@ def _files_of(name: str, pattern: str | None) -> list[Path]:
     if not path.is_dir():
         found = [path]
     else:
-        _check_listable(path)
+
+        def fail(error: OSError) -> None:  # its content would be missed silently
+            raise OSError(f"{error.filename} cannot be listed: {error.strerror}") from error
+
+        for _ in os.walk(path, onerror=fail):
+            pass
         glob = "*" if pattern is None else pattern
         found = sorted(
             file
@@ -220,16 +211,6 @@ def _files_of(name: str, pattern: str | None) -> list[Path]:
             "--pattern='*'"
         )
     return found
-
-
-def _check_listable(path: Path) -> None:
-    """Raises OSError for a folder whose content would be missed silently."""
-
-    def fail(error: OSError) -> None:
-        raise OSError(f"{error.filename} cannot be listed: {error.strerror}") from error
-
-    for _ in os.walk(path, onerror=fail):
-        pass
 
 
 def _check_is_read(file: Path) -> None:

@@ -1,4 +1,7 @@
-"""Files of records with a separator: JSON Lines, and texts of several documents."""
+"""Files of records with a separator: JSON Lines, and texts of several documents.
+
+For `Files`.
+"""
 
 import codecs
 import json
@@ -15,9 +18,6 @@ from data_tools.rows.block import (
     utf8_row,
 )
 from data_tools.rows.compressed import Stream, compression, opened
-
-_FIRST_BYTES = 64 * 1024  # of a file, checked for lines
-
 
 # Complete records of a file: its path, the offset of the first in the decompressed file, all bytes
 # (None for one record that is too long), and the separator.
@@ -70,12 +70,11 @@ def lines_blocks(
     """Yields the lines that begin at bytes [start, stop) of the file, from byte `position` on.
 
     A compressed file has all its lines in the range that contains byte 0; `position` then counts
-    decompressed bytes. Raises ValueError for a file that is one JSON value.
+    decompressed bytes.
     """
     whole = bool(compression(path))
     if whole and start > 0:
         return
-    _check_has_lines(path)
     with opened(path) as stream:
         begin = start if position is None else position
         begin = stream.seek(begin) if position or not begin else _next_line(stream, begin)
@@ -147,28 +146,3 @@ def _next_line(stream: Stream, start: int) -> int:
             return stream.seek(begin + end + 1)
         begin += len(content)
     return begin
-
-
-def _check_has_lines(path: Path) -> None:
-    """Raises ValueError if the file is one array of objects, or one object over several lines."""
-    with opened(path) as stream:
-        begin = stream.read(_FIRST_BYTES).removeprefix(codecs.BOM_UTF8).lstrip()
-    line, _, rest = (part.strip() for part in begin.partition(b"\n"))
-    if line == b"{":
-        found, elements = "object", "."
-    elif begin[:1] == b"[" and begin[1:].lstrip()[:1] == b"{" and not (_is_json(line) and rest):
-        found, elements = "array", ".[]"
-    else:
-        return
-    raise ValueError(
-        f"{path} holds one JSON {found}, not an object in each line: write each on a line of its "
-        f"own, as `jq -c '{elements}' {path.name}` does"
-    )
-
-
-def _is_json(line: bytes) -> bool:
-    try:
-        json.loads(line)
-    except (ValueError, RecursionError):
-        return False
-    return True

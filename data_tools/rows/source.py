@@ -1,4 +1,7 @@
-"""Sources of rows named on a command line, and sources of texts from Python."""
+"""Sources of rows named on a command line, and sources of texts from Python.
+
+For the commands' flags and `pretokenize`.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice

@@ -1,4 +1,4 @@
-"""Decodes token ids incrementally into text."""
+"""Decodes token ids incrementally into text, for generation and chats."""
 
 import itertools
 from collections.abc import Iterable, Sequence

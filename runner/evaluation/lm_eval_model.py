@@ -87,7 +87,7 @@ class LmEvalModel(TemplateLM):
         backends.
 
         Raises ValueError if there is no template, or it rejects the chat, and OSError as
-        `ChatTemplate.render_all` does.
+        `ChatTemplate.render` does.
         """
 
         def applied(messages: list[dict[str, str]]) -> str:

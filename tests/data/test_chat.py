@@ -63,12 +63,12 @@ def test_turns_are_written_where_the_template_marks_none():
     for name in ("gemma", "qwen3"):  # which writes what was said before otherwise
         source = template(TEMPLATES[name])
         chat = Chat(CHATS["turns"][name == "gemma" :], turns=(1, 3) if name == "gemma" else (2, 4))
-        (found,) = source.render_all([chat])
+        found = source.render_chat(chat)
         assert found.text == source.render(chat.messages).text
         for turn, texts in zip(chat.turns, found.turns, strict=True):
             prompt = source.render(chat.messages[:turn], add_generation_prompt=True).text
             assert texts == (prompt, source.render(chat.messages[: turn + 1]).text)
-    (found,) = template(TEMPLATES["chatml"]).render_all([Chat(CHATS["turns"], turns=(2, 4))])
+    found = template(TEMPLATES["chatml"]).render_chat(Chat(CHATS["turns"], turns=(2, 4)))
     assert found.assistant and found.turns == ()
 
 
@@ -144,10 +144,10 @@ def test_an_answer_ends_with_what_is_written_after_it():
 @pytest.mark.parametrize(
     ("stored", "message"),
     [
-        ("\n{% if %}", "the chat template is wrong in line 2"),
+        ("\n{% if %}", "the chat template cannot be compiled: it is wrong in line 2"),
         (7, "neither a text nor a list of named ones: 7"),
         ([{"name": "other", "template": ""}], r"named 'default'; there are \['other'\]"),
-        ("{{ " + "(" * 5000, "nested too deeply"),
+        ("{{ " + "(" * 5000, "recursion"),
         ("{% for a in b %}" * 30 + "{% endfor %}" * 30, "too many statically nested"),
     ],
 )
@@ -171,11 +171,6 @@ def test_a_damaged_template_is_refused(tmp_path, stored, message):
             ("{% include '/etc/passwd' %}", "no loader"),
             ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
             ("{% for i in range(1_000_000) %}{% endfor %}", "Range too big"),
-            (
-                "{% for i in range(9999) %}{% for j in range(99) %}" + "x" * 1000 + "{% endfor %}"
-                "{% endfor %}",
-                "more than 16,777,216 characters",
-            ),
             ("{{ 1 // 0 }}", "by zero"),
         ],
         lambda case: "999" not in case[0],
@@ -191,13 +186,11 @@ def test_a_template_that_fails_says_why(source, reason):
     [
         ([], "at least one message"),
         ([{"role": "user"}, {"content": "?"}], 'message 2 is no object with a "role"'),
-        ([{"role": "user", "content": object()}], "what is no JSON"),
+        ([{"role": "user", "content": object()}], "a value that is not JSON"),
     ],
 )
 def test_what_is_no_chat_is_refused(messages, reason):
     with pytest.raises(ValueError, match=reason):
         template("").render(messages)
-    error, rendered = template("a").render_all([Chat(messages), Chat(QUESTION)])
-    assert isinstance(error, ValueError) and rendered.text == "a"
     with pytest.raises(ValueError, match="must be a list"):
         check_messages("hello")

@@ -266,7 +266,7 @@ def test_a_state_without_an_entry_is_refused(jsonl: str, entry: str) -> None:
         ({"retries": -1}, "retries of at least 0, not -1"),
         ({"stall_seconds": 0}, "stall_seconds of at least 0.001, not 0"),
         ({"on_bad_row": "ignore"}, "on_bad_row is 'fail' or 'skip', not 'ignore'"),
-        ({"streams": 0}, "streams of at least 1, not 0"),
+        ({"streams": 0}, "does not divide into 0 streams"),
         ({"streams": 3}, "batch_size of 4 does not divide into 3 streams"),
         ({"split": "test"}, "cannot open .*split 'test'"),
     ],

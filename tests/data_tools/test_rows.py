@@ -205,6 +205,7 @@ def test_a_function_makes_the_text(
     (tmp_path / "rendering.py").write_text(
         "def render(row):\n    return f\"{row['title']}: {row['body']}\"\n"
         "def fails(row):\n    return {'A': None}[row['title']]\n"
+        "def name(row):\n    return row['path'].rpartition('/')[2] + ': ' + row['text']\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     records = [{"title": "A", "body": "b"}, {"title": "C", "body": "d"}]
@@ -215,6 +216,9 @@ def test_a_function_makes_the_text(
         pq.write_table(pa.Table.from_pylist(records), file)
     field = TextField(function="rendering:render")
     assert texts_of(Files([str(file)], field=field)) == ["A: b", "C: d"]
+    (tmp_path / "a.txt").write_text("body")
+    named = Files([str(tmp_path / "a.txt")], field=TextField(function="rendering:name"))
+    assert texts_of(named) == ["a.txt: body"]
     bad, worse = rows_of(Files([str(file)], field=TextField(function="rendering:fails")))
     assert bad.problem == "has no string in rendering:fails but None"
     assert worse.problem == "makes rendering:fails raise KeyError('C')"
@@ -336,18 +340,6 @@ def test_a_text_file_that_is_too_long_is_a_bad_row(
     rows = rows_of(Files([str(tmp_path)]))
     assert [row.text for row in rows] == ["a" * 100, None, "c"]
     assert str(rows[1]).startswith(f"{tmp_path / name} is longer than")
-
-
-def test_a_function_makes_the_text_of_text_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "naming.py").write_text(
-        "def name(row):\n    return row['path'].rpartition('/')[2] + ': ' + row['text']\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "a.txt").write_text("body")
-    source = Files([str(tmp_path / "a.txt")], field=TextField(function="naming:name"))
-    assert texts_of(source) == ["a.txt: body"]
 
 
 @pytest.mark.parametrize("kind", [".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet"])
@@ -474,27 +466,6 @@ def test_a_folder_is_read_whole_if_it_is_rows_alone_or_texts_alone(tmp_path: Pat
     assert texts_of(Files([str(tmp_path)], pattern="*")) == ["about", "one"]
     (tmp_path / ".git/config").write_text("kept")
     assert texts_of(Files([str(tmp_path)], pattern=".git/*")) == ["kept"]
-
-
-@pytest.mark.parametrize(
-    ("content", "found"),
-    [
-        (json.dumps([{"text": "a"}, {"text": "b"}]), "array"),
-        (json.dumps([{"text": "a"}, {"text": "b"}], indent=1), "array"),
-        ("[\n" + ",\n".join(json.dumps({"text": "a" * 50}) for _ in range(4_000)) + "]\n", "array"),
-        (json.dumps({"text": "a"}, indent=1), "object"),
-        ("\ufeff\n " + json.dumps([{"text": "a"}]), "array"),
-    ],
-)
-@pytest.mark.parametrize("name", ["a.json", "a.jsonl.gz"])
-def test_a_file_of_one_json_value_is_named(
-    tmp_path: Path, content: str, found: str, name: str
-) -> None:
-    file = tmp_path / name
-    file.write_bytes(gzip.compress(content.encode()) if name.endswith("gz") else content.encode())
-    for shard in range(1 if name.endswith("gz") else 2):
-        with pytest.raises(ValueError, match=rf"{name} holds one JSON {found}, .*jq -c"):
-            rows_of(Files([str(file)]), shard, 2)
 
 
 def test_lines_that_are_arrays_are_bad_rows(tmp_path: Path) -> None:

@@ -134,12 +134,6 @@ def test_what_a_killed_process_left_is_removed(folder: Path, cache: Path) -> Non
     assert not making.exists()
 
 
-def test_the_cache_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    folder = Path(standard_library(vocab_size=258, max_bytes=50_000))
-    assert folder.parent == tmp_path / "lmlib"
-
-
 @pytest.mark.parametrize("cache_home", ["/proc/nowhere", "/dev/null"])
 def test_without_a_cache_it_goes_to_a_temporary_folder(
     tmp_path: Path,

@@ -124,11 +124,3 @@ def test_an_unknown_end_of_text_must_be_named(bpe: JsonTokenizer) -> None:
     renamed = bpe.tokenizer_json.replace(END_OF_TEXT, "<|stop|>")
     assert JsonTokenizer("renamed", renamed).eos_id is None
     assert JsonTokenizer("renamed", renamed, eos_token="<|stop|>").eos_id == 1
-
-
-def test_files_that_are_no_tokenizer(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"holds no tokenizer\.json"):
-        load_tokenizer(str(tmp_path))
-    (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"is not a valid tokenizer\.json"):
-        load_tokenizer(str(tmp_path))

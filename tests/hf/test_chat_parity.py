@@ -45,8 +45,7 @@ def stored(folder, template):
 
 
 def encoded(documents, conversation):
-    (found,) = documents.of_rows([[conversation]])
-    return found
+    return documents.of_row([conversation])
 
 
 @pytest.mark.parametrize("tools", [None, TOOLS], ids=["no tools", "tools"])

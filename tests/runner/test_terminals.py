@@ -1,6 +1,5 @@
 """Nothing that a command writes to a terminal commands it: neither names, nor texts of models."""
 
-import os
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,6 @@ from lmlib.data.stored.shard_writer import ShardWriter
 
 NAME = HOSTILE.replace("\0", "")  # no name of a file holds one
 SHOWN_NAME = SHOWN.replace(r"\x00", "")
-GREY, PLAIN = "\x1b[90m", "\x1b[0m"
 
 
 @pytest.mark.parametrize(
@@ -124,7 +122,7 @@ def config():
 
 
 @pytest.mark.slow
-def test_tokens_of_a_data_set_are_shown_and_its_colours_sent(tmp_path: Path):
+def test_tokens_of_a_data_set_are_shown(tmp_path: Path):
     writer = ShardWriter(
         tmp_path / "data",
         "train",
@@ -142,6 +140,4 @@ def test_tokens_of_a_data_set_are_shown_and_its_colours_sent(tmp_path: Path):
         status, sent = run_on_terminal("-m", "data_tools.inspect", str(tmp_path / "data"), *flags)
         assert status == 0, sent
         assert SHOWN in sent
-        if flags and "NO_COLOR" not in os.environ:
-            assert f"{GREY}    ┊ Hi{SHOWN}{PLAIN}" in sent
-        assert not commands_in(sent.replace(GREY, "").replace(PLAIN, ""))
+        assert not commands_in(sent)

@@ -1,9 +1,10 @@
 """Chats rendered as text by the template of a tokenizer.
 
-A template is a program in Jinja's language, and may be untrusted. It runs in Jinja's sandbox, in a
-separate process with little memory and time (`ChatRenderer`), and sees only plain data.
+For prepare_chats, generation, evaluation and exports. A template is a program in Jinja's language,
+and may be untrusted: it runs in a sandbox in a separate process (`ChatRenderer`).
 """
 
+import contextlib
 import functools
 import json
 from collections.abc import Mapping, Sequence
@@ -22,7 +23,6 @@ from lmlib.storage.whole_file import write_whole
 CONFIG_FILE, TEMPLATE_FILE = "tokenizer_config.json", "chat_template.jinja"
 LARGEST_TEMPLATE = 1 << 20  # bytes
 DEFAULT, WITH_TOOLS = "default", "tool_use"  # names of templates if there are several
-_MOST_BEYOND = 3  # consecutive texts beyond the limits; each takes seconds
 
 Message = Mapping[str, Any]
 
@@ -86,7 +86,6 @@ class ChatTemplate:
             raise ValueError(f"no chat template is named {DEFAULT!r}; there are {sorted(sources)}")
         self.sources, self.special_tokens = sources, special_tokens
         self._renderer = _renderer() if renderer is None else renderer
-        self._beyond = 0  # consecutive texts
         for source in sources.values():
             try:
                 answer = self._renderer.ask({"source": source, "chat": None})
@@ -95,7 +94,7 @@ class ChatTemplate:
                     f"the chat template takes more than {error} to compile: use another one"
                 ) from error
             if "refused" in answer:
-                raise ValueError(f"the chat template {answer['refused']}")
+                raise ValueError(f"the chat template cannot be compiled: {answer['refused']}")
 
     def render(
         self,
@@ -113,31 +112,15 @@ class ChatTemplate:
           variables: further variables of the template, such as `enable_thinking`; JSON values.
 
         Raises:
-          ValueError: if the template refuses the messages or fails, or the text is longer than
-            `LARGEST_TEXT`; a BeyondLimits if it takes too much memory or time.
-          OSError: after several consecutive chats that took too much, or see `ChatRenderer.ask`.
+          ValueError: if the template refuses the messages or fails; a BeyondLimits if it takes too
+            much memory or time.
+          OSError: see `ChatRenderer.ask`.
         """
-        return self._rendered(Chat(messages, tools, add_generation_prompt), now, variables)
+        return self.render_chat(Chat(messages, tools, add_generation_prompt), now, **variables)
 
-    def render_all(
-        self, chats: Sequence[Chat], now: datetime | None = None, **variables: Any
-    ) -> list[Rendered | ValueError]:
-        """Returns each chat's text, or the ValueError raised by `render`; OSErrors are raised."""
-        found: list[Rendered | ValueError] = []
-        for chat in chats:
-            try:
-                found.append(self._rendered(chat, now, variables))
-            except ValueError as error:
-                found.append(error)
-        return found
-
-    def _rendered(self, chat: Chat, now: datetime | None, variables: Mapping[str, Any]) -> Rendered:
+    def render_chat(self, chat: Chat, now: datetime | None = None, **variables: Any) -> Rendered:
+        """Renders a chat, with the texts of its turns; see `render` for the errors."""
         check_messages(chat.messages)
-        if self._beyond >= _MOST_BEYOND:
-            raise ChildProcessError(
-                f"the chat template took too much memory or time for {self._beyond} "
-                "conversations in a row, and is asked no more: use another one"
-            )
         several = chat.tools is not None and WITH_TOOLS in self.sources
         question = {
             "source": self.sources[WITH_TOOLS if several else DEFAULT],
@@ -148,23 +131,16 @@ class ChatTemplate:
         try:
             answer = self._renderer.ask(question)
         except BeyondLimits as error:
-            self._beyond += 1
             raise BeyondLimits(
                 f"the chat template took more than {error} for this conversation: use another "
                 "one, or leave the conversation out"
             ) from error
-        self._beyond = 0
         if "refused" in answer:
             raise ValueError(f"the chat template cannot take these messages: {answer['refused']}")
-        text = answer["text"]
-        turns = [
-            [text[:part] if isinstance(part, int) else part for part in turn]
-            for turn in answer["turns"]
-        ]
         return Rendered(
-            text,
+            answer["text"],
             tuple((begin, end) for begin, end in answer["assistant"]),
-            tuple((before, after) for before, after in turns),
+            tuple((before, after) for before, after in answer["turns"]),
         )
 
 
@@ -255,13 +231,13 @@ def after_answer(template: ChatTemplate, role: str = "user") -> tuple[str, str]:
     said = f"answer {uuid4().hex}"
     chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": said}]
     more = [*chat, {"role": role, "content": "?"}]
-    ended, longer = template.render_all([Chat(chat), Chat(more)])
-    if isinstance(ended, ValueError):
-        return "", ""
-    after = ended.text.rpartition(said)[2]
-    if isinstance(longer, ValueError) or not longer.text.startswith(ended.text):
-        return after, ""
-    return after, longer.text[len(ended.text) :]
+    after = following = ""
+    with contextlib.suppress(ValueError):
+        ended = template.render(chat).text
+        after = ended.rpartition(said)[2]
+        longer = template.render(more).text
+        following = longer[len(ended) :] if longer.startswith(ended) else ""
+    return after, following
 
 
 def answer_ends(template: ChatTemplate, codec: TextCodec) -> set[int]:

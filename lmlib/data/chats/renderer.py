@@ -1,4 +1,7 @@
-"""Client of the process in which chat templates run: starts it and reports its failures."""
+"""Asks the process in which chat templates run, and reports how it failed.
+
+For `ChatTemplate`.
+"""
 
 import contextlib
 import json
@@ -8,45 +11,27 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from multiprocessing.connection import Connection, Pipe
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-LARGEST_TEXT = 16 << 20  # characters that a template may write
-LARGEST_ANSWER = 5 * LARGEST_TEXT  # bytes
 OUT_OF_MEMORY = 77  # exit status of the process
-_SECONDS_TO_END = 10.0
-_PROCESS = "lmlib.data.chats.server"
 
 
 class BeyondLimits(ValueError):
     """A template exceeded its memory or time limit."""
 
 
-@dataclass(frozen=True)
-class Limits:
-    """The limits of a template for one text: megabytes (2^20 bytes) of memory, and CPU seconds.
-
-    CPU time does not pass while the machine is busy with other work, or suspended.
-    """
-
-    megabytes: int = 512
-    seconds: float = 5.0
-
-
 class ChatRenderer:
     """A process that starts with the first question, and restarts if it has died.
 
-    Threads take turns.
+    Threads take turns. One question may use `megabytes` (2^20 bytes) of memory and `seconds` of CPU
+    time, which does not pass while the machine does other work.
     """
 
-    def __init__(self, limits: Limits = Limits()) -> None:
-        self._limits = limits
+    def __init__(self, megabytes: int = 512, seconds: float = 5.0) -> None:
+        self._megabytes, self._seconds = megabytes, seconds
         self._process: subprocess.Popen[bytes] | None = None
-        self._connection: Connection
-        self._end: Callable[[], Any] = lambda: None
         self._lock = threading.Lock()
 
     def ask(self, question: Mapping[str, Any]) -> dict[str, Any]:
@@ -57,72 +42,65 @@ class ChatRenderer:
           ValueError: if the question is not JSON-serialisable.
           OSError: if the process cannot be started; a ChildProcessError if it is killed.
         """
-        message = to_bytes(question)
+        try:
+            line = to_line(question)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ValueError(f"the chat holds a value that is not JSON: {error}") from error
         with self._lock:
             process = self._running()
+            assert process.stdin is not None and process.stdout is not None
             try:
-                self._connection.send_bytes(message)
-                answer: dict[str, Any] = from_bytes(self._connection.recv_bytes(LARGEST_ANSWER))
-                return answer
-            except (EOFError, OSError):
-                raise self._cause(process) from None
+                process.stdin.write(line)
+                process.stdin.flush()
+                answer = process.stdout.readline()
+            except BrokenPipeError:
+                answer = b""
             except BaseException:  # Ctrl-C too: the rest must not be read as the next answer
-                self._end()
+                _end(process)
                 raise
-
-    def _running(self) -> subprocess.Popen[bytes]:
-        # A fork of this process gets its own child, since `poll` does not find this one.
-        if self._process is None or self._process.poll() is not None:
-            self._end()
-            self._connection, its_end = Pipe()
-            limits = (str(self._limits.megabytes), str(self._limits.seconds))
-            path = [*sys.path, str(Path(__file__).parents[3])]
-            with its_end:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-P", "-m", _PROCESS, str(its_end.fileno()), *limits],
-                    pass_fds=[its_end.fileno()],
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    env=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
-                    start_new_session=True,  # Ctrl-C should reach only this process
-                )
-            self._end = weakref.finalize(self, _end, self._process, self._connection)
-        return self._process
-
-    def _cause(self, process: subprocess.Popen[bytes]) -> Exception:
-        """Returns the reason why a process no longer answers."""
-        self._connection.close()
-        try:
-            status = process.wait(_SECONDS_TO_END)
-        except subprocess.TimeoutExpired:
-            process.kill()
+            if answer:
+                return from_line(answer)
             status = process.wait()
         if status == OUT_OF_MEMORY:
-            return BeyondLimits(f"{self._limits.megabytes} MB of memory")
+            raise BeyondLimits(f"{self._megabytes} MB of memory")
         if status == -signal.SIGPROF:
-            return BeyondLimits(f"{self._limits.seconds:g} seconds of processor time")
+            raise BeyondLimits(f"{self._seconds:g} seconds of processor time")
         how = f"exit code {status}" if status >= 0 else signal.Signals(-status).name
-        return ChildProcessError(
-            f"the process in which chat templates run ended with {how}, perhaps for want of "
+        raise ChildProcessError(
+            f"the process in which chat templates run ended with {how}, perhaps for lack of "
             "memory: free some, or use another template if it happens again"
         )
 
+    def _running(self) -> subprocess.Popen[bytes]:
+        # `poll` does not find the process after a fork: the fork starts its own.
+        if self._process is None or self._process.poll() is not None:
+            server = [sys.executable, "-P", "-m", "lmlib.data.chats.server"]
+            path = [*sys.path, str(Path(__file__).parents[3])]
+            self._process = subprocess.Popen(
+                [*server, str(self._megabytes), str(self._seconds)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
+                start_new_session=True,  # Ctrl-C should reach only this process
+            )
+            weakref.finalize(self, _end, self._process)
+        return self._process
 
-def to_bytes(value: Any) -> bytes:
-    """Encodes a value as JSON; its texts may have lone surrogates. Raises ValueError on failure."""
-    try:
-        return json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass")
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"the chat holds what is no JSON: {error}") from error
+
+def to_line(value: Any) -> bytes:
+    """Encodes a value as a line of JSON; its texts may have lone surrogates."""
+    return json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n"
 
 
-def from_bytes(message: bytes) -> Any:
-    """The inverse of `to_bytes`."""
-    return json.loads(message.decode("utf-8", "surrogatepass"))
+def from_line(line: bytes) -> Any:
+    """The inverse of `to_line`."""
+    return json.loads(line.decode("utf-8", "surrogatepass"))
 
 
-def _end(process: subprocess.Popen[bytes], connection: Connection) -> None:
+def _end(process: Any) -> None:
     process.kill()
     process.wait()
-    with contextlib.suppress(OSError):
-        connection.close()
+    for pipe in (process.stdin, process.stdout):
+        with contextlib.suppress(OSError):  # what was not sent cannot be flushed
+            pipe.close()

@@ -263,8 +263,8 @@ def test_a_template_that_takes_all_memory_is_a_mistake(tmp_path):
     reader, chat = replace(READER, template=template), [{"role": "user", "content": "Hi"}]
     with pytest.raises(ConfigError, match="took more than 512 MB of memory for this conversation"):
         reader.of_chat(chat)
-    file = write_prompts(tmp_path, [{"messages": chat}] * 1000)
-    with pytest.raises(ConfigError, match=r"line 1: the chat template took .*line 5: .* 997 more"):
+    file = write_prompts(tmp_path, [{"messages": chat}] * 5)
+    with pytest.raises(ConfigError, match=r"line 1: the chat template took .*line 5: .* 2 more"):
         read_lines(file, reader)
 
 
