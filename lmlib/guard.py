@@ -27,16 +27,13 @@ class GuardState(eqx.Module):
 class Guard:
     """Skips an update whose loss, gradient or update is not finite; weights and moments stay.
 
-    A batch without a target does not make an update either: its gradient is zero, but weight decay
-    and old moments would still move the weights. It is counted separately, and does not affect
-    anything else.
+    A batch without a target does not make an update either, since weight decay and old moments
+    would move the weights. It is counted separately.
 
     Args:
-      spike_deviations: also skip an update if its loss exceeds the median of recent losses by more
-        than this number of standard deviations, estimated from their median absolute deviation
-        (Huber, "Robust Statistics", 1981, §5.1). `None` never does. This starts after `window`
-        updates.
-      window: number of recent losses.
+      spike_deviations: also skip an update if its loss exceeds the median of the last `window`
+        losses by more than this number of standard deviations, estimated from their median absolute
+        deviation (Huber, "Robust Statistics", 1981, §5.1). `None` never does.
       stop_after: a run stops after this number of skipped updates in a row.
       captures: number of skipped updates that a run saves for `python -m runner.replay`; each keeps
         a checkpoint from being deleted.
@@ -66,18 +63,11 @@ class Guard:
         )
 
     def judge(
-        self,
-        state: GuardState,
-        loss: Float[Array, ""],
-        grad_norm: Float[Array, ""],
-        update_norm: Float[Array, ""],
-        count: Int32[Array, ""],
+        self, state: GuardState, loss: Array, grad_norm: Array, update_norm: Array, count: Array
     ) -> tuple[Bool[Array, ""], GuardState]:
-        """Returns True if the update should be made, and the new state.
+        """Returns True if the proposed update should be made, and the new state.
 
-        Args:
-          update_norm: norm of the proposed update.
-          count: number of the objective's units in the batch, usually valid targets.
+        All arguments are scalars; `count` is the number of the objective's units in the batch.
         """
         empty = count == 0
         sound = jnp.isfinite(loss) & jnp.isfinite(grad_norm) & jnp.isfinite(update_norm)
@@ -104,22 +94,16 @@ def not_finite(model: Any, optimizer: Any) -> list[str]:
 
     Scalars of an optimizer may be infinite, such as the best loss before the first step.
     """
-    named = {
+    checked = {
         jax.tree_util.keystr(path, simple=True, separator="."): leaf
         for path, leaf in jax.tree.leaves_with_path({"model": model, "optimizer": optimizer})
+        if jnp.issubdtype(leaf.dtype, jnp.inexact) and (leaf.ndim or path[0].key == "model")
     }
-    checked = [
-        name
-        for name, leaf in named.items()
-        if jnp.issubdtype(leaf.dtype, jnp.inexact) and (leaf.ndim or name.startswith("model"))
-    ]
-    finite = jax.device_get(_all_finite([named[name] for name in checked]))
+    finite = jax.device_get(_all_finite([*checked.values()]))
     return [name for name, sound in zip(checked, finite, strict=True) if not sound]
 
 
-@jax.jit
-def _all_finite(arrays: list[Array]) -> list[Bool[Array, ""]]:
-    return [jnp.all(jnp.isfinite(array)) for array in arrays]
+_all_finite = jax.jit(lambda arrays: [jnp.all(jnp.isfinite(array)) for array in arrays])
 
 
 def choose(made: Bool[Array, ""], new: Any, old: Any) -> Any:

@@ -28,10 +28,6 @@ class Training:
     """The settings of a training run, the same for all steps.
 
     Args:
-      mesh: the devices.
-      compute: compute settings.
-      objective: the loss.
-      guard: chooses updates to skip.
       microbatches: parts of a batch whose gradients are added before one update.
       seed: seed of random numbers in steps; initial weights have a different one.
       trained: the paths of the weights that train; `None`: all do.
@@ -102,31 +98,21 @@ class State(eqx.Module):
 
 
 class Parts(NamedTuple):
-    """A model split into three trees; each has `None` where the weight is in another.
+    """A model split into three trees; each has `None` where the weight is in another."""
 
-    Attributes:
-      trained: weights with a gradient.
-      buffers: weights without a gradient that the model updates itself; optional.
-      frozen: weights that never change; optional.
-    """
-
-    trained: Any
-    buffers: Any
-    frozen: Any
+    trained: Any  # weights with a gradient
+    buffers: Any  # optional: weights without a gradient that the model updates itself
+    frozen: Any  # optional: weights that never change
 
 
 def parted(model: Any, trained: Set[str] | None) -> Parts:
-    """Splits `model` by how its weights change.
-
-    Args:
-      trained: paths of the weights that are not frozen; `None`: all.
-    """
+    """Splits `model`; `trained` are the paths of the weights that are not frozen; `None`: all."""
     changes = map_weights(lambda weight, _: trained is None or weight.path in trained, model)
     has_gradient = map_weights(lambda weight, _: weight.declaration.gradient, model)
     changing, frozen = eqx.partition(model, changes)
     gradient, buffers = eqx.partition(changing, has_gradient)
-    there = [bool(jax.tree.leaves(part)) for part in (buffers, frozen)]
-    return Parts(gradient, buffers if there[0] else None, None if trained is None else frozen)
+    has_buffers = bool(jax.tree.leaves(buffers))
+    return Parts(gradient, buffers if has_buffers else None, None if trained is None else frozen)
 
 
 def new_state(make_model: Callable[[], eqx.Module], training: Training) -> State:
@@ -135,20 +121,15 @@ def new_state(make_model: Callable[[], eqx.Module], training: Training) -> State
 
 
 def new_model(make_model: Callable[[], M], mesh: Mesh, made: M | None = None) -> M:
-    """Returns a model with new weights, laid out on `mesh` from the start.
-
-    Args:
-      made: see `creator`.
-    """
+    """Returns a model with new weights, laid out on `mesh` from the start; see `creator`."""
     with jax.set_mesh(mesh):
         return creator(make_model, mesh, made)()
 
 
 def initial_state(model: Any, training: Training) -> State:
-    """Returns the state before the first step with the weights of `model`.
+    """Returns the state before the first step with the weights of `model`, which are donated.
 
-    They must have the layout of `abstract_model`. They are donated: their buffers become the
-    state's.
+    They must have the layout of `abstract_model`.
     """
     layout = shardings(abstract_state(lambda: model, training))
     fresh = functools.partial(fresh_state, training=training)
@@ -196,11 +177,7 @@ def abstract_batch(
     teacher_k: int | None = None,
     whole_rows: bool = False,
 ) -> Batch:
-    """Shapes, dtypes and `NamedSharding`s of a global batch.
-
-    Args:
-      teacher_k, whole_rows: see `lmlib.data.batch.Source`.
-    """
+    """Shapes, dtypes and `NamedSharding`s of a global batch; see `lmlib.data.batch.Source`."""
 
     def blank() -> Batch:
         integers = jnp.zeros((batch_size, sequence_length), jnp.int32)
@@ -214,9 +191,8 @@ def abstract_batch(
             batch, teacher_ids=listed, teacher_log_probabilities=listed.astype(jnp.float16)
         )
 
-    return jax.tree.map(
-        lambda leaf: _placed(leaf, partition("batch seq", mesh=mesh), mesh), jax.eval_shape(blank)
-    )
+    rows = partition("batch seq", mesh=mesh)
+    return jax.tree.map(lambda leaf: _placed(leaf, rows, mesh), jax.eval_shape(blank))
 
 
 def _placed(leaf: Any, spec: PartitionSpec, mesh: Mesh) -> jax.ShapeDtypeStruct:

@@ -18,7 +18,7 @@ from jaxtyping import Array
 
 from lmlib.data.batch import Batch
 from lmlib.guard import choose
-from lmlib.losses.objective import LossSums, sums_of
+from lmlib.losses.objective import sums_of
 from lmlib.optim.optimizer import Hyperparameters, abstract_arrays_of, with_arrays
 from lmlib.parallel.axes import PartError
 from lmlib.parallel.check import check_batch, check_model
@@ -33,25 +33,19 @@ def step(
 ) -> tuple[State, Metrics]:
     """Makes one update from one global batch, with the optimizer's numbers in `hyperparameters`.
 
-    The loss is a mean: the sum over the units of the objective, usually valid target tokens,
-    divided by their count in the whole batch. It does not depend on microbatches, devices or uneven
-    masks. An update that the guard rejects is not made, and neither is the update of a batch
-    without units: weights, moments and the learning rate's schedule stay the same. Random layers
-    use `state.key`, folded with the step and then with the microbatch's index. Frozen weights have
-    neither gradients nor moments, and are not copied. Weights without a gradient that the model
-    updates itself change together with an update.
+    The loss is the sum over the units of the objective, usually valid target tokens, divided by
+    their count in the whole batch. It does not depend on microbatches, devices or uneven masks. If
+    the guard rejects an update, weights, moments and the schedule stay the same. Random layers use
+    `state.key`, folded with the step and then with the microbatch's index.
 
     Metrics are float32 unless stated otherwise:
 
-    - `loss` and the other metrics of the objective, as means;
-    - the reports of the model, as means over all tokens except padding; the objective's
-      `model_losses` are also minimised;
-    - the metrics of the optimizer;
+    - the metrics of the objective, as means; the reports of the model, as means over all tokens
+      except padding; the metrics of the optimizer;
     - `grad_norm` before clipping; `parameter_norm` of the weights that train, before the update;
       `update_norm`, 0 if the update is not made; `learning_rate`;
-    - int32: `tokens`, the valid target tokens of this batch; the count of `Objective.units`, if
-      these are not tokens; `skipped_updates` in total; `skipped_in_a_row`; `empty_batches`, in
-      total, which had no units.
+    - int32: `tokens`, the valid target tokens of this batch; the count of `Objective.units`;
+      `skipped_updates` in total; `skipped_in_a_row`; `empty_batches` in total, without units.
 
     Raises:
       LayoutError: if the mesh cannot split the weights or the batch.
@@ -73,12 +67,7 @@ class _Reported(NamedTuple):
 
 
 def gradient(state: State, batch: Batch, training: Training) -> tuple[Any, _Reported, Array]:
-    """The part of `step` before the update.
-
-    Returns:
-      gradients of the weights that train, sums that the batch reports, and the count of units in
-        the loss.
-    """
+    """Returns gradients of the weights that train, the batch's reports, and the count of units."""
     objective, microbatches = training.objective, training.microbatches
     check_model(state.whole_model, training.mesh)
     B, S = batch.tokens.shape
@@ -93,8 +82,13 @@ def gradient(state: State, batch: Batch, training: Training) -> tuple[Any, _Repo
         model = state.whole(trained)
         key = jax.random.fold_in(step_key, index)
         sums = sums_of(objective, model, state.reference_model, part, training.compute, key)
-        metrics = {name: each / divisor for name, each in sums.reported.items()}
-        reported = _Reported(_of_model(sums, positions) | metrics, sums.model.tallies)
+        of_model = {**sums.model.losses, **sums.model.statistics}
+        if taken := of_model.keys() & sums.reported.keys():
+            names = ", ".join(sorted(taken))
+            raise ValueError(f"the model and the objective both report {names}: rename one")
+        metrics = {name: x.astype(jnp.float32) / positions for name, x in of_model.items()}
+        metrics |= {name: each / divisor for name, each in sums.reported.items()}
+        reported = _Reported(metrics, sums.model.tallies)
         return objective.minimised(sums, divisor, positions), reported
 
     part_gradient = jax.grad(part_loss, has_aux=True)
@@ -113,15 +107,6 @@ def gradient(state: State, batch: Batch, training: Training) -> tuple[Any, _Repo
             gradients, reported = jax.lax.scan(accumulate, nothing, parts)
         reported = jax.tree.map(lambda each_M: jnp.sum(each_M, axis=0), reported)
     return gradients, reported, count
-
-
-def _of_model(sums: LossSums, positions: Array) -> Metrics:
-    """The reports of the model, divided by the batch's `positions` except padding."""
-    of_model = {**sums.model.losses, **sums.model.statistics}
-    taken = [name for name in of_model if name in sums.reported]
-    if taken:
-        raise ValueError(f"the model and the objective both report {', '.join(taken)}: rename one")
-    return {name: each.astype(jnp.float32) / positions for name, each in of_model.items()}
 
 
 def _updated(
@@ -166,33 +151,29 @@ def _updated(
 
 
 def _checked_update(returned: Any, state: State) -> tuple[Any, Any]:
-    """Checks the result of an optimizer and returns it.
-
-    Updates must have the weights' shapes, since others would broadcast, and the state must be like
-    the one before.
+    """Returns the result of an optimizer. Updates of other shapes would broadcast.
 
     Raises:
-      PartError: for anything else.
+      PartError: if updates or state have other shapes than the weights and the state before.
     """
     if not isinstance(returned, tuple) or len(returned) != 2:
         raise PartError(
             "the optimizer's transformation must return a tuple (updates, state), got a "
             f"{type(returned).__name__}"
         )
-    for name, made, before in zip(
-        ("updates", "a state"), returned, (state.model, state.optimizer), strict=True
-    ):
-        found, wanted = (
-            {jax.tree_util.keystr(path): jnp.shape(leaf) for path, leaf in paths}
-            for paths in map(jax.tree.leaves_with_path, (made, before))
+    whole = {"updates": state.model, "state": state.optimizer}
+    found, wanted = (
+        {jax.tree_util.keystr(path): jnp.shape(leaf) for path, leaf in paths}
+        for paths in map(
+            jax.tree.leaves_with_path, (dict(zip(whole, returned, strict=True)), whole)
         )
-        wrong = [path for path in wanted | found if found.get(path) != wanted.get(path)]
-        if wrong:
-            given, due = found.get(wrong[0], "nothing"), wanted.get(wrong[0], "nothing")
-            like = "the weights have" if before is state.model else "it was given"
+    )
+    for path in wanted | found:
+        given, due = found.get(path, "nothing"), wanted.get(path, "nothing")
+        if given != due:
             raise PartError(
-                f"the optimizer's transformation must return {name} of the shapes that {like}: "
-                f"{wrong[0]} has {given} instead of {due}"
+                "the optimizer's transformation must return updates of the weights' shapes and a "
+                f"state of the shapes that it was given: {path} has {given} instead of {due}"
             )
     return returned
 
@@ -227,9 +208,8 @@ def split(batch: Batch, microbatches: int) -> Batch:
 def trace_step(state: State, batch: Batch, training: Training) -> jax.stages.Traced:
     """Traces `step` for `state` and `batch`, which may be abstract.
 
-    The compiled step is called as `state, metrics = compiled(state, batch, hyperparameters)`. The
-    latter are `Training.hyperparameters` of this optimizer, or of one with different numbers. The
-    old state is donated: its buffers become the new one's.
+    The compiled step is called as `state, metrics = compiled(state, batch, hyperparameters)`, with
+    `Training.hyperparameters` of this optimizer or one with other numbers. The state is donated.
     """
     everywhere = NamedSharding(training.mesh, PartitionSpec())
     hyperparameters = abstract_arrays_of(training.optimizer.hyperparameters, training.mesh)
@@ -245,8 +225,7 @@ def make_step(training: Training) -> Callable[[State, Batch], tuple[State, Metri
     """Returns `step` for custom loops, as `state, metrics = step(state, batch)`.
 
     It is compiled on the first call, and again for batches of another shape. The old state is
-    donated: its buffers become the new one's. Batches may be NumPy's, as returned by a source; they
-    are first laid out over the mesh.
+    donated. Batches may be NumPy's, as returned by a source.
     """
     rows = sharding("batch seq", training.mesh)
     compiled = jax.jit(functools.partial(step, training=training), donate_argnums=0)

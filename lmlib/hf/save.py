@@ -7,9 +7,10 @@ import functools
 import json
 import math
 import os
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,6 @@ from lmlib.hf.folder import parsed, read_copied
 from lmlib.hf.hub import TOKENIZER_FILES
 from lmlib.hf.load import Progress, shares
 from lmlib.hf.names import Placed, Share, joined, placed
-from lmlib.hf.rounding import Rounding, rounding
 from lmlib.hf.tensor_files import DTYPES, Stored, begin_files, laid_out, synced, write
 from lmlib.models.decoder import Decoder
 from lmlib.models.experts.router import without_load
@@ -33,6 +33,25 @@ from lmlib.storage.stored_json import parse_json
 from lmlib.storage.whole_file import UNFINISHED, write_whole
 
 NAMES_OF_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+
+
+class Rounding(NamedTuple):
+    """The difference between a file's values and the weights.
+
+    Attributes:
+      dtype: dtype of the file.
+      largest: the largest relative change, |rounded - value| / |value|; 0 if all values are exact.
+      tensor: the tensor with the largest change; `None` if all values are exact.
+    """
+
+    dtype: str
+    largest: float
+    tensor: str | None
+
+    def __str__(self) -> str:
+        if self.tensor is None:
+            return f"{self.dtype}, which keeps every value"
+        return f"{self.dtype}, which rounds by up to {self.largest:.2%} (in {self.tensor})"
 
 
 def save(
@@ -92,7 +111,6 @@ def save(
         **(settings or {}),
     }
     wanted = placed(model, family.names)
-    rounded = rounding(model, wanted, dtype)
     unfinished = unfinished_in(folder)
     files = laid_out(
         unfinished,
@@ -103,7 +121,12 @@ def save(
         unfinished.mkdir(parents=True)
         begin_files(files)
     meet("lmlib: files begun")
-    _write_all(model, wanted, files, progress)
+    rounded, beyond = _write_all(model, wanted, files, dtype, progress)
+    if beyond is not None:
+        meet("lmlib: a value is out of range")
+        if jax.process_index() == 0:
+            shutil.rmtree(folder)
+        raise beyond
     synced({each.file for each in files.values()})
     meet("lmlib: tensors written")
     if jax.process_index() == 0:
@@ -125,8 +148,10 @@ def _write_all(
     model: Decoder,
     wanted: Sequence[Placed],
     files: Mapping[str, Stored],
+    dtype: str,
     progress: Progress | None,
-) -> None:
+) -> tuple[Rounding, ValueError | None]:
+    """Writes all tensors; returns an error, the same on all processes, for a value out of range."""
     weights: dict[str, jax.Array] = {}
     map_weights(lambda weight, array: weights.update({weight.path: array}), model)
     sharding = next(iter(weights.values())).sharding
@@ -136,7 +161,7 @@ def _write_all(
         whole = NamedSharding(mesh, PartitionSpec())
         weights = {path: jax.device_put(array, whole) for path, array in weights.items()}
     total = sum(each.end - each.offset for each in files.values())
-    written = 0
+    written, worst = 0, Rounding(dtype, 0.0, None)
     for tensor in wanted:
         target = files[tensor.name]
         kinds = tuple(
@@ -146,11 +171,23 @@ def _write_all(
         at = [[piece.repetition or 0, *(i for _, i in piece.fixed)] for piece in tensor.pieces]
         weights_of = [weights[piece.path] for piece in tensor.pieces]
         layout = tensor.shape, kinds, target.dtype, mesh
-        flat = _joined(np.array(at, np.int32), weights_of, *layout)
+        flat, lost, change = _joined(np.array(at, np.int32), weights_of, *layout)
+        if lost:
+            return worst, out_of_range(tensor.name, float(lost), target.dtype.name)
+        if change > worst.largest:
+            worst = Rounding(dtype, float(change), tensor.name)
         _write_shares(flat, target)
         written += target.end - target.offset
         if progress is not None:
             progress(written, total)
+    return worst, None
+
+
+def out_of_range(name: str, value: float, dtype: str) -> ValueError:
+    return ValueError(
+        f"{name} holds {value:g}, which would become infinite in {dtype}, whose values end at "
+        f"{float(jnp.finfo(dtype).max):g}: give bfloat16 or float32"
+    )
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4, 5))
@@ -161,8 +198,11 @@ def _joined(
     kinds: tuple[tuple[Share, bool, tuple[int, ...]], ...],
     dtype: np.dtype,
     mesh: Mesh,
-) -> jax.Array:
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Assembles a tensor's padded values from its weights, a contiguous slice on each device.
+
+    Also returns the value of largest magnitude that `dtype` makes infinite, or 0, and the largest
+    relative change of the other values.
 
     Args:
       at: for each weight, the layer, and the index along each axis that is in the tensor's name.
@@ -176,8 +216,18 @@ def _joined(
         for place, index in reversed([*zip(places, indices, strict=True)]):
             weight = _taken(weight, place, index)
         own.append(jax.sharding.reshard(weight, NamedSharding(mesh, PartitionSpec())))
-    flat = joined([share for share, _, _ in kinds], own).astype(dtype).reshape(-1)
-    return jax.sharding.reshard(jnp.pad(flat, (0, padded - flat.size)), layout)
+    flat = joined([share for share, _, _ in kinds], own).reshape(-1)
+    flat = jax.sharding.reshard(jnp.pad(flat, (0, padded - flat.size)), layout)
+    rounded = flat.astype(dtype)
+    if jnp.promote_types(flat.dtype, dtype) == dtype:
+        return rounded, jnp.zeros(()), jnp.zeros(())
+    wide, narrow = flat.astype(jnp.float32), rounded.astype(jnp.float32)
+    lost = jnp.where(jnp.isfinite(wide) & ~jnp.isfinite(narrow), wide, 0)
+    most, least = jnp.max(lost), jnp.min(lost)
+    is_changed = jnp.isfinite(narrow) & (narrow != wide)
+    change = jnp.abs(narrow - wide) / jnp.where(is_changed, jnp.abs(wide), 1)
+    change = jnp.max(jnp.where(is_changed, change, 0))
+    return rounded, jnp.where(-least > most, least, most), change
 
 
 def _taken(x: jax.Array, axis: int, index: jax.Array) -> jax.Array:

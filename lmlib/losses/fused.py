@@ -31,14 +31,10 @@ from lmlib.parallel.collectives import (
     pmax,
     psum,
     psum_scatter,
-    psum_to_storage,
 )
 from lmlib.parallel.layout import STORED, along, partition
-from lmlib.parallel.mesh_axes import TOKENS
+from lmlib.parallel.mesh_axes import COPIES, TOKENS
 
-# Logits of a chunk in float32: about the cache of a CPU core, and a small part of other memories.
-_CHUNK_BYTES = {"cpu": 2**24}
-_CHUNK_BYTES_ELSEWHERE = 2**30
 _EVERYWHERE = PartitionSpec()
 
 
@@ -90,19 +86,14 @@ TokenLoss = Callable[[ChunkLogits, tuple[Array, ...], tuple[Array, ...]], TokenL
 
 
 class _Call(NamedTuple):
-    """The static part of a call.
-
-    Attributes:
-      split: True if the features' sequence is split.
-      tokens, tables: numbers of extra arrays.
-    """
+    """The static part of a call."""
 
     loss: TokenLoss
     cap: float | None
     chunk: int | None
     dtype: str
-    split: bool
-    tokens: int
+    split: bool  # True if the features' sequence is split
+    tokens: int  # numbers of extra arrays
     tables: int
 
     @property
@@ -124,11 +115,7 @@ def batch_sums(
 ) -> tuple[LossSums, Any]:
     """Sums `loss` over the valid targets of `batch`; also returns the results of `observe`.
 
-    Args:
-      key: key for random layers, which are off without one.
-      dropout: see `Context`.
-      observe: called in each layer (`Context.observe`).
-      tokens, tables: see `fused_loss`.
+    See `lmlib.losses.features.features` and `fused_loss` for the arguments.
     """
     found = features(model, batch, compute, key, dropout, observe)
     with jax.named_scope("loss"):
@@ -169,12 +156,8 @@ def fused_loss(
     """Returns sums over tokens of `weights_BS` times the `loss` of the logits h · table.
 
     Logits are computed in h's dtype. A token of weight 0 does not contribute, even with infinite
-    logits.
-
-    Layouts: the sequence of `h_BSE` is whole or split over `tensor`, and its gradient has the same
-    layout; the table is as stored. Each device gathers both, the table over `fsdp`, and computes
-    the logits of its own tokens and its own part of the vocabulary. A few numbers for each token
-    are sent over `tensor`. If gradients are needed, each chunk's are computed together with its
+    logits. The sequence of `h_BSE` is whole or split over `tensor`; the table is as stored, and is
+    gathered over `fsdp`. If gradients are needed, each chunk's are computed together with its
     logits (the idea of Liger's fused loss: Hsu et al. 2024, arXiv:2410.10989): the backward pass
     only multiplies them by the incoming gradient. Only h and the table have gradients.
 
@@ -194,14 +177,14 @@ def fused_loss(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _sums(call: _Call, *arguments: Array) -> LossSums:
-    local = functools.partial(_local_sums, call)
-    return on_each_device(local, call.layouts, _EVERYWHERE, tracked=False)(*arguments)
+    local = functools.partial(_local, call, 0)
+    return on_each_device(local, call.layouts, (_EVERYWHERE, ()), tracked=False)(*arguments)[0]
 
 
 def _forward(call: _Call, *arguments: CustomVJPPrimal) -> tuple[LossSums, tuple[Array, ...]]:
     """Returns the sums, and the gradients of features and, unless it is frozen, of the table."""
     asked = 2 if arguments[1].perturbed else 1
-    local = functools.partial(_local_gradients, call, asked)
+    local = functools.partial(_local, call, asked)
     outputs = _EVERYWHERE, call.layouts[:asked]
     on_devices = on_each_device(local, call.layouts, outputs, tracked=False)
     return on_devices(*(each.value for each in arguments))
@@ -220,17 +203,7 @@ def _backward(
 _sums.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
-def _local_sums(call: _Call, h_BSE: Array, table_EV: Array, *others: Array) -> LossSums:
-    h_BSE, table_EV = gathered(call.split, h_BSE, table_EV)
-
-    def visit(nothing: None, chunk: tuple[Array, ...]) -> tuple[None, LossSums]:
-        return None, _chunk_sums(call, table_EV, chunk, others)[0]
-
-    parts = chunks(call.chunk, table_EV.shape[1], h_BSE, *others[: 2 + call.tokens])
-    return _over_batch(visited(visit, None, parts)[1])
-
-
-def _local_gradients(
+def _local(
     call: _Call, asked: int, h_BSE: Array, table_EV: Array, *others: Array
 ) -> tuple[LossSums, tuple[Array, ...]]:
     """Returns the sums, and the gradients of the first `asked` arrays of features and table."""
@@ -239,8 +212,10 @@ def _local_gradients(
 
     def visit(
         dtable_EV: Array | None, chunk: tuple[Array, ...]
-    ) -> tuple[Array | None, tuple[LossSums, Array]]:
+    ) -> tuple[Array | None, tuple[LossSums, Array | None]]:
         sums, dlogits_NV = _chunk_sums(call, whole_EV, chunk, others)
+        if not asked:
+            return None, (sums, None)
         # Computed in the dtype of h: float32 products would be slow.
         dh_NE = jnp.einsum("nv,ev->ne", dlogits_NV, whole_EV)
         if dtable_EV is not None:
@@ -249,16 +224,19 @@ def _local_gradients(
 
     nothing_EV = jnp.zeros(whole_EV.shape, wide) if asked > 1 else None
     parts = chunks(call.chunk, whole_EV.shape[1], h_BSE, *others[: 2 + call.tokens])
-    dtable_EV, (sums, dh_CNE) = visited(visit, nothing_EV, parts)
+    dtable_EV, (sums_C, dh_CNE) = visited(visit, nothing_EV, parts)
+    sums = jax.tree.map(lambda each_C: psum(jnp.sum(each_C, 0), TOKENS), sums_C)
+    if not asked:
+        return sums, ()
     dh_BSE = unchunked(dh_CNE, h_BSE.shape[:2])
     if call.split:
         dh_BSE = psum_scatter(dh_BSE, along("vocab"), axis=1)
     else:
         dh_BSE = psum(dh_BSE, along("vocab"))
     if dtable_EV is None:
-        return _over_batch(sums), (dh_BSE,)
-    dtable_EV = psum_to_storage(dtable_EV.astype(h_BSE.dtype), along("embed", STORED), axis=0)
-    return _over_batch(sums), (dh_BSE, dtable_EV.astype(table_EV.dtype))
+        return sums, (dh_BSE,)
+    dtable_EV = psum_scatter(dtable_EV.astype(h_BSE.dtype), along("embed", STORED), axis=0)
+    return sums, (dh_BSE, psum(dtable_EV, COPIES).astype(table_EV.dtype))
 
 
 def _chunk_sums(
@@ -281,26 +259,14 @@ def _chunk_sums(
     return sums, dlogits_NV.astype(h_NE.dtype)
 
 
-def _over_batch(sums_C: LossSums) -> LossSums:
-    """The sums over all chunks, on all devices (a psum)."""
-    return jax.tree.map(lambda each_C: psum(jnp.sum(each_C, 0), TOKENS), sums_C)
-
-
 def inputs(split: bool) -> tuple[PartitionSpec, ...]:
-    """The layouts of features and table.
-
-    Args:
-      split: True if the features' sequence is split.
-    """
+    """The layouts of features, whose sequence may be `split`, and of the table."""
     h_BSE = partition("batch seq_parallel embed" if split else "batch seq embed")
     return h_BSE, partition("embed vocab", STORED)
 
 
 def gathered(split: bool, h_BSE: Array, table_EV: Array) -> tuple[Array, Array]:
-    """Gathers the features along the sequence if `split`, and the table along embed.
-
-    These are all-gathers over `tensor` and over `fsdp`. Both have the features' dtype.
-    """
+    """All-gathers the features along the sequence if `split`, and the table along embed."""
     h_BSE = all_gather(h_BSE, along("vocab"), axis=1) if split else h_BSE
     return h_BSE, all_gather(table_EV.astype(h_BSE.dtype), along("embed", STORED), axis=0)
 
@@ -332,13 +298,7 @@ def chunk_logits(
 def logits_alone(
     table_EV: Array, h_NE: Array, cap: float | None, logits_dtype: str
 ) -> Float[Array, "n v"]:
-    """The logits h · table of a chunk, float32 or wider.
-
-    They are computed in `logits_dtype`, or in h's dtype if it is wider.
-
-    Args:
-      cap: see `Model.logit_cap`.
-    """
+    """The logits of a chunk, float32 or wider, computed in `logits_dtype` or h's if it is wider."""
     wide = jnp.promote_types(h_NE.dtype, jnp.float32)
     made_in = jnp.promote_types(logits_dtype, h_NE.dtype)
     logits_NV = jnp.einsum("ne,ev->nv", h_NE, table_EV, preferred_element_type=made_in)
@@ -358,10 +318,10 @@ def chunks(limit: int | None, vocab: int, *tokens: Array) -> tuple[Array, ...]:
 
     Args:
       limit: tokens whose logits a device holds at a time; `None`: 1 GiB of them in float32, or 16
-        MiB on CPUs.
+        MiB on CPUs, about the cache of a core.
       vocab: size of this device's part of the vocabulary.
     """
-    held_bytes = _CHUNK_BYTES.get(platform(), _CHUNK_BYTES_ELSEWHERE)
+    held_bytes = 2**24 if platform() == "cpu" else 2**30
     limit = limit or max(1, held_bytes // (4 * vocab))
     B, S = tokens[0].shape[:2]
     count = -(-B * S // limit)

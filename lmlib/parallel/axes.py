@@ -31,11 +31,7 @@ class PartError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Declaration:
-    """The declaration of a field's array, except for its axes.
-
-    See the arguments of `lmlib.models.weights.weight`. All defaults are resolved here, except for
-    `writes`.
-    """
+    """The arguments of `lmlib.models.weights.weight` for a field, with resolved defaults."""
 
     initial: Any = None
     multiplied: bool = False
@@ -79,13 +75,10 @@ class Weight:
 
 
 def axis_names(owner: Any, field: str) -> tuple[str, ...]:
-    """The axis names of the array in `owner.field`.
+    """The axis names of the array in `owner.field`, for a module or its class.
 
-    They come from the instance (`owner.axis_names[field]`, if it has such a mapping), else from the
-    jaxtyping annotation of the field in its class.
-
-    Args:
-      owner: a module, or its class.
+    They come from `owner.axis_names[field]`, if there is such a mapping, else from the field's
+    jaxtyping annotation.
 
     Raises:
       LayoutError: if neither names axes.
@@ -108,14 +101,7 @@ def axis_names(owner: Any, field: str) -> tuple[str, ...]:
 
 
 def declaration(owner: Any, field: str) -> Declaration:
-    """The declaration of `owner.field`.
-
-    Args:
-      owner: a module, or its class if the declaration does not depend on the instance.
-
-    Raises:
-      LayoutError: if there is none.
-    """
+    """The declaration of `owner.field`, for a module or its class; LayoutError if there is none."""
     kind = owner if isinstance(owner, type) else type(owner)
     metadata = {each.name: each.metadata for each in dataclasses.fields(kind)}[field]
     if METADATA in metadata:
@@ -153,11 +139,9 @@ def map_weights(function: Callable[[Weight, Any], Any], module: M) -> M:
             raise LayoutError(f"{path} lies in a container; make each array a field of a module")
         owner: Any = module
         for key in keys[:-1]:
-            owner = (
-                getattr(owner, key.name)
-                if isinstance(key, jax.tree_util.GetAttrKey)
-                else owner[key.key if isinstance(key, jax.tree_util.DictKey) else key.idx]
-            )
+            by_name = isinstance(key, jax.tree_util.GetAttrKey)
+            at = getattr(key, "idx", getattr(key, "key", None))
+            owner = getattr(owner, key.name) if by_name else owner[at]
         names = axis_names(owner, keys[-1].name)
         stacked = len(leaf.shape) - len(names)
         if stacked < 0:

@@ -50,24 +50,16 @@ def check_model(model: Any, mesh: Mesh | AbstractMesh) -> None:
 
 def _check_declaration(weight: Weight, array: Any) -> None:
     """Raises LayoutError for an array that is not floating, or for an invalid declaration."""
-    declared = weight.declaration
+    path, declared = weight.path, weight.declaration
+    dtype, rate, axes = declared.dtype, declared.learning_rate, " ".join(weight.own_axes)
     if not is_floating(array.dtype) and declared.gradient and array.dtype != jnp.int8:
-        raise LayoutError(f"{weight.path} must be float32, got {array.dtype}")
-    if declared.dtype is not None and not is_floating(declared.dtype):
-        raise LayoutError(
-            f"{weight.path}: its dtype must be a floating type like 'float32', got "
-            f"{declared.dtype!r}"
-        )
-    rate = declared.learning_rate
-    if not isinstance(rate, int | float) or not 0 <= rate < math.inf:
-        raise LayoutError(
-            f"{weight.path}: its learning_rate must be a factor of at least 0, got {rate!r}"
-        )
+        raise LayoutError(f"{path} must be float32, got {array.dtype}")
+    if dtype is not None and not is_floating(dtype):
+        raise LayoutError(f"{path}: its dtype must be a floating type, got {dtype!r}")
+    if not 0 <= rate < math.inf:
+        raise LayoutError(f"{path}: its learning_rate must be a factor >= 0, got {rate!r}")
     if wrong := [axis for axis in declared.summed if axis not in weight.axes]:
-        raise LayoutError(
-            f"{weight.path}: its products sum over {wrong[0]!r}, but its axes are "
-            f"{' '.join(weight.own_axes)}"
-        )
+        raise LayoutError(f"{path}: its products sum over {wrong[0]!r}, but its axes are {axes}")
 
 
 def check_batch(
@@ -123,9 +115,7 @@ def _misfit(axis: str, size: int, mesh_axes: MeshAxes, mesh: Mesh | AbstractMesh
 
 def _choices(size: int) -> str:
     """The divisors of `size` as text."""
-    small = [divisor for divisor in range(1, math.isqrt(size) + 1) if size % divisor == 0]
-    divisors = sorted({*small, *(size // divisor for divisor in small)})
-    if len(divisors) > 12:
-        return f"{', '.join(map(str, divisors[:12]))}, … (a divisor of {size})"
-    *rest, last = map(str, divisors)
+    *rest, last = (str(each) for each in range(1, size + 1) if size % each == 0)
+    if len(rest) > 11:
+        return f"{', '.join(rest[:12])}, … (a divisor of {size})"
     return f"{', '.join(rest)} or {last}" if rest else last

@@ -10,10 +10,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from lmlib.parallel.mesh_axes import COPIES, MeshAxes, names_of, place_of
+from lmlib.parallel.mesh_axes import MeshAxes, names_of, place_of
 
 # The axis that `lmlib.parallel.stages.each_stage` maps; not an axis of the mesh.
 IN_STAGES = "stages"
@@ -86,21 +85,8 @@ def psum_scatter(x: jax.Array, mesh_axes: MeshAxes, axis: int) -> jax.Array:
     return x
 
 
-def psum_to_storage(x: jax.Array, mesh_axes: MeshAxes, axis: int) -> jax.Array:
-    """The sum of a weight's gradient over all devices that see different tokens.
-
-    Each device keeps its part along `axis` if the stored weight is split over `mesh_axes` (a
-    reduce-scatter, then a psum over the devices that hold copies).
-    """
-    return psum(psum_scatter(x, mesh_axes, axis), COPIES)
-
-
 def all_to_all(x: jax.Array, mesh_axes: MeshAxes, split: int, joined: int) -> jax.Array:
-    """Exchanges pieces of `x` between all devices along `mesh_axes` (all-to-all).
-
-    Each device cuts `x` along the axis `split`, and concatenates the received pieces along the axis
-    `joined`.
-    """
+    """Sends each device along `mesh_axes` its piece of `x` along `split`; joins along `joined`."""
     if _alone(mesh_axes):
         return x
     return jax.lax.all_to_all(x, mesh_axes, split, joined, tiled=True)
@@ -113,41 +99,6 @@ def passed_on(x: jax.Array, mesh_axes: MeshAxes, devices: int) -> jax.Array:
         return x
     pairs = [(i, (i + devices) % around) for i in range(around)]
     return jax.lax.ppermute(x, mesh_axes, pairs)
-
-
-def exchange_rows(
-    x_C: jax.Array, given_P: jax.Array, taken_P: jax.Array, mesh_axes: MeshAxes
-) -> jax.Array:
-    """Sends piece i of P to device i along `mesh_axes`, with different numbers of rows.
-
-    Each piece has up to C / P rows, and the first `given_P[i]` count. The first `taken_P[i]` rows
-    that arrive from device i count; the others are undefined.
-
-    On GPUs and TPUs only rows that count are sent (a ragged all-to-all); XLA does not support it on
-    CPUs.
-    """
-    if _alone(mesh_axes):
-        return x_C
-    if platform() == "cpu":
-        return all_to_all(x_C, mesh_axes, 0, 0)
-    rows = len(x_C) // len(given_P)
-    begins_P = rows * jnp.arange(len(given_P), dtype=jnp.int32)
-    # Each receiver stores the rows of this device in the piece with this device's index.
-    to_P = jnp.full(len(given_P), rows * axis_index(mesh_axes), jnp.int32)
-    nothing_C = jnp.zeros_like(x_C)
-    return jax.lax.ragged_all_to_all(
-        x_C, nothing_C, begins_P, given_P, to_P, taken_P, axis_name=mesh_axes
-    )
-
-
-def pmax_everywhere(x: jax.Array) -> jax.Array:
-    """The maximum over all devices, on each of them.
-
-    JAX traces a function of one stage twice. The first trace, for shapes, does not map `stage`.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    mapped = tuple(name for name in mesh.axis_names if is_mapped(name))
-    return x if mesh.empty else jax.lax.pmax(x, mapped)
 
 
 def pmax(x: jax.Array, mesh_axes: MeshAxes) -> jax.Array:
@@ -184,12 +135,9 @@ def platform() -> str:
 
 
 def in_steps(mesh_axes: MeshAxes) -> list[MeshAxes]:
-    """Splits `mesh_axes` into steps of a scatter or a gather, one per axis of size 2 or more.
-
-    The total amount of data is the same. On TPUs, all these axes together may span three dimensions
-    of the torus, for which libtpu sends zeros, or whole sums, with twice the bytes. On GPUs NCCL
-    chooses its own route, so there is one step.
-    """
+    """Splits `mesh_axes` into steps of a scatter or a gather, one per axis of size 2 or more."""
+    # On TPUs, all these axes together may span three dimensions of the torus, for which libtpu
+    # sends twice the bytes. On GPUs NCCL chooses its own route.
     if platform() not in ("cpu", "tpu"):
         return [mesh_axes]
     steps: list[list[str]] = []

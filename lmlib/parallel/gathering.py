@@ -1,7 +1,7 @@
 """FSDP: a weight moves from `STORED` to `COMPUTE` for its use, and its gradient moves back."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -20,16 +20,14 @@ from lmlib.parallel.mesh_axes import COPIES, NAMES, STAGE, TOKENS, names_of, pla
 def gather(module: M, dtype: DTypeLike, after: jax.Array | None = None) -> M:
     """Casts each weight of `module` to `dtype` and moves it from `STORED` to `COMPUTE`.
 
-    This is FSDP's all-gather. A weight's declared dtype overrides `dtype`. The cast comes first, so
-    that bf16 is sent. Integer weights are moved unchanged; a `Matrix` that holds them then converts
-    them to an array of `dtype`, but not before `after` is available.
+    This is FSDP's all-gather, after the cast, so that bf16 is sent. A weight's declared dtype
+    overrides `dtype`. Integer weights are moved unchanged; a `Matrix` that holds them then converts
+    them to `dtype`, but not before `after` is available.
 
     In the backward pass, each device has the gradient of a multiplied weight for its own tokens. It
     is summed and split over `fsdp` (a reduce-scatter), and the result is summed over `data` (a
-    psum), all in `dtype`. A weight that is stored split over several mesh axes moves along one
-    after the other (`lmlib.parallel.collectives.in_steps`). Gradients are not summed over a mesh
-    axis that splits the weight in use, as for experts. JAX itself sums the gradients of other
-    weights, which are small.
+    psum), all in `dtype`, but not over a mesh axis that splits the weight in use, as for experts.
+    JAX itself sums the gradients of other weights, which are small.
     """
     mesh = jax.sharding.get_abstract_mesh()
 
@@ -106,11 +104,9 @@ def _move(moves: _Moves, array: jax.Array) -> jax.Array:
 
 
 def _steps(moves: _Moves, rest: PartitionSpec) -> list[PartitionSpec]:
-    """The layouts between `rest` and use, if a gather takes several steps.
-
-    It takes one step in a stage, since JAX cannot map an explicit scatter over stages, and if
-    stored pieces are not parts of the pieces in use.
-    """
+    """The layouts between `rest` and use, if a gather takes several steps."""
+    # It takes one in a stage, since JAX cannot map an explicit scatter over stages, and if stored
+    # pieces are not parts of the pieces in use.
     places, layouts = [*rest.partitions], []
     for axis, (there, used) in enumerate(zip(places, moves.computed.partitions, strict=True)):
         if moves.repeats[axis] > 1:
@@ -126,11 +122,7 @@ def _steps(moves: _Moves, rest: PartitionSpec) -> list[PartitionSpec]:
 
 
 def _scattered(moves: _Moves, gradient: jax.Array) -> jax.Array:
-    """The sum of all devices' gradients, in the layout `copies`.
-
-    It is computed along one mesh axis after the other, explicitly, since JAX would first sum over
-    all.
-    """
+    """The sum of all devices' gradients in the layout `copies`, one mesh axis after the other."""
     pairs = zip(moves.computed.partitions, moves.copies.partitions, strict=True)
     new = [tuple(n for n in names_of(b) if n not in names_of(a)) for a, b in pairs]
     others = tuple(name for name in NAMES if name in moves.summed.difference(*new))
@@ -145,12 +137,11 @@ def _scattered(moves: _Moves, gradient: jax.Array) -> jax.Array:
 
 
 def _forward(moves: _Moves, array: jax.Array) -> tuple[jax.Array, None]:
-    move: Callable[..., jax.Array] = functools.partial(_move, moves)
-    if moves.in_a_stage:
-        from lmlib.parallel.stages import again
+    if not moves.in_a_stage:
+        return _move(moves, array), None
+    from lmlib.parallel.stages import again
 
-        move = again(True, move)
-    return move(array), None
+    return again(True, functools.partial(_move, moves))(array), None
 
 
 def _backward(moves: _Moves, _: None, gradient: jax.Array) -> tuple[jax.Array]:
@@ -176,10 +167,7 @@ _move.defvjp(_forward, _backward)
 def gathered_partition(
     weight: Weight, shape: Sequence[int], mesh: Mesh | AbstractMesh
 ) -> PartitionSpec:
-    """The layout of a weight if each device stores all that it multiplies.
-
-    `gather` then has nothing to send. Elements that it repeats are stored once.
-    """
+    """The layout of a weight if each device stores all that it multiplies, repeated heads once."""
     return _moves(weight, shape, mesh).whole
 
 
@@ -196,11 +184,7 @@ def shard_shapes(
 
 
 def unstaged(module: M) -> M:
-    """Moves stacked layers to a layout in which stages do not split layers.
-
-    The axes split along `stage` are then split as by `fsdp` (an all-to-all). A scan over all layers
-    needs this layout.
-    """
+    """Moves stacked layers to a layout in which stages do not split layers, for a scan over all."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.shape[STAGE] == 1:
         return module

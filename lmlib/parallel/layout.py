@@ -8,7 +8,7 @@ Names that are not in the tables get their rule from the weight's declaration. W
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -88,12 +88,9 @@ def sharding(axes: str | Axes, mesh: Mesh) -> NamedSharding:
 
 
 def named(place: MeshAxes, mesh: Mesh | AbstractMesh | None = None) -> MeshAxes:
-    """The mesh axes to name in a layout on `mesh`: unused ones of `NAMED_IF_USED` are dropped.
+    """The mesh axes to name in a layout on `mesh`, by default the current one.
 
-    `STAGE` is also dropped inside a stage.
-
-    Args:
-      mesh: defaults to the current mesh, if there is one.
+    Unused axes of `NAMED_IF_USED` are dropped, and `STAGE` inside a stage.
     """
     mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
     place = whole_place(place)
@@ -120,18 +117,14 @@ def _refuse_twice(names: Axes, places: Sequence[MeshAxes]) -> None:
     taken: dict[str, str | None] = {}
     for name, place in zip(names, places, strict=True):
         for mesh_axis in names_of(place):
-            if taken.get(mesh_axis) == name and names.count(name) > 1:
-                raise LayoutError(
-                    f"two axes of one array are named {name!r} and both would lie along "
-                    f"{mesh_axis!r} of the mesh; give one of them a name of its own where the "
-                    f"weight is declared: `{name}_out` in the annotation, and "
-                    f"`weight(…, rules={{'{name}_out': None}})`, which keeps it whole"
-                )
             if mesh_axis in taken:
+                who, own = f"{taken[mesh_axis]!r} and {name!r}, which", name
+                if taken[mesh_axis] == name:
+                    who, own = f"two axes of one array are named {name!r} and", f"{name}_out"
                 raise LayoutError(
-                    f"axes {taken[mesh_axis]!r} and {name!r} of one array both lie along "
-                    f"{mesh_axis!r} of the mesh; give one of them another rule where the weight is "
-                    f"declared: `weight(…, rules={{{name!r}: None}})` keeps it whole"
+                    f"{who} both would lie along {mesh_axis!r} of the mesh; where the weight is "
+                    f"declared, name one {own!r}: `weight(…, rules={{{own!r}: None}})` keeps it "
+                    "whole"
                 )
             taken[mesh_axis] = name
 
@@ -156,30 +149,16 @@ def in_use(weight: Weight, shape: Sequence[int], mesh: Mesh | AbstractMesh) -> P
 
 def _check_rules(weight: Weight, mesh: Mesh | AbstractMesh) -> None:
     """Raises LayoutError for a rule in a weight's declaration that `mesh` cannot follow."""
-    rules = weight.declaration.rules
-    if not isinstance(rules, Mapping):
-        raise LayoutError(
-            f"{weight.path}: rules must map names of axes to axes of the mesh, as in "
-            f"`weight(…, rules={{'own': None}})`, got {rules!r}"
-        )
-    for name, place in rules.items():
-        if not isinstance(place, str | tuple | None):
+    for name, place in weight.declaration.rules.items():
+        rule, places = f"{weight.path}: the rule of axis {name!r}", names_of(place)
+        if unknown := [each for each in places if each not in mesh.axis_names]:
             raise LayoutError(
-                f"{weight.path}: the rule of axis {name!r} must be an axis of the mesh, a tuple of "
-                f"such or None, got {place!r}"
+                f"{rule} names {unknown[0]!r}, which the mesh lacks (it has "
+                f"{', '.join(mesh.axis_names)}); name one of these, None to keep the axis whole, "
+                f"or make the mesh with `others={{{unknown[0]!r}: …}}`"
             )
-        places = names_of(place)
-        for mesh_axis in places:
-            if mesh_axis not in mesh.axis_names:
-                raise LayoutError(
-                    f"{weight.path}: the rule of axis {name!r} names {mesh_axis!r}, which the mesh "
-                    f"lacks (it has {', '.join(mesh.axis_names)}); name one of these, None to keep "
-                    f"the axis whole, or make the mesh with `others={{{mesh_axis!r}: …}}`"
-                )
-            if places.count(mesh_axis) > 1:
-                raise LayoutError(
-                    f"{weight.path}: the rule of axis {name!r} names {mesh_axis!r} twice: {place!r}"
-                )
+        if twice := [each for each in places if places.count(each) > 1]:
+            raise LayoutError(f"{rule} names {twice[0]!r} twice: {place!r}")
 
 
 def along(axis: str, rules: Rules = COMPUTE) -> MeshAxes:
@@ -198,10 +177,7 @@ def splitting(mesh_axes: MeshAxes, mesh: Mesh | AbstractMesh) -> tuple[str, ...]
 
 
 def repeats(axis: str | None, size: int, rules: Rules, mesh: Mesh | AbstractMesh) -> int:
-    """The number of copies of each element along a weight's axis that fill the mesh.
-
-    It is 1 if `mesh` divides the axis, or if copies cannot fill the mesh.
-    """
+    """The number of copies of each element along a weight's axis that fill the mesh, or 1."""
     if axis not in REPEATED:
         return 1
     places = pieces(rules[axis], mesh)
@@ -209,11 +185,10 @@ def repeats(axis: str | None, size: int, rules: Rules, mesh: Mesh | AbstractMesh
 
 
 def stored(weight: Weight, shape: Sequence[int], mesh: Mesh | AbstractMesh) -> PartitionSpec:
-    """The partition of a stored weight.
+    """The partition of a stored weight: `STORED`, without mesh axes of another axis in use.
 
-    It follows `STORED`, without mesh axes that split another axis of the weight in use, as for
-    experts. A matrix without `embed`, such as one of an adapter's two, is split over `fsdp` and
-    `expert` along another axis.
+    A matrix without `embed`, such as one of an adapter's two, is split over `fsdp` and `expert`
+    along another axis.
     """
     computed, rules = in_use(weight, shape, mesh), {**STORED, **weight.declaration.rules}
     taken = mesh_axes_of(computed)
@@ -239,10 +214,7 @@ def mesh_axes_of(places: Iterable[MeshAxes]) -> set[str]:
 def _spread(
     places: list[MeshAxes], weight: Weight, shape: Sequence[int], mesh: Mesh | AbstractMesh
 ) -> None:
-    """Splits a weight over the storage axes, `fsdp` and others, that do not split it yet.
-
-    It is split along its longest axis on a device that they divide, if there is one.
-    """
+    """Splits a weight over the storage axes left, along its longest axis that they divide."""
     left = [name for name in names_of(named(STORAGE, mesh)) if name not in mesh_axes_of(places)]
     if not left:
         return
@@ -271,10 +243,9 @@ def reshard(x: jax.Array, axes: str | Axes) -> jax.Array:
 def share(x: jax.Array, axes: str | Axes) -> jax.Array:
     """Replicates `x` over `tensor` in the compute layout of `axes`.
 
-    Devices along `tensor` multiply it by different parts of a weight. In the forward pass this is
-    an all-gather over `tensor` if `x` was split along it, else nothing. In the backward pass the
-    gradients of these devices are summed before they are sent, in one psum (the f of Megatron-LM:
-    Shoeybi et al. 2019, arXiv:1909.08053, §3) or, if `x` was split, in one reduce-scatter.
+    In the forward pass this is an all-gather over `tensor` if `x` was split along it, else nothing.
+    In the backward pass it is one psum (the f of Megatron-LM: Shoeybi et al. 2019,
+    arXiv:1909.08053, §3) or, if `x` was split, one reduce-scatter.
     """
     target = spec(axes)
     return x if target is None else jax.sharding.reshard(x, target.update(reduced={*PARTS}))

@@ -43,9 +43,9 @@ def make_mesh(
     - `stage` splits the layers, which microbatches pass through stage by stage
       (`lmlib.models.pipeline`); elsewhere it works like `fsdp`.
 
-    A slow network connects slices of TPUs. `data` defaults to their number, or to 1 elsewhere: each
-    slice holds all weights, and only gradients are sent over that network. If `data` does not span
-    all slices, `stage` and then `fsdp` span the rest.
+    A slow network connects slices of TPUs. `data` defaults to their number, or to 1 elsewhere, so
+    that only gradients are sent over that network. If `data` does not span all slices, `stage` and
+    then `fsdp` span the rest.
 
     Args:
       data, fsdp, tensor, expert, context, stage: sizes; one may be -1, for all remaining devices.
@@ -54,9 +54,7 @@ def make_mesh(
         along one see the same tokens.
 
     Raises:
-      MeshError: if a size is neither positive nor -1, more than one is -1, the devices do not
-        divide, there are too few, `tensor` or another axis would span slices, or a name in `others`
-        is an argument.
+      MeshError: if these devices cannot form the mesh.
     """
     available = jax.devices() if devices is None else list(devices)
     if data is None:

@@ -1,6 +1,5 @@
 """The suite of our own: models whose scores are known, and a loop over its pieces."""
 
-import functools
 import math
 
 import equinox as eqx
@@ -12,12 +11,8 @@ import pytest
 from lmlib.compute import Compute
 from lmlib.data.text import codec_of_bytes
 from lmlib.evaluate.scoring import Scorer
-from lmlib.evaluate.suite.copying import copying
-from lmlib.evaluate.suite.induction import induction
-from lmlib.evaluate.suite.pieces import RandomIds
-from lmlib.evaluate.suite.recall import recall
-from lmlib.evaluate.suite.suite import Suite, SuiteEvaluator, in_context_slope
-from lmlib.evaluate.suite.texts import TEXTS
+from lmlib.evaluate.suite.random_sequences import RandomIds, pieces
+from lmlib.evaluate.suite.suite import TEXTS, Suite, SuiteEvaluator, in_context_slope
 from lmlib.models.context import whole_rows
 from lmlib.models.families.llama import llama
 from lmlib.models.model import Model, Trunk
@@ -89,16 +84,13 @@ def test_a_model_that_copies_is_perfect_and_one_that_knows_nothing_is_uniform():
     assert found["suite/in_context_slope"] == pytest.approx(0, abs=1e-6)
 
 
-def recalled(filler, random_ids, begin, longest):
-    return recall(random_ids, begin, filler, longest)
-
-
 @pytest.mark.parametrize("filler", [[], [1, 2, 3], list(range(300))])
 def test_a_fact_stands_at_its_depth_and_again_at_the_end(filler):
     longest, answer = 100, 8
-    pieces = list(recall(RandomIds(range(1_000, 2_000), 0), [BEGIN], filler, longest))
-    assert len(pieces) == 12
-    for piece in pieces:
+    made = pieces(RandomIds(range(1_000, 2_000), 0), [BEGIN], filler, longest)
+    recalled = [piece for piece in made if piece.measure.startswith("recall/")]
+    assert len(recalled) == 12
+    for piece in recalled:
         assert len(piece.ids) == longest + 1 and piece.ids[0] == BEGIN
         assert piece.first == longest - answer  # the input before the first that counts
         fact = piece.ids[-12:]
@@ -106,7 +98,7 @@ def test_a_fact_stands_at_its_depth_and_again_at_the_end(filler):
         assert len(starts) == 2 and starts[1] == longest + 1 - 12
         depth = int(piece.measure.partition("/")[2])
         assert starts[0] == 1 + (longest + 1 - 1 - 24) * depth // 100
-    assert len({tuple(piece.ids[-12:]) for piece in pieces}) == 12
+    assert len({tuple(piece.ids[-12:]) for piece in recalled}) == 12
 
 
 def test_the_slope_is_late_less_early():
@@ -117,11 +109,11 @@ def test_the_slope_is_late_less_early():
 
 def test_random_ids_follow_from_the_seed_and_have_no_special_token():
     first, same, other = (RandomIds(range(V), seed)(40, 1, 2) for seed in (0, 0, 1))
-    assert first.tolist() == same.tolist() != other.tolist()
-    assert len(set(first.tolist())) == 40
-    few = RandomIds([3, 5, 9], 0)(7, 0)
-    assert sorted(set(few.tolist())) == [3, 5, 9]
-    ids = {token for piece in copying(RandomIds(range(256), 0), [BEGIN], 64) for token in piece.ids}
+    assert first == same != other
+    assert len(set(first)) == 40
+    assert {*RandomIds([3, 5, 9], 0)(7, 0)} == {3, 5, 9}
+    made = pieces(RandomIds(range(256), 0), [BEGIN], [], 64)
+    ids = {token for piece in made for token in piece.ids}
     assert BEGIN in ids and max(ids) == BEGIN
 
 
@@ -170,16 +162,12 @@ def test_every_number_is_that_of_a_loop_over_single_pieces(mesh):
     prose = sum(nats_of(ids)[0].sum() for ids in cut if len(ids) > 1)
     bits = prose / math.log(2) / len(TEXTS["prose"].encode())
     assert found["suite/bits_per_byte/prose"] == pytest.approx(bits, rel=1e-5)
-    of_prose = functools.partial(recalled, CODEC.encode(TEXTS["prose"]))
-    for task, pieces in {"copying": copying, "induction": induction, "recall": of_prose}.items():
-        by_size = {}
-        for piece in pieces(RandomIds(range(256), 0), [BEGIN], 64):
-            nats_S, right_S = nats_of(piece.ids)
-            by_size.setdefault(piece.measure, []).append(
-                (nats_S[piece.first :], right_S[piece.first :])
-            )
-        for measure, each in by_size.items():
-            size = measure.partition("/")[2]
-            loss, accuracy = (np.concatenate(one).mean() for one in zip(*each, strict=True))
-            assert found[f"suite/{task}_loss/{size}"] == pytest.approx(loss, rel=1e-5)
-            assert found[f"suite/{task}_accuracy/{size}"] == pytest.approx(accuracy)
+    by_size = {}
+    for piece in pieces(RandomIds(range(256), 0), [BEGIN], CODEC.encode(TEXTS["prose"]), 64):
+        scored = [each_S[piece.first :] for each_S in nats_of(piece.ids)]
+        by_size.setdefault(piece.measure, []).append(scored)
+    for measure, each in by_size.items():
+        task, _, size = measure.partition("/")
+        loss, accuracy = (np.concatenate(one).mean() for one in zip(*each, strict=True))
+        assert found[f"suite/{task}_loss/{size}"] == pytest.approx(loss, rel=1e-5)
+        assert found[f"suite/{task}_accuracy/{size}"] == pytest.approx(accuracy)

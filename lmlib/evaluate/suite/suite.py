@@ -4,6 +4,7 @@ import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 from jax.sharding import Mesh
@@ -11,14 +12,16 @@ from jax.sharding import Mesh
 from lmlib.compute import Compute
 from lmlib.data.text import TextCodec
 from lmlib.evaluate.scoring import Scorer
-from lmlib.evaluate.suite.copying import copying, lengths
-from lmlib.evaluate.suite.induction import distances, induction
-from lmlib.evaluate.suite.pieces import Piece, RandomIds
-from lmlib.evaluate.suite.recall import depths, recall
-from lmlib.evaluate.suite.texts import TEXTS
+from lmlib.evaluate.suite.random_sequences import Piece, RandomIds, pieces, sizes
 from lmlib.evaluate.windows import Packing, Window, windows
 from lmlib.models.model import Model
 
+# Texts written for this suite. Results are compared over time, so a changed text is a new
+# measurement and needs a new name.
+TEXTS = {
+    kind: (Path(__file__).parent / "texts" / f"{kind}.txt").read_text(encoding="utf-8")
+    for kind in ("prose", "code", "numbers", "languages", "markup")
+}
 _BATCH_TOKENS = 4096
 _LEAST_FOR_SLOPE = 64  # tokens
 _SHORT = "ends of texts"
@@ -49,23 +52,16 @@ class Suite:
 
     def metrics(self, length: int, codec: TextCodec | None) -> tuple[str, ...]:
         """Returns the names of the metrics, for sequences of `length` tokens."""
-        begin = len(_begin(codec))
-        of = {
-            "copying": lengths(length, begin),
-            "induction": distances(length, begin),
-            "recall": depths(length),
-        }
-        return (
-            *((f"suite/bits_per_byte/{kind}" for kind in TEXTS) if codec else ()),
-            *(("suite/in_context_slope",) if codec and length >= _LEAST_FOR_SLOPE else ()),
-            *(
-                f"suite/{name}_{number}{by}"
-                for name, sizes in of.items()
-                if sizes
-                for number in ("accuracy", "loss")
-                for by in ("", *(f"/{size}" for size in sizes))
-            ),
-        )
+        texts = [f"suite/bits_per_byte/{kind}" for kind in TEXTS] if codec else []
+        slope = ["suite/in_context_slope"] if codec and length >= _LEAST_FOR_SLOPE else []
+        others = [
+            f"suite/{name}_{number}{by}"
+            for name, each in sizes(length, len(_begin(codec))).items()
+            if each
+            for number in ("accuracy", "loss")
+            for by in ("", *(f"/{size}" for size in each))
+        ]
+        return (*texts, *slope, *others)
 
     def evaluator(
         self, mesh: Mesh, compute: Compute, vocab: int, codec: TextCodec | None, length: int
@@ -91,22 +87,17 @@ class SuiteEvaluator:
         self, suite: Suite, scorer: Scorer, vocab: int, codec: TextCodec | None, length: int
     ):
         self._scorer, self._length = scorer, length
-        self._bytes = {kind: len(text.encode()) for kind, text in TEXTS.items()}
         ids = [id for id in range(vocab) if codec is None or codec.decode([id])]
         if not ids:
             raise ValueError(f"the tokenizer has no text of any id below {vocab}")
-        begin, random_ids = _begin(codec), RandomIds(ids, suite.seed)
+        prose = codec.encode(TEXTS["prose"]) if codec else ()
         self._pieces = [
-            *copying(random_ids, begin, length),
-            *induction(random_ids, begin, length),
-            *recall(random_ids, begin, codec.encode(TEXTS["prose"]) if codec else (), length),
+            *pieces(RandomIds(ids, suite.seed), _begin(codec), prose, length),
             *(_of_texts(codec, length) if codec else ()),
         ]
         rows = scorer.divisor * max(1, _BATCH_TOKENS // (length * scorer.divisor))
-        longest_first = sorted(range(len(self._pieces)), key=lambda i: -len(self._pieces[i].ids))
-        cut = (
-            Window(i, np.array(self._pieces[i].ids), self._pieces[i].first) for i in longest_first
-        )
+        order = sorted(enumerate(self._pieces), key=lambda each: -len(each[1].ids))
+        cut = (Window(i, np.array(piece.ids), piece.first) for i, piece in order)
         self._batches = list(Packing(rows, length).batches(cut))
 
     @property
@@ -120,36 +111,34 @@ class SuiteEvaluator:
         Accuracy and loss (in nats) of copying, induction and recall are also averaged over their
         sizes.
         """
-        nats_of: dict[int, np.ndarray] = {}
-        hits_of: dict[int, np.ndarray] = {}
+        scored: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         for batch, placed in self._batches:
             nats_BS, likeliest_BS = self._scorer(model, batch)
             for window, row, start in placed:
                 counted = row, slice(start + window.first, start + window.inputs)
-                nats_of[window.document] = nats_BS[counted].astype(np.float64)
-                hits_of[window.document] = likeliest_BS[counted]
-        nats: dict[str, list[np.ndarray]] = defaultdict(list)
-        hits: dict[str, list[np.ndarray]] = defaultdict(list)
+                nats = nats_BS[counted].astype(np.float64)
+                scored[window.document] = nats, likeliest_BS[counted]
+        nats_of: dict[str, list[np.ndarray]] = defaultdict(list)
+        hits_of: dict[str, list[np.ndarray]] = defaultdict(list)
         for i, piece in enumerate(self._pieces):
-            nats[piece.measure].append(nats_of[i])
-            hits[piece.measure].append(hits_of[i])
+            nats_of[piece.measure].append(scored[i][0])
+            hits_of[piece.measure].append(scored[i][1])
         found = {}
-        for kind in TEXTS:
-            if of_kind := nats.get(f"text/{kind}"):
+        for kind, text in TEXTS.items():
+            if of_kind := nats_of.get(f"text/{kind}"):
                 bits = sum(each.sum() for each in of_kind) / math.log(2)
-                found[f"suite/bits_per_byte/{kind}"] = float(bits / self._bytes[kind])
-        if short := nats.get(_SHORT):
-            texts = (each for kind in TEXTS for each in nats[f"text/{kind}"])
+                found[f"suite/bits_per_byte/{kind}"] = float(bits / len(text.encode()))
+        if short := nats_of.get(_SHORT):
+            texts = (each for kind in TEXTS for each in nats_of[f"text/{kind}"])
             whole = [each for each in texts if len(each) == self._length]
             found["suite/in_context_slope"] = in_context_slope(np.stack(whole), np.stack(short))
         for name in ("copying", "induction", "recall"):
-            sizes = [measure for measure in nats if measure.startswith(f"{name}/")]
-            sizes.sort(key=lambda measure: int(measure.partition("/")[2]))
-            for number, values in (("accuracy", hits), ("loss", nats)):
-                means = [float(np.concatenate(values[size]).mean()) for size in sizes]
+            of_name = [measure for measure in nats_of if measure.startswith(f"{name}/")]
+            for number, values in (("accuracy", hits_of), ("loss", nats_of)):
+                means = {size: float(np.concatenate(values[size]).mean()) for size in of_name}
                 if means:
-                    found[f"suite/{name}_{number}"] = sum(means) / len(means)
-                for size, mean in zip(sizes, means, strict=True):
+                    found[f"suite/{name}_{number}"] = sum(means.values()) / len(means)
+                for size, mean in means.items():
                     found[f"suite/{name}_{number}/{size.partition('/')[2]}"] = mean
         return found
 

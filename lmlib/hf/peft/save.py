@@ -17,8 +17,14 @@ from lmlib.hf.names import Placed, joined
 from lmlib.hf.peft.config import FILE, PeftConfig
 from lmlib.hf.peft.modules import TENSORS, Module, modules_of, nested
 from lmlib.hf.peft.whole import Kept, kept
-from lmlib.hf.rounding import in_dtype
-from lmlib.hf.save import NAMES_OF_DTYPES, meet, move_up, require_new, unfinished_in
+from lmlib.hf.save import (
+    NAMES_OF_DTYPES,
+    meet,
+    move_up,
+    out_of_range,
+    require_new,
+    unfinished_in,
+)
 from lmlib.hf.tensor_files import begin_files, laid_out, synced, write
 from lmlib.models.families.hugging_face.family import Family
 from lmlib.models.matrices.adapted import Adapted, map_adapted, without_adapters
@@ -83,7 +89,7 @@ def save_adapters(
     dtypes = {name: tensor.dtype_in(dtype) for name, tensor in whole.tensors}
     tensors |= {name: _laid(tensor, given) for name, tensor in whole.tensors}
     tensors = {
-        name: in_dtype(name, each, dtypes.get(name, dtype)) for name, each in tensors.items()
+        name: _in_dtype(name, each, dtypes.get(name, dtype)) for name, each in tensors.items()
     }
     if jax.process_index() == 0:
         unfinished = unfinished_in(folder)
@@ -260,6 +266,16 @@ def _joined(
     a = np.concatenate(rows, axis=1)
     b = joined([place.up(rank) for place in module.places], blocks)
     return a.reshape(-1, a.shape[-1]), b
+
+
+def _in_dtype(name: str, values: np.ndarray, dtype: str) -> np.ndarray:
+    """Converts `values` of the tensor `name` to `dtype`; raises ValueError beyond its range."""
+    with np.errstate(over="ignore"):
+        rounded = values.astype(jnp.dtype(dtype))
+    lost = values[np.isfinite(values) & ~np.isfinite(rounded)]
+    if lost.size:
+        raise out_of_range(name, float(lost[np.argmax(np.abs(lost))]), dtype)
+    return rounded
 
 
 def _whole(array: jax.Array) -> np.ndarray:

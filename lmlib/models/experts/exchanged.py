@@ -16,13 +16,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
 from lmlib.models.experts.sorting import among, back_in_place, sorted_by
-from lmlib.parallel.collectives import (
-    all_gather,
-    axis_index,
-    devices_along,
-    exchange_rows,
-    pmax_everywhere,
-)
+from lmlib.parallel.collectives import all_gather, axis_index, devices_along
+from lmlib.parallel.exchange import exchange_rows, pmax_everywhere
 from lmlib.parallel.mesh_axes import MeshAxes
 
 
