@@ -34,7 +34,6 @@ from runner.command_line.config_flags import (
 from runner.command_line.exit_status import FINISHED, SIGNALLED
 from runner.command_line.init_from import INIT_FROM
 from runner.command_line.lossy_stream import lossy_standard_streams
-from runner.command_line.paths import check_can_be_made
 from runner.command_line.steps_range import steps_range
 from runner.command_line.workdir import chosen_workdir
 from runner.config import configs
@@ -59,12 +58,6 @@ _PROFILE = flags.DEFINE_string(
 )
 _DUMP_HLO = flags.DEFINE_bool(
     "dump_hlo", False, "write the optimised program of the step into workdir/hlo"
-)
-_SAVE_COMPILED = flags.DEFINE_string(
-    "save_compiled", None, "a file to write the compiled step to, for --compiled on other hosts"
-)
-_COMPILED = flags.DEFINE_string(
-    "compiled", None, "a file of --save_compiled to start from; it can run any code: trust it"
 )
 _DETERMINISTIC = flags.DEFINE_bool(
     "deterministic", False, "on GPUs, kernels that give the same bits each time; slower"
@@ -146,8 +139,6 @@ def _supervise_or_train(
 ) -> int:
     check_chosen(arguments, "experiments/quickstart")
     workdir = chosen_workdir(_WORKDIR.value, _ALLOW_OTHER_FILES.value)
-    if _SAVE_COMPILED.value:
-        check_can_be_made(Path(_SAVE_COMPILED.value))
     profile = steps_range(_PROFILE.value) if _PROFILE.value else None
     processes.check()
     if supervisor is None:
@@ -191,8 +182,6 @@ def _supervise_or_train(
         init_from=INIT_FROM.value,
         continue_optimizer=_CONTINUE_OPTIMIZER.value,
         allowed_changes=_ALLOW_CHANGE.value,
-        save_compiled=Path(_SAVE_COMPILED.value) if _SAVE_COMPILED.value else None,
-        compiled=Path(_COMPILED.value) if _COMPILED.value else None,
         limits=Limits(**{name: flag.value for name, flag in _LIMITS.items()}),
         trusted=TRUST_MODULE.value,
         # A signal may reach only one of several processes, so all agree on the step.

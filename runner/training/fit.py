@@ -40,7 +40,7 @@ from runner.processes.agreement import (
 from runner.processes.lock import FILE_NAME as LOCK
 from runner.processes.workdir import Workdir, opened
 from runner.training.beginning import Beginning, begin, check_config, check_newest
-from runner.training.compiled_step import StepPrograms
+from runner.training.compiled_step import check_profile
 from runner.training.data_probe import read_by_this_process
 from runner.training.loop import make_steps
 from runner.training.options import Options
@@ -140,12 +140,10 @@ def _fit_in(
             )
             start.check_jax_settings(options.allowed_changes, run.tell)
         start.tell_changes(run.tell)
-        programs = StepPrograms(run)
         with agreed(), user_errors((PartError,)):
             run.announce()
+            check_profile(run)
         beginning = begin(run)
-        with agreed():
-            programs.check()
         phases.enter(Phase.STARTUP)
         # Nothing is written before this line, so a rejected run leaves the workdir unchanged.
         with open_checkpoints(run) as checkpoints, Watchdog(phases, options.limits, workdir):
@@ -163,7 +161,7 @@ def _fit_in(
                 if primary:
                     progress.keep(workdir, lock.check)
                 try:
-                    state, summary = _train(run, start, beginning, checkpoints, programs)
+                    state, summary = _train(run, start, beginning, checkpoints)
                 except Exception as error:
                     if primary and not isinstance(error, WorkdirLost):
                         leave_page(workdir, run.tell, lock.check)
@@ -182,7 +180,6 @@ def _train(
     start: Start,
     beginning: Beginning,
     checkpoints: Checkpoints,
-    programs: StepPrograms,
 ) -> tuple[State, Summary]:
     """Runs the remaining steps, then evaluates and samples.
 
@@ -198,9 +195,7 @@ def _train(
     ):
         if goodput.problem is not None:
             run.tell(f"WARNING: {goodput.problem}")
-        state = make_steps(
-            run, start, beginning, checkpoints, programs, goodput, log, validation, samples
-        )
+        state = make_steps(run, start, beginning, checkpoints, goodput, log, validation, samples)
         run.phases.enter(Phase.EVALUATION)
         log.flush()
         return state, finish(run, state, validation, samples, goodput)

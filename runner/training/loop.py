@@ -23,7 +23,7 @@ from runner.monitoring.profiling import Profiler, where_the_time_went
 from runner.processes.agreement import from_first
 from runner.training.beginning import Beginning
 from runner.training.captures import Captures
-from runner.training.compiled_step import StepPrograms
+from runner.training.compiled_step import compile_steps
 from runner.training.divergence import stop_if_diverged
 from runner.training.recorder import Line, Recorder
 from runner.training.run import Run
@@ -204,7 +204,6 @@ def make_steps(
     start: Start,
     beginning: Beginning,
     checkpoints: Checkpoints,
-    programs: StepPrograms,
     goodput: GoodputLog,
     log: MetricsLog,
     validation: Validation | None,
@@ -224,7 +223,7 @@ def make_steps(
         if log.set_aside is not None:
             run.tell(f"the metrics of the run before are kept in {log.set_aside}")
         with run.phases.during(Phase.COMPILE):
-            compiled = programs.compiled(beginning.step)
+            compiled = compile_steps(run, beginning.step)
         run.lock.check()
         saver = Saver(run, checkpoints, log, batches, beginning)
         if beginning.is_new_fork:
