@@ -24,20 +24,20 @@ from fiddle import absl_flags as absl_flags  # defines --fdl_config and its like
 
 import runner
 from runner.command_line.command import DEBUG, commands, first_lines, listed, run
-from runner.command_line.config_flags import (
+from runner.command_line.exit_status import FINISHED, SIGNALLED
+from runner.command_line.flags import (
+    INIT_FROM,
     MOST,
     TRUST_MODULE,
     check_chosen,
     chosen_config,
     fiddlers_listed,
+    key_flags,
 )
-from runner.command_line.exit_status import FINISHED, SIGNALLED
-from runner.command_line.init_from import INIT_FROM
 from runner.command_line.lossy_stream import lossy_standard_streams
-from runner.command_line.steps_range import steps_range
 from runner.command_line.workdir import chosen_workdir
 from runner.config import configs
-from runner.errors import user_errors
+from runner.errors import ConfigError, user_errors
 from runner.monitoring.limits import Limits
 from runner.processes.launch import Processes
 from runner.processes.lock import wait_for_lock
@@ -62,7 +62,7 @@ _DUMP_HLO = flags.DEFINE_bool(
 _DETERMINISTIC = flags.DEFINE_bool(
     "deterministic", False, "on GPUs, kernels that give the same bits each time; slower"
 )
-flags.declare_key_flag(INIT_FROM.name)  # --help shows it
+key_flags(INIT_FROM, TRUST_MODULE)
 _CONTINUE_OPTIMIZER = flags.DEFINE_bool(
     "continue_optimizer",
     None,
@@ -191,6 +191,19 @@ def _supervise_or_train(
     )
     _train(workdir, options)
     return FINISHED
+
+
+def steps_range(text: str) -> range:
+    """Parses a range of steps; "10:12" means steps 10, 11 and 12.
+
+    Raises:
+      ConfigError: if `text` is not two positive numbers in ascending order.
+    """
+    first, _, last = text.partition(":")
+    digits = first.isdecimal() and last.isdecimal()
+    if not digits or not 1 <= int(first) <= int(last):
+        raise ConfigError(f"--profile={text}: write the first and the last step to trace, 10:12")
+    return range(int(first), int(last) + 1)
 
 
 def _stop_on_signals() -> Callable[[int], bool]:

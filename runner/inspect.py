@@ -4,12 +4,8 @@
     python -m runner.inspect RUN --verify        reads everything; status 1 if it is damaged
     python -m runner.inspect RUN --batch=5000    the run's batch at step 5000, counted from 0
 
-RUN is a workdir, whose config names the data.
---split          "train", "validation", or "validation/NAME" if there are several;
-                 default: all, with --batch "train"
---rows           with --batch: the number of rows to show
---trust_module   your module that the run's config.json may refer to; repeatable
-`python -m data_tools.inspect DIR` has more ways to look at one data set.
+RUN is a workdir, whose config names the data. `python -m data_tools.inspect DIR` has more ways to
+look at one data set.
 """
 
 from collections.abc import Sequence
@@ -19,14 +15,15 @@ from typing import Any
 from absl import flags
 
 from runner.command_line.command import run, take_flags
-from runner.command_line.config_flags import TRUST_MODULE
 from runner.command_line.exit_status import FINISHED
+from runner.command_line.flags import TRUST_MODULE, key_flags
 from runner.errors import ConfigError, user_errors
 
-_SPLIT = flags.DEFINE_string("split", None, "train, validation or validation/NAME")
+_SPLIT = flags.DEFINE_string("split", None, "train, validation or validation/NAME; default: all")
 _VERIFY = flags.DEFINE_bool("verify", False, "read everything and list all that is damaged")
 _BATCH = flags.DEFINE_integer("batch", None, "show the batch of this step, from 0", lower_bound=0)
-_ROWS = flags.DEFINE_integer("rows", 2, "with --batch: how many to show", lower_bound=1)
+_ROWS = flags.DEFINE_integer("rows", 2, "with --batch: rows to show", lower_bound=1)
+key_flags(TRUST_MODULE)
 
 if __name__ == "__main__":
     take_flags()  # the imports below take seconds

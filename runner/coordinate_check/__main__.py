@@ -5,12 +5,6 @@
         --widths=32,64,128,256 --depths=2,4,8,16 --picture=/tmp/check.png
 
 --fdl_config, --fiddler, --fdl.x.y=…   as for `python -m runner`; cfg.scaling has the base sizes
---widths   widths of the residual stream; default: 1, 2, 4 and 8 times the base width. The other
-           sizes in scaling.base grow with it, except layers
---depths   numbers of layers; default: 1, 2, 4 and 8 times the base depth
---steps    training steps of each model, default 4
---picture  write a plot of all changes to this .png or .svg file
---json     write all changes to this file
 Each size is trained twice, with cfg.scaling and without. The table shows how the changes after the
 last step scale, as exponents of width or depth. Exponents near 0 mean that one learning rate suits
 all sizes. See docs/transfer.md.
@@ -26,16 +20,20 @@ from absl import flags
 from fiddle import absl_flags as absl_flags  # defines --fdl_config and related flags
 
 from runner.command_line.command import run, take_flags
-from runner.command_line.config_flags import check_chosen, chosen_config, fiddlers_listed
 from runner.command_line.exit_status import FINISHED
+from runner.command_line.flags import check_chosen, chosen_config, fiddlers_listed
 from runner.command_line.paths import check_can_be_made
 from runner.errors import ConfigError, user_errors
 
-_WIDTHS = flags.DEFINE_list("widths", [], "of the residual stream, by commas")
-_DEPTHS = flags.DEFINE_list("depths", [], "layers, by commas")
-_STEPS = flags.DEFINE_integer("steps", 4, "to make of each", lower_bound=1)
-_PICTURE = flags.DEFINE_string("picture", None, "a .png or .svg file")
-_JSON = flags.DEFINE_string("json", None, "a file for all changes as JSON")
+_WIDTHS = flags.DEFINE_list(
+    "widths", [], "embed sizes, by commas; default: 1, 2, 4 and 8 times the base"
+)
+_DEPTHS = flags.DEFINE_list(
+    "depths", [], "layers, by commas; default: 1, 2, 4 and 8 times the base"
+)
+_STEPS = flags.DEFINE_integer("steps", 4, "training steps of each model", lower_bound=1)
+_PICTURE = flags.DEFINE_string("picture", None, "a .png or .svg file for a plot of all changes")
+_JSON = flags.DEFINE_string("json", None, "a file for all changes")
 
 if __name__ == "__main__":
     take_flags(fiddlers_listed)  # the imports below take seconds

@@ -11,7 +11,7 @@ import pytest
 
 from lmlib import Experiment, adamw, llama, make_mesh
 from lmlib.data.synthetic import Synthetic
-from runner.command_line.steps_range import steps_range
+from runner.__main__ import steps_range
 from runner.errors import ConfigError
 from runner.monitoring.profiling import Profiler, where_the_time_went
 
