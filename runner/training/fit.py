@@ -4,7 +4,7 @@ import dataclasses
 import os
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import fiddle as fdl
 import jax
@@ -49,10 +49,6 @@ from runner.training.report import Summary, earlier_summary, finish
 from runner.training.run import Run
 from runner.training.saving import open_checkpoints
 from runner.training.starts import Start
-from runner.training.validation import Validation
-
-if TYPE_CHECKING:
-    from runner.training.samples import Samples
 
 _SMALLER = "make the model or the batch smaller, or take more devices; runner.plan says what fits"
 
@@ -127,7 +123,7 @@ def _fit_in(
     # The lock is released before the progress log closes, so the loss of the lock replaces any
     # other error in the log.
     with Progress(experiment.steps, stream=sys.stderr if shown else None) as progress, held as lock:
-        run = Run(cfg, experiment, options, place, progress, phases, lock, primary)
+        run = Run(cfg, experiment, options, start, place, progress, phases, lock, primary)
         if place.url is None:
             require_same_workdir(workdir / LOCK, lock.start)
         with agreed():
@@ -161,7 +157,7 @@ def _fit_in(
                 if primary:
                     progress.keep(workdir, lock.check)
                 try:
-                    state, summary = _train(run, start, beginning, checkpoints)
+                    state, summary = _train(run, beginning, checkpoints)
                 except Exception as error:
                     if primary and not isinstance(error, WorkdirLost):
                         leave_page(workdir, run.tell, lock.check)
@@ -175,19 +171,8 @@ def _fit_in(
     return Result(state, read_metrics(workdir) if primary else [], summary)
 
 
-def _train(
-    run: Run,
-    start: Start,
-    beginning: Beginning,
-    checkpoints: Checkpoints,
-) -> tuple[State, Summary]:
-    """Runs the remaining steps, then evaluates and samples.
-
-    Returns:
-      The final state and the summary.
-    """
-    validation = None if run.experiment.validation is None else Validation(run.experiment)
-    samples = _samples(run) if run.experiment.samples.prompts else None
+def _train(run: Run, beginning: Beginning, checkpoints: Checkpoints) -> tuple[State, Summary]:
+    """Runs the remaining steps, then evaluates and samples."""
     check, by = run.lock.check, run.lock.start
     with (
         GoodputLog(run.workdir, run.phases, check, run.primary, by) as goodput,
@@ -195,13 +180,7 @@ def _train(
     ):
         if goodput.problem is not None:
             run.tell(f"WARNING: {goodput.problem}")
-        state = make_steps(run, start, beginning, checkpoints, goodput, log, validation, samples)
+        state = make_steps(run, beginning, checkpoints, goodput, log)
         run.phases.enter(Phase.EVALUATION)
         log.flush()
-        return state, finish(run, state, validation, samples, goodput)
-
-
-def _samples(run: Run) -> "Samples":
-    from runner.training.samples import Samples  # imported here: it loads all of lmlib.generate
-
-    return Samples(run)
+        return state, finish(run, state, goodput)

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -28,11 +27,6 @@ from runner.training.divergence import stop_if_diverged
 from runner.training.recorder import Line, Recorder
 from runner.training.run import Run
 from runner.training.saving import Saver
-from runner.training.starts import Start
-from runner.training.validation import Validation
-
-if TYPE_CHECKING:  # loads lmlib.generate, which few runs need
-    from runner.training.samples import Samples
 
 
 @dataclasses.dataclass
@@ -61,25 +55,21 @@ class Loop:
     def __init__(
         self,
         run: Run,
-        start: Start,
         beginning: Beginning,
         make_step: Callable[[int, State, Batch], tuple[State, Metrics]],
         batches: Prefetch,
         recorder: Recorder,
         saver: Saver,
-        validation: Validation | None,
-        samples: "Samples | None",
         repeated: int,
     ):
-        self._run, self._start, self._beginning = run, start, beginning
+        self._run, self._beginning = run, beginning
         self._make_step, self._batches, self._repeated = make_step, batches, repeated
         self._recorder, self._saver = recorder, saver
         self._captures = Captures(run, saver, beginning.initialised_from)
-        self._validation, self._samples = validation, samples
         experiment = run.experiment
         self._save_every = Every(experiment.checkpoints.every, saver.save_at, at_end=True)
         self._actions: list[Every] = []
-        if validation is not None:
+        if run.validation is not None:
             self._actions.append(Every(experiment.evaluation.every, self._evaluate, at_end=True))
         if experiment.samples.every is not None:
             self._actions.append(Every(experiment.samples.every, self._sample))
@@ -156,7 +146,7 @@ class Loop:
 
     def _evaluate(self, now: Moment) -> Mapping[str, float]:
         """Evaluates the model, and ranks the checkpoint of the step."""
-        validation = self._validation
+        validation = self._run.validation
         assert validation is not None
         metrics = validation.metrics(now.state)
         self._run.lock.check()
@@ -168,9 +158,10 @@ class Loop:
 
     def _sample(self, now: Moment) -> None:
         """Samples from the prompts, except after the last step, which the summary covers."""
-        if self._samples is None or now.step == self._run.experiment.steps:
+        samples = self._run.samples
+        if samples is None or now.step == self._run.experiment.steps:
             return
-        if texts := self._samples.write(now.step, now.state.whole_model):
+        if texts := samples.write(now.step, now.state.whole_model):
             now.tell(f"sampled after step {now.step:,}: {texts[0]!r:.200}")
 
     def _moment(self, step: int, state: State, line: Line) -> Moment:
@@ -191,7 +182,7 @@ class Loop:
         run.lock.check()
         if line["step"] == first:
             if run.primary:
-                self._start.record(first, run.lock)
+                run.start.record(first, run.lock)
             run.tell(f"first step after {run.phases.text()}")
         self._recorder.write(line)
         if (message := self._captures.take(line, batch)) is not None:
@@ -200,24 +191,16 @@ class Loop:
 
 
 def make_steps(
-    run: Run,
-    start: Start,
-    beginning: Beginning,
-    checkpoints: Checkpoints,
-    goodput: GoodputLog,
-    log: MetricsLog,
-    validation: Validation | None,
-    samples: "Samples | None",
+    run: Run, beginning: Beginning, checkpoints: Checkpoints, goodput: GoodputLog, log: MetricsLog
 ) -> State:
     """Runs the remaining steps, if any, and returns the final state."""
-    experiment = run.experiment
+    experiment, steps = run.experiment, run.experiment.steps
     unevaluated = _unevaluated(run, beginning.step)
-    if beginning.step >= experiment.steps and not unevaluated:
+    if beginning.step >= steps and not unevaluated:
         return beginning.state
     rows, ahead = sharding("batch seq", experiment.mesh), experiment.prefetch_batches
-    source, steps = experiment.batches, experiment.steps
     # Start prefetching now, so that it overlaps with compilation.
-    with Prefetch(source, rows, beginning.step, steps, ahead) as batches:
+    with Prefetch(experiment.batches, rows, beginning.step, steps, ahead) as batches:
         if log.missing is not None:
             run.tell(f"WARNING: {log.missing}")
         if log.set_aside is not None:
@@ -233,19 +216,12 @@ def make_steps(
         def make_step(step: int, state: State, batch: Batch) -> tuple[State, Metrics]:
             return at(compiled, step - 1)(state, batch, hyperparameters)
 
+        recorder = Recorder(run, log, goodput, beginning.tokens)
+        repeated = max(goodput.furthest, log.furthest)
         with _profiler(run, compiled) as profiler:
-            return Loop(
-                run,
-                start,
-                beginning,
-                make_step=profiler.traced(make_step),
-                batches=batches,
-                recorder=Recorder(run, log, goodput, beginning.tokens),
-                saver=saver,
-                validation=validation,
-                samples=samples,
-                repeated=max(goodput.furthest, log.furthest),
-            ).run(unevaluated)
+            make_step = profiler.traced(make_step)
+            loop = Loop(run, beginning, make_step, batches, recorder, saver, repeated)
+            return loop.run(unevaluated)
 
 
 def _unevaluated(run: Run, step: int) -> bool:

@@ -4,7 +4,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
@@ -25,9 +25,6 @@ from runner.monitoring.goodput import GoodputLog
 from runner.processes.agreement import from_first
 from runner.training.run import Run
 from runner.training.validation import Validation
-
-if TYPE_CHECKING:
-    from runner.training.samples import Samples
 
 _SUMMED = {"loss", "step_seconds", "tokens"}
 
@@ -173,13 +170,7 @@ def earlier_summary(run: Run) -> Summary | None:
     return saved and from_json(saved)
 
 
-def finish(
-    run: Run,
-    state: State,
-    validation: Validation | None,
-    samples: "Samples | None",
-    goodput: GoodputLog,
-) -> Summary:
+def finish(run: Run, state: State, goodput: GoodputLog) -> Summary:
     """Evaluates the final state, samples from it, and writes the summary.
 
     Raises:
@@ -191,10 +182,10 @@ def finish(
     totals = from_first(totals_of(lines, units, experiment.stages) if run.primary else None)
     if totals is None:
         raise ConfigError(f"{workdir} has a finished checkpoint but no metrics.jsonl")
-    summary, by_batch = summarise(experiment, state, totals, validation)
+    summary, by_batch = summarise(experiment, state, totals, run.validation)
     if run.primary and by_batch is not None:
         by_batch.save(workdir, run.lock.check)
-    texts = () if samples is None else samples.write(experiment.steps, state.whole_model)
+    texts = () if run.samples is None else run.samples.write(experiment.steps, state.whole_model)
     summary = dataclasses.replace(
         summary, samples=texts, goodput=goodput.total(), start=run.lock.start
     )
