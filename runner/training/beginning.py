@@ -19,7 +19,7 @@ from runner.errors import ConfigError, TrainingStopped, user_errors
 from runner.monitoring.phases import Phase
 from runner.training import data_probe
 from runner.training.run import Run
-from runner.weights.notes import WEIGHTS_ALONE, Fork, check_notes, fork_in
+from runner.weights.notes import WEIGHTS_ALONE, Fork, check_notes, check_same_model
 
 if TYPE_CHECKING:
     from runner.weights.given import GivenWeights
@@ -99,7 +99,9 @@ def begin(run: Run) -> Beginning:
         given = _given(run, found is None and (init_from is not None or forks))
         if found is not None:
             check_notes(found, directory)
-            return _go_on(run, found, fork_in(found.notes), given, options.init_from)
+            fork = found.notes.get("forked_from")
+            fork = fork and Fork(**fork)
+            return _go_on(run, found, fork, given, options.init_from)
         if forks:
             assert given is not None
             found, fork = given.fork(init_from, settings(run.cfg))
@@ -201,21 +203,13 @@ def check_config(
     changed = changed_paths(before, now)
     if "init_from" in changed and steps_in(workdir / "checkpoints"):
         tell("the new init_from is ignored: this run has checkpoints")
-    of_the_model = [path for path in changed if path.partition(".")[0] == "model"]
-    if of_the_model and "model" not in allowed_changes:
+
+    def weights_fit() -> bool:
         with user_errors(), Checkpoints(workdir / "checkpoints", read_only=True) as checkpoints:
             newest = checkpoints.newest()
-            fits = newest is None or checkpoints.fits(newest, target())
-        remedy = ", whose shapes are others: use another workdir"
-        if fits:
-            remedy = (
-                "; use another workdir (--init_from takes them there), or give "
-                "--allow_change=model to go on all the same"
-            )
-        raise ConfigError(
-            f"{', '.join(of_the_model)} changed since the run in {workdir} was trained, so its "
-            f"weights are those of another model{remedy}"
-        )
+            return newest is None or checkpoints.fits(newest, target())
+
+    check_same_model(f"the run in {workdir}", before, now, allowed_changes, weights_fit)
 
 
 def _check_data(run: Run, found: Restored) -> None:
