@@ -196,8 +196,7 @@ def _supervise_or_train(
 def steps_range(text: str) -> range:
     """Parses a range of steps; "10:12" means steps 10, 11 and 12.
 
-    Raises:
-      ConfigError: if `text` is not two positive numbers in ascending order.
+    Raises ConfigError if `text` is not two positive numbers in ascending order.
     """
     first, _, last = text.partition(":")
     digits = first.isdecimal() and last.isdecimal()

@@ -131,11 +131,10 @@ def main(arguments: Sequence[str]) -> int:
 def bring_in(reference: str, to: Path, options: LoadOptions = PLAIN) -> str:
     """Makes a workdir from a model folder or from PEFT adapters; returns a description.
 
+    Raises ValueError or OSError if the folder cannot be used, or `to` is not empty.
+
     Args:
       options: `init_from` is the base of the adapters, if it differs from the one they name.
-
-    Raises:
-      ValueError, OSError: if the folder cannot be used, or `to` is not empty.
     """
     with made_whole(to) as unfinished:
         source = resolve_model(reference, options)
@@ -177,12 +176,11 @@ def bring_out(
 ) -> str:
     """Exports a checkpoint as a Hugging Face folder; returns a description.
 
+    Raises ValueError or OSError if the run cannot be used, no family supports its model, or `to` is
+    not empty.
+
     Args:
       tokenizer, dtype, file_bytes: as in `hf.save`; by default the run's own tokenizer.
-
-    Raises:
-      ValueError, OSError: if the run cannot be used, no family supports its model, or `to` is not
-        empty.
     """
 
     def write(run: SavedRun | ModelFolder) -> str:
@@ -232,14 +230,13 @@ def bring_adapters_out(
 ) -> str:
     """Exports the adapters in a checkpoint as a PEFT folder; returns a description.
 
+    Raises ValueError or OSError if the run cannot be used, it has no adapters, no family supports
+    its model, or `to` is not empty.
+
     Args:
       base: the base model for `hf.save_adapters`, with all earlier training; `None`: the model that
         the run began with.
       dtype: dtype of the file.
-
-    Raises:
-      ValueError, OSError: if the run cannot be used, it has no adapters, no family supports its
-        model, or `to` is not empty.
     """
 
     def write(run: SavedRun | ModelFolder) -> str:

@@ -151,9 +151,6 @@ def _piped() -> list[str]:
     """Returns standard input as a list with one prompt, without the final newline.
 
     The list is empty on a terminal, and if other flags give the prompts.
-
-    Raises:
-      ConfigError: if standard input is empty, too long, or not text.
     """
     if _TOKENS.value or _PROMPTS.value or (sys.stdin is not None and sys.stdin.isatty()):
         return []

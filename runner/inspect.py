@@ -99,10 +99,8 @@ def source_at(workdir: Path, cfg: fdl.Config, step: int, part: str = "train") ->
 
     A stream of training data is read from the newest checkpoint up to `step`, or from the beginning
     if there is none, with as many streams as in any later checkpoint. Without any checkpoint, and
-    for evaluation data, it begins as in a run of one process.
-
-    Raises:
-      ValueError, OSError: if the run does not read such a part, or its data is missing or damaged.
+    for evaluation data, it begins as in a run of one process. Raises ValueError or OSError if the
+    run does not read such a part, or its data is missing or damaged.
     """
     wanted = _part(cfg, part)
     if isinstance(wanted, dict):

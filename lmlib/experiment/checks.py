@@ -43,11 +43,7 @@ _LEAST = {
 
 
 def check_experiment(experiment: Any) -> None:
-    """Implements `lmlib.experiment.Experiment.check`.
-
-    Raises:
-      ValueError: naming the setting, its value, and a remedy.
-    """
+    """Implements `lmlib.experiment.Experiment.check`."""
     check_fields("", experiment)
     for name in _SETTINGS:
         check_fields(name, getattr(experiment, name))

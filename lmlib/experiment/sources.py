@@ -37,11 +37,7 @@ _TEACHER_FIELDS: dict[str, type[np.generic]] = {
 
 
 def check_first_rows(experiment: Any) -> None:
-    """Checks the first rows of all training and validation data of an experiment.
-
-    Raises:
-      ValueError: naming the source and the fault in its rows.
-    """
+    """Checks the first rows of all training and validation data of an experiment."""
     vocab, needs_pairs = experiment.recipe.made.vocab, experiment.objective.compares_pairs
     for name, source in all_sources(experiment).items():
         check_rows(name, source, vocab, needs_pairs)
@@ -74,9 +70,6 @@ def check_source(experiment: Any, name: str, source: Source, model: Any, microba
 
     Args:
       name: the source's name in errors.
-
-    Raises:
-      ValueError: if it does not fit the model, the objective or the mesh.
     """
     for where, part in _parts(name, source):
         _check_part(where, part, experiment.objective, model)
@@ -158,9 +151,6 @@ def check_rows(name: str, source: Source, vocab: int, needs_pairs: bool) -> None
       name: the source's name in errors.
       vocab: the model's vocabulary size.
       needs_pairs: True if the objective compares pairs of answers.
-
-    Raises:
-      ValueError: naming the wrong field, its value, and the expected one.
     """
     if isinstance(source, Resumable):
         return
@@ -234,10 +224,6 @@ def check_split_rows(
     """Checks that every part that sees a row's tokens supports rows split over `mesh`.
 
     See `lmlib.models.split_rows`.
-
-    Raises:
-      ValueError: if a part of a model, or the objective, does not declare support for split rows,
-        or the chosen attention kernel lacks it.
     """
     axis, devices = COMPUTE["seq"], pieces(COMPUTE["seq"], mesh)
     if devices == 1:
@@ -256,11 +242,7 @@ def check_split_rows(
 
 
 def check_pieces(model: Any, sequence_length: int, compute: Compute, mesh: Mesh) -> None:
-    """Checks that the kernel supports the pieces of rows on each device, which are shorter.
-
-    Raises:
-      ValueError: if it does not.
-    """
+    """Checks that the kernel supports the pieces of rows on each device, which are shorter."""
     axis, devices = COMPUTE["seq"], pieces(COMPUTE["seq"], mesh)
     if devices == 1:
         return

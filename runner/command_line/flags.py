@@ -62,8 +62,7 @@ def fiddlers_listed() -> str:
 def chosen_config(more_overrides: Sequence[str] = ()) -> fdl.Config:
     """Returns the config that the flags choose, changed by `more_overrides` at the end.
 
-    Raises:
-      ConfigError: if the config cannot be loaded or an override is wrong.
+    Raises ConfigError if the config cannot be loaded or an override is wrong.
     """
     given = flags.FLAGS
     overrides = [*given.fdl_set, *more_overrides]

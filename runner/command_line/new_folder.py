@@ -25,10 +25,8 @@ def made_whole(to: Path) -> Iterator[Path]:
     """Yields an empty temporary folder next to `to`, and renames it to `to` after the block.
 
     The temporary folder is removed after an error. If the process is killed, the next command
-    removes it.
-
-    Raises:
-      ConfigError: if `to` is not empty or cannot be created, or another command is creating it.
+    removes it. Raises ConfigError if `to` is not empty or cannot be created, or another command is
+    creating it.
     """
     check_can_be_made(to)
     _check_free(to)

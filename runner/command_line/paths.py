@@ -13,10 +13,6 @@ def check_can_be_made(path: Path, room: int = ROOM) -> None:
 
     Args:
       room: bytes that paths below `path` need.
-
-    Raises:
-      ConfigError: if a parent of `path` is a file, if `path` or a parent is a broken link, or if
-        the path is too long for the file system.
     """
     whole = path.absolute()
     there = next(each for each in (whole, *whole.parents) if os.path.lexists(each))

@@ -20,13 +20,12 @@ _NO_LINKS = (
 def chosen_workdir(path: str | None, allow_other_files: bool) -> Path:
     """Returns the workdir, which may not exist yet.
 
+    Raises ConfigError if `path` is missing, an unsupported URL or a file; if a file or folder of
+    the run is a link; or if the folder has other files and no run.
+
     Args:
       path: the value of --workdir.
       allow_other_files: True to accept a folder with other files and no run.
-
-    Raises:
-      ConfigError: if `path` is missing, an unsupported URL or a file; if a file or folder of the
-        run is a link; or if the folder has other files and no run.
     """
     if not path:
         raise ConfigError("give --workdir, the folder for everything that the run writes")

@@ -107,10 +107,8 @@ def saved_files(cfg: fdl.Config) -> dict[str, str]:
     """Returns the content of config.json, settings.json and config.txt by file name.
 
     `load` reads config.json; the others hold `settings` and, for people, `flattened`. Defaults are
-    written out, so that a later run repeats this one even if defaults have changed.
-
-    Raises:
-      ConfigError: for a value that a later run could not import, such as a lambda or an array.
+    written out, so that a later run repeats this one even if defaults have changed. Raises
+    ConfigError for a value that a later run could not import, such as a lambda or an array.
     """
     try:
         text = serialization.dump_json(with_defaults(cfg), indent=1)
@@ -205,12 +203,11 @@ def _imported_file(file: Path) -> types.ModuleType:
 def config_of_model(reference: str, trusted: Collection[str] = ()) -> fdl.Config:
     """Returns the config of a saved model, with its weights as `init_from`.
 
+    Raises ConfigError if there is no such model, or it consists only of adapters.
+
     Args:
       reference: a run, `RUN@STEP`, a Hugging Face folder or a name on the Hub.
       trusted: as in `load`.
-
-    Raises:
-      ConfigError: if there is no such model, or it consists only of adapters.
     """
     from runner.config.references import FolderReference, base_of, resolve  # which imports JAX
 

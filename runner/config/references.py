@@ -32,8 +32,7 @@ class FolderReference(NamedTuple):
 def resolve(reference: str) -> RunReference | FolderReference:
     """Finds `RUN`, `RUN@STEP`, a Hugging Face folder, or a Hub name, which is then downloaded.
 
-    Raises:
-      ConfigError: if the reference is none of these.
+    Raises ConfigError if the reference is none of these.
     """
     run, at, step = reference.rpartition("@")
     if not at or not step.isdecimal():
@@ -66,11 +65,10 @@ def _is_hugging_face(folder: Path) -> bool:
 def base_of(found: FolderReference, base: str | None = None) -> FolderReference:
     """Returns the folder of the full model: `found` itself, or the base of its adapters.
 
+    Raises ConfigError if no base is named, or its folder does not hold a full model.
+
     Args:
       base: a reference to use instead of the base that the adapters name.
-
-    Raises:
-      ConfigError: if no base is named, or its folder does not hold a full model.
     """
     if not holds_adapters(found.folder):
         return found
@@ -97,10 +95,8 @@ def base_of(found: FolderReference, base: str | None = None) -> FolderReference:
 def known_families(trusted: Collection[str]) -> tuple[Family, ...]:
     """Returns the `FAMILIES` of the modules `trusted`, then lmlib's.
 
-    If two families have the same `model_type`, the first one is used.
-
-    Raises:
-      ConfigError: if a module cannot be imported, or its `FAMILIES` holds something else.
+    If two families have the same `model_type`, the first one is used. Raises ConfigError if a
+    module cannot be imported, or its `FAMILIES` holds something else.
     """
     own = list[Family]()
     for name in trusted:

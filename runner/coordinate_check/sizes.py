@@ -25,8 +25,7 @@ def base_of(cfg: fdl.Config) -> Mapping[str, int]:
 def sizes_of(flag: str, given: Sequence[str], base: int) -> list[int]:
     """Returns the sizes from a flag in ascending order; by default multiples of the base size.
 
-    Raises:
-      ConfigError: unless the flag has two or more different positive integers.
+    Raises ConfigError unless the flag has two or more different positive integers.
     """
     if not given:
         return [base * times for times in _TIMES]
@@ -41,12 +40,11 @@ def sizes_of(flag: str, given: Sequence[str], base: int) -> list[int]:
 def model_arguments(base: Mapping[str, int], by: str, size: int) -> dict[str, int]:
     """Returns the model arguments for a width or depth; the other dimension stays at its base.
 
+    Raises ConfigError if an argument would not be an integer.
+
     Args:
       by: "width" or "depth".
       size: the width or the number of layers.
-
-    Raises:
-      ConfigError: if an argument would not be an integer.
     """
     if by == "depth":
         return {**base, DEPTH: size}

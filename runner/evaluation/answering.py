@@ -74,11 +74,9 @@ class Answering:
     def likelihoods(self, asked: Sequence[tuple[Ids, Ids]]) -> list[tuple[float, bool]]:
         """Returns each continuation's log-probability in nats, and True if it is the greedy one.
 
-        Contexts that are too long are cut at the beginning.
-
-        Raises:
-          ValueError: if a context or a continuation is empty, a continuation is longer than
-            `length`, or an id is not in the model's vocabulary.
+        Contexts that are too long are cut at the beginning. Raises ValueError if a context or a
+        continuation is empty, a continuation is longer than `length`, or an id is not in the
+        model's vocabulary.
         """
         for context, continuation in asked:
             if not context or not 0 < len(continuation) <= self.length:

@@ -66,11 +66,7 @@ class Measuring:
         self._scorer = functools.lru_cache(Scorer)
 
     def __call__(self, loaded: Loaded, data_sets: Sequence[DataSet]) -> Iterator[Measured]:
-        """Yields the result of each data set.
-
-        Raises:
-          ConfigError: if the model cannot be evaluated on one of them.
-        """
+        """Yields the result of each data set."""
         length = self._settings.sequence_length or default_length(loaded)
         scorer = self._scorer(loaded.mesh, loaded.compute)
         with user_errors(), chosen_sizes(SMALLER):
@@ -134,11 +130,10 @@ def measure_suite(
 ) -> tuple[str, dict[str, float]]:
     """Returns the name of `loaded` and its scores; every process must call it.
 
+    Raises ConfigError if the model cannot compute sequences of this length.
+
     Args:
       sequence_length: tokens per row; `None`: `Suite.length` of the default length.
-
-    Raises:
-      ConfigError: if the model cannot compute sequences of this length.
     """
     length = sequence_length or suite.length(default_length(loaded))
     with user_errors(), chosen_sizes(SMALLER):

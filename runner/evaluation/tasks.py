@@ -49,13 +49,12 @@ def evaluate_tasks(
 
     Every process must call it. Returns the results on the first process and `None` on the others.
 
+    Raises ConfigError if the extra `eval` is not installed, there is no such task, its data is not
+    available, or the model cannot answer it.
+
     Args:
       sequence_length: maximum length of the model's input in tokens; `None`: the longest training
         sequence, or 2,048 if that is unknown.
-
-    Raises:
-      ConfigError: if the extra `eval` is not installed, there is no such task, its data is not
-        available, or the model cannot answer it.
     """
     with agreed(), user_errors():
         try:

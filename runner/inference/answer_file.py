@@ -38,11 +38,10 @@ class AnswerFile:
     def __init__(self, path: Path, settings: Mapping[str, Any]):
         """Opens the answers at `path`.
 
+        Raises ConfigError if the file was made with other settings, or by another program.
+
         Args:
           settings: all settings that affect the answers, as JSON.
-
-        Raises:
-          ConfigError: if the file was made with other settings, or by another program.
         """
         self._path = path
         self._settings = json.loads(json.dumps(settings))

@@ -17,8 +17,7 @@ from runner.jax_settings.xla_flags import keep_cpus_in_order
 def start_devices() -> None:
     """Chooses and starts JAX's devices and compilation cache, for a command of one process.
 
-    Raises:
-      ConfigError: if JAX cannot start the devices.
+    Raises ConfigError if JAX cannot start the devices.
     """
     choose_devices()
     keep_cpus_in_order(several_processes=False)
@@ -31,9 +30,7 @@ def choose_devices() -> None:
 
     A warning is printed to stderr if the libraries for running on NVIDIA GPUs are installed, as
     with lmlib[cuda12], but no GPU is found. Plugins that only serve planning cause no warning.
-
-    Raises:
-      ConfigError: if two plugins for NVIDIA GPUs are installed, since JAX can load only one.
+    Raises ConfigError if two plugins for NVIDIA GPUs are installed, since JAX can load only one.
     """
     if not on_cpus_alone():
         check_one_cuda_plugin()
@@ -74,9 +71,6 @@ def check_devices() -> None:
 
     JAX's log messages, such as tracebacks of plugins, are shown only if the devices start.
     Otherwise the error contains the reason.
-
-    Raises:
-      ConfigError: if JAX cannot start them, for example with JAX_PLATFORMS=cuda and no GPU.
     """
     logger, held_back = logging.getLogger("jax"), BufferingHandler(sys.maxsize)
     propagates, logger.propagate = logger.propagate, False

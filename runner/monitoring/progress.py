@@ -159,11 +159,7 @@ class _Pace:
         self._written_at = -float("inf")
 
     def has_turn(self, now: float, always: bool) -> bool:
-        """True if a step that ended at `now` (seconds) gets a line.
-
-        Args:
-          always: True to select this step in any case.
-        """
+        """True if a step that ended at `now` (seconds) gets a line."""
         begins = self._lines < PLAIN_LINES_AT_FIRST
         if not (always or begins or now - self._written_at >= PLAIN_LINE_SECONDS):
             return False

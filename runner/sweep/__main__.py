@@ -191,11 +191,7 @@ def _words(point: Point, slot: int, arguments: Sequence[str]) -> list[str]:
 
 
 def _ended(sweep: Sweep, chosen: Sequence[Point], whole: bool, failures: dict[str, str]) -> int:
-    """Shows the results and returns the exit status.
-
-    Args:
-      whole: True unless a signal stopped the training.
-    """
+    """Shows the results and returns the exit status."""
     print(f"\n{results_text(sweep.points, failures)}")
     if not whole:
         print("\nstopped as a signal asked; the same command goes on")

@@ -119,13 +119,12 @@ def planned(
 ) -> Sweep:
     """Returns the sweep of `points` in `folder`, keeping existing names. Writes nothing.
 
+    Raises ConfigError if the folder has another sweep (the message says what differs), or
+    sweep.json is damaged.
+
     Args:
       config_of: returns all settings of a point.
       add: True if an existing sweep takes new points, and keeps points that are left out now.
-
-    Raises:
-      ConfigError: if the folder has another sweep (the message says what differs), or sweep.json is
-        damaged.
     """
 
     def named(points: Sequence[Settings], others: Sequence[Point]) -> tuple[Point, ...]:

@@ -62,10 +62,8 @@ class Beginning:
 def begin(run: Run) -> Beginning:
     """Restores, forks, warm-starts or initialises the state; changes nothing on disk.
 
-    Enters the restore or initialisation phase of the run.
-
-    Raises:
-      ConfigError: if the run cannot continue from its checkpoints; the message says why.
+    Enters the restore or initialisation phase of the run. Raises ConfigError if the run cannot
+    continue from its checkpoints; the message says why.
     """
     experiment, options, directory = run.experiment, run.options, run.checkpoints
     init_from, forks = options.init_from or experiment.init_from, experiment.continue_optimizer
@@ -139,12 +137,7 @@ def _go_on(
     given: "GivenWeights | None",
     init_from: str | None,
 ) -> Beginning:
-    """Returns the state of the checkpoint `found`, completed with weights that it lacks.
-
-    Args:
-      found: a checkpoint with checked metadata.
-      init_from: the current location of the missing weights, if they have moved.
-    """
+    """Returns the state of the checkpoint `found`, completed with weights that it lacks."""
     _check_data(run, found)
     _say(run, found, fork)
     notes = found.notes
@@ -165,9 +158,6 @@ def check_newest(beginning: Beginning, steps: Sequence[int], directory: Path) ->
 
     Args:
       steps: the steps of the current checkpoints in `directory`.
-
-    Raises:
-      TrainingStopped: if one of them is newer than `beginning`.
     """
     damaged = {error.folder.name for error in beginning.damaged}
     newer = [step for step in steps if step > beginning.step and str(step) not in damaged]
@@ -191,9 +181,6 @@ def check_config(
 
     Args:
       target: returns the abstract state that a checkpoint is restored into.
-
-    Raises:
-      ConfigError: if the model has changed and `allowed_changes` lacks "model".
     """
     with user_errors():
         before, now = read_settings(workdir), settings(cfg)

@@ -143,8 +143,7 @@ class Capture:
 def read_capture(folder: Path) -> Capture:
     """Reads a capture.
 
-    Raises:
-      ValueError, OSError: if `folder` has no capture or the capture is damaged.
+    Raises ValueError or OSError if `folder` has no capture or the capture is damaged.
     """
     file = folder / "capture.json"
     if not file.is_file():
@@ -173,9 +172,8 @@ def read_capture(folder: Path) -> Capture:
 def read_batch(folder: Path, expected: Batch) -> Batch:
     """Returns the captured batch, with its tokens in the order of `expected`.
 
-    Raises:
-      ValueError: if the arrays in the file don't have the shapes of `expected`. The shapes are
-        checked before any memory is allocated.
+    Raises ValueError if the arrays in the file don't have the shapes of `expected`. The shapes are
+    checked before any memory is allocated.
     """
     file = folder / "batch.npz"
     shapes = {

@@ -173,11 +173,7 @@ class Loop:
         return made.line
 
     def _finish(self, line: Line, batch: Batch, newest: State) -> None:
-        """Writes the metrics of a step and handles skipped updates.
-
-        Args:
-          newest: the current state, which may be one step later.
-        """
+        """Writes the metrics of a step and handles skipped updates."""
         run, first = self._run, self._beginning.step + 1
         run.lock.check()
         if line["step"] == first:

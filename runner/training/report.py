@@ -130,8 +130,7 @@ class Summary:
 def finished_summary(workdir: Path, steps: int) -> Summary | None:
     """Returns the saved summary of a run with `steps` steps; `None` if there is none.
 
-    Raises:
-      ValueError: if the file is damaged; the message names it.
+    Raises ValueError if the file is damaged; the message names it.
     """
     file, found = workdir / FILE_NAME, read_result(workdir)
     if found is None:
@@ -173,8 +172,7 @@ def earlier_summary(run: Run) -> Summary | None:
 def finish(run: Run, state: State, goodput: GoodputLog) -> Summary:
     """Evaluates the final state, samples from it, and writes the summary.
 
-    Raises:
-      ConfigError: if metrics.jsonl is missing.
+    Raises ConfigError if metrics.jsonl is missing.
     """
     experiment, workdir = run.experiment, run.workdir
     lines = read_metrics(workdir) if run.primary else []

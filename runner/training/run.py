@@ -75,8 +75,7 @@ class Run:
     def announce(self) -> None:
         """Shows a summary of the model, and the memory for saved activations.
 
-        Raises:
-          PartError: if a part of the model lacks methods or attributes.
+        Raises PartError if a part of the model lacks methods or attributes.
         """
         experiment = self.experiment
         decays, groups = experiment.training.optimizer.decays, experiment.recipe.group_of

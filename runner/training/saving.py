@@ -90,14 +90,6 @@ class Saver:
         """Starts saving the state after the step of `line`; every process must call it.
 
         A state with non-finite numbers is not saved, since no run could continue from it.
-
-        Args:
-          line: the step's metrics, which are in the log already.
-          data: the states of a `Resumable` source on all processes.
-
-        Raises:
-          TrainingStopped: if too many saves in a row have failed; the message says why.
-          OSError: if the save fails on this process in a run of several processes.
         """
         # Report a failure of the previous save before the next one starts.
         self.settle()

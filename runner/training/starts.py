@@ -48,11 +48,10 @@ class Start:
     def __init__(self, cfg: fdl.Config, workdir: Path, experiment: Path | None):
         """Collects the facts about this start.
 
+        Raises ConfigError if `cfg` cannot be saved.
+
         Args:
           experiment: the Python file that defines `cfg`; `None` if there is none.
-
-        Raises:
-          ConfigError: if `cfg` cannot be saved.
         """
         self.code = code_files(cfg, experiment)
         self.versions = versions()
@@ -91,10 +90,6 @@ class Start:
         """Checks that JAX's settings match the settings of the previous start.
 
         A run without checkpoints is not checked.
-
-        Raises:
-          ConfigError: if a setting that affects numerical results differs and
-            `allowed_changes` lacks "jax". A change of the PRNG is never allowed.
         """
         before = _newest(self._workdir).get("jax_settings")
         if not isinstance(before, dict) or not steps_in(self._workdir / "checkpoints"):

@@ -76,6 +76,8 @@ def make_mixture(
 ) -> str:
     """Creates a workdir with a mixture of experts made from a dense model's MLPs.
 
+    Raises ValueError or OSError if the model cannot be read or upcycled, or `to` is not empty.
+
     Args:
       reference: a run, a Hugging Face folder, or its name on the Hub.
       to: the workdir to create.
@@ -84,9 +86,6 @@ def make_mixture(
 
     Returns:
       A description of the mixture.
-
-    Raises:
-      ValueError, OSError: if the model cannot be read or upcycled, or `to` is not empty.
     """
 
     def make(source: SavedRun | ModelFolder) -> str:

@@ -385,11 +385,10 @@ def read_weights(
 
     The name is `run@step` or the folder. All processes must read the same weights.
 
+    Raises ConfigError if there is no such model, it is damaged, or it does not fit `target`.
+
     Args:
       options: `init_from` is ignored: frozen weights are read from their original place.
-
-    Raises:
-      ConfigError: if there is no such model, it is damaged, or it does not fit `target`.
     """
     options = dataclasses.replace(options, init_from=None)
     with agreed():
@@ -408,11 +407,10 @@ def frozen_weights(
 
     Checkpoints leave them out, so they are read from the model that the run of `notes` began with.
 
+    Raises ConfigError if they cannot be read, or differ from the run's weights.
+
     Args:
       options: `init_from` is tried first.
-
-    Raises:
-      ConfigError: if they cannot be read, or differ from the run's weights.
     """
     origin, before = notes.get("initialised_from"), notes.get("frozen")
     if before is None or not is_frozen_note(before):

@@ -154,12 +154,11 @@ class TextSources:
     def read(self, tokenizer: str | None, show: Callable[[str], None]) -> Texts:
         """Reads the tokenizer's files.
 
+        Raises ValueError or OSError if a file is damaged, or the tokenizer changed since training.
+
         Args:
           tokenizer: a tokenizer.json or its folder, instead of the known one.
           show: called with a warning about a damaged chat template.
-
-        Raises:
-          ValueError, OSError: if a file is damaged, or the tokenizer changed since training.
         """
         ends, first = self._end_ids(), self.first
         metadata = None if first is None else first.metadata
