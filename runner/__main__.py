@@ -35,10 +35,10 @@ from runner.command_line.flags import (
     key_flags,
 )
 from runner.command_line.lossy_stream import lossy_standard_streams
-from runner.command_line.workdir import chosen_workdir
+from runner.command_line.paths import chosen_workdir
 from runner.config import configs
 from runner.errors import ConfigError, user_errors
-from runner.monitoring.limits import Limits
+from runner.monitoring.phases import Limits
 from runner.processes.launch import Processes
 from runner.processes.lock import wait_for_lock
 from runner.processes.parent import end_with_parent
@@ -153,8 +153,7 @@ def _supervise_or_train(
             _GRACE_SECONDS.value,
         )
     # These imports are slow; a supervising process, or a command with a mistake, skips them.
-    from runner.jax_settings.allocator import keep_freed_memory
-    from runner.jax_settings.devices import choose_devices, on_cpus_alone
+    from runner.jax_settings.devices import choose_devices, keep_freed_memory, on_cpus_alone
     from runner.jax_settings.xla_flags import (
         keep_cpus_in_order,
         launch_kernels_one_by_one,

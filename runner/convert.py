@@ -75,7 +75,7 @@ from lmlib.storage.local_folder import shown
 from lmlib.terminal.quantities import count_text, duration_text
 from runner.config import configs
 from runner.config.references import FolderReference, resolve
-from runner.monitoring.transfer import told
+from runner.monitoring.telling import told
 from runner.weights.model_folder import ModelFolder, keep_origin
 from runner.weights.models import (
     SavedRun,

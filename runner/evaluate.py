@@ -73,11 +73,18 @@ from lmlib.evaluate.suite.suite import Suite
 from lmlib.storage.whole_file import write_whole
 from runner.config.references import RunReference, resolve
 from runner.evaluation.data_sets import data_set, validation_of
-from runner.evaluation.measuring import Measured, Measuring, Settings, measure_suite
-from runner.evaluation.results import json_text, suite_json, suite_table, tables
+from runner.evaluation.measuring import (
+    Measured,
+    Measuring,
+    Settings,
+    json_text,
+    measure_suite,
+    suite_json,
+    suite_table,
+    tables,
+)
 from runner.evaluation.tasks import Tasks, evaluate_tasks, tasks_json, tasks_table
-from runner.inference.loaded import Loaded
-from runner.inference.loading import load
+from runner.inference.loaded import Loaded, load
 from runner.jax_settings.devices import start_devices
 
 _T = TypeVar("_T")

@@ -78,8 +78,7 @@ from lmlib.storage.local_folder import local_folder
 from lmlib.storage.stored_json import LARGEST
 from runner.inference.answer import Manner
 from runner.inference.answer_file import AnswerFile
-from runner.inference.loaded import Loaded
-from runner.inference.loading import load
+from runner.inference.loaded import Loaded, load
 from runner.inference.prompts import Reader, digest_of, read_lines
 from runner.inference.terminal import Terminal
 from runner.jax_settings.devices import start_devices

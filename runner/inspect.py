@@ -46,7 +46,7 @@ from lmlib.data.stored.data_path import data_path
 from lmlib.experiment.stages import batches_of
 from lmlib.storage.local_folder import folder_to_read
 from runner.config import configs
-from runner.config.stages import later_stages, training_data
+from runner.config.configs import later_stages, training_data
 from runner.config.text import nodes
 
 DAMAGED = 1  # exit status of --verify

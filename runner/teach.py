@@ -46,7 +46,7 @@ if __name__ == "__main__":
 
 from lmlib.data.stored.teacher import USUAL_K, TeacherMetadata
 from lmlib.terminal.quantities import bytes_text
-from runner.inference.loading import load
+from runner.inference.loaded import load
 from runner.inference.teaching import sequences_of, teach, unfinished
 from runner.jax_settings.devices import start_devices
 

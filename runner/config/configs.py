@@ -332,3 +332,19 @@ def _user_code(what: str) -> Iterator[None]:
             raise ConfigError(in_words(error)) from error
         where = "" if isinstance(error, SyntaxError) else f" ({cause.filename}:{cause.lineno})"
         raise ConfigError(f"{what} failed: {type(error).__name__}: {error}{where}") from error
+
+
+def later_stages(cfg: fdl.Config) -> list[Any]:
+    """Returns the configs of the stages after the first."""
+    return list(getattr(cfg, "later_stages", ()))
+
+
+def training_data(cfg: fdl.Config) -> list[Any]:
+    """Returns the configs of the data of each stage, in order."""
+    return [cfg.data, *(stage.data for stage in later_stages(cfg))]
+
+
+def longest_row(cfg: fdl.Config) -> int | None:
+    """Returns the length of a run's longest training rows in tokens; `None` if it is unknown."""
+    lengths = (getattr(data, "sequence_length", None) for data in training_data(cfg))
+    return max((length for length in lengths if isinstance(length, int)), default=None)

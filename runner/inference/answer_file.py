@@ -19,7 +19,7 @@ from lmlib.terminal.quantities import duration_text
 from runner.errors import ConfigError
 from runner.inference.answer import Answer, Manner
 from runner.inference.prompts import AS_NUMBERS, Line
-from runner.inference.telling import now_and_then
+from runner.monitoring.telling import now_and_then
 
 SETTINGS = ".settings.json"  # suffix of the file beside the answers
 _SECONDS_BETWEEN_LINES = 5.0

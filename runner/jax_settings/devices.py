@@ -1,8 +1,10 @@
 """Chooses and starts JAX's devices, with clear errors if they cannot start."""
 
+import ctypes
 import logging
 import os
 import sys
+from collections.abc import Mapping
 from importlib.util import find_spec
 from logging.handlers import BufferingHandler
 
@@ -12,6 +14,28 @@ from lmlib.hardware.detection import has_accelerator, plugins, use_cpu_if_alone
 from runner.errors import ConfigError
 from runner.jax_settings.compilation_cache import keep_compiled_programs
 from runner.jax_settings.xla_flags import keep_cpus_in_order
+
+# Parameters of mallopt(3) and their values. Only blocks of 2 GiB or more, the largest threshold
+# that mallopt accepts, return to the kernel. All threads share one arena, since arenas of other
+# threads are limited to 64 MiB.
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
+_SETTINGS = {_TRIM_THRESHOLD: -1, _MMAP_THRESHOLD: 2**31 - 1, _ARENA_MAX: 1}
+
+
+def keep_freed_memory(environment: Mapping[str, str] = os.environ) -> bool:
+    """Makes malloc keep freed memory for reuse; call it before any thread starts.
+
+    Arenas of existing threads stay in use, also for later threads.
+
+    Returns:
+      True if the settings were made. They need glibc, and the user's own malloc settings take
+      precedence.
+    """
+    tunables = environment.get("GLIBC_TUNABLES", "")
+    if "glibc.malloc" in tunables or any(name.startswith("MALLOC_") for name in environment):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    return mallopt is not None and all([mallopt(*each) for each in _SETTINGS.items()])
 
 
 def start_devices() -> None:

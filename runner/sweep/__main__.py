@@ -63,8 +63,12 @@ from lmlib.plan.cost import Cost
 from lmlib.terminal.python_command import python_command
 from runner.absent_hardware.cost import cost_of
 from runner.config.text import settings as settings_of
-from runner.jax_settings.allocator import keep_freed_memory
-from runner.jax_settings.devices import check_devices, choose_devices, on_cpus_alone
+from runner.jax_settings.devices import (
+    check_devices,
+    choose_devices,
+    keep_freed_memory,
+    on_cpus_alone,
+)
 from runner.jax_settings.xla_flags import keep_cpus_in_order, set_gpu_flags
 from runner.processes.lock import FolderLock
 from runner.sweep.commands import (

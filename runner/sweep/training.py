@@ -19,7 +19,7 @@ from lmlib.terminal.quantities import duration_text
 from runner.command_line.command import tell
 from runner.command_line.exit_status import FINISHED, SIGNALLED, STOPPED
 from runner.errors import StoppedEarly, in_words
-from runner.monitoring.limits import Limits
+from runner.monitoring.phases import Limits
 from runner.processes.parent import Parent
 from runner.processes.stopping import StopSignals
 from runner.sweep.folder import OUTPUT, Point, Settings

@@ -15,8 +15,6 @@ from lmlib.experiment.sources import check_first_rows
 from lmlib.metrics.log import missing_lines, read_metrics
 from lmlib.metrics.sinks import Sinks
 from lmlib.parallel.axes import PartError
-from lmlib.report.page import FILE_NAME as REPORT
-from lmlib.report.page import leave_page
 from lmlib.state import State
 from runner.command_line.paths import check_can_be_made
 from runner.config.text import settings
@@ -40,12 +38,11 @@ from runner.processes.agreement import (
 from runner.processes.lock import FILE_NAME as LOCK
 from runner.processes.workdir import Workdir, opened
 from runner.training.beginning import Beginning, begin, check_config, check_newest
-from runner.training.compiled_step import check_profile
 from runner.training.data_probe import read_by_this_process
-from runner.training.loop import make_steps
+from runner.training.loop import check_profile, make_steps
 from runner.training.options import Options
 from runner.training.recorder import metrics_log
-from runner.training.report import Summary, earlier_summary, finish
+from runner.training.report import Summary, earlier_summary, finish, leave_report
 from runner.training.run import Run
 from runner.training.saving import open_checkpoints
 from runner.training.starts import Start
@@ -160,14 +157,14 @@ def _fit_in(
                     state, summary = _train(run, beginning, checkpoints)
                 except Exception as error:
                     if primary and not isinstance(error, WorkdirLost):
-                        leave_page(workdir, run.tell, lock.check)
+                        leave_report(run)
                     raise
             elif primary:  # an earlier start may have failed to upload metrics
                 sinks = [*experiment.sinks, *options.sinks]
                 Sinks(sinks, workdir, experiment.steps + 1, run.tell, lock.check).close()
             lock.check()
-            if primary and (made_now or not (workdir / REPORT).exists()):
-                leave_page(workdir, run.tell, lock.check)
+            if primary:
+                leave_report(run, replace=made_now)
     return Result(state, read_metrics(workdir) if primary else [], summary)
 
 

@@ -1,6 +1,7 @@
 """The training loop: dispatches a step, then reads the metrics of the previous one."""
 
 import dataclasses
+import time
 from collections.abc import Callable, Mapping
 
 import jax
@@ -12,18 +13,18 @@ from lmlib.data.prefetch import Prefetch
 from lmlib.experiment import Action, Every, Moment
 from lmlib.experiment.stages import at
 from lmlib.metrics.log import MetricsLog, read_metrics
+from lmlib.parallel.axes import PartError
 from lmlib.parallel.layout import sharding
 from lmlib.state import State
+from lmlib.terminal.quantities import bytes_text, duration_text
 from lmlib.train import Metrics
-from runner.errors import StoppedEarly
+from runner.errors import ConfigError, StoppedEarly, user_errors
 from runner.monitoring.goodput import GoodputLog
 from runner.monitoring.phases import Phase
 from runner.monitoring.profiling import Profiler, where_the_time_went
 from runner.processes.agreement import from_first
 from runner.training.beginning import Beginning
 from runner.training.captures import Captures
-from runner.training.compiled_step import compile_steps
-from runner.training.divergence import stop_if_diverged
 from runner.training.recorder import Line, Recorder
 from runner.training.run import Run
 from runner.training.saving import Saver
@@ -183,7 +184,10 @@ class Loop:
         self._recorder.write(line)
         if (message := self._captures.take(line, batch)) is not None:
             run.tell(message)
-        stop_if_diverged(run.experiment, line, newest, batch, self._saver)
+        if line["skipped_in_a_row"] >= run.experiment.guard.stop_after:
+            from runner.training.divergence import stop  # which few runs need
+
+            stop(run.experiment, line, newest, batch, self._saver)
 
 
 def make_steps(
@@ -241,3 +245,46 @@ def _profiler(run: Run, compiled: Mapping[range, jax.stages.Compiled]) -> Profil
         run.tell(where_the_time_went(folder, program, stage, count, run.lock.check))
 
     return Profiler(folder, steps if run.primary else None, written=tell)
+
+
+def check_profile(run: Run) -> None:
+    """Raises ConfigError if the steps to profile belong to several stages."""
+    traced = run.options.profile or range(0)
+    for steps in run.experiment.stages:
+        if steps.start in traced and steps.start + 1 in traced:
+            raise ConfigError(
+                f"--profile: steps {steps.start:,} and {steps.start + 1:,} belong to different "
+                f"stages; trace up to step {steps.start:,}, or from {steps.start + 1:,} on"
+            )
+
+
+def compile_steps(run: Run, made: int) -> dict[range, jax.stages.Compiled]:
+    """Compiles the steps of the stages that remain after `made` steps, so errors appear early.
+
+    Returns:
+      The compiled step of each stage, by the stage's range of steps, counted from 0.
+    """
+    compiled = {}
+    for steps, stage in run.experiment.stages.items():
+        if steps.stop <= made and steps.stop < run.experiment.steps:
+            continue
+        title = f"the step from {steps.start + 1:,} on" if steps.start else "the step"
+        began = time.perf_counter()
+        run.tell(f"compiling {title}")
+        with user_errors((PartError,)):
+            lowered = stage.trace_step().lower()
+        compiled[steps] = program = lowered.compile()
+        run.tell(f"compiled {title} in {duration_text(time.perf_counter() - began)}")
+        memory = program.memory_analysis()
+        if memory is not None:  # some platforms don't report it
+            run.tell(
+                f"memory per device: {bytes_text(memory.argument_size_in_bytes)} for state and "
+                f"batch, {bytes_text(memory.temp_size_in_bytes)} for temporaries"
+            )
+        if run.options.dump_hlo and run.primary:
+            name = f"train_step_{steps.start + 1}" if steps.start else "train_step"
+            file = run.workdir / "hlo" / f"{name}.txt"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(program.as_text() or "", encoding="utf-8")
+            run.tell(f"wrote {file}")
+    return compiled

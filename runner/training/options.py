@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from runner.monitoring.limits import Limits
+from runner.monitoring.phases import Limits
 
 if TYPE_CHECKING:  # these import JAX
     from lmlib.experiment import Every

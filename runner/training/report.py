@@ -11,7 +11,6 @@ import jax
 from lmlib.data.compressors import saw_training_text
 from lmlib.experiment import Experiment
 from lmlib.metrics.log import mfu, read_metrics
-from lmlib.report.page import FILE_NAME as PAGE
 from lmlib.runs.goodput import Goodput
 from lmlib.runs.result import FILE_NAME, LOSS_STEPS, read_result
 from lmlib.runs.validation import StoredValidation
@@ -89,6 +88,7 @@ class Summary:
 
     def text(self, workdir: Path, next_commands: Sequence[str]) -> str:
         """Returns the final table of a run, with commands to try next."""
+        page = workdir / "report.html"
         rows = [
             ("parameters", count_text(self.parameters)),
             ("tokens seen", count_text(self.tokens)),
@@ -102,7 +102,7 @@ class Summary:
             *self._validation_rows(),
             *self._compressed_rows(),
             ("the run's files", shown(workdir)),
-            *([("its page", str(workdir / PAGE))] if (workdir / PAGE).exists() else []),
+            *([("its page", str(page))] if page.exists() else []),
             *(("" if i else "try next", command) for i, command in enumerate(next_commands)),
         ]
         samples = [f"sampled: {text!r}" for text in self.samples]
@@ -190,6 +190,14 @@ def finish(run: Run, state: State, goodput: GoodputLog) -> Summary:
     if run.primary:  # written last: result.json marks a run as finished
         summary.save(workdir, run.lock.check)
     return summary
+
+
+def leave_report(run: Run, replace: bool = True) -> None:
+    """Writes report.html, unless it exists and `replace` is false."""
+    from lmlib.report.page import FILE_NAME, leave_page  # which only the end of a run needs
+
+    if replace or not (run.workdir / FILE_NAME).exists():
+        leave_page(run.workdir, run.tell, run.lock.check)
 
 
 def totals_of(

@@ -16,8 +16,7 @@ from lmlib.metrics.log import MetricsLog
 from lmlib.state import State
 from lmlib.terminal.quantities import duration_text
 from runner.errors import TrainingStopped, in_words, user_errors
-from runner.monitoring.limits import Limits
-from runner.monitoring.phases import Phase
+from runner.monitoring.phases import Limits, Phase
 from runner.training.beginning import Beginning
 from runner.training.data_probe import probe
 from runner.training.recorder import Line

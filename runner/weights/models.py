@@ -48,8 +48,8 @@ from lmlib.state import Parts, abstract_model, parted
 from lmlib.storage.local_folder import folder_to_read, shown
 from lmlib.storage.unlinked import unlinked
 from runner.config import configs
+from runner.config.configs import training_data
 from runner.config.references import FolderReference, RunReference, base_of, resolve
-from runner.config.stages import training_data
 from runner.errors import ConfigError, in_words, user_errors
 from runner.processes.agreement import Read, agreed, from_first, require_same_reads
 from runner.weights.model_folder import ORIGIN, ModelFolder

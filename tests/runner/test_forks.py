@@ -152,7 +152,11 @@ def other_optimizer():
     [
         (lambda: experiment("steps=9"), 3, "no whole checkpoint at step 3; it has [2, 4, 6]"),
         (lambda: experiment("steps=4"), 4, "has made 4 steps, and steps is 4, which includes them"),
-        (lambda: experiment("steps=9"), None, "name the step, as in init_from="),
+        (
+            lambda: experiment("steps=9"),
+            None,
+            "a fork needs a fixed step: name it, as in init_from=",
+        ),
         (lambda: experiment("steps=9", "data.seed=5"), 4, "was trained on other data"),
         (
             lambda: experiment("steps=9", "model.embed=32"),

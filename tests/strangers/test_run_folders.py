@@ -20,7 +20,7 @@ from lmlib.runs import find_runs, read_run, runs
 from lmlib.storage.unlinked import LinkError
 from lmlib.verdicts.finished import finished_run, finished_runs
 from lmlib.verdicts.ladder import ladder_of
-from runner.command_line.workdir import chosen_workdir
+from runner.command_line.paths import chosen_workdir
 from runner.config import configs
 from runner.config.references import resolve
 from runner.errors import ConfigError

@@ -25,10 +25,17 @@ from lmlib.parallel.mesh import make_mesh
 from runner.config import configs
 from runner.errors import ConfigError
 from runner.evaluation.data_sets import data_set, validation_of
-from runner.evaluation.measuring import Measuring, Settings, measure_suite
-from runner.evaluation.results import json_text, suite_json, suite_table, tables
+from runner.evaluation.measuring import (
+    Measuring,
+    Settings,
+    json_text,
+    measure_suite,
+    suite_json,
+    suite_table,
+    tables,
+)
 from runner.evaluation.tasks import Tasks, evaluate_tasks
-from runner.inference.loading import load
+from runner.inference.loaded import load
 from runner.training.validation import Validation
 
 pytestmark = pytest.mark.several_devices
