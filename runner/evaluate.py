@@ -147,9 +147,8 @@ def _answered() -> Iterator[tuple[str, dict[str, Any]]]:
         tuple(_TASKS.value), _INCLUDE_PATH.value, _NUM_FEWSHOT.value, _LIMIT.value, _CHAT.value
     )
     for loaded in _each_loaded():
-        results = evaluate_tasks(loaded, tasks, _SEQUENCE_LENGTH.value, show, log_samples=False)
-        if results is not None:
-            yield loaded.name, results
+        length = _SEQUENCE_LENGTH.value
+        yield loaded.name, evaluate_tasks(loaded, tasks, length, show, log_samples=False)
 
 
 def _each_loaded() -> Iterator[Loaded]:

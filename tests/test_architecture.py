@@ -52,7 +52,6 @@ MAY_IMPORT = {
         "runner.errors",
         "runner.inference",
         "runner.monitoring",
-        "runner.processes",
     },
     "runner.training": {
         "lmlib",

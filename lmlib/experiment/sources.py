@@ -161,7 +161,12 @@ def check_rows(name: str, source: Source, vocab: int, needs_pairs: bool) -> None
     if not isinstance(batch, Batch):
         raise ValueError(f"{what} must be a lmlib.data.batch.Batch, got {type(batch).__name__}")
     _check_fields(what, batch, (rows, source.sequence_length), teacher_k(source))
-    for field, ids in _ids(batch):
+    ids_of = {
+        "tokens": np.ravel(batch.tokens),
+        "targets": np.asarray(batch.targets)[np.asarray(batch.loss_mask)],
+        "teacher_ids": np.ravel([] if batch.teacher_ids is None else batch.teacher_ids),
+    }
+    for field, ids in ids_of.items():
         if ids.size and not 0 <= (wrong := ids[np.argmax((ids < 0) | (ids >= vocab))]) < vocab:
             raise ValueError(
                 f"{what}.{field} has the id {wrong}, but the model's vocabulary is 0 to "
@@ -170,12 +175,8 @@ def check_rows(name: str, source: Source, vocab: int, needs_pairs: bool) -> None
     for field in ("segment_ids", "positions"):
         if (lowest := getattr(batch, field).min()) < 0:
             raise ValueError(f"{what}.{field} has {lowest}: it must be at least 0")
-    if (
-        needs_pairs
-        and holds_pairs(source) is None
-        and batch.loss_mask.any()
-        and not _has_pair(batch)
-    ):
+    some = batch.loss_mask.any()
+    if needs_pairs and holds_pairs(source) is None and some and not _has_pair(batch):
         raise ValueError(
             f"{what} holds no pair of answers: a pair is two segments of a row, an odd one and the "
             "next, with targets marked in both"
@@ -200,14 +201,6 @@ def _check_fields(what: str, batch: Batch, shape: tuple[int, int], k: int | None
         raise ValueError(
             f"{what} has what a teacher said, but teacher_k does not say how many ids it lists"
         )
-
-
-def _ids(batch: Batch) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields the ids of a batch that must be in the vocabulary, with their field's name."""
-    yield "tokens", np.ravel(batch.tokens)
-    yield "targets", np.asarray(batch.targets)[np.asarray(batch.loss_mask)]
-    if batch.teacher_ids is not None:
-        yield "teacher_ids", np.ravel(batch.teacher_ids)
 
 
 def _has_pair(batch: Batch) -> bool:

@@ -54,13 +54,8 @@ def load(
     """Loads the config of `reference`, then applies `fiddlers` and `overrides` in order.
 
     Overrides of parameters of `config` itself become its arguments. If such a parameter takes a
-    config, its override names a saved model: a run, a Hugging Face folder or a name on the Hub. A
-    parameter annotated as `Sequence[Family]` gets the families of lmlib and of the
-    trusted modules.
-
-    A file outside `experiments` is imported under its own name. Its folder is appended to the
-    Python path, so that it finds its neighbours. A saved config that names definitions in that file
-    needs the folder on the path already.
+    config, its override names a saved model; a `Sequence[Family]` gets the known families. A file
+    outside `experiments` is imported under its own name, with its folder on the Python path.
 
     Args:
       reference: `experiments/NAME`, `experiments/NAME.py`, `experiments.NAME`, any `.py` file, the
@@ -268,18 +263,12 @@ def _is_config(kind: Any) -> bool:
 
 
 def _is_of_families(kind: Any) -> bool:
-    """True if an annotation is `Sequence[Family]`.
-
-    Compares names, since only experiments that need lmlib.hf import it.
-    """
+    """True if an annotation is `Sequence[Family]`; lmlib.hf is imported only if it is needed."""
     names = [
-        (each.__module__, each.__qualname__)
-        for each in typing.get_args(kind)
-        if isinstance(each, type)
+        f"{e.__module__}.{e.__qualname__}" for e in typing.get_args(kind) if isinstance(e, type)
     ]
-    return typing.get_origin(kind) is Sequence and names == [
-        ("lmlib.models.families.hugging_face.family", "Family")
-    ]
+    family = "lmlib.models.families.hugging_face.family.Family"
+    return typing.get_origin(kind) is Sequence and names == [family]
 
 
 def _apply_fiddler(text: str, cfg: fdl.Config, module: types.ModuleType) -> None:

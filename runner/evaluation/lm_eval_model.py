@@ -28,8 +28,6 @@ _NAMED = 3  # questions listed in an error
 class LmEvalModel(TemplateLM):
     """Answers lm-eval's requests.
 
-    With several processes, it is used on the first one, inside `Answering.ask`.
-
     Args:
       tokenizer: a tokenizer of transformers, with a token that begins or ends texts.
       generation: the generation settings of the model's folder.

@@ -213,9 +213,7 @@ def json_text(found: Sequence[Measured], settings: Settings) -> str:
         "packed": settings.packed,
         "results": [
             {
-                "model": each.model,
-                "step": each.step,
-                "data": each.data,
+                **{name: getattr(each, name) for name in ("model", "step", "data")},
                 "sequence_length": each.sequence_length,
                 **_plain(each.evaluation),
             }
@@ -226,17 +224,13 @@ def json_text(found: Sequence[Measured], settings: Settings) -> str:
 
 
 def _plain(evaluation: DocumentsEvaluation) -> dict[str, Any]:
+    counts = ("documents", "targets", "bytes", "characters")
     return {
-        "documents": evaluation.documents,
-        "targets": evaluation.targets,
-        "bytes": evaluation.bytes,
-        "characters": evaluation.characters,
+        **{name: getattr(evaluation, name) for name in counts},
         **{name: _number(getattr(evaluation, name), unit) for name, unit in _UNITS.items()},
         "loss_by_position": [
             {
-                "first": each.first,
-                "last": each.last,
-                "targets": each.targets,
+                **{name: getattr(each, name) for name in ("first", "last", "targets")},
                 **_number(each.loss, "nats per token"),
             }
             for each in evaluation.by_position

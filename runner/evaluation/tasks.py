@@ -13,7 +13,6 @@ from runner.errors import ConfigError, did_you_mean, user_errors
 from runner.evaluation.answering import Answering
 from runner.inference.hugging_face_tokenizer import hugging_face_tokenizer
 from runner.inference.loaded import Loaded
-from runner.processes.agreement import agreed
 
 FILE = "generation_config.json"
 # The defaults of `transformers`, for settings that are neither in the task nor in the file.
@@ -134,10 +133,10 @@ def evaluate_tasks(
     sequence_length: int | None = None,
     show: Callable[[str], None] = lambda line: None,
     **settings: Any,
-) -> dict[str, Any] | None:
+) -> dict[str, Any]:
     """Runs `lm_eval.simple_evaluate`, which also gets `settings`.
 
-    Every process must call it. Returns the results on the first process and `None` on the others.
+    It runs in one process.
 
     Raises ConfigError if the extra `eval` is not installed, there is no such task, its data is not
     available, or the model cannot answer it.
@@ -146,7 +145,7 @@ def evaluate_tasks(
       sequence_length: maximum length of the model's input in tokens; `None`: the longest training
         sequence, or 2,048 if that is unknown.
     """
-    with agreed(), user_errors():
+    with user_errors():
         try:
             import lm_eval.tasks
 
@@ -161,38 +160,33 @@ def evaluate_tasks(
         length = sequence_length or loaded.longest or _LENGTH
         answering = Answering(loaded, tokenizer.decode, sorted(end_ids), length, show)
         generation = GenerationSettings(loaded.generation_settings, loaded.name)
-        model = LmEvalModel(answering, tokenizer, generation, show)
-
-        def found() -> dict[str, Any]:
-            manager = _manager(tasks.include_path, _files(tasks.include_path))
-            chosen = []
-            for name in tasks.names:
-                matching = manager.match_tasks([name])
-                if not matching:
-                    near = did_you_mean(name, manager.all_tasks)
-                    raise ConfigError(f"there is no task {name}. {near:.300}")
-                chosen += matching
-            # lm-eval would fork processes for standard errors, which can deadlock with JAX's
-            # threads.
-            os.environ.setdefault("DISABLE_MULTIPROC", "1")
-            try:
-                return lm_eval.simple_evaluate(
-                    model,
-                    tasks=chosen,
-                    num_fewshot=tasks.num_fewshot,
-                    limit=tasks.limit,
-                    apply_chat_template=tasks.chat,
-                    task_manager=manager,
-                    **settings,
-                )
-            # raised by `datasets` and `huggingface_hub`, for instance without a network
-            except OSError as error:
-                raise ConfigError(
-                    f"the data of {', '.join(chosen)} cannot be had: {' '.join(str(error).split())}"
-                    "; without a network, use tasks from local files (--include_path)"
-                ) from error
-
-        return answering.ask(found)
+        manager = _manager(tasks.include_path, _files(tasks.include_path))
+        chosen = []
+        for name in tasks.names:
+            matching = manager.match_tasks([name])
+            if not matching:
+                near = did_you_mean(name, manager.all_tasks)
+                raise ConfigError(f"there is no task {name}. {near:.300}")
+            chosen += matching
+        # lm-eval would fork processes for standard errors, which can deadlock with JAX's threads.
+        os.environ.setdefault("DISABLE_MULTIPROC", "1")
+        try:
+            return lm_eval.simple_evaluate(
+                LmEvalModel(answering, tokenizer, generation, show),
+                tasks=chosen,
+                num_fewshot=tasks.num_fewshot,
+                limit=tasks.limit,
+                apply_chat_template=tasks.chat,
+                task_manager=manager,
+                **settings,
+            )
+        # raised by `datasets` and `huggingface_hub`, for instance without a network
+        except OSError as error:
+            raise ConfigError(
+                f"the data of {', '.join(chosen)} is not available: "
+                f"{' '.join(str(error).split())}; without a network, use tasks from local files "
+                "(--include_path)"
+            ) from error
 
 
 @functools.lru_cache(maxsize=2)  # lm-eval reads 13,000 files for it, in many seconds

@@ -66,8 +66,7 @@ class InTurn(_Training):
         debug: bool,
     ):
         super().__init__(grace_seconds)
-        self._config_of, self._experiment_file = config_of, experiment_file
-        self._debug = debug
+        self._config_of, self._experiment_file, self._debug = config_of, experiment_file, debug
 
     def train(
         self, points: Iterable[Point], until: Callable[[Point], int | None] = lambda point: None
@@ -89,11 +88,7 @@ class InTurn(_Training):
         def stop(step: int) -> bool:
             return self._asked.is_set() or (last is not None and step >= last)
 
-        options = Options(
-            limits=Limits(),
-            stop=stop,
-            experiment_file=self._experiment_file,
-        )
+        options = Options(limits=Limits(), stop=stop, experiment_file=self._experiment_file)
         try:
             fit(self._config_of(point.settings), point.workdir, options)
         except StoppedEarly:

@@ -230,10 +230,7 @@ def summarise(
     totals: Mapping[str, Any],
     validation: Validation | None,
 ) -> tuple[Summary, StoredValidation | None]:
-    """Evaluates the final state.
-
-    Args:
-      totals: the result of `totals_of`.
+    """Evaluates the final state; `totals` is the result of `totals_of`.
 
     Returns:
       The summary, without samples; and the sums of each validation batch, `None` without
@@ -246,6 +243,15 @@ def summarise(
         steps * stage.step_tokens / positions * stage.flops_per_token(causal=False)
         for stage, steps in stages
     )
+    validated: dict[str, Any] = {}
+    by_batch = None
+    if validation is not None:
+        metrics, by_batch = validation.whole(state)
+        validated = {
+            "validation": {n: Measured(value, validation.units[n]) for n, value in metrics.items()},
+            "validated_on": validation.seen(whole=True),
+            "compressed_bits_per_byte": validation.compressed_bits_per_byte,
+        }
     summary = Summary(
         steps=experiment.steps,
         parameters=sum(weight.size for weight in jax.tree.leaves(state.whole_model)),
@@ -256,15 +262,6 @@ def summarise(
         loss_name=experiment.objective.loss_name,
         loss_unit=experiment.objective.metrics["loss"].unit,
         flops_per_token=flops,
-    )
-    if validation is None:
-        return summary, None
-    units = validation.units
-    metrics, by_batch = validation.whole(state)
-    summary = dataclasses.replace(
-        summary,
-        validation={name: Measured(value, units[name]) for name, value in metrics.items()},
-        validated_on=validation.seen(whole=True),
-        compressed_bits_per_byte=validation.compressed_bits_per_byte,
+        **validated,
     )
     return summary, by_batch

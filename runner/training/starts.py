@@ -25,7 +25,7 @@ from lmlib.storage.unlinked import unlinked
 from lmlib.storage.whole_file import make_folder, write_whole
 from runner.config import configs
 from runner.config.code import code_files, commit_of, versions
-from runner.config.text import printable
+from runner.config.text import changed_paths, printable
 from runner.errors import ConfigError
 from runner.jax_settings import numbers
 from runner.jax_settings.xla_flags import flags_of_the_run
@@ -145,8 +145,7 @@ def _changed(before: Mapping[str, str], now: Mapping[str, str], form: str) -> li
     """Formats each entry that differs with the template `form`."""
     return [
         form.format(name=name, was=before.get(name, "absent"), now=now.get(name, "absent"))
-        for name in {**now, **before}
-        if before.get(name) != now.get(name)
+        for name in changed_paths(now, before)
     ]
 
 

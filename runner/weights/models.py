@@ -105,15 +105,18 @@ def use_model(
 def _opened(
     found: RunReference | FolderReference, options: LoadOptions
 ) -> "SavedRun | ModelFolder":
-    if isinstance(found, FolderReference):
-        if options.average:
-            raise ConfigError(f"{found.name} holds weights alone: leave out --weights=ema")
-        if options.init_from is not None and not holds_adapters(found.folder):
-            options.show(
-                f"--init_from={options.init_from} is ignored: {found.name} holds the whole model"
-            )
-        return ModelFolder(found, options)
-    return open_run(found, options)
+    if isinstance(found, RunReference):
+        return open_run(found, options)
+    if options.average:
+        raise ConfigError(f"{found.name} holds no average: leave out --weights=ema")
+    if not holds_adapters(found.folder):
+        _tell_ignored(options, found.name)
+    return ModelFolder(found, options)
+
+
+def _tell_ignored(options: LoadOptions, name: str) -> None:
+    if options.init_from is not None:
+        options.show(f"--init_from={options.init_from} is ignored: {name} holds the whole model")
 
 
 def open_run(found: RunReference, options: LoadOptions = PLAIN) -> "SavedRun":
@@ -126,11 +129,11 @@ def open_run(found: RunReference, options: LoadOptions = PLAIN) -> "SavedRun":
         raise ConfigError(f"{found.folder} has no whole checkpoint at step {step}; it has {steps}")
     folder = found.folder / str(step)
     notes = _notes(folder)
-    if options.init_from is not None and notes.get("frozen") is not None:
-        notes["initialised_from"] = _noted(options.init_from)
-    elif options.init_from is not None:
-        options.show(f"--init_from={options.init_from} is ignored: {folder} holds the whole model")
+    if notes.get("frozen") is None:
+        _tell_ignored(options, str(folder))
         options = dataclasses.replace(options, init_from=None)
+    elif options.init_from is not None:
+        notes["initialised_from"] = _noted(options.init_from)
     return SavedRun(found.folder, step, notes, options)
 
 

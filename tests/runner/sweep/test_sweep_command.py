@@ -109,7 +109,7 @@ def test_a_point_that_fails_stops_no_other_and_is_listed_with_its_reason(tmp_pat
     ("flags", "told"),
     [
         (("--axis=optimizer.peak_rate=1",), "has no 'peak_rate'. Did you mean peak_lr?"),
-        (("--axis=seed=0,x",), "x is no Python literal"),
+        (("--axis=seed=0,x",), "expected an integer, got 'x'"),
         ((), "has no function sweep()"),
         (("--axis=seed=0", "--halving=0.5", "--at_once=2"), "--halving compares points on the way"),
         (("--axis=seed=0", "--submit"), "--submit"),
