@@ -104,10 +104,9 @@ def main(arguments: Sequence[str]) -> int:
         found = resolve(_FROM.value)
         if isinstance(found, FolderReference):
             outward = (_DTYPE, _LARGEST_FILE, _TOKENIZER, _ADAPTERS, INIT_FROM, WEIGHTS)
-            if given := [flag.name for flag in outward if flag.present]:
-                raise ConfigError(f"--{given[0]} is for the way out; --from={found.name} comes in")
-            if _BASE.present and not holds_adapters(found.folder):
-                raise ConfigError(f"--base is for adapters; --from={found.name} is a whole model")
+            _refuse(f"the import of {found.name}", *outward)
+            if not holds_adapters(found.folder):
+                _refuse(f"{found.name}, which has no adapters", _BASE)
             if BucketUrl.parsed(_TO.value):
                 raise ConfigError(
                     f"--to={_TO.value}: a run's folder is made on a disk; a run in a bucket can "
@@ -115,17 +114,21 @@ def main(arguments: Sequence[str]) -> int:
                 )
             made = bring_in(_FROM.value, to, dataclasses.replace(options, init_from=_BASE.value))
         elif _ADAPTERS.value:
-            if given := [flag.name for flag in (_LARGEST_FILE, _TOKENIZER) if flag.present]:
-                raise ConfigError(f"--{given[0]} is for whole models, not for --adapters")
+            _refuse("--adapters", _LARGEST_FILE, _TOKENIZER)
             dtype = _DTYPE.value or "float32"
             made = bring_adapters_out(_FROM.value, to, _BASE.value, dtype, options)
         else:
-            if _BASE.present:
-                raise ConfigError("--base is for --adapters: merged weights need none")
+            _refuse("an export of merged weights", _BASE)
             file_bytes = round(_LARGEST_FILE.value * 1e9)
             made = bring_out(_FROM.value, to, _TOKENIZER.value, _DTYPE.value, file_bytes, options)
     print(f"{_TO.value} holds {made}; it took {duration_text(time.perf_counter() - began)}")
     return FINISHED
+
+
+def _refuse(what: str, *options: flags.FlagHolder) -> None:
+    for each in options:
+        if each.present:
+            raise ConfigError(f"--{each.name} has no effect on {what}: leave it out")
 
 
 def bring_in(reference: str, to: Path, options: LoadOptions = PLAIN) -> str:

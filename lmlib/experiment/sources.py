@@ -104,15 +104,12 @@ def _check_part(name: str, source: Source, objective: Objective, model: Any) -> 
             f"{who} {'needs them' if objective.compares_pairs else 'none'}"
             ": python -m data_tools.prepare_chats makes either; --pairs is for lmlib.losses.DPO"
         )
-    if objective.reads_stored_teacher and teacher_k(source) is None:
+    reads = objective.reads_stored_teacher
+    if reads != (teacher_k(source) is not None):
         raise ValueError(
-            f"{who} without a teacher needs {name} with what one said: set {name}.teacher to a "
-            "folder that python -m runner.teach makes"
-        )
-    if not objective.reads_stored_teacher and teacher_k(source) is not None:
-        raise ValueError(
-            f"{name} has what a teacher said, and {who} reads none of it: leave "
-            f"{name}.teacher out, or take lmlib.losses.Distillation without a teacher"
+            f"{name} has {'no' if reads else 'a'} stored teacher, and {who} reads "
+            f"{'one' if reads else 'none'}: set {name}.teacher to a folder of python "
+            "-m runner.teach for lmlib.losses.Distillation(teacher=None), else leave it out"
         )
     if isinstance(source, FlatTokens):
         _check_flat_tokens(name, source, model)

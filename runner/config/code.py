@@ -48,7 +48,8 @@ def code_files(cfg: fdl.Config, experiment: Path | None) -> dict[str, str]:
         for file in _files_in([folder])
     }
     elsewhere = {file.resolve() for file in (*_named(cfg), *([experiment] if experiment else ()))}
-    elsewhere = {file for file in elsewhere if not _is_in(file, [*ours.values(), *_INSTALLED])}
+    known = [folder.resolve() for folder in (*ours.values(), *_INSTALLED)]
+    elsewhere = {file for file in elsewhere if not any(map(file.is_relative_to, known))}
     folders = {file.parent for file in elsewhere}
     # plain strings: `Path` is slow for thousands of files
     loaded = {
@@ -103,10 +104,6 @@ def _named(cfg: fdl.Config) -> Iterator[Path]:
 def _files_in(folders: Iterable[str | Path]) -> Iterator[Path]:
     for folder in folders:
         yield from Path(folder).rglob("*.py")
-
-
-def _is_in(file: Path, folders: Iterable[Path]) -> bool:
-    return any(file.is_relative_to(folder.resolve()) for folder in folders)
 
 
 def _digest(file: Path) -> str:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lmlib.terminal.table import columns
 from runner.errors import ConfigError, did_you_mean, user_errors
 from runner.evaluation.answering import Answering
 from runner.inference.hugging_face_tokenizer import hugging_face_tokenizer
@@ -20,26 +19,18 @@ _USUAL = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0, "repetiti
 SAMPLING = tuple(_USUAL)
 _NEW_TOKENS = "max_new_tokens"
 
-# Keys that do not affect the answers, and keys that lm-eval always sets itself.
-_WITHOUT_EFFECT = {
-    "max_length", "do_sample", "use_cache",  # lm-eval says these
-    "eos_token_id", "bos_token_id", "pad_token_id", "decoder_start_token_id",
-    "cache_implementation", "cache_config", "max_cache_len", "prefill_chunk_size", "low_memory",
-    "compile_config", "disable_compile", "continuous_batching_config", "renormalize_logits",
-    "remove_invalid_values", "output_attentions", "output_hidden_states", "output_scores",
-    "output_logits", "return_dict_in_generate", "transformers_version",
-    "encoder_repetition_penalty", "encoder_no_repeat_ngram_size", "early_stopping",
-    "length_penalty", "diversity_penalty",
-    "is_assistant", "num_assistant_tokens", "num_assistant_tokens_schedule",
-    "assistant_confidence_threshold", "assistant_lookbehind", "assistant_ensemble_weight",
-    "target_lookbehind", "max_matching_ngram_size", "speculation_type",
-}  # fmt: skip
+# Settings that change answers in `transformers` and are not supported here, with the values that
+# change nothing.
 _ONLY_DRAWN = {"typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "top_h": None}
-# Values of other keys that change nothing.
-_NEUTRAL = {
+_UNSUPPORTED: dict[str, Any] = {
     "min_length": 0, "min_new_tokens": 0, "num_beams": 1, "num_beam_groups": 1,
     "num_return_sequences": 1, "no_repeat_ngram_size": 0, "guidance_scale": 1.0,
-    "token_healing": False, "use_mtp": False, **_ONLY_DRAWN,
+    "token_healing": False, **_ONLY_DRAWN, **dict.fromkeys((
+        "bad_words_ids", "begin_suppress_tokens", "constraints", "dola_layers",
+        "exponential_decay_length_penalty", "force_words_ids", "forced_bos_token_id",
+        "forced_eos_token_id", "max_time", "penalty_alpha", "sequence_bias", "stop_strings",
+        "suppress_tokens", "watermarking_config",
+    )),
 }  # fmt: skip
 
 
@@ -94,18 +85,12 @@ class GenerationSettings:
 
     def ignored(self, drawn: bool) -> dict[str, Any]:
         """Returns the settings that change answers in `transformers` and are ignored here."""
-        read = {*SAMPLING, _NEW_TOKENS, *_WITHOUT_EFFECT, *(() if drawn else _ONLY_DRAWN)}
         return {
             key: value
             for key, value in self.content.items()
-            if key not in read
-            and not key.startswith("_")
-            and value is not None
-            and not (key in _NEUTRAL and value == _NEUTRAL[key])
+            if key in _UNSUPPORTED and value not in (None, _UNSUPPORTED[key])
+            if drawn or key not in _ONLY_DRAWN
         }
-
-
-_LENGTH = 2048  # tokens, if the maximum is unknown; as in `hf`
 
 
 @dataclass(frozen=True)
@@ -203,30 +188,11 @@ def _files(folder: str | None) -> tuple[tuple[str, int], ...]:
     return tuple(sorted((str(file), file.stat().st_mtime_ns) for file in files))
 
 
-def task_rows(results: dict[str, Any]) -> list[tuple[str, str, str, str]]:
-    """Returns task, metric, value and standard error of each number.
-
-    A metric's filter follows a comma, unless it is "none".
-    """
-    rows = []
-    for task, numbers in results["results"].items():
-        for key, value in numbers.items():
-            metric, _, filtered = key.partition(",")
-            if not isinstance(value, float | int) or metric.endswith("_stderr") or not filtered:
-                continue
-            error = numbers.get(f"{metric}_stderr,{filtered}")
-            shown_error = f"{error:.4f}" if isinstance(error, float) else ""
-            name = metric if filtered == "none" else f"{metric}, {filtered}"
-            rows.append((task, name, f"{value:.4f}", shown_error))
-    return rows
-
-
 def tasks_table(found: Sequence[tuple[str, dict[str, Any]]]) -> str:
-    """Returns a table with a row for each number of each model."""
-    rows = [("model", "task", "metric", "value", "standard error")]
-    for model, results in found:
-        rows += [(model, *row) for row in task_rows(results)]
-    return columns(rows)
+    """Returns the table of lm-eval for each model."""
+    from lm_eval.utils import make_table
+
+    return "\n".join(f"{model}\n{make_table(results)}" for model, results in found)
 
 
 def tasks_json(found: Sequence[tuple[str, dict[str, Any]]]) -> str:

@@ -59,7 +59,9 @@ def choose_devices() -> None:
     if not on_cpus_alone():
         check_one_cuda_plugin()
     left_out = use_cpu_if_alone()
-    if any(name.startswith("xla_cuda") for name in left_out) and _can_run_on_gpus():
+    # JAX needs cuDNN on NVIDIA GPUs, and lmlib[plan-gpu] lacks it.
+    runs_on_gpus = find_spec("nvidia") is not None and find_spec("nvidia.cudnn") is not None
+    if runs_on_gpus and any(name.startswith("xla_cuda") for name in left_out):
         print(
             "WARNING: no accelerator was found on this machine: JAX uses the CPU, and leaves out "
             f"its plugins {', '.join(left_out)} (JAX_PLATFORMS=cuda or tpu has it look all the "
@@ -67,11 +69,6 @@ def choose_devices() -> None:
             file=sys.stderr,
             flush=True,
         )
-
-
-def _can_run_on_gpus() -> bool:
-    """True if cuDNN is installed. JAX needs it on NVIDIA GPUs; lmlib[plan-gpu] lacks it."""
-    return find_spec("nvidia") is not None and find_spec("nvidia.cudnn") is not None
 
 
 def on_cpus_alone() -> bool:

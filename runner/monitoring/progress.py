@@ -13,54 +13,6 @@ from lmlib.terminal.quantities import count_text
 from runner.errors import WorkdirLost
 from runner.monitoring.telling import CLEAR_LINE, fitting
 
-FILE_NAME = "run.log"
-
-
-class RunLog:
-    """Appends lines to the log.
-
-    Lines are dropped if the storage fails or another run has taken over the workdir. Neither ends
-    the run.
-    """
-
-    def __init__(
-        self,
-        workdir: Path,
-        clock: Callable[[], float] = time.time,
-        check: Callable[[], None] = lambda: None,
-    ):
-        """Opens the log and writes a line about this start.
-
-        Args:
-          clock: returns the time in seconds since the epoch.
-          check: called before each write; raises WorkdirLost if another run has taken over.
-        """
-        self._file = workdir / FILE_NAME
-        self._clock, self._check = clock, check
-        with contextlib.suppress(OSError, WorkdirLost):
-            # Separates this start from the previous one, whose last line may be incomplete.
-            if self._file.exists() and self._file.stat().st_size:
-                self._append("\n")
-        self.write(f"=== start of process {os.getpid()} on {socket.gethostname()}")
-
-    def write(self, text: str, at: float | None = None) -> None:
-        """Appends each line of `text` with a UTC timestamp, of `at` or now.
-
-        Args:
-          at: seconds since the epoch; `None` for now.
-        """
-        seconds = self._clock() if at is None else at
-        stamp = time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(seconds))
-        with contextlib.suppress(OSError, WorkdirLost):
-            self._append("".join(f"{stamp}  {line}\n" for line in text.splitlines()))
-
-    def _append(self, text: str) -> None:
-        self._check()
-        # Opened for each write. There are few lines, and nothing needs to be closed at the end.
-        with self._file.open("a", encoding="utf-8") as file:
-            file.write(text)
-
-
 BAR_WIDTH = 20
 REDRAW_SECONDS = 0.1  # minimum time between redraws of the live line
 PLAIN_LINES_AT_FIRST = 3
@@ -98,7 +50,7 @@ class Progress:
         self._redrawn_at = -float("inf")
         self._stream_pace, self._log_pace = _Pace(), _Pace()
         self._first: tuple[int, float] | None = None
-        self._log: RunLog | None = None
+        self._log: Path | None = None
         self._before_log: list[tuple[float, str]] = []  # messages, and when they were written
 
     def keep(self, workdir: Path, check: Callable[[], None] = lambda: None) -> None:
@@ -107,9 +59,29 @@ class Progress:
         Args:
           check: called before each write; raises an error to prevent it.
         """
-        self._log = RunLog(workdir, check=check)
+        self._log, self._check = workdir / "run.log", check
+        separator = ""
+        with contextlib.suppress(OSError):
+            # Separates this start from the previous one, whose last line may be incomplete.
+            separator = "\n" * bool(self._log.stat().st_size)
+        self._record(
+            f"=== start of process {os.getpid()} on {socket.gethostname()}", None, separator
+        )
         for at, text in self._before_log:
-            self._log.write(text, at)
+            self._record(text, at)
+
+    def _record(self, text: str, at: float | None = None, before: str = "") -> None:
+        """Appends each line of `text` to run.log with a UTC timestamp, of `at` or now.
+
+        Lines are dropped if the storage fails or another run has taken over the workdir.
+        """
+        assert self._log is not None
+        stamp = time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(at))
+        with contextlib.suppress(OSError, WorkdirLost):
+            self._check()
+            # Opened for each write. There are few lines, and nothing needs to be closed at the end.
+            with self._log.open("a", encoding="utf-8") as file:
+                file.write(before + "".join(f"{stamp}  {line}\n" for line in text.splitlines()))
 
     def update(
         self,
@@ -149,7 +121,7 @@ class Progress:
         line = "  ".join(parts)
         always = step >= self._steps
         if self._log is not None and self._log_pace.has_turn(now, always):
-            self._log.write(line)
+            self._record(line)
         if not self._live:
             if self._stream_pace.has_turn(now, always):
                 self._write(f"{line}\n")
@@ -167,7 +139,7 @@ class Progress:
     def message(self, text: str) -> None:
         """Writes `text` on separate lines, above the live line."""
         if self._log is not None:
-            self._log.write(text)
+            self._record(text)
         else:
             self._before_log.append((time.time(), text))
         if self._live:
@@ -189,7 +161,7 @@ class Progress:
         taken = kind is not None and issubclass(kind, WorkdirLost)
         # After WorkdirLost, the log may belong to another run.
         if kind is not None and self._log is not None and not taken:
-            self._log.write(f"ended by {kind.__name__}: {error}")
+            self._record(f"ended by {kind.__name__}: {error}")
 
     def _fitting(self) -> str:
         assert self._stream is not None

@@ -48,18 +48,13 @@ class Captures:
     """Captures the first of consecutive skipped updates, up to `guard.captures` times per run."""
 
     def __init__(self, run: Run, saver: Saver, initialised_from: str | None):
-        """Prepares captures.
-
-        Args:
-          initialised_from: the name of the run's initial weights; `None` if they were new.
-        """
+        """Prepares captures of a run that began with the weights `initialised_from`, if any."""
         self._run, self._saver, self._initialised_from = run, saver, initialised_from
 
     def take(self, line: Line, batch: Batch) -> str | None:
         """Captures the step of `line` if its update was skipped; every process must call it.
 
-        Returns:
-          A message about the capture; `None` if there is none.
+        Returns a message about the capture; `None` if there is none.
         """
         step = line["step"]
         if line["skipped_in_a_row"] != 1 or line["valid_tokens"] == 0:
@@ -78,9 +73,7 @@ class Captures:
             try:
                 self._write(folder, line, rows)
             except OSError as error:
-                return (
-                    f"WARNING: step {step:,} could not be captured in {folder}: {in_words(error)}"
-                )
+                return f"WARNING: step {step:,} is not captured in {folder}: {in_words(error)}"
         again = python_command("runner.replay", folder)
         return f"step {step:,} was skipped; to make it again: {again}"
 

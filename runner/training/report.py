@@ -100,7 +100,6 @@ class Summary:
             ),
             *([("mean MFU", f"{self.mean_mfu:.1%}")] if self.mean_mfu else []),
             *self._validation_rows(),
-            *self._compressed_rows(),
             ("the run's files", shown(workdir)),
             *([("its page", str(page))] if page.exists() else []),
             *(("" if i else "try next", command) for i, command in enumerate(next_commands)),
@@ -114,14 +113,10 @@ class Summary:
             metric, _, of = name.removeprefix("validation_").partition("/")
             words = self.loss_name if metric == "loss" else metric.replace("_", " ")
             over = f", over {self.validated_on}" if name == "validation_loss" else ""
-            yield (
-                f"validation {words}{of and f', {of}'}",
-                f"{each.value:.3f}"
-                if words == each.unit
-                else f"{each.value:.4f} {each.unit}{over}",
-            )
-
-    def _compressed_rows(self) -> Iterator[tuple[str, str]]:
+            text = f"{each.value:.4f} {each.unit}{over}"
+            if words == each.unit:
+                text = f"{each.value:.3f}"
+            yield f"validation {words}{of and f', {of}'}", text
         for code, bits in self.compressed_bits_per_byte.items():
             seen = "seen" if saw_training_text(code) else "unseen"
             yield code, f"{bits:.3f} bits per byte, training text {seen}"

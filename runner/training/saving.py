@@ -210,15 +210,11 @@ class Saver:
         tolerated = self._settings.tolerated_failures
         if self._failed > tolerated:
             newest = self._checkpoints.newest()
+            there = "there is none" if newest is None else f"step {newest:,}"
             raise TrainingStopped(
-                f"{in_words(error)}. Of the saves the last {self._failed} failed, and "
-                f"checkpoints.tolerated_failures is {tolerated}; "
-                + (
-                    "there is no checkpoint: the same command begins anew"
-                    if newest is None
-                    else f"the newest checkpoint is step {newest:,}: the same command goes on from "
-                    "there"
-                )
+                f"{in_words(error)}. The last {self._failed} saves failed, and "
+                f"checkpoints.tolerated_failures is {tolerated}; newest checkpoint: {there}. The "
+                "same command continues"
             ) from error
         self._run.tell(
             f"WARNING: {in_words(error)}. Training goes on without that checkpoint, and stops if "

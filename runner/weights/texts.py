@@ -137,7 +137,7 @@ class TextSources:
     def longest(self) -> int | None:
         """The length of the longest training sequence in tokens, if known."""
         known = (self.config.get(name) for name in ("max_position_embeddings", "n_positions"))
-        lengths = [each for each in known if isinstance(each, int)][:1]
+        lengths: list[Any] = [each for each in known if isinstance(each, int)][:1]
         if self.has_trained:
             lengths += [getattr(data, "sequence_length", None) for data in self.data]
         return max((length for length in lengths if isinstance(length, int)), default=None)

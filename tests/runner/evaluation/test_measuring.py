@@ -131,7 +131,7 @@ def test_of_conversations_the_answers_count(tmp_path, loaded):
 
 def test_pairs_are_not_measured(tmp_path):
     write_conversations(tmp_path, "pairs")
-    with pytest.raises(ConfigError, match="holds pairs, and a model is to like one answer"):
+    with pytest.raises(ConfigError, match="holds pairs of answers, which have no loss"):
         data_set(str(tmp_path), "train", "text")
 
 
@@ -147,7 +147,7 @@ def test_without_data_a_run_is_measured_on_each_set_that_it_validated_on(loaded)
 @pytest.mark.parametrize(
     ("what", "told"),
     [
-        ("other ids", "they mean different texts"),
+        ("other ids", "was trained with"),
         ("larger ids", "token ids up to 299, but the vocabulary of .* ends at 257"),
         ("empty.txt", "holds no text"),
         ("latin.txt", "is not UTF-8 text"),
