@@ -19,6 +19,7 @@ _USUAL = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0, "repetiti
 SAMPLING = tuple(_USUAL)
 _NEW_TOKENS = "max_new_tokens"
 
+_LENGTH = 2048  # tokens, if the maximum is unknown; as in `hf`
 # Settings that change answers in `transformers` and are not supported here, with the values that
 # change nothing.
 _ONLY_DRAWN = {"typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "top_h": None}
