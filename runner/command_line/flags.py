@@ -22,7 +22,9 @@ TRUST_MODULE = flags.DEFINE_multi_string(
     "your module that a config.json may refer to, or that has FAMILIES of models; repeatable",
 )
 INIT_FROM = flags.DEFINE_string(
-    "init_from", None, "RUN, RUN@STEP or a Hugging Face folder, for weights that are not in --from"
+    "init_from",
+    None,
+    "RUN, RUN@STEP or Hugging Face folder to begin with, or with weights that --from lacks",
 )
 WEIGHTS = flags.DEFINE_enum(
     "weights", "trained", ["trained", "ema"], "of a run: its last weights, or their average (ema)"
