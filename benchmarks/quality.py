@@ -45,7 +45,7 @@ from lmlib.parallel.layout import sharding
 from lmlib.terminal.table import columns
 from runner.absent_hardware.stand_ins import built
 from runner.config import configs
-from runner.jax_settings.allocator import keep_freed_memory
+from runner.jax_settings.devices import keep_freed_memory
 
 _FIDDLERS = flags.DEFINE_multi_string("fiddler", [], "of the quickstart; repeatable")
 _STEPS = flags.DEFINE_integer("steps", None, "of the quickstart, instead of its own", lower_bound=2)

@@ -73,8 +73,7 @@ from step_peers.work import (
 
 from lmlib.compute import Compute
 from lmlib.hardware.specifications import peak_flops
-from runner.jax_settings.allocator import keep_freed_memory
-from runner.jax_settings.devices import choose_devices
+from runner.jax_settings.devices import choose_devices, keep_freed_memory
 from runner.jax_settings.xla_flags import set_gpu_flags
 
 PEERS = PEERS_OF_LLAMA + PEERS_OF_MIXTRAL

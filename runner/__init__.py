@@ -5,7 +5,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from runner.inference.loading import load
+    from runner.inference.loaded import load
     from runner.training.fit import Result, fit
     from runner.training.options import Options
 
@@ -14,7 +14,7 @@ _HOMES = {
     "Options": "runner.training.options",
     "Result": "runner.training.fit",
     "fit": "runner.training.fit",
-    "load": "runner.inference.loading",
+    "load": "runner.inference.loaded",
 }
 IMPORTED_AT = time.time()  # seconds since the epoch; on the command line, when the process started
 

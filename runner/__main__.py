@@ -24,22 +24,21 @@ from fiddle import absl_flags as absl_flags  # defines --fdl_config and its like
 
 import runner
 from runner.command_line.command import DEBUG, commands, first_lines, listed, run
-from runner.command_line.config_flags import (
+from runner.command_line.exit_status import FINISHED, SIGNALLED
+from runner.command_line.flags import (
+    INIT_FROM,
     MOST,
     TRUST_MODULE,
     check_chosen,
     chosen_config,
     fiddlers_listed,
+    key_flags,
 )
-from runner.command_line.exit_status import FINISHED, SIGNALLED
-from runner.command_line.init_from import INIT_FROM
 from runner.command_line.lossy_stream import lossy_standard_streams
-from runner.command_line.paths import check_can_be_made
-from runner.command_line.steps_range import steps_range
-from runner.command_line.workdir import chosen_workdir
+from runner.command_line.paths import chosen_workdir
 from runner.config import configs
-from runner.errors import user_errors
-from runner.monitoring.limits import Limits
+from runner.errors import ConfigError, user_errors
+from runner.monitoring.phases import Limits
 from runner.processes.launch import Processes
 from runner.processes.lock import wait_for_lock
 from runner.processes.parent import end_with_parent
@@ -60,16 +59,10 @@ _PROFILE = flags.DEFINE_string(
 _DUMP_HLO = flags.DEFINE_bool(
     "dump_hlo", False, "write the optimised program of the step into workdir/hlo"
 )
-_SAVE_COMPILED = flags.DEFINE_string(
-    "save_compiled", None, "a file to write the compiled step to, for --compiled on other hosts"
-)
-_COMPILED = flags.DEFINE_string(
-    "compiled", None, "a file of --save_compiled to start from; it can run any code: trust it"
-)
 _DETERMINISTIC = flags.DEFINE_bool(
     "deterministic", False, "on GPUs, kernels that give the same bits each time; slower"
 )
-flags.declare_key_flag(INIT_FROM.name)  # --help shows it
+key_flags(INIT_FROM, TRUST_MODULE)
 _CONTINUE_OPTIMIZER = flags.DEFINE_bool(
     "continue_optimizer",
     None,
@@ -146,8 +139,6 @@ def _supervise_or_train(
 ) -> int:
     check_chosen(arguments, "experiments/quickstart")
     workdir = chosen_workdir(_WORKDIR.value, _ALLOW_OTHER_FILES.value)
-    if _SAVE_COMPILED.value:
-        check_can_be_made(Path(_SAVE_COMPILED.value))
     profile = steps_range(_PROFILE.value) if _PROFILE.value else None
     processes.check()
     if supervisor is None:
@@ -162,8 +153,7 @@ def _supervise_or_train(
             _GRACE_SECONDS.value,
         )
     # These imports are slow; a supervising process, or a command with a mistake, skips them.
-    from runner.jax_settings.allocator import keep_freed_memory
-    from runner.jax_settings.devices import choose_devices, on_cpus_alone
+    from runner.jax_settings.devices import choose_devices, keep_freed_memory, on_cpus_alone
     from runner.jax_settings.xla_flags import (
         keep_cpus_in_order,
         launch_kernels_one_by_one,
@@ -191,8 +181,6 @@ def _supervise_or_train(
         init_from=INIT_FROM.value,
         continue_optimizer=_CONTINUE_OPTIMIZER.value,
         allowed_changes=_ALLOW_CHANGE.value,
-        save_compiled=Path(_SAVE_COMPILED.value) if _SAVE_COMPILED.value else None,
-        compiled=Path(_COMPILED.value) if _COMPILED.value else None,
         limits=Limits(**{name: flag.value for name, flag in _LIMITS.items()}),
         trusted=TRUST_MODULE.value,
         # A signal may reach only one of several processes, so all agree on the step.
@@ -202,6 +190,18 @@ def _supervise_or_train(
     )
     _train(workdir, options)
     return FINISHED
+
+
+def steps_range(text: str) -> range:
+    """Parses a range of steps; "10:12" means steps 10, 11 and 12.
+
+    Raises ConfigError if `text` is not two positive numbers in ascending order.
+    """
+    first, _, last = text.partition(":")
+    digits = first.isdecimal() and last.isdecimal()
+    if not digits or not 1 <= int(first) <= int(last):
+        raise ConfigError(f"--profile={text}: write the first and the last step to trace, 10:12")
+    return range(int(first), int(last) + 1)
 
 
 def _stop_on_signals() -> Callable[[int], bool]:

@@ -2,9 +2,6 @@
 
     python -m runner.average --from=RUN --last=5 --to=WORKDIR
 
---from   a run; RUN@STEP: its checkpoints up to that step
---last   the number of checkpoints, at least 2; cfg.checkpoints.keep sets how many a run keeps
---to     a new or empty folder
 WORKDIR gets the run's config and one checkpoint: the mean, at the step of the newest, without
 optimizer state. runner.generate, evaluate, convert and --init_from take it like a run; training
 cannot continue in it. docs/optimizers.md says when this helps.
@@ -24,9 +21,11 @@ from runner.command_line.exit_status import FINISHED
 from runner.command_line.new_folder import made_whole
 from runner.errors import ConfigError, user_errors
 
-_FROM = flags.DEFINE_string("from", None, "RUN, or RUN@STEP for its checkpoints up to that")
-_LAST = flags.DEFINE_integer("last", 5, "how many checkpoints", lower_bound=2)
-_TO = flags.DEFINE_string("to", None, "the workdir to make")
+_FROM = flags.DEFINE_string("from", None, "RUN, or RUN@STEP for checkpoints up to that step")
+_LAST = flags.DEFINE_integer(
+    "last", 5, "number of checkpoints; cfg.checkpoints.keep keeps more", lower_bound=2
+)
+_TO = flags.DEFINE_string("to", None, "the new workdir")
 
 if __name__ == "__main__":
     take_flags()  # the imports below take seconds

@@ -110,8 +110,8 @@ def _asked(checkpoints: Checkpoints, directory: Path) -> list[int]:
     if step is None and steps:
         return steps
     if step is None or step not in steps:
-        wanted = "no checkpoint" if step is None else f"no checkpoint at step {step}"
-        raise ConfigError(f"{directory} holds {wanted}; it has {steps or 'none'}")
+        at = "" if step is None else f" at step {step}; it has {steps}"
+        raise ConfigError(f"{directory} holds no checkpoint{at}")
     return [step]
 
 

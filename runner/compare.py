@@ -7,17 +7,6 @@ Arguments are workdirs, or folders that contain workdirs, such as a sweep's. Run
 in settings called `seed` are repetitions of one setting. Settings that do not change the numbers
 are ignored too: mesh, microbatches, checkpoints, samples, actions, sinks, prefetch_batches,
 validation, evaluation (the text must still be the same) and speed settings of compute.
-
---baseline    a run, or settings, `PATH=VALUE,PATH=VALUE`: each group is compared with the group
-              that has these settings and is otherwise the same
---margin      with --baseline: the smallest difference that counts as better or worse, in the
-              metric's unit, chosen in advance; 0 for any
---metric      validation_loss by default; validation_bits_per_byte compares across tokenizers;
-              training_loss, validation_loss/NAME, or another metric of the objective
---highest_is_best   for metrics such as a reward's accuracy
---error_rate  how often a setting without an effect may be called better; 0.05 by default
---ignore      a setting that may differ, with everything below it; repeatable
---json=FILE   also writes all numbers as JSON
 """
 
 import json
@@ -29,15 +18,34 @@ from runner.command_line.command import run, take_flags
 from runner.command_line.exit_status import FINISHED
 from runner.errors import ConfigError, user_errors
 
-_BASELINE = flags.DEFINE_string("baseline", None, "a run, or settings: PATH=VALUE,PATH=VALUE")
-_MARGIN = flags.DEFINE_float("margin", None, "smallest difference that counts", lower_bound=0.0)
-_METRIC = flags.DEFINE_string("metric", "validation_loss", "metric to compare")
-_HIGHEST = flags.DEFINE_bool("highest_is_best", False, "True if higher is better")
-_ERROR_RATE = flags.DEFINE_float(
-    "error_rate", 0.05, "error rate of one verdict", lower_bound=1e-4, upper_bound=0.5
+_BASELINE = flags.DEFINE_string(
+    "baseline",
+    None,
+    "a run, or settings, PATH=VALUE,PATH=VALUE: each group is compared with the group that has "
+    "these settings and is otherwise the same",
 )
-_IGNORE = flags.DEFINE_multi_string("ignore", [], "a setting that may differ")
-_JSON = flags.DEFINE_string("json", None, "a file for all numbers as JSON")
+_MARGIN = flags.DEFINE_float(
+    "margin",
+    None,
+    "with --baseline: the smallest difference that matters, in the metric's unit; 0 for any",
+    lower_bound=0.0,
+)
+_METRIC = flags.DEFINE_string(
+    "metric",
+    "validation_loss",
+    "validation_bits_per_byte compares across tokenizers; also "
+    "training_loss, validation_loss/NAME, or another metric of the objective",
+)
+_HIGHEST = flags.DEFINE_bool("highest_is_best", False, "higher is better, as for accuracies")
+_ERROR_RATE = flags.DEFINE_float(
+    "error_rate",
+    0.05,
+    "how often a setting without an effect may be called better",
+    lower_bound=1e-4,
+    upper_bound=0.5,
+)
+_IGNORE = flags.DEFINE_multi_string("ignore", [], "a setting that may differ; repeatable")
+_JSON = flags.DEFINE_string("json", None, "a file for all numbers")
 
 if __name__ == "__main__":
     take_flags()  # the imports below take a second

@@ -11,23 +11,8 @@ A PEFT folder can be imported too: WORKDIR's model has its adapters, which train
 weights of the folder. The checkpoint holds only these; the rest of the model stays in its folder.
 Export: `from_pretrained` of transformers loads the folder, if the model is one of its families.
 Adapters are merged, or, with --adapters, written for PEFT with the other trained weights.
-
---base           the folder or Hub name of the model below the adapters; default: the one in
-                 adapter_config.json, or the one that the run began with
---adapters       export the adapters and the other trained weights
---init_from      export: the new place of the weights that the run did not train
---dtype          export: float32, bfloat16 or float16; default: dtype of the weights, float32 if a
-                 run trained them. The last line of output names the rounded weights
---largest_file   export: the approximate maximum size of a file, in GB
---tokenizer      export: a folder with a tokenizer's files, or a tokenizer.json; default: the one of
-                 the folder which the run began with, or of its data, with the chat template of the
-                 data
---weights        export: ema for the run's weight average instead of its last weights
---trust_module   your module that the run's config.json may refer to, and whose FAMILIES are known
-                 (docs/huggingface.md); repeatable
 The model is held in float32 in this machine's memory. --to is a new or empty folder; an interrupted
-conversion leaves nothing there. An export may go to gs://… or s3://…: the folder is made on this
-machine's disk and uploaded, with config.json last.
+conversion leaves nothing there. An export may go to gs://… or s3://…
 """
 
 import contextlib
@@ -40,21 +25,34 @@ from typing import Any
 from absl import flags
 
 from runner.command_line.command import run, show, take_flags
-from runner.command_line.config_flags import TRUST_MODULE
-from runner.command_line.destination import destination
 from runner.command_line.exit_status import FINISHED
-from runner.command_line.init_from import INIT_FROM
-from runner.command_line.new_folder import made_whole
-from runner.command_line.weights import EMA, WEIGHTS
+from runner.command_line.flags import (
+    DTYPES,
+    INIT_FROM,
+    TRUST_MODULE,
+    WEIGHTS,
+    key_flags,
+    loading,
+)
+from runner.command_line.new_folder import destination, made_whole
 from runner.errors import ConfigError, user_errors
 
-_FROM = flags.DEFINE_string("from", None, "a folder of Hugging Face's, its name, or RUN[@STEP]")
-_TO = flags.DEFINE_string("to", None, "the folder to make")
-_BASE = flags.DEFINE_string("base", None, "the model without adapters")
-_ADAPTERS = flags.DEFINE_bool("adapters", False, "write the adapters alone")
-_DTYPE = flags.DEFINE_enum("dtype", None, ["bfloat16", "float16", "float32"], "of the files")
-_LARGEST_FILE = flags.DEFINE_float("largest_file", 5.0, "GB, about", lower_bound=1e-6)
-_TOKENIZER = flags.DEFINE_string("tokenizer", None, "a folder with a tokenizer's files")
+_FROM = flags.DEFINE_string("from", None, "a Hugging Face folder, a Hub name, or RUN[@STEP]")
+_TO = flags.DEFINE_string("to", None, "the new folder")
+_BASE = flags.DEFINE_string(
+    "base", None, "the model below the adapters; default: the one that they name"
+)
+_ADAPTERS = flags.DEFINE_bool(
+    "adapters", False, "export the adapters and the other trained weights"
+)
+_DTYPE = flags.DEFINE_enum("dtype", None, DTYPES, "export: of the files; default: the weights' own")
+_LARGEST_FILE = flags.DEFINE_float(
+    "largest_file", 5.0, "export: approximate maximum size of a file, in GB", lower_bound=1e-6
+)
+_TOKENIZER = flags.DEFINE_string(
+    "tokenizer", None, "export: a tokenizer's folder or file; default: the run's own"
+)
+key_flags(INIT_FROM, WEIGHTS, TRUST_MODULE)
 
 if __name__ == "__main__":
     take_flags()  # the imports below take seconds
@@ -77,7 +75,7 @@ from lmlib.storage.local_folder import shown
 from lmlib.terminal.quantities import count_text, duration_text
 from runner.config import configs
 from runner.config.references import FolderReference, resolve
-from runner.monitoring.transfer import told
+from runner.monitoring.telling import told
 from runner.weights.model_folder import ModelFolder, keep_origin
 from runner.weights.models import (
     SavedRun,
@@ -101,15 +99,14 @@ def main(arguments: Sequence[str]) -> int:
     if arguments or not _FROM.value or not _TO.value:
         raise ConfigError("give --from and --to, as in: --from=HF_DIR --to=WORKDIR; see --help")
     began = time.perf_counter()
-    options = LoadOptions(TRUST_MODULE.value, INIT_FROM.value, WEIGHTS.value == EMA, show)
+    options = LoadOptions(**loading(), show=show)
     with user_errors(), destination(_TO.value, _LAST, told("sending", show)) as to:
         found = resolve(_FROM.value)
         if isinstance(found, FolderReference):
             outward = (_DTYPE, _LARGEST_FILE, _TOKENIZER, _ADAPTERS, INIT_FROM, WEIGHTS)
-            if given := [flag.name for flag in outward if flag.present]:
-                raise ConfigError(f"--{given[0]} is for the way out; --from={found.name} comes in")
-            if _BASE.present and not holds_adapters(found.folder):
-                raise ConfigError(f"--base is for adapters; --from={found.name} is a whole model")
+            _refuse(f"the import of {found.name}", *outward)
+            if not holds_adapters(found.folder):
+                _refuse(f"{found.name}, which has no adapters", _BASE)
             if BucketUrl.parsed(_TO.value):
                 raise ConfigError(
                     f"--to={_TO.value}: a run's folder is made on a disk; a run in a bucket can "
@@ -117,27 +114,30 @@ def main(arguments: Sequence[str]) -> int:
                 )
             made = bring_in(_FROM.value, to, dataclasses.replace(options, init_from=_BASE.value))
         elif _ADAPTERS.value:
-            if given := [flag.name for flag in (_LARGEST_FILE, _TOKENIZER) if flag.present]:
-                raise ConfigError(f"--{given[0]} is for whole models, not for --adapters")
+            _refuse("--adapters", _LARGEST_FILE, _TOKENIZER)
             dtype = _DTYPE.value or "float32"
             made = bring_adapters_out(_FROM.value, to, _BASE.value, dtype, options)
         else:
-            if _BASE.present:
-                raise ConfigError("--base is for --adapters: merged weights need none")
+            _refuse("an export of merged weights", _BASE)
             file_bytes = round(_LARGEST_FILE.value * 1e9)
             made = bring_out(_FROM.value, to, _TOKENIZER.value, _DTYPE.value, file_bytes, options)
     print(f"{_TO.value} holds {made}; it took {duration_text(time.perf_counter() - began)}")
     return FINISHED
 
 
+def _refuse(what: str, *options: flags.FlagHolder) -> None:
+    for each in options:
+        if each.present:
+            raise ConfigError(f"--{each.name} has no effect on {what}: leave it out")
+
+
 def bring_in(reference: str, to: Path, options: LoadOptions = PLAIN) -> str:
     """Makes a workdir from a model folder or from PEFT adapters; returns a description.
 
+    Raises ValueError or OSError if the folder cannot be used, or `to` is not empty.
+
     Args:
       options: `init_from` is the base of the adapters, if it differs from the one they name.
-
-    Raises:
-      ValueError, OSError: if the folder cannot be used, or `to` is not empty.
     """
     with made_whole(to) as unfinished:
         source = resolve_model(reference, options)
@@ -179,12 +179,11 @@ def bring_out(
 ) -> str:
     """Exports a checkpoint as a Hugging Face folder; returns a description.
 
+    Raises ValueError or OSError if the run cannot be used, no family supports its model, or `to` is
+    not empty.
+
     Args:
       tokenizer, dtype, file_bytes: as in `hf.save`; by default the run's own tokenizer.
-
-    Raises:
-      ValueError, OSError: if the run cannot be used, no family supports its model, or `to` is not
-        empty.
     """
 
     def write(run: SavedRun | ModelFolder) -> str:
@@ -234,14 +233,13 @@ def bring_adapters_out(
 ) -> str:
     """Exports the adapters in a checkpoint as a PEFT folder; returns a description.
 
+    Raises ValueError or OSError if the run cannot be used, it has no adapters, no family supports
+    its model, or `to` is not empty.
+
     Args:
       base: the base model for `hf.save_adapters`, with all earlier training; `None`: the model that
         the run began with.
       dtype: dtype of the file.
-
-    Raises:
-      ValueError, OSError: if the run cannot be used, it has no adapters, no family supports its
-        model, or `to` is not empty.
     """
 
     def write(run: SavedRun | ModelFolder) -> str:

@@ -5,30 +5,6 @@
     python -m runner.evaluate --from=WORKDIR --tasks=arc_easy,lambada_openai
     python -m runner.evaluate --from=WORKDIR --suite
 
---from             a run, WORKDIR or WORKDIR@STEP, a Hugging Face folder, or its name on the Hub;
-                   repeatable
---data             a folder of flat tokens, or a file or folder of text, JSON lines or Parquet;
-                   repeatable; default: the run's validation data, if it is flat tokens
---tasks            lm-eval tasks, comma-separated; `*` stands for any characters; needs lmlib[eval]
---include_path     a folder with more tasks, as YAML
---num_fewshot      examples before each question; default: set by each task
---limit            the number of questions of each task; below 1 a fraction
---chat             apply the tokenizer's chat template to tasks
---suite            bits per byte by kind of text, copying, induction, in-context learning
---split            the split of flat tokens; default validation
---text_column      the text column of JSON lines and Parquet; default text
---all_checkpoints  every checkpoint of each run, in order
---json             a file for all numbers, with their units and standard errors
---sequence_length  tokens per row; default: the run's, or the model's maximum up to 2048
---overlap          tokens of context at the start of each window of a longer document
---batch_size       rows per batch; default: 16,384 tokens per batch
---packed           put several separate documents into a row
---dtype            dtype of the computation; default: the run's, float32 for a folder
---tokenizer        a tokenizer.json or its folder, instead of the known one
---init_from        the new place of the weights that a run did not train, or of the base of adapters
---weights          ema for the run's weight average instead of its last weights
---trust_module     your module that a run's config.json may refer to, or that has FAMILIES of
-                   models; repeatable
 Each document is evaluated separately. docs/evaluation.md says how tokens are counted.
 """
 
@@ -39,35 +15,53 @@ from typing import Any, TypeVar
 from absl import flags
 
 from runner.command_line.command import run, show, take_flags
-from runner.command_line.config_flags import MOST, TRUST_MODULE
 from runner.command_line.exit_status import FINISHED
-from runner.command_line.init_from import INIT_FROM
+from runner.command_line.flags import (
+    DTYPES,
+    INIT_FROM,
+    MOST,
+    TRUST_MODULE,
+    WEIGHTS,
+    key_flags,
+    loading,
+)
 from runner.command_line.paths import check_can_be_made
-from runner.command_line.weights import EMA, WEIGHTS
 from runner.errors import ConfigError, user_errors
 
-_FROM = flags.DEFINE_multi_string("from", [], "a run or a folder of Hugging Face's; repeatable")
-_DATA = flags.DEFINE_multi_string("data", [], "flat tokens or text; repeatable")
-_TASKS = flags.DEFINE_list("tasks", [], "of lm-eval")
-_INCLUDE_PATH = flags.DEFINE_string("include_path", None, "a folder with more tasks")
-_NUM_FEWSHOT = flags.DEFINE_integer("num_fewshot", None, "examples before each", lower_bound=0)
-_LIMIT = flags.DEFINE_float("limit", None, "questions of each task", 0, MOST)
-_CHAT = flags.DEFINE_bool("chat", False, "whether tasks use the chat template")
-_SUITE = flags.DEFINE_bool("suite", False, "the suite of our own")
-_SPLIT = flags.DEFINE_string("split", "validation", "of flat tokens")
-_TEXT_COLUMN = flags.DEFINE_string("text_column", "text", "of JSON lines and Parquet")
-_ALL_CHECKPOINTS = flags.DEFINE_bool("all_checkpoints", False, "every checkpoint of each run")
-_JSON = flags.DEFINE_string("json", None, "a file for all numbers")
+_FROM = flags.DEFINE_multi_string(
+    "from", [], "RUN, RUN@STEP, a Hugging Face folder, or a Hub name; repeatable"
+)
+_DATA = flags.DEFINE_multi_string(
+    "data",
+    [],
+    "a folder of flat tokens, or a file or folder of text, JSON lines or Parquet; repeatable; "
+    "default: the run's validation data",
+)
+_TASKS = flags.DEFINE_list("tasks", [], "lm-eval tasks, by commas; * for any characters")
+_INCLUDE_PATH = flags.DEFINE_string("include_path", None, "a folder with more tasks, as YAML")
+_NUM_FEWSHOT = flags.DEFINE_integer("num_fewshot", None, "examples per question", lower_bound=0)
+_LIMIT = flags.DEFINE_float("limit", None, "questions per task; below 1 a fraction", 0, MOST)
+_CHAT = flags.DEFINE_bool("chat", False, "apply the chat template to tasks")
+_SUITE = flags.DEFINE_bool("suite", False, "bits per byte by kind of text, copying, induction")
+_SPLIT = flags.DEFINE_string("split", "validation", "the split of flat tokens")
+_TEXT_COLUMN = flags.DEFINE_string("text_column", "text", "column of JSON lines and Parquet")
+_ALL_CHECKPOINTS = flags.DEFINE_bool(
+    "all_checkpoints", False, "evaluate every checkpoint of each run"
+)
+_JSON = flags.DEFINE_string("json", None, "a file for all numbers, with units and standard errors")
 _SEQUENCE_LENGTH = flags.DEFINE_integer(
-    "sequence_length", None, "tokens of a row", lower_bound=1, upper_bound=MOST
+    "sequence_length", None, "tokens per row; default: the run's", lower_bound=1, upper_bound=MOST
 )
-_OVERLAP = flags.DEFINE_integer("overlap", 0, "tokens of context of a window", lower_bound=0)
+_OVERLAP = flags.DEFINE_integer(
+    "overlap", 0, "tokens of context at a window's start", lower_bound=0
+)
 _BATCH_SIZE = flags.DEFINE_integer(
-    "batch_size", None, "rows of a batch", lower_bound=1, upper_bound=MOST
+    "batch_size", None, "rows per batch; default: 16,384 tokens", lower_bound=1, upper_bound=MOST
 )
-_PACKED = flags.DEFINE_bool("packed", True, "several documents in a row")
-_DTYPE = flags.DEFINE_enum("dtype", None, ["bfloat16", "float16", "float32"], "to compute in")
-_TOKENIZER = flags.DEFINE_string("tokenizer", None, "a tokenizer.json or its folder")
+_PACKED = flags.DEFINE_bool("packed", True, "put several separate documents into a row")
+_DTYPE = flags.DEFINE_enum("dtype", None, DTYPES, "of the computation; default: the run's")
+_TOKENIZER = flags.DEFINE_string("tokenizer", None, "a tokenizer's folder, instead of the model's")
+key_flags(INIT_FROM, WEIGHTS, TRUST_MODULE)
 
 if __name__ == "__main__":
     take_flags()  # the imports below take seconds
@@ -79,11 +73,18 @@ from lmlib.evaluate.suite.suite import Suite
 from lmlib.storage.whole_file import write_whole
 from runner.config.references import RunReference, resolve
 from runner.evaluation.data_sets import data_set, validation_of
-from runner.evaluation.measuring import Measured, Measuring, Settings, measure_suite
-from runner.evaluation.results import json_text, suite_json, suite_table, tables
+from runner.evaluation.measuring import (
+    Measured,
+    Measuring,
+    Settings,
+    json_text,
+    measure_suite,
+    suite_json,
+    suite_table,
+    tables,
+)
 from runner.evaluation.tasks import Tasks, evaluate_tasks, tasks_json, tasks_table
-from runner.inference.loaded import Loaded
-from runner.inference.loading import load
+from runner.inference.loaded import Loaded, load
 from runner.jax_settings.devices import start_devices
 
 _T = TypeVar("_T")
@@ -146,9 +147,8 @@ def _answered() -> Iterator[tuple[str, dict[str, Any]]]:
         tuple(_TASKS.value), _INCLUDE_PATH.value, _NUM_FEWSHOT.value, _LIMIT.value, _CHAT.value
     )
     for loaded in _each_loaded():
-        results = evaluate_tasks(loaded, tasks, _SEQUENCE_LENGTH.value, show, log_samples=False)
-        if results is not None:
-            yield loaded.name, results
+        length = _SEQUENCE_LENGTH.value
+        yield loaded.name, evaluate_tasks(loaded, tasks, length, show, log_samples=False)
 
 
 def _each_loaded() -> Iterator[Loaded]:
@@ -185,15 +185,7 @@ def _each_checkpoint(reference: str) -> Iterator[Loaded]:
 
 
 def _load(reference: str) -> Loaded:
-    return load(
-        reference,
-        dtype=_DTYPE.value,
-        tokenizer=_TOKENIZER.value,
-        trusted=TRUST_MODULE.value,
-        init_from=INIT_FROM.value,
-        average=WEIGHTS.value == EMA,
-        show=show,
-    )
+    return load(reference, dtype=_DTYPE.value, tokenizer=_TOKENIZER.value, **loading(), show=show)
 
 
 if __name__ == "__main__":

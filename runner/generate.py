@@ -4,24 +4,9 @@
     python -m runner.generate --from=HF_DIR_OR_NAME
     python -m runner.generate --from=MODEL --prompts=FILE.jsonl --out=FILE.jsonl
 
---prompt     a text to continue; repeatable. Without it, texts are typed on a terminal: Ctrl-C ends
-             an answer, Ctrl-D the command. Without a terminal, standard input is the prompt
---chat       prompts are a user's turns, rendered by the tokenizer's chat template, and typed turns
-             are remembered. Default for typed texts, if there is a template
---tokens     ids instead of a prompt, as 1,2,3; repeatable
---prompts    a file of JSON objects, one per line, with a "prompt", "messages" or "tokens" each
---out        the file for their answers, also JSON lines; an unfinished file is continued
---max_tokens, --temperature (0: always the likeliest token), --top_k, --top_p, --min_p,
---repetition_penalty, --samples, --seed, --stop (a string that ends an answer; repeatable)
---rows       with --prompts: the number of answers generated together
---length     maximum tokens of prompt and answer; typed chats need room to grow
---dtype      dtype of the computation; default bfloat16, on CPUs float32
---int8       keep matrices in 8 bits: half the memory of bfloat16, slightly less exact
---tokenizer  a folder with a tokenizer's files, instead of the model's own
---init_from  the new place of the weights that a run did not train, or of the base of adapters
---weights    ema for the run's weight average instead of its last weights
---trust_module   your module that a config.json may refer to, or that has FAMILIES of models;
-                 repeatable
+Without --prompt, --tokens and --prompts, texts are typed on a terminal: Ctrl-C ends an answer,
+Ctrl-D the command. Without a terminal, standard input is the prompt. Typed texts are a chat if
+there is a chat template. A line of --prompts is an object with "prompt", "messages" or "tokens".
 """
 
 import contextlib
@@ -32,42 +17,57 @@ from collections.abc import Sequence
 from absl import flags
 
 from runner.command_line.command import run, show, take_flags
-from runner.command_line.config_flags import MOST, TRUST_MODULE
 from runner.command_line.exit_status import FINISHED, STOPPED
-from runner.command_line.init_from import INIT_FROM
-from runner.command_line.weights import EMA, WEIGHTS
+from runner.command_line.flags import (
+    DTYPES,
+    INIT_FROM,
+    MOST,
+    TRUST_MODULE,
+    WEIGHTS,
+    key_flags,
+    loading,
+)
 from runner.errors import ConfigError, chosen_sizes, user_errors
 
-_FROM = flags.DEFINE_string("from", None, "a run, RUN@STEP, a folder of Hugging Face's or its name")
+_FROM = flags.DEFINE_string("from", None, "RUN, RUN@STEP, a Hugging Face folder, or a Hub name")
 _PROMPT = flags.DEFINE_multi_string("prompt", [], "a text to continue; repeatable")
-_CHAT = flags.DEFINE_bool("chat", None, "use the chat template")
-_TOKENS = flags.DEFINE_multi_string("tokens", [], "ids in place of a prompt: 1,2,3; repeatable")
-_PROMPTS = flags.DEFINE_string("prompts", None, "a file of prompts, a JSON object in each line")
-_OUT = flags.DEFINE_string("out", None, "the file for the answers to --prompts")
+_CHAT = flags.DEFINE_bool("chat", None, "render prompts with the chat template")
+_TOKENS = flags.DEFINE_multi_string(
+    "tokens", [], "token ids instead of a prompt: 1,2,3; repeatable"
+)
+_PROMPTS = flags.DEFINE_string("prompts", None, "a JSON lines file of prompts")
+_OUT = flags.DEFINE_string(
+    "out", None, "JSON lines file for their answers; an unfinished one is continued"
+)
 _MAX_TOKENS = flags.DEFINE_integer(
-    "max_tokens", 200, "of an answer", lower_bound=1, upper_bound=MOST
+    "max_tokens", 200, "maximum tokens of an answer", lower_bound=1, upper_bound=MOST
 )
-_TEMPERATURE = flags.DEFINE_float("temperature", 0.8, "0: always the likeliest token")
-_TOP_K = flags.DEFINE_integer("top_k", None, "only so many of the likeliest tokens")
-_TOP_P = flags.DEFINE_float("top_p", 0.95, "only the likeliest tokens that are so likely together")
-_MIN_P = flags.DEFINE_float("min_p", 0.0, "only tokens so likely, as a share of the likeliest")
-_PENALTY = flags.DEFINE_float("repetition_penalty", 1.0, "above 1: repeats less")
-_SAMPLES = flags.DEFINE_integer(
-    "samples", 1, "answers to each prompt", lower_bound=1, upper_bound=MOST
+_TEMPERATURE = flags.DEFINE_float("temperature", 0.8, "0 always takes the likeliest token")
+_TOP_K = flags.DEFINE_integer("top_k", None, "sample from this number of likeliest tokens")
+_TOP_P = flags.DEFINE_float(
+    "top_p", 0.95, "sample from the likeliest tokens with this total probability"
 )
+_MIN_P = flags.DEFINE_float(
+    "min_p", 0.0, "minimum probability of a token, relative to the likeliest"
+)
+_PENALTY = flags.DEFINE_float("repetition_penalty", 1.0, "above 1 repeats less")
+_SAMPLES = flags.DEFINE_integer("samples", 1, "answers per prompt", lower_bound=1, upper_bound=MOST)
 _SEED = flags.DEFINE_integer(
-    "seed", 0, "what randomness follows from", lower_bound=0, upper_bound=2**32 - 1
+    "seed", 0, "of the random numbers", lower_bound=0, upper_bound=2**32 - 1
 )
 _STOP = flags.DEFINE_multi_string("stop", [], "a string that ends an answer; repeatable")
 _ROWS = flags.DEFINE_integer(
-    "rows", 16, "of --prompts: answers made together", lower_bound=1, upper_bound=MOST
+    "rows", 16, "with --prompts: answers generated together", lower_bound=1, upper_bound=MOST
 )
 _LENGTH = flags.DEFINE_integer(
-    "length", None, "tokens of prompt and answer", lower_bound=2, upper_bound=MOST
+    "length", None, "maximum tokens of prompt and answer", lower_bound=2, upper_bound=MOST
 )
-_DTYPE = flags.DEFINE_enum("dtype", None, ["float32", "bfloat16", "float16"], "to compute in")
-_INT8 = flags.DEFINE_bool("int8", False, "keep matrices in 8 bits")
-_TOKENIZER = flags.DEFINE_string("tokenizer", None, "a folder with a tokenizer's files")
+_DTYPE = flags.DEFINE_enum("dtype", None, DTYPES, "of the computation; bfloat16, float32 on CPUs")
+_INT8 = flags.DEFINE_bool(
+    "int8", False, "keep matrices in 8 bits: less memory, slightly less exact"
+)
+_TOKENIZER = flags.DEFINE_string("tokenizer", None, "a tokenizer's folder, instead of the model's")
+key_flags(INIT_FROM, WEIGHTS, TRUST_MODULE)
 
 if __name__ == "__main__":
     take_flags()  # the imports below take seconds
@@ -78,8 +78,7 @@ from lmlib.storage.local_folder import local_folder
 from lmlib.storage.stored_json import LARGEST
 from runner.inference.answer import Manner
 from runner.inference.answer_file import AnswerFile
-from runner.inference.loaded import Loaded
-from runner.inference.loading import load
+from runner.inference.loaded import Loaded, load
 from runner.inference.prompts import Reader, digest_of, read_lines
 from runner.inference.terminal import Terminal
 from runner.jax_settings.devices import start_devices
@@ -102,9 +101,7 @@ def main(arguments: Sequence[str]) -> int:
             _FROM.value or "",
             dtype=_DTYPE.value or usual_dtype(),
             tokenizer=_TOKENIZER.value,
-            trusted=TRUST_MODULE.value,
-            init_from=INIT_FROM.value,
-            average=WEIGHTS.value == EMA,
+            **loading(),
             show=show,
         )
         reader = Reader(loaded.name, loaded.model.vocab, loaded.codec, loaded.chat_template)
@@ -153,9 +150,6 @@ def _piped() -> list[str]:
     """Returns standard input as a list with one prompt, without the final newline.
 
     The list is empty on a terminal, and if other flags give the prompts.
-
-    Raises:
-      ConfigError: if standard input is empty, too long, or not text.
     """
     if _TOKENS.value or _PROMPTS.value or (sys.stdin is not None and sys.stdin.isatty()):
         return []

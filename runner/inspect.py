@@ -4,12 +4,8 @@
     python -m runner.inspect RUN --verify        reads everything; status 1 if it is damaged
     python -m runner.inspect RUN --batch=5000    the run's batch at step 5000, counted from 0
 
-RUN is a workdir, whose config names the data.
---split          "train", "validation", or "validation/NAME" if there are several;
-                 default: all, with --batch "train"
---rows           with --batch: the number of rows to show
---trust_module   your module that the run's config.json may refer to; repeatable
-`python -m data_tools.inspect DIR` has more ways to look at one data set.
+RUN is a workdir, whose config names the data. `python -m data_tools.inspect DIR` has more ways to
+look at one data set.
 """
 
 from collections.abc import Sequence
@@ -19,14 +15,15 @@ from typing import Any
 from absl import flags
 
 from runner.command_line.command import run, take_flags
-from runner.command_line.config_flags import TRUST_MODULE
 from runner.command_line.exit_status import FINISHED
+from runner.command_line.flags import TRUST_MODULE, key_flags
 from runner.errors import ConfigError, user_errors
 
-_SPLIT = flags.DEFINE_string("split", None, "train, validation or validation/NAME")
+_SPLIT = flags.DEFINE_string("split", None, "train, validation or validation/NAME; default: all")
 _VERIFY = flags.DEFINE_bool("verify", False, "read everything and list all that is damaged")
 _BATCH = flags.DEFINE_integer("batch", None, "show the batch of this step, from 0", lower_bound=0)
-_ROWS = flags.DEFINE_integer("rows", 2, "with --batch: how many to show", lower_bound=1)
+_ROWS = flags.DEFINE_integer("rows", 2, "with --batch: rows to show", lower_bound=1)
+key_flags(TRUST_MODULE)
 
 if __name__ == "__main__":
     take_flags()  # the imports below take seconds
@@ -49,7 +46,7 @@ from lmlib.data.stored.data_path import data_path
 from lmlib.experiment.stages import batches_of
 from lmlib.storage.local_folder import folder_to_read
 from runner.config import configs
-from runner.config.stages import later_stages, training_data
+from runner.config.configs import later_stages, training_data
 from runner.config.text import nodes
 
 DAMAGED = 1  # exit status of --verify
@@ -102,10 +99,8 @@ def source_at(workdir: Path, cfg: fdl.Config, step: int, part: str = "train") ->
 
     A stream of training data is read from the newest checkpoint up to `step`, or from the beginning
     if there is none, with as many streams as in any later checkpoint. Without any checkpoint, and
-    for evaluation data, it begins as in a run of one process.
-
-    Raises:
-      ValueError, OSError: if the run does not read such a part, or its data is missing or damaged.
+    for evaluation data, it begins as in a run of one process. Raises ValueError or OSError if the
+    run does not read such a part, or its data is missing or damaged.
     """
     wanted = _part(cfg, part)
     if isinstance(wanted, dict):

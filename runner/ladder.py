@@ -7,13 +7,8 @@
 Runs of one size and several lengths, such as forks of one run, give E + B/D^β. If the runs do not
 determine a number, the fit is refused, and the message names runs that would help. Rungs with one
 dial, whose tokens follow from their parameters, give L = E + A/C^γ with compute C, which predicts
-the next rung.
-
---metric      validation_loss by default, or another positive metric that is lower for better models
---budget      FLOPs, as 6·N·D: shows the best N and D, or with --compute the loss; repeatable
---compute     fits the loss only against compute
---json=FILE   also writes all numbers as JSON
-N counts all parameters, including embeddings; D counts the targets that a run has seen.
+the next rung. N counts all parameters, including embeddings; D counts the targets that a run has
+seen.
 """
 
 import json
@@ -25,10 +20,14 @@ from runner.command_line.command import run, take_flags
 from runner.command_line.exit_status import FINISHED
 from runner.errors import ConfigError, user_errors
 
-_METRIC = flags.DEFINE_string("metric", "validation_loss", "metric to fit")
-_BUDGET = flags.DEFINE_multi_float("budget", [], "a budget in FLOPs", lower_bound=1.0)
-_COMPUTE = flags.DEFINE_bool("compute", False, "fit the loss only against compute")
-_JSON = flags.DEFINE_string("json", None, "a file for all numbers as JSON")
+_METRIC = flags.DEFINE_string(
+    "metric", "validation_loss", "a positive metric"
+)
+_BUDGET = flags.DEFINE_multi_float(
+    "budget", [], "FLOPs, as 6·N·D: shows the best N and D; repeatable", lower_bound=1.0
+)
+_COMPUTE = flags.DEFINE_bool("compute", False, "fit the loss against compute only")
+_JSON = flags.DEFINE_string("json", None, "a file for all numbers")
 
 if __name__ == "__main__":
     take_flags()  # the imports below take a second

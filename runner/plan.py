@@ -28,8 +28,8 @@ from absl import flags
 from fiddle import absl_flags as absl_flags  # defines --fdl_config and its like
 
 from runner.command_line.command import first_lines, listed, run, take_flags
-from runner.command_line.config_flags import check_chosen, chosen_config, fiddlers_listed
 from runner.command_line.exit_status import FINISHED
+from runner.command_line.flags import check_chosen, chosen_config, fiddlers_listed
 from runner.config import configs
 from runner.errors import ConfigError, user_errors
 

@@ -5,10 +5,6 @@
 Starts at the capture's checkpoint and repeats every step up to the captured one, which takes the
 captured batch. Status 0: its numbers equal the run's, bit for bit; 1: they differ; 2: the capture
 cannot be read. On other devices, or another number of devices, numbers differ by rounding.
-
---trust_module   your module that the capture's config.json may refer to, or that has FAMILIES of
-                 models; repeatable
---debug          show the traceback of an error
 """
 
 import math
@@ -17,10 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from runner.command_line.command import run, take_flags
-from runner.command_line.config_flags import TRUST_MODULE
 from runner.command_line.exit_status import FINISHED
-from runner.command_line.init_from import INIT_FROM
+from runner.command_line.flags import INIT_FROM, TRUST_MODULE, key_flags
 from runner.errors import ConfigError, user_errors
+
+key_flags(INIT_FROM, TRUST_MODULE)
 
 if __name__ == "__main__":
     take_flags()  # the imports below take seconds

@@ -5,16 +5,8 @@
     python -m runner.report RUN RUN --pictures=FOLDER --metrics=loss --against=tokens
 
 Arguments are workdirs, or folders that contain workdirs, such as a sweep's. The page is a single
-file that works offline.
---to         the page; by default report.html in the workdir, or in the folder of the runs
---baseline, --margin   for verdicts on several runs, as in `python -m runner.compare`
---pictures   a folder for PNG and SVG files for papers, instead of the page
---metrics    comma-separated names; by default all metrics that change
---against    step, tokens, flops or seconds
---log_x, --log_y   logarithmic axes
---full_range include outliers in the axes instead of marking them with triangles
---smoothing  window of a moving average, in percent of the points
-See docs/pictures.md.
+file that works offline: report.html in the workdir, or in the folder of the runs. See
+docs/pictures.md.
 """
 
 import os
@@ -31,16 +23,20 @@ from runner.command_line.exit_status import FINISHED
 from runner.command_line.paths import check_can_be_made
 from runner.errors import ConfigError, user_errors
 
-_TO = flags.DEFINE_string("to", None, "the page to write")
-_BASELINE = flags.DEFINE_string("baseline", None, "a run, or settings: PATH=VALUE,PATH=VALUE")
-_MARGIN = flags.DEFINE_float("margin", None, "smallest difference that counts", lower_bound=0.0)
-_PICTURES = flags.DEFINE_string("pictures", None, "a folder for PNG and SVG files")
-_METRICS = flags.DEFINE_list("metrics", [], "names; by default all that change")
+_TO = flags.DEFINE_string("to", None, "another place for the page")
+_BASELINE = flags.DEFINE_string("baseline", None, "for verdicts, as in runner.compare")
+_MARGIN = flags.DEFINE_float("margin", None, "as in runner.compare", lower_bound=0.0)
+_PICTURES = flags.DEFINE_string(
+    "pictures", None, "a folder for PNG and SVG files, instead of the page"
+)
+_METRICS = flags.DEFINE_list("metrics", [], "names, by commas; default: all that change")
 _AGAINST = flags.DEFINE_enum("against", "step", list(AXES), "the horizontal axis")
 _LOG_X = flags.DEFINE_bool("log_x", False, "a logarithmic horizontal axis")
 _LOG_Y = flags.DEFINE_bool("log_y", False, "a logarithmic vertical axis")
 _FULL_RANGE = flags.DEFINE_bool("full_range", False, "include outliers in the axes")
-_SMOOTHING = flags.DEFINE_float("smoothing", 0.0, "percent of the points", 0, 100)
+_SMOOTHING = flags.DEFINE_float(
+    "smoothing", 0.0, "moving average, in percent of the points", 0, 100
+)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -3,12 +3,8 @@
     python -m runner.watch WORKDIR
     python -m runner.watch SWEEP --terminal
 
-Arguments are workdirs, or folders that contain workdirs, such as a sweep's.
---terminal   shows the latest numbers here until all runs have ended; in a pipe only once
---port       port of the page, 8008 by default. Only this machine can open it; from another one,
-             use ssh -L 8008:localhost:8008 HOST
---seconds    interval between reads of the files
-See docs/pictures.md.
+Arguments are workdirs, or folders that contain workdirs, such as a sweep's. Only this machine can
+open the page; from another one, use ssh -L 8008:localhost:8008 HOST. See docs/pictures.md.
 """
 
 import errno
@@ -31,9 +27,9 @@ from runner.command_line.command import run
 from runner.command_line.exit_status import FINISHED
 from runner.errors import ConfigError, user_errors
 
-_TERMINAL = flags.DEFINE_bool("terminal", False, "a view in the terminal instead of the page")
+_TERMINAL = flags.DEFINE_bool("terminal", False, "a view in the terminal; in a pipe only once")
 _PORT = flags.DEFINE_integer("port", 8008, "port of the page", 0, 65_535)
-_SECONDS = flags.DEFINE_integer("seconds", 5, "interval between reads", 1, 3600)
+_SECONDS = flags.DEFINE_integer("seconds", 5, "seconds between reads of the files", 1, 3600)
 _CLEAR = "\x1b[H\x1b[J"
 
 

@@ -28,7 +28,7 @@ print(len(ours), sum(len(open(file).readlines()) for file in ours))
 """
 LARGEST = {  # files, lines
     "core": (CORE, 58, 8_550),
-    "fit": ("import runner.training.fit\n", 187, 23_100),
+    "fit": ("import runner.training.fit\n", 170, 21_150),
 }
 # Extras: folders and modules that the core does not import.
 EXTRAS = (

@@ -293,11 +293,7 @@ class Experiment:
         return trace_step(self.abstract_state(), self.abstract_batch(), self.training)
 
     def check(self) -> None:
-        """Checks that the parts fit each other, before anything compiles.
-
-        Raises:
-          ValueError: naming the setting, its value, and a remedy.
-        """
+        """Checks that the parts fit each other, before anything compiles."""
         check_experiment(self)
 
     def check_memory(self) -> None:

@@ -18,9 +18,6 @@ def check_fields(name: str, settings: Any) -> None:
 
     Args:
       name: the instance's name in errors; "" for the experiment itself.
-
-    Raises:
-      ValueError: naming the field, its value, and the accepted values.
     """
     kinds = typing.get_type_hints(type(settings))
     for field in dataclasses.fields(settings):

@@ -43,11 +43,7 @@ _LEAST = {
 
 
 def check_experiment(experiment: Any) -> None:
-    """Implements `lmlib.experiment.Experiment.check`.
-
-    Raises:
-      ValueError: naming the setting, its value, and a remedy.
-    """
+    """Implements `lmlib.experiment.Experiment.check`."""
     check_fields("", experiment)
     for name in _SETTINGS:
         check_fields(name, getattr(experiment, name))
@@ -69,7 +65,12 @@ def check_experiment(experiment: Any) -> None:
     model = experiment.recipe.made
     check_is_model(model)
     check_model(model, experiment.mesh)
-    _check_devices_of_attention(experiment)
+    device = experiment.mesh.devices.flat[0]  # other kernels are emulated where they lack support
+    if experiment.compute.attention == "cudnn" and device.platform != "gpu":
+        raise ValueError(
+            "compute.attention is 'cudnn', which runs on NVIDIA GPUs, and the devices are "
+            f"{device.device_kind}: use 'auto'"
+        )
     _check_gradients(experiment)
     _check_objective(experiment, model)
     _check_model_losses(experiment)
@@ -78,19 +79,6 @@ def check_experiment(experiment: Any) -> None:
         _check_suite(experiment, model)
     if experiment.validation is not None:
         _check_validation(experiment, model)
-
-
-def _check_devices_of_attention(experiment: Any) -> None:
-    """Refuses cuDNN attention on devices that lack it.
-
-    Other kernels are emulated on unsupported devices, for tests; cuDNN is a library.
-    """
-    device = experiment.mesh.devices.flat[0]
-    if experiment.compute.attention == "cudnn" and device.platform != "gpu":
-        raise ValueError(
-            "compute.attention is 'cudnn', which runs on NVIDIA GPUs, and the devices are "
-            f"{device.device_kind}: use 'auto'"
-        )
 
 
 def _check_stages(experiment: Any, model: Any) -> None:
@@ -142,24 +130,22 @@ def _check_trainable(experiment: Any) -> None:
 
 def _check_gradients(experiment: Any) -> None:
     """Refuses to train weights that get no gradient from the loss."""
+
+    def problem_of(node: Any) -> str | None:
+        return node.gradient_problem if isinstance(node, Part) else None
+
     trained = experiment.recipe.trained
     nodes = jax.tree_util.tree_leaves_with_path(
-        experiment.recipe.shapes, is_leaf=lambda node: _problem(node) is not None
+        experiment.recipe.shapes, is_leaf=lambda node: problem_of(node) is not None
     )
     for keys, part in nodes:
-        problem = _problem(part)
-        path = jax.tree_util.keystr(keys, simple=True, separator=".")
-        if problem is None or not (
-            trained is None or any(each.startswith(f"{path}.") for each in trained)
-        ):
-            continue
-        raise ValueError(
-            f"{path} would get no gradient from the loss: {problem}; or leave it out of trainable"
-        )
-
-
-def _problem(node: Any) -> str | None:
-    return node.gradient_problem if isinstance(node, Part) else None
+        problem, path = problem_of(part), jax.tree_util.keystr(keys, simple=True, separator=".")
+        trains = trained is None or any(each.startswith(f"{path}.") for each in trained)
+        if problem is not None and trains:
+            raise ValueError(
+                f"{path} would get no gradient from the loss: {problem}; or leave it out of "
+                "trainable"
+            )
 
 
 def _check_objective(experiment: Any, model: Any) -> None:

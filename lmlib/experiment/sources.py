@@ -37,11 +37,7 @@ _TEACHER_FIELDS: dict[str, type[np.generic]] = {
 
 
 def check_first_rows(experiment: Any) -> None:
-    """Checks the first rows of all training and validation data of an experiment.
-
-    Raises:
-      ValueError: naming the source and the fault in its rows.
-    """
+    """Checks the first rows of all training and validation data of an experiment."""
     vocab, needs_pairs = experiment.recipe.made.vocab, experiment.objective.compares_pairs
     for name, source in all_sources(experiment).items():
         check_rows(name, source, vocab, needs_pairs)
@@ -74,9 +70,6 @@ def check_source(experiment: Any, name: str, source: Source, model: Any, microba
 
     Args:
       name: the source's name in errors.
-
-    Raises:
-      ValueError: if it does not fit the model, the objective or the mesh.
     """
     for where, part in _parts(name, source):
         _check_part(where, part, experiment.objective, model)
@@ -111,15 +104,12 @@ def _check_part(name: str, source: Source, objective: Objective, model: Any) -> 
             f"{who} {'needs them' if objective.compares_pairs else 'none'}"
             ": python -m data_tools.prepare_chats makes either; --pairs is for lmlib.losses.DPO"
         )
-    if objective.reads_stored_teacher and teacher_k(source) is None:
+    reads = objective.reads_stored_teacher
+    if reads != (teacher_k(source) is not None):
         raise ValueError(
-            f"{who} without a teacher needs {name} with what one said: set {name}.teacher to a "
-            "folder that python -m runner.teach makes"
-        )
-    if not objective.reads_stored_teacher and teacher_k(source) is not None:
-        raise ValueError(
-            f"{name} has what a teacher said, and {who} reads none of it: leave "
-            f"{name}.teacher out, or take lmlib.losses.Distillation without a teacher"
+            f"{name} has {'no' if reads else 'a'} stored teacher, and {who} reads "
+            f"{'one' if reads else 'none'}: set {name}.teacher to a folder of python "
+            "-m runner.teach for lmlib.losses.Distillation(teacher=None), else leave it out"
         )
     if isinstance(source, FlatTokens):
         _check_flat_tokens(name, source, model)
@@ -158,9 +148,6 @@ def check_rows(name: str, source: Source, vocab: int, needs_pairs: bool) -> None
       name: the source's name in errors.
       vocab: the model's vocabulary size.
       needs_pairs: True if the objective compares pairs of answers.
-
-    Raises:
-      ValueError: naming the wrong field, its value, and the expected one.
     """
     if isinstance(source, Resumable):
         return
@@ -171,7 +158,12 @@ def check_rows(name: str, source: Source, vocab: int, needs_pairs: bool) -> None
     if not isinstance(batch, Batch):
         raise ValueError(f"{what} must be a lmlib.data.batch.Batch, got {type(batch).__name__}")
     _check_fields(what, batch, (rows, source.sequence_length), teacher_k(source))
-    for field, ids in _ids(batch):
+    ids_of = {
+        "tokens": np.ravel(batch.tokens),
+        "targets": np.asarray(batch.targets)[np.asarray(batch.loss_mask)],
+        "teacher_ids": np.ravel([] if batch.teacher_ids is None else batch.teacher_ids),
+    }
+    for field, ids in ids_of.items():
         if ids.size and not 0 <= (wrong := ids[np.argmax((ids < 0) | (ids >= vocab))]) < vocab:
             raise ValueError(
                 f"{what}.{field} has the id {wrong}, but the model's vocabulary is 0 to "
@@ -180,12 +172,8 @@ def check_rows(name: str, source: Source, vocab: int, needs_pairs: bool) -> None
     for field in ("segment_ids", "positions"):
         if (lowest := getattr(batch, field).min()) < 0:
             raise ValueError(f"{what}.{field} has {lowest}: it must be at least 0")
-    if (
-        needs_pairs
-        and holds_pairs(source) is None
-        and batch.loss_mask.any()
-        and not _has_pair(batch)
-    ):
+    some = batch.loss_mask.any()
+    if needs_pairs and holds_pairs(source) is None and some and not _has_pair(batch):
         raise ValueError(
             f"{what} holds no pair of answers: a pair is two segments of a row, an odd one and the "
             "next, with targets marked in both"
@@ -212,14 +200,6 @@ def _check_fields(what: str, batch: Batch, shape: tuple[int, int], k: int | None
         )
 
 
-def _ids(batch: Batch) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields the ids of a batch that must be in the vocabulary, with their field's name."""
-    yield "tokens", np.ravel(batch.tokens)
-    yield "targets", np.asarray(batch.targets)[np.asarray(batch.loss_mask)]
-    if batch.teacher_ids is not None:
-        yield "teacher_ids", np.ravel(batch.teacher_ids)
-
-
 def _has_pair(batch: Batch) -> bool:
     """True if a row has targets in an odd segment and in the one after it."""
     rows, _ = np.nonzero(batch.loss_mask)
@@ -234,10 +214,6 @@ def check_split_rows(
     """Checks that every part that sees a row's tokens supports rows split over `mesh`.
 
     See `lmlib.models.split_rows`.
-
-    Raises:
-      ValueError: if a part of a model, or the objective, does not declare support for split rows,
-        or the chosen attention kernel lacks it.
     """
     axis, devices = COMPUTE["seq"], pieces(COMPUTE["seq"], mesh)
     if devices == 1:
@@ -256,11 +232,7 @@ def check_split_rows(
 
 
 def check_pieces(model: Any, sequence_length: int, compute: Compute, mesh: Mesh) -> None:
-    """Checks that the kernel supports the pieces of rows on each device, which are shorter.
-
-    Raises:
-      ValueError: if it does not.
-    """
+    """Checks that the kernel supports the pieces of rows on each device, which are shorter."""
     axis, devices = COMPUTE["seq"], pieces(COMPUTE["seq"], mesh)
     if devices == 1:
         return

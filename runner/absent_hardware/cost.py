@@ -8,7 +8,7 @@ from lmlib.experiment.stages import batches_of, spans_of
 from lmlib.optim.trainable import flops_per_token
 from lmlib.plan.cost import Cost, StageCost
 from runner.absent_hardware.stand_ins import without_data
-from runner.config.stages import later_stages
+from runner.config.configs import later_stages
 
 
 def cost_of(cfg: fdl.Config[Experiment]) -> Cost:

@@ -11,7 +11,7 @@ from lmlib.data.stored.data_path import data_path
 from lmlib.data.stored.teacher import USUAL_K, read_metadata
 from lmlib.data.synthetic import Synthetic
 from lmlib.experiment import Experiment
-from runner.config.stages import later_stages
+from runner.config.configs import later_stages
 from runner.config.text import nodes, signature, text_of
 from runner.errors import ConfigError
 

@@ -66,7 +66,9 @@ def run(
         threading.Thread(target=_end_threads, args=(status,), name="end", daemon=True).start()
         return status
 
-    app.run(main, flags_parser=functools.partial(_parsed, more_help) if _taken is None else _known)
+    taken = _taken
+    parse = functools.partial(_parsed, more_help) if taken is None else lambda _: taken
+    app.run(main, flags_parser=parse)
 
 
 def take_flags(more_help: Callable[[], str] = lambda: "") -> None:
@@ -78,11 +80,6 @@ def take_flags(more_help: Callable[[], str] = lambda: "") -> None:
     _prepare_streams()
     app.define_help_flags()
     _taken = _parsed(more_help, sys.argv)
-
-
-def _known(arguments: Sequence[str]) -> list[str]:
-    assert _taken is not None
-    return _taken
 
 
 def _prepare_streams() -> None:

@@ -3,7 +3,52 @@
 import os
 from pathlib import Path
 
-from runner.errors import ConfigError
+from lmlib.storage.local_folder import folder_to_read
+from lmlib.storage.unlinked import unlinked
+from runner.errors import ConfigError, user_errors
+
+# Any of these shows that the folder belongs to a run. Other names could come from other programs.
+_OF_A_RUN = {"config.txt", "checkpoints", "lock", "logs", "run.log"}
+
+# Files and folders that a run reads. They must not be links.
+_NO_LINKS = (
+    "checkpoints", "config.json", "config.txt", "settings.json", "metrics.jsonl", "result.json",
+    "validation.json", "goodput.json", "samples", "starts", "captures",
+)  # fmt: skip
+
+
+def chosen_workdir(path: str | None, allow_other_files: bool) -> Path:
+    """Returns the workdir, which may not exist yet.
+
+    Raises ConfigError if `path` is missing, an unsupported URL or a file; if a file or folder of
+    the run is a link; or if the folder has other files and no run.
+
+    Args:
+      path: the value of --workdir.
+      allow_other_files: True to accept a folder with other files and no run.
+    """
+    if not path:
+        raise ConfigError("give --workdir, the folder for everything that the run writes")
+    with user_errors():
+        workdir = folder_to_read(path)
+        check_can_be_made(workdir)
+        if not workdir.exists():
+            return workdir
+        if not workdir.is_dir():
+            raise ConfigError(f"--workdir={workdir} is a file; name a folder")
+        for name in _NO_LINKS:
+            unlinked(workdir, name)
+        names = sorted(entry.name for entry in workdir.iterdir())
+    # Hidden files are ignored, since file browsers, file servers and notebooks create some.
+    shown = [name for name in names if not name.startswith(".") and name != "lost+found"]
+    if shown and _OF_A_RUN.isdisjoint(shown) and not allow_other_files:
+        listed = ", ".join(shown[:3]) + (f" and {len(shown) - 3:,} more" if len(shown) > 3 else "")
+        raise ConfigError(
+            f"--workdir={workdir} holds {listed}, and no run: use another folder, or give "
+            "--allow_other_files to have the run there all the same"
+        )
+    return workdir
+
 
 ROOM = 512  # bytes of the longest path in a run's folder, relative to the folder
 
@@ -13,10 +58,6 @@ def check_can_be_made(path: Path, room: int = ROOM) -> None:
 
     Args:
       room: bytes that paths below `path` need.
-
-    Raises:
-      ConfigError: if a parent of `path` is a file, if `path` or a parent is a broken link, or if
-        the path is too long for the file system.
     """
     whole = path.absolute()
     there = next(each for each in (whole, *whole.parents) if os.path.lexists(each))

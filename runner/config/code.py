@@ -36,11 +36,11 @@ def code_files(cfg: fdl.Config, experiment: Path | None) -> dict[str, str]:
     These are the files of this library, the file `experiment`, the files that define the names in
     `cfg`, and the modules beside them that are imported.
     """
-    specs = {package: importlib.util.find_spec(package) for package in OURS}
     ours = {
         package: Path(folder)
-        for package, spec in specs.items()
-        for folder in (spec and spec.submodule_search_locations) or ()
+        for package in OURS
+        if (spec := importlib.util.find_spec(package)) is not None
+        for folder in spec.submodule_search_locations or ()
     }
     found = {
         f"{package}/{file.relative_to(folder).as_posix()}": file
@@ -48,10 +48,15 @@ def code_files(cfg: fdl.Config, experiment: Path | None) -> dict[str, str]:
         for file in _files_in([folder])
     }
     elsewhere = {file.resolve() for file in (*_named(cfg), *([experiment] if experiment else ()))}
-    elsewhere = {file for file in elsewhere if not _is_in(file, [*ours.values(), *_INSTALLED])}
+    known = [folder.resolve() for folder in (*ours.values(), *_INSTALLED)]
+    elsewhere = {file for file in elsewhere if not any(map(file.is_relative_to, known))}
     folders = {file.parent for file in elsewhere}
     # plain strings: `Path` is slow for thousands of files
-    loaded = {file: os.path.dirname(file) for file in _loaded()}
+    loaded = {
+        file: os.path.dirname(file)
+        for module in list(sys.modules.values())
+        if isinstance(file := getattr(module, "__file__", None), str) and file.endswith(".py")
+    }
     near = {folder for folder in {*loaded.values()} if Path(folder).resolve() in folders}
     beside = {Path(file).resolve() for file, folder in loaded.items() if folder in near}
     found |= {f"{file.parent.name}/{file.name}": file for file in sorted(elsewhere | beside)}
@@ -96,20 +101,9 @@ def _named(cfg: fdl.Config) -> Iterator[Path]:
             yield Path(file)
 
 
-def _loaded() -> Iterator[str]:
-    for module in list(sys.modules.values()):
-        file = getattr(module, "__file__", None)
-        if isinstance(file, str) and file.endswith(".py"):
-            yield file
-
-
 def _files_in(folders: Iterable[str | Path]) -> Iterator[Path]:
     for folder in folders:
         yield from Path(folder).rglob("*.py")
-
-
-def _is_in(file: Path, folders: Iterable[Path]) -> bool:
-    return any(file.is_relative_to(folder.resolve()) for folder in folders)
 
 
 def _digest(file: Path) -> str:

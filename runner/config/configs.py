@@ -54,13 +54,8 @@ def load(
     """Loads the config of `reference`, then applies `fiddlers` and `overrides` in order.
 
     Overrides of parameters of `config` itself become its arguments. If such a parameter takes a
-    config, its override names a saved model: a run, a Hugging Face folder or a name on the Hub. A
-    parameter annotated as `Sequence[Family]` gets the families of lmlib and of the
-    trusted modules.
-
-    A file outside `experiments` is imported under its own name. Its folder is appended to the
-    Python path, so that it finds its neighbours. A saved config that names definitions in that file
-    needs the folder on the path already.
+    config, its override names a saved model; a `Sequence[Family]` gets the known families. A file
+    outside `experiments` is imported under its own name, with its folder on the Python path.
 
     Args:
       reference: `experiments/NAME`, `experiments/NAME.py`, `experiments.NAME`, any `.py` file, the
@@ -107,10 +102,8 @@ def saved_files(cfg: fdl.Config) -> dict[str, str]:
     """Returns the content of config.json, settings.json and config.txt by file name.
 
     `load` reads config.json; the others hold `settings` and, for people, `flattened`. Defaults are
-    written out, so that a later run repeats this one even if defaults have changed.
-
-    Raises:
-      ConfigError: for a value that a later run could not import, such as a lambda or an array.
+    written out, so that a later run repeats this one even if defaults have changed. Raises
+    ConfigError for a value that a later run could not import, such as a lambda or an array.
     """
     try:
         text = serialization.dump_json(with_defaults(cfg), indent=1)
@@ -205,12 +198,11 @@ def _imported_file(file: Path) -> types.ModuleType:
 def config_of_model(reference: str, trusted: Collection[str] = ()) -> fdl.Config:
     """Returns the config of a saved model, with its weights as `init_from`.
 
+    Raises ConfigError if there is no such model, or it consists only of adapters.
+
     Args:
       reference: a run, `RUN@STEP`, a Hugging Face folder or a name on the Hub.
       trusted: as in `load`.
-
-    Raises:
-      ConfigError: if there is no such model, or it consists only of adapters.
     """
     from runner.config.references import FolderReference, base_of, resolve  # which imports JAX
 
@@ -271,18 +263,12 @@ def _is_config(kind: Any) -> bool:
 
 
 def _is_of_families(kind: Any) -> bool:
-    """True if an annotation is `Sequence[Family]`.
-
-    Compares names, since only experiments that need lmlib.hf import it.
-    """
+    """True if an annotation is `Sequence[Family]`; lmlib.hf is imported only if it is needed."""
     names = [
-        (each.__module__, each.__qualname__)
-        for each in typing.get_args(kind)
-        if isinstance(each, type)
+        f"{e.__module__}.{e.__qualname__}" for e in typing.get_args(kind) if isinstance(e, type)
     ]
-    return typing.get_origin(kind) is Sequence and names == [
-        ("lmlib.models.families.hugging_face.family", "Family")
-    ]
+    family = "lmlib.models.families.hugging_face.family.Family"
+    return typing.get_origin(kind) is Sequence and names == [family]
 
 
 def _apply_fiddler(text: str, cfg: fdl.Config, module: types.ModuleType) -> None:
@@ -335,3 +321,19 @@ def _user_code(what: str) -> Iterator[None]:
             raise ConfigError(in_words(error)) from error
         where = "" if isinstance(error, SyntaxError) else f" ({cause.filename}:{cause.lineno})"
         raise ConfigError(f"{what} failed: {type(error).__name__}: {error}{where}") from error
+
+
+def later_stages(cfg: fdl.Config) -> list[Any]:
+    """Returns the configs of the stages after the first."""
+    return list(getattr(cfg, "later_stages", ()))
+
+
+def training_data(cfg: fdl.Config) -> list[Any]:
+    """Returns the configs of the data of each stage, in order."""
+    return [cfg.data, *(stage.data for stage in later_stages(cfg))]
+
+
+def longest_row(cfg: fdl.Config) -> int | None:
+    """Returns the length of a run's longest training rows in tokens; `None` if it is unknown."""
+    lengths = (getattr(data, "sequence_length", None) for data in training_data(cfg))
+    return max((length for length in lengths if isinstance(length, int)), default=None)

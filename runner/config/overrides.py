@@ -2,7 +2,6 @@
 
 import ast
 import os
-import re
 import types
 import typing
 from collections.abc import Sequence
@@ -14,8 +13,17 @@ from fiddle import daglish
 from runner.config.text import arguments, parameters, signature, takes_any, text_of
 from runner.errors import ConfigError, did_you_mean
 
-# Types of Python literals; overrides can be checked against these.
-_LITERAL_TYPES = (bool, int, float, str, tuple, list, dict, types.NoneType)
+# Types of Python literals, which overrides are checked against, and their names in messages.
+_NAMES = {
+    bool: "True or False",
+    int: "an integer",
+    float: "a number",
+    str: "a string",
+    tuple: "a tuple",
+    list: "a list",
+    dict: "a dictionary",
+    types.NoneType: "None",
+}
 BAD_LITERAL = (ValueError, SyntaxError, TypeError, MemoryError, RecursionError)
 
 
@@ -62,10 +70,6 @@ def _replaced(target: Any, path: Sequence[daglish.PathElement], literal: str) ->
 
 def _checked(literal: str, present: Any, accepted: set[type] | None) -> Any:
     """Returns the value of `literal`; raises unless it has an accepted type (`None`: any type)."""
-    takes = " or ".join(sorted(kind.__name__.removesuffix("Type") for kind in accepted or ()))
-    takes = f"this parameter takes {takes or 'no literal: change it in a fiddler'}"
-    takes += "" if present is fdl.NO_VALUE else f" (now {text_of(present)})"
-    string = f"""A string is quoted twice: "{literal!r}"."""
     if isinstance(present, fdl.Buildable) and literal != "None":
         raise ConfigError(
             f"this is a whole config, of {text_of(fdl.get_callable(present))}: change its "
@@ -76,24 +80,20 @@ def _checked(literal: str, present: Any, accepted: set[type] | None) -> Any:
     except BAD_LITERAL:
         if str in (accepted or ()):
             return os.path.expanduser(literal)  # a quoted "~" stays
-        advice = _as_strings(literal, accepted) or string
-        raise ConfigError(f"{literal} is no Python literal, and {takes}. {advice}") from None
+        value = literal
+        if accepted is None:
+            accepted = set()
     kind = type(value)
     if accepted is None or kind in accepted or (kind is int and float in accepted):
         return value
     if kind is float and int in accepted and value.is_integer():
         return int(value)  # 1e3
-    string = f" {string}" if str in accepted else ""
-    if kind is str:
-        string = f" {_as_strings(literal, accepted)}"
-    raise ConfigError(f"{literal} is of type {kind.__name__}, but {takes}.{string}")
-
-
-def _as_strings(literal: str, accepted: set[type] | None) -> str:
-    """Suggests how to write `literal` for a tuple or list; empty if neither is accepted."""
-    words = re.findall(r"[A-Za-z_]\w*", literal)
-    kinds = [kind for kind in (tuple, list) if kind in (accepted or ())]
-    return f'Write "{kinds[0](words)}", with both quotes.' if kinds and words else ""
+    names = " or ".join(sorted(_NAMES[each] for each in accepted))
+    expected = f"expected {names or 'no literal (change it in a fiddler)'}, got {value!r}"
+    now = "" if present is fdl.NO_VALUE else f" (now {text_of(present)})"
+    quoted = str in accepted or not accepted or accepted & {tuple, list, dict}
+    hint = """; quote strings twice: "'a'" or "('a', 'b')\"""" if quoted else ""
+    raise ConfigError(f"{expected}{now}{hint}")
 
 
 def _accepted_types(target: Any, key: Any, present: Any) -> set[type] | None:
@@ -106,6 +106,6 @@ def _accepted_types(target: Any, key: Any, present: Any) -> set[type] | None:
     kinds = {typing.get_origin(member) or member for member in members}
     if fdl.Config in kinds:  # a saved model, given by name: see `configs.config_of_model`
         kinds = (kinds - {fdl.Config}) | {str}
-    if (present is None or present is fdl.NO_VALUE) and not kinds <= set(_LITERAL_TYPES):
+    if (present is None or present is fdl.NO_VALUE) and not kinds <= set(_NAMES):
         return None
-    return (kinds | {type(present), type(default)}) & set(_LITERAL_TYPES)
+    return (kinds | {type(present), type(default)}) & set(_NAMES)

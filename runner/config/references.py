@@ -32,8 +32,7 @@ class FolderReference(NamedTuple):
 def resolve(reference: str) -> RunReference | FolderReference:
     """Finds `RUN`, `RUN@STEP`, a Hugging Face folder, or a Hub name, which is then downloaded.
 
-    Raises:
-      ConfigError: if the reference is none of these.
+    Raises ConfigError if the reference is none of these.
     """
     run, at, step = reference.rpartition("@")
     if not at or not step.isdecimal():
@@ -44,42 +43,33 @@ def resolve(reference: str) -> RunReference | FolderReference:
         whole = folder if run == reference else folder_to_read(reference)
         if (folder / "checkpoints").is_dir():
             return RunReference(unlinked(folder, "checkpoints"), number)
-        if _is_hugging_face(whole):
+        config = whole / "config.json"
+        weights = any(whole.glob("*.safetensors"))
+        if weights or (config.is_file() and "model_type" in read_json(config)):
             return FolderReference(whole, str(whole.absolute()))
         if folder.is_dir():
             return RunReference(folder, number)
         if (fetched := local_folder_of(reference)) != whole:
             return FolderReference(fetched, reference)
     raise ConfigError(
-        f"{run} is no folder; write RUN or RUN@STEP, a folder of Hugging Face's, or a name on the "
-        "Hub, as Qwen/Qwen3-0.6B"
-    )
-
-
-def _is_hugging_face(folder: Path) -> bool:
-    config = folder / "config.json"
-    return any(folder.glob("*.safetensors")) or (
-        config.is_file() and "model_type" in read_json(config)
+        f"{run} is no folder; write RUN or RUN@STEP, a Hugging Face folder, or a Hub name such as "
+        "Qwen/Qwen3-0.6B"
     )
 
 
 def base_of(found: FolderReference, base: str | None = None) -> FolderReference:
     """Returns the folder of the full model: `found` itself, or the base of its adapters.
 
+    Raises ConfigError if no base is named, or its folder does not hold a full model.
+
     Args:
       base: a reference to use instead of the base that the adapters name.
-
-    Raises:
-      ConfigError: if no base is named, or its folder does not hold a full model.
     """
     if not holds_adapters(found.folder):
         return found
     reference = base or read_config(found.folder).base
     if reference is None:
-        raise ConfigError(
-            f"{found.name} does not say for which model its adapters are: base_model_name_or_path "
-            "is not set"
-        )
+        raise ConfigError(f"{found.name} names no base model: base_model_name_or_path is not set")
     try:
         folder = resolve(reference)
     except ConfigError as error:
@@ -88,19 +78,15 @@ def base_of(found: FolderReference, base: str | None = None) -> FolderReference:
             "give runner.convert --base, or runner.generate and runner.evaluate --init_from"
         ) from error
     if not isinstance(folder, FolderReference) or holds_adapters(folder.folder):
-        raise ConfigError(
-            f"{reference} holds no model of Hugging Face's for the adapters of {found.name}"
-        )
+        raise ConfigError(f"{reference} holds no model for the adapters of {found.name}")
     return folder
 
 
 def known_families(trusted: Collection[str]) -> tuple[Family, ...]:
     """Returns the `FAMILIES` of the modules `trusted`, then lmlib's.
 
-    If two families have the same `model_type`, the first one is used.
-
-    Raises:
-      ConfigError: if a module cannot be imported, or its `FAMILIES` holds something else.
+    If two families have the same `model_type`, the first one is used. Raises ConfigError if a
+    module cannot be imported, or its `FAMILIES` holds something else.
     """
     own = list[Family]()
     for name in trusted:

@@ -14,11 +14,7 @@ _MANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def check_values(cfg: fdl.Config) -> None:
-    """Compares the arguments of every config in `cfg` with the annotations of its parameters.
-
-    Raises:
-      ConfigError: with the first argument that does not fit, its value, and the types that fit.
-    """
+    """Compares the arguments of every config in `cfg` with the annotations of its parameters."""
     # imports JAX, which the modules in `cfg` have imported by now
     from lmlib.experiment import annotations
 

@@ -5,37 +5,105 @@
         --widths=32,64,128,256 --depths=2,4,8,16 --picture=/tmp/check.png
 
 --fdl_config, --fiddler, --fdl.x.y=…   as for `python -m runner`; cfg.scaling has the base sizes
---widths   widths of the residual stream; default: 1, 2, 4 and 8 times the base width. The other
-           sizes in scaling.base grow with it, except layers
---depths   numbers of layers; default: 1, 2, 4 and 8 times the base depth
---steps    training steps of each model, default 4
---picture  write a plot of all changes to this .png or .svg file
---json     write all changes to this file
 Each size is trained twice, with cfg.scaling and without. The table shows how the changes after the
 last step scale, as exponents of width or depth. Exponents near 0 mean that one learning rate suits
 all sizes. See docs/transfer.md.
 """
 
+import copy
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import fiddle as fdl
 from absl import flags
 from fiddle import absl_flags as absl_flags  # defines --fdl_config and related flags
 
 from runner.command_line.command import run, take_flags
-from runner.command_line.config_flags import check_chosen, chosen_config, fiddlers_listed
 from runner.command_line.exit_status import FINISHED
+from runner.command_line.flags import check_chosen, chosen_config, fiddlers_listed
 from runner.command_line.paths import check_can_be_made
 from runner.errors import ConfigError, user_errors
 
-_WIDTHS = flags.DEFINE_list("widths", [], "of the residual stream, by commas")
-_DEPTHS = flags.DEFINE_list("depths", [], "layers, by commas")
-_STEPS = flags.DEFINE_integer("steps", 4, "to make of each", lower_bound=1)
-_PICTURE = flags.DEFINE_string("picture", None, "a .png or .svg file")
-_JSON = flags.DEFINE_string("json", None, "a file for all changes as JSON")
+WIDTH, DEPTH = "embed", "layers"  # names in scaling.base
+_TIMES = (1, 2, 4, 8)
+
+
+def base_of(cfg: fdl.Config) -> Mapping[str, int]:
+    """Returns `cfg.scaling.base`; raises ConfigError unless it has a width and a depth."""
+    base = getattr(getattr(cfg, "scaling", None), "base", None)
+    if not isinstance(base, Mapping) or not base.keys() >= {WIDTH, DEPTH}:
+        raise ConfigError(
+            f"the coordinate check needs cfg.scaling with a base that has {WIDTH} and {DEPTH}; "
+            f"its base is {base}. experiments/transfer and docs/transfer.md have one"
+        )
+    return base
+
+
+def sizes_of(flag: str, given: Sequence[str], base: int) -> list[int]:
+    """Returns the sizes from a flag in ascending order; by default multiples of the base size.
+
+    Raises ConfigError unless the flag has two or more different positive integers.
+    """
+    if not given:
+        return [base * times for times in _TIMES]
+    sizes = sorted({int(size) for size in given if size.isdecimal() and 0 < int(size) < 2**31})
+    if len(sizes) != len(given) or len(sizes) < 2:
+        raise ConfigError(
+            f"{flag}={','.join(given)}: give two different sizes or more, as in 64,128"
+        )
+    return sizes
+
+
+def model_arguments(base: Mapping[str, int], by: str, size: int) -> dict[str, int]:
+    """Returns the model arguments for a width or depth; the other dimension stays at its base.
+
+    Raises ConfigError if an argument would not be an integer.
+
+    Args:
+      by: "width" or "depth".
+      size: the width or the number of layers.
+    """
+    if by == "depth":
+        return {**base, DEPTH: size}
+    wider = {name: each * size / base[WIDTH] for name, each in base.items() if name != DEPTH}
+    for name, each in wider.items():
+        if not each.is_integer():
+            raise ConfigError(
+                f"--widths has {size}, where {name} would be {each:g}: scaling.base has "
+                f"{WIDTH} {base[WIDTH]} and {name} {base[name]}, which grow together"
+            )
+    return {**{name: int(each) for name, each in wider.items()}, DEPTH: base[DEPTH]}
+
+
+def sized(cfg: fdl.Config, arguments: Mapping[str, int], scaling: bool, steps: int) -> fdl.Config:
+    """Returns the config of a short run with these model arguments.
+
+    Args:
+      scaling: True to keep `cfg.scaling`.
+    """
+    sized = copy.deepcopy(cfg)
+    for name, size in arguments.items():
+        setattr(sized.model, name, size)
+    if not scaling:
+        sized.scaling = None
+    sized.compute.unroll = 1  # other values may not divide the depth
+    sized.steps, sized.validation, sized.init_from = steps, None, None
+    sized.evaluation.suite = None
+    return sized
+
+
+_WIDTHS = flags.DEFINE_list(
+    "widths", [], "embed sizes, by commas; default: 1, 2, 4 and 8 times the base"
+)
+_DEPTHS = flags.DEFINE_list(
+    "depths", [], "layers, by commas; default: 1, 2, 4 and 8 times the base"
+)
+_STEPS = flags.DEFINE_integer("steps", 4, "training steps of each model", lower_bound=1)
+_PICTURE = flags.DEFINE_string("picture", None, "a .png or .svg file for a plot of all changes")
+_JSON = flags.DEFINE_string("json", None, "a file for all changes")
 
 if __name__ == "__main__":
     take_flags(fiddlers_listed)  # the imports below take seconds
@@ -46,7 +114,6 @@ from lmlib.inspect.coordinates import LOOKED_AT, changes, slope
 from lmlib.report.pictures import ENDINGS, coordinates, write_picture
 from lmlib.storage.whole_file import write_whole
 from lmlib.terminal.table import columns
-from runner.coordinate_check.sizes import DEPTH, WIDTH, base_of, model_arguments, sized, sizes_of
 from runner.jax_settings.compilation_cache import keep_compiled_programs
 from runner.jax_settings.devices import check_devices, choose_devices
 from runner.jax_settings.xla_flags import keep_cpus_in_order

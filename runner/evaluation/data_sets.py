@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Protocol
 
 import fiddle as fdl
@@ -57,8 +56,8 @@ class StoredTokens:
         _check_no_pairs(self.name, source.content)
         if tokenizers_differ(source.tokenizer, loaded.tokenizer):
             raise ConfigError(
-                f"{self.name} was made by {source.tokenizer}, and {loaded.name} was trained on ids "
-                f"of {loaded.tokenizer}: they mean different texts; give the text itself"
+                f"{self.name} has ids of {source.tokenizer}, and {loaded.name} was trained with "
+                f"{loaded.tokenizer}: give the text itself"
             )
         if source.max_token_id >= loaded.model.vocab:
             raise ConfigError(
@@ -112,7 +111,8 @@ def data_set(path: str, split: str, text_column: str) -> DataSet:
     Raises ValueError or OSError if `path` is neither.
     """
     folder = data_path(path)
-    if _is_flat_tokens(folder):
+    within = [each for each in folder.iterdir() if each.is_dir()] if folder.is_dir() else []
+    if any(shard_folders(each) or is_seqax_split(each) for each in within):
         length, packed = 1, True
         with contextlib.suppress(FileNotFoundError):  # the error below is clearer
             metadata = read_split(folder / split)
@@ -146,15 +146,4 @@ def _stored(name: str, source: FlatTokens) -> StoredTokens:
 
 def _check_no_pairs(name: str, content: Content) -> None:
     if content == "pairs":
-        raise ConfigError(
-            f"{name} holds pairs, and a model is to like one answer of each and not the other: "
-            "their loss says nothing; give conversations, or text"
-        )
-
-
-def _is_flat_tokens(folder: Path) -> bool:
-    if not folder.is_dir():
-        return False
-    return any(
-        shard_folders(each) or is_seqax_split(each) for each in folder.iterdir() if each.is_dir()
-    )
+        raise ConfigError(f"{name} holds pairs of answers, which have no loss: give other data")

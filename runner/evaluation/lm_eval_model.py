@@ -20,15 +20,13 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from lmlib.data.chats.chat import DEFAULT, ChatTemplate
 from runner.evaluation.answering import Answering
-from runner.evaluation.generation_settings import FILE, SAMPLING, GenerationSettings
+from runner.evaluation.tasks import FILE, SAMPLING, GenerationSettings
 
 _NAMED = 3  # questions listed in an error
 
 
 class LmEvalModel(TemplateLM):
     """Answers lm-eval's requests.
-
-    With several processes, it is used on the first one, inside `Answering.ask`.
 
     Args:
       tokenizer: a tokenizer of transformers, with a token that begins or ends texts.

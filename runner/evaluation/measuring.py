@@ -1,21 +1,26 @@
-"""Evaluates models on data sets."""
+"""Evaluates models on data sets; shows the results as tables and JSON."""
 
 import dataclasses
 import functools
+import json
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from lmlib.evaluate.documents import DocumentsEvaluation, evaluate_documents
+from lmlib.evaluate.ratio import Estimate
 from lmlib.evaluate.scoring import Scorer
 from lmlib.evaluate.suite.suite import Suite
 from lmlib.evaluate.windows import Packing
 from lmlib.models.model import check_length
 from lmlib.terminal.quantities import count_text, duration_text
-from runner.config.stages import longest_row
+from lmlib.terminal.table import columns
+from runner.config.configs import longest_row
 from runner.errors import ConfigError, chosen_sizes, user_errors
 from runner.evaluation.data_sets import DataSet
 from runner.inference.loaded import Loaded
-from runner.inference.telling import now_and_then
+from runner.monitoring.telling import now_and_then
 
 LONGEST = 2048  # default row length in tokens, if the model's own is unknown
 SMALLER = "give a smaller --sequence_length or --batch_size"  # advice when memory runs out
@@ -66,11 +71,7 @@ class Measuring:
         self._scorer = functools.lru_cache(Scorer)
 
     def __call__(self, loaded: Loaded, data_sets: Sequence[DataSet]) -> Iterator[Measured]:
-        """Yields the result of each data set.
-
-        Raises:
-          ConfigError: if the model cannot be evaluated on one of them.
-        """
+        """Yields the result of each data set."""
         length = self._settings.sequence_length or default_length(loaded)
         scorer = self._scorer(loaded.mesh, loaded.compute)
         with user_errors(), chosen_sizes(SMALLER):
@@ -134,11 +135,10 @@ def measure_suite(
 ) -> tuple[str, dict[str, float]]:
     """Returns the name of `loaded` and its scores; every process must call it.
 
+    Raises ConfigError if the model cannot compute sequences of this length.
+
     Args:
       sequence_length: tokens per row; `None`: `Suite.length` of the default length.
-
-    Raises:
-      ConfigError: if the model cannot compute sequences of this length.
     """
     length = sequence_length or suite.length(default_length(loaded))
     with user_errors(), chosen_sizes(SMALLER):
@@ -147,3 +147,136 @@ def measure_suite(
             loaded.mesh, loaded.compute, loaded.model.vocab, loaded.codec, length
         )
     return loaded.name, evaluator(loaded.model)
+
+
+SuiteScores = tuple[str, dict[str, float]]  # a model's name, and its metrics
+
+_MOST_COLUMNS = 6  # of the table by position
+_UNITS = {
+    "loss": "nats per token",
+    "perplexity": "1",
+    "bits_per_byte": "bits per byte",
+    "bits_per_character": "bits per character",
+}
+
+
+def tables(found: Sequence[Measured]) -> str:
+    """Returns a row for each model and data set; a few results also get the loss by position."""
+    which, named, title = _models(found)
+    rows = [
+        (
+            *which, "data", "documents", "tokens", "loss, nats per token", "perplexity",
+            "bits per byte", "bits per character",
+        )
+    ]  # fmt: skip
+    for each, name in zip(found, named, strict=True):
+        evaluation = each.evaluation
+        rows.append(
+            (
+                *([name] if which else ()),
+                each.data,
+                f"{evaluation.documents:,}",
+                f"{evaluation.targets:,}",
+                *(_shown(getattr(evaluation, name)) for name in _UNITS),
+            )
+        )
+    shown = [columns(rows)]
+    if len(found) <= _MOST_COLUMNS:
+        names = [
+            f"{'step ' * (which == ['step'])}{name}, {each.data}" if which else each.data
+            for each, name in zip(found, named, strict=True)
+        ]
+        shown.append(_by_position(found, names))
+    if any("±" in table for table in shown):  # absent for a single document
+        shown.insert(1, "± is one standard error over documents")
+    return "\n\n".join([title, *shown])
+
+
+def _models(found: Sequence[Measured]) -> tuple[list[str], list[str], str]:
+    """Returns the heading and entries of the model column, and the title of the table."""
+    models = list(dict.fromkeys(each.model for each in found))
+    lengths = sorted({each.sequence_length for each in found})
+    of = f"sequences of {' to '.join(f'{length:,}' for length in lengths)} tokens"
+    names = [each.model for each in found]
+    if len(models) == 1:
+        return [], names, f"{models[0]}, {of}"
+    runs = {model.rpartition("@")[0] for model in models}
+    if len(runs) == 1 and all(each.step is not None for each in found):  # one run over its steps
+        return ["step"], [f"{each.step:,}" for each in found], f"{runs.pop()}, {of}"
+    return ["model"], names, of[0].upper() + of[1:]
+
+
+def json_text(found: Sequence[Measured], settings: Settings) -> str:
+    """Returns all numbers with units and standard errors; non-finite numbers are strings."""
+    content = {
+        "overlap": settings.overlap,
+        "packed": settings.packed,
+        "results": [
+            {
+                **{name: getattr(each, name) for name in ("model", "step", "data")},
+                "sequence_length": each.sequence_length,
+                **_plain(each.evaluation),
+            }
+            for each in found
+        ],
+    }
+    return json.dumps(content, indent=1, allow_nan=False) + "\n"
+
+
+def _plain(evaluation: DocumentsEvaluation) -> dict[str, Any]:
+    counts = ("documents", "targets", "bytes", "characters")
+    return {
+        **{name: getattr(evaluation, name) for name in counts},
+        **{name: _number(getattr(evaluation, name), unit) for name, unit in _UNITS.items()},
+        "loss_by_position": [
+            {
+                **{name: getattr(each, name) for name in ("first", "last", "targets")},
+                **_number(each.loss, "nats per token"),
+            }
+            for each in evaluation.by_position
+        ],
+    }
+
+
+def _number(estimate: Estimate | None, unit: str) -> Any:
+    if estimate is None:
+        return None
+    numbers = dataclasses.asdict(estimate).items()
+    strict = {k: v if v is None or math.isfinite(v) else str(v) for k, v in numbers}
+    return {**strict, "unit": unit}
+
+
+def _shown(estimate: Estimate | None) -> str:
+    if estimate is None:
+        return "unknown"
+    if estimate.standard_error is None:
+        return f"{estimate.value:.4f}"
+    return f"{estimate.value:.4f} ± {estimate.standard_error:.4f}"
+
+
+def _by_position(found: Sequence[Measured], names: Sequence[str]) -> str:
+    places = sorted({(at.first, at.last) for each in found for at in each.evaluation.by_position})
+    rows = [("position", *names)]
+    for place in places:
+        cells = []
+        for each in found:
+            here = [at.loss for at in each.evaluation.by_position if (at.first, at.last) == place]
+            cells.append(_shown(here[0]) if here else "")
+        rows.append((f"{place[0]:,}–{place[1]:,}", *cells))
+    title = "Loss by position, nats per token: tokens of context before the one that predicts"
+    return f"{title}\n{columns(rows)}"
+
+
+def suite_table(found: Sequence[SuiteScores]) -> str:
+    """Returns a table with a row for each measurement and a column for each model."""
+    names = dict.fromkeys(name for _, metrics in found for name in metrics)
+    rows = [("measurement", *(model for model, _ in found))]
+    for name in names:
+        cells = (f"{metrics[name]:.4f}" if name in metrics else "" for _, metrics in found)
+        rows.append((name.removeprefix("suite/"), *cells))
+    return columns(rows)
+
+
+def suite_json(found: Sequence[SuiteScores]) -> str:
+    content: list[Any] = [{"model": model, "results": metrics} for model, metrics in found]
+    return json.dumps(content, indent=1) + "\n"

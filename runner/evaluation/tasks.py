@@ -1,22 +1,97 @@
-"""Tasks of lm-eval, EleutherAI's evaluation harness."""
+"""Tasks of lm-eval, EleutherAI's evaluation harness, with a model's generation_config.json."""
 
 import functools
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lmlib.terminal.table import columns
 from runner.errors import ConfigError, did_you_mean, user_errors
 from runner.evaluation.answering import Answering
-from runner.evaluation.generation_settings import GenerationSettings
 from runner.inference.hugging_face_tokenizer import hugging_face_tokenizer
 from runner.inference.loaded import Loaded
-from runner.processes.agreement import agreed
+
+FILE = "generation_config.json"
+# The defaults of `transformers`, for settings that are neither in the task nor in the file.
+_USUAL = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+SAMPLING = tuple(_USUAL)
+_NEW_TOKENS = "max_new_tokens"
 
 _LENGTH = 2048  # tokens, if the maximum is unknown; as in `hf`
+# Settings that change answers in `transformers` and are not supported here, with the values that
+# change nothing.
+_ONLY_DRAWN = {"typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "top_h": None}
+_UNSUPPORTED: dict[str, Any] = {
+    "min_length": 0, "min_new_tokens": 0, "num_beams": 1, "num_beam_groups": 1,
+    "num_return_sequences": 1, "no_repeat_ngram_size": 0, "guidance_scale": 1.0,
+    "token_healing": False, **_ONLY_DRAWN, **dict.fromkeys((
+        "bad_words_ids", "begin_suppress_tokens", "constraints", "dola_layers",
+        "exponential_decay_length_penalty", "force_words_ids", "forced_bos_token_id",
+        "forced_eos_token_id", "max_time", "penalty_alpha", "sequence_bias", "stop_strings",
+        "suppress_tokens", "watermarking_config",
+    )),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class GenerationSettings:
+    """The settings in a generation_config.json.
+
+    Args:
+      content: the JSON object; empty if there is no file.
+      name: name of the model, for errors.
+
+    Raises:
+      ValueError: if a value that is used is not a number.
+    """
+
+    content: Mapping[str, Any]
+    name: str
+
+    def __post_init__(self) -> None:
+        for key in (*SAMPLING, _NEW_TOKENS):
+            value = self.content.get(key)
+            whole = key in ("top_k", _NEW_TOKENS)
+            if type(value) not in ((int, type(None)) if whole else (int, float, type(None))):
+                raise ValueError(
+                    f"{FILE} of {self.name} has {key}={value!r:.40}: it must be a "
+                    f"{'whole ' * whole}number"
+                )
+        most = self.max_new_tokens
+        if most is not None and not 0 < most < 2**31:
+            raise ValueError(
+                f"{FILE} of {self.name} has {_NEW_TOKENS}={most}: it must be from 1 to 2^31 - 1"
+            )
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        """The maximum number of new tokens, overriding the task; `None`: the task decides."""
+        return self.content.get(_NEW_TOKENS)
+
+    def sampling(self, said: Mapping[str, Any], drawn: bool) -> dict[str, Any]:
+        """Returns the arguments of `lmlib.generate.Sampling`.
+
+        Args:
+          said: the task's own settings among `SAMPLING`, which take precedence.
+          drawn: True if the task wants random answers.
+        """
+        known = {key: value for key, value in self.content.items() if value is not None}
+        found = {key: said.get(key, known.get(key, usual)) for key, usual in _USUAL.items()}
+        found["top_k"] = found["top_k"] or None  # 0: all
+        if not drawn:
+            found["temperature"] = 0.0
+        return found
+
+    def ignored(self, drawn: bool) -> dict[str, Any]:
+        """Returns the settings that change answers in `transformers` and are ignored here."""
+        return {
+            key: value
+            for key, value in self.content.items()
+            if key in _UNSUPPORTED and value not in (None, _UNSUPPORTED[key])
+            if drawn or key not in _ONLY_DRAWN
+        }
 
 
 @dataclass(frozen=True)
@@ -44,20 +119,19 @@ def evaluate_tasks(
     sequence_length: int | None = None,
     show: Callable[[str], None] = lambda line: None,
     **settings: Any,
-) -> dict[str, Any] | None:
+) -> dict[str, Any]:
     """Runs `lm_eval.simple_evaluate`, which also gets `settings`.
 
-    Every process must call it. Returns the results on the first process and `None` on the others.
+    It runs in one process.
+
+    Raises ConfigError if the extra `eval` is not installed, there is no such task, its data is not
+    available, or the model cannot answer it.
 
     Args:
       sequence_length: maximum length of the model's input in tokens; `None`: the longest training
         sequence, or 2,048 if that is unknown.
-
-    Raises:
-      ConfigError: if the extra `eval` is not installed, there is no such task, its data is not
-        available, or the model cannot answer it.
     """
-    with agreed(), user_errors():
+    with user_errors():
         try:
             import lm_eval.tasks
 
@@ -72,38 +146,33 @@ def evaluate_tasks(
         length = sequence_length or loaded.longest or _LENGTH
         answering = Answering(loaded, tokenizer.decode, sorted(end_ids), length, show)
         generation = GenerationSettings(loaded.generation_settings, loaded.name)
-        model = LmEvalModel(answering, tokenizer, generation, show)
-
-        def found() -> dict[str, Any]:
-            manager = _manager(tasks.include_path, _files(tasks.include_path))
-            chosen = []
-            for name in tasks.names:
-                matching = manager.match_tasks([name])
-                if not matching:
-                    near = did_you_mean(name, manager.all_tasks)
-                    raise ConfigError(f"there is no task {name}. {near:.300}")
-                chosen += matching
-            # lm-eval would fork processes for standard errors, which can deadlock with JAX's
-            # threads.
-            os.environ.setdefault("DISABLE_MULTIPROC", "1")
-            try:
-                return lm_eval.simple_evaluate(
-                    model,
-                    tasks=chosen,
-                    num_fewshot=tasks.num_fewshot,
-                    limit=tasks.limit,
-                    apply_chat_template=tasks.chat,
-                    task_manager=manager,
-                    **settings,
-                )
-            # raised by `datasets` and `huggingface_hub`, for instance without a network
-            except OSError as error:
-                raise ConfigError(
-                    f"the data of {', '.join(chosen)} cannot be had: {' '.join(str(error).split())}"
-                    "; without a network, use tasks from local files (--include_path)"
-                ) from error
-
-        return answering.ask(found)
+        manager = _manager(tasks.include_path, _files(tasks.include_path))
+        chosen = []
+        for name in tasks.names:
+            matching = manager.match_tasks([name])
+            if not matching:
+                near = did_you_mean(name, manager.all_tasks)
+                raise ConfigError(f"there is no task {name}. {near:.300}")
+            chosen += matching
+        # lm-eval would fork processes for standard errors, which can deadlock with JAX's threads.
+        os.environ.setdefault("DISABLE_MULTIPROC", "1")
+        try:
+            return lm_eval.simple_evaluate(
+                LmEvalModel(answering, tokenizer, generation, show),
+                tasks=chosen,
+                num_fewshot=tasks.num_fewshot,
+                limit=tasks.limit,
+                apply_chat_template=tasks.chat,
+                task_manager=manager,
+                **settings,
+            )
+        # raised by `datasets` and `huggingface_hub`, for instance without a network
+        except OSError as error:
+            raise ConfigError(
+                f"the data of {', '.join(chosen)} is not available: "
+                f"{' '.join(str(error).split())}; without a network, use tasks from local files "
+                "(--include_path)"
+            ) from error
 
 
 @functools.lru_cache(maxsize=2)  # lm-eval reads 13,000 files for it, in many seconds
@@ -120,30 +189,11 @@ def _files(folder: str | None) -> tuple[tuple[str, int], ...]:
     return tuple(sorted((str(file), file.stat().st_mtime_ns) for file in files))
 
 
-def task_rows(results: dict[str, Any]) -> list[tuple[str, str, str, str]]:
-    """Returns task, metric, value and standard error of each number.
-
-    A metric's filter follows a comma, unless it is "none".
-    """
-    rows = []
-    for task, numbers in results["results"].items():
-        for key, value in numbers.items():
-            metric, _, filtered = key.partition(",")
-            if not isinstance(value, float | int) or metric.endswith("_stderr") or not filtered:
-                continue
-            error = numbers.get(f"{metric}_stderr,{filtered}")
-            shown_error = f"{error:.4f}" if isinstance(error, float) else ""
-            name = metric if filtered == "none" else f"{metric}, {filtered}"
-            rows.append((task, name, f"{value:.4f}", shown_error))
-    return rows
-
-
 def tasks_table(found: Sequence[tuple[str, dict[str, Any]]]) -> str:
-    """Returns a table with a row for each number of each model."""
-    rows = [("model", "task", "metric", "value", "standard error")]
-    for model, results in found:
-        rows += [(model, *row) for row in task_rows(results)]
-    return columns(rows)
+    """Returns the table of lm-eval for each model."""
+    from lm_eval.utils import make_table
+
+    return "\n".join(f"{model}\n{make_table(results)}" for model, results in found)
 
 
 def tasks_json(found: Sequence[tuple[str, dict[str, Any]]]) -> str:

@@ -19,7 +19,7 @@ from lmlib.terminal.quantities import duration_text
 from runner.errors import ConfigError
 from runner.inference.answer import Answer, Manner
 from runner.inference.prompts import AS_NUMBERS, Line
-from runner.inference.telling import now_and_then
+from runner.monitoring.telling import now_and_then
 
 SETTINGS = ".settings.json"  # suffix of the file beside the answers
 _SECONDS_BETWEEN_LINES = 5.0
@@ -38,11 +38,10 @@ class AnswerFile:
     def __init__(self, path: Path, settings: Mapping[str, Any]):
         """Opens the answers at `path`.
 
+        Raises ConfigError if the file was made with other settings, or by another program.
+
         Args:
           settings: all settings that affect the answers, as JSON.
-
-        Raises:
-          ConfigError: if the file was made with other settings, or by another program.
         """
         self._path = path
         self._settings = json.loads(json.dumps(settings))
@@ -158,9 +157,9 @@ class _Progress:
         self._first, self._done, self._lines = done, done, lines
         self._tokens = 0  # of finished batches
         self._began = time.monotonic()
-        self._now_and_then = now_and_then(self._show, _SECONDS_BETWEEN_LINES)
+        self._now_and_then = now_and_then(_show, _SECONDS_BETWEEN_LINES)
         if done:
-            self._show(f"{done:,} of {lines:,} lines are answered already")
+            _show(f"{done:,} of {lines:,} lines are answered already")
 
     def tell(self, answers: Sequence[Answer]) -> None:
         """Shows the progress every few seconds; `answers` belong to the current batch."""
@@ -170,7 +169,7 @@ class _Progress:
         self._done = done
         self._tokens += sum(len(answer.tokens) for answer in answers)
         if done == self._lines:
-            self._show(self._line(()))
+            _show(self._line(()))
 
     def _line(self, answers: Sequence[Answer]) -> str:
         seconds = time.monotonic() - self._began
@@ -181,5 +180,6 @@ class _Progress:
             line += f", {duration_text(left)} left"
         return line
 
-    def _show(self, line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
+
+def _show(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

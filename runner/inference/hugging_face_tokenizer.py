@@ -18,10 +18,8 @@ def hugging_face_tokenizer(loaded: Loaded) -> Any:
 
     If the model comes from a folder, this is the folder's tokenizer, as `AutoTokenizer` loads it.
     Otherwise it is the tokenizer of the data, and begins each text as the data begins each
-    document.
-
-    Raises:
-      ConfigError: if no tokenizer is known, it cannot be loaded, or transformers is missing.
+    document. Raises ConfigError if no tokenizer is known, it cannot be loaded, or transformers is
+    missing.
     """
     try:
         from transformers import AutoTokenizer, PreTrainedTokenizerFast

@@ -20,10 +20,10 @@ from lmlib.losses.token_losses import likeliest_tokens
 from lmlib.parallel.fingerprint import fingerprint
 from lmlib.parallel.layout import sharding
 from lmlib.terminal.quantities import count_text, duration_text
-from runner.config.stages import training_data
+from runner.config.configs import training_data
 from runner.errors import ConfigError
 from runner.inference.loaded import Loaded
-from runner.inference.telling import now_and_then
+from runner.monitoring.telling import now_and_then
 
 
 def sequences_of(

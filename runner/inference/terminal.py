@@ -41,12 +41,11 @@ class Terminal:
 
         Ctrl-C ends all answers.
 
+        Raises ConfigError if the prompt leaves no room for an answer.
+
         Args:
           number: number of the prompt, which seeds its randomness.
           echo: text written before each answer.
-
-        Raises:
-          ConfigError: if the prompt leaves no room for an answer.
         """
         room = self.generator.length - len(prompt)
         if room < 1:

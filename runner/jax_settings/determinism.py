@@ -24,9 +24,6 @@ def check_determinism(
     Args:
       environment: environment variables with the flags of XLA.
       platform: a name as from `jax.default_backend()`, which is the default.
-
-    Raises:
-      ValueError: if XLA must be deterministic and attention would use cuDNN.
     """
     given = flags_of_the_run(environment)["XLA_FLAGS"]
     if not any(given.get(flag) == "true" for flag in _FLAGS):

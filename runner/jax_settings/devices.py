@@ -1,8 +1,10 @@
 """Chooses and starts JAX's devices, with clear errors if they cannot start."""
 
+import ctypes
 import logging
 import os
 import sys
+from collections.abc import Mapping
 from importlib.util import find_spec
 from logging.handlers import BufferingHandler
 
@@ -13,12 +15,33 @@ from runner.errors import ConfigError
 from runner.jax_settings.compilation_cache import keep_compiled_programs
 from runner.jax_settings.xla_flags import keep_cpus_in_order
 
+# Parameters of mallopt(3) and their values. Only blocks of 2 GiB or more, the largest threshold
+# that mallopt accepts, return to the kernel. All threads share one arena, since arenas of other
+# threads are limited to 64 MiB.
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
+_SETTINGS = {_TRIM_THRESHOLD: -1, _MMAP_THRESHOLD: 2**31 - 1, _ARENA_MAX: 1}
+
+
+def keep_freed_memory(environment: Mapping[str, str] = os.environ) -> bool:
+    """Makes malloc keep freed memory for reuse; call it before any thread starts.
+
+    Arenas of existing threads stay in use, also for later threads.
+
+    Returns:
+      True if the settings were made. They need glibc, and the user's own malloc settings take
+      precedence.
+    """
+    tunables = environment.get("GLIBC_TUNABLES", "")
+    if "glibc.malloc" in tunables or any(name.startswith("MALLOC_") for name in environment):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    return mallopt is not None and all([mallopt(*each) for each in _SETTINGS.items()])
+
 
 def start_devices() -> None:
     """Chooses and starts JAX's devices and compilation cache, for a command of one process.
 
-    Raises:
-      ConfigError: if JAX cannot start the devices.
+    Raises ConfigError if JAX cannot start the devices.
     """
     choose_devices()
     keep_cpus_in_order(several_processes=False)
@@ -31,14 +54,14 @@ def choose_devices() -> None:
 
     A warning is printed to stderr if the libraries for running on NVIDIA GPUs are installed, as
     with lmlib[cuda12], but no GPU is found. Plugins that only serve planning cause no warning.
-
-    Raises:
-      ConfigError: if two plugins for NVIDIA GPUs are installed, since JAX can load only one.
+    Raises ConfigError if two plugins for NVIDIA GPUs are installed, since JAX can load only one.
     """
     if not on_cpus_alone():
         check_one_cuda_plugin()
     left_out = use_cpu_if_alone()
-    if any(name.startswith("xla_cuda") for name in left_out) and _can_run_on_gpus():
+    # JAX needs cuDNN on NVIDIA GPUs, and lmlib[plan-gpu] lacks it.
+    runs_on_gpus = find_spec("nvidia") is not None and find_spec("nvidia.cudnn") is not None
+    if runs_on_gpus and any(name.startswith("xla_cuda") for name in left_out):
         print(
             "WARNING: no accelerator was found on this machine: JAX uses the CPU, and leaves out "
             f"its plugins {', '.join(left_out)} (JAX_PLATFORMS=cuda or tpu has it look all the "
@@ -46,11 +69,6 @@ def choose_devices() -> None:
             file=sys.stderr,
             flush=True,
         )
-
-
-def _can_run_on_gpus() -> bool:
-    """True if cuDNN is installed. JAX needs it on NVIDIA GPUs; lmlib[plan-gpu] lacks it."""
-    return find_spec("nvidia") is not None and find_spec("nvidia.cudnn") is not None
 
 
 def on_cpus_alone() -> bool:
@@ -74,9 +92,6 @@ def check_devices() -> None:
 
     JAX's log messages, such as tracebacks of plugins, are shown only if the devices start.
     Otherwise the error contains the reason.
-
-    Raises:
-      ConfigError: if JAX cannot start them, for example with JAX_PLATFORMS=cuda and no GPU.
     """
     logger, held_back = logging.getLogger("jax"), BufferingHandler(sys.maxsize)
     propagates, logger.propagate = logger.propagate, False

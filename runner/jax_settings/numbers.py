@@ -70,13 +70,10 @@ def changes(before: Mapping[str, Any], now: Mapping[str, str]) -> str:
 
 
 def _named(names: Iterable[str]) -> dict[str, str]:
-    found = {name.upper(): _text(_value(name)) for name in sorted(names)}
+    # An attribute of jax.config is the value in this thread's context.
+    values = {name: getattr(jax.config, name, jax.config.values[name]) for name in sorted(names)}
+    found = {name.upper(): _text(value) for name, value in values.items()}
     return found | {_TF32: os.environ.get(_TF32, "unset")}
-
-
-def _value(name: str) -> Any:
-    """Returns the value in this thread's context, or the global value without a context."""
-    return getattr(jax.config, name, jax.config.values[name])
 
 
 def _text(value: Any) -> str:

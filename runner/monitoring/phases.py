@@ -1,6 +1,7 @@
-"""The phases of a run, and the seconds spent in each."""
+"""The phases of a run, the seconds spent in each, and their limits."""
 
 import contextlib
+import dataclasses
 import enum
 import time
 from collections.abc import Iterator
@@ -21,6 +22,27 @@ class Phase(enum.StrEnum):
     EVALUATION = "evaluation"  # includes samples and user-defined actions
     CHECKPOINT = "checkpoint"  # only the time in which saving blocks training
     TRACKERS = "trackers"  # the final wait until metric trackers have all data
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """Seconds that each phase may last without a break; a process that takes longer ends."""
+
+    compile: float = 7_200.0
+    step: float = 1_800.0
+    data: float = 600.0  # the wait for one batch
+    evaluation: float = 7_200.0
+    checkpoint: float = 3_600.0  # the wait for a save
+
+    def of(self, phase: Phase) -> float:
+        return {
+            Phase.COMPILE: self.compile,
+            Phase.DATA: self.data,
+            Phase.STEP: self.step,
+            Phase.REPEATED: self.step,
+            Phase.EVALUATION: self.evaluation,
+            Phase.CHECKPOINT: self.checkpoint,
+        }.get(phase, float("inf"))
 
 
 class Phases:

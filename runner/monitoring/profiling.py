@@ -13,14 +13,10 @@ S = TypeVar("S")
 
 
 class Profiler:
-    """Traces steps into a folder.
+    """Traces steps into a folder, for ui.perfetto.dev.
 
-        with Profiler(folder, steps_range("10:12"), written=tell) as profiler:
-            profiler.before(10, wait_for=state)
-            ...
-            profiler.after(10, wait_for=metrics)
-
-    Open the trace, perfetto_trace.json.gz, at ui.perfetto.dev.
+    with Profiler(folder, range(10, 13)) as profiler:
+        make = profiler.traced(make)  # state, metrics = make(step, state, batch)
     """
 
     def __init__(
@@ -33,45 +29,26 @@ class Profiler:
           written: called with the number of traced steps after the trace is written, unless an
             error ended the run.
         """
-        self._folder = folder
-        self._steps = steps or range(0)
-        self._written = written
+        self._folder, self._steps, self._written = folder, steps or range(0), written
         self._traced: int | None = None
 
     def traced(self, make: Callable[..., tuple[S, Any]]) -> Callable[..., tuple[S, Any]]:
         """Wraps a step function `state, metrics = make(step, state, batch)` to trace its steps."""
 
         def call(step: int, state: S, batch: Any) -> tuple[S, Any]:
-            self.before(step, wait_for=state)
+            if step in self._steps and self._traced is None:
+                jax.block_until_ready(state)  # ends the earlier steps
+                jax.profiler.start_trace(str(self._folder), create_perfetto_trace=True)
+                self._traced = 0
             state, metrics = make(step, state, batch)
-            self.after(step, wait_for=metrics)
+            if self._traced is not None:
+                self._traced += 1
+                if step + 1 not in self._steps:
+                    jax.block_until_ready(metrics)
+                    self._end(whole=True)
             return state, metrics
 
         return call
-
-    def before(self, step: int, wait_for: Any) -> None:
-        """Starts the trace if `step` is the first step to trace in this process.
-
-        Args:
-          wait_for: arrays of earlier steps, which must be computed first.
-        """
-        if step not in self._steps:
-            return
-        if self._traced is None:
-            jax.block_until_ready(wait_for)
-            jax.profiler.start_trace(str(self._folder), create_perfetto_trace=True)
-            self._traced = 0
-        self._traced += 1
-
-    def after(self, step: int, wait_for: Any) -> None:
-        """Ends the trace if `step` is the last step to trace.
-
-        Args:
-          wait_for: arrays of this step, which must be computed first.
-        """
-        if self._traced is not None and step + 1 not in self._steps:
-            jax.block_until_ready(wait_for)
-            self._end(whole=True)
 
     def _end(self, whole: bool) -> None:
         if self._traced is not None:

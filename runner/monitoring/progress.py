@@ -1,5 +1,8 @@
 """Shows the progress of a run: a live line on a terminal, plain lines elsewhere."""
 
+import contextlib
+import os
+import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -8,8 +11,7 @@ from typing import TextIO
 
 from lmlib.terminal.quantities import count_text
 from runner.errors import WorkdirLost
-from runner.monitoring.live_line import CLEAR_LINE, fitting
-from runner.monitoring.run_log import RunLog
+from runner.monitoring.telling import CLEAR_LINE, fitting
 
 BAR_WIDTH = 20
 REDRAW_SECONDS = 0.1  # minimum time between redraws of the live line
@@ -48,7 +50,7 @@ class Progress:
         self._redrawn_at = -float("inf")
         self._stream_pace, self._log_pace = _Pace(), _Pace()
         self._first: tuple[int, float] | None = None
-        self._log: RunLog | None = None
+        self._log: Path | None = None
         self._before_log: list[tuple[float, str]] = []  # messages, and when they were written
 
     def keep(self, workdir: Path, check: Callable[[], None] = lambda: None) -> None:
@@ -57,9 +59,29 @@ class Progress:
         Args:
           check: called before each write; raises an error to prevent it.
         """
-        self._log = RunLog(workdir, check=check)
+        self._log, self._check = workdir / "run.log", check
+        separator = ""
+        with contextlib.suppress(OSError):
+            # Separates this start from the previous one, whose last line may be incomplete.
+            separator = "\n" * bool(self._log.stat().st_size)
+        self._record(
+            f"=== start of process {os.getpid()} on {socket.gethostname()}", None, separator
+        )
         for at, text in self._before_log:
-            self._log.write(text, at)
+            self._record(text, at)
+
+    def _record(self, text: str, at: float | None = None, before: str = "") -> None:
+        """Appends each line of `text` to run.log with a UTC timestamp, of `at` or now.
+
+        Lines are dropped if the storage fails or another run has taken over the workdir.
+        """
+        assert self._log is not None
+        stamp = time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(at))
+        with contextlib.suppress(OSError, WorkdirLost):
+            self._check()
+            # Opened for each write. There are few lines, and nothing needs to be closed at the end.
+            with self._log.open("a", encoding="utf-8") as file:
+                file.write(before + "".join(f"{stamp}  {line}\n" for line in text.splitlines()))
 
     def update(
         self,
@@ -99,7 +121,7 @@ class Progress:
         line = "  ".join(parts)
         always = step >= self._steps
         if self._log is not None and self._log_pace.has_turn(now, always):
-            self._log.write(line)
+            self._record(line)
         if not self._live:
             if self._stream_pace.has_turn(now, always):
                 self._write(f"{line}\n")
@@ -117,7 +139,7 @@ class Progress:
     def message(self, text: str) -> None:
         """Writes `text` on separate lines, above the live line."""
         if self._log is not None:
-            self._log.write(text)
+            self._record(text)
         else:
             self._before_log.append((time.time(), text))
         if self._live:
@@ -139,7 +161,7 @@ class Progress:
         taken = kind is not None and issubclass(kind, WorkdirLost)
         # After WorkdirLost, the log may belong to another run.
         if kind is not None and self._log is not None and not taken:
-            self._log.write(f"ended by {kind.__name__}: {error}")
+            self._record(f"ended by {kind.__name__}: {error}")
 
     def _fitting(self) -> str:
         assert self._stream is not None
@@ -159,11 +181,7 @@ class _Pace:
         self._written_at = -float("inf")
 
     def has_turn(self, now: float, always: bool) -> bool:
-        """True if a step that ended at `now` (seconds) gets a line.
-
-        Args:
-          always: True to select this step in any case.
-        """
+        """True if a step that ended at `now` (seconds) gets a line."""
         begins = self._lines < PLAIN_LINES_AT_FIRST
         if not (always or begins or now - self._written_at >= PLAIN_LINE_SECONDS):
             return False

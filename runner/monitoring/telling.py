@@ -1,13 +1,48 @@
-"""Shows the current activity of a command, such as a long compilation."""
+"""Shows the current activity of a command: periodic lines, or a line redrawn in place."""
 
 import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Self, TextIO
 
-from lmlib.terminal.text import text_stream
-from runner.monitoring.live_line import CLEAR_LINE, fitting
+from lmlib.terminal.quantities import bytes_text
+from lmlib.terminal.text import shown, text_stream
+
+
+def now_and_then(
+    show: Callable[[str], None], seconds: float = 10.0
+) -> Callable[[Callable[[], str]], None]:
+    """Returns a function that shows the line its argument makes, at most once every `seconds`."""
+    last = time.monotonic()
+
+    def tell(line: Callable[[], str]) -> None:
+        nonlocal last
+        if (now := time.monotonic()) - last >= seconds:
+            last = now
+            show(line())
+
+    return tell
+
+
+def told(doing: str, show: Callable[[str], None]) -> Callable[[int, int], None]:
+    """Returns a function of the bytes done and in all, which shows "`doing` 1 GB of 2 GB"."""
+    tell = now_and_then(show)
+    return lambda done, total: tell(lambda: f"{doing} {bytes_text(done)} of {bytes_text(total)}")
+
+
+CLEAR_LINE = "\r\x1b[K"  # the old line may be longer than the new one
+
+
+def fitting(line: str, stream: TextIO) -> str:
+    """Cuts `line` to the width of the terminal, since a wrapped line cannot be redrawn."""
+    try:
+        width = os.get_terminal_size(stream.fileno()).columns
+    except OSError:  # the terminal was closed
+        width = 0
+    return shown(line)[: width - 1] if width else line  # 0 if the terminal doesn't report its width
+
 
 REDRAW_SECONDS = 1.0  # time between redraws on a terminal
 LINE_SECONDS = 10.0  # time between lines elsewhere

@@ -17,9 +17,36 @@ from pathlib import Path
 import jax
 
 from runner.command_line.exit_status import FAILED
-from runner.monitoring.awake import Awake
-from runner.monitoring.limits import Limits
-from runner.monitoring.phases import Phase, Phases
+from runner.monitoring.phases import Limits, Phase, Phases
+
+
+class Awake:
+    """Counts the seconds in which this process was not paused.
+
+    It must be asked every `period` seconds. A call that comes late means that the process was
+    paused.
+    """
+
+    def __init__(self, period: float, now: float):
+        """Starts counting.
+
+        Args:
+          period: seconds between two calls of `seconds_since`.
+          now: the current time in seconds by a monotonic clock, here and below.
+        """
+        self._period = period
+        self._asked_at = now
+        self._moment, self._held = now, 0.0
+
+    def seconds_since(self, moment: float, now: float) -> float:
+        """Returns the seconds from `moment` to `now`, without pauses; call it every `period`."""
+        if moment != self._moment:
+            self._moment, self._held = moment, 0.0
+        late = now - self._asked_at - self._period
+        self._held += max(0.0, min(late, now - moment))
+        self._asked_at = now
+        return now - moment - self._held
+
 
 LONGEST_WAIT = 1.0  # maximum seconds between two checks
 LAST_WORDS_SECONDS = 10.0  # time limit for a process to report why it ends

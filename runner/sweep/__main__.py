@@ -4,13 +4,6 @@
         --axis=optimizer.peak_lr=1e-3,3e-3 --axis=seed=0,1,2 --workdir=/tmp/sweep
 
 --fdl_config, --fiddler, --fdl.x.y=…   as for `python -m runner`, for all points
---axis=x.y=1,2   values of a parameter; repeatable: all combinations
---points=NAME    a function of the experiment that yields points; default: `sweep` without --axis
---dry_run        shows the points, their tokens, FLOPs and time; trains nothing
---at_once=N      number of parallel processes; by default points train in turn in this process
---through=…      a launcher for each point's command: 'ssh host {command}'
---slurm          writes an array job instead; --submit gives it to sbatch
---halving=0.25,0.5   after these fractions of the steps, only the better half continues
 -- --flag=…      flags of `python -m runner` for each point
 The same command resumes where it stopped, and skips finished points. See docs/sweeps.md.
 """
@@ -22,35 +15,35 @@ from absl import flags
 from fiddle import absl_flags as absl_flags  # defines --fdl_config and its like
 
 from runner.command_line.command import DEBUG, first_lines, listed, run, take_flags
-from runner.command_line.config_flags import (
-    TRUST_MODULE,
-    check_chosen,
-    chosen_config,
-    fiddlers_listed,
-)
 from runner.command_line.exit_status import FAILED, FINISHED, STOPPED
+from runner.command_line.flags import TRUST_MODULE, check_chosen, chosen_config, fiddlers_listed
 from runner.command_line.lossy_stream import lossy_standard_streams
 from runner.config import configs
 from runner.errors import ConfigError
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "folder for the sweep, and its runs in it")
 _AXIS = flags.DEFINE_multi_string(
-    "axis", [], "values of a parameter, optimizer.peak_lr=1e-3,3e-3; repeatable"
+    "axis", [], "values of a parameter, optimizer.peak_lr=1e-3,3e-3; repeatable: all combinations"
 )
-_POINTS = flags.DEFINE_string("points", None, "the experiment's function that yields points")
-_ADD_POINTS = flags.DEFINE_bool("add_points", False, "add these points to a sweep that is there")
-_DRY_RUN = flags.DEFINE_bool("dry_run", False, "show the points and what they cost; train nothing")
+_POINTS = flags.DEFINE_string(
+    "points", None, "a function of the experiment that yields points; default: sweep"
+)
+_ADD_POINTS = flags.DEFINE_bool("add_points", False, "add these points to an existing sweep")
+_DRY_RUN = flags.DEFINE_bool("dry_run", False, "show the points and their cost; train nothing")
 _AT_ONCE = flags.DEFINE_integer(
-    "at_once", None, "processes, or tasks of SLURM, at the same time", lower_bound=1
+    "at_once",
+    None,
+    "parallel processes, or SLURM tasks; default: in turn in this process",
+    lower_bound=1,
 )
 _THROUGH = flags.DEFINE_string(
-    "through", None, "words around each command: {command}, {name}, {slot}"
+    "through", None, "a launcher for each point: 'ssh host {command}'; also {name}, {slot}"
 )
-_SLURM = flags.DEFINE_bool("slurm", False, "write an array job of SLURM; train nothing here")
+_SLURM = flags.DEFINE_bool("slurm", False, "write a SLURM array job; train nothing here")
 _SBATCH = flags.DEFINE_multi_string(
-    "sbatch", [], "a flag of sbatch's for that job, --gres=gpu:1; repeatable"
+    "sbatch", [], "a flag of sbatch for that job, --gres=gpu:1; repeatable"
 )
-_SUBMIT = flags.DEFINE_bool("submit", False, "with --slurm: give the job to sbatch")
+_SUBMIT = flags.DEFINE_bool("submit", False, "with --slurm: submit the job")
 _HALVING = flags.DEFINE_string(
     "halving", None, "fractions of the steps after which the better half goes on: 0.25,0.5"
 )
@@ -70,8 +63,12 @@ from lmlib.plan.cost import Cost
 from lmlib.terminal.python_command import python_command
 from runner.absent_hardware.cost import cost_of
 from runner.config.text import settings as settings_of
-from runner.jax_settings.allocator import keep_freed_memory
-from runner.jax_settings.devices import check_devices, choose_devices, on_cpus_alone
+from runner.jax_settings.devices import (
+    check_devices,
+    choose_devices,
+    keep_freed_memory,
+    on_cpus_alone,
+)
 from runner.jax_settings.xla_flags import keep_cpus_in_order, set_gpu_flags
 from runner.processes.lock import FolderLock
 from runner.sweep.commands import (
@@ -198,11 +195,7 @@ def _words(point: Point, slot: int, arguments: Sequence[str]) -> list[str]:
 
 
 def _ended(sweep: Sweep, chosen: Sequence[Point], whole: bool, failures: dict[str, str]) -> int:
-    """Shows the results and returns the exit status.
-
-    Args:
-      whole: True unless a signal stopped the training.
-    """
+    """Shows the results and returns the exit status."""
     print(f"\n{results_text(sweep.points, failures)}")
     if not whole:
         print("\nstopped as a signal asked; the same command goes on")

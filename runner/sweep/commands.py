@@ -38,8 +38,7 @@ def check_through(template: str) -> None:
         raise ConfigError(f"--through={template}: {error}") from error
     if not any(_COMMAND in word for word in words):
         raise ConfigError(
-            f"--through={template} has no {_COMMAND}, which stands for a point's own command: "
-            "--through='srun --ntasks=1 {command}'"
+            f"--through={template} lacks {_COMMAND}: write it as 'srun --ntasks=1 {_COMMAND}'"
         )
 
 
@@ -95,10 +94,7 @@ def write_script(
 def check_sbatch() -> None:
     """Raises ConfigError if sbatch is not installed."""
     if shutil.which("sbatch") is None:
-        raise ConfigError(
-            "--submit: there is no sbatch on this machine; leave it out, and submit the script "
-            "where there is one"
-        )
+        raise ConfigError("--submit: sbatch is not installed here; submit the script elsewhere")
 
 
 def submit(file: Path) -> None:

@@ -77,12 +77,11 @@ class Sweep:
     points: tuple[Point, ...]
 
     def write(self) -> None:
-        points = [{"name": each.name, "settings": dict(each.settings)} for each in self.points]
         content = {
             "format": _FORMAT,
             "experiment": self.experiment,
             "config": dict(self.config),
-            "points": points,
+            "points": [{"name": p.name, "settings": dict(p.settings)} for p in self.points],
         }
         make_folder(self.folder)
         write_whole(self.folder / SWEEP, json.dumps(content, indent=1) + "\n")
@@ -119,13 +118,12 @@ def planned(
 ) -> Sweep:
     """Returns the sweep of `points` in `folder`, keeping existing names. Writes nothing.
 
+    Raises ConfigError if the folder has another sweep (the message says what differs), or
+    sweep.json is damaged.
+
     Args:
       config_of: returns all settings of a point.
       add: True if an existing sweep takes new points, and keeps points that are left out now.
-
-    Raises:
-      ConfigError: if the folder has another sweep (the message says what differs), or sweep.json is
-        damaged.
     """
 
     def named(points: Sequence[Settings], others: Sequence[Point]) -> tuple[Point, ...]:
@@ -160,18 +158,14 @@ def read_sweep(folder: Path) -> Sweep:
     try:
         content = read_json(unlinked(folder, SWEEP))
         if content["format"] != _FORMAT:
-            raise ValueError(
-                f"its format is {content['format']!r:.40}, and this program's {_FORMAT}"
-            )
+            raise ValueError(f"format {content['format']!r:.40} instead of {_FORMAT}")
         points = points_in(content)
         if not points or not all(map(is_safe, points)):
             raise ValueError(f"these are no names of points: {[*points]!r:.80}")
         found = tuple(Point(folder / name, settings) for name, settings in points.items())
         return Sweep(folder, str(content["experiment"]), checked_settings(content["config"]), found)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"{folder / SWEEP} cannot be read, or is damaged: {error!r:.200}"
-        ) from error
+        raise ConfigError(f"{folder / SWEEP} cannot be read: {error!r:.200}") from error
 
 
 def names_of(points: Sequence[Settings], taken: Iterable[str] = ()) -> list[str]:
@@ -181,10 +175,13 @@ def names_of(points: Sequence[Settings], taken: Iterable[str] = ()) -> list[str]
     points change a point's name only if two names would be equal.
     """
     labels = _labels({path for point in points for path in point})
-    names = [_name(point, labels) for point in points]
+    names = [
+        ",".join(f"{labels[path]}={_safe(value)}" for path, value in point.items()) or "base"
+        for point in points
+    ]
     count = collections.Counter(name.casefold() for name in [*names, *taken])
     return [
-        _with_digest(name, point) if count[name.casefold()] > 1 else name
+        _with_digest(name, point) if len(name) > LONGEST or count[name.casefold()] > 1 else name
         for name, point in zip(names, points, strict=True)
     ]
 
@@ -194,23 +191,13 @@ def is_safe(name: str) -> bool:
     return len(name) <= LONGEST and _SAFE.fullmatch(name) is not None
 
 
-def _name(point: Settings, labels: Mapping[str, str]) -> str:
-    if not point:
-        return "base"
-    name = ",".join(f"{labels[path]}={_safe(value)}" for path, value in point.items())
-    return name if len(name) <= LONGEST else _with_digest(name, point)
-
-
 def _labels(paths: set[str]) -> dict[str, str]:
     """Returns the shortest unambiguous suffix of each path."""
     found = {}
     for path in paths:
-        parts = path.split(".")
-        for count in range(1, len(parts) + 1):
-            end = parts[-count:]
-            if sum(other.split(".")[-count:] == end for other in paths) == 1:
-                break
-        found[path] = _safe(".".join(parts[-count:]))
+        ends = [path.split(".", cut)[-1] for cut in range(path.count("."), -1, -1)]
+        unique = (e for e in ends if sum(f".{other}".endswith(f".{e}") for other in paths) == 1)
+        found[path] = _safe(next(unique, path))
     return found
 
 
@@ -219,8 +206,7 @@ def _safe(text: str) -> str:
 
 
 def _with_digest(name: str, point: Settings) -> str:
-    written = json.dumps(sorted(point.items())).encode()
-    digest = hashlib.sha256(written).hexdigest()[:_DIGEST]
+    digest = hashlib.sha256(json.dumps(sorted(point.items())).encode()).hexdigest()[:_DIGEST]
     return f"{name[: LONGEST - _DIGEST - 1]}-{digest}"
 
 

@@ -18,14 +18,13 @@ FUNCTION = "sweep"  # default name of the function in an experiment's file
 def points_of(reference: str, function: str | None, axes: Sequence[str]) -> list[Settings]:
     """Returns the distinct points of a sweep: the points of `function` combined with `axes`.
 
+    Raises ConfigError if there is no such function, it fails or yields no points, or an axis is
+    malformed.
+
     Args:
       function: a function of the experiment `reference` that yields points; `None`: `sweep` if
         there are no axes.
       axes: texts such as `optimizer.peak_lr=1e-3,3e-3`.
-
-    Raises:
-      ConfigError: if there is no such function, it fails or yields no points, or an axis is
-        malformed.
     """
     parts = [_axis(text) for text in axes]
     if function is not None or not axes:
@@ -41,16 +40,15 @@ def _own(reference: str, name: str) -> sweeps.Points:
     found, where = configs.yielded(reference, name), f"{name}() of {reference}"
     if found is None:
         raise ConfigError(
-            f"{reference} has no function {name}(): give it one that yields the points, as in "
-            "docs/sweeps.md, or give --axis=optimizer.peak_lr=1e-3,3e-3"
+            f"{reference} has no function {name}(), which yields points (docs/sweeps.md): add it, "
+            "or give --axis=optimizer.peak_lr=1e-3,3e-3"
         )
     if not found:
         raise ConfigError(f"{where} yields no points")
     for point in found:
         if not isinstance(point, dict) or not all(isinstance(path, str) for path in point):
             raise ConfigError(
-                f"{where} yields {point!r:.200}; a point is a dictionary of paths, such as "
-                '{"optimizer.peak_lr": 1e-3}'
+                f'{where} yields {point!r:.200}; expected {{"optimizer.peak_lr": 1e-3}}'
             )
     return [
         {path: _literal(value, f"{where}: {path}") for path, value in point.items()}
@@ -63,10 +61,7 @@ def _literal(value: Any, where: str) -> str:
     with contextlib.suppress(*BAD_LITERAL):
         if ast.literal_eval(text) == value:
             return text
-    raise ConfigError(
-        f"{where} is {text:.200}, which is no literal of Python: write a number, a text, or a "
-        "tuple, list or dictionary of these"
-    )
+    raise ConfigError(f"{where} must be a Python literal, got {text:.200}")
 
 
 def _axis(text: str) -> sweeps.Points:

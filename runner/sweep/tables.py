@@ -12,7 +12,6 @@ from lmlib.terminal.quantities import count_text, duration_text
 from lmlib.terminal.table import columns
 from runner.sweep.folder import Point
 
-_LONGEST = 160  # maximum characters of a reason
 _NOTHING = "-"
 _SPEED = "mean_tokens_per_second"
 
@@ -33,17 +32,16 @@ def costs_text(points: Sequence[Point], costs: Sequence[Cost | None]) -> str:
             tokens, flops = count_text(cost.tokens), _flops_text(cost.total_flops)
             cells = f"{cost.steps:,}", tokens, flops, time
         rows.append((point.name, *cells, status(point)))
-    known = [each for each in costs if each is not None]
-    spent, seen = sum(each.total_flops for each in known), sum(each.tokens for each in known)
-    whole = f"{len(points)} points, {count_text(seen)} tokens, {_flops_text(spent)} FLOPs"
+    known = [(point, cost) for point, cost in zip(points, costs, strict=True) if cost is not None]
+    spent, seen = (sum(getattr(c, n) for _, c in known) for n in ("total_flops", "tokens"))
+    whole = f"{len(points)} points, {count_text(seen)} tokens, {_flops_text(spent)} FLOPs; "
     if not speed:
-        whole += f"; {time_of(spent)}, and measured once one has finished"
+        whole += f"{time_of(spent)}; measured after the first point"
     else:
-        pairs = zip(points, costs, strict=True)
-        left = sum(cost.tokens for point, cost in pairs if cost and not point.finished)
+        left = sum(cost.tokens for point, cost in known if not point.finished)
         whole += (
-            f"; {duration_text(left / speed)} for what has not finished, one after the other, at "
-            f"the {count_text(speed)} tokens per second of those that have"
+            f"{duration_text(left / speed)} left, one point after the other, at "
+            f"{count_text(speed)} tokens per second"
         )
     return f"{columns(rows)}\n\n{whole}"
 
@@ -83,11 +81,9 @@ def status(point: Point, failures: Mapping[str, str] | None = None) -> str:
     """
     run = point.run
     try:
-        last = run.metrics[-1]["step"] if run.metrics else None
-        failed: Ended = "failed"
         if point.name in (failures or {}) and run.state.name not in get_args(Ended):
-            return failed
-        return run.status(last)
+            return "failed"
+        return run.status(run.metrics[-1]["step"] if run.metrics else None)
     except (OSError, ValueError):  # damaged: the run will be made again
         return NOT_RUNNING
 
@@ -96,7 +92,7 @@ def _reason(point: Point, failures: Mapping[str, str]) -> str:
     reason = failures.get(point.name, "")
     with contextlib.suppress(OSError, ValueError):
         reason = reason or point.run.state.reason.partition("\n")[0]
-    return reason if len(reason) <= _LONGEST else f"{reason[:_LONGEST]}…"
+    return f"{reason:.160}"
 
 
 def _flops_text(flops: float) -> str:
@@ -104,7 +100,7 @@ def _flops_text(flops: float) -> str:
 
 
 def _order(final: Mapping[str, Final]) -> tuple[bool, float]:
-    """Sort key: validation loss; runs without one come last, by training loss."""
+    """Sorts by validation loss; runs without one come last, by training loss."""
     loss = final.get("validation_loss") or final.get("training_loss")
     value = loss.value if loss and math.isfinite(loss.value) else math.inf
     return "validation_loss" not in final, value

@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import fiddle as fdl
-import jax
-from jax.sharding import Mesh
 
 from lmlib.storage.regular_file import open_regular
 from lmlib.storage.unlinked import check_no_link
@@ -21,12 +19,11 @@ from lmlib.terminal.quantities import duration_text
 from runner.command_line.command import tell
 from runner.command_line.exit_status import FINISHED, SIGNALLED, STOPPED
 from runner.errors import StoppedEarly, in_words
-from runner.monitoring.limits import Limits
+from runner.monitoring.phases import Limits
 from runner.processes.parent import Parent
 from runner.processes.stopping import StopSignals
 from runner.sweep.folder import OUTPUT, Point, Settings
 from runner.sweep.tables import result_text, status
-from runner.training.compiled_step import identity_of
 from runner.training.fit import fit
 from runner.training.options import Options
 
@@ -59,7 +56,7 @@ class _Training:
 
 
 class InTurn(_Training):
-    """Trains points one by one, as `python -m runner` would; equal programs compile once."""
+    """Trains points one by one, as `python -m runner` would."""
 
     def __init__(
         self,
@@ -69,9 +66,7 @@ class InTurn(_Training):
         debug: bool,
     ):
         super().__init__(grace_seconds)
-        self._config_of, self._experiment_file = config_of, experiment_file
-        self._debug = debug
-        self._programs = Programs()
+        self._config_of, self._experiment_file, self._debug = config_of, experiment_file, debug
 
     def train(
         self, points: Iterable[Point], until: Callable[[Point], int | None] = lambda point: None
@@ -93,12 +88,7 @@ class InTurn(_Training):
         def stop(step: int) -> bool:
             return self._asked.is_set() or (last is not None and step >= last)
 
-        options = Options(
-            limits=Limits(),
-            programs=self._programs,
-            stop=stop,
-            experiment_file=self._experiment_file,
-        )
+        options = Options(limits=Limits(), stop=stop, experiment_file=self._experiment_file)
         try:
             fit(self._config_of(point.settings), point.workdir, options)
         except StoppedEarly:
@@ -187,27 +177,6 @@ class SideBySide(_Training):
         for _, process, _ in list(self._running.values()):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, number)
-
-
-class Programs:
-    """Compiles each step once for all runs of this process, and caches the last few."""
-
-    def __init__(self, most: int = 4):
-        self._most = most
-        self._kept: dict[tuple[str, ...], jax.stages.Compiled] = {}
-
-    def __call__(
-        self, step: jax.stages.Lowered, mesh: Mesh, compile_step: Callable[[], jax.stages.Compiled]
-    ) -> jax.stages.Compiled:
-        key = tuple(identity_of(step, mesh).values())
-        kept = self._kept.pop(key, None)
-        # A compiled step unpacks its arguments by the pytree structures that it was compiled for.
-        if kept is None or (kept.in_tree, kept.out_tree) != (step.in_tree, step.out_tree):
-            kept = compile_step()
-        self._kept[key] = kept  # most recently used
-        while len(self._kept) > self._most:
-            del self._kept[next(iter(self._kept))]
-        return kept
 
 
 def last_line(file: Path) -> str:

@@ -19,7 +19,7 @@ from runner.errors import ConfigError, TrainingStopped, user_errors
 from runner.monitoring.phases import Phase
 from runner.training import data_probe
 from runner.training.run import Run
-from runner.weights.notes import WEIGHTS_ALONE, Fork, check_notes, fork_in
+from runner.weights.notes import WEIGHTS_ALONE, Fork, check_notes, check_same_model
 
 if TYPE_CHECKING:
     from runner.weights.given import GivenWeights
@@ -62,10 +62,8 @@ class Beginning:
 def begin(run: Run) -> Beginning:
     """Restores, forks, warm-starts or initialises the state; changes nothing on disk.
 
-    Enters the restore or initialisation phase of the run.
-
-    Raises:
-      ConfigError: if the run cannot continue from its checkpoints; the message says why.
+    Enters the restore or initialisation phase of the run. Raises ConfigError if the run cannot
+    continue from its checkpoints; the message says why.
     """
     experiment, options, directory = run.experiment, run.options, run.checkpoints
     init_from, forks = options.init_from or experiment.init_from, experiment.continue_optimizer
@@ -99,7 +97,9 @@ def begin(run: Run) -> Beginning:
         given = _given(run, found is None and (init_from is not None or forks))
         if found is not None:
             check_notes(found, directory)
-            return _go_on(run, found, fork_in(found.notes), given, options.init_from)
+            fork = found.notes.get("forked_from")
+            fork = fork and Fork(**fork)
+            return _go_on(run, found, fork, given, options.init_from)
         if forks:
             assert given is not None
             found, fork = given.fork(init_from, settings(run.cfg))
@@ -137,12 +137,7 @@ def _go_on(
     given: "GivenWeights | None",
     init_from: str | None,
 ) -> Beginning:
-    """Returns the state of the checkpoint `found`, completed with weights that it lacks.
-
-    Args:
-      found: a checkpoint with checked metadata.
-      init_from: the current location of the missing weights, if they have moved.
-    """
+    """Returns the state of the checkpoint `found`, completed with weights that it lacks."""
     _check_data(run, found)
     _say(run, found, fork)
     notes = found.notes
@@ -163,9 +158,6 @@ def check_newest(beginning: Beginning, steps: Sequence[int], directory: Path) ->
 
     Args:
       steps: the steps of the current checkpoints in `directory`.
-
-    Raises:
-      TrainingStopped: if one of them is newer than `beginning`.
     """
     damaged = {error.folder.name for error in beginning.damaged}
     newer = [step for step in steps if step > beginning.step and str(step) not in damaged]
@@ -189,9 +181,6 @@ def check_config(
 
     Args:
       target: returns the abstract state that a checkpoint is restored into.
-
-    Raises:
-      ConfigError: if the model has changed and `allowed_changes` lacks "model".
     """
     with user_errors():
         before, now = read_settings(workdir), settings(cfg)
@@ -201,21 +190,13 @@ def check_config(
     changed = changed_paths(before, now)
     if "init_from" in changed and steps_in(workdir / "checkpoints"):
         tell("the new init_from is ignored: this run has checkpoints")
-    of_the_model = [path for path in changed if path.partition(".")[0] == "model"]
-    if of_the_model and "model" not in allowed_changes:
+
+    def weights_fit() -> bool:
         with user_errors(), Checkpoints(workdir / "checkpoints", read_only=True) as checkpoints:
             newest = checkpoints.newest()
-            fits = newest is None or checkpoints.fits(newest, target())
-        remedy = ", whose shapes are others: use another workdir"
-        if fits:
-            remedy = (
-                "; use another workdir (--init_from takes them there), or give "
-                "--allow_change=model to go on all the same"
-            )
-        raise ConfigError(
-            f"{', '.join(of_the_model)} changed since the run in {workdir} was trained, so its "
-            f"weights are those of another model{remedy}"
-        )
+            return newest is None or checkpoints.fits(newest, target())
+
+    check_same_model(f"the run in {workdir}", before, now, allowed_changes, weights_fit)
 
 
 def _check_data(run: Run, found: Restored) -> None:

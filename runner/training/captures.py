@@ -48,18 +48,13 @@ class Captures:
     """Captures the first of consecutive skipped updates, up to `guard.captures` times per run."""
 
     def __init__(self, run: Run, saver: Saver, initialised_from: str | None):
-        """Prepares captures.
-
-        Args:
-          initialised_from: the name of the run's initial weights; `None` if they were new.
-        """
+        """Prepares captures of a run that began with the weights `initialised_from`, if any."""
         self._run, self._saver, self._initialised_from = run, saver, initialised_from
 
     def take(self, line: Line, batch: Batch) -> str | None:
         """Captures the step of `line` if its update was skipped; every process must call it.
 
-        Returns:
-          A message about the capture; `None` if there is none.
+        Returns a message about the capture; `None` if there is none.
         """
         step = line["step"]
         if line["skipped_in_a_row"] != 1 or line["valid_tokens"] == 0:
@@ -78,9 +73,7 @@ class Captures:
             try:
                 self._write(folder, line, rows)
             except OSError as error:
-                return (
-                    f"WARNING: step {step:,} could not be captured in {folder}: {in_words(error)}"
-                )
+                return f"WARNING: step {step:,} is not captured in {folder}: {in_words(error)}"
         again = python_command("runner.replay", folder)
         return f"step {step:,} was skipped; to make it again: {again}"
 
@@ -143,8 +136,7 @@ class Capture:
 def read_capture(folder: Path) -> Capture:
     """Reads a capture.
 
-    Raises:
-      ValueError, OSError: if `folder` has no capture or the capture is damaged.
+    Raises ValueError or OSError if `folder` has no capture or the capture is damaged.
     """
     file = folder / "capture.json"
     if not file.is_file():
@@ -173,9 +165,8 @@ def read_capture(folder: Path) -> Capture:
 def read_batch(folder: Path, expected: Batch) -> Batch:
     """Returns the captured batch, with its tokens in the order of `expected`.
 
-    Raises:
-      ValueError: if the arrays in the file don't have the shapes of `expected`. The shapes are
-        checked before any memory is allocated.
+    Raises ValueError if the arrays in the file don't have the shapes of `expected`. The shapes are
+    checked before any memory is allocated.
     """
     file = folder / "batch.npz"
     shapes = {

@@ -1,5 +1,7 @@
 """Stops a run after too many skipped updates, and names the first non-finite values."""
 
+from typing import NoReturn
+
 from lmlib.data.batch import Batch
 from lmlib.experiment import Experiment
 from lmlib.inspect.layer_statistics import (
@@ -14,10 +16,8 @@ from runner.training.recorder import Line
 from runner.training.saving import Saver
 
 
-def stop_if_diverged(
-    experiment: Experiment, line: Line, state: State, batch: Batch, saver: Saver
-) -> None:
-    """Raises Diverged if `line` reports too many skipped updates in a row.
+def stop(experiment: Experiment, line: Line, state: State, batch: Batch, saver: Saver) -> NoReturn:
+    """Raises Diverged, since the updates up to the step of `line` were skipped.
 
     Every process must call it.
 
@@ -27,8 +27,6 @@ def stop_if_diverged(
       batch: the newest batch.
     """
     in_a_row = line["skipped_in_a_row"]
-    if in_a_row < experiment.guard.stop_after:
-        return
     saver.settle()
     statistics = statistics_of(experiment, state, batch)
     offender = first_offender(statistics)

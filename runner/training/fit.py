@@ -4,7 +4,7 @@ import dataclasses
 import os
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import fiddle as fdl
 import jax
@@ -15,8 +15,6 @@ from lmlib.experiment.sources import check_first_rows
 from lmlib.metrics.log import missing_lines, read_metrics
 from lmlib.metrics.sinks import Sinks
 from lmlib.parallel.axes import PartError
-from lmlib.report.page import FILE_NAME as REPORT
-from lmlib.report.page import leave_page
 from lmlib.state import State
 from runner.command_line.paths import check_can_be_made
 from runner.config.text import settings
@@ -40,19 +38,14 @@ from runner.processes.agreement import (
 from runner.processes.lock import FILE_NAME as LOCK
 from runner.processes.workdir import Workdir, opened
 from runner.training.beginning import Beginning, begin, check_config, check_newest
-from runner.training.compiled_step import StepPrograms
 from runner.training.data_probe import read_by_this_process
-from runner.training.loop import make_steps
+from runner.training.loop import check_profile, make_steps
 from runner.training.options import Options
 from runner.training.recorder import metrics_log
-from runner.training.report import Summary, earlier_summary, finish
+from runner.training.report import Summary, earlier_summary, finish, leave_report
 from runner.training.run import Run
 from runner.training.saving import open_checkpoints
 from runner.training.starts import Start
-from runner.training.validation import Validation
-
-if TYPE_CHECKING:
-    from runner.training.samples import Samples
 
 _SMALLER = "make the model or the batch smaller, or take more devices; runner.plan says what fits"
 
@@ -127,7 +120,7 @@ def _fit_in(
     # The lock is released before the progress log closes, so the loss of the lock replaces any
     # other error in the log.
     with Progress(experiment.steps, stream=sys.stderr if shown else None) as progress, held as lock:
-        run = Run(cfg, experiment, options, place, progress, phases, lock, primary)
+        run = Run(cfg, experiment, options, start, place, progress, phases, lock, primary)
         if place.url is None:
             require_same_workdir(workdir / LOCK, lock.start)
         with agreed():
@@ -140,12 +133,10 @@ def _fit_in(
             )
             start.check_jax_settings(options.allowed_changes, run.tell)
         start.tell_changes(run.tell)
-        programs = StepPrograms(run)
         with agreed(), user_errors((PartError,)):
             run.announce()
+            check_profile(run)
         beginning = begin(run)
-        with agreed():
-            programs.check()
         phases.enter(Phase.STARTUP)
         # Nothing is written before this line, so a rejected run leaves the workdir unchanged.
         with open_checkpoints(run) as checkpoints, Watchdog(phases, options.limits, workdir):
@@ -163,34 +154,22 @@ def _fit_in(
                 if primary:
                     progress.keep(workdir, lock.check)
                 try:
-                    state, summary = _train(run, start, beginning, checkpoints, programs)
+                    state, summary = _train(run, beginning, checkpoints)
                 except Exception as error:
                     if primary and not isinstance(error, WorkdirLost):
-                        leave_page(workdir, run.tell, lock.check)
+                        leave_report(run)
                     raise
             elif primary:  # an earlier start may have failed to upload metrics
                 sinks = [*experiment.sinks, *options.sinks]
                 Sinks(sinks, workdir, experiment.steps + 1, run.tell, lock.check).close()
             lock.check()
-            if primary and (made_now or not (workdir / REPORT).exists()):
-                leave_page(workdir, run.tell, lock.check)
+            if primary:
+                leave_report(run, replace=made_now)
     return Result(state, read_metrics(workdir) if primary else [], summary)
 
 
-def _train(
-    run: Run,
-    start: Start,
-    beginning: Beginning,
-    checkpoints: Checkpoints,
-    programs: StepPrograms,
-) -> tuple[State, Summary]:
-    """Runs the remaining steps, then evaluates and samples.
-
-    Returns:
-      The final state and the summary.
-    """
-    validation = None if run.experiment.validation is None else Validation(run.experiment)
-    samples = _samples(run) if run.experiment.samples.prompts else None
+def _train(run: Run, beginning: Beginning, checkpoints: Checkpoints) -> tuple[State, Summary]:
+    """Runs the remaining steps, then evaluates and samples."""
     check, by = run.lock.check, run.lock.start
     with (
         GoodputLog(run.workdir, run.phases, check, run.primary, by) as goodput,
@@ -198,15 +177,7 @@ def _train(
     ):
         if goodput.problem is not None:
             run.tell(f"WARNING: {goodput.problem}")
-        state = make_steps(
-            run, start, beginning, checkpoints, programs, goodput, log, validation, samples
-        )
+        state = make_steps(run, beginning, checkpoints, goodput, log)
         run.phases.enter(Phase.EVALUATION)
         log.flush()
-        return state, finish(run, state, validation, samples, goodput)
-
-
-def _samples(run: Run) -> "Samples":
-    from runner.training.samples import Samples  # imported here: it loads all of lmlib.generate
-
-    return Samples(run)
+        return state, finish(run, state, goodput)

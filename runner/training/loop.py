@@ -1,8 +1,8 @@
 """The training loop: dispatches a step, then reads the metrics of the previous one."""
 
 import dataclasses
+import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -13,26 +13,21 @@ from lmlib.data.prefetch import Prefetch
 from lmlib.experiment import Action, Every, Moment
 from lmlib.experiment.stages import at
 from lmlib.metrics.log import MetricsLog, read_metrics
+from lmlib.parallel.axes import PartError
 from lmlib.parallel.layout import sharding
 from lmlib.state import State
+from lmlib.terminal.quantities import bytes_text, duration_text
 from lmlib.train import Metrics
-from runner.errors import StoppedEarly
+from runner.errors import ConfigError, StoppedEarly, user_errors
 from runner.monitoring.goodput import GoodputLog
 from runner.monitoring.phases import Phase
 from runner.monitoring.profiling import Profiler, where_the_time_went
 from runner.processes.agreement import from_first
 from runner.training.beginning import Beginning
 from runner.training.captures import Captures
-from runner.training.compiled_step import StepPrograms
-from runner.training.divergence import stop_if_diverged
 from runner.training.recorder import Line, Recorder
 from runner.training.run import Run
 from runner.training.saving import Saver
-from runner.training.starts import Start
-from runner.training.validation import Validation
-
-if TYPE_CHECKING:  # loads lmlib.generate, which few runs need
-    from runner.training.samples import Samples
 
 
 @dataclasses.dataclass
@@ -61,25 +56,21 @@ class Loop:
     def __init__(
         self,
         run: Run,
-        start: Start,
         beginning: Beginning,
         make_step: Callable[[int, State, Batch], tuple[State, Metrics]],
         batches: Prefetch,
         recorder: Recorder,
         saver: Saver,
-        validation: Validation | None,
-        samples: "Samples | None",
         repeated: int,
     ):
-        self._run, self._start, self._beginning = run, start, beginning
+        self._run, self._beginning = run, beginning
         self._make_step, self._batches, self._repeated = make_step, batches, repeated
         self._recorder, self._saver = recorder, saver
         self._captures = Captures(run, saver, beginning.initialised_from)
-        self._validation, self._samples = validation, samples
         experiment = run.experiment
         self._save_every = Every(experiment.checkpoints.every, saver.save_at, at_end=True)
         self._actions: list[Every] = []
-        if validation is not None:
+        if run.validation is not None:
             self._actions.append(Every(experiment.evaluation.every, self._evaluate, at_end=True))
         if experiment.samples.every is not None:
             self._actions.append(Every(experiment.samples.every, self._sample))
@@ -156,7 +147,7 @@ class Loop:
 
     def _evaluate(self, now: Moment) -> Mapping[str, float]:
         """Evaluates the model, and ranks the checkpoint of the step."""
-        validation = self._validation
+        validation = self._run.validation
         assert validation is not None
         metrics = validation.metrics(now.state)
         self._run.lock.check()
@@ -168,9 +159,10 @@ class Loop:
 
     def _sample(self, now: Moment) -> None:
         """Samples from the prompts, except after the last step, which the summary covers."""
-        if self._samples is None or now.step == self._run.experiment.steps:
+        samples = self._run.samples
+        if samples is None or now.step == self._run.experiment.steps:
             return
-        if texts := self._samples.write(now.step, now.state.whole_model):
+        if texts := samples.write(now.step, now.state.whole_model):
             now.tell(f"sampled after step {now.step:,}: {texts[0]!r:.200}")
 
     def _moment(self, step: int, state: State, line: Line) -> Moment:
@@ -182,49 +174,39 @@ class Loop:
         return made.line
 
     def _finish(self, line: Line, batch: Batch, newest: State) -> None:
-        """Writes the metrics of a step and handles skipped updates.
-
-        Args:
-          newest: the current state, which may be one step later.
-        """
+        """Writes the metrics of a step and handles skipped updates."""
         run, first = self._run, self._beginning.step + 1
         run.lock.check()
         if line["step"] == first:
             if run.primary:
-                self._start.record(first, run.lock)
+                run.start.record(first, run.lock)
             run.tell(f"first step after {run.phases.text()}")
         self._recorder.write(line)
         if (message := self._captures.take(line, batch)) is not None:
             run.tell(message)
-        stop_if_diverged(run.experiment, line, newest, batch, self._saver)
+        if line["skipped_in_a_row"] >= run.experiment.guard.stop_after:
+            from runner.training.divergence import stop  # which few runs need
+
+            stop(run.experiment, line, newest, batch, self._saver)
 
 
 def make_steps(
-    run: Run,
-    start: Start,
-    beginning: Beginning,
-    checkpoints: Checkpoints,
-    programs: StepPrograms,
-    goodput: GoodputLog,
-    log: MetricsLog,
-    validation: Validation | None,
-    samples: "Samples | None",
+    run: Run, beginning: Beginning, checkpoints: Checkpoints, goodput: GoodputLog, log: MetricsLog
 ) -> State:
     """Runs the remaining steps, if any, and returns the final state."""
-    experiment = run.experiment
+    experiment, steps = run.experiment, run.experiment.steps
     unevaluated = _unevaluated(run, beginning.step)
-    if beginning.step >= experiment.steps and not unevaluated:
+    if beginning.step >= steps and not unevaluated:
         return beginning.state
     rows, ahead = sharding("batch seq", experiment.mesh), experiment.prefetch_batches
-    source, steps = experiment.batches, experiment.steps
     # Start prefetching now, so that it overlaps with compilation.
-    with Prefetch(source, rows, beginning.step, steps, ahead) as batches:
+    with Prefetch(experiment.batches, rows, beginning.step, steps, ahead) as batches:
         if log.missing is not None:
             run.tell(f"WARNING: {log.missing}")
         if log.set_aside is not None:
             run.tell(f"the metrics of the run before are kept in {log.set_aside}")
         with run.phases.during(Phase.COMPILE):
-            compiled = programs.compiled(beginning.step)
+            compiled = compile_steps(run, beginning.step)
         run.lock.check()
         saver = Saver(run, checkpoints, log, batches, beginning)
         if beginning.is_new_fork:
@@ -234,19 +216,12 @@ def make_steps(
         def make_step(step: int, state: State, batch: Batch) -> tuple[State, Metrics]:
             return at(compiled, step - 1)(state, batch, hyperparameters)
 
+        recorder = Recorder(run, log, goodput, beginning.tokens)
+        repeated = max(goodput.furthest, log.furthest)
         with _profiler(run, compiled) as profiler:
-            return Loop(
-                run,
-                start,
-                beginning,
-                make_step=profiler.traced(make_step),
-                batches=batches,
-                recorder=Recorder(run, log, goodput, beginning.tokens),
-                saver=saver,
-                validation=validation,
-                samples=samples,
-                repeated=max(goodput.furthest, log.furthest),
-            ).run(unevaluated)
+            make_step = profiler.traced(make_step)
+            loop = Loop(run, beginning, make_step, batches, recorder, saver, repeated)
+            return loop.run(unevaluated)
 
 
 def _unevaluated(run: Run, step: int) -> bool:
@@ -270,3 +245,46 @@ def _profiler(run: Run, compiled: Mapping[range, jax.stages.Compiled]) -> Profil
         run.tell(where_the_time_went(folder, program, stage, count, run.lock.check))
 
     return Profiler(folder, steps if run.primary else None, written=tell)
+
+
+def check_profile(run: Run) -> None:
+    """Raises ConfigError if the steps to profile belong to several stages."""
+    traced = run.options.profile or range(0)
+    for steps in run.experiment.stages:
+        if steps.start in traced and steps.start + 1 in traced:
+            raise ConfigError(
+                f"--profile: steps {steps.start:,} and {steps.start + 1:,} belong to different "
+                f"stages; trace up to step {steps.start:,}, or from {steps.start + 1:,} on"
+            )
+
+
+def compile_steps(run: Run, made: int) -> dict[range, jax.stages.Compiled]:
+    """Compiles the steps of the stages that remain after `made` steps, so errors appear early.
+
+    Returns:
+      The compiled step of each stage, by the stage's range of steps, counted from 0.
+    """
+    compiled = {}
+    for steps, stage in run.experiment.stages.items():
+        if steps.stop <= made and steps.stop < run.experiment.steps:
+            continue
+        title = f"the step from {steps.start + 1:,} on" if steps.start else "the step"
+        began = time.perf_counter()
+        run.tell(f"compiling {title}")
+        with user_errors((PartError,)):
+            lowered = stage.trace_step().lower()
+        compiled[steps] = program = lowered.compile()
+        run.tell(f"compiled {title} in {duration_text(time.perf_counter() - began)}")
+        memory = program.memory_analysis()
+        if memory is not None:  # some platforms don't report it
+            run.tell(
+                f"memory per device: {bytes_text(memory.argument_size_in_bytes)} for state and "
+                f"batch, {bytes_text(memory.temp_size_in_bytes)} for temporaries"
+            )
+        if run.options.dump_hlo and run.primary:
+            name = f"train_step_{steps.start + 1}" if steps.start else "train_step"
+            file = run.workdir / "hlo" / f"{name}.txt"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(program.as_text() or "", encoding="utf-8")
+            run.tell(f"wrote {file}")
+    return compiled

@@ -5,24 +5,15 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from runner.monitoring.limits import Limits
+from runner.monitoring.phases import Limits
 
 if TYPE_CHECKING:  # these import JAX
-    from jax.sharding import Mesh
-    from jax.stages import Compiled, Lowered
-
     from lmlib.experiment import Every
     from lmlib.metrics.sinks import MakeSink
 
 
 def never(step: int) -> bool:
     return False
-
-
-def compiled_for_this_run(
-    step: "Lowered", mesh: "Mesh", compile_step: Callable[[], "Compiled"]
-) -> "Compiled":
-    return compile_step()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,10 +29,6 @@ class Options:
       continue_optimizer: overrides `Experiment.continue_optimizer` unless `None`.
       allowed_changes: the parts that may have changed since the run stopped: "data", "jax" (its
         settings) and "model".
-      save_compiled: a file to write the compiled step to.
-      compiled: a file to load the compiled step from; loading it can run arbitrary code.
-      programs: called with the step, its mesh and a function that compiles it; returns the compiled
-        step. A caller with several runs can reuse programs this way.
       actions: more actions, called after `Experiment.actions`; the same on all processes.
       sinks: more metric sinks, in addition to `Experiment.sinks`.
       limits: time limits, after which the process ends; `None` for no limits.
@@ -60,11 +47,6 @@ class Options:
     init_from: str | None = None
     continue_optimizer: bool | None = None
     allowed_changes: Collection[str] = ()
-    save_compiled: Path | None = None
-    compiled: Path | None = None
-    programs: Callable[["Lowered", "Mesh", Callable[[], "Compiled"]], "Compiled"] = (
-        compiled_for_this_run
-    )
     actions: Sequence["Every"] = ()
     sinks: Sequence["MakeSink"] = ()
     limits: Limits | None = None

@@ -4,14 +4,13 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
 from lmlib.data.compressors import saw_training_text
 from lmlib.experiment import Experiment
 from lmlib.metrics.log import mfu, read_metrics
-from lmlib.report.page import FILE_NAME as PAGE
 from lmlib.runs.goodput import Goodput
 from lmlib.runs.result import FILE_NAME, LOSS_STEPS, read_result
 from lmlib.runs.validation import StoredValidation
@@ -25,9 +24,6 @@ from runner.monitoring.goodput import GoodputLog
 from runner.processes.agreement import from_first
 from runner.training.run import Run
 from runner.training.validation import Validation
-
-if TYPE_CHECKING:
-    from runner.training.samples import Samples
 
 _SUMMED = {"loss", "step_seconds", "tokens"}
 
@@ -92,6 +88,7 @@ class Summary:
 
     def text(self, workdir: Path, next_commands: Sequence[str]) -> str:
         """Returns the final table of a run, with commands to try next."""
+        page = workdir / "report.html"
         rows = [
             ("parameters", count_text(self.parameters)),
             ("tokens seen", count_text(self.tokens)),
@@ -103,9 +100,8 @@ class Summary:
             ),
             *([("mean MFU", f"{self.mean_mfu:.1%}")] if self.mean_mfu else []),
             *self._validation_rows(),
-            *self._compressed_rows(),
             ("the run's files", shown(workdir)),
-            *([("its page", str(workdir / PAGE))] if (workdir / PAGE).exists() else []),
+            *([("its page", str(page))] if page.exists() else []),
             *(("" if i else "try next", command) for i, command in enumerate(next_commands)),
         ]
         samples = [f"sampled: {text!r}" for text in self.samples]
@@ -117,14 +113,10 @@ class Summary:
             metric, _, of = name.removeprefix("validation_").partition("/")
             words = self.loss_name if metric == "loss" else metric.replace("_", " ")
             over = f", over {self.validated_on}" if name == "validation_loss" else ""
-            yield (
-                f"validation {words}{of and f', {of}'}",
-                f"{each.value:.3f}"
-                if words == each.unit
-                else f"{each.value:.4f} {each.unit}{over}",
-            )
-
-    def _compressed_rows(self) -> Iterator[tuple[str, str]]:
+            text = f"{each.value:.4f} {each.unit}{over}"
+            if words == each.unit:
+                text = f"{each.value:.3f}"
+            yield f"validation {words}{of and f', {of}'}", text
         for code, bits in self.compressed_bits_per_byte.items():
             seen = "seen" if saw_training_text(code) else "unseen"
             yield code, f"{bits:.3f} bits per byte, training text {seen}"
@@ -133,8 +125,7 @@ class Summary:
 def finished_summary(workdir: Path, steps: int) -> Summary | None:
     """Returns the saved summary of a run with `steps` steps; `None` if there is none.
 
-    Raises:
-      ValueError: if the file is damaged; the message names it.
+    Raises ValueError if the file is damaged; the message names it.
     """
     file, found = workdir / FILE_NAME, read_result(workdir)
     if found is None:
@@ -173,17 +164,10 @@ def earlier_summary(run: Run) -> Summary | None:
     return saved and from_json(saved)
 
 
-def finish(
-    run: Run,
-    state: State,
-    validation: Validation | None,
-    samples: "Samples | None",
-    goodput: GoodputLog,
-) -> Summary:
+def finish(run: Run, state: State, goodput: GoodputLog) -> Summary:
     """Evaluates the final state, samples from it, and writes the summary.
 
-    Raises:
-      ConfigError: if metrics.jsonl is missing.
+    Raises ConfigError if metrics.jsonl is missing.
     """
     experiment, workdir = run.experiment, run.workdir
     lines = read_metrics(workdir) if run.primary else []
@@ -191,16 +175,24 @@ def finish(
     totals = from_first(totals_of(lines, units, experiment.stages) if run.primary else None)
     if totals is None:
         raise ConfigError(f"{workdir} has a finished checkpoint but no metrics.jsonl")
-    summary, by_batch = summarise(experiment, state, totals, validation)
+    summary, by_batch = summarise(experiment, state, totals, run.validation)
     if run.primary and by_batch is not None:
         by_batch.save(workdir, run.lock.check)
-    texts = () if samples is None else samples.write(experiment.steps, state.whole_model)
+    texts = () if run.samples is None else run.samples.write(experiment.steps, state.whole_model)
     summary = dataclasses.replace(
         summary, samples=texts, goodput=goodput.total(), start=run.lock.start
     )
     if run.primary:  # written last: result.json marks a run as finished
         summary.save(workdir, run.lock.check)
     return summary
+
+
+def leave_report(run: Run, replace: bool = True) -> None:
+    """Writes report.html, unless it exists and `replace` is false."""
+    from lmlib.report.page import FILE_NAME, leave_page  # which only the end of a run needs
+
+    if replace or not (run.workdir / FILE_NAME).exists():
+        leave_page(run.workdir, run.tell, run.lock.check)
 
 
 def totals_of(
@@ -233,10 +225,7 @@ def summarise(
     totals: Mapping[str, Any],
     validation: Validation | None,
 ) -> tuple[Summary, StoredValidation | None]:
-    """Evaluates the final state.
-
-    Args:
-      totals: the result of `totals_of`.
+    """Evaluates the final state; `totals` is the result of `totals_of`.
 
     Returns:
       The summary, without samples; and the sums of each validation batch, `None` without
@@ -249,6 +238,15 @@ def summarise(
         steps * stage.step_tokens / positions * stage.flops_per_token(causal=False)
         for stage, steps in stages
     )
+    validated: dict[str, Any] = {}
+    by_batch = None
+    if validation is not None:
+        metrics, by_batch = validation.whole(state)
+        validated = {
+            "validation": {n: Measured(value, validation.units[n]) for n, value in metrics.items()},
+            "validated_on": validation.seen(whole=True),
+            "compressed_bits_per_byte": validation.compressed_bits_per_byte,
+        }
     summary = Summary(
         steps=experiment.steps,
         parameters=sum(weight.size for weight in jax.tree.leaves(state.whole_model)),
@@ -259,15 +257,6 @@ def summarise(
         loss_name=experiment.objective.loss_name,
         loss_unit=experiment.objective.metrics["loss"].unit,
         flops_per_token=flops,
-    )
-    if validation is None:
-        return summary, None
-    units = validation.units
-    metrics, by_batch = validation.whole(state)
-    summary = dataclasses.replace(
-        summary,
-        validation={name: Measured(value, units[name]) for name, value in metrics.items()},
-        validated_on=validation.seen(whole=True),
-        compressed_bits_per_byte=validation.compressed_bits_per_byte,
+        **validated,
     )
     return summary, by_batch

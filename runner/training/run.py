@@ -1,7 +1,9 @@
 """The objects that all parts of `fit` share."""
 
 import dataclasses
+import functools
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import fiddle as fdl
 
@@ -15,6 +17,11 @@ from runner.monitoring.progress import Progress
 from runner.processes.lock import WorkdirLock
 from runner.processes.workdir import Workdir
 from runner.training.options import Options
+from runner.training.starts import Start
+from runner.training.validation import Validation
+
+if TYPE_CHECKING:
+    from runner.training.samples import Samples
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +30,7 @@ class Run:
 
     Attributes:
       cfg: the config that `experiment` was built from.
+      start: facts about this start, written to disk after its first step.
       place: the workdir.
       lock: the workdir's lock, checked before each write.
       primary: True if this process writes files; all processes compute.
@@ -31,6 +39,7 @@ class Run:
     cfg: fdl.Config[Experiment]
     experiment: Experiment
     options: Options
+    start: Start
     place: Workdir
     progress: Progress
     phases: Phases
@@ -46,6 +55,19 @@ class Run:
         """The folder for the run's checkpoints, which may not exist yet."""
         return self.workdir / "checkpoints"
 
+    @functools.cached_property
+    def validation(self) -> Validation | None:
+        return None if self.experiment.validation is None else Validation(self.experiment)
+
+    @functools.cached_property
+    def samples(self) -> "Samples | None":
+        """Samples from the experiment's prompts; `None` without prompts."""
+        if not self.experiment.samples.prompts:
+            return None
+        from runner.training.samples import Samples  # loads all of lmlib.generate
+
+        return Samples(self)
+
     def tell(self, text: str) -> None:
         """Shows `text` above the progress line."""
         self.progress.message(text)
@@ -53,8 +75,7 @@ class Run:
     def announce(self) -> None:
         """Shows a summary of the model, and the memory for saved activations.
 
-        Raises:
-          PartError: if a part of the model lacks methods or attributes.
+        Raises PartError if a part of the model lacks methods or attributes.
         """
         experiment = self.experiment
         decays, groups = experiment.training.optimizer.decays, experiment.recipe.group_of

@@ -52,10 +52,8 @@ class Samples:
 def continued(experiment: Experiment, model: Any) -> tuple[str, ...]:
     """Returns the experiment's prompts, each followed by a continuation from `model`.
 
-    Weights keep their training sharding, so sampling needs little extra memory.
-
-    Raises:
-      ConfigError: if the data has no tokenizer, or its tokenizer cannot encode the prompts.
+    Weights keep their training sharding, so sampling needs little extra memory. Raises ConfigError
+    if the data has no tokenizer, or its tokenizer cannot encode the prompts.
     """
     if not experiment.samples.prompts:
         return ()

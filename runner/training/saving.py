@@ -16,8 +16,7 @@ from lmlib.metrics.log import MetricsLog
 from lmlib.state import State
 from lmlib.terminal.quantities import duration_text
 from runner.errors import TrainingStopped, in_words, user_errors
-from runner.monitoring.limits import Limits
-from runner.monitoring.phases import Phase
+from runner.monitoring.phases import Limits, Phase
 from runner.training.beginning import Beginning
 from runner.training.data_probe import probe
 from runner.training.recorder import Line
@@ -90,14 +89,6 @@ class Saver:
         """Starts saving the state after the step of `line`; every process must call it.
 
         A state with non-finite numbers is not saved, since no run could continue from it.
-
-        Args:
-          line: the step's metrics, which are in the log already.
-          data: the states of a `Resumable` source on all processes.
-
-        Raises:
-          TrainingStopped: if too many saves in a row have failed; the message says why.
-          OSError: if the save fails on this process in a run of several processes.
         """
         # Report a failure of the previous save before the next one starts.
         self.settle()
@@ -219,15 +210,11 @@ class Saver:
         tolerated = self._settings.tolerated_failures
         if self._failed > tolerated:
             newest = self._checkpoints.newest()
+            there = "there is none" if newest is None else f"step {newest:,}"
             raise TrainingStopped(
-                f"{in_words(error)}. Of the saves the last {self._failed} failed, and "
-                f"checkpoints.tolerated_failures is {tolerated}; "
-                + (
-                    "there is no checkpoint: the same command begins anew"
-                    if newest is None
-                    else f"the newest checkpoint is step {newest:,}: the same command goes on from "
-                    "there"
-                )
+                f"{in_words(error)}. The last {self._failed} saves failed, and "
+                f"checkpoints.tolerated_failures is {tolerated}; newest checkpoint: {there}. The "
+                "same command continues"
             ) from error
         self._run.tell(
             f"WARNING: {in_words(error)}. Training goes on without that checkpoint, and stops if "

@@ -25,7 +25,7 @@ from lmlib.storage.unlinked import unlinked
 from lmlib.storage.whole_file import make_folder, write_whole
 from runner.config import configs
 from runner.config.code import code_files, commit_of, versions
-from runner.config.text import printable
+from runner.config.text import changed_paths, printable
 from runner.errors import ConfigError
 from runner.jax_settings import numbers
 from runner.jax_settings.xla_flags import flags_of_the_run
@@ -48,11 +48,10 @@ class Start:
     def __init__(self, cfg: fdl.Config, workdir: Path, experiment: Path | None):
         """Collects the facts about this start.
 
+        Raises ConfigError if `cfg` cannot be saved.
+
         Args:
           experiment: the Python file that defines `cfg`; `None` if there is none.
-
-        Raises:
-          ConfigError: if `cfg` cannot be saved.
         """
         self.code = code_files(cfg, experiment)
         self.versions = versions()
@@ -91,10 +90,6 @@ class Start:
         """Checks that JAX's settings match the settings of the previous start.
 
         A run without checkpoints is not checked.
-
-        Raises:
-          ConfigError: if a setting that affects numerical results differs and
-            `allowed_changes` lacks "jax". A change of the PRNG is never allowed.
         """
         before = _newest(self._workdir).get("jax_settings")
         if not isinstance(before, dict) or not steps_in(self._workdir / "checkpoints"):
@@ -150,8 +145,7 @@ def _changed(before: Mapping[str, str], now: Mapping[str, str], form: str) -> li
     """Formats each entry that differs with the template `form`."""
     return [
         form.format(name=name, was=before.get(name, "absent"), now=now.get(name, "absent"))
-        for name in {**now, **before}
-        if before.get(name) != now.get(name)
+        for name in changed_paths(now, before)
     ]
 
 

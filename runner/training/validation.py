@@ -54,10 +54,13 @@ class Validation:
           The metrics (`validation_loss`, …), and the sums over batches behind them.
         """
         found = self._measured(state, whole=True)
+        weights, sets = self._weights or {}, {}
+        for name, each in found.items():
+            weight = float(weights[name]) if name in weights else None
+            in_text = self._sets[name].bytes_per_target
+            sets[name] = StoredSet(each.digest, in_text, weight, each.counts, each.sums)
         stored = StoredValidation(
-            step=self._last,
-            cross_entropy=self._objective.cross_entropy,
-            sets={name: self._stored(name, each) for name, each in found.items()},
+            step=self._last, cross_entropy=self._objective.cross_entropy, sets=sets
         )
         return self._metrics(found, "validation"), stored
 
@@ -86,24 +89,17 @@ class Validation:
         return f" ({', '.join(each)})"
 
     def seen(self, whole: bool) -> str:
-        """Describes the evaluated batches in words.
-
-        Args:
-          whole: True for the batches of the method `whole`, False for the batches of
-            `metrics`.
-        """
+        """Describes the batches that the method `whole`, or else `metrics`, evaluates."""
         ends = [source.batches for source in self._sets.values()]
-        parts = [self._count(source, whole) for source in self._sets.values()]
+        counts = [self._count(source, whole) for source in self._sets.values()]
         everything = "the whole split" if len(ends) == 1 else "the whole of each set"
-        if parts == ends:
+        if counts == ends:
             return everything
         if len(ends) == 1:
             of = "" if ends[0] is None else f" of {ends[0]:,}"
-            return f"the first {parts[0]:,}{of} batches"
+            return f"the first {counts[0]:,}{of} batches"
         first = f"the first {self._batches:,} batches"
-        if whole and any(ends):
-            return f"{everything}, of one that never ends {first}"
-        return f"{first} of each set"
+        return f"{everything}, of one that never ends {first}" if whole else f"{first} of each set"
 
     @property
     def compressed_bits_per_byte(self) -> dict[str, float]:
@@ -123,32 +119,24 @@ class Validation:
             for name, source in self._sets.items()
         }
 
-    def _stored(self, name: str, found: Evaluation) -> StoredSet:
-        weight = None if self._weights is None else float(self._weights[name])
-        return StoredSet(
-            found.digest, self._sets[name].bytes_per_target, weight, found.counts, found.sums
-        )
-
     def _metrics(self, found: Mapping[str, Evaluation], begin: str) -> dict[str, float]:
         metrics: dict[str, float] = {}
         for metric in self._objective.metrics:
             values = {name: each.metrics[metric] for name, each in found.items()}
             counts = {name: float(each.count) for name, each in found.items()}
             metrics |= self._lines(f"{begin}_{metric}", values, counts)
-        return metrics | self._bits_per_byte(found, begin)
-
-    def _bits_per_byte(self, found: Mapping[str, Evaluation], begin: str) -> dict[str, float]:
-        nats, name = self._objective.cross_entropy, f"{begin}_bits_per_byte"
+        nats = self._objective.cross_entropy
         in_text = {
             name: source.bytes_per_target
             for name, source in self._sets.items()
-            if source.bytes_per_target is not None
+            if nats is not None and source.bytes_per_target is not None
         }
-        if nats is None or not in_text:
-            return {}
-        bits = {each: bits_per_byte(found[each].metrics[nats], in_text[each]) for each in in_text}
-        sizes = {each: found[each].count * in_text[each] for each in in_text}
-        return self._lines(name, bits, sizes)
+        bits = {
+            name: bits_per_byte(found[name].metrics[nats or ""], size)
+            for name, size in in_text.items()
+        }
+        sizes = {name: found[name].count * size for name, size in in_text.items()}
+        return metrics | self._lines(f"{begin}_bits_per_byte", bits, sizes)
 
     def _lines(
         self, metric: str, values: Mapping[str, float], counts: Mapping[str, float]
@@ -161,7 +149,11 @@ class Validation:
         each = {f"{metric}/{name}": value for name, value in values.items()} if self._named else {}
         if len(values) < len(self._sets):
             return each
-        return {metric: _mean(values, self._weights or counts), **each}
+        if len(values) == 1:  # exact: a weighted mean could round
+            return {metric: next(iter(values.values())), **each}
+        weights = self._weights or counts
+        total = sum(weights[name] * value for name, value in values.items())
+        return {metric: total / sum(weights.values()), **each}
 
     def _count(self, source: Source, whole: bool) -> int:
         """Returns the number of batches of `source` to evaluate."""
@@ -170,9 +162,3 @@ class Validation:
             assert some is not None  # ensured by Experiment.check
             return some
         return end if whole or some is None else min(some, end)
-
-
-def _mean(values: Mapping[str, float], weights: Mapping[str, float]) -> float:
-    if len(values) == 1:  # exact: a weighted mean could round
-        return next(iter(values.values()))
-    return sum(weights[name] * value for name, value in values.items()) / sum(weights.values())

@@ -2,17 +2,11 @@
 
     python -m runner.upcycle --from=RUN_OR_FOLDER --experts=8 --top=2 --to=WORKDIR
 
---from     RUN, RUN@STEP, a Hugging Face folder, or its name on the Hub; adapters are merged
---experts  experts per layer
---top      experts per token, at least 2; their weights sum to 1
---to       a new or empty folder
---seed     seed of the routers
---init_from, --weights, --trust_module   as in runner.convert
 WORKDIR gets a config and a checkpoint of step 0. The mixture computes the same as the dense model.
 To train it: python -m runner --fdl_config=WORKDIR --workdir=RUN. The config comes from the source
 run, or from experiments/from_hf for a Hugging Face folder, with the mixture as its model and
-router_balance in the loss. All weights train. docs/finetuning.md explains when this helps.
-This machine's memory must hold both models in float32; a run loads the checkpoint onto its mesh.
+router_balance in the loss. All weights train; adapters are merged. docs/finetuning.md explains when
+this helps. This machine's memory must hold both models in float32.
 """
 
 import time
@@ -21,18 +15,17 @@ from collections.abc import Sequence
 from absl import flags
 
 from runner.command_line.command import run, show, take_flags
-from runner.command_line.config_flags import TRUST_MODULE
 from runner.command_line.exit_status import FINISHED
-from runner.command_line.init_from import INIT_FROM
+from runner.command_line.flags import INIT_FROM, TRUST_MODULE, WEIGHTS, key_flags, loading
 from runner.command_line.new_folder import made_whole
-from runner.command_line.weights import EMA, WEIGHTS
 from runner.errors import ConfigError, user_errors
 
-_FROM = flags.DEFINE_string("from", None, "RUN[@STEP], a folder of Hugging Face's, or its name")
-_TO = flags.DEFINE_string("to", None, "the workdir to make")
-_EXPERTS = flags.DEFINE_integer("experts", 8, "in each layer", lower_bound=2)
-_TOP = flags.DEFINE_integer("top", 2, "experts of a token", lower_bound=1)
+_FROM = flags.DEFINE_string("from", None, "RUN, RUN@STEP, a Hugging Face folder, or a Hub name")
+_TO = flags.DEFINE_string("to", None, "the new workdir")
+_EXPERTS = flags.DEFINE_integer("experts", 8, "experts per layer", lower_bound=2)
+_TOP = flags.DEFINE_integer("top", 2, "experts per token", lower_bound=1)
 _SEED = flags.DEFINE_integer("seed", 0, "of the routers", lower_bound=0, upper_bound=2**32 - 1)
+key_flags(INIT_FROM, WEIGHTS, TRUST_MODULE)
 
 if __name__ == "__main__":
     take_flags()  # the imports below take seconds
@@ -65,7 +58,7 @@ def main(arguments: Sequence[str]) -> int:
     if arguments or not _FROM.value or not _TO.value:
         raise ConfigError("give --from and --to, as in: --from=RUN --to=WORKDIR; see --help")
     began = time.perf_counter()
-    options = LoadOptions(TRUST_MODULE.value, INIT_FROM.value, WEIGHTS.value == EMA, show)
+    options = LoadOptions(**loading(), show=show)
     with user_errors():
         to = local_folder(_TO.value)
         made = make_mixture(_FROM.value, to, _EXPERTS.value, _TOP.value, _SEED.value, options)
@@ -83,6 +76,8 @@ def make_mixture(
 ) -> str:
     """Creates a workdir with a mixture of experts made from a dense model's MLPs.
 
+    Raises ValueError or OSError if the model cannot be read or upcycled, or `to` is not empty.
+
     Args:
       reference: a run, a Hugging Face folder, or its name on the Hub.
       to: the workdir to create.
@@ -91,9 +86,6 @@ def make_mixture(
 
     Returns:
       A description of the mixture.
-
-    Raises:
-      ValueError, OSError: if the model cannot be read or upcycled, or `to` is not empty.
     """
 
     def make(source: SavedRun | ModelFolder) -> str:

@@ -11,12 +11,19 @@ from lmlib.runs.settings import read_settings
 from lmlib.state import State
 from lmlib.storage.local_folder import shown
 from runner.config.references import FolderReference, resolve
-from runner.config.text import changed_paths
 from runner.errors import ConfigError, in_words, user_errors
 from runner.processes.agreement import agreed
 from runner.weights.models import SavedRun, frozen_weights, open_run, read_weights
-from runner.weights.notes import WEIGHTS_ALONE, Fork, check_notes, reference_note
+from runner.weights.notes import (
+    WEIGHTS_ALONE,
+    Fork,
+    check_notes,
+    check_same_model,
+    reference_note,
+)
 from runner.weights.target import LoadOptions, LoadTarget
+
+_NO_STATE = "holds no optimizer state: leave continue_optimizer out to begin with its weights"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,16 +95,20 @@ class GivenWeights:
         steps, target = self.experiment.steps, self.experiment.abstract_state().changing
         with agreed():
             if reference is None:
-                raise ConfigError(
-                    "continue_optimizer forks a run: say which, with init_from=RUN@STEP"
-                )
+                raise ConfigError("continue_optimizer forks a run: set init_from=RUN@STEP")
             found = resolve(reference)
             if isinstance(found, FolderReference):
-                raise _without_optimizer(found.name)
+                raise ConfigError(f"{found.name} {_NO_STATE}")
             run = open_run(found, self.options)
             _check_step(found.step, run, steps)
-            if "model" not in self.allowed_changes:
-                _check_model(run, config, target)
+            with user_errors(), Checkpoints(run.checkpoints, read_only=True) as checkpoints:
+                check_same_model(
+                    run.name,
+                    read_settings(run.workdir),
+                    config,
+                    self.allowed_changes,
+                    lambda: checkpoints.fits(run.step, target),
+                )
         with reading(run.folder), Checkpoints(run.checkpoints, read_only=True) as checkpoints:
             try:
                 state, notes = checkpoints.restore(run.step, target)
@@ -111,46 +122,16 @@ class GivenWeights:
         return restored, Fork(shown(run.checkpoints.absolute()), run.step)
 
 
-def _without_optimizer(name: str) -> ConfigError:
-    return ConfigError(
-        f"{name} holds weights and no optimizer's state to continue: leave continue_optimizer out "
-        "to begin with its weights"
-    )
-
-
 def _check_step(step: int | None, run: SavedRun, steps: int) -> None:
-    """Raises ConfigError if `run` cannot be forked for a run of `steps` steps.
-
-    Args:
-      step: the step that the user named; `None` if none was.
-    """
+    """Raises ConfigError if a run of `steps` steps cannot fork `run` at the named `step`."""
     if step is None:
-        raise ConfigError(
-            f"{run.workdir} may save newer steps, and a fork begins where it began whenever it is "
-            f"started again: name the step, as in init_from={run.name}"
-        )
+        raise ConfigError(f"a fork needs a fixed step: name it, as in init_from={run.name}")
     if step == WEIGHTS_ALONE:
-        raise _without_optimizer(run.name)
+        raise ConfigError(f"{run.name} {_NO_STATE}")
     if steps <= step:
         raise ConfigError(
-            f"{run.name} has made {step:,} steps, and steps, which counts these too, is {steps:,}: "
-            "set it to more"
-        )
-
-
-def _check_model(run: SavedRun, config: Mapping[str, str], target: State) -> None:
-    """Raises ConfigError if the model's settings in `config` differ from `run`'s."""
-    with user_errors():
-        before = read_settings(run.workdir)
-    changed = [] if before is None else changed_paths(before, config)
-    of_the_model = [path for path in changed if path.partition(".")[0] == "model"]
-    if of_the_model:
-        with Checkpoints(run.checkpoints, read_only=True) as checkpoints:
-            fits = checkpoints.fits(run.step, target)
-        remedy = "; --allow_change=model goes on all the same" if fits else " with other shapes"
-        raise ConfigError(
-            f"{run.name} cannot be forked: {', '.join(of_the_model)} is not what it was there, so "
-            f"its weights are those of another model{remedy}"
+            f"{run.name} has made {step:,} steps, and steps is {steps:,}, which includes them: "
+            "increase it"
         )
 
 

@@ -18,7 +18,7 @@ from lmlib.hf.peft import Adapters, adapters_in
 from lmlib.storage.whole_file import make_folder
 from runner.config.references import FolderReference, base_of
 from runner.errors import user_errors
-from runner.monitoring.transfer import told
+from runner.monitoring.telling import told
 from runner.processes.agreement import Read, agreed
 from runner.weights.target import PLAIN, Keeping, LoadOptions, LoadTarget
 from runner.weights.texts import FILE, TextSources, tokenizer_of

@@ -48,8 +48,8 @@ from lmlib.state import Parts, abstract_model, parted
 from lmlib.storage.local_folder import folder_to_read, shown
 from lmlib.storage.unlinked import unlinked
 from runner.config import configs
+from runner.config.configs import training_data
 from runner.config.references import FolderReference, RunReference, base_of, resolve
-from runner.config.stages import training_data
 from runner.errors import ConfigError, in_words, user_errors
 from runner.processes.agreement import Read, agreed, from_first, require_same_reads
 from runner.weights.model_folder import ORIGIN, ModelFolder
@@ -105,15 +105,18 @@ def use_model(
 def _opened(
     found: RunReference | FolderReference, options: LoadOptions
 ) -> "SavedRun | ModelFolder":
-    if isinstance(found, FolderReference):
-        if options.average:
-            raise ConfigError(f"{found.name} holds weights alone: leave out --weights=ema")
-        if options.init_from is not None and not holds_adapters(found.folder):
-            options.show(
-                f"--init_from={options.init_from} is ignored: {found.name} holds the whole model"
-            )
-        return ModelFolder(found, options)
-    return open_run(found, options)
+    if isinstance(found, RunReference):
+        return open_run(found, options)
+    if options.average:
+        raise ConfigError(f"{found.name} holds no average: leave out --weights=ema")
+    if not holds_adapters(found.folder):
+        _tell_ignored(options, found.name)
+    return ModelFolder(found, options)
+
+
+def _tell_ignored(options: LoadOptions, name: str) -> None:
+    if options.init_from is not None:
+        options.show(f"--init_from={options.init_from} is ignored: {name} holds the whole model")
 
 
 def open_run(found: RunReference, options: LoadOptions = PLAIN) -> "SavedRun":
@@ -126,11 +129,11 @@ def open_run(found: RunReference, options: LoadOptions = PLAIN) -> "SavedRun":
         raise ConfigError(f"{found.folder} has no whole checkpoint at step {step}; it has {steps}")
     folder = found.folder / str(step)
     notes = _notes(folder)
-    if options.init_from is not None and notes.get("frozen") is not None:
-        notes["initialised_from"] = _noted(options.init_from)
-    elif options.init_from is not None:
-        options.show(f"--init_from={options.init_from} is ignored: {folder} holds the whole model")
+    if notes.get("frozen") is None:
+        _tell_ignored(options, str(folder))
         options = dataclasses.replace(options, init_from=None)
+    elif options.init_from is not None:
+        notes["initialised_from"] = _noted(options.init_from)
     return SavedRun(found.folder, step, notes, options)
 
 
@@ -385,11 +388,10 @@ def read_weights(
 
     The name is `run@step` or the folder. All processes must read the same weights.
 
+    Raises ConfigError if there is no such model, it is damaged, or it does not fit `target`.
+
     Args:
       options: `init_from` is ignored: frozen weights are read from their original place.
-
-    Raises:
-      ConfigError: if there is no such model, it is damaged, or it does not fit `target`.
     """
     options = dataclasses.replace(options, init_from=None)
     with agreed():
@@ -408,11 +410,10 @@ def frozen_weights(
 
     Checkpoints leave them out, so they are read from the model that the run of `notes` began with.
 
+    Raises ConfigError if they cannot be read, or differ from the run's weights.
+
     Args:
       options: `init_from` is tried first.
-
-    Raises:
-      ConfigError: if they cannot be read, or differ from the run's weights.
     """
     origin, before = notes.get("initialised_from"), notes.get("frozen")
     if before is None or not is_frozen_note(before):

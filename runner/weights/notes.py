@@ -1,21 +1,23 @@
 """Checkpoint notes: the training data, and the weights that the checkpoint leaves out."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 
 from lmlib.checkpoint import Checkpoints, Restored
-from lmlib.compute import Compute
 from lmlib.data.batch import Source
 from lmlib.data.stored.metadata import TokenizerIdentity, tokenizers_differ
+from lmlib.experiment.annotations import fits
 from lmlib.parallel.fingerprint import fingerprint
 from lmlib.recipe import Recipe
+from runner.config.text import changed_paths
 from runner.errors import ConfigError
 
 WEIGHTS_ALONE = 0  # step of an untrained checkpoint from `runner.convert`
+_DTYPES = ("float32", "bfloat16", "float16", "int8")  # of frozen weights
 
 
 class Fork(NamedTuple):
@@ -28,12 +30,6 @@ class Fork(NamedTuple):
     step: int
 
 
-def fork_in(notes: Mapping[str, Any]) -> Fork | None:
-    """Returns the fork in checked `notes`, or `None` if the run was not forked."""
-    note = notes.get("forked_from")
-    return None if note is None else Fork(**note)
-
-
 def frozen_note(frozen: Any, recipe: Recipe) -> dict[str, Any] | None:
     """Describes frozen weights, which checkpoints leave out; `None` if there are none."""
     if frozen is None:
@@ -44,13 +40,7 @@ def frozen_note(frozen: Any, recipe: Recipe) -> dict[str, Any] | None:
 
 def is_frozen_note(value: Any) -> bool:
     """True if `value` is a valid result of `frozen_note`, except `None`."""
-    if not _has_fields(value, digest=str, dtype=str, seed=int):
-        return False
-    try:
-        Compute(dtype="bfloat16" if value["dtype"] == "int8" else value["dtype"])
-    except ValueError:
-        return False
-    return True
+    return _has(value, digest=str, dtype=str, seed=int) and value["dtype"] in _DTYPES
 
 
 def reference_note(reference_model: Any) -> dict[str, str] | None:
@@ -63,17 +53,21 @@ def reference_note(reference_model: Any) -> dict[str, str] | None:
 
 def is_batches_note(value: Any, steps_made: int) -> bool:
     """True if `value` is a valid result of `data_probe.probe` after `steps_made` steps."""
-    if not isinstance(value, dict) or value.get("steps_made") != steps_made:
+    sizes, digests = ("batch_size", "sequence_length"), ("first", "last")
+    kinds: dict[str, Any] = {
+        "tokenizer": dict[str, str | None] | None,
+        "bytes_per_target": float | None,
+        "steps_made": int,
+    }
+    if not isinstance(value, dict) or ("first" in value) != ("last" in value):
         return False
-    tokenizer, in_bytes = value.get("tokenizer"), value.get("bytes_per_target")
-    names = {field.name for field in dataclasses.fields(TokenizerIdentity)}
-    sizes = (value.get(name, 1) for name in ("batch_size", "sequence_length"))
+    kinds |= {name: int for name in sizes if name in value}
+    kinds |= {name: str for name in digests if name in value}
     return (
-        (tokenizer is None or (isinstance(tokenizer, dict) and tokenizer.keys() == names))
-        and (in_bytes is None or type(in_bytes) in (int, float))
-        and all(isinstance(value.get(name, ""), str) for name in ("first", "last"))
-        and all(type(size) is int and 0 < size < 1 << 31 for size in sizes)
-        and ("first" in value) == ("last" in value)
+        _has(value, **kinds)
+        and value["steps_made"] == steps_made
+        and (value["tokenizer"] is None or tokenizer_in(value) is not None)
+        and all(0 < value.get(size, 1) < 1 << 31 for size in sizes)
     )
 
 
@@ -96,42 +90,59 @@ def tokenizer_changed(source: Source, batches: Mapping[str, Any]) -> str | None:
 
 def check_notes(found: Restored, directory: Path) -> None:
     """Raises ConfigError if a run did not save the notes of a checkpoint in `directory`."""
-    notes = found.notes
-    checks = {
-        "tokens": lambda tokens: type(tokens) is int and 0 <= tokens < 1 << 63,
-        "before_skipped": lambda step: (
-            step is None or (type(step) is int and 0 <= step <= found.step)
-        ),
-        "batches": lambda note: is_batches_note(note, found.step),
-        "initialised_from": lambda origin: origin is None or isinstance(origin, str),
-        "frozen": lambda note: note is None or is_frozen_note(note),
-        "reference_model": lambda note: note is None or _has_fields(note, digest=str, dtype=str),
-    }
-    if missing := checks.keys() - notes.keys():
+    notes, step = found.notes, found.step
+    in_other = "take its weights with --init_from into another workdir"
+    try:
+        tokens, skipped, fork = notes["tokens"], notes["before_skipped"], notes.get("forked_from")
+        sound = {
+            "tokens": fits(tokens, int) and 0 <= tokens < 1 << 63,
+            "before_skipped": fits(skipped, int | None) and 0 <= (skipped or 0) <= step,
+            "batches": is_batches_note(notes["batches"], step),
+            "initialised_from": fits(notes["initialised_from"], str | None),
+            "frozen": notes["frozen"] is None or is_frozen_note(notes["frozen"]),
+            "reference_model": notes["reference_model"] is None
+            or _has(notes["reference_model"], digest=str, dtype=str),
+            "forked_from": fork is None
+            or (_has(fork, checkpoints=str, step=int) and 0 < fork["step"] <= step),
+        }
+    except KeyError as error:
         raise ConfigError(
-            f"checkpoint {found.step} was saved by another version of the runner: its notes "
-            f"have no {', '.join(sorted(missing))}; take its weights with --init_from into another "
-            "workdir"
-        )
-    checks["forked_from"] = lambda fork: (
-        fork is None
-        or (_has_fields(fork, checkpoints=str, step=int) and 0 < fork["step"] <= found.step)
-    )
-    if wrong := [name for name, is_sound in checks.items() if not is_sound(notes.get(name))]:
+            f"checkpoint {step} was saved by another version of the runner: its notes have no "
+            f"{error.args[0]}; {in_other}"
+        ) from error
+    if wrong := [name for name, is_sound in sound.items() if not is_sound]:
         values = ", ".join(f"{name}={notes.get(name)!r:.80}" for name in wrong)
         raise ConfigError(
-            f"the notes of checkpoint {directory / str(found.step)} make no sense: {values}; "
-            "delete it to go on from the one before, or take its weights with --init_from into "
-            "another workdir"
+            f"the notes of checkpoint {directory / str(step)} make no sense: {values}; delete it "
+            f"to continue from the one before, or {in_other}"
         )
 
 
-def _has_fields(value: Any, **kinds: type) -> bool:
-    """True if `value` is a dict with exactly these names and types."""
+def check_same_model(
+    name: str,
+    before: Mapping[str, str] | None,
+    now: Mapping[str, str],
+    allowed_changes: Collection[str],
+    weights_fit: Callable[[], bool],
+) -> None:
+    """Compares the model's settings with the settings of a run called `name`, if they are known."""
+    changed = [] if before is None else changed_paths(before, now)
+    of_the_model = [path for path in changed if path.partition(".")[0] == "model"]
+    if of_the_model and "model" not in allowed_changes:
+        remedy = "use another workdir (--init_from takes the weights there), or give "
+        remedy += "--allow_change=model"
+        raise ConfigError(
+            f"{', '.join(of_the_model)} changed since {name} was trained, so its weights belong "
+            f"to another model; {remedy if weights_fit() else 'their shapes differ too'}"
+        )
+
+
+def _has(value: Any, **kinds: Any) -> bool:
+    """True if `value` is a dict with exactly these names, and values of these types."""
     return (
         isinstance(value, dict)
         and value.keys() == kinds.keys()
-        and all(type(value[name]) is kind for name, kind in kinds.items())
+        and all(fits(value[name], kind) for name, kind in kinds.items())
     )
 
 

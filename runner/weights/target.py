@@ -76,23 +76,22 @@ class LoadTarget:
             f"{each.where or 'the model'}: {each.one}, here {each.other}"
             for each in different[:_SHOWN]
         ]
-        if more := different[_SHOWN:]:
-            shown.append(f"and {len(more)} more")
+        more = f"; and {len(different) - _SHOWN} more" if len(different) > _SHOWN else ""
         raise ConfigError(
-            f"its model is not this experiment's ({'; '.join(shown)}): experiments/from_hf takes "
-            "the architecture from a folder, experiments/lora from a run too"
+            f"its model is not this experiment's ({'; '.join(shown)}{more}): experiments/from_hf "
+            "takes the architecture from a folder, experiments/lora from a run too"
             + ("" if of_weights else ", --allow_change=model its weights alone")
         )
 
     def check_adapters(self, theirs: Any) -> None:
         """Raises ConfigError if the adapters of the model `theirs` have other sizes."""
         one, other = _adapter_sizes(theirs), _adapter_sizes(self.recipe.shapes)
-        if one != other:
-            path = next(path for path in one | other if one.get(path) != other.get(path))
-            raise ConfigError(
-                f"its adapters are not this experiment's ({path}: {one.get(path, 'none')}, here "
-                f"{other.get(path, 'none')})"
-            )
+        for path in one | other:
+            if one.get(path) != other.get(path):
+                raise ConfigError(
+                    f"its adapters differ from this experiment's ({path}: "
+                    f"{one.get(path, 'none')}, here {other.get(path, 'none')})"
+                )
 
     def check_tokenizer(self, problem: str | None) -> None:
         """Raises ConfigError if there is a `problem` with the tokenizer of the data."""

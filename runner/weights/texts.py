@@ -123,9 +123,8 @@ class TextSources:
             return
         if tokenizers_differ(self.noted, self.first.tokenizer):
             raise ConfigError(
-                f"{self.name} was trained on ids of the tokenizer {self.noted}, and its data is of "
-                f"{self.first.tokenizer}: it was made again, perhaps by another version of Python; "
-                "give --tokenizer, or the data that the run had"
+                f"{self.name} was trained with the tokenizer {self.noted}, but its data now has "
+                f"{self.first.tokenizer}: give --tokenizer, or restore the data"
             )
 
     @property
@@ -138,7 +137,7 @@ class TextSources:
     def longest(self) -> int | None:
         """The length of the longest training sequence in tokens, if known."""
         known = (self.config.get(name) for name in ("max_position_embeddings", "n_positions"))
-        lengths = [next((length for length in known if isinstance(length, int)), None)]
+        lengths: list[Any] = [each for each in known if isinstance(each, int)][:1]
         if self.has_trained:
             lengths += [getattr(data, "sequence_length", None) for data in self.data]
         return max((length for length in lengths if isinstance(length, int)), default=None)
@@ -154,12 +153,11 @@ class TextSources:
     def read(self, tokenizer: str | None, show: Callable[[str], None]) -> Texts:
         """Reads the tokenizer's files.
 
+        Raises ValueError or OSError if a file is damaged, or the tokenizer changed since training.
+
         Args:
           tokenizer: a tokenizer.json or its folder, instead of the known one.
           show: called with a warning about a damaged chat template.
-
-        Raises:
-          ValueError, OSError: if a file is damaged, or the tokenizer changed since training.
         """
         ends, first = self._end_ids(), self.first
         metadata = None if first is None else first.metadata

@@ -16,7 +16,7 @@ from lmlib.optim.optimizer import Optimizer, as_declared
 from lmlib.optim.trainable import Group
 from runner import Options, fit
 from runner.errors import ConfigError, StoppedEarly
-from runner.inference.loading import load
+from runner.inference.loaded import load
 
 
 @settings(max_examples=20)

@@ -22,7 +22,7 @@ from lmlib.parallel.mesh import make_mesh
 from runner import Options, convert, fit
 from runner.config import configs
 from runner.errors import ConfigError
-from runner.inference.loading import load
+from runner.inference.loaded import load
 from runner.weights.models import read_weights
 from runner.weights.target import LoadOptions, LoadTarget
 
@@ -286,8 +286,12 @@ def test_adapters_are_merged_as_peft_merges_them_in_float32(peft, kind, frozen_d
     ("arguments", "status", "told"),
     [
         (["--from={peft}", "--to={here}/run", f"--base={BASE}"], 0, "holds the adapters of"),
-        (["--from={peft}", "--to={here}/run", "--adapters"], 2, "is for the way out"),
-        ([f"--from={BASE}", "--to={here}/run", f"--base={BASE}"], 2, "is a whole model"),
+        (
+            ["--from={peft}", "--to={here}/run", "--adapters"],
+            2,
+            "--adapters has no effect on the import of",
+        ),
+        ([f"--from={BASE}", "--to={here}/run", f"--base={BASE}"], 2, "which has no adapters"),
         (["--from={made}", "--to={here}/out", "--adapters"], 0, "holds the adapters of step 0"),
         (["--from={made}", "--to={here}/out", "--adapters", "--tokenizer=x"], 2, "whole models"),
         (["--from={made}", "--to={here}/out", f"--base={BASE}"], 2, "merged weights need none"),

@@ -9,7 +9,7 @@ import sys
 import pytest
 from forked_processes import PATHS
 
-from runner.jax_settings.allocator import keep_freed_memory
+from runner.jax_settings.devices import keep_freed_memory
 
 MIB = 320  # larger than any threshold that glibc sets by itself
 # As metrics: the page faults of a program with temporaries of so many MiB, the median of its runs,

@@ -32,7 +32,7 @@ from lmlib.parallel.mesh import make_mesh
 from runner import convert
 from runner.config import configs
 from runner.errors import ConfigError
-from runner.inference.loading import load
+from runner.inference.loaded import load
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "hf" / "golden"

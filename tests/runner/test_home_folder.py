@@ -16,8 +16,8 @@ from runner.command_line.command import commands
 from runner.config.overrides import apply_override
 
 PATHS = {
-    "base", "baseline", "compiled", "data", "dataset", "fdl_config", "from", "include_path",
-    "init_from", "json", "out", "picture", "pictures", "prompts", "save_compiled", "template", "to",
+    "base", "baseline", "data", "dataset", "fdl_config", "from", "include_path",
+    "init_from", "json", "out", "picture", "pictures", "prompts", "template", "to",
     "tokenizer", "workdir",
 }  # fmt: skip
 # Neither paths nor texts in which `~` may come first.

@@ -28,7 +28,7 @@ def test_supervising_and_refusing_mistakes_do_without_jax() -> None:
 ALL_HEAVY = (*HEAVY, "optax", "pandas", "scipy", "tokenizers", "torch", "transformers")
 SHOWN = f"""
 import os, runpy, sys
-import runner.command_line.config_flags
+import runner.command_line.flags
 from fiddle import absl_flags
 
 def heavy():

@@ -153,7 +153,7 @@ HANGING = """
 import os, sys, threading
 from pathlib import Path
 from runner.monitoring.phases import Phase, Phases
-from runner.monitoring.limits import Limits
+from runner.monitoring.phases import Limits
 from runner.monitoring.watchdog import Watchdog, stacks_file
 
 os.set_blocking(2, False)

@@ -15,7 +15,7 @@ from lmlib.adapters.lora import lora, merged
 from lmlib.optim.trainable import adapters
 from runner import Options, convert, fit
 from runner.config import configs
-from runner.inference.loading import load
+from runner.inference.loaded import load
 
 GOLDEN = Path(__file__).parents[1] / "hf" / "golden"
 ON_ONE_DEVICE = ("mesh.fsdp=1", "validation=None", "compute.dtype='float32'", "data.batch_size=8")

@@ -158,7 +158,7 @@ RUNNER = [
     (("--fdl_config={scratch}/empty", NEW), "empty/config.json cannot be read"),
     (("--fdl_config={scratch}/stranger.json", NEW), "--trust_module=subprocess"),
     ((TINY[0], "--fiddler=tiny(3)", NEW), "takes 1 positional argument"),
-    (setting("model.layers=2.5"), "2.5 is of type float, but this parameter takes int"),
+    (setting("model.layers=2.5"), "expected an integer, got 2.5"),
     # Parts of the user's.
     (
         ("--fdl_config={scratch}/own_mixer.py", "--fiddler=square", NEW),

@@ -34,7 +34,6 @@ def test_of_two_commands_the_first_makes_it_and_the_other_says_so(tmp_path, monk
 
 def test_what_a_kill_left_is_made_again(tmp_path):
     (tmp_path / ".out.unfinished" / "half").mkdir(parents=True)
-    (tmp_path / ".out.lock").write_text("")
     with made_whole(tmp_path / "out") as unfinished:
         assert not names(unfinished)
     assert names(tmp_path) == ["out"]

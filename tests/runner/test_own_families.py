@@ -15,7 +15,7 @@ from runner import convert
 from runner.config import configs
 from runner.config.references import known_families
 from runner.errors import ConfigError
-from runner.inference.loading import load
+from runner.inference.loaded import load
 from runner.weights.target import LoadOptions
 
 OWN = """

@@ -11,7 +11,7 @@ import pytest
 
 from lmlib import Experiment, adamw, llama, make_mesh
 from lmlib.data.synthetic import Synthetic
-from runner.command_line.steps_range import steps_range
+from runner.__main__ import steps_range
 from runner.errors import ConfigError
 from runner.monitoring.profiling import Profiler, where_the_time_went
 
@@ -43,12 +43,14 @@ def traced_step(x):
 
 
 def run(profiler: Profiler, steps: range) -> None:
-    x = jnp.ones((64, 64))
-    for step in steps:
-        profiler.before(step, wait_for=x)
+    def make(step, x, batch):
         with jax.profiler.TraceAnnotation(f"made step {step}"):
             x = traced_step(x)
-        profiler.after(step, wait_for=x)
+        return x, x
+
+    x, made = jnp.ones((64, 64)), profiler.traced(make)
+    for step in steps:
+        x, _ = made(step, x, None)
 
 
 def test_the_trace_holds_the_steps_of_the_range_and_no_others(tmp_path):

@@ -233,7 +233,7 @@ def test_config_is_called_with_the_overrides_of_its_own_parameters(tmp_path):
     assert fdl.build(cfg) == (7, "wide")
     assert fdl.build(load(str(file), ["doubled"], ["scale=3"])) == (48, "plain")
     assert "scaled has no default for scale: give --fdl.scale=…" in error(str(file))
-    assert "--fdl.scale=big: big is no Python literal" in error(str(file), overrides=["scale=big"])
+    assert "--fdl.scale=big: expected" in error(str(file), overrides=["scale=big"])
 
 
 @pytest.mark.slow

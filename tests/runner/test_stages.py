@@ -25,7 +25,7 @@ from runner import Options, fit
 from runner.absent_hardware.cost import cost_of
 from runner.command_line.exit_status import FINISHED
 from runner.config import configs
-from runner.config.stages import longest_row
+from runner.config.configs import longest_row
 from runner.errors import ConfigError, StoppedEarly
 from runner.inference.teaching import sequences_of
 from runner.inspect import data_sets, source_at

@@ -10,7 +10,7 @@ from small_runs import SmallRun
 from lmlib.checkpoint import Checkpoints
 from lmlib.metrics.log import read_metrics
 from runner.command_line.exit_status import SIGNALLED, STOPPED
-from runner.monitoring.awake import Awake
+from runner.monitoring.watchdog import Awake
 
 REQUEUE = 75  # what schedulers are told to start again on
 NEVER_ENDS = ("steps=1_000_000", "evaluation.every=1_000_000", "checkpoints.every=1_000_000")

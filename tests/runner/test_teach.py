@@ -120,8 +120,8 @@ def test_a_mesh_changes_nothing(data, taught, tmp_path):
 
 def test_what_does_not_fit_is_refused(data, teacher, taught):
     cases = (
-        (student(data), "needs data with what one said"),
-        (student(data, taught), "reads none of it"),
+        (student(data), "data has no stored teacher, and"),
+        (student(data, taught), "NextToken reads none"),
         (student(data, taught), "vocabulary has 258 ids and the model's 300"),
     )
     cases[1][0].objective = fdl.Config(NextToken)

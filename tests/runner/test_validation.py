@@ -156,7 +156,7 @@ def test_preferences_are_validated_and_ranked_as_what_they_are(experiment):
         ({"validation": {}}, "validation names no source"),
         (
             {"validation": Synthetic(512, 2, 16, teacher_k=2)},
-            "validation has what a teacher said, and NextToken reads none of it",
+            "validation has a stored teacher, and NextToken reads none",
         ),
         ({"validation": {"a b": Text(None)}}, "validation has the name 'a b'"),
         ({"evaluation": EvaluationSettings()}, r"validation\['web'\] never ends"),

@@ -36,7 +36,7 @@ IMPORTED = (
     "lmlib.hf",
     "lmlib.plan.search",
     "runner.config.relaunch",
-    "runner.inference.loading",
+    "runner.inference.loaded",
     "runner.jax_settings.devices",
     "runner.processes.joining",
     "runner.training.fit",

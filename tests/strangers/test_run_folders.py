@@ -20,7 +20,7 @@ from lmlib.runs import find_runs, read_run, runs
 from lmlib.storage.unlinked import LinkError
 from lmlib.verdicts.finished import finished_run, finished_runs
 from lmlib.verdicts.ladder import ladder_of
-from runner.command_line.workdir import chosen_workdir
+from runner.command_line.paths import chosen_workdir
 from runner.config import configs
 from runner.config.references import resolve
 from runner.errors import ConfigError
@@ -134,7 +134,7 @@ def test_an_odd_sweep_says_nothing_of_its_points(sweep, points):
         frame = runs(sweep)
         assert list(frame["peak_lr"]) == [2.0, 2.5]
         if points and points not in ([{**POINT, "name": ""}], [{**POINT, "name": "NaN"}]):
-            with pytest.raises(ConfigError, match=r"sweep\.json cannot be read, or is damaged"):
+            with pytest.raises(ConfigError, match=r"sweep\.json cannot be read"):
                 read_sweep(sweep)
 
 

@@ -1,7 +1,7 @@
 """Measurements on random tokens: copying, induction and recall.
 
 Copying: a random sequence occurs twice, so all but the copy's first token are known. Induction:
-[A][B] … [A] → [B] (Olsson et al. 2022, arXiv:2209.11895), a single cue at a single distance.
+A B … A → B (Olsson et al. 2022, arXiv:2209.11895), a single cue at a single distance.
 Recall: a fact of random tokens in a long context, asked for at its end (the needle test, Kamradt
 2023).
 """

@@ -20,9 +20,8 @@ from lmlib import hf
 from lmlib.models.families.llama import llama
 from lmlib.parallel.mesh import make_mesh
 from runner.errors import ConfigError
-from runner.evaluation.generation_settings import GenerationSettings
-from runner.evaluation.tasks import Tasks, evaluate_tasks
-from runner.inference.loading import load
+from runner.evaluation.tasks import GenerationSettings, Tasks, evaluate_tasks
+from runner.inference.loaded import load
 
 lm_eval = pytest.importorskip("lm_eval", reason="needs lmlib[eval]")
 pytest.importorskip("torch", reason="needs lmlib[parity]")

@@ -25,10 +25,17 @@ from lmlib.parallel.mesh import make_mesh
 from runner.config import configs
 from runner.errors import ConfigError
 from runner.evaluation.data_sets import data_set, validation_of
-from runner.evaluation.measuring import Measuring, Settings, measure_suite
-from runner.evaluation.results import json_text, suite_json, suite_table, tables
+from runner.evaluation.measuring import (
+    Measuring,
+    Settings,
+    json_text,
+    measure_suite,
+    suite_json,
+    suite_table,
+    tables,
+)
 from runner.evaluation.tasks import Tasks, evaluate_tasks
-from runner.inference.loading import load
+from runner.inference.loaded import load
 from runner.training.validation import Validation
 
 pytestmark = pytest.mark.several_devices
@@ -124,7 +131,7 @@ def test_of_conversations_the_answers_count(tmp_path, loaded):
 
 def test_pairs_are_not_measured(tmp_path):
     write_conversations(tmp_path, "pairs")
-    with pytest.raises(ConfigError, match="holds pairs, and a model is to like one answer"):
+    with pytest.raises(ConfigError, match="holds pairs of answers, which have no loss"):
         data_set(str(tmp_path), "train", "text")
 
 
@@ -140,7 +147,7 @@ def test_without_data_a_run_is_measured_on_each_set_that_it_validated_on(loaded)
 @pytest.mark.parametrize(
     ("what", "told"),
     [
-        ("other ids", "they mean different texts"),
+        ("other ids", "was trained with"),
         ("larger ids", "token ids up to 299, but the vocabulary of .* ends at 257"),
         ("empty.txt", "holds no text"),
         ("latin.txt", "is not UTF-8 text"),

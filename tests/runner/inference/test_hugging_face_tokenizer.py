@@ -15,8 +15,7 @@ from lmlib.parallel.mesh import make_mesh
 from runner.errors import ConfigError
 from runner.inference.answer import Answer
 from runner.inference.hugging_face_tokenizer import hugging_face_tokenizer
-from runner.inference.loaded import Loaded
-from runner.inference.loading import load
+from runner.inference.loaded import Loaded, load
 from runner.weights.texts import tokenizer_of
 
 transformers = pytest.importorskip("transformers", reason="needs lmlib[eval]")

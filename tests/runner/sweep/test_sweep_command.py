@@ -47,8 +47,6 @@ def test_each_point_is_a_run_in_a_folder_of_its_own(made):
     curves = [losses(folder / name) for name in POINTS]
     assert len({tuple(curve) for curve in curves}) == 4
     assert all(f"point {i} of 4: {name}" in done.stderr for i, name in enumerate(POINTS, 1))
-    assert done.stderr.count("compiling the step") == done.stderr.count("compiled the step") == 1
-    assert done.stderr.count("reused an earlier run's program for the step in") == 3
     assert f"-m runner.compare {folder}" in done.stdout
     # Best first: these runs have training losses alone.
     shown = [line.split()[0] for line in done.stdout.splitlines() if line.startswith("peak_lr")]
@@ -111,7 +109,7 @@ def test_a_point_that_fails_stops_no_other_and_is_listed_with_its_reason(tmp_pat
     ("flags", "told"),
     [
         (("--axis=optimizer.peak_rate=1",), "has no 'peak_rate'. Did you mean peak_lr?"),
-        (("--axis=seed=0,x",), "x is no Python literal"),
+        (("--axis=seed=0,x",), "expected an integer, got 'x'"),
         ((), "has no function sweep()"),
         (("--axis=seed=0", "--halving=0.5", "--at_once=2"), "--halving compares points on the way"),
         (("--axis=seed=0", "--submit"), "--submit"),

@@ -1,0 +1,71 @@
+"""Flags that several commands share, and the config that they choose.
+
+A command passes the shared flags that it takes to `key_flags`, so that --help shows them. Fiddle
+defines --fdl_config, --fiddler and --fdl.x=…; a command that uses them imports `fiddle.absl_flags`.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import fiddle as fdl
+from absl import flags
+
+from runner.command_line.command import listed
+from runner.config import configs
+from runner.errors import ConfigError
+
+MOST = 2**31 - 1  # maximum of size flags: positions and rows are counted in int32
+DTYPES = ("bfloat16", "float16", "float32")
+TRUST_MODULE = flags.DEFINE_multi_string(
+    "trust_module",
+    [],
+    "your module that a config.json may refer to, or that has FAMILIES of models; repeatable",
+)
+INIT_FROM = flags.DEFINE_string(
+    "init_from",
+    None,
+    "RUN, RUN@STEP or Hugging Face folder to begin with, or with weights that --from lacks",
+)
+WEIGHTS = flags.DEFINE_enum(
+    "weights", "trained", ["trained", "ema"], "of a run: its last weights, or their average (ema)"
+)
+flags.disclaim_key_flags()  # `key_flags` acts for the module that calls it
+
+
+def key_flags(*shared: flags.FlagHolder) -> None:
+    """Makes --help of the calling command show these flags."""
+    for each in shared:
+        flags.declare_key_flag(each.name)
+
+
+def loading() -> Mapping[str, Any]:
+    """Returns the shared flags as arguments of `runner.load` and `LoadOptions`."""
+    return {
+        "trusted": TRUST_MODULE.value,
+        "init_from": INIT_FROM.value,
+        "average": WEIGHTS.value == "ema",
+    }
+
+
+def check_chosen(arguments: Sequence[str], example: str) -> None:
+    """Raises ConfigError if --fdl_config is missing or there are positional `arguments`."""
+    if arguments:
+        raise ConfigError(f"unknown argument {arguments[0]!r}; flags begin with --")
+    if not flags.FLAGS.fdl_config:
+        raise ConfigError(f"give --fdl_config, for example {example}; see --help")
+
+
+def fiddlers_listed() -> str:
+    """Lists the fiddlers of --fdl_config for --help; empty without that flag."""
+    reference = flags.FLAGS.fdl_config
+    return listed("fiddlers", configs.fiddlers(reference)) if reference else ""
+
+
+def chosen_config(more_overrides: Sequence[str] = ()) -> fdl.Config:
+    """Returns the config that the flags choose, changed by `more_overrides` at the end.
+
+    Raises ConfigError if the config cannot be loaded or an override is wrong.
+    """
+    given = flags.FLAGS
+    overrides = [*given.fdl_set, *more_overrides]
+    return configs.load(given.fdl_config, given.fiddler, overrides, trusted=TRUST_MODULE.value)
