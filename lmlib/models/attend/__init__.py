@@ -9,17 +9,12 @@
     plain           any                  the definition; an S × S matrix for each head
 
 "auto" selects triton on NVIDIA GPUs, cudnn for rows that are known to be one document each, and
-splash on TPUs, if they support the shapes. Otherwise it selects blockwise. All of them compute the
-same: a test compares each with the definition in float64. If `context` splits rows, triton and
-splash compute them with gathered keys, and blockwise in two ways
-(`lmlib.models.attend.context_parallel`).
+splash on TPUs, if they support the shapes, else blockwise. If `context` splits rows, triton and
+splash compute them with gathered keys, and blockwise in two ways (`context_parallel`).
 """
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
@@ -29,7 +24,6 @@ from jaxtyping import Array, Float, Int32
 from lmlib.models.attend.kernel import (
     IMPLEMENTATIONS,
     WAYS,
-    Kernel,
     Options,
     kernel_of,
     whole_row,
@@ -68,55 +62,45 @@ def attend(
       implementation: "auto", or one of `IMPLEMENTATIONS`.
       window: a position attends to itself and the `window` - 1 before it; `None`: all before it.
       scale: factor of the products; `None`: D^-1/2.
-      soft_cap: c, if scores s become c · tanh(s / c) before the mask (Gemma 2, arXiv:2408.00118,
-        §2); `None` leaves them as they are.
+      soft_cap: c, if scores s become c · tanh(s / c) before the mask (arXiv:2408.00118, §2).
       sinks_H: the sink of each head, see `with_sinks`; optional.
-      order: order of a row's tokens along `context`; see `lmlib.row_order`.
-      way: "auto", or one of `WAYS`, if `context` splits rows.
+      order, way: order of a row's tokens along `context` (`lmlib.row_order`), and "auto" or one of
+        `WAYS`, if `context` splits rows.
 
-    Raises:
-      ValueError: if the chosen implementation does not support these shapes.
+    Raises ValueError if the implementation does not support these shapes.
     """
     options = Options.of(window, scale, soft_cap, q_BSHD.shape[-1])
-    heads, kv_heads = "batch seq heads head_dim", "batch seq kv_heads head_dim"
-
-    def computed(function: Callable[..., Any], *outputs: str) -> Any:
-        results = on_each_device(
-            functools.partial(function, options=options),
-            inputs=tuple(map(_every_row, (heads, kv_heads, kv_heads, "batch seq"))),
-            outputs=tuple(map(_every_row, outputs)) if len(outputs) > 1 else _every_row(*outputs),
-            tracked=False,
-        )(q_BSHD, k_BTKD, v_BTKV, segment_ids_BS)
-        return jax.tree.map(reshard, results, outputs if len(outputs) > 1 else outputs[0])
-
+    sizes = soft_cap, v_BTKV.shape[-1], sinks_H is not None
     if implementation == "auto":
-        sizes = soft_cap, v_BTKV.shape[-1], sinks_H is not None
         whole_rows = segment_ids_BS is None
         implementation = chosen(q_BSHD, *sizes, order=order, way=way, whole_rows=whole_rows)
+    elif (reason := _problem_here(implementation, q_BSHD, *sizes, order, way)) is not None:
+        raise ValueError(f"{implementation}: {reason}; use attention='blockwise' or 'auto'")
     if segment_ids_BS is None and implementation != "cudnn":
         segment_ids_BS = one_document(q_BSHD)
-    kernel, sinks = kernel_of(implementation), sinks_H is not None
-    if sinks and not kernel.has_normaliser:
-        raise ValueError(f"{implementation} has no sinks; use attention='blockwise' or 'auto'")
     if _is_split():
         from lmlib.models.attend import context_parallel  # only split rows need it
 
         heads_of = q_BSHD.shape[2], k_BTKD.shape[2]
-        function = context_parallel.function_of(implementation, *heads_of, order, way, sinks)
+        function = context_parallel.function_of(implementation, *heads_of, order, way)
     else:
-        function = functools.partial(_of_whole_rows, kernel)
-    if sinks_H is None:
-        mixed = lambda *given, options: function(*given, options=options)[0]  # noqa: E731
-        return checkpoint_name(computed(mixed, heads), "attention")
-    mixed_BSHV, log_normaliser_BSH = computed(function, heads, "batch seq heads")
-    return checkpoint_name(with_sinks(mixed_BSHV, log_normaliser_BSH, sinks_H), "attention")
 
+        def function(q: Array, k: Array, v: Array, segments: Any, options: Options) -> Any:
+            places = whole_row(q.shape[1])
+            return kernel_of(implementation).attend(q, k, v, segments, segments, places, options)
 
-def _of_whole_rows(
-    kernel: Kernel, q_BSHD: Array, k_BSKD: Array, v_BSKV: Array, segments_BS: Any, options: Options
-) -> tuple[Array, Array | None]:
-    places = whole_row(q_BSHD.shape[1])
-    return kernel.attend(q_BSHD, k_BSKD, v_BSKV, segments_BS, segments_BS, places, options)
+    heads, kv_heads = "batch seq heads head_dim", "batch seq kv_heads head_dim"
+    outputs = (heads,) if sinks_H is None else (heads, "batch seq heads")
+    results = on_each_device(
+        lambda *arrays: function(*arrays, options=options)[: len(outputs)],
+        inputs=tuple(map(_every_row, (heads, kv_heads, kv_heads, "batch seq"))),
+        outputs=tuple(map(_every_row, outputs)),
+        tracked=False,
+    )(q_BSHD, k_BTKD, v_BTKV, segment_ids_BS)
+    mixed_BSHV, *log_normaliser_BSH = map(reshard, results, outputs)
+    if sinks_H is not None:
+        mixed_BSHV = with_sinks(mixed_BSHV, *log_normaliser_BSH, sinks_H)
+    return checkpoint_name(mixed_BSHV, "attention")
 
 
 def _is_split() -> bool:
@@ -148,15 +132,12 @@ def check_attention(
     sinks: bool = False,
     way: str = "auto",
 ) -> None:
-    """Raises ValueError for an unknown implementation or way, or sizes that it does not support.
-
-    See `problem`.
-    """
-    if way not in (ways := ("auto", *WAYS)):
-        raise ValueError(f"context must be one of {', '.join(ways)}, got {way!r}")
-    known = ("auto", *IMPLEMENTATIONS)
-    if implementation not in known:
-        raise ValueError(f"attention must be one of {', '.join(known)}, got {implementation!r}")
+    """Raises ValueError for an unknown implementation or way, or if `problem` has a reason."""
+    known = {"context": (way, ("auto", *WAYS))}
+    known["attention"] = implementation, ("auto", *IMPLEMENTATIONS)
+    for name, (value, values) in known.items():
+        if value not in values:
+            raise ValueError(f"{name} must be one of {', '.join(values)}, got {value!r}")
     reason = problem(implementation, sequence_length, head_dim, dtype, soft_cap, value_dim, sinks)
     if reason is not None:
         raise ValueError(f"attention={implementation!r}: {reason}; use 'blockwise' or 'auto'")
@@ -173,10 +154,7 @@ def problem(
 ) -> str | None:
     """The reason why an implementation does not support these sizes; `None` if it does.
 
-    Args:
-      head_dim: size of queries and keys.
-      value_dim: size of values; `None`: `head_dim`.
-      sinks: True if there are sinks.
+    `head_dim` is the size of queries and keys, and of values without a `value_dim`.
     """
     if implementation == "auto":
         return None
@@ -186,6 +164,26 @@ def problem(
     sizes = dict.fromkeys((head_dim, value_dim or head_dim))
     reasons = (kernel.problem(sequence_length, size, dtype, soft_cap) for size in sizes)
     return next((reason for reason in reasons if reason is not None), None)
+
+
+def _problem_here(
+    name: str,
+    q_BSHD: Array,
+    soft_cap: float | None,
+    value_dim: int | None,
+    sinks: bool,
+    order: str,
+    way: str,
+) -> str | None:
+    """`problem` for these queries on the devices of the current mesh."""
+    _, length, _, D = q_BSHD.shape
+    if _is_split() and name != "blockwise":
+        from lmlib.models.attend import context_parallel
+
+        if (reason := context_parallel.problem(kernel_of(name), way)) is not None:
+            return reason
+        length = context_parallel.length_of_piece(length, devices_along(along("seq")), order)
+    return problem(name, length, D, q_BSHD.dtype, soft_cap, value_dim, sinks)
 
 
 def chosen(
@@ -198,16 +196,7 @@ def chosen(
     whole_rows: bool = False,
 ) -> str:
     """The choice of "auto" for these queries on the devices of the current mesh."""
-    _, length, _, D = q_BSHD.shape
     names: tuple[str, ...] = (_BEST_OF_WHOLE_ROWS if whole_rows else _BEST).get(platform(), ())
-    if names and _is_split():
-        from lmlib.models.attend import context_parallel
-
-        length = context_parallel.length_of_piece(length, devices_along(along("seq")), order)
-        names = tuple(
-            name for name in names if context_parallel.problem(kernel_of(name), way, sinks) is None
-        )
-    for name in names:
-        if problem(name, length, D, q_BSHD.dtype, soft_cap, value_dim, sinks) is None:
-            return name
-    return "blockwise"
+    sizes = soft_cap, value_dim, sinks
+    fits = (name for name in names if not _problem_here(name, q_BSHD, *sizes, order, way))
+    return next(fits, "blockwise")

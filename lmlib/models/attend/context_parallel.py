@@ -45,15 +45,11 @@ from lmlib.row_order import pieces_of_devices
 _SMALL = 4
 
 
-def problem(kernel: Kernel, way: str, sinks: bool = False) -> str | None:
+def problem(kernel: Kernel, way: str) -> str | None:
     """The reason why a fused kernel does not support split rows; `None` if it does."""
     if not kernel.takes_pieces:
         return "it computes whole rows only"
-    if sinks and not kernel.has_normaliser:
-        return "it has no sinks"
-    if way == "ring":
-        return "it computes rows whose keys are gathered, not context='ring'"
-    return None
+    return "it computes rows whose keys are gathered, not context='ring'" if way == "ring" else None
 
 
 def length_of_piece(length: int, devices: int, order: str) -> int:
@@ -62,23 +58,14 @@ def length_of_piece(length: int, devices: int, order: str) -> int:
 
 
 def function_of(
-    implementation: str, heads: int, kv_heads: int, order: str, way: str, sinks: bool
+    implementation: str, heads: int, kv_heads: int, order: str, way: str
 ) -> Callable[..., Any]:
     """Returns the function `(q_BSHD, k_BSKD, v_BSKV, segments_BS, options)` for one device.
 
-    Args:
-      order: the tokens of the row on each device; see `lmlib.row_order`.
-      way: "gather", "ring" or "auto". "auto" selects "gather" if the gathered arrays are small
-        compared with the queries.
-
-    Raises:
-      ValueError: if the implementation does not support this; see `problem`.
+    "auto" gathers keys if they are small compared with the queries, else passes them around.
     """
     if implementation != "blockwise":
-        kernel = kernel_of(implementation)
-        if (reason := problem(kernel, way, sinks)) is not None:
-            raise ValueError(f"{implementation}: {reason}; use attention='blockwise' or 'auto'")
-        return functools.partial(_fused, kernel=kernel, order=order)
+        return functools.partial(_fused, kernel=kernel_of(implementation), order=order)
     if way == "auto":
         small = devices_along(along("seq")) * kv_heads <= _SMALL * heads
         way = "gather" if small else "ring"

@@ -1,8 +1,5 @@
 """The interface of attention kernels.
 
-A kernel is one function and a record of its limits. Masks, sinks, split rows and caches
-build on it.
-
 Shapes: C devices along `context`, S sequence of a device (queries), B batch, H heads.
 """
 
@@ -40,7 +37,7 @@ class Options(NamedTuple):
     def of(
         cls, window: int | None, scale: float | None, soft_cap: float | None, head_dim: int
     ) -> "Options":
-        """Makes options; a scale of `None` becomes the default, head_dim^-1/2."""
+        """Makes options; a scale of `None` becomes head_dim^-1/2."""
         return cls(window, head_dim**-0.5 if scale is None else scale, soft_cap)
 
     def scores(self, products: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -56,12 +53,9 @@ class Options(NamedTuple):
 
 
 class Places(NamedTuple):
-    """The position in its row of each query of each device.
+    """The position in its row of each query of each device, known before the program runs.
 
-    Attributes:
-      devices_CS: the positions, known before the program runs.
-      device: the index of this device.
-      piece: the minimum number of a device's tokens that are adjacent in the row.
+    `device` is the index of this device; at least `piece` of its tokens are adjacent in the row.
     """
 
     devices_CS: Int[np.ndarray, "c s"]
@@ -105,9 +99,8 @@ def with_sinks(
 ) -> Float[Array, "b s heads value_dim"]:
     """Adds sinks to the result of attention without sinks.
 
-    A sink is a learned logit of each head that softmax includes in addition to the scores, without
-    a value (gpt-oss: OpenAI 2025, arXiv:2508.10925, §2.2; Xiao et al. 2023, arXiv:2309.17453,
-    §3.3).
+    A sink is a learned logit of each head that softmax includes, without a value (gpt-oss: OpenAI
+    2025, arXiv:2508.10925, §2.2; Xiao et al. 2023, arXiv:2309.17453, §3.3).
     """
     left_BSH = left_by_sinks(log_normaliser_BSH, sinks_H)
     return (mixed_BSHV * left_BSH[..., None]).astype(mixed_BSHV.dtype)
@@ -118,9 +111,7 @@ def left_by_sinks(
 ) -> Float[Array, "..."]:
     """The sum of the attention weights that a sink leaves, in float32 or wider.
 
-    With a sink s and a normaliser exp(n) of the scores, all weights are multiplied by exp(n) /
-    (exp(n) + exp(s)), which is sigmoid(n - s). A kernel does not need to support sinks, only to
-    return n and its gradient.
+    With a sink s and a normaliser exp(n) of the scores, it is sigmoid(n - s).
     """
     wide = jnp.promote_types(sinks.dtype, jnp.float32)
     return jax.nn.sigmoid(log_normaliser - sinks.astype(wide))

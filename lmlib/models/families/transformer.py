@@ -54,21 +54,16 @@ def transformer(
         layers must have the same function object.
       rotary_layers: True if layers have rotary positions, with `rope_theta`; or the `Rotary`; or
         one such value for each layer.
-      norm: makes norms.
-      norms: the names of a block's norms.
-      block: makes a block from its parts.
-      layer: makes a layer from a block; `None`: the block is the layer.
+      norm, norms: makes norms; the names of a block's norms.
+      block, layer: make a block from its parts, and a layer from a block.
       writes: scale of the initial values of matrices that write to the residual stream; `None`:
         `residual_scale(layers)`.
       positions: makes learned positions.
       embedding_deviation: standard deviation of initial embeddings; `None`: 1, or 1/2 for a tied
         table. The last norm's initial scale then gives the logits of a tied table a standard
-        deviation of embed^-1/2, so the first loss is ln(vocab) to within 0.1. For the choice of
-        these values see benchmarks/initial_values.py.
+        deviation of embed^-1/2, so the first loss is ln(vocab) to within 0.1
+        (benchmarks/initial_values.py).
       logits_scale, decoder: further arguments of `Decoder`.
-
-    Raises:
-      ValueError: if sizes do not fit each other.
     """
     kv_heads = heads if kv_heads is None else kv_heads
     check_sizes(vocab=vocab, embed=embed, layers=layers, heads=heads, kv_heads=kv_heads, mlp=mlp)
@@ -77,10 +72,8 @@ def transformer(
     head_dim = embed // heads if head_dim is None else head_dim
 
     def positions_of(rotary: bool | Rotary) -> Rotary | None:
-        if isinstance(rotary, Rotary):
-            return rotary
-        if not rotary:
-            return None
+        if not rotary or isinstance(rotary, Rotary):
+            return rotary or None
         return Rotary(_rotated_coordinates(head_dim, rotary_fraction), rope_theta, rope_scaling)
 
     rotaries = [positions_of(each) for each in _each("rotary_layers", rotary_layers, layers)]

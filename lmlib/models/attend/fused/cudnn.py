@@ -41,10 +41,8 @@ def attend(
     nor borders within a row. It supports only one head_dim: the smaller of D and V is padded with
     zeros.
     """
-    S, V = q_BSHD.shape[1], v_BTKV.shape[-1]
+    V = v_BTKV.shape[-1]
     D = max(q_BSHD.shape[-1], V)
-    if (reason := problem(S, D, q_BSHD.dtype, options.soft_cap)) is not None:
-        raise ValueError(f"{reason}; use attention='blockwise' or 'auto'")
     same_B1ST = None
     if segments_BS is not None:
         same_B1ST = (segments_BS[:, :, None] == segments_BS[:, None, :])[:, None]

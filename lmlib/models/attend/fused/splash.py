@@ -128,9 +128,6 @@ def attend(
     """
     segments = kernel.SegmentIds(segments_BS, segments_BT)
     devices_CS, own, piece = places
-    for size in (q_BSHD.shape[-1], v_BTKV.shape[-1]):
-        if (reason := problem(piece, size, q_BSHD.dtype, options.soft_cap)) is not None:
-            raise ValueError(f"{reason}; use attention='blockwise' or 'auto'")
     tile = _LANES * largest_tile(piece // _LANES, _LARGEST_TILE // _LANES)
     of_devices = visited(devices_CS, k_BTKD.shape[1], tile, options.window)
     to_keys, to_queries = jax.tree.map(lambda x_C: jnp.asarray(x_C)[own], of_devices)

@@ -56,9 +56,6 @@ def attend(
     Without a GPU, Pallas interprets the kernel, for tests.
     """
     V = v_BTKV.shape[-1]
-    for size in (q_BSHD.shape[-1], V):
-        if (reason := problem(places.piece, size, q_BSHD.dtype)) is not None:
-            raise ValueError(f"{reason}; use attention='blockwise' or 'auto'")
     q_BSHD, k_BTKD, v_BTKV = map(_filled, (q_BSHD, k_BTKD, v_BTKV))
     head_dim = max(q_BSHD.shape[-1], v_BTKV.shape[-1])
     launches = launches_of(places.piece, head_dim, q_BSHD.dtype)
