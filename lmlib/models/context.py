@@ -32,7 +32,6 @@ class Context:
       lengths_B: length of each row's text so far, if the call has only a part of it (with a cache).
       counts_BS: the positions that count in the layers' reports; `None`: all.
       order: the order of tokens along the mesh axis `context`, one of `lmlib.row_order.ORDERS`.
-      wanted_BS: at most one token of each row that `Trunk.x_BSE` returns; `None`: all tokens.
       observe: called in each layer. Its results are returned in `Trunk.observed`.
       shared: values that layers share, by the keys that `Part.reads` lists. Leaves have shape
         [b, s, ...] and the layout of the residual stream or of the positions.
@@ -46,7 +45,6 @@ class Context:
     lengths_B: Int32[Array, "b"] | None = None
     counts_BS: Bool[Array, "b s"] | None = None
     order: str = "plain"
-    wanted_BS: Bool[Array, "b s"] | None = None
     observe: "Observe | None" = None
     shared: Mapping[Hashable, Any] = dataclasses.field(default_factory=dict)
 

@@ -29,15 +29,12 @@ class Decoder(Model):
     """A language model: tokens to logits. Weights are float32.
 
     Args:
-      segments: the layers, in the form that `Stack` takes.
-      norm: norm after the last layer; optional.
       tied: True if one table embeds and unembeds.
       logit_cap: c, if logits z become c · tanh(z / c); `None` leaves them as they are.
       embedding_deviation: standard deviation of the embedding's initial values.
       embedding_scale, logits_scale: factors of embedded tokens, and of logits.
       unembedding_scale: standard deviation of the initial logits for features of variance 1; the
         first loss is ln(vocab) + unembedding_scale² / 2.
-      positions: learned positions, added to embedded tokens; optional.
     """
 
     rows_may_be_split = True

@@ -28,8 +28,7 @@ class Trunk(NamedTuple):
     """The output of a model's layers.
 
     Attributes:
-      x_BSE: the residual stream after the last layer, in the layout that `compute.residual` names;
-        or [b, 1, embed], if the context wants one token of each row.
+      x_BSE: the residual stream after the last layer, in the layout that `compute.residual` names.
       reports: losses and statistics are means over the layers that report them.
       cache: cache for the call with the tokens that follow; `None` if none was given.
       observed: the results of `context.observe`, stacked in the order of the layers.

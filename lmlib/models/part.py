@@ -104,11 +104,6 @@ class Part(eqx.Module):
         return tuple(dict.fromkeys(key for part in self.subparts for key in part.reads))
 
     @property
-    def switches(self) -> tuple[int, ...]:
-        """Text lengths beyond which the whole text is computed differently, and its cache again."""
-        return tuple(dict.fromkeys(length for part in self.subparts for length in part.switches))
-
-    @property
     def used_shares(self) -> dict[str, float]:
         """The fraction of weights that a token uses, for each field that it uses partially."""
         return {}

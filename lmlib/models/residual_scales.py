@@ -19,13 +19,9 @@ from lmlib.models.weights import Constant, initial_values, weight
 class ResidualScales(Part):
     """layer(residual · x + first · x0), with x0 the residual stream before the first layer.
 
-    x0 is the embedded tokens. Both scales are learned (the "x0 lambdas" of Jordan et al. 2024,
-    https://github.com/KellerJordan/modded-nanogpt). Everything else is delegated to the layer.
-
-    Args:
-      layer: the layer that gets the mix.
-      initial_first: initial value of `first`; `residual` starts at 1.
-      key: unused, since both scales start as constants. All parts take a key.
+    Both scales are learned (the "x0 lambdas" of Jordan et al. 2024,
+    https://github.com/KellerJordan/modded-nanogpt). `residual` starts at 1, `first` at
+    `initial_first`.
     """
 
     rows_may_be_split = True

@@ -5,8 +5,7 @@ not save are recomputed, layer by layer, from "layer_input" and "head_input", wh
 (Chen et al. 2016, arXiv:1604.06174). `CHOICES` are always saved too: they are small, and a
 recomputation that rounds differently could choose differently.
 
-Shapes: B batch, S sequence, E embed, R repetitions of a pattern, T iterations of the loop, U
-repetitions in an iteration.
+Shapes: B batch, S sequence, E embed, R repetitions of a pattern.
 """
 
 import dataclasses
@@ -36,11 +35,8 @@ _Choose = Callable[[Any], Any]
 class Repeated(NamedTuple):
     """Layers of a repeated pattern, one for each place in it; arrays are stacked along R.
 
-    Attributes:
-      keys: a key for each repetition; `None` without randomness.
-      caches: caches of earlier calls; `None` without a cache.
-      counts: True for real repetitions, if some are padding. Padding leaves the residual stream
-        unchanged and reports nothing.
+    Without randomness `keys` are `None`. `counts` is True for real repetitions, if some are
+    padding, which leaves the residual stream unchanged and reports nothing.
     """
 
     layers: tuple[Part, ...]
@@ -68,42 +64,17 @@ def run(
     """Runs all repetitions of a pattern; also returns each layer's other results, stacked along R.
 
     `names` may be saved. `chosen` makes a layer from its entry of `repeated`, again in the backward
-    pass, so that no copy of the layer is saved.
-
-    `context.compute.unroll` repetitions make one iteration of the loop; the remaining ones follow
-    it. `jax.lax.scan` cannot unroll, since it cannot split saved arrays in a `reduced` layout. A
-    single iteration is not a loop: XLA's TPU compiler would run its body twice.
+    pass, so that no copy of the layer is saved. Up to `context.compute.unroll` repetitions run
+    without a loop. One repetition never is a loop: XLA's TPU compiler would run its body twice.
     """
-    one = functools.partial(_one, context, names)
-    unroll = context.compute.unroll
-    iterations = repeats // unroll
-    if iterations < 2:
-        return _in_a_row(functools.partial(one, False), chosen, x_BSE, repeated, repeats)
-    looped_one = functools.partial(one, True)
-    if unroll == 1:
-        # Slices must be passed to the recomputed function unchanged. JAX would save reshaped
-        # slices, and so a copy of all weights, for the backward pass.
-        return jax.lax.scan(functools.partial(looped_one, chosen), x_BSE, repeated)
-    looped = iterations * unroll
-    head_R, tail_R = repeated, None
-    if looped < repeats:
-        head_R, tail_R = _split(repeated, (looped, repeats - looped))
-    parts_TU = jax.tree.map(lambda w_R: reshaped(w_R, 1, (iterations, unroll)), head_R)
-    x_BSE, out_TU = jax.lax.scan(
-        lambda x_BSE, parts_U: _in_a_row(looped_one, chosen, x_BSE, parts_U, unroll),
-        x_BSE,
-        parts_TU,
-    )
-    out_R = jax.tree.map(lambda y_TU: reshaped(y_TU, 2, (looped,)), out_TU)
-    if tail_R is None:
-        return x_BSE, out_R
-    last = functools.partial(one, False)
-    x_BSE, out_tail = _in_a_row(last, chosen, x_BSE, tail_R, repeats - looped)
-    return x_BSE, jax.tree.map(lambda *each: jnp.concatenate(each), out_R, out_tail)
+    if repeats <= max(context.compute.unroll, 1):
+        return _in_a_row(context, names, chosen, x_BSE, repeated, repeats)
+    return jax.lax.scan(functools.partial(_one, context, names, True, chosen), x_BSE, repeated)
 
 
 def _in_a_row(
-    one: Callable[..., Any],
+    context: Context,
+    names: Sequence[str],
     chosen: _Choose | None,
     x_BSE: Array,
     repeated_R: Repeated,
@@ -114,7 +85,7 @@ def _in_a_row(
     A recomputed layer saves the stack, which exists anyway, and no copy of its slice.
     """
     outs: list[Any] = []
-    pieces = [repeated_R] if repeats == 1 else _split(repeated_R, (1,) * repeats)
+    pieces = [repeated_R] if repeats == 1 else _split(repeated_R, repeats)
     for i, piece in enumerate(pieces):
         own = jax.tree.map(lambda x_1: jnp.squeeze(x_1, 0), piece)
 
@@ -123,7 +94,7 @@ def _in_a_row(
             return taken if chosen is None else chosen(taken)
 
         pairs = tuple(zip(repeated_R.layers, own.layers, strict=True))
-        x_BSE, out = one(layer, x_BSE, own._replace(layers=pairs))
+        x_BSE, out = _one(context, names, False, layer, x_BSE, own._replace(layers=pairs))
         outs.append(out)
     return x_BSE, jax.tree.map(lambda *each: jnp.stack(each), *outs)
 
@@ -195,14 +166,13 @@ def counted(reports: Reports, counts: Bool[Array, ""]) -> Reports:
     return jax.tree.map(lambda each: jnp.where(counts, each, jnp.zeros_like(each)), reports)
 
 
-def _split(tree_R: Any, sizes: tuple[int, ...]) -> list[Any]:
-    """Splits the leading axis into parts. Gradients are then concatenated, not added."""
+def _split(tree_R: Any, repeats: int) -> list[Any]:
+    """Splits the leading axis. Gradients of a split are concatenated, those of slices added."""
 
     def parts(x_R: Array) -> list[Array]:
         if jnp.issubdtype(x_R.dtype, jax.dtypes.prng_key):
-            starts = [sum(sizes[:i]) for i in range(len(sizes))]
-            return [x_R[at : at + size] for at, size in zip(starts, sizes, strict=True)]
-        return list(jax.lax.split(x_R, sizes))
+            return [x_R[i : i + 1] for i in range(repeats)]
+        return list(jax.lax.split(x_R, (1,) * repeats))
 
     leaves, structure = jax.tree.flatten(tree_R)
     return [jax.tree.unflatten(structure, each) for each in zip(*map(parts, leaves), strict=True)]

@@ -111,14 +111,7 @@ class Stack(Part):
                 for i in range(first, first + period)
             )
             layers = Repeated(pattern, keys, (None,) * period if cache is None else cache[number])
-            is_last_layer = number == len(self.patterns) - 1 and repeats * period == 1
             with jax.named_scope("layers"):
-                if is_last_layer and cache is not None and context.wanted_BS is not None:
-                    # All tokens enter the cache; XLA removes everything else that this call would
-                    # compute.
-                    _, (kept,) = run(context, x_BSE, layers, repeats, names)
-                    layers = layers._replace(caches=(kept.cache,))
-                    x_BSE, context = _wanted(x_BSE, context)
                 if _in_stages(context, repeats, cache):
                     from lmlib.models.pipeline.run import run_in_stages  # only stages need it
 
@@ -130,7 +123,6 @@ class Stack(Part):
                     x_BSE, given_R = run(context, x_BSE, layers, repeats, names)
             given.append(given_R)
             first = end
-        x_BSE, _ = _wanted(x_BSE, context)
         reports = [each.reports for given_R in given for each in given_R]
         observed = [_by_layer([each.observed for each in given_R]) for given_R in given]
         return Trunk(
@@ -267,28 +259,6 @@ def _in_stages(context: Context, repeats: int, cache: Any) -> bool:
     """True if the mesh's stages split these layers; else each computes all, for its own rows."""
     whole = cache is None and context.observe is None and context.lengths_B is None
     return whole and 1 < devices_along(along(LAYER)) <= repeats
-
-
-def _wanted(x_BSE: Array, context: Context) -> tuple[Array, Context]:
-    """Selects the wanted token of each row, and its context.
-
-    Rows without one get zeros at position -1. All tokens stay if the context names none.
-    """
-    wanted_BS = context.wanted_BS
-    if wanted_BS is None:
-        return x_BSE, context
-
-    def of(x_BS: Array) -> Array:
-        mask_BS = jnp.reshape(wanted_BS, (*wanted_BS.shape, *(1,) * (x_BS.ndim - 2)))
-        return jnp.sum(jnp.where(mask_BS, x_BS, 0), axis=1, keepdims=True, dtype=x_BS.dtype)
-
-    return of(x_BSE), dataclasses.replace(
-        context,
-        positions_BS=of(context.positions_BS + 1) - 1,
-        segment_ids_BS=None if context.segment_ids_BS is None else of(context.segment_ids_BS),
-        shared={key: jax.tree.map(of, value) for key, value in context.shared.items()},
-        wanted_BS=None,
-    )
 
 
 def _averaged(reports: Sequence[dict[str, Array]]) -> dict[str, Array]:

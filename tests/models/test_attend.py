@@ -12,6 +12,7 @@ from sentinels import sentinels
 
 from lmlib.models.attend import IMPLEMENTATIONS, attend, check_attention, chosen, problem
 from lmlib.models.attend.blockwise import best_tile
+from lmlib.models.attend.kernel import Shapes
 from lmlib.models.attend.plain import attention_weights
 from lmlib.parallel.layout import sharding
 from lmlib.parallel.mesh import make_mesh
@@ -205,19 +206,19 @@ def test_sinks_are_logits_without_a_value(implementation, options):
 
 @pytest.mark.parametrize("implementation", ["cudnn", "splash"])
 def test_kernels_without_sinks_say_so(implementation):
-    reason = problem(implementation, S, D, jnp.bfloat16, sinks=True)
+    reason = problem(implementation, Shapes(S, D, jnp.bfloat16, sinks=True))
     assert reason == f"{implementation} has no sinks"
-    check_attention("auto", S, D, jnp.bfloat16, sinks=True)
+    check_attention("auto", Shapes(S, D, jnp.bfloat16, sinks=True))
     q, k, v, segments_BS, _ = (jnp.asarray(x) for x in inputs())
     with pytest.raises(ValueError, match="has no sinks; use attention='blockwise' or 'auto'"):
         attend(q, k, v, segments_BS, implementation, sinks_H=jnp.zeros(H))
 
 
 def test_cudnn_has_no_soft_cap_and_says_so():
-    reason = problem("cudnn", S, D, jnp.bfloat16, soft_cap=30.0)
+    reason = problem("cudnn", Shapes(S, D, jnp.bfloat16, 30.0))
     assert reason == "cudnn has no soft cap"
     with pytest.raises(ValueError, match="cudnn has no soft cap; use 'blockwise' or 'auto'"):
-        check_attention("cudnn", S, D, "bfloat16", soft_cap=30.0)
+        check_attention("cudnn", Shapes(S, D, "bfloat16", 30.0))
 
 
 @pytest.mark.landing
@@ -350,16 +351,17 @@ def test_what_an_implementation_cannot_compute_is_refused():
 )
 def test_auto_takes_the_best_kernel_for_whole_rows_and_for_soft_caps(target, expected):
     _, devices = absent(target)
-    q_BSHD = jnp.zeros((B, S, H, D), jnp.bfloat16)
+    shapes = Shapes(S, D, jnp.bfloat16)
     with jax.set_mesh(make_mesh(devices=devices)):
-        whole, capped = chosen(q_BSHD, whole_rows=True), chosen(q_BSHD, 50.0, whole_rows=True)
-        assert (chosen(q_BSHD), whole, capped) == expected
+        capped = chosen(shapes._replace(soft_cap=50.0), whole_rows=True)
+        assert (chosen(shapes), chosen(shapes, whole_rows=True), capped) == expected
 
 
 def test_auto_takes_what_the_device_is_best_at():
-    q_BSHD = jnp.asarray(inputs()[0], jnp.bfloat16)
     on_a_gpu = jax.default_backend() == "gpu"
     for dtype in (jnp.bfloat16, jnp.float32):
-        assert chosen(q_BSHD.astype(dtype)) == ("triton" if on_a_gpu else "blockwise")
-    assert chosen(q_BSHD, whole_rows=True) == ("cudnn" if on_a_gpu else "blockwise")
+        assert chosen(Shapes(S, D, dtype)) == ("triton" if on_a_gpu else "blockwise")
+    assert chosen(Shapes(S, D, jnp.bfloat16), whole_rows=True) == (
+        "cudnn" if on_a_gpu else "blockwise"
+    )
     assert set(IMPLEMENTATIONS) - set(RUNNABLE) == {"splash" if on_a_gpu else "cudnn"}

@@ -18,13 +18,13 @@ from typing import Any
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
 from lmlib.models.attend.kernel import (
     IMPLEMENTATIONS,
     WAYS,
     Options,
+    Shapes,
     kernel_of,
     whole_row,
     with_sinks,
@@ -70,19 +70,18 @@ def attend(
     Raises ValueError if the implementation does not support these shapes.
     """
     options = Options.of(window, scale, soft_cap, q_BSHD.shape[-1])
-    sizes = soft_cap, v_BTKV.shape[-1], sinks_H is not None
+    _, S, H, D = q_BSHD.shape
+    shapes = Shapes(S, D, q_BSHD.dtype, soft_cap, v_BTKV.shape[-1], sinks_H is not None)
     if implementation == "auto":
-        whole_rows = segment_ids_BS is None
-        implementation = chosen(q_BSHD, *sizes, order=order, way=way, whole_rows=whole_rows)
-    elif (reason := _problem_here(implementation, q_BSHD, *sizes, order, way)) is not None:
+        implementation = chosen(shapes, order, way, whole_rows=segment_ids_BS is None)
+    elif (reason := _problem_here(implementation, shapes, order, way)) is not None:
         raise ValueError(f"{implementation}: {reason}; use attention='blockwise' or 'auto'")
     if segment_ids_BS is None and implementation != "cudnn":
         segment_ids_BS = one_document(q_BSHD)
     if _is_split():
         from lmlib.models.attend import context_parallel  # only split rows need it
 
-        heads_of = q_BSHD.shape[2], k_BTKD.shape[2]
-        function = context_parallel.function_of(implementation, *heads_of, order, way)
+        function = context_parallel.function_of(implementation, H, k_BTKD.shape[2], order, way)
     else:
 
         def function(q: Array, k: Array, v: Array, segments: Any, options: Options) -> Any:
@@ -109,10 +108,7 @@ def _is_split() -> bool:
 
 
 def _every_row(axes: str) -> PartitionSpec:
-    """The layout of `axes`, including mesh axes of size 1 that split batch and rows.
-
-    Without these, JAX would sum gradients over them.
-    """
+    """The layout of `axes` with mesh axes of size 1 too, over which JAX would sum gradients."""
     _, _, *others = partition(axes)
     return PartitionSpec(whole_place(COMPUTE["batch"]), whole_place(COMPUTE["seq"]), *others)
 
@@ -122,81 +118,45 @@ def one_document(q_BSHD: Array) -> Int32[Array, "b s"]:
     return reshard(jnp.zeros(q_BSHD.shape[:2], jnp.int32), "batch seq")
 
 
-def check_attention(
-    implementation: str,
-    sequence_length: int,
-    head_dim: int,
-    dtype: DTypeLike,
-    soft_cap: float | None = None,
-    value_dim: int | None = None,
-    sinks: bool = False,
-    way: str = "auto",
-) -> None:
+def check_attention(implementation: str, shapes: Shapes, way: str = "auto") -> None:
     """Raises ValueError for an unknown implementation or way, or if `problem` has a reason."""
     known = {"context": (way, ("auto", *WAYS))}
     known["attention"] = implementation, ("auto", *IMPLEMENTATIONS)
     for name, (value, values) in known.items():
         if value not in values:
             raise ValueError(f"{name} must be one of {', '.join(values)}, got {value!r}")
-    reason = problem(implementation, sequence_length, head_dim, dtype, soft_cap, value_dim, sinks)
-    if reason is not None:
+    if implementation != "auto" and (reason := problem(implementation, shapes)) is not None:
         raise ValueError(f"attention={implementation!r}: {reason}; use 'blockwise' or 'auto'")
 
 
-def problem(
-    implementation: str,
-    sequence_length: int,
-    head_dim: int,
-    dtype: DTypeLike,
-    soft_cap: float | None = None,
-    value_dim: int | None = None,
-    sinks: bool = False,
-) -> str | None:
-    """The reason why an implementation does not support these sizes; `None` if it does.
-
-    `head_dim` is the size of queries and keys, and of values without a `value_dim`.
-    """
-    if implementation == "auto":
-        return None
+def problem(implementation: str, shapes: Shapes) -> str | None:
+    """The reason why an implementation does not support these shapes; `None` if it does."""
     kernel = kernel_of(implementation)
-    if sinks and not kernel.has_normaliser:
+    if shapes.sinks and not kernel.has_normaliser:
         return f"{implementation} has no sinks"
-    sizes = dict.fromkeys((head_dim, value_dim or head_dim))
-    reasons = (kernel.problem(sequence_length, size, dtype, soft_cap) for size in sizes)
-    return next((reason for reason in reasons if reason is not None), None)
+    for size in (shapes.head_dim, shapes.value_dim or shapes.head_dim):
+        if (reason := kernel.problem(shapes._replace(head_dim=size))) is not None:
+            return reason
+    return None
 
 
-def _problem_here(
-    name: str,
-    q_BSHD: Array,
-    soft_cap: float | None,
-    value_dim: int | None,
-    sinks: bool,
-    order: str,
-    way: str,
-) -> str | None:
-    """`problem` for these queries on the devices of the current mesh."""
-    _, length, _, D = q_BSHD.shape
+def _problem_here(name: str, shapes: Shapes, order: str, way: str) -> str | None:
+    """`problem` on the devices of the current mesh."""
     if _is_split() and name != "blockwise":
         from lmlib.models.attend import context_parallel
 
         if (reason := context_parallel.problem(kernel_of(name), way)) is not None:
             return reason
-        length = context_parallel.length_of_piece(length, devices_along(along("seq")), order)
-    return problem(name, length, D, q_BSHD.dtype, soft_cap, value_dim, sinks)
+        devices = devices_along(along("seq"))
+        piece = context_parallel.length_of_piece(shapes.sequence_length, devices, order)
+        shapes = shapes._replace(sequence_length=piece)
+    return problem(name, shapes)
 
 
 def chosen(
-    q_BSHD: Float[Array, "b s heads head_dim"],
-    soft_cap: float | None = None,
-    value_dim: int | None = None,
-    sinks: bool = False,
-    order: str = "plain",
-    way: str = "auto",
-    whole_rows: bool = False,
+    shapes: Shapes, order: str = "plain", way: str = "auto", whole_rows: bool = False
 ) -> str:
-    """The choice of "auto" for these queries on the devices of the current mesh."""
+    """The choice of "auto" for these shapes on the devices of the current mesh."""
     names: tuple[str, ...] = (_BEST_OF_WHOLE_ROWS if whole_rows else _BEST).get(platform(), ())
-    sizes = soft_cap, value_dim, sinks
-    fits = (name for name in names if not _problem_here(name, q_BSHD, *sizes, order, way))
+    fits = (name for name in names if not _problem_here(name, shapes, order, way))
     return next(fits, "blockwise")

@@ -1,8 +1,7 @@
 """Attention tile by tile in plain JAX (FlashAttention-2: Dao 2023, arXiv:2307.08691).
 
 A scan visits the pairs of query tiles and key tiles that causality and the window allow. The
-forward pass saves its output and the logarithm of each query's normaliser; the backward pass
-recomputes the weights of a tile from them. Memory grows with S, not with S × S.
+backward pass recomputes the weights of a tile. Memory grows with S, not with S × S.
 
 Devices along `context` that share a row gather all keys and values: an all-gather in the forward
 pass, another in the backward pass, and a reduce-scatter of their gradients.
@@ -18,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Int32
+from jaxtyping import Array, Float, Int
 
 from lmlib.models.attend.kernel import Kernel, Options, Places
 from lmlib.models.attend.tiles import (
@@ -43,19 +42,14 @@ _PADDING = -1  # the segment of positions that pad the last tile
 
 
 def attend(
-    q_BSHD: Float[Array, "b s h d"],
-    k_BSKD: Float[Array, "b s k d"],
-    v_BSKV: Float[Array, "b s k v"],
-    segments_BS: Int32[Array, "b s"],
-    segments_BT: Int32[Array, "b s"],
-    places: Places,
-    options: Options,
-) -> tuple[Float[Array, "b s h v"], Float[Array, "b s h"]]:
+    q_BSHD: Array, k_BTKD: Array, v_BTKV: Array, segments_BS: Any, segments_BT: Any,
+    places: Places, options: Options,
+) -> tuple[Array, Array]:  # fmt: skip
     """See `lmlib.models.attend.kernel.Kernel`; supports only whole rows."""
     S = q_BSHD.shape[1]
     tile = min(S, best_tile())
     tail = -S % tile
-    q, k, v = (jnp.pad(x, ((0, 0), (0, tail), (0, 0), (0, 0))) for x in (q_BSHD, k_BSKD, v_BSKV))
+    q, k, v = (jnp.pad(x, ((0, 0), (0, tail), (0, 0), (0, 0))) for x in (q_BSHD, k_BTKD, v_BTKV))
     segments_BS = jnp.pad(segments_BS, ((0, 0), (0, tail)), constant_values=_PADDING)
     whole = Split("plain", S + tail, 1, tile)
     mixed_BSHV, log_normaliser_BSH = heads_first(gathered, whole, options, q, k, v, segments_BS)
@@ -68,14 +62,7 @@ def best_tile() -> int:
 
 
 class Split(NamedTuple):
-    """The split of a row over the devices along `context`.
-
-    Attributes:
-      order: see `lmlib.row_order`.
-      length: tokens per device.
-      devices: number of devices along `context`.
-      tile: tokens per tile.
-    """
+    """The split of a row over the devices along `context`, with `length` tokens on each."""
 
     order: str
     length: int
@@ -162,8 +149,7 @@ def gathered(
 ) -> Mixed:
     """Attention of this device's queries over the keys of the whole row.
 
-    Nothing is sent if no devices share the row. Keys of grouped heads are small compared with
-    queries, so a device has memory for all keys of the row.
+    Keys of grouped heads are small compared with queries, so a device has memory for all of them.
     """
     return _forward(split, options, q_BKGSD, k_BKSD, v_BKSV, segments_BS)[0]
 

@@ -1,13 +1,10 @@
 """Context parallelism: attention over rows that several devices share.
 
-Each device has some queries of a row, and mixes values of the whole row.
-
     way     keys and values
     gather  each device gathers all of them (`lmlib.models.attend.blockwise.gathered`)
     ring    they are passed around, one device's at a time
 
-Both visit the tiles of `lmlib.models.attend.tiles`, and compute the same. With "gather" a fused
-kernel may replace the tiles.
+Both visit the tiles of `lmlib.models.attend.tiles`. With "gather" a fused kernel may replace them.
 
 Shapes: C devices along `context`, P each device's part of T, B batch, S sequence of a device, T
 sequence of the row, H heads, K kv_heads, G = H / K query heads per key-value head, D head_dim of
@@ -115,13 +112,10 @@ _all_of.defvjp(lambda x_BP: (_all_of(x_BP), None), _all_of_backward)
 def _ring(
     split: Split, options: Options, q_BKGSD: Array, k_BKSD: Array, v_BKSV: Array, segments_BS: Array
 ) -> Mixed:
-    """Ring attention: keys and values go from device to device.
+    """Ring attention: keys and values go from device to device (Liu et al. 2023, arXiv:2310.01889).
 
-    Source: Liu et al. 2023, arXiv:2310.01889.
-
-    Each device mixes the values that it currently has for its own queries, and never holds more
-    than one other device's keys. The gradients of keys and values travel with them. Rounds in which
-    no query attends to a key, which a window causes, are skipped.
+    The gradients of keys and values travel with them. Rounds in which no query attends to a key,
+    which a window causes, are skipped.
     """
     return _forward(split, options, q_BKGSD, k_BKSD, v_BKSV, segments_BS)[0]
 

@@ -52,6 +52,17 @@ class Options(NamedTuple):
         return self.scale * (1 - jnp.square(scores / self.soft_cap))
 
 
+class Shapes(NamedTuple):
+    """The sizes and dtype of a call; `head_dim` of queries and keys, and by default of values."""
+
+    sequence_length: int
+    head_dim: int
+    dtype: DTypeLike
+    soft_cap: float | None = None
+    value_dim: int | None = None
+    sinks: bool = False
+
+
 class Places(NamedTuple):
     """The position in its row of each query of each device, known before the program runs.
 
@@ -80,14 +91,13 @@ class Kernel(NamedTuple):
       attend: `(q_BSHD, k_BTKD, v_BTKV, segments_BS, segments_BT, places, options)` returns the
         mixed values [B, S, H, V], and the logarithm of each query's normaliser [B, S, H] or `None`.
         Keys cover the whole row, in its order. Segments are ids of documents.
-      problem: `(sequence_length, head_dim, dtype, soft_cap)` returns the reason why the kernel does
-        not support these, or `None`.
+      problem: returns the reason why the kernel does not support these shapes, or `None`.
       has_normaliser: True if it returns the normaliser, which sinks need.
       takes_pieces: True if queries may be a part of the row.
     """
 
     attend: Callable[..., tuple[Array, Array | None]]
-    problem: Callable[[int, int, DTypeLike, float | None], str | None] = lambda *sizes: None
+    problem: Callable[[Shapes], str | None] = lambda shapes: None
     has_normaliser: bool = True
     takes_pieces: bool = False
 

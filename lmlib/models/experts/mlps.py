@@ -40,13 +40,8 @@ def clamped_swiglu(gate: Array, up: Array) -> Array:
 class GatedExperts(eqx.Module):
     """Experts that each compute down(gated(gate x, up x)), with biases if `bias`.
 
-    Args:
-      embed, mlp: sizes; `mlp` is the size of each expert.
-      experts: the number of experts.
-      gated: function of the gate's and the up projection's output.
-      bias: True if each matrix has a bias.
-      residual_scale: scale of the initial values of `down`; see
-        `lmlib.models.weights.residual_scale`.
+    `mlp` is the size of each expert; `gated` is a function of the gate's and the up projection's
+    output; `residual_scale` is a scale of the initial values of `down`.
     """
 
     rows_may_be_split = True

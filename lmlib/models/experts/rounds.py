@@ -1,9 +1,8 @@
 """Moves tokens to experts and back on every device, with a custom backward pass.
 
-Each device computes its own experts on the rows that a `Movement` brings. Its buffer has C rows.
-If uneven routing brings more rows to a device, they are computed in further rounds: slower, but
-with the same result and the same memory. The first round's activations can be saved for the
-backward pass, by name; activations of further rounds are recomputed.
+Each device computes its own experts on the rows that a `Movement` brings, C at a time. If uneven
+routing brings more rows to a device, they are computed in further rounds, with the same result and
+memory. The first round's activations can be saved by name; other rounds are recomputed.
 
 Shapes: B batch, S sequence, E embed, K choices of a token, n = B · S tokens of a device, C rows of
 a round, F mlp.
@@ -38,10 +37,7 @@ DISPATCHES: dict[str, Callable[..., Any]] = {"gather": Gathered, "exchange": Exc
 class Movement(Protocol):
     """Moves rows to the devices of their experts and back; runs on one device.
 
-    `rows` and `back` are each other's transposes.
-
-    Attributes:
-      rounds: the number of rounds that move all rows; an `int` if it is always 1.
+    `rows` and `back` are each other's transposes. `rounds` move all rows; an `int` if always 1.
     """
 
     rounds: Int32[Array, ""] | int
@@ -53,9 +49,8 @@ class Movement(Protocol):
         """Returns the number of rows that each expert of this device gets in a round."""
 
     def rows(self, sent: Array, round: Array | int, of_pairs: bool = False) -> Array:
-        """Returns a round's rows for this device's experts, sorted by expert and zero-padded.
-
-        The shape is [C, E] for tokens and [C] for pairs of a token and a choice.
+        """Returns a round's rows for this device's experts, sorted by expert and zero-padded: [C,
+        E] for tokens and [C] for pairs of a token and a choice.
         """
 
     def back(self, rows_C: Array, round: Array | int, of_pairs: bool = False) -> Array:
@@ -70,30 +65,21 @@ class Movement(Protocol):
 
 @runtime_checkable
 class Experts(Protocol):
-    """Experts that compute rows sorted by expert, in two steps.
-
-    The first step, `products`, is linear in the rows and in the weights.
-    """
+    """Experts that compute rows sorted by expert, in two steps; `products` is linear."""
 
     def products(self, rows_CE: Array, sizes_X: Array) -> tuple[Array, ...]:
         """Multiplies each row by its expert's first matrices; each result is [C, F]."""
 
     def outputs(self, products_CF: tuple[Array, ...], shares_C: Array, sizes_X: Array) -> Array:
-        """Computes the experts' outputs from `products`, times the shares.
-
-        Each device along `tensor` returns a partial sum.
+        """Computes the experts' outputs from `products`, times the shares; a partial sum over
+        `tensor`.
         """
 
 
 class Settings(NamedTuple):
     """Settings of the dispatch of tokens to experts.
 
-    Attributes:
-      experts: the total number of experts.
-      dispatch: one of `DISPATCHES`.
-      room: rows of a device's buffer, as a multiple of its rows under even routing.
-      residual: layout of the result, as names of axes.
-      in_a_stage: True inside a pipeline stage.
+    `room` is the number of rows in a device's buffer, as a multiple of its rows under even routing.
     """
 
     experts: int
@@ -111,10 +97,7 @@ class Settings(NamedTuple):
 
 
 def best_dispatch(choices: int) -> str:
-    """Returns the dispatch that sends less.
-
-    "gather" sends a token to all devices along `expert`, "exchange" sends it `choices` times.
-    """
+    """Returns the dispatch that sends less: to all devices along `expert`, or `choices` times."""
     return "exchange" if devices_along(along("expert")) > choices else "gather"
 
 
@@ -128,14 +111,8 @@ def mixed(
 ) -> tuple[Float[Array, "b s embed"], Float[Array, "b s"]]:
     """Returns each token's weighted sum of expert outputs, and the fraction of choices computed.
 
-    The weights are the shares. The fraction is always 1 unless there is a bug.
-
-    Args:
-      experts: `Experts`, a pytree of weights whose first axis is split along `expert`.
-      x_BSE: laid out as "batch seq embed", and not split along `seq`.
-
-    Layouts: the result is laid out by `settings.residual`, after a sum over `tensor` (a psum or a
-    reduce-scatter). Along `expert`, rows move as `settings.dispatch` says.
+    `experts` is a pytree of weights whose first axis is split along `expert`; x is not split along
+    `seq`. The result has the layout `settings.residual`, after a sum over `tensor`.
 
     Backward: if x was replicated or the weights were gathered along an axis, their gradients stay
     partial sums along it, and the transpose of that operation adds them up. All other gradients are

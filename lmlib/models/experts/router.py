@@ -36,39 +36,27 @@ class Routing(NamedTuple):
 class Router(Part):
     """Chooses the `top` experts with the highest scores, in float32.
 
-    Reports:
-    - `router_z`: the squared log-sum-exp of the logits (Zoph et al. 2022, arXiv:2202.08906, eq. 5).
-    - `router_balance`: X · Σ f · p over the experts, where f is an expert's fraction of all
-      choices and p its mean score (Fedus et al. 2021, arXiv:2101.03961, eq. 4). Its minimum, 1,
-      is reached when all experts are used equally.
-    - `router_entropy`: the entropy of a token's scores, in nats.
-
-    The first two are losses; an objective includes them if its `model_losses` say so.
+    Reports the losses `router_z`, the squared log-sum-exp of the logits (Zoph et al. 2022,
+    arXiv:2202.08906, eq. 5), and `router_balance`, X · Σ f · p over the experts, where f is an
+    expert's fraction of all choices and p its mean score (Fedus et al. 2021, arXiv:2101.03961, eq.
+    4; 1 if all are used equally), and the statistic `router_entropy` of a token's scores, in nats.
 
     With `balance` "row", f is computed over the token's row (DeepSeek-AI 2024, arXiv:2412.19437,
-    eq. 17). With "batch", it is the f of the whole previous batch, and absent in the first step.
-    The current batch's f would be known only after all its microbatches. Since f has no gradient,
-    the gradient is exact across microbatches and devices.
-
-    With a `correction_rate`, each expert has a correction that affects the choice but not the
-    shares. After a step, it grows by this rate for experts with fewer tokens than the mean, and
-    shrinks for experts with more (Wang et al. 2024, arXiv:2408.15664, algorithm 1).
+    eq. 17). With "batch", it is the f of the whole previous batch: the current one's would be known
+    only after all microbatches. Either way the gradient is exact across microbatches and devices.
 
     Args:
-      embed, experts, top: sizes; `top` is the number of experts for each token.
       scores: "softmax" over the logits, or "sigmoid" of each logit.
       normalized: True if a token's shares add up to `scale`; otherwise they are `scale` · scores.
-        `None`: True if `top` is above 1. A single expert's normalized share is always 1, so the
-        loss gives the router no gradient; its score does (Fedus et al. 2021, eq. 2).
+        `None`: True if `top` is above 1, since the router of a single share of 1 gets no
+        gradient.
       scale: factor of the shares.
-      groups, top_groups: experts form `groups` groups. Each token chooses from the `top_groups`
-        groups whose two best scores have the largest sum (arXiv:2412.19437, §2.1.2).
-      bias: True if the logits have a bias.
-      correction_rate: step size of the corrections; `None`: no corrections.
+      groups, top_groups: each token chooses from the `top_groups` of `groups` groups of experts
+        whose two best scores have the largest sum (arXiv:2412.19437, §2.1.2).
+      correction_rate: step size of corrections of the choice, not the shares, which grow for
+        experts with fewer tokens than the mean, and shrink for others (arXiv:2408.15664,
+        algorithm 1).
       balance: "row" or "batch".
-
-    Raises:
-      ValueError: if a setting is not one of its choices, or sizes do not fit.
     """
 
     rows_may_be_split = True
@@ -119,10 +107,7 @@ class Router(Part):
 
     @jax.named_scope("router")
     def __call__(self, x_BSE: Float[Array, "b s embed"], context: Context) -> Routing:
-        """Routes tokens, with the same result on every device along `tensor`; sends nothing.
-
-        Layouts: as x.
-        """
+        """Routes tokens, with the same result on every device along `tensor`; sends nothing."""
         logits_BSX = product("bse,ex->bsx", x_BSE.astype(jnp.float32), self.logits)
         logits_BSX = logits_BSX if self.bias is None else logits_BSX + self.bias
         if self.scores == "softmax":
@@ -164,7 +149,6 @@ class Router(Part):
 
     @property
     def gradient_problem(self) -> str | None:
-        """See `Part.gradient_problem`."""
         if not self.normalized or self.top > 1 or self.experts == 1:
             return None
         return (
@@ -220,12 +204,7 @@ def _best(
 ) -> Int32[Array, "b s k"]:
     """Returns each token's `top` experts within its `top_groups` best groups, the best first.
 
-    A group's score is the sum of its two best experts' scores (DeepSeek-AI 2024, arXiv:2412.19437,
-    §2.1.2).
-
-    Layouts: as the scores, which are not split along experts; nothing is sent. This runs on each
-      device's part because XLA does not split `top_k` on CPUs: it would gather the scores of all
-      tokens.
+    It runs on each device's part, since XLA does not split `top_k` on CPUs.
     """
 
     def on_device(scores_BSX: Array) -> Array:
@@ -249,10 +228,7 @@ def _of_best_groups(scores_BSX: Array, groups: int, top_groups: int) -> Array:
 
 
 def without_load(model: M) -> M:
-    """Removes the previous step's load from the routers of `model` (arrays or shapes).
-
-    The routers' outputs do not depend on it.
-    """
+    """Removes the previous step's load, which affects no outputs, from the routers of `model`."""
 
     def forgetful(part: object) -> object:
         if not isinstance(part, Router) or part.load is None:

@@ -29,14 +29,8 @@ def gpt2(
     """GPT-2.
 
     Differences from Llama: learned positions, LayerNorm, biases everywhere, as many key-value heads
-    as query heads, and an MLP of two matrices with gelu. Arguments as in `llama`; `mlp` is 4 ·
-    embed by default.
-
-    Args:
-      positions: the longest sequence.
-
-    Raises:
-      ValueError: if a size is not positive, or `heads` does not divide `embed`.
+    as query heads, and an MLP of two matrices with gelu. `mlp` is 4 · embed by default; `positions`
+    is the longest sequence.
     """
     check_sizes(positions=positions)
     return transformer(

@@ -72,15 +72,8 @@ def gpt_neox(
 
     Differences from Llama: parallel attention and MLP, LayerNorm, biases everywhere, as many
     key-value heads as query heads, rotary positions for a fraction of each head's coordinates, and
-    an MLP of two matrices with gelu. Arguments as in `llama`; `mlp` is 4 · embed by default.
-
-    Args:
-      parallel: True if attention and MLP read the same residual stream; otherwise the MLP reads its
-        sum with attention's output.
-      activation: the MLP's activation function.
-
-    Raises:
-      ValueError: if sizes do not fit each other; names them.
+    an MLP of two matrices with gelu. `mlp` is 4 · embed by default. Without `parallel`, the MLP
+    reads the sum of the residual stream and attention's output.
     """
     return transformer(
         vocab, embed, layers, heads, 4 * embed if mlp is None else mlp, None, None, rope_theta,

@@ -18,8 +18,8 @@ from lmlib.models.parts.rope_scaling import LongRope
 def phi3(*, window: int | None = None, **others: Any) -> Decoder:
     """Phi-3 and Phi-4 (§2), which compute the same as Llama.
 
-    Arguments as in `llama`. `rope_scaling` is a `LongRope` for long contexts (Phi-3.5, Phi-4 mini),
-    and `rotary_fraction` is 3/4 in Phi-4 mini.
+    `rope_scaling` is a `LongRope` for long contexts (Phi-3.5, Phi-4 mini), and `rotary_fraction` is
+    3/4 in Phi-4 mini.
     """
     return llama(window=window, **others)
 

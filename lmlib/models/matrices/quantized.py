@@ -70,10 +70,8 @@ def rounded_product(
 ) -> Float[Array, "..."]:
     """`jnp.einsum` of `a` and `b` rounded to `formats`; the result has a's dtype.
 
-    An element whose sum includes NaN or infinity is not finite. Each summed axis must be in both
-    operands, and no axis may be in both operands and the result. Scales have the layout of their
-    operand, except that they are the same everywhere along summed axes. If the summed axes are
-    split, the sums are sent in 32 bits.
+    Each summed axis must be in both operands, and no axis in both operands and the result. If the
+    summed axes are split, the sums are sent in 32 bits.
     """
     operands, y_axes = equation.split("->")
     a_axes, b_axes = operands.split(",")
@@ -94,8 +92,8 @@ def rounded(
 ) -> tuple[Array, Float[Array, "..."]]:
     """Rounds `x` to values of `dtype` with float32 scales: x is about values · scales.
 
-    A scale covers all elements along the axes `summed`, which have size 1 in it. It maps their
-    largest absolute value to the largest of `dtype`, and is a normal number even if all are zero.
+    A scale covers all elements along the axes `summed`, and is a normal number even if all are
+    zero.
     """
     integer = jnp.issubdtype(dtype, jnp.integer)
     limit = float(jnp.iinfo(dtype).max if integer else jnp.finfo(dtype).max)
@@ -119,10 +117,7 @@ def _places_not_in(others: str, axes: str) -> tuple[int, ...]:
 
 
 def _plain(x: Array) -> Array:
-    """Removes the `reduced` axes from the layout of `x`, which gathered arrays have.
-
-    JAX supports them only in products.
-    """
+    """Removes the `reduced` axes from the layout of `x`, which JAX supports only in products."""
     if jax.sharding.get_abstract_mesh().empty:
         return x
     return jax.sharding.reshard(x, jax.typeof(x).sharding.spec.update(reduced=frozenset()))

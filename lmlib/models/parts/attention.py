@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from lmlib.compute import Compute
 from lmlib.models.attend import attend, check_attention
-from lmlib.models.attend.kernel import Options
+from lmlib.models.attend.kernel import Options, Shapes
 from lmlib.models.context import Context
 from lmlib.models.part import Names, Norm, Part
 from lmlib.models.parts.rope import Rotary, rotate
@@ -173,10 +173,6 @@ class Attention(Part):
     def reads(self) -> tuple[Hashable, ...]:
         return super().reads if self.rotary is None else (self.rotary, *super().reads)
 
-    @property
-    def switches(self) -> tuple[int, ...]:
-        return () if self.rotary is None else self.rotary.switches
-
     def empty_cache(self, rows: int, length: int, dtype: DTypeLike) -> Any:
         """See `Part.empty_cache`; with a window the cache has the window's size."""
         from lmlib.models.parts.cache import empty_cache
@@ -200,10 +196,9 @@ class Attention(Part):
         """See `Part.check`; also checks the kernel that `compute.attention` names."""
         if self.rotary is not None:
             self.rotary.check(sequence_length)
-        check_attention(
-            compute.attention, sequence_length, self.query.shape[-1], compute.dtype, self.soft_cap,
-            sinks=self.sinks is not None, way=compute.context,
-        )  # fmt: skip
+        sizes = sequence_length, self.query.shape[-1]
+        shapes = Shapes(*sizes, compute.dtype, self.soft_cap, sinks=self.sinks is not None)
+        check_attention(compute.attention, shapes, compute.context)
 
 
 def _biased(x: Array, bias: Array | None) -> Array:

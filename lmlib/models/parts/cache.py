@@ -1,9 +1,7 @@
 """Keys and values of earlier tokens, for attention in later calls.
 
-Position p is stored in slot p mod N. With as many slots as positions, the cache holds all tokens.
-With fewer slots it is a ring of the newest tokens, which is sufficient for a layer with a window.
-The contents of a slot follow from the newest position, so nothing else is stored, and the place of
-a token does not depend on the rest of its batch.
+Position p is stored in slot p mod N. With fewer slots than positions, the cache is a ring of the
+newest tokens, for a layer with a window. The contents of a slot follow from the newest position.
 
 Shapes: B batch, S sequence (queries), N slots, T keys attended to, H heads, K kv_heads, G = H / K
 query heads per key-value head, D head_dim of keys, V head_dim of values, M = G · S.
@@ -27,11 +25,8 @@ _KEYS, _VALUES = "batch kv_heads head_dim slot", "batch kv_heads slot head_dim"
 class KeysAndValues(eqx.Module):
     """The cache of one layer; `tensor` splits its heads, `data` and `fsdp` its rows.
 
-    Both arrays have the layout that products with one query read, so that nothing is copied for a
-    token.
-
-    Attributes:
-      empty: True, while tracing, if no call has written to the cache yet.
+    Both arrays have the layout that products with one query read. `empty` is True, while tracing,
+    if no call has written to the cache yet.
     """
 
     keys: Float[Array, "b kv_heads head_dim slot"]
@@ -47,13 +42,7 @@ def empty_cache(
     dtype: DTypeLike,
     value_dim: int | None = None,
 ) -> KeysAndValues:
-    """Returns a cache of zeros.
-
-    Key-value heads that attention repeats over `tensor` are stored repeatedly.
-
-    Args:
-      value_dim: size of values; `None`: `head_dim`.
-    """
+    """Returns a cache of zeros, with heads repeated as in attention over `tensor`."""
     mesh = jax.sharding.get_abstract_mesh()
     times = 1 if mesh.empty else repeats("kv_heads", kv_heads, COMPUTE, mesh)
     values_BKNV = jnp.zeros((rows, kv_heads * times, slots, value_dim or head_dim), dtype)
@@ -94,12 +83,10 @@ def attend_cached(
     Softmax is in float32 or wider. Nothing is sent.
 
     Args:
-      positions_BS: positions of this call's tokens. In each row they follow each other and the
-        tokens in the cache. Tokens at negative positions, at a row's end, are padding and are not
-        stored.
-      of_values_BSHV: queries for values: scores are scale · (q kᵀ + of_values vᵀ), as if each value
-        were a part of its key.
-      sinks_H: see `lmlib.models.attend.attend`.
+      positions_BS: positions of this call's tokens, which follow the cache's; negative ones, at a
+        row's end, are padding and are not stored.
+      of_values_BSHV: queries for values: scores are scale · (q kᵀ + of_values vᵀ), as if each
+        value were a part of its key.
     """
     after = extended(cache, k_BSKD, v_BSKV, positions_BS)
     heads, kv_heads = (
@@ -134,10 +121,7 @@ def _positions_in(slots: int, newest_B: Int32[Array, "b"]) -> Int32[Array, "b sl
 def _first_written(
     keys_BKDN: Array, values_BKNV: Array, k_BSKD: Array, v_BSKV: Array, positions_BS: Array
 ) -> tuple[Array, Array]:
-    """Writes tokens from position 0 on.
-
-    Padding comes after a row's newest position, where nothing counts.
-    """
+    """Writes tokens from position 0 on. Padding comes after them, where nothing counts."""
     k_BKDS = jnp.transpose(k_BSKD, (0, 2, 3, 1)).astype(keys_BKDN.dtype)
     v_BKSV = jnp.swapaxes(v_BSKV, 1, 2).astype(values_BKNV.dtype)
     empty = 0, keys_BKDN.shape[3] - k_BKDS.shape[3]

@@ -78,6 +78,7 @@ class Rotary:
 
     @property
     def switches(self) -> tuple[int, ...]:
+        """Text lengths beyond which the whole text has other rotations, and its cache again."""
         switch = None if self.scaling is None else self.scaling.switch
         return () if switch is None else (switch,)
 

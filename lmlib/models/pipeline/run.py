@@ -1,14 +1,11 @@
 """Pipeline parallelism within one program: layers split into stages.
 
-Each device along `stage` stores and computes its own layers. In each slot of the schedule all
-stages compute at once, each for a different microbatch, and the results move on by one stage (a
-ppermute). In the backward pass JAX reverses the loop over slots: gradients move from the last stage
-to the first.
+In each slot of the schedule all stages compute at once, each for a different microbatch, and the
+results move on by one stage (a ppermute). In the backward pass JAX reverses the loop over slots.
 
 Outside of the stages, `stage` splits rows as `fsdp` does. Each device contributes some of its rows
 to each of `groups` microbatches. The microbatches of a group wait, one at each stage, and move on
-by one stage each slot, so that the first stage takes one after the other (Xu et al. 2021,
-arXiv:2105.04663, §3.3).
+by one stage each slot (Xu et al. 2021, arXiv:2105.04663, §3.3).
 
 Shapes: B batch, W rows of a microbatch, S sequence, E embed, P stages, G groups, M microbatches =
 groups × stages, T slots, R repetitions of a pattern, K repetitions of a chunk, V rounds.
@@ -37,10 +34,9 @@ from lmlib.parallel.stages import each_stage
 def in_chunks(repeated: Repeated, repeats: int, schedule: Schedule) -> Repeated:
     """Splits stacked layers (R, …) into the chunks of each stage, (P, K, V, …).
 
-    Layers are stored in their order, and each stage stores adjacent ones. If each stage has one
-    chunk, and all have the same number of layers, nothing moves. Otherwise weights are sent to
-    their stages, and their gradients back (two all-to-alls each way). A chunk with too few layers
-    is padded with copies of the last one, which do not count.
+    Each stage stores adjacent layers. If each has one chunk, and all the same number of layers,
+    nothing moves. Otherwise weights are sent to their stages, and their gradients back (two
+    all-to-alls each way). A chunk with too few layers is padded with copies of the last one.
     """
     mesh = jax.sharding.get_abstract_mesh()
     stages, rounds = schedule.stages, schedule.rounds
@@ -79,11 +75,7 @@ def in_chunks(repeated: Repeated, repeats: int, schedule: Schedule) -> Repeated:
 def brought(
     x_BSE: Float[Array, "b s embed"], groups: int, residual: str
 ) -> Float[Array, "p g w s embed"]:
-    """Arranges the batch as waiting microbatches; nothing is sent.
-
-    Args:
-      residual: names of the axes of x.
-    """
+    """Arranges the batch as waiting microbatches; nothing is sent."""
 
     def local(x_BSE: Array) -> Array:
         return jnp.reshape(x_BSE, (1, groups, -1, *x_BSE.shape[1:]))
@@ -126,11 +118,9 @@ def moved_up(
 ) -> Array:
     """Moves the waiting microbatches of a group one stage closer to the first (a ppermute).
 
-    The first stage's microbatch moves to the last stage. Nothing moves for group -1.
-
-    Args:
-      ended: True at a stage whose microbatch has finished, and these microbatches, which then wait
-        in its place.
+    The first stage's microbatch moves to the last stage. Nothing moves for group -1. `ended` are
+    True at a stage whose microbatch has finished, and these microbatches, which then wait in its
+    place.
     """
 
     def moved(x_PGWSE: Array) -> Array:
@@ -167,14 +157,10 @@ def run_in_stages(
     repeats: int,
     names: Sequence[str],
 ) -> tuple[Float[Array, "b s embed"], tuple[Given, ...]]:
-    """`lmlib.models.scan.run` with layers split over the stages.
+    """`lmlib.models.scan.run` with layers split over the stages; at most as many as repetitions.
 
-    There must be at least as many repetitions as stages. Caches and `observe` are not supported.
-
-    Args:
-      context: shared values are integers, for which every stage keeps all rows, or activations,
-        which travel from stage to stage together with the residual stream.
-      computed: computes the shared values that only depend on a context.
+    Shared values in `context` are integers, for which every stage keeps all rows, or activations,
+    which travel with the residual stream. `computed` computes the others from a context.
     """
     residual = context.compute.residual
     schedule = schedule_of(len(x_BSE), context.compute, jax.sharding.get_abstract_mesh())

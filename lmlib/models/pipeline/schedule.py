@@ -25,11 +25,9 @@ class Work(NamedTuple):
     """The work of each stage in each slot: NumPy arrays (T, P), or JAX arrays for one of them.
 
     Attributes:
-      microbatch: its index; arbitrary in slots that do not count.
-      round: index of the stage's chunk.
+      microbatch, round: its index, and the index of the stage's chunk.
       counts: True if the stage has work; the other slots are the bubble.
-      begins: True if the microbatch comes from the waiting ones.
-      ends: True if the microbatch goes back to the waiting ones.
+      begins, ends: True if the microbatch comes from the waiting ones, or goes back to them.
     """
 
     microbatch: Any
@@ -40,13 +38,7 @@ class Work(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """A schedule.
-
-    Attributes:
-      stages: number of stages, and of microbatches in a group.
-      groups: number of groups.
-      rounds: rounds of each microbatch.
-    """
+    """The numbers of stages (and of microbatches in a group), of groups, and of rounds."""
 
     stages: int
     groups: int

@@ -24,9 +24,8 @@ class Sight(NamedTuple):
     Attributes:
       places_S: position in the row of each query of this device; keys cover the row.
       segments_BS, segments_BT: document of each query and each key, numbered within its row.
-      first_key_BT: the first key visible to each token of the row; it attends to all from there to
-        itself.
-      last_query_BT: the last token that attends to each key.
+      first_key_BT, last_query_BT: the first key that each token of the row attends to, and the
+        last token that attends to it.
     """
 
     places_S: Int[Array, "s"]
@@ -45,11 +44,6 @@ def sight(
     """Computes the visible keys for this device's queries and all keys of a row.
 
     The tokens of a document must be adjacent.
-
-    Args:
-      places_S: position in the row of each query.
-      segments_BT: in the order of the row.
-      window: see `lmlib.models.attend.attend`.
     """
     T = segments_BT.shape[1]
     places_T = jnp.arange(T, dtype=jnp.int32)

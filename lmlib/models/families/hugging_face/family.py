@@ -26,14 +26,12 @@ class Tensor:
     """A tensor in a folder, or one for each index of an axis: "experts.{expert}.w1.weight".
 
     Args:
-      name: in the folder; in a layer, the part after the layer's prefix. Axes in braces are
-        lmlib's, and their indices are part of the name.
-      holds: maps the path of each weight in the tensor (in a layer: within the block) to its axes.
-        An axis of the tensor can be several axes of lmlib ("heads head_dim").
+      name: in the folder; in a layer, the part after the layer's prefix.
+      holds: maps the path of each weight in the tensor (in a layer: within the block) to its
+        axes. An axis of the tensor can be several axes of lmlib ("heads head_dim").
       along: the axis along which several weights are concatenated.
-      each: an axis of lmlib; the weights are concatenated for each of its indices. With "kv_heads",
-        the query, key and value of one head come before the next head's. `None`: the weights are
-        concatenated once.
+      each: an axis of lmlib for each of whose indices the weights are concatenated: with
+        "kv_heads", the query, key and value of one head come before the next head's.
     """
 
     name: str
@@ -52,19 +50,17 @@ class Names:
     """The tensors of a family.
 
     Args:
-      outside: tensors outside layers.
-      layer: tensors of each layer.
+      outside, layer: tensors outside layers, and of each layer.
       prefix: prefix of the layers' names, with `{layer}` for the layer's number.
       base: prefix of all names except the head's; folders of a model without a head omit it.
-      without_effect: suffixes of other names that a folder may contain and that have no effect.
-      modules: maps tensors to their names in transformers' class, if these differ from the
-        folder's. PEFT uses the names of the class.
-      in_class: tensors of a layer's class that replace tensors of the folder with the same weights,
-        for example one tensor for all experts. PEFT uses these too.
+      without_effect: suffixes of other names that a folder may contain.
+      modules: maps tensors to their names in transformers' class, which PEFT uses, if these
+        differ.
+      in_class: tensors of a layer's class that replace tensors of the folder with the same
+        weights.
       not_adapted: suffixes of modules' names that PEFT mistakes for another family's experts.
-      in_float32: maps a file's dtype to parts of the names of tensors that stay in float32, as in
-        transformers: a class's `_keep_in_fp32_modules` is for float16, its `_strict` variant also
-        for bfloat16.
+      in_float32: maps a file's dtype to parts of the names of tensors that stay in float32, like
+        `_keep_in_fp32_modules` of transformers' class (float16), or its `_strict` variant (both).
     """
 
     outside: Sequence[Tensor]
@@ -78,11 +74,10 @@ class Names:
     in_float32: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
     def tensor_of(self, path: str) -> str:
-        """Returns the tensor that holds a weight outside layers.
+        """Returns the tensor that holds a weight outside layers; raises ValueError if there is
+        none.
 
-        Raises:
-          ValueError: if the family has no such tensor. A tied family has a name for its head too,
-            since folders may contain it.
+        A tied family has a name for its head too, since folders may contain it.
         """
         for each in self.outside:
             if path in each.holds:
@@ -103,8 +98,6 @@ class Key(NamedTuple):
     """A key of config.json that is an argument of `build`.
 
     Args:
-      name: in config.json.
-      argument: name of the argument.
       of: returns the value for a model, whose arrays may be shapes; `...`: do not write the key.
       default, kind, zero, most, null: as in `Settings.take`.
       also: alternative names in files.
@@ -121,10 +114,8 @@ class Key(NamedTuple):
     also: tuple[str, ...] = ()
 
     def read(self, settings: Settings) -> Any:
-        """Returns the argument's value.
-
-        Raises:
-          FolderError: as `Settings.take`, or if two names have different values.
+        """Returns the argument's value; raises FolderError, also if two names have different
+        values.
         """
         if not self.also:
             value = settings.take(
@@ -144,8 +135,7 @@ class Family:
     """One kind of folder. Undeclared keys of its config.json are refused.
 
     Args:
-      model_type: value in config.json.
-      transformers_class: the class of transformers for this model.
+      model_type, transformers_class: value in config.json, and the class of transformers.
       build: makes a model; a function of `lmlib.models.families`, or your own.
       names: its tensors.
       keys: keys of config.json that are arguments of `build`.
@@ -155,8 +145,9 @@ class Family:
       ignored: keys that have no effect.
       written: keys and values that are written but not read.
       reads: returns further arguments of `build` from the settings and the arguments so far.
-      writes: returns further keys for a model. It raises ValueError if the model has parts that the
-        family lacks (`parts.a`). The caller checks that config.json describes the model exactly.
+      writes: returns further keys for a model. It raises ValueError if the model has parts that
+        the family lacks (`parts.a`). The caller checks that config.json describes the model
+        exactly.
     """
 
     model_type: str
@@ -173,11 +164,7 @@ class Family:
     writes: Callable[[Decoder], dict[str, Any]] | None = None
 
     def arguments(self, settings: Settings) -> dict[str, Any]:
-        """Returns the arguments of `build` that a config.json describes.
-
-        Raises:
-          FolderError: if a setting is not supported by the family.
-        """
+        """Returns the arguments of `build` that a config.json describes; raises FolderError."""
         for name, value in self.fixed.items():
             settings.only(name, value)
         for name, accepted in self.only.items():
@@ -189,13 +176,7 @@ class Family:
         return found if self.reads is None else found | self.reads(settings, found)
 
     def settings(self, model: Decoder) -> dict[str, Any]:
-        """Returns a config.json of the model, with everything that `arguments` reads.
-
-        Arrays of the model may be shapes.
-
-        Raises:
-          ValueError: if the model has parts that the family lacks.
-        """
+        """Returns a config.json of the model, whose arrays may be shapes; raises ValueError."""
         found = {**self.fixed, **self.written}
         of_keys = {key.name: key.of(model) for key in self.keys}
         found |= {name: value for name, value in of_keys.items() if value is not ...}

@@ -107,8 +107,8 @@ def llama_keys(
     Args:
       tied_by_default, kv_heads: defaults; `None`: as many key-value heads as heads.
       norm: the key of `norm_epsilon`.
-      mlp: the class of a layer's feed-forward part.
-      mlp_key: the key of the MLP's size, or of each expert's size.
+      mlp, mlp_key: the class of a layer's feed-forward part, and the key of its (or an expert's)
+        size.
     """
     return (
         VOCAB,
