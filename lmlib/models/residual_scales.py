@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from lmlib.models.context import FIRST_RESIDUAL, Context
 from lmlib.models.part import Part, Reports
-from lmlib.models.weights import Constant, initial_values, weight
+from lmlib.models.weights import Constant, fill, weight
 
 
 class ResidualScales(Part):
@@ -33,8 +33,7 @@ class ResidualScales(Part):
 
     def __init__(self, layer: Part, initial_first: float = 0.0, *, key: PRNGKeyArray):
         self.layer, self.initial_first = layer, initial_first
-        self.residual = initial_values(self, "residual", key)
-        self.first = initial_values(self, "first", key)
+        fill(self, key)
 
     def __call__(
         self, x_BSE: Float[Array, "b s embed"], context: Context, cache: Any = None

@@ -67,82 +67,56 @@ def run(
     pass, so that no copy of the layer is saved. Up to `context.compute.unroll` repetitions run
     without a loop. One repetition never is a loop: XLA's TPU compiler would run its body twice.
     """
-    if repeats <= max(context.compute.unroll, 1):
-        return _in_a_row(context, names, chosen, x_BSE, repeated, repeats)
-    return jax.lax.scan(functools.partial(_one, context, names, True, chosen), x_BSE, repeated)
 
+    def run_layer(
+        choose: _Choose | None, x_BSE: Array, layer: Any, key: PRNGKeyArray | None, cache: Any
+    ) -> tuple[Array, Given]:
+        """Runs one layer; the backward pass recomputes this function."""
+        x_BSE = checkpoint_name(x_BSE, "layer_input")
+        layer = layer if choose is None else choose(layer)
+        layer = gather(layer, context.compute.dtype, after=x_BSE)
+        if key is not None:
+            layer = with_keys(layer, functools.partial(fold, fold(key, "adapters")))
+        own = dataclasses.replace(context, key=key if context.dropout > 0 else None)
+        returned = layer(x_BSE, own, cache)
+        y_BSE, reports, cache = checked(layer, returned, x_BSE, "reports", "cache")
+        observed = own.observe and own.observe(LayerCall(layer, x_BSE, y_BSE, own))
+        return y_BSE, Given(reports, cache, observed)
 
-def _in_a_row(
-    context: Context,
-    names: Sequence[str],
-    chosen: _Choose | None,
-    x_BSE: Array,
-    repeated_R: Repeated,
-    repeats: int,
-) -> tuple[Array, Any]:
-    """Runs some repetitions without a loop.
+    def one(
+        looped: bool, choose: _Choose | None, x_BSE: Array, repeated: Repeated
+    ) -> tuple[Array, tuple[Given, ...]]:
+        """One repetition of the pattern."""
+        # Inside a loop nothing can merge the recomputation with the forward pass, so CSE is safe.
+        recomputed = jax.checkpoint(
+            functools.partial(run_layer, choose),
+            policy=policy(context.compute, names),
+            prevent_cse=not looped,
+        )
+        outs, before_BSE = [], x_BSE
+        for layer, key, cache in zip(*repeated[:3], strict=True):
+            x_BSE, out = recomputed(x_BSE, layer, key, cache)
+            outs.append(out)
+        if repeated.counts is not None:
+            x_BSE = jnp.where(repeated.counts, x_BSE, before_BSE)
+            outs = [out._replace(reports=counted(out.reports, repeated.counts)) for out in outs]
+        return x_BSE, tuple(outs)
 
-    A recomputed layer saves the stack, which exists anyway, and no copy of its slice.
-    """
-    outs: list[Any] = []
-    pieces = [repeated_R] if repeats == 1 else _split(repeated_R, repeats)
-    for i, piece in enumerate(pieces):
+    if repeats > context.compute.unroll:
+        return jax.lax.scan(functools.partial(one, True, chosen), x_BSE, repeated)
+    outs = []
+    for i, piece in enumerate([repeated] if repeats == 1 else _split(repeated, repeats)):
         own = jax.tree.map(lambda x_1: jnp.squeeze(x_1, 0), piece)
 
-        def layer(pair: Any, i: int = i) -> Any:
+        def of_stack(pair: Any, i: int = i) -> Any:
+            # A recomputed layer saves the stack, which exists anyway, and no copy of its slice.
             taken = jax.tree.map(functools.partial(_piece, i), *pair)
             return taken if chosen is None else chosen(taken)
 
-        pairs = tuple(zip(repeated_R.layers, own.layers, strict=True))
-        x_BSE, out = _one(context, names, False, layer, x_BSE, own._replace(layers=pairs))
+        pairs = tuple(zip(repeated.layers, own.layers, strict=True))
+        x_BSE, out = one(False, of_stack, x_BSE, own._replace(layers=pairs))
         outs.append(out)
     return x_BSE, jax.tree.map(lambda *each: jnp.stack(each), *outs)
-
-
-def _one(
-    context: Context,
-    names: Sequence[str],
-    looped: bool,
-    chosen: _Choose | None,
-    x_BSE: Array,
-    repeated: Repeated,
-) -> tuple[Array, tuple[Given, ...]]:
-    """One repetition of a pattern."""
-    # Inside a loop nothing can merge the recomputation with the forward pass, so CSE is safe.
-    run_layer = jax.checkpoint(
-        functools.partial(_layer, context, chosen),
-        policy=policy(context.compute, names),
-        prevent_cse=not looped,
-    )
-    outs, before_BSE = [], x_BSE
-    for layer, key, cache in zip(*repeated[:3], strict=True):
-        x_BSE, out = run_layer(x_BSE, layer, key, cache)
-        outs.append(out)
-    if repeated.counts is not None:
-        x_BSE = jnp.where(repeated.counts, x_BSE, before_BSE)
-        outs = [out._replace(reports=counted(out.reports, repeated.counts)) for out in outs]
-    return x_BSE, tuple(outs)
-
-
-def _layer(
-    context: Context,
-    chosen: _Choose | None,
-    x_BSE: Array,
-    layer: Any,
-    key: PRNGKeyArray | None,
-    cache: Any,
-) -> tuple[Array, Given]:
-    """Runs one layer; the backward pass recomputes this function."""
-    x_BSE = checkpoint_name(x_BSE, "layer_input")
-    layer = layer if chosen is None else chosen(layer)
-    layer = gather(layer, context.compute.dtype, after=x_BSE)
-    if key is not None:
-        layer = with_keys(layer, functools.partial(fold, fold(key, "adapters")))
-    context = dataclasses.replace(context, key=key if context.dropout > 0 else None)
-    returned = layer(x_BSE, context, cache)
-    y_BSE, reports, cache = checked(layer, returned, x_BSE, "reports", "cache")
-    observed = context.observe and context.observe(LayerCall(layer, x_BSE, y_BSE, context))
-    return y_BSE, Given(reports, cache, observed)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

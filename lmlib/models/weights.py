@@ -102,10 +102,8 @@ def residual_scale(layers: int) -> float:
 def weight(
     initial: InitialValues | Callable[[Any], InitialValues],
     *,
-    multiplied: bool | None = None,
     decays: bool | None = None,
     rules: Rules | None = None,
-    summed: Sequence[str] | None = None,
     dtype: str | Callable[[Any], str | None] | None = None,
     learning_rate: float = 1.0,
     gradient: bool = True,
@@ -116,11 +114,9 @@ def weight(
     Args:
       initial: the initial values, or a function that makes them from the module's settings:
         `weight(lambda mlp: fan_in("mlp", scale=mlp.residual_scale))`.
-      multiplied: True if `product` multiplies by it. `None`: True for `fan_in` over some axes.
       decays: True if weight decay applies. `None`: True if the initial values are random.
       rules: mesh axes for axis names that `lmlib.parallel.layout` does not have: `{"position":
         None}` keeps the axis whole.
-      summed: the axes that products sum over. `None`: the axes of `fan_in`.
       dtype: dtype for computation, regardless of `Compute.dtype`, or a function that returns it
         from the module.
       learning_rate: factor of the optimizer's learning rate.
@@ -130,8 +126,7 @@ def weight(
     """
 
     def declared(owner: Any) -> Declaration:
-        makes = not isinstance(initial, InitialValues)
-        values = initial(owner) if makes and callable(initial) else initial
+        values = initial(owner) if callable(initial) else initial
         if not isinstance(values, InitialValues):
             raise LayoutError(
                 f"initial values must be zeros, ones, normal(deviation), fan_in(axes) or a "
@@ -141,10 +136,10 @@ def weight(
         random = isinstance(values, Random)
         return Declaration(
             initial=values,
-            multiplied=bool(of_products) if multiplied is None else multiplied,
+            multiplied=bool(of_products),
             decays=random if decays is None else decays,
             rules=rules or {},
-            summed=of_products if summed is None else tuple(summed),
+            summed=of_products,
             dtype=dtype(owner) if callable(dtype) else dtype,
             learning_rate=learning_rate,
             gradient=gradient,

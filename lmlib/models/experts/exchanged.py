@@ -26,7 +26,7 @@ from lmlib.parallel.mesh_axes import MeshAxes
 
 
 class Exchanged:
-    """See `lmlib.models.experts.rounds.Movement`."""
+    """A movement; see `lmlib.models.experts.rounds.Movement`."""
 
     def __init__(self, choices_nK: Int32[Array, "n k"], experts: int, room: float, along: MeshAxes):
         self.along, self.P = along, devices_along(along)

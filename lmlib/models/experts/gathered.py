@@ -18,7 +18,7 @@ from lmlib.parallel.mesh_axes import MeshAxes
 
 
 class Gathered:
-    """See `lmlib.models.experts.rounds.Movement`."""
+    """A movement; see `lmlib.models.experts.rounds.Movement`."""
 
     def __init__(self, choices_nK: Int32[Array, "n k"], experts: int, room: float, along: MeshAxes):
         self.along = along

@@ -11,14 +11,14 @@ a round, F mlp.
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Float, Int32
 
 from lmlib.models.experts.exchanged import Exchanged
 from lmlib.models.experts.gathered import Gathered
@@ -33,47 +33,13 @@ FURTHER_ROUNDS = "further_rounds"  # scope of all rounds after the first
 DISPATCHES: dict[str, Callable[..., Any]] = {"gather": Gathered, "exchange": Exchanged}
 
 
-@runtime_checkable
-class Movement(Protocol):
-    """Moves rows to the devices of their experts and back; runs on one device.
-
-    `rows` and `back` are each other's transposes. `rounds` move all rows; an `int` if always 1.
-    """
-
-    rounds: Int32[Array, ""] | int
-
-    def sent(self, x_n: Array) -> Array:
-        """Prepares an array for `rows`: one value or row for each token or each pair."""
-
-    def sizes(self, round: Array | int) -> Int32[Array, "x"]:
-        """Returns the number of rows that each expert of this device gets in a round."""
-
-    def rows(self, sent: Array, round: Array | int, of_pairs: bool = False) -> Array:
-        """Returns a round's rows for this device's experts, sorted by expert and zero-padded: [C,
-        E] for tokens and [C] for pairs of a token and a choice.
-        """
-
-    def back(self, rows_C: Array, round: Array | int, of_pairs: bool = False) -> Array:
-        """Sums the computed rows of each token, at least in float32; or returns values of pairs."""
-
-    def computed(self, round: Array | int) -> Bool[Array, "n k"]:
-        """True for each pair that a round computes, in the order that `back` returns."""
-
-    def home(self, x: Array) -> Array:
-        """Returns the sums of all rounds to the devices of their tokens."""
-
-
-@runtime_checkable
-class Experts(Protocol):
-    """Experts that compute rows sorted by expert, in two steps; `products` is linear."""
-
-    def products(self, rows_CE: Array, sizes_X: Array) -> tuple[Array, ...]:
-        """Multiplies each row by its expert's first matrices; each result is [C, F]."""
-
-    def outputs(self, products_CF: tuple[Array, ...], shares_C: Array, sizes_X: Array) -> Array:
-        """Computes the experts' outputs from `products`, times the shares; a partial sum over
-        `tensor`.
-        """
+# A movement of rows to the devices of their experts and back, on one device, in `rounds` (an `int`
+# if always 1). `sent` prepares an array of tokens or pairs for `rows`, which returns a round's rows
+# for this device's experts, sorted by expert and zero-padded: [C, E], or [C] for pairs of a token
+# and a choice. `sizes` are the rows of each expert. `back`, the transpose of `rows`, sums the rows
+# of each token, and `home` returns the sums to the devices of their tokens. `computed` is True for
+# each pair that a round computes.
+Movement = Gathered | Exchanged
 
 
 class Settings(NamedTuple):
@@ -111,7 +77,9 @@ def mixed(
 ) -> tuple[Float[Array, "b s embed"], Float[Array, "b s"]]:
     """Returns each token's weighted sum of expert outputs, and the fraction of choices computed.
 
-    `experts` is a pytree of weights whose first axis is split along `expert`; x is not split along
+    `experts` is a pytree of weights whose first axis is split along `expert`, with two methods:
+    `products(rows_CE, sizes_X)`, each [C, F], linear in rows and weights, and
+    `outputs(products_CF, shares_C, sizes_X)`, a partial sum along `tensor`. x is not split along
     `seq`. The result has the layout `settings.residual`, after a sum over `tensor`.
 
     Backward: if x was replicated or the weights were gathered along an axis, their gradients stay

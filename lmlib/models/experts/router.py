@@ -15,7 +15,7 @@ from lmlib.models.context import Context
 from lmlib.models.part import Names, Part, Reports
 from lmlib.models.product import product
 from lmlib.models.scan import CHOICES
-from lmlib.models.weights import Constant, fan_in, initial_values, weight, zeros
+from lmlib.models.weights import Constant, fan_in, fill, weight, zeros
 from lmlib.parallel.collectives import on_each_device
 from lmlib.parallel.layout import partition
 
@@ -99,11 +99,10 @@ class Router(Part):
         self.normalized, self.scale = top > 1 if normalized is None else normalized, scale
         self.groups, self.top_groups, self.correction_rate = groups, top_groups, correction_rate
         sizes = {"embed": embed, "choice": experts}
-        self.logits = initial_values(self, "logits", key, **sizes)
-        self.bias = initial_values(self, "bias", key, **sizes) if bias else None
-        corrects, over_batch = correction_rate is not None, balance == "batch"
-        self.correction = initial_values(self, "correction", key, **sizes) if corrects else None
-        self.load = initial_values(self, "load", key, **sizes) if over_batch else None
+        absent = [] if bias else ["bias"]
+        absent += ["correction"] if correction_rate is None else []
+        absent += ["load"] if balance == "row" else []
+        fill(self, key, absent, **sizes)
 
     @jax.named_scope("router")
     def __call__(self, x_BSE: Float[Array, "b s embed"], context: Context) -> Routing:

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int32, PRNGKeyArray
 
 from lmlib.models.context import TOKENS, Context
 from lmlib.models.part import Part
-from lmlib.models.weights import Constant, initial_values, normal, weight
+from lmlib.models.weights import Constant, fill, normal, weight
 from lmlib.parallel.collectives import all_gather, all_to_all, on_each_device
 from lmlib.parallel.layout import STORED, along, partition, reshard
 from lmlib.parallel.matrix import dense
@@ -48,9 +48,7 @@ class ValueEmbedding(Part):
         **others: int,
     ):
         self.kv_heads, self.deviation, self.initial_share = kv_heads, deviation, initial_share
-        sizes = {"vocab": vocab, "looked_up": kv_heads * head_dim}
-        self.table = initial_values(self, "table", key, **sizes)
-        self.share = initial_values(self, "share", key)
+        fill(self, key, vocab=vocab, looked_up=kv_heads * head_dim)
 
     @property
     def reads(self) -> tuple[Hashable, ...]:
