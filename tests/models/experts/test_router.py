@@ -159,19 +159,3 @@ def test_the_balance_of_the_batch_before_is_one_where_all_get_the_same():
 def test_settings_that_do_not_fit_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         routed(**settings)
-
-
-@pytest.mark.slow
-def test_what_is_not_chosen_has_no_gradient_through_shares():
-    router, routing, _ = routed(normalized=False)
-
-    def share_of(bias_X, router):
-        router = eqx.tree_at(lambda r: r.bias, router, bias_X, is_leaf=lambda x: x is None)
-        return jnp.sum(router(jnp.asarray(X_BSE), CONTEXT).shares_BSK)
-
-    found = jax.grad(functools.partial(share_of, router=router))(jnp.zeros(X))
-    z = X_BSE @ np.asarray(router.logits)
-    p = softmax(z)
-    chosen = np.any(np.asarray(routing.choices_BSK)[..., None] == np.arange(X), axis=-2)
-    wanted = (p * chosen - p * (p * chosen).sum(-1, keepdims=True)).sum((0, 1))
-    assert_allclose(found, wanted, rtol=1e-4, atol=1e-6)
