@@ -141,15 +141,8 @@ def _gradients(settings: Settings, saved: Any, given: tuple[Array, Array]) -> An
     x_shared, learns = _reduced(x_BSE), gets_gradient(experts)
     weights_gathered = jax.tree.map(_reduced, eqx.filter(experts, learns))
 
-    def on_device(
-        experts: Any,
-        x_BSE: Array,
-        choices_BSK: Array,
-        shares_BSK: Array,
-        rows_CE: Array,
-        products_CF: tuple[Array, ...],
-        dy_BSE: Array,
-    ) -> Any:
+    def on_device(experts: Any, *given: Any) -> Any:
+        x_BSE, choices_BSK, shares_BSK, rows_CE, products_CF, dy_BSE = given
         move, (sent, sent_shares, sent_dy) = _moved(
             settings, choices_BSK, x_BSE, shares_BSK, dy_BSE
         )
@@ -225,10 +218,8 @@ def _further(move: Movement, one: Callable[[Array], Any], sums: Any) -> Any:
 
 
 def _spec(x: Array) -> PartitionSpec:
-    spec = (
-        PartitionSpec() if jax.sharding.get_abstract_mesh().empty else jax.typeof(x).sharding.spec
-    )
-    return spec
+    without_mesh = jax.sharding.get_abstract_mesh().empty
+    return PartitionSpec() if without_mesh else jax.typeof(x).sharding.spec
 
 
 def _layouts(tree: Any) -> Any:

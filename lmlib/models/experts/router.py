@@ -178,13 +178,12 @@ def _check(experts: int, top: int, scores: str, groups: int, top_groups: int, ba
             f"{experts} experts do not divide into groups={groups} of which each token has "
             f"top_groups={top_groups}; use a divisor of {experts}, and 1 to {groups} of them"
         )
-    if top > top_groups * (experts // groups):
+    size = experts // groups
+    if top > top_groups * size or (groups > 1 and size < 2):
         raise ValueError(
-            f"top={top} experts are more than the {top_groups * (experts // groups)} of "
-            f"top_groups={top_groups} of {groups} groups; raise top_groups or lower top"
+            f"groups={groups} have {size} experts each; each needs at least two, and "
+            f"top_groups={top_groups} of them at least top={top}"
         )
-    if groups > 1 and experts // groups < 2:
-        raise ValueError(f"groups={groups} of {experts} experts have fewer than two each")
 
 
 def _row_means(x_BSX: Float[Array, "b s x"], context: Context) -> Any:

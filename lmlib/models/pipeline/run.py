@@ -14,7 +14,7 @@ groups × stages, T slots, R repetitions of a pattern, K repetitions of a chunk,
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -197,12 +197,12 @@ def run_in_stages(
     def of_round(round: Array) -> Callable[[Any], Any]:
         return lambda layer_V: jax.tree.map(lambda w_V: _at(w_V, round), layer_V)
 
-    def slot(carry: Any, moment: _Moment) -> tuple[Any, Any]:
-        waiting, at = carry
-        entering = jax.tree.map(lambda each: next_of(each, moment.begins), waiting)
-        waiting = jax.tree.map(lambda each: moved_up(each, moment.begins, residual), waiting)
-        made, reports = each_stage(stage)(entering, at, chunks, moment.work)
-        x_waiting = moved_up(waiting[0], moment.ends, residual, (moment.work.ends, made[0]))
+    def slot(carry: Any, moment: tuple[Work, Array, Array]) -> tuple[Any, Any]:
+        (waiting, at), (work, begins, ends) = carry, moment
+        entering = jax.tree.map(lambda each: next_of(each, begins), waiting)
+        waiting = jax.tree.map(lambda each: moved_up(each, begins, residual), waiting)
+        made, reports = each_stage(stage)(entering, at, chunks, work)
+        x_waiting = moved_up(waiting[0], ends, residual, (work.ends, made[0]))
         made = jax.tree.map(lambda each: _passed_on(each, residual, 1), made)
         return ((x_waiting, waiting[1]), made), reports
 
@@ -226,24 +226,17 @@ def _parted(shared: Mapping[Hashable, Any]) -> tuple[dict[Hashable, Any], dict[H
     return parts
 
 
-class _Moment(NamedTuple):
-    """A slot: the work of each stage, with the slot's `Schedule.begins` and `Schedule.ends`."""
+def _moments(schedule: Schedule) -> tuple[Work, Array, Array]:
+    """For each slot the work of each stage, `Schedule.begins` and `Schedule.ends`."""
 
-    work: Work
-    begins: Int32[Array, "*t"]
-    ends: Int32[Array, "*t"]
+    def array(x: np.ndarray) -> Array:
+        return jnp.asarray(x, x.dtype if x.dtype == bool else jnp.int32)
 
-
-def _moments(schedule: Schedule) -> _Moment:
     def laid_out(x_TP: np.ndarray) -> Array:
-        return jax.sharding.reshard(_array(x_TP), partition((None, "stage")))
+        return jax.sharding.reshard(array(x_TP), partition((None, "stage")))
 
     work = jax.tree.map(laid_out, schedule.work())
-    return _Moment(work, _array(schedule.begins()), _array(schedule.ends()))
-
-
-def _array(x: np.ndarray) -> Array:
-    return jnp.asarray(x, x.dtype if x.dtype == bool else jnp.int32)
+    return work, array(schedule.begins()), array(schedule.ends())
 
 
 def _at(x: Array, index: Int32[Array, ""]) -> Array:

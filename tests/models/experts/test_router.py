@@ -152,8 +152,11 @@ def test_the_balance_of_the_batch_before_is_one_where_all_get_the_same():
         ({"balance": "rows"}, "balance must be one of row, batch, got 'rows'"),
         ({"top": 9}, "1 to 8 of 8 experts, got top=9"),
         ({"groups": 3}, "8 experts do not divide into groups=3"),
-        ({"groups": 4, "top_groups": 1}, "top=3 experts are more than the 2"),
-        ({"groups": 8, "top_groups": 4}, "fewer than two each"),
+        (
+            {"groups": 4, "top_groups": 1},
+            "2 experts each.*top_groups=1 of them at least top=3",
+        ),
+        ({"groups": 8, "top_groups": 4}, "groups=8 have 1 experts each; each needs at least two"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(settings, message):
