@@ -61,9 +61,8 @@ class TwoParts(Part):
 class Block(TwoParts):
     """x + after(attention(before(x))), then the same with the MLP. Each norm is optional.
 
-    Norms before give a pre-norm layer (Xiong et al. 2020, arXiv:2002.04745). OLMo 2 has norms after
-    (arXiv:2501.00656, §3.1), Gemma 2 both (arXiv:2408.00118, §2). With a key in the context, both
-    outputs have dropout (Vaswani et al. 2017, arXiv:1706.03762, §5.4), times `residual_multiplier`.
+    Pre-norm: arXiv:2002.04745; norms after, as in OLMo 2: arXiv:2501.00656, §3.1; both, as in Gemma
+    2: arXiv:2408.00118, §2. Outputs have dropout, and are multiplied by `residual_multiplier`.
     """
 
     rows_may_be_split = True

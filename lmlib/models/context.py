@@ -26,15 +26,15 @@ class Context:
 
     Args:
       positions_BS: position of each token within its document, from 0.
-      segment_ids_BS: the document of each position, numbered within its row; attention stays within
-        it. `None`: each row is one document, followed by padding at most.
+      segment_ids_BS: the document of each position, numbered within its row; `None`: each row is
+        one document, followed by padding at most.
       key, dropout: key and rate of dropout in blocks; without a key nothing is random.
-      lengths_B: length of each row's text so far, if the call has only a part of it (with a cache).
+      lengths_B: length of each row's text so far, if the call has only a part of it (with a
+        cache).
       counts_BS: the positions that count in the layers' reports; `None`: all.
       order: the order of tokens along the mesh axis `context`, one of `lmlib.row_order.ORDERS`.
-      observe: called in each layer. Its results are returned in `Trunk.observed`.
-      shared: values that layers share, by the keys that `Part.reads` lists. Leaves have shape
-        [b, s, ...] and the layout of the residual stream or of the positions.
+      observe: called in each layer, for `Trunk.observed`.
+      shared: values of shape [b, s, ...] that layers share, by the keys that `Part.reads` lists.
     """
 
     positions_BS: Int32[Array, "b s"]
@@ -58,10 +58,8 @@ class Context:
     def dropped(self, x_BSE: Float[Array, "b s embed"], name: str) -> Float[Array, "b s embed"]:
         """Applies dropout: each element is 0 with probability `dropout`, else x / (1 - dropout).
 
-        Source: Srivastava et al. 2014, "Dropout: a simple way to prevent neural networks from
-        overfitting". The choice depends on the key, `name` and the place in the global array, so
-        each device draws the same bits on every mesh, and sends nothing. x has the layout of the
-        residual stream.
+        The choice depends on the key, `name` and the place in the global array, so each device
+        draws the same bits on every mesh. x has the layout of the residual stream.
         """
         if self.key is None:
             return x_BSE

@@ -1,7 +1,4 @@
-"""The base class of models, which the rest of lmlib uses.
-
-`Decoder` is the model that lmlib's families share; docs/your-own-architecture.md shows how to write
-another. Nothing else looks into a model's fields.
+"""The base class of models, which the rest of lmlib uses; nothing else looks into a model's fields.
 
 Shapes: B batch, S sequence, E embed, V vocab.
 """
@@ -27,11 +24,9 @@ POSITION = "position"  # an axis with one entry for each position of a sequence
 class Trunk(NamedTuple):
     """The output of a model's layers.
 
-    Attributes:
-      x_BSE: the residual stream after the last layer, in the layout that `compute.residual` names.
-      reports: losses and statistics are means over the layers that report them.
-      cache: cache for the call with the tokens that follow; `None` if none was given.
-      observed: the results of `context.observe`, stacked in the order of the layers.
+    x_BSE has the layout that `compute.residual` names. Losses and statistics in `reports` are means
+    over the layers that report them. `cache` is for the call with the tokens that follow.
+    `observed` are the results of `context.observe`, stacked in the order of the layers.
     """
 
     x_BSE: Float[Array, "b s embed"]
@@ -55,12 +50,8 @@ class Model(Part):
     """A decoder of tokens. All its arrays are float32 weights, declared by `weights.weight`.
 
     A model must add the FLOPs of its unembedding to `flops_per_token`. In its caches the row is the
-    second axis, after the axis of stacked layers. Without `empty_cache`, generation computes the
-    whole text again for every token.
-
-    Attributes:
-      vocab: number of token ids that have logits.
-      logit_cap: c, if logits z become c · tanh(z / c); `None` leaves them as they are.
+    second axis. `vocab` is the number of token ids that have logits; `logit_cap` is c, if logits z
+    become c · tanh(z / c).
     """
 
     vocab: eqx.AbstractVar[int]
@@ -69,10 +60,7 @@ class Model(Part):
     def __call__(
         self, tokens_BS: Int32[Array, "b s"], context: Context | None = None
     ) -> Float[Array, "b s vocab"]:
-        """Returns the logits of the next token; by default each row is one document.
-
-        If no mesh is set, the mesh of the weights is used; it must divide the rows.
-        """
+        """Returns the logits of the next token; by default each row is one document."""
         with on_mesh_of(self):
             tokens_BS = reshard(tokens_BS, "batch seq")
             context = context or whole_rows(tokens_BS, Compute(dtype=usual_dtype()))
@@ -110,10 +98,7 @@ def logits_of(
     features: Float[Array, "... embed"],
     compute: Compute,
 ) -> Float[Array, "... vocab"]:
-    """Returns logits in float32 or wider, capped, with the vocabulary split over `tensor`.
-
-    The loss does not use this function: it makes the logits of a few tokens at a time.
-    """
+    """Returns logits in float32 or wider, capped, with the vocabulary split over `tensor`."""
     table_EV = reshard(table_EV.astype(compute.dtype), "embed vocab")
     wide = jnp.promote_types(compute.dtype, jnp.float32)
     made = jnp.einsum("...e,ev->...v", features, table_EV, preferred_element_type=wide)
@@ -145,9 +130,8 @@ def longest_sequence(model: Any) -> int | None:
 
 
 def check_positions(model: Any, sequence_length: int) -> None:
-    """Raises ValueError if a weight has fewer positions than sequences have tokens.
-
-    JAX would silently read the last row of such a table for every later position.
+    """Raises ValueError if a weight has fewer positions than sequences, where JAX reads the last
+    row.
     """
     for path, positions in _positions(model).items():
         if positions < sequence_length:

@@ -25,10 +25,9 @@ Norm = Callable[[Array], Array]
 
 
 class Names(NamedTuple):
-    """Names of activations and operations, in the order of computation.
-
-    `saved`: activations that may be saved for the backward pass (`checkpoint_name`). `scopes`:
-    groups of operations (`jax.named_scope`) whose time and FLOPs are shown separately.
+    """Names of activations that may be saved for the backward pass (`checkpoint_name`), and of
+    scopes whose time and FLOPs are shown separately (`jax.named_scope`), in the order of
+    computation.
     """
 
     saved: tuple[str, ...] = ()
@@ -47,11 +46,7 @@ class Reports(NamedTuple):
     """The reports of a part about its tokens, summed over positions that count (`Context.total`).
 
     A value depends only on the row of a position, so sums over microbatches and devices add up.
-
-    Attributes:
-      losses: scalars that an objective may minimise, by name (`Objective.model_losses`).
-      statistics: scalars to watch, by name, without gradient.
-      tallies: any tree, from which `Part.updated` changes weights without a gradient.
+    `losses` and `statistics` are scalars by name; `tallies` are any tree, for `Part.updated`.
     """
 
     losses: dict[str, Float[Array, ""]]
@@ -65,15 +60,15 @@ NO_REPORTS = Reports({}, {})
 class Part(eqx.Module):
     """A piece of a model. A subclass defines `__call__` and overrides the methods that differ.
 
-    Defaults include the parts inside this one. There are three kinds of parts; x is whole along
-    `seq`, and y has the layout that `context.compute.residual` names:
+    Defaults include the parts inside this one. x is whole along `seq`; y has the layout that
+    `context.compute.residual` names:
 
     - a mixer: `(x_BSE, context, cache=None) -> (y_BSE, new cache)`
     - an MLP: `(x_BSE, context) -> (y_BSE, Reports)`
     - a layer: `(x_BSE, context, cache=None) -> (residual stream, Reports, new cache)`
 
-    A class sets `rows_may_be_split = True` if it may run where devices share the tokens of a row
-    (`lmlib.models.split_rows`); subclasses do not inherit it.
+    A class, not its subclasses, sets `rows_may_be_split = True` if it may run where devices share
+    the tokens of a row (`lmlib.models.split_rows`).
     """
 
     rows_may_be_split = False
@@ -114,10 +109,10 @@ class Part(eqx.Module):
         return None
 
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:
-        """Returns the FLOPs of the forward and backward pass for one token.
+        """Returns the FLOPs of the forward and backward pass for one token, without
+        rematerialization.
 
-        Rematerialization does not count (Chowdhery et al. 2022, arXiv:2204.02311, appendix B), nor
-        inactive experts, nor, if `causal`, masked keys.
+        Inactive experts do not count, nor, if `causal`, masked keys (arXiv:2204.02311, appendix B).
         """
         own = jax.tree.map(
             lambda node: None if _is_part(node) else node, self, is_leaf=self._is_subpart
@@ -131,17 +126,17 @@ class Part(eqx.Module):
             part.check(sequence_length, compute)
 
     def empty_cache(self, rows: int, length: int, dtype: DTypeLike) -> Any:
-        """Returns the `cache` of a first call, for `rows` texts of up to `length` tokens.
+        """Returns the `cache` of a first call for `rows` texts of `length` tokens; `None`: there is
+        none.
 
-        `None`: the part does not support a cache. The first axis of each array is the row. Tokens
-        follow those of earlier calls; ones at negative positions, at a row's end, are padding.
+        The first axis of each array is the row. Tokens at negative positions, at its end, are
+        padding.
         """
         return None
 
     def attention_weights(self, x_BSE: Array, context: Context) -> Float[Array, "b heads s t"]:
-        """Returns the weight of each position t in the output at s; takes the x of a call.
-
-        Raises ValueError if the part does not take weighted means of positions.
+        """Returns the weight of each position t in the output at s, for the x of a call; or raises
+        ValueError.
         """
         raise ValueError(
             f"{class_name(self)} shows no attention weights: it does not define the method "
@@ -151,15 +146,13 @@ class Part(eqx.Module):
     def updated(self, tallies: Any) -> Any:
         """Returns the part after a step, with new weights of `weight(…, gradient=False)`.
 
-        These have the layout of a call and their stored dtype; all other weights are `None`.
-        `tallies` are summed over the whole batch.
+        `tallies` are summed over the batch. All other weights are `None` here.
         """
         return self
 
     def measured(self, tallies: Any) -> dict[str, Float[Array, ""]]:
-        """Returns metrics of a step from the tallies of the whole batch, without gradient.
-
-        The log shows the mean over the layers that have them. Weights are `None` or stacked here.
+        """Returns metrics of a step from the tallies of the batch; the log shows the mean over
+        layers.
         """
         return {}
 
@@ -187,10 +180,7 @@ def check_part(part: Any, *arguments: str) -> None:
 
 
 def checked(part: Any, returned: Any, x_BSE: Array, *others: str) -> Any:
-    """Returns the result of a part's call: an array like `x_BSE`, and "cache" or "reports".
-
-    A single array would otherwise be unpacked along the batch. Raises PartError.
-    """
+    """Returns the result of a part's call: an array like `x_BSE`, and "cache" or "reports"."""
     expected = ("y_BSE", *others)
     if type(returned) is not tuple or len(returned) != len(expected):
         raise PartError(
@@ -211,9 +201,8 @@ def checked(part: Any, returned: Any, x_BSE: Array, *others: str) -> Any:
 
 
 def check_like(part: Any, y_BSE: Any, x_BSE: Array) -> None:
-    """Raises PartError if `y_BSE` differs from `x_BSE` in shape, dtype or layout.
-
-    An array that broadcasts to `x_BSE` would otherwise be added without an error.
+    """Raises PartError if `y_BSE`, which might broadcast, is not like `x_BSE` in shape, dtype and
+    layout.
     """
     shape, dtype = getattr(y_BSE, "shape", None), getattr(y_BSE, "dtype", None)
     if (shape, dtype) != (x_BSE.shape, x_BSE.dtype):
@@ -233,9 +222,8 @@ def check_like(part: Any, y_BSE: Any, x_BSE: Array) -> None:
 
 
 def check_scalars(part: Any, what: str, values: Any) -> None:
-    """Raises PartError if `values`, given by `part` as `what`, is not a mapping of scalars.
-
-    JAX would average the elements of an array together with the layers.
+    """Raises PartError if `values` is not a mapping of scalars, over whose elements JAX would
+    average.
     """
     if not isinstance(values, Mapping):
         raise PartError(f"{class_name(part)} must give {what} as a mapping, got {_text(values)}")

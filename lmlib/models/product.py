@@ -27,14 +27,9 @@ def product(
 ) -> Float[Array, "..."]:
     """`jnp.einsum` of activations `x` and a weight `w`; both and the result have one dtype.
 
-    Every product of activations and a weight uses this function, except for the unembedding
-    (`lmlib.losses` and `lmlib.models.model`). Gradients have the dtype and the layouts of x and w.
-
-    Args:
-      equation: each summed axis must be in both operands.
-      precision: "int8" or "float8" rounds the operands of this product and of x's gradient
-        (`lmlib.models.matrices.quantized`).
-      out_sharding: layout of the result, if it does not follow from `x` and `w`.
+    Every product of activations and a weight uses this function, except for the unembedding. Each
+    summed axis must be in both operands. Gradients have the layouts of x and w. With a `precision`,
+    "int8" or "float8", operands are rounded (`lmlib.models.matrices.quantized`).
     """
     if isinstance(w, Matrix):
         return w.einsum(equation, x, precision, out_sharding)
@@ -124,20 +119,13 @@ def _gradient_of_weight(
 
 
 def _in_order(equation: str) -> str:
-    """Renames the axes to a, b, c, … in the order in which they appear.
-
-    `jnp.einsum` sums over several axes in alphabetical order. If the axes are in another order, it
-    copies both operands.
-    """
+    """Renames the axes to a, b, c, … in their order, in which `jnp.einsum` sums without copies."""
     letters = dict.fromkeys(equation.replace(",", "").replace("->", ""))
     return equation.translate({ord(old): 97 + i for i, old in enumerate(letters)})
 
 
 def _along(x: Array, x_axes: str, dy: Array, y_axes: str) -> Array:
-    """Moves `dy` to the layout of `x` along the axes that they share.
-
-    A sequence-parallel `dy` is then gathered only once for both gradients.
-    """
+    """Moves `dy` to the layout of `x` along their common axes, so that it is gathered only once."""
     if jax.sharding.get_abstract_mesh().empty:
         return dy
     places = dict(zip(y_axes, jax.typeof(dy).sharding.spec.partitions, strict=True))

@@ -1,8 +1,7 @@
 """The scan over layers, and the activations that it saves for the backward pass.
 
-Layers and their parts name activations (`lmlib.models.part.Names`). Activations that `Compute` does
-not save are recomputed, layer by layer, from "layer_input" and "head_input", which are always saved
-(Chen et al. 2016, arXiv:1604.06174). `CHOICES` are always saved too: they are small, and a
+Activations that `Compute` does not save are recomputed, layer by layer, from "layer_input" and
+"head_input" (Chen et al. 2016, arXiv:1604.06174). These and `CHOICES` are always saved: a
 recomputation that rounds differently could choose differently.
 
 Shapes: B batch, S sequence, E embed, R repetitions of a pattern.

@@ -63,11 +63,7 @@ def segments(layers: Sequence[MakeLayer]) -> list[Segment]:
 
 
 class Stack(Part):
-    """All layers of a model. A layer's weights depend only on the seed and on the layer's index.
-
-    Raises ValueError if there are zero layers, or one is not a `Part` with a layer's call, or has
-    an array that is not declared.
-    """
+    """All layers of a model. A layer's weights depend only on the seed and on the layer's index."""
 
     rows_may_be_split = True
 
@@ -90,8 +86,7 @@ class Stack(Part):
     ) -> Trunk:
         """Runs every layer in order, each with weights gathered just before its use.
 
-        Activations are recomputed in the backward pass, except for the ones that `context.compute`
-        saves. Layers get keys folded from the context's key by their indices. x has the layout that
+        Layers get keys folded from the context's key by their indices. x has the layout that
         `context.compute.residual` names. Caches are stacked like the weights: `cache[pattern][j]`.
         """
         keys_L = None

@@ -93,8 +93,7 @@ def fan_in(*axes: str, scale: float = 1.0) -> Random:
 def residual_scale(layers: int) -> float:
     """(2 · layers)^-1/2, for the two matrices of each layer that write to the residual stream.
 
-    The sum of all writes then starts with the variance of one write (Radford et al. 2019, "Language
-    Models are Unsupervised Multitask Learners", §2.3).
+    The sum of all writes then starts with the variance of one write, as in GPT-2.
     """
     return (2 * layers) ** -0.5
 
@@ -112,17 +111,15 @@ def weight(
     """Declares a field that holds a weight.
 
     Args:
-      initial: the initial values, or a function that makes them from the module's settings:
-        `weight(lambda mlp: fan_in("mlp", scale=mlp.residual_scale))`.
+      initial: the initial values, or a function that makes them from the module's settings.
       decays: True if weight decay applies. `None`: True if the initial values are random.
-      rules: mesh axes for axis names that `lmlib.parallel.layout` does not have: `{"position":
-        None}` keeps the axis whole.
-      dtype: dtype for computation, regardless of `Compute.dtype`, or a function that returns it
-        from the module.
+      rules: mesh axes for axis names that `lmlib.parallel.layout` does not have; `None` keeps one
+        whole.
+      dtype: dtype for computation, regardless of `Compute.dtype`, or a function of the module.
       learning_rate: factor of the optimizer's learning rate.
       gradient: False for state that `lmlib.models.part.Part.updated` changes once a step.
-      writes: True if its output is added to the residual stream, as the bias of a layer's last
-        product. `None`: True for a matrix that maps other axes to "embed".
+      writes: True if its output is added to the residual stream. `None`: True for a matrix that
+        maps other axes to "embed".
     """
 
     def declared(owner: Any) -> Declaration:
@@ -152,10 +149,8 @@ def weight(
 def initial_values(owner: Any, field: str, key: PRNGKeyArray, **sizes: int) -> Float[Array, "..."]:
     """Returns the initial values of `owner.field`, float32, as declared.
 
-    `owner` is a module's class, or a module in its `__init__`, once its settings are set. The key
-    of the field is folded from the owner's `key`. `sizes` of axes may include others.
-
-    Raises LayoutError if `sizes` lacks an axis, or one is not positive.
+    `owner` is a module's class, or a module in its `__init__`, once its settings are set. `key` is
+    the owner's; the field's name is folded in. Raises LayoutError if `sizes` lacks an axis.
     """
     axes = axis_names(owner, field)
     where = f"{(owner if isinstance(owner, type) else type(owner)).__name__}.{field}"
@@ -184,10 +179,10 @@ def fill(module: Any, key: PRNGKeyArray, without: Sequence[str] = (), **sizes: i
 
 
 def creator(make: Callable[..., M], mesh: Mesh, made: M | None = None) -> Callable[..., M]:
-    """Compiles `make` to create its weights on `mesh` in the stored layout, never whole.
+    """Compiles `make` to create its weights on `mesh` in the stored layout, with the bits of any
+    mesh.
 
-    Call it under `jax.set_mesh(mesh)`. The values are the same bits on every mesh. `made` are the
-    shapes of the result, which are required if `make` takes arguments.
+    Call it under `jax.set_mesh(mesh)`. `made` are the result's shapes, if `make` takes arguments.
     """
     model = jax.eval_shape(make) if made is None else made
     specs = map_weights(lambda weight, array: stored(weight, array.shape, mesh), model)

@@ -256,7 +256,7 @@ def test_the_reading_of_attention_is_that_of_the_layer():
 def test_no_folder_of_hugging_faces_describes_it(tmp_path):
     with pytest.raises(ValueError, match=r"none of .* is this model"):
         hf.save(make(), tmp_path / "whole")
-    with pytest.raises(ValueError, match="a ResidualScales where the family has a Block"):
+    with pytest.raises(ValueError, match="a ResidualScales where the family has a TwoParts"):
         hf.save(make(), tmp_path / "llama", model_type="llama")
     gated = dict(residual_scales=False, squared_relu=False, window=None, attention_scale=None)
     for left, reason in (

@@ -1,16 +1,14 @@
 """Causal attention within documents, by the best implementation for the devices.
 
-    implementation  devices              description
-    triton          NVIDIA GPUs          a fused kernel that skips other documents
-    cudnn           NVIDIA GPUs          cuDNN's fused attention, the fastest for rows of one
-                                         document; it computes other rows whole, with a mask
-    splash          TPUs                 Pallas's splash attention
-    blockwise       any                  tiles in plain JAX; no S × S matrix
-    plain           any                  the definition; an S × S matrix for each head
+    implementation  devices      description
+    triton          NVIDIA GPUs  a fused kernel that skips other documents
+    cudnn           NVIDIA GPUs  cuDNN's kernel, the fastest for rows of one document
+    splash          TPUs         Pallas's splash attention
+    blockwise       any          tiles in plain JAX; no S × S matrix
+    plain           any          the definition; an S × S matrix for each head
 
-"auto" selects triton on NVIDIA GPUs, cudnn for rows that are known to be one document each, and
-splash on TPUs, if they support the shapes, else blockwise. If `context` splits rows, triton and
-splash compute them with gathered keys, and blockwise in two ways (`context_parallel`).
+"auto" selects triton or, for rows that are known to be one document each, cudnn on NVIDIA GPUs, and
+splash on TPUs, if they support the shapes, else blockwise. All compute the same.
 """
 
 from typing import Any
@@ -53,21 +51,18 @@ def attend(
 ) -> Float[Array, "b s heads value_dim"]:
     """softmax(scale · q kᵀ) v, each position over the earlier ones of its segment and itself.
 
-    Softmax is in float32 or wider; the result has v's dtype. `tensor` splits the heads; each device
-    attends with its own. Nothing is sent, except along `context`.
+    Softmax is in float32 or wider; the result has v's dtype. `tensor` splits the heads. Nothing is
+    sent, except along `context`. Raises ValueError for shapes that are not supported.
 
     Args:
-      segment_ids_BS: the document that each position belongs to, numbered within its row; the
-        tokens of a document are adjacent. `None`: each row is one document.
-      implementation: "auto", or one of `IMPLEMENTATIONS`.
+      segment_ids_BS: the document of each position; its tokens are adjacent. `None`: each row is
+        one.
       window: a position attends to itself and the `window` - 1 before it; `None`: all before it.
       scale: factor of the products; `None`: D^-1/2.
       soft_cap: c, if scores s become c · tanh(s / c) before the mask (arXiv:2408.00118, §2).
       sinks_H: the sink of each head, see `with_sinks`; optional.
-      order, way: order of a row's tokens along `context` (`lmlib.row_order`), and "auto" or one of
-        `WAYS`, if `context` splits rows.
-
-    Raises ValueError if the implementation does not support these shapes.
+      order, way: order of a row's tokens along `context` (`lmlib.row_order`), and "auto" or one
+        of `WAYS`.
     """
     options = Options.of(window, scale, soft_cap, q_BSHD.shape[-1])
     _, S, H, D = q_BSHD.shape

@@ -89,11 +89,11 @@ class Kernel(NamedTuple):
 
     Attributes:
       attend: `(q_BSHD, k_BTKD, v_BTKV, segments_BS, segments_BT, places, options)` returns the
-        mixed values [B, S, H, V], and the logarithm of each query's normaliser [B, S, H] or `None`.
-        Keys cover the whole row, in its order. Segments are ids of documents.
+        mixed values [B, S, H, V], and the logarithm of each query's normaliser [B, S, H] or
+        `None`. Keys cover the whole row, in its order.
       problem: returns the reason why the kernel does not support these shapes, or `None`.
-      has_normaliser: True if it returns the normaliser, which sinks need.
-      takes_pieces: True if queries may be a part of the row.
+      has_normaliser, takes_pieces: True if it returns the normaliser, which sinks need, and if
+        queries may be a part of the row.
     """
 
     attend: Callable[..., tuple[Array, Array | None]]
@@ -107,11 +107,7 @@ def with_sinks(
     log_normaliser_BSH: Float[Array, "b s heads"],
     sinks_H: Float[Array, "heads"],
 ) -> Float[Array, "b s heads value_dim"]:
-    """Adds sinks to the result of attention without sinks.
-
-    A sink is a learned logit of each head that softmax includes, without a value (gpt-oss: OpenAI
-    2025, arXiv:2508.10925, §2.2; Xiao et al. 2023, arXiv:2309.17453, §3.3).
-    """
+    """Adds sinks: learned logits without a value (arXiv:2508.10925, §2.2)."""
     left_BSH = left_by_sinks(log_normaliser_BSH, sinks_H)
     return (mixed_BSHV * left_BSH[..., None]).astype(mixed_BSHV.dtype)
 
@@ -119,10 +115,7 @@ def with_sinks(
 def left_by_sinks(
     log_normaliser: Float[Array, "..."], sinks: Float[Array, "..."]
 ) -> Float[Array, "..."]:
-    """The sum of the attention weights that a sink leaves, in float32 or wider.
-
-    With a sink s and a normaliser exp(n) of the scores, it is sigmoid(n - s).
-    """
+    """The sum of the weights that a sink s leaves of a normaliser exp(n): sigmoid(n - s)."""
     wide = jnp.promote_types(sinks.dtype, jnp.float32)
     return jax.nn.sigmoid(log_normaliser - sinks.astype(wide))
 

@@ -13,6 +13,7 @@ pieces.
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
@@ -52,22 +53,21 @@ def grouped_pairs(
 ) -> list[Group]:
     """Returns all pairs in which a query attends to a key, from each device's pieces of the row."""
     tiles = piece // tile
-    by_distance: dict[int, _Tiles] = {}
-    found: dict[_Tiles, list[list[tuple[int, int]]]] = {}
+    tiles_seen = functools.cache(functools.partial(_tiles_seen, tiles, tile, window))
+    found: dict[_Tiles, list[list[tuple[int, int, int]]]] = {}
     for device, (own, theirs) in enumerate(zip(queries_CM, keys_CL, strict=True)):
-        for i, query in enumerate(own):
-            for j, key in enumerate(theirs):
-                distance = int(query - key)
-                if distance < 0:
-                    continue
-                if distance not in by_distance:
-                    by_distance[distance] = _tiles_seen(distance, tiles, tile, window)
-                if by_distance[distance]:
-                    nothing: list[list[tuple[int, int]]] = [[] for _ in queries_CM]
-                    of_devices = found.setdefault(by_distance[distance], nothing)
-                    of_devices[device].append((i, j))
+        for (i, query), (j, key) in itertools.product(enumerate(own), enumerate(theirs)):
+            if query >= key and (visited := tiles_seen(int(query - key))):
+                of_devices = found.setdefault(visited, [[] for _ in queries_CM])
+                of_devices[device].append((i, j, 1))
+
+    def padded(of_devices: list[list[tuple[int, int, int]]]) -> Int[np.ndarray, "c n 3"]:
+        most = max(map(len, of_devices))
+        nothing = [(0, 0, 0)]
+        return np.array([pairs + nothing * (most - len(pairs)) for pairs in of_devices], np.int32)
+
     return [
-        Group(tile, tiles, np.array(visited, np.int32), _padded(of_devices))
+        Group(tile, tiles, np.array(visited, np.int32), padded(of_devices))
         for visited, of_devices in found.items()
     ]
 
@@ -77,7 +77,7 @@ def largest_tile(piece: int, most: int) -> int:
     return next(size for size in range(min(piece, most), 0, -1) if piece % size == 0)
 
 
-def _tiles_seen(distance: int, tiles: int, tile: int, window: int | None) -> _Tiles:
+def _tiles_seen(tiles: int, tile: int, window: int | None, distance: int) -> _Tiles:
     """The pairs of tiles that attend to each other, for two pieces that are `distance` apart."""
     return tuple(
         (i, j)
@@ -87,14 +87,6 @@ def _tiles_seen(distance: int, tiles: int, tile: int, window: int | None) -> _Ti
         # The closest two positions of different tiles.
         and (window is None or apart == 0 or (apart - 1) * tile + 1 < window)
     )
-
-
-def _padded(of_devices: list[list[tuple[int, int]]]) -> Int[np.ndarray, "c n 3"]:
-    pairs_CN3 = np.zeros((len(of_devices), max(map(len, of_devices)), 3), np.int32)
-    for device, pairs in enumerate(of_devices):
-        for n, (i, j) in enumerate(pairs):
-            pairs_CN3[device, n] = i, j, 1
-    return pairs_CN3
 
 
 # The mean of each query's values, [B, K, G, S, V], and the logarithm of its normaliser, [B, K, G,
@@ -287,26 +279,22 @@ def _visited(
 ) -> Added:
     """Visits all pairs of tiles of the device's pairs of pieces."""
     for group in groups:
+
+        def of_pieces(sums: Added, pair_3: Array, group: Group = group) -> tuple[Added, None]:
+            first_2, counts = pair_3[:2] * group.tiles_of_piece, pair_3[2] > 0
+
+            def one(sums: Added, tiles_2: Array) -> tuple[Added, None]:
+                i, j = first_2 + tiles_2
+                return visit(sums, i, j, counts), None
+
+            return jax.lax.scan(one, sums, jnp.asarray(group.tiles_P2))[0], None
+
         pairs_N3 = jnp.asarray(group.pieces_CN3)[device]
-        of_pieces = functools.partial(_visited_pieces, visit, group)
         if len(pairs_N3) == 1:
             sums, _ = of_pieces(sums, pairs_N3[0])
         else:
             sums, _ = jax.lax.scan(of_pieces, sums, pairs_N3)
     return sums
-
-
-def _visited_pieces(
-    visit: Callable[[Added, Array, Array, Array], Added], group: Group, sums: Added, pair_3: Array
-) -> tuple[Added, None]:
-    """Visits all pairs of tiles of two pieces."""
-    first_2, counts = pair_3[:2] * group.tiles_of_piece, pair_3[2] > 0
-
-    def one(sums: Added, tiles_2: Array) -> tuple[Added, None]:
-        i, j = first_2 + tiles_2
-        return visit(sums, i, j, counts), None
-
-    return jax.lax.scan(one, sums, jnp.asarray(group.tiles_P2))[0], None
 
 
 def _scores(

@@ -50,18 +50,16 @@ def transformer(
     """Returns a decoder with new weights. The first arguments are as in `llama`.
 
     Args:
-      attention, feed_forward: make the parts of a block; or one function for each layer. Equal
-        layers must have the same function object.
-      rotary_layers: True if layers have rotary positions, with `rope_theta`; or the `Rotary`; or
-        one such value for each layer.
+      attention, feed_forward: make the parts of a block; or one function for each layer, the same
+        object for equal layers.
+      rotary_layers: True for `rope_theta`, a `Rotary`, or one such value for each layer.
       norm, norms: makes norms; the names of a block's norms.
       block, layer: make a block from its parts, and a layer from a block.
       writes: scale of the initial values of matrices that write to the residual stream; `None`:
         `residual_scale(layers)`.
       positions: makes learned positions.
       embedding_deviation: standard deviation of initial embeddings; `None`: 1, or 1/2 for a tied
-        table. The last norm's initial scale then gives the logits of a tied table a standard
-        deviation of embed^-1/2, so the first loss is ln(vocab) to within 0.1
+        table. The last norm's initial scale then makes the first loss ln(vocab) to within 0.1
         (benchmarks/initial_values.py).
       logits_scale, decoder: further arguments of `Decoder`.
     """

@@ -24,22 +24,17 @@ from lmlib.parallel.layout import spec
 
 
 class Attention(Part):
-    """softmax(scale · q kᵀ) v, where G query heads share each key-value head.
-
-    Grouped-query attention: Ainslie et al. 2023, arXiv:2305.13245. `tensor` splits the heads; each
-    device attends with its own.
+    """softmax(scale · q kᵀ) v, where G query heads share each key-value head (arXiv:2305.13245).
 
     Args:
       rotary: rotates queries and keys by their positions; optional.
-      window: number of positions that each one attends to, itself and the ones before it; `None`:
-        all.
-      scale: factor of the products; `None`: head_dim^-1/2.
-      soft_cap: c, if scores s become c · tanh(s / c) before the mask.
+      window: number of positions that each one attends to, itself and the ones before it.
+      scale, soft_cap: as in `lmlib.models.attend.attend`.
       bias, output_bias: True if queries, keys and values, or the output, have biases.
       sinks: True if each head has a sink; see `lmlib.models.attend.kernel.with_sinks`.
-      norm, key_norm: make the norms of queries and keys before rotation, called with `key` and the
-        sizes of heads and head_dim. `RMSNorm` with axes "head_dim" norms each head, with "heads
-        head_dim" (for keys: "kv_heads head_dim") all together. Without `key_norm`, `norm` does.
+      norm, key_norm: make the norms of queries and keys before rotation, from `key` and sizes.
+        `RMSNorm` with axes "head_dim" norms each head, with "heads head_dim" (for keys: "kv_heads
+        head_dim") all together. Without `key_norm`, `norm` does.
       value_embedding: makes a part that adds to the values of each token, called like `norm`.
       residual_scale: factor of the output's initial values (`lmlib.models.weights`).
     """
@@ -181,10 +176,8 @@ class Attention(Part):
         return empty_cache(rows, length, *self.key.shape[-2:], dtype)
 
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:
-        """FLOPs of the weights, and 12 · heads · head_dim · keys of the products of activations.
-
-        `keys` is the sequence's length or the window's. If `causal`, it is the mean number of keys
-        that a position attends to, about half, as computed by a kernel that skips masked blocks.
+        """FLOPs of the weights, and 12 · heads · head_dim · keys, with the mean number of visible
+        keys.
         """
         heads, head_dim = self.query.shape[-2:]
         keys = float(min(self.window or sequence_length, sequence_length))

@@ -16,12 +16,10 @@ class RMSNorm(Part):
     """x / rms(x) · scale (Zhang & Sennrich 2019, arXiv:1910.07467, eq. 4).
 
     Args:
-      axes: names of the last axes of x, over which it is normed: "embed"; "head_dim" for each head
-        separately; "heads head_dim" for all heads together.
-      epsilon: added to the mean square.
+      axes: names of the last axes of x, over which it is normed: "embed"; "head_dim" for each
+        head separately; "heads head_dim" for all heads together.
       offset: added to the scale. With 1, as in Gemma, the scale starts at zero.
-      initial: initial factor of x / rms(x).
-      learned: False omits the scale.
+      initial, learned: initial factor of x / rms(x); False omits the scale.
     """
 
     rows_may_be_split = True

@@ -48,15 +48,10 @@ class Rotations(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Rotary:
-    """Settings that define a table of rotations.
+    """Settings that define a table of rotations of a head's first `head_dim` coordinates.
 
-    Args:
-      head_dim: number of coordinates that are rotated, the first ones of a head.
-      theta: base of the wavelengths: pair i rotates by position · theta^(-2i / head_dim) radians
-        (eq. 15).
-      scaling: changes the frequencies for longer sequences; optional.
-      interleaved: True if pair i consists of the coordinates (2i, 2i + 1), as in the paper. False
-        for (i, i + head_dim / 2), as in Llama's published weights.
+    Pair i rotates by position · theta^(-2i / head_dim) radians (eq. 15). It consists of the
+    coordinates (2i, 2i + 1) if `interleaved`, else of (i, i + head_dim / 2).
     """
 
     head_dim: int
@@ -91,8 +86,8 @@ class Rotary:
     ) -> Rotations:
         """Returns the table for `positions_BS`, in float32, or in `dtype` if it is wider.
 
-        `lengths_B` is the length of each row's text, if positions cover only a part of it. Without
-        it, each document ends where positions, in `order`, stop increasing by one.
+        Without `lengths_B` of the rows' texts, a document ends where positions stop increasing by
+        one.
         """
         self.check(positions_BS.shape[1])
         wide = jnp.promote_types(dtype, jnp.float32)
@@ -134,9 +129,8 @@ class Rotary:
 def rotate(
     x_BSHD: Float[Array, "b s h d"], rotations: Rotations, interleaved: bool = False
 ) -> Float[Array, "b s h d"]:
-    """Rotates each pair of coordinates of `x` (eq. 34), in the table's dtype.
-
-    Coordinates beyond the table stay unchanged.
+    """Rotates each pair of coordinates of `x` (eq. 34), in the table's dtype; others stay
+    unchanged.
     """
     cos_BS1D, sin_BS1D = rotations
     D = cos_BS1D.shape[-1]
