@@ -104,24 +104,8 @@ _OUTSIDE = (
 _LAYER = (
     *shared.NORMS_BEFORE,
     *shared.NORM_BIASES,
-    Tensor(
-        "attention.query_key_value.weight",
-        {
-            "attention.query": ("heads head_dim", "embed"),
-            "attention.key": ("kv_heads head_dim", "embed"),
-            "attention.value": ("kv_heads head_dim", "embed"),
-        },
-        each="heads",
-    ),
-    Tensor(
-        "attention.query_key_value.bias",
-        {
-            "attention.query_bias": ("heads head_dim",),
-            "attention.key_bias": ("kv_heads head_dim",),
-            "attention.value_bias": ("kv_heads head_dim",),
-        },
-        each="heads",
-    ),
+    shared.query_key_value("attention.query_key_value.weight", after=("embed",), each="heads"),
+    shared.query_key_value("attention.query_key_value.bias", suffix="_bias", each="heads"),
     Tensor("attention.dense.weight", {"attention.output": ("embed", "heads head_dim")}),
     Tensor("attention.dense.bias", {"attention.output_bias": ("embed",)}),
     Tensor("mlp.dense_h_to_4h.weight", {"mlp.up": ("mlp", "embed")}),

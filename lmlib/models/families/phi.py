@@ -26,14 +26,7 @@ def phi3(*, window: int | None = None, **others: Any) -> Decoder:
 
 _LAYER = (
     *shared.NORMS_BEFORE,
-    Tensor(
-        "self_attn.qkv_proj.weight",
-        {
-            "attention.query": ("heads head_dim", "embed"),
-            "attention.key": ("kv_heads head_dim", "embed"),
-            "attention.value": ("kv_heads head_dim", "embed"),
-        },
-    ),
+    shared.query_key_value("self_attn.qkv_proj.weight", after=("embed",)),
     shared.ATTENTION[-1],
     Tensor("mlp.gate_up_proj.weight", {"mlp.gate": ("mlp", "embed"), "mlp.up": ("mlp", "embed")}),
     shared.MLP[-1],
