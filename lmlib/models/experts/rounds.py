@@ -78,13 +78,12 @@ def mixed(
     """Returns each token's weighted sum of expert outputs, and the fraction of choices computed.
 
     `experts` is a pytree of weights whose first axis is split along `expert`, with two methods:
-    `products(rows_CE, sizes_X)`, each [C, F], linear in rows and weights, and
-    `outputs(products_CF, shares_C, sizes_X)`, a partial sum along `tensor`. x is not split along
-    `seq`. The result has the layout `settings.residual`, after a sum over `tensor`.
+    `products(rows_CE, sizes_X)`, each [C, F], linear in rows and weights, and `outputs(products_CF,
+    shares_C, sizes_X)`, a partial sum along `tensor`. The result has the layout
+    `settings.residual`.
 
     Backward: if x was replicated or the weights were gathered along an axis, their gradients stay
-    partial sums along it, and the transpose of that operation adds them up. All other gradients are
-    summed here (a psum). Frozen bases of adapters get no gradient.
+    partial sums along it. All others are summed here (a psum). Frozen bases of adapters get none.
     """
     return _forward(settings, experts, x_BSE, choices_BSK, shares_BSK)[0]
 

@@ -36,27 +36,25 @@ class Routing(NamedTuple):
 class Router(Part):
     """Chooses the `top` experts with the highest scores, in float32.
 
-    Reports the losses `router_z`, the squared log-sum-exp of the logits (Zoph et al. 2022,
-    arXiv:2202.08906, eq. 5), and `router_balance`, X · Σ f · p over the experts, where f is an
-    expert's fraction of all choices and p its mean score (Fedus et al. 2021, arXiv:2101.03961, eq.
-    4; 1 if all are used equally), and the statistic `router_entropy` of a token's scores, in nats.
+    Reports the losses `router_z`, the squared log-sum-exp of the logits (arXiv:2202.08906, eq. 5),
+    and `router_balance`, X · Σ f · p over the experts, where f is an expert's fraction of all
+    choices and p its mean score (arXiv:2101.03961, eq. 4), and the statistic `router_entropy`, in
+    nats.
 
     With `balance` "row", f is computed over the token's row (DeepSeek-AI 2024, arXiv:2412.19437,
-    eq. 17). With "batch", it is the f of the whole previous batch: the current one's would be known
-    only after all microbatches. Either way the gradient is exact across microbatches and devices.
+    eq. 17). With "batch", it is the f of the whole previous batch, so that the gradient is exact
+    across microbatches.
 
     Args:
       scores: "softmax" over the logits, or "sigmoid" of each logit.
       normalized: True if a token's shares add up to `scale`; otherwise they are `scale` · scores.
         `None`: True if `top` is above 1, since the router of a single share of 1 gets no
         gradient.
-      scale: factor of the shares.
       groups, top_groups: each token chooses from the `top_groups` of `groups` groups of experts
         whose two best scores have the largest sum (arXiv:2412.19437, §2.1.2).
       correction_rate: step size of corrections of the choice, not the shares, which grow for
         experts with fewer tokens than the mean, and shrink for others (arXiv:2408.15664,
         algorithm 1).
-      balance: "row" or "batch".
     """
 
     rows_may_be_split = True

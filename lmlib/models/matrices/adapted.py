@@ -30,17 +30,15 @@ EXPERT, CHOICE = "expert", "choice"  # axes of experts, and of their router
 class Adapted(Matrix):
     """base + scale · down · up (LoRA: Hu et al. 2021, arXiv:2106.09685, eq. 3).
 
-    Inputs are multiplied by each of the three. The base gets no gradient. `down` has the axes of
-    `base` that products sum over, then the rank; `up` has the rank, then the other axes; axes of
-    stacked layers and of experts come first in both. The axes have the same layouts as in `base`.
-    The rank is split over `tensor` if no axis of `down` is, and there are no experts.
+    The base gets no gradient. `down` has the axes of `base` that products sum over, then the rank;
+    `up` has the rank, then the other axes; axes of stacked layers and of experts come first in
+    both. The axes have the same layouts as in `base`. The rank is split over `tensor` if no axis of
+    `down` is, and there are no experts.
 
     Attributes:
-      base: an array, or a `lmlib.models.matrices.int8.Int8`.
       alpha, rank_stabilized: scale is alpha / rank, or alpha / √rank if `rank_stabilized`.
       dropout, key: dropout rate of the input of `down`, and its key in a training step.
-      declaration: the declaration of `base`.
-      axis_names: axis names of the three arrays.
+      declaration, axis_names: the declaration of `base`, and axis names of the three arrays.
     """
 
     rows_may_be_split = True
@@ -241,8 +239,8 @@ def _low_rank_product(
 ) -> Array:
     """scale · (x · down) · up.
 
-    If `tensor` splits the rank of `down`, its result is gathered over `tensor` (an all-gather; a
-    reduce-scatter in the backward pass). If `tensor` splits a summed axis, the result is summed.
+    If `tensor` splits the rank of `down`, its result is gathered over `tensor`; if it splits a
+    summed axis, the result is summed.
     """
     operands, y_axes = equation.split("->")
     x_axes, w_axes = operands.split(",")

@@ -37,15 +37,13 @@ class LatentAttention(Part):
     The cache holds a normed latent and a rotary key for each token (DeepSeek-AI 2024,
     arXiv:2405.04434, §2.1). Each head computes its values and the first `head_dim` coordinates of
     its keys from the latent; the others are the rotary key, which all heads share. Queries come
-    from a second latent, or without `query_latent` from the residual stream. `tensor` splits the
-    heads; each of its devices has whole latents.
+    from a second latent, or without `query_latent` from the residual stream.
 
     Args:
       head_dim, rotary_dim: sizes of a head's queries and keys without and with rotary positions.
       value_dim, latent, query_latent: sizes of a head's values, and of the latents.
       scale: factor of the products; `None`: (head_dim + rotary_dim)^-1/2.
       norm: makes the norms of latents, called with `key` and the size of "latent".
-      residual_scale: factor of the output's initial values (`lmlib.models.weights`).
     """
 
     rows_may_be_split = True

@@ -80,8 +80,7 @@ class Yarn(Scaling):
 
     Args:
       factor: divisor of the frequencies with long wavelengths.
-      theta: base of the wavelengths in the original training.
-      original: positions in the original training.
+      theta, original: base of the wavelengths, and positions, in the original training.
       fast, slow: turns over `original` positions above which a pair is kept, and below which it
         is divided; β and α of the paper.
       amplitude: factor of cosines and sines; the paper's √(1/t) is 0.1 ln(factor) + 1.
@@ -122,13 +121,13 @@ class Yarn(Scaling):
 
 @dataclasses.dataclass(frozen=True)
 class LongRope(Scaling):
-    """Divides each pair's frequency by its own factor, which depends on the document's length.
+    """Divides each pair's frequency by a factor: `short`, or `long` in documents above `original`
+    tokens.
 
-    The factors are `short` for documents of up to `original` tokens and `long` for longer ones
-    (Ding et al. 2024, arXiv:2402.13753, §3.2). Each document chooses for itself; `transformers`
-    chooses once for the whole call, by its largest position. During generation a text's length is
-    its length so far. A text that grows beyond `original` is computed again (`lmlib.generate`).
-    `factor` is stored, but not used; `amplitude` multiplies cosines and sines.
+    Source: Ding et al. 2024, arXiv:2402.13753, §3.2. Each document chooses for itself;
+    `transformers` chooses once for the whole call. During generation a text's length is its length
+    so far, and one that grows beyond `original` is computed again. `amplitude` multiplies cosines
+    and sines.
     """
 
     short: tuple[float, ...]

@@ -2,10 +2,8 @@
 
 In each slot of the schedule all stages compute at once, each for a different microbatch, and the
 results move on by one stage (a ppermute). In the backward pass JAX reverses the loop over slots.
-
-Outside of the stages, `stage` splits rows as `fsdp` does. Each device contributes some of its rows
-to each of `groups` microbatches. The microbatches of a group wait, one at each stage, and move on
-by one stage each slot (Xu et al. 2021, arXiv:2105.04663, §3.3).
+Microbatches of a group wait, one at each stage, and move on by one stage each slot (Xu et al. 2021,
+arXiv:2105.04663, §3.3). Each device contributes some of its rows to each of them.
 
 Shapes: B batch, W rows of a microbatch, S sequence, E embed, P stages, G groups, M microbatches =
 groups × stages, T slots, R repetitions of a pattern, K repetitions of a chunk, V rounds.
@@ -34,9 +32,8 @@ from lmlib.parallel.stages import each_stage
 def in_chunks(repeated: Repeated, repeats: int, schedule: Schedule) -> Repeated:
     """Splits stacked layers (R, …) into the chunks of each stage, (P, K, V, …).
 
-    Each stage stores adjacent layers. If each has one chunk, and all the same number of layers,
-    nothing moves. Otherwise weights are sent to their stages, and their gradients back (two
-    all-to-alls each way). A chunk with too few layers is padded with copies of the last one.
+    If each stage has one chunk, and all the same number of layers, nothing moves. Otherwise weights
+    are sent to their stages, and their gradients back. A chunk with too few layers is padded.
     """
     mesh = jax.sharding.get_abstract_mesh()
     stages, rounds = schedule.stages, schedule.rounds
@@ -116,11 +113,11 @@ def moved_up(
     residual: str,
     ended: tuple[Bool[Array, "p"], Array] | None = None,
 ) -> Array:
-    """Moves the waiting microbatches of a group one stage closer to the first (a ppermute).
+    """Moves the waiting microbatches of a group (-1: none) one stage closer to the first (a
+    ppermute).
 
-    The first stage's microbatch moves to the last stage. Nothing moves for group -1. `ended` are
-    True at a stage whose microbatch has finished, and these microbatches, which then wait in its
-    place.
+    `ended` are True at a stage whose microbatch has finished, and these microbatches, which wait in
+    the place of those that move from the first stage to the last.
     """
 
     def moved(x_PGWSE: Array) -> Array:

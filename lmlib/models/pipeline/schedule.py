@@ -1,12 +1,9 @@
 """An interleaved pipeline schedule: which microbatch each stage computes in each slot.
 
-Source: Narayanan et al. 2021, arXiv:2104.04473, §2.2.
-
-Layers are split into stages × rounds chunks. Chunk c belongs to stage c modulo stages, so each
-microbatch goes around the stages once per round. In each slot every stage computes a chunk for one
-microbatch. Microbatches form groups, as many in each as there are stages. Groups follow each other,
-and rounds follow each other within a group, so a microbatch that leaves the last stage begins its
-next round in the next slot.
+Source: Narayanan et al. 2021, arXiv:2104.04473, §2.2. Chunk c of the layers belongs to stage c
+modulo stages, so each microbatch goes around the stages once per round. Microbatches form groups of
+as many as there are stages. Rounds follow each other within a group, so a microbatch that leaves
+the last stage begins its next round in the next slot.
 
 Shapes: T slots, P stages.
 """

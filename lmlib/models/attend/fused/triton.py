@@ -1,9 +1,8 @@
 """Fused attention for NVIDIA GPUs with documents, in Pallas for Triton.
 
 A tile of queries visits the tiles of keys that its documents and the window allow, and masks the
-ones at their borders. A packed row therefore costs as much as its documents, memory holds no mask,
-and a device may have any pieces of a row. cuDNN, as JAX calls it, supports none of these, nor soft
-caps or sinks, but is faster if a row is one document: docs/gpus.md.
+ones at their borders. A packed row therefore costs as much as its documents, and a device may have
+any pieces of a row. cuDNN, as JAX calls it, supports neither, nor soft caps or sinks: docs/gpus.md.
 
 Shapes: B batch, S sequence (queries), T sequence (keys), H heads, K kv_heads, D head_dim of queries
 and keys, V head_dim of values.

@@ -59,10 +59,9 @@ def sight(
 
 
 def keys_visited(sight: Sight, tiles: Tiles) -> Int32[Array, "b n 4"]:
-    """Ranges of key tiles for each tile of queries.
+    """Ranges of key tiles for each tile of queries: first, first_whole, after_whole, after.
 
-    Visited tiles are [first, after). Within them, [first_whole, after_whole) are completely visible
-    to all queries. The order is first, first_whole, after_whole, after.
+    Visited tiles are [first, after); of these, [first_whole, after_whole) need no mask.
     """
     B = sight.segments_BT.shape[0]
     first_key_BNQ = sight.first_key_BT[:, sight.places_S].reshape(B, -1, tiles.queries)
@@ -76,9 +75,8 @@ def keys_visited(sight: Sight, tiles: Tiles) -> Int32[Array, "b n 4"]:
 
 
 def queries_visited(sight: Sight, tiles: Tiles, piece: int) -> Int32[Array, "b m p 4"]:
-    """Ranges of query tiles for each tile of keys, in each piece of `piece` tokens.
-
-    The four numbers are the same as in `keys_visited`.
+    """Ranges of query tiles, as in `keys_visited`, for each tile of keys and piece of `piece`
+    tokens.
     """
     B, T = sight.segments_BT.shape
     last_query_BM1R = sight.last_query_BT.reshape(B, -1, 1, tiles.keys)

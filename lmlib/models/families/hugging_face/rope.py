@@ -50,8 +50,7 @@ class Rope:
 
     Args:
       theta, fraction: default base of the wavelengths, and fraction of rotated coordinates.
-      scalings: the kinds of scaling that the family supports.
-      partial: True if the family can rotate only a fraction of a head's coordinates.
+      scalings, partial: the kinds of scaling, and True for fractions, that the family supports.
       keys: the keys of base and fraction outside `rope_parameters`.
       absent: default of `rope_parameters`; `None`: empty.
       kind: the key of the scaling's type for old readers of the family.
