@@ -8,7 +8,7 @@ Shapes: B batch, S sequence (queries), T sequence (keys), E embed.
 import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -72,10 +72,6 @@ class Part(eqx.Module):
     """
 
     rows_may_be_split = False
-    # The fraction of weights that a token uses, for each field that it uses partially.
-    used_shares: ClassVar[Mapping[str, float]] = {}
-    # The reason why the loss gives the weights no gradient, and the remedy.
-    gradient_problem: ClassVar[str | None] = None
 
     @abstractmethod
     def __call__(self, *arguments: Any, **named: Any) -> Any:
@@ -101,6 +97,16 @@ class Part(eqx.Module):
         A key that is a function of the context, such as a `Rotary`, is called once for all layers.
         """
         return tuple(dict.fromkeys(key for part in self.subparts for key in part.reads))
+
+    @property
+    def used_shares(self) -> dict[str, float]:
+        """The fraction of weights that a token uses, for each field that it uses partially."""
+        return {}
+
+    @property
+    def gradient_problem(self) -> str | None:
+        """The reason why the loss gives the weights no gradient, and the remedy."""
+        return None
 
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:
         """Returns the FLOPs of the forward and backward pass for one token, without

@@ -93,7 +93,7 @@ def attend(
     )(q_BSHD, k_BTKD, v_BTKV, segment_ids_BS)
     mixed_BSHV, *log_normaliser_BSH = map(reshard, results, outputs)
     if sinks_H is not None:
-        mixed_BSHV = with_sinks(mixed_BSHV, *log_normaliser_BSH, sinks_H)
+        mixed_BSHV = with_sinks(mixed_BSHV, log_normaliser_BSH[0], sinks_H)
     return checkpoint_name(mixed_BSHV, "attention")
 
 
@@ -115,9 +115,9 @@ def one_document(q_BSHD: Array) -> Int32[Array, "b s"]:
 
 def check_attention(implementation: str, shapes: Shapes, way: str = "auto") -> None:
     """Raises ValueError for an unknown implementation or way, or if `problem` has a reason."""
-    known = {"context": (way, ("auto", *WAYS))}
-    known["attention"] = implementation, ("auto", *IMPLEMENTATIONS)
-    for name, (value, values) in known.items():
+    known = ("context", way, WAYS), ("attention", implementation, IMPLEMENTATIONS)
+    for name, value, others in known:
+        values = "auto", *others
         if value not in values:
             raise ValueError(f"{name} must be one of {', '.join(values)}, got {value!r}")
     if implementation != "auto" and (reason := problem(implementation, shapes)) is not None:

@@ -164,7 +164,7 @@ def _forward(split: Split, options: Options, *arrays: Array) -> tuple[Mixed, Sav
         keys = _keys_there(split, away, *there)
         sums = mixed_with(sums, queries, keys, groups, device(), options)
     mixed = sums.weighted(v_BKSV.dtype)
-    return mixed, (arrays, mixed)
+    return mixed, ((q_BKGSD, k_BKSD, v_BKSV, segments_BS), mixed)
 
 
 def _backward(
@@ -209,11 +209,11 @@ def _rounds(split: Split, options: Options) -> Iterator[tuple[int, list[Group]]]
             yield away, groups
 
 
-def _keys_there(split: Split, away: int, *arrays: Array) -> Keys:
+def _keys_there(split: Split, away: int, k: Array, v: Array, segments: Array) -> Keys:
     """The keys of the whole row, or of the device `away` places before this one."""
     if split.ring or split.devices == 1:
-        return Keys(*arrays, split.places_of((device() - away) % split.devices))
-    return Keys(*arrays, jnp.asarray(split.places_CS.reshape(-1)))
+        return Keys(k, v, segments, split.places_of((device() - away) % split.devices))
+    return Keys(k, v, segments, jnp.asarray(split.places_CS.reshape(-1)))
 
 
 def _passed_on(tree: Any, devices: int) -> Any:

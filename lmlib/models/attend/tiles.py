@@ -280,14 +280,14 @@ def _visited(
     """Visits all pairs of tiles of the device's pairs of pieces."""
     for group in groups:
 
-        def of_pieces(sums: Added, pair_3: Array, group: Group = group) -> tuple[Added, None]:
-            first_2, counts = pair_3[:2] * group.tiles_of_piece, pair_3[2] > 0
+        def of_pieces(sums: Added, pair_3: Array, own: Group = group) -> tuple[Added, None]:
+            first_2, counts = pair_3[:2] * own.tiles_of_piece, pair_3[2] > 0
 
             def one(sums: Added, tiles_2: Array) -> tuple[Added, None]:
                 i, j = first_2 + tiles_2
                 return visit(sums, i, j, counts), None
 
-            return jax.lax.scan(one, sums, jnp.asarray(group.tiles_P2))[0], None
+            return jax.lax.scan(one, sums, jnp.asarray(own.tiles_P2))[0], None
 
         pairs_N3 = jnp.asarray(group.pieces_CN3)[device]
         if len(pairs_N3) == 1:

@@ -172,8 +172,8 @@ class Attention(Part):
         """See `Part.empty_cache`; with a window the cache has the window's size."""
         from lmlib.models.parts.cache import empty_cache
 
-        length = min(self.window or length, length)
-        return empty_cache(rows, length, *self.key.shape[-2:], dtype)
+        kv_heads, head_dim = self.key.shape[-2:]
+        return empty_cache(rows, min(self.window or length, length), kv_heads, head_dim, dtype)
 
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:
         """FLOPs of the weights, and 12 · heads · head_dim · keys, with the mean number of visible
