@@ -278,22 +278,22 @@ def _visited(
     device: Array | int,
 ) -> Added:
     """Visits all pairs of tiles of the device's pairs of pieces."""
+
+    def of_pieces(group: Group, sums: Added, pair_3: Array) -> tuple[Added, None]:
+        first_2, counts = pair_3[:2] * group.tiles_of_piece, pair_3[2] > 0
+
+        def one(sums: Added, tiles_2: Array) -> tuple[Added, None]:
+            i, j = first_2 + tiles_2
+            return visit(sums, i, j, counts), None
+
+        return jax.lax.scan(one, sums, jnp.asarray(group.tiles_P2))[0], None
+
     for group in groups:
-
-        def of_pieces(sums: Added, pair_3: Array, own: Group = group) -> tuple[Added, None]:
-            first_2, counts = pair_3[:2] * own.tiles_of_piece, pair_3[2] > 0
-
-            def one(sums: Added, tiles_2: Array) -> tuple[Added, None]:
-                i, j = first_2 + tiles_2
-                return visit(sums, i, j, counts), None
-
-            return jax.lax.scan(one, sums, jnp.asarray(own.tiles_P2))[0], None
-
         pairs_N3 = jnp.asarray(group.pieces_CN3)[device]
         if len(pairs_N3) == 1:
-            sums, _ = of_pieces(sums, pairs_N3[0])
+            sums, _ = of_pieces(group, sums, pairs_N3[0])
         else:
-            sums, _ = jax.lax.scan(of_pieces, sums, pairs_N3)
+            sums, _ = jax.lax.scan(functools.partial(of_pieces, group), sums, pairs_N3)
     return sums
 
 
