@@ -31,8 +31,7 @@ class Compute:
         splits the layers; more rows make larger products, and a larger bubble.
       pipeline_rounds: how often a microbatch goes around the stages, as in
         `lmlib.models.pipeline.schedule`; more rounds make a smaller bubble, and more communication.
-      unroll: repetitions of a pattern of layers in each iteration of the scan over layers; if there
-        are fewer repetitions, there is no loop.
+      unroll: up to this many repetitions of a pattern of layers run without a loop.
       sequence_parallel: split the residual stream between blocks along its sequence over `tensor`
         (Korthikanti et al. 2022, arXiv:2205.05198).
       loss_chunk: tokens whose logits a device holds at a time; `None`: see

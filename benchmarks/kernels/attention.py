@@ -33,7 +33,7 @@ from lmlib.models.attend import attend, problem
 from lmlib.models.attend.fused import triton_kernels
 from lmlib.models.attend.fused.launches import Launch
 from lmlib.models.attend.fused.visits import Tiles, sight
-from lmlib.models.attend.kernel import Options, whole_row
+from lmlib.models.attend.kernel import Options, Shapes, whole_row
 from lmlib.terminal.table import columns
 from runner.jax_settings.devices import choose_devices
 
@@ -111,7 +111,9 @@ def check(names: Sequence[str], given: Inputs, segments_BS: Array) -> None:
 def compared(shape: Sequence[int], document: int) -> str:
     B, S, H, D = shape
     given, packed_BS = inputs(shape), segments(shape, document)
-    names = [name for name in ("triton", "cudnn") if problem(name, S, D, jnp.bfloat16) is None]
+    names = [
+        name for name in ("triton", "cudnn") if problem(name, Shapes(S, D, jnp.bfloat16)) is None
+    ]
     check(names, given, packed_BS)
     calls = {
         f"{name} {rows} {part.__name__}": functools.partial(

@@ -54,26 +54,21 @@ def with_adapters(
     *,
     key: PRNGKeyArray,
 ) -> M:
-    """Adds low-rank adapters to the selected matrices of `model`.
-
-    Each matrix is replaced by an `lmlib.models.matrices.adapted.Adapted`. The result computes the
-    same as `model`, because adapters start at zero.
+    """Adds low-rank adapters to the selected matrices of `model`, which still computes the same.
 
     Args:
       rank: rank of the adapters. The size of the mesh's `tensor` axis must divide it.
-      alpha: adapter outputs are multiplied by alpha / rank.
-      paths, axes: select weights, as in `lmlib.parallel.selection.selected`. All selected matrices
-        are adapted; norms, biases, learned positions and routers are not. Experts' matrices are
-        adapted only if a selector matches nothing but experts: "*.experts.*", or the axis "expert".
-        Each expert has its own adapter. An adapted vocabulary table (`axes=("vocab",)`) is merged
-        in every step, so its gradient is as large as the table.
-      rank_stabilized: True to multiply by alpha / √rank instead (rsLoRA: Kalajdzievski 2023,
-        arXiv:2312.03732).
-      dropout: rate at which elements of the adapters' inputs are dropped in training; must be 0 for
-        experts.
+      alpha: adapter outputs are multiplied by alpha / rank, or by alpha / √rank if
+        `rank_stabilized` (rsLoRA: Kalajdzievski 2023, arXiv:2312.03732).
+      paths, axes: select weights, as in `lmlib.parallel.selection.selected`. Norms, biases,
+        learned positions and routers are not adapted. Experts' matrices, each with its own
+        adapter, are adapted only if a selector matches nothing but experts: "*.experts.*", or the
+        axis "expert". An adapted vocabulary table (`axes=("vocab",)`) is merged in every step, so
+        its gradient is as large.
+      dropout: rate at which elements of the adapters' inputs are dropped; must be 0 for experts.
 
-    Raises:
-      ValueError: if a number is out of range, or the selection has no matrix or is only a router.
+    Raises ValueError if a number is out of range, or the selection has no matrix or is only a
+    router.
     """
     if rank < 1 or not 0 < alpha < math.inf:
         raise ValueError(f"rank and alpha must be positive, got {rank} and {alpha}")

@@ -85,7 +85,8 @@ class Generator:
             check_length(model, length, self._compute)
             self._weights = weights.ready(model, self._compute.dtype, mesh, whole, int8)
             caches.check_memory(self._weights.model, mesh, self.rows, length, self._compute)
-        self._switches = model.switches
+        switches = (length for key in model.reads for length in getattr(key, "switches", ()))
+        self._switches = tuple(dict.fromkeys(switches))
         self._vocab = model.vocab
 
     def __call__(
@@ -204,7 +205,7 @@ class Generator:
     ) -> tuple[State, Made, int]:
         """Computes a round of up to `limit` tokens after `made`; first stops the rows `stop`.
 
-        The round ends before a text exceeds one of the model's `switches`.
+        The round ends before a text exceeds one of the lengths in `Rotary.switches`.
         """
         samples = len(made) // len(prompts)
         texts = {

@@ -87,10 +87,9 @@ def prefill(
     positions_BC = jnp.zeros_like(tokens_BC) + start + jnp.arange(tokens_BC.shape[1])
     positions_BC = jnp.where(positions_BC < lengths_B[:, None], positions_BC, -1)
     is_last_BC = positions_BC == lengths_B[:, None] - 1
-    context = Context(
-        positions_BC, jnp.zeros_like(tokens_BC), compute, lengths_B=lengths_B, wanted_BS=is_last_BC
-    )
-    x_B1E, cache = _advance(weights.model, tokens_BC, context, cache)
+    context = Context(positions_BC, jnp.zeros_like(tokens_BC), compute, lengths_B=lengths_B)
+    x_BCE, cache = _advance(weights.model, tokens_BC, context, cache)
+    x_B1E = jnp.sum(jnp.where(is_last_BC[..., None], x_BCE, 0), axis=1, keepdims=True)
     new_BE = weights.model.features(x_B1E, context)[:, 0]
     before_BE = jnp.zeros_like(new_BE) if h_BE is None else h_BE
     return cache, jnp.where(jnp.any(is_last_BC, axis=1)[:, None], new_BE, before_BE)
@@ -160,15 +159,12 @@ def next_tokens(
 
 
 def _advance(model: Model, tokens_BS: Array, context: Context, cache: Any) -> tuple[Array, Any]:
-    """Returns the residual stream of the tokens, or only of the wanted ones, and the new cache."""
+    """Returns the residual stream of the tokens, and the new cache."""
     if isinstance(cache, caches.TokensSoFar):
         x_BSE, cache = caches.recomputed(model, tokens_BS, context, cache)
     else:
         x_BSE, _, cache, _ = model.trunk(tokens_BS, context, cache)
         x_BSE = reshard(x_BSE, "batch seq embed")
-    if context.wanted_BS is not None and x_BSE.shape[1] > 1:  # if the model did not select them
-        wanted_BS1 = context.wanted_BS[..., None]
-        x_BSE = jnp.sum(jnp.where(wanted_BS1, x_BSE, 0), axis=1, keepdims=True)
     return x_BSE, cache
 
 

@@ -17,7 +17,7 @@ from lmlib.parallel.layout import share
 
 
 class TwoParts(Part):
-    """Base class of the layers in this file. A subclass defines `__call__`."""
+    """Base class of layers with a mixer and an MLP. A subclass defines `__call__` and `names`."""
 
     attention_norm: eqx.AbstractVar[Norm | None]
     attention: eqx.AbstractVar[Part]
@@ -31,20 +31,18 @@ class TwoParts(Part):
     def attention_input(self, x_BSE: Float[Array, "b s embed"]) -> Float[Array, "b s embed"]:
         """The input of attention for this residual stream."""
         # `share` gathers the sequence over `tensor` when the residual stream is sequence-parallel.
-        h_BSE = share(_normed(self.attention_norm, x_BSE), "batch seq embed")
+        h_BSE = share(normed(self.attention_norm, x_BSE), "batch seq embed")
         return checkpoint_name(h_BSE, "attention_input")
 
-    def mlp_input(self, x_BSE: Float[Array, "b s embed"]) -> Float[Array, "b s embed"]:
-        """The input of the MLP for this residual stream."""
-        h_BSE = share(_normed(self.mlp_norm, x_BSE), "batch seq embed")
-        return checkpoint_name(h_BSE, "mlp_input")
-
-    def _attended(self, x_BSE: Array, context: Context, cache: Any) -> tuple[Array, Any]:
+    def attended(self, x_BSE: Array, context: Context, cache: Any) -> tuple[Array, Any]:
+        """The output of attention, and the new cache."""
         returned = self.attention(self.attention_input(x_BSE), context, cache)
         return checked(self.attention, returned, x_BSE, "cache")
 
-    def _fed_forward(self, x_BSE: Array, context: Context) -> tuple[Array, Reports]:
-        returned = self.mlp(self.mlp_input(x_BSE), context)
+    def fed_forward(self, x_BSE: Array, context: Context) -> tuple[Array, Reports]:
+        """The output of the MLP, and its reports."""
+        h_BSE = share(normed(self.mlp_norm, x_BSE), "batch seq embed")
+        returned = self.mlp(checkpoint_name(h_BSE, "mlp_input"), context)
         return checked(self.mlp, returned, x_BSE, "reports")
 
     def empty_cache(self, rows: int, length: int, dtype: DTypeLike) -> Any:
@@ -63,16 +61,8 @@ class TwoParts(Part):
 class Block(TwoParts):
     """x + after(attention(before(x))), then the same with the MLP. Each norm is optional.
 
-    Norms before give a pre-norm layer (Xiong et al. 2020, arXiv:2002.04745). Norms after are used
-    by OLMo 2 (arXiv:2501.00656, §3.1), and both by Gemma 2 (arXiv:2408.00118, §2). If the context
-    has a key, elements of both outputs are dropped at the context's rate, at the same places as in
-    GPT-2 (Vaswani et al. 2017, arXiv:1706.03762, §5.4).
-
-    Args:
-      attention, mlp: the parts whose outputs are added to the residual stream.
-      attention_norm, mlp_norm: norms before the parts.
-      attention_after_norm, mlp_after_norm: norms after the parts.
-      residual_multiplier: factor of both outputs.
+    Pre-norm: arXiv:2002.04745; norms after, as in OLMo 2: arXiv:2501.00656, §3.1; both, as in Gemma
+    2: arXiv:2408.00118, §2. Outputs have dropout, and are multiplied by `residual_multiplier`.
     """
 
     rows_may_be_split = True
@@ -104,14 +94,18 @@ class Block(TwoParts):
         self, x_BSE: Float[Array, "b s embed"], context: Context, cache: Any = None
     ) -> tuple[Float[Array, "b s embed"], Reports, Any]:
         """A layer's call; see `Part`."""
-        h_BSE, cache = self._attended(x_BSE, context, cache)
-        h_BSE = _normed(self.attention_after_norm, h_BSE)
-        x_BSE = added(x_BSE, h_BSE, self.residual_multiplier, "attention", context)
+        h_BSE, cache = self.attended(x_BSE, context, cache)
+        x_BSE += self._scaled(
+            context.dropped(normed(self.attention_after_norm, h_BSE), "attention")
+        )
         x_BSE = checkpoint_name(x_BSE, "attention_residual")
-        h_BSE, reports = self._fed_forward(x_BSE, context)
-        h_BSE = _normed(self.mlp_after_norm, h_BSE)
-        x_BSE = added(x_BSE, h_BSE, self.residual_multiplier, "mlp", context)
-        return x_BSE, reports, cache
+        h_BSE, reports = self.fed_forward(x_BSE, context)
+        h_BSE = context.dropped(normed(self.mlp_after_norm, h_BSE), "mlp")
+        return x_BSE + self._scaled(h_BSE), reports, cache
+
+    def _scaled(self, h_BSE: Array) -> Array:
+        multiplier = self.residual_multiplier
+        return h_BSE if multiplier == 1 else h_BSE * jnp.asarray(multiplier, h_BSE.dtype)
 
     @property
     def names(self) -> Names:
@@ -120,57 +114,8 @@ class Block(TwoParts):
         return joined(before_attention, self.attention.names, before_mlp, self.mlp.names)
 
 
-class ParallelBlock(TwoParts):
-    """x + attention(norm(x)) + mlp(norm(x)), each with its own optional norm.
-
-    Introduced by GPT-NeoX (Black et al. 2022, arXiv:2204.06745, §2.1). Dropout is the same as in
-    `Block`.
-    """
-
-    rows_may_be_split = True
-
-    attention_norm: Norm | None
-    attention: Part
-    mlp_norm: Norm | None
-    mlp: Part
-
-    def __init__(
-        self,
-        attention: Part,
-        mlp: Part,
-        attention_norm: Norm | None = None,
-        mlp_norm: Norm | None = None,
-    ):
-        self.attention, self.mlp = attention, mlp
-        self.attention_norm, self.mlp_norm = attention_norm, mlp_norm
-
-    def __call__(
-        self, x_BSE: Float[Array, "b s embed"], context: Context, cache: Any = None
-    ) -> tuple[Float[Array, "b s embed"], Reports, Any]:
-        """A layer's call; see `Part`."""
-        attended_BSE, cache = self._attended(x_BSE, context, cache)
-        h_BSE, reports = self._fed_forward(x_BSE, context)
-        # Added to each other first: their sum is smaller than the stream, so it rounds less.
-        h_BSE = context.dropped(attended_BSE, "attention") + context.dropped(h_BSE, "mlp")
-        return x_BSE + h_BSE, reports, cache
-
-    @property
-    def names(self) -> Names:
-        before_attention, before_mlp = Names(("attention_input",)), Names(("mlp_input",))
-        return joined(before_attention, self.attention.names, before_mlp, self.mlp.names)
-
-
-def added(x_BSE: Array, h_BSE: Array, multiplier: float, name: str, context: Context) -> Array:
-    """Adds multiplier · h to the residual stream, after dropout as the context sets it.
-
-    Args:
-      name: name of the part that made h, folded into the key of dropout.
-    """
-    h_BSE = context.dropped(h_BSE, name)
-    return x_BSE + (h_BSE if multiplier == 1 else h_BSE * jnp.asarray(multiplier, h_BSE.dtype))
-
-
-def _normed(norm: Norm | None, x_BSE: Array) -> Array:
+def normed(norm: Norm | None, x_BSE: Array) -> Array:
+    """norm(x), checked to be like x; x without a norm."""
     if norm is None:
         return x_BSE
     h_BSE = norm(x_BSE)

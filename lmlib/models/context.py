@@ -26,22 +26,15 @@ class Context:
 
     Args:
       positions_BS: position of each token within its document, from 0.
-      segment_ids_BS: the document that each position belongs to, numbered within its row. Attention
-        stays within a document. `None`: each row is one document, followed by padding at most.
-      compute: compute settings.
-      key: seed of this call's dropout; `None` turns all randomness off.
-      dropout: rate at which elements that blocks add to the residual stream are dropped, if there
-        is a key.
-      lengths_B: length of each row's text so far, for calls with a cache that see only a part of
-        it. `None`: the call has the whole documents.
+      segment_ids_BS: the document of each position, numbered within its row; `None`: each row is
+        one document, followed by padding at most.
+      key, dropout: key and rate of dropout in blocks; without a key nothing is random.
+      lengths_B: length of each row's text so far, if the call has only a part of it (with a
+        cache).
       counts_BS: the positions that count in the layers' reports; `None`: all.
       order: the order of tokens along the mesh axis `context`, one of `lmlib.row_order.ORDERS`.
-      wanted_BS: at most one token of each row for which `Trunk.x_BSE` is wanted; `None`: all
-        tokens.
-      observe: called in each layer. Its results are returned in `Trunk.observed`.
-      shared: values that layers share within a call, by the keys that `Part.reads` lists. Leaves
-        have shape [b, s, ...] and the layout of the residual stream or of the positions. A model
-        may add its own.
+      observe: called in each layer, for `Trunk.observed`.
+      shared: values of shape [b, s, ...] that layers share, by the keys that `Part.reads` lists.
     """
 
     positions_BS: Int32[Array, "b s"]
@@ -52,7 +45,6 @@ class Context:
     lengths_B: Int32[Array, "b"] | None = None
     counts_BS: Bool[Array, "b s"] | None = None
     order: str = "plain"
-    wanted_BS: Bool[Array, "b s"] | None = None
     observe: "Observe | None" = None
     shared: Mapping[Hashable, Any] = dataclasses.field(default_factory=dict)
 
@@ -66,12 +58,8 @@ class Context:
     def dropped(self, x_BSE: Float[Array, "b s embed"], name: str) -> Float[Array, "b s embed"]:
         """Applies dropout: each element is 0 with probability `dropout`, else x / (1 - dropout).
 
-        The mean stays the same (Srivastava et al. 2014, "Dropout: a simple way to prevent neural
-        networks from overfitting"). Without a key, returns x.
-
-        The choice depends on the key, `name` and the element's place in the global array. Each
-        device draws for its own elements of x, which has the layout of the residual stream. Nothing
-        is sent, and every mesh draws the same bits.
+        The choice depends on the key, `name` and the place in the global array, so each device
+        draws the same bits on every mesh. x has the layout of the residual stream.
         """
         if self.key is None:
             return x_BSE
@@ -94,13 +82,7 @@ def whole_rows(tokens_BS: Int32[Array, "b s"], compute: Compute) -> Context:
 
 
 class LayerCall(NamedTuple):
-    """A layer and its inputs and outputs in one call.
-
-    Attributes:
-      layer: a `lmlib.models.part.Part`, its weights gathered in the compute dtype.
-      before, after: the residual stream before and after the layer.
-      context: the context of this call, with the shared values.
-    """
+    """A layer, with gathered weights, and the residual stream before and after it in one call."""
 
     layer: Any
     before: Float[Array, "b s embed"]

@@ -29,18 +29,12 @@ class Decoder(Model):
     """A language model: tokens to logits. Weights are float32.
 
     Args:
-      vocab, embed: sizes.
-      segments: the layers, in the form that `Stack` takes.
-      norm: norm after the last layer; optional.
       tied: True if one table embeds and unembeds.
       logit_cap: c, if logits z become c · tanh(z / c); `None` leaves them as they are.
       embedding_deviation: standard deviation of the embedding's initial values.
-      embedding_scale: factor of embedded tokens.
+      embedding_scale, logits_scale: factors of embedded tokens, and of logits.
       unembedding_scale: standard deviation of the initial logits for features of variance 1; the
         first loss is ln(vocab) + unembedding_scale² / 2.
-      logits_scale: factor of the features before the unembedding, and so of the logits.
-      positions: learned positions, added to embedded tokens; optional.
-      key: seed of the weights.
     """
 
     rows_may_be_split = True
@@ -76,13 +70,11 @@ class Decoder(Model):
         key: PRNGKeyArray,
     ):
         self.vocab, self.logit_cap, self.logits_scale = vocab, logit_cap, logits_scale
-        self.positions = positions
         self.embedding_deviation, self.embedding_scale = embedding_deviation, embedding_scale
         self.unembedding_scale = unembedding_scale
         sizes = {"vocab": vocab, "embed": embed}
         self.embedding = initial_values(self, "embedding", key, **sizes)
-        self.stack = Stack(segments, key)
-        self.norm = norm
+        self.positions, self.stack, self.norm = positions, Stack(segments, key), norm
         self.unembedding = None if tied else initial_values(self, "unembedding", key, **sizes)
 
     def trunk(self, tokens_BS: Int32[Array, "b s"], context: Context, cache: Any = None) -> Trunk:
@@ -127,21 +119,16 @@ class Decoder(Model):
         return dense(self.embedding).T if self.unembedding is None else dense(self.unembedding)
 
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:
-        """See `Part.flops_per_token`; includes the unembedding."""
         head = 6.0 * self.embedding.size  # as large as the unembedding
         return head + self.stack.flops_per_token(sequence_length, causal)
 
     def weight_groups(self) -> tuple[WeightGroup, ...]:
-        """See `Model.weight_groups`."""
-
         def there(**groups: Any) -> list[WeightGroup]:
             return [WeightGroup(name, tree) for name, tree in groups.items() if tree is not None]
 
-        return (
-            *there(embedding=self.embedding, positions=self.positions),
-            *self.stack.weight_groups(),
-            *there(norm=self.norm, unembedding=self.unembedding),
-        )
+        before = there(embedding=self.embedding, positions=self.positions)
+        after = there(norm=self.norm, unembedding=self.unembedding)
+        return (*before, *self.stack.weight_groups(), *after)
 
 
 def _scaled(x_BSE: Array, scale: float) -> Array:

@@ -16,9 +16,7 @@ _OF_INITIAL_VALUES = {
 class Difference(NamedTuple):
     """One difference between two models, with both sides as text.
 
-    Attributes:
-      where: its path in both models, `stack.patterns.0.0.attention.rotary.theta`.
-      of_weights: True if weights of the models do not fit each other; False for a setting.
+    `where` is its path in both models. `of_weights` is True if their weights do not fit each other.
     """
 
     where: str

@@ -1,7 +1,4 @@
-"""The base class of models, which the rest of lmlib uses.
-
-`Decoder` is the model that lmlib's families share; docs/your-own-architecture.md shows how to write
-another. Nothing else looks into a model's fields.
+"""The base class of models, which the rest of lmlib uses; nothing else looks into a model's fields.
 
 Shapes: B batch, S sequence, E embed, V vocab.
 """
@@ -27,14 +24,9 @@ POSITION = "position"  # an axis with one entry for each position of a sequence
 class Trunk(NamedTuple):
     """The output of a model's layers.
 
-    Attributes:
-      x_BSE: the residual stream after the last layer, in the compute dtype and the layout that
-        `compute.residual` names. If the context wants one token of each row, the model may return
-        only that token, [b, 1, embed].
-      reports: reports of all layers; losses and statistics are means over the layers that report
-        them.
-      cache: cache for the call with the tokens that follow; `None` if none was given.
-      observed: the results of `context.observe`, stacked in the order of the layers.
+    x_BSE has the layout that `compute.residual` names. Losses and statistics in `reports` are means
+    over the layers that report them. `cache` is for the call with the tokens that follow.
+    `observed` are the results of `context.observe`, stacked in the order of the layers.
     """
 
     x_BSE: Float[Array, "b s embed"]
@@ -44,12 +36,9 @@ class Trunk(NamedTuple):
 
 
 class WeightGroup(NamedTuple):
-    """Weights that statistics and tables show together.
+    """A tree of weights that tables show together: "embedding", "layers" (several), "norm".
 
-    Attributes:
-      name: "embedding", "layers", "norm"; several groups may be called "layers".
-      weights: the arrays, in any tree.
-      layers: the layers' indices, where arrays are stacked along a leading axis; else `None`.
+    `layers` are the layers' indices, where arrays are stacked along a leading axis.
     """
 
     name: str
@@ -58,19 +47,11 @@ class WeightGroup(NamedTuple):
 
 
 class Model(Part):
-    """A decoder of tokens. All its arrays are weights.
+    """A decoder of tokens. All its arrays are float32 weights, declared by `weights.weight`.
 
-    Each weight names its axes, declares its initial values (`lmlib.models.weights`), is float32,
-    and has the layout that `lmlib.parallel.layout.stored` returns.
-
-    `Part` has defaults for `names`, `flops_per_token`, `check`, `empty_cache` and others. A model
-    must add the FLOPs of its unembedding. In its caches the row is the second axis of each array,
-    after the axis of stacked layers. Without `empty_cache`, generation computes the whole text
-    again for every token.
-
-    Attributes:
-      vocab: number of token ids that have logits.
-      logit_cap: c, if logits z become c · tanh(z / c); `None` leaves them as they are.
+    A model must add the FLOPs of its unembedding to `flops_per_token`. In its caches the row is the
+    second axis. `vocab` is the number of token ids that have logits; `logit_cap` is c, if logits z
+    become c · tanh(z / c).
     """
 
     vocab: eqx.AbstractVar[int]
@@ -79,12 +60,7 @@ class Model(Part):
     def __call__(
         self, tokens_BS: Int32[Array, "b s"], context: Context | None = None
     ) -> Float[Array, "b s vocab"]:
-        """Returns the logits of the next token.
-
-        Without a context, each row is one document, and the dtype is float32 on CPUs and bfloat16
-        elsewhere, as in `lmlib.generate`. If no mesh is set, the mesh of the weights is used; it
-        must divide the rows.
-        """
+        """Returns the logits of the next token; by default each row is one document."""
         with on_mesh_of(self):
             tokens_BS = reshard(tokens_BS, "batch seq")
             context = context or whole_rows(tokens_BS, Compute(dtype=usual_dtype()))
@@ -105,10 +81,7 @@ class Model(Part):
     def features(
         self, x_BSE: Float[Array, "b s embed"], context: Context
     ) -> Float[Array, "b s embed"]:
-        """The residual stream after the last norm, in the layout and dtype of `x_BSE`.
-
-        It is multiplied by `unembedding_EV`.
-        """
+        """The residual stream after the last norm, in the layout and dtype of `x_BSE`."""
 
     @abstractmethod
     def unembedding_EV(self) -> Float[Array, "embed vocab"]:
@@ -125,14 +98,7 @@ def logits_of(
     features: Float[Array, "... embed"],
     compute: Compute,
 ) -> Float[Array, "... vocab"]:
-    """Returns the logits of the next token, with the vocabulary split over `tensor`.
-
-    They are float32, or float64 if the compute dtype is. The loss does not use this function: it
-    makes the logits of a few tokens at a time.
-
-    Args:
-      cap: see `capped`.
-    """
+    """Returns logits in float32 or wider, capped, with the vocabulary split over `tensor`."""
     table_EV = reshard(table_EV.astype(compute.dtype), "embed vocab")
     wide = jnp.promote_types(compute.dtype, jnp.float32)
     made = jnp.einsum("...e,ev->...v", features, table_EV, preferred_element_type=wide)
@@ -145,10 +111,7 @@ def capped(logits: Float[Array, "..."], cap: float | None) -> Float[Array, "..."
 
 
 def usual_dtype() -> str:
-    """The fastest dtype on this machine for one token at a time: bfloat16, or float32 on CPUs.
-
-    CPUs would convert every weight again for each token.
-    """
+    """The fastest dtype for one token at a time: bfloat16, or float32 on CPUs, which convert."""
     return "float32" if platform() == "cpu" else "bfloat16"
 
 
@@ -162,17 +125,13 @@ def check_is_model(model: Any) -> None:
 
 
 def longest_sequence(model: Any) -> int | None:
-    """Maximum number of tokens in a sequence for `model`; `None`: unlimited.
-
-    It is the smallest size of an axis "position" among the weights.
-    """
+    """The smallest size of an axis "position" among the weights; `None`: no limit."""
     return min(_positions(model).values(), default=None)
 
 
 def check_positions(model: Any, sequence_length: int) -> None:
-    """Raises ValueError if a weight has fewer positions than sequences have tokens.
-
-    JAX would silently read the last row of such a table for every later position.
+    """Raises ValueError if a weight has fewer positions than sequences, where JAX reads the last
+    row.
     """
     for path, positions in _positions(model).items():
         if positions < sequence_length:
@@ -189,10 +148,7 @@ def check_length(model: Any, sequence_length: int, compute: Compute) -> None:
 
 
 def padded_length(model: Any, tokens: int, multiple: int) -> int:
-    """Rounds `tokens` up to a `multiple`, so that few lengths are compiled.
-
-    The result is not rounded beyond `longest_sequence`.
-    """
+    """Rounds `tokens` up to a `multiple`, at most to `longest_sequence`: few lengths compile."""
     padded = -(-tokens // multiple) * multiple
     return max(tokens, min(padded, longest_sequence(model) or padded))
 

@@ -25,12 +25,9 @@ Norm = Callable[[Array], Array]
 
 
 class Names(NamedTuple):
-    """Names that a part gives to its activations and operations, in the order of computation.
-
-    Attributes:
-      saved: activations that may be saved for the backward pass
-        (`jax.ad_checkpoint.checkpoint_name`).
-      scopes: groups of operations (`jax.named_scope`) whose time and FLOPs are shown separately.
+    """Names of activations that may be saved for the backward pass (`checkpoint_name`), and of
+    scopes whose time and FLOPs are shown separately (`jax.named_scope`), in the order of
+    computation.
     """
 
     saved: tuple[str, ...] = ()
@@ -38,7 +35,7 @@ class Names(NamedTuple):
 
 
 def joined(*names: Names) -> Names:
-    """Concatenates names in their order and removes duplicates."""
+    """Concatenates names in their order, without duplicates."""
     return Names(
         tuple(dict.fromkeys(name for each in names for name in each.saved)),
         tuple(dict.fromkeys(name for each in names for name in each.scopes)),
@@ -46,16 +43,10 @@ def joined(*names: Names) -> Names:
 
 
 class Reports(NamedTuple):
-    """The reports of a part about its tokens.
+    """The reports of a part about its tokens, summed over positions that count (`Context.total`).
 
-    Each value is a sum over the positions that count (`Context.total`), and depends only on the row
-    of a position. Sums over microbatches and devices then equal the sums of the whole batch.
-
-    Attributes:
-      losses: scalars that an objective may minimise, by name (`Objective.model_losses`), such as a
-        router's balance.
-      statistics: scalars to watch, by name, without gradient.
-      tallies: any tree, from which `Part.updated` changes weights without a gradient.
+    A value depends only on the row of a position, so sums over microbatches and devices add up.
+    `losses` and `statistics` are scalars by name; `tallies` are any tree, for `Part.updated`.
     """
 
     losses: dict[str, Float[Array, ""]]
@@ -69,20 +60,15 @@ NO_REPORTS = Reports({}, {})
 class Part(eqx.Module):
     """A piece of a model. A subclass defines `__call__` and overrides the methods that differ.
 
-    By default a part counts the FLOPs of the products with its weights, keeps nothing between
-    calls, and accepts all settings. The defaults include the parts inside this one.
-
-    There are three kinds of parts. The input x of mixers and MLPs is whole along `seq`, and y is
-    added to the residual stream, in the layout that `context.compute.residual` names:
+    Defaults include the parts inside this one. x is whole along `seq`; y has the layout that
+    `context.compute.residual` names:
 
     - a mixer: `(x_BSE, context, cache=None) -> (y_BSE, new cache)`
     - an MLP: `(x_BSE, context) -> (y_BSE, Reports)`
     - a layer: `(x_BSE, context, cache=None) -> (residual stream, Reports, new cache)`
 
-    Attributes:
-      rows_may_be_split: True if the part uses only the positions, segments and order of its
-        context, and so may run if devices share the tokens of a row (`lmlib.models.split_rows`).
-        Each class must declare it; a subclass does not inherit it.
+    A class, not its subclasses, sets `rows_may_be_split = True` if it may run where devices share
+    the tokens of a row (`lmlib.models.split_rows`).
     """
 
     rows_may_be_split = False
@@ -94,8 +80,10 @@ class Part(eqx.Module):
     @property
     def subparts(self) -> tuple["Part", ...]:
         """The parts directly inside this one, in the order of its fields."""
-        nodes = jax.tree.leaves(self, is_leaf=lambda node: _is_part(node) and node is not self)
-        return tuple(filter(_is_part, nodes))
+        return tuple(filter(_is_part, jax.tree.leaves(self, is_leaf=self._is_subpart)))
+
+    def _is_subpart(self, node: Any) -> bool:
+        return _is_part(node) and node is not self
 
     @property
     def names(self) -> Names:
@@ -106,19 +94,9 @@ class Part(eqx.Module):
     def reads(self) -> tuple[Hashable, ...]:
         """Keys of the values that the part reads from `Context.shared`.
 
-        The stack computes the value of a key that is a function of the context, such as a `Rotary`,
-        once for all layers. It also provides `FIRST_RESIDUAL`; the model provides `TOKENS` and its
-        own keys.
+        A key that is a function of the context, such as a `Rotary`, is called once for all layers.
         """
         return tuple(dict.fromkeys(key for part in self.subparts for key in part.reads))
-
-    @property
-    def switches(self) -> tuple[int, ...]:
-        """Text lengths, in tokens, beyond which the part computes the whole text differently.
-
-        The cache of a text that grows beyond one is computed again.
-        """
-        return tuple(dict.fromkeys(length for part in self.subparts for length in part.switches))
 
     @property
     def used_shares(self) -> dict[str, float]:
@@ -127,24 +105,20 @@ class Part(eqx.Module):
 
     @property
     def gradient_problem(self) -> str | None:
-        """The reason why the loss gives the weights no gradient, and the remedy; else `None`."""
+        """The reason why the loss gives the weights no gradient, and the remedy."""
         return None
 
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:
-        """Returns the FLOPs of the forward and backward pass for one token.
+        """Returns the FLOPs of the forward and backward pass for one token, without
+        rematerialization.
 
-        Rematerialization does not count (Chowdhery et al. 2022, arXiv:2204.02311, appendix B). Only
-        active experts count. If `causal`, only the keys that the mask leaves count.
+        Inactive experts do not count, nor, if `causal`, masked keys (arXiv:2204.02311, appendix B).
         """
-        subparts = self.subparts
         own = jax.tree.map(
-            lambda node: None if _is_part(node) else node,
-            self,
-            is_leaf=lambda node: _is_part(node) and node is not self,
+            lambda node: None if _is_part(node) else node, self, is_leaf=self._is_subpart
         )
-        return product_flops(own) + sum(
-            part.flops_per_token(sequence_length, causal) for part in subparts
-        )
+        inside = (part.flops_per_token(sequence_length, causal) for part in self.subparts)
+        return product_flops(own) + sum(inside)
 
     def check(self, sequence_length: int, compute: Compute) -> None:
         """Raises ValueError if the part cannot compute rows of this length with `compute`."""
@@ -152,21 +126,17 @@ class Part(eqx.Module):
             part.check(sequence_length, compute)
 
     def empty_cache(self, rows: int, length: int, dtype: DTypeLike) -> Any:
-        """Returns the `cache` of a first call, for `rows` texts of up to `length` tokens.
+        """Returns the `cache` of a first call for `rows` texts of `length` tokens; `None`: there is
+        none.
 
-        `None` means that the part does not support a cache. The first axis of each array is the
-        row. In each row the tokens of a call follow the tokens of earlier calls. Tokens at negative
-        positions, at a row's end, are padding and are not stored.
+        The first axis of each array is the row. Tokens at negative positions, at its end, are
+        padding.
         """
         return None
 
     def attention_weights(self, x_BSE: Array, context: Context) -> Float[Array, "b heads s t"]:
-        """Returns the weight of each position t in the output at each position s.
-
-        Takes the same x as a call.
-
-        Raises:
-          ValueError: if the part does not take weighted means of positions.
+        """Returns the weight of each position t in the output at s, for the x of a call; or raises
+        ValueError.
         """
         raise ValueError(
             f"{class_name(self)} shows no attention weights: it does not define the method "
@@ -174,33 +144,21 @@ class Part(eqx.Module):
         )
 
     def updated(self, tallies: Any) -> Any:
-        """Returns the part after a step, with new values of its weights without a gradient.
+        """Returns the part after a step, with new weights of `weight(…, gradient=False)`.
 
-        These weights are declared with `weight(…, gradient=False)`. They have the layout of a call
-        and the dtype in which they are stored; all other weights are `None` here.
-
-        Args:
-          tallies: the tallies of the whole batch.
+        `tallies` are summed over the batch. All other weights are `None` here.
         """
         return self
 
     def measured(self, tallies: Any) -> dict[str, Float[Array, ""]]:
-        """Returns metrics of a step, without gradient.
-
-        The log shows the mean over the layers that have them. Weights are `None` or stacked here.
-
-        Args:
-          tallies: the tallies of the whole batch.
+        """Returns metrics of a step from the tallies of the batch; the log shows the mean over
+        layers.
         """
         return {}
 
 
 def check_part(part: Any, *arguments: str) -> None:
-    """Checks that `part` is a `Part` that can be called with the named `arguments`.
-
-    Raises:
-      ValueError: with the class of `part` and the remedy.
-    """
+    """Raises ValueError if `part` is not a `Part` that takes the named `arguments`."""
     name = class_name(part)
     if not _is_part(part):
         raise ValueError(
@@ -214,51 +172,37 @@ def check_part(part: Any, *arguments: str) -> None:
             f"{name} is called with ({', '.join(arguments)}), which its `__call__` does not take: "
             f"{error}"
         ) from None
-    names = part.names
-    if not isinstance(names, Names) or str in map(type, names):
+    if not isinstance(part.names, Names) or str in map(type, part.names):
         raise ValueError(
             f"{name}.names must be a lmlib.models.part.Names of two tuples of names, such as "
-            f"`Names(saved=('hidden',))`, got {names!r}"
+            f"`Names(saved=('hidden',))`, got {part.names!r}"
         )
-
-
-# An array is a sequence too. Without the following checks, a part that returns one array instead of
-# two results would be unpacked along the batch.
-_MEANINGS = {
-    "y_BSE": "an array like its input",
-    "cache": "the new cache, None if it was given none",
-    "reports": "a lmlib.models.part.Reports, NO_REPORTS for none",
-}
 
 
 def checked(part: Any, returned: Any, x_BSE: Array, *others: str) -> Any:
-    """Checks the result of a part's call and returns it.
-
-    Args:
-      returned: must be a tuple of an array that can be added to `x_BSE`, and of `others`.
-      x_BSE: the residual stream.
-      others: names of the other results, "cache" or "reports".
-
-    Raises:
-      PartError: with the part's class, if the result is anything else.
-    """
+    """Returns the result of a part's call: an array like `x_BSE`, and "cache" or "reports"."""
     expected = ("y_BSE", *others)
     if type(returned) is not tuple or len(returned) != len(expected):
-        meanings = "; ".join(f"{name}: {_MEANINGS[name]}" for name in expected)
         raise PartError(
             f"{class_name(part)} must return a tuple ({', '.join(expected)}), got "
-            f"{_text(returned)} ({meanings})"
+            f"{_text(returned)}; without reports it returns NO_REPORTS, without a cache None"
         )
     check_like(part, returned[0], x_BSE)
     if "reports" in others:
-        _check_reports(part, returned[expected.index("reports")])
+        reports = returned[expected.index("reports")]
+        if not isinstance(reports, Reports):
+            raise PartError(
+                f"{class_name(part)} must return reports, a lmlib.models.part.Reports (NO_REPORTS "
+                f"for none), got {_text(reports)}"
+            )
+        check_scalars(part, "losses", reports.losses)
+        check_scalars(part, "statistics", reports.statistics)
     return returned
 
 
 def check_like(part: Any, y_BSE: Any, x_BSE: Array) -> None:
-    """Raises PartError if `y_BSE` differs from `x_BSE` in shape, dtype or layout.
-
-    An array that broadcasts to `x_BSE` would otherwise be added without an error.
+    """Raises PartError if `y_BSE`, which might broadcast, is not like `x_BSE` in shape, dtype and
+    layout.
     """
     shape, dtype = getattr(y_BSE, "shape", None), getattr(y_BSE, "dtype", None)
     if (shape, dtype) != (x_BSE.shape, x_BSE.dtype):
@@ -270,7 +214,7 @@ def check_like(part: Any, y_BSE: Any, x_BSE: Array) -> None:
         jax.eval_shape(jnp.add, x_BSE, y_BSE)
     except Exception as error:  # same shape and dtype, so the layouts differ
         raise PartError(
-            f"{class_name(part)} must return an array that lies as the residual stream does, "
+            f"{class_name(part)} must return an array in the layout of the residual stream, "
             f"{jax.typeof(x_BSE)}, got {jax.typeof(y_BSE)}; give the last product "
             "`out_sharding=spec(context.compute.residual)`, or return "
             "`reshard(y_BSE, context.compute.residual)`, both of lmlib.parallel.layout"
@@ -278,14 +222,11 @@ def check_like(part: Any, y_BSE: Any, x_BSE: Array) -> None:
 
 
 def check_scalars(part: Any, what: str, values: Any) -> None:
-    """Raises PartError if `values`, given by `part` as `what`, is not a mapping of scalars.
-
-    JAX would average the elements of an array together with the layers.
+    """Raises PartError if `values` is not a mapping of scalars, over whose elements JAX would
+    average.
     """
     if not isinstance(values, Mapping):
-        raise PartError(
-            f"{class_name(part)} must give {what} as a mapping of names, got {_text(values)}"
-        )
+        raise PartError(f"{class_name(part)} must give {what} as a mapping, got {_text(values)}")
     for name, value in values.items():
         if getattr(value, "shape", None) != ():
             raise PartError(
@@ -294,22 +235,12 @@ def check_scalars(part: Any, what: str, values: Any) -> None:
             )
 
 
-def _check_reports(part: Any, reports: Any) -> None:
-    if not isinstance(reports, Reports):
-        raise PartError(
-            f"{class_name(part)} must return reports, a lmlib.models.part.Reports (NO_REPORTS for "
-            f"none), got {_text(reports)}"
-        )
-    check_scalars(part, "losses", reports.losses)
-    check_scalars(part, "statistics", reports.statistics)
-
-
 def _text(value: Any) -> str:
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"an array {value.dtype}{[*value.shape]}"
-    if isinstance(value, tuple) and type(value) is tuple:
+    if type(value) is tuple:
         return f"a tuple of {len(value)}: {', '.join(map(_text, value))}"
-    return repr(value) if value is None else f"a {type(value).__name__}"
+    return "None" if value is None else f"a {type(value).__name__}"
 
 
 def class_name(part: Any) -> str:

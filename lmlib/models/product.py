@@ -5,6 +5,7 @@ of whole activations, which doubles the time of a small model's block.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,15 +27,9 @@ def product(
 ) -> Float[Array, "..."]:
     """`jnp.einsum` of activations `x` and a weight `w`; both and the result have one dtype.
 
-    Every product of activations and a weight uses this function, except for the unembedding
-    (`lmlib.losses` and `lmlib.models.model`). Both gradients are computed in the same dtype and
-    have the layouts of x and w. A `lmlib.parallel.matrix.Matrix` multiplies by its own method.
-
-    Args:
-      equation: each summed axis must be in both operands.
-      precision: "int8" or "float8" rounds the operands of this product and of x's gradient
-        (`lmlib.models.matrices.quantized`); `None` does not round.
-      out_sharding: layout of the result, if it does not follow from `x` and `w`.
+    Every product of activations and a weight uses this function, except for the unembedding. Each
+    summed axis must be in both operands. Gradients have the layouts of x and w. With a `precision`,
+    "int8" or "float8", operands are rounded (`lmlib.models.matrices.quantized`).
     """
     if isinstance(w, Matrix):
         return w.einsum(equation, x, precision, out_sharding)
@@ -64,30 +59,32 @@ def product_of_arrays(
     equation: str, x: Array, w: Array, precision: str | None, out_sharding: PartitionSpec | None
 ) -> Array:
     """`product` for two arrays that already have matching layouts."""
-    equation = _in_order(equation)
+    return _einsum(_in_order(equation), x, w, precision, out_sharding)
+
+
+def _einsum(
+    equation: str, x: Array, w: Array, precision: str | None, layout: Any, of_gradient: bool = False
+) -> Array:
     if precision is None:
-        return jnp.einsum(equation, x, w, out_sharding=out_sharding)
+        return jnp.einsum(equation, x, w, out_sharding=layout)
     from lmlib.models.matrices.quantized import FORMATS, rounded_product  # rarely needed
 
-    forward = FORMATS[precision].forward
-    return rounded_product(equation, x, w, (forward, forward), out_sharding)
+    formats = FORMATS[precision]
+    first = formats.arriving if of_gradient else formats.forward
+    return rounded_product(equation, x, w, (first, formats.forward), layout)
 
 
 def _forward(
-    equation: str,
-    x: CustomVJPPrimal,
-    w: CustomVJPPrimal,
-    precision: str | None,
-    out_sharding: PartitionSpec | None,
+    equation: str, x: CustomVJPPrimal, w: CustomVJPPrimal, precision: str | None, layout: Any
 ) -> tuple[Array, tuple[Array, Array, tuple[()] | None]]:
-    y = product_of_arrays(equation, x.value, w.value, precision, out_sharding)
+    y = product_of_arrays(equation, x.value, w.value, precision, layout)
     return y, (x.value, w.value, _TRAINS if w.perturbed else None)
 
 
 def _backward(
     equation: str,
     precision: str | None,
-    out_sharding: PartitionSpec | None,
+    out_sharding: Any,
     saved: tuple[Array, Array, tuple[()] | None],
     dy: Array | SymbolicZero,
 ) -> tuple[Array, Array | None]:
@@ -97,17 +94,9 @@ def _backward(
     operands, y_axes = equation.split("->")
     x_axes, w_axes = operands.split(",")
     dy = _along(x, x_axes, dy, y_axes)
-    back, layout = f"{y_axes},{w_axes}->{x_axes}", _layout_of_gradient(x)
-    if precision is None:
-        dx = jnp.einsum(back, dy, w, out_sharding=layout)
-    else:
-        from lmlib.models.matrices.quantized import FORMATS, rounded_product
-
-        formats = FORMATS[precision]
-        dx = rounded_product(back, dy, w, (formats.arriving, formats.forward), layout)
-    if trains is None:
-        return dx, None
-    return dx, _gradient_of_weight(x_axes, y_axes, w_axes, x, dy, w)
+    back = f"{y_axes},{w_axes}->{x_axes}"
+    dx = _einsum(back, dy, w, precision, _layout_of_gradient(x), of_gradient=True)
+    return dx, None if trains is None else _gradient_of_weight(x_axes, y_axes, w_axes, x, dy, w)
 
 
 product_of_arrays.defvjp(_forward, _backward, symbolic_zeros=True)
@@ -121,46 +110,33 @@ def _gradient_of_weight(
     if platform() != "cpu" or x.size <= dy.size:
         return jnp.einsum(f"{x_axes},{y_axes}->{w_axes}", x, dy, out_sharding=layout)
     axes = sorted(w_axes, key=lambda axis: (axis not in y_axes, w_axes.index(axis)))
-    order = [w_axes.index(axis) for axis in axes]
-    swapped = None
     if layout is not None:
-        swapped = PartitionSpec(*(layout.partitions[i] for i in order), unreduced=layout.unreduced)
-    made = jnp.einsum(f"{y_axes},{x_axes}->{''.join(axes)}", dy, x, out_sharding=swapped)
+        order = (layout.partitions[w_axes.index(axis)] for axis in axes)
+        layout = PartitionSpec(*order, unreduced=layout.unreduced)
+    made = jnp.einsum(f"{y_axes},{x_axes}->{''.join(axes)}", dy, x, out_sharding=layout)
     made = jax.lax.optimization_barrier(made)
     return jnp.transpose(made, [axes.index(axis) for axis in w_axes])
 
 
 def _in_order(equation: str) -> str:
-    """Renames the axes to a, b, c, … in the order in which they appear.
-
-    `jnp.einsum` sums over several axes in alphabetical order. If the axes are in another order, it
-    copies both operands.
-    """
+    """Renames the axes to a, b, c, … in their order, in which `jnp.einsum` sums without copies."""
     letters = dict.fromkeys(equation.replace(",", "").replace("->", ""))
     return equation.translate({ord(old): 97 + i for i, old in enumerate(letters)})
 
 
 def _along(x: Array, x_axes: str, dy: Array, y_axes: str) -> Array:
-    """Moves `dy` to the layout of `x` along the axes that they share.
-
-    A sequence-parallel `dy` is then gathered only once for both gradients.
-    """
+    """Moves `dy` to the layout of `x` along their common axes, so that it is gathered only once."""
     if jax.sharding.get_abstract_mesh().empty:
         return dy
-    lies = dict(zip(y_axes, jax.typeof(dy).sharding.spec.partitions, strict=True))
-    lies |= {
-        axis: place
-        for axis, place in zip(x_axes, jax.typeof(x).sharding.spec.partitions, strict=True)
-        if axis in y_axes
-    }
-    return jax.sharding.reshard(dy, PartitionSpec(*(lies[axis] for axis in y_axes)))
+    places = dict(zip(y_axes, jax.typeof(dy).sharding.spec.partitions, strict=True))
+    places |= dict(zip(x_axes, jax.typeof(x).sharding.spec.partitions, strict=True))
+    return jax.sharding.reshard(dy, PartitionSpec(*(places[axis] for axis in y_axes)))
 
 
 def _layout_of_gradient(x: Array) -> PartitionSpec | None:
-    """The layout of the gradient of `x`.
+    """The layout of x, with partial sums along the mesh axes over which x was gathered.
 
-    It is the layout of `x`, but each device keeps its own contribution along the mesh axes over
-    which `x` was gathered or replicated. These are summed later.
+    These are summed later.
     """
     if jax.sharding.get_abstract_mesh().empty:
         return None

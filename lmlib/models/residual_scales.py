@@ -13,19 +13,15 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from lmlib.models.context import FIRST_RESIDUAL, Context
 from lmlib.models.part import Part, Reports
-from lmlib.models.weights import Constant, initial_values, weight
+from lmlib.models.weights import Constant, fill, weight
 
 
 class ResidualScales(Part):
     """layer(residual · x + first · x0), with x0 the residual stream before the first layer.
 
-    x0 is the embedded tokens. Both scales are learned (the "x0 lambdas" of Jordan et al. 2024,
-    https://github.com/KellerJordan/modded-nanogpt). Everything else is delegated to the layer.
-
-    Args:
-      layer: the layer that gets the mix.
-      initial_first: initial value of `first`; `residual` starts at 1.
-      key: unused, since both scales start as constants. All parts take a key.
+    Both scales are learned (the "x0 lambdas" of Jordan et al. 2024,
+    https://github.com/KellerJordan/modded-nanogpt). `residual` starts at 1, `first` at
+    `initial_first`.
     """
 
     rows_may_be_split = True
@@ -37,8 +33,7 @@ class ResidualScales(Part):
 
     def __init__(self, layer: Part, initial_first: float = 0.0, *, key: PRNGKeyArray):
         self.layer, self.initial_first = layer, initial_first
-        self.residual = initial_values(self, "residual", key)
-        self.first = initial_values(self, "first", key)
+        fill(self, key)
 
     def __call__(
         self, x_BSE: Float[Array, "b s embed"], context: Context, cache: Any = None

@@ -1,12 +1,10 @@
 """The scan over layers, and the activations that it saves for the backward pass.
 
-Layers and their parts name activations (`lmlib.models.part.Names`). Activations that `Compute` does
-not save are recomputed, layer by layer, from "layer_input" and "head_input", which are always saved
-(Chen et al. 2016, arXiv:1604.06174). `CHOICES` are always saved too: they are small, and a
+Activations that `Compute` does not save are recomputed, layer by layer, from "layer_input" and
+"head_input" (Chen et al. 2016, arXiv:1604.06174). These and `CHOICES` are always saved: a
 recomputation that rounds differently could choose differently.
 
-Shapes: B batch, S sequence, E embed, R repetitions of a pattern, T iterations of the loop, U
-repetitions in an iteration.
+Shapes: B batch, S sequence, E embed, R repetitions of a pattern.
 """
 
 import dataclasses
@@ -15,7 +13,6 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
@@ -31,17 +28,14 @@ from lmlib.parallel.matrix import with_keys
 
 CHOICES = "choices"  # the experts that a router chose
 _CUDNN_FORWARD = "dot_product_attention_fwd_wrapper"  # JAX's name of the primitive
+_Choose = Callable[[Any], Any]
 
 
 class Repeated(NamedTuple):
     """Layers of a repeated pattern, one for each place in it; arrays are stacked along R.
 
-    Attributes:
-      layers: their weights.
-      keys: a key for each repetition; `None` without randomness.
-      caches: caches of earlier calls; `None` without a cache.
-      counts: True for real repetitions, if some are padding. Padding leaves the residual stream
-        unchanged and reports nothing.
+    Without randomness `keys` are `None`. `counts` is True for real repetitions, if some are
+    padding, which leaves the residual stream unchanged and reports nothing.
     """
 
     layers: tuple[Part, ...]
@@ -64,141 +58,80 @@ def run(
     repeated: Repeated,
     repeats: int,
     names: Sequence[str],
-    chosen: Callable[[Any], Any] | None = None,
+    chosen: _Choose | None = None,
 ) -> tuple[Float[Array, "b s embed"], tuple[Given, ...]]:
-    """Runs all repetitions of a pattern of layers.
+    """Runs all repetitions of a pattern; also returns each layer's other results, stacked along R.
 
-    `context.compute.unroll` repetitions make one iteration of the loop; the remaining ones follow
-    it. `jax.lax.scan` cannot unroll, since it cannot split saved arrays in a `reduced` layout. A
-    single iteration is not a loop: XLA's TPU compiler would run its body twice.
-
-    Args:
-      names: activations that may be saved.
-      chosen: makes a layer from its entry of `repeated`. It runs again in the backward pass, so
-        that no copy of the layer is saved.
-
-    Returns:
-      the residual stream, and the other results of each layer of the pattern, stacked along R.
+    `names` may be saved. `chosen` makes a layer from its entry of `repeated`, again in the backward
+    pass, so that no copy of the layer is saved. Up to `context.compute.unroll` repetitions run
+    without a loop. One repetition never is a loop: XLA's TPU compiler would run its body twice.
     """
-    one = functools.partial(_one, context, names, chosen)
-    unroll = context.compute.unroll
-    iterations = repeats // unroll
-    if iterations < 2:
-        return _in_a_row(functools.partial(one, False), x_BSE, repeated, repeats)
-    looped_one = functools.partial(one, True)
-    if unroll == 1:
-        # Slices must be passed to the recomputed function unchanged. JAX would save reshaped
-        # slices, and so a copy of all weights, for the backward pass.
-        return jax.lax.scan(looped_one, x_BSE, repeated)
-    looped = iterations * unroll
-    head_R, tail_R = _split(repeated, looped, repeats)
-    parts_TU = jax.tree.map(lambda w_R: reshaped(w_R, 1, (iterations, unroll)), head_R)
-    x_BSE, out_TU = jax.lax.scan(
-        lambda x_BSE, parts_U: _in_a_row(looped_one, x_BSE, parts_U, unroll), x_BSE, parts_TU
-    )
-    out_R = jax.tree.map(lambda y_TU: reshaped(y_TU, 2, (looped,)), out_TU)
-    if looped == repeats:
-        return x_BSE, out_R
-    left = repeats - looped
-    x_BSE, out_tail = _in_a_row(functools.partial(one, False), x_BSE, tail_R, left)
-    return x_BSE, jax.tree.map(lambda *each: jnp.concatenate(each), out_R, out_tail)
 
+    def run_layer(
+        choose: _Choose | None, x_BSE: Array, layer: Any, key: PRNGKeyArray | None, cache: Any
+    ) -> tuple[Array, Given]:
+        """Runs one layer; the backward pass recomputes this function."""
+        x_BSE = checkpoint_name(x_BSE, "layer_input")
+        layer = layer if choose is None else choose(layer)
+        layer = gather(layer, context.compute.dtype, after=x_BSE)
+        if key is not None:
+            layer = with_keys(layer, functools.partial(fold, fold(key, "adapters")))
+        own = dataclasses.replace(context, key=key if context.dropout > 0 else None)
+        returned = layer(x_BSE, own, cache)
+        y_BSE, reports, cache = checked(layer, returned, x_BSE, "reports", "cache")
+        observed = own.observe and own.observe(LayerCall(layer, x_BSE, y_BSE, own))
+        return y_BSE, Given(reports, cache, observed)
 
-def _in_a_row(
-    one: Callable[..., Any], x_BSE: Array, repeated_R: Repeated, repeats: int
-) -> tuple[Array, Any]:
-    """Runs some repetitions without a loop."""
-    outs, layers_R = [], repeated_R.layers
-    for i, repeated in enumerate(_unstacked(repeated_R, repeats)):
-        layers = jax.tree.map(functools.partial(_Piece, i), layers_R, repeated.layers)
-        x_BSE, out = one(x_BSE, repeated._replace(layers=layers))
+    def one(
+        looped: bool, choose: _Choose | None, x_BSE: Array, repeated: Repeated
+    ) -> tuple[Array, tuple[Given, ...]]:
+        """One repetition of the pattern."""
+        # Inside a loop nothing can merge the recomputation with the forward pass, so CSE is safe.
+        recomputed = jax.checkpoint(
+            functools.partial(run_layer, choose),
+            policy=policy(context.compute, names),
+            prevent_cse=not looped,
+        )
+        outs, before_BSE = [], x_BSE
+        for layer, key, cache in zip(*repeated[:3], strict=True):
+            x_BSE, out = recomputed(x_BSE, layer, key, cache)
+            outs.append(out)
+        if repeated.counts is not None:
+            x_BSE = jnp.where(repeated.counts, x_BSE, before_BSE)
+            outs = [out._replace(reports=counted(out.reports, repeated.counts)) for out in outs]
+        return x_BSE, tuple(outs)
+
+    if repeats > context.compute.unroll:
+        return jax.lax.scan(functools.partial(one, True, chosen), x_BSE, repeated)
+    outs = []
+    for i, piece in enumerate([repeated] if repeats == 1 else _split(repeated, repeats)):
+        own = jax.tree.map(lambda x_1: jnp.squeeze(x_1, 0), piece)
+
+        def of_stack(pair: Any, i: int = i) -> Any:
+            # A recomputed layer saves the stack, which exists anyway, and no copy of its slice.
+            taken = jax.tree.map(functools.partial(_piece, i), *pair)
+            return taken if chosen is None else chosen(taken)
+
+        pairs = tuple(zip(repeated.layers, own.layers, strict=True))
+        x_BSE, out = one(False, of_stack, x_BSE, own._replace(layers=pairs))
         outs.append(out)
     return x_BSE, jax.tree.map(lambda *each: jnp.stack(each), *outs)
 
 
-def _one(
-    context: Context,
-    names: Sequence[str],
-    chosen: Callable[[Any], Any] | None,
-    looped: bool,
-    x_BSE: Array,
-    repeated: Repeated,
-) -> tuple[Array, tuple[Given, ...]]:
-    """One repetition of a pattern."""
-    # Inside a loop nothing can merge the recomputation with the forward pass, so CSE is safe.
-    run_layer = jax.checkpoint(
-        functools.partial(_layer, context, chosen),
-        policy=policy(context.compute, names),
-        prevent_cse=not looped,
-    )
-    outs, before_BSE = [], x_BSE
-    for layer, key, cache in zip(*repeated[:3], strict=True):
-        x_BSE, out = run_layer(x_BSE, layer, key, cache)
-        outs.append(out)
-    if repeated.counts is not None:
-        x_BSE = jnp.where(repeated.counts, x_BSE, before_BSE)
-        outs = [out._replace(reports=counted(out.reports, repeated.counts)) for out in outs]
-    return x_BSE, tuple(outs)
-
-
-def _layer(
-    context: Context,
-    chosen: Callable[[Any], Any] | None,
-    x_BSE: Array,
-    layer: Any,
-    key: PRNGKeyArray | None,
-    cache: Any,
-) -> tuple[Array, Given]:
-    """Runs one layer; the backward pass recomputes this function."""
-    x_BSE = checkpoint_name(x_BSE, "layer_input")
-    layer = jax.tree.map(_taken, layer, is_leaf=_is_piece)
-    layer = layer if chosen is None else chosen(layer)
-    layer = gather(layer, context.compute.dtype, after=x_BSE)
-    if key is not None:
-        layer = with_keys(layer, functools.partial(fold, fold(key, "adapters")))
-    key = key if context.dropout > 0 else None
-    context = dataclasses.replace(context, key=key)
-    returned = layer(x_BSE, context, cache)
-    y_BSE, reports, cache = checked(layer, returned, x_BSE, "reports", "cache")
-    observed = context.observe and context.observe(LayerCall(layer, x_BSE, y_BSE, context))
-    return y_BSE, Given(reports, cache, observed)
-
-
-class _Piece(eqx.Module):
-    """`stack_R[index]`, which equals `own`.
-
-    A recomputed layer then saves the stack, which exists anyway, and no copy of a slice. The
-    gradient goes to `own`: gradients of slices are concatenated, but gradients of the stack would
-    be padded and added.
-    """
-
-    index: int = eqx.field(static=True)
-    stack_R: Array
-    own: Array
-
-
-def _is_piece(node: Any) -> bool:
-    return isinstance(node, _Piece)
-
-
-def _taken(leaf: Any) -> Any:
-    return _piece(leaf.index, leaf.stack_R, leaf.own) if _is_piece(leaf) else leaf
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _piece(index: int, stack_R: Array, own: Array) -> Array:
+    """`stack_R[index]`, which equals `own`.
+
+    The gradient goes to `own`: gradients of slices are concatenated, but gradients of the stack
+    would be padded and added.
+    """
     return jnp.squeeze(jax.lax.slice_in_dim(stack_R, index, index + 1), 0)
 
 
-def _piece_forward(index: int, stack_R: Array, own: Array) -> tuple[Array, None]:
-    return _piece(index, stack_R, own), None
-
-
-def _piece_backward(index: int, nothing: None, d_own: Array) -> tuple[None, Array]:
-    return None, d_own
-
-
-_piece.defvjp(_piece_forward, _piece_backward)
+_piece.defvjp(
+    lambda index, stack_R, own: (_piece(index, stack_R, own), None),
+    lambda index, nothing, d_own: (None, d_own),
+)
 
 
 def counted(reports: Reports, counts: Bool[Array, ""]) -> Reports:
@@ -206,39 +139,16 @@ def counted(reports: Reports, counts: Bool[Array, ""]) -> Reports:
     return jax.tree.map(lambda each: jnp.where(counts, each, jnp.zeros_like(each)), reports)
 
 
-def _unstacked(tree_R: Any, repeats: int) -> list[Any]:
-    """Returns a tree for each index of the leading axis."""
-    if repeats == 1:
-        return [jax.tree.map(lambda x_R: jnp.squeeze(x_R, 0), tree_R)]
+def _split(tree_R: Any, repeats: int) -> list[Any]:
+    """Splits the leading axis. Gradients of a split are concatenated, those of slices added."""
 
-    def pieces(x_R: Array) -> list[Array]:
+    def parts(x_R: Array) -> list[Array]:
         if jnp.issubdtype(x_R.dtype, jax.dtypes.prng_key):
-            return list(x_R)
-        # The backward pass of a split concatenates; the backward pass of indexing would pad and
-        # add.
-        return [jnp.squeeze(x, 0) for x in jax.lax.split(x_R, (1,) * repeats)]
+            return [x_R[i : i + 1] for i in range(repeats)]
+        return list(jax.lax.split(x_R, (1,) * repeats))
 
     leaves, structure = jax.tree.flatten(tree_R)
-    columns = [pieces(leaf) for leaf in leaves]
-    return [
-        jax.tree.unflatten(structure, [column[i] for column in columns]) for i in range(repeats)
-    ]
-
-
-def _split(tree_R: Any, at: int, repeats: int) -> tuple[Any, Any]:
-    """Splits off the first `at` repetitions."""
-    if at == repeats:
-        return tree_R, None
-
-    def both(x_R: Array) -> tuple[Array, Array]:
-        if jnp.issubdtype(x_R.dtype, jax.dtypes.prng_key):
-            return x_R[:at], x_R[at:]
-        first, second = jax.lax.split(x_R, (at, repeats - at))
-        return first, second
-
-    leaves, structure = jax.tree.flatten(tree_R)
-    first, second = zip(*map(both, leaves), strict=True)
-    return jax.tree.unflatten(structure, first), jax.tree.unflatten(structure, second)
+    return [jax.tree.unflatten(structure, each) for each in zip(*map(parts, leaves), strict=True)]
 
 
 def reshaped(x: Array, leading: int, sizes: tuple[int, ...]) -> Array:
@@ -260,15 +170,16 @@ def stacked(x: Array, repeats: int) -> Array:
 
 
 def policy(compute: Compute, names: Sequence[str]) -> Callable[..., Any]:
-    """Returns a policy for `jax.checkpoint`.
+    """Returns a policy for `jax.checkpoint`, which saves or offloads names as `compute` says."""
 
-    It saves the activations among `names` that `compute` saves on the device, offloads the ones
-    that it offloads to the host's memory, and saves no others.
-    """
+    def inner(names: Sequence[str]) -> list[str]:
+        """Kernels use their own name for their output and one number per head and position."""
+        return ["attention_kernel" if name == "attention" else name for name in names]
+
     saved = compute.kept(names)
     by_name = jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=[*_inner_names(saved), CHOICES],
-        names_which_can_be_offloaded=_inner_names(compute.offloaded),
+        names_which_can_be_saved=[*inner(saved), CHOICES],
+        names_which_can_be_offloaded=inner(compute.offloaded),
         offload_src="device",
         offload_dst="pinned_host",
     )
@@ -282,20 +193,11 @@ def policy(compute: Compute, names: Sequence[str]) -> Callable[..., Any]:
     return keep
 
 
-def _inner_names(names: Sequence[str]) -> list[str]:
-    """Replaces "attention" by the name that kernels give to their outputs.
-
-    Kernels use it for the output of attention and for one number per head and position.
-    """
-    return ["attention_kernel" if name == "attention" else name for name in names]
-
-
 def check_names(compute: Compute, names: Sequence[str]) -> None:
     """Raises ValueError if `compute` saves or offloads a name that is not among `names`."""
     for setting in ("saved", "offloaded"):
-        chosen = getattr(compute, setting)
-        for name in () if setting == "saved" and chosen == EVERYTHING else chosen:
-            if name not in names:
+        for name in getattr(compute, setting):
+            if name not in names and getattr(compute, setting) != EVERYTHING:
                 near = difflib.get_close_matches(name, names, n=1)
                 hint = f"did you mean {near[0]!r}? " if near else ""
                 raise ValueError(

@@ -1,10 +1,8 @@
 """Checks that a model may be computed on rows that devices share.
 
-The tokens of a shared row are in the order of the devices (`lmlib.row_order`), not in the order of
-the text. A part that uses only the positions, segments and order of its `Context` computes the same
-result. A part that runs along the row, such as a recurrence or a convolution, computes a wrong one.
-Each class declares that it may run so: `rows_may_be_split = True`. Without a declaration, rows may
-not be split. A subclass does not inherit the declaration, because it may compute something else.
+The tokens of a shared row are in the order of the devices (`lmlib.row_order`). A part that uses
+only the positions, segments and order of its `Context` computes the same result; a recurrence or a
+convolution does not. Each class declares `rows_may_be_split = True` itself.
 """
 
 from collections.abc import Iterator
@@ -16,14 +14,9 @@ _CONTAINERS = (tuple, list, dict, type(None))
 
 
 def check_rows_may_be_split(part: Any, where: str) -> None:
-    """Checks that `part`, and every module in it, may be computed on split rows.
+    """Raises ValueError if a class in `part` does not declare `rows_may_be_split = True` itself.
 
-    Args:
-      part: a model, or anything else that sees the tokens of a row.
-      where: the mesh axis that splits the rows, for the error: "context=2".
-
-    Raises:
-      ValueError: if a class does not declare `rows_may_be_split = True` itself.
+    `where` names the mesh axis that splits the rows: "context=2".
     """
     for kind in dict.fromkeys(type(node) for node in _nodes(part)):
         if not vars(kind).get("rows_may_be_split", False):

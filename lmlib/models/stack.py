@@ -37,25 +37,17 @@ Pattern = tuple[Part, ...]
 
 
 class Segment(NamedTuple):
-    """A pattern of layers that repeats.
-
-    Attributes:
-      pattern: functions that make a layer from a key.
-      repeats: number of repetitions of the pattern.
-    """
+    """A pattern of functions that make a layer from a key, and the number of its repetitions."""
 
     pattern: Sequence[MakeLayer]
     repeats: int
 
 
 def segments(layers: Sequence[MakeLayer]) -> list[Segment]:
-    """Groups `layers` into segments with as few layers to compile as possible.
+    """Groups layers, of which equal ones share a function, so that few have to be compiled.
 
     The segments are the shortest pattern that repeats and the remaining layers, or runs of equal
     layers.
-
-    Args:
-      layers: functions that make each layer from a key. Equal layers share one function.
     """
     period = next(
         period
@@ -71,16 +63,7 @@ def segments(layers: Sequence[MakeLayer]) -> list[Segment]:
 
 
 class Stack(Part):
-    """All layers of a model.
-
-    Args:
-      segments: the layers, in order.
-      key: seed. The weights of a layer depend only on the seed and on the layer's index.
-
-    Raises:
-      ValueError: if there are zero layers, or one is not a `Part` with a layer's call, or has an
-        array that is not declared.
-    """
+    """All layers of a model. A layer's weights depend only on the seed and on the layer's index."""
 
     rows_may_be_split = True
 
@@ -101,16 +84,10 @@ class Stack(Part):
     def __call__(
         self, x_BSE: Float[Array, "b s embed"], context: Context, cache: Any = None
     ) -> Trunk:
-        """Runs every layer in order.
+        """Runs every layer in order, each with weights gathered just before its use.
 
-        Each layer's weights are gathered just before its use. Activations are recomputed in the
-        backward pass, except for the ones that `context.compute` saves.
-
-        Args:
-          x_BSE: in the layout that `context.compute.residual` names.
-          context: layers get keys folded from its key by their indices, as for weights.
-          cache: caches of each layer of each pattern, stacked like the weights:
-            `cache[pattern][j]`.
+        Layers get keys folded from the context's key by their indices. x has the layout that
+        `context.compute.residual` names. Caches are stacked like the weights: `cache[pattern][j]`.
         """
         keys_L = None
         if context.key is not None and (context.dropout > 0 or is_random(self.patterns)):
@@ -123,19 +100,13 @@ class Stack(Part):
         first = 0
         for number, pattern in enumerate(self.patterns):
             repeats, period = repeats_of(pattern), len(pattern)
+            end = first + repeats * period
             keys = tuple(
-                None if keys_L is None else keys_L[first + j : first + repeats * period : period]
-                for j in range(period)
+                None if keys_L is None else keys_L[i:end:period]
+                for i in range(first, first + period)
             )
             layers = Repeated(pattern, keys, (None,) * period if cache is None else cache[number])
-            is_last_layer = number == len(self.patterns) - 1 and repeats * period == 1
             with jax.named_scope("layers"):
-                if is_last_layer and cache is not None and context.wanted_BS is not None:
-                    # All tokens enter the cache; XLA removes everything else that this call would
-                    # compute.
-                    _, (kept,) = run(context, x_BSE, layers, repeats, names)
-                    layers = layers._replace(caches=(kept.cache,))
-                    x_BSE, context = _wanted(x_BSE, context)
                 if _in_stages(context, repeats, cache):
                     from lmlib.models.pipeline.run import run_in_stages  # only stages need it
 
@@ -146,8 +117,7 @@ class Stack(Part):
                     layers = layers._replace(layers=unstaged(layers.layers))
                     x_BSE, given_R = run(context, x_BSE, layers, repeats, names)
             given.append(given_R)
-            first += repeats * period
-        x_BSE, _ = _wanted(x_BSE, context)
+            first = end
         reports = [each.reports for given_R in given for each in given_R]
         observed = [_by_layer([each.observed for each in given_R]) for given_R in given]
         return Trunk(
@@ -203,18 +173,21 @@ class Stack(Part):
             made: Part = jax.vmap(lambda layer, tallies: layer.updated(tallies))(layer, tallies_R)
             return made
 
-        patterns = tuple(
-            tuple(map(updated, *each)) for each in zip(self.patterns, tallies, strict=True)
-        )
+        pairs = zip(self.patterns, tallies, strict=True)
+        patterns = tuple(tuple(map(updated, *each)) for each in pairs)
         return eqx.tree_at(lambda stack: stack.patterns, self, patterns)
 
     def measured(self, tallies: Any) -> dict[str, Array]:
-        """See `Part.measured`: the mean over the layers."""
+        def measured(layer: Part, tallies: Any) -> dict[str, Array]:
+            found = layer.measured(tallies)
+            check_scalars(layer, "measured", found)
+            return found
+
+        layers = zip(itertools.chain(*self.patterns), itertools.chain(*tallies), strict=True)
         return _averaged(
             [
-                jax.vmap(functools.partial(_measured, layer))(tallies_R)
-                for pattern, of_pattern in zip(self.patterns, tallies, strict=True)
-                for layer, tallies_R in zip(pattern, of_pattern, strict=True)
+                jax.vmap(functools.partial(measured, layer))(tallies_R)
+                for layer, tallies_R in layers
                 if tallies_R is not None
             ]
         )
@@ -223,13 +196,11 @@ class Stack(Part):
         """See `Model.empty_cache`; `None` if a layer does not support a cache."""
         caches = []
         for pattern in self.patterns:
-            of_one = [_one_of(layer).empty_cache(rows, length, dtype) for layer in pattern]
+            of_one = tuple(_one_of(layer).empty_cache(rows, length, dtype) for layer in pattern)
             if None in of_one:
                 return None
-            repeats = repeats_of(pattern)
-            caches.append(
-                tuple(jax.tree.map(lambda x, n=repeats: stacked(x, n), each) for each in of_one)
-            )
+            copied = functools.partial(stacked, repeats=repeats_of(pattern))
+            caches.append(jax.tree.map(copied, of_one))
         return tuple(caches)
 
     @property
@@ -250,7 +221,6 @@ class Stack(Part):
         return tuple(groups)
 
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:
-        """See `Part.flops_per_token`; the sum over all layers."""
         return sum(
             repeats_of(pattern) * _one_of(layer).flops_per_token(sequence_length, causal)
             for pattern in self.patterns
@@ -280,58 +250,27 @@ def _stacked(make: MakeLayer, keys_R: Key[Array, "R"]) -> Part:
     return jax.vmap(layer)(keys_R)
 
 
-def _measured(layer: Part, tallies: Any) -> dict[str, Array]:
-    found = layer.measured(tallies)
-    check_scalars(layer, "measured", found)
-    return found
-
-
 def _in_stages(context: Context, repeats: int, cache: Any) -> bool:
-    """True if the stages of the mesh split these layers.
-
-    Otherwise each stage computes all of them, for its own rows.
-    """
+    """True if the mesh's stages split these layers; else each computes all, for its own rows."""
     whole = cache is None and context.observe is None and context.lengths_B is None
     return whole and 1 < devices_along(along(LAYER)) <= repeats
-
-
-def _wanted(x_BSE: Array, context: Context) -> tuple[Array, Context]:
-    """Selects the wanted token of each row, and its context.
-
-    Rows without one get zeros at position -1. All tokens stay if the context names none.
-    """
-    wanted_BS = context.wanted_BS
-    if wanted_BS is None:
-        return x_BSE, context
-
-    def of(x_BS: Array) -> Array:
-        mask_BS = jnp.reshape(wanted_BS, (*wanted_BS.shape, *(1,) * (x_BS.ndim - 2)))
-        return jnp.sum(jnp.where(mask_BS, x_BS, 0), axis=1, keepdims=True, dtype=x_BS.dtype)
-
-    return of(x_BSE), dataclasses.replace(
-        context,
-        positions_BS=of(context.positions_BS + 1) - 1,
-        segment_ids_BS=None if context.segment_ids_BS is None else of(context.segment_ids_BS),
-        shared={key: jax.tree.map(of, value) for key, value in context.shared.items()},
-        wanted_BS=None,
-    )
 
 
 def _averaged(reports: Sequence[dict[str, Array]]) -> dict[str, Array]:
     """The mean of each name over the layers that have it; values are stacked along R."""
     named: dict[str, list[Array]] = {}
-    for each in reports:
-        for name, value_R in each.items():
-            named.setdefault(name, []).append(value_R)
+    for name, value_R in itertools.chain(*(each.items() for each in reports)):
+        named.setdefault(name, []).append(value_R)
     return {name: jnp.mean(jnp.concatenate(values)) for name, values in named.items()}
 
 
 def _by_layer(seen: Sequence[Any]) -> Any:
     """Combines (R, …) of each layer of a pattern into one (layers, …)."""
-    return jax.tree.map(
-        lambda *each_R: reshaped(jnp.stack(each_R, axis=1), 2, (len(each_R) * each_R[0].shape[0],)),
-        *seen,
-    )
+
+    def combined(*each_R: Array) -> Array:
+        return reshaped(jnp.stack(each_R, axis=1), 2, (len(each_R) * each_R[0].shape[0],))
+
+    return jax.tree.map(combined, *seen)
 
 
 def _one_of(layer: Any) -> Any:
@@ -340,6 +279,7 @@ def _one_of(layer: Any) -> Any:
 
 
 def repeats_of(pattern: Pattern) -> int:
+    """The number of repetitions, from the leading axis of the arrays."""
     return jax.tree.leaves(pattern)[0].shape[0]
 
 

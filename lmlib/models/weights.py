@@ -1,10 +1,7 @@
 """Declarations of weights: axes in the annotation, initial values in the default.
 
-    class SwiGLU(eqx.Module):
-        gate: Float[Array, "embed mlp"] = weight(fan_in("embed"))
-
-The declaration determines the weight's shape, layout, initial values, weight decay, and line in
-`describe`.
+class SwiGLU(eqx.Module):
+    gate: Float[Array, "embed mlp"] = weight(fan_in("embed"))
 """
 
 import dataclasses
@@ -12,7 +9,7 @@ import functools
 import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -38,19 +35,20 @@ from lmlib.parallel.layout import stored
 BELL_DEVIATION = math.sqrt(2**2 * 4 * (2**32 - 1) / 12)
 
 
-@runtime_checkable
-class InitialValues(Protocol):
-    """The initial values of a weight, given the sizes of its named axes."""
+class InitialValues:
+    """Base class of the initial values of a weight, given the sizes of its named axes."""
 
     def make(self, key: PRNGKeyArray, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Array:
         """Returns float32 values of `shape`."""
+        raise NotImplementedError
 
     def text(self, sizes: Mapping[str, int]) -> str:
         """Short text for tables: "ones", or a standard deviation."""
+        raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True)
-class Constant:
+class Constant(InitialValues):
     """The same value everywhere."""
 
     value: float
@@ -63,7 +61,7 @@ class Constant:
 
 
 @dataclasses.dataclass(frozen=True)
-class Random:
+class Random(InitialValues):
     """Mean 0, standard deviation `scale` / √(product of the sizes of the axes `summed`)."""
 
     scale: float
@@ -81,18 +79,13 @@ class Random:
 
 
 zeros, ones = Constant(0.0), Constant(1.0)
-
-
-def normal(deviation: float) -> Random:
-    """Random values of this standard deviation."""
-    return Random(deviation)
+normal = Random  # normal(deviation)
 
 
 def fan_in(*axes: str, scale: float = 1.0) -> Random:
     """Standard deviation scale · fan_in^-1/2, for a matrix whose products sum over `axes`.
 
-    With scale 1 this keeps the variance of activations (LeCun et al. 1998, "Efficient BackProp",
-    eq. 16). Axes that products do not sum over, such as "expert", do not count.
+    Source: LeCun et al. 1998, "Efficient BackProp", eq. 16.
     """
     return Random(scale, axes)
 
@@ -100,8 +93,7 @@ def fan_in(*axes: str, scale: float = 1.0) -> Random:
 def residual_scale(layers: int) -> float:
     """(2 · layers)^-1/2, for the two matrices of each layer that write to the residual stream.
 
-    The sum of all writes then starts with the variance of one write (Radford et al. 2019, "Language
-    Models are Unsupervised Multitask Learners", §2.3).
+    The sum of all writes then starts with the variance of one write, as in GPT-2.
     """
     return (2 * layers) ** -0.5
 
@@ -109,10 +101,8 @@ def residual_scale(layers: int) -> float:
 def weight(
     initial: InitialValues | Callable[[Any], InitialValues],
     *,
-    multiplied: bool | None = None,
     decays: bool | None = None,
     rules: Rules | None = None,
-    summed: Sequence[str] | None = None,
     dtype: str | Callable[[Any], str | None] | None = None,
     learning_rate: float = 1.0,
     gradient: bool = True,
@@ -121,41 +111,32 @@ def weight(
     """Declares a field that holds a weight.
 
     Args:
-      initial: the initial values, or a function that makes them from the module, if they depend on
-        its settings: `weight(lambda mlp: fan_in("mlp", scale=mlp.residual_scale))`.
-      multiplied: True if the weight is an operand of `lmlib.models.product.product`. `None`: True
-        if the initial values are `fan_in` over some axes.
-      decays: True if weight decay applies. `None`: True if the initial values are random; scales
-        and biases start as constants and do not decay, regardless of their shape.
-      rules: mesh axes for axis names that the tables in `lmlib.parallel.layout` do not have:
-        `{"position": None}` keeps the axis whole.
-      summed: the axes that products sum over. `None`: the axes of `fan_in`.
-      dtype: dtype for computation, regardless of `Compute.dtype`, or a function that returns it
-        from the module: "float32" for a router or a decay rate.
+      initial: the initial values, or a function that makes them from the module's settings.
+      decays: True if weight decay applies. `None`: True if the initial values are random.
+      rules: mesh axes for axis names that `lmlib.parallel.layout` does not have; `None` keeps one
+        whole.
+      dtype: dtype for computation, regardless of `Compute.dtype`, or a function of the module.
       learning_rate: factor of the optimizer's learning rate.
-      gradient: False for state that the module's own `updated` changes once a step, from tallies
-        (`lmlib.models.part.Part.updated`). It does not decay, and the optimizer keeps no moments
-        for it.
-      writes: True if the weight's output is added to the residual stream, such as the bias of a
-        layer's last product. `None`: True for a matrix that maps other axes to "embed".
+      gradient: False for state that `lmlib.models.part.Part.updated` changes once a step.
+      writes: True if its output is added to the residual stream. `None`: True for a matrix that
+        maps other axes to "embed".
     """
 
     def declared(owner: Any) -> Declaration:
-        makes = not isinstance(initial, InitialValues)
-        values = initial(owner) if makes and callable(initial) else initial
+        values = initial(owner) if callable(initial) else initial
         if not isinstance(values, InitialValues):
             raise LayoutError(
                 f"initial values must be zeros, ones, normal(deviation), fan_in(axes) or a "
                 f"function of the module that gives such, got {values!r}"
             )
-        random = isinstance(values, Random)
         of_products = values.summed if isinstance(values, Random) else ()
+        random = isinstance(values, Random)
         return Declaration(
             initial=values,
-            multiplied=bool(of_products) if multiplied is None else multiplied,
+            multiplied=bool(of_products),
             decays=random if decays is None else decays,
             rules=rules or {},
-            summed=of_products if summed is None else tuple(summed),
+            summed=of_products,
             dtype=dtype(owner) if callable(dtype) else dtype,
             learning_rate=learning_rate,
             gradient=gradient,
@@ -168,46 +149,40 @@ def weight(
 def initial_values(owner: Any, field: str, key: PRNGKeyArray, **sizes: int) -> Float[Array, "..."]:
     """Returns the initial values of `owner.field`, float32, as declared.
 
-    Args:
-      owner: a module's class, or a module in its `__init__`, once the settings are set on which its
-        axes and initial values depend.
-      key: the owner's key; the field's name is folded in.
-      sizes: sizes of the axes, by name; may include others.
-
-    Raises:
-      LayoutError: if `sizes` lacks an axis, or one is not positive.
+    `owner` is a module's class, or a module in its `__init__`, once its settings are set. `key` is
+    the owner's; the field's name is folded in. Raises LayoutError if `sizes` lacks an axis.
     """
     axes = axis_names(owner, field)
+    where = f"{(owner if isinstance(owner, type) else type(owner)).__name__}.{field}"
     for axis in axes:
         if sizes.get(axis, 0) < 1:
             raise LayoutError(
-                f"{_class_name(owner)}.{field} needs a positive size for axis {axis!r}, "
-                f"got {sizes.get(axis)}"
+                f"{where} needs a positive size for axis {axis!r}, got {sizes.get(axis)}"
             )
-    shape = tuple(sizes[axis] for axis in axes)
     initial = declaration(owner, field).initial
     for axis in initial.summed if isinstance(initial, Random) else ():
         if axis not in sizes:
             raise LayoutError(
-                f"{_class_name(owner)}.{field} begins with fan_in({axis!r}), but its axes are "
-                f"{' '.join(axes)}: name those that its products sum over"
+                f"{where} begins with fan_in({axis!r}), but its axes are {' '.join(axes)}: name "
+                "the ones that its products sum over"
             )
-    return initial.make(fold(key, field), shape, sizes)
+    return initial.make(fold(key, field), tuple(sizes[axis] for axis in axes), sizes)
 
 
-def _class_name(owner: Any) -> str:
-    return (owner if isinstance(owner, type) else type(owner)).__name__
+def fill(module: Any, key: PRNGKeyArray, without: Sequence[str] = (), **sizes: int) -> None:
+    """Sets each declared weight of `module`, in its `__init__`; `None` for those in `without`."""
+    for field in dataclasses.fields(module):
+        if METADATA in field.metadata:
+            absent = field.name in without
+            made = None if absent else initial_values(module, field.name, key, **sizes)
+            setattr(module, field.name, made)
 
 
 def creator(make: Callable[..., M], mesh: Mesh, made: M | None = None) -> Callable[..., M]:
-    """Compiles `make` to create its weights on `mesh` in the stored layout, never whole.
+    """Compiles `make` to create its weights on `mesh` in the stored layout, with the bits of any
+    mesh.
 
-    Call it under `jax.set_mesh(mesh)`. Random numbers do not depend on the layout: the values are
-    the same bits on every mesh.
-
-    Args:
-      made: the shapes of the result, if known. Required if `make` takes arguments, which become
-        arguments of the program.
+    Call it under `jax.set_mesh(mesh)`. `made` are the result's shapes, if `make` takes arguments.
     """
     model = jax.eval_shape(make) if made is None else made
     specs = map_weights(lambda weight, array: stored(weight, array.shape, mesh), model)
@@ -222,8 +197,7 @@ def creator(make: Callable[..., M], mesh: Mesh, made: M | None = None) -> Callab
 def quick_to_compile(model: Any, platform: str) -> dict[str, int]:
     """Returns `compiler_options` for the program that makes `model`, which runs only once.
 
-    LLVM takes long to compile random numbers for CPUs. Its level 1 makes code that is as fast as
-    its highest level; for few numbers even that is not worth the time.
+    LLVM takes long to compile random numbers for CPUs; for few numbers even level 1 is too slow.
     """
     if platform != "cpu":
         return {}
@@ -253,10 +227,8 @@ def fold(key: PRNGKeyArray, name: str) -> PRNGKeyArray:
 def bell(key: PRNGKeyArray, shape: tuple[int, ...], deviation: float) -> jax.Array:
     """Random float32 values of mean 0 and the given standard deviation, within ±3.46 of it.
 
-    They are sums of four uniform 16-bit integers (the Irwin-Hall distribution, close to normal).
-    Integers are exact and one multiplication rounds once, so the bits do not depend on how XLA
-    splits, fuses or vectorises. The bits of exact normal samples would, as they need a logarithm
-    and a root.
+    They are sums of four uniform 16-bit integers (the Irwin-Hall distribution). Integers are exact
+    and one multiplication rounds once, so the bits do not depend on how XLA splits or fuses.
     """
 
     def add(total: jax.Array, key: PRNGKeyArray) -> tuple[jax.Array, None]:
@@ -274,12 +246,11 @@ def product_flops(module: Any) -> float:
 
     They are six for each parameter. Leading axes, of stacked layers, do not count.
     """
-    total = 0
+    counts: list[int] = []
 
     def count(weight: Weight, array: Any) -> None:
-        nonlocal total
         if weight.declaration.multiplied:
-            total += math.prod(array.shape[weight.stacked :])
+            counts.append(math.prod(array.shape[weight.stacked :]))
 
     map_weights(count, module)
-    return 6.0 * total
+    return 6.0 * sum(counts)

@@ -10,8 +10,9 @@ import pytest
 from absent_hardware import absent
 from sentinels import sentinels
 
-from lmlib.models.attend import IMPLEMENTATIONS, attend, check_attention, chosen, problem
+from lmlib.models.attend import IMPLEMENTATIONS, attend, check_attention, chosen
 from lmlib.models.attend.blockwise import best_tile
+from lmlib.models.attend.kernel import Shapes
 from lmlib.models.attend.plain import attention_weights
 from lmlib.parallel.layout import sharding
 from lmlib.parallel.mesh import make_mesh
@@ -203,23 +204,6 @@ def test_sinks_are_logits_without_a_value(implementation, options):
     np.testing.assert_allclose(mixed_BSHD, expected[0], atol=1e-5)
 
 
-@pytest.mark.parametrize("implementation", ["cudnn", "splash"])
-def test_kernels_without_sinks_say_so(implementation):
-    reason = problem(implementation, S, D, jnp.bfloat16, sinks=True)
-    assert reason == f"{implementation} has no sinks"
-    check_attention("auto", S, D, jnp.bfloat16, sinks=True)
-    q, k, v, segments_BS, _ = (jnp.asarray(x) for x in inputs())
-    with pytest.raises(ValueError, match="has no sinks; use attention='blockwise' or 'auto'"):
-        attend(q, k, v, segments_BS, implementation, sinks_H=jnp.zeros(H))
-
-
-def test_cudnn_has_no_soft_cap_and_says_so():
-    reason = problem("cudnn", S, D, jnp.bfloat16, soft_cap=30.0)
-    assert reason == "cudnn has no soft cap"
-    with pytest.raises(ValueError, match="cudnn has no soft cap; use 'blockwise' or 'auto'"):
-        check_attention("cudnn", S, D, "bfloat16", soft_cap=30.0)
-
-
 @pytest.mark.landing
 @pytest.mark.parametrize(
     ("sequence", "heads", "kv_heads", "head_dim"),
@@ -239,24 +223,6 @@ def test_any_shape_will_do(implementation, sequence, heads, kv_heads, head_dim):
 @pytest.mark.parametrize("implementation", BUT_FUSED)
 def test_bfloat16_comes_within_its_rounding(implementation):
     assert_bfloat16_is_close(implementation, window=None)
-
-
-@pytest.mark.parametrize("implementation", BUT_FUSED)
-def test_a_document_does_not_notice_the_others_of_its_row(implementation):
-    q, k, v, _, d_BSHD = inputs()
-    segments_BS = np.zeros((B, S), np.int32)
-    segments_BS[:, 70:] = 1
-    segments_BS[:, 200:] = 2
-    own = segments_BS[0] == 1
-    if implementation == "cudnn":
-        q, k, v, d_BSHD = (x.astype(jnp.bfloat16) for x in (q, k, v, d_BSHD))
-    compute = jax.jit(functools.partial(found, implementation, window=None))
-    before = compute(q, k, v, segments_BS, d_BSHD)
-    random = np.random.default_rng(1)
-    for x in (q, k, v, d_BSHD):
-        x[:, ~own] = random.normal(size=x[:, ~own].shape) * 30
-    for value, other in zip(before, compute(q, k, v, segments_BS, d_BSHD), strict=True):
-        np.testing.assert_array_equal(value[:, own], other[:, own])
 
 
 @pytest.mark.parametrize("implementation", sentinels(RUNNABLE, "blockwise".__eq__))
@@ -335,14 +301,6 @@ def test_blockwise_leaves_tiles_out_that_nobody_sees(window):
     assert list(visits(traced.jaxpr)) == [tiles.sum()]
 
 
-def test_what_an_implementation_cannot_compute_is_refused():
-    q, k, v, segments_BS, _ = (jnp.asarray(x) for x in inputs())
-    with pytest.raises(ValueError, match="cudnn computes in bfloat16 or float16, not in float32"):
-        attend(q, k, v, segments_BS, "cudnn")
-    with pytest.raises(ValueError, match="multiple of 128, not 200"):
-        attend(q[:, :200], k[:, :200], v[:, :200], segments_BS[:, :200], "splash")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "expected"),
@@ -350,16 +308,39 @@ def test_what_an_implementation_cannot_compute_is_refused():
 )
 def test_auto_takes_the_best_kernel_for_whole_rows_and_for_soft_caps(target, expected):
     _, devices = absent(target)
-    q_BSHD = jnp.zeros((B, S, H, D), jnp.bfloat16)
+    shapes = Shapes(S, D, jnp.bfloat16)
     with jax.set_mesh(make_mesh(devices=devices)):
-        whole, capped = chosen(q_BSHD, whole_rows=True), chosen(q_BSHD, 50.0, whole_rows=True)
-        assert (chosen(q_BSHD), whole, capped) == expected
+        capped = chosen(shapes._replace(soft_cap=50.0), whole_rows=True)
+        assert (chosen(shapes), chosen(shapes, whole_rows=True), capped) == expected
 
 
 def test_auto_takes_what_the_device_is_best_at():
-    q_BSHD = jnp.asarray(inputs()[0], jnp.bfloat16)
     on_a_gpu = jax.default_backend() == "gpu"
     for dtype in (jnp.bfloat16, jnp.float32):
-        assert chosen(q_BSHD.astype(dtype)) == ("triton" if on_a_gpu else "blockwise")
-    assert chosen(q_BSHD, whole_rows=True) == ("cudnn" if on_a_gpu else "blockwise")
+        assert chosen(Shapes(S, D, dtype)) == ("triton" if on_a_gpu else "blockwise")
+    assert chosen(Shapes(S, D, jnp.bfloat16), whole_rows=True) == (
+        "cudnn" if on_a_gpu else "blockwise"
+    )
     assert set(IMPLEMENTATIONS) - set(RUNNABLE) == {"splash" if on_a_gpu else "cudnn"}
+
+
+@pytest.mark.parametrize(
+    ("implementation", "options", "message"),
+    [
+        ("cudnn", {"sinks": True}, "cudnn has no sinks"),
+        ("splash", {"sinks": True}, "splash has no sinks"),
+        ("cudnn", {"soft_cap": 30.0}, "cudnn has no soft cap"),
+        ("cudnn", {"dtype": jnp.float32}, "cudnn computes in bfloat16 or float16, not in float32"),
+        ("splash", {"sequence_length": 200}, "multiple of 128, not 200"),
+    ],
+)
+def test_shapes_that_a_kernel_does_not_support_are_refused(implementation, options, message):
+    shapes = Shapes(S, D, jnp.bfloat16)._replace(**options)
+    check_attention("auto", shapes)
+    with pytest.raises(ValueError, match=f"{message}; use 'blockwise' or 'auto'"):
+        check_attention(implementation, shapes)
+    q, k, v, segments_BS, _ = (jnp.asarray(x)[:, : shapes.sequence_length] for x in inputs())
+    q, k, v = (x.astype(shapes.dtype) for x in (q, k, v))
+    given = {"soft_cap": shapes.soft_cap, "sinks_H": jnp.zeros(H) if shapes.sinks else None}
+    with pytest.raises(ValueError, match=f"{message}; use attention='blockwise' or 'auto'"):
+        attend(q, k, v, segments_BS, implementation, **given)

@@ -120,24 +120,6 @@ def test_outputs_and_gradients_are_those_of_one_device(kernel, order, mesh, kv_h
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernel", [*WAYS, *FUSED])
-def test_other_documents_change_nothing_bit_for_bit(kernel):
-    q, k, v, d, segments = arrays(kernel in FUSED, 1_024, 2)
-    border = int(np.flatnonzero(np.diff(segments[-1]))[2]) + 1
-    own = segments[-1] != segments[-1, border]
-    other_k, other_v = k.copy(), v.copy()
-    other_k[-1, ~own], other_v[-1, ~own] = 100.0, -1e6
-    settings = {"sizes": {"context": 4}, "order": "balanced", "kernel": kernel, "window": None}
-    both = [
-        on_a_mesh((q, keys, values, d, segments), **settings)
-        for keys, values in ((k, v), (other_k, other_v))
-    ]
-    for before, after in zip(*both, strict=True):
-        assert np.array_equal(before[-1, own], after[-1, own])
-        assert np.array_equal(before[:-1], after[:-1])
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("kernel", ["gather", "triton"])
 def test_sinks_take_their_share_of_split_rows(kernel):
     given, sinks_H = arrays(True, 512, 2), np.array([-2.0, 0.0, 3.0, 30.0], np.float32)

@@ -88,7 +88,6 @@ OF_WEIGHTS = {
     ),
     "dtype": (matrix(dtype="flaot32"), rf"{W}: its dtype must be .*got 'flaot32'"),
     "rate": (matrix(learning_rate=-0.1), rf"{W}: its learning_rate must be .*got -0\.1"),
-    "summed": (matrix(summed=("x",)), rf"{W}: its products sum over 'x', but its axes are embed"),
     "integers": ((*matrix(), lambda: jnp.zeros((EMBED, 16), int)), rf"{W} must be float32, got in"),
     "fewer axes": (
         (*matrix("embed mlp choice", zeros), lambda: jnp.zeros((EMBED, 16))),

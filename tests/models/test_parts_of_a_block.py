@@ -204,7 +204,7 @@ def test_capped_logits():
     ("settings", "message"),
     [
         ({"kv_heads": 3}, "heads = 4 must be a multiple of kv_heads = 3"),
-        ({"window": 0}, "window must be at least 1, or None, got 0"),
+        ({"window": 0}, "window must be at least 1 and below 2.31, or None, got 0"),
     ],
 )
 def test_what_attention_cannot_be_is_refused(settings, message):

@@ -2,7 +2,6 @@
 
 import functools
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Float
 from sentinels import sentinels
 
 from lmlib import train
@@ -22,10 +20,8 @@ from lmlib.models.context import whole_rows
 from lmlib.models.families.llama import llama
 from lmlib.models.matrices.quantized import FORMATS, rounded
 from lmlib.models.product import product
-from lmlib.models.weights import fan_in, weight
 from lmlib.optim.adamw import adamw
-from lmlib.parallel.gathering import gather
-from lmlib.parallel.layout import STORED, partition, sharding, shardings
+from lmlib.parallel.layout import sharding, shardings
 from lmlib.parallel.mesh import make_mesh
 from lmlib.state import Training, abstract_batch, abstract_model, initial_state
 
@@ -166,45 +162,6 @@ def test_eight_devices_compute_the_same_as_one(precision, equation):
         np.testing.assert_allclose(found, expected, atol=FLOAT32 * np.abs(expected).max())
     if precision == "int8":  # sums of integers are exact
         np.testing.assert_array_equal(together[0], alone[0])
-
-
-class Matrix(eqx.Module):
-    w: Float[Array, "embed mlp"] = weight(fan_in("embed"))
-
-
-@pytest.mark.landing
-@pytest.mark.several_devices
-@pytest.mark.parametrize("precision", FORMATS)
-def test_a_gathered_weight_and_its_gradient(precision):
-    """As in a model: stored over `fsdp`, cast and gathered before its use, a part of the gradient
-    on each device."""
-    x, w, dy = operands("bsf,fe->bse", decades=0)
-
-    def gradients(x, matrix, dy):
-        def one(x, matrix):
-            matrix = gather(matrix, jnp.float32)
-            return product("bse,ef->bsf", x, matrix.w, precision=precision)
-
-        return jax.vjp(one, x, matrix)[1](dy)
-
-    alone = jax.jit(gradients)(x, Matrix(w), dy)
-    mesh = make_mesh(data=2, fsdp=2, tensor=2)
-    layouts = (
-        partition("batch seq embed", mesh=mesh),
-        Matrix(partition("embed mlp", STORED, mesh)),
-        partition("batch seq mlp", mesh=mesh),
-    )
-    placed = jax.tree.map(
-        lambda each, layout: jax.device_put(each, NamedSharding(mesh, layout)),
-        (x, Matrix(w), dy),
-        layouts,
-    )
-    with jax.set_mesh(mesh):
-        dx, dmatrix = jax.jit(gradients)(*placed)
-    assert dmatrix.w.sharding.spec == partition("embed mlp", STORED, mesh)
-    np.testing.assert_allclose(dx, alone[0], atol=FLOAT32 * np.abs(alone[0]).max())
-    expected = alone[1].w
-    np.testing.assert_allclose(dmatrix.w, expected, atol=FLOAT32 * np.abs(expected).max())
 
 
 @functools.cache

@@ -114,7 +114,7 @@ CASES = {
     ),
     "mixer, its input": (
         {"attention": lambda x, context, cache: (x, cache)},
-        r"lies as the residual stream does.*return `reshard\(y_BSE, context.compute.residual\)`",
+        r"layout of the residual stream.*return `reshard\(y_BSE, context.compute.residual\)`",
     ),
     "mlp, an array": (
         {"mlp": lambda x, context: x},

@@ -1,4 +1,4 @@
-"""The scan over layers: any unrolling, patterns, caches, losses of blocks, in the layers' order."""
+"""The scan over layers: patterns, caches and losses of blocks, in the order of the layers."""
 
 import dataclasses
 import functools
@@ -85,22 +85,18 @@ def test_a_loop_keeps_no_copy_of_the_weights(unroll):
 expected_gradients = functools.cache(lambda layers: gradients(layers, {}))
 
 
-# Unrollings that divide the depth, leave repetitions over, are the depth, or exceed it.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("layers", "unroll", "saved", "mesh", "sequence_parallel"),
     [
         (1, 6, {"query", "mlp_up"}, MESHES[1], False),
-        (4, 2, {"attention"}, MESHES[2], True),
         (4, 4, {"mlp_gate", "mlp_hidden", "value"}, MESHES[0], False),
         (5, 1, EVERYTHING, MESHES[1], True),
-        (5, 2, {"attention_input", "mlp_input"}, MESHES[0], False),
         (5, 2, {"attention_input", "mlp_input"}, MESHES[1], True),
-        (5, 3, EVERYTHING, MESHES[2], False),
-        (5, 6, set(), MESHES[2], True),
+        (5, 6, {"attention"}, MESHES[2], True),
     ],
 )
-def test_every_unrolling_of_every_depth_gives_the_same_gradients(
+def test_layers_with_and_without_a_loop_have_the_same_gradients(
     layers, unroll, saved, mesh, sequence_parallel
 ):
     found = gradients(

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from lmlib.models.part import Names, Part, Reports
 from lmlib.models.product import product
-from lmlib.models.weights import fan_in, initial_values, product_flops, weight, zeros
+from lmlib.models.weights import fan_in, fill, product_flops, weight, zeros
 from lmlib.parallel.layout import spec
 
 EXPERTS, RATE = 4, 0.01
@@ -27,9 +27,7 @@ class Experts(Part):
     down: Float[Array, "expert mlp embed"] = weight(fan_in("mlp"), rules=WHOLE)
 
     def __init__(self, embed, mlp, residual_scale, *, key):
-        sizes = {"embed": embed, "mlp": mlp, "expert": EXPERTS, "choice": EXPERTS}
-        for name in ("router", "bias", "up", "down"):
-            setattr(self, name, initial_values(self, name, key, **sizes))
+        fill(self, key, embed=embed, mlp=mlp, expert=EXPERTS, choice=EXPERTS)
 
     def __call__(self, x_BSE, context):
         with jax.named_scope("router"):

@@ -12,7 +12,7 @@ from outsider_runs import SIZES, check_outsider, experiment
 from lmlib.models.families.llama import llama
 from lmlib.models.part import NO_REPORTS, Part
 from lmlib.models.product import product
-from lmlib.models.weights import fan_in, initial_values, weight
+from lmlib.models.weights import fan_in, fill, weight
 from lmlib.parallel.axes import LayoutError
 from lmlib.parallel.layout import reshard
 
@@ -29,10 +29,7 @@ def experts(along, tokens):
         down: Float[Array, "expert mlp embed"] = weight(fan_in("mlp"), rules=rules)
 
         def __init__(self, embed, mlp, residual_scale, *, key):
-            sizes = {"embed": embed, "mlp": mlp, "expert": 4, "choice": 4}
-            self.router = initial_values(self, "router", key, **sizes)
-            self.up = initial_values(self, "up", key, **sizes)
-            self.down = initial_values(self, "down", key, **sizes)
+            fill(self, key, embed=embed, mlp=mlp, expert=4, choice=4)
 
         def __call__(self, x_BSE, context):
             # The choices are given out as the experts lie.

@@ -23,7 +23,7 @@ from lmlib.models.parts.mlp import GatedMLP
 from lmlib.models.parts.norms import RMSNorm
 from lmlib.models.product import product
 from lmlib.models.stack import Segment
-from lmlib.models.weights import fan_in, fold, initial_values, ones, weight
+from lmlib.models.weights import fan_in, fill, fold, ones, weight
 from lmlib.parallel.layout import reshard, spec
 from lmlib.state import abstract_batch, abstract_model
 
@@ -38,9 +38,7 @@ class Recurrence(Part):
     write: Float[Array, "mlp embed"] = weight(fan_in("mlp"))
 
     def __init__(self, embed, channels, *, key):
-        sizes = {"embed": embed, "mlp": channels, "channel": channels}
-        for name in ("decay", "read", "write"):
-            setattr(self, name, initial_values(self, name, key, **sizes))
+        fill(self, key, embed=embed, mlp=channels, channel=channels)
 
     def __call__(self, x_BSE, context, cache=None):
         a_C = jax.nn.sigmoid(self.decay)

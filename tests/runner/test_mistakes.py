@@ -238,7 +238,7 @@ PARTS = [
     (f"model.vocab={10**30}", "vocab must be at most 2,147,483,647, got 1,000"),
     (f"model.layers={10**9}", "layers must be at most 10,000, got 1,000,000,000"),
     (f"model.embed={10**9}", "would take"),
-    (f"model.window={10**30}", "window must be below 2^31"),
+    (f"model.window={10**30}", "window must be at least 1 and below 2^31"),
     (f"data.batch_size={10**12}", "a batch would take"),
     ("objective.z_loss=1e400", "z_loss must not be negative or infinite, got inf"),
 ]

@@ -1,36 +1,28 @@
 """Causal attention within documents, by the best implementation for the devices.
 
-    implementation  devices              description
-    triton          NVIDIA GPUs          a fused kernel that skips other documents
-    cudnn           NVIDIA GPUs          cuDNN's fused attention, the fastest for rows of one
-                                         document; it computes other rows whole, with a mask
-    splash          TPUs                 Pallas's splash attention
-    blockwise       any                  tiles in plain JAX; no S × S matrix
-    plain           any                  the definition; an S × S matrix for each head
+    implementation  devices      description
+    triton          NVIDIA GPUs  a fused kernel that skips other documents
+    cudnn           NVIDIA GPUs  cuDNN's kernel, the fastest for rows of one document
+    splash          TPUs         Pallas's splash attention
+    blockwise       any          tiles in plain JAX; no S × S matrix
+    plain           any          the definition; an S × S matrix for each head
 
-"auto" selects triton on NVIDIA GPUs, cudnn for rows that are known to be one document each, and
-splash on TPUs, if they support the shapes. Otherwise it selects blockwise. All of them compute the
-same: a test compares each with the definition in float64. If `context` splits rows, triton and
-splash compute them with gathered keys, and blockwise in two ways
-(`lmlib.models.attend.context_parallel`).
+"auto" selects triton or, for rows that are known to be one document each, cudnn on NVIDIA GPUs, and
+splash on TPUs, if they support the shapes, else blockwise. All compute the same.
 """
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
 from lmlib.models.attend.kernel import (
     IMPLEMENTATIONS,
     WAYS,
-    Kernel,
     Options,
+    Shapes,
     kernel_of,
     whole_row,
     with_sinks,
@@ -59,64 +51,50 @@ def attend(
 ) -> Float[Array, "b s heads value_dim"]:
     """softmax(scale · q kᵀ) v, each position over the earlier ones of its segment and itself.
 
-    Softmax is in float32 or wider; the result has v's dtype. `tensor` splits the heads; each device
-    attends with its own. Nothing is sent, except along `context`.
+    Softmax is in float32 or wider; the result has v's dtype. `tensor` splits the heads. Nothing is
+    sent, except along `context`. Raises ValueError for shapes that are not supported.
 
     Args:
-      segment_ids_BS: the document that each position belongs to, numbered within its row; the
-        tokens of a document are adjacent. `None`: each row is one document.
-      implementation: "auto", or one of `IMPLEMENTATIONS`.
+      segment_ids_BS: the document of each position; its tokens are adjacent. `None`: each row is
+        one.
       window: a position attends to itself and the `window` - 1 before it; `None`: all before it.
       scale: factor of the products; `None`: D^-1/2.
-      soft_cap: c, if scores s become c · tanh(s / c) before the mask (Gemma 2, arXiv:2408.00118,
-        §2); `None` leaves them as they are.
+      soft_cap: c, if scores s become c · tanh(s / c) before the mask (arXiv:2408.00118, §2).
       sinks_H: the sink of each head, see `with_sinks`; optional.
-      order: order of a row's tokens along `context`; see `lmlib.row_order`.
-      way: "auto", or one of `WAYS`, if `context` splits rows.
-
-    Raises:
-      ValueError: if the chosen implementation does not support these shapes.
+      order, way: order of a row's tokens along `context` (`lmlib.row_order`), and "auto" or one
+        of `WAYS`.
     """
     options = Options.of(window, scale, soft_cap, q_BSHD.shape[-1])
-    heads, kv_heads = "batch seq heads head_dim", "batch seq kv_heads head_dim"
-
-    def computed(function: Callable[..., Any], *outputs: str) -> Any:
-        results = on_each_device(
-            functools.partial(function, options=options),
-            inputs=tuple(map(_every_row, (heads, kv_heads, kv_heads, "batch seq"))),
-            outputs=tuple(map(_every_row, outputs)) if len(outputs) > 1 else _every_row(*outputs),
-            tracked=False,
-        )(q_BSHD, k_BTKD, v_BTKV, segment_ids_BS)
-        return jax.tree.map(reshard, results, outputs if len(outputs) > 1 else outputs[0])
-
+    _, S, H, D = q_BSHD.shape
+    shapes = Shapes(S, D, q_BSHD.dtype, soft_cap, v_BTKV.shape[-1], sinks_H is not None)
     if implementation == "auto":
-        sizes = soft_cap, v_BTKV.shape[-1], sinks_H is not None
-        whole_rows = segment_ids_BS is None
-        implementation = chosen(q_BSHD, *sizes, order=order, way=way, whole_rows=whole_rows)
+        implementation = chosen(shapes, order, way, whole_rows=segment_ids_BS is None)
+    elif (reason := _problem_here(implementation, shapes, order, way)) is not None:
+        raise ValueError(f"{implementation}: {reason}; use attention='blockwise' or 'auto'")
     if segment_ids_BS is None and implementation != "cudnn":
         segment_ids_BS = one_document(q_BSHD)
-    kernel, sinks = kernel_of(implementation), sinks_H is not None
-    if sinks and not kernel.has_normaliser:
-        raise ValueError(f"{implementation} has no sinks; use attention='blockwise' or 'auto'")
     if _is_split():
         from lmlib.models.attend import context_parallel  # only split rows need it
 
-        heads_of = q_BSHD.shape[2], k_BTKD.shape[2]
-        function = context_parallel.function_of(implementation, *heads_of, order, way, sinks)
+        function = context_parallel.function_of(implementation, H, k_BTKD.shape[2], order, way)
     else:
-        function = functools.partial(_of_whole_rows, kernel)
-    if sinks_H is None:
-        mixed = lambda *given, options: function(*given, options=options)[0]  # noqa: E731
-        return checkpoint_name(computed(mixed, heads), "attention")
-    mixed_BSHV, log_normaliser_BSH = computed(function, heads, "batch seq heads")
-    return checkpoint_name(with_sinks(mixed_BSHV, log_normaliser_BSH, sinks_H), "attention")
 
+        def function(q: Array, k: Array, v: Array, segments: Any, options: Options) -> Any:
+            places = whole_row(q.shape[1])
+            return kernel_of(implementation).attend(q, k, v, segments, segments, places, options)
 
-def _of_whole_rows(
-    kernel: Kernel, q_BSHD: Array, k_BSKD: Array, v_BSKV: Array, segments_BS: Any, options: Options
-) -> tuple[Array, Array | None]:
-    places = whole_row(q_BSHD.shape[1])
-    return kernel.attend(q_BSHD, k_BSKD, v_BSKV, segments_BS, segments_BS, places, options)
+    heads, kv_heads = "batch seq heads head_dim", "batch seq kv_heads head_dim"
+    outputs = (heads,) if sinks_H is None else (heads, "batch seq heads")
+    results = on_each_device(
+        lambda *arrays: function(*arrays, options=options)[: len(outputs)],
+        inputs=tuple(map(_every_row, (heads, kv_heads, kv_heads, "batch seq"))),
+        outputs=tuple(map(_every_row, outputs)),
+        tracked=False,
+    )(q_BSHD, k_BTKD, v_BTKV, segment_ids_BS)
+    mixed_BSHV, *log_normaliser_BSH = map(reshard, results, outputs)
+    if sinks_H is not None:
+        mixed_BSHV = with_sinks(mixed_BSHV, log_normaliser_BSH[0], sinks_H)
+    return checkpoint_name(mixed_BSHV, "attention")
 
 
 def _is_split() -> bool:
@@ -125,10 +103,7 @@ def _is_split() -> bool:
 
 
 def _every_row(axes: str) -> PartitionSpec:
-    """The layout of `axes`, including mesh axes of size 1 that split batch and rows.
-
-    Without these, JAX would sum gradients over them.
-    """
+    """The layout of `axes` with mesh axes of size 1 too, over which JAX would sum gradients."""
     _, _, *others = partition(axes)
     return PartitionSpec(whole_place(COMPUTE["batch"]), whole_place(COMPUTE["seq"]), *others)
 
@@ -138,76 +113,45 @@ def one_document(q_BSHD: Array) -> Int32[Array, "b s"]:
     return reshard(jnp.zeros(q_BSHD.shape[:2], jnp.int32), "batch seq")
 
 
-def check_attention(
-    implementation: str,
-    sequence_length: int,
-    head_dim: int,
-    dtype: DTypeLike,
-    soft_cap: float | None = None,
-    value_dim: int | None = None,
-    sinks: bool = False,
-    way: str = "auto",
-) -> None:
-    """Raises ValueError for an unknown implementation or way, or sizes that it does not support.
-
-    See `problem`.
-    """
-    if way not in (ways := ("auto", *WAYS)):
-        raise ValueError(f"context must be one of {', '.join(ways)}, got {way!r}")
-    known = ("auto", *IMPLEMENTATIONS)
-    if implementation not in known:
-        raise ValueError(f"attention must be one of {', '.join(known)}, got {implementation!r}")
-    reason = problem(implementation, sequence_length, head_dim, dtype, soft_cap, value_dim, sinks)
-    if reason is not None:
+def check_attention(implementation: str, shapes: Shapes, way: str = "auto") -> None:
+    """Raises ValueError for an unknown implementation or way, or if `problem` has a reason."""
+    known = ("context", way, WAYS), ("attention", implementation, IMPLEMENTATIONS)
+    for name, value, others in known:
+        values = "auto", *others
+        if value not in values:
+            raise ValueError(f"{name} must be one of {', '.join(values)}, got {value!r}")
+    if implementation != "auto" and (reason := problem(implementation, shapes)) is not None:
         raise ValueError(f"attention={implementation!r}: {reason}; use 'blockwise' or 'auto'")
 
 
-def problem(
-    implementation: str,
-    sequence_length: int,
-    head_dim: int,
-    dtype: DTypeLike,
-    soft_cap: float | None = None,
-    value_dim: int | None = None,
-    sinks: bool = False,
-) -> str | None:
-    """The reason why an implementation does not support these sizes; `None` if it does.
-
-    Args:
-      head_dim: size of queries and keys.
-      value_dim: size of values; `None`: `head_dim`.
-      sinks: True if there are sinks.
-    """
-    if implementation == "auto":
-        return None
+def problem(implementation: str, shapes: Shapes) -> str | None:
+    """The reason why an implementation does not support these shapes; `None` if it does."""
     kernel = kernel_of(implementation)
-    if sinks and not kernel.has_normaliser:
+    if shapes.sinks and not kernel.has_normaliser:
         return f"{implementation} has no sinks"
-    sizes = dict.fromkeys((head_dim, value_dim or head_dim))
-    reasons = (kernel.problem(sequence_length, size, dtype, soft_cap) for size in sizes)
-    return next((reason for reason in reasons if reason is not None), None)
+    for size in (shapes.head_dim, shapes.value_dim or shapes.head_dim):
+        if (reason := kernel.problem(shapes._replace(head_dim=size))) is not None:
+            return reason
+    return None
+
+
+def _problem_here(name: str, shapes: Shapes, order: str, way: str) -> str | None:
+    """`problem` on the devices of the current mesh."""
+    if _is_split() and name != "blockwise":
+        from lmlib.models.attend import context_parallel
+
+        if (reason := context_parallel.problem(kernel_of(name), way)) is not None:
+            return reason
+        devices = devices_along(along("seq"))
+        piece = context_parallel.length_of_piece(shapes.sequence_length, devices, order)
+        shapes = shapes._replace(sequence_length=piece)
+    return problem(name, shapes)
 
 
 def chosen(
-    q_BSHD: Float[Array, "b s heads head_dim"],
-    soft_cap: float | None = None,
-    value_dim: int | None = None,
-    sinks: bool = False,
-    order: str = "plain",
-    way: str = "auto",
-    whole_rows: bool = False,
+    shapes: Shapes, order: str = "plain", way: str = "auto", whole_rows: bool = False
 ) -> str:
-    """The choice of "auto" for these queries on the devices of the current mesh."""
-    _, length, _, D = q_BSHD.shape
+    """The choice of "auto" for these shapes on the devices of the current mesh."""
     names: tuple[str, ...] = (_BEST_OF_WHOLE_ROWS if whole_rows else _BEST).get(platform(), ())
-    if names and _is_split():
-        from lmlib.models.attend import context_parallel
-
-        length = context_parallel.length_of_piece(length, devices_along(along("seq")), order)
-        names = tuple(
-            name for name in names if context_parallel.problem(kernel_of(name), way, sinks) is None
-        )
-    for name in names:
-        if problem(name, length, D, q_BSHD.dtype, soft_cap, value_dim, sinks) is None:
-            return name
-    return "blockwise"
+    fits = (name for name in names if not _problem_here(name, shapes, order, way))
+    return next(fits, "blockwise")

@@ -1,8 +1,7 @@
 """Attention tile by tile in plain JAX (FlashAttention-2: Dao 2023, arXiv:2307.08691).
 
 A scan visits the pairs of query tiles and key tiles that causality and the window allow. The
-forward pass saves its output and the logarithm of each query's normaliser; the backward pass
-recomputes the weights of a tile from them. Memory grows with S, not with S × S.
+backward pass recomputes the weights of a tile. Memory grows with S, not with S × S.
 
 Devices along `context` that share a row gather all keys and values: an all-gather in the forward
 pass, another in the backward pass, and a reduce-scatter of their gradients.
@@ -13,15 +12,17 @@ of queries and keys, V head_dim of values.
 """
 
 import functools
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Int32
+from jaxtyping import Array, Int
 
 from lmlib.models.attend.kernel import Kernel, Options, Places
 from lmlib.models.attend.tiles import (
+    Gradients,
     Group,
     Keys,
     Mixed,
@@ -35,7 +36,14 @@ from lmlib.models.attend.tiles import (
     nothing_mixed,
     with_gradients,
 )
-from lmlib.parallel.collectives import all_gather, axis_index, devices_along, platform, psum_scatter
+from lmlib.parallel.collectives import (
+    all_gather,
+    axis_index,
+    devices_along,
+    passed_on,
+    platform,
+    psum_scatter,
+)
 from lmlib.parallel.layout import along
 from lmlib.row_order import pieces_of_devices, places
 
@@ -43,22 +51,17 @@ _PADDING = -1  # the segment of positions that pad the last tile
 
 
 def attend(
-    q_BSHD: Float[Array, "b s h d"],
-    k_BSKD: Float[Array, "b s k d"],
-    v_BSKV: Float[Array, "b s k v"],
-    segments_BS: Int32[Array, "b s"],
-    segments_BT: Int32[Array, "b s"],
-    places: Places,
-    options: Options,
-) -> tuple[Float[Array, "b s h v"], Float[Array, "b s h"]]:
+    q_BSHD: Array, k_BTKD: Array, v_BTKV: Array, segments_BS: Any, segments_BT: Any,
+    places: Places, options: Options,
+) -> tuple[Array, Array]:  # fmt: skip
     """See `lmlib.models.attend.kernel.Kernel`; supports only whole rows."""
     S = q_BSHD.shape[1]
     tile = min(S, best_tile())
     tail = -S % tile
-    q, k, v = (jnp.pad(x, ((0, 0), (0, tail), (0, 0), (0, 0))) for x in (q_BSHD, k_BSKD, v_BSKV))
+    q, k, v = (jnp.pad(x, ((0, 0), (0, tail), (0, 0), (0, 0))) for x in (q_BSHD, k_BTKD, v_BTKV))
     segments_BS = jnp.pad(segments_BS, ((0, 0), (0, tail)), constant_values=_PADDING)
     whole = Split("plain", S + tail, 1, tile)
-    mixed_BSHV, log_normaliser_BSH = heads_first(gathered, whole, options, q, k, v, segments_BS)
+    mixed_BSHV, log_normaliser_BSH = heads_first(whole, options, q, k, v, segments_BS)
     return mixed_BSHV[:, :S], log_normaliser_BSH[:, :S]
 
 
@@ -68,24 +71,18 @@ def best_tile() -> int:
 
 
 class Split(NamedTuple):
-    """The split of a row over the devices along `context`.
-
-    Attributes:
-      order: see `lmlib.row_order`.
-      length: tokens per device.
-      devices: number of devices along `context`.
-      tile: tokens per tile.
-    """
+    """The split of a row over the devices along `context`, with `length` tokens on each."""
 
     order: str
     length: int
     devices: int
     tile: int
+    ring: bool = False
 
     @classmethod
-    def of(cls, order: str, length: int) -> "Split":
+    def of(cls, order: str, length: int, ring: bool = False) -> "Split":
         """The split of rows with `length` tokens per device on the current mesh."""
-        split = cls(order, length, devices_along(along("seq")), 0)
+        split = cls(order, length, devices_along(along("seq")), 0, ring)
         return split._replace(tile=largest_tile(split.piece, best_tile()))
 
     @property
@@ -115,10 +112,6 @@ class Split(NamedTuple):
             return jnp.arange(self.length, dtype=jnp.int32)
         return jnp.asarray(self.places_CS)[owner]
 
-    def groups(self, keys_CL: Int[np.ndarray, "c l"], options: Options) -> list[Group]:
-        """Pairs of each device's pieces and the pieces of keys that it has then."""
-        return grouped_pairs(self.pieces_CM, keys_CL, self.piece, self.tile, options.window)
-
     def queries(self, q_BKGSD: Array, segments_BS: Array) -> Queries:
         """The queries of this device."""
         return Queries(q_BKGSD, segments_BS, self.places_of(device()))
@@ -138,43 +131,38 @@ def device() -> Array | int:
     return axis_index(along("seq"))
 
 
-def heads_first(
-    way: Any,
-    split: Split,
-    options: Options,
-    q_BSHD: Array,
-    k_BSKD: Array,
-    v_BSKV: Array,
-    segments_BS: Array,
-) -> tuple[Float[Array, "b s h v"], Float[Array, "b s h"]]:
-    """Calls `way`, such as `gathered`, with arrays whose heads come after the sequence."""
+def heads_first(split: Split, options: Options, *arrays: Array) -> tuple[Array, Array]:
+    """`tiled` for arrays whose heads come after the sequence."""
+    q_BSHD, k_BSKD, v_BSKV, segments_BS = arrays
     B, S, H, D = q_BSHD.shape
     k_BKSD, v_BKSV = k_BSKD.swapaxes(1, 2), v_BSKV.swapaxes(1, 2)
     q_BKGSD = q_BSHD.swapaxes(1, 2).reshape(B, k_BKSD.shape[1], -1, S, D)
-    mixed_BKGSV, log_normaliser_BKGS = way(split, options, q_BKGSD, k_BKSD, v_BKSV, segments_BS)
+    mixed_BKGSV, log_normaliser_BKGS = tiled(split, options, q_BKGSD, k_BKSD, v_BKSV, segments_BS)
     mixed_BHSV = mixed_BKGSV.reshape(B, H, S, -1)
     return mixed_BHSV.swapaxes(1, 2), log_normaliser_BKGS.reshape(B, H, S).swapaxes(1, 2)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def gathered(
+def tiled(
     split: Split, options: Options, q_BKGSD: Array, k_BKSD: Array, v_BKSV: Array, segments_BS: Array
 ) -> Mixed:
     """Attention of this device's queries over the keys of the whole row.
 
-    Nothing is sent if no devices share the row. Keys of grouped heads are small compared with
-    queries, so a device has memory for all keys of the row.
+    It gathers the keys, which are small if heads are grouped, or passes them around in a ring (Liu
+    et al. 2023, arXiv:2310.01889), and the gradients of keys and values with them. The ring skips
+    rounds in which no query attends to a key, which a window causes.
     """
     return _forward(split, options, q_BKGSD, k_BKSD, v_BKSV, segments_BS)[0]
 
 
-def _forward(
-    split: Split, options: Options, q_BKGSD: Array, k_BKSD: Array, v_BKSV: Array, segments_BS: Array
-) -> tuple[Mixed, Saved]:
-    keys, groups = _all_keys(split, options, k_BKSD, v_BKSV, segments_BS)
-    queries = split.queries(q_BKGSD, segments_BS)
-    sums = nothing_mixed(q_BKGSD, v_BKSV.shape[-1])
-    sums = mixed_with(sums, queries, keys, groups, device(), options)
+def _forward(split: Split, options: Options, *arrays: Array) -> tuple[Mixed, Saved]:
+    q_BKGSD, k_BKSD, v_BKSV, segments_BS = arrays
+    there, before = _gathered(split, k_BKSD, v_BKSV, segments_BS), 0
+    queries, sums = split.queries(q_BKGSD, segments_BS), nothing_mixed(q_BKGSD, v_BKSV.shape[-1])
+    for away, groups in _rounds(split, options):
+        there, before = _passed_on(there, away - before), away
+        keys = _keys_there(split, away, *there)
+        sums = mixed_with(sums, queries, keys, groups, device(), options)
     mixed = sums.weighted(v_BKSV.dtype)
     return mixed, ((q_BKGSD, k_BKSD, v_BKSV, segments_BS), mixed)
 
@@ -183,38 +171,54 @@ def _backward(
     split: Split, options: Options, saved: Saved, given: Mixed
 ) -> tuple[Array, Array, Array, None]:
     (q_BKGSD, k_BKSD, v_BKSV, segments_BS), mixed = saved
-    keys, groups = _all_keys(split, options, k_BKSD, v_BKSV, segments_BS)
-    dq_BKGSD, dk_BKTD, dv_BKTV = with_gradients(
-        no_gradients(q_BKGSD, keys.k_BKTD, keys.v_BKTV),
-        split.queries(q_BKGSD, segments_BS),
-        keys,
-        arriving(mixed, given),
-        groups,
-        device(),
-        options,
-    )
-    dk_BKSD, dv_BKSV = (psum_scatter(x, along("seq"), axis=2) for x in (dk_BKTD, dv_BKTV))
-    return (
-        dq_BKGSD.astype(q_BKGSD.dtype),
-        dk_BKSD.astype(k_BKSD.dtype),
-        dv_BKSV.astype(v_BKSV.dtype),
-        None,
-    )
+    there, before = _gathered(split, k_BKSD, v_BKSV, segments_BS), 0
+    dq, *dkv = no_gradients(q_BKGSD, *there[:2])
+    queries, known = split.queries(q_BKGSD, segments_BS), arriving(mixed, given)
+    for away, groups in _rounds(split, options):
+        there, dkv = _passed_on((there, dkv), away - before)
+        before = away
+        keys, sums = _keys_there(split, away, *there), Gradients(dq, *dkv)
+        dq, *dkv = with_gradients(sums, queries, keys, known, groups, device(), options)
+    if not split.ring:
+        dkv = [psum_scatter(x, along("seq"), axis=2) for x in dkv]
+    dk, dv = dkv[0].astype(k_BKSD.dtype), dkv[1].astype(v_BKSV.dtype)
+    if split.ring:
+        dk, dv = _passed_on((dk, dv), split.devices - before)  # back to their own device
+    return dq.astype(q_BKGSD.dtype), dk, dv, None
 
 
-gathered.defvjp(_forward, _backward)
+tiled.defvjp(_forward, _backward)
 
 
-def _all_keys(
-    split: Split, options: Options, k_BKSD: Array, v_BKSV: Array, segments_BS: Array
-) -> tuple[Keys, list[Group]]:
-    """The keys of the whole row, device by device, and the pairs with them."""
-    k_BKTD, v_BKTV = (all_gather(x, along("seq"), axis=2) for x in (k_BKSD, v_BKSV))
-    segments_BT = all_gather(segments_BS, along("seq"), axis=1)
-    alone = split.devices == 1
-    places_T = split.places_of(0) if alone else jnp.asarray(split.places_CS.reshape(-1))
-    pieces_CL = np.tile(split.pieces_CM.reshape(-1), (split.devices, 1))
-    return Keys(k_BKTD, v_BKTV, segments_BT, places_T), split.groups(pieces_CL, options)
+def _gathered(split: Split, *arrays: Array) -> tuple[Array, ...]:
+    """Keys, values and segments of the whole row, device by device, unless they go around."""
+    if split.ring:
+        return arrays
+    axes = zip(arrays, (2, 2, 1), strict=True)
+    return tuple(all_gather(x, along("seq"), axis=axis) for x, axis in axes)
+
+
+def _rounds(split: Split, options: Options) -> Iterator[tuple[int, list[Group]]]:
+    """The distance to the device whose keys are used in each round, and the pairs with them."""
+    for away in range(split.devices if split.ring else 1):
+        pieces_CL = np.roll(split.pieces_CM, away, axis=0)
+        if not split.ring:
+            pieces_CL = np.tile(split.pieces_CM.reshape(-1), (split.devices, 1))
+        tile, window = split.tile, options.window
+        if groups := grouped_pairs(split.pieces_CM, pieces_CL, split.piece, tile, window):
+            yield away, groups
+
+
+def _keys_there(split: Split, away: int, k: Array, v: Array, segments: Array) -> Keys:
+    """The keys of the whole row, or of the device `away` places before this one."""
+    if split.ring or split.devices == 1:
+        return Keys(k, v, segments, split.places_of((device() - away) % split.devices))
+    return Keys(k, v, segments, jnp.asarray(split.places_CS.reshape(-1)))
+
+
+def _passed_on(tree: Any, devices: int) -> Any:
+    """Sends the arrays of each device `devices` places further."""
+    return jax.tree.map(lambda x: passed_on(x, along("seq"), devices), tree)
 
 
 KERNEL = Kernel(attend)

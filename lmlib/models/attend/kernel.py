@@ -1,8 +1,5 @@
 """The interface of attention kernels.
 
-A kernel is one function and a record of its limits. Masks, sinks, split rows and caches
-build on it.
-
 Shapes: C devices along `context`, S sequence of a device (queries), B batch, H heads.
 """
 
@@ -40,7 +37,7 @@ class Options(NamedTuple):
     def of(
         cls, window: int | None, scale: float | None, soft_cap: float | None, head_dim: int
     ) -> "Options":
-        """Makes options; a scale of `None` becomes the default, head_dim^-1/2."""
+        """Makes options; a scale of `None` becomes head_dim^-1/2."""
         return cls(window, head_dim**-0.5 if scale is None else scale, soft_cap)
 
     def scores(self, products: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -55,13 +52,21 @@ class Options(NamedTuple):
         return self.scale * (1 - jnp.square(scores / self.soft_cap))
 
 
-class Places(NamedTuple):
-    """The position in its row of each query of each device.
+class Shapes(NamedTuple):
+    """The sizes and dtype of a call; `head_dim` of queries and keys, and by default of values."""
 
-    Attributes:
-      devices_CS: the positions, known before the program runs.
-      device: the index of this device.
-      piece: the minimum number of a device's tokens that are adjacent in the row.
+    sequence_length: int
+    head_dim: int
+    dtype: DTypeLike
+    soft_cap: float | None = None
+    value_dim: int | None = None
+    sinks: bool = False
+
+
+class Places(NamedTuple):
+    """The position in its row of each query of each device, known before the program runs.
+
+    `device` is the index of this device; at least `piece` of its tokens are adjacent in the row.
     """
 
     devices_CS: Int[np.ndarray, "c s"]
@@ -84,16 +89,15 @@ class Kernel(NamedTuple):
 
     Attributes:
       attend: `(q_BSHD, k_BTKD, v_BTKV, segments_BS, segments_BT, places, options)` returns the
-        mixed values [B, S, H, V], and the logarithm of each query's normaliser [B, S, H] or `None`.
-        Keys cover the whole row, in its order. Segments are ids of documents.
-      problem: `(sequence_length, head_dim, dtype, soft_cap)` returns the reason why the kernel does
-        not support these, or `None`.
-      has_normaliser: True if it returns the normaliser, which sinks need.
-      takes_pieces: True if queries may be a part of the row.
+        mixed values [B, S, H, V], and the logarithm of each query's normaliser [B, S, H] or
+        `None`. Keys cover the whole row, in its order.
+      problem: returns the reason why the kernel does not support these shapes, or `None`.
+      has_normaliser, takes_pieces: True if it returns the normaliser, which sinks need, and if
+        queries may be a part of the row.
     """
 
     attend: Callable[..., tuple[Array, Array | None]]
-    problem: Callable[[int, int, DTypeLike, float | None], str | None] = lambda *sizes: None
+    problem: Callable[[Shapes], str | None] = lambda shapes: None
     has_normaliser: bool = True
     takes_pieces: bool = False
 
@@ -103,12 +107,7 @@ def with_sinks(
     log_normaliser_BSH: Float[Array, "b s heads"],
     sinks_H: Float[Array, "heads"],
 ) -> Float[Array, "b s heads value_dim"]:
-    """Adds sinks to the result of attention without sinks.
-
-    A sink is a learned logit of each head that softmax includes in addition to the scores, without
-    a value (gpt-oss: OpenAI 2025, arXiv:2508.10925, §2.2; Xiao et al. 2023, arXiv:2309.17453,
-    §3.3).
-    """
+    """Adds sinks: learned logits without a value (arXiv:2508.10925, §2.2)."""
     left_BSH = left_by_sinks(log_normaliser_BSH, sinks_H)
     return (mixed_BSHV * left_BSH[..., None]).astype(mixed_BSHV.dtype)
 
@@ -116,12 +115,7 @@ def with_sinks(
 def left_by_sinks(
     log_normaliser: Float[Array, "..."], sinks: Float[Array, "..."]
 ) -> Float[Array, "..."]:
-    """The sum of the attention weights that a sink leaves, in float32 or wider.
-
-    With a sink s and a normaliser exp(n) of the scores, all weights are multiplied by exp(n) /
-    (exp(n) + exp(s)), which is sigmoid(n - s). A kernel does not need to support sinks, only to
-    return n and its gradient.
-    """
+    """The sum of the weights that a sink s leaves of a normaliser exp(n): sigmoid(n - s)."""
     wide = jnp.promote_types(sinks.dtype, jnp.float32)
     return jax.nn.sigmoid(log_normaliser - sinks.astype(wide))
 

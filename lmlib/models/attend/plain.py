@@ -5,6 +5,7 @@ per key-value head, D head_dim of queries and keys, V head_dim of values.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,14 +19,9 @@ from lmlib.parallel.layout import partition
 
 
 def attend(
-    q_BSHD: Float[Array, "b s h d"],
-    k_BTKD: Float[Array, "b s k d"],
-    v_BTKV: Float[Array, "b s k v"],
-    segments_BS: Int32[Array, "b s"],
-    segments_BT: Int32[Array, "b s"],
-    places: Places,
-    options: Options,
-) -> tuple[Float[Array, "b s h v"], Float[Array, "b s h"]]:
+    q_BSHD: Array, k_BTKD: Array, v_BTKV: Array, segments_BS: Any, segments_BT: Any,
+    places: Places, options: Options,
+) -> tuple[Array, Array]:  # fmt: skip
     """See `lmlib.models.attend.kernel.Kernel`; supports only whole rows."""
     B, S, H, _ = q_BSHD.shape
     weights_BHST, log_normaliser_BHS = weights(q_BSHD, k_BTKD, segments_BS, options)
@@ -67,9 +63,10 @@ def attention_weights(
     soft_cap: float | None = None,
     sinks_H: Float[Array, "heads"] | None = None,
 ) -> Float[Array, "b heads s t"]:
-    """The weight of each key (t) for each query (s) in `lmlib.models.attend.attend`.
+    """The weight of each key (t) for each query (s) in `lmlib.models.attend.attend`, with its
+    arguments.
 
-    Takes the same arguments. Each row sums to 1, minus the weight of a sink. float32 or wider.
+    Each row sums to 1, minus the weight of a sink. float32 or wider.
     """
     options = Options.of(window, scale, soft_cap, q_BSHD.shape[-1])
     if segment_ids_BS is None:

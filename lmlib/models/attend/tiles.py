@@ -3,9 +3,8 @@
 Source: FlashAttention-2 (Dao 2023, arXiv:2307.08691). Pairs may be computed in any order.
 
 A row is cut into pieces, and each piece into tiles. The distance of two pieces determines which of
-their tiles attend to each other, so pairs of pieces are grouped by the tiles that they visit. Each
-device has a list of pairs. The lists have the same length on all devices, since all run one
-program.
+their tiles attend to each other, so pairs of pieces are grouped by the tiles that they visit. All
+devices run one program, so their lists of pairs have the same length.
 
 Shapes: B batch, S sequence (queries), T sequence (keys), H heads, K kv_heads, G = H / K query heads
 per key-value head, D head_dim of queries and keys, V head_dim of values, Q queries per tile, R keys
@@ -14,6 +13,7 @@ pieces.
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
@@ -32,11 +32,10 @@ class Group(NamedTuple):
     """Pairs of pieces that visit the same pairs of tiles.
 
     Attributes:
-      tile: tokens per tile.
-      tiles_of_piece: tiles per piece.
+      tile, tiles_of_piece: tokens per tile, and tiles per piece.
       tiles_P2: a tile of the piece of queries, and one of the piece of keys.
       pieces_CN3: for each device the index of a piece of queries, of a piece of keys, and 1; or 0
-        as padding, if the device has fewer pairs than others.
+        as padding.
     """
 
     tile: int
@@ -52,30 +51,23 @@ def grouped_pairs(
     tile: int,
     window: int | None,
 ) -> list[Group]:
-    """Returns all pairs in which a query attends to a key.
-
-    Args:
-      queries_CM, keys_CL: pieces of the row on each device.
-      piece, tile: tokens per piece and per tile; `tile` divides `piece`.
-      window: see `lmlib.models.attend.attend`.
-    """
+    """Returns all pairs in which a query attends to a key, from each device's pieces of the row."""
     tiles = piece // tile
-    by_distance: dict[int, _Tiles] = {}
-    found: dict[_Tiles, list[list[tuple[int, int]]]] = {}
+    tiles_seen = functools.cache(functools.partial(_tiles_seen, tiles, tile, window))
+    found: dict[_Tiles, list[list[tuple[int, int, int]]]] = {}
     for device, (own, theirs) in enumerate(zip(queries_CM, keys_CL, strict=True)):
-        for i, query in enumerate(own):
-            for j, key in enumerate(theirs):
-                distance = int(query - key)
-                if distance < 0:
-                    continue
-                if distance not in by_distance:
-                    by_distance[distance] = _tiles_seen(distance, tiles, tile, window)
-                if by_distance[distance]:
-                    nothing: list[list[tuple[int, int]]] = [[] for _ in queries_CM]
-                    of_devices = found.setdefault(by_distance[distance], nothing)
-                    of_devices[device].append((i, j))
+        for (i, query), (j, key) in itertools.product(enumerate(own), enumerate(theirs)):
+            if query >= key and (visited := tiles_seen(int(query - key))):
+                of_devices = found.setdefault(visited, [[] for _ in queries_CM])
+                of_devices[device].append((i, j, 1))
+
+    def padded(of_devices: list[list[tuple[int, int, int]]]) -> Int[np.ndarray, "c n 3"]:
+        most = max(map(len, of_devices))
+        nothing = [(0, 0, 0)]
+        return np.array([pairs + nothing * (most - len(pairs)) for pairs in of_devices], np.int32)
+
     return [
-        Group(tile, tiles, np.array(visited, np.int32), _padded(of_devices))
+        Group(tile, tiles, np.array(visited, np.int32), padded(of_devices))
         for visited, of_devices in found.items()
     ]
 
@@ -85,7 +77,7 @@ def largest_tile(piece: int, most: int) -> int:
     return next(size for size in range(min(piece, most), 0, -1) if piece % size == 0)
 
 
-def _tiles_seen(distance: int, tiles: int, tile: int, window: int | None) -> _Tiles:
+def _tiles_seen(tiles: int, tile: int, window: int | None, distance: int) -> _Tiles:
     """The pairs of tiles that attend to each other, for two pieces that are `distance` apart."""
     return tuple(
         (i, j)
@@ -95,14 +87,6 @@ def _tiles_seen(distance: int, tiles: int, tile: int, window: int | None) -> _Ti
         # The closest two positions of different tiles.
         and (window is None or apart == 0 or (apart - 1) * tile + 1 < window)
     )
-
-
-def _padded(of_devices: list[list[tuple[int, int]]]) -> Int[np.ndarray, "c n 3"]:
-    pairs_CN3 = np.zeros((len(of_devices), max(map(len, of_devices)), 3), np.int32)
-    for device, pairs in enumerate(of_devices):
-        for n, (i, j) in enumerate(pairs):
-            pairs_CN3[device, n] = i, j, 1
-    return pairs_CN3
 
 
 # The mean of each query's values, [B, K, G, S, V], and the logarithm of its normaliser, [B, K, G,
@@ -116,13 +100,7 @@ _FAR = -1e30  # negligible in any sum, and still finite
 
 
 class Queries(NamedTuple):
-    """Queries of a device.
-
-    Attributes:
-      q_BKGSD: queries.
-      segments_BS: the document of each query, numbered within its row.
-      places_S: the position of each query in the row.
-    """
+    """Queries of a device, the document of each, and its position in the row."""
 
     q_BKGSD: Float[Array, "b k g s d"]
     segments_BS: Int32[Array, "b s"]
@@ -141,10 +119,8 @@ class Keys(NamedTuple):
 class Sums(NamedTuple):
     """Running sums over pairs for each query (the paper's algorithm 1).
 
-    Attributes:
-      mixed_BKGSV: the sum of values, each times its exponential.
-      normaliser_BKGS: the sum of the exponentials.
-      highest_BKGS: the largest score, to which every exponential is relative.
+    The sum of values, each times its exponential; the sum of the exponentials; and the largest
+    score, to which every exponential is relative.
     """
 
     mixed_BKGSV: Float[Array, "b k g s v"]
@@ -172,10 +148,8 @@ class Gradients(NamedTuple):
 class Arriving(NamedTuple):
     """The inputs of the backward pass for each query.
 
-    Attributes:
-      log_normaliser_BKGS: from the forward pass.
-      d_mixed_BKGSV: the gradient of the mixed values.
-      towards_BKGS: subtracted from the gradient of each of the query's weights.
+    The log-normaliser of the forward pass, the gradient of the mixed values, and the number that is
+    subtracted from the gradient of each of the query's weights.
     """
 
     log_normaliser_BKGS: Float[Array, "b k g s"]
@@ -187,7 +161,7 @@ Added = TypeVar("Added", Sums, Gradients)  # the type that pairs are added to
 
 
 def nothing_mixed(q_BKGSD: Array, value_dim: int) -> Sums:
-    """Returns the initial sums, before any pair is added."""
+    """The initial sums, before any pair is added."""
     wide = jnp.promote_types(q_BKGSD.dtype, jnp.float32)
     nothing_BKGS = jnp.zeros(q_BKGSD.shape[:-1], wide)
     mixed_BKGSV = jnp.zeros((*nothing_BKGS.shape, value_dim), wide)
@@ -195,7 +169,7 @@ def nothing_mixed(q_BKGSD: Array, value_dim: int) -> Sums:
 
 
 def no_gradients(q_BKGSD: Array, k_BKTD: Array, v_BKTV: Array) -> Gradients:
-    """Returns the initial gradients, before any pair is added."""
+    """The initial gradients, before any pair is added."""
     wide = jnp.promote_types(q_BKGSD.dtype, jnp.float32)
     return Gradients(*(jnp.zeros(x.shape, wide) for x in (q_BKGSD, k_BKTD, v_BKTV)))
 
@@ -203,8 +177,7 @@ def no_gradients(q_BKGSD: Array, k_BKTD: Array, v_BKTV: Array) -> Gradients:
 def arriving(mixed: Mixed, gradients: Mixed) -> Arriving:
     """Returns the inputs of the backward pass from the gradients of the results.
 
-    The derivative of a log-normaliser is the weights themselves, so its gradient is added to the
-    gradient of each weight.
+    The derivative of a log-normaliser is the weights, so its gradient is added to their gradients.
     """
     (mixed_BKGSV, log_normaliser_BKGS), (d_mixed_BKGSV, d_log_normaliser_BKGS) = mixed, gradients
     wide = log_normaliser_BKGS.dtype
@@ -292,8 +265,8 @@ def with_gradients(
 def _known_together(queries: Queries, keys: Keys) -> tuple[Queries, Keys]:
     """Makes all arrays available at the same time.
 
-    JAX knows that segments and positions are the same in all layers. Without this barrier it would
-    compute the masks of all tiles before the scan over layers, and store them.
+    Segments and positions are the same in all layers. Without this barrier JAX would compute the
+    masks of all tiles before the scan over layers, and store them.
     """
     return jax.lax.optimization_barrier((queries, keys))
 
@@ -305,27 +278,23 @@ def _visited(
     device: Array | int,
 ) -> Added:
     """Visits all pairs of tiles of the device's pairs of pieces."""
+
+    def of_pieces(group: Group, sums: Added, pair_3: Array) -> tuple[Added, None]:
+        first_2, counts = pair_3[:2] * group.tiles_of_piece, pair_3[2] > 0
+
+        def one(sums: Added, tiles_2: Array) -> tuple[Added, None]:
+            i, j = first_2 + tiles_2
+            return visit(sums, i, j, counts), None
+
+        return jax.lax.scan(one, sums, jnp.asarray(group.tiles_P2))[0], None
+
     for group in groups:
         pairs_N3 = jnp.asarray(group.pieces_CN3)[device]
-        of_pieces = functools.partial(_visited_pieces, visit, group)
         if len(pairs_N3) == 1:
-            sums, _ = of_pieces(sums, pairs_N3[0])
+            sums, _ = of_pieces(group, sums, pairs_N3[0])
         else:
-            sums, _ = jax.lax.scan(of_pieces, sums, pairs_N3)
+            sums, _ = jax.lax.scan(functools.partial(of_pieces, group), sums, pairs_N3)
     return sums
-
-
-def _visited_pieces(
-    visit: Callable[[Added, Array, Array, Array], Added], group: Group, sums: Added, pair_3: Array
-) -> tuple[Added, None]:
-    """Visits all pairs of tiles of two pieces."""
-    first_2, counts = pair_3[:2] * group.tiles_of_piece, pair_3[2] > 0
-
-    def one(sums: Added, tiles_2: Array) -> tuple[Added, None]:
-        i, j = first_2 + tiles_2
-        return visit(sums, i, j, counts), None
-
-    return jax.lax.scan(one, sums, jnp.asarray(group.tiles_P2))[0], None
 
 
 def _scores(

@@ -1,8 +1,7 @@
 """Dispatch by all-to-all: devices send rows to their experts and get results back.
 
-In a round, a device sends up to Q rows to each other device. Further rows wait for the next round,
-so buffers are sized for even routing with some room, however uneven the routing is. On GPUs and
-TPUs only the rows are sent (a ragged all-to-all); other backends send whole buffers.
+In a round, a device sends up to Q rows to each other device; further rows wait for the next round.
+On GPUs and TPUs only the rows are sent (a ragged all-to-all); other backends send whole buffers.
 
 Shapes: n tokens of a device, K choices of a token, M = n · K pairs of a token and a choice, P
 devices along `expert`, Q rows from one device to another in a round, C = P · Q, X experts of a
@@ -22,7 +21,7 @@ from lmlib.parallel.mesh_axes import MeshAxes
 
 
 class Exchanged:
-    """See `lmlib.models.experts.rounds.Movement`."""
+    """A movement; see `lmlib.models.experts.rounds.Movement`."""
 
     def __init__(self, choices_nK: Int32[Array, "n k"], experts: int, room: float, along: MeshAxes):
         self.along, self.P = along, devices_along(along)

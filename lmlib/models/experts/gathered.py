@@ -1,11 +1,10 @@
 """Dispatch by all-gather: devices gather all tokens, and reduce-scatter the results.
 
-Each device gathers the tokens of all devices along `expert`, picks the rows for its own experts,
-and sums their outputs for each token. Every token is sent once to every device, however many
-experts it uses. With one device along `expert`, nothing is sent.
+Each device picks the rows for its own experts, and sums their outputs for each token. With one
+device along `expert`, nothing is sent.
 
-Shapes: n tokens of a device, N tokens of all devices along `expert`, K choices of a token,
-M = N · K pairs of a token and a choice, C rows of a round, X experts of a device.
+Shapes: n tokens of a device, N tokens of all devices along `expert`, K choices of a token, M = N ·
+K pairs of a token and a choice, C rows of a round, X experts of a device.
 """
 
 import math
@@ -19,7 +18,7 @@ from lmlib.parallel.mesh_axes import MeshAxes
 
 
 class Gathered:
-    """See `lmlib.models.experts.rounds.Movement`."""
+    """A movement; see `lmlib.models.experts.rounds.Movement`."""
 
     def __init__(self, choices_nK: Int32[Array, "n k"], experts: int, room: float, along: MeshAxes):
         self.along = along

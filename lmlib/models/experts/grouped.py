@@ -36,13 +36,10 @@ def grouped_product(
     sizes_X: Int32[Array, "x"],
     implementation: str = "auto",
 ) -> Float[Array, "n f"]:
-    """Multiplies each row by the matrix of its group.
+    """Multiplies each row by the matrix of its group: the first `sizes_X[0]` rows by `w_XEF[0]`, …
 
-    The first `sizes_X[0]` rows are multiplied by `w_XEF[0]`, and so on. Rows beyond all groups give
-    zeros, regardless of their content.
-
-    A `Matrix` multiplies by its own method, `apply`. If an axis of the weight is split over
-    devices, the result is partial, and the caller must sum it over them.
+    Rows beyond all groups give zeros, regardless of their content. If an axis of the weight is
+    split over devices, the result is partial, and the caller must sum it over them.
     """
     if isinstance(w_XEF, Matrix):
         return w_XEF.apply(lambda x, w: _grouped_product(x, w, sizes_X, implementation), x_NE)
@@ -136,11 +133,7 @@ def _within(y_NF: Array, sizes_X: Array) -> Array:
 
 
 class _Block(NamedTuple):
-    """Rows [start, end) of one group, within a slice of T rows.
-
-    The slice begins at `start`, or earlier near the end of all rows. An empty block has
-    `end == start`.
-    """
+    """Rows [start, end) of one group, in a slice of T rows that begins at `start` or earlier."""
 
     group: Array
     start: Array
@@ -193,9 +186,8 @@ def _over_blocks(
 def _rows_of_a_block(N: int, X: int) -> int:
     """Returns the rows of a block, a power of two: four blocks for a group of mean size.
 
-    Each group wastes up to a block. Each block reads its matrix, and for a gradient also adds to a
-    float32 matrix. From a GPU's memory that takes longer than the waste of larger blocks, and a
-    product of few rows leaves most of the GPU's units idle.
+    Each group wastes up to a block. From a GPU's memory, reading a matrix for each block takes
+    longer than the waste of larger blocks.
     """
     least, most = (16, 512) if platform() == "cpu" else (128, 2_048)
     T = 1 << max(N // (4 * X), 1).bit_length() - 1  # four to a group of mean size

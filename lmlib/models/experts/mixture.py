@@ -26,19 +26,14 @@ class Mixture(Part):
     """A mixture-of-experts layer: a weighted sum of the outputs of each token's experts.
 
     The weights are the router's shares (Shazeer et al. 2017, arXiv:1701.06538, eq. 1). Shared
-    experts, which process all tokens, can be added (Dai et al. 2024, arXiv:2401.06066, §3.2). No
-    token is dropped, however uneven the routing is.
-
-    In addition to the router's reports, `expert_dropped` is the fraction of choices that were not
-    computed. It is 0 unless there is a bug.
+    experts process all tokens (Dai et al. 2024, arXiv:2401.06066, §3.2). No token is dropped: the
+    statistic `expert_dropped`, the fraction of choices that were not computed, is 0.
 
     Args:
-      embed, mlp: sizes; `mlp` is the size of each expert.
-      experts: the number of experts; the mesh axis `expert` splits them.
-      top: the number of experts for each token.
+      mlp: the size of each expert.
+      experts, top: the number of experts, which the mesh axis `expert` splits, and of each token.
       shared_mlp: size of the shared experts, which are one MLP; `None`: no shared experts.
-      router, mlps, shared: make the parts, to change one of them:
-        `functools.partial(Router, scores="sigmoid")`.
+      router, mlps, shared: make the parts: `functools.partial(Router, scores="sigmoid")`.
       residual_scale: scale of the initial values of the output matrices.
     """
 
@@ -75,10 +70,7 @@ class Mixture(Part):
     def __call__(
         self, x_BSE: Float[Array, "b s embed"], context: Context
     ) -> tuple[Float[Array, "b s embed"], Reports]:
-        """Applies the layer; see `lmlib.models.experts.rounds.mixed` for the communication.
-
-        Layouts: x is not split along `seq`; the result is laid out by `context.compute.residual`.
-        """
+        """Applies the layer; see `lmlib.models.experts.rounds.mixed` for the communication."""
         compute, routing = context.compute, self.router(x_BSE, context)
         with jax.named_scope("experts"):
             top = self.router.top
@@ -102,18 +94,17 @@ class Mixture(Part):
         return y_BSE, reports
 
     def updated(self, tallies: Any) -> "Mixture":
-        """See `Part.updated`."""
         return eqx.tree_at(lambda mlp: mlp.router, self, self.router.updated(tallies))
 
     def measured(self, tallies_X: Float[Array, "choice"]) -> dict[str, Float[Array, ""]]:
-        """See `Part.measured`: the largest and smallest load of an expert, relative to the mean."""
+        """The largest and smallest load of an expert, relative to the mean."""
         mean = jnp.maximum(jnp.mean(tallies_X), 1)
         most, fewest = jnp.max(tallies_X) / mean, jnp.min(tallies_X) / mean
         return {"expert_most_tokens": most, "expert_fewest_tokens": fewest}
 
     @property
     def used_shares(self) -> dict[str, float]:
-        """See `Part.used_shares`: the fraction of the experts that a token uses."""
+        """The fraction of the experts that a token uses."""
         return {"experts": self.router.top / self.router.experts}
 
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32, PRNGKeyArray
 
 from lmlib.models.experts.grouped import grouped_product
-from lmlib.models.weights import fan_in, initial_values, weight, zeros
+from lmlib.models.weights import fan_in, fill, weight, zeros
 from lmlib.parallel.collectives import axis_index
 from lmlib.parallel.layout import along
 
@@ -40,13 +40,8 @@ def clamped_swiglu(gate: Array, up: Array) -> Array:
 class GatedExperts(eqx.Module):
     """Experts that each compute down(gated(gate x, up x)), with biases if `bias`.
 
-    Args:
-      embed, mlp: sizes; `mlp` is the size of each expert.
-      experts: the number of experts.
-      gated: function of the gate's and the up projection's output.
-      bias: True if each matrix has a bias.
-      residual_scale: scale of the initial values of `down`; see
-        `lmlib.models.weights.residual_scale`.
+    `mlp` is the size of each expert; `gated` is a function of the gate's and the up projection's
+    output; `residual_scale` is a scale of the initial values of `down`.
     """
 
     rows_may_be_split = True
@@ -74,18 +69,13 @@ class GatedExperts(eqx.Module):
         key: PRNGKeyArray,
     ):
         self.gated, self.residual_scale = gated, residual_scale
-        sizes = {"embed": embed, "mlp": mlp, "expert": experts}
-        self.gate = initial_values(self, "gate", key, **sizes)
-        self.up = initial_values(self, "up", key, **sizes)
-        self.down = initial_values(self, "down", key, **sizes)
-        self.gate_bias = initial_values(self, "gate_bias", key, **sizes) if bias else None
-        self.up_bias = initial_values(self, "up_bias", key, **sizes) if bias else None
-        self.down_bias = initial_values(self, "down_bias", key, **sizes) if bias else None
+        absent = () if bias else ("gate_bias", "up_bias", "down_bias")
+        fill(self, key, absent, embed=embed, mlp=mlp, expert=experts)
 
     def products(
         self, rows_CE: Float[Array, "c embed"], sizes_X: Int32[Array, "x"]
     ) -> tuple[Float[Array, "c mlp"], ...]:
-        """See `lmlib.models.experts.rounds.Experts`."""
+        """See `lmlib.models.experts.rounds.mixed`."""
         gate_CF = grouped_product(rows_CE, self.gate, sizes_X)
         up_CF = grouped_product(rows_CE, self.up, sizes_X)
         return _biased(gate_CF, self.gate_bias, sizes_X), _biased(up_CF, self.up_bias, sizes_X)
@@ -96,7 +86,7 @@ class GatedExperts(eqx.Module):
         shares_C: Float[Array, "c"],
         sizes_X: Int32[Array, "x"],
     ) -> Float[Array, "c embed"]:
-        """See `lmlib.models.experts.rounds.Experts`.
+        """See `lmlib.models.experts.rounds.mixed`.
 
         Shares multiply the inputs of `down`, so their gradient needs no output.
         """

@@ -1,9 +1,8 @@
 """Moves tokens to experts and back on every device, with a custom backward pass.
 
-Each device computes its own experts on the rows that a `Movement` brings. Its buffer has C rows.
-If uneven routing brings more rows to a device, they are computed in further rounds: slower, but
-with the same result and the same memory. The first round's activations can be saved for the
-backward pass, by name; activations of further rounds are recomputed.
+Each device computes its own experts on the rows that a `Movement` brings, C at a time. If uneven
+routing brings more rows to a device, they are computed in further rounds, with the same result and
+memory. The first round's activations can be saved by name; other rounds are recomputed.
 
 Shapes: B batch, S sequence, E embed, K choices of a token, n = B · S tokens of a device, C rows of
 a round, F mlp.
@@ -12,14 +11,14 @@ a round, F mlp.
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Float, Int32
 
 from lmlib.models.experts.exchanged import Exchanged
 from lmlib.models.experts.gathered import Gathered
@@ -34,66 +33,19 @@ FURTHER_ROUNDS = "further_rounds"  # scope of all rounds after the first
 DISPATCHES: dict[str, Callable[..., Any]] = {"gather": Gathered, "exchange": Exchanged}
 
 
-@runtime_checkable
-class Movement(Protocol):
-    """Moves rows to the devices of their experts and back; runs on one device.
-
-    `rows` and `back` are each other's transposes.
-
-    Attributes:
-      rounds: the number of rounds that move all rows; an `int` if it is always 1.
-    """
-
-    rounds: Int32[Array, ""] | int
-
-    def sent(self, x_n: Array) -> Array:
-        """Prepares an array for `rows`: one value or row for each token or each pair."""
-
-    def sizes(self, round: Array | int) -> Int32[Array, "x"]:
-        """Returns the number of rows that each expert of this device gets in a round."""
-
-    def rows(self, sent: Array, round: Array | int, of_pairs: bool = False) -> Array:
-        """Returns a round's rows for this device's experts, sorted by expert and zero-padded.
-
-        The shape is [C, E] for tokens and [C] for pairs of a token and a choice.
-        """
-
-    def back(self, rows_C: Array, round: Array | int, of_pairs: bool = False) -> Array:
-        """Sums the computed rows of each token, at least in float32; or returns values of pairs."""
-
-    def computed(self, round: Array | int) -> Bool[Array, "n k"]:
-        """True for each pair that a round computes, in the order that `back` returns."""
-
-    def home(self, x: Array) -> Array:
-        """Returns the sums of all rounds to the devices of their tokens."""
-
-
-@runtime_checkable
-class Experts(Protocol):
-    """Experts that compute rows sorted by expert, in two steps.
-
-    The first step, `products`, is linear in the rows and in the weights.
-    """
-
-    def products(self, rows_CE: Array, sizes_X: Array) -> tuple[Array, ...]:
-        """Multiplies each row by its expert's first matrices; each result is [C, F]."""
-
-    def outputs(self, products_CF: tuple[Array, ...], shares_C: Array, sizes_X: Array) -> Array:
-        """Computes the experts' outputs from `products`, times the shares.
-
-        Each device along `tensor` returns a partial sum.
-        """
+# A movement of rows to the devices of their experts and back, on one device, in `rounds` (an `int`
+# if always 1). `sent` prepares an array of tokens or pairs for `rows`, which returns a round's rows
+# for this device's experts, sorted by expert and zero-padded: [C, E], or [C] for pairs of a token
+# and a choice. `sizes` are the rows of each expert. `back`, the transpose of `rows`, sums the rows
+# of each token, and `home` returns the sums to the devices of their tokens. `computed` is True for
+# each pair that a round computes.
+Movement = Gathered | Exchanged
 
 
 class Settings(NamedTuple):
     """Settings of the dispatch of tokens to experts.
 
-    Attributes:
-      experts: the total number of experts.
-      dispatch: one of `DISPATCHES`.
-      room: rows of a device's buffer, as a multiple of its rows under even routing.
-      residual: layout of the result, as names of axes.
-      in_a_stage: True inside a pipeline stage.
+    `room` is the number of rows in a device's buffer, as a multiple of its rows under even routing.
     """
 
     experts: int
@@ -111,10 +63,7 @@ class Settings(NamedTuple):
 
 
 def best_dispatch(choices: int) -> str:
-    """Returns the dispatch that sends less.
-
-    "gather" sends a token to all devices along `expert`, "exchange" sends it `choices` times.
-    """
+    """Returns the dispatch that sends less: to all devices along `expert`, or `choices` times."""
     return "exchange" if devices_along(along("expert")) > choices else "gather"
 
 
@@ -128,18 +77,13 @@ def mixed(
 ) -> tuple[Float[Array, "b s embed"], Float[Array, "b s"]]:
     """Returns each token's weighted sum of expert outputs, and the fraction of choices computed.
 
-    The weights are the shares. The fraction is always 1 unless there is a bug.
-
-    Args:
-      experts: `Experts`, a pytree of weights whose first axis is split along `expert`.
-      x_BSE: laid out as "batch seq embed", and not split along `seq`.
-
-    Layouts: the result is laid out by `settings.residual`, after a sum over `tensor` (a psum or a
-    reduce-scatter). Along `expert`, rows move as `settings.dispatch` says.
+    `experts` is a pytree of weights whose first axis is split along `expert`, with two methods:
+    `products(rows_CE, sizes_X)`, each [C, F], linear in rows and weights, and `outputs(products_CF,
+    shares_C, sizes_X)`, a partial sum along `tensor`. The result has the layout
+    `settings.residual`.
 
     Backward: if x was replicated or the weights were gathered along an axis, their gradients stay
-    partial sums along it, and the transpose of that operation adds them up. All other gradients are
-    summed here (a psum). Frozen bases of adapters get no gradient.
+    partial sums along it. All others are summed here (a psum). Frozen bases of adapters get none.
     """
     return _forward(settings, experts, x_BSE, choices_BSK, shares_BSK)[0]
 
@@ -196,15 +140,8 @@ def _gradients(settings: Settings, saved: Any, given: tuple[Array, Array]) -> An
     x_shared, learns = _reduced(x_BSE), gets_gradient(experts)
     weights_gathered = jax.tree.map(_reduced, eqx.filter(experts, learns))
 
-    def on_device(
-        experts: Any,
-        x_BSE: Array,
-        choices_BSK: Array,
-        shares_BSK: Array,
-        rows_CE: Array,
-        products_CF: tuple[Array, ...],
-        dy_BSE: Array,
-    ) -> Any:
+    def on_device(experts: Any, *given: Any) -> Any:
+        x_BSE, choices_BSK, shares_BSK, rows_CE, products_CF, dy_BSE = given
         move, (sent, sent_shares, sent_dy) = _moved(
             settings, choices_BSK, x_BSE, shares_BSK, dy_BSE
         )
@@ -280,10 +217,8 @@ def _further(move: Movement, one: Callable[[Array], Any], sums: Any) -> Any:
 
 
 def _spec(x: Array) -> PartitionSpec:
-    spec = (
-        PartitionSpec() if jax.sharding.get_abstract_mesh().empty else jax.typeof(x).sharding.spec
-    )
-    return spec
+    without_mesh = jax.sharding.get_abstract_mesh().empty
+    return PartitionSpec() if without_mesh else jax.typeof(x).sharding.spec
 
 
 def _layouts(tree: Any) -> Any:

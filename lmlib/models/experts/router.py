@@ -15,7 +15,7 @@ from lmlib.models.context import Context
 from lmlib.models.part import Names, Part, Reports
 from lmlib.models.product import product
 from lmlib.models.scan import CHOICES
-from lmlib.models.weights import Constant, fan_in, initial_values, weight, zeros
+from lmlib.models.weights import Constant, fan_in, fill, weight, zeros
 from lmlib.parallel.collectives import on_each_device
 from lmlib.parallel.layout import partition
 
@@ -36,39 +36,25 @@ class Routing(NamedTuple):
 class Router(Part):
     """Chooses the `top` experts with the highest scores, in float32.
 
-    Reports:
-    - `router_z`: the squared log-sum-exp of the logits (Zoph et al. 2022, arXiv:2202.08906, eq. 5).
-    - `router_balance`: X · Σ f · p over the experts, where f is an expert's fraction of all
-      choices and p its mean score (Fedus et al. 2021, arXiv:2101.03961, eq. 4). Its minimum, 1,
-      is reached when all experts are used equally.
-    - `router_entropy`: the entropy of a token's scores, in nats.
-
-    The first two are losses; an objective includes them if its `model_losses` say so.
+    Reports the losses `router_z`, the squared log-sum-exp of the logits (arXiv:2202.08906, eq. 5),
+    and `router_balance`, X · Σ f · p over the experts, where f is an expert's fraction of all
+    choices and p its mean score (arXiv:2101.03961, eq. 4), and the statistic `router_entropy`, in
+    nats.
 
     With `balance` "row", f is computed over the token's row (DeepSeek-AI 2024, arXiv:2412.19437,
-    eq. 17). With "batch", it is the f of the whole previous batch, and absent in the first step.
-    The current batch's f would be known only after all its microbatches. Since f has no gradient,
-    the gradient is exact across microbatches and devices.
-
-    With a `correction_rate`, each expert has a correction that affects the choice but not the
-    shares. After a step, it grows by this rate for experts with fewer tokens than the mean, and
-    shrinks for experts with more (Wang et al. 2024, arXiv:2408.15664, algorithm 1).
+    eq. 17). With "batch", it is the f of the whole previous batch, so that the gradient is exact
+    across microbatches.
 
     Args:
-      embed, experts, top: sizes; `top` is the number of experts for each token.
       scores: "softmax" over the logits, or "sigmoid" of each logit.
       normalized: True if a token's shares add up to `scale`; otherwise they are `scale` · scores.
-        `None`: True if `top` is above 1. A single expert's normalized share is always 1, so the
-        loss gives the router no gradient; its score does (Fedus et al. 2021, eq. 2).
-      scale: factor of the shares.
-      groups, top_groups: experts form `groups` groups. Each token chooses from the `top_groups`
-        groups whose two best scores have the largest sum (arXiv:2412.19437, §2.1.2).
-      bias: True if the logits have a bias.
-      correction_rate: step size of the corrections; `None`: no corrections.
-      balance: "row" or "batch".
-
-    Raises:
-      ValueError: if a setting is not one of its choices, or sizes do not fit.
+        `None`: True if `top` is above 1, since the router of a single share of 1 gets no
+        gradient.
+      groups, top_groups: each token chooses from the `top_groups` of `groups` groups of experts
+        whose two best scores have the largest sum (arXiv:2412.19437, §2.1.2).
+      correction_rate: step size of corrections of the choice, not the shares, which grow for
+        experts with fewer tokens than the mean, and shrink for others (arXiv:2408.15664,
+        algorithm 1).
     """
 
     rows_may_be_split = True
@@ -111,18 +97,14 @@ class Router(Part):
         self.normalized, self.scale = top > 1 if normalized is None else normalized, scale
         self.groups, self.top_groups, self.correction_rate = groups, top_groups, correction_rate
         sizes = {"embed": embed, "choice": experts}
-        self.logits = initial_values(self, "logits", key, **sizes)
-        self.bias = initial_values(self, "bias", key, **sizes) if bias else None
-        corrects, over_batch = correction_rate is not None, balance == "batch"
-        self.correction = initial_values(self, "correction", key, **sizes) if corrects else None
-        self.load = initial_values(self, "load", key, **sizes) if over_batch else None
+        absent = [] if bias else ["bias"]
+        absent += ["correction"] if correction_rate is None else []
+        absent += ["load"] if balance == "row" else []
+        fill(self, key, absent, **sizes)
 
     @jax.named_scope("router")
     def __call__(self, x_BSE: Float[Array, "b s embed"], context: Context) -> Routing:
-        """Routes tokens, with the same result on every device along `tensor`; sends nothing.
-
-        Layouts: as x.
-        """
+        """Routes tokens, with the same result on every device along `tensor`; sends nothing."""
         logits_BSX = product("bse,ex->bsx", x_BSE.astype(jnp.float32), self.logits)
         logits_BSX = logits_BSX if self.bias is None else logits_BSX + self.bias
         if self.scores == "softmax":
@@ -164,7 +146,6 @@ class Router(Part):
 
     @property
     def gradient_problem(self) -> str | None:
-        """See `Part.gradient_problem`."""
         if not self.normalized or self.top > 1 or self.experts == 1:
             return None
         return (
@@ -195,13 +176,12 @@ def _check(experts: int, top: int, scores: str, groups: int, top_groups: int, ba
             f"{experts} experts do not divide into groups={groups} of which each token has "
             f"top_groups={top_groups}; use a divisor of {experts}, and 1 to {groups} of them"
         )
-    if top > top_groups * (experts // groups):
+    size = experts // groups
+    if top > top_groups * size or (groups > 1 and size < 2):
         raise ValueError(
-            f"top={top} experts are more than the {top_groups * (experts // groups)} of "
-            f"top_groups={top_groups} of {groups} groups; raise top_groups or lower top"
+            f"groups={groups} have {size} experts each; each needs at least two, and "
+            f"top_groups={top_groups} of them at least top={top}"
         )
-    if groups > 1 and experts // groups < 2:
-        raise ValueError(f"groups={groups} of {experts} experts have fewer than two each")
 
 
 def _row_means(x_BSX: Float[Array, "b s x"], context: Context) -> Any:
@@ -220,12 +200,7 @@ def _best(
 ) -> Int32[Array, "b s k"]:
     """Returns each token's `top` experts within its `top_groups` best groups, the best first.
 
-    A group's score is the sum of its two best experts' scores (DeepSeek-AI 2024, arXiv:2412.19437,
-    §2.1.2).
-
-    Layouts: as the scores, which are not split along experts; nothing is sent. This runs on each
-      device's part because XLA does not split `top_k` on CPUs: it would gather the scores of all
-      tokens.
+    It runs on each device's part, since XLA does not split `top_k` on CPUs.
     """
 
     def on_device(scores_BSX: Array) -> Array:
@@ -249,10 +224,7 @@ def _of_best_groups(scores_BSX: Array, groups: int, top_groups: int) -> Array:
 
 
 def without_load(model: M) -> M:
-    """Removes the previous step's load from the routers of `model` (arrays or shapes).
-
-    The routers' outputs do not depend on it.
-    """
+    """Removes the previous step's load, which affects no outputs, from the routers of `model`."""
 
     def forgetful(part: object) -> object:
         if not isinstance(part, Router) or part.load is None:

@@ -10,9 +10,8 @@ from jaxtyping import Array, Bool, Int, Int32
 def sorted_by(
     experts_M: Int32[Array, "m"], experts: int
 ) -> tuple[Int32[Array, "m"], Int32[Array, "m"], Int32[Array, "x"]]:
-    """Sorts pairs by their expert; the sort is stable.
+    """Sorts pairs by their expert, stably: the order, each pair's place in it, and experts' counts.
 
-    Returns the sorted order, each pair's place in it, and the number of pairs of each expert.
     Experts beyond the last one come last and are not counted.
     """
     M = len(experts_M)

@@ -30,9 +30,7 @@ def upcycled(
 ) -> Any:
     """Makes a model with `of(key=…)` and upcycles it, for `Experiment.model`.
 
-        model=fdl.Partial(upcycled, of=fdl.Partial(llama, …), experts=8, top=2)
-
-    The other arguments are as in `upcycle`; `sizes` go to `of` (`Experiment.scaling`).
+    model=fdl.Partial(upcycled, of=fdl.Partial(llama, …), experts=8, top=2)
     """
     return upcycle(of(key=key, **sizes), experts, top, key=fold(key, "upcycled"))
 
@@ -43,14 +41,8 @@ def upcycle(model: M, experts: int = 8, top: int = 2, *, key: PRNGKeyArray) -> M
     Routers get new weights. A token's shares add up to 1, so the result computes the same as
     `model`.
 
-    Args:
-      model: stacked layers are supported. Parts that are not MLPs are shared with the result.
-      experts, top: as in `Mixture`; `top` is at least 2.
-      key: seed of the routers.
-
-    Raises:
-      ValueError: if the model is a mixture already, has adapters or no gated MLP, `top` is below 2,
-        or `experts` and `top` do not fit.
+    Raises ValueError if the model is a mixture already, has adapters or no gated MLP, `top` is
+    below 2, or `experts` and `top` do not fit.
     """
     if top < 2:
         raise ValueError(

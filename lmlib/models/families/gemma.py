@@ -48,13 +48,9 @@ def gemma2(
     layers (with a window) alternate with global ones.
 
     Args:
-      vocab, embed, layers, heads, kv_heads, head_dim, mlp, rope_theta, norm_epsilon, tied: as in
-        `llama`.
       query_scale: scores are multiplied by query_scale^-1/2.
-      window: number of positions that a local layer attends to.
-      period: every `period`-th layer is global, the others are local.
+      window, period: positions that a local layer attends to; every `period`-th layer is global.
       attention_cap, logit_cap: c; scores or logits z become c · tanh(z / c). `None`: no cap.
-      key: seed of the weights.
     """
     is_global = each_nth(period, layers)
     return _gemma(
@@ -86,14 +82,8 @@ def gemma3(
 ) -> Decoder:
     """Gemma 3, text (§2.1).
 
-    Differences from Gemma 2: no caps; norms of each head's queries and keys; local layers have
-    their own rotary positions.
-
-    Takes the arguments of `gemma2` without the caps, and the following ones.
-
-    Args:
-      rope_theta, rope_scaling: for global layers; the larger models have a `Linear` scaling.
-      local_rope_theta: base of the rotary wavelengths in local layers.
+    Differences from Gemma 2: no caps; norms of each head's queries and keys. `rope_theta` and
+    `rope_scaling` are for global layers, `local_rope_theta` for local ones.
     """
     is_global = each_nth(period, layers)
     whole, local = Rotary(head_dim, rope_theta, rope_scaling), Rotary(head_dim, local_rope_theta)
@@ -109,11 +99,7 @@ def gemma3(
 
 
 def _gemma(vocab: int, embed: int, *sizes: Any, **others: Any) -> Decoder:
-    """Makes a Gemma, with initial values that suit its norms and its scaled embedding.
-
-    Outputs of attention and MLP are normed, so their initial values need no scale for depth. √embed
-    gives a tied table suitable values for both of its uses.
-    """
+    """Makes a Gemma, with initial values that suit its norms and its scaled embedding."""
     return transformer(
         vocab, embed, *sizes, norm=functools.partial(RMSNorm, offset=1.0), norms=_NORMS,
         feed_forward=functools.partial(GatedMLP, activation=gelu_tanh), writes=1.0,
@@ -141,13 +127,7 @@ def _query_scale(model: Decoder) -> int:
 def _read(
     settings: Settings, arguments: dict[str, Any], stated: str | None, default: int
 ) -> dict[str, Any]:
-    """Reads the window, and the period of global layers.
-
-    Args:
-      stated: the key of the period, used if the file lacks layer_types; `None`: the family lacks
-        such a key.
-      default: the period if the file gives neither.
-    """
+    """Reads the period of global layers, under the key `stated`, if layer_types are absent."""
     settings.only("sliding_window_size", arguments["window"], None)  # a duplicate key of Gemma 2 9B
     layers, kinds = arguments["layers"], settings.take("layer_types", None, list)
     if kinds is None:

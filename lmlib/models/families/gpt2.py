@@ -29,14 +29,8 @@ def gpt2(
     """GPT-2.
 
     Differences from Llama: learned positions, LayerNorm, biases everywhere, as many key-value heads
-    as query heads, and an MLP of two matrices with gelu. Arguments as in `llama`; `mlp` is 4 ·
-    embed by default.
-
-    Args:
-      positions: the longest sequence.
-
-    Raises:
-      ValueError: if a size is not positive, or `heads` does not divide `embed`.
+    as query heads, and an MLP of two matrices with gelu. `mlp` is 4 · embed by default; `positions`
+    is the longest sequence.
     """
     check_sizes(positions=positions)
     return transformer(
@@ -60,23 +54,8 @@ _OUTSIDE = (
 _LAYER = (
     Tensor("ln_1.weight", {"attention_norm.scale": ("embed",)}),
     Tensor("ln_1.bias", {"attention_norm.bias": ("embed",)}),
-    Tensor(
-        "attn.c_attn.weight",
-        {
-            "attention.query": ("embed", "heads head_dim"),
-            "attention.key": ("embed", "kv_heads head_dim"),
-            "attention.value": ("embed", "kv_heads head_dim"),
-        },
-        along=1,
-    ),
-    Tensor(
-        "attn.c_attn.bias",
-        {
-            "attention.query_bias": ("heads head_dim",),
-            "attention.key_bias": ("kv_heads head_dim",),
-            "attention.value_bias": ("kv_heads head_dim",),
-        },
-    ),
+    shared.query_key_value("attn.c_attn.weight", before=("embed",), along=1),
+    shared.query_key_value("attn.c_attn.bias", suffix="_bias"),
     Tensor("attn.c_proj.weight", {"attention.output": ("heads head_dim", "embed")}),
     Tensor("attn.c_proj.bias", {"attention.output_bias": ("embed",)}),
     Tensor("ln_2.weight", {"mlp_norm.scale": ("embed",)}),
@@ -91,21 +70,14 @@ _KEYS = (
     Key("n_embd", "embed", lambda model: model.embedding.shape[-1], 768),
     Key("n_layer", "layers", lambda model: len(parts.layers(model)), 12, most=shared.MOST_LAYERS),
     Key("n_head", "heads", lambda model: parts.attention(model).query.shape[-2], 12),
+    Key("n_inner", "mlp", lambda model: parts.mlp(model, MLP).down.shape[-2], None),
     Key(
-        "n_inner",
-        "mlp",
-        lambda model: parts.mlp(model, MLP).down.shape[-2],
-        None,
-    ),
-    Key(
-        "n_positions",
-        "positions",
-        lambda model: parts.a(Positions, model.positions).table.shape[0],
-        1_024,
+        "n_positions", "positions",
+        lambda model: parts.a(Positions, model.positions).table.shape[0], 1_024,
     ),
     shared.epsilon("layer_norm_epsilon", 1e-5, LayerNorm),
     shared.tied(True),
-)
+)  # fmt: skip
 
 FAMILIES = (
     Family(

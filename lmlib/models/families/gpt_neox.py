@@ -7,20 +7,49 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from jaxtyping import PRNGKeyArray
+from jaxtyping import Array, PRNGKeyArray
 
-from lmlib.models.block import Block, ParallelBlock
+from lmlib.models.block import Block, TwoParts
+from lmlib.models.context import Context
 from lmlib.models.decoder import Decoder
 from lmlib.models.families.hugging_face import parts, shared
 from lmlib.models.families.hugging_face.family import Family, Key, Names, Tensor
 from lmlib.models.families.hugging_face.rope import Rope
 from lmlib.models.families.hugging_face.settings import Settings
 from lmlib.models.families.transformer import transformer
+from lmlib.models.part import Names as PartNames
+from lmlib.models.part import Norm, Part, Reports, joined
 from lmlib.models.parts.attention import Attention
 from lmlib.models.parts.mlp import MLP, Activation, gelu, gelu_tanh, relu_squared, silu
 from lmlib.models.parts.norms import LayerNorm
 from lmlib.models.parts.rope import Scaling
 from lmlib.models.parts.rope_scaling import Dynamic, Linear
+
+
+class ParallelBlock(TwoParts):
+    """x + attention(norm(x)) + mlp(norm(x)), each with its own optional norm (§2.1)."""
+
+    rows_may_be_split = True
+
+    attention_norm: Norm | None
+    attention: Part
+    mlp_norm: Norm | None
+    mlp: Part
+
+    def __call__(
+        self, x_BSE: Array, context: Context, cache: Any = None
+    ) -> tuple[Array, Reports, Any]:
+        """A layer's call; see `Part`."""
+        attended_BSE, cache = self.attended(x_BSE, context, cache)
+        h_BSE, reports = self.fed_forward(x_BSE, context)
+        # Added to each other first: their sum is smaller than the stream, so it rounds less.
+        h_BSE = context.dropped(attended_BSE, "attention") + context.dropped(h_BSE, "mlp")
+        return x_BSE + h_BSE, reports, cache
+
+    @property
+    def names(self) -> PartNames:
+        before = PartNames(("attention_input",)), PartNames(("mlp_input",))
+        return joined(before[0], self.attention.names, before[1], self.mlp.names)
 
 
 def gpt_neox(
@@ -43,15 +72,8 @@ def gpt_neox(
 
     Differences from Llama: parallel attention and MLP, LayerNorm, biases everywhere, as many
     key-value heads as query heads, rotary positions for a fraction of each head's coordinates, and
-    an MLP of two matrices with gelu. Arguments as in `llama`; `mlp` is 4 · embed by default.
-
-    Args:
-      parallel: True if attention and MLP read the same residual stream; otherwise the MLP reads its
-        sum with attention's output.
-      activation: the MLP's activation function.
-
-    Raises:
-      ValueError: if sizes do not fit each other; names them.
+    an MLP of two matrices with gelu. `mlp` is 4 · embed by default. Without `parallel`, the MLP
+    reads the sum of the residual stream and attention's output.
     """
     return transformer(
         vocab, embed, layers, heads, 4 * embed if mlp is None else mlp, None, None, rope_theta,
@@ -82,24 +104,8 @@ _OUTSIDE = (
 _LAYER = (
     *shared.NORMS_BEFORE,
     *shared.NORM_BIASES,
-    Tensor(
-        "attention.query_key_value.weight",
-        {
-            "attention.query": ("heads head_dim", "embed"),
-            "attention.key": ("kv_heads head_dim", "embed"),
-            "attention.value": ("kv_heads head_dim", "embed"),
-        },
-        each="heads",
-    ),
-    Tensor(
-        "attention.query_key_value.bias",
-        {
-            "attention.query_bias": ("heads head_dim",),
-            "attention.key_bias": ("kv_heads head_dim",),
-            "attention.value_bias": ("kv_heads head_dim",),
-        },
-        each="heads",
-    ),
+    shared.query_key_value("attention.query_key_value.weight", after=("embed",), each="heads"),
+    shared.query_key_value("attention.query_key_value.bias", suffix="_bias", each="heads"),
     Tensor("attention.dense.weight", {"attention.output": ("embed", "heads head_dim")}),
     Tensor("attention.dense.bias", {"attention.output_bias": ("embed",)}),
     Tensor("mlp.dense_h_to_4h.weight", {"mlp.up": ("mlp", "embed")}),

@@ -33,17 +33,11 @@ def granite(
     """Granite 3; takes the arguments of `llama` and the following ones.
 
     Args:
-      embedding_scale: factor of embedded tokens.
+      embedding_scale, logits_scale: factors of embedded tokens, and of logits; initial values are
+        as large as in `llama`.
       residual_multiplier: factor of the outputs of attention and MLP, instead of the smaller
         initial values that other families use in deep models.
       attention_scale: factor of scores; `None`: 1 / head_dim.
-      logits_scale: factor of logits.
-
-    Initial values of the embedding and the last norm make embedded tokens and logits as large as in
-    `llama`.
-
-    Raises:
-      ValueError: as in `llama`, or if a scale is not positive.
     """
     if attention_scale is None:
         attention_scale = 1 / (head_dim or embed // heads or 1)

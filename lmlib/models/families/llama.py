@@ -38,31 +38,21 @@ def llama(
     *,
     key: PRNGKeyArray,
 ) -> Decoder:
-    """Returns a Llama with new weights.
+    """Returns a Llama with new weights. Raises ValueError if sizes do not fit each other.
 
     Args:
-      vocab, embed, layers, heads, kv_heads, head_dim, mlp: sizes. `head_dim` defaults to
-        embed / heads, `kv_heads` to `heads`.
-      rope_theta: base of the rotary wavelengths.
-      rope_scaling: for longer sequences; Llama 3.1 to 3.3 have a `rope_scaling.Llama3`.
-      norm_epsilon: added to the mean square in every norm.
+      head_dim, kv_heads: `None`: embed / heads, and as many as `heads`.
+      rope_theta, rope_scaling: base of the rotary wavelengths; Llama 3.1 to 3.3 have a `Llama3`.
       tied: True if one table embeds and unembeds.
-      window: number of positions that each position attends to, including itself; `None`: all.
-        Or one window for each layer.
+      window: number of positions that each one attends to, including itself; or one for each
+        layer.
       rotary_fraction: fraction of each head's coordinates that have rotary positions.
-      attention, feed_forward: make the parts of a block, to change one of them:
-        `functools.partial(GatedMLP, activation=gelu)`.
-      layer: makes a layer from a block, as `lmlib.models.residual_scales.ResidualScales` does;
-        `None`: the block is the layer.
-      zero_outputs: True to initialize the matrices that write to the residual stream with zeros, so
-        that each layer starts as the identity (Zhang et al. 2019, arXiv:1901.09321, §2).
-      logit_cap: c; logits z become c · tanh(z / c). `None`: no cap.
-      key: seed of the weights.
-
-    Raises:
-      ValueError: if a size is not positive, `heads` does not divide `embed` although `head_dim` is
-        not given, `kv_heads` does not divide `heads`, `head_dim` is odd, or the number of windows
-        differs from `layers`.
+      attention, feed_forward: make the parts of a block: `functools.partial(GatedMLP,
+        activation=gelu)`.
+      layer: makes a layer from a block, as `lmlib.models.residual_scales.ResidualScales` does.
+      zero_outputs: True to initialize the matrices that write to the residual stream with zeros,
+        so that each layer starts as the identity (Zhang et al. 2019, arXiv:1901.09321, §2).
+      logit_cap: c; logits z become c · tanh(z / c).
     """
     return transformer(
         vocab, embed, layers, heads, mlp, kv_heads, head_dim, rope_theta, rope_scaling,

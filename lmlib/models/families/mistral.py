@@ -12,10 +12,7 @@ from lmlib.models.families.variants import variant
 
 @variant(without="rope_scaling rotary_fraction")
 def mistral(*, window: int | None = 4_096, **others: Any) -> Decoder:
-    """Mistral (§2): Llama with a window in all layers; later versions lack it.
-
-    Arguments as in `llama`.
-    """
+    """Mistral (§2): Llama with a window in all layers; later versions lack it."""
     return llama(window=window, **others)
 
 

@@ -15,10 +15,8 @@ from lmlib.models.parts.norms import RMSNorm
 
 @variant(without="head_dim window rotary_fraction zero_outputs")
 def olmo2(*, rope_theta: float = 500_000.0, norm_epsilon: float = 1e-6, **others: Any) -> Decoder:
-    """OLMo 2 (§3.1): Llama with norms after attention and MLP, and query and key norms.
-
-    Norms of queries and keys are over all heads together. The norms after attention and MLP replace
-    those before them. Arguments as in `llama`.
+    """OLMo 2 (§3.1): Llama with norms after attention and MLP, and query and key norms over all
+    heads.
 
     Outputs of attention and MLP are normed, so their initial values need no scale for depth.
     """

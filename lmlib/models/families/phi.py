@@ -18,22 +18,15 @@ from lmlib.models.parts.rope_scaling import LongRope
 def phi3(*, window: int | None = None, **others: Any) -> Decoder:
     """Phi-3 and Phi-4 (§2), which compute the same as Llama.
 
-    Arguments as in `llama`. `rope_scaling` is a `LongRope` for long contexts (Phi-3.5, Phi-4 mini),
-    and `rotary_fraction` is 3/4 in Phi-4 mini.
+    `rope_scaling` is a `LongRope` for long contexts (Phi-3.5, Phi-4 mini), and `rotary_fraction` is
+    3/4 in Phi-4 mini.
     """
     return llama(window=window, **others)
 
 
 _LAYER = (
     *shared.NORMS_BEFORE,
-    Tensor(
-        "self_attn.qkv_proj.weight",
-        {
-            "attention.query": ("heads head_dim", "embed"),
-            "attention.key": ("kv_heads head_dim", "embed"),
-            "attention.value": ("kv_heads head_dim", "embed"),
-        },
-    ),
+    shared.query_key_value("self_attn.qkv_proj.weight", after=("embed",)),
     shared.ATTENTION[-1],
     Tensor("mlp.gate_up_proj.weight", {"mlp.gate": ("mlp", "embed"), "mlp.up": ("mlp", "embed")}),
     shared.MLP[-1],

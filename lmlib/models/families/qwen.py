@@ -26,12 +26,8 @@ def qwen2(
 ) -> Decoder:
     """Qwen 2 and 2.5: Llama with biases of queries, keys and values.
 
-    Sources: arXiv:2407.10671, §2.2.1; arXiv:2412.15115. Arguments as in `llama`; `rope_scaling` is
-    a `Yarn` for long contexts.
-
-    Args:
-      full_layers: number of layers, from the first on, that attend to all positions even if there
-        is a `window`.
+    Sources: arXiv:2407.10671, §2.2.1; arXiv:2412.15115. `rope_scaling` is a `Yarn` for long
+    contexts. The first `full_layers` layers attend to all positions even if there is a `window`.
     """
     return llama(
         layers=layers, rope_theta=rope_theta, norm_epsilon=norm_epsilon,
@@ -51,10 +47,7 @@ def qwen3(
     full_layers: int = 0,
     **others: Any,
 ) -> Decoder:
-    """Qwen 3, dense (arXiv:2505.09388, §2): Llama with norms of each head's queries and keys.
-
-    Arguments as in `qwen2`.
-    """
+    """Qwen 3, dense (arXiv:2505.09388, §2): Llama with norms of each head's queries and keys."""
     norm = functools.partial(RMSNorm, "head_dim", norm_epsilon)
     return llama(
         layers=layers, head_dim=head_dim, rope_theta=rope_theta, norm_epsilon=norm_epsilon,
@@ -70,11 +63,7 @@ def _windows(layers: int, window: int | None, full: int) -> list[int | None]:
 
 
 def _read(settings: Settings, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Reads the window, and the number of layers before the first layer with a window.
-
-    They follow from layer_types. Without it, layers from max_window_layers on have the window, but
-    only with use_sliding_window.
-    """
+    """Reads the window, and the number of layers before the first layer with a window."""
     layers = arguments["layers"]
     used = settings.take("use_sliding_window", False, bool)
     window = settings.take("sliding_window", 4_096, null=True) if used else None

@@ -28,19 +28,12 @@ def smollm3(
     window: int | Sequence[int | None] | None = None,
     **others: Any,
 ) -> Decoder:
-    """SmolLM 3: Llama with some layers without rotary positions.
-
-    Source: NoPE, Yang et al. 2025, arXiv:2501.18795, §3. Takes the arguments of `llama` and
-    the following ones.
+    """SmolLM 3: Llama with some layers without rotary positions (arXiv:2501.18795, §3).
 
     Args:
       rotary_layers: True for each layer with rotary positions; `None`: all except every fourth.
       window: number of positions attended to by layers without rotary positions; `None`: all. Or
         one window for each layer.
-
-    Raises:
-      ValueError: as in `llama`, or if `rotary_layers` or `window` does not have a value for each
-        layer.
     """
     rotaries = _usual(layers) if rotary_layers is None else rotary_layers
     if window is None or isinstance(window, int):
@@ -72,10 +65,7 @@ def _read(settings: Settings, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _window(settings: Settings, rotaries: Sequence[bool]) -> int | list[int | None] | None:
-    """Reads the window of layers without rotary positions, or one window for each layer.
-
-    Either layer_types or use_sliding_window enables it.
-    """
+    """Reads the window of layers without rotary positions, or one window for each layer."""
     used = settings.take("use_sliding_window", False, bool)
     window = settings.take("sliding_window", None)
     kinds = parts.layer_types(settings, len(rotaries))

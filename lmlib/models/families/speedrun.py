@@ -37,22 +37,16 @@ def speedrun(
 ) -> Decoder:
     """A pre-norm decoder like `llama`, with parts that can each be turned off.
 
-    Takes the arguments of `llama` and the following ones.
-
     Args:
-      value_embeddings: every n-th layer, counted from the last, has a `ValueEmbedding`; True: each
-        layer; False: none.
+      value_embeddings: every n-th layer, counted from the last, has a `ValueEmbedding`; True:
+        each layer; False: none.
       residual_scales: True if layers are `ResidualScales`.
       query_key_norm: True to norm the queries and keys of each head, without learned scales
         (Henry et al. 2020, arXiv:2010.04245).
       attention_scale: factor of scores; `None`: head_dim^-1/2.
       squared_relu: True if the MLP is max(up x, 0)² rather than a gated silu.
-      window, long_every: `window` is the number of positions that a layer attends to; every
-        `long_every`-th layer and the last one attend to all. See `short_and_long`. `None`: all
-        layers attend to all positions.
-
-    Raises:
-      ValueError: as in `llama`, or if `value_embeddings` is negative or `long_every` not positive.
+      window, long_every: number of positions that a layer attends to, except for every
+        `long_every`-th layer and the last one. See `short_and_long`.
     """
     if value_embeddings < 0:
         raise ValueError(f"value_embeddings must not be negative, got {value_embeddings}")

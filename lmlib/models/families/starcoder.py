@@ -27,7 +27,7 @@ def starcoder2(
     """StarCoder 2.
 
     Differences from Llama: LayerNorm, biases everywhere, a window, and an MLP of two matrices with
-    gelu. Arguments as in `llama`; `mlp` is 4 · embed by default.
+    gelu. `mlp` is 4 · embed by default.
     """
     return transformer(
         embed=embed, mlp=4 * embed if mlp is None else mlp, tied=tied, window=window,

@@ -50,14 +50,11 @@ def transformer(
     """Returns a decoder with new weights. The first arguments are as in `llama`.
 
     Args:
-      attention, feed_forward: make the parts of a block; or one function for each layer. Equal
-        layers must have the same function object.
-      rotary_layers: True if layers have rotary positions, with `rope_theta`; or the `Rotary`; or
-        one such value for each layer.
-      norm: makes norms.
-      norms: the names of a block's norms.
-      block: makes a block from its parts.
-      layer: makes a layer from a block; `None`: the block is the layer.
+      attention, feed_forward: make the parts of a block; or one function for each layer, the same
+        object for equal layers.
+      rotary_layers: True for `rope_theta`, a `Rotary`, or one such value for each layer.
+      norm, norms: makes norms; the names of a block's norms.
+      block, layer: make a block from its parts, and a layer from a block.
       writes: scale of the initial values of matrices that write to the residual stream; `None`:
         `residual_scale(layers)`.
       positions: makes learned positions.
@@ -65,9 +62,6 @@ def transformer(
         table. The last norm's initial scale then gives the logits of a tied table a standard
         deviation of embed^-1/2, so the first loss is ln(vocab) to within 0.1.
       logits_scale, decoder: further arguments of `Decoder`.
-
-    Raises:
-      ValueError: if sizes do not fit each other.
     """
     kv_heads = heads if kv_heads is None else kv_heads
     check_sizes(vocab=vocab, embed=embed, layers=layers, heads=heads, kv_heads=kv_heads, mlp=mlp)
@@ -76,10 +70,8 @@ def transformer(
     head_dim = embed // heads if head_dim is None else head_dim
 
     def positions_of(rotary: bool | Rotary) -> Rotary | None:
-        if isinstance(rotary, Rotary):
-            return rotary
-        if not rotary:
-            return None
+        if not rotary or isinstance(rotary, Rotary):
+            return rotary or None
         return Rotary(_rotated_coordinates(head_dim, rotary_fraction), rope_theta, rope_scaling)
 
     rotaries = [positions_of(each) for each in _each("rotary_layers", rotary_layers, layers)]

@@ -17,8 +17,7 @@ def variant(without: str = "") -> Callable[[_Family], _Family]:
     """Makes a family from a function that takes the arguments of `llama` by name.
 
     The family has the parameters of `llama` in their order, except for `PARTS` and the names in
-    `without`. Parameters of the function replace those of the same name and keep their default
-    unless they have their own; new parameters come last.
+    `without`. Parameters of the function replace them, or come last.
     """
 
     def made(function: _Family) -> _Family:

@@ -30,23 +30,15 @@ EXPERT, CHOICE = "expert", "choice"  # axes of experts, and of their router
 class Adapted(Matrix):
     """base + scale · down · up (LoRA: Hu et al. 2021, arXiv:2106.09685, eq. 3).
 
-    The sum is not computed: inputs are multiplied by each of the three. The base gets no gradient.
-
-    `down` has the axes of `base` that products sum over, then the rank; `up` has the rank, then the
-    other axes. Axes of stacked layers come first, as in `base`. The axes have the same layouts as
-    in `base`, and both matrices are also split over `fsdp` (`lmlib.parallel.layout.stored`). The
-    rank is split over `tensor` if no axis of `down` is.
-
-    If the first axis of `base` is experts, each expert has its own pair, along the first axis of
-    both. The pairs are on the devices of their experts, and their rank is whole.
+    The base gets no gradient. `down` has the axes of `base` that products sum over, then the rank;
+    `up` has the rank, then the other axes; axes of stacked layers and of experts come first in
+    both. The axes have the same layouts as in `base`. The rank is split over `tensor` if no axis of
+    `down` is, and there are no experts.
 
     Attributes:
-      base: an array, or a `lmlib.models.matrices.int8.Int8`.
       alpha, rank_stabilized: scale is alpha / rank, or alpha / √rank if `rank_stabilized`.
-      dropout: dropout rate of the input of `down` in training.
-      key: key for dropout, in a layer of a training step; `None` otherwise.
-      declaration: the declaration of `base`.
-      axis_names: axis names of the three arrays.
+      dropout, key: dropout rate of the input of `down`, and its key in a training step.
+      declaration, axis_names: the declaration of `base`, and axis names of the three arrays.
     """
 
     rows_may_be_split = True
@@ -137,10 +129,10 @@ class Adapted(Matrix):
         return base.astype(wide) + self.scale * added
 
     def low_rank(self, down: bool) -> Declaration:
-        """The declaration of `down` or `up`.
+        """The declaration of `down` or `up`, with the initial values of PEFT.
 
-        The initial values are the same as in PEFT: `down` has variance 1 / (3 · fan_in), `up` is
-        zero, so that an adapted model starts as its base.
+        `down` has variance 1 / (3 · fan_in), `up` is zero, so that an adapted model starts as its
+        base.
         """
         rules = {**COMPUTE, **self.declaration.rules}
         taken = self.apart or any(rules[axis] == rules[DOWN_RANK] for axis in self.summed)
@@ -161,9 +153,7 @@ def adapted(
 ) -> Adapted:
     """Adds new low-rank matrices to `base`, the array of `weight`.
 
-    Raises:
-      LayoutError: if products do not sum over its first axes, or the first after the axis of
-        experts.
+    Raises LayoutError if products do not sum over its first axes after the axis of experts.
     """
     stacked, axes = weight.stacked, weight.own_axes
     summed, apart = summed_axes(weight.declaration, axes), experts_axes(axes)
@@ -249,9 +239,8 @@ def _low_rank_product(
 ) -> Array:
     """scale · (x · down) · up.
 
-    Layouts: if `tensor` splits the rank of `down`, the result of `down` is gathered over `tensor`
-    (an all-gather; a reduce-scatter in the backward pass). If `tensor` splits a summed axis, the
-    result is summed over `tensor` (a psum or a reduce-scatter, depending on `out_sharding` for y).
+    If `tensor` splits the rank of `down`, its result is gathered over `tensor`; if it splits a
+    summed axis, the result is summed.
     """
     operands, y_axes = equation.split("->")
     x_axes, w_axes = operands.split(",")

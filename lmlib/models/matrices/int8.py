@@ -23,9 +23,8 @@ _ONE = "one"  # the axis of a scale along which products sum
 class Int8(Matrix):
     """values · scale, with a scale for each slice that a product sums over.
 
-    `lmlib.models.matrices.quantized.rounded` makes both; the error of each element is at most scale
-    / 2. The layout is the same as the weight's. `lmlib.parallel.gathering.gather` sends the 8 bits,
-    and converts them to numbers where they are used.
+    `lmlib.models.matrices.quantized.rounded` makes both, in the weight's layout. `gather` sends the
+    8 bits, and converts them where they are used.
     """
 
     rows_may_be_split = True
@@ -42,8 +41,7 @@ class Int8(Matrix):
     def gathered(self, dtype: DTypeLike, after: Array | None) -> Float[Array, "..."]:
         """See `Matrix.gathered`: the array, not computed before `after` is available.
 
-        XLA would compute it before a loop, for all its iterations (the XLA of JAX 0.10 still does
-        so on CPUs).
+        XLA would compute it before a loop, for all its iterations.
         """
         values, scale = self.values, self.scale
         if after is not None:
@@ -71,10 +69,10 @@ _rounded = jax.jit(rounded, static_argnames=("summed", "dtype"))
 
 
 def in_int8(weight: Weight, array: Array) -> Any:
-    """Converts `array`, the array of `weight`, to an `Int8` if possible; otherwise returns it.
+    """Converts the array of `weight` to an `Int8` if it multiplies activations; otherwise returns
+    it.
 
-    It must be a matrix that multiplies activations, without a vocabulary axis and without its own
-    dtype.
+    Weights with a vocabulary axis or their own dtype stay as they are.
     """
     declared = weight.declaration
     if not declared.multiplied or declared.dtype is not None or "vocab" in weight.axes:

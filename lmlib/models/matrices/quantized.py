@@ -1,27 +1,19 @@
 """Products of activations and weights in 8 bits, for training.
 
-AQT (github.com/google/aqt) brought such products to JAX; SwitchBack: Wortsman et al. 2023,
-arXiv:2304.13013.
-
     precision  operands                     sums     largest value
     int8       x, w and dy are int8         int32    127
     float8     x and w e4m3, dy e5m2        float32  448 and 57,344
 
-int32 holds any sum over up to 133,000 elements. The float8 formats and their use follow
-Micikevicius et al. 2022, arXiv:2209.05433.
+Sources: github.com/google/aqt; SwitchBack: Wortsman et al. 2023, arXiv:2304.13013; the float8
+formats: Micikevicius et al. 2022, arXiv:2209.05433.
 
 Each slice of an operand that is summed over gets its own scale, computed from its largest absolute
-value in every step. An operand is rounded to the nearest value · scale. The error of a product is
-the result of rounding its two operands:
-
-    int8    the error of each element is at most scale / 2 = largest / 254
-    e4m3    … at most 2^-4 of the element, or 2^-10 · scale if that is more
-    e5m2    … at most 2^-3 of the element, or 2^-17 · scale if that is more
+value in every step. Rounding to the nearest value · scale is off by at most scale / 2 in int8,
+2^-4 of the element or 2^-10 · scale in e4m3, and 2^-3 of it or 2^-17 · scale in e5m2.
 
 In the backward pass, rounding counts as the identity (straight-through: Bengio et al. 2013,
-arXiv:1308.3432). dx = dy wᵀ is also a product in 8 bits, with scales along its own sum. dw = xᵀ dy
-is computed from the unrounded gradient in the compute dtype: its sum runs over all tokens of the
-batch, and SwitchBack found that errors of 8 bits are harmful there.
+arXiv:1308.3432). dx = dy wᵀ is also a product in 8 bits. dw = xᵀ dy is computed from the unrounded
+gradient: its sum runs over all tokens of the batch, and SwitchBack found errors harmful there.
 """
 
 from collections.abc import Mapping
@@ -70,10 +62,8 @@ def rounded_product(
 ) -> Float[Array, "..."]:
     """`jnp.einsum` of `a` and `b` rounded to `formats`; the result has a's dtype.
 
-    An element whose sum includes NaN or infinity is not finite. Each summed axis must be in both
-    operands, and no axis may be in both operands and the result. Scales have the layout of their
-    operand, except that they are the same everywhere along summed axes. If the summed axes are
-    split, the sums are sent in 32 bits.
+    Each summed axis must be in both operands, and no axis in both operands and the result. If the
+    summed axes are split, the sums are sent in 32 bits.
     """
     operands, y_axes = equation.split("->")
     a_axes, b_axes = operands.split(",")
@@ -94,8 +84,8 @@ def rounded(
 ) -> tuple[Array, Float[Array, "..."]]:
     """Rounds `x` to values of `dtype` with float32 scales: x is about values · scales.
 
-    A scale covers all elements along the axes `summed`, which have size 1 in it. It maps their
-    largest absolute value to the largest of `dtype`, and is a normal number even if all are zero.
+    A scale covers all elements along the axes `summed`, and is a normal number even if all are
+    zero.
     """
     integer = jnp.issubdtype(dtype, jnp.integer)
     limit = float(jnp.iinfo(dtype).max if integer else jnp.finfo(dtype).max)
@@ -119,10 +109,7 @@ def _places_not_in(others: str, axes: str) -> tuple[int, ...]:
 
 
 def _plain(x: Array) -> Array:
-    """Removes the `reduced` axes from the layout of `x`, which gathered arrays have.
-
-    JAX supports them only in products.
-    """
+    """Removes the `reduced` axes from the layout of `x`, which JAX supports only in products."""
     if jax.sharding.get_abstract_mesh().empty:
         return x
     return jax.sharding.reshard(x, jax.typeof(x).sharding.spec.update(reduced=frozenset()))

@@ -14,43 +14,29 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from lmlib.compute import Compute
 from lmlib.models.attend import attend, check_attention
-from lmlib.models.attend.kernel import Options
+from lmlib.models.attend.kernel import Options, Shapes
 from lmlib.models.context import Context
 from lmlib.models.part import Names, Norm, Part
 from lmlib.models.parts.rope import Rotary, rotate
 from lmlib.models.product import product
-from lmlib.models.weights import fan_in, fold, initial_values, product_flops, weight, zeros
+from lmlib.models.weights import fan_in, fill, fold, product_flops, weight, zeros
 from lmlib.parallel.layout import spec
 
 
 class Attention(Part):
-    """softmax(scale · q kᵀ) v, where G query heads share each key-value head.
-
-    Grouped-query attention: Ainslie et al. 2023, arXiv:2305.13245. `tensor` splits the heads; each
-    device attends with its own.
+    """softmax(scale · q kᵀ) v, where G query heads share each key-value head (arXiv:2305.13245).
 
     Args:
-      embed, heads, kv_heads, head_dim: sizes.
       rotary: rotates queries and keys by their positions; optional.
-      window: number of positions that each one attends to, itself and the ones before it; `None`:
-        all.
-      scale: factor of the products; `None`: head_dim^-1/2.
-      soft_cap: c, if scores s become c · tanh(s / c) before the mask; `None` leaves them as they
-        are.
-      bias: True if query, key and value have biases.
-      output_bias: True if the output has a bias.
+      window: number of positions that each one attends to, itself and the ones before it.
+      scale, soft_cap: as in `lmlib.models.attend.attend`.
+      bias, output_bias: True if queries, keys and values, or the output, have biases.
       sinks: True if each head has a sink; see `lmlib.models.attend.kernel.with_sinks`.
-      norm: makes the norms of queries and keys before rotation, called with `key` and the sizes of
-        heads and head_dim: `RMSNorm` with axes "head_dim" norms each head separately, with "heads
-        head_dim" (for keys: "kv_heads head_dim") all together. `None`: without norms.
-      key_norm: makes the norm of keys; `None`: `norm` does.
-      value_embedding: makes a part that adds to the values of each token, called like `norm`:
-        `functools.partial(ValueEmbedding, vocab)`; optional.
-      residual_scale: factor of the output's initial values; see
-        `lmlib.models.weights.residual_scale`.
-
-    Raises:
-      ValueError: if `kv_heads` does not divide `heads`.
+      norm, key_norm: make the norms of queries and keys before rotation, from `key` and sizes.
+        `RMSNorm` with axes "head_dim" norms each head, with "heads head_dim" (for keys: "kv_heads
+        head_dim") all together. Without `key_norm`, `norm` does.
+      value_embedding: makes a part that adds to the values of each token, called like `norm`.
+      residual_scale: factor of the output's initial values (`lmlib.models.weights`).
     """
 
     rows_may_be_split = True
@@ -99,71 +85,50 @@ class Attention(Part):
     ):
         if kv_heads > 0 and heads % kv_heads:
             raise ValueError(f"heads = {heads} must be a multiple of kv_heads = {kv_heads}")
-        if window is not None and window < 1:
-            raise ValueError(f"window must be at least 1, or None, got {window}")
-        if window is not None and window >= 2**31:
-            raise ValueError(f"window must be below 2^31, got {window:,}")
+        if window is not None and not 1 <= window < 2**31:
+            raise ValueError(f"window must be at least 1 and below 2^31, or None, got {window:,}")
+        self.rotary, self.window, self.scale, self.soft_cap = rotary, window, scale, soft_cap
         self.residual_scale = residual_scale
         sizes = {"embed": embed, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
-
-        def first(field: str) -> Array:
-            return initial_values(self, field, key, **sizes)
-
-        self.query, self.key, self.value = first("query"), first("key"), first("value")
-        self.output = first("output")
-        self.query_bias = first("query_bias") if bias else None
-        self.key_bias = first("key_bias") if bias else None
-        self.value_bias = first("value_bias") if bias else None
-        self.output_bias = first("output_bias") if output_bias else None
-        self.sinks = first("sinks") if sinks else None
+        absent = [] if bias else ["query_bias", "key_bias", "value_bias"]
+        absent += [] if output_bias else ["output_bias"]
+        fill(self, key, absent if sinks else [*absent, "sinks"], **sizes)
         key_norm = norm if key_norm is None else key_norm
-        of_heads = {name: sizes[name] for name in ("heads", "kv_heads", "head_dim")}
-        self.query_norm = norm and norm(key=fold(key, "query_norm"), **of_heads)
-        self.key_norm = key_norm and key_norm(key=fold(key, "key_norm"), **of_heads)
+        del sizes["embed"]
+        self.query_norm = norm and norm(key=fold(key, "query_norm"), **sizes)
+        self.key_norm = key_norm and key_norm(key=fold(key, "key_norm"), **sizes)
         self.value_embedding = value_embedding and value_embedding(
-            key=fold(key, "value_embedding"), **of_heads
+            key=fold(key, "value_embedding"), **sizes
         )
-        self.rotary, self.window, self.scale, self.soft_cap = rotary, window, scale, soft_cap
 
     def __call__(
         self, x_BSE: Float[Array, "b s embed"], context: Context, cache: Any = None
     ) -> tuple[Float[Array, "b s embed"], Any]:
         """A mixer's call. The cache is a `lmlib.models.parts.cache.KeysAndValues`.
 
-        Layouts: x is whole along `seq`; the result has the layout that `context.compute.residual`
-        names. The last product is therefore summed over `tensor` (a psum or a reduce-scatter).
+        The last product is summed over `tensor` (a psum or a reduce-scatter).
         """
+        compute = context.compute
         q_BSHD, k_BTKD, v_BTKD = self._projected(x_BSE, context)
+        if cache is not None:
+            from lmlib.models.parts.cache import attend_cached, extended  # only generation needs it
         with jax.named_scope("attention"):
             if cache is None or cache.empty:
                 mixed_BSHD = attend(
-                    q_BSHD,
-                    k_BTKD,
-                    v_BTKD,
-                    context.segment_ids_BS,
-                    context.compute.attention,
-                    window=self.window,
-                    scale=self.scale,
-                    soft_cap=self.soft_cap,
-                    sinks_H=self.sinks,
-                    order=context.order,
-                    way=context.compute.context,
-                )
+                    q_BSHD, k_BTKD, v_BTKD, context.segment_ids_BS, compute.attention,
+                    window=self.window, scale=self.scale, soft_cap=self.soft_cap,
+                    sinks_H=self.sinks, order=context.order, way=compute.context,
+                )  # fmt: skip
                 if cache is not None:
-                    from lmlib.models.parts.cache import extended  # only generation needs it
-
                     cache = extended(cache, k_BTKD, v_BTKD, context.positions_BS)
             else:
-                from lmlib.models.parts.cache import attend_cached
-
                 options = Options.of(self.window, self.scale, self.soft_cap, q_BSHD.shape[-1])
                 mixed_BSHD, cache = attend_cached(
                     q_BSHD, k_BTKD, v_BTKD, context.positions_BS, cache, options,
                     sinks_H=self.sinks,
                 )  # fmt: skip
         with jax.named_scope("projections"):
-            precision = context.compute.precision("projections")
-            residual = spec(context.compute.residual)
+            precision, residual = compute.precision("projections"), spec(compute.residual)
             y_BSE = product("bshd,hde->bse", mixed_BSHD, self.output, precision, residual)
             return _biased(y_BSE, self.output_bias), cache
 
@@ -174,14 +139,9 @@ class Attention(Part):
 
         q_BSHD, k_BTKD, _ = self._projected(x_BSE, context)
         return attention_weights(
-            q_BSHD,
-            k_BTKD,
-            context.segment_ids_BS,
-            window=self.window,
-            scale=self.scale,
-            soft_cap=self.soft_cap,
-            sinks_H=self.sinks,
-        )
+            q_BSHD, k_BTKD, context.segment_ids_BS, window=self.window, scale=self.scale,
+            soft_cap=self.soft_cap, sinks_H=self.sinks,
+        )  # fmt: skip
 
     def _projected(self, x_BSE: Array, context: Context) -> tuple[Array, Array, Array]:
         """Queries, keys and values after biases, norms and rotation."""
@@ -208,10 +168,6 @@ class Attention(Part):
     def reads(self) -> tuple[Hashable, ...]:
         return super().reads if self.rotary is None else (self.rotary, *super().reads)
 
-    @property
-    def switches(self) -> tuple[int, ...]:
-        return () if self.rotary is None else self.rotary.switches
-
     def empty_cache(self, rows: int, length: int, dtype: DTypeLike) -> Any:
         """See `Part.empty_cache`; with a window the cache has the window's size."""
         from lmlib.models.parts.cache import empty_cache
@@ -220,11 +176,8 @@ class Attention(Part):
         return empty_cache(rows, min(self.window or length, length), kv_heads, head_dim, dtype)
 
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:
-        """FLOPs of the weights and of the two products of activations: 12 · heads · head_dim ·
+        """FLOPs of the weights, and 12 · heads · head_dim · keys, with the mean number of visible
         keys.
-
-        `keys` is the sequence's length or the window's. If `causal`, it is the mean number of keys
-        that a position attends to, about half, as computed by a kernel that skips masked blocks.
         """
         heads, head_dim = self.query.shape[-2:]
         keys = float(min(self.window or sequence_length, sequence_length))
@@ -233,17 +186,12 @@ class Attention(Part):
         return product_flops(self) + 12 * heads * head_dim * keys
 
     def check(self, sequence_length: int, compute: Compute) -> None:
-        """Raises ValueError if attention or rotary positions cannot compute these sizes.
-
-        `compute.attention` must be known and support the sizes, and the sequences must not be too
-        long for the rotary positions.
-        """
+        """See `Part.check`; also checks the kernel that `compute.attention` names."""
         if self.rotary is not None:
             self.rotary.check(sequence_length)
-        check_attention(
-            compute.attention, sequence_length, self.query.shape[-1], compute.dtype, self.soft_cap,
-            sinks=self.sinks is not None, way=compute.context,
-        )  # fmt: skip
+        sizes = sequence_length, self.query.shape[-1]
+        shapes = Shapes(*sizes, compute.dtype, self.soft_cap, sinks=self.sinks is not None)
+        check_attention(compute.attention, shapes, compute.context)
 
 
 def _biased(x: Array, bias: Array | None) -> Array:

@@ -1,9 +1,7 @@
 """Keys and values of earlier tokens, for attention in later calls.
 
-Position p is stored in slot p mod N. With as many slots as positions, the cache holds all tokens.
-With fewer slots it is a ring of the newest tokens, which is sufficient for a layer with a window.
-The contents of a slot follow from the newest position, so nothing else is stored, and the place of
-a token does not depend on the rest of its batch.
+Position p is stored in slot p mod N. With fewer slots than positions, the cache is a ring of the
+newest tokens, for a layer with a window. The contents of a slot follow from the newest position.
 
 Shapes: B batch, S sequence (queries), N slots, T keys attended to, H heads, K kv_heads, G = H / K
 query heads per key-value head, D head_dim of keys, V head_dim of values, M = G · S.
@@ -27,11 +25,8 @@ _KEYS, _VALUES = "batch kv_heads head_dim slot", "batch kv_heads slot head_dim"
 class KeysAndValues(eqx.Module):
     """The cache of one layer; `tensor` splits its heads, `data` and `fsdp` its rows.
 
-    Both arrays have the layout that products with one query read, so that nothing is copied for a
-    token.
-
-    Attributes:
-      empty: True, while tracing, if no call has written to the cache yet.
+    Both arrays have the layout that products with one query read. `empty` is True, while tracing,
+    if no call has written to the cache yet.
     """
 
     keys: Float[Array, "b kv_heads head_dim slot"]
@@ -47,13 +42,7 @@ def empty_cache(
     dtype: DTypeLike,
     value_dim: int | None = None,
 ) -> KeysAndValues:
-    """Returns a cache of zeros.
-
-    Key-value heads that attention repeats over `tensor` are stored repeatedly.
-
-    Args:
-      value_dim: size of values; `None`: `head_dim`.
-    """
+    """Returns a cache of zeros, with heads repeated as in attention over `tensor`."""
     mesh = jax.sharding.get_abstract_mesh()
     times = 1 if mesh.empty else repeats("kv_heads", kv_heads, COMPUTE, mesh)
     values_BKNV = jnp.zeros((rows, kv_heads * times, slots, value_dim or head_dim), dtype)
@@ -94,32 +83,23 @@ def attend_cached(
     Softmax is in float32 or wider. Nothing is sent.
 
     Args:
-      positions_BS: positions of this call's tokens. In each row they follow each other and the
-        tokens in the cache. Tokens at negative positions, at a row's end, are padding and are not
-        stored.
-      of_values_BSHV: queries for values: scores are scale · (q kᵀ + of_values vᵀ), as if each value
-        were a part of its key.
-      sinks_H: see `lmlib.models.attend.attend`.
+      positions_BS: positions of this call's tokens, which follow the cache's; negative ones, at a
+        row's end, are padding and are not stored.
+      of_values_BSHV: queries for values: scores are scale · (q kᵀ + of_values vᵀ), as if each
+        value were a part of its key.
     """
     after = extended(cache, k_BSKD, v_BSKV, positions_BS)
-    heads, kv_heads = (
-        partition("batch seq heads head_dim"),
-        partition("batch seq kv_heads head_dim"),
-    )
-    kept, tokens = (partition(_KEYS), partition(_VALUES)), partition("batch seq")
-    outputs = heads, partition("batch seq heads")
+    heads, kv_heads = (partition(f"batch seq {each} head_dim") for each in ("heads", "kv_heads"))
     queries = [q_BSHD] if of_values_BSHV is None else [q_BSHD, of_values_BSHV]
-    of_queries = [heads] * len(queries)
-    if q_BSHD.shape[1] == 1:  # one token has not overwritten any key that it attends to
-        mixed_BSHV, log_normaliser_BSH = on_each_device(
-            functools.partial(_attend_one, options),
-            (*kept, tokens, *of_queries), outputs, tracked=False,
-        )(after.keys, after.values, positions_BS, *queries)  # fmt: skip
-    else:
-        mixed_BSHV, log_normaliser_BSH = on_each_device(
-            functools.partial(_attend_many, options),
-            (kv_heads, kv_heads, *kept, tokens, *of_queries), outputs, tracked=False,
-        )(k_BSKD, v_BSKV, cache.keys, cache.values, positions_BS, *queries)  # fmt: skip
+    # One token has not overwritten any key that it attends to.
+    before = after if q_BSHD.shape[1] == 1 else cache
+    mixed_BSHV, log_normaliser_BSH = on_each_device(
+        functools.partial(_attend, options),
+        (partition(_KEYS), partition(_VALUES), partition("batch seq"), kv_heads, kv_heads)
+        + (heads,) * len(queries),
+        (heads, partition("batch seq heads")),
+        tracked=False,
+    )(before.keys, before.values, positions_BS, k_BSKD, v_BSKV, *queries)
     if sinks_H is not None:
         mixed_BSHV = with_sinks(mixed_BSHV, log_normaliser_BSH, sinks_H)
     return mixed_BSHV, after
@@ -134,10 +114,7 @@ def _positions_in(slots: int, newest_B: Int32[Array, "b"]) -> Int32[Array, "b sl
 def _first_written(
     keys_BKDN: Array, values_BKNV: Array, k_BSKD: Array, v_BSKV: Array, positions_BS: Array
 ) -> tuple[Array, Array]:
-    """Writes tokens from position 0 on.
-
-    Padding comes after a row's newest position, where nothing counts.
-    """
+    """Writes tokens from position 0 on. Padding comes after them, where nothing counts."""
     k_BKDS = jnp.transpose(k_BSKD, (0, 2, 3, 1)).astype(keys_BKDN.dtype)
     v_BKSV = jnp.swapaxes(v_BSKV, 1, 2).astype(values_BKNV.dtype)
     empty = 0, keys_BKDN.shape[3] - k_BKDS.shape[3]
@@ -198,47 +175,30 @@ def _token_written(
     )
 
 
-def _attend_one(
-    options: Options, keys_BKDN: Array, values_BKNV: Array, positions_BS: Array, *queries: Array
+def _attend(
+    options: Options, keys: Array, values: Array, positions_BS: Array, k: Array, v: Array, *q: Array
 ) -> tuple[Array, Array]:
-    """Attention of one query in each row, whose own key and value are already in the cache."""
-    held_BN = _positions_in(keys_BKDN.shape[3], positions_BS[:, 0])
-    return _mix(options, keys_BKDN, values_BKNV, positions_BS, held_BN, *queries)
+    """Attention of one query in each row, whose own key is in the cache already, or of several.
 
-
-def _attend_many(
-    options: Options,
-    k_BSKD: Array,
-    v_BSKV: Array,
-    keys_BKDN: Array,
-    values_BKNV: Array,
-    positions_BS: Array,
-    *queries: Array,
-) -> tuple[Array, Array]:
-    """Attention over the old cache and the new tokens, since a ring may overwrite old tokens."""
-    held_BN = _positions_in(keys_BKDN.shape[3], positions_BS[:, 0] - 1)
-    new_BS = jnp.where(positions_BS < 0, -1, positions_BS)
-    k_BKDS = jnp.transpose(k_BSKD, (0, 2, 3, 1)).astype(keys_BKDN.dtype)
-    v_BKSV = jnp.swapaxes(v_BSKV, 1, 2).astype(values_BKNV.dtype)
-    return _mix(
-        options,
-        jnp.concatenate((keys_BKDN, k_BKDS), axis=3),
-        jnp.concatenate((values_BKNV, v_BKSV), axis=2),
-        positions_BS,
-        jnp.concatenate((held_BN, new_BS), axis=1),
-        *queries,
-    )
+    Several attend to the old cache and the new tokens, since a ring may overwrite old tokens.
+    """
+    keys_BKDN, values_BKNV = keys, values
+    held_BT = _positions_in(keys_BKDN.shape[3], positions_BS[:, 0])
+    if positions_BS.shape[1] > 1:
+        held_BN = _positions_in(keys_BKDN.shape[3], positions_BS[:, 0] - 1)
+        new_BS = jnp.where(positions_BS < 0, -1, positions_BS)
+        held_BT = jnp.concatenate((held_BN, new_BS), axis=1)
+        k_BKDS = jnp.transpose(k, (0, 2, 3, 1)).astype(keys_BKDN.dtype)
+        v_BKSV = jnp.swapaxes(v, 1, 2).astype(values_BKNV.dtype)
+        keys = jnp.concatenate((keys_BKDN, k_BKDS), axis=3)
+        values = jnp.concatenate((values_BKNV, v_BKSV), axis=2)
+    return _mix(options, keys, values, positions_BS, held_BT, *q)
 
 
 def _mix(
-    options: Options,
-    keys_BKDT: Float[Array, "b k d t"],
-    values_BKTV: Float[Array, "b k t v"],
-    positions_BS: Int32[Array, "b s"],
-    held_BT: Int32[Array, "b t"],
-    q_BSHD: Float[Array, "b s h d"],
-    of_values_BSHV: Float[Array, "b s h v"] | None = None,
-) -> tuple[Float[Array, "b s h v"], Float[Array, "b s h"]]:
+    options: Options, keys_BKDT: Array, values_BKTV: Array, positions_BS: Array, held_BT: Array,
+    q_BSHD: Array, of_values_BSHV: Array | None = None,
+) -> tuple[Array, Array]:  # fmt: skip
     """Returns the mixed values and the logarithms of the normalisers."""
     B, S, H, _ = q_BSHD.shape
     K, wide = keys_BKDT.shape[1], jnp.promote_types(q_BSHD.dtype, jnp.float32)

@@ -9,15 +9,9 @@ from jaxtyping import Array, Float, Int32, PRNGKeyArray
 
 from lmlib.models.context import Context
 from lmlib.models.part import Part
-from lmlib.models.weights import initial_values, normal, weight
-from lmlib.parallel.collectives import (
-    all_gather,
-    all_to_all,
-    axis_index,
-    on_each_device,
-    psum,
-    psum_scatter,
-)
+from lmlib.models.weights import fill, normal, weight
+from lmlib.parallel import collectives
+from lmlib.parallel.collectives import all_gather, all_to_all, on_each_device, psum
 from lmlib.parallel.layout import STORED, along, partition, reshard, spec
 
 
@@ -27,26 +21,25 @@ def embedded(
     dtype: DTypeLike,
     residual: str,
 ) -> Float[Array, "b s embed"]:
-    """The rows `tokens_BS` of the table, in `dtype`.
+    """The rows `tokens_BS` of the table, in `dtype`, in the layout that `residual` names.
 
-    Layouts: the table as stored; the result in the layout that `residual` names. The table stays in
-    place. Each device looks up the tokens of all devices along `fsdp` in its own columns, and an
-    all-to-all over `fsdp` assembles the rows. This sends less than gathering the table, unless a
-    device has more tokens than the vocabulary. Each device along `tensor` has its own part of the
-    vocabulary, so rows are summed over `tensor`: all but one are zero. A token's gradient is summed
-    in float32 or wider. Nothing as large as the table is sent, except over `data`.
+    The stored table stays in place. Each device looks up the tokens of all devices along `fsdp` in
+    its own columns, and an all-to-all over `fsdp` assembles the rows. Each device along `tensor`
+    has its own part of the vocabulary, so rows, all but one of them zero, are summed over `tensor`.
+    A token's gradient is summed in float32 or wider, and nothing as large as the table is sent,
+    except over `data`.
     """
     wide = jnp.promote_types(dtype, jnp.float32)
 
     def look_up(table_VE: Array, tokens_BS: Array) -> Array:
         tokens_BS = all_gather(tokens_BS, along("embed", STORED), axis=0)
         V = table_VE.shape[0]
-        rows_BS = tokens_BS - V * axis_index(along("vocab"))
+        rows_BS = tokens_BS - V * collectives.axis_index(along("vocab"))
         rows_BS = jnp.where(rows_BS < 0, V, rows_BS)  # negative indices would count from the end
         x_BSE = table_VE.astype(wide).at[rows_BS].get(mode="fill", fill_value=0).astype(dtype)
         x_BSE = all_to_all(x_BSE, along("embed", STORED), split=0, joined=2)
         if "seq_parallel" in residual.split():
-            return psum_scatter(x_BSE, along("vocab"), axis=1)
+            return collectives.psum_scatter(x_BSE, along("vocab"), axis=1)
         return psum(x_BSE, along("vocab"))
 
     return on_each_device(
@@ -57,20 +50,14 @@ def embedded(
 
 
 class Positions(Part):
-    """A learned vector for each position of a document, added to the embedding.
-
-    Source: Gehring et al. 2017, arXiv:1705.03122, §3.1.
-
-    Args:
-      position, embed: sizes.
-    """
+    """A learned vector for each position of a document (arXiv:1705.03122, §3.1)."""
 
     rows_may_be_split = True
 
     table: Float[Array, "position embed"] = weight(normal(0.02), rules={"position": None})
 
     def __init__(self, position: int, embed: int, *, key: PRNGKeyArray):
-        self.table = initial_values(self, "table", key, position=position, embed=embed)
+        fill(self, key, position=position, embed=embed)
 
     def __call__(self, context: Context) -> Float[Array, "b s embed"]:
         """The vectors for the context's positions, in the layout of `context.compute.residual`."""

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from lmlib.compute import Compute
 from lmlib.models.attend import attend, check_attention
-from lmlib.models.attend.kernel import Options
+from lmlib.models.attend.kernel import Options, Shapes
 from lmlib.models.context import Context
 from lmlib.models.part import Names, Norm, Part
 from lmlib.models.parts.cache import KeysAndValues, attend_cached, empty_cache, extended
@@ -36,26 +36,14 @@ class LatentAttention(Part):
 
     The cache holds a normed latent and a rotary key for each token (DeepSeek-AI 2024,
     arXiv:2405.04434, §2.1). Each head computes its values and the first `head_dim` coordinates of
-    its keys from the latent; the others are the rotary key, which all heads share. Queries are
-    computed from a second latent, or from the residual stream.
-
-    `tensor` splits the heads; each of its devices has whole latents.
+    its keys from the latent; the others are the rotary key, which all heads share. Queries come
+    from a second latent, or without `query_latent` from the residual stream.
 
     Args:
-      embed, heads: sizes.
-      head_dim: size of a head's queries and keys without positions.
-      rotary_dim: size of a head's queries and keys with rotary positions.
-      value_dim: size of a head's values.
-      latent, query_latent: sizes of the latents; without `query_latent` queries come from the
-        residual stream.
-      rotary: rotates `rotary_dim` coordinates.
+      head_dim, rotary_dim: sizes of a head's queries and keys without and with rotary positions.
+      value_dim, latent, query_latent: sizes of a head's values, and of the latents.
       scale: factor of the products; `None`: (head_dim + rotary_dim)^-1/2.
       norm: makes the norms of latents, called with `key` and the size of "latent".
-      residual_scale: factor of the output's initial values; see
-        `lmlib.models.weights.residual_scale`.
-
-    Raises:
-      ValueError: if the size of `rotary` is not `rotary_dim`.
     """
 
     rows_may_be_split = True
@@ -121,9 +109,7 @@ class LatentAttention(Part):
     ) -> tuple[Float[Array, "b s embed"], KeysAndValues | None]:
         """Returns the output of attention and the new cache of latents and rotary keys.
 
-        Layouts: x is whole along `seq`; the result has the layout that `context.compute.residual`
-        names. The last product is therefore summed over `tensor` (a psum or a reduce-scatter). In
-        the backward pass, the gradients of latents are summed as well.
+        The last product is summed over `tensor`, and in the backward pass the gradients of latents.
         """
         q_BSHQ = self._queries(x_BSE, context)
         latent_BTL, rotary_BTR = self._latents(x_BSE, context)
@@ -212,8 +198,7 @@ class LatentAttention(Part):
     ) -> tuple[Array, KeysAndValues]:
         """Attention over latents (arXiv:2405.04434, §2.1.2).
 
-        A query times the matrix that makes keys is a query for latents. Values are computed from
-        the mean of the latents.
+        A query times the matrix that makes keys is a query for latents.
         """
         D = self.key.shape[-1]
         q_BSHD, q_BSHR = jnp.split(q_BSHQ, [D], axis=-1)
@@ -239,25 +224,13 @@ class LatentAttention(Part):
     def reads(self) -> tuple[Hashable, ...]:
         return (self.rotary, *super().reads)
 
-    @property
-    def switches(self) -> tuple[int, ...]:
-        return self.rotary.switches
-
     def empty_cache(self, rows: int, length: int, dtype: DTypeLike) -> KeysAndValues:
-        """See `Part.empty_cache`.
-
-        Its one head stores rotary keys as keys and latents as values. The keys and values of all
-        heads are computed from these.
-        """
+        """See `Part.empty_cache`. Its one head stores rotary keys as keys and latents as values."""
         latent, rotary_dim = self.down.shape[-1], self.rotary_key.shape[-1]
         return empty_cache(rows, length, 1, rotary_dim, dtype, value_dim=latent)
 
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:
-        """FLOPs of the weights and of the two products of activations.
-
-        The latter are 6 · heads · (query_dim + value_dim) · keys, counted as in
-        `lmlib.models.parts.attention.Attention`.
-        """
+        """FLOPs of the weights, and 6 · heads · (query_dim + value_dim) · keys."""
         heads, value_dim, _ = self.output.shape[-3:]
         query_dim = self.key.shape[-1] + self.rotary_key.shape[-1]
         keys = sequence_length / 2 if causal else float(sequence_length)
@@ -266,18 +239,9 @@ class LatentAttention(Part):
     def check(self, sequence_length: int, compute: Compute) -> None:
         """Same as in `lmlib.models.parts.attention.Attention`."""
         self.rotary.check(sequence_length)
-        query_dim, value_dim = (
-            (self.key.shape[-1] + self.rotary_key.shape[-1]),
-            self.value.shape[-1],
-        )
-        check_attention(
-            compute.attention,
-            sequence_length,
-            query_dim,
-            compute.dtype,
-            value_dim=value_dim,
-            way=compute.context,
-        )
+        query_dim = self.key.shape[-1] + self.rotary_key.shape[-1]
+        shapes = Shapes(sequence_length, query_dim, compute.dtype, value_dim=self.value.shape[-1])
+        check_attention(compute.attention, shapes, compute.context)
 
 
 def _as_one_head(cache: KeysAndValues, x_BTL: Float[Array, "b t l"]) -> Float[Array, "b t k l"]:

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from lmlib.models.context import Context
 from lmlib.models.part import NO_REPORTS, Names, Part, Reports
 from lmlib.models.product import product
-from lmlib.models.weights import fan_in, initial_values, weight, zeros
+from lmlib.models.weights import fan_in, fill, weight, zeros
 from lmlib.parallel.layout import spec
 
 Activation = Callable[[Array], Array]
@@ -26,10 +26,7 @@ def silu(x: Array) -> Array:
 
 
 def gelu(x: Array) -> Array:
-    """x · Φ(x), with the error function (arXiv:1606.08415, §2), in float32 or wider.
-
-    bfloat16 would round within the function.
-    """
+    """x · Φ(x), with the error function (arXiv:1606.08415, §2), in float32 or wider."""
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     return jax.nn.gelu(wide, approximate=False).astype(x.dtype)
 
@@ -47,11 +44,7 @@ def relu_squared(x: Array) -> Array:
 class GatedMLP(Part):
     """down(activation(gate x) · up x); SwiGLU with silu (Shazeer 2020, arXiv:2002.05202, eq. 6).
 
-    Args:
-      embed, mlp: sizes.
-      activation: activation of the gate.
-      residual_scale: factor of the initial values of `down`; see
-        `lmlib.models.weights.residual_scale`.
+    `residual_scale` is a factor of the initial values of `down` (`lmlib.models.weights`).
     """
 
     rows_may_be_split = True
@@ -74,19 +67,13 @@ class GatedMLP(Part):
         key: PRNGKeyArray,
     ):
         self.activation, self.residual_scale = activation, residual_scale
-        self.gate = initial_values(self, "gate", key, embed=embed, mlp=mlp)
-        self.up = initial_values(self, "up", key, embed=embed, mlp=mlp)
-        self.down = initial_values(self, "down", key, embed=embed, mlp=mlp)
+        fill(self, key, embed=embed, mlp=mlp)
 
     @jax.named_scope("mlp")
     def __call__(
         self, x_BSE: Float[Array, "b s embed"], context: Context
     ) -> tuple[Float[Array, "b s embed"], Reports]:
-        """An MLP's call; see `Part`.
-
-        Layouts: x is whole along `seq`; the result has the layout that `context.compute.residual`
-        names. The last product is therefore summed over `tensor` (a psum or a reduce-scatter).
-        """
+        """An MLP's call; see `Part`. The last product is summed over `tensor`."""
         precision, residual = context.compute.precision("mlp"), spec(context.compute.residual)
         gate_BSF = product("bse,ef->bsf", x_BSE, self.gate, precision)
         gate_BSF = checkpoint_name(gate_BSF, "mlp_gate")
@@ -96,16 +83,7 @@ class GatedMLP(Part):
 
 
 class MLP(Part):
-    """down(activation(up x)), with optional biases.
-
-    Source: Vaswani et al. 2017, arXiv:1706.03762, eq. 2.
-
-    Args:
-      embed, mlp: sizes.
-      activation: activation between the two products.
-      bias: True if both products have a bias.
-      residual_scale: factor of the initial values of `down`, as in `GatedMLP`.
-    """
+    """down(activation(up x)), with optional biases (arXiv:1706.03762, eq. 2)."""
 
     rows_may_be_split = True
 
@@ -129,16 +107,13 @@ class MLP(Part):
         key: PRNGKeyArray,
     ):
         self.activation, self.residual_scale = activation, residual_scale
-        self.up = initial_values(self, "up", key, embed=embed, mlp=mlp)
-        self.up_bias = initial_values(self, "up_bias", key, mlp=mlp) if bias else None
-        self.down = initial_values(self, "down", key, embed=embed, mlp=mlp)
-        self.down_bias = initial_values(self, "down_bias", key, embed=embed) if bias else None
+        fill(self, key, () if bias else ("up_bias", "down_bias"), embed=embed, mlp=mlp)
 
     @jax.named_scope("mlp")
     def __call__(
         self, x_BSE: Float[Array, "b s embed"], context: Context
     ) -> tuple[Float[Array, "b s embed"], Reports]:
-        """An MLP's call; see `Part`. Layouts are the same as in `GatedMLP`."""
+        """An MLP's call; see `Part`. The last product is summed over `tensor`."""
         precision, residual = context.compute.precision("mlp"), spec(context.compute.residual)
         up_BSF = product("bse,ef->bsf", x_BSE, self.up, precision)
         up_BSF = up_BSF if self.up_bias is None else up_BSF + self.up_bias

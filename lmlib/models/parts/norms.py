@@ -9,21 +9,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from lmlib.models.part import Part
-from lmlib.models.weights import Constant, initial_values, weight, zeros
+from lmlib.models.weights import Constant, fill, weight, zeros
 
 
 class RMSNorm(Part):
     """x / rms(x) · scale (Zhang & Sennrich 2019, arXiv:1910.07467, eq. 4).
 
     Args:
-      axes: names of the last axes of x, over which it is normed: "embed"; "head_dim" for each head
-        separately; "heads head_dim" for all heads together.
-      epsilon: added to the mean square.
+      axes: names of the last axes of x, over which it is normed: "embed"; "head_dim" for each
+        head separately; "heads head_dim" for all heads together.
       offset: added to the scale. With 1, as in Gemma, the scale starts at zero.
-      initial: initial factor of x / rms(x).
-      learned: False omits the scale.
-      key: unused, since the scale starts as a constant. All parts take a key.
-      sizes: sizes of the axes, by name.
+      initial, learned: initial factor of x / rms(x); False omits the scale.
     """
 
     rows_may_be_split = True
@@ -50,7 +46,7 @@ class RMSNorm(Part):
         **sizes: int,
     ):
         self.axes, self.epsilon, self.offset, self.initial = axes, epsilon, offset, initial
-        self.scale = initial_values(self, "scale", key, **sizes) if learned else None
+        fill(self, key, () if learned else ("scale",), **sizes)
 
     def __call__(self, x_N: Float[Array, "..."]) -> Float[Array, "..."]:
         wide_N = x_N.astype(jnp.promote_types(x_N.dtype, jnp.float32))
@@ -71,9 +67,7 @@ class RMSNorm(Part):
 class LayerNorm(Part):
     """(x - mean(x)) / std(x) · scale + bias (Ba et al. 2016, arXiv:1607.06450, eq. 4).
 
-    Args:
-      axes, epsilon, initial, key, sizes: see `RMSNorm`; epsilon is added to the variance.
-      bias: False omits the bias.
+    Arguments as in `RMSNorm`; epsilon is added to the variance. `bias=False` omits the bias.
     """
 
     rows_may_be_split = True
@@ -95,12 +89,10 @@ class LayerNorm(Part):
         **sizes: int,
     ):
         self.axes, self.epsilon, self.initial = axes, epsilon, initial
-        self.scale = initial_values(self, "scale", key, **sizes)
-        self.bias = initial_values(self, "bias", key, **sizes) if bias else None
+        fill(self, key, () if bias else ("bias",), **sizes)
 
     def __call__(self, x_N: Float[Array, "..."]) -> Float[Array, "..."]:
-        wide_N = x_N.astype(jnp.promote_types(x_N.dtype, jnp.float32))
-        last = _last(self.axes)
+        wide_N, last = x_N.astype(jnp.promote_types(x_N.dtype, jnp.float32)), _last(self.axes)
         centred_N = wide_N - jnp.mean(wide_N, axis=last, keepdims=True)
         variance = jnp.mean(jnp.square(centred_N), axis=last, keepdims=True)
         unit_N = (centred_N * jax.lax.rsqrt(variance + self.epsilon)).astype(x_N.dtype)

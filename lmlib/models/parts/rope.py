@@ -20,13 +20,10 @@ Length = int | Int32[Array, "#b #s 1 1"]
 class Scaling:
     """Base class of frequency changes for longer sequences, compared by value.
 
-    `lmlib.models.parts.rope_scaling` has the known ones.
-
     Attributes:
       amplitude: factor of cosines and sines.
       longest: length of the longest sequence that has these frequencies; `None`: any length.
-      switch: length above which a document has other frequencies, from its first token on; `None`
-        if frequencies do not depend on the length.
+      switch: length above which a document has other frequencies, from its first token on.
       pairs: number of pairs of coordinates that it has factors for; `None`: any number.
     """
 
@@ -38,11 +35,7 @@ class Scaling:
     def frequencies(
         self, frequency_D: Float[Array, "half"], length: Length
     ) -> Float[Array, "*bs1 half"]:
-        """Returns radians per position of each pair in documents of `length`.
-
-        Args:
-          frequency_D: the unscaled frequencies, decreasing.
-        """
+        """Radians per position of each pair in documents of `length`, from unscaled ones."""
         raise NotImplementedError
 
 
@@ -55,19 +48,10 @@ class Rotations(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Rotary:
-    """Settings that define a table of rotations.
+    """Settings that define a table of rotations of a head's first `head_dim` coordinates.
 
-    Args:
-      head_dim: number of coordinates that are rotated, the first ones of a head.
-      theta: base of the wavelengths: pair i rotates by position · theta^(-2i / head_dim) radians
-        (eq. 15).
-      scaling: changes the frequencies for longer sequences; optional.
-      interleaved: True if pair i consists of the coordinates (2i, 2i + 1), as in the paper and in
-        GPT-J. False for (i, i + head_dim / 2), as in Llama's published weights.
-
-    Raises:
-      ValueError: if `head_dim` is odd, `theta` is not positive, or `scaling` has a different number
-        of pairs.
+    Pair i rotates by position · theta^(-2i / head_dim) radians (eq. 15). It consists of the
+    coordinates (2i, 2i + 1) if `interleaved`, else of (i, i + head_dim / 2).
     """
 
     head_dim: int
@@ -88,12 +72,10 @@ class Rotary:
             )
 
     @property
-    def switch(self) -> int | None:
-        return None if self.scaling is None else self.scaling.switch
-
-    @property
     def switches(self) -> tuple[int, ...]:
-        return () if self.switch is None else (self.switch,)
+        """Text lengths beyond which the whole text has other rotations, and its cache again."""
+        switch = None if self.scaling is None else self.scaling.switch
+        return () if switch is None else (switch,)
 
     def rotations(
         self,
@@ -104,13 +86,8 @@ class Rotary:
     ) -> Rotations:
         """Returns the table for `positions_BS`, in float32, or in `dtype` if it is wider.
 
-        Args:
-          lengths_B: length of each row's text, if positions cover only a part of it. `None`:
-            documents are complete, and each ends where positions stop increasing by one.
-          order: order of the positions; see `lmlib.row_order`.
-
-        Raises:
-          ValueError: see `check`.
+        Without `lengths_B` of the rows' texts, a document ends where positions stop increasing by
+        one.
         """
         self.check(positions_BS.shape[1])
         wide = jnp.promote_types(dtype, jnp.float32)
@@ -130,17 +107,16 @@ class Rotary:
 
     def _length(self, positions_BS: Array, lengths_B: Array | None, order: str) -> Length:
         """The length of each token's document, if frequencies depend on it."""
-        if self.switch is not None and lengths_B is not None:
+        if self.switches and lengths_B is not None:
             return lengths_B[:, None, None, None]
-        if self.switch is not None and positions_BS.shape[1] > self.switch:
+        if self.switches and positions_BS.shape[1] > self.switches[0]:
             from lmlib.models.parts.rope_scaling import document_lengths
 
             return document_lengths(positions_BS, order)[:, :, None, None]
         return positions_BS.shape[1]
 
     def check(self, sequence_length: int) -> None:
-        """Raises ValueError if the scaling does not define frequencies for sequences of this
-        length."""
+        """Raises ValueError if the scaling defines no frequencies for this length."""
         longest = None if self.scaling is None else self.scaling.longest
         if longest is not None and sequence_length > longest:
             raise ValueError(
@@ -153,9 +129,8 @@ class Rotary:
 def rotate(
     x_BSHD: Float[Array, "b s h d"], rotations: Rotations, interleaved: bool = False
 ) -> Float[Array, "b s h d"]:
-    """Rotates each pair of coordinates of `x` (eq. 34), in the table's dtype.
-
-    Pairs are the same as in `Rotary`. Coordinates beyond the table stay unchanged.
+    """Rotates each pair of coordinates of `x` (eq. 34), in the table's dtype; others stay
+    unchanged.
     """
     cos_BS1D, sin_BS1D = rotations
     D = cos_BS1D.shape[-1]

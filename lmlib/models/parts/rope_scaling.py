@@ -31,13 +31,9 @@ class Linear(Scaling):
 
 @dataclasses.dataclass(frozen=True)
 class Dynamic(Scaling):
-    """Unscaled up to `longest` positions (dynamic scaling: arXiv:2309.00071, §3.3).
+    """Unscaled up to `longest` positions; longer sequences are refused (arXiv:2309.00071, §3.3).
 
-    Beyond them each length would need its own frequencies, so longer sequences are refused.
-
-    Args:
-      factor: stretching factor for longer sequences; stored, but not used.
-      longest: positions in the original training.
+    Beyond `longest` each length would need its own frequencies. `factor` is stored, but not used.
     """
 
     factor: float
@@ -57,11 +53,7 @@ class Llama3(Scaling):
     """Long wavelengths divided by `factor`, short ones kept, and a ramp between them.
 
     Used by Llama 3.1 (Dubey et al. 2024, arXiv:2407.21783, §3.4.2, with the published code's ramp).
-
-    Args:
-      factor: divisor of the frequencies with wavelengths above original / low.
-      low, high: the ramp's ends, in turns over `original` positions.
-      original: positions in the original training.
+    The ramp's ends `low` and `high` are in turns over the `original` positions.
     """
 
     factor: float
@@ -84,17 +76,13 @@ class Llama3(Scaling):
 
 @dataclasses.dataclass(frozen=True)
 class Yarn(Scaling):
-    """Frequencies interpolated by parts, and sharper scores (YaRN).
-
-    Source: Peng et al. 2023, arXiv:2309.00071, §3.2 and §3.4.
+    """Frequencies interpolated by parts, and sharper scores (arXiv:2309.00071, §3.2 and §3.4).
 
     Args:
       factor: divisor of the frequencies with long wavelengths.
-      theta: base of the wavelengths in the original training.
-      original: positions in the original training.
-      fast: turns over `original` positions above which a pair is kept; β of the paper.
-      slow: turns over `original` positions below which a pair is divided by `factor`; α of the
-        paper.
+      theta, original: base of the wavelengths, and positions, in the original training.
+      fast, slow: turns over `original` positions above which a pair is kept, and below which it
+        is divided; β and α of the paper.
       amplitude: factor of cosines and sines; the paper's √(1/t) is 0.1 ln(factor) + 1.
       whole: True rounds the ends of the ramp to whole pairs, as the published code does.
     """
@@ -133,26 +121,13 @@ class Yarn(Scaling):
 
 @dataclasses.dataclass(frozen=True)
 class LongRope(Scaling):
-    """Divides each pair's frequency by its own factor, which depends on the document's length.
+    """Divides each pair's frequency by a factor: `short`, or `long` in documents above `original`
+    tokens.
 
-    The factors are `short` for documents of up to `original` tokens and `long` for longer ones
-    (Ding et al. 2024, arXiv:2402.13753, §3.2).
-
-    The choice is made for each document separately; padding, and other documents in its row or
-    batch, do not count. `transformers` chooses once for the whole call, by its largest position,
-    which is the same for a single document. During generation, a text's length is its length so
-    far, so each token has the logits of a pass over the text up to it. A text that grows beyond
-    `original` is computed again (`lmlib.generate`), as `generate` of `transformers` does with the
-    whole batch.
-
-    Args:
-      short, long: divisors of the frequencies, one for each pair.
-      original: positions in the original training.
-      factor: how many times longer documents may become; stored, but not used.
-      amplitude: factor of cosines and sines, for short and long documents.
-
-    Raises:
-      ValueError: if `short` and `long` have different lengths, or values that are not positive.
+    Source: Ding et al. 2024, arXiv:2402.13753, §3.2. Each document chooses for itself;
+    `transformers` chooses once for the whole call. During generation a text's length is its length
+    so far, and one that grows beyond `original` is computed again. `amplitude` multiplies cosines
+    and sines.
     """
 
     short: tuple[float, ...]
@@ -191,10 +166,9 @@ class LongRope(Scaling):
 def document_lengths(
     positions_BS: Int32[Array, "b s"], order: str = "plain"
 ) -> Int32[Array, "b s"]:
-    """The length of each token's document, if the document's end is in the row.
+    """The length of each token's document, which ends where positions stop increasing by one.
 
-    A document ends where positions stop increasing by one. Rows are in `order` along `context`, and
-    are gathered.
+    Rows are in `order` along `context`, and are gathered.
     """
     S = positions_BS.shape[1]
     positions_BS = gathered_rows(positions_BS, order)

@@ -12,28 +12,18 @@ from jaxtyping import Array, Float, Int32, PRNGKeyArray
 
 from lmlib.models.context import TOKENS, Context
 from lmlib.models.part import Part
-from lmlib.models.weights import Constant, initial_values, normal, weight
+from lmlib.models.weights import Constant, fill, normal, weight
 from lmlib.parallel.collectives import all_gather, all_to_all, on_each_device
 from lmlib.parallel.layout import STORED, along, partition, reshard
 from lmlib.parallel.matrix import dense
 
 
 class ValueEmbedding(Part):
-    """v + share · table[token], with a learned share.
+    """v + share · table[token], with a learned share, which starts at `initial_share`.
 
-    Zhou et al. 2024, arXiv:2410.17897, §3, add a residual of the first layer's values. Jordan et
-    al. 2024, https://github.com/KellerJordan/modded-nanogpt, replaced it with tables.
-
-    The table is never gathered: its columns are split over all devices that hold parts of a layer,
-    and each device looks up in its own. A lookup costs no FLOPs, but the table needs memory: vocab
-    · kv_heads · head_dim weights in each layer that has one.
-
-    Args:
-      vocab, kv_heads, head_dim: sizes.
-      deviation: standard deviation of the table's initial values.
-      initial_share: initial value of the share.
-      key: seed of the table.
-      others: ignored sizes.
+    Jordan et al. 2024, https://github.com/KellerJordan/modded-nanogpt, after arXiv:2410.17897, §3.
+    The table is never gathered: its columns are split over all devices that hold parts of a layer.
+    It needs vocab · kv_heads · head_dim weights in each layer that has one, and no FLOPs.
     """
 
     rows_may_be_split = True
@@ -58,9 +48,7 @@ class ValueEmbedding(Part):
         **others: int,
     ):
         self.kv_heads, self.deviation, self.initial_share = kv_heads, deviation, initial_share
-        sizes = {"vocab": vocab, "looked_up": kv_heads * head_dim}
-        self.table = initial_values(self, "table", key, **sizes)
-        self.share = initial_values(self, "share", key)
+        fill(self, key, vocab=vocab, looked_up=kv_heads * head_dim)
 
     @property
     def reads(self) -> tuple[Hashable, ...]:
@@ -69,10 +57,7 @@ class ValueEmbedding(Part):
     def __call__(
         self, v_BTKD: Float[Array, "b t kv_heads head_dim"], context: Context
     ) -> Float[Array, "b t kv_heads head_dim"]:
-        """Returns the values plus the rows of their tokens, in the layout of `v_BTKD`.
-
-        Heads that `tensor` repeats in `v_BTKD` are repeated here as well.
-        """
+        """Returns the values plus the rows of their tokens, with heads repeated as in `v_BTKD`."""
         rows_BTC = looked_up(dense(self.table), context.shared[TOKENS], v_BTKD.dtype)
         B, T, K, D = v_BTKD.shape
         if self.kv_heads == K:
@@ -91,10 +76,8 @@ def looked_up(
 ) -> Float[Array, "b s c"]:
     """The rows `tokens_BS` of the table, in `dtype`, with columns split over `tensor`.
 
-    The table stays in place, as in `lmlib.models.parts.embedding.embedded`: each device looks up
-    the tokens of all devices along `fsdp` in its own columns, and an all-to-all over `fsdp`
-    assembles the rows. A token's gradient is summed in the table's dtype. Nothing as large as the
-    table is sent, except over `data`.
+    The table stays in place, as in `lmlib.models.parts.embedding.embedded`. A token's gradient is
+    summed in the table's dtype. Nothing as large as the table is sent, except over `data`.
     """
 
     def look_up(table_VC: Array, tokens_BS: Array) -> Array:

@@ -1,14 +1,9 @@
 """Pipeline parallelism within one program: layers split into stages.
 
-Each device along `stage` stores and computes its own layers. In each slot of the schedule all
-stages compute at once, each for a different microbatch, and the results move on by one stage (a
-ppermute). In the backward pass JAX reverses the loop over slots: gradients move from the last stage
-to the first.
-
-Outside of the stages, `stage` splits rows as `fsdp` does. Each device contributes some of its rows
-to each of `groups` microbatches. The microbatches of a group wait, one at each stage, and move on
-by one stage each slot, so that the first stage takes one after the other (Xu et al. 2021,
-arXiv:2105.04663, §3.3).
+In each slot of the schedule all stages compute at once, each for a different microbatch, and the
+results move on by one stage (a ppermute). In the backward pass JAX reverses the loop over slots.
+Microbatches of a group wait, one at each stage, and move on by one stage each slot (Xu et al. 2021,
+arXiv:2105.04663, §3.3). Each device contributes some of its rows to each of them.
 
 Shapes: B batch, W rows of a microbatch, S sequence, E embed, P stages, G groups, M microbatches =
 groups × stages, T slots, R repetitions of a pattern, K repetitions of a chunk, V rounds.
@@ -17,7 +12,7 @@ groups × stages, T slots, R repetitions of a pattern, K repetitions of a chunk,
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,10 +32,8 @@ from lmlib.parallel.stages import each_stage
 def in_chunks(repeated: Repeated, repeats: int, schedule: Schedule) -> Repeated:
     """Splits stacked layers (R, …) into the chunks of each stage, (P, K, V, …).
 
-    Layers are stored in their order, and each stage stores adjacent ones. If each stage has one
-    chunk, and all have the same number of layers, nothing moves. Otherwise weights are sent to
-    their stages, and their gradients back (two all-to-alls each way). A chunk with too few layers
-    is padded with copies of the last one, which do not count.
+    If each stage has one chunk, and all the same number of layers, nothing moves. Otherwise weights
+    are sent to their stages, and their gradients back. A chunk with too few layers is padded.
     """
     mesh = jax.sharding.get_abstract_mesh()
     stages, rounds = schedule.stages, schedule.rounds
@@ -79,11 +72,7 @@ def in_chunks(repeated: Repeated, repeats: int, schedule: Schedule) -> Repeated:
 def brought(
     x_BSE: Float[Array, "b s embed"], groups: int, residual: str
 ) -> Float[Array, "p g w s embed"]:
-    """Arranges the batch as waiting microbatches; nothing is sent.
-
-    Args:
-      residual: names of the axes of x.
-    """
+    """Arranges the batch as waiting microbatches; nothing is sent."""
 
     def local(x_BSE: Array) -> Array:
         return jnp.reshape(x_BSE, (1, groups, -1, *x_BSE.shape[1:]))
@@ -124,13 +113,11 @@ def moved_up(
     residual: str,
     ended: tuple[Bool[Array, "p"], Array] | None = None,
 ) -> Array:
-    """Moves the waiting microbatches of a group one stage closer to the first (a ppermute).
+    """Moves the waiting microbatches of a group (-1: none) one stage closer to the first (a
+    ppermute).
 
-    The first stage's microbatch moves to the last stage. Nothing moves for group -1.
-
-    Args:
-      ended: True at a stage whose microbatch has finished, and these microbatches, which then wait
-        in its place.
+    `ended` are True at a stage whose microbatch has finished, and these microbatches, which wait in
+    the place of those that move from the first stage to the last.
     """
 
     def moved(x_PGWSE: Array) -> Array:
@@ -167,14 +154,10 @@ def run_in_stages(
     repeats: int,
     names: Sequence[str],
 ) -> tuple[Float[Array, "b s embed"], tuple[Given, ...]]:
-    """`lmlib.models.scan.run` with layers split over the stages.
+    """`lmlib.models.scan.run` with layers split over the stages; at most as many as repetitions.
 
-    There must be at least as many repetitions as stages. Caches and `observe` are not supported.
-
-    Args:
-      context: shared values are integers, for which every stage keeps all rows, or activations,
-        which travel from stage to stage together with the residual stream.
-      computed: computes the shared values that only depend on a context.
+    Shared values in `context` are integers, for which every stage keeps all rows, or activations,
+    which travel with the residual stream. `computed` computes the others from a context.
     """
     residual = context.compute.residual
     schedule = schedule_of(len(x_BSE), context.compute, jax.sharding.get_abstract_mesh())
@@ -211,12 +194,12 @@ def run_in_stages(
     def of_round(round: Array) -> Callable[[Any], Any]:
         return lambda layer_V: jax.tree.map(lambda w_V: _at(w_V, round), layer_V)
 
-    def slot(carry: Any, moment: _Moment) -> tuple[Any, Any]:
-        waiting, at = carry
-        entering = jax.tree.map(lambda each: next_of(each, moment.begins), waiting)
-        waiting = jax.tree.map(lambda each: moved_up(each, moment.begins, residual), waiting)
-        made, reports = each_stage(stage)(entering, at, chunks, moment.work)
-        x_waiting = moved_up(waiting[0], moment.ends, residual, (moment.work.ends, made[0]))
+    def slot(carry: Any, moment: tuple[Work, Array, Array]) -> tuple[Any, Any]:
+        (waiting, at), (work, begins, ends) = carry, moment
+        entering = jax.tree.map(lambda each: next_of(each, begins), waiting)
+        waiting = jax.tree.map(lambda each: moved_up(each, begins, residual), waiting)
+        made, reports = each_stage(stage)(entering, at, chunks, work)
+        x_waiting = moved_up(waiting[0], ends, residual, (work.ends, made[0]))
         made = jax.tree.map(lambda each: _passed_on(each, residual, 1), made)
         return ((x_waiting, waiting[1]), made), reports
 
@@ -240,24 +223,17 @@ def _parted(shared: Mapping[Hashable, Any]) -> tuple[dict[Hashable, Any], dict[H
     return parts
 
 
-class _Moment(NamedTuple):
-    """A slot: the work of each stage, with the slot's `Schedule.begins` and `Schedule.ends`."""
+def _moments(schedule: Schedule) -> tuple[Work, Array, Array]:
+    """For each slot the work of each stage, `Schedule.begins` and `Schedule.ends`."""
 
-    work: Work
-    begins: Int32[Array, "*t"]
-    ends: Int32[Array, "*t"]
+    def array(x: np.ndarray) -> Array:
+        return jnp.asarray(x, x.dtype if x.dtype == bool else jnp.int32)
 
-
-def _moments(schedule: Schedule) -> _Moment:
     def laid_out(x_TP: np.ndarray) -> Array:
-        return jax.sharding.reshard(_array(x_TP), partition((None, "stage")))
+        return jax.sharding.reshard(array(x_TP), partition((None, "stage")))
 
     work = jax.tree.map(laid_out, schedule.work())
-    return _Moment(work, _array(schedule.begins()), _array(schedule.ends()))
-
-
-def _array(x: np.ndarray) -> Array:
-    return jnp.asarray(x, x.dtype if x.dtype == bool else jnp.int32)
+    return work, array(schedule.begins()), array(schedule.ends())
 
 
 def _at(x: Array, index: Int32[Array, ""]) -> Array:

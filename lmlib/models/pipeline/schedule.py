@@ -1,12 +1,9 @@
 """An interleaved pipeline schedule: which microbatch each stage computes in each slot.
 
-Source: Narayanan et al. 2021, arXiv:2104.04473, §2.2.
-
-Layers are split into stages × rounds chunks. Chunk c belongs to stage c modulo stages, so each
-microbatch goes around the stages once per round. In each slot every stage computes a chunk for one
-microbatch. Microbatches form groups, as many in each as there are stages. Groups follow each other,
-and rounds follow each other within a group, so a microbatch that leaves the last stage begins its
-next round in the next slot.
+Source: Narayanan et al. 2021, arXiv:2104.04473, §2.2. Chunk c of the layers belongs to stage c
+modulo stages, so each microbatch goes around the stages once per round. Microbatches form groups of
+as many as there are stages. Rounds follow each other within a group, so a microbatch that leaves
+the last stage begins its next round in the next slot.
 
 Shapes: T slots, P stages.
 """
@@ -25,11 +22,9 @@ class Work(NamedTuple):
     """The work of each stage in each slot: NumPy arrays (T, P), or JAX arrays for one of them.
 
     Attributes:
-      microbatch: its index; arbitrary in slots that do not count.
-      round: index of the stage's chunk.
+      microbatch, round: its index, and the index of the stage's chunk.
       counts: True if the stage has work; the other slots are the bubble.
-      begins: True if the microbatch comes from the waiting ones.
-      ends: True if the microbatch goes back to the waiting ones.
+      begins, ends: True if the microbatch comes from the waiting ones, or goes back to them.
     """
 
     microbatch: Any
@@ -40,13 +35,7 @@ class Work(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """A schedule.
-
-    Attributes:
-      stages: number of stages, and of microbatches in a group.
-      groups: number of groups.
-      rounds: rounds of each microbatch.
-    """
+    """The numbers of stages (and of microbatches in a group), of groups, and of rounds."""
 
     stages: int
     groups: int

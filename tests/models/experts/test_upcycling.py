@@ -10,7 +10,6 @@ from laid_out import laid_out
 
 from lmlib import Compute, whole_rows
 from lmlib.adapters.lora import with_adapters
-from lmlib.models.experts.mixture import Mixture
 from lmlib.models.experts.upcycling import upcycle, upcycled
 from lmlib.models.families.experts.mixtral import mixtral
 from lmlib.models.families.gemma import gemma2
@@ -114,10 +113,3 @@ def test_a_single_expert_of_a_token_is_refused():
 def test_what_cannot_be_upcycled_is_refused(make, told):
     with pytest.raises(ValueError, match=told):
         jax.eval_shape(lambda key: upcycle(make(key=key), key=key), KEY)
-
-
-@pytest.mark.slow
-def test_mixtures_in_a_model_have_the_experts_that_were_asked_for():
-    mlp = upcycle(llama(**SIZES, key=KEY), experts=6, top=3, key=ROUTERS).stack.patterns[0][0].mlp
-    assert isinstance(mlp, Mixture) and mlp.router.normalized and mlp.router.scale == 1
-    assert (mlp.router.experts, mlp.router.top, mlp.experts.gate.shape[1]) == (6, 3, 6)

@@ -4,47 +4,39 @@ Shapes: B batch, S sequence (queries), T sequence (keys), H heads, K kv_heads, D
 and keys, V head_dim of values.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array
 
-from lmlib.models.attend.kernel import Kernel, Options, Places
+from lmlib.models.attend.kernel import Kernel, Options, Places, Shapes
 
 
-def problem(
-    sequence_length: int, head_dim: int, dtype: DTypeLike, soft_cap: float | None = None
-) -> str | None:
-    """The reason why cuDNN does not support these sizes; `None` if it does."""
-    if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
-        return f"cudnn computes in bfloat16 or float16, not in {jnp.dtype(dtype)}"
-    if head_dim % 8 or head_dim > 128:
-        return f"cudnn needs a head_dim that is a multiple of 8 and at most 128, not {head_dim}"
-    if soft_cap is not None:
+def problem(shapes: Shapes) -> str | None:
+    """The reason why cuDNN does not support these shapes; `None` if it does."""
+    if jnp.dtype(shapes.dtype) not in (jnp.bfloat16, jnp.float16):
+        return f"cudnn computes in bfloat16 or float16, not in {jnp.dtype(shapes.dtype)}"
+    if shapes.head_dim % 8 or shapes.head_dim > 128:
+        return (
+            f"cudnn needs a head_dim that is a multiple of 8 and at most 128, not {shapes.head_dim}"
+        )
+    if shapes.soft_cap is not None:
         return "cudnn has no soft cap"
     return None
 
 
 def attend(
-    q_BSHD: Float[Array, "b s h d"],
-    k_BTKD: Float[Array, "b s k d"],
-    v_BTKV: Float[Array, "b s k v"],
-    segments_BS: Int32[Array, "b s"] | None,
-    segments_BT: Int32[Array, "b s"] | None,
-    places: Places,
-    options: Options,
-) -> tuple[Float[Array, "b s h v"], None]:
+    q_BSHD: Array, k_BTKD: Array, v_BTKV: Array, segments_BS: Any, segments_BT: Any,
+    places: Places, options: Options,
+) -> tuple[Array, None]:  # fmt: skip
     """See `lmlib.models.attend.kernel.Kernel`; supports only whole rows.
 
-    Rows that are one document, `segments_BS=None`, need no mask. Otherwise a mask (B, 1, S, T),
-    shared by all heads, separates documents: JAX's interface to cuDNN supports neither segment ids
-    nor borders within a row. It supports only one head_dim: the smaller of D and V is padded with
-    zeros.
+    Rows of one document, `segments_BS=None`, need no mask; otherwise a mask (B, 1, S, T) separates
+    documents. JAX's interface to cuDNN supports one head_dim, so the smaller of D and V is padded.
     """
-    S, V = q_BSHD.shape[1], v_BTKV.shape[-1]
+    V = v_BTKV.shape[-1]
     D = max(q_BSHD.shape[-1], V)
-    if (reason := problem(S, D, q_BSHD.dtype, options.soft_cap)) is not None:
-        raise ValueError(f"{reason}; use attention='blockwise' or 'auto'")
     same_B1ST = None
     if segments_BS is not None:
         same_B1ST = (segments_BS[:, :, None] == segments_BS[:, None, :])[:, None]

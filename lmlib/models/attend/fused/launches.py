@@ -15,13 +15,7 @@ from lmlib.models.attend.fused.visits import Tiles
 
 
 class Launch(NamedTuple):
-    """Launch settings of a kernel.
-
-    Attributes:
-      tiles: tile sizes; each tile is one program.
-      warps: warps per program.
-      stages: iterations of the kernel's loop that are loaded ahead.
-    """
+    """Tile sizes of a kernel, warps per program, and iterations that are loaded ahead."""
 
     tiles: Tiles
     warps: int

@@ -8,17 +8,16 @@ kv_heads, D head_dim of queries and keys, V head_dim of values, N tiles of queri
 W the maximum number of tiles that a tile of the other side visits.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
-from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int, Int32
+from jaxtyping import Array, Bool, Int
 
-from lmlib.models.attend.kernel import Kernel, Options, Places
+from lmlib.models.attend.kernel import Kernel, Options, Places, Shapes
 from lmlib.models.attend.tiles import largest_tile
 from lmlib.parallel.collectives import platform
 
@@ -38,14 +37,8 @@ def visited(
 ) -> tuple[MaskInfo, MaskInfo]:
     """The key tiles that each query tile visits, and the query tiles that each key tile visits.
 
-    The arrays have an axis of devices before the axes that the kernel expects.
-
-    Args:
-      places_CS: position in the row of each query of each device; positions within a tile are
-        adjacent.
-      keys: tokens of the row.
-      tile: tokens per tile, for queries and for keys.
-      window: see `lmlib.models.attend.attend`.
+    Arrays have an axis of devices before the axes that the kernel expects. Positions of the queries
+    in a tile are adjacent; `keys` are the tokens of the row.
     """
     first_CN1 = places_CS[:, ::tile, None]
     last_CN1, first_M = first_CN1 + tile - 1, np.arange(0, keys, tile)
@@ -98,39 +91,25 @@ _LANES = 128  # lanes of a TPU's vector unit: tiles are multiples of it
 _LARGEST_TILE = 512
 
 
-def problem(
-    sequence_length: int, head_dim: int, dtype: DTypeLike, soft_cap: float | None = None
-) -> str | None:
-    """The reason why splash attention does not support these sizes; `None` if it does."""
-    if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float32):
-        return f"splash computes in bfloat16 or float32, not in {jnp.dtype(dtype)}"
-    if sequence_length % _LANES:
-        return (
-            f"splash needs a sequence length that is a multiple of {_LANES}, not {sequence_length}"
-        )
-    if head_dim % 64:
-        return f"splash needs a head_dim that is a multiple of 64, not {head_dim}"
+def problem(shapes: Shapes) -> str | None:
+    """The reason why splash attention does not support these shapes; `None` if it does."""
+    if jnp.dtype(shapes.dtype) not in (jnp.bfloat16, jnp.float32):
+        return f"splash computes in bfloat16 or float32, not in {jnp.dtype(shapes.dtype)}"
+    if shapes.sequence_length % _LANES:
+        length = shapes.sequence_length
+        return f"splash needs a sequence length that is a multiple of {_LANES}, not {length}"
+    if shapes.head_dim % 64:
+        return f"splash needs a head_dim that is a multiple of 64, not {shapes.head_dim}"
     return None
 
 
 def attend(
-    q_BSHD: Float[Array, "b s h d"],
-    k_BTKD: Float[Array, "b t k d"],
-    v_BTKV: Float[Array, "b t k v"],
-    segments_BS: Int32[Array, "b s"],
-    segments_BT: Int32[Array, "b t"],
-    places: Places,
-    options: Options,
-) -> tuple[Float[Array, "b s h v"], None]:
-    """See `lmlib.models.attend.kernel.Kernel`.
-
-    Without a TPU, Pallas interprets the kernel, for tests.
-    """
+    q_BSHD: Array, k_BTKD: Array, v_BTKV: Array, segments_BS: Any, segments_BT: Any,
+    places: Places, options: Options,
+) -> tuple[Array, None]:  # fmt: skip
+    """See `lmlib.models.attend.kernel.Kernel`. Without a TPU, Pallas interprets the kernel."""
     segments = kernel.SegmentIds(segments_BS, segments_BT)
     devices_CS, own, piece = places
-    for size in (q_BSHD.shape[-1], v_BTKV.shape[-1]):
-        if (reason := problem(piece, size, q_BSHD.dtype, options.soft_cap)) is not None:
-            raise ValueError(f"{reason}; use attention='blockwise' or 'auto'")
     tile = _LANES * largest_tile(piece // _LANES, _LARGEST_TILE // _LANES)
     of_devices = visited(devices_CS, k_BTKD.shape[1], tile, options.window)
     to_keys, to_queries = jax.tree.map(lambda x_C: jnp.asarray(x_C)[own], of_devices)

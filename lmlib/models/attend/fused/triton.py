@@ -1,64 +1,48 @@
 """Fused attention for NVIDIA GPUs with documents, in Pallas for Triton.
 
 A tile of queries visits the tiles of keys that its documents and the window allow, and masks the
-ones at their borders. A packed row therefore costs as much as its documents, memory holds no mask,
-and a device may have any pieces of a row. cuDNN, as JAX calls it, supports none of these, nor soft
-caps or sinks, but is faster if a row is one document: docs/gpus.md.
+ones at their borders. A packed row therefore costs as much as its documents, and a device may have
+any pieces of a row. cuDNN, as JAX calls it, supports neither, nor soft caps or sinks: docs/gpus.md.
 
 Shapes: B batch, S sequence (queries), T sequence (keys), H heads, K kv_heads, D head_dim of queries
 and keys, V head_dim of values.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array
 
 from lmlib.models.attend.fused import triton_kernels
 from lmlib.models.attend.fused.launches import Launches, launches_of
 from lmlib.models.attend.fused.visits import Sight, sight
-from lmlib.models.attend.kernel import Kernel, Options, Places
+from lmlib.models.attend.kernel import Kernel, Options, Places, Shapes
 
 _SMALLEST_TILE = 16  # the minimum for a GPU's tensor cores
 _LARGEST_HEAD = 256
 
 
-def problem(
-    sequence_length: int, head_dim: int, dtype: DTypeLike, soft_cap: float | None = None
-) -> str | None:
-    """The reason why this kernel does not support these sizes; `None` if it does."""
-    if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16, jnp.float32):
-        return f"triton computes in bfloat16, float16 or float32, not in {jnp.dtype(dtype)}"
-    if sequence_length % _SMALLEST_TILE:
-        return (
-            f"triton needs a sequence length that is a multiple of {_SMALLEST_TILE}, not "
-            f"{sequence_length}"
-        )
-    if head_dim > _LARGEST_HEAD:
-        return f"triton needs a head_dim of at most {_LARGEST_HEAD}, not {head_dim}"
+def problem(shapes: Shapes) -> str | None:
+    """The reason why this kernel does not support these shapes; `None` if it does."""
+    if jnp.dtype(shapes.dtype) not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        return f"triton computes in bfloat16, float16 or float32, not in {jnp.dtype(shapes.dtype)}"
+    if shapes.sequence_length % _SMALLEST_TILE:
+        length = shapes.sequence_length
+        return f"triton needs sequences of a multiple of {_SMALLEST_TILE} tokens, not {length}"
+    if shapes.head_dim > _LARGEST_HEAD:
+        return f"triton needs a head_dim of at most {_LARGEST_HEAD}, not {shapes.head_dim}"
     return None
 
 
 def attend(
-    q_BSHD: Float[Array, "b s h d"],
-    k_BTKD: Float[Array, "b t k d"],
-    v_BTKV: Float[Array, "b t k v"],
-    segments_BS: Int32[Array, "b s"],
-    segments_BT: Int32[Array, "b t"],
-    places: Places,
-    options: Options,
-) -> tuple[Float[Array, "b s h v"], Float[Array, "b s h"]]:
-    """See `lmlib.models.attend.kernel.Kernel`.
-
-    Without a GPU, Pallas interprets the kernel, for tests.
-    """
+    q_BSHD: Array, k_BTKD: Array, v_BTKV: Array, segments_BS: Any, segments_BT: Any,
+    places: Places, options: Options,
+) -> tuple[Array, Array]:  # fmt: skip
+    """See `lmlib.models.attend.kernel.Kernel`. Without a GPU, Pallas interprets the kernel."""
     V = v_BTKV.shape[-1]
-    for size in (q_BSHD.shape[-1], V):
-        if (reason := problem(places.piece, size, q_BSHD.dtype)) is not None:
-            raise ValueError(f"{reason}; use attention='blockwise' or 'auto'")
     q_BSHD, k_BTKD, v_BTKV = map(_filled, (q_BSHD, k_BTKD, v_BTKV))
     head_dim = max(q_BSHD.shape[-1], v_BTKV.shape[-1])
     launches = launches_of(places.piece, head_dim, q_BSHD.dtype)

@@ -66,21 +66,10 @@ def mixed(
 
 
 def query_gradients(
-    launch: Launch,
-    options: Options,
-    q_BSHD: Array,
-    k_BTKD: Array,
-    v_BTKV: Array,
-    sight: Sight,
-    d_mixed_BSHV: Array,
-    log_normaliser_BHS: Array,
-    towards_BHS: Array,
-) -> Array:
-    """dq, [B, S, H, D].
-
-    Args:
-      d_mixed_BSHV, log_normaliser_BHS, towards_BHS: see `lmlib.models.attend.tiles.Arriving`.
-    """
+    launch: Launch, options: Options, q_BSHD: Array, k_BTKD: Array, v_BTKV: Array,
+    sight: Sight, d_mixed_BSHV: Array, log_normaliser_BHS: Array, towards_BHS: Array,
+) -> Array:  # fmt: skip
+    """dq, [B, S, H, D]; see `lmlib.models.attend.tiles.Arriving`."""
     B, S, H, D = q_BSHD.shape
     tiles = launch.tiles
     number = pl.BlockSpec((None, None, tiles.queries), lambda i, b, h: (b, h, i))
@@ -104,23 +93,10 @@ def query_gradients(
 
 
 def key_gradients(
-    launch: Launch,
-    piece: int,
-    options: Options,
-    q_BSHD: Array,
-    k_BTKD: Array,
-    v_BTKV: Array,
-    sight: Sight,
-    d_mixed_BSHV: Array,
-    log_normaliser_BHS: Array,
-    towards_BHS: Array,
-) -> tuple[Array, Array]:
-    """dk, [B, T, K, D], and dv, [B, T, K, V].
-
-    Args:
-      piece: tokens per piece.
-      d_mixed_BSHV, log_normaliser_BHS, towards_BHS: see `lmlib.models.attend.tiles.Arriving`.
-    """
+    launch: Launch, piece: int, options: Options, q_BSHD: Array, k_BTKD: Array, v_BTKV: Array,
+    sight: Sight, d_mixed_BSHV: Array, log_normaliser_BHS: Array, towards_BHS: Array,
+) -> tuple[Array, Array]:  # fmt: skip
+    """dk, [B, T, K, D], and dv, [B, T, K, V]; see `lmlib.models.attend.tiles.Arriving`."""
     B, S, H, D = q_BSHD.shape
     _, T, K, V = v_BTKV.shape
     tiles = launch.tiles
@@ -335,15 +311,10 @@ def _product_flops(q_BSHD: Array, k_BTKD: Array, options: Options) -> int:
 
 
 def _call(
-    kernel: Callable[..., None],
-    name: str,
-    launch: Launch,
-    grid: tuple[int, ...],
-    inputs: Sequence[pl.BlockSpec],
-    outputs: Sequence[pl.BlockSpec],
-    shapes: Sequence[jax.ShapeDtypeStruct],
-    flops: int,
-) -> Callable[..., Any]:
+    kernel: Callable[..., None], name: str, launch: Launch, grid: tuple[int, ...],
+    inputs: Sequence[pl.BlockSpec], outputs: Sequence[pl.BlockSpec],
+    shapes: Sequence[jax.ShapeDtypeStruct], flops: int,
+) -> Callable[..., Any]:  # fmt: skip
     call = pl.pallas_call(
         kernel,
         name=name,

@@ -24,9 +24,8 @@ class Sight(NamedTuple):
     Attributes:
       places_S: position in the row of each query of this device; keys cover the row.
       segments_BS, segments_BT: document of each query and each key, numbered within its row.
-      first_key_BT: the first key visible to each token of the row; it attends to all from there to
-        itself.
-      last_query_BT: the last token that attends to each key.
+      first_key_BT, last_query_BT: the first key that each token of the row attends to, and the
+        last token that attends to it.
     """
 
     places_S: Int[Array, "s"]
@@ -45,11 +44,6 @@ def sight(
     """Computes the visible keys for this device's queries and all keys of a row.
 
     The tokens of a document must be adjacent.
-
-    Args:
-      places_S: position in the row of each query.
-      segments_BT: in the order of the row.
-      window: see `lmlib.models.attend.attend`.
     """
     T = segments_BT.shape[1]
     places_T = jnp.arange(T, dtype=jnp.int32)
@@ -65,10 +59,9 @@ def sight(
 
 
 def keys_visited(sight: Sight, tiles: Tiles) -> Int32[Array, "b n 4"]:
-    """Ranges of key tiles for each tile of queries.
+    """Ranges of key tiles for each tile of queries: first, first_whole, after_whole, after.
 
-    Visited tiles are [first, after). Within them, [first_whole, after_whole) are completely visible
-    to all queries. The order is first, first_whole, after_whole, after.
+    Visited tiles are [first, after); of these, [first_whole, after_whole) need no mask.
     """
     B = sight.segments_BT.shape[0]
     first_key_BNQ = sight.first_key_BT[:, sight.places_S].reshape(B, -1, tiles.queries)
@@ -82,9 +75,8 @@ def keys_visited(sight: Sight, tiles: Tiles) -> Int32[Array, "b n 4"]:
 
 
 def queries_visited(sight: Sight, tiles: Tiles, piece: int) -> Int32[Array, "b m p 4"]:
-    """Ranges of query tiles for each tile of keys, in each piece of `piece` tokens.
-
-    The four numbers are the same as in `keys_visited`.
+    """Ranges of query tiles, as in `keys_visited`, for each tile of keys and piece of `piece`
+    tokens.
     """
     B, T = sight.segments_BT.shape
     last_query_BM1R = sight.last_query_BT.reshape(B, -1, 1, tiles.keys)

@@ -57,27 +57,18 @@ def deepseek_v3(
     """DeepSeek-V3 (§2.1), without multi-token prediction.
 
     Args:
-      vocab, embed, layers, heads: sizes.
       mlp, dense_layers: the first `dense_layers` layers have an MLP of size `mlp` and no experts.
       expert_mlp, shared_experts: size of each expert, and the number of experts that all tokens
-        use; these form one MLP of size `shared_experts` · `expert_mlp`.
+        use; these form one MLP.
       experts, top, groups, top_groups, normalized, correction_rate: as in
         `lmlib.models.experts.router.Router`, with the sigmoid of the logits as scores.
       share_scale: the sum of a token's shares, if they are `normalized`.
       head_dim, rotary_dim, value_dim, latent, query_latent: as in
         `lmlib.models.parts.latent_attention.LatentAttention`.
-      rope_theta, rope_scaling: base and scaling of rotary positions; DeepSeek-V3 has a `Yarn` with
-        an amplitude of 1.
-      score_sharpness: m; with a `rope_scaling`, all scores are multiplied by
-        (0.1 m ln(factor) + 1)². DeepSeek-V3 has 1.
-      interleaved: as in `Rotary`.
+      rope_scaling: DeepSeek-V3 has a `Yarn` with an amplitude of 1.
+      score_sharpness: m; with a `rope_scaling`, all scores are multiplied by (0.1 m ln(factor) +
+        1)². DeepSeek-V3 has 1.
       norm_epsilon: epsilon of all norms except the latents' norms, which have 1e-6.
-      tied: True if one table embeds and unembeds.
-      key: seed of the weights.
-
-    Raises:
-      ValueError: if a size is not positive, `rotary_dim` is odd, or the router's settings do not
-        fit each other.
     """
     check_sizes(
         expert_mlp=expert_mlp, rotary_dim=rotary_dim, value_dim=value_dim, latent=latent,
@@ -184,10 +175,7 @@ def _written(model: Decoder) -> dict[str, Any]:
 
 
 def _sharper(attention: LatentAttention, content: dict[str, Any]) -> dict[str, Any]:
-    """Returns rope settings with `mscale` and `mscale_all_dim`.
-
-    Older readers compute both the amplitude and a factor of the scores from them.
-    """
+    """Returns `mscale` and `mscale_all_dim`, which older readers use for amplitude and scale."""
     scaling = attention.rotary.scaling
     if attention.scale is None or not isinstance(scaling, Yarn) or scaling.factor == 1:
         return {}

@@ -32,13 +32,9 @@ def gpt_oss(
 ) -> Decoder:
     """gpt-oss (§2).
 
-    Differences from Llama: a mixture of experts instead of each MLP, with clamped gates; the
-    softmax over the logits of a token's `top` experts as shares; biases everywhere except in norms;
-    attention with sinks. Arguments as in `llama`; `mlp` is the size of each expert.
-
-    Args:
-      window: number of positions that every other layer attends to, starting with the first;
-        `None`: all. Or one window for each layer.
+    Differences from Llama: a mixture of experts of size `mlp`, with clamped gates; the softmax over
+    the logits of a token's `top` experts as shares; biases everywhere except in norms; attention
+    with sinks. `window` is for every other layer, starting with the first, or one for each layer.
     """
     if window is None or isinstance(window, int):
         window = _in_turn(window, layers)

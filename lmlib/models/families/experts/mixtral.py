@@ -17,10 +17,9 @@ from lmlib.models.families.variants import variant
 def mixtral(
     *, rope_theta: float = 1_000_000.0, experts: int = 8, top: int = 2, **others: Any
 ) -> Decoder:
-    """Mixtral (§2.1): Llama with a mixture of experts instead of each MLP.
+    """Mixtral (§2.1): Llama with a mixture of experts of size `mlp` instead of each MLP.
 
-    Each token goes to `top` of `experts` experts, with the softmax over their logits as shares.
-    Arguments as in `llama`; `mlp` is the size of each expert.
+    Shares are the softmax over the logits of a token's `top` experts.
     """
     router = functools.partial(Router, normalized=True)
     mixture = functools.partial(Mixture, experts=experts, top=top, router=router)

@@ -23,10 +23,7 @@ def olmoe(
     normalized: bool = False,
     **others: Any,
 ) -> Decoder:
-    """OLMoE (§2): Llama with experts, and with query and key norms over all heads together.
-
-    Each token goes to `top` of `experts` experts. Arguments as in `qwen3_moe`.
-    """
+    """OLMoE (§2): Llama with experts, and with query and key norms over all heads together."""
     router = functools.partial(Router, normalized=normalized)
     attention = functools.partial(
         Attention,

@@ -26,14 +26,9 @@ def qwen3_moe(
     normalized: bool = True,
     **others: Any,
 ) -> Decoder:
-    """Qwen 3 with experts (§2): Llama with experts, and norms of each head's queries and keys.
+    """Qwen 3 with experts (§2): Llama with experts of size `mlp`, and norms of each head's q and k.
 
-    Each token goes to `top` of `experts` experts. Arguments as in `llama`; `mlp` is the size of
-    each expert.
-
-    Args:
-      normalized: True if a token's shares add up to 1; otherwise they are probabilities over all
-        experts.
+    If `normalized`, a token's shares add up to 1; else they are probabilities over all experts.
     """
     router = functools.partial(Router, normalized=normalized)
     norm = functools.partial(RMSNorm, "head_dim", norm_epsilon)

@@ -2,9 +2,8 @@
 
     Tensor("self_attn.q_proj.weight", {"attention.query": ("heads head_dim", "embed")})
 
-says that the file's matrix has the rows "heads head_dim" and the columns "embed"; the weight's
-own axes are "embed heads head_dim". A tensor in a file can hold several weights, and a weight
-can be spread over several tensors. Reading and writing both follow from this (`lmlib.hf.names`).
+says that the file's matrix has the rows "heads head_dim" and the columns "embed". A tensor in a
+file can hold several weights, and a weight can be spread over several tensors (`lmlib.hf.names`).
 """
 
 import dataclasses
@@ -26,14 +25,11 @@ class Tensor:
     """A tensor in a folder, or one for each index of an axis: "experts.{expert}.w1.weight".
 
     Args:
-      name: in the folder; in a layer, the part after the layer's prefix. Axes in braces are
-        lmlib's, and their indices are part of the name.
-      holds: maps the path of each weight in the tensor (in a layer: within the block) to its axes.
-        An axis of the tensor can be several axes of lmlib ("heads head_dim").
-      along: the axis along which several weights are concatenated.
-      each: an axis of lmlib; the weights are concatenated for each of its indices. With "kv_heads",
-        the query, key and value of one head come before the next head's. `None`: the weights are
-        concatenated once.
+      name: in the folder; in a layer, the part after the layer's prefix.
+      holds: maps the path of each weight (in a layer: within the block) to the tensor's axes,
+        each of which can be several axes of lmlib ("heads head_dim").
+      along, each: the axis along which several weights are concatenated, once, or for each index
+        of an axis of lmlib, such as "kv_heads".
     """
 
     name: str
@@ -52,19 +48,16 @@ class Names:
     """The tensors of a family.
 
     Args:
-      outside: tensors outside layers.
-      layer: tensors of each layer.
-      prefix: prefix of the layers' names, with `{layer}` for the layer's number.
+      outside, layer, prefix: tensors outside layers, of each layer, and the prefix of the
+        latter's names.
       base: prefix of all names except the head's; folders of a model without a head omit it.
-      without_effect: suffixes of other names that a folder may contain and that have no effect.
-      modules: maps tensors to their names in transformers' class, if these differ from the
-        folder's. PEFT uses the names of the class.
-      in_class: tensors of a layer's class that replace tensors of the folder with the same weights,
-        for example one tensor for all experts. PEFT uses these too.
+      without_effect: suffixes of other names that a folder may contain.
+      modules: maps tensors to their names in transformers' class, which PEFT uses, if these
+        differ.
+      in_class: tensors of a layer's class that replace tensors of the folder with the same
+        weights.
       not_adapted: suffixes of modules' names that PEFT mistakes for another family's experts.
-      in_float32: maps a file's dtype to parts of the names of tensors that stay in float32, as in
-        transformers: a class's `_keep_in_fp32_modules` is for float16, its `_strict` variant also
-        for bfloat16.
+      in_float32: maps a file's dtype to parts of the names of tensors that stay in float32.
     """
 
     outside: Sequence[Tensor]
@@ -78,11 +71,8 @@ class Names:
     in_float32: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
     def tensor_of(self, path: str) -> str:
-        """Returns the tensor that holds a weight outside layers.
-
-        Raises:
-          ValueError: if the family has no such tensor. A tied family has a name for its head too,
-            since folders may contain it.
+        """Returns the tensor that holds a weight outside layers, also a tied head; else raises
+        ValueError.
         """
         for each in self.outside:
             if path in each.holds:
@@ -102,12 +92,9 @@ class Names:
 class Key(NamedTuple):
     """A key of config.json that is an argument of `build`.
 
-    Args:
-      name: in config.json.
-      argument: name of the argument.
-      of: returns the value for a model, whose arrays may be shapes; `...`: do not write the key.
-      default, kind, zero, most, null: as in `Settings.take`.
-      also: alternative names in files.
+    `of` returns the value for a model, whose arrays may be shapes, or `...` to omit the key.
+    `default`, `kind`, `zero`, `most` and `null` are as in `Settings.take`; `also` are other names
+    in files.
     """
 
     name: str
@@ -121,10 +108,8 @@ class Key(NamedTuple):
     also: tuple[str, ...] = ()
 
     def read(self, settings: Settings) -> Any:
-        """Returns the argument's value.
-
-        Raises:
-          FolderError: as `Settings.take`, or if two names have different values.
+        """Returns the argument's value; raises FolderError, also if two names have different
+        values.
         """
         if not self.also:
             value = settings.take(
@@ -144,19 +129,17 @@ class Family:
     """One kind of folder. Undeclared keys of its config.json are refused.
 
     Args:
-      model_type: value in config.json.
-      transformers_class: the class of transformers for this model.
+      model_type, transformers_class: value in config.json, and the class of transformers.
       build: makes a model; a function of `lmlib.models.families`, or your own.
-      names: its tensors.
-      keys: keys of config.json that are arguments of `build`.
+      names, keys: its tensors, and the keys of config.json that are arguments of `build`.
       rope: the keys of rotary positions; `None`: there are none, or `reads` reads them.
-      fixed: maps keys to their only value, which is also written.
-      only: maps keys to the accepted values; they are not written.
-      ignored: keys that have no effect.
-      written: keys and values that are written but not read.
+      fixed, only: map keys to their only value, which is also written, and to the accepted
+        values.
+      ignored, written: keys that have no effect, and keys and values that are written but not
+        read.
       reads: returns further arguments of `build` from the settings and the arguments so far.
-      writes: returns further keys for a model. It raises ValueError if the model has parts that the
-        family lacks (`parts.a`). The caller checks that config.json describes the model exactly.
+      writes: returns further keys for a model, or raises ValueError if it has parts that the
+        family lacks (`parts.a`).
     """
 
     model_type: str
@@ -173,11 +156,7 @@ class Family:
     writes: Callable[[Decoder], dict[str, Any]] | None = None
 
     def arguments(self, settings: Settings) -> dict[str, Any]:
-        """Returns the arguments of `build` that a config.json describes.
-
-        Raises:
-          FolderError: if a setting is not supported by the family.
-        """
+        """Returns the arguments of `build` that a config.json describes; raises FolderError."""
         for name, value in self.fixed.items():
             settings.only(name, value)
         for name, accepted in self.only.items():
@@ -189,13 +168,7 @@ class Family:
         return found if self.reads is None else found | self.reads(settings, found)
 
     def settings(self, model: Decoder) -> dict[str, Any]:
-        """Returns a config.json of the model, with everything that `arguments` reads.
-
-        Arrays of the model may be shapes.
-
-        Raises:
-          ValueError: if the model has parts that the family lacks.
-        """
+        """Returns a config.json of the model, whose arrays may be shapes; raises ValueError."""
         found = {**self.fixed, **self.written}
         of_keys = {key.name: key.of(model) for key in self.keys}
         found |= {name: value for name, value in of_keys.items() if value is not ...}

@@ -26,11 +26,9 @@ IGNORED = ("output_router_logits", "router_aux_loss_coef", "router_jitter_noise"
 def tensors(
     module: str = "mlp", matrices: tuple[str, str, str] = GATE_UP_DOWN
 ) -> tuple[Tensor, ...]:
-    """Returns the tensors of a layer's router and experts.
+    """Returns the tensors of a layer's router and experts, in `module`.
 
-    Args:
-      module: the module that contains them.
-      matrices: the names of an expert's gate, up and down projections.
+    `matrices` are the names of an expert's gate, up and down projections.
     """
     gate, up, down = (f"{module}.experts.{{expert}}.{name}.weight" for name in matrices)
     return (
@@ -62,11 +60,9 @@ def mixture_keys(
 ) -> tuple[Key, ...]:
     """Returns the keys of Llama and of a mixture, and `more`.
 
-    Args:
-      experts, top: the defaults of the number of experts, and of the number used by each token.
-      count: the name of the number of experts for older readers. transformers 5 writes two names,
-        and reads both in all families.
-      others: as in `shared.llama_keys`.
+    `experts` and `top` are defaults. `count` is the name of the number of experts for older
+    readers; transformers 5 writes two names, and reads both. `others` are as in
+    `shared.llama_keys`.
     """
     names = {"num_experts", "num_local_experts"}
     return shared.llama_keys(

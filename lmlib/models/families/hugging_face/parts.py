@@ -14,10 +14,8 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def a(kind: type[K], part: Any) -> K:
-    """Returns `part`, checking that it is an instance of `kind`.
-
-    Raises:
-      ValueError: if it is not, so the family cannot describe the model.
+    """Returns `part`; raises ValueError if it is no `kind`, so the family cannot describe the
+    model.
     """
     if not isinstance(part, kind):
         raise ValueError(f"it has a {type(part).__name__} where the family has a {kind.__name__}")
@@ -25,11 +23,7 @@ def a(kind: type[K], part: Any) -> K:
 
 
 def layers(model: Decoder) -> list[TwoParts]:
-    """Returns the layers in order. Each layer's arrays contain all layers of its stack.
-
-    Raises:
-      ValueError: as `a`.
-    """
+    """Returns the layers in order. Each layer's arrays contain all layers of its stack."""
     return [
         a(TwoParts, layer)  # type: ignore[type-abstract]
         for pattern in a(Decoder, model).stack.patterns
@@ -64,11 +58,7 @@ def window(model: Decoder) -> int | None:
 
 
 def layer_types(settings: Settings, layers: int) -> list[str] | None:
-    """Returns `FULL` or `SLIDING` for each layer; `None` if config.json does not say.
-
-    Raises:
-      FolderError: if it has other values.
-    """
+    """Returns `FULL` or `SLIDING` for each layer; `None` if config.json does not say."""
     kinds: list[str] | None = settings.take("layer_types", None, list)
     if kinds is None or (len(kinds) == layers and all(kind in (FULL, SLIDING) for kind in kinds)):
         return kinds

@@ -49,10 +49,8 @@ class Rope:
     """The keys of a family's rotary positions.
 
     Args:
-      theta: default base of the wavelengths.
-      scalings: the kinds of scaling that the family supports.
-      partial: True if the family can rotate only a fraction of a head's coordinates.
-      fraction: default of that fraction.
+      theta, fraction: default base of the wavelengths, and fraction of rotated coordinates.
+      scalings, partial: the kinds of scaling, and True for fractions, that the family supports.
       keys: the keys of base and fraction outside `rope_parameters`.
       absent: default of `rope_parameters`; `None`: empty.
       kind: the key of the scaling's type for old readers of the family.
@@ -67,11 +65,7 @@ class Rope:
     kind: str = "rope_type"
 
     def arguments(self, settings: Settings) -> dict[str, Any]:
-        """Returns `rope_theta`, and `rope_scaling` and `rotary_fraction` if the family has them.
-
-        Raises:
-          FolderError: if a setting is not supported, or settings contradict each other.
-        """
+        """Returns `rope_theta`, and `rope_scaling` and `rotary_fraction` if the family has them."""
         stated = settings.take("rope_parameters", None, dict)
         new = stated if stated is not None else self.absent or {}
         old = settings.take("rope_scaling", {}, dict)
@@ -110,10 +104,7 @@ class Rope:
         return float(fraction)
 
     def settings(self, rotary: Rotary, head_dim: int) -> dict[str, Any]:
-        """Returns the keys that `arguments` reads, in the new and the old format.
-
-        Includes the lengths that they depend on.
-        """
+        """Returns the keys that `arguments` reads, in the new and the old format."""
         scaling = rotary.scaling
         new: dict[str, Any] = {"rope_type": "default", "rope_theta": rotary.theta}
         content: dict[str, Any] = {self.keys[0]: rotary.theta, "rope_parameters": new}
@@ -136,8 +127,7 @@ class Rope:
 def fraction_of(rotary: Rotary, head_dim: int) -> float:
     """Returns the fraction of a head's coordinates that `rotary` rotates.
 
-    Readers compute the number of coordinates as `int(fraction * head_dim)`, and rounding matters:
-    30 / 44 * 44 is 29.99…
+    Readers compute `int(fraction * head_dim)`, and rounding matters: 30 / 44 * 44 is 29.99…
     """
     share = rotary.head_dim / head_dim
     exact = int(share * head_dim) == rotary.head_dim

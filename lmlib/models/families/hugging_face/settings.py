@@ -56,12 +56,7 @@ class FolderError(ValueError):
 
 
 class Settings:
-    """Reads a config and tracks which keys were requested.
-
-    Args:
-      where: the file, for messages.
-      without_effect: keys that need not be requested.
-    """
+    """Reads the config of the file `where` and tracks which keys were requested."""
 
     def __init__(
         self,
@@ -83,8 +78,8 @@ class Settings:
     ) -> Any:
         """Returns the value of `key`, or `default` if it is absent.
 
-        Null is refused, because transformers does not replace it by the default. Null and an absent
-        key are equivalent only if the default is `None` or an empty dict.
+        Null is refused, because transformers does not replace it by the default, unless the default
+        is `None` or an empty dict.
 
         Args:
           kind: type of the value: `int`, `float`, `bool`, `list` or `dict`.
@@ -92,8 +87,7 @@ class Settings:
           most: the largest number; `None`: the largest of its kind, which is int32's for `int`.
           null: True if null is accepted, and read as `None`.
 
-        Raises:
-          FolderError: if the key is absent without a default, or its value is not of `kind`.
+        Raises FolderError if the key is absent without a default, or its value is not of `kind`.
         """
         self._left.discard(key)
         value = self._content.get(key)
@@ -121,10 +115,8 @@ class Settings:
         return kind(value)
 
     def only(self, key: str, *accepted: Any) -> Any:
-        """Returns the value of `key`, which must be absent or one of `accepted`.
-
-        Raises:
-          FolderError: for other values; names key and value.
+        """Returns the value of `key`, which must be absent or one of `accepted`; else raises
+        FolderError.
         """
         self._left.discard(key)
         value = self._content.get(key)

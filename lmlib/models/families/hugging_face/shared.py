@@ -4,6 +4,7 @@ It covers Llama 2 to 3.3 and SmolLM 1 and 2. It is not in the module of `llama`,
 needs none of this.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from lmlib.models.decoder import Decoder
@@ -30,6 +31,20 @@ BIASES = (
     Tensor("self_attn.v_proj.bias", {"attention.value_bias": ("kv_heads head_dim",)}),
 )
 OUTPUT_BIAS = Tensor("self_attn.o_proj.bias", {"attention.output_bias": ("embed",)})
+
+
+def query_key_value(
+    name: str, before: Sequence[str] = (), after: Sequence[str] = (), suffix: str = "", **how: Any
+) -> Tensor:
+    """Returns one tensor for queries, keys and values, with axes before and after the heads'."""
+    heads = {"query": "heads", "key": "kv_heads", "value": "kv_heads"}
+    holds = {
+        f"attention.{part}{suffix}": (*before, f"{axis} head_dim", *after)
+        for part, axis in heads.items()
+    }
+    return Tensor(name, holds, **how)
+
+
 HEAD_NORMS = (
     Tensor("self_attn.q_norm.weight", {"attention.query_norm.scale": ("head_dim",)}),
     Tensor("self_attn.k_norm.weight", {"attention.key_norm.scale": ("head_dim",)}),
@@ -107,8 +122,8 @@ def llama_keys(
     Args:
       tied_by_default, kv_heads: defaults; `None`: as many key-value heads as heads.
       norm: the key of `norm_epsilon`.
-      mlp: the class of a layer's feed-forward part.
-      mlp_key: the key of the MLP's size, or of each expert's size.
+      mlp, mlp_key: the class of a layer's feed-forward part, and the key of its (or an expert's)
+        size.
     """
     return (
         VOCAB,
