@@ -22,7 +22,7 @@ from lmlib.storage.stored_json import LARGEST
 from runner.errors import ConfigError
 from runner.inference.answer import STOP, Answer, Manner
 from runner.inference.answer_file import SETTINGS, AnswerFile
-from runner.inference.prompts import Reader, digest_of, read_lines
+from runner.inference.prompts import Reader, read_lines
 from runner.inference.terminal import Terminal
 
 BOS, EOS = 256, 257
@@ -92,22 +92,6 @@ def test_an_answer_ends_with_the_first_token_whose_text_has_the_stop_string(stop
             before = tokenizer.decode(answer.tokens, skip_special_tokens=False).partition(stop)[0]
             assert answer.text == before.replace(END, "").replace(BEGIN, "")
     assert ended  # or the test sees nothing
-
-
-def test_a_special_token_is_no_more_than_its_name(tmp_path):
-    """A text that spells the name ends the answer too, and without a stop string neither does."""
-    write_tokenizer_folder(tmp_path, begins=True)
-    codec = codec_of_file(tmp_path / "tokenizer.json", None)
-    ids = codec.encode_marked(f"é{END}a ") + codec.encode(f"x{END}b")
-    for stop, text in (
-        ((), f"éa x{END}b"),
-        ((f"x{END}",), "éa "),
-        ((f"é{END}",), ""),
-        (("nd|>a",), "é"),
-    ):
-        answer = Answer(codec, codec.encode("a"), len(ids), (), stop)
-        answer.push(New(ids, [0.0] * len(ids)))
-        assert answer.text == text
 
 
 def terminal(generator, reader=READER, out=None, **manner):
@@ -258,26 +242,6 @@ def test_broken_lines_are_named(tmp_path, line, reason):
         read_lines(file, READER)
 
 
-def test_a_template_that_takes_all_memory_is_a_mistake(tmp_path):
-    template = ChatTemplate({"default": "{{ 'a'.center(999999999) }}"}, TOKENS)
-    reader, chat = replace(READER, template=template), [{"role": "user", "content": "Hi"}]
-    with pytest.raises(ConfigError, match="took more than 512 MB of memory for this conversation"):
-        reader.of_chat(chat)
-    file = write_prompts(tmp_path, [{"messages": chat}] * 1000)
-    with pytest.raises(ConfigError, match=r"line 1: the chat template took .*line 5: .* 997 more"):
-        read_lines(file, reader)
-
-
-def test_bytes_that_are_no_text_are_named(tmp_path):
-    file = tmp_path / "prompts.jsonl"
-    file.write_bytes(b'{"prompt": "\xff"}\n')
-    with pytest.raises(ConfigError, match="line 1: 'utf-8' codec can't decode"):
-        read_lines(file, READER)
-    file.write_bytes(b"\n \n")
-    with pytest.raises(ConfigError, match="has no lines"):
-        read_lines(file, READER)
-
-
 @pytest.mark.parametrize("byte", [b"a", b" "])
 def test_a_line_without_an_end_is_not_read_to_it(tmp_path, byte):
     file = tmp_path / "prompts.jsonl"
@@ -286,13 +250,6 @@ def test_a_line_without_an_end_is_not_read_to_it(tmp_path, byte):
         opened.truncate(1 << 40)  # a hole: zeros that take no room
     with pytest.raises(ConfigError, match=r"line 2: it has more than 16,777,216 bytes$"):
         read_lines(file, READER)
-
-
-def test_prompts_are_read_from_ordinary_files(tmp_path):
-    os.mkfifo(tmp_path / "fifo")
-    for file in (Path("/dev/zero"), tmp_path / "fifo", tmp_path):
-        with pytest.raises(ConfigError, match=f"^{file} is no ordinary file: write the prompts"):
-            digest_of(file)
 
 
 def test_without_a_tokenizer_ids_are_read_and_shown(generator, tmp_path):
@@ -310,3 +267,15 @@ def test_without_a_tokenizer_ids_are_read_and_shown(generator, tmp_path):
     file.write_text('{"tokens": [1, 2]}')
     AnswerFile(tmp_path / "out", {}).answer(read_lines(file, reader), generator, shown.manner, 1)
     assert json.loads((tmp_path / "out").read_text())["text"] is None
+
+
+def test_prompts_are_lines_of_text_in_an_ordinary_file(tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    for content, told in ((b'{"prompt": "\xff"}\n', "line 1: 'utf-8'"), (b"\n \n", "has no lines")):
+        file.write_bytes(content)
+        with pytest.raises(ConfigError, match=told):
+            read_lines(file, READER)
+    os.mkfifo(tmp_path / "fifo")
+    for file in (Path("/dev/zero"), tmp_path / "fifo", tmp_path):
+        with pytest.raises(ConfigError, match=f"^{file} is no ordinary file: write the prompts"):
+            digest_of(file)
