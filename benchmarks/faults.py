@@ -33,7 +33,7 @@ from absl import app, flags
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "shared"))
 
-from fault_injection.faults.campaign import OF_ONE_PROCESS, OF_TWO_PROCESSES
+from fault_injection.faults import OF_ONE_PROCESS, OF_TWO_PROCESSES
 from fault_injection.job import Job
 from fault_injection.kinds import KINDS, Kind
 from fault_injection.striking import Record, strike

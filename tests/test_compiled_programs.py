@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import zstandard
-from compiled_programs import SETTINGS, XLA_FLAGS, folder_of_programs, tidy
+from compiled_programs import SETTINGS, XLA_FLAGS, tidy
 
 from runner.jax_settings.xla_flags import keep_cpus_in_order, set_gpu_flags
 
@@ -47,11 +47,6 @@ def test_a_program_written_in_part_is_deleted(tmp_path, left):
     part.write_bytes(part.read_bytes()[:left])
     tidy(tmp_path, largest=10**6)
     assert whole.exists() and not part.exists()
-
-
-def test_they_are_in_the_users_cache_folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert folder_of_programs().is_relative_to(tmp_path)
 
 
 def test_a_run_adds_no_flag():

@@ -124,25 +124,6 @@ def test_every_page_is_linked_from(page):
     assert {*PAGES, CONTRIBUTING} - {page} <= linked
 
 
-@pytest.mark.parametrize(
-    ("text", "wrong"),
-    [
-        ("`lmlib/train.py:step`, lmlib/guard.py and `lmlib/data/`", []),
-        ("`lmlib/state.py:State.model`", []),
-        ("`lmlib/train.py:stride`", ["lmlib/train.py:stride"]),
-        ("`lmlib/state.py:State.modal`", ["lmlib/state.py:State.modal"]),
-        ("see lmlib/training.py", ["lmlib/training.py"]),
-        ("| `lmlib/dater/` |", ["lmlib/dater/"]),
-    ],
-)
-def test_a_wrong_name_is_found(text, wrong):
-    assert absent(text) == wrong
-
-
-def test_a_wrong_word_is_found():
-    assert unknown_words("`gather`, `cfg.compute`, `gatherer`, `a + b`") == ["gatherer"]
-
-
 def test_the_tutorials_model_is_the_one_that_is_tested():
     tutorial = (ROOT / "docs/your-own-architecture.md").read_text(encoding="utf-8")
     tested = (ROOT / "tests/shared/user_model.py").read_text(encoding="utf-8")

@@ -1,9 +1,7 @@
 """What `forked_processes` begins is as a process of its own: beside one that Python starts."""
 
 import json
-import os
 import signal
-import subprocess
 import time
 from tempfile import TemporaryFile
 
@@ -60,24 +58,6 @@ def test_a_forked_process_sees_what_a_fresh_one_sees(tmp_path, way):
     assert found.pop("environment").items() >= expected.pop("environment").items()
     assert found == expected
     assert found["devices"] == 3 and end == "the end"
-
-
-@pytest.mark.slow
-def test_processes_run_beside_each_other_and_are_signalled_one_by_one():
-    with open(os.devnull, "w") as nothing:
-        one, other = (
-            ForkedProcess("-c", "import time; time.sleep(600)", stdout=nothing, stderr=nothing)
-            for _ in range(2)
-        )
-    assert one.poll() is None and one.pid != other.pid
-    with pytest.raises(subprocess.TimeoutExpired):
-        one.wait(0.01)
-    one.send_signal(signal.SIGTERM)
-    assert one.wait(60) == one.poll() == -signal.SIGTERM
-    assert other.poll() is None
-    other.kill()
-    assert other.wait(60) == -signal.SIGKILL
-    other.kill()  # of one that has ended, nothing
 
 
 @pytest.mark.landing

@@ -29,12 +29,6 @@ def test_a_slow_case_has_one_turn_and_any_other_each(cases, turns, first):
         )
 
 
-def test_slow_cases_are_about_evenly_many_each_day():
-    cases = [Case(f"tests/test_it.py::test_it[{number}]", slow=True) for number in range(600)]
-    for turn in range(3):
-        assert 350 < len(left_for_another(cases, f"{turn}/3")) < 450
-
-
 @pytest.mark.parametrize("turn", ["3", "1/0", "a/3", "1/3/5", "-1/3"])
 def test_what_is_no_turn_is_refused(turn):
     with pytest.raises(pytest.UsageError, match=f"--turn={turn}: it is K/N"):

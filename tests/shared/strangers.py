@@ -1,6 +1,7 @@
 """Files from a stranger, opened where it shows if they run anything or allocate what they claim."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -70,3 +71,31 @@ def assert_refused(outcome: tuple[str, str], *kinds: str) -> None:
 def leave_canary(folder: Path) -> str:
     """A line of Python that leaves the canary."""
     return f"import pathlib; pathlib.Path({str(folder / CANARY)!r}).touch()"
+
+
+Change = Callable[[Path], object]  # of a folder that a stranger gives
+
+
+def text(name: str, content: str) -> Change:
+    return lambda folder: (folder / name).write_text(content)
+
+
+def sparse(name: str, size: int) -> Change:
+    """Makes the file as long as it says, without a byte more on disk."""
+
+    def change(folder: Path) -> None:
+        with open(folder / name, "ab") as stream:
+            stream.truncate(size)
+
+    return change
+
+
+def link(name: str, target: str = "") -> Change:
+    """Moves the file or folder out of `folder`, and leaves a link to it, or to `target`."""
+
+    def change(folder: Path) -> None:
+        outside = folder.with_name(f"{folder.name} outside")
+        (folder / name).rename(outside)
+        (folder / name).symlink_to(target or outside)
+
+    return change

@@ -3,9 +3,7 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
-import numpy as np
 import pytest
 from compiled_programs import XLA_FLAGS
 from forked_processes import ROOT
@@ -13,8 +11,6 @@ from pseudo_terminal import HOSTILE, SHOWN, commands_in, run_on_terminal
 from run_on_bytes import write_run_on_bytes
 from small_runs import EXPERIMENT
 
-from lmlib.data.stored.metadata import TokenizerIdentity
-from lmlib.data.stored.shard_writer import ShardWriter
 from lmlib.metrics.log import read_metrics
 from runner.command_line.lossy_stream import LossyStream
 from runner.monitoring.watchdog import stacks_file
@@ -91,53 +87,6 @@ def test_texts_of_a_model_are_shown(workdir):
     assert "Ctrl-D all" in sent and not commands_in(sent)
 
 
-@pytest.mark.slow
-def test_samples_of_a_run_are_shown(workdir, tmp_path):
-    experiment = tmp_path / "experiment.py"
-    experiment.write_text(f"""
-import fiddle as fdl
-from experiments import llama_84m
-from lmlib.data.flat_tokens import FlatTokens
-def config():
-    cfg = llama_84m.config()
-    llama_84m.tiny(cfg)
-    cfg.data = fdl.Config(FlatTokens, {str(workdir.parent / "data")!r}, "train", 8, 16)
-    cfg.validation, cfg.steps, cfg.samples.prompts = None, 1, ({HOSTILE!r},)
-    return cfg
-""")
-    run = tmp_path / NAME
-    status, sent = run_on_terminal("-m", "runner", f"--fdl_config={experiment}", f"--workdir={run}")
-    assert status == 0, sent
-    assert SHOWN in sent and SHOWN_NAME in sent
-    sent = sent.replace("\r\x1b[K", "")  # our own live line
-    assert not commands_in(sent)
-    assert HOSTILE in (run / "samples/00000001.txt").read_bytes().decode()
-
-
-@pytest.mark.slow
-def test_tokens_of_a_data_set_are_shown_and_its_colours_sent(tmp_path: Path):
-    writer = ShardWriter(
-        tmp_path / "data",
-        "train",
-        content="conversations",
-        vocab_size=258,
-        tokenizer=TokenizerIdentity("bytes", None),
-        source={NAME: NAME},
-    )
-    text = f"Hi{HOSTILE}yes".encode()
-    mask = np.arange(len(text)) >= text.index(b"yes")
-    writer.extend(np.array([*text]), np.array([len(text)]), 0, loss_mask=mask)
-    writer.finish()
-    batch = ("--batch=0", "--batch_size=1", f"--sequence_length={len(text)}")
-    for flags in ((), batch):
-        status, sent = run_on_terminal("-m", "data_tools.inspect", str(tmp_path / "data"), *flags)
-        assert status == 0, sent
-        assert SHOWN in sent
-        if flags and "NO_COLOR" not in os.environ:
-            assert f"{GREY}    ┊ Hi{SHOWN}{PLAIN}" in sent
-        assert not commands_in(sent.replace(GREY, "").replace(PLAIN, ""))
-
-
 LINES = 20_000  # more than the pipes hold
 
 
@@ -161,17 +110,6 @@ def test_what_a_full_disk_lost_is_told_once_there_is_room(descriptor, tmp_path):
     told = "[15 bytes were lost here: No space left on device]\n"
     assert (tmp_path / "log").read_text() == f"{told}kept\ntoo\n"
     assert stream.dropped == 0
-
-
-def test_a_file_that_cannot_be_opened_is_tried_again(tmp_path):
-    stream = LossyStream(
-        lambda: os.open(tmp_path / "later" / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    )
-    stream.write(b"lost\n")
-    (tmp_path / "later").mkdir()
-    stream.flush()
-    told = "[5 bytes were lost here: No such file or directory]\n"
-    assert (tmp_path / "later" / "log").read_text() == told
 
 
 def test_a_pipe_that_nobody_reads_holds_nothing_up(monkeypatch):

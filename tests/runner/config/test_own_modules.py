@@ -7,25 +7,19 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 import user_model
 from compiled_programs import XLA_FLAGS
 from forked_processes import run_forked
 from hugging_face_families import GOLDEN, tensors
-from small_folder import assert_same_weights, change, copy_small_folder, golden_model, rewritten
+from small_folder import change, copy_small_folder, rewritten
 
-from lmlib.checkpoint import Checkpoints
 from lmlib.hf.families import FAMILIES
-from lmlib.parallel.mesh import make_mesh
-from runner import convert
 from runner.config import configs
 from runner.config.references import known_families
 from runner.config.relaunch import relaunch_command
-from runner.config.text import flattened
 from runner.errors import ConfigError
-from runner.inference.loading import load
 from runner.weights.target import LoadOptions
 
 ROOT = Path(configs.__file__).parents[2]
@@ -62,30 +56,6 @@ def forget():
         sys.modules.pop(name, None)
 
 
-def test_the_command_to_try_next_names_the_modules_and_their_folder(
-    experiment, tmp_path, monkeypatch
-):
-    before = list(sys.path)
-    cfg = configs.load(str(experiment))
-    configs.save(cfg, tmp_path / "run")
-    words = shlex.split(relaunch_command(cfg, tmp_path / "run"))
-    flags = [word.partition("=") for word in words if word.startswith("--")]
-    assert words[:2] == ["env", f"PYTHONPATH={experiment.parent}{_kept_path()}"]
-    assert [value for name, _, value in flags if name == "--trust_module"] == ["my_model"]
-    assert ("--workdir", "=", f"{tmp_path / 'run'}_next") in flags
-
-    # As in a process that the command starts.
-    forget()
-    monkeypatch.setattr(sys, "path", [str(experiment.parent), *before])
-    given = {name: value for name, _, value in flags}
-    peak_lr = given["--fdl.optimizer.peak_lr"]
-    again = configs.load(
-        given["--fdl_config"], (), [f"optimizer.peak_lr={peak_lr}"], trusted=["my_model"]
-    )
-    cfg.optimizer.peak_lr = float(peak_lr)
-    assert flattened(again) == flattened(cfg)
-
-
 def test_a_shipped_experiment_needs_no_trust_to_be_launched_again(tmp_path, monkeypatch):
     """But as many simulated devices as it had, for its mesh."""
     cfg = configs.load("experiments/quickstart")
@@ -116,35 +86,6 @@ def test_the_command_works_when_it_is_pasted(experiment, tmp_path):
     assert pasted.returncode == 0, pasted.stderr
     assert "training loss" in pasted.stdout
     assert (tmp_path / "a run_next" / "result.json").is_file()
-
-
-@pytest.mark.slow
-def test_weights_that_no_gradient_changes_are_loaded_as_they_were_trained(
-    experiment, tmp_path, monkeypatch
-):
-    experts = ROOT / "tests" / "outsiders" / "routed_experts.py"
-    shutil.copy(experts, experiment.parent / "my_model.py")
-    text = experiment.read_text()
-    begin, end = text.index("    cfg.model = "), text.index("    cfg.validation")
-    with_experts = "    cfg.model.feed_forward = fdl.Partial(my_model.Experts)\n"
-    experiment.write_text(text[:begin] + with_experts + text[end:])
-    workdir = tmp_path / "run"
-    command = ("-m", "runner", f"--fdl_config={experiment}", f"--workdir={workdir}")
-    shown = run_forked(*command, cwd=tmp_path, environment={"XLA_FLAGS": XLA_FLAGS})
-    assert shown.returncode == 0, shown.stderr
-    monkeypatch.syspath_prepend(experiment.parent)
-    model = load(workdir, mesh=make_mesh(), trusted=("my_model",)).model
-    with Checkpoints(workdir / "checkpoints", read_only=True) as checkpoints:
-        (name,) = checkpoints.names(1, "buffers")
-    moved = abs(model.stack.patterns[0][0].mlp.bias)
-    # By the rate times how far from even its tokens were.
-    assert name == "stack.patterns.0.0.mlp.bias"
-    assert moved.min() > 0 and moved.max() < 0.01
-
-
-def _kept_path() -> str:
-    kept = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    return "".join(f"{os.pathsep}{entry}" for entry in kept)
 
 
 OWN = """
@@ -214,18 +155,6 @@ def test_an_experiment_is_given_them_and_takes_no_others(own):
         configs.load("experiments/from_hf", (), [named, "families=()"], TRUSTED.trusted)
     based = configs.load("experiments/lora", (), [f"base={str(folder)!r}"], TRUSTED.trusted)
     assert based.model.of.__fn_or_cls__.__module__ == "own.blocks"
-
-
-@pytest.mark.landing
-def test_a_model_of_an_own_family_comes_in_and_goes_out(own, tmp_path):
-    _, folder = own
-    convert.bring_in(str(folder), tmp_path / "run", TRUSTED)
-    told = convert.bring_out(str(tmp_path / "run"), tmp_path / "out", options=TRUSTED)
-    assert "in float32, which keeps every value" in told
-    same_tensors(tmp_path / "out", folder)
-    one = make_mesh(devices=jax.devices()[:1])
-    loaded = load(str(folder), trusted=TRUSTED.trusted, mesh=one)
-    assert_same_weights(loaded.model, golden_model())
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from lmlib.storage.stored_json import LARGEST
 from runner.errors import ConfigError
 from runner.inference.answer import STOP, Answer, Manner
 from runner.inference.answer_file import SETTINGS, AnswerFile
-from runner.inference.prompts import Reader, read_lines
+from runner.inference.prompts import Reader, digest_of, read_lines
 from runner.inference.terminal import Terminal
 
 BOS, EOS = 256, 257

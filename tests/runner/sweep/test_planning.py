@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmlib.runs.run import SWEEP
 from runner.errors import ConfigError
 from runner.sweep.commands import check_through, command_of, through, write_script
 from runner.sweep.folder import (
@@ -145,28 +144,6 @@ def test_points_can_be_added_and_what_is_there_stays(folder):
     assert [each.name for each in plan(folder, both, add=True).points] == [
         "seed=1", "seed=2", "seed=3", "seed=1,data.seed=1",
     ]  # fmt: skip
-
-
-_BEGIN = '{"format": 2, "experiment": "e", "config": {"steps": "9"}, "points": '
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        "",
-        "{}",
-        "[]",
-        '{"format": 1}',
-        _BEGIN.replace('"9"', "9") + '[{"name": "x", "settings": {}}]}',
-        _BEGIN + "[]}",
-        _BEGIN + '[{"name": "../x", "settings": {}}]}',
-        _BEGIN + '[{"name": "x", "settings": 1}]}',
-    ],
-)
-def test_a_damaged_file_is_refused(folder, content):
-    (folder / SWEEP).write_text(content)
-    with pytest.raises(ConfigError, match=r"sweep\.json cannot be read, or is damaged"):
-        plan(folder, [ONE, TWO])
 
 
 def test_a_folder_of_something_else_is_refused(tmp_path, folder):

@@ -187,12 +187,6 @@ def test_a_line_follows_now_and_then_where_there_is_no_terminal():
     assert all(line.endswith("] compiling the step: 0 s so far") for line in others)
 
 
-def test_on_a_terminal_one_line_is_redrawn():
-    text = told(live=True)
-    assert text.count("\n") == 1 and text.endswith("\n")
-    assert text.count("\r") >= 3
-
-
 FIRST = Start(100.0, 160.0, 40, {"start-up": 10.0, "compile": 20.0, "steps": 30.0})
 SECOND = Start(
     180.0, 280.0, 60, {"start-up": 10.0, "compile": 20.0, "repeated steps": 15.0, "steps": 55.0}
@@ -207,16 +201,6 @@ def test_starts_add_up_to_the_wall_time():
     assert found.seconds[Phase.STEP] == 85.0
     assert found.seconds[Phase.REPEATED] == 15.0
     assert found.fraction == pytest.approx(85 / 180)
-
-
-def test_the_table_has_the_longest_first():
-    lines = total([FIRST, SECOND]).text().splitlines()
-    rows = [[cell.strip() for cell in line.split("  ") if cell] for line in lines]
-    names = [row[0] for row in rows]
-    order = ["wall time", "steps", "compile", "start-up", "not running", "repeated steps"]
-    assert sorted(names) == sorted(order) and names[:3] == order[:3]
-    assert rows[0][1:] == ["3 min 0 s", "in 2 starts"]
-    assert rows[1][1:] == ["1 min 25 s", "47.2%"]
 
 
 def test_phases_charge_every_second_to_one_of_them():

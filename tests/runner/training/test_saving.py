@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from folder_contents import files_of
 from sentinels import sentinels
 from small_experiment import small
 
@@ -96,14 +95,6 @@ def test_too_many_failed_saves_stop_the_run(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_whose_last_save_failed_is_not_finished(tmp_path):
-    cfg = disturbed(tmp_path, {13: "away"}, "steps=15")
-    with pytest.raises(TrainingStopped, match="the last checkpoint could not be saved"):
-        fit(cfg, tmp_path)
-    assert not (tmp_path / "result.json").exists()
-
-
-@pytest.mark.slow
 def test_a_workdir_that_is_deleted_is_told(tmp_path):
     workdir = tmp_path / "run"
     cfg = disturbed(workdir, {13: "delete"})
@@ -130,35 +121,6 @@ def test_a_save_in_whose_course_the_lock_is_lost_gives_no_checkpoint(tmp_path, m
     assert lost
     assert saved_steps(tmp_path / "checkpoints") == []
     assert not (tmp_path / "result.json").exists()
-
-
-class BringsBack(Synthetic):
-    """Renames a folder when a batch after the first is asked for: it is compared with the notes of
-    the checkpoint, which has been chosen by then."""
-
-    def __init__(self, renamed: str, to: str, **settings: int):
-        super().__init__(**settings)
-        self._renamed, self._to = Path(renamed), to
-
-    def batch(self, step: int, rows: slice = slice(None)) -> Batch:
-        if step > 0 and self._renamed.exists():
-            self._renamed.rename(self._to)
-        return super().batch(step, rows)
-
-
-@pytest.mark.slow
-def test_a_checkpoint_that_another_run_saves_while_one_begins_is_told(tmp_path):
-    cfg = small("steps=4", "checkpoints.every=2")
-    fit(cfg, tmp_path)
-    step, away = tmp_path / "checkpoints" / "4", tmp_path / "elsewhere"
-    step.rename(away)
-    sizes = {"vocab_size": 512, "batch_size": 8, "sequence_length": 64}
-    cfg.data = fdl.Config(BringsBack, str(away), str(step), **sizes)
-    before = files_of(step.parent / "2")
-    with pytest.raises(TrainingStopped, match=r"another run has saved step 4 .* after step 2"):
-        fit(cfg, tmp_path)
-    assert saved_steps(tmp_path / "checkpoints") == [2, 4]
-    assert files_of(step.parent / "2") == before
 
 
 def breaks_down(steps: int, of_the_state: bool) -> Optimizer:

@@ -1,6 +1,5 @@
 """Whole runs: what they write and show, how they resume, and how they refuse."""
 
-import hashlib
 import json
 import re
 import shutil
@@ -8,19 +7,14 @@ import signal
 import time
 from xml.etree import ElementTree
 
-import fiddle as fdl
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from byte_texts import write_texts
 from folder_contents import files_of
 from forked_processes import ForkedProcess, run_forked
-from small_experiment import small
 from states import assert_same_bits, without_times
 
-from lmlib.data.batch import Batch
-from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.synthetic import Synthetic
 from lmlib.metrics.log import read_metrics
 from lmlib.runs.goodput import read_starts
@@ -28,7 +22,6 @@ from runner import Options, fit
 from runner.config import configs
 from runner.errors import ConfigError, TrainingStopped
 from runner.monitoring.program_dump import dump_program
-from runner.training import saving
 
 SMALL = ("model.layers=1", "model.embed=16", "model.mlp=16", "mesh.fsdp=1", "validation=None")
 MESH = ("mesh.fsdp=4", "mesh.tensor=2", "compute.dtype=float32")
@@ -248,62 +241,6 @@ def test_a_damaged_checkpoint_is_left_for_the_one_before(undisturbed, tmp_path, 
     assert_same_bits(again.state, result.state)
 
 
-class Slow(FlatTokens):
-    """Batches that take longer than the step that is made of them."""
-
-    def batch(self, step: int, rows: slice = slice(None)) -> Batch:
-        hashlib.pbkdf2_hmac("sha256", b"", b"", 200_000)
-        return super().batch(step, rows)
-
-
-@pytest.fixture(scope="module")
-def starts(tmp_path_factory):
-    """The metrics of a run of 4 steps and 2 more, and its log."""
-    folder = tmp_path_factory.mktemp("shown")
-    write_texts(folder / "data")
-    with pytest.MonkeyPatch.context() as patch:
-        for steps, held_up in ((4, 1e6), (6, 0.0)):
-            patch.setattr(saving, "HELD_UP_SECONDS", held_up)
-            often = ("checkpoints.every=3", "evaluation.every=2", "prefetch_batches=1")
-            cfg = small(f"steps={steps}", *often)
-            cfg.data = fdl.Config(Slow, str(folder / "data"), "train", 4, 16)
-            cfg.validation = fdl.Config(FlatTokens, str(folder / "data"), "train", 4, 16)
-            result = fit(cfg, folder / "run")
-    logs = (folder / "run" / "run.log").read_text().split("=== start of process")
-    return result.metrics, logs[1:]
-
-
-@pytest.mark.slow
-def test_the_time_of_a_step_holds_its_own_wait_for_data(starts):
-    """Also of the first and the last before a save: their rates are those of the others."""
-    metrics, _ = starts
-    assert len(metrics) == 6 and any(line["data_wait_seconds"] > 0 for line in metrics)
-    assert all(line["step_seconds"] >= line["data_wait_seconds"] for line in metrics)
-
-
-@pytest.mark.slow
-def test_validation_is_shown_where_it_comes(starts):
-    metrics, logs = starts
-    for line, log in ((metrics[3], logs[0]), (metrics[5], logs[1])):
-        loss, bits = line["evaluation_loss"], line["evaluation_bits_per_byte"]
-        found = f"evaluation loss {loss:.4f} nats per token  {bits:.3f} bits per byte"
-        assert f"{found}  over the first " in log
-
-
-@pytest.mark.slow
-def test_new_weights_are_not_called_restored(starts):
-    _, (first, second) = starts
-    assert " s initialisation" in first and "restore" not in first
-    assert " s initialisation" not in second and "resuming after step 4 of 6" in second
-
-
-@pytest.mark.slow
-def test_a_save_is_mentioned_only_if_it_held_training_up(starts):
-    _, (first, second) = starts
-    assert "held training up" not in first
-    assert "saving step 6 held training up for " in second
-
-
 @pytest.fixture(scope="module")
 def compiled() -> jax.stages.Compiled:
     return jax.jit(jax.grad(lambda x: jnp.tanh(x @ x).sum())).lower(jnp.ones((8, 8))).compile()
@@ -322,12 +259,3 @@ def test_the_program_is_the_optimised_one(tmp_path, compiled):
         assert str(graph) in message
     else:
         assert not graph.exists()
-
-
-def test_without_graphviz_there_is_no_graph_and_a_reason(tmp_path, compiled, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    stale = tmp_path / "hlo" / "train_step.svg"
-    stale.parent.mkdir()
-    stale.write_text("of an earlier program")
-    assert "no graph, since Graphviz's dot is not installed" in dump_program(compiled, tmp_path)
-    assert [file.name for file in (tmp_path / "hlo").iterdir()] == ["train_step.txt"]

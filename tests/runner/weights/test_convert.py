@@ -104,20 +104,6 @@ def test_a_config_of_a_workdir_stands_for_the_model_without_the_folder(brought_i
     assert jax.tree.structure(built) == jax.tree.structure(hf.load(folder))
 
 
-def test_a_conversion_that_is_cut_leaves_nothing_and_is_made_again(tmp_path):
-    shutil.copytree(GOLDEN / "llama", tmp_path / "folder")
-    file = tmp_path / "folder" / "model.safetensors"
-    whole = file.read_bytes()
-    file.write_bytes(whole[:-8])
-    with pytest.raises(FolderError, match="cut short"):
-        convert.bring_in(str(tmp_path / "folder"), tmp_path / "run")
-    assert [each.name for each in tmp_path.iterdir()] == ["folder"]
-    (tmp_path / ".run.unfinished" / "checkpoints").mkdir(parents=True)  # a kill left it
-    file.write_bytes(whole)
-    convert.bring_in(str(tmp_path / "folder"), tmp_path / "run")
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["folder", "run"]
-
-
 def test_what_is_there_stays(brought_in, tmp_path):
     folder, workdir = brought_in
     (tmp_path / "mine").write_text("")

@@ -1,6 +1,5 @@
 """Weights that runs begin with: of folders and of other runs."""
 
-import dataclasses
 import functools
 import hashlib
 import shutil
@@ -14,8 +13,7 @@ from adapter_runs import write_adapter_run
 from byte_texts import write_ids
 from run_on_bytes import write_run_on_bytes
 from sentinels import sentinels
-from small_experiment import small
-from small_folder import HEAD, assert_same_weights, copy_small_folder, rewritten
+from small_folder import assert_same_weights
 
 from lmlib import hf
 from lmlib.adapters.lora import lora, merged
@@ -36,9 +34,8 @@ from runner import Options, convert, fit
 from runner.config import configs
 from runner.config.text import flattened
 from runner.errors import ConfigError
-from runner.processes.agreement import difference_of_reads
 from runner.weights.given import GivenWeights
-from runner.weights.models import read_weights, resolve_model
+from runner.weights.models import read_weights
 from runner.weights.target import LoadOptions, LoadTarget
 
 GOLDEN = Path(__file__).parents[2] / "hf" / "golden"
@@ -197,40 +194,6 @@ def test_a_config_made_of_a_folder_is_saved_whole(name, tmp_path):
     assert flattened(again) == flattened(cfg)
     one, other = (fdl.build(each.model) for each in (cfg, again))
     assert one.func is other.func and one.keywords.items() <= other.keywords.items()
-
-
-def test_processes_know_other_weights_by_one_tensor_and_copies_by_none(tmp_path):
-    folders = [tmp_path / name for name in ("own", "copy", "other")]
-    for folder in folders:
-        folder.mkdir()
-        copy_small_folder(folder)
-    rewritten(folders[2], lambda held: held | {HEAD: held[HEAD] + np.float32(1e-3)})
-    sizes = {(folder / "model.safetensors").stat().st_size for folder in folders}
-    assert len(sizes) == 1  # and headers are the same
-    own, copy, other = (
-        {
-            "host": "here",
-            "the model": dataclasses.asdict(resolve_model(str(each)).content),
-        }
-        for each in folders
-    )
-    assert difference_of_reads([own, copy]) is None
-    told = difference_of_reads([own, copy, other])
-    assert told is not None and told.startswith(
-        f"the model of process 2 is not that of process 0 ({folders[2]} on here; on process 0 "
-    )
-
-
-@pytest.mark.landing
-def test_processes_know_another_checkpoint_by_its_manifest(tmp_path):
-    fit(small("steps=1"), tmp_path / "one")
-    fit(small("steps=1", "seed=1"), tmp_path / "other")
-    shutil.copytree(tmp_path / "one", tmp_path / "copy")
-    one, other, copy = (
-        resolve_model(f"{tmp_path}/{name}").content for name in ("one", "other", "copy")
-    )
-    assert one.digests == copy.digests != other.digests
-    assert one.places == [f"{tmp_path}/one/checkpoints/1"]
 
 
 TWO_STEPS = ("steps=2", "checkpoints.every=2", "data.batch_size=8", "mesh.fsdp=1")

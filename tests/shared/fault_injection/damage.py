@@ -1,11 +1,10 @@
 """What disks and people do to files."""
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
-from fault_injection.inputs import CHUNK
+from fault_injection.kinds import CHUNK
 from lmlib.checkpoint.manifest import MANIFEST, NOT_COVERED
 
 # Given a checkpoint, or a folder of tokens: harms it, and returns the file, or the folder of an
@@ -62,10 +61,6 @@ def cut_the_last_line(workdir: Path, random: Random) -> None:
     with (workdir / "metrics.jsonl").open("ab") as file:
         line = b'{"step": 1000000, "loss": 3.25, "grad_norm": 1.5'
         file.write(line[: random.randrange(1, len(line))])
-
-
-def delete_tensorboard(workdir: Path, random: Random) -> None:
-    shutil.rmtree(workdir / "tensorboard")
 
 
 def leave_half_a_config(workdir: Path, random: Random) -> None:
