@@ -8,7 +8,6 @@ from pathlib import Path
 import fiddle as fdl
 import pytest
 from forked_processes import run_forked
-from sentinels import sentinels
 from small_runs import EXPERIMENT
 
 import data_tools
@@ -55,22 +54,6 @@ def test_help_lists_every_command_and_every_experiment_with_its_first_line():
         assert f"{name} {first_line(file)}" in lines
 
 
-FLAGS = {
-    "convert": {"tokenizer"},
-    "inspect": {"batch", "verify", "sample_length"},
-    "prepare_chats": {
-        "dataset",
-        "tokenizer",
-        "out",
-        "max_length",
-        "validation_fraction",
-        "workers",
-    },
-    "pretokenize": {"dataset", "text_column", "tokenizer", "out", "shards", "validation_fraction"},
-    "train_tokenizer": {"dataset", "text_column", "vocab_size", "out", "on_bad_row"},
-}
-
-
 @pytest.mark.parametrize("module", ["runner", "data_tools.pretokenize"])
 def test_the_full_help_has_the_flags_of_every_module(module):
     short, full = (run_forked("-m", module, flag) for flag in ("--help", "--helpfull"))
@@ -80,16 +63,6 @@ def test_the_full_help_has_the_flags_of_every_module(module):
         for ended in (short, full)
     ]
     assert shown[0] and shown[0] | {"logtostderr"} <= shown[1]
-
-
-@pytest.mark.parametrize("name", sentinels(FLAGS, lambda name: name == "pretokenize"))
-def test_help_shows_the_flags_of_a_program_that_prepares_data(name):
-    ended = run_forked("-m", f"data_tools.{name}", "--help")
-    assert ended.returncode == 0
-    assert ended.stdout.startswith(first_line(data_programs()[name]))
-    shown = set(re.findall(r"^  --(?:\[no\])?(\w+):", ended.stdout, re.MULTILINE))
-    assert shown >= FLAGS[name]
-    assert not shown & {"logtostderr", "debug", "verbosity"}  # absl's own, and the runner's
 
 
 @pytest.mark.parametrize("module", ["runner", "runner.plan"])

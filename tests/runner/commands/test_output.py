@@ -43,7 +43,7 @@ def test_names_in_messages_are_shown(arguments):
     assert SHOWN.partition("=")[0] in sent  # which ends the name of a flag
 
 
-WRITES_BYTES = """
+SUPERVISED = """
 import os, sys, time
 from pathlib import Path
 from runner.command_line.lossy_stream import lossy_standard_streams
@@ -54,6 +54,8 @@ if connection is None:
     lossy_standard_streams()
     sys.exit(supervise(Path(sys.argv[1]), 30, 300, 600))
 connection.tell(0, 1, joined=True)
+"""
+BYTES = """
 for byte in sys.argv[2].encode():
     os.write(2, bytes([byte]))
     time.sleep(0.001)  # so that the supervisor reads parts of characters
@@ -61,7 +63,7 @@ for byte in sys.argv[2].encode():
 
 
 def test_what_supervised_processes_write_is_shown(tmp_path):
-    status, sent = run_on_terminal("-c", WRITES_BYTES, str(tmp_path), f"é{NAME}")
+    status, sent = run_on_terminal("-c", SUPERVISED + BYTES, str(tmp_path), f"é{NAME}")
     assert (status, sent) == (0, f"é{SHOWN_NAME}")
     log = (tmp_path / "logs/process_00000.log").read_bytes().decode()
     assert log.endswith(f"é{NAME}")
@@ -131,20 +133,7 @@ def test_a_pipe_that_nobody_reads_holds_nothing_up(monkeypatch):
     os.close(writer)
 
 
-SUPERVISED = f"""
-import os, sys
-from pathlib import Path
-from runner.command_line.lossy_stream import lossy_standard_streams
-from runner.processes.supervisor import Connection, supervise
-
-connection = Connection.inherited()
-if connection is None:
-    lossy_standard_streams()
-    sys.exit(supervise(Path(sys.argv[1]), 30, 300, 600))
-connection.tell(0, 1, joined=True)
-for n in range({LINES}):
-    print("line", n)
-"""
+PRINTS = f"for n in range({LINES}): print('line', n)"
 
 
 @pytest.mark.parametrize("log", ["kept", "on a full disk"])
@@ -155,7 +144,7 @@ def test_a_supervised_process_ends_though_nobody_reads_its_output(tmp_path, log)
     if log == "on a full disk":
         file.symlink_to("/dev/full")
     run = subprocess.Popen(
-        [sys.executable, "-c", SUPERVISED, str(tmp_path)],
+        [sys.executable, "-c", SUPERVISED + PRINTS, str(tmp_path)],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -116,15 +116,6 @@ def test_eight_devices_and_microbatches_of_a_stage_change_nothing_but_rounding(t
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
-@pytest.mark.slow
-def test_a_run_without_stages_is_forked_into_those_of_another(whole, tmp_path):
-    plain = small("steps=3", "data.batch_size=4", "data.sequence_length=32")
-    fit(plain, tmp_path / "plain")
-    fork = Options(init_from=f"{tmp_path / 'plain'}@3", continue_optimizer=True)
-    found = fit(staged(), tmp_path / "fork", fork).metrics
-    assert [line["tokens"] for line in found] == [line["tokens"] for line in whole.metrics[3:]]
-
-
 def begins(*steps: float) -> fdl.Config:
     cfg = small("steps=7")
     for step in steps:
@@ -132,35 +123,20 @@ def begins(*steps: float) -> fdl.Config:
     return cfg
 
 
-def with_positions(count: int) -> fdl.Config:
+def changed(model=None, microbatches=None, **data) -> fdl.Config:
     cfg = staged()
-    sizes = {"vocab": 512, "embed": 16, "layers": 1, "heads": 1, "mlp": 16}
-    cfg.model = fdl.Partial(gpt2, positions=count, **sizes)
+    stage = cfg.later_stages[0]
+    if model is not None:
+        cfg.model = model
+    if microbatches is not None:
+        stage.microbatches = microbatches
+    if data:
+        sizes = {"vocab_size": 512, "batch_size": 8, "sequence_length": 32}
+        stage.data = fdl.Config(Synthetic, **sizes | data)
     return cfg
 
 
-def with_data(**settings) -> fdl.Config:
-    cfg = staged()
-    cfg.later_stages[0].data = fdl.Config(
-        Synthetic, **{"vocab_size": 512, "batch_size": 8, "sequence_length": 32} | settings
-    )
-    return cfg
-
-
-def with_split(tmp_path) -> fdl.Config:
-    """A later stage reads a split once, which has too few rows."""
-    write_texts(tmp_path)
-    cfg = staged()
-    cfg.later_stages[0].data = fdl.Config(
-        FlatTokens, str(tmp_path), "train", batch_size=8, sequence_length=32, epochs=1
-    )
-    return cfg
-
-
-def with_microbatches(count: int) -> fdl.Config:
-    cfg = staged()
-    cfg.later_stages[0].microbatches = count
-    return cfg
+SHORT = fdl.Partial(gpt2, vocab=512, embed=16, layers=1, heads=1, mlp=16, positions=48)
 
 
 @pytest.mark.parametrize(
@@ -172,12 +148,12 @@ def with_microbatches(count: int) -> fdl.Config:
         (begins(-2), "got -2"),
         (begins(4, 2), "begins at step 2 comes after one that begins at step 4"),
         (begins(0.5, 4), "begins at step 4 comes after one that begins at step 4"),
-        (with_positions(48), "64"),
-        (with_data(vocab_size=600), "later_stages[0].data has token ids up to 599"),
-        (with_data(teacher_k=2), "has teacher_k None, but the stage from step 3 on has 2"),
-        (with_data(batch_size=0), "batch_size"),
-        (with_microbatches(3), "3"),
-        (with_microbatches(0), "microbatches must be at least 1, got 0"),
+        (changed(SHORT), "64"),
+        (changed(vocab_size=600), "later_stages[0].data has token ids up to 599"),
+        (changed(teacher_k=2), "has teacher_k None, but the stage from step 3 on has 2"),
+        (changed(batch_size=0), "batch_size"),
+        (changed(microbatches=3), "3"),
+        (changed(microbatches=0), "microbatches must be at least 1, got 0"),
     ],
 )
 def test_stages_that_do_not_fit_are_refused_before_anything_compiles(cfg, told):
@@ -185,18 +161,12 @@ def test_stages_that_do_not_fit_are_refused_before_anything_compiles(cfg, told):
         fdl.build(cfg).check()
 
 
-@pytest.mark.several_devices
-def test_rows_that_the_devices_do_not_divide_are_refused():
-    cfg = staged(batch_size=8)
-    cfg.mesh.fsdp = 8
-    cfg.later_stages[0].data.batch_size = 12
-    with pytest.raises(ValueError, match="12"):
-        fdl.build(cfg).check()
-
-
-def test_a_later_stage_that_ends_is_refused(tmp_path):
+def test_a_later_stage_whose_data_ends_is_refused(tmp_path):
+    write_texts(tmp_path)
+    cfg, sizes = staged(), {"batch_size": 8, "sequence_length": 32, "epochs": 1}
+    cfg.later_stages[0].data = fdl.Config(FlatTokens, str(tmp_path), "train", **sizes)
     with pytest.raises(ValueError, match=r"later_stages\[0\].data ends after \d batches"):
-        fdl.build(with_split(tmp_path)).check()
+        fdl.build(cfg).check()
 
 
 def test_a_trace_over_a_boundary_is_refused(tmp_path):

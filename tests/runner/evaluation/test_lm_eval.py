@@ -165,25 +165,6 @@ def test_what_is_ignored_of_generation_config_is_named(folder, tasks, tmp_path):
 
 
 @pytest.mark.slow
-@ONE_FOLDER
-@pytest.mark.parametrize("context", ["a", ""])
-def test_questions_without_a_continuation_are_named(folder, tmp_path, context):
-    task = {
-        "task": "empty", "output_type": "loglikelihood", "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(tmp_path / "rows.jsonl")},
-                           "cache_dir": str(tmp_path / "cache")},
-        "test_split": "test", "doc_to_text": "{{text}}", "doc_to_target": "{{target}}",
-        "target_delimiter": "", "metric_list": [{"metric": "acc"}],
-    }  # fmt: skip
-    (tmp_path / "empty.yaml").write_text(json.dumps(task))
-    rows = [{"text": context, "target": target} for target in ("b", "", "c", "")]
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    named = r"task empty, question 1: the continuation '' has 0 tokens.*; task empty, question 3: "
-    with pytest.raises(ConfigError, match=named):
-        evaluate_tasks(load(str(folder)), Tasks(("empty",), str(tmp_path)), **QUIET)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_chats_are_written_as_by_transformers(name, tmp_path):
     from runner.evaluation.lm_eval_model import LmEvalModel

@@ -3,42 +3,38 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-import small_experiment
 from compiled_programs import XLA_FLAGS
 from forked_processes import PATHS
+from small_runs import EXPERIMENT
 
-import runner
 from lmlib.hardware.detection import has_accelerator, has_tpu
 
-ROOT = Path(runner.__file__).parents[1]
-EXPERIMENT = (f"--fdl_config={small_experiment.__file__}", "--fdl.validation=None")
 PLUGIN = """
 import sys, jax
 def initialize():
     print("started for", jax.config.jax_platforms, file=sys.stderr)
-    if "broken" in __name__:
-        raise RuntimeError("its library is not there")
 """
 
 
-def stderr_of_a_run(tmp_path, plugin, **environment):
-    """Of a run with `plugin` installed as well."""
-    (tmp_path / "jax_plugins" / plugin).mkdir(parents=True)
-    (tmp_path / "jax_plugins" / plugin / "__init__.py").write_text(PLUGIN)
+def ended_with(plugins, tmp_path, *command, **environment):
+    """`python COMMAND` with these plugins of JAX's installed as well."""
+    for name in plugins:
+        (tmp_path / "jax_plugins" / name).mkdir(parents=True)
+        (tmp_path / "jax_plugins" / name / "__init__.py").write_text(PLUGIN)
     unset = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
-    python_path = {"PYTHONPATH": f"{PATHS}:{tmp_path}"}
-    arguments = [*EXPERIMENT, "--fdl.steps=1", f"--workdir={tmp_path / 'run'}"]
-    ended = subprocess.run(
-        [sys.executable, "-m", "runner", *arguments],
-        env=unset | python_path | {"XLA_FLAGS": XLA_FLAGS} | environment,
+    ours = {"PYTHONPATH": f"{PATHS}:{tmp_path}", "XLA_FLAGS": XLA_FLAGS}
+    return subprocess.run(
+        [sys.executable, *command],
+        env=unset | ours | environment,
         capture_output=True,
         text=True,
     )
-    assert ended.returncode == 0, ended.stderr
-    return ended.stderr
+
+
+def run(tmp_path):
+    return "-m", "runner", *EXPERIMENT, "--fdl.steps=1", f"--workdir={tmp_path / 'run'}"
 
 
 @pytest.mark.slow
@@ -47,13 +43,25 @@ def test_plugins_without_hardware_are_not_started(tmp_path, can_run):
     """The warning is for those who have installed the libraries for running on GPUs."""
     if can_run:
         (tmp_path / "nvidia" / "cudnn").mkdir(parents=True)
-    written = stderr_of_a_run(tmp_path, "xla_cuda0")
+    ended = ended_with(["xla_cuda0"], tmp_path, *run(tmp_path))
+    assert ended.returncode == 0, ended.stderr
     if has_accelerator():
-        assert "started for None" in written
+        assert "started for None" in ended.stderr
     else:
-        assert written.startswith("WARNING: no accelerator was found") == can_run
-        assert "started for cpu" in written
-        assert "Traceback" not in written and "TPU_" not in written
+        assert ended.stderr.startswith("WARNING: no accelerator was found") == can_run
+        assert "started for cpu" in ended.stderr
+        assert "Traceback" not in ended.stderr and "TPU_" not in ended.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("plugin", "platforms"), [("xla_cuda0", {"JAX_PLATFORMS": "cpu"}), ("another_maker", {})]
+)
+def test_jax_is_left_alone(tmp_path, plugin, platforms):
+    ended = ended_with([plugin], tmp_path, *run(tmp_path), **platforms)
+    assert ended.returncode == 0, ended.stderr
+    assert "no accelerator was found" not in ended.stderr
+    assert f"started for {platforms.get('JAX_PLATFORMS')}" in ended.stderr
 
 
 NOTEBOOK = """
@@ -64,48 +72,23 @@ print(jax.numpy.zeros(2))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("platforms", [None, "cpu", ""])
+@pytest.mark.parametrize("platforms", [{}, {"JAX_PLATFORMS": "cpu"}, {"JAX_PLATFORMS": ""}])
 def test_a_notebook_starts_no_plugins_without_hardware(tmp_path, platforms):
     """Quietly, unless the user has said which to start."""
-    (tmp_path / "jax_plugins" / "xla_cuda0").mkdir(parents=True)
-    (tmp_path / "jax_plugins" / "xla_cuda0" / "__init__.py").write_text(PLUGIN)
-    environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
-    environment |= {"PYTHONPATH": f"{ROOT}:{tmp_path}", "XLA_FLAGS": ""}
-    environment |= {} if platforms is None else {"JAX_PLATFORMS": platforms}
-    ended = subprocess.run(
-        [sys.executable, "-c", NOTEBOOK], env=environment, capture_output=True, text=True
-    )
+    ended = ended_with(["xla_cuda0"], tmp_path, "-c", NOTEBOOK, **platforms)
     assert ended.stdout == "[0. 0.]\n", ended.stderr
-    if platforms is None and not has_accelerator():
+    if not platforms and not has_accelerator():
         assert ended.stderr == "started for cpu\n"  # JAX asks each plugin to register itself
     else:
-        assert f"started for {platforms}\n" in ended.stderr
+        assert f"started for {platforms.get('JAX_PLATFORMS')}\n" in ended.stderr
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("plugin", "platforms"), [("xla_cuda0", {"JAX_PLATFORMS": "cpu"}), ("another_maker", {})]
-)
-def test_jax_is_left_alone(tmp_path, plugin, platforms):
-    written = stderr_of_a_run(tmp_path, plugin, **platforms)
-    assert "no accelerator was found" not in written
-    assert f"started for {platforms.get('JAX_PLATFORMS')}" in written
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("command", [("runner.plan", "--topology=h100:1x1"), ("runner",)])
+@pytest.mark.parametrize("command", ["runner.plan", "runner"])
 def test_plugins_for_two_versions_of_cuda_are_a_mistake(tmp_path, command):
-    for name in ("xla_cuda98", "xla_cuda99"):
-        (tmp_path / "jax_plugins" / name).mkdir(parents=True)
-        (tmp_path / "jax_plugins" / name / "__init__.py").write_text(PLUGIN)
-    workdir = [f"--workdir={tmp_path / 'run'}"] * (command == ("runner",))
-    python_path = {"PYTHONPATH": f"{PATHS}:{tmp_path}", "JAX_PLATFORMS": "cuda"}
-    ended = subprocess.run(
-        [sys.executable, "-m", *command, *EXPERIMENT, *workdir],
-        env=os.environ | python_path,
-        capture_output=True,
-        text=True,
-    )
+    flags = ["--topology=h100:1x1"] if command == "runner.plan" else run(tmp_path)[-2:]
+    arguments = ("-m", command, *EXPERIMENT, *flags)
+    ended = ended_with(["xla_cuda98", "xla_cuda99"], tmp_path, *arguments, JAX_PLATFORMS="cuda")
     assert ended.returncode == 2
     assert ended.stderr.startswith("error: the JAX plugins ")
     assert "xla_cuda98 and xla_cuda99 are installed, and JAX can load one" in ended.stderr
@@ -116,17 +99,12 @@ def test_plugins_for_two_versions_of_cuda_are_a_mistake(tmp_path, command):
 def test_platforms_that_are_not_here_are_a_mistake(tmp_path, platforms):
     if platforms == "cuda" and has_accelerator():
         pytest.skip("this machine may have that")
-    ended = subprocess.run(
-        [sys.executable, "-m", "runner", *EXPERIMENT, f"--workdir={tmp_path / 'run'}"],
-        env=os.environ | {"PYTHONPATH": PATHS, "JAX_PLATFORMS": platforms},
-        capture_output=True,
-        text=True,
-    )
+    ended = ended_with([], tmp_path, *run(tmp_path), JAX_PLATFORMS=platforms)
     assert ended.returncode == 2, ended.stderr
-    *before, last = ended.stderr.splitlines()
-    assert last.startswith(f"error: JAX cannot start the devices of JAX_PLATFORMS={platforms}: ")
-    assert last.endswith("; unset JAX_PLATFORMS, or set it to cpu")
-    assert not before and not (tmp_path / "run").exists()
+    (told,) = ended.stderr.splitlines()
+    assert told.startswith(f"error: JAX cannot start the devices of JAX_PLATFORMS={platforms}: ")
+    assert told.endswith("; unset JAX_PLATFORMS, or set it to cpu")
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(

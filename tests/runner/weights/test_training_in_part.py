@@ -11,7 +11,6 @@ import pytest
 from cut_short import cut_short
 from small_folder import assert_same_weights
 
-from experiments import from_hf
 from lmlib import hf
 from lmlib.adapters.lora import lora, merged
 from lmlib.checkpoint.manifest import read_manifest
@@ -20,7 +19,7 @@ from lmlib.optim.trainable import Group, adapters
 from lmlib.parallel.mesh import make_mesh
 from runner import Options, convert, fit
 from runner.config import configs
-from runner.errors import ConfigError, StoppedEarly
+from runner.errors import ConfigError
 from runner.inference.loading import load
 from runner.weights.models import read_weights
 from runner.weights.target import LoadOptions, LoadTarget
@@ -182,18 +181,3 @@ def test_the_405b_at_a_small_size_from_a_folder_to_both_formats(tmp_path):
     found, expected = hf.load(tmp_path / "merged"), merged(whole.state.whole_model)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-7)
-
-
-@pytest.mark.slow
-def test_an_imported_base_stays_in_its_workdir(folder, tmp_path):
-    workdir = tmp_path / "imported"
-    convert.bring_in(str(folder), workdir)
-    shutil.rmtree(folder)
-    cfg = configs.load(str(workdir / "config.json"))
-    from_hf.tiny(cfg)
-    cfg.validation, cfg.mesh.fsdp, cfg.steps, cfg.checkpoints.every = None, 1, 4, 1
-    cfg.trainable = {"norms": fdl.Config(Group, paths=("*norm.scale",))}
-    cfg.checkpoints.keep = 1
-    with pytest.raises(StoppedEarly):
-        fit(cfg, workdir, Options(stop=lambda step: step == 3))
-    assert fit(cfg, workdir).summary.steps == 4
