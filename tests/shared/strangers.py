@@ -8,6 +8,8 @@ from typing import Any
 from forked_processes import run_forked
 
 ROOT = Path(__file__).parents[2]
+Change = Callable[[Path], object]  # of a folder that a stranger gives
+Outcomes = dict[str, tuple[str, str]]  # by case: the type of the error, and its message
 CANARY = "canary"  # a file that appears where a stranger's code was run
 
 # Opens each case in turn, once everything is imported and the memory is limited.
@@ -38,7 +40,7 @@ os._exit(0)
 
 def outcomes(
     imports: str, call: str, cases: dict[str, Any], folder: Path, megabytes: int = 500
-) -> dict[str, tuple[str, str]]:
+) -> Outcomes:
     """For each case, the type and the message of the error that it ended in, or "opened".
 
     Args:
@@ -71,9 +73,6 @@ def assert_refused(outcome: tuple[str, str], *kinds: str) -> None:
 def leave_canary(folder: Path) -> str:
     """A line of Python that leaves the canary."""
     return f"import pathlib; pathlib.Path({str(folder / CANARY)!r}).touch()"
-
-
-Change = Callable[[Path], object]  # of a folder that a stranger gives
 
 
 def text(name: str, content: str) -> Change:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 from folder_contents import files_of
 from sentinels import sentinels
-from strangers import Change, assert_refused, outcomes, sparse, text
+from strangers import Change, Outcomes, assert_refused, outcomes, sparse, text
 
 from lmlib.checkpoint import Checkpoints
 from lmlib.checkpoint.manifest import MANIFEST, read_manifest, write_manifest
@@ -104,7 +104,7 @@ def attacked_folder(folder: Path, sound: Path, name: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def restored(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str]]:
+def restored(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     folder = tmp_path_factory.mktemp("checkpoints")
     with Checkpoints(folder / "sound") as checkpoints:
         checkpoints.save(STEP, {"weight": jnp.ones((16, 3)), "scale": jnp.ones(3)}, {"tokens": 1})
@@ -115,7 +115,7 @@ def restored(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, s
 
 
 @pytest.mark.parametrize("name", sentinels(ALL, lambda name: name != "a deep tree"))
-def test_it_is_refused_or_of_no_effect(restored: dict[str, tuple[str, str]], name: str) -> None:
+def test_it_is_refused_or_of_no_effect(restored: Outcomes, name: str) -> None:
     assert restored["sound"] == ("opened", "")
     if restored[name] != ("opened", ""):
         assert_refused(restored[name], "DamagedCheckpointError")
@@ -123,7 +123,7 @@ def test_it_is_refused_or_of_no_effect(restored: dict[str, tuple[str, str]], nam
 
 @pytest.mark.parametrize("name", ["notes twice", "chunks twice"])
 def test_what_two_readers_could_take_for_two_things_is_refused(
-    restored: dict[str, tuple[str, str]], name: str
+    restored: Outcomes, name: str
 ) -> None:
     assert_refused(restored[name], "DamagedCheckpointError")
     assert re.search(r"it has the name '\w+' twice", restored[name][1])

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -228,3 +229,12 @@ def test_odd_json_is_refused(tmp_path: Path, change: Change) -> None:
 def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "config.json")
     refused(tmp_path / "config.json")
+
+
+def test_no_code_trusts_what_it_reads() -> None:
+    """Ruff refuses the rest: unpickling, evaluating, and importing by a name from a file."""
+    trusting = re.compile(r"(allow_pickle|trust_remote_code)\s*=\s*(?!False\b)")
+    assert trusting.search("np.load(x, allow_pickle=True)")
+    for package in ("lmlib", "data_tools", "experiments", "runner", "benchmarks"):
+        for file in (ROOT / package).rglob("*.py"):
+            assert not trusting.search(file.read_text("utf-8")), file

@@ -14,7 +14,7 @@ from byte_texts import RAGGED, write_ids
 from folder_contents import files_of
 from forged_digests import sign
 from seqax_data import write_seqax
-from strangers import Change, assert_refused, link, outcomes, sparse, text
+from strangers import Change, Outcomes, assert_refused, link, outcomes, sparse, text
 
 from lmlib.data.stored.metadata import TokenizerIdentity
 from lmlib.data.stored.shard_writer import ShardWriter
@@ -166,7 +166,7 @@ def attacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def of_all(folder: Path, call: str) -> dict[str, tuple[str, str]]:
+def of_all(folder: Path, call: str) -> Outcomes:
     """How `call` ends for each data set; the sound one must be opened."""
     cases = {name: str(folder / name) for name in ("sound", "seqax sound", *ALL)}
     before = {path: files_of(path) for path in folder.glob("* outside") if path.is_dir()}
@@ -177,22 +177,22 @@ def of_all(folder: Path, call: str) -> dict[str, tuple[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def trained(attacked: Path) -> dict[str, tuple[str, str]]:
+def trained(attacked: Path) -> Outcomes:
     return of_all(attacked, TRAIN)
 
 
 @pytest.fixture(scope="module")
-def looked_at(attacked: Path) -> dict[str, tuple[str, str]]:
+def looked_at(attacked: Path) -> Outcomes:
     return of_all(attacked, LOOK)
 
 
 @pytest.mark.parametrize("name", sorted(ALL.keys() - HARMLESS_TO_TRAIN))
-def test_training_refuses_it(trained: dict[str, tuple[str, str]], name: str) -> None:
+def test_training_refuses_it(trained: Outcomes, name: str) -> None:
     assert_refused(trained[name], "DamagedDataError", "ValueError")
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_inspect_finds_it(looked_at: dict[str, tuple[str, str]], name: str) -> None:
+def test_inspect_finds_it(looked_at: Outcomes, name: str) -> None:
     """Verification does, and neither the description nor the lengths take harm."""
     if looked_at[name] != ("opened", ""):
         assert_refused(looked_at[name], "DamagedDataError", "ValueError")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from sentinels import sentinels
 from small_folder import change, copy_small_folder
-from strangers import Change, assert_refused, link, outcomes, sparse, text
+from strangers import Change, Outcomes, assert_refused, link, outcomes, sparse, text
 
 IMPORTS = """
 import signal
@@ -90,7 +90,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
 
 
 @pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str]]:
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     folder = tmp_path_factory.mktemp("folders")
     for name in ("sound", *REFUSED):
         (folder / name).mkdir()
@@ -105,7 +105,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str
 
 
 @pytest.mark.parametrize("name", sentinels(REFUSED, lambda name: name != "tensors exchanged"))
-def test_it_is_refused_in_a_line(loaded: dict[str, tuple[str, str]], name: str) -> None:
+def test_it_is_refused_in_a_line(loaded: Outcomes, name: str) -> None:
     assert loaded["sound"] == ("opened", "")
     assert_refused(loaded[name], "FolderError")
     told = loaded[name][1]

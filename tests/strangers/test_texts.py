@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
-from strangers import assert_refused, leave_canary, outcomes
+from strangers import Outcomes, assert_refused, leave_canary, outcomes
 
 READ = """
 from data_tools.rows.files import Files
@@ -111,7 +111,7 @@ REFUSED = {
 
 
 @pytest.fixture(scope="module")
-def read(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str]]:
+def read(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     folder = tmp_path_factory.mktemp("texts")
     for name, write in BOMBS.items():
         write(folder / name)
@@ -121,9 +121,7 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str]]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BOMBS)
-def test_memory_is_bounded_whatever_a_file_expands_to(
-    read: dict[str, tuple[str, str]], name: str
-) -> None:
+def test_memory_is_bounded_whatever_a_file_expands_to(read: Outcomes, name: str) -> None:
     if name in ENDLESS:
         assert read[name] == ("ValueError", "rows without an end")
     elif name in REFUSED:
@@ -186,7 +184,7 @@ def readme(files: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def streamed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str]]:
+def streamed(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     """What becomes of folders that are streamed as Hugging Face data sets."""
     folder = tmp_path_factory.mktemp("folders")
     script = leave_canary(folder) + "\nraise SystemExit"
@@ -228,7 +226,7 @@ def tar_of(content: bytes) -> bytes:
     ],
 )
 def test_a_data_set_is_read_without_running_it(
-    streamed: dict[str, tuple[str, str]], name: str, expected: str
+    streamed: Outcomes, name: str, expected: str
 ) -> None:
     assert streamed["sound"] == ("opened", "")
     assert streamed["another script"] == ("opened", "")  # which is no file of data

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from strangers import CANARY, Change, assert_refused, leave_canary, outcomes, sparse, text
+from strangers import CANARY, Change, Outcomes, assert_refused, leave_canary, outcomes, sparse, text
 
 from data_tools.tokenizer import load_tokenizer
 from data_tools.train_tokenizer.byte_level_bpe import train_byte_level_bpe
@@ -54,7 +54,7 @@ HARMLESS: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str]]:
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     folder = tmp_path_factory.mktemp("tokenizers")
     for name, content in (REFUSED | HARMLESS).items():
         (folder / name).mkdir()
@@ -67,16 +67,12 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str
 
 
 @pytest.mark.parametrize("name", [*REFUSED, "long"])
-def test_what_is_no_tokenizer_is_refused_in_a_line(
-    loaded: dict[str, tuple[str, str]], name: str
-) -> None:
+def test_what_is_no_tokenizer_is_refused_in_a_line(loaded: Outcomes, name: str) -> None:
     assert_refused(loaded[name], "ValueError")
 
 
 @pytest.mark.parametrize("name", HARMLESS)
-def test_a_tokenizer_allocates_nothing_on_its_word(
-    loaded: dict[str, tuple[str, str]], name: str
-) -> None:
+def test_a_tokenizer_allocates_nothing_on_its_word(loaded: Outcomes, name: str) -> None:
     assert loaded[name] == ("opened", "")
 
 

@@ -1,4 +1,4 @@
-"""Answers: their ends, as they are shown on a terminal, and in files that survive a kill."""
+"""Answers: their ends, on a terminal, in files that survive a kill, and the command."""
 
 import fcntl
 import io
@@ -11,6 +11,8 @@ from pathlib import Path
 import jax
 import pytest
 from chat_templates import TEMPLATES, TOKENS
+from forked_processes import run_forked
+from run_on_bytes import write_run_on_bytes
 from small_tokenizer import BEGIN, END, TEXTS, write_tokenizer_folder
 from tokenizers import Tokenizer
 
@@ -147,10 +149,10 @@ def test_a_chat_remembers_its_turns_and_survives_ctrl_c(generator):
     assert asked[-1] == ["Again"]
 
 
-PROMPTS = [{"prompt": "é"}, {"tokens": [1, 2]}, {"prompt": "b", "text": "\ud800", "n": 1}]
+GIVEN = [{"prompt": "é"}, {"tokens": [1, 2]}, {"prompt": "b", "text": "\ud800", "n": 1}]
 
 
-def write_prompts(folder, lines=PROMPTS):
+def write_prompts(folder, lines=GIVEN):
     file = folder / "prompts.jsonl"
     file.write_text("\n\n".join(json.dumps(line) for line in lines))
     return file
@@ -171,7 +173,7 @@ def test_a_file_of_answers_is_the_same_after_a_kill_anywhere(generator, tmp_path
     assert [(each["line"], each["sample"]) for each in said] == [
         (line, sample) for line in (1, 3, 5) for sample in (0, 1)
     ]
-    assert [each["given"] for each in said[::2]] == PROMPTS
+    assert [each["given"] for each in said[::2]] == GIVEN
     for each in said:
         assert len(each["tokens"]) == len(each["logprobs"]) <= 6
         assert each["text"] == CODEC.decode(each["tokens"])
@@ -279,3 +281,49 @@ def test_prompts_are_lines_of_text_in_an_ordinary_file(tmp_path):
     for file in (Path("/dev/zero"), tmp_path / "fifo", tmp_path):
         with pytest.raises(ConfigError, match=f"^{file} is no ordinary file: write the prompts"):
             digest_of(file)
+
+
+PROMPTS = [{"prompt": "é", "id": 7}, {"tokens": [256, 97]}, {"prompt": "one two"}]
+
+
+@pytest.fixture(scope="module")
+def workdir(tmp_path_factory):
+    return write_run_on_bytes(tmp_path_factory.mktemp("generate"))[0]
+
+
+@pytest.mark.slow
+def test_a_file_of_prompts_is_answered(workdir, tmp_path):
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in PROMPTS))
+    files = (f"--from={workdir}@3", f"--prompts={prompts}", f"--out={out}")
+    arguments = (*files, "--max_tokens=4", "--samples=2", "--rows=8")
+    ended = run_forked("-m", "runner.generate", *arguments)
+    assert ended.returncode == 0, ended.stderr
+    said = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [each["given"] for each in said[::2]] == PROMPTS
+    assert ended.stdout == ""
+    assert f"{out} has the answers to all 3 lines of {prompts}" in ended.stderr
+
+
+@pytest.mark.slow
+def test_prompts_are_continued(workdir):
+    arguments = (f"--from={workdir}", "--prompt=hé", "--prompt=b", "--max_tokens=5", "--samples=2")
+    ended = run_forked("-m", "runner.generate", *arguments)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.startswith("--- 1 of 2\nhé")
+    assert [ended.stdout.count(each) for each in ("--- 2 of 2\nhé", "--- 2 of 2\nb")] == [1, 1]
+    assert ended.stderr.count("; the first after ") == 2
+    assert run_forked("-m", "runner.generate", *arguments).stdout == ended.stdout
+    ids = run_forked("-m", "runner.generate", arguments[0], "--tokens=256,104", "--max_tokens=5")
+    assert ids.stdout.startswith("h")
+
+
+@pytest.mark.slow
+def test_what_is_piped_is_continued(workdir):
+    def answer(*flags: str, piped: str) -> str:
+        command = ("-m", "runner.generate", f"--from={workdir}", "--max_tokens=5", *flags)
+        ended = run_forked(*command, piped=piped)
+        assert ended.returncode == 0, ended.stderr
+        return ended.stdout
+
+    assert answer(piped="hé\nb\n") == answer("--prompt=hé\nb", piped="unread")

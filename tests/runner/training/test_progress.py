@@ -19,7 +19,6 @@ from typing import TextIO
 import pytest
 
 from lmlib.runs.goodput import NOT_RUNNING, Start, read_starts, total
-from runner.errors import WorkdirLost
 from runner.monitoring.goodput import GoodputLog
 from runner.monitoring.phases import Phase, Phases
 from runner.monitoring.progress import Progress
@@ -133,23 +132,6 @@ def test_the_log_keeps_the_lines_of_every_start_with_the_time(tmp_path):
         "ended by KeyError: 'gone'",
     ]
     assert "loss 2.0000" in texts[8] and len(texts) == 12 and lines[6] == ""
-
-
-def test_the_log_of_a_workdir_that_another_run_has_taken_over_gets_no_line(tmp_path):
-    lost: list[WorkdirLost] = []
-
-    def check() -> None:
-        if lost:
-            raise lost[0]
-
-    progress = Progress(9, None)
-    progress.keep(tmp_path, check)
-    progress.message("kept")
-    before = (tmp_path / "run.log").read_bytes()
-    lost.append(WorkdirLost("another run has taken over"))
-    progress.message("after the takeover")
-    Progress(9, None).keep(tmp_path, check)
-    assert before.endswith(b"  kept\n") and (tmp_path / "run.log").read_bytes() == before
 
 
 class Seen(io.StringIO):

@@ -9,7 +9,7 @@ from typing import Any
 
 import fiddle as fdl
 import pytest
-from forked_processes import Ended, fresh_process, run_forked
+from forked_processes import Ended, run_forked
 from small_experiment import small
 from states import assert_same_bits, without_times
 from two_processes import ends_of_two
@@ -182,58 +182,6 @@ def config() -> fdl.Config[Experiment]:
     cfg.steps, cfg.checkpoints.every = 10, 2
     return cfg
 """
-
-FAILING = """
-import sys
-workdir, port, process = sys.argv[1:]
-import jax
-jax.distributed.initialize(
-    f"localhost:{port}", 2, int(process), heartbeat_timeout_seconds=20
-)
-import fiddle as fdl
-from data_tools.hf_stream.source import HFStream
-from runner import fit
-from small_experiment import small
-
-class Texts:
-    def __init__(self, stream, streams):
-        self.stream, self.given = stream, 0
-
-    def __iter__(self):
-        while self.stream == 0 or self.given < 100:
-            self.given += 1
-            yield {"text": "x" * 62}
-        raise ConnectionError("no route to the Hub")
-
-    def state_dict(self):
-        return {"given": self.given}
-
-    def load_state_dict(self, state):
-        self.given = state["given"]
-
-cfg = small()
-cfg.data = fdl.Config(
-    HFStream, "a list", "bytes", 16, 64, records=Texts, retries=1, backoff_seconds=0.0
-)
-cfg.mesh.fsdp, cfg.steps = 4, 1_000
-fit(cfg, workdir)
-"""
-
-
-@pytest.mark.slow
-def test_where_the_stream_of_one_process_fails_for_good_the_others_end(tmp_path: Path) -> None:
-    """A step takes 8 documents of each stream, which are tokenized by 64: the second 64 fail.
-
-    The other process ends by the failed collective, or JAX's coordination service aborts it
-    first: whichever sees the lost peer before the other.
-    """
-    other, failed = ends_of_two(FAILING, tmp_path, start=fresh_process)
-    assert other.returncode in (1, -signal.SIGABRT) and failed.returncode == 1
-    cause = (
-        "'a list', stream 1 of 2 failed 2 times in a row, at last with ConnectionError: no route"
-    )
-    assert cause in failed.stderr
-    assert "while prefetching the batch of step 7" in failed.stderr
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 import shutil
+from pathlib import Path
 
 import fiddle as fdl
 import jax
@@ -15,7 +16,7 @@ from buckets.fixtures import SCHEMES, folder_in_bucket
 from buckets.proxy import Fault
 from byte_texts import write_ids
 from folder_contents import files_of
-from forked_processes import run_forked
+from forked_processes import ForkedProcess, run_forked
 from hugging_face_families import GOLDEN
 from sentinels import sentinels
 from small_tokenizer import write_tokenizer_folder
@@ -38,6 +39,7 @@ from lmlib.storage.bucket.store import BucketStore
 from lmlib.storage.bucket.url import BucketUrl
 from lmlib.storage.local_folder import copies_folder
 from runner import convert
+from runner.command_line.new_folder import made_whole
 from runner.config import configs
 from runner.errors import ConfigError
 from runner.inference.loading import load
@@ -102,16 +104,6 @@ def test_a_config_of_a_workdir_stands_for_the_model_without_the_folder(brought_i
     assert cfg.init_from == str(workdir)
     built = jax.eval_shape(functools.partial(fdl.build(cfg.model), key=jax.random.key(0)))
     assert jax.tree.structure(built) == jax.tree.structure(hf.load(folder))
-
-
-def test_what_is_there_stays(brought_in, tmp_path):
-    folder, workdir = brought_in
-    (tmp_path / "mine").write_text("")
-    with pytest.raises(ConfigError, match="is not empty: give a new folder"):
-        convert.bring_in(str(folder), tmp_path)
-    with pytest.raises(ConfigError, match="is not empty: give a new folder"):
-        convert.bring_out(str(workdir), tmp_path)
-    assert [each.name for each in tmp_path.iterdir()] == ["mine"]
 
 
 OTHER = TOKENIZER.replace('"b"', '"c"')
@@ -287,15 +279,6 @@ def test_it_is_read_from_there(bucket, run, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_s_folder_is_made_on_a_disk(bucket):
-    url, _ = bucket
-    done = convert_command(GOLDEN / "llama", f"{url}/run")
-    assert done.returncode == 2
-    assert f"--to={url}/run: a run's folder is made on a disk" in done.stderr
-    assert not BucketStore(BucketUrl.parsed(f"{url}/run")).list()
-
-
-@pytest.mark.slow
 def test_a_refusal_is_told_and_leaves_no_folder_that_looks_whole(bucket, run):
     url, proxy = bucket
     proxy.fault = lambda request: (
@@ -311,3 +294,44 @@ def test_a_refusal_is_told_and_leaves_no_folder_that_looks_whole(bucket, run):
     assert not [each for each in copies_folder().rglob("*.safetensors")]
     read = run_forked("-m", "runner.generate", f"--from={url}/out", "--tokens=1", "--max_tokens=2")
     assert read.returncode == 2, read.stderr
+
+
+def names(folder):
+    return sorted(entry.name for entry in folder.iterdir())
+
+
+def test_a_new_folder_is_whole_or_absent(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".out.unfinished" / "half").mkdir(parents=True)  # a kill left it
+    (tmp_path / ".out.lock").write_text("")
+    out = Path("out")  # as the user writes it
+    with pytest.raises(OSError, match="full"), made_whole(Path("other")) as unfinished:
+        (unfinished / "half").write_text("")
+        raise OSError("the disk is full")
+    with made_whole(out) as unfinished:
+        assert not names(unfinished)
+        (unfinished / "first").write_text("")
+        with pytest.raises(
+            ConfigError, match="^--to=out: another command makes it; give a new fol"
+        ):
+            made_whole(out).__enter__()
+        assert names(unfinished) == ["first"] and not out.exists()
+    with pytest.raises(ConfigError, match="=out is not empty: give a new"), made_whole(out):
+        pass
+    assert names(tmp_path) == ["out"] and names(out) == ["first"]
+
+
+@pytest.mark.slow
+def test_of_two_conversions_at_once_one_wins(tmp_path):
+    """By a lock that the kernel gives back after a kill."""
+    arguments = ["-m", "runner.convert", f"--from={GOLDEN / 'llama'}", f"--to={tmp_path}/out"]
+    both = []
+    for name in ("0", "1"):
+        with (tmp_path / name).open("w") as file:
+            both.append(ForkedProcess(*arguments, stdout=file, stderr=file))
+    assert sorted(process.wait() for process in both) == [0, 2]
+    loser = next(number for number, process in enumerate(both) if process.wait() == 2)
+    told = (tmp_path / str(loser)).read_text().splitlines()[-1]
+    assert told.startswith(f"error: --to={tmp_path}/out") and "unfinished" not in told
+    assert (tmp_path / "out" / "checkpoints" / "0").is_dir()
+    assert names(tmp_path) == ["0", "1", "out"]

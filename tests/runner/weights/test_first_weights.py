@@ -138,17 +138,6 @@ def test_another_tokenizer_is_refused(with_tokenizer):
         taken(str(folder), other)
 
 
-@pytest.mark.slow
-def test_another_tokenizer_may_be_allowed_and_is_remembered(with_tokenizer, tmp_path):
-    folder, same, other = with_tokenizer
-    taken(str(folder), same)
-    taken(str(folder), other, ["data"])
-    convert.bring_in(str(folder), tmp_path / "run")
-    taken(str(tmp_path / "run"), same)
-    with pytest.raises(ConfigError, match=r"its ids mean other texts.*--allow_change=data"):
-        taken(str(tmp_path / "run"), other)
-
-
 def losses(result):
     return [line["loss"] for line in result.metrics]
 
@@ -248,12 +237,6 @@ def test_new_adapters_begin_on_a_run(run, name):
     assert_same_weights(without_adapters(found), model)
     assert_same_weights(merged(found), model)  # they start at zero
     assert reference_model(cfg) is None  # of preferences the model without its adapters
-
-
-@pytest.mark.slow
-def test_a_run_teaches(run):
-    workdir, model, data = run
-    assert_same_weights(reference_model(distilled(workdir, data)), model)
 
 
 def test_a_run_of_another_model_is_told_by_names_and_values(run):
