@@ -111,40 +111,12 @@ def test_an_override_changes_a_shared_config_everywhere_and_no_default(experimen
     assert cfg.validation[0].files.path == "other"
 
 
-@pytest.mark.parametrize(
-    ("override", "expected"),
-    [
-        ("optimizer.peek_lr=1", "library.adamw has no 'peek_lr'. Did you mean peak_lr?"),
-        ("optimiser.peak_lr=1", "library.Experiment has no 'optimiser'. Did you mean optimizer?"),
-        ("model.layer=3", "library.Llama has no 'layer'. Did you mean layers?"),
-        ("model.wxyz=3", "There are: embed, layers, activation, dropout, key."),
-        ("prompts[7]=a", "has no 7. There are: 0, 1."),
-        ("data.rules['mpl']=a", "has no 'mpl'. Did you mean mlp?"),
-        ("model.embed.size=1", "64 has no .size"),
-        ("extra.three.four=1", "library.anything has no 'three'"),
-        ("model=3", "this is a whole config, of library.Llama: change its parameters (embed, "),
-        ("model=None", "of type NoneType, but this parameter takes no literal"),
-        ("validation[0]=x", "this is a whole config, of library.evaluate"),
-        ("model.activation=gelu", "gelu is no Python literal, and this parameter takes None"),
-        ("model.embed=abc", "abc is no Python literal, and this parameter takes int (now 64)."),
-        ("model.embed='abc'", "'abc' is of type str, but this parameter takes int (now 64)."),
-        ("model.embed=1e-3", "1e-3 is of type float, but this parameter takes int (now 64)."),
-        ("model.embed=True", "True is of type bool, but this parameter takes int (now 64)."),
-        ("model.embed=", " is no Python literal"),
-        ("optimizer.nesterov=true", "true is no Python literal, and this parameter takes bool"),
-        ("optimizer.betas=[0.9, 0.95]", "is of type list, but this parameter takes tuple"),
-        ("prompts=word", """Write "('word',)", with both quotes."""),
-        ("validation=a, b", """Write "['a', 'b']", with both quotes."""),
-        ("data.seed=inf", "inf is no Python literal"),
-        ("data.seed=1.5", "1.5 is of type float, but this parameter takes None or int"),
-        ("model.key=abc", """A string is quoted twice: "'abc'"."""),
-        ("name=3", """takes str (now 'run'). A string is quoted twice: "'3'"."""),
-        ("optimizer.peak_lr", "write it as --fdl.optimizer.peak_lr=1e-3"),
-        ("optimizer..peak_lr=1", "write it as --fdl.optimizer.peak_lr=1e-3"),
-        ("=1", "write it as --fdl.optimizer.peak_lr=1e-3"),
-    ],
-)
-def test_a_wrong_override_is_answered_with_what_would_be_right(experiment, override, expected):
+WRONG = Path(__file__).with_name("wrong_overrides.txt").read_text().splitlines()
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_override_is_answered_with_what_would_be_right(experiment, case):
+    override, expected = case.split(" | ")
     message = error(experiment, (), [override])
     assert message.startswith(f"--fdl.{override}: ")
     assert expected in message

@@ -311,9 +311,7 @@ def test_a_new_folder_is_whole_or_absent(tmp_path, monkeypatch):
     with made_whole(out) as unfinished:
         assert not names(unfinished)
         (unfinished / "first").write_text("")
-        with pytest.raises(
-            ConfigError, match="^--to=out: another command makes it; give a new fol"
-        ):
+        with pytest.raises(ConfigError, match="--to=out: another command makes it"):
             made_whole(out).__enter__()
         assert names(unfinished) == ["first"] and not out.exists()
     with pytest.raises(ConfigError, match="=out is not empty: give a new"), made_whole(out):

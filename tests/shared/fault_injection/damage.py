@@ -88,18 +88,6 @@ def swap_chunks(tokens: Path, random: Random) -> Path:
     return shard / "tokens"
 
 
-def flip_a_bit_of_teacher(taught: Path, random: Random) -> Path:
-    """Of its metadata, or of its first numbers, which a start reads."""
-    file = random.choice(["metadata.json", "ids/c/0", "log_probabilities/c/0"])
-    if file == "metadata.json":
-        return _flip_a_bit(taught / file, random)
-    with (taught / file).open("r+b") as numbers:
-        first = numbers.read(1)
-        numbers.seek(0)
-        numbers.write(bytes([first[0] ^ 1 << random.randrange(8)]))
-    return (taught / file).parents[1]
-
-
 def flip_a_bit_of_metadata(tokens: Path, random: Random) -> Path:
     return _flip_a_bit(random.choice(_shards(tokens, random)) / "metadata.json", random)
 

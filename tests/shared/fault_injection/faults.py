@@ -13,7 +13,7 @@ from pathlib import Path
 from random import Random
 
 from fault_injection import damage
-from fault_injection.experiment import BASE, KEEP_CHECKPOINTS, STEPS, TAUGHT, TOKENS, is_infinite
+from fault_injection.experiment import BASE, KEEP_CHECKPOINTS, STEPS, TOKENS, is_infinite
 from fault_injection.job import FULL, Attempt, Job
 from fault_injection.moments import (
     ANY_TIME,
@@ -482,7 +482,6 @@ OF_ONE_PROCESS = (
     changed("data: a bit of metadata flipped", 3, TOKENS, damage.flip_a_bit_of_metadata),
     changed("base: a bit flipped", 5, CHECKPOINT_OF_BASE, damage.flip_a_bit, " is damaged: "),
     changed("base: a file deleted", 3, CHECKPOINT_OF_BASE, damage.delete, " is damaged: "),
-    changed("stored teacher: a bit flipped", 8, TAUGHT, damage.flip_a_bit_of_teacher),
 )
 OF_TWO_PROCESSES = (one_killed(0), one_killed(1), started_twice("a second start of 2", 1))
 
