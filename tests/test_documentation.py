@@ -99,8 +99,9 @@ def test_the_tour_names_what_exists():
     assert not unknown_words(text)
 
 
-def test_contributors_find_the_files_that_are_named():
-    text = re.sub(LINK, "", CONTRIBUTING.read_text(encoding="utf-8"))
+@pytest.mark.parametrize("page", [CONTRIBUTING, ROOT / "docs/faults.md"])
+def test_the_files_that_are_named_are_there(page):
+    text = re.sub(LINK, "", page.read_text(encoding="utf-8"))
     assert len(FILE.findall(text)) > 10  # or this test sees nothing
     assert not absent(text)
 
