@@ -41,14 +41,6 @@ def test_the_oldest_programs_go_first(tmp_path):
     assert new.exists() and old.exists()
 
 
-@pytest.mark.parametrize("left", [0, 1, 500, 999])
-def test_a_program_written_in_part_is_deleted(tmp_path, left):
-    whole, part = kept(tmp_path, 1000, 0), kept(tmp_path, 1000, 1)
-    part.write_bytes(part.read_bytes()[:left])
-    tidy(tmp_path, largest=10**6)
-    assert whole.exists() and not part.exists()
-
-
 def test_a_run_adds_no_flag():
     """With one more it would compile by itself what the tests have compiled."""
     environment = {"XLA_FLAGS": XLA_FLAGS}

@@ -71,19 +71,6 @@ def test_the_data_of_a_run_on_a_mixture(tmp_path):
         np.testing.assert_array_equal(stored.batch(0).tokens[int(sequence)], tokens_S)
 
 
-def test_each_set_that_a_run_evaluates_on_is_found(tmp_path):
-    cfg = config_on("nowhere")
-    cfg.validation = {
-        name: fdl.Config(Synthetic, vocab_size=512, batch_size=rows, sequence_length=8)
-        for name, rows in (("web", 2), ("code", 3))
-    }
-    assert source_at(tmp_path, cfg, 0, "validation/code").batch_size == 3
-    with pytest.raises(ValueError, match=r"several sets.*choose validation/web or validation/code"):
-        source_at(tmp_path, cfg, 0, "validation")
-    with pytest.raises(ValueError, match="no 'validation' set 'books': it has 'web', 'code'"):
-        source_at(tmp_path, cfg, 0, "validation/books")
-
-
 @pytest.mark.landing
 def test_the_stream_of_a_run_is_brought_to_the_step(tmp_path, monkeypatch):
     """From the beginning without checkpoints, and with those of two processes."""

@@ -2,13 +2,12 @@
 
 import json
 import re
-import subprocess
 
 import jax
 import jax.numpy as jnp
 import pytest
 from compiled_programs import XLA_FLAGS
-from forked_processes import fresh_process, run_forked
+from forked_processes import run_forked
 from left_runs import leave_run as leave_lines
 from left_runs import losses
 from made_up_runs import leave_run
@@ -157,24 +156,6 @@ def test_an_end_on_which_the_runs_set_no_bound_is_null(places, tmp_path):
     assert ended.returncode == 0, ended.stderr
     assert re.search("^B .* to inf$", ended.stdout, re.MULTILINE), ended.stdout
     assert json.loads((places / "law.json").read_text())["numbers"]["B"]["high"] is None
-
-
-def test_a_law_that_is_refused_names_the_runs_that_it_lacks(places, tmp_path):
-    for number in range(4):
-        finished = number < 2
-        sizes = {"parameters": 10**7 * (1 + number), "finished": finished}
-        leave_run(tmp_path / f"{number}", 3.0, {"model.embed": number}, **sizes)
-    ended = run_forked("-m", "runner.ladder", tmp_path, cwd=places)
-    assert ended.returncode == 2 and "E, A and α are not identified" in ended.stderr
-    assert f"{tmp_path}/3 has not finished" in ended.stderr
-
-
-@pytest.mark.landing
-@pytest.mark.parametrize("name", ["compare", "ladder"])
-def test_they_need_no_jax(places, name):
-    code = f"import sys, runner.{name}; print({{'jax', 'jaxlib', 'equinox'}} & {{*sys.modules}})"
-    ended = fresh_process("-c", code, cwd=places, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert ended.communicate()[0].decode().strip() == "set()"
 
 
 TRANSFER = "--fdl_config=experiments/transfer"

@@ -6,7 +6,6 @@ from pathlib import Path
 import fiddle as fdl
 import numpy as np
 import pytest
-from written_experiment import EXPERIMENT, LIBRARY
 
 from lmlib.compute import Compute
 from lmlib.experiment import CheckpointSettings, EvaluationSettings, Experiment, SampleSettings
@@ -135,15 +134,6 @@ def test_an_unknown_experiment_is_answered_with_the_nearest():
     message = error("experiments/lama_84m")
     assert "there is no experiment and no file 'experiments/lama_84m'" in message
     assert "Did you mean experiments/llama_84m" in message
-
-
-def test_a_user_file_need_not_be_on_the_path_but_needs_a_name_of_its_own(write, tmp_path):
-    write("library", LIBRARY)
-    (tmp_path / "elsewhere").mkdir()
-    file = write("elsewhere/other", EXPERIMENT)
-    assert load(str(file)).model.embed == 64
-    for name in ("json", "jax"):
-        assert "rename it" in error(str(write(f"elsewhere/{name}", EXPERIMENT)))
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import jax
 import pytest
 from documented_blocks import PAGES, blocks
 from hypothesis import given
+from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from written_experiment import LIBRARY
 
@@ -117,6 +118,7 @@ def test_a_saved_config_does_not_follow_later_defaults(experiment, write, tmp_pa
     assert load(str(tmp_path), trusted=["library"]).model.layers == 2
 
 
+@hypothesis_settings(max_examples=25)
 @given(st.text(max_size=20), st.text(max_size=20))
 def test_each_setting_is_read_back_by_its_path(tmp_path_factory, key, value):
     """Of a dictionary with any names; the paths differ where names do."""
@@ -155,17 +157,6 @@ def test_a_value_that_cannot_be_found_again_is_not_saved(tmp_path, value):
     with pytest.raises(ConfigError, match="this config cannot be saved"):
         save(fdl.Config(dict, a=value), tmp_path / "workdir")
     assert not (tmp_path / "workdir").exists()
-
-
-@pytest.mark.parametrize(
-    "content",
-    ["", "no JSON", "[]", "{}", "3", '{"root": 1, "objects": {}}', '{"root": {}}', "\xff"],
-)
-def test_a_json_file_that_is_no_config_is_refused(tmp_path, content):
-    file = tmp_path / "config.json"
-    assert "config.json cannot be read: No such file" in error(str(file))
-    file.write_bytes(content.encode("latin-1"))
-    assert "is no saved Fiddle config" in error(str(file))
 
 
 @pytest.mark.parametrize(

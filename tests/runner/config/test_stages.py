@@ -20,7 +20,6 @@ from lmlib.metrics.log import read_metrics
 from lmlib.models.families.gpt2 import gpt2
 from lmlib.parallel.layout import sharding
 from runner import Options, fit
-from runner.absent_hardware.cost import cost_of
 from runner.command_line.exit_status import FINISHED
 from runner.errors import ConfigError, StoppedEarly
 from runner.training.captures import read_capture
@@ -172,20 +171,6 @@ def test_a_later_stage_whose_data_ends_is_refused(tmp_path):
 def test_a_trace_over_a_boundary_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="up to step 3, or from 4 on"):
         fit(staged(), tmp_path, Options(profile=range(3, 5)))
-
-
-def test_the_whole_run_is_priced():
-    cfg = small("steps=10")
-    cfg.model = fdl.Partial(gpt2, 512, 16, 1, 1, mlp=16)
-    cfg.data = fdl.Config(Synthetic, 512, 8, 32)
-    later_stage(cfg, 0.4, sequence_length=64)
-    cost = cost_of(cfg)
-    alone = [small("steps=4"), small("steps=6")]
-    for each, length in zip(alone, (32, 64), strict=True):
-        each.model, each.data = cfg.model, fdl.Config(Synthetic, 512, 8, length)
-    assert cost.total_flops == sum(cost_of(each).total_flops for each in alone)
-    assert cost.tokens == 4 * 256 + 6 * 512
-    assert cost.size == "4 steps of 256 tokens, then 6 steps of 512 tokens"
 
 
 @pytest.mark.slow

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from chat_templates import CHATS, TEMPLATES
 from laid_out import drawn
 from local_tasks import DRAWN, TASKS, write_tasks
 from small_tokenizer import TEXTS, write_tokenizer_folder
@@ -21,7 +20,6 @@ from lmlib import hf
 from lmlib.models.families.llama import llama
 from lmlib.parallel.mesh import make_mesh
 from runner.errors import ConfigError
-from runner.evaluation.generation_settings import GenerationSettings
 from runner.evaluation.tasks import Tasks, evaluate_tasks
 from runner.inference.loading import load
 
@@ -30,7 +28,6 @@ pytest.importorskip("torch", reason="needs lmlib[parity]")
 transformers = pytest.importorskip("transformers", reason="needs lmlib[eval]")
 
 LENGTH = 64
-NOTHING_SAID = GenerationSettings({}, "the model")
 QUIET = {"bootstrap_iters": 0, "log_samples": True}
 
 
@@ -162,31 +159,6 @@ def test_what_is_ignored_of_generation_config_is_named(folder, tasks, tmp_path):
     (changed / "generation_config.json").write_text('{"repetition_penalty": "a"}')
     with pytest.raises(ConfigError, match=f"of {changed} has repetition_penalty='a': it must be"):
         evaluate_tasks(load(str(changed)), Tasks(TASKS, str(tasks)), **QUIET)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_chats_are_written_as_by_transformers(name, tmp_path):
-    from runner.evaluation.lm_eval_model import LmEvalModel
-
-    write_tokenizer_folder(tmp_path, begins=True)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    tokenizer.chat_template = TEMPLATES[name]
-    told: list[str] = []
-    model = LmEvalModel(None, tokenizer, NOTHING_SAID, told.append)  # which asks no model for this
-    for chat in (CHATS["a question"], CHATS["turns"][1:3], CHATS["turns"][1:]):
-        assert model.apply_chat_template(chat) == tokenizer.apply_chat_template(
-            chat, tokenize=False, add_generation_prompt=True
-        )
-        assert model.apply_chat_template(chat, False) == tokenizer.apply_chat_template(
-            chat, tokenize=False, continue_final_message=True
-        )
-    assert not told
-    asked = [{"role": "system", "content": "Be brief. "}, {"role": "user", "content": "Why?"}]
-    answers = {model.apply_chat_template(asked) for _ in range(2)}
-    left_out = not all("Be brief." in each for each in answers)
-    assert len(answers) == 1 and len(told) == left_out
-    assert all("asked without 'Be brief.'" in each for each in told)
 
 
 def assert_same_answers(one, other):

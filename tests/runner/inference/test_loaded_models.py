@@ -182,7 +182,6 @@ def test_a_run_whose_data_was_made_again_by_another_tokenizer(run, tmp_path):
 
 
 transformers = pytest.importorskip("transformers", reason="needs lmlib[eval]")
-GOLDEN = Path(__file__).parents[2] / "hf" / "golden"
 
 
 @pytest.fixture(scope="module")
@@ -251,14 +250,3 @@ def test_chats_are_written_by_the_template_of_the_model(on_bytes, tmp_path):
     for loaded in (of_data, of_folder):
         tokenizer = hugging_face_tokenizer(loaded)
         assert tokenizer.apply_chat_template(chat, tokenize=False) == f"{BEGIN}a"
-
-
-@pytest.mark.slow
-def test_what_is_exported_with_a_tokenizer_alone_has_its_special_tokens(tmp_path):
-    write_tokenizer_folder(tmp_path, begins=True)
-    ids = {"bos_token_id": 1, "eos_token_id": 0}
-    model = hf.load(GOLDEN / "llama")
-    hf.save(model, tmp_path / "out", tokenizer=tmp_path / "tokenizer.json", settings=ids)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
-    assert (tokenizer.bos_token, tokenizer.eos_token) == (BEGIN, END)
-    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (1, 0)

@@ -185,7 +185,7 @@ LINES = [f'{{"text": "{text}"}}\n' for text in ("hello", "world")]
 @pytest.mark.parametrize(
     ("data", "write", "agree"),
     [
-        (stored(), ids("bytes", "bytes", "bytes"), True),
+        pytest.param(stored(), ids("bytes", "bytes", "bytes"), True, marks=pytest.mark.landing),
         (stored(), ids("bytes", "letters"), False),
         (fdl.Config(OwnRows, "seed.txt"), writes("seed.txt", "3", "4"), False),  # told by its rows
         (fdl.Config(HFStream, "texts.jsonl", "bytes", 8, 16), writes("texts.jsonl", *LINES), False),
@@ -200,6 +200,7 @@ def test_processes_that_read_other_data_are_told(difference, data, write, agree)
     assert agree or "data of process 1 is not that of process 0" in found
 
 
+@pytest.mark.landing
 def test_validation_and_each_part_of_a_mixture_are_compared(difference):
     cfg = small()
     sources = {"same": stored("same"), "other": stored("other")}

@@ -101,18 +101,6 @@ def test_the_live_line_is_redrawn_in_place_and_messages_stand_above_it():
         ]
 
 
-def test_the_live_line_is_written_ten_times_a_second_at_most():
-    clock = Clock()
-    with terminal() as (stream, master):
-        with Progress(steps=1000, stream=stream, clock=clock) as progress:
-            for step in range(1, 901):
-                clock.seconds = step / 1000
-                progress.update(step, loss=1.0, seconds=1.0, tokens_per_second=1.0)
-        text = written(stream, master)
-        assert 9 <= text.count("\r\x1b[K") <= 11
-        assert "step 900/1,000" in screen(text)[-2]  # the last state stays
-
-
 def test_the_log_keeps_the_lines_of_every_start_with_the_time(tmp_path):
     for start in (1, 2):
         progress = Progress(9, None, Clock())
@@ -183,19 +171,6 @@ def test_starts_add_up_to_the_wall_time():
     assert found.seconds[Phase.STEP] == 85.0
     assert found.seconds[Phase.REPEATED] == 15.0
     assert found.fraction == pytest.approx(85 / 180)
-
-
-def test_phases_charge_every_second_to_one_of_them():
-    before = time.time()
-    phases = Phases(started=before - 5.0)
-    with phases.during(Phase.COMPILE):
-        with phases.during(Phase.DATA):
-            assert phases.current[0] == Phase.DATA
-        assert phases.current[0] == Phase.COMPILE
-    assert phases.current[0] == Phase.STARTUP
-    seconds = phases.seconds()
-    assert seconds[Phase.STARTUP] >= 5.0
-    assert sum(seconds.values()) == pytest.approx(time.time() - before + 5.0, abs=0.5)
 
 
 def test_the_log_goes_on_with_what_earlier_starts_left(tmp_path):

@@ -26,7 +26,7 @@ from lmlib.data.text import TextCodec, codec_of_bytes
 from lmlib.evaluate.validation import Evaluator
 from lmlib.experiment import CheckpointSettings, EvaluationSettings, Experiment
 from lmlib.losses.dpo import DPO
-from runner import Options, fit
+from runner import fit
 from runner.config import configs
 from runner.errors import ConfigError
 from runner.training.report import finished_summary, totals_of
@@ -41,13 +41,6 @@ class WithoutBeginning(Synthetic):
 
     def text_codec(self) -> TextCodec:
         return codec_of_bytes(bos_id=None)
-
-
-class Interrupted(WithoutBeginning):
-    """Ends the process in its first sampling, as a kill does."""
-
-    def text_codec(self) -> TextCodec:
-        raise KeyboardInterrupt
 
 
 def tiny(prompts, data):
@@ -117,18 +110,6 @@ def test_sampling_without_prompts_is_refused(tmp_path):
     cfg.samples.every = 2
     with pytest.raises(ConfigError, match=r"samples\.every is 2, but there are no prompts"):
         fit(cfg, tmp_path / "run")
-
-
-@pytest.mark.landing
-def test_a_run_that_ends_while_it_samples_is_not_finished(tmp_path):
-    cfg = tiny(("a",), fdl.Config(Interrupted, vocab_size=512, batch_size=8, sequence_length=64))
-    with pytest.raises(KeyboardInterrupt):
-        fit(cfg, tmp_path)
-    assert not (tmp_path / "result.json").exists()
-    cfg.data = fdl.Config(WithoutBeginning, vocab_size=512, batch_size=8, sequence_length=64)
-    fit(cfg, tmp_path, Options(allowed_changes=["data"]))
-    samples = json.loads((tmp_path / "result.json").read_text())["samples"]
-    assert len(samples) == 1 and samples[0].startswith("a")
 
 
 @pytest.mark.slow

@@ -231,15 +231,3 @@ def test_edits_of_code_and_changed_flags_are_told(tmp_path, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", flags)
     change = "--xla_cpu_enable_fast_math: absent → true"
     assert changes(start()) == told("flags of XLA have")
-
-
-@pytest.mark.parametrize(
-    "content", ["", "[]", '{"jax_settings": [], "xla_flags": 1}', '{"code": {}, "versions": []}']
-)
-def test_damaged_facts_of_a_start_are_no_obstacle(tmp_path, content):
-    start = Start(small(), tmp_path, None)
-    start.record(1, NOT_HELD)
-    (tmp_path / "starts" / "00000" / "start.json").write_text(content)
-    assert changes(start) == []
-    start.record(5, NOT_HELD)
-    assert (tmp_path / "starts" / "00001" / "start.json").exists()

@@ -5,10 +5,7 @@ import re
 import shutil
 import signal
 import time
-from xml.etree import ElementTree
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from folder_contents import files_of
@@ -21,7 +18,6 @@ from lmlib.runs.goodput import read_starts
 from runner import Options, fit
 from runner.config import configs
 from runner.errors import ConfigError, TrainingStopped
-from runner.monitoring.program_dump import dump_program
 
 SMALL = ("model.layers=1", "model.embed=16", "model.mlp=16", "mesh.fsdp=1", "validation=None")
 MESH = ("mesh.fsdp=4", "mesh.tensor=2", "compute.dtype=float32")
@@ -239,23 +235,3 @@ def test_a_damaged_checkpoint_is_left_for_the_one_before(undisturbed, tmp_path, 
     assert "WARNING" in told and "newest sound checkpoint, step 10" in told
     assert without_times(again.metrics) == without_times(result.metrics)
     assert_same_bits(again.state, result.state)
-
-
-@pytest.fixture(scope="module")
-def compiled() -> jax.stages.Compiled:
-    return jax.jit(jax.grad(lambda x: jnp.tanh(x @ x).sum())).lower(jnp.ones((8, 8))).compile()
-
-
-def test_the_program_is_the_optimised_one(tmp_path, compiled):
-    message = dump_program(compiled, tmp_path)
-    text = tmp_path / "hlo" / "train_step.txt"
-    assert text.read_text() == compiled.as_text()
-    assert str(text) in message
-    graph = tmp_path / "hlo" / "train_step.svg"
-    if shutil.which("dot"):
-        assert ElementTree.parse(graph).getroot().tag.endswith("svg")
-        assert "fusion" in compiled.as_text()  # only the optimised program has fusions
-        assert "fusion" in graph.read_text().lower()
-        assert str(graph) in message
-    else:
-        assert not graph.exists()

@@ -307,18 +307,6 @@ def test_adapters_and_what_trained_besides_go_out_without_their_base(tmp_path, c
 
 
 @pytest.mark.slow
-def test_a_module_that_trained_in_part_needs_the_base(tmp_path):
-    """PEFT saves a norm with its bias, which did not train."""
-    run, base, before = moved(tmp_path, "gpt2", "*norm.scale")
-    with pytest.raises(ConfigError, match=GONE):
-        convert.bring_adapters_out(str(run), tmp_path / "peft")
-    assert not (tmp_path / "peft").exists()
-    there = LoadOptions(init_from=str(base))
-    convert.bring_adapters_out(str(run), tmp_path / "peft", options=there)
-    assert_same_tensors(tensors(tmp_path / "peft" / ADAPTERS), tensors(before / ADAPTERS))
-
-
-@pytest.mark.slow
 def test_a_model_is_made_with_its_base_from_another_place(tmp_path):
     run, base, before = moved(tmp_path, "llama")
     with pytest.raises(ConfigError, match=GONE):

@@ -96,16 +96,6 @@ def test_adapters_are_merged_and_all_of_the_mixture_trains(trained, tmp_path):
     np.testing.assert_allclose(found, np.stack([expected, expected], axis=1), rtol=1e-6)
 
 
-@pytest.mark.slow
-def test_a_folder_of_hugging_face_is_upcycled(tmp_path):
-    ended = upcycle(GOLDEN / "mistral", tmp_path / "made", "--experts=4", "--top=2")
-    assert ended.returncode == 0, ended.stderr
-    assert "18.4 k parameters, made of the 7.86 k" in ended.stdout
-    assert (tmp_path / "made" / "hugging_face" / "config.json").exists()
-    again = upcycle(GOLDEN / "mistral", tmp_path / "made")
-    assert again.returncode == 2 and "is not empty: give a new folder" in again.stderr
-
-
 @pytest.mark.parametrize(
     ("folder", "flags", "told"),
     [

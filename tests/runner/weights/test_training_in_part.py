@@ -21,8 +21,6 @@ from runner import Options, convert, fit
 from runner.config import configs
 from runner.errors import ConfigError
 from runner.inference.loading import load
-from runner.weights.models import read_weights
-from runner.weights.target import LoadOptions, LoadTarget
 
 GOLDEN = Path(__file__).parents[2] / "hf" / "golden"
 SMALL = ("validation=None", "mesh.fsdp=1", "steps=4", "checkpoints.every=2")
@@ -83,31 +81,6 @@ def test_adapters_go_on_bit_for_bit_and_checkpoints_hold_them_alone(
     if dtype == "float32":
         gained = merged(loaded).stack.patterns[0][0].mlp.up - base.stack.patterns[0][0].mlp.up
         assert 0 < np.max(np.abs(gained)) < 0.1
-
-
-@pytest.mark.landing
-def test_frozen_weights_that_are_rounded_are_told_of(folder, tmp_path):
-    """Not those that bfloat16 holds as they are, and not where nothing is rounded."""
-
-    def told(base, *overrides, original=folder):
-        lines, experiment = [], fdl.build(adapted(folder, *overrides))
-        wanted = LoadTarget(experiment.recipe, experiment.mesh)
-        model, _ = read_weights(str(base), wanted, LoadOptions(show=lines.append))
-        exact = jax.tree.leaves(hf.load(original))[0]
-        kept = without_adapters(model).embedding
-        assert any("are rounded to" in line for line in lines) == bool(np.any(kept != exact))
-        return [line for line in lines if "rounded" in line]
-
-    advice = "are rounded to bfloat16: --fdl.compute.dtype=float32 keeps them, and computes, in"
-    (line,) = told(folder)
-    assert line.startswith(f"the frozen weights of {folder} {advice}")
-    convert.bring_in(str(folder), tmp_path / "run")
-    (line,) = told(tmp_path / "run")
-    assert "/run/checkpoints@0 are rounded" in line
-    assert not told(folder, "compute.dtype=float32")
-    exact = jax.tree.map(lambda w: w.astype("bfloat16").astype("float32"), hf.load(folder))
-    hf.save(exact, tmp_path / "exact")
-    assert not told(tmp_path / "exact", original=tmp_path / "exact")
 
 
 @pytest.mark.parametrize("rate", [1.0, 16.0])

@@ -144,14 +144,7 @@ class Attempt:
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A run in `scratch/name`.
-
-    Args:
-      scratch: where what it reads is, and what its processes print; `Kind.prepare` made it.
-      overrides: of the config, as `steps=30`.
-      processes: how many share the devices.
-      kind: what it trains.
-    """
+    """A run in `scratch/name`; `Kind.prepare` made `scratch`, where its processes print too."""
 
     scratch: Path
     name: str
@@ -168,12 +161,7 @@ class Job:
         return self.workdir / "checkpoints"
 
     def start(self, *, beside_another: bool = False, fresh: bool = False) -> Attempt:
-        """Starts the run, or goes on with it.
-
-        Args:
-          beside_another: another attempt may still run.
-          fresh: the processes import all themselves, as `fresh_process` does.
-        """
+        """Starts the run, or goes on with it; `fresh`: as `fresh_process` does."""
         if not beside_another:
             self._restore_programs()
         address = _free_address() if self.processes > 1 else None
