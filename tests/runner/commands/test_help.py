@@ -1,6 +1,5 @@
 """What commands show and load before they do anything."""
 
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -52,17 +51,6 @@ def test_help_lists_every_command_and_every_experiment_with_its_first_line():
     for name, file in files.items():
         assert first_line(file).endswith(".")  # and goes on in no second line
         assert f"{name} {first_line(file)}" in lines
-
-
-@pytest.mark.parametrize("module", ["runner", "data_tools.pretokenize"])
-def test_the_full_help_has_the_flags_of_every_module(module):
-    short, full = (run_forked("-m", module, flag) for flag in ("--help", "--helpfull"))
-    assert (short.returncode, full.returncode, full.stderr) == (0, 0, "")
-    shown = [
-        set(re.findall(r"^  --(?:\[no\])?(\w+):", ended.stdout, re.MULTILINE))
-        for ended in (short, full)
-    ]
-    assert shown[0] and shown[0] | {"logtostderr"} <= shown[1]
 
 
 @pytest.mark.parametrize("module", ["runner", "runner.plan"])

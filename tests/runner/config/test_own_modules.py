@@ -1,7 +1,6 @@
 """Models and families in modules of the user's own, outside of the repository."""
 
 import os
-import shlex
 import shutil
 import subprocess
 import sys
@@ -18,7 +17,6 @@ from small_folder import change, copy_small_folder, rewritten
 from lmlib.hf.families import FAMILIES
 from runner.config import configs
 from runner.config.references import known_families
-from runner.config.relaunch import relaunch_command
 from runner.errors import ConfigError
 from runner.weights.target import LoadOptions
 
@@ -54,22 +52,6 @@ def experiment(tmp_path, monkeypatch):
 def forget():
     for name in ("my_model", "my_experiment"):
         sys.modules.pop(name, None)
-
-
-def test_a_shipped_experiment_needs_no_trust_to_be_launched_again(tmp_path, monkeypatch):
-    """But as many simulated devices as it had, for its mesh."""
-    cfg = configs.load("experiments/quickstart")
-    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8 --xla_dump_to=/tmp")
-    cfg.optimizer.peak_lr = 6e-3
-    words = shlex.split(relaunch_command(cfg, tmp_path))
-    assert words[:2] == ["env", "XLA_FLAGS=--xla_force_host_platform_device_count=8"]
-    assert words[3:] == [
-        "-m",
-        "runner",
-        f"--fdl_config={tmp_path}/config.json",
-        f"--workdir={tmp_path}_next",
-        "--fdl.optimizer.peak_lr=2e-3",
-    ]
 
 
 @pytest.mark.slow

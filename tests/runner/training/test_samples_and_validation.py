@@ -28,7 +28,6 @@ from lmlib.experiment import CheckpointSettings, EvaluationSettings, Experiment
 from lmlib.losses.dpo import DPO
 from runner import fit
 from runner.config import configs
-from runner.errors import ConfigError
 from runner.training.report import finished_summary, totals_of
 from runner.training.samples import asked
 from runner.training.validation import Validation
@@ -103,13 +102,6 @@ def test_prompts_are_continued_while_training_goes_on(tmp_path):
     assert json.loads((tmp_path / "run" / "result.json").read_text())["samples"] == [*samples]
     files = (tmp_path / "run" / "tensorboard").iterdir()
     assert any(b"samples/text_summary" in file.read_bytes() for file in files)
-
-
-def test_sampling_without_prompts_is_refused(tmp_path):
-    cfg = tiny((), flat_tokens(tmp_path / "data", ByteTokenizer()))
-    cfg.samples.every = 2
-    with pytest.raises(ConfigError, match=r"samples\.every is 2, but there are no prompts"):
-        fit(cfg, tmp_path / "run")
 
 
 @pytest.mark.slow

@@ -22,7 +22,6 @@ from small_runs import SmallRun
 from lmlib.checkpoint import Checkpoints
 from lmlib.metrics.log import read_metrics
 from runner.command_line.exit_status import SIGNALLED
-from runner.monitoring.awake import Awake
 
 REQUEUE = 75  # what schedulers are told to start again on
 NEVER_ENDS = ("steps=1_000_000", "evaluation.every=1_000_000", "checkpoints.every=1_000_000")
@@ -136,16 +135,6 @@ def test_a_thread_that_a_callback_has_left_keeps_no_finished_run(tmp_path):
     run = SmallRun(tmp_path / "run", experiment=(f"--fdl_config={file}",), fresh=True)
     assert run.exit_code() == 0, run.output()
     assert "threads go on: 'of_the_callback'; this process ends" in run.output()
-
-
-def test_the_time_for_which_a_process_was_held_does_not_count():
-    awake = Awake(1.0, now=100.0)
-    assert awake.seconds_since(99.0, now=101.0) == 2.0
-    assert awake.seconds_since(99.0, now=3_602.0) == 3.0  # it was to ask at 102
-    assert awake.seconds_since(99.0, now=3_603.0) == 4.0
-    # Entered at the end of a time for which it was held, and then at once.
-    assert awake.seconds_since(7_000.0, now=7_000.0) == 0.0
-    assert awake.seconds_since(7_000.0, now=7_001.0) == 1.0
 
 
 @pytest.mark.slow

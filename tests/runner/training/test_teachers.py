@@ -28,8 +28,6 @@ from lmlib.losses.dpo import DPO
 from lmlib.losses.next_token import NextToken
 from lmlib.parallel.mesh import make_mesh
 from runner import fit
-from runner.absent_hardware.cost import cost_of
-from runner.absent_hardware.stand_ins import without_data
 from runner.config import configs
 from runner.errors import ConfigError
 from runner.inference.loaded import Loaded
@@ -248,12 +246,6 @@ def test_what_does_not_fit_is_refused(data, teacher, taught):
     mixed.data = fdl.Config(dict)
     with pytest.raises(ConfigError, match="data must be FlatTokens"):
         sequences_of(mixed, None)
-
-
-def test_a_plan_needs_no_teacher_that_is_written(data):
-    cfg = student(data, "/absent")
-    assert cost_of(cfg).stages[0].tokens == 4 * S
-    assert without_data(cfg).data.teacher_k == 32
 
 
 @pytest.mark.slow
