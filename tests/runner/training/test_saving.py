@@ -169,7 +169,6 @@ def test_after_an_infinite_update_every_checkpoint_is_finite_and_the_one_before_
             assert not_finite(state.model, state.optimizer) == []
 
 
-@pytest.mark.landing
 def test_what_is_kept_from_before_skipped_updates_stays_over_a_restart(tmp_path):
     settings = ("checkpoints.every=2", "checkpoints.keep=1", "guard.captures=0")
     fit(breaking_down(False, *settings, "steps=8"), tmp_path)

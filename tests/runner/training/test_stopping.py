@@ -1,5 +1,6 @@
 """Signals: a run stops with a checkpoint, at once, or when the grace period is over; and kills."""
 
+import os
 import signal
 import time
 from random import Random
@@ -21,7 +22,7 @@ from small_runs import SmallRun
 
 from lmlib.checkpoint import Checkpoints
 from lmlib.metrics.log import read_metrics
-from runner.command_line.exit_status import SIGNALLED
+from runner.command_line.exit_status import SIGNALLED, STOPPED
 
 REQUEUE = 75  # what schedulers are told to start again on
 NEVER_ENDS = ("steps=1_000_000", "evaluation.every=1_000_000", "checkpoints.every=1_000_000")
@@ -71,6 +72,10 @@ def hanging_run(tmp_path, *flags):
     file.write_text(HANGING)
     experiment = (f"--fdl_config={file}",)
     return SmallRun(tmp_path / "run", experiment=experiment, flags=flags)
+
+
+def test_schedulers_requeue_on_the_code_of_a_stopped_run():
+    assert STOPPED == REQUEUE == os.EX_TEMPFAIL
 
 
 @pytest.mark.landing
