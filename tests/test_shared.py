@@ -1,4 +1,4 @@
-"""What tests rely on in tests/shared: processes, kept programs, checked annotations, turns."""
+"""Helpers in tests/shared: processes, kept programs, checked annotations, turns."""
 
 import dataclasses
 import json

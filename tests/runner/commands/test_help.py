@@ -1,4 +1,4 @@
-"""What commands show and load before they do anything."""
+"""Commands show help, and load little before they do anything."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""What users get wrong: told in one line, with exit code 2, and nothing on disk is changed."""
+"""Mistakes of users are reported in one line, with exit code 2, and change nothing on disk."""
 
 import errno
 import importlib

@@ -1,4 +1,4 @@
-"""Whether a run that goes on, and each of its processes, gets the batches that it should."""
+"""A run that goes on gets the right batches, and so does each of its processes."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""What a reader sees of a run that goes on, and where its wall time went."""
+"""Output of a run while it goes on, and where its wall time went."""
 
 import dataclasses
 import fcntl

@@ -1,4 +1,4 @@
-"""What a run goes on from, what it refuses, and what it keeps of each start."""
+"""Checkpoints and settings that a run continues from, refuses, and keeps of each start."""
 
 import json
 import os
