@@ -2,12 +2,12 @@
 
     python benchmarks/faults.py [--faults=200] [--seed=0] [--at_once=2] [--scratch=DIR]
 
-Small runs of every kind (pretraining, adapters on a frozen base in 8 bits, DPO, distillation …) are
-trained once undisturbed, and then repeatedly under faults. Such a run is started, disturbed at a
-random moment and started again, about ten times until its end. A fault is survived if the next
-start resumes from the newest intact checkpoint, every exit code and message is correct, and there
-is no traceback. Metrics and checkpoints must be equal, bit for bit, to the undisturbed run's, after
-the fault and at the end.
+Small runs of several kinds (pretraining, adapters on a frozen base in 8 bits …) are trained once
+undisturbed, and then repeatedly under faults. Such a run is started, disturbed at a random moment
+and started again, about ten times until its end. A fault is survived if the next start resumes
+from the newest intact checkpoint, every exit code and message is correct, and there is no
+traceback. Metrics and checkpoints must be equal, bit for bit, to the undisturbed run's, after the
+fault and at the end.
 
 Takes about eight seconds per fault on two cores; Linux only. The seed determines faults and
 moments, but the exact state of a run at that moment is random. The faults and the kinds of runs are
@@ -33,7 +33,7 @@ from absl import app, flags
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "shared"))
 
-from fault_injection.faults.campaign import OF_ONE_PROCESS, OF_TWO_PROCESSES
+from fault_injection.faults import OF_ONE_PROCESS, OF_TWO_PROCESSES
 from fault_injection.job import Job
 from fault_injection.kinds import KINDS, Kind
 from fault_injection.striking import Record, strike

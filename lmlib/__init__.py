@@ -7,27 +7,53 @@ without JAX.
 import functools
 import importlib
 import pkgutil
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-_NAMES = {
-    "compute": "Compute",
-    "experiment": "Experiment",
-    "generate": "Generator Sampling",
-    "inspect": "Inspector",
-    "inspect.description": "describe",
-    "losses.distillation": "Distillation",
-    "losses.dpo": "DPO",
-    "losses.next_token": "NextToken batch_loss",
-    "models.context": "Context whole_rows",
-    "models.decoder": "Decoder",
-    "models.families.llama": "llama",
-    "optim.adamw": "adamw",
-    "parallel.mesh": "make_mesh",
-    "state": "Training new_state",
-    "train": "make_step",
+if TYPE_CHECKING:
+    from lmlib.compute import Compute as Compute
+    from lmlib.experiment import Experiment as Experiment
+    from lmlib.generate import Generator as Generator
+    from lmlib.generate import Sampling as Sampling
+    from lmlib.inspect import Inspector as Inspector
+    from lmlib.inspect.description import describe as describe
+    from lmlib.losses.distillation import Distillation as Distillation
+    from lmlib.losses.dpo import DPO as DPO
+    from lmlib.losses.next_token import NextToken as NextToken
+    from lmlib.losses.next_token import batch_loss as batch_loss
+    from lmlib.models.context import Context as Context
+    from lmlib.models.context import whole_rows as whole_rows
+    from lmlib.models.decoder import Decoder as Decoder
+    from lmlib.models.families.llama import llama as llama
+    from lmlib.optim.adamw import adamw as adamw
+    from lmlib.parallel.mesh import make_mesh as make_mesh
+    from lmlib.state import Training as Training
+    from lmlib.state import new_state as new_state
+    from lmlib.train import make_step as make_step
+
+_HOMES = {
+    "DPO": "lmlib.losses.dpo",
+    "Compute": "lmlib.compute",
+    "Context": "lmlib.models.context",
+    "Decoder": "lmlib.models.decoder",
+    "Distillation": "lmlib.losses.distillation",
+    "Experiment": "lmlib.experiment",
+    "Generator": "lmlib.generate",
+    "Inspector": "lmlib.inspect",
+    "NextToken": "lmlib.losses.next_token",
+    "Sampling": "lmlib.generate",
+    "Training": "lmlib.state",
+    "adamw": "lmlib.optim.adamw",
+    "batch_loss": "lmlib.losses.next_token",
+    "describe": "lmlib.inspect.description",
+    "llama": "lmlib.models.families.llama",
+    "make_mesh": "lmlib.parallel.mesh",
+    "make_step": "lmlib.train",
+    "new_state": "lmlib.state",
+    "whole_rows": "lmlib.models.context",
 }
-_HOMES = {name: f"lmlib.{home}" for home, names in _NAMES.items() for name in names.split()}
 __all__ = [*_HOMES]
+
+
 _MODULES = frozenset(module.name for module in pkgutil.iter_modules(__path__))
 
 

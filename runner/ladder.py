@@ -20,9 +20,7 @@ from runner.command_line.command import run, take_flags
 from runner.command_line.exit_status import FINISHED
 from runner.errors import ConfigError, user_errors
 
-_METRIC = flags.DEFINE_string(
-    "metric", "validation_loss", "a positive metric"
-)
+_METRIC = flags.DEFINE_string("metric", "validation_loss", "a positive metric")
 _BUDGET = flags.DEFINE_multi_float(
     "budget", [], "FLOPs, as 6·N·D: shows the best N and D; repeatable", lower_bound=1.0
 )

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from lmlib.metrics.meanings import MEANINGS, markdown, meaning
+
 ROOT = Path(__file__).parents[1]
 ARCHITECTURE = ROOT / "docs/architecture.md"
 CONTRIBUTING = ROOT / "docs/contributing.md"
@@ -100,8 +102,9 @@ def test_the_tour_names_what_exists():
     assert not unknown_words(text)
 
 
-def test_contributors_find_the_files_that_are_named():
-    text = re.sub(LINK, "", CONTRIBUTING.read_text(encoding="utf-8"))
+@pytest.mark.parametrize("page", [CONTRIBUTING, ROOT / "docs/faults.md"])
+def test_the_files_that_are_named_are_there(page):
+    text = re.sub(LINK, "", page.read_text(encoding="utf-8"))
     assert len(FILE.findall(text)) > 10  # or this test sees nothing
     assert not absent(text)
 
@@ -136,25 +139,6 @@ def test_every_page_is_linked_from(page):
     assert {*PAGES} - {page} <= linked
 
 
-@pytest.mark.parametrize(
-    ("text", "wrong"),
-    [
-        ("`lmlib/train.py:step`, lmlib/guard.py and `lmlib/data/`", []),
-        ("`lmlib/state.py:State.model`", []),
-        ("`lmlib/train.py:stride`", ["lmlib/train.py:stride"]),
-        ("`lmlib/state.py:State.modal`", ["lmlib/state.py:State.modal"]),
-        ("see lmlib/training.py", ["lmlib/training.py"]),
-        ("| `lmlib/dater/` |", ["lmlib/dater/"]),
-    ],
-)
-def test_a_wrong_name_is_found(text, wrong):
-    assert absent(text) == wrong
-
-
-def test_a_wrong_word_is_found():
-    assert unknown_words("`gather`, `cfg.compute`, `gatherer`, `a + b`") == ["gatherer"]
-
-
 def test_the_tutorials_model_is_the_one_that_is_tested():
     tutorial = (ROOT / "docs/your-own-architecture.md").read_text(encoding="utf-8")
     tested = (ROOT / "tests/shared/user_model.py").read_text(encoding="utf-8")
@@ -175,3 +159,33 @@ def test_the_family_that_is_added_is_the_one_that_is_there():
     assert len(shown) == 5
     assert [code for code in shown if not any(code.rstrip() in text for text in there)] == []
     assert not absent(re.sub(LINK, "", section))
+
+
+def test_the_table_of_running_md_is_that_of_the_code():
+    page = (ROOT / "docs/running.md").read_text("utf-8")
+    assert "\n".join(markdown()) in page, "put the lines of lmlib.metrics.meanings.markdown() there"
+
+
+def test_no_metric_is_explained_twice():
+    names = [each.name for each in MEANINGS]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize(
+    ("name", "unit"),
+    [
+        ("loss", "nats per target token"),
+        ("evaluation_loss/NAME", "nats per target token"),
+        ("evaluation_loss/code", "nats per target token"),
+        ("evaluation_tokens_per_second", "1/s"),
+        ("grad_norm/layer 3", ""),
+        ("step_flops", "FLOPs"),
+    ],
+)
+def test_units(name, unit):
+    assert meaning(name).unit == unit
+
+
+def test_what_is_not_ours_has_no_meaning():
+    assert meaning("accuracy") is None and meaning("evaluation_accuracy") is None
+    assert meaning("loss/3") is None

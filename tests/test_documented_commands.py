@@ -5,6 +5,7 @@ process. Names that stand for the reader's own files get those of `documented_wo
 made short. What cannot run here is listed below with the reason; its flags are checked too.
 """
 
+import json
 import os
 import re
 import shutil
@@ -18,137 +19,16 @@ from documented_world import make_world
 from forked_processes import Ended, run_forked
 from sentinels import sentinels
 
+TABLES = json.loads((ROOT / "tests/shared/documented_commands.json").read_text(encoding="utf-8"))
 # Names on a page, and what has it here, unless a command of the page makes it.
-STANDS_FOR = {
-    "DIR_OR_FILES_OR_HF_NAME": "texts",
-    "TEXT_OR_FLAT_TOKENS": "texts",
-    "OTHER_TEXTS": "texts",
-    "TEXTS": "texts",
-    "TEXT_FILE": "texts.txt",
-    "RUN_OR_FOLDER": "run",
-    "MODEL": "run",
-    "RUN": "run",
-    "WORKDIR": "run",
-    "SWEEP": "sweep",
-    "LADDER": "ladder",
-    "DATA": "data",
-    "TOKENS": "data",
-    "SEQAX_DIR": "seqax",
-    "CHATS": "chats.jsonl",
-    "PROMPTS.jsonl": "prompts.jsonl",
-    "TOK_WITH_TEMPLATE": "templated",
-    "Qwen/Qwen3-0.6B": "qwen",
-    "HuggingFaceTB/SmolLM2-135M-Instruct": "templated",
-    "docs": "texts",
-    "README.md": "texts.txt",
-    "path/to/folder": "qwen",
-    "data/c4": "data",
-    "data/code": "data",
-    "data/web": "data",
-    "/tmp/quickstart": "run",
-    "/tmp/run": "run",
-    "/tmp/query_key_norms": "question",
-    "/tmp/ladder": "ladder",
-}
-# What would take long or more devices, in the order of replacement.
-# README.md's first run, .ci/run makes whole.
-SHORTER = (
-    (r"@\d+", "@2"),
-    (r"--fdl\.steps=\d+", "--fdl.steps=4"),
-    (r"checkpoints\.every=\d+", "checkpoints.every=2"),
-    (r"stable\(decay=\d+\)", "stable(decay=1)"),
-    (r"--profile=20:24", "--profile=2:3"),
-    (r"(--fdl_config=experiments/\w+)(?!.*--fiddler=tiny)", r"\1 --fiddler=tiny"),
-    (r"(-m runner(?:\.sweep)? --fdl_config=experiments/.*--fiddler=tiny)",
-     r"\1 --fdl.samples.prompts=()"),
-    (r"(-m runner --fdl_config=experiments/(?!.*(?:--fdl\.steps|later_stage)).*--fiddler=tiny)",
-     r"\1 --fdl.steps=3"),
-    (r"(experiments/(?:quickstart|quickstart_experts|distil) --fiddler=tiny)(?!.*stage=)",
-     r"\1 --fdl.model.layers=1 --fdl.compute.unroll=1"),
-    (r"(--fiddler=stored)", r"\1 --fdl.data.teacher=taught --fdl.validation.teacher=taught2"),
-    (r"(--fdl_config=tmp/.*)", r"\1 --fdl.steps=1 --fdl.data.batch_size=8 --fdl.validation=None "
-     "--fdl.data.sequence_length=16"),
-    (r"(longer_rows\(|--sequence_length=)4096", r"\g<1>128"),
-    (r"--vocab_size=\d+", "--vocab_size=300"),
-    (r"(-m data_tools\.pretokenize)(?!.*--(?:workers|ray))", r"\1 --workers=0"),
-    (r"(fsdp|expert)=8", r"\1=1"),
-    (r"in \(1e-3, 3e-3\)", "in (1e-3,)"),
-    (r"sequence_length=1024", "sequence_length=64"),
-    (r"--axis=depth=[\d,]+", "--axis=depth=2,3"),
-    # As tests/runner/test_coordinate_check.py, so that one finds the programs of the other.
-    (r"--steps=20 (.*)--widths=[\d,]+ --depths=[\d,]+", r"--steps=2 \1--widths=32,64 --depths=1,2 "
-     "--fdl.data.batch_size=8 --fdl.scaling.base="
-     "\"{'embed': 64, 'heads': 4, 'mlp': 128, 'layers': 2}\""),
-)  # fmt: skip
-INSTALLS = "it installs packages, or needs one that is not there"
-HUB = "it reads from Hugging Face's Hub"
-LONG = "it compiles for absent hardware, for minutes"
-# Commands that do not run here, by how they begin.
-NOT_RUN = {
-    "README.md": {
-        "git clone": "it needs the address of a repository",
-        "python3 -m venv .venv": INSTALLS,
-    },
-    "docs/clusters.md": {
-        "sbatch": "tests/clusters/test_slurm.py does",
-        "python -m runner.sweep": "tests/clusters/test_slurm.py does",
-        "kubectl": "it needs a cluster",
-        "docker": "it needs Docker",
-        "python clusters/ray_train.py": "tests/clusters/test_ray_train.py does",
-        "sky": "it needs SkyPilot and a cloud",
-    },
-    "docs/buckets.md": {"python -m runner": "it needs a bucket: tests/runner/test_in_bucket.py"},
-    "docs/data.md": {
-        "python -m data_tools.pretokenize --dataset=allenai/c4": HUB,
-        "python -m data_tools.pretokenize --dataset=/shared/text": "it is for SLURM and Ray",
-        "#SBATCH": "it is for SLURM",
-    },
-    "docs/evaluation.md": {
-        "pip install": INSTALLS,
-        "python -m runner.evaluate --from=RUN_OR_FOLDER --tasks": HUB,
-    },
-    "docs/experts.md": {
-        "python -m runner.plan": LONG,
-        "python benchmarks/train_step.py": "it measures for minutes",
-    },
-    "docs/long-context.md": {"python -m runner.plan": LONG},
-    "docs/faults.md": {"python -m runner.replay": "it needs a skipped update: test_captures.py"},
-    "docs/finetuning.md": {
-        "python -m runner.convert --from=/tmp/llama_8b_lora": "its base is a folder on the Hub: "
-        "test_adapter_folders.py",
-    },
-    "docs/generation.md": {"python benchmarks/generate.py": "it measures for an hour"},
-    "docs/huggingface.md": {
-        "python -m runner.convert --from=RUN --to=PEFT_DIR": "test_adapter_folders.py has adapters",
-        "python -m runner.convert --from=PEFT_DIR": "test_adapter_folders.py has adapters",
-        "python -m runner.convert --from=FOLDER --to=RUN": "test_own_families.py does",
-    },
-    "docs/install.md": {"python3 -m venv .venv": INSTALLS},
-    "docs/multihost.md": {
-        "export JAX_PLATFORMS=cpu": "test_processes.py starts several",
-    },
-    "docs/notebook.md": {"python -m runner --fdl_config=experiments/quickstart": "README.md does"},
-    "docs/performance.md": {"pip install": INSTALLS, "python -m runner.plan": LONG},
-    "docs/pictures.md": {"python -m runner.watch WORKDIR": "it serves: test_server.py"},
-    "docs/research.md": {"python -m runner.sweep": "it trains for a quarter of an hour"},
-    "docs/scaling.md": {"pip install": INSTALLS},
-    "docs/recipes.md": {"python -m runner.plan": LONG},
-    "docs/your-own-architecture.md": {"python -m runner.plan": LONG},
-}
+STANDS_FOR = TABLES["stands for"]
+# What would take long or more devices, in the order of replacement. .ci/run makes README.md's first
+# run whole; tests/runner/commands/test_runs.py has the programs of the coordinate check.
+SHORTER = TABLES["shorter"]
+# Commands and Python that do not run here, by how they begin, and why.
+NOT_RUN, NOT_RUN_PYTHON = TABLES["not run"], TABLES["not run python"]
 # Python that is an excerpt of a file: test_documentation.py compares those of huggingface.md.
-EXCERPTS = {
-    "docs/huggingface.md": (
-        "return transformer(", "_LAYER = (", "FAMILIES = (", "*starcoder", '"starcoder2"',
-    ),
-    "docs/running.md": ("class GatedMLP(",),
-}  # fmt: skip
-NOT_RUN_PYTHON = {
-    "docs/data.md": {"from data_tools.hf_stream": HUB},
-    "docs/huggingface.md": {
-        "from lmlib import hf\nfrom lmlib.adapters": "test_peft.py does it",
-        "from transformers import AutoModelForCausalLM, Mxfp4Config": HUB,
-    },
-}
+EXCERPTS = TABLES["excerpts"]
 # What a reader has in hand before the Python of a page.
 IN_HAND = {
     page: "from experiments import llama_84m\ncfg = llama_84m.config()\n"

@@ -3,15 +3,11 @@
 A failure here after an upgrade says which constant of `lmlib/checkpoint` to adapt.
 """
 
-import asyncio
-import inspect
 import logging
 import os
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import orbax.checkpoint as ocp
 import pytest
 import tensorstore
 
@@ -62,22 +58,3 @@ def test_the_number_of_the_systems_error(tmp_path):
     with pytest.raises(OSError) as expected:
         (tmp_path / "file" / "below").mkdir()
     assert tensorstore_error_number(str(raised.value)) == expected.value.errno
-
-
-def test_errors_of_a_save_that_nobody_waited_for_are_noise(tmp_path):
-    (tmp_path / "file").write_text("")
-    store = tensorstore.KvStore.open({"driver": "file", "path": f"{tmp_path}/file/"}).result()
-    of_tensorstore, other = store.write("key", b"value").exception(), ValueError("another")
-    for error, shown in ((of_tensorstore, False), (other, True)):
-        told = (type(error), error, None)
-        record = logging.LogRecord("asyncio", logging.ERROR, "", 1, "never retrieved", (), told)
-        assert on_disk.OrbaxNoise().filter(record) == shown
-    handler = inspect.getsourcefile(ocp.type_handlers.ArrayHandler)
-    assert handler and f"{on_disk._OF_A_CHUNK}(" in Path(handler).read_text()
-
-
-def test_what_a_closed_event_loop_says():
-    loop = asyncio.new_event_loop()
-    loop.close()
-    with pytest.raises(RuntimeError, match=f"^{on_disk._CLOSED}$"):
-        loop.call_soon_threadsafe(print)

@@ -56,7 +56,7 @@ def _check_declaration(weight: Weight, array: Any) -> None:
         raise LayoutError(f"{path} must be float32, got {array.dtype}")
     if dtype is not None and not is_floating(dtype):
         raise LayoutError(f"{path}: its dtype must be a floating type, got {dtype!r}")
-    if not 0 <= rate < math.inf:
+    if not isinstance(rate, int | float) or not 0 <= rate < math.inf:
         raise LayoutError(f"{path}: its learning_rate must be a factor >= 0, got {rate!r}")
     if wrong := [axis for axis in declared.summed if axis not in weight.axes]:
         raise LayoutError(f"{path}: its products sum over {wrong[0]!r}, but its axes are {axes}")

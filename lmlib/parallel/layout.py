@@ -8,7 +8,7 @@ Names that are not in the tables get their rule from the weight's declaration. W
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -149,7 +149,15 @@ def in_use(weight: Weight, shape: Sequence[int], mesh: Mesh | AbstractMesh) -> P
 
 def _check_rules(weight: Weight, mesh: Mesh | AbstractMesh) -> None:
     """Raises LayoutError for a rule in a weight's declaration that `mesh` cannot follow."""
-    for name, place in weight.declaration.rules.items():
+    rules = weight.declaration.rules
+    if not isinstance(rules, Mapping) or not all(
+        isinstance(place, str | tuple | None) for place in rules.values()
+    ):
+        raise LayoutError(
+            f"{weight.path}: rules must map names of axes to a mesh axis, a tuple of mesh axes or "
+            f"None, as in `weight(…, rules={{'own': None}})`, got {rules!r}"
+        )
+    for name, place in rules.items():
         rule, places = f"{weight.path}: the rule of axis {name!r}", names_of(place)
         if unknown := [each for each in places if each not in mesh.axis_names]:
             raise LayoutError(

@@ -20,7 +20,7 @@ from lmlib.storage.unlinked import LinkError, unlinked
 from runner.config.text import nodes, parameters, text_of, with_defaults
 from runner.errors import ConfigError, did_you_mean
 
-# Names in Fiddle's own JSON; tests/runner/test_configs.py compares them with real output.
+# Names in Fiddle's own JSON.
 FIDDLE_NAMES = {
     "fiddle._src.config.BuildableTraverserMetadata",
     "fiddle._src.config.Config",

@@ -20,18 +20,25 @@ SAMPLING = tuple(_USUAL)
 _NEW_TOKENS = "max_new_tokens"
 
 _LENGTH = 2048  # tokens, if the maximum is unknown; as in `hf`
-# Settings that change answers in `transformers` and are not supported here, with the values that
-# change nothing.
+# Keys that do not affect the answers, and keys that lm-eval always sets itself.
+_WITHOUT_EFFECT = {
+    "max_length", "do_sample", "use_cache",  # set by lm-eval
+    "eos_token_id", "bos_token_id", "pad_token_id", "decoder_start_token_id",
+    "cache_implementation", "cache_config", "max_cache_len", "prefill_chunk_size", "low_memory",
+    "compile_config", "disable_compile", "continuous_batching_config", "renormalize_logits",
+    "remove_invalid_values", "output_attentions", "output_hidden_states", "output_scores",
+    "output_logits", "return_dict_in_generate", "transformers_version",
+    "encoder_repetition_penalty", "encoder_no_repeat_ngram_size", "early_stopping",
+    "length_penalty", "diversity_penalty", "is_assistant", "num_assistant_tokens",
+    "num_assistant_tokens_schedule", "assistant_confidence_threshold", "assistant_lookbehind",
+    "assistant_ensemble_weight", "target_lookbehind", "max_matching_ngram_size", "speculation_type",
+}  # fmt: skip
 _ONLY_DRAWN = {"typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "top_h": None}
-_UNSUPPORTED: dict[str, Any] = {
+# Values of other keys that change nothing.
+_NEUTRAL: dict[str, Any] = {
     "min_length": 0, "min_new_tokens": 0, "num_beams": 1, "num_beam_groups": 1,
     "num_return_sequences": 1, "no_repeat_ngram_size": 0, "guidance_scale": 1.0,
-    "token_healing": False, **_ONLY_DRAWN, **dict.fromkeys((
-        "bad_words_ids", "begin_suppress_tokens", "constraints", "dola_layers",
-        "exponential_decay_length_penalty", "force_words_ids", "forced_bos_token_id",
-        "forced_eos_token_id", "max_time", "penalty_alpha", "sequence_bias", "stop_strings",
-        "suppress_tokens", "watermarking_config",
-    )),
+    "token_healing": False, "use_mtp": False, **_ONLY_DRAWN,
 }  # fmt: skip
 
 
@@ -86,11 +93,14 @@ class GenerationSettings:
 
     def ignored(self, drawn: bool) -> dict[str, Any]:
         """Returns the settings that change answers in `transformers` and are ignored here."""
+        read = {*SAMPLING, _NEW_TOKENS, *_WITHOUT_EFFECT, *(() if drawn else _ONLY_DRAWN)}
         return {
             key: value
             for key, value in self.content.items()
-            if key in _UNSUPPORTED and value not in (None, _UNSUPPORTED[key])
-            if drawn or key not in _ONLY_DRAWN
+            if key not in read
+            and not key.startswith("_")
+            and value is not None
+            and not (key in _NEUTRAL and value == _NEUTRAL[key])
         }
 
 

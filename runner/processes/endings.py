@@ -1,6 +1,7 @@
 """Explains how a process of a run ended, and which other process caused it.
 
-JAX reports the cause only in messages. tests/runner/test_jax_messages.py makes JAX write each one.
+JAX reports the cause only in messages. tests/runner/processes/test_lost_processes.py makes JAX
+write each one.
 """
 
 import dataclasses

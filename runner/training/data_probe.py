@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import xxhash
 
-from lmlib.data.batch import Source, Stored, source_at
+from lmlib.data.batch import Source, Staged, Stored, source_at
 from lmlib.data.resumable import Resumable
 from lmlib.experiment import Experiment
 from lmlib.experiment.sources import all_sources
@@ -60,8 +60,15 @@ def changed(source: Source, before: dict[str, Any]) -> str | None:
     ]
     if "first" in now and sizes[0] != sizes[1]:
         was, here = (f"{rows:,} rows of {length:,} tokens" for rows, length in sizes)
+        steps, (size, length), (other, new_length) = before["steps_made"], *sizes
+        due, first = steps * size, steps * other  # rows that were read, and the next one to be read
+        effect = "rows may repeat or be left out"
+        if length == new_length and first < due and not isinstance(source, Staged):
+            effect = f"rows {first:,} to {due - 1:,}, counted from 0, would repeat"
+        elif length == new_length and not isinstance(source, Staged):
+            effect = f"rows {due:,} to {first - 1:,}, counted from 0, would be left out"
         return (
-            f"its batches had {was}, and these have {here}, so rows may repeat or be left out; to "
+            f"its batches had {was}, and these have {here}, so {effect}; to "
             "continue with the next row, leave data as it was and add the fiddler later_stage("
             f"begin={before['steps_made']}, batch_size={sizes[1][0]}, "
             f"sequence_length={sizes[1][1]})"

@@ -1,7 +1,7 @@
-"""lmlib imported with its annotations checked at every call.
+"""Imports lmlib so that each call checks annotations: beartype types, jaxtyping shapes.
 
-By beartype, and where arrays have shapes through jaxtyping, whose calls cost several times more. Of
-functions inside others, which each call makes anew, those with shapes: mypy knows the other types.
+jaxtyping's calls cost several times more, so only functions with shapes have them. mypy checks the
+types of functions inside others.
 """
 
 import ast
@@ -28,10 +28,8 @@ def check_annotations(package: str) -> None:
 
 
 def checked(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, which raises if an argument or what it returns is not as annotated.
-
-    What checks is made when it is called first: for all of a package that takes seconds.
-    """
+    """Returns `function` with checks that its first call makes: for a whole package that takes
+    seconds."""
     made: Callable[..., Any] | None = None
 
     @functools.wraps(function)

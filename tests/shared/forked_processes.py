@@ -1,9 +1,7 @@
 """`python -m MODULE`, `python -c CODE` and `python FILE`, without the seconds that importing takes.
 
-A server, started when a first process is asked for, has imported what they need and forks. What it
-forks is a process like any other, with its own number, streams, folder, environment and status, and
-ends as one does. `fresh_process` starts one that imports everything itself, as users start them:
-for what is asked about that very start, or about memory.
+A server has imported everything and forks. Each fork has its own number, streams, folder,
+environment and status. `fresh_process` starts a Python that imports everything itself.
 """
 
 import atexit
@@ -52,13 +50,8 @@ class ForkedProcess:
         cwd: Path = ROOT,
         environment: Mapping[str, str | None] | None = None,
     ):
-        """Begins `python ARGUMENTS`.
-
-        Args:
-          stdin: None: it has nothing to read.
-          cwd: its folder.
-          environment: what it has beside, or in place of, this process's; None: it has not.
-        """
+        """Begins `python ARGUMENTS` in `cwd`, with changes of this process's `environment`; a value
+        of None removes a variable."""
         self.args = [os.fspath(each) for each in arguments]
         self.returncode: int | None = None
         variables = _environment(environment)

@@ -5,82 +5,22 @@ from pathlib import Path
 
 from small_tokenizer import TEXTS
 
-_QUESTIONS = [
-    ("Which of these is a fruit?", ["stone", "apple", "the bridge"], 1),
-    ("Where is the old mill? ", ["by the river", "at the market"], 0),  # a space at the end
-    ("How many houses were there in 1984?", ["3", "3,141", "5,926", "none"], 1),
-    ("Où est la gare?", ["à Paris", "naß"], 0),
-    ("x = ", ["1", "2", "12"], 2),
-    (" ".join(TEXTS), ["The end.", "No end."], 0),  # longer than the model takes
-]
-_TASKS = {
-    "choices": (
-        {
-            "output_type": "multiple_choice",
-            "doc_to_text": "{{question}}",
-            "doc_to_choice": "{{choices}}",
-            "doc_to_target": "{{label}}",
-            "num_fewshot": 1,
-            "fewshot_split": "test",
-            "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
-        },
-        [dict(zip(("question", "choices", "label"), each, strict=True)) for each in _QUESTIONS],
-    ),
-    "rolling": (
-        {
-            "output_type": "loglikelihood_rolling",
-            "doc_to_text": "",
-            "doc_to_target": "{{text}}",
-            "metric_list": [
-                {"metric": name} for name in ("word_perplexity", "byte_perplexity", "bits_per_byte")
-            ],
-        },
-        [{"text": text} for text in [*TEXTS, " ".join(TEXTS), "<|end|>a"]],
-    ),
-    "no_context": (
-        {
-            "output_type": "loglikelihood",
-            "doc_to_text": "",
-            "doc_to_target": "{{text}}",
-            "metric_list": [{"metric": "perplexity"}, {"metric": "acc"}],
-        },
-        [{"text": text} for text in TEXTS[:3]],
-    ),
-    "writing": (
-        {
-            "output_type": "generate_until",
-            "doc_to_text": "{{text[:20]}}",
-            "doc_to_target": "{{text[20:].split('a')[0]}}",
-            "generation_kwargs": {
-                "until": ["a", "\n", "the"],
-                "max_gen_toks": 20,
-                "do_sample": False,
-            },
-            "metric_list": [{"metric": "exact_match"}, {"metric": "bleu"}],
-        },
-        [{"text": text} for text in [*TEXTS, "The"]],
-    ),
-    "writing_on": (
-        {
-            "output_type": "generate_until",
-            "doc_to_text": "{{text}}",
-            "doc_to_target": "the mill",
-            "generation_kwargs": {"until": [], "max_gen_toks": 31},
-            "metric_list": [{"metric": "exact_match"}, {"metric": "bleu"}],
-        },
-        [{"text": text} for text in [" ".join(TEXTS), *TEXTS]],  # longer than the model takes
-    ),
+_TABLES = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+_LONG = " ".join(TEXTS)  # longer than the model takes
+_ROWS = {
+    "choices": [
+        {"question": question, "choices": choices, "label": label}
+        for question, choices, label in _TABLES["questions"]
+    ],
+    "rolling": [{"text": text} for text in [*TEXTS, _LONG, "<|end|>a"]],
+    "no_context": [{"text": text} for text in TEXTS[:3]],
+    "writing": [{"text": text} for text in [*TEXTS, "The"]],
+    "writing_on": [{"text": text} for text in [_LONG, *TEXTS]],
 }
+_TASKS = {name: (task, _ROWS[name]) for name, task in _TABLES["tasks"].items()}
 DRAWN = "writing_drawn"  # random, if what the model's folder says leaves more than one token
-_TASKS[DRAWN] = (
-    {
-        **_TASKS["writing"][0],
-        "generation_kwargs": {
-            "until": [], "max_gen_toks": 20, "do_sample": True, "temperature": 0.7
-        },
-    },
-    _TASKS["writing"][1],
-)  # fmt: skip
+_DRAWS = {"until": [], "max_gen_toks": 20, "do_sample": True, "temperature": 0.7}
+_TASKS[DRAWN] = (_TASKS["writing"][0] | {"generation_kwargs": _DRAWS}, _ROWS["writing"])
 TASKS = tuple(name for name in _TASKS if name != DRAWN)
 
 

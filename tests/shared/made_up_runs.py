@@ -23,14 +23,8 @@ def leave_run(
     curve: Mapping[int, float] | None = None,
     finished: bool = True,
 ) -> None:
-    """A run's folder.
-
-    Args:
-      losses: of each validation batch, of 100 tokens each; by the name of the set, if there are
-        several.
-      settings: by path; a text is written as it is.
-      curve: `evaluation_loss` by step.
-    """
+    """A run's folder. `losses`: of each validation batch of 100 tokens, by set if several;
+    `curve`: `evaluation_loss` by step."""
     folder.mkdir(parents=True)
     lines = {"steps": steps, "seed": 0, "data.seed": 0, **(settings or {})}
     texts = {path: str(value) for path, value in lines.items()}

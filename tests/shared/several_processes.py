@@ -50,19 +50,13 @@ class SeveralProcesses:
         fresh=False,
         experiment=LLAMA,
     ):
-        """Starts them.
+        """Starts `count` processes, or `only` some of them.
 
         Args:
           devices: of all processes together.
-          only: the processes to start, if not all.
-          flags: more of them, of all processes.
-          own: the flags of single processes, by their numbers.
-          roots: where single processes take their code from, by their numbers.
-          folders: where single processes run, by their numbers.
-          environments: the variables of single processes, in place of the others' or beside them.
-          experiment: its flags.
-          fresh: whether `fresh_process` starts the processes, and not only the children that they
-            supervise.
+          own, roots, folders, environments: flags, folder of the code, folder and variables of
+            single processes, by their numbers.
+          fresh: whether `fresh_process` starts them.
         """
         with socket.socket() as free:
             free.bind(("localhost", 0))

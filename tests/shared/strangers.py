@@ -1,12 +1,15 @@
 """Files from a stranger, opened where it shows if they run anything or allocate what they claim."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from forked_processes import run_forked
 
 ROOT = Path(__file__).parents[2]
+Change = Callable[[Path], object]  # of a folder that a stranger gives
+Outcomes = dict[str, tuple[str, str]]  # by case: the type of the error, and its message
 CANARY = "canary"  # a file that appears where a stranger's code was run
 
 # Opens each case in turn, once everything is imported and the memory is limited.
@@ -37,7 +40,7 @@ os._exit(0)
 
 def outcomes(
     imports: str, call: str, cases: dict[str, Any], folder: Path, megabytes: int = 500
-) -> dict[str, tuple[str, str]]:
+) -> Outcomes:
     """For each case, the type and the message of the error that it ended in, or "opened".
 
     Args:
@@ -70,3 +73,28 @@ def assert_refused(outcome: tuple[str, str], *kinds: str) -> None:
 def leave_canary(folder: Path) -> str:
     """A line of Python that leaves the canary."""
     return f"import pathlib; pathlib.Path({str(folder / CANARY)!r}).touch()"
+
+
+def text(name: str, content: str) -> Change:
+    return lambda folder: (folder / name).write_text(content)
+
+
+def sparse(name: str, size: int) -> Change:
+    """Makes the file as long as it says, without a byte more on disk."""
+
+    def change(folder: Path) -> None:
+        with open(folder / name, "ab") as stream:
+            stream.truncate(size)
+
+    return change
+
+
+def link(name: str, target: str = "") -> Change:
+    """Moves the file or folder out of `folder`, and leaves a link to it, or to `target`."""
+
+    def change(folder: Path) -> None:
+        outside = folder.with_name(f"{folder.name} outside")
+        (folder / name).rename(outside)
+        (folder / name).symlink_to(target or outside)
+
+    return change

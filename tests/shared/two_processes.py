@@ -4,28 +4,31 @@ import contextlib
 import os
 import socket
 from tempfile import TemporaryFile
+from typing import Any
 
 from compiled_programs import XLA_FLAGS
-from forked_processes import ROOT, ForkedProcess
+from forked_processes import ROOT, Ended, ForkedProcess
 
 SECONDS = 400  # that they may take
 
 
-def run_two(code: str, *arguments: object) -> list[str]:
-    """The last line that each prints. `code` gets `arguments`, a free port, and which of the two it
-    is, 0 or 1; each has two devices."""
+def ends_of_two(code: str, *arguments: object, start: Any = ForkedProcess) -> list[Ended]:
+    """How each of the two ends. `code` gets `arguments`, a free port, and which of the two it is, 0
+    or 1; each has two devices."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     environment = {
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join(
+            [str(ROOT), str(ROOT / "tests/shared"), os.environ.get("PYTHONPATH", "")]
+        ),
         "XLA_FLAGS": f"--xla_force_host_platform_device_count=2 {XLA_FLAGS}",
     }
-    children, lines = [], []
+    children, found = [], []
     with contextlib.ExitStack() as ends:
         for index in range(2):
             output, errors = (ends.enter_context(TemporaryFile("w+")) for _ in range(2))
-            child = ForkedProcess(
+            child = start(
                 *("-c", code, *map(str, (*arguments, port, index))),
                 stdout=output,
                 stderr=errors,
@@ -34,8 +37,15 @@ def run_two(code: str, *arguments: object) -> list[str]:
             ends.callback(child.kill)
             children.append((child, output, errors))
         for child, output, errors in children:
-            child.wait(SECONDS)
+            status = child.wait(SECONDS)
             output.seek(0), errors.seek(0)
-            assert child.returncode == 0, errors.read()
-            lines.append(output.read().splitlines()[-1])
-    return lines
+            found.append(Ended(status, output.read(), errors.read()))
+    return found
+
+
+def run_two(code: str, *arguments: object) -> list[str]:
+    """The last line that each prints; both must end well."""
+    found = ends_of_two(code, *arguments)
+    for ended in found:
+        assert ended.returncode == 0, ended.stderr
+    return [ended.stdout.splitlines()[-1] for ended in found]

@@ -4,14 +4,13 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
 from folder_contents import files_of
 from sentinels import sentinels
-from strangers import assert_refused, outcomes
+from strangers import Change, Outcomes, assert_refused, outcomes, sparse, text
 
 from lmlib.checkpoint import Checkpoints
 from lmlib.checkpoint.manifest import MANIFEST, read_manifest, write_manifest
@@ -39,24 +38,12 @@ TRY = """
 DEEP = "[" * 1_000_000
 
 
-def text(name: str, content: str) -> Callable[[Path], None]:
-    return lambda folder: (folder / name).write_text(content) and None
-
-
-def lists(name: str, count: int, before: str = "[", after: str = "[]]") -> Callable[[Path], None]:
+def lists(name: str, count: int, before: str = "[", after: str = "[]]") -> Change:
     """Many in one, between `before` and `after`."""
     return lambda folder: (folder / name).write_text(before + "[]," * count + after) and None
 
 
-def sparse(name: str, size: int) -> Callable[[Path], None]:
-    def change(folder: Path) -> None:
-        with open(folder / name, "ab") as stream:
-            stream.truncate(size)
-
-    return change
-
-
-def link(name: str) -> Callable[[Path], None]:
+def link(name: str) -> Change:
     def change(folder: Path) -> None:
         (folder / name).rename(folder.parents[1] / f"outside {folder.parent.name}")
         (folder / name).symlink_to(folder.parents[1] / f"outside {folder.parent.name}")
@@ -64,7 +51,7 @@ def link(name: str) -> Callable[[Path], None]:
     return change
 
 
-def twice(name: str, entry: str) -> Callable[[Path], None]:
+def twice(name: str, entry: str) -> Change:
     """Puts `entry` before what the file says."""
 
     def change(folder: Path) -> None:
@@ -77,33 +64,29 @@ def twice(name: str, entry: str) -> Callable[[Path], None]:
 STEP_METADATA = "_CHECKPOINT_METADATA"  # of earlier versions; it has no digest
 
 # Nothing of lmlib reads the files that Orbax writes besides the arrays.
-ATTACKS: dict[str, Callable[[Path], None]] = {
+ATTACKS: dict[str, Change] = {
     "a deep tree": text("state/_METADATA", DEEP),
     "a long tree": sparse("state/_METADATA", 200 << 20),
     "a layout by name": text(
         "state/_sharding", '{"d2VpZ2h0": "{\\"sharding_type\\": \\"os.system\\"}"}'
     ),
-    "deep arrays": text("state/array_metadatas/process_0", DEEP),
     "a long step": sparse(STEP_METADATA, 5 << 30),
     "a handler by name": text(
         STEP_METADATA, json.dumps({"item_handlers": {"state": "os.system", "notes": "evil.run"}})
     ),
     "deep notes": text("notes/notes.json", DEEP),
-    "long notes": sparse("notes/notes.json", 600 << 20),
     "notes of lists": lists("notes/notes.json", 30_000_000, '{"a": [', "[]]}"),
     "no notes": text("notes/notes.json", "[]"),
     "notes twice": twice("notes/notes.json", '"tokens": 2'),
     "chunks twice": twice("state/weight/.zarray", '"chunks": [1, 1]'),
     "linked notes": link("notes/notes.json"),
     "linked arrays": link("state/weight"),
-    "a linked state": link("state"),
 }
 
 # After the manifest was written.
-LATER: dict[str, Callable[[Path], None]] = {
+LATER: dict[str, Change] = {
     "a long manifest": sparse(MANIFEST, 900 << 20),
     "a manifest of lists": lists(MANIFEST, 30_000_000),
-    "a deep manifest": text(MANIFEST, DEEP),
     "a linked manifest": link(MANIFEST),
     "a long array": sparse("state/weight/0.0", 1 << 40),
 }
@@ -121,7 +104,7 @@ def attacked_folder(folder: Path, sound: Path, name: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def restored(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str]]:
+def restored(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     folder = tmp_path_factory.mktemp("checkpoints")
     with Checkpoints(folder / "sound") as checkpoints:
         checkpoints.save(STEP, {"weight": jnp.ones((16, 3)), "scale": jnp.ones(3)}, {"tokens": 1})
@@ -132,7 +115,7 @@ def restored(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, s
 
 
 @pytest.mark.parametrize("name", sentinels(ALL, lambda name: name != "a deep tree"))
-def test_it_is_refused_or_of_no_effect(restored: dict[str, tuple[str, str]], name: str) -> None:
+def test_it_is_refused_or_of_no_effect(restored: Outcomes, name: str) -> None:
     assert restored["sound"] == ("opened", "")
     if restored[name] != ("opened", ""):
         assert_refused(restored[name], "DamagedCheckpointError")
@@ -140,7 +123,7 @@ def test_it_is_refused_or_of_no_effect(restored: dict[str, tuple[str, str]], nam
 
 @pytest.mark.parametrize("name", ["notes twice", "chunks twice"])
 def test_what_two_readers_could_take_for_two_things_is_refused(
-    restored: dict[str, tuple[str, str]], name: str
+    restored: Outcomes, name: str
 ) -> None:
     assert_refused(restored[name], "DamagedCheckpointError")
     assert re.search(r"it has the name '\w+' twice", restored[name][1])

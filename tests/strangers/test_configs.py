@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from typing import Any
 
 import fiddle as fdl
 import pytest
-from strangers import CANARY, ROOT, leave_canary
+from strangers import CANARY, ROOT, Change, leave_canary, sparse, text
 
 from lmlib.data.synthetic import Synthetic
 from lmlib.experiment import Experiment, SampleSettings
@@ -21,42 +22,20 @@ HOSTILE = [
     ("evil", "run"),
     ("evil.deeper", "run"),
     ("os", "system"),
-    ("subprocess", "run"),
     ("builtins", "exec"),
-    ("builtins", "eval"),
-    ("builtins", "open"),
     ("builtins", "__import__"),
-    ("builtins", "bytes"),
-    ("builtins", "dict.fromkeys"),
     ("pickle", "load"),
     ("jax.numpy", "load"),
-    ("jax.nn", "jnp.load"),
-    ("numpy", "load"),
-    ("fiddle", "absl_flags"),
     ("runner.processes.supervisor", "supervise"),
     ("lmlib.checkpoint.folders", "remove"),
-    ("lmlib.metrics.log", "MetricsLog"),
     ("lmlib.storage.whole_file", "write_whole"),
-    ("lmlib.trackers", "write_whole"),
-    ("lmlib.hf.save", "save"),
-    ("lmlib.data.stored.journal", "remove_leftovers"),
     ("lmlib.data.flat_tokens", "Path.unlink"),
-    ("lmlib.data.flat_tokens", "hashlib.file_digest"),
     ("lmlib.data.stored.metadata", "os.system"),
-    ("lmlib.experiment", "jax.numpy.load"),
-    ("lmlib.models.parts.attention", "jax.numpy.load"),
     ("lmlib.models.families.llama", "llama.__class__"),
     ("lmlib.optim.adamw", "adamw.__globals__"),
-    ("lmlib.optim.adamw", "adamw.__globals__.get"),
-    ("lmlib.optim.adamw", "adamw.__class__"),
-    ("lmlib.optim.adamw", "optax"),
-    ("experiments", "quickstart.fdl.build"),
     ("experiments.quickstart", "fdl.build"),
-    ("data_tools.standard_library", "shutil.rmtree"),
-    ("data_tools.standard_library", "_move_into_place"),
     ("data_tools.standard_library", "pretokenize"),
     ("data_tools.hf_stream.source", "load_tokenizer"),
-    ("data_tools.hf_stream.records", "open_records"),
 ]
 NAMES = [f"{module}:{name}" for module, name in HOSTILE]
 NO_NAMES = [
@@ -214,7 +193,6 @@ def chain(length: int) -> dict[str, Any]:
 
 GRAPHS = {
     "doubling": (reference("list40"), doubling(40)),
-    "deep": (reference("list90"), chain(90)),
     "very deep": (reference("list5000"), chain(5000)),
     "a circle": (reference("list0"), {"list0": a_list(reference("list0"))}),
     "a reference to nothing": (reference("nowhere"), {}),
@@ -234,28 +212,29 @@ def test_a_graph_that_would_not_end_is_refused(tmp_path: Path, name: str) -> Non
 
 
 @pytest.mark.parametrize(
-    "content", ["[" * 1_000_000, '{"a":' * 200_000, '{"root": 1, "root": 2}', "9" * 10_000]
+    "change",
+    [
+        text("config.json", "[" * 1_000_000),
+        text("config.json", '{"root": 1, "root": 2}'),  # a reader may see the first
+        text("config.json", "9" * 10_000),
+        sparse("config.json", 100 << 30),
+    ],
 )
-def test_odd_json_is_refused(tmp_path: Path, content: str) -> None:
+def test_odd_json_is_refused(tmp_path: Path, change: Change) -> None:
     file = saved(tmp_path)
-    file.write_text(content)
-    refused(file)
-
-
-def test_a_name_that_comes_twice_is_refused(tmp_path: Path) -> None:
-    """A reader may see the first, and a parser take the second."""
-    file = saved(tmp_path)
-    file.write_text(file.read_text().replace('"root":', '"root": 1, "root":'))
-    refused(file)
-
-
-def test_a_file_too_large_is_not_read(tmp_path: Path) -> None:
-    file = saved(tmp_path)
-    with open(file, "ab") as stream:
-        stream.truncate(100 << 30)
+    change(file.parent)
     refused(file)
 
 
 def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "config.json")
     refused(tmp_path / "config.json")
+
+
+def test_no_code_trusts_what_it_reads() -> None:
+    """Ruff refuses the rest: unpickling, evaluating, and importing by a name from a file."""
+    trusting = re.compile(r"(allow_pickle|trust_remote_code)\s*=\s*(?!False\b)")
+    assert trusting.search("np.load(x, allow_pickle=True)")
+    for package in ("lmlib", "data_tools", "experiments", "runner", "benchmarks"):
+        for file in (ROOT / package).rglob("*.py"):
+            assert not trusting.search(file.read_text("utf-8")), file

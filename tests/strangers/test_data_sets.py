@@ -3,7 +3,6 @@
 import hashlib
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,8 @@ from byte_texts import RAGGED, write_ids
 from folder_contents import files_of
 from forged_digests import sign
 from seqax_data import write_seqax
-from strangers import assert_refused, outcomes
+from strangers import Change, Outcomes, assert_refused, link, outcomes, sparse, text
 
-from data_tools.inspect.description import describe_split
-from data_tools.inspect.showing import description_text
 from lmlib.data.stored.metadata import TokenizerIdentity
 from lmlib.data.stored.shard_writer import ShardWriter
 
@@ -45,7 +42,7 @@ LOOK = """
 """
 
 
-def changed(name: str, **entries: Any) -> Callable[[Path], None]:
+def changed(name: str, **entries: Any) -> Change:
     """Sets entries of the JSON file `name` of a data set; `a__b` is entry b of entry a."""
 
     def change(data_set: Path) -> None:
@@ -62,7 +59,7 @@ def changed(name: str, **entries: Any) -> Callable[[Path], None]:
     return change
 
 
-def together(*changes: Callable[[Path], None]) -> Callable[[Path], None]:
+def together(*changes: Change) -> Change:
     def change(data_set: Path) -> None:
         for each in changes:
             each(data_set)
@@ -70,37 +67,12 @@ def together(*changes: Callable[[Path], None]) -> Callable[[Path], None]:
     return change
 
 
-def text(name: str, content: str) -> Callable[[Path], None]:
-    return lambda data_set: (data_set / name).write_text(content) and None
-
-
-def sparse(name: str, size: int) -> Callable[[Path], None]:
-    """Makes the file as long as it says, without a byte more on disk."""
-
-    def change(data_set: Path) -> None:
-        with open(data_set / name, "ab") as stream:
-            stream.truncate(size)
-
-    return change
-
-
-def values(name: str, *numbers: int) -> Callable[[Path], None]:
+def values(name: str, *numbers: int) -> Change:
     """Overwrites the first values of an array, with valid checksums."""
 
     def change(data_set: Path) -> None:
         array = zarr.open_array(data_set / SHARD / name)
         array[: len(numbers)] = np.array(numbers, array.dtype)
-
-    return change
-
-
-def link(name: str) -> Callable[[Path], None]:
-    """Moves the file or folder out of the data set, and leaves a link to it."""
-
-    def change(data_set: Path) -> None:
-        outside = data_set.with_name(f"{data_set.name} outside")
-        (data_set / name).rename(outside)
-        (data_set / name).symlink_to(outside)
 
     return change
 
@@ -126,83 +98,54 @@ DEEP = "[" * 1_000_000
 SHARDING = "codecs__0__configuration__chunk_shape"
 FILES = "chunk_grid__configuration__chunk_shape"
 
-ATTACKS: dict[str, Callable[[Path], None]] = {
+ATTACKS: dict[str, Change] = {
     "tokens": together(changed(META, tokens=HUGE), changed(TOKENS, shape=[HUGE])),
-    "tokens and their index": together(
-        changed(META, tokens=HUGE),
-        changed(TOKENS, shape=[HUGE]),
-        changed(FIRSTS, shape=[HUGE // 8 + 1]),
-    ),
     "documents": together(changed(META, documents=HUGE), changed(STARTS, shape=[HUGE])),
     "chunks": changed(TOKENS, **{SHARDING: [HUGE], FILES: [HUGE]}),
-    "files": changed(TOKENS, **{FILES: [8 * HUGE]}),
-    "chunks of the index": changed(FIRSTS, **{SHARDING: [1 << 40], FILES: [1 << 40]}),
     "chunks of nothing": changed(TOKENS, **{SHARDING: [0]}),
-    "chunks of true": changed(TOKENS, **{SHARDING: [True]}),
     "two dimensions": changed(TOKENS, shape=[3, 3]),
-    "negative shape": changed(TOKENS, shape=[-5]),
     "other numbers": changed(TOKENS, data_type="float64"),
-    "raw numbers": changed(TOKENS, data_type="r4000000000"),
-    "structures": changed(TOKENS, data_type={"name": "struct", "configuration": {}}),
-    "no codecs": changed(TOKENS, codecs=[]),
     "another codec": changed(TOKENS, codecs__0__configuration__codecs=[{"name": "gzip"}]),
-    "an index at the beginning": changed(TOKENS, codecs__0__configuration__index_location="start"),
     "other names of files": changed(
         TOKENS, chunk_key_encoding={"name": "v2", "configuration": {"separator": "../"}}
     ),
     "another store": changed(TOKENS, storage_transformers=[{"name": "file:///etc"}]),
-    "a list for an array": text(TOKENS, "[]"),
     "a bomb": bomb,
     "a long metadata.json": sparse(META, 5 << 30),
     "a long zarr.json": sparse(TOKENS, 5 << 30),
     "a long file": sparse(f"{SHARD}/tokens/c/0", 1 << 40),
     "a long tokenizer.json": sparse("tokenizer.json", 5 << 30),
     "a deep metadata.json": text(META, DEEP),
-    "a deep zarr.json": text(TOKENS, DEEP),
-    "a deep source": changed(META, source={"a": json.loads("[" * 300 + "]" * 300)}),
     "an entry twice": lambda data_set: text(
         META, (data_set / META).read_text().replace("{", '{"tokens": 9,', 1)
     )(data_set),
     "no number of tokens": changed(META, tokens="many"),
-    "tokens below 0": changed(META, tokens=-5),
-    "half a token": changed(META, tokens=2.5),
-    "true documents": changed(META, documents=True),
     "an infinite vocabulary": changed(META, vocab_size=float("inf")),
     "a long number": text(META, '{"format": ' + "9" * 10_000 + "}"),
     "no tokenizer's name": changed(META, tokenizer={"name": ["x"], "sha256": None}),
-    "no digest": changed(META, tokenizer={"name": "x", "sha256": 7}),
-    "a source that is none": changed(META, source=[1]),
     "an index that decreases": values("first_documents", 0, 5, 2),
-    "an index beyond": values("first_documents", 0, 2**62),
     "an index below": values("first_documents", 0, 2**63),
     "documents beyond": values("document_starts", 0, 2**40, 2**62, 2**63 + 1),
     "documents that decrease": values("document_starts", 9, 5, 3),
     "a linked metadata.json": link(META),
     "a linked zarr.json": link(TOKENS),
     "a linked file": link(f"{SHARD}/tokens/c/0"),
-    "linked files": link(f"{SHARD}/tokens/c"),
-    "a linked array": link(f"{SHARD}/document_starts"),
     "a linked shard": link(SHARD),
 }
 
 ZARRAY = "train/encoded_tokens/.zarray"
-SEQAX_ATTACKS: dict[str, Callable[[Path], None]] = {
+SEQAX_ATTACKS: dict[str, Change] = {
     "seqax tokens": changed(ZARRAY, shape=[HUGE]),
-    "seqax chunks": changed(ZARRAY, chunks=[HUGE]),
     "seqax tokens in chunks": changed(ZARRAY, shape=[HUGE], chunks=[HUGE]),
-    "seqax zlib": changed(ZARRAY, compressor={"id": "zlib", "level": 1}),
     "seqax starts": changed("train/seq_starts/.zarray", shape=[HUGE], filters=[{"id": "delta"}]),
-    "seqax start chunks": changed("train/seq_starts/.zarray", chunks=[0], filters=[{"id": "x"}]),
-    "seqax ids": changed("train/.zattrs", max_token_id=HUGE),
     "seqax long": sparse("train/.zattrs", 5 << 30),
     "seqax deep": text(ZARRAY, DEEP),
-    "seqax deep attributes": text("train/.zattrs", DEEP),
     "seqax link": link("train/encoded_tokens/0"),
 }
 ALL = ATTACKS | SEQAX_ATTACKS
 
-# Training reads neither of these.
-HARMLESS_TO_TRAIN = {"seqax starts", "seqax start chunks"}
+# Training does not read it.
+HARMLESS_TO_TRAIN = {"seqax starts"}
 
 
 @pytest.fixture(scope="module")
@@ -223,7 +166,7 @@ def attacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def of_all(folder: Path, call: str) -> dict[str, tuple[str, str]]:
+def of_all(folder: Path, call: str) -> Outcomes:
     """How `call` ends for each data set; the sound one must be opened."""
     cases = {name: str(folder / name) for name in ("sound", "seqax sound", *ALL)}
     before = {path: files_of(path) for path in folder.glob("* outside") if path.is_dir()}
@@ -234,34 +177,25 @@ def of_all(folder: Path, call: str) -> dict[str, tuple[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def trained(attacked: Path) -> dict[str, tuple[str, str]]:
+def trained(attacked: Path) -> Outcomes:
     return of_all(attacked, TRAIN)
 
 
 @pytest.fixture(scope="module")
-def looked_at(attacked: Path) -> dict[str, tuple[str, str]]:
+def looked_at(attacked: Path) -> Outcomes:
     return of_all(attacked, LOOK)
 
 
 @pytest.mark.parametrize("name", sorted(ALL.keys() - HARMLESS_TO_TRAIN))
-def test_training_refuses_it(trained: dict[str, tuple[str, str]], name: str) -> None:
+def test_training_refuses_it(trained: Outcomes, name: str) -> None:
     assert_refused(trained[name], "DamagedDataError", "ValueError")
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_inspect_finds_it(looked_at: dict[str, tuple[str, str]], name: str) -> None:
+def test_inspect_finds_it(looked_at: Outcomes, name: str) -> None:
     """Verification does, and neither the description nor the lengths take harm."""
     if looked_at[name] != ("opened", ""):
         assert_refused(looked_at[name], "DamagedDataError", "ValueError")
-
-
-def test_what_a_data_set_says_of_itself_cannot_move_the_cursor(tmp_path: Path) -> None:
-    folder = write_ids(
-        tmp_path, RAGGED, tokenizer=TokenizerIdentity("\x1b[2J", None), source={"\x1b]0;": "\x07"}
-    )
-    shown = description_text(describe_split(folder))
-    assert "\\x1b[2J" in shown
-    assert not set("\x1b\x07") & set(shown)
 
 
 # A shard that someone else began
@@ -290,11 +224,8 @@ def go_on(begun: Path) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "tokens",
         "tokens/c",
-        "document_starts",
         "document_starts.partial",
-        "journal.json.tmp",
         "metadata.json.tmp",
         "writer.lock",
         ".",
@@ -315,23 +246,12 @@ def test_a_writer_writes_through_no_link(begun: Path, name: str) -> None:
     ("entry", "value"),
     [
         ("written", 10**18),
-        ("written", -8),
         ("written", "all"),
         ("marked__documents", 10**15),
-        ("marked__documents", -1),
         ("marked__tokens", 1.5),
-        ("settings", []),
     ],
 )
 def test_a_journal_that_makes_no_sense_is_refused(begun: Path, entry: str, value: Any) -> None:
     changed(f"{SHARD}/journal.json", **{"written": 8, entry: value})(begun.parents[1])
     with pytest.raises((ValueError, OSError), match="delete"):
         go_on(begun)
-
-
-@pytest.mark.slow
-def test_memory_that_a_file_claims_counts_in_these_tests(tmp_path: Path) -> None:
-    claims = {"within": 100, "beyond": 1000}
-    found = outcomes("import numpy", "numpy.empty(arguments * 2**20, 'u1')", claims, tmp_path, 500)
-    assert found["within"] == ("opened", "")
-    assert "MemoryError" in found["beyond"][0]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from sentinels import sentinels
 from small_folder import change, copy_small_folder
-from strangers import assert_refused, outcomes
+from strangers import Change, Outcomes, assert_refused, link, outcomes, sparse, text
 
 IMPORTS = """
 import signal
@@ -26,7 +26,7 @@ CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.
 KEY, VALUE = (f"model.layers.0.self_attn.{kind}_proj.weight" for kind in "kv")
 
 
-def header(change: Callable[[dict[str, Any]], str | None]) -> Callable[[Path], None]:
+def header(change: Callable[[dict[str, Any]], str | None]) -> Change:
     """Changes the header, or writes what `change` returns in its place."""
 
     def write(folder: Path) -> None:
@@ -45,25 +45,10 @@ def exchanged(entries: dict[str, Any]) -> str:
     return f"{json.dumps(entries)[:-1]}, {again[1:]}"
 
 
-def text(name: str, content: str) -> Callable[[Path], None]:
-    return lambda folder: (folder / name).write_text(content) and None
-
-
-def pipe(name: str) -> Callable[[Path], None]:
+def pipe(name: str) -> Change:
     def make(folder: Path) -> None:
         (folder / name).unlink(missing_ok=True)
         os.mkfifo(folder / name)
-
-    return make
-
-
-def link(name: str, target: str = "") -> Callable[[Path], None]:
-    """To `target`; unless given, to the file itself, which is moved out of the folder."""
-
-    def make(folder: Path) -> None:
-        outside = folder.with_name(f"{folder.name} outside")
-        (folder / name).rename(outside)
-        (folder / name).symlink_to(target or outside)
 
     return make
 
@@ -73,62 +58,39 @@ def twice(folder: Path) -> None:
     (folder / CONFIG).write_text(f'{content}, "rms_norm_eps": 0.5}}')
 
 
-def sparse(name: str) -> Callable[[Path], None]:
-    def make(folder: Path) -> None:
-        with open(folder / name, "ab") as stream:
-            stream.truncate(50 << 30)
-
-    return make
-
-
 LISTS = "[" + "[]," * 20_000_000 + "[]]"
 NAMES = ", ".join(f'"tensor {number}": "{WEIGHTS}"' for number in range(100_000))
-REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
+REFUSED: dict[str, tuple[Change, str]] = {
     "tensors exchanged": (header(exchanged), f"it has the name {KEY!r} twice"),
     "a key twice": (twice, "it has the name 'rms_norm_eps' twice"),
-    "a name twice": (text(INDEX, '{"weight_map": {"a": "x", "a": "y"}}'), "'a' twice"),
     "a header of lists": (header(lambda _: LISTS), "its header cannot be 60,000,004 bytes"),
     "a config of lists": (text(CONFIG, LISTS[: 9 << 20]), "more than 2,000,000 objects and lists"),
-    "a long config": (sparse(CONFIG), "has more than 10,000,000 bytes"),
-    "a long index": (sparse(INDEX), "has more than 33,554,432 bytes"),
+    "a long config": (sparse(CONFIG, 50 << 30), "has more than 10,000,000 bytes"),
+    "a long index": (sparse(INDEX, 50 << 30), "has more than 33,554,432 bytes"),
     "an index of names": (text(INDEX, f'{{"weight_map": {{{NAMES}}}}}'), "has it in None"),
-    "a shape of nines": (header(lambda each: each[KEY].update(shape=[9] * 3_000_000)), KEY),
     "a shape of ones": (header(lambda each: each[KEY].update(shape=[1] * 3_000_000)), KEY),
     "a long number": (
         header(lambda each: json.dumps(each).replace("[8, 16]", f"[{'9' * 16_000_000}]", 1)),
         "its JSON cannot be read",
     ),
-    "a long name": (header(lambda each: each.update({"x" * 20_000_000: each[KEY]})), "xxx is dam"),
-    "a billion layers": (lambda folder: change(folder, num_hidden_layers=10**9), "layers = 1000"),
     "many layers": (
         lambda folder: change(folder, num_hidden_layers=10_000),
         "config.json says 10,000 layers, of 10,000 tensors of one kind, but there are 30 of all",
     ),
-    "many experts": (
-        lambda folder: change(
-            folder, model_type="mixtral", attention_bias=..., mlp_bias=..., num_experts=2**31 - 1
-        ),
-        "6,442,450,941 tensors of one kind, but there are 30 of all",
-    ),
     "a long value": (lambda folder: change(folder, rms_norm_eps=[1] * 10**6), "is no float"),
-    "long keys": (lambda folder: change(folder, **{"k" * 5_000_000: 1}), "unknown here"),
     "many keys": (
         lambda folder: change(folder, **{f"k{number}": 1 for number in range(100_000)}),
         "and 99995 more: unknown here",
     ),
-    "a pipe for config": (pipe(CONFIG), "it is no ordinary file"),
     "a pipe for weights": (pipe(WEIGHTS), "it is no ordinary file"),
-    "a pipe for an index": (pipe(INDEX), "it is no ordinary file"),
     "a config without end": (link(CONFIG, "/dev/zero"), "it is a link to /dev/zero, which is not"),
-    "weights without end": (link(WEIGHTS, "/dev/zero"), "it is a link to /dev/zero, which is not"),
-    "a config elsewhere": (link(CONFIG), "which is not in its folder: put a copy"),
     "weights elsewhere": (link(WEIGHTS), "which is not in its folder: put a copy"),
     "a link to itself": (link(CONFIG, CONFIG), "Too many levels of symbolic links"),
 }
 
 
 @pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str]]:
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     folder = tmp_path_factory.mktemp("folders")
     for name in ("sound", *REFUSED):
         (folder / name).mkdir()
@@ -143,7 +105,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str
 
 
 @pytest.mark.parametrize("name", sentinels(REFUSED, lambda name: name != "tensors exchanged"))
-def test_it_is_refused_in_a_line(loaded: dict[str, tuple[str, str]], name: str) -> None:
+def test_it_is_refused_in_a_line(loaded: Outcomes, name: str) -> None:
     assert loaded["sound"] == ("opened", "")
     assert_refused(loaded[name], "FolderError")
     told = loaded[name][1]

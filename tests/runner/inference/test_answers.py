@@ -1,4 +1,4 @@
-"""Answers: their ends, as they are shown on a terminal, and in files that survive a kill."""
+"""Answers: their ends, on a terminal, in files that survive a kill, and the command."""
 
 import fcntl
 import io
@@ -11,6 +11,8 @@ from pathlib import Path
 import jax
 import pytest
 from chat_templates import TEMPLATES, TOKENS
+from forked_processes import run_forked
+from run_on_bytes import write_run_on_bytes
 from small_tokenizer import BEGIN, END, TEXTS, write_tokenizer_folder
 from tokenizers import Tokenizer
 
@@ -94,22 +96,6 @@ def test_an_answer_ends_with_the_first_token_whose_text_has_the_stop_string(stop
     assert ended  # or the test sees nothing
 
 
-def test_a_special_token_is_no_more_than_its_name(tmp_path):
-    """A text that spells the name ends the answer too, and without a stop string neither does."""
-    write_tokenizer_folder(tmp_path, begins=True)
-    codec = codec_of_file(tmp_path / "tokenizer.json", None)
-    ids = codec.encode_marked(f"é{END}a ") + codec.encode(f"x{END}b")
-    for stop, text in (
-        ((), f"éa x{END}b"),
-        ((f"x{END}",), "éa "),
-        ((f"é{END}",), ""),
-        (("nd|>a",), "é"),
-    ):
-        answer = Answer(codec, codec.encode("a"), len(ids), (), stop)
-        answer.push(New(ids, [0.0] * len(ids)))
-        assert answer.text == text
-
-
 def terminal(generator, reader=READER, out=None, **manner):
     return Terminal(
         generator, reader, replace(MANNER, **manner), out or io.StringIO(), io.StringIO()
@@ -163,10 +149,10 @@ def test_a_chat_remembers_its_turns_and_survives_ctrl_c(generator):
     assert asked[-1] == ["Again"]
 
 
-PROMPTS = [{"prompt": "é"}, {"tokens": [1, 2]}, {"prompt": "b", "text": "\ud800", "n": 1}]
+GIVEN = [{"prompt": "é"}, {"tokens": [1, 2]}, {"prompt": "b", "text": "\ud800", "n": 1}]
 
 
-def write_prompts(folder, lines=PROMPTS):
+def write_prompts(folder, lines=GIVEN):
     file = folder / "prompts.jsonl"
     file.write_text("\n\n".join(json.dumps(line) for line in lines))
     return file
@@ -187,7 +173,7 @@ def test_a_file_of_answers_is_the_same_after_a_kill_anywhere(generator, tmp_path
     assert [(each["line"], each["sample"]) for each in said] == [
         (line, sample) for line in (1, 3, 5) for sample in (0, 1)
     ]
-    assert [each["given"] for each in said[::2]] == PROMPTS
+    assert [each["given"] for each in said[::2]] == GIVEN
     for each in said:
         assert len(each["tokens"]) == len(each["logprobs"]) <= 6
         assert each["text"] == CODEC.decode(each["tokens"])
@@ -244,9 +230,9 @@ def test_a_file_that_is_something_else_is_left_as_it_is(generator, tmp_path):
         ('{"tokens": [258]}', "has no token 258: ids end at 257"),
         ('{"messages": [{"content": "?"}]}', 'no object with a "role"'),
         ('{"messages": [{"role": "user"}]}', "cannot take these messages"),
-        ('{"prompt": "a", "n": NaN}', "not JSON compliant"),
-        ('{"prompt": "a", "n": [-Infinity]}', "not JSON compliant"),
-        ('{"prompt": "a", "n": 1e999}', "not JSON compliant"),
+        ('{"prompt": "a", "n": NaN}', "a number that JSON does not"),
+        ('{"prompt": "a", "n": [-Infinity]}', "a number that JSON does not"),
+        ('{"prompt": "a", "n": 1e999}', "a number that JSON does not"),
     ],
 )
 def test_broken_lines_are_named(tmp_path, line, reason):
@@ -258,26 +244,6 @@ def test_broken_lines_are_named(tmp_path, line, reason):
         read_lines(file, READER)
 
 
-def test_a_template_that_takes_all_memory_is_a_mistake(tmp_path):
-    template = ChatTemplate({"default": "{{ 'a'.center(999999999) }}"}, TOKENS)
-    reader, chat = replace(READER, template=template), [{"role": "user", "content": "Hi"}]
-    with pytest.raises(ConfigError, match="took more than 512 MB of memory for this conversation"):
-        reader.of_chat(chat)
-    file = write_prompts(tmp_path, [{"messages": chat}] * 5)
-    with pytest.raises(ConfigError, match=r"line 1: the chat template took .*line 5: .* 2 more"):
-        read_lines(file, reader)
-
-
-def test_bytes_that_are_no_text_are_named(tmp_path):
-    file = tmp_path / "prompts.jsonl"
-    file.write_bytes(b'{"prompt": "\xff"}\n')
-    with pytest.raises(ConfigError, match="line 1: 'utf-8' codec can't decode"):
-        read_lines(file, READER)
-    file.write_bytes(b"\n \n")
-    with pytest.raises(ConfigError, match="has no lines"):
-        read_lines(file, READER)
-
-
 @pytest.mark.parametrize("byte", [b"a", b" "])
 def test_a_line_without_an_end_is_not_read_to_it(tmp_path, byte):
     file = tmp_path / "prompts.jsonl"
@@ -286,13 +252,6 @@ def test_a_line_without_an_end_is_not_read_to_it(tmp_path, byte):
         opened.truncate(1 << 40)  # a hole: zeros that take no room
     with pytest.raises(ConfigError, match=r"line 2: it has more than 16,777,216 bytes$"):
         read_lines(file, READER)
-
-
-def test_prompts_are_read_from_ordinary_files(tmp_path):
-    os.mkfifo(tmp_path / "fifo")
-    for file in (Path("/dev/zero"), tmp_path / "fifo", tmp_path):
-        with pytest.raises(ConfigError, match=f"^{file} is no ordinary file: write the prompts"):
-            digest_of(file)
 
 
 def test_without_a_tokenizer_ids_are_read_and_shown(generator, tmp_path):
@@ -310,3 +269,61 @@ def test_without_a_tokenizer_ids_are_read_and_shown(generator, tmp_path):
     file.write_text('{"tokens": [1, 2]}')
     AnswerFile(tmp_path / "out", {}).answer(read_lines(file, reader), generator, shown.manner, 1)
     assert json.loads((tmp_path / "out").read_text())["text"] is None
+
+
+def test_prompts_are_lines_of_text_in_an_ordinary_file(tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    for content, told in ((b'{"prompt": "\xff"}\n', "line 1: 'utf-8'"), (b"\n \n", "has no lines")):
+        file.write_bytes(content)
+        with pytest.raises(ConfigError, match=told):
+            read_lines(file, READER)
+    os.mkfifo(tmp_path / "fifo")
+    for file in (Path("/dev/zero"), tmp_path / "fifo", tmp_path):
+        with pytest.raises(ConfigError, match=f"^{file} is no ordinary file: write the prompts"):
+            digest_of(file)
+
+
+PROMPTS = [{"prompt": "é", "id": 7}, {"tokens": [256, 97]}, {"prompt": "one two"}]
+
+
+@pytest.fixture(scope="module")
+def workdir(tmp_path_factory):
+    return write_run_on_bytes(tmp_path_factory.mktemp("generate"))[0]
+
+
+@pytest.mark.slow
+def test_a_file_of_prompts_is_answered(workdir, tmp_path):
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in PROMPTS))
+    files = (f"--from={workdir}@3", f"--prompts={prompts}", f"--out={out}")
+    arguments = (*files, "--max_tokens=4", "--samples=2", "--rows=8")
+    ended = run_forked("-m", "runner.generate", *arguments)
+    assert ended.returncode == 0, ended.stderr
+    said = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [each["given"] for each in said[::2]] == PROMPTS
+    assert ended.stdout == ""
+    assert f"{out} has the answers to all 3 lines of {prompts}" in ended.stderr
+
+
+@pytest.mark.slow
+def test_prompts_are_continued(workdir):
+    arguments = (f"--from={workdir}", "--prompt=hé", "--prompt=b", "--max_tokens=5", "--samples=2")
+    ended = run_forked("-m", "runner.generate", *arguments)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.startswith("--- 1 of 2\nhé")
+    assert [ended.stdout.count(each) for each in ("--- 2 of 2\nhé", "--- 2 of 2\nb")] == [1, 1]
+    assert ended.stderr.count("; the first after ") == 2
+    assert run_forked("-m", "runner.generate", *arguments).stdout == ended.stdout
+    ids = run_forked("-m", "runner.generate", arguments[0], "--tokens=256,104", "--max_tokens=5")
+    assert ids.stdout.startswith("h")
+
+
+@pytest.mark.slow
+def test_what_is_piped_is_continued(workdir):
+    def answer(*flags: str, piped: str) -> str:
+        command = ("-m", "runner.generate", f"--from={workdir}", "--max_tokens=5", *flags)
+        ended = run_forked(*command, piped=piped)
+        assert ended.returncode == 0, ended.stderr
+        return ended.stdout
+
+    assert answer(piped="hé\nb\n") == answer("--prompt=hé\nb", piped="unread")

@@ -180,13 +180,3 @@ def test_points_end_with_a_sweep_that_is_killed_also_below_a_shell(tmp_path):
     process.kill()
     for point in points:
         wait_for_lock(point, seconds=30.0)  # raises if its run goes on
-
-
-@pytest.mark.slow
-def test_the_better_half_goes_on(tmp_path):
-    flags = ("--axis=optimizer.peak_lr=1e-5,1e-2", "--halving=0.5")
-    done = sweep(tmp_path / "sweep", *flags, steps=10)
-    assert done.returncode == FINISHED, done.stderr
-    assert "after 0.5 of the steps the better 1 of 2 go on" in done.stdout
-    curves = [losses(tmp_path / "sweep" / f"peak_lr={rate}") for rate in ("1e-05", "0.01")]
-    assert [len(curve) for curve in curves] == [5, 10]

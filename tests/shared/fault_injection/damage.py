@@ -1,11 +1,10 @@
 """What disks and people do to files."""
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
-from fault_injection.inputs import CHUNK
+from fault_injection.kinds import CHUNK
 from lmlib.checkpoint.manifest import MANIFEST, NOT_COVERED
 
 # Given a checkpoint, or a folder of tokens: harms it, and returns the file, or the folder of an
@@ -64,10 +63,6 @@ def cut_the_last_line(workdir: Path, random: Random) -> None:
         file.write(line[: random.randrange(1, len(line))])
 
 
-def delete_tensorboard(workdir: Path, random: Random) -> None:
-    shutil.rmtree(workdir / "tensorboard")
-
-
 def leave_half_a_config(workdir: Path, random: Random) -> None:
     """As a kill does that comes while the config is written."""
     content = (workdir / "config.json").read_bytes()
@@ -91,18 +86,6 @@ def swap_chunks(tokens: Path, random: Random) -> Path:
     first, second = content[:CHUNK_BYTES], content[CHUNK_BYTES : 2 * CHUNK_BYTES]
     _tokens_of(shard).write_bytes(second + first + content[2 * CHUNK_BYTES :])
     return shard / "tokens"
-
-
-def flip_a_bit_of_teacher(taught: Path, random: Random) -> Path:
-    """Of its metadata, or of its first numbers, which a start reads."""
-    file = random.choice(["metadata.json", "ids/c/0", "log_probabilities/c/0"])
-    if file == "metadata.json":
-        return _flip_a_bit(taught / file, random)
-    with (taught / file).open("r+b") as numbers:
-        first = numbers.read(1)
-        numbers.seek(0)
-        numbers.write(bytes([first[0] ^ 1 << random.randrange(8)]))
-    return (taught / file).parents[1]
 
 
 def flip_a_bit_of_metadata(tokens: Path, random: Random) -> Path:

@@ -2,11 +2,9 @@
 
     python -m runner --fdl_config=tests/shared/fault_injection/experiment.py --workdir=/tmp/small
 
-Fiddlers make other kinds of runs of it: `kinds.py` lists them. What it reads lies in the working
-directory; `inputs.py` writes it.
+Fiddlers make other kinds of runs of it. `kinds.py` lists them, and writes what it reads into the
+working directory.
 """
-
-import copy
 
 import fiddle as fdl
 import jax
@@ -21,7 +19,6 @@ from lmlib.data.synthetic import Synthetic
 from lmlib.experiment import CheckpointSettings, EvaluationSettings, Experiment
 from lmlib.guard import Guard
 from lmlib.losses.distillation import Distillation
-from lmlib.losses.dpo import DPO
 from lmlib.losses.next_token import NextToken
 from lmlib.models.families.llama import llama
 from lmlib.optim.adamw import adamw
@@ -31,8 +28,8 @@ from lmlib.parallel.mesh import make_mesh
 
 VOCAB, BATCH, SEQUENCE, STEPS = 4_096, 16, 16, 60
 EVALUATE_EVERY, CHECKPOINT_EVERY, KEEP_CHECKPOINTS = 4, 5, 4
-# What it reads: a data set, a run's weights, and what a teacher said of the split "long".
-TOKENS, BASE, TAUGHT = "tokens", "base", "taught"
+# What it reads: a data set, and a run's weights.
+TOKENS, BASE = "tokens", "base"
 
 
 def config() -> fdl.Config[Experiment]:
@@ -93,33 +90,6 @@ def lora_on_int8(cfg: fdl.Config[Experiment]) -> None:
     """Adapters on a frozen base in 8 bits, which each start reads again."""
     cfg.frozen_dtype, cfg.init_from = "int8", BASE
     cfg.objective = fdl.Config(NextToken, dropout=0.1)
-
-
-def dpo(cfg: fdl.Config[Experiment]) -> None:
-    """Pairs, and a reference that each start reads again."""
-    pretraining(cfg)
-    cfg.init_from = BASE
-    cfg.objective = fdl.Config(DPO, reference_from=BASE)
-    cfg.data = fdl.Config(
-        FlatTokens, path=TOKENS, split="pairs", batch_size=BATCH, sequence_length=SEQUENCE
-    )
-    cfg.validation = copy.copy(cfg.data)
-
-
-def distillation(cfg: fdl.Config[Experiment]) -> None:
-    """A teacher that each start reads again."""
-    pretraining(cfg)
-    teacher = copy.deepcopy(cfg.model)
-    cfg.objective = fdl.Config(Distillation, teacher=teacher, teacher_from=BASE, dropout=0.1)
-
-
-def stored_teacher(cfg: fdl.Config[Experiment]) -> None:
-    """What a teacher said, read with each batch."""
-    pretraining(cfg)
-    cfg.objective = fdl.Config(Distillation, dropout=0.1)
-    cfg.data = cfg.data.sources["long"]
-    cfg.data.teacher = TAUGHT
-    cfg.validation = copy.copy(cfg.data)
 
 
 def sometimes_infinite(steps: int, peak_lr: float) -> Optimizer:

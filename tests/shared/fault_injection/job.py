@@ -11,9 +11,8 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import IO
 
 from folder_contents import files_of
 from forked_processes import ROOT, ForkedProcess, fresh_process
@@ -58,22 +57,12 @@ class Limit:
 
 
 class Attempt:
-    """The processes of one start, until they end. What each writes goes to one of `files`.
+    """The processes of one start, until they end. What each writes goes to one of `files`."""
 
-    `readers`, if there are any, are processes that bring it there.
-    """
-
-    def __init__(
-        self,
-        job: "Job",
-        processes: list[Process],
-        files: list[Path],
-        readers: list[subprocess.Popen[bytes]],
-    ):
+    def __init__(self, job: "Job", processes: list[Process], files: list[Path]):
         self.job = job
         self.processes = processes
         self.files = files
-        self.readers = readers
         self._began = time.monotonic()
 
     @property
@@ -140,12 +129,6 @@ class Attempt:
             limits = size, resource.RLIM_INFINITY
             resource.prlimit(self.processes[process].pid, resource.RLIMIT_FSIZE, limits)
 
-    def close_readers(self) -> None:
-        """Ends the readers: from now on nobody takes what the processes write."""
-        for reader in self.readers:
-            reader.kill()
-            reader.wait()
-
     def kill(self) -> None:
         """Ends all with SIGKILL."""
         for process in self.processes:
@@ -161,14 +144,7 @@ class Attempt:
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A run in `scratch/name`.
-
-    Args:
-      scratch: where what it reads is, and what its processes print; `Kind.prepare` made it.
-      overrides: of the config, as `steps=30`.
-      processes: how many share the devices.
-      kind: what it trains.
-    """
+    """A run in `scratch/name`; `Kind.prepare` made `scratch`, where its processes print too."""
 
     scratch: Path
     name: str
@@ -184,68 +160,37 @@ class Job:
     def checkpoints(self) -> Path:
         return self.workdir / "checkpoints"
 
-    def start(
-        self,
-        *,
-        beside_another: bool = False,
-        roots: Mapping[int, Path] | None = None,
-        readers: bool = False,
-        fresh: bool = False,
-    ) -> Attempt:
-        """Starts the run, or goes on with it.
-
-        Args:
-          beside_another: another attempt may still run.
-          roots: where single processes take their code from, by their numbers.
-          readers: what the processes write goes through pipes, as with `| cat`.
-          fresh: the processes import all themselves, as `fresh_process` does.
-        """
+    def start(self, *, beside_another: bool = False, fresh: bool = False) -> Attempt:
+        """Starts the run, or goes on with it; `fresh`: as `fresh_process` does."""
         if not beside_another:
             self._restore_programs()
-        number = sum(1 for _ in self.scratch.glob(f"{self.name}.*.output.0"))
-        files = [
-            self.scratch / f"{self.name}.{number}.output.{process}"
-            for process in range(self.processes)
-        ]
         address = _free_address() if self.processes > 1 else None
-        started: list[Process] = []
-        reading = []
-        for process, path in enumerate(files):
-            root = (roots or {}).get(process, ROOT)
-            is_fresh = fresh or readers or root != ROOT  # a forked one's stdout is no pipe
-            begin = fresh_process if is_fresh else ForkedProcess
-            with path.open("wb") as file:
-                output: IO[bytes] = file
-                if readers:
-                    reading.append(subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=file))
-                    assert reading[-1].stdin
-                    output = reading[-1].stdin
-                with output:
-                    started.append(
-                        begin(
-                            *("-m", "runner", *self._arguments(address, process)),
-                            stdout=output,
-                            stderr=output,
-                            cwd=self.scratch,
-                            environment=self._environment(root),
-                        )
-                    )
-        return Attempt(self, started, files, reading)
+        commands = [("runner", *self._arguments(address, n)) for n in range(self.processes)]
+        return self._begun("output", commands, fresh_process if fresh else ForkedProcess)
 
-    def command(self, module: str, *arguments: str) -> Attempt:
-        """Starts another command, which may be about this run: `python -m MODULE ARGUMENTS`."""
-        modules = os.pathsep.join([str(ROOT), str(Path(experiment.__file__).parent)])
-        number = sum(1 for _ in self.scratch.glob(f"{self.name}.{module}.*"))
-        path = self.scratch / f"{self.name}.{module}.{number}"
-        with path.open("wb") as output:
-            process = ForkedProcess(
-                *("-m", module, *arguments),
-                stdout=output,
-                stderr=output,
-                cwd=self.scratch,
-                environment=self._environment(ROOT) | {"PYTHONPATH": modules},
-            )
-        return Attempt(self, [process], [path], [])
+    def prune(self, keep: int) -> Attempt:
+        """Starts `runner.checkpoint prune`."""
+        command = ("runner.checkpoint", "prune", str(self.workdir), f"--keep={keep}")
+        return self._begun("prune", [command], ForkedProcess)
+
+    def _begun(
+        self, what: str, commands: list[tuple[str, ...]], begin: Callable[..., Process]
+    ) -> Attempt:
+        number = sum(1 for _ in self.scratch.glob(f"{self.name}.*.{what}.0"))
+        files = [self.scratch / f"{self.name}.{number}.{what}.{n}" for n in range(len(commands))]
+        started = []
+        for path, command in zip(files, commands, strict=True):
+            with path.open("wb") as output:
+                started.append(
+                    begin(
+                        *("-m", *command),
+                        stdout=output,
+                        stderr=output,
+                        cwd=self.scratch,
+                        environment=self._environment(),
+                    )
+                )
+        return Attempt(self, started, files)
 
     def keep_programs(self) -> None:
         """What was compiled up to now is not compiled again by later attempts of any such job.
@@ -319,9 +264,9 @@ class Job:
             *(several if address else []),
         ]
 
-    def _environment(self, root: Path) -> dict[str, str]:
+    def _environment(self) -> dict[str, str]:
         return {
-            "PYTHONPATH": str(root),
+            "PYTHONPATH": str(ROOT),
             "PYTHONUNBUFFERED": "1",
             "JAX_PLATFORMS": "cpu",
             "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES // self.processes} "

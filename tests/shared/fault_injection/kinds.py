@@ -1,9 +1,55 @@
-"""The kinds of runs that the campaign strikes, each with what it reads."""
+"""The kinds of runs that the campaign strikes, and what each reads, small and made up."""
 
 import dataclasses
+import functools
 from pathlib import Path
 
-from fault_injection.inputs import write_base, write_teacher, write_tokens
+import fiddle as fdl
+import jax
+import numpy as np
+
+from fault_injection.experiment import BASE, TOKENS, VOCAB, config, pretraining
+from lmlib.checkpoint import Checkpoints
+from lmlib.data.stored.shard_writer import ShardWriter
+from lmlib.models.weights import creator
+from lmlib.parallel.mesh import make_mesh
+
+SHARDS, CHUNK = 2, 64  # the shards of a split, a chunk's tokens
+# Documents of a shard, and tokens that one has on average.
+TEXTS = {"short": (100, 9), "long": (10, 90), "validation": (30, 40)}
+
+
+def write_tokens(folder: Path) -> None:
+    """Makes the data set below `folder`: random documents, in each split of another length."""
+    for split, (documents, length) in TEXTS.items():
+        for shard in range(SHARDS):
+            random = np.random.default_rng([shard, *split.encode()])
+            writer = ShardWriter(
+                folder / TOKENS,
+                split,
+                shard=shard,
+                shards=SHARDS,
+                vocab_size=VOCAB,
+                file_length=4 * CHUNK,
+                chunk_length=CHUNK,
+            )
+            for _ in range(documents):
+                tokens = random.integers(VOCAB, size=random.integers(1, 2 * length))
+                writer.append(tokens, text_bytes=1)
+            writer.finish()
+
+
+def write_base(folder: Path) -> None:
+    """A checkpoint of new weights, as a run leaves it."""
+    jax.config.update("jax_platforms", "cpu")
+    cfg = config()
+    pretraining(cfg)
+    make, mesh = functools.partial(fdl.build(cfg.model), key=jax.random.key(1)), make_mesh()
+    with jax.set_mesh(mesh), Checkpoints(folder / BASE / "checkpoints") as checkpoints:
+        batches = {"tokenizer": None, "bytes_per_target": None, "steps_made": 1}
+        notes = {"batches": batches, "initialised_from": None}
+        checkpoints.save(1, {"model": creator(make, mesh)()}, notes)
+        checkpoints.wait()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -13,31 +59,20 @@ class Kind:
     Args:
       name: for the table.
       fiddler: of experiment.py; `None`: its config as it is.
-      splits: of the data set, all that it reads.
-      base, teacher: whether it reads the base, or what a teacher said.
+      base: whether it reads the base.
     """
 
     name: str
     fiddler: str | None
-    splits: tuple[str, ...] = ("short", "long", "validation")
     base: bool = False
-    teacher: bool = False
 
     def prepare(self, scratch: Path) -> None:
         """Makes the folder `scratch` with all that such a run reads."""
         scratch.mkdir(parents=True, exist_ok=True)
-        write_tokens(scratch, self.splits)
+        write_tokens(scratch)
         if self.base:
             write_base(scratch)
-        if self.teacher:
-            write_teacher(scratch)
 
 
 EVERYTHING = Kind("everything at once", None)
-KINDS = (
-    Kind("pretraining", "pretraining"),
-    Kind("LoRA on int8", "lora_on_int8", base=True),
-    Kind("DPO", "dpo", ("pairs",), base=True),
-    Kind("distillation", "distillation", base=True),
-    Kind("stored teacher", "stored_teacher", ("long",), teacher=True),
-)
+KINDS = (EVERYTHING, Kind("pretraining", "pretraining"), Kind("LoRA on int8", "lora_on_int8", True))

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from random import Random
 
 from fault_injection.comparison import difference, difference_at_end
-from fault_injection.faults.campaign import draw
-from fault_injection.faults.fault import Fault, Struck
+from fault_injection.faults import Fault, Struck, draw
 from fault_injection.job import Attempt, HangError, Job
 
 

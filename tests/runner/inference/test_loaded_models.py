@@ -1,0 +1,252 @@
+"""Models of runs and of Hugging Face's folders, loaded with their texts' codec."""
+
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from byte_texts import BOS, EOS, write_ids
+from compiled_programs import XLA_FLAGS
+from run_on_bytes import write_run_on_bytes
+from small_folder import assert_same_weights
+from small_tokenizer import BEGIN, END, TEXTS, write_tokenizer_folder
+
+from lmlib import Compute, hf
+from lmlib.data.chats.chat import ChatTemplate
+from lmlib.data.stored.metadata import TokenizerIdentity
+from lmlib.data.text import codec_of_file
+from lmlib.generate import GREEDY, Generator, New
+from lmlib.parallel.mesh import make_mesh
+from runner import convert
+from runner.config import configs
+from runner.errors import ConfigError
+from runner.inference.answer import Answer
+from runner.inference.hugging_face_tokenizer import hugging_face_tokenizer
+from runner.inference.loaded import Loaded
+from runner.inference.loading import load
+from runner.weights.texts import tokenizer_of
+
+ROOT = Path(__file__).parents[3]
+LLAMA = ROOT / "tests" / "hf" / "golden" / "llama"
+FLOAT32 = Compute(dtype="float32")
+TOKENIZER = {
+    "version": "1.0", "truncation": None, "padding": None, "added_tokens": [],
+    "normalizer": None, "pre_tokenizer": {"type": "Whitespace"}, "decoder": None,
+    "post_processor": {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}},
+                   {"Sequence": {"id": "A", "type_id": 0}},
+                   {"SpecialToken": {"id": "</s>", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {name: {"id": name, "ids": [id], "tokens": [name]}
+                           for name, id in (("<s>", 5), ("</s>", 2))},
+    },
+    "model": {"type": "WordLevel", "unk_token": "a",
+              "vocab": {"a": 0, "b": 1, "</s>": 2, "<s>": 5}},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Of Hugging Face's, with a tokenizer that frames its texts."""
+    folder = tmp_path_factory.mktemp("folder")
+    shutil.copytree(LLAMA, folder, dirs_exist_ok=True)
+    (folder / "tokenizer.json").write_text(json.dumps(TOKENIZER))
+    (folder / "generation_config.json").write_text('{"eos_token_id": [2, 3]}')
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.several_devices
+def test_a_folder_and_what_was_imported_of_it_are_the_same(folder, tmp_path):
+    convert.bring_in(str(folder), tmp_path / "run")
+    mesh = make_mesh(fsdp=2)
+    for reference in (str(folder), str(tmp_path / "run")):
+        found = load(reference, mesh=mesh)
+        assert_same_weights(found.model, hf.load(folder))
+        assert found.codec.encode("b a b") == [5, 1, 0, 1]
+        assert found.end_ids == (2, 3)
+        assert found.longest == 512
+        assert found.tokenizer.sha256 is not None
+        assert (found.tokenizer_folder / "tokenizer.json").is_file()
+    assert (found.step, found.name) == (0, f"{tmp_path / 'run'}@0")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run on bytes, at step 3, and its model; its data is in `data`."""
+    return write_run_on_bytes(tmp_path_factory.mktemp("bytes"))
+
+
+@pytest.mark.landing
+def test_a_run_whose_mesh_is_not_there(run):
+    workdir, model = run
+    found = load(f"{workdir}@3")
+    assert found.mesh.size == len(jax.devices())  # all, though the run's were 64
+    assert_same_weights(found.model, model)
+    assert found.codec.encode("hi") == [BOS, *b"hi"]
+    assert (found.end_ids, found.longest, found.step) == ((EOS,), 24, 3)
+    assert found.document_end == EOS
+
+
+@pytest.mark.slow
+def test_what_a_run_makes_of_a_text_on_several_devices(run):
+    found = load(Path(run[0]))
+    text = "hé!"
+    ids = found.ids(text)
+    rows = jnp.array([ids] * found.mesh.size)
+    whole = np.asarray(jax.jit(lambda model: model(rows))(found.model))
+    np.testing.assert_allclose(found.logits(text), whole[0], rtol=0.1, atol=0.1)  # in bfloat16
+    np.testing.assert_array_equal(found.logits(text), found.logits(ids))
+    log_p = jax.nn.log_softmax(found.logits(text))
+    losses = found.token_losses(text)
+    assert "".join(token.text for token in losses) == text  # after BOS
+    assert [token.id for token in losses] == ids[1:]
+    nats = [-log_p[i, id] for i, id in enumerate(ids[1:])]
+    np.testing.assert_allclose([token.nats for token in losses], nats, rtol=1e-5)
+    assert found.activations(text).shape == (2, len(ids), 16)
+    assert found.attention(text).shape == (1, 4, len(ids), len(ids))
+    assert found.generate(text, max_tokens=4) == found.generate(ids, max_tokens=4)
+    one, other = (
+        Generator(found.model, mesh, FLOAT32, rows=8, length=64)([ids], 4, GREEDY)
+        for mesh in (None, found.mesh)
+    )
+    assert one == other
+
+
+ON_ONE_DEVICE = """
+import sys
+import jax
+import jax.numpy as jnp
+from lmlib.generate import Generator
+from runner import load
+
+run = load(sys.argv[1])
+ids = run.ids("hi")
+tokens_BS = jnp.array([ids])
+assert jnp.allclose(run.model(tokens_BS)[0], run.logits("hi"), rtol=0.1, atol=0.1)
+slope = jax.jit(jax.grad(lambda model: jnp.sum(model(tokens_BS)[0, -1])))(run.model)
+assert jnp.any(slope.embedding != 0)
+Generator(run.model, rows=1, length=8)([ids], 2)
+"""
+
+
+@pytest.mark.slow
+def test_on_one_device_nothing_needs_a_mesh(run):
+    """Not even code of the user's own, such as a gradient."""
+    env = {**os.environ, "XLA_FLAGS": XLA_FLAGS}
+    command = [sys.executable, "-c", ON_ONE_DEVICE, str(run[0])]
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_text_needs_a_tokenizer():
+    found = load(str(LLAMA))
+    with pytest.raises(ConfigError, match="knows no tokenizer: give token ids"):
+        found.logits("hi")
+    assert found.logits([1, 2]).shape == (2, 62)
+
+
+def test_a_run_whose_data_is_gone(run):
+    workdir, _ = run
+    data = workdir.parent / "data"
+    data.rename(workdir.parent / "gone")
+    try:
+        found = load(str(workdir), mesh=make_mesh())
+    finally:
+        (workdir.parent / "gone").rename(data)
+    assert found.codec.encode("hi") == [*b"hi"]
+    assert found.tokenizer.name == "bytes"
+    assert found.end_ids == ()
+
+
+def test_a_run_whose_data_was_made_again_by_another_tokenizer(run, tmp_path):
+    workdir = shutil.copytree(run[0], tmp_path / "run")
+    cfg = configs.load(str(workdir))
+    cfg.data.path = cfg.validation.path = str(tmp_path / "data")
+    configs.save(cfg, workdir)
+    other = TokenizerIdentity("other", None)
+    write_ids(tmp_path / "data", [[1, 2, 3]], vocab_size=258, tokenizer=other)
+    for read in (load, lambda name: convert.bring_out(name, tmp_path / "out")):
+        with pytest.raises(ConfigError, match="the tokenizer 'bytes', and its data is of 'other'"):
+            read(str(workdir))
+    write_tokenizer_folder(tmp_path, begins=True)
+    assert load(str(workdir), tokenizer=str(tmp_path), mesh=make_mesh()).codec is not None
+
+
+transformers = pytest.importorskip("transformers", reason="needs lmlib[eval]")
+
+
+@pytest.fixture(scope="module")
+def on_bytes(tmp_path_factory) -> Loaded:
+    workdir, _ = write_run_on_bytes(tmp_path_factory.mktemp("bytes"))
+    return load(str(workdir), mesh=make_mesh())
+
+
+@pytest.mark.slow
+def test_bytes_are_ids(on_bytes):
+    tokenizer = hugging_face_tokenizer(on_bytes)
+    every = bytes(range(256))
+    for text in [*TEXTS, "", "\x00 \n\t", "<0>"]:
+        assert tokenizer.encode(text) == on_bytes.codec.encode(text)
+        assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=True) == text
+    assert tokenizer.decode(list(every)) == every.decode(errors="replace")
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (256, 257)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("begins", [True, False])
+def test_a_tokenizer_of_data_begins_texts_as_the_data(on_bytes, tmp_path, begins):
+    write_tokenizer_folder(tmp_path, begins=not begins)  # what the file itself does is not asked
+    file = tmp_path / "tokenizer.json"
+    loaded = dataclasses.replace(
+        on_bytes,
+        codec=codec_of_file(file, 0 if begins else None),
+        tokenizer_file=file,
+        document_end=0,
+    )
+    tokenizer = hugging_face_tokenizer(loaded)
+    for text in TEXTS:
+        assert tokenizer.encode(text) == loaded.codec.encode(text)
+    assert tokenizer.eos_token == END and tokenizer.bos_token == (END if begins else None)
+    assert BEGIN not in tokenizer.decode(tokenizer.encode("a"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stop", [END, f"s{END}", f"{BEGIN}{END}", "the "])
+def test_stop_strings_end_an_answer_where_they_do_in_transformers(tmp_path, stop):
+    torch = pytest.importorskip("torch", reason="needs lmlib[parity]")
+    write_tokenizer_folder(tmp_path, begins=True)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    codec = codec_of_file(tmp_path / "tokenizer.json", None)
+    ids = codec.encode_marked("".join(f"{text}the s{END}{BEGIN}{END}" for text in TEXTS))
+    criterion = transformers.StopStringCriteria(theirs, [stop])
+    ends = (bool(criterion(torch.tensor([ids[:n]]), None)) for n in range(1, len(ids) + 1))
+    answer = Answer(codec, [], len(ids), (), (stop,))
+    answer.push(New(ids, [0.0] * len(ids)))
+    assert len(answer.tokens) == 1 + list(ends).index(True)
+
+
+@pytest.mark.slow
+def test_chats_are_written_by_the_template_of_the_model(on_bytes, tmp_path):
+    write_tokenizer_folder(tmp_path, begins=True)
+    template = ChatTemplate(
+        {"default": "{{ bos_token }}{{ messages[0].content }}"}, {"bos_token": BEGIN}
+    )
+    file, chat = tmp_path / "tokenizer.json", [{"role": "user", "content": "a"}]
+    of_data = dataclasses.replace(
+        on_bytes, codec=codec_of_file(file, None), tokenizer_file=file, chat_template=template
+    )
+    of_folder = dataclasses.replace(
+        of_data, tokenizer_folder=tmp_path, tokenizer=tokenizer_of(tmp_path, "it")
+    )
+    for loaded in (of_data, of_folder):
+        tokenizer = hugging_face_tokenizer(loaded)
+        assert tokenizer.apply_chat_template(chat, tokenize=False) == f"{BEGIN}a"

@@ -1,0 +1,278 @@
+"""The settings of JAX and XLA that a run has: flags, numbers, kept programs and memory."""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from tempfile import TemporaryFile
+
+import fiddle as fdl
+import jax
+import numpy as np
+import pytest
+from forked_processes import fresh_process
+from small_experiment import small
+from small_runs import SmallRun
+
+from runner.config.configs import load
+from runner.jax_settings.allocator import keep_freed_memory
+from runner.jax_settings.determinism import check_determinism
+from runner.jax_settings.numbers import changes, settings_of_numbers
+from runner.jax_settings.xla_flags import (
+    DETERMINISTIC,
+    GRAPHS,
+    IN_ORDER_ON_CPU,
+    OVERLAP_ON_GPU,
+    WITHOUT_GRAPHS,
+    flags_of_the_run,
+    keep_cpus_in_order,
+    launch_kernels_one_by_one,
+    make_deterministic,
+    set_gpu_flags,
+)
+from runner.processes.endings import STOPPED
+
+
+@pytest.mark.parametrize(
+    ("change", "given", "added"),
+    [
+        (make_deterministic, "--xla_a=1", {DETERMINISTIC}),
+        (make_deterministic, "--xla_gpu_deterministic_ops=false", set()),
+        (launch_kernels_one_by_one, "--xla_a=1", {WITHOUT_GRAPHS}),
+        (launch_kernels_one_by_one, "--xla_gpu_enable_command_buffer=FUSION", set()),
+        (set_gpu_flags, "--xla_a=1", {*OVERLAP_ON_GPU, GRAPHS}),
+        (set_gpu_flags, WITHOUT_GRAPHS, {*OVERLAP_ON_GPU}),
+    ],
+)
+def test_flags_are_added_and_override_nothing(change, given, added):
+    environment = {"XLA_FLAGS": given, "LIBTPU_INIT_ARGS": "--xla_tpu_mine=1"}
+    for _ in range(2):
+        change(environment)
+        first, *others = environment["XLA_FLAGS"].split()
+        assert first == given and sorted(others) == sorted(added)
+    assert environment["LIBTPU_INIT_ARGS"] == "--xla_tpu_mine=1"
+
+
+@pytest.mark.parametrize(
+    ("environment", "several_processes", "added"),
+    [
+        ({}, False, False),
+        ({}, True, True),
+        ({"XLA_FLAGS": "--xla_force_host_platform_device_count=1"}, False, False),
+        ({"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}, False, True),
+        ({"JAX_NUM_CPU_DEVICES": "2"}, False, True),
+        ({"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=true"}, True, False),
+    ],
+)
+def test_cpu_devices_are_kept_in_order_where_they_are_several(
+    environment, several_processes, added
+):
+    before = environment.get("XLA_FLAGS", "").split()
+    after = dict(environment)
+    keep_cpus_in_order(several_processes, after)
+    assert after.get("XLA_FLAGS", "").split() == [*before, *[IN_ORDER_ON_CPU][: int(added)]]
+
+
+@pytest.mark.landing
+@pytest.mark.parametrize(
+    ("flags", "are_known"),
+    [
+        ((DETERMINISTIC, IN_ORDER_ON_CPU, *OVERLAP_ON_GPU), True),
+        (("--xla_gpu_no_such_flag=true",), False),
+    ],
+)
+def test_xla_knows_them(flags, are_known):
+    """It ends the process at a flag that it does not know."""
+    ended = subprocess.run(
+        [sys.executable, "-c", "import jax; jax.devices()"],
+        env={**os.environ, "XLA_FLAGS": " ".join(flags)},
+        capture_output=True,
+        text=True,
+    )
+    assert (ended.returncode == 0) == are_known, ended.stderr
+
+
+def test_flags_that_must_be_the_same_for_all_processes():
+    """Not where one of them writes what it compiles, or how many devices it simulates."""
+    own = [
+        "--xla_dump_to=/tmp/of_process_3",
+        "--xla_gpu_dump_autotune_results_to=/tmp/of_process_3",
+        "--xla_gpu_load_autotune_results_from=/tmp/of_process_3",
+        "--xla_gpu_force_compilation_parallelism=4",
+        "--xla_force_host_platform_device_count=2",
+    ]
+    flags = ["--xla_b=1", "--xla_cpu_enable_fast_math", *own, "--xla_a=x", "--xla_b=2"]
+    environment = {"XLA_FLAGS": " ".join(flags), "LIBTPU_INIT_ARGS": "--port=1 --xla_tpu_a=1"}
+    assert flags_of_the_run(environment) == {
+        "XLA_FLAGS": {"--xla_a": "x", "--xla_b": "2", "--xla_cpu_enable_fast_math": "true"},
+        "LIBTPU_INIT_ARGS": {"--xla_tpu_a": "1"},
+    }
+    assert not any(flags_of_the_run({}).values())
+
+
+@pytest.mark.parametrize("source", ["data", "validation"])
+@pytest.mark.parametrize(
+    ("attention", "whole_rows", "flags", "platform", "refused"),
+    [
+        ("cudnn", False, DETERMINISTIC, "gpu", True),
+        ("auto", True, DETERMINISTIC, "gpu", True),
+        ("auto", True, "--xla_gpu_exclude_nondeterministic_ops", "gpu", True),
+        ("auto", False, DETERMINISTIC, "gpu", False),
+        ("triton", True, DETERMINISTIC, "gpu", False),
+        ("auto", True, "--xla_gpu_deterministic_ops=false", "gpu", False),
+        ("auto", True, DETERMINISTIC, "cpu", False),
+    ],
+)
+def test_attention_that_cannot_give_the_same_bits_is_refused(
+    source, attention, whole_rows, flags, platform, refused
+):
+    cfg = load("experiments/llama_84m", ["tiny"])
+    cfg.compute.attention = attention
+    experiment = fdl.build(cfg)
+    getattr(experiment, source).whole_rows = whole_rows
+    given = {"XLA_FLAGS": flags}, platform
+    if not refused:
+        check_determinism(experiment, *given)
+        return
+    with pytest.raises(ValueError, match=r"add --fdl\.compute\.attention=triton"):
+        check_determinism(experiment, *given)
+
+
+@pytest.mark.landing
+@pytest.mark.parametrize(
+    "setting", [jax.default_prng_impl("rbg"), jax.threefry_partitionable(False)]
+)
+def test_a_setting_that_is_told_has_changed_the_first_weights(setting):
+    def table():
+        state = fdl.build(small()).initial_state()
+        return np.asarray(state.model.table_VE)
+
+    before, settings = table(), settings_of_numbers()
+    np.testing.assert_array_equal(table(), before)
+    assert changes(settings, settings_of_numbers()) == ""
+    with setting:
+        assert not np.array_equal(table(), before)
+        assert " was " in changes(settings, settings_of_numbers())
+
+
+def test_the_variable_of_cublas_is_among_them(monkeypatch):
+    monkeypatch.delenv("NVIDIA_TF32_OVERRIDE", raising=False)
+    before = settings_of_numbers()
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
+    assert changes(before, settings_of_numbers()) == "NVIDIA_TF32_OVERRIDE was unset and is 0"
+
+
+PROGRAM = """
+import jax
+from runner.jax_settings.compilation_cache import keep_compiled_programs
+folder = keep_compiled_programs()
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.jit(lambda x: x @ x)(jax.numpy.ones((4, 4)))
+print(folder)
+"""
+
+
+def ended(**changed):
+    unset = {name for name in os.environ if name.startswith(("JAX_", "XDG_CACHE"))}
+    kept = {name: value for name, value in os.environ.items() if name not in unset}
+    return subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        env=kept | {"JAX_PLATFORMS": "cpu"} | changed,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+
+def run(**changed):
+    return ended(**changed).stdout.strip()
+
+
+@pytest.mark.landing
+@pytest.mark.parametrize(
+    ("variable", "below"),
+    [("XDG_CACHE_HOME", "lmlib/compiled"), ("HOME", ".cache/lmlib/compiled")],
+)
+def test_programs_are_kept_in_the_users_cache_folder(tmp_path, variable, below):
+    assert run(**{variable: str(tmp_path)}) == str(tmp_path / below)
+    assert list((tmp_path / below).iterdir())
+
+
+def test_the_users_own_folder_is_taken(tmp_path):
+    home, own = tmp_path / "home", tmp_path / "own"
+    assert run(HOME=str(home), JAX_COMPILATION_CACHE_DIR=str(own)) == str(own)
+    assert list(own.iterdir())
+    assert not home.exists()
+
+
+@pytest.mark.slow
+def test_a_folder_that_cannot_be_written_is_told_and_done_without():
+    made = ended(XDG_CACHE_HOME="/proc/nowhere")
+    assert made.stdout.strip() == "None"
+    (told,) = [line for line in made.stderr.splitlines() if "compiled programs" in line]
+    assert "/proc/nowhere/lmlib/compiled cannot be written" in told
+    assert "/proc/nowhere" not in made.stderr.replace(told, "")
+
+
+@pytest.mark.slow
+def test_simulated_devices_do_not_wait_for_each_other_in_a_kept_program(tmp_path):
+    """JAX 0.10 and 0.11 forget the order of the collectives in it. With this scheduler, and without
+    a flag that the command line adds, a run like the second was aborted after 27 to 119 steps."""
+    settings = ("mesh.fsdp=4", "mesh.tensor=2", "steps=150", "checkpoints.every=150")
+    experiment = ("--fdl_config=experiments/llama_84m", "--fiddler=tiny", "--fdl.validation=None")
+    environment = {
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8 "
+        "--xla_cpu_enable_concurrency_optimized_scheduler=false --xla_backend_optimization_level=1",
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "kept"),
+    }
+
+    def begun(name):
+        return SmallRun(tmp_path / name, *settings, experiment=experiment, environment=environment)
+
+    compiling = begun("compiling")
+    compiling.wait_for("step 1/150")
+    compiling.process.send_signal(signal.SIGTERM)
+    assert compiling.exit_code() == STOPPED, compiling.output()
+    with_kept_program = begun("with_kept_program")
+    assert with_kept_program.exit_code() == 0, with_kept_program.output()
+
+
+# The page faults of a thread that takes less than another has freed.
+FREED = """
+import concurrent.futures, ctypes, resource
+from runner.jax_settings.allocator import keep_freed_memory
+
+keep_freed_memory({})
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+libc.free.argtypes = [ctypes.c_void_p]
+libc.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
+
+def page_faults(size):
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    address = libc.malloc(size)
+    libc.memset(address, 1, size)
+    libc.free(address)
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
+
+with concurrent.futures.ThreadPoolExecutor(1) as thread:
+    print(*thread.map(page_faults, [320 << 20, 160 << 20]))
+"""
+
+
+@pytest.mark.landing
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="of glibc alone")
+def test_freed_memory_is_used_again():
+    with TemporaryFile("w+") as out:
+        assert fresh_process("-c", FREED, stdout=out, stderr=out).wait(60) == 0
+        out.seek(0)
+        first, second = map(int, out.read().split())
+    assert second < first / 50
+
+
+@pytest.mark.parametrize(
+    "environment", [{"MALLOC_ARENA_MAX": "4"}, {"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=1"}]
+)
+def test_settings_of_the_user_stay(environment):
+    assert not keep_freed_memory(environment)
