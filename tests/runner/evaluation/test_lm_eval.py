@@ -21,7 +21,7 @@ from lmlib.models.families.llama import llama
 from lmlib.parallel.mesh import make_mesh
 from runner.errors import ConfigError
 from runner.evaluation.tasks import Tasks, evaluate_tasks
-from runner.inference.loading import load
+from runner.inference.loaded import load
 
 lm_eval = pytest.importorskip("lm_eval", reason="needs lmlib[eval]")
 pytest.importorskip("torch", reason="needs lmlib[parity]")
@@ -186,7 +186,7 @@ jax.distributed.initialize(f"localhost:{port}", 2, int(index))
 from lmlib.parallel.mesh import make_mesh
 from runner.errors import ConfigError
 from runner.evaluation.tasks import Tasks, evaluate_tasks
-from runner.inference.loading import load
+from runner.inference.loaded import load
 
 loaded = load(folder, mesh=make_mesh(fsdp=2, tensor=2))
 found = evaluate_tasks(loaded, Tasks(tuple(names.split(",")), tasks), bootstrap_iters=0)

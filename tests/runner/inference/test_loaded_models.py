@@ -29,8 +29,7 @@ from runner.config import configs
 from runner.errors import ConfigError
 from runner.inference.answer import Answer
 from runner.inference.hugging_face_tokenizer import hugging_face_tokenizer
-from runner.inference.loaded import Loaded
-from runner.inference.loading import load
+from runner.inference.loaded import Loaded, load
 from runner.weights.texts import tokenizer_of
 
 ROOT = Path(__file__).parents[3]

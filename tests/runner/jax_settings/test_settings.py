@@ -16,8 +16,8 @@ from small_experiment import small
 from small_runs import SmallRun
 
 from runner.config.configs import load
-from runner.jax_settings.allocator import keep_freed_memory
 from runner.jax_settings.determinism import check_determinism
+from runner.jax_settings.devices import keep_freed_memory
 from runner.jax_settings.numbers import changes, settings_of_numbers
 from runner.jax_settings.xla_flags import (
     DETERMINISTIC,
@@ -241,7 +241,7 @@ def test_simulated_devices_do_not_wait_for_each_other_in_a_kept_program(tmp_path
 # The page faults of a thread that takes less than another has freed.
 FREED = """
 import concurrent.futures, ctypes, resource
-from runner.jax_settings.allocator import keep_freed_memory
+from runner.jax_settings.devices import keep_freed_memory
 
 keep_freed_memory({})
 libc = ctypes.CDLL(None)

@@ -22,7 +22,7 @@ from lmlib.parallel.mesh import make_mesh
 from runner import Options, convert, fit
 from runner.config import configs
 from runner.errors import ConfigError
-from runner.inference.loading import load
+from runner.inference.loaded import load
 from runner.weights.models import read_weights
 from runner.weights.target import LoadOptions, LoadTarget
 

@@ -20,7 +20,7 @@ from lmlib.parallel.mesh import make_mesh
 from runner import Options, convert, fit
 from runner.config import configs
 from runner.errors import ConfigError
-from runner.inference.loading import load
+from runner.inference.loaded import load
 
 GOLDEN = Path(__file__).parents[2] / "hf" / "golden"
 SMALL = ("validation=None", "mesh.fsdp=1", "steps=4", "checkpoints.every=2")
