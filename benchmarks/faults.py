@@ -1,6 +1,6 @@
 """Survival of hundreds of random faults on real runs: signals, damage, full disks and more.
 
-    python benchmarks/faults.py [--faults=200] [--seed=0] [--at_once=2] [--scratch=DIR]
+    python benchmarks/faults.py [--faults=200] [--seed=0] [--max_parallel=2] [--scratch=DIR]
 
 Small runs of several kinds (pretraining, adapters on a frozen base in 8 bits …) are trained once
 undisturbed, and then repeatedly under faults. Such a run is started, disturbed at a random moment
@@ -42,7 +42,9 @@ from lmlib.terminal.table import columns
 
 _FAULTS = flags.DEFINE_integer("faults", 200, "How many.", lower_bound=1)
 _SEED = flags.DEFINE_integer("seed", 0, "Of the faults and their moments.")
-_AT_ONCE = flags.DEFINE_integer("at_once", os.cpu_count(), "Runs at a time.", lower_bound=1)
+_MAX_PARALLEL = flags.DEFINE_integer(
+    "max_parallel", os.cpu_count(), "Runs at a time.", lower_bound=1
+)
 _SCRATCH = flags.DEFINE_string(
     "scratch", None, "New folder for the runs, kept; default: a temporary one."
 )
@@ -77,7 +79,7 @@ class Campaign:
     count: int
     seed: int
     threads: ThreadPoolExecutor
-    at_once: int
+    max_parallel: int
 
     def __post_init__(self) -> None:
         self._shown = itertools.count(1)
@@ -96,7 +98,7 @@ class Campaign:
         running: dict[Future[list[Record]], int] = {}
         numbers = itertools.count()
         while len(records) < share:
-            while len(running) < self.at_once and (
+            while len(running) < self.max_parallel and (
                 limit := min(most, share - len(records) - sum(running.values()))
             ):
                 number = next(numbers)
@@ -163,7 +165,7 @@ def table(records: list[Record]) -> str:
 def main(_: list[str]) -> None:
     began = time.monotonic()
     scratch = Path(_SCRATCH.value or tempfile.mkdtemp(prefix="faults_")).absolute()
-    at_once = _AT_ONCE.value
+    at_once = _MAX_PARALLEL.value
     with ThreadPoolExecutor(at_once) as threads:
         records = Campaign(scratch, _FAULTS.value, _SEED.value, threads, at_once).records()
     survived = sum(not record.problems for record in records)

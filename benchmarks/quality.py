@@ -43,7 +43,7 @@ from lmlib.evaluate.validation import Evaluator, bits_per_byte
 from lmlib.experiment import Experiment
 from lmlib.parallel.layout import sharding
 from lmlib.terminal.table import columns
-from runner.absent_hardware.stand_ins import built
+from runner.aot.abstract_inputs import built
 from runner.config import configs
 from runner.jax_settings.devices import keep_freed_memory
 

@@ -19,7 +19,7 @@ from lmlib.models.pipeline.schedule import Schedule
 from lmlib.plan import targets
 from lmlib.plan.planner import Report, plan
 from lmlib.plan.step_time import with_communication
-from runner.absent_hardware.stand_ins import built, without_data
+from runner.aot.abstract_inputs import built, without_data
 from runner.config import configs
 from runner.jax_settings.xla_flags import set_gpu_flags
 

@@ -6,8 +6,9 @@
 If the teacher is too large to run next to the student, or has several students, first store its
 predictions, 32 ids for each token:
 
-    python -m runner.teach --from=/tmp/quickstart --fdl_config=experiments/distil --fiddler=stored
-    python -m runner --fdl_config=experiments/distil --fiddler=stored --workdir=/tmp/stored
+    python -m runner.cache_teacher_logits --from=/tmp/quickstart --fdl_config=experiments/distil
+    --fiddler=stored python -m runner --fdl_config=experiments/distil --fiddler=stored
+    --workdir=/tmp/stored
 
 For another teacher: --fdl.teacher=RUN, or a Hugging Face folder. The data must have been made with
 its tokenizer.
@@ -52,7 +53,8 @@ def tiny(cfg: fdl.Config[Experiment]) -> None:
 
 
 def stored(cfg: fdl.Config[Experiment]) -> None:
-    """Reads predictions stored by `python -m runner.teach`, without computing the teacher."""
+    """Reads predictions stored by `python -m runner.cache_teacher_logits`, without computing the
+    teacher."""
     cfg.objective = fdl.Config(Distillation, weight=0.9)
     cfg.data.teacher, cfg.validation.teacher = "/tmp/taught/train", "/tmp/taught/validation"
 

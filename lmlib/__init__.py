@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from lmlib.losses.dpo import DPO as DPO
     from lmlib.losses.next_token import NextToken as NextToken
     from lmlib.losses.next_token import batch_loss as batch_loss
-    from lmlib.models.context import Context as Context
-    from lmlib.models.context import whole_rows as whole_rows
     from lmlib.models.decoder import Decoder as Decoder
     from lmlib.models.families.llama import llama as llama
+    from lmlib.models.forward_context import ForwardContext as ForwardContext
+    from lmlib.models.forward_context import single_document_context as single_document_context
     from lmlib.optim.adamw import adamw as adamw
     from lmlib.parallel.mesh import make_mesh as make_mesh
     from lmlib.state import Training as Training
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "DPO": "lmlib.losses.dpo",
     "Compute": "lmlib.compute",
-    "Context": "lmlib.models.context",
+    "ForwardContext": "lmlib.models.forward_context",
     "Decoder": "lmlib.models.decoder",
     "Distillation": "lmlib.losses.distillation",
     "Experiment": "lmlib.experiment",
@@ -49,7 +49,7 @@ _HOMES = {
     "make_mesh": "lmlib.parallel.mesh",
     "make_step": "lmlib.train",
     "new_state": "lmlib.state",
-    "whole_rows": "lmlib.models.context",
+    "single_document_context": "lmlib.models.forward_context",
 }
 __all__ = [*_HOMES]
 

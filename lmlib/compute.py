@@ -18,14 +18,15 @@ class Compute:
       attention: an attention kernel of `lmlib.models.attend`; "auto" selects the best one.
       quantized: precision of products in 8 bits, by kind of layer ("projections", "mlp"): "int8" or
         "float8", as in `lmlib.models.matrices.quantized`.
-      context: method of exchanging keys if the mesh axis `context` splits rows: "gather" or "ring",
-        as in `lmlib.models.attend.context_parallel`; "auto" selects "gather" if keys are small.
+      context_method: method of exchanging keys if the mesh axis `context_method` splits rows:
+        "gather" or "ring", as in `lmlib.models.attend.context_parallel`; "auto" selects "gather" if
+        keys are small.
       dispatch: method of sending tokens to the devices of their experts: "gather" or "exchange", as
         in `lmlib.models.experts.rounds.DISPATCHES`; "auto" selects the one that sends less.
       expert_room: number of rows that a device can hold to compute its experts at a time, as a
         multiple of the number for even routing; additional rows are computed in further rounds.
       saved: activations that are saved for the backward pass, by the names that layers give them
-        (`lmlib.models.part.Names`), or `EVERYTHING`; the others are recomputed.
+        (`lmlib.models.part.ActivationNames`), or `EVERYTHING`; the others are recomputed.
       offloaded: further activations, saved in the host's memory.
       pipeline_rows: rows that each device contributes to a microbatch, if the mesh axis `stage`
         splits the layers; more rows make larger products, and a larger bubble.
@@ -35,7 +36,7 @@ class Compute:
       sequence_parallel: split the residual stream between blocks along its sequence over `tensor`
         (Korthikanti et al. 2022, arXiv:2205.05198).
       loss_chunk: tokens whose logits a device holds at a time; `None`: see
-        `lmlib.losses.fused.chunks`.
+        `lmlib.losses.fused.split_into_chunks`.
       logits_dtype: dtype of the logits from which the loss is computed; softmax is in float32 or
         wider.
 
@@ -47,7 +48,7 @@ class Compute:
     dtype: str = "bfloat16"
     attention: str = "auto"
     quantized: Mapping[str, str] | None = None
-    context: str = "auto"
+    context_method: str = "auto"
     dispatch: str = "auto"
     expert_room: float = 1.25
     saved: tuple[str, ...] = ()

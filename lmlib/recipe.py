@@ -10,12 +10,12 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array
 
-from lmlib.models.matrices.adapted import has_adapters, with_bases, without_adapters
 from lmlib.models.matrices.int8 import in_int8
+from lmlib.models.matrices.lora import has_adapters, with_bases, without_adapters
 from lmlib.models.weights import creator, quick_to_compile
 from lmlib.optim.trainable import Groups, grouped
 from lmlib.parallel.axes import M, PartError, Weight, map_weights
-from lmlib.parallel.layout import stored
+from lmlib.parallel.layout import storage_spec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Recipe:
 
     def new_model(self, mesh: Mesh) -> Any:
         """`make` on `mesh`, laid out from the start, with one program for all seeds."""
-        made = self.made  # not under the mesh, whose axes would be in its types
+        made = self.abstract_model  # not under the mesh, whose axes would be in its types
         with jax.set_mesh(mesh):
             return creator(self._make_from, mesh, made)(np.uint32(self.seed % 2**32))
 
@@ -79,7 +79,7 @@ class Recipe:
             ) from None
 
     @functools.cached_property
-    def made(self) -> Any:
+    def abstract_model(self) -> Any:
         """Shapes and dtypes of the result of `make`."""
         return jax.eval_shape(functools.partial(map_weights, self.kept), self.shapes)
 
@@ -113,9 +113,11 @@ class Recipe:
         def complete(weights: Any) -> Any:
             return with_bases(self.model(key=jax.random.key(self.seed)), weights)
 
-        placed = map_weights(lambda weight, array: stored(weight, array.shape, mesh), self.made)
+        placed = map_weights(
+            lambda weight, array: storage_spec(weight, array.shape, mesh), self.abstract_model
+        )
         layout = jax.tree.map(lambda spec: NamedSharding(mesh, spec), placed)
-        options = quick_to_compile(self.made, mesh.devices.flat[0].platform)
+        options = quick_to_compile(self.abstract_model, mesh.devices.flat[0].platform)
         with jax.set_mesh(mesh):
             made = jax.sharding.auto_axes(complete, out_sharding=placed)
             return jax.jit(made, out_shardings=layout, donate_argnums=0, compiler_options=options)(

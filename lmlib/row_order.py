@@ -2,9 +2,9 @@
 
     order     device i of C has
     plain     the piece i of C
-    balanced  the pieces i and 2C - 1 - i of 2C
+    zigzag    the pieces i and 2C - 1 - i of 2C
 
-The balanced order gives each device the same amount of causal attention: an early piece sees few
+The zigzag order gives each device the same amount of causal attention: an early piece sees few
 keys and a late one many (Dubey et al. 2024, arXiv:2407.21783, §3.3.2). On one device both orders
 leave the row unchanged.
 
@@ -14,7 +14,7 @@ Shapes: C devices along `context`, M pieces of each, S sequence.
 import numpy as np
 from jaxtyping import Int
 
-ORDERS = ("plain", "balanced")
+ORDERS = ("plain", "zigzag")
 
 
 def pieces_of_devices(devices: int, order: str) -> Int[np.ndarray, "c m"]:

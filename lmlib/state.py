@@ -17,10 +17,10 @@ from lmlib.data.batch import Batch
 from lmlib.guard import Guard, GuardState
 from lmlib.losses.next_token import NextToken
 from lmlib.losses.objective import Objective
-from lmlib.models.weights import creator, fold
+from lmlib.models.weights import creator, fold_in_name
 from lmlib.optim.optimizer import Hyperparameters, Optimizer, arrays_of
 from lmlib.parallel.axes import M, map_weights
-from lmlib.parallel.layout import along, partition, pieces, shardings, stored
+from lmlib.parallel.layout import mesh_axes_for, num_shards, partition, shardings, storage_spec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,9 +73,9 @@ class State(eqx.Module):
     @property
     def whole_model(self) -> Any:
         """The model with all its weights."""
-        return self.whole(self.model)
+        return self.merge_params(self.model)
 
-    def whole(self, trained: Any) -> Any:
+    def merge_params(self, trained: Any) -> Any:
         """The model with `trained` in place of `model`."""
         parts = trained, self.buffers, self.frozen
         return eqx.combine(*(part for part in parts if part is not None))
@@ -97,7 +97,7 @@ class State(eqx.Module):
         )
 
 
-class Parts(NamedTuple):
+class ModelParts(NamedTuple):
     """A model split into three trees; each has `None` where the weight is in another."""
 
     trained: Any  # weights with a gradient
@@ -105,14 +105,16 @@ class Parts(NamedTuple):
     frozen: Any  # optional: weights that never change
 
 
-def parted(model: Any, trained: Set[str] | None) -> Parts:
+def split_by_training(model: Any, trained: Set[str] | None) -> ModelParts:
     """Splits `model`; `trained` are the paths of the weights that are not frozen; `None`: all."""
     changes = map_weights(lambda weight, _: trained is None or weight.path in trained, model)
     has_gradient = map_weights(lambda weight, _: weight.declaration.gradient, model)
     changing, frozen = eqx.partition(model, changes)
     gradient, buffers = eqx.partition(changing, has_gradient)
     has_buffers = bool(jax.tree.leaves(buffers))
-    return Parts(gradient, buffers if has_buffers else None, None if trained is None else frozen)
+    return ModelParts(
+        gradient, buffers if has_buffers else None, None if trained is None else frozen
+    )
 
 
 def new_state(make_model: Callable[[], eqx.Module], training: Training) -> State:
@@ -139,14 +141,14 @@ def initial_state(model: Any, training: Training) -> State:
 
 def fresh_state(model: Any, training: Training) -> State:
     """`initial_state` for tracing; the caller sets the layout."""
-    parts = parted(model, training.trained)
+    parts = split_by_training(model, training.trained)
     return State(
         step=jnp.zeros((), jnp.int32),
         model=parts.trained,
         optimizer=training.optimizer.transformation.init(parts.trained),
         guard=training.guard.init(),
         # Folded, since a model is commonly made from the seed's own key.
-        key=fold(jax.random.key(training.seed), "steps"),
+        key=fold_in_name(jax.random.key(training.seed), "steps"),
         buffers=parts.buffers,
         frozen=parts.frozen,
     )
@@ -155,7 +157,7 @@ def fresh_state(model: Any, training: Training) -> State:
 def abstract_model(make_model: Callable[[], eqx.Module], mesh: Mesh) -> Any:
     """The model's shapes, dtypes and stored `NamedSharding`s, without making arrays."""
     return map_weights(
-        lambda weight, array: _placed(array, stored(weight, array.shape, mesh), mesh),
+        lambda weight, array: _placed(array, storage_spec(weight, array.shape, mesh), mesh),
         jax.eval_shape(make_model),
     )
 
@@ -181,7 +183,7 @@ def abstract_batch(
 
     def blank() -> Batch:
         integers = jnp.zeros((batch_size, sequence_length), jnp.int32)
-        order = "balanced" if pieces(along("seq"), mesh) > 1 else "plain"
+        order = "zigzag" if num_shards(mesh_axes_for("seq"), mesh) > 1 else "plain"
         fields = *(integers,) * 4, integers.astype(bool)
         batch = Batch(*fields, order=order, whole_rows=whole_rows)
         if teacher_k is None:

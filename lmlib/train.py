@@ -79,7 +79,7 @@ def gradient(state: State, batch: Batch, training: Training) -> tuple[Any, _Repo
 
     def part_loss(trained: Any, index: Array | int, part: Batch) -> tuple[Array, _Reported]:
         # Gradients of frozen weights are unused, so XLA removes their products.
-        model = state.whole(trained)
+        model = state.merge_params(trained)
         key = jax.random.fold_in(step_key, index)
         sums = sums_of(objective, model, state.reference_model, part, training.compute, key)
         of_model = {**sums.model.losses, **sums.model.statistics}
@@ -89,7 +89,7 @@ def gradient(state: State, batch: Batch, training: Training) -> tuple[Any, _Repo
         metrics = {name: x.astype(jnp.float32) / positions for name, x in of_model.items()}
         metrics |= {name: each / divisor for name, each in sums.reported.items()}
         reported = _Reported(metrics, sums.model.tallies)
-        return objective.minimised(sums, divisor, positions), reported
+        return objective.mean_loss(sums, divisor, positions), reported
 
     part_gradient = jax.grad(part_loss, has_aux=True)
 

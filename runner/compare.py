@@ -51,7 +51,7 @@ if __name__ == "__main__":
     take_flags()  # the imports below take a second
 
 from lmlib.runs import find_runs
-from lmlib.storage.whole_file import write_whole
+from lmlib.storage.atomic_file import write_atomically
 from lmlib.verdicts import compare
 from lmlib.verdicts.table import comparison_text
 
@@ -72,7 +72,9 @@ def main(arguments: Sequence[str]) -> int:
             *(_IGNORE.value, _HIGHEST.value),
         )
         if _JSON.value:
-            write_whole(_JSON.value, json.dumps(found.as_json(), indent=1, allow_nan=False) + "\n")
+            write_atomically(
+                _JSON.value, json.dumps(found.as_json(), indent=1, allow_nan=False) + "\n"
+            )
     print(comparison_text(found))
     return FINISHED
 

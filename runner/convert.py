@@ -66,16 +66,16 @@ from lmlib.adapters.lora import lora
 from lmlib.data.chats.chat import put_chat_template
 from lmlib.hf.families import family_of
 from lmlib.hf.peft import holds_adapters, written_whole
-from lmlib.models.matrices.adapted import has_adapters, without_adapters
+from lmlib.models.matrices.lora import has_adapters, without_adapters
 from lmlib.optim.trainable import adapters
 from lmlib.parallel.mesh import make_mesh
-from lmlib.state import parted
+from lmlib.state import split_by_training
 from lmlib.storage.bucket.url import BucketUrl
 from lmlib.storage.local_folder import shown
 from lmlib.terminal.quantities import count_text, duration_text
 from runner.config import configs
 from runner.config.references import FolderReference, resolve
-from runner.monitoring.telling import told
+from runner.monitoring.progress_line import told
 from runner.weights.model_folder import ModelFolder, keep_origin
 from runner.weights.models import (
     SavedRun,
@@ -156,7 +156,7 @@ def bring_in(reference: str, to: Path, options: LoadOptions = PLAIN) -> str:
         keep_origin(base.folder, unfinished)
         recipe = recipe_of(cfg)
         model, name = source.fill(LoadTarget(recipe, _one_device()))
-        parts = parted(model, recipe.trained)
+        parts = split_by_training(model, recipe.trained)
         show("writing the checkpoint")
         save_weights_alone(
             parts.trained,

@@ -49,7 +49,7 @@ def did_you_mean(name: object, choices: Iterable[object]) -> str:
     return f"There are: {', '.join(names)}." if names else "There are none."
 
 
-def in_words(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """Returns the message of `error` with its notes, without the error number of an OSError.
 
     Fiddle adds all arguments of a config; only the path of the failing part is kept.
@@ -69,9 +69,9 @@ def how_ended(error: BaseException) -> "Ended":
     return "diverged" if isinstance(error, Diverged) else "interrupted" if interrupted else "failed"
 
 
-def lack(error: BaseException) -> str | None:
+def out_of_memory_text(error: BaseException) -> str | None:
     """Returns the message of an out-of-memory error of Python, NumPy or JAX, else `None`."""
-    text = in_words(error).partition("\n")[0]  # JAX may append a whole program
+    text = error_text(error).partition("\n")[0]  # JAX may append a whole program
     # JAX's error class is a RuntimeError; importing it would import JAX.
     from_jax = isinstance(error, RuntimeError) and re.search("out of memory", str(error), re.I)
     if from_jax or isinstance(error, MemoryError):
@@ -101,4 +101,4 @@ def user_errors(kinds: tuple[type[Exception], ...] = (ValueError, OSError)) -> I
     try:
         yield
     except kinds as error:
-        raise ConfigError(in_words(error)) from error
+        raise ConfigError(error_text(error)) from error

@@ -70,7 +70,7 @@ from lmlib.checkpoint import RemovedCheckpointError
 from lmlib.checkpoint.folders import steps_in
 from lmlib.checkpoint.removal import reading
 from lmlib.evaluate.suite.suite import Suite
-from lmlib.storage.whole_file import write_whole
+from lmlib.storage.atomic_file import write_atomically
 from runner.config.references import RunReference, resolve
 from runner.evaluation.data_sets import data_set, validation_of
 from runner.evaluation.measuring import (
@@ -123,7 +123,7 @@ def _report(
             kept.append(each)
             if _JSON.value is not None:
                 with user_errors():
-                    write_whole(Path(_JSON.value), as_json(kept))
+                    write_atomically(Path(_JSON.value), as_json(kept))
     finally:
         if kept:
             print(table(kept))

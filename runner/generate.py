@@ -76,7 +76,7 @@ from lmlib.data.chats.chat import answer_ends
 from lmlib.generate import Generator, Sampling, usual_dtype
 from lmlib.storage.local_folder import local_folder
 from lmlib.storage.stored_json import LARGEST
-from runner.inference.answer import Manner
+from runner.inference.answer import DecodingOptions
 from runner.inference.answer_file import AnswerFile
 from runner.inference.loaded import Loaded, load
 from runner.inference.prompts import Reader, digest_of, read_lines
@@ -106,7 +106,7 @@ def main(arguments: Sequence[str]) -> int:
         )
         reader = Reader(loaded.name, loaded.model.vocab, loaded.codec, loaded.chat_template)
         with user_errors():
-            manner = Manner(
+            manner = DecodingOptions(
                 reader.shown,
                 _end_ids(loaded),
                 tuple(_STOP.value),
@@ -184,7 +184,9 @@ def _generator(loaded: Loaded, rows: int, needed: int) -> Generator:
         return Generator(loaded.model, loaded.mesh, loaded.compute, rows, length, int8=_INT8.value)
 
 
-def _answer_prompts(loaded: Loaded, reader: Reader, manner: Manner, prompts: list[str]) -> None:
+def _answer_prompts(
+    loaded: Loaded, reader: Reader, manner: DecodingOptions, prompts: list[str]
+) -> None:
     if _TOKENS.value:
         try:
             given = [[int(each) for each in text.split(",")] for text in _TOKENS.value]
@@ -206,7 +208,7 @@ def _answer_prompts(loaded: Loaded, reader: Reader, manner: Manner, prompts: lis
         terminal.show(ids, number, echo)
 
 
-def _converse(loaded: Loaded, reader: Reader, manner: Manner) -> None:
+def _converse(loaded: Loaded, reader: Reader, manner: DecodingOptions) -> None:
     if reader.codec is None:
         reader.of_text("")  # its error says what to do
     chat = reader.template is not None if _CHAT.value is None else _CHAT.value
@@ -224,7 +226,7 @@ def _converse(loaded: Loaded, reader: Reader, manner: Manner) -> None:
     terminal.converse(lambda: input("> "), chat)
 
 
-def _answer_file(loaded: Loaded, reader: Reader, manner: Manner) -> None:
+def _answer_file(loaded: Loaded, reader: Reader, manner: DecodingOptions) -> None:
     with user_errors():
         prompts, out = local_folder(_PROMPTS.value or ""), local_folder(_OUT.value or "")
         digest = digest_of(prompts)

@@ -31,7 +31,7 @@ if __name__ == "__main__":
     take_flags()  # the imports below take a second
 
 from lmlib.runs import find_runs
-from lmlib.storage.whole_file import write_whole
+from lmlib.storage.atomic_file import write_atomically
 from lmlib.verdicts.ladder import ladder_of
 
 
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str]) -> int:
         text = ladder.text(_BUDGET.value)
         if _JSON.value:
             fields = ladder.as_json(_BUDGET.value)
-            write_whole(_JSON.value, json.dumps(fields, indent=1, allow_nan=False) + "\n")
+            write_atomically(_JSON.value, json.dumps(fields, indent=1, allow_nan=False) + "\n")
     print(text)
     return FINISHED
 

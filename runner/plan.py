@@ -56,12 +56,12 @@ from lmlib.plan import targets
 from lmlib.plan.planner import Report, WholeRun, plan, section, stderr_kept, versions
 from lmlib.plan.search import advise, search, search_meshes
 from lmlib.plan.targets import Target
-from runner.absent_hardware import kept_plans
-from runner.absent_hardware.cost import cost_of
-from runner.absent_hardware.stand_ins import built, without_data
+from runner.aot import plan_cache as kept_plans
+from runner.aot.abstract_inputs import built, without_data
+from runner.aot.cost import cost_of
 from runner.jax_settings.devices import check_one_cuda_plugin
 from runner.jax_settings.xla_flags import set_gpu_flags
-from runner.monitoring.telling import Telling
+from runner.monitoring.progress_line import ProgressLine
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -79,7 +79,7 @@ def main(arguments: Sequence[str]) -> int:
         cfg = without_data(chosen_config())
         targets.prepare(target)
         set_gpu_flags()  # as a run does
-    with Telling() as tell:
+    with ProgressLine() as tell:
         report = _report(cfg, target, tell)
     _show(report)
     return FINISHED

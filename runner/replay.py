@@ -42,7 +42,7 @@ from runner.jax_settings.numbers import changes, settings_of_numbers
 from runner.monitoring.progress import Progress
 from runner.training.captures import Capture, read_batch, read_capture
 from runner.training.divergence import statistics_of
-from runner.weights.given import GivenWeights
+from runner.weights.initial_weights import InitialWeights
 from runner.weights.notes import WEIGHTS_ALONE
 from runner.weights.target import LoadOptions
 
@@ -116,7 +116,7 @@ def _begin(capture: Capture, experiment: Experiment) -> tuple[State, int]:
     folder, origin = capture.folder / "checkpoints", capture.initialised_from
     # The run already accepted these differences when it began.
     options = LoadOptions(TRUST_MODULE.value, show=print)
-    given = GivenWeights(experiment, options, allowed_changes=("data", "model"))
+    given = InitialWeights(experiment, options, allowed_changes=("data", "model"))
     with user_errors():
         if steps_in(folder) == [WEIGHTS_ALONE]:
             origin = str(folder)

@@ -17,17 +17,17 @@ from lmlib.adapters.lora import lora, merged, with_adapters
 from lmlib.compute import Compute
 from lmlib.data.synthetic import Synthetic
 from lmlib.losses.next_token import batch_loss
-from lmlib.models.context import whole_rows
 from lmlib.models.experts.mixture import Mixture
 from lmlib.models.experts.router import Router
 from lmlib.models.families.llama import llama
-from lmlib.models.matrices.adapted import map_adapted, without_adapters
-from lmlib.models.product import product
+from lmlib.models.forward_context import single_document_context
+from lmlib.models.matmul import matmul
+from lmlib.models.matrices.lora import map_adapted, without_adapters
 from lmlib.optim.muon import muon
 from lmlib.optim.trainable import adapters, flops_per_token, grouped
 from lmlib.parallel.mesh import make_mesh
 from lmlib.parallel.selection import SelectionError, named_weights
-from lmlib.state import abstract_batch, abstract_model, parted
+from lmlib.state import abstract_batch, abstract_model, split_by_training
 
 V, E, S = 64, 32, 16
 BASE = functools.partial(llama, vocab=V, embed=E, layers=1, heads=4, kv_heads=2, mlp=64)
@@ -42,12 +42,12 @@ def adapted(**settings):
 
 
 def parts(model):
-    trained, _, frozen = parted(model, grouped(model, adapters()).keys())
+    trained, _, frozen = split_by_training(model, grouped(model, adapters()).keys())
     return trained, frozen
 
 
 def loss(trained, frozen, batch, compute=FLOAT32, key=None):
-    return batch_loss(eqx.combine(trained, frozen), batch, compute, key=key)[0].minimised
+    return batch_loss(eqx.combine(trained, frozen), batch, compute, key=key)[0].loss_sum
 
 
 BATCH = Synthetic(V, batch_size=8, sequence_length=S).batch(0)
@@ -56,7 +56,7 @@ BATCH = Synthetic(V, batch_size=8, sequence_length=S).batch(0)
 @eqx.filter_jit
 def logits(model):
     tokens = jnp.asarray(BATCH.tokens[:2])
-    return model(tokens, whole_rows(tokens, FLOAT32))
+    return model(tokens, single_document_context(tokens, FLOAT32))
 
 
 @pytest.mark.slow
@@ -89,7 +89,7 @@ def test_gradients_are_those_of_the_merged_weights():
     trained, frozen = parts(model)
     gradients = jax.jit(jax.grad(loss))(trained, frozen, BATCH)
     whole = eqx.filter_jit(
-        eqx.filter_grad(lambda model: batch_loss(model, BATCH, FLOAT32)[0].minimised)
+        eqx.filter_grad(lambda model: batch_loss(model, BATCH, FLOAT32)[0].loss_sum)
     )(merged(model))
 
     def check(path, one):
@@ -185,7 +185,7 @@ def test_a_frozen_matrix_gets_no_gradient_and_its_product_is_absent():
 
     def through(low_rank, base, x):
         weight = dataclasses.replace(layer.matrix, base=base, down=low_rank[0], up=low_rank[1])
-        return jnp.sum(product("be,ef->bf", x, weight) ** 2)
+        return jnp.sum(matmul("be,ef->bf", x, weight) ** 2)
 
     low_rank, base = (layer.matrix.down, layer.matrix.up), layer.matrix.base
     # Forward the base and two small ones; backward one of x for each of them, and two gradients.
@@ -253,7 +253,7 @@ def compiled_gradient():
 @functools.cache
 def compiled_gradient_of_merged():
     def of_all(model):
-        return batch_loss(model, BATCH, FLOAT32)[0].minimised
+        return batch_loss(model, BATCH, FLOAT32)[0].loss_sum
 
     return jax.jit(jax.grad(of_all)).lower(whole_on_one_device()).compile()
 
@@ -382,7 +382,7 @@ def test_a_product_of_all_experts_at_once_has_their_pairs():
     """As a layer of one's own may compute them."""
     one = jax.tree.map(lambda x: x[0], experts(adapted_experts()).gate)
     x = jax.random.normal(jax.random.key(5), (X, 7, E))
-    found = product("xce,xef->xcf", x, one)
+    found = matmul("xce,xef->xcf", x, one)
     np.testing.assert_allclose(found, jnp.einsum("xce,xef->xcf", x, one.dense()), atol=1e-4)
 
 
@@ -396,7 +396,7 @@ def test_experts_are_adapted_where_they_are_asked_for_by_name():
     usual = selected()
     assert usual and not any("mlp" in path for path in usual)
     assert selected(paths=("stack.*", "*.experts.*")) == usual | of_experts
-    assert selected(paths=(), axes=("expert",)) == of_experts
+    assert selected(paths=(), axes=("experts",)) == of_experts
     assert selected(paths=("*.experts.down",)) == {"stack.patterns.0.0.mlp.experts.down.base"}
     with pytest.raises(SelectionError, match="where a pattern means them alone"):
         selected(paths=("stack.*.mlp.*",))

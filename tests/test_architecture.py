@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "runner.errors": {"lmlib"},
     "runner.config": {"lmlib", "runner.errors"},
     "runner.jax_settings": {"lmlib", "runner.errors"},
-    "runner.absent_hardware": {"lmlib", "runner.config", "runner.errors"},
+    "runner.aot": {"lmlib", "runner.config", "runner.errors"},
     "runner.command_line": {"lmlib", "data_tools", "runner.config", "runner.errors"},
     "runner.processes": {"lmlib", "runner.command_line", "runner.errors"},
     "runner.monitoring": {"lmlib", "runner.command_line", "runner.errors"},
@@ -79,7 +79,7 @@ MAY_IMPORT = {
     },
     "runner.sweep": {
         "lmlib",
-        "runner.absent_hardware",
+        "runner.aot",
         "runner.command_line",
         "runner.config",
         "runner.errors",

@@ -51,7 +51,7 @@ def lowered(loss=batch_loss, mesh=None, **settings):
 
     def scalar(model, batch):
         sums, _ = loss(model, batch, compute)
-        return sums.minimised
+        return sums.loss_sum
 
     with jax.set_mesh(mesh):
         return jax.jit(jax.value_and_grad(scalar)).lower(model, abstract_batch(B, S, mesh))
@@ -160,7 +160,7 @@ def test_a_gathered_stack_would_be_seen():
 
         sums, observed = batch_loss(model, batch, compute)
         whole = jax.tree.leaves(map_weights(gathered, model.stack))
-        return sums._replace(minimised=sums.minimised + sum(whole)), observed
+        return sums._replace(loss_sum=sums.loss_sum + sum(whole)), observed
 
     assert len(gathered_stacks(lowered(gathers_everything_first))) >= 9
 

@@ -23,9 +23,9 @@ from lmlib.generate import GREEDY, generate
 from lmlib.inspect.layer_statistics import layer_statistics
 from lmlib.losses.next_token import NextToken, batch_loss
 from lmlib.losses.objective import Metric
-from lmlib.models.context import Context, whole_rows
 from lmlib.models.families.llama import llama
-from lmlib.models.weights import fold
+from lmlib.models.forward_context import ForwardContext, single_document_context
+from lmlib.models.weights import fold_in_name
 from lmlib.optim.optimizer import Optimizer, as_declared
 from lmlib.parallel.layout import partition, sharding
 from lmlib.parallel.mesh import make_mesh
@@ -59,7 +59,7 @@ def inputs(batch):
 
 def dropped(x_BSE, rate, key, sequence_parallel=False):
     compute = Compute(sequence_parallel=sequence_parallel)
-    context = whole_rows(jnp.zeros(x_BSE.shape[:2], jnp.int32), compute)
+    context = single_document_context(jnp.zeros(x_BSE.shape[:2], jnp.int32), compute)
     return dataclasses.replace(context, dropout=rate, key=key).dropped(x_BSE, "mlp")
 
 
@@ -92,10 +92,10 @@ def documented_factors(key, shape, rate):
     """0 or 1 / (1 - rate): keys descend by field and layer, as those of the weights do."""
 
     def factor(key, name):
-        kept = jax.random.bernoulli(fold(key, name), 1 - rate, shape)
+        kept = jax.random.bernoulli(fold_in_name(key, name), 1 - rate, shape)
         return np.asarray(kept, np.float64) / (1 - rate)
 
-    layers = [jax.random.fold_in(fold(key, "blocks"), layer) for layer in range(L)]
+    layers = [jax.random.fold_in(fold_in_name(key, "blocks"), layer) for layer in range(L)]
     return {
         "embedding": factor(key, "embedding"),
         "attention": np.stack([factor(layer, "attention") for layer in layers]),
@@ -113,7 +113,7 @@ def test_logits_match_the_equations_with_the_documented_masks():
     expected = reference_logits(
         exact, tokens_BS, positions_BS, segment_ids_BS, 10_000.0, 1e-5, factors
     )
-    context = Context(positions_BS, segment_ids_BS, FLOAT32, key, RATE)
+    context = ForwardContext(positions_BS, segment_ids_BS, FLOAT32, key, RATE)
     with jax.default_matmul_precision("highest"):
         logits_BSV = jax.jit(lambda model: model(tokens_BS, context))(model)
     found = np.asarray(logits_BSV, np.float64)
@@ -136,7 +136,7 @@ def test_what_only_looks_at_a_model_drops_nothing():
     assert Evaluator(mesh, FLOAT32)(model, source, 1).loss == loss
     assert layer_statistics(model, batch, mesh, FLOAT32).loss == loss
     prompt_BS = jnp.array([[1, 2]])
-    context = dataclasses.replace(whole_rows(prompt_BS, FLOAT32), dropout=RATE)
+    context = dataclasses.replace(single_document_context(prompt_BS, FLOAT32), dropout=RATE)
     logits_BSV = jax.jit(lambda model: model(prompt_BS, context))(model)
     likeliest = int(jnp.argmax(logits_BSV[0, -1]))
     ((made,),) = generate(model, [[1, 2]], 1, GREEDY, mesh=mesh, compute=FLOAT32)
@@ -204,7 +204,7 @@ def test_each_microbatch_has_the_documented_key():
         _, reported, count = jax.jit(functools.partial(train.gradient, training=training))(
             state, batch
         )
-    key = jax.random.fold_in(fold(jax.random.key(seed), "steps"), 0)
+    key = jax.random.fold_in(fold_in_name(jax.random.key(seed), "steps"), 0)
     drawn_of = [float(jax.random.uniform(jax.random.fold_in(key, i))) for i in range(2)]
     assert float(reported.metrics["drawn"] * count) == pytest.approx(sum(drawn_of), rel=1e-5)
 
@@ -216,11 +216,11 @@ def test_the_loss_of_a_step_is_that_of_its_documented_keys():
     assert not np.array_equal(
         jax.random.key_data(state.key), jax.random.key_data(jax.random.key(seed))
     )
-    key = jax.random.fold_in(fold(jax.random.key(seed), "steps"), 0)
+    key = jax.random.fold_in(fold_in_name(jax.random.key(seed), "steps"), 0)
 
     @jax.jit
     def loss_of(part, key):
-        return batch_loss(model, part, FLOAT32, DROPPED, key)[0].minimised
+        return batch_loss(model, part, FLOAT32, DROPPED, key)[0].loss_sum
 
     def loss(keys):
         parts = [jax.tree.map(lambda x, i=i: jnp.asarray(x[i::2]), batch) for i in range(2)]
@@ -289,7 +289,7 @@ def test_the_backward_pass_drops_what_the_forward_pass_dropped(settings):
 
         def loss(model):
             sums, _ = batch_loss(model, source.batch(0), compute, DROPPED, jax.random.key(2))
-            return sums.minimised
+            return sums.loss_sum
 
         def moved(distance):
             there = jax.tree.map(lambda w, d: w + distance * d, model, direction)
@@ -311,7 +311,7 @@ def test_no_mask_is_kept_for_the_backward_pass():
 
         def loss(model, batch):
             sums, _ = batch_loss(model, batch, FLOAT32, NextToken(dropout=rate), jax.random.key(0))
-            return sums.minimised
+            return sums.loss_sum
 
         with jax.set_mesh(mesh):
             pullback = jax.eval_shape(

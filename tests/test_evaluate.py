@@ -17,8 +17,8 @@ from lmlib.data.synthetic import Synthetic
 from lmlib.evaluate.validation import Evaluator, bits_per_byte
 from lmlib.losses.distillation import Distillation
 from lmlib.losses.dpo import DPO
-from lmlib.models.context import Context
 from lmlib.models.families.llama import llama
+from lmlib.models.forward_context import ForwardContext
 from lmlib.parallel.mesh import make_mesh
 
 V = 32
@@ -35,7 +35,7 @@ def test_the_loss_is_the_mean_over_all_valid_tokens(mesh):
     mesh = make_mesh(**mesh)
     evaluation = Evaluator(mesh, FLOAT32)(laid_out(weights(), mesh), source, 3)
     model, total, count = weights(), 0.0, 0
-    logits = jax.jit(lambda model, *batch: model(batch[0], Context(*batch[1:], FLOAT32)))
+    logits = jax.jit(lambda model, *batch: model(batch[0], ForwardContext(*batch[1:], FLOAT32)))
     for step in range(3):
         batch = source.batch(step)
         logits_BSV = logits(model, batch.tokens, batch.positions, batch.segment_ids)

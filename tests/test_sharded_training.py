@@ -52,7 +52,7 @@ VARIANTS = {
     "untied": (False, FLOAT32),
     "tied": (True, FLOAT32),
     "sequence-parallel": (False, Compute(dtype="float32", sequence_parallel=True)),
-    "ring": (False, Compute(dtype="float32", context="ring")),
+    "ring": (False, Compute(dtype="float32", context_method="ring")),
 }
 source = Synthetic(vocab_size=128, batch_size=16, sequence_length=32)
 
@@ -103,7 +103,7 @@ def loss_and_gradients(mesh_name, variant):
 
     def mean(model, batch):
         sums, _ = batch_loss(model, batch, compute)
-        return sums.minimised / batch.loss_mask.sum()
+        return sums.loss_sum / batch.loss_mask.sum()
 
     model = laid_out(weights(tied), mesh)
     with jax.set_mesh(mesh):

@@ -19,9 +19,9 @@ from lmlib.compute import Compute
 from lmlib.data.batch import Batch, place
 from lmlib.data.synthetic import Synthetic
 from lmlib.losses.next_token import NextToken
-from lmlib.models.context import Context
 from lmlib.models.families.llama import llama
-from lmlib.models.part import Reports
+from lmlib.models.forward_context import ForwardContext
+from lmlib.models.part import AuxOutputs
 from lmlib.optim.adamw import adamw
 from lmlib.optim.optimizer import Optimizer, as_declared
 from lmlib.parallel.layout import sharding, shardings
@@ -68,7 +68,7 @@ def logits(model, batch):
     tokens_BS, positions_BS, segment_ids_BS = (
         jnp.asarray(x) for x in (batch.tokens, batch.positions, batch.segment_ids)
     )
-    return model(tokens_BS, Context(positions_BS, segment_ids_BS, FLOAT32))
+    return model(tokens_BS, ForwardContext(positions_BS, segment_ids_BS, FLOAT32))
 
 
 def losses_of(model):
@@ -219,7 +219,7 @@ class Reporting(Bigram):
 
     def trunk(self, tokens_BS, context, cache=None):
         trunk = super().trunk(tokens_BS, context)
-        return trunk._replace(reports=Reports({"feature": context.total(trunk.x_BSE[..., 0])}, {}))
+        return trunk._replace(aux=AuxOutputs({"feature": context.total(trunk.x_BSE[..., 0])}, {}))
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])

@@ -17,7 +17,7 @@ from absl import flags
 from data_tools import command_line, shared_flags
 from data_tools.command_line import ProgressLine
 from data_tools.prepare_chats.conversations import ConversationField
-from data_tools.prepare_chats.prepare import NOW, TooLong, prepare_chats
+from data_tools.prepare_chats.prepare import NOW, Overflow, prepare_chats
 from data_tools.prepare_chats.template import load_template, template_names
 from data_tools.pretokenize.out_folder import OutFolder
 from data_tools.pretokenize.report import summary
@@ -42,9 +42,9 @@ flags.DEFINE_integer(
     "max_length", None, "Tokens of the longest conversation, or of both of a pair.", lower_bound=2
 )
 flags.DEFINE_enum(
-    "too_long",
+    "overflow",
     "drop",
-    get_args(TooLong),
+    get_args(Overflow),
     "What becomes of a longer one: it is dropped, or its prompt's beginning is cut off, or its "
     "last turns are. A response is never cut; where that cannot be, it is dropped.",
 )
@@ -78,7 +78,7 @@ def make_splits(arguments: Sequence[str]) -> int:
             out,
             split,
             max_length=FLAGS.max_length,
-            too_long=FLAGS.too_long,
+            overflow=FLAGS.overflow,
             now=now,
             part=part,
             workers=shared_flags.workers(),

@@ -24,7 +24,7 @@ from lmlib.data.stored.metadata import SplitMetadata, read_split
 # Handling of a conversation that is too long. drop: leave it out. cut_prompt: remove its beginning,
 # up to the first response at most. cut_turns: remove its end, after the last complete response.
 # A response is never cut: if that is impossible, the conversation is dropped.
-TooLong = Literal["drop", "cut_prompt", "cut_turns"]
+Overflow = Literal["drop", "cut_prompt", "cut_turns"]
 
 NOW = datetime(2024, 7, 26)  # the default date of Llama 3.1's template
 
@@ -39,7 +39,7 @@ def prepare_chats(
     split: str,
     *,
     max_length: int | None = None,
-    too_long: TooLong = "drop",
+    overflow: Overflow = "drop",
     now: datetime = NOW,
     part: Part | None = None,
     **settings: Any,
@@ -54,7 +54,7 @@ def prepare_chats(
       template: renders a conversation; None encodes each prompt and response separately, after BOS
         and before EOS.
       max_length: tokens of the longest conversation, or of both of a pair; None for any.
-      too_long: the handling of longer ones; pairs are dropped.
+      overflow: the handling of longer ones; pairs are dropped.
       now: the time seen by the template.
       settings: see `write_shard`, also for the errors.
     """
@@ -63,8 +63,8 @@ def prepare_chats(
         raise ValueError(f"the rows of {source.description} are read as texts, not conversations")
     if max_length is not None and max_length < 2:
         raise ValueError(f"max_length must be at least 2, not {max_length}")
-    if field.pairs and too_long != "drop":
-        raise ValueError(f"pairs are never cut: choose 'drop' for too_long, not {too_long!r}")
+    if field.pairs and overflow != "drop":
+        raise ValueError(f"pairs are never cut: choose 'drop' for overflow, not {overflow!r}")
     if template is None and tokenizer.eos_id is None:
         raise ValueError(
             f"cannot tell which token of {tokenizer.identity.name} ends a response: name it with "
@@ -77,7 +77,7 @@ def prepare_chats(
     else:
         documents = Templated(template, now, tokenizer.tokenizer_json)
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
-    recipe = ChatRecipe(documents, dtype, field, part, max_length, too_long)
+    recipe = ChatRecipe(documents, dtype, field, part, max_length, overflow)
     folder = OutFolder.of(out)
     digest = None
     if template is not None:
@@ -97,7 +97,7 @@ def prepare_chats(
             "template_sha256": digest,
             "date": f"{now:%Y-%m-%d}",
             "max_length": max_length,
-            "too_long": too_long,
+            "overflow": overflow,
         },
         content="pairs" if field.pairs else "conversations",
         framing=framing,
@@ -126,7 +126,7 @@ class ChatRecipe:
     field: ConversationField
     part: Part | None  # whose documents are kept; None: all
     max_length: int | None  # tokens of the longest conversation, or of both of a pair; None: any
-    too_long: TooLong
+    overflow: Overflow
 
     def encode(self, block: Block) -> EncodedBlock:
         """Returns the block's conversations; a row without a response is among the bad rows."""
@@ -173,7 +173,7 @@ class ChatRecipe:
             return documents
         found, kept = documents[0], None
         if len(documents) == 1:
-            kept = shortened(found.ids, found.is_target, self.max_length, self.too_long)
+            kept = shortened(found.ids, found.is_target, self.max_length, self.overflow)
         if kept is None:
             left_out["dropped_documents"] += len(documents)
             left_out["dropped_tokens"] += tokens
@@ -184,15 +184,15 @@ class ChatRecipe:
 
 
 def shortened(
-    ids: np.ndarray, is_target: np.ndarray, longest: int, too_long: TooLong
+    ids: np.ndarray, is_target: np.ndarray, longest: int, overflow: Overflow
 ) -> slice | None:
     """Returns the kept ids of a conversation with more than `longest`; None to drop it."""
     targets = np.flatnonzero(is_target)
-    if too_long == "cut_prompt":
+    if overflow == "cut_prompt":
         begin = len(ids) - longest
         # Keep a token before the first target, to predict it.
         return slice(begin, len(ids)) if begin < targets[0] else None
-    if too_long == "cut_turns":
+    if overflow == "cut_turns":
         ends = 1 + targets[np.flatnonzero(np.diff(targets, append=len(ids) + 1) > 1)]
         kept = ends[ends <= longest]
         return slice(0, int(kept[-1])) if len(kept) else None

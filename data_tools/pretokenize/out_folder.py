@@ -13,11 +13,11 @@ from pathlib import Path
 from data_tools.command_line import ProgressLine
 from lmlib.data.stored.data_path import data_path
 from lmlib.data.stored.metadata import FILE_NAME
+from lmlib.storage.atomic_file import write_atomically
 from lmlib.storage.bucket.copies import place_to_make
 from lmlib.storage.bucket.store import REQUESTS, BucketStore
 from lmlib.storage.bucket.upload import upload
 from lmlib.storage.bucket.url import BucketUrl
-from lmlib.storage.whole_file import write_whole
 
 
 class OutFolder:
@@ -104,7 +104,7 @@ class OutFolder:
         def fetch(name: str) -> None:
             file = self.path / name
             file.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(file, store.read(name))
+            write_atomically(file, store.read(name))
 
         with ThreadPoolExecutor(REQUESTS) as threads:
             list(threads.map(fetch, names))

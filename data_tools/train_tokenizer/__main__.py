@@ -33,8 +33,8 @@ from data_tools.train_tokenizer.byte_level_bpe import (
 )
 from lmlib.data.chats.chat import CONFIG_FILE
 from lmlib.data.text import write_tokenizer
+from lmlib.storage.atomic_file import write_atomically
 from lmlib.storage.stored_json import read_json
-from lmlib.storage.whole_file import write_whole
 from lmlib.terminal.python_command import python_command
 
 shared_flags.define_source_flags()
@@ -89,7 +89,7 @@ def train(arguments: Sequence[str]) -> int:
     tokenizer = train_byte_level_bpe(texts, FLAGS.vocab_size, str(file), style, special_tokens)
     ByteLevelEncoder(tokenizer.tokenizer_json)  # raises if the fast engine cannot run it
     config_file.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(config_file, json.dumps(config, indent=2) + "\n")
+    write_atomically(config_file, json.dumps(config, indent=2) + "\n")
     write_tokenizer(file, tokenizer.tokenizer_json)
     rows = {
         "tokenizer": str(file),

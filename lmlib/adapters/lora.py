@@ -7,15 +7,15 @@ from typing import Any
 import jax
 from jaxtyping import Array, PRNGKeyArray
 
-from lmlib.models.matrices.adapted import (
+from lmlib.models.matrices.lora import (
     CHOICE,
-    EXPERT,
+    EXPERTS,
     adapted,
     can_be_adapted,
     has_adapters,
     map_adapted,
 )
-from lmlib.models.weights import fold
+from lmlib.models.weights import fold_in_name
 from lmlib.parallel.axes import M, Weight, map_weights
 from lmlib.parallel.mesh import on_mesh_of
 from lmlib.parallel.selection import SelectionError, named_weights, selected
@@ -39,7 +39,14 @@ def lora(
     The other arguments are as in `with_adapters`.
     """
     return with_adapters(
-        of(key=key), rank, alpha, paths, axes, rank_stabilized, dropout, key=fold(key, "adapters")
+        of(key=key),
+        rank,
+        alpha,
+        paths,
+        axes,
+        rank_stabilized,
+        dropout,
+        key=fold_in_name(key, "adapters"),
     )
 
 
@@ -77,7 +84,7 @@ def with_adapters(
     if has_adapters(model):
         raise ValueError("the model has adapters already: merge them first (`merged`)")
     matrices = _matrices(named_weights(model), paths, axes)
-    if dropout and any(EXPERT in weight.axes for weight in matrices.values()):
+    if dropout and any(EXPERTS in weight.axes for weight in matrices.values()):
         raise ValueError(f"adapters of experts have no dropout, got {dropout}: leave it out")
 
     def adapt(weight: Weight, array: Array) -> Any:
@@ -102,12 +109,12 @@ def _matrices(
                 f"{next(iter(meant))} is a router's, and routers have no adapters: let it train "
                 "whole, as adapters(besides=(…,)) of lmlib.optim.trainable does"
             )
-        if all(EXPERT in weight.axes for weight in meant.values()):
+        if all(EXPERTS in weight.axes for weight in meant.values()):
             asked |= meant
-    found = {path: one for path, one in found.items() if EXPERT not in one.axes or path in asked}
+    found = {path: one for path, one in found.items() if EXPERTS not in one.axes or path in asked}
     if not found:
         alone = " (experts are adapted where a pattern means them alone: '*.experts.*')"
-        of_experts = any(EXPERT in weight.axes for weight in chosen.values())
+        of_experts = any(EXPERTS in weight.axes for weight in chosen.values())
         raise SelectionError(
             f"paths={paths!r} and axes={axes!r} select no matrix, but "
             f"{', '.join(list(chosen)[:3])}{alone if of_experts else ''}"

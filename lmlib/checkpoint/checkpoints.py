@@ -35,8 +35,8 @@ from lmlib.checkpoint.reading import read_arrays
 from lmlib.checkpoint.restored import Restored
 from lmlib.checkpoint.retention import Retention
 from lmlib.checkpoint.saves import begin_save
+from lmlib.storage.atomic_file import make_folder
 from lmlib.storage.local_folder import folder_named, shown
-from lmlib.storage.whole_file import make_folder
 
 
 class Checkpoints:

@@ -4,10 +4,10 @@ import shutil
 from pathlib import Path
 
 from lmlib.checkpoint.in_bucket.steps import steps_at
+from lmlib.storage.atomic_file import sync
 from lmlib.storage.folder_store import FolderStore
 from lmlib.storage.store import Store
 from lmlib.storage.unlinked import check_no_link
-from lmlib.storage.whole_file import sync
 
 DIRECTORY = "checkpoints"  # in a run's folder
 UNFINISHED = ".orbax-checkpoint-tmp"  # marks a folder that is being made or removed

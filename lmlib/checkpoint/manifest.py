@@ -20,12 +20,12 @@ import xxhash
 
 from lmlib.checkpoint.folders import files_of
 from lmlib.checkpoint.in_bucket.steps import MANIFEST, steps_at
+from lmlib.storage.atomic_file import sync, sync_folders, write_atomically
 from lmlib.storage.bucket.failures import BucketError
 from lmlib.storage.folder_store import NotAFileError
 from lmlib.storage.local_folder import shown
 from lmlib.storage.store import Store
 from lmlib.storage.stored_json import parse_json
-from lmlib.storage.whole_file import sync, sync_folders, write_whole
 
 FORMAT = 1
 # The others were written after the manifest by earlier versions; lmlib does not read them.
@@ -108,7 +108,7 @@ def write_manifest(
     files = {name: known.get(name) or read[name] for name in names}
     manifest = Manifest(step, utc_now(), None, arrays, files)
     sync_folders(folder)
-    write_whole(folder / MANIFEST, encode(manifest))
+    write_atomically(folder / MANIFEST, encode(manifest))
     return manifest
 
 
@@ -129,7 +129,7 @@ def rewrite_metric(
     content = encode(dataclasses.replace(read_manifest(folder), metric=metric))
     unfinished.mkdir()
     try:
-        write_whole(unfinished / MANIFEST, content)
+        write_atomically(unfinished / MANIFEST, content)
         check()
         os.replace(unfinished / MANIFEST, folder / MANIFEST)
     finally:

@@ -22,8 +22,8 @@ from lmlib.checkpoint.arrays import STATE, ZARRAY
 from lmlib.checkpoint.failures import tensorstore_error_number
 from lmlib.checkpoint.folders import unfinished_folder
 from lmlib.checkpoint.manifest import Manifest, SavedArray, SavedFile, digests_of, write_manifest
+from lmlib.storage.atomic_file import sync, write_atomically
 from lmlib.storage.folder_store import FolderStore
-from lmlib.storage.whole_file import sync, write_whole
 
 _OPEN = Path("/proc/self/fd")  # Linux lists open files there by descriptor
 _FOR_EVER = 3_000_000_000  # seconds; Orbax's limit uses the wall clock, which may be changed
@@ -97,7 +97,7 @@ class StepOnDisk:
 
     def write(self, name: str, content: bytes) -> None:
         (self._folder / name).parent.mkdir(exist_ok=True)
-        write_whole(self._folder / name, content)
+        write_atomically(self._folder / name, content)
 
     def delete(self, name: str) -> None:
         (self._folder / name).unlink()

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from lmlib.checkpoint.folders import UNFINISHED, is_there, unfinished_in
+from lmlib.storage.atomic_file import sync
 from lmlib.storage.local_folder import shown
-from lmlib.storage.whole_file import sync
 
 REMOVED = f"{UNFINISHED}-removed"  # suffix of the folder of a step that is being deleted
 

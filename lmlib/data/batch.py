@@ -165,7 +165,7 @@ def packed_batch(
     )
 
 
-def place(source: Source, step: int, sharding: NamedSharding, order: str = "balanced") -> Batch:
+def place(source: Source, step: int, sharding: NamedSharding, order: str = "zigzag") -> Batch:
     """Returns the global batch of `step` as `jax.Array`s laid out by `sharding` over (batch, seq).
 
     The tokens of each row are in an order of `lmlib.row_order`. Each process reads only the rows

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from lmlib.data.stored.metadata import DamagedDataError
+from lmlib.storage.atomic_file import write_atomically
 from lmlib.storage.stored_json import read_json
-from lmlib.storage.whole_file import write_whole
 
 FILE_NAME = "compressors.json"
 GZIP = "gzip -9 of each text"
@@ -55,7 +55,7 @@ def measure(
 
 def save(folder: Path, measured: Mapping[str, int]) -> None:
     """Stores the lengths with the shards in `folder`."""
-    write_whole(folder / FILE_NAME, json.dumps(dict(measured), indent=2) + "\n")
+    write_atomically(folder / FILE_NAME, json.dumps(dict(measured), indent=2) + "\n")
 
 
 def read(folder: Path) -> dict[str, int]:

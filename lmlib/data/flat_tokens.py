@@ -108,8 +108,8 @@ class FlatTokens:
             memory: up to 24 MB per million.
           shuffled_length: tokens of packed text that stay together in the order, a multiple of
             `sequence_length`; None takes `sequence_length`.
-          teacher: a folder of `python -m runner.teach` for these sequences. Batches then have the
-            teacher's ids and log-probabilities.
+          teacher: a folder of `python -m runner.cache_teacher_logits` for these sequences. Batches
+            then have the teacher's ids and log-probabilities.
 
         Raises:
           FileNotFoundError: if the data set, split or teacher is not there or unfinished.

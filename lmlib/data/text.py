@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 import numpy as np
 
 from lmlib.data.stored.metadata import LARGEST_TOKENIZER, TokenizerIdentity
+from lmlib.storage.atomic_file import write_atomically
 from lmlib.storage.stored_json import read_text
-from lmlib.storage.whole_file import write_whole
 
 if TYPE_CHECKING:  # slow to import
     from tokenizers import Tokenizer
@@ -159,7 +159,7 @@ def read_tokenizer(tokenizer_json: str) -> "Tokenizer":
 def write_tokenizer(file: Path, tokenizer_json: str) -> None:
     """Writes a tokenizer.json atomically; raises OSError if that fails."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(file, tokenizer_json)
+    write_atomically(file, tokenizer_json)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from lmlib.compute import Compute
 from lmlib.data.batch import Batch
 from lmlib.losses.token_losses import token_losses
 from lmlib.models.model import Model
-from lmlib.parallel.layout import COMPUTE, pieces, sharding
+from lmlib.parallel.layout import COMPUTE, num_shards, sharding
 from lmlib.parallel.mesh import mesh_of
 from lmlib.parallel.other_meshes import undivided, undivided_model
 
@@ -31,7 +31,7 @@ class Scorer:
     @property
     def divisor(self) -> int:
         """A batch's number of rows must be a multiple of this."""
-        return pieces(COMPUTE["batch"], self._mesh)
+        return num_shards(COMPUTE["batch"], self._mesh)
 
     def __call__(self, model: Model, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
         """Returns `token_losses` of a NumPy batch, as nats (at least float32) and bool.

@@ -13,7 +13,7 @@ from lmlib.compute import Compute
 from lmlib.data.batch import Batch, Source, has_whole_rows, teacher_k
 from lmlib.data.text import HasText, TextCodec
 from lmlib.evaluate.validation import validation_metrics
-from lmlib.experiment.actions import Action, Every, Moment
+from lmlib.experiment.actions import Action, PeriodicCallback, StepEvent
 from lmlib.experiment.checkpoints import CheckpointSettings
 from lmlib.experiment.checks import check_experiment
 from lmlib.experiment.evaluation import EvaluationSettings
@@ -24,7 +24,7 @@ from lmlib.hardware.free_memory import check_fits
 from lmlib.losses.next_token import NextToken
 from lmlib.losses.objective import Objective
 from lmlib.metrics.sinks import MakeSink
-from lmlib.models.matrices.adapted import without_adapters
+from lmlib.models.matrices.lora import without_adapters
 from lmlib.optim.average import WeightAverage, with_average
 from lmlib.optim.optimizer import Optimizer
 from lmlib.optim.trainable import Groups, decays_by, flops_per_token, with_rates
@@ -45,10 +45,10 @@ __all__ = [
     "CheckpointSettings",
     "DataStage",
     "EvaluationSettings",
-    "Every",
     "Experiment",
-    "Moment",
+    "PeriodicCallback",
     "SampleSettings",
+    "StepEvent",
 ]
 
 
@@ -111,7 +111,7 @@ class Experiment:
     evaluation: EvaluationSettings = EvaluationSettings()
     checkpoints: CheckpointSettings = CheckpointSettings()
     samples: SampleSettings = SampleSettings()
-    actions: Sequence[Every] = ()
+    actions: Sequence[PeriodicCallback] = ()
     sinks: Sequence[MakeSink] = ()
     prefetch_batches: int = 2
 
@@ -243,11 +243,11 @@ class Experiment:
 
     def abstract_state(self) -> State:
         """Returns shapes, dtypes and `NamedSharding`s of the state."""
-        state = abstract_state(lambda: self.recipe.made, self.training)
+        state = abstract_state(lambda: self.recipe.abstract_model, self.training)
         recipe = self.reference_recipe
         if recipe is None:
             return state
-        return state.with_reference_model(abstract_model(lambda: recipe.made, self.mesh))
+        return state.with_reference_model(abstract_model(lambda: recipe.abstract_model, self.mesh))
 
     def abstract_batch(self) -> Batch:
         """Returns shapes, dtypes and `NamedSharding`s of a batch."""

@@ -9,7 +9,7 @@ from lmlib.state import State
 
 
 @dataclasses.dataclass(frozen=True)
-class Moment:
+class StepEvent:
     """The state of a run after a step, as passed to an action.
 
     Attributes:
@@ -36,7 +36,7 @@ class Action(Protocol):
     process is killed in between, the action is lost.
     """
 
-    def __call__(self, now: Moment) -> Mapping[str, Any] | None:
+    def __call__(self, now: StepEvent) -> Mapping[str, Any] | None:
         """Acts, and returns numbers or JAX scalars to add to the metrics of the step.
 
         All processes must return the same names.
@@ -44,7 +44,7 @@ class Action(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Every:
+class PeriodicCallback:
     """Calls an action at a fixed interval of steps.
 
     Args:

@@ -16,8 +16,8 @@ from lmlib.experiment.sources import (
     training_sources,
     validation_sources,
 )
-from lmlib.models.context import whole_rows
-from lmlib.models.matrices.adapted import has_adapters
+from lmlib.models.forward_context import single_document_context
+from lmlib.models.matrices.lora import has_adapters
 from lmlib.models.model import check_is_model, check_length
 from lmlib.models.part import Part
 from lmlib.optim.optimizer import Optimizer
@@ -62,7 +62,7 @@ def check_experiment(experiment: Any) -> None:
             "samples.prompts, or samples.every to None"
         )
     _check_trainable(experiment)
-    model = experiment.recipe.made
+    model = experiment.recipe.abstract_model
     check_is_model(model)
     check_model(model, experiment.mesh)
     device = experiment.mesh.devices.flat[0]  # other kernels are emulated where they lack support
@@ -164,11 +164,11 @@ def _check_model_losses(experiment: Any) -> None:
     if not wanted:
         return
     tokens_BS = jnp.zeros((1, experiment.data.sequence_length), jnp.int32)
-    context = whole_rows(tokens_BS, experiment.compute)
+    context = single_document_context(tokens_BS, experiment.compute)
     trunk = jax.eval_shape(lambda model: model.trunk(tokens_BS, context), experiment.recipe.shapes)
     for name in wanted:
-        if name not in trunk.reports.losses:
-            reported = ", ".join(trunk.reports.losses) or "no losses"
+        if name not in trunk.aux.losses:
+            reported = ", ".join(trunk.aux.losses) or "no losses"
             raise ValueError(
                 f"objective.model_losses has {name!r}, but the model reports {reported}"
             )

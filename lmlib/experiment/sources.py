@@ -19,7 +19,7 @@ from lmlib.models.attend.kernel import kernel_of
 from lmlib.models.model import check_length
 from lmlib.models.split_rows import check_rows_may_be_split
 from lmlib.parallel.check import check_batch
-from lmlib.parallel.layout import COMPUTE, pieces
+from lmlib.parallel.layout import COMPUTE, num_shards
 
 ROWS = 8  # maximum number of rows to read
 
@@ -38,7 +38,7 @@ _TEACHER_FIELDS: dict[str, type[np.generic]] = {
 
 def check_first_rows(experiment: Any) -> None:
     """Checks the first rows of all training and validation data of an experiment."""
-    vocab, needs_pairs = experiment.recipe.made.vocab, experiment.objective.compares_pairs
+    vocab, needs_pairs = experiment.recipe.abstract_model.vocab, experiment.objective.compares_pairs
     for name, source in all_sources(experiment).items():
         check_rows(name, source, vocab, needs_pairs)
 
@@ -108,8 +108,9 @@ def _check_part(name: str, source: Source, objective: Objective, model: Any) -> 
     if reads != (teacher_k(source) is not None):
         raise ValueError(
             f"{name} has {'no' if reads else 'a'} stored teacher, and {who} reads "
-            f"{'one' if reads else 'none'}: set {name}.teacher to a folder of python "
-            "-m runner.teach for lmlib.losses.Distillation(teacher=None), else leave it out"
+            f"{'one' if reads else 'none'}: set {name}.teacher to a folder of "
+            "python -m runner.cache_teacher_logits for lmlib.losses.Distillation(teacher=None), else "
+            "leave it out"
         )
     if isinstance(source, FlatTokens):
         _check_flat_tokens(name, source, model)
@@ -215,13 +216,13 @@ def check_split_rows(
 
     See `lmlib.models.split_rows`.
     """
-    axis, devices = COMPUTE["seq"], pieces(COMPUTE["seq"], mesh)
+    axis, devices = COMPUTE["seq"], num_shards(COMPUTE["seq"], mesh)
     if devices == 1:
         return
     if compute.attention not in ("auto", "blockwise"):
         from lmlib.models.attend.context_parallel import problem  # which only split rows need
 
-        reason = problem(kernel_of(compute.attention), compute.context)
+        reason = problem(kernel_of(compute.attention), compute.context_method)
         if reason is not None:
             raise ValueError(
                 f"attention={compute.attention!r} cannot compute rows that {axis}={devices} "
@@ -233,12 +234,12 @@ def check_split_rows(
 
 def check_pieces(model: Any, sequence_length: int, compute: Compute, mesh: Mesh) -> None:
     """Checks that the kernel supports the pieces of rows on each device, which are shorter."""
-    axis, devices = COMPUTE["seq"], pieces(COMPUTE["seq"], mesh)
+    axis, devices = COMPUTE["seq"], num_shards(COMPUTE["seq"], mesh)
     if devices == 1:
         return
     from lmlib.models.attend.context_parallel import length_of_piece  # which only split rows need
 
-    piece = length_of_piece(sequence_length, devices, "balanced")
+    piece = length_of_piece(sequence_length, devices, "zigzag")
     try:
         model.check(piece, compute)
     except ValueError as error:

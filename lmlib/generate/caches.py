@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int32
 
 from lmlib.compute import Compute
 from lmlib.hardware.free_memory import check_fits
-from lmlib.models.context import Context, whole_rows
+from lmlib.models.forward_context import ForwardContext, single_document_context
 from lmlib.models.model import Model
 from lmlib.parallel.collectives import platform
 from lmlib.parallel.layout import reshard
@@ -29,8 +29,8 @@ class TokensSoFar(eqx.Module):
     tokens: Int32[Array, "1 b n"]
 
 
-def recomputed(
-    model: Model, tokens_BS: Int32[Array, "b s"], context: Context, cache: TokensSoFar
+def recompute(
+    model: Model, tokens_BS: Int32[Array, "b s"], context: ForwardContext, cache: TokensSoFar
 ) -> tuple[Float[Array, "b s embed"], TokensSoFar]:
     """Computes the residual stream at the context's positions without a cache.
 
@@ -39,7 +39,9 @@ def recomputed(
     is_at_BSN = context.positions_BS[:, :, None] == jnp.arange(cache.tokens.shape[2])
     given_BN = jnp.sum(jnp.where(is_at_BSN, tokens_BS[:, :, None], 0), axis=1)
     tokens_BN = jnp.where(jnp.any(is_at_BSN, axis=1), given_BN, cache.tokens[0])
-    whole = dataclasses.replace(whole_rows(tokens_BN, context.compute), lengths_B=context.lengths_B)
+    whole = dataclasses.replace(
+        single_document_context(tokens_BN, context.compute), lengths_B=context.lengths_B
+    )
     x_BNE = reshard(model.trunk(tokens_BN, whole).x_BSE, "batch seq embed")
     x_BSE = jnp.einsum("bsn,bne->bse", is_at_BSN.astype(x_BNE.dtype), x_BNE)
     return x_BSE, TokensSoFar(tokens_BN[None])
@@ -85,7 +87,9 @@ def rows_of(tree: Any, row_B: jax.Array) -> Any:
 
 
 @jax.jit
-def joined(caches: Sequence[Any], features: Sequence[jax.Array]) -> tuple[Any, jax.Array]:
+def concatenate_caches(
+    caches: Sequence[Any], features: Sequence[jax.Array]
+) -> tuple[Any, jax.Array]:
     """Concatenates caches along rows, their arrays' second axis, and also the features."""
     cache = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), *caches)
     return cache, jnp.concatenate(features)

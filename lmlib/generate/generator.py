@@ -17,12 +17,20 @@ from jaxtyping import Array, UInt32
 from lmlib.compute import Compute
 from lmlib.generate import caches, weights
 from lmlib.generate.sampling import Rules, Sampling, numbers_of, rules_of
-from lmlib.generate.steps import NOTHING, Chooser, Made, State, first_token, next_tokens, prefill
+from lmlib.generate.steps import (
+    NOTHING,
+    Chooser,
+    NewTokens,
+    State,
+    first_token,
+    next_tokens,
+    prefill,
+)
 from lmlib.generate.stream import Generated, Stream
 from lmlib.models.model import Model, check_length, padded_length, usual_dtype
 from lmlib.parallel.axes import Axes
 from lmlib.parallel.collectives import platform
-from lmlib.parallel.layout import COMPUTE, pieces, sharding
+from lmlib.parallel.layout import COMPUTE, num_shards, sharding
 from lmlib.parallel.mesh import mesh_of
 from lmlib.parallel.other_meshes import undivided_model
 
@@ -202,7 +210,7 @@ class Generator:
         limit: int,
         made: Sequence[Generated],
         stop: list[int],
-    ) -> tuple[State, Made, int]:
+    ) -> tuple[State, NewTokens, int]:
         """Computes a round of up to `limit` tokens after `made`; first stops the rows `stop`.
 
         The round ends before a text exceeds one of the lengths in `Rotary.switches`.
@@ -244,7 +252,7 @@ class Generator:
         if len(groups) == 1:
             return lengths_P, *groups[0]
         parts, features = zip(*groups, strict=True)
-        return lengths_P, *caches.joined(parts, features)
+        return lengths_P, *caches.concatenate_caches(parts, features)
 
     def _with(self, cache: Any, texts: Sequence[Prompt]) -> tuple[Any, jax.Array]:
         """Computes a text in each row of `cache`, from its first token on.
@@ -321,7 +329,7 @@ class Generator:
 
     def _divisible(self, rows: int) -> int:
         """Rounds `rows` up to a multiple that the mesh can split."""
-        parts = 1 if self._mesh is None else pieces(COMPUTE["batch"], self._mesh)
+        parts = 1 if self._mesh is None else num_shards(COMPUTE["batch"], self._mesh)
         return -(-rows // parts) * parts
 
     def _placed(self, x: np.ndarray, axes: str | Axes) -> jax.Array:

@@ -14,9 +14,9 @@ from lmlib.compute import Compute
 from lmlib.generate import caches
 from lmlib.generate.sampling import Numbers, Rules, choose
 from lmlib.generate.weights import Weights
-from lmlib.models.context import Context
+from lmlib.models.forward_context import ForwardContext
 from lmlib.models.model import Model, logits_of
-from lmlib.parallel.collectives import on_each_device
+from lmlib.parallel.collectives import shard_map
 from lmlib.parallel.layout import partition, reshard
 
 NOTHING = -1  # placeholder for a token of a row that has stopped
@@ -53,7 +53,7 @@ class State(NamedTuple):
     seen_BV: Bool[Array, "b vocab"] | None
 
 
-class Made(NamedTuple):
+class NewTokens(NamedTuple):
     """The tokens of a round, with `NOTHING` after a row's end."""
 
     tokens_BN: Int32[Array, "b n"]
@@ -87,7 +87,7 @@ def prefill(
     positions_BC = jnp.zeros_like(tokens_BC) + start + jnp.arange(tokens_BC.shape[1])
     positions_BC = jnp.where(positions_BC < lengths_B[:, None], positions_BC, -1)
     is_last_BC = positions_BC == lengths_B[:, None] - 1
-    context = Context(positions_BC, jnp.zeros_like(tokens_BC), compute, lengths_B=lengths_B)
+    context = ForwardContext(positions_BC, jnp.zeros_like(tokens_BC), compute, lengths_B=lengths_B)
     x_BCE, cache = _advance(weights.model, tokens_BC, context, cache)
     x_B1E = jnp.sum(jnp.where(is_last_BC[..., None], x_BCE, 0), axis=1, keepdims=True)
     new_BE = weights.model.features(x_B1E, context)[:, 0]
@@ -106,11 +106,11 @@ def first_token(
     chooser: Chooser,
     compute: Compute,
     rules: Rules,
-) -> tuple[State, Made]:
+) -> tuple[State, NewTokens]:
     """Chooses the first token after each prompt."""
     state = State(cache, jnp.zeros_like(lengths_B), lengths_B - 1, stopped_B, seen_BV)
     state, token_B, logprob_B = _chosen(weights, state, h_BE, chooser, compute, rules)
-    return state, _everywhere(Made(token_B[:, None], logprob_B[:, None]))
+    return state, _everywhere(NewTokens(token_B[:, None], logprob_B[:, None]))
 
 
 @functools.partial(
@@ -124,21 +124,23 @@ def next_tokens(
     compute: Compute,
     rules: Rules,
     size: int,
-) -> tuple[State, Made]:
+) -> tuple[State, NewTokens]:
     """Generates up to `limit` more tokens, at most `size`; fewer if all rows stop."""
     nothing_BN = jnp.zeros_like(state.token_B)[:, None] + jnp.full((1, size), NOTHING)
-    made = Made(nothing_BN, nothing_BN.astype(jnp.promote_types(compute.dtype, jnp.float32)))
+    made = NewTokens(nothing_BN, nothing_BN.astype(jnp.promote_types(compute.dtype, jnp.float32)))
 
-    def goes_on(carry: tuple[Array, State, Made]) -> Array:
+    def goes_on(carry: tuple[Array, State, NewTokens]) -> Array:
         n, state, _ = carry
         return (n < limit) & ~jnp.all(state.stopped_B)
 
-    def add(carry: tuple[Array, State, Made]) -> tuple[Array, State, Made]:
+    def add(carry: tuple[Array, State, NewTokens]) -> tuple[Array, State, NewTokens]:
         n, state, made = carry
         positions_B1 = jnp.where(state.stopped_B, -1, state.position_B)[:, None]
         tokens_B1 = state.token_B[:, None]
         lengths_B = state.position_B + 1
-        context = Context(positions_B1, jnp.zeros_like(tokens_B1), compute, lengths_B=lengths_B)
+        context = ForwardContext(
+            positions_B1, jnp.zeros_like(tokens_B1), compute, lengths_B=lengths_B
+        )
         x_B1E, cache = _advance(weights.model, tokens_B1, context, state.cache)
         h_BE = weights.model.features(x_B1E, context)[:, 0]
         state, token_B, logprob_B = _chosen(
@@ -148,7 +150,7 @@ def next_tokens(
         return (
             n + 1,
             state,
-            Made(
+            NewTokens(
                 jnp.where(is_n_N, token_B[:, None], made.tokens_BN),
                 jnp.where(is_n_N, logprob_B[:, None], made.logprobs_BN),
             ),
@@ -158,10 +160,12 @@ def next_tokens(
     return state, _everywhere(made)
 
 
-def _advance(model: Model, tokens_BS: Array, context: Context, cache: Any) -> tuple[Array, Any]:
+def _advance(
+    model: Model, tokens_BS: Array, context: ForwardContext, cache: Any
+) -> tuple[Array, Any]:
     """Returns the residual stream of the tokens, and the new cache."""
     if isinstance(cache, caches.TokensSoFar):
-        x_BSE, cache = caches.recomputed(model, tokens_BS, context, cache)
+        x_BSE, cache = caches.recompute(model, tokens_BS, context, cache)
     else:
         x_BSE, _, cache, _ = model.trunk(tokens_BS, context, cache)
         x_BSE = reshard(x_BSE, "batch seq embed")
@@ -176,7 +180,7 @@ def _chosen(
     logits_BV = reshard(logits_BV, "batch whole_vocab")
     rows, table = partition("batch"), partition("batch whole_vocab")
     position_B = state.position_B + 1
-    pick = on_each_device(
+    pick = shard_map(
         functools.partial(_picked, rules=rules),
         (table, rows, table, partition(("batch", None)), partition(()), partition((None,))),
         (rows, rows, rows),
@@ -219,6 +223,6 @@ def _picked(
     return token_B, logprob_B, jnp.any(token_B[:, None] == stop_ids, axis=1)
 
 
-def _everywhere(made: Made) -> Made:
+def _everywhere(made: NewTokens) -> NewTokens:
     """Replicates the tokens on all devices, so that every process can read them."""
-    return Made(*(reshard(x, (None, None)) for x in made))
+    return NewTokens(*(reshard(x, (None, None)) for x in made))

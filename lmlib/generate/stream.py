@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from lmlib.generate.steps import NOTHING, Made, State
+from lmlib.generate.steps import NOTHING, NewTokens, State
 
 
 class Generated(NamedTuple):
@@ -49,15 +49,15 @@ class Stream(Iterator[list[New]]):
     def __init__(
         self,
         state: State,
-        made: Made,
-        more: Callable[[State, int, list[Generated], list[int]], tuple[State, Made, int]],
+        made: NewTokens,
+        more: Callable[[State, int, list[Generated], list[int]], tuple[State, NewTokens, int]],
         rows: int,
         max_tokens: int,
         round: int,
         stop_ids: frozenset[int],
     ):
         self._state, self._more = state, more
-        self._made: Made | None = made
+        self._made: NewTokens | None = made
         self._left, self._limit, self._round = max_tokens, 1, round
         self._stop_ids = stop_ids
         self._told: list[int] = []  # rows to stop, not yet sent to the devices
@@ -96,7 +96,7 @@ class Stream(Iterator[list[New]]):
             pass
         return self._rows
 
-    def _round_made(self) -> Made:
+    def _round_made(self) -> NewTokens:
         if self._left < 1 or all(row.stopped for row in self._rows):
             raise StopIteration
         limit = min(2 * self._limit, self._round, self._left)

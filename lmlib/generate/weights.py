@@ -14,7 +14,7 @@ from lmlib.models.stack import Stack, repeats_of
 from lmlib.parallel.axes import M, Weight, map_weights
 from lmlib.parallel.collectives import platform
 from lmlib.parallel.gathering import gathered_partition
-from lmlib.parallel.layout import stored
+from lmlib.parallel.layout import storage_spec
 
 
 class Weights(NamedTuple):
@@ -41,7 +41,7 @@ def ready(model: Model, dtype: str, mesh: Mesh | None, whole: bool, int8: bool) 
             array = array.astype(weight.declaration.dtype or dtype)
         if mesh is None:
             return array
-        layout = (gathered_partition if whole else stored)(weight, array.shape, mesh)
+        layout = (gathered_partition if whole else storage_spec)(weight, array.shape, mesh)
         return jax.sharding.reshard(array, layout)
 
     @jax.jit

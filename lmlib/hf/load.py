@@ -28,7 +28,7 @@ from lmlib.models.families.hugging_face.family import Family, Names
 from lmlib.models.families.hugging_face.settings import FolderError
 from lmlib.parallel.axes import Weight, map_weights
 from lmlib.parallel.check import check_model
-from lmlib.parallel.layout import stored
+from lmlib.parallel.layout import storage_spec
 from lmlib.parallel.mesh import make_mesh
 
 Progress = Callable[[int, int], None]
@@ -183,7 +183,9 @@ class _Place(NamedTuple):
         if not piece.fixed:
             return self.layout
         own = dataclasses.replace(self.weight, axes=piece.share.axes)
-        return NamedSharding(self.layout.mesh, stored(own, piece.share.sizes, self.layout.mesh))
+        return NamedSharding(
+            self.layout.mesh, storage_spec(own, piece.share.sizes, self.layout.mesh)
+        )
 
 
 def _places(model: Decoder, mesh: Mesh) -> dict[str, _Place]:
@@ -194,7 +196,7 @@ def _places(model: Decoder, mesh: Mesh) -> dict[str, _Place]:
         stacked = weight.stacked > 0
         own = dataclasses.replace(weight, axes=weight.own_axes)
         shape = array.shape[stacked:]
-        layout = NamedSharding(mesh, stored(own, shape, mesh))
+        layout = NamedSharding(mesh, storage_spec(own, shape, mesh))
         layers = array.shape[0] if stacked else 1
         found[weight.path] = _Place(own, array.dtype, shape, layout, layers)
 

@@ -63,7 +63,7 @@ class Share(NamedTuple):
         return ordered.reshape(self.shape)
 
 
-def joined(shares: Sequence[Share], weights: Sequence[A]) -> A:
+def concatenate_shares(shares: Sequence[Share], weights: Sequence[A]) -> A:
     """Assembles the tensor that consists of these shares, from the values of their weights."""
     parts = [
         _grouped(share.joined(weight), share)

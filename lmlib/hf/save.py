@@ -22,15 +22,15 @@ from lmlib.hf.families import FAMILIES, family_of
 from lmlib.hf.folder import parsed, read_copied
 from lmlib.hf.hub import TOKENIZER_FILES
 from lmlib.hf.load import Progress, shares
-from lmlib.hf.names import Placed, Share, joined, placed
+from lmlib.hf.names import Placed, Share, concatenate_shares, placed
 from lmlib.hf.tensor_files import DTYPES, Stored, begin_files, laid_out, synced, write
 from lmlib.models.decoder import Decoder
 from lmlib.models.experts.router import without_load
 from lmlib.models.families.hugging_face.family import Family
 from lmlib.parallel.axes import map_weights
 from lmlib.parallel.mesh import make_mesh
+from lmlib.storage.atomic_file import UNFINISHED, write_atomically
 from lmlib.storage.stored_json import parse_json
-from lmlib.storage.whole_file import UNFINISHED, write_whole
 
 NAMES_OF_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
@@ -132,14 +132,16 @@ def save(
     if jax.process_index() == 0:
         move_up(unfinished)
         for name, text in texts.items():
-            write_whole(folder / name, text)
+            write_atomically(folder / name, text)
         if texts and "tokenizer_config.json" not in texts:
             fast = _tokenizer_config(texts.get("tokenizer.json", b"{}"), content)
-            write_whole(folder / "tokenizer_config.json", json.dumps(fast, indent=2) + "\n")
+            write_atomically(folder / "tokenizer_config.json", json.dumps(fast, indent=2) + "\n")
         ends = {key: content[key] for key in ("bos_token_id", "eos_token_id") if key in content}
-        write_whole(folder / "generation_config.json", json.dumps(ends, indent=2) + "\n")
+        write_atomically(folder / "generation_config.json", json.dumps(ends, indent=2) + "\n")
         # Written last: a folder with a config is complete.
-        write_whole(folder / "config.json", json.dumps(content, indent=2, sort_keys=True) + "\n")
+        write_atomically(
+            folder / "config.json", json.dumps(content, indent=2, sort_keys=True) + "\n"
+        )
     meet("lmlib: folder written")
     return rounded
 
@@ -216,7 +218,7 @@ def _joined(
         for place, index in reversed([*zip(places, indices, strict=True)]):
             weight = _taken(weight, place, index)
         own.append(jax.sharding.reshard(weight, NamedSharding(mesh, PartitionSpec())))
-    flat = joined([share for share, _, _ in kinds], own).reshape(-1)
+    flat = concatenate_shares([share for share, _, _ in kinds], own).reshape(-1)
     flat = jax.sharding.reshard(jnp.pad(flat, (0, padded - flat.size)), layout)
     rounded = flat.astype(dtype)
     if jnp.promote_types(flat.dtype, dtype) == dtype:

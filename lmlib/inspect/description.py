@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from lmlib.optim.optimizer import Decays, as_declared
 from lmlib.parallel.axes import Weight, map_weights
-from lmlib.parallel.layout import splitting, stored
+from lmlib.parallel.layout import splitting, storage_spec
 from lmlib.parallel.mesh import sizes_text
 from lmlib.terminal.table import columns
 
@@ -108,7 +108,7 @@ def describe(
     parameters: list[Parameter] = []
 
     def visit(weight: Weight, array: jax.Array | jax.ShapeDtypeStruct) -> None:
-        layout = stored(weight, array.shape, mesh)
+        layout = storage_spec(weight, array.shape, mesh)
         local = NamedSharding(mesh, layout).shard_shape(array.shape)
         sizes = dict(zip(weight.axes, array.shape, strict=True))
         parameters.append(

@@ -19,7 +19,7 @@ from lmlib.inspect.layers import attention_weights, logit_lens, residual_stream
 from lmlib.losses.features import features
 from lmlib.losses.token_losses import token_losses
 from lmlib.models.model import Model, check_length, padded_length
-from lmlib.parallel.layout import COMPUTE, pieces, reshard
+from lmlib.parallel.layout import COMPUTE, num_shards, reshard
 from lmlib.parallel.mesh import mesh_of
 
 _LENGTHS = 64  # sequences are padded to multiples of this, to limit compilations
@@ -118,7 +118,7 @@ class Inspector:
         padded = padded_length(self._model, len(ids), _LENGTHS)
         length = max(len(ids), min(padded, self._longest or padded))
         check_length(self._model, length, self._compute)
-        rows = 1 if self._mesh is None else pieces(COMPUTE["batch"], self._mesh)
+        rows = 1 if self._mesh is None else num_shards(COMPUTE["batch"], self._mesh)
         tokens_BS = np.zeros((rows, length), np.int32)
         tokens_BS[0, : len(ids)] = ids
         given_BS = np.zeros((rows, length), bool)

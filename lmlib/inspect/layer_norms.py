@@ -7,7 +7,7 @@ from jax.sharding import Mesh
 from lmlib.compute import Compute
 from lmlib.data.batch import Source, place
 from lmlib.data.resumable import Resumable
-from lmlib.experiment import Moment
+from lmlib.experiment import StepEvent
 from lmlib.inspect.layer_statistics import layer_statistics
 from lmlib.losses.next_token import NextToken
 from lmlib.losses.objective import Objective
@@ -42,7 +42,7 @@ class LayerNorms:
                 "that has any batch at any time, such as flat tokens"
             )
 
-    def __call__(self, now: Moment) -> dict[str, float]:
+    def __call__(self, now: StepEvent) -> dict[str, float]:
         rows = sharding("batch seq", self.mesh)
         found = layer_statistics(
             now.state.whole_model,

@@ -19,7 +19,7 @@ from lmlib.data.batch import Batch
 from lmlib.losses.features import features
 from lmlib.losses.next_token import NextToken
 from lmlib.losses.objective import Objective, sums_of
-from lmlib.models.context import LayerCall
+from lmlib.models.forward_context import LayerCall
 from lmlib.models.matrices.int8 import Int8
 from lmlib.models.model import Model, WeightGroup
 from lmlib.terminal.table import columns
@@ -112,7 +112,7 @@ def _measured(
         sums = sums_of(objective, model, reference_model, batch, compute)
         positions = jnp.sum(batch.segment_ids > 0, dtype=jnp.int32)
         counts = (jnp.maximum(each, 1) for each in (objective.count(batch), positions))
-        return objective.minimised(sums, *counts)
+        return objective.mean_loss(sums, *counts)
 
     value, gradients = jax.value_and_grad(loss)(in_floats)
     outputs = features(model, batch, compute, observe=_root_mean_squares).observed

@@ -11,8 +11,8 @@ from jaxtyping import Array, Float
 
 from lmlib.compute import Compute
 from lmlib.data.batch import Batch
-from lmlib.models.context import Context, LayerCall, Observe
-from lmlib.models.model import Model, Trunk
+from lmlib.models.forward_context import ForwardContext, LayerCall, Observe
+from lmlib.models.model import Model, TrunkOutput
 from lmlib.parallel.layout import reshard
 
 
@@ -53,7 +53,7 @@ def attention_weights(
     return jnp.moveaxis(_observed(model, batch, compute, weights).observed, 0, 1)
 
 
-def _observed(model: Model, batch: Batch, compute: Compute, observe: Observe) -> Trunk:
+def _observed(model: Model, batch: Batch, compute: Compute, observe: Observe) -> TrunkOutput:
     context = dataclasses.replace(_context(batch, compute), observe=observe)
     trunk = model.trunk(jnp.asarray(batch.tokens), context)
     if trunk.observed is None:
@@ -64,5 +64,5 @@ def _observed(model: Model, batch: Batch, compute: Compute, observe: Observe) ->
     return trunk
 
 
-def _context(batch: Batch, compute: Compute) -> Context:
-    return Context(jnp.asarray(batch.positions), jnp.asarray(batch.segment_ids), compute)
+def _context(batch: Batch, compute: Compute) -> ForwardContext:
+    return ForwardContext(jnp.asarray(batch.positions), jnp.asarray(batch.segment_ids), compute)

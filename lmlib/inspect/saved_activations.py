@@ -53,7 +53,7 @@ def saved_activations(experiment: Experiment) -> SavedActivations:
     The backward pass also needs the weights and a few numbers per position; these are not listed.
     """
     data, mesh = experiment.data, experiment.mesh
-    model = abstract_model(lambda: experiment.recipe.made, mesh)
+    model = abstract_model(lambda: experiment.recipe.abstract_model, mesh)
     rows = data.batch_size // experiment.microbatches
     batch = abstract_batch(rows, data.sequence_length, mesh)
     with jax.set_mesh(mesh):

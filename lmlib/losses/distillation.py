@@ -16,11 +16,11 @@ from jaxtyping import Array, Float, Int32, PRNGKeyArray
 from lmlib.compute import Compute
 from lmlib.data.batch import Batch
 from lmlib.losses.features import features
-from lmlib.losses.fused import ChunkLogits, TokenLoss, TokenLosses, batch_sums, logits_alone
+from lmlib.losses.fused import ChunkLogits, TokenLoss, TokenLosses, batch_sums, logits_of_chunk
 from lmlib.losses.objective import LossSums, Metric, Objective, ReferenceModel, check_fraction
 from lmlib.models.model import Model
 from lmlib.parallel.collectives import axis_index, pmax, psum
-from lmlib.parallel.layout import along, reshard
+from lmlib.parallel.layout import mesh_axes_for, reshard
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,11 +163,11 @@ class Divergence:
         self, logits: ChunkLogits, tokens: tuple[Array, ...], tables: tuple[Array, ...]
     ) -> TokenLosses:
         (h_NF,), (table_FV,) = tokens, tables
-        taught_NV = logits_alone(table_FV, h_NF, self.cap, self.logits_dtype)
+        taught_NV = logits_of_chunk(table_FV, h_NF, self.cap, self.logits_dtype)
         log_p_NV = _log_softmax(taught_NV / self.temperature)
         log_q_NV = _log_softmax(logits.logits_NV / self.temperature)
         p_NV = jnp.exp(log_p_NV)
-        divergence_N = psum(jnp.sum(p_NV * (log_p_NV - log_q_NV), axis=-1), along("vocab"))
+        divergence_N = psum(jnp.sum(p_NV * (log_p_NV - log_q_NV), axis=-1), mesh_axes_for("vocab"))
         # d KL / d logit = (q - p) / T.
         slope_NV = self.temperature * (jnp.exp(log_q_NV) - p_NV)
         return _mixture(logits, self.weight, divergence_N, self.temperature**2, slope_NV)
@@ -209,7 +209,7 @@ class ListedDivergence:
         is_listed_NV = log_p_NV > -jnp.inf
         p_NV = jnp.exp(log_p_NV)
         of_listed_NV = jnp.where(is_listed_NV, p_NV * (log_p_NV - logits.log_p_NV), 0)
-        divergence_N = psum(jnp.sum(of_listed_NV, axis=-1), along("vocab"))
+        divergence_N = psum(jnp.sum(of_listed_NV, axis=-1), mesh_axes_for("vocab"))
         slope_NV = logits.p_NV - p_NV  # d KL / d logit
         if has_others:
             log_sum_N, shares_NV = _log_sum(jnp.where(is_listed_NV, -jnp.inf, logits.logits_NV))
@@ -228,26 +228,26 @@ def _mixture(
       slope_NV: the gradient of factor · divergence with respect to the logits.
     """
     cross_entropy_N = logits.cross_entropy_N
-    minimised_N = (1 - weight) * cross_entropy_N + weight * (factor * divergence_N)
+    loss_N = (1 - weight) * cross_entropy_N + weight * (factor * divergence_N)
     return TokenLosses(
-        minimised_N,
-        {"loss": minimised_N, "cross_entropy": cross_entropy_N, "divergence": divergence_N},
+        loss_N,
+        {"loss": loss_N, "cross_entropy": cross_entropy_N, "divergence": divergence_N},
         (1 - weight) * (logits.p_NV - logits.is_target_NV) + weight * slope_NV,
     )
 
 
 def _log_softmax(logits_NV: Array) -> Array:
     """Log-probabilities over the whole vocabulary, for this device's part of it."""
-    shifted_NV = logits_NV - pmax(jnp.max(logits_NV, axis=-1), along("vocab"))[:, None]
-    normaliser_N = psum(jnp.sum(jnp.exp(shifted_NV), axis=-1), along("vocab"))
+    shifted_NV = logits_NV - pmax(jnp.max(logits_NV, axis=-1), mesh_axes_for("vocab"))[:, None]
+    normaliser_N = psum(jnp.sum(jnp.exp(shifted_NV), axis=-1), mesh_axes_for("vocab"))
     return shifted_NV - jnp.log(normaliser_N)[:, None]
 
 
 def _log_sum(logits_NV: Array) -> tuple[Float[Array, "n"], Float[Array, "n v"]]:
     """log Σ exp of the logits over the whole vocabulary, and each one's fraction of that sum."""
-    highest_N = pmax(jnp.max(logits_NV, axis=-1), along("vocab"))
+    highest_N = pmax(jnp.max(logits_NV, axis=-1), mesh_axes_for("vocab"))
     exponentials_NV = jnp.exp(logits_NV - highest_N[:, None])
-    sum_N = psum(jnp.sum(exponentials_NV, axis=-1), along("vocab"))
+    sum_N = psum(jnp.sum(exponentials_NV, axis=-1), mesh_axes_for("vocab"))
     return highest_N + jnp.log(sum_N), exponentials_NV / sum_N[:, None]
 
 
@@ -255,7 +255,7 @@ def _spread(
     ids_NK: Int32[Array, "n k"], values_NK: Float[Array, "n k"], vocab: int
 ) -> Float[Array, "n v"]:
     """Puts values at their ids in this device's part of the vocabulary, and -∞ elsewhere."""
-    places_NK = ids_NK - vocab * axis_index(along("vocab"))
+    places_NK = ids_NK - vocab * axis_index(mesh_axes_for("vocab"))
     is_here_NK = (places_NK >= 0) & (places_NK < vocab)
     places_NK = jnp.where(is_here_NK, places_NK, vocab)  # out of range, so dropped
     N = ids_NK.shape[0]

@@ -12,12 +12,12 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from lmlib.compute import Compute
 from lmlib.data.batch import Batch
-from lmlib.models.context import Context, Observe
-from lmlib.models.model import Model, Trunk, check_positions
-from lmlib.models.part import Reports, check_like, class_name
+from lmlib.models.forward_context import ForwardContext, Observe
+from lmlib.models.model import Model, TrunkOutput, check_positions
+from lmlib.models.part import AuxOutputs, check_like, class_name
 from lmlib.parallel.axes import PartError
 from lmlib.parallel.collectives import devices_along
-from lmlib.parallel.layout import COMPUTE, along, partition, reshard
+from lmlib.parallel.layout import COMPUTE, mesh_axes_for, partition, reshard
 
 
 class Features(NamedTuple):
@@ -25,12 +25,12 @@ class Features(NamedTuple):
 
     Attributes:
       h_BSE: the input of the unembedding, in the compute dtype.
-      reports: reports of the model, over all tokens except padding.
+      aux: reports of the model, over all tokens except padding.
       observed: the results of `observe` in each layer (`Context.observe`).
     """
 
     h_BSE: Float[Array, "b s embed"]
-    reports: Reports
+    aux: AuxOutputs
     observed: Any
 
 
@@ -55,14 +55,14 @@ def features(
     if batch.order != "plain":
         from lmlib.models.split_rows import check_rows_may_be_split  # only split rows need it
 
-        devices = devices_along(along("seq"))
+        devices = devices_along(mesh_axes_for("seq"))
         check_rows_may_be_split(model, f"{COMPUTE['seq']}={devices}")
     # A batch that comes directly from a source is NumPy's.
     tokens_BS, positions_BS, segment_ids_BS = (
         reshard(jnp.asarray(x_BS), "batch seq")
         for x_BS in (batch.tokens, batch.positions, batch.segment_ids)
     )
-    context = Context(
+    context = ForwardContext(
         positions_BS,
         None if batch.whole_rows else segment_ids_BS,
         compute,
@@ -73,16 +73,16 @@ def features(
         observe=observe,
     )
     trunk = model.trunk(tokens_BS, context)
-    if not isinstance(trunk, Trunk):
+    if not isinstance(trunk, TrunkOutput):
         raise PartError(
-            f"{class_name(model)}.trunk must return a lmlib.models.model.Trunk, as a `Stack` does, "
-            f"got a {type(trunk).__name__}"
+            f"{class_name(model)}.trunk must return a lmlib.models.model.TrunkOutput, as a `Stack` "
+            f"does, got a {type(trunk).__name__}"
         )
     h_BSE = model.features(trunk.x_BSE, context)
     check_like(model, h_BSE, trunk.x_BSE)
     # The gradient, which is as large, is saved for the backward pass.
     h_BSE = checkpoint_name(h_BSE, "loss_gradient")
-    return Features(h_BSE, trunk.reports, trunk.observed)
+    return Features(h_BSE, trunk.aux, trunk.observed)
 
 
 def is_split(h_BSE: Float[Array, "b s embed"]) -> bool:

@@ -21,19 +21,19 @@ from lmlib.compute import Compute
 from lmlib.data.batch import Batch
 from lmlib.losses.features import features, is_split
 from lmlib.losses.objective import LossSums
-from lmlib.models.context import Observe
+from lmlib.models.forward_context import Observe
 from lmlib.models.model import Model, capped
 from lmlib.parallel.collectives import (
     all_gather,
     axis_index,
-    on_each_device,
     platform,
     pmax,
     psum,
     psum_scatter,
+    shard_map,
 )
-from lmlib.parallel.layout import STORED, along, partition
-from lmlib.parallel.mesh_axes import COPIES, TOKENS
+from lmlib.parallel.layout import STORED, mesh_axes_for, partition
+from lmlib.parallel.mesh_axes import REPLICA_AXES, TOKENS
 
 _EVERYWHERE = PartitionSpec()
 
@@ -69,12 +69,12 @@ class TokenLosses(NamedTuple):
     """The losses of the tokens of a chunk.
 
     Attributes:
-      minimised_N: nats.
+      loss_N: nats.
       reported: numbers to report, by name.
-      dlogits_NV: the gradient of `minimised_N` with respect to this device's logits.
+      dlogits_NV: the gradient of `loss_N` with respect to this device's logits.
     """
 
-    minimised_N: Float[Array, "n"]
+    loss_N: Float[Array, "n"]
     reported: dict[str, Float[Array, "n"]]
     dlogits_NV: Float[Array, "n v"]
 
@@ -120,7 +120,7 @@ def batch_sums(
     found = features(model, batch, compute, key, dropout, observe)
     with jax.named_scope("loss"):
         sums = model_loss(loss, model, found.h_BSE, batch.loss_mask, batch, compute, tokens, tables)
-    return sums._replace(model=found.reports), found.observed
+    return sums._replace(model=found.aux), found.observed
 
 
 def model_loss(
@@ -165,7 +165,7 @@ def fused_loss(
       tokens: further arrays (b, s, …) that `loss` needs for each token.
       tables: further arrays (embed, vocab) that it needs whole along embed.
       cap: see `Model.logit_cap`.
-      chunk: tokens whose logits a device holds at a time; `None`: see `chunks`.
+      chunk: tokens whose logits a device holds at a time; `None`: see `split_into_chunks`.
       dtype: dtype of the logits, unless the features' is wider; softmax is in float32 or wider.
     """
     call = _Call(loss, cap, chunk, dtype, is_split(h_BSE), len(tokens), len(tables))
@@ -178,7 +178,7 @@ def fused_loss(
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _sums(call: _Call, *arguments: Array) -> LossSums:
     local = functools.partial(_local, call, 0)
-    return on_each_device(local, call.layouts, (_EVERYWHERE, ()), tracked=False)(*arguments)[0]
+    return shard_map(local, call.layouts, (_EVERYWHERE, ()), tracked=False)(*arguments)[0]
 
 
 def _forward(call: _Call, *arguments: CustomVJPPrimal) -> tuple[LossSums, tuple[Array, ...]]:
@@ -186,14 +186,14 @@ def _forward(call: _Call, *arguments: CustomVJPPrimal) -> tuple[LossSums, tuple[
     asked = 2 if arguments[1].perturbed else 1
     local = functools.partial(_local, call, asked)
     outputs = _EVERYWHERE, call.layouts[:asked]
-    on_devices = on_each_device(local, call.layouts, outputs, tracked=False)
+    on_devices = shard_map(local, call.layouts, outputs, tracked=False)
     return on_devices(*(each.value for each in arguments))
 
 
 def _backward(
     call: _Call, gradients: tuple[Array, ...], arriving: LossSums
 ) -> tuple[Array | None, ...]:
-    factor = arriving.minimised
+    factor = arriving.loss_sum
     if isinstance(factor, SymbolicZero):
         return (None,) * len(call.layouts)
     found = [(gradient * factor).astype(gradient.dtype) for gradient in gradients]
@@ -223,20 +223,20 @@ def _local(
         return dtable_EV, (sums, dh_NE)
 
     nothing_EV = jnp.zeros(whole_EV.shape, wide) if asked > 1 else None
-    parts = chunks(call.chunk, whole_EV.shape[1], h_BSE, *others[: 2 + call.tokens])
-    dtable_EV, (sums_C, dh_CNE) = visited(visit, nothing_EV, parts)
+    parts = split_into_chunks(call.chunk, whole_EV.shape[1], h_BSE, *others[: 2 + call.tokens])
+    dtable_EV, (sums_C, dh_CNE) = scan_chunks(visit, nothing_EV, parts)
     sums = jax.tree.map(lambda each_C: psum(jnp.sum(each_C, 0), TOKENS), sums_C)
     if not asked:
         return sums, ()
-    dh_BSE = unchunked(dh_CNE, h_BSE.shape[:2])
+    dh_BSE = merge_chunks(dh_CNE, h_BSE.shape[:2])
     if call.split:
-        dh_BSE = psum_scatter(dh_BSE, along("vocab"), axis=1)
+        dh_BSE = psum_scatter(dh_BSE, mesh_axes_for("vocab"), axis=1)
     else:
-        dh_BSE = psum(dh_BSE, along("vocab"))
+        dh_BSE = psum(dh_BSE, mesh_axes_for("vocab"))
     if dtable_EV is None:
         return sums, (dh_BSE,)
-    dtable_EV = psum_scatter(dtable_EV.astype(h_BSE.dtype), along("embed", STORED), axis=0)
-    return sums, (dh_BSE, psum(dtable_EV, COPIES).astype(table_EV.dtype))
+    dtable_EV = psum_scatter(dtable_EV.astype(h_BSE.dtype), mesh_axes_for("embed", STORED), axis=0)
+    return sums, (dh_BSE, psum(dtable_EV, REPLICA_AXES).astype(table_EV.dtype))
 
 
 def _chunk_sums(
@@ -255,7 +255,7 @@ def _chunk_sums(
     def total(values_N: Array) -> Array:
         return jnp.sum(jnp.where(counts_N, weights_N * values_N, 0))
 
-    sums = LossSums(total(found.minimised_N), jax.tree.map(total, found.reported))
+    sums = LossSums(total(found.loss_N), jax.tree.map(total, found.reported))
     return sums, dlogits_NV.astype(h_NE.dtype)
 
 
@@ -267,22 +267,22 @@ def inputs(split: bool) -> tuple[PartitionSpec, ...]:
 
 def gathered(split: bool, h_BSE: Array, table_EV: Array) -> tuple[Array, Array]:
     """All-gathers the features along the sequence if `split`, and the table along embed."""
-    h_BSE = all_gather(h_BSE, along("vocab"), axis=1) if split else h_BSE
-    return h_BSE, all_gather(table_EV.astype(h_BSE.dtype), along("embed", STORED), axis=0)
+    h_BSE = all_gather(h_BSE, mesh_axes_for("vocab"), axis=1) if split else h_BSE
+    return h_BSE, all_gather(table_EV.astype(h_BSE.dtype), mesh_axes_for("embed", STORED), axis=0)
 
 
 def chunk_logits(
     table_EV: Array, h_NE: Array, targets_N: Array, cap: float | None, logits_dtype: str
 ) -> ChunkLogits:
-    """The logits of a chunk, from `logits_alone`, with statistics in float32 or wider."""
-    logits_NV = logits_alone(table_EV, h_NE, cap, logits_dtype)
-    highest_N = pmax(jnp.max(logits_NV, axis=-1), along("vocab"))
+    """The logits of a chunk, from `logits_of_chunk`, with statistics in float32 or wider."""
+    logits_NV = logits_of_chunk(table_EV, h_NE, cap, logits_dtype)
+    highest_N = pmax(jnp.max(logits_NV, axis=-1), mesh_axes_for("vocab"))
     shifted_NV = logits_NV - highest_N[:, None]
     exponentials_NV = jnp.exp(shifted_NV)
-    normaliser_N = psum(jnp.sum(exponentials_NV, axis=-1), along("vocab"))
+    normaliser_N = psum(jnp.sum(exponentials_NV, axis=-1), mesh_axes_for("vocab"))
     log_normaliser_N = jnp.log(normaliser_N)
     is_target_NV = targets_N[:, None] == vocabulary_ids(logits_NV)
-    target_N = psum(jnp.sum(jnp.where(is_target_NV, logits_NV, 0), axis=-1), along("vocab"))
+    target_N = psum(jnp.sum(jnp.where(is_target_NV, logits_NV, 0), axis=-1), mesh_axes_for("vocab"))
     log_p_NV = shifted_NV - log_normaliser_N[:, None]
     # Reusing the summed exponentials would write them to memory in float32 for the gradient. CPUs
     # reuse them: they compute exponentials slowly, and have these in the cache.
@@ -295,7 +295,7 @@ def chunk_logits(
     )
 
 
-def logits_alone(
+def logits_of_chunk(
     table_EV: Array, h_NE: Array, cap: float | None, logits_dtype: str
 ) -> Float[Array, "n v"]:
     """The logits of a chunk, float32 or wider, computed in `logits_dtype` or h's if it is wider."""
@@ -308,10 +308,10 @@ def logits_alone(
 def vocabulary_ids(logits_NV: Array) -> Int32[Array, "n v"]:
     """The token id of each logit in this device's part of the vocabulary."""
     N, V = logits_NV.shape
-    return jax.lax.broadcasted_iota(jnp.int32, (N, V), 1) + V * axis_index(along("vocab"))
+    return jax.lax.broadcasted_iota(jnp.int32, (N, V), 1) + V * axis_index(mesh_axes_for("vocab"))
 
 
-def chunks(limit: int | None, vocab: int, *tokens: Array) -> tuple[Array, ...]:
+def split_into_chunks(limit: int | None, vocab: int, *tokens: Array) -> tuple[Array, ...]:
     """Splits arrays (b, s, …) into as few equal chunks (C, N, …) as `limit` allows.
 
     The last chunk is padded with zeros, tokens that do not count.
@@ -335,14 +335,14 @@ def chunks(limit: int | None, vocab: int, *tokens: Array) -> tuple[Array, ...]:
     return tuple(map(part, tokens))
 
 
-def unchunked(x_CN: Array, shape: tuple[int, ...]) -> Array:
-    """The inverse of `chunks`, for tokens of `shape`."""
+def merge_chunks(x_CN: Array, shape: tuple[int, ...]) -> Array:
+    """The inverse of `split_into_chunks`, for tokens of `shape`."""
     B, S = shape
     rest = x_CN.shape[2:]
     return x_CN.reshape(-1, *rest)[: B * S].reshape(B, S, *rest)
 
 
-def visited(visit: Callable[..., Any], start: Any, parts: Any) -> Any:
+def scan_chunks(visit: Callable[..., Any], start: Any, parts: Any) -> Any:
     """`jax.lax.scan`, but without a loop for one chunk."""
     # XLA's TPU compiler would run the body of such a loop twice.
     if jax.tree.leaves(parts)[0].shape[0] > 1:

@@ -15,7 +15,7 @@ from lmlib.compute import Compute
 from lmlib.data.batch import Batch
 from lmlib.losses.fused import ChunkLogits, TokenLosses, batch_sums
 from lmlib.losses.objective import LossSums, Metric, Objective, check_fraction
-from lmlib.models.context import Observe
+from lmlib.models.forward_context import Observe
 from lmlib.models.model import Model
 
 
@@ -93,5 +93,5 @@ class CrossEntropy:
     ) -> TokenLosses:
         slope_N = 1 + 2 * self.z_loss * logits.log_z_N
         dlogits_NV = logits.p_NV * slope_N[:, None] - logits.is_target_NV
-        minimised_N = logits.cross_entropy_N + self.z_loss * jnp.square(logits.log_z_N)
-        return TokenLosses(minimised_N, {"loss": logits.cross_entropy_N}, dlogits_NV)
+        loss_N = logits.cross_entropy_N + self.z_loss * jnp.square(logits.log_z_N)
+        return TokenLosses(loss_N, {"loss": logits.cross_entropy_N}, dlogits_NV)

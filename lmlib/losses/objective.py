@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int32, PRNGKeyArray
 from lmlib.compute import Compute
 from lmlib.data.batch import Batch
 from lmlib.models.model import Model
-from lmlib.models.part import NO_REPORTS, Reports, check_scalars, class_name
+from lmlib.models.part import NO_AUX, AuxOutputs, check_scalars, class_name
 from lmlib.parallel.axes import PartError
 
 
@@ -19,14 +19,14 @@ class LossSums(NamedTuple):
     """Sums over the units of a batch or of a part of it. Parts add up to the whole batch.
 
     Attributes:
-      minimised: the sum that has a gradient; nats.
+      loss_sum: the sum that has a gradient; nats.
       reported: the metrics of `Objective.metrics`, by name, without gradients.
       model: the reports of the model, summed over all tokens except padding.
     """
 
-    minimised: Float[Array, ""]
+    loss_sum: Float[Array, ""]
     reported: dict[str, Float[Array, ""]]
-    model: Reports = NO_REPORTS
+    model: AuxOutputs = NO_AUX
 
 
 class Metric(NamedTuple):
@@ -130,7 +130,7 @@ class Objective(abc.ABC):
         """The number of `units` of a batch, which divides sums: by default its valid targets."""
         return jnp.sum(batch.loss_mask, dtype=jnp.int32)
 
-    def minimised(self, sums: LossSums, count: Array, positions: Array) -> Float[Array, ""]:
+    def mean_loss(self, sums: LossSums, count: Array, positions: Array) -> Float[Array, ""]:
         """Returns the contribution of `sums` to the loss that a step minimises.
 
         Args:
@@ -138,7 +138,7 @@ class Objective(abc.ABC):
           count: units in the whole batch, at least 1.
           positions: tokens of the whole batch except padding, at least 1.
         """
-        total = sums.minimised / count
+        total = sums.loss_sum / count
         for name, coefficient in self.model_losses.items():
             total += coefficient * (sums.model.losses[name].astype(jnp.float32) / positions)
         return total
@@ -180,7 +180,7 @@ def sums_of(
             f"{class_name(objective)}.sums must return a lmlib.losses.LossSums, got a "
             f"{type(sums).__name__}"
         )
-    check_scalars(objective, "sums", {"minimised": sums.minimised})
+    check_scalars(objective, "sums", {"loss_sum": sums.loss_sum})
     check_scalars(objective, "reported", sums.reported)
     if lacking := [name for name in objective.metrics if name not in sums.reported]:
         raise PartError(

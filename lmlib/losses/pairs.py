@@ -19,7 +19,7 @@ from lmlib.losses.fused import model_loss
 from lmlib.losses.next_token import CrossEntropy
 from lmlib.losses.objective import LossSums, Objective, ReferenceModel
 from lmlib.losses.token_losses import token_losses
-from lmlib.models.matrices.adapted import without_adapters
+from lmlib.models.matrices.lora import without_adapters
 from lmlib.models.model import Model
 from lmlib.parallel.rows import gathered_rows
 from lmlib.parallel.selection import named_weights
@@ -214,5 +214,5 @@ class PairedObjective(Objective):
             (minimised, sums), weights_BS = jax.value_and_grad(loss, has_aux=True)(nats_BS)
             made = model_loss(CrossEntropy(), model, found.h_BSE, weights_BS, batch, compute)
         # The weighted sum has the gradient of the loss, but a different value.
-        minimised += made.minimised - jax.lax.stop_gradient(made.minimised)
-        return LossSums(minimised, sums, found.reports)
+        minimised += made.loss_sum - jax.lax.stop_gradient(made.loss_sum)
+        return LossSums(minimised, sums, found.aux)

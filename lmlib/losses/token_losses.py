@@ -16,16 +16,16 @@ from lmlib.losses.features import features, is_split
 from lmlib.losses.fused import (
     ChunkLogits,
     chunk_logits,
-    chunks,
     gathered,
     inputs,
-    unchunked,
-    visited,
+    merge_chunks,
+    scan_chunks,
+    split_into_chunks,
     vocabulary_ids,
 )
 from lmlib.models.model import Model
-from lmlib.parallel.collectives import all_gather, axis_index, on_each_device, pmax
-from lmlib.parallel.layout import along, partition
+from lmlib.parallel.collectives import all_gather, axis_index, pmax, shard_map
+from lmlib.parallel.layout import mesh_axes_for, partition
 
 
 def of_each_token(
@@ -51,12 +51,12 @@ def of_each_token(
             logits = chunk_logits(table_EV, h_NE, tokens[0], model.logit_cap, dtype)
             return None, function(logits, *tokens)
 
-        parts = chunks(compute.loss_chunk, table_EV.shape[1], h_BSE, *tokens)
-        found = visited(visit, None, parts)[1]
-        return jax.tree.map(lambda x_CN: unchunked(x_CN, tokens[0].shape), found)
+        parts = split_into_chunks(compute.loss_chunk, table_EV.shape[1], h_BSE, *tokens)
+        found = scan_chunks(visit, None, parts)[1]
+        return jax.tree.map(lambda x_CN: merge_chunks(x_CN, tokens[0].shape), found)
 
     tokens = partition("batch seq")
-    on_devices = on_each_device(local, (*inputs(split), tokens, tokens), tokens, tracked=False)
+    on_devices = shard_map(local, (*inputs(split), tokens, tokens), tokens, tracked=False)
     of_batch = jnp.asarray(batch.targets), jnp.asarray(batch.loss_mask)
     return on_devices(h_BSE, model.unembedding_EV(), *of_batch)
 
@@ -80,7 +80,7 @@ def token_losses(
         lowest_N = jnp.min(
             jnp.where(is_highest_NV, vocabulary_ids(logits.logits_NV), none), axis=-1
         )
-        likeliest_N = -pmax(-lowest_N, along("vocab"))
+        likeliest_N = -pmax(-lowest_N, mesh_axes_for("vocab"))
         nats_N = jnp.where(loss_mask_N, logits.cross_entropy_N, 0)
         return nats_N, loss_mask_N & (likeliest_N == targets_N)
 
@@ -108,9 +108,11 @@ def likeliest_tokens(
     def found(logits: ChunkLogits, *_: Array) -> tuple[Array, Array]:
         V = logits.logits_NV.shape[1]
         logits_NK, ids_NK = jax.lax.top_k(logits.logits_NV, min(k, V))
-        ids_NK += V * axis_index(along("vocab"))
+        ids_NK += V * axis_index(mesh_axes_for("vocab"))
         # The order of the devices keeps the lowest of equal ids first.
-        logits_NK, ids_NK = (all_gather(x, along("vocab"), axis=1) for x in (logits_NK, ids_NK))
+        logits_NK, ids_NK = (
+            all_gather(x, mesh_axes_for("vocab"), axis=1) for x in (logits_NK, ids_NK)
+        )
         logits_NK, places_NK = jax.lax.top_k(logits_NK, k)
         log_p_NK = (logits_NK - logits.highest_N[:, None]) - logits.log_normaliser_N[:, None]
         return jnp.take_along_axis(ids_NK, places_NK, axis=1), log_p_NK

@@ -16,9 +16,9 @@ from typing import Any, Protocol, runtime_checkable
 from lmlib.hardware.specifications import peak_flops
 from lmlib.metrics.sinks import MakeSink, Sinks
 from lmlib.storage.appended_file import AppendedFile, set_aside
+from lmlib.storage.atomic_file import make_folder
 from lmlib.storage.stored_json import parse_json
 from lmlib.storage.unlinked import check_no_link
-from lmlib.storage.whole_file import make_folder
 
 FILE_NAME = "metrics.jsonl"
 _NOT_FINITE = {"NaN", "Infinity", "-Infinity"}

@@ -11,12 +11,21 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from lmlib.models.context import Context
-from lmlib.models.part import Names, Norm, Part, Reports, check_like, check_part, checked, joined
-from lmlib.parallel.layout import share
+from lmlib.models.forward_context import ForwardContext
+from lmlib.models.part import (
+    ActivationNames,
+    AuxOutputs,
+    Norm,
+    Part,
+    check_like,
+    check_part,
+    checked,
+    merge_names,
+)
+from lmlib.parallel.layout import replicate_for_tp
 
 
-class TwoParts(Part):
+class BlockBase(Part):
     """Base class of layers with a mixer and an MLP. A subclass defines `__call__` and `names`."""
 
     attention_norm: eqx.AbstractVar[Norm | None]
@@ -30,25 +39,26 @@ class TwoParts(Part):
 
     def attention_input(self, x_BSE: Float[Array, "b s embed"]) -> Float[Array, "b s embed"]:
         """The input of attention for this residual stream."""
-        # `share` gathers the sequence over `tensor` when the residual stream is sequence-parallel.
-        h_BSE = share(normed(self.attention_norm, x_BSE), "batch seq embed")
+        # `replicate_for_tp` gathers the sequence over `tensor` when the residual stream is
+        # sequence-parallel.
+        h_BSE = replicate_for_tp(normed(self.attention_norm, x_BSE), "batch seq embed")
         return checkpoint_name(h_BSE, "attention_input")
 
-    def attended(self, x_BSE: Array, context: Context, cache: Any) -> tuple[Array, Any]:
+    def attended(self, x_BSE: Array, context: ForwardContext, cache: Any) -> tuple[Array, Any]:
         """The output of attention, and the new cache."""
         returned = self.attention(self.attention_input(x_BSE), context, cache)
         return checked(self.attention, returned, x_BSE, "cache")
 
-    def fed_forward(self, x_BSE: Array, context: Context) -> tuple[Array, Reports]:
+    def fed_forward(self, x_BSE: Array, context: ForwardContext) -> tuple[Array, AuxOutputs]:
         """The output of the MLP, and its reports."""
-        h_BSE = share(normed(self.mlp_norm, x_BSE), "batch seq embed")
+        h_BSE = replicate_for_tp(normed(self.mlp_norm, x_BSE), "batch seq embed")
         returned = self.mlp(checkpoint_name(h_BSE, "mlp_input"), context)
         return checked(self.mlp, returned, x_BSE, "reports")
 
     def empty_cache(self, rows: int, length: int, dtype: DTypeLike) -> Any:
         return self.attention.empty_cache(rows, length, dtype)
 
-    def attention_weights(self, x_BSE: Array, context: Context) -> Array:
+    def attention_weights(self, x_BSE: Array, context: ForwardContext) -> Array:
         return self.attention.attention_weights(self.attention_input(x_BSE), context)
 
     def updated(self, tallies: Any) -> Any:
@@ -58,7 +68,7 @@ class TwoParts(Part):
         return self.mlp.measured(tallies)
 
 
-class Block(TwoParts):
+class Block(BlockBase):
     """x + after(attention(before(x))), then the same with the MLP. Each norm is optional.
 
     Pre-norm: arXiv:2002.04745; norms after, as in OLMo 2: arXiv:2501.00656, §3.1; both, as in Gemma
@@ -91,27 +101,27 @@ class Block(TwoParts):
         self.residual_multiplier = residual_multiplier
 
     def __call__(
-        self, x_BSE: Float[Array, "b s embed"], context: Context, cache: Any = None
-    ) -> tuple[Float[Array, "b s embed"], Reports, Any]:
+        self, x_BSE: Float[Array, "b s embed"], context: ForwardContext, cache: Any = None
+    ) -> tuple[Float[Array, "b s embed"], AuxOutputs, Any]:
         """A layer's call; see `Part`."""
         h_BSE, cache = self.attended(x_BSE, context, cache)
         x_BSE += self._scaled(
             context.dropped(normed(self.attention_after_norm, h_BSE), "attention")
         )
         x_BSE = checkpoint_name(x_BSE, "attention_residual")
-        h_BSE, reports = self.fed_forward(x_BSE, context)
+        h_BSE, aux = self.fed_forward(x_BSE, context)
         h_BSE = context.dropped(normed(self.mlp_after_norm, h_BSE), "mlp")
-        return x_BSE + self._scaled(h_BSE), reports, cache
+        return x_BSE + self._scaled(h_BSE), aux, cache
 
     def _scaled(self, h_BSE: Array) -> Array:
         multiplier = self.residual_multiplier
         return h_BSE if multiplier == 1 else h_BSE * jnp.asarray(multiplier, h_BSE.dtype)
 
     @property
-    def names(self) -> Names:
-        before_attention = Names(("attention_input",))
-        before_mlp = Names(("attention_residual", "mlp_input"))
-        return joined(before_attention, self.attention.names, before_mlp, self.mlp.names)
+    def names(self) -> ActivationNames:
+        before_attention = ActivationNames(("attention_input",))
+        before_mlp = ActivationNames(("attention_residual", "mlp_input"))
+        return merge_names(before_attention, self.attention.names, before_mlp, self.mlp.names)
 
 
 def normed(norm: Norm | None, x_BSE: Array) -> Array:

@@ -14,9 +14,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32, PRNGKeyArray
 
-from lmlib.models.context import TOKENS, Context
-from lmlib.models.model import Model, Trunk, WeightGroup
-from lmlib.models.part import Names, Norm, joined
+from lmlib.models.forward_context import TOKENS, ForwardContext
+from lmlib.models.model import Model, TrunkOutput, WeightGroup
+from lmlib.models.part import ActivationNames, Norm, merge_names
 from lmlib.models.parts.embedding import Positions, embedded
 from lmlib.models.scan import policy
 from lmlib.models.stack import Segment, Stack
@@ -77,7 +77,9 @@ class Decoder(Model):
         self.positions, self.stack, self.norm = positions, Stack(segments, key), norm
         self.unembedding = None if tied else initial_values(self, "unembedding", key, **sizes)
 
-    def trunk(self, tokens_BS: Int32[Array, "b s"], context: Context, cache: Any = None) -> Trunk:
+    def trunk(
+        self, tokens_BS: Int32[Array, "b s"], context: ForwardContext, cache: Any = None
+    ) -> TrunkOutput:
         compute = context.compute
         context = context.sharing({TOKENS: tokens_BS})
         with jax.named_scope("embed"):
@@ -94,7 +96,7 @@ class Decoder(Model):
         return self.stack.empty_cache(rows, length, dtype)
 
     def features(
-        self, x_BSE: Float[Array, "b s embed"], context: Context
+        self, x_BSE: Float[Array, "b s embed"], context: ForwardContext
     ) -> Float[Array, "b s embed"]:
         compute = context.compute
 
@@ -106,8 +108,8 @@ class Decoder(Model):
         return jax.checkpoint(normed, policy=policy(compute, ()))(x_BSE)
 
     @property
-    def names(self) -> Names:
-        return joined(Names(scopes=("embed",)), super().names)
+    def names(self) -> ActivationNames:
+        return merge_names(ActivationNames(scopes=("embed",)), super().names)
 
     def updated(self, tallies: Any) -> "Decoder":
         return eqx.tree_at(lambda model: model.stack, self, self.stack.updated(tallies))

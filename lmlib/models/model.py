@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from lmlib.compute import Compute
-from lmlib.models.context import Context, whole_rows
-from lmlib.models.part import NO_REPORTS, Part, Reports, class_name
+from lmlib.models.forward_context import ForwardContext, single_document_context
+from lmlib.models.part import NO_AUX, AuxOutputs, Part, class_name
 from lmlib.parallel.axes import Weight, map_weights
 from lmlib.parallel.collectives import platform
 from lmlib.parallel.layout import reshard
@@ -21,16 +21,16 @@ from lmlib.parallel.mesh import on_mesh_of
 POSITION = "position"  # an axis with one entry for each position of a sequence
 
 
-class Trunk(NamedTuple):
+class TrunkOutput(NamedTuple):
     """The output of a model's layers.
 
-    x_BSE has the layout that `compute.residual` names. Losses and statistics in `reports` are means
+    x_BSE has the layout that `compute.residual` names. Losses and statistics in `aux` are means
     over the layers that report them. `cache` is for the call with the tokens that follow.
     `observed` are the results of `context.observe`, stacked in the order of the layers.
     """
 
     x_BSE: Float[Array, "b s embed"]
-    reports: Reports = NO_REPORTS
+    aux: AuxOutputs = NO_AUX
     cache: Any = None
     observed: Any = None
 
@@ -58,12 +58,12 @@ class Model(Part):
     logit_cap: eqx.AbstractVar[float | None]
 
     def __call__(
-        self, tokens_BS: Int32[Array, "b s"], context: Context | None = None
+        self, tokens_BS: Int32[Array, "b s"], context: ForwardContext | None = None
     ) -> Float[Array, "b s vocab"]:
         """Returns the logits of the next token; by default each row is one document."""
         with on_mesh_of(self):
             tokens_BS = reshard(tokens_BS, "batch seq")
-            context = context or whole_rows(tokens_BS, Compute(dtype=usual_dtype()))
+            context = context or single_document_context(tokens_BS, Compute(dtype=usual_dtype()))
             h_BSE = self.features(self.trunk(tokens_BS, context).x_BSE, context)
             return self.logits(reshard(h_BSE, "batch seq embed"), context.compute)
 
@@ -74,12 +74,14 @@ class Model(Part):
         return logits_of(self.unembedding_EV(), self.logit_cap, features, compute)
 
     @abstractmethod
-    def trunk(self, tokens_BS: Int32[Array, "b s"], context: Context, cache: Any = None) -> Trunk:
+    def trunk(
+        self, tokens_BS: Int32[Array, "b s"], context: ForwardContext, cache: Any = None
+    ) -> TrunkOutput:
         """Runs the embedding and the layers."""
 
     @abstractmethod
     def features(
-        self, x_BSE: Float[Array, "b s embed"], context: Context
+        self, x_BSE: Float[Array, "b s embed"], context: ForwardContext
     ) -> Float[Array, "b s embed"]:
         """The residual stream after the last norm, in the layout and dtype of `x_BSE`."""
 

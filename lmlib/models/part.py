@@ -17,14 +17,14 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from lmlib.compute import Compute
-from lmlib.models.context import Context
+from lmlib.models.forward_context import ForwardContext
 from lmlib.models.weights import product_flops
 from lmlib.parallel.axes import PartError
 
 Norm = Callable[[Array], Array]
 
 
-class Names(NamedTuple):
+class ActivationNames(NamedTuple):
     """Names of activations that may be saved for the backward pass (`checkpoint_name`), and of
     scopes whose time and FLOPs are shown separately (`jax.named_scope`), in the order of
     computation.
@@ -34,15 +34,15 @@ class Names(NamedTuple):
     scopes: tuple[str, ...] = ()
 
 
-def joined(*names: Names) -> Names:
+def merge_names(*names: ActivationNames) -> ActivationNames:
     """Concatenates names in their order, without duplicates."""
-    return Names(
+    return ActivationNames(
         tuple(dict.fromkeys(name for each in names for name in each.saved)),
         tuple(dict.fromkeys(name for each in names for name in each.scopes)),
     )
 
 
-class Reports(NamedTuple):
+class AuxOutputs(NamedTuple):
     """The reports of a part about its tokens, summed over positions that count (`Context.total`).
 
     A value depends only on the row of a position, so sums over microbatches and devices add up.
@@ -54,7 +54,7 @@ class Reports(NamedTuple):
     tallies: Any = None
 
 
-NO_REPORTS = Reports({}, {})
+NO_AUX = AuxOutputs({}, {})
 
 
 class Part(eqx.Module):
@@ -86,9 +86,9 @@ class Part(eqx.Module):
         return _is_part(node) and node is not self
 
     @property
-    def names(self) -> Names:
+    def names(self) -> ActivationNames:
         """Names of the part's activations and scopes."""
-        return joined(*(part.names for part in self.subparts))
+        return merge_names(*(part.names for part in self.subparts))
 
     @property
     def reads(self) -> tuple[Hashable, ...]:
@@ -134,7 +134,9 @@ class Part(eqx.Module):
         """
         return None
 
-    def attention_weights(self, x_BSE: Array, context: Context) -> Float[Array, "b heads s t"]:
+    def attention_weights(
+        self, x_BSE: Array, context: ForwardContext
+    ) -> Float[Array, "b heads s t"]:
         """Returns the weight of each position t in the output at s, for the x of a call; or raises
         ValueError.
         """
@@ -172,10 +174,10 @@ def check_part(part: Any, *arguments: str) -> None:
             f"{name} is called with ({', '.join(arguments)}), which its `__call__` does not take: "
             f"{error}"
         ) from None
-    if not isinstance(part.names, Names) or str in map(type, part.names):
+    if not isinstance(part.names, ActivationNames) or str in map(type, part.names):
         raise ValueError(
-            f"{name}.names must be a lmlib.models.part.Names of two tuples of names, such as "
-            f"`Names(saved=('hidden',))`, got {part.names!r}"
+            f"{name}.names must be a lmlib.models.part.ActivationNames of two tuples of names, such "
+            f"as `ActivationNames(saved=('hidden',))`, got {part.names!r}"
         )
 
 
@@ -185,18 +187,18 @@ def checked(part: Any, returned: Any, x_BSE: Array, *others: str) -> Any:
     if type(returned) is not tuple or len(returned) != len(expected):
         raise PartError(
             f"{class_name(part)} must return a tuple ({', '.join(expected)}), got "
-            f"{_text(returned)}; without reports it returns NO_REPORTS, without a cache None"
+            f"{_text(returned)}; without auxiliary outputs it returns NO_AUX, without a cache None"
         )
     check_like(part, returned[0], x_BSE)
     if "reports" in others:
-        reports = returned[expected.index("reports")]
-        if not isinstance(reports, Reports):
+        aux = returned[expected.index("reports")]
+        if not isinstance(aux, AuxOutputs):
             raise PartError(
-                f"{class_name(part)} must return reports, a lmlib.models.part.Reports (NO_REPORTS "
-                f"for none), got {_text(reports)}"
+                f"{class_name(part)} must return aux, a lmlib.models.part.AuxOutputs (NO_AUX "
+                f"for none), got {_text(aux)}"
             )
-        check_scalars(part, "losses", reports.losses)
-        check_scalars(part, "statistics", reports.statistics)
+        check_scalars(part, "losses", aux.losses)
+        check_scalars(part, "statistics", aux.statistics)
     return returned
 
 

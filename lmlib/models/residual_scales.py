@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from lmlib.models.context import FIRST_RESIDUAL, Context
-from lmlib.models.part import Part, Reports
+from lmlib.models.forward_context import FIRST_RESIDUAL, ForwardContext
+from lmlib.models.part import AuxOutputs, Part
 from lmlib.models.weights import Constant, fill, weight
 
 
@@ -36,13 +36,13 @@ class ResidualScales(Part):
         fill(self, key)
 
     def __call__(
-        self, x_BSE: Float[Array, "b s embed"], context: Context, cache: Any = None
-    ) -> tuple[Float[Array, "b s embed"], Reports, Any]:
+        self, x_BSE: Float[Array, "b s embed"], context: ForwardContext, cache: Any = None
+    ) -> tuple[Float[Array, "b s embed"], AuxOutputs, Any]:
         """A layer's call; see `Part`."""
         return self.layer(self.mixed(x_BSE, context), context, cache)
 
     def mixed(
-        self, x_BSE: Float[Array, "b s embed"], context: Context
+        self, x_BSE: Float[Array, "b s embed"], context: ForwardContext
     ) -> Float[Array, "b s embed"]:
         """The layer's input, summed in float32 or wider."""
         # A scale starts at 1, and bfloat16 cannot represent small changes of it.
@@ -58,7 +58,7 @@ class ResidualScales(Part):
     def empty_cache(self, rows: int, length: int, dtype: DTypeLike) -> Any:
         return self.layer.empty_cache(rows, length, dtype)
 
-    def attention_weights(self, x_BSE: Array, context: Context) -> Array:
+    def attention_weights(self, x_BSE: Array, context: ForwardContext) -> Array:
         return self.layer.attention_weights(self.mixed(x_BSE, context), context)
 
     def updated(self, tallies: Any) -> "ResidualScales":

@@ -20,9 +20,9 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Key, PRNGKeyArray
 
 from lmlib.compute import EVERYTHING, Compute
-from lmlib.models.context import Context, LayerCall
-from lmlib.models.part import Part, Reports, checked
-from lmlib.models.weights import fold
+from lmlib.models.forward_context import ForwardContext, LayerCall
+from lmlib.models.part import AuxOutputs, Part, checked
+from lmlib.models.weights import fold_in_name
 from lmlib.parallel.gathering import gather
 from lmlib.parallel.matrix import with_keys
 
@@ -31,7 +31,7 @@ _CUDNN_FORWARD = "dot_product_attention_fwd_wrapper"  # JAX's name of the primit
 _Choose = Callable[[Any], Any]
 
 
-class Repeated(NamedTuple):
+class StackedLayers(NamedTuple):
     """Layers of a repeated pattern, one for each place in it; arrays are stacked along R.
 
     Without randomness `keys` are `None`. `counts` is True for real repetitions, if some are
@@ -44,22 +44,22 @@ class Repeated(NamedTuple):
     counts: Bool[Array, "R"] | None = None
 
 
-class Given(NamedTuple):
+class LayerOutputs(NamedTuple):
     """The results of a layer, without the residual stream."""
 
-    reports: Reports
+    aux: AuxOutputs
     cache: Any
     observed: Any
 
 
 def run(
-    context: Context,
+    context: ForwardContext,
     x_BSE: Float[Array, "b s embed"],
-    repeated: Repeated,
+    repeated: StackedLayers,
     repeats: int,
     names: Sequence[str],
     chosen: _Choose | None = None,
-) -> tuple[Float[Array, "b s embed"], tuple[Given, ...]]:
+) -> tuple[Float[Array, "b s embed"], tuple[LayerOutputs, ...]]:
     """Runs all repetitions of a pattern; also returns each layer's other results, stacked along R.
 
     `names` may be saved. `chosen` makes a layer from its entry of `repeated`, again in the backward
@@ -69,22 +69,22 @@ def run(
 
     def run_layer(
         choose: _Choose | None, x_BSE: Array, layer: Any, key: PRNGKeyArray | None, cache: Any
-    ) -> tuple[Array, Given]:
+    ) -> tuple[Array, LayerOutputs]:
         """Runs one layer; the backward pass recomputes this function."""
         x_BSE = checkpoint_name(x_BSE, "layer_input")
         layer = layer if choose is None else choose(layer)
         layer = gather(layer, context.compute.dtype, after=x_BSE)
         if key is not None:
-            layer = with_keys(layer, functools.partial(fold, fold(key, "adapters")))
+            layer = with_keys(layer, functools.partial(fold_in_name, fold_in_name(key, "adapters")))
         own = dataclasses.replace(context, key=key if context.dropout > 0 else None)
         returned = layer(x_BSE, own, cache)
-        y_BSE, reports, cache = checked(layer, returned, x_BSE, "reports", "cache")
+        y_BSE, aux, cache = checked(layer, returned, x_BSE, "reports", "cache")
         observed = own.observe and own.observe(LayerCall(layer, x_BSE, y_BSE, own))
-        return y_BSE, Given(reports, cache, observed)
+        return y_BSE, LayerOutputs(aux, cache, observed)
 
     def one(
-        looped: bool, choose: _Choose | None, x_BSE: Array, repeated: Repeated
-    ) -> tuple[Array, tuple[Given, ...]]:
+        looped: bool, choose: _Choose | None, x_BSE: Array, repeated: StackedLayers
+    ) -> tuple[Array, tuple[LayerOutputs, ...]]:
         """One repetition of the pattern."""
         # Inside a loop nothing can merge the recomputation with the forward pass, so CSE is safe.
         recomputed = jax.checkpoint(
@@ -98,7 +98,7 @@ def run(
             outs.append(out)
         if repeated.counts is not None:
             x_BSE = jnp.where(repeated.counts, x_BSE, before_BSE)
-            outs = [out._replace(reports=counted(out.reports, repeated.counts)) for out in outs]
+            outs = [out._replace(aux=counted(out.aux, repeated.counts)) for out in outs]
         return x_BSE, tuple(outs)
 
     if repeats > context.compute.unroll:
@@ -134,9 +134,9 @@ _piece.defvjp(
 )
 
 
-def counted(reports: Reports, counts: Bool[Array, ""]) -> Reports:
-    """`reports` if `counts`, else zeros."""
-    return jax.tree.map(lambda each: jnp.where(counts, each, jnp.zeros_like(each)), reports)
+def counted(aux: AuxOutputs, counts: Bool[Array, ""]) -> AuxOutputs:
+    """`aux` if `counts`, else zeros."""
+    return jax.tree.map(lambda each: jnp.where(counts, each, jnp.zeros_like(each)), aux)
 
 
 def _split(tree_R: Any, repeats: int) -> list[Any]:

@@ -21,15 +21,15 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key, PRNGKeyArray
 
 from lmlib.compute import Compute
-from lmlib.models.context import FIRST_RESIDUAL, Context
-from lmlib.models.model import Trunk, WeightGroup
-from lmlib.models.part import Part, Reports, check_part, check_scalars, class_name
-from lmlib.models.scan import Given, Repeated, check_names, reshaped, run, stacked
-from lmlib.models.weights import fold
+from lmlib.models.forward_context import FIRST_RESIDUAL, ForwardContext
+from lmlib.models.model import TrunkOutput, WeightGroup
+from lmlib.models.part import AuxOutputs, Part, check_part, check_scalars, class_name
+from lmlib.models.scan import LayerOutputs, StackedLayers, check_names, reshaped, run, stacked
+from lmlib.models.weights import fold_in_name
 from lmlib.parallel.axes import LAYER, map_weights
 from lmlib.parallel.collectives import devices_along, platform
 from lmlib.parallel.gathering import gather, unstaged
-from lmlib.parallel.layout import along
+from lmlib.parallel.layout import mesh_axes_for
 from lmlib.parallel.matrix import is_random
 
 MakeLayer = Callable[[PRNGKeyArray], Part]
@@ -82,8 +82,8 @@ class Stack(Part):
         self.patterns = tuple(patterns)
 
     def __call__(
-        self, x_BSE: Float[Array, "b s embed"], context: Context, cache: Any = None
-    ) -> Trunk:
+        self, x_BSE: Float[Array, "b s embed"], context: ForwardContext, cache: Any = None
+    ) -> TrunkOutput:
         """Runs every layer in order, each with weights gathered just before its use.
 
         Layers get keys folded from the context's key by their indices. x has the layout that
@@ -96,7 +96,7 @@ class Stack(Part):
         given_to_all = self._given(x_BSE, context)
         context = given_to_all.sharing(self._computed(given_to_all))
         names = self.names.saved
-        given: list[tuple[Given, ...]] = []
+        given: list[tuple[LayerOutputs, ...]] = []
         first = 0
         for number, pattern in enumerate(self.patterns):
             repeats, period = repeats_of(pattern), len(pattern)
@@ -105,7 +105,9 @@ class Stack(Part):
                 None if keys_L is None else keys_L[i:end:period]
                 for i in range(first, first + period)
             )
-            layers = Repeated(pattern, keys, (None,) * period if cache is None else cache[number])
+            layers = StackedLayers(
+                pattern, keys, (None,) * period if cache is None else cache[number]
+            )
             with jax.named_scope("layers"):
                 if _in_stages(context, repeats, cache):
                     from lmlib.models.pipeline.run import run_in_stages  # only stages need it
@@ -118,20 +120,20 @@ class Stack(Part):
                     x_BSE, given_R = run(context, x_BSE, layers, repeats, names)
             given.append(given_R)
             first = end
-        reports = [each.reports for given_R in given for each in given_R]
+        aux = [each.aux for given_R in given for each in given_R]
         observed = [_by_layer([each.observed for each in given_R]) for given_R in given]
-        return Trunk(
+        return TrunkOutput(
             x_BSE,
-            Reports(
-                _averaged([each.losses for each in reports]),
-                _averaged([each.statistics for each in reports]),
-                tuple(tuple(each.reports.tallies for each in given_R) for given_R in given),
+            AuxOutputs(
+                _averaged([each.losses for each in aux]),
+                _averaged([each.statistics for each in aux]),
+                tuple(tuple(each.aux.tallies for each in given_R) for given_R in given),
             ),
             cache and tuple(tuple(each.cache for each in given_R) for given_R in given),
             context.observe and jax.tree.map(lambda *each: jnp.concatenate(each), *observed),
         )
 
-    def _given(self, x_BSE: Array, context: Context) -> Context:
+    def _given(self, x_BSE: Array, context: ForwardContext) -> ForwardContext:
         """Adds the shared values that need more than the context."""
         if FIRST_RESIDUAL in self.reads:
             context = context.sharing({FIRST_RESIDUAL: x_BSE})
@@ -144,7 +146,7 @@ class Stack(Part):
                     )
         return context
 
-    def _computed(self, context: Context) -> dict[Hashable, Any]:
+    def _computed(self, context: ForwardContext) -> dict[Hashable, Any]:
         """The shared values that are functions of the context, computed once, outside the loop."""
         makers = [key for key in self.reads if callable(key)]
 
@@ -250,16 +252,16 @@ def _stacked(make: MakeLayer, keys_R: Key[Array, "R"]) -> Part:
     return jax.vmap(layer)(keys_R)
 
 
-def _in_stages(context: Context, repeats: int, cache: Any) -> bool:
+def _in_stages(context: ForwardContext, repeats: int, cache: Any) -> bool:
     """True if the mesh's stages split these layers; else each computes all, for its own rows."""
     whole = cache is None and context.observe is None and context.lengths_B is None
-    return whole and 1 < devices_along(along(LAYER)) <= repeats
+    return whole and 1 < devices_along(mesh_axes_for(LAYER)) <= repeats
 
 
-def _averaged(reports: Sequence[dict[str, Array]]) -> dict[str, Array]:
+def _averaged(aux: Sequence[dict[str, Array]]) -> dict[str, Array]:
     """The mean of each name over the layers that have it; values are stacked along R."""
     named: dict[str, list[Array]] = {}
-    for name, value_R in itertools.chain(*(each.items() for each in reports)):
+    for name, value_R in itertools.chain(*(each.items() for each in aux)):
         named.setdefault(name, []).append(value_R)
     return {name: jnp.mean(jnp.concatenate(values)) for name, values in named.items()}
 
@@ -286,4 +288,4 @@ def repeats_of(pattern: Pattern) -> int:
 def _layer_keys(key: PRNGKeyArray, layers: range) -> Key[Array, "L"]:
     """A key for each layer, which depends only on `key` and the layer's index."""
     indices_L = jnp.arange(layers.start, layers.stop, dtype=jnp.int32)
-    return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(fold(key, "blocks"), indices_L)
+    return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(fold_in_name(key, "blocks"), indices_L)

@@ -29,7 +29,7 @@ from lmlib.parallel.axes import (
     map_weights,
 )
 from lmlib.parallel.collectives import platform
-from lmlib.parallel.layout import stored
+from lmlib.parallel.layout import storage_spec
 
 # Standard deviation of twice the sum of four uniform 16-bit integers.
 BELL_DEVIATION = math.sqrt(2**2 * 4 * (2**32 - 1) / 12)
@@ -72,7 +72,7 @@ class Random(InitialValues):
 
     def make(self, key: PRNGKeyArray, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Array:
         deviation = self.deviation(sizes)
-        return bell(key, shape, deviation) if deviation else jnp.zeros(shape, jnp.float32)
+        return approx_normal(key, shape, deviation) if deviation else jnp.zeros(shape, jnp.float32)
 
     def text(self, sizes: Mapping[str, int]) -> str:
         return f"{self.deviation(sizes):.4g}" if self.scale else "zeros"
@@ -166,7 +166,7 @@ def initial_values(owner: Any, field: str, key: PRNGKeyArray, **sizes: int) -> F
                 f"{where} begins with fan_in({axis!r}), but its axes are {' '.join(axes)}: name "
                 "the ones that its products sum over"
             )
-    return initial.make(fold(key, field), tuple(sizes[axis] for axis in axes), sizes)
+    return initial.make(fold_in_name(key, field), tuple(sizes[axis] for axis in axes), sizes)
 
 
 def fill(module: Any, key: PRNGKeyArray, without: Sequence[str] = (), **sizes: int) -> None:
@@ -185,7 +185,7 @@ def creator(make: Callable[..., M], mesh: Mesh, made: M | None = None) -> Callab
     Call it under `jax.set_mesh(mesh)`. `made` are the result's shapes, if `make` takes arguments.
     """
     model = jax.eval_shape(make) if made is None else made
-    specs = map_weights(lambda weight, array: stored(weight, array.shape, mesh), model)
+    specs = map_weights(lambda weight, array: storage_spec(weight, array.shape, mesh), model)
     layout = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
     return jax.jit(
         jax.sharding.auto_axes(make, out_sharding=specs),
@@ -205,7 +205,7 @@ def quick_to_compile(model: Any, platform: str) -> dict[str, int]:
     return {"xla_backend_optimization_level": 0 if few else 1}
 
 
-def compiled(make: Callable[[PRNGKeyArray], M]) -> Callable[[PRNGKeyArray], M]:
+def jit_init(make: Callable[[PRNGKeyArray], M]) -> Callable[[PRNGKeyArray], M]:
     """Compiles `make` as one program, instead of one for each operation."""
 
     def call(key: PRNGKeyArray) -> M:
@@ -217,14 +217,14 @@ def compiled(make: Callable[[PRNGKeyArray], M]) -> Callable[[PRNGKeyArray], M]:
     return call
 
 
-def fold(key: PRNGKeyArray, name: str) -> PRNGKeyArray:
+def fold_in_name(key: PRNGKeyArray, name: str) -> PRNGKeyArray:
     """Derives the key of `name` from `key`; a weight then depends only on the seed and its path."""
     return jax.random.fold_in(key, zlib.crc32(name.encode()))
 
 
 # Jitted only so that weights of one shape share the traced function.
 @functools.partial(jax.jit, static_argnames=("shape", "deviation"), inline=True)
-def bell(key: PRNGKeyArray, shape: tuple[int, ...], deviation: float) -> jax.Array:
+def approx_normal(key: PRNGKeyArray, shape: tuple[int, ...], deviation: float) -> jax.Array:
     """Random float32 values of mean 0 and the given standard deviation, within ±3.46 of it.
 
     They are sums of four uniform 16-bit integers (the Irwin-Hall distribution). Integers are exact

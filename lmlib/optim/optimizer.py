@@ -20,7 +20,7 @@ Decays = Callable[[Weight], bool]
 Hyperparameters = Mapping[str, Any]
 
 
-def nothing_more(state: optax.OptState) -> dict[str, Array]:
+def no_metrics(state: optax.OptState) -> dict[str, Array]:
     """The default of `Optimizer.metrics`: an empty dictionary."""
     return {}
 
@@ -41,7 +41,7 @@ class Optimizer(NamedTuple):
     transformation: optax.GradientTransformation
     learning_rate: Callable[..., Array]
     decays: Decays
-    metrics: Callable[[optax.OptState], dict[str, Array]] = nothing_more
+    metrics: Callable[[optax.OptState], dict[str, Array]] = no_metrics
     hyperparameters: Hyperparameters = MappingProxyType({})
 
 

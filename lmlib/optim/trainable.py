@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import optax
 
-from lmlib.models.matrices.adapted import DOWN_RANK, UP_RANK, is_adapted
+from lmlib.models.matrices.lora import DOWN_RANK, UP_RANK, is_adapted
 from lmlib.models.part import Part
 from lmlib.optim.optimizer import Decays, Optimizer, by_weight
 from lmlib.parallel.axes import Weight, map_weights

@@ -41,7 +41,7 @@ import jax
 import optax
 from jaxtyping import Array
 
-from lmlib.models.matrices.adapted import has_adapters
+from lmlib.models.matrices.lora import has_adapters
 from lmlib.models.model import check_is_model
 from lmlib.models.weights import Constant, Random
 from lmlib.optim.optimizer import by_weight

@@ -25,14 +25,14 @@ from lmlib.parallel.collectives import (
     all_gather,
     all_to_all,
     devices_along,
-    on_each_device,
-    own_share,
+    local_slice,
     platform,
+    shard_map,
 )
 from lmlib.parallel.layout import mesh_axes_of
 from lmlib.parallel.mesh_axes import MeshAxes
 
-APART = ("expert", "choice")  # axes along which each index is a separate matrix
+APART = ("experts", "choice")  # axes along which each index is a separate matrix
 _BUSY = 2**22  # elements that keep an accelerator busy
 _MOST_AT_ONCE = 32
 
@@ -174,7 +174,7 @@ def _of_group(
         )
 
     # Not tracked: JAX does not know that arrays gathered over copies are the same on each device.
-    mapped = on_each_device(on_shares, layouts, tuple(layouts), tracked=False)
+    mapped = shard_map(on_shares, layouts, tuple(layouts), tracked=False)
     made = mapped(*(array for arrays in weights for array in arrays))
     return [tuple(made[i : i + kinds]) for i in range(0, len(made), kinds)]
 
@@ -207,7 +207,7 @@ def _sent(x: Array, way: _Way) -> Array:
     x = jax.lax.optimization_barrier(x)
     for mesh_axes, axis in way:
         if axis is None:
-            x = own_share(x, mesh_axes, axis=0)
+            x = local_slice(x, mesh_axes, axis=0)
         else:
             x = all_to_all(x, mesh_axes, split=0, joined=axis)
     return x

@@ -8,7 +8,15 @@ from jax.sharding import AbstractMesh, Mesh
 
 from lmlib.compute import Compute, is_floating
 from lmlib.parallel.axes import LayoutError, Weight, map_weights
-from lmlib.parallel.layout import COMPUTE, REPEATED, in_use, pieces, repeats, splitting, stored
+from lmlib.parallel.layout import (
+    COMPUTE,
+    REPEATED,
+    compute_spec,
+    num_shards,
+    repeats,
+    splitting,
+    storage_spec,
+)
 from lmlib.parallel.mesh_axes import STAGE, MeshAxes
 
 
@@ -28,11 +36,11 @@ def check_model(model: Any, mesh: Mesh | AbstractMesh) -> None:
     def check(weight: Weight, array: Any) -> None:
         _check_declaration(weight, array)
         layers.append(array.shape[0] if weight.stacked else 0)
-        layouts = in_use(weight, array.shape, mesh), stored(weight, array.shape, mesh)
+        layouts = compute_spec(weight, array.shape, mesh), storage_spec(weight, array.shape, mesh)
         rules = {**COMPUTE, **weight.declaration.rules}
         for layout in layouts:
             for axis, size, place in zip(weight.axes, array.shape, layout, strict=True):
-                if size % pieces(place, mesh) and repeats(axis, size, rules, mesh) == 1:
+                if size % num_shards(place, mesh) and repeats(axis, size, rules, mesh) == 1:
                     misfits.setdefault(_misfit(axis, size, place, mesh), {})[weight.path] = None
 
     map_weights(check, model)
@@ -82,13 +90,13 @@ def check_batch(
     sizes = {"batch": batch_size // microbatches}
     if compute.sequence_parallel:
         sizes["seq_parallel"] = sequence_length
-    devices = pieces(COMPUTE["seq"], mesh)
+    devices = num_shards(COMPUTE["seq"], mesh)
     if devices > 1 and sequence_length % (2 * devices):
         raise LayoutError(
             f"rows of {sequence_length} tokens do not divide into an early and a late piece for "
             f"each of {devices} devices along {COMPUTE['seq']}; use a multiple of {2 * devices}"
         )
-    rows = compute.pipeline_rows * pieces(COMPUTE["batch"], mesh)
+    rows = compute.pipeline_rows * num_shards(COMPUTE["batch"], mesh)
     if mesh.shape[STAGE] > 1 and sizes["batch"] % rows:
         raise LayoutError(
             f"{sizes['batch']} sequences do not divide into {compute.pipeline_rows} rows of each "
@@ -96,14 +104,14 @@ def check_batch(
             f"a multiple of {rows}, or another pipeline_rows"
         )
     for axis, size in sizes.items():
-        if size % pieces(COMPUTE[axis], mesh):
+        if size % num_shards(COMPUTE[axis], mesh):
             what = f"each of {microbatches} microbatches: " if microbatches > 1 else ""
             raise LayoutError(what + _misfit(axis, size, COMPUTE[axis], mesh))
 
 
 def _misfit(axis: str, size: int, mesh_axes: MeshAxes, mesh: Mesh | AbstractMesh) -> str:
     names = splitting(mesh_axes, mesh)
-    split = pieces(mesh_axes, mesh)
+    split = num_shards(mesh_axes, mesh)
     along = " x ".join(f"{name}={mesh.shape[name]}" for name in names)
     divides = f" or a divisor of {split}" if axis in REPEATED else ""
     return (

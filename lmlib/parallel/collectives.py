@@ -1,8 +1,8 @@
 """Functions for the part of an array on one device, for kernels and explicit collectives.
 
-`on_each_device` runs a function on every device's own part of its arguments. Inside it, the
-functions below communicate along mesh axes: `lmlib.parallel.layout.along` returns the axes that
-split a named axis. Without a mesh there is one device with whole arrays, and nothing is sent.
+`shard_map` runs a function on every device's own part of its arguments. Inside it, the functions
+below communicate along mesh axes: `lmlib.parallel.layout.mesh_axes_for` returns the axes that split
+a named axis. Without a mesh there is one device with whole arrays, and nothing is sent.
 """
 
 import math
@@ -18,7 +18,7 @@ from lmlib.parallel.mesh_axes import MeshAxes, names_of, place_of
 IN_STAGES = "stages"
 
 
-def on_each_device(
+def shard_map(
     function: Callable[..., Any], inputs: Sequence[Any], outputs: Any, tracked: bool = True
 ) -> Callable[..., Any]:
     """Runs `function` on the parts of its arguments that each device holds (`jax.shard_map`).
@@ -36,13 +36,13 @@ def on_each_device(
         from lmlib.parallel.stages import in_each_stage
 
         return in_each_stage(function, inputs, outputs, tracked)
-    return on_all_devices(function, inputs, outputs, tracked)
+    return shard_map_outside_stages(function, inputs, outputs, tracked)
 
 
-def on_all_devices(
+def shard_map_outside_stages(
     function: Callable[..., Any], inputs: Sequence[Any], outputs: Any, tracked: bool
 ) -> Callable[..., Any]:
-    """`on_each_device`, for a mesh that is set and outside of pipeline stages."""
+    """`shard_map`, for a mesh that is set and outside of pipeline stages."""
     mesh = jax.sharding.get_abstract_mesh()
     # JAX cannot lower partial sums on one device, so the layout is set afterwards.
     given = jax.tree.map(lambda spec: PartitionSpec(*spec.partitions), outputs)
@@ -92,7 +92,7 @@ def all_to_all(x: jax.Array, mesh_axes: MeshAxes, split: int, joined: int) -> ja
     return jax.lax.all_to_all(x, mesh_axes, split, joined, tiled=True)
 
 
-def passed_on(x: jax.Array, mesh_axes: MeshAxes, devices: int) -> jax.Array:
+def ring_shift(x: jax.Array, mesh_axes: MeshAxes, devices: int) -> jax.Array:
     """Sends `x` by `devices` places in a ring along `mesh_axes` (ppermute)."""
     around = devices_along(mesh_axes)
     if devices % around == 0:
@@ -106,7 +106,7 @@ def pmax(x: jax.Array, mesh_axes: MeshAxes) -> jax.Array:
     return x if _nowhere(mesh_axes) else jax.lax.pmax(x, mesh_axes)
 
 
-def own_share(x: jax.Array, mesh_axes: MeshAxes, axis: int) -> jax.Array:
+def local_slice(x: jax.Array, mesh_axes: MeshAxes, axis: int) -> jax.Array:
     """This device's part, along `axis`, of an array that is equal along `mesh_axes`."""
     if _alone(mesh_axes):
         return x

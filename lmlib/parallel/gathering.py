@@ -11,10 +11,10 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from lmlib.parallel.axes import M, Weight, map_weights
-from lmlib.parallel.collectives import in_a_stage, in_steps, on_each_device, psum, psum_scatter
-from lmlib.parallel.layout import COMPUTE, in_use, mesh_axes_of, named, repeats, stored
+from lmlib.parallel.collectives import in_a_stage, in_steps, psum, psum_scatter, shard_map
+from lmlib.parallel.layout import COMPUTE, compute_spec, mesh_axes_of, named, repeats, storage_spec
 from lmlib.parallel.matrix import is_matrix
-from lmlib.parallel.mesh_axes import COPIES, NAMES, STAGE, TOKENS, names_of, place_of
+from lmlib.parallel.mesh_axes import NAMES, REPLICA_AXES, STAGE, TOKENS, names_of, place_of
 
 
 def gather(module: M, dtype: DTypeLike, after: jax.Array | None = None) -> M:
@@ -49,11 +49,13 @@ def gather(module: M, dtype: DTypeLike, after: jax.Array | None = None) -> M:
 class _Moves(NamedTuple):
     """The layouts that a weight passes through to its use, and its gradient on the way back."""
 
-    given: PartitionSpec  # its current layout; usually `stored`, but a notebook may use another
+    given: (
+        PartitionSpec  # its current layout; usually `storage_spec`, but a notebook may use another
+    )
     stored: PartitionSpec
     whole: PartitionSpec  # `computed`, but whole along the axes that are repeated
     computed: PartitionSpec
-    copies: PartitionSpec  # `stored`, but split along the axes that are repeated
+    copies: PartitionSpec  # `storage_spec`, but split along the axes that are repeated
     repeats: tuple[int, ...]  # copies of each element, for each axis
     summed: frozenset[str]  # mesh axes over which the devices' own gradients are summed
     in_a_stage: bool
@@ -64,7 +66,7 @@ def _moves(weight: Weight, shape: Sequence[int], mesh: Mesh | AbstractMesh) -> _
     times = tuple(
         repeats(axis, size, rules, mesh) for axis, size in zip(weight.axes, shape, strict=True)
     )
-    at_rest, computed = stored(weight, shape, mesh), in_use(weight, shape, mesh)
+    at_rest, computed = storage_spec(weight, shape, mesh), compute_spec(weight, shape, mesh)
     multiplied, tokens = weight.declaration.multiplied, frozenset(names_of(named(TOKENS, mesh)))
 
     def chosen(repeated: PartitionSpec | None, others: PartitionSpec) -> PartitionSpec:
@@ -90,7 +92,7 @@ def _move(moves: _Moves, array: jax.Array) -> jax.Array:
     # Otherwise XLA would transpose a whole stack of layers for the all-gather of one. Each device
     # constrains its own shard: the partitioner of JAX 0.10 would gather the array for it.
     rows_first = Layout(tuple(range(array.ndim)))
-    constrained = on_each_device(
+    constrained = shard_map(
         lambda shard: with_layout_constraint(shard, rows_first), (moves.given,), moves.given
     )
     array = constrained(array)
@@ -133,19 +135,19 @@ def _scattered(moves: _Moves, gradient: jax.Array) -> jax.Array:
         return psum(gradient, others)
 
     unsummed = moves.computed.update(unreduced=moves.summed)
-    return on_each_device(own, (unsummed,), moves.copies, tracked=False)(gradient)
+    return shard_map(own, (unsummed,), moves.copies, tracked=False)(gradient)
 
 
 def _forward(moves: _Moves, array: jax.Array) -> tuple[jax.Array, None]:
     if not moves.in_a_stage:
         return _move(moves, array), None
-    from lmlib.parallel.stages import again
+    from lmlib.parallel.stages import retraced_in_stage
 
-    return again(True, functools.partial(_move, moves))(array), None
+    return retraced_in_stage(True, functools.partial(_move, moves))(array), None
 
 
 def _backward(moves: _Moves, _: None, gradient: jax.Array) -> tuple[jax.Array]:
-    over_copies = moves.summed.intersection(COPIES)
+    over_copies = moves.summed.intersection(REPLICA_AXES)
     if moves.summed and _steps(moves, moves.copies):
         gradient = _scattered(moves, gradient)
     elif over_copies:
@@ -190,6 +192,6 @@ def unstaged(module: M) -> M:
         return module
 
     def move(weight: Weight, w_R: jax.Array) -> jax.Array:
-        return jax.sharding.reshard(w_R, stored(weight.unstaged, w_R.shape, mesh))
+        return jax.sharding.reshard(w_R, storage_spec(weight.unstaged, w_R.shape, mesh))
 
     return map_weights(move, module)

@@ -18,9 +18,9 @@ from lmlib.parallel.axes import LAYER, WHOLE_LAYER, Axes, LayoutError, Rules, We
 from lmlib.parallel.collectives import in_a_stage
 from lmlib.parallel.mesh_axes import (
     NAMED_IF_USED,
-    PARTS,
     STAGE,
     STORAGE,
+    TENSOR_AXES,
     MeshAxes,
     names_of,
     place_of,
@@ -40,7 +40,7 @@ COMPUTE: Rules = {
     "head_dim": None,
     "latent": None,  # keys and values are computed from it
     "slot": None,
-    "expert": "expert",
+    "experts": "expert",
     "choice": None,  # a router's scores of a token for all experts
     "vocab": "tensor",
     "whole_vocab": None,
@@ -50,7 +50,7 @@ COMPUTE: Rules = {
     "up_rank": None,
     LAYER: "stage",  # if it divides the layers
     WHOLE_LAYER: None,
-    "stage": "stage",
+    "stages": "stage",
     "stage_batch": ("data", "fsdp", "expert"),  # rows of a stage's microbatch
 }
 STORED: Rules = {**COMPUTE, "embed": ("stage", "fsdp", "expert", "context")}
@@ -129,7 +129,7 @@ def _refuse_twice(names: Axes, places: Sequence[MeshAxes]) -> None:
             taken[mesh_axis] = name
 
 
-def in_use(weight: Weight, shape: Sequence[int], mesh: Mesh | AbstractMesh) -> PartitionSpec:
+def compute_spec(weight: Weight, shape: Sequence[int], mesh: Mesh | AbstractMesh) -> PartitionSpec:
     """The partition of a weight in use on `mesh`, before elements are repeated.
 
     If the stages do not divide the layers, each stage computes all of them.
@@ -137,7 +137,7 @@ def in_use(weight: Weight, shape: Sequence[int], mesh: Mesh | AbstractMesh) -> P
     Raises:
       LayoutError: see `partition`; with the weight's path.
     """
-    stages = pieces(COMPUTE[LAYER], mesh)
+    stages = num_shards(COMPUTE[LAYER], mesh)
     staged = weight.stacked == 1 and shape[0] % stages == 0
     axes = tuple(None if axis == LAYER and not staged else axis for axis in weight.axes)
     _check_rules(weight, mesh)
@@ -169,12 +169,12 @@ def _check_rules(weight: Weight, mesh: Mesh | AbstractMesh) -> None:
             raise LayoutError(f"{rule} names {twice[0]!r} twice: {place!r}")
 
 
-def along(axis: str, rules: Rules = COMPUTE) -> MeshAxes:
+def mesh_axes_for(axis: str, rules: Rules = COMPUTE) -> MeshAxes:
     """The axes of the current mesh that split a named axis, for `parallel.collectives`."""
     return named(rules[axis])
 
 
-def pieces(mesh_axes: MeshAxes, mesh: Mesh | AbstractMesh) -> int:
+def num_shards(mesh_axes: MeshAxes, mesh: Mesh | AbstractMesh) -> int:
     """The number of pieces into which `mesh_axes` split an axis."""
     return math.prod(mesh.shape[name] for name in names_of(mesh_axes))
 
@@ -188,17 +188,17 @@ def repeats(axis: str | None, size: int, rules: Rules, mesh: Mesh | AbstractMesh
     """The number of copies of each element along a weight's axis that fill the mesh, or 1."""
     if axis not in REPEATED:
         return 1
-    places = pieces(rules[axis], mesh)
+    places = num_shards(rules[axis], mesh)
     return places // size if places % size == 0 else 1
 
 
-def stored(weight: Weight, shape: Sequence[int], mesh: Mesh | AbstractMesh) -> PartitionSpec:
+def storage_spec(weight: Weight, shape: Sequence[int], mesh: Mesh | AbstractMesh) -> PartitionSpec:
     """The partition of a stored weight: `STORED`, without mesh axes of another axis in use.
 
     A matrix without `embed`, such as one of an adapter's two, is split over `fsdp` and `expert`
     along another axis.
     """
-    computed, rules = in_use(weight, shape, mesh), {**STORED, **weight.declaration.rules}
+    computed, rules = compute_spec(weight, shape, mesh), {**STORED, **weight.declaration.rules}
     taken = mesh_axes_of(computed)
     places: list[MeshAxes] = []
     for axis, size, used in zip(weight.axes, shape, computed, strict=True):
@@ -227,11 +227,11 @@ def _spread(
     if not left:
         return
     held = {
-        i: shape[i] // pieces(places[i], mesh)
+        i: shape[i] // num_shards(places[i], mesh)
         for i, axis in enumerate(weight.axes)
         if axis not in (LAYER, WHOLE_LAYER) and axis not in REPEATED
     }
-    divided = [i for i, size in held.items() if size % pieces(tuple(left), mesh) == 0]
+    divided = [i for i, size in held.items() if size % num_shards(tuple(left), mesh) == 0]
     if divided:
         longest = max(divided, key=lambda i: held[i])
         places[longest] = place_of([*names_of(places[longest]), *left])
@@ -248,7 +248,7 @@ def reshard(x: jax.Array, axes: str | Axes) -> jax.Array:
     return x if target is None else jax.sharding.reshard(x, target)
 
 
-def share(x: jax.Array, axes: str | Axes) -> jax.Array:
+def replicate_for_tp(x: jax.Array, axes: str | Axes) -> jax.Array:
     """Replicates `x` over `tensor` in the compute layout of `axes`.
 
     In the forward pass this is an all-gather over `tensor` if `x` was split along it, else nothing.
@@ -256,7 +256,7 @@ def share(x: jax.Array, axes: str | Axes) -> jax.Array:
     arXiv:1909.08053, §3) or, if `x` was split, one reduce-scatter.
     """
     target = spec(axes)
-    return x if target is None else jax.sharding.reshard(x, target.update(reduced={*PARTS}))
+    return x if target is None else jax.sharding.reshard(x, target.update(reduced={*TENSOR_AXES}))
 
 
 def shardings(tree: Any) -> Any:

@@ -1,6 +1,6 @@
 """Weights that consist of several arrays: in 8 bits with scales, or with an adapter.
 
-Code that multiplies by a weight calls `lmlib.models.product.product`, which accepts arrays and
+Code that multiplies by a weight calls `lmlib.models.matmul.matmul`, which accepts arrays and
 matrices. Code that needs the array calls `dense`.
 """
 
@@ -37,7 +37,7 @@ class Matrix(eqx.Module):
     def einsum(
         self, equation: str, x: Array, precision: str | None, out_sharding: PartitionSpec | None
     ) -> Float[Array, "..."]:
-        """The product of `x` and this matrix; see `lmlib.models.product.product`."""
+        """The product of `x` and this matrix; see `lmlib.models.matmul.matmul`."""
 
     @abstractmethod
     def apply(self, multiply: Callable[[Array, Array], Array], x: Array) -> Array:

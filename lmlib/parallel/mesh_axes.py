@@ -42,9 +42,9 @@ NAMES = tuple(axis.name for axis in MESH_AXES)
 TOKENS = tuple(axis.name for axis in MESH_AXES if axis.tokens_differ)
 STORAGE = tuple(axis.name for axis in MESH_AXES if axis.weights_rest_split)
 # Devices along these axes see different tokens and hold copies of the same weights.
-COPIES = tuple(name for name in TOKENS if name not in STORAGE)
+REPLICA_AXES = tuple(name for name in TOKENS if name not in STORAGE)
 # Devices along these axes multiply the same tokens by different parts of the weights.
-PARTS = tuple(name for name in NAMES if name not in TOKENS)
+TENSOR_AXES = tuple(name for name in NAMES if name not in TOKENS)
 # Layouts name these only if they have several devices. Otherwise a user's model could not multiply
 # positions by positions, since `context` would split both, and rules that name the axes of batches
 # would have to name `stage` too.

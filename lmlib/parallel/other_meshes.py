@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from lmlib.parallel.axes import M, Weight, map_weights
-from lmlib.parallel.layout import stored
+from lmlib.parallel.layout import storage_spec
 from lmlib.parallel.mesh import make_mesh, slices_of
 from lmlib.parallel.mesh_axes import NAMES, STAGE
 
@@ -27,7 +27,7 @@ def with_fewer_copies(mesh: Mesh) -> Mesh | None:
     copies = slices if sizes["data"] % slices == 0 else 1
     if sizes["data"] == copies:
         return None
-    return remade(mesh, data=copies, fsdp=sizes["data"] * sizes["fsdp"] // copies)
+    return resized(mesh, data=copies, fsdp=sizes["data"] * sizes["fsdp"] // copies)
 
 
 def with_smaller_parts(mesh: Mesh) -> Mesh | None:
@@ -39,7 +39,7 @@ def with_smaller_parts(mesh: Mesh) -> Mesh | None:
     halved = next((axis for axis in ("fsdp", "data", "expert") if sizes[axis] % 2 == 0), None)
     if halved is None:
         return None
-    return remade(mesh, **{halved: sizes[halved] // 2, "tensor": 2 * sizes["tensor"]})
+    return resized(mesh, **{halved: sizes[halved] // 2, "tensor": 2 * sizes["tensor"]})
 
 
 def with_a_second_fsdp(mesh: Mesh, size: int) -> Mesh | None:
@@ -51,7 +51,7 @@ def with_a_second_fsdp(mesh: Mesh, size: int) -> Mesh | None:
     sizes = dict(mesh.shape)
     if sizes["fsdp"] % size:
         return None
-    return remade(mesh, fsdp=sizes["fsdp"] // size, expert=sizes["expert"] * size)
+    return resized(mesh, fsdp=sizes["fsdp"] // size, expert=sizes["expert"] * size)
 
 
 def check_axes(axes: Sequence[str]) -> None:
@@ -79,7 +79,7 @@ def divisions(mesh: Mesh, axes: Sequence[str]) -> Iterator[Mesh]:
         for size in sizes:
             rest = rest // size if rest % size == 0 else 0
         if rest:
-            yield remade(mesh, **{REST: rest}, **dict(zip(axes, sizes, strict=True)))
+            yield resized(mesh, **{REST: rest}, **dict(zip(axes, sizes, strict=True)))
 
 
 def undivided(mesh: Mesh) -> Mesh:
@@ -106,12 +106,12 @@ def undivided_model(model: M, mesh: Mesh) -> tuple[M, Mesh]:
         return model, mesh
 
     def moved(weight: Weight, array: jax.Array) -> jax.Array:
-        return jax.device_put(array, NamedSharding(other, stored(weight, array.shape, other)))
+        return jax.device_put(array, NamedSharding(other, storage_spec(weight, array.shape, other)))
 
     return map_weights(moved, model), other
 
 
-def remade(mesh: Mesh, **changed: int) -> Mesh:
+def resized(mesh: Mesh, **changed: int) -> Mesh:
     """Returns the mesh with new sizes of some axes."""
     sizes = {**mesh.shape, **changed}
     own = {axis: sizes.pop(axis) for axis in NAMES}

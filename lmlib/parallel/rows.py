@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array
 
 from lmlib.parallel.collectives import devices_along
-from lmlib.parallel.layout import along, reshard
+from lmlib.parallel.layout import mesh_axes_for, reshard
 from lmlib.row_order import places
 
 
@@ -17,7 +17,7 @@ def gathered_rows(x_BS: Array, order: str) -> Array:
 
     This is an all-gather over `context`; the result is whole on each device.
     """
-    devices = devices_along(along("seq"))
+    devices = devices_along(mesh_axes_for("seq"))
     if devices == 1:
         return x_BS
     whole_BS = reshard(x_BS, ("batch", None))
@@ -26,7 +26,7 @@ def gathered_rows(x_BS: Array, order: str) -> Array:
 
 def split_rows(x_BS: Array, order: str) -> Array:
     """The inverse of `gathered_rows`; nothing is sent."""
-    devices = devices_along(along("seq"))
+    devices = devices_along(mesh_axes_for("seq"))
     if devices == 1:
         return x_BS
     return reshard(jnp.take(x_BS, places(x_BS.shape[1], devices, order), axis=1), "batch seq")

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from lmlib.parallel.collectives import IN_STAGES, in_a_stage, on_all_devices
+from lmlib.parallel.collectives import IN_STAGES, in_a_stage, shard_map_outside_stages
 from lmlib.parallel.mesh_axes import STAGE
 
 
@@ -21,7 +21,7 @@ def each_stage(function: Callable[..., Any]) -> Callable[..., Any]:
     return jax.vmap(function, axis_name=IN_STAGES)
 
 
-def again(in_a_stage_before: bool, function: Callable[..., Any]) -> Callable[..., Any]:
+def retraced_in_stage(in_a_stage_before: bool, function: Callable[..., Any]) -> Callable[..., Any]:
     """Traces `function` as the computation of one stage, if it was traced so before.
 
     JAX loses this information when it calls the rules of `jax.custom_vjp`.
@@ -51,7 +51,9 @@ def in_each_stage(
         results = function(*jax.tree.map(lambda x: jnp.squeeze(x, 0), arguments))
         return jax.tree.map(lambda y: jnp.expand_dims(y, 0), results)
 
-    call = jax.custom_batching.custom_vmap(on_all_devices(function, inputs, outputs, tracked))
+    call = jax.custom_batching.custom_vmap(
+        shard_map_outside_stages(function, inputs, outputs, tracked)
+    )
 
     @call.def_vmap
     def mapped(stages: int, has_stages: Any, *arguments: Any) -> tuple[Any, Any]:
@@ -59,7 +61,9 @@ def in_each_stage(
             return x if has_them else jnp.stack([x] * stages)
 
         arguments = jax.tree.map(with_stages, arguments, tuple(has_stages))
-        call = on_all_devices(of_own, tuple(of_stages([*inputs])), of_stages(outputs), tracked)
+        call = shard_map_outside_stages(
+            of_own, tuple(of_stages([*inputs])), of_stages(outputs), tracked
+        )
         results = call(*arguments)
         return results, jax.tree.map(lambda _: True, results)
 

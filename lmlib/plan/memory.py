@@ -19,7 +19,7 @@ from lmlib.inspect.saved_activations import (
     saved_activations,
 )
 from lmlib.parallel.axes import Weight, map_weights
-from lmlib.parallel.layout import COMPUTE, pieces, stored
+from lmlib.parallel.layout import COMPUTE, num_shards, storage_spec
 from lmlib.plan.program import FUSIONS, HOST_MEMORY, Program
 from lmlib.state import State
 from lmlib.terminal.quantities import bytes_text
@@ -240,7 +240,7 @@ def _remarks(accelerator: Accelerator, needed: int) -> Iterator[str]:
 
 def _on_copies(experiment: Experiment, saved: SavedActivations) -> Iterator[str]:
     """A remark if tensor parallelism without sequence parallelism keeps copies of activations."""
-    parts = pieces(COMPUTE["mlp"], experiment.mesh)
+    parts = num_shards(COMPUTE["mlp"], experiment.mesh)
     if parts > 1 and not experiment.compute.sequence_parallel:
         kept = sum(one.bytes_per_device for one in saved if one.name == "layer_input")
         yield (
@@ -327,7 +327,7 @@ def reading(experiment: Experiment) -> int:
     def count(weight: Weight, array: Any) -> None:
         stacked = weight.stacked > 0
         shape = array.shape[stacked:]
-        layout = NamedSharding(mesh, stored(weight, array.shape, mesh))
+        layout = NamedSharding(mesh, storage_spec(weight, array.shape, mesh))
         part = math.prod(layout.shard_shape(array.shape)[stacked:])
         size = math.prod(shape)
         share = -(-size // mesh.devices.size)

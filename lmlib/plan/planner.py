@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from lmlib.data.batch import has_whole_rows
 from lmlib.experiment import Experiment
 from lmlib.models.pipeline.schedule import schedule_of
-from lmlib.parallel.layout import COMPUTE, pieces
+from lmlib.parallel.layout import COMPUTE, num_shards
 from lmlib.parallel.mesh import sizes_text
 from lmlib.plan.collectives import Collectives, collectives
 from lmlib.plan.communication_warnings import CommunicationWarning, communication_warnings
@@ -194,7 +194,7 @@ def compilable(experiment: Experiment, target: Target) -> tuple[Experiment, tupl
             f"{compiler.name} instead, whose temporaries and fusions may differ; capacity and "
             f"speeds are those of {target.accelerator.name}"
         )
-    attention, split = experiment.compute.attention, pieces(COMPUTE["seq"], experiment.mesh) > 1
+    attention, split = experiment.compute.attention, num_shards(COMPUTE["seq"], experiment.mesh) > 1
     if compiler.platform != target.accelerator.platform and attention == "auto":
         attention = "blockwise"  # "auto" means this on GPUs of other vendors than NVIDIA
         experiment = _with_attention(experiment, attention)

@@ -18,7 +18,7 @@ from lmlib.compute import EVERYTHING
 from lmlib.data.batch import Batch
 from lmlib.experiment import Experiment
 from lmlib.inspect.saved_activations import saved_activations
-from lmlib.parallel.layout import along, pieces
+from lmlib.parallel.layout import mesh_axes_for, num_shards
 from lmlib.parallel.other_meshes import (
     REST,
     check_axes,
@@ -143,7 +143,7 @@ def keeping(experiment: Experiment, saved: tuple[str, ...]) -> Experiment:
 
 def microbatch_counts(experiment: Experiment) -> list[int]:
     """Returns the numbers of microbatches that divide the rows of a device, ascending."""
-    rows = experiment.data.batch_size // pieces(along("batch"), experiment.mesh)
+    rows = experiment.data.batch_size // num_shards(mesh_axes_for("batch"), experiment.mesh)
     return [count for count in range(1, rows + 1) if rows % count == 0]
 
 
@@ -234,7 +234,7 @@ def policies(experiment: Experiment) -> tuple[tuple[str, ...], ...]:
 def _sizes(experiment: Experiment) -> dict[str, int]:
     """Bytes on each device of the model's activation names, without offloaded ones."""
     everything = keeping(experiment, EVERYTHING)
-    sizes = dict.fromkeys(everything.compute.kept(experiment.recipe.made.names.saved), 0)
+    sizes = dict.fromkeys(everything.compute.kept(experiment.recipe.abstract_model.names.saved), 0)
     for each in saved_activations(everything):
         if each.name in sizes:
             sizes[each.name] += each.bytes_per_device
@@ -324,7 +324,7 @@ def _candidates(
         yield changed(f"--fdl.microbatches={more[0]}", microbatches=more[0])
 
     # Without the largest of the activations that are saved by choice.
-    names = compute.kept(experiment.recipe.made.names.saved)
+    names = compute.kept(experiment.recipe.abstract_model.names.saved)
     sizes = {each.name: each.bytes_per_device for each in memory.saved if each.name in names}
     if sizes:
         others = tuple(name for name in names if name != max(sizes, key=lambda one: sizes[one]))
@@ -336,7 +336,7 @@ def _candidates(
         yield changed(*_differences(mesh, wider), mesh=wider)
 
     sequence_parallel = dataclasses.replace(compute, sequence_parallel=True)
-    if pieces(along("mlp"), mesh) > 1 and not compute.sequence_parallel:
+    if num_shards(mesh_axes_for("mlp"), mesh) > 1 and not compute.sequence_parallel:
         yield changed(_SEQUENCE_PARALLEL, compute=sequence_parallel)
 
     # Twice the tensor parallelism. Half as many devices share the batch, so twice the microbatches
@@ -351,7 +351,7 @@ def _candidates(
         yield changed("--fdl.frozen_dtype=int8", frozen_dtype="int8")
 
     # Half as many logits at a time, where they are among the largest arrays.
-    vocab = experiment.recipe.made.vocab // pieces(along("vocab"), mesh)
+    vocab = experiment.recipe.abstract_model.vocab // num_shards(mesh_axes_for("vocab"), mesh)
     for array in memory.largest_arrays:
         if array.shape[1:] == (vocab,) and array.shape[0] > 1:
             chunk = array.shape[0] // 2

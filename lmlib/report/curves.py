@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from lmlib.metrics.meanings import EVALUATION, Meaning, meaning
-from lmlib.report.points import AXES, at, axes, stretch, thinned
+from lmlib.report.points import AXES, at, axes, downsample, steps_per_point
 from lmlib.report.seen import Seen
 from lmlib.runs.series import Series
 
@@ -47,7 +47,7 @@ def charts(runs: Sequence[Seen], units: Mapping[str, str]) -> list[dict[str, Any
     for name in drawn(runs):
         known = meaning(name) or _UNKNOWN
         of = {number: run.series[name] for number, run in enumerate(runs) if name in run.series}
-        steps = max(stretch(series, most) for series in of.values())
+        steps = max(steps_per_point(series, most) for series in of.values())
         found.append(
             {
                 "metric": name,
@@ -81,7 +81,7 @@ def layers(run: Seen) -> list[dict[str, Any]]:
         names = [name for name in run.series if name.startswith(f"{statistic}/")]
         rows = []
         for order, name in enumerate(sorted(names, key=_depth)):
-            points = thinned(run.series[name], stretch(run.series[name], FEWEST))
+            points = downsample(run.series[name], steps_per_point(run.series[name], FEWEST))
             steps = run.series[name].steps_N[points.first_P].tolist()
             for step, value in zip(steps, _json(points.mean_P), strict=True):
                 part = name.partition("/")[2]
@@ -126,7 +126,7 @@ def _names(runs: Sequence[Seen]) -> Iterator[tuple[str, float | None]]:
 
 
 def _points(series: Series, steps: int, against: Mapping[str, Series]) -> dict[str, list[Any]]:
-    points = thinned(series, steps)
+    points = downsample(series, steps)
     found: dict[str, list[Any]] = {
         # All digits of an axis: neighbouring steps must stay distinct.
         axis: _json(points.mean_of(at(against[axis], series.steps_N)), 15)

@@ -15,8 +15,8 @@ from lmlib.metrics.meanings import MEANINGS
 from lmlib.report import curves, specifications, tables
 from lmlib.report.points import AXES
 from lmlib.report.seen import Seen, seen
+from lmlib.storage.atomic_file import make_folder, write_atomically
 from lmlib.storage.local_folder import cache_folder
-from lmlib.storage.whole_file import make_folder, write_whole
 
 FILE_NAME = "report.html"
 _TEMPLATE = Path(__file__).parent / "template"
@@ -80,12 +80,12 @@ def write_page(
     margin: float = 0.0,
     check: Callable[[], None] = lambda: None,
 ) -> None:
-    """Writes the page to a file atomically; `check` as in `write_whole`."""
+    """Writes the page to a file atomically; `check` as in `write_atomically`."""
     made = page(runs, baseline=baseline, margin=margin)
-    write_whole(path, made.encode("utf-8", "backslashreplace"), check)
+    write_atomically(path, made.encode("utf-8", "backslashreplace"), check)
 
 
-def leave_page(
+def try_write_page(
     workdir: Path, tell: Callable[[str], None], check: Callable[[], None] = lambda: None
 ) -> None:
     """Writes the page of the run in `workdir` into it; a failure only shows a warning."""
@@ -117,7 +117,7 @@ def _library() -> str:
     if file is not None:
         with contextlib.suppress(OSError):
             make_folder(file.parent)
-            write_whole(file, made)
+            write_atomically(file, made)
     return made
 
 

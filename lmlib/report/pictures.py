@@ -10,7 +10,7 @@ from typing import Any
 from lmlib.report import specifications, tables
 from lmlib.report.points import AXES
 from lmlib.report.seen import Seen
-from lmlib.storage.whole_file import make_folder, write_whole
+from lmlib.storage.atomic_file import make_folder, write_atomically
 
 ENDINGS = (".svg", ".png")
 _SCALE = 3.0  # PNG scale: about 300 dpi for a chart 12 cm wide
@@ -75,10 +75,12 @@ def write_picture(specification: dict[str, Any], file: str | os.PathLike[str]) -
     if ending not in ENDINGS:
         raise ValueError(f"the name of a picture ends in {' or '.join(ENDINGS)}, not as in {file}")
     if ending == ".svg":
-        write_whole(file, vl_convert.vegalite_to_svg(specification, version, allowed_base_urls=[]))
+        write_atomically(
+            file, vl_convert.vegalite_to_svg(specification, version, allowed_base_urls=[])
+        )
     else:
         png = vl_convert.vegalite_to_png(specification, version, scale=_SCALE, allowed_base_urls=[])
-        write_whole(file, png)
+        write_atomically(file, png)
 
 
 def coordinates(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

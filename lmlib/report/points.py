@@ -75,7 +75,7 @@ class Points(NamedTuple):
         return np.add.reduceat(np.asarray(other_N, np.float64), self.first_P) / self.count_P
 
 
-def stretch(series: Series, most: int) -> int:
+def steps_per_point(series: Series, most: int) -> int:
     """Returns the number of steps per point that gives at most `most` points, 1 if all fit."""
     if len(series.steps_N) <= most:
         return 1
@@ -84,7 +84,7 @@ def stretch(series: Series, most: int) -> int:
     return max(1, -(-span // max(1, most - 1)))
 
 
-def thinned(series: Series, steps: int) -> Points:
+def downsample(series: Series, steps: int) -> Points:
     """Averages a series over stretches of steps.
 
     Each point covers the steps from k·`steps` + 1 to (k + 1)·`steps`, for an integer k, so that the

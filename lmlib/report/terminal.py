@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from lmlib.report import curves, tables
-from lmlib.report.points import stretch, thinned
+from lmlib.report.points import downsample, steps_per_point
 from lmlib.report.seen import Seen
 from lmlib.runs.series import Series
 from lmlib.terminal.table import columns
@@ -41,7 +41,7 @@ def bars(series: Series, most: int) -> str:
 
     A character shows the mean between the smallest, ▁, and the largest, █; × if nothing is finite.
     """
-    mean_P = thinned(series, stretch(series, most)).mean_P
+    mean_P = downsample(series, steps_per_point(series, most)).mean_P
     finite_P = mean_P[np.isfinite(mean_P)]
     least = finite_P.min(initial=np.inf)
     heights_P = (mean_P - least) / ((finite_P - least).max(initial=0) or 1.0) * len(_BARS)

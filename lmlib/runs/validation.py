@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float64, Int64
 
+from lmlib.storage.atomic_file import write_atomically
 from lmlib.storage.stored_json import read_json
 from lmlib.storage.unlinked import unlinked
-from lmlib.storage.whole_file import write_whole
 
 FILE_NAME = "validation.json"
 MOST = 4_096  # entries per metric of a set: 100 KB
@@ -69,7 +69,7 @@ class StoredValidation:
     def save(
         self, workdir: str | os.PathLike[str], check: Callable[[], None] = lambda: None
     ) -> None:
-        """Writes validation.json atomically; `check` as in `write_whole`."""
+        """Writes validation.json atomically; `check` as in `write_atomically`."""
 
         def numbers(values: np.ndarray) -> list[Any]:
             size = -(-len(values) // MOST)
@@ -86,7 +86,9 @@ class StoredValidation:
             for name, each in self.sets.items()
         }
         content = {"step": self.step, "cross_entropy": self.cross_entropy, "sets": sets}
-        write_whole(Path(workdir, FILE_NAME), json.dumps(content, allow_nan=False) + "\n", check)
+        write_atomically(
+            Path(workdir, FILE_NAME), json.dumps(content, allow_nan=False) + "\n", check
+        )
 
 
 def read_validation(workdir: str | os.PathLike[str]) -> StoredValidation | None:

@@ -8,8 +8,8 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from lmlib.storage.atomic_file import write_atomically
 from lmlib.storage.failures import storage_failure
-from lmlib.storage.whole_file import write_whole
 
 
 class AppendedFile:
@@ -31,13 +31,13 @@ class AppendedFile:
         Args:
           lost: called before the file is restored, with a text that gives the reason. It prevents
             that by raising; `None` never restores the file.
-          check: called before the file is put in place, as in `write_whole`.
+          check: called before the file is put in place, as in `write_atomically`.
         """
         self._path = path
         self._lost, self._check = lost, check
         self._unwritten = b""
         self._mutex = threading.Lock()  # guards the open file, which another thread may sync
-        write_whole(path, content, check)
+        write_atomically(path, content, check)
         self._file = path.open("r+b", buffering=0)
         self._file.seek(0, os.SEEK_END)
 
@@ -103,7 +103,7 @@ class AppendedFile:
         if exchanged:
             set_aside(self._path)
         with self._mutex:
-            write_whole(self._path, os.pread(opened, os.fstat(opened).st_size, 0), self._check)
+            write_atomically(self._path, os.pread(opened, os.fstat(opened).st_size, 0), self._check)
             place = self._file.tell()
             self._file.close()
             self._file = self._path.open("r+b", buffering=0)

@@ -18,10 +18,10 @@ from typing import Any, TypeVar
 from lmlib.metrics.log import FILE_NAME as METRICS
 from lmlib.metrics.log import from_json
 from lmlib.runs.run import SAMPLES, Run
+from lmlib.storage.atomic_file import make_folder, write_atomically
 from lmlib.storage.bucket.copies import url_of
 from lmlib.storage.stored_json import read_json, read_text
 from lmlib.storage.unlinked import unlinked
-from lmlib.storage.whole_file import make_folder, write_whole
 
 FOLDER = "trackers"
 _LONGEST, _MOST = 250, {"metrics": 1000, "params": 100}  # MLflow: of a name, in a request
@@ -222,7 +222,7 @@ class Tracker(abc.ABC):
 
     def _keep(self, known: Mapping[str, Any]) -> None:
         make_folder(self._kept.parent)
-        write_whole(self._kept, json.dumps({**known, **self._place()}) + "\n", self.check)
+        write_atomically(self._kept, json.dumps({**known, **self._place()}) + "\n", self.check)
 
     def _place(self) -> dict[str, str | int]:
         """Returns the identity of the workdir: a moved one keeps its inode, a copy does not."""

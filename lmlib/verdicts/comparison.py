@@ -14,11 +14,11 @@ from lmlib.verdicts.finished import (
     finished_runs,
     same_batches,
 )
-from lmlib.verdicts.groups import Group, baselines, grouped, lengths, telling
+from lmlib.verdicts.groups import Group, baselines, distinguishing_settings, grouped, lengths
 from lmlib.verdicts.seeds import (
     LEAST_SEEDS,
     Difference,
-    Verdict,
+    Outcome,
     paired_difference,
     seeds_needed,
     smallest_effect,
@@ -32,7 +32,7 @@ _WARM = 0.1  # the curve of a single run skips this fraction of its tokens
 
 
 @dataclasses.dataclass(frozen=True)
-class Judged:
+class Verdict:
     """A group compared with its baseline.
 
     A negative `difference` is an improvement. `text` is for paired seeds on the same batches, and
@@ -42,7 +42,7 @@ class Judged:
 
     baseline: Group
     difference: Difference
-    verdict: Verdict
+    verdict: Outcome
     seeds_needed: int | None
     smallest_effect: float | None
     text: TextPrecision | None
@@ -56,7 +56,7 @@ class Row:
     """A group; `judged` is `None` for a baseline, and for a group without a baseline."""
 
     group: Group
-    judged: Judged | None
+    judged: Verdict | None
     is_baseline: bool
 
 
@@ -142,7 +142,7 @@ def compare(
     rows.sort(key=lambda row: sign * row.group.mean if row.group.finite else math.inf)
     return Comparison(
         *(metric, finished[0].measured, finished[0].unit, highest_is_best, margin, error_rate),
-        settings=telling(groups),
+        settings=distinguishing_settings(groups),
         rows=rows,
         left_out=[*left_out, *twice],
     )
@@ -150,7 +150,7 @@ def compare(
 
 def _judged(
     *both: Group, curve: Curve | None, margin: float, error_rate: float, sign: float
-) -> Judged:
+) -> Verdict:
     group, baseline = both
     # Pair the seeds that both have, if there are enough; otherwise compare all runs unpaired.
     ours, theirs = group.runs, baseline.runs
@@ -172,7 +172,7 @@ def _judged(
         )
         if all([*of_group, *of_baseline]):
             costs[name] = float(np.mean(of_baseline) / np.mean(of_group))
-    return Judged(
+    return Verdict(
         baseline=baseline,
         difference=difference,
         verdict=difference.verdict(margin, error_rate),

@@ -90,7 +90,7 @@ def grouped(
     return groups, left_out
 
 
-def telling(groups: Sequence[Group]) -> list[str]:
+def distinguishing_settings(groups: Sequence[Group]) -> list[str]:
     """Returns the settings that distinguish the groups, the first of those that vary together."""
     found: dict[tuple[int, ...], str] = {}
     for path in groups[0].settings if groups else ():
@@ -99,7 +99,7 @@ def telling(groups: Sequence[Group]) -> list[str]:
     return list(found.values())
 
 
-def shown(setting: str | None) -> str:
+def setting_text(setting: str | None) -> str:
     """Formats a setting for a table: a callable becomes its name without modules."""
     if setting is None:
         return "(absent)"
@@ -177,7 +177,7 @@ def _settings(named: str, groups: Sequence[Group]) -> dict[str, str]:
 
 def _same(text: str | None, wanted: str) -> bool:
     """True if a setting equals the wanted text: 1e-3 equals 0.001, and quotes are optional."""
-    if wanted in (shown(text), text, str(value_of(text or ""))):
+    if wanted in (setting_text(text), text, str(value_of(text or ""))):
         return True
     try:
         return float(text or "") == float(wanted)

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Float
 from scipy import special
 
-Verdict = Literal["better", "worse", "inconclusive"]
+Outcome = Literal["better", "worse", "inconclusive"]
 LEAST_SEEDS = 3  # per setting; the standard error of fewer is too uncertain
 MOST_SEEDS = 1_000  # upper limit of the search
 USUAL_POWER = 0.8
@@ -37,7 +37,7 @@ class Difference:
     deviation: float | None = None
     standard_error: float | None = None
 
-    def verdict(self, margin: float, error_rate: float) -> Verdict:
+    def verdict(self, margin: float, error_rate: float) -> Outcome:
         """Judges a difference beyond `margin` by one-sided t-tests.
 
         "better" rejects that the difference is -margin or more, "worse" that it is margin or less.

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 from lmlib.runs.settings import last_name
 from lmlib.terminal.table import columns
-from lmlib.verdicts.comparison import Comparison, Judged, Row
-from lmlib.verdicts.groups import shown
+from lmlib.verdicts.comparison import Comparison, Row, Verdict
+from lmlib.verdicts.groups import setting_text
 from lmlib.verdicts.seeds import LEAST_SEEDS, MOST_SEEDS, USUAL_POWER
 
 _COSTS = ("steps", "FLOPs", "seconds")
@@ -43,7 +43,7 @@ def comparison_text(comparison: Comparison) -> str:
 
 def _cells(comparison: Comparison, row: Row, sped: bool) -> list[str]:
     group, judged = row.group, row.judged
-    settings = [shown(group.settings[path]) for path in comparison.settings]
+    settings = [setting_text(group.settings[path]) for path in comparison.settings]
     cells = [*settings, str(len(group.runs)), _estimate(group.mean, group.standard_error)]
     if judged is None:
         return [*cells, "baseline" if row.is_baseline else "no baseline", *[""] * (1 + 3 * sped)]
@@ -67,13 +67,13 @@ def _rules(comparison: Comparison, count: int) -> Iterator[str]:
         )
 
 
-def _note(comparison: Comparison, row: Row, judged: Judged) -> str:
+def _note(comparison: Comparison, row: Row, judged: Verdict) -> str:
     settings = row.group.settings.items()
-    named = [f"{last_name(p)} = {shown(x)}" for p, x in settings if p in comparison.settings]
+    named = [f"{last_name(p)} = {setting_text(x)}" for p, x in settings if p in comparison.settings]
     return f"{', '.join(named)}: {' '.join(_sentences(comparison, judged))}"
 
 
-def _sentences(comparison: Comparison, judged: Judged) -> Iterator[str]:
+def _sentences(comparison: Comparison, judged: Verdict) -> Iterator[str]:
     difference, text, seeds = judged.difference, judged.text, judged.difference.seeds
     counted = f"{seeds} {'pair' if difference.paired else 'unpaired run'}{'s' * (seeds != 1)}"
     if not math.isfinite(difference.mean):
@@ -101,7 +101,7 @@ def _sentences(comparison: Comparison, judged: Judged) -> Iterator[str]:
         )
 
 
-def _more_seeds(comparison: Comparison, judged: Judged) -> str:
+def _more_seeds(comparison: Comparison, judged: Verdict) -> str:
     difference = judged.difference
     if difference.deviation is None:
         return f"A verdict needs {LEAST_SEEDS} seeds: add {LEAST_SEEDS - difference.seeds} or more."
@@ -117,7 +117,7 @@ def _more_seeds(comparison: Comparison, judged: Judged) -> str:
     )
 
 
-def _about_speedups(judged: list[Judged]) -> Iterator[str]:
+def _about_speedups(judged: list[Verdict]) -> Iterator[str]:
     found = [each.speedup for each in judged if each.speedup is not None]
     if found:
         yield (
@@ -136,7 +136,7 @@ def _about_speedups(judged: list[Judged]) -> Iterator[str]:
         yield f"No speedup: {each}"
 
 
-def _factor(judged: Judged, cost: str) -> str:
+def _factor(judged: Verdict, cost: str) -> str:
     found, scale = judged.speedup, judged.of_compute.get(cost)
     if found is None or scale is None:
         return "unknown"

@@ -26,8 +26,8 @@ from runner.errors import (
     StoppedEarly,
     TrainingStopped,
     WorkdirLost,
-    in_words,
-    lack,
+    error_text,
+    out_of_memory_text,
 )
 
 DEBUG = flags.DEFINE_bool("debug", False, "show the traceback of an error, a mistake's too")
@@ -127,14 +127,14 @@ def tell(error: BaseException, debug: bool) -> None:
       debug: True for a traceback in any case.
     """
     sys.stdout.flush()
-    lacking = lack(error)
+    lacking = out_of_memory_text(error)
     mistake = _is_mistake(error)
     if debug or not (lacking or mistake or isinstance(error, (*_TOLD, StoppedEarly))):
         traceback.print_exception(error)
     elif isinstance(error, StoppedEarly):
         print(error, file=sys.stderr)
     else:
-        text = in_words(error)
+        text = error_text(error)
         if mistake:
             text = " ".join(text.split())  # other messages may end with a table
         elif lacking:

@@ -8,12 +8,12 @@ import shutil
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
+from lmlib.storage.atomic_file import make_folder, sync
 from lmlib.storage.bucket.copies import place_to_write
 from lmlib.storage.bucket.store import BucketStore
 from lmlib.storage.bucket.upload import upload
 from lmlib.storage.bucket.url import BucketUrl
 from lmlib.storage.local_folder import local_folder
-from lmlib.storage.whole_file import make_folder, sync
 from runner.command_line.paths import check_can_be_made
 from runner.errors import ConfigError
 

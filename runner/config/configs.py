@@ -30,14 +30,14 @@ import fiddle as fdl
 from fiddle.experimental import serialization
 
 from lmlib.runs.settings import FILE_NAME as SETTINGS
+from lmlib.storage.atomic_file import make_folder, write_atomically
 from lmlib.storage.bucket.url import BucketUrl
 from lmlib.storage.local_folder import folder_to_read
-from lmlib.storage.whole_file import make_folder, write_whole
 from runner.config.overrides import BAD_LITERAL, apply_override
 from runner.config.saved_config import read_config
 from runner.config.text import flattened, parameters, settings, text_of, with_defaults
 from runner.config.values import check_values
-from runner.errors import ConfigError, did_you_mean, in_words, user_errors
+from runner.errors import ConfigError, did_you_mean, error_text, user_errors
 
 # Modules whose errors are written for users.
 _OURS = tuple(
@@ -95,7 +95,7 @@ def save(cfg: fdl.Config, workdir: str | os.PathLike[str]) -> None:
     contents = saved_files(cfg)
     make_folder(workdir)
     for name, content in contents.items():
-        write_whole(Path(workdir, name), content)
+        write_atomically(Path(workdir, name), content)
 
 
 def saved_files(cfg: fdl.Config) -> dict[str, str]:
@@ -318,7 +318,7 @@ def _user_code(what: str) -> Iterator[None]:
         frames = traceback.extract_tb(error.__traceback__)
         cause = [frame for frame in frames if not frame.filename.startswith(passed_through)][-1]
         if isinstance(error, (ValueError, OSError)) and cause.filename.startswith(_OURS):
-            raise ConfigError(in_words(error)) from error
+            raise ConfigError(error_text(error)) from error
         where = "" if isinstance(error, SyntaxError) else f" ({cause.filename}:{cause.lineno})"
         raise ConfigError(f"{what} failed: {type(error).__name__}: {error}{where}") from error
 

@@ -112,12 +112,12 @@ import fiddle as fdl
 
 from lmlib.inspect.coordinates import LOOKED_AT, changes, slope
 from lmlib.report.pictures import ENDINGS, coordinates, write_picture
-from lmlib.storage.whole_file import write_whole
+from lmlib.storage.atomic_file import write_atomically
 from lmlib.terminal.table import columns
 from runner.jax_settings.compilation_cache import keep_compiled_programs
 from runner.jax_settings.devices import check_devices, choose_devices
 from runner.jax_settings.xla_flags import keep_cpus_in_order
-from runner.monitoring.telling import Telling
+from runner.monitoring.progress_line import ProgressLine
 
 WITH, WITHOUT = "with scaling", "without"
 
@@ -146,7 +146,7 @@ def main(arguments: Sequence[str]) -> int:
     print(_table(rows))
     with user_errors():
         if _JSON.value:
-            write_whole(_JSON.value, json.dumps(rows, indent=1) + "\n")
+            write_atomically(_JSON.value, json.dumps(rows, indent=1) + "\n")
         if _PICTURE.value:
             write_picture(coordinates(rows), _PICTURE.value)
     return FINISHED
@@ -160,7 +160,7 @@ def _rows(
     The base size belongs to both sweeps.
     """
     known: dict[tuple[Any, ...], Any] = {}
-    with Telling() as tell:
+    with ProgressLine() as tell:
         for by, of_size in arguments_of.items():
             for rule in (WITH, WITHOUT):
                 for size, arguments in of_size.items():

@@ -12,7 +12,7 @@ from lmlib.evaluate.windows import Packing, Window
 from lmlib.generate import Generator, Sampling
 from lmlib.models.model import check_length
 from runner.inference.loaded import Loaded
-from runner.monitoring.telling import now_and_then
+from runner.monitoring.progress_line import now_and_then
 
 Ids = Sequence[int]
 

@@ -20,7 +20,7 @@ from runner.config.configs import longest_row
 from runner.errors import ConfigError, chosen_sizes, user_errors
 from runner.evaluation.data_sets import DataSet
 from runner.inference.loaded import Loaded
-from runner.monitoring.telling import now_and_then
+from runner.monitoring.progress_line import now_and_then
 
 LONGEST = 2048  # default row length in tokens, if the model's own is unknown
 SMALLER = "give a smaller --sequence_length or --batch_size"  # advice when memory runs out

@@ -71,7 +71,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Manner:
+class DecodingOptions:
     """Settings for answering prompts.
 
     Attributes:

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from lmlib.generate import Generator
+from lmlib.storage.atomic_file import sync, write_atomically
 from lmlib.storage.stored_json import parse_json, read_json
-from lmlib.storage.whole_file import sync, write_whole
 from lmlib.terminal.quantities import duration_text
 from runner.errors import ConfigError
-from runner.inference.answer import Answer, Manner
+from runner.inference.answer import Answer, DecodingOptions
 from runner.inference.prompts import AS_NUMBERS, Line
-from runner.monitoring.telling import now_and_then
+from runner.monitoring.progress_line import now_and_then
 
 SETTINGS = ".settings.json"  # suffix of the file beside the answers
 _SECONDS_BETWEEN_LINES = 5.0
@@ -54,7 +54,7 @@ class AnswerFile:
             raise ConfigError(f"{path} is there, and no settings beside it: give another --out")
 
     def answer(
-        self, lines: Sequence[Line], generator: Generator, manner: Manner, together: int
+        self, lines: Sequence[Line], generator: Generator, manner: DecodingOptions, together: int
     ) -> None:
         """Appends the missing answers, and shows progress on stderr.
 
@@ -67,7 +67,7 @@ class AnswerFile:
         """
         if self._is_new:
             stored = {**self._settings, "begun": self.begun.isoformat()}
-            write_whole(self._beside, json.dumps(stored, indent=2) + "\n")
+            write_atomically(self._beside, json.dumps(stored, indent=2) + "\n")
         with open(self._path, "a+b") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -137,7 +137,7 @@ class AnswerFile:
         return done
 
 
-def _written(line: Line, sample: int, answer: Answer, manner: Manner) -> bytes:
+def _written(line: Line, sample: int, answer: Answer, manner: DecodingOptions) -> bytes:
     said = {
         "line": line.number,
         "sample": sample,

@@ -24,7 +24,7 @@ from lmlib.parallel.axes import LayoutError
 from lmlib.parallel.check import check_model
 from lmlib.parallel.mesh import make_mesh
 from runner.errors import ConfigError, user_errors
-from runner.inference.answer import Manner
+from runner.inference.answer import DecodingOptions
 from runner.inference.prompts import AS_NUMBERS
 from runner.processes.agreement import agreed
 from runner.weights.model_folder import ModelFolder
@@ -123,7 +123,7 @@ class Loaded(Texts):
         """
         ids = self.ids(text)
         codec = self.codec or AS_NUMBERS
-        manner = Manner(codec, self.end_ids, tuple(stop), max_tokens, sampling, 1, seed)
+        manner = DecodingOptions(codec, self.end_ids, tuple(stop), max_tokens, sampling, 1, seed)
         needed = len(ids) + max_tokens
         room = 1 << (needed - 1).bit_length()  # powers of two, so that few lengths are compiled
         generator = self._generator(max(needed, min(room, self.longest or room)))

@@ -10,7 +10,7 @@ from typing import TextIO
 from lmlib.generate import Generator
 from lmlib.terminal.quantities import duration_text
 from runner.errors import ConfigError
-from runner.inference.answer import Answer, Manner
+from runner.inference.answer import Answer, DecodingOptions
 from runner.inference.prompts import Reader
 
 _PREPARED = 512  # tokens of a prompt that is compiled in advance
@@ -22,7 +22,7 @@ class Terminal:
 
     generator: Generator
     reader: Reader
-    manner: Manner
+    manner: DecodingOptions
     out: TextIO = dataclasses.field(default_factory=lambda: sys.stdout)
     told: TextIO = dataclasses.field(default_factory=lambda: sys.stderr)
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lmlib.runs.goodput import FILE_NAME, Goodput, Start, read_starts, total
-from lmlib.storage.whole_file import write_whole
-from runner.errors import how_ended, in_words
+from lmlib.storage.atomic_file import write_atomically
+from runner.errors import error_text, how_ended
 from runner.monitoring.phases import Phases
 
 WRITE_SECONDS = 10.0
@@ -67,7 +67,9 @@ class GoodputLog:
             return
         starts = [dataclasses.asdict(start) for start in (*self._earlier, self._start())]
         with contextlib.suppress(OSError):
-            write_whole(self._file, json.dumps({"starts": starts}, indent=1) + "\n", self._check)
+            write_atomically(
+                self._file, json.dumps({"starts": starts}, indent=1) + "\n", self._check
+            )
 
     def __enter__(self) -> "GoodputLog":
         """Writes the file, so that it includes this start before the first step."""
@@ -77,7 +79,7 @@ class GoodputLog:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
-            self._ended, self._reason = how_ended(error), in_words(error) or type(error).__name__
+            self._ended, self._reason = how_ended(error), error_text(error) or type(error).__name__
         self.write()
 
     def _start(self) -> Start:

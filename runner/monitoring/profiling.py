@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import jax
 
 from lmlib.experiment import Experiment
-from lmlib.storage.whole_file import write_whole
+from lmlib.storage.atomic_file import write_atomically
 
 S = TypeVar("S")
 
@@ -75,7 +75,7 @@ def where_the_time_went(
     """Returns tables of the time in the newest trace of `folder`, beside the estimates of plan.
 
     All kernels are written to folder/kernels.txt. If a file cannot be read or written, the text
-    says so. `check` is as in `write_whole`.
+    says so. `check` is as in `write_atomically`.
     """
     program = compiled.as_text()
     assert program is not None  # XLA programs always have a text
@@ -88,7 +88,7 @@ def where_the_time_went(
     from lmlib.profile.trace import TraceError, newest_trace, read_trace
 
     known = accelerator(device.device_kind)
-    scopes, matmuls = scopes_of(experiment.recipe.made), None
+    scopes, matmuls = scopes_of(experiment.recipe.abstract_model), None
     if known is not None and known.flops:
         matmuls = count_flops(experiment.trace_step().jaxpr, scopes).matmuls
     try:
@@ -98,7 +98,7 @@ def where_the_time_went(
         return f"WARNING: where the time went is not known: {error}"
     file = folder / "kernels.txt"
     try:
-        write_whole(file, profile.text(every_kernel=True) + "\n", check)
+        write_atomically(file, profile.text(every_kernel=True) + "\n", check)
     except OSError as error:
         return f"{profile}\nWARNING: not all kernels are written: {error}"
     return f"{profile}\nall kernels are in {file}"

@@ -11,7 +11,7 @@ from typing import TextIO
 
 from lmlib.terminal.quantities import count_text
 from runner.errors import WorkdirLost
-from runner.monitoring.telling import CLEAR_LINE, fitting
+from runner.monitoring.progress_line import CLEAR_LINE, fitting
 
 BAR_WIDTH = 20
 REDRAW_SECONDS = 0.1  # minimum time between redraws of the live line

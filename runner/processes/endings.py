@@ -85,8 +85,8 @@ def _missed(output: str, heartbeat_seconds: int) -> str:
     """Names the process that stopped responding, and its log; empty if unknown."""
     if ended := _numbers(_UNHEALTHY, output):
         return (
-            f"{listed(ended)} ended or stopped answering (nothing heard for {heartbeat_seconds} "
-            f"s); {_logs(ended)}"
+            f"{processes_text(ended)} ended or stopped answering (nothing heard for "
+            f"{heartbeat_seconds} s); {_logs(ended)}"
         )
     if "Failed to send RPC to coordination service" in output or _SILENT.search(output):
         return (
@@ -94,7 +94,7 @@ def _missed(output: str, heartbeat_seconds: int) -> str:
             f"{_logs([0])}"
         )
     if late := _numbers(_BARRIER, output):
-        return f"{listed(late)} did not come to a barrier in time; {_logs(late)}"
+        return f"{processes_text(late)} did not come to a barrier in time; {_logs(late)}"
     if "the JAX distributed service detected fatal errors" in output:
         return "another process ended or stopped answering; the logs of the others"
     return ""
@@ -105,7 +105,7 @@ def detects_nothing(error: BaseException) -> bool:
     return "coordinator_address should be defined" in str(error)
 
 
-def listed(processes: Sequence[int]) -> str:
+def processes_text(processes: Sequence[int]) -> str:
     """Formats the numbers of at most ten processes."""
     numbers = ", ".join(map(str, processes[:10])) + ", …" * (len(processes) > 10)
     return f"process{'es' if len(processes) > 1 else ''} {numbers}"

@@ -33,7 +33,7 @@ from lmlib.storage.bucket.owned import OwnedObject, TakenOverError
 from lmlib.storage.bucket.store import BucketStore, Found, Patience
 from lmlib.storage.failures import storage_failure
 from lmlib.storage.stored_json import parse_json
-from runner.errors import ConfigError, WorkdirLost, in_words
+from runner.errors import ConfigError, WorkdirLost, error_text
 
 FILE_NAME = "lock"
 RENEW_SECONDS = 10.0
@@ -175,7 +175,7 @@ class FolderLock(_HeldLock):
         except OSError as error:
             told = storage_failure(f"write {self._file}", workdir, error.errno or errno.EIO)
             self._remove_made()
-            raise ConfigError(in_words(told)) from error
+            raise ConfigError(error_text(told)) from error
         except ConfigError:
             self._remove_made()
             raise

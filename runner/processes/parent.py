@@ -40,7 +40,7 @@ def end_with_parent() -> None:
     try:
         if os.fstat(descriptor).st_ino != inode:
             return
-    except OSError:  # `--through` may start it on another machine with only the environment
+    except OSError:  # `--launcher` may start it on another machine with only the environment
         return
     connection = socket.socket(fileno=descriptor)
     connection.set_inheritable(False)

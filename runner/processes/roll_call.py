@@ -13,7 +13,7 @@ import resource
 import socket
 
 from runner.errors import ConfigError
-from runner.processes.endings import listed
+from runner.processes.endings import processes_text
 
 _GREETING = b"lmlib roll call\n"
 GREETING_SECONDS = 10.0  # time limit for the greeting of process 0
@@ -97,8 +97,8 @@ async def _call(coordinator: str, port: int, processes: int, seconds: float) -> 
     except TimeoutError:
         missing = sorted(set(range(1, processes)) - set(came))
         mistake = (
-            f"process 0 waited {seconds:g} s and {listed(missing)} did not come: see that each "
-            "runs, and that all have the same --coordinator and --num_processes; or raise "
+            f"process 0 waited {seconds:g} s and {processes_text(missing)} did not come: check that "
+            "each runs, and that all have the same --coordinator and --num_processes; or raise "
             "--startup_seconds"
         )
     server.close()  # before the answer, since JAX then listens at this port

@@ -30,14 +30,14 @@ _POINTS = flags.DEFINE_string(
 )
 _ADD_POINTS = flags.DEFINE_bool("add_points", False, "add these points to an existing sweep")
 _DRY_RUN = flags.DEFINE_bool("dry_run", False, "show the points and their cost; train nothing")
-_AT_ONCE = flags.DEFINE_integer(
+_MAX_PARALLEL = flags.DEFINE_integer(
     "at_once",
     None,
     "parallel processes, or SLURM tasks; default: in turn in this process",
     lower_bound=1,
 )
-_THROUGH = flags.DEFINE_string(
-    "through", None, "a launcher for each point: 'ssh host {command}'; also {name}, {slot}"
+_LAUNCHER = flags.DEFINE_string(
+    "launcher", None, "a launcher for each point: 'ssh host {command}'; also {name}, {slot}"
 )
 _SLURM = flags.DEFINE_bool("slurm", False, "write a SLURM array job; train nothing here")
 _SBATCH = flags.DEFINE_multi_string(
@@ -61,7 +61,7 @@ import jax
 
 from lmlib.plan.cost import Cost
 from lmlib.terminal.python_command import python_command
-from runner.absent_hardware.cost import cost_of
+from runner.aot.cost import cost_of
 from runner.config.text import settings as settings_of
 from runner.jax_settings.devices import (
     check_devices,
@@ -72,11 +72,11 @@ from runner.jax_settings.devices import (
 from runner.jax_settings.xla_flags import keep_cpus_in_order, set_gpu_flags
 from runner.processes.lock import FolderLock
 from runner.sweep.commands import (
+    check_launcher,
     check_sbatch,
-    check_through,
     command_of,
+    launched,
     submit,
-    through,
     write_script,
 )
 from runner.sweep.folder import Point, Settings, Sweep, checked_folder, planned
@@ -94,7 +94,7 @@ def main(arguments: Sequence[str]) -> int:
     reference = flags.FLAGS.fdl_config
     settings = points_of(reference, _POINTS.value, _AXIS.value)
     check_paths(settings, flags.FLAGS.fdl_set)
-    in_turn = not (_AT_ONCE.value or _THROUGH.value or arguments)
+    in_turn = not (_MAX_PARALLEL.value or _LAUNCHER.value or arguments)
     if _DRY_RUN.value or _SLURM.value or not in_turn:
         jax.config.update("jax_platforms", "cpu")  # leaves the accelerators to the runs
     for each in settings:  # finds mistakes before any training
@@ -120,18 +120,18 @@ def _check_flags(arguments: Sequence[str]) -> None:
     check_chosen(
         [each for each in arguments if not each.startswith("--")], "experiments/quickstart"
     )
-    if _THROUGH.value is not None:
-        check_through(_THROUGH.value)
+    if _LAUNCHER.value is not None:
+        check_launcher(_LAUNCHER.value)
     if _SUBMIT.value:
         check_sbatch()
     if not _SLURM.value and (_SUBMIT.value or _SBATCH.value):
         raise ConfigError("--submit and --sbatch are for --slurm: give that too")
     if _HALVING.value is not None:
         parsed_rungs(_HALVING.value)
-        if _SLURM.value or _AT_ONCE.value or _THROUGH.value or arguments:
+        if _SLURM.value or _MAX_PARALLEL.value or _LAUNCHER.value or arguments:
             raise ConfigError(
                 "--halving compares points on the way, which this process trains itself: leave "
-                "out --at_once, --through, --slurm and flags of the runs"
+                "out --max_parallel, --launcher, --slurm and flags of the runs"
             )
 
 
@@ -146,7 +146,7 @@ def _train(sweep: Sweep, arguments: Sequence[str], in_turn: bool) -> int:
         def command(point: Point, slot: int) -> list[str]:
             return _words(point, slot, arguments)
 
-        beside = SideBySide(_AT_ONCE.value or 1, command, _GRACE_SECONDS.value)
+        beside = SideBySide(_MAX_PARALLEL.value or 1, command, _GRACE_SECONDS.value)
         return _ended(sweep, chosen, beside.train(chosen), beside.failures)
     choose_devices()
     if on_cpus_alone():
@@ -173,7 +173,7 @@ def _write_array(sweep: Sweep, arguments: Sequence[str]) -> int:
         return _ended(sweep, sweep.points, True, {})
     sweep.write()
     commands = [_words(point, number, arguments) for number, point in enumerate(points)]
-    file = write_script(sweep.folder, commands, _AT_ONCE.value, _SBATCH.value)
+    file = write_script(sweep.folder, commands, _MAX_PARALLEL.value, _SBATCH.value)
     print(f"wrote {file}, with a task for each of {len(points)} points")
     if _SUBMIT.value:
         submit(file)
@@ -191,7 +191,7 @@ def _words(point: Point, slot: int, arguments: Sequence[str]) -> list[str]:
         *(f"--trust_module={each}" for each in TRUST_MODULE.value),
     ]
     words = command_of(point, experiment, arguments)
-    return words if _THROUGH.value is None else through(_THROUGH.value, words, point, slot)
+    return words if _LAUNCHER.value is None else launched(_LAUNCHER.value, words, point, slot)
 
 
 def _ended(sweep: Sweep, chosen: Sequence[Point], whole: bool, failures: dict[str, str]) -> int:

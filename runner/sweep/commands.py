@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lmlib.storage.whole_file import make_folder, write_whole
+from lmlib.storage.atomic_file import make_folder, write_atomically
 from runner.errors import ConfigError
 from runner.sweep.folder import OUTPUT, Point
 from runner.sweep.points import overrides_of
@@ -30,19 +30,19 @@ def command_of(point: Point, experiment: Sequence[str], flags: Sequence[str]) ->
     return [sys.executable, "-m", "runner", *experiment, *settings, workdir, *flags]
 
 
-def check_through(template: str) -> None:
+def check_launcher(template: str) -> None:
     """Raises ConfigError unless `template` can be split into words and contains {command}."""
     try:
         words = shlex.split(template)
     except ValueError as error:
-        raise ConfigError(f"--through={template}: {error}") from error
+        raise ConfigError(f"--launcher={template}: {error}") from error
     if not any(_COMMAND in word for word in words):
         raise ConfigError(
-            f"--through={template} lacks {_COMMAND}: write it as 'srun --ntasks=1 {_COMMAND}'"
+            f"--launcher={template} lacks {_COMMAND}: write it as 'srun --ntasks=1 {_COMMAND}'"
         )
 
 
-def through(template: str, command: Sequence[str], point: Point, slot: int) -> list[str]:
+def launched(template: str, command: Sequence[str], point: Point, slot: int) -> list[str]:
     """Returns the words of `template` with its placeholders replaced.
 
     `{command}` is quoted for a shell if it is part of a longer word. `{name}` and `{workdir}`
@@ -61,15 +61,18 @@ def through(template: str, command: Sequence[str], point: Point, slot: int) -> l
 
 
 def write_script(
-    folder: Path, commands: Sequence[Sequence[str]], at_once: int | None, directives: Sequence[str]
+    folder: Path,
+    commands: Sequence[Sequence[str]],
+    max_parallel: int | None,
+    directives: Sequence[str],
 ) -> Path:
     """Writes a script for sbatch into the sweep's folder; its task i runs `commands[i]`.
 
     Args:
-      at_once: maximum number of tasks at the same time; `None`: no limit.
+      max_parallel: maximum number of tasks at the same time; `None`: no limit.
       directives: more sbatch flags, one per line.
     """
-    limit = "" if at_once is None else f"%{at_once}"
+    limit = "" if max_parallel is None else f"%{max_parallel}"
     given = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
     lines = [
         "#!/bin/bash",
@@ -87,7 +90,7 @@ def write_script(
         "esac",
     ]
     make_folder(folder / OUTPUT)
-    write_whole(folder / SCRIPT, "\n".join(lines) + "\n")
+    write_atomically(folder / SCRIPT, "\n".join(lines) + "\n")
     return folder / SCRIPT
 
 

@@ -17,10 +17,10 @@ from pathlib import Path
 
 from lmlib.runs.run import SWEEP, Run, points_in
 from lmlib.runs.settings import checked_settings
+from lmlib.storage.atomic_file import make_folder, write_atomically
 from lmlib.storage.local_folder import local_folder
 from lmlib.storage.stored_json import read_json
 from lmlib.storage.unlinked import unlinked
-from lmlib.storage.whole_file import make_folder, write_whole
 from runner.command_line.paths import check_can_be_made
 from runner.config.text import changed_paths
 from runner.errors import ConfigError, user_errors
@@ -84,7 +84,7 @@ class Sweep:
             "points": [{"name": p.name, "settings": dict(p.settings)} for p in self.points],
         }
         make_folder(self.folder)
-        write_whole(self.folder / SWEEP, json.dumps(content, indent=1) + "\n")
+        write_atomically(self.folder / SWEEP, json.dumps(content, indent=1) + "\n")
 
 
 def checked_folder(path: str | None) -> Path:

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import fiddle as fdl
 
+from lmlib.storage.atomic_file import make_folder
 from lmlib.storage.regular_file import open_regular
 from lmlib.storage.unlinked import check_no_link
-from lmlib.storage.whole_file import make_folder
 from lmlib.terminal.quantities import duration_text
 from runner.command_line.command import tell
 from runner.command_line.exit_status import FINISHED, SIGNALLED, STOPPED
-from runner.errors import StoppedEarly, in_words
+from runner.errors import StoppedEarly, error_text
 from runner.monitoring.phases import Limits
 from runner.processes.parent import Parent
 from runner.processes.stopping import StopSignals
@@ -95,7 +95,7 @@ class InTurn(_Training):
             pass
         except Exception as error:  # the other points continue
             tell(error, self._debug)
-            reason = " ".join(in_words(error).split())
+            reason = " ".join(error_text(error).split())
             self.failures[point.name] = reason or type(error).__name__
 
 
@@ -105,10 +105,10 @@ class SideBySide(_Training):
     ending = "ending all runs, each with a checkpoint"
 
     def __init__(
-        self, at_once: int, command_of: Callable[[Point, int], list[str]], grace_seconds: float
+        self, max_parallel: int, command_of: Callable[[Point, int], list[str]], grace_seconds: float
     ):
         """Sets up the processes; `command_of` returns the words of a point's command for a slot."""
-        self._at_once, self._command_of = at_once, command_of
+        self._max_parallel, self._command_of = max_parallel, command_of
         self._parent = Parent()
         self._running: dict[int, tuple[Point, subprocess.Popen[bytes], float]] = {}
         super().__init__(grace_seconds)
@@ -118,7 +118,7 @@ class SideBySide(_Training):
         waiting = [each for each in points if not each.finished]
         done, whole = 0, len(waiting)
         while (waiting and not self._asked.is_set()) or self._running:
-            while waiting and len(self._running) < self._at_once and not self._asked.is_set():
+            while waiting and len(self._running) < self._max_parallel and not self._asked.is_set():
                 self._begin(waiting.pop(0))
             for slot, (point, process, began) in list(self._running.items()):
                 if (code := process.poll()) is not None:
@@ -130,7 +130,7 @@ class SideBySide(_Training):
         return not self._asked.is_set()
 
     def _begin(self, point: Point) -> None:
-        slot = min(set(range(self._at_once)) - self._running.keys())
+        slot = min(set(range(self._max_parallel)) - self._running.keys())
         output = _output(point)
         make_folder(output.parent)
         with output.open("ab") as file:

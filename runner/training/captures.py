@@ -29,11 +29,11 @@ from lmlib.data.batch import Batch, Source, row_places
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.stages import Continued
 from lmlib.metrics.log import from_json, to_json
+from lmlib.storage.atomic_file import make_folder, sync, sync_folders, write_atomically
 from lmlib.storage.stored_json import read_json
 from lmlib.storage.unlinked import unlinked
-from lmlib.storage.whole_file import make_folder, sync, sync_folders, write_whole
 from lmlib.terminal.python_command import python_command
-from runner.errors import in_words
+from runner.errors import error_text
 from runner.jax_settings.numbers import settings_of_numbers
 from runner.processes.agreement import from_first
 from runner.training.recorder import Line
@@ -73,7 +73,7 @@ class Captures:
             try:
                 self._write(folder, line, rows)
             except OSError as error:
-                return f"WARNING: step {step:,} is not captured in {folder}: {in_words(error)}"
+                return f"WARNING: step {step:,} is not captured in {folder}: {error_text(error)}"
         again = python_command("runner.replay", folder)
         return f"step {step:,} was skipped; to make it again: {again}"
 
@@ -101,7 +101,7 @@ class Captures:
             for name in ("batch.npz", "config.json"):  # checkpoint files are synced already
                 sync(unfinished / name)
             sync_folders(unfinished)
-            write_whole(unfinished / "capture.json", facts)
+            write_atomically(unfinished / "capture.json", facts)
             self._run.lock.check()
             unfinished.rename(folder)
             sync(folder.parent)

@@ -37,7 +37,6 @@ from runner.processes.agreement import (
 )
 from runner.processes.lock import FILE_NAME as LOCK
 from runner.processes.workdir import Workdir, opened
-from runner.training.beginning import Beginning, begin, check_config, check_newest
 from runner.training.data_probe import read_by_this_process
 from runner.training.loop import check_profile, make_steps
 from runner.training.options import Options
@@ -45,6 +44,7 @@ from runner.training.recorder import metrics_log
 from runner.training.report import Summary, earlier_summary, finish, leave_report
 from runner.training.run import Run
 from runner.training.saving import open_checkpoints
+from runner.training.starting_point import StartingPoint, check_config, check_newest, find_start
 from runner.training.starts import Start
 
 _SMALLER = "make the model or the batch smaller, or take more devices; runner.plan says what fits"
@@ -136,7 +136,7 @@ def _fit_in(
         with agreed(), user_errors((PartError,)):
             run.announce()
             check_profile(run)
-        beginning = begin(run)
+        beginning = find_start(run)
         phases.enter(Phase.STARTUP)
         # Nothing is written before this line, so a rejected run leaves the workdir unchanged.
         with open_checkpoints(run) as checkpoints, Watchdog(phases, options.limits, workdir):
@@ -168,7 +168,7 @@ def _fit_in(
     return Result(state, read_metrics(workdir) if primary else [], summary)
 
 
-def _train(run: Run, beginning: Beginning, checkpoints: Checkpoints) -> tuple[State, Summary]:
+def _train(run: Run, beginning: StartingPoint, checkpoints: Checkpoints) -> tuple[State, Summary]:
     """Runs the remaining steps, then evaluates and samples."""
     check, by = run.lock.check, run.lock.start
     with (

@@ -10,7 +10,7 @@ import numpy as np
 from lmlib.checkpoint import Checkpoints
 from lmlib.data.batch import Batch
 from lmlib.data.prefetch import Prefetch
-from lmlib.experiment import Action, Every, Moment
+from lmlib.experiment import Action, PeriodicCallback, StepEvent
 from lmlib.experiment.stages import at
 from lmlib.metrics.log import MetricsLog, read_metrics
 from lmlib.parallel.axes import PartError
@@ -23,11 +23,11 @@ from runner.monitoring.goodput import GoodputLog
 from runner.monitoring.phases import Phase
 from runner.monitoring.profiling import Profiler, where_the_time_went
 from runner.processes.agreement import from_first
-from runner.training.beginning import Beginning
 from runner.training.captures import Captures
 from runner.training.recorder import Line, Recorder
 from runner.training.run import Run
 from runner.training.saving import Saver
+from runner.training.starting_point import StartingPoint
 
 
 @dataclasses.dataclass
@@ -56,7 +56,7 @@ class Loop:
     def __init__(
         self,
         run: Run,
-        beginning: Beginning,
+        beginning: StartingPoint,
         make_step: Callable[[int, State, Batch], tuple[State, Metrics]],
         batches: Prefetch,
         recorder: Recorder,
@@ -68,12 +68,16 @@ class Loop:
         self._recorder, self._saver = recorder, saver
         self._captures = Captures(run, saver, beginning.initialised_from)
         experiment = run.experiment
-        self._save_every = Every(experiment.checkpoints.every, saver.save_at, at_end=True)
-        self._actions: list[Every] = []
+        self._save_every = PeriodicCallback(
+            experiment.checkpoints.every, saver.save_at, at_end=True
+        )
+        self._actions: list[PeriodicCallback] = []
         if run.validation is not None:
-            self._actions.append(Every(experiment.evaluation.every, self._evaluate, at_end=True))
+            self._actions.append(
+                PeriodicCallback(experiment.evaluation.every, self._evaluate, at_end=True)
+            )
         if experiment.samples.every is not None:
-            self._actions.append(Every(experiment.samples.every, self._sample))
+            self._actions.append(PeriodicCallback(experiment.samples.every, self._sample))
         self._actions += [*experiment.actions, *run.options.actions]
 
     def run(self, unevaluated: bool) -> State:
@@ -145,7 +149,7 @@ class Loop:
         self._recorder.add(step, metrics)
         line.update(metrics)
 
-    def _evaluate(self, now: Moment) -> Mapping[str, float]:
+    def _evaluate(self, now: StepEvent) -> Mapping[str, float]:
         """Evaluates the model, and ranks the checkpoint of the step."""
         validation = self._run.validation
         assert validation is not None
@@ -157,7 +161,7 @@ class Loop:
         self._run.progress.validated(now.step, validation.text(metrics))
         return metrics
 
-    def _sample(self, now: Moment) -> None:
+    def _sample(self, now: StepEvent) -> None:
         """Samples from the prompts, except after the last step, which the summary covers."""
         samples = self._run.samples
         if samples is None or now.step == self._run.experiment.steps:
@@ -165,8 +169,8 @@ class Loop:
         if texts := samples.write(now.step, now.state.whole_model):
             now.tell(f"sampled after step {now.step:,}: {texts[0]!r:.200}")
 
-    def _moment(self, step: int, state: State, line: Line) -> Moment:
-        return Moment(step, state, line, self._run.workdir, self._run.tell)
+    def _moment(self, step: int, state: State, line: Line) -> StepEvent:
+        return StepEvent(step, state, line, self._run.workdir, self._run.tell)
 
     def _read(self, made: _Dispatched) -> Line:
         if made.line is None:
@@ -191,7 +195,11 @@ class Loop:
 
 
 def make_steps(
-    run: Run, beginning: Beginning, checkpoints: Checkpoints, goodput: GoodputLog, log: MetricsLog
+    run: Run,
+    beginning: StartingPoint,
+    checkpoints: Checkpoints,
+    goodput: GoodputLog,
+    log: MetricsLog,
 ) -> State:
     """Runs the remaining steps, if any, and returns the final state."""
     experiment, steps = run.experiment, run.experiment.steps

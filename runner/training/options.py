@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from runner.monitoring.phases import Limits
 
 if TYPE_CHECKING:  # these import JAX
-    from lmlib.experiment import Every
+    from lmlib.experiment import PeriodicCallback
     from lmlib.metrics.sinks import MakeSink
 
 
@@ -47,7 +47,7 @@ class Options:
     init_from: str | None = None
     continue_optimizer: bool | None = None
     allowed_changes: Collection[str] = ()
-    actions: Sequence["Every"] = ()
+    actions: Sequence["PeriodicCallback"] = ()
     sinks: Sequence["MakeSink"] = ()
     limits: Limits | None = None
     trusted: Collection[str] = ()

@@ -14,14 +14,14 @@ from lmlib.metrics.tensorboard import TensorBoard
 from lmlib.train import Metrics
 from runner.monitoring.goodput import GoodputLog
 from runner.monitoring.phases import Phase
-from runner.training.beginning import Beginning
 from runner.training.run import Run
+from runner.training.starting_point import StartingPoint
 
 Line = dict[str, Any]  # metrics with the value None are not written
 
 
 @contextlib.contextmanager
-def metrics_log(run: Run, beginning: Beginning) -> Iterator[MetricsLog]:
+def metrics_log(run: Run, beginning: StartingPoint) -> Iterator[MetricsLog]:
     """Opens metrics.jsonl and the metric sinks; enters the trackers phase on exit."""
 
     def lost(what: str) -> None:

@@ -15,8 +15,8 @@ from lmlib.runs.goodput import Goodput
 from lmlib.runs.result import FILE_NAME, LOSS_STEPS, read_result
 from lmlib.runs.validation import StoredValidation
 from lmlib.state import State
+from lmlib.storage.atomic_file import write_atomically
 from lmlib.storage.local_folder import shown
-from lmlib.storage.whole_file import write_whole
 from lmlib.terminal.quantities import count_text
 from lmlib.terminal.table import columns
 from runner.errors import ConfigError
@@ -82,9 +82,9 @@ class Summary:
         return None if measured is None else measured.value
 
     def save(self, workdir: Path, check: Callable[[], None] = lambda: None) -> None:
-        """Writes result.json atomically; `check` as in `write_whole`."""
+        """Writes result.json atomically; `check` as in `write_atomically`."""
         content = json.dumps(dataclasses.asdict(self), indent=2) + "\n"
-        write_whole(workdir / FILE_NAME, content, check)
+        write_atomically(workdir / FILE_NAME, content, check)
 
     def text(self, workdir: Path, next_commands: Sequence[str]) -> str:
         """Returns the final table of a run, with commands to try next."""
@@ -189,10 +189,10 @@ def finish(run: Run, state: State, goodput: GoodputLog) -> Summary:
 
 def leave_report(run: Run, replace: bool = True) -> None:
     """Writes report.html, unless it exists and `replace` is false."""
-    from lmlib.report.page import FILE_NAME, leave_page  # which only the end of a run needs
+    from lmlib.report.page import FILE_NAME, try_write_page  # which only the end of a run needs
 
     if replace or not (run.workdir / FILE_NAME).exists():
-        leave_page(run.workdir, run.tell, run.lock.check)
+        try_write_page(run.workdir, run.tell, run.lock.check)
 
 
 def totals_of(

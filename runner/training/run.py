@@ -79,7 +79,9 @@ class Run:
         """
         experiment = self.experiment
         decays, groups = experiment.training.optimizer.decays, experiment.recipe.group_of
-        self.tell(describe(experiment.recipe.made, experiment.mesh, decays, groups).short())
+        self.tell(
+            describe(experiment.recipe.abstract_model, experiment.mesh, decays, groups).short()
+        )
         for steps, stage in experiment.stages.items():
             kept = bytes_text(saved_activations(stage).bytes_per_device)
             since = f" from step {steps.start + 1:,} on" if steps.start else ""

@@ -10,8 +10,8 @@ from lmlib.data.text import HasText, TextCodec
 from lmlib.experiment import Experiment
 from lmlib.generate import Generator, Sampling
 from lmlib.models.model import padded_length
-from lmlib.storage.whole_file import make_folder, write_whole
-from runner.errors import ConfigError, WorkdirLost, in_words, user_errors
+from lmlib.storage.atomic_file import make_folder, write_atomically
+from runner.errors import ConfigError, WorkdirLost, error_text, user_errors
 from runner.processes.agreement import agreed
 from runner.training.run import Run
 
@@ -39,12 +39,12 @@ class Samples:
             if texts and run.primary:
                 make_folder(run.workdir / FOLDER)
                 file = run.workdir / FOLDER / f"{step:08d}.txt"
-                write_whole(file, "\n\n".join(texts) + "\n", run.lock.check)
+                write_atomically(file, "\n\n".join(texts) + "\n", run.lock.check)
             return texts
         except WorkdirLost:
             raise
         except Exception as error:
-            reason = in_words(error).partition("\n")[0]
+            reason = error_text(error).partition("\n")[0]
             run.tell(f"WARNING: the prompts are not continued: {type(error).__name__}: {reason}")
             return ()
 

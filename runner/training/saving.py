@@ -10,17 +10,17 @@ import jax
 from lmlib.checkpoint import Checkpoints
 from lmlib.data.prefetch import Prefetch
 from lmlib.data.resumable import gather_states
-from lmlib.experiment import Moment
+from lmlib.experiment import StepEvent
 from lmlib.guard import not_finite
 from lmlib.metrics.log import MetricsLog
 from lmlib.state import State
 from lmlib.terminal.quantities import duration_text
-from runner.errors import TrainingStopped, in_words, user_errors
+from runner.errors import TrainingStopped, error_text, user_errors
 from runner.monitoring.phases import Limits, Phase
-from runner.training.beginning import Beginning
 from runner.training.data_probe import probe
 from runner.training.recorder import Line
 from runner.training.run import Run
+from runner.training.starting_point import StartingPoint
 from runner.weights.notes import WEIGHTS_ALONE, frozen_note, reference_note
 
 HELD_UP_SECONDS = 1.0  # shorter delays of training are not reported
@@ -56,7 +56,7 @@ class Saver:
         checkpoints: Checkpoints,
         log: MetricsLog,
         batches: Prefetch,
-        beginning: Beginning,
+        beginning: StartingPoint,
     ):
         self._run, self._settings = run, run.experiment.checkpoints
         self._checkpoints, self._log, self._batches = checkpoints, log, batches
@@ -73,13 +73,13 @@ class Saver:
         self._last_error: OSError | FloatingPointError | None = None
         self._pending: Line | None = None  # the metrics of an unfinished save
 
-    def save_at(self, now: Moment) -> None:
+    def save_at(self, now: StepEvent) -> None:
         """Starts saving the state, and the position of a `Resumable` source on each process."""
         state = self._batches.state
         data = None if state is None else gather_states(state)
         self._save(dict(now.metrics), now.state, data)
 
-    def save_fork(self, beginning: Beginning) -> None:
+    def save_fork(self, beginning: StartingPoint) -> None:
         """Saves the initial state of a fork, so that the fork no longer needs the other run."""
         skipped = int(jax.device_get(beginning.state.guard.skipped_in_a_row))
         line = {"step": beginning.step, "tokens": beginning.tokens, "skipped_in_a_row": skipped}
@@ -165,7 +165,7 @@ class Saver:
             raise error
         if (failure := error or self._last_error) is not None:
             raise TrainingStopped(
-                f"the last checkpoint could not be saved: {in_words(failure)}; the same "
+                f"the last checkpoint could not be saved: {error_text(failure)}; the same "
                 "command makes the steps since the one before again"
             )
 
@@ -212,12 +212,12 @@ class Saver:
             newest = self._checkpoints.newest()
             there = "there is none" if newest is None else f"step {newest:,}"
             raise TrainingStopped(
-                f"{in_words(error)}. The last {self._failed} saves failed, and "
+                f"{error_text(error)}. The last {self._failed} saves failed, and "
                 f"checkpoints.tolerated_failures is {tolerated}; newest checkpoint: {there}. The "
                 "same command continues"
             ) from error
         self._run.tell(
-            f"WARNING: {in_words(error)}. Training goes on without that checkpoint, and stops if "
+            f"WARNING: {error_text(error)}. Training goes on without that checkpoint, and stops if "
             f"{tolerated + 1 - self._failed} more fail"
         )
 

@@ -20,9 +20,9 @@ import jax
 
 import lmlib
 from lmlib.checkpoint.folders import steps_in
+from lmlib.storage.atomic_file import make_folder, write_atomically
 from lmlib.storage.stored_json import read_json
 from lmlib.storage.unlinked import unlinked
-from lmlib.storage.whole_file import make_folder, write_whole
 from runner.config import configs
 from runner.config.code import code_files, commit_of, versions
 from runner.config.text import changed_paths, printable
@@ -136,9 +136,9 @@ class Start:
         }
         # start.json is written last, so a start that lacks it is incomplete.
         for name, content in (self._config | {"start.json": json.dumps(facts, indent=1)}).items():
-            write_whole(folder / name, content, lock.check)
+            write_atomically(folder / name, content, lock.check)
         for name, content in self._config.items():
-            write_whole(self._workdir / name, content, lock.check)
+            write_atomically(self._workdir / name, content, lock.check)
 
 
 def _changed(before: Mapping[str, str], now: Mapping[str, str], form: str) -> list[str]:

@@ -15,10 +15,10 @@ from lmlib.hf.folder import opened, read_copied, read_json
 from lmlib.hf.hub import SETTINGS, TOKENIZER_FILES
 from lmlib.hf.load import load_weights
 from lmlib.hf.peft import Adapters, adapters_in
-from lmlib.storage.whole_file import make_folder
+from lmlib.storage.atomic_file import make_folder
 from runner.config.references import FolderReference, base_of
 from runner.errors import user_errors
-from runner.monitoring.telling import told
+from runner.monitoring.progress_line import told
 from runner.processes.agreement import Read, agreed
 from runner.weights.target import PLAIN, Keeping, LoadOptions, LoadTarget
 from runner.weights.texts import FILE, TextSources, tokenizer_of

@@ -35,7 +35,7 @@ from lmlib.hf.families import described
 from lmlib.hf.folder import FolderError
 from lmlib.hf.hub import local_folder_of
 from lmlib.hf.peft import adapters_in, holds_adapters
-from lmlib.models.matrices.adapted import Adapted, has_adapters, map_adapted, without_adapters
+from lmlib.models.matrices.lora import LoRAMatrix, has_adapters, map_adapted, without_adapters
 from lmlib.models.weights import creator
 from lmlib.optim.average import IN_STATE
 from lmlib.optim.trainable import Group
@@ -44,13 +44,13 @@ from lmlib.parallel.fingerprint import fingerprint
 from lmlib.parallel.mesh import on_mesh_of
 from lmlib.parallel.selection import named_weights
 from lmlib.recipe import Recipe
-from lmlib.state import Parts, abstract_model, parted
+from lmlib.state import ModelParts, abstract_model, split_by_training
 from lmlib.storage.local_folder import folder_to_read, shown
 from lmlib.storage.unlinked import unlinked
 from runner.config import configs
 from runner.config.configs import training_data
 from runner.config.references import FolderReference, RunReference, base_of, resolve
-from runner.errors import ConfigError, in_words, user_errors
+from runner.errors import ConfigError, error_text, user_errors
 from runner.processes.agreement import Read, agreed, from_first, require_same_reads
 from runner.weights.model_folder import ORIGIN, ModelFolder
 from runner.weights.notes import (
@@ -205,7 +205,7 @@ class SavedRun:
 
     def abstract_model(self, mesh: Mesh) -> Any:
         """Returns the model's shapes, dtypes and layouts on `mesh`."""
-        return abstract_model(lambda: self.recipe.made, mesh)
+        return abstract_model(lambda: self.recipe.abstract_model, mesh)
 
     def model(self, mesh: Mesh, exact: bool = False) -> Any:
         """Returns the model, laid out on `mesh` as it is stored.
@@ -225,7 +225,9 @@ class SavedRun:
 
     def trained_weights(self, mesh: Mesh) -> Any:
         """Returns the model with only its trained weights read; frozen weights are shapes."""
-        parts = parted(abstract_model(lambda: self.recipe.shapes, mesh), self.recipe.trained)
+        parts = split_by_training(
+            abstract_model(lambda: self.recipe.shapes, mesh), self.recipe.trained
+        )
         with reading(self.folder), Checkpoints(self.checkpoints, read_only=True) as checkpoints:
             arrays, _ = self._restore(checkpoints, self._part(checkpoints), parts)
         return eqx.combine(arrays, parts.frozen)
@@ -247,7 +249,9 @@ class SavedRun:
             in_part = there < _paths(own.shapes)
             abstract = abstract_model(lambda: own.shapes, mesh)
             whole = there == with_gradient and not in_part
-            parts = Parts(abstract, None, None) if whole else parted(abstract, there)
+            parts = (
+                ModelParts(abstract, None, None) if whole else split_by_training(abstract, there)
+            )
             model, notes = self._restore(checkpoints, part, parts)
         if target.data is not None:
             before: Any = notes.get("batches")
@@ -265,14 +269,16 @@ class SavedRun:
         if has_adapters(own.shapes) and _paths(own.shapes) == _paths(recipe.shapes):
             if "model" not in target.allowed_changes and self.has_config:
                 target.check_adapters(self.recipe.shapes)  # weights do not determine alpha
-            return jax.tree.map(lambda x, kept: x.astype(kept.dtype), model, recipe.made), name
+            return jax.tree.map(
+                lambda x, kept: x.astype(kept.dtype), model, recipe.abstract_model
+            ), name
         keeping = Keeping(recipe)
         kept = _kept(merged_into_bases(model), recipe, keeping)
         keeping.tell(name, self.options.show)
         return recipe.completed(kept, mesh), name
 
     def _restore(
-        self, checkpoints: Checkpoints, part: str, parts: Parts
+        self, checkpoints: Checkpoints, part: str, parts: ModelParts
     ) -> tuple[Any, Mapping[str, Any]]:
         """Returns the checkpoint's model, with `None` for frozen weights, and its notes."""
         model, notes = checkpoints.restore_part(self.step, part, parts.trained)
@@ -421,7 +427,9 @@ def frozen_weights(
     if origin is None:
         recipe = dataclasses.replace(recipe, seed=before["seed"])
         with jax.set_mesh(mesh):
-            frozen = creator(lambda: parted(recipe.make(), recipe.trained).frozen, mesh)()
+            frozen = creator(
+                lambda: split_by_training(recipe.make(), recipe.trained).frozen, mesh
+            )()
     else:
         options.show("reading the frozen weights, which checkpoints do not hold")
         target = LoadTarget(recipe, mesh, allowed_changes=("data", "model"))
@@ -432,7 +440,7 @@ def frozen_weights(
                 f"its frozen weights, which checkpoints do not hold, cannot be read: {error}; if "
                 f"{origin} has moved, --init_from says where it is now"
             ) from error
-        frozen = parted(model, recipe.trained).frozen
+        frozen = split_by_training(model, recipe.trained).frozen
     was, same = before["dtype"], before["dtype"] == recipe.frozen_dtype
     if same or recipe.frozen_dtype == "float32":  # the run's weights are a rounding of these
         as_before = None if same else dataclasses.replace(recipe, frozen_dtype=was).kept
@@ -461,7 +469,7 @@ def merged_into_bases(model: M) -> M:
     The base buffers are float32 and are donated.
     """
 
-    def merge(_: str, one: Adapted) -> jax.Array:
+    def merge(_: str, one: LoRAMatrix) -> jax.Array:
         return _merged(one.base, dataclasses.replace(one, base=None))
 
     with on_mesh_of(model):
@@ -497,7 +505,7 @@ def _errors_of(reference: str) -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError) as error:
-        raise ConfigError(f"the weights of {reference}: {in_words(error)}") from error
+        raise ConfigError(f"the weights of {reference}: {error_text(error)}") from error
 
 
 def _trained(saved: Path, notes: Mapping[str, Any]) -> frozenset[str]:

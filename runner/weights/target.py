@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from lmlib.data.batch import Source
 from lmlib.models.differences import differences
 from lmlib.models.families.hugging_face.family import Family
-from lmlib.models.matrices.adapted import Adapted, map_adapted
+from lmlib.models.matrices.lora import LoRAMatrix, map_adapted
 from lmlib.parallel.axes import Weight
 from lmlib.recipe import Recipe
 from runner.config.references import known_families
@@ -105,7 +105,7 @@ class LoadTarget:
 def _adapter_sizes(model: Any) -> dict[str, str]:
     found: dict[str, str] = {}
 
-    def note(path: str, one: Adapted) -> None:
+    def note(path: str, one: LoRAMatrix) -> None:
         scaled = " of √rank" if one.rank_stabilized else ""
         found[path] = f"rank {one.rank} and alpha {one.alpha:g}{scaled}"
 

@@ -19,8 +19,8 @@ from lmlib.checkpoint import Checkpoints
 from lmlib.checkpoint.folders import UNFINISHED
 from lmlib.checkpoint.manifest import read_manifest
 from lmlib.metrics.log import FILE_NAME, MetricsLog
+from lmlib.storage.atomic_file import make_folder
 from lmlib.storage.failures import storage_failure
-from lmlib.storage.whole_file import make_folder
 
 Call = tuple[str, str]  # of the system, and its path
 

@@ -63,7 +63,7 @@ def test_place_equals_the_batch(sizes: tuple[int, int, int], spec: PartitionSpec
 def test_devices_that_share_a_row_have_an_early_and_a_late_piece_of_it() -> None:
     source = Recording(8, 16)
     placed = place(source, 3, NamedSharding(mesh_of(2, 2, 2), PartitionSpec("data", "fsdp")))
-    assert placed.order == "balanced"
+    assert placed.order == "zigzag"
     expected = source.batch(3)
     for name in ("tokens", "targets", "segment_ids", "positions", "loss_mask"):
         array, whole = getattr(placed, name), getattr(expected, name)

@@ -247,7 +247,7 @@ def test_the_loss_of_a_row_is_the_sum_of_those_of_its_conversations(tmp_path: Pa
         source = FlatTokens(str(tmp_path), "train", 1, 63, packed=packed)
         total, targets = 0.0, 0
         compute = Compute(dtype="float32")
-        of_batch = jax.jit(lambda batch: batch_loss(model, batch, compute)[0].minimised)
+        of_batch = jax.jit(lambda batch: batch_loss(model, batch, compute)[0].loss_sum)
         for step in range(source.steps_per_epoch):
             batch = source.batch(step)
             total += float(of_batch(batch))

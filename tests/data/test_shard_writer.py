@@ -13,7 +13,7 @@ from lmlib.data.stored import shard_writer as shard_writer_module
 from lmlib.data.stored.journal import lock, writing
 from lmlib.data.stored.metadata import JOURNAL_FILE, TokenizerIdentity, read_shard
 from lmlib.data.stored.shard_writer import ShardWriter, finished_shard
-from lmlib.storage.whole_file import UNFINISHED
+from lmlib.storage.atomic_file import UNFINISHED
 
 IDS = st.integers(0, 299) | st.just(0)  # zeros, the fill value, come often
 DOCUMENTS = st.lists(st.lists(IDS, max_size=70), max_size=12)

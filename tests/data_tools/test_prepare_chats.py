@@ -248,7 +248,7 @@ def test_turns_that_both_answers_share_are_no_targets(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("too_long", "max_length", "kept", "dropped", "cut"),
+    ("overflow", "max_length", "kept", "dropped", "cut"),
     [
         ("drop", 40, [], (1, 45), (0, 0)),
         ("cut_prompt", 22, [("p" * 18 + "yes$", ["yes$"])], (0, 0), (1, 23)),
@@ -257,10 +257,10 @@ def test_turns_that_both_answers_share_are_no_targets(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_too_long_is_counted(
-    tmp_path: Path, too_long: str, max_length: int, kept: list, dropped: tuple, cut: tuple
+    tmp_path: Path, overflow: str, max_length: int, kept: list, dropped: tuple, cut: tuple
 ) -> None:
     short, long = {"prompt": "", "response": "b"}, {"prompt": "p" * 40, "response": "yes"}
-    made = prepare(tmp_path, short, long, source=None, too_long=too_long, max_length=max_length)
+    made = prepare(tmp_path, short, long, source=None, overflow=overflow, max_length=max_length)
     assert documents(tmp_path) == [("^b$", ["b$"]), *kept]
     assert (made.dropped_documents, made.dropped_tokens) == dropped
     assert (made.cut_documents, made.cut_tokens) == cut
@@ -268,7 +268,7 @@ def test_what_is_too_long_is_counted(
 
 def test_the_last_turns_are_cut(tmp_path: Path) -> None:
     long = {"messages": [ASKED, answer("one"), ASKED, answer("t" * 50)]}
-    made = prepare(tmp_path, long, too_long="cut_turns", max_length=100)
+    made = prepare(tmp_path, long, overflow="cut_turns", max_length=100)
     ((text, targets),) = documents(tmp_path)
     assert text.endswith("assistant\none<|im_end|>") and targets == ["one<|im_end|>"]
     assert made.cut_documents == 1
@@ -276,22 +276,22 @@ def test_the_last_turns_are_cut(tmp_path: Path) -> None:
 
 @given(
     mask=st.lists(st.booleans(), min_size=1).filter(any).map(lambda mask: [False, *mask]),
-    too_long=st.sampled_from(["cut_prompt", "cut_turns"]),
+    overflow=st.sampled_from(["cut_prompt", "cut_turns"]),
     data=st.data(),
 )
 def test_a_response_is_kept_whole_or_not_at_all(
-    mask: list[bool], too_long: Any, data: st.DataObject
+    mask: list[bool], overflow: Any, data: st.DataObject
 ) -> None:
     longest = data.draw(st.integers(1, len(mask) - 1))
-    kept = shortened(np.arange(len(mask)), np.array(mask), longest, too_long)
+    kept = shortened(np.arange(len(mask)), np.array(mask), longest, overflow)
     if kept is None:
         first = mask.index(True)
         end = next((n for n in range(first, len(mask)) if not mask[n]), len(mask))
-        assert longest < (end if too_long == "cut_turns" else len(mask) - first + 1)
+        assert longest < (end if overflow == "cut_turns" else len(mask) - first + 1)
     else:
         assert len(mask[kept]) <= longest and any(mask[kept]) and not mask[kept][0]
         assert kept.stop == len(mask) or not mask[kept.stop]
-        assert too_long == "cut_turns" or sum(mask[kept]) == sum(mask)
+        assert overflow == "cut_turns" or sum(mask[kept]) == sum(mask)
 
 
 def test_pairs_are_dropped_together(tmp_path: Path) -> None:
@@ -300,7 +300,7 @@ def test_pairs_are_dropped_together(tmp_path: Path) -> None:
     made = prepare(tmp_path, long, short, pairs=True, source=None, max_length=30)
     assert (made.documents, made.dropped_documents) == (2, 2)
     with pytest.raises(ValueError, match="pairs are never cut"):
-        prepare(tmp_path / "cut", short, pairs=True, max_length=30, too_long="cut_turns")
+        prepare(tmp_path / "cut", short, pairs=True, max_length=30, overflow="cut_turns")
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from lmlib.evaluate.documents import Document, evaluate_documents
 from lmlib.evaluate.ratio import Ratio
 from lmlib.evaluate.scoring import Scorer
 from lmlib.evaluate.windows import Packing, windows
-from lmlib.models.context import whole_rows
 from lmlib.models.families.llama import llama
+from lmlib.models.forward_context import single_document_context
 from lmlib.models.weights import creator
 from lmlib.parallel.mesh import make_mesh
 
@@ -44,7 +44,9 @@ def nats_of(overlap):
     """(position in its window, nats) of each target of each document, by the windows' definition,
     from the whole logits of each window alone."""
     model = made()
-    logits = jax.jit(lambda tokens_BS: model(tokens_BS, whole_rows(tokens_BS, FLOAT32)))
+    logits = jax.jit(
+        lambda tokens_BS: model(tokens_BS, single_document_context(tokens_BS, FLOAT32))
+    )
     found = []
     for document in DOCUMENTS:
         pairs, start, done = [], 0, 0

@@ -13,10 +13,10 @@ from lmlib.data.text import codec_of_bytes
 from lmlib.evaluate.scoring import Scorer
 from lmlib.evaluate.suite.random_sequences import RandomIds, pieces
 from lmlib.evaluate.suite.suite import TEXTS, Suite, SuiteEvaluator, in_context_slope
-from lmlib.models.context import whole_rows
 from lmlib.models.families.llama import llama
-from lmlib.models.model import Model, Trunk
-from lmlib.models.part import Names
+from lmlib.models.forward_context import single_document_context
+from lmlib.models.model import Model, TrunkOutput
+from lmlib.models.part import ActivationNames
 from lmlib.models.weights import creator
 from lmlib.parallel.mesh import make_mesh
 
@@ -31,7 +31,7 @@ class Copier(Model):
     sure: float = eqx.field(static=True)
     vocab = V
     logit_cap = None
-    names = Names()
+    names = ActivationNames()
 
     def unembedding_EV(self):
         return self.sure * jnp.eye(V)
@@ -46,7 +46,7 @@ class Copier(Model):
         last_BS = jnp.max(jnp.where(same_BST, place_S, -2), axis=-1)
         one_hot_BTV = (tokens_BS[:, :, None] == jnp.arange(V)).astype(jnp.float32)
         after_BST = (last_BS[:, :, None] + 1 == place_S).astype(jnp.float32)
-        return Trunk(jnp.einsum("bst,btv->bsv", after_BST, one_hot_BTV))
+        return TrunkOutput(jnp.einsum("bst,btv->bsv", after_BST, one_hot_BTV))
 
     def features(self, x_BSE, context):
         return x_BSE
@@ -138,7 +138,9 @@ def test_every_number_is_that_of_a_loop_over_single_pieces(mesh):
     found = scores(model, mesh)
 
     plain = make()
-    logits = jax.jit(lambda tokens_BS: plain(tokens_BS, whole_rows(tokens_BS, FLOAT32)))
+    logits = jax.jit(
+        lambda tokens_BS: plain(tokens_BS, single_document_context(tokens_BS, FLOAT32))
+    )
     cut = [CODEC.encode(TEXTS["prose"])[start : start + 65] for start in range(0, 2500, 64)]
 
     def nats_of(ids):

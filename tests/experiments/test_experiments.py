@@ -12,7 +12,7 @@ from sentinels import sentinels
 from lmlib.hf.families import FAMILIES, described_by
 from lmlib.models.differences import differences
 from runner import fit
-from runner.absent_hardware.cost import cost_of
+from runner.aot.cost import cost_of
 from runner.command_line.command import first_line
 from runner.config import configs
 from runner.config.text import flattened

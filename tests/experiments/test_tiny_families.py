@@ -17,7 +17,7 @@ from lmlib.parallel.layout import sharding, shardings
 from lmlib.plan.planner import plan
 from lmlib.plan.targets import parse
 from runner import fit
-from runner.absent_hardware.stand_ins import built
+from runner.aot.abstract_inputs import built
 from runner.config import configs
 
 pytestmark = pytest.mark.slow

@@ -10,13 +10,13 @@ import pytest
 from hugging_face_families import GOLDEN
 from sentinels import sentinels
 
-from lmlib import Compute, hf, llama, make_mesh, whole_rows
+from lmlib import Compute, hf, llama, make_mesh, single_document_context
 from lmlib.generate import GREEDY
 from lmlib.generate.sampling import numbers_of, rules_of
 from lmlib.generate.steps import NOTHING, Chooser, first_token, next_tokens, prefill
 from lmlib.generate.weights import ready, unstacked
-from lmlib.models.context import Context
 from lmlib.models.families.phi import phi3
+from lmlib.models.forward_context import ForwardContext
 from lmlib.models.parts.rope_scaling import LongRope
 from lmlib.models.weights import creator
 from lmlib.parallel.layout import reshard
@@ -43,7 +43,7 @@ ON_A_MESH = (
 def part(model, tokens_BS, positions_BS, cache):
     """Logits of some tokens, and the new cache."""
     lengths_B = jnp.zeros_like(positions_BS[:, 0]) + LENGTHS_B
-    context = Context(positions_BS, jnp.zeros_like(tokens_BS), FLOAT32, lengths_B=lengths_B)
+    context = ForwardContext(positions_BS, jnp.zeros_like(tokens_BS), FLOAT32, lengths_B=lengths_B)
     trunk = model.trunk(tokens_BS, context, cache)
     h_BSE = reshard(model.features(trunk.x_BSE, context), "batch seq embed")
     return model.logits(h_BSE, FLOAT32), trunk.cache
@@ -52,7 +52,7 @@ def part(model, tokens_BS, positions_BS, cache):
 @jax.jit
 def whole(model, tokens_BS):
     lengths_B = jnp.zeros_like(tokens_BS[:, 0]) + LENGTHS_B
-    context = dataclasses.replace(whole_rows(tokens_BS, FLOAT32), lengths_B=lengths_B)
+    context = dataclasses.replace(single_document_context(tokens_BS, FLOAT32), lengths_B=lengths_B)
     return model(tokens_BS, context)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from user_model import Learned
 
-from lmlib import Compute, make_mesh, whole_rows
+from lmlib import Compute, make_mesh, single_document_context
 from lmlib.generate import GREEDY, Generator, Sampling, generate
 from lmlib.models.families.gemma import gemma2, gemma3
 from lmlib.models.families.phi import phi3
@@ -46,7 +46,7 @@ def generator():
 
 @jax.jit
 def log_probabilities(model, tokens_BS, lengths_B):
-    context = dataclasses.replace(whole_rows(tokens_BS, FLOAT32), lengths_B=lengths_B)
+    context = dataclasses.replace(single_document_context(tokens_BS, FLOAT32), lengths_B=lengths_B)
     h_BSE = model.features(model.trunk(tokens_BS, context).x_BSE, context)
     return jax.nn.log_softmax(model.logits(h_BSE, FLOAT32))
 

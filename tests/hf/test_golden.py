@@ -47,7 +47,7 @@ def save(model, name, folder, **settings):
 
 
 def mean_loss(model, batch, compute):
-    return batch_loss(model, batch, compute)[0].minimised / batch.loss_mask.sum()
+    return batch_loss(model, batch, compute)[0].loss_sum / batch.loss_mask.sum()
 
 
 def batch_of(vocab, times):

@@ -87,7 +87,7 @@ def test_declarations_hold_each_weight_once_and_describe_the_model(made):
             of_experts = held.pop((weight.path, repetition))
             assert set(of_experts.values()) == {1}
             sizes = dict(zip(weight.axes, array.shape, strict=True))
-            assert len(of_experts) == (1 if () in of_experts else sizes["expert"])
+            assert len(of_experts) == (1 if () in of_experts else sizes["experts"])
 
     map_weights(check, model)
     assert not held

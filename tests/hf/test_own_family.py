@@ -20,27 +20,27 @@ from lmlib.hf.names import placed
 from lmlib.models.families.hugging_face import parts, shared
 from lmlib.models.families.hugging_face.family import Family, Key, Names, Tensor
 from lmlib.models.families.llama import llama
-from lmlib.models.matrices.adapted import map_adapted
-from lmlib.models.part import NO_REPORTS, Part
+from lmlib.models.matrices.lora import map_adapted
+from lmlib.models.part import NO_AUX, Part
 from lmlib.models.weights import fan_in, initial_values, weight
 
 X = 3
-RULES = {"expert": "data"}
+RULES = {"experts": "data"}
 
 
 class Experts(Part):
     """The mean of plain mlps."""
 
-    up: Float[Array, "expert embed mlp"] = weight(fan_in("embed"), rules=RULES)
-    down: Float[Array, "mlp expert embed"] = weight(fan_in("mlp"), rules=RULES)
+    up: Float[Array, "experts embed mlp"] = weight(fan_in("embed"), rules=RULES)
+    down: Float[Array, "mlp experts embed"] = weight(fan_in("mlp"), rules=RULES)
 
     def __init__(self, embed, mlp, residual_scale, *, key):
         for field in ("up", "down"):
-            setattr(self, field, initial_values(self, field, key, expert=X, embed=embed, mlp=mlp))
+            setattr(self, field, initial_values(self, field, key, experts=X, embed=embed, mlp=mlp))
 
     def __call__(self, x_BSE, context):
         h_BSXF = jax.nn.relu(jnp.einsum("bse,xef->bsxf", x_BSE, self.up))
-        return jnp.einsum("bsxf,fxe->bse", h_BSXF, self.down) / X, NO_REPORTS
+        return jnp.einsum("bsxf,fxe->bse", h_BSXF, self.down) / X, NO_AUX
 
 
 MERGED = Tensor(
@@ -57,8 +57,8 @@ LAYER = (
     *shared.NORMS_BEFORE,
     MERGED,
     OUTPUT,
-    Tensor("experts.{expert}.w1.weight", {"mlp.up": ("mlp", "embed")}),
-    Tensor("experts.{expert}.w2.weight", {"mlp.down": ("embed", "mlp")}),
+    Tensor("experts.{experts}.w1.weight", {"mlp.up": ("mlp", "embed")}),
+    Tensor("experts.{experts}.w2.weight", {"mlp.down": ("embed", "mlp")}),
 )
 
 
@@ -144,8 +144,8 @@ def test_an_expert_that_a_dtype_cannot_hold_is_named(tmp_path):
         ),
         (dataclasses.replace(MERGED, each="group"), "no weight in it has the axis group"),
         (
-            Tensor("w1", {"mlp.up": ("mlp expert", "embed")}, along=1, each="expert"),
-            r"stack\.patterns\.0\.0\.mlp\.up has 8 for expert = 3, of which that is no multiple",
+            Tensor("w1", {"mlp.up": ("mlp experts", "embed")}, along=1, each="experts"),
+            r"stack\.patterns\.0\.0\.mlp\.up has 8 for experts = 3, of which that is no multiple",
         ),
     ],
     ids=("axes", "each", "multiple"),

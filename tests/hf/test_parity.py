@@ -22,7 +22,7 @@ from hugging_face_families import (
 )
 from odd_configs import READ
 
-from lmlib import Inspector, hf, whole_rows
+from lmlib import Inspector, hf, single_document_context
 from lmlib.hf.families import described
 from lmlib.hf.tensor_files import stored_tensors
 from lmlib.models.families.hugging_face.settings import FolderError
@@ -99,7 +99,9 @@ def test_its_layers_show_what_those_of_transformers_do(name):
     activations = inspector.activations(ids)
     scale = np.abs(activations).max()
     np.testing.assert_allclose(activations[:-1], theirs["activations"][:-1], atol=1e-5 * scale)
-    normed = model.features(jnp.asarray(activations[-1:]), whole_rows(jnp.array([ids]), FLOAT32))
+    normed = model.features(
+        jnp.asarray(activations[-1:]), single_document_context(jnp.array([ids]), FLOAT32)
+    )
     expected = theirs["activations"][-1] * model.logits_scale
     np.testing.assert_allclose(normed[0], expected, rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(inspector.attention(ids), theirs["attention"], atol=1e-5)

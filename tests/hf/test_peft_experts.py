@@ -17,7 +17,7 @@ from lmlib.hf.families import described
 from lmlib.hf.peft import adapters_in, read_config
 from lmlib.hf.tensor_files import begin_files, laid_out, write
 from lmlib.models.families.hugging_face.settings import FolderError
-from lmlib.models.matrices.adapted import map_adapted
+from lmlib.models.matrices.lora import map_adapted
 
 ALL = ("stack.*", "*.experts.*")
 EXPERTS = "base_model.model.model.layers.{}.mlp.experts"

@@ -6,7 +6,7 @@ from small_experiment import small
 
 from lmlib.compute import Compute
 from lmlib.data.synthetic import Synthetic
-from lmlib.experiment import Every
+from lmlib.experiment import PeriodicCallback
 from lmlib.inspect.layer_norms import LayerNorms
 from lmlib.parallel.mesh import make_mesh
 from runner import fit
@@ -16,7 +16,7 @@ def with_norms(cfg, every):
     norms = fdl.Config(
         LayerNorms, data=cfg.data, mesh=cfg.mesh, compute=cfg.compute, objective=cfg.objective
     )
-    cfg.actions = [fdl.Config(Every, every, norms)]
+    cfg.actions = [fdl.Config(PeriodicCallback, every, norms)]
     return cfg
 
 

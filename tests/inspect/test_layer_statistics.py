@@ -15,9 +15,9 @@ from lmlib.data.synthetic import Synthetic
 from lmlib.inspect.layer_statistics import first_offender, layer_statistics, table
 from lmlib.losses.dpo import DPO
 from lmlib.losses.next_token import batch_loss
-from lmlib.models.context import Context
 from lmlib.models.decoder import Decoder
 from lmlib.models.families.llama import llama
+from lmlib.models.forward_context import ForwardContext
 from lmlib.models.matrices.int8 import Int8, in_int8
 from lmlib.models.parts.embedding import embedded
 from lmlib.parallel.axes import map_weights
@@ -53,12 +53,12 @@ def test_each_layer_is_measured(tied, sizes):
     plain = weights(tied)
     tokens = int(BATCH.loss_mask.sum())
     loss, gradients = jax.jit(
-        jax.value_and_grad(lambda m: batch_loss(m, BATCH, FLOAT32)[0].minimised / tokens)
+        jax.value_and_grad(lambda m: batch_loss(m, BATCH, FLOAT32)[0].loss_sum / tokens)
     )(plain)
     assert found.loss == pytest.approx(float(loss), rel=1e-5)
     parts = {part.name: part for part in found.parts}
     tokens_BS = jnp.asarray(BATCH.tokens)
-    context = Context(jnp.asarray(BATCH.positions), jnp.asarray(BATCH.segment_ids), FLOAT32)
+    context = ForwardContext(jnp.asarray(BATCH.positions), jnp.asarray(BATCH.segment_ids), FLOAT32)
     trunk = jax.jit(lambda m: m.trunk(tokens_BS, context).x_BSE)
     for layer in range(LAYERS):
         measured = parts[f"layer {layer}"]
@@ -92,7 +92,7 @@ def test_gradients_are_those_of_what_is_minimised():
 
     def per_pair(model):
         sums = objective.sums(model, reference, BATCH, FLOAT32)
-        return sums.minimised / objective.count(BATCH)
+        return sums.loss_sum / objective.count(BATCH)
 
     loss, gradients = jax.jit(jax.value_and_grad(per_pair))(model)
     assert found.loss == pytest.approx(float(loss), rel=1e-5)

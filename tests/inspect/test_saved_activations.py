@@ -40,11 +40,11 @@ def kept_by_jax(experiment):
     """Size, dtype and bytes per device of the floating arrays in the vjp of the loss that are no
     weights, larger than a number for each head and position."""
     mesh, data = experiment.mesh, experiment.data
-    model = abstract_model(lambda: experiment.recipe.made, mesh)
+    model = abstract_model(lambda: experiment.recipe.abstract_model, mesh)
     batch = abstract_batch(data.batch_size // experiment.microbatches, data.sequence_length, mesh)
     with jax.set_mesh(mesh):
         pullback = jax.eval_shape(
-            lambda m, b: jax.vjp(lambda m: batch_loss(m, b, experiment.compute)[0].minimised, m)[1],
+            lambda m, b: jax.vjp(lambda m: batch_loss(m, b, experiment.compute)[0].loss_sum, m)[1],
             model,
             batch,
         )

@@ -126,7 +126,7 @@ def check(arrays, expected, cap=None, teacher_cap=None, chunk=None):
     def found(h_BSE, table_EV):
         given = h_BSE, table_EV, targets_BS, mask_BS, *taught
         sums = fused_loss(loss, *given, cap=cap, chunk=chunk)
-        return sums.minimised, sums.reported
+        return sums.loss_sum, sums.reported
 
     (minimised, reported), gradients = found(h_BSE, table_EV)
     assert minimised == pytest.approx(expected[0]["loss"], rel=1e-5)
@@ -215,7 +215,7 @@ def test_student_and_teacher_are_given_the_same_tokens_and_each_has_its_cap():
 
 def test_a_student_that_is_its_teacher_learns_nothing_more():
     def loss(model):
-        return Distillation(student, weight=1.0).sums(model, model, BATCH, FLOAT32).minimised
+        return Distillation(student, weight=1.0).sums(model, model, BATCH, FLOAT32).loss_sum
 
     value, gradient = jax.jit(jax.value_and_grad(loss))(student())
     assert abs(value) < 1e-4

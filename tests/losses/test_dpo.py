@@ -19,7 +19,7 @@ from lmlib.losses.dpo import DPO
 from lmlib.losses.objective import Metric
 from lmlib.losses.pairs import PairedObjective, Pairs
 from lmlib.models.families.llama import llama
-from lmlib.models.matrices.adapted import map_adapted
+from lmlib.models.matrices.lora import map_adapted
 from lmlib.optim.optimizer import Optimizer, as_declared
 from lmlib.parallel.layout import sharding, shardings
 from lmlib.parallel.mesh import make_mesh
@@ -166,9 +166,9 @@ def test_pairs_of_rows_that_devices_share_are_those_of_whole_rows():
     """The order of the tokens is not that of the text."""
     whole = batch()
     values_BS = np.random.default_rng(1).normal(size=(B, S)).astype(np.float32)
-    mesh, at_S = make_mesh(context=2), places(S, 2, "balanced")
+    mesh, at_S = make_mesh(context=2), places(S, 2, "zigzag")
     assert not np.array_equal(at_S, np.arange(S))
-    split = jax.tree.map(lambda x_BS: x_BS[:, at_S], dataclasses.replace(whole, order="balanced"))
+    split = jax.tree.map(lambda x_BS: x_BS[:, at_S], dataclasses.replace(whole, order="zigzag"))
     placed = jax.device_put((split, values_BS[:, at_S]), sharding("batch seq", mesh))
 
     @jax.jit
@@ -220,7 +220,7 @@ def test_a_loss_of_ones_own_computes_a_reference_only_if_it_asks_for_one():
         run = functools.partial(objective.sums, policy(), None, found, FLOAT32)
         products[type(objective)] = str(jax.make_jaxpr(run)()).count("dot_general")
         sums = jax.jit(run)()
-        assert float(sums.minimised) == pytest.approx(-np.log(sigmoid(np.array(margins))).sum())
+        assert float(sums.loss_sum) == pytest.approx(-np.log(sigmoid(np.array(margins))).sum())
     assert products[MeanPreference] < products[WithReference]
 
 
@@ -245,7 +245,7 @@ def test_senseless_settings_are_refused(settings):
 def test_adapters_drop_nothing():
     @jax.jit
     def minimised(model, key):
-        return OBJECTIVE.sums(model, base(), batch(), FLOAT32, key).minimised
+        return OBJECTIVE.sums(model, base(), batch(), FLOAT32, key).loss_sum
 
     model = adapted(dropout=0.5)
     np.testing.assert_array_equal(minimised(model, jax.random.key(2)), minimised(model, None))
@@ -255,7 +255,7 @@ def test_adapters_drop_nothing():
 def test_the_reference_may_be_the_model_without_its_adapters():
     def loss(model, reference_model):
         sums = OBJECTIVE.sums(model, reference_model, batch(), FLOAT32)
-        return sums.minimised, sums.reported
+        return sums.loss_sum, sums.reported
 
     found = [
         jax.jit(jax.value_and_grad(loss, has_aux=True))(adapted(), other)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absent_hardware import absent, needs_gpu_compiler
+from aot import absent, needs_gpu_compiler
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
@@ -56,7 +56,7 @@ def sums_of(h_BSE, table_EV, targets_BS, mask_BS, z_loss=0.0, cap=None, chunk=No
     """What is minimised, and the cross-entropy."""
     given = h_BSE, table_EV, targets_BS, mask_BS
     sums = fused_loss(CrossEntropy(z_loss), *given, cap=cap, chunk=chunk)
-    return sums.minimised, sums.reported["loss"]
+    return sums.loss_sum, sums.reported["loss"]
 
 
 def found(h_BSE, table_EV, targets_BS, mask_BS, arriving=1.0, **settings):
@@ -264,7 +264,7 @@ def test_gpus_read_logits_three_times_and_write_them_once_more(gpu):
 
     def total(h_BSE, table_EV, targets_BS):
         sums = fused_loss(CrossEntropy(1e-4), h_BSE, table_EV, targets_BS, targets_BS >= 0, **how)
-        return sums.minimised
+        return sums.loss_sum
 
     shapes = [((1, N, E), jnp.bfloat16), ((E, V), jnp.bfloat16), ((1, N), jnp.int32)]
     whole = NamedSharding(mesh, partition(()))

@@ -13,8 +13,8 @@ from lmlib.data.batch import packed_batch
 from lmlib.data.synthetic import Synthetic
 from lmlib.evaluate.scoring import Scorer
 from lmlib.losses.token_losses import token_losses
-from lmlib.models.context import Context
 from lmlib.models.families.llama import llama
+from lmlib.models.forward_context import ForwardContext
 from lmlib.parallel.layout import shardings
 from lmlib.parallel.mesh import make_mesh
 from lmlib.state import abstract_model
@@ -34,7 +34,7 @@ def initial():
 def expected():
     """Nats and likeliest of every valid target, from whole logits."""
     batch = jax.tree.map(jnp.asarray, BATCH)
-    context = Context(batch.positions, batch.segment_ids, FLOAT32)
+    context = ForwardContext(batch.positions, batch.segment_ids, FLOAT32)
     logits_BSV = jax.jit(lambda model: model(batch.tokens, context))(initial())
     logits_BSV = np.asarray(logits_BSV, np.float64)
     log_z_BS = np.log(np.exp(logits_BSV).sum(-1))

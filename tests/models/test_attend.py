@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absent_hardware import absent
+from aot import absent
 from sentinels import sentinels
 
 from lmlib.models.attend import IMPLEMENTATIONS, attend, check_attention, chosen

@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absent_hardware import absent
+from aot import absent
 from jax.sharding import NamedSharding
 from outsider_runs import SIZES, experiment
 from sentinels import sentinels
 
 from lmlib.compute import Compute
 from lmlib.models.attend import attend
-from lmlib.models.attend.kernel import WAYS
+from lmlib.models.attend.kernel import CONTEXT_METHODS
 from lmlib.models.families.llama import llama
 from lmlib.parallel.layout import partition, sharding
 from lmlib.parallel.mesh import make_mesh
@@ -38,14 +38,14 @@ WINDOWS = [None, 100, 300]  # within a tile; over several pieces
 MODEL = functools.partial(llama, **SIZES, layers=1, heads=4, mlp=16)
 CELLS = [
     cell
-    for cell in itertools.product(WAYS, ORDERS, MESHES, (4, 2, 1), WINDOWS)
+    for cell in itertools.product(CONTEXT_METHODS, ORDERS, MESHES, (4, 2, 1), WINDOWS)
     if not ("tensor" in cell[2] and cell[3] == 1)  # `gather` repeats such a head before
 ] + [*itertools.product(FUSED, ORDERS, MESHES, (2,), WINDOWS)]
-SHOWN = "ring", "balanced", "context 4", 1, 300
+SHOWN = "ring", "zigzag", "context 4", 1, 300
 AT_EACH_LANDING = (
-    ("gather", "balanced", "fsdp 2, context 2, tensor 2", 2, 300),
-    ("triton", "balanced", "fsdp 2, context 2, tensor 2", 2, 100),
-    ("splash", "balanced", "context 4", 2, None),
+    ("gather", "zigzag", "fsdp 2, context 2, tensor 2", 2, 300),
+    ("triton", "zigzag", "fsdp 2, context 2, tensor 2", 2, 100),
+    ("splash", "zigzag", "context 4", 2, None),
 )
 
 
@@ -61,7 +61,18 @@ def arrays(fused, S, kv_heads):
     return q, k, v, d, segments.astype(np.int32)
 
 
-def found(q, k, v, d, segments, *sinks, window, implementation="plain", order="plain", way="auto"):
+def found(
+    q,
+    k,
+    v,
+    d,
+    segments,
+    *sinks,
+    window,
+    implementation="plain",
+    order="plain",
+    context_method="auto",
+):
     """The output, and the gradients of queries, keys and values, and of sinks if there are some."""
 
     @jax.jit
@@ -70,7 +81,7 @@ def found(q, k, v, d, segments, *sinks, window, implementation="plain", order="p
             return attend(
                 q, k, v, segments, implementation, window=window,
                 soft_cap=None if sinks else 20.0, sinks_H=sinks[0] if sinks else None,
-                order=order, way=way,
+                order=order, context_method=context_method,
             )  # fmt: skip
 
         values, pullback = jax.vjp(output, q, k, v, *sinks)
@@ -90,7 +101,7 @@ def on_a_mesh(given, *sinks, sizes, order, kernel, window):
     compute in float64, fused kernels in float32."""
     fused = kernel in FUSED
     settings = {"implementation": kernel if fused else "auto", "order": order}
-    settings["way"] = "auto" if fused else kernel
+    settings["context_method"] = "auto" if fused else kernel
     with jax.enable_x64(not fused), jax.set_mesh(mesh := make_mesh(**sizes)):
         order_S = places(given[0].shape[1], mesh.shape["context"], order)
         heads = ["heads", "kv_heads", "kv_heads", "heads"]
@@ -125,7 +136,7 @@ def test_sinks_take_their_share_of_split_rows(kernel):
     given, sinks_H = arrays(True, 512, 2), np.array([-2.0, 0.0, 3.0, 30.0], np.float32)
     with jax.enable_x64(True):
         whole = jax.device_get(found(*given, sinks_H, window=100))
-    settings = {"sizes": {"fsdp": 2, "context": 4}, "order": "balanced", "window": 100}
+    settings = {"sizes": {"fsdp": 2, "context": 4}, "order": "zigzag", "window": 100}
     values = on_a_mesh(given, sinks_H, kernel=kernel, **settings)
     for value, expected in zip(values, whole, strict=True):
         assert np.abs(value - expected).max() <= 1e-5 * np.abs(expected).max()
@@ -134,9 +145,9 @@ def test_sinks_take_their_share_of_split_rows(kernel):
 def test_every_token_is_somewhere_once():
     for devices, order in itertools.product((1, 2, 3, 8), ORDERS):
         assert sorted(places(48, devices, order)) == list(range(48))
-    assert [*places(8, 2, "balanced")] == [0, 1, 6, 7, 2, 3, 4, 5]
+    assert [*places(8, 2, "zigzag")] == [0, 1, 6, 7, 2, 3, 4, 5]
     with pytest.raises(ValueError, match="a row of 10 tokens does not divide into the 4 pieces"):
-        places(10, 2, "balanced")
+        places(10, 2, "zigzag")
 
 
 LENGTH = experiment(MODEL, {}).data.sequence_length
@@ -146,7 +157,11 @@ LENGTH = experiment(MODEL, {}).data.sequence_length
     ("context", "settings", "message"),
     [
         (2, {"attention": "plain"}, "'plain' cannot compute rows that context=2"),
-        (2, {"attention": "splash", "context": "ring"}, "keys are gathered, not context='ring'"),
+        (
+            2,
+            {"attention": "splash", "context_method": "ring"},
+            "keys are gathered, not context_method='ring'",
+        ),
         (
             4,
             {"attention": "triton"},
@@ -187,7 +202,7 @@ def test_each_generation_compiles_its_kernel_for_split_rows(target):
     ]
 
     def total(q, k, v, segments):
-        return attend(q, k, v, segments, order="balanced").astype(jnp.float32).sum()
+        return attend(q, k, v, segments, order="zigzag").astype(jnp.float32).sum()
 
     with jax.set_mesh(mesh):
         compiled = jax.jit(jax.grad(total, argnums=(0, 1, 2))).lower(*arguments).compile()

@@ -12,7 +12,7 @@ from outsider_runs import SIZES, experiment
 
 from lmlib.models.block import Block
 from lmlib.models.decoder import Decoder
-from lmlib.models.part import Names, Part, check_part
+from lmlib.models.part import ActivationNames, Part, check_part
 from lmlib.models.parts.mlp import GatedMLP
 from lmlib.models.parts.norms import RMSNorm
 from lmlib.models.stack import Segment
@@ -128,7 +128,10 @@ def test_a_mixer_that_is_not_a_part_is_named():
     ("attributes", "message"),
     [
         ({"names": ("hidden",)}, r"Mine\.names must be .*Names.*got \('hidden',\)"),
-        ({"names": Names(saved="hidden")}, r"Mine\.names must be .*two tuples.*saved='hidden'"),
+        (
+            {"names": ActivationNames(saved="hidden")},
+            r"Mine\.names must be .*two tuples.*saved='hidden'",
+        ),
         ({"call": lambda self, x_BSE, context: (x_BSE, None)}, r"Mine is called with \(x_BSE, con"),
     ],
     ids=["tuple", "string", "arguments"],

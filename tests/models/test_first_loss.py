@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from lmlib import Compute, whole_rows
+from lmlib import Compute, single_document_context
 from lmlib.models.families.experts.deepseek import deepseek_v3
 from lmlib.models.families.experts.gpt_oss import gpt_oss
 from lmlib.models.families.experts.mixtral import mixtral
@@ -44,7 +44,9 @@ def first_loss(family, tied, embed, dtype):
     makes of the token that it reads is a part of it."""
     model = family(VOCAB, embed, 2, 4, mlp=2 * embed, tied=tied, key=jax.random.key(0))
     tokens_BS = jax.random.randint(jax.random.key(1), (8, 64), 0, VOCAB, jnp.int32)
-    log_probabilities = jax.nn.log_softmax(model(tokens_BS, whole_rows(tokens_BS, Compute(dtype))))
+    log_probabilities = jax.nn.log_softmax(
+        model(tokens_BS, single_document_context(tokens_BS, Compute(dtype)))
+    )
     own = -jnp.mean(jnp.take_along_axis(log_probabilities, tokens_BS[..., None], axis=-1))
     next_one = jnp.roll(tokens_BS, -1, axis=1)[..., None]
     return own, -jnp.mean(jnp.take_along_axis(log_probabilities, next_one, axis=-1))

@@ -13,12 +13,12 @@ import pytest
 from laid_out import laid_out
 
 from lmlib import Compute, make_mesh
-from lmlib.models.context import Context
+from lmlib.models.forward_context import ForwardContext
 from lmlib.models.parts.latent_attention import LatentAttention
 from lmlib.models.parts.rope import Rotary
-from lmlib.models.weights import bell
+from lmlib.models.weights import approx_normal
 from lmlib.parallel.gathering import gather
-from lmlib.parallel.layout import sharding, share
+from lmlib.parallel.layout import replicate_for_tp, sharding
 
 FLOAT32 = Compute(dtype="float32")
 B, S, E, H, D, R, V, L = 4, 24, 16, 4, 6, 4, 8, 10
@@ -34,7 +34,7 @@ def made(query_latent=12, interleaved=True):
     )  # fmt: skip
     leaves, structure = jax.tree.flatten(part)
     keys = jax.random.split(jax.random.key(1), len(leaves))
-    moved = [w + bell(key, w.shape, 0.3) for w, key in zip(leaves, keys, strict=True)]
+    moved = [w + approx_normal(key, w.shape, 0.3) for w, key in zip(leaves, keys, strict=True)]
     return jax.tree.unflatten(structure, moved)
 
 
@@ -43,7 +43,7 @@ def inputs():
 
 
 def context(positions_BS, segment_ids_BS, rotary, compute):
-    made = Context(positions_BS, segment_ids_BS, compute)
+    made = ForwardContext(positions_BS, segment_ids_BS, compute)
     rotations = {rotary: rotary.rotations(positions_BS, "float32")}
     return made.sharing(rotations)
 
@@ -58,7 +58,7 @@ def two_documents():
 def whole(part, x_BSE, compute=FLOAT32):
     positions_BS, segment_ids_BS = (jnp.asarray(x) for x in two_documents())
     given = context(positions_BS, segment_ids_BS, part.rotary, compute)
-    return gather(part, "float32")(share(x_BSE, "batch seq embed"), given)[0]
+    return gather(part, "float32")(replicate_for_tp(x_BSE, "batch seq embed"), given)[0]
 
 
 def normed(x, scale):

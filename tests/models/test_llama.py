@@ -11,8 +11,8 @@ from llama_reference import reference_logits
 from sentinels import sentinels
 
 from lmlib.compute import EVERYTHING, Compute
-from lmlib.models.context import Context
 from lmlib.models.families.llama import llama
+from lmlib.models.forward_context import ForwardContext
 
 V, E, L, H, K, D, F, B, S = 61, 32, 3, 4, 2, 8, 48, 2, 24
 
@@ -41,7 +41,7 @@ def inputs():
 @functools.partial(jax.jit, static_argnames="compute")
 def logits(model, inputs, compute=FLOAT32):
     tokens_BS, positions_BS, segment_ids_BS = inputs
-    return model(tokens_BS, Context(positions_BS, segment_ids_BS, compute))
+    return model(tokens_BS, ForwardContext(positions_BS, segment_ids_BS, compute))
 
 
 def as_float64(model):
@@ -69,7 +69,7 @@ def test_without_a_context_a_row_is_one_document(inputs):
     tokens_BS, _, _ = inputs
     model = initial()
     positions_BS = jnp.broadcast_to(jnp.arange(S), (B, S))
-    given = Context(positions_BS, jnp.ones((B, S), jnp.int32), Compute(dtype="float32"))
+    given = ForwardContext(positions_BS, jnp.ones((B, S), jnp.int32), Compute(dtype="float32"))
     np.testing.assert_array_equal(model(tokens_BS), model(tokens_BS, given))
 
 
@@ -127,7 +127,9 @@ def test_compute_dtype_is_that_of_the_residual_stream(inputs):
     tokens_BS, positions_BS, segment_ids_BS = inputs
 
     def dtype_of_trunk(compute):
-        return model.trunk(tokens_BS, Context(positions_BS, segment_ids_BS, compute)).x_BSE.dtype
+        return model.trunk(
+            tokens_BS, ForwardContext(positions_BS, segment_ids_BS, compute)
+        ).x_BSE.dtype
 
     assert dtype_of_trunk(FLOAT32) == jnp.float32
     assert dtype_of_trunk(Compute()) == jnp.bfloat16

@@ -13,21 +13,21 @@ import numpy as np
 import pytest
 from sentinels import sentinels
 
-from lmlib import Compute, whole_rows
+from lmlib import Compute, single_document_context
 from lmlib.models.block import Block
 from lmlib.models.decoder import Decoder
+from lmlib.models.matmul import matmul
 from lmlib.models.model import capped
-from lmlib.models.part import NO_REPORTS
+from lmlib.models.part import NO_AUX
 from lmlib.models.parts.attention import Attention
 from lmlib.models.parts.mlp import MLP, GatedMLP, gelu, gelu_tanh, relu_squared, silu
 from lmlib.models.parts.norms import LayerNorm, RMSNorm
 from lmlib.models.parts.rope import Rotary
-from lmlib.models.product import product
 
 B, S, E, F, H, K, D = 2, 5, 8, 12, 4, 2, 6
 key = jax.random.key(0)
 x_BSE = jax.random.normal(jax.random.key(1), (B, S, E))
-context = whole_rows(jnp.zeros((B, S), jnp.int32), Compute(dtype="float32"))
+context = single_document_context(jnp.zeros((B, S), jnp.int32), Compute(dtype="float32"))
 
 
 def moved(module):
@@ -93,9 +93,9 @@ def test_mlps(activation):
     definition, x = ACTIVATIONS[activation], wide(x_BSE)
     gated = moved(GatedMLP(E, F, activation, key=key))
     w = wide(gated)
-    found, reports = gated(x_BSE, context)
+    found, aux = gated(x_BSE, context)
     assert_close(found, (definition(x @ w.gate) * (x @ w.up)) @ w.down)
-    assert reports == NO_REPORTS
+    assert aux == NO_AUX
     plain = moved(MLP(E, F, activation, key=key))
     w = wide(plain)
     expected = definition(x @ w.up + w.up_bias) @ w.down + w.down_bias
@@ -167,12 +167,12 @@ def test_norms_after_what_a_block_adds():
     mlp, norm = GatedMLP(E, F, key=key), moved(RMSNorm(embed=E, key=key))
     attention = Attention(E, H, K, D, key=key)
     block = Block(attention, mlp, attention_after_norm=norm, mlp_after_norm=norm)
-    found, reports, cache = block(x_BSE, context)
+    found, aux, cache = block(x_BSE, context)
     added = wide(attention(x_BSE, context)[0])
     middle = wide(x_BSE) + rms(added, wide(norm.scale))
     added = wide(mlp(jnp.asarray(middle, jnp.float32), context)[0])
     assert_close(found, middle + rms(added, wide(norm.scale)))
-    assert reports == NO_REPORTS and cache is None
+    assert aux == NO_AUX and cache is None
 
 
 def test_what_a_block_adds_is_multiplied():
@@ -236,7 +236,7 @@ def test_the_gradient_of_a_weight_is_that_of_einsum(equation, x_shape, w_shape):
     x_axes, w_axes, y_axes = equation.replace("->", ",").split(",")
     expected = np.einsum(f"{x_axes},{y_axes}->{w_axes}", x, dy)
 
-    _, back = jax.vjp(lambda w: product(equation, jnp.float32(x), w), jnp.float32(w))
+    _, back = jax.vjp(lambda w: matmul(equation, jnp.float32(x), w), jnp.float32(w))
     (found,) = back(jnp.float32(dy))
 
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
@@ -250,7 +250,7 @@ def test_a_cpu_copies_the_smaller_operand_of_a_gradient():
     )
 
     def loss(w_FE, x_BSF):
-        return jnp.sum(jnp.square(product("bsf,fe->bse", x_BSF, w_FE)))
+        return jnp.sum(jnp.square(matmul("bsf,fe->bse", x_BSF, w_FE)))
 
     text = jax.jit(jax.grad(loss)).lower(w_FE, x_BSF).compile().as_text()
     assert f"f32[{E},{B * S}]" in text  # dy, transposed

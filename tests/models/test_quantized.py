@@ -16,10 +16,10 @@ from lmlib import train
 from lmlib.compute import Compute
 from lmlib.data.batch import place
 from lmlib.data.synthetic import Synthetic
-from lmlib.models.context import whole_rows
 from lmlib.models.families.llama import llama
+from lmlib.models.forward_context import single_document_context
+from lmlib.models.matmul import matmul
 from lmlib.models.matrices.quantized import FORMATS, rounded
-from lmlib.models.product import product
 from lmlib.optim.adamw import adamw
 from lmlib.parallel.layout import sharding, shardings
 from lmlib.parallel.mesh import make_mesh
@@ -85,7 +85,7 @@ def wide(*each):
 @pytest.mark.parametrize("precision", FORMATS)
 def test_products_are_as_close_as_their_formats_allow(precision, equation):
     x, w, _ = operands(equation)
-    found = np.asarray(product(equation, x, w, precision=precision), np.float64)
+    found = np.asarray(matmul(equation, x, w, precision=precision), np.float64)
     forward, _ = FORMATS[precision]
     expected, error = product_and_error(equation, *wide(x, w), (forward, forward))
     assert np.all(np.abs(found - expected) <= error)
@@ -97,7 +97,7 @@ def test_products_are_as_close_as_their_formats_allow(precision, equation):
 @pytest.mark.parametrize("precision", FORMATS)
 def test_gradients_are_straight_through(precision, equation):
     x, w, dy = operands(equation)
-    _, backward = jax.vjp(lambda x, w: product(equation, x, w, precision=precision), x, w)
+    _, backward = jax.vjp(lambda x, w: matmul(equation, x, w, precision=precision), x, w)
     dx, dw = wide(*backward(dy))
     x_axes, w_axes, y_axes = equation.replace("->", ",").split(",")
     forward_format, backward_format = FORMATS[precision]
@@ -114,7 +114,7 @@ def test_gradients_are_straight_through(precision, equation):
 @pytest.mark.parametrize("precision", FORMATS)
 def test_forward_product_and_input_gradient_multiply_8_bits(precision):
     def loss(x, w):
-        return jnp.sum(product("bse,ef->bsf", x, w, precision=precision))
+        return jnp.sum(matmul("bse,ef->bsf", x, w, precision=precision))
 
     x, w = jnp.ones((2, 3, 16), jnp.bfloat16), jnp.ones((16, 32), jnp.bfloat16)
     found = []
@@ -146,7 +146,7 @@ def test_eight_devices_compute_the_same_as_one(precision, equation):
         return PartitionSpec(*(split.get(axis) for axis in axes))
 
     def both(x, w, dy, out_sharding=None):
-        y, backward = jax.vjp(lambda x, w: product(equation, x, w, precision, out_sharding), x, w)
+        y, backward = jax.vjp(lambda x, w: matmul(equation, x, w, precision, out_sharding), x, w)
         return y, *backward(dy)
 
     arguments = operands(equation, decades=0)
@@ -204,7 +204,7 @@ def test_each_kind_of_layer_has_its_own_precision():
     tokens_BS = jnp.zeros((1, 8), jnp.int32)
 
     def multiplied(quantized):
-        context = whole_rows(tokens_BS, Compute(dtype="float32", quantized=quantized))
+        context = single_document_context(tokens_BS, Compute(dtype="float32", quantized=quantized))
         text = str(jax.make_jaxpr(lambda tokens_BS: model.trunk(tokens_BS, context))(tokens_BS))
         # A query and a gate, by their shapes.
         weights = ("i8[32,4,8]", "i8[32,48]", "f8_e4m3fn[32,4,8]", "f8_e4m3fn[32,48]")
@@ -250,9 +250,9 @@ def test_rounding_is_within_its_limits_at_any_size(dtype, data):
 @pytest.mark.parametrize("precision", FORMATS)
 def test_what_is_not_finite_stays_so_and_stays_in_its_rows(precision, broken):
     x, w, _ = operands("bsf,fe->bse")
-    sound = np.asarray(product("bsf,fe->bse", x, w, precision=precision))
+    sound = np.asarray(matmul("bsf,fe->bse", x, w, precision=precision))
     x, w = x.at[1, 2, 7].set(broken), w.at[3, 5].set(broken)
-    found = np.asarray(product("bsf,fe->bse", x, w, precision=precision))
+    found = np.asarray(matmul("bsf,fe->bse", x, w, precision=precision))
     spoiled = np.zeros(found.shape, bool)
     spoiled[1, 2, :] = spoiled[..., 5] = True
     assert not np.any(np.isfinite(found[spoiled]))

@@ -15,7 +15,7 @@ from lmlib.data.synthetic import Synthetic
 from lmlib.losses.objective import LossSums
 from lmlib.models.block import Block
 from lmlib.models.decoder import Decoder
-from lmlib.models.part import NO_REPORTS, Part, Reports
+from lmlib.models.part import NO_AUX, AuxOutputs, Part
 from lmlib.models.parts.mlp import GatedMLP
 from lmlib.models.parts.norms import RMSNorm
 from lmlib.models.stack import Segment
@@ -53,9 +53,9 @@ def as_it_lies(x_BSE, context):
     return reshard(x_BSE, context.compute.residual)
 
 
-def reports(losses=None, statistics=None):
+def aux(losses=None, statistics=None):
     def call(x_BSE, context):
-        return as_it_lies(x_BSE, context), Reports(losses or {}, statistics or {})
+        return as_it_lies(x_BSE, context), AuxOutputs(losses or {}, statistics or {})
 
     return call
 
@@ -68,7 +68,7 @@ class ThreeRows(Block):
 class Sums(NextToken):
     def sums(self, *arguments, **others):
         sums = super().sums(*arguments, **others)
-        return sums.minimised, sums.reported
+        return sums.loss_sum, sums.reported
 
 
 class Unsummed(NextToken):
@@ -79,7 +79,7 @@ class Unsummed(NextToken):
 
 class Nothing(NextToken):
     def sums(self, model, reference_model, batch, compute, key=None):
-        return LossSums(super().sums(model, reference_model, batch, compute, key).minimised, {})
+        return LossSums(super().sums(model, reference_model, batch, compute, key).loss_sum, {})
 
 
 class NoTrunk(Decoder):
@@ -101,7 +101,7 @@ CASES = {
         r"Mine must return a tuple \(y_BSE, cache\), got an array float32\[2, 8, 32\]",
     ),
     "mixer, three results": (
-        {"attention": lambda x, context, cache: (x, cache, NO_REPORTS)},
+        {"attention": lambda x, context, cache: (x, cache, NO_AUX)},
         r"\(y_BSE, cache\), got a tuple of 3",
     ),
     "mixer, broadcast": (
@@ -125,17 +125,17 @@ CASES = {
         "must return reports, a .*got None",
     ),
     "mlp, a statistic of each row": (
-        {"mlp": reports(statistics={"mean": jnp.ones(2)})},
+        {"mlp": aux(statistics={"mean": jnp.ones(2)})},
         r"JAX scalar as statistics\['mean'\], got an array float32\[2\]",
     ),
     "mlp, a loss of each row": (
-        {"mlp": reports(losses={"z": jnp.ones(2)})},
+        {"mlp": aux(losses={"z": jnp.ones(2)})},
         r"JAX scalar as losses\['z'\]",
     ),
     "layer": ({"layer": ThreeRows}, r"ThreeRows must return a tuple \(y_BSE, reports, cache\)"),
     "trunk": (
         {"model": functools.partial(NoTrunk, **SIZES, segments=[])},
-        "NoTrunk.trunk must return a lmlib.models.model.Trunk",
+        "NoTrunk.trunk must return a lmlib.models.model.TrunkOutput",
     ),
     "sums": ({"objective": Sums()}, "Sums.sums must return a lmlib.losses.LossSums, got a tuple"),
     "sums, an array": ({"objective": Unsummed()}, r"Unsummed must give a JAX scalar as reported"),
@@ -180,4 +180,4 @@ def test_a_source_gives_the_rows_that_it_promises():
 
 
 def test_parts_that_return_what_they_should_are_traced():
-    assert runs(mlp=reports({"z": jnp.ones(())})).trace_step()
+    assert runs(mlp=aux({"z": jnp.ones(())})).trace_step()

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lmlib import Compute, make_mesh, whole_rows
-from lmlib.models.context import Context
+from lmlib import Compute, make_mesh, single_document_context
 from lmlib.models.families.phi import phi3
+from lmlib.models.forward_context import ForwardContext
 from lmlib.models.parts.rope import Rotary
 from lmlib.models.parts.rope_scaling import LongRope, Yarn, document_lengths, long_rope_amplitude
 
@@ -81,9 +81,9 @@ def test_a_row_of_packed_documents_has_the_logits_of_each_alone():
     positions_BS = jnp.array([[*range(4), *range(8)]], jnp.int32)
     segments_BS = jnp.array([[0] * 4 + [1] * 8], jnp.int32)
     compute = Compute(dtype="float32")
-    packed_BSV = model(tokens_BS, Context(positions_BS, segments_BS, compute))
+    packed_BSV = model(tokens_BS, ForwardContext(positions_BS, segments_BS, compute))
     alone = [
-        model(tokens_BS[:, part], whole_rows(tokens_BS[:, part], compute))
+        model(tokens_BS[:, part], single_document_context(tokens_BS[:, part], compute))
         for part in (slice(4), slice(4, 12))
     ]
     np.testing.assert_allclose(packed_BSV, np.concatenate(alone, axis=1), atol=1e-5)

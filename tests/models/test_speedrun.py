@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import NamedSharding
 from laid_out import laid_out
 
-from lmlib import Compute, hf, llama, make_mesh, whole_rows
+from lmlib import Compute, hf, llama, make_mesh, single_document_context
 from lmlib.adapters.lora import merged, with_adapters
 from lmlib.data.batch import place
 from lmlib.data.synthetic import Synthetic
@@ -21,10 +21,10 @@ from lmlib.generate import GREEDY, Generator
 from lmlib.losses.next_token import batch_loss
 from lmlib.models.families.speedrun import speedrun
 from lmlib.models.families.windows import short_and_long
-from lmlib.models.matrices.adapted import map_adapted
+from lmlib.models.matrices.lora import map_adapted
 from lmlib.parallel.axes import map_weights
 from lmlib.parallel.gathering import gathered_partition
-from lmlib.parallel.layout import sharding, stored
+from lmlib.parallel.layout import sharding, storage_spec
 from lmlib.parallel.selection import named_weights
 
 V, E, L, H, K, D, F, B, S = 48, 32, 4, 4, 2, 8, 40, 2, 14
@@ -120,7 +120,9 @@ def tokens():
 @pytest.mark.slow
 def test_logits_match_the_equations():
     with jax.default_matmul_precision("highest"):
-        found = jax.jit(lambda model: model(tokens(), whole_rows(tokens(), FLOAT32)))(model())
+        found = jax.jit(lambda model: model(tokens(), single_document_context(tokens(), FLOAT32)))(
+            model()
+        )
     expected = reference_logits(model(), tokens())
     assert np.abs(found - expected).max() <= 2e-5 * np.abs(expected).max()
 
@@ -130,7 +132,7 @@ def gradients(mesh, **compute):
     mesh, compute = make_mesh(**dict(mesh)), Compute(dtype="float32", **compute)
 
     def mean(model, batch):
-        return batch_loss(model, batch, compute)[0].minimised / batch.loss_mask.sum()
+        return batch_loss(model, batch, compute)[0].loss_sum / batch.loss_mask.sum()
 
     placed = laid_out(model(), mesh)
     with jax.set_mesh(mesh):
@@ -163,7 +165,7 @@ def test_a_table_of_values_rests_where_it_is_used():
 
     def look(weight, array):
         if weight.path.endswith("value_embedding.table"):
-            rests = stored(weight, array.shape, mesh)
+            rests = storage_spec(weight, array.shape, mesh)
             assert gathered_partition(weight, array.shape, mesh) == rests
             found[weight.path] = NamedSharding(mesh, rests).shard_shape(array.shape)
 
@@ -184,7 +186,7 @@ def test_what_is_generated_is_what_the_whole_pass_gives(mesh):
     for prompt, (one,) in zip(prompts, made, strict=True):
         text = [*prompt, *one.tokens]
         row_1S = jnp.asarray([text], jnp.int32)
-        logits_SV = model()(row_1S, whole_rows(row_1S, FLOAT32))[0]
+        logits_SV = model()(row_1S, single_document_context(row_1S, FLOAT32))[0]
         expected = np.argmax(logits_SV, axis=-1)[len(prompt) - 1 : -1]
         assert list(one.tokens) == expected.tolist()
 
@@ -197,10 +199,10 @@ def test_adapters_beside_every_matrix_and_table():
     adapted = with_adapters(model(), rank=4, key=jax.random.key(3))
     assert any(path.endswith("value_embedding.table.up") for path in named_weights(adapted))
     adapted = map_adapted(lambda _, one: dataclasses.replace(one, up=one.up + 0.1), adapted)
-    expected = merged(adapted)(tokens(), whole_rows(tokens(), FLOAT32))
+    expected = merged(adapted)(tokens(), single_document_context(tokens(), FLOAT32))
     with jax.set_mesh(mesh):
         rows = jnp.tile(tokens(), (4, 1))
-        found = jax.jit(lambda model: model(rows, whole_rows(rows, FLOAT32)))(
+        found = jax.jit(lambda model: model(rows, single_document_context(rows, FLOAT32)))(
             laid_out(adapted, mesh)
         )
     np.testing.assert_allclose(np.asarray(found)[:B], expected, rtol=1e-4, atol=1e-4)
@@ -222,7 +224,7 @@ def test_without_its_parts_it_is_a_llama():
 @pytest.mark.slow
 def test_with_zero_outputs_layers_begin_as_the_identity():
     made = make(zero_outputs=True)
-    context = whole_rows(tokens(), FLOAT32)
+    context = single_document_context(tokens(), FLOAT32)
     np.testing.assert_array_equal(made.trunk(tokens(), context).x_BSE, made.embedding[tokens()])
     decays = {}
     map_weights(lambda weight, _: decays.update({weight.path: weight.declaration}), made)
@@ -242,7 +244,7 @@ def test_flops_count_what_is_multiplied():
 def test_the_reading_of_attention_is_that_of_the_layer():
     """Weights of the first layer, from what it is given."""
     context = dataclasses.replace(
-        whole_rows(tokens(), FLOAT32),
+        single_document_context(tokens(), FLOAT32),
         observe=lambda call: call.layer.attention_weights(call.before, call.context),
     )
     weights_LBHST = model().trunk(tokens(), context).observed

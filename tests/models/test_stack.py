@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 from jaxtyping import Array, Float
 
-from lmlib import Compute, batch_loss, llama, make_mesh, whole_rows
+from lmlib import Compute, batch_loss, llama, make_mesh, single_document_context
 from lmlib.compute import EVERYTHING
 from lmlib.data.batch import place
 from lmlib.data.synthetic import Synthetic
 from lmlib.models.block import Block
-from lmlib.models.part import Part, Reports
+from lmlib.models.part import AuxOutputs, Part
 from lmlib.models.parts.mlp import GatedMLP
 from lmlib.models.parts.norms import RMSNorm
 from lmlib.models.stack import Segment, Stack
-from lmlib.models.weights import fan_in, fold, initial_values, weight
+from lmlib.models.weights import fan_in, fold_in_name, initial_values, weight
 from lmlib.parallel.layout import sharding, shardings
 from lmlib.state import abstract_model
 
@@ -36,7 +36,7 @@ def gradients(layers: int, mesh: dict[str, int], **compute: Any):
     mesh, compute = make_mesh(**mesh), Compute(dtype="float32", **compute)
 
     def mean(model, batch):
-        return batch_loss(model, batch, compute)[0].minimised / batch.loss_mask.sum()
+        return batch_loss(model, batch, compute)[0].loss_sum / batch.loss_mask.sum()
 
     made = model_of(layers)
     model = jax.device_put(made, shardings(abstract_model(lambda: made, mesh)))
@@ -62,7 +62,7 @@ def test_scans_leave_no_copies_of_weights():
     """Of each stacked matrix the scans leave its gradient, and nothing else of that size."""
     model = llama(vocab=32, embed=8, layers=5, heads=2, mlp=24, key=jax.random.key(0))
     batch = jax.tree.map(jnp.asarray, source.batch(0))
-    gradient = jax.grad(lambda model: batch_loss(model, batch, Compute())[0].minimised)
+    gradient = jax.grad(lambda model: batch_loss(model, batch, Compute())[0].loss_sum)
     left = stacked_by_scans(jax.make_jaxpr(gradient)(model).jaxpr)
     assert left.count((5, 8, 24)) == 2  # of gate and up
     assert left.count((5, 24, 8)) == 1  # of down
@@ -76,7 +76,7 @@ def test_a_loop_keeps_no_copy_of_the_weights(unroll):
     )
     one_row = Synthetic(vocab_size=32, batch_size=1, sequence_length=16)
     batch, compute = jax.tree.map(jnp.asarray, one_row.batch(0)), Compute(unroll=unroll)
-    gradient = jax.grad(lambda model: batch_loss(model, batch, compute)[0].minimised)
+    gradient = jax.grad(lambda model: batch_loss(model, batch, compute)[0].loss_sum)
     compiled = jax.jit(gradient).lower(model).compile()
     weights = sum(4 * each.size for each in jax.tree.leaves(model))
     assert compiled.memory_analysis().temp_size_in_bytes < 0.75 * weights
@@ -127,7 +127,7 @@ class CostlyMLP(Part):
 
     def __call__(self, x_BSE, context):
         y_BSE, _ = self.inner(x_BSE, context)
-        return y_BSE, Reports({"squares": jnp.sum(jnp.square(y_BSE))}, {})
+        return y_BSE, AuxOutputs({"squares": jnp.sum(jnp.square(y_BSE))}, {})
 
 
 E = 8
@@ -136,7 +136,7 @@ E = 8
 def shifting(key):
     norm = RMSNorm(embed=E, key=key)
     mixer = TokenShift(initial_values(TokenShift, "shifted", key, embed=E))
-    return Block(mixer, CostlyMLP(GatedMLP(E, 12, key=fold(key, "mlp"))), norm, norm)
+    return Block(mixer, CostlyMLP(GatedMLP(E, 12, key=fold_in_name(key, "mlp"))), norm, norm)
 
 
 def plainer(key):
@@ -153,7 +153,7 @@ def stack():
 
 def inputs(S=6):
     x_BSE = jax.random.normal(jax.random.key(1), (2, S, E))
-    return x_BSE, whole_rows(jnp.zeros((2, S), jnp.int32), Compute(dtype="float32"))
+    return x_BSE, single_document_context(jnp.zeros((2, S), jnp.int32), Compute(dtype="float32"))
 
 
 def blocks_in_order(stack):
@@ -175,15 +175,15 @@ def test_patterns_run_in_the_order_of_their_layers(stack, unroll):
     found = jax.jit(lambda stack: stack(x_BSE, context))(stack)
     sums, cost = [jnp.sum(x_BSE)], 0.0
     for block in blocks_in_order(stack):
-        x_BSE, reports, _ = block(x_BSE, context)
+        x_BSE, aux, _ = block(x_BSE, context)
         sums.append(jnp.sum(x_BSE))
-        cost += reports.losses["squares"]
+        cost += aux.losses["squares"]
     assert stack.depth == 8 == len(sums) - 1
     np.testing.assert_allclose(found.x_BSE, x_BSE, rtol=1e-5, atol=1e-5)
     before, after = found.observed
     np.testing.assert_allclose(before, np.array(sums[:-1]), rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(after, np.array(sums[1:]), rtol=1e-4, atol=1e-4)
-    np.testing.assert_allclose(found.reports.losses["squares"], cost / 8, rtol=1e-5)
+    np.testing.assert_allclose(found.aux.losses["squares"], cost / 8, rtol=1e-5)
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ from lmlib.inspect.saved_activations import saved_activations
 from lmlib.losses.token_losses import token_losses
 from lmlib.models.families.llama import llama
 from lmlib.models.model import Model, padded_length
-from lmlib.models.part import NO_REPORTS, Part
+from lmlib.models.part import NO_AUX, Part
 from lmlib.models.weights import initial_values, weight, zeros
 from lmlib.optim.adamw import adamw
 from lmlib.parallel.layout import sharding
@@ -56,11 +56,13 @@ def test_it_trains_as_on_one_device_and_resumes_bit_for_bit(tmp_path):
 @pytest.mark.slow
 def test_it_is_planned_described_measured_and_sampled():
     run = experiment({"fsdp": 1})
-    described = str(describe(run.recipe.made, run.mesh))
+    described = str(describe(run.recipe.abstract_model, run.mesh))
     assert "positions.table_PE" in described and "position 32 × embed 32" in described
     assert {kept.name for kept in saved_activations(run)} >= {"layer_input", "loss_gradient"}
     report = plan(run, parse("cpu:1"))
-    assert report.parameters == sum(leaf.size for leaf in jax.tree.leaves(run.recipe.made))
+    assert report.parameters == sum(
+        leaf.size for leaf in jax.tree.leaves(run.recipe.abstract_model)
+    )
     model = run.initial_state().model
     rows = sharding("batch seq", run.mesh)
     found = layer_statistics(model, place(source, 0, rows), run.mesh, run.compute)
@@ -110,7 +112,7 @@ class BiasedByPosition(Part):
         self.bias_PE = initial_values(self, "bias_PE", key, position=32, embed=embed)
 
     def __call__(self, x_BSE, context):
-        return x_BSE + self.bias_PE[context.positions_BS], NO_REPORTS
+        return x_BSE + self.bias_PE[context.positions_BS], NO_AUX
 
 
 def test_longer_sequences_than_there_are_positions_are_refused():

@@ -14,12 +14,12 @@ from sentinels import sentinels
 from lmlib import llama
 from lmlib.models.parts.attention import Attention
 from lmlib.models.parts.norms import RMSNorm
-from lmlib.models.weights import bell, fan_in, initial_values, normal, ones, weight, zeros
+from lmlib.models.weights import approx_normal, fan_in, initial_values, normal, ones, weight, zeros
 from lmlib.parallel.axes import axis_names, map_weights
 
 
 def test_values_are_bell_shaped_with_the_deviation_asked_for():
-    values = np.asarray(bell(jax.random.key(0), (1_000_000,), 0.5), np.float64) / 0.5
+    values = np.asarray(approx_normal(jax.random.key(0), (1_000_000,), 0.5), np.float64) / 0.5
     assert abs(values.mean()) < 0.005
     assert values.std() == pytest.approx(1.0, abs=0.005)
     assert np.abs(values).max() <= np.sqrt(12)
@@ -37,7 +37,7 @@ def test_the_bits_are_those_of_exact_integers():
     sums = (words.astype(object) % 2**16 + words.astype(object) // 2**16).sum(axis=0)
     exact = (2 * sums - 4 * (2**16 - 1)).astype(np.float32)
     expected = exact * np.float32(0.25 / np.sqrt(16 * (2**32 - 1) / 12))
-    np.testing.assert_array_equal(bell(key, shape, 0.25), expected)
+    np.testing.assert_array_equal(approx_normal(key, shape, 0.25), expected)
 
 
 @pytest.mark.parametrize("tied", sentinels([False, True], bool))
@@ -67,14 +67,14 @@ def test_initial_values_of_llama(tied):
 class Experts(eqx.Module):
     """As a mixture of experts has them."""
 
-    up: Float[Array, "expert embed mlp"] = weight(fan_in("embed"), rules={"expert": None})
-    down: Float[Array, "expert mlp embed"] = weight(fan_in("mlp"), rules={"expert": None})
-    bias: Float[Array, "expert mlp"] = weight(zeros, rules={"expert": None})
+    up: Float[Array, "experts embed mlp"] = weight(fan_in("embed"), rules={"experts": None})
+    down: Float[Array, "experts mlp embed"] = weight(fan_in("mlp"), rules={"experts": None})
+    bias: Float[Array, "experts mlp"] = weight(zeros, rules={"experts": None})
     gain: Float[Array, "embed"] = weight(normal(0.1), decays=False)
 
 
 def test_experts_do_not_count_into_the_fan_in():
-    sizes = {"expert": 8, "embed": 64, "mlp": 256}
+    sizes = {"experts": 8, "embed": 64, "mlp": 256}
     down = initial_values(Experts, "down", jax.random.key(0), **sizes)
     assert down.shape == (8, 256, 64)
     assert float(down.std()) == pytest.approx(256**-0.5, rel=0.01)

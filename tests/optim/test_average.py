@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_experiment import small
 
-from lmlib.experiment import Every
+from lmlib.experiment import PeriodicCallback
 from lmlib.optim.average import WeightAverage, with_average
 from lmlib.optim.optimizer import Optimizer, as_declared
 from lmlib.optim.trainable import Group
@@ -66,7 +66,7 @@ def test_a_run_keeps_it_on_its_mesh_over_stops_and_commands_read_it(tmp_path):
         seen.append([np.asarray(each, np.float64) for each in jax.tree.leaves(now.state.model)])
 
     cfg = averaged("steps=5", "mesh.fsdp=4")
-    result = fit(cfg, tmp_path / "whole", Options(actions=[Every(1, record)]))
+    result = fit(cfg, tmp_path / "whole", Options(actions=[PeriodicCallback(1, record)]))
     share = [0.2 * 0.8 ** (4 - step) / (1 - 0.8**5) for step in range(5)]
     average = result.state.optimizer.average
     for index, found in enumerate(jax.tree.leaves(average)):

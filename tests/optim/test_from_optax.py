@@ -20,7 +20,7 @@ from lmlib.models.weights import fan_in, ones, weight
 from lmlib.optim.from_optax import from_optax, state_layout
 from lmlib.optim.optimizer import as_declared
 from lmlib.parallel.axes import LAYER, map_weights
-from lmlib.parallel.layout import stored
+from lmlib.parallel.layout import storage_spec
 from lmlib.parallel.mesh import make_mesh
 from runner import Options, fit
 from runner.config import configs
@@ -93,7 +93,7 @@ ON_MESHES = {
 class Layer(eqx.Module):
     matrix: Float[Array, "embed mlp"] = weight(fan_in("embed"))
     heads: Float[Array, "embed heads head_dim"] = weight(fan_in("embed"))
-    experts: Float[Array, "expert embed mlp"] = weight(fan_in("embed"))
+    experts: Float[Array, "experts embed mlp"] = weight(fan_in("embed"))
     scale: Float[Array, "embed"] = weight(ones)
 
 
@@ -195,7 +195,7 @@ def test_updates_are_those_of_layers_apart(name):
 
 def laid_out(mesh):
     def placed(model):
-        layouts = map_weights(lambda weight, x: stored(weight, x.shape, mesh), model)
+        layouts = map_weights(lambda weight, x: storage_spec(weight, x.shape, mesh), model)
         return jax.tree.map(
             lambda x, layout: jax.device_put(x, NamedSharding(mesh, layout)), model, layouts
         )

@@ -30,8 +30,8 @@ from lmlib.parallel.mesh import make_mesh
 class Model(eqx.Module):
     wide: Float[Array, "embed mlp"] = weight(fan_in("embed"))
     tall: Float[Array, "mlp embed"] = weight(fan_in("mlp"))
-    experts: Float[Array, "expert embed mlp"] = weight(fan_in("embed"), rules={"expert": None})
-    router: Float[Array, "embed expert"] = weight(fan_in("embed"), rules={"expert": None})
+    experts: Float[Array, "experts embed mlp"] = weight(fan_in("embed"), rules={"experts": None})
+    router: Float[Array, "embed experts"] = weight(fan_in("embed"), rules={"experts": None})
     head: Float[Array, "embed vocab"] = weight(fan_in("embed"))
     scale: Float[Array, "embed"] = weight(ones)
 
@@ -116,7 +116,7 @@ def test_updates_follow_the_equations(nesterov, neuron_decay, cautious):
             )
 
 
-def paths_of_matrices(model, apart=("expert",)):
+def paths_of_matrices(model, apart=("experts",)):
     found = []
     map_weights(lambda one, _: found.append(one.path) if is_matrix(one, apart) else None, model)
     return {path.split(".", 4)[-1] for path in found}

@@ -22,7 +22,7 @@ from lmlib.parallel.axes import map_weights
 from lmlib.parallel.fingerprint import fingerprint
 from lmlib.parallel.mesh import make_mesh
 from lmlib.parallel.selection import SelectionError
-from lmlib.state import parted
+from lmlib.state import split_by_training
 
 BASE = functools.partial(llama, vocab=64, embed=16, layers=1, heads=2, mlp=32)
 ADAM = functools.partial(adamw, peak_lr=1e-2, schedule=warmup_constant, clip_norm=None)
@@ -107,7 +107,7 @@ def test_frozen_weights_rest_in_their_dtype_and_the_table_tells_groups():
     kept = {leaf.dtype.name for leaf in jax.tree.leaves(state.frozen)}
     assert kept == {"int8", "float32", "bfloat16"}  # with the scales of 8-bit matrices
     assert {leaf.dtype.name for leaf in jax.tree.leaves(state.model)} == {"float32"}
-    table = describe(made.recipe.made, made.mesh, as_declared, made.recipe.group_of)
+    table = describe(made.recipe.abstract_model, made.mesh, as_declared, made.recipe.group_of)
     by_group = {}
     for row in table.parameters:
         by_group[row.group] = by_group.get(row.group, 0) + row.size
@@ -182,8 +182,10 @@ def test_a_fingerprint_is_that_of_weights_as_a_run_keeps_them(dtype):
     model = jax.tree.map(
         lambda x: jnp.asarray(random.standard_normal(x.shape), jnp.float32), recipe.shapes
     )
-    frozen = parted(model, recipe.trained).frozen
-    expected = fingerprint(parted(map_weights(recipe.kept, model), recipe.trained).frozen)
+    frozen = split_by_training(model, recipe.trained).frozen
+    expected = fingerprint(
+        split_by_training(map_weights(recipe.kept, model), recipe.trained).frozen
+    )
     assert fingerprint(frozen, recipe.kept) == expected != fingerprint(frozen)
     other = jax.tree.map(lambda x: x.at[..., 0].multiply(1.01), frozen)
     assert fingerprint(other, recipe.kept) != expected

@@ -7,41 +7,41 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from lmlib.models.part import Names, Part, Reports
-from lmlib.models.product import product
+from lmlib.models.matmul import matmul
+from lmlib.models.part import ActivationNames, AuxOutputs, Part
 from lmlib.models.weights import fan_in, fill, product_flops, weight, zeros
 from lmlib.parallel.layout import spec
 
 EXPERTS, RATE = 4, 0.01
-WHOLE = {"expert": None, "choice": None}
+WHOLE = {"experts": None, "choice": None}
 
 
 class Experts(Part):
     """Two of four experts for each token; all are computed."""
 
-    names = Names(saved=("router",), scopes=("router", "mlp"))
+    names = ActivationNames(saved=("router",), scopes=("router", "mlp"))
 
     router: Float[Array, "embed choice"] = weight(fan_in("embed"), rules=WHOLE, dtype="float32")
     bias: Float[Array, "choice"] = weight(zeros, rules=WHOLE, dtype="float32", gradient=False)
-    up: Float[Array, "expert embed mlp"] = weight(fan_in("embed"), rules=WHOLE)
-    down: Float[Array, "expert mlp embed"] = weight(fan_in("mlp"), rules=WHOLE)
+    up: Float[Array, "experts embed mlp"] = weight(fan_in("embed"), rules=WHOLE)
+    down: Float[Array, "experts mlp embed"] = weight(fan_in("mlp"), rules=WHOLE)
 
     def __init__(self, embed, mlp, residual_scale, *, key):
         fill(self, key, embed=embed, mlp=mlp, expert=EXPERTS, choice=EXPERTS)
 
     def __call__(self, x_BSE, context):
         with jax.named_scope("router"):
-            scores_BSX = product("bse,ex->bsx", x_BSE.astype(jnp.float32), self.router)
+            scores_BSX = matmul("bse,ex->bsx", x_BSE.astype(jnp.float32), self.router)
             share_BSX = checkpoint_name(jax.nn.softmax(scores_BSX), "router")
             _, choices_BS2 = jax.lax.top_k(share_BSX + self.bias, 2)
             chosen_BSX = jnp.sum(jax.nn.one_hot(choices_BS2, EXPERTS), axis=-2)
         with jax.named_scope("mlp"):
-            h_BSXF = jax.nn.silu(product("bse,xef->bsxf", x_BSE, self.up))
+            h_BSXF = jax.nn.silu(matmul("bse,xef->bsxf", x_BSE, self.up))
             h_BSXF *= (share_BSX * chosen_BSX).astype(x_BSE.dtype)[..., None]
             out = spec(context.compute.residual)
-            y_BSE = product("bsxf,xfe->bse", h_BSXF, self.down, out_sharding=out)
+            y_BSE = matmul("bsxf,xfe->bse", h_BSXF, self.down, out_sharding=out)
         tallies_X = context.total(chosen_BSX)
-        return y_BSE, Reports(
+        return y_BSE, AuxOutputs(
             losses={"router_z": context.total(jax.nn.logsumexp(scores_BSX, axis=-1) ** 2)},
             statistics={"first_choice": context.total(jnp.max(share_BSX, axis=-1))},
             tallies=tallies_X,

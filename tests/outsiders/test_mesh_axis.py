@@ -10,8 +10,8 @@ from jaxtyping import Array, Float
 from outsider_runs import SIZES, check_outsider, experiment
 
 from lmlib.models.families.llama import llama
-from lmlib.models.part import NO_REPORTS, Part
-from lmlib.models.product import product
+from lmlib.models.matmul import matmul
+from lmlib.models.part import NO_AUX, Part
 from lmlib.models.weights import fan_in, fill, weight
 from lmlib.parallel.axes import LayoutError
 from lmlib.parallel.layout import reshard
@@ -21,28 +21,28 @@ pytestmark = pytest.mark.several_devices
 
 def experts(along, tokens):
     """A class of experts along a mesh axis; `tokens` splits the batch that they are given."""
-    rules = {"expert": along, "choice": None}
+    rules = {"experts": along, "choice": None}
 
     class Experts(Part):
         router: Float[Array, "embed choice"] = weight(fan_in("embed"), rules=rules)
-        up: Float[Array, "expert embed mlp"] = weight(fan_in("embed"), rules=rules)
-        down: Float[Array, "expert mlp embed"] = weight(fan_in("mlp"), rules=rules)
+        up: Float[Array, "experts embed mlp"] = weight(fan_in("embed"), rules=rules)
+        down: Float[Array, "experts mlp embed"] = weight(fan_in("mlp"), rules=rules)
 
         def __init__(self, embed, mlp, residual_scale, *, key):
             fill(self, key, embed=embed, mlp=mlp, expert=4, choice=4)
 
         def __call__(self, x_BSE, context):
             # The choices are given out as the experts lie.
-            share_BSX = jax.nn.softmax(product("bse,ex->bsx", x_BSE, self.router))
+            share_BSX = jax.nn.softmax(matmul("bse,ex->bsx", x_BSE, self.router))
             whole = jax.sharding.get_abstract_mesh().empty
             if not whole:
                 layout = jax.typeof(x_BSE).sharding.spec
                 x_BSE = jax.sharding.reshard(x_BSE, layout.update(partitions=(tokens, None, None)))
                 share_BSX = jax.sharding.reshard(share_BSX, PartitionSpec(tokens, None, along))
-            h_BSXF = jax.nn.silu(product("bse,xef->bsxf", x_BSE, self.up)) * share_BSX[..., None]
+            h_BSXF = jax.nn.silu(matmul("bse,xef->bsxf", x_BSE, self.up)) * share_BSX[..., None]
             out = None if whole else PartitionSpec(tokens, None, None)
-            y_BSE = product("bsxf,xfe->bse", h_BSXF, self.down, out_sharding=out)
-            return reshard(y_BSE, context.compute.residual), NO_REPORTS
+            y_BSE = matmul("bsxf,xfe->bse", h_BSXF, self.down, out_sharding=out)
+            return reshard(y_BSE, context.compute.residual), NO_AUX
 
     return Experts
 
@@ -80,6 +80,6 @@ def test_what_lies_over_fsdp_in_use_rests_there_too():
 def test_two_axes_of_a_weight_along_one_of_the_mesh_are_refused():
     run = run_of(experts("tensor", "data"), tensor=2)
     with pytest.raises(
-        LayoutError, match=r"stack.patterns.0.0.mlp.up: axes 'expert' and 'mlp' .* 'tensor'"
+        LayoutError, match=r"stack.patterns.0.0.mlp.up: axes 'experts' and 'mlp' .* 'tensor'"
     ):
         run.check()

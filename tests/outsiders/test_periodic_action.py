@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from small_experiment import small
 
-from lmlib.experiment import Every
+from lmlib.experiment import PeriodicCallback
 from runner import Options, fit
 from runner.errors import StoppedEarly
 
@@ -44,8 +44,8 @@ def largest_weight(now):
 def run(workdir, devices, stop=lambda step: False):
     cfg = small("steps=5", f"mesh.fsdp={devices}", "checkpoints.every=2", "compute.dtype=float32")
     average = fdl.Config(AverageWeights, decay=0.5)
-    cfg.actions = [fdl.Config(Every, 2, average, at_end=True)]
-    options = Options(stop=stop, actions=[Every(1, largest_weight)])
+    cfg.actions = [fdl.Config(PeriodicCallback, 2, average, at_end=True)]
+    options = Options(stop=stop, actions=[PeriodicCallback(1, largest_weight)])
     lines = fit(cfg, workdir, options).metrics
     with np.load(workdir / "average" / "5.npz") as average:
         return [untimed(line) for line in lines], [average[name] for name in average.files]
@@ -57,7 +57,7 @@ def untimed(line):
 
 @pytest.mark.parametrize(("at_end", "expected"), [(False, [2, 4]), (True, [2, 4, 5])])
 def test_an_action_is_due_every_so_many_steps(at_end, expected):
-    every = Every(2, largest_weight, at_end)
+    every = PeriodicCallback(2, largest_weight, at_end)
     assert [step for step in range(1, 6) if every.due(step, last=step == 5)] == expected
 
 
@@ -81,6 +81,6 @@ def test_actions_are_alike_on_any_mesh_and_after_any_stop(tmp_path, capsys):
 
 
 def test_an_action_cannot_write_over_a_metric(tmp_path):
-    options = Options(actions=[Every(1, lambda now: {"loss": 0.0})])
+    options = Options(actions=[PeriodicCallback(1, lambda now: {"loss": 0.0})])
     with pytest.raises(ValueError, match="returns 'loss', which the step has already"):
         fit(small("steps=1"), tmp_path, options)

@@ -12,18 +12,18 @@ import pytest
 from jaxtyping import Array, Float
 from outsider_runs import EIGHT, FLOAT32, SIZES, SOURCE, check_outsider, experiment
 
-from lmlib import NextToken, batch_loss, make_mesh, whole_rows
+from lmlib import NextToken, batch_loss, make_mesh, single_document_context
 from lmlib.generate import GREEDY, generate
 from lmlib.losses.distillation import Distillation
 from lmlib.models.block import Block
 from lmlib.models.decoder import Decoder
 from lmlib.models.families.llama import llama
+from lmlib.models.matmul import matmul
 from lmlib.models.part import Part
 from lmlib.models.parts.mlp import GatedMLP
 from lmlib.models.parts.norms import RMSNorm
-from lmlib.models.product import product
 from lmlib.models.stack import Segment
-from lmlib.models.weights import fan_in, fill, fold, ones, weight
+from lmlib.models.weights import fan_in, fill, fold_in_name, ones, weight
 from lmlib.parallel.layout import reshard, spec
 from lmlib.state import abstract_batch, abstract_model
 
@@ -42,7 +42,7 @@ class Recurrence(Part):
 
     def __call__(self, x_BSE, context, cache=None):
         a_C = jax.nn.sigmoid(self.decay)
-        h_BSC = reshard(product("bse,ec->bsc", x_BSE, self.read), "batch seq whole_vocab")
+        h_BSC = reshard(matmul("bse,ec->bsc", x_BSE, self.read), "batch seq whole_vocab")
         # A document begins anew, and padding at a row's end changes nothing.
         goes_on_BS1 = (context.positions_BS != 0)[..., None]
         counts_BS1 = (context.positions_BS >= 0)[..., None]
@@ -56,9 +56,7 @@ class Recurrence(Part):
 
         _, h_BSC = jax.lax.associative_scan(after, (gate_BSC, h_BSC), axis=1)
         out = spec(context.compute.residual)
-        y_BSE = product(
-            "bsc,ce->bse", reshard(h_BSC, "batch seq mlp"), self.write, out_sharding=out
-        )
+        y_BSE = matmul("bsc,ce->bse", reshard(h_BSC, "batch seq mlp"), self.write, out_sharding=out)
         return y_BSE, None if cache is None else h_BSC[:, -1]
 
     def empty_cache(self, rows, length, dtype):
@@ -68,8 +66,8 @@ class Recurrence(Part):
 def recurrent(key):
     def layer(key):
         norm = functools.partial(RMSNorm, embed=embed, key=key)
-        mlp = GatedMLP(embed, 16, key=fold(key, "mlp"))
-        return Block(Recurrence(embed, 24, key=fold(key, "mixer")), mlp, norm(), norm())
+        mlp = GatedMLP(embed, 16, key=fold_in_name(key, "mlp"))
+        return Block(Recurrence(embed, 24, key=fold_in_name(key, "mixer")), mlp, norm(), norm())
 
     embed = SIZES["embed"]
     return Decoder(**SIZES, segments=[Segment([layer], 2)], key=key)
@@ -138,6 +136,6 @@ def test_generation_with_its_cache_is_the_whole_pass():
     for prompt, (row,) in zip(prompts, found, strict=True):
         text = [*prompt, *row.tokens]
         tokens_BS = jnp.array([text])
-        logits_SV = model(tokens_BS, whole_rows(tokens_BS, FLOAT32))[0]
+        logits_SV = model(tokens_BS, single_document_context(tokens_BS, FLOAT32))[0]
         expected = np.argmax(logits_SV[len(prompt) - 1 : -1], axis=-1)
         np.testing.assert_array_equal(row.tokens, expected)

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 from lmlib.models.weights import fan_in, weight, zeros
 from lmlib.parallel.axes import LayoutError, axis_names, map_weights
 from lmlib.parallel.gathering import gather
-from lmlib.parallel.layout import COMPUTE, STORED, partition, stored
+from lmlib.parallel.layout import COMPUTE, STORED, partition, storage_spec
 from lmlib.parallel.mesh import make_mesh
 
 
@@ -84,8 +84,8 @@ def test_fsdp_is_the_difference_between_the_tables():
 class Pair(eqx.Module):
     """Of experts, beside a matrix "embed mlp" of each."""
 
-    down: Float[Array, "expert embed up_rank"] = weight(fan_in("embed"))
-    up: Float[Array, "expert up_rank mlp"] = weight(fan_in("up_rank"))
+    down: Float[Array, "experts embed up_rank"] = weight(fan_in("embed"))
+    up: Float[Array, "experts up_rank mlp"] = weight(fan_in("up_rank"))
 
 
 @pytest.mark.several_devices
@@ -93,7 +93,8 @@ def test_a_matrix_rests_split_over_all_that_its_use_leaves():
     mesh, found = make_mesh(fsdp=2, expert=2, tensor=2), {}
     pair = Pair(jnp.ones((4, 8, 2)), jnp.ones((4, 2, 8)))
     map_weights(
-        lambda weight, array: found.update({weight.path: stored(weight, array.shape, mesh)}), pair
+        lambda weight, array: found.update({weight.path: storage_spec(weight, array.shape, mesh)}),
+        pair,
     )
     assert found == {
         "down": PartitionSpec("expert", "fsdp", None),

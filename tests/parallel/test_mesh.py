@@ -1,7 +1,7 @@
 import jax
 import numpy as np
 import pytest
-from absent_hardware import absent, needs_gpu_compiler, needs_tpu_compiler
+from aot import absent, needs_gpu_compiler, needs_tpu_compiler
 
 from lmlib.parallel.mesh import MeshError, make_mesh
 from lmlib.parallel.mesh_axes import NAMES

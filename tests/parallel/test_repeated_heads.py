@@ -47,7 +47,7 @@ def loss_and_gradients(kv_heads, sequence_parallel=False, **mesh):
     compute = Compute(dtype="float32", sequence_parallel=sequence_parallel)
 
     def mean(model, batch):
-        return batch_loss(model, batch, compute)[0].minimised / batch.loss_mask.sum()
+        return batch_loss(model, batch, compute)[0].loss_sum / batch.loss_mask.sum()
 
     model = laid_out(weights(kv_heads), mesh)
     with jax.set_mesh(mesh):

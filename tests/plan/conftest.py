@@ -12,4 +12,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     for item in items:  # of the whole session
         if item.path.parent == here and item.path.name not in ON_CPUS:
-            item.add_marker("absent_hardware")
+            item.add_marker("aot")

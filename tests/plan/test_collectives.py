@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absent_hardware import absent, needs_tpu_compiler
+from aot import absent, needs_tpu_compiler
 from jax.sharding import PartitionSpec as P
 
 from lmlib.parallel.mesh import make_mesh

@@ -11,7 +11,7 @@ from collections import Counter
 
 import jax
 import pytest
-from absent_hardware import COUNTED_ON_GPUS, absent
+from aot import COUNTED_ON_GPUS, absent
 
 from lmlib import train
 from lmlib.compute import Compute
@@ -209,7 +209,7 @@ LAYOUTS = {
     ),
     "FSDP × context, gathered": (
         {"fsdp": 4, "context": 2},
-        {"context": "gather", "attention": "blockwise"},
+        {"context_method": "gather", "attention": "blockwise"},
         [
             fully_sharded(8, axes=("fsdp", "context"))
             + norms("reduce-scatter", ("fsdp", "context"))
@@ -218,7 +218,7 @@ LAYOUTS = {
     ),
     "FSDP × context, a fused kernel": (
         {"fsdp": 4, "context": 2},
-        {"context": "gather", "attention": "triton"},
+        {"context_method": "gather", "attention": "triton"},
         [
             fully_sharded(8, axes=("fsdp", "context"))
             + norms("reduce-scatter", ("fsdp", "context"))
@@ -227,7 +227,7 @@ LAYOUTS = {
     ),
     "FSDP × context, in a ring": (
         {"fsdp": 2, "context": 4},
-        {"context": "ring", "attention": "blockwise"},
+        {"context_method": "ring", "attention": "blockwise"},
         [
             fully_sharded(8, axes=("fsdp", "context"))
             + norms("reduce-scatter", ("fsdp", "context"))

@@ -3,11 +3,11 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from absent_hardware import needs_gpu_compiler, needs_tpu_compiler
+from aot import needs_gpu_compiler, needs_tpu_compiler
 from jax.sharding import NamedSharding, PartitionSpec
 
 from lmlib.models.experts.grouped import grouped_product
-from lmlib.parallel.collectives import on_each_device
+from lmlib.parallel.collectives import shard_map
 from lmlib.parallel.mesh import make_mesh
 from lmlib.plan.planner import dense_expansions
 from lmlib.plan.program import read_program
@@ -33,7 +33,7 @@ def expansions(product, topology):
         return jnp.sum(product(*given).astype(jnp.float32) ** 2)
 
     with jax.set_mesh(mesh):
-        gradient = on_each_device(
+        gradient = shard_map(
             jax.grad(loss, argnums=(0, 1)),
             inputs=3 * (PartitionSpec(),),
             outputs=2 * (PartitionSpec(),),

@@ -6,7 +6,7 @@ import json
 import jax
 import jax.numpy as jnp
 import pytest
-from absent_hardware import absent
+from aot import absent
 
 from lmlib.hardware.specifications import ACCELERATORS, CPU
 from lmlib.parallel.mesh import make_mesh

@@ -248,7 +248,9 @@ def test_splash_attention_of_split_rows_counts_what_each_device_computes():
         ]
 
         def total(q, k, v, segments):
-            mixed_BSHD = attend(q, k, v, segments, "splash", order="balanced", way="gather")
+            mixed_BSHD = attend(
+                q, k, v, segments, "splash", order="zigzag", context_method="gather"
+            )
             return jnp.sum(mixed_BSHD.astype(jnp.float32))
 
         both = counted(jax.grad(total, argnums=(0, 1, 2)), *arguments)

@@ -7,7 +7,7 @@ import re
 
 import fiddle as fdl
 import pytest
-from absent_hardware import needs_gpu_compiler, needs_tpu_compiler
+from aot import needs_gpu_compiler, needs_tpu_compiler
 from bigram import Bigram
 from sentinels import sentinels
 

@@ -6,7 +6,7 @@ import itertools
 
 import fiddle as fdl
 import pytest
-from absent_hardware import absent, needs_tpu_compiler
+from aot import absent, needs_tpu_compiler
 
 from lmlib.compute import Compute
 from lmlib.data.synthetic import Synthetic

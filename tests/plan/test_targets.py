@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from absent_hardware import needs_gpu_compiler, needs_tpu_compiler
+from aot import needs_gpu_compiler, needs_tpu_compiler
 
 from lmlib.hardware.specifications import ACCELERATORS
 from lmlib.plan import targets

@@ -2,11 +2,11 @@
 
 import fiddle as fdl
 import pytest
-from absent_hardware import needs_gpu_compiler
+from aot import needs_gpu_compiler
 
 from lmlib.plan.planner import plan
 from lmlib.plan.targets import parse, prepare
-from runner.absent_hardware.stand_ins import built, without_data
+from runner.aot.abstract_inputs import built, without_data
 from runner.config import configs
 
 

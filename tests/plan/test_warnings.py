@@ -6,7 +6,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
-from absent_hardware import absent, needs_tpu_compiler
+from aot import absent, needs_tpu_compiler
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -62,7 +62,7 @@ def test_a_gathered_stack_is_named_with_its_bytes():
 
 
 @needs_tpu_compiler
-@pytest.mark.absent_hardware
+@pytest.mark.aot
 @pytest.mark.landing
 @pytest.mark.parametrize("topology", sentinels(["v4:4x4x4", "v5p:4x4x4"], "v5p:4x4x4".__eq__))
 def test_a_cube_of_tpus_is_told_how_to_gather_and_scatter(topology):

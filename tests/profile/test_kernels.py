@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from absent_hardware import absent
+from aot import absent
 from jax.sharding import NamedSharding, PartitionSpec
 
 from lmlib.hardware.specifications import ACCELERATORS, CPU

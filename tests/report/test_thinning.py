@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmlib.report.points import at, axes, stretch, thinned
+from lmlib.report.points import at, axes, downsample, steps_per_point
 from lmlib.runs.series import Series
 
 VALUES = st.floats(-1e300, 1e300) | st.sampled_from([math.nan, math.inf, -math.inf])
@@ -22,8 +22,8 @@ def measured(draw):
 
 @given(series=measured(), most=st.integers(1, 40))
 def test_points_are_what_a_loop_over_their_steps_finds(series, most):
-    steps = stretch(series, most)
-    points = thinned(series, steps)
+    steps = steps_per_point(series, most)
+    points = downsample(series, steps)
     assert len(points.first_P) <= max(most, 2) and (steps == 1 or len(series.steps_N) > most)
     by_stretch = {}
     for step, value in zip(*series, strict=True):

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from absent_hardware import needs_gpu_compiler, needs_tpu_compiler
+from aot import needs_gpu_compiler, needs_tpu_compiler
 from compiled_programs import XLA_FLAGS
 from forked_processes import run_forked
 

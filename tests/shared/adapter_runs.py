@@ -9,7 +9,7 @@ import jax
 
 from lmlib.checkpoint import Checkpoints
 from lmlib.parallel.mesh import make_mesh
-from lmlib.state import parted
+from lmlib.state import split_by_training
 from runner.config import configs
 from runner.weights.models import read_weights, recipe_of
 from runner.weights.notes import frozen_note
@@ -23,7 +23,7 @@ def write_adapter_run(cfg: fdl.Config, base: Path, workdir: Path, change: float 
     configs.save(cfg, workdir)
     recipe, mesh = recipe_of(cfg), make_mesh(devices=jax.devices()[:1])
     model, origin = read_weights(str(base), LoadTarget(recipe, mesh))
-    parts = parted(model, recipe.trained)
+    parts = split_by_training(model, recipe.trained)
     trained = jax.tree.map(lambda x: x + change, parts.trained)
     frozen = frozen_note(parts.frozen, recipe)
     notes = {"initialised_from": origin, "frozen": frozen, "batches": NO_BATCHES}

@@ -3,8 +3,8 @@
 import jax
 from jaxtyping import Array, Float
 
-from lmlib.models.model import Model, Trunk, WeightGroup
-from lmlib.models.part import Names
+from lmlib.models.model import Model, TrunkOutput, WeightGroup
+from lmlib.models.part import ActivationNames
 from lmlib.models.parts.embedding import embedded
 from lmlib.models.weights import fan_in, initial_values, normal, weight
 
@@ -20,12 +20,12 @@ class Bigram(Model):
 
     def trunk(self, tokens_BS, context, cache=None):
         compute = context.compute
-        return Trunk(embedded(self.table_VE, tokens_BS, compute.dtype, compute.residual))
+        return TrunkOutput(embedded(self.table_VE, tokens_BS, compute.dtype, compute.residual))
 
     def features(self, x_BSE, context):
         return x_BSE
 
-    names = Names(scopes=("embed",))
+    names = ActivationNames(scopes=("embed",))
     logit_cap = None
     vocab = property(lambda self: self.table_VE.shape[0])
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from hugging_face_families import GOLDEN, tensors
 
-from lmlib import Compute, whole_rows
+from lmlib import Compute, single_document_context
 from lmlib.hf.families import described
 from lmlib.hf.names import placed
 from lmlib.parallel.axes import map_weights
@@ -33,4 +33,4 @@ def golden_model(name):
 
 @functools.partial(jax.jit, static_argnums=2)
 def logits(model, ids, compute=FLOAT32):
-    return model(ids, whole_rows(ids, compute))
+    return model(ids, single_document_context(ids, compute))

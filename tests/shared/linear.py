@@ -3,7 +3,7 @@
 import equinox as eqx
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from lmlib.models.product import product
+from lmlib.models.matmul import matmul
 from lmlib.models.weights import fan_in, initial_values, weight, zeros
 
 
@@ -34,7 +34,7 @@ class Linear(eqx.Module):
         x_axes = letters[: x.ndim]
         y_axes = letters[x.ndim : x.ndim + self.matrix.ndim - summed]
         lead, inner = x_axes[:-summed], x_axes[-summed:]
-        y = product(f"{x_axes},{inner}{y_axes}->{lead}{y_axes}", x, self.matrix)
+        y = matmul(f"{x_axes},{inner}{y_axes}->{lead}{y_axes}", x, self.matrix)
         return y if self.bias is None else y + self.bias
 
     @property

@@ -51,7 +51,7 @@ def check_outsider(run, alone, workdir, rtol=2e-5):
     """That `run` trains as `alone`, the same on one device, and resumes bit for bit. Returns the
     metrics of its steps and its last state."""
     step = compiled(run)
-    model = drawn(run.recipe.made)
+    model = drawn(run.recipe.abstract_model)
     begun, begun_alone = (each.initial_state(laid_out(model, each.mesh)) for each in (run, alone))
     with Checkpoints(workdir, keep=1) as checkpoints:
 

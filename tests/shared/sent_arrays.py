@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from absent_hardware import COUNTED_ON_GPUS, absent
+from aot import COUNTED_ON_GPUS, absent
 
 from lmlib.compute import Compute
 from lmlib.losses.next_token import batch_loss
@@ -38,7 +38,7 @@ def sent(
     mesh = make_mesh(**axes, devices=None if here else absent(target)[1])
 
     def loss(model: Any, batch: Any) -> jax.Array:
-        return batch_loss(model, batch, compute)[0].minimised
+        return batch_loss(model, batch, compute)[0].loss_sum
 
     with jax.set_mesh(mesh):
         arguments = abstract_model(make, mesh), abstract_batch(*batch, mesh)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lmlib import trackers
 from lmlib.metrics.log import MetricsLog, read_metrics
-from lmlib.storage.whole_file import write_whole
+from lmlib.storage.atomic_file import write_atomically
 
 STEPS, EVALUATIONS = 6, (3, 6)
 ODD = "validation_loss/web@v2 (new)"
@@ -54,7 +54,7 @@ def main(workdir: Path, tracker: str, moment: str, package_settings: dict) -> No
             if step > resumed:
                 log.write(step, {"loss": 1 / step, "skew": float("nan"), "time": step, **norms})
             if step % 2 == 0:
-                write_whole(checkpoint, str(step))
+                write_atomically(checkpoint, str(step))
                 reach(f"saved {step}")
             line = [each for each in read_metrics(workdir) if each["step"] == step]
             if step in EVALUATIONS and ODD not in line[0]:

@@ -14,7 +14,7 @@ from lmlib.models.parts.embedding import embedded
 from lmlib.models.parts.mlp import MLP, gelu
 from lmlib.models.parts.norms import LayerNorm
 from lmlib.models.stack import Segment, Stack
-from lmlib.models.weights import fold, initial_values, normal, weight
+from lmlib.models.weights import fold_in_name, initial_values, normal, weight
 from lmlib.parallel.gathering import gather
 from lmlib.parallel.layout import reshard, spec
 
@@ -36,7 +36,7 @@ class Learned(Model):
     def __init__(self, vocab, embed, layers, heads, positions, *, key):
         def block(key):
             attention = Attention(embed, heads, heads, embed // heads, bias=True, key=key)
-            mlp = MLP(embed, 4 * embed, gelu, key=fold(key, "mlp"))
+            mlp = MLP(embed, 4 * embed, gelu, key=fold_in_name(key, "mlp"))
             norms = (LayerNorm(embed=embed, key=key) for _ in range(2))
             return Block(attention, mlp, *norms)
 

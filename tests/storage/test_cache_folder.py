@@ -10,7 +10,7 @@ from forked_processes import ROOT
 
 from data_tools.standard_library import standard_library
 from lmlib.storage.local_folder import cache_folder
-from runner.absent_hardware import kept_plans
+from runner.aot import plan_cache as kept_plans
 
 COMPILED = """
 import pwd

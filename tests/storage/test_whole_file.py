@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lmlib.storage.whole_file import write_whole
+from lmlib.storage.atomic_file import write_atomically
 
 ROOT = Path(__file__).parents[2]
 
@@ -35,7 +35,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
 
 def test_file_then_name_then_folder_reach_the_disk(tmp_path, calls):
     file = tmp_path / "file.json"
-    write_whole(file, "Größe\r\n")
+    write_atomically(file, "Größe\r\n")
     assert file.read_bytes() == "Größe\r\n".encode()
     (first, unfinished), second, third = calls
     assert first == "fsync"
@@ -65,32 +65,32 @@ def test_a_file_system_without_inodes_is_not_called_full(tmp_path, monkeypatch, 
     monkeypatch.setattr(os, "fsync", fail)
     monkeypatch.setattr(os, "statvfs", lambda path: system)
     with pytest.raises(OSError, match=rf"cannot write {tmp_path}/file: .*{told}"):
-        write_whole(tmp_path / "file", b"new")
+        write_atomically(tmp_path / "file", b"new")
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])
 def test_after_a_failure_the_old_file_is_there_and_nothing_else(tmp_path, monkeypatch, call):
     file = tmp_path / "file"
-    write_whole(file, b"old")
+    write_atomically(file, b"old")
 
     def fail(*arguments: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, call, fail)
     with pytest.raises(OSError, match=rf"cannot write {file}: the disk is full, .* make room"):
-        write_whole(file, b"new")
+        write_atomically(file, b"new")
     assert file.read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["file"]
 
 
 def test_an_absent_folder_is_an_error_that_names_it(tmp_path):
     with pytest.raises(FileNotFoundError, match="absent"):
-        write_whole(tmp_path / "absent" / "file", b"new")
+        write_atomically(tmp_path / "absent" / "file", b"new")
 
 
 WRITE_OFTEN = """
 import sys
-from lmlib.storage.whole_file import write_whole
+from lmlib.storage.atomic_file import write_atomically
 
 for _ in range(30):
     write_whole(sys.argv[1], sys.argv[2].encode() * (1 << 20))
@@ -108,7 +108,7 @@ def start(code: str, *arguments: str) -> subprocess.Popen[str]:
 
 def test_two_writers_at_once_leave_a_whole_file_at_every_moment(tmp_path):
     file = tmp_path / "file"
-    write_whole(file, b"a" * (1 << 20))
+    write_atomically(file, b"a" * (1 << 20))
     children = [start(WRITE_OFTEN, str(file), letter) for letter in "ab"]
     while any(child.poll() is None for child in children):
         content = file.read_bytes()

@@ -85,7 +85,7 @@ import sys
 from tqdm import tqdm
 from lmlib.terminal.text import guard_terminals
 from runner.monitoring.progress import Progress
-from runner.monitoring.telling import Telling
+from runner.monitoring.progress_line import ProgressLine
 
 guard_terminals()
 for _ in tqdm(range(2), desc="files"):

@@ -24,7 +24,7 @@ from tracker_stores import in_mlflow, in_trackio, in_wandb
 
 from lmlib import trackers
 from lmlib.data.flat_tokens import FlatTokens
-from lmlib.experiment import Every
+from lmlib.experiment import PeriodicCallback
 from lmlib.metrics.log import MetricsLog, read_metrics
 from lmlib.runs.run import read_run
 from runner import fit
@@ -133,7 +133,7 @@ def test_the_documented_sinks_have_all_of_a_run_and_nothing_twice(tmp_path, stor
         cfg = small(f"steps={steps}", *often, "evaluation.batches=1")
         cfg.samples.prompts = ("the",)
         cfg.data, cfg.validation = source, {"books": source, "web": source}
-        cfg.actions = [fdl.Config(Every, 2, measured)]
+        cfg.actions = [fdl.Config(PeriodicCallback, 2, measured)]
         cfg.sinks = [
             fdl.Partial(trackers.Trackio, project="small"),
             fdl.Partial(trackers.WeightsAndBiases, mode="offline"),

@@ -16,9 +16,9 @@ from uuid import uuid4
 
 from lmlib.data.chats.renderer import BeyondLimits, ChatRenderer
 from lmlib.data.text import TextCodec
+from lmlib.storage.atomic_file import write_atomically
 from lmlib.storage.stored_json import read_json, read_text
 from lmlib.storage.unlinked import check_within_folder
-from lmlib.storage.whole_file import write_whole
 
 CONFIG_FILE, TEMPLATE_FILE = "tokenizer_config.json", "chat_template.jinja"
 LARGEST_TEMPLATE = 1 << 20  # bytes
@@ -200,7 +200,7 @@ def write_chat_template(folder: Path, template: ChatTemplate) -> None:
             "no use any more"
         )
     folder.mkdir(parents=True, exist_ok=True)
-    write_whole(file, text)
+    write_atomically(file, text)
 
 
 def put_chat_template(folder: Path, template: ChatTemplate) -> None:
@@ -218,7 +218,7 @@ def put_chat_template(folder: Path, template: ChatTemplate) -> None:
     named = [{"name": name, "template": text} for name, text in sources.items()]
     stored = named if len(sources) > 1 else sources[DEFAULT]
     content = {**template.special_tokens, **config, "chat_template": stored}
-    write_whole(file, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+    write_atomically(file, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
     (folder / TEMPLATE_FILE).unlink(missing_ok=True)
 
 

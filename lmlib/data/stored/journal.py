@@ -15,8 +15,8 @@ import tensorstore as ts
 from lmlib.data.stored.data_path import data_path
 from lmlib.data.stored.metadata import JOURNAL_FILE, Totals, check_counts
 from lmlib.data.stored.token_arrays import CHUNK_DIGESTS, StoredArray, codecs, digests_of_chunks
+from lmlib.storage.atomic_file import UNFINISHED, write_atomically
 from lmlib.storage.stored_json import read_json
-from lmlib.storage.whole_file import UNFINISHED, write_whole
 
 LOCK_FILE = "writer.lock"
 CHUNK_LENGTH = 16 * 1024  # tokens; the unit of reading, and of checksums
@@ -38,7 +38,7 @@ class Journal:
     written: int = 0
 
     def save(self, folder: Path) -> None:
-        write_whole(folder / JOURNAL_FILE, json.dumps(asdict(self), indent=2) + "\n")
+        write_atomically(folder / JOURNAL_FILE, json.dumps(asdict(self), indent=2) + "\n")
 
     def check_settings(self, folder: Path, wanted: Mapping[str, Any]) -> None:
         """Raises FileExistsError if the shard in `folder` was begun with other settings."""

@@ -263,11 +263,11 @@ def digest(content: bytes) -> str:
 
 def write_signed(file: Path, format_name: str, version: int, entries: Mapping[str, Any]) -> None:
     """Writes JSON whose last entry is a digest of the text before it, atomically and durably."""
-    from lmlib.storage.whole_file import write_whole
+    from lmlib.storage.atomic_file import write_atomically
 
     content = {"format": format_name, "version": version, **entries}
     before = json.dumps(content, indent=2).removesuffix("\n}") + ",\n"
-    write_whole(file, f'{before}{_DIGEST}: "{digest(before.encode())}"\n}}\n')
+    write_atomically(file, f'{before}{_DIGEST}: "{digest(before.encode())}"\n}}\n')
 
 
 def read_signed(

@@ -47,8 +47,8 @@ from lmlib.data.stored.metadata import (
     shard_number,
 )
 from lmlib.data.stored.token_arrays import digest_of_array
+from lmlib.storage.atomic_file import UNFINISHED, write_atomically
 from lmlib.storage.local_folder import shown
-from lmlib.storage.whole_file import UNFINISHED, write_whole
 
 INDEX_CHUNK_LENGTH = 1024  # elements of document_starts and first_documents
 INDEX_FILE_LENGTH = 1024 * 1024
@@ -141,7 +141,7 @@ class ShardWriter:
             else:
                 with writing(self.folder):
                     if tokenizer_json is not None:
-                        write_whole(path / TOKENIZER_FILE, tokenizer_json)  # like other shards
+                        write_atomically(path / TOKENIZER_FILE, tokenizer_json)  # like other shards
                     self._open(None)
                     self._journal.save(self.folder)
         except BaseException:
@@ -360,7 +360,7 @@ def _check_folder(folder: Path) -> None:
     if (folder / FILE_NAME).exists():
         raise FileExistsError(f"{folder} is already finished: delete it first to make it again")
     own = {JOURNAL_FILE, STARTS_FILE, LOCK_FILE, LOSS_MASK, *ARRAYS}
-    # A kill may leave an unfinished file of `write_whole`.
+    # A kill may leave an unfinished file of `write_atomically`.
     there = {path.name for path in folder.glob("*") if path.suffix != UNFINISHED}
     if strangers := sorted(there - own):
         raise FileExistsError(

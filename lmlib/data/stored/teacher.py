@@ -37,8 +37,8 @@ from lmlib.data.stored.token_arrays import (
     digest_of_array,
     reading_context,
 )
+from lmlib.storage.atomic_file import UNFINISHED, make_folder
 from lmlib.storage.local_folder import shown
-from lmlib.storage.whole_file import UNFINISHED, make_folder
 
 FORMAT = "lmlib stored teacher"
 VERSION = 1
@@ -109,7 +109,8 @@ def read_metadata(folder: Path) -> TeacherMetadata:
     if not file.is_file():
         raise FileNotFoundError(
             f"{folder} holds no teacher, or an unfinished one: it has no {FILE_NAME}, which is "
-            "written last; python -m runner.teach makes it, and goes on where it stopped"
+            "written last; python -m runner.cache_teacher_logits makes it, and continues an "
+            "unfinished one"
         )
 
     def made(content: dict[str, Any]) -> TeacherMetadata:
@@ -118,11 +119,13 @@ def read_metadata(folder: Path) -> TeacherMetadata:
         _check_types(metadata)
         return metadata
 
-    return read_signed(file, FORMAT, VERSION, made, "make it again with python -m runner.teach")
+    return read_signed(
+        file, FORMAT, VERSION, made, "make it again with python -m runner.cache_teacher_logits"
+    )
 
 
 class StoredTeacher:
-    """An output folder of `python -m runner.teach`, opened for reading."""
+    """An output folder of `python -m runner.cache_teacher_logits`, opened for reading."""
 
     def __init__(self, folder: str, sequences: Sequences) -> None:
         """Opens it for `sequences`.
@@ -139,7 +142,7 @@ class StoredTeacher:
                 raise ValueError(
                     f"the teacher in {self.folder} saw other sequences: it has {name} "
                     f"{seen[name]!r}, and this data {value!r}; give the same settings, or run "
-                    "python -m runner.teach for these into another folder"
+                    "python -m runner.cache_teacher_logits for these into another folder"
                 )
         length, context = sequences.sequences * self.metadata.row_elements, reading_context()
         dtypes = {IDS: INTEGERS, LOG_PROBABILITIES: {np.dtype(DTYPE).name}}

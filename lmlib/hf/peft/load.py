@@ -21,9 +21,9 @@ from lmlib.hf.tensor_files import Stored, read_header
 from lmlib.models.decoder import Decoder
 from lmlib.models.families.hugging_face.family import Family, Names
 from lmlib.models.families.hugging_face.settings import FolderError
-from lmlib.models.matrices.adapted import adapted, has_adapters
+from lmlib.models.matrices.lora import adapted, has_adapters
 from lmlib.parallel.axes import M, Weight, map_weights
-from lmlib.parallel.layout import stored
+from lmlib.parallel.layout import storage_spec
 from lmlib.parallel.selection import named_weights
 
 
@@ -138,7 +138,7 @@ class Adapters:
                 return before
             own = layout
             if isinstance(layout, NamedSharding):
-                own = NamedSharding(layout.mesh, stored(weight, shape.shape, layout.mesh))
+                own = NamedSharding(layout.mesh, storage_spec(weight, shape.shape, layout.mesh))
             return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=own)
 
         return self.into(map_weights(placed, self.beside(base)))

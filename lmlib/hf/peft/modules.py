@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from lmlib.hf.names import Piece, Placed, Share, placed
 from lmlib.models.families.hugging_face.family import Names
-from lmlib.models.matrices.adapted import EXPERT, can_be_adapted, summed_axes
+from lmlib.models.matrices.lora import EXPERTS, can_be_adapted, summed_axes
 from lmlib.parallel.axes import Weight
 from lmlib.parallel.selection import named_weights
 
@@ -184,6 +184,6 @@ def _place(piece: Piece, weight: Weight) -> Place | None:
     apart, matrix = piece.share.within[:-2], piece.share.within[-2:]
     summed = summed_axes(weight.declaration, piece.share.axes)
     axes = [sorted(axis.split()) for axis in matrix]
-    if sorted(summed) not in axes or apart not in ((), (EXPERT,)):
+    if sorted(summed) not in axes or apart not in ((), (EXPERTS,)):
         return None
     return Place(piece, summed, axes.index(sorted(summed)), apart)

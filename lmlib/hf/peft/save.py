@@ -13,7 +13,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from lmlib.hf.families import FAMILIES, family_of
-from lmlib.hf.names import Placed, joined
+from lmlib.hf.names import Placed, concatenate_shares
 from lmlib.hf.peft.config import FILE, PeftConfig
 from lmlib.hf.peft.modules import TENSORS, Module, modules_of, nested
 from lmlib.hf.peft.whole import Kept, kept
@@ -27,11 +27,11 @@ from lmlib.hf.save import (
 )
 from lmlib.hf.tensor_files import begin_files, laid_out, synced, write
 from lmlib.models.families.hugging_face.family import Family
-from lmlib.models.matrices.adapted import Adapted, map_adapted, without_adapters
+from lmlib.models.matrices.lora import LoRAMatrix, map_adapted, without_adapters
 from lmlib.parallel.axes import M
 from lmlib.parallel.matrix import dense, is_matrix
 from lmlib.parallel.selection import named_weights, selected
-from lmlib.storage.whole_file import write_whole
+from lmlib.storage.atomic_file import write_atomically
 
 V = TypeVar("V")
 
@@ -105,7 +105,7 @@ def save_adapters(
             not module.looks_up and not module.is_parameter and place.inputs == 0
             for module in modules.values() for place in module.places
         )  # fmt: skip
-        write_whole(folder / FILE, json.dumps(config.content(transposed), indent=2) + "\n")
+        write_atomically(folder / FILE, json.dumps(config.content(transposed), indent=2) + "\n")
     meet("lmlib: adapters written")
 
 
@@ -137,9 +137,9 @@ def _paths(whole: Kept) -> set[str]:
     return {piece.path for each in whole.tensors for piece in each.tensor.pieces}
 
 
-def _adapters(model: Any) -> dict[str, Adapted]:
+def _adapters(model: Any) -> dict[str, LoRAMatrix]:
     """Returns the adapters by the path of the weight."""
-    found: dict[str, Adapted] = {}
+    found: dict[str, LoRAMatrix] = {}
     map_adapted(lambda path, one: found.update({path: one}), model)
     if not found:
         raise ValueError("the model has no adapters: `lmlib.hf.save` writes it")
@@ -183,11 +183,11 @@ def _values(model: Any, paths: Collection[str]) -> dict[str, np.ndarray]:
 def _laid(tensor: Placed, values: Mapping[str, np.ndarray]) -> np.ndarray:
     """Assembles the folder's tensor from `values`."""
     own = [values[piece.path][piece.at] for piece in tensor.pieces]
-    return joined([piece.share for piece in tensor.pieces], own)
+    return concatenate_shares([piece.share for piece in tensor.pieces], own)
 
 
 def _told(
-    modules: Mapping[str, Module], adapters: Mapping[str, Adapted], base: str | None, whole: Kept
+    modules: Mapping[str, Module], adapters: Mapping[str, LoRAMatrix], base: str | None, whole: Kept
 ) -> PeftConfig:
     """Returns the config of a model's adapters."""
     held = {place.piece.path for module in modules.values() for place in module.places}
@@ -264,7 +264,7 @@ def _joined(
             column += ranks[place]
         blocks.append(block)
     a = np.concatenate(rows, axis=1)
-    b = joined([place.up(rank) for place in module.places], blocks)
+    b = concatenate_shares([place.up(rank) for place in module.places], blocks)
     return a.reshape(-1, a.shape[-1]), b
 
 

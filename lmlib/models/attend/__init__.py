@@ -19,16 +19,16 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int32
 
 from lmlib.models.attend.kernel import (
+    CONTEXT_METHODS,
     IMPLEMENTATIONS,
-    WAYS,
     Options,
     Shapes,
     kernel_of,
     whole_row,
     with_sinks,
 )
-from lmlib.parallel.collectives import devices_along, on_each_device, platform
-from lmlib.parallel.layout import COMPUTE, along, partition, reshard, whole_place
+from lmlib.parallel.collectives import devices_along, platform, shard_map
+from lmlib.parallel.layout import COMPUTE, mesh_axes_for, partition, reshard, whole_place
 
 # The choices of "auto" for each platform, the best first; blockwise if none fits.
 _BEST = {"cuda": ("triton",), "tpu": ("splash",)}
@@ -47,7 +47,7 @@ def attend(
     soft_cap: float | None = None,
     sinks_H: Float[Array, "heads"] | None = None,
     order: str = "plain",
-    way: str = "auto",
+    context_method: str = "auto",
 ) -> Float[Array, "b s heads value_dim"]:
     """softmax(scale · q kᵀ) v, each position over the earlier ones of its segment and itself.
 
@@ -62,21 +62,23 @@ def attend(
       soft_cap: c, if scores s become c · tanh(s / c) before the mask (arXiv:2408.00118, §2).
       sinks_H: the sink of each head, see `with_sinks`; optional.
       order, way: order of a row's tokens along `context` (`lmlib.row_order`), and "auto" or one
-        of `WAYS`.
+        of `CONTEXT_METHODS`.
     """
     options = Options.of(window, scale, soft_cap, q_BSHD.shape[-1])
     _, S, H, D = q_BSHD.shape
     shapes = Shapes(S, D, q_BSHD.dtype, soft_cap, v_BTKV.shape[-1], sinks_H is not None)
     if implementation == "auto":
-        implementation = chosen(shapes, order, way, whole_rows=segment_ids_BS is None)
-    elif (reason := _problem_here(implementation, shapes, order, way)) is not None:
+        implementation = chosen(shapes, order, context_method, whole_rows=segment_ids_BS is None)
+    elif (reason := _problem_here(implementation, shapes, order, context_method)) is not None:
         raise ValueError(f"{implementation}: {reason}; use attention='blockwise' or 'auto'")
     if segment_ids_BS is None and implementation != "cudnn":
         segment_ids_BS = one_document(q_BSHD)
     if _is_split():
         from lmlib.models.attend import context_parallel  # only split rows need it
 
-        function = context_parallel.function_of(implementation, H, k_BTKD.shape[2], order, way)
+        function = context_parallel.function_of(
+            implementation, H, k_BTKD.shape[2], order, context_method
+        )
     else:
 
         def function(q: Array, k: Array, v: Array, segments: Any, options: Options) -> Any:
@@ -85,7 +87,7 @@ def attend(
 
     heads, kv_heads = "batch seq heads head_dim", "batch seq kv_heads head_dim"
     outputs = (heads,) if sinks_H is None else (heads, "batch seq heads")
-    results = on_each_device(
+    results = shard_map(
         lambda *arrays: function(*arrays, options=options)[: len(outputs)],
         inputs=tuple(map(_every_row, (heads, kv_heads, kv_heads, "batch seq"))),
         outputs=tuple(map(_every_row, outputs)),
@@ -99,7 +101,7 @@ def attend(
 
 def _is_split() -> bool:
     """True if several devices of the current mesh share each row."""
-    return devices_along(along("seq")) > 1
+    return devices_along(mesh_axes_for("seq")) > 1
 
 
 def _every_row(axes: str) -> PartitionSpec:
@@ -113,9 +115,12 @@ def one_document(q_BSHD: Array) -> Int32[Array, "b s"]:
     return reshard(jnp.zeros(q_BSHD.shape[:2], jnp.int32), "batch seq")
 
 
-def check_attention(implementation: str, shapes: Shapes, way: str = "auto") -> None:
+def check_attention(implementation: str, shapes: Shapes, context_method: str = "auto") -> None:
     """Raises ValueError for an unknown implementation or way, or if `problem` has a reason."""
-    known = ("context", way, WAYS), ("attention", implementation, IMPLEMENTATIONS)
+    known = (
+        ("context", context_method, CONTEXT_METHODS),
+        ("attention", implementation, IMPLEMENTATIONS),
+    )
     for name, value, others in known:
         values = "auto", *others
         if value not in values:
@@ -135,23 +140,23 @@ def problem(implementation: str, shapes: Shapes) -> str | None:
     return None
 
 
-def _problem_here(name: str, shapes: Shapes, order: str, way: str) -> str | None:
+def _problem_here(name: str, shapes: Shapes, order: str, context_method: str) -> str | None:
     """`problem` on the devices of the current mesh."""
     if _is_split() and name != "blockwise":
         from lmlib.models.attend import context_parallel
 
-        if (reason := context_parallel.problem(kernel_of(name), way)) is not None:
+        if (reason := context_parallel.problem(kernel_of(name), context_method)) is not None:
             return reason
-        devices = devices_along(along("seq"))
+        devices = devices_along(mesh_axes_for("seq"))
         piece = context_parallel.length_of_piece(shapes.sequence_length, devices, order)
         shapes = shapes._replace(sequence_length=piece)
     return problem(name, shapes)
 
 
 def chosen(
-    shapes: Shapes, order: str = "plain", way: str = "auto", whole_rows: bool = False
+    shapes: Shapes, order: str = "plain", context_method: str = "auto", whole_rows: bool = False
 ) -> str:
     """The choice of "auto" for these shapes on the devices of the current mesh."""
     names: tuple[str, ...] = (_BEST_OF_WHOLE_ROWS if whole_rows else _BEST).get(platform(), ())
-    fits = (name for name in names if not _problem_here(name, shapes, order, way))
+    fits = (name for name in names if not _problem_here(name, shapes, order, context_method))
     return next(fits, "blockwise")

@@ -40,11 +40,11 @@ from lmlib.parallel.collectives import (
     all_gather,
     axis_index,
     devices_along,
-    passed_on,
     platform,
     psum_scatter,
+    ring_shift,
 )
-from lmlib.parallel.layout import along
+from lmlib.parallel.layout import mesh_axes_for
 from lmlib.row_order import pieces_of_devices, places
 
 _PADDING = -1  # the segment of positions that pad the last tile
@@ -82,7 +82,7 @@ class Split(NamedTuple):
     @classmethod
     def of(cls, order: str, length: int, ring: bool = False) -> "Split":
         """The split of rows with `length` tokens per device on the current mesh."""
-        split = cls(order, length, devices_along(along("seq")), 0, ring)
+        split = cls(order, length, devices_along(mesh_axes_for("seq")), 0, ring)
         return split._replace(tile=largest_tile(split.piece, best_tile()))
 
     @property
@@ -128,7 +128,7 @@ class Split(NamedTuple):
 
 def device() -> Array | int:
     """The index of this device along `context`."""
-    return axis_index(along("seq"))
+    return axis_index(mesh_axes_for("seq"))
 
 
 def heads_first(split: Split, options: Options, *arrays: Array) -> tuple[Array, Array]:
@@ -180,7 +180,7 @@ def _backward(
         keys, sums = _keys_there(split, away, *there), Gradients(dq, *dkv)
         dq, *dkv = with_gradients(sums, queries, keys, known, groups, device(), options)
     if not split.ring:
-        dkv = [psum_scatter(x, along("seq"), axis=2) for x in dkv]
+        dkv = [psum_scatter(x, mesh_axes_for("seq"), axis=2) for x in dkv]
     dk, dv = dkv[0].astype(k_BKSD.dtype), dkv[1].astype(v_BKSV.dtype)
     if split.ring:
         dk, dv = _passed_on((dk, dv), split.devices - before)  # back to their own device
@@ -195,7 +195,7 @@ def _gathered(split: Split, *arrays: Array) -> tuple[Array, ...]:
     if split.ring:
         return arrays
     axes = zip(arrays, (2, 2, 1), strict=True)
-    return tuple(all_gather(x, along("seq"), axis=axis) for x, axis in axes)
+    return tuple(all_gather(x, mesh_axes_for("seq"), axis=axis) for x, axis in axes)
 
 
 def _rounds(split: Split, options: Options) -> Iterator[tuple[int, list[Group]]]:
@@ -218,7 +218,7 @@ def _keys_there(split: Split, away: int, k: Array, v: Array, segments: Array) ->
 
 def _passed_on(tree: Any, devices: int) -> Any:
     """Sends the arrays of each device `devices` places further."""
-    return jax.tree.map(lambda x: passed_on(x, along("seq"), devices), tree)
+    return jax.tree.map(lambda x: ring_shift(x, mesh_axes_for("seq"), devices), tree)
 
 
 KERNEL = Kernel(attend)

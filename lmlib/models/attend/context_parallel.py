@@ -22,18 +22,22 @@ from jaxtyping import Array
 from lmlib.models.attend.blockwise import Split, heads_first
 from lmlib.models.attend.kernel import Kernel, Options, kernel_of
 from lmlib.parallel.collectives import all_gather, devices_along, psum_scatter
-from lmlib.parallel.layout import along
+from lmlib.parallel.layout import mesh_axes_for
 from lmlib.row_order import pieces_of_devices
 
 # Gathered keys and values may take this multiple of the memory of a device's queries.
 _SMALL = 4
 
 
-def problem(kernel: Kernel, way: str) -> str | None:
+def problem(kernel: Kernel, context_method: str) -> str | None:
     """The reason why a fused kernel does not support split rows; `None` if it does."""
     if not kernel.takes_pieces:
         return "it computes whole rows only"
-    return "it computes rows whose keys are gathered, not context='ring'" if way == "ring" else None
+    return (
+        "it computes rows whose keys are gathered, not context_method='ring'"
+        if context_method == "ring"
+        else None
+    )
 
 
 def length_of_piece(length: int, devices: int, order: str) -> int:
@@ -42,7 +46,7 @@ def length_of_piece(length: int, devices: int, order: str) -> int:
 
 
 def function_of(
-    implementation: str, heads: int, kv_heads: int, order: str, way: str
+    implementation: str, heads: int, kv_heads: int, order: str, context_method: str
 ) -> Callable[..., Any]:
     """Returns the function `(q_BSHD, k_BSKD, v_BSKV, segments_BS, options)` for one device.
 
@@ -50,12 +54,12 @@ def function_of(
     """
     if implementation != "blockwise":
         return functools.partial(_fused, kernel=kernel_of(implementation), order=order)
-    if way == "auto":
-        small = devices_along(along("seq")) * kv_heads <= _SMALL * heads
-        way = "gather" if small else "ring"
+    if context_method == "auto":
+        small = devices_along(mesh_axes_for("seq")) * kv_heads <= _SMALL * heads
+        context_method = "gather" if small else "ring"
 
     def attend(q_BSHD: Array, *others: Array, options: Options) -> tuple[Array, Array]:
-        split = Split.of(order, q_BSHD.shape[1], way == "ring")
+        split = Split.of(order, q_BSHD.shape[1], context_method == "ring")
         return heads_first(split, options, q_BSHD, *others)
 
     return attend
@@ -68,7 +72,7 @@ def _fused(
     """The kernel's result for this device's queries and the keys of the whole row, in its order."""
     split = Split.of(order, q_BSHD.shape[1])
     k_BTKD, v_BTKV = (split.in_row_order(_all_of(x)) for x in (k_BSKD, v_BSKV))
-    segments_BT = split.in_row_order(all_gather(segments_BS, along("seq"), axis=1))
+    segments_BT = split.in_row_order(all_gather(segments_BS, mesh_axes_for("seq"), axis=1))
     return kernel.attend(
         q_BSHD, k_BTKD, v_BTKV, segments_BS, segments_BT, split.query_places, options
     )
@@ -76,13 +80,13 @@ def _fused(
 
 @jax.custom_vjp
 def _all_of(x_BP: Array) -> Array:
-    return all_gather(x_BP, along("seq"), axis=1)
+    return all_gather(x_BP, mesh_axes_for("seq"), axis=1)
 
 
 def _all_of_backward(_: None, d_BT: Array) -> tuple[Array]:
     """Sums over devices in float32 or wider."""
     wide = jnp.promote_types(d_BT.dtype, jnp.float32)
-    return (psum_scatter(d_BT.astype(wide), along("seq"), axis=1).astype(d_BT.dtype),)
+    return (psum_scatter(d_BT.astype(wide), mesh_axes_for("seq"), axis=1).astype(d_BT.dtype),)
 
 
 _all_of.defvjp(lambda x_BP: (_all_of(x_BP), None), _all_of_backward)

@@ -23,7 +23,7 @@ _MODULES = {
 }
 IMPLEMENTATIONS = tuple(_MODULES)
 # Methods of exchanging keys on split rows: see `lmlib.models.attend.context_parallel`.
-WAYS = ("gather", "ring")
+CONTEXT_METHODS = ("gather", "ring")
 
 
 class Options(NamedTuple):

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int32
 
 from lmlib.models.attend import one_document
 from lmlib.models.attend.kernel import Kernel, Options, Places, left_by_sinks
-from lmlib.parallel.collectives import on_each_device
+from lmlib.parallel.collectives import shard_map
 from lmlib.parallel.layout import partition
 
 
@@ -71,7 +71,7 @@ def attention_weights(
     options = Options.of(window, scale, soft_cap, q_BSHD.shape[-1])
     if segment_ids_BS is None:
         segment_ids_BS = one_document(q_BSHD)
-    weights_BHST, log_normaliser_BHS = on_each_device(
+    weights_BHST, log_normaliser_BHS = shard_map(
         functools.partial(weights, options=options),
         inputs=(
             partition("batch seq heads head_dim"),

@@ -14,14 +14,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
-from lmlib.models.experts.sorting import among, back_in_place, sorted_by
+from lmlib.models.experts.sorting import sorted_by, unsort, zero_padding
 from lmlib.parallel.collectives import all_gather, axis_index, devices_along
 from lmlib.parallel.exchange import exchange_rows, pmax_everywhere
 from lmlib.parallel.mesh_axes import MeshAxes
 
 
 class Exchanged:
-    """A movement; see `lmlib.models.experts.rounds.Movement`."""
+    """A movement; see `lmlib.models.experts.rounds.Dispatch`."""
 
     def __init__(self, choices_nK: Int32[Array, "n k"], experts: int, room: float, along: MeshAxes):
         self.along, self.P = along, devices_along(along)
@@ -54,7 +54,7 @@ class Exchanged:
         is_row_PQ = places_PQ < self.given_P[:, None]
         pairs_PQ = jnp.take(self.pairs_M, self.starts_P[:, None] + places_PQ, mode="clip")
         values = jnp.ravel(sent_n)[pairs_PQ] if of_pairs else sent_n[pairs_PQ // self.K]
-        values_C = among(
+        values_C = zero_padding(
             jnp.reshape(values, (self.P * self.Q, *values.shape[2:])), is_row_PQ.ravel()
         )
         arrived_C = self._exchanged(
@@ -62,7 +62,7 @@ class Exchanged:
         )
         order_C, _, sizes_X = self._sorted(round)
         is_row_C = jnp.arange(len(order_C)) < jnp.sum(sizes_X)
-        return among(arrived_C[order_C], is_row_C)
+        return zero_padding(arrived_C[order_C], is_row_C)
 
     def back(self, rows_C: Array, round: Array | int, of_pairs: bool = False) -> Array:
         _, places_C, _ = self._sorted(round)
@@ -70,13 +70,13 @@ class Exchanged:
             rows_C[places_C], self._count(self.taken_P, round), self._count(self.given_P, round)
         )
         places_nK = self.devices_nK * self.Q + self.places_nK - round * self.Q
-        return back_in_place(values_C, places_nK, self.computed(round), of_pairs)
+        return unsort(values_C, places_nK, self.computed(round), of_pairs)
 
     def computed(self, round: Array | int) -> Bool[Array, "n k"]:
         first = round * self.Q
         return (self.places_nK >= first) & (self.places_nK < first + self.Q)
 
-    def home(self, x_n: Array) -> Array:
+    def combine(self, x_n: Array) -> Array:
         return x_n
 
     def _count(self, total_P: Array, round: Array | int) -> Array:

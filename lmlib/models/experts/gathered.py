@@ -12,13 +12,13 @@ import math
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
-from lmlib.models.experts.sorting import among, back_in_place, sorted_by
+from lmlib.models.experts.sorting import sorted_by, unsort, zero_padding
 from lmlib.parallel.collectives import all_gather, axis_index, devices_along, psum_scatter
 from lmlib.parallel.mesh_axes import MeshAxes
 
 
 class Gathered:
-    """A movement; see `lmlib.models.experts.rounds.Movement`."""
+    """A movement; see `lmlib.models.experts.rounds.Dispatch`."""
 
     def __init__(self, choices_nK: Int32[Array, "n k"], experts: int, room: float, along: MeshAxes):
         self.along = along
@@ -46,16 +46,16 @@ class Gathered:
         places_C = round * self.C + jnp.arange(self.C, dtype=jnp.int32)
         pairs_C = jnp.take(self.pairs_M, places_C, mode="clip")
         rows_C = jnp.ravel(sent_N)[pairs_C] if of_pairs else sent_N[pairs_C // self.K]
-        return among(rows_C, places_C < self.ends_X[-1])
+        return zero_padding(rows_C, places_C < self.ends_X[-1])
 
     def back(self, rows_C: Array, round: Array | int, of_pairs: bool = False) -> Array:
         places_NK = self.places_NK - round * self.C
-        return back_in_place(rows_C, places_NK, self.computed(round), of_pairs)
+        return unsort(rows_C, places_NK, self.computed(round), of_pairs)
 
     def computed(self, round: Array | int) -> Bool[Array, "n k"]:
         first = round * self.C
         end = jnp.minimum(first + self.C, self.ends_X[-1])
         return (self.places_NK >= first) & (self.places_NK < end)
 
-    def home(self, x_N: Array) -> Array:
+    def combine(self, x_N: Array) -> Array:
         return psum_scatter(x_N, self.along, axis=0)

@@ -12,13 +12,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from lmlib.compute import Compute
-from lmlib.models.context import Context
 from lmlib.models.experts.mlps import GatedExperts
-from lmlib.models.experts.rounds import DISPATCHES, KEPT, Settings, best_dispatch, mixed
+from lmlib.models.experts.rounds import DISPATCHES, KEPT, Settings, best_dispatch, mix_experts
 from lmlib.models.experts.router import Router
-from lmlib.models.part import Names, Part, Reports, checked, joined
+from lmlib.models.forward_context import ForwardContext
+from lmlib.models.part import ActivationNames, AuxOutputs, Part, checked, merge_names
 from lmlib.models.parts.mlp import GatedMLP
-from lmlib.models.weights import fold, product_flops
+from lmlib.models.weights import fold_in_name, product_flops
 from lmlib.parallel.collectives import in_a_stage
 
 
@@ -57,20 +57,21 @@ class Mixture(Part):
         shared: Callable[..., Any] = GatedMLP,
         key: PRNGKeyArray,
     ):
-        self.router = router(embed, experts, top, key=fold(key, "router"))
+        self.router = router(embed, experts, top, key=fold_in_name(key, "router"))
         self.experts = mlps(
-            embed, mlp, experts, residual_scale=residual_scale, key=fold(key, "experts")
+            embed, mlp, experts, residual_scale=residual_scale, key=fold_in_name(key, "experts")
         )
         self.shared = None
         if shared_mlp is not None:
             self.shared = shared(
-                embed, shared_mlp, residual_scale=residual_scale, key=fold(key, "shared")
+                embed, shared_mlp, residual_scale=residual_scale, key=fold_in_name(key, "shared")
             )
 
     def __call__(
-        self, x_BSE: Float[Array, "b s embed"], context: Context
-    ) -> tuple[Float[Array, "b s embed"], Reports]:
-        """Applies the layer; see `lmlib.models.experts.rounds.mixed` for the communication."""
+        self, x_BSE: Float[Array, "b s embed"], context: ForwardContext
+    ) -> tuple[Float[Array, "b s embed"], AuxOutputs]:
+        """Applies the layer; see `lmlib.models.experts.rounds.mix_experts` for the
+        communication."""
         compute, routing = context.compute, self.router(x_BSE, context)
         with jax.named_scope("experts"):
             top = self.router.top
@@ -82,16 +83,16 @@ class Mixture(Part):
                 compute.residual,
                 in_a_stage(),
             )
-            y_BSE, computed_BS = mixed(
+            y_BSE, computed_BS = mix_experts(
                 settings, self.experts, x_BSE, routing.choices_BSK, routing.shares_BSK
             )
-        reports = routing.reports
+        aux = routing.aux
         dropped = context.total(jax.lax.stop_gradient(1 - computed_BS))
-        reports = reports._replace(statistics=reports.statistics | {"expert_dropped": dropped})
+        aux = aux._replace(statistics=aux.statistics | {"expert_dropped": dropped})
         if self.shared is not None:
             shared_BSE, _ = checked(self.shared, self.shared(x_BSE, context), y_BSE, "reports")
             y_BSE += shared_BSE
-        return y_BSE, reports
+        return y_BSE, aux
 
     def updated(self, tallies: Any) -> "Mixture":
         return eqx.tree_at(lambda mlp: mlp.router, self, self.router.updated(tallies))
@@ -127,6 +128,6 @@ class Mixture(Part):
             )
 
     @property
-    def names(self) -> Names:
-        of_shared = Names() if self.shared is None else self.shared.names
-        return joined(self.router.names, Names(KEPT, ("experts",)), of_shared)
+    def names(self) -> ActivationNames:
+        of_shared = ActivationNames() if self.shared is None else self.shared.names
+        return merge_names(self.router.names, ActivationNames(KEPT, ("experts",)), of_shared)

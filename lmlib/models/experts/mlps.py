@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int32, PRNGKeyArray
 from lmlib.models.experts.grouped import grouped_product
 from lmlib.models.weights import fan_in, fill, weight, zeros
 from lmlib.parallel.collectives import axis_index
-from lmlib.parallel.layout import along
+from lmlib.parallel.layout import mesh_axes_for
 
 Gate = Callable[[Array, Array], Array]
 
@@ -48,14 +48,14 @@ class GatedExperts(eqx.Module):
 
     gated: Gate = eqx.field(static=True)
     residual_scale: float = eqx.field(static=True)
-    gate: Float[Array, "expert embed mlp"] = weight(fan_in("embed"))
-    up: Float[Array, "expert embed mlp"] = weight(fan_in("embed"))
-    down: Float[Array, "expert mlp embed"] = weight(
+    gate: Float[Array, "experts embed mlp"] = weight(fan_in("embed"))
+    up: Float[Array, "experts embed mlp"] = weight(fan_in("embed"))
+    down: Float[Array, "experts mlp embed"] = weight(
         lambda self: fan_in("mlp", scale=self.residual_scale)
     )
-    gate_bias: Float[Array, "expert mlp"] | None = weight(zeros)
-    up_bias: Float[Array, "expert mlp"] | None = weight(zeros)
-    down_bias: Float[Array, "expert embed"] | None = weight(zeros, writes=True)
+    gate_bias: Float[Array, "experts mlp"] | None = weight(zeros)
+    up_bias: Float[Array, "experts mlp"] | None = weight(zeros)
+    down_bias: Float[Array, "experts embed"] | None = weight(zeros, writes=True)
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class GatedExperts(eqx.Module):
     def products(
         self, rows_CE: Float[Array, "c embed"], sizes_X: Int32[Array, "x"]
     ) -> tuple[Float[Array, "c mlp"], ...]:
-        """See `lmlib.models.experts.rounds.mixed`."""
+        """See `lmlib.models.experts.rounds.mix_experts`."""
         gate_CF = grouped_product(rows_CE, self.gate, sizes_X)
         up_CF = grouped_product(rows_CE, self.up, sizes_X)
         return _biased(gate_CF, self.gate_bias, sizes_X), _biased(up_CF, self.up_bias, sizes_X)
@@ -86,7 +86,7 @@ class GatedExperts(eqx.Module):
         shares_C: Float[Array, "c"],
         sizes_X: Int32[Array, "x"],
     ) -> Float[Array, "c embed"]:
-        """See `lmlib.models.experts.rounds.mixed`.
+        """See `lmlib.models.experts.rounds.mix_experts`.
 
         Shares multiply the inputs of `down`, so their gradient needs no output.
         """
@@ -98,7 +98,9 @@ class GatedExperts(eqx.Module):
             return y_CE
         bias_CE = _of_rows(self.down_bias, sizes_X, len(y_CE)) * shares_C1
         # Each device along `tensor` computes a partial sum; only the first adds the bias.
-        return y_CE + jnp.where(axis_index(along("mlp")) == 0, bias_CE, 0).astype(y_CE.dtype)
+        return y_CE + jnp.where(axis_index(mesh_axes_for("mlp")) == 0, bias_CE, 0).astype(
+            y_CE.dtype
+        )
 
 
 def _biased(y_CF: Array, bias_XF: Array | None, sizes_X: Array) -> Array:

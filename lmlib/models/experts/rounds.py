@@ -1,6 +1,6 @@
 """Moves tokens to experts and back on every device, with a custom backward pass.
 
-Each device computes its own experts on the rows that a `Movement` brings, C at a time. If uneven
+Each device computes its own experts on the rows that a `Dispatch` brings, C at a time. If uneven
 routing brings more rows to a device, they are computed in further rounds, with the same result and
 memory. The first round's activations can be saved by name; other rounds are recomputed.
 
@@ -22,11 +22,11 @@ from jaxtyping import Array, Float, Int32
 
 from lmlib.models.experts.exchanged import Exchanged
 from lmlib.models.experts.gathered import Gathered
-from lmlib.parallel.collectives import devices_along, on_each_device, psum, psum_scatter
-from lmlib.parallel.layout import along, mesh_axes_of, named, partition
+from lmlib.parallel.collectives import devices_along, psum, psum_scatter, shard_map
+from lmlib.parallel.layout import mesh_axes_for, mesh_axes_of, named, partition
 from lmlib.parallel.matrix import gets_gradient
 from lmlib.parallel.mesh_axes import NAMES, TOKENS, names_of
-from lmlib.parallel.stages import again
+from lmlib.parallel.stages import retraced_in_stage
 
 KEPT = ("expert_input", "expert_gate", "expert_up")
 FURTHER_ROUNDS = "further_rounds"  # scope of all rounds after the first
@@ -39,7 +39,7 @@ DISPATCHES: dict[str, Callable[..., Any]] = {"gather": Gathered, "exchange": Exc
 # and a choice. `sizes` are the rows of each expert. `back`, the transpose of `rows`, sums the rows
 # of each token, and `home` returns the sums to the devices of their tokens. `computed` is True for
 # each pair that a round computes.
-Movement = Gathered | Exchanged
+Dispatch = Gathered | Exchanged
 
 
 class Settings(NamedTuple):
@@ -54,21 +54,21 @@ class Settings(NamedTuple):
     residual: str
     in_a_stage: bool = False
 
-    def movement(self, choices_BSK: Array) -> Movement:
+    def movement(self, choices_BSK: Array) -> Dispatch:
         choices_nK = jnp.reshape(choices_BSK, (-1, choices_BSK.shape[-1]))
-        alone = devices_along(along("expert")) == 1
+        alone = devices_along(mesh_axes_for("experts")) == 1
         make = Gathered if alone else DISPATCHES[self.dispatch]
-        movement: Movement = make(choices_nK, self.experts, self.room, along("expert"))
+        movement: Dispatch = make(choices_nK, self.experts, self.room, mesh_axes_for("experts"))
         return movement
 
 
 def best_dispatch(choices: int) -> str:
     """Returns the dispatch that sends less: to all devices along `expert`, or `choices` times."""
-    return "exchange" if devices_along(along("expert")) > choices else "gather"
+    return "exchange" if devices_along(mesh_axes_for("experts")) > choices else "gather"
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def mixed(
+def mix_experts(
     settings: Settings,
     experts: Any,
     x_BSE: Float[Array, "b s embed"],
@@ -89,14 +89,18 @@ def mixed(
 
 
 def _forward(settings: Settings, *arguments: Any) -> tuple[tuple[Array, Array], Any]:
-    return again(settings.in_a_stage, functools.partial(_computed, settings))(*arguments)
+    return retraced_in_stage(settings.in_a_stage, functools.partial(_computed, settings))(
+        *arguments
+    )
 
 
 def _backward(settings: Settings, *arguments: Any) -> Any:
-    return again(settings.in_a_stage, functools.partial(_gradients, settings))(*arguments)
+    return retraced_in_stage(settings.in_a_stage, functools.partial(_gradients, settings))(
+        *arguments
+    )
 
 
-mixed.defvjp(_forward, _backward)
+mix_experts.defvjp(_forward, _backward)
 
 
 def _computed(
@@ -115,15 +119,15 @@ def _computed(
 
         y, computed, rows_CE, products_CF = one(0)
         y, computed = _further(move, lambda round: one(round)[:2], (y, computed))
-        y_BSE = jnp.reshape(move.home(y.astype(x_BSE.dtype)), x_BSE.shape)
-        computed_BS = jnp.reshape(move.home(computed), x_BSE.shape[:2])
+        y_BSE = jnp.reshape(move.combine(y.astype(x_BSE.dtype)), x_BSE.shape)
+        computed_BS = jnp.reshape(move.combine(computed), x_BSE.shape[:2])
         if "seq_parallel" in settings.residual.split():
-            y_BSE = psum_scatter(y_BSE, along("mlp"), 1)
+            y_BSE = psum_scatter(y_BSE, mesh_axes_for("mlp"), 1)
         else:
-            y_BSE = psum(y_BSE, along("mlp"))
+            y_BSE = psum(y_BSE, mesh_axes_for("mlp"))
         return y_BSE, computed_BS, rows_CE, products_CF
 
-    y_BSE, computed_BS, rows_CE, products_CF = on_each_device(
+    y_BSE, computed_BS, rows_CE, products_CF = shard_map(
         on_device,
         inputs=(_layouts(experts), partition(_TOKENS), *2 * (partition(_PAIRS),)),
         outputs=(partition(settings.residual), partition("batch seq"), *_rows_layouts()),
@@ -170,15 +174,15 @@ def _gradients(settings: Settings, saved: Any, given: tuple[Array, Array]) -> An
 
         dw, dx, dshares = _further(move, again, one(0, rows_CE, products_CF))
         dw = jax.tree.map(_summed, dw, lying, weights_gathered)
-        dx_BSE = jnp.reshape(move.home(dx.astype(x_BSE.dtype)), x_BSE.shape)
-        dshares_BSK = jnp.reshape(move.home(dshares), shares_BSK.shape)
-        over = {*names_of(along("mlp"))}
+        dx_BSE = jnp.reshape(move.combine(dx.astype(x_BSE.dtype)), x_BSE.shape)
+        dshares_BSK = jnp.reshape(move.combine(dshares), shares_BSK.shape)
+        over = {*names_of(mesh_axes_for("mlp"))}
         dx_BSE = psum(dx_BSE, tuple(over - x_shared))
         return dw, dx_BSE, psum(dshares_BSK, tuple(over))
 
     layouts, tokens, pairs = _layouts(experts), partition(_TOKENS), partition(_PAIRS)
     lying = jax.tree.map(_split_along, eqx.filter(experts, learns))
-    dw, dx_BSE, dshares_BSK = on_each_device(
+    dw, dx_BSE, dshares_BSK = shard_map(
         on_device,
         inputs=(layouts, tokens, pairs, pairs, *_rows_layouts(), tokens),
         outputs=(
@@ -196,7 +200,7 @@ _TOKENS, _PAIRS = "batch seq embed", ("batch", "seq", None)
 
 def _rows_layouts() -> tuple[PartitionSpec, PartitionSpec]:
     """Layouts of rows (C, E) and hidden activations (C, F), concatenated over devices."""
-    return PartitionSpec(named(TOKENS), None), PartitionSpec(named(TOKENS), along("mlp"))
+    return PartitionSpec(named(TOKENS), None), PartitionSpec(named(TOKENS), mesh_axes_for("mlp"))
 
 
 def _moved(settings: Settings, choices_BSK: Array, *of_tokens: Array) -> tuple[Any, list[Array]]:
@@ -206,7 +210,7 @@ def _moved(settings: Settings, choices_BSK: Array, *of_tokens: Array) -> tuple[A
     return move, [move.sent(jnp.reshape(each, (tokens, -1))) for each in of_tokens]
 
 
-def _further(move: Movement, one: Callable[[Array], Any], sums: Any) -> Any:
+def _further(move: Dispatch, one: Callable[[Array], Any], sums: Any) -> Any:
     """Adds the results of all further rounds to `sums`, those of the first round."""
     if isinstance(move.rounds, int):
         return sums

@@ -11,12 +11,12 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int32, PRNGKeyArray
 
-from lmlib.models.context import Context
-from lmlib.models.part import Names, Part, Reports
-from lmlib.models.product import product
+from lmlib.models.forward_context import ForwardContext
+from lmlib.models.matmul import matmul
+from lmlib.models.part import ActivationNames, AuxOutputs, Part
 from lmlib.models.scan import CHOICES
 from lmlib.models.weights import Constant, fan_in, fill, weight, zeros
-from lmlib.parallel.collectives import on_each_device
+from lmlib.parallel.collectives import shard_map
 from lmlib.parallel.layout import partition
 
 M = TypeVar("M")
@@ -30,7 +30,7 @@ class Routing(NamedTuple):
 
     choices_BSK: Int32[Array, "b s k"]
     shares_BSK: Float[Array, "b s k"]
-    reports: Reports
+    aux: AuxOutputs
 
 
 class Router(Part):
@@ -59,7 +59,7 @@ class Router(Part):
 
     rows_may_be_split = True
 
-    names = Names(scopes=("router",))
+    names = ActivationNames(scopes=("router",))
 
     top: int = eqx.field(static=True)
     scores: str = eqx.field(static=True)
@@ -103,9 +103,9 @@ class Router(Part):
         fill(self, key, absent, **sizes)
 
     @jax.named_scope("router")
-    def __call__(self, x_BSE: Float[Array, "b s embed"], context: Context) -> Routing:
+    def __call__(self, x_BSE: Float[Array, "b s embed"], context: ForwardContext) -> Routing:
         """Routes tokens, with the same result on every device along `tensor`; sends nothing."""
-        logits_BSX = product("bse,ex->bsx", x_BSE.astype(jnp.float32), self.logits)
+        logits_BSX = matmul("bse,ex->bsx", x_BSE.astype(jnp.float32), self.logits)
         logits_BSX = logits_BSX if self.bias is None else logits_BSX + self.bias
         if self.scores == "softmax":
             scores_BSX = probability_BSX = jax.nn.softmax(logits_BSX)
@@ -121,12 +121,12 @@ class Router(Part):
         if self.normalized:
             shares_BSK /= jnp.sum(shares_BSK, axis=-1, keepdims=True) + 1e-20
         chosen_BSX = jnp.sum(is_chosen_BSKX, axis=-2, dtype=jnp.float32)
-        reports = self._reports(logits_BSX, probability_BSX, chosen_BSX, context)
-        return Routing(choices_BSK, self.scale * shares_BSK, reports)
+        aux = self._reports(logits_BSX, probability_BSX, chosen_BSX, context)
+        return Routing(choices_BSK, self.scale * shares_BSK, aux)
 
     def _reports(
-        self, logits_BSX: Array, probability_BSX: Array, chosen_BSX: Array, context: Context
-    ) -> Reports:
+        self, logits_BSX: Array, probability_BSX: Array, chosen_BSX: Array, context: ForwardContext
+    ) -> AuxOutputs:
         squared_BS = jnp.square(jax.nn.logsumexp(logits_BSX, axis=-1))
         log_BSX = jnp.log(jnp.maximum(probability_BSX, 1e-30))
         entropy_BS = -jnp.sum(jax.lax.stop_gradient(probability_BSX * log_BSX), axis=-1)
@@ -135,7 +135,7 @@ class Router(Part):
         else:
             load_BSX = jnp.broadcast_to(self.load, chosen_BSX.shape)
         balance_BS = self.experts * jnp.sum(load_BSX * probability_BSX, axis=-1)
-        return Reports(
+        return AuxOutputs(
             losses={
                 "router_balance": context.total(balance_BS),
                 "router_z": context.total(squared_BS),
@@ -184,7 +184,7 @@ def _check(experts: int, top: int, scores: str, groups: int, top_groups: int, ba
         )
 
 
-def _row_means(x_BSX: Float[Array, "b s x"], context: Context) -> Any:
+def _row_means(x_BSX: Float[Array, "b s x"], context: ForwardContext) -> Any:
     """Returns each row's mean over positions that count, repeated at all positions."""
     if context.counts_BS is None:
         means_BX = jnp.mean(x_BSX, axis=1, keepdims=True)
@@ -207,7 +207,7 @@ def _best(
         return jax.lax.top_k(_of_best_groups(scores_BSX, groups, top_groups), top)[1]
 
     layout = partition(("batch", "seq", None))
-    return on_each_device(on_device, inputs=(layout,), outputs=layout)(scores_BSX)
+    return shard_map(on_device, inputs=(layout,), outputs=layout)(scores_BSX)
 
 
 def _of_best_groups(scores_BSX: Array, groups: int, top_groups: int) -> Array:

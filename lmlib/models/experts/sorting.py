@@ -23,13 +23,13 @@ def sorted_by(
     return order_M, places_M, jnp.diff(ends_X.astype(jnp.int32), prepend=0)
 
 
-def among(rows_C: Array, is_row_C: Bool[Array, "c"]) -> Array:
+def zero_padding(rows_C: Array, is_row_C: Bool[Array, "c"]) -> Array:
     """Replaces padding rows by zeros."""
     mask_C = jnp.reshape(is_row_C, (-1, *(1,) * (rows_C.ndim - 1)))
     return jnp.where(mask_C, rows_C, 0)
 
 
-def back_in_place(
+def unsort(
     rows_C: Array, places_nK: Int[Array, "n k"], computed_nK: Bool[Array, "n k"], of_pairs: bool
 ) -> Array:
     """Sums each token's rows, [n, E] in at least float32; or places values of pairs, [n, K].
@@ -42,5 +42,5 @@ def back_in_place(
     x_nE = jnp.zeros((n, rows_C.shape[1]), jnp.promote_types(rows_C.dtype, jnp.float32))
     for k in range(K):
         row_nE = jnp.take(rows_C, places_nK[:, k], axis=0, mode="clip")
-        x_nE += among(row_nE, computed_nK[:, k])
+        x_nE += zero_padding(row_nE, computed_nK[:, k])
     return x_nE

@@ -16,9 +16,9 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from lmlib.models.experts.mixture import Mixture
 from lmlib.models.experts.mlps import Gate, GatedExperts, geglu, swiglu
-from lmlib.models.matrices.adapted import has_adapters
+from lmlib.models.matrices.lora import has_adapters
 from lmlib.models.parts.mlp import Activation, GatedMLP, gelu_tanh, silu
-from lmlib.models.weights import fold
+from lmlib.models.weights import fold_in_name
 from lmlib.parallel.axes import M
 from lmlib.parallel.mesh import on_mesh_of
 
@@ -32,7 +32,7 @@ def upcycled(
 
     model=fdl.Partial(upcycled, of=fdl.Partial(llama, …), experts=8, top=2)
     """
-    return upcycle(of(key=key, **sizes), experts, top, key=fold(key, "upcycled"))
+    return upcycle(of(key=key, **sizes), experts, top, key=fold_in_name(key, "upcycled"))
 
 
 def upcycle(model: M, experts: int = 8, top: int = 2, *, key: PRNGKeyArray) -> M:
@@ -61,7 +61,7 @@ def upcycle(model: M, experts: int = 8, top: int = 2, *, key: PRNGKeyArray) -> M
         if not isinstance(one, GatedMLP):
             return one
         path = jax.tree_util.keystr(keys, simple=True, separator=".")
-        return _mixture(one, experts, top, fold(key, path))
+        return _mixture(one, experts, top, fold_in_name(key, path))
 
     with on_mesh_of(model):
         return jax.tree_util.tree_map_with_path(visit, model, is_leaf=_is_mlp)

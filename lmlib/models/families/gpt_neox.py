@@ -9,16 +9,16 @@ from typing import Any
 
 from jaxtyping import Array, PRNGKeyArray
 
-from lmlib.models.block import Block, TwoParts
-from lmlib.models.context import Context
+from lmlib.models.block import Block, BlockBase
 from lmlib.models.decoder import Decoder
 from lmlib.models.families.hugging_face import parts, shared
 from lmlib.models.families.hugging_face.family import Family, Key, Names, Tensor
 from lmlib.models.families.hugging_face.rope import Rope
 from lmlib.models.families.hugging_face.settings import Settings
 from lmlib.models.families.transformer import transformer
-from lmlib.models.part import Names as PartNames
-from lmlib.models.part import Norm, Part, Reports, joined
+from lmlib.models.forward_context import ForwardContext
+from lmlib.models.part import ActivationNames as PartNames
+from lmlib.models.part import AuxOutputs, Norm, Part, merge_names
 from lmlib.models.parts.attention import Attention
 from lmlib.models.parts.mlp import MLP, Activation, gelu, gelu_tanh, relu_squared, silu
 from lmlib.models.parts.norms import LayerNorm
@@ -26,7 +26,7 @@ from lmlib.models.parts.rope import Scaling
 from lmlib.models.parts.rope_scaling import Dynamic, Linear
 
 
-class ParallelBlock(TwoParts):
+class ParallelBlock(BlockBase):
     """x + attention(norm(x)) + mlp(norm(x)), each with its own optional norm (§2.1)."""
 
     rows_may_be_split = True
@@ -37,19 +37,19 @@ class ParallelBlock(TwoParts):
     mlp: Part
 
     def __call__(
-        self, x_BSE: Array, context: Context, cache: Any = None
-    ) -> tuple[Array, Reports, Any]:
+        self, x_BSE: Array, context: ForwardContext, cache: Any = None
+    ) -> tuple[Array, AuxOutputs, Any]:
         """A layer's call; see `Part`."""
         attended_BSE, cache = self.attended(x_BSE, context, cache)
-        h_BSE, reports = self.fed_forward(x_BSE, context)
+        h_BSE, aux = self.fed_forward(x_BSE, context)
         # Added to each other first: their sum is smaller than the stream, so it rounds less.
         h_BSE = context.dropped(attended_BSE, "attention") + context.dropped(h_BSE, "mlp")
-        return x_BSE + h_BSE, reports, cache
+        return x_BSE + h_BSE, aux, cache
 
     @property
     def names(self) -> PartNames:
         before = PartNames(("attention_input",)), PartNames(("mlp_input",))
-        return joined(before[0], self.attention.names, before[1], self.mlp.names)
+        return merge_names(before[0], self.attention.names, before[1], self.mlp.names)
 
 
 def gpt_neox(

@@ -13,7 +13,7 @@ from lmlib.models.parts.mlp import GatedMLP
 from lmlib.models.parts.norms import RMSNorm
 from lmlib.models.parts.rope import Rotary, Scaling
 from lmlib.models.stack import segments
-from lmlib.models.weights import compiled, fold, residual_scale
+from lmlib.models.weights import fold_in_name, jit_init, residual_scale
 
 _MOST_LAYERS = 10_000  # layers are made one by one
 
@@ -88,24 +88,26 @@ def transformer(
             parts = {name: norm(embed=embed, epsilon=norm_epsilon, key=key) for name in norms}
             parts["attention"] = attention(
                 embed, heads, kv_heads, head_dim, rotary=rotary, window=window,
-                residual_scale=writes, key=fold(key, "attention"),
+                residual_scale=writes, key=fold_in_name(key, "attention"),
             )  # fmt: skip
-            parts["mlp"] = feed_forward(embed, mlp, residual_scale=writes, key=fold(key, "mlp"))
+            parts["mlp"] = feed_forward(
+                embed, mlp, residual_scale=writes, key=fold_in_name(key, "mlp")
+            )
             made = block(**parts)
-            return made if layer is None else layer(made, key=fold(key, "layer"))
+            return made if layer is None else layer(made, key=fold_in_name(key, "layer"))
 
         return make
 
     def model(key: PRNGKeyArray) -> Decoder:
         makers = {kind: maker(*kind) for kind in dict.fromkeys(kinds)}
         return Decoder(
-            vocab, embed, segments([makers[kind] for kind in kinds]),
-            norm(embed=embed, epsilon=norm_epsilon, initial=last_scale, key=key), tied,
-            embedding_deviation=deviation, logits_scale=logits_scale,
-            positions=positions and positions(key=fold(key, "positions")), key=key, **decoder,
+            vocab, embed, segments([makers[kind] for kind in kinds]), norm(embed=embed,
+            epsilon=norm_epsilon, initial=last_scale, key=key), tied, embedding_deviation=deviation,
+            logits_scale=logits_scale, positions=positions and positions(key=fold_in_name(key,
+            "positions")), key=key, **decoder,
         )  # fmt: skip
 
-    return compiled(model)(key)
+    return jit_init(model)(key)
 
 
 def check_sizes(**sizes: int) -> None:

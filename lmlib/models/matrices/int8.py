@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from lmlib.models.matmul import matmul
 from lmlib.models.matrices.quantized import rounded
-from lmlib.models.product import product
 from lmlib.models.weights import Random, ones
 from lmlib.parallel.axes import METADATA, Declaration, Weight
 from lmlib.parallel.matrix import Matrix
@@ -54,7 +54,7 @@ class Int8(Matrix):
     def einsum(
         self, equation: str, x: Array, precision: str | None, out_sharding: PartitionSpec | None
     ) -> Float[Array, "..."]:
-        return product(equation, x, self.dense(x.dtype), precision, out_sharding)
+        return matmul(equation, x, self.dense(x.dtype), precision, out_sharding)
 
     def apply(self, multiply: Callable[[Array, Array], Array], x: Array) -> Array:
         return multiply(x, self.dense(x.dtype))

@@ -15,11 +15,11 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from lmlib.compute import Compute
 from lmlib.models.attend import attend, check_attention
 from lmlib.models.attend.kernel import Options, Shapes
-from lmlib.models.context import Context
-from lmlib.models.part import Names, Norm, Part
+from lmlib.models.forward_context import ForwardContext
+from lmlib.models.matmul import matmul
+from lmlib.models.part import ActivationNames, Norm, Part
 from lmlib.models.parts.rope import Rotary, rotate
-from lmlib.models.product import product
-from lmlib.models.weights import fan_in, fill, fold, product_flops, weight, zeros
+from lmlib.models.weights import fan_in, fill, fold_in_name, product_flops, weight, zeros
 from lmlib.parallel.layout import spec
 
 
@@ -41,7 +41,9 @@ class Attention(Part):
 
     rows_may_be_split = True
 
-    names = Names(saved=("query", "key", "value", "attention"), scopes=("projections", "attention"))
+    names = ActivationNames(
+        saved=("query", "key", "value", "attention"), scopes=("projections", "attention")
+    )
 
     rotary: Rotary | None = eqx.field(static=True)
     window: int | None = eqx.field(static=True)
@@ -95,14 +97,14 @@ class Attention(Part):
         fill(self, key, absent if sinks else [*absent, "sinks"], **sizes)
         key_norm = norm if key_norm is None else key_norm
         del sizes["embed"]
-        self.query_norm = norm and norm(key=fold(key, "query_norm"), **sizes)
-        self.key_norm = key_norm and key_norm(key=fold(key, "key_norm"), **sizes)
+        self.query_norm = norm and norm(key=fold_in_name(key, "query_norm"), **sizes)
+        self.key_norm = key_norm and key_norm(key=fold_in_name(key, "key_norm"), **sizes)
         self.value_embedding = value_embedding and value_embedding(
-            key=fold(key, "value_embedding"), **sizes
+            key=fold_in_name(key, "value_embedding"), **sizes
         )
 
     def __call__(
-        self, x_BSE: Float[Array, "b s embed"], context: Context, cache: Any = None
+        self, x_BSE: Float[Array, "b s embed"], context: ForwardContext, cache: Any = None
     ) -> tuple[Float[Array, "b s embed"], Any]:
         """A mixer's call. The cache is a `lmlib.models.parts.cache.KeysAndValues`.
 
@@ -117,7 +119,7 @@ class Attention(Part):
                 mixed_BSHD = attend(
                     q_BSHD, k_BTKD, v_BTKD, context.segment_ids_BS, compute.attention,
                     window=self.window, scale=self.scale, soft_cap=self.soft_cap,
-                    sinks_H=self.sinks, order=context.order, way=compute.context,
+                    sinks_H=self.sinks, order=context.order, context_method=compute.context_method,
                 )  # fmt: skip
                 if cache is not None:
                     cache = extended(cache, k_BTKD, v_BTKD, context.positions_BS)
@@ -129,11 +131,11 @@ class Attention(Part):
                 )  # fmt: skip
         with jax.named_scope("projections"):
             precision, residual = compute.precision("projections"), spec(compute.residual)
-            y_BSE = product("bshd,hde->bse", mixed_BSHD, self.output, precision, residual)
+            y_BSE = matmul("bshd,hde->bse", mixed_BSHD, self.output, precision, residual)
             return _biased(y_BSE, self.output_bias), cache
 
     def attention_weights(
-        self, x_BSE: Float[Array, "b s embed"], context: Context
+        self, x_BSE: Float[Array, "b s embed"], context: ForwardContext
     ) -> Float[Array, "b heads s t"]:
         from lmlib.models.attend.plain import attention_weights
 
@@ -143,13 +145,13 @@ class Attention(Part):
             soft_cap=self.soft_cap, sinks_H=self.sinks,
         )  # fmt: skip
 
-    def _projected(self, x_BSE: Array, context: Context) -> tuple[Array, Array, Array]:
+    def _projected(self, x_BSE: Array, context: ForwardContext) -> tuple[Array, Array, Array]:
         """Queries, keys and values after biases, norms and rotation."""
         precision = context.compute.precision("projections")
         with jax.named_scope("projections"):
-            q_BSHD = product("bse,ehd->bshd", x_BSE, self.query, precision)
-            k_BTKD = product("bte,ekd->btkd", x_BSE, self.key, precision)
-            v_BTKD = product("bte,ekd->btkd", x_BSE, self.value, precision)
+            q_BSHD = matmul("bse,ehd->bshd", x_BSE, self.query, precision)
+            k_BTKD = matmul("bte,ekd->btkd", x_BSE, self.key, precision)
+            v_BTKD = matmul("bte,ekd->btkd", x_BSE, self.value, precision)
             q_BSHD, k_BTKD = _biased(q_BSHD, self.query_bias), _biased(k_BTKD, self.key_bias)
             v_BTKD = _biased(v_BTKD, self.value_bias)
             if self.value_embedding is not None:
@@ -191,7 +193,7 @@ class Attention(Part):
             self.rotary.check(sequence_length)
         sizes = sequence_length, self.query.shape[-1]
         shapes = Shapes(*sizes, compute.dtype, self.soft_cap, sinks=self.sinks is not None)
-        check_attention(compute.attention, shapes, compute.context)
+        check_attention(compute.attention, shapes, compute.context_method)
 
 
 def _biased(x: Array, bias: Array | None) -> Array:

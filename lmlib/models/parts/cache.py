@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int32
 
 from lmlib.models.attend.kernel import Options, with_sinks
-from lmlib.parallel.collectives import on_each_device
+from lmlib.parallel.collectives import shard_map
 from lmlib.parallel.layout import COMPUTE, partition, repeats, reshard
 
 _KEYS, _VALUES = "batch kv_heads head_dim slot", "batch kv_heads slot head_dim"
@@ -60,7 +60,7 @@ def extended(
     new = partition("batch seq kv_heads head_dim")
     kept = partition(_KEYS), partition(_VALUES)
     fits = cache.empty and k_BSKD.shape[1] <= cache.keys.shape[-1]
-    write = on_each_device(
+    write = shard_map(
         _first_written if fits else _written,
         (*kept, new, new, partition("batch seq")), kept, tracked=False,
     )  # fmt: skip
@@ -93,7 +93,7 @@ def attend_cached(
     queries = [q_BSHD] if of_values_BSHV is None else [q_BSHD, of_values_BSHV]
     # One token has not overwritten any key that it attends to.
     before = after if q_BSHD.shape[1] == 1 else cache
-    mixed_BSHV, log_normaliser_BSH = on_each_device(
+    mixed_BSHV, log_normaliser_BSH = shard_map(
         functools.partial(_attend, options),
         (partition(_KEYS), partition(_VALUES), partition("batch seq"), kv_heads, kv_heads)
         + (heads,) * len(queries),

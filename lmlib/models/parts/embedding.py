@@ -7,12 +7,12 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32, PRNGKeyArray
 
-from lmlib.models.context import Context
+from lmlib.models.forward_context import ForwardContext
 from lmlib.models.part import Part
 from lmlib.models.weights import fill, normal, weight
 from lmlib.parallel import collectives
-from lmlib.parallel.collectives import all_gather, all_to_all, on_each_device, psum
-from lmlib.parallel.layout import STORED, along, partition, reshard, spec
+from lmlib.parallel.collectives import all_gather, all_to_all, psum, shard_map
+from lmlib.parallel.layout import STORED, mesh_axes_for, partition, reshard, spec
 
 
 def embedded(
@@ -32,17 +32,17 @@ def embedded(
     wide = jnp.promote_types(dtype, jnp.float32)
 
     def look_up(table_VE: Array, tokens_BS: Array) -> Array:
-        tokens_BS = all_gather(tokens_BS, along("embed", STORED), axis=0)
+        tokens_BS = all_gather(tokens_BS, mesh_axes_for("embed", STORED), axis=0)
         V = table_VE.shape[0]
-        rows_BS = tokens_BS - V * collectives.axis_index(along("vocab"))
+        rows_BS = tokens_BS - V * collectives.axis_index(mesh_axes_for("vocab"))
         rows_BS = jnp.where(rows_BS < 0, V, rows_BS)  # negative indices would count from the end
         x_BSE = table_VE.astype(wide).at[rows_BS].get(mode="fill", fill_value=0).astype(dtype)
-        x_BSE = all_to_all(x_BSE, along("embed", STORED), split=0, joined=2)
+        x_BSE = all_to_all(x_BSE, mesh_axes_for("embed", STORED), split=0, joined=2)
         if "seq_parallel" in residual.split():
-            return collectives.psum_scatter(x_BSE, along("vocab"), axis=1)
-        return psum(x_BSE, along("vocab"))
+            return collectives.psum_scatter(x_BSE, mesh_axes_for("vocab"), axis=1)
+        return psum(x_BSE, mesh_axes_for("vocab"))
 
-    return on_each_device(
+    return shard_map(
         look_up,
         inputs=(partition("vocab embed", STORED), partition("batch seq")),
         outputs=partition(residual),
@@ -59,7 +59,7 @@ class Positions(Part):
     def __init__(self, position: int, embed: int, *, key: PRNGKeyArray):
         fill(self, key, position=position, embed=embed)
 
-    def __call__(self, context: Context) -> Float[Array, "b s embed"]:
+    def __call__(self, context: ForwardContext) -> Float[Array, "b s embed"]:
         """The vectors for the context's positions, in the layout of `context.compute.residual`."""
         rows_BSE = self.table.at[context.positions_BS].get(out_sharding=spec("batch seq embed"))
         return reshard(rows_BSE, context.compute.residual)

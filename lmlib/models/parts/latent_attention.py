@@ -17,14 +17,14 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from lmlib.compute import Compute
 from lmlib.models.attend import attend, check_attention
 from lmlib.models.attend.kernel import Options, Shapes
-from lmlib.models.context import Context
-from lmlib.models.part import Names, Norm, Part
+from lmlib.models.forward_context import ForwardContext
+from lmlib.models.matmul import matmul
+from lmlib.models.part import ActivationNames, Norm, Part
 from lmlib.models.parts.cache import KeysAndValues, attend_cached, empty_cache, extended
 from lmlib.models.parts.norms import RMSNorm
 from lmlib.models.parts.rope import Rotary, rotate
-from lmlib.models.product import product
-from lmlib.models.weights import fan_in, fold, initial_values, product_flops, weight
-from lmlib.parallel.layout import share, spec
+from lmlib.models.weights import fan_in, fold_in_name, initial_values, product_flops, weight
+from lmlib.parallel.layout import replicate_for_tp, spec
 from lmlib.parallel.matrix import dense
 
 NORM = functools.partial(RMSNorm, "latent", 1e-6)
@@ -48,7 +48,7 @@ class LatentAttention(Part):
 
     rows_may_be_split = True
 
-    names = Names(
+    names = ActivationNames(
         saved=("latent", "query", "key", "value", "attention"), scopes=("projections", "attention")
     )
 
@@ -98,14 +98,17 @@ class LatentAttention(Part):
             self.query = first("query")
         else:
             self.query_down = first("query_down", query_latent)
-            self.query_norm = norm(key=fold(key, "query_norm"), latent=query_latent)
+            self.query_norm = norm(key=fold_in_name(key, "query_norm"), latent=query_latent)
             self.query_up = first("query_up", query_latent)
         self.down, self.rotary_key = first("down"), first("rotary_key")
-        self.norm = norm(key=fold(key, "norm"), latent=latent)
+        self.norm = norm(key=fold_in_name(key, "norm"), latent=latent)
         self.key, self.value, self.output = first("key"), first("value"), first("output")
 
     def __call__(
-        self, x_BSE: Float[Array, "b s embed"], context: Context, cache: KeysAndValues | None = None
+        self,
+        x_BSE: Float[Array, "b s embed"],
+        context: ForwardContext,
+        cache: KeysAndValues | None = None,
     ) -> tuple[Float[Array, "b s embed"], KeysAndValues | None]:
         """Returns the output of attention and the new cache of latents and rotary keys.
 
@@ -124,7 +127,7 @@ class LatentAttention(Part):
                     context.compute.attention,
                     scale=self.scale,
                     order=context.order,
-                    way=context.compute.context,
+                    context_method=context.compute.context_method,
                 )
                 if cache is not None:
                     kept = _as_one_head(cache, rotary_BTR), _as_one_head(cache, latent_BTL)
@@ -134,10 +137,10 @@ class LatentAttention(Part):
         with jax.named_scope("projections"):
             precision = context.compute.precision("projections")
             residual = spec(context.compute.residual)
-            return product("bshv,hve->bse", mixed_BSHV, self.output, precision, residual), cache
+            return matmul("bshv,hve->bse", mixed_BSHV, self.output, precision, residual), cache
 
     def attention_weights(
-        self, x_BSE: Float[Array, "b s embed"], context: Context
+        self, x_BSE: Float[Array, "b s embed"], context: ForwardContext
     ) -> Float[Array, "b heads s t"]:
         from lmlib.models.attend.plain import attention_weights
 
@@ -146,40 +149,42 @@ class LatentAttention(Part):
         return attention_weights(q_BSHQ, k_BTHQ, context.segment_ids_BS, scale=self.scale)
 
     @jax.named_scope("projections")
-    def _queries(self, x_BSE: Array, context: Context) -> Float[Array, "b s heads query_dim"]:
+    def _queries(
+        self, x_BSE: Array, context: ForwardContext
+    ) -> Float[Array, "b s heads query_dim"]:
         precision = context.compute.precision("projections")
         if self.query is not None:
-            q_BSHQ = product("bse,ehq->bshq", x_BSE, self.query, precision)
+            q_BSHQ = matmul("bse,ehq->bshq", x_BSE, self.query, precision)
         else:
             assert self.query_down is not None and self.query_up is not None
             assert self.query_norm is not None
-            latent_BSL = product("bse,el->bsl", x_BSE, self.query_down, precision)
+            latent_BSL = matmul("bse,el->bsl", x_BSE, self.query_down, precision)
             latent_BSL = checkpoint_name(self.query_norm(latent_BSL), "latent")
-            latent_BSL = share(latent_BSL, ("batch", "seq", None))
-            q_BSHQ = product("bsl,lhq->bshq", latent_BSL, self.query_up, precision)
+            latent_BSL = replicate_for_tp(latent_BSL, ("batch", "seq", None))
+            q_BSHQ = matmul("bsl,lhq->bshq", latent_BSL, self.query_up, precision)
         q_BSHD, q_BSHR = jnp.split(q_BSHQ, [self.key.shape[-1]], axis=-1)
         q_BSHR = rotate(q_BSHR, context.shared[self.rotary], self.rotary.interleaved)
         return checkpoint_name(jnp.concatenate((q_BSHD, q_BSHR), axis=-1), "query")
 
     @jax.named_scope("projections")
-    def _latents(self, x_BSE: Array, context: Context) -> tuple[Array, Array]:
+    def _latents(self, x_BSE: Array, context: ForwardContext) -> tuple[Array, Array]:
         """The cached values of each token: its normed latent and its rotated rotary key."""
         precision = context.compute.precision("projections")
-        latent_BTL = self.norm(product("bte,el->btl", x_BSE, self.down, precision))
-        rotary_BTR = product("bte,er->btr", x_BSE, self.rotary_key, precision)
+        latent_BTL = self.norm(matmul("bte,el->btl", x_BSE, self.down, precision))
+        rotary_BTR = matmul("bte,er->btr", x_BSE, self.rotary_key, precision)
         rotations, interleaved = context.shared[self.rotary], self.rotary.interleaved
         rotary_BTR = rotate(rotary_BTR[:, :, None], rotations, interleaved)[:, :, 0]
         return checkpoint_name(latent_BTL, "latent"), checkpoint_name(rotary_BTR, "latent")
 
     @jax.named_scope("projections")
     def _keys_and_values(
-        self, latent_BTL: Array, rotary_BTR: Array, context: Context
+        self, latent_BTL: Array, rotary_BTR: Array, context: ForwardContext
     ) -> tuple[Array, Array]:
         """The keys and values of each head."""
         precision = context.compute.precision("projections")
-        latent_BTL = share(latent_BTL, ("batch", "seq", None))
-        k_BTHD = product("btl,lhd->bthd", latent_BTL, self.key, precision)
-        v_BTHV = product("btl,lhv->bthv", latent_BTL, self.value, precision)
+        latent_BTL = replicate_for_tp(latent_BTL, ("batch", "seq", None))
+        k_BTHD = matmul("btl,lhd->bthd", latent_BTL, self.key, precision)
+        v_BTHV = matmul("btl,lhv->bthv", latent_BTL, self.value, precision)
         k_BTHR = jnp.broadcast_to(
             rotary_BTR[:, :, None],
             (*k_BTHD.shape[:-1], rotary_BTR.shape[-1]),
@@ -194,7 +199,7 @@ class LatentAttention(Part):
         q_BSHQ: Array,
         latent_BSL: Array,
         rotary_BSR: Array,
-        context: Context,
+        context: ForwardContext,
     ) -> tuple[Array, KeysAndValues]:
         """Attention over latents (arXiv:2405.04434, §2.1.2).
 
@@ -203,9 +208,7 @@ class LatentAttention(Part):
         D = self.key.shape[-1]
         q_BSHD, q_BSHR = jnp.split(q_BSHQ, [D], axis=-1)
         with jax.named_scope("projections"):
-            of_latents_BSHL = product(
-                "bshd,lhd->bshl", q_BSHD, dense(self.key).astype(q_BSHD.dtype)
-            )
+            of_latents_BSHL = matmul("bshd,lhd->bshl", q_BSHD, dense(self.key).astype(q_BSHD.dtype))
         with jax.named_scope("attention"):
             mixed_BSHL, cache = attend_cached(
                 q_BSHR,
@@ -218,7 +221,7 @@ class LatentAttention(Part):
             )
         with jax.named_scope("projections"):
             value_LHV = dense(self.value).astype(mixed_BSHL.dtype)
-            return product("bshl,lhv->bshv", mixed_BSHL, value_LHV), cache
+            return matmul("bshl,lhv->bshv", mixed_BSHL, value_LHV), cache
 
     @property
     def reads(self) -> tuple[Hashable, ...]:
@@ -241,7 +244,7 @@ class LatentAttention(Part):
         self.rotary.check(sequence_length)
         query_dim = self.key.shape[-1] + self.rotary_key.shape[-1]
         shapes = Shapes(sequence_length, query_dim, compute.dtype, value_dim=self.value.shape[-1])
-        check_attention(compute.attention, shapes, compute.context)
+        check_attention(compute.attention, shapes, compute.context_method)
 
 
 def _as_one_head(cache: KeysAndValues, x_BTL: Float[Array, "b t l"]) -> Float[Array, "b t k l"]:

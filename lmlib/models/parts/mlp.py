@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from lmlib.models.context import Context
-from lmlib.models.part import NO_REPORTS, Names, Part, Reports
-from lmlib.models.product import product
+from lmlib.models.forward_context import ForwardContext
+from lmlib.models.matmul import matmul
+from lmlib.models.part import NO_AUX, ActivationNames, AuxOutputs, Part
 from lmlib.models.weights import fan_in, fill, weight, zeros
 from lmlib.parallel.layout import spec
 
@@ -49,7 +49,7 @@ class GatedMLP(Part):
 
     rows_may_be_split = True
 
-    names = Names(saved=("mlp_gate", "mlp_up", "mlp_hidden"), scopes=("mlp",))
+    names = ActivationNames(saved=("mlp_gate", "mlp_up", "mlp_hidden"), scopes=("mlp",))
 
     activation: Activation = eqx.field(static=True)
     residual_scale: float = eqx.field(static=True)
@@ -71,15 +71,15 @@ class GatedMLP(Part):
 
     @jax.named_scope("mlp")
     def __call__(
-        self, x_BSE: Float[Array, "b s embed"], context: Context
-    ) -> tuple[Float[Array, "b s embed"], Reports]:
+        self, x_BSE: Float[Array, "b s embed"], context: ForwardContext
+    ) -> tuple[Float[Array, "b s embed"], AuxOutputs]:
         """An MLP's call; see `Part`. The last product is summed over `tensor`."""
         precision, residual = context.compute.precision("mlp"), spec(context.compute.residual)
-        gate_BSF = product("bse,ef->bsf", x_BSE, self.gate, precision)
+        gate_BSF = matmul("bse,ef->bsf", x_BSE, self.gate, precision)
         gate_BSF = checkpoint_name(gate_BSF, "mlp_gate")
-        up_BSF = checkpoint_name(product("bse,ef->bsf", x_BSE, self.up, precision), "mlp_up")
+        up_BSF = checkpoint_name(matmul("bse,ef->bsf", x_BSE, self.up, precision), "mlp_up")
         hidden_BSF = checkpoint_name(self.activation(gate_BSF) * up_BSF, "mlp_hidden")
-        return product("bsf,fe->bse", hidden_BSF, self.down, precision, residual), NO_REPORTS
+        return matmul("bsf,fe->bse", hidden_BSF, self.down, precision, residual), NO_AUX
 
 
 class MLP(Part):
@@ -87,7 +87,7 @@ class MLP(Part):
 
     rows_may_be_split = True
 
-    names = Names(saved=("mlp_up", "mlp_hidden"), scopes=("mlp",))
+    names = ActivationNames(saved=("mlp_up", "mlp_hidden"), scopes=("mlp",))
 
     activation: Activation = eqx.field(static=True)
     residual_scale: float = eqx.field(static=True)
@@ -111,13 +111,13 @@ class MLP(Part):
 
     @jax.named_scope("mlp")
     def __call__(
-        self, x_BSE: Float[Array, "b s embed"], context: Context
-    ) -> tuple[Float[Array, "b s embed"], Reports]:
+        self, x_BSE: Float[Array, "b s embed"], context: ForwardContext
+    ) -> tuple[Float[Array, "b s embed"], AuxOutputs]:
         """An MLP's call; see `Part`. The last product is summed over `tensor`."""
         precision, residual = context.compute.precision("mlp"), spec(context.compute.residual)
-        up_BSF = product("bse,ef->bsf", x_BSE, self.up, precision)
+        up_BSF = matmul("bse,ef->bsf", x_BSE, self.up, precision)
         up_BSF = up_BSF if self.up_bias is None else up_BSF + self.up_bias
         up_BSF = checkpoint_name(up_BSF, "mlp_up")
         hidden_BSF = checkpoint_name(self.activation(up_BSF), "mlp_hidden")
-        y_BSE = product("bsf,fe->bse", hidden_BSF, self.down, precision, residual)
-        return (y_BSE if self.down_bias is None else y_BSE + self.down_bias), NO_REPORTS
+        y_BSE = matmul("bsf,fe->bse", hidden_BSF, self.down, precision, residual)
+        return (y_BSE if self.down_bias is None else y_BSE + self.down_bias), NO_AUX

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
-from lmlib.models.context import Context
+from lmlib.models.forward_context import ForwardContext
 
 # Length of a document in tokens: one for all tokens, or each token's own.
 Length = int | Int32[Array, "#b #s 1 1"]
@@ -100,7 +100,7 @@ class Rotary:
         angle_BS1D = positions_BS[:, :, None, None] * frequency_D
         return Rotations(amplitude * jnp.cos(angle_BS1D), amplitude * jnp.sin(angle_BS1D))
 
-    def __call__(self, context: Context) -> Rotations:
+    def __call__(self, context: ForwardContext) -> Rotations:
         """Returns the table of a call's positions: a value of `Context.shared`."""
         dtype, lengths_B = context.compute.dtype, context.lengths_B
         return self.rotations(context.positions_BS, dtype, lengths_B, context.order)

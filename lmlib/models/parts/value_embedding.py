@@ -10,11 +10,11 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32, PRNGKeyArray
 
-from lmlib.models.context import TOKENS, Context
+from lmlib.models.forward_context import TOKENS, ForwardContext
 from lmlib.models.part import Part
 from lmlib.models.weights import Constant, fill, normal, weight
-from lmlib.parallel.collectives import all_gather, all_to_all, on_each_device
-from lmlib.parallel.layout import STORED, along, partition, reshard
+from lmlib.parallel.collectives import all_gather, all_to_all, shard_map
+from lmlib.parallel.layout import STORED, mesh_axes_for, partition, reshard
 from lmlib.parallel.matrix import dense
 
 
@@ -55,7 +55,7 @@ class ValueEmbedding(Part):
         return (TOKENS,)
 
     def __call__(
-        self, v_BTKD: Float[Array, "b t kv_heads head_dim"], context: Context
+        self, v_BTKD: Float[Array, "b t kv_heads head_dim"], context: ForwardContext
     ) -> Float[Array, "b t kv_heads head_dim"]:
         """Returns the values plus the rows of their tokens, with heads repeated as in `v_BTKD`."""
         rows_BTC = looked_up(dense(self.table), context.shared[TOKENS], v_BTKD.dtype)
@@ -81,11 +81,11 @@ def looked_up(
     """
 
     def look_up(table_VC: Array, tokens_BS: Array) -> Array:
-        tokens_BS = all_gather(tokens_BS, along("embed", STORED), axis=0)
+        tokens_BS = all_gather(tokens_BS, mesh_axes_for("embed", STORED), axis=0)
         x_BSC = table_VC.at[tokens_BS].get(mode="fill", fill_value=0).astype(dtype)
-        return all_to_all(x_BSC, along("embed", STORED), split=0, joined=2)
+        return all_to_all(x_BSC, mesh_axes_for("embed", STORED), split=0, joined=2)
 
-    return on_each_device(
+    return shard_map(
         look_up,
         inputs=(partition(("whole_vocab", "looked_up")), partition("batch seq")),
         outputs=partition("batch seq kv_heads"),
@@ -99,7 +99,7 @@ def _by_head(rows_BTC: Array, head_dim: int) -> Array:
         B, T, C = rows_BTC.shape
         return jnp.reshape(rows_BTC, (B, T, C // head_dim, head_dim))
 
-    by_device = on_each_device(
+    by_device = shard_map(
         split, (partition("batch seq kv_heads"),), partition("batch seq kv_heads head_dim")
     )
     return by_device(rows_BTC)

@@ -20,16 +20,16 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int32
 
-from lmlib.models.context import Context
+from lmlib.models.forward_context import ForwardContext
 from lmlib.models.pipeline.schedule import Schedule, Work, schedule_of
-from lmlib.models.scan import Given, Repeated, counted, reshaped, run
+from lmlib.models.scan import LayerOutputs, StackedLayers, counted, reshaped, run
 from lmlib.parallel.axes import Weight, map_weights
-from lmlib.parallel.collectives import all_gather, on_each_device, passed_on
-from lmlib.parallel.layout import along, partition, stored
+from lmlib.parallel.collectives import all_gather, ring_shift, shard_map
+from lmlib.parallel.layout import mesh_axes_for, partition, storage_spec
 from lmlib.parallel.stages import each_stage
 
 
-def in_chunks(repeated: Repeated, repeats: int, schedule: Schedule) -> Repeated:
+def split_into_chunks(repeated: StackedLayers, repeats: int, schedule: Schedule) -> StackedLayers:
     """Splits stacked layers (R, …) into the chunks of each stage, (P, K, V, …).
 
     If each stage has one chunk, and all the same number of layers, nothing moves. Otherwise weights
@@ -40,11 +40,11 @@ def in_chunks(repeated: Repeated, repeats: int, schedule: Schedule) -> Repeated:
     each = -(-repeats // (stages * rounds))
 
     def chunk(weight: Weight, w_R: Array) -> Array:
-        of_stages = stored(weight, (stages, *w_R.shape[1:]), mesh).partitions
+        of_stages = storage_spec(weight, (stages, *w_R.shape[1:]), mesh).partitions
         layout = PartitionSpec(of_stages[0], None, None, *of_stages[1:])
         if (rounds, repeats) == (1, stages * each):
             return jnp.reshape(w_R, (stages, each, 1, *w_R.shape[1:]), out_sharding=layout)
-        whole_R = jax.sharding.reshard(w_R, stored(weight.unstaged, w_R.shape, mesh))
+        whole_R = jax.sharding.reshard(w_R, storage_spec(weight.unstaged, w_R.shape, mesh))
         return jax.sharding.reshard(cut(whole_R), layout)
 
     def cut(x_R: Array) -> Array:
@@ -53,15 +53,15 @@ def in_chunks(repeated: Repeated, repeats: int, schedule: Schedule) -> Repeated:
         return jnp.moveaxis(reshaped(x_R, 1, (rounds, stages, each)), 0, 2)
 
     def chunk_alike(x_R: Array) -> Array:
-        return jax.sharding.reshard(cut(x_R), partition("stage"))
+        return jax.sharding.reshard(cut(x_R), partition("stages"))
 
     counts = None
     if repeats < stages * rounds * each:
         numbers_VPK = np.arange(stages * rounds * each).reshape(rounds, stages, each)
         counts = jax.sharding.reshard(
-            jnp.asarray(np.moveaxis(numbers_VPK < repeats, 0, 2)), partition("stage")
+            jnp.asarray(np.moveaxis(numbers_VPK < repeats, 0, 2)), partition("stages")
         )
-    return Repeated(
+    return StackedLayers(
         map_weights(chunk, repeated.layers),
         jax.tree.map(chunk_alike, repeated.keys),
         repeated.caches,
@@ -69,7 +69,7 @@ def in_chunks(repeated: Repeated, repeats: int, schedule: Schedule) -> Repeated:
     )
 
 
-def brought(
+def to_microbatches(
     x_BSE: Float[Array, "b s embed"], groups: int, residual: str
 ) -> Float[Array, "p g w s embed"]:
     """Arranges the batch as waiting microbatches; nothing is sent."""
@@ -77,37 +77,39 @@ def brought(
     def local(x_BSE: Array) -> Array:
         return jnp.reshape(x_BSE, (1, groups, -1, *x_BSE.shape[1:]))
 
-    return on_each_device(local, (partition(residual),), partition(_waiting(residual)))(x_BSE)
+    return shard_map(local, (partition(residual),), partition(_waiting(residual)))(x_BSE)
 
 
-def taken_home(x_PGWSE: Float[Array, "p g w s embed"], residual: str) -> Float[Array, "b s embed"]:
-    """The inverse of `brought`."""
+def from_microbatches(
+    x_PGWSE: Float[Array, "p g w s embed"], residual: str
+) -> Float[Array, "b s embed"]:
+    """The inverse of `to_microbatches`."""
 
     def local(x_PGWSE: Array) -> Array:
         return jnp.reshape(x_PGWSE, (-1, *x_PGWSE.shape[3:]))
 
-    return on_each_device(local, (partition(_waiting(residual)),), partition(residual))(x_PGWSE)
+    return shard_map(local, (partition(_waiting(residual)),), partition(residual))(x_PGWSE)
 
 
-def everywhere(x_BS: Array, groups: int) -> Array:
+def gather_over_stages(x_BS: Array, groups: int) -> Array:
     """Gathers values of each token on all stages, by microbatches (M, W, S) (an all-gather)."""
 
     def local(x_BS: Array) -> Array:
         x_GWS = jnp.reshape(x_BS, (groups, 1, -1, x_BS.shape[1]))
-        x_GPWS = all_gather(x_GWS, along("stage"), 1)
+        x_GPWS = all_gather(x_GWS, mesh_axes_for("stages"), 1)
         return jnp.reshape(x_GPWS, (-1, *x_GPWS.shape[2:]))
 
-    return on_each_device(
+    return shard_map(
         local, (partition("batch seq"),), partition((None, "stage_batch", "seq")), tracked=False
     )(x_BS)
 
 
-def next_of(waiting_PGWSE: Array, group: Int32[Array, ""]) -> Array:
+def waiting_in_group(waiting_PGWSE: Array, group: Int32[Array, ""]) -> Array:
     """The waiting microbatches of a group, (P, W, S, E); the first stage's is next."""
     return jax.lax.dynamic_index_in_dim(waiting_PGWSE, group, 1, keepdims=False)
 
 
-def moved_up(
+def shift_waiting(
     waiting_PGWSE: Array,
     group: Int32[Array, ""],
     residual: str,
@@ -121,7 +123,7 @@ def moved_up(
     """
 
     def moved(x_PGWSE: Array) -> Array:
-        x_PWSE = _passed_on(next_of(x_PGWSE, group), residual, -1)
+        x_PWSE = _passed_on(waiting_in_group(x_PGWSE, group), residual, -1)
         if ended is not None:
             x_PWSE = each_stage(jnp.where)(*ended, x_PWSE)
         return jax.lax.dynamic_update_index_in_dim(x_PGWSE, x_PWSE, group, 1)
@@ -131,8 +133,10 @@ def moved_up(
 
 def _passed_on(x_PWSE: Array, residual: str, stages: int) -> Array:
     """Sends each stage's microbatch `stages` stages further, in a ring (a ppermute)."""
-    layout = partition(("stage", *_in_stages(residual)))
-    return on_each_device(lambda x: passed_on(x, along("stage"), stages), (layout,), layout)(x_PWSE)
+    layout = partition(("stages", *_in_stages(residual)))
+    return shard_map(lambda x: ring_shift(x, mesh_axes_for("stages"), stages), (layout,), layout)(
+        x_PWSE
+    )
 
 
 def _in_stages(residual: str) -> tuple[str, ...]:
@@ -140,20 +144,20 @@ def _in_stages(residual: str) -> tuple[str, ...]:
 
 
 def _waiting(residual: str) -> tuple[str | None, ...]:
-    return ("stage", None, *_in_stages(residual))
+    return ("stages", None, *_in_stages(residual))
 
 
 _OF_TOKENS = ("positions_BS", "segment_ids_BS", "counts_BS")
 
 
 def run_in_stages(
-    context: Context,
-    computed: Callable[[Context], dict[Hashable, Any]],
+    context: ForwardContext,
+    computed: Callable[[ForwardContext], dict[Hashable, Any]],
     x_BSE: Float[Array, "b s embed"],
-    repeated: Repeated,
+    repeated: StackedLayers,
     repeats: int,
     names: Sequence[str],
-) -> tuple[Float[Array, "b s embed"], tuple[Given, ...]]:
+) -> tuple[Float[Array, "b s embed"], tuple[LayerOutputs, ...]]:
     """`lmlib.models.scan.run` with layers split over the stages; at most as many as repetitions.
 
     Shared values in `context` are integers, for which every stage keeps all rows, or activations,
@@ -161,17 +165,17 @@ def run_in_stages(
     """
     residual = context.compute.residual
     schedule = schedule_of(len(x_BSE), context.compute, jax.sharding.get_abstract_mesh())
-    chunks = in_chunks(repeated, repeats, schedule)
+    chunks = split_into_chunks(repeated, repeats, schedule)
     of_tokens = {
-        name: everywhere(x_BS, schedule.groups)
+        name: gather_over_stages(x_BS, schedule.groups)
         for name in _OF_TOKENS
         if (x_BS := getattr(context, name)) is not None
     }
 
     activations, integers = _parted(context.shared)
-    integers = jax.tree.map(lambda x_BS: everywhere(x_BS, schedule.groups), integers)
+    integers = jax.tree.map(lambda x_BS: gather_over_stages(x_BS, schedule.groups), integers)
 
-    def stage(entering: Any, at: Any, chunks: Repeated, work: Work) -> tuple[Any, Any]:
+    def stage(entering: Any, at: Any, chunks: StackedLayers, work: Work) -> tuple[Any, Any]:
         x_WSE, moved = jax.tree.map(functools.partial(jnp.where, work.begins), entering, at)
         of_own: dict[str, Any] = {
             name: _at(x_MWS, work.microbatch) for name, x_MWS in of_tokens.items()
@@ -187,7 +191,7 @@ def run_in_stages(
         length = jax.tree.leaves(chunk.layers)[0].shape[0]
         with jax.named_scope("layers"):
             y_WSE, given = run(own, x_WSE, chunk, length, names, of_round(work.round))
-        return (y_WSE, moved), tuple(counted(each.reports, work.counts) for each in given)
+        return (y_WSE, moved), tuple(counted(each.aux, work.counts) for each in given)
 
     fold = jax.vmap(jax.random.fold_in, (0, None))
 
@@ -196,22 +200,24 @@ def run_in_stages(
 
     def slot(carry: Any, moment: tuple[Work, Array, Array]) -> tuple[Any, Any]:
         (waiting, at), (work, begins, ends) = carry, moment
-        entering = jax.tree.map(lambda each: next_of(each, begins), waiting)
-        waiting = jax.tree.map(lambda each: moved_up(each, begins, residual), waiting)
-        made, reports = each_stage(stage)(entering, at, chunks, work)
-        x_waiting = moved_up(waiting[0], ends, residual, (work.ends, made[0]))
+        entering = jax.tree.map(lambda each: waiting_in_group(each, begins), waiting)
+        waiting = jax.tree.map(lambda each: shift_waiting(each, begins, residual), waiting)
+        made, aux = each_stage(stage)(entering, at, chunks, work)
+        x_waiting = shift_waiting(waiting[0], ends, residual, (work.ends, made[0]))
         made = jax.tree.map(lambda each: _passed_on(each, residual, 1), made)
-        return ((x_waiting, waiting[1]), made), reports
+        return ((x_waiting, waiting[1]), made), aux
 
     waiting = jax.tree.map(
-        lambda each: brought(each, schedule.groups, residual), (x_BSE, activations)
+        lambda each: to_microbatches(each, schedule.groups, residual), (x_BSE, activations)
     )
     # A stage without its first microbatch computes one that waits there; the result does not count.
-    at = jax.tree.map(lambda each: next_of(each, jnp.int32(0)), waiting)
+    at = jax.tree.map(lambda each: waiting_in_group(each, jnp.int32(0)), waiting)
     with jax.named_scope("slots"):
         (waiting, _), reports_TPK = jax.lax.scan(slot, (waiting, at), _moments(schedule))
-    reports = jax.tree.map(lambda each: _by_layer(each, schedule, repeats), reports_TPK)
-    return taken_home(waiting[0], residual), tuple(Given(each, None, None) for each in reports)
+    aux = jax.tree.map(lambda each: _by_layer(each, schedule, repeats), reports_TPK)
+    return from_microbatches(waiting[0], residual), tuple(
+        LayerOutputs(each, None, None) for each in aux
+    )
 
 
 def _parted(shared: Mapping[Hashable, Any]) -> tuple[dict[Hashable, Any], dict[Hashable, Any]]:
@@ -230,7 +236,7 @@ def _moments(schedule: Schedule) -> tuple[Work, Array, Array]:
         return jnp.asarray(x, x.dtype if x.dtype == bool else jnp.int32)
 
     def laid_out(x_TP: np.ndarray) -> Array:
-        return jax.sharding.reshard(array(x_TP), partition((None, "stage")))
+        return jax.sharding.reshard(array(x_TP), partition((None, "stages")))
 
     work = jax.tree.map(laid_out, schedule.work())
     return work, array(schedule.begins()), array(schedule.ends())
@@ -239,7 +245,7 @@ def _moments(schedule: Schedule) -> tuple[Work, Array, Array]:
 def _at(x: Array, index: Int32[Array, ""]) -> Array:
     """`x[index]`, for an axis that is whole."""
     places = jax.typeof(x).sharding.spec.partitions
-    taken = on_each_device(
+    taken = shard_map(
         lambda x, index: jax.lax.dynamic_index_in_dim(x, index, keepdims=False),
         (PartitionSpec(*places), PartitionSpec()),
         PartitionSpec(*places[1:]),

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from lmlib.compute import Compute
-from lmlib.parallel.layout import COMPUTE, pieces
+from lmlib.parallel.layout import COMPUTE, num_shards
 from lmlib.parallel.mesh_axes import STAGE
 
 
@@ -83,5 +83,5 @@ class Schedule(NamedTuple):
 
 def schedule_of(rows: int, compute: Compute, mesh: Mesh | AbstractMesh) -> Schedule:
     """Returns the schedule for `rows` rows of an optimizer microbatch on `mesh`."""
-    of_all_devices = compute.pipeline_rows * pieces(COMPUTE["batch"], mesh)
+    of_all_devices = compute.pipeline_rows * num_shards(COMPUTE["batch"], mesh)
     return Schedule(mesh.shape[STAGE], rows // of_all_devices, compute.pipeline_rounds)

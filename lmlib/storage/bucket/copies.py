@@ -24,12 +24,12 @@ from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from lmlib.storage.atomic_file import write_atomically
 from lmlib.storage.bucket.failures import BucketError
 from lmlib.storage.bucket.store import REQUESTS, BucketStore
 from lmlib.storage.bucket.url import BucketUrl
 from lmlib.storage.local_folder import MADE, READ, WRITTEN, copies_folder, in_bucket, shown
 from lmlib.storage.stored_json import parse_json
-from lmlib.storage.whole_file import write_whole
 
 LEASE = "lease/owner.json"  # the writing process, and the start whose files are valid
 START_FILES = "files"  # folder of the small files of a run
@@ -119,7 +119,7 @@ def fetch(url: BucketUrl, copy: Path, start: str | None) -> set[str] | None:
     def bring(name: str) -> None:
         file = copy / name
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(file, put_together(store, objects[name]))
+        write_atomically(file, put_together(store, objects[name]))
 
     with ThreadPoolExecutor(REQUESTS) as threads:
         try:

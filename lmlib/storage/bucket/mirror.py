@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+from lmlib.storage.atomic_file import UNFINISHED
 from lmlib.storage.bucket.copies import PARTS
 from lmlib.storage.bucket.store import REQUESTS, BucketStore
-from lmlib.storage.whole_file import UNFINISHED
 
 SECONDS = 10.0  # between checks of the copy
 _LINES = ".jsonl"  # suffix of files whose last line may still change

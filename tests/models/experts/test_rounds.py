@@ -11,9 +11,9 @@ from laid_out import laid_out
 from sentinels import sentinels
 
 from lmlib.models.experts.mlps import GatedExperts
-from lmlib.models.experts.rounds import Settings, mixed
+from lmlib.models.experts.rounds import Settings, mix_experts
 from lmlib.parallel.gathering import gather
-from lmlib.parallel.layout import reshard, sharding, share
+from lmlib.parallel.layout import replicate_for_tp, reshard, sharding
 from lmlib.parallel.mesh import make_mesh
 
 pytestmark = pytest.mark.several_devices
@@ -86,9 +86,9 @@ def program(mesh_name, dispatch, room, sequence_parallel):
     residual = "batch seq_parallel embed" if sequence_parallel else "batch seq embed"
 
     def forward(experts, x_BSE, shares_BSK, choices_BSK):
-        experts, x_BSE = gather(experts, "float64"), share(x_BSE, "batch seq embed")
+        experts, x_BSE = gather(experts, "float64"), replicate_for_tp(x_BSE, "batch seq embed")
         settings = Settings(X, dispatch, room, residual)
-        return mixed(settings, experts, x_BSE, choices_BSK, shares_BSK)
+        return mix_experts(settings, experts, x_BSE, choices_BSK, shares_BSK)
 
     def run(experts, x_BSE, shares_BSK, choices_BSK, dy_BSE):
         y_BSE, back, computed_BS = jax.vjp(

@@ -11,13 +11,13 @@ import pytest
 from numpy.testing import assert_allclose
 
 from lmlib import Compute
-from lmlib.models.context import whole_rows
 from lmlib.models.experts.router import Router
 from lmlib.models.families.experts.gpt_oss import gpt_oss
 from lmlib.models.families.experts.mixtral import mixtral
+from lmlib.models.forward_context import single_document_context
 
 B, S, E, X = 2, 5, 6, 8
-CONTEXT = whole_rows(jnp.zeros((B, S), jnp.int32), Compute(dtype="float32"))
+CONTEXT = single_document_context(jnp.zeros((B, S), jnp.int32), Compute(dtype="float32"))
 X_BSE = np.random.default_rng(0).normal(size=(B, S, E)).astype(np.float32)
 
 
@@ -123,7 +123,7 @@ def test_corrections_grow_for_experts_that_had_few():
 def test_what_is_reported_counts_only_what_counts():
     counts = np.array([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]], bool)
     _, routing, z = routed(counts=jnp.asarray(counts))
-    p, reports = softmax(z), routing.reports
+    p, aux = softmax(z), routing.aux
     chosen = np.any(np.asarray(routing.choices_BSK)[..., None] == np.arange(X), axis=-2)
     balance = 0.0
     for row in range(B):
@@ -131,17 +131,17 @@ def test_what_is_reported_counts_only_what_counts():
         balance += (X * load * p[row][counts[row]]).sum()
     log_sum = np.log(np.exp(z).sum(-1))
     entropy = -(p * np.log(p)).sum(-1)
-    assert_allclose(reports.losses["router_balance"], balance, rtol=1e-5)
-    assert_allclose(reports.losses["router_z"], (log_sum[counts] ** 2).sum(), rtol=1e-5)
-    assert_allclose(reports.statistics["router_entropy"], entropy[counts].sum(), rtol=1e-5)
-    np.testing.assert_array_equal(reports.tallies, chosen[counts].sum(0))
+    assert_allclose(aux.losses["router_balance"], balance, rtol=1e-5)
+    assert_allclose(aux.losses["router_z"], (log_sum[counts] ** 2).sum(), rtol=1e-5)
+    assert_allclose(aux.statistics["router_entropy"], entropy[counts].sum(), rtol=1e-5)
+    np.testing.assert_array_equal(aux.tallies, chosen[counts].sum(0))
 
 
 def test_the_balance_of_the_batch_before_is_one_where_all_get_the_same():
     router, routing, z = routed(balance="batch")
-    assert_allclose(routing.reports.losses["router_balance"], B * S, rtol=1e-5)
+    assert_allclose(routing.aux.losses["router_balance"], B * S, rtol=1e-5)
     router = eqx.tree_at(lambda r: r.load, router, jnp.zeros(X).at[2].set(1.0))
-    found = router(jnp.asarray(X_BSE), CONTEXT).reports.losses["router_balance"]
+    found = router(jnp.asarray(X_BSE), CONTEXT).aux.losses["router_balance"]
     assert_allclose(found, (X * softmax(z)[..., 2]).sum(), rtol=1e-5)
 
 

@@ -82,7 +82,7 @@ def test_the_balance_of_a_row_is_that_of_the_whole_row_where_devices_share_it(tm
     objective = NextToken(model_losses={"router_balance": 1.0})
     run_of = functools.partial(experiment, model, objective=objective)
     on_one = run_of({})
-    compute = Compute(dtype="float32", dispatch="exchange", context="ring")
+    compute = Compute(dtype="float32", dispatch="exchange", context_method="ring")
     run = run_of({"expert": 2, "context": 2, "tensor": 2}, compute, microbatches=2)
     check_outsider(run, on_one, tmp_path, rtol=1e-4)
 

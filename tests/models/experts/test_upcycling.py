@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from laid_out import laid_out
 
-from lmlib import Compute, whole_rows
+from lmlib import Compute, single_document_context
 from lmlib.adapters.lora import with_adapters
 from lmlib.models.experts.upcycling import upcycle, upcycled
 from lmlib.models.families.experts.mixtral import mixtral
@@ -26,7 +26,7 @@ TOKENS_BS = jax.random.randint(jax.random.key(1), (2, 40), 0, 61)
 
 
 def logits(model, dtype):
-    context = whole_rows(TOKENS_BS, Compute(dtype=dtype))
+    context = single_document_context(TOKENS_BS, Compute(dtype=dtype))
     return np.asarray(jax.jit(lambda model: model(TOKENS_BS, context))(model), np.float32)
 
 

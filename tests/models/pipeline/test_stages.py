@@ -17,13 +17,13 @@ from lmlib import Compute, NextToken
 from lmlib.checkpoint import Checkpoints
 from lmlib.data.batch import place
 from lmlib.losses.next_token import batch_loss
-from lmlib.models.context import whole_rows
 from lmlib.models.experts.mixture import Mixture
 from lmlib.models.experts.router import Router
 from lmlib.models.families.gemma import gemma2
 from lmlib.models.families.llama import llama
 from lmlib.models.families.speedrun import speedrun
-from lmlib.models.part import NO_REPORTS, Part
+from lmlib.models.forward_context import single_document_context
+from lmlib.models.part import NO_AUX, Part
 from lmlib.models.pipeline.schedule import schedule_of
 from lmlib.models.stack import Segment, Stack
 from lmlib.models.weights import initial_values, ones, weight
@@ -65,7 +65,7 @@ MODELS = {
         feed_forward=functools.partial(Mixture, experts=4, top=2, shared_mlp=16),
     ),
 }  # fmt: skip
-WAYS = {
+CONTEXT_METHODS = {
     "": FLOAT32,
     "2 rounds": Compute(dtype="float32", pipeline_rounds=2),
     "3 rounds, unrolled": Compute(dtype="float32", pipeline_rounds=3, unroll=2),
@@ -112,8 +112,8 @@ def loss_and_gradients(mesh, model, way):
     mesh = make_mesh(**({} if mesh is None else MESHES[mesh]))
 
     def mean(model, batch):
-        sums, _ = batch_loss(model, batch, WAYS[way])
-        return sums.minimised / batch.loss_mask.sum()
+        sums, _ = batch_loss(model, batch, CONTEXT_METHODS[way])
+        return sums.loss_sum / batch.loss_mask.sum()
 
     model, batch = laid_out(weights(model), mesh), SOURCE.batch(0)
     with jax.set_mesh(mesh):
@@ -143,7 +143,7 @@ class Dropping(Part):
         self.scale = initial_values(self, "scale", key, embed=8)
 
     def __call__(self, x_BSE, context, cache=None):
-        return x_BSE + context.dropped(jnp.ones_like(x_BSE), "own"), NO_REPORTS, cache
+        return x_BSE + context.dropped(jnp.ones_like(x_BSE), "own"), NO_AUX, cache
 
 
 def test_every_microbatch_of_a_pipeline_drops_others():
@@ -153,7 +153,7 @@ def test_every_microbatch_of_a_pipeline_drops_others():
         tokens_BS = jax.device_put(np.zeros((rows, 4), np.int32), sharding("batch seq", mesh))
         x_BSE = jnp.zeros((rows, 4, 8), out_sharding=spec("batch seq embed"))
         context = dataclasses.replace(
-            whole_rows(tokens_BS, FLOAT32), key=jax.random.key(1), dropout=0.5
+            single_document_context(tokens_BS, FLOAT32), key=jax.random.key(1), dropout=0.5
         )
         assert schedule_of(rows, FLOAT32, mesh).microbatches == rows
         found = jax.jit(lambda x_BSE: stack(x_BSE, context).x_BSE)(x_BSE)
@@ -184,13 +184,13 @@ def test_what_layers_report_is_that_of_one_device(sizes, way):
     """What a stage computes before its first rows and after its last counts nowhere."""
 
     def reported(mesh, way):
-        def reports(model, batch):
-            return batch_loss(model, batch, WAYS[way])[0].model
+        def aux(model, batch):
+            return batch_loss(model, batch, CONTEXT_METHODS[way])[0].model
 
         model = laid_out(weights("experts"), mesh)
         with jax.set_mesh(mesh):
             rows = place(SOURCE, 0, sharding("batch seq", mesh))
-            return jax.tree.leaves(jax.device_get(jax.jit(reports)(model, rows)))
+            return jax.tree.leaves(jax.device_get(jax.jit(aux)(model, rows)))
 
     found = reported(make_mesh(**sizes), way)
     expected = reported(make_mesh(), "")
@@ -215,7 +215,7 @@ def test_a_run_with_state_without_gradient_trains_and_resumes(mesh, microbatches
         experiment, router_is_corrected(),
         objective=NextToken(model_losses={"router_z": 1e-2, "router_balance": 1e-1}),
     )  # fmt: skip
-    run = run_of(mesh, WAYS[way], microbatches=microbatches)
+    run = run_of(mesh, CONTEXT_METHODS[way], microbatches=microbatches)
     _, state = check_outsider(run, run_of({}), tmp_path, rtol=1e-4)
     assert all(np.any(each) for each in jax.tree.leaves(jax.device_get(state.buffers)))
 
@@ -257,7 +257,7 @@ def test_no_copy_of_the_weights_is_kept_for_each_microbatch():
     slots = schedule_of(SOURCE.batch_size, compute, mesh).slots
 
     def loss(model, batch):
-        return batch_loss(model, batch, compute)[0].minimised
+        return batch_loss(model, batch, compute)[0].loss_sum
 
     model = abstract_model(make, mesh)
     batch = abstract_batch(SOURCE.batch_size, SOURCE.sequence_length, mesh)

@@ -21,7 +21,7 @@ from runner import fit
 from runner.command_line.command import exit_code, tell
 from runner.command_line.exit_status import FAILED
 from runner.config import configs
-from runner.errors import ConfigError, in_words
+from runner.errors import ConfigError, error_text
 
 TINY = ("--fdl_config=experiments/llama_84m", "--fiddler=tiny")
 SMALL = ("model.layers=1", "model.embed=16", "model.mlp=16", "mesh.fsdp=1", "validation=None")
@@ -213,13 +213,13 @@ def test_what_jax_says_of_its_traceback_is_left_out():
     with pytest.raises(ValueError, match="heads must divide") as raised:
         jax.jit(refuse)(1.0)
     raised.value.add_note("and another note stays")
-    assert in_words(raised.value) == "heads must divide embed and another note stays"
+    assert error_text(raised.value) == "heads must divide embed and another note stays"
 
 
 def test_a_full_disk_is_told_with_what_it_lacks(tmp_path):
     error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), f"{tmp_path}/stacks")
     error.add_note("And a note.")
-    told = in_words(error)
+    told = error_text(error)
     assert told.startswith(f"cannot write {tmp_path}/stacks: the disk is full, ")
     assert told.endswith(" bytes are free: make room there (No space left on device) And a note.")
 

@@ -22,7 +22,7 @@ from lmlib.data.text import codec_of_bytes, codec_of_file
 from lmlib.generate import Generator, New, Sampling
 from lmlib.storage.stored_json import LARGEST
 from runner.errors import ConfigError
-from runner.inference.answer import STOP, Answer, Manner
+from runner.inference.answer import STOP, Answer, DecodingOptions
 from runner.inference.answer_file import SETTINGS, AnswerFile
 from runner.inference.prompts import Reader, digest_of, read_lines
 from runner.inference.terminal import Terminal
@@ -30,7 +30,7 @@ from runner.inference.terminal import Terminal
 BOS, EOS = 256, 257
 CODEC = codec_of_bytes(bos_id=BOS)
 READER = Reader("the model", 258, CODEC, ChatTemplate({"default": TEMPLATES["chatml"]}, TOKENS))
-MANNER = Manner(CODEC, (EOS,), (), 6, Sampling(), samples=1, seed=0)
+MANNER = DecodingOptions(CODEC, (EOS,), (), 6, Sampling(), samples=1, seed=0)
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runner.errors import ConfigError
-from runner.sweep.commands import check_through, command_of, through, write_script
+from runner.sweep.commands import check_launcher, command_of, launched, write_script
 from runner.sweep.folder import (
     LONGEST,
     Point,
@@ -211,17 +211,17 @@ def test_a_command_is_one_that_a_user_would_type(point):
 
 def test_a_template_takes_the_command_as_words_or_as_one(point):
     command = ["python", "-c", "print('it is')"]
-    assert through("env GPU={slot} {command}", command, point, 3) == ["env", "GPU=3", *command]
-    words = through("sh -c 'echo {name}; {command}'", command, point, 0)
+    assert launched("env GPU={slot} {command}", command, point, 3) == ["env", "GPU=3", *command]
+    words = launched("sh -c 'echo {name}; {command}'", command, point, 0)
     done = subprocess.run(words, capture_output=True, text=True, check=True)
     assert done.stdout == "x=1\nit is\n"
-    assert through("{command} > {workdir}", [], point, 0) == [">", str(point.workdir)]
+    assert launched("{command} > {workdir}", [], point, 0) == [">", str(point.workdir)]
 
 
 @pytest.mark.parametrize("template", ["srun", "", "sh -c 'unfinished {command}"])
 def test_a_template_without_a_command_is_refused(template):
-    with pytest.raises(ConfigError, match="--through="):
-        check_through(template)
+    with pytest.raises(ConfigError, match="--launcher="):
+        check_launcher(template)
 
 
 def test_each_task_of_an_array_runs_its_own_line(tmp_path, monkeypatch):

@@ -111,7 +111,10 @@ def test_a_point_that_fails_stops_no_other_and_is_listed_with_its_reason(tmp_pat
         (("--axis=optimizer.peak_rate=1",), "has no 'peak_rate'. Did you mean peak_lr?"),
         (("--axis=seed=0,x",), "expected an integer, got 'x'"),
         ((), "has no function sweep()"),
-        (("--axis=seed=0", "--halving=0.5", "--at_once=2"), "--halving compares points on the way"),
+        (
+            ("--axis=seed=0", "--halving=0.5", "--max_parallel=2"),
+            "--halving compares points on the way",
+        ),
         (("--axis=seed=0", "--submit"), "--submit"),
         (("--axis=seed=0", "--fdl.seed=1"), "sets what the sweep does"),
         (("--axis=seed=0", "word"), "unknown argument 'word'"),
@@ -154,7 +157,7 @@ def test_a_signal_stops_it_with_a_checkpoint_and_the_same_command_goes_on(tmp_pa
 
 @pytest.mark.slow
 def test_points_in_processes_of_their_own_go_side_by_side(tmp_path):
-    flags = ("--axis=microbatches=1,2,3", "--at_once=2", "--", "--step_seconds=300")
+    flags = ("--axis=microbatches=1,2,3", "--max_parallel=2", "--", "--step_seconds=300")
     done = sweep(tmp_path / "sweep", *flags)
     assert done.returncode == FAILED
     assert "microbatches=1 finished after" in done.stderr
@@ -168,7 +171,7 @@ def test_points_in_processes_of_their_own_go_side_by_side(tmp_path):
 def test_points_end_with_a_sweep_that_is_killed_also_below_a_shell(tmp_path):
     folder = tmp_path / "sweep"
     arguments = ("-m", "runner.sweep", *EXPERIMENT, "--fdl.steps=1_000_000", "--axis=seed=0,1")
-    flags = ("--at_once=2", "--through=sh -c '{command}; true'", f"--workdir={folder}")
+    flags = ("--max_parallel=2", "--launcher=sh -c '{command}; true'", f"--workdir={folder}")
     with (tmp_path / "output").open("w") as file:
         process = ForkedProcess(
             *arguments, *flags, stdout=file, stderr=file, environment=ENVIRONMENT

@@ -22,7 +22,7 @@ from lmlib.runs.goodput import NOT_RUNNING, Start, read_starts, total
 from runner.monitoring.goodput import GoodputLog
 from runner.monitoring.phases import Phase, Phases
 from runner.monitoring.progress import Progress
-from runner.monitoring.telling import Telling
+from runner.monitoring.progress_line import ProgressLine
 
 
 class Clock:
@@ -144,7 +144,7 @@ class Seen(io.StringIO):
 
 def told(live):
     stream = Seen(live)
-    with Telling(stream, seconds=1e-3) as tell:
+    with ProgressLine(stream, seconds=1e-3) as tell:
         tell("compiling the step")
         assert stream.enough.wait(timeout=60)
     return stream.getvalue()

@@ -54,7 +54,7 @@ WITH_A_THREAD = """
 import threading
 import fiddle as fdl
 import small_experiment
-from lmlib.experiment import Every
+from lmlib.experiment import PeriodicCallback
 
 class Starting:
     def __call__(self, now):

@@ -31,7 +31,7 @@ from runner import fit
 from runner.config import configs
 from runner.errors import ConfigError
 from runner.inference.loaded import Loaded
-from runner.inference.teaching import sequences_of, teach
+from runner.inference.teacher_logits import cache_teacher_logits, sequences_of
 
 LLAMA = Path(__file__).parents[2] / "hf" / "golden" / "llama"
 TWO_STEPS = ("compute.dtype=float32", "validation=None", "steps=2", "checkpoints.every=1")
@@ -180,7 +180,7 @@ def taught(data, teacher):
     folder = str(data.parent / "taught")
     ((stored_at, sequences),) = sequences_of(student(data, folder), batch_size=None).items()
     assert stored_at == folder
-    metadata = teach(teacher, sequences, folder, k=V)
+    metadata = cache_teacher_logits(teacher, sequences, folder, k=V)
     assert metadata == read_metadata(data.parent / "taught")
     assert metadata.teacher == "run@3" and metadata.sequences == sequences.seen
     return folder
@@ -239,9 +239,9 @@ def test_what_does_not_fit_is_refused(data, teacher, taught):
         sequences_of(student(data), None)
     sequences = sequences_of(student(data), None, "out")["out"]
     with pytest.raises(ValueError, match="knows 258 ids, but k is 259"):
-        teach(teacher, sequences, str(data.parent / "none"), k=259)
+        cache_teacher_logits(teacher, sequences, str(data.parent / "none"), k=259)
     with pytest.raises(FileExistsError, match="finished"):
-        teach(teacher, sequences, taught, k=V)
+        cache_teacher_logits(teacher, sequences, taught, k=V)
     mixed = student(data)
     mixed.data = fdl.Config(dict)
     with pytest.raises(ConfigError, match="data must be FlatTokens"):
@@ -258,10 +258,10 @@ def test_the_command_writes_what_a_student_reads(tmp_path):
     cfg.model = configs.load(str(run)).model
     configs.save(cfg, tmp_path / "student")
     flags = [f"--from={run}", f"--fdl_config={tmp_path / 'student'}"]
-    ended = run_forked("-m", "runner.teach", *flags, "--k=4")
+    ended = run_forked("-m", "runner.cache_teacher_logits", *flags, "--k=4")
     assert ended.returncode == 0, ended.stderr
     assert "lists 4 ids for each token" in ended.stdout
-    assert run_forked("-m", "runner.teach", *flags).returncode != 0  # it is finished
+    assert run_forked("-m", "runner.cache_teacher_logits", *flags).returncode != 0  # it is finished
     unit = "nats per token (0.3 · cross-entropy + 0.7 · divergence)"
     summary = fit(cfg, tmp_path / "learned").summary
     assert summary.validation["validation_loss"].unit == unit

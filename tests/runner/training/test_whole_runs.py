@@ -96,7 +96,7 @@ def test_a_finished_run_says_so_and_changes_nothing(undisturbed, capsys):
     [
         (("mesh.expert=2", "mesh.tensor=1"), {"fsdp": 4, "expert": 2}),
         (
-            ("mesh.context=2", "mesh.tensor=2", "compute.context=ring"),
+            ("mesh.context=2", "mesh.tensor=2", "compute.context_method=ring"),
             {"fsdp": 2, "context": 2, "tensor": 2},
         ),
     ],

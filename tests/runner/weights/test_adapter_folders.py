@@ -13,7 +13,7 @@ from adapter_runs import NO_BATCHES, write_adapter_run
 from forked_processes import run_forked
 from small_folder import assert_same_weights
 
-from lmlib import Compute, hf, whole_rows
+from lmlib import Compute, hf, single_document_context
 from lmlib.adapters.lora import lora, merged
 from lmlib.checkpoint import Checkpoints
 from lmlib.hf.tensor_files import read_header
@@ -134,7 +134,9 @@ def test_what_comes_in_goes_out(folder, tmp_path):
 def logits(model):
     ids, model = jnp.arange(300)[None] % 62, jax.tree.map(np.asarray, model)
     compute = Compute(dtype="float32")
-    return np.asarray(jax.jit(lambda model: model(ids, whole_rows(ids, compute)))(model))
+    return np.asarray(
+        jax.jit(lambda model: model(ids, single_document_context(ids, compute)))(model)
+    )
 
 
 @pytest.mark.slow

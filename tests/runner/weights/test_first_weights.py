@@ -22,8 +22,8 @@ from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.stored.metadata import TokenizerIdentity
 from lmlib.data.synthetic import Synthetic
 from lmlib.hf.families import described
-from lmlib.models.matrices.adapted import without_adapters
 from lmlib.models.matrices.int8 import in_int8
+from lmlib.models.matrices.lora import without_adapters
 from lmlib.optim.schedules import warmup_constant
 from lmlib.optim.trainable import adapters
 from lmlib.parallel.axes import map_weights
@@ -34,7 +34,7 @@ from runner import Options, convert, fit
 from runner.config import configs
 from runner.config.text import flattened
 from runner.errors import ConfigError
-from runner.weights.given import GivenWeights
+from runner.weights.initial_weights import InitialWeights
 from runner.weights.models import read_weights
 from runner.weights.target import LoadOptions, LoadTarget
 
@@ -75,7 +75,7 @@ def test_a_base_read_into_8_bits_is_the_whole_base_rounded_at_once():
     found, _ = read_weights(str(LLAMA), LoadTarget(recipe, mesh))
     whole = jax.tree.map(lambda x: x.astype("bfloat16"), hf.load(LLAMA))
     assert_same_weights(without_adapters(found), map_weights(in_int8, whole))
-    wanted = abstract_model(lambda: recipe.made, mesh)
+    wanted = abstract_model(lambda: recipe.abstract_model, mesh)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         assert one.dtype == other.dtype
         assert one.sharding.is_equivalent_to(other.sharding, one.ndim)
@@ -224,7 +224,7 @@ def first_weights(cfg):
 
 
 def reference_model(cfg):
-    return GivenWeights(fdl.build(cfg), LoadOptions()).reference_model()
+    return InitialWeights(fdl.build(cfg), LoadOptions()).reference_model()
 
 
 @pytest.mark.slow

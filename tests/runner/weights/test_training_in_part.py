@@ -14,7 +14,7 @@ from small_folder import assert_same_weights
 from lmlib import hf
 from lmlib.adapters.lora import lora, merged
 from lmlib.checkpoint.manifest import read_manifest
-from lmlib.models.matrices.adapted import without_adapters
+from lmlib.models.matrices.lora import without_adapters
 from lmlib.optim.trainable import Group, adapters
 from lmlib.parallel.mesh import make_mesh
 from runner import Options, convert, fit

@@ -65,18 +65,18 @@ _LAYER = (
     # Gates and ups of all experts are in one tensor, with alternating columns.
     Tensor(
         "mlp.experts.gate_up_proj",
-        {f"mlp.experts.{name}": ("expert", "embed", "mlp") for name in ("gate", "up")},
+        {f"mlp.experts.{name}": ("experts", "embed", "mlp") for name in ("gate", "up")},
         along=2,
         each="mlp",
     ),
     Tensor(
         "mlp.experts.gate_up_proj_bias",
-        {f"mlp.experts.{name}_bias": ("expert", "mlp") for name in ("gate", "up")},
+        {f"mlp.experts.{name}_bias": ("experts", "mlp") for name in ("gate", "up")},
         along=1,
         each="mlp",
     ),
-    Tensor("mlp.experts.down_proj", {"mlp.experts.down": ("expert", "mlp", "embed")}),
-    Tensor("mlp.experts.down_proj_bias", {"mlp.experts.down_bias": ("expert", "embed")}),
+    Tensor("mlp.experts.down_proj", {"mlp.experts.down": ("experts", "mlp", "embed")}),
+    Tensor("mlp.experts.down_proj_bias", {"mlp.experts.down_bias": ("experts", "embed")}),
 )
 _USUAL_WINDOW = 128
 _USUAL_ROPE = {

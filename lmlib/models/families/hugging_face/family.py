@@ -22,7 +22,7 @@ _ROPE = Rope()
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """A tensor in a folder, or one for each index of an axis: "experts.{expert}.w1.weight".
+    """A tensor in a folder, or one for each index of an axis: "experts.{experts}.w1.weight".
 
     Args:
       name: in the folder; in a layer, the part after the layer's prefix.

@@ -14,10 +14,10 @@ IN_CLASS = (
     Tensor("mlp.gate.weight", {"mlp.router.logits": ("choice", "embed")}),
     Tensor(
         "mlp.experts.gate_up_proj",
-        {f"mlp.experts.{name}": ("expert", "mlp", "embed") for name in ("gate", "up")},
+        {f"mlp.experts.{name}": ("experts", "mlp", "embed") for name in ("gate", "up")},
         along=1,
     ),
-    Tensor("mlp.experts.down_proj", {"mlp.experts.down": ("expert", "embed", "mlp")}),
+    Tensor("mlp.experts.down_proj", {"mlp.experts.down": ("experts", "embed", "mlp")}),
 )
 # These concern losses and noise in training, and further outputs.
 IGNORED = ("output_router_logits", "router_aux_loss_coef", "router_jitter_noise")
@@ -30,7 +30,7 @@ def tensors(
 
     `matrices` are the names of an expert's gate, up and down projections.
     """
-    gate, up, down = (f"{module}.experts.{{expert}}.{name}.weight" for name in matrices)
+    gate, up, down = (f"{module}.experts.{{experts}}.{name}.weight" for name in matrices)
     return (
         Tensor(f"{module}.gate.weight", {"mlp.router.logits": ("choice", "embed")}),
         Tensor(gate, {"mlp.experts.gate": ("mlp", "embed")}),

@@ -4,7 +4,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from lmlib.models.block import TwoParts
+from lmlib.models.block import BlockBase
 from lmlib.models.decoder import Decoder
 from lmlib.models.families.hugging_face.settings import Settings
 from lmlib.models.parts.attention import Attention
@@ -22,10 +22,10 @@ def a(kind: type[K], part: Any) -> K:
     return part
 
 
-def layers(model: Decoder) -> list[TwoParts]:
+def layers(model: Decoder) -> list[BlockBase]:
     """Returns the layers in order. Each layer's arrays contain all layers of its stack."""
     return [
-        a(TwoParts, layer)  # type: ignore[type-abstract]
+        a(BlockBase, layer)  # type: ignore[type-abstract]
         for pattern in a(Decoder, model).stack.patterns
         for _ in range(jax.tree.leaves(pattern)[0].shape[0])
         for layer in pattern

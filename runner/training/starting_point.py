@@ -22,11 +22,11 @@ from runner.training.run import Run
 from runner.weights.notes import WEIGHTS_ALONE, Fork, check_notes, check_same_model
 
 if TYPE_CHECKING:
-    from runner.weights.given import GivenWeights
+    from runner.weights.initial_weights import InitialWeights
 
 
 @dataclasses.dataclass(frozen=True)
-class Beginning:
+class StartingPoint:
     """The state of a run before its next step.
 
     Attributes:
@@ -59,7 +59,7 @@ class Beginning:
         return 1 if self.fork is None else self.fork.step + 1
 
 
-def begin(run: Run) -> Beginning:
+def find_start(run: Run) -> StartingPoint:
     """Restores, forks, warm-starts or initialises the state; changes nothing on disk.
 
     Enters the restore or initialisation phase of the run. Raises ConfigError if the run cannot
@@ -113,35 +113,35 @@ def begin(run: Run) -> Beginning:
         jax.block_until_ready(state)
     if name is not None:
         run.tell(f"beginning with the weights of {name}")
-    return Beginning(state, 0, 0, None, name)
+    return StartingPoint(state, 0, 0, None, name)
 
 
-def _given(run: Run, begins_with_them: bool) -> "GivenWeights | None":
+def _given(run: Run, begins_with_them: bool) -> "InitialWeights | None":
     """Returns a reader for existing weights that the run needs; `None` if it needs none."""
     experiment, options = run.experiment, run.options
     has_frozen = experiment.recipe.trained is not None
     if not (begins_with_them or has_frozen or experiment.objective.reference_model is not None):
         return None
     # Imported here because it loads every model family, which runs with new weights don't need.
-    from runner.weights.given import GivenWeights
+    from runner.weights.initial_weights import InitialWeights
     from runner.weights.target import LoadOptions
 
     load_options = LoadOptions(options.trusted, show=run.tell)
-    return GivenWeights(experiment, load_options, options.allowed_changes)
+    return InitialWeights(experiment, load_options, options.allowed_changes)
 
 
 def _go_on(
     run: Run,
     found: Restored,
     fork: Fork | None,
-    given: "GivenWeights | None",
+    given: "InitialWeights | None",
     init_from: str | None,
-) -> Beginning:
+) -> StartingPoint:
     """Returns the state of the checkpoint `found`, completed with weights that it lacks."""
     _check_data(run, found)
     _say(run, found, fork)
     notes = found.notes
-    return Beginning(
+    return StartingPoint(
         found.state if given is None else given.complete(found, init_from),
         found.step,
         notes["tokens"],
@@ -153,7 +153,7 @@ def _go_on(
     )
 
 
-def check_newest(beginning: Beginning, steps: Sequence[int], directory: Path) -> None:
+def check_newest(beginning: StartingPoint, steps: Sequence[int], directory: Path) -> None:
     """Checks that no other run has saved a checkpoint since `beginning` was read.
 
     Args:

@@ -1,6 +1,7 @@
 """Stores a teacher's likeliest token ids, so that students train without the teacher.
 
-    python -m runner.teach --from=TEACHER --fdl_config=experiments/NAME --fdl.data.teacher=FOLDER
+    python -m runner.cache_teacher_logits --from=TEACHER --fdl_config=experiments/NAME
+    --fdl.data.teacher=FOLDER
 
 --fdl_config, --fiddler and --fdl.x=… choose the student's experiment. The teacher reads its data
 and validation, each sequence of a split once, in stored order. The folders to write are in
@@ -47,7 +48,7 @@ if __name__ == "__main__":
 from lmlib.data.stored.teacher import USUAL_K, TeacherMetadata
 from lmlib.terminal.quantities import bytes_text
 from runner.inference.loaded import load
-from runner.inference.teaching import sequences_of, teach, unfinished
+from runner.inference.teacher_logits import cache_teacher_logits, sequences_of, unfinished
 from runner.jax_settings.devices import start_devices
 
 
@@ -64,7 +65,7 @@ def main(arguments: Sequence[str]) -> int:
     for out, data in (unfinished(wanted) or wanted).items():
         try:
             with user_errors(), chosen_sizes("give a smaller --batch_size"):
-                metadata = teach(loaded, data, out, _K.value or USUAL_K, show)
+                metadata = cache_teacher_logits(loaded, data, out, _K.value or USUAL_K, show)
         except KeyboardInterrupt:
             show("stopped; the same command goes on")
             return STOPPED

@@ -23,7 +23,7 @@ from lmlib.terminal.quantities import count_text, duration_text
 from runner.config.configs import training_data
 from runner.errors import ConfigError
 from runner.inference.loaded import Loaded
-from runner.monitoring.telling import now_and_then
+from runner.monitoring.progress_line import now_and_then
 
 
 def sequences_of(
@@ -75,7 +75,7 @@ def unfinished(folders: Mapping[str, FlatTokens]) -> dict[str, FlatTokens]:
     }
 
 
-def teach(
+def cache_teacher_logits(
     loaded: Loaded,
     data: FlatTokens,
     out: str,

@@ -9,9 +9,9 @@ from typing import Any
 
 import fiddle as fdl
 
+from lmlib.storage.atomic_file import write_atomically
 from lmlib.storage.local_folder import NO_HOME, cache_folder
 from lmlib.storage.stored_json import parse_json
-from lmlib.storage.whole_file import write_whole
 from runner.config.code import code_digest
 from runner.config.text import flattened
 
@@ -46,7 +46,7 @@ def write(key: str, content: dict[str, Any]) -> None:
     try:
         file = _file(key)
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(file, json.dumps(content))
+        write_atomically(file, json.dumps(content))
     except OSError as error:
         print(f"this plan is not kept for the next time: {error}", file=sys.stderr)
 

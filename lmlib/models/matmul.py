@@ -18,7 +18,7 @@ from lmlib.parallel.matrix import Matrix
 from lmlib.parallel.mesh_axes import names_of
 
 
-def product(
+def matmul(
     equation: str,
     x: Float[Array, "..."],
     w: Float[Array, "..."] | Matrix,
@@ -33,7 +33,7 @@ def product(
     """
     if isinstance(w, Matrix):
         return w.einsum(equation, x, precision, out_sharding)
-    return product_of_arrays(equation, _shared(equation, x, w), w, precision, out_sharding)
+    return matmul_of_arrays(equation, _shared(equation, x, w), w, precision, out_sharding)
 
 
 def _shared(equation: str, x: Array, w: Array) -> Array:
@@ -55,10 +55,10 @@ _TRAINS = ()  # an empty tree that marks a weight as trained
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3, 4))
-def product_of_arrays(
+def matmul_of_arrays(
     equation: str, x: Array, w: Array, precision: str | None, out_sharding: PartitionSpec | None
 ) -> Array:
-    """`product` for two arrays that already have matching layouts."""
+    """`matmul` for two arrays that already have matching layouts."""
     return _einsum(_in_order(equation), x, w, precision, out_sharding)
 
 
@@ -77,7 +77,7 @@ def _einsum(
 def _forward(
     equation: str, x: CustomVJPPrimal, w: CustomVJPPrimal, precision: str | None, layout: Any
 ) -> tuple[Array, tuple[Array, Array, tuple[()] | None]]:
-    y = product_of_arrays(equation, x.value, w.value, precision, layout)
+    y = matmul_of_arrays(equation, x.value, w.value, precision, layout)
     return y, (x.value, w.value, _TRAINS if w.perturbed else None)
 
 
@@ -99,7 +99,7 @@ def _backward(
     return dx, None if trains is None else _gradient_of_weight(x_axes, y_axes, w_axes, x, dy, w)
 
 
-product_of_arrays.defvjp(_forward, _backward, symbolic_zeros=True)
+matmul_of_arrays.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def _gradient_of_weight(

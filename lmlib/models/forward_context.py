@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32, PRNGKeyArray
 
 from lmlib.compute import Compute
-from lmlib.models.weights import fold
+from lmlib.models.weights import fold_in_name
 from lmlib.parallel.layout import spec
 
 # Keys of `Context.shared`. The model gives the tokens; the stack gives the residual stream that its
@@ -21,7 +21,7 @@ TOKENS, FIRST_RESIDUAL = "tokens", "first_residual"
 
 
 @dataclasses.dataclass(frozen=True)
-class Context:
+class ForwardContext:
     """The arguments of a call, except for the tokens. All layers get the same ones except `key`.
 
     Args:
@@ -64,21 +64,21 @@ class Context:
         if self.key is None:
             return x_BSE
         kept_share, layout = 1 - self.dropout, spec(self.compute.residual)
-        key = fold(self.key, name)
+        key = fold_in_name(self.key, name)
         kept_BSE = jax.random.bernoulli(key, kept_share, x_BSE.shape, out_sharding=layout)
         # The factor in bfloat16 would be off by up to 0.4 %, and so would the mean.
         wide_BSE = x_BSE.astype(jnp.promote_types(x_BSE.dtype, jnp.float32))
         return jnp.where(kept_BSE, wide_BSE / kept_share, 0).astype(x_BSE.dtype)
 
-    def sharing(self, values: Mapping[Hashable, Any]) -> "Context":
+    def sharing(self, values: Mapping[Hashable, Any]) -> "ForwardContext":
         """This context with `values` added to `shared`."""
         return dataclasses.replace(self, shared={**self.shared, **values})
 
 
-def whole_rows(tokens_BS: Int32[Array, "b s"], compute: Compute) -> Context:
+def single_document_context(tokens_BS: Int32[Array, "b s"], compute: Compute) -> ForwardContext:
     """Returns the context for rows that each hold one document, starting at position 0."""
     positions_BS = jnp.zeros_like(tokens_BS) + jnp.arange(tokens_BS.shape[1], dtype=jnp.int32)
-    return Context(positions_BS, None, compute)
+    return ForwardContext(positions_BS, None, compute)
 
 
 class LayerCall(NamedTuple):
@@ -87,7 +87,7 @@ class LayerCall(NamedTuple):
     layer: Any
     before: Float[Array, "b s embed"]
     after: Float[Array, "b s embed"]
-    context: Context
+    context: ForwardContext
 
 
 Observe = Callable[[LayerCall], Any]

@@ -17,7 +17,7 @@ UNFINISHED = ".unfinished"  # suffix of the file that is written first
 _NOT_KNOWN = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP}  # fsync of a folder, on some file systems
 
 
-def write_whole(
+def write_atomically(
     path: str | os.PathLike[str],
     content: bytes | str,
     check: Callable[[], None] = lambda: None,

@@ -16,18 +16,18 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from lmlib.models.product import product, product_of_arrays
-from lmlib.models.weights import Random, fold, zeros
+from lmlib.models.matmul import matmul, matmul_of_arrays
+from lmlib.models.weights import Random, fold_in_name, zeros
 from lmlib.parallel.axes import METADATA, Declaration, LayoutError, M, Weight
 from lmlib.parallel.layout import COMPUTE
 from lmlib.parallel.matrix import Matrix, dense
-from lmlib.parallel.mesh_axes import PARTS, names_of
+from lmlib.parallel.mesh_axes import TENSOR_AXES, names_of
 
 DOWN_RANK, UP_RANK = "down_rank", "up_rank"  # the rank's axis in `down` and in `up`
-EXPERT, CHOICE = "expert", "choice"  # axes of experts, and of their router
+EXPERTS, CHOICE = "experts", "choice"  # axes of experts, and of their router
 
 
-class Adapted(Matrix):
+class LoRAMatrix(Matrix):
     """base + scale · down · up (LoRA: Hu et al. 2021, arXiv:2106.09685, eq. 3).
 
     The base gets no gradient. `down` has the axes of `base` that products sum over, then the rank;
@@ -87,7 +87,7 @@ class Adapted(Matrix):
     def is_random(self) -> bool:
         return self.dropout > 0
 
-    def with_key(self, key: PRNGKeyArray) -> "Adapted":
+    def with_key(self, key: PRNGKeyArray) -> "LoRAMatrix":
         return dataclasses.replace(self, key=key)
 
     def gets_gradient(self) -> Any:
@@ -95,7 +95,7 @@ class Adapted(Matrix):
         every = jax.tree.map(lambda _: True, self)
         return eqx.tree_at(lambda one: one.base, every, replace=False)
 
-    def gathered(self, dtype: DTypeLike, after: Array | None) -> "Adapted":
+    def gathered(self, dtype: DTypeLike, after: Array | None) -> "LoRAMatrix":
         if not isinstance(self.base, Matrix):
             return self
         return dataclasses.replace(self, base=self.base.gathered(dtype, after))
@@ -103,7 +103,7 @@ class Adapted(Matrix):
     def einsum(
         self, equation: str, x: Array, precision: str | None, out_sharding: PartitionSpec | None
     ) -> Float[Array, "..."]:
-        y = product(equation, x, jax.lax.stop_gradient(self.base), precision, out_sharding)
+        y = matmul(equation, x, jax.lax.stop_gradient(self.base), precision, out_sharding)
         return y + _low_rank_product(equation, x, self, out_sharding)
 
     def apply(self, multiply: Callable[[Array, Array], Array], x: Array) -> Array:
@@ -150,7 +150,7 @@ def adapted(
     rank_stabilized: bool,
     dropout: float,
     key: PRNGKeyArray,
-) -> Adapted:
+) -> LoRAMatrix:
     """Adds new low-rank matrices to `base`, the array of `weight`.
 
     Raises LayoutError if products do not sum over its first axes after the axis of experts.
@@ -170,7 +170,7 @@ def adapted(
         "down": " ".join((*rows, DOWN_RANK)),
         "up": " ".join((*apart, UP_RANK, *kept)),
     }
-    empty = Adapted(
+    empty = LoRAMatrix(
         base, base, base, alpha, rank_stabilized, dropout, weight.declaration, names
     )  # fmt: skip
 
@@ -178,7 +178,7 @@ def adapted(
         initial = empty.low_rank(field == "down").initial
         every = sizes | {DOWN_RANK: rank, UP_RANK: rank}
         shape = (*lead, *(every[axis] for axis in names[field].split()))
-        return initial.make(fold(fold(key, weight.path), field), shape, every)
+        return initial.make(fold_in_name(fold_in_name(key, weight.path), field), shape, every)
 
     return dataclasses.replace(empty, down=made("down"), up=made("up"))
 
@@ -192,7 +192,7 @@ def can_be_adapted(weight: Weight) -> bool:
 
 def experts_axes(axes: Sequence[str]) -> tuple[str, ...]:
     """The axis of experts among the axes of one layer's weight, if it comes first."""
-    return (EXPERT,) if axes[0] == EXPERT else ()
+    return (EXPERTS,) if axes[0] == EXPERTS else ()
 
 
 def summed_axes(declaration: Declaration, axes: Sequence[str]) -> tuple[str, ...]:
@@ -202,11 +202,11 @@ def summed_axes(declaration: Declaration, axes: Sequence[str]) -> tuple[str, ...
 
 
 def is_adapted(node: Any) -> bool:
-    return isinstance(node, Adapted)
+    return isinstance(node, LoRAMatrix)
 
 
-def map_adapted(function: Callable[[str, Adapted], Any], tree: M) -> M:
-    """Replaces each `Adapted` in `tree` by `function(path, adapted)`."""
+def map_adapted(function: Callable[[str, LoRAMatrix], Any], tree: M) -> M:
+    """Replaces each `LoRAMatrix` in `tree` by `function(path, adapted)`."""
 
     def visit(keys: Any, node: Any) -> Any:
         if not is_adapted(node):
@@ -235,7 +235,7 @@ def has_adapters(tree: Any) -> bool:
 
 
 def _low_rank_product(
-    equation: str, x: Array, w: Adapted, out_sharding: PartitionSpec | None
+    equation: str, x: Array, w: LoRAMatrix, out_sharding: PartitionSpec | None
 ) -> Array:
     """scale · (x · down) · up.
 
@@ -252,22 +252,22 @@ def _low_rank_product(
     up = f"{lead}{rank},{apart}{rank}{kept}->{y_axes}"
     x, w_up = _dropped(x, w), w.up
     if jax.sharding.get_abstract_mesh().empty:
-        h = product_of_arrays(down, x, w.down, None, None)
+        h = matmul_of_arrays(down, x, w.down, None, None)
     elif jax.typeof(w.down).sharding.spec.partitions[-1] is not None:
-        h = product_of_arrays(down, x, w.down, None, None)
+        h = matmul_of_arrays(down, x, w.down, None, None)
         places = jax.typeof(h).sharding.spec.partitions
-        h = jax.sharding.reshard(h, PartitionSpec(*places[:-1], None, reduced={*PARTS}))
+        h = jax.sharding.reshard(h, PartitionSpec(*places[:-1], None, reduced={*TENSOR_AXES}))
     else:
         places = (jax.typeof(x).sharding.spec if out_sharding is None else out_sharding).partitions
-        h = product_of_arrays(down, x, w.down, None, PartitionSpec(*places[: len(lead)], None))
-        over = {name for place in places[: len(lead)] for name in names_of(place)} & {*PARTS}
+        h = matmul_of_arrays(down, x, w.down, None, PartitionSpec(*places[: len(lead)], None))
+        over = {name for place in places[: len(lead)] for name in names_of(place)} & {*TENSOR_AXES}
         if over:  # sequence-parallel: the gradient of `up` is summed over it
             layout = jax.typeof(w_up).sharding.spec
             w_up = jax.sharding.reshard(w_up, layout.update(reduced={*layout.reduced, *over}))
-    return w.scale * product_of_arrays(up, h, w_up, None, out_sharding)
+    return w.scale * matmul_of_arrays(up, h, w_up, None, out_sharding)
 
 
-def _dropped(x: Array, w: Adapted) -> Array:
+def _dropped(x: Array, w: LoRAMatrix) -> Array:
     """Applies dropout to the input of `down`, in training."""
     if w.key is None:
         return x

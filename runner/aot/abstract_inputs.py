@@ -21,7 +21,8 @@ _SIZES = ("batch_size", "sequence_length")
 def without_data(cfg: fdl.Config[Experiment]) -> fdl.Config[Experiment]:
     """Returns a copy of `cfg` with synthetic data of the same size and no validation.
 
-    A stored teacher that is not written yet gets the default number of ids of `runner.teach`.
+    A stored teacher that is not written yet gets the default number of ids of
+    `runner.cache_teacher_logits`.
 
     Raises:
       ConfigError: if the config lacks the batch size, the sequence length or the vocabulary.

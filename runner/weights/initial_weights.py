@@ -11,7 +11,7 @@ from lmlib.runs.settings import read_settings
 from lmlib.state import State
 from lmlib.storage.local_folder import shown
 from runner.config.references import FolderReference, resolve
-from runner.errors import ConfigError, in_words, user_errors
+from runner.errors import ConfigError, error_text, user_errors
 from runner.processes.agreement import agreed
 from runner.weights.models import SavedRun, frozen_weights, open_run, read_weights
 from runner.weights.notes import (
@@ -27,7 +27,7 @@ _NO_STATE = "holds no optimizer state: leave continue_optimizer out to begin wit
 
 
 @dataclasses.dataclass(frozen=True)
-class GivenWeights:
+class InitialWeights:
     """Reads the weights that `experiment` does not make itself.
 
     Its methods raise ConfigError if the weights do not exist or do not fit.
@@ -114,7 +114,7 @@ class GivenWeights:
                 state, notes = checkpoints.restore(run.step, target)
             except (ValueError, OSError) as error:
                 raise ConfigError(
-                    f"{run.name} cannot be forked: {in_words(error)}. Without continue_optimizer "
+                    f"{run.name} cannot be forked: {error_text(error)}. Without continue_optimizer "
                     "a run begins with its weights alone"
                 ) from error
         restored = Restored(run.step, state, notes, ())

@@ -48,7 +48,7 @@ REDRAW_SECONDS = 1.0  # time between redraws on a terminal
 LINE_SECONDS = 10.0  # time between lines elsewhere
 
 
-class Telling:
+class ProgressLine:
     """Writes each given line, followed by the elapsed time until the next line.
 
         with Telling() as tell:

@@ -7,7 +7,7 @@ from lmlib.experiment import Experiment
 from lmlib.experiment.stages import batches_of, spans_of
 from lmlib.optim.trainable import flops_per_token
 from lmlib.plan.cost import Cost, StageCost
-from runner.absent_hardware.stand_ins import without_data
+from runner.aot.abstract_inputs import without_data
 from runner.config.configs import later_stages
 
 
