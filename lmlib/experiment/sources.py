@@ -109,8 +109,8 @@ def _check_part(name: str, source: Source, objective: Objective, model: Any) -> 
         raise ValueError(
             f"{name} has {'no' if reads else 'a'} stored teacher, and {who} reads "
             f"{'one' if reads else 'none'}: set {name}.teacher to a folder of "
-            "python -m runner.cache_teacher_logits for lmlib.losses.Distillation(teacher=None), else "
-            "leave it out"
+            "python -m runner.cache_teacher_logits for lmlib.losses.Distillation(teacher=None), "
+            "else leave it out"
         )
     if isinstance(source, FlatTokens):
         _check_flat_tokens(name, source, model)

@@ -33,7 +33,7 @@ class ForwardContext:
         cache).
       counts_BS: the positions that count in the layers' reports; `None`: all.
       order: the order of tokens along the mesh axis `context`, one of `lmlib.row_order.ORDERS`.
-      observe: called in each layer, for `Trunk.observed`.
+      observe: called in each layer, for `TrunkOutput.observed`.
       shared: values of shape [b, s, ...] that layers share, by the keys that `Part.reads` lists.
     """
 
@@ -49,7 +49,7 @@ class ForwardContext:
     shared: Mapping[Hashable, Any] = dataclasses.field(default_factory=dict)
 
     def total(self, x_BS: Float[Array, "b s ..."]) -> Float[Array, "..."]:
-        """The float32 sum over the positions that count, for `Reports`."""
+        """The float32 sum over the positions that count, for `AuxOutputs`."""
         if self.counts_BS is not None:
             counts_BS = jnp.reshape(self.counts_BS, (*x_BS.shape[:2], *(1,) * (x_BS.ndim - 2)))
             x_BS = jnp.where(counts_BS, x_BS, 0)

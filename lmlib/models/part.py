@@ -64,8 +64,8 @@ class Part(eqx.Module):
     `context.compute.residual` names:
 
     - a mixer: `(x_BSE, context, cache=None) -> (y_BSE, new cache)`
-    - an MLP: `(x_BSE, context) -> (y_BSE, Reports)`
-    - a layer: `(x_BSE, context, cache=None) -> (residual stream, Reports, new cache)`
+    - an MLP: `(x_BSE, context) -> (y_BSE, AuxOutputs)`
+    - a layer: `(x_BSE, context, cache=None) -> (residual stream, AuxOutputs, new cache)`
 
     A class, not its subclasses, sets `rows_may_be_split = True` if it may run where devices share
     the tokens of a row (`lmlib.models.split_rows`).
@@ -176,8 +176,8 @@ def check_part(part: Any, *arguments: str) -> None:
         ) from None
     if not isinstance(part.names, ActivationNames) or str in map(type, part.names):
         raise ValueError(
-            f"{name}.names must be a lmlib.models.part.ActivationNames of two tuples of names, such "
-            f"as `ActivationNames(saved=('hidden',))`, got {part.names!r}"
+            f"{name}.names must be a lmlib.models.part.ActivationNames of two tuples of names, "
+            f"such as `ActivationNames(saved=('hidden',))`, got {part.names!r}"
         )
 
 

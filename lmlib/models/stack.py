@@ -163,7 +163,7 @@ class Stack(Part):
         return dict(zip(makers, made, strict=True))
 
     def updated(self, tallies: Any) -> "Stack":
-        """See `Part.updated`; `tallies` come from `Trunk.reports`."""
+        """See `Part.updated`; `tallies` come from `TrunkOutput.aux`."""
 
         def updated(layer: Part, tallies_R: Any) -> Part:
             if tallies_R is None:
