@@ -26,7 +26,8 @@ class BucketArray(StoredArray):
         digest = arguments[3]
         if digest is not None:
             folder = copies_folder() / "chunks"
-            self._cache = ChunkCache(folder, digest, self._are_sound, self.chunk_length)
+            itemsize = self._array.dtype.numpy_dtype.itemsize
+            self._cache = ChunkCache(folder, digest, self.chunk_length * itemsize)
 
     def files(self) -> dict[str, Any]:
         url = url_of(self.path)
@@ -44,24 +45,21 @@ class BucketArray(StoredArray):
         if self._cache is None or first == last:
             return super().coming(first, last)
         cache, chunk = self._cache, first // self.chunk_length
-        lengths = [
-            min(self.chunk_length, last - start) for start in range(first, last, self.chunk_length)
-        ]
         dtype = np.dtype(self._array.dtype.numpy_dtype).newbyteorder("<")
-        kept = cache.read(chunk, lengths, dtype)
-        if kept is not None:
-            return lambda: kept
+        size = (last - first) * dtype.itemsize
+        content = cache.read(chunk, size)
+        if len(content) == size:
+            kept = np.frombuffer(content, dtype)
+            if not len(self.wrong_chunks(chunk, kept)):
+                return lambda: kept
         arrived = super().coming(first, last)
 
         def arrived_and_kept() -> np.ndarray:
             values = arrived()
-            cache.keep(chunk, values)
+            cache.keep(chunk, np.ascontiguousarray(values, dtype).tobytes())
             return values
 
         return arrived_and_kept
-
-    def _are_sound(self, chunk: int, values: np.ndarray) -> bool:
-        return len(self.wrong_chunks(chunk, values)) == 0
 
     def _fail(self, what: str, error: Exception) -> NoReturn:
         if isinstance(error, BucketError):
