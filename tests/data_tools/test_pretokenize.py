@@ -11,6 +11,7 @@ import pytest
 from folder_contents import files_of
 from forked_processes import Ended, run_forked
 from own_texts import write_own_texts
+from refusals import refusals
 from sentinels import sentinels
 
 from data_tools import command_line as command_line_module
@@ -233,14 +234,7 @@ def test_shards_of_different_sources_do_not_meet(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    sentinels(
-        [
-            (["--shard=3/3"], "--shard=3/3 is not 'i/n' with i from 0 to n - 1"),
-            (["--shard=0/3", "--shards=2"], "--shard=0/3 and --shards=2 disagree"),
-            (["--max_tokens=inf"], "max_tokens=inf"),
-        ],
-        lambda mistake: len(mistake[0]) == 2,
-    ),
+    sentinels(refusals(__file__, "pretokenize"), lambda mistake: len(mistake[0]) == 2),
 )
 def test_mistakes_are_told_in_one_line(tmp_path: Path, arguments: list[str], message: str) -> None:
     (tmp_path / "a.txt").write_text("a")
