@@ -47,11 +47,9 @@ def test_the_parts_are_disjoint_and_whole(tmp_path: Path, lines: Files) -> None:
     assert 50 < len(validation) < 150
     again = Texts(reversed(TEXTS))
     make(again, tmp_path / "other order", "validation", part=Part(0.1, held_out=True))
-    assert documents(tmp_path / "other order", "validation") == validation_in_order(validation)
-
-
-def validation_in_order(validation: list[str]) -> list[str]:
-    return [text for text in reversed(TEXTS) if text in set(validation)]
+    assert documents(tmp_path / "other order", "validation") == [
+        text for text in reversed(TEXTS) if text in set(validation)
+    ]
 
 
 def test_the_parts_are_the_same_in_shards(tmp_path: Path, lines: Files) -> None:
@@ -84,9 +82,6 @@ def test_a_fraction_that_is_proposed_holds_out_something_and_not_most(documents:
     held_out = [text for text in texts if Part(fraction, held_out=True).has(text)]
     assert 0.01 * documents <= len(held_out) <= 0.5 * documents
     assert fraction <= 0.02 or documents < 1_000
-
-
-def test_a_single_text_cannot_be_parted() -> None:
     assert fraction_to_hold_out({hash_of("one document"): 12}) is None
 
 
@@ -126,10 +121,6 @@ def test_a_document_that_is_too_long_is_a_bad_row(
     rows = rows_of(row_source([str(tmp_path / "a.txt")], document_separator="--"))
     assert [row.text for row in rows] == ["one\n\nstory", "two", "ünï", None, "end"]
     assert "a.txt, byte 24 is longer than" in str(rows[3])
-
-
-def test_an_empty_separator_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("a")
     with pytest.raises(ValueError, match="separator is empty"):
         row_source([str(tmp_path / "a.txt")], document_separator="")
 

@@ -18,6 +18,7 @@ from data_tools import command_line as command_line_module
 from data_tools.command_line import ProgressLine
 from data_tools.pretokenize.report import next_command
 from data_tools.pretokenize.texts import pretokenize, pretokenize_shard
+from data_tools.rows.block import TextField
 from data_tools.rows.files import Files
 from data_tools.rows.source import Texts
 from data_tools.tokenizer import ByteTokenizer, JsonTokenizer
@@ -52,9 +53,17 @@ def test_documents_are_framed_and_counted(tmp_path: Path) -> None:
     assert metadata.gzip_bytes is None
 
 
-def test_gzip_baseline(tmp_path: Path) -> None:
-    metadata = pretokenize(TEXTS, ByteTokenizer(), tmp_path, "train", gzip_baseline=True)
-    assert metadata.gzip_bytes == sum(len(gzip.compress(text.encode(), 9)) for text in TEXTS)
+def test_max_tokens_ends_with_a_whole_document(tmp_path: Path) -> None:
+    settings = {"max_tokens": 8, "gzip_baseline": True}
+    metadata = pretokenize(TEXTS, ByteTokenizer(), tmp_path, "train", **settings)
+    assert (metadata.documents, metadata.tokens) == (2, 9)
+    assert metadata.gzip_bytes == sum(len(gzip.compress(text.encode(), 9)) for text in TEXTS[:2])
+    with pytest.raises(ValueError, match="max_tokens must be at least 1"):
+        pretokenize(TEXTS, ByteTokenizer(), tmp_path, "more", max_tokens=0)
+    (tmp_path / "lines.jsonl").write_text('{"text": "abc"}\n' * 100)
+    source, settings = Files([str(tmp_path / "lines.jsonl")]), {"shards": 4, "max_tokens": 100}
+    metadata = pretokenize(source, ByteTokenizer(), tmp_path / "out", "train", **settings)
+    assert [shard.tokens for shard in metadata.shards] == [25, 25, 25, 25]
 
 
 def test_the_tokenizer_is_kept(tmp_path: Path) -> None:
@@ -68,22 +77,6 @@ def test_the_tokenizer_is_kept(tmp_path: Path) -> None:
     source.tokenizer_path.write_text("{}")
     with pytest.raises(ValueError, match=r"tokenizer\.json has sha256"):
         FlatTokens(str(tmp_path), "train", 1, 4)
-
-
-def test_max_tokens_ends_with_a_whole_document(tmp_path: Path) -> None:
-    metadata = pretokenize(TEXTS, ByteTokenizer(), tmp_path, "train", max_tokens=8)
-    assert (metadata.documents, metadata.tokens) == (2, 9)
-    with pytest.raises(ValueError, match="max_tokens must be at least 1"):
-        pretokenize(TEXTS, ByteTokenizer(), tmp_path, "more", max_tokens=0)
-
-
-def test_max_tokens_is_shared_by_the_shards(tmp_path: Path) -> None:
-    (tmp_path / "lines.jsonl").write_text('{"text": "abc"}\n' * 100)
-    source = Files([str(tmp_path / "lines.jsonl")])
-    metadata = pretokenize(
-        source, ByteTokenizer(), tmp_path / "out", "train", shards=4, max_tokens=100
-    )
-    assert [shard.tokens for shard in metadata.shards] == [25, 25, 25, 25]
 
 
 def test_progress_counts_up(tmp_path: Path) -> None:
@@ -115,8 +108,15 @@ def test_a_line_shows_counts_speed_and_the_time_left(
 
 
 def test_a_bad_row_leaves_the_split_unfinished(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="document 1 holds a lone surrogate at character 4"):
-        pretokenize(["good", "bad \ud800"], ByteTokenizer(), tmp_path, "train")
+    """Settings may be corrected as long as nothing is written."""
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
+    other = Files([str(tmp_path / "a.jsonl")], field=TextField("body"))
+    for source, message in (
+        (other, "no column 'body'"),
+        (["good", "bad \ud800"], "document 1 holds a lone surrogate at character 4"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            pretokenize(source, ByteTokenizer(), tmp_path, "train")
     with pytest.raises(FileNotFoundError, match="unfinished"):
         read_split(tmp_path / "train")
     pretokenize(["good"], ByteTokenizer(), tmp_path, "train")
