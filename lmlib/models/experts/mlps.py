@@ -70,7 +70,7 @@ class GatedExperts(eqx.Module):
     ):
         self.gated, self.residual_scale = gated, residual_scale
         absent = () if bias else ("gate_bias", "up_bias", "down_bias")
-        fill(self, key, absent, embed=embed, mlp=mlp, expert=experts)
+        fill(self, key, absent, embed=embed, mlp=mlp, experts=experts)
 
     def products(
         self, rows_CE: Float[Array, "c embed"], sizes_X: Int32[Array, "x"]
