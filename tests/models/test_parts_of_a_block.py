@@ -201,25 +201,6 @@ def test_capped_logits():
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"kv_heads": 3}, "heads = 4 must be a multiple of kv_heads = 3"),
-        ({"window": 0}, "window must be at least 1 and below 2.31, or None, got 0"),
-    ],
-)
-def test_what_attention_cannot_be_is_refused(settings, message):
-    with pytest.raises(ValueError, match=message):
-        Attention(E, H, **{"kv_heads": K, "head_dim": D, **settings}, key=key)
-
-
-def test_rotary_settings_are_checked():
-    with pytest.raises(ValueError, match="head_dim must be even for rotary positions, got 7"):
-        Rotary(7)
-    with pytest.raises(ValueError, match=r"rope_theta must be positive, got 0\.0"):
-        Rotary(8, 0.0)
-
-
-@pytest.mark.parametrize(
     ("equation", "x_shape", "w_shape"),
     [
         ("bsf,fe->bse", (2, 16, 48), (48, 8)),

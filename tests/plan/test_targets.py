@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 from aot import needs_gpu_compiler, needs_tpu_compiler
+from refusals import refusals
 
 from lmlib.hardware.specifications import ACCELERATORS
 from lmlib.plan import targets
@@ -30,21 +31,7 @@ def test_a_name_is_read_and_written(text, accelerator, shape, slices, devices):
     assert str(target) == text
 
 
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
-        ("v5e", "write v5e:16x16"),
-        ("v5f:16x16", "accelerators: v4, v5e"),
-        ("v5e:0x16", "write v5e:16x16"),
-        ("v5e:16x16 ", "write v5e:16x16"),
-        ("v4:16x16", "v4 takes 3 numbers of chips, like v4:4x4x4"),
-        ("h100:2x4x8", "h100 takes 2 numbers of hosts x GPUs"),
-        ("cpu:16x16", "cpu takes 1 number of devices"),
-        ("v5e:3x4", "sizes above 1 must be even"),
-        ("v5e:32x16", "the largest slice of v5e has 256 chips"),
-        ("2xh100:8x8", "only TPUs have slices"),
-    ],
-)
+@pytest.mark.parametrize(("text", "told"), refusals(__file__, "targets"))
 def test_a_mistake_is_told(text, told):
     with pytest.raises(TargetError, match=told):
         parse(text)
