@@ -135,23 +135,14 @@ def test_layer_inputs_that_lie_whole_along_tensor_are_told():
     assert [told in str(each) for each in found] == [True, False]
 
 
-def test_what_is_always_kept_is_listed(planned):
-    target, report = planned
-    saved = {kept.name: kept.bytes_per_device for kept in report.memory.saved}
-    rows = ROWS * LENGTH * EMBED * 2 // target.device_count
-    assert saved["layer_input"] == LAYERS * rows
-    assert saved["head_input"] == rows
-
-
-def test_a_small_step_fits(planned):
+def test_a_small_step_fits_and_gathers_over_fsdp(planned):
     target, report = planned
     memory = report.memory
     assert memory.counted.arguments < memory.needed < 1e9
     assert memory.fits is (None if target.accelerator.platform == "cpu" else True)
-
-
-def test_it_gathers_over_fsdp(planned):
-    _, report = planned
+    saved = {kept.name: kept.bytes_per_device for kept in memory.saved}
+    rows = ROWS * LENGTH * EMBED * 2 // target.device_count
+    assert (saved["layer_input"], saved["head_input"]) == (LAYERS * rows, rows)
     axes = {one.mesh_axes for one in report.collectives if one.kind == "all-gather"}
     assert axes == {("fsdp",)}
 
@@ -216,6 +207,7 @@ def test_whether_it_fits_is_told_by_the_capacity(planned):
 
 
 def test_reading_weights_is_told_where_it_takes_more_than_the_step(planned):
+    """The largest tensor is read whole."""
     _, report = planned
     assert report.memory.loading == 0 and "reading weights" not in str(report.memory)
     more = dataclasses.replace(
@@ -224,13 +216,10 @@ def test_reading_weights_is_told_where_it_takes_more_than_the_step(planned):
     assert more.needed == more.loading and more.fits is False
     assert " to read the weights of 1 B, " in more.verdict
     assert re.search(rf"\nreading weights +{more.loading:,}  before the first step", str(more))
-
-
-def test_reading_weights_takes_the_largest_tensor_whole():
-    of = experiment(parse("cpu:8"))
-    assert reading(of) == 0
+    run = experiment(parse("cpu:8"))
+    assert reading(run) == 0
     table = VOCAB * EMBED  # in bfloat16, and a device's share of it, which is float32 where it lies
-    read = dataclasses.replace(of, init_from="a/folder")
+    read = dataclasses.replace(run, init_from="a/folder")
     assert reading(read) == 2 * table + (2 + 4) * table // 8
 
 

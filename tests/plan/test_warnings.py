@@ -26,9 +26,7 @@ from lmlib.state import abstract_model
 pytestmark = pytest.mark.several_devices
 
 V, E, F, L, H, D = 4_096, 512, 1_024, 2, 4, 64
-make = functools.partial(
-    llama, vocab=V, embed=E, layers=L, heads=H, head_dim=D, mlp=F, key=jax.random.key(0)
-)
+make = functools.partial(llama, V, E, L, H, F, head_dim=D, key=jax.random.key(0))
 
 
 def warnings_of(function, mesh, *arguments):
