@@ -108,14 +108,6 @@ def test_what_is_listed_as_not_run_is_there():
         assert not [each for each in listed if not any(s.startswith(each) for s in shown)]
 
 
-def test_the_excerpt_of_a_part_is_of_the_code():
-    page = "docs/running.md"
-    (block,) = [b for b in python_of(page) if begins_with(b.text, EXCERPTS[page])]
-    assert set(block.text.splitlines()) <= set(
-        (ROOT / "lmlib/models/parts/mlp.py").read_text(encoding="utf-8").splitlines()
-    )
-
-
 @pytest.mark.parametrize("page", sentinels(SHOWN, lambda page: page == "README.md"))
 def test_commands_have_the_flags_that_they_show(page):
     wrong = []

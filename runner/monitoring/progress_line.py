@@ -51,7 +51,7 @@ LINE_SECONDS = 10.0  # time between lines elsewhere
 class ProgressLine:
     """Writes each given line, followed by the elapsed time until the next line.
 
-        with Telling() as tell:
+        with ProgressLine() as tell:
             tell("compiling the step")
             …
 

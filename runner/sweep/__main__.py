@@ -31,7 +31,7 @@ _POINTS = flags.DEFINE_string(
 _ADD_POINTS = flags.DEFINE_bool("add_points", False, "add these points to an existing sweep")
 _DRY_RUN = flags.DEFINE_bool("dry_run", False, "show the points and their cost; train nothing")
 _MAX_PARALLEL = flags.DEFINE_integer(
-    "at_once",
+    "max_parallel",
     None,
     "parallel processes, or SLURM tasks; default: in turn in this process",
     lower_bound=1,

@@ -67,11 +67,12 @@ def changed(source: Source, before: dict[str, Any]) -> str | None:
             effect = f"rows {first:,} to {due - 1:,}, counted from 0, would repeat"
         elif length == new_length and not isinstance(source, Staged):
             effect = f"rows {due:,} to {first - 1:,}, counted from 0, would be left out"
+        new = [f"batch_size={other}"] * (other != size)
+        new += [f"sequence_length={new_length}"] * (new_length != length)
         return (
-            f"its batches had {was}, and these have {here}, so {effect}; to "
-            "continue with the next row, leave data as it was and add the fiddler later_stage("
-            f"begin={before['steps_made']}, batch_size={sizes[1][0]}, "
-            f"sequence_length={sizes[1][1]})"
+            f"its batches had {was}, and these have {here}, so {effect}; to continue with the next "
+            "row, leave data as it was and add the fiddler "
+            f"later_stage(begin={steps}, {', '.join(new)})"
         )
     for name, step in (("first", 1), ("last", before["steps_made"])):
         if name in now and now[name] != before[name]:

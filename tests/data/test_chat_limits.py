@@ -74,6 +74,17 @@ PICKY += "{% if messages[0].content == 'no' %}{{ raise_exception('never') }}{% e
 PICKY += "{{ messages[0].content }}"
 
 
+def test_a_template_is_given_up_after_three_conversations_beyond_the_limits(
+    renderer: ChatRenderer,
+) -> None:
+    template = ChatTemplate({"default": PICKY}, {}, renderer)
+    for _ in range(3):
+        with pytest.raises(BeyondLimits):
+            template.render(asked("much"))
+    with pytest.raises(OSError, match="for 3 consecutive conversations: use another template"):
+        template.render(asked("a"))
+
+
 def test_only_the_conversation_that_took_too_much_is_refused(renderer: ChatRenderer) -> None:
     template = ChatTemplate({"default": PICKY}, {}, renderer)
     found = []

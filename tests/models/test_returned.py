@@ -125,7 +125,7 @@ CASES = {
     ),
     "mlp, no reports": (
         {"mlp": lambda x, context: (as_it_lies(x, context), None)},
-        "must return reports, a .*got None",
+        "must return aux, a .*got None",
     ),
     "mlp, a statistic of each row": (
         {"mlp": aux(statistics={"mean": jnp.ones(2)})},

@@ -106,7 +106,7 @@ def declarations(module):
 
 def test_what_decays_and_what_is_multiplied_follows_for_every_kind_of_weight():
     make = functools.partial(
-        initial_values, Experts, key=jax.random.key(0), expert=2, embed=4, mlp=6
+        initial_values, Experts, key=jax.random.key(0), experts=2, embed=4, mlp=6
     )
     experts = Experts(*(make(field=field) for field in ("up", "down", "bias", "gain")))
     attention = Attention(

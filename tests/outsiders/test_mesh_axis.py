@@ -29,7 +29,7 @@ def experts(along, tokens):
         down: Float[Array, "experts mlp embed"] = weight(fan_in("mlp"), rules=rules)
 
         def __init__(self, embed, mlp, residual_scale, *, key):
-            fill(self, key, embed=embed, mlp=mlp, expert=4, choice=4)
+            fill(self, key, embed=embed, mlp=mlp, experts=4, choice=4)
 
         def __call__(self, x_BSE, context):
             # The choices are given out as the experts lie.

@@ -71,9 +71,9 @@ def test_arrays_without_axis_names_or_initial_values_are_refused():
 
 
 def test_an_axis_without_a_rule_is_named():
-    message = r"axis 'experts' has no rule \(known: batch.*rules={'experts': None}"
+    message = r"axis 'columns' has no rule \(known: batch.*rules={'columns': None}"
     with pytest.raises(LayoutError, match=message):
-        partition("experts embed", COMPUTE)
+        partition("columns embed", COMPUTE)
 
 
 def test_fsdp_is_the_difference_between_the_tables():

@@ -28,7 +28,7 @@ HOSTILE = [
     ("jax.numpy", "load"),
     ("runner.processes.supervisor", "supervise"),
     ("lmlib.checkpoint.folders", "remove"),
-    ("lmlib.storage.atomic_file", "write_whole"),
+    ("lmlib.storage.atomic_file", "write_atomically"),
     ("lmlib.data.flat_tokens", "Path.unlink"),
     ("lmlib.data.stored.metadata", "os.system"),
     ("lmlib.models.families.llama", "llama.__class__"),

@@ -94,7 +94,7 @@ for _ in tqdm(range(2), desc="files"):
 with Progress(steps=1, stream=sys.stderr) as progress:
     progress.update(1, loss=1.0, seconds=1.0, tokens_per_second=1.0)
     progress.message("\\x1b]52;c;aGk=")
-with Telling() as tell:
+with ProgressLine() as tell:
     tell("compiling \\x1b]52;c;aGk=")
 """
 

@@ -22,6 +22,7 @@ from lmlib.storage.unlinked import check_within_folder
 
 CONFIG_FILE, TEMPLATE_FILE = "tokenizer_config.json", "chat_template.jinja"
 LARGEST_TEMPLATE = 1 << 20  # bytes
+_MOST_BEYOND = 3  # consecutive chats beyond the limits; each takes seconds
 DEFAULT, WITH_TOOLS = "default", "tool_use"  # names of templates if there are several
 
 Message = Mapping[str, Any]
@@ -86,6 +87,7 @@ class ChatTemplate:
             raise ValueError(f"no chat template is named {DEFAULT!r}; there are {sorted(sources)}")
         self.sources, self.special_tokens = sources, special_tokens
         self._renderer = _renderer() if renderer is None else renderer
+        self._beyond = 0
         for source in sources.values():
             try:
                 answer = self._renderer.ask({"source": source, "chat": None})
@@ -114,13 +116,18 @@ class ChatTemplate:
         Raises:
           ValueError: if the template refuses the messages or fails; a BeyondLimits if it takes too
             much memory or time.
-          OSError: see `ChatRenderer.ask`.
+          OSError: after three consecutive chats beyond the limits, or see `ChatRenderer.ask`.
         """
         return self.render_chat(Chat(messages, tools, add_generation_prompt), now, **variables)
 
     def render_chat(self, chat: Chat, now: datetime | None = None, **variables: Any) -> Rendered:
         """Renders a chat, with the texts of its turns; see `render` for the errors."""
         check_messages(chat.messages)
+        if self._beyond >= _MOST_BEYOND:
+            raise ChildProcessError(
+                f"the chat template took too much memory or time for {self._beyond} consecutive "
+                "conversations: use another template"
+            )
         several = chat.tools is not None and WITH_TOOLS in self.sources
         question = {
             "source": self.sources[WITH_TOOLS if several else DEFAULT],
@@ -131,10 +138,12 @@ class ChatTemplate:
         try:
             answer = self._renderer.ask(question)
         except BeyondLimits as error:
+            self._beyond += 1
             raise BeyondLimits(
                 f"the chat template took more than {error} for this conversation: use another "
                 "one, or leave the conversation out"
             ) from error
+        self._beyond = 0
         if "refused" in answer:
             raise ValueError(f"the chat template cannot take these messages: {answer['refused']}")
         return Rendered(

@@ -37,8 +37,8 @@ DISPATCHES: dict[str, Callable[..., Any]] = {"gather": Gathered, "exchange": Exc
 # if always 1). `sent` prepares an array of tokens or pairs for `rows`, which returns a round's rows
 # for this device's experts, sorted by expert and zero-padded: [C, E], or [C] for pairs of a token
 # and a choice. `sizes` are the rows of each expert. `back`, the transpose of `rows`, sums the rows
-# of each token, and `home` returns the sums to the devices of their tokens. `computed` is True for
-# each pair that a round computes.
+# of each token, and `combine` returns the sums to the devices of their tokens. `computed` is True
+# for each pair that a round computes.
 Dispatch = Gathered | Exchanged
 
 

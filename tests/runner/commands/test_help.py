@@ -95,7 +95,7 @@ HEAVY = ("datasets", "equinox", "jax", "jaxlib", "lmlib.experiment", "orbax", "t
 ALL_HEAVY = (*HEAVY, "optax", "pandas", "scipy", "tokenizers", "torch", "transformers")
 SHOWN = f"""
 import os, runpy, sys
-import runner.command_line.config_flags
+import runner.command_line.flags
 from fiddle import absl_flags
 
 def heavy():

@@ -130,7 +130,7 @@ def test_a_ladder_is_fitted_in_a_table_and_as_json(places):
     ended = run_forked("-m", "runner.ladder", *arguments, cwd=places)
     assert ended.returncode == 0, ended.stderr
     assert "L = E + A/N^α + B/D^β, fitted to 9 runs" in ended.stdout
-    assert "best for 1e+19 FLOPs" in ended.stdout and "WARNING" not in ended.stdout
+    assert "Best for 1e+19 FLOPs" in ended.stdout and "WARNING" not in ended.stdout
     numbers = json.loads((places / "law.json").read_text())["numbers"]
     expected = {"E": 1.8, "A": 480, "B": 2085, "α": 0.35, "β": 0.37}
     found = {name: each["value"] for name, each in numbers.items()}

@@ -230,9 +230,9 @@ def test_a_file_that_is_something_else_is_left_as_it_is(generator, tmp_path):
         ('{"tokens": [258]}', "has no token 258: ids end at 257"),
         ('{"messages": [{"content": "?"}]}', 'no object with a "role"'),
         ('{"messages": [{"role": "user"}]}', "cannot take these messages"),
-        ('{"prompt": "a", "n": NaN}', "a number that JSON does not"),
-        ('{"prompt": "a", "n": [-Infinity]}', "a number that JSON does not"),
-        ('{"prompt": "a", "n": 1e999}', "a number that JSON does not"),
+        ('{"prompt": "a", "n": NaN}', "not JSON compliant"),
+        ('{"prompt": "a", "n": [-Infinity]}', "not JSON compliant"),
+        ('{"prompt": "a", "n": 1e999}', "not JSON compliant"),
     ],
 )
 def test_broken_lines_are_named(tmp_path, line, reason):

@@ -174,7 +174,7 @@ def test_a_run_whose_data_was_made_again_by_another_tokenizer(run, tmp_path):
     other = TokenizerIdentity("other", None)
     write_ids(tmp_path / "data", [[1, 2, 3]], vocab_size=258, tokenizer=other)
     for read in (load, lambda name: convert.bring_out(name, tmp_path / "out")):
-        with pytest.raises(ConfigError, match="the tokenizer 'bytes', and its data is of 'other'"):
+        with pytest.raises(ConfigError, match="'bytes', but its data now has 'other'"):
             read(str(workdir))
     write_tokenizer_folder(tmp_path, begins=True)
     assert load(str(workdir), tokenizer=str(tmp_path), mesh=make_mesh()).codec is not None

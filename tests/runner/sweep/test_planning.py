@@ -86,7 +86,7 @@ def test_an_experiment_has_points_of_its_own(experiment):
     ("function", "axes", "told"),
     [
         ("other", [], r"has no function other\(\)"),
-        ("wrong", [], "model.embed is <object .*, which is no literal of Python"),
+        ("wrong", [], "model.embed must be a Python literal, got <object "),
         ("none", [], "yields no points"),
         ("fails", [], "seed is set twice"),
         (None, ["seed"], "write it as --axis=optimizer.peak_lr=1e-3,3e-3"),

@@ -216,7 +216,7 @@ def test_a_start_that_makes_no_sense_is_not_counted(tmp_path, name):
     counted = [start for start in starts if start == sound]
     (tmp_path / "goodput.json").write_text(json.dumps({"starts": starts}))
     with GoodputLog(tmp_path, Phases()) as log:
-        assert f"{len(starts) - len(counted)} of {len(starts)} starts make no" in log.problem
+        assert f"{len(starts) - len(counted)} of {len(starts)} starts are damaged" in log.problem
         assert log.total().starts == len(counted) + 1
 
 

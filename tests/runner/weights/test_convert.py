@@ -293,7 +293,6 @@ def names(folder):
 def test_a_new_folder_is_whole_or_absent(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / ".out.unfinished" / "half").mkdir(parents=True)  # a kill left it
-    (tmp_path / ".out.lock").write_text("")
     out = Path("out")  # as the user writes it
     with pytest.raises(OSError, match="full"), made_whole(Path("other")) as unfinished:
         (unfinished / "half").write_text("")

@@ -93,7 +93,7 @@ import sys
 from lmlib.storage.atomic_file import write_atomically
 
 for _ in range(30):
-    write_whole(sys.argv[1], sys.argv[2].encode() * (1 << 20))
+    write_atomically(sys.argv[1], sys.argv[2].encode() * (1 << 20))
 """
 
 
