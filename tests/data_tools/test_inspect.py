@@ -285,7 +285,7 @@ def test_text_of_a_conversation_that_is_no_target_is_marked(tmp_path: Path) -> N
     assert re.search(r"targets +6, 46.2% of the tokens\n", described)
 
 
-@pytest.mark.parametrize("kind", ["flip", "truncate", "delete"])
+@pytest.mark.parametrize("kind", ["flip", "truncate"])  # each file is lost in the next test
 def test_verify_finds_every_damaged_file(tmp_path: Path, kind: str) -> None:
     folder = write_texts(tmp_path, shards=2)
     assert verify_split(folder) == []
@@ -293,14 +293,9 @@ def test_verify_finds_every_damaged_file(tmp_path: Path, kind: str) -> None:
     chosen = [shard / "tokens/c/0", shard / "tokens/c/2", shard / "document_starts/c/0"]
     chosen.append(folder / "shard_00000_of_00002/first_documents/c/0")
     for file in chosen:
-        content = bytearray(file.read_bytes())
-        if kind == "flip":
-            content[1] ^= 4
-            file.write_bytes(content)
-        elif kind == "truncate":
-            file.write_bytes(content[:-1])
-        else:
-            file.unlink()
+        content = file.read_bytes()
+        flipped = content[:1] + bytes([content[1] ^ 4]) + content[2:]
+        file.write_bytes(flipped if kind == "flip" else content[:-1])
     assert sorted(damage.path for damage in verify_split(folder)) == sorted(chosen)
 
 
@@ -309,7 +304,10 @@ def test_any_lost_file_is_found(tmp_path: Path) -> None:
     for file in sorted(file for file in folder.rglob("*") if file.is_file()):
         content = file.read_bytes()
         file.unlink()
-        assert verify_split(folder), file
+        damages = verify_split(folder)
+        assert damages, file
+        if file.parent.name == "c":
+            assert [damage.path for damage in damages] == [file]
         file.write_bytes(content)
     assert verify_split(folder) == []
 
