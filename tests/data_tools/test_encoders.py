@@ -24,7 +24,6 @@ from tokenizers.normalizers import NFC
 from data_tools.encoders import make_encoder
 from data_tools.encoders.byte_level import ByteLevelEncoder
 from data_tools.encoders.encoder import MAX_TEXT_BYTES, Encoder, HuggingFaceEncoder
-from data_tools.encoders.pre_tokenization import GPT2
 from data_tools.train_tokenizer.byte_level_bpe import STYLES, Style, train_byte_level_bpe
 
 SPECIAL = "<|endoftext|>"
@@ -231,7 +230,6 @@ def test_raw_bytes() -> None:
     assert all(ids.dtype == np.uint32 for ids in encoded)
 
 
-# Features that the fast engine does not have.
 MERGES = [("a", "b"), ("c", "d"), ("ab", "cd"), ("l", "o"), ("lo", "w")]
 TEXTS = [
     "abcd low lowab ab cdab",
@@ -242,46 +240,16 @@ TEXTS = [
 ]
 
 
-def sequence(*parts: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "Sequence", "pretokenizers": list(parts)}
-
-
-def split(expression: str, **parts: Any) -> dict[str, Any]:
-    rest = {"behavior": "Isolated", "invert": False} | parts
-    return {"type": "Split", "pattern": {"Regex": expression}} | rest
-
-
-def byte_level_part(**parts: Any) -> dict[str, Any]:
-    return json.loads(byte_level([]))["pre_tokenizer"] | {"use_regex": False} | parts
-
-
 def added(**parts: Any) -> list[dict[str, Any]]:
     flags = dict.fromkeys(("lstrip", "rstrip", "single_word", "normalized", "special"), False)
     return [{"id": 300, "content": "<keep>", **flags, **parts}]
 
 
-@pytest.mark.parametrize(
-    "feature",
-    [
-        {"continuing_subword_prefix": ""},
-        {"dropout": 0.0},
-        {"pre_tokenizer": byte_level_part()},
-        {"pre_tokenizer": byte_level_part(add_prefix_space=True, use_regex=True)},
-        {"pre_tokenizer": None},
-        {"pre_tokenizer": sequence(split(r"\w+|\W+"), byte_level_part())},
-        {"pre_tokenizer": sequence(split(GPT2, invert=True), byte_level_part())},
-        {"pre_tokenizer": sequence(split(GPT2, behavior="Removed"), byte_level_part())},
-        {"pre_tokenizer": sequence(split(GPT2), byte_level_part(add_prefix_space=True))},
-        {"normalizer": {"type": "NFKC"}},
-        {"normalizer": {"type": "Lowercase"}},
-        {"normalizer": {"type": "Sequence", "normalizers": [{"type": "NFC"}]}},
-        {"added_tokens": added(lstrip=True)},
-        {"added_tokens": added(rstrip=True)},
-        {"added_tokens": added(single_word=True)},
-        {"added_tokens": added(normalized=True), "normalizer": {"type": "NFC"}},
-    ],
-    ids=str,
-)
+# Of a tokenizer.json: features that the fast engine does not have.
+FEATURES = json.loads(Path(__file__).with_name("other_features.json").read_text())
+
+
+@pytest.mark.parametrize("feature", FEATURES, ids=str)
 def test_other_features_fall_back(feature: dict[str, Any]) -> None:
     tokenizer_json = byte_level(MERGES, **feature)
     chosen = make_encoder(tokenizer_json)

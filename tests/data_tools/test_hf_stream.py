@@ -17,30 +17,60 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from refusals import refusals
 from sentinels import sentinels
-from streamed_texts import (
-    BATCH,
-    BOS,
-    EOS,
-    SEQUENCE,
-    TEXTS,
-    all_batches,
-    assert_same,
-    documents_in,
-    framed,
-    steps_of,
-    stream,
-    tokens_in,
-)
 
 from data_tools.encoders.encoder import MAX_TEXT_BYTES
 from data_tools.hf_stream.records import StreamFailure
 from data_tools.hf_stream.source import HFStream
-from lmlib.data.batch import Source
-from lmlib.data.resumable import Resumable, gather_states
+from lmlib.data.batch import Batch
+from lmlib.data.resumable import gather_states
 from lmlib.data.stored.metadata import TokenizerIdentity
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before `datasets` is imported: it looks hosts up otherwise
+
+BATCH, SEQUENCE = 4, 16
+BOS, EOS = 256, 257  # of the tokenizer 'bytes'
+# Documents of 0 to 60 bytes, some of several bytes a character; each is different.
+TEXTS = [f"{n}:" + "aé漢😀"[n % 4] * (n * 7 % 15) for n in range(47)]
+
+
+def stream(dataset: str | Sequence[str], **settings: Any) -> HFStream:
+    settings = {"batch_size": BATCH, "sequence_length": SEQUENCE, **settings}
+    return HFStream(dataset, "bytes", **settings)
+
+
+def framed(texts: list[str]) -> list[int]:
+    return [token for text in texts for token in (BOS, *text.encode("utf-8"), EOS)]
+
+
+def tokens_in(batches: list[Batch]) -> list[int]:
+    """The first input and all targets that are not padding: what went in, if it was packed well."""
+    targets = [batch.targets[batch.segment_ids > 0] for batch in batches]
+    return [int(batches[0].tokens[0, 0]), *map(int, np.concatenate(targets))]
+
+
+def documents_in(batches: list[Batch]) -> list[str]:
+    """The whole documents, decoded."""
+    tokens, texts = tokens_in(batches), []
+    ends = [place for place, token in enumerate(tokens) if token == EOS]
+    for start, end in zip([0, *(end + 1 for end in ends)], ends, strict=False):
+        assert tokens[start] == BOS
+        texts.append(bytes(tokens[start + 1 : end]).decode("utf-8"))
+    return texts
+
+
+def assert_same(one: Batch, other: Batch) -> None:
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+def steps_of(texts: list[str]) -> int:
+    """Batches that hold them all."""
+    return -(-(len(framed(texts)) - 1) // (BATCH * SEQUENCE))
+
+
+def all_batches(source: HFStream, count: int) -> list[Batch]:
+    return [source.batch(step) for step in range(count)]
 
 
 @pytest.fixture(scope="module")
@@ -64,17 +94,9 @@ def parquet(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(file)
 
 
-def test_it_is_a_resumable_source(jsonl: str) -> None:
-    source = stream(jsonl)
-    assert isinstance(source, Source)
-    assert isinstance(source, Resumable)
-    assert (source.batch_size, source.sequence_length, source.batches) == (BATCH, SEQUENCE, None)
-    assert source.max_token_id == EOS
-    assert source.tokenizer == TokenizerIdentity("bytes", None)
-
-
 def test_rows_are_consecutive_tokens_of_the_documents_in_order(parquet: str) -> None:
     source = stream(parquet, repeat=False)
+    assert (source.max_token_id, source.tokenizer) == (EOS, TokenizerIdentity("bytes", None))
     expected_N = np.array(framed(TEXTS))
     for step in range(steps_of(TEXTS) + 2):
         batch = source.batch(step)
@@ -93,19 +115,13 @@ def test_rows_are_consecutive_tokens_of_the_documents_in_order(parquet: str) -> 
             assert not any(values[row, length:].any() for values in jax.tree.leaves(batch))
 
 
-@pytest.mark.parametrize("kind", ["folder", "files", "pattern", "gzip"])
-def test_folders_and_files_are_read(jsonl: str, tmp_path: Path, kind: str) -> None:
+def test_folders_and_files_are_read(jsonl: str, tmp_path: Path) -> None:
     files = [f"{jsonl}/a.jsonl", f"{jsonl}/b.jsonl"]
     compressed = tmp_path / "texts.jsonl.gz"
     compressed.write_bytes(gzip.compress(b"".join(Path(file).read_bytes() for file in files)))
-    dataset = {
-        "folder": jsonl,
-        "files": files,
-        "pattern": f"{jsonl}/*.jsonl",
-        "gzip": str(compressed),
-    }[kind]
-    source = stream(dataset, repeat=False)
-    assert documents_in(all_batches(source, steps_of(TEXTS))) == TEXTS
+    for dataset in (jsonl, files, f"{jsonl}/*.jsonl", str(compressed)):
+        source = stream(dataset, repeat=False)
+        assert documents_in(all_batches(source, steps_of(TEXTS))) == TEXTS, dataset
 
 
 def test_rows_may_be_asked_for_in_pieces(jsonl: str) -> None:
@@ -227,15 +243,7 @@ def test_asking_for_the_first_batch_again_starts_anew(jsonl: str) -> None:
         source.state(5)
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"shuffle_documents": 7}, "shuffle_documents = 5, not 7"),
-        ({"seed": 1}, "seed = 0, not 1"),
-        ({"text_column": "id"}, "text_column = 'text', not 'id'"),
-        ({"streams": 2}, "begun with 1 streams: set streams to that or None, not 2"),
-    ],
-)
+@pytest.mark.parametrize(("changed", "message"), refusals(__file__, "stream states"))
 def test_a_state_of_other_settings_is_refused(
     jsonl: str, changed: dict[str, Any], message: str
 ) -> None:
@@ -259,18 +267,7 @@ def test_a_state_without_an_entry_is_refused(jsonl: str, entry: str) -> None:
         stream(jsonl).restore(1, [state])
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"batch_size": 0}, "batch_size of at least 1, not 0"),
-        ({"retries": -1}, "retries of at least 0, not -1"),
-        ({"stall_seconds": 0}, "stall_seconds of at least 0.001, not 0"),
-        ({"on_bad_row": "ignore"}, "on_bad_row is 'fail' or 'skip', not 'ignore'"),
-        ({"streams": 0}, "does not divide into 0 streams"),
-        ({"streams": 3}, "batch_size of 4 does not divide into 3 streams"),
-        ({"split": "test"}, "cannot open .*split 'test'"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "message"), refusals(__file__, "stream settings"))
 def test_settings_that_make_no_sense_are_refused(
     jsonl: str, settings: dict[str, Any], message: str
 ) -> None:
@@ -382,11 +379,8 @@ def test_a_text_longer_than_the_tokenizer_takes_is_named(tmp_path: Path) -> None
         return HFStream(
             "a list",
             str(tmp_path),
-            batch_size=1,
-            sequence_length=4,
-            repeat=False,
-            on_bad_row=on_bad_row,
             records=lambda index, streams: Texts(columns(texts), lambda number: None),
+            **{"batch_size": 1, "sequence_length": 4, "repeat": False, "on_bad_row": on_bad_row},
         )
 
     message = f"'a list', record 1 has {limit + 2:,} bytes .* at most {limit:,} at once: cut it"
@@ -430,17 +424,8 @@ def test_a_stream_that_fails_now_and_then_loses_nothing(
     assert len(told) == 8
 
 
-def test_pauses_grow(capsys: pytest.CaptureFixture[str]) -> None:
-    def fails(number: int) -> None:
-        raise ConnectionError("no network")
-
-    with pytest.raises(StreamFailure):
-        from_list([], fails, backoff_seconds=0.001).batch(0)
-    told = capsys.readouterr().err.splitlines()
-    assert [line.rpartition(" in ")[2] for line in told] == ["0.001 s", "0.002 s", "0.004 s"]
-
-
-def test_a_stream_that_fails_for_ever_is_given_up() -> None:
+def test_a_stream_that_fails_for_ever_is_given_up(capsys: pytest.CaptureFixture[str]) -> None:
+    """After pauses that grow."""
     tries = itertools.count()
 
     def fails(number: int) -> None:
@@ -448,16 +433,17 @@ def test_a_stream_that_fails_for_ever_is_given_up() -> None:
             next(tries)
             raise ConnectionError("gone")
 
-    source = from_list(columns(TEXTS), fails, shuffle_documents=10)
+    source = from_list(columns(TEXTS), fails, shuffle_documents=10, backoff_seconds=0.001)
     message = "'a list' failed 4 times in a row, at last with ConnectionError: gone"
     with pytest.raises(StreamFailure, match=message) as raised:
         for step in itertools.count():
             source.batch(step)
-    assert step > 0
-    assert isinstance(raised.value.__cause__, ConnectionError)
+    assert step > 0 and isinstance(raised.value.__cause__, ConnectionError)
     with pytest.raises(StreamFailure, match=message):  # asked again, it says so again
         source.batch(step)
     assert next(tries) == 4
+    pauses = [line.rpartition(" in ")[2] for line in capsys.readouterr().err.splitlines()]
+    assert pauses == ["0.001 s", "0.002 s", "0.004 s"]
 
 
 def test_opening_is_retried_too() -> None:

@@ -5,20 +5,26 @@ import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from folder_contents import files_of
 from forked_processes import Ended, run_forked
 from own_texts import write_own_texts
+from refusals import refusals
 from sentinels import sentinels
 
 from data_tools import command_line as command_line_module
 from data_tools.command_line import ProgressLine
+from data_tools.held_out import Part, fraction_to_hold_out, hash_of
+from data_tools.inspect.description import document_lengths
 from data_tools.pretokenize.report import next_command
 from data_tools.pretokenize.texts import pretokenize, pretokenize_shard
+from data_tools.rows import records
+from data_tools.rows.block import Row, TextField
 from data_tools.rows.files import Files
-from data_tools.rows.source import Texts
+from data_tools.rows.source import Texts, row_source
 from data_tools.tokenizer import ByteTokenizer, JsonTokenizer
 from data_tools.train_tokenizer.byte_level_bpe import train_byte_level_bpe
 from lmlib.data.flat_tokens import FlatTokens
@@ -51,9 +57,17 @@ def test_documents_are_framed_and_counted(tmp_path: Path) -> None:
     assert metadata.gzip_bytes is None
 
 
-def test_gzip_baseline(tmp_path: Path) -> None:
-    metadata = pretokenize(TEXTS, ByteTokenizer(), tmp_path, "train", gzip_baseline=True)
-    assert metadata.gzip_bytes == sum(len(gzip.compress(text.encode(), 9)) for text in TEXTS)
+def test_max_tokens_ends_with_a_whole_document(tmp_path: Path) -> None:
+    settings = {"max_tokens": 8, "gzip_baseline": True}
+    metadata = pretokenize(TEXTS, ByteTokenizer(), tmp_path, "train", **settings)
+    assert (metadata.documents, metadata.tokens) == (2, 9)
+    assert metadata.gzip_bytes == sum(len(gzip.compress(text.encode(), 9)) for text in TEXTS[:2])
+    with pytest.raises(ValueError, match="max_tokens must be at least 1"):
+        pretokenize(TEXTS, ByteTokenizer(), tmp_path, "more", max_tokens=0)
+    (tmp_path / "lines.jsonl").write_text('{"text": "abc"}\n' * 100)
+    source, settings = Files([str(tmp_path / "lines.jsonl")]), {"shards": 4, "max_tokens": 100}
+    metadata = pretokenize(source, ByteTokenizer(), tmp_path / "out", "train", **settings)
+    assert [shard.tokens for shard in metadata.shards] == [25, 25, 25, 25]
 
 
 def test_the_tokenizer_is_kept(tmp_path: Path) -> None:
@@ -67,22 +81,6 @@ def test_the_tokenizer_is_kept(tmp_path: Path) -> None:
     source.tokenizer_path.write_text("{}")
     with pytest.raises(ValueError, match=r"tokenizer\.json has sha256"):
         FlatTokens(str(tmp_path), "train", 1, 4)
-
-
-def test_max_tokens_ends_with_a_whole_document(tmp_path: Path) -> None:
-    metadata = pretokenize(TEXTS, ByteTokenizer(), tmp_path, "train", max_tokens=8)
-    assert (metadata.documents, metadata.tokens) == (2, 9)
-    with pytest.raises(ValueError, match="max_tokens must be at least 1"):
-        pretokenize(TEXTS, ByteTokenizer(), tmp_path, "more", max_tokens=0)
-
-
-def test_max_tokens_is_shared_by_the_shards(tmp_path: Path) -> None:
-    (tmp_path / "lines.jsonl").write_text('{"text": "abc"}\n' * 100)
-    source = Files([str(tmp_path / "lines.jsonl")])
-    metadata = pretokenize(
-        source, ByteTokenizer(), tmp_path / "out", "train", shards=4, max_tokens=100
-    )
-    assert [shard.tokens for shard in metadata.shards] == [25, 25, 25, 25]
 
 
 def test_progress_counts_up(tmp_path: Path) -> None:
@@ -114,8 +112,15 @@ def test_a_line_shows_counts_speed_and_the_time_left(
 
 
 def test_a_bad_row_leaves_the_split_unfinished(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="document 1 holds a lone surrogate at character 4"):
-        pretokenize(["good", "bad \ud800"], ByteTokenizer(), tmp_path, "train")
+    """Settings may be corrected as long as nothing is written."""
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
+    other = Files([str(tmp_path / "a.jsonl")], field=TextField("body"))
+    for source, message in (
+        (other, "no column 'body'"),
+        (["good", "bad \ud800"], "document 1 holds a lone surrogate at character 4"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            pretokenize(source, ByteTokenizer(), tmp_path, "train")
     with pytest.raises(FileNotFoundError, match="unfinished"):
         read_split(tmp_path / "train")
     pretokenize(["good"], ByteTokenizer(), tmp_path, "train")
@@ -233,14 +238,7 @@ def test_shards_of_different_sources_do_not_meet(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    sentinels(
-        [
-            (["--shard=3/3"], "--shard=3/3 is not 'i/n' with i from 0 to n - 1"),
-            (["--shard=0/3", "--shards=2"], "--shard=0/3 and --shards=2 disagree"),
-            (["--max_tokens=inf"], "max_tokens=inf"),
-        ],
-        lambda mistake: len(mistake[0]) == 2,
-    ),
+    sentinels(refusals(__file__, "pretokenize"), lambda mistake: len(mistake[0]) == 2),
 )
 def test_mistakes_are_told_in_one_line(tmp_path: Path, arguments: list[str], message: str) -> None:
     (tmp_path / "a.txt").write_text("a")
@@ -262,3 +260,127 @@ def test_training_is_proposed_once_both_splits_are_there(tmp_path: Path) -> None
         *("-m", "runner", "--fdl_config=experiments/own_text", f"--fdl.tokens={folder}"),
         f"--workdir={folder}_run",
     ]
+
+
+NUMBERED = [f"document {number % 900}" for number in range(1000)]  # the last hundred come twice
+
+
+@pytest.fixture(scope="module")
+def lines(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    file = tmp_path_factory.mktemp("held_out") / "lines.jsonl"
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in NUMBERED))
+    return Files([str(file)])
+
+
+def documents(path: Path, split: str) -> list[str]:
+    source = FlatTokens(str(path), split, 1, 32, seed=None, packed=False)
+    batches = (source.batch(step) for step in range(source.steps_per_epoch))
+    return [bytes(i for i in batch.tokens[0].tolist() if 0 < i < 256).decode() for batch in batches]
+
+
+def make(source: Any, out: Path, split: str, **settings: Any) -> None:
+    pretokenize(source, ByteTokenizer(), out, split, **settings)
+
+
+def test_the_parts_are_disjoint_and_whole(tmp_path: Path, lines: Files) -> None:
+    make(lines, tmp_path, "train", part=Part(0.1, held_out=False))
+    make(lines, tmp_path, "validation", part=Part(0.1, held_out=True))
+    train, validation = documents(tmp_path, "train"), documents(tmp_path, "validation")
+    assert sorted(train + validation) == sorted(NUMBERED)
+    assert not set(train) & set(validation)
+    assert 50 < len(validation) < 150
+    again = Texts(reversed(NUMBERED))
+    make(again, tmp_path / "other order", "validation", part=Part(0.1, held_out=True))
+    assert documents(tmp_path / "other order", "validation") == [
+        text for text in reversed(NUMBERED) if text in set(validation)
+    ]
+
+
+def test_the_parts_are_the_same_in_shards(tmp_path: Path, lines: Files) -> None:
+    part = Part(0.1, held_out=True)
+    make(lines, tmp_path / "one", "validation", part=part)
+    make(lines, tmp_path / "three", "validation", part=part, shards=3)
+    assert documents(tmp_path / "one", "validation") == documents(tmp_path / "three", "validation")
+    for shard in (2, 0, 1):
+        target = (lines, ByteTokenizer(), tmp_path / "alone", "validation")
+        pretokenize_shard(*target, part=part, shard=shard, shards=3)
+    assert files_of(tmp_path / "three") == files_of(tmp_path / "alone")
+    with pytest.raises(FileExistsError, match=r"validation_fraction 0\.1, not 0\.2"):
+        make(lines, tmp_path / "one", "validation", part=Part(0.2, held_out=True))
+
+
+def test_a_part_without_documents_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"'validation'.*raise --validation_fraction"):
+        make(["one", "two"], tmp_path, "validation", part=Part(1e-9, held_out=True))
+    with pytest.raises(ValueError, match=r"'train'.*lower --validation_fraction=0\.9 if all"):
+        make(["one", "one"], tmp_path, "train", part=Part(0.9, held_out=False))
+    with pytest.raises(ValueError, match=r"between 0 and 1, not 1\.5"):
+        Part(1.5, held_out=True)
+
+
+@pytest.mark.parametrize("documents", [5, 30, 3_000])
+def test_a_fraction_that_is_proposed_holds_out_something_and_not_most(documents: int) -> None:
+    texts = [f"document {i}" for i in range(documents)]
+    fraction = fraction_to_hold_out({hash_of(text): len(text) for text in texts})
+    assert fraction is not None
+    held_out = [text for text in texts if Part(fraction, held_out=True).has(text)]
+    assert 0.01 * documents <= len(held_out) <= 0.5 * documents
+    assert fraction <= 0.02 or documents < 1_000
+    assert fraction_to_hold_out({hash_of("one document"): 12}) is None
+
+
+STORIES = ["one\n\nstory", "two", "ünï", "x" * 50, "end"]
+
+
+def rows_of(source: Files, shards: int = 1, position: Any = None) -> list[Row]:
+    shares = (source.blocks(shard, shards, position) for shard in range(shards))
+    return [row for share in shares for block in share for row in block.rows(source.field)]
+
+
+@pytest.mark.parametrize("block_bytes", [1, 7, 1 << 20])
+@pytest.mark.parametrize("compressed", [False, True])
+def test_documents_with_a_separator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int, compressed: bool
+) -> None:
+    monkeypatch.setattr(records, "BLOCK_BYTES", block_bytes)
+    content = "\n<|endoftext|>\n".join([*STORIES, " "]).encode()
+    file = tmp_path / ("a.txt.gz" if compressed else "a.txt")
+    file.write_bytes(gzip.compress(content) if compressed else content)
+    (tmp_path / "b.txt").write_text("<|endoftext|>last")
+    source = row_source([str(tmp_path)], document_separator="<|endoftext|>")
+    for shards in (1, 2, 5):
+        assert [row.text for row in rows_of(source, shards)] == [*STORIES, "last"]
+    for block in source.blocks(0, 1):
+        later = [row.text for row in rows_of(source, position=block.position)]
+        assert later and later == [*STORIES, "last"][-len(later) :]
+    assert source.description["document_separator"] == "<|endoftext|>"
+
+
+def test_a_document_that_is_too_long_is_a_bad_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(records, "MAX_ROW_BYTES", 20)
+    monkeypatch.setattr(records, "BLOCK_BYTES", 8)
+    (tmp_path / "a.txt").write_text("--".join(STORIES))
+    rows = rows_of(row_source([str(tmp_path / "a.txt")], document_separator="--"))
+    assert [row.text for row in rows] == ["one\n\nstory", "two", "ünï", None, "end"]
+    assert "a.txt, byte 24 is longer than" in str(rows[3])
+    with pytest.raises(ValueError, match="separator is empty"):
+        row_source([str(tmp_path / "a.txt")], document_separator="")
+
+
+@pytest.mark.parametrize("place", [".", "train", "texts.jsonl"])
+def test_text_given_as_a_data_set(tmp_path: Path, place: str) -> None:
+    file = tmp_path / ("train/texts.jsonl" if place == "train" else "texts.jsonl")
+    file.parent.mkdir(exist_ok=True)
+    file.write_text('{"text": "a"}\n')
+    given = tmp_path / "texts.jsonl" if place == "texts.jsonl" else tmp_path
+    with pytest.raises(FileNotFoundError, match="pretokenize it first with python -m data_tools"):
+        FlatTokens(str(given), "train", 1, 4)
+
+
+def test_a_home_folder_is_meant_by_a_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "a.txt").write_text("text")
+    make(Files(["~/a.txt"]), Path("~/out/../data"), "train")
+    assert document_lengths(tmp_path / "data" / "train").total() == 1

@@ -103,12 +103,8 @@ def test_what_could_not_be_sent_is_sent_by_the_next_start(bucket, texts, tmp_pat
 def test_a_command_that_is_killed_while_it_sends_goes_on(bucket, texts, tmp_path, uploads):
     url, proxy = bucket
     before, sent = len(proxy.requests), []
-    command = (
-        "-m",
-        "data_tools.pretokenize",
-        f"--dataset={tmp_path / 'texts.jsonl'}",
-        "--split=train",
-    )
+    dataset = f"--dataset={tmp_path / 'texts.jsonl'}"
+    command = ("-m", "data_tools.pretokenize", dataset, "--split=train")
     command += ("--tokenizer=bytes", f"--shards={SHARDS}", f"--out={url}")
     with open(tmp_path / "shown", "wb") as shown:
         process = ForkedProcess(*command, stdout=shown, stderr=shown)

@@ -1,5 +1,6 @@
 """Chat templates give the texts that they give with transformers. Needs lmlib[parity]."""
 
+import itertools
 import json
 from datetime import datetime
 
@@ -44,8 +45,11 @@ def stored(folder, template):
     return theirs, read_chat_template(folder)
 
 
-def encoded(documents, conversation):
-    return documents.of_row([conversation])
+def encoded(folder, template, *conversation):
+    """The documents of a conversation."""
+    tokenizer = (folder / "tokenizer.json").read_text()
+    documents = Templated(template, datetime.now(), tokenizer)
+    return documents.of_row([Conversation(*conversation)])
 
 
 @pytest.mark.parametrize("tools", [None, TOOLS], ids=["no tools", "tools"])
@@ -63,13 +67,7 @@ def test_a_chat_is_the_text_and_the_ids_of_transformers(folder, name, chat, tool
             CHATS[chat], return_dict=True, return_assistant_tokens_mask=True, **asked
         )
         assert codec.encode_marked(rendered.text) == list(encoded["input_ids"])
-        said = [
-            id
-            for id, of_assistant in zip(
-                encoded["input_ids"], encoded["assistant_masks"], strict=True
-            )
-            if of_assistant
-        ]
+        said = list(itertools.compress(encoded["input_ids"], encoded["assistant_masks"]))
         marked = "".join(text[begin:end] for begin, end in rendered.assistant)
         assert said == codec.encode_marked(marked)
 
@@ -81,8 +79,7 @@ def test_targets_are_the_tokens_of_the_mask_of_transformers(folder, name, tools)
     expected = theirs.apply_chat_template(
         CHATS["turns"], tools=tools, return_dict=True, return_assistant_tokens_mask=True
     )
-    documents = Templated(template, datetime.now(), (folder / "tokenizer.json").read_text())
-    (found,) = encoded(documents, Conversation(CHATS["turns"], tools))
+    (found,) = encoded(folder, template, CHATS["turns"], tools)
     assert found.ids.tolist() == list(expected["input_ids"])
     assert found.is_target.astype(int).tolist() == list(expected["assistant_masks"])
     assert found.is_target.any()
@@ -100,8 +97,7 @@ def test_nulls_of_json_lines_give_the_ids_of_transformers(folder, tmp_path):
     source = Files([str(file)], field=ConversationField())
     (found,) = [row for block in source.blocks(0, 1) for row in block.rows(source.field)]
     (conversation,) = read_conversations(found.text)
-    documents = Templated(template, datetime.now(), (folder / "tokenizer.json").read_text())
-    (document,) = encoded(documents, conversation)
+    (document,) = encoded(folder, template, conversation.messages, conversation.tools)
     expected = theirs.apply_chat_template(said, tools=row["tools"], return_dict=True)
     assert document.ids.tolist() == list(expected["input_ids"])
 
@@ -112,8 +108,7 @@ def test_our_templates_give_the_ids_and_the_mask_of_transformers(folder, name):
     template = load_template(str(folder), name)
     theirs.chat_template = template.sources["default"]
     chat = CHATS["turns"][name == "gemma2" :]  # without what the system says
-    documents = Templated(template, datetime.now(), (folder / "tokenizer.json").read_text())
-    (found,) = encoded(documents, Conversation(chat))
+    (found,) = encoded(folder, template, chat)
     expected = theirs.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True)
     assert template.render(chat).text == theirs.apply_chat_template(chat, tokenize=False)
     assert found.ids.tolist() == list(expected["input_ids"])
@@ -127,8 +122,7 @@ def test_our_templates_give_the_ids_and_the_mask_of_transformers(folder, name):
 def test_answers_of_a_template_that_writes_history_anew_have_its_ids(folder, name):
     theirs, template = stored(folder, TEMPLATES[name])
     chat = CHATS["turns"]
-    documents = Templated(template, datetime.now(), (folder / "tokenizer.json").read_text())
-    found = encoded(documents, Conversation(chat))
+    found = encoded(folder, template, chat)
     for document, until in zip(found, (3, 5), strict=True):
         asked = {"return_dict": True, "add_generation_prompt": True}
         prompt = list(theirs.apply_chat_template(chat[: until - 1], **asked)["input_ids"])
@@ -141,8 +135,7 @@ def test_answers_of_a_template_that_writes_history_anew_have_its_ids(folder, nam
 def test_the_marker_of_the_next_turn_ends_an_answer_as_where_the_chat_goes_on(folder):
     theirs, template = stored(folder, TEMPLATES["glm"])
     chat = CHATS["turns"]
-    documents = Templated(template, datetime.now(), (folder / "tokenizer.json").read_text())
-    (found,) = encoded(documents, Conversation(chat))
+    (found,) = encoded(folder, template, chat)
     longer = [*chat, {"role": "user", "content": ""}]
     marker = theirs.convert_tokens_to_ids("<|user|>")
     (*whole, end, _) = theirs.apply_chat_template(longer, return_dict=True)["input_ids"]

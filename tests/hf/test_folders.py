@@ -1,7 +1,9 @@
-"""Folders of strangers: odd but legal ones work, others are refused in a sentence."""
+"""Folders of strangers, and names on the Hub: odd but legal ones work, others are refused in a
+sentence. Tests have no network; they fill the cache of `huggingface_hub` by hand."""
 
 import functools
 import json
+import re
 import shutil
 import struct
 from pathlib import Path
@@ -12,8 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hugging_face_families import FAMILIES as FOLDERS
+from huggingface_hub import constants
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refusals
 from sentinels import sentinels
 from small_folder import (
     HEAD,
@@ -24,11 +28,15 @@ from small_folder import (
     rewritten,
     with_head,
 )
+from small_tokenizer import write_tokenizer_folder
 
-from lmlib import Compute, hf
+from data_tools.tokenizer import load_tokenizer
+from lmlib import Compute, hf, make_mesh
+from lmlib.data.chats.chat import read_chat_template
 from lmlib.hf.families import FAMILIES, described, described_by, family_of
+from lmlib.hf.hub import local_folder_of
 from lmlib.hf.names import Share
-from lmlib.hf.tensor_files import DTYPES, begin_files, laid_out, stored_tensors, write
+from lmlib.hf.tensor_files import DTYPES, begin_files, laid_out, read_header, stored_tensors, write
 from lmlib.models.differences import differences
 from lmlib.models.families.gpt_neox import ACTIVATIONS, gpt_neox
 from lmlib.models.families.gpt_neox import family as gpt_neox_family
@@ -163,32 +171,11 @@ def test_a_trunk_alone_and_old_buffers_are_read(folder):
     assert_same_weights(hf.load(folder), expected)
 
 
-@pytest.mark.parametrize(
-    ("keys", "told"),
-    [
-        ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported, only 'silu'"),
-        ({"attention_bias": True}, "attention_bias = True"),
-        ({"new_trick": 3}, "new_trick = 3: unknown here"),
-        ({"model_type": "mamba"}, "model_type 'mamba' is not supported; there are llama"),
-        ({"num_hidden_layers": "3"}, "num_hidden_layers = '3' is no int"),
-        ({"vocab_size": ...}, "config.json has no vocab_size"),
-        ({"num_hidden_layers": 4}, "model.layers.3.input_layernorm.weight is missing"),
-        ({"num_hidden_layers": 2}, "model.layers.2.input_layernorm.weight is unknown"),
-        ({"vocab_size": 63}, "has shape (62, 16) instead of (63, 16)"),
-        ({"rope_interleaved": True}, "rope_interleaved = True is not supported, only False"),
-        ({"rope_parameters": {"rope_type": "longrope"}}, "of type 'longrope' is not supported"),
-        ({"rope_parameters": {"rope_type": "linear"}}, "of type 'linear' has no factor"),
-        (
-            {"rope_parameters": {"rope_type": "default", "trick": 1}},
-            "rope_parameters of type 'default': trick = 1: unknown here",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("keys", "told"), refusals(__file__, "config"))
 def test_what_is_not_known_is_refused_by_name_and_value(folder, keys, told):
     change(folder, **keys)
-    with pytest.raises(FolderError) as error:
+    with pytest.raises(FolderError, match=re.escape(told)):
         hf.load(folder)
-    assert told in str(error.value)
 
 
 def damaged(how, folder):
@@ -219,34 +206,12 @@ def damaged(how, folder):
         file.write_bytes(struct.pack("<Q", len(text)) + text + content[8 + size :])
 
 
-@pytest.mark.parametrize(
-    ("how", "told"),
-    [
-        ("cut", "it is cut short"),
-        ("longer", "but its header tells of"),
-        ("huge header", "its header cannot be"),
-        ("no JSON", "its JSON cannot be read"),
-        ("pickle", "is a pickle, which can run any code and is never read"),
-        ("empty", "is no safetensors file"),
-        ("elsewhere", "which is no file of this folder"),
-        (("dtype", "I8"), "has dtype 'I8'"),
-        (("dtype", []), "has dtype []; there are F64, F32, F16, BF16"),
-        (("dtype", None), "has dtype None"),
-        (("shape", [1] * 33), "entry of"),
-        (("shape", [8, True]), "entry of"),
-        (("shape", "8"), "entry of"),
-        (("shape", [1 << 60, 1 << 60]), "are not where they should be"),
-        (("shape", [-1]), "entry of"),
-        (("data_offsets", [0, 1 << 50]), "are not where they should be"),
-        (("data_offsets", 7), "entry of"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("how", "told"), refusals(__file__, "tensor files"), ids=str)
 def test_a_damaged_or_hostile_file_is_refused(folder, how, told):
     damaged(how, folder)
-    with pytest.raises(FolderError) as error:
+    with pytest.raises(FolderError, match=re.escape(told)) as error:
         hf.load(folder)
-    assert told in str(error.value) and str(folder) in str(error.value)
+    assert str(folder) in str(error.value)
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.bool_])
@@ -402,3 +367,144 @@ def test_a_tokenizer_alone_is_told_what_frames_texts(folder, ids, told):
     hf.save(hf.load(folder), folder / "out", tokenizer=file, settings=ids)
     found = json.loads((folder / "out" / "tokenizer_config.json").read_text())
     assert found == {"tokenizer_class": "PreTrainedTokenizerFast", **told}
+
+
+def test_a_tied_head_may_be_in_the_file_or_not(folder):
+    change(folder, tie_word_embeddings=True)
+    with_head(folder, lambda table: table)
+    both = hf.load(folder)
+    rewritten(folder, lambda held: {n: each for n, each in held.items() if n != HEAD})
+    assert both.unembedding is None
+    assert_same_weights(hf.load(folder), both)
+
+
+@pytest.mark.parametrize("make", [lambda table: table + np.eye(62, 16), lambda table: table[:-1]])
+def test_a_tied_head_that_is_another_matrix_is_refused(folder, make):
+    """transformers would use it."""
+    change(folder, tie_word_embeddings=True)
+    with_head(folder, lambda table: make(table).astype(np.float32))
+    with pytest.raises(FolderError, match=r"lm_head.weight differs from model.embed_tokens.weight"):
+        hf.load(folder)
+    change(folder, tie_word_embeddings=False)
+    with_head(folder, lambda table: table + 1)
+    assert hf.load(folder).unembedding is not None
+
+
+def write_index(folder, file):
+    names = dict.fromkeys(read_header(folder / "model.safetensors"), file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+
+
+def test_an_index_of_other_files_than_the_single_one_is_refused(folder):
+    shutil.copy(folder / "model.safetensors", folder / "other.safetensors")
+    write_index(folder, "other.safetensors")
+    with pytest.raises(FolderError, match=r"model.safetensors, which transformers reads, and an"):
+        hf.load(folder)
+    write_index(folder, "model.safetensors")
+    assert_same_weights(hf.load(folder), golden_model())
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")  # float64's 1e300
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
+def test_values_that_are_not_finite_are_refused_by_name(folder, dtype):
+    name = "model.layers.1.mlp.up_proj.weight"
+
+    def broken(held):
+        values = held[name].astype(jnp.dtype(dtype))
+        values[3, 5], values[7, 1] = np.inf if dtype != "float64" else 1e300, np.nan
+        return held | {name: values}
+
+    rewritten(folder, broken)
+    with pytest.raises(FolderError) as error:
+        hf.load(folder)
+    told = f"2 of 384 values of {name} are not finite in float32, the first is inf at (3, 5)"
+    assert told in str(error.value) and str(folder) in str(error.value)
+
+
+@pytest.mark.several_devices
+def test_they_are_refused_on_a_mesh_too(folder):
+    def broken(held):
+        held["model.norm.weight"][-1] = -np.inf  # in the share of the last device
+        return held
+
+    rewritten(folder, broken)
+    with pytest.raises(
+        FolderError, match=r"1 of 16 values of model.norm.weight .* -inf at \(15,\)"
+    ):
+        hf.load(folder, make_mesh(fsdp=4, tensor=2))
+
+
+LLAMA = Path(__file__).parent / "golden" / "llama"
+
+
+@pytest.fixture
+def snapshot(tmp_path, monkeypatch):
+    """Where the cache has the files of `someone/small-model`; none yet."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    model = tmp_path / "models--someone--small-model"
+    (model / "refs").mkdir(parents=True)
+    (model / "refs" / "main").write_text("a1b2")
+    (model / "snapshots" / "a1b2").mkdir(parents=True)
+    return model / "snapshots" / "a1b2"
+
+
+def test_a_name_is_a_folder_once_it_is_fetched(snapshot):
+    shutil.copy(LLAMA / "config.json", snapshot)
+    assert local_folder_of("someone/small-model", weights=False) == snapshot
+    with pytest.raises(FolderError, match=r"no network, or no \*\.safetensors there"):
+        local_folder_of("someone/small-model")
+    shutil.copy(LLAMA / "model.safetensors", snapshot)
+    assert local_folder_of("someone/small-model") == snapshot
+
+
+def as_links(snapshot, folder):
+    """The files of `folder` as `huggingface_hub` keeps them."""
+    blobs = snapshot.parents[1] / "blobs"
+    blobs.mkdir()
+    for number, file in enumerate(sorted(folder.iterdir())):
+        shutil.copy(file, blobs / f"digest{number}")
+        (snapshot / file.name).symlink_to(f"../../blobs/digest{number}")
+
+
+def test_the_links_of_a_snapshot_to_its_blobs_are_followed(snapshot, tmp_path):
+    write_tokenizer_folder(tmp_path / "here", begins=True)
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(LLAMA / name, tmp_path / "here")
+    as_links(snapshot, tmp_path / "here")
+    loaded = hf.load("someone/small-model")
+    assert_same_weights(loaded, golden_model())
+    assert load_tokenizer(str(snapshot)).bos_id is not None
+    assert read_chat_template(snapshot) is not None
+    hf.save(loaded, tmp_path / "out", tokenizer=snapshot)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        copied = tmp_path / "out" / name
+        assert copied.read_bytes() == (tmp_path / "here" / name).read_bytes()
+        assert not copied.is_symlink()
+
+
+def test_links_to_another_repository_are_not(snapshot, tmp_path):
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(LLAMA / name, snapshot)
+    private = tmp_path / "models--someone--private" / "blobs"
+    private.mkdir(parents=True)
+    (private / "digest").write_text("secret")
+    (snapshot / "merges.txt").symlink_to("../../../models--someone--private/blobs/digest")
+    with pytest.raises(FolderError, match=r"merges\.txt cannot be used: it is a link to .*private"):
+        hf.save(hf.load(snapshot), tmp_path / "out", tokenizer=snapshot)
+
+
+def test_without_a_network_it_is_told_what_to_do(snapshot):
+    with pytest.raises(FolderError) as error:
+        hf.load("someone/large-model")
+    assert str(error.value) == (
+        "someone/large-model is no folder here, and cannot be fetched from Hugging Face's Hub "
+        "(there is no network): where there is a network, "
+        "`hf download someone/large-model --local-dir FOLDER` makes a folder of it; "
+        "give that folder"
+    )
+
+
+@pytest.mark.parametrize("name", ["folder", "./someone/model", "/someone/model", "a/b/c", "../b"])
+def test_what_is_no_name_is_a_folder(name):
+    assert local_folder_of(name) == Path(name)

@@ -72,7 +72,6 @@ def one_step(model, batch, compute):
     return loss, gradients, eqx.apply_updates(model, updates)
 
 
-@functools.cache
 def after_one_step(name):
     """Of the families' sentinels on one device, of the others on a mesh if there are devices."""
     several = name not in SOME and jax.device_count() >= 8
@@ -87,24 +86,18 @@ def after_one_step(name):
 
 
 @pytest.mark.parametrize("name", sentinels(FAMILIES, SHOWN.__contains__))
-def test_logits_of_a_long_prompt(name):
+def test_logits_of_a_prompt(name):
+    """Those of a single token are, causally, the first."""
     model = loaded(name)
     ids = tokens(model.vocab)[0].astype(np.int32)
-    with jax.default_matmul_precision("highest"):
-        found = np.asarray(logits(model, ids, FLOAT32))[0, KEPT]
     expected = tensors(GOLDEN / name / "expected.safetensors")["logits"]
-    assert np.abs(found - expected).max() <= 1e-5 * np.abs(expected).max()
-
-
-@pytest.mark.parametrize("name", sentinels((*SOME, "phi3_long_rope"), "gpt2".__eq__))
-def test_logits_of_a_single_token(name):
-    """Causally, they are the first of a long prompt's."""
-    model = loaded(name)
-    ids = tokens(model.vocab)[0][:, :1].astype(np.int32)
-    with jax.default_matmul_precision("highest"):
-        found = np.asarray(logits(model, ids, FLOAT32))[0, 0]
-    expected = tensors(GOLDEN / name / "expected.safetensors")["logits"]
-    assert np.abs(found - expected[0]).max() <= 1e-5 * np.abs(expected).max()
+    shown = [(ids, KEPT, expected)]
+    if name in (*SOME, "phi3_long_rope"):
+        shown.append((ids[:, :1], slice(1), expected[:1]))
+    for each, kept, wanted in shown:
+        with jax.default_matmul_precision("highest"):
+            found = np.asarray(logits(model, each, FLOAT32))[0, kept]
+        assert np.abs(found - wanted).max() <= 1e-5 * np.abs(wanted).max()
 
 
 @pytest.mark.landing
@@ -130,22 +123,14 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_is(name):
 
 @pytest.mark.landing
 @pytest.mark.parametrize("name", sentinels(KINDS, lambda name: name == "gpt2"))
-def test_every_gradient(name, tmp_path):
-    loss, gradients, _ = after_one_step(name)
+def test_every_gradient_and_the_weights_after_one_step(name, tmp_path):
+    loss, gradients, after = after_one_step(name)
     expected = tensors(GOLDEN / name / "expected.safetensors")["loss"]
     assert float(loss) == pytest.approx(float(expected), rel=1e-6)
-    save(gradients, name, tmp_path / "gradients")
-    found = tensors(tmp_path / "gradients" / "model.safetensors")
-    assert_close(found, tensors(GOLDEN / name / "gradients.safetensors"), 1e-4)
-
-
-@pytest.mark.landing
-@pytest.mark.parametrize("name", sentinels(KINDS, lambda name: name == "gpt2"))
-def test_weights_after_one_step(name, tmp_path):
-    *_, after = after_one_step(name)
-    save(after, name, tmp_path / "after")
-    found = tensors(tmp_path / "after" / "model.safetensors")
-    assert_close(found, tensors(GOLDEN / name / "after.safetensors"), 1e-5)
+    for kind, values, bound in (("gradients", gradients, 1e-4), ("after", after, 1e-5)):
+        save(values, name, tmp_path / kind)
+        found = tensors(tmp_path / kind / "model.safetensors")
+        assert_close(found, tensors(GOLDEN / name / f"{kind}.safetensors"), bound)
 
 
 @pytest.mark.parametrize("name", sentinels(KINDS, lambda name: name in ("llama", "gpt2")))

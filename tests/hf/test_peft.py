@@ -7,6 +7,7 @@ import functools
 import itertools
 import json
 import shutil
+from pathlib import Path
 
 import equinox as eqx
 import jax
@@ -33,6 +34,7 @@ from hugging_face_families import (
     tensors,
     tokens,
 )
+from refusals import refusals
 from sentinels import sentinels
 
 from lmlib import hf, make_mesh
@@ -170,36 +172,10 @@ def test_values_that_are_not_finite_are_refused(folder):
         found.values(found.beside(base))
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "told"),
-    [
-        ("peft_type", "IA3", "only 'LORA'"),
-        ("task_type", "SEQ_CLS", "only 'CAUSAL_LM'"),
-        ("use_dora", True, "use_dora = True is not supported"),
-        ("bias", "some", "bias = 'some' is not supported"),
-        ("modules_to_save", "lm_head", "has to be a list of names"),
-        ("modules_to_save", ["lm_head"], "lm_head.weight is missing"),
-        ("modules_to_save", ["norm"], "input_layernorm.weight is missing"),
-        ("init_lora_weights", "pissa", "init_lora_weights = 'pissa'"),
-        ("layers_to_transform", [1], "layers_to_transform = "),
-        ("target_parameters", ["experts.up_proj"], "no such parameter of experts"),
-        ("target_parameters", "experts.up_proj", "target_parameters is a text"),
-        ("a_new_key", 1, "a_new_key = 1: unknown here"),
-        ("lora_alpha", 0, "lora_alpha = 0 makes no sense"),
-        ("alpha_pattern", {"q_proj": 0}, "q_proj = 0 makes no sense"),
-        ("r", 0, "r = 0 makes no sense"),
-        ("rank_pattern", {"q_proj": 0}, "q_proj = 0 makes no sense"),
-        ("r", 3, r"has shape \(2, 16\) instead of \(3, 16\)"),
-        ("rank_pattern", {"q_proj": 4}, r"has shape \(2, 16\) instead of \(4, 16\)"),
-        ("rank_pattern", {"layers.[01].*": 4}, "has the pattern"),
-        ("rank_pattern", {"q_proj": "4"}, "rank_pattern: q_proj = '4' is no int"),
-        ("alpha_pattern", {"q_proj": 10**400}, "alpha_pattern: q_proj = 10+ makes no sense"),
-        ("alpha_pattern", {"layers.1.self_attn.q_proj": 4}, "must be alike"),
-        ("target_modules", ["q_proj", "o_proj", "v_proj"], "v_proj.lora_A.weight is missing"),
-        ("target_modules", ["q_proj"], "lora_A.weight is unknown"),
-        ("exclude_modules", ["lm_head"], "lm_head.base_layer.weight is unknown"),
-    ],
-)
+HUGE = ("alpha_pattern", {"q_proj": 10**400}, "alpha_pattern: q_proj = 10+ makes no sense")
+
+
+@pytest.mark.parametrize(("key", "value", "told"), [*refusals(__file__, "adapters"), HUGE])
 def test_what_a_config_may_not_say(folder, key, value, told):
     file = folder / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
@@ -337,25 +313,7 @@ def test_of_what_peft_writes_lmlib_computes_the_same(peft, name, stabilized, tmp
 
 
 # What trains besides adapters: the adapted matrices, the rest, and PEFT's names of the rest.
-BESIDES = {
-    "llama": (("*query",), ("unembedding", "*norm.scale"), ["lm_head", "norm"]),
-    "llama_tied_one_head": (("*query",), ("embedding",), ["embed_tokens", "lm_head"]),
-    "qwen2": (
-        ("*query",),
-        ("embedding", "*_bias", "*attention_norm.scale"),
-        ["embed_tokens", "input_layernorm", "k_proj", "v_proj"],
-    ),
-    "gemma2": (("*mlp.up",), ("*norm.scale",), ["norm"]),
-    "gemma3": (("*mlp.up",), ("*norm.scale",), ["norm"]),
-    "phi3": (("*output",), ("*query", "*mlp_norm.scale"), ["qkv_proj", "post_attention_layernorm"]),
-    "gpt2": (
-        ("*query", "*key", "*value"),
-        ("*_bias", "norm.bias", "positions.table"),
-        ["transformer.wpe", "ln_f", "attn.c_proj", "mlp"],
-    ),
-    "starcoder2": (("*query",), ("*norm.bias", "*_bias"), ["norm", "self_attn.k_proj"]),
-    "gpt_neox": (("*query",), ("unembedding", "*_bias"), ["lm_head", "mlp.dense_h_to_4h"]),
-}
+BESIDES = json.loads(Path(__file__).with_name("trained_besides.json").read_text())
 
 
 @pytest.mark.slow

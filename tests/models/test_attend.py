@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from aot import absent
+from refusals import refusals
 from sentinels import sentinels
 
 from lmlib.models.attend import IMPLEMENTATIONS, attend, check_attention, chosen
@@ -324,16 +325,7 @@ def test_auto_takes_what_the_device_is_best_at():
     assert set(IMPLEMENTATIONS) - set(RUNNABLE) == {"splash" if on_a_gpu else "cudnn"}
 
 
-@pytest.mark.parametrize(
-    ("implementation", "options", "message"),
-    [
-        ("cudnn", {"sinks": True}, "cudnn has no sinks"),
-        ("splash", {"sinks": True}, "splash has no sinks"),
-        ("cudnn", {"soft_cap": 30.0}, "cudnn has no soft cap"),
-        ("cudnn", {"dtype": jnp.float32}, "cudnn computes in bfloat16 or float16, not in float32"),
-        ("splash", {"sequence_length": 200}, "multiple of 128, not 200"),
-    ],
-)
+@pytest.mark.parametrize(("implementation", "options", "message"), refusals(__file__, "attention"))
 def test_shapes_that_a_kernel_does_not_support_are_refused(implementation, options, message):
     shapes = Shapes(S, D, jnp.bfloat16)._replace(**options)
     check_attention("auto", shapes)

@@ -61,27 +61,15 @@ def arrays(fused, S, kv_heads):
     return q, k, v, d, segments.astype(np.int32)
 
 
-def found(
-    q,
-    k,
-    v,
-    d,
-    segments,
-    *sinks,
-    window,
-    implementation="plain",
-    order="plain",
-    context_method="auto",
-):
+def found(q, k, v, d, segments, *sinks, window, implementation="plain", **settings):
     """The output, and the gradients of queries, keys and values, and of sinks if there are some."""
 
     @jax.jit
     def compute(q, k, v, d, segments, *sinks):
         def output(q, k, v, *sinks):
             return attend(
-                q, k, v, segments, implementation, window=window,
+                q, k, v, segments, implementation, window=window, **settings,
                 soft_cap=None if sinks else 20.0, sinks_H=sinks[0] if sinks else None,
-                order=order, context_method=context_method,
             )  # fmt: skip
 
         values, pullback = jax.vjp(output, q, k, v, *sinks)
@@ -177,14 +165,8 @@ def test_a_kernel_that_cannot_compute_split_rows_is_refused(context, settings, m
 
 
 GENERATIONS = {
-    "v4:2x2x1": "splash",
-    "v5e:2x2": "splash",
-    "v5p:2x2x1": "splash",
-    "v6e:2x2": "splash",
-    "7x:2x2x1": "splash",
-    "a100:1x4": "attention_",
-    "h100:1x4": "attention_",
-    "b200:1x4": "attention_",
+    **dict.fromkeys(("v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "7x:2x2x1"), "splash"),
+    **dict.fromkeys(("a100:1x4", "h100:1x4", "b200:1x4"), "attention_"),
 }
 
 

@@ -1,17 +1,22 @@
 """Llama's logits and gradients against the equations, in float64."""
 
 import functools
+import inspect
 import itertools
 
+import fiddle as fdl
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from llama_reference import reference_logits
+from refusals import refusals
 from sentinels import sentinels
 
 from lmlib.compute import EVERYTHING, Compute
 from lmlib.models.families.llama import llama
+from lmlib.models.families.mistral import mistral
+from lmlib.models.families.variants import PARTS
 from lmlib.models.forward_context import ForwardContext
 
 V, E, L, H, K, D, F, B, S = 61, 32, 3, 4, 2, 8, 48, 2, 24
@@ -139,36 +144,15 @@ def test_compute_dtype_is_that_of_the_residual_stream(inputs):
     np.testing.assert_allclose(narrow, logits(model, inputs), atol=0.1)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (
-            {"heads": 6, "kv_heads": 4, "head_dim": 8},
-            "heads = 6 must be a multiple of kv_heads = 4",
-        ),
-        ({"head_dim": 7}, "head_dim must be even for rotary positions, got 7"),
-        ({"layers": 0}, "layers must be at least 1, got 0"),
-        ({"heads": 0, "kv_heads": None}, "heads must be at least 1, got 0"),
-        ({"mlp": 0}, "mlp must be at least 1, got 0"),
-        ({"embed": -64}, "embed must be at least 1, got -64"),
-        ({"embed": 65}, "embed = 65 must be a multiple of heads = 4, or give head_dim"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "message"), refusals(__file__, "sizes"))
 def test_impossible_sizes_are_named(settings, message):
     with pytest.raises(ValueError, match=message):
         make(**settings, key=jax.random.key(0))
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"dtype": "bf16"}, "must be a floating type like 'bfloat16', got 'bf16'"),
-        ({"dtype": "int32"}, "must be a floating type like 'bfloat16', got 'int32'"),
-        ({"saved": ("querry",)}, "did you mean 'query'"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "message"), refusals(__file__, "compute"))
 def test_impossible_ways_to_compute_are_named(settings, message):
-    model = initial()
+    model = jax.eval_shape(functools.partial(make, key=jax.random.key(0)))
     with pytest.raises(ValueError, match=message):
         model.check(S, Compute(**settings))
 
@@ -183,3 +167,27 @@ def test_flops_count_every_multiplication():
     assert model.flops_per_token(S, causal=True) == matmuls + attention / 2
     tied = initial(tied=True)
     assert tied.flops_per_token(S, causal=False) == matmuls + attention
+
+
+def test_a_variant_has_the_parameters_of_its_family_but_for_those_it_names():
+    own = dict(inspect.signature(mistral).parameters)
+    theirs = dict(inspect.signature(llama).parameters)
+    without = ["rope_scaling", "rotary_fraction", *PARTS.split()]
+    assert [*own] == [name for name in theirs if name not in without]
+    assert own.pop("window").default == 4_096
+    assert all(parameter == theirs[name] for name, parameter in own.items())
+    with pytest.raises(TypeError, match="rotary_fraction"):
+        fdl.Partial(mistral, rotary_fraction=0.5)
+    sizes = {"vocab": V, "embed": E, "layers": L, "heads": H, "mlp": F}
+    with pytest.raises(TypeError, match="rotary_fraction"):
+        mistral(**sizes, rotary_fraction=0.5, key=jax.random.key(0))
+
+
+@pytest.mark.slow
+def test_the_arguments_of_a_variant_come_by_name_or_by_place():
+    key = jax.random.key(0)
+    expected = initial(kv_heads=None, window=4_096)
+    for model in (mistral(V, E, L, H, F, key=key), mistral(V, E, L, heads=H, mlp=F, key=key)):
+        assert jax.tree.structure(model) == jax.tree.structure(expected)
+        for one, other in zip(jax.tree.leaves(model), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_array_equal(one, other)

@@ -215,19 +215,6 @@ def test_each_kind_of_layer_has_its_own_precision():
     assert multiplied({"mlp": "float8"}) == {"f8_e4m3fn[32,48]"}
 
 
-@pytest.mark.parametrize(
-    ("quantized", "message"),
-    [
-        ({"attention": "int8"}, "quantized names 'attention'; it may name projections and mlp"),
-        ({"mlp": "int4"}, r"quantized\['mlp'\] must be one of int8, float8, got 'int4'"),
-    ],
-)
-def test_what_cannot_be_quantized_is_named(quantized, message):
-    model = llama(vocab=8, embed=4, layers=1, heads=1, mlp=4, key=jax.random.key(0))
-    with pytest.raises(ValueError, match=message):
-        model.check(8, Compute(quantized=quantized))
-
-
 @pytest.mark.parametrize("dtype", LIMITS)
 @settings(max_examples=50)
 @given(data=st.data())

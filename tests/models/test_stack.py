@@ -45,29 +45,6 @@ def gradients(layers: int, mesh: dict[str, int], **compute: Any):
         return jax.device_get(jax.jit(jax.grad(mean))(model, batch))
 
 
-def stacked_by_scans(jaxpr: Any) -> list[tuple[int, ...]]:
-    """The shapes of what the scans in `jaxpr`, and in all within, leave behind."""
-    found = []
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "scan":
-            found += [out.aval.shape for out in equation.outvars]
-        for parameter in equation.params.values():
-            inner = getattr(parameter, "jaxpr", parameter)
-            found += stacked_by_scans(inner) if hasattr(inner, "eqns") else []
-    return found
-
-
-@pytest.mark.landing
-def test_scans_leave_no_copies_of_weights():
-    """Of each stacked matrix the scans leave its gradient, and nothing else of that size."""
-    model = llama(vocab=32, embed=8, layers=5, heads=2, mlp=24, key=jax.random.key(0))
-    batch = jax.tree.map(jnp.asarray, source.batch(0))
-    gradient = jax.grad(lambda model: batch_loss(model, batch, Compute())[0].loss_sum)
-    left = stacked_by_scans(jax.make_jaxpr(gradient)(model).jaxpr)
-    assert left.count((5, 8, 24)) == 2  # of gate and up
-    assert left.count((5, 24, 8)) == 1  # of down
-
-
 @pytest.mark.landing
 @pytest.mark.parametrize("unroll", [1, 2])
 def test_a_loop_keeps_no_copy_of_the_weights(unroll):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from aot import absent, needs_tpu_compiler
 from jax.sharding import PartitionSpec as P
+from program_texts import program_text
 
 from lmlib.parallel.mesh import make_mesh
 from lmlib.plan.collectives import collectives, spanned_axes
@@ -128,35 +129,6 @@ def test_axes_of_size_one_are_never_named():
     assert spanned_axes(np.array([[0, 1, 2, 3]]), make_mesh(fsdp=4)) == ("fsdp",)
 
 
-HEAD = "HloModule jit_step, is_scheduled=SCHEDULED\n\n"
-ADD = """\
-%add (a: f32[], b: f32[]) -> f32[] {
-  %a = f32[] parameter(0)
-  %b = f32[] parameter(1)
-  ROOT %sum = f32[] add(%a, %b)
-}
-
-%fused (p: bf16[64,32]) -> bf16[64,32] {
-  %p = bf16[64,32]{1,0} parameter(0)
-  ROOT %sine = bf16[64,32]{1,0} sine(%p)
-}
-
-"""
-GROUPS = "channel_id=1, replica_groups=[1,8]<=[8], use_global_device_ids=true"
-ASYNCHRONOUS = """\
-ENTRY %main (x: bf16[8,32], y: bf16[64,32]) -> bf16[64,32] {
-  %x = bf16[8,32]{1,0} parameter(0)
-  %y = bf16[64,32]{1,0} parameter(1)
-  %z = bf16[64,32]{1,0} fusion(%y), kind=kLoop, calls=%fused
-  %start = ((bf16[8,32]{1,0}, bf16[8,4]{1,0}), (bf16[64,32]{1,0}, bf16[64,4]{1,0})) \
-all-gather-start(%x, %x), GROUPS, dimensions={0}
-  BETWEEN
-  %done = (bf16[64,32]{1,0}, bf16[64,4]{1,0}) all-gather-done(%start)
-  ROOT %result = bf16[64,32]{1,0} get-tuple-element(%done), index=0
-}
-"""
-
-
 @pytest.mark.parametrize(
     ("between", "scheduled", "overlaps"),
     [
@@ -168,155 +140,45 @@ all-gather-start(%x, %x), GROUPS, dimensions={0}
     ],
 )
 def test_overlap_needs_work_between_start_and_done(between, scheduled, overlaps):
-    text = HEAD.replace("SCHEDULED", scheduled) + ADD + ASYNCHRONOUS.replace("GROUPS", GROUPS)
-    (one,) = collectives(read_program(text.replace("BETWEEN", between)), make_mesh(fsdp=8))
+    text = program_text("asynchronous", SCHEDULED=scheduled, BETWEEN=between)
+    (one,) = collectives(read_program(text), make_mesh(fsdp=8))
     assert one.overlaps is overlaps
     assert one.arrays == (ArrayType("bf16", (64, 32)), ArrayType("bf16", (64, 4)))
     assert one.bytes_sent == (64 * 32 + 64 * 4) * 2 * 7 // 8
 
 
-# How TPU programs do it: a fusion starts the collective, fusions with other work move it on, a
-# fusion ends it; each holds a copy of the instruction. A fused all-reduce and slice sends no more
-# than a reduce-scatter.
-FUSED = """\
-%start (p0: bf16[8,32]) -> (bf16[8,32], bf16[64,32]) {
-  %p0 = bf16[8,32]{1,0} parameter(0)
-  %gather.1 = bf16[64,32]{1,0} all-gather(%p0), GROUPS, dimensions={0}
-  ROOT %c.1 = (bf16[8,32]{1,0}, bf16[64,32]{1,0}) custom-call(%gather.1), \
-custom_call_target="AsyncCollectiveStart"
-}
-
-%during (p1: bf16[8,32], p2: bf16[64,32]) -> (bf16[64,32], bf16[64,32]) {
-  %p1 = bf16[8,32]{1,0} parameter(0)
-  %p2 = bf16[64,32]{1,0} parameter(1)
-  %gather.2 = bf16[64,32]{1,0} all-gather(%p1), GROUPS, dimensions={0}
-  %work = bf16[64,32]{1,0} sine(%p2)
-  ROOT %both = (bf16[64,32]{1,0}, bf16[64,32]{1,0}) tuple(%work, %gather.2)
-}
-
-%end (p3: bf16[8,32]) -> bf16[64,32] {
-  %p3 = bf16[8,32]{1,0} parameter(0)
-  %gather.3 = bf16[64,32]{1,0} all-gather(%p3), GROUPS, dimensions={0}
-  ROOT %c.3 = bf16[64,32]{1,0} custom-call(%p3, %gather.3), custom_call_target="AsyncCollectiveDone"
-}
-
-%all-reduce-scatter (p4: f32[64,32]) -> f32[8,32] {
-  %p4 = f32[64,32]{1,0} parameter(0)
-  %reduce.4 = f32[64,32]{1,0} all-reduce(%p4), channel_id=2, \
-replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%add
-  %i = u32[] partition-id()
-  ROOT %part = f32[8,32]{1,0} dynamic-slice(%reduce.4, %i, %i), dynamic_slice_sizes={8,32}
-}
-
-ENTRY %main (x: bf16[8,32], y: f32[64,32]) -> f32[8,32] {
-  %x = bf16[8,32]{1,0} parameter(0)
-  %y = f32[64,32]{1,0} parameter(1)
-  %s = (bf16[8,32]{1,0}, bf16[64,32]{1,0}) fusion(%x), kind=kCustom, calls=%start
-  %s.0 = bf16[8,32]{1,0} get-tuple-element(%s), index=0
-  %s.1 = bf16[64,32]{1,0} get-tuple-element(%s), index=1
-  %d = (bf16[64,32]{1,0}, bf16[64,32]{1,0}) fusion(%s.0, %s.1), kind=kOutput, calls=%during
-  %e = bf16[64,32]{1,0} fusion(%s.0), kind=kCustom, calls=%end
-  ROOT %r = f32[8,32]{1,0} fusion(%y), kind=kCustom, calls=%all-reduce-scatter
-}
-"""
-
-
 def test_a_collective_in_several_fusions_is_one():
-    text = HEAD.replace("SCHEDULED", "true") + ADD + FUSED.replace("GROUPS", GROUPS)
+    """On TPUs a fusion starts it, others move it on beside their own work, and one ends it. A fused
+    all-reduce and slice sends no more than a reduce-scatter."""
+    text = program_text("fused")
     gathered, scattered = collectives(read_program(text), make_mesh(fsdp=8))
     assert (gathered.kind, gathered.bytes, gathered.overlaps) == ("all-gather", 64 * 32 * 2, True)
     assert (scattered.kind, scattered.bytes_sent) == ("reduce-scatter", 64 * 32 * F32 * 7 // 8)
     assert not scattered.overlaps
 
 
-# How 7x does it: a SparseCore carries a collective out beside everything else, from the update,
-# which brings what is sent, to the end. Its channels are numbered anew in each computation.
-ON_SPARSE_CORES = """\
-%first (p0: bf16[8,32]) -> bf16[64,32] {
-  %p0 = bf16[8,32]{1,0} parameter(0)
-  ROOT %gather.1 = bf16[64,32]{1,0} all-gather(%p0), GROUPS, dimensions={0}
-}, execution_thread="sparsecore"
-
-%second (p1: bf16[64,32]) -> bf16[8,32] {
-  %p1 = bf16[64,32]{1,0} parameter(0)
-  ROOT %scatter.1 = bf16[8,32]{1,0} reduce-scatter(%p1), GROUPS, dimensions={0}, to_apply=%add
-}, execution_thread="sparsecore"
-
-ENTRY %main (x: bf16[8,32], y: bf16[64,32]) -> bf16[8,32] {
-  %x = bf16[8,32]{1,0} parameter(0)
-  %y = bf16[64,32]{1,0} parameter(1)
-  %s = ((), (), (s32[1])) call-start(), async_execution_thread="sparsecore", to_apply=%first
-  %z = bf16[64,32]{1,0} fusion(%y), kind=kLoop, calls=%fused
-  %u = ((bf16[8,32]{1,0}), bf16[64,32]{1,0}) call-update(%s, %x)
-  %d = bf16[64,32]{1,0} call-done(%u)
-  %s2 = ((bf16[64,32]{1,0}), bf16[8,32]{1,0}) call-start(%d), to_apply=%second
-  %w = bf16[64,32]{1,0} fusion(%z), kind=kLoop, calls=%fused
-  ROOT %d2 = bf16[8,32]{1,0} call-done(%s2)
-}
-"""
-
-
 def test_what_sparse_cores_send_is_found():
-    text = HEAD.replace("SCHEDULED", "true") + ADD + ON_SPARSE_CORES.replace("GROUPS", GROUPS)
+    """On 7x a SparseCore sends beside everything else, from the update to the end. Channels are
+    numbered anew in each computation."""
+    text = program_text("on_sparse_cores")
     gathered, scattered = collectives(read_program(text), make_mesh(fsdp=8))
     assert (gathered.kind, gathered.bytes, gathered.overlaps) == ("all-gather", 64 * 32 * 2, False)
     assert (scattered.kind, scattered.bytes) == ("reduce-scatter", 64 * 32 * 2)
     assert scattered.overlaps
 
 
-# The program of each of several slices: its groups number that slice's devices alone, and the
-# host's runtime sums what it sends to the others.
-BETWEEN_SLICES = """\
-ENTRY %main (x: bf16[8,32], y: bf16[64,32]) -> bf16[64,32] {
-  %x = bf16[8,32]{1,0} parameter(0)
-  %y = bf16[64,32]{1,0} parameter(1)
-  %gather = bf16[16,32]{1,0} all-gather(%x), channel_id=1, replica_groups={{0,2},{1,3}}, \
-dimensions={0}, use_global_device_ids=true
-  %token = token[] after-all()
-  %send = (bf16[8,32]{1,0}, u32[], token[]) send(%x, %token), channel_id=2, ATTRIBUTES
-  %recv = (bf16[8,32]{1,0}, u32[], token[]) recv(%token), channel_id=3, ATTRIBUTES
-  %sent = token[] send-done(%send), channel_id=2, is_host_transfer=true
-  %z = bf16[64,32]{1,0} fusion(%y), kind=kLoop, calls=%fused
-  %received = (bf16[8,32]{1,0}, token[]) recv-done(%recv), channel_id=3, is_host_transfer=true
-  ROOT %r = bf16[64,32]{1,0} fusion(%z), kind=kLoop, calls=%fused
-}
-"""
-MEETING = (
-    'is_host_transfer=true, frontend_attributes={_xla_host_transfer_rendezvous="sum_0",'
-    '_xla_megascale_target="{1,2}x{0:3}",_xla_megascale_transfer_type="ALL_REDUCE"}'
-)
-
-
 @needs_tpu_compiler
 def test_what_slices_send_each_other_is_found():
+    """Groups number the devices of one slice; the host's runtime sums over slices."""
     mesh = make_mesh(fsdp=2, tensor=-1, devices=absent("2xv5e:2x2")[1])
-    text = HEAD.replace("SCHEDULED", "true") + ADD + BETWEEN_SLICES.replace("ATTRIBUTES", MEETING)
-    within, between = collectives(read_program(text), mesh)
+    within, between = collectives(read_program(program_text("between_slices")), mesh)
     assert (within.kind, within.mesh_axes, within.group_size) == ("all-gather", ("fsdp",), 2)
     assert (between.kind, between.mesh_axes, between.group_size) == ("all-reduce", ("data",), 2)
     assert between.bytes_sent == 8 * 32 * 2
     assert between.overlaps
 
 
-CONCATENATED = """\
-%laid (p0: f32[100], p1: f32[28]) -> f32[128] {
-  %p0 = f32[100]{0} parameter(0)
-  %p1 = f32[28]{0} parameter(1)
-  ROOT %together = f32[128]{0} concatenate(%p0, %p1), dimensions={0}
-}
-
-ENTRY %main (x: f32[100], y: f32[28]) -> f32[128] {
-  %x = f32[100]{0} parameter(0)
-  %y = f32[28]{0} negate(%x), metadata={op_name="jit(step)/transpose(jvp(embed))/scatter-add"}
-  %laid_fusion = f32[128]{0} fusion(%x, %y), kind=kLoop, calls=%laid
-  %start = f32[128]{0} all-reduce-start(%laid_fusion), GROUPS, to_apply=%add
-  ROOT %done = f32[128]{0} all-reduce-done(%start)
-}
-"""
-
-
 def test_what_is_laid_end_to_end_is_taken_apart_and_its_source_is_found():
-    text = HEAD.replace("SCHEDULED", "true") + ADD + CONCATENATED.replace("GROUPS", GROUPS)
-    (one,) = collectives(read_program(text), make_mesh(fsdp=8))
+    (one,) = collectives(read_program(program_text("concatenated")), make_mesh(fsdp=8))
     assert [array.shape for array in one.arrays] == [(100,), (28,)]
     assert one.phase == "backward"

@@ -7,6 +7,7 @@ b is how many sequences a device has, t into how many shares heads, mlp and voca
 """
 
 import functools
+import math
 from collections import Counter
 
 import jax
@@ -175,64 +176,49 @@ def whole_matrices(fsdp, t):
     )
 
 
+def sharded(fsdp, data=1, t=1, axes=("fsdp",)):
+    """`fully_sharded`, with the gradients of norms scattered too."""
+    return fully_sharded(fsdp, data, t, axes) + norms("reduce-scatter", axes)
+
+
+CONTEXT = ("fsdp", "context")
 # Sizes of the mesh, settings of the model, and the budgets that serve: XLA's versions differ. What
 # FSDP sends alone, and TP alone, is a part of what these send.
 LAYOUTS = {
     "FSDP × TP": (
         {"fsdp": 4, "tensor": 2},
         {},
-        [fully_sharded(4, t=2) + norms("reduce-scatter", ("fsdp",)) + tensor_parallel(B // 4)],
+        [sharded(4, t=2) + tensor_parallel(B // 4)],
     ),
     "FSDP over two axes × TP": (
         {"fsdp": 2, "expert": 2, "tensor": 2},
         {},
-        [
-            fully_sharded(4, t=2, axes=("fsdp", "expert"))
-            + norms("reduce-scatter", ("fsdp", "expert"))
-            + tensor_parallel(B // 4)
-        ],
+        [sharded(4, t=2, axes=("fsdp", "expert")) + tensor_parallel(B // 4)],
     ),
     "FSDP × TP with Muon": (
         {"fsdp": 4, "tensor": 2},
         {},
-        [
-            fully_sharded(4, t=2)
-            + norms("reduce-scatter", ("fsdp",))
-            + tensor_parallel(B // 4)
-            + whole_matrices(4, t=2)
-        ],
+        [sharded(4, t=2) + tensor_parallel(B // 4) + whole_matrices(4, t=2)],
     ),
     "HSDP": (
         {"data": 2, "fsdp": 4},
         {},
-        [fully_sharded(4, data=2) + norms("reduce-scatter", ("fsdp",)) + replicated_over_data(4)],
+        [sharded(4, data=2) + replicated_over_data(4)],
     ),
     "FSDP × context, gathered": (
         {"fsdp": 4, "context": 2},
         {"context_method": "gather", "attention": "blockwise"},
-        [
-            fully_sharded(8, axes=("fsdp", "context"))
-            + norms("reduce-scatter", ("fsdp", "context"))
-            + keys_gathered(B // 4)
-        ],
+        [sharded(8, axes=CONTEXT) + keys_gathered(B // 4)],
     ),
     "FSDP × context, a fused kernel": (
         {"fsdp": 4, "context": 2},
         {"context_method": "gather", "attention": "triton"},
-        [
-            fully_sharded(8, axes=("fsdp", "context"))
-            + norms("reduce-scatter", ("fsdp", "context"))
-            + keys_gathered(B // 4)
-        ],
+        [sharded(8, axes=CONTEXT) + keys_gathered(B // 4)],
     ),
     "FSDP × context, in a ring": (
         {"fsdp": 2, "context": 4},
         {"context_method": "ring", "attention": "blockwise"},
-        [
-            fully_sharded(8, axes=("fsdp", "context"))
-            + norms("reduce-scatter", ("fsdp", "context"))
-            + keys_in_a_ring(B // 2, devices=4)
-        ],
+        [sharded(8, axes=CONTEXT) + keys_in_a_ring(B // 2, devices=4)],
     ),
     "FSDP × SP": (
         {"fsdp": 4, "tensor": 2},
@@ -254,17 +240,7 @@ def compiled(target, layout):
     sizes, settings, _ = LAYOUTS[layout]
     _, devices = absent(target)
     mesh = make_mesh(**sizes, devices=devices)
-    make = functools.partial(
-        llama,
-        vocab=V,
-        embed=E,
-        layers=L,
-        heads=H,
-        kv_heads=K,
-        head_dim=D,
-        mlp=F,
-        key=jax.random.key(0),
-    )
+    make = functools.partial(llama, V, E, L, H, F, K, D, key=jax.random.key(0))
     compute = Compute(**{"attention": "plain"} | settings)
     optimizer = muon if layout.endswith("Muon") else adamw
     training = Training(optimizer(100, 1e-3), mesh, compute)
@@ -293,13 +269,9 @@ def bytes_of(budget, mesh):
     """What each device sends for a budget, by the ring algorithm; of a permutation all it has."""
     total = 0
     for (kind, axes, _, dtype, size), count in budget.items():
-        if kind == "collective-permute":
-            total += size * BYTES[dtype] * count
-            continue
-        n = 1
-        for axis in axes:
-            n *= mesh.shape[axis]
-        total += RING[kind] * size * BYTES[dtype] * (n - 1) // n * count
+        n = math.prod(mesh.shape[axis] for axis in axes)
+        sent = n if kind == "collective-permute" else RING[kind] * (n - 1)
+        total += size * BYTES[dtype] * sent // n * count
     return total
 
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from aot import absent
+from program_texts import program_text
 
 from lmlib.hardware.specifications import ACCELERATORS, CPU
 from lmlib.parallel.mesh import make_mesh
@@ -209,64 +210,18 @@ def test_traffic_of_a_compiled_program_is_what_its_arrays_hold():
 
 
 def test_slices_that_gpus_copy_ahead_of_time_are_not_what_they_are_cut_from():
-    text = """HloModule sliced, is_scheduled=true
-
-%cut (p0: f32[7,1000], p1: s32[]) -> f32[1,1000] {
-  %p0 = f32[7,1000]{1,0} parameter(0)
-  %p1 = s32[] parameter(1)
-  %zero = s32[] constant(0)
-  ROOT %row = f32[1,1000]{1,0} dynamic-slice(%p0, %p1, %zero), dynamic_slice_sizes={1,1000}
-}
-
-ENTRY %main (w: f32[7,1000], i: s32[]) -> f32[1,1000] {
-  %w = f32[7,1000]{1,0} parameter(0)
-  %i = s32[] parameter(1)
-  %start = ((f32[7,1000]{1,0}, s32[]), f32[1,1000]{1,0}, u32[]) fusion-start(%w, %i), kind=kLoop, calls=%cut
-  ROOT %done = f32[1,1000]{1,0} fusion-done(%start)
-}
-"""  # noqa: E501
-    (found,) = traffic(read_program(text), SCOPES)
+    (found,) = traffic(read_program(program_text("slice_copied_ahead")), SCOPES)
     assert found.bytes == 2 * 1_000 * 4
 
 
 def test_of_a_slice_of_another_dtype_the_slice_is_read():
-    text = """HloModule sliced, is_scheduled=true
-
-%cut (p0: f32[7,1000]) -> bf16[1,1000] {
-  %p0 = f32[7,1000]{1,0} parameter(0)
-  %narrow = bf16[7,1000]{1,0} convert(%p0)
-  ROOT %row = bf16[1,1000]{1,0} slice(%narrow), slice={[3:4], [0:1000]}
-}
-
-ENTRY %main (w: f32[7,1000]) -> bf16[1,1000] {
-  %w = f32[7,1000]{1,0} parameter(0)
-  ROOT %row = bf16[1,1000]{1,0} fusion(%w), kind=kLoop, calls=%cut
-}
-"""
-    (found,) = traffic(read_program(text), SCOPES)
+    (found,) = traffic(read_program(program_text("slice_of_another_dtype")), SCOPES)
     assert found.bytes == (4 + 2) * 1_000
 
 
 def test_kernels_are_counted_as_often_as_their_loop_turns():
-    text = """HloModule counted, is_scheduled=true
-
-%body (state: (s32[], f32[50,50])) -> (s32[], f32[50,50]) {
-  %state = (s32[], f32[50,50]{1,0}) parameter(0)
-  %turn = s32[] get-tuple-element(%state), index=0
-  %x = f32[50,50]{1,0} get-tuple-element(%state), index=1
-  %product = f32[50,50]{1,0} dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}
-  %sent = f32[50,50]{1,0} all-reduce(%product), replica_groups={{0,1}}, to_apply=%add
-  %sine = f32[50,50]{1,0} sine(%sent)
-  ROOT %next = (s32[], f32[50,50]{1,0}) tuple(%turn, %sine)
-}
-
-ENTRY %main (start: (s32[], f32[50,50])) -> (s32[], f32[50,50]) {
-  %start = (s32[], f32[50,50]{1,0}) parameter(0)
-  ROOT %loop = (s32[], f32[50,50]{1,0}) while(%start), condition=%known, body=%body, backend_config={"known_trip_count":{"n":"7"}}
-}
-"""  # noqa: E501
     array = 50 * 50 * 4
-    found = kernels(read_program(text))
+    found = kernels(read_program(program_text("kernels_in_a_loop")))
     assert found == Kernels(14, 7 * (3 + 2) * array, 7 * 3 * array)
     assert str(found) == (
         "14 kernels read and write 350 KB, 140 KB of it in those that multiply no matrices"

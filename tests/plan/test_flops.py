@@ -166,17 +166,7 @@ def test_kernels_of_cudnn_are_counted_by_rule(name, products, mask, share):
 
 
 V, E, L, HEADS, KV, HEAD_DIM, F = 96, 32, 3, 4, 2, 16, 48
-make = functools.partial(
-    llama,
-    vocab=V,
-    embed=E,
-    layers=L,
-    heads=HEADS,
-    kv_heads=KV,
-    head_dim=HEAD_DIM,
-    mlp=F,
-    key=jax.random.key(0),
-)
+make = functools.partial(llama, V, E, L, HEADS, F, KV, HEAD_DIM, key=jax.random.key(0))
 B, S = 8, 64
 
 

@@ -6,21 +6,29 @@ import json
 import re
 
 import fiddle as fdl
+import jax
+import jax.numpy as jnp
 import pytest
 from aot import needs_gpu_compiler, needs_tpu_compiler
 from bigram import Bigram
+from jax.sharding import NamedSharding, PartitionSpec
 from sentinels import sentinels
 
 from lmlib.compute import Compute
 from lmlib.data.synthetic import Synthetic
 from lmlib.experiment import Experiment
+from lmlib.models.experts.grouped import grouped_product
 from lmlib.models.families.llama import llama
 from lmlib.optim.adamw import adamw
+from lmlib.parallel.collectives import shard_map
 from lmlib.parallel.mesh import make_mesh
-from lmlib.plan.memory import reading
-from lmlib.plan.planner import compilable, plan
+from lmlib.plan.memory import Counted, out_of_memory, reading
+from lmlib.plan.planner import compilable, dense_expansions, plan
+from lmlib.plan.program import read_program
 from lmlib.plan.targets import Target, parse, prepare
 from lmlib.terminal.quantities import bytes_text
+from runner.aot.abstract_inputs import built, without_data
+from runner.config import configs
 from runner.config.configs import load
 
 pytestmark = pytest.mark.several_devices
@@ -135,23 +143,14 @@ def test_layer_inputs_that_lie_whole_along_tensor_are_told():
     assert [told in str(each) for each in found] == [True, False]
 
 
-def test_what_is_always_kept_is_listed(planned):
-    target, report = planned
-    saved = {kept.name: kept.bytes_per_device for kept in report.memory.saved}
-    rows = ROWS * LENGTH * EMBED * 2 // target.device_count
-    assert saved["layer_input"] == LAYERS * rows
-    assert saved["head_input"] == rows
-
-
-def test_a_small_step_fits(planned):
+def test_a_small_step_fits_and_gathers_over_fsdp(planned):
     target, report = planned
     memory = report.memory
     assert memory.counted.arguments < memory.needed < 1e9
     assert memory.fits is (None if target.accelerator.platform == "cpu" else True)
-
-
-def test_it_gathers_over_fsdp(planned):
-    _, report = planned
+    saved = {kept.name: kept.bytes_per_device for kept in memory.saved}
+    rows = ROWS * LENGTH * EMBED * 2 // target.device_count
+    assert (saved["layer_input"], saved["head_input"]) == (LAYERS * rows, rows)
     axes = {one.mesh_axes for one in report.collectives if one.kind == "all-gather"}
     assert axes == {("fsdp",)}
 
@@ -216,6 +215,7 @@ def test_whether_it_fits_is_told_by_the_capacity(planned):
 
 
 def test_reading_weights_is_told_where_it_takes_more_than_the_step(planned):
+    """The largest tensor is read whole."""
     _, report = planned
     assert report.memory.loading == 0 and "reading weights" not in str(report.memory)
     more = dataclasses.replace(
@@ -224,13 +224,10 @@ def test_reading_weights_is_told_where_it_takes_more_than_the_step(planned):
     assert more.needed == more.loading and more.fits is False
     assert " to read the weights of 1 B, " in more.verdict
     assert re.search(rf"\nreading weights +{more.loading:,}  before the first step", str(more))
-
-
-def test_reading_weights_takes_the_largest_tensor_whole():
-    of = experiment(parse("cpu:8"))
-    assert reading(of) == 0
+    run = experiment(parse("cpu:8"))
+    assert reading(run) == 0
     table = VOCAB * EMBED  # in bfloat16, and a device's share of it, which is float32 where it lies
-    read = dataclasses.replace(of, init_from="a/folder")
+    read = dataclasses.replace(run, init_from="a/folder")
     assert reading(read) == 2 * table + (2 + 4) * table // 8
 
 
@@ -258,3 +255,153 @@ def test_what_another_vendors_compiler_plans_has_no_kernel_of_its_own(target, ex
     target = parse(target)
     planned, _ = compilable(experiment(target), target)
     assert planned.compute.attention == expected
+
+
+def expansions(product, topology):
+    """Warnings of the program of a product by group and its gradients."""
+    target = parse(topology)
+    prepare(target)
+    mesh = make_mesh(devices=target.devices()[:1])
+    whole = NamedSharding(mesh, PartitionSpec())
+    x, w, sizes = (
+        jax.ShapeDtypeStruct(shape, dtype, sharding=whole)
+        for shape, dtype in (
+            ((1_024, 128), jnp.bfloat16),
+            ((4, 128, 256), jnp.bfloat16),
+            ((4,), jnp.int32),
+        )
+    )
+
+    def loss(*given):
+        return jnp.sum(product(*given).astype(jnp.float32) ** 2)
+
+    with jax.set_mesh(mesh):
+        gradient = shard_map(
+            jax.grad(loss, argnums=(0, 1)),
+            inputs=3 * (PartitionSpec(),),
+            outputs=2 * (PartitionSpec(),),
+            tracked=False,
+        )
+        text = jax.jit(gradient).lower(x, w, sizes).compile().as_text()
+    return dense_expansions(read_program(text))
+
+
+@needs_gpu_compiler
+@pytest.mark.slow
+def test_on_gpus_ragged_dot_is_expanded_and_blocks_are_not():
+    (warning,) = expansions(jax.lax.ragged_dot, "h100:1x1")
+    assert "transpose(jvp())/ragged_dot_general" in warning
+    assert not expansions(grouped_product, "h100:1x1")
+
+
+@needs_tpu_compiler
+@pytest.mark.slow
+def test_on_tpus_the_product_by_group_is_not_expanded():
+    assert not expansions(grouped_product, "v5e:2x2")
+
+
+def made_once(report):
+    """FLOPs for a token, without those that are made again."""
+    return report.flops.counted.of("forward", "backward") / report.flops.tokens
+
+
+@needs_gpu_compiler
+@pytest.mark.slow
+def test_405b_trains_on_eight_devices_of_192_gb():
+    """Without a copy of the base, of its stacks, or of its gradients."""
+    target = parse("b200:8")
+    prepare(target)
+    cfg = without_data(configs.load("experiments/llama_405b_lora"))
+    report = plan(built(cfg, target.devices()), target)
+    base = 405_853_388_800  # Llama 3.1 405B's
+    assert report.memory.frozen == 2 * base // 8
+    assert report.memory.parameters == 4 * (report.parameters - base) // 8  # adapters
+    assert report.memory.needed < 150e9
+    assert report.memory.counted.temporaries < report.memory.frozen / 3
+    assert made_once(report) == pytest.approx(report.flops.analytic, rel=0.03)
+
+
+@pytest.mark.slow
+def test_of_eight_simulated_devices_each_holds_an_eighth_of_the_base():
+    cfg = configs.load("experiments/llama_8b_lora", ["tiny"], ["mesh.fsdp=8", "model.of.layers=1"])
+    target = parse("cpu:8")
+    report = plan(fdl.build(without_data(cfg)), target)
+    vocab, embed, mlp, heads, kv_heads = 512, 64, 128, 4 * 16, 2 * 16
+    shapes = 2 * [(embed, heads)] + 2 * [(embed, kv_heads)] + 3 * [(embed, mlp)]
+    matrices = sum(one * other for one, other in shapes)
+    base = 2 * vocab * embed + matrices + 3 * embed
+    assert report.memory.frozen == 2 * base // 8
+    assert report.memory.gradients == report.memory.parameters
+    low_rank = cfg.model.rank * sum(one + other for one, other in shapes)
+    assert report.memory.parameters == 4 * low_rank // 8
+    attention = 12 * heads * 64  # keys
+    expected = 4 * (matrices + vocab * embed) + 6 * low_rank + attention
+    assert report.flops.analytic == expected
+    # Nothing is trained below the only layer, so no gradient of its normed input is made:
+    of_input = 2 * (embed * (heads + 2 * kv_heads) + 3 * embed * cfg.model.rank)
+    scores_again = 2 * heads * 64
+    assert made_once(report) == pytest.approx(expected - of_input + scores_again, rel=0.003)
+
+
+BEFORE_SCHEDULING = (
+    "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries "
+    "(19.79G) exceeds available HBM (15.75G)."
+)
+AFTER_SCHEDULING = """RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in \
+memory space hbm. Used 20.63G of 15.48G hbm. Exceeded hbm capacity by 5.15G.
+
+Total hbm usage >= 21.14G:
+    reserved        530.00M
+    program          20.63G
+    arguments            0B
+
+Program hbm requirement 20.63G:
+    HLO temp         20.63G (99.9% utilization: Unpadded (20.60G) Padded (20.63G), 0.1% \
+fragmentation (22.45M))
+
+  Largest program allocations in hbm:
+
+  1. Size: 4.00G
+     Operator: op_name="pmap(train_step)/jit(main)/dot_general" source_file="model.py"
+     Shape: bf16[32,2048,32768]{2,1,0:T(8,128)(2,1)}
+     Unpadded size: 4.00G
+     XLA label: fusion.4 = fusion(...)
+     Allocation type: HLO temp
+     ==========================
+
+  2. Size: 512.00M
+     Shape: bf16[8192,32768]{1,0:T(8,128)(2,1)}
+     Unpadded size: 512.00M
+     ==========================
+"""
+
+
+def test_temporaries_alone_do_not_fit():
+    found = out_of_memory(BEFORE_SCHEDULING)
+    assert found.temporaries_only
+    assert found.needed == round(19.79 * 2**30)
+    assert found.largest == ()
+
+
+def test_all_together_does_not_fit():
+    found = out_of_memory(AFTER_SCHEDULING)
+    assert not found.temporaries_only
+    assert found.needed == round(20.63 * 2**30)
+    first, second = found.largest
+    assert first.name.startswith("bf16[32,2048,32768]") and "dot_general" in first.name
+    assert first.bytes == 4 * 2**30
+    assert second.name.startswith("bf16[8192,32768]")
+    assert second.bytes == 512 * 2**20
+
+
+def test_other_errors_are_not_about_memory():
+    assert out_of_memory("UNIMPLEMENTED: Stable sorting of more than 2^31-1 elements") is None
+    assert out_of_memory("RESOURCE_EXHAUSTED: too many open files") is None
+
+
+def test_a_step_needs_its_program_beside_what_is_in_use():
+    counted = Counted(
+        arguments=100, outputs=10, temporaries=1_000, program=7, peak=None, on_host=50
+    )
+    assert counted.needed == 100 + 10 + 1_000 + 7
+    assert dataclasses.replace(counted, peak=600).needed == 600 + 7

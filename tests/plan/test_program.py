@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
+from program_texts import program_text
 
 from lmlib.parallel.mesh import make_mesh
 from lmlib.plan.program import ArrayType, parse_replica_groups, read_program
@@ -113,42 +114,6 @@ def test_nested_scans_turn_as_often_as_they_were_told():
     assert trips == {5, 7}
 
 
-# What compilers other than XLA's for CPU print: no known_trip_count, and a limit that the loop
-# carries along.
-COUNTED = """\
-HloModule jit_f, is_scheduled=true, entry_computation_layout={(f32[4]{0})->f32[4]{0}}
-
-%body.1 (p.1: (s32[], f32[4], s32[])) -> (s32[], f32[4], s32[]) {
-  %p.1 = (s32[]{:T(128)}, f32[4]{0:T(128)S(1)}, s32[]) parameter(0)
-  %i.1 = s32[]{:T(128)} get-tuple-element(%p.1), index=0
-  %x.1 = f32[4]{0:T(128)S(1)} get-tuple-element(%p.1), index=1
-  %n.1 = s32[] get-tuple-element(%p.1), index=2
-  %one = s32[]{:T(128)} constant(1)
-  %next = s32[]{:T(128)} add(%i.1, %one)
-  %twice = f32[4]{0:T(128)S(1)} add(%x.1, %x.1), metadata={op_name="jit(f)/layers/while/body/add"}
-  ROOT %t.1 = (s32[]{:T(128)}, f32[4]{0:T(128)S(1)}, s32[]) tuple(%next, %twice, /*index=2*/%n.1)
-}
-
-%condition.1 (p.2: (s32[], f32[4], s32[])) -> pred[] {
-  %p.2 = (s32[]{:T(128)}, f32[4]{0:T(128)S(1)}, s32[]) parameter(0)
-  %i.2 = s32[]{:T(128)} get-tuple-element(%p.2), index=0
-  LIMIT
-  ROOT %lt = pred[]{:T(512)} compare(%i.2, %limit), direction=LT
-}
-
-ENTRY %main (x: f32[4]) -> f32[4] {
-  %x = f32[4]{0:T(128)} parameter(0)
-  %start = s32[]{:T(128)} constant(2)
-  %copied = s32[]{:T(128)} copy(%start)
-  %count = s32[] constant(11)
-  %t = (s32[]{:T(128)}, f32[4]{0:T(128)S(1)}, s32[]) tuple(%copied, %x, %count)
-  %loop = (s32[]{:T(128)}, f32[4]{0:T(128)S(1)}, s32[]) while(%t), \
-condition=%condition.1, body=%body.1
-  ROOT %y = f32[4]{0:T(128)S(1)} get-tuple-element(%loop), index=1
-}
-"""
-
-
 @pytest.mark.parametrize(
     ("limit", "trips"),
     [
@@ -158,7 +123,8 @@ condition=%condition.1, body=%body.1
     ],
 )
 def test_trips_without_a_known_count(limit, trips):
-    program = read_program(COUNTED.replace("LIMIT", limit))
+    """Compilers for GPUs and TPUs print none, or a limit that the loop carries along."""
+    program = read_program(program_text("counted", LIMIT=limit))
     assert program.is_scheduled
     (add,) = (found for found in program.instructions() if found[0].name == "twice")
     instruction, place = add
@@ -180,7 +146,7 @@ def test_trips_of_a_loop_whose_comparison_is_fused():
 }
 
 %body.1"""
-    text = COUNTED.replace("%body.1", fused, 1).replace("LIMIT", "%limit = s32[] constant(8)")
+    text = program_text("counted", LIMIT="%limit = s32[] constant(8)").replace("%body.1", fused, 1)
     text = text.replace(
         "%lt = pred[]{:T(512)} compare(%i.2, %limit), direction=LT",
         "%lt = pred[] fusion(%limit, %i.2), kind=kLoop, calls=%fused",

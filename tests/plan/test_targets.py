@@ -4,10 +4,14 @@ import dataclasses
 
 import pytest
 from aot import needs_gpu_compiler, needs_tpu_compiler
+from refusals import refusals
 
 from lmlib.hardware.specifications import ACCELERATORS
 from lmlib.plan import targets
 from lmlib.plan.targets import TargetError, parse
+
+TPUS = ("v4:2x2x2", "v5e:4x4", "2xv5e:2x2", "v5e:1x1", "v5p:2x2x1", "v6e:2x4", "7x:2x2x1")
+GPUS = [f"{name}:2x4" for name, one in ACCELERATORS.items() if one.platform == "cuda"]
 
 
 @pytest.mark.parametrize(
@@ -30,40 +34,21 @@ def test_a_name_is_read_and_written(text, accelerator, shape, slices, devices):
     assert str(target) == text
 
 
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
-        ("v5e", "write v5e:16x16"),
-        ("v5f:16x16", "accelerators: v4, v5e"),
-        ("v5e:0x16", "write v5e:16x16"),
-        ("v5e:16x16 ", "write v5e:16x16"),
-        ("v4:16x16", "v4 takes 3 numbers of chips, like v4:4x4x4"),
-        ("h100:2x4x8", "h100 takes 2 numbers of hosts x GPUs"),
-        ("cpu:16x16", "cpu takes 1 number of devices"),
-        ("v5e:3x4", "sizes above 1 must be even"),
-        ("v5e:32x16", "the largest slice of v5e has 256 chips"),
-        ("2xh100:8x8", "only TPUs have slices"),
-    ],
-)
+@pytest.mark.parametrize(("text", "told"), refusals(__file__, "targets"))
 def test_a_mistake_is_told(text, told):
     with pytest.raises(TargetError, match=told):
         parse(text)
 
 
-@needs_tpu_compiler
 @pytest.mark.parametrize(
-    "text", ["v4:2x2x2", "v5e:4x4", "2xv5e:2x2", "v5e:1x1", "v5p:2x2x1", "v6e:2x4", "7x:2x2x1"]
+    "text",
+    [
+        *(pytest.param(text, marks=needs_tpu_compiler) for text in TPUS),
+        *(pytest.param(text, marks=needs_gpu_compiler) for text in GPUS),
+    ],
 )
-def test_tpus_that_are_not_there(text):
+def test_devices_that_are_not_there(text):
     _check_devices(parse(text))
-
-
-@needs_gpu_compiler
-@pytest.mark.parametrize(
-    "name", [name for name, one in ACCELERATORS.items() if one.platform == "cuda"]
-)
-def test_gpus_that_are_not_there(name):
-    _check_devices(parse(f"{name}:2x4"))
 
 
 @needs_gpu_compiler
@@ -74,18 +59,18 @@ def test_a_gpu_of_ones_own_is_planned_for():
     _check_devices(targets.Target(own, (1, 2)))
 
 
-@needs_tpu_compiler
-def test_slices_can_be_told_apart():
-    target = parse("2xv5e:2x2")
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        pytest.param("2xv5e:2x2", "slice_index", marks=needs_tpu_compiler),
+        pytest.param("h100:2x4", "process_index", marks=needs_gpu_compiler),
+    ],
+)
+def test_slices_and_hosts_can_be_told_apart(text, number):
+    target = parse(text)
     targets.prepare(target)
-    slices = [device.slice_index for device in target.devices()]
-    assert sorted(slices) == [0] * 4 + [1] * 4
-
-
-@needs_gpu_compiler
-def test_hosts_can_be_told_apart():
-    hosts = [device.process_index for device in parse("h100:2x4").devices()]
-    assert sorted(hosts) == [0] * 4 + [1] * 4
+    found = [getattr(device, number) for device in target.devices()]
+    assert sorted(found) == [0] * 4 + [1] * 4
 
 
 def test_the_missing_libraries_of_rocm_are_told(monkeypatch):

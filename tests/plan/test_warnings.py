@@ -10,6 +10,7 @@ from aot import absent, needs_tpu_compiler
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from program_texts import program_text
 from sentinels import sentinels
 
 from lmlib.models.families.llama import llama
@@ -25,9 +26,7 @@ from lmlib.state import abstract_model
 pytestmark = pytest.mark.several_devices
 
 V, E, F, L, H, D = 4_096, 512, 1_024, 2, 4, 64
-make = functools.partial(
-    llama, vocab=V, embed=E, layers=L, heads=H, head_dim=D, mlp=F, key=jax.random.key(0)
-)
+make = functools.partial(llama, V, E, L, H, F, head_dim=D, key=jax.random.key(0))
 
 
 def warnings_of(function, mesh, *arguments):
@@ -127,24 +126,7 @@ def test_an_all_reduce_of_a_whole_gradient_is_named_and_a_reduce_scatter_is_not(
 def test_a_gather_in_the_guise_of_a_sum_is_named():
     """As XLA for TPUs gathers shards that fill no tile."""
     mesh = make_mesh(fsdp=8)
-    text = f"""\
-HloModule jit_step, is_scheduled=true
-
-%add (a: f32[], b: f32[]) -> f32[] {{
-  %a = f32[] parameter(0)
-  %b = f32[] parameter(1)
-  ROOT %sum = f32[] add(%a, %b)
-}}
-
-ENTRY %main (part: f32[{V},{E // 8}], zeros: f32[{V},{E}], i: s32[]) -> f32[{V},{E}] {{
-  %part = f32[{V},{E // 8}]{{1,0}} parameter(0)
-  %zeros = f32[{V},{E}]{{1,0}} parameter(1)
-  %i = s32[] parameter(2)
-  %filled = f32[{V},{E}]{{1,0}} dynamic-update-slice(%zeros, %part, %i, %i)
-  ROOT %whole = f32[{V},{E}]{{1,0}} all-reduce(%filled), replica_groups=[1,8]<=[8], to_apply=%add
-}}
-"""
-    sent = collectives(read_program(text), mesh)
+    sent = collectives(read_program(program_text("gathered_as_a_sum")), mesh)
     assert [one.assembles for one in sent] == [True]
     (warning,) = communication_warnings(sent, abstract_model(make, mesh), mesh)
     assert warning.problem == "all-reduce for all-gather"

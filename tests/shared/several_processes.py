@@ -7,6 +7,7 @@ import time
 import pytest
 from compiled_programs import XLA_FLAGS
 from forked_processes import ROOT, ForkedProcess, fresh_process, paths_of
+from states import TIMES
 
 from lmlib.metrics.log import read_metrics
 
@@ -27,7 +28,6 @@ LLAMA = (
     "--fdl.evaluation.every=15",
 )
 
-TIMES = ("tokens_per_second", "step_seconds", "data_wait_seconds", "goodput", "peak_memory_bytes")
 EXACT = ("step", "valid_tokens", "tokens")
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from numpy.testing import assert_allclose
+from refusals import refusals
 
 from lmlib import Compute
 from lmlib.models.experts.router import Router
@@ -145,20 +146,7 @@ def test_the_balance_of_the_batch_before_is_one_where_all_get_the_same():
     assert_allclose(found, (X * softmax(z)[..., 2]).sum(), rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"scores": "tanh"}, "scores must be one of softmax, sigmoid, got 'tanh'"),
-        ({"balance": "rows"}, "balance must be one of row, batch, got 'rows'"),
-        ({"top": 9}, "1 to 8 of 8 experts, got top=9"),
-        ({"groups": 3}, "8 experts do not divide into groups=3"),
-        (
-            {"groups": 4, "top_groups": 1},
-            "2 experts each.*top_groups=1 of them at least top=3",
-        ),
-        ({"groups": 8, "top_groups": 4}, "groups=8 have 1 experts each; each needs at least two"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "message"), refusals(__file__, "router"))
 def test_settings_that_do_not_fit_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         routed(**settings)

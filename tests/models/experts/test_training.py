@@ -4,11 +4,12 @@ is kept in balance exactly, whatever the microbatches."""
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from outsider_runs import SIZES, check_outsider, compiled, experiment, trained
 
-from lmlib import Compute, NextToken
+from lmlib import Compute, NextToken, hf
 from lmlib.models.experts.mixture import Mixture
 from lmlib.models.experts.router import Router
 from lmlib.models.families.llama import llama
@@ -107,3 +108,21 @@ def test_flops_are_those_of_active_experts():
     router = 6 * 2 * SIZES["embed"] * EXPERTS
     found = model.flops_per_token(64, causal=True)  # two experts and a shared one, of 16 each
     assert found == dense.flops_per_token(64, causal=True) + router
+
+
+@pytest.mark.slow
+def test_a_model_balanced_over_batches_leaves_as_one_that_routes_alike(tmp_path):
+    """How full experts were stays out of folders."""
+
+    def mixture(balance):
+        router = functools.partial(Router, balance=balance)
+        experts = functools.partial(Mixture, experts=4, top=2, router=router)
+        sizes = {"layers": 2, "heads": 4, "mlp": 8, "feed_forward": experts}
+        return llama(**SIZES, **sizes, key=jax.random.key(0))
+
+    model = mixture("batch")
+    hf.save(model, tmp_path / "out")
+    read = hf.load(tmp_path / "out")
+    assert jax.tree.structure(read) == jax.tree.structure(mixture("row"))
+    tokens_BS = jnp.arange(SIZES["vocab"], dtype=jnp.int32)[None]
+    np.testing.assert_array_equal(read(tokens_BS), model(tokens_BS))

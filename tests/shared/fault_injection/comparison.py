@@ -5,14 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from folder_contents import files_of
+from states import without_times
 
 from fault_injection.job import Job
 
 NOTES = "notes/notes.json"  # in a checkpoint
-# Of a line of metrics.jsonl: what depends on time, or on what else ran.
-TIMES = frozenset(
-    {"tokens_per_second", "step_seconds", "data_wait_seconds", "goodput", "peak_memory_bytes"}
-)
 
 
 def difference(job: Job, undisturbed: Job) -> str:
@@ -66,11 +63,7 @@ def _lines(job: Job) -> list[str]:
     if not file.exists():
         return []
     *whole, _ = file.read_text().split("\n")
-    lines = [json.loads(line) for line in whole]
-    return [
-        json.dumps({name: value for name, value in line.items() if name not in TIMES})
-        for line in lines
-    ]
+    return [json.dumps(line) for line in without_times([json.loads(line) for line in whole])]
 
 
 def _differing(folder: Path, other: Path) -> list[str]:

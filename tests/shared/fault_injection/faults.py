@@ -40,14 +40,8 @@ ENOUGH_LINES = 6_000
 
 @dataclasses.dataclass(frozen=True)
 class Struck:
-    """What came of a fault.
-
-    Attributes:
-      attempt: what ran, and has ended.
-      expected: the step that it should have gone on from; `None`: from the beginning.
-      happened: whether the fault came before the run had ended.
-      problems: what went wrong once it had come.
-    """
+    """What came of a fault: an attempt that has ended, the step that it should have gone on from,
+    or `None`, whether the fault came before the run's end, and what went wrong then."""
 
     attempt: Attempt
     expected: int | None
@@ -62,15 +56,10 @@ Act = Callable[[Job, Attempt, Random], Iterable[str] | None]
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """Something that happens to runs.
+    """Something that happens to runs, drawn as often as its `weight` says.
 
-    Args:
-      name: for the table.
-      weight: how often it is drawn, in proportion.
-      strike: starts the run, and has it end.
-      checkpoints: how many whole ones the run must have.
-      needs: what must be in its scratch folder: BASE, say.
-      precedes_start: whether it is over when the run starts, which then shows what came of it.
+    `strike` starts the run, and has it end. The run must have so many whole checkpoints, and what
+    it `needs` in its scratch folder. `precedes_start`: the fault is over when the run starts.
     """
 
     name: str
@@ -88,8 +77,14 @@ class Fault:
 
 def under_way(act: Act, moment: Moment = STEPPING) -> Strike:
     """Starts the run, and does something to it at that moment."""
+    return at_any_of(act, moment)
+
+
+def at_any_of(act: Act, *moments: Moment) -> Strike:
+    """As `under_way`, at one of several moments."""
 
     def strike(job: Job, random: Random) -> Struck:
+        moment = random.choice(moments)
         expected, attempt = job.newest_checkpoint(), job.start(fresh=moment.fresh)
         problems = act(job, attempt, random) if moment.wait(attempt, random) else None
         return Struck(attempt, expected, problems is not None, tuple(problems or ()))
@@ -126,12 +121,6 @@ def of_code(attempt: Attempt, code: int, *texts: str) -> list[str]:
     return problems
 
 
-def changed_files(before: dict[str, bytes], after: dict[str, bytes]) -> list[str]:
-    """What is wrong with a start that should have touched nothing."""
-    names = before.keys() | after.keys()
-    return [f"it touched {name}" for name in sorted(names) if before.get(name) != after.get(name)]
-
-
 def lines_with(attempt: Attempt, *texts: str) -> list[str]:
     """What it said that has all of them in one line."""
     lines = attempt.output().splitlines()
@@ -142,13 +131,11 @@ def lines_with(attempt: Attempt, *texts: str) -> list[str]:
 
 
 def killed(weight: float, moment: Moment) -> Fault:
-    def strike(job: Job, random: Random) -> Struck:
-        expected, attempt = job.newest_checkpoint(), job.start(fresh=moment.fresh)
-        happened = moment.wait(attempt, random)
+    def act(job: Job, attempt: Attempt, random: Random) -> tuple[()]:
         attempt.kill()
-        return Struck(attempt, expected, happened)
+        return ()
 
-    return Fault(f"SIGKILL {moment.name}", weight, strike)
+    return Fault(f"SIGKILL {moment.name}", weight, under_way(act, moment))
 
 
 def one_killed(process: int) -> Fault:
@@ -160,10 +147,7 @@ def one_killed(process: int) -> Fault:
         right = code == PEER_ENDED
         return [] if right else [f"the other process ended with code {code}, not {PEER_ENDED}"]
 
-    def strike(job: Job, random: Random) -> Struck:
-        return under_way(act, random.choice((STEPPING, SAVING)))(job, random)
-
-    return Fault(f"SIGKILL of process {process} of 2", 1, strike)
+    return Fault(f"SIGKILL of process {process} of 2", 1, at_any_of(act, STEPPING, SAVING))
 
 
 def asked_to_stop(
@@ -235,16 +219,12 @@ def prune_killed(weight: float) -> Fault:
 def started_twice(name: str, weight: float) -> Fault:
     """The same command beside a run that goes on: it is refused, and disturbs nothing."""
 
-    def strike(job: Job, random: Random) -> Struck:
-        return under_way(act, random.choice((RESTORING, LOADING, STEPPING)))(job, random)
-
     def act(job: Job, attempt: Attempt, random: Random) -> list[str] | None:
         refusal = of_code(job.start(beside_another=True), MISTAKE, str(job.workdir), "is in use by")
-        if attempt.ended:  # the second has rightly gone on
-            return None
-        return [*refusal, *end_of(attempt)]
+        # Where the first has ended the second has rightly gone on.
+        return None if attempt.ended else [*refusal, *end_of(attempt)]
 
-    return Fault(name, weight, strike)
+    return Fault(name, weight, at_any_of(act, RESTORING, LOADING, STEPPING))
 
 
 # Files
@@ -278,11 +258,7 @@ def left_behind(name: str, weight: float, harm: Callable[[Path, Random], None]) 
 
 def changed(name: str, weight: float, folder: str, harm: damage.Harm, between: str = "/") -> Fault:
     """What the run reads is changed, and put back: a start in between is refused, names the file
-    and touches nothing.
-
-    Args:
-      between: stands in the message between the folder and what in it was changed.
-    """
+    after the folder and `between`, and touches nothing."""
 
     def act(job: Job, random: Random) -> list[str]:
         read, whole = job.scratch / folder, job.scratch / f"{folder}.whole"
@@ -290,7 +266,9 @@ def changed(name: str, weight: float, folder: str, harm: damage.Harm, between: s
         shutil.copytree(read, whole)
         named = harm(read, random)
         problems = of_code(job.start(), MISTAKE, f"{folder}{between}{named.relative_to(read)}")
-        problems += changed_files(before, job.files())
+        after = job.files()
+        names = sorted(before.keys() | after.keys())
+        problems += [f"it touched {n}" for n in names if before.get(n) != after.get(n)]
         shutil.rmtree(read)
         whole.rename(read)
         return problems

@@ -1,0 +1,14 @@
+"""Tables of what is refused, in the file refusals.txt beside a test."""
+
+import ast
+from pathlib import Path
+from typing import Any
+
+
+def refusals(test: str, section: str) -> list[tuple[Any, ...]]:
+    """The rows below `[section]` beside the file `test`: Python literals, and a regular expression
+    that the message matches, with ` | ` between them."""
+    text = (Path(test).parent / "refusals.txt").read_text()
+    rows = text.split(f"[{section}]\n")[1].split("\n[")[0].splitlines()
+    cells = [row.split(" | ") for row in rows if row]
+    return [(*map(ast.literal_eval, values), told) for *values, told in cells]
