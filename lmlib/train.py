@@ -19,7 +19,7 @@ from jaxtyping import Array
 from lmlib.data.batch import Batch
 from lmlib.guard import choose
 from lmlib.losses.objective import sums_of
-from lmlib.optim.optimizer import Hyperparameters, abstract_arrays_of, with_arrays
+from lmlib.optim.optimizer import Hyperparameters, arrays_of, with_arrays
 from lmlib.parallel.axes import PartError
 from lmlib.parallel.check import check_batch, check_model
 from lmlib.parallel.layout import sharding, shardings, spec
@@ -212,7 +212,7 @@ def trace_step(state: State, batch: Batch, training: Training) -> jax.stages.Tra
     `Training.hyperparameters` of this optimizer or one with other numbers. The state is donated.
     """
     everywhere = NamedSharding(training.mesh, PartitionSpec())
-    hyperparameters = abstract_arrays_of(training.optimizer.hyperparameters, training.mesh)
+    hyperparameters = arrays_of(training.optimizer.hyperparameters, training.mesh, abstract=True)
     with jax.set_mesh(training.mesh):
         return jax.jit(
             functools.partial(step, training=training),

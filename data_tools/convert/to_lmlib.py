@@ -99,7 +99,7 @@ def _whole_documents(
     begun: list[np.ndarray] = []  # the unfinished document
     for block_start in range(start, split.tokens, block_length):
         stop = min(block_start + block_length, split.tokens)
-        tokens, begins, _ = split.read(block_start, stop).result()
+        tokens, begins, _ = split.read(block_start, stop)()
         if not begun and not begins[0]:
             raise DamagedDataError(f"{folder} begins in the middle of a document")
         starts = np.flatnonzero(begins)

@@ -156,7 +156,7 @@ def document_lengths(folder: Path, progress: Progress = no_progress) -> Counter[
         digest = metadata.digests[name]
         starts = open_array(shard / name, metadata.documents, context, digest)
         pieces = (
-            starts.read(first, min(first + BLOCK_LENGTH, starts.length)).result()
+            starts.read(first, min(first + BLOCK_LENGTH, starts.length))()
             for first in range(0, starts.length, BLOCK_LENGTH)
         )
         for lengths_N in _differences(pieces, metadata.tokens):
@@ -194,7 +194,7 @@ def samples(stored: StoredSplit, count: int, length: int = 100, seed: int = 0) -
     chosen = np.random.default_rng(seed).integers(places, size=count)
     found = []
     for start in np.unique(chosen).tolist():
-        tokens, begins, _ = stored.read(start, min(start + length, stored.tokens)).result()
+        tokens, begins, _ = stored.read(start, min(start + length, stored.tokens))()
         pieces = np.split(tokens, np.flatnonzero(begins))
         ids = [piece.tolist() for piece in pieces if len(piece)]
         found.append(Sample(start, bool(begins[:1].any()), ids))

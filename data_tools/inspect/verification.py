@@ -98,7 +98,7 @@ class _Found:
             for first in range(start, stop, BLOCK_LENGTH):
                 last = min(first + BLOCK_LENGTH, stop)
                 try:
-                    values = array.read(first, last).result()
+                    values = array.read(first, last)()
                 except DamagedDataError as error:
                     file = folder / str(number)
                     self.add(file, _cause_of(error) if file.exists() else "is missing")

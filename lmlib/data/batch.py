@@ -134,14 +134,12 @@ def packed_batch(
 ) -> Batch:
     """Returns the batch in which row b predicts each of tokens_BT[b, 1:] from the one before.
 
-    T = S + 1. `starts_BT` (bool) marks the first token of each document; a row's first token always
-    begins a segment. `lengths_B` is the number of inputs of each row that have a target; the rest
-    is padding. `targets_BT` (bool) restricts the targets of the loss; by default these are all
-    tokens except the first of each document, which is never a target.
-
-    Positions count from the start of a segment, or of the row if not `reset_positions`. With
-    `attend_across_documents` a row is one segment; even then the first token of a document is no
-    target, since no token before it predicts the next document.
+    Args:
+      starts_BT: bool, the first token of each document. It is never a target. A row's first token
+        always begins a segment.
+      lengths_B: number of inputs of each row that have a target; the rest is padding.
+      targets_BT: bool, the targets of the loss; by default all tokens.
+      reset_positions, attend_across_documents: as in `FlatTokens`.
     """
     place_T = np.arange(tokens_BT.shape[1], dtype=np.int32)
     starts_BT = starts_BT | (place_T == 0)
@@ -229,18 +227,6 @@ def _check_whole_rows(segment_ids_BS: np.ndarray, source: str) -> None:
             f"{source}: whole_rows is True, but a row holds the segments "
             f"{', '.join(map(str, np.unique(segment_ids_BS[row])))}, which would see each other"
         )
-
-
-def row_places(batch: Batch) -> np.ndarray:
-    """Returns the position in its row of each token of a batch, which may be abstract.
-
-    `row[row_places]` has the batch's order.
-    """
-    shape = batch.tokens.shape
-    if isinstance(batch.tokens, np.ndarray):
-        return np.arange(shape[1])
-    devices = shape[1] // batch.tokens.sharding.shard_shape(shape)[1]
-    return places(shape[1], devices, batch.order)
 
 
 def _runs(held_B: np.ndarray) -> list[slice]:

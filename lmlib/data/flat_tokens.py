@@ -47,22 +47,13 @@ class CutText:
 class FlatTokens:
     """A split of flat tokens, cut into sequences and reshuffled each epoch.
 
-    Packed, sequence i predicts tokens [i·S + 1, (i+1)·S] of the concatenated shards. An epoch
-    predicts every token except the very first exactly once; the last sequence is padded. Not
-    packed, sequence i is document i, cut to its first S + 1 tokens.
-
-    If `begin_with_documents`, each row begins with a document, as evaluation and generation do. It
-    holds the whole documents that fit, and padding. A document of more than S + 1 tokens has a row
-    to itself, and no epoch has the rest of it.
-
-    Conversations and pairs of them are never cut. Packed, each row holds the ones that fit, and
-    padding; not packed, it holds one. A pair is two neighbouring documents of a row: the chosen
-    answer has an odd segment id, and the rejected one the even id after it.
+    Packed text: sequence i predicts tokens [i·S + 1, (i+1)·S] of the concatenated shards. An epoch
+    predicts every token except the very first once; the last sequence is padded. Conversations and
+    pairs are never cut: a packed row holds the ones that fit, and padding. The chosen answer of a
+    pair has an odd segment id, and the rejected one the next id.
 
     Row r of step t is number p = t·batch_size + r: of epoch p // sequences, and there the sequence
-    that the permutation keyed by (seed, epoch) puts at p % sequences. `shuffled_length` shuffles
-    pieces of that many tokens, and rows are cut out of them. Rows of any length then have the same
-    text in the same order.
+    that the permutation keyed by (seed, epoch) puts at p % sequences.
 
     Attributes, in addition to those of a `Source`:
       metadata: of the split; None in seqax's format.
@@ -94,22 +85,18 @@ class FlatTokens:
 
         Args:
           path: the data set's folder, in this library's format or seqax's, on a disk or in a
-            bucket. Chunks that were read from a bucket are kept on this machine.
-          batch_size: rows of the global batch.
-          sequence_length: tokens in a row.
+            bucket.
           seed: of the order; None keeps the stored one.
           epochs: after this many all rows are padding; None never ends.
-          packed: True if a row holds several documents, False for one.
-          reset_positions: True counts positions from the start of each document, False from the
-            row's.
+          packed: False gives each document a row, cut to its first S + 1 tokens.
+          reset_positions: False counts positions from the start of the row.
           attend_across_documents: True makes a row one segment.
-          begin_with_documents: True begins each row of packed text with a document. For this, for
-            conversations and for rows of one document, the starts of all documents are held in
-            memory: up to 24 MB per million.
+          begin_with_documents: True fills each row of packed text with whole documents; one of more
+            than S + 1 tokens is cut. Unless text is cut across rows, memory holds the starts of all
+            documents: up to 24 MB per million.
           shuffled_length: tokens of packed text that stay together in the order, a multiple of
-            `sequence_length`; None takes `sequence_length`.
-          teacher: a folder of `python -m runner.cache_teacher_logits` for these sequences. Batches
-            then have the teacher's ids and log-probabilities.
+            `sequence_length`, the default. Rows of any length then have one text in one order.
+          teacher: a folder of `python -m runner.cache_teacher_logits` for these sequences.
 
         Raises:
           FileNotFoundError: if the data set, split or teacher is not there or unfinished.
@@ -244,7 +231,7 @@ class FlatTokens:
         for first in range(0, self.documents, _DOCUMENTS_AT_ONCE):
             stop = min(first + _DOCUMENTS_AT_ONCE, self.documents)
             edges = self._stored.edges(first, stop)
-            tokens, _, targets = self._stored.read(int(edges[0]), int(edges[-1])).result()
+            tokens, _, targets = self._stored.read(int(edges[0]), int(edges[-1]))()
             ends = edges[1:-1] - edges[0]
             ids = np.split(tokens.astype(np.int64), ends)
             yield from zip(ids, np.split(targets, ends), strict=True)
@@ -268,7 +255,7 @@ class FlatTokens:
         lengths_B = np.zeros(len(coming), np.int64)
         for row, spans in enumerate(coming):
             for span in spans:
-                tokens, begins, targets = span.result()
+                tokens, begins, targets = span()
                 there = slice(lengths_B[row], lengths_B[row] + len(tokens))
                 tokens_BT[row, there] = tokens
                 begins_BT[row, there], targets_BT[row, there] = begins, targets
@@ -282,7 +269,7 @@ class FlatTokens:
         )
         if listed is None:
             return batch
-        ids, log_probabilities = listed.result()
+        ids, log_probabilities = listed()
         return replace(batch, teacher_ids=ids, teacher_log_probabilities=log_probabilities)
 
     def sequence_numbers(self, step: int) -> np.ndarray:

@@ -32,23 +32,14 @@ class Shuffle:
         seed: int | None = 0,
         epochs: int | None = None,
     ) -> None:
-        """Defines the order.
+        """Defines the order; see `FlatTokens`.
 
-        Args:
-          sequences: in an epoch.
-          batch_size: rows of a step.
-          together: size of groups of neighbours that are shuffled as one and stay in order. If it
-            does not divide `sequences`, the last group is padded.
-          seed: of the order; None keeps the order of the numbers.
-          epochs: after this many all rows are padding; None never ends.
+        `together` neighbours are shuffled as one and stay in order. If it does not divide
+        `sequences`, the last group is padded.
         """
         self.rows = -(-sequences // together) * together
-        self._sequences, self._together, self._seed, self._epochs = (
-            sequences,
-            together,
-            seed,
-            epochs,
-        )
+        self._sequences, self._together = sequences, together
+        self._seed, self._epochs = seed, epochs
         self._batch_size, self._steps = batch_size, max(self._ROWS // batch_size, 1)
         self._newest: tuple[int, np.ndarray] = (-1, np.zeros((0, batch_size), np.int64))
 
@@ -83,18 +74,10 @@ def permute(points: np.ndarray, size: int, *, seed: int, epoch: int) -> np.ndarr
     `points` holds integers in [0, size), any shape; the result is int64 of the same shape. The
     order is part of a run's definition: it never changes between versions.
 
-    Raises ValueError for a size outside [1, 2**63], a point outside the range, or a seed or epoch
-    outside [0, 2**64).
+    Raises ValueError for a size outside [1, 2**63], or a seed or epoch outside [0, 2**64).
     """
-    if not 1 <= size <= 2**63:
-        raise ValueError(f"a permutation's size must be in [1, 2**63], not {size}")
-    for name, word in (("seed", seed), ("epoch", epoch)):
-        if not 0 <= word < 2**64:
-            raise ValueError(f"a permutation's {name} must be in [0, 2**64), not {word}")
-    points = np.asarray(points)
-    if points.size and not (points.min() >= 0 and int(points.max()) < size):
-        raise ValueError(f"points must lie in [0, {size}), not [{points.min()}, {points.max()}]")
-
+    if not 1 <= size <= 2**63 or not max(seed, epoch) < 2**64 or min(seed, epoch) < 0:
+        raise ValueError(f"no permutation has size {size}, seed {seed} and epoch {epoch}")
     half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
     round_keys = hash_words(seed, epoch, np.arange(ROUNDS, dtype=np.uint64))
     walked = _feistel(points.astype(np.uint64).ravel(), half_bits, round_keys)
@@ -116,10 +99,8 @@ def _feistel(points: np.ndarray, half_bits: int, round_keys: np.ndarray) -> np.n
 def splitmix64(values: np.ndarray) -> np.ndarray:
     """Returns the SplitMix64 output for each state in `values` (uint64, any shape).
 
-    A bijection in which each output bit depends on every input bit. Unlike NumPy's generators,
-    whose streams may change between releases, the result is fixed. Source: Steele, Lea & Flood,
-    "Fast Splittable Pseudorandom Number Generators" (OOPSLA 2014), with the constants of Stafford's
-    variant 13, as in `java.util.SplittableRandom`.
+    Unlike NumPy's generators, it never changes between releases. Source: Steele, Lea & Flood, "Fast
+    Splittable Pseudorandom Number Generators" (OOPSLA 2014), as in `java.util.SplittableRandom`.
     """
     mixed = np.asarray(values, np.uint64) + GOLDEN_GAMMA
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -128,10 +109,7 @@ def splitmix64(values: np.ndarray) -> np.ndarray:
 
 
 def hash_words(*words: np.ndarray | int) -> np.ndarray:
-    """Returns one uint64 hash of several 64-bit words, broadcast together; their order matters.
-
-    Integers are taken modulo 2**64.
-    """
+    """Returns a uint64 hash of words modulo 2**64, broadcast together; their order matters."""
     digest = np.zeros(1, np.uint64)
     for word in words:
         word_64 = np.uint64(word % 2**64) if isinstance(word, int) else word.astype(np.uint64)

@@ -2,14 +2,11 @@
 
 from typing import Any
 
-import optax
-
 from lmlib.optim.optimizer import (
     Decays,
     Optimizer,
     as_declared,
-    check_epsilon,
-    check_fractions,
+    scaled_adam,
     with_decoupled_decay,
 )
 from lmlib.optim.schedules import MakeSchedule, warmup_cosine
@@ -50,16 +47,11 @@ def adamw(
     Raises:
       ValueError: with the name of a number that is out of range, or of an unknown dtype.
     """
-    check_fractions(b1=b1, b2=b2)
-    check_epsilon(epsilon)
     if first_moment_dtype not in ("float32", "bfloat16"):
         raise ValueError(
             f"first_moment_dtype must be 'float32' or 'bfloat16', got {first_moment_dtype!r}"
         )
-    adam = optax.scale_by_adam(b1, b2, epsilon, mu_dtype=first_moment_dtype)
-    before_clipping = None
-    if scaled is not None:
-        adam, before_clipping = scaled.of_adam(adam), scaled.before_clipping()
+    adam = scaled_adam(b1, b2, epsilon, scaled, first_moment_dtype)
     return with_decoupled_decay(
-        adam, steps, peak_lr, schedule, weight_decay, clip_norm, decays, cautious, before_clipping
+        adam, steps, peak_lr, schedule, weight_decay, clip_norm, decays, cautious, scaled
     )

@@ -19,8 +19,7 @@ from lmlib.optim.optimizer import (
     Optimizer,
     as_declared,
     by_weight,
-    check_epsilon,
-    check_fractions,
+    scaled_adam,
     with_decoupled_decay,
 )
 from lmlib.optim.schedules import MakeSchedule, warmup_cosine
@@ -156,20 +155,14 @@ def muon(
     Raises:
       ValueError: with the name of a number that is out of range, or of an unknown dtype.
     """
-    check_fractions(momentum=momentum, b1=b1, b2=b2)
-    check_epsilon(epsilon)
-    if neuron_decay is not None:
-        check_fractions(neuron_decay=neuron_decay)
+    decay = {} if neuron_decay is None else {"neuron_decay": neuron_decay}
+    adam = scaled_adam(b1, b2, epsilon, scaled, momentum=momentum, **decay)
     if not adamw_learning_rate > 0:
         raise ValueError(f"adamw_learning_rate must be positive, got {adamw_learning_rate}")
     if dtype not in ("bfloat16", "float32"):
         raise ValueError(f"dtype must be 'bfloat16' or 'float32', got {dtype!r}")
     if isinstance(apart, str):
         raise ValueError(f"apart must be several names of axes, got the text {apart!r}")
-    adam = optax.scale_by_adam(b1, b2, epsilon)
-    before_clipping = None
-    if scaled is not None:
-        adam, before_clipping = scaled.of_adam(adam), scaled.before_clipping()
 
     def form(weight: Weight, array: Array) -> Matrices | None:
         return matrices_of(weight, array.shape, apart)
@@ -208,15 +201,7 @@ def muon(
 
     direction = optax.GradientTransformation(init, update)
     made = with_decoupled_decay(
-        direction,
-        steps,
-        peak_lr,
-        schedule,
-        weight_decay,
-        clip_norm,
-        decays,
-        cautious,
-        before_clipping,
+        direction, steps, peak_lr, schedule, weight_decay, clip_norm, decays, cautious, scaled
     )
     if adamw_learning_rate == 1:
         return made

@@ -20,11 +20,6 @@ Decays = Callable[[Weight], bool]
 Hyperparameters = Mapping[str, Any]
 
 
-def no_metrics(state: optax.OptState) -> dict[str, Array]:
-    """The default of `Optimizer.metrics`: an empty dictionary."""
-    return {}
-
-
 class Optimizer(NamedTuple):
     """Computes updates from gradients.
 
@@ -41,7 +36,7 @@ class Optimizer(NamedTuple):
     transformation: optax.GradientTransformation
     learning_rate: Callable[..., Array]
     decays: Decays
-    metrics: Callable[[optax.OptState], dict[str, Array]] = no_metrics
+    metrics: Callable[[optax.OptState], dict[str, Array]] = lambda state: {}
     hyperparameters: Hyperparameters = MappingProxyType({})
 
 
@@ -53,6 +48,23 @@ def as_declared(weight: Weight) -> bool:
     return weight.declaration.decays
 
 
+def scaled_adam(
+    b1: float, b2: float, epsilon: float, scaled: Any, dtype: str = "float32", **fractions: float
+) -> optax.GradientTransformation:
+    """Adam's direction, with the factors of a `lmlib.optim.transfer.Scaled` or `None`.
+
+    Raises:
+      ValueError: if epsilon is not positive, or b1, b2 or one of `fractions` not in [0, 1).
+    """
+    for name, fraction in {"b1": b1, "b2": b2, **fractions}.items():
+        if not 0 <= fraction < 1:
+            raise ValueError(f"{name} must be at least 0 and less than 1, got {fraction}")
+    if not 0 < epsilon < math.inf:
+        raise ValueError(f"epsilon must be a positive number, got {epsilon}")
+    adam = optax.scale_by_adam(b1, b2, epsilon, mu_dtype=dtype)
+    return adam if scaled is None else scaled.of_adam(adam)
+
+
 def with_decoupled_decay(
     direction: optax.GradientTransformation,
     steps: int,
@@ -62,18 +74,13 @@ def with_decoupled_decay(
     clip_norm: float | None,
     decays: Decays,
     cautious: bool,
-    before_clipping: optax.GradientTransformation | None = None,
+    scaled: Any,
 ) -> Optimizer:
     """Updates of -rate · (direction + weight_decay · weight), after clipping by global norm.
 
+    `direction` is computed from clipped gradients. The other arguments are those of
+    `lmlib.optim.adamw.adamw`. The hyperparameters are `weight_decay` and the schedule's numbers.
     Source: Loshchilov & Hutter 2019, arXiv:1711.05101, equation 12.
-
-    Args:
-      direction: computes the direction of descent from clipped gradients.
-      steps, peak_lr, schedule, weight_decay, clip_norm, decays, cautious: as in
-        `lmlib.optim.adamw.adamw`. The hyperparameters are `weight_decay` and the schedule's
-        numbers, if it is a tree of numbers.
-      before_clipping: changes gradients before they are clipped; optional.
 
     Raises:
       ValueError: with the name of a number that is out of range.
@@ -81,8 +88,8 @@ def with_decoupled_decay(
     if not 0 <= weight_decay < math.inf:
         raise ValueError(f"weight_decay must be a number of at least 0, got {weight_decay}")
     made, clip = rates_and_clipping(steps, peak_lr, schedule, clip_norm)
-    if before_clipping is not None:
-        clip = optax.chain(before_clipping, clip)
+    if scaled is not None:
+        clip = optax.chain(scaled.before_clipping(), clip)
 
     def chain(learning_rate: optax.Schedule, weight_decay: Any) -> optax.GradientTransformation:
         return optax.chain(
@@ -163,57 +170,28 @@ def _decay(weight_decay: Any, decays: Decays, cautious: bool) -> optax.GradientT
     return optax.GradientTransformation(lambda model: optax.EmptyState(), update)
 
 
-def check_fractions(**fractions: float) -> None:
-    """Raises ValueError, with its name, for a value that is not at least 0 and less than 1.
-
-    Decay rates of averages must be in this range.
-    """
-    for name, fraction in fractions.items():
-        if not 0 <= fraction < 1:
-            raise ValueError(f"{name} must be at least 0 and less than 1, got {fraction}")
-
-
-def check_epsilon(epsilon: float) -> None:
-    """Raises ValueError if it is not a positive number."""
-    if not 0 < epsilon < math.inf:
-        raise ValueError(f"epsilon must be a positive number, got {epsilon}")
-
-
-def arrays_of(hyperparameters: Hyperparameters, mesh: Mesh) -> Hyperparameters:
+def arrays_of(
+    hyperparameters: Hyperparameters, mesh: Mesh, abstract: bool = False
+) -> Hyperparameters:
     """Puts the numbers among the leaves as scalars on every device of `mesh`.
 
-    Integers are int32 and others float32. Other leaves become `None`.
+    Integers are int32 and others float32. Other leaves become `None`. If `abstract`, returns only
+    shapes, dtypes and shardings.
 
     Raises:
       OverflowError: if an integer does not fit.
     """
     everywhere = NamedSharding(mesh, PartitionSpec())
 
-    def placed(number: Any) -> jax.Array:
-        value = np.asarray(number, _dtype(number))
+    def placed(number: Any) -> Any:
+        value = np.asarray(number, jax.dtypes.canonicalize_dtype(np.asarray(number).dtype))
+        if abstract:
+            return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=everywhere)
         return jax.make_array_from_callback(value.shape, everywhere, lambda _: value)
 
-    return jax.tree.map(placed, _numbers(hyperparameters))
-
-
-def abstract_arrays_of(hyperparameters: Hyperparameters, mesh: Mesh) -> Hyperparameters:
-    """Shapes, dtypes and `NamedSharding`s of `arrays_of`, without making arrays."""
-    everywhere = NamedSharding(mesh, PartitionSpec())
-
-    def described(number: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(np.shape(number), _dtype(number), sharding=everywhere)
-
-    return jax.tree.map(described, _numbers(hyperparameters))
+    return jax.tree.map(placed, eqx.filter(dict(hyperparameters), eqx.is_array_like))
 
 
 def with_arrays(hyperparameters: Hyperparameters, arrays: Hyperparameters) -> Hyperparameters:
     """Replaces the numbers of `hyperparameters` by `arrays`, which `arrays_of` returned."""
     return eqx.combine(arrays, eqx.filter(dict(hyperparameters), eqx.is_array_like, inverse=True))
-
-
-def _numbers(hyperparameters: Hyperparameters) -> Hyperparameters:
-    return eqx.filter(dict(hyperparameters), eqx.is_array_like)
-
-
-def _dtype(number: Any) -> np.dtype:
-    return jax.dtypes.canonicalize_dtype(np.asarray(number).dtype)

@@ -25,10 +25,11 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from lmlib.checkpoint.folders import steps_in
-from lmlib.data.batch import Batch, Source, row_places
+from lmlib.data.batch import Batch, Source
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.stages import Continued
 from lmlib.metrics.log import from_json, to_json
+from lmlib.row_order import places
 from lmlib.storage.atomic_file import make_folder, sync, sync_folders, write_atomically
 from lmlib.storage.stored_json import read_json
 from lmlib.storage.unlinked import unlinked
@@ -63,7 +64,7 @@ class Captures:
             return None
         self._saver.settle()  # so that no checkpoint is removed while its files are linked
         fields = {name: getattr(batch, name) for name in _FIELDS}
-        stands_S = np.argsort(row_places(batch))
+        stands_S = np.argsort(_row_places(batch))
         rows = {
             name: _whole(field)[:, stands_S] for name, field in fields.items() if field is not None
         }
@@ -181,7 +182,7 @@ def read_batch(folder: Path, expected: Batch) -> Batch:
                 if saved != shape or dtype.hasobject:
                     raise ValueError(f"{name} is {dtype}{list(saved)}, not {list(shape)}")
         with np.load(file, allow_pickle=False) as arrays:
-            order_S = row_places(expected)
+            order_S = _row_places(expected)
             found = {name: arrays[name][:, order_S] for name in shapes}
         return Batch(**found, order=expected.order, whole_rows=expected.whole_rows)
     except (ValueError, KeyError, OSError, EOFError, zipfile.BadZipFile) as error:
@@ -195,6 +196,12 @@ def _sequences(source: Source, step: int) -> list[int] | None:
         known = [each[rows] for each, rows in found if each is not None]
         return list(itertools.chain(*known)) if len(known) == len(found) else None
     return source.sequence_numbers(step).tolist() if isinstance(source, FlatTokens) else None
+
+
+def _row_places(batch: Batch) -> np.ndarray:
+    """Returns the position in its row of each token of a placed batch, which may be abstract."""
+    shape, field = batch.tokens.shape, cast(jax.Array, batch.tokens)
+    return places(shape[1], shape[1] // field.sharding.shard_shape(shape)[1], batch.order)
 
 
 def _whole(array: jax.Array) -> np.ndarray:

@@ -216,18 +216,12 @@ def test_verify_compares_the_mask_with_the_metadata(
     assert re.search(message, " ".join(damage.reason for damage in verify_split(folder)))
 
 
-@pytest.mark.parametrize("kind", ["flip", "truncate", "delete"])
-def test_a_damaged_mask_is_found(tmp_path: Path, kind: str) -> None:
+def test_a_damaged_mask_is_found(tmp_path: Path) -> None:
     folder = write(tmp_path)
     file = folder / "shard_00000_of_00001/loss_mask/c/1"
     content = bytearray(file.read_bytes())
-    if kind == "flip":
-        content[1] ^= 1
-        file.write_bytes(content)
-    elif kind == "truncate":
-        file.write_bytes(content[:-1])
-    else:
-        file.unlink()
+    content[1] ^= 1
+    file.write_bytes(content)
     assert [damage.path for damage in verify_split(folder)] == [file]
     with pytest.raises(DamagedDataError, match="loss_mask"):
         rows_of(FlatTokens(str(tmp_path), "train", 1, 11, epochs=1))

@@ -73,24 +73,6 @@ def test_batches_match_a_loop_over_tokens(
         assert_rows(source.batch(step), expected)
 
 
-@pytest.mark.parametrize("batch_size", [1, 4, 7])
-def test_an_epoch_predicts_every_token_but_the_first_once(
-    example: Path, example_documents: list[list[int]], batch_size: int
-) -> None:
-    source = FlatTokens(str(example), "train", batch_size, 13, seed=5, epochs=1)
-    batches = [source.batch(step) for step in range(source.steps_per_epoch)]
-    seen = np.concatenate([batch.targets[batch.segment_ids > 0] for batch in batches])
-    flat = np.concatenate(example_documents)[1:]
-    np.testing.assert_array_equal(np.sort(seen), np.sort(flat))
-    # A document's first token is never a target, so each document but empty ones costs one.
-    documents = sum(1 for document in example_documents if document)
-    assert sum(int(batch.loss_mask.sum()) for batch in batches) == len(flat) + 1 - documents
-
-    beyond = source.batch(source.steps_per_epoch)
-    for field in FIELDS:
-        assert not getattr(beyond, field).any()
-
-
 @pytest.mark.parametrize("rows", [slice(0, 3), slice(2, 6), slice(5, 5), slice(0, 6, 2)])
 def test_some_rows_equal_those_of_the_whole_batch(example: Path, rows: slice) -> None:
     source = FlatTokens(str(example), "train", 6, 10)
@@ -348,28 +330,3 @@ def test_rows_that_begin_with_a_document(
             steps = np.diff(positions[used])
             assert ((steps == 1) | (positions[used][1:] == 0)).all()
         assert found == expected
-
-
-def test_rows_that_begin_with_a_document_are_full_of_short_ones(
-    tmp_path: Path, write_documents: Callable
-) -> None:
-    lengths = np.random.default_rng(0).integers(1, 30, 300)
-    write_documents(tmp_path, [[1] * length for length in lengths])
-    source = FlatTokens(str(tmp_path), "train", 1, 63, begin_with_documents=True)
-    assert source.sequences <= -(-lengths.sum() // 64) + 1
-
-
-def test_no_document_starts_are_kept_in_memory(tmp_path: Path, write_documents: Callable) -> None:
-    """A batch reads the starts near its tokens only: damage elsewhere is not met."""
-    documents = [[n % 300] for n in range(3000)]
-    write_documents(tmp_path, documents, chunk_length=8, file_length=4096)
-    (file,) = tmp_path.glob("train/*/document_starts/c/0")
-    content = bytearray(file.read_bytes())
-    content[1024 * 8 + 4] ^= 1  # of the second thousand
-    file.write_bytes(content)
-    source = FlatTokens(str(tmp_path), "train", 1, 8, seed=None)
-    for step in (0, 300):
-        expected = [n % 300 for n in range(8 * step, 8 * step + 8)]
-        assert source.batch(step).tokens.tolist() == [expected]
-    with pytest.raises(ValueError, match="document_starts cannot be read"):
-        source.batch(150)

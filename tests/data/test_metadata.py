@@ -52,15 +52,11 @@ def write(folder: Path, *shards: ShardMetadata) -> list[Path]:
     return folders
 
 
-def test_round_trip(tmp_path: Path) -> None:
+def test_a_split_sums_its_shards(tmp_path: Path) -> None:
     (first, _) = write(tmp_path, FIRST, SECOND)
     assert read_shard(first) == FIRST
     assert [file.name for file in first.iterdir()] == ["metadata.json"]
-    assert read_split(tmp_path) == SplitMetadata.of((FIRST, SECOND))
-
-
-def test_a_split_sums_its_shards() -> None:
-    split = SplitMetadata.of((FIRST, SECOND))
+    split = read_split(tmp_path)
     assert (split.tokens, split.documents, split.targets, split.bytes) == (12, 3, 9, 40)
     assert (split.gzip_bytes, split.skipped_rows, split.max_token_id) == (40, 2, 299)
     assert (split.dropped_documents, split.dropped_tokens) == (2, 100)
@@ -73,10 +69,8 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="holds no shard"):
         read_split(tmp_path)
     write(tmp_path, SECOND)
-    with pytest.raises(FileNotFoundError, match="unfinished: shard_00000_of_00002 of 2 shards"):
-        read_split(tmp_path)
     (tmp_path / FIRST.name).mkdir()
-    with pytest.raises(FileNotFoundError, match="unfinished: shard_00000_of_00002"):
+    with pytest.raises(FileNotFoundError, match="unfinished: shard_00000_of_00002 of 2 shards"):
         read_split(tmp_path)
 
 

@@ -4,47 +4,18 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from itertools import count
-from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numbered_source import NUMBER, Numbered, Stream
 
 from lmlib.data.batch import Batch, Source
-from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.mixture import PERIOD, Mixture, Stage, apportion, interleave
 from lmlib.data.stored.metadata import TokenizerIdentity
 from lmlib.data.synthetic import Synthetic
-
-NUMBER = 10**7  # more sequences than any test takes from a source
-
-
-class Numbered:
-    """Sequence k of source `code` is the token code·NUMBER + k; remembers what was read."""
-
-    def __init__(
-        self,
-        code: int,
-        batch_size: int = 4,
-        sequence_length: int = 1,
-        batches: int | None = None,
-        tokenizer: TokenizerIdentity | None = None,
-    ) -> None:
-        self.code = code
-        self.batch_size, self.sequence_length = batch_size, sequence_length
-        self.max_token_id = (code + 1) * NUMBER - 1
-        self.batches, self.bytes_per_target, self.tokenizer = batches, None, tokenizer
-        self.reads: list[list[int]] = []  # sequence numbers, call by call
-
-    def batch(self, step: int, rows: slice = slice(None)) -> Batch:
-        number_B = step * self.batch_size + np.arange(self.batch_size)[rows]
-        self.reads.append(number_B.tolist())
-        token_BS = np.repeat(self.code * NUMBER + number_B[:, None], self.sequence_length, 1)
-        token_BS = token_BS.astype(np.int32)
-        return Batch(token_BS, token_BS + 1, token_BS + 2, token_BS + 3, token_BS % 2 == 0)
 
 
 def numbered(names: str, batch_size: int = 4) -> dict[str, Source]:
@@ -170,13 +141,6 @@ def test_every_prefix_of_the_pattern_keeps_the_proven_bound(counts: list[int]) -
     assert Fraction(deviation, PERIOD) <= bound
 
 
-@pytest.mark.landing
-@settings(max_examples=2)
-@given(compositions())
-def test_the_pattern_is_that_of_the_paper(counts: list[int]) -> None:
-    assert interleave(counts) == reference_pattern(counts)
-
-
 @pytest.mark.slow
 @settings(max_examples=12)
 @given(stage_arguments(), st.sampled_from([1, 7, 32, 300]))
@@ -213,13 +177,6 @@ def test_a_later_stage_leaves_earlier_batches_alone(
         assert taken(before.batch(step)) == taken(after.batch(step))
 
 
-def test_the_order_of_the_names_does_not_matter() -> None:
-    one = Mixture(numbered("abc"), [Stage({"a": 1, "b": 1, "c": 1})])
-    other = Mixture(numbered("cab"), [Stage({"b": 2, "c": 2, "a": 2})])
-    for step in (0, 300, 10**9):
-        assert taken(one.batch(step)) == taken(other.batch(step))
-
-
 def test_a_step_far_away() -> None:
     # 2**40 steps of 4 are 2**32 periods; of each, a gives 768 sequences.
     mixture = Mixture(
@@ -247,18 +204,6 @@ def test_some_rows_equal_those_of_the_whole_batch_and_no_other_row_is_read(
     assert [array.dtype for array in jax.tree.leaves(part)] == [np.int32] * 4 + [np.bool_]
     read = [f"{name}{k}" for name in sources for run in sources[name].reads for k in run]
     assert sorted(read) == sorted(taken(part))
-
-
-def test_sources_from_disk_and_made_up(example: Path) -> None:
-    stored = FlatTokens(str(example), "train", 8, 10, seed=3)
-    made_up = Synthetic(300, 8, 10)
-    mixture = Mixture({"stored": stored, "made up": made_up}, [Stage({"stored": 1, "made up": 1})])
-    for step in (0, 5, 2000):
-        batch = mixture.batch(step)
-        # Names break ties: "made up" comes first.
-        for source, rows in ((made_up, slice(0, None, 2)), (stored, slice(1, None, 2))):
-            half = source.batch(step // 2, slice(0, 4) if step % 2 == 0 else slice(4, 8))
-            jax.tree.map(lambda m, s, r=rows: np.testing.assert_array_equal(m[r], s), batch, half)
 
 
 def tokenized(*identities: tuple[str, str | None] | None) -> Mixture:
@@ -292,14 +237,6 @@ def test_tokenizers_that_may_be_the_same(
 def test_tokenizers_that_differ(identities: list[tuple[str, str | None]]) -> None:
     with pytest.raises(ValueError, match=r"'a' was made by .* but source 'b' by .* one tokenizer"):
         tokenized(*identities)
-
-
-class Stream(Numbered):
-    def state(self, step: int) -> dict[str, Any]:
-        return {}
-
-    def restore(self, step: int, states: list[dict[str, Any]]) -> None:
-        pass
 
 
 def pair(**other: int) -> dict[str, Source]:

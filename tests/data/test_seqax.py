@@ -1,40 +1,18 @@
 """Reading data sets of seqax, which zarr itself writes."""
 
-import functools
-import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from seqax_data import write_seqax
 
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.stored.metadata import DamagedDataError
-from lmlib.experiment import Experiment
-from lmlib.models.families.llama import llama
-from lmlib.optim.adamw import adamw
-from lmlib.parallel.mesh import make_mesh
 
 SMALL = [[1, 2], [3, 4, 5], [6, 7, 8]]
-
-
-def reference_row(documents: Sequence[Sequence[int]], sequence: int, length: int) -> dict:
-    """Row `sequence` in the stored order, from a plain list of documents."""
-    flat = np.array(list(itertools.chain(*documents)))
-    document = np.repeat(np.arange(len(documents)), [len(each) for each in documents])
-    span = np.arange(sequence * length, min((sequence + 1) * length, len(flat) - 1))
-    row = {
-        "tokens": flat[span],
-        "targets": flat[span + 1],
-        "segment_ids": document[span] - document[span[0]] + 1,
-        "positions": [int((document[span[:i]] == document[p]).sum()) for i, p in enumerate(span)],
-        "loss_mask": document[span] == document[span + 1],
-    }
-    return {name: np.pad(values, (0, length - len(span))) for name, values in row.items()}
 
 
 def test_three_documents_by_hand(tmp_path: Path) -> None:
@@ -50,24 +28,19 @@ def test_three_documents_by_hand(tmp_path: Path) -> None:
     np.testing.assert_array_equal(batch.loss_mask, [[1, 0, 1, 1, 0, 1, 1, 0]])
 
 
-@settings(max_examples=20)
-@given(
-    documents=st.lists(
-        st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=9), min_size=1, max_size=6
-    ).filter(lambda documents: sum(map(len, documents)) > 1),
-    length=st.integers(1, 12),
-)
-def test_batches_match_numpy(
-    tmp_path_factory: pytest.TempPathFactory, documents: list[list[int]], length: int
+@pytest.mark.parametrize("length", [1, 7, 64])
+def test_batches_are_those_of_the_same_documents_in_our_format(
+    tmp_path: Path, write_documents: Callable, example_documents: list[list[int]], length: int
 ) -> None:
-    path = tmp_path_factory.mktemp("seqax")
-    write_seqax(path, documents)
-    source = FlatTokens(str(path), "train", 1, length, seed=None, epochs=1)
-    assert source.batches == -(-(sum(map(len, documents)) - 1) // length)
-    for step in range(source.batches):
-        batch = source.batch(step)
-        for name, expected in reference_row(documents, step, length).items():
-            np.testing.assert_array_equal(getattr(batch, name)[0], expected, err_msg=name)
+    documents = [document for document in example_documents if document]
+    write_seqax(tmp_path / "seqax", documents)
+    write_documents(tmp_path / "ours", documents, shards=3)
+    theirs, ours = (
+        FlatTokens(str(tmp_path / name), "train", 4, length, epochs=1) for name in ("seqax", "ours")
+    )
+    assert theirs.batches == ours.batches
+    for step in range(theirs.batches):
+        jax.tree.map(np.testing.assert_array_equal, theirs.batch(step), ours.batch(step))
 
 
 def test_both_splits(tmp_path: Path) -> None:
@@ -128,18 +101,3 @@ def test_a_description_that_makes_no_sense_is_named(
         path.write_text(content if isinstance(content, str) else json.dumps(before | content))
     with pytest.raises(DamagedDataError, match=f"{file}.*{message}|{message}"):
         FlatTokens(str(tmp_path), "train", 1, 2)
-
-
-@pytest.mark.several_devices
-def test_a_vocabulary_too_small_stops_a_run(tmp_path: Path) -> None:
-    write_seqax(tmp_path, SMALL)
-    (tmp_path / "train/.zattrs").write_text(json.dumps({"max_token_id": 160}))
-    experiment = Experiment(
-        model=functools.partial(llama, vocab=160, embed=64, layers=1, heads=8, kv_heads=4, mlp=64),
-        data=FlatTokens(str(tmp_path), "train", 8, 8),
-        optimizer=functools.partial(adamw, peak_lr=1e-3),
-        mesh=make_mesh(data=8),
-        steps=1,
-    )
-    with pytest.raises(ValueError, match="ids up to 160, but the model's vocabulary ends at 159"):
-        experiment.check()

@@ -1,6 +1,5 @@
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 import pytest
@@ -9,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmlib.data.flat_tokens import FlatTokens
-from lmlib.data.stored import shard_writer as shard_writer_module
-from lmlib.data.stored.journal import lock, writing
+from lmlib.data.stored.journal import writing
 from lmlib.data.stored.metadata import JOURNAL_FILE, TokenizerIdentity, read_shard
 from lmlib.data.stored.shard_writer import ShardWriter, finished_shard
 from lmlib.storage.atomic_file import UNFINISHED
@@ -53,8 +51,7 @@ def test_round_trip(
     )
     for document in documents:
         writer.append(np.array(document, np.int64), len(document), 1)
-    prefix = [] if bos_id is None else [bos_id]
-    suffix = [] if eos_id is None else [eos_id]
+    prefix, suffix = ([] if id is None else [id] for id in (bos_id, eos_id))
     framed = [prefix + document + suffix for document in documents]
     flat = [token for document in framed for token in document]
     assert (writer.totals.tokens, writer.totals.documents) == (len(flat), len(documents))
@@ -199,22 +196,6 @@ def test_settings_that_make_no_sense(tmp_path: Path, setting: dict, message: str
     settings = {"path": tmp_path, "split": "train", "vocab_size": 300}
     with pytest.raises(ValueError, match=message):
         ShardWriter(**(settings | setting))
-
-
-def test_a_shard_that_is_finished_just_before_it_is_locked_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = ShardWriter(tmp_path, "train", vocab_size=300)
-    first.append(np.array([1, 2]), 2)
-
-    def lock_late(folder: Path) -> BinaryIO:
-        first.finish()
-        return lock(folder)
-
-    monkeypatch.setattr(shard_writer_module, "lock", lock_late)
-    with pytest.raises(FileExistsError, match="already finished"):
-        ShardWriter(tmp_path, "train", vocab_size=300)
-    assert stored(tmp_path / "train" / ALONE / "tokens").tolist() == [1, 2]
 
 
 def test_a_full_disk_is_told_with_the_folder(tmp_path: Path) -> None:

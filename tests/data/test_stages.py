@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numbered_source import Numbered, Stream
 
 from lmlib.data.batch import Batch, Source, source_at
 from lmlib.data.flat_tokens import FlatTokens
@@ -16,25 +17,6 @@ from lmlib.data.stages import Continued, Stages
 from lmlib.data.stored.metadata import TokenizerIdentity
 from lmlib.data.synthetic import Synthetic
 from lmlib.data.text import HasText
-
-
-class Numbered:
-    """Each token of its row p is the number p."""
-
-    def __init__(
-        self,
-        batch_size: int,
-        sequence_length: int = 1,
-        batches: int | None = None,
-        tokenizer: TokenizerIdentity | None = None,
-    ) -> None:
-        self.batch_size, self.sequence_length, self.batches = batch_size, sequence_length, batches
-        self.max_token_id, self.bytes_per_target, self.tokenizer = 10**9, None, tokenizer
-
-    def batch(self, step: int, rows: slice = slice(None)) -> Batch:
-        number_B = step * self.batch_size + np.arange(self.batch_size)[rows]
-        token_BS = np.repeat(number_B[:, None], self.sequence_length, 1).astype(np.int32)
-        return Batch(token_BS, token_BS + 1, token_BS + 2, token_BS + 3, token_BS % 2 == 0)
 
 
 def numbers(batch: Batch) -> list[int]:
@@ -47,7 +29,7 @@ def stages_of(draw: st.DrawFn) -> list[tuple[int, Numbered]]:
     lengths = draw(st.lists(st.integers(1, 5), min_size=0, max_size=3))
     begins = [0, *itertools.accumulate(lengths)]
     sizes = st.tuples(st.integers(1, 6), st.integers(1, 7))
-    return [(begin, Numbered(*draw(sizes))) for begin in begins]
+    return [(begin, Numbered(0, *draw(sizes))) for begin in begins]
 
 
 @given(stages_of())
@@ -95,43 +77,35 @@ def test_what_is_known_of_a_source_is_known_of_its_stage(example: Path):
 
 
 def test_a_stage_ends_with_its_source():
-    stages = Stages([(0, Numbered(2, 3)), (5, Numbered(4, 3, batches=10))])
+    stages = Stages([(0, Numbered(0, 2, 3)), (5, Numbered(0, 4, 3, batches=10))])
     # Rows 0 to 9 came before: of 40 thirty are left, seven batches and a half.
     assert stages.batches == 5 + 7
-    assert Stages([(0, Numbered(2)), (99, Numbered(4, batches=10))]).batches == 99
-    assert Stages([(0, Numbered(2, batches=10)), (5, Numbered(4))]).batches is None
+    assert Stages([(0, Numbered(0, 2)), (99, Numbered(0, 4, batches=10))]).batches == 99
+    assert Stages([(0, Numbered(0, 2, batches=10)), (5, Numbered(0, 4))]).batches is None
 
 
 ONE, OTHER = TokenizerIdentity("one", "1" * 64), TokenizerIdentity("other", "2" * 64)
-
-
-class Stream(Numbered):
-    def state(self, step: int) -> dict:
-        return {}
-
-    def restore(self, step: int, states: list[dict]) -> None:
-        return None
 
 
 @pytest.mark.parametrize(
     ("sources", "told"),
     [
         ([], "at least one stage"),
-        ([(3, Numbered(1))], "the first stage begins at step 0, not 3"),
+        ([(3, Numbered())], "the first stage begins at step 0, not 3"),
         (
-            [(0, Numbered(1)), (4, Numbered(1)), (4, Numbered(1))],
+            [(0, Numbered()), (4, Numbered()), (4, Numbered())],
             "a stage that begins at step 4 comes after one that begins at step 4",
         ),
         (
-            [(0, Numbered(1)), (4, Numbered(1)), (2, Numbered(1))],
+            [(0, Numbered()), (4, Numbered()), (2, Numbered())],
             "a stage that begins at step 2 comes after one that begins at step 4",
         ),
         (
-            [(0, Numbered(1, tokenizer=ONE)), (4, Numbered(1, tokenizer=OTHER))],
+            [(0, Numbered(tokenizer=ONE)), (4, Numbered(tokenizer=OTHER))],
             "pretokenize both with one tokenizer",
         ),
         (
-            [(0, Numbered(1)), (4, Stream(1))],
+            [(0, Numbered()), (4, Stream())],
             "from step 4 on is a Stream, whose batches depend",
         ),
         (
@@ -146,7 +120,7 @@ def test_stages_that_make_no_sense_are_refused(sources: list[tuple[int, Source]]
 
 
 def test_steps_that_there_are_not_are_refused():
-    stages = Stages([(0, Numbered(1)), (4, Numbered(1))])
+    stages = Stages([(0, Numbered()), (4, Numbered())])
     with pytest.raises(ValueError, match="at least 0, not -1"):
         stages.batch(-1)
     with pytest.raises(ValueError, match="begins at step 4, not at 3"):

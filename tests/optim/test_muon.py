@@ -12,7 +12,6 @@ import pytest
 from jaxtyping import Array, Float
 from laid_out import drawn, laid_out
 from outsider_runs import EIGHT, SIZES, check_outsider, experiment
-from scipy.optimize import linprog
 from sentinels import sentinels
 
 from lmlib.adapters.lora import lora
@@ -275,25 +274,3 @@ def test_they_end_near_one():
 
 def test_zeros_stay_zeros():
     assert not orthogonalized(jnp.zeros((2, 3, 5)), POLAR_EXPRESS).any()
-
-
-def test_each_polynomial_is_the_best_after_those_before():
-    """As arXiv:2505.16932, algorithm 1, chooses them: by linear programs over points."""
-    low, high = 1e-3, 1.0
-    for i, chosen in enumerate(POLAR_EXPRESS):
-        least = max(low, 0.0240733 * high)
-        x = np.concatenate([np.geomspace(least, high, 300), np.linspace(least, high, 300)])
-        powers, ones = np.stack([x, x**3, x**5], 1), np.ones((len(x), 1))
-        best = linprog(
-            [0, 0, 0, 1],  # the largest distance from 1
-            A_ub=np.block([[powers, -ones], [-powers, -ones]]),
-            b_ub=np.concatenate([np.ones(len(x)), -np.ones(len(x))]),
-            bounds=[(None, None)] * 3 + [(0, None)],
-        ).x[:3]
-        # At 1 on average, also where values are below the cushion.
-        best *= 2 / (composed(low, [best]) + composed(high, [best]))
-        last = i == len(POLAR_EXPRESS) - 1
-        slack = 1.0 if last else 1.01
-        np.testing.assert_allclose(chosen, best / slack ** np.array([1, 3, 5]), rtol=2e-3)
-        low = composed(low, [best])
-        high = 2 - low

@@ -151,14 +151,6 @@ def test_a_step_computes_with_the_numbers_that_it_is_given():
 
 
 @pytest.mark.slow
-def test_a_schedule_that_is_a_function_stays_in_the_program():
-    def halved(peak_lr, steps):
-        return lambda step: peak_lr / 2 if steps else 0.0
-
-    assert rate_of(functools.partial(adamw, peak_lr=0.4, schedule=halved)) == pytest.approx(0.2)
-
-
-@pytest.mark.slow
 def test_an_optimizer_of_ones_own_is_given_its_numbers_by_name():
     def descent(steps, rate):
         def update(gradients, state, model=None, *, rate):

@@ -70,15 +70,15 @@ class Totals:
 
     tokens: int = 0
     documents: int = 0
-    targets: int = 0  # tokens in the loss mask, except each document's first
-    bytes: int = 0  # of the documents' UTF-8 text
-    gzip_bytes: int | None = 0  # sum over documents, each under gzip -9; None if unknown
-    skipped_rows: int = 0  # rows of the source that held no usable text
-    dropped_documents: int = 0  # left out, since they were too long
-    dropped_tokens: int = 0  # tokens of dropped documents
-    cut_documents: int = 0  # shortened, since they were too long
-    cut_tokens: int = 0  # tokens removed from them
-    max_token_id: int = -1  # largest id; -1 without tokens
+    targets: int = 0
+    bytes: int = 0
+    gzip_bytes: int | None = 0
+    skipped_rows: int = 0
+    dropped_documents: int = 0
+    dropped_tokens: int = 0
+    cut_documents: int = 0
+    cut_tokens: int = 0
+    max_token_id: int = -1
 
     @property
     def totals(self) -> "Totals":
@@ -241,19 +241,19 @@ def _check_types(metadata: ShardMetadata) -> None:
     others = ("shard", "shards", "vocab_size", "bos_id", "eos_id")
     counts = {name: getattr(metadata, name) for name in others}
     check_counts(vars(metadata.totals) | counts, ("gzip_bytes", "bos_id", "eos_id"))
-    if not isinstance(metadata.source, dict):
-        raise ValueError(f"its source is {metadata.source!r:.40}")
-    if metadata.content not in get_args(Content):
-        raise ValueError(f"its content is {metadata.content!r:.40}")
-    if metadata.content == "pairs" and metadata.documents % 2:
+    content, digests, tokenizer = metadata.content, metadata.digests, metadata.tokenizer
+    if content == "pairs" and metadata.documents % 2:
         raise ValueError(f"its {metadata.documents} documents are no pairs")
-    digests, tokenizer = metadata.digests, metadata.tokenizer
-    if not isinstance(digests, dict) or sorted(digests) != sorted(arrays_of(metadata.content)):
-        raise ValueError(f"its digests are {digests!r:.40}")
-    texts = [metadata.data_set, *digests.values()]
-    for text in (*texts, *((tokenizer.name, tokenizer.sha256 or "") if tokenizer else ())):
-        if not isinstance(text, str):
-            raise ValueError(f"it has {text!r:.40} for a text")
+    texts = [metadata.data_set, *dict(digests).values()]
+    texts += (tokenizer.name, tokenizer.sha256 or "") if tokenizer else ()
+    for name, fits in (
+        ("source", isinstance(metadata.source, dict)),
+        ("content", content in get_args(Content)),
+        ("digests", digests.keys() == {*arrays_of(content)}),
+        ("tokenizer", all(isinstance(text, str) for text in texts)),
+    ):
+        if not fits:
+            raise ValueError(f"its {name} are {getattr(metadata, name)!r:.40}")
 
 
 def digest(content: bytes) -> str:

@@ -6,14 +6,15 @@ document and one for the end, are compressed in a way that TensorStore cannot re
 of each token has the same information. The format: github.com/MatX-inc/seqax, docs/flat-tokens.md.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from lmlib.data.stored.metadata import DamagedDataError, digest
-from lmlib.data.stored.split import Arrays, Span, StoredSplit
-from lmlib.data.stored.token_arrays import Reading, StoredArray, reading_context
+from lmlib.data.stored.split import Arrays, StoredSplit
+from lmlib.data.stored.token_arrays import StoredArray, reading_context
 from lmlib.storage.stored_json import read_json
 
 TOKENS, STARTS, ATTRIBUTES = "encoded_tokens", "seq_starts", ".zattrs"
@@ -57,10 +58,16 @@ class SeqaxSplit(StoredSplit):
         # Only the sizes are known, since the format has no digests.
         self.digest = digest(f"{self.tokens} {self.documents} {self.max_token_id}".encode())
 
-    def read(self, start: int, stop: int) -> Span:
-        """Starts reading tokens [start, stop)."""
-        coming = self._encoded.read(start, stop)
-        return Span([lambda: _decoded(coming)])
+    def read(self, start: int, stop: int) -> Callable[[], Arrays]:
+        """See `StoredSplit.read`."""
+        read = self._encoded.read(start, stop)
+
+        def arrays() -> Arrays:
+            encoded_N = read()
+            begins_N = (encoded_N & 1).astype(bool)
+            return encoded_N >> 1, begins_N, ~begins_N
+
+        return arrays
 
     def edges(self, first: int = 0, stop: int | None = None) -> np.ndarray:
         """Raises ValueError, since finding them would require reading all tokens."""
@@ -68,12 +75,6 @@ class SeqaxSplit(StoredSplit):
             f"{self._folder} is in seqax's format, whose document starts cannot be read: convert "
             "it with python -m data_tools.convert, or use packed=True without begin_with_documents"
         )
-
-
-def _decoded(coming: Reading) -> Arrays:
-    encoded_N = coming.result()
-    begins_N = (encoded_N & 1).astype(bool)
-    return encoded_N >> 1, begins_N, ~begins_N
 
 
 def length_on_disk(array: Path, dtype: str, at_least: int) -> int:

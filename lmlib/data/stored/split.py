@@ -1,8 +1,6 @@
-"""A split of flat tokens on disk, opened for reading: spans of tokens, and document starts.
+"""A split of flat tokens on disk, opened for reading.
 
-Memory holds only three numbers for every 16 Ki tokens, and one for every 1 Ki documents. In each
-shard that a span touches, it takes one read of tokens, one of the loss mask if there is one, and
-one of document starts.
+Memory holds only three numbers for every 16 Ki tokens, and one for every 1 Ki documents.
 """
 
 from bisect import bisect_right
@@ -21,9 +19,11 @@ from lmlib.data.stored.metadata import (
     digest,
     read_split,
 )
-from lmlib.data.stored.token_arrays import Reading, StoredArray, open_array, reading_context
+from lmlib.data.stored.token_arrays import StoredArray, open_array, reading_context
 
 _STARTS_AT_ONCE = 1 << 20  # read at once
+# The tokens (unsigned), the mask of document starts, and the mask of targets, which are in the loss
+# mask and not the first token of a document.
 Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
@@ -37,27 +37,6 @@ def open_split(folder: Path) -> "StoredSplit":
     from lmlib.data.stored.seqax import SeqaxSplit
 
     return SeqaxSplit(folder)
-
-
-class Span:
-    """A pending read of tokens."""
-
-    def __init__(self, pieces: Sequence[Callable[[], Arrays]]) -> None:
-        self._pieces = pieces
-
-    def result(self) -> Arrays:
-        """Returns the tokens, the mask of document starts and the mask of targets.
-
-        Tokens have any unsigned dtype, the masks are bool. Targets are in the loss mask and not the
-        first token of a document.
-
-        Raises DamagedDataError for unreadable data.
-        """
-        results = [piece() for piece in self._pieces]
-        if not results:
-            return np.zeros(0, np.uint16), np.zeros(0, bool), np.zeros(0, bool)
-        tokens, begins, targets = map(np.concatenate, zip(*results, strict=True))
-        return tokens, begins, targets
 
 
 class StoredSplit:
@@ -98,25 +77,28 @@ class StoredSplit:
         indexes = opened("first_documents", lambda number, _: chunks[number] + 1)
         coming = [array.read(0, array.length) for array in indexes]
         self._first_documents = [
-            _checked_index(array.path, reading.result(), shard.documents)
-            for array, reading, shard in zip(indexes, coming, shards, strict=True)
+            _checked_index(array.path, read(), shard.documents)
+            for array, read, shard in zip(indexes, coming, shards, strict=True)
         ]
         # The first chunk shows if an array was swapped with another.
         first_read = self._tokens + self._loss_masks + self._starts
-        for beginning in [array.read(0, min(1, array.length)) for array in first_read]:
-            beginning.result()
+        for read in [array.read(0, min(1, array.length)) for array in first_read]:
+            read()
         self._offsets = [0, *accumulate(shard.tokens for shard in shards)]
         self.tokens, self.documents = self._offsets[-1], metadata.documents
 
-    def read(self, start: int, stop: int) -> Span:
-        """Starts reading tokens [start, stop)."""
+    def read(self, start: int, stop: int) -> Callable[[], Arrays]:
+        """Starts reading tokens [start, stop); returns a function that waits for them.
+
+        The function raises DamagedDataError for unreadable data.
+        """
         pieces = []
         while start < stop:
             shard = bisect_right(self._offsets, start) - 1
             offset, end = self._offsets[shard], min(stop, self._offsets[shard + 1])
             pieces.append(self._read_in_shard(shard, start - offset, end - offset))
             start = end
-        return Span(pieces)
+        return lambda: _joined([piece() for piece in pieces])
 
     def edges(self, first: int = 0, stop: int | None = None) -> np.ndarray:
         """Returns the token offsets (int64) of documents [first, stop), and the last one's end."""
@@ -125,8 +107,8 @@ class StoredSplit:
         for offset, starts in zip(self._offsets, self._starts, strict=False):
             begin, end = max(first - before, 0), min(stop + 1 - before, starts.length)
             for place in range(begin, end, _STARTS_AT_ONCE):
-                reading = starts.read(place, min(place + _STARTS_AT_ONCE, end))
-                edges.append(reading.result().astype(np.int64) + offset)
+                read = starts.read(place, min(place + _STARTS_AT_ONCE, end))
+                edges.append(read().astype(np.int64) + offset)
             before += starts.length
         if stop == self.documents:
             edges.append(np.array([self.tokens]))
@@ -146,17 +128,24 @@ class StoredSplit:
         starts = self._starts[shard].read(first, last) if first < last else None
         mask = self._loss_masks[shard].read(start, stop) if self._loss_masks else None
         tokens = self._tokens[shard].read(start, stop)
-        return lambda: _arrays(tokens, mask, starts, start)
+
+        def arrays() -> Arrays:
+            tokens_N = tokens()
+            begins_N = np.zeros(len(tokens_N), bool)
+            if starts is not None:
+                places = starts().astype(np.int64) - start
+                begins_N[places[(places >= 0) & (places < len(tokens_N))]] = True
+            targets_N = ~begins_N if mask is None else ~begins_N & (mask() != 0)
+            return tokens_N, begins_N, targets_N
+
+        return arrays
 
 
-def _arrays(tokens: Reading, mask: Reading | None, starts: Reading | None, first: int) -> Arrays:
-    tokens_N = tokens.result()
-    begins_N = np.zeros(len(tokens_N), bool)
-    if starts is not None:
-        places = starts.result().astype(np.int64) - first
-        begins_N[places[(places >= 0) & (places < len(tokens_N))]] = True
-    targets_N = ~begins_N if mask is None else ~begins_N & (mask.result() != 0)
-    return tokens_N, begins_N, targets_N
+def _joined(pieces: Sequence[Arrays]) -> Arrays:
+    if not pieces:
+        return np.zeros(0, np.uint16), np.zeros(0, bool), np.zeros(0, bool)
+    tokens, begins, targets = map(np.concatenate, zip(*pieces, strict=True))
+    return tokens, begins, targets
 
 
 def _checked_index(array: Path, first_documents: np.ndarray, documents: int) -> np.ndarray:

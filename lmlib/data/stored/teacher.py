@@ -5,7 +5,7 @@ most likely after a token.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,6 @@ from lmlib.data.stored.metadata import (
 )
 from lmlib.data.stored.token_arrays import (
     INTEGERS,
-    Reading,
     StoredArray,
     digest_of_array,
     reading_context,
@@ -152,46 +151,37 @@ class StoredTeacher:
         ]
         for array in self._arrays:
             array.check_files()
-            array.read(0, 1).result()  # the first read shows if the array is another teacher's
+            array.read(0, 1)()  # the first read shows if the array is another teacher's
 
     def contents(self) -> dict[str, str]:
         """Returns the folder and a digest of its arrays; see `lmlib.data.batch.Stored`."""
         of_arrays = json.dumps(dict(self.metadata.digests), sort_keys=True)
         return {shown(self.folder): digest(of_arrays.encode())}
 
-    def read(self, sequence_B: np.ndarray) -> "Listed":
-        """Starts reading the entries of each sequence; -1 is padding."""
+    def read(self, sequence_B: np.ndarray) -> Callable[[], tuple[np.ndarray, np.ndarray]]:
+        """Starts reading the entries of each sequence; returns a function that waits for them.
+
+        It returns ids (int32) and log-probabilities (float16), both (b, s, k), which are zero for
+        sequence -1. It raises DamagedDataError if they cannot be read, or for an id outside the
+        vocabulary.
+        """
         step = self.metadata.row_elements
         coming = [
             [] if start < 0 else [array.read(start, start + step) for array in self._arrays]
             for start in (sequence_B * step).tolist()
         ]
-        return Listed(coming, self.metadata)
+        shape = len(coming), self.metadata.sequences.sequence_length, self.metadata.k
 
+        def entries() -> tuple[np.ndarray, np.ndarray]:
+            ids, log_probabilities = np.zeros(shape, np.int32), np.zeros(shape, DTYPE)
+            for row, pair in enumerate(coming):
+                if pair:
+                    ids[row], log_probabilities[row] = (read().reshape(shape[1:]) for read in pair)
+            if ids.size and not 0 <= ids.min() <= ids.max() < self.metadata.vocab_size:
+                raise DamagedDataError(f"a stored teacher has ids from {ids.min()} to {ids.max()}")
+            return ids, log_probabilities
 
-class Listed:
-    """A pending read of ids and log-probabilities."""
-
-    def __init__(self, coming: list[list[Reading]], metadata: TeacherMetadata) -> None:
-        self._coming, self._metadata = coming, metadata
-
-    def result(self) -> tuple[np.ndarray, np.ndarray]:
-        """Returns ids (int32) and log-probabilities (float16), both (b, s, k).
-
-        They are zero for sequence -1.
-
-        Raises DamagedDataError if they cannot be read, or ids are outside the vocabulary.
-        """
-        shape = len(self._coming), self._metadata.sequences.sequence_length, self._metadata.k
-        ids, log_probabilities = np.zeros(shape, np.int32), np.zeros(shape, DTYPE)
-        for row, pair in enumerate(self._coming):
-            if pair:
-                ids[row], log_probabilities[row] = (
-                    reading.result().reshape(shape[1:]) for reading in pair
-                )
-        if ids.size and not 0 <= ids.min() <= ids.max() < self._metadata.vocab_size:
-            raise DamagedDataError(f"a stored teacher has ids from {ids.min()} to {ids.max()}")
-        return ids, log_probabilities
+        return entries
 
 
 class TeacherWriter:

@@ -1,13 +1,7 @@
-"""The arrays of flat tokens, opened for reading: checksummed, and never silently zero.
-
-Each is one-dimensional, in zarr v3's format with the codecs `sharding_indexed` and `crc32c`
-(zarr-specs.readthedocs.io). A file swapped with another still has valid checksums. Each array
-therefore has a file `chunk_digests` with the XXH3-64 of every chunk, and metadata.json has the
-XXH3-128 of that file and of `zarr.json`.
+"""The arrays of flat tokens, opened for reading; docs/flat-tokens.md has their format.
 
 A data set may be untrusted. TensorStore would follow links, and allocate chunks of any length. An
-array is opened only if its layout is as in docs/flat-tokens.md, and its files are as large as it
-claims.
+array is opened only if it has the documented layout, and its files are as large as it claims.
 """
 
 import os
@@ -42,10 +36,7 @@ def codecs(chunk_length: int | None = None) -> list[dict[str, Any]]:
 
 
 def digests_of_chunks(values: np.ndarray, chunk_length: int) -> np.ndarray:
-    """Returns the XXH3-64 (uint64) of each `chunk_length` of the little-endian values.
-
-    The last chunk may be shorter.
-    """
+    """Returns the XXH3-64 (uint64) of each chunk of the little-endian values."""
     stored = np.ascontiguousarray(values, values.dtype.newbyteorder("<")).view(np.uint8)
     step = chunk_length * values.dtype.itemsize
     starts = range(0, len(stored), step)
@@ -117,18 +108,14 @@ class StoredArray:
                     f"it claims chunks of {self._chunk_bytes:,} bytes in files of "
                     f"{self._file_bytes:,}"
                 )
+            if length not in (self.length, None):
+                raise ValueError(
+                    f"it has shape ({self.length},), but metadata.json promises ({length},)"
+                )
+            if (dtype := self._array.dtype.name) not in dtypes:
+                raise ValueError(f"it holds {dtype!r:.40}, not {' or '.join(sorted(dtypes))}")
         except (OSError, ValueError) as error:
             self._fail("cannot be opened", error)
-        if length not in (self.length, None):
-            raise DamagedDataError(
-                f"{path} has shape ({self.length},), but metadata.json promises ({length},): the "
-                "data set is damaged; make it again"
-            )
-        if (dtype := self._array.dtype.name) not in dtypes:
-            raise DamagedDataError(
-                f"{path} holds elements of {dtype!r:.40}, and {', '.join(sorted(dtypes))} belong "
-                "there: the data set is damaged; make it again"
-            )
         if digest is not None:
             try:
                 self._chunk_digests = self._read_chunk_digests(digest)
@@ -200,23 +187,32 @@ class StoredArray:
         except (OSError, ValueError) as error:
             self._fail("cannot be read", error)
 
-    def read(self, start: int, stop: int) -> "Reading":
-        """Starts reading elements [start, stop).
+    def read(self, start: int, stop: int) -> Callable[[], np.ndarray]:
+        """Starts reading elements [start, stop); returns a function that waits for them.
 
-        Raises DamagedDataError if they are out of range.
+        Raises DamagedDataError if they are out of range; the function, if they cannot be read.
         """
         if not 0 <= start <= stop <= self.length:
             raise DamagedDataError(
                 f"{self.path} has {self.length} elements, but others say that it has some from "
                 f"{start} to {stop}: the data set is damaged; make it again"
             )
-        return Reading(self, start, stop)
+        # Whole chunks are read, to check them; TensorStore decodes whole chunks anyway.
+        chunk = self.chunk_length
+        first = start // chunk * chunk
+        last = min(-(-stop // chunk) * chunk, self.length) if start < stop else first
+        arrived = self.coming(first, last)
+
+        def elements() -> np.ndarray:
+            try:
+                return arrived()[start - first : stop - first]
+            except (OSError, ValueError) as error:
+                self._fail(f"cannot be read from {start} to {stop}", error)
+
+        return elements
 
     def coming(self, first: int, last: int) -> Callable[[], np.ndarray]:
-        """Starts reading the whole chunks of [first, last); returns a function that waits for them.
-
-        The function raises ValueError if the chunks differ from those written.
-        """
+        """Like `read`, of whole chunks; the function raises OSError or ValueError for damage."""
         future = self._array[first:last].read()
 
         def arrived() -> np.ndarray:
@@ -250,26 +246,6 @@ class StoredArray:
             f"{shown(self.path)} {what}: the data set is damaged; make it again or restore the "
             f"file ({cause})"
         ) from error
-
-
-class Reading:
-    """A pending read of elements."""
-
-    def __init__(self, stored: StoredArray, start: int, stop: int) -> None:
-        # Read whole chunks to check them; TensorStore decodes whole chunks anyway.
-        chunk = stored.chunk_length
-        self._stored, self._start, self._stop = stored, start, stop
-        self._first = start // chunk * chunk
-        last = min(-(-stop // chunk) * chunk, stored.length) if start < stop else self._first
-        self._arrived = stored.coming(self._first, last)
-
-    def result(self) -> np.ndarray:
-        """Waits for the elements; raises DamagedDataError if they cannot be read."""
-        try:
-            values = self._arrived()
-        except (OSError, ValueError) as error:
-            self._stored._fail(f"cannot be read from {self._start} to {self._stop}", error)
-        return values[self._start - self._first : self._stop - self._first]
 
 
 def reading_context() -> ts.Context:
