@@ -133,7 +133,8 @@ def test_every_fault_of_the_campaign_can_be_put_in():
         before, after = fault["before"], fault["after"]
         text = (BENCHMARKS.parent / file).read_text(encoding="utf-8")
         assert text.count(before) == 1, f"{file} must have {before!r} once"
-        assert ast.dump(ast.parse(text.replace(before, after))) != ast.dump(ast.parse(text))
+        if file.endswith(".py"):
+            assert ast.dump(ast.parse(text.replace(before, after))) != ast.dump(ast.parse(text))
         tests = fault["tests"].split()
         assert all((BENCHMARKS.parent / each).exists() for each in tests), fault["what"]
     packages = {file.partition("/")[0] for file in faults}
