@@ -149,8 +149,8 @@ def test_the_last_norm_of_a_tied_model_takes_the_multiplier_of_the_unembedding()
     factors = CompleteP(BASE).scaled(functools.partial(LLAMA, tied=True)).factors
     norm = factors["norm.scale"]
     (table,) = (each for path, each in factors.items() if path.startswith("embedding"))
-    assert (norm.initial, norm.multiplier, norm.rate, norm.epsilon) == (1 / M, 1 / M, 1 / M, 1 / M)
-    assert (table.initial, table.multiplier, table.rate) == (1, 1, 1)
+    assert (norm.multiplier, norm.rate, norm.epsilon) == (1 / M, 1 / M, 1 / M)
+    assert (table.multiplier, table.rate) == (1, 1)
 
 
 def test_a_model_smaller_than_its_base_is_the_other_way_round():
