@@ -17,6 +17,7 @@ from lmlib.generate.steps import NOTHING, Chooser, first_token, next_tokens, pre
 from lmlib.generate.weights import ready, unstacked
 from lmlib.models.families.phi import phi3
 from lmlib.models.forward_context import ForwardContext
+from lmlib.models.parts.cache import empty_cache, extended
 from lmlib.models.parts.rope_scaling import LongRope
 from lmlib.models.weights import creator
 from lmlib.parallel.layout import reshard
@@ -142,3 +143,18 @@ def test_there_is_one_cache_which_stays_where_it_is():
     assert places(state.cache) == first
     state, _ = next_tokens(model, state, jnp.int32(4), chooser, FLOAT32, rules, 4)
     assert places(state.cache) == first
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_row_without_new_tokens_keeps_its_cache(count):
+    """A ring of four slots with two rows; only the first row goes on, at position 4."""
+    k_BSKD = jax.random.normal(jax.random.key(0), (2, 4 + count, 1, 2))
+    places = np.arange(4 + count, dtype=np.int32)
+    cache = empty_cache(2, 4, 1, 2, jnp.float32)
+    cache = extended(cache, k_BSKD[:, :4], -k_BSKD[:, :4], jnp.asarray(np.stack([places[:4]] * 2)))
+    later = np.stack([places[4:], np.full(count, -1, np.int32)])
+    cache = extended(cache, k_BSKD[:, 4:], -k_BSKD[:, 4:], jnp.asarray(later))
+    expected_BND = np.array(k_BSKD[:, :4, 0])
+    expected_BND[0, :count] = k_BSKD[0, 4:, 0]
+    np.testing.assert_array_equal(cache.values[:, 0], -expected_BND)
+    np.testing.assert_array_equal(np.swapaxes(cache.keys[:, 0], 1, 2), expected_BND)

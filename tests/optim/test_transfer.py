@@ -145,6 +145,14 @@ def test_a_model_that_is_its_base_is_left_alone():
     assert {tuple(each) for each in factors.values()} == {(1.0,) * 5}
 
 
+def test_the_last_norm_of_a_tied_model_takes_the_multiplier_of_the_unembedding():
+    factors = CompleteP(BASE).scaled(functools.partial(LLAMA, tied=True)).factors
+    norm = factors["norm.scale"]
+    (table,) = (each for path, each in factors.items() if path.startswith("embedding"))
+    assert (norm.multiplier, norm.rate, norm.epsilon) == (1 / M, 1 / M, 1 / M)
+    assert (table.multiplier, table.rate) == (1, 1)
+
+
 def test_a_model_smaller_than_its_base_is_the_other_way_round():
     large, small = LLAMA, functools.partial(LLAMA, **BASE)
     sizes = {"embed": 128, "heads": 8, "mlp": 256, "layers": 4}

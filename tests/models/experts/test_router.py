@@ -113,6 +113,16 @@ def test_a_correction_counts_in_choices_and_not_in_shares():
     assert not np.array_equal(before.choices_BSK, after.choices_BSK)
 
 
+def test_negative_corrections_choose_no_expert_outside_the_best_groups():
+    router, _, z = routed(scores="sigmoid", groups=4, top_groups=2, correction_rate=0.1)
+    router = eqx.tree_at(lambda r: r.correction, router, jnp.full(X, -3.0))
+    ranked = sigmoid(z) - 3
+    kept = best(ranked.reshape(B, S, 4, 2).sum(-1), 2)
+    mask = np.repeat(np.any(kept[..., None] == np.arange(4), axis=-2), 2, axis=-1)
+    expected = best(np.where(mask, ranked, -np.inf), 3)
+    np.testing.assert_array_equal(router(jnp.asarray(X_BSE), CONTEXT).choices_BSK, expected)
+
+
 def test_corrections_grow_for_experts_that_had_few():
     router, _, _ = routed(correction_rate=0.1, balance="batch")
     tallies = jnp.array([0, 1, 2, 3, 4, 5, 6, 3.0])  # 3 on average
