@@ -98,7 +98,8 @@ async def _call(coordinator: str, port: int, processes: int, seconds: float) -> 
         missing = sorted(set(range(1, processes)) - set(came))
         mistake = (
             f"process 0 waited {seconds:g} s and {processes_text(missing)} did not come: check "
-            "that each runs, and that all have the same --coordinator and --num_processes; or raise "
+            "that each runs, and that all have the same --coordinator and "
+            "--num_processes; or raise "
             "--startup_seconds"
         )
     server.close()  # before the answer, since JAX then listens at this port

@@ -255,7 +255,7 @@ def test_a_state_without_an_entry_is_refused(jsonl: str, entry: str) -> None:
     source.batch(0)
     state = json.loads(json.dumps(source.state(1)))
     del state["positions"]["0"][entry]
-    with pytest.raises(ValueError, match="what was saved is no state of a stream"):
+    with pytest.raises(ValueError, match="the saved object is not the state of a stream"):
         stream(jsonl).restore(1, [state])
 
 
@@ -266,8 +266,8 @@ def test_a_state_without_an_entry_is_refused(jsonl: str, entry: str) -> None:
         ({"retries": -1}, "retries of at least 0, not -1"),
         ({"stall_seconds": 0}, "stall_seconds of at least 0.001, not 0"),
         ({"on_bad_row": "ignore"}, "on_bad_row is 'fail' or 'skip', not 'ignore'"),
-        ({"streams": 0}, "does not divide into 0 streams"),
-        ({"streams": 3}, "batch_size of 4 does not divide into 3 streams"),
+        ({"streams": 0}, "is not divisible into 0 streams"),
+        ({"streams": 3}, "batch_size of 4 is not divisible into 3 streams"),
         ({"split": "test"}, "cannot open .*split 'test'"),
     ],
 )
@@ -325,7 +325,7 @@ def columns(texts: list[str]) -> list[dict[str, str]]:
 BAD_RECORDS = [
     ({"content": "x"}, "has no column 'text'; it has 'content': choose one with --text_column"),
     ({"text": None}, "has no string in column 'text' but None"),
-    ("x", "is no JSON object but str"),
+    ("x", "is not a JSON object but str"),
     (
         {"text": "a\ud800"},
         "holds a lone surrogate at character 1, which UTF-8 cannot express",
@@ -492,10 +492,10 @@ def test_a_stalled_stream_is_opened_again_and_then_given_up(
         source = from_list(columns(TEXTS), stalls_once, stall_seconds=0.5)
         assert documents_in(all_batches(source, steps_of(TEXTS))) == TEXTS
         assert capsys.readouterr().err.splitlines() == 2 * [
-            "'a list': TimeoutError: nothing came for 0.5 s; retry 1 of 3 in 0 s"
+            "'a list': TimeoutError: no batch arrived for 0.5 s; retry 1 of 3 in 0 s"
         ]
         source = from_list(columns(TEXTS), stalls_always, stall_seconds=0.1, retries=1)
-        with pytest.raises(StreamFailure, match=r"TimeoutError: nothing came for 0\.1 s"):
+        with pytest.raises(StreamFailure, match=r"TimeoutError: no batch arrived for 0\.1 s"):
             all_batches(source, 100)
     finally:
         release.set()

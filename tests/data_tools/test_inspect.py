@@ -172,7 +172,7 @@ def test_what_is_no_data_set_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="neither a data set of flat tokens nor a split"):
         split_folders(tmp_path)
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="is no folder"):
+    with pytest.raises(ValueError, match="is not a folder"):
         split_folders(tmp_path / "file")
     folder = write_texts(tmp_path)
     assert split_folders(tmp_path) == split_folders(folder) == [folder]
@@ -212,7 +212,7 @@ def test_the_status_of_the_command(tmp_path: Path) -> None:
             ("data --batch=-1", "flag --batch=-1: -1 is not a non-negative integer"),
             ("data --cheque=1", "Unknown command line flag 'cheque'"),
             ("data --batch=0 --verify", "--batch and --verify are two commands: give one of them"),
-            ("data --rows=3", "--rows is of use with --batch only"),
+            ("data --rows=3", "--rows needs --batch"),
             ("data --batch=9 --epochs=1", "there is no step 9: the data ends after 1 batches"),
             ("data/train --batch=0 --split=test", "data/train is the split 'train', not 'test'"),
         ],

@@ -152,7 +152,7 @@ def test_lines_are_cut_at_any_byte(
         (b'{"body": "x"}', "has no column 'text'; it has 'body': choose one with --text_column"),
         (b'{"text": 5}', "has no string in column 'text' but 5"),
         (b'{"text": null}', "has no string in column 'text' but None"),
-        (b'["text"]', "is no JSON object but list"),
+        (b'["text"]', "is not a JSON object but list"),
         (b'{"text": "\xff"}', "is not UTF-8 text"),
     ],
 )
@@ -473,7 +473,7 @@ def test_lines_that_are_arrays_are_bad_rows(tmp_path: Path) -> None:
     for first in ('["text"]', '[{"role": "user"}]'):
         file.write_text(f'{first}\n{{"text": "b"}}\n')
         bad, good = rows_of(Files([str(file)]))
-        assert (bad.problem, good.text) == ("is no JSON object but list", "b")
+        assert (bad.problem, good.text) == ("is not a JSON object but list", "b")
 
 
 @pytest.mark.parametrize("kind", [".parquet", ".arrow"])

@@ -192,7 +192,7 @@ def test_values_that_are_not_finite_are_refused(folder):
         ("r", 3, r"has shape \(2, 16\) instead of \(3, 16\)"),
         ("rank_pattern", {"q_proj": 4}, r"has shape \(2, 16\) instead of \(4, 16\)"),
         ("rank_pattern", {"layers.[01].*": 4}, "has the pattern"),
-        ("rank_pattern", {"q_proj": "4"}, "rank_pattern: q_proj = '4' is no int"),
+        ("rank_pattern", {"q_proj": "4"}, "rank_pattern: q_proj = '4' is not of type int"),
         ("alpha_pattern", {"q_proj": 10**400}, "alpha_pattern: q_proj = 10+ makes no sense"),
         ("alpha_pattern", {"layers.1.self_attn.q_proj": 4}, "must be alike"),
         ("target_modules", ["q_proj", "o_proj", "v_proj"], "v_proj.lora_A.weight is missing"),
