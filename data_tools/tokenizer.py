@@ -103,7 +103,7 @@ class JsonTokenizer(Tokenizer):
                 known = (vocabulary[each] for each in _FRAMING_NAMES[role] if each in vocabulary)
                 return next(known, None)
             if given not in vocabulary:
-                raise ValueError(f"{name} has no token {given!r} to serve as {role}")
+                raise ValueError(f"{name} has no token {given!r} for {role}")
             return vocabulary[given]
 
         self.eos_id = special_id("eos_token", eos_token or None)

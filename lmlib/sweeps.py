@@ -44,7 +44,7 @@ def zipped(*sweeps: Sequence[Point]) -> Points:
     """
     sizes = [len(sweep) for sweep in sweeps]
     if len(set(sizes)) > 1:
-        raise ValueError(f"zipped needs as many points of each, and they have {sizes}")
+        raise ValueError(f"zipped needs equally many points of each, but they have {sizes}")
     return [_together(points) for points in zip(*sweeps, strict=True)]
 
 

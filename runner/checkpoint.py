@@ -72,7 +72,7 @@ def _list(checkpoints: Checkpoints, directory: Path) -> int:
             metric = "" if manifest.metric is None else f"{manifest.metric:.6g}"
             size, count = bytes_text(manifest.size), f"{len(manifest.arrays):,}"
             rows.append((f"{step:,}", manifest.saved_at, size, count, metric))
-    print(columns(rows) if len(rows) > 1 else f"{directory} holds no checkpoint")
+    print(columns(rows) if len(rows) > 1 else f"{directory} is empty")
     for line in damaged:
         print(line)
     for folder in folders.unfinished_in(directory):
@@ -111,7 +111,7 @@ def _asked(checkpoints: Checkpoints, directory: Path) -> list[int]:
         return steps
     if step is None or step not in steps:
         at = "" if step is None else f" at step {step}; it has {steps}"
-        raise ConfigError(f"{directory} holds no checkpoint{at}")
+        raise ConfigError(f"{directory} has no checkpoint{at}")
     return [step]
 
 
@@ -185,7 +185,7 @@ def _parse(arguments: Sequence[str]) -> tuple[str, Path]:
     for directory in (workdir / "checkpoints", workdir):
         if directory.is_dir():
             return command, directory
-    raise ConfigError(f"{workdir} is no folder")
+    raise ConfigError(f"{workdir} is not a folder")
 
 
 if __name__ == "__main__":

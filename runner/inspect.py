@@ -60,7 +60,7 @@ def main(arguments: Sequence[str]) -> int:
     if _BATCH.value is not None and _VERIFY.value:
         raise ConfigError("--batch and --verify are two commands: give one of them")
     if _ROWS.present and _BATCH.value is None:
-        raise ConfigError("--rows is of use with --batch only")
+        raise ConfigError("--rows needs --batch")
     with user_errors():
         workdir = folder_to_read(arguments[0])
         cfg = configs.load(str(workdir / "config.json"), trusted=TRUST_MODULE.value)

@@ -125,7 +125,7 @@ def _begin(capture: Capture, experiment: Experiment) -> tuple[State, int]:
             with Checkpoints(folder, read_only=True) as checkpoints:
                 found = checkpoints.restore_newest(target, fallback=False)
             if found is None:
-                raise ConfigError(f"{folder} holds no checkpoint")
+                raise ConfigError(f"{folder} has no checkpoint")
             if isinstance(experiment.data, Resumable):
                 experiment.data.restore(found.step, found.notes["data"])
             return given.complete(found, INIT_FROM.value), found.step

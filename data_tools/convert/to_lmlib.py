@@ -49,7 +49,7 @@ def to_lmlib(
         raise FileNotFoundError(f"there is no folder {source}")
     folders = [entry for entry in sorted(source.iterdir()) if is_seqax_split(entry)]
     if not folders:
-        raise ValueError(f"{source} holds no split in seqax's format, such as {source / 'train'}")
+        raise ValueError(f"{source} has no split in seqax's format, such as {source / 'train'}")
     splits = {folder.name: SeqaxSplit(folder) for folder in folders}
     largest = max(split.max_token_id for split in splits.values())
     vocab_size = largest + 1 if tokenizer is None else tokenizer.vocab_size

@@ -95,7 +95,7 @@ def _file_format(dataset: str | Sequence[str]) -> str | None:
     formats = (kind for suffix, kind in _FORMATS.items() if last.endswith(suffix))
     found = next(formats, None)
     if found is None and not isinstance(dataset, str):
-        raise ValueError(f"{last!r} is no file of a known format: {', '.join(_FORMATS)}")
+        raise ValueError(f"{last!r} is not a file of a known format: {', '.join(_FORMATS)}")
     return found
 
 

@@ -216,14 +216,16 @@ class HFStream:
                 for stream, position in state["positions"].items()
             }
         except (KeyError, TypeError, AttributeError, IndexError) as error:
-            raise ValueError(f"what was saved is no state of a stream: {error!r:.200}") from error
+            raise ValueError(
+                f"the saved object is not the state of a stream: {error!r:.200}"
+            ) from error
         self.close()
         self._streams, self._first_step, self._first_positions = streams, step, positions
 
     def _check_states(self, step: int, states: list[dict[str, Any]]) -> None:
         for state in states:
             if state["step"] != step:
-                raise ValueError(f"the stream's state is of step {state['step']}, not {step}")
+                raise ValueError(f"the stream's state is from step {state['step']}, not {step}")
             for setting, value in self._settings.items():
                 if state["settings"][setting] != value:
                     raise ValueError(
@@ -257,7 +259,7 @@ class HFStream:
     def _checked_streams(self, streams: int) -> int:
         if type(streams) is not int or streams < 1 or self.batch_size % streams:
             raise ValueError(
-                f"a batch_size of {self.batch_size} does not divide into {streams!r:.40} streams "
+                f"a batch_size of {self.batch_size} is not divisible into {streams!r:.40} streams "
                 "of as many rows each: change it, or set streams to a number that divides it"
             )
         return streams

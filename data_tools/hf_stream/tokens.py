@@ -42,7 +42,7 @@ class Position:
             raise TypeError(f"a position does not consist of {sorted(entries)!s:.80}")
         for count in [value for name, value in entries.items() if name != "records"]:
             if type(count) is not int or not 0 <= count < 2**63:
-                raise TypeError(f"{count!r:.40} is no count")
+                raise TypeError(f"{count!r:.40} is not a count")
         return cls(**entries)
 
 

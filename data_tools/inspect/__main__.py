@@ -62,7 +62,7 @@ def inspect(arguments: Sequence[str]) -> int:
         show_batch(source, decode, FLAGS.batch, FLAGS.rows)
         return 0
     if useless := [flag for flag in _OF_BATCHES if flag.present]:
-        raise ValueError(f"--{useless[0].name} is of use with --batch only")
+        raise ValueError(f"--{useless[0].name} needs --batch")
     folders = split_folders(path)
     wanted = [folder for folder in folders if FLAGS.split in (None, data_path(folder).name)]
     if not wanted:

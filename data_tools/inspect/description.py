@@ -46,7 +46,7 @@ def split_folders(path: Path) -> list[Path]:
     if not path.exists():
         raise FileNotFoundError(f"there is no folder {shown(path)}")
     if not path.is_dir():
-        raise ValueError(f"{path} is no folder: give a data set, or one of its splits")
+        raise ValueError(f"{path} is not a folder: give a data set, or one of its splits")
     if shard_number(path):
         raise ValueError(f"{path} is one shard: give its split, {path.parent}")
     if _is_split(path):

@@ -205,7 +205,7 @@ def _verify_tokenizer(found: _Found, file: Path, tokenizer: TokenizerIdentity | 
     if not file.is_file():
         found.add(file, "is missing")
     elif file.stat().st_size > LARGEST_TOKENIZER:
-        found.add(file, f"has {file.stat().st_size:,} bytes: it is no tokenizer")
+        found.add(file, f"has {file.stat().st_size:,} bytes: it is not a tokenizer")
     else:
         with open(file, "rb") as stream:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()

@@ -57,7 +57,7 @@ def make_splits(arguments: Sequence[str]) -> int:
     try:
         now = datetime.strptime(FLAGS.date, "%Y-%m-%d")
     except ValueError as error:
-        raise ValueError(f"--date={FLAGS.date} is no date such as 2024-07-26") from error
+        raise ValueError(f"--date={FLAGS.date} is not a date such as 2024-07-26") from error
     field = ConversationField(FLAGS.prompt_column, FLAGS.response_column, FLAGS.pairs)
     source = shared_flags.rows(field)
     tokenizer = shared_flags.tokenizer()

@@ -120,7 +120,7 @@ def _messages(value: Any, role: str) -> list[dict[str, Any]]:
 
 def _message(message: Any) -> dict[str, Any]:
     if not isinstance(message, dict):
-        raise ValueError(f"{message!r:.80} is no message")
+        raise ValueError(f"{message!r:.80} is not a message")
     if message.get("role") is not None or "from" not in message:
         return message
     if message["from"] not in _ROLES:

@@ -58,7 +58,7 @@ class Field(ABC):
     def row(self, row: object, where: str, filled_up: bool = False) -> Row:
         """Returns the row with its text, or its error."""
         if not isinstance(row, Mapping):
-            return Row(where, None, f"is no JSON object but {type(row).__name__}")
+            return Row(where, None, f"is not a JSON object but {type(row).__name__}")
         try:
             return Row(where, self.text(row, filled_up))
         except ValueError as error:

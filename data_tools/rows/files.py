@@ -219,7 +219,7 @@ def _check_is_read(file: Path) -> None:
         link = "it is a link to nothing" if file.is_symlink() else "check its name"
         raise FileNotFoundError(f"there is no file {file}: {link}")
     if not file.is_file():
-        raise OSError(f"{file} is no regular file: leave it out")
+        raise OSError(f"{file} is not a regular file: leave it out")
     found = kind(file)
     if found not in READERS and found in _ADVICE:
         raise ValueError(f"{file}: files that end in {found} are not read: {_ADVICE[found]}")

@@ -141,7 +141,7 @@ class Checkpoints:
         self.wait()
         if self._read_only:
             raise ValueError(
-                f"{shown(self._directory)} was opened read-only: nothing can be saved there"
+                f"{shown(self._directory)} was opened read-only and cannot be saved to"
             )
         newest = self.newest()
         if newest is not None and step <= newest:

@@ -145,7 +145,7 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         content = files_of(folder).read(MANIFEST, 0, _LARGEST_MANIFEST + 1)
     except NotAFileError:
-        raise DamagedCheckpointError(folder, MANIFEST, "is no ordinary file") from None
+        raise DamagedCheckpointError(folder, MANIFEST, "is not a regular file") from None
     except (FileNotFoundError, NotADirectoryError):
         raise DamagedCheckpointError(
             folder, MANIFEST, "is missing: it was deleted, or an older version saved this"
@@ -320,5 +320,5 @@ def _decode(content: bytes) -> Manifest:
 
 def _count(value: Any) -> int:
     if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r} is no count")
+        raise ValueError(f"{value!r} is not a count")
     return value

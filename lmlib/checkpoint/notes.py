@@ -41,5 +41,5 @@ def read_notes(folder: Path, manifest: Manifest) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise DamagedCheckpointError(folder, name, f"cannot be read: {error!r}") from error
     if not isinstance(notes, dict):
-        raise DamagedCheckpointError(folder, name, "is no JSON object")
+        raise DamagedCheckpointError(folder, name, "is not a JSON object")
     return notes

@@ -285,8 +285,9 @@ class FlatTokens:
             return 1
         if not isinstance(self._rows, CutText):
             raise ValueError(
-                "shuffled_length is of text that is cut across rows, and here a row begins with a "
-                "document: leave it out"
+                "shuffled_length applies to text that is cut across rows, but here each row "
+                "begins with a document"
+                ": leave it out"
             )
         if shuffled_length < 1 or shuffled_length % self.sequence_length:
             raise ValueError(

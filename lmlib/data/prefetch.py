@@ -61,7 +61,7 @@ class ReadAhead(Iterator[Item], Generic[Item]):
             try:
                 item, self._end = self._made.get(timeout=timeout)
             except queue.Empty:
-                raise TimeoutError(f"nothing came for {timeout:g} s") from None
+                raise TimeoutError(f"no batch arrived for {timeout:g} s") from None
             self._room.release()
         if self._end is not None:
             raise self._end

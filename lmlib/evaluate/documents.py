@@ -171,7 +171,7 @@ def _evaluation(sums: _Sums) -> DocumentsEvaluation:
         raise ValueError("there are no documents")
     if sums.loss.documents == 0:
         raise ValueError(
-            f"there is nothing to predict: none of {sums.documents:,} documents has two tokens"
+            f"no document can be measured: none of {sums.documents:,} documents has two tokens"
         )
     loss = sums.loss.estimate()
     perplexity = float(np.exp(np.float64(loss.value)))  # may be infinite

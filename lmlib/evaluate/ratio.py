@@ -47,7 +47,7 @@ class Ratio:
           ValueError: if no document has a denominator.
         """
         if self.documents == 0:
-            raise ValueError("a ratio of nothing: no document has a denominator")
+            raise ValueError("the ratio is undefined: no document has a denominator")
         ratio = self.numerator / self.denominator
         if self.documents == 1:
             return Estimate(ratio / unit, None)

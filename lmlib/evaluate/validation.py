@@ -111,7 +111,7 @@ class Evaluator:
         )
         if evaluation.count == 0:
             raise ValueError(
-                f"{type(self._objective).__name__} has nothing to measure in {batches:,} "
+                f"{type(self._objective).__name__} has no targets in {batches:,} "
                 "validation batches: every position is masked"
                 + (", or belongs to no pair" if self._objective.compares_pairs else "")
             )

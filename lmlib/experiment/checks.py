@@ -190,7 +190,7 @@ def _check_validation(experiment: Any, model: Any) -> None:
     for name in sets:
         if not (isinstance(name, str) and re.fullmatch(r"[\w.-]+", name)):
             raise ValueError(
-                f"validation has the name {name!r}: a name is of letters, digits, _, . and -"
+                f"validation has the name {name!r}: a name has letters, digits, _, . and -"
             )
     for where, source in validation_sources(experiment).items():
         check_source(experiment, where, source, model, 1)
@@ -216,6 +216,7 @@ def _check_validation(experiment: Any, model: Any) -> None:
     best_by = experiment.checkpoints.best_by
     if best_by not in experiment.evaluation_metrics:
         raise ValueError(
-            f"checkpoints.best_by={best_by!r} is no metric of this experiment's evaluations; there "
+            f"checkpoints.best_by={best_by!r} is not a metric of this "
+            "experiment's evaluations; there "
             f"are {', '.join(experiment.evaluation_metrics)}"
         )

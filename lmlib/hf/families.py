@@ -117,7 +117,7 @@ def _described(family: Family, content: str, where: str, mesh: AbstractMesh) -> 
     except ValueError as error:  # raised by parts that do not support a setting
         raise FolderError(f"{where}: {error}") from None
     except ArithmeticError as error:
-        raise FolderError(f"{where}: its numbers make no sense together: {error}") from None
+        raise FolderError(f"{where}: its numbers contradict each other: {error}") from None
     settings.done()
     return Described(family, arguments, where)
 

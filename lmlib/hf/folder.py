@@ -53,7 +53,7 @@ def parsed(path: Path, text: bytes) -> dict[str, Any]:
     except ValueError as error:
         raise FolderError(f"{path} is damaged: its JSON cannot be read: {error}") from None
     if not isinstance(content, dict):
-        raise FolderError(f"{path} is damaged: its JSON is no object")
+        raise FolderError(f"{path} is damaged: its JSON is not an object")
     return content
 
 

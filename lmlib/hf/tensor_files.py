@@ -83,7 +83,7 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
         if (folder / SINGLE).exists() and SINGLE not in files:
             raise FolderError(
                 f"{folder} holds {SINGLE}, which transformers reads, and an {INDEX} of other files "
-                f"({', '.join(sorted(files)[:2])}, ...): remove what is not meant"
+                f"({', '.join(sorted(files)[:2])}, ...): remove one of them"
             )
         return found
     if (folder / SINGLE).exists():
@@ -105,7 +105,7 @@ def _indexed(folder: Path) -> dict[str, Stored]:
     for file in sorted(set(names.values())):
         if Path(file).name != file or not file.endswith(".safetensors"):
             raise FolderError(
-                f"{folder / INDEX} names {file!r:.200}, which is no file of this folder"
+                f"{folder / INDEX} names {file!r:.200}, which is not a file in this folder"
             )
         for name, tensor in read_header(folder / file).items():
             if names.get(name) != file:
@@ -129,7 +129,9 @@ def read_header(path: Path) -> dict[str, Stored]:
         head = file.read(8)
         size = struct.unpack("<Q", head)[0] if len(head) == 8 else -1
         if not 2 <= size <= min(_LARGEST_HEADER, length - 8):
-            raise FolderError(f"{path} is no safetensors file: its header cannot be {size:,} bytes")
+            raise FolderError(
+                f"{path} is not a safetensors file: its header cannot be {size:,} bytes"
+            )
         text = file.read(size)
     header = parsed(path, text)
     header.pop("__metadata__", None)
@@ -143,7 +145,7 @@ def read_header(path: Path) -> dict[str, Stored]:
         end = last
     if 8 + size + end != length:
         raise FolderError(
-            f"{path} has {length:,} bytes, but its header tells of {8 + size + end:,}: it is cut "
+            f"{path} has {length:,} bytes, but its header describes {8 + size + end:,}: it is cut "
             "short, or was not downloaded to its end"
         )
     return tensors

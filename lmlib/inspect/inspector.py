@@ -110,7 +110,7 @@ class Inspector:
         The row is padded, so that not every length needs its own compilation.
         """
         if len(ids) == 0:
-            raise ValueError("there are no tokens: give one at least")
+            raise ValueError("there are no tokens: give at least one")
         if wrong := [id for id in ids if not 0 <= id < self._model.vocab]:
             raise ValueError(
                 f"the model has no token {wrong[0]}: its ids end at {self._model.vocab - 1}"

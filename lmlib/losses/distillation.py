@@ -71,7 +71,10 @@ class Distillation(Objective):
                 "its likeliest ids alone, and how likely the others are at 1"
             )
         if self.teacher is None and self.teacher_from is not None:
-            raise ValueError(f"teacher_from is {self.teacher_from!r}, but there is no teacher")
+            raise ValueError(
+                f"teacher_from is {self.teacher_from!r}, but there is no teacher: "
+                "set the teacher, or leave teacher_from out"
+            )
         if not 0 <= self.weight <= 1:
             raise ValueError(f"weight must be at least 0 and at most 1, got {self.weight}")
         check_fraction("dropout", self.dropout)

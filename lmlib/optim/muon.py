@@ -155,7 +155,7 @@ def muon(
     Raises:
       ValueError: with the name of a number that is out of range, or of an unknown dtype.
     """
-    decay = {} if neuron_decay is None else {"neuron_decay": neuron_decay}
+    decay: dict[str, Any] = {} if neuron_decay is None else {"neuron_decay": neuron_decay}
     adam = scaled_adam(b1, b2, epsilon, scaled, momentum=momentum, **decay)
     if not adamw_learning_rate > 0:
         raise ValueError(f"adamw_learning_rate must be positive, got {adamw_learning_rate}")

@@ -88,7 +88,9 @@ def grouped(model: Any, groups: Groups) -> dict[str, str]:
                 )
             found[path] = name
     if not found:
-        raise SelectionError("trainable names no group, so nothing would train; None trains all")
+        raise SelectionError(
+            "trainable names no group, so no weights would train; use None to train all"
+        )
     return found
 
 

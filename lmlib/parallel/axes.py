@@ -132,7 +132,8 @@ def map_weights(function: Callable[[Weight, Any], Any], module: M) -> M:
         path = jax.tree_util.keystr(keys, simple=True, separator=".")
         if not hasattr(leaf, "shape"):
             raise LayoutError(
-                f"{path} is {leaf!r}, which is no array: make a setting `eqx.field(static=True)`, "
+                f"{path} is {leaf!r}, which is not an array: make a setting "
+                "`eqx.field(static=True)`, "
                 "and a part an eqx.Module"
             )
         if not isinstance(keys[-1], jax.tree_util.GetAttrKey):

@@ -170,7 +170,7 @@ def step_profile(
             "trace once more with XLA_FLAGS=--xla_gpu_enable_command_buffer="
         )
     if not own:
-        raise TraceError("the trace holds no execution of the step's instructions")
+        raise TraceError("the trace has no execution of the step's instructions")
     seen = {one.instruction for one in own}
     # A loop's time includes the instructions that it calls: drop it if these are traced themselves.
     own = [one for one in own if not known[one.instruction].calls & seen]

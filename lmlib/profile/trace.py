@@ -65,7 +65,7 @@ def newest_trace(folder: Path) -> Path:
     """
     files = sorted(folder.rglob("*.xplane.pb"), key=lambda file: file.stat().st_mtime_ns)
     if not files:
-        raise TraceError(f"{folder} holds no trace: there is no *.xplane.pb in it")
+        raise TraceError(f"{folder} has no trace: it contains no *.xplane.pb file")
     return files[-1]
 
 

@@ -19,7 +19,7 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # doesn't wait for a pipe's writer
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise ValueError("it is no ordinary file")
+        raise ValueError("it is not a regular file")
     return open(descriptor, "rb")
 
 

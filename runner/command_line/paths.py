@@ -66,7 +66,7 @@ def check_can_be_made(path: Path, room: int = ROOM) -> None:
             f"{path} cannot be made: {there} is a link to {there.readlink()}, and nothing is there"
         )
     if there != whole and not there.is_dir():
-        raise ConfigError(f"{path} cannot be made: {there} is no folder")
+        raise ConfigError(f"{path} cannot be made: {there} is not a folder")
     folder = there if there.is_dir() else there.parent
     longest = max(whole.parts, key=lambda part: len(os.fsencode(part)))
     name_bytes = os.pathconf(folder, "PC_NAME_MAX")

@@ -168,7 +168,7 @@ def _experiment(reference: str) -> types.ModuleType:
         name = next((name for name, other in shipped.items() if other.samefile(file)), "")
     elif name not in shipped:
         raise ConfigError(
-            f"there is no experiment and no file {reference!r}. {did_you_mean(name, shipped)}"
+            f"no experiment or file is called {reference!r}. {did_you_mean(name, shipped)}"
         )
     with _user_code(f"importing {reference}"):
         return importlib.import_module(name.replace("/", ".")) if name else _imported_file(file)

@@ -52,7 +52,8 @@ def resolve(reference: str) -> RunReference | FolderReference:
         if (fetched := local_folder_of(reference)) != whole:
             return FolderReference(fetched, reference)
     raise ConfigError(
-        f"{run} is no folder; write RUN or RUN@STEP, a Hugging Face folder, or a Hub name such as "
+        f"{run} is not a folder; write RUN or RUN@STEP, a Hugging Face folder, or a Hub name "
+        f"such as "
         "Qwen/Qwen3-0.6B"
     )
 

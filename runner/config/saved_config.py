@@ -149,7 +149,7 @@ def read_config(file: Path, trusted: Collection[str] = ()) -> fdl.Config:
         raise ConfigError(f"{file}: {missing}. If it is yours, set PYTHONPATH.") from error
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ConfigError(f"{file} is no saved Fiddle config ({reason:.200})") from error
+        raise ConfigError(f"{file} is not a saved Fiddle config ({reason:.200})") from error
     for node, known in settings:
         for name in set(fdl.ordered_arguments(node, include_positional=False)) - set(known):
             owner, near = text_of(fdl.get_callable(node)), did_you_mean(name, known)
@@ -192,7 +192,7 @@ class _Policy(serialization.PyrefPolicy):
         name = f"{module}.{symbol}"
         parts = name.split(".") if isinstance(symbol, str) else [""]  # a file may say null
         if not all(part.isidentifier() for part in parts):
-            raise ValueError(f"{name!r:.80} is no name of Python's")
+            raise ValueError(f"{name!r:.80} is not a Python name")
         named_value(module, symbol, self._trusted)
         return True
 

@@ -90,10 +90,10 @@ class Reader:
             return self.of_chat(value)
         if kind == "prompt":
             if not isinstance(value, str):
-                raise ValueError(f"its prompt is no text: {value!r:.40}")
+                raise ValueError(f"its prompt is not a string: {value!r:.40}")
             return self.of_text(value)
         if not isinstance(value, list) or not all(type(id) is int for id in value):
-            raise ValueError(f"its tokens are no list of integers: {value!r:.40}")
+            raise ValueError(f"its tokens are not a list of integers: {value!r:.40}")
         return self.checked(value)
 
     def checked(self, ids: list[int]) -> list[int]:
@@ -120,7 +120,7 @@ def digest_of(file: Path) -> str:
     files can be read twice.
     """
     if file.exists() and not file.is_file():
-        raise ConfigError(f"{file} is no ordinary file: write the prompts into one")
+        raise ConfigError(f"{file} is not a regular file: write the prompts into one")
     with open(file, "rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 

@@ -161,7 +161,7 @@ def read_sweep(folder: Path) -> Sweep:
             raise ValueError(f"format {content['format']!r:.40} instead of {_FORMAT}")
         points = points_in(content)
         if not points or not all(map(is_safe, points)):
-            raise ValueError(f"these are no names of points: {[*points]!r:.80}")
+            raise ValueError(f"these are not names of points: {[*points]!r:.80}")
         found = tuple(Point(folder / name, settings) for name, settings in points.items())
         return Sweep(folder, str(content["experiment"]), checked_settings(content["config"]), found)
     except (OSError, ValueError, KeyError, TypeError) as error:

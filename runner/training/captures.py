@@ -141,7 +141,7 @@ def read_capture(folder: Path) -> Capture:
     """
     file = folder / "capture.json"
     if not file.is_file():
-        raise ValueError(f"{folder} is no capture: it has no capture.json; see workdir/captures")
+        raise ValueError(f"{folder} is not a capture: it has no capture.json; see workdir/captures")
     try:
         facts = read_json(unlinked(folder, file.name))
         names = "line", "mesh", "initialised_from", "jax_settings"

@@ -123,7 +123,7 @@ def open_run(found: RunReference, options: LoadOptions = PLAIN) -> "SavedRun":
     """Reads the notes of the checkpoint that `found` names; raises as `resolve_model` does."""
     steps = from_first(steps_in(found.folder))  # the run may just be adding one
     if not steps:
-        raise ConfigError(f"{found.folder} holds no checkpoint")
+        raise ConfigError(f"{found.folder} has no checkpoint")
     step = steps[-1] if found.step is None else found.step
     if step not in steps:
         raise ConfigError(f"{found.folder} has no whole checkpoint at step {step}; it has {steps}")
@@ -256,7 +256,7 @@ class SavedRun:
         if target.data is not None:
             before: Any = notes.get("batches")
             if not is_batches_note(before, self.step):
-                raise ConfigError(f"its notes make no sense: batches={before!r:.80}")
+                raise ConfigError(f"its notes are invalid: batches={before!r:.80}")
             target.check_tokenizer(tokenizer_changed(target.data, before))
         name = f"{shown(self.checkpoints)}@{self.step}"
         if in_part:

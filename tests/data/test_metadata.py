@@ -93,7 +93,7 @@ def test_shards_that_do_not_belong_together_are_refused(
 def test_a_renamed_shard_is_refused(tmp_path: Path) -> None:
     (first,) = write(tmp_path, FIRST)
     first.rename(tmp_path / SECOND.name)
-    with pytest.raises(DamagedDataError, match="it is of shard 0 of 2"):
+    with pytest.raises(DamagedDataError, match="it belongs to shard 0 of 2"):
         read_shard(tmp_path / SECOND.name)
 
 
@@ -129,7 +129,7 @@ def test_damaged_metadata_names_the_file(tmp_path: Path, content: str) -> None:
         ({"cut_documents": None}, "cut_documents.*None"),
         (
             {"content": "pairs", "documents": 3, "digests": dict.fromkeys(arrays_of("pairs"), "")},
-            "its 3 documents are no pairs",
+            "its 3 documents are not pairs",
         ),
     ],
 )

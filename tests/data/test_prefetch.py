@@ -175,7 +175,7 @@ def test_reading_ahead_gives_up_waiting_after_a_time() -> None:
 
     hanging_ahead = ReadAhead(hanging(), depth=1, name="hanging")
     assert not hanging_ahead.ready()
-    with pytest.raises(TimeoutError, match=r"nothing came for 0\.01 s"):
+    with pytest.raises(TimeoutError, match=r"no batch arrived for 0\.01 s"):
         hanging_ahead.next(timeout=0.01)
     hang.set()
     assert hanging_ahead.next(timeout=60.0) == 1

@@ -263,7 +263,7 @@ def test_a_state_without_an_entry_is_refused(jsonl: str, entry: str) -> None:
     source.batch(0)
     state = json.loads(json.dumps(source.state(1)))
     del state["positions"]["0"][entry]
-    with pytest.raises(ValueError, match="what was saved is no state of a stream"):
+    with pytest.raises(ValueError, match="the saved object is not the state of a stream"):
         stream(jsonl).restore(1, [state])
 
 
@@ -322,7 +322,7 @@ def columns(texts: list[str]) -> list[dict[str, str]]:
 BAD_RECORDS = [
     ({"content": "x"}, "has no column 'text'; it has 'content': choose one with --text_column"),
     ({"text": None}, "has no string in column 'text' but None"),
-    ("x", "is no JSON object but str"),
+    ("x", "is not a JSON object but str"),
     (
         {"text": "a\ud800"},
         "holds a lone surrogate at character 1, which UTF-8 cannot express",
@@ -478,10 +478,10 @@ def test_a_stalled_stream_is_opened_again_and_then_given_up(
         source = from_list(columns(TEXTS), stalls_once, stall_seconds=0.5)
         assert documents_in(all_batches(source, steps_of(TEXTS))) == TEXTS
         assert capsys.readouterr().err.splitlines() == 2 * [
-            "'a list': TimeoutError: nothing came for 0.5 s; retry 1 of 3 in 0 s"
+            "'a list': TimeoutError: no batch arrived for 0.5 s; retry 1 of 3 in 0 s"
         ]
         source = from_list(columns(TEXTS), stalls_always, stall_seconds=0.1, retries=1)
-        with pytest.raises(StreamFailure, match=r"TimeoutError: nothing came for 0\.1 s"):
+        with pytest.raises(StreamFailure, match=r"TimeoutError: no batch arrived for 0\.1 s"):
             all_batches(source, 100)
     finally:
         release.set()

@@ -173,7 +173,7 @@ def test_what_is_no_data_set_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="neither a data set of flat tokens nor a split"):
         split_folders(tmp_path)
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="is no folder"):
+    with pytest.raises(ValueError, match="is not a folder"):
         split_folders(tmp_path / "file")
     folder = write_texts(tmp_path)
     assert split_folders(tmp_path) == split_folders(folder) == [folder]

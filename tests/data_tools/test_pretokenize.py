@@ -212,7 +212,7 @@ def test_command_line(tmp_path: Path) -> None:
 
 def test_what_is_no_data_set_of_ours_is_not_touched(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("a")
-    with pytest.raises(FileExistsError, match="file is no folder"):
+    with pytest.raises(FileExistsError, match="file is not a folder"):
         pretokenize(TEXTS, ByteTokenizer(), tmp_path / "file", "train")
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "tokenizer.json").write_text("of a model")

@@ -106,7 +106,7 @@ def test_which_tokens_frame_a_document(tmp_path: Path, bpe: JsonTokenizer) -> No
     a, b = (bpe.encode_batch([letter])[0][0] for letter in "ab")
     assert load_tokenizer(str(tmp_path)).eos_id == a
     assert load_tokenizer(str(tmp_path), eos_token="b").eos_id == b
-    with pytest.raises(ValueError, match="no token '<nope>' to serve as bos_token"):
+    with pytest.raises(ValueError, match="no token '<nope>' for bos_token"):
         load_tokenizer(str(tmp_path), bos_token="<nope>")
     config.write_text("{")
     with pytest.raises(ValueError, match=r"tokenizer_config\.json cannot be used"):

@@ -120,6 +120,6 @@ def test_what_is_removed_once_it_is_opened(checkpoints):
     with pytest.raises(RemovedCheckpointError, match="5 was removed meanwhile"):
         use_model(f"{checkpoints}@5", removed)
     assert folders.steps_in(checkpoints) == [3]
-    with pytest.raises(ConfigError, match="holds no checkpoint"):
+    with pytest.raises(ConfigError, match="has no checkpoint"):
         use_model(str(checkpoints), removed)
     assert len(told) == 1

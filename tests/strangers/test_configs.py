@@ -107,7 +107,7 @@ def test_the_runner_refuses_what_is_not_listed(evil: Path, module: str, name: st
 @pytest.mark.parametrize(("module", "name"), NO_NAMES)
 def test_what_is_no_name_is_refused(evil: Path, module: Any, name: Any) -> None:
     file = naming(evil, module, name)
-    with pytest.raises(ConfigError, match="is no saved Fiddle config"):
+    with pytest.raises(ConfigError, match="is not a saved Fiddle config"):
         configs.load(str(file))
     assert not (evil / CANARY).exists()
 
@@ -200,7 +200,7 @@ GRAPHS = {
 
 
 def refused(file: Path) -> None:
-    with pytest.raises(ConfigError, match="is no saved Fiddle config") as raised:
+    with pytest.raises(ConfigError, match="is not a saved Fiddle config") as raised:
         configs.load(str(file))
     assert len(str(raised.value)) < 600
     assert "\n" not in str(raised.value)

@@ -77,12 +77,15 @@ REFUSED: dict[str, tuple[Change, str]] = {
         lambda folder: change(folder, num_hidden_layers=10_000),
         "config.json says 10,000 layers, of 10,000 tensors of one kind, but there are 30 of all",
     ),
-    "a long value": (lambda folder: change(folder, rms_norm_eps=[1] * 10**6), "is no float"),
+    "a long value": (
+        lambda folder: change(folder, rms_norm_eps=[1] * 10**6),
+        "is not of type float",
+    ),
     "many keys": (
         lambda folder: change(folder, **{f"k{number}": 1 for number in range(100_000)}),
         "and 99995 more: unknown here",
     ),
-    "a pipe for weights": (pipe(WEIGHTS), "it is no ordinary file"),
+    "a pipe for weights": (pipe(WEIGHTS), "it is not a regular file"),
     "a config without end": (link(CONFIG, "/dev/zero"), "it is a link to /dev/zero, which is not"),
     "weights elsewhere": (link(WEIGHTS), "which is not in its folder: put a copy"),
     "a link to itself": (link(CONFIG, CONFIG), "Too many levels of symbolic links"),

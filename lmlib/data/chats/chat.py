@@ -172,7 +172,7 @@ def read_chat_template(folder: Path, template: Path | None = None) -> ChatTempla
             check_within_folder(file)
             config = read_json(file)
         if not isinstance(config, dict):
-            raise ValueError("it is no object")
+            raise ValueError("it is not an object")
         special_tokens = {
             name: token.get("content") if isinstance(token, dict) else token
             for name, token in config.items()
@@ -205,8 +205,9 @@ def write_chat_template(folder: Path, template: ChatTemplate) -> None:
     file = folder / CONFIG_FILE
     if file.exists() and file.read_text(encoding="utf-8") != text:
         raise FileExistsError(
-            f"{file} holds another chat template: choose another folder, or delete it if it is of "
-            "no use any more"
+            f"{file} holds another chat template: choose another folder, or delete it if you no "
+            f"longer need it"
+            ""
         )
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(file, text)

@@ -45,7 +45,7 @@ class ChatRenderer:
         try:
             line = to_line(question)
         except (TypeError, ValueError, RecursionError) as error:
-            raise ValueError(f"the chat holds a value that is not JSON: {error}") from error
+            raise ValueError(f"the chat contains a value that is not JSON: {error}") from error
         with self._lock:
             process = self._running()
             assert process.stdin is not None and process.stdout is not None

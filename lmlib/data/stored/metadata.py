@@ -174,7 +174,7 @@ def read_split(split_folder: Path) -> SplitMetadata:
     if not folders:
         if (split_folder / FILE_NAME).is_file():  # version 1 had one for the whole split
             raise _other_version(split_folder / FILE_NAME, (FORMAT, 1), (FORMAT, VERSION))
-        raise FileNotFoundError(f"{split_folder} is unfinished: it holds no shard")
+        raise FileNotFoundError(f"{split_folder} is unfinished: it has no shards")
     counts = {number[1] for number in map(shard_number, folders) if number}
     if len(counts) > 1:
         raise ValueError(
@@ -221,7 +221,7 @@ def read_shard(shard_folder: Path) -> ShardMetadata:
         metadata = ShardMetadata(tokenizer=identity, **content)
         _check_types(metadata)
         if shard_number(shard_folder) != (metadata.shard, metadata.shards):
-            raise ValueError(f"it is of shard {metadata.shard} of {metadata.shards}")
+            raise ValueError(f"it belongs to shard {metadata.shard} of {metadata.shards}")
         return metadata
 
     return read_signed(file, FORMAT, VERSION, made, "make the shard again")
@@ -241,19 +241,19 @@ def _check_types(metadata: ShardMetadata) -> None:
     others = ("shard", "shards", "vocab_size", "bos_id", "eos_id")
     counts = {name: getattr(metadata, name) for name in others}
     check_counts(vars(metadata.totals) | counts, ("gzip_bytes", "bos_id", "eos_id"))
-    content, digests, tokenizer = metadata.content, metadata.digests, metadata.tokenizer
-    if content == "pairs" and metadata.documents % 2:
-        raise ValueError(f"its {metadata.documents} documents are no pairs")
-    texts = [metadata.data_set, *dict(digests).values()]
-    texts += (tokenizer.name, tokenizer.sha256 or "") if tokenizer else ()
-    for name, fits in (
-        ("source", isinstance(metadata.source, dict)),
-        ("content", content in get_args(Content)),
-        ("digests", digests.keys() == {*arrays_of(content)}),
-        ("tokenizer", all(isinstance(text, str) for text in texts)),
-    ):
-        if not fits:
-            raise ValueError(f"its {name} are {getattr(metadata, name)!r:.40}")
+    if not isinstance(metadata.source, dict):
+        raise ValueError(f"its source is {metadata.source!r:.40}")
+    if metadata.content not in get_args(Content):
+        raise ValueError(f"its content is {metadata.content!r:.40}")
+    if metadata.content == "pairs" and metadata.documents % 2:
+        raise ValueError(f"its {metadata.documents} documents are not pairs")
+    digests, tokenizer = metadata.digests, metadata.tokenizer
+    if not isinstance(digests, dict) or sorted(digests) != sorted(arrays_of(metadata.content)):
+        raise ValueError(f"its digests are {digests!r:.40}")
+    texts = [metadata.data_set, *digests.values()]
+    for text in (*texts, *((tokenizer.name, tokenizer.sha256 or "") if tokenizer else ())):
+        if not isinstance(text, str):
+            raise ValueError(f"it has {text!r:.40} for a text")
 
 
 def digest(content: bytes) -> str:
@@ -306,7 +306,7 @@ def check_no_link(*paths: Path) -> None:
     """Raises ValueError if one of the paths is a link."""
     for path in paths:
         if path.is_symlink():
-            raise ValueError(f"{path} is a link: put what it leads to in its place")
+            raise ValueError(f"{path} is a link: replace it by a copy of its target")
 
 
 def check_tokenizer_file(file: Path, metadata: SplitMetadata) -> None:
@@ -314,7 +314,7 @@ def check_tokenizer_file(file: Path, metadata: SplitMetadata) -> None:
     if metadata.tokenizer is None or metadata.tokenizer.sha256 is None or not file.is_file():
         return
     if file.stat().st_size > LARGEST_TOKENIZER:
-        raise DamagedDataError(f"{file} has {file.stat().st_size:,} bytes: it is no tokenizer")
+        raise DamagedDataError(f"{file} has {file.stat().st_size:,} bytes: it is not a tokenizer")
     with open(file, "rb") as stream:
         found = hashlib.file_digest(stream, "sha256").hexdigest()
     if found != metadata.tokenizer.sha256:

@@ -347,8 +347,9 @@ def _check_documents(content: Content, lengths: np.ndarray, loss_mask: np.ndarra
         raise ValueError(f"a loss mask of {loss_mask.shape} does not fit {lengths.sum()} tokens")
     if content == "pairs" and (len(lengths) % 2 or (lengths < 2).any()):
         raise ValueError(
-            f"{len(lengths)} documents of {lengths.tolist()!s:.80} tokens are no pairs: each is "
-            "two documents of at least two tokens, written together"
+            f"{len(lengths)} documents of {lengths.tolist()!s:.80} tokens are not pairs: each "
+            f"pair is two"
+            " documents of at least two tokens, written together"
         )
 
 
@@ -364,21 +365,22 @@ def _check_folder(folder: Path) -> None:
     there = {path.name for path in folder.glob("*") if path.suffix != UNFINISHED}
     if strangers := sorted(there - own):
         raise FileExistsError(
-            f"{folder} holds {strangers[0]!r}, which is no part of a shard: choose another folder"
+            f"{folder} holds {strangers[0]!r}, which does not belong to a shard: choose another "
+            f"folder"
         )
 
 
 def _check_data_set(path: Path, tokenizer_json: str | None) -> None:
     """Raises FileExistsError if `path` is a file, or a data set with another tokenizer."""
     if path.exists() and not path.is_dir():
-        raise FileExistsError(f"{path} is no folder: choose another name for the data set")
+        raise FileExistsError(f"{path} is not a folder: choose another name for the data set")
     file = path / TOKENIZER_FILE
     if tokenizer_json is None or not file.exists():
         return
     if file.read_bytes() != tokenizer_json.encode():
         raise FileExistsError(
             f"{shown(file)} is not the tokenizer that was asked for: choose another folder, the "
-            "same tokenizer, or delete it if it is of no use any more"
+            "same tokenizer, or delete it if you no longer need it"
         )
 
 

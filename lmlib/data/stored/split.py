@@ -156,6 +156,7 @@ def _checked_index(array: Path, first_documents: np.ndarray, documents: int) -> 
     found = first_documents.astype(np.int64)
     if (np.diff(found) < 0).any() or found[0] != 0 or found[-1] > documents:
         raise DamagedDataError(
-            f"{array} is no count of {documents} documents: the data set is damaged; make it again"
+            f"{array} is not a count of {documents} documents: the data set is "
+            "damaged; make it again"
         )
     return found

@@ -167,7 +167,7 @@ def _modules(content: Mapping[str, Any], key: str, where: str) -> tuple[str, ...
     if value is None or isinstance(value, str):
         return None
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-        raise FolderError(f"{where}: {key} = {value!r:.80} is no list of names")
+        raise FolderError(f"{where}: {key} = {value!r:.80} is not a list of names")
     return tuple(value)
 
 

@@ -44,7 +44,7 @@ class Found:
     """The state of an object when it was read.
 
     Attributes:
-      content: `None` if there is no such object.
+      content: `None` if the object does not exist.
       generation: changes with each state of the object; on S3, with each content.
     """
 
@@ -98,7 +98,7 @@ class BucketStore:
                 raise
             return self.read(name)[start:stop]  # the object ends before `stop`
         if found.state != "value":
-            raise FileNotFoundError(errno.ENOENT, "there is no such object", f"{self.url}/{name}")
+            raise FileNotFoundError(errno.ENOENT, "the object does not exist", f"{self.url}/{name}")
         return found.value
 
     def pieces(self, name: str, into: memoryview | None = None) -> Iterator[bytes | memoryview]:

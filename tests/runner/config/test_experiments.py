@@ -132,7 +132,7 @@ def test_an_experiment_is_found_by_any_of_its_names():
 
 def test_an_unknown_experiment_is_answered_with_the_nearest():
     message = error("experiments/lama_84m")
-    assert "there is no experiment and no file 'experiments/lama_84m'" in message
+    assert "no experiment or file is called 'experiments/lama_84m'" in message
     assert "Did you mean experiments/llama_84m" in message
 
 

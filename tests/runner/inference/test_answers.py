@@ -222,7 +222,7 @@ def test_a_file_that_is_something_else_is_left_as_it_is(generator, tmp_path):
         ("{", "Expecting property name"),
         ("[1]", "one of the keys prompt, messages, tokens"),
         ('{"prompt": "a", "tokens": [1]}', "one of the keys"),
-        ('{"prompt": 3}', "its prompt is no text: 3"),
+        ('{"prompt": 3}', "its prompt is not a string: 3"),
         ('{"prompt": "\\ud800"}', "surrogates not allowed"),
         ('{"tokens": [1, 2.5]}', "no list of integers"),
         ('{"tokens": [true]}', "no list of integers"),
@@ -279,7 +279,7 @@ def test_prompts_are_lines_of_text_in_an_ordinary_file(tmp_path):
             read_lines(file, READER)
     os.mkfifo(tmp_path / "fifo")
     for file in (Path("/dev/zero"), tmp_path / "fifo", tmp_path):
-        with pytest.raises(ConfigError, match=f"^{file} is no ordinary file: write the prompts"):
+        with pytest.raises(ConfigError, match=f"^{file} is not a regular file: write the prompts"):
             digest_of(file)
 
 

@@ -64,8 +64,8 @@ def test_once_it_has_checkpoints_a_run_goes_on_from_them(trained, tmp_path, caps
     sentinels(
         [
             ((), "{other}@2", "no whole checkpoint at step 2; it has [3]"),
-            ((), "{other}/nowhere", "{other}/nowhere is no folder; write RUN or RUN@STEP"),
-            ((), "{other}/tensorboard", "holds no checkpoint"),
+            ((), "{other}/nowhere", "{other}/nowhere is not a folder; write RUN or RUN@STEP"),
+            ((), "{other}/tensorboard", "has no checkpoint"),
             (("model.embed=32",), "{other}", "model.table_VE as float32[512, 16]"),
             (("model.vocab=600",), "{other}", "float32[512, 16], but float32[600, 16] is wanted"),
         ],

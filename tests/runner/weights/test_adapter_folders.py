@@ -265,7 +265,7 @@ def test_adapters_are_merged_as_peft_merges_them_in_float32(peft, kind, frozen_d
         )
 
 
-GONE = r"cannot be read: .*/base is no folder; .* if .*/base has moved, --init_from says where it"
+GONE = r"cannot be read: .*/base is not a folder; .* if .*base has moved, --init_from says where it"
 
 
 def moved_run(base: Path, workdir: Path, *besides: str) -> Path:

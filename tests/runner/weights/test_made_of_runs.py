@@ -156,7 +156,7 @@ def test_an_average_is_the_mean_and_is_taken_as_a_run_is(checkpoints, tmp_path):
         ("", ("--last=5",), "has 4 checkpoints, [1, 2, 3, 4], and --last is 5"),
         ("@2", ("--last=3",), "has 2 checkpoints, [1, 2]"),
         ("@7", (), "no whole checkpoint at step 7"),
-        ("/nowhere", (), "is no folder"),
+        ("/nowhere", (), "is not a folder"),
     ],
 )
 def test_what_has_no_mean_is_refused(checkpoints, tmp_path, reference, flags, message):

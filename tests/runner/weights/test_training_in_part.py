@@ -106,7 +106,7 @@ def test_another_base_is_refused_and_one_that_has_moved_is_taken_from_where_it_i
     with pytest.raises(ConfigError, match="not those that the run was trained with"):
         fit(cfg, run)
     shutil.rmtree(base)
-    with pytest.raises(ConfigError, match="is no folder"):
+    with pytest.raises(ConfigError, match="is not a folder"):
         fit(cfg, run)
     assert fit(cfg, run, Options(init_from=str(moved))).summary.steps == 4
     moved.rename(base)

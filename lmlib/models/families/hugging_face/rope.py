@@ -79,7 +79,7 @@ class Rope:
         outer = settings.take(self.keys[0], self.theta, float, null=True)
         theta = own.take("rope_theta", outer, float, null=True)
         if theta is None:
-            raise FolderError(f"{settings.where}: rope_theta = None is no float")
+            raise FolderError(f"{settings.where}: rope_theta = None is not of type float")
         found = {"rope_theta": theta}
         fraction = self._fraction(settings, own)
         longest = settings.take(_LONGEST, None)

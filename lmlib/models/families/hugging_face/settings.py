@@ -98,18 +98,21 @@ class Settings:
                 raise FolderError(f"{self.where} has no {key}")
             if key in self._content and default not in (None, {}):
                 raise FolderError(
-                    f"{self.where}: {key} = null is no {kind.__name__}: without the key it would "
+                    f"{self.where}: {key} = null is not of type {kind.__name__}: without the key "
+                    f"it would "
                     f"be {default!r:.200}"
                 )
             return default
         if type(value) not in ((int, float) if kind is float else (kind,)):
-            raise FolderError(f"{self.where}: {key} = {value!r:.200} is no {kind.__name__}")
+            raise FolderError(
+                f"{self.where}: {key} = {value!r:.200} is not of type {kind.__name__}"
+            )
         if kind not in _LARGEST:
             return value
         largest = _LARGEST[kind] if most is None else most
         if not 0 <= value <= largest or (value == 0 and not zero):
             raise FolderError(
-                f"{self.where}: {key} = {value!r:.200} makes no sense: it must be "
+                f"{self.where}: {key} = {value!r:.200} is invalid: it must be "
                 f"{'at least' if zero else 'above'} 0, and at most {largest}"
             )
         return kind(value)
