@@ -154,7 +154,7 @@ def test_a_wrong_experiment_is_named_with_the_cause(write, source, expected):
 
 def test_a_strangers_folder_is_refused_in_the_sentence_that_says_why(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama", "vocab_size": 0}')
-    expected = f"{tmp_path}/config.json: vocab_size = 0 makes no sense"
+    expected = f"{tmp_path}/config.json: vocab_size = 0 is invalid"
     with pytest.raises(ConfigError) as raised:
         load("experiments/from_hf", overrides=[f"folder={str(tmp_path)!r}"])
     assert str(raised.value).startswith(expected) and "from_hf" not in str(raised.value)
