@@ -172,7 +172,7 @@ def test_values_that_are_not_finite_are_refused(folder):
         found.values(found.beside(base))
 
 
-HUGE = ("alpha_pattern", {"q_proj": 10**400}, "alpha_pattern: q_proj = 10+ makes no sense")
+HUGE = ("alpha_pattern", {"q_proj": 10**400}, "alpha_pattern: q_proj = 10+ is invalid")
 
 
 @pytest.mark.parametrize(("key", "value", "told"), [*refusals(__file__, "adapters"), HUGE])
