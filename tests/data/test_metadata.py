@@ -70,7 +70,7 @@ def test_a_split_sums_its_shards() -> None:
 
 
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="holds no shard"):
+    with pytest.raises(FileNotFoundError, match="has no shards"):
         read_split(tmp_path)
     write(tmp_path, SECOND)
     with pytest.raises(FileNotFoundError, match="unfinished: shard_00000_of_00002 of 2 shards"):
