@@ -66,7 +66,7 @@ def test_a_split_sums_its_shards(tmp_path: Path) -> None:
 
 
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="holds no shard"):
+    with pytest.raises(FileNotFoundError, match="has no shards"):
         read_split(tmp_path)
     write(tmp_path, SECOND)
     (tmp_path / FIRST.name).mkdir()

@@ -252,7 +252,7 @@ def test_a_state_of_other_settings_is_refused(
     other = stream(jsonl, **{"shuffle_documents": 5, **changed})
     with pytest.raises(ValueError, match=message):
         other.restore(1, [source.state(1)])
-    with pytest.raises(ValueError, match="of step 1, not 2"):
+    with pytest.raises(ValueError, match="from step 1, not 2"):
         source.restore(2, [source.state(1)])
 
 
@@ -278,7 +278,7 @@ def test_settings_that_make_no_sense_are_refused(
 def test_a_data_set_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="cannot open"):
         stream(str(tmp_path / "missing"))
-    with pytest.raises(ValueError, match="no file of a known format"):
+    with pytest.raises(ValueError, match="not a file of a known format"):
         stream([str(tmp_path / "texts.csv")])
 
 

@@ -260,7 +260,7 @@ def test_what_is_no_file_is_not_left_out_silently(tmp_path: Path) -> None:
             Files([str(name)])
     (tmp_path / "b.txt").unlink()
     os.mkfifo(tmp_path / "c.txt")
-    with pytest.raises(OSError, match=r"c\.txt is no regular file"):
+    with pytest.raises(OSError, match=r"c\.txt is not a regular file"):
         Files([str(tmp_path)])
     for names in ([], [str(tmp_path / "a.txt"), ""]):
         with pytest.raises(ValueError, match="empty name"):

@@ -125,7 +125,7 @@ def test_frozen_weights_rest_in_their_dtype_and_the_table_tells_groups():
         ({"a": Group(axes=("vocabulary",))}, "there are vocab, embed, layer, head"),
         ({"a": Group(("*.mlp.*",)), "b": Group(axes=("mlp",))}, "in trainable.'a'. and in"),
         ({"a": Group()}, "names no weights: give it paths or axes"),
-        ({}, "nothing would train; None trains all"),
+        ({}, "no weights would train; use None to train all"),
         ({"a": Group("*.mlp.*")}, "paths must be a tuple of texts"),
     ],
 )

@@ -186,7 +186,7 @@ def test_a_trace_of_another_program_is_refused(run):
 
 
 def test_folders_without_a_trace_and_damaged_traces_are_refused(tmp_path):
-    with pytest.raises(TraceError, match="holds no trace"):
+    with pytest.raises(TraceError, match="has no trace"):
         newest_trace(tmp_path)
     damaged = tmp_path / "host.xplane.pb"
     damaged.write_bytes(b"\xff" * 100)
