@@ -88,6 +88,7 @@ def test_a_fraction_that_is_proposed_holds_out_something_and_not_most(documents:
 
 def test_a_single_text_cannot_be_parted() -> None:
     assert fraction_to_hold_out({hash_of("one document"): 12}) is None
+    assert fraction_to_hold_out({0: 60, 2**64 - 1: 40}) is None  # each holds out 60 %
 
 
 STORIES = ["one\n\nstory", "two", "ünï", "x" * 50, "end"]
