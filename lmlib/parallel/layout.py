@@ -118,13 +118,13 @@ def _refuse_twice(names: Axes, places: Sequence[MeshAxes]) -> None:
     for name, place in zip(names, places, strict=True):
         for mesh_axis in names_of(place):
             if mesh_axis in taken:
-                who, own = f"{taken[mesh_axis]!r} and {name!r}, which", name
+                who, own = f"axes {taken[mesh_axis]!r} and {name!r} of one array", name
                 if taken[mesh_axis] == name:
                     who, own = f"two axes of one array are named {name!r} and", f"{name}_out"
                 raise LayoutError(
-                    f"{who} both would lie along {mesh_axis!r} of the mesh; where the weight is "
-                    f"declared, name one {own!r}: `weight(…, rules={{{own!r}: None}})` keeps it "
-                    "whole"
+                    f"{who} both map to mesh axis {mesh_axis!r}; where the weight is declared, use "
+                    f"the name {own!r} with another rule: `weight(…, rules={{{own!r}: None}})` "
+                    "keeps it whole"
                 )
             taken[mesh_axis] = name
 

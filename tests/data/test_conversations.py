@@ -133,6 +133,12 @@ def test_packing_puts_each_unit_into_one_row(lengths: list[int], capacity: int) 
         fill[row] += length
     assert max(fill.values(), default=0) <= capacity
     assert sorted(fill) == list(range(len(fill)))
+    free = list[int]()  # of each row, while the longest units come first
+    for unit in sorted(range(len(lengths)), key=lambda unit: -lengths[unit]):
+        free += [capacity] * int(row_U[unit] == len(free))
+        enough = [room for room in free if room >= lengths[unit]]
+        assert free[row_U[unit]] == min(enough), "another row had less room, but enough"
+        free[row_U[unit]] -= lengths[unit]
     # At most one row is half empty: else two of them would be one.
     assert sum(2 * tokens < capacity for tokens in fill.values()) <= 1
     edges_U = np.concatenate([[0], np.cumsum(lengths_U)])

@@ -327,6 +327,7 @@ def test_a_fraction_that_is_proposed_holds_out_something_and_not_most(documents:
     assert 0.01 * documents <= len(held_out) <= 0.5 * documents
     assert fraction <= 0.02 or documents < 1_000
     assert fraction_to_hold_out({hash_of("one document"): 12}) is None
+    assert fraction_to_hold_out({0: 60, 2**64 - 1: 40}) is None  # each holds out 60 %
 
 
 STORIES = ["one\n\nstory", "two", "ünï", "x" * 50, "end"]

@@ -128,6 +128,7 @@ def test_windows_predict_every_token_but_the_first_once(length, overlap):
     assert np.concatenate([[0][:length], *predicted]).tolist() == ids.tolist()
     assert all(piece.inputs <= S for piece in pieces)
     assert all(piece.first == overlap for piece in pieces[1:])
+    assert all(piece.first < piece.inputs for piece in pieces), "a window has context alone"
 
 
 @pytest.mark.parametrize("packed", [True, False])
