@@ -189,8 +189,8 @@ def test_another_mask_cannot_go_on_with_a_shard(tmp_path: Path) -> None:
         ("conversations", [4], None, "conversations need a loss mask"),
         ("text", [4], [True] * 4, "text has no loss mask: leave it out"),
         ("conversations", [4], [True] * 3, r"loss mask of \(3,\) does not fit 4 tokens"),
-        ("pairs", [4], [True] * 4, "are no pairs"),
-        ("pairs", [3, 1], [True] * 4, "are no pairs"),
+        ("pairs", [4], [True] * 4, "are not pairs"),
+        ("pairs", [3, 1], [True] * 4, "are not pairs"),
     ],
 )
 def test_what_content_does_not_allow_is_refused(

@@ -249,7 +249,10 @@ def test_preferences_are_validated_and_ranked_as_what_they_are(experiment):
         (weighted(web=1.0), "are of 'web', but validation has 'web', 'code.py'"),
         (weighted(**{"web": 0.0, "code.py": 0.0}), "must be positive numbers"),
         ({"validation": Text(None), **weighted(web=1.0)}, "has no names"),
-        (ranked_by("evaluation_los"), r"checkpoints.best_by='evaluation_los' is not a metric of this"),
+        (
+            ranked_by("evaluation_los"),
+            r"checkpoints.best_by='evaluation_los' is not a metric of this",
+        ),
         (ranked_by("evaluation_loss/books"), "there are evaluation_loss, evaluation_loss/web"),
     ],
 )
