@@ -177,7 +177,7 @@ def test_pieces_that_rows_do_not_divide_are_refused(example: Path):
     with pytest.raises(ValueError, match="shuffled_length is -8"):
         opened(-8)
     for other in ({"packed": False}, {"begin_with_documents": True}):
-        with pytest.raises(ValueError, match="a row begins with a document: leave it out"):
+        with pytest.raises(ValueError, match="each row begins with a document: leave it out"):
             opened(16, **other)
 
 
