@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from laid_out import laid_out
+from sentinels import sentinels
 
 from lmlib.compute import Compute
 from lmlib.data.batch import place
@@ -40,9 +41,9 @@ def norm(tree) -> float:
     return float(np.sqrt(sum(np.sum(np.square(leaf, dtype=np.float64)) for leaf in leaves)))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("tied", "sizes"), [(True, {}), (False, {"data": 2, "fsdp": 2, "tensor": 2})]
+    ("tied", "sizes"),
+    sentinels([(True, {}), (False, {"data": 2, "fsdp": 2, "tensor": 2})], lambda case: case[0]),
 )
 def test_each_layer_is_measured(tied, sizes):
     mesh = make_mesh(**sizes)

@@ -6,6 +6,7 @@ Shapes: B batch, S sequence, E embed, H heads, K kv_heads, D head_dim, V vocab.
 import dataclasses
 import functools
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,7 +22,10 @@ from lmlib.generate import GREEDY, Generator
 from lmlib.losses.next_token import batch_loss
 from lmlib.models.families.speedrun import speedrun
 from lmlib.models.families.windows import short_and_long
+from lmlib.models.forward_context import FIRST_RESIDUAL
 from lmlib.models.matrices.lora import map_adapted
+from lmlib.models.part import NO_AUX, Part
+from lmlib.models.residual_scales import ResidualScales
 from lmlib.parallel.axes import map_weights
 from lmlib.parallel.gathering import gathered_partition
 from lmlib.parallel.layout import sharding, storage_spec
@@ -272,6 +276,25 @@ def test_no_folder_of_hugging_faces_describes_it(tmp_path):
         with pytest.raises(ValueError, match=reason):
             hf.save(make(**gated, **left), tmp_path / "llama", model_type="llama")
     assert not [*tmp_path.iterdir()]
+
+
+class Input(Part):
+    """A layer that does nothing and shows its input in place of attention weights."""
+
+    def __call__(self, x_BSE, context, cache=None):
+        return x_BSE, NO_AUX, cache
+
+    def attention_weights(self, x_BSE, context):
+        return x_BSE
+
+
+def test_the_reading_of_attention_begins_with_the_scaled_residual_stream():
+    layer = ResidualScales(Input(), initial_first=0.5, key=jax.random.key(0))
+    layer = eqx.tree_at(lambda layer: layer.residual, layer, jnp.float32(-2.0))
+    x_BSE, first_BSE = jax.random.normal(jax.random.key(1), (2, 1, 3, 4))
+    context = single_document_context(jnp.zeros((1, 3), jnp.int32), FLOAT32)
+    found = layer.attention_weights(x_BSE, context.sharing({FIRST_RESIDUAL: first_BSE}))
+    np.testing.assert_allclose(found, -2 * x_BSE + 0.5 * first_BSE, rtol=1e-6)
 
 
 def test_windows_of_layers():

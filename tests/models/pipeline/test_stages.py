@@ -25,7 +25,7 @@ from lmlib.models.experts.router import Router
 from lmlib.models.families.gemma import gemma2
 from lmlib.models.families.llama import llama
 from lmlib.models.families.speedrun import speedrun
-from lmlib.models.forward_context import single_document_context
+from lmlib.models.forward_context import TOKENS, ForwardContext, single_document_context
 from lmlib.models.part import NO_AUX, Part
 from lmlib.models.pipeline.schedule import Schedule, schedule_of
 from lmlib.models.stack import Segment, Stack
@@ -161,6 +161,28 @@ def test_every_microbatch_of_a_pipeline_drops_others():
         assert schedule_of(rows, FLOAT32, mesh).microbatches == rows
         found = jax.jit(lambda x_BSE: stack(x_BSE, context).x_BSE)(x_BSE)
     assert len(np.unique(np.asarray(found).reshape(rows, -1), axis=0)) == rows
+
+
+class TokenIds(Dropping):
+    """Adds each token's id and the number of its document."""
+
+    reads = (TOKENS,)
+
+    def __call__(self, x_BSE, context, cache=None):
+        of_token_BS = context.shared[TOKENS] + 100 * context.segment_ids_BS
+        return x_BSE + of_token_BS[..., None], NO_AUX, cache
+
+
+def test_every_microbatch_of_a_pipeline_reads_its_own_tokens_and_documents():
+    with jax.set_mesh(make_mesh(stage=2)):
+        stack = Stack([Segment([TokenIds], 2)], jax.random.key(0))
+        batch = place(SOURCE, 0, sharding("batch seq", jax.sharding.get_mesh()))
+        context = ForwardContext(batch.positions, batch.segment_ids, FLOAT32)
+        context = context.sharing({TOKENS: batch.tokens})
+        x_BSE = jnp.zeros((*batch.tokens.shape, 8), out_sharding=spec("batch seq embed"))
+        found = jax.jit(lambda x_BSE: stack(x_BSE, context).x_BSE)(x_BSE)
+    of_token_BS = np.asarray(batch.tokens) + 100 * np.asarray(batch.segment_ids)
+    np.testing.assert_array_equal(found, np.repeat(2 * of_token_BS[..., None], 8, axis=-1))
 
 
 def router_is_corrected(layers=4):

@@ -151,6 +151,16 @@ def test_an_end_on_which_the_runs_set_no_bound_is_null(places, tmp_path):
 TRANSFER = "--fdl_config=experiments/transfer"
 
 
+def test_a_wider_or_deeper_model_of_the_coordinate_check():
+    base = {"embed": 64, "heads": 4, "mlp": 128, "layers": 2}
+    code = f"""
+from runner.coordinate_check.__main__ import model_arguments
+print(model_arguments({base}, "width", 96), model_arguments({base}, "depth", 6))
+"""
+    wider, deeper = {"embed": 96, "heads": 6, "mlp": 192, "layers": 2}, {**base, "layers": 6}
+    assert run_forked("-c", code).stdout == f"{wider} {deeper}\n"
+
+
 @pytest.mark.slow
 def test_a_table_a_picture_and_all_changes_are_left(tmp_path):
     flags = [
