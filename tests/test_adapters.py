@@ -262,7 +262,6 @@ def experts(model):
     return model.stack.patterns[0][0].mlp.experts
 
 
-@pytest.mark.slow
 def test_merged_adapters_compute_the_same_and_are_what_each_expert_adds():
     model = adapted_experts()
     found, expected = logits(model), logits(whole_on_one_device())

@@ -19,10 +19,12 @@ from lmlib.data.synthetic import Synthetic
 from lmlib.models.families.llama import llama
 from lmlib.models.forward_context import single_document_context
 from lmlib.models.matmul import matmul
+from lmlib.models.matrices.int8 import in_int8
 from lmlib.models.matrices.quantized import FORMATS, rounded
 from lmlib.optim.adamw import adamw
 from lmlib.parallel.layout import sharding, shardings
 from lmlib.parallel.mesh import make_mesh
+from lmlib.parallel.selection import named_weights
 from lmlib.state import Training, abstract_batch, abstract_model, initial_state
 
 # Everything that a block multiplies, and a result whose axes are in another order.
@@ -231,6 +233,20 @@ def test_rounding_is_within_its_limits_at_any_size(dtype, data):
     assert np.all(np.abs(values) <= LIMITS[dtype][0])
     assert np.all(np.abs(values * scale - x) <= rounding_error(np.float64(x), 1, dtype))
     assert np.all(values[x == 0] == 0)
+
+
+def test_a_stacked_matrix_has_the_scales_of_each_layer_alone():
+    model = llama(vocab=64, embed=16, layers=3, heads=2, mlp=32, key=jax.random.key(0))
+    matrices = {"mlp.up": (0,), "attention.query": (0,), "attention.output": (0, 1)}
+    weights = list(named_weights(model).values())
+    for weight, array_LIO in zip(weights, jax.tree.leaves(model), strict=True):
+        summed = next((each for end, each in matrices.items() if weight.path.endswith(end)), None)
+        if summed is not None:
+            found = in_int8(weight, array_LIO)
+            for layer in range(3):
+                values, scale = rounded(array_LIO[layer], summed, jnp.int8)
+                np.testing.assert_array_equal(found.values[layer], values)
+                np.testing.assert_array_equal(found.scale[layer], scale)
 
 
 @pytest.mark.parametrize("broken", [np.nan, np.inf, -np.inf])

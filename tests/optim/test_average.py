@@ -89,7 +89,6 @@ def test_a_run_keeps_it_on_its_mesh_over_stops_and_commands_read_it(tmp_path):
         load(tmp_path / "plain", average=True, trusted=["bigram"])
 
 
-@pytest.mark.slow
 def test_an_update_that_is_not_made_moves_no_average_and_what_is_frozen_has_none():
     cfg = averaged("frozen_dtype='bfloat16'")
     cfg.trainable = {"out": fdl.Config(Group, paths=("head*",))}

@@ -2,11 +2,13 @@
 
 import functools
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jaxtyping import Array, Float
 
 from lmlib.adapters.lora import lora
 from lmlib.compute import Compute
@@ -14,14 +16,15 @@ from lmlib.data.synthetic import Synthetic
 from lmlib.experiment import Experiment
 from lmlib.inspect.description import describe
 from lmlib.models.families.llama import llama
+from lmlib.models.weights import fill, ones, weight
 from lmlib.optim.adamw import adamw
 from lmlib.optim.optimizer import Optimizer, as_declared
 from lmlib.optim.schedules import warmup_constant
-from lmlib.optim.trainable import Group, adapters
+from lmlib.optim.trainable import Group, adapters, decays_by, with_rates
 from lmlib.parallel.axes import map_weights
 from lmlib.parallel.fingerprint import fingerprint
 from lmlib.parallel.mesh import make_mesh
-from lmlib.parallel.selection import SelectionError
+from lmlib.parallel.selection import SelectionError, named_weights
 from lmlib.state import split_by_training
 
 BASE = functools.partial(llama, vocab=64, embed=16, layers=1, heads=2, mlp=32)
@@ -56,7 +59,6 @@ def moved(before, after):
     }
 
 
-@pytest.mark.landing
 def test_groups_move_at_their_rates_and_the_rest_stays_without_moments():
     groups = {
         "slow": Group(("*.attention.*",), learning_rate=0.25, decays=False),
@@ -75,6 +77,30 @@ def test_groups_move_at_their_rates_and_the_rest_stays_without_moments():
             assert 1e-2 * 0.99 < distance < 1e-2 * 1.5  # and these decay
     adam = after.optimizer[0][1] if isinstance(after.optimizer[0], tuple) else after.optimizer[1]
     assert len(jax.tree.leaves(adam.mu)) == len(by_path) - len(frozen)
+
+
+class Scales(eqx.Module):
+    """Two weights, one with a learning rate of its own."""
+
+    fast: Float[Array, "embed"] = weight(ones, learning_rate=8.0)
+    plain: Float[Array, "embed"] = weight(ones, decays=True)
+
+    def __init__(self, key):
+        fill(self, key, embed=3)
+
+
+def test_the_rate_of_a_group_multiplies_that_of_the_weight_and_decay_stays_as_declared():
+    model = Scales(jax.random.key(0))
+    groups = {"both": Group(("*",), learning_rate=0.25)}
+    sgd = Optimizer(optax.sgd(1.0), lambda step: jnp.float32(1.0), as_declared)
+    transformation = with_rates(sgd, model, groups).transformation
+    updates, _ = transformation.update(model, transformation.init(model), model)
+    np.testing.assert_array_equal(updates.fast, -2.0)
+    np.testing.assert_array_equal(updates.plain, -0.25)
+    decays = decays_by(groups, model, as_declared)
+    assert {path: decays(one) for path, one in named_weights(model).items()} == {
+        "fast": False, "plain": True,
+    }  # fmt: skip
 
 
 @pytest.mark.slow
