@@ -27,8 +27,7 @@ class GuardState(eqx.Module):
 class Guard:
     """Skips an update whose loss, gradient or update is not finite; weights and moments stay.
 
-    A batch without a target does not make an update either, since weight decay and old moments
-    would move the weights. It is counted separately.
+    A batch without a target makes no update either, which weight decay would; it is counted apart.
 
     Args:
       spike_deviations: also skip an update if its loss exceeds the median of the last `window`
@@ -54,13 +53,9 @@ class Guard:
             raise ValueError(f"the guard's window must be at least 2 losses, got {self.window}")
 
     def init(self) -> GuardState:
-        nothing = jnp.full(self.window, jnp.nan, jnp.float32)
-        return GuardState(
-            skipped=jnp.zeros((), jnp.int32),
-            skipped_in_a_row=jnp.zeros((), jnp.int32),
-            empty_batches=jnp.zeros((), jnp.int32),
-            recent_losses_W=None if self.spike_deviations is None else nothing,
-        )
+        recent_W = jnp.full(self.window, jnp.nan, jnp.float32)
+        counts = (jnp.zeros((), jnp.int32) for _ in range(3))
+        return GuardState(*counts, None if self.spike_deviations is None else recent_W)
 
     def judge(
         self, state: GuardState, loss: Array, grad_norm: Array, update_norm: Array, count: Array

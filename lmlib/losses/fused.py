@@ -1,8 +1,7 @@
 """Losses of the logits of each token, computed a chunk of tokens at a time.
 
-Each device computes the logits of its own tokens and its own part of the vocabulary; a few numbers
-for each token are sent over `tensor`. `fused_loss` computes logits together with the gradient: they
-are never stored, computed only once, and never whole on a device.
+Each device computes the logits of its own tokens and its own part of the vocabulary, once, together
+with the gradient, and stores none of them; a few numbers for each token are sent over `tensor`.
 
 Shapes: B batch, S sequence, E embed, V vocab, N tokens of a chunk, C chunks.
 """
@@ -39,25 +38,15 @@ _EVERYWHERE = PartitionSpec()
 
 
 class ChunkLogits(NamedTuple):
-    """This device's part of the logits of a chunk of tokens, and statistics over all parts.
+    """This device's part of the logits of a chunk of tokens, and statistics over all parts."""
 
-    Attributes:
-      logits_NV: capped, float32 or wider.
-      is_target_NV: True once in each row, on the device whose part has the target.
-      highest_N: the largest logit.
-      log_normaliser_N: log Σ exp(logits - highest) over the whole vocabulary.
-      log_p_NV: the log-probability of each token id, nats.
-      p_NV: its probability, which is also d log_z / d logit.
-      cross_entropy_N: -log p(target), nats.
-    """
-
-    logits_NV: Float[Array, "n v"]
-    is_target_NV: Bool[Array, "n v"]
-    highest_N: Float[Array, "n"]
-    log_normaliser_N: Float[Array, "n"]
-    log_p_NV: Float[Array, "n v"]
-    p_NV: Float[Array, "n v"]
-    cross_entropy_N: Float[Array, "n"]
+    logits_NV: Float[Array, "n v"]  # capped, float32 or wider
+    is_target_NV: Bool[Array, "n v"]  # True once in each row, on the device that has the target
+    highest_N: Float[Array, "n"]  # the largest logit
+    log_normaliser_N: Float[Array, "n"]  # log Σ exp(logits - highest) over the whole vocabulary
+    log_p_NV: Float[Array, "n v"]  # the log-probability of each token id, nats
+    p_NV: Float[Array, "n v"]  # its probability, which is also d log_z / d logit
+    cross_entropy_N: Float[Array, "n"]  # -log p(target), nats
 
     @property
     def log_z_N(self) -> Float[Array, "n"]:
@@ -66,22 +55,15 @@ class ChunkLogits(NamedTuple):
 
 
 class TokenLosses(NamedTuple):
-    """The losses of the tokens of a chunk.
+    """The losses of the tokens of a chunk."""
 
-    Attributes:
-      loss_N: nats.
-      reported: numbers to report, by name.
-      dlogits_NV: the gradient of `loss_N` with respect to this device's logits.
-    """
-
-    loss_N: Float[Array, "n"]
-    reported: dict[str, Float[Array, "n"]]
-    dlogits_NV: Float[Array, "n v"]
+    loss_N: Float[Array, "n"]  # nats
+    reported: dict[str, Float[Array, "n"]]  # numbers to report, by name
+    dlogits_NV: Float[Array, "n v"]  # the gradient of `loss_N` for this device's logits
 
 
-# A loss of a token's logits: `loss(logits, tokens, tables)`, with the chunk's part of the `tokens`
-# and the `tables` of `fused_loss`. It must be hashable, such as a frozen dataclass. It runs on each
-# device, which has a part of the vocabulary (`lmlib.parallel.collectives`).
+# A loss of a token's logits, hashable: `loss(logits, tokens, tables)`, with the chunk's part of the
+# `tokens` and the `tables` of `fused_loss`. Each device calls it for its part of the vocabulary.
 TokenLoss = Callable[[ChunkLogits, tuple[Array, ...], tuple[Array, ...]], TokenLosses]
 
 
@@ -155,11 +137,10 @@ def fused_loss(
 ) -> LossSums:
     """Returns sums over tokens of `weights_BS` times the `loss` of the logits h · table.
 
-    Logits are computed in h's dtype. A token of weight 0 does not contribute, even with infinite
-    logits. The sequence of `h_BSE` is whole or split over `tensor`; the table is as stored, and is
-    gathered over `fsdp`. If gradients are needed, each chunk's are computed together with its
-    logits (the idea of Liger's fused loss: Hsu et al. 2024, arXiv:2410.10989): the backward pass
-    only multiplies them by the incoming gradient. Only h and the table have gradients.
+    A token of weight 0 does not contribute, even with infinite logits. The sequence of `h_BSE` is
+    whole or split over `tensor`; the table is as stored. Each chunk's gradients, for h and the
+    table only, are computed together with its logits (the idea of Liger's fused loss: Hsu et al.
+    2024, arXiv:2410.10989), and the backward pass multiplies them by the incoming gradient.
 
     Args:
       tokens: further arrays (b, s, …) that `loss` needs for each token.
@@ -274,7 +255,7 @@ def gathered(split: bool, h_BSE: Array, table_EV: Array) -> tuple[Array, Array]:
 def chunk_logits(
     table_EV: Array, h_NE: Array, targets_N: Array, cap: float | None, logits_dtype: str
 ) -> ChunkLogits:
-    """The logits of a chunk, from `logits_of_chunk`, with statistics in float32 or wider."""
+    """The logits of a chunk, with statistics in float32 or wider."""
     logits_NV = logits_of_chunk(table_EV, h_NE, cap, logits_dtype)
     highest_N = pmax(jnp.max(logits_NV, axis=-1), mesh_axes_for("vocab"))
     shifted_NV = logits_NV - highest_N[:, None]

@@ -39,8 +39,7 @@ class BlockBase(Part):
 
     def attention_input(self, x_BSE: Float[Array, "b s embed"]) -> Float[Array, "b s embed"]:
         """The input of attention for this residual stream."""
-        # `replicate_for_tp` gathers the sequence over `tensor` when the residual stream is
-        # sequence-parallel.
+        # This gathers the sequence over `tensor` if the residual stream is sequence-parallel.
         h_BSE = replicate_for_tp(normed(self.attention_norm, x_BSE), "batch seq embed")
         return checkpoint_name(h_BSE, "attention_input")
 

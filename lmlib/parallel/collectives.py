@@ -23,11 +23,9 @@ def shard_map(
 ) -> Callable[..., Any]:
     """Runs `function` on the parts of its arguments that each device holds (`jax.shard_map`).
 
-    Args:
-      inputs, outputs: layouts of arguments and results, a `PartitionSpec` for each array or for all
-        of a tree, as in `jax.shard_map`; arguments with another layout are moved first.
-      tracked: True if JAX tracks the mesh axes along which values differ. Derivatives through
-        collectives need this; kernels and loop carries do not support it.
+    Arguments with another layout than `inputs` are moved first. If `tracked`, JAX tracks the mesh
+    axes along which values differ: derivatives through collectives need this; kernels and loop
+    carries do not support it.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
@@ -46,12 +44,8 @@ def shard_map_outside_stages(
     mesh = jax.sharding.get_abstract_mesh()
     # JAX cannot lower partial sums on one device, so the layout is set afterwards.
     given = jax.tree.map(lambda spec: PartitionSpec(*spec.partitions), outputs)
-    mapped = jax.shard_map(
-        function,
-        in_specs=tuple(inputs),
-        out_specs=given if mesh.size == 1 else outputs,
-        check_vma=tracked,
-    )
+    out_specs = given if mesh.size == 1 else outputs
+    mapped = jax.shard_map(function, in_specs=tuple(inputs), out_specs=out_specs, check_vma=tracked)
 
     def call(*arguments: Any) -> Any:
         results = mapped(*map(jax.sharding.reshard, arguments, inputs))

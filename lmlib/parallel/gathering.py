@@ -14,7 +14,15 @@ from lmlib.parallel.axes import M, Weight, map_weights
 from lmlib.parallel.collectives import in_a_stage, in_steps, psum, psum_scatter, shard_map
 from lmlib.parallel.layout import COMPUTE, compute_spec, mesh_axes_of, named, repeats, storage_spec
 from lmlib.parallel.matrix import is_matrix
-from lmlib.parallel.mesh_axes import NAMES, REPLICA_AXES, STAGE, TOKENS, names_of, place_of
+from lmlib.parallel.mesh_axes import (
+    NAMES,
+    REPLICA_AXES,
+    STAGE,
+    TOKENS,
+    MeshAxes,
+    names_of,
+    place_of,
+)
 
 
 def gather(module: M, dtype: DTypeLike, after: jax.Array | None = None) -> M:
@@ -24,10 +32,9 @@ def gather(module: M, dtype: DTypeLike, after: jax.Array | None = None) -> M:
     overrides `dtype`. Integer weights are moved unchanged; a `Matrix` that holds them then converts
     them to `dtype`, but not before `after` is available.
 
-    In the backward pass, each device has the gradient of a multiplied weight for its own tokens. It
-    is summed and split over `fsdp` (a reduce-scatter), and the result is summed over `data` (a
-    psum), all in `dtype`, but not over a mesh axis that splits the weight in use, as for experts.
-    JAX itself sums the gradients of other weights, which are small.
+    In the backward pass, each device has a multiplied weight's gradient for its own tokens. It is
+    summed and split over `fsdp` (a reduce-scatter), then summed over `data` (a psum), in `dtype`,
+    but not over mesh axes that split the weight in use. JAX sums other gradients, which are small.
     """
     mesh = jax.sharding.get_abstract_mesh()
 
@@ -49,9 +56,7 @@ def gather(module: M, dtype: DTypeLike, after: jax.Array | None = None) -> M:
 class _Moves(NamedTuple):
     """The layouts that a weight passes through to its use, and its gradient on the way back."""
 
-    given: (
-        PartitionSpec  # its current layout; usually `storage_spec`, but a notebook may use another
-    )
+    given: PartitionSpec  # its current layout: usually `stored`, but a notebook may use another
     stored: PartitionSpec
     whole: PartitionSpec  # `computed`, but whole along the axes that are repeated
     computed: PartitionSpec
@@ -63,28 +68,18 @@ class _Moves(NamedTuple):
 
 def _moves(weight: Weight, shape: Sequence[int], mesh: Mesh | AbstractMesh) -> _Moves:
     rules = {**COMPUTE, **weight.declaration.rules}
-    times = tuple(
-        repeats(axis, size, rules, mesh) for axis, size in zip(weight.axes, shape, strict=True)
-    )
-    at_rest, computed = storage_spec(weight, shape, mesh), compute_spec(weight, shape, mesh)
-    multiplied, tokens = weight.declaration.multiplied, frozenset(names_of(named(TOKENS, mesh)))
+    sizes = zip(weight.axes, shape, strict=True)
+    times = tuple(repeats(axis, size, rules, mesh) for axis, size in sizes)
+    stored, computed = storage_spec(weight, shape, mesh), compute_spec(weight, shape, mesh)
 
-    def chosen(repeated: PartitionSpec | None, others: PartitionSpec) -> PartitionSpec:
-        places = [None] * len(times) if repeated is None else repeated
-        return PartitionSpec(
-            *(a if n > 1 else b for n, a, b in zip(times, places, others, strict=True))
-        )
+    def chosen(repeated: Sequence[MeshAxes], others: PartitionSpec) -> PartitionSpec:
+        triples = zip(times, repeated, others, strict=True)
+        return PartitionSpec(*(a if n > 1 else b for n, a, b in triples))
 
-    return _Moves(
-        given=at_rest,
-        stored=at_rest,
-        whole=chosen(None, computed),
-        computed=computed,
-        copies=chosen(computed, at_rest),
-        repeats=times,
-        summed=tokens - mesh_axes_of(computed) if multiplied else frozenset(),
-        in_a_stage=in_a_stage(),
-    )
+    whole, copies = chosen([None] * len(times), computed), chosen([*computed], stored)
+    tokens = names_of(named(TOKENS, mesh)) if weight.declaration.multiplied else ()
+    summed = frozenset(tokens) - mesh_axes_of(computed)
+    return _Moves(stored, stored, whole, computed, copies, times, summed, in_a_stage())
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

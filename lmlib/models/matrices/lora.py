@@ -139,7 +139,7 @@ class LoRAMatrix(Matrix):
         rules = {**self.declaration.rules, **({DOWN_RANK: None} if taken else {})}
         initial = Random(3**-0.5, self.summed) if down else zeros
         summed = self.summed if down else (UP_RANK,)
-        return Declaration(initial, multiplied=True, decays=True, rules=rules, summed=summed)
+        return Declaration(initial, decays=True, rules=rules, summed=summed)
 
 
 def adapted(
