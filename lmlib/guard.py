@@ -84,23 +84,6 @@ class Guard:
         )
 
 
-def not_finite(model: Any, optimizer: Any) -> list[str]:
-    """The names of the arrays that contain a non-finite number, in the order of the trees.
-
-    Scalars of an optimizer may be infinite, such as the best loss before the first step.
-    """
-    checked = {
-        jax.tree_util.keystr(path, simple=True, separator="."): leaf
-        for path, leaf in jax.tree.leaves_with_path({"model": model, "optimizer": optimizer})
-        if jnp.issubdtype(leaf.dtype, jnp.inexact) and (leaf.ndim or path[0].key == "model")
-    }
-    finite = jax.device_get(_all_finite([*checked.values()]))
-    return [name for name, sound in zip(checked, finite, strict=True) if not sound]
-
-
-_all_finite = jax.jit(lambda arrays: [jnp.all(jnp.isfinite(array)) for array in arrays])
-
-
 def choose(made: Bool[Array, ""], new: Any, old: Any) -> Any:
     """`new` if the update is `made`, else `old`, leaf by leaf."""
     return jax.tree.map(lambda n, o: jnp.where(made, n, o), new, old)

@@ -110,9 +110,7 @@ class Part(eqx.Module):
 
         Inactive experts do not count, nor, if `causal`, masked keys (arXiv:2204.02311, appendix B).
         """
-        own = jax.tree.map(
-            lambda node: None if _is_part(node) else node, self, is_leaf=self._is_subpart
-        )
+        own = eqx.filter(self, lambda node: not _is_part(node), is_leaf=self._is_subpart)
         inside = (part.flops_per_token(sequence_length, causal) for part in self.subparts)
         return product_flops(own) + sum(inside)
 
@@ -154,10 +152,7 @@ def check_part(part: Any, *arguments: str) -> None:
     """Raises ValueError if `part` is not a `Part` that takes the named `arguments`."""
     name = class_name(part)
     if not _is_part(part):
-        raise ValueError(
-            f"{name} is not a lmlib.models.part.Part: make it a subclass, which has defaults for "
-            "all but the call"
-        )
+        raise ValueError(f"{name} is not a lmlib.models.part.Part: make it a subclass")
     try:
         inspect.signature(part).bind(*arguments)
     except (TypeError, ValueError) as error:

@@ -112,8 +112,7 @@ def weight(
     Args:
       initial: the initial values, or a function that makes them from the module's settings.
       decays: True if weight decay applies. `None`: True if the initial values are random.
-      rules: mesh axes for axis names that `lmlib.parallel.layout` does not have; `None` keeps one
-        whole.
+      rules: mesh axes for names that `lmlib.parallel.layout` lacks; `None` keeps an axis whole.
       dtype: dtype for computation, regardless of `Compute.dtype`, or a function of the module.
       learning_rate: factor of the optimizer's learning rate.
       gradient: False for state that `lmlib.models.part.Part.updated` changes once a step.

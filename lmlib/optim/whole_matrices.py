@@ -24,8 +24,8 @@ from lmlib.parallel.axes import Weight
 from lmlib.parallel.collectives import (
     all_gather,
     all_to_all,
+    axis_index,
     devices_along,
-    local_slice,
     platform,
     shard_map,
 )
@@ -206,10 +206,11 @@ def _sent(x: Array, way: _Way) -> Array:
     # different layouts, and then reject its own program.
     x = jax.lax.optimization_barrier(x)
     for mesh_axes, axis in way:
-        if axis is None:
-            x = local_slice(x, mesh_axes, axis=0)
-        else:
+        if axis is not None:
             x = all_to_all(x, mesh_axes, split=0, joined=axis)
+        elif (devices := devices_along(mesh_axes)) > 1:
+            length = len(x) // devices
+            x = jax.lax.dynamic_slice_in_dim(x, axis_index(mesh_axes) * length, length)
     return x
 
 

@@ -86,26 +86,9 @@ def all_to_all(x: jax.Array, mesh_axes: MeshAxes, split: int, joined: int) -> ja
     return jax.lax.all_to_all(x, mesh_axes, split, joined, tiled=True)
 
 
-def ring_shift(x: jax.Array, mesh_axes: MeshAxes, devices: int) -> jax.Array:
-    """Sends `x` by `devices` places in a ring along `mesh_axes` (ppermute)."""
-    around = devices_along(mesh_axes)
-    if devices % around == 0:
-        return x
-    pairs = [(i, (i + devices) % around) for i in range(around)]
-    return jax.lax.ppermute(x, mesh_axes, pairs)
-
-
 def pmax(x: jax.Array, mesh_axes: MeshAxes) -> jax.Array:
     """The maximum over the devices along `mesh_axes`, on each of them."""
     return x if _nowhere(mesh_axes) else jax.lax.pmax(x, mesh_axes)
-
-
-def local_slice(x: jax.Array, mesh_axes: MeshAxes, axis: int) -> jax.Array:
-    """This device's part, along `axis`, of an array that is equal along `mesh_axes`."""
-    if _alone(mesh_axes):
-        return x
-    length = x.shape[axis] // devices_along(mesh_axes)
-    return jax.lax.dynamic_slice_in_dim(x, axis_index(mesh_axes) * length, length, axis)
 
 
 def devices_along(mesh_axes: MeshAxes) -> int:
