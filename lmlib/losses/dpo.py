@@ -33,10 +33,7 @@ class DPO(PairedObjective):
     Args:
       reference_from: see `PairedObjective`.
       beta: β, the weight of the margin.
-      label_smoothing: ε.
-
-    Raises:
-      ValueError: if `beta` is not positive, or `label_smoothing` is not in [0, 0.5).
+      label_smoothing: ε, at least 0 and below 0.5.
     """
 
     rows_may_be_split = True

@@ -35,18 +35,12 @@ class Responses(NamedTuple):
 class PairSums(NamedTuple):
     """Sums over each pair, at its last token.
 
-    Elsewhere log-probabilities are 0 and there is one token, so that a loss and its gradient are
-    finite.
-
-    Attributes:
-      log_p: log π of the responses under the model, nats.
-      gains: log π - log π_ref; `None` if the objective does not use a reference model.
-      tokens: numbers of marked targets.
+    Elsewhere log-probabilities are 0 and there is one token, so that losses are finite.
     """
 
-    log_p: Responses
-    gains: Responses | None
-    tokens: Responses
+    log_p: Responses  # log π of the responses under the model, nats
+    gains: Responses | None  # log π - log π_ref; `None` without a reference model
+    tokens: Responses  # numbers of marked targets
 
 
 class Pairs(NamedTuple):
@@ -55,21 +49,14 @@ class Pairs(NamedTuple):
     A pair is two adjacent segments of a row: segments 1 and 2, 3 and 4, …; the odd one is the
     chosen response. `Batch.loss_mask` marks the targets of the responses. A pair counts only if
     both segments have a marked target.
-
-    Attributes:
-      begins_BS: True where a pair begins.
-      chosen_BS, rejected_BS: True where the target of a chosen or a rejected response is marked.
-      counted_BS: True at the last token of a pair that counts.
-      tokens: numbers of marked targets of the responses, for pairs that count; else 1.
-      order: order of the batch; see `lmlib.row_order`.
     """
 
-    begins_BS: Bool[Array, "b s"]
-    chosen_BS: Bool[Array, "b s"]
+    begins_BS: Bool[Array, "b s"]  # True where a pair begins
+    chosen_BS: Bool[Array, "b s"]  # True where the target of a chosen response is marked
     rejected_BS: Bool[Array, "b s"]
-    counted_BS: Bool[Array, "b s"]
-    tokens: Responses | None
-    order: str
+    counted_BS: Bool[Array, "b s"]  # True at the last token of a pair that counts
+    tokens: Responses | None  # numbers of marked targets, for pairs that count; else 1
+    order: str  # of the batch; see `lmlib.row_order`
 
     @classmethod
     def of(cls, batch: Batch) -> "Pairs":

@@ -89,15 +89,13 @@ def mix_experts(
 
 
 def _forward(settings: Settings, *arguments: Any) -> tuple[tuple[Array, Array], Any]:
-    return retraced_in_stage(settings.in_a_stage, functools.partial(_computed, settings))(
-        *arguments
-    )
+    function = functools.partial(_computed, settings)
+    return retraced_in_stage(settings.in_a_stage, function)(*arguments)
 
 
 def _backward(settings: Settings, *arguments: Any) -> Any:
-    return retraced_in_stage(settings.in_a_stage, functools.partial(_gradients, settings))(
-        *arguments
-    )
+    function = functools.partial(_gradients, settings)
+    return retraced_in_stage(settings.in_a_stage, function)(*arguments)
 
 
 mix_experts.defvjp(_forward, _backward)
