@@ -23,8 +23,8 @@ class Compute:
         keys are small.
       dispatch: method of sending tokens to the devices of their experts: "gather" or "exchange", as
         in `lmlib.models.experts.rounds.DISPATCHES`; "auto" selects the one that sends less.
-      expert_room: number of rows that a device can hold to compute its experts at a time, as a
-        multiple of the number for even routing; additional rows are computed in further rounds.
+      expert_room: rows that a device computes for its experts at a time, as a multiple of the
+        number for even routing; additional rows are computed in further rounds.
       saved: activations that are saved for the backward pass, by the names that layers give them
         (`lmlib.models.part.ActivationNames`), or `EVERYTHING`; the others are recomputed.
       offloaded: further activations, saved in the host's memory.
@@ -35,8 +35,7 @@ class Compute:
       unroll: up to this many repetitions of a pattern of layers run without a loop.
       sequence_parallel: split the residual stream between blocks along its sequence over `tensor`
         (Korthikanti et al. 2022, arXiv:2205.05198).
-      loss_chunk: tokens whose logits a device holds at a time, as in
-        `lmlib.losses.fused.split_into_chunks`.
+      loss_chunk: tokens whose logits a device holds at a time (`fused.split_into_chunks`).
       logits_dtype: dtype of the loss's logits; softmax is in float32 or wider.
     """
 

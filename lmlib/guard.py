@@ -54,8 +54,9 @@ class Guard:
 
     def init(self) -> GuardState:
         recent_W = jnp.full(self.window, jnp.nan, jnp.float32)
-        counts = (jnp.zeros((), jnp.int32) for _ in range(3))
-        return GuardState(*counts, None if self.spike_deviations is None else recent_W)
+        skipped, in_a_row, empty = (jnp.zeros((), jnp.int32) for _ in range(3))
+        recent_W = None if self.spike_deviations is None else recent_W
+        return GuardState(skipped, in_a_row, empty, recent_W)
 
     def judge(
         self, state: GuardState, loss: Array, grad_norm: Array, update_norm: Array, count: Array

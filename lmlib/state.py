@@ -174,8 +174,11 @@ def abstract_batch(
             return jnp.zeros((batch_size, sequence_length, *rest), dtype)
 
         fields = *(zeros(jnp.int32),) * 4, zeros(bool)
-        taught = (zeros(jnp.int32, teacher_k), zeros(jnp.float16, teacher_k)) if teacher_k else ()
-        return Batch(*fields, *taught, order=order, whole_rows=whole_rows)
+        taught: dict[str, Any] = {}
+        if teacher_k is not None:
+            taught["teacher_ids"] = zeros(jnp.int32, teacher_k)
+            taught["teacher_log_probabilities"] = zeros(jnp.float16, teacher_k)
+        return Batch(*fields, order=order, whole_rows=whole_rows, **taught)
 
     rows = partition("batch seq", mesh=mesh)
     return jax.tree.map(lambda leaf: _placed(leaf, rows, mesh), jax.eval_shape(blank))

@@ -54,9 +54,7 @@ def step(
     return new_state, metrics | {training.objective.units: count}
 
 
-class _Reported(NamedTuple):
-    """Sums of a microbatch, which add up to the sums of the whole batch."""
-
+class _Reported(NamedTuple):  # of a microbatch; they add up to the whole batch's
     metrics: Metrics
     tallies: Any
 
@@ -105,13 +103,9 @@ def gradient(state: State, batch: Batch, training: Training) -> tuple[Any, _Repo
 
 
 def _updated(
-    state: State,
-    count: Array,
-    reported: _Reported,
-    gradients: Any,
-    hyperparameters: Hyperparameters,
-    training: Training,
-) -> tuple[State, Metrics]:
+    state: State, count: Array, reported: _Reported, gradients: Any,
+    hyperparameters: Hyperparameters, training: Training,
+) -> tuple[State, Metrics]:  # fmt: skip
     """Returns the state after the update from `gradients`, and metrics of the update."""
     loss = reported.metrics["loss"]
     optimizer, guard = training.optimizer, training.guard
@@ -192,10 +186,10 @@ def split(batch: Batch, microbatches: int) -> Batch:
 
 
 def trace_step(state: State, batch: Batch, training: Training) -> jax.stages.Traced:
-    """Traces `step` for `state` and `batch`, which may be abstract.
+    """Traces `step` for `state` and `batch`, which may be abstract; the state is donated.
 
-    The compiled step is called as `state, metrics = compiled(state, batch, hyperparameters)`, with
-    `Training.hyperparameters` of this optimizer or one with other numbers. The state is donated.
+    Call the compiled step as `state, metrics = compiled(state, batch, hyperparameters)`, with
+    `Training.hyperparameters` of this optimizer or one with other numbers.
     """
     everywhere = NamedSharding(training.mesh, PartitionSpec())
     hyperparameters = arrays_of(training.optimizer.hyperparameters, training.mesh, abstract=True)

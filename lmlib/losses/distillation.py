@@ -48,6 +48,8 @@ class Distillation(Objective):
     """
 
     rows_may_be_split = True
+    loss_name = "distillation loss"
+    cross_entropy = "cross_entropy"
 
     teacher: Callable[..., Any] | None = None
     teacher_from: str | None = None
@@ -89,14 +91,6 @@ class Distillation(Objective):
             "cross_entropy": Metric("nats per token", shown=True),
             "divergence": Metric("nats per token", shown=True),
         }
-
-    @property
-    def loss_name(self) -> str:
-        return "distillation loss"
-
-    @property
-    def cross_entropy(self) -> str | None:
-        return "cross_entropy"
 
     def check(self, model: Any, reference_model: Any, trained: Set[str] | None) -> None:
         if reference_model is not None and reference_model.vocab != model.vocab:

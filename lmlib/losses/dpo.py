@@ -37,6 +37,7 @@ class DPO(PairedObjective):
     """
 
     rows_may_be_split = True
+    loss_name = "DPO loss"
 
     beta: float = 0.1
     label_smoothing: float = 0.0
@@ -58,10 +59,6 @@ class DPO(PairedObjective):
             "chosen_log_probability": Metric("nats per response"),
             "rejected_log_probability": Metric("nats per response"),
         }
-
-    @property
-    def loss_name(self) -> str:
-        return "DPO loss"
 
     def of_pairs(self, pairs: PairSums) -> dict[str, Float[Array, "b s"]]:
         assert pairs.gains is not None

@@ -22,15 +22,8 @@ from lmlib.losses.features import features, is_split
 from lmlib.losses.objective import LossSums
 from lmlib.models.forward_context import Observe
 from lmlib.models.model import Model, capped
-from lmlib.parallel.collectives import (
-    all_gather,
-    axis_index,
-    platform,
-    pmax,
-    psum,
-    psum_scatter,
-    shard_map,
-)
+from lmlib.parallel import collectives
+from lmlib.parallel.collectives import all_gather, pmax, psum, psum_scatter, shard_map
 from lmlib.parallel.layout import STORED, mesh_axes_for, partition
 from lmlib.parallel.mesh_axes import REPLICA_AXES, TOKENS
 
@@ -101,25 +94,12 @@ def batch_sums(
     """
     found = features(model, batch, compute, key, dropout, observe)
     with jax.named_scope("loss"):
-        sums = model_loss(loss, model, found.h_BSE, batch.loss_mask, batch, compute, tokens, tables)
+        sums = fused_loss(
+            loss, found.h_BSE, model.unembedding_EV(), jnp.asarray(batch.targets),
+            jnp.asarray(batch.loss_mask), tokens, tables, cap=model.logit_cap,
+            chunk=compute.loss_chunk, dtype=compute.logits_dtype,
+        )  # fmt: skip
     return sums._replace(model=found.aux), found.observed
-
-
-def model_loss(
-    loss: TokenLoss,
-    model: Model,
-    h_BSE: Float[Array, "b s embed"],
-    weights_BS: Any,
-    batch: Batch,
-    compute: Compute,
-    tokens: tuple[Array, ...] = (),
-    tables: tuple[Array, ...] = (),
-) -> LossSums:
-    """`fused_loss` of the features that `model` computes for `batch`."""
-    return fused_loss(
-        loss, h_BSE, model.unembedding_EV(), jnp.asarray(batch.targets), jnp.asarray(weights_BS),
-        tokens, tables, cap=model.logit_cap, chunk=compute.loss_chunk, dtype=compute.logits_dtype,
-    )  # fmt: skip
 
 
 def fused_loss(
@@ -267,7 +247,7 @@ def chunk_logits(
     log_p_NV = shifted_NV - log_normaliser_N[:, None]
     # Reusing the summed exponentials would write them to memory in float32 for the gradient. CPUs
     # reuse them: they compute exponentials slowly, and have these in the cache.
-    is_cpu = platform() == "cpu"
+    is_cpu = collectives.platform() == "cpu"
     p_NV = exponentials_NV / normaliser_N[:, None] if is_cpu else jnp.exp(log_p_NV)
     # Large logits cancel before anything is rounded; log_z - target would be rounded.
     cross_entropy_N = (highest_N - target_N) + log_normaliser_N
@@ -289,7 +269,9 @@ def logits_of_chunk(
 def vocabulary_ids(logits_NV: Array) -> Int32[Array, "n v"]:
     """The token id of each logit in this device's part of the vocabulary."""
     N, V = logits_NV.shape
-    return jax.lax.broadcasted_iota(jnp.int32, (N, V), 1) + V * axis_index(mesh_axes_for("vocab"))
+    return jax.lax.broadcasted_iota(jnp.int32, (N, V), 1) + V * collectives.axis_index(
+        mesh_axes_for("vocab")
+    )
 
 
 def split_into_chunks(limit: int | None, vocab: int, *tokens: Array) -> tuple[Array, ...]:
@@ -302,7 +284,7 @@ def split_into_chunks(limit: int | None, vocab: int, *tokens: Array) -> tuple[Ar
         MiB on CPUs, about the cache of a core.
       vocab: size of this device's part of the vocabulary.
     """
-    held_bytes = 2**24 if platform() == "cpu" else 2**30
+    held_bytes = 2**24 if collectives.platform() == "cpu" else 2**30
     limit = limit or max(1, held_bytes // (4 * vocab))
     B, S = tokens[0].shape[:2]
     count = -(-B * S // limit)

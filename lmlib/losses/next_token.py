@@ -31,6 +31,7 @@ class NextToken(Objective):
     """
 
     rows_may_be_split = True
+    cross_entropy = "loss"
 
     z_loss: float = 0.0
     dropout: float = 0.0
@@ -43,10 +44,6 @@ class NextToken(Objective):
     @property
     def metrics(self) -> Mapping[str, Metric]:
         return {"loss": Metric("nats per token")}
-
-    @property
-    def cross_entropy(self) -> str | None:
-        return "loss"
 
     def sums(
         self,

@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 from collections.abc import Callable, Mapping, Set
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32, PRNGKeyArray
@@ -46,6 +46,12 @@ class Objective(abc.ABC):
         `{"router_balance": 0.01}`. Its other losses are only metrics.
     """
 
+    loss_name: ClassVar[str] = "loss"  # in texts
+    units: ClassVar[str] = "tokens"  # the name of what `count` counts, and of a metric of steps
+    # The metric that is -log p(target), nats per valid target, for bits per byte; optional.
+    cross_entropy: ClassVar[str | None] = None
+    compares_pairs: ClassVar[bool] = False  # True if documents are pairs of answers, each in a row
+
     model_losses: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
 
     @property
@@ -60,26 +66,6 @@ class Objective(abc.ABC):
 
         Evaluations prefix the names with "evaluation_", the last validation with "validation_".
         """
-
-    @property
-    def loss_name(self) -> str:
-        """The name of `loss` in texts."""
-        return "loss"
-
-    @property
-    def units(self) -> str:
-        """The name of the units that `count` counts, and of the step's metric with the count."""
-        return "tokens"
-
-    @property
-    def cross_entropy(self) -> str | None:
-        """The metric that is -log p(target), nats per valid target, for bits per byte; optional."""
-        return None
-
-    @property
-    def compares_pairs(self) -> bool:
-        """True if documents must be pairs of a chosen and a rejected answer, each in one row."""
-        return False
 
     @property
     def reads_stored_teacher(self) -> bool:

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int32, PRNGKeyArray
 from lmlib.compute import Compute
 from lmlib.data.batch import Batch
 from lmlib.losses.features import features
-from lmlib.losses.fused import model_loss
+from lmlib.losses.fused import fused_loss
 from lmlib.losses.next_token import CrossEntropy
 from lmlib.losses.objective import LossSums, Objective, ReferenceModel
 from lmlib.losses.token_losses import token_losses
@@ -123,20 +123,14 @@ class PairedObjective(Objective):
     """
 
     uses_reference = True
+    units = "pairs"
+    compares_pairs = True
 
     reference_from: str | None = None
 
     @property
     def reference_model(self) -> ReferenceModel | None:
         return None if self.reference_from is None else ReferenceModel(None, self.reference_from)
-
-    @property
-    def units(self) -> str:
-        return "pairs"
-
-    @property
-    def compares_pairs(self) -> bool:
-        return True
 
     def check(self, model: Any, reference_model: Any, trained: Set[str] | None) -> None:
         if reference_model is not None or not self.uses_reference:
@@ -199,7 +193,11 @@ class PairedObjective(Objective):
             # `fused_loss` computes gradients from the derivative of the loss with respect to each
             # token's.
             (minimised, sums), weights_BS = jax.value_and_grad(loss, has_aux=True)(nats_BS)
-            made = model_loss(CrossEntropy(), model, found.h_BSE, weights_BS, batch, compute)
+            made = fused_loss(
+                CrossEntropy(), found.h_BSE, model.unembedding_EV(), jnp.asarray(batch.targets),
+                weights_BS, cap=model.logit_cap, chunk=compute.loss_chunk,
+                dtype=compute.logits_dtype,
+            )  # fmt: skip
         # The weighted sum has the gradient of the loss, but a different value.
         minimised += made.loss_sum - jax.lax.stop_gradient(made.loss_sum)
         return LossSums(minimised, sums, found.aux)

@@ -1,8 +1,7 @@
 """The scan over layers, and the activations that it saves for the backward pass.
 
-Activations that `Compute` does not save are recomputed, layer by layer, from "layer_input" and
-"head_input" (Chen et al. 2016, arXiv:1604.06174). These and `CHOICES` are always saved: a
-recomputation that rounds differently could choose differently.
+Others are recomputed, layer by layer, from "layer_input" and "head_input" (Chen et al. 2016,
+arXiv:1604.06174). `CHOICES` are always saved: a recomputation could round and choose differently.
 
 Shapes: B batch, S sequence, E embed, R repetitions of a pattern.
 """

@@ -233,8 +233,7 @@ def _stacked(make: MakeLayer, keys_R: Key[Array, "R"]) -> Part:
     """Makes a layer from each key and stacks their arrays."""
 
     def layer(key: PRNGKeyArray) -> Part:
-        made = make(key)
-        check_part(made, "x_BSE", "context", "cache")
+        check_part(made := make(key), "x_BSE", "context", "cache")
         map_weights(lambda *_: None, made)
         return made
 

@@ -61,16 +61,9 @@ def scaled_adam(
 
 
 def with_decoupled_decay(
-    direction: optax.GradientTransformation,
-    steps: int,
-    peak_lr: float,
-    schedule: MakeSchedule,
-    weight_decay: float,
-    clip_norm: float | None,
-    decays: Decays,
-    cautious: bool,
-    scaled: Any,
-) -> Optimizer:
+    direction: optax.GradientTransformation, steps: int, peak_lr: float, schedule: MakeSchedule,
+    weight_decay: float, clip_norm: float | None, decays: Decays, cautious: bool, scaled: Any,
+) -> Optimizer:  # fmt: skip
     """Updates of -rate · (direction + weight_decay · weight), after clipping by global norm.
 
     `direction` is computed from clipped gradients; other arguments are as in `adamw`. The
@@ -92,14 +85,9 @@ def with_decoupled_decay(
         )
 
     def update(
-        updates: Any,
-        state: optax.OptState,
-        model: Any = None,
-        *,
-        learning_rate: optax.Schedule = made,
-        weight_decay: Any = weight_decay,
-        **others: Any,
-    ) -> tuple[Any, optax.OptState]:
+        updates: Any, state: Any, model: Any = None, *, learning_rate: optax.Schedule = made,
+        weight_decay: Any = weight_decay, **others: Any,
+    ) -> tuple[Any, optax.OptState]:  # fmt: skip
         return chain(learning_rate, weight_decay).update(updates, state, model)
 
     def rate(step: Any, *, learning_rate: optax.Schedule = made, **others: Any) -> Array:

@@ -1,9 +1,8 @@
 """The layout of arrays: maps axis names to mesh axes.
 
 A weight names its axes in its annotation (`Float[Array, "embed mlp"]`). Two tables list the mesh
-axes that split each name. They differ for FSDP: a weight is stored in `STORED`, and
-`lmlib.parallel.gathering.gather` moves it to `COMPUTE` just before use; its gradient moves back.
-Names that are not in the tables get their rule from the weight's declaration. Without a mesh
+axes that split each name; others have rules in the weight's declaration. FSDP stores a weight in
+`STORED`, and `gathering.gather` moves it to `COMPUTE` just before use. Without a mesh
 (`jax.set_mesh`) nothing is placed and the same model runs on one device.
 """
 
@@ -142,22 +141,21 @@ def compute_spec(weight: Weight, shape: Sequence[int], mesh: Mesh | AbstractMesh
 def _check_rules(weight: Weight, mesh: Mesh | AbstractMesh) -> None:
     """Raises LayoutError for a rule in a weight's declaration that `mesh` cannot follow."""
     rules = weight.declaration.rules
-    if not isinstance(rules, Mapping) or not all(
-        isinstance(place, str | tuple | None) for place in rules.values()
-    ):
+    places = rules.values() if isinstance(rules, Mapping) else [0]
+    if not all(isinstance(place, str | tuple | None) for place in places):
         raise LayoutError(
             f"{weight.path}: rules must map names of axes to a mesh axis, a tuple of mesh axes or "
             f"None, as in `weight(…, rules={{'own': None}})`, got {rules!r}"
         )
     for name, place in rules.items():
-        rule, places = f"{weight.path}: the rule of axis {name!r}", names_of(place)
-        if unknown := [each for each in places if each not in mesh.axis_names]:
+        rule, own = f"{weight.path}: the rule of axis {name!r}", names_of(place)
+        if unknown := [each for each in own if each not in mesh.axis_names]:
             raise LayoutError(
                 f"{rule} names {unknown[0]!r}, which the mesh lacks (it has "
                 f"{', '.join(mesh.axis_names)}); name one of these, None to keep the axis whole, "
                 f"or make the mesh with `others={{{unknown[0]!r}: …}}`"
             )
-        if twice := [each for each in places if places.count(each) > 1]:
+        if twice := [each for each in own if own.count(each) > 1]:
             raise LayoutError(f"{rule} names {twice[0]!r} twice: {place!r}")
 
 
