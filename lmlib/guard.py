@@ -53,9 +53,9 @@ class Guard:
             raise ValueError(f"the guard's window must be at least 2 losses, got {self.window}")
 
     def init(self) -> GuardState:
-        recent_W = jnp.full(self.window, jnp.nan, jnp.float32)
         skipped, in_a_row, empty = (jnp.zeros((), jnp.int32) for _ in range(3))
-        recent_W = None if self.spike_deviations is None else recent_W
+        spikes = self.spike_deviations is not None
+        recent_W = jnp.full(self.window, jnp.nan, jnp.float32) if spikes else None
         return GuardState(skipped, in_a_row, empty, recent_W)
 
     def judge(
