@@ -14,7 +14,7 @@ class Compute:
     """Settings of computation, which may change when a run is resumed.
 
     Args:
-      dtype: dtype of activations and gathered weights, for example "bfloat16" or "float32".
+      dtype: dtype of activations and gathered weights, such as "bfloat16" or "float32".
       attention: an attention kernel of `lmlib.models.attend`; "auto" selects the best one.
       quantized: precision of products in 8 bits, by kind of layer ("projections", "mlp"): "int8" or
         "float8", as in `lmlib.models.matrices.quantized`.
@@ -23,26 +23,20 @@ class Compute:
         keys are small.
       dispatch: method of sending tokens to the devices of their experts: "gather" or "exchange", as
         in `lmlib.models.experts.rounds.DISPATCHES`; "auto" selects the one that sends less.
-      expert_room: number of rows that a device can hold to compute its experts at a time, as a
-        multiple of the number for even routing; additional rows are computed in further rounds.
+      expert_room: rows that a device computes for its experts at a time, as a multiple of the
+        number for even routing; additional rows are computed in further rounds.
       saved: activations that are saved for the backward pass, by the names that layers give them
         (`lmlib.models.part.ActivationNames`), or `EVERYTHING`; the others are recomputed.
       offloaded: further activations, saved in the host's memory.
-      pipeline_rows: rows that each device contributes to a microbatch, if the mesh axis `stage`
-        splits the layers; more rows make larger products, and a larger bubble.
-      pipeline_rounds: how often a microbatch goes around the stages, as in
-        `lmlib.models.pipeline.schedule`; more rounds make a smaller bubble, and more communication.
+      pipeline_rows: rows of each device in a microbatch, if the mesh axis `stage` splits the
+        layers; more rows make larger products, and a larger bubble.
+      pipeline_rounds: times that a microbatch goes around the stages
+        (`lmlib.models.pipeline.schedule`); more make a smaller bubble, and more communication.
       unroll: up to this many repetitions of a pattern of layers run without a loop.
       sequence_parallel: split the residual stream between blocks along its sequence over `tensor`
         (Korthikanti et al. 2022, arXiv:2205.05198).
-      loss_chunk: tokens whose logits a device holds at a time; `None`: see
-        `lmlib.losses.fused.split_into_chunks`.
-      logits_dtype: dtype of the logits from which the loss is computed; softmax is in float32 or
-        wider.
-
-    Raises:
-      ValueError: if a count is not positive, a dtype is not a floating type, or a name is given
-        twice.
+      loss_chunk: tokens whose logits a device holds at a time (`fused.split_into_chunks`).
+      logits_dtype: dtype of the loss's logits; softmax is in float32 or wider.
     """
 
     dtype: str = "bfloat16"
@@ -64,13 +58,11 @@ class Compute:
         for name in ("dtype", "logits_dtype"):
             if not is_floating(dtype := getattr(self, name)):
                 raise ValueError(f"{name} must be a floating type like 'bfloat16', got {dtype!r}")
-        for name in ("unroll", "pipeline_rows", "pipeline_rounds"):
+        for name in ("unroll", "pipeline_rows", "pipeline_rounds", "expert_room"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.loss_chunk is not None and self.loss_chunk < 1:
             raise ValueError(f"loss_chunk must be at least 1, or None, got {self.loss_chunk}")
-        if self.expert_room < 1:
-            raise ValueError(f"expert_room must be at least 1, got {self.expert_room}")
         names = [*self.saved, *self.offloaded]
         for name in names:
             if names.count(name) > 1:

@@ -27,8 +27,7 @@ class GuardState(eqx.Module):
 class Guard:
     """Skips an update whose loss, gradient or update is not finite; weights and moments stay.
 
-    A batch without a target does not make an update either, since weight decay and old moments
-    would move the weights. It is counted separately.
+    A batch without a target makes no update either, which weight decay would; it is counted apart.
 
     Args:
       spike_deviations: also skip an update if its loss exceeds the median of the last `window`
@@ -54,13 +53,10 @@ class Guard:
             raise ValueError(f"the guard's window must be at least 2 losses, got {self.window}")
 
     def init(self) -> GuardState:
-        nothing = jnp.full(self.window, jnp.nan, jnp.float32)
-        return GuardState(
-            skipped=jnp.zeros((), jnp.int32),
-            skipped_in_a_row=jnp.zeros((), jnp.int32),
-            empty_batches=jnp.zeros((), jnp.int32),
-            recent_losses_W=None if self.spike_deviations is None else nothing,
-        )
+        skipped, in_a_row, empty = (jnp.zeros((), jnp.int32) for _ in range(3))
+        spikes = self.spike_deviations is not None
+        recent_W = jnp.full(self.window, jnp.nan, jnp.float32) if spikes else None
+        return GuardState(skipped, in_a_row, empty, recent_W)
 
     def judge(
         self, state: GuardState, loss: Array, grad_norm: Array, update_norm: Array, count: Array
@@ -87,23 +83,6 @@ class Guard:
             empty_batches=state.empty_batches + empty,
             recent_losses_W=recent_W,
         )
-
-
-def not_finite(model: Any, optimizer: Any) -> list[str]:
-    """The names of the arrays that contain a non-finite number, in the order of the trees.
-
-    Scalars of an optimizer may be infinite, such as the best loss before the first step.
-    """
-    checked = {
-        jax.tree_util.keystr(path, simple=True, separator="."): leaf
-        for path, leaf in jax.tree.leaves_with_path({"model": model, "optimizer": optimizer})
-        if jnp.issubdtype(leaf.dtype, jnp.inexact) and (leaf.ndim or path[0].key == "model")
-    }
-    finite = jax.device_get(_all_finite([*checked.values()]))
-    return [name for name, sound in zip(checked, finite, strict=True) if not sound]
-
-
-_all_finite = jax.jit(lambda arrays: [jnp.all(jnp.isfinite(array)) for array in arrays])
 
 
 def choose(made: Bool[Array, ""], new: Any, old: Any) -> Any:

@@ -18,11 +18,7 @@ ORDERS = ("plain", "zigzag")
 
 
 def pieces_of_devices(devices: int, order: str) -> Int[np.ndarray, "c m"]:
-    """The pieces of a row on each device, in the device's order.
-
-    Raises:
-      ValueError: if the order is unknown.
-    """
+    """The pieces of a row on each device, in the device's order; ValueError if it is unknown."""
     if order not in ORDERS:
         raise ValueError(f"the order of a sequence is one of {', '.join(ORDERS)}, got {order!r}")
     first_C = np.arange(devices)
@@ -34,8 +30,7 @@ def pieces_of_devices(devices: int, order: str) -> Int[np.ndarray, "c m"]:
 def places(length: int, devices: int, order: str) -> Int[np.ndarray, "s"]:
     """The position in its row of each token, in the order of the devices: `row[places]`.
 
-    Raises:
-      ValueError: if the order is unknown, or the row does not divide into its pieces.
+    Raises ValueError if the order is unknown, or the row does not divide into its pieces.
     """
     pieces_CM = pieces_of_devices(devices, order)
     if length % pieces_CM.size:

@@ -51,24 +51,17 @@ class Training:
 class State(eqx.Module):
     """All data that training needs from one step to the next.
 
-    Attributes:
-      step: number of batches seen so far.
-      model: the weights that train, float32; `None` in place of others.
-      key: constant; random numbers of a step depend on it, the step and the microbatch, not on
-        earlier steps.
-      buffers: weights without a gradient, which the model updates itself; optional.
-      frozen: weights that never change; optional.
-      reference_model: the frozen model that the objective needs, in the compute dtype; optional.
+    A model's weights are in `model`, `buffers` and `frozen`, with `None` in place of the others'.
     """
 
-    step: Int32[Array, ""]
-    model: Any
+    step: Int32[Array, ""]  # number of batches seen so far
+    model: Any  # the weights that train, float32
     optimizer: optax.OptState
     guard: GuardState
-    key: Key[Array, ""]
-    buffers: Any = None
-    frozen: Any = None
-    reference_model: Any = None
+    key: Key[Array, ""]  # constant; a step's random numbers depend on it, step and microbatch
+    buffers: Any = None  # weights without a gradient, which the model updates itself
+    frozen: Any = None  # weights that never change
+    reference_model: Any = None  # the frozen model that the objective needs, in the compute dtype
 
     @property
     def whole_model(self) -> Any:
@@ -82,19 +75,14 @@ class State(eqx.Module):
 
     @property
     def changing(self) -> "State":
-        """The part of the state that steps change, without frozen weights.
-
-        Checkpoints contain this part.
-        """
+        """The part of the state that steps change, and checkpoints contain: no frozen weights."""
         return self.with_frozen(None).with_reference_model(None)
 
     def with_frozen(self, frozen: Any) -> "State":
         return eqx.tree_at(lambda state: state.frozen, self, frozen, is_leaf=lambda x: x is None)
 
-    def with_reference_model(self, reference_model: Any) -> "State":
-        return eqx.tree_at(
-            lambda s: s.reference_model, self, reference_model, is_leaf=lambda x: x is None
-        )
+    def with_reference_model(self, model: Any) -> "State":
+        return eqx.tree_at(lambda s: s.reference_model, self, model, is_leaf=lambda x: x is None)
 
 
 class ModelParts(NamedTuple):
@@ -111,10 +99,8 @@ def split_by_training(model: Any, trained: Set[str] | None) -> ModelParts:
     has_gradient = map_weights(lambda weight, _: weight.declaration.gradient, model)
     changing, frozen = eqx.partition(model, changes)
     gradient, buffers = eqx.partition(changing, has_gradient)
-    has_buffers = bool(jax.tree.leaves(buffers))
-    return ModelParts(
-        gradient, buffers if has_buffers else None, None if trained is None else frozen
-    )
+    buffers = buffers if jax.tree.leaves(buffers) else None
+    return ModelParts(gradient, buffers, None if trained is None else frozen)
 
 
 def new_state(make_model: Callable[[], eqx.Module], training: Training) -> State:
@@ -131,7 +117,7 @@ def new_model(make_model: Callable[[], M], mesh: Mesh, made: M | None = None) ->
 def initial_state(model: Any, training: Training) -> State:
     """Returns the state before the first step with the weights of `model`, which are donated.
 
-    They must have the layout of `abstract_model`.
+    They have the layout of `abstract_model`.
     """
     layout = shardings(abstract_state(lambda: model, training))
     fresh = functools.partial(fresh_state, training=training)
@@ -181,17 +167,18 @@ def abstract_batch(
 ) -> Batch:
     """Shapes, dtypes and `NamedSharding`s of a global batch; see `lmlib.data.batch.Source`."""
 
+    order = "zigzag" if num_shards(mesh_axes_for("seq"), mesh) > 1 else "plain"
+
     def blank() -> Batch:
-        integers = jnp.zeros((batch_size, sequence_length), jnp.int32)
-        order = "zigzag" if num_shards(mesh_axes_for("seq"), mesh) > 1 else "plain"
-        fields = *(integers,) * 4, integers.astype(bool)
-        batch = Batch(*fields, order=order, whole_rows=whole_rows)
-        if teacher_k is None:
-            return batch
-        listed = jnp.zeros((batch_size, sequence_length, teacher_k), jnp.int32)
-        return dataclasses.replace(
-            batch, teacher_ids=listed, teacher_log_probabilities=listed.astype(jnp.float16)
-        )
+        def zeros(dtype: Any, *rest: int) -> Array:
+            return jnp.zeros((batch_size, sequence_length, *rest), dtype)
+
+        fields = *(zeros(jnp.int32),) * 4, zeros(bool)
+        taught: dict[str, Any] = {}
+        if teacher_k is not None:
+            taught["teacher_ids"] = zeros(jnp.int32, teacher_k)
+            taught["teacher_log_probabilities"] = zeros(jnp.float16, teacher_k)
+        return Batch(*fields, order=order, whole_rows=whole_rows, **taught)
 
     rows = partition("batch seq", mesh=mesh)
     return jax.tree.map(lambda leaf: _placed(leaf, rows, mesh), jax.eval_shape(blank))

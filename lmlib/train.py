@@ -1,6 +1,4 @@
-"""The training step: a pure function of state, batch and hyperparameters.
-
-It returns the new state and metrics.
+"""The training step: from state, batch and hyperparameters to the new state and metrics.
 
 Shapes: B batch, M microbatches, S sequence.
 """
@@ -33,19 +31,16 @@ def step(
 ) -> tuple[State, Metrics]:
     """Makes one update from one global batch, with the optimizer's numbers in `hyperparameters`.
 
-    The loss is the sum over the units of the objective, usually valid target tokens, divided by
-    their count in the whole batch. It does not depend on microbatches, devices or uneven masks. If
-    the guard rejects an update, weights, moments and the schedule stay the same. Random layers use
-    `state.key`, folded with the step and then with the microbatch's index.
+    The loss is the sum over the objective's units, usually valid targets, divided by their count
+    in the whole batch, whatever microbatches, devices and masks are. If the guard rejects an
+    update, weights, moments and the schedule stay the same. Random layers use `state.key`, folded
+    with the step and then with the microbatch's index.
 
-    Metrics are float32 unless stated otherwise:
-
-    - the metrics of the objective, as means; the reports of the model, as means over all tokens
-      except padding; the metrics of the optimizer;
-    - `grad_norm` before clipping; `parameter_norm` of the weights that train, before the update;
-      `update_norm`, 0 if the update is not made; `learning_rate`;
-    - int32: `tokens`, the valid target tokens of this batch; the count of `Objective.units`;
-      `skipped_updates` in total; `skipped_in_a_row`; `empty_batches` in total, without units.
+    Metrics are float32: means of the objective, and of the model (over tokens except padding);
+    the optimizer's; `grad_norm` before clipping; `parameter_norm` of the weights that train, before
+    the update; `update_norm`, 0 if it is not made; `learning_rate`. These are int32: `tokens`, the
+    valid targets; the count of `Objective.units`; `skipped_updates` and `empty_batches` in total;
+    `skipped_in_a_row`.
 
     Raises:
       LayoutError: if the mesh cannot split the weights or the batch.
@@ -59,9 +54,7 @@ def step(
     return new_state, metrics | {training.objective.units: count}
 
 
-class _Reported(NamedTuple):
-    """Sums of a microbatch, which add up to the sums of the whole batch."""
-
+class _Reported(NamedTuple):  # of a microbatch; they add up to the whole batch's
     metrics: Metrics
     tallies: Any
 
@@ -110,13 +103,9 @@ def gradient(state: State, batch: Batch, training: Training) -> tuple[Any, _Repo
 
 
 def _updated(
-    state: State,
-    count: Array,
-    reported: _Reported,
-    gradients: Any,
-    hyperparameters: Hyperparameters,
-    training: Training,
-) -> tuple[State, Metrics]:
+    state: State, count: Array, reported: _Reported, gradients: Any,
+    hyperparameters: Hyperparameters, training: Training,
+) -> tuple[State, Metrics]:  # fmt: skip
     """Returns the state after the update from `gradients`, and metrics of the update."""
     loss = reported.metrics["loss"]
     optimizer, guard = training.optimizer, training.guard
@@ -151,26 +140,20 @@ def _updated(
 
 
 def _checked_update(returned: Any, state: State) -> tuple[Any, Any]:
-    """Returns the result of an optimizer. Updates of other shapes would broadcast.
-
-    Raises:
-      PartError: if updates or state have other shapes than the weights and the state before.
-    """
+    """Returns the result of an optimizer. Updates of other shapes would broadcast: PartError."""
     if not isinstance(returned, tuple) or len(returned) != 2:
         raise PartError(
             "the optimizer's transformation must return a tuple (updates, state), got a "
             f"{type(returned).__name__}"
         )
-    whole = {"updates": state.model, "state": state.optimizer}
-    found, wanted = (
-        {jax.tree_util.keystr(path): jnp.shape(leaf) for path, leaf in paths}
-        for paths in map(
-            jax.tree.leaves_with_path, (dict(zip(whole, returned, strict=True)), whole)
-        )
-    )
+
+    def shapes(updates: Any, state: Any) -> dict[str, tuple[int, ...]]:
+        leaves = jax.tree.leaves_with_path({"updates": updates, "state": state})
+        return {jax.tree_util.keystr(path): jnp.shape(leaf) for path, leaf in leaves}
+
+    found, wanted = shapes(*returned), shapes(state.model, state.optimizer)
     for path in wanted | found:
-        given, due = found.get(path, "nothing"), wanted.get(path, "nothing")
-        if given != due:
+        if (given := found.get(path, "nothing")) != (due := wanted.get(path, "nothing")):
             raise PartError(
                 "the optimizer's transformation must return updates of the weights' shapes and a "
                 f"state of the shapes that it was given: {path} has {given} instead of {due}"
@@ -191,10 +174,7 @@ def _updated_buffers(state: State, tallies: Any) -> Any:
 
 
 def split(batch: Batch, microbatches: int) -> Batch:
-    """Splits arrays (B, S, …) into (M, B / M, S, …).
-
-    Each device splits its own rows, so nothing is sent.
-    """
+    """Splits arrays (B, S, …) into (M, B / M, S, …): each device its own rows, nothing is sent."""
 
     def part(x_BS: Array) -> Array:
         B, *rest = x_BS.shape
@@ -206,10 +186,10 @@ def split(batch: Batch, microbatches: int) -> Batch:
 
 
 def trace_step(state: State, batch: Batch, training: Training) -> jax.stages.Traced:
-    """Traces `step` for `state` and `batch`, which may be abstract.
+    """Traces `step` for `state` and `batch`, which may be abstract; the state is donated.
 
-    The compiled step is called as `state, metrics = compiled(state, batch, hyperparameters)`, with
-    `Training.hyperparameters` of this optimizer or one with other numbers. The state is donated.
+    Call the compiled step as `state, metrics = compiled(state, batch, hyperparameters)`, with
+    `Training.hyperparameters` of this optimizer or one with other numbers.
     """
     everywhere = NamedSharding(training.mesh, PartitionSpec())
     hyperparameters = arrays_of(training.optimizer.hyperparameters, training.mesh, abstract=True)
@@ -224,8 +204,7 @@ def trace_step(state: State, batch: Batch, training: Training) -> jax.stages.Tra
 def make_step(training: Training) -> Callable[[State, Batch], tuple[State, Metrics]]:
     """Returns `step` for custom loops, as `state, metrics = step(state, batch)`.
 
-    It is compiled on the first call, and again for batches of another shape. The old state is
-    donated. Batches may be NumPy's, as returned by a source.
+    Each shape of a batch is compiled once. The old state is donated. Batches may be NumPy's.
     """
     rows = sharding("batch seq", training.mesh)
     compiled = jax.jit(functools.partial(step, training=training), donate_argnums=0)

@@ -12,12 +12,13 @@ from bigram import Bigram
 
 from lmlib import train
 from lmlib.data.synthetic import Synthetic
-from lmlib.guard import Guard, not_finite
+from lmlib.guard import Guard
 from lmlib.models.families.llama import llama
 from lmlib.optim.adamw import adamw
 from lmlib.optim.optimizer import Optimizer
 from lmlib.parallel.mesh import make_mesh
 from lmlib.state import Training, abstract_batch, new_state
+from runner.training.saving import not_finite
 
 
 def verdicts(

@@ -13,8 +13,7 @@ from lmlib.models.model import Model
 from lmlib.models.stack import Stack, repeats_of
 from lmlib.parallel.axes import M, Weight, map_weights
 from lmlib.parallel.collectives import platform
-from lmlib.parallel.gathering import gathered_partition
-from lmlib.parallel.layout import storage_spec
+from lmlib.parallel.gathering import moves_of
 
 
 class Weights(NamedTuple):
@@ -41,8 +40,8 @@ def ready(model: Model, dtype: str, mesh: Mesh | None, whole: bool, int8: bool) 
             array = array.astype(weight.declaration.dtype or dtype)
         if mesh is None:
             return array
-        layout = (gathered_partition if whole else storage_spec)(weight, array.shape, mesh)
-        return jax.sharding.reshard(array, layout)
+        moves = moves_of(weight, array.shape, mesh)
+        return jax.sharding.reshard(array, moves.whole if whole else moves.stored)
 
     @jax.jit
     def made(model: Model) -> Weights:

@@ -29,32 +29,27 @@ class Distillation(Objective):
 
     Both distributions of the divergence are softmaxes of logits / T; the factor T² makes the size
     of its gradient independent of T (Hinton et al. 2015, arXiv:1503.02531, §2). The teacher uses
-    the student's compute settings, without dropout and gradient. Its logits are computed a chunk of
-    tokens at a time.
+    the student's compute settings, without dropout and gradient.
 
     Without a `teacher`, the batches must have the k likeliest ids of one after each token, and
     their log-probabilities. The divergence is then `ListedDivergence`, over these k and one outcome
-    for all other ids. T must be 1, since the probability of that outcome is known at no other
-    temperature.
+    for all other ids, whose probability is known only for T = 1.
 
-    Reports `loss`, the mixture; `cross_entropy`, -log p(target) of the student; and `divergence`,
-    the KL at temperature T without the factor T². All are in nats per token.
+    Reports, in nats per token, `loss`, the mixture; `cross_entropy`, -log p(target) of the student;
+    and `divergence`, the KL at temperature T without the factor T².
 
     Args:
       teacher: `teacher(key=…)` makes the teacher, a model with the student's vocabulary; `None`:
         the data has a teacher's ids, for example `FlatTokens(teacher=…)`.
       teacher_from: source of the teacher's weights, in the form of `Experiment.init_from`; `None`:
         new weights, for trials.
-      temperature: T.
-      weight: weight of the divergence.
+      temperature, weight: T, and the weight of the divergence.
       dropout: dropout of the student; see `NextToken`.
-
-    Raises:
-      ValueError: if `temperature` is not positive, or not 1 without a teacher; `teacher_from` is
-        given without a teacher; `weight` is not in [0, 1], or `dropout` is not in [0, 1).
     """
 
     rows_may_be_split = True
+    loss_name = "distillation loss"
+    cross_entropy = "cross_entropy"
 
     teacher: Callable[..., Any] | None = None
     teacher_from: str | None = None
@@ -96,14 +91,6 @@ class Distillation(Objective):
             "cross_entropy": Metric("nats per token", shown=True),
             "divergence": Metric("nats per token", shown=True),
         }
-
-    @property
-    def loss_name(self) -> str:
-        return "distillation loss"
-
-    @property
-    def cross_entropy(self) -> str | None:
-        return "cross_entropy"
 
     def check(self, model: Any, reference_model: Any, trained: Set[str] | None) -> None:
         if reference_model is not None and reference_model.vocab != model.vocab:
@@ -180,24 +167,19 @@ class Divergence:
 class ListedDivergence:
     """(1 - weight) · cross-entropy + weight · KL over K + 1 outcomes.
 
-    These are the K ids that are listed for a token, and one outcome for all other ids. With p the
-    listed probabilities and q the student's,
+    These are the K listed ids, and one outcome for all others. With p the listed probabilities and
+    q the student's,
 
         KL = Σ p_i (log p_i - log q_i) + r (log r - log(1 - Σ q_i)),   r = 1 - Σ p_i
 
-    summed over the listed ids. It is at most the KL over all ids. Rounded probabilities that sum to
-    more than 1 are divided by their sum. If all ids are listed, they are divided by their sum as
-    well, nothing is left for the last outcome, and this is the full KL.
+    summed over the listed ids. It is at most the KL over all ids, and equal if all are listed.
+    Rounded probabilities are divided by their sum if it exceeds 1 or all ids are listed.
 
     A `lmlib.losses.fused.TokenLoss` of ids and log-probabilities, (n, k) each.
-
-    Args:
-      weight: weight of the divergence.
-      vocab: number of ids on all devices.
     """
 
     weight: float
-    vocab: int
+    vocab: int  # number of ids on all devices
 
     def __call__(
         self, logits: ChunkLogits, tokens: tuple[Array, ...], tables: tuple[Array, ...]
@@ -225,11 +207,7 @@ class ListedDivergence:
 def _mixture(
     logits: ChunkLogits, weight: float, divergence_N: Array, factor: float, slope_NV: Array
 ) -> TokenLosses:
-    """(1 - weight) · cross-entropy + weight · factor · divergence.
-
-    Args:
-      slope_NV: the gradient of factor · divergence with respect to the logits.
-    """
+    """(1 - weight) · cross-entropy + weight · factor · divergence, whose gradient is `slope_NV`."""
     cross_entropy_N = logits.cross_entropy_N
     loss_N = (1 - weight) * cross_entropy_N + weight * (factor * divergence_N)
     return TokenLosses(

@@ -33,13 +33,11 @@ class DPO(PairedObjective):
     Args:
       reference_from: see `PairedObjective`.
       beta: β, the weight of the margin.
-      label_smoothing: ε.
-
-    Raises:
-      ValueError: if `beta` is not positive, or `label_smoothing` is not in [0, 0.5).
+      label_smoothing: ε, at least 0 and below 0.5.
     """
 
     rows_may_be_split = True
+    loss_name = "DPO loss"
 
     beta: float = 0.1
     label_smoothing: float = 0.0
@@ -61,10 +59,6 @@ class DPO(PairedObjective):
             "chosen_log_probability": Metric("nats per response"),
             "rejected_log_probability": Metric("nats per response"),
         }
-
-    @property
-    def loss_name(self) -> str:
-        return "DPO loss"
 
     def of_pairs(self, pairs: PairSums) -> dict[str, Float[Array, "b s"]]:
         assert pairs.gains is not None

@@ -21,17 +21,11 @@ from lmlib.parallel.layout import COMPUTE, mesh_axes_for, partition, reshard
 
 
 class Features(NamedTuple):
-    """The results of a model's forward pass that losses need.
+    """The results of a model's forward pass that losses need."""
 
-    Attributes:
-      h_BSE: the input of the unembedding, in the compute dtype.
-      aux: reports of the model, over all tokens except padding.
-      observed: the results of `observe` in each layer (`Context.observe`).
-    """
-
-    h_BSE: Float[Array, "b s embed"]
-    aux: AuxOutputs
-    observed: Any
+    h_BSE: Float[Array, "b s embed"]  # the input of the unembedding, in the compute dtype
+    aux: AuxOutputs  # reports of the model, over all tokens except padding
+    observed: Any  # the results of `observe` in each layer
 
 
 def features(
@@ -42,14 +36,10 @@ def features(
     dropout: float = 0.0,
     observe: Observe | None = None,
 ) -> Features:
-    """Returns the features of each token of `batch`.
+    """Returns the features of each token of `batch`. Random layers are off without a `key`.
 
-    Args:
-      key: key for random layers, which are off without one.
-
-    Raises:
-      ValueError: if rows are longer than the model has positions, or are split and a part of the
-        model does not declare that it supports this.
+    Raises ValueError if rows are longer than the model has positions, or are split and a part of
+    the model does not declare that it supports this.
     """
     check_positions(model, batch.tokens.shape[1])
     if batch.order != "plain":
@@ -63,15 +53,9 @@ def features(
         for x_BS in (batch.tokens, batch.positions, batch.segment_ids)
     )
     context = ForwardContext(
-        positions_BS,
-        None if batch.whole_rows else segment_ids_BS,
-        compute,
-        key,
-        dropout,
-        counts_BS=segment_ids_BS > 0,
-        order=batch.order,
-        observe=observe,
-    )
+        positions_BS, None if batch.whole_rows else segment_ids_BS, compute, key, dropout,
+        counts_BS=segment_ids_BS > 0, order=batch.order, observe=observe,
+    )  # fmt: skip
     trunk = model.trunk(tokens_BS, context)
     if not isinstance(trunk, TrunkOutput):
         raise PartError(

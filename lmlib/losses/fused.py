@@ -1,8 +1,7 @@
 """Losses of the logits of each token, computed a chunk of tokens at a time.
 
-Each device computes the logits of its own tokens and its own part of the vocabulary; a few numbers
-for each token are sent over `tensor`. `fused_loss` computes logits together with the gradient: they
-are never stored, computed only once, and never whole on a device.
+Each device computes the logits of its own tokens and its own part of the vocabulary, once, together
+with the gradient, and stores none of them; a few numbers for each token are sent over `tensor`.
 
 Shapes: B batch, S sequence, E embed, V vocab, N tokens of a chunk, C chunks.
 """
@@ -23,15 +22,8 @@ from lmlib.losses.features import features, is_split
 from lmlib.losses.objective import LossSums
 from lmlib.models.forward_context import Observe
 from lmlib.models.model import Model, capped
-from lmlib.parallel.collectives import (
-    all_gather,
-    axis_index,
-    platform,
-    pmax,
-    psum,
-    psum_scatter,
-    shard_map,
-)
+from lmlib.parallel import collectives
+from lmlib.parallel.collectives import all_gather, pmax, psum, psum_scatter, shard_map
 from lmlib.parallel.layout import STORED, mesh_axes_for, partition
 from lmlib.parallel.mesh_axes import REPLICA_AXES, TOKENS
 
@@ -39,25 +31,15 @@ _EVERYWHERE = PartitionSpec()
 
 
 class ChunkLogits(NamedTuple):
-    """This device's part of the logits of a chunk of tokens, and statistics over all parts.
+    """This device's part of the logits of a chunk of tokens, and statistics over all parts."""
 
-    Attributes:
-      logits_NV: capped, float32 or wider.
-      is_target_NV: True once in each row, on the device whose part has the target.
-      highest_N: the largest logit.
-      log_normaliser_N: log Σ exp(logits - highest) over the whole vocabulary.
-      log_p_NV: the log-probability of each token id, nats.
-      p_NV: its probability, which is also d log_z / d logit.
-      cross_entropy_N: -log p(target), nats.
-    """
-
-    logits_NV: Float[Array, "n v"]
-    is_target_NV: Bool[Array, "n v"]
-    highest_N: Float[Array, "n"]
-    log_normaliser_N: Float[Array, "n"]
-    log_p_NV: Float[Array, "n v"]
-    p_NV: Float[Array, "n v"]
-    cross_entropy_N: Float[Array, "n"]
+    logits_NV: Float[Array, "n v"]  # capped, float32 or wider
+    is_target_NV: Bool[Array, "n v"]  # True once in each row, on the device that has the target
+    highest_N: Float[Array, "n"]  # the largest logit
+    log_normaliser_N: Float[Array, "n"]  # log Σ exp(logits - highest) over the whole vocabulary
+    log_p_NV: Float[Array, "n v"]  # the log-probability of each token id, nats
+    p_NV: Float[Array, "n v"]  # its probability, which is also d log_z / d logit
+    cross_entropy_N: Float[Array, "n"]  # -log p(target), nats
 
     @property
     def log_z_N(self) -> Float[Array, "n"]:
@@ -66,22 +48,15 @@ class ChunkLogits(NamedTuple):
 
 
 class TokenLosses(NamedTuple):
-    """The losses of the tokens of a chunk.
+    """The losses of the tokens of a chunk."""
 
-    Attributes:
-      loss_N: nats.
-      reported: numbers to report, by name.
-      dlogits_NV: the gradient of `loss_N` with respect to this device's logits.
-    """
-
-    loss_N: Float[Array, "n"]
-    reported: dict[str, Float[Array, "n"]]
-    dlogits_NV: Float[Array, "n v"]
+    loss_N: Float[Array, "n"]  # nats
+    reported: dict[str, Float[Array, "n"]]  # numbers to report, by name
+    dlogits_NV: Float[Array, "n v"]  # the gradient of `loss_N` for this device's logits
 
 
-# A loss of a token's logits: `loss(logits, tokens, tables)`, with the chunk's part of the `tokens`
-# and the `tables` of `fused_loss`. It must be hashable, such as a frozen dataclass. It runs on each
-# device, which has a part of the vocabulary (`lmlib.parallel.collectives`).
+# A loss of a token's logits, hashable: `loss(logits, tokens, tables)`, with the chunk's part of the
+# `tokens` and the `tables` of `fused_loss`. Each device calls it for its part of the vocabulary.
 TokenLoss = Callable[[ChunkLogits, tuple[Array, ...], tuple[Array, ...]], TokenLosses]
 
 
@@ -119,25 +94,12 @@ def batch_sums(
     """
     found = features(model, batch, compute, key, dropout, observe)
     with jax.named_scope("loss"):
-        sums = model_loss(loss, model, found.h_BSE, batch.loss_mask, batch, compute, tokens, tables)
+        sums = fused_loss(
+            loss, found.h_BSE, model.unembedding_EV(), jnp.asarray(batch.targets),
+            jnp.asarray(batch.loss_mask), tokens, tables, cap=model.logit_cap,
+            chunk=compute.loss_chunk, dtype=compute.logits_dtype,
+        )  # fmt: skip
     return sums._replace(model=found.aux), found.observed
-
-
-def model_loss(
-    loss: TokenLoss,
-    model: Model,
-    h_BSE: Float[Array, "b s embed"],
-    weights_BS: Any,
-    batch: Batch,
-    compute: Compute,
-    tokens: tuple[Array, ...] = (),
-    tables: tuple[Array, ...] = (),
-) -> LossSums:
-    """`fused_loss` of the features that `model` computes for `batch`."""
-    return fused_loss(
-        loss, h_BSE, model.unembedding_EV(), jnp.asarray(batch.targets), jnp.asarray(weights_BS),
-        tokens, tables, cap=model.logit_cap, chunk=compute.loss_chunk, dtype=compute.logits_dtype,
-    )  # fmt: skip
 
 
 def fused_loss(
@@ -155,11 +117,10 @@ def fused_loss(
 ) -> LossSums:
     """Returns sums over tokens of `weights_BS` times the `loss` of the logits h · table.
 
-    Logits are computed in h's dtype. A token of weight 0 does not contribute, even with infinite
-    logits. The sequence of `h_BSE` is whole or split over `tensor`; the table is as stored, and is
-    gathered over `fsdp`. If gradients are needed, each chunk's are computed together with its
-    logits (the idea of Liger's fused loss: Hsu et al. 2024, arXiv:2410.10989): the backward pass
-    only multiplies them by the incoming gradient. Only h and the table have gradients.
+    A token of weight 0 does not contribute, even with infinite logits. The sequence of `h_BSE` is
+    whole or split over `tensor`; the table is as stored. Each chunk's gradients, for h and the
+    table only, are computed together with its logits (the idea of Liger's fused loss: Hsu et al.
+    2024, arXiv:2410.10989), and the backward pass multiplies them by the incoming gradient.
 
     Args:
       tokens: further arrays (b, s, …) that `loss` needs for each token.
@@ -274,7 +235,7 @@ def gathered(split: bool, h_BSE: Array, table_EV: Array) -> tuple[Array, Array]:
 def chunk_logits(
     table_EV: Array, h_NE: Array, targets_N: Array, cap: float | None, logits_dtype: str
 ) -> ChunkLogits:
-    """The logits of a chunk, from `logits_of_chunk`, with statistics in float32 or wider."""
+    """The logits of a chunk, with statistics in float32 or wider."""
     logits_NV = logits_of_chunk(table_EV, h_NE, cap, logits_dtype)
     highest_N = pmax(jnp.max(logits_NV, axis=-1), mesh_axes_for("vocab"))
     shifted_NV = logits_NV - highest_N[:, None]
@@ -286,7 +247,7 @@ def chunk_logits(
     log_p_NV = shifted_NV - log_normaliser_N[:, None]
     # Reusing the summed exponentials would write them to memory in float32 for the gradient. CPUs
     # reuse them: they compute exponentials slowly, and have these in the cache.
-    is_cpu = platform() == "cpu"
+    is_cpu = collectives.platform() == "cpu"
     p_NV = exponentials_NV / normaliser_N[:, None] if is_cpu else jnp.exp(log_p_NV)
     # Large logits cancel before anything is rounded; log_z - target would be rounded.
     cross_entropy_N = (highest_N - target_N) + log_normaliser_N
@@ -308,7 +269,9 @@ def logits_of_chunk(
 def vocabulary_ids(logits_NV: Array) -> Int32[Array, "n v"]:
     """The token id of each logit in this device's part of the vocabulary."""
     N, V = logits_NV.shape
-    return jax.lax.broadcasted_iota(jnp.int32, (N, V), 1) + V * axis_index(mesh_axes_for("vocab"))
+    return jax.lax.broadcasted_iota(jnp.int32, (N, V), 1) + V * collectives.axis_index(
+        mesh_axes_for("vocab")
+    )
 
 
 def split_into_chunks(limit: int | None, vocab: int, *tokens: Array) -> tuple[Array, ...]:
@@ -321,7 +284,7 @@ def split_into_chunks(limit: int | None, vocab: int, *tokens: Array) -> tuple[Ar
         MiB on CPUs, about the cache of a core.
       vocab: size of this device's part of the vocabulary.
     """
-    held_bytes = 2**24 if platform() == "cpu" else 2**30
+    held_bytes = 2**24 if collectives.platform() == "cpu" else 2**30
     limit = limit or max(1, held_bytes // (4 * vocab))
     B, S = tokens[0].shape[:2]
     count = -(-B * S // limit)

@@ -21,21 +21,17 @@ from lmlib.models.model import Model
 
 @dataclasses.dataclass(frozen=True)
 class NextToken(Objective):
-    """The cross-entropy of the next token, over the valid targets of a batch.
-
-    Reports `loss`: -log p(target), nats per token.
+    """The cross-entropy of the next token over a batch's valid targets, nats per token.
 
     Args:
       z_loss: weight of log²(Σ exp logits), which keeps the normaliser near one (PaLM: Chowdhery et
         al. 2022, arXiv:2204.02311, §5); 0 turns it off.
       dropout: dropout rate in training, for embedded tokens and for the outputs of attention and
         MLP that are added to the residual stream.
-
-    Raises:
-      ValueError: if `z_loss` is negative or infinite, or `dropout` is not in [0, 1).
     """
 
     rows_may_be_split = True
+    cross_entropy = "loss"
 
     z_loss: float = 0.0
     dropout: float = 0.0
@@ -48,10 +44,6 @@ class NextToken(Objective):
     @property
     def metrics(self) -> Mapping[str, Metric]:
         return {"loss": Metric("nats per token")}
-
-    @property
-    def cross_entropy(self) -> str | None:
-        return "loss"
 
     def sums(
         self,
@@ -74,9 +66,7 @@ def batch_loss(
 ) -> tuple[LossSums, Any]:
     """Returns the next-token loss, summed over `batch.loss_mask`, and the results of `observe`.
 
-    Args:
-      key: key for random layers, which are off without one.
-      observe: called in each layer (`Context.observe`).
+    Random layers are off without a `key`. `observe` is called in each layer.
     """
     loss = CrossEntropy(objective.z_loss)
     return batch_sums(loss, model, batch, compute, key, objective.dropout, observe)

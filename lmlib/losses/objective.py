@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 from collections.abc import Callable, Mapping, Set
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32, PRNGKeyArray
@@ -16,54 +16,41 @@ from lmlib.parallel.axes import PartError
 
 
 class LossSums(NamedTuple):
-    """Sums over the units of a batch or of a part of it. Parts add up to the whole batch.
+    """Sums over the units of a batch or of a part of it. Parts add up to the whole batch."""
 
-    Attributes:
-      loss_sum: the sum that has a gradient; nats.
-      reported: the metrics of `Objective.metrics`, by name, without gradients.
-      model: the reports of the model, summed over all tokens except padding.
-    """
-
-    loss_sum: Float[Array, ""]
-    reported: dict[str, Float[Array, ""]]
-    model: AuxOutputs = NO_AUX
+    loss_sum: Float[Array, ""]  # the sum that has a gradient; nats
+    reported: dict[str, Float[Array, ""]]  # the metrics of `Objective.metrics`, without gradients
+    model: AuxOutputs = NO_AUX  # reports of the model, summed over all tokens except padding
 
 
 class Metric(NamedTuple):
-    """A number that an objective reports.
+    """A number that an objective reports."""
 
-    Attributes:
-      unit: unit of its mean over tokens or pairs; it follows the number in texts.
-      shown: True if a run's progress shows it next to the loss.
-    """
-
-    unit: str
-    shown: bool = False
+    unit: str  # of its mean over tokens or pairs; follows the number in texts
+    shown: bool = False  # True if a run's progress shows it next to the loss
 
 
 class ReferenceModel(NamedTuple):
-    """A frozen model that an objective compares with: the reference of DPO, or a teacher.
+    """A frozen model that an objective compares with: the reference of DPO, or a teacher."""
 
-    Attributes:
-      model: `model(key=…)` makes it; `None`: the trained model's architecture without adapters.
-      weights_from: source of its weights, in the form of `Experiment.init_from`; `None`: new
-        weights, for trials.
-    """
-
-    model: Callable[..., Any] | None
-    weights_from: str | None
+    model: Callable[..., Any] | None  # makes it; `None`: the trained architecture, no adapters
+    weights_from: str | None  # as `Experiment.init_from`; `None`: new weights, for trials
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Objective(abc.ABC):
-    """The loss of an experiment; `NextToken` is the usual one.
-
-    Implementations are frozen dataclasses: an objective is part of a config.
+    """The loss of an experiment, a frozen dataclass; `NextToken` is the usual one.
 
     Args:
       model_losses: coefficients of losses that the model itself reports, by name, for each token:
         `{"router_balance": 0.01}`. Its other losses are only metrics.
     """
+
+    loss_name: ClassVar[str] = "loss"  # in texts
+    units: ClassVar[str] = "tokens"  # the name of what `count` counts, and of a metric of steps
+    # The metric that is -log p(target), nats per valid target, for bits per byte; optional.
+    cross_entropy: ClassVar[str | None] = None
+    compares_pairs: ClassVar[bool] = False  # True if documents are pairs of answers, each in a row
 
     model_losses: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
 
@@ -77,32 +64,8 @@ class Objective(abc.ABC):
     def metrics(self) -> Mapping[str, Metric]:
         """The metrics that `sums` reports, by name, "loss" first.
 
-        Evaluations report the same ones under the names `evaluation_loss` and so on, and the
-        validation at the end of a run under `validation_loss` and so on.
+        Evaluations prefix the names with "evaluation_", the last validation with "validation_".
         """
-
-    @property
-    def loss_name(self) -> str:
-        """The name of `loss` in texts."""
-        return "loss"
-
-    @property
-    def units(self) -> str:
-        """The name of the units that `count` counts, and of the step's metric with the count."""
-        return "tokens"
-
-    @property
-    def cross_entropy(self) -> str | None:
-        """The metric that is -log p(target) in nats per valid target; `None`: there is none.
-
-        Bits per byte are computed from it.
-        """
-        return None
-
-    @property
-    def compares_pairs(self) -> bool:
-        """True if documents must be pairs of a chosen and a rejected answer, each in one row."""
-        return False
 
     @property
     def reads_stored_teacher(self) -> bool:
@@ -112,18 +75,12 @@ class Objective(abc.ABC):
     def check(self, model: Any, reference_model: Any, trained: Set[str] | None) -> None:
         """Raises ValueError if the objective cannot train `model` with `reference_model`.
 
-        Arrays of both may be shapes.
-
-        Args:
-          trained: the paths of the weights that train; `None`: all do.
+        Both may be abstract. `trained` are the paths of the weights that train; `None`: all do.
         """
         return  # most objectives can
 
     def flops_per_token(self, model: Any, sequence_length: int, causal: bool) -> float:
-        """Analytic FLOPs per token in addition to the training of `model`.
-
-        Arrays of the model may be shapes. See `Model.flops_per_token`.
-        """
+        """Analytic FLOPs per token beyond `Part.flops_per_token` of `model`, maybe abstract."""
         return 0.0
 
     def count(self, batch: Batch) -> Int32[Array, ""]:
@@ -131,12 +88,9 @@ class Objective(abc.ABC):
         return jnp.sum(batch.loss_mask, dtype=jnp.int32)
 
     def mean_loss(self, sums: LossSums, count: Array, positions: Array) -> Float[Array, ""]:
-        """Returns the contribution of `sums` to the loss that a step minimises.
+        """Returns the contribution of `sums`, of a part of a batch, to the loss of a step.
 
-        Args:
-          sums: sums of a batch or of a part of it.
-          count: units in the whole batch, at least 1.
-          positions: tokens of the whole batch except padding, at least 1.
+        `count` units and `positions`, tokens except padding, are in the whole batch, at least 1.
         """
         total = sums.loss_sum / count
         for name, coefficient in self.model_losses.items():
@@ -152,12 +106,7 @@ class Objective(abc.ABC):
         compute: Compute,
         key: PRNGKeyArray | None = None,
     ) -> LossSums:
-        """Returns the sums over the units of `batch`.
-
-        Args:
-          reference_model: the model that `self.reference_model` describes.
-          key: key for random layers, which are off without one.
-        """
+        """Returns the sums over the units of `batch`. Without a key, random layers are off."""
 
 
 def sums_of(
@@ -168,12 +117,7 @@ def sums_of(
     compute: Compute,
     key: PRNGKeyArray | None = None,
 ) -> LossSums:
-    """Calls `objective.sums` and checks the result.
-
-    Raises:
-      PartError: if the result is not a `LossSums` of scalars, or lacks a metric of
-        `objective.metrics`.
-    """
+    """Calls `objective.sums`. Raises PartError if it returns no `LossSums` with all metrics."""
     sums = objective.sums(model, reference_model, batch, compute, key)
     if not isinstance(sums, LossSums):
         raise PartError(

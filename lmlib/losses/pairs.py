@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int32, PRNGKeyArray
 from lmlib.compute import Compute
 from lmlib.data.batch import Batch
 from lmlib.losses.features import features
-from lmlib.losses.fused import model_loss
+from lmlib.losses.fused import fused_loss
 from lmlib.losses.next_token import CrossEntropy
 from lmlib.losses.objective import LossSums, Objective, ReferenceModel
 from lmlib.losses.token_losses import token_losses
@@ -35,18 +35,12 @@ class Responses(NamedTuple):
 class PairSums(NamedTuple):
     """Sums over each pair, at its last token.
 
-    Elsewhere log-probabilities are 0 and there is one token, so that a loss and its gradient are
-    finite.
-
-    Attributes:
-      log_p: log π of the responses under the model, nats.
-      gains: log π - log π_ref; `None` if the objective does not use a reference model.
-      tokens: numbers of marked targets.
+    Elsewhere log-probabilities are 0 and there is one token, so that losses are finite.
     """
 
-    log_p: Responses
-    gains: Responses | None
-    tokens: Responses
+    log_p: Responses  # log π of the responses under the model, nats
+    gains: Responses | None  # log π - log π_ref; `None` without a reference model
+    tokens: Responses  # numbers of marked targets
 
 
 class Pairs(NamedTuple):
@@ -55,21 +49,14 @@ class Pairs(NamedTuple):
     A pair is two adjacent segments of a row: segments 1 and 2, 3 and 4, …; the odd one is the
     chosen response. `Batch.loss_mask` marks the targets of the responses. A pair counts only if
     both segments have a marked target.
-
-    Attributes:
-      begins_BS: True where a pair begins.
-      chosen_BS, rejected_BS: True where the target of a chosen or a rejected response is marked.
-      counted_BS: True at the last token of a pair that counts.
-      tokens: numbers of marked targets of the responses, for pairs that count; else 1.
-      order: order of the batch; see `lmlib.row_order`.
     """
 
-    begins_BS: Bool[Array, "b s"]
-    chosen_BS: Bool[Array, "b s"]
+    begins_BS: Bool[Array, "b s"]  # True where a pair begins
+    chosen_BS: Bool[Array, "b s"]  # True where the target of a chosen response is marked
     rejected_BS: Bool[Array, "b s"]
-    counted_BS: Bool[Array, "b s"]
-    tokens: Responses | None
-    order: str
+    counted_BS: Bool[Array, "b s"]  # True at the last token of a pair that counts
+    tokens: Responses | None  # numbers of marked targets, for pairs that count; else 1
+    order: str  # of the batch; see `lmlib.row_order`
 
     @classmethod
     def of(cls, batch: Batch) -> "Pairs":
@@ -136,20 +123,14 @@ class PairedObjective(Objective):
     """
 
     uses_reference = True
+    units = "pairs"
+    compares_pairs = True
 
     reference_from: str | None = None
 
     @property
     def reference_model(self) -> ReferenceModel | None:
         return None if self.reference_from is None else ReferenceModel(None, self.reference_from)
-
-    @property
-    def units(self) -> str:
-        return "pairs"
-
-    @property
-    def compares_pairs(self) -> bool:
-        return True
 
     def check(self, model: Any, reference_model: Any, trained: Set[str] | None) -> None:
         if reference_model is not None or not self.uses_reference:
@@ -212,7 +193,11 @@ class PairedObjective(Objective):
             # `fused_loss` computes gradients from the derivative of the loss with respect to each
             # token's.
             (minimised, sums), weights_BS = jax.value_and_grad(loss, has_aux=True)(nats_BS)
-            made = model_loss(CrossEntropy(), model, found.h_BSE, weights_BS, batch, compute)
+            made = fused_loss(
+                CrossEntropy(), found.h_BSE, model.unembedding_EV(), jnp.asarray(batch.targets),
+                weights_BS, cap=model.logit_cap, chunk=compute.loss_chunk,
+                dtype=compute.logits_dtype,
+            )  # fmt: skip
         # The weighted sum has the gradient of the loss, but a different value.
         minimised += made.loss_sum - jax.lax.stop_gradient(made.loss_sum)
         return LossSums(minimised, sums, found.aux)

@@ -33,12 +33,8 @@ def of_each_token(
 ) -> Any:
     """Applies `function(logits, targets_N, loss_mask_N)` to every token of `batch`.
 
-    The function returns a tree of arrays [n, …]. They are returned as arrays [b, s, …] in the
-    layout of the batch, without gradients.
-
-    Args:
-      function: runs on each device, with its `ChunkLogits`.
-      h_BSE: the features of `batch`.
+    It runs on each device, with its `ChunkLogits`, and returns a tree of arrays [n, …]. They are
+    returned as [b, s, …] in the layout of the batch, without gradients. `h_BSE` are the features.
     """
     split = is_split(h_BSE)
 

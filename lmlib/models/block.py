@@ -39,8 +39,7 @@ class BlockBase(Part):
 
     def attention_input(self, x_BSE: Float[Array, "b s embed"]) -> Float[Array, "b s embed"]:
         """The input of attention for this residual stream."""
-        # `replicate_for_tp` gathers the sequence over `tensor` when the residual stream is
-        # sequence-parallel.
+        # This gathers the sequence over `tensor` if the residual stream is sequence-parallel.
         h_BSE = replicate_for_tp(normed(self.attention_norm, x_BSE), "batch seq embed")
         return checkpoint_name(h_BSE, "attention_input")
 
@@ -105,10 +104,8 @@ class Block(BlockBase):
     ) -> tuple[Float[Array, "b s embed"], AuxOutputs, Any]:
         """A layer's call; see `Part`."""
         h_BSE, cache = self.attended(x_BSE, context, cache)
-        x_BSE += self._scaled(
-            context.dropped(normed(self.attention_after_norm, h_BSE), "attention")
-        )
-        x_BSE = checkpoint_name(x_BSE, "attention_residual")
+        h_BSE = context.dropped(normed(self.attention_after_norm, h_BSE), "attention")
+        x_BSE = checkpoint_name(x_BSE + self._scaled(h_BSE), "attention_residual")
         h_BSE, aux = self.fed_forward(x_BSE, context)
         h_BSE = context.dropped(normed(self.mlp_after_norm, h_BSE), "mlp")
         return x_BSE + self._scaled(h_BSE), aux, cache

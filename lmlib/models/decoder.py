@@ -125,11 +125,15 @@ class Decoder(Model):
         return head + self.stack.flops_per_token(sequence_length, causal)
 
     def weight_groups(self) -> tuple[WeightGroup, ...]:
-        def there(**groups: Any) -> list[WeightGroup]:
-            return [WeightGroup(name, tree) for name, tree in groups.items() if tree is not None]
-
-        before = there(embedding=self.embedding, positions=self.positions)
-        after = there(norm=self.norm, unembedding=self.unembedding)
+        first, last = ("embedding", "positions"), ("norm", "unembedding")
+        before, after = (
+            [
+                WeightGroup(name, getattr(self, name))
+                for name in names
+                if getattr(self, name) is not None
+            ]
+            for names in (first, last)
+        )
         return (*before, *self.stack.weight_groups(), *after)
 
 

@@ -76,7 +76,7 @@ class ForwardContext:
 
 
 def single_document_context(tokens_BS: Int32[Array, "b s"], compute: Compute) -> ForwardContext:
-    """Returns the context for rows that each hold one document, starting at position 0."""
+    """Returns the context for rows of one document each, from position 0."""
     positions_BS = jnp.zeros_like(tokens_BS) + jnp.arange(tokens_BS.shape[1], dtype=jnp.int32)
     return ForwardContext(positions_BS, None, compute)
 

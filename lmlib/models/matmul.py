@@ -37,10 +37,9 @@ def matmul(
 
 
 def _shared(equation: str, x: Array, w: Array) -> Array:
-    """Replicates `x` over the mesh axes that split the axes of `w` that x lacks.
+    """Replicates `x` over just the mesh axes that split the axes of `w` that x lacks.
 
-    `share` may have replicated x over other axes. Each device's part of x's gradient is then summed
-    over the axes of `w` (a psum).
+    Each device's part of x's gradient is then summed over them (a psum).
     """
     if jax.sharding.get_abstract_mesh().empty or not jax.typeof(x).sharding.spec.reduced:
         return x
@@ -134,10 +133,7 @@ def _along(x: Array, x_axes: str, dy: Array, y_axes: str) -> Array:
 
 
 def _layout_of_gradient(x: Array) -> PartitionSpec | None:
-    """The layout of x, with partial sums along the mesh axes over which x was gathered.
-
-    These are summed later.
-    """
+    """The layout of x, with partial sums, to sum later, along the axes over which it is reduced."""
     if jax.sharding.get_abstract_mesh().empty:
         return None
     layout = jax.typeof(x).sharding.spec

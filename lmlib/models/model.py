@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int32
 from lmlib.compute import Compute
 from lmlib.models.forward_context import ForwardContext, single_document_context
 from lmlib.models.part import NO_AUX, AuxOutputs, Part, class_name
-from lmlib.parallel.axes import Weight, map_weights
+from lmlib.parallel.axes import map_weights
 from lmlib.parallel.collectives import platform
 from lmlib.parallel.layout import reshard
 from lmlib.parallel.mesh import on_mesh_of
@@ -22,40 +22,30 @@ POSITION = "position"  # an axis with one entry for each position of a sequence
 
 
 class TrunkOutput(NamedTuple):
-    """The output of a model's layers.
+    """The output of a model's layers."""
 
-    x_BSE has the layout that `compute.residual` names. Losses and statistics in `aux` are means
-    over the layers that report them. `cache` is for the call with the tokens that follow.
-    `observed` are the results of `context.observe`, stacked in the order of the layers.
-    """
-
-    x_BSE: Float[Array, "b s embed"]
-    aux: AuxOutputs = NO_AUX
-    cache: Any = None
-    observed: Any = None
+    x_BSE: Float[Array, "b s embed"]  # in the layout that `compute.residual` names
+    aux: AuxOutputs = NO_AUX  # losses and statistics are means over the layers that report them
+    cache: Any = None  # for the call with the tokens that follow
+    observed: Any = None  # results of `context.observe`, stacked in the order of the layers
 
 
 class WeightGroup(NamedTuple):
-    """A tree of weights that tables show together: "embedding", "layers" (several), "norm".
+    """A tree of weights that tables show together."""
 
-    `layers` are the layers' indices, where arrays are stacked along a leading axis.
-    """
-
-    name: str
+    name: str  # "embedding", "layers" (several groups), "norm"
     weights: Any
-    layers: range | None = None
+    layers: range | None = None  # the layers' indices, where arrays are stacked
 
 
 class Model(Part):
     """A decoder of tokens. All its arrays are float32 weights, declared by `weights.weight`.
 
-    A model must add the FLOPs of its unembedding to `flops_per_token`. In its caches the row is the
-    second axis. `vocab` is the number of token ids that have logits; `logit_cap` is c, if logits z
-    become c · tanh(z / c).
+    `flops_per_token` must include the unembedding. In a model's caches the row is the second axis.
     """
 
-    vocab: eqx.AbstractVar[int]
-    logit_cap: eqx.AbstractVar[float | None]
+    vocab: eqx.AbstractVar[int]  # number of token ids that have logits
+    logit_cap: eqx.AbstractVar[float | None]  # c, if logits z become c · tanh(z / c)
 
     def __call__(
         self, tokens_BS: Int32[Array, "b s"], context: ForwardContext | None = None
@@ -132,9 +122,7 @@ def longest_sequence(model: Any) -> int | None:
 
 
 def check_positions(model: Any, sequence_length: int) -> None:
-    """Raises ValueError if a weight has fewer positions than sequences, where JAX reads the last
-    row.
-    """
+    """Raises ValueError if a weight has fewer positions: JAX would read its last one again."""
     for path, positions in _positions(model).items():
         if positions < sequence_length:
             raise ValueError(
@@ -157,11 +145,13 @@ def padded_length(model: Any, tokens: int, multiple: int) -> int:
 
 def _positions(model: Any) -> dict[str, int]:
     """Sizes of the axis "position" of weights, by their paths."""
-    found = {}
-
-    def visit(weight: Weight, array: Any) -> None:
-        if POSITION in weight.axes:
-            found[weight.path] = array.shape[weight.axes.index(POSITION)]
-
-    map_weights(visit, model)
+    found: dict[str, int] = {}
+    map_weights(
+        lambda weight, x: (
+            found.update({weight.path: x.shape[weight.axes.index(POSITION)]})
+            if POSITION in weight.axes
+            else None
+        ),
+        model,
+    )
     return found

@@ -25,13 +25,10 @@ Norm = Callable[[Array], Array]
 
 
 class ActivationNames(NamedTuple):
-    """Names of activations that may be saved for the backward pass (`checkpoint_name`), and of
-    scopes whose time and FLOPs are shown separately (`jax.named_scope`), in the order of
-    computation.
-    """
+    """Names of a part's activations and scopes, in the order of computation."""
 
-    saved: tuple[str, ...] = ()
-    scopes: tuple[str, ...] = ()
+    saved: tuple[str, ...] = ()  # may be saved for the backward pass (`checkpoint_name`)
+    scopes: tuple[str, ...] = ()  # time and FLOPs are shown separately (`jax.named_scope`)
 
 
 def merge_names(*names: ActivationNames) -> ActivationNames:
@@ -109,14 +106,11 @@ class Part(eqx.Module):
         return None
 
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:
-        """Returns the FLOPs of the forward and backward pass for one token, without
-        rematerialization.
+        """Returns the FLOPs of one token, forward and backward, without rematerialization.
 
         Inactive experts do not count, nor, if `causal`, masked keys (arXiv:2204.02311, appendix B).
         """
-        own = jax.tree.map(
-            lambda node: None if _is_part(node) else node, self, is_leaf=self._is_subpart
-        )
+        own = eqx.filter(self, lambda node: not _is_part(node), is_leaf=self._is_subpart)
         inside = (part.flops_per_token(sequence_length, causal) for part in self.subparts)
         return product_flops(own) + sum(inside)
 
@@ -126,8 +120,7 @@ class Part(eqx.Module):
             part.check(sequence_length, compute)
 
     def empty_cache(self, rows: int, length: int, dtype: DTypeLike) -> Any:
-        """Returns the `cache` of a first call for `rows` texts of `length` tokens; `None`: there is
-        none.
+        """Returns the `cache` of a first call for `rows` texts of `length` tokens, or `None`.
 
         The first axis of each array is the row. Tokens at negative positions, at its end, are
         padding.
@@ -137,9 +130,7 @@ class Part(eqx.Module):
     def attention_weights(
         self, x_BSE: Array, context: ForwardContext
     ) -> Float[Array, "b heads s t"]:
-        """Returns the weight of each position t in the output at s, for the x of a call; or raises
-        ValueError.
-        """
+        """Returns the weight of each position t in the output at s, or raises ValueError."""
         raise ValueError(
             f"{class_name(self)} shows no attention weights: it does not define the method "
             "`attention_weights` of lmlib.models.part.Part"
@@ -153,9 +144,7 @@ class Part(eqx.Module):
         return self
 
     def measured(self, tallies: Any) -> dict[str, Float[Array, ""]]:
-        """Returns metrics of a step from the tallies of the batch; the log shows the mean over
-        layers.
-        """
+        """Returns metrics of a step from the batch's tallies; the log has the mean over layers."""
         return {}
 
 
@@ -163,10 +152,7 @@ def check_part(part: Any, *arguments: str) -> None:
     """Raises ValueError if `part` is not a `Part` that takes the named `arguments`."""
     name = class_name(part)
     if not _is_part(part):
-        raise ValueError(
-            f"{name} is not a lmlib.models.part.Part: make it a subclass, which has defaults for "
-            "all but the call"
-        )
+        raise ValueError(f"{name} is not a lmlib.models.part.Part: make it a subclass")
     try:
         inspect.signature(part).bind(*arguments)
     except (TypeError, ValueError) as error:
@@ -203,9 +189,7 @@ def checked(part: Any, returned: Any, x_BSE: Array, *others: str) -> Any:
 
 
 def check_like(part: Any, y_BSE: Any, x_BSE: Array) -> None:
-    """Raises PartError if `y_BSE`, which might broadcast, is not like `x_BSE` in shape, dtype and
-    layout.
-    """
+    """Raises PartError if `y_BSE` and `x_BSE` differ in shape, dtype or layout."""
     shape, dtype = getattr(y_BSE, "shape", None), getattr(y_BSE, "dtype", None)
     if (shape, dtype) != (x_BSE.shape, x_BSE.dtype):
         raise PartError(
@@ -224,9 +208,7 @@ def check_like(part: Any, y_BSE: Any, x_BSE: Array) -> None:
 
 
 def check_scalars(part: Any, what: str, values: Any) -> None:
-    """Raises PartError if `values` is not a mapping of scalars, over whose elements JAX would
-    average.
-    """
+    """Raises PartError if `values` is not a mapping of scalars: a mean would hide the others."""
     if not isinstance(values, Mapping):
         raise PartError(f"{class_name(part)} must give {what} as a mapping, got {_text(values)}")
     for name, value in values.items():

@@ -1,8 +1,7 @@
 """The scan over layers, and the activations that it saves for the backward pass.
 
-Activations that `Compute` does not save are recomputed, layer by layer, from "layer_input" and
-"head_input" (Chen et al. 2016, arXiv:1604.06174). These and `CHOICES` are always saved: a
-recomputation that rounds differently could choose differently.
+Others are recomputed, layer by layer, from "layer_input" and "head_input" (Chen et al. 2016,
+arXiv:1604.06174). `CHOICES` are always saved: a recomputation could round and choose differently.
 
 Shapes: B batch, S sequence, E embed, R repetitions of a pattern.
 """
@@ -32,15 +31,12 @@ _Choose = Callable[[Any], Any]
 
 
 class StackedLayers(NamedTuple):
-    """Layers of a repeated pattern, one for each place in it; arrays are stacked along R.
-
-    Without randomness `keys` are `None`. `counts` is True for real repetitions, if some are
-    padding, which leaves the residual stream unchanged and reports nothing.
-    """
+    """Layers of a repeated pattern, one for each place in it; arrays are stacked along R."""
 
     layers: tuple[Part, ...]
-    keys: tuple[Key[Array, "R"] | None, ...]
+    keys: tuple[Key[Array, "R"] | None, ...]  # `None` without randomness
     caches: tuple[Any, ...]
+    # False for padding, which leaves the residual stream unchanged and reports nothing; optional.
     counts: Bool[Array, "R"] | None = None
 
 
@@ -120,10 +116,9 @@ def run(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _piece(index: int, stack_R: Array, own: Array) -> Array:
-    """`stack_R[index]`, which equals `own`.
+    """`stack_R[index]`, which equals `own`, and whose gradient is `own`'s.
 
-    The gradient goes to `own`: gradients of slices are concatenated, but gradients of the stack
-    would be padded and added.
+    Gradients of slices are concatenated; gradients of the stack would be padded and added.
     """
     return jnp.squeeze(jax.lax.slice_in_dim(stack_R, index, index + 1), 0)
 
@@ -154,26 +149,27 @@ def _split(tree_R: Any, repeats: int) -> list[Any]:
 def reshaped(x: Array, leading: int, sizes: tuple[int, ...]) -> Array:
     """Reshapes the first `leading` axes, which are whole; the others keep their layout."""
     # JAX forgets the layout of an axis of size 1.
-    layout = None
-    if not jax.sharding.get_abstract_mesh().empty:
-        others = jax.typeof(x).sharding.spec.partitions[leading:]
-        layout = PartitionSpec(*(None,) * len(sizes), *others)
+    layout = _layout_behind(len(sizes), x, leading)
     return jnp.reshape(x, (*sizes, *x.shape[leading:]), out_sharding=layout)
 
 
 def stacked(x: Array, repeats: int) -> Array:
     """Copies of `x` along a new leading axis."""
-    layout = None
-    if not jax.sharding.get_abstract_mesh().empty:
-        layout = PartitionSpec(None, *jax.typeof(x).sharding.spec.partitions)
-    return jnp.broadcast_to(x, (repeats, *x.shape), out_sharding=layout)
+    return jnp.broadcast_to(x, (repeats, *x.shape), out_sharding=_layout_behind(1, x, 0))
+
+
+def _layout_behind(whole: int, x: Array, first: int) -> PartitionSpec | None:
+    """The layout of the axes of x from `first` on, behind axes that are `whole`."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return None
+    return PartitionSpec(*(None,) * whole, *jax.typeof(x).sharding.spec.partitions[first:])
 
 
 def policy(compute: Compute, names: Sequence[str]) -> Callable[..., Any]:
     """Returns a policy for `jax.checkpoint`, which saves or offloads names as `compute` says."""
 
     def inner(names: Sequence[str]) -> list[str]:
-        """Kernels use their own name for their output and one number per head and position."""
+        # Kernels use their own name for their output and one number per head and position.
         return ["attention_kernel" if name == "attention" else name for name in names]
 
     saved = compute.kept(names)

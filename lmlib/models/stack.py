@@ -46,8 +46,7 @@ class Segment(NamedTuple):
 def segments(layers: Sequence[MakeLayer]) -> list[Segment]:
     """Groups layers, of which equal ones share a function, so that few have to be compiled.
 
-    The segments are the shortest pattern that repeats and the remaining layers, or runs of equal
-    layers.
+    Returns the shortest pattern that repeats and the remaining layers, or runs of equal layers.
     """
     period = next(
         period
@@ -101,13 +100,10 @@ class Stack(Part):
         for number, pattern in enumerate(self.patterns):
             repeats, period = repeats_of(pattern), len(pattern)
             end = first + repeats * period
-            keys = tuple(
-                None if keys_L is None else keys_L[i:end:period]
-                for i in range(first, first + period)
-            )
-            layers = StackedLayers(
-                pattern, keys, (None,) * period if cache is None else cache[number]
-            )
+            starts = range(first, first + period)
+            keys = tuple(None if keys_L is None else keys_L[i:end:period] for i in starts)
+            caches = (None,) * period if cache is None else cache[number]
+            layers = StackedLayers(pattern, keys, caches)
             with jax.named_scope("layers"):
                 if _in_stages(context, repeats, cache):
                     from lmlib.models.pipeline.run import run_in_stages  # only stages need it
@@ -121,17 +117,15 @@ class Stack(Part):
             given.append(given_R)
             first = end
         aux = [each.aux for given_R in given for each in given_R]
-        observed = [_by_layer([each.observed for each in given_R]) for given_R in given]
-        return TrunkOutput(
-            x_BSE,
-            AuxOutputs(
-                _averaged([each.losses for each in aux]),
-                _averaged([each.statistics for each in aux]),
-                tuple(tuple(each.aux.tallies for each in given_R) for given_R in given),
-            ),
-            cache and tuple(tuple(each.cache for each in given_R) for given_R in given),
-            context.observe and jax.tree.map(lambda *each: jnp.concatenate(each), *observed),
+        reports = AuxOutputs(
+            _averaged([each.losses for each in aux]),
+            _averaged([each.statistics for each in aux]),
+            tuple(tuple(each.aux.tallies for each in given_R) for given_R in given),
         )
+        cache = cache and tuple(tuple(each.cache for each in given_R) for given_R in given)
+        observed = [_by_layer([each.observed for each in given_R]) for given_R in given]
+        seen = context.observe and jax.tree.map(lambda *each: jnp.concatenate(each), *observed)
+        return TrunkOutput(x_BSE, reports, cache, seen)
 
     def _given(self, x_BSE: Array, context: ForwardContext) -> ForwardContext:
         """Adds the shared values that need more than the context."""
@@ -180,22 +174,19 @@ class Stack(Part):
         return eqx.tree_at(lambda stack: stack.patterns, self, patterns)
 
     def measured(self, tallies: Any) -> dict[str, Array]:
-        def measured(layer: Part, tallies: Any) -> dict[str, Array]:
-            found = layer.measured(tallies)
-            check_scalars(layer, "measured", found)
-            return found
+        def measured(layer: Part, tallies_R: Any) -> dict[str, Array]:
+            def of_one(tallies: Any) -> dict[str, Array]:
+                found = layer.measured(tallies)
+                check_scalars(layer, "measured", found)
+                return found
 
-        layers = zip(itertools.chain(*self.patterns), itertools.chain(*tallies), strict=True)
-        return _averaged(
-            [
-                jax.vmap(functools.partial(measured, layer))(tallies_R)
-                for layer, tallies_R in layers
-                if tallies_R is not None
-            ]
-        )
+            return {} if tallies_R is None else jax.vmap(of_one)(tallies_R)
+
+        layers, of_layers = itertools.chain(*self.patterns), itertools.chain(*tallies)
+        return _averaged([*map(measured, layers, of_layers)])
 
     def empty_cache(self, rows: int, length: int, dtype: DTypeLike) -> Any:
-        """See `Model.empty_cache`; `None` if a layer does not support a cache."""
+        """See `Part.empty_cache`; `None` if a layer does not support a cache."""
         caches = []
         for pattern in self.patterns:
             of_one = tuple(_one_of(layer).empty_cache(rows, length, dtype) for layer in pattern)
@@ -215,10 +206,8 @@ class Stack(Part):
         groups, first = [], 0
         for pattern in self.patterns:
             end = first + repeats_of(pattern) * len(pattern)
-            groups += [
-                WeightGroup("layers", layer, range(first + j, end, len(pattern)))
-                for j, layer in enumerate(pattern)
-            ]
+            for j, layer in enumerate(pattern):
+                groups.append(WeightGroup("layers", layer, range(first + j, end, len(pattern))))
             first = end
         return tuple(groups)
 
@@ -244,8 +233,7 @@ def _stacked(make: MakeLayer, keys_R: Key[Array, "R"]) -> Part:
     """Makes a layer from each key and stacks their arrays."""
 
     def layer(key: PRNGKeyArray) -> Part:
-        made = make(key)
-        check_part(made, "x_BSE", "context", "cache")
+        check_part(made := make(key), "x_BSE", "context", "cache")
         map_weights(lambda *_: None, made)
         return made
 
@@ -260,19 +248,14 @@ def _in_stages(context: ForwardContext, repeats: int, cache: Any) -> bool:
 
 def _averaged(aux: Sequence[dict[str, Array]]) -> dict[str, Array]:
     """The mean of each name over the layers that have it; values are stacked along R."""
-    named: dict[str, list[Array]] = {}
-    for name, value_R in itertools.chain(*(each.items() for each in aux)):
-        named.setdefault(name, []).append(value_R)
-    return {name: jnp.mean(jnp.concatenate(values)) for name, values in named.items()}
+    names = dict.fromkeys(itertools.chain(*aux))
+    of_name = {name: [each[name] for each in aux if name in each] for name in names}
+    return {name: jnp.mean(jnp.concatenate(values)) for name, values in of_name.items()}
 
 
 def _by_layer(seen: Sequence[Any]) -> Any:
     """Combines (R, …) of each layer of a pattern into one (layers, …)."""
-
-    def combined(*each_R: Array) -> Array:
-        return reshaped(jnp.stack(each_R, axis=1), 2, (len(each_R) * each_R[0].shape[0],))
-
-    return jax.tree.map(combined, *seen)
+    return jax.tree.map(lambda *each_R: reshaped(jnp.stack(each_R, axis=1), 2, (-1,)), *seen)
 
 
 def _one_of(layer: Any) -> Any:

@@ -36,15 +36,14 @@ BELL_DEVIATION = math.sqrt(2**2 * 4 * (2**32 - 1) / 12)
 
 
 class InitialValues:
-    """Base class of the initial values of a weight, given the sizes of its named axes."""
+    """Base class of the initial values of a weight, given the sizes of its named axes.
 
-    def make(self, key: PRNGKeyArray, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Array:
-        """Returns float32 values of `shape`."""
-        raise NotImplementedError
+    `make` returns float32 values of a shape; `text` is for tables: "ones", a standard deviation.
+    """
 
-    def text(self, sizes: Mapping[str, int]) -> str:
-        """Short text for tables: "ones", or a standard deviation."""
-        raise NotImplementedError
+    summed: tuple[str, ...] = ()  # the axes that products with the weight sum over
+    make: Callable[[PRNGKeyArray, tuple[int, ...], Mapping[str, int]], Array]
+    text: Callable[[Mapping[str, int]], str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,8 +112,7 @@ def weight(
     Args:
       initial: the initial values, or a function that makes them from the module's settings.
       decays: True if weight decay applies. `None`: True if the initial values are random.
-      rules: mesh axes for axis names that `lmlib.parallel.layout` does not have; `None` keeps one
-        whole.
+      rules: mesh axes for names that `lmlib.parallel.layout` lacks; `None` keeps an axis whole.
       dtype: dtype for computation, regardless of `Compute.dtype`, or a function of the module.
       learning_rate: factor of the optimizer's learning rate.
       gradient: False for state that `lmlib.models.part.Part.updated` changes once a step.
@@ -129,18 +127,10 @@ def weight(
                 f"initial values must be zeros, ones, normal(deviation), fan_in(axes) or a "
                 f"function of the module that gives such, got {values!r}"
             )
-        of_products = values.summed if isinstance(values, Random) else ()
-        random = isinstance(values, Random)
+        decaying = isinstance(values, Random) if decays is None else decays
+        own_dtype = dtype(owner) if callable(dtype) else dtype
         return Declaration(
-            initial=values,
-            multiplied=bool(of_products),
-            decays=random if decays is None else decays,
-            rules=rules or {},
-            summed=of_products,
-            dtype=dtype(owner) if callable(dtype) else dtype,
-            learning_rate=learning_rate,
-            gradient=gradient,
-            writes=writes,
+            values, decaying, rules or {}, values.summed, own_dtype, learning_rate, gradient, writes
         )
 
     return eqx.field(metadata={METADATA: declared})
@@ -155,12 +145,10 @@ def initial_values(owner: Any, field: str, key: PRNGKeyArray, **sizes: int) -> F
     axes = axis_names(owner, field)
     where = f"{(owner if isinstance(owner, type) else type(owner)).__name__}.{field}"
     for axis in axes:
-        if sizes.get(axis, 0) < 1:
-            raise LayoutError(
-                f"{where} needs a positive size for axis {axis!r}, got {sizes.get(axis)}"
-            )
+        if (size := sizes.get(axis, 0)) < 1:
+            raise LayoutError(f"{where} needs a positive size for axis {axis!r}, got {size}")
     initial = declaration(owner, field).initial
-    for axis in initial.summed if isinstance(initial, Random) else ():
+    for axis in initial.summed:
         if axis not in sizes:
             raise LayoutError(
                 f"{where} begins with fan_in({axis!r}), but its axes are {' '.join(axes)}: name "
@@ -179,8 +167,7 @@ def fill(module: Any, key: PRNGKeyArray, without: Sequence[str] = (), **sizes: i
 
 
 def creator(make: Callable[..., M], mesh: Mesh, made: M | None = None) -> Callable[..., M]:
-    """Compiles `make` to create its weights on `mesh` in the stored layout, with the bits of any
-    mesh.
+    """Compiles `make` to create its weights on `mesh`, as stored, with the bits of any mesh.
 
     Call it under `jax.set_mesh(mesh)`. `made` are the result's shapes, if `make` takes arguments.
     """
@@ -227,8 +214,8 @@ def fold_in_name(key: PRNGKeyArray, name: str) -> PRNGKeyArray:
 def approx_normal(key: PRNGKeyArray, shape: tuple[int, ...], deviation: float) -> jax.Array:
     """Random float32 values of mean 0 and the given standard deviation, within ±3.46 of it.
 
-    They are sums of four uniform 16-bit integers (the Irwin-Hall distribution). Integers are exact
-    and one multiplication rounds once, so the bits do not depend on how XLA splits or fuses.
+    Sums of four uniform 16-bit integers (Irwin-Hall). Integers are exact and one multiplication
+    rounds once, so the bits do not depend on how XLA splits or fuses.
     """
 
     def add(total: jax.Array, key: PRNGKeyArray) -> tuple[jax.Array, None]:
@@ -246,11 +233,8 @@ def product_flops(module: Any) -> float:
 
     They are six for each parameter. Leading axes, of stacked layers, do not count.
     """
-    counts: list[int] = []
 
-    def count(weight: Weight, array: Any) -> None:
-        if weight.declaration.multiplied:
-            counts.append(math.prod(array.shape[weight.stacked :]))
+    def count(weight: Weight, array: Any) -> int:
+        return math.prod(array.shape[weight.stacked :]) if weight.declaration.multiplied else 0
 
-    map_weights(count, module)
-    return 6.0 * sum(counts)
+    return 6.0 * sum(jax.tree.leaves(map_weights(count, module)))

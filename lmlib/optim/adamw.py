@@ -2,13 +2,7 @@
 
 from typing import Any
 
-from lmlib.optim.optimizer import (
-    Decays,
-    Optimizer,
-    as_declared,
-    scaled_adam,
-    with_decoupled_decay,
-)
+from lmlib.optim.optimizer import Decays, Optimizer, as_declared, scaled_adam, with_decoupled_decay
 from lmlib.optim.schedules import MakeSchedule, warmup_cosine
 
 
@@ -38,14 +32,11 @@ def adamw(
       decays: returns True for weights that decay.
       cautious: decays an element only where its update shrinks it (Chen et al. 2025,
         arXiv:2510.12402).
-      first_moment_dtype: "bfloat16" saves 2 bytes for each parameter; moments are still summed in
-        float32.
-      scaled: a `lmlib.optim.transfer.Scaled` of the model and of a smaller one, if the other
-        settings are meant for the smaller one; set by the experiment. `None`: the settings are the
-        model's own.
+      first_moment_dtype: "bfloat16" saves 2 bytes for each parameter; sums are still in float32.
+      scaled: a `lmlib.optim.transfer.Scaled`, if the other settings are meant for a smaller model;
+        set by the experiment.
 
-    Raises:
-      ValueError: with the name of a number that is out of range, or of an unknown dtype.
+    Raises ValueError for a number that is out of range, or an unknown dtype.
     """
     if first_moment_dtype not in ("float32", "bfloat16"):
         raise ValueError(

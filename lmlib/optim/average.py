@@ -26,9 +26,6 @@ class WeightAverage:
     Args:
       decay: factor of an update's weight after each further update; the mean covers about the last
         1 / (1 - decay) updates.
-
-    Raises:
-      ValueError: if `decay` is not between 0 and 1.
     """
 
     decay: float = 0.999
@@ -39,17 +36,11 @@ class WeightAverage:
 
 
 class AveragedState(NamedTuple):
-    """An optimizer's state, and the average.
-
-    Attributes:
-      updates: number of updates made.
-      average: mean of the weights after each update, float32, in the layout of the weights; the
-        weights themselves before the first update.
-    """
+    """An optimizer's state, and the average."""
 
     optimizer: optax.OptState
-    updates: Int32[Array, ""]
-    average: Any
+    updates: Int32[Array, ""]  # number of updates made
+    average: Any  # of the weights after each, float32, in their layout; at first the weights
 
 
 def with_average(optimizer: Optimizer, average: WeightAverage | None) -> Optimizer:

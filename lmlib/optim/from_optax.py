@@ -77,12 +77,9 @@ class _Small(eqx.Module):
 def acts_on_each_layer(transformation: optax.GradientTransformation) -> bool:
     """True if `layer_by_layer(transformation)` makes the same updates as for separate layers.
 
-    False if `transformation` itself makes them from stacked layers. This is the case if it uses
-    statistics of all weights, such as a norm, and updates each array elementwise; or if it adds
-    random numbers, which differ, and updates elementwise. A trial with two layers decides.
-
-    Raises:
-      ValueError: if neither form makes them.
+    False if `transformation` itself makes them from stacked layers, elementwise, with statistics of
+    all weights, such as a norm, or random numbers. A trial with two layers decides. Raises
+    ValueError if neither form makes them.
     """
     random = np.random.default_rng(0)
     weights, mean = random.normal(size=(2, *_SHAPE))
@@ -135,20 +132,11 @@ _Keys = tuple[Any, ...]
 
 
 def state_layout(state: Any, model: Any, mesh: AbstractMesh) -> Any:
-    """Returns the partitions of all arrays of an optimizer's `state` on `mesh`.
+    """Returns the partitions of all arrays of an optimizer's abstract `state` on `mesh`.
 
-    An array belongs to a weight if the weight's path is a part of its own. It has the weight's
-    partition if it has the weight's shape. If it has only some of the weight's axes, as factored
-    moments do, or additional ones, it is split along the common axes. Everything else is whole on
-    each device.
-
-    Args:
-      state: shapes and dtypes.
-      model: the weights, whose types contain their layouts.
-
-    Raises:
-      ValueError: if a large array would be whole on each of several devices although the weights
-        are split.
+    An array whose path contains the path of a weight of `model` is split like it, along the axes
+    that both have: factored moments lack some. Everything else is whole on each device. Raises
+    ValueError if a large array would be whole although the weights are split.
     """
     leaves = jax.tree_util.tree_leaves_with_path(model)
     weights = {tuple(keys): jax.typeof(weight) for keys, weight in leaves}
@@ -230,15 +218,13 @@ def from_optax(
         None or True, and the `muon_weight_dimension_numbers` of `optax.contrib.muon`, are filled in
         from the weights' declarations. A function of weights among the arguments gets one of the
         stacked layers.
-      schedule: as in `lmlib.optim.adamw.adamw`: its numbers are the hyperparameters.
-      clip_norm: largest global gradient norm; `None` does not clip.
+      schedule, clip_norm: as in `lmlib.optim.adamw.adamw`.
       decays: True for weights that decay, if `make` takes a mask for them. Optimizers of optax
         without a mask decay all weights, if any.
 
     Raises:
-      ValueError: for a number that is out of range, or a `make` without `learning_rate`; if an
-        update needs more than gradients, state and weights, or differs from the update of separate
-        layers. On creation of the state: if it cannot be laid out, or is Muon's without its
+      ValueError: if an update needs more than gradients, state and weights, or differs from the
+        update of separate layers; later, if the state cannot be laid out, or is Muon's without its
         argument.
     """
     made, clip = rates_and_clipping(steps, peak_lr, schedule, clip_norm)

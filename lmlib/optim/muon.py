@@ -63,10 +63,8 @@ def orthogonalized(
     (X Xᵀ)² X, so each of its singular values s becomes a s + b s³ + c s⁵. X and the operands of
     products have the dtype of `x_NRC`. Each polynomial takes N · (4 R² C + 2 R³) FLOPs.
 
-    X starts as the matrix divided by 1.01 times its Frobenius norm, for all polynomials. The code
-    of the Polar Express does the same, to leave room for rounding. The code of Jordan et al.
-    divides by the norm itself: with `CLASSIC` each singular value starts 1 % smaller here than
-    there.
+    X starts as the matrix divided by 1.01 times its Frobenius norm, which leaves room for rounding,
+    as in the code of the Polar Express. The code of Jordan et al. divides by the norm itself.
     """
     dtype = x_NRC.dtype
     wide_NRC = x_NRC.astype(jnp.float32)
@@ -92,17 +90,11 @@ _TINY = 1e-8  # added to roots
 
 
 class MuonState(NamedTuple):
-    """The state of Muon.
+    """The state of Muon."""
 
-    Attributes:
-      momentum: momentum of matrices, in their layout; `None` in place of other weights.
-      neurons: mean square of each column of the updates; empty without `neuron_decay`.
-      adam: the moments of the other weights.
-    """
-
-    momentum: Any
-    neurons: tuple[Any, ...]
-    adam: optax.OptState
+    momentum: Any  # of matrices, in their layout; `None` in place of other weights
+    neurons: tuple[Any, ...]  # mean square of each column of the updates; or empty
+    adam: optax.OptState  # the moments of the other weights
 
 
 def muon(
@@ -151,9 +143,6 @@ def muon(
         one output. `None` skips this.
       adamw_learning_rate: factor of the learning rate for the weights that AdamW updates.
       b1, b2, epsilon: settings of AdamW.
-
-    Raises:
-      ValueError: with the name of a number that is out of range, or of an unknown dtype.
     """
     decay: dict[str, Any] = {} if neuron_decay is None else {"neuron_decay": neuron_decay}
     adam = scaled_adam(b1, b2, epsilon, scaled, momentum=momentum, **decay)
@@ -225,14 +214,10 @@ def _neurons(form: Matrices, matrices: Array) -> Array:
 def _descended(
     polynomials: Sequence[Polynomial], neuron_decay: float | None, x_NRC: Array, *neurons: Array
 ) -> tuple[Array, ...]:
-    """The orthogonalised matrices, scaled to the size of AdamW's updates.
+    """The orthogonalised matrices, scaled to the size of AdamW's updates, and updated `neurons`.
 
-    With `neurons`, columns are divided by the root of their mean square, and matrices keep their
-    norm.
-
-    Args:
-      neurons: empty, or the mean square of each column's updates, [N, 1, C], or [N, R, 1] for
-        transposed matrices. It is returned as well, updated.
+    These are nothing, or the mean square of each column's updates, [N, 1, C], or [N, R, 1] for
+    transposed matrices: columns are divided by its root, and matrices keep their norm.
     """
     y_NRC = orthogonalized(x_NRC, polynomials).astype(jnp.float32)
     size = ADAMW_RMS * max(y_NRC.shape[1:]) ** 0.5

@@ -23,19 +23,15 @@ Hyperparameters = Mapping[str, Any]
 class Optimizer(NamedTuple):
     """Computes updates from gradients.
 
-    Attributes:
-      transformation: computes updates from gradients.
-      learning_rate: the rate at each step.
-      decays: True for a weight that decays.
-      metrics: float32 scalars by name, from the transformation's state after a step.
-      hyperparameters: by name, extra arguments of `transformation.update` (as in optax) and of
-        `learning_rate` in each step. Numbers in it, which may be leaves of trees, are arguments of
-        the compiled step: different numbers do not need another program.
+    `hyperparameters` are extra arguments of `transformation.update` (as in optax) and of
+    `learning_rate`, by name. Numbers in them, which may be leaves of trees, are arguments of the
+    compiled step: different numbers do not need another program.
     """
 
     transformation: optax.GradientTransformation
-    learning_rate: Callable[..., Array]
-    decays: Decays
+    learning_rate: Callable[..., Array]  # the rate at a step
+    decays: Decays  # True for a weight that decays
+    # Float32 scalars by name, from the transformation's state after a step.
     metrics: Callable[[optax.OptState], dict[str, Array]] = lambda state: {}
     hyperparameters: Hyperparameters = MappingProxyType({})
 
@@ -53,8 +49,7 @@ def scaled_adam(
 ) -> optax.GradientTransformation:
     """Adam's direction, with the factors of a `lmlib.optim.transfer.Scaled` or `None`.
 
-    Raises:
-      ValueError: if epsilon is not positive, or b1, b2 or one of `fractions` not in [0, 1).
+    Raises ValueError if epsilon is not positive, or b1, b2 or one of `fractions` not in [0, 1).
     """
     for name, fraction in {"b1": b1, "b2": b2, **fractions}.items():
         if not 0 <= fraction < 1:
@@ -66,24 +61,14 @@ def scaled_adam(
 
 
 def with_decoupled_decay(
-    direction: optax.GradientTransformation,
-    steps: int,
-    peak_lr: float,
-    schedule: MakeSchedule,
-    weight_decay: float,
-    clip_norm: float | None,
-    decays: Decays,
-    cautious: bool,
-    scaled: Any,
-) -> Optimizer:
+    direction: optax.GradientTransformation, steps: int, peak_lr: float, schedule: MakeSchedule,
+    weight_decay: float, clip_norm: float | None, decays: Decays, cautious: bool, scaled: Any,
+) -> Optimizer:  # fmt: skip
     """Updates of -rate · (direction + weight_decay · weight), after clipping by global norm.
 
-    `direction` is computed from clipped gradients. The other arguments are those of
-    `lmlib.optim.adamw.adamw`. The hyperparameters are `weight_decay` and the schedule's numbers.
-    Source: Loshchilov & Hutter 2019, arXiv:1711.05101, equation 12.
-
-    Raises:
-      ValueError: with the name of a number that is out of range.
+    `direction` is computed from clipped gradients; other arguments are as in `adamw`. The
+    hyperparameters are `weight_decay` and the schedule's numbers. Raises ValueError for a number
+    that is out of range. Source: Loshchilov & Hutter 2019, arXiv:1711.05101, equation 12.
     """
     if not 0 <= weight_decay < math.inf:
         raise ValueError(f"weight_decay must be a number of at least 0, got {weight_decay}")
@@ -100,14 +85,9 @@ def with_decoupled_decay(
         )
 
     def update(
-        updates: Any,
-        state: optax.OptState,
-        model: Any = None,
-        *,
-        learning_rate: optax.Schedule = made,
-        weight_decay: Any = weight_decay,
-        **others: Any,
-    ) -> tuple[Any, optax.OptState]:
+        updates: Any, state: Any, model: Any = None, *, learning_rate: optax.Schedule = made,
+        weight_decay: Any = weight_decay, **others: Any,
+    ) -> tuple[Any, optax.OptState]:  # fmt: skip
         return chain(learning_rate, weight_decay).update(updates, state, model)
 
     def rate(step: Any, *, learning_rate: optax.Schedule = made, **others: Any) -> Array:
@@ -124,11 +104,7 @@ def with_decoupled_decay(
 def rates_and_clipping(
     steps: int, peak_lr: float, schedule: MakeSchedule, clip_norm: float | None
 ) -> tuple[optax.Schedule, optax.GradientTransformation]:
-    """Returns the schedule, and clipping by global norm.
-
-    Raises:
-      ValueError: with the name of a number that is out of range.
-    """
+    """Returns the schedule, and clipping by global norm; ValueError for a number out of range."""
     if steps < 1 or not 0 < peak_lr < math.inf:
         raise ValueError(f"steps and peak_lr must be positive, got {steps} and {peak_lr}")
     if clip_norm is not None and not clip_norm > 0:
@@ -173,13 +149,10 @@ def _decay(weight_decay: Any, decays: Decays, cautious: bool) -> optax.GradientT
 def arrays_of(
     hyperparameters: Hyperparameters, mesh: Mesh, abstract: bool = False
 ) -> Hyperparameters:
-    """Puts the numbers among the leaves as scalars on every device of `mesh`.
+    """Puts the numbers among the leaves, int32 or float32, on every device of `mesh`.
 
-    Integers are int32 and others float32. Other leaves become `None`. If `abstract`, returns only
-    shapes, dtypes and shardings.
-
-    Raises:
-      OverflowError: if an integer does not fit.
+    Other leaves become `None`. If `abstract`, returns only shapes, dtypes and shardings. Raises
+    OverflowError if an integer does not fit.
     """
     everywhere = NamedSharding(mesh, PartitionSpec())
 

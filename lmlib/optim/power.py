@@ -8,15 +8,12 @@ from lmlib.optim.schedules import Schedule, warmup_stable_decay
 
 
 class PowerLaw(eqx.Module):
-    """A `Schedule` multiplied by a power of the steps made; an `optax.Schedule`.
+    """A `Schedule` multiplied by (steps / warm-up)^-exponent; an `optax.Schedule`.
 
-    Attributes:
-      schedule: constant between its rise and its fall.
-      exponent: speed of the decrease: at twice the steps of the warm-up the power is 2^-exponent.
-        It is 1 until the warm-up ends, and stays constant once the fall begins.
+    The power is 1 until the warm-up ends, and stays constant once the fall begins.
     """
 
-    schedule: Schedule
+    schedule: Schedule  # constant between its rise and its fall
     exponent: float | Array
 
     def __call__(self, step: int | Array) -> Array:
@@ -38,18 +35,13 @@ def warmup_power_decay(
     """Warm-up, then a power of the tokens seen, then a linear decay over the last `decay` steps.
 
     This is the power scheduler of Shen et al. 2024, arXiv:2408.13359, whose rate is batch size · a
-    · tokens^-exponent with an exponent of 0.51. All steps are assumed to have the same number of
-    tokens. `peak_lr` is the rate at the end of the warm-up, so it corresponds to their batch size ·
-    a · tokens^-exponent for the tokens of the warm-up.
+    · tokens^-exponent with an exponent of 0.51, for equally large steps. `peak_lr` is the rate at
+    the end of the warm-up.
 
     Args:
       warmup, decay: fractions or numbers of `steps`. If `warmup` is a number, the rate at a step is
         the same in runs of all lengths, until they decay.
       end: the rate at the end, as a fraction of the rate at which the decay begins.
-
-    Raises:
-      ValueError: for a fraction or number of steps that is out of range, or an exponent that is not
-        positive.
     """
     if not exponent > 0:
         raise ValueError(f"exponent must be positive, got {exponent}: the rate falls by it")

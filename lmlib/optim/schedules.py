@@ -1,7 +1,7 @@
 """Learning rates over a run: linear warm-up, constant, then a decrease.
 
-The lengths of rise and fall are given in one of two ways: a float is a fraction of the run's steps,
-and an int is a number of steps, which stays the same if the run is extended or forked.
+Lengths of rise and fall are fractions of the run's steps (a float), or numbers of steps (an int),
+which stay the same if the run is extended or forked.
 """
 
 from collections.abc import Callable
@@ -19,22 +19,14 @@ class Schedule(eqx.Module):
     """The learning rate at a step, an `optax.Schedule`.
 
     Its numbers are leaves of a tree, so that a compiled step can take them as arguments.
-
-    Attributes:
-      peak_lr: the highest rate.
-      steps: length of the schedule; the rate is constant afterwards.
-      rising: number of first steps, in which the rate rises linearly.
-      falling: number of last steps, in which the rate falls.
-      end: the final rate, as a fraction of `peak_lr`.
-      shape: shape of the fall: the height, from 1 to 0, as a function of the remaining fraction.
     """
 
-    peak_lr: float | Array
-    steps: int | Array
-    rising: int | Array
-    falling: int | Array
-    end: float | Array
-    shape: Shape = eqx.field(static=True)
+    peak_lr: float | Array  # the highest rate
+    steps: int | Array  # length of the schedule; the rate is constant afterwards
+    rising: int | Array  # number of first steps, in which the rate rises linearly
+    falling: int | Array  # number of last steps, in which the rate falls
+    end: float | Array  # the final rate, as a fraction of `peak_lr`
+    shape: Shape = eqx.field(static=True)  # the height, 1 to 0, at the remaining fraction
 
     def __call__(self, step: int | Array) -> Array:
         """Returns the rate at a step, a float32 scalar."""
@@ -51,8 +43,7 @@ def warmup_cosine(
 ) -> Schedule:
     """Half a cosine from `peak_lr` to `end` · `peak_lr`, after a linear warm-up.
 
-    Source: Loshchilov & Hutter 2017, arXiv:1608.03983, eq. 5. `warmup` is a fraction or a number of
-    `steps`.
+    Source: Loshchilov & Hutter 2017, arXiv:1608.03983, eq. 5.
     """
     rising = _steps_of("warmup", warmup, steps)
     return _schedule(peak_lr, steps, rising, steps - rising, end, _half_cosine)
@@ -75,11 +66,8 @@ def warmup_stable_decay(
 ) -> Schedule:
     """Warm-up, then constant, then linear to `end` · `peak_lr` over the last `decay` steps.
 
-    WSD: Hu et al. 2024, arXiv:2404.06395, §4. `warmup` and `decay` are fractions or numbers of
-    `steps`.
-
-    Before the decay it equals `warmup_constant` with the same `peak_lr` and the same number of
-    warm-up steps, bit for bit: a run with that schedule can be forked and decayed from any step.
+    WSD: Hu et al. 2024, arXiv:2404.06395, §4. Before the decay it equals `warmup_constant` with the
+    same warm-up steps bit for bit: a run with that schedule can be forked and decayed anywhere.
     """
     rising, falling = _steps_of("warmup", warmup, steps), _steps_of("decay", decay, steps)
     if _share(warmup, steps) + _share(decay, steps) > 1:
@@ -99,8 +87,7 @@ def warmup_constant(peak_lr: float, steps: int, warmup: float | int = 0.01) -> S
 def _schedule(
     peak_lr: float, steps: int, rising: int, falling: int, end: float, shape: Shape
 ) -> Schedule:
-    # Converted to fixed types, since other types of literals in a config would need another
-    # program.
+    # Fixed types, since other types of literals in a config would need another program.
     return Schedule(float(peak_lr), int(steps), rising, falling, float(end), shape)
 
 

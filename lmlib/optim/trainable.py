@@ -61,12 +61,12 @@ def adapters(learning_rate_of_up: float = 1.0, besides: Sequence[str] = ()) -> G
 def grouped(model: Any, groups: Groups) -> dict[str, str]:
     """The group of each weight that trains, by its path.
 
-    Raises:
-      SelectionError: if a pattern or an axis matches no weight, a weight is in two groups, a group
-        is empty, or contains the base of an adapter.
+    Raises SelectionError if a pattern or an axis matches no weight, a weight is in two groups, a
+    group is empty, or contains the base of an adapter.
     """
     weights, found = named_weights(model), dict[str, str]()
-    bases = _bases(model)
+    nodes = jax.tree_util.tree_leaves_with_path(model, is_leaf=is_adapted)
+    bases = {_path(keys) + ".base" for keys, node in nodes if is_adapted(node)}
     for name, group in groups.items():
         try:
             chosen = selected(weights, group.paths, group.axes)
@@ -94,23 +94,15 @@ def grouped(model: Any, groups: Groups) -> dict[str, str]:
     return found
 
 
-def _bases(model: Any) -> set[str]:
-    nodes = jax.tree_util.tree_leaves_with_path(model, is_leaf=is_adapted)
-    return {
-        jax.tree_util.keystr(keys, simple=True, separator=".") + ".base"
-        for keys, node in nodes
-        if is_adapted(node)
-    }
+def _path(keys: Any) -> str:
+    return jax.tree_util.keystr(keys, simple=True, separator=".")
 
 
 def flops_per_token(model: Any, groups: Groups | None, sequence_length: int, causal: bool) -> float:
-    """FLOPs per token of a step that trains `groups` of `model`.
+    """FLOPs per token of a step that trains `groups` of `model`, as `Experiment.model` makes it.
 
-    They are the FLOPs of `Model.flops_per_token`, minus two for each frozen parameter that
-    multiplies a token's activations, since its gradient is not computed.
-
-    Args:
-      model: with weights as `Experiment.model` makes them.
+    Without two for each frozen parameter that multiplies a token's activations, since its gradient
+    is not computed.
     """
     flops = model.flops_per_token(sequence_length, causal)
     if groups is None:
@@ -137,7 +129,7 @@ def _used_shares(model: Any) -> dict[str, float]:
         return isinstance(node, Part) and bool(node.used_shares)
 
     return {
-        f"{jax.tree_util.keystr(keys, simple=True, separator='.')}.{field}.": share
+        f"{_path(keys)}.{field}.": share
         for keys, node in jax.tree_util.tree_leaves_with_path(model, is_leaf=has_shares)
         if has_shares(node)
         for field, share in node.used_shares.items()

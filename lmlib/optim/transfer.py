@@ -52,34 +52,21 @@ _OF_HEADS = "head_dim"
 
 
 class Factors(NamedTuple):
-    """The factors of one weight.
+    """The factors of one weight."""
 
-    Attributes:
-      initial: factor of its family's initial values.
-      multiplier: c, if the paper has c · W in place of the weight.
-      epsilon: factor of Adam's epsilon, for the gradient with respect to W.
-      rate: factor of Adam's learning rate, for the weight itself.
-      writing: factor of its contribution to the residual stream, included in `rate`.
-    """
-
-    initial: float
-    multiplier: float
-    epsilon: float
-    rate: float
-    writing: float
+    initial: float  # of its family's initial values
+    multiplier: float  # c, if the paper has c · W in place of the weight
+    epsilon: float  # of Adam's epsilon, for the gradient with respect to W
+    rate: float  # of Adam's learning rate, for the weight itself
+    writing: float  # of its contribution to the residual stream, included in `rate`
 
 
 @dataclasses.dataclass(frozen=True)
 class Scaled:
-    """A model's weights compared with the base's.
+    """A model's weights compared with the base's, by their paths."""
 
-    Attributes:
-      sizes, base: sizes of each weight's axes, by its path, in the model and in the base.
-      factors: factors of each weight, by its path.
-    """
-
-    sizes: Mapping[str, Mapping[str, int]]
-    base: Mapping[str, Mapping[str, int]]
+    sizes: Mapping[str, Mapping[str, int]]  # of each weight's axes in the model
+    base: Mapping[str, Mapping[str, int]]  # and in the base
     factors: Mapping[str, Factors]
 
     def begun(self, model: Any) -> Any:
@@ -106,12 +93,9 @@ class Scaled:
         )
 
     def of_orthogonal(self, weight: Weight, apart: Collection[str] = ()) -> float:
-        """The factor of the learning rate for scaled orthogonal updates.
+        """The factor of the learning rate for orthogonal updates times √(the larger side).
 
-        The updates are orthogonal matrices times √(the larger of both sides).
-
-        Args:
-          apart: axes along which each index is a separate matrix.
+        Each index along the axes `apart` is a separate matrix.
         """
         axes = [axis for axis in weight.own_axes if axis not in apart]
         summed = weight.declaration.summed
@@ -164,20 +148,13 @@ class CompleteP:
                 "scaling is for models that train from their first values on, and this one has "
                 "adapters: leave out scaling, or the adapters"
             )
-        base = self._base_shapes(make)
-        return _scaled(_Known.of(model), _Known.of(base))
-
-    def _base_shapes(self, make: Callable[..., Any]) -> Any:
         try:
-            return _shapes(functools.partial(make, **self.base))
-        except TypeError as error:
+            base = _shapes(functools.partial(make, **self.base))
+        except (TypeError, ValueError) as error:
             raise ValueError(
-                f"the model takes no such sizes as scaling.base has, {dict(self.base)}: {error}"
+                f"no model can be made with scaling.base = {dict(self.base)}: {error}"
             ) from None
-        except ValueError as error:
-            raise ValueError(
-                f"of the sizes in scaling.base no model can be made: {error}"
-            ) from None
+        return _scaled(_Known.of(model), _Known.of(base))
 
 
 def _shapes(make: Callable[..., Any]) -> Any:
@@ -185,21 +162,14 @@ def _shapes(make: Callable[..., Any]) -> Any:
 
 
 class _Known(NamedTuple):
-    """The properties of a model that the rule needs.
+    """The properties of a model that the rule needs."""
 
-    Attributes:
-      weights: the weights, by path.
-      sizes: by path, the sizes of axes by name.
-      layers: number of layers.
-      last: paths of the weights after the layers, if the model is tied; without the unembedding.
-      normed: True if a layer norms its outputs.
-    """
-
-    weights: Mapping[str, Weight]
-    sizes: Mapping[str, Mapping[str, int]]
+    weights: Mapping[str, Weight]  # by path
+    sizes: Mapping[str, Mapping[str, int]]  # by path, the sizes of axes by name
     layers: int
-    last: frozenset[str]
-    normed: bool
+    last: frozenset[str]  # paths of the weights after the layers, if tied; not the unembedding
+    normed: bool  # True if a layer norms its outputs
+    tied: bool
 
     @classmethod
     def of(cls, model: Any) -> "_Known":
@@ -218,13 +188,14 @@ class _Known(NamedTuple):
         )
         after = parts[in_layers[-1] + 1 :] if tied and in_layers else ()
         last = {path_of.get(id(leaf)) for part in after for leaf in jax.tree.leaves(part.weights)}
-        return cls(
-            weights,
-            sizes,
-            sum(len(parts[number].layers or ()) for number in in_layers),
-            frozenset(path for path in last if path is not None),
-            any(_norms_what_it_writes(parts[number].weights) for number in in_layers),
+        layers = sum(len(parts[number].layers or ()) for number in in_layers)
+        names = "attention_after_norm", "mlp_after_norm"
+        normed = any(
+            getattr(parts[number].weights, name, None) is not None
+            for number in in_layers
+            for name in names
         )
+        return cls(weights, sizes, layers, frozenset(filter(None, last)), normed, tied)
 
     def width(self) -> int:
         """The width of the residual stream."""
@@ -241,11 +212,6 @@ class _Known(NamedTuple):
         return initial.value if isinstance(initial, Constant) else None
 
 
-def _norms_what_it_writes(layer: Any) -> bool:
-    after = ("attention_after_norm", "mlp_after_norm")
-    return any(getattr(layer, name, None) is not None for name in after)
-
-
 def _scaled(model: _Known, base: _Known) -> Scaled:
     for path in sorted(model.weights.keys() ^ base.weights.keys()):
         where, other = ("model", "base") if path in model.weights else ("base", "model")
@@ -260,7 +226,8 @@ def _scaled(model: _Known, base: _Known) -> Scaled:
             "layers norm what they write, for which CompleteP has no rule: give scaling.base as "
             "many layers"
         )
-    if width != 1 and _is_tied_without_norm(model):
+    scales_last = any((model.first_size(path) or 0) > 0 for path in model.last)
+    if width != 1 and model.tied and not scales_last:
         raise ValueError(
             "the model is tied, and scales nothing after its layers that scaling could make "
             "smaller with width: untie it, or give its last norm a scale that starts above zero"
@@ -274,13 +241,6 @@ def _writes(weight: Weight) -> bool:
     summed, said = weight.declaration.summed, weight.declaration.writes
     makes_it = bool(summed) and RESIDUAL in weight.own_axes and RESIDUAL not in summed
     return makes_it if said is None else said
-
-
-def _is_tied_without_norm(model: _Known) -> bool:
-    tied = not any(
-        "vocab" in weight.axes and weight.declaration.summed for weight in model.weights.values()
-    )
-    return tied and not any((model.first_size(path) or 0) > 0 for path in model.last)
 
 
 def _factors(path: str, model: _Known, base: _Known, width: float, depth: float) -> Factors:

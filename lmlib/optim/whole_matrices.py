@@ -24,8 +24,8 @@ from lmlib.parallel.axes import Weight
 from lmlib.parallel.collectives import (
     all_gather,
     all_to_all,
+    axis_index,
     devices_along,
-    local_slice,
     platform,
     shard_map,
 )
@@ -39,18 +39,12 @@ _MOST_AT_ONCE = 32
 
 @dataclasses.dataclass(frozen=True)
 class Matrices:
-    """The array of a weight as a stack of matrices.
+    """The array of a weight as a stack of matrices; fields are positions of axes."""
 
-    Attributes:
-      apart: positions of the axes that enumerate the matrices.
-      rows, columns: positions of the axes that form the rows and the columns of each matrix.
-      summed: positions of the axes that products sum over: either the rows or the columns.
-    """
-
-    apart: tuple[int, ...]
+    apart: tuple[int, ...]  # they enumerate the matrices
     rows: tuple[int, ...]
     columns: tuple[int, ...]
-    summed: tuple[int, ...]
+    summed: tuple[int, ...]  # products sum over them: either the rows or the columns
 
     @property
     def order(self) -> tuple[int, ...]:
@@ -115,14 +109,11 @@ def on_whole_matrices(
 
     Args:
       function: gets some matrices [N, R, C] and the arrays that belong to them, such as a number
-        for each column, [N, 1, C]; returns the same number of arrays, of the same shapes. The
-        result for a matrix must not depend on the others.
+        for each column, [N, 1, C]; returns as many arrays of the same shapes. The result for a
+        matrix must not depend on the others.
       matrices: for each weight.
       kinds: each weight's matrices, and each weight's other arrays, as stored. All have the same
-        axes; an axis may have size 1, and then no mesh axis splits it.
-
-    Returns:
-      for each of `kinds`, arrays with the layouts of the given ones.
+        axes; an axis may have size 1, and then no mesh axis splits it. The result is like them.
     """
     weights = [*zip(*kinds, strict=True)]
     groups: dict[object, list[int]] = defaultdict(list)
@@ -153,18 +144,11 @@ def _of_group(
     def on_shares(*parts: Array) -> Arrays:
         """Computes, on each device, its parts of all results from its parts of all arrays."""
         of_kinds = [parts[k::kinds] for k in range(kinds)]
-        stacks = [
-            [form.stacked(part) for form, part in zip(forms, parts, strict=True)]
-            for parts in of_kinds
-        ]
-        shares = [
-            _sent(jnp.concatenate(stack), way) for stack, way in zip(stacks, ways, strict=True)
-        ]
+        stacks = [[*map(Matrices.stacked, forms, parts)] for parts in of_kinds]
+        shares = [*map(_sent, map(jnp.concatenate, stacks), ways)]
         made = _in_turns(function, [_as_matrices(x, len(forms[0].rows)) for x in shares])
-        returned = [
-            _returned(jnp.reshape(y, x.shape), way)
-            for y, x, way in zip(made, shares, ways, strict=True)
-        ]
+        shaped = (jnp.reshape(y, x.shape) for y, x in zip(made, shares, strict=True))
+        returned = [*map(_returned, shaped, ways)]
         ends = list(itertools.accumulate(len(x) for x in stacks[0]))[:-1]
         split = [jnp.split(y[: sum(map(len, stacks[0]))], ends) for y in returned]
         return tuple(
@@ -206,10 +190,11 @@ def _sent(x: Array, way: _Way) -> Array:
     # different layouts, and then reject its own program.
     x = jax.lax.optimization_barrier(x)
     for mesh_axes, axis in way:
-        if axis is None:
-            x = local_slice(x, mesh_axes, axis=0)
-        else:
+        if axis is not None:
             x = all_to_all(x, mesh_axes, split=0, joined=axis)
+        elif (devices := devices_along(mesh_axes)) > 1:
+            length = len(x) // devices
+            x = jax.lax.dynamic_slice_in_dim(x, axis_index(mesh_axes) * length, length)
     return x
 
 

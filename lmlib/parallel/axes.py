@@ -34,7 +34,6 @@ class Declaration:
     """The arguments of `lmlib.models.weights.weight` for a field, with resolved defaults."""
 
     initial: Any = None
-    multiplied: bool = False
     decays: bool = False
     rules: Rules = dataclasses.field(default_factory=dict)
     summed: tuple[str, ...] = ()
@@ -43,19 +42,18 @@ class Declaration:
     gradient: bool = True
     writes: bool | None = None
 
+    @property
+    def multiplied(self) -> bool:
+        """True if products with activations sum over axes of the array."""
+        return bool(self.summed)
+
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
-    """An array of a module: its path, and its field's declaration.
+    """An array of a module: its path, and its field's declaration."""
 
-    Args:
-      path: dotted: "stack.patterns.0.0.attention.query".
-      axes: one for each axis of the array; unnamed leading axes are `LAYER`.
-      declaration: the field's declaration.
-    """
-
-    path: str
-    axes: tuple[str, ...]
+    path: str  # dotted: "stack.patterns.0.0.attention.query"
+    axes: tuple[str, ...]  # one for each axis of the array; unnamed leading axes are `LAYER`
     declaration: Declaration
 
     @property
@@ -77,11 +75,8 @@ class Weight:
 def axis_names(owner: Any, field: str) -> tuple[str, ...]:
     """The axis names of the array in `owner.field`, for a module or its class.
 
-    They come from `owner.axis_names[field]`, if there is such a mapping, else from the field's
-    jaxtyping annotation.
-
-    Raises:
-      LayoutError: if neither names axes.
+    They come from the mapping `owner.axis_names`, if it has the field, else from the field's
+    jaxtyping annotation. Raises LayoutError if neither names axes.
     """
     own = getattr(owner, "axis_names", {})
     if isinstance(own, Mapping) and field in own:
@@ -123,9 +118,7 @@ def _annotations(owner: type) -> dict[str, Any]:
 def map_weights(function: Callable[[Weight, Any], Any], module: M) -> M:
     """Replaces each array of `module` by `function(weight, array)`.
 
-    Raises:
-      LayoutError: if an array names no axes, lacks a declaration, has fewer axes than it names, or
-        is in a container instead of a field; or if a leaf is not an array.
+    Raises LayoutError for a leaf that is not an array in a field with axes and a declaration.
     """
 
     def visit(keys: tuple[Any, ...], leaf: Any) -> Any:
@@ -133,8 +126,7 @@ def map_weights(function: Callable[[Weight, Any], Any], module: M) -> M:
         if not hasattr(leaf, "shape"):
             raise LayoutError(
                 f"{path} is {leaf!r}, which is not an array: make a setting "
-                "`eqx.field(static=True)`, "
-                "and a part an eqx.Module"
+                "`eqx.field(static=True)`, and a part an eqx.Module"
             )
         if not isinstance(keys[-1], jax.tree_util.GetAttrKey):
             raise LayoutError(f"{path} lies in a container; make each array a field of a module")

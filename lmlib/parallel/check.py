@@ -21,10 +21,7 @@ from lmlib.parallel.mesh_axes import STAGE, MeshAxes
 
 
 def check_model(model: Any, mesh: Mesh | AbstractMesh) -> None:
-    """Checks that `mesh` can hold the model in both layouts.
-
-    Args:
-      model: with arrays, or `ShapeDtypeStruct`s, for weights.
+    """Checks that `mesh` can hold the model, which may be abstract, in both layouts.
 
     Raises:
       LayoutError: one line for each size that does not divide, with the weights, the axis, both
@@ -36,18 +33,17 @@ def check_model(model: Any, mesh: Mesh | AbstractMesh) -> None:
     def check(weight: Weight, array: Any) -> None:
         _check_declaration(weight, array)
         layers.append(array.shape[0] if weight.stacked else 0)
-        layouts = compute_spec(weight, array.shape, mesh), storage_spec(weight, array.shape, mesh)
         rules = {**COMPUTE, **weight.declaration.rules}
-        for layout in layouts:
-            for axis, size, place in zip(weight.axes, array.shape, layout, strict=True):
+        for layout in (compute_spec, storage_spec):
+            places = layout(weight, array.shape, mesh)
+            for axis, size, place in zip(weight.axes, array.shape, places, strict=True):
                 if size % num_shards(place, mesh) and repeats(axis, size, rules, mesh) == 1:
                     misfits.setdefault(_misfit(axis, size, place, mesh), {})[weight.path] = None
 
     map_weights(check, model)
     if misfits:
-        raise LayoutError(
-            "\n".join(f"{', '.join(paths)}: {misfit}" for misfit, paths in misfits.items())
-        )
+        lines = (f"{', '.join(paths)}: {misfit}" for misfit, paths in misfits.items())
+        raise LayoutError("\n".join(lines))
     if max(layers) < mesh.shape[STAGE] > 1:
         raise LayoutError(
             f"stage={mesh.shape[STAGE]} needs as many layers that follow each other in one "
@@ -77,11 +73,7 @@ def check_batch(
     compute: Compute,
     mesh: Mesh | AbstractMesh,
 ) -> None:
-    """Checks that `mesh` can split the batch.
-
-    Raises:
-      LayoutError: with the axis, both numbers, and a remedy.
-    """
+    """Raises LayoutError if `mesh` cannot split the batch."""
     if batch_size % microbatches:
         raise LayoutError(
             f"batch: {batch_size} sequences do not divide into {microbatches} microbatches; use "
@@ -110,8 +102,7 @@ def check_batch(
 
 
 def _misfit(axis: str, size: int, mesh_axes: MeshAxes, mesh: Mesh | AbstractMesh) -> str:
-    names = splitting(mesh_axes, mesh)
-    split = num_shards(mesh_axes, mesh)
+    names, split = splitting(mesh_axes, mesh), num_shards(mesh_axes, mesh)
     along = " x ".join(f"{name}={mesh.shape[name]}" for name in names)
     divides = f" or a divisor of {split}" if axis in REPEATED else ""
     return (

@@ -23,11 +23,9 @@ def shard_map(
 ) -> Callable[..., Any]:
     """Runs `function` on the parts of its arguments that each device holds (`jax.shard_map`).
 
-    Args:
-      inputs, outputs: layouts of arguments and results, a `PartitionSpec` for each array or for all
-        of a tree, as in `jax.shard_map`; arguments with another layout are moved first.
-      tracked: True if JAX tracks the mesh axes along which values differ. Derivatives through
-        collectives need this; kernels and loop carries do not support it.
+    Arguments with another layout than `inputs` are moved first. If `tracked`, JAX tracks the mesh
+    axes along which values differ: derivatives through collectives need this; kernels and loop
+    carries do not support it.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
@@ -46,12 +44,8 @@ def shard_map_outside_stages(
     mesh = jax.sharding.get_abstract_mesh()
     # JAX cannot lower partial sums on one device, so the layout is set afterwards.
     given = jax.tree.map(lambda spec: PartitionSpec(*spec.partitions), outputs)
-    mapped = jax.shard_map(
-        function,
-        in_specs=tuple(inputs),
-        out_specs=given if mesh.size == 1 else outputs,
-        check_vma=tracked,
-    )
+    out_specs = given if mesh.size == 1 else outputs
+    mapped = jax.shard_map(function, in_specs=tuple(inputs), out_specs=out_specs, check_vma=tracked)
 
     def call(*arguments: Any) -> Any:
         results = mapped(*map(jax.sharding.reshard, arguments, inputs))
@@ -92,26 +86,9 @@ def all_to_all(x: jax.Array, mesh_axes: MeshAxes, split: int, joined: int) -> ja
     return jax.lax.all_to_all(x, mesh_axes, split, joined, tiled=True)
 
 
-def ring_shift(x: jax.Array, mesh_axes: MeshAxes, devices: int) -> jax.Array:
-    """Sends `x` by `devices` places in a ring along `mesh_axes` (ppermute)."""
-    around = devices_along(mesh_axes)
-    if devices % around == 0:
-        return x
-    pairs = [(i, (i + devices) % around) for i in range(around)]
-    return jax.lax.ppermute(x, mesh_axes, pairs)
-
-
 def pmax(x: jax.Array, mesh_axes: MeshAxes) -> jax.Array:
     """The maximum over the devices along `mesh_axes`, on each of them."""
     return x if _nowhere(mesh_axes) else jax.lax.pmax(x, mesh_axes)
-
-
-def local_slice(x: jax.Array, mesh_axes: MeshAxes, axis: int) -> jax.Array:
-    """This device's part, along `axis`, of an array that is equal along `mesh_axes`."""
-    if _alone(mesh_axes):
-        return x
-    length = x.shape[axis] // devices_along(mesh_axes)
-    return jax.lax.dynamic_slice_in_dim(x, axis_index(mesh_axes) * length, length, axis)
 
 
 def devices_along(mesh_axes: MeshAxes) -> int:

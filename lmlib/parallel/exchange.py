@@ -1,4 +1,4 @@
-"""Collectives of experts: rows for other devices, in different numbers.
+"""Collectives that experts, split rows and stages need.
 
 Shapes: C rows, P devices.
 """
@@ -30,6 +30,15 @@ def exchange_rows(
     return jax.lax.ragged_all_to_all(
         x_C, nothing_C, begins_P, given_P, to_P, taken_P, axis_name=mesh_axes
     )
+
+
+def ring_shift(x: jax.Array, mesh_axes: MeshAxes, devices: int) -> jax.Array:
+    """Sends `x` by `devices` places in a ring along `mesh_axes` (ppermute)."""
+    around = devices_along(mesh_axes)
+    if devices % around == 0:
+        return x
+    pairs = [(i, (i + devices) % around) for i in range(around)]
+    return jax.lax.ppermute(x, mesh_axes, pairs)
 
 
 def pmax_everywhere(x: jax.Array) -> jax.Array:

@@ -7,14 +7,22 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
 from lmlib.parallel.axes import M, Weight, map_weights
 from lmlib.parallel.collectives import in_a_stage, in_steps, psum, psum_scatter, shard_map
 from lmlib.parallel.layout import COMPUTE, compute_spec, mesh_axes_of, named, repeats, storage_spec
 from lmlib.parallel.matrix import is_matrix
-from lmlib.parallel.mesh_axes import NAMES, REPLICA_AXES, STAGE, TOKENS, names_of, place_of
+from lmlib.parallel.mesh_axes import (
+    NAMES,
+    REPLICA_AXES,
+    STAGE,
+    TOKENS,
+    MeshAxes,
+    names_of,
+    place_of,
+)
 
 
 def gather(module: M, dtype: DTypeLike, after: jax.Array | None = None) -> M:
@@ -24,10 +32,9 @@ def gather(module: M, dtype: DTypeLike, after: jax.Array | None = None) -> M:
     overrides `dtype`. Integer weights are moved unchanged; a `Matrix` that holds them then converts
     them to `dtype`, but not before `after` is available.
 
-    In the backward pass, each device has the gradient of a multiplied weight for its own tokens. It
-    is summed and split over `fsdp` (a reduce-scatter), and the result is summed over `data` (a
-    psum), all in `dtype`, but not over a mesh axis that splits the weight in use, as for experts.
-    JAX itself sums the gradients of other weights, which are small.
+    In the backward pass, each device has a multiplied weight's gradient for its own tokens. It is
+    summed and split over `fsdp` (a reduce-scatter), then summed over `data` (a psum), in `dtype`,
+    but not over mesh axes that split the weight in use. JAX sums other gradients, which are small.
     """
     mesh = jax.sharding.get_abstract_mesh()
 
@@ -36,7 +43,7 @@ def gather(module: M, dtype: DTypeLike, after: jax.Array | None = None) -> M:
             array = array.astype(weight.declaration.dtype or dtype)
         if mesh.empty:
             return array
-        moves = _moves(weight, array.shape, mesh)
+        moves = moves_of(weight, array.shape, mesh)
         return _move(moves._replace(given=jax.typeof(array).sharding.spec), array)
 
     return jax.tree.map(
@@ -46,12 +53,10 @@ def gather(module: M, dtype: DTypeLike, after: jax.Array | None = None) -> M:
     )
 
 
-class _Moves(NamedTuple):
+class Moves(NamedTuple):
     """The layouts that a weight passes through to its use, and its gradient on the way back."""
 
-    given: (
-        PartitionSpec  # its current layout; usually `storage_spec`, but a notebook may use another
-    )
+    given: PartitionSpec  # its current layout: usually `stored`, but a notebook may use another
     stored: PartitionSpec
     whole: PartitionSpec  # `computed`, but whole along the axes that are repeated
     computed: PartitionSpec
@@ -61,34 +66,25 @@ class _Moves(NamedTuple):
     in_a_stage: bool
 
 
-def _moves(weight: Weight, shape: Sequence[int], mesh: Mesh | AbstractMesh) -> _Moves:
+def moves_of(weight: Weight, shape: Sequence[int], mesh: Mesh | AbstractMesh) -> Moves:
+    """The layouts of a stored weight on `mesh`."""
     rules = {**COMPUTE, **weight.declaration.rules}
-    times = tuple(
-        repeats(axis, size, rules, mesh) for axis, size in zip(weight.axes, shape, strict=True)
-    )
-    at_rest, computed = storage_spec(weight, shape, mesh), compute_spec(weight, shape, mesh)
-    multiplied, tokens = weight.declaration.multiplied, frozenset(names_of(named(TOKENS, mesh)))
+    sizes = zip(weight.axes, shape, strict=True)
+    times = tuple(repeats(axis, size, rules, mesh) for axis, size in sizes)
+    stored, computed = storage_spec(weight, shape, mesh), compute_spec(weight, shape, mesh)
 
-    def chosen(repeated: PartitionSpec | None, others: PartitionSpec) -> PartitionSpec:
-        places = [None] * len(times) if repeated is None else repeated
-        return PartitionSpec(
-            *(a if n > 1 else b for n, a, b in zip(times, places, others, strict=True))
-        )
+    def chosen(repeated: Sequence[MeshAxes], others: PartitionSpec) -> PartitionSpec:
+        triples = zip(times, repeated, others, strict=True)
+        return PartitionSpec(*(a if n > 1 else b for n, a, b in triples))
 
-    return _Moves(
-        given=at_rest,
-        stored=at_rest,
-        whole=chosen(None, computed),
-        computed=computed,
-        copies=chosen(computed, at_rest),
-        repeats=times,
-        summed=tokens - mesh_axes_of(computed) if multiplied else frozenset(),
-        in_a_stage=in_a_stage(),
-    )
+    whole, copies = chosen([None] * len(times), computed), chosen([*computed], stored)
+    tokens = names_of(named(TOKENS, mesh)) if weight.declaration.multiplied else ()
+    summed = frozenset(tokens) - mesh_axes_of(computed)
+    return Moves(stored, stored, whole, computed, copies, times, summed, in_a_stage())
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _move(moves: _Moves, array: jax.Array) -> jax.Array:
+def _move(moves: Moves, array: jax.Array) -> jax.Array:
     # Otherwise XLA would transpose a whole stack of layers for the all-gather of one. Each device
     # constrains its own shard: the partitioner of JAX 0.10 would gather the array for it.
     rows_first = Layout(tuple(range(array.ndim)))
@@ -105,7 +101,7 @@ def _move(moves: _Moves, array: jax.Array) -> jax.Array:
     return jax.sharding.reshard(array, moves.computed.update(reduced=moves.summed))
 
 
-def _steps(moves: _Moves, rest: PartitionSpec) -> list[PartitionSpec]:
+def _steps(moves: Moves, rest: PartitionSpec) -> list[PartitionSpec]:
     """The layouts between `rest` and use, if a gather takes several steps."""
     # It takes one in a stage, since JAX cannot map an explicit scatter over stages, and if stored
     # pieces are not parts of the pieces in use.
@@ -123,7 +119,7 @@ def _steps(moves: _Moves, rest: PartitionSpec) -> list[PartitionSpec]:
     return layouts
 
 
-def _scattered(moves: _Moves, gradient: jax.Array) -> jax.Array:
+def _scattered(moves: Moves, gradient: jax.Array) -> jax.Array:
     """The sum of all devices' gradients in the layout `copies`, one mesh axis after the other."""
     pairs = zip(moves.computed.partitions, moves.copies.partitions, strict=True)
     new = [tuple(n for n in names_of(b) if n not in names_of(a)) for a, b in pairs]
@@ -138,7 +134,7 @@ def _scattered(moves: _Moves, gradient: jax.Array) -> jax.Array:
     return shard_map(own, (unsummed,), moves.copies, tracked=False)(gradient)
 
 
-def _forward(moves: _Moves, array: jax.Array) -> tuple[jax.Array, None]:
+def _forward(moves: Moves, array: jax.Array) -> tuple[jax.Array, None]:
     if not moves.in_a_stage:
         return _move(moves, array), None
     from lmlib.parallel.stages import retraced_in_stage
@@ -146,7 +142,7 @@ def _forward(moves: _Moves, array: jax.Array) -> tuple[jax.Array, None]:
     return retraced_in_stage(True, functools.partial(_move, moves))(array), None
 
 
-def _backward(moves: _Moves, _: None, gradient: jax.Array) -> tuple[jax.Array]:
+def _backward(moves: Moves, _: None, gradient: jax.Array) -> tuple[jax.Array]:
     over_copies = moves.summed.intersection(REPLICA_AXES)
     if moves.summed and _steps(moves, moves.copies):
         gradient = _scattered(moves, gradient)
@@ -164,25 +160,6 @@ def _backward(moves: _Moves, _: None, gradient: jax.Array) -> tuple[jax.Array]:
 
 
 _move.defvjp(_forward, _backward)
-
-
-def gathered_partition(
-    weight: Weight, shape: Sequence[int], mesh: Mesh | AbstractMesh
-) -> PartitionSpec:
-    """The layout of a weight if each device stores all that it multiplies, repeated heads once."""
-    return _moves(weight, shape, mesh).whole
-
-
-def shard_shapes(
-    weight: Weight, shape: Sequence[int], mesh: Mesh
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The shapes of a weight's shard on each device: stored, and in use."""
-    moves = _moves(weight, shape, mesh)
-    used = tuple(size * times for size, times in zip(shape, moves.repeats, strict=True))
-    return (
-        NamedSharding(mesh, moves.stored).shard_shape(tuple(shape)),
-        NamedSharding(mesh, moves.computed).shard_shape(used),
-    )
 
 
 def unstaged(module: M) -> M:

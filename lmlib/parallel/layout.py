@@ -1,9 +1,8 @@
 """The layout of arrays: maps axis names to mesh axes.
 
 A weight names its axes in its annotation (`Float[Array, "embed mlp"]`). Two tables list the mesh
-axes that split each name. They differ for FSDP: a weight is stored in `STORED`, and
-`lmlib.parallel.gathering.gather` moves it to `COMPUTE` just before use; its gradient moves back.
-Names that are not in the tables get their rule from the weight's declaration. Without a mesh
+axes that split each name; others have rules in the weight's declaration. FSDP stores a weight in
+`STORED`, and `gathering.gather` moves it to `COMPUTE` just before use. Without a mesh
 (`jax.set_mesh`) nothing is placed and the same model runs on one device.
 """
 
@@ -62,13 +61,10 @@ REPEATED = frozenset({"kv_heads"})
 def partition(
     axes: str | Axes, rules: Rules = COMPUTE, mesh: Mesh | AbstractMesh | None = None
 ) -> PartitionSpec:
-    """The partition of an array with named axes ("batch seq"); `None` names stay whole.
+    """The partition of an array with named axes ("batch seq") on `mesh`, by default the current.
 
-    Args:
-      mesh: defaults to the current mesh, if there is one.
-
-    Raises:
-      LayoutError: if a name has no rule, or one mesh axis would split two of them.
+    `None` names stay whole. Raises LayoutError for a name without a rule, or if one mesh axis would
+    split two of them.
     """
     names = tuple(axes.split()) if isinstance(axes, str) else axes
     for name in names:
@@ -93,16 +89,14 @@ def named(place: MeshAxes, mesh: Mesh | AbstractMesh | None = None) -> MeshAxes:
     Unused axes of `NAMED_IF_USED` are dropped, and `STAGE` inside a stage.
     """
     mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
-    place = whole_place(place)
     unused = [] if mesh.empty else [name for name in NAMED_IF_USED if mesh.shape[name] == 1]
-    return _without(unused, place)
+    return _without(unused, whole_place(place))
 
 
 def whole_place(place: MeshAxes) -> MeshAxes:
-    """The mesh axes of `place`, including axes of size 1, for arguments of `on_each_device`.
+    """The mesh axes of `place`, including axes of size 1, but without `STAGE` inside a stage.
 
-    JAX would sum gradients over axes that the arguments do not name. Inside a stage, `STAGE` is
-    dropped.
+    JAX would sum gradients over axes that the arguments of `shard_map` do not name.
     """
     return _without([STAGE], place) if in_a_stage() else place
 
@@ -115,27 +109,24 @@ def _without(names: Sequence[str], place: MeshAxes) -> MeshAxes:
 
 def _refuse_twice(names: Axes, places: Sequence[MeshAxes]) -> None:
     taken: dict[str, str | None] = {}
-    for name, place in zip(names, places, strict=True):
-        for mesh_axis in names_of(place):
-            if mesh_axis in taken:
-                who, own = f"axes {taken[mesh_axis]!r} and {name!r} of one array", name
-                if taken[mesh_axis] == name:
-                    who, own = f"two axes of one array are named {name!r} and", f"{name}_out"
-                raise LayoutError(
-                    f"{who} both map to mesh axis {mesh_axis!r}; where the weight is declared, use "
-                    f"the name {own!r} with another rule: `weight(…, rules={{{own!r}: None}})` "
-                    "keeps it whole"
-                )
-            taken[mesh_axis] = name
+    pairs = zip(names, places, strict=True)
+    for name, mesh_axis in [(name, each) for name, place in pairs for each in names_of(place)]:
+        if mesh_axis in taken:
+            who, own = f"axes {taken[mesh_axis]!r} and {name!r} of one array", name
+            if taken[mesh_axis] == name:
+                who, own = f"two axes of one array are named {name!r} and", f"{name}_out"
+            raise LayoutError(
+                f"{who} both map to mesh axis {mesh_axis!r}; where the weight is declared, use "
+                f"the name {own!r} with another rule: `weight(…, rules={{{own!r}: None}})` keeps "
+                "it whole"
+            )
+        taken[mesh_axis] = name
 
 
 def compute_spec(weight: Weight, shape: Sequence[int], mesh: Mesh | AbstractMesh) -> PartitionSpec:
     """The partition of a weight in use on `mesh`, before elements are repeated.
 
-    If the stages do not divide the layers, each stage computes all of them.
-
-    Raises:
-      LayoutError: see `partition`; with the weight's path.
+    If the stages do not divide the layers, each stage computes all of them. Raises LayoutError.
     """
     stages = num_shards(COMPUTE[LAYER], mesh)
     staged = weight.stacked == 1 and shape[0] % stages == 0
@@ -150,22 +141,21 @@ def compute_spec(weight: Weight, shape: Sequence[int], mesh: Mesh | AbstractMesh
 def _check_rules(weight: Weight, mesh: Mesh | AbstractMesh) -> None:
     """Raises LayoutError for a rule in a weight's declaration that `mesh` cannot follow."""
     rules = weight.declaration.rules
-    if not isinstance(rules, Mapping) or not all(
-        isinstance(place, str | tuple | None) for place in rules.values()
-    ):
+    places = rules.values() if isinstance(rules, Mapping) else [0]
+    if not all(isinstance(place, str | tuple | None) for place in places):
         raise LayoutError(
             f"{weight.path}: rules must map names of axes to a mesh axis, a tuple of mesh axes or "
             f"None, as in `weight(…, rules={{'own': None}})`, got {rules!r}"
         )
     for name, place in rules.items():
-        rule, places = f"{weight.path}: the rule of axis {name!r}", names_of(place)
-        if unknown := [each for each in places if each not in mesh.axis_names]:
+        rule, own = f"{weight.path}: the rule of axis {name!r}", names_of(place)
+        if unknown := [each for each in own if each not in mesh.axis_names]:
             raise LayoutError(
                 f"{rule} names {unknown[0]!r}, which the mesh lacks (it has "
                 f"{', '.join(mesh.axis_names)}); name one of these, None to keep the axis whole, "
                 f"or make the mesh with `others={{{unknown[0]!r}: …}}`"
             )
-        if twice := [each for each in places if places.count(each) > 1]:
+        if twice := [each for each in own if own.count(each) > 1]:
             raise LayoutError(f"{rule} names {twice[0]!r} twice: {place!r}")
 
 
@@ -224,15 +214,13 @@ def _spread(
 ) -> None:
     """Splits a weight over the storage axes left, along its longest axis that they divide."""
     left = [name for name in names_of(named(STORAGE, mesh)) if name not in mesh_axes_of(places)]
-    if not left:
-        return
     held = {
         i: shape[i] // num_shards(places[i], mesh)
         for i, axis in enumerate(weight.axes)
         if axis not in (LAYER, WHOLE_LAYER) and axis not in REPEATED
     }
     divided = [i for i, size in held.items() if size % num_shards(tuple(left), mesh) == 0]
-    if divided:
+    if left and divided:
         longest = max(divided, key=lambda i: held[i])
         places[longest] = place_of([*names_of(places[longest]), *left])
 
@@ -251,9 +239,9 @@ def reshard(x: jax.Array, axes: str | Axes) -> jax.Array:
 def replicate_for_tp(x: jax.Array, axes: str | Axes) -> jax.Array:
     """Replicates `x` over `tensor` in the compute layout of `axes`.
 
-    In the forward pass this is an all-gather over `tensor` if `x` was split along it, else nothing.
-    In the backward pass it is one psum (the f of Megatron-LM: Shoeybi et al. 2019,
-    arXiv:1909.08053, §3) or, if `x` was split, one reduce-scatter.
+    The forward pass sends nothing, and the backward pass is a psum (the f of Megatron-LM: Shoeybi
+    et al. 2019, arXiv:1909.08053, §3). If `tensor` split `x`, they are all-gather and
+    reduce-scatter.
     """
     target = spec(axes)
     return x if target is None else jax.sharding.reshard(x, target.update(reduced={*TENSOR_AXES}))

@@ -65,13 +65,6 @@ def dense(weight: Array | Matrix) -> Array:
     return weight.dense() if isinstance(weight, Matrix) else weight
 
 
-def gets_gradient(tree: Any) -> Any:
-    """True, for each array of `tree`, if it may have a gradient."""
-    return jax.tree.map(
-        lambda node: node.gets_gradient() if is_matrix(node) else True, tree, is_leaf=is_matrix
-    )
-
-
 def is_random(tree: Any) -> bool:
     """True if a matrix in `tree` needs a key in training."""
     nodes = jax.tree.leaves(tree, is_leaf=is_matrix)

@@ -30,22 +30,16 @@ def make_mesh(
 ) -> Mesh:
     """Makes a mesh of `data` × `stage` × `fsdp` × `expert` × `context` × `tensor` devices.
 
-    All axes are explicit (`AxisType.Explicit`).
-
     - `data` replicates the weights.
-    - `fsdp` shards them and gathers each layer for its use; `data` × `fsdp` is hybrid sharding
-      (HSDP).
+    - `fsdp` shards them and gathers each layer for its use; with `data`: hybrid sharding (HSDP).
     - `tensor` splits heads, mlp and vocabulary.
-    - `expert` works like `fsdp`, except for experts: each device along it stores and computes its
-      own experts, for the tokens of all (expert parallelism over the devices of FSDP).
-    - `context` splits each row of tokens, and also works like `fsdp`;
-      `lmlib.models.attend.context_parallel` describes the communication of attention.
-    - `stage` splits the layers, which microbatches pass through stage by stage
-      (`lmlib.models.pipeline`); elsewhere it works like `fsdp`.
+    - `expert` works like `fsdp`, except that each device along it has its own experts.
+    - `context` splits each row of tokens (`lmlib.models.attend.context_parallel`), and also works
+      like `fsdp`.
+    - `stage` splits the layers (`lmlib.models.pipeline`); elsewhere it works like `fsdp`.
 
-    A slow network connects slices of TPUs. `data` defaults to their number, or to 1 elsewhere, so
-    that only gradients are sent over that network. If `data` does not span all slices, `stage` and
-    then `fsdp` span the rest.
+    `data` defaults to the number of TPU slices, so that only gradients are sent over the network
+    between them. If it does not span them all, `stage` and then `fsdp` span the rest.
 
     Args:
       data, fsdp, tensor, expert, context, stage: sizes; one may be -1, for all remaining devices.
@@ -65,32 +59,31 @@ def make_mesh(
             f"others gives {', '.join(sorted(twice))}, which are arguments of their own"
         )
     sizes |= others or {}
-    asked = _asked(sizes)
+    asked, count = f"mesh {_asked(sizes)}", len(available)
     if any(size < 1 and size != -1 for size in sizes.values()):
-        raise MeshError(f"mesh {asked}: each size must be at least 1, or -1 for every device left")
+        raise MeshError(f"{asked}: each size must be at least 1, or -1 for every device left")
     free = [axis for axis, size in sizes.items() if size == -1]
     fixed = math.prod(size for size in sizes.values() if size != -1)
     if len(free) > 1:
-        raise MeshError(f"mesh {asked}: only one size may be -1, not {' and '.join(free)}")
-    if free:
-        if len(available) % fixed:
-            raise MeshError(
-                f"mesh {asked}: {len(available)} devices do not divide by {fixed}; "
-                f"use sizes whose product divides {len(available)}"
-            )
-        sizes[free[0]] = len(available) // fixed
-    needed = math.prod(sizes.values())
-    if needed > len(available):
+        raise MeshError(f"{asked}: only one size may be -1, not {' and '.join(free)}")
+    if free and count % fixed:
         raise MeshError(
-            f"mesh {asked} needs {needed} devices and there are {len(available)}; lower a size, or "
-            "set one to -1 to use every device left (to simulate devices on a CPU: "
+            f"{asked}: {count} devices do not divide by {fixed}; use sizes whose product divides "
+            f"{count}"
+        )
+    sizes |= dict.fromkeys(free, count // fixed)
+    needed = math.prod(sizes.values())
+    if needed > count:
+        raise MeshError(
+            f"{asked} needs {needed} devices and there are {count}; lower a size, or set one to -1 "
+            "to use every device left (to simulate devices on a CPU: "
             f"XLA_FLAGS='--xla_force_host_platform_device_count={needed} "
             "--xla_cpu_multi_thread_eigen=false')"
         )
-    if needed < len(available) and jax.process_count() > 1:
+    if needed < count and jax.process_count() > 1:
         raise MeshError(
-            f"mesh {asked} uses {needed} of {len(available)} devices; with several processes every "
-            "device must take part: set one size to -1"
+            f"{asked} uses {needed} of {count} devices; with several processes every device must "
+            "take part: set one size to -1"
         )
     explicit = (AxisType.Explicit,) * len(sizes)
     return Mesh(_placed(sizes, available[:needed]), tuple(sizes), explicit)
@@ -132,24 +125,22 @@ def slices_of(devices: Iterable[jax.Device]) -> Counter[int]:
 
 def _placed(sizes: Mapping[str, int], devices: Sequence[jax.Device]) -> np.ndarray:
     """Orders devices so that neighbours in the mesh are close in the network."""
-    slices = slices_of(devices)
-    within, over = dict(sizes), dict.fromkeys(sizes, 1)
-    left = len(slices)
+    slices, over = slices_of(devices), dict.fromkeys(sizes, 1)
+    left = count = len(slices)
     for axis in OVER_SLICES:
         over[axis] = math.gcd(sizes[axis], left)
-        within[axis] //= over[axis]
         left //= over[axis]
-    is_even = len(set(slices.values())) == 1
     # A mesh axis may take a part of an axis of a TPU's torus.
-    if len(slices) > 1 and is_even and left == 1:
+    if count > 1 and len(set(slices.values())) == left == 1:
+        within = [size // over[axis] for axis, size in sizes.items()]
         return mesh_utils.create_hybrid_device_mesh(
-            [*within.values()], [*over.values()], devices, allow_split_physical_axes=True
+            within, [*over.values()], devices, allow_split_physical_axes=True
         )
-    if len(slices) > 1 and devices[0].platform == "tpu":
+    if count > 1 and devices[0].platform == "tpu":
         raise MeshError(
-            f"mesh {_asked(sizes)} does not divide among {len(slices)} "
-            f"slices ({' and '.join(map(str, slices.values()))} TPUs): use every TPU, and let data "
-            f"be a multiple of {len(slices)}"
+            f"mesh {_asked(sizes)} does not divide among {count} slices "
+            f"({' and '.join(map(str, slices.values()))} TPUs): use every TPU, and let data be a "
+            f"multiple of {count}"
         )
     shape = tuple(sizes.values())
     return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)

@@ -1,11 +1,8 @@
 """The axes of the mesh and their meaning.
 
-Only this file and the layout tables (`lmlib.parallel.layout`) contain their names; other code uses
-their properties.
-
-For all weights except experts, `expert` is a second `fsdp`. For all weights, `context` is a third.
-For all weights except layers that are split into stages, `stage` is a fourth. Statements about
-`fsdp` apply to all of them.
+Only this file and the tables of `lmlib.parallel.layout` contain their names; other code uses their
+properties. `expert` (except for experts), `context` and `stage` (except for layers that it splits)
+also store weights like `fsdp`: statements about `fsdp` apply to them too.
 """
 
 from collections.abc import Sequence
@@ -13,20 +10,11 @@ from typing import NamedTuple
 
 
 class MeshAxis(NamedTuple):
-    """An axis of the mesh.
-
-    An axis with neither property splits weights in use, and all devices along it see the same
-    tokens.
-
-    Attributes:
-      tokens_differ: True if devices along it see different tokens, so that sums over tokens include
-        it.
-      weights_rest_split: True if stored weights are split along it, and gathered for use (FSDP).
-    """
+    """An axis of the mesh. One with neither property splits weights in use."""
 
     name: str
-    tokens_differ: bool = False
-    weights_rest_split: bool = False
+    tokens_differ: bool = False  # devices see different tokens: sums over tokens include it
+    weights_rest_split: bool = False  # stored weights are split, and gathered for use (FSDP)
 
 
 MESH_AXES = (

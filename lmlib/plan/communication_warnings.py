@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from lmlib.parallel.axes import Weight, map_weights
-from lmlib.parallel.gathering import shard_shapes
+from lmlib.parallel.gathering import moves_of
 from lmlib.parallel.mesh_axes import STORAGE
 from lmlib.parallel.other_meshes import with_a_second_fsdp
 from lmlib.plan.collectives import Collective
@@ -104,7 +104,10 @@ def _weights(model: Any, mesh: Mesh) -> list[_Weight]:
     found: list[_Weight] = []
 
     def add(weight: Weight, array: jax.ShapeDtypeStruct) -> None:
-        stored, computed = shard_shapes(weight, array.shape, mesh)
+        moves = moves_of(weight, array.shape, mesh)
+        used = tuple(size * n for size, n in zip(array.shape, moves.repeats, strict=True))
+        stored = NamedSharding(mesh, moves.stored).shard_shape(array.shape)
+        computed = NamedSharding(mesh, moves.computed).shard_shape(used)
         found.append(_Weight(weight.path, weight.stacked, computed, stored))
 
     map_weights(add, jax.eval_shape(lambda: model))

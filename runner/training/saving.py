@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from lmlib.checkpoint import Checkpoints
 from lmlib.data.prefetch import Prefetch
 from lmlib.data.resumable import gather_states
 from lmlib.experiment import StepEvent
-from lmlib.guard import not_finite
 from lmlib.metrics.log import MetricsLog
 from lmlib.state import State
 from lmlib.terminal.quantities import duration_text
@@ -228,3 +228,20 @@ def _error_of(act: Callable[[], None]) -> OSError | None:
     except OSError as error:
         return error
     return None
+
+
+def not_finite(model: Any, optimizer: Any) -> list[str]:
+    """The names of the arrays that contain a non-finite number, in the order of the trees.
+
+    Scalars of an optimizer may be infinite, such as the best loss before the first step.
+    """
+    checked = {
+        jax.tree_util.keystr(path, simple=True, separator="."): leaf
+        for path, leaf in jax.tree.leaves_with_path({"model": model, "optimizer": optimizer})
+        if jnp.issubdtype(leaf.dtype, jnp.inexact) and (leaf.ndim or path[0].key == "model")
+    }
+    finite = jax.device_get(_all_finite([*checked.values()]))
+    return [name for name, sound in zip(checked, finite, strict=True) if not sound]
+
+
+_all_finite = jax.jit(lambda arrays: [jnp.all(jnp.isfinite(array)) for array in arrays])

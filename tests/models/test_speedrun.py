@@ -27,7 +27,7 @@ from lmlib.models.matrices.lora import map_adapted
 from lmlib.models.part import NO_AUX, Part
 from lmlib.models.residual_scales import ResidualScales
 from lmlib.parallel.axes import map_weights
-from lmlib.parallel.gathering import gathered_partition
+from lmlib.parallel.gathering import moves_of
 from lmlib.parallel.layout import sharding, storage_spec
 from lmlib.parallel.selection import named_weights
 
@@ -170,7 +170,7 @@ def test_a_table_of_values_rests_where_it_is_used():
     def look(weight, array):
         if weight.path.endswith("value_embedding.table"):
             rests = storage_spec(weight, array.shape, mesh)
-            assert gathered_partition(weight, array.shape, mesh) == rests
+            assert moves_of(weight, array.shape, mesh).whole == rests
             found[weight.path] = NamedSharding(mesh, rests).shard_shape(array.shape)
 
     map_weights(look, jax.eval_shape(make))

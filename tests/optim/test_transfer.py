@@ -204,7 +204,7 @@ def test_muon_takes_each_weight_by_its_own_rule():
 GEMMA = {"vocab": 64, "embed": 64, "heads": 4, "mlp": 128, "head_dim": 16}
 REFUSED = {
     "adapters": (functools.partial(lora, of=LLAMA), BASE, "adapters"),
-    "a size that it has not": (LLAMA, {"embedding": 3}, "takes no such sizes.*embedding"),
+    "a size that it has not": (LLAMA, {"embedding": 3}, "no model can be made.*embedding"),
     "a size that makes no model": (LLAMA, {"heads": 3}, "no model can be made.*heads = 3"),
     "heads that grow": (LLAMA, {"embed": 32}, "head_dim is 4 in the base.*16 in the model"),
     "another pattern": (

@@ -55,14 +55,12 @@ def attend(
     sent, except along `context`. Raises ValueError for shapes that are not supported.
 
     Args:
-      segment_ids_BS: the document of each position; its tokens are adjacent. `None`: each row is
-        one.
+      segment_ids_BS: the document of each position; its tokens are adjacent. `None`: one per row.
       window: a position attends to itself and the `window` - 1 before it; `None`: all before it.
       scale: factor of the products; `None`: D^-1/2.
       soft_cap: c, if scores s become c · tanh(s / c) before the mask (arXiv:2408.00118, §2).
       sinks_H: the sink of each head, see `with_sinks`; optional.
-      order, way: order of a row's tokens along `context` (`lmlib.row_order`), and "auto" or one
-        of `CONTEXT_METHODS`.
+      order, context_method: see `lmlib.row_order`, and `CONTEXT_METHODS`, or "auto".
     """
     options = Options.of(window, scale, soft_cap, q_BSHD.shape[-1])
     _, S, H, D = q_BSHD.shape
@@ -76,20 +74,19 @@ def attend(
     if _is_split():
         from lmlib.models.attend import context_parallel  # only split rows need it
 
-        function = context_parallel.function_of(
-            implementation, H, k_BTKD.shape[2], order, context_method
-        )
+        kv_heads = k_BTKD.shape[2]
+        function = context_parallel.function_of(implementation, H, kv_heads, order, context_method)
     else:
 
         def function(q: Array, k: Array, v: Array, segments: Any, options: Options) -> Any:
             places = whole_row(q.shape[1])
             return kernel_of(implementation).attend(q, k, v, segments, segments, places, options)
 
-    heads, kv_heads = "batch seq heads head_dim", "batch seq kv_heads head_dim"
-    outputs = (heads,) if sinks_H is None else (heads, "batch seq heads")
+    queries, keys = "batch seq heads head_dim", "batch seq kv_heads head_dim"
+    outputs = (queries,) if sinks_H is None else (queries, "batch seq heads")
     results = shard_map(
         lambda *arrays: function(*arrays, options=options)[: len(outputs)],
-        inputs=tuple(map(_every_row, (heads, kv_heads, kv_heads, "batch seq"))),
+        inputs=tuple(map(_every_row, (queries, keys, keys, "batch seq"))),
         outputs=tuple(map(_every_row, outputs)),
         tracked=False,
     )(q_BSHD, k_BTKD, v_BTKV, segment_ids_BS)
@@ -116,14 +113,10 @@ def one_document(q_BSHD: Array) -> Int32[Array, "b s"]:
 
 
 def check_attention(implementation: str, shapes: Shapes, context_method: str = "auto") -> None:
-    """Raises ValueError for an unknown implementation or way, or if `problem` has a reason."""
-    known = (
-        ("context", context_method, CONTEXT_METHODS),
-        ("attention", implementation, IMPLEMENTATIONS),
-    )
-    for name, value, others in known:
-        values = "auto", *others
-        if value not in values:
+    """Raises ValueError for an unknown name, or if `problem` has a reason."""
+    named = {"context": context_method, "attention": implementation}
+    for (name, value), known in zip(named.items(), (CONTEXT_METHODS, IMPLEMENTATIONS), strict=True):
+        if value not in (values := ("auto", *known)):
             raise ValueError(f"{name} must be one of {', '.join(values)}, got {value!r}")
     if implementation != "auto" and (reason := problem(implementation, shapes)) is not None:
         raise ValueError(f"attention={implementation!r}: {reason}; use 'blockwise' or 'auto'")

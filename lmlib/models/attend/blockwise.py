@@ -42,8 +42,8 @@ from lmlib.parallel.collectives import (
     devices_along,
     platform,
     psum_scatter,
-    ring_shift,
 )
+from lmlib.parallel.exchange import ring_shift
 from lmlib.parallel.layout import mesh_axes_for
 from lmlib.row_order import pieces_of_devices, places
 

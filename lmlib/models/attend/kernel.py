@@ -5,7 +5,7 @@ Shapes: C devices along `context`, S sequence of a device (queries), B batch, H 
 
 import importlib
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -87,19 +87,15 @@ def whole_row(length: int) -> Places:
 class Kernel(NamedTuple):
     """An implementation of attention on one device.
 
-    Attributes:
-      attend: `(q_BSHD, k_BTKD, v_BTKV, segments_BS, segments_BT, places, options)` returns the
-        mixed values [B, S, H, V], and the logarithm of each query's normaliser [B, S, H] or
-        `None`. Keys cover the whole row, in its order.
-      problem: returns the reason why the kernel does not support these shapes, or `None`.
-      has_normaliser, takes_pieces: True if it returns the normaliser, which sinks need, and if
-        queries may be a part of the row.
+    `attend(q_BSHD, k_BTKD, v_BTKV, segments_BS, segments_BT, places, options)` returns the mixed
+    values [B, S, H, V], and the logarithm of each query's normaliser [B, S, H] or `None`. Keys
+    cover the whole row, in its order.
     """
 
     attend: Callable[..., tuple[Array, Array | None]]
-    problem: Callable[[Shapes], str | None] = lambda shapes: None
-    has_normaliser: bool = True
-    takes_pieces: bool = False
+    problem: Callable[[Shapes], str | None] = lambda shapes: None  # the reason against them
+    has_normaliser: bool = True  # True if it returns the normaliser, which sinks need
+    takes_pieces: bool = False  # True if queries may be a part of the row
 
 
 def with_sinks(
@@ -122,6 +118,5 @@ def left_by_sinks(
 
 def kernel_of(implementation: str) -> Kernel:
     """Returns the kernel with this name, one of `IMPLEMENTATIONS`."""
-    kernel: Any = importlib.import_module(_MODULES[implementation]).KERNEL
-    assert isinstance(kernel, Kernel)
+    kernel: Kernel = importlib.import_module(_MODULES[implementation]).KERNEL
     return kernel

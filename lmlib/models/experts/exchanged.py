@@ -54,21 +54,18 @@ class Exchanged:
         is_row_PQ = places_PQ < self.given_P[:, None]
         pairs_PQ = jnp.take(self.pairs_M, self.starts_P[:, None] + places_PQ, mode="clip")
         values = jnp.ravel(sent_n)[pairs_PQ] if of_pairs else sent_n[pairs_PQ // self.K]
-        values_C = zero_padding(
-            jnp.reshape(values, (self.P * self.Q, *values.shape[2:])), is_row_PQ.ravel()
-        )
-        arrived_C = self._exchanged(
-            values_C, self._count(self.given_P, round), self._count(self.taken_P, round)
-        )
+        values = jnp.reshape(values, (self.P * self.Q, *values.shape[2:]))
+        values_C = zero_padding(values, is_row_PQ.ravel())
+        given_P, taken_P = self._counts(round)
+        arrived_C = exchange_rows(values_C, given_P, taken_P, self.along)
         order_C, _, sizes_X = self._sorted(round)
         is_row_C = jnp.arange(len(order_C)) < jnp.sum(sizes_X)
         return zero_padding(arrived_C[order_C], is_row_C)
 
     def back(self, rows_C: Array, round: Array | int, of_pairs: bool = False) -> Array:
         _, places_C, _ = self._sorted(round)
-        values_C = self._exchanged(
-            rows_C[places_C], self._count(self.taken_P, round), self._count(self.given_P, round)
-        )
+        given_P, taken_P = self._counts(round)
+        values_C = exchange_rows(rows_C[places_C], taken_P, given_P, self.along)
         places_nK = self.devices_nK * self.Q + self.places_nK - round * self.Q
         return unsort(values_C, places_nK, self.computed(round), of_pairs)
 
@@ -79,18 +76,15 @@ class Exchanged:
     def combine(self, x_n: Array) -> Array:
         return x_n
 
-    def _count(self, total_P: Array, round: Array | int) -> Array:
-        return jnp.clip(total_P - round * self.Q, 0, self.Q)
-
-    def _exchanged(self, values_C: Array, given_P: Array, taken_P: Array) -> Array:
-        return exchange_rows(values_C, given_P, taken_P, self.along)
+    def _counts(self, round: Array | int) -> list[Array]:
+        first = round * self.Q
+        return [jnp.clip(each_P - first, 0, self.Q) for each_P in (self.given_P, self.taken_P)]
 
     def _sorted(self, round: Array | int) -> tuple[Array, Array, Array]:
         """Applies `sorted_by` to the rows that arrive in a round."""
         places_Q = round * self.Q + jnp.arange(self.Q, dtype=jnp.int32)
         ends_PX = jnp.cumsum(self.for_me_PX, axis=1)
         # Places beyond a device's last row get the index after the last expert.
-        experts_PQ = jax.vmap(lambda ends_X: jnp.searchsorted(ends_X, places_Q, side="right"))(
-            ends_PX
-        )
+        search = jax.vmap(lambda ends_X: jnp.searchsorted(ends_X, places_Q, side="right"))
+        experts_PQ = search(ends_PX)
         return sorted_by(jnp.ravel(experts_PQ).astype(jnp.int32), self.X)

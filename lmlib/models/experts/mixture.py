@@ -58,31 +58,21 @@ class Mixture(Part):
         key: PRNGKeyArray,
     ):
         self.router = router(embed, experts, top, key=fold_in_name(key, "router"))
-        self.experts = mlps(
-            embed, mlp, experts, residual_scale=residual_scale, key=fold_in_name(key, "experts")
-        )
-        self.shared = None
-        if shared_mlp is not None:
-            self.shared = shared(
-                embed, shared_mlp, residual_scale=residual_scale, key=fold_in_name(key, "shared")
-            )
+        scale, of_experts = residual_scale, fold_in_name(key, "experts")
+        self.experts = mlps(embed, mlp, experts, residual_scale=scale, key=of_experts)
+        of_shared = {"residual_scale": scale, "key": fold_in_name(key, "shared")}
+        self.shared = None if shared_mlp is None else shared(embed, shared_mlp, **of_shared)
 
     def __call__(
         self, x_BSE: Float[Array, "b s embed"], context: ForwardContext
     ) -> tuple[Float[Array, "b s embed"], AuxOutputs]:
-        """Applies the layer; see `lmlib.models.experts.rounds.mix_experts` for the
-        communication."""
+        """Applies the layer, with the communication of `rounds.mix_experts`."""
         compute, routing = context.compute, self.router(x_BSE, context)
         with jax.named_scope("experts"):
             top = self.router.top
             dispatch = best_dispatch(top) if compute.dispatch == "auto" else compute.dispatch
-            settings = Settings(
-                self.router.experts,
-                dispatch,
-                compute.expert_room,
-                compute.residual,
-                in_a_stage(),
-            )
+            experts, room = self.router.experts, compute.expert_room
+            settings = Settings(experts, dispatch, room, compute.residual, in_a_stage())
             y_BSE, computed_BS = mix_experts(
                 settings, self.experts, x_BSE, routing.choices_BSK, routing.shares_BSK
             )
@@ -110,10 +100,7 @@ class Mixture(Part):
 
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:
         active = product_flops(self.experts) * self.used_shares["experts"]
-        whole = product_flops(self.router) + (
-            0 if self.shared is None else product_flops(self.shared)
-        )
-        return active + whole
+        return active + product_flops(self.router) + product_flops(self.shared)
 
     def check(self, sequence_length: int, compute: Compute) -> None:
         known = ("auto", *DISPATCHES)

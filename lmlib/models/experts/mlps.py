@@ -98,9 +98,8 @@ class GatedExperts(eqx.Module):
             return y_CE
         bias_CE = _of_rows(self.down_bias, sizes_X, len(y_CE)) * shares_C1
         # Each device along `tensor` computes a partial sum; only the first adds the bias.
-        return y_CE + jnp.where(axis_index(mesh_axes_for("mlp")) == 0, bias_CE, 0).astype(
-            y_CE.dtype
-        )
+        bias_CE = jnp.where(axis_index(mesh_axes_for("mlp")) == 0, bias_CE, 0)
+        return y_CE + bias_CE.astype(y_CE.dtype)
 
 
 def _biased(y_CF: Array, bias_XF: Array | None, sizes_X: Array) -> Array:

@@ -24,7 +24,7 @@ from lmlib.models.experts.exchanged import Exchanged
 from lmlib.models.experts.gathered import Gathered
 from lmlib.parallel.collectives import devices_along, psum, psum_scatter, shard_map
 from lmlib.parallel.layout import mesh_axes_for, mesh_axes_of, named, partition
-from lmlib.parallel.matrix import gets_gradient
+from lmlib.parallel.matrix import is_matrix
 from lmlib.parallel.mesh_axes import NAMES, TOKENS, names_of
 from lmlib.parallel.stages import retraced_in_stage
 
@@ -89,15 +89,13 @@ def mix_experts(
 
 
 def _forward(settings: Settings, *arguments: Any) -> tuple[tuple[Array, Array], Any]:
-    return retraced_in_stage(settings.in_a_stage, functools.partial(_computed, settings))(
-        *arguments
-    )
+    function = functools.partial(_computed, settings)
+    return retraced_in_stage(settings.in_a_stage, function)(*arguments)
 
 
 def _backward(settings: Settings, *arguments: Any) -> Any:
-    return retraced_in_stage(settings.in_a_stage, functools.partial(_gradients, settings))(
-        *arguments
-    )
+    function = functools.partial(_gradients, settings)
+    return retraced_in_stage(settings.in_a_stage, function)(*arguments)
 
 
 mix_experts.defvjp(_forward, _backward)
@@ -141,7 +139,10 @@ def _computed(
 
 def _gradients(settings: Settings, saved: Any, given: tuple[Array, Array]) -> Any:
     experts, x_BSE, *_ = saved
-    x_shared, learns = _reduced(x_BSE), gets_gradient(experts)
+    x_shared = _reduced(x_BSE)
+    learns = jax.tree.map(
+        lambda node: node.gets_gradient() if is_matrix(node) else True, experts, is_leaf=is_matrix
+    )
     weights_gathered = jax.tree.map(_reduced, eqx.filter(experts, learns))
 
     def on_device(experts: Any, *given: Any) -> Any:

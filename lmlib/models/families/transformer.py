@@ -15,8 +15,6 @@ from lmlib.models.parts.rope import Rotary, Scaling
 from lmlib.models.stack import segments
 from lmlib.models.weights import fold_in_name, jit_init, residual_scale
 
-_MOST_LAYERS = 10_000  # layers are made one by one
-
 
 def transformer(
     vocab: int,
@@ -72,7 +70,13 @@ def transformer(
     def positions_of(rotary: bool | Rotary) -> Rotary | None:
         if not rotary or isinstance(rotary, Rotary):
             return rotary or None
-        return Rotary(_rotated_coordinates(head_dim, rotary_fraction), rope_theta, rope_scaling)
+        rotated = int(head_dim * rotary_fraction)
+        if rotary_fraction != 1 and (rotated < 2 or rotated % 2):
+            raise ValueError(
+                f"rotary_fraction = {rotary_fraction} of head_dim = {head_dim} is {rotated} "
+                "coordinates to rotate: it takes an even number, at least 2"
+            )
+        return Rotary(rotated, rope_theta, rope_scaling)
 
     rotaries = [positions_of(each) for each in _each("rotary_layers", rotary_layers, layers)]
     kinds = [*zip(
@@ -115,7 +119,8 @@ def check_sizes(**sizes: int) -> None:
     for name, size in sizes.items():
         if size < 1:
             raise ValueError(f"{name} must be at least 1, got {size}")
-        if size > (most := _MOST_LAYERS if name == "layers" else 2**31 - 1):
+        most = 10_000 if name == "layers" else 2**31 - 1  # layers are made one by one
+        if size > most:
             raise ValueError(f"{name} must be at most {most:,}, got {size:,}")
 
 
@@ -125,14 +130,3 @@ def _each(name: str, value: Any, layers: int) -> list[Any]:
     if len(values) != layers:
         raise ValueError(f"{name} has {len(values)} values for {layers} layers")
     return values
-
-
-def _rotated_coordinates(head_dim: int, fraction: float) -> int:
-    """Returns the number of rotated coordinates of a head."""
-    rotated = int(head_dim * fraction)
-    if fraction != 1 and (rotated < 2 or rotated % 2):
-        raise ValueError(
-            f"rotary_fraction = {fraction} of head_dim = {head_dim} is {rotated} coordinates to "
-            "rotate: it takes an even number, at least 2"
-        )
-    return rotated

@@ -93,7 +93,7 @@ def in_int8(weight: Weight, array: Array) -> Any:
         dataclasses.replace(
             declared,
             initial=Random(declared.initial.deviation(sizes)),
-            multiplied=False,  # products multiply by the dense array
+            summed=(),  # products multiply by the dense array
             rules={**declared.rules, _ONE: None},
         ),
     )

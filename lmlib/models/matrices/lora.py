@@ -34,11 +34,6 @@ class LoRAMatrix(Matrix):
     `up` has the rank, then the other axes; axes of stacked layers and of experts come first in
     both. The axes have the same layouts as in `base`. The rank is split over `tensor` if no axis of
     `down` is, and there are no experts.
-
-    Attributes:
-      alpha, rank_stabilized: scale is alpha / rank, or alpha / √rank if `rank_stabilized`.
-      dropout, key: dropout rate of the input of `down`, and its key in a training step.
-      declaration, axis_names: the declaration of `base`, and axis names of the three arrays.
     """
 
     rows_may_be_split = True
@@ -46,12 +41,12 @@ class LoRAMatrix(Matrix):
     base: Any = eqx.field(metadata={METADATA: lambda self: self.declaration})
     down: Float[Array, "..."] = eqx.field(metadata={METADATA: lambda self: self.low_rank(True)})
     up: Float[Array, "..."] = eqx.field(metadata={METADATA: lambda self: self.low_rank(False)})
-    alpha: float = eqx.field(static=True)
-    rank_stabilized: bool = eqx.field(static=True)
-    dropout: float = eqx.field(static=True)
-    declaration: Declaration = eqx.field(static=True)
-    axis_names: dict[str, str] = eqx.field(static=True)
-    key: PRNGKeyArray | None = None
+    alpha: float = eqx.field(static=True)  # the scale is alpha / rank, or
+    rank_stabilized: bool = eqx.field(static=True)  # alpha / √rank
+    dropout: float = eqx.field(static=True)  # rate, for the input of `down`
+    declaration: Declaration = eqx.field(static=True)  # of `base`
+    axis_names: dict[str, str] = eqx.field(static=True)  # of the three arrays
+    key: PRNGKeyArray | None = None  # for dropout, in a training step
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -129,17 +124,13 @@ class LoRAMatrix(Matrix):
         return base.astype(wide) + self.scale * added
 
     def low_rank(self, down: bool) -> Declaration:
-        """The declaration of `down` or `up`, with the initial values of PEFT.
-
-        `down` has variance 1 / (3 · fan_in), `up` is zero, so that an adapted model starts as its
-        base.
-        """
+        """The declaration of `down`, of variance 1 / (3 · fan_in), or of `up`, zero, as in PEFT."""
         rules = {**COMPUTE, **self.declaration.rules}
         taken = self.apart or any(rules[axis] == rules[DOWN_RANK] for axis in self.summed)
         rules = {**self.declaration.rules, **({DOWN_RANK: None} if taken else {})}
         initial = Random(3**-0.5, self.summed) if down else zeros
         summed = self.summed if down else (UP_RANK,)
-        return Declaration(initial, multiplied=True, decays=True, rules=rules, summed=summed)
+        return Declaration(initial, decays=True, rules=rules, summed=summed)
 
 
 def adapted(
@@ -165,14 +156,10 @@ def adapted(
         )
     sizes = dict(zip(axes, base.shape[stacked:], strict=True))
     lead = tuple(base.shape[:stacked])
-    names = {
-        "base": " ".join(axes),
-        "down": " ".join((*rows, DOWN_RANK)),
-        "up": " ".join((*apart, UP_RANK, *kept)),
-    }
-    empty = LoRAMatrix(
-        base, base, base, alpha, rank_stabilized, dropout, weight.declaration, names
-    )  # fmt: skip
+    of_arrays = {"base": axes, "down": (*rows, DOWN_RANK), "up": (*apart, UP_RANK, *kept)}
+    names = {field: " ".join(of_array) for field, of_array in of_arrays.items()}
+    declared = weight.declaration
+    empty = LoRAMatrix(base, base, base, alpha, rank_stabilized, dropout, declared, names)
 
     def made(field: str) -> Array:
         initial = empty.low_rank(field == "down").initial
@@ -271,9 +258,7 @@ def _dropped(x: Array, w: LoRAMatrix) -> Array:
     """Applies dropout to the input of `down`, in training."""
     if w.key is None:
         return x
-    layout = None
-    if not jax.sharding.get_abstract_mesh().empty:
-        layout = jax.typeof(x).sharding.spec
+    layout = None if jax.sharding.get_abstract_mesh().empty else jax.typeof(x).sharding.spec
     where = None if layout is None else PartitionSpec(*layout.partitions)
     kept = jax.random.bernoulli(w.key, 1 - w.dropout, x.shape, out_sharding=where)
     factor = (kept / (1 - w.dropout)).astype(x.dtype)

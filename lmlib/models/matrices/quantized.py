@@ -37,8 +37,6 @@ FORMATS = {
     "int8": Formats(jnp.int8, jnp.int8),
     "float8": Formats(jnp.float8_e4m3fn, jnp.float8_e5m2),
 }
-
-
 KINDS = ("projections", "mlp")  # kinds of products, as `Compute.quantized` names them
 
 

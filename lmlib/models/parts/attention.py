@@ -28,13 +28,12 @@ class Attention(Part):
 
     Args:
       rotary: rotates queries and keys by their positions; optional.
-      window: number of positions that each one attends to, itself and the ones before it.
-      scale, soft_cap: as in `lmlib.models.attend.attend`.
+      window, scale, soft_cap: as in `lmlib.models.attend.attend`.
       bias, output_bias: True if queries, keys and values, or the output, have biases.
       sinks: True if each head has a sink; see `lmlib.models.attend.kernel.with_sinks`.
-      norm, key_norm: make the norms of queries and keys before rotation, from `key` and sizes.
+      norm, key_norm: make the norms of queries and (by default the same) keys before rotation.
         `RMSNorm` with axes "head_dim" norms each head, with "heads head_dim" (for keys: "kv_heads
-        head_dim") all together. Without `key_norm`, `norm` does.
+        head_dim") all together.
       value_embedding: makes a part that adds to the values of each token, called like `norm`.
       residual_scale: factor of the output's initial values (`lmlib.models.weights`).
     """
@@ -106,10 +105,7 @@ class Attention(Part):
     def __call__(
         self, x_BSE: Float[Array, "b s embed"], context: ForwardContext, cache: Any = None
     ) -> tuple[Float[Array, "b s embed"], Any]:
-        """A mixer's call. The cache is a `lmlib.models.parts.cache.KeysAndValues`.
-
-        The last product is summed over `tensor` (a psum or a reduce-scatter).
-        """
+        """A mixer's call; the cache is a `KeysAndValues`. `tensor` sums the last product."""
         compute = context.compute
         q_BSHD, k_BTKD, v_BTKD = self._projected(x_BSE, context)
         if cache is not None:
@@ -178,9 +174,7 @@ class Attention(Part):
         return empty_cache(rows, min(self.window or length, length), kv_heads, head_dim, dtype)
 
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:
-        """FLOPs of the weights, and 12 · heads · head_dim · keys, with the mean number of visible
-        keys.
-        """
+        """FLOPs of the weights, and 12 · heads · head_dim · mean number of visible keys."""
         heads, head_dim = self.query.shape[-2:]
         keys = float(min(self.window or sequence_length, sequence_length))
         if causal:

@@ -115,37 +115,32 @@ def _first_written(
     keys_BKDN: Array, values_BKNV: Array, k_BSKD: Array, v_BSKV: Array, positions_BS: Array
 ) -> tuple[Array, Array]:
     """Writes tokens from position 0 on. Padding comes after them, where nothing counts."""
-    k_BKDS = jnp.transpose(k_BSKD, (0, 2, 3, 1)).astype(keys_BKDN.dtype)
-    v_BKSV = jnp.swapaxes(v_BSKV, 1, 2).astype(values_BKNV.dtype)
-    empty = 0, keys_BKDN.shape[3] - k_BKDS.shape[3]
-    whole = 0, 0
-    return (
-        jnp.pad(k_BKDS, (whole, whole, whole, empty)),
-        jnp.pad(v_BKSV, (whole, whole, empty, whole)),
-    )
+    k_BKDS, v_BKSV = _as_stored(k_BSKD, v_BSKV, keys_BKDN.dtype)
+    whole, empty = (0, 0), (0, keys_BKDN.shape[3] - k_BKDS.shape[3])
+    keys_BKDN = jnp.pad(k_BKDS, (whole, whole, whole, empty))
+    return keys_BKDN, jnp.pad(v_BKSV, (whole, whole, empty, whole))
+
+
+def _as_stored(k_BSKD: Array, v_BSKV: Array, dtype: DTypeLike) -> tuple[Array, Array]:
+    k_BKDS = jnp.transpose(k_BSKD, (0, 2, 3, 1)).astype(dtype)
+    return k_BKDS, jnp.swapaxes(v_BSKV, 1, 2).astype(dtype)
 
 
 def _written(
     keys_BKDN: Array, values_BKNV: Array, k_BSKD: Array, v_BSKV: Array, positions_BS: Array
 ) -> tuple[Array, Array]:
-    S = k_BSKD.shape[1]
-    N = keys_BKDN.shape[3]
-    k_BSKD, v_BSKV = k_BSKD.astype(keys_BKDN.dtype), v_BSKV.astype(keys_BKDN.dtype)
-    if S == 1:
-        return _token_written(
-            keys_BKDN, values_BKNV, k_BSKD[:, 0], v_BSKV[:, 0], positions_BS[:, 0]
-        )
+    N, dtype = keys_BKDN.shape[3], keys_BKDN.dtype
+    if k_BSKD.shape[1] == 1:
+        token = k_BSKD[:, 0].astype(dtype), v_BSKV[:, 0].astype(dtype), positions_BS[:, 0]
+        return _token_written(keys_BKDN, values_BKNV, *token)
     first_B, newest_B = positions_BS[:, 0], jnp.max(positions_BS, axis=1)
     # Index of the new token for each slot; a negative one leaves the slot unchanged.
     source_BN = _positions_in(N, newest_B) - first_B[:, None]
     is_new_BN = (source_BN >= 0) & (newest_B >= 0)[:, None]
     source_BN = jnp.clip(source_BN, 0)
-    new_k_BKDN = jnp.take_along_axis(
-        jnp.transpose(k_BSKD, (0, 2, 3, 1)), source_BN[:, None, None, :], axis=3
-    )
-    new_v_BKNV = jnp.take_along_axis(
-        jnp.swapaxes(v_BSKV, 1, 2), source_BN[:, None, :, None], axis=2
-    )
+    k_BKDS, v_BKSV = _as_stored(k_BSKD, v_BSKV, dtype)
+    new_k_BKDN = jnp.take_along_axis(k_BKDS, source_BN[:, None, None, :], axis=3)
+    new_v_BKNV = jnp.take_along_axis(v_BKSV, source_BN[:, None, :, None], axis=2)
     return (
         jnp.where(is_new_BN[:, None, None, :], new_k_BKDN, keys_BKDN),
         jnp.where(is_new_BN[:, None, :, None], new_v_BKNV, values_BKNV),
@@ -188,8 +183,7 @@ def _attend(
         held_BN = _positions_in(keys_BKDN.shape[3], positions_BS[:, 0] - 1)
         new_BS = jnp.where(positions_BS < 0, -1, positions_BS)
         held_BT = jnp.concatenate((held_BN, new_BS), axis=1)
-        k_BKDS = jnp.transpose(k, (0, 2, 3, 1)).astype(keys_BKDN.dtype)
-        v_BKSV = jnp.swapaxes(v, 1, 2).astype(values_BKNV.dtype)
+        k_BKDS, v_BKSV = _as_stored(k, v, keys_BKDN.dtype)
         keys = jnp.concatenate((keys_BKDN, k_BKDS), axis=3)
         values = jnp.concatenate((values_BKNV, v_BKSV), axis=2)
     return _mix(options, keys, values, positions_BS, held_BT, *q)

@@ -24,10 +24,8 @@ def embedded(
     """The rows `tokens_BS` of the table, in `dtype`, in the layout that `residual` names.
 
     The stored table stays in place. Each device looks up the tokens of all devices along `fsdp` in
-    its own columns, and an all-to-all over `fsdp` assembles the rows. Each device along `tensor`
-    has its own part of the vocabulary, so rows, all but one of them zero, are summed over `tensor`.
-    A token's gradient is summed in float32 or wider, and nothing as large as the table is sent,
-    except over `data`.
+    its own columns, and an all-to-all assembles the rows. Parts of the vocabulary give zeros for
+    other tokens, and are summed over `tensor`. A token's gradient is summed in float32 or wider.
     """
     wide = jnp.promote_types(dtype, jnp.float32)
 

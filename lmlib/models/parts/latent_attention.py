@@ -110,25 +110,17 @@ class LatentAttention(Part):
         context: ForwardContext,
         cache: KeysAndValues | None = None,
     ) -> tuple[Float[Array, "b s embed"], KeysAndValues | None]:
-        """Returns the output of attention and the new cache of latents and rotary keys.
-
-        The last product is summed over `tensor`, and in the backward pass the gradients of latents.
-        """
+        """Returns the output of attention and the new cache of latents and rotary keys."""
         q_BSHQ = self._queries(x_BSE, context)
         latent_BTL, rotary_BTR = self._latents(x_BSE, context)
         if cache is None or cache.empty:
             k_BTHQ, v_BTHV = self._keys_and_values(latent_BTL, rotary_BTR, context)
             with jax.named_scope("attention"):
                 mixed_BSHV = attend(
-                    q_BSHQ,
-                    k_BTHQ,
-                    v_BTHV,
-                    context.segment_ids_BS,
-                    context.compute.attention,
-                    scale=self.scale,
-                    order=context.order,
+                    q_BSHQ, k_BTHQ, v_BTHV, context.segment_ids_BS, context.compute.attention,
+                    scale=self.scale, order=context.order,
                     context_method=context.compute.context_method,
-                )
+                )  # fmt: skip
                 if cache is not None:
                     kept = _as_one_head(cache, rotary_BTR), _as_one_head(cache, latent_BTL)
                     cache = extended(cache, *kept, context.positions_BS)
@@ -185,11 +177,8 @@ class LatentAttention(Part):
         latent_BTL = replicate_for_tp(latent_BTL, ("batch", "seq", None))
         k_BTHD = matmul("btl,lhd->bthd", latent_BTL, self.key, precision)
         v_BTHV = matmul("btl,lhv->bthv", latent_BTL, self.value, precision)
-        k_BTHR = jnp.broadcast_to(
-            rotary_BTR[:, :, None],
-            (*k_BTHD.shape[:-1], rotary_BTR.shape[-1]),
-            out_sharding=spec("batch seq heads head_dim"),
-        )
+        shape, heads = (*k_BTHD.shape[:-1], rotary_BTR.shape[-1]), spec("batch seq heads head_dim")
+        k_BTHR = jnp.broadcast_to(rotary_BTR[:, :, None], shape, out_sharding=heads)
         k_BTHQ = jnp.concatenate((k_BTHD, k_BTHR), axis=-1)
         return checkpoint_name(k_BTHQ, "key"), checkpoint_name(v_BTHV, "value")
 
@@ -201,24 +190,17 @@ class LatentAttention(Part):
         rotary_BSR: Array,
         context: ForwardContext,
     ) -> tuple[Array, KeysAndValues]:
-        """Attention over latents (arXiv:2405.04434, §2.1.2).
-
-        A query times the matrix that makes keys is a query for latents.
-        """
-        D = self.key.shape[-1]
-        q_BSHD, q_BSHR = jnp.split(q_BSHQ, [D], axis=-1)
+        """Attention over latents: queries times the matrix of keys (arXiv:2405.04434, §2.1.2)."""
+        q_BSHD, q_BSHR = jnp.split(q_BSHQ, [self.key.shape[-1]], axis=-1)
         with jax.named_scope("projections"):
             of_latents_BSHL = matmul("bshd,lhd->bshl", q_BSHD, dense(self.key).astype(q_BSHD.dtype))
         with jax.named_scope("attention"):
+            keys, values = _as_one_head(cache, rotary_BSR), _as_one_head(cache, latent_BSL)
+            options = Options.of(None, self.scale, None, q_BSHQ.shape[-1])
             mixed_BSHL, cache = attend_cached(
-                q_BSHR,
-                _as_one_head(cache, rotary_BSR),
-                _as_one_head(cache, latent_BSL),
-                context.positions_BS,
-                cache,
-                Options.of(None, self.scale, None, q_BSHQ.shape[-1]),
+                q_BSHR, keys, values, context.positions_BS, cache, options,
                 of_values_BSHV=of_latents_BSHL,
-            )
+            )  # fmt: skip
         with jax.named_scope("projections"):
             value_LHV = dense(self.value).astype(mixed_BSHL.dtype)
             return matmul("bshl,lhv->bshv", mixed_BSHL, value_LHV), cache

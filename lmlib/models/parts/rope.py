@@ -18,19 +18,12 @@ Length = int | Int32[Array, "#b #s 1 1"]
 
 
 class Scaling:
-    """Base class of frequency changes for longer sequences, compared by value.
+    """Base class of frequency changes for longer sequences, compared by value."""
 
-    Attributes:
-      amplitude: factor of cosines and sines.
-      longest: length of the longest sequence that has these frequencies; `None`: any length.
-      switch: length above which a document has other frequencies, from its first token on.
-      pairs: number of pairs of coordinates that it has factors for; `None`: any number.
-    """
-
-    amplitude: float = 1.0
-    longest: int | None = None
-    switch: int | None = None
-    pairs: int | None = None
+    amplitude: float = 1.0  # factor of cosines and sines
+    longest: int | None = None  # length of the longest sequence that has these frequencies
+    switch: int | None = None  # length above which a whole document has other frequencies
+    pairs: int | None = None  # number of pairs of coordinates that it has factors for
 
     def frequencies(
         self, frequency_D: Float[Array, "half"], length: Length
@@ -86,8 +79,7 @@ class Rotary:
     ) -> Rotations:
         """Returns the table for `positions_BS`, in float32, or in `dtype` if it is wider.
 
-        Without `lengths_B` of the rows' texts, a document ends where positions stop increasing by
-        one.
+        Without `lengths_B` of texts, a document ends where positions stop increasing by one.
         """
         self.check(positions_BS.shape[1])
         wide = jnp.promote_types(dtype, jnp.float32)
@@ -129,9 +121,7 @@ class Rotary:
 def rotate(
     x_BSHD: Float[Array, "b s h d"], rotations: Rotations, interleaved: bool = False
 ) -> Float[Array, "b s h d"]:
-    """Rotates each pair of coordinates of `x` (eq. 34), in the table's dtype; others stay
-    unchanged.
-    """
+    """Rotates pairs of coordinates of `x` (eq. 34), in the table's dtype; others stay the same."""
     cos_BS1D, sin_BS1D = rotations
     D = cos_BS1D.shape[-1]
     wide_BSHD = x_BSHD.astype(cos_BS1D.dtype)

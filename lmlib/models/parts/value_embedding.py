@@ -64,9 +64,8 @@ class ValueEmbedding(Part):
             rows_BTKD = _by_head(rows_BTC, D)
         else:
             rows_BTC = reshard(rows_BTC, ("batch", "seq", None))
-            rows_BTKD = jnp.repeat(
-                rows_BTC.reshape(B, T, self.kv_heads, D), K // self.kv_heads, axis=2
-            )
+            rows_BTKD = rows_BTC.reshape(B, T, self.kv_heads, D)
+            rows_BTKD = jnp.repeat(rows_BTKD, K // self.kv_heads, axis=2)
             rows_BTKD = reshard(rows_BTKD, "batch seq kv_heads head_dim")
         return v_BTKD + self.share.astype(v_BTKD.dtype) * rows_BTKD
 
@@ -96,10 +95,7 @@ def _by_head(rows_BTC: Array, head_dim: int) -> Array:
     """Splits columns into whole heads, each on one device."""
 
     def split(rows_BTC: Array) -> Array:
-        B, T, C = rows_BTC.shape
-        return jnp.reshape(rows_BTC, (B, T, C // head_dim, head_dim))
+        return jnp.reshape(rows_BTC, (*rows_BTC.shape[:2], -1, head_dim))
 
-    by_device = shard_map(
-        split, (partition("batch seq kv_heads"),), partition("batch seq kv_heads head_dim")
-    )
-    return by_device(rows_BTC)
+    columns, heads = partition("batch seq kv_heads"), partition("batch seq kv_heads head_dim")
+    return shard_map(split, (columns,), heads)(rows_BTC)

@@ -24,7 +24,8 @@ from lmlib.models.forward_context import ForwardContext
 from lmlib.models.pipeline.schedule import Schedule, Work, schedule_of
 from lmlib.models.scan import LayerOutputs, StackedLayers, counted, reshaped, run
 from lmlib.parallel.axes import Weight, map_weights
-from lmlib.parallel.collectives import all_gather, ring_shift, shard_map
+from lmlib.parallel.collectives import all_gather, shard_map
+from lmlib.parallel.exchange import ring_shift
 from lmlib.parallel.layout import mesh_axes_for, partition, storage_spec
 from lmlib.parallel.stages import each_stage
 

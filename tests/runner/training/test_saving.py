@@ -19,7 +19,6 @@ from lmlib.checkpoint import Checkpoints, folders
 from lmlib.checkpoint.manifest import read_manifest
 from lmlib.data.batch import Batch
 from lmlib.data.synthetic import Synthetic
-from lmlib.guard import not_finite
 from lmlib.metrics.log import read_metrics
 from lmlib.optim.adamw import adamw
 from lmlib.optim.optimizer import Optimizer
@@ -27,6 +26,7 @@ from runner import fit
 from runner.command_line.command import exit_code
 from runner.command_line.exit_status import FAILED
 from runner.errors import TrainingStopped, WorkdirLost
+from runner.training.saving import not_finite
 
 
 class Disturbing(Synthetic):
