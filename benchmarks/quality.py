@@ -34,6 +34,8 @@ try:
     import torch
 except ImportError:
     sys.exit("the GPT needs PyTorch: pip install torch")
+from step_peers.pytorch_peer import fused_adamw
+from step_peers.work import AdamW
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -52,7 +54,7 @@ _STEPS = flags.DEFINE_integer("steps", None, "of the quickstart, instead of its 
 _SEEDS = flags.DEFINE_integer("seeds", 3, "runs of each", lower_bound=1)
 _RATES = flags.DEFINE_list("rates", ["1e-3", "2e-3", "4e-3"], "peak learning rates of the GPT")
 
-BETAS, WEIGHT_DECAY, CLIP_NORM = (0.9, 0.95), 0.1, 1.0
+ADAMW = AdamW()
 WARMUP, END = 0.05, 0.1  # fraction of the budget, and of the peak rate
 DEVIATION = 0.02  # standard deviation of the initial values
 _NO_TARGET = -100  # ignored by PyTorch's loss
@@ -143,7 +145,7 @@ def train_gpt(
 ) -> Trained:
     """Trains until `cpu_seconds` of all threads are spent, then evaluates."""
     loss_of = torch.compile(model, fullgraph=True, dynamic=False)
-    optimizer = adamw_of(model)
+    optimizer = fused_adamw(list(model.parameters()), ADAMW)
     loss_of(*tensors(data.batch(0))[:2]).backward()  # compiles
     optimizer.zero_grad(set_to_none=True)
     begun, spent, step = time.process_time(), 0.0, 0
@@ -152,7 +154,7 @@ def train_gpt(
             group["lr"] = peak_lr * rate_at(spent / cpu_seconds)
         tokens_BS, targets_BS, count = tensors(data.batch(step))
         (loss_of(tokens_BS, targets_BS) / max(count, 1)).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
+        nn.utils.clip_grad_norm_(model.parameters(), ADAMW.clip_norm)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         step, spent = step + 1, time.process_time() - begun
@@ -169,15 +171,6 @@ def rate_at(share: float) -> float:
         return (share + 0.001) / (WARMUP + 0.001)
     done = min(1.0, (share - WARMUP) / (1 - WARMUP))
     return END + (1 - END) * (1 + math.cos(math.pi * done)) / 2
-
-
-def adamw_of(model: GPT) -> torch.optim.AdamW:
-    weights = list(model.parameters())
-    groups = [
-        {"params": [each for each in weights if each.ndim > 1], "weight_decay": WEIGHT_DECAY},
-        {"params": [each for each in weights if each.ndim == 1], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, betas=BETAS, fused=True)
 
 
 @torch.no_grad()

@@ -5,10 +5,10 @@ Shapes: B batch, S sequence, E embed, H heads, K kv_heads, D head_dim, F mlp, V 
 
 import dataclasses
 import functools
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+import fiddle as fdl
 import jax
 import numpy as np
 
@@ -172,23 +172,8 @@ def one_document_rows(batch_BS: Batch) -> Batch:
     )
 
 
-def _of_experiment(name: str) -> tuple[Mapping[str, Any], Compute]:
-    """Returns the experiment's arguments of `llama`, including defaults, and its `Compute`."""
-    cfg = load(f"experiments/{name}", ["fast"])
-
-    def given(config: Any, to: Callable[..., Any]) -> dict[str, Any]:
-        names = inspect.signature(to).parameters.keys() - {"key"}
-        return {name: getattr(config, name) for name in names}
-
-    return given(cfg.model, llama), Compute(**given(cfg.compute, Compute))
-
-
 _SMALL = {"vocab": 8_192, "embed": 256, "layers": 4, "heads": 4, "mlp": 1_024}
 _TINY = {"vocab": 64, "embed": 32, "layers": 2, "heads": 2, "mlp": 64}
-
-
-def _experts(experts: int, top: int, mlp: int) -> dict[str, int]:
-    return {"experts": experts, "top": top, "mlp": mlp}
 
 
 def dense_of(mixture: Size) -> Size:
@@ -208,16 +193,17 @@ def _sizes() -> dict[str, Size]:
         Size("tiny_recomputed", _TINY, 8, 64, recomputed=True),
         Size("8m_256", _SMALL, 4, 256, recomputed=True),
         Size("8m_512", _SMALL, 8, 512),
-        Size("tiny_mixture", _TINY | _experts(4, 2, 32), 8, 64, family=mixtral),
-        Size("8_of_512", _SMALL | _experts(8, 2, 512), 8, 512, family=mixtral),
-        Size("32_of_256", _SMALL | _experts(32, 4, 256), 8, 512, family=mixtral),
+        Size("tiny_mixture", _TINY | dict(experts=4, top=2, mlp=32), 8, 64, family=mixtral),
+        Size("8_of_512", _SMALL | dict(experts=8, top=2, mlp=512), 8, 512, family=mixtral),
+        Size("32_of_256", _SMALL | dict(experts=32, top=4, mlp=256), 8, 512, family=mixtral),
     ]
     for name in ON_GPU:
-        settings, compute = _of_experiment(f"llama_{name}")
+        cfg = load(f"experiments/llama_{name}", ["fast"])
+        settings, compute = fdl.ordered_arguments(cfg.model), fdl.build(cfg.compute)
         adamw = AdamW(1e-3 if settings["embed"] <= 1_024 else 1e-4)
         sizes.append(Size(name, settings, 64, 1_024, False, adamw, compute))
     mixture = {"vocab": 32_768, "embed": 1_024, "layers": 8, "heads": 8, "head_dim": 128}
-    mixture |= _experts(8, 2, 2_048)
+    mixture |= dict(experts=8, top=2, mlp=2_048)
     computed = Compute(unroll=8, logits_dtype="bfloat16")
     sizes.append(Size("8x2048", mixture, 64, 1_024, computed=computed, family=mixtral))
     return {size.name: size for size in sizes}
