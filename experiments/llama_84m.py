@@ -23,14 +23,18 @@ from lmlib.models.families.llama import llama
 tiny = tiny_with(head_dim=16)
 
 
-def config() -> fdl.Config[Experiment]:
-    model = fdl.Partial(llama, vocab=32_768, embed=512, layers=8, heads=8, head_dim=128, mlp=4_096)
+def config(
+    embed: int = 512, heads: int = 8, mlp: int = 4_096, steps: int = 26_000, peak_lr: float = 3e-3
+) -> fdl.Config[Experiment]:
+    model = fdl.Partial(
+        llama, vocab=32_768, embed=embed, layers=8, heads=heads, head_dim=128, mlp=mlp
+    )
     return pretraining(
         model,
         tokens="data/c4",
-        steps=26_000,
+        steps=steps,
         batch_size=64,
         sequence_length=1_024,
-        peak_lr=3e-3,
+        peak_lr=peak_lr,
         validation_batches=16,
     )
