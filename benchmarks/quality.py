@@ -163,10 +163,7 @@ def train_gpt(
 
 
 def rate_at(share: float) -> float:
-    """Returns the learning rate, relative to the peak, after a `share` of the budget.
-
-    The schedule is a warm-up, then half a cosine down to `END`.
-    """
+    """Returns the rate, relative to the peak, after a `share` of the budget."""
     if share < WARMUP:
         return (share + 0.001) / (WARMUP + 0.001)
     done = min(1.0, (share - WARMUP) / (1 - WARMUP))
@@ -192,10 +189,7 @@ def tensors(batch: Batch) -> tuple[Tensor, Tensor, int]:
 
 
 def pairs(rates: Sequence[float]) -> Iterator[tuple[Trained, Trained]]:
-    """Yields the results of lmlib and the GPT for each seed; progress goes to stderr.
-
-    The first seed uses the best of `rates`.
-    """
+    """Yields the results of lmlib and the GPT for each seed; the first seed finds the best rate."""
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     for seed in range(_SEEDS.value):
         changes = [f"seed={seed}", f"data.seed={seed}"]

@@ -44,10 +44,7 @@ class Measurement:
 
 @dataclasses.dataclass
 class Measurements:
-    """The steps of all contenders.
-
-    On a CPU also XLA's FLOPs per CPU-second, measured between the turns with large matrix products.
-    """
+    """The steps of all contenders, and on a CPU XLA's FLOPs per CPU-second between the turns."""
 
     work: Work
     of: dict[str, Measurement] = dataclasses.field(default_factory=dict)
@@ -141,10 +138,7 @@ def largest_difference(losses: Sequence[float], reference: Sequence[float]) -> f
 def other_work(
     name: str, losses: Sequence[float], reference: Sequence[float], precision: str
 ) -> str | None:
-    """Describes the first step whose losses differ by more than `TOLERANCE`, or returns `None`.
-
-    The speed of such a contender is meaningless.
-    """
+    """Describes the first step whose losses differ by more than `TOLERANCE`, or returns `None`."""
     for step, (loss, expected) in enumerate(zip(losses[:CHECKED], reference, strict=False)):
         # Written so that NaN fails.
         if not abs(loss - expected) <= TOLERANCE[precision] * abs(expected):

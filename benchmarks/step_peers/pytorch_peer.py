@@ -148,13 +148,7 @@ def fused_adamw(weights: list[nn.Parameter], adamw: AdamW) -> torch.optim.AdamW:
 
 
 class TorchStep:
-    """A PyTorch step as a `step_peers.work.Contender`. Runs on the GPU if PyTorch finds one.
-
-    Args:
-      work: size, batches and hyperparameters.
-      model: the model with the weights.
-      loss: computes the mean loss of tokens and targets with `model`.
-    """
+    """A PyTorch step as a `step_peers.work.Contender`. Runs on the GPU if PyTorch finds one."""
 
     def __init__(self, work: Work, model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor]):
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -198,11 +192,7 @@ def llama_step(work: Work, compiled: bool) -> TorchStep:
 
 
 def mixtral_step(work: Work, experts: str) -> TorchStep:
-    """Returns a step of Mixtral of transformers in float32, with lmlib's weights.
-
-    The weights pass through a Hugging Face folder. `experts` is the expert implementation of
-    transformers.
-    """
+    """Returns a step of transformers' Mixtral in float32, with lmlib's weights through a folder."""
     from transformers import MixtralForCausalLM
 
     with tempfile.TemporaryDirectory() as folder:

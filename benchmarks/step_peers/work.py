@@ -29,10 +29,7 @@ Weights = dict[str, np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class AdamW:
-    """The hyperparameters of AdamW, the same for every contender.
-
-    The learning rate is constant, so no schedule is needed. Matrices decay, norm scales do not.
-    """
+    """The hyperparameters of all contenders; the rate is constant, and norm scales do not decay."""
 
     learning_rate: float = 1e-3
     b1: float = 0.9
@@ -47,13 +44,11 @@ class Size:
     """A model and the batch of each step.
 
     Args:
-      name: as in --sizes.
-      settings: arguments of the family, and all that an experiment sets.
+      name, settings: as in --sizes, and the arguments of the family.
       batch, sequence: rows, and tokens per row.
-      recomputed: True to recompute each layer and the head in the backward pass, keeping only their
-        inputs. Otherwise it keeps as much as possible.
-      adamw: the optimizer's hyperparameters. With a small learning rate, rounding does not change
-        the course of the losses.
+      recomputed: True to recompute each layer and the head in the backward pass; otherwise it keeps
+        as much as possible.
+      adamw: the optimizer's hyperparameters; with a small learning rate, losses stay comparable.
       computed: the experiment's `Compute`, except for precision and saved activations.
       changes: further settings of `Compute`, to find the fastest.
       family: makes the model.
@@ -99,9 +94,8 @@ class Size:
 class Work:
     """One size in one precision, with the same weights and batches for all contenders.
 
-    `precision` is the dtype of activations, and of weights in matmuls. Weights, the gradients that
-    reach the optimizer, and its moments are always float32. A row is one document, or several
-    separate ones if `packed`. With `muon`, lmlib's step uses Muon instead of AdamW.
+    `precision` is the dtype of activations, and of weights in matmuls; all else is float32. A row
+    is one document, or several if `packed`. With `muon`, lmlib's step uses Muon instead of AdamW.
     """
 
     size: Size
@@ -126,23 +120,14 @@ class Contender(Protocol):
     """A training step, compiled at once or at its first use, and its state."""
 
     def run(self, steps: range) -> list[float]:
-        """Runs these steps, each with its own batch, and waits for the device.
-
-        Returns the loss of each step before its update, in nats per token.
-        """
+        """Runs these steps, each with its own batch, and returns their losses in nats per token."""
 
     def peak_bytes(self) -> int | None:
-        """Returns the peak device memory of the step in bytes, including its state; `None` if
-        unknown.
-        """
+        """Returns the peak device memory of the step in bytes, or `None` if unknown."""
 
 
 def named_weights(model: Decoder) -> Weights:
-    """Returns the weights in float32 in host memory, with the names and shapes for the peers.
-
-    Layers are stacked: embedding VE, unembedding EV, norm E, attention_norm LE, query LEHD, key
-    LEKD, value LEKD, output LHDE, mlp_norm LE, gate LEF, up LEF, down LFE.
-    """
+    """Returns the weights in float32 in host memory, by name, with layers stacked."""
     ((block,),) = model.stack.patterns
     attention, mlp = block.attention, block.mlp
     weights = {
@@ -157,10 +142,7 @@ def named_weights(model: Decoder) -> Weights:
 
 
 def one_document_rows(batch_BS: Batch) -> Batch:
-    """Returns the batch with one document per row, where all targets count.
-
-    Contenders then need only the causal mask.
-    """
+    """Returns the batch with one document per row, which needs only the causal mask."""
     rows, sequence = batch_BS.tokens.shape
     return Batch(
         tokens=batch_BS.tokens,

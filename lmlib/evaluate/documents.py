@@ -109,8 +109,7 @@ def evaluate_documents(
     Every process must call it, with the same documents.
 
     Args:
-      packing: how documents are put into batches; documents longer than a row are cut as in
-        `lmlib.evaluate.windows.windows`.
+      packing: how documents are put into batches; longer ones are cut as in `windows.windows`.
       overlap: tokens of context at the start of each window of a document, except the first.
       progress: called with the numbers of finished documents and targets, after each batch.
 

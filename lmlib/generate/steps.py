@@ -23,13 +23,7 @@ NOTHING = -1  # placeholder for a token of a row that has stopped
 
 
 class Chooser(NamedTuple):
-    """Inputs of the choice of a token, in addition to its logits.
-
-    Attributes:
-      seeds_B2: key data; with the position, it determines a row's randomness.
-      numbers: values of the sampling settings.
-      stop_ids: tokens that end a row, padded with `NOTHING`.
-    """
+    """Inputs of the choice of a token: each row's key data, the settings, and padded stop ids."""
 
     seeds_B2: UInt32[Array, "b 2"]
     numbers: Numbers

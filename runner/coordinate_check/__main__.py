@@ -43,10 +43,7 @@ def base_of(cfg: fdl.Config) -> Mapping[str, int]:
 
 
 def sizes_of(flag: str, given: Sequence[str], base: int) -> list[int]:
-    """Returns the sizes from a flag in ascending order; by default multiples of the base size.
-
-    Raises ConfigError unless the flag has two or more different positive integers.
-    """
+    """Returns the sizes from a flag in ascending order; by default multiples of the base size."""
     if not given:
         return [base * times for times in _TIMES]
     sizes = sorted({int(size) for size in given if size.isdecimal() and 0 < int(size) < 2**31})
@@ -61,10 +58,6 @@ def model_arguments(base: Mapping[str, int], by: str, size: int) -> dict[str, in
     """Returns the model arguments for a width or depth; the other dimension stays at its base.
 
     Raises ConfigError if an argument would not be an integer.
-
-    Args:
-      by: "width" or "depth".
-      size: the width or the number of layers.
     """
     if by == "depth":
         return {**base, DEPTH: size}
@@ -79,11 +72,7 @@ def model_arguments(base: Mapping[str, int], by: str, size: int) -> dict[str, in
 
 
 def sized(cfg: fdl.Config, arguments: Mapping[str, int], scaling: bool, steps: int) -> fdl.Config:
-    """Returns the config of a short run with these model arguments.
-
-    Args:
-      scaling: True to keep `cfg.scaling`.
-    """
+    """Returns the config of a short run with these model arguments."""
     sized = copy.deepcopy(cfg)
     for name, size in arguments.items():
         setattr(sized.model, name, size)

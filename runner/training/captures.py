@@ -53,10 +53,7 @@ class Captures:
         self._run, self._saver, self._initialised_from = run, saver, initialised_from
 
     def take(self, line: Line, batch: Batch) -> str | None:
-        """Captures the step of `line` if its update was skipped; every process must call it.
-
-        Returns a message about the capture; `None` if there is none.
-        """
+        """Captures the step of `line` if its update was skipped; every process must call it."""
         step = line["step"]
         if line["skipped_in_a_row"] != 1 or line["valid_tokens"] == 0:
             return None
@@ -135,10 +132,7 @@ class Capture:
 
 
 def read_capture(folder: Path) -> Capture:
-    """Reads a capture.
-
-    Raises ValueError or OSError if `folder` has no capture or the capture is damaged.
-    """
+    """Reads a capture; raises ValueError or OSError if `folder` has none or it is damaged."""
     file = folder / "capture.json"
     if not file.is_file():
         raise ValueError(f"{folder} is not a capture: it has no capture.json; see workdir/captures")
@@ -166,8 +160,7 @@ def read_capture(folder: Path) -> Capture:
 def read_batch(folder: Path, expected: Batch) -> Batch:
     """Returns the captured batch, with its tokens in the order of `expected`.
 
-    Raises ValueError if the arrays in the file don't have the shapes of `expected`. The shapes are
-    checked before any memory is allocated.
+    Raises ValueError, before it allocates memory, unless the arrays have the shapes of `expected`.
     """
     file = folder / "batch.npz"
     shapes = {
@@ -212,10 +205,7 @@ def _whole(array: jax.Array) -> np.ndarray:
 
 
 def _link_or_copy(source: str, target: str) -> None:
-    """Hard-links a file, or copies it if that fails.
-
-    A link takes no space and remains after the original is removed.
-    """
+    """Hard-links a file, which remains after the original is removed, or else copies it."""
     try:
         os.link(source, target)
     except OSError:  # the file system doesn't support hard links

@@ -17,14 +17,9 @@ from runner.training.saving import Saver
 
 
 def stop(experiment: Experiment, line: Line, state: State, batch: Batch, saver: Saver) -> NoReturn:
-    """Raises Diverged, since the updates up to the step of `line` were skipped.
+    """Raises Diverged after skipped updates up to the step of `line`; every process calls it.
 
-    Every process must call it.
-
-    Args:
-      state: the newest state. A skipped update leaves the weights unchanged, so they are still the
-        weights of the skipped steps.
-      batch: the newest batch.
+    `state` is the newest state; skipped updates have left its weights unchanged.
     """
     in_a_row = line["skipped_in_a_row"]
     saver.settle()

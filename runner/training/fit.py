@@ -52,13 +52,7 @@ _SMALLER = "make the model or the batch smaller, or take more devices; runner.pl
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """The result of a run.
-
-    Attributes:
-      state: the final state, on its mesh.
-      metrics: the lines of metrics.jsonl on process 0; empty on the others.
-      summary: the run's final metrics.
-    """
+    """The final state, the lines of metrics.jsonl (on process 0), and the final metrics."""
 
     state: State
     metrics: list[dict[str, Any]]

@@ -32,13 +32,13 @@ from runner.training.starting_point import StartingPoint
 
 @dataclasses.dataclass
 class _Dispatched:
-    """A dispatched step; `line` is `None` until its metrics have been read."""
+    """A dispatched step."""
 
     step: int
     batch: Batch
     metrics: Metrics
     data_wait_seconds: float
-    line: Line | None = None
+    line: Line | None = None  # its metrics, once they have been read
 
 
 class Loop:
@@ -46,11 +46,7 @@ class Loop:
 
     The metrics of a step are on disk before its checkpoint, so a resumed run finds a line for every
     step that it does not repeat. The checkpoint is complete before other actions see its state, so
-    a failed evaluation loses no step: the next process repeats only the evaluation.
-
-    Args:
-      make_step: `state, metrics = make_step(number, state, batch)`.
-      repeated: the last step made by earlier processes of the run.
+    a failed evaluation loses no step. `repeated` is the last step made by earlier processes.
     """
 
     def __init__(
@@ -67,29 +63,20 @@ class Loop:
         self._make_step, self._batches, self._repeated = make_step, batches, repeated
         self._recorder, self._saver = recorder, saver
         self._captures = Captures(run, saver, beginning.initialised_from)
-        experiment = run.experiment
-        self._save_every = PeriodicCallback(
-            experiment.checkpoints.every, saver.save_at, at_end=True
-        )
+        settings = run.experiment
+        self._save_every = PeriodicCallback(settings.checkpoints.every, saver.save_at, True)
         self._actions: list[PeriodicCallback] = []
         if run.validation is not None:
-            self._actions.append(
-                PeriodicCallback(experiment.evaluation.every, self._evaluate, at_end=True)
-            )
-        if experiment.samples.every is not None:
-            self._actions.append(PeriodicCallback(experiment.samples.every, self._sample))
-        self._actions += [*experiment.actions, *run.options.actions]
+            evaluate = PeriodicCallback(settings.evaluation.every, self._evaluate, True)
+            self._actions.append(evaluate)
+        if settings.samples.every is not None:
+            self._actions.append(PeriodicCallback(settings.samples.every, self._sample))
+        self._actions += [*settings.actions, *run.options.actions]
 
     def run(self, unevaluated: bool) -> State:
-        """Runs the remaining steps and returns the final state.
+        """Runs the remaining steps and returns the final state; the errors are those of `fit`.
 
-        Args:
-          unevaluated: True if an earlier process ended during the evaluation of its last step.
-
-        Raises:
-          StoppedEarly: if `Options.stop` asked for it; the checkpoint of that step is complete.
-          TrainingStopped: if too many updates or saves in a row fail.
-          WorkdirLost: if another run has taken over the workdir, or it was deleted.
+        `unevaluated` is true if an earlier process ended during the evaluation of its last step.
         """
         state, last_step = self._beginning.state, self._run.experiment.steps
         unread: _Dispatched | None = None
@@ -121,8 +108,8 @@ class Loop:
                 if stops:
                     self._saver.finish()
                     raise StoppedEarly(
-                        f"stopped after step {step:,} of {last_step:,}, as a signal asked; its "
-                        "checkpoint is whole, and the same command goes on from there"
+                        f"stopped after step {step:,} of {last_step:,} on a signal; its checkpoint "
+                        "is complete. Give the same command to continue."
                     )
                 self._recorder.restart_clock()
         self._saver.finish()

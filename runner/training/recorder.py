@@ -46,12 +46,9 @@ def metrics_log(run: Run, beginning: StartingPoint) -> Iterator[MetricsLog]:
 
 
 class Recorder:
-    """Times steps and writes their metrics.
+    """Times steps and writes their metrics; `tokens` counts the target tokens trained on so far.
 
     `tokens_per_second` and MFU count every position that the devices process, including padding.
-
-    Attributes:
-      tokens: target tokens trained on so far, which the checkpoint stores.
     """
 
     def __init__(self, run: Run, log: MetricsLog, goodput: GoodputLog, tokens: int):
@@ -76,10 +73,8 @@ class Recorder:
     def read(self, step: int, metrics: Metrics, data_wait_seconds: float) -> Line:
         """Waits for a step and returns its metrics.
 
-        The step's time begins at the end of the previous step, or at `restart_clock`.
-
-        Args:
-          data_wait_seconds: the part of the step's time in which the loop waited for its batch.
+        The step's time begins at the end of the previous step, or at `restart_clock`, and includes
+        the `data_wait_seconds` in which the loop waited for its batch.
         """
         if self._devices[0].platform != "cpu":  # NumPy reads CPU arrays without a copy
             metrics = jax.device_get(metrics)

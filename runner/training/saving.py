@@ -45,9 +45,7 @@ def open_checkpoints(run: Run) -> Checkpoints:
 class Saver:
     """Saves checkpoints; tolerates `checkpoints.tolerated_failures` failures in a row.
 
-    In a run of one process, training continues after a failed save: older checkpoints are
-    unaffected, and the next save may succeed. In a run of several processes, the others wait in
-    the middle of their save for the one that failed, so a failure ends the run.
+    A failed save ends a run of several processes, since the others wait in the middle of theirs.
     """
 
     def __init__(
@@ -153,12 +151,7 @@ class Saver:
             self._tolerate(error)
 
     def finish(self) -> None:
-        """Waits for the last save.
-
-        Raises:
-          TrainingStopped: if the save failed, so the newest checkpoint is an earlier one.
-          OSError: if the save failed on this process in a run of several processes.
-        """
+        """Waits for the last save; raises TrainingStopped or OSError if it failed."""
         with self._run.phases.during(Phase.CHECKPOINT):
             error = self._settled()
         if error is not None and jax.process_count() > 1:

@@ -30,17 +30,13 @@ class StartingPoint:
     """The state of a run before its next step.
 
     Attributes:
-      step: steps completed so far.
-      tokens: target tokens in these steps.
-      before_skipped: the step of the newest checkpoint that was saved while no updates were
-        skipped; `None` if there is none.
-      initialised_from: the name of the run or Hugging Face folder that the initial weights came
-        from; `None` if they were new.
+      step, tokens: completed steps and their target tokens.
+      before_skipped: the newest checkpoint that was saved while no updates were skipped, or `None`.
+      initialised_from: the run or Hugging Face folder of the initial weights; `None` if new.
       damaged: newer checkpoints that must be set aside.
       fork: the step of another run that this run was forked from; `None` if it is not a fork.
       is_new_fork: True if the state comes from the other run and is not saved in this run yet.
-      data: the position of each process in the stream of a `Resumable` source; `None` for other
-        sources.
+      data: each process's position in the stream of a `Resumable` source; otherwise `None`.
     """
 
     state: State
@@ -154,11 +150,7 @@ def _go_on(
 
 
 def check_newest(beginning: StartingPoint, steps: Sequence[int], directory: Path) -> None:
-    """Checks that no other run has saved a checkpoint since `beginning` was read.
-
-    Args:
-      steps: the steps of the current checkpoints in `directory`.
-    """
+    """Checks that no other run has saved a checkpoint since `beginning` was read."""
     damaged = {error.folder.name for error in beginning.damaged}
     newer = [step for step in steps if step > beginning.step and str(step) not in damaged]
     if newer:
@@ -178,9 +170,7 @@ def check_config(
     """Reports how the config differs from the config of the previous start.
 
     It compares settings.json, since the modules that an old config.json names may no longer exist.
-
-    Args:
-      target: returns the abstract state that a checkpoint is restored into.
+    `target` returns the abstract state that a checkpoint is restored into.
     """
     with user_errors():
         before, now = read_settings(workdir), settings(cfg)

@@ -36,23 +36,10 @@ _SHOWN = 8  # changed files that a message names
 
 
 class Start:
-    """One start of a run; written to disk after its first step.
-
-    Attributes:
-      code: the digest of each source file.
-      versions: the versions of Python and packages.
-      jax_settings: the JAX settings that affect numerical results.
-      xla_flags: all flags from `flags_of_the_run`, in one dict.
-    """
+    """The facts about one start of a run; written to disk after its first step."""
 
     def __init__(self, cfg: fdl.Config, workdir: Path, experiment: Path | None):
-        """Collects the facts about this start.
-
-        Raises ConfigError if `cfg` cannot be saved.
-
-        Args:
-          experiment: the Python file that defines `cfg`; `None` if there is none.
-        """
+        """Collects the facts; raises ConfigError if `cfg` cannot be saved."""
         self.code = code_files(cfg, experiment)
         self.versions = versions()
         self.jax_settings = numbers.settings_of_numbers()
@@ -87,10 +74,7 @@ class Start:
     def check_jax_settings(
         self, allowed_changes: Collection[str], tell: Callable[[str], None]
     ) -> None:
-        """Checks that JAX's settings match the settings of the previous start.
-
-        A run without checkpoints is not checked.
-        """
+        """Checks JAX's settings against those of the previous start, if the run has checkpoints."""
         before = _newest(self._workdir).get("jax_settings")
         if not isinstance(before, dict) or not steps_in(self._workdir / "checkpoints"):
             return
@@ -109,13 +93,7 @@ class Start:
     def record(self, first_step: int, lock: WorkdirLock) -> None:
         """Writes this start to disk. Process 0 calls it after the first step.
 
-        Args:
-          first_step: the first step of this start.
-          lock: the workdir's lock, checked before each write.
-
-        Raises:
-          WorkdirLost: if another run has taken over the workdir.
-          OSError: if the files cannot be written.
+        Raises WorkdirLost if another run has taken over the workdir, and OSError.
         """
         number = max((int(folder.name) + 1 for folder in _folders(self._workdir)), default=0)
         folder = self._workdir / "starts" / f"{number:05}"

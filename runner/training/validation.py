@@ -38,20 +38,14 @@ class Validation:
         return validation_metrics(self._objective, self._sets, self._named, "validation")
 
     def metrics(self, state: State) -> dict[str, float]:
-        """Returns `Experiment.evaluation_metrics`.
-
-        They are computed on the same batches each time: the first `evaluation.batches` of each set.
-        """
+        """Returns `Experiment.evaluation_metrics`, measured on the same batches each time."""
         metrics = self._metrics(self._measured(state, whole=False), "evaluation")
         return metrics if self._suite is None else {**metrics, **self._suite(state.whole_model)}
 
     def whole(self, state: State) -> tuple[dict[str, float], StoredValidation]:
-        """Evaluates on all batches of each set, without the evaluation suite.
+        """Evaluates on all batches of each set (some of an endless set), without the suite.
 
-        For an endless set, the first `evaluation.batches` batches are used.
-
-        Returns:
-          The metrics (`validation_loss`, …), and the sums over batches behind them.
+        Returns the metrics (`validation_loss`, …), and the sums over batches behind them.
         """
         found = self._measured(state, whole=True)
         weights, sets = self._weights or {}, {}
@@ -65,11 +59,7 @@ class Validation:
         return self._metrics(found, "validation"), stored
 
     def text(self, metrics: Mapping[str, float]) -> str:
-        """Formats the evaluation as a line.
-
-        It has the loss, other shown metrics and bits per byte with their units, and describes the
-        evaluated batches.
-        """
+        """Formats the evaluation as a line, with units and the evaluated batches."""
         objective = self._objective
         shown = [name for name, metric in objective.metrics.items() if metric.shown]
         names = {"loss": objective.loss_name, **{name: name.replace("_", " ") for name in shown}}
