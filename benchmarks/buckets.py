@@ -2,13 +2,10 @@
 
     pip install s3fs && python benchmarks/buckets.py [--latency=0.05] [--megabytes=1000]
 
-moto's server replaces S3, behind a proxy that delays each request by `latency` seconds. Both are
-written in Python and share the cores with the code under test, so compare the seconds with each
-other and ignore the MB/s. The token cache is empty before the first epoch.
-- tokens: one epoch of shuffled rows, read ahead as in runs, with steps of `step_seconds`; the total
-  waiting time of the steps; the second epoch; and fsspec's copy of the folder.
-- a checkpoint: the part of a save that blocks steps, and the full save; reading it with all digests
-  compared; fsspec's copy of arrays of the same size, in both directions.
+moto's server replaces S3, behind a proxy that delays each request by `latency` seconds. Both share
+the cores with the code under test, so compare the seconds with each other and ignore the MB/s. It
+measures two epochs of shuffled rows with the waiting time of their steps, the saving and reading of
+a checkpoint, and fsspec's copies of the same bytes. The token cache is empty at first.
 """
 
 import itertools

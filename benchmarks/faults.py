@@ -2,16 +2,12 @@
 
     python benchmarks/faults.py [--faults=200] [--seed=0] [--max_parallel=2] [--scratch=DIR]
 
-Small runs of several kinds (pretraining, adapters on a frozen base in 8 bits …) are trained once
-undisturbed, and then repeatedly under faults. Such a run is started, disturbed at a random moment
-and started again, about ten times until its end. A fault is survived if the next start resumes
-from the newest intact checkpoint, every exit code and message is correct, and there is no
-traceback. Metrics and checkpoints must be equal, bit for bit, to the undisturbed run's, after the
-fault and at the end.
-
-Takes about eight seconds per fault on two cores; Linux only. The seed determines faults and
-moments, but the exact state of a run at that moment is random. The faults and the kinds of runs are
-in tests/shared/fault_injection; power cuts have their own benchmark, power_cuts.py.
+Small runs of several kinds are trained once undisturbed, and then under faults: each is started,
+disturbed at a random moment and started again, about ten times until its end. A fault is survived
+if the next start resumes from the newest intact checkpoint, every exit code and message is correct,
+and metrics and checkpoints equal the undisturbed run's, bit for bit, after the fault and at the
+end. Takes about eight seconds per fault on two cores; Linux only. The faults and the kinds of runs
+are in tests/shared/fault_injection.
 """
 
 import functools

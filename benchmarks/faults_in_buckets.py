@@ -2,11 +2,11 @@
 
     python benchmarks/faults_in_buckets.py [--faults=80] [--seed=0] [--schemes=s3,gs]
 
-Small runs of one or two processes write to emulators of S3 and of Google Cloud Storage over HTTP,
-through a proxy. Each is started, disturbed at a random request, and started again until its end,
-each time on this machine or on another one without local copies. A fault is survived if every exit
-code is an expected one, no traceback and no secret is shown, and the final curve and digests equal
-an undisturbed run's. Takes about twenty seconds per fault; Linux only.
+Small runs of one or two processes write to emulators of S3 and of Google Cloud Storage through a
+proxy. Each is disturbed at a random request and started again until its end, on this machine or on
+another one without local copies. A fault is survived if every exit code is an expected one, no
+traceback and no secret is shown, and the final curve and digests equal an undisturbed run's. Takes
+about twenty seconds per fault; Linux only.
 """
 
 import dataclasses

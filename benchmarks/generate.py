@@ -3,17 +3,12 @@
     python benchmarks/generate.py                                  # on a CPU, about 15 minutes
     python benchmarks/generate.py --sizes=10m --rows=1 --peers=    # only lmlib
 
-Prompts of 512 tokens are continued greedily by 64 tokens, in batches of 1 and 16 rows. The models
-are random Llamas with 10 and 135 million parameters (the latter has the shape of SmolLM2 135M;
-`tiny` is for tests). All contenders read the same Hugging Face folder and must generate the same
-tokens; otherwise the script lists the contenders that differ and fails. In float32, ties between
-the likeliest tokens are too rare to matter.
-
-Contenders take turns; the first turn compiles and is not counted. Printed values are medians of
-tokens per second over all rows. With one row, each token reads all weights from memory. The table
-therefore also shows the decoding speed of one row as a fraction of the memory limit, which is the
-rate at which XLA reads numbers to sum them, measured between the turns, divided by the weights'
-bytes.
+Prompts of 512 tokens are continued greedily by 64 tokens. The models are random Llamas (135m has
+the shape of SmolLM2 135M; `tiny` is for tests). All contenders read the same Hugging Face folder
+and must generate the same tokens; otherwise the script fails. They take turns; the first turn
+compiles and is not counted. Values are medians of tokens per second over all rows. For one row, the
+table also shows the decoding speed as a fraction of the memory limit: the rate at which XLA reads
+numbers to sum them, divided by the weights' bytes.
 """
 
 import functools
@@ -83,10 +78,7 @@ class Lmlib:
 
 
 class Transformers:
-    """transformers with its static cache, eager or compiled.
-
-    The loop over tokens is written out here, which saves the overhead of `generate` per token.
-    """
+    """transformers with its static cache, in a loop without the overhead of `generate`."""
 
     def __init__(self, folder: Path, prompts: Prompts, compiled: bool):
         import torch

@@ -2,15 +2,11 @@
 
     python benchmarks/power_cuts.py [--cuts=30] [--seed=0] [--scratch=DIR]
 
-Linux only, and needs root: the workdir is an ext4 file system in a file behind a loop device. A cut
-is ext4's own shutdown, which loses everything that was not synced, including the journal's open
-transaction. Then the run is killed, the file system mounted again, and the run started again, until
-its end.
-
-A cut is survived if the next start resumes from the newest promised checkpoint or a later one, and
-from there on metrics and checkpoints equal an undisturbed run's, bit for bit. A checkpoint is
-promised once the next save has begun or the previous one is deleted. Takes about ten seconds per
-cut on two cores.
+Linux only, and needs root: the workdir is an ext4 file system behind a loop device. A cut is ext4's
+own shutdown, which loses everything that was not synced; then the run is killed, the file system
+mounted again, and the run started again, until its end. A cut is survived if the next start resumes
+from the newest promised checkpoint or a later one, and from there on equals an undisturbed run, bit
+for bit. A checkpoint is promised once the next save has begun or the previous one is deleted.
 """
 
 import dataclasses

@@ -3,13 +3,11 @@
     python benchmarks/quality.py                                     # three seeds of each
     python benchmarks/quality.py --fiddler=tiny --seeds=1 --rates=4e-3   # a look
 
-Both read the same tokens, and are evaluated in bits per byte on the full validation text. lmlib
-runs the quickstart, and the CPU-seconds of all its threads are counted. The GPT (learned positions,
-LayerNorm, GELU, tied embeddings, AdamW) trains on the same batches until it has spent the same
-CPU-seconds, which also determine its learning rate schedule. Start-up, compilation and evaluation
-count for neither. The GPT has the quickstart's width, layers and heads; its peak rate is the best
-of --rates for the first seed. The last line is the mean difference over pairs with the same seed,
-with its standard error.
+Both read the same batches, and are evaluated in bits per byte on the full validation text. The GPT
+(learned positions, LayerNorm, GELU, tied embeddings, AdamW) has the quickstart's width, layers and
+heads. It trains until it has spent the CPU-seconds of lmlib's steps, which also determine its
+schedule; start-up, compilation and evaluation count for neither. The last line is the mean
+difference over pairs with the same seed, with its standard error.
 
 Shapes: B batch, S sequence, E embed, H heads, D head_dim, V vocab.
 """

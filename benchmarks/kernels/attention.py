@@ -3,12 +3,10 @@
     python benchmarks/kernels/attention.py                           # about a minute a shape
     python benchmarks/kernels/attention.py --shapes=4x16384x8x128 --document=2048
 
-Rows are one document each ("whole"), or documents of `--document` tokens on average ("packed").
-cuDNN's kernel needs no mask for whole rows; for packed rows it computes everything, under a mask.
-Each kernel is first compared with float32, then timed in alternating turns; printed values are
-medians over the turns. FLOP/s count the two matrix products of the forward pass and the five of the
-backward pass, for the causal half of whole rows, even if a kernel computes more; packed rows need
-fewer.
+Rows are one document each ("whole"), or documents of `--document` tokens on average ("packed"),
+for which cuDNN computes everything under a mask. Each kernel is first compared with float32, then
+timed in turns; values are medians. FLOP/s count the two matrix products of the forward pass and the
+five of the backward pass, for the causal half of whole rows.
 
 `--launches` times Triton's kernels with other tiles, warps and stages than
 `lmlib.models.attend.fused.launches` has, and lists the fastest.

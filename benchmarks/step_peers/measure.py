@@ -1,7 +1,4 @@
-"""Measures steps in turns, compares losses and prints a table.
-
-A busy machine slows all contenders alike, because they take turns.
-"""
+"""Measures steps in turns, so that a busy machine slows all alike, and compares their losses."""
 
 import dataclasses
 import importlib.util
@@ -84,11 +81,7 @@ class Measurements:
         return found
 
     def table(self, names: Sequence[str]) -> str:
-        """Returns a table of the speed of each contender, and of lmlib relative to it.
-
-        On a CPU the speed is per CPU-second, since other processes may share the cores, and as a
-        fraction of XLA's own matmul rate. On an accelerator it is per second, and as MFU.
-        """
+        """Returns a table of the speed of each contender, and of lmlib relative to it."""
         size, device = self.work.size, jax.devices()[0]
         on_cpu = device.platform == "cpu"
         model = jax.eval_shape(size.make_model)

@@ -1,11 +1,8 @@
-"""The same training step in PyTorch, with SDPA and fused AdamW.
+"""The same training step in PyTorch, with SDPA and fused AdamW; mixtures are transformers' Mixtral.
 
-Llama is written plainly, eager or compiled; mixtures are the Mixtral of transformers.
-
-Precision is the same as in lmlib: weights, their gradients and the optimizer's moments are float32.
-In bfloat16, each weight is cast where it is used, and activations are bfloat16, including the
-residual stream and the matmul of the logits. Norms, rotary positions, softmax and the loss compute
-in float32. (Autocast would keep the residual stream in float32.)
+Precision is as in lmlib: weights, gradients and moments are float32. In bfloat16, each weight is
+cast where it is used, and activations are bfloat16, including the residual stream and the logits'
+matmul. (Autocast would keep the residual stream in float32.)
 Shapes: B batch, S sequence, E embed, H heads, K kv_heads, D head_dim, F mlp, V vocab.
 """
 

@@ -90,14 +90,10 @@ def choose(
     numbers: Numbers,
     rules: Rules,
 ) -> tuple[Int32[Array, "b"], Float[Array, "b"]]:
-    """Chooses a token for each row; also returns log-probabilities in nats.
+    """Chooses a token for each row; also returns its log-probability in nats, without the rules.
 
-    The log-probabilities are those under the original logits.
-
-    Args:
-      noise_BV: standard Gumbel noise; the token with the largest sum of logit and noise is a sample
-        (Maddison et al. 2014, arXiv:1411.0030). Not needed for greedy sampling.
-      seen_BV: True for tokens that occur in the text; needed for the repetition penalty.
+    The token with the largest sum of logit and standard Gumbel noise is a sample (Maddison et al.
+    2014, arXiv:1411.0030); greedy sampling needs no noise. The repetition penalty needs `seen_BV`.
     """
     allowed_BV = allowed(logits_BV, seen_BV, numbers, rules)
     if noise_BV is not None:
@@ -138,8 +134,7 @@ def _likeliest(
 ) -> Float[Array, "b vocab"]:
     """Keeps `z` if more likely tokens have less than `limit` of the total mass, else -inf.
 
-    The smallest such logit is found by bisection over bit patterns, in 32 sums over the vocabulary,
-    which is much faster than sorting.
+    Bisects over bit patterns, in 32 sums over the vocabulary, which is much faster than sorting.
     """
     rank_BV = _rank(z_BV)
 

@@ -31,13 +31,9 @@ class Chooser(NamedTuple):
 
 
 class State(NamedTuple):
-    """The state between two tokens.
+    """The state between two tokens: cache, newest tokens (not cached yet), positions, ended rows.
 
-    Attributes:
-      token_B: the newest token of each row, which is not in the cache yet.
-      position_B: its position.
-      stopped_B: True if the row has ended.
-      seen_BV: True for tokens that occur in the row's text; `None` if not needed.
+    `seen_BV` is true for tokens that occur in the row's text; `None` if not needed.
     """
 
     cache: Any
@@ -69,12 +65,8 @@ def prefill(
 ) -> tuple[Any, Float[Array, "b embed"]]:
     """Adds a chunk of each prompt to the cache, from position `start` on.
 
-    Also returns the features of each prompt's last token, as far as they are known.
-
-    Args:
-      cache, h_BE: results of the previous chunk; `None` for the first chunk. An empty cache is made
-        inside the program, where zeros that the chunk overwrites are never written.
-      length: tokens of the longest row, for which the cache has room.
+    Also returns the features of each prompt's last token, as far as they are known. For the first
+    chunk `cache` and `h_BE` are `None`: a cache made inside never writes its zeros.
     """
     if cache is None:
         cache = caches.empty(weights.model, tokens_BC.shape[0], length, compute)

@@ -85,14 +85,14 @@ def sized(cfg: fdl.Config, arguments: Mapping[str, int], scaling: bool, steps: i
 
 
 _WIDTHS = flags.DEFINE_list(
-    "widths", [], "embed sizes, by commas; default: 1, 2, 4 and 8 times the base"
+    "widths", [], "Embed sizes, separated by commas; default: 1, 2, 4 and 8 times the base."
 )
 _DEPTHS = flags.DEFINE_list(
-    "depths", [], "layers, by commas; default: 1, 2, 4 and 8 times the base"
+    "depths", [], "Numbers of layers, separated by commas; default: 1, 2, 4 and 8 times the base."
 )
-_STEPS = flags.DEFINE_integer("steps", 4, "training steps of each model", lower_bound=1)
-_PICTURE = flags.DEFINE_string("picture", None, "a .png or .svg file for a plot of all changes")
-_JSON = flags.DEFINE_string("json", None, "a file for all changes")
+_STEPS = flags.DEFINE_integer("steps", 4, "Training steps of each model.", lower_bound=1)
+_PICTURE = flags.DEFINE_string("picture", None, "File for a plot of all changes, .png or .svg.")
+_JSON = flags.DEFINE_string("json", None, "File for all changes.")
 
 if __name__ == "__main__":
     take_flags(fiddlers_listed)  # the imports below take seconds

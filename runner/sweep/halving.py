@@ -22,8 +22,8 @@ def parsed_rungs(text: str) -> list[float]:
     rising = all(one < other for one, other in zip([0.0, *rungs], [*rungs, 1.0], strict=True))
     if not rungs or not rising:
         raise ConfigError(
-            f"--halving={text}: write the fractions of the steps after which the better half goes "
-            "on, rising, between 0 and 1: 0.25,0.5"
+            f"--halving={text}: give rising fractions of the steps, between 0 and 1, after which "
+            "the better half continues, as in 0.25,0.5"
         )
     return rungs
 

@@ -17,10 +17,7 @@ _SPEED = "mean_tokens_per_second"
 
 
 def costs_text(points: Sequence[Point], costs: Sequence[Cost | None]) -> str:
-    """Returns a table of the points' tokens, FLOPs and times, with a total.
-
-    Times assume the speed of the finished points.
-    """
+    """Returns a table of tokens, FLOPs and times (at the speed of finished points), with totals."""
     finals = [each.run.final for each in points if each.finished]
     speeds = [each[_SPEED].value for each in finals if _SPEED in each and each[_SPEED].value > 0]
     speed = sum(speeds) / len(speeds) if speeds else None
@@ -36,12 +33,12 @@ def costs_text(points: Sequence[Point], costs: Sequence[Cost | None]) -> str:
     spent, seen = (sum(getattr(c, n) for _, c in known) for n in ("total_flops", "tokens"))
     whole = f"{len(points)} points, {count_text(seen)} tokens, {_flops_text(spent)} FLOPs; "
     if not speed:
-        whole += f"{time_of(spent)}; measured after the first point"
+        whole += f"{time_of(spent)}; measured after the first point."
     else:
         left = sum(cost.tokens for point, cost in known if not point.finished)
         whole += (
             f"{duration_text(left / speed)} left, one point after the other, at "
-            f"{count_text(speed)} tokens per second"
+            f"{count_text(speed)} tokens per second."
         )
     return f"{columns(rows)}\n\n{whole}"
 

@@ -60,7 +60,7 @@ def test_what_it_will_cost_is_shown_first(tmp_path):
     assert not (tmp_path / "sweep").exists()
     rows = [line.split() for line in shown.stdout.splitlines()]
     assert [row[:2] for row in rows[1:5]] == [[name, "3"] for name in POINTS]
-    assert "4 points, " in shown.stdout and "H100-seconds" in shown.stdout
+    assert "4 points, " in shown.stdout and "Under 1 s on an H100; measured" in shown.stdout
 
 
 @pytest.mark.slow
@@ -113,7 +113,7 @@ def test_a_point_that_fails_stops_no_other_and_is_listed_with_its_reason(tmp_pat
         ((), "has no function sweep()"),
         (
             ("--axis=seed=0", "--halving=0.5", "--max_parallel=2"),
-            "--halving compares points on the way",
+            "--halving compares points that this process",
         ),
         (("--axis=seed=0", "--submit"), "--submit"),
         (("--axis=seed=0", "--fdl.seed=1"), "sets what the sweep does"),
@@ -146,7 +146,7 @@ def test_a_signal_stops_it_with_a_checkpoint_and_the_same_command_goes_on(tmp_pa
     process.send_signal(signal.SIGTERM)
     assert process.wait(SECONDS) == STOPPED
     text = (tmp_path / "output").read_text()
-    assert "stopped as a signal asked; the same command goes on" in text
+    assert "Stopped on a signal. Give the same command to continue." in text
     stopped = losses(folder / "seed=0")
     assert 2 < len(stopped) < steps and not (folder / "seed=1").exists()
     done = sweep(folder, "--axis=seed=0,1", steps=steps)
