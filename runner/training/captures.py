@@ -37,8 +37,7 @@ from lmlib.terminal.python_command import python_command
 from runner.errors import error_text
 from runner.jax_settings.numbers import settings_of_numbers
 from runner.processes.agreement import from_first
-from runner.training.recorder import Line
-from runner.training.run import Run
+from runner.training.run import Line, Run
 from runner.training.saving import Saver
 
 FOLDER = "captures"
@@ -60,10 +59,11 @@ class Captures:
         if not from_first(self._has_room(step)):
             return None
         self._saver.settle()  # so that no checkpoint is removed while its files are linked
-        fields = {name: getattr(batch, name) for name in _FIELDS}
         stands_S = np.argsort(_row_places(batch))
         rows = {
-            name: _whole(field)[:, stands_S] for name, field in fields.items() if field is not None
+            name: _whole(field)[:, stands_S]
+            for name in _FIELDS
+            if (field := getattr(batch, name)) is not None
         }
         folder = self._run.workdir / FOLDER / str(step)
         self._run.lock.check()
@@ -138,14 +138,12 @@ def read_capture(folder: Path) -> Capture:
         raise ValueError(f"{folder} is not a capture: it has no capture.json; see workdir/captures")
     try:
         facts = read_json(unlinked(folder, file.name))
-        names = "line", "mesh", "initialised_from", "jax_settings"
-        line, mesh, origin, settings = (facts[name] for name in names)
-        line = from_json(json.dumps(line))
-        capture = Capture(folder, facts["step"], line, mesh, origin, settings)
-        numbers = [value for name, value in line.items() if name != "step"]
+        step, line = facts["step"], from_json(json.dumps(facts["line"]))
+        names = "mesh", "initialised_from", "jax_settings"
+        mesh, origin, settings = (facts[name] for name in names)
         sound = {
-            "step": type(capture.step) is int and 0 < capture.step == line["step"],
-            "line": all(type(value) in (int, float) for value in numbers),
+            "step": type(step) is int and 0 < step == line["step"],
+            "line": all(type(value) in (int, float) for value in line.values()),
             "mesh": all(type(size) is int and size > 0 for size in mesh.values()),
             "initialised_from": origin is None or isinstance(origin, str),
             "jax_settings": all(isinstance(value, str) for value in settings.values()),
@@ -154,7 +152,7 @@ def read_capture(folder: Path) -> Capture:
             raise ValueError(f"{wrong[0]} {facts[wrong[0]]!r:.80}")
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{file} is damaged: {error!r}") from error
-    return capture
+    return Capture(folder, step, line, mesh, origin, settings)
 
 
 def read_batch(folder: Path, expected: Batch) -> Batch:

@@ -58,10 +58,10 @@ def changed(source: Source, before: dict[str, Any]) -> str | None:
         steps, (size, length), (other, new_length) = before["steps_made"], *sizes
         due, first = steps * size, steps * other  # rows that were read, and the next one to be read
         effect = "rows may repeat or be left out"
-        if length == new_length and first < due and not isinstance(source, Staged):
-            effect = f"rows {first:,} to {due - 1:,}, counted from 0, would repeat"
-        elif length == new_length and not isinstance(source, Staged):
-            effect = f"rows {due:,} to {first - 1:,}, counted from 0, would be left out"
+        if length == new_length and not isinstance(source, Staged):
+            low, high = sorted((due, first))
+            effect = f"rows {low:,} to {high - 1:,}, counted from 0, would "
+            effect += "repeat" if first < due else "be left out"
         new = [f"batch_size={other}"] * (other != size)
         new += [f"sequence_length={new_length}"] * (new_length != length)
         return (

@@ -12,7 +12,7 @@ from lmlib.inspect.layer_statistics import (
 )
 from lmlib.state import State
 from runner.errors import Diverged
-from runner.training.recorder import Line
+from runner.training.run import Line
 from runner.training.saving import Saver
 
 
@@ -35,8 +35,8 @@ def stop(experiment: Experiment, line: Line, state: State, batch: Batch, saver: 
     newest = (
         "No checkpoint is from before them: begin again"
         if saver.before_skipped is None
-        else f"The newest checkpoint from before them is step {saver.before_skipped:,}: go on from "
-        "it"
+        else f"The newest checkpoint from before them is step {saver.before_skipped:,}: continue "
+        "from it"
     )
     raise Diverged(
         f"{in_a_row} updates in a row were skipped, up to step {line['step']:,} "

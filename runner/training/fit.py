@@ -38,9 +38,8 @@ from runner.processes.agreement import (
 from runner.processes.lock import FILE_NAME as LOCK
 from runner.processes.workdir import Workdir, opened
 from runner.training.data_probe import read_by_this_process
-from runner.training.loop import check_profile, make_steps
+from runner.training.loop import check_profile, make_steps, metrics_log
 from runner.training.options import Options
-from runner.training.recorder import metrics_log
 from runner.training.report import Summary, earlier_summary, finish, leave_report
 from runner.training.run import Run
 from runner.training.saving import open_checkpoints

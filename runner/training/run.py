@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import fiddle as fdl
 
@@ -22,6 +22,8 @@ from runner.training.validation import Validation
 
 if TYPE_CHECKING:
     from runner.training.samples import Samples
+
+Line = dict[str, Any]  # the metrics of a step
 
 
 @dataclasses.dataclass(frozen=True)

@@ -156,7 +156,7 @@ def check_newest(beginning: StartingPoint, steps: Sequence[int], directory: Path
     if newer:
         raise TrainingStopped(
             f"another run has saved step {newer[-1]:,} in {directory} while this one began after "
-            f"step {beginning.step:,}: see that it has ended; the same command goes on from there"
+            f"step {beginning.step:,}: once it has ended, give the same command to continue"
         )
 
 
@@ -205,18 +205,18 @@ def _check_data(run: Run, found: Restored) -> None:
     if "data" not in run.options.allowed_changes:
         raise ConfigError(
             f"checkpoint {found.step} was trained on other data: {problem}. Use another workdir, "
-            "or give --allow_change=data to go on all the same"
+            "or continue with --allow_change=data"
         )
-    run.tell(f"going on with other data, since --allow_change=data: {problem}")
+    run.tell(f"continuing with other data, since --allow_change=data was given: {problem}")
 
 
 def _say(run: Run, found: Restored, fork: Fork | None) -> None:
     for damage in found.damaged:
         run.tell(f"WARNING: {damage}")
     if found.damaged:
-        run.tell(f"WARNING: going back to the newest sound checkpoint, step {found.step:,}")
+        run.tell(f"WARNING: using the newest sound checkpoint, step {found.step:,}")
     if found.step < run.experiment.steps:
         doing = "resuming"
         if fork is not None and fork.step == found.step:
-            doing = f"forked from {fork.checkpoints}: going on, with its moments and counts,"
+            doing = f"forked from {fork.checkpoints}: continuing, with its moments and counts,"
         run.tell(f"{doing} after step {found.step:,} of {run.experiment.steps:,}")

@@ -78,7 +78,7 @@ def test_a_run_goes_on_after_a_save_that_failed(tmp_path, capsys):
     told = capsys.readouterr().err
     assert "WARNING: cannot save step 15 in" in told
     assert "was deleted or moved" in told
-    assert "Training goes on without that checkpoint, and stops if 2 more fail" in told
+    assert "Training continues without that checkpoint, and stops if 2 more fail" in told
     assert [line["step"] for line in result.metrics] == list(range(1, 21))
     assert saved_steps(tmp_path / "checkpoints") == [20]  # what came back was counted again
 
@@ -86,7 +86,7 @@ def test_a_run_goes_on_after_a_save_that_failed(tmp_path, capsys):
 @pytest.mark.slow
 def test_too_many_failed_saves_stop_the_run(tmp_path):
     cfg = disturbed(tmp_path, {13: "away"}, "checkpoints.tolerated_failures=1", "steps=40")
-    with pytest.raises(TrainingStopped, match=r"^cannot save step 20 .*the last 2 failed"):
+    with pytest.raises(TrainingStopped, match=r"^cannot save step 20 .*The last 2 saves failed"):
         fit(cfg, tmp_path)
     (tmp_path / "elsewhere").rename(tmp_path / "checkpoints")
     assert saved_steps(tmp_path / "checkpoints") == [10]
@@ -173,7 +173,7 @@ def test_what_is_kept_from_before_skipped_updates_stays_over_a_restart(tmp_path)
     settings = ("checkpoints.every=2", "checkpoints.keep=1", "guard.captures=0")
     fit(breaking_down(False, *settings, "steps=8"), tmp_path)
     assert saved_steps(tmp_path / "checkpoints") == [4, 8]
-    with pytest.raises(TrainingStopped, match="from before them is step 4: go on from it"):
+    with pytest.raises(TrainingStopped, match="from before them is step 4: continue from it"):
         fit(breaking_down(False, *settings), tmp_path)
     assert saved_steps(tmp_path / "checkpoints") == [4, 14]
 
