@@ -16,4 +16,4 @@ from lmlib.experiment import Experiment
 
 
 def config() -> fdl.Config[Experiment]:
-    return llama_84m.config(embed=1_024, heads=16, mlp=8_192, steps=92_000, peak_lr=3e-4)
+    return llama_84m.sized(embed=1_024, heads=16, mlp=8_192, steps=92_000, peak_lr=3e-4)

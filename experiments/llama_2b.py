@@ -16,4 +16,4 @@ from lmlib.experiment import Experiment
 
 
 def config() -> fdl.Config[Experiment]:
-    return llama_84m.config(embed=4_096, heads=16, mlp=16_384, steps=740_000, peak_lr=3e-4)
+    return llama_84m.sized(embed=4_096, heads=16, mlp=16_384, steps=740_000, peak_lr=3e-4)

@@ -16,4 +16,4 @@ from lmlib.experiment import Experiment
 
 
 def config() -> fdl.Config[Experiment]:
-    return llama_84m.config(embed=2_048, heads=16, mlp=8_192, steps=185_000, peak_lr=3e-4)
+    return llama_84m.sized(embed=2_048, heads=16, mlp=8_192, steps=185_000, peak_lr=3e-4)

@@ -23,9 +23,14 @@ from lmlib.models.families.llama import llama
 tiny = tiny_with(head_dim=16)
 
 
-def config(
-    embed: int = 512, heads: int = 8, mlp: int = 4_096, steps: int = 26_000, peak_lr: float = 3e-3
+def config() -> fdl.Config[Experiment]:
+    return sized(embed=512, heads=8, mlp=4_096, steps=26_000, peak_lr=3e-3)
+
+
+def sized(
+    *, embed: int, heads: int, mlp: int, steps: int, peak_lr: float
 ) -> fdl.Config[Experiment]:
+    """Returns the experiment with another model, length and learning rate."""
     model = fdl.Partial(
         llama, vocab=32_768, embed=embed, layers=8, heads=heads, head_dim=128, mlp=mlp
     )

@@ -7,8 +7,7 @@ import fiddle as fdl
 import jax
 import numpy as np
 import pytest
-from cut_short import cut_short
-from states import assert_same_bits
+from states import assert_same_bits, cut_short
 
 from lmlib import Compute
 from lmlib.data.batch import place

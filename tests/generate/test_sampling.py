@@ -132,15 +132,6 @@ def test_a_token_is_drawn_as_often_as_it_is_likely_and_told_with_its_own_probabi
     np.testing.assert_allclose(logprob_B, own[np.asarray(token_B)], atol=1e-5)
 
 
-def test_greedy_takes_the_likeliest_after_the_penalty():
-    z_1V = jnp.array([[1.0, 3.0, 2.5]])
-    penalised = Sampling(temperature=0.0, repetition_penalty=1.5)
-    seen_1V = jnp.array([[False, True, False]])
-    assert int(choose(z_1V, None, None, numbers_of(GREEDY), rules_of(GREEDY))[0][0]) == 1
-    token_1, _ = choose(z_1V, None, seen_1V, numbers_of(penalised), rules_of(penalised))
-    assert int(token_1[0]) == 2
-
-
 @pytest.mark.parametrize("temperature", [1e-6, 1e6])
 @pytest.mark.parametrize("penalty", [1e-6, 1e6])
 def test_the_extremes_are_computed(temperature, penalty):

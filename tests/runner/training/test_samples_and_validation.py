@@ -78,16 +78,6 @@ def test_prompts_of_conversations_are_asked_through_their_template(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mixed", [False, True])
-def test_a_run_continues_its_prompts(tmp_path, mixed):
-    data = flat_tokens(tmp_path / "data", ByteTokenizer())
-    cfg = tiny(("one two",), mixture(data) if mixed else data)
-    (text,) = fit(cfg, tmp_path / "run").summary.samples
-    assert text.startswith("one two") and len(text) > len("one two")
-    assert json.loads((tmp_path / "run" / "result.json").read_text())["samples"] == [text]
-
-
-@pytest.mark.slow
 def test_prompts_are_continued_while_training_goes_on(tmp_path):
     cfg = tiny(("one two", "six"), flat_tokens(tmp_path / "data", ByteTokenizer()))
     cfg.steps, cfg.samples.every = 5, 2

@@ -127,13 +127,6 @@ def test_other_settings_of_jax_are_refused_unless_allowed(trained, tmp_path, cap
     assert "is false; continuing, since --allow_change=jax" in capsys.readouterr().err
 
 
-def test_a_model_with_another_setting_is_refused(tmp_path):
-    configs.save(configs.load("experiments/llama_84m", ["tiny"]), tmp_path)
-    changed = configs.load("experiments/llama_84m", ["tiny"], ["model.rope_theta=5e5"])
-    with pytest.raises(ConfigError, match=r"model.rope_theta changed since the run in"):
-        fit(changed, tmp_path)
-
-
 NOT_HELD = WorkdirLock()
 
 
