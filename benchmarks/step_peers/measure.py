@@ -90,13 +90,11 @@ class Measurements:
             name: rates(size.tokens, found.cpu_seconds if on_cpu else found.wall_seconds)
             for name, found in self.of.items()
         }
-        head = ["", "tokens per CPU-second" if on_cpu else "tokens per second"]
-        head += ["slowest … fastest turn", "lmlib ÷ it"]
-        if on_cpu:
-            head += ["tokens per second", "of matmul rate, causal", "whole"]
-        else:
-            head += ["MFU causal", "MFU whole", "peak GB"]
-        rows = [[*head, "first loss", "last loss", "largest difference"]]
+        unit = "tokens per CPU-second" if on_cpu else "tokens per second"
+        cpu_heads = ["tokens per second", "of matmul rate, causal", "whole"]
+        heads = cpu_heads if on_cpu else ["MFU causal", "MFU whole", "peak GB"]
+        first = ["", unit, "slowest … fastest turn", "lmlib ÷ it", *heads]
+        rows = [[*first, "first loss", "last loss", "largest difference"]]
         for name in [name for name in names if name in self.of]:
             found, speed = self.of[name], statistics.median(speeds[name])
             row = [name, f"{speed:,.0f}", f"{min(speeds[name]):,.0f} … {max(speeds[name]):,.0f}"]

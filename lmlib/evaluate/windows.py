@@ -96,10 +96,4 @@ class Packing:
             segment_ids[here] = number
             positions[here] = np.arange(window.inputs)
             loss_mask[row, start + window.first : start + window.inputs] = True
-        return Batch(
-            tokens=tokens,
-            targets=targets,
-            segment_ids=segment_ids,
-            positions=positions,
-            loss_mask=loss_mask,
-        )
+        return Batch(tokens, targets, segment_ids, positions, loss_mask)

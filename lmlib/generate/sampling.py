@@ -42,21 +42,20 @@ class Sampling:
     repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.temperature != 0 and not _LEAST <= self.temperature <= _MOST:
-            raise ValueError(
-                f"temperature must be 0, or from {_LEAST:g} to {_MOST:g}, got {self.temperature}"
-            )
-        if self.top_k is not None and not 1 <= self.top_k < 2**31:
-            raise ValueError(f"top_k must be in [1, 2^31), or None, got {self.top_k}")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
-        if not 0 <= self.min_p <= 1:
-            raise ValueError(f"min_p must be in [0, 1], got {self.min_p}")
-        if not _LEAST <= self.repetition_penalty <= _MOST:
-            raise ValueError(
-                f"repetition_penalty must be from {_LEAST:g} to {_MOST:g}, got "
-                f"{self.repetition_penalty}"
-            )
+        wide, penalty = f"from {_LEAST:g} to {_MOST:g}", self.repetition_penalty
+        ranges = {
+            "temperature": (
+                self.temperature == 0 or _LEAST <= self.temperature <= _MOST,
+                f"0, or {wide}",
+            ),
+            "top_k": (self.top_k is None or 1 <= self.top_k < 2**31, "in [1, 2^31), or None"),
+            "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
+            "min_p": (0 <= self.min_p <= 1, "in [0, 1]"),
+            "repetition_penalty": (_LEAST <= penalty <= _MOST, wide),
+        }
+        for name, (is_allowed, text) in ranges.items():
+            if not is_allowed:
+                raise ValueError(f"{name} must be {text}, got {getattr(self, name)}")
 
 
 GREEDY = Sampling(temperature=0.0)

@@ -122,25 +122,16 @@ def next_tokens(
     def add(carry: tuple[Array, State, NewTokens]) -> tuple[Array, State, NewTokens]:
         n, state, made = carry
         positions_B1 = jnp.where(state.stopped_B, -1, state.position_B)[:, None]
-        tokens_B1 = state.token_B[:, None]
-        lengths_B = state.position_B + 1
-        context = ForwardContext(
-            positions_B1, jnp.zeros_like(tokens_B1), compute, lengths_B=lengths_B
-        )
+        tokens_B1, lengths_B = state.token_B[:, None], state.position_B + 1
+        alone = jnp.zeros_like(tokens_B1)
+        context = ForwardContext(positions_B1, alone, compute, lengths_B=lengths_B)
         x_B1E, cache = _advance(weights.model, tokens_B1, context, state.cache)
-        h_BE = weights.model.features(x_B1E, context)[:, 0]
-        state, token_B, logprob_B = _chosen(
-            weights, state._replace(cache=cache), h_BE, chooser, compute, rules
-        )
+        h_BE, state = weights.model.features(x_B1E, context)[:, 0], state._replace(cache=cache)
+        state, *new = _chosen(weights, state, h_BE, chooser, compute, rules)
+        pairs = zip(new, made, strict=True)
         is_n_N = jnp.arange(size) == n
-        return (
-            n + 1,
-            state,
-            NewTokens(
-                jnp.where(is_n_N, token_B[:, None], made.tokens_BN),
-                jnp.where(is_n_N, logprob_B[:, None], made.logprobs_BN),
-            ),
-        )
+        added = NewTokens(*(jnp.where(is_n_N, x_B[:, None], so_far) for x_B, so_far in pairs))
+        return n + 1, state, added
 
     _, state, made = jax.lax.while_loop(goes_on, add, (jnp.int32(0), state, made))
     return state, _everywhere(made)

@@ -186,14 +186,12 @@ def runs(*places: str | os.PathLike[str], steps: bool = False) -> "pandas.DataFr
     for number, run in enumerate(found):
         texts = {path: values[number] for path, values in differing.items()}
         settings = {path: value_of(text) for path, text in texts.items() if text is not None}
-        begin = {"run": str(run.path), **settings}
-        if steps:
-            rows += [{**begin, **line} for line in run.metrics]
-        else:
-            last = {name: value for line in run.metrics for name, value in line.items()}
-            final = {name: each.value for name, each in run.final.items()}
-            state = {"state": run.state.name, "finished": run.finished}
-            rows.append({**begin, **state, **last, **final})
+        lines = run.metrics
+        if not steps:
+            whole: dict[str, Any] = {"state": run.state.name, "finished": run.finished}
+            whole |= {name: value for line in lines for name, value in line.items()}
+            lines = [whole | {name: each.value for name, each in run.final.items()}]
+        rows += [{"run": str(run.path), **settings, **line} for line in lines]
     table = pandas.DataFrame(rows)
     for path in differing:
         values = [row.get(path, math.nan) for row in rows]

@@ -88,11 +88,10 @@ def checked_folder(path: str | None) -> Path:
             return folder
         if not folder.is_dir():
             raise ConfigError(f"--workdir={folder} is a file; name a folder")
-        if names := sorted(each.name for each in folder.iterdir() if each.name[0] != "."):
-            raise ConfigError(
-                f"--workdir={folder} holds {', '.join(names[:_SHOWN])}, and no {SWEEP}: use "
-                "another folder"
-            )
+        names = sorted(each.name for each in folder.iterdir() if each.name[0] != ".")
+    if names:
+        shown = ", ".join(names[:_SHOWN])
+        raise ConfigError(f"--workdir={folder} holds {shown}, and no {SWEEP}: use another folder")
     return folder
 
 
@@ -170,7 +169,7 @@ def names_of(points: Sequence[Settings], taken: Iterable[str] = ()) -> list[str]
 
 def is_safe(name: str) -> bool:
     """True if `names_of` could return `name`."""
-    return len(name) <= LONGEST and _SAFE.fullmatch(name) is not None
+    return len(name) <= LONGEST and bool(_SAFE.fullmatch(name))
 
 
 def _labels(paths: set[str]) -> dict[str, str]:

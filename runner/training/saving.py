@@ -100,14 +100,13 @@ class Saver:
                 self._refuse(step, broken)
                 return
             skipping = line["skipped_in_a_row"] > 0
-            notes: dict[str, Any] = {
+            notes = {
                 "tokens": line["tokens"],
                 "before_skipped": self.before_skipped if skipping else step,
                 "batches": probe(self._run.experiment.batches, step),
                 **self._unchanging,
+                **({} if data is None else {"data": data}),
             }
-            if data is not None:
-                notes["data"] = data
             if self._checkpoints.deleted:
                 self._run.tell(
                     "WARNING: the folder of checkpoints was deleted during this run; step "
