@@ -340,6 +340,7 @@ def test_the_packages_that_are_installed_ship_their_types_and_templates():
         "data_tools.prepare_chats": ["templates/*.jinja"],
         "lmlib.evaluate.suite": ["texts/*.txt"],
         "lmlib.hardware": ["accelerators.toml"],
+        "lmlib.metrics": ["meanings.toml"],
         "lmlib.report": ["template/*"],
     }
     assert settings["setuptools"]["package-data"] == shipped
