@@ -8,7 +8,6 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-import fiddle as fdl
 import jax
 import numpy as np
 
@@ -181,7 +180,7 @@ def _sizes() -> dict[str, Size]:
     ]
     for name in ON_GPU:
         cfg = load(f"experiments/llama_{name}", ["fast"])
-        settings, compute = fdl.ordered_arguments(cfg.model), fdl.build(cfg.compute)
+        settings, compute = cfg.model.__arguments__, Compute(**cfg.compute.__arguments__)
         adamw = AdamW(1e-3 if settings["embed"] <= 1_024 else 1e-4)
         sizes.append(Size(name, settings, 64, 1_024, False, adamw, compute))
     mixture = {"vocab": 32_768, "embed": 1_024, "layers": 8, "heads": 8, "head_dim": 128}

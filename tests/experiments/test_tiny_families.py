@@ -1,5 +1,4 @@
-"""A family of each kind when tiny: trained on a mesh of 8, resumed, sampled from, quantized and
-planned, by files that know of no family. Every family's gradients on a mesh: hf/test_golden.py."""
+"""Tiny families: trained on a mesh of 8, resumed, sampled from, quantized and planned."""
 
 import functools
 

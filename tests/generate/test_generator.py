@@ -215,7 +215,7 @@ def test_matrices_in_8_bits_give_what_their_rounded_values_give(mesh):
         ([[1]], {"max_tokens": 0}, "max_tokens and samples must be at least 1, got 0 and 1"),
     ],
 )
-def test_what_cannot_be_continued_is_refused(prompts, settings, message):
+def test_invalid_prompts_are_refused(prompts, settings, message):
     with pytest.raises(ValueError, match=message):
         generator().stream(prompts, **{"max_tokens": 5, **settings})
 

@@ -1,4 +1,4 @@
-"""What may follow, against a definition in NumPy that sorts; and draws of it."""
+"""Allowed tokens against a definition in NumPy that sorts; and draws of them."""
 
 import jax
 import jax.numpy as jnp

@@ -1,5 +1,4 @@
-"""The settings of runs in the stores of real trackers, and their (step, name, value), by the
-trackers' own means."""
+"""Settings and (step, name, value) of runs in real trackers' stores, by their own means."""
 
 import html
 import json

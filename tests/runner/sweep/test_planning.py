@@ -1,4 +1,4 @@
-"""The points of a sweep: their values, names, folder and commands, and the half that goes on."""
+"""The points of a sweep: values, names, folder, commands and halving."""
 
 import json
 import re
@@ -95,7 +95,7 @@ def test_an_experiment_has_points_of_its_own(experiment):
         (None, ["seed=1", "seed=2"], "seed is set twice.*leave out an --axis"),
     ],
 )
-def test_what_is_no_sweep_is_refused(experiment, function, axes, told):
+def test_invalid_sweeps_are_refused(experiment, function, axes, told):
     with pytest.raises(ConfigError, match=told):
         points_of(experiment, function, axes)
 
@@ -189,7 +189,7 @@ def test_all_names_are_safe_and_different(points):
         assert re.fullmatch(r"[\w.,=+-]+", name, re.ASCII) and name[0] not in ".-"
 
 
-def test_what_is_there_keeps_its_name_and_no_other_takes_it():
+def test_existing_points_keep_their_unique_names():
     first = names_of([{"compute.dtype": "float32"}])
     assert first == ["dtype=float32"]
     (other,) = names_of([{"compute.dtype": "'float32'"}], taken=first)
@@ -285,7 +285,7 @@ def test_the_better_half_goes_on_by_the_loss_so_far(tmp_path):
     assert made(tmp_path, losses) == ("fe", ["", ""])
 
 
-def test_what_fails_or_diverges_is_left_behind(tmp_path):
+def test_failed_and_diverged_points_are_left_behind(tmp_path):
     def losses(name, step):
         return float("nan") if name in "bcd" else 1.0
 

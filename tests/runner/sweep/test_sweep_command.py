@@ -1,4 +1,4 @@
-"""`python -m runner.sweep`: points are runs like any other, and a sweep goes on where it ended."""
+"""`python -m runner.sweep`: its points are ordinary runs, and it continues where it ended."""
 
 import json
 import signal
@@ -54,7 +54,7 @@ def test_each_point_is_a_run_in_a_folder_of_its_own(made):
     assert shown == sorted(POINTS, key=lambda name: results[name]["training_loss"])
 
 
-def test_what_it_will_cost_is_shown_first(tmp_path):
+def test_a_dry_run_shows_the_cost(tmp_path):
     shown = sweep(tmp_path / "sweep", *AXES, "--dry_run")
     assert shown.returncode == FINISHED, shown.stderr
     assert not (tmp_path / "sweep").exists()
@@ -76,7 +76,7 @@ def test_the_ordinary_command_makes_the_same_bits(made, tmp_path):
 
 
 @pytest.mark.slow
-def test_what_has_finished_is_left_out_and_points_can_be_added(made):
+def test_finished_points_are_skipped_and_points_can_be_added(made):
     folder, _ = made
     before = {file: file.read_bytes() for file in folder.glob("*/metrics.jsonl")}
     again = sweep(folder, *AXES)

@@ -1,4 +1,4 @@
-"""Output of a run while it goes on, and where its wall time went."""
+"""Progress of a run, and its wall time by phase."""
 
 import dataclasses
 import fcntl

@@ -246,7 +246,7 @@ def test_preferences_are_validated_and_ranked_as_what_they_are(experiment):
         (ranked_by("evaluation_loss/books"), "there are evaluation_loss, evaluation_loss/web"),
     ],
 )
-def test_what_does_not_fit_is_refused_before_anything_is_trained(experiment, changes, told):
+def test_invalid_settings_are_refused_before_training(experiment, changes, told):
     with pytest.raises(ValueError, match=told):
         dataclasses.replace(experiment, **changes).check()
 

@@ -1,5 +1,4 @@
-"""Saves that fail while a run goes on, really, on a disk that takes nothing; what is never saved,
-what stays, and that a state is saved before it is evaluated."""
+"""Failing saves on a disk that takes nothing, and states that are never saved."""
 
 import os
 import shutil
@@ -169,7 +168,7 @@ def test_after_an_infinite_update_every_checkpoint_is_finite_and_the_one_before_
             assert not_finite(state.model, state.optimizer) == []
 
 
-def test_what_is_kept_from_before_skipped_updates_stays_over_a_restart(tmp_path):
+def test_a_restart_keeps_the_checkpoint_from_before_skipped_updates(tmp_path):
     settings = ("checkpoints.every=2", "checkpoints.keep=1", "guard.captures=0")
     fit(breaking_down(False, *settings, "steps=8"), tmp_path)
     assert saved_steps(tmp_path / "checkpoints") == [4, 8]

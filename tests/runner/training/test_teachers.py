@@ -1,4 +1,4 @@
-"""Runs with a second model: a teacher or a reference, live or written before."""
+"""Runs with a second model: a teacher or a reference, live or stored."""
 
 import copy
 import dataclasses
@@ -214,7 +214,7 @@ def test_a_mesh_changes_nothing(data, taught, tmp_path):
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
 
 
-def test_what_does_not_fit_is_refused(data, teacher, taught):
+def test_invalid_teachers_are_refused(data, teacher, taught):
     cases = (
         (student(data), "data has no stored teacher, and"),
         (student(data, taught), "NextToken reads none"),
