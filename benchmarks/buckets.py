@@ -33,10 +33,10 @@ from lmlib.data.stored.shard_writer import ShardWriter
 from lmlib.terminal.table import columns
 from runner.jax_settings.devices import choose_devices
 
-_LATENCY = flags.DEFINE_float("latency", 0.05, "seconds of each request", lower_bound=0.0)
-_MEGABYTES = flags.DEFINE_integer("megabytes", 1000, "of the checkpoint", lower_bound=8)
-_MEGATOKENS = flags.DEFINE_integer("megatokens", 16, "of the data set", lower_bound=1)
-_STEP_SECONDS = flags.DEFINE_float("step_seconds", 0.5, "of a step", lower_bound=0.0)
+_LATENCY = flags.DEFINE_float("latency", 0.05, "Seconds of each request.", lower_bound=0.0)
+_MEGABYTES = flags.DEFINE_integer("megabytes", 1000, "Size of the checkpoint.", lower_bound=8)
+_MEGATOKENS = flags.DEFINE_integer("megatokens", 16, "Size of the data set.", lower_bound=1)
+_STEP_SECONDS = flags.DEFINE_float("step_seconds", 0.5, "Seconds of a step.", lower_bound=0.0)
 
 ROWS, LENGTH = 32, 2_048  # rows and tokens per row of a batch
 AHEAD = 2  # batches read ahead, as in runs

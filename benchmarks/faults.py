@@ -34,10 +34,10 @@ from fault_injection.striking import Record, strike
 
 from lmlib.terminal.table import columns
 
-_FAULTS = flags.DEFINE_integer("faults", 200, "How many.", lower_bound=1)
-_SEED = flags.DEFINE_integer("seed", 0, "Of the faults and their moments.")
+_FAULTS = flags.DEFINE_integer("faults", 200, "Number of faults.", lower_bound=1)
+_SEED = flags.DEFINE_integer("seed", 0, "Seed of the faults and their moments.")
 _MAX_PARALLEL = flags.DEFINE_integer(
-    "max_parallel", os.cpu_count(), "Runs at a time.", lower_bound=1
+    "max_parallel", os.cpu_count(), "Maximum number of parallel runs.", lower_bound=1
 )
 _SCRATCH = flags.DEFINE_string(
     "scratch", None, "New folder for the runs, kept; default: a temporary one."

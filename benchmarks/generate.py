@@ -45,11 +45,13 @@ SIZES = {
 PEERS = "transformers", "transformers_compiled"
 PROMPT, NEW = 512, 64  # tokens
 
-_SIZES = flags.DEFINE_list("sizes", ["10m", "135m"], f"Of {', '.join(SIZES)}.")
-_ROWS = flags.DEFINE_list("rows", ["1", "16"], "Prompts together.")
-_PEERS = flags.DEFINE_list("peers", list(PEERS), f"Of {', '.join(PEERS)}.")
-_PRECISION = flags.DEFINE_enum("precision", "float32", ["float32", "bfloat16"], "Of all.")
-_TURNS = flags.DEFINE_integer("turns", 5, "Of each contender, after the first.", lower_bound=1)
+_SIZES = flags.DEFINE_list("sizes", ["10m", "135m"], f"Sizes: {', '.join(SIZES)}.")
+_ROWS = flags.DEFINE_list("rows", ["1", "16"], "Prompts per batch.")
+_PEERS = flags.DEFINE_list("peers", list(PEERS), f"Peers: {', '.join(PEERS)}.")
+_PRECISION = flags.DEFINE_enum("precision", "float32", ["float32", "bfloat16"], "Precision of all.")
+_TURNS = flags.DEFINE_integer(
+    "turns", 5, "Turns of each contender, after the first.", lower_bound=1
+)
 
 
 Prompts = list[list[int]]
@@ -178,7 +180,7 @@ def measured(size: str, rows: int, folder: Path, names: Sequence[str]) -> str | 
 
 def main(arguments: Sequence[str]) -> None:
     if arguments[1:]:
-        sys.exit(f"what is {arguments[1]!r}? Options begin with --; see --help")
+        sys.exit(f"unknown argument {arguments[1]!r}; options begin with --, see --help")
     logging.set_verbosity(logging.WARNING)
     choose_devices()
     peers = [name for name in _PEERS.value if name]

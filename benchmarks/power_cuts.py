@@ -30,8 +30,8 @@ from fault_injection.comparison import difference_at_end, difference_of_metrics
 from fault_injection.job import Attempt, Job, step_of
 from fault_injection.kinds import EVERYTHING
 
-_CUTS = flags.DEFINE_integer("cuts", 30, "How many.", lower_bound=1)
-_SEED = flags.DEFINE_integer("seed", 0, "Of the moments.")
+_CUTS = flags.DEFINE_integer("cuts", 30, "Number of cuts.", lower_bound=1)
+_SEED = flags.DEFINE_integer("seed", 0, "Seed of the moments.")
 _SCRATCH = flags.DEFINE_string(
     "scratch", None, "New folder for the runs, kept; default: a temporary one."
 )

@@ -47,10 +47,12 @@ from runner.aot.abstract_inputs import built
 from runner.config import configs
 from runner.jax_settings.devices import keep_freed_memory
 
-_FIDDLERS = flags.DEFINE_multi_string("fiddler", [], "of the quickstart; repeatable")
-_STEPS = flags.DEFINE_integer("steps", None, "of the quickstart, instead of its own", lower_bound=2)
-_SEEDS = flags.DEFINE_integer("seeds", 3, "runs of each", lower_bound=1)
-_RATES = flags.DEFINE_list("rates", ["1e-3", "2e-3", "4e-3"], "peak learning rates of the GPT")
+_FIDDLERS = flags.DEFINE_multi_string("fiddler", [], "Fiddler of the quickstart; repeatable.")
+_STEPS = flags.DEFINE_integer(
+    "steps", None, "Steps of the quickstart, instead of its own.", lower_bound=2
+)
+_SEEDS = flags.DEFINE_integer("seeds", 3, "Runs of each.", lower_bound=1)
+_RATES = flags.DEFINE_list("rates", ["1e-3", "2e-3", "4e-3"], "Peak learning rates of the GPT.")
 
 ADAMW = AdamW()
 WARMUP, END = 0.05, 0.1  # fraction of the budget, and of the peak rate
@@ -209,7 +211,7 @@ def pairs(rates: Sequence[float]) -> Iterator[tuple[Trained, Trained]]:
 
 def main(arguments: Sequence[str]) -> None:
     if arguments[1:]:
-        sys.exit(f"what is {arguments[1]!r}? Options begin with --; see --help")
+        sys.exit(f"unknown argument {arguments[1]!r}; options begin with --, see --help")
     keep_freed_memory()  # as in a run; applies to both
     logging.set_verbosity(logging.WARNING)  # hides JAX's messages about missing devices
     jax.config.update("jax_platforms", "cpu")

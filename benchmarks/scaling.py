@@ -23,12 +23,14 @@ from runner.aot.abstract_inputs import built, without_data
 from runner.config import configs
 from runner.jax_settings.xla_flags import set_gpu_flags
 
-_SIZES = flags.DEFINE_list("sizes", None, "of 1B, 8B, 70B, 405B; all by default")
-_DEVICES = flags.DEFINE_list("devices", None, "how many GPUs; 1, 8, 64, 256 and 4,096 by default")
-_NETWORKS = flags.DEFINE_list(
-    "networks", [], "GB/s of each GPU to other hosts: steps at these, without stages and with them"
+_SIZES = flags.DEFINE_list("sizes", None, "Sizes: 1B, 8B, 70B, 405B; all by default.")
+_DEVICES = flags.DEFINE_list(
+    "devices", None, "Numbers of GPUs; 1, 8, 64, 256 and 4,096 by default."
 )
-_GPU = flags.DEFINE_string("gpu", "h100", "which")
+_NETWORKS = flags.DEFINE_list(
+    "networks", [], "GB/s of each GPU to other hosts: step times with and without stages."
+)
+_GPU = flags.DEFINE_string("gpu", "h100", "Kind of GPU.")
 
 GPUS_OF_A_HOST = 8
 SEQUENCE = 8_192

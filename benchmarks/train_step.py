@@ -67,27 +67,29 @@ from runner.jax_settings.xla_flags import set_gpu_flags
 PEERS = PEERS_OF_LLAMA + PEERS_OF_MIXTRAL
 
 _SIZES = flags.DEFINE_list(
-    "sizes", None, f"Of {', '.join(SIZES)}. Default: {', '.join(ON_CPU)} or {', '.join(ON_GPU)}."
+    "sizes",
+    None,
+    f"Sizes: {', '.join(SIZES)}. Default: {', '.join(ON_CPU)} or {', '.join(ON_GPU)}.",
 )
 _PRECISIONS = flags.DEFINE_list(
-    "precisions", None, "Of float32, bfloat16. Default: both on a CPU, bfloat16 on a GPU."
+    "precisions", None, "float32, bfloat16. Default: both on a CPU, bfloat16 on a GPU."
 )
 _PEERS = flags.DEFINE_list(
-    "peers", None, f"Of {', '.join(PEERS)}. Default: all on a CPU, pytorch_compiled on a GPU."
+    "peers", None, f"Peers: {', '.join(PEERS)}. Default: all on a CPU, pytorch_compiled on a GPU."
 )
 _STEPS = flags.DEFINE_integer(
-    "steps", CHECKED, f"Of each contender, in turns of {TURN}.", lower_bound=2 * TURN
+    "steps", CHECKED, f"Steps of each contender, in turns of {TURN}.", lower_bound=2 * TURN
 )
 _SETTINGS = flags.DEFINE_multi_string(
-    "setting", [], "Of lmlib's Compute, NAME=LITERAL: --setting=unroll=8 --setting=saved=()"
+    "setting", [], "Setting of lmlib's Compute, NAME=LITERAL, as in --setting=unroll=8."
 )
 _SEQUENCE = flags.DEFINE_integer(
-    "sequence", None, "Tokens of a row, instead of the size's own; a step keeps its tokens."
+    "sequence", None, "Tokens per row, with the same number of tokens per step."
 )
-_PACKED = flags.DEFINE_bool("packed", False, "Several documents in each row; without peers.")
-_MUON = flags.DEFINE_bool("muon", False, "Muon in AdamW's place; without peers.")
+_PACKED = flags.DEFINE_bool("packed", False, "Put several documents in each row, without peers.")
+_MUON = flags.DEFINE_bool("muon", False, "Use Muon instead of AdamW, without peers.")
 _COMPILE_ONLY = flags.DEFINE_string(
-    "compile_only", None, "Compile lmlib's step for one of these, h200 or h100:1x8 say, and stop."
+    "compile_only", None, "Only compile lmlib's step for this target, such as h200 or h100:1x8."
 )
 
 
@@ -211,7 +213,7 @@ def changed_settings(texts: Sequence[str]) -> dict[str, Any]:
 
 def main(arguments: Sequence[str]) -> None:
     if arguments[1:]:
-        sys.exit(f"what is {arguments[1]!r}? Options begin with --; see --help")
+        sys.exit(f"unknown argument {arguments[1]!r}; options begin with --, see --help")
     logging.set_verbosity(logging.WARNING)  # hides JAX's messages about missing devices
     keep_freed_memory()  # as the runner does on CPUs, for all contenders alike
     set_gpu_flags()  # as the runner does, before JAX finds its devices

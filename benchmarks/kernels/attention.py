@@ -179,7 +179,7 @@ def quickest_launches(shape: Sequence[int], document: int) -> str:
 
 def main(arguments: Sequence[str]) -> None:
     if arguments[1:]:
-        sys.exit(f"what is {arguments[1]!r}? Options begin with --; see --help")
+        sys.exit(f"unknown argument {arguments[1]!r}; options begin with --, see --help")
     choose_devices()
     if jax.default_backend() != "gpu":
         sys.exit(f"these kernels are for NVIDIA GPUs; JAX sees {jax.default_backend()}")

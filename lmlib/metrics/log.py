@@ -200,4 +200,4 @@ def missing_lines(
     if len(missing) > 1:
         which = f"{len(missing):,} steps from {missing[0]:,} to {missing[-1]:,}"
     file = Path(workdir, FILE_NAME)
-    return f"{file} has lost the lines of {which}: what is summed over the run leaves them out"
+    return f"{file} has lost the lines of {which}: sums over the run leave them out"

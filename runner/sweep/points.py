@@ -86,4 +86,4 @@ def check_paths(points: Iterable[Settings], overrides: Sequence[str]) -> None:
     """Raises ConfigError if a flag sets a parameter that the points set too."""
     fixed = {override.partition("=")[0].strip() for override in overrides}
     for path in sorted({path for point in points for path in point} & fixed):
-        raise ConfigError(f"--fdl.{path}=… sets what the sweep does: leave out one of the two")
+        raise ConfigError(f"--fdl.{path}=… sets a parameter of the sweep: leave out one of the two")

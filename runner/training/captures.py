@@ -73,7 +73,7 @@ class Captures:
             except OSError as error:
                 return f"WARNING: step {step:,} is not captured in {folder}: {error_text(error)}"
         again = python_command("runner.replay", folder)
-        return f"step {step:,} was skipped; to make it again: {again}"
+        return f"step {step:,} was skipped; to replay it: {again}"
 
     def _has_room(self, step: int) -> bool:
         folder = self._run.workdir / FOLDER

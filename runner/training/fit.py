@@ -137,7 +137,7 @@ def _fit_in(
             checkpoints.set_aside(beginning.damaged)
             state, summary = beginning.state, None
             if beginning.step >= experiment.steps:
-                run.tell(f"this run finished all its {experiment.steps:,} steps before")
+                run.tell(f"this run has already finished all its {experiment.steps:,} steps")
                 missing = missing_lines(workdir, experiment.steps, beginning.first)
                 if primary and missing:
                     run.tell(f"WARNING: {missing}")

@@ -102,7 +102,7 @@ def test_invalid_sweeps_are_refused(experiment, function, axes, told):
 
 def test_a_flag_may_not_set_what_the_points_do():
     check_paths([{"seed": "1"}], ["steps=3"])
-    with pytest.raises(ConfigError, match=r"--fdl\.seed=… sets what the sweep does"):
+    with pytest.raises(ConfigError, match=r"--fdl\.seed=… sets a parameter of the sweep"):
         check_paths([{"seed": "1"}], ["steps=3", "seed=4"])
 
 

@@ -116,7 +116,7 @@ def test_a_point_that_fails_stops_no_other_and_is_listed_with_its_reason(tmp_pat
             "--halving compares points that this process",
         ),
         (("--axis=seed=0", "--submit"), "--submit"),
-        (("--axis=seed=0", "--fdl.seed=1"), "sets what the sweep does"),
+        (("--axis=seed=0", "--fdl.seed=1"), "sets a parameter of the sweep"),
         (("--axis=seed=0", "word"), "unknown argument 'word'"),
     ],
 )

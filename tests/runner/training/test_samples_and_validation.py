@@ -113,7 +113,7 @@ def test_a_run_is_finished_without_its_samples(tmp_path, capsys, kind, reason):
     assert summary.samples == ()
     assert json.loads((tmp_path / "result.json").read_text())["steps"] == 1
     assert fit(cfg, tmp_path).summary == summary
-    assert "finished all its 1 steps before" in capsys.readouterr().err
+    assert "has already finished all its 1 steps" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["flat", "mixed", "streamed"])

@@ -84,7 +84,7 @@ def test_a_finished_run_says_so_and_changes_nothing(undisturbed, capsys):
     again = fit(tiny(*MESH, "optimizer.peak_lr=0.5"), workdir)
     told = capsys.readouterr().err
     assert "+ optimizer.peak_lr = 0.5" in told
-    assert "finished all its 20 steps before" in told
+    assert "has already finished all its 20 steps" in told
     assert files_of(workdir) == before
     assert again.summary == result.summary
     assert_same_bits(again.state, result.state)
