@@ -184,10 +184,9 @@ def main(arguments: Sequence[str]) -> None:
     logging.set_verbosity(logging.WARNING)
     choose_devices()
     peers = [name for name in _PEERS.value if name]
-    if unknown := [name for name in peers if name not in PEERS]:
-        sys.exit(f"--peers={unknown[0]} is not known; choose from {', '.join(PEERS)}")
-    if unknown := [name for name in _SIZES.value if name not in SIZES]:
-        sys.exit(f"--sizes={unknown[0]} is not known; choose from {', '.join(SIZES)}")
+    for flag, names, known in (("peers", peers, PEERS), ("sizes", _SIZES.value, SIZES)):
+        if unknown := set(names) - set(known):
+            sys.exit(f"--{flag}={unknown.pop()} is not known; choose from {', '.join(known)}")
     if peers and None in map(importlib.util.find_spec, ("torch", "transformers")):
         print("transformers: not installed, or PyTorch (pip install 'lmlib[parity]')")
         peers = []

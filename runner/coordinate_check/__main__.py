@@ -149,24 +149,25 @@ def _rows(
     The base size belongs to both sweeps.
     """
     known: dict[tuple[Any, ...], Any] = {}
+    cases = [
+        (by, rule, size, arguments)
+        for by, of_size in arguments_of.items()
+        for rule in (WITH, WITHOUT)
+        for size, arguments in of_size.items()
+    ]
     with ProgressLine() as tell:
-        for by, of_size in arguments_of.items():
-            for rule in (WITH, WITHOUT):
-                for size, arguments in of_size.items():
-                    key = (rule, *arguments.items())
-                    if key not in known:
-                        tell(f"{by} {size}, {rule}")
-                        with user_errors():
-                            known[key] = changes(
-                                fdl.build(sized(cfg, arguments, rule == WITH, _STEPS.value))
-                            )
-                    for name, values in known[key].items():
-                        for step, change in enumerate(values, 1):
-                            yield {
-                                "by": by, "rule": rule, "size": size,
-                                "looked_at": name, "step": step,
-                                "change": change if math.isfinite(change) else 0.0,
-                            }  # fmt: skip
+        for by, rule, size, arguments in cases:
+            key = (rule, *arguments.items())
+            if key not in known:
+                tell(f"{by} {size}, {rule}")
+                with user_errors():
+                    made = fdl.build(sized(cfg, arguments, rule == WITH, _STEPS.value))
+                    known[key] = changes(made)
+            case = {"by": by, "rule": rule, "size": size}
+            for name, values in known[key].items():
+                for step, change in enumerate(values, 1):
+                    finite = change if math.isfinite(change) else 0.0
+                    yield {**case, "looked_at": name, "step": step, "change": finite}
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -56,7 +56,11 @@ class Captures:
         step = line["step"]
         if line["skipped_in_a_row"] != 1 or line["valid_tokens"] == 0:
             return None
-        if not from_first(self._has_room(step)):
+        folder = self._run.workdir / FOLDER
+        names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
+        taken = [name for name in names if name.isdecimal()]  # skips leftovers of killed processes
+        has_room = str(step) not in taken and len(taken) < self._run.experiment.guard.captures
+        if not from_first(has_room):
             return None
         self._saver.settle()  # so that no checkpoint is removed while its files are linked
         stands_S = np.argsort(_row_places(batch))
@@ -65,7 +69,7 @@ class Captures:
             for name in _FIELDS
             if (field := getattr(batch, name)) is not None
         }
-        folder = self._run.workdir / FOLDER / str(step)
+        folder /= str(step)
         self._run.lock.check()
         if self._run.primary:
             try:
@@ -74,12 +78,6 @@ class Captures:
                 return f"WARNING: step {step:,} is not captured in {folder}: {error_text(error)}"
         again = python_command("runner.replay", folder)
         return f"step {step:,} was skipped; to replay it: {again}"
-
-    def _has_room(self, step: int) -> bool:
-        folder = self._run.workdir / FOLDER
-        names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
-        taken = [name for name in names if name.isdecimal()]  # skips leftovers of killed processes
-        return str(step) not in taken and len(taken) < self._run.experiment.guard.captures
 
     def _write(self, folder: Path, line: Line, rows: dict[str, np.ndarray]) -> None:
         unfinished = folder.with_name(f".{folder.name}.unfinished")
@@ -95,28 +93,25 @@ class Captures:
                 )
             np.savez(unfinished / "batch.npz", **cast(Any, rows))
             shutil.copy2(self._run.workdir / "config.json", unfinished / "config.json")
-            facts = json.dumps(self._facts(line), indent=1) + "\n"
+            experiment, step = self._run.experiment, line["step"] - 1
+            present = {name: value for name, value in line.items() if value is not None}
+            facts = {
+                "step": line["step"],
+                "line": json.loads(to_json(present)),
+                "mesh": dict(experiment.mesh.shape),
+                "initialised_from": self._initialised_from,
+                "jax_settings": settings_of_numbers(),
+                "sequences": _sequences(experiment.at(step).data, step),
+            }
             for name in ("batch.npz", "config.json"):  # checkpoint files are synced already
                 sync(unfinished / name)
             sync_folders(unfinished)
-            write_atomically(unfinished / "capture.json", facts)
+            write_atomically(unfinished / "capture.json", json.dumps(facts, indent=1) + "\n")
             self._run.lock.check()
             unfinished.rename(folder)
             sync(folder.parent)
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
-
-    def _facts(self, line: Line) -> dict[str, Any]:
-        present = {name: value for name, value in line.items() if value is not None}
-        step = line["step"] - 1
-        return {
-            "step": line["step"],
-            "line": json.loads(to_json(present)),
-            "mesh": dict(self._run.experiment.mesh.shape),
-            "initialised_from": self._initialised_from,
-            "jax_settings": settings_of_numbers(),
-            "sequences": _sequences(self._run.experiment.at(step).data, step),
-        }
 
 
 @dataclasses.dataclass(frozen=True)
