@@ -2,13 +2,10 @@
 
     pip install s3fs && python benchmarks/buckets.py [--latency=0.05] [--megabytes=1000]
 
-moto's server replaces S3, behind a proxy that delays each request by `latency` seconds. Both are
-written in Python and share the cores with the code under test, so compare the seconds with each
-other and ignore the MB/s. The token cache is empty before the first epoch.
-- tokens: one epoch of shuffled rows, read ahead as in runs, with steps of `step_seconds`; the total
-  waiting time of the steps; the second epoch; and fsspec's copy of the folder.
-- a checkpoint: the part of a save that blocks steps, and the full save; reading it with all digests
-  compared; fsspec's copy of arrays of the same size, in both directions.
+moto's server replaces S3, behind a proxy that delays each request by `latency` seconds. Both share
+the cores with the code under test, so compare the seconds with each other and ignore the MB/s. It
+measures two epochs of shuffled rows with the waiting time of their steps, the saving and reading of
+a checkpoint, and fsspec's copies of the same bytes. The token cache is empty at first.
 """
 
 import itertools
@@ -36,10 +33,10 @@ from lmlib.data.stored.shard_writer import ShardWriter
 from lmlib.terminal.table import columns
 from runner.jax_settings.devices import choose_devices
 
-_LATENCY = flags.DEFINE_float("latency", 0.05, "seconds of each request", lower_bound=0.0)
-_MEGABYTES = flags.DEFINE_integer("megabytes", 1000, "of the checkpoint", lower_bound=8)
-_MEGATOKENS = flags.DEFINE_integer("megatokens", 16, "of the data set", lower_bound=1)
-_STEP_SECONDS = flags.DEFINE_float("step_seconds", 0.5, "of a step", lower_bound=0.0)
+_LATENCY = flags.DEFINE_float("latency", 0.05, "Seconds of each request.", lower_bound=0.0)
+_MEGABYTES = flags.DEFINE_integer("megabytes", 1000, "Size of the checkpoint.", lower_bound=8)
+_MEGATOKENS = flags.DEFINE_integer("megatokens", 16, "Size of the data set.", lower_bound=1)
+_STEP_SECONDS = flags.DEFINE_float("step_seconds", 0.5, "Seconds of a step.", lower_bound=0.0)
 
 ROWS, LENGTH = 32, 2_048  # rows and tokens per row of a batch
 AHEAD = 2  # batches read ahead, as in runs

@@ -18,9 +18,9 @@ from lmlib.terminal.table import columns
 from runner import fit
 from runner.config import configs
 
-_TEACHER = flags.DEFINE_string("teacher", "/tmp/quickstart", "a run of the quickstart")
-_SEEDS = flags.DEFINE_integer("seeds", 3, "how many")
-_WORKDIR = flags.DEFINE_string("workdir", "/tmp/students", "of the students' runs")
+_TEACHER = flags.DEFINE_string("teacher", "/tmp/quickstart", "Run of the quickstart.")
+_SEEDS = flags.DEFINE_integer("seeds", 3, "Number of seeds.")
+_WORKDIR = flags.DEFINE_string("workdir", "/tmp/students", "Folder of the students' runs.")
 
 
 def loss(seed: int, fiddlers: Sequence[str]) -> float:

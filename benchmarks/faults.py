@@ -2,19 +2,14 @@
 
     python benchmarks/faults.py [--faults=200] [--seed=0] [--max_parallel=2] [--scratch=DIR]
 
-Small runs of several kinds (pretraining, adapters on a frozen base in 8 bits …) are trained once
-undisturbed, and then repeatedly under faults. Such a run is started, disturbed at a random moment
-and started again, about ten times until its end. A fault is survived if the next start resumes
-from the newest intact checkpoint, every exit code and message is correct, and there is no
-traceback. Metrics and checkpoints must be equal, bit for bit, to the undisturbed run's, after the
-fault and at the end.
-
-Takes about eight seconds per fault on two cores; Linux only. The seed determines faults and
-moments, but the exact state of a run at that moment is random. The faults and the kinds of runs are
-in tests/shared/fault_injection; power cuts have their own benchmark, power_cuts.py.
+Small runs of several kinds are trained once undisturbed, and then under faults: each is started,
+disturbed at a random moment and started again, about ten times until its end. A fault is survived
+if the next start resumes from the newest intact checkpoint, every exit code and message is correct,
+and metrics and checkpoints equal the undisturbed run's, bit for bit, after the fault and at the
+end. Takes about eight seconds per fault on two cores; Linux only. The faults and the kinds of runs
+are in tests/shared/fault_injection.
 """
 
-import dataclasses
 import functools
 import itertools
 import os
@@ -24,8 +19,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
 
@@ -40,10 +34,10 @@ from fault_injection.striking import Record, strike
 
 from lmlib.terminal.table import columns
 
-_FAULTS = flags.DEFINE_integer("faults", 200, "How many.", lower_bound=1)
-_SEED = flags.DEFINE_integer("seed", 0, "Of the faults and their moments.")
+_FAULTS = flags.DEFINE_integer("faults", 200, "Number of faults.", lower_bound=1)
+_SEED = flags.DEFINE_integer("seed", 0, "Seed of the faults and their moments.")
 _MAX_PARALLEL = flags.DEFINE_integer(
-    "max_parallel", os.cpu_count(), "Runs at a time.", lower_bound=1
+    "max_parallel", os.cpu_count(), "Maximum number of parallel runs.", lower_bound=1
 )
 _SCRATCH = flags.DEFINE_string(
     "scratch", None, "New folder for the runs, kept; default: a temporary one."
@@ -71,103 +65,65 @@ def make_undisturbed(scratch: Path, processes: int, kind: Kind) -> Job:
     return job
 
 
-@dataclasses.dataclass
-class Campaign:
+def campaign(scratch: Path, count: int, seed: int, threads: ThreadPoolExecutor) -> list[Record]:
     """Injects `count` faults, in as many runs as needed, alternating between the kinds of runs."""
+    shown, records = itertools.count(1), list[Record]()
 
-    scratch: Path
-    count: int
-    seed: int
-    threads: ThreadPoolExecutor
-    max_parallel: int
-
-    def __post_init__(self) -> None:
-        self._shown = itertools.count(1)
-
-    def records(self) -> list[Record]:
-        of_two = self.count // OF_TWO
-        return self._share(1, self.count - of_two) + self._share(2, of_two)
-
-    def _share(self, processes: int, share: int) -> list[Record]:
-        """Injects `share` faults, all into runs of `processes` processes."""
-        most = min(FAULTS_PER_RUN[processes], -(-share // len(KINDS)))
-        kinds = KINDS[: -(-share // max(most, 1))]
-        make = functools.partial(make_undisturbed, self.scratch, processes)
-        undisturbed = list(self.threads.map(make, kinds))
-        records: list[Record] = []
-        running: dict[Future[list[Record]], int] = {}
-        numbers = itertools.count()
-        while len(records) < share:
-            while len(running) < self.max_parallel and (
-                limit := min(most, share - len(records) - sum(running.values()))
-            ):
-                number = next(numbers)
-                like = undisturbed[number % len(undisturbed)]
-                running[self.threads.submit(self._run, like, number, limit)] = limit
-            for ended in wait(running, return_when=FIRST_COMPLETED).done:
-                del running[ended]
-                records += ended.result()
-        return records
-
-    def _run(self, undisturbed: Job, number: int, limit: int) -> list[Record]:
+    def disturbed(limit: int, undisturbed: Job, number: int) -> list[Record]:
         """Injects at most `limit` faults into a new run."""
         processes, kind = undisturbed.processes, undisturbed.kind
-        random = Random(f"{self.seed} {processes} {number}")
-        job = undisturbed.another(self.scratch / f"run_{processes}_{number}")
-        records: list[Record] = []
+        random, found = Random(f"{seed} {processes} {number}"), list[Record]()
+        job = undisturbed.another(scratch / f"run_{processes}_{number}")
         try:
             for record in strike(job, undisturbed, FAULTS[processes], limit, random):
-                records.append(record)
-                self._show(record)
+                found.append(record)
+                codes = ", ".join(map(str, record.codes))
+                print(
+                    f"{next(shown):3}/{count}  {record.kind:<15} {record.name:<42} step "
+                    f"{record.step:2}  exit {codes:<6}{'  PROBLEM' if record.problems else ''}",
+                    flush=True,
+                )
         except Exception as error:  # an error in the benchmark itself; the other runs continue
             traceback.print_exc()
             failed = Record(kind.name, "the campaign itself", 0, [], [f"it failed: {error!r}"])
-            records = [*records[: limit - 1], failed]
-        for record in records:
+            found = [*found[: limit - 1], failed]
+        for record in found:
             for problem in record.problems:
                 print(f"NOT SURVIVED in {job.workdir}: {record.name}: {problem}", flush=True)
-        return records
+        return found
 
-    def _show(self, record: Record) -> None:
-        codes = ", ".join(map(str, record.codes))
-        print(
-            f"{next(self._shown):3}/{self.count}  {record.kind:<15} {record.name:<42} "
-            f"step {record.step:2}  exit {codes:<6}{'  PROBLEM' if record.problems else ''}",
-            flush=True,
-        )
+    of_two = count // OF_TWO
+    for processes, share in ((1, count - of_two), (2, of_two)):
+        most = min(FAULTS_PER_RUN[processes], -(-share // len(KINDS)))
+        kinds = KINDS[: -(-share // max(most, 1))]
+        make = functools.partial(make_undisturbed, scratch, processes)
+        undisturbed, numbers = itertools.cycle(threads.map(make, kinds)), itertools.count()
+        before = len(records)
+        while missing := share - (len(records) - before):
+            limits = [most] * (missing // most) + [missing % most] * (missing % most > 0)
+            for found in threads.map(disturbed, limits, undisturbed, numbers):
+                records += found
+    return records
 
 
 def table(records: list[Record]) -> str:
-    """Returns a table: how often each fault hit each kind of run, and was survived.
-
-    The last line has the totals.
-    """
+    """Returns a table: how often each fault hit each kind of run, and how many were survived."""
     kinds = [kind.name for kind in KINDS if any(kind.name == each.kind for each in records)]
-
-    def line(name: str, of_them: list[Record]) -> tuple[str, ...]:
-        times = Counter(record.kind for record in of_them)
-        survived = sum(not record.problems for record in of_them)
-        return (
-            name,
-            *(str(times[kind] or "") for kind in kinds),
-            f"{survived} of {len(of_them)}",
-        )
-
-    def lines() -> Iterator[tuple[str, ...]]:
-        yield "fault", *kinds, "survived"
-        for name in sorted({record.name for record in records}):
-            yield line(name, [record for record in records if record.name == name])
-        yield line("all", records)
-
-    return columns(list(lines()))
+    rows = [["fault", *kinds, "survived"]]
+    for name in [*sorted({record.name for record in records}), "all"]:
+        chosen = [record for record in records if name in (record.name, "all")]
+        times = Counter(record.kind for record in chosen)
+        survived = sum(not record.problems for record in chosen)
+        counts = [str(times[kind] or "") for kind in kinds]
+        rows.append([name, *counts, f"{survived} of {len(chosen)}"])
+    return columns(rows)
 
 
 def main(_: list[str]) -> None:
     began = time.monotonic()
     scratch = Path(_SCRATCH.value or tempfile.mkdtemp(prefix="faults_")).absolute()
-    at_once = _MAX_PARALLEL.value
-    with ThreadPoolExecutor(at_once) as threads:
-        records = Campaign(scratch, _FAULTS.value, _SEED.value, threads, at_once).records()
+    with ThreadPoolExecutor(_MAX_PARALLEL.value) as threads:
+        records = campaign(scratch, _FAULTS.value, _SEED.value, threads)
     survived = sum(not record.problems for record in records)
     print(f"\n{table(records)}\n")
     print(

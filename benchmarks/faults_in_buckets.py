@@ -2,11 +2,11 @@
 
     python benchmarks/faults_in_buckets.py [--faults=80] [--seed=0] [--schemes=s3,gs]
 
-Small runs of one or two processes write to emulators of S3 and of Google Cloud Storage over HTTP,
-through a proxy. Each is started, disturbed at a random request, and started again until its end,
-each time on this machine or on another one without local copies. A fault is survived if every exit
-code is an expected one, no traceback and no secret is shown, and the final curve and digests equal
-an undisturbed run's. Takes about twenty seconds per fault; Linux only.
+Small runs of one or two processes write to emulators of S3 and of Google Cloud Storage through a
+proxy. Each is disturbed at a random request and started again until its end, on this machine or on
+another one without local copies. A fault is survived if every exit code is an expected one, no
+traceback and no secret is shown, and the final curve and digests equal an undisturbed run's. Takes
+about twenty seconds per fault; Linux only.
 """
 
 import dataclasses
@@ -39,9 +39,9 @@ from lmlib.storage.bucket.url import BucketUrl
 from lmlib.storage.local_folder import folder_to_read
 from lmlib.terminal.table import columns
 
-_FAULTS = flags.DEFINE_integer("faults", 80, "How many.", lower_bound=1)
-_SEED = flags.DEFINE_integer("seed", 0, "Of the faults and their moments.")
-_SCHEMES = flags.DEFINE_list("schemes", ["s3", "gs"], "Of the buckets.")
+_FAULTS = flags.DEFINE_integer("faults", 80, "Number of faults.", lower_bound=1)
+_SEED = flags.DEFINE_integer("seed", 0, "Seed of the faults and their moments.")
+_SCHEMES = flags.DEFINE_list("schemes", ["s3", "gs"], "Schemes of the buckets.")
 
 STEPS, SECONDS, STARTS = 6, 300, 8
 REQUESTS = 200  # approximate number of requests of a run
@@ -61,37 +61,30 @@ class Run:
     outputs: list[Path] = dataclasses.field(default_factory=list)
 
     def start(self, machine: str) -> list[ForkedProcess]:
+        """Starts all processes; `machine` names the folder of local copies."""
         with socket.socket() as free:
             free.bind(("localhost", 0))
-            port = free.getsockname()[1]
-        together = [
-            (f"--coordinator=localhost:{port}", f"--num_processes={self.processes}"),
-            ("--heartbeat_seconds=10", "--lock_seconds=100"),
-        ]
+            coordinator = f"--coordinator=localhost:{free.getsockname()[1]}"
+        several = [coordinator, f"--num_processes={self.processes}"]
+        several += ["--heartbeat_seconds=10", "--lock_seconds=100"]
         started = []
         for process in range(self.processes):
-            several = (*together[0], f"--process_id={process}", *together[1])
+            of_several = [*several, f"--process_id={process}"] if self.processes > 1 else []
             self.outputs.append(self.scratch / f"output_{len(self.outputs)}")
             with self.outputs[-1].open("w") as file:
-                started.append(
-                    ForkedProcess(
-                        "-m",
-                        "runner",
-                        f"--fdl_config={small_experiment.__file__}",
-                        "--fdl.validation=None",
-                        f"--fdl.mesh.fsdp={self.processes}",
-                        f"--fdl.steps={STEPS}",
-                        "--fdl.checkpoints.every=2",
-                        f"--workdir={self.url}",
-                        *(several if self.processes > 1 else ()),
-                        stdout=file,
-                        stderr=file,
-                        environment={
-                            "XDG_CACHE_HOME": str(self.scratch / machine),
-                            "XLA_FLAGS": f"--xla_force_host_platform_device_count=1 {XLA_FLAGS}",
-                        },
-                    )
+                settings = (f"mesh.fsdp={self.processes}", f"steps={STEPS}", "checkpoints.every=2")
+                new = ForkedProcess(
+                    *("-m", "runner", f"--fdl_config={small_experiment.__file__}"),
+                    *(f"--fdl.{each}" for each in ("validation=None", *settings)),
+                    *(f"--workdir={self.url}", *of_several),
+                    stdout=file,
+                    stderr=file,
+                    environment={
+                        "XDG_CACHE_HOME": str(self.scratch / machine),
+                        "XLA_FLAGS": f"--xla_force_host_platform_device_count=1 {XLA_FLAGS}",
+                    },
                 )
+                started.append(new)
         return started
 
     def store(self) -> BucketStore:
@@ -204,13 +197,6 @@ FAULTS = {1: (killed, terminated, unreliable, denied, started_twice, flipped)}
 FAULTS[2] = (*FAULTS[1], one_lost)
 
 
-def undisturbed(run: Run) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    codes = ended(run.start("here"))
-    if set(codes) != {0}:
-        raise SystemExit(f"the undisturbed run failed:\n{run.outputs[0].read_text()}")
-    return run.result()
-
-
 def problems(run: Run, codes: list[int], fitting: set[int]) -> list[str]:
     found = [f"exit code {code}" for code in codes if code not in fitting]
     for output in run.outputs:
@@ -220,23 +206,27 @@ def problems(run: Run, codes: list[int], fitting: set[int]) -> list[str]:
 
 
 def campaign(scheme: str, count: int, random: Random, scratch: Path) -> list[tuple[str, list[str]]]:
+    """Returns each fault's name and its problems."""
     records: list[tuple[str, list[str]]] = []
     with (
         emulator(scheme) as server,
         FaultyProxy(server, keeps_conditions=scheme == "gs") as proxy,
     ):
         os.environ.update(environment(scheme, proxy.port))
+
+        def new_run(name: str, processes: int) -> Run:
+            (folder := scratch / f"{scheme}_{name}").mkdir()
+            return Run(proxy, f"{scheme}://{BUCKET}/{name}", processes, folder)
+
         expected = {}
         for processes in FAULTS:
-            (folder := scratch / f"{scheme}_undisturbed_{processes}").mkdir()
-            run = Run(proxy, f"{scheme}://{BUCKET}/undisturbed_{processes}", processes, folder)
-            expected[processes] = undisturbed(run)
-        while len(records) < count:
-            number = len(records)
+            run = new_run(f"undisturbed_{processes}", processes)
+            if set(ended(run.start("here"))) != {0}:
+                raise SystemExit(f"the undisturbed run failed:\n{run.outputs[0].read_text()}")
+            expected[processes] = run.result()
+        for number in range(count):
             processes = 2 if number % 4 == 3 else 1
-            strike = random.choice(FAULTS[processes])
-            (folder := scratch / f"{scheme}_{number}").mkdir()
-            run = Run(proxy, f"{scheme}://{BUCKET}/run_{number}", processes, folder)
+            strike, run = random.choice(FAULTS[processes]), new_run(f"run_{number}", processes)
             codes, fitting = strike(run, random, "here")
             found = problems(run, codes, fitting)
             proxy.fault = lambda request: None
@@ -249,26 +239,24 @@ def campaign(scheme: str, count: int, random: Random, scratch: Path) -> list[tup
                 found.append("another curve, or other weights")
             name = f"{strike.__name__.replace('_', ' ')}, {processes} process(es)"
             records.append((f"{scheme}: {name}", found))
-            told = "; ".join(found) or "survived"
-            print(f"{len(records):3}/{count}  {scheme}  {name:<34} {codes}  {told}", flush=True)
+            outcome = "; ".join(found) or "survived"
+            print(f"{number:3}/{count}  {scheme}  {name:<34} {codes}  {outcome}", flush=True)
     return records
 
 
 def main(_: list[str]) -> None:
     random = Random(_SEED.value)
     share = -(-_FAULTS.value // len(_SCHEMES.value))
+    records = []
     with tempfile.TemporaryDirectory() as scratch:
         os.environ["XDG_CACHE_HOME"] = f"{scratch}/campaign"
-        records = [
-            record
-            for scheme in _SCHEMES.value
-            for record in campaign(scheme, share, random, Path(scratch))
-        ]
+        for scheme in _SCHEMES.value:
+            records += campaign(scheme, share, random, Path(scratch))
     came = Counter(name for name, _ in records)
     survived = Counter(name for name, found in records if not found)
     rows = [[name, f"{survived[name]} of {came[name]}"] for name in sorted(came)]
     print(columns([["fault", "survived"], *rows]))
-    sys.exit(sum(survived.values()) != len(records))
+    sys.exit(survived.total() != len(records))
 
 
 if __name__ == "__main__":

@@ -3,17 +3,12 @@
     python benchmarks/generate.py                                  # on a CPU, about 15 minutes
     python benchmarks/generate.py --sizes=10m --rows=1 --peers=    # only lmlib
 
-Prompts of 512 tokens are continued greedily by 64 tokens, in batches of 1 and 16 rows. The models
-are random Llamas with 10 and 135 million parameters (the latter has the shape of SmolLM2 135M;
-`tiny` is for tests). All contenders read the same Hugging Face folder and must generate the same
-tokens; otherwise the script lists the contenders that differ and fails. In float32, ties between
-the likeliest tokens are too rare to matter.
-
-Contenders take turns; the first turn compiles and is not counted. Printed values are medians of
-tokens per second over all rows. With one row, each token reads all weights from memory. The table
-therefore also shows the decoding speed of one row as a fraction of the memory limit, which is the
-rate at which XLA reads numbers to sum them, measured between the turns, divided by the weights'
-bytes.
+Prompts of 512 tokens are continued greedily by 64 tokens. The models are random Llamas (135m has
+the shape of SmolLM2 135M; `tiny` is for tests). All contenders read the same Hugging Face folder
+and must generate the same tokens; otherwise the script fails. They take turns; the first turn
+compiles and is not counted. Values are medians of tokens per second over all rows. For one row, the
+table also shows the decoding speed as a fraction of the memory limit: the rate at which XLA reads
+numbers to sum them, divided by the weights' bytes.
 """
 
 import functools
@@ -50,11 +45,13 @@ SIZES = {
 PEERS = "transformers", "transformers_compiled"
 PROMPT, NEW = 512, 64  # tokens
 
-_SIZES = flags.DEFINE_list("sizes", ["10m", "135m"], f"Of {', '.join(SIZES)}.")
-_ROWS = flags.DEFINE_list("rows", ["1", "16"], "Prompts together.")
-_PEERS = flags.DEFINE_list("peers", list(PEERS), f"Of {', '.join(PEERS)}.")
-_PRECISION = flags.DEFINE_enum("precision", "float32", ["float32", "bfloat16"], "Of all.")
-_TURNS = flags.DEFINE_integer("turns", 5, "Of each contender, after the first.", lower_bound=1)
+_SIZES = flags.DEFINE_list("sizes", ["10m", "135m"], f"Sizes: {', '.join(SIZES)}.")
+_ROWS = flags.DEFINE_list("rows", ["1", "16"], "Prompts per batch.")
+_PEERS = flags.DEFINE_list("peers", list(PEERS), f"Peers: {', '.join(PEERS)}.")
+_PRECISION = flags.DEFINE_enum("precision", "float32", ["float32", "bfloat16"], "Precision of all.")
+_TURNS = flags.DEFINE_integer(
+    "turns", 5, "Turns of each contender, after the first.", lower_bound=1
+)
 
 
 Prompts = list[list[int]]
@@ -83,10 +80,7 @@ class Lmlib:
 
 
 class Transformers:
-    """transformers with its static cache, eager or compiled.
-
-    The loop over tokens is written out here, which saves the overhead of `generate` per token.
-    """
+    """transformers with its static cache, in a loop without the overhead of `generate`."""
 
     def __init__(self, folder: Path, prompts: Prompts, compiled: bool):
         import torch
@@ -186,14 +180,13 @@ def measured(size: str, rows: int, folder: Path, names: Sequence[str]) -> str | 
 
 def main(arguments: Sequence[str]) -> None:
     if arguments[1:]:
-        sys.exit(f"what is {arguments[1]!r}? Options begin with --; see --help")
+        sys.exit(f"unknown argument {arguments[1]!r}; options begin with --, see --help")
     logging.set_verbosity(logging.WARNING)
     choose_devices()
     peers = [name for name in _PEERS.value if name]
-    if unknown := [name for name in peers if name not in PEERS]:
-        sys.exit(f"--peers={unknown[0]} is not known; choose from {', '.join(PEERS)}")
-    if unknown := [name for name in _SIZES.value if name not in SIZES]:
-        sys.exit(f"--sizes={unknown[0]} is not known; choose from {', '.join(SIZES)}")
+    for flag, names, known in (("peers", peers, PEERS), ("sizes", _SIZES.value, SIZES)):
+        if unknown := set(names) - set(known):
+            sys.exit(f"--{flag}={unknown.pop()} is not known; choose from {', '.join(known)}")
     if peers and None in map(importlib.util.find_spec, ("torch", "transformers")):
         print("transformers: not installed, or PyTorch (pip install 'lmlib[parity]')")
         peers = []

@@ -2,10 +2,9 @@
 
     python benchmarks/mutations.py [--only=attend,guard] [--scratch=DIR]
 
-Each fault of mutations.toml is put into a copy of the checkout. The tests that should find it run
-there, as plain `pytest` selects them, until one fails. All of them run first without any fault,
-because a test that always fails finds nothing. The table lists the faults that no test found; the
-exit code is then 1.
+Each fault of mutations.toml is put into a copy of the checkout, where the tests that should find it
+run, as plain `pytest` selects them. All of them run first without any fault. The exit code is 1 if
+a fault is not found.
 """
 
 import os

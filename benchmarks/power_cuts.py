@@ -2,15 +2,11 @@
 
     python benchmarks/power_cuts.py [--cuts=30] [--seed=0] [--scratch=DIR]
 
-Linux only, and needs root: the workdir is an ext4 file system in a file behind a loop device. A cut
-is ext4's own shutdown, which loses everything that was not synced, including the journal's open
-transaction. Then the run is killed, the file system mounted again, and the run started again, until
-its end.
-
-A cut is survived if the next start resumes from the newest promised checkpoint or a later one, and
-from there on metrics and checkpoints equal an undisturbed run's, bit for bit. A checkpoint is
-promised once the next save has begun or the previous one is deleted. Takes about ten seconds per
-cut on two cores.
+Linux only, and needs root: the workdir is an ext4 file system behind a loop device. A cut is ext4's
+own shutdown, which loses everything that was not synced; then the run is killed, the file system
+mounted again, and the run started again, until its end. A cut is survived if the next start resumes
+from the newest promised checkpoint or a later one, and from there on equals an undisturbed run, bit
+for bit. A checkpoint is promised once the next save has begun or the previous one is deleted.
 """
 
 import dataclasses
@@ -34,8 +30,8 @@ from fault_injection.comparison import difference_at_end, difference_of_metrics
 from fault_injection.job import Attempt, Job, step_of
 from fault_injection.kinds import EVERYTHING
 
-_CUTS = flags.DEFINE_integer("cuts", 30, "How many.", lower_bound=1)
-_SEED = flags.DEFINE_integer("seed", 0, "Of the moments.")
+_CUTS = flags.DEFINE_integer("cuts", 30, "Number of cuts.", lower_bound=1)
+_SEED = flags.DEFINE_integer("seed", 0, "Seed of the moments.")
 _SCRATCH = flags.DEFINE_string(
     "scratch", None, "New folder for the runs, kept; default: a temporary one."
 )

@@ -3,13 +3,11 @@
     python benchmarks/quality.py                                     # three seeds of each
     python benchmarks/quality.py --fiddler=tiny --seeds=1 --rates=4e-3   # a look
 
-Both read the same tokens, and are evaluated in bits per byte on the full validation text. lmlib
-runs the quickstart, and the CPU-seconds of all its threads are counted. The GPT (learned positions,
-LayerNorm, GELU, tied embeddings, AdamW) trains on the same batches until it has spent the same
-CPU-seconds, which also determine its learning rate schedule. Start-up, compilation and evaluation
-count for neither. The GPT has the quickstart's width, layers and heads; its peak rate is the best
-of --rates for the first seed. The last line is the mean difference over pairs with the same seed,
-with its standard error.
+Both read the same batches, and are evaluated in bits per byte on the full validation text. The GPT
+(learned positions, LayerNorm, GELU, tied embeddings, AdamW) has the quickstart's width, layers and
+heads. It trains until it has spent the CPU-seconds of lmlib's steps, which also determine its
+schedule; start-up, compilation and evaluation count for neither. The last line is the mean
+difference over pairs with the same seed, with its standard error.
 
 Shapes: B batch, S sequence, E embed, H heads, D head_dim, V vocab.
 """
@@ -34,6 +32,8 @@ try:
     import torch
 except ImportError:
     sys.exit("the GPT needs PyTorch: pip install torch")
+from step_peers.pytorch_peer import fused_adamw
+from step_peers.work import AdamW
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -47,12 +47,14 @@ from runner.aot.abstract_inputs import built
 from runner.config import configs
 from runner.jax_settings.devices import keep_freed_memory
 
-_FIDDLERS = flags.DEFINE_multi_string("fiddler", [], "of the quickstart; repeatable")
-_STEPS = flags.DEFINE_integer("steps", None, "of the quickstart, instead of its own", lower_bound=2)
-_SEEDS = flags.DEFINE_integer("seeds", 3, "runs of each", lower_bound=1)
-_RATES = flags.DEFINE_list("rates", ["1e-3", "2e-3", "4e-3"], "peak learning rates of the GPT")
+_FIDDLERS = flags.DEFINE_multi_string("fiddler", [], "Fiddler of the quickstart; repeatable.")
+_STEPS = flags.DEFINE_integer(
+    "steps", None, "Steps of the quickstart, instead of its own.", lower_bound=2
+)
+_SEEDS = flags.DEFINE_integer("seeds", 3, "Runs of each.", lower_bound=1)
+_RATES = flags.DEFINE_list("rates", ["1e-3", "2e-3", "4e-3"], "Peak learning rates of the GPT.")
 
-BETAS, WEIGHT_DECAY, CLIP_NORM = (0.9, 0.95), 0.1, 1.0
+ADAMW = AdamW()
 WARMUP, END = 0.05, 0.1  # fraction of the budget, and of the peak rate
 DEVIATION = 0.02  # standard deviation of the initial values
 _NO_TARGET = -100  # ignored by PyTorch's loss
@@ -143,7 +145,7 @@ def train_gpt(
 ) -> Trained:
     """Trains until `cpu_seconds` of all threads are spent, then evaluates."""
     loss_of = torch.compile(model, fullgraph=True, dynamic=False)
-    optimizer = adamw_of(model)
+    optimizer = fused_adamw(list(model.parameters()), ADAMW)
     loss_of(*tensors(data.batch(0))[:2]).backward()  # compiles
     optimizer.zero_grad(set_to_none=True)
     begun, spent, step = time.process_time(), 0.0, 0
@@ -152,7 +154,7 @@ def train_gpt(
             group["lr"] = peak_lr * rate_at(spent / cpu_seconds)
         tokens_BS, targets_BS, count = tensors(data.batch(step))
         (loss_of(tokens_BS, targets_BS) / max(count, 1)).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
+        nn.utils.clip_grad_norm_(model.parameters(), ADAMW.clip_norm)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         step, spent = step + 1, time.process_time() - begun
@@ -161,23 +163,11 @@ def train_gpt(
 
 
 def rate_at(share: float) -> float:
-    """Returns the learning rate, relative to the peak, after a `share` of the budget.
-
-    The schedule is a warm-up, then half a cosine down to `END`.
-    """
+    """Returns the rate, relative to the peak, after a `share` of the budget."""
     if share < WARMUP:
         return (share + 0.001) / (WARMUP + 0.001)
     done = min(1.0, (share - WARMUP) / (1 - WARMUP))
     return END + (1 - END) * (1 + math.cos(math.pi * done)) / 2
-
-
-def adamw_of(model: GPT) -> torch.optim.AdamW:
-    weights = list(model.parameters())
-    groups = [
-        {"params": [each for each in weights if each.ndim > 1], "weight_decay": WEIGHT_DECAY},
-        {"params": [each for each in weights if each.ndim == 1], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, betas=BETAS, fused=True)
 
 
 @torch.no_grad()
@@ -199,10 +189,7 @@ def tensors(batch: Batch) -> tuple[Tensor, Tensor, int]:
 
 
 def pairs(rates: Sequence[float]) -> Iterator[tuple[Trained, Trained]]:
-    """Yields the results of lmlib and the GPT for each seed; progress goes to stderr.
-
-    The first seed uses the best of `rates`.
-    """
+    """Yields the results of lmlib and the GPT for each seed; the first seed finds the best rate."""
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     for seed in range(_SEEDS.value):
         changes = [f"seed={seed}", f"data.seed={seed}"]
@@ -224,7 +211,7 @@ def pairs(rates: Sequence[float]) -> Iterator[tuple[Trained, Trained]]:
 
 def main(arguments: Sequence[str]) -> None:
     if arguments[1:]:
-        sys.exit(f"what is {arguments[1]!r}? Options begin with --; see --help")
+        sys.exit(f"unknown argument {arguments[1]!r}; options begin with --, see --help")
     keep_freed_memory()  # as in a run; applies to both
     logging.set_verbosity(logging.WARNING)  # hides JAX's messages about missing devices
     jax.config.update("jax_platforms", "cpu")

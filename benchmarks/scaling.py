@@ -23,12 +23,14 @@ from runner.aot.abstract_inputs import built, without_data
 from runner.config import configs
 from runner.jax_settings.xla_flags import set_gpu_flags
 
-_SIZES = flags.DEFINE_list("sizes", None, "of 1B, 8B, 70B, 405B; all by default")
-_DEVICES = flags.DEFINE_list("devices", None, "how many GPUs; 1, 8, 64, 256 and 4,096 by default")
-_NETWORKS = flags.DEFINE_list(
-    "networks", [], "GB/s of each GPU to other hosts: steps at these, without stages and with them"
+_SIZES = flags.DEFINE_list("sizes", None, "Sizes: 1B, 8B, 70B, 405B; all by default.")
+_DEVICES = flags.DEFINE_list(
+    "devices", None, "Numbers of GPUs; 1, 8, 64, 256 and 4,096 by default."
 )
-_GPU = flags.DEFINE_string("gpu", "h100", "which")
+_NETWORKS = flags.DEFINE_list(
+    "networks", [], "GB/s of each GPU to other hosts: step times with and without stages."
+)
+_GPU = flags.DEFINE_string("gpu", "h100", "Kind of GPU.")
 
 GPUS_OF_A_HOST = 8
 SEQUENCE = 8_192
@@ -77,21 +79,20 @@ class Layout(NamedTuple):
         return f"{' × '.join(used or ['one device'])}{around}{rows}{kept}"
 
 
+ROWS_AND_SAVED = ((2, KERNELS_SAVED), (1, KERNELS_SAVED), (1, NOTHING_SAVED))
+
+
 def layouts(size: str, devices: int, batch: int) -> Iterator[Layout]:
     """Yields the candidates, fastest first: only FSDP, then tensor parallelism within hosts.
 
     FSDP communicates least for its computation as long as every device has full sequences.
     """
-    tensors = [tensor for tensor in (1, 2, 4, 8) if devices % tensor == 0]
-    for tensor in tensors:
+    for tensor, (sequences, saved) in itertools.product((1, 2, 4, 8), ROWS_AND_SAVED):
         shards = devices // tensor
-        if batch % shards:
-            continue
         # Beyond 512 shards, the pieces of a gather are too small for good bandwidth.
         fsdp = min(shards, 512)
-        for sequences, saved in ((2, KERNELS_SAVED), (1, KERNELS_SAVED), (1, NOTHING_SAVED)):
-            if batch % (shards * sequences) == 0:
-                yield Layout(shards // fsdp, fsdp, tensor, sequences, saved)
+        if devices % tensor == 0 and batch % (shards * sequences) == 0:
+            yield Layout(shards // fsdp, fsdp, tensor, sequences, saved)
 
 
 def with_copies(size: str, devices: int, batch: int) -> Iterator[Layout]:
@@ -99,15 +100,14 @@ def with_copies(size: str, devices: int, batch: int) -> Iterator[Layout]:
 
     Only gradients are sent between copies.
     """
-    for hosts, tensor in itertools.product((1, 2, 4, 8, 16, 32), (1, 2, 4, 8)):
+    for hosts, tensor, (sequences, saved) in itertools.product(
+        (1, 2, 4, 8, 16, 32), (1, 2, 4, 8), ROWS_AND_SAVED
+    ):
         fsdp = hosts * GPUS_OF_A_HOST // tensor
         data = devices // (fsdp * tensor)
         holds = least_bytes(size, fsdp * tensor) < ROOM_FOR_WEIGHTS
-        if data < 2 or not holds or batch % (data * fsdp):
-            continue
-        for sequences, saved in ((2, KERNELS_SAVED), (1, KERNELS_SAVED), (1, NOTHING_SAVED)):
-            if batch % (data * fsdp * sequences) == 0:
-                yield Layout(data, fsdp, tensor, sequences, saved)
+        if data >= 2 and holds and batch % (data * fsdp * sequences) == 0:
+            yield Layout(data, fsdp, tensor, sequences, saved)
 
 
 def in_stages(size: str, devices: int, batch: int) -> Iterator[Layout]:
@@ -138,14 +138,11 @@ def _staged(
         while sequences >= 1:
             inputs = 2.0 * sequences * SEQUENCE * model["embed"] * model["layers"] / tensor
             held = least_bytes(size, stage * fsdp * tensor) + inputs
-            found = [
-                Layout(data, fsdp, tensor, sequences, stage=stage, rounds=count)
-                for count in rounds
-                if each % count == 0
-            ]
-            small = [layout for layout in found if layout.bubble < bubble]
-            if held < ROOM_FOR_ALL and small:
-                yield small[0]
+            counts = [count for count in rounds if each % count == 0]
+            found = (Layout(data, fsdp, tensor, sequences, (), stage, count) for count in counts)
+            small = next((layout for layout in found if layout.bubble < bubble), None)
+            if held < ROOM_FOR_ALL and small is not None:
+                yield small
             sequences //= 2
 
 
@@ -248,15 +245,11 @@ def seconds_at(found: Found, bandwidth: float, devices: int) -> float:
 def cells(found: Found | None) -> str:
     if found is None:
         return "does not fit | | | |"
-    layout, report = found.layout, found.report
-    peak = f"{report.memory.needed / 1e9:.1f} GB"
-    estimate = report.estimate
+    peak, estimate = f"{found.report.memory.needed / 1e9:.1f} GB", found.report.estimate
     if estimate is None:
-        return f"{layout} | {peak} | | |"
-    return (
-        f"{layout} | {peak} | {estimate.step_seconds:.2f} s | {estimate.mfu:.1%} | "
-        f"{estimate.mfu_causal:.1%}"
-    )
+        return f"{found.layout} | {peak} | | |"
+    shares = f"{estimate.mfu:.1%} | {estimate.mfu_causal:.1%}"
+    return f"{found.layout} | {peak} | {estimate.step_seconds:.2f} s | {shares}"
 
 
 if __name__ == "__main__":

@@ -8,33 +8,21 @@
     python benchmarks/train_step.py --sizes=84m,8x2048 --muon
     python benchmarks/train_step.py --compile_only=h200   # anywhere: for an absent GPU
 
-lmlib's own step is the one that the runner compiles for the experiments' model. Its peers are:
+lmlib's own step is the one that the runner compiles. Its peers are a bare JAX step (`jax`) and a
+plain PyTorch step with SDPA and fused AdamW (`pytorch_eager`, `pytorch_compiled`). Mixtures of
+experts have other peers, on CPUs only: lmlib's Llama whose MLP is as large as the experts of a
+token together (`dense`), and transformers' Mixtral with its experts one after another or as grouped
+matmuls (`transformers`, `transformers_grouped`).
 
-- `jax`: a bare JAX step, one function over a dict of weights (step_peers/jax_step.py);
-- `pytorch_eager`, `pytorch_compiled`: a plain PyTorch step with SDPA and fused AdamW
-  (step_peers/pytorch_peer.py).
+All except `dense` start from lmlib's weights, and see the same batches of one document per row and
+the same hyperparameters. The losses of the first 20 steps must agree, or the script names the step
+and fails. With --packed (several documents in a row) or --muon, lmlib runs without peers.
 
-The sizes with "of" and 8x2048 are mixtures of experts, which on CPUs have other peers:
-
-- `dense`: lmlib's Llama whose MLP is as large as the experts of a token together;
-- `transformers`, `transformers_grouped`: transformers' Mixtral in float32, with its experts one
-  after another or as grouped matmuls.
-
-All contenders keep freed memory, as a run on CPUs does. All except `dense` start from
-lmlib's weights, see the same batches of one document per row, and use the same hyperparameters for
-clipping and updates. The losses of the first 20 steps must agree (tolerances:
-step_peers/measure.py). Otherwise the script names the step and fails, because speeds of different
-computations cannot be compared. --packed puts several documents into a row, each a quarter of it on
-average. lmlib then runs without peers, which would not separate the documents. With --muon it runs
-without peers too.
-
-On a CPU the contenders take turns of five steps, and the first turn warms up. Printed values are
-tokens per CPU-second of all threads, as medians over turns. The table also has a ratio that carries
-over to other machines: the model's FLOPs divided by the FLOPs that XLA achieves per CPU-second
-between the turns, with 2,048 × 2,048 matrices. On a GPU contenders run one after another. FLOPs,
-also in MFU, are 6 per token and parameter used in a matmul, plus attention with ("causal") and
-without ("whole") the saving of its masked half; recomputation never counts. MFU refers to the
-printed dense bf16 peak.
+On a CPU the contenders take turns of five steps, and the first turn warms up. Values are tokens per
+CPU-second of all threads, as medians over turns, and the model's FLOPs divided by the FLOPs that
+XLA achieves per CPU-second between the turns. On a GPU contenders run one after another. FLOPs are
+6 per token and parameter used in a matmul, plus attention with ("causal") and without ("whole") the
+saving of its masked half. MFU refers to the printed dense bf16 peak.
 """
 
 import ast
@@ -79,27 +67,29 @@ from runner.jax_settings.xla_flags import set_gpu_flags
 PEERS = PEERS_OF_LLAMA + PEERS_OF_MIXTRAL
 
 _SIZES = flags.DEFINE_list(
-    "sizes", None, f"Of {', '.join(SIZES)}. Default: {', '.join(ON_CPU)} or {', '.join(ON_GPU)}."
+    "sizes",
+    None,
+    f"Sizes: {', '.join(SIZES)}. Default: {', '.join(ON_CPU)} or {', '.join(ON_GPU)}.",
 )
 _PRECISIONS = flags.DEFINE_list(
-    "precisions", None, "Of float32, bfloat16. Default: both on a CPU, bfloat16 on a GPU."
+    "precisions", None, "float32, bfloat16. Default: both on a CPU, bfloat16 on a GPU."
 )
 _PEERS = flags.DEFINE_list(
-    "peers", None, f"Of {', '.join(PEERS)}. Default: all on a CPU, pytorch_compiled on a GPU."
+    "peers", None, f"Peers: {', '.join(PEERS)}. Default: all on a CPU, pytorch_compiled on a GPU."
 )
 _STEPS = flags.DEFINE_integer(
-    "steps", CHECKED, f"Of each contender, in turns of {TURN}.", lower_bound=2 * TURN
+    "steps", CHECKED, f"Steps of each contender, in turns of {TURN}.", lower_bound=2 * TURN
 )
 _SETTINGS = flags.DEFINE_multi_string(
-    "setting", [], "Of lmlib's Compute, NAME=LITERAL: --setting=unroll=8 --setting=saved=()"
+    "setting", [], "Setting of lmlib's Compute, NAME=LITERAL, as in --setting=unroll=8."
 )
 _SEQUENCE = flags.DEFINE_integer(
-    "sequence", None, "Tokens of a row, instead of the size's own; a step keeps its tokens."
+    "sequence", None, "Tokens per row, with the same number of tokens per step."
 )
-_PACKED = flags.DEFINE_bool("packed", False, "Several documents in each row; without peers.")
-_MUON = flags.DEFINE_bool("muon", False, "Muon in AdamW's place; without peers.")
+_PACKED = flags.DEFINE_bool("packed", False, "Put several documents in each row, without peers.")
+_MUON = flags.DEFINE_bool("muon", False, "Use Muon instead of AdamW, without peers.")
 _COMPILE_ONLY = flags.DEFINE_string(
-    "compile_only", None, "Compile lmlib's step for one of these, h200 or h100:1x8 say, and stop."
+    "compile_only", None, "Only compile lmlib's step for this target, such as h200 or h100:1x8."
 )
 
 
@@ -223,7 +213,7 @@ def changed_settings(texts: Sequence[str]) -> dict[str, Any]:
 
 def main(arguments: Sequence[str]) -> None:
     if arguments[1:]:
-        sys.exit(f"what is {arguments[1]!r}? Options begin with --; see --help")
+        sys.exit(f"unknown argument {arguments[1]!r}; options begin with --, see --help")
     logging.set_verbosity(logging.WARNING)  # hides JAX's messages about missing devices
     keep_freed_memory()  # as the runner does on CPUs, for all contenders alike
     set_gpu_flags()  # as the runner does, before JAX finds its devices

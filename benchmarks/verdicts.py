@@ -23,8 +23,10 @@ from lmlib.verdicts.power_law import PowerLaw
 from lmlib.verdicts.scaling_law import fit_scaling_law
 from lmlib.verdicts.seeds import power
 
-_COMPARISONS = flags.DEFINE_integer("comparisons", 10_000, "Of each kind.", lower_bound=1)
-_LADDERS = flags.DEFINE_integer("ladders", 100, "Of twelve runs each.", lower_bound=1)
+_COMPARISONS = flags.DEFINE_integer(
+    "comparisons", 10_000, "Comparisons of each kind.", lower_bound=1
+)
+_LADDERS = flags.DEFINE_integer("ladders", 100, "Ladders of twelve runs each.", lower_bound=1)
 
 RATE = 0.05
 SEEDS = (3, 4, 5, 8)

@@ -18,16 +18,12 @@ import math
 import fiddle as fdl
 
 from data_tools.standard_library import standard_library
-from lmlib.compute import EVERYTHING, Compute
-from lmlib.data.flat_tokens import FlatTokens
-from lmlib.experiment import CheckpointSettings, EvaluationSettings, Experiment, SampleSettings
-from lmlib.guard import Guard
-from lmlib.losses.next_token import NextToken
+from experiments.base.pretraining import pretraining
+from lmlib.compute import EVERYTHING
+from lmlib.experiment import Experiment
 from lmlib.models.families.llama import llama
-from lmlib.optim.adamw import adamw
 from lmlib.optim.schedules import warmup_linear
 from lmlib.optim.transfer import CompleteP
-from lmlib.parallel.mesh import make_mesh
 
 _BASE_WIDTH, _BASE_DEPTH = 64, 4
 _RATE, _BASE_STEPS = 16e-3, 200  # the best rate of the base model, for this number of steps
@@ -75,30 +71,17 @@ def config(
     # run (Wang & Aitchison 2024, arXiv:2405.13698).
     peak_lr = _RATE * math.sqrt(_BASE_STEPS / steps)
     path = fdl.Config(standard_library, vocab_size=vocab) if tokens is None else tokens
-    data = {"path": path, "sequence_length": sequence_length}
-    return fdl.Config(
-        Experiment,
-        model=fdl.Partial(llama, vocab=vocab, tied=True, **sizes),
-        compute=fdl.Config(Compute, saved=EVERYTHING),
-        objective=fdl.Config(NextToken),
-        scaling=fdl.Config(CompleteP, base=base),
-        data=fdl.Config(FlatTokens, split="train", batch_size=rows, **data),
-        validation=fdl.Config(
-            FlatTokens, split="validation", batch_size=32, seed=None, epochs=1, **data
-        ),
-        evaluation=fdl.Config(EvaluationSettings, every=-(-steps // 4), batches=8),
-        optimizer=fdl.Partial(
-            adamw,
-            peak_lr=peak_lr,
-            schedule=fdl.Partial(warmup_linear, warmup=0.05, end=0.0),
-            weight_decay=_DECAYED / (peak_lr * steps),
-        ),
-        guard=fdl.Config(Guard),
-        mesh=fdl.Config(make_mesh, fsdp=-1),
-        steps=steps,
-        checkpoints=fdl.Config(CheckpointSettings, every=-(-steps // 4)),
-        samples=fdl.Config(SampleSettings),
+    model = fdl.Partial(llama, vocab=vocab, tied=True, **sizes)
+    cfg = pretraining(
+        model, tokens=path, steps=steps, batch_size=rows, sequence_length=sequence_length
     )
+    cfg.compute.saved = EVERYTHING
+    cfg.scaling = fdl.Config(CompleteP, base=base)
+    cfg.validation.batch_size, cfg.evaluation.batches = 32, 8
+    cfg.evaluation.every = cfg.checkpoints.every = -(-steps // 4)
+    cfg.optimizer.peak_lr, cfg.optimizer.weight_decay = peak_lr, _DECAYED / (peak_lr * steps)
+    cfg.optimizer.schedule = fdl.Partial(warmup_linear, warmup=0.05, end=0.0)
+    return cfg
 
 
 def _sizes(embed: int, layers: int, width_of_head: int) -> dict[str, int]:

@@ -16,8 +16,4 @@ from lmlib.experiment import Experiment
 
 
 def config() -> fdl.Config[Experiment]:
-    cfg = llama_84m.config()
-    cfg.model.layers, cfg.model.embed, cfg.model.heads, cfg.model.mlp = 8, 2_048, 16, 16_384
-    cfg.optimizer.peak_lr = 3e-4
-    cfg.steps = 370_000
-    return cfg
+    return llama_84m.sized(embed=2_048, heads=16, mlp=16_384, steps=370_000, peak_lr=3e-4)

@@ -16,8 +16,4 @@ from lmlib.experiment import Experiment
 
 
 def config() -> fdl.Config[Experiment]:
-    cfg = llama_84m.config()
-    cfg.model.layers, cfg.model.embed, cfg.model.heads, cfg.model.mlp = 8, 1_024, 16, 8_192
-    cfg.optimizer.peak_lr = 3e-4
-    cfg.steps = 92_000
-    return cfg
+    return llama_84m.sized(embed=1_024, heads=16, mlp=8_192, steps=92_000, peak_lr=3e-4)

@@ -24,13 +24,22 @@ tiny = tiny_with(head_dim=16)
 
 
 def config() -> fdl.Config[Experiment]:
-    model = fdl.Partial(llama, vocab=32_768, embed=512, layers=8, heads=8, head_dim=128, mlp=4_096)
+    return sized(embed=512, heads=8, mlp=4_096, steps=26_000, peak_lr=3e-3)
+
+
+def sized(
+    *, embed: int, heads: int, mlp: int, steps: int, peak_lr: float
+) -> fdl.Config[Experiment]:
+    """Returns the experiment with another model, length and learning rate."""
+    model = fdl.Partial(
+        llama, vocab=32_768, embed=embed, layers=8, heads=heads, head_dim=128, mlp=mlp
+    )
     return pretraining(
         model,
         tokens="data/c4",
-        steps=26_000,
+        steps=steps,
         batch_size=64,
         sequence_length=1_024,
-        peak_lr=3e-3,
+        peak_lr=peak_lr,
         validation_batches=16,
     )

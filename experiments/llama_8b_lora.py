@@ -11,19 +11,13 @@ docs/finetuning.md explains how to export the adapters.
 
 import fiddle as fdl
 
-from experiments.base.pretraining import tiny_base, tiny_with
+from experiments.base.pretraining import pretraining, tiny_base, tiny_with
 from lmlib.adapters.lora import lora
-from lmlib.compute import Compute
-from lmlib.data.flat_tokens import FlatTokens
-from lmlib.experiment import CheckpointSettings, EvaluationSettings, Experiment, SampleSettings
-from lmlib.guard import Guard
-from lmlib.losses.next_token import NextToken
+from lmlib.experiment import Experiment
 from lmlib.models.families.llama import llama
 from lmlib.models.parts.rope_scaling import Llama3
-from lmlib.optim.adamw import adamw
 from lmlib.optim.schedules import warmup_linear
 from lmlib.optim.trainable import adapters
-from lmlib.parallel.mesh import make_mesh
 
 tiny = tiny_base(tiny_with(kv_heads=2))
 
@@ -34,32 +28,12 @@ def config() -> fdl.Config[Experiment]:
         rope_theta=500_000.0,
         rope_scaling=fdl.Config(Llama3, factor=8.0, low=1.0, high=4.0, original=8_192),
     )  # fmt: skip
-    return fdl.Config(
-        Experiment,
-        model=fdl.Partial(lora, of=model, rank=16, alpha=32.0, dropout=0.05),
-        init_from="meta-llama/Llama-3.1-8B-Instruct",
-        trainable=fdl.Config(adapters),
-        compute=fdl.Config(Compute),
-        objective=fdl.Config(NextToken),
-        data=fdl.Config(
-            FlatTokens,
-            path="data/chats_llama3",
-            split="train",
-            batch_size=32,
-            sequence_length=4_096,
-        ),
-        optimizer=fdl.Partial(
-            adamw,
-            peak_lr=2e-4,
-            schedule=fdl.Partial(warmup_linear, warmup=0.03, end=0.0),
-            b1=0.9,
-            b2=0.999,
-            weight_decay=0.0,
-        ),
-        guard=fdl.Config(Guard),
-        mesh=fdl.Config(make_mesh, fsdp=-1),
-        steps=500,
-        evaluation=fdl.Config(EvaluationSettings, every=100),
-        checkpoints=fdl.Config(CheckpointSettings, every=100),
-        samples=fdl.Config(SampleSettings),
-    )
+    cfg = pretraining(model, tokens="data/chats_llama3", steps=500, batch_size=32, peak_lr=2e-4)
+    cfg.model = fdl.Partial(lora, of=model, rank=16, alpha=32.0, dropout=0.05)
+    cfg.init_from = "meta-llama/Llama-3.1-8B-Instruct"
+    cfg.trainable = fdl.Config(adapters)
+    cfg.validation, cfg.evaluation.batches = None, None
+    cfg.evaluation.every = cfg.checkpoints.every = 100
+    cfg.optimizer.b2, cfg.optimizer.weight_decay = 0.999, 0.0
+    cfg.optimizer.schedule = fdl.Partial(warmup_linear, warmup=0.03, end=0.0)
+    return cfg

@@ -18,15 +18,12 @@ models get lower learning rates. The prompts are the first words of held-out tex
 
 import fiddle as fdl
 
-from lmlib.compute import EVERYTHING, Compute
+from experiments.base.pretraining import pretraining
+from lmlib.compute import EVERYTHING
 from lmlib.data.flat_tokens import FlatTokens
-from lmlib.experiment import CheckpointSettings, EvaluationSettings, Experiment, SampleSettings
-from lmlib.guard import Guard
-from lmlib.losses.next_token import NextToken
+from lmlib.experiment import Experiment
 from lmlib.models.families.llama import llama
-from lmlib.optim.adamw import adamw
 from lmlib.optim.schedules import warmup_cosine
-from lmlib.parallel.mesh import make_mesh
 
 _STEPS = 4_000
 _ROWS, _LONGEST = 8, 1_024  # minimum sequences of a step, maximum tokens of a sequence
@@ -47,11 +44,10 @@ def config(
       tokens_per_parameter: training tokens per parameter, if there is enough data.
       epochs: maximum number of passes over the data.
     """
-    for name, value in {"layers": layers, "epochs": epochs}.items():
+    given = {"layers": layers, "epochs": epochs, "tokens_per_parameter": tokens_per_parameter}
+    for name, value in given.items():
         if value <= 0:
             raise ValueError(f"{name} must be positive, got {value}")
-    if tokens_per_parameter <= 0:
-        raise ValueError(f"tokens_per_parameter must be positive, got {tokens_per_parameter}")
     train, held_out = _split(tokens, "train"), _split(tokens, "validation")
     assert train.metadata is not None  # the data set could be opened, so it has metadata
     vocab, embed = train.metadata.vocab_size, 64 * layers
@@ -70,34 +66,19 @@ def config(
     steps = max(1, round(total / step))
     often = min(500, -(-steps // 10))
     prompts = _beginnings(held_out)
-    data = {"path": tokens, "batch_size": batch_size, "sequence_length": sequence_length}
-    return fdl.Config(
-        Experiment,
-        model=fdl.Partial(
-            llama, vocab=vocab, embed=embed, layers=layers, heads=layers, mlp=mlp, tied=True
-        ),
-        compute=fdl.Config(Compute, saved=EVERYTHING),
-        objective=fdl.Config(NextToken),
-        data=fdl.Config(FlatTokens, split="train", **data),
-        validation=fdl.Config(FlatTokens, split="validation", seed=None, epochs=1, **data),
-        evaluation=fdl.Config(
-            EvaluationSettings,
-            every=often,
-            batches=max(1, min(_VALIDATED, held_out.tokens) // step),
-        ),
-        optimizer=fdl.Partial(
-            adamw,
-            peak_lr=min(3e-3, 0.768 / embed),
-            schedule=fdl.Partial(warmup_cosine, warmup=0.05, end=0.05),
-        ),
-        guard=fdl.Config(Guard),
-        mesh=fdl.Config(make_mesh, fsdp=-1),
-        steps=steps,
-        checkpoints=fdl.Config(CheckpointSettings, every=often),
-        samples=fdl.Config(
-            SampleSettings, prompts=prompts, every=-(-steps // 5) if prompts else None
-        ),
+    model = fdl.Partial(
+        llama, vocab=vocab, embed=embed, layers=layers, heads=layers, mlp=mlp, tied=True
     )
+    cfg = pretraining(
+        model, tokens=tokens, steps=steps, batch_size=batch_size, sequence_length=sequence_length
+    )
+    cfg.compute.saved = EVERYTHING
+    cfg.evaluation.every = cfg.checkpoints.every = often
+    cfg.evaluation.batches = max(1, min(_VALIDATED, held_out.tokens) // step)
+    cfg.optimizer.peak_lr = min(3e-3, 0.768 / embed)
+    cfg.optimizer.schedule = fdl.Partial(warmup_cosine, warmup=0.05, end=0.05)
+    cfg.samples.prompts, cfg.samples.every = prompts, -(-steps // 5) if prompts else None
+    return cfg
 
 
 def tiny(cfg: fdl.Config[Experiment]) -> None:

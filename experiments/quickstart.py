@@ -12,55 +12,26 @@ import fiddle as fdl
 from data_tools.standard_library import standard_library
 from experiments.base.pretraining import later_stage as later_stage
 from experiments.base.pretraining import longer_rows as longer_rows
+from experiments.base.pretraining import pretraining
 from experiments.base.pretraining import stable as stable
 from lmlib.compute import EVERYTHING, Compute
-from lmlib.data.flat_tokens import FlatTokens
-from lmlib.experiment import CheckpointSettings, EvaluationSettings, Experiment, SampleSettings
-from lmlib.guard import Guard
-from lmlib.losses.next_token import NextToken
+from lmlib.experiment import Experiment
 from lmlib.models.families.llama import llama
 from lmlib.optim.muon import muon
 from lmlib.optim.schedules import warmup_cosine
-from lmlib.parallel.mesh import make_mesh
 
 
 def config() -> fdl.Config[Experiment]:
+    model = fdl.Partial(llama, vocab=4_096, embed=128, layers=4, heads=2, mlp=384)
     path = fdl.Config(standard_library, vocab_size=4_096)
-    return fdl.Config(
-        Experiment,
-        model=fdl.Partial(
-            llama,
-            vocab=4_096,
-            embed=128,
-            layers=4,
-            heads=2,
-            mlp=384,
-        ),
-        compute=fdl.Config(Compute, dtype="float32", saved=EVERYTHING, unroll=4),
-        objective=fdl.Config(NextToken),
-        data=fdl.Config(FlatTokens, path=path, split="train", batch_size=8, sequence_length=512),
-        validation=fdl.Config(
-            FlatTokens,
-            path=path,
-            split="validation",
-            batch_size=16,
-            sequence_length=512,
-            seed=None,
-            epochs=1,
-        ),
-        evaluation=fdl.Config(EvaluationSettings, every=400, batches=4),
-        optimizer=fdl.Partial(
-            muon,
-            peak_lr=14e-3,
-            dtype="float32",
-            schedule=fdl.Partial(warmup_cosine, warmup=0.05, end=0.0),
-        ),
-        guard=fdl.Config(Guard),
-        mesh=fdl.Config(make_mesh, fsdp=-1),
-        steps=1_200,
-        checkpoints=fdl.Config(CheckpointSettings, every=400),
-        samples=fdl.Config(SampleSettings, prompts=("def ", "import ", "class Node"), every=400),
-    )
+    cfg = pretraining(model, tokens=path, steps=1_200, batch_size=8, sequence_length=512)
+    cfg.compute = fdl.Config(Compute, dtype="float32", saved=EVERYTHING, unroll=4)
+    cfg.validation.batch_size = 16
+    cfg.evaluation.every = cfg.checkpoints.every = cfg.samples.every = 400
+    cfg.samples.prompts = ("def ", "import ", "class Node")
+    schedule = fdl.Partial(warmup_cosine, warmup=0.05, end=0.0)
+    cfg.optimizer = fdl.Partial(muon, peak_lr=14e-3, dtype="float32", schedule=schedule)
+    return cfg
 
 
 def tiny(cfg: fdl.Config[Experiment]) -> None:

@@ -17,25 +17,11 @@ from lmlib.optim.schedules import warmup_cosine
 from lmlib.sweeps import Points, axis, chain, product
 
 _VOCAB = 1_024
-# Arguments that turn `speedrun` into a Llama; `_PARTS` has each argument's value as a part.
-_WITHOUT = {
-    "value_embeddings": False,
-    "residual_scales": False,
-    "query_key_norm": False,
-    "squared_relu": False,
-    "zero_outputs": False,
-    "logit_cap": None,
-    "window": None,
-}
-_PARTS = {
-    "value_embeddings": True,
-    "residual_scales": True,
-    "query_key_norm": True,
-    "squared_relu": True,
-    "zero_outputs": True,
-    "logit_cap": 15.0,
-    "window": 32,
-}
+# The arguments of `speedrun` that differ from Llama: their values in Llama, and as parts.
+_WITHOUT = dict.fromkeys(
+    ("value_embeddings", "residual_scales", "query_key_norm", "squared_relu", "zero_outputs"), False
+) | {"logit_cap": None, "window": None}
+_PARTS = dict.fromkeys(_WITHOUT, True) | {"logit_cap": 15.0, "window": 32}
 _OF_DATA = "begin_with_documents"
 
 

@@ -3,12 +3,10 @@
     python benchmarks/kernels/attention.py                           # about a minute a shape
     python benchmarks/kernels/attention.py --shapes=4x16384x8x128 --document=2048
 
-Rows are one document each ("whole"), or documents of `--document` tokens on average ("packed").
-cuDNN's kernel needs no mask for whole rows; for packed rows it computes everything, under a mask.
-Each kernel is first compared with float32, then timed in alternating turns; printed values are
-medians over the turns. FLOP/s count the two matrix products of the forward pass and the five of the
-backward pass, for the causal half of whole rows, even if a kernel computes more; packed rows need
-fewer.
+Rows are one document each ("whole"), or documents of `--document` tokens on average ("packed"),
+for which cuDNN computes everything under a mask. Each kernel is first compared with float32, then
+timed in turns; values are medians. FLOP/s count the two matrix products of the forward pass and the
+five of the backward pass, for the causal half of whole rows.
 
 `--launches` times Triton's kernels with other tiles, warps and stages than
 `lmlib.models.attend.fused.launches` has, and lists the fastest.
@@ -143,58 +141,45 @@ def quickest_launches(shape: Sequence[int], document: int) -> str:
     numbers = jnp.zeros((shape[0], H, S), jnp.float32)
     options, places_S = Options.of(None, None, None, D), whole_row(S).own_S
 
-    def mixed(launch: Launch, given: Inputs, seen: Array) -> Any:
-        at = sight(places_S, seen, seen, None)
-        return triton_kernels.mixed(launch, options, *given[:3], at)
+    def run(kernel: str, launch: Launch, given: Inputs, seen: Array) -> Any:
+        of_length = (S,) if kernel == "key_gradients" else ()
+        arrays = *given[:3], sight(places_S, seen, seen, None)
+        backward = () if kernel == "mixed" else (given.d, numbers, numbers)
+        function = getattr(triton_kernels, kernel)
+        return function(launch, *of_length, options, *arrays, *backward)
 
-    def query_gradients(launch: Launch, given: Inputs, seen: Array) -> Any:
-        at = sight(places_S, seen, seen, None)
-        arrays = *given[:3], at, given.d, numbers, numbers
-        return triton_kernels.query_gradients(launch, options, *arrays)
-
-    def key_gradients(launch: Launch, given: Inputs, seen: Array) -> Any:
-        at = sight(places_S, seen, seen, None)
-        arrays = *given[:3], at, given.d, numbers, numbers
-        return triton_kernels.key_gradients(launch, S, options, *arrays)
-
-    sizes = [size for size in (32, 64, 128) if S % size == 0]
-    launches = [
-        Launch(Tiles(queries, keys), warps, stages)
-        for queries, keys, warps, stages in itertools.product(sizes, sizes, (4, 8), (2, 3))
-    ]
-
-    def compiled(kernel: Callable[..., Any], launch: Launch) -> Any:
+    def compiled(kernel: str, launch: Launch) -> Any:
         try:
-            return jax.jit(functools.partial(kernel, launch)).lower(given, packed_BS).compile()
+            program = jax.jit(functools.partial(run, kernel, launch))
+            return program.lower(given, packed_BS).compile()
         except jax.errors.JaxRuntimeError:  # more shared memory than the GPU has
             return None
 
+    sizes = [size for size in (32, 64, 128) if S % size == 0]
+    launches = {
+        str(launch): launch
+        for queries, keys, warps, stages in itertools.product(sizes, sizes, (4, 8), (2, 3))
+        for launch in [Launch(Tiles(queries, keys), warps, stages)]
+    }
     rows = [["kernel", "tile", "warps", "stages", "whole, ms", "packed, ms"]]
-    for kernel in (mixed, query_gradients, key_gradients):
+    for kernel in ("mixed", "query_gradients", "key_gradients"):
         with concurrent.futures.ThreadPoolExecutor() as pool:
-            programs = list(pool.map(functools.partial(compiled, kernel), launches))
-        fit = {
-            launch: program
-            for launch, program in zip(launches, programs, strict=True)
-            if program is not None
-        }
-        took = {
-            kind: seconds({
-                str(launch): functools.partial(program, given, of_rows)
-                for launch, program in fit.items()
-            })
-            for kind, of_rows in (("whole", jnp.zeros_like(packed_BS)), ("packed", packed_BS))
-        }  # fmt: skip
-        for launch in sorted(fit, key=lambda launch: took["whole"][str(launch)])[:3]:
-            row = [kernel.__name__, " × ".join(map(str, launch.tiles)), str(launch.warps)]
-            row.append(str(launch.stages))
-            rows.append([*row, *(f"{each[str(launch)] * 1e3:.3f}" for each in took.values())])
+            programs = pool.map(functools.partial(compiled, kernel), launches.values())
+            fit = {name: each for name, each in zip(launches, programs, strict=True) if each}
+        whole, packed = (
+            seconds({name: functools.partial(each, given, of) for name, each in fit.items()})
+            for of in (jnp.zeros_like(packed_BS), packed_BS)
+        )
+        for name in sorted(fit, key=whole.__getitem__)[:3]:
+            tiles, warps, stages = launches[name]
+            times = (f"{each[name] * 1e3:.3f}" for each in (whole, packed))
+            rows.append([kernel, " × ".join(map(str, tiles)), str(warps), str(stages), *times])
     return columns(rows)
 
 
 def main(arguments: Sequence[str]) -> None:
     if arguments[1:]:
-        sys.exit(f"what is {arguments[1]!r}? Options begin with --; see --help")
+        sys.exit(f"unknown argument {arguments[1]!r}; options begin with --, see --help")
     choose_devices()
     if jax.default_backend() != "gpu":
         sys.exit(f"these kernels are for NVIDIA GPUs; JAX sees {jax.default_backend()}")

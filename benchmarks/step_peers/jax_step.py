@@ -1,8 +1,5 @@
 """A bare JAX training step: the same math as one function over a dict of weights.
 
-It uses no mesh, no annotations and no library except optax, as a competent user might write it in
-an afternoon.
-
 Shapes: B batch, S sequence (queries), T sequence (keys), E embed, H heads, D head_dim, F mlp,
 V vocab, L layers.
 """

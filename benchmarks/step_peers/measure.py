@@ -1,7 +1,4 @@
-"""Measures steps in turns, compares losses and prints a table.
-
-A busy machine slows all contenders alike, because they take turns.
-"""
+"""Measures steps in turns, so that a busy machine slows all alike, and compares their losses."""
 
 import dataclasses
 import importlib.util
@@ -44,10 +41,7 @@ class Measurement:
 
 @dataclasses.dataclass
 class Measurements:
-    """The steps of all contenders.
-
-    On a CPU also XLA's FLOPs per CPU-second, measured between the turns with large matrix products.
-    """
+    """The steps of all contenders, and on a CPU XLA's FLOPs per CPU-second between the turns."""
 
     work: Work
     of: dict[str, Measurement] = dataclasses.field(default_factory=dict)
@@ -87,11 +81,7 @@ class Measurements:
         return found
 
     def table(self, names: Sequence[str]) -> str:
-        """Returns a table of the speed of each contender, and of lmlib relative to it.
-
-        On a CPU the speed is per CPU-second, since other processes may share the cores, and as a
-        fraction of XLA's own matmul rate. On an accelerator it is per second, and as MFU.
-        """
+        """Returns a table of the speed of each contender, and of lmlib relative to it."""
         size, device = self.work.size, jax.devices()[0]
         on_cpu = device.platform == "cpu"
         model = jax.eval_shape(size.make_model)
@@ -100,13 +90,11 @@ class Measurements:
             name: rates(size.tokens, found.cpu_seconds if on_cpu else found.wall_seconds)
             for name, found in self.of.items()
         }
-        head = ["", "tokens per CPU-second" if on_cpu else "tokens per second"]
-        head += ["slowest … fastest turn", "lmlib ÷ it"]
-        if on_cpu:
-            head += ["tokens per second", "of matmul rate, causal", "whole"]
-        else:
-            head += ["MFU causal", "MFU whole", "peak GB"]
-        rows = [[*head, "first loss", "last loss", "largest difference"]]
+        unit = "tokens per CPU-second" if on_cpu else "tokens per second"
+        cpu_heads = ["tokens per second", "of matmul rate, causal", "whole"]
+        heads = cpu_heads if on_cpu else ["MFU causal", "MFU whole", "peak GB"]
+        first = ["", unit, "slowest … fastest turn", "lmlib ÷ it", *heads]
+        rows = [[*first, "first loss", "last loss", "largest difference"]]
         for name in [name for name in names if name in self.of]:
             found, speed = self.of[name], statistics.median(speeds[name])
             row = [name, f"{speed:,.0f}", f"{min(speeds[name]):,.0f} … {max(speeds[name]):,.0f}"]
@@ -141,10 +129,7 @@ def largest_difference(losses: Sequence[float], reference: Sequence[float]) -> f
 def other_work(
     name: str, losses: Sequence[float], reference: Sequence[float], precision: str
 ) -> str | None:
-    """Describes the first step whose losses differ by more than `TOLERANCE`, or returns `None`.
-
-    The speed of such a contender is meaningless.
-    """
+    """Describes the first step whose losses differ by more than `TOLERANCE`, or returns `None`."""
     for step, (loss, expected) in enumerate(zip(losses[:CHECKED], reference, strict=False)):
         # Written so that NaN fails.
         if not abs(loss - expected) <= TOLERANCE[precision] * abs(expected):

@@ -1,11 +1,8 @@
-"""The same training step in PyTorch, with SDPA and fused AdamW.
+"""The same training step in PyTorch, with SDPA and fused AdamW; mixtures are transformers' Mixtral.
 
-Llama is written plainly, eager or compiled; mixtures are the Mixtral of transformers.
-
-Precision is the same as in lmlib: weights, their gradients and the optimizer's moments are float32.
-In bfloat16, each weight is cast where it is used, and activations are bfloat16, including the
-residual stream and the matmul of the logits. Norms, rotary positions, softmax and the loss compute
-in float32. (Autocast would keep the residual stream in float32.)
+Precision is as in lmlib: weights, gradients and moments are float32. In bfloat16, each weight is
+cast where it is used, and activations are bfloat16, including the residual stream and the logits'
+matmul. (Autocast would keep the residual stream in float32.)
 Shapes: B batch, S sequence, E embed, H heads, K kv_heads, D head_dim, F mlp, V vocab.
 """
 
@@ -148,13 +145,7 @@ def fused_adamw(weights: list[nn.Parameter], adamw: AdamW) -> torch.optim.AdamW:
 
 
 class TorchStep:
-    """A PyTorch step as a `step_peers.work.Contender`. Runs on the GPU if PyTorch finds one.
-
-    Args:
-      work: size, batches and hyperparameters.
-      model: the model with the weights.
-      loss: computes the mean loss of tokens and targets with `model`.
-    """
+    """A PyTorch step as a `step_peers.work.Contender`. Runs on the GPU if PyTorch finds one."""
 
     def __init__(self, work: Work, model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor]):
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -198,11 +189,7 @@ def llama_step(work: Work, compiled: bool) -> TorchStep:
 
 
 def mixtral_step(work: Work, experts: str) -> TorchStep:
-    """Returns a step of Mixtral of transformers in float32, with lmlib's weights.
-
-    The weights pass through a Hugging Face folder. `experts` is the expert implementation of
-    transformers.
-    """
+    """Returns a step of transformers' Mixtral in float32, with lmlib's weights through a folder."""
     from transformers import MixtralForCausalLM
 
     with tempfile.TemporaryDirectory() as folder:

@@ -5,7 +5,6 @@ Shapes: B batch, S sequence, E embed, H heads, K kv_heads, D head_dim, F mlp, V 
 
 import dataclasses
 import functools
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -29,10 +28,7 @@ Weights = dict[str, np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class AdamW:
-    """The hyperparameters of AdamW, the same for every contender.
-
-    The learning rate is constant, so no schedule is needed. Matrices decay, norm scales do not.
-    """
+    """The hyperparameters of all contenders; the rate is constant, and norm scales do not decay."""
 
     learning_rate: float = 1e-3
     b1: float = 0.9
@@ -47,13 +43,11 @@ class Size:
     """A model and the batch of each step.
 
     Args:
-      name: as in --sizes.
-      settings: arguments of the family, and all that an experiment sets.
+      name, settings: as in --sizes, and the arguments of the family.
       batch, sequence: rows, and tokens per row.
-      recomputed: True to recompute each layer and the head in the backward pass, keeping only their
-        inputs. Otherwise it keeps as much as possible.
-      adamw: the optimizer's hyperparameters. With a small learning rate, rounding does not change
-        the course of the losses.
+      recomputed: True to recompute each layer and the head in the backward pass; otherwise it keeps
+        as much as possible.
+      adamw: the optimizer's hyperparameters; with a small learning rate, losses stay comparable.
       computed: the experiment's `Compute`, except for precision and saved activations.
       changes: further settings of `Compute`, to find the fastest.
       family: makes the model.
@@ -99,9 +93,8 @@ class Size:
 class Work:
     """One size in one precision, with the same weights and batches for all contenders.
 
-    `precision` is the dtype of activations, and of weights in matmuls. Weights, the gradients that
-    reach the optimizer, and its moments are always float32. A row is one document, or several
-    separate ones if `packed`. With `muon`, lmlib's step uses Muon instead of AdamW.
+    `precision` is the dtype of activations, and of weights in matmuls; all else is float32. A row
+    is one document, or several if `packed`. With `muon`, lmlib's step uses Muon instead of AdamW.
     """
 
     size: Size
@@ -126,23 +119,14 @@ class Contender(Protocol):
     """A training step, compiled at once or at its first use, and its state."""
 
     def run(self, steps: range) -> list[float]:
-        """Runs these steps, each with its own batch, and waits for the device.
-
-        Returns the loss of each step before its update, in nats per token.
-        """
+        """Runs these steps, each with its own batch, and returns their losses in nats per token."""
 
     def peak_bytes(self) -> int | None:
-        """Returns the peak device memory of the step in bytes, including its state; `None` if
-        unknown.
-        """
+        """Returns the peak device memory of the step in bytes, or `None` if unknown."""
 
 
 def named_weights(model: Decoder) -> Weights:
-    """Returns the weights in float32 in host memory, with the names and shapes for the peers.
-
-    Layers are stacked: embedding VE, unembedding EV, norm E, attention_norm LE, query LEHD, key
-    LEKD, value LEKD, output LHDE, mlp_norm LE, gate LEF, up LEF, down LFE.
-    """
+    """Returns the weights in float32 in host memory, by name, with layers stacked."""
     ((block,),) = model.stack.patterns
     attention, mlp = block.attention, block.mlp
     weights = {
@@ -157,10 +141,7 @@ def named_weights(model: Decoder) -> Weights:
 
 
 def one_document_rows(batch_BS: Batch) -> Batch:
-    """Returns the batch with one document per row, where all targets count.
-
-    Contenders then need only the causal mask.
-    """
+    """Returns the batch with one document per row, which needs only the causal mask."""
     rows, sequence = batch_BS.tokens.shape
     return Batch(
         tokens=batch_BS.tokens,
@@ -172,23 +153,8 @@ def one_document_rows(batch_BS: Batch) -> Batch:
     )
 
 
-def _of_experiment(name: str) -> tuple[Mapping[str, Any], Compute]:
-    """Returns the experiment's arguments of `llama`, including defaults, and its `Compute`."""
-    cfg = load(f"experiments/{name}", ["fast"])
-
-    def given(config: Any, to: Callable[..., Any]) -> dict[str, Any]:
-        names = inspect.signature(to).parameters.keys() - {"key"}
-        return {name: getattr(config, name) for name in names}
-
-    return given(cfg.model, llama), Compute(**given(cfg.compute, Compute))
-
-
 _SMALL = {"vocab": 8_192, "embed": 256, "layers": 4, "heads": 4, "mlp": 1_024}
 _TINY = {"vocab": 64, "embed": 32, "layers": 2, "heads": 2, "mlp": 64}
-
-
-def _experts(experts: int, top: int, mlp: int) -> dict[str, int]:
-    return {"experts": experts, "top": top, "mlp": mlp}
 
 
 def dense_of(mixture: Size) -> Size:
@@ -208,16 +174,17 @@ def _sizes() -> dict[str, Size]:
         Size("tiny_recomputed", _TINY, 8, 64, recomputed=True),
         Size("8m_256", _SMALL, 4, 256, recomputed=True),
         Size("8m_512", _SMALL, 8, 512),
-        Size("tiny_mixture", _TINY | _experts(4, 2, 32), 8, 64, family=mixtral),
-        Size("8_of_512", _SMALL | _experts(8, 2, 512), 8, 512, family=mixtral),
-        Size("32_of_256", _SMALL | _experts(32, 4, 256), 8, 512, family=mixtral),
+        Size("tiny_mixture", _TINY | dict(experts=4, top=2, mlp=32), 8, 64, family=mixtral),
+        Size("8_of_512", _SMALL | dict(experts=8, top=2, mlp=512), 8, 512, family=mixtral),
+        Size("32_of_256", _SMALL | dict(experts=32, top=4, mlp=256), 8, 512, family=mixtral),
     ]
     for name in ON_GPU:
-        settings, compute = _of_experiment(f"llama_{name}")
+        cfg = load(f"experiments/llama_{name}", ["fast"])
+        settings, compute = cfg.model.__arguments__, Compute(**cfg.compute.__arguments__)
         adamw = AdamW(1e-3 if settings["embed"] <= 1_024 else 1e-4)
         sizes.append(Size(name, settings, 64, 1_024, False, adamw, compute))
     mixture = {"vocab": 32_768, "embed": 1_024, "layers": 8, "heads": 8, "head_dim": 128}
-    mixture |= _experts(8, 2, 2_048)
+    mixture |= dict(experts=8, top=2, mlp=2_048)
     computed = Compute(unroll=8, logits_dtype="bfloat16")
     sizes.append(Size("8x2048", mixture, 64, 1_024, computed=computed, family=mixtral))
     return {size.name: size for size in sizes}

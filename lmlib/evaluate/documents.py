@@ -67,12 +67,10 @@ class DocumentsEvaluation:
 class _Open:
     """A document with windows that are not scored yet."""
 
+    document: Document
+    windows_left: int
     nats_K: np.ndarray
     targets_K: np.ndarray
-    bytes: int | None
-    characters: int | None
-    is_target: np.ndarray | None
-    windows_left: int
 
 
 class _Sums:
@@ -84,15 +82,15 @@ class _Sums:
         self.by_bucket_K = [Ratio() for _ in range(buckets)]
         self.bytes_known = self.characters_known = True
 
-    def add(self, document: _Open) -> None:
-        nats = float(document.nats_K.sum())
+    def add(self, scored: _Open) -> None:
+        nats, document = float(scored.nats_K.sum()), scored.document
         self.documents += 1
-        self.loss.add(nats, float(document.targets_K.sum()))
+        self.loss.add(nats, float(scored.targets_K.sum()))
         self.bytes_known &= document.bytes is not None
         self.characters_known &= document.characters is not None
         self.per_byte.add(nats, float(document.bytes or 0))
         self.per_character.add(nats, float(document.characters or 0))
-        for ratio, y, x in zip(self.by_bucket_K, document.nats_K, document.targets_K, strict=True):
+        for ratio, y, x in zip(self.by_bucket_K, scored.nats_K, scored.targets_K, strict=True):
             ratio.add(float(y), float(x))
 
 
@@ -109,8 +107,7 @@ def evaluate_documents(
     Every process must call it, with the same documents.
 
     Args:
-      packing: how documents are put into batches; documents longer than a row are cut as in
-        `lmlib.evaluate.windows.windows`.
+      packing: how documents are put into batches; longer ones are cut as in `windows.windows`.
       overlap: tokens of context at the start of each window of a document, except the first.
       progress: called with the numbers of finished documents and targets, after each batch.
 
@@ -128,12 +125,14 @@ def evaluate_documents(
 
     def cut() -> Iterator[Window]:
         for number, document in enumerate(documents):
-            _check_ids(number, document.ids, model.vocab)
+            if len(document.ids) and (highest := int(document.ids.max())) >= model.vocab:
+                raise ValueError(
+                    f"document {number:,} has token id {highest}, but the model's vocabulary ends "
+                    f"at {model.vocab - 1}: it was made by another tokenizer than the model's"
+                )
             pieces = list(windows(number, document.ids, length, overlap))
             nothing = np.zeros(buckets), np.zeros(buckets, np.int64)
-            begun = _Open(
-                *nothing, document.bytes, document.characters, document.is_target, len(pieces)
-            )
+            begun = _Open(document, len(pieces), *nothing)
             if pieces:
                 unfinished[number] = begun
             else:
@@ -152,15 +151,15 @@ def evaluate_documents(
 
     for placed, nats_BS in scored():
         for window, row, start in placed:
-            document = unfinished[window.document]
+            one = unfinished[window.document]
             counted = np.arange(window.first, window.inputs)
-            if document.is_target is not None:
-                counted = counted[document.is_target[window.offset + 1 + counted]]
+            if (is_target := one.document.is_target) is not None:
+                counted = counted[is_target[window.offset + 1 + counted]]
             nats = nats_BS[row, start + counted].astype(np.float64)
-            document.nats_K += np.bincount(bucket_S[counted], nats, buckets)
-            document.targets_K += np.bincount(bucket_S[counted], minlength=buckets)
-            document.windows_left -= 1
-            if not document.windows_left:
+            one.nats_K += np.bincount(bucket_S[counted], nats, buckets)
+            one.targets_K += np.bincount(bucket_S[counted], minlength=buckets)
+            one.windows_left -= 1
+            if not one.windows_left:
                 sums.add(unfinished.pop(window.document))
         progress(sums.documents, int(sums.loss.denominator))
     return _evaluation(sums)
@@ -189,14 +188,9 @@ def _evaluation(sums: _Sums) -> DocumentsEvaluation:
         bits_per_byte=sums.per_byte.estimate(bit) if known_bytes else None,
         bits_per_character=sums.per_character.estimate(bit) if known_characters else None,
         by_position=tuple(
-            AtPositions(
-                first=2**bucket if bucket else 0,
-                last=2 ** (bucket + 1) - 1,
-                targets=int(ratio.denominator),
-                loss=ratio.estimate(),
-            )
-            for bucket, ratio in enumerate(sums.by_bucket_K)
-            if ratio.documents
+            AtPositions(2**k if k else 0, 2 ** (k + 1) - 1, int(each.denominator), each.estimate())
+            for k, each in enumerate(sums.by_bucket_K)
+            if each.documents
         ),
     )
 
@@ -205,11 +199,3 @@ def _buckets(length: int) -> np.ndarray:
     """Returns the bucket of each position: 0–1, 2–3, 4–7, … are buckets 0, 1, 2, …"""
     exponents = np.frexp(np.maximum(np.arange(length), 1).astype(np.float64))[1]
     return exponents.astype(np.int64) - 1
-
-
-def _check_ids(number: int, ids: np.ndarray, vocab: int) -> None:
-    if len(ids) and int(ids.max()) >= vocab:
-        raise ValueError(
-            f"document {number:,} has token id {int(ids.max())}, but the model's vocabulary ends "
-            f"at {vocab - 1}: it was made by another tokenizer than the model's"
-        )

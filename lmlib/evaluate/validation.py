@@ -26,12 +26,9 @@ NEXT_TOKEN = NextToken()
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """An objective's metrics on batches of one source.
+    """An objective's metrics on batches of one source: sums and counts of units for each batch (N).
 
-    Args:
-      sums: sums of each metric over the units of each batch (N).
-      counts: units (tokens or pairs) of each batch; not all 0.
-      digest: digest of the batches' content, in order; the same on every mesh.
+    `digest` is of the batches' content, in order; the same on every mesh.
     """
 
     sums: Mapping[str, Float64[np.ndarray, "N"]]
@@ -72,10 +69,8 @@ def evaluation_step(
 class Evaluator:
     """Evaluates models on the first batches of sources, which are always the same.
 
-    At most two batches are in flight: the devices never wait, and memory is bounded. More would
-    also be unsafe on simulated devices. XLA's CPU client queues 32 programs, and one more blocks
-    the thread that starts it. Another device may need that thread, and then the devices wait for
-    each other until XLA aborts.
+    At most two batches are in flight: devices never wait, and memory is bounded. More could make
+    simulated devices wait for each other, since XLA's CPU client queues only 32 programs.
     """
 
     def __init__(self, mesh: Mesh, compute: Compute, objective: Objective = NEXT_TOKEN):
@@ -90,11 +85,7 @@ class Evaluator:
     ) -> Evaluation:
         """Returns the metrics of `model` over the first `batches` batches of `source`.
 
-        Args:
-          reference_model: for objectives that need one.
-
-        Raises:
-          ValueError: if the objective counts no units in these batches.
+        Raises ValueError if the objective counts no units in these batches.
         """
         rows = sharding("batch seq", self._mesh)
         with jax.set_mesh(self._mesh), Prefetch(source, rows, 0, batches) as placed:
@@ -128,10 +119,9 @@ def validation_metrics(
 ) -> dict[str, str]:
     """Returns the names and units of the metrics on validation `sets`.
 
-    `begin` is "validation" for the whole sets, and "evaluation" for the part evaluated during
-    training. The names are `validation_loss` and so on for the total over all sets and, if sets are
-    `named`, also `validation_loss/NAME` for each. Sets of text have bits per byte too, and so has
-    the total if all sets are text.
+    `begin` is "validation" for the whole sets, "evaluation" for the part evaluated during training.
+    Each metric has a total, `validation_loss`, and `validation_loss/NAME` if sets are `named`.
+    Text has bits per byte too.
     """
     names = tuple(sets) if named else ()
     found: dict[str, str] = {}

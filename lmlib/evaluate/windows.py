@@ -14,14 +14,7 @@ from lmlib.hardware.free_memory import check_fits_host
 
 
 class Window(NamedTuple):
-    """A piece of a document.
-
-    Attributes:
-      document: its number.
-      ids: the inputs, followed by the last target.
-      first: the first input whose target counts; earlier inputs are only context.
-      offset: position of the first of `ids` in the document.
-    """
+    """A piece of a document at `offset`; targets count from input `first` on."""
 
     document: int
     ids: np.ndarray
@@ -46,9 +39,8 @@ def windows(
 ) -> Iterator[Window]:
     """Yields the windows of a document, which predict each token but the first exactly once.
 
-    A document of up to `sequence_length` + 1 tokens is one window. In a longer one, each window has
-    `sequence_length` inputs (the last may have fewer), and begins with the last `overlap` inputs of
-    the previous window.
+    Windows of a longer document have `sequence_length` inputs (the last may have fewer), and begin
+    with the last `overlap` inputs of the previous window.
     """
     start = 0
     while start + (overlap if start else 0) < len(ids) - 1:
@@ -59,15 +51,9 @@ def windows(
 
 @dataclasses.dataclass(frozen=True)
 class Packing:
-    """Settings for putting windows into batches.
+    """Puts windows into batches; with `packed`, several share a row if they fit, each as a segment.
 
-    Args:
-      rows: rows of a batch.
-      sequence_length: inputs of a row; no window has more.
-      packed: True to put as many windows as fit into a row, each as a segment; otherwise one.
-
-    Raises:
-      MemoryError: if a batch does not fit in free memory.
+    Raises MemoryError if a batch does not fit in free memory.
     """
 
     rows: int
@@ -110,10 +96,4 @@ class Packing:
             segment_ids[here] = number
             positions[here] = np.arange(window.inputs)
             loss_mask[row, start + window.first : start + window.inputs] = True
-        return Batch(
-            tokens=tokens,
-            targets=targets,
-            segment_ids=segment_ids,
-            positions=positions,
-            loss_mask=loss_mask,
-        )
+        return Batch(tokens, targets, segment_ids, positions, loss_mask)

@@ -14,10 +14,8 @@ class StepEvent:
 
     Attributes:
       step: the updates made so far, skipped ones included.
-      state: after the step, on its mesh. The next step donates its buffers, so an action must copy
-        everything that it keeps.
+      state: after the step. The next step donates its buffers, so an action copies what it keeps.
       metrics: the step's line in metrics.jsonl, with the metrics of earlier actions.
-      workdir: of the run.
       tell: shows a line above the progress.
     """
 

@@ -14,11 +14,7 @@ _NUMBERS = {int: numbers.Integral, float: numbers.Real}  # includes NumPy's numb
 
 
 def check_fields(name: str, settings: Any) -> None:
-    """Checks the fields of a dataclass instance against their annotations.
-
-    Args:
-      name: the instance's name in errors; "" for the experiment itself.
-    """
+    """Checks the fields of `settings`, called `name` in errors, against their annotations."""
     kinds = typing.get_type_hints(type(settings))
     for field in dataclasses.fields(settings):
         value, kind = getattr(settings, field.name), kinds[field.name]

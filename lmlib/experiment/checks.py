@@ -76,7 +76,11 @@ def check_experiment(experiment: Any) -> None:
     _check_model_losses(experiment)
     _check_stages(experiment, model)
     if experiment.evaluation.suite is not None:
-        _check_suite(experiment, model)
+        if experiment.validation is None:
+            raise ValueError("evaluation.suite is measured where validation is: set validation too")
+        length, compute = experiment.suite_length, experiment.compute
+        check_length(model, length, compute)
+        check_batch(experiment.data.batch_size, length, 1, compute, experiment.mesh)
     if experiment.validation is not None:
         _check_validation(experiment, model)
 
@@ -174,14 +178,6 @@ def _check_model_losses(experiment: Any) -> None:
             )
 
 
-def _check_suite(experiment: Any, model: Any) -> None:
-    if experiment.validation is None:
-        raise ValueError("evaluation.suite is measured where validation is: set validation too")
-    length, compute = experiment.suite_length, experiment.compute
-    check_length(model, length, compute)
-    check_batch(experiment.data.batch_size, length, 1, compute, experiment.mesh)
-
-
 def _check_validation(experiment: Any, model: Any) -> None:
     named = isinstance(experiment.validation, Mapping)
     sets = experiment.validation_sets
@@ -216,7 +212,6 @@ def _check_validation(experiment: Any, model: Any) -> None:
     best_by = experiment.checkpoints.best_by
     if best_by not in experiment.evaluation_metrics:
         raise ValueError(
-            f"checkpoints.best_by={best_by!r} is not a metric of this "
-            "experiment's evaluations; there "
-            f"are {', '.join(experiment.evaluation_metrics)}"
+            f"checkpoints.best_by={best_by!r} is not a metric of this experiment's evaluations; "
+            f"there are {', '.join(experiment.evaluation_metrics)}"
         )

@@ -66,11 +66,7 @@ def validation_sources(experiment: Any) -> dict[str, Source]:
 
 
 def check_source(experiment: Any, name: str, source: Source, model: Any, microbatches: int) -> None:
-    """Checks the sizes and ids of `source`, and of each part of a mixture; reads no batch.
-
-    Args:
-      name: the source's name in errors.
-    """
+    """Checks the sizes and ids of `source`, and of each part of a mixture; reads no batch."""
     for where, part in _parts(name, source):
         _check_part(where, part, experiment.objective, model)
     recipe = experiment.reference_recipe
@@ -141,14 +137,9 @@ def _parts(name: str, source: Source) -> Iterator[tuple[str, Source]]:
 
 
 def check_rows(name: str, source: Source, vocab: int, needs_pairs: bool) -> None:
-    """Checks the first rows of `source`.
+    """Checks the first rows of `source`, `name` in errors.
 
     A `Resumable` source is not checked, since reading would start its stream.
-
-    Args:
-      name: the source's name in errors.
-      vocab: the model's vocabulary size.
-      needs_pairs: True if the objective compares pairs of answers.
     """
     if isinstance(source, Resumable):
         return

@@ -27,10 +27,7 @@ class DataStage:
     microbatches: int | None = None
 
     def first_step(self, steps: int) -> int:
-        """Returns the step, counted from 0, of its first batch in a run of `steps`.
-
-        Raises ValueError if there is no such step, or it is the run's first.
-        """
+        """Returns its first step, counted from 0; raises ValueError if it has none."""
         begin = self.begin if isinstance(self.begin, int) else round(self.begin * steps)
         if not 0 < begin < steps:
             raise ValueError(
@@ -41,11 +38,7 @@ class DataStage:
 
 
 def batches_of(data: Source, later: Sequence[DataStage], steps: int) -> Source:
-    """Returns the batches of a run of `steps`, which begin with the batches of `data`.
-
-    Raises ValueError if the stages are not in order, do not fit each other, or begin after the
-    run's last step.
-    """
+    """Returns the batches of all stages; raises ValueError if they do not fit each other."""
     if not later:
         return data
     return Stages([(0, data), *((stage.first_step(steps), stage.data) for stage in later)])

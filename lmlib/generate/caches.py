@@ -32,10 +32,7 @@ class TokensSoFar(eqx.Module):
 def recompute(
     model: Model, tokens_BS: Int32[Array, "b s"], context: ForwardContext, cache: TokensSoFar
 ) -> tuple[Float[Array, "b s embed"], TokensSoFar]:
-    """Computes the residual stream at the context's positions without a cache.
-
-    Also returns the tokens so far, including the new ones.
-    """
+    """Returns the residual stream without a cache, and the tokens so far."""
     is_at_BSN = context.positions_BS[:, :, None] == jnp.arange(cache.tokens.shape[2])
     given_BN = jnp.sum(jnp.where(is_at_BSN, tokens_BS[:, :, None], 0), axis=1)
     tokens_BN = jnp.where(jnp.any(is_at_BSN, axis=1), given_BN, cache.tokens[0])

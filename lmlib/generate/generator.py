@@ -108,10 +108,7 @@ class Generator:
         stop_ids: Sequence[int] = (),
         ids: Sequence[int] | None = None,
     ) -> list[list[Generated]]:
-        """Returns `samples` continuations of each prompt; see `stream`.
-
-        Any number of prompts is accepted; they are processed in batches.
-        """
+        """Returns `samples` continuations of each prompt, in batches; see `stream`."""
         ids = range(len(prompts)) if ids is None else ids
         together = max(1, self.rows // samples)
         results: list[list[Generated]] = []
@@ -255,11 +252,9 @@ class Generator:
         return lengths_P, *caches.concatenate_caches(parts, features)
 
     def _with(self, cache: Any, texts: Sequence[Prompt]) -> tuple[Any, jax.Array]:
-        """Computes a text in each row of `cache`, from its first token on.
+        """Computes texts in the rows of `cache` (a new one if `None`), from their first tokens on.
 
         Returns the cache and the features of the last tokens. Rows with empty texts stay unchanged.
-        If `cache` is `None`, a new one is
-        made.
         """
         rows = len(texts)
         lengths_B = np.array([*map(len, texts)], np.int32)

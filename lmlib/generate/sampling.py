@@ -42,21 +42,20 @@ class Sampling:
     repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.temperature != 0 and not _LEAST <= self.temperature <= _MOST:
-            raise ValueError(
-                f"temperature must be 0, or from {_LEAST:g} to {_MOST:g}, got {self.temperature}"
-            )
-        if self.top_k is not None and not 1 <= self.top_k < 2**31:
-            raise ValueError(f"top_k must be in [1, 2^31), or None, got {self.top_k}")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
-        if not 0 <= self.min_p <= 1:
-            raise ValueError(f"min_p must be in [0, 1], got {self.min_p}")
-        if not _LEAST <= self.repetition_penalty <= _MOST:
-            raise ValueError(
-                f"repetition_penalty must be from {_LEAST:g} to {_MOST:g}, got "
-                f"{self.repetition_penalty}"
-            )
+        wide, penalty = f"from {_LEAST:g} to {_MOST:g}", self.repetition_penalty
+        ranges = {
+            "temperature": (
+                self.temperature == 0 or _LEAST <= self.temperature <= _MOST,
+                f"0, or {wide}",
+            ),
+            "top_k": (self.top_k is None or 1 <= self.top_k < 2**31, "in [1, 2^31), or None"),
+            "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
+            "min_p": (0 <= self.min_p <= 1, "in [0, 1]"),
+            "repetition_penalty": (_LEAST <= penalty <= _MOST, wide),
+        }
+        for name, (is_allowed, text) in ranges.items():
+            if not is_allowed:
+                raise ValueError(f"{name} must be {text}, got {getattr(self, name)}")
 
 
 GREEDY = Sampling(temperature=0.0)
@@ -90,14 +89,10 @@ def choose(
     numbers: Numbers,
     rules: Rules,
 ) -> tuple[Int32[Array, "b"], Float[Array, "b"]]:
-    """Chooses a token for each row; also returns log-probabilities in nats.
+    """Chooses a token for each row; also returns its log-probability in nats, without the rules.
 
-    The log-probabilities are those under the original logits.
-
-    Args:
-      noise_BV: standard Gumbel noise; the token with the largest sum of logit and noise is a sample
-        (Maddison et al. 2014, arXiv:1411.0030). Not needed for greedy sampling.
-      seen_BV: True for tokens that occur in the text; needed for the repetition penalty.
+    The token with the largest sum of logit and standard Gumbel noise is a sample (Maddison et al.
+    2014, arXiv:1411.0030); greedy sampling needs no noise. The repetition penalty needs `seen_BV`.
     """
     allowed_BV = allowed(logits_BV, seen_BV, numbers, rules)
     if noise_BV is not None:
@@ -138,8 +133,7 @@ def _likeliest(
 ) -> Float[Array, "b vocab"]:
     """Keeps `z` if more likely tokens have less than `limit` of the total mass, else -inf.
 
-    The smallest such logit is found by bisection over bit patterns, in 32 sums over the vocabulary,
-    which is much faster than sorting.
+    Bisects over bit patterns, in 32 sums over the vocabulary, which is much faster than sorting.
     """
     rank_BV = _rank(z_BV)
 

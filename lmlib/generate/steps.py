@@ -23,13 +23,7 @@ NOTHING = -1  # placeholder for a token of a row that has stopped
 
 
 class Chooser(NamedTuple):
-    """Inputs of the choice of a token, in addition to its logits.
-
-    Attributes:
-      seeds_B2: key data; with the position, it determines a row's randomness.
-      numbers: values of the sampling settings.
-      stop_ids: tokens that end a row, padded with `NOTHING`.
-    """
+    """Inputs of the choice of a token: each row's key data, the settings, and padded stop ids."""
 
     seeds_B2: UInt32[Array, "b 2"]
     numbers: Numbers
@@ -37,13 +31,9 @@ class Chooser(NamedTuple):
 
 
 class State(NamedTuple):
-    """The state between two tokens.
+    """The state between two tokens: cache, newest tokens (not cached yet), positions, ended rows.
 
-    Attributes:
-      token_B: the newest token of each row, which is not in the cache yet.
-      position_B: its position.
-      stopped_B: True if the row has ended.
-      seen_BV: True for tokens that occur in the row's text; `None` if not needed.
+    `seen_BV` is true for tokens that occur in the row's text; `None` if not needed.
     """
 
     cache: Any
@@ -75,12 +65,8 @@ def prefill(
 ) -> tuple[Any, Float[Array, "b embed"]]:
     """Adds a chunk of each prompt to the cache, from position `start` on.
 
-    Also returns the features of each prompt's last token, as far as they are known.
-
-    Args:
-      cache, h_BE: results of the previous chunk; `None` for the first chunk. An empty cache is made
-        inside the program, where zeros that the chunk overwrites are never written.
-      length: tokens of the longest row, for which the cache has room.
+    Also returns the features of each prompt's last token, as far as they are known. For the first
+    chunk `cache` and `h_BE` are `None`: a cache made inside never writes its zeros.
     """
     if cache is None:
         cache = caches.empty(weights.model, tokens_BC.shape[0], length, compute)
@@ -136,25 +122,16 @@ def next_tokens(
     def add(carry: tuple[Array, State, NewTokens]) -> tuple[Array, State, NewTokens]:
         n, state, made = carry
         positions_B1 = jnp.where(state.stopped_B, -1, state.position_B)[:, None]
-        tokens_B1 = state.token_B[:, None]
-        lengths_B = state.position_B + 1
-        context = ForwardContext(
-            positions_B1, jnp.zeros_like(tokens_B1), compute, lengths_B=lengths_B
-        )
+        tokens_B1, lengths_B = state.token_B[:, None], state.position_B + 1
+        alone = jnp.zeros_like(tokens_B1)
+        context = ForwardContext(positions_B1, alone, compute, lengths_B=lengths_B)
         x_B1E, cache = _advance(weights.model, tokens_B1, context, state.cache)
-        h_BE = weights.model.features(x_B1E, context)[:, 0]
-        state, token_B, logprob_B = _chosen(
-            weights, state._replace(cache=cache), h_BE, chooser, compute, rules
-        )
+        h_BE, state = weights.model.features(x_B1E, context)[:, 0], state._replace(cache=cache)
+        state, *new = _chosen(weights, state, h_BE, chooser, compute, rules)
+        pairs = zip(new, made, strict=True)
         is_n_N = jnp.arange(size) == n
-        return (
-            n + 1,
-            state,
-            NewTokens(
-                jnp.where(is_n_N, token_B[:, None], made.tokens_BN),
-                jnp.where(is_n_N, logprob_B[:, None], made.logprobs_BN),
-            ),
-        )
+        added = NewTokens(*(jnp.where(is_n_N, x_B[:, None], so_far) for x_B, so_far in pairs))
+        return n + 1, state, added
 
     _, state, made = jax.lax.while_loop(goes_on, add, (jnp.int32(0), state, made))
     return state, _everywhere(made)

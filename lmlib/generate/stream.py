@@ -34,16 +34,9 @@ class New(NamedTuple):
 class Stream(Iterator[list[New]]):
     """Yields the new tokens of every row after each round.
 
-    The first round has one token, and each further round is twice as long, up to `round`.
-
-    Args:
-      state, made: after the first token.
-      more: computes a round. Its arguments are the state, the maximum number of tokens, the rows so
-        far, and the rows to stop; it also returns the number of tokens it computed.
-      rows: the number of rows.
-      max_tokens: maximum number of tokens of each row.
-      round: maximum number of tokens of a round.
-      stop_ids: tokens that end a row.
+    The first round has one token, and each further round is twice as long, up to `round`. `more`
+    computes a round from the state, the maximum number of tokens, the rows so far and the rows to
+    stop; it also returns the number of tokens it computed.
     """
 
     def __init__(

@@ -29,10 +29,7 @@ class Weights(NamedTuple):
 def ready(model: Model, dtype: str, mesh: Mesh | None, whole: bool, int8: bool) -> Weights:
     """Converts `model` to `dtype`, or the dtype that a weight declares, and unstacks layers.
 
-    Args:
-      whole: True if each device keeps all the weights that it multiplies; otherwise they stay split
-        over `fsdp`, and are gathered for every token.
-      int8: True to store matrices in 8 bits; see `lmlib.models.matrices.int8`.
+    Args: see `lmlib.generate.generator.Generator`.
     """
 
     def placed(weight: Weight, array: jax.Array) -> jax.Array:

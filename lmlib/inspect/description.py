@@ -78,7 +78,7 @@ class Description:
         where = f"each device of mesh {mesh}" if mesh else "one device"
         return (
             f"{self.size:,} parameters in {len(self.parameters)} arrays{apart}, "
-            f"{decaying:,} decay; {self.bytes_per_device:,} bytes on {where}"
+            f"{decaying:,} with weight decay; {self.bytes_per_device:,} bytes on {where}"
         )
 
     def __str__(self) -> str:

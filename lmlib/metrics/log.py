@@ -37,13 +37,8 @@ def mfu(
 ) -> float | None:
     """Model FLOPs utilisation (Chowdhery et al. 2022, arXiv:2204.02311, appendix B).
 
-    Args:
-      flops_per_token: of the forward and backward pass, without recomputation.
-      tokens_per_second: of all `devices` together.
-      devices: at least one.
-
-    Returns:
-      FLOP/s used over the devices' peak (0.4 for 40 %); `None` if a peak is unknown.
+    Returns the FLOP/s of all `devices` over their peak (0.4 for 40 %); `None` if a peak is unknown.
+    `flops_per_token` covers the forward and backward pass, without recomputation.
     """
     peaks = [peak_flops(device.device_kind) for device in devices]
     if None in peaks:
@@ -56,11 +51,7 @@ class MetricsLog:
 
     Every line has reached the operating system when `write` returns. If the storage fails, the line
     is kept and tried again with the next one. A resumed run misses no step if a step's metrics are
-    passed to `flush` before its checkpoint is saved, and to `sync` before the checkpoint is
-    complete.
-
-        with MetricsLog(workdir, resume_step=None) as log:
-            log.write(1, {"loss": 3.25})
+    passed to `flush` before its checkpoint is saved, and to `sync` before it is complete.
 
     Attributes:
       missing: a message about steps from `first` to `resume_step` without a line, or `None`.
@@ -111,12 +102,7 @@ class MetricsLog:
         self._sinks = Sinks(sinks, folder, last + 1, tell, check)
 
     def write(self, step: int, metrics: Mapping[str, float | int | None]) -> None:
-        """Appends a line; metrics that are `None` are left out.
-
-        Raises:
-          ValueError: if a metric is called "step".
-          TypeError: if a value is not a Python number.
-        """
+        """Appends a line; metrics that are `None` are left out. Their values are Python numbers."""
         if "step" in metrics:
             raise ValueError('a metric cannot be called "step": the line has the step already')
         present = {name: value for name, value in metrics.items() if value is not None}
@@ -138,10 +124,7 @@ class MetricsLog:
             self._file.flush()
 
     def sync(self) -> None:
-        """Returns once everything flushed is on the disk. May be called from another thread.
-
-        Raises OSError; the error names the file.
-        """
+        """Returns once everything flushed is on the disk. May be called from another thread."""
         if self._enabled:
             self._file.sync()
 
@@ -217,4 +200,4 @@ def missing_lines(
     if len(missing) > 1:
         which = f"{len(missing):,} steps from {missing[0]:,} to {missing[-1]:,}"
     file = Path(workdir, FILE_NAME)
-    return f"{file} has lost the lines of {which}: what is summed over the run leaves them out"
+    return f"{file} has lost the lines of {which}: sums over the run leave them out"

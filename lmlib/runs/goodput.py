@@ -29,8 +29,8 @@ LONGEST_PAUSE = 365 * 86_400.0
 class Start:
     """One process's part of a run (process 0's in multi-process runs).
 
-    `began` and `until` are seconds since the epoch, and `seconds` the monotonic time of each phase.
-    `ended` and `reason` say how and why it ended before the last step. `start` is as in start.json.
+    `began` and `until` are seconds since the epoch, `seconds` the monotonic time of each phase, and
+    `ended` and `reason` say why it ended before the last step. `start` is as in start.json.
     """
 
     began: float
@@ -77,10 +77,7 @@ def total(starts: list[Start]) -> Goodput:
 
 
 def read_starts(workdir: Path) -> tuple[list[Start], str | None]:
-    """Returns the valid starts in `goodput.json`, and a message about damage or `None`.
-
-    There are none if the file is absent.
-    """
+    """Returns the valid starts in `goodput.json`, and a message about damage or `None`."""
     file = workdir / FILE_NAME
     if not file.exists():
         return [], None

@@ -136,10 +136,7 @@ def read_run(workdir: str | os.PathLike[str]) -> Run:
 
 
 def find_runs(places: Iterable[str | os.PathLike[str]]) -> list[Run]:
-    """Returns the runs in `places`: workdirs, or folders that contain some at any depth.
-
-    Raises ValueError if a place has no run; the error names it.
-    """
+    """Returns the runs in `places`, at any depth; raises ValueError if a place has none."""
     found: dict[Path, Run] = {}
     for place in map(Path, places):
         below = []
@@ -154,10 +151,10 @@ def find_runs(places: Iterable[str | os.PathLike[str]]) -> list[Run]:
 
 
 def difference(runs: Iterable[Run]) -> dict[str, tuple[str | None, ...]]:
-    """Returns the settings that differ between `runs`: the text of each run by path.
+    """Returns the settings that differ between `runs`, by path; `None` if a run lacks one.
 
-    `None` stands for a run that lacks the setting. For points of one sweep these are the settings
-    that the sweep varies, under its own names, since all other differences follow from them.
+    For points of one sweep these are the settings that the sweep varies, under its own names,
+    since all other differences follow from them.
     """
     runs = list(runs)
     every: list[Mapping[str, str | None]] = [{**run.settings} for run in runs]
@@ -189,14 +186,12 @@ def runs(*places: str | os.PathLike[str], steps: bool = False) -> "pandas.DataFr
     for number, run in enumerate(found):
         texts = {path: values[number] for path, values in differing.items()}
         settings = {path: value_of(text) for path, text in texts.items() if text is not None}
-        begin = {"run": str(run.path), **settings}
-        if steps:
-            rows += [{**begin, **line} for line in run.metrics]
-        else:
-            last = {name: value for line in run.metrics for name, value in line.items()}
-            final = {name: each.value for name, each in run.final.items()}
-            state = {"state": run.state.name, "finished": run.finished}
-            rows.append({**begin, **state, **last, **final})
+        lines = run.metrics
+        if not steps:
+            whole: dict[str, Any] = {"state": run.state.name, "finished": run.finished}
+            whole |= {name: value for line in lines for name, value in line.items()}
+            lines = [whole | {name: each.value for name, each in run.final.items()}]
+        rows += [{"run": str(run.path), **settings, **line} for line in lines]
     table = pandas.DataFrame(rows)
     for path in differing:
         values = [row.get(path, math.nan) for row in rows]
@@ -206,10 +201,7 @@ def runs(*places: str | os.PathLike[str], steps: bool = False) -> "pandas.DataFr
 
 
 def points_in(content: Any) -> dict[str, dict[str, str]]:
-    """Returns the settings of each point by its name, from the content of sweep.json.
-
-    Raises ValueError if a sweep did not write them.
-    """
+    """Returns the settings of each point by name, from sweep.json; raises ValueError if damaged."""
     try:
         points = content["points"]
         found = {each["name"]: checked_settings(each["settings"]) for each in points}

@@ -27,9 +27,8 @@ class Series(NamedTuple):
 class Measurements:
     """Follows `workdir/metrics.jsonl`, also while a run writes it; empty if the file is absent.
 
-    `update` reads the new lines. It reads the last line again, since a run may add to it; until
-    that line is complete again, its former content counts. A file that a resumed run has rewritten
-    is read from its beginning. Damaged lines are skipped.
+    `update` reads the new lines, and the last line again, since a run may add to it. A file that a
+    resumed run has rewritten is read from its beginning. Damaged lines are skipped.
     """
 
     def __init__(self, workdir: str | os.PathLike[str]):

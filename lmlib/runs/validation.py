@@ -38,8 +38,7 @@ class StoredSet:
       digest: of the content of all batches, in order.
       bytes_per_target: bytes of text per target; `None` if the data is not text.
       weight: of the set in the total over sets; `None` means its count.
-      counts: the objective's units (tokens or pairs) in each batch.
-      sums: the sum of each metric over these units.
+      counts, sums: the units (tokens or pairs) in each batch, and the sum of each metric over them.
     """
 
     digest: str

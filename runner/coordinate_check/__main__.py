@@ -43,10 +43,7 @@ def base_of(cfg: fdl.Config) -> Mapping[str, int]:
 
 
 def sizes_of(flag: str, given: Sequence[str], base: int) -> list[int]:
-    """Returns the sizes from a flag in ascending order; by default multiples of the base size.
-
-    Raises ConfigError unless the flag has two or more different positive integers.
-    """
+    """Returns the sizes from a flag in ascending order; by default multiples of the base size."""
     if not given:
         return [base * times for times in _TIMES]
     sizes = sorted({int(size) for size in given if size.isdecimal() and 0 < int(size) < 2**31})
@@ -61,10 +58,6 @@ def model_arguments(base: Mapping[str, int], by: str, size: int) -> dict[str, in
     """Returns the model arguments for a width or depth; the other dimension stays at its base.
 
     Raises ConfigError if an argument would not be an integer.
-
-    Args:
-      by: "width" or "depth".
-      size: the width or the number of layers.
     """
     if by == "depth":
         return {**base, DEPTH: size}
@@ -79,11 +72,7 @@ def model_arguments(base: Mapping[str, int], by: str, size: int) -> dict[str, in
 
 
 def sized(cfg: fdl.Config, arguments: Mapping[str, int], scaling: bool, steps: int) -> fdl.Config:
-    """Returns the config of a short run with these model arguments.
-
-    Args:
-      scaling: True to keep `cfg.scaling`.
-    """
+    """Returns the config of a short run with these model arguments."""
     sized = copy.deepcopy(cfg)
     for name, size in arguments.items():
         setattr(sized.model, name, size)
@@ -96,14 +85,14 @@ def sized(cfg: fdl.Config, arguments: Mapping[str, int], scaling: bool, steps: i
 
 
 _WIDTHS = flags.DEFINE_list(
-    "widths", [], "embed sizes, by commas; default: 1, 2, 4 and 8 times the base"
+    "widths", [], "Embed sizes, separated by commas; default: 1, 2, 4 and 8 times the base."
 )
 _DEPTHS = flags.DEFINE_list(
-    "depths", [], "layers, by commas; default: 1, 2, 4 and 8 times the base"
+    "depths", [], "Numbers of layers, separated by commas; default: 1, 2, 4 and 8 times the base."
 )
-_STEPS = flags.DEFINE_integer("steps", 4, "training steps of each model", lower_bound=1)
-_PICTURE = flags.DEFINE_string("picture", None, "a .png or .svg file for a plot of all changes")
-_JSON = flags.DEFINE_string("json", None, "a file for all changes")
+_STEPS = flags.DEFINE_integer("steps", 4, "Training steps of each model.", lower_bound=1)
+_PICTURE = flags.DEFINE_string("picture", None, "File for a plot of all changes, .png or .svg.")
+_JSON = flags.DEFINE_string("json", None, "File for all changes.")
 
 if __name__ == "__main__":
     take_flags(fiddlers_listed)  # the imports below take seconds
@@ -160,24 +149,25 @@ def _rows(
     The base size belongs to both sweeps.
     """
     known: dict[tuple[Any, ...], Any] = {}
+    cases = [
+        (by, rule, size, arguments)
+        for by, of_size in arguments_of.items()
+        for rule in (WITH, WITHOUT)
+        for size, arguments in of_size.items()
+    ]
     with ProgressLine() as tell:
-        for by, of_size in arguments_of.items():
-            for rule in (WITH, WITHOUT):
-                for size, arguments in of_size.items():
-                    key = (rule, *arguments.items())
-                    if key not in known:
-                        tell(f"{by} {size}, {rule}")
-                        with user_errors():
-                            known[key] = changes(
-                                fdl.build(sized(cfg, arguments, rule == WITH, _STEPS.value))
-                            )
-                    for name, values in known[key].items():
-                        for step, change in enumerate(values, 1):
-                            yield {
-                                "by": by, "rule": rule, "size": size,
-                                "looked_at": name, "step": step,
-                                "change": change if math.isfinite(change) else 0.0,
-                            }  # fmt: skip
+        for by, rule, size, arguments in cases:
+            key = (rule, *arguments.items())
+            if key not in known:
+                tell(f"{by} {size}, {rule}")
+                with user_errors():
+                    made = fdl.build(sized(cfg, arguments, rule == WITH, _STEPS.value))
+                    known[key] = changes(made)
+            case = {"by": by, "rule": rule, "size": size}
+            for name, values in known[key].items():
+                for step, change in enumerate(values, 1):
+                    finite = change if math.isfinite(change) else 0.0
+                    yield {**case, "looked_at": name, "step": step, "change": finite}
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -21,34 +21,36 @@ from runner.command_line.lossy_stream import lossy_standard_streams
 from runner.config import configs
 from runner.errors import ConfigError
 
-_WORKDIR = flags.DEFINE_string("workdir", None, "folder for the sweep, and its runs in it")
+_WORKDIR = flags.DEFINE_string("workdir", None, "Folder for the sweep and its runs.")
 _AXIS = flags.DEFINE_multi_string(
-    "axis", [], "values of a parameter, optimizer.peak_lr=1e-3,3e-3; repeatable: all combinations"
+    "axis",
+    [],
+    "Values of a parameter, as in optimizer.peak_lr=1e-3,3e-3; repeat for all combinations.",
 )
 _POINTS = flags.DEFINE_string(
-    "points", None, "a function of the experiment that yields points; default: sweep"
+    "points", None, "Function of the experiment that yields points; default: sweep."
 )
-_ADD_POINTS = flags.DEFINE_bool("add_points", False, "add these points to an existing sweep")
-_DRY_RUN = flags.DEFINE_bool("dry_run", False, "show the points and their cost; train nothing")
+_ADD_POINTS = flags.DEFINE_bool("add_points", False, "Add these points to an existing sweep.")
+_DRY_RUN = flags.DEFINE_bool("dry_run", False, "Show the points and their cost, without training.")
 _MAX_PARALLEL = flags.DEFINE_integer(
     "max_parallel",
     None,
-    "parallel processes, or SLURM tasks; default: in turn in this process",
+    "Number of parallel processes or SLURM tasks; default: one by one in this process.",
     lower_bound=1,
 )
 _LAUNCHER = flags.DEFINE_string(
-    "launcher", None, "a launcher for each point: 'ssh host {command}'; also {name}, {slot}"
+    "launcher", None, "Launcher for each point, as in 'ssh host {command}'; also {name}, {slot}."
 )
-_SLURM = flags.DEFINE_bool("slurm", False, "write a SLURM array job; train nothing here")
+_SLURM = flags.DEFINE_bool("slurm", False, "Write a SLURM array job, without training here.")
 _SBATCH = flags.DEFINE_multi_string(
-    "sbatch", [], "a flag of sbatch for that job, --gres=gpu:1; repeatable"
+    "sbatch", [], "Flag of sbatch for that job, as in --gres=gpu:1; repeatable."
 )
-_SUBMIT = flags.DEFINE_bool("submit", False, "with --slurm: submit the job")
+_SUBMIT = flags.DEFINE_bool("submit", False, "Submit the job of --slurm.")
 _HALVING = flags.DEFINE_string(
-    "halving", None, "fractions of the steps after which the better half goes on: 0.25,0.5"
+    "halving", None, "Fractions of the steps after which the better half continues, as in 0.25,0.5."
 )
 _GRACE_SECONDS = flags.DEFINE_integer(
-    "grace_seconds", 600, "from SIGTERM or SIGINT to the end, saved or not", lower_bound=1
+    "grace_seconds", 600, "Seconds from SIGTERM or SIGINT to the end, saved or not.", lower_bound=1
 )
 
 if __name__ == "__main__":
@@ -125,13 +127,13 @@ def _check_flags(arguments: Sequence[str]) -> None:
     if _SUBMIT.value:
         check_sbatch()
     if not _SLURM.value and (_SUBMIT.value or _SBATCH.value):
-        raise ConfigError("--submit and --sbatch are for --slurm: give that too")
+        raise ConfigError("--submit and --sbatch need --slurm: give it too")
     if _HALVING.value is not None:
         parsed_rungs(_HALVING.value)
         if _SLURM.value or _MAX_PARALLEL.value or _LAUNCHER.value or arguments:
             raise ConfigError(
-                "--halving compares points on the way, which this process trains itself: leave "
-                "out --max_parallel, --launcher, --slurm and flags of the runs"
+                "--halving compares points that this process trains itself: leave out "
+                "--max_parallel, --launcher, --slurm and flags of the runs"
             )
 
 
@@ -198,11 +200,11 @@ def _ended(sweep: Sweep, chosen: Sequence[Point], whole: bool, failures: dict[st
     """Shows the results and returns the exit status."""
     print(f"\n{results_text(sweep.points, failures)}")
     if not whole:
-        print("\nstopped as a signal asked; the same command goes on")
+        print("\nStopped on a signal. Give the same command to continue.")
         return STOPPED
     finished = sum(each.finished for each in chosen)
     if finished < len(chosen) or failures:
-        print(f"\n{finished} of {len(chosen)} finished; the same command tries the others again")
+        print(f"\n{finished} of {len(chosen)} finished; give the same command to try the others")
         return FAILED
     if finished > 1:
         print(f"\ntry next   {python_command('runner.compare', sweep.folder)}")

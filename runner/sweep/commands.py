@@ -19,12 +19,7 @@ _VARIABLES = ("PYTHONPATH", "XLA_FLAGS")  # not passed on by sbatch itself
 
 
 def command_of(point: Point, experiment: Sequence[str], flags: Sequence[str]) -> list[str]:
-    """Returns the words of a point's command.
-
-    Args:
-      experiment: the flags that choose the experiment.
-      flags: more flags of `python -m runner`.
-    """
+    """Returns the words of a point's command; `experiment` has the flags that choose it."""
     settings = [f"--fdl.{override}" for override in overrides_of(point.settings)]
     workdir = f"--workdir={point.workdir}"
     return [sys.executable, "-m", "runner", *experiment, *settings, workdir, *flags]
@@ -68,9 +63,7 @@ def write_script(
 ) -> Path:
     """Writes a script for sbatch into the sweep's folder; its task i runs `commands[i]`.
 
-    Args:
-      max_parallel: maximum number of tasks at the same time; `None`: no limit.
-      directives: more sbatch flags, one per line.
+    At most `max_parallel` tasks run at a time; `directives` are more sbatch flags.
     """
     limit = "" if max_parallel is None else f"%{max_parallel}"
     given = {name: os.environ[name] for name in _VARIABLES if name in os.environ}

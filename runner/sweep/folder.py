@@ -36,12 +36,7 @@ _SAFE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,=+-]*")
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """A run of a sweep.
-
-    Args:
-      workdir: its folder, which has the point's name.
-      settings: settings that differ from the experiment's, by path, as text.
-    """
+    """A run of a sweep: its folder, which has its name, and its settings by path, as text."""
 
     workdir: Path
     settings: Settings
@@ -64,12 +59,7 @@ class Point:
 
 @dataclasses.dataclass(frozen=True)
 class Sweep:
-    """The content of `sweep.json`.
-
-    Args:
-      experiment: the experiment's --fdl_config.
-      config: all settings of the first point.
-    """
+    """The content of `sweep.json`."""
 
     folder: Path
     experiment: str
@@ -88,10 +78,7 @@ class Sweep:
 
 
 def checked_folder(path: str | None) -> Path:
-    """Returns the absolute path of --workdir, since commands in other folders use it too.
-
-    Raises ConfigError unless the folder is missing, empty or a sweep.
-    """
+    """Returns the absolute --workdir; raises ConfigError unless missing, empty or a sweep."""
     if not path:
         raise ConfigError("give --workdir, the folder for the sweep and its runs")
     with user_errors():
@@ -101,11 +88,10 @@ def checked_folder(path: str | None) -> Path:
             return folder
         if not folder.is_dir():
             raise ConfigError(f"--workdir={folder} is a file; name a folder")
-        if names := sorted(each.name for each in folder.iterdir() if each.name[0] != "."):
-            raise ConfigError(
-                f"--workdir={folder} holds {', '.join(names[:_SHOWN])}, and no {SWEEP}: use "
-                "another folder"
-            )
+        names = sorted(each.name for each in folder.iterdir() if each.name[0] != ".")
+    if names:
+        shown = ", ".join(names[:_SHOWN])
+        raise ConfigError(f"--workdir={folder} holds {shown}, and no {SWEEP}: use another folder")
     return folder
 
 
@@ -118,12 +104,8 @@ def planned(
 ) -> Sweep:
     """Returns the sweep of `points` in `folder`, keeping existing names. Writes nothing.
 
-    Raises ConfigError if the folder has another sweep (the message says what differs), or
-    sweep.json is damaged.
-
-    Args:
-      config_of: returns all settings of a point.
-      add: True if an existing sweep takes new points, and keeps points that are left out now.
+    Raises ConfigError if sweep.json is damaged or of another sweep. `config_of` returns a point's
+    settings. With `add`, an existing sweep takes new points, and keeps those left out now.
     """
 
     def named(points: Sequence[Settings], others: Sequence[Point]) -> tuple[Point, ...]:
@@ -169,10 +151,9 @@ def read_sweep(folder: Path) -> Sweep:
 
 
 def names_of(points: Sequence[Settings], taken: Iterable[str] = ()) -> list[str]:
-    """Returns a name for each of `points`, which must be distinct.
+    """Returns a distinct name for each of `points`, safe for case-insensitive file systems.
 
-    Names are safe for file systems, also case-insensitive ones, and differ from `taken`. Other
-    points change a point's name only if two names would be equal.
+    Names differ from `taken`. Other points change a point's name only if two would be equal.
     """
     labels = _labels({path for point in points for path in point})
     names = [
@@ -188,7 +169,7 @@ def names_of(points: Sequence[Settings], taken: Iterable[str] = ()) -> list[str]
 
 def is_safe(name: str) -> bool:
     """True if `names_of` could return `name`."""
-    return len(name) <= LONGEST and _SAFE.fullmatch(name) is not None
+    return len(name) <= LONGEST and bool(_SAFE.fullmatch(name))
 
 
 def _labels(paths: set[str]) -> dict[str, str]:

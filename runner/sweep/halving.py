@@ -1,9 +1,7 @@
-"""Successive halving (Jamieson & Talwalkar 2016, arXiv:1502.07943).
+"""Successive halving (Jamieson & Talwalkar 2016, arXiv:1502.07943): the worse half stops early.
 
-At each rung the worse half stops. Every point keeps the schedule of its full run. Intermediate
-training losses are compared, so points that learn slowly at first, with a small learning rate or a
-long warm-up, are at a disadvantage. A stopped point keeps its checkpoint, and continues if it is
-run without --halving.
+Every point keeps the schedule of its full run, so points that learn slowly at first, with a small
+learning rate or a long warm-up, are at a disadvantage. A stopped point keeps its checkpoint.
 """
 
 import math
@@ -24,8 +22,8 @@ def parsed_rungs(text: str) -> list[float]:
     rising = all(one < other for one, other in zip([0.0, *rungs], [*rungs, 1.0], strict=True))
     if not rungs or not rising:
         raise ConfigError(
-            f"--halving={text}: write the fractions of the steps after which the better half goes "
-            "on, rising, between 0 and 1: 0.25,0.5"
+            f"--halving={text}: give rising fractions of the steps, between 0 and 1, after which "
+            "the better half continues, as in 0.25,0.5"
         )
     return rungs
 
@@ -39,10 +37,7 @@ def halved(
 ) -> list[Point]:
     """Trains with halving; returns the points that remain, or none if `train` was interrupted.
 
-    Args:
-      steps: returns the steps of a point's full run.
-      train: trains points up to their step; returns False if it was interrupted. A point that fails
-        has no metrics line for that step.
+    `steps` returns the steps of a point's full run, and `train` trains points up to their step.
     """
     left = list(points)
     for fraction in rungs:

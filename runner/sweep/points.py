@@ -16,15 +16,10 @@ FUNCTION = "sweep"  # default name of the function in an experiment's file
 
 
 def points_of(reference: str, function: str | None, axes: Sequence[str]) -> list[Settings]:
-    """Returns the distinct points of a sweep: the points of `function` combined with `axes`.
+    """Returns the distinct points of a sweep: those of the experiment's `function`, times `axes`.
 
-    Raises ConfigError if there is no such function, it fails or yields no points, or an axis is
-    malformed.
-
-    Args:
-      function: a function of the experiment `reference` that yields points; `None`: `sweep` if
-        there are no axes.
-      axes: texts such as `optimizer.peak_lr=1e-3,3e-3`.
+    Without axes, `None` means its function `sweep`. Axes are texts such as
+    `optimizer.peak_lr=1e-3,3e-3`. Raises ConfigError if a part is missing, empty or malformed.
     """
     parts = [_axis(text) for text in axes]
     if function is not None or not axes:
@@ -91,4 +86,4 @@ def check_paths(points: Iterable[Settings], overrides: Sequence[str]) -> None:
     """Raises ConfigError if a flag sets a parameter that the points set too."""
     fixed = {override.partition("=")[0].strip() for override in overrides}
     for path in sorted({path for point in points for path in point} & fixed):
-        raise ConfigError(f"--fdl.{path}=… sets what the sweep does: leave out one of the two")
+        raise ConfigError(f"--fdl.{path}=… sets a parameter of the sweep: leave out one of the two")

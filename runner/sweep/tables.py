@@ -17,33 +17,27 @@ _SPEED = "mean_tokens_per_second"
 
 
 def costs_text(points: Sequence[Point], costs: Sequence[Cost | None]) -> str:
-    """Returns a table of the points' tokens, FLOPs and times, with a total.
-
-    Times assume the speed of the finished points.
-    """
+    """Returns a table of tokens, FLOPs and times (at the speed of finished points), with totals."""
     finals = [each.run.final for each in points if each.finished]
     speeds = [each[_SPEED].value for each in finals if _SPEED in each and each[_SPEED].value > 0]
     speed = sum(speeds) / len(speeds) if speeds else None
     rows = [("point", "steps", "tokens", "FLOPs", "time", "")]
+    spent, seen, left = 0.0, 0, 0
     for point, cost in zip(points, costs, strict=True):
         cells = (_NOTHING,) * 4
         if cost is not None:
             time = duration_text(cost.tokens / speed) if speed else _NOTHING
             tokens, flops = count_text(cost.tokens), _flops_text(cost.total_flops)
             cells = f"{cost.steps:,}", tokens, flops, time
+            spent, seen = spent + cost.total_flops, seen + cost.tokens
+            left += 0 if point.finished else cost.tokens
         rows.append((point.name, *cells, status(point)))
-    known = [(point, cost) for point, cost in zip(points, costs, strict=True) if cost is not None]
-    spent, seen = (sum(getattr(c, n) for _, c in known) for n in ("total_flops", "tokens"))
-    whole = f"{len(points)} points, {count_text(seen)} tokens, {_flops_text(spent)} FLOPs; "
-    if not speed:
-        whole += f"{time_of(spent)}; measured after the first point"
-    else:
-        left = sum(cost.tokens for point, cost in known if not point.finished)
-        whole += (
-            f"{duration_text(left / speed)} left, one point after the other, at "
-            f"{count_text(speed)} tokens per second"
-        )
-    return f"{columns(rows)}\n\n{whole}"
+    time = f"{time_of(spent)}; measured after the first point."
+    if speed:
+        rate = f"{count_text(speed)} tokens per second"
+        time = f"{duration_text(left / speed)} left, one point after the other, at {rate}."
+    whole = f"{len(points)} points, {count_text(seen)} tokens, {_flops_text(spent)} FLOPs"
+    return f"{columns(rows)}\n\n{whole}; {time}"
 
 
 def results_text(points: Sequence[Point], failures: Mapping[str, str]) -> str:

@@ -2,12 +2,14 @@
 
 import contextlib
 import os
+import queue
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import fiddle as fdl
@@ -27,7 +29,6 @@ from runner.sweep.tables import result_text, status
 from runner.training.fit import fit
 from runner.training.options import Options
 
-_LOOK_SECONDS = 0.2
 _TAIL_BYTES = 1 << 14
 
 
@@ -109,32 +110,31 @@ class SideBySide(_Training):
     ):
         """Sets up the processes; `command_of` returns the words of a point's command for a slot."""
         self._max_parallel, self._command_of = max_parallel, command_of
-        self._parent = Parent()
-        self._running: dict[int, tuple[Point, subprocess.Popen[bytes], float]] = {}
+        self._parent, self._running = Parent(), set[subprocess.Popen[bytes]]()
         super().__init__(grace_seconds)
 
     def train(self, points: Sequence[Point]) -> bool:
         """Trains each point that has not finished; returns True unless a signal stopped it."""
         waiting = [each for each in points if not each.finished]
-        done, whole = 0, len(waiting)
-        while (waiting and not self._asked.is_set()) or self._running:
-            while waiting and len(self._running) < self._max_parallel and not self._asked.is_set():
-                self._begin(waiting.pop(0))
-            for slot, (point, process, began) in list(self._running.items()):
-                if (code := process.poll()) is not None:
-                    del self._running[slot]
-                    done += code == FINISHED
-                    self._ended(point, code, time.monotonic() - began)
-                    _tell(f"{done} of {whole} finished, {len(self._running)} running")
-            time.sleep(_LOOK_SECONDS)
+        slots = queue.SimpleQueue[int]()
+        for slot in range(self._max_parallel):
+            slots.put(slot)
+
+        def train(point: Point) -> None:
+            slot = slots.get()
+            if not self._asked.is_set():
+                self._train(point, slot)
+            slots.put(slot)
+
+        with ThreadPoolExecutor(self._max_parallel) as threads:
+            list(threads.map(train, waiting))
         return not self._asked.is_set()
 
-    def _begin(self, point: Point) -> None:
-        slot = min(set(range(self._max_parallel)) - self._running.keys())
-        output = _output(point)
+    def _train(self, point: Point, slot: int) -> None:
+        output, began = _output(point), time.monotonic()
         make_folder(output.parent)
-        with output.open("ab") as file:
-            try:
+        try:
+            with output.open("ab") as file:
                 process = subprocess.Popen(
                     self._command_of(point, slot),
                     stdin=subprocess.DEVNULL,
@@ -145,25 +145,24 @@ class SideBySide(_Training):
                     # so that Ctrl-C reaches it only once, from this process
                     start_new_session=True,
                 )
-            except OSError as error:
-                self.failures[point.name] = str(error)
-                _tell(f"failed: {point.name}: {error}")
-                return
-        self._running[slot] = (point, process, time.monotonic())
+        except OSError as error:
+            self.failures[point.name] = str(error)
+            _tell(f"failed: {point.name}: {error}")
+            return
+        self._running.add(process)
         _tell(f"began {point.name}; its output: {output}")
         if self._asked.is_set():  # set in the meantime
             self._signal(signal.SIGTERM)
-
-    def _ended(self, point: Point, code: int, seconds: float) -> None:
+        code = process.wait()
+        self._running.remove(process)
+        found = ""
         if code == FINISHED:
             found = f": {result_text(point)}"
-        elif code == STOPPED:
-            found = ""
-        else:
-            reason = last_line(_output(point)) or f"exit status {code}"
+        elif code != STOPPED:
+            reason = last_line(output) or f"exit status {code}"
             self.failures[point.name], found = reason, f": {reason}"
-        state = status(point, self.failures)
-        _tell(f"{point.name} {state} after {duration_text(seconds)}{found}")
+        took = duration_text(time.monotonic() - began)
+        _tell(f"{point.name} {status(point, self.failures)} after {took}{found}")
 
     def _stop(self, number: signal.Signals) -> None:
         super()._stop(number)
@@ -174,7 +173,7 @@ class SideBySide(_Training):
         super()._end(number, reason)
 
     def _signal(self, number: signal.Signals) -> None:
-        for _, process, _ in list(self._running.values()):
+        for process in list(self._running):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, number)
 

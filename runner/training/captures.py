@@ -37,8 +37,7 @@ from lmlib.terminal.python_command import python_command
 from runner.errors import error_text
 from runner.jax_settings.numbers import settings_of_numbers
 from runner.processes.agreement import from_first
-from runner.training.recorder import Line
-from runner.training.run import Run
+from runner.training.run import Line, Run
 from runner.training.saving import Saver
 
 FOLDER = "captures"
@@ -53,22 +52,24 @@ class Captures:
         self._run, self._saver, self._initialised_from = run, saver, initialised_from
 
     def take(self, line: Line, batch: Batch) -> str | None:
-        """Captures the step of `line` if its update was skipped; every process must call it.
-
-        Returns a message about the capture; `None` if there is none.
-        """
+        """Captures the step of `line` if its update was skipped; every process must call it."""
         step = line["step"]
         if line["skipped_in_a_row"] != 1 or line["valid_tokens"] == 0:
             return None
-        if not from_first(self._has_room(step)):
+        folder = self._run.workdir / FOLDER
+        names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
+        taken = [name for name in names if name.isdecimal()]  # skips leftovers of killed processes
+        has_room = str(step) not in taken and len(taken) < self._run.experiment.guard.captures
+        if not from_first(has_room):
             return None
         self._saver.settle()  # so that no checkpoint is removed while its files are linked
-        fields = {name: getattr(batch, name) for name in _FIELDS}
         stands_S = np.argsort(_row_places(batch))
         rows = {
-            name: _whole(field)[:, stands_S] for name, field in fields.items() if field is not None
+            name: _whole(field)[:, stands_S]
+            for name in _FIELDS
+            if (field := getattr(batch, name)) is not None
         }
-        folder = self._run.workdir / FOLDER / str(step)
+        folder /= str(step)
         self._run.lock.check()
         if self._run.primary:
             try:
@@ -76,13 +77,7 @@ class Captures:
             except OSError as error:
                 return f"WARNING: step {step:,} is not captured in {folder}: {error_text(error)}"
         again = python_command("runner.replay", folder)
-        return f"step {step:,} was skipped; to make it again: {again}"
-
-    def _has_room(self, step: int) -> bool:
-        folder = self._run.workdir / FOLDER
-        names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
-        taken = [name for name in names if name.isdecimal()]  # skips leftovers of killed processes
-        return str(step) not in taken and len(taken) < self._run.experiment.guard.captures
+        return f"step {step:,} was skipped; to replay it: {again}"
 
     def _write(self, folder: Path, line: Line, rows: dict[str, np.ndarray]) -> None:
         unfinished = folder.with_name(f".{folder.name}.unfinished")
@@ -98,28 +93,25 @@ class Captures:
                 )
             np.savez(unfinished / "batch.npz", **cast(Any, rows))
             shutil.copy2(self._run.workdir / "config.json", unfinished / "config.json")
-            facts = json.dumps(self._facts(line), indent=1) + "\n"
+            experiment, step = self._run.experiment, line["step"] - 1
+            present = {name: value for name, value in line.items() if value is not None}
+            facts = {
+                "step": line["step"],
+                "line": json.loads(to_json(present)),
+                "mesh": dict(experiment.mesh.shape),
+                "initialised_from": self._initialised_from,
+                "jax_settings": settings_of_numbers(),
+                "sequences": _sequences(experiment.at(step).data, step),
+            }
             for name in ("batch.npz", "config.json"):  # checkpoint files are synced already
                 sync(unfinished / name)
             sync_folders(unfinished)
-            write_atomically(unfinished / "capture.json", facts)
+            write_atomically(unfinished / "capture.json", json.dumps(facts, indent=1) + "\n")
             self._run.lock.check()
             unfinished.rename(folder)
             sync(folder.parent)
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
-
-    def _facts(self, line: Line) -> dict[str, Any]:
-        present = {name: value for name, value in line.items() if value is not None}
-        step = line["step"] - 1
-        return {
-            "step": line["step"],
-            "line": json.loads(to_json(present)),
-            "mesh": dict(self._run.experiment.mesh.shape),
-            "initialised_from": self._initialised_from,
-            "jax_settings": settings_of_numbers(),
-            "sequences": _sequences(self._run.experiment.at(step).data, step),
-        }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,23 +127,18 @@ class Capture:
 
 
 def read_capture(folder: Path) -> Capture:
-    """Reads a capture.
-
-    Raises ValueError or OSError if `folder` has no capture or the capture is damaged.
-    """
+    """Reads a capture; raises ValueError or OSError if `folder` has none or it is damaged."""
     file = folder / "capture.json"
     if not file.is_file():
         raise ValueError(f"{folder} is not a capture: it has no capture.json; see workdir/captures")
     try:
         facts = read_json(unlinked(folder, file.name))
-        names = "line", "mesh", "initialised_from", "jax_settings"
-        line, mesh, origin, settings = (facts[name] for name in names)
-        line = from_json(json.dumps(line))
-        capture = Capture(folder, facts["step"], line, mesh, origin, settings)
-        numbers = [value for name, value in line.items() if name != "step"]
+        step, line = facts["step"], from_json(json.dumps(facts["line"]))
+        names = "mesh", "initialised_from", "jax_settings"
+        mesh, origin, settings = (facts[name] for name in names)
         sound = {
-            "step": type(capture.step) is int and 0 < capture.step == line["step"],
-            "line": all(type(value) in (int, float) for value in numbers),
+            "step": type(step) is int and 0 < step == line["step"],
+            "line": all(type(value) in (int, float) for value in line.values()),
             "mesh": all(type(size) is int and size > 0 for size in mesh.values()),
             "initialised_from": origin is None or isinstance(origin, str),
             "jax_settings": all(isinstance(value, str) for value in settings.values()),
@@ -160,14 +147,13 @@ def read_capture(folder: Path) -> Capture:
             raise ValueError(f"{wrong[0]} {facts[wrong[0]]!r:.80}")
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{file} is damaged: {error!r}") from error
-    return capture
+    return Capture(folder, step, line, mesh, origin, settings)
 
 
 def read_batch(folder: Path, expected: Batch) -> Batch:
     """Returns the captured batch, with its tokens in the order of `expected`.
 
-    Raises ValueError if the arrays in the file don't have the shapes of `expected`. The shapes are
-    checked before any memory is allocated.
+    Raises ValueError, before it allocates memory, unless the arrays have the shapes of `expected`.
     """
     file = folder / "batch.npz"
     shapes = {
@@ -212,10 +198,7 @@ def _whole(array: jax.Array) -> np.ndarray:
 
 
 def _link_or_copy(source: str, target: str) -> None:
-    """Hard-links a file, or copies it if that fails.
-
-    A link takes no space and remains after the original is removed.
-    """
+    """Hard-links a file, which remains after the original is removed, or else copies it."""
     try:
         os.link(source, target)
     except OSError:  # the file system doesn't support hard links

@@ -1,9 +1,8 @@
 """Checks that a resumed run reads the same data as before, and that its processes agree.
 
 A batch depends only on the config, the data and the step. So a resumed run does not compare paths,
-seeds or file times: it builds two earlier batches again and compares them with digests in the
-checkpoint. (A change elsewhere in data of the same size is not noticed.) Processes compare the
-first rows of each source, and the digests of its contents if the source has them.
+seeds or file times: it builds two earlier batches again and compares their digests. (A change
+elsewhere in data of the same size is not noticed.)
 """
 
 import dataclasses
@@ -24,11 +23,7 @@ ROWS = 8
 
 
 def probe(source: Source, steps_made: int) -> dict[str, Any]:
-    """Returns the JSON values that `changed` compares.
-
-    Args:
-      steps_made: completed steps, at least 1. The first and the last of their batches are digested.
-    """
+    """Returns the JSON values that `changed` compares, after `steps_made` steps, at least 1."""
     found: dict[str, Any] = {
         "tokenizer": source.tokenizer and dataclasses.asdict(source.tokenizer),
         "bytes_per_target": source.bytes_per_target,
@@ -63,10 +58,10 @@ def changed(source: Source, before: dict[str, Any]) -> str | None:
         steps, (size, length), (other, new_length) = before["steps_made"], *sizes
         due, first = steps * size, steps * other  # rows that were read, and the next one to be read
         effect = "rows may repeat or be left out"
-        if length == new_length and first < due and not isinstance(source, Staged):
-            effect = f"rows {first:,} to {due - 1:,}, counted from 0, would repeat"
-        elif length == new_length and not isinstance(source, Staged):
-            effect = f"rows {due:,} to {first - 1:,}, counted from 0, would be left out"
+        if length == new_length and not isinstance(source, Staged):
+            low, high = sorted((due, first))
+            effect = f"rows {low:,} to {high - 1:,}, counted from 0, would "
+            effect += "repeat" if first < due else "be left out"
         new = [f"batch_size={other}"] * (other != size)
         new += [f"sequence_length={new_length}"] * (new_length != length)
         return (

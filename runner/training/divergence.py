@@ -12,19 +12,14 @@ from lmlib.inspect.layer_statistics import (
 )
 from lmlib.state import State
 from runner.errors import Diverged
-from runner.training.recorder import Line
+from runner.training.run import Line
 from runner.training.saving import Saver
 
 
 def stop(experiment: Experiment, line: Line, state: State, batch: Batch, saver: Saver) -> NoReturn:
-    """Raises Diverged, since the updates up to the step of `line` were skipped.
+    """Raises Diverged after skipped updates up to the step of `line`; every process calls it.
 
-    Every process must call it.
-
-    Args:
-      state: the newest state. A skipped update leaves the weights unchanged, so they are still the
-        weights of the skipped steps.
-      batch: the newest batch.
+    `state` is the newest state; skipped updates have left its weights unchanged.
     """
     in_a_row = line["skipped_in_a_row"]
     saver.settle()
@@ -40,8 +35,8 @@ def stop(experiment: Experiment, line: Line, state: State, batch: Batch, saver: 
     newest = (
         "No checkpoint is from before them: begin again"
         if saver.before_skipped is None
-        else f"The newest checkpoint from before them is step {saver.before_skipped:,}: go on from "
-        "it"
+        else f"The newest checkpoint from before them is step {saver.before_skipped:,}: continue "
+        "from it"
     )
     raise Diverged(
         f"{in_a_row} updates in a row were skipped, up to step {line['step']:,} "

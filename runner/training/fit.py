@@ -38,9 +38,8 @@ from runner.processes.agreement import (
 from runner.processes.lock import FILE_NAME as LOCK
 from runner.processes.workdir import Workdir, opened
 from runner.training.data_probe import read_by_this_process
-from runner.training.loop import check_profile, make_steps
+from runner.training.loop import check_profile, make_steps, metrics_log
 from runner.training.options import Options
-from runner.training.recorder import metrics_log
 from runner.training.report import Summary, earlier_summary, finish, leave_report
 from runner.training.run import Run
 from runner.training.saving import open_checkpoints
@@ -52,13 +51,7 @@ _SMALLER = "make the model or the batch smaller, or take more devices; runner.pl
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """The result of a run.
-
-    Attributes:
-      state: the final state, on its mesh.
-      metrics: the lines of metrics.jsonl on process 0; empty on the others.
-      summary: the run's final metrics.
-    """
+    """The final state, the lines of metrics.jsonl (on process 0), and the final metrics."""
 
     state: State
     metrics: list[dict[str, Any]]
@@ -144,7 +137,7 @@ def _fit_in(
             checkpoints.set_aside(beginning.damaged)
             state, summary = beginning.state, None
             if beginning.step >= experiment.steps:
-                run.tell(f"this run finished all its {experiment.steps:,} steps before")
+                run.tell(f"this run has already finished all its {experiment.steps:,} steps")
                 missing = missing_lines(workdir, experiment.steps, beginning.first)
                 if primary and missing:
                     run.tell(f"WARNING: {missing}")

@@ -1,8 +1,9 @@
 """The training loop: dispatches a step, then reads the metrics of the previous one."""
 
+import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import jax
 import numpy as np
@@ -12,7 +13,8 @@ from lmlib.data.batch import Batch
 from lmlib.data.prefetch import Prefetch
 from lmlib.experiment import Action, PeriodicCallback, StepEvent
 from lmlib.experiment.stages import at
-from lmlib.metrics.log import MetricsLog, read_metrics
+from lmlib.metrics.log import MetricsLog, mfu, read_metrics
+from lmlib.metrics.tensorboard import TensorBoard
 from lmlib.parallel.axes import PartError
 from lmlib.parallel.layout import sharding
 from lmlib.state import State
@@ -24,21 +26,45 @@ from runner.monitoring.phases import Phase
 from runner.monitoring.profiling import Profiler, where_the_time_went
 from runner.processes.agreement import from_first
 from runner.training.captures import Captures
-from runner.training.recorder import Line, Recorder
-from runner.training.run import Run
+from runner.training.run import Line, Run
 from runner.training.saving import Saver
 from runner.training.starting_point import StartingPoint
 
 
+@contextlib.contextmanager
+def metrics_log(run: Run, beginning: StartingPoint) -> Iterator[MetricsLog]:
+    """Opens metrics.jsonl and the metric sinks; enters the trackers phase on exit."""
+
+    def lost(what: str) -> None:
+        run.lock.check()  # the file may belong to another run now
+        run.tell(f"WARNING: {what} during this run: its lines are put back")
+
+    run.lock.check()  # MetricsLog creates a file right away
+    with MetricsLog(
+        run.workdir,
+        None if beginning.is_new_fork else beginning.step or None,
+        run.primary,
+        lost,
+        (TensorBoard, *run.experiment.sinks, *run.options.sinks),
+        run.tell,
+        beginning.first,
+        run.lock.check,
+    ) as log:
+        try:
+            yield log
+        finally:
+            run.phases.enter(Phase.TRACKERS)
+
+
 @dataclasses.dataclass
 class _Dispatched:
-    """A dispatched step; `line` is `None` until its metrics have been read."""
+    """A dispatched step."""
 
     step: int
     batch: Batch
     metrics: Metrics
     data_wait_seconds: float
-    line: Line | None = None
+    line: Line | None = None  # its metrics, once they have been read
 
 
 class Loop:
@@ -46,11 +72,7 @@ class Loop:
 
     The metrics of a step are on disk before its checkpoint, so a resumed run finds a line for every
     step that it does not repeat. The checkpoint is complete before other actions see its state, so
-    a failed evaluation loses no step: the next process repeats only the evaluation.
-
-    Args:
-      make_step: `state, metrics = make_step(number, state, batch)`.
-      repeated: the last step made by earlier processes of the run.
+    a failed evaluation loses no step.
     """
 
     def __init__(
@@ -59,43 +81,41 @@ class Loop:
         beginning: StartingPoint,
         make_step: Callable[[int, State, Batch], tuple[State, Metrics]],
         batches: Prefetch,
-        recorder: Recorder,
         saver: Saver,
-        repeated: int,
+        log: MetricsLog,
+        goodput: GoodputLog,
     ):
-        self._run, self._beginning = run, beginning
-        self._make_step, self._batches, self._repeated = make_step, batches, repeated
-        self._recorder, self._saver = recorder, saver
+        self._run, self._beginning, self._tokens = run, beginning, beginning.tokens
+        self._make_step, self._batches, self._saver = make_step, batches, saver
+        self._log, self._goodput = log, goodput
+        self._repeated = max(goodput.furthest, log.furthest)  # last step of earlier processes
         self._captures = Captures(run, saver, beginning.initialised_from)
-        experiment = run.experiment
-        self._save_every = PeriodicCallback(
-            experiment.checkpoints.every, saver.save_at, at_end=True
-        )
+        settings = run.experiment
+        self._sizes = {
+            steps: (stage.step_tokens, stage.flops_per_token(causal=False))
+            for steps, stage in settings.stages.items()
+        }
+        self._devices = list(settings.mesh.devices.flat)
+        self._save_every = PeriodicCallback(settings.checkpoints.every, saver.save_at, True)
         self._actions: list[PeriodicCallback] = []
         if run.validation is not None:
-            self._actions.append(
-                PeriodicCallback(experiment.evaluation.every, self._evaluate, at_end=True)
-            )
-        if experiment.samples.every is not None:
-            self._actions.append(PeriodicCallback(experiment.samples.every, self._sample))
-        self._actions += [*experiment.actions, *run.options.actions]
+            evaluate = PeriodicCallback(settings.evaluation.every, self._evaluate, True)
+            self._actions.append(evaluate)
+        if settings.samples.every is not None:
+            self._actions.append(PeriodicCallback(settings.samples.every, self._sample))
+        self._actions += [*settings.actions, *run.options.actions]
+        self._restart_clock()
 
     def run(self, unevaluated: bool) -> State:
-        """Runs the remaining steps and returns the final state.
+        """Runs the remaining steps and returns the final state; the errors are those of `fit`.
 
-        Args:
-          unevaluated: True if an earlier process ended during the evaluation of its last step.
-
-        Raises:
-          StoppedEarly: if `Options.stop` asked for it; the checkpoint of that step is complete.
-          TrainingStopped: if too many updates or saves in a row fail.
-          WorkdirLost: if another run has taken over the workdir, or it was deleted.
+        `unevaluated` is true if an earlier process ended during the evaluation of its last step.
         """
         state, last_step = self._beginning.state, self._run.experiment.steps
         unread: _Dispatched | None = None
         if unevaluated:
             self._act(self._evaluate, self._beginning.step, state, {})
-        self._recorder.restart_clock()
+        self._restart_clock()
         while (item := self._next_batch(unread)) is not None:
             step, batch = item
             self._run.phases.enter(Phase.REPEATED if step <= self._repeated else Phase.STEP)
@@ -121,10 +141,10 @@ class Loop:
                 if stops:
                     self._saver.finish()
                     raise StoppedEarly(
-                        f"stopped after step {step:,} of {last_step:,}, as a signal asked; its "
-                        "checkpoint is whole, and the same command goes on from there"
+                        f"stopped after step {step:,} of {last_step:,} on a signal; its checkpoint "
+                        "is complete. Give the same command to continue."
                     )
-                self._recorder.restart_clock()
+                self._restart_clock()
         self._saver.finish()
         return state
 
@@ -146,7 +166,7 @@ class Loop:
         if known := metrics.keys() & {"step", *line}:
             raise ValueError(f"{action!r} returns {sorted(known)[0]!r}, which the step has already")
         self._run.lock.check()
-        self._recorder.add(step, metrics)
+        self._log.add(step, metrics)
         line.update(metrics)
 
     def _evaluate(self, now: StepEvent) -> Mapping[str, float]:
@@ -155,8 +175,7 @@ class Loop:
         assert validation is not None
         metrics = validation.metrics(now.state)
         self._run.lock.check()
-        # Rank before the metrics are written, since a line with metrics marks the evaluation as
-        # done.
+        # A line with metrics marks the evaluation as done, so rank before they are written.
         self._saver.rank(now.step, metrics)
         self._run.progress.validated(now.step, validation.text(metrics))
         return metrics
@@ -172,20 +191,66 @@ class Loop:
     def _moment(self, step: int, state: State, line: Line) -> StepEvent:
         return StepEvent(step, state, line, self._run.workdir, self._run.tell)
 
+    def _restart_clock(self) -> None:
+        """Starts timing the next step."""
+        self._clock = time.perf_counter()
+
     def _read(self, made: _Dispatched) -> Line:
-        if made.line is None:
-            made.line = self._recorder.read(made.step, made.metrics, made.data_wait_seconds)
+        """Waits for a step and returns its metrics; those of value `None` are not written.
+
+        The step's time begins at the end of the previous step, or at `_restart_clock`, and includes
+        the wait for its batch. `tokens_per_second` and MFU count every position that the devices
+        process, including padding.
+        """
+        if made.line is not None:
+            return made.line
+        metrics = made.metrics
+        if self._devices[0].platform != "cpu":  # NumPy reads CPU arrays without a copy
+            metrics = jax.device_get(metrics)
+        values = {name: np.asarray(value).item() for name, value in metrics.items()}
+        seconds = time.perf_counter() - self._clock
+        self._restart_clock()
+        valid = int(values.pop("tokens"))
+        self._tokens += valid
+        positions, flops_per_token = at(self._sizes, made.step - 1)
+        tokens_per_second = positions / seconds
+        statistics = [device.memory_stats() or {} for device in jax.local_devices()]
+        peak = max((each.get("peak_bytes_in_use", 0) for each in statistics), default=0)
+        made.line = {
+            "step": made.step,
+            "loss": values.pop("loss"),
+            **values,
+            "valid_tokens": valid,
+            "tokens": self._tokens,
+            "tokens_per_second": tokens_per_second,
+            "step_seconds": seconds,
+            "data_wait_seconds": made.data_wait_seconds,
+            "step_flops": positions * flops_per_token,
+            "mfu": mfu(flops_per_token, tokens_per_second, self._devices),
+            "peak_memory_bytes": peak or None,
+        }
         return made.line
 
     def _finish(self, line: Line, batch: Batch, newest: State) -> None:
         """Writes the metrics of a step and handles skipped updates."""
-        run, first = self._run, self._beginning.step + 1
+        run, step, first = self._run, line["step"], self._beginning.step + 1
+        objective = run.experiment.objective
         run.lock.check()
-        if line["step"] == first:
+        if step == first:
             if run.primary:
                 run.start.record(first, run.lock)
             run.tell(f"first step after {run.phases.text()}")
-        self._recorder.write(line)
+        metrics = {name: value for name, value in line.items() if name != "step"}
+        self._log.write(step, metrics | {"goodput": self._goodput.update(step)})
+        run.progress.update(
+            step,
+            loss=line["loss"],
+            seconds=line["step_seconds"],
+            tokens_per_second=line["tokens_per_second"],
+            mfu=line["mfu"],
+            others={name: line[name] for name, each in objective.metrics.items() if each.shown},
+            loss_name=objective.loss_name,
+        )
         if (message := self._captures.take(line, batch)) is not None:
             run.tell(message)
         if line["skipped_in_a_row"] >= run.experiment.guard.stop_after:
@@ -212,7 +277,7 @@ def make_steps(
         if log.missing is not None:
             run.tell(f"WARNING: {log.missing}")
         if log.set_aside is not None:
-            run.tell(f"the metrics of the run before are kept in {log.set_aside}")
+            run.tell(f"the earlier run's metrics are kept in {log.set_aside}")
         with run.phases.during(Phase.COMPILE):
             compiled = compile_steps(run, beginning.step)
         run.lock.check()
@@ -224,12 +289,9 @@ def make_steps(
         def make_step(step: int, state: State, batch: Batch) -> tuple[State, Metrics]:
             return at(compiled, step - 1)(state, batch, hyperparameters)
 
-        recorder = Recorder(run, log, goodput, beginning.tokens)
-        repeated = max(goodput.furthest, log.furthest)
         with _profiler(run, compiled) as profiler:
-            make_step = profiler.traced(make_step)
-            loop = Loop(run, beginning, make_step, batches, recorder, saver, repeated)
-            return loop.run(unevaluated)
+            traced = profiler.traced(make_step)
+            return Loop(run, beginning, traced, batches, saver, log, goodput).run(unevaluated)
 
 
 def _unevaluated(run: Run, step: int) -> bool:

@@ -2,18 +2,16 @@
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from lmlib.data.compressors import saw_training_text
-from lmlib.experiment import Experiment
 from lmlib.metrics.log import mfu, read_metrics
 from lmlib.runs.goodput import Goodput
 from lmlib.runs.result import FILE_NAME, LOSS_STEPS, read_result
-from lmlib.runs.validation import StoredValidation
 from lmlib.state import State
 from lmlib.storage.atomic_file import write_atomically
 from lmlib.storage.local_folder import shown
@@ -23,7 +21,6 @@ from runner.errors import ConfigError
 from runner.monitoring.goodput import GoodputLog
 from runner.processes.agreement import from_first
 from runner.training.run import Run
-from runner.training.validation import Validation
 
 _SUMMED = {"loss", "step_seconds", "tokens"}
 
@@ -44,8 +41,7 @@ class Summary:
       steps: training steps.
       parameters: weights of the model.
       tokens: target tokens trained on.
-      mean_tokens_per_second: mean over all steps.
-      mean_mfu: model FLOPs utilization, mean over all steps.
+      mean_tokens_per_second, mean_mfu: throughput and model FLOPs utilization over all steps.
       training_loss: the mean over the last 50 steps, weighted by tokens or pairs.
       loss_name, loss_unit: the objective's name and unit for the loss.
       samples: continuations of the experiment's prompts.
@@ -81,23 +77,15 @@ class Summary:
         measured = self.validation.get("validation_loss")
         return None if measured is None else measured.value
 
-    def save(self, workdir: Path, check: Callable[[], None] = lambda: None) -> None:
-        """Writes result.json atomically; `check` as in `write_atomically`."""
-        content = json.dumps(dataclasses.asdict(self), indent=2) + "\n"
-        write_atomically(workdir / FILE_NAME, content, check)
-
     def text(self, workdir: Path, next_commands: Sequence[str]) -> str:
         """Returns the final table of a run, with commands to try next."""
-        page = workdir / "report.html"
+        page, last = workdir / "report.html", min(LOSS_STEPS, self.steps)
+        loss = f"{self.training_loss:.4f} {self.loss_unit}, last {last} steps"
         rows = [
             ("parameters", count_text(self.parameters)),
             ("tokens seen", count_text(self.tokens)),
             ("mean tokens per second", count_text(self.mean_tokens_per_second)),
-            (
-                f"training {self.loss_name}",
-                f"{self.training_loss:.4f} {self.loss_unit}, "
-                f"last {min(LOSS_STEPS, self.steps)} steps",
-            ),
+            (f"training {self.loss_name}", loss),
             *([("mean MFU", f"{self.mean_mfu:.1%}")] if self.mean_mfu else []),
             *self._validation_rows(),
             ("the run's files", shown(workdir)),
@@ -127,14 +115,12 @@ def finished_summary(workdir: Path, steps: int) -> Summary | None:
 
     Raises ValueError if the file is damaged; the message names it.
     """
-    file, found = workdir / FILE_NAME, read_result(workdir)
-    if found is None:
+    if (found := read_result(workdir)) is None:
         return None
     try:
         summary = from_json(found)
-        summary.text(workdir, ())  # fails if a field has the wrong type
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
-        raise ValueError(f"{file} is damaged ({error!r:.200})") from error
+    except (KeyError, TypeError) as error:  # the types of values have been checked
+        raise ValueError(f"{workdir / FILE_NAME} is damaged ({error!r:.200})") from error
     return summary if summary.steps == steps else None
 
 
@@ -169,21 +155,48 @@ def finish(run: Run, state: State, goodput: GoodputLog) -> Summary:
 
     Raises ConfigError if metrics.jsonl is missing.
     """
-    experiment, workdir = run.experiment, run.workdir
+    experiment, validation, workdir = run.experiment, run.validation, run.workdir
+    objective, stages = experiment.objective, experiment.stages
     lines = read_metrics(workdir) if run.primary else []
-    units = experiment.objective.units
-    totals = from_first(totals_of(lines, units, experiment.stages) if run.primary else None)
+    totals = from_first(totals_of(lines, objective.units, stages) if run.primary else None)
     if totals is None:
         raise ConfigError(f"{workdir} has a finished checkpoint but no metrics.jsonl")
-    summary, by_batch = summarise(experiment, state, totals, run.validation)
-    if run.primary and by_batch is not None:
-        by_batch.save(workdir, run.lock.check)
+    tokens_of = [n * e.step_tokens for e, n in zip(stages.values(), totals["steps"], strict=True)]
+    positions = sum(tokens_of)
+    flops = sum(
+        tokens / positions * stage.flops_per_token(causal=False)
+        for stage, tokens in zip(stages.values(), tokens_of, strict=True)
+    )
+    validated: dict[str, Any] = {}
+    if validation is not None:
+        metrics, by_batch = validation.whole(state)
+        if run.primary:
+            by_batch.save(workdir, run.lock.check)
+        validated = {
+            "validation": {n: Measured(value, validation.units[n]) for n, value in metrics.items()},
+            "validated_on": validation.seen(whole=True),
+            "compressed_bits_per_byte": validation.compressed_bits_per_byte,
+        }
     texts = () if run.samples is None else run.samples.write(experiment.steps, state.whole_model)
-    summary = dataclasses.replace(
-        summary, samples=texts, goodput=goodput.total(), start=run.lock.start
+    tokens_per_second = positions / totals["seconds"]
+    summary = Summary(
+        steps=experiment.steps,
+        parameters=sum(weight.size for weight in jax.tree.leaves(state.whole_model)),
+        tokens=totals["tokens"],
+        mean_tokens_per_second=tokens_per_second,
+        mean_mfu=mfu(flops, tokens_per_second, list(experiment.mesh.devices.flat)),
+        training_loss=totals["training_loss"],
+        loss_name=objective.loss_name,
+        loss_unit=objective.metrics["loss"].unit,
+        samples=texts,
+        goodput=goodput.total(),
+        flops_per_token=flops,
+        start=run.lock.start,
+        **validated,
     )
     if run.primary:  # written last: result.json marks a run as finished
-        summary.save(workdir, run.lock.check)
+        content = json.dumps(dataclasses.asdict(summary), indent=2) + "\n"
+        write_atomically(workdir / FILE_NAME, content, run.lock.check)
     return summary
 
 
@@ -200,10 +213,8 @@ def totals_of(
 ) -> dict[str, Any] | None:
     """Returns the totals of metrics.jsonl for a summary; `None` if no line has them.
 
-    Args:
-      metrics: the lines of metrics.jsonl.
-      units: the objective's units, which weight each line in the mean loss.
-      stages: ranges of steps from 0, in each of which lines are counted.
+    The objective's `units` weight each line in the mean loss. Lines are counted in each of the
+    `stages`, ranges of steps from 0.
     """
     weight = "valid_tokens" if units == "tokens" else units
     metrics = [line for line in metrics if line.keys() >= {*_SUMMED, weight}]
@@ -217,46 +228,3 @@ def totals_of(
         "tokens": metrics[-1]["tokens"],
         "training_loss": loss / max(sum(line[weight] for line in recent), 1),
     }
-
-
-def summarise(
-    experiment: Experiment,
-    state: State,
-    totals: Mapping[str, Any],
-    validation: Validation | None,
-) -> tuple[Summary, StoredValidation | None]:
-    """Evaluates the final state; `totals` is the result of `totals_of`.
-
-    Returns:
-      The summary, without samples; and the sums of each validation batch, `None` without
-      validation.
-    """
-    stages = list(zip(experiment.stages.values(), totals["steps"], strict=True))
-    positions = sum(steps * stage.step_tokens for stage, steps in stages)
-    tokens_per_second = positions / totals["seconds"]
-    flops = sum(
-        steps * stage.step_tokens / positions * stage.flops_per_token(causal=False)
-        for stage, steps in stages
-    )
-    validated: dict[str, Any] = {}
-    by_batch = None
-    if validation is not None:
-        metrics, by_batch = validation.whole(state)
-        validated = {
-            "validation": {n: Measured(value, validation.units[n]) for n, value in metrics.items()},
-            "validated_on": validation.seen(whole=True),
-            "compressed_bits_per_byte": validation.compressed_bits_per_byte,
-        }
-    summary = Summary(
-        steps=experiment.steps,
-        parameters=sum(weight.size for weight in jax.tree.leaves(state.whole_model)),
-        tokens=totals["tokens"],
-        mean_tokens_per_second=tokens_per_second,
-        mean_mfu=mfu(flops, tokens_per_second, list(experiment.mesh.devices.flat)),
-        training_loss=totals["training_loss"],
-        loss_name=experiment.objective.loss_name,
-        loss_unit=experiment.objective.metrics["loss"].unit,
-        flops_per_token=flops,
-        **validated,
-    )
-    return summary, by_batch

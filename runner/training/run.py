@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import fiddle as fdl
 
@@ -23,18 +23,12 @@ from runner.training.validation import Validation
 if TYPE_CHECKING:
     from runner.training.samples import Samples
 
+Line = dict[str, Any]  # the metrics of a step
+
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One start of a run.
-
-    Attributes:
-      cfg: the config that `experiment` was built from.
-      start: facts about this start, written to disk after its first step.
-      place: the workdir.
-      lock: the workdir's lock, checked before each write.
-      primary: True if this process writes files; all processes compute.
-    """
+    """One start of a run; the `primary` process writes files, and all processes compute."""
 
     cfg: fdl.Config[Experiment]
     experiment: Experiment
@@ -85,7 +79,7 @@ class Run:
         for steps, stage in experiment.stages.items():
             kept = bytes_text(saved_activations(stage).bytes_per_device)
             since = f" from step {steps.start + 1:,} on" if steps.start else ""
-            self.tell(f"kept for the backward pass{since}: {kept} on each device")
+            self.tell(f"saved activations{since}: {kept} per device")
         if may_wait_for_ever():
             self.tell(
                 "WARNING: these CPU devices may wait for each other for ever, and XLA then aborts "

@@ -52,8 +52,7 @@ class Samples:
 def continued(experiment: Experiment, model: Any) -> tuple[str, ...]:
     """Returns the experiment's prompts, each followed by a continuation from `model`.
 
-    Weights keep their training sharding, so sampling needs little extra memory. Raises ConfigError
-    if the data has no tokenizer, or its tokenizer cannot encode the prompts.
+    Raises ConfigError if the data has no tokenizer, or its tokenizer cannot encode the prompts.
     """
     if not experiment.samples.prompts:
         return ()
@@ -81,10 +80,7 @@ def continued(experiment: Experiment, model: Any) -> tuple[str, ...]:
 
 
 def asked(data: Any, codec: TextCodec, prompts: Sequence[str]) -> tuple[list[list[int]], list[int]]:
-    """Returns the token ids of the prompts, and the ids that end a continuation.
-
-    If `data` has a chat template, each prompt becomes a user message.
-    """
+    """Returns the prompts' token ids, in the chat template of `data` if any, and stop ids."""
     template = data.chat_template() if isinstance(data, FlatTokens) else None
     if template is None:
         return [codec.encode(prompt) for prompt in prompts], []

@@ -18,8 +18,7 @@ from lmlib.terminal.quantities import duration_text
 from runner.errors import TrainingStopped, error_text, user_errors
 from runner.monitoring.phases import Limits, Phase
 from runner.training.data_probe import probe
-from runner.training.recorder import Line
-from runner.training.run import Run
+from runner.training.run import Line, Run
 from runner.training.starting_point import StartingPoint
 from runner.weights.notes import WEIGHTS_ALONE, frozen_note, reference_note
 
@@ -45,9 +44,7 @@ def open_checkpoints(run: Run) -> Checkpoints:
 class Saver:
     """Saves checkpoints; tolerates `checkpoints.tolerated_failures` failures in a row.
 
-    In a run of one process, training continues after a failed save: older checkpoints are
-    unaffected, and the next save may succeed. In a run of several processes, the others wait in
-    the middle of their save for the one that failed, so a failure ends the run.
+    A failed save ends a run of several processes, since the others wait in the middle of theirs.
     """
 
     def __init__(
@@ -103,18 +100,17 @@ class Saver:
                 self._refuse(step, broken)
                 return
             skipping = line["skipped_in_a_row"] > 0
-            notes: dict[str, Any] = {
+            notes = {
                 "tokens": line["tokens"],
                 "before_skipped": self.before_skipped if skipping else step,
                 "batches": probe(self._run.experiment.batches, step),
                 **self._unchanging,
+                **({} if data is None else {"data": data}),
             }
-            if data is not None:
-                notes["data"] = data
             if self._checkpoints.deleted:
                 self._run.tell(
-                    "WARNING: the folder of checkpoints was deleted while this run went on: it is "
-                    f"made again, and step {step:,} is the first in it"
+                    "WARNING: the folder of checkpoints was deleted during this run; step "
+                    f"{step:,} is the first in a new one"
                 )
             try:
                 hold = self.before_skipped if skipping else None
@@ -153,20 +149,15 @@ class Saver:
             self._tolerate(error)
 
     def finish(self) -> None:
-        """Waits for the last save.
-
-        Raises:
-          TrainingStopped: if the save failed, so the newest checkpoint is an earlier one.
-          OSError: if the save failed on this process in a run of several processes.
-        """
+        """Waits for the last save; raises TrainingStopped or OSError if it failed."""
         with self._run.phases.during(Phase.CHECKPOINT):
             error = self._settled()
         if error is not None and jax.process_count() > 1:
             raise error
         if (failure := error or self._last_error) is not None:
             raise TrainingStopped(
-                f"the last checkpoint could not be saved: {error_text(failure)}; the same "
-                "command makes the steps since the one before again"
+                f"the last checkpoint could not be saved: {error_text(failure)}; give the same "
+                "command to repeat the steps since the one before"
             )
 
     @contextlib.contextmanager
@@ -176,8 +167,7 @@ class Saver:
         with self._run.phases.during(Phase.CHECKPOINT):
             yield
         if (blocked := time.perf_counter() - began) >= HELD_UP_SECONDS:
-            told = duration_text(blocked)
-            self._run.tell(f"saving step {step:,} held training up for {told}")
+            self._run.tell(f"saving step {step:,} delayed training by {duration_text(blocked)}")
 
     def _settled(self) -> OSError | None:
         """Waits for the last save; returns its error, `None` if it succeeded."""
@@ -213,12 +203,12 @@ class Saver:
             there = "there is none" if newest is None else f"step {newest:,}"
             raise TrainingStopped(
                 f"{error_text(error)}. The last {self._failed} saves failed, and "
-                f"checkpoints.tolerated_failures is {tolerated}; newest checkpoint: {there}. The "
-                "same command continues"
+                f"checkpoints.tolerated_failures is {tolerated}; newest checkpoint: {there}. Give "
+                "the same command to continue."
             ) from error
         self._run.tell(
-            f"WARNING: {error_text(error)}. Training goes on without that checkpoint, and stops if "
-            f"{tolerated + 1 - self._failed} more fail"
+            f"WARNING: {error_text(error)}. Training continues without that checkpoint, and stops "
+            f"if {tolerated + 1 - self._failed} more fail"
         )
 
 

@@ -30,17 +30,13 @@ class StartingPoint:
     """The state of a run before its next step.
 
     Attributes:
-      step: steps completed so far.
-      tokens: target tokens in these steps.
-      before_skipped: the step of the newest checkpoint that was saved while no updates were
-        skipped; `None` if there is none.
-      initialised_from: the name of the run or Hugging Face folder that the initial weights came
-        from; `None` if they were new.
+      step, tokens: completed steps and their target tokens.
+      before_skipped: the newest checkpoint that was saved while no updates were skipped, or `None`.
+      initialised_from: the run or Hugging Face folder of the initial weights; `None` if new.
       damaged: newer checkpoints that must be set aside.
       fork: the step of another run that this run was forked from; `None` if it is not a fork.
       is_new_fork: True if the state comes from the other run and is not saved in this run yet.
-      data: the position of each process in the stream of a `Resumable` source; `None` for other
-        sources.
+      data: each process's position in the stream of a `Resumable` source; otherwise `None`.
     """
 
     state: State
@@ -154,17 +150,13 @@ def _go_on(
 
 
 def check_newest(beginning: StartingPoint, steps: Sequence[int], directory: Path) -> None:
-    """Checks that no other run has saved a checkpoint since `beginning` was read.
-
-    Args:
-      steps: the steps of the current checkpoints in `directory`.
-    """
+    """Checks that no other run has saved a checkpoint since `beginning` was read."""
     damaged = {error.folder.name for error in beginning.damaged}
     newer = [step for step in steps if step > beginning.step and str(step) not in damaged]
     if newer:
         raise TrainingStopped(
             f"another run has saved step {newer[-1]:,} in {directory} while this one began after "
-            f"step {beginning.step:,}: see that it has ended; the same command goes on from there"
+            f"step {beginning.step:,}: once it has ended, give the same command to continue"
         )
 
 
@@ -178,9 +170,7 @@ def check_config(
     """Reports how the config differs from the config of the previous start.
 
     It compares settings.json, since the modules that an old config.json names may no longer exist.
-
-    Args:
-      target: returns the abstract state that a checkpoint is restored into.
+    `target` returns the abstract state that a checkpoint is restored into.
     """
     with user_errors():
         before, now = read_settings(workdir), settings(cfg)
@@ -215,18 +205,18 @@ def _check_data(run: Run, found: Restored) -> None:
     if "data" not in run.options.allowed_changes:
         raise ConfigError(
             f"checkpoint {found.step} was trained on other data: {problem}. Use another workdir, "
-            "or give --allow_change=data to go on all the same"
+            "or continue with --allow_change=data"
         )
-    run.tell(f"going on with other data, since --allow_change=data: {problem}")
+    run.tell(f"continuing with other data, since --allow_change=data was given: {problem}")
 
 
 def _say(run: Run, found: Restored, fork: Fork | None) -> None:
     for damage in found.damaged:
         run.tell(f"WARNING: {damage}")
     if found.damaged:
-        run.tell(f"WARNING: going back to the newest sound checkpoint, step {found.step:,}")
+        run.tell(f"WARNING: using the newest sound checkpoint, step {found.step:,}")
     if found.step < run.experiment.steps:
         doing = "resuming"
         if fork is not None and fork.step == found.step:
-            doing = f"forked from {fork.checkpoints}: going on, with its moments and counts,"
+            doing = f"forked from {fork.checkpoints}: continuing, with its moments and counts,"
         run.tell(f"{doing} after step {found.step:,} of {run.experiment.steps:,}")

@@ -11,7 +11,7 @@ The config files directly in the workdir are copies from the newest start.
 import json
 import socket
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,23 +36,10 @@ _SHOWN = 8  # changed files that a message names
 
 
 class Start:
-    """One start of a run; written to disk after its first step.
-
-    Attributes:
-      code: the digest of each source file.
-      versions: the versions of Python and packages.
-      jax_settings: the JAX settings that affect numerical results.
-      xla_flags: all flags from `flags_of_the_run`, in one dict.
-    """
+    """The facts about one start of a run; written to disk after its first step."""
 
     def __init__(self, cfg: fdl.Config, workdir: Path, experiment: Path | None):
-        """Collects the facts about this start.
-
-        Raises ConfigError if `cfg` cannot be saved.
-
-        Args:
-          experiment: the Python file that defines `cfg`; `None` if there is none.
-        """
+        """Collects the facts; raises ConfigError if `cfg` cannot be saved."""
         self.code = code_files(cfg, experiment)
         self.versions = versions()
         self.jax_settings = numbers.settings_of_numbers()
@@ -73,24 +60,24 @@ class Start:
 
     def tell_changes(self, tell: Callable[[str], None]) -> None:
         """Reports changes to code, packages and XLA flags since the run was last trained."""
-        before = _newest(self._workdir)
+        before, found = _newest(self._workdir), dict[str, list[str]]()
         code, packages, flags = (before.get(name) for name in ("code", "versions", "xla_flags"))
         if isinstance(code, dict) and isinstance(packages, dict):
             updated = _changed(packages, self.versions, "{name} {was} → {now}")
             files = sorted(_changed(code, self.code, "{name}"))
             more = [f"and {len(files) - _SHOWN} more files"] if len(files) > _SHOWN else []
-            _tell_changes("the code has", [*updated, *files[:_SHOWN], *more], tell)
+            found["the code has"] = [*updated, *files[:_SHOWN], *more]
         if isinstance(flags, dict):
-            changed = sorted(_changed(flags, self.xla_flags, "{name}: {was} → {now}"))
-            _tell_changes("flags of XLA have", changed, tell)
+            found["flags of XLA have"] = _changed(flags, self.xla_flags, "{name}: {was} → {now}")
+        for what, changes in found.items():
+            if changes:
+                text = printable(", ".join(changes))
+                tell(f"{what} changed since this run was last trained: {text}")
 
     def check_jax_settings(
         self, allowed_changes: Collection[str], tell: Callable[[str], None]
     ) -> None:
-        """Checks that JAX's settings match the settings of the previous start.
-
-        A run without checkpoints is not checked.
-        """
+        """Checks JAX's settings against those of the previous start, if the run has checkpoints."""
         before = _newest(self._workdir).get("jax_settings")
         if not isinstance(before, dict) or not steps_in(self._workdir / "checkpoints"):
             return
@@ -99,23 +86,17 @@ class Start:
         told = f"{self._workdir} was trained with other settings of JAX: {printable(changes)}"
         is_kept = "JAX_DEFAULT_PRNG_IMPL" in changes  # checkpoints hold a key of that type
         if is_kept or "jax" not in allowed_changes:
-            go_on = "" if is_kept else ", or give --allow_change=jax to go on all the same"
+            go_on = "" if is_kept else ", or continue with --allow_change=jax"
             raise ConfigError(
-                f"{told}. The same step would give other numbers: set them as they were (they are "
-                f"environment variables of JAX's), or take another workdir{go_on}"
+                f"{told}. The same step would give other numbers: set these environment variables "
+                f"as they were, or use another workdir{go_on}"
             )
-        tell(f"WARNING: {told}; going on all the same, since --allow_change=jax")
+        tell(f"WARNING: {told}; continuing, since --allow_change=jax was given")
 
     def record(self, first_step: int, lock: WorkdirLock) -> None:
         """Writes this start to disk. Process 0 calls it after the first step.
 
-        Args:
-          first_step: the first step of this start.
-          lock: the workdir's lock, checked before each write.
-
-        Raises:
-          WorkdirLost: if another run has taken over the workdir.
-          OSError: if the files cannot be written.
+        Raises WorkdirLost if another run has taken over the workdir, and OSError.
         """
         number = max((int(folder.name) + 1 for folder in _folders(self._workdir)), default=0)
         folder = self._workdir / "starts" / f"{number:05}"
@@ -147,12 +128,6 @@ def _changed(before: Mapping[str, str], now: Mapping[str, str], form: str) -> li
         form.format(name=name, was=before.get(name, "absent"), now=now.get(name, "absent"))
         for name in changed_paths(now, before)
     ]
-
-
-def _tell_changes(what: str, changes: Sequence[str], tell: Callable[[str], None]) -> None:
-    if changes:
-        told = printable(", ".join(changes))
-        tell(f"{what} changed since this run was last trained: {told}")
 
 
 def _folders(workdir: Path) -> list[Path]:

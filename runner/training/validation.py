@@ -23,14 +23,14 @@ class Validation:
         self._last = experiment.steps
         self._evaluator = Evaluator(experiment.mesh, experiment.compute, experiment.objective)
         self._suite: Callable[[Any], dict[str, float]] | None = None
-        if experiment.evaluation.suite is not None:
-            self._suite = experiment.evaluation.suite.evaluator(
+        if (suite := experiment.evaluation.suite) is not None:
+            mesh, compute, vocab = (
                 experiment.mesh,
                 experiment.compute,
                 experiment.data.max_token_id + 1,
-                experiment.text_codec,
-                experiment.suite_length,
             )
+            codec, length = experiment.text_codec, experiment.suite_length
+            self._suite = suite.evaluator(mesh, compute, vocab, codec, length)
 
     @property
     def units(self) -> Mapping[str, str]:
@@ -38,20 +38,14 @@ class Validation:
         return validation_metrics(self._objective, self._sets, self._named, "validation")
 
     def metrics(self, state: State) -> dict[str, float]:
-        """Returns `Experiment.evaluation_metrics`.
-
-        They are computed on the same batches each time: the first `evaluation.batches` of each set.
-        """
+        """Returns `Experiment.evaluation_metrics`, measured on the same batches each time."""
         metrics = self._metrics(self._measured(state, whole=False), "evaluation")
         return metrics if self._suite is None else {**metrics, **self._suite(state.whole_model)}
 
     def whole(self, state: State) -> tuple[dict[str, float], StoredValidation]:
-        """Evaluates on all batches of each set, without the evaluation suite.
+        """Evaluates on all batches of each set (some of an endless set), without the suite.
 
-        For an endless set, the first `evaluation.batches` batches are used.
-
-        Returns:
-          The metrics (`validation_loss`, …), and the sums over batches behind them.
+        Returns the metrics (`validation_loss`, …), and the sums over batches behind them.
         """
         found = self._measured(state, whole=True)
         weights, sets = self._weights or {}, {}
@@ -65,28 +59,19 @@ class Validation:
         return self._metrics(found, "validation"), stored
 
     def text(self, metrics: Mapping[str, float]) -> str:
-        """Formats the evaluation as a line.
-
-        It has the loss, other shown metrics and bits per byte with their units, and describes the
-        evaluated batches.
-        """
+        """Formats the evaluation as a line, with units and the evaluated batches."""
         objective = self._objective
         shown = [name for name, metric in objective.metrics.items() if metric.shown]
-        names = {"loss": objective.loss_name, **{name: name.replace("_", " ") for name in shown}}
-        parts = [
-            f"{words} {metrics[f'evaluation_{name}']:.4f} {objective.metrics[name].unit}"
-            f"{self._each(metrics, name)}"
-            for name, words in names.items()
-        ]
+        parts = []
+        for name in ("loss", *shown):
+            words = objective.loss_name if name == "loss" else name.replace("_", " ")
+            key, unit = f"evaluation_{name}", objective.metrics[name].unit
+            each = (f"{one} {metrics[f'{key}/{one}']:.4f}" for one in self._sets if self._named)
+            of_sets = f" ({', '.join(each)})" if self._named else ""
+            parts.append(f"{words} {metrics[key]:.4f} {unit}{of_sets}")
         if (bits := metrics.get("evaluation_bits_per_byte")) is not None:
             parts.append(f"{bits:.3f} bits per byte")
         return f"evaluation {'  '.join(parts)}  over {self.seen(whole=False)}"
-
-    def _each(self, metrics: Mapping[str, float], metric: str) -> str:
-        if not self._named:
-            return ""
-        each = (f"{name} {metrics[f'evaluation_{metric}/{name}']:.4f}" for name in self._sets)
-        return f" ({', '.join(each)})"
 
     def seen(self, whole: bool) -> str:
         """Describes the batches that the method `whole`, or else `metrics`, evaluates."""
@@ -125,17 +110,12 @@ class Validation:
             values = {name: each.metrics[metric] for name, each in found.items()}
             counts = {name: float(each.count) for name, each in found.items()}
             metrics |= self._lines(f"{begin}_{metric}", values, counts)
-        nats = self._objective.cross_entropy
-        in_text = {
-            name: source.bytes_per_target
-            for name, source in self._sets.items()
-            if nats is not None and source.bytes_per_target is not None
-        }
-        bits = {
-            name: bits_per_byte(found[name].metrics[nats or ""], size)
-            for name, size in in_text.items()
-        }
-        sizes = {name: found[name].count * size for name, size in in_text.items()}
+        bits, sizes = dict[str, float](), dict[str, float]()
+        for name, each in found.items():
+            size, nats = self._sets[name].bytes_per_target, self._objective.cross_entropy
+            if nats is not None and size is not None:
+                bits[name] = bits_per_byte(each.metrics[nats], size)
+                sizes[name] = each.count * size
         return metrics | self._lines(f"{begin}_bits_per_byte", bits, sizes)
 
     def _lines(

@@ -100,7 +100,7 @@ def test_a_job_that_others_preempt_saves_and_goes_on_after_them(cluster, undistu
     assert cluster.finished(urgent)["JobState"] == "COMPLETED"
     job = cluster.finished(number)
     assert (job["JobState"], job["Restarts"]) == ("COMPLETED", "1")
-    assert "as a signal asked; its checkpoint is whole" in (workdir / "run.log").read_text()
+    assert "on a signal; its checkpoint is complete" in (workdir / "run.log").read_text()
     assert curve(workdir) == undisturbed
 
 

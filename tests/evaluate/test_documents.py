@@ -177,7 +177,7 @@ def test_one_document_has_no_standard_error():
         ([[1, 2]], S, f"overlap must be at least 0 and below {S}, got {S}"),
     ],
 )
-def test_what_cannot_be_evaluated_is_told(documents, overlap, told):
+def test_invalid_documents_are_refused(documents, overlap, told):
     mesh = make_mesh()
     given = [Document(np.array(ids, np.int64)) for ids in documents]
     with pytest.raises(ValueError, match=told):

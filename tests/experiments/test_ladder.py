@@ -1,4 +1,4 @@
-"""The dial: what follows from depth."""
+"""Sizes of the ladder's rungs."""
 
 import math
 
@@ -9,7 +9,7 @@ import pytest
 from experiments import ladder
 
 
-def test_what_follows_from_depth_is_as_docs_ladder_says():
+def test_sizes_follow_from_depth():
     for depth in (4, 12, 24):
         cfg = ladder.config(depth, tokens_per_parameter=5)
         model, data = cfg.model, cfg.data
@@ -44,6 +44,6 @@ def test_small_rungs_are_measured_on_rows_of_one_length():
         ({"width_per_layer": 48}, "must divide 64"),
     ],
 )
-def test_what_makes_no_rung_is_told(given, said):
+def test_invalid_rungs_are_refused(given, said):
     with pytest.raises(ValueError, match=said):
         ladder.config(**given)

@@ -1,4 +1,4 @@
-"""Training on one's own tokens: what follows from them, and what is said where they do not do."""
+"""The experiment on one's own tokens: its sizes and its refusals."""
 
 import os
 import shlex
@@ -71,7 +71,7 @@ def test_prompts_are_how_held_out_texts_begin(folder):
         assert prompt and " ".join(text.split()).startswith(prompt)
 
 
-def test_what_does_not_do_is_said_in_a_sentence(folder, tmp_path):
+def test_invalid_data_is_refused_in_a_sentence(folder, tmp_path):
     def error(*overrides: str) -> str:
         with pytest.raises(ConfigError) as raised:
             configs.load("experiments/own_text", overrides=overrides)

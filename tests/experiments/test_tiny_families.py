@@ -1,5 +1,4 @@
-"""A family of each kind when tiny: trained on a mesh of 8, resumed, sampled from, quantized and
-planned, by files that know of no family. Every family's gradients on a mesh: hf/test_golden.py."""
+"""Tiny families: trained on a mesh of 8, resumed, sampled from, quantized and planned."""
 
 import functools
 
@@ -7,8 +6,7 @@ import fiddle as fdl
 import jax
 import numpy as np
 import pytest
-from cut_short import cut_short
-from states import assert_same_bits
+from states import assert_same_bits, cut_short
 
 from lmlib import Compute
 from lmlib.data.batch import place

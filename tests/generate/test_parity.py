@@ -1,4 +1,4 @@
-"""What is continued greedily here is what transformers continues. Needs lmlib[parity]."""
+"""Greedy continuations equal those of transformers. Needs lmlib[parity]."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What may follow, against a definition in NumPy that sorts; and draws of it."""
+"""Allowed tokens against a definition in NumPy that sorts; and draws of them."""
 
 import jax
 import jax.numpy as jnp
@@ -130,15 +130,6 @@ def test_a_token_is_drawn_as_often_as_it_is_likely_and_told_with_its_own_probabi
     assert (np.abs(counts - draws * p) <= 5 * np.sqrt(draws * p * (1 - p)) + 1e-6).all()
     own = np.log(by_definition(z_V, np.zeros(V, bool), Sampling())[0])
     np.testing.assert_allclose(logprob_B, own[np.asarray(token_B)], atol=1e-5)
-
-
-def test_greedy_takes_the_likeliest_after_the_penalty():
-    z_1V = jnp.array([[1.0, 3.0, 2.5]])
-    penalised = Sampling(temperature=0.0, repetition_penalty=1.5)
-    seen_1V = jnp.array([[False, True, False]])
-    assert int(choose(z_1V, None, None, numbers_of(GREEDY), rules_of(GREEDY))[0][0]) == 1
-    token_1, _ = choose(z_1V, None, seen_1V, numbers_of(penalised), rules_of(penalised))
-    assert int(token_1[0]) == 2
 
 
 @pytest.mark.parametrize("temperature", [1e-6, 1e6])

@@ -11,7 +11,8 @@ import subprocess
 import threading
 
 import pytest
-from left_runs import leave_run, losses
+from made_up_runs import leave_files as leave_run
+from made_up_runs import losses
 from small_experiment import small
 
 from lmlib.report import page, seen, write_page

@@ -13,7 +13,8 @@ import pytest
 import vl_convert
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from left_runs import leave_run, losses
+from made_up_runs import leave_files as leave_run
+from made_up_runs import losses
 from small_experiment import small
 
 from lmlib.report import page, seen, write_page, write_pictures

@@ -4,27 +4,21 @@ import json
 import math
 
 import pytest
+from made_up_runs import leave_files, losses
 
 from lmlib.runs import find_runs, read_run, runs
 from lmlib.runs.run import difference
 
-
-def leave_run(folder, rate, losses=(3.5, 2.5), result=None, **settings):
-    folder.mkdir(parents=True)
-    leave_settings(folder, {"optimizer.peak_lr": str(rate), "steps": "2"} | settings)
-    lines = [{"step": step, "loss": loss} for step, loss in enumerate(losses, 1)]
-    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    if result is not None:
-        (folder / "result.json").write_text(result)
+MODEL = {"model": "lmlib.models.families.llama.llama (partial)", "model.embed": "64"}
 
 
-def leave_settings(folder, settings):
-    model = {"model": "lmlib.models.families.llama.llama (partial)", "model.embed": "64"}
-    (folder / "settings.json").write_text(json.dumps(model | settings))
+def leave_run(folder, rate, found=(3.5, 2.5), result=None, **settings):
+    settings = {**MODEL, "optimizer.peak_lr": rate, "steps": 2, **settings}
+    leave_files(folder, settings, losses(*found), result)
 
 
 def test_a_run_says_what_was_set_and_measured(tmp_path):
-    leave_run(tmp_path / "a", 0.001, (3.5, "NaN"), '{"steps": 2}')
+    leave_run(tmp_path / "a", 0.001, (3.5, "NaN"), {"steps": 2})
     run = read_run(tmp_path / "a")
     assert run.settings["optimizer.peak_lr"] == "0.001"
     assert run.settings["model"] == "lmlib.models.families.llama.llama (partial)"
@@ -32,7 +26,7 @@ def test_a_run_says_what_was_set_and_measured(tmp_path):
     assert run.metrics[0]["loss"] == 3.5 and math.isnan(run.metrics[1]["loss"])
     assert run.finished and run.result == {"steps": 2}
     # It was made longer since, and has the result of its earlier end.
-    leave_settings(tmp_path / "a", {"steps": "5"})
+    (tmp_path / "a/settings.json").write_text(json.dumps(MODEL | {"steps": "5"}))
     assert not read_run(tmp_path / "a").finished
 
 
@@ -95,7 +89,7 @@ def test_settings_keep_their_kinds_in_a_table(tmp_path):
 
 
 def test_a_table_has_what_differs_and_the_last_values(tmp_path):
-    leave_run(tmp_path / "a", 0.001, result="{}")
+    leave_run(tmp_path / "a", 0.001, result={})
     leave_run(tmp_path / "b", 0.002, (4.0,))
     table = runs(tmp_path)
     assert list(table["optimizer.peak_lr"]) == [0.001, 0.002]

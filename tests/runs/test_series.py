@@ -1,4 +1,4 @@
-"""Columns of metrics.jsonl say what its lines say, however the file came to be as it is."""
+"""Columns of metrics.jsonl equal its lines, however the file was written."""
 
 import itertools
 import json

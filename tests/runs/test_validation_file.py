@@ -23,7 +23,7 @@ def stored(sums, counts=None, weight=None):
 
 
 @given(st.lists(FINITE | st.just(math.nan), min_size=1, max_size=20), st.none() | st.floats(0, 9))
-def test_what_was_measured_comes_back_to_the_bit(tmp_path_factory, sums, weight):
+def test_measurements_are_stored_exactly(tmp_path_factory, sums, weight):
     folder = tmp_path_factory.mktemp("run")
     before = stored(sums, np.arange(1, len(sums) + 1), weight)
     before.save(folder)
@@ -37,7 +37,7 @@ def test_what_was_measured_comes_back_to_the_bit(tmp_path_factory, sums, weight)
     np.testing.assert_array_equal(other.sums["loss"], one.sums["loss"])
 
 
-def test_of_many_batches_neighbours_are_added_up(tmp_path):
+def test_neighbours_of_many_batches_are_added_up(tmp_path):
     sums = np.arange(2.0 * MOST + 5)
     stored(sums).save(tmp_path)
     one = read_validation(tmp_path).sets["validation"]

@@ -23,8 +23,7 @@ def assert_same_logits(model, ids, expected, kept=slice(None)):
 
 @functools.cache
 def adapted(name, **settings):
-    """Of all that PEFT can adapt, unless `paths` say otherwise, with adapters that change what the
-    model computes, but not its scale."""
+    """Returns the model with random adapters, by default on all that PEFT can adapt."""
     key, usual = jax.random.key(1), "*attention*" if name.startswith("deepseek") else "stack.*"
     settings = {"paths": (usual,)} | settings
     base = base_of(name)

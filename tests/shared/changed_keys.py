@@ -1,8 +1,7 @@
-"""Each key of each golden config.json, null or taken away, and what transformers makes of it.
+"""Each key of each golden config.json, null or absent, and the model that transformers makes of it.
 
-`OUTCOMES` has, by folder and then "key: null" or "key: absent", what transformers computes of the
-folder with such a key: "same" logits as without the change, nothing since it "refuses", or those of
-the folder with another value of the key, {"as": value}, which is null where no other gives them.
+`OUTCOMES` has by folder and "key: null" or "key: absent": "same" for unchanged logits, "refuses",
+or {"as": value} if another value of the key gives the same logits (null if none does).
 """
 
 import copy

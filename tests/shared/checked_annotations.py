@@ -1,7 +1,6 @@
 """Imports lmlib so that each call checks annotations: beartype types, jaxtyping shapes.
 
-jaxtyping's calls cost several times more, so only functions with shapes have them. mypy checks the
-types of functions inside others.
+jaxtyping's calls cost several times more, so only functions with shapes have them.
 """
 
 import ast
@@ -28,8 +27,7 @@ def check_annotations(package: str) -> None:
 
 
 def checked(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `function` with checks that its first call makes: for a whole package that takes
-    seconds."""
+    """Returns `function` with checks, made at its first call because making all takes seconds."""
     made: Callable[..., Any] | None = None
 
     @functools.wraps(function)

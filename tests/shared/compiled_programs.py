@@ -1,7 +1,6 @@
-"""Programs that the tests compiled, kept in the user's cache folder for their next run.
+"""Keeps compiled programs of tests in the user's cache folder for their next run.
 
-JAX tells them apart by its version, by XLA's flags and by what they compute; here by the names of
-their operations too, which tests read, and not by the lines of the code that they come from.
+JAX tells them apart by version, XLA's flags and content; here also by the names of operations.
 """
 
 import os

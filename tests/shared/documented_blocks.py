@@ -1,7 +1,6 @@
-"""The code and the commands that README and docs/ show, in the order of each page.
+"""The code and commands of README and docs/, in the order of each page.
 
-An indented block is commands. So is a fenced one of ```bash. A fenced block of ```python is code;
-one of another language, or of none, is to be read: output, a file, a picture.
+Indented and ```bash blocks are commands, ```python blocks are code, and others are only read.
 """
 
 import re

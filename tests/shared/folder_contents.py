@@ -1,4 +1,4 @@
-"""What lies in a folder, to compare two of them."""
+"""The contents of a folder, to compare two of them."""
 
 from pathlib import Path
 

@@ -1,8 +1,4 @@
-"""A Python that has imported what commands need, and forks for each: `forked_processes` asks it.
-
-What it forks goes on as a fresh `python ARGUMENTS` would, to that one's end, with its own folder,
-environment, streams and exit status.
-"""
+"""A Python with all imports of commands, which forks for each request of `forked_processes`."""
 
 import contextlib
 import gc
@@ -52,10 +48,10 @@ def import_all() -> dict[str, str]:
 
 
 def serve(connection: socket.socket, set_by_imports: dict[str, str]) -> list[str]:
-    """Returns in each process that was asked for, with its arguments; else when nobody asks more.
+    """Returns in each requested process, with its arguments; exits when the connection closes.
 
-    A request is a line of JSON, and the descriptors of stdin, stdout, stderr and of a pipe, which
-    gets the number of the process, and its exit status once it has one.
+    A request is a line of JSON with the descriptors of stdin, stdout, stderr and of a pipe, which
+    gets the process id, and later the exit status.
     """
     while True:
         request, descriptors, _, _ = socket.recv_fds(connection, 1 << 16, 4)

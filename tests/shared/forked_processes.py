@@ -1,7 +1,6 @@
-"""`python -m MODULE`, `python -c CODE` and `python FILE`, without the seconds that importing takes.
+"""Runs `python -m MODULE`, `python -c CODE` or `python FILE` without the seconds that imports take.
 
-A server has imported everything and forks. Each fork has its own number, streams, folder,
-environment and status. `fresh_process` starts a Python that imports everything itself.
+A server has imported everything and forks. `fresh_process` starts a Python that does not fork.
 """
 
 import atexit
@@ -31,7 +30,7 @@ _READ_AT_IMPORT = ("JAX_", "PYTHON")
 
 
 def paths_of(root: Path) -> str:
-    """What PYTHONPATH holds where lmlib lies in `root`."""
+    """Returns PYTHONPATH for a copy of lmlib in `root`."""
     return os.pathsep.join([str(root), str(ROOT / "tests/shared")])
 
 
@@ -39,7 +38,7 @@ PATHS = paths_of(ROOT)
 
 
 class ForkedProcess:
-    """A process that runs; of `subprocess.Popen` it has what is here."""
+    """A running process, with a part of the interface of `subprocess.Popen`."""
 
     def __init__(
         self,
@@ -50,8 +49,7 @@ class ForkedProcess:
         cwd: Path = ROOT,
         environment: Mapping[str, str | None] | None = None,
     ):
-        """Begins `python ARGUMENTS` in `cwd`, with changes of this process's `environment`; a value
-        of None removes a variable."""
+        """Starts `python ARGUMENTS` in `cwd`; None in `environment` removes a variable."""
         self.args = [os.fspath(each) for each in arguments]
         self.returncode: int | None = None
         variables = _environment(environment)
@@ -134,10 +132,7 @@ def run_forked(
     cwd: Path = ROOT,
     environment: Mapping[str, str | None] | None = None,
 ) -> Ended:
-    """Runs `python ARGUMENTS` to its end, as `ForkedProcess` begins it, with `piped` to read.
-
-    subprocess.TimeoutExpired after `SECONDS`.
-    """
+    """Runs `python ARGUMENTS` to its end, at most `SECONDS`, with `piped` as its input."""
     with (
         tempfile.TemporaryFile("w+") as given,
         tempfile.TemporaryFile("w+") as out,

@@ -14,8 +14,7 @@ PEFT_VERSION = peft.__version__
 
 
 def adapted(name: str, **settings: Any) -> Any:
-    """The golden model `name` with random adapters, neither of whose matrices is zero. What trains
-    besides is changed at random too."""
+    """Returns the golden model `name` with random adapters and changed trainable weights."""
     torch.manual_seed(0)
     model = loaded(GOLDEN / name, "float32")
     config = peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **settings)

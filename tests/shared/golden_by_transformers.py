@@ -44,8 +44,7 @@ def logits_of_prompt(model: Any, vocab: int) -> torch.Tensor:
 
 
 def layers_of(folder: Path, ids: list[int]) -> dict[str, Any]:
-    """The residual stream before each layer and after the last norm [L + 1, S, E], and the
-    attention weights [L, H, S, T], as NumPy arrays."""
+    """Returns the residual stream [L + 1, S, E] and the attention weights [L, H, S, T]."""
     with torch.no_grad():
         output = loaded(folder, "float32")(
             torch.tensor([ids]), output_hidden_states=True, output_attentions=True
@@ -57,8 +56,7 @@ def layers_of(folder: Path, ids: list[int]) -> dict[str, Any]:
 
 
 def as_saved(model: Any, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Values of a model's parameters and buffers under the names of a folder, which holds some
-    apart that the class has as one: experts."""
+    """Returns values of parameters and buffers under the names in a folder."""
     holder = copy.deepcopy(model)
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
         state = dict(holder.named_parameters()) | kept_buffers(holder)
@@ -69,8 +67,7 @@ def as_saved(model: Any, values: dict[str, torch.Tensor]) -> dict[str, torch.Ten
 
 
 def write(folder: Path, kind: str, keys: dict[str, Any]) -> None:
-    """A golden folder: a random model of `kind` with these keys of config.json, its logits,
-    gradients, and weights after a step."""
+    """Writes a golden folder: a random model, its logits, gradients, and weights after a step."""
     vocab = keys["vocab_size"]
     model = random_model(kind, keys)
     model.save_pretrained(folder)
@@ -100,8 +97,7 @@ def write(folder: Path, kind: str, keys: dict[str, Any]) -> None:
 
 
 def logits_of_content(folder: Path, content: dict[str, Any]) -> Any:
-    """Of the weights in `folder` with this config.json, as a NumPy array [kept positions, V];
-    `None` if transformers cannot compute them."""
+    """Returns the logits with this config.json; `None` if transformers cannot compute them."""
     (folder / "config.json").write_text(json.dumps(content))
     try:
         model, told = transformers.AutoModelForCausalLM.from_pretrained(

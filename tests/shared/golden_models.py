@@ -17,8 +17,7 @@ FLOAT32 = Compute(dtype="float32")
 
 @functools.cache
 def golden_model(name):
-    """As `hf.load` makes it, which tests/hf/test_golden.py asks, without a program for each
-    shape."""
+    """Makes the model of a golden folder without a program for each shape, unlike `hf.load`."""
     found = described(GOLDEN / name)
     weights = {}
     map_weights(

@@ -1,7 +1,6 @@
-"""Weights made by NumPy, or once on one device, and put on the meshes that tests ask about.
+"""Weights made once by NumPy or on one device, and then placed on the meshes of tests.
 
-A program that draws random numbers takes seconds to compile, as long as what most tests ask of the
-model, and the weights are the same on every mesh: tests/test_sharded_training.py asks that.
+Programs that draw random numbers take seconds to compile.
 """
 
 from typing import TypeVar

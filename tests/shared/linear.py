@@ -8,13 +8,7 @@ from lmlib.models.weights import fan_in, initial_values, weight, zeros
 
 
 class Linear(eqx.Module):
-    """x · weight + bias; `Linear("embed", "heads head_dim", …)` makes heads of the embedding.
-
-    Args:
-      inputs, outputs: names of the axes that are summed over, and of those of the result.
-      bias: whether there is one.
-      sizes: of the axes, by name.
-    """
+    """x · weight + bias; `Linear("embed", "heads head_dim", …)` makes heads of the embedding."""
 
     inputs: str = eqx.field(static=True)
     outputs: str = eqx.field(static=True)

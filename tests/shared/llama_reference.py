@@ -19,12 +19,11 @@ def reference_logits(
     factors: Mapping = {},
     seen: defaultdict[str, list] | None = None,
 ):
-    """In the precision of the weights.
+    """Returns the logits in the precision of the weights.
 
-    `factors` multiply the embedded tokens ("embedding", BSE) and the outputs of every layer's
-    "attention" and "mlp" (LBSE), as dropout does. Of every row, `seen` is given the residual stream
-    before each layer and after the last ("activations", SE), and each layer's attention weights
-    ("attention", HST).
+    `factors` multiply the embedded tokens ("embedding", BSE) and each layer's outputs ("attention",
+    "mlp", LBSE), as dropout does. `seen` gets each row's residual stream before each layer and
+    after the last ("activations", SE), and attention weights ("attention", HST).
     """
     seen = defaultdict(list) if seen is None else seen
     tokens_BS, positions_BS = np.asarray(tokens_BS), np.asarray(positions_BS)

@@ -1,8 +1,9 @@
 """Folders of runs as training leaves them, of numbers that are made up."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -10,6 +11,36 @@ from lmlib.runs.validation import StoredSet, StoredValidation
 
 UNITS = {"loss": "nats per token", "bits_per_byte": "bits per byte"}
 BYTES_PER_TARGET = 4.0
+
+
+def leave_files(
+    folder: Path,
+    settings: Mapping[str, object],
+    lines: Sequence[Mapping[str, Any]],
+    result: Mapping[str, Any] | None = None,
+    samples: Mapping[int, str] | None = None,
+    goodput: Mapping[str, float] | None = None,
+) -> Path:
+    """`lines` of metrics.jsonl, each with its step; `goodput`: the seconds of one start."""
+    folder.mkdir(parents=True)
+    texts = {path: str(value) for path, value in settings.items()}
+    (folder / "settings.json").write_text(json.dumps(texts))
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    if result is not None:
+        (folder / "result.json").write_text(json.dumps(result))
+    if samples:
+        (folder / "samples").mkdir()
+        for step, text in samples.items():
+            (folder / f"samples/{step:08}.txt").write_text(text, "utf-8", "surrogatepass")
+    if goodput is not None:
+        start = {"began": 0.0, "until": sum(goodput.values()), "last_step": 1, "seconds": goodput}
+        (folder / "goodput.json").write_text(json.dumps({"starts": [start]}))
+    return folder
+
+
+def losses(*values: float | str) -> list[dict[str, Any]]:
+    """Lines of the steps 1, 2, … with these losses."""
+    return [{"step": step, "loss": value} for step, value in enumerate(values, 1)]
 
 
 def leave_run(
@@ -25,16 +56,13 @@ def leave_run(
 ) -> None:
     """A run's folder. `losses`: of each validation batch of 100 tokens, by set if several;
     `curve`: `evaluation_loss` by step."""
-    folder.mkdir(parents=True)
-    lines = {"steps": steps, "seed": 0, "data.seed": 0, **(settings or {})}
-    texts = {path: str(value) for path, value in lines.items()}
-    (folder / "settings.json").write_text(json.dumps(texts))
-    with (folder / "metrics.jsonl").open("w") as file:
-        for step in range(1, steps + 1):
-            line = {"step": step, "step_seconds": 0.5, "tokens": tokens * step // steps}
-            if curve and step in curve:
-                line["evaluation_loss"] = curve[step]
-            print(json.dumps(line), file=file)
+    texts = {"steps": steps, "seed": 0, "data.seed": 0, **(settings or {})}
+    lines = [
+        {"step": step, "step_seconds": 0.5, "tokens": tokens * step // steps}
+        | ({"evaluation_loss": curve[step]} if curve and step in curve else {})
+        for step in range(1, steps + 1)
+    ]
+    leave_files(folder, texts, lines)
     if not finished:
         return
     sets = losses if isinstance(losses, Mapping) else {"validation": np.atleast_1d(losses)}
@@ -45,16 +73,13 @@ def leave_run(
         for name, each in sets.items()
     }
     StoredValidation(steps, "loss", stored).save(folder)
-    means = {f"/{name}": float(np.mean(each)) for name, each in sets.items()}
     total = float(np.mean(np.concatenate(list(sets.values()))))
-    found = {"": total, **(means if len(sets) > 1 else {})}
-    validation = {
-        **{f"validation_loss{name}": value for name, value in found.items()},
-        **{
-            f"validation_bits_per_byte{name}": value / np.log(2) / BYTES_PER_TARGET
-            for name, value in found.items()
-        },
-    }
+    found = {"": total}
+    if len(sets) > 1:
+        found |= {f"/{name}": float(np.mean(each)) for name, each in sets.items()}
+    validation = {f"validation_loss{name}": value for name, value in found.items()}
+    for name, value in found.items():
+        validation[f"validation_bits_per_byte{name}"] = value / np.log(2) / BYTES_PER_TARGET
     result = {
         "steps": steps,
         "parameters": parameters,

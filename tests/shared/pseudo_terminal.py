@@ -27,7 +27,7 @@ def commands_in(text: str) -> set[str]:
 
 
 def run_on_terminal(*arguments: str, typed: Sequence[str] = ()) -> tuple[int, str]:
-    """Runs `python ARGUMENTS` with a terminal for all its streams; its status, and what it sent.
+    """Runs `python ARGUMENTS` on a terminal; returns its status and output.
 
     Each of `typed` is typed when it asks with "> ".
     """
@@ -53,7 +53,7 @@ def run_on_terminal(*arguments: str, typed: Sequence[str] = ()) -> tuple[int, st
 
 
 def _more(terminal: int, process: ForkedProcess) -> bytes | None:
-    """What has been sent since, perhaps nothing; None once it has ended, and all has been read."""
+    """Returns new output, perhaps none; None once the process has ended and all has been read."""
     ended = process.poll() is not None
     ready, _, _ = select.select([terminal], [], [], 0 if ended else 0.1)
     if not ready:

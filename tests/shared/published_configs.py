@@ -1,4 +1,4 @@
-"""What the config.json of a published model says, and how many parameters it has."""
+"""Keys of config.json and parameter counts of published models."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Tables of what is refused, in the file refusals.txt beside a test."""
+"""Tables of refusals in the file refusals.txt beside a test."""
 
 import ast
 from pathlib import Path
@@ -6,8 +6,7 @@ from typing import Any
 
 
 def refusals(test: str, section: str) -> list[tuple[Any, ...]]:
-    """The rows below `[section]` beside the file `test`: Python literals, and a regular expression
-    that the message matches, with ` | ` between them."""
+    """Returns the rows below `[section]`: literals and a pattern of the message."""
     text = (Path(test).parent / "refusals.txt").read_text()
     rows = text.split(f"[{section}]\n")[1].split("\n[")[0].splitlines()
     cells = [row.split(" | ") for row in rows if row]

@@ -21,8 +21,7 @@ SMALL = ["model.vocab=258", "model.embed=16", "model.layers=1", "model.mlp=16", 
 def write_run_on_bytes(
     folder: Path, steps: Sequence[int] = (3,), attention: Any = None
 ) -> tuple[Path, Any]:
-    """The workdir, and the model that is in each checkpoint; the data is in `folder`/data. Its mesh
-    of 64 devices fits no machine that tests run on."""
+    """Writes a run's workdir and its data; returns it with the model of all its checkpoints."""
     write_texts(folder / "data")
     cfg = configs.load("experiments/llama_84m", ["tiny"], [*SMALL, "compute.dtype=float32"])
     if attention is not None:

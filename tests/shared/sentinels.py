@@ -12,8 +12,7 @@ def sentinels(
     *,
     landing: Callable[[Any], bool] = lambda case: False,
 ) -> list[Any]:
-    """For `pytest.mark.parametrize`: all `cases`, as they are where they are `kept`, others marked
-    `landing` where that says so, and else `slow`."""
+    """Returns `cases` for parametrize: `kept` ones unmarked, others marked landing or slow."""
 
     def marked(case: Any) -> Any:
         if kept(case):

@@ -12,10 +12,7 @@ from numcodecs import Blosc, Delta
 def write_seqax(
     path: Path, documents: Sequence[Sequence[int]], split: str = "train", filtered: bool = True
 ) -> None:
-    """A split in chunks of 4 tokens and 4 starts, with the compression that seqax chooses.
-
-    Without `filtered`, the starts lack seqax's filter, so that TensorStore can read them.
-    """
+    """Writes a split in chunks of 4; TensorStore can read it without `filtered`."""
     group = zarr.open_group(path, mode="a", zarr_format=2).require_group(split)
     group.attrs["max_token_id"] = max(itertools.chain(*documents), default=0)
     encoded = [2 * t + (place == 0) for document in documents for place, t in enumerate(document)]

@@ -50,13 +50,10 @@ class SeveralProcesses:
         fresh=False,
         experiment=LLAMA,
     ):
-        """Starts `count` processes, or `only` some of them.
+        """Starts `count` processes, or `only` some of them, with `devices` in total.
 
-        Args:
-          devices: of all processes together.
-          own, roots, folders, environments: flags, folder of the code, folder and variables of
-            single processes, by their numbers.
-          fresh: whether `fresh_process` starts them.
+        `own`, `roots`, `folders` and `environments` have flags, code folder, working folder and
+        variables of single processes by number. `fresh` starts them with `fresh_process`.
         """
         with socket.socket() as free:
             free.bind(("localhost", 0))

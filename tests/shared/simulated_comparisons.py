@@ -1,4 +1,4 @@
-"""Comparisons of which the truth is known: losses of made-up runs, and what is said of them."""
+"""Simulated comparisons with known truth."""
 
 import dataclasses
 from collections.abc import Callable
@@ -17,14 +17,7 @@ ERRORS: dict[str, Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]] 
 
 @dataclasses.dataclass(frozen=True)
 class Design:
-    """How runs are made.
-
-    Args:
-      seeds: of the setting, `baseline_seeds` of the baseline.
-      paired: whether both have the same seeds.
-      correlation: of the losses of both at one seed; unpaired, seeds in common are not made use of.
-      deviations: of the losses of both.
-    """
+    """Seeds of both settings, pairing, correlation of losses at one seed, deviations and effect."""
 
     errors: str = "normal"
     seeds: int = 3
@@ -36,7 +29,7 @@ class Design:
 
 
 def differences(design: Design, count: int, seed: int = 0) -> list[Difference]:
-    """Of `count` independent comparisons; the setting's loss is higher by the effect."""
+    """Returns `count` independent comparisons; the setting's loss is higher by the effect."""
     generator, draw = np.random.default_rng(seed), ERRORS[design.errors]
     common = np.sqrt(design.correlation) * draw(generator, (count, design.seeds))
     apart = np.sqrt(1 - design.correlation)
@@ -52,5 +45,5 @@ def differences(design: Design, count: int, seed: int = 0) -> list[Difference]:
 
 
 def share(found: list[Difference], verdict: str, margin: float = 0.0, rate: float = 0.05) -> float:
-    """How often `verdict` is said."""
+    """Returns the fraction of comparisons with this verdict."""
     return sum(each.verdict(margin, rate) == verdict for each in found) / len(found)

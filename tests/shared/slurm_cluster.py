@@ -1,7 +1,4 @@
-"""SLURM on this machine: its controller, and several nodes that are daemons here.
-
-Nodes are called by their loopback addresses, 127.0.0.1 and on, which need no entry in /etc/hosts.
-"""
+"""A SLURM cluster on this machine: its controller, and nodes at 127.0.0.1 and on."""
 
 import datetime
 import getpass
@@ -52,15 +49,10 @@ PartitionName=urgent Nodes=ALL State=UP MaxTime=INFINITE PriorityTier=2 PreemptM
 
 
 class SlurmCluster:
-    """Running; to be stopped."""
+    """A running cluster, to be stopped."""
 
     def __init__(self, folder: Path, nodes: int, environment: Mapping[str, str]):
-        """Starts it, and waits until all nodes are idle.
-
-        Args:
-          folder: of its files, and where commands run.
-          environment: variables of commands, and so of jobs, beside those of this process.
-        """
+        """Starts it in `folder` and waits until all nodes are idle; jobs also get `environment`."""
         self.folder = folder
         config = folder / "slurm.conf"
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
@@ -93,7 +85,7 @@ class SlurmCluster:
                 os.kill(process, signal.SIGKILL)
 
     def run(self, *command: str) -> str:
-        """What a command prints; raises CalledProcessError if it fails."""
+        """Returns the output of a command, which must succeed."""
         done = subprocess.run(
             command, cwd=self.folder, env=self.environment, capture_output=True, text=True,
             check=False, timeout=_SECONDS,
@@ -110,8 +102,10 @@ class SlurmCluster:
         return dict(re.findall(r"(\w+)=(\S*)", self.run("scontrol", "show", "job", number)))
 
     def hurried(self, number: str) -> dict[str, str]:
-        """The same; a job that was requeued is started in some seconds, where SLURM would wait for
-        two minutes. At once, a node may still think that it was to kill the job."""
+        """Returns `job`, and starts a requeued job within seconds instead of two minutes.
+
+        A node may still be about to kill the job if it started at once.
+        """
         job = self.job(number)
         starts = job.get("StartTime", "Unknown")  # while the job is being put back
         if job["JobState"] == "PENDING" and job["Restarts"] != "0" and starts != "Unknown":

@@ -22,11 +22,7 @@ TEXTS = [
 
 
 def write_tokenizer_folder(folder: Path, begins: bool) -> int:
-    """tokenizer.json and tokenizer_config.json; how many ids there are.
-
-    Args:
-      begins: whether the tokenizer puts a token before each text; otherwise it has none for that.
-    """
+    """Writes the files of a tokenizer that may put a token before each text; returns its size."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -1,5 +1,7 @@
 """Training states compared bit for bit, and metrics without times."""
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -25,3 +27,13 @@ def _bits(leaf: Any) -> np.ndarray:
 def without_times(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Lines of metrics.jsonl without the values that differ from run to run."""
     return [{name: value for name, value in line.items() if name not in TIMES} for line in lines]
+
+
+def cut_short(run: Path, step: int, copy: Path) -> Path:
+    """A copy of a finished run, as it was after its checkpoint `step`; its newer lines stay."""
+    shutil.copytree(run, copy)
+    for checkpoint in (copy / "checkpoints").iterdir():
+        if checkpoint.name.isdecimal() and int(checkpoint.name) > step:
+            shutil.rmtree(checkpoint)
+    (copy / "result.json").unlink()
+    return copy

@@ -41,13 +41,10 @@ os._exit(0)
 def outcomes(
     imports: str, call: str, cases: dict[str, Any], folder: Path, megabytes: int = 500
 ) -> Outcomes:
-    """For each case, the type and the message of the error that it ended in, or "opened".
+    """Returns for each case the type and message of its error, or "opened".
 
-    Args:
-      imports: statements.
-      call: a statement that opens `arguments`, those of a case, JSON values.
-      folder: where it runs, and where a canary would be.
-      megabytes: that may be allocated besides what was in use after `imports`.
+    `call` is a statement that opens `arguments`, the JSON values of a case. `megabytes` may be
+    allocated after `imports`. `folder` is the working folder.
     """
     program = _PROGRAM.format(imports=imports, call=call, megabytes=megabytes)
     done = run_forked(

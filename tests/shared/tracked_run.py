@@ -1,5 +1,4 @@
-"""A run without a model that gives its metrics to a tracker, and that a SIGKILL ends:
-`python tracked_run.py WORKDIR TRACKER MOMENT`."""
+"""A run without a model that a SIGKILL ends: `python tracked_run.py WORKDIR TRACKER MOMENT`."""
 
 import json
 import os

@@ -1,13 +1,13 @@
-"""The settings of runs in the stores of real trackers, and their (step, name, value), by the
-trackers' own means."""
+"""Settings and (step, name, value) of runs in real trackers' stores, by their own means."""
 
 import html
 import json
 import re
+import struct
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
-
-from wandb_file import records
+from typing import Any
 
 
 def in_trackio(workdir, project):
@@ -68,3 +68,26 @@ def in_wandb(workdir, project):
                 continue
             found.append((row[("_step",)], name[0], float(value) if value == "NaN" else value))
     return config, found
+
+
+def records(file: Path) -> Iterator[Any]:
+    """Yields the records in a file of W&B's, in the format of LevelDB's log.
+
+    Blocks of 32 KiB have pieces with a header of seven bytes: checksum, length, kind (whole, first,
+    middle, last).
+    """
+    from wandb.proto import wandb_internal_pb2
+
+    data, at, piece = file.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        if 32768 - at % 32768 < 7:
+            at += 32768 - at % 32768
+            continue
+        _, length, kind = struct.unpack("<IHB", data[at : at + 7])
+        piece += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(piece)
+            yield record
+            piece = b""

@@ -1,4 +1,4 @@
-"""Slow cases by turns: each has one day of several, by its name, whatever other tests there are."""
+"""Slow cases by turns, chosen by their names."""
 
 import zlib
 
@@ -6,13 +6,9 @@ import pytest
 
 
 def left_for_another(items: list[pytest.Item], turn: str) -> list[pytest.Item]:
-    """The slow cases that are not of this turn; all others are of each.
+    """Returns the slow cases that are not of this turn "K/N", part K of N.
 
-    Args:
-      turn: "K/N": of N parts of the slow cases that with number K modulo N.
-
-    Raises:
-      pytest.UsageError: if that is no turn.
+    Raises pytest.UsageError if it is no turn.
     """
     number, slash, turns = turn.partition("/")
     if not (slash and number.isdecimal() and turns.isdecimal() and int(turns) > 0):

@@ -13,8 +13,7 @@ SECONDS = 400  # that they may take
 
 
 def ends_of_two(code: str, *arguments: object, start: Any = ForkedProcess) -> list[Ended]:
-    """How each of the two ends. `code` gets `arguments`, a free port, and which of the two it is, 0
-    or 1; each has two devices."""
+    """Runs `code` in two processes of two devices, with `arguments`, a port and 0 or 1."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]

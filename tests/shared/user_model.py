@@ -1,7 +1,6 @@
-"""A model of one's own: learned positions, LayerNorm with biases, GELU, no rotary positions.
+"""A model with learned positions, LayerNorm with biases and GELU (docs/your-own-architecture.md).
 
-docs/your-own-architecture.md goes through it. Shapes: B batch, S sequence, P position, E embed,
-V vocab.
+Shapes: B batch, S sequence, P position, E embed, V vocab.
 """
 
 from jaxtyping import Array, Float

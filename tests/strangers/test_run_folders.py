@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from left_runs import leave_run as leave_texts
+from made_up_runs import leave_files as leave_texts
 from made_up_runs import leave_run
 
 from lmlib.checkpoint.folders import steps_in

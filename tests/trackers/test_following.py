@@ -1,5 +1,4 @@
-"""What any tracker has of a run, by one that keeps steps in a file: after kills, with a server that
-hangs or fails, in copied workdirs, and by which names."""
+"""A tracker that keeps steps in a file: kills, hanging servers, copied workdirs, names."""
 
 import itertools
 import json
@@ -102,8 +101,7 @@ def sample(workdir, step):
 
 
 def check(workdir):
-    """The tracker has exactly what metrics.jsonl, samples/ and result.json have, each value once,
-    and TensorBoard what the first two have."""
+    """Asserts that tracker and TensorBoard have exactly the content of the run's files."""
     expected = [
         {**line, **({"samples": f"once {line['step']}\n"} if line["step"] in EVALUATIONS else {})}
         for line in read_metrics(workdir)
@@ -120,7 +118,7 @@ def check(workdir):
 
 
 def sent(workdir):
-    """The steps in the tracker, of which a later start may have sent a part by itself."""
+    """Returns the steps in the tracker, with parts from several starts joined."""
     (run,) = (workdir.parent / "store").iterdir()
     found = []
     for line in lines(run):
@@ -137,7 +135,7 @@ TAG = "samples/text_summary"
 
 @pytest.fixture(scope="module")
 def complete(tmp_path_factory):
-    """How many steps are complete at each moment of a run; what it leaves is checked, too."""
+    """Returns the number of complete steps at each moment of a run."""
     workdir = tmp_path_factory.mktemp("whole") / "run"
     log, _ = opened(workdir, None)
     counts = list(moments(log, workdir, 0))

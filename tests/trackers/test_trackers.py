@@ -1,7 +1,4 @@
-"""Real packages of trackers: what they have of a run, read by their own means.
-
-A test is left out where its package is absent: pip install 'lmlib[wandb,trackio,mlflow]'.
-"""
+"""Real packages of trackers. A test is skipped where its package is absent."""
 
 import contextlib
 import functools

@@ -23,13 +23,7 @@ _RECALLS, _SHORTEST = 4, 64  # pieces for each depth; tokens
 
 
 class Piece(NamedTuple):
-    """A document.
-
-    Attributes:
-      measure: the measurement that it belongs to, such as "copying/8".
-      ids: the inputs, followed by the last target.
-      first: the first input whose target counts.
-    """
+    """A document of a measurement such as "copying/8"; its targets count from input `first` on."""
 
     measure: str
     ids: Sequence[int]
@@ -64,9 +58,8 @@ def pieces(
 ) -> Iterator[Piece]:
     """Yields the pieces of all three measurements, each starting with `begin`.
 
-    Args:
-      filler: ids of a text around facts, repeated if it is too short; if empty, random ids.
-      longest: tokens of a context of recall; measurements that do not fit are left out.
+    `filler` has ids of a text around facts (random ids if empty). Measurements whose contexts would
+    exceed `longest` tokens are left out.
     """
     of = sizes(longest, len(begin))
     for length in of["copying"]:

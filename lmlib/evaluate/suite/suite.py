@@ -34,9 +34,6 @@ class Suite:
     Args:
       seed: determines the random tokens.
       longest: tokens of a sequence; shorter if the model was trained on shorter ones.
-
-    Raises:
-      ValueError: if `longest` is not positive.
     """
 
     seed: int = 0
@@ -71,16 +68,9 @@ class Suite:
 
 
 class SuiteEvaluator:
-    """Scores models with the same vocabulary.
+    """Scores models with the same vocabulary; measurements that need texts need a codec.
 
-    Args:
-      scorer: on the models' mesh.
-      vocab: random ids are below this number; ids without text are not drawn.
-      codec: converts between texts and ids; `None`: measurements that need texts are skipped.
-      length: tokens of a row; `Suite.length`.
-
-    Raises:
-      ValueError: if the codec has no id below `vocab`, or cannot encode the suite's texts.
+    Raises ValueError if the codec has no id below `vocab`, or cannot encode the suite's texts.
     """
 
     def __init__(

@@ -8,9 +8,8 @@ import jax.numpy as jnp
 import pytest
 from compiled_programs import XLA_FLAGS
 from forked_processes import run_forked
-from left_runs import leave_run as leave_lines
-from left_runs import losses
-from made_up_runs import leave_run
+from made_up_runs import leave_files as leave_lines
+from made_up_runs import leave_run, losses
 from pseudo_terminal import run_on_terminal
 
 from lmlib.checkpoint import Checkpoints

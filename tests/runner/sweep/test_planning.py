@@ -1,4 +1,4 @@
-"""The points of a sweep: their values, names, folder and commands, and the half that goes on."""
+"""The points of a sweep: values, names, folder, commands and halving."""
 
 import json
 import re
@@ -95,14 +95,14 @@ def test_an_experiment_has_points_of_its_own(experiment):
         (None, ["seed=1", "seed=2"], "seed is set twice.*leave out an --axis"),
     ],
 )
-def test_what_is_no_sweep_is_refused(experiment, function, axes, told):
+def test_invalid_sweeps_are_refused(experiment, function, axes, told):
     with pytest.raises(ConfigError, match=told):
         points_of(experiment, function, axes)
 
 
 def test_a_flag_may_not_set_what_the_points_do():
     check_paths([{"seed": "1"}], ["steps=3"])
-    with pytest.raises(ConfigError, match=r"--fdl\.seed=… sets what the sweep does"):
+    with pytest.raises(ConfigError, match=r"--fdl\.seed=… sets a parameter of the sweep"):
         check_paths([{"seed": "1"}], ["steps=3", "seed=4"])
 
 
@@ -189,7 +189,7 @@ def test_all_names_are_safe_and_different(points):
         assert re.fullmatch(r"[\w.,=+-]+", name, re.ASCII) and name[0] not in ".-"
 
 
-def test_what_is_there_keeps_its_name_and_no_other_takes_it():
+def test_existing_points_keep_their_unique_names():
     first = names_of([{"compute.dtype": "float32"}])
     assert first == ["dtype=float32"]
     (other,) = names_of([{"compute.dtype": "'float32'"}], taken=first)
@@ -285,7 +285,7 @@ def test_the_better_half_goes_on_by_the_loss_so_far(tmp_path):
     assert made(tmp_path, losses) == ("fe", ["", ""])
 
 
-def test_what_fails_or_diverges_is_left_behind(tmp_path):
+def test_failed_and_diverged_points_are_left_behind(tmp_path):
     def losses(name, step):
         return float("nan") if name in "bcd" else 1.0
 
@@ -298,5 +298,5 @@ def test_what_fails_or_diverges_is_left_behind(tmp_path):
 def test_fractions_rise_between_nothing_and_all():
     assert parsed_rungs("0.25,0.5") == [0.25, 0.5]
     for text in ("", "a", "0.5,0.25", "0,0.5", "0.5,1", "0.5,0.5", "nan"):
-        with pytest.raises(ConfigError, match="rising, between 0 and 1"):
+        with pytest.raises(ConfigError, match="give rising fractions"):
             parsed_rungs(text)

@@ -1,4 +1,4 @@
-"""`python -m runner.sweep`: points are runs like any other, and a sweep goes on where it ended."""
+"""`python -m runner.sweep`: its points are ordinary runs, and it continues where it ended."""
 
 import json
 import signal
@@ -54,13 +54,13 @@ def test_each_point_is_a_run_in_a_folder_of_its_own(made):
     assert shown == sorted(POINTS, key=lambda name: results[name]["training_loss"])
 
 
-def test_what_it_will_cost_is_shown_first(tmp_path):
+def test_a_dry_run_shows_the_cost(tmp_path):
     shown = sweep(tmp_path / "sweep", *AXES, "--dry_run")
     assert shown.returncode == FINISHED, shown.stderr
     assert not (tmp_path / "sweep").exists()
     rows = [line.split() for line in shown.stdout.splitlines()]
     assert [row[:2] for row in rows[1:5]] == [[name, "3"] for name in POINTS]
-    assert "4 points, " in shown.stdout and "H100-seconds" in shown.stdout
+    assert "4 points, " in shown.stdout and "Under 1 s on an H100; measured" in shown.stdout
 
 
 @pytest.mark.slow
@@ -76,7 +76,7 @@ def test_the_ordinary_command_makes_the_same_bits(made, tmp_path):
 
 
 @pytest.mark.slow
-def test_what_has_finished_is_left_out_and_points_can_be_added(made):
+def test_finished_points_are_skipped_and_points_can_be_added(made):
     folder, _ = made
     before = {file: file.read_bytes() for file in folder.glob("*/metrics.jsonl")}
     again = sweep(folder, *AXES)
@@ -113,10 +113,10 @@ def test_a_point_that_fails_stops_no_other_and_is_listed_with_its_reason(tmp_pat
         ((), "has no function sweep()"),
         (
             ("--axis=seed=0", "--halving=0.5", "--max_parallel=2"),
-            "--halving compares points on the way",
+            "--halving compares points that this process",
         ),
         (("--axis=seed=0", "--submit"), "--submit"),
-        (("--axis=seed=0", "--fdl.seed=1"), "sets what the sweep does"),
+        (("--axis=seed=0", "--fdl.seed=1"), "sets a parameter of the sweep"),
         (("--axis=seed=0", "word"), "unknown argument 'word'"),
     ],
 )
@@ -146,7 +146,7 @@ def test_a_signal_stops_it_with_a_checkpoint_and_the_same_command_goes_on(tmp_pa
     process.send_signal(signal.SIGTERM)
     assert process.wait(SECONDS) == STOPPED
     text = (tmp_path / "output").read_text()
-    assert "stopped as a signal asked; the same command goes on" in text
+    assert "Stopped on a signal. Give the same command to continue." in text
     stopped = losses(folder / "seed=0")
     assert 2 < len(stopped) < steps and not (folder / "seed=1").exists()
     done = sweep(folder, "--axis=seed=0,1", steps=steps)

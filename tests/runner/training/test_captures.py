@@ -61,8 +61,9 @@ def test_the_first_of_each_row_of_skipped_updates_is_captured(captured):
         assert {name: line[name] for name in capture.line if name != "goodput"} == capture.line
         (checkpoint,) = (folder / "checkpoints").iterdir()
         assert int(checkpoint.name) == (capture.step - 1) // 4 * 4
-        wanted = fdl.build(config().data).batch(capture.step - 1)
-        batch = read_batch(folder, wanted)
+        experiment = fdl.build(config())
+        wanted = experiment.data.batch(capture.step - 1)
+        batch = read_batch(folder, experiment.abstract_batch())
         for name in ("tokens", "targets", "segment_ids", "positions", "loss_mask"):
             np.testing.assert_array_equal(getattr(batch, name), getattr(wanted, name))
 

@@ -1,4 +1,4 @@
-"""A run that goes on gets the right batches, and so does each of its processes."""
+"""A resumed run reads the right batches, and so does each of its processes."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Runs that go on from a step of another run, with all that it was: several budgets from one."""
+"""Forks: runs that continue from a step of another run."""
 
 import dataclasses
 import functools
@@ -151,7 +151,7 @@ def other_optimizer():
         ),
     ],
 )
-def test_what_cannot_be_forked_is_refused(stable, tmp_path, cfg, step, message):
+def test_impossible_forks_are_refused(stable, tmp_path, cfg, step, message):
     _, workdir = stable
     named = Options(
         init_from=str(workdir) if step is None else f"{workdir}@{step}", continue_optimizer=True

@@ -1,20 +1,13 @@
-"""Output of a run while it goes on, and where its wall time went."""
+"""Progress of a run, and its wall time by phase."""
 
 import dataclasses
-import fcntl
 import io
 import json
 import math
 import os
-import pty
 import re
-import struct
-import termios
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TextIO
 
 import pytest
 
@@ -32,28 +25,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.seconds
-
-
-@contextmanager
-def terminal(columns: int = 120) -> Iterator[tuple[TextIO, int]]:
-    """A pseudo-terminal: the stream to write to, and the descriptor that gets what is written."""
-    master, slave = pty.openpty()
-    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-    try:
-        with open(slave, "w") as stream:
-            yield stream, master
-    finally:
-        os.close(master)
-
-
-def written(stream: TextIO, master: int) -> str:
-    """All that was written so far; the terminal hands it over in pieces, so an end is marked."""
-    stream.write("\0")
-    stream.flush()
-    received = b""
-    while not received.endswith(b"\0"):
-        received += os.read(master, 1 << 16)
-    return received[:-1].decode()
 
 
 def screen(text: str) -> list[str]:
@@ -83,22 +54,31 @@ def test_plain_lines_at_first_then_every_ten_seconds_and_at_the_end():
     assert not set(stream.getvalue()) & {"\r", "\x1b"}
 
 
-def test_the_live_line_is_redrawn_in_place_and_messages_stand_above_it():
-    clock = Clock()
-    with terminal() as (stream, master):
-        with Progress(steps=4, stream=stream, clock=clock) as progress:
-            progress.message("compiled")
-            progress.update(1, loss=12.5, seconds=1.0, tokens_per_second=123_456.0)
-            clock.seconds = 30.0
-            progress.message("saved\nstep 1")
-            progress.update(2, loss=2.5, seconds=1.0, tokens_per_second=1e3)
-        assert screen(written(stream, master)) == [
-            "compiled",
-            "saved",
-            "step 1",
-            "[==========          ] step 2/4  loss 2.5000  1.00 k tokens/s  0:01:00 left",
-            "",
-        ]
+class Terminal(io.StringIO):
+    """A terminal that does not tell its width."""
+
+    def isatty(self):
+        return True
+
+    def fileno(self):
+        raise OSError("closed")
+
+
+def test_the_live_line_is_redrawn_below_messages():
+    clock, stream = Clock(), Terminal()
+    with Progress(steps=4, stream=stream, clock=clock) as progress:
+        progress.message("compiled")
+        progress.update(1, loss=12.5, seconds=1.0, tokens_per_second=123_456.0)
+        clock.seconds = 30.0
+        progress.message("saved\nstep 1")
+        progress.update(2, loss=2.5, seconds=1.0, tokens_per_second=1e3)
+    assert screen(stream.getvalue()) == [
+        "compiled",
+        "saved",
+        "step 1",
+        "[==========          ] step 2/4  loss 2.5000  1.00 k tokens/s  0:01:00 left",
+        "",
+    ]
 
 
 def test_the_log_keeps_the_lines_of_every_start_with_the_time(tmp_path):
@@ -125,15 +105,9 @@ def test_the_log_keeps_the_lines_of_every_start_with_the_time(tmp_path):
 class Seen(io.StringIO):
     """A stream that says when something was written to it for the third time."""
 
-    def __init__(self, live=False):
+    def __init__(self):
         super().__init__()
-        self.writes, self.enough, self.live = 0, threading.Event(), live
-
-    def isatty(self):
-        return self.live
-
-    def fileno(self):
-        raise OSError("no terminal")
+        self.writes, self.enough = 0, threading.Event()
 
     def write(self, text):
         self.writes += 1
@@ -142,16 +116,12 @@ class Seen(io.StringIO):
         return super().write(text)
 
 
-def told(live):
-    stream = Seen(live)
+def test_a_line_follows_now_and_then_where_there_is_no_terminal():
+    stream = Seen()
     with ProgressLine(stream, seconds=1e-3) as tell:
         tell("compiling the step")
         assert stream.enough.wait(timeout=60)
-    return stream.getvalue()
-
-
-def test_a_line_follows_now_and_then_where_there_is_no_terminal():
-    first, *others = told(live=False).splitlines()
+    first, *others = stream.getvalue().splitlines()
     assert first.startswith("[  0.") and first.endswith(" s] compiling the step")
     assert len(others) >= 2
     assert all(line.endswith("] compiling the step: 0 s so far") for line in others)

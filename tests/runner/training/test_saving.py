@@ -1,5 +1,4 @@
-"""Saves that fail while a run goes on, really, on a disk that takes nothing; what is never saved,
-what stays, and that a state is saved before it is evaluated."""
+"""Failing saves on a disk that takes nothing, and states that are never saved."""
 
 import os
 import shutil
@@ -78,7 +77,7 @@ def test_a_run_goes_on_after_a_save_that_failed(tmp_path, capsys):
     told = capsys.readouterr().err
     assert "WARNING: cannot save step 15 in" in told
     assert "was deleted or moved" in told
-    assert "Training goes on without that checkpoint, and stops if 2 more fail" in told
+    assert "Training continues without that checkpoint, and stops if 2 more fail" in told
     assert [line["step"] for line in result.metrics] == list(range(1, 21))
     assert saved_steps(tmp_path / "checkpoints") == [20]  # what came back was counted again
 
@@ -86,7 +85,7 @@ def test_a_run_goes_on_after_a_save_that_failed(tmp_path, capsys):
 @pytest.mark.slow
 def test_too_many_failed_saves_stop_the_run(tmp_path):
     cfg = disturbed(tmp_path, {13: "away"}, "checkpoints.tolerated_failures=1", "steps=40")
-    with pytest.raises(TrainingStopped, match=r"^cannot save step 20 .*the last 2 failed"):
+    with pytest.raises(TrainingStopped, match=r"^cannot save step 20 .*The last 2 saves failed"):
         fit(cfg, tmp_path)
     (tmp_path / "elsewhere").rename(tmp_path / "checkpoints")
     assert saved_steps(tmp_path / "checkpoints") == [10]
@@ -169,11 +168,11 @@ def test_after_an_infinite_update_every_checkpoint_is_finite_and_the_one_before_
             assert not_finite(state.model, state.optimizer) == []
 
 
-def test_what_is_kept_from_before_skipped_updates_stays_over_a_restart(tmp_path):
+def test_a_restart_keeps_the_checkpoint_from_before_skipped_updates(tmp_path):
     settings = ("checkpoints.every=2", "checkpoints.keep=1", "guard.captures=0")
     fit(breaking_down(False, *settings, "steps=8"), tmp_path)
     assert saved_steps(tmp_path / "checkpoints") == [4, 8]
-    with pytest.raises(TrainingStopped, match="from before them is step 4: go on from it"):
+    with pytest.raises(TrainingStopped, match="from before them is step 4: continue from it"):
         fit(breaking_down(False, *settings), tmp_path)
     assert saved_steps(tmp_path / "checkpoints") == [4, 14]
 

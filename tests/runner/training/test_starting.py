@@ -101,7 +101,7 @@ def test_other_data_and_fewer_steps_are_refused(trained, tmp_path, capsys):
     assert files_of(tmp_path / "run") == before
     result = fit(changed, tmp_path / "run", Options(allowed_changes=["data"]))
     assert [line["step"] for line in result.metrics] == [1, 2, 3, 4]
-    assert "going on with other data, since --allow_change=data" in capsys.readouterr().err
+    assert "continuing with other data, since --allow_change=data" in capsys.readouterr().err
 
 
 def test_other_settings_of_jax_are_refused_unless_allowed(trained, tmp_path, capsys):
@@ -124,14 +124,7 @@ def test_other_settings_of_jax_are_refused_unless_allowed(trained, tmp_path, cap
     with jax.threefry_partitionable(False):
         result = fit(small("steps=4"), tmp_path / "run", Options(allowed_changes=["jax"]))
     assert [line["step"] for line in result.metrics] == [1, 2, 3, 4]
-    assert "is false; going on all the same, since --allow_change=jax" in capsys.readouterr().err
-
-
-def test_a_model_with_another_setting_is_refused(tmp_path):
-    configs.save(configs.load("experiments/llama_84m", ["tiny"]), tmp_path)
-    changed = configs.load("experiments/llama_84m", ["tiny"], ["model.rope_theta=5e5"])
-    with pytest.raises(ConfigError, match=r"model.rope_theta changed since the run in"):
-        fit(changed, tmp_path)
+    assert "is false; continuing, since --allow_change=jax" in capsys.readouterr().err
 
 
 NOT_HELD = WorkdirLock()

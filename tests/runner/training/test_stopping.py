@@ -62,7 +62,7 @@ class Starting:
 
 def config():
     cfg = small_experiment.small("steps=1")
-    cfg.actions = [fdl.Config(Every, 1, fdl.Config(Starting))]
+    cfg.actions = [fdl.Config(PeriodicCallback, 1, fdl.Config(Starting))]
     return cfg
 """
 
@@ -98,7 +98,7 @@ def test_sigterm_saves_and_the_run_goes_on_when_it_is_requeued(tmp_path):
 def test_a_second_interrupt_ends_at_once_even_while_compiling(tmp_path):
     large = ("model.embed=16", "model.layers=24", "compute.unroll=24")
     run = SmallRun(tmp_path / "run", *large, *NEVER_ENDS, experiment=LLAMA)
-    run.wait_for("kept for the backward pass")  # the step is compiled next
+    run.wait_for("saved activations")  # the step is compiled next
     run.process.send_signal(signal.SIGINT)
     run.wait_for("SIGINT: ending after this step, with a checkpoint")
     run.process.send_signal(signal.SIGINT)

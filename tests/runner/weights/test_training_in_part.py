@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cut_short import cut_short
 from small_folder import assert_same_weights
+from states import cut_short
 
 from lmlib import hf
 from lmlib.adapters.lora import lora, merged

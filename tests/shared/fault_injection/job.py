@@ -28,8 +28,8 @@ LIMIT_SECONDS = 300.0  # for whatever is waited for
 HEARTBEAT_SECONDS = 10  # of several processes
 
 # What the runner says when it has come so far.
-READY = "kept for the backward pass"
-RESUMED = r"resuming after step ([\d,]+) of|this run finished all its ([\d,]+) steps"
+READY = "saved activations"
+RESUMED = r"resuming after step ([\d,]+) of|this run has already finished all its ([\d,]+) steps"
 COMPILED = "compiled the step in"
 FULL = os.strerror(errno.EFBIG)  # for what `limit_file_sizes` makes impossible
 
