@@ -80,8 +80,8 @@ from runner.weights.model_folder import ModelFolder, keep_origin
 from runner.weights.models import (
     SavedRun,
     merged_into_bases,
+    open_model,
     recipe_of,
-    resolve_model,
     use_model,
 )
 from runner.weights.notes import frozen_note, save_weights_alone
@@ -140,7 +140,7 @@ def bring_in(reference: str, to: Path, options: LoadOptions = PLAIN) -> str:
       options: `init_from` is the base of the adapters, if it differs from the one they name.
     """
     with made_whole(to) as unfinished:
-        source = resolve_model(reference, options)
+        source = open_model(reference, options)
         assert isinstance(source, ModelFolder), reference
         base = source.base
         folder = f"folder={str(base.folder)!r}"

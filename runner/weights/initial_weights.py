@@ -10,10 +10,10 @@ from lmlib.experiment import Experiment
 from lmlib.runs.settings import read_settings
 from lmlib.state import State
 from lmlib.storage.local_folder import shown
-from runner.config.references import FolderReference, resolve
+from runner.config.references import RunReference, resolve
 from runner.errors import ConfigError, error_text, user_errors
 from runner.processes.agreement import agreed
-from runner.weights.models import SavedRun, frozen_weights, open_run, read_weights
+from runner.weights.models import SavedRun, frozen_weights, open_model, read_weights
 from runner.weights.notes import (
     WEIGHTS_ALONE,
     Fork,
@@ -97,10 +97,18 @@ class InitialWeights:
             if reference is None:
                 raise ConfigError("continue_optimizer forks a run: set init_from=RUN@STEP")
             found = resolve(reference)
-            if isinstance(found, FolderReference):
-                raise ConfigError(f"{found.name} {_NO_STATE}")
-            run = open_run(found, self.options)
-            _check_step(found.step, run, steps)
+            run = open_model(found, self.options)
+            if not isinstance(found, RunReference) or not isinstance(run, SavedRun):
+                raise ConfigError(f"{run.name} {_NO_STATE}")
+            if found.step is None:
+                raise ConfigError(f"a fork needs a fixed step: name it, as in init_from={run.name}")
+            if found.step == WEIGHTS_ALONE:
+                raise ConfigError(f"{run.name} {_NO_STATE}")
+            if steps <= found.step:
+                raise ConfigError(
+                    f"{run.name} has made {found.step:,} steps, and steps is {steps:,}, which "
+                    "includes them: increase it"
+                )
             with user_errors(), Checkpoints(run.checkpoints, read_only=True) as checkpoints:
                 check_same_model(
                     run.name,
@@ -120,19 +128,6 @@ class InitialWeights:
         restored = Restored(run.step, state, notes, ())
         check_notes(restored, run.checkpoints)
         return restored, Fork(shown(run.checkpoints.absolute()), run.step)
-
-
-def _check_step(step: int | None, run: SavedRun, steps: int) -> None:
-    """Raises ConfigError if a run of `steps` steps cannot fork `run` at the named `step`."""
-    if step is None:
-        raise ConfigError(f"a fork needs a fixed step: name it, as in init_from={run.name}")
-    if step == WEIGHTS_ALONE:
-        raise ConfigError(f"{run.name} {_NO_STATE}")
-    if steps <= step:
-        raise ConfigError(
-            f"{run.name} has made {step:,} steps, and steps is {steps:,}, which includes them: "
-            "increase it"
-        )
 
 
 def _check_reference_model(reference_model: Any, before: dict[str, str] | None) -> None:
