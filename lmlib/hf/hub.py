@@ -18,13 +18,11 @@ def local_folder_of(name: str | Path, weights: bool = True) -> Path:
     """Returns the local folder `name`, or else a local copy of the Hub's repository `name`.
 
     Copies are in the cache of `huggingface_hub`, which shows the progress of downloads. Only
-    settings, tokenizer files and safetensors are downloaded.
+    settings, tokenizer files and safetensors are downloaded. Raises FolderError if neither the
+    folder nor the name exists, or the network is unavailable.
 
     Args:
       weights: True if the tensors are needed too.
-
-    Raises:
-      FolderError: if neither the folder nor the name exists, or the network is unavailable.
     """
     folder = Path(os.path.expanduser(name))
     if folder.exists() or not _NAME.fullmatch(str(name)):

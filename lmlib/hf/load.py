@@ -43,17 +43,15 @@ def load(
 ) -> Decoder:
     """Loads a model from a folder written by Hugging Face's `save_pretrained`, in float32.
 
+    Raises FolderError if the folder cannot be used, or its tensors do not fit the model that it
+    describes, and LayoutError if the mesh cannot hold the model.
+
     Args:
       folder: contains config.json and safetensors; or its name on the Hub.
       mesh: where to place the model, in its storage layout; `None`: one device, for calls without a
         mesh.
       progress: called with the bytes read so far and the total, after each tensor.
       families: the known families; may include your own.
-
-    Raises:
-      FolderError: if the folder cannot be used, or its tensors do not fit the model that it
-        describes.
-      LayoutError: if the mesh cannot hold the model.
     """
     folder = local_folder_of(folder)
     found = described(folder, families)
@@ -222,8 +220,7 @@ def shares(size: int, mesh: Mesh) -> tuple[int, NamedSharding]:
 def _read(name: str, source: Stored, mesh: Mesh) -> jax.Array:
     """Reads the tensor's values as a flat array, zero-padded and split over the devices.
 
-    Raises:
-      FolderError: if a value is not finite.
+    Raises FolderError if a value is not finite.
     """
     padded, layout = shares(source.size, mesh)
 

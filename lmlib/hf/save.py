@@ -70,7 +70,11 @@ def save(
     """Writes a model in Hugging Face's format, and returns the rounding error of the dtype.
 
     Writes config.json, generation_config.json, safetensors with their index, and the tokenizer's
-    files. With several processes, each must call this, and all must see the folder.
+    files. With several processes, each must call this, and all must see the folder. Raises
+    ValueError if the model belongs to no family, `dtype` is unknown, or a weight exceeds its range,
+    FileExistsError if the folder is not empty, FileNotFoundError if `tokenizer` contains no
+    tokenizer, and FolderError if a file of `tokenizer` is damaged, or a link that points outside
+    its folder.
 
     Args:
       folder: new, or empty.
@@ -85,13 +89,6 @@ def save(
       file_bytes: approximate maximum size of a file.
       progress: called with the bytes written so far and the total, after each tensor.
       families: the known families; may include your own.
-
-    Raises:
-      ValueError: if the model belongs to no family, `dtype` is unknown, or a weight exceeds its
-        range.
-      FileExistsError: if the folder is not empty.
-      FileNotFoundError: if `tokenizer` contains no tokenizer.
-      FolderError: if a file of `tokenizer` is damaged, or a link that points outside its folder.
     """
     folder, model = Path(folder), without_load(model)
     dtype = dtype or jnp.result_type(*jax.tree.leaves(model)).name

@@ -55,7 +55,8 @@ def load(
 
     Overrides of parameters of `config` itself become its arguments. If such a parameter takes a
     config, its override names a saved model; a `Sequence[Family]` gets the known families. A file
-    outside `experiments` is imported under its own name, with its folder on the Python path.
+    outside `experiments` is imported under its own name, with its folder on the Python path. Raises
+    ConfigError for any mistake of the user, also inside the experiment.
 
     Args:
       reference: `experiments/NAME`, `experiments/NAME.py`, `experiments.NAME`, any `.py` file, the
@@ -64,9 +65,6 @@ def load(
       overrides: `path=literal`; quotes are optional.
       trusted: modules that a `config.json` may name in addition to ours; "my_models" trusts all of
         it.
-
-    Raises:
-      ConfigError: for any mistake of the user, also inside the experiment.
     """
     if BucketUrl.parsed(reference) is not None:  # the folder of a run, or its config.json
         with user_errors():

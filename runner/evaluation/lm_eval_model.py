@@ -28,13 +28,12 @@ _NAMED = 3  # questions listed in an error
 class LmEvalModel(TemplateLM):
     """Answers lm-eval's requests.
 
+    Raises ValueError if the tokenizer lacks such a token.
+
     Args:
       tokenizer: a tokenizer of transformers, with a token that begins or ends texts.
       generation: the generation settings of the model's folder.
       warn: called with a line about ignored settings.
-
-    Raises:
-      ValueError: if the tokenizer lacks such a token.
     """
 
     def __init__(

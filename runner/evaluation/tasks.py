@@ -46,12 +46,11 @@ _NEUTRAL: dict[str, Any] = {
 class GenerationSettings:
     """The settings in a generation_config.json.
 
+    Raises ValueError if a value that is used is not a number.
+
     Args:
       content: the JSON object; empty if there is no file.
       name: name of the model, for errors.
-
-    Raises:
-      ValueError: if a value that is used is not a number.
     """
 
     content: Mapping[str, Any]

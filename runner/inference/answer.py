@@ -74,14 +74,13 @@ class Answer:
 class DecodingOptions:
     """Settings for answering prompts.
 
+    Raises ValueError if a stop string is empty.
+
     Attributes:
       codec: converts ids to text.
       end_ids: tokens that end an answer.
       stop: strings that end an answer.
       max_tokens, sampling, samples, seed: as in `Generator.stream`.
-
-    Raises:
-      ValueError: if a stop string is empty.
     """
 
     codec: TextCodec

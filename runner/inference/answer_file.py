@@ -58,12 +58,11 @@ class AnswerFile:
     ) -> None:
         """Appends the missing answers, and shows progress on stderr.
 
+        Raises ConfigError if another process is writing the file, or it holds something else, and
+        OSError if the file cannot be written.
+
         Args:
           together: lines per batch.
-
-        Raises:
-          ConfigError: if another process is writing the file, or it holds something else.
-          OSError: if the file cannot be written.
         """
         if self._is_new:
             stored = {**self._settings, "begun": self.begun.isoformat()}

@@ -33,11 +33,8 @@ def sequences_of(
 
     With `out`, this is `data`; otherwise each data set of training and validation goes to its own
     `teacher` folder. Each sequence comes once and in order, in batches of at least `batch_size`
-    that the devices divide evenly.
-
-    Raises:
-      ConfigError: if the data is not flat tokens, or no folder is named.
-      ValueError, OSError: if the data cannot be opened.
+    that the devices divide evenly. Raises ConfigError if the data is not flat tokens, or no folder
+    is named, and ValueError or OSError if the data cannot be opened.
     """
     validation = getattr(cfg, "validation", None)
     sets = validation.values() if isinstance(validation, Mapping) else [validation]
@@ -84,13 +81,10 @@ def cache_teacher_logits(
 ) -> TeacherMetadata:
     """Writes the model's top `k` ids for each sequence of `data` to `out`, or resumes.
 
-    `data` has each sequence once and in order; `show` is called with progress lines.
-
-    Raises:
-      ValueError: if the model has another tokenizer than the data, or fewer than `k` ids.
-      MemoryError: if a batch takes more memory than is free.
-      OSError: if the folder is finished, belongs to another teacher or other data, or cannot be
-        written.
+    `data` has each sequence once and in order; `show` is called with progress lines. Raises
+    ValueError if the model has another tokenizer than the data, or fewer than `k` ids, MemoryError
+    if a batch takes more memory than is free, and OSError if the folder is finished, belongs to
+    another teacher or other data, or cannot be written.
     """
     model = loaded.model
     if tokenizers_differ(loaded.tokenizer, data.tokenizer):

@@ -72,11 +72,8 @@ def open_model(
 ) -> "SavedRun | ModelFolder":
     """Finds a saved model: `RUN`, `RUN@STEP`, a Hugging Face or PEFT folder, or a Hub name.
 
-    Only its small files are read.
-
-    Raises:
-      ValueError, OSError: if there is no such model, or its notes are damaged.
-      RemovedCheckpointError: if its run removes the checkpoint meanwhile.
+    Only its small files are read. Raises ValueError or OSError if there is no such model, or its
+    notes are damaged, and RemovedCheckpointError if its run removes the checkpoint meanwhile.
     """
     if isinstance(found, str):
         found = resolve(found)
@@ -189,12 +186,11 @@ class SavedRun:
     def model(self, mesh: Mesh, exact: bool = False) -> Any:
         """Returns the model, laid out on `mesh` as it is stored.
 
+        Raises ValueError or OSError if a byte is damaged, or the frozen weights are gone, and
+        RemovedCheckpointError if the run has removed the checkpoint since.
+
         Args:
           exact: keep every stored value of frozen weights, in float32, instead of the run's dtype.
-
-        Raises:
-          ValueError, OSError: if a byte is damaged, or the frozen weights are gone.
-          RemovedCheckpointError: if the run has removed the checkpoint since.
         """
         with reading(self.folder), _errors_of(f"{self.checkpoints}@{self.step}"):
             recipe = _in_float32(self.recipe) if exact else self.recipe

@@ -131,8 +131,7 @@ _compiled = functools.lru_cache(maxsize=4096)(re.compile)  # `re` keeps 512; lar
 def read_config(folder: Path) -> PeftConfig:
     """Reads `folder`/adapter_config.json.
 
-    Raises:
-      FolderError: if the file is missing, or has an unknown key or value.
+    Raises FolderError if the file is missing, or has an unknown key or value.
     """
     where = str(folder / FILE)
     content = read_json(folder / FILE)

@@ -58,8 +58,7 @@ class Adapters:
     def arguments(self, base: Any) -> dict[str, Any]:
         """Returns arguments of `lmlib.adapters.lora` that make the same adapters.
 
-        Raises:
-          FolderError: if ranks or alphas differ between adapters.
+        Raises FolderError if ranks or alphas differ between adapters.
         """
         if len(kinds := set(self.sizes.values())) > 1:
             raise FolderError(
@@ -78,11 +77,9 @@ class Adapters:
     def values(self, model: Any) -> dict[str, np.ndarray]:
         """Returns the folder's float32 values, by path in `model`.
 
-        `model` must have such adapters; its arrays may be shapes.
-
-        Raises:
-          FolderError: if the folder has different tables for the two uses of a tied table, or a
-            base weight that is not floating-point in `model`.
+        `model` must have such adapters; its arrays may be shapes. Raises FolderError if the folder
+        has different tables for the two uses of a tied table, or a base weight that is not
+        floating-point in `model`.
         """
         tables = [self._read(each.name) for each in self.whole if each.holds(("embedding",))]
         if any(not np.array_equal(tables[0], other) for other in tables[1:]):
@@ -172,15 +169,12 @@ def load_adapters(
 
     They are placed on the mesh of `model`. If a tensor of the base's folder contains several
     weights (Phi-3's qkv_proj, experts' gate_up_proj), each weight gets the whole lora_A, and its
-    own rows of lora_B.
+    own rows of lora_B. Raises FolderError if the folder cannot be used, or is for another model,
+    and ValueError if `model` has adapters already, or belongs to no family.
 
     Args:
       model: the base of the adapters.
       model_type, families: family of the base, as in `lmlib.hf.save`.
-
-    Raises:
-      FolderError: if the folder cannot be used, or is for another model.
-      ValueError: if `model` has adapters already, or belongs to no family.
     """
     if has_adapters(model):
         raise ValueError("the model has adapters already: merge them first (`merged`)")
@@ -191,8 +185,7 @@ def load_adapters(
 def adapters_in(folder: Path, base: Any, names: Names) -> Adapters:
     """Reads a PEFT folder's adapters for `base`, whose arrays may be shapes.
 
-    Raises:
-      FolderError: if the folder cannot be used, or is for another model.
+    Raises FolderError if the folder cannot be used, or is for another model.
     """
     config, tensors = read_config(folder), _tensors(folder)
     every = [*modules_of(base, names).values(), *modules_of_experts(base, names).values()]

@@ -57,7 +57,8 @@ def save_adapters(
 
     If a tensor of the base's folder contains several weights (Phi-3's qkv_proj, experts'
     gate_up_proj), its rank is the sum of the ranks of their adapters, each with its own rows and
-    columns.
+    columns. Raises ValueError if the model belongs to no family, or PEFT does not support such
+    adapters, and FileExistsError if the folder is not empty.
 
     Args:
       folder: new, or empty.
@@ -67,10 +68,6 @@ def save_adapters(
         written in full (`lmlib.hf.peft.whole`).
       model_type, families: family of the base, as in `lmlib.hf.save`.
       dtype: dtype of the file, "bfloat16", "float16" or "float32".
-
-    Raises:
-      ValueError: if the model belongs to no family, or PEFT does not support such adapters.
-      FileExistsError: if the folder is not empty.
     """
     folder = Path(folder)
     if dtype not in NAMES_OF_DTYPES:
@@ -117,14 +114,12 @@ def written_whole(
 ) -> set[str]:
     """Returns the paths of all weights, other than adapters, that `save_adapters` writes.
 
-    Paths are in the model without adapters. `save_adapters` reads no other weights.
+    Paths are in the model without adapters. `save_adapters` reads no other weights. Raises
+    ValueError as `save_adapters`.
 
     Args:
       model: its arrays may be shapes.
       trained, model_type, families: as in `save_adapters`.
-
-    Raises:
-      ValueError: as `save_adapters`.
     """
     shapes = shapes_of_base(model)
     family, _ = family_of(shapes, model_type, families)

@@ -77,8 +77,7 @@ class Kept(NamedTuple):
 def kept(base: Any, names: Names, adapted: Collection[str], changed: Collection[str]) -> Kept:
     """Returns the tensors to write for the weights at the paths `changed`.
 
-    Raises:
-      ValueError: if one of these weights is in the matrix of an adapted module.
+    Raises ValueError if one of these weights is in the matrix of an adapted module.
     """
     tensors = tensors_of(base, names, adapted)
     touched = [each for each in tensors if each.holds(changed)]
@@ -112,10 +111,8 @@ def held(
 ) -> list[Whole]:
     """Returns the tensors that a folder contains in full, or must contain by its config.
 
-    `there` are the names of the folder's tensors.
-
-    Raises:
-      ValueError: if the folder saves only one of the two uses of a tied table.
+    `there` are the names of the folder's tensors. Raises ValueError if the folder saves only one of
+    the two uses of a tied table.
     """
     tensors = tensors_of(base, names, adapted)
     found = [w for w in tensors if w.name in there or is_saved(w.tensor.name, config.saved)]
