@@ -12,6 +12,7 @@ checkpoint first. See docs/faults.md for fault tolerance and exit codes, and doc
 several machines.
 """
 
+import contextlib
 import os
 import signal
 import sys
@@ -19,10 +20,13 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import fiddle as fdl
 from absl import flags
 from fiddle import absl_flags as absl_flags  # defines --fdl_config and its like
 
 import runner
+from lmlib.storage.local_folder import shown
+from lmlib.terminal.python_command import python_command
 from runner.command_line.command import DEBUG, commands, first_lines, listed, run
 from runner.command_line.exit_status import FINISHED, SIGNALLED
 from runner.command_line.flags import (
@@ -224,7 +228,6 @@ def _train(workdir: Path, options: Options) -> None:
     # Slow imports, so the signal handlers are installed first.
     import jax
 
-    from runner.config.relaunch import next_commands
     from runner.jax_settings.devices import check_devices
     from runner.processes.agreement import agreed, require_equal_devices
     from runner.training.fit import fit
@@ -235,7 +238,29 @@ def _train(workdir: Path, options: Options) -> None:
         cfg = chosen_config()
     result = fit(cfg, workdir, options)
     if jax.process_index() == 0:
-        print(result.summary.text(workdir, next_commands(cfg, workdir)))
+        print(result.summary.text(workdir, _next_commands(cfg, workdir)))
+
+
+def _next_commands(cfg: fdl.Config, workdir: Path) -> list[str]:
+    """Returns commands to try next: generate text, and train again with one change."""
+    given, place = flags.FLAGS, shown(workdir)
+    peak_lr = getattr(cfg.optimizer, "peak_lr", None)
+    change = f"--fdl.seed={cfg.seed + 1}"
+    if isinstance(peak_lr, float):
+        change = f"--fdl.optimizer.peak_lr={peak_lr / 3:.0e}".replace("e-0", "e-")
+    again = [
+        f"--fdl_config={given.fdl_config}",
+        *(f"--fiddler={each}" for each in given.fiddler),
+        *(f"--fdl.{each}" for each in given.fdl_set),
+        *(f"--trust_module={each}" for each in TRUST_MODULE.value),
+    ]
+    commands = [python_command("runner", *again, f"--workdir={place}_next", change)]
+    if cfg.samples.prompts:
+        with contextlib.suppress(ConfigError):  # modules of the user's own need more flags
+            configs.load(str(workdir))
+            prompt = f"--prompt={cfg.samples.prompts[0]}"
+            commands.insert(0, python_command("runner.generate", f"--from={place}", prompt))
+    return commands
 
 
 if __name__ == "__main__":
