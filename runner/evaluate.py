@@ -75,9 +75,9 @@ from runner.config.references import RunReference, resolve
 from runner.evaluation.data_sets import data_set, validation_of
 from runner.evaluation.measuring import (
     Measured,
-    Measuring,
     Settings,
     json_text,
+    measure,
     measure_suite,
     suite_json,
     suite_table,
@@ -130,7 +130,6 @@ def _report(
 
 
 def _measured(settings: Settings) -> Iterator[Measured]:
-    measuring = Measuring(settings, show)
     with user_errors():
         given = [data_set(path, _SPLIT.value, _TEXT_COLUMN.value) for path in _DATA.value]
     for loaded in _each_loaded():
@@ -138,7 +137,7 @@ def _measured(settings: Settings) -> Iterator[Measured]:
             data_sets = given or validation_of(loaded)
         if not data_sets:
             raise ConfigError(f"{loaded.name} has no flat tokens that it validated on: give --data")
-        yield from measuring(loaded, data_sets)
+        yield from measure(loaded, data_sets, settings, show)
 
 
 def _answered() -> Iterator[tuple[str, dict[str, Any]]]:

@@ -146,7 +146,7 @@ class LmEvalModel(TemplateLM):
             more = f"; and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
             raise ValueError(
                 f"{'; '.join(wrong[:_NAMED])}{more}. Both need a token, and a continuation has up "
-                f"to {self.max_length:,}: mend these questions (counted from 0), or leave out "
+                f"to {self.max_length:,}: fix these questions (counted from 0), or leave out "
                 "their tasks"
             )
         return self._answering.likelihoods(asked)

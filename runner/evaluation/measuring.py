@@ -62,66 +62,47 @@ class Measured:
     evaluation: DocumentsEvaluation
 
 
-class Measuring:
-    """Evaluates models, compiling once per model shape."""
+_scorer_of = functools.lru_cache(maxsize=1)(Scorer)  # models of one shape share its programs
 
-    def __init__(self, settings: Settings, show: Callable[[str], None]):
-        """Sets up the evaluation; `show` is called with progress lines."""
-        self._settings, self._show = settings, show
-        self._scorer = functools.lru_cache(Scorer)
 
-    def __call__(self, loaded: Loaded, data_sets: Sequence[DataSet]) -> Iterator[Measured]:
-        """Yields the result of each data set."""
-        length = self._settings.sequence_length or default_length(loaded)
-        scorer = self._scorer(loaded.mesh, loaded.compute)
-        with user_errors(), chosen_sizes(SMALLER):
-            packing = Packing(self._rows(length, scorer.divisor), length, self._settings.packed)
-            check_length(loaded.model, length, loaded.compute)
-        for data in data_sets:
-            evaluation = self._evaluated(loaded, data, scorer, packing)
-            yield Measured(loaded.name, loaded.step, data.name, length, evaluation)
-
-    def _evaluated(
-        self, loaded: Loaded, data: DataSet, scorer: Scorer, packing: Packing
-    ) -> DocumentsEvaluation:
+def measure(
+    loaded: Loaded, data_sets: Sequence[DataSet], settings: Settings, show: Callable[[str], None]
+) -> Iterator[Measured]:
+    """Yields the result on each data set; `show` is called with progress lines."""
+    length, rows = settings.sequence_length or default_length(loaded), settings.batch_size
+    scorer = _scorer_of(loaded.mesh, loaded.compute)
+    divisor = scorer.divisor
+    if rows is not None and rows % divisor:
+        raise ConfigError(
+            f"--batch_size={rows} cannot be split over these devices: give a multiple of {divisor}"
+        )
+    with user_errors(), chosen_sizes(SMALLER):
+        rows = rows or divisor * max(1, _BATCH_TOKENS // (length * divisor))
+        packing = Packing(rows, length, settings.packed)
+        check_length(loaded.model, length, loaded.compute)
+    for data in data_sets:
         began, name = time.perf_counter(), f"{loaded.name} on {data.name}"
         of = "" if data.tokens is None else f" of {count_text(data.tokens)}"
-        show = now_and_then(self._show)
+        tell = now_and_then(show)
 
-        def tell(documents: int, targets: int) -> None:
-            show(lambda: f"{name}: {count_text(targets)}{of} tokens, {documents:,} documents")
+        def progress(documents: int, targets: int) -> None:
+            tell(lambda: f"{name}: {count_text(targets)}{of} tokens, {documents:,} documents")  # noqa: B023
 
         try:
             evaluation = evaluate_documents(
-                loaded.model,
-                data.documents(loaded),
-                scorer,
-                packing,
-                self._settings.overlap,
-                tell,
+                loaded.model, data.documents(loaded), scorer, packing, settings.overlap, progress
             )
         except ConfigError:
             raise
         except (ValueError, OSError) as error:
             raise ConfigError(f"{data.name}: {error}") from error
         took = time.perf_counter() - began
-        self._show(
+        show(
             f"{name}: loss {evaluation.loss.value:.4f} nats per token; "
             f"{count_text(evaluation.targets)} tokens in {duration_text(took)}, "
             f"{count_text(evaluation.targets / took)} tokens per second"
         )
-        return evaluation
-
-    def _rows(self, length: int, divisor: int) -> int:
-        rows = self._settings.batch_size
-        if rows is None:
-            return divisor * max(1, _BATCH_TOKENS // (length * divisor))
-        if rows % divisor:
-            raise ConfigError(
-                f"--batch_size={rows} cannot be split over these devices: give a multiple of "
-                f"{divisor}"
-            )
-        return rows
+        yield Measured(loaded.name, loaded.step, data.name, length, evaluation)
 
 
 def default_length(loaded: Loaded) -> int:

@@ -26,9 +26,9 @@ from runner.config import configs
 from runner.errors import ConfigError
 from runner.evaluation.data_sets import data_set, validation_of
 from runner.evaluation.measuring import (
-    Measuring,
     Settings,
     json_text,
+    measure,
     measure_suite,
     suite_json,
     suite_table,
@@ -62,7 +62,7 @@ def loaded(folder):
 
 def measured(loaded, *data_sets, **settings):
     settings = Settings(**{"batch_size": 2, **settings})
-    return list(Measuring(settings, lambda line: None)(loaded, data_sets))
+    return list(measure(loaded, data_sets, settings, lambda line: None))
 
 
 @pytest.mark.slow
