@@ -50,67 +50,68 @@ from runner.processes.stopping import StopSignals
 from runner.processes.supervisor import Connection, supervise
 from runner.training.options import Options
 
-_WORKDIR = flags.DEFINE_string("workdir", None, "folder for everything that the run writes")
+_WORKDIR = flags.DEFINE_string("workdir", None, "Folder for all files of the run.")
 _ALLOW_OTHER_FILES = flags.DEFINE_bool(
-    "allow_other_files", False, "use a workdir that holds other files and no run"
+    "allow_other_files", False, "Accept a workdir with other files and no run."
 )
 _LOCK_SECONDS = flags.DEFINE_float(
-    "lock_seconds", 0.0, "wait so long for the end of another run in the workdir", lower_bound=0
+    "lock_seconds", 0.0, "Seconds to wait for another run in the workdir to end.", 0
 )
 _PROFILE = flags.DEFINE_string(
-    "profile", None, "steps to trace into workdir/profile, 10:12; tells where their time went"
+    "profile", None, "Steps to profile, as in 10:12; written to workdir/profile."
 )
-_DUMP_HLO = flags.DEFINE_bool(
-    "dump_hlo", False, "write the optimised program of the step into workdir/hlo"
-)
+_DUMP_HLO = flags.DEFINE_bool("dump_hlo", False, "Write the optimised program to workdir/hlo.")
 _DETERMINISTIC = flags.DEFINE_bool(
-    "deterministic", False, "on GPUs, kernels that give the same bits each time; slower"
+    "deterministic", False, "Use deterministic GPU kernels, which are slower."
 )
 key_flags(INIT_FROM, TRUST_MODULE)
 _CONTINUE_OPTIMIZER = flags.DEFINE_bool(
     "continue_optimizer",
     None,
-    "with --init_from=RUN@STEP: fork that run, with its moments, counts and place in the data",
+    "With --init_from=RUN@STEP: fork that run, with its optimizer state and place in the data.",
 )
 _ALLOW_CHANGE = flags.DEFINE_multi_enum(
-    "allow_change", [], ["data", "jax", "model"], "go on although this has changed; repeatable"
+    "allow_change", [], ["data", "jax", "model"], "Continue although this has changed."
 )
 _CHECKPOINT_FALLBACK = flags.DEFINE_bool(
-    "checkpoint_fallback", True, "go on from an older checkpoint if the newest is damaged"
+    "checkpoint_fallback", True, "Continue from an older checkpoint if the newest is damaged."
 )
 
 _COORDINATOR = flags.DEFINE_string(
-    "coordinator", None, "host:port of process 0, where there is nothing that JAX detects"
+    "coordinator", None, "host:port of process 0, if JAX cannot detect it."
 )
-_NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "processes of the run", lower_bound=1)
-_PROCESS_ID = flags.DEFINE_integer("process_id", None, "this process, from 0", lower_bound=0)
+_NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "Number of processes.", 1)
+_PROCESS_ID = flags.DEFINE_integer("process_id", None, "Number of this process, from 0.", 0)
 _DISTRIBUTED = flags.DEFINE_enum(
     "distributed",
     "auto",
     ["auto", "on", "off"],
-    "whether to ask JAX for the other processes: on SLURM, Open MPI, Kubernetes and Cloud TPU; "
-    "always, and fail if it detects none; never",
+    "Let JAX detect the other processes. auto: on SLURM, Open MPI, Kubernetes and Cloud TPU. on: "
+    "always, and fail if there are none.",
 )
 
 _STARTUP_SECONDS = flags.DEFINE_integer(
-    "startup_seconds", 300, "how long the processes wait for each other to start", 1, MOST
+    "startup_seconds", 300, "Seconds that processes wait for each other to start.", 1, MOST
 )
 _HEARTBEAT_SECONDS = flags.DEFINE_integer(
-    "heartbeat_seconds", 30, "a process silent for so long is taken for dead", 1, MOST
+    "heartbeat_seconds", 30, "Seconds without a heartbeat until a process counts as dead.", 1, MOST
 )
 _GRACE_SECONDS = flags.DEFINE_integer(
-    "grace_seconds", 600, "from SIGTERM or SIGINT to the end, saved or not", lower_bound=1
+    "grace_seconds", 600, "Seconds from SIGTERM or SIGINT to a forced end.", 1
 )
 _LIMITS = {
     name: flags.DEFINE_float(
-        f"{name}_seconds", getattr(Limits, name), f"{what}; longer ends the process", lower_bound=1
+        f"{name}_seconds",
+        getattr(Limits, name),
+        f"Maximum seconds {what}; longer ends the process.",
+        1,
     )
     for name, what in {
-        "compile": "limit of compiling",
-        "step": "limit of a step",
-        "data": "limit of the wait for a batch",
-        "evaluation": "limit of an evaluation",
-        "checkpoint": "limit of the wait for a save",
+        "compile": "for compiling",
+        "step": "for a step",
+        "data": "to wait for a batch",
+        "evaluation": "for an evaluation",
+        "checkpoint": "to wait for a save",
     }.items()
 }
 

@@ -21,11 +21,11 @@ from runner.command_line.exit_status import FINISHED
 from runner.command_line.new_folder import made_whole
 from runner.errors import ConfigError, user_errors
 
-_FROM = flags.DEFINE_string("from", None, "RUN, or RUN@STEP for checkpoints up to that step")
+_FROM = flags.DEFINE_string("from", None, "RUN, or RUN@STEP for checkpoints up to that step.")
 _LAST = flags.DEFINE_integer(
-    "last", 5, "number of checkpoints; cfg.checkpoints.keep keeps more", lower_bound=2
+    "last", 5, "Number of checkpoints; cfg.checkpoints.keep keeps more.", 2
 )
-_TO = flags.DEFINE_string("to", None, "the new workdir")
+_TO = flags.DEFINE_string("to", None, "Workdir to create.")
 
 if __name__ == "__main__":
     take_flags()  # the imports below take seconds

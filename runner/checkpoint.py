@@ -21,8 +21,8 @@ from runner.command_line.command import run, take_flags
 from runner.command_line.exit_status import FINISHED
 from runner.errors import ConfigError, did_you_mean, user_errors
 
-_STEP = flags.DEFINE_integer("step", None, "With verify and show: this step only.", lower_bound=0)
-_KEEP = flags.DEFINE_integer("keep", None, "With prune: how many stay.", lower_bound=1)
+_STEP = flags.DEFINE_integer("step", None, "With verify and show: this step only.", 0)
+_KEEP = flags.DEFINE_integer("keep", None, "With prune: how many stay.", 1)
 
 if __name__ == "__main__":
     take_flags()  # the imports below take seconds

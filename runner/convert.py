@@ -26,33 +26,26 @@ from absl import flags
 
 from runner.command_line.command import run, show, take_flags
 from runner.command_line.exit_status import FINISHED
-from runner.command_line.flags import (
-    DTYPES,
-    INIT_FROM,
-    TRUST_MODULE,
-    WEIGHTS,
-    key_flags,
-    loading,
-)
+from runner.command_line.flags import DTYPES, INIT_FROM, WEIGHTS, loading, model_flags
 from runner.command_line.new_folder import destination, made_whole
 from runner.errors import ConfigError, user_errors
 
-_FROM = flags.DEFINE_string("from", None, "a Hugging Face folder, a Hub name, or RUN[@STEP]")
-_TO = flags.DEFINE_string("to", None, "the new folder")
+_FROM = flags.DEFINE_string("from", None, "Hugging Face folder, Hub name, or RUN[@STEP].")
+_TO = flags.DEFINE_string("to", None, "Folder to create.")
 _BASE = flags.DEFINE_string(
-    "base", None, "the model below the adapters; default: the one that they name"
+    "base", None, "Base model of the adapters; default: the model that they name."
 )
 _ADAPTERS = flags.DEFINE_bool(
-    "adapters", False, "export the adapters and the other trained weights"
+    "adapters", False, "Export the adapters and the other trained weights."
 )
-_DTYPE = flags.DEFINE_enum("dtype", None, DTYPES, "export: of the files; default: the weights' own")
+_DTYPE = flags.DEFINE_enum("dtype", None, DTYPES, "Export: dtype of the files.")
 _LARGEST_FILE = flags.DEFINE_float(
-    "largest_file", 5.0, "export: approximate maximum size of a file, in GB", lower_bound=1e-6
+    "largest_file", 5.0, "Export: approximate maximum size of a file, in GB.", 1e-6
 )
 _TOKENIZER = flags.DEFINE_string(
-    "tokenizer", None, "export: a tokenizer's folder or file; default: the run's own"
+    "tokenizer", None, "Export: folder or file of a tokenizer; default: the run's tokenizer."
 )
-key_flags(INIT_FROM, WEIGHTS, TRUST_MODULE)
+model_flags()
 
 if __name__ == "__main__":
     take_flags()  # the imports below take seconds
