@@ -21,8 +21,8 @@ from runner.errors import ConfigError, user_errors
 _BASELINE = flags.DEFINE_string(
     "baseline",
     None,
-    "Run, or settings PATH=VALUE,PATH=VALUE. Each group of runs is compared with the group that has "
-    "these settings and is otherwise the same.",
+    "Run, or settings PATH=VALUE,PATH=VALUE. Each group of runs is compared with the group that "
+    "has these settings and is otherwise the same.",
 )
 _MARGIN = flags.DEFINE_float(
     "margin",

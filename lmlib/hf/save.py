@@ -108,7 +108,7 @@ def save(
         **(settings or {}),
     }
     wanted = placed(model, family.names)
-    unfinished = unfinished_in(folder)
+    unfinished = folder / UNFINISHED  # until all tensors are written; missing bytes are zeros
     files = laid_out(
         unfinished,
         {each.name: (DTYPES[NAMES_OF_DTYPES[each.dtype_in(dtype)]], each.shape) for each in wanted},
@@ -288,14 +288,6 @@ def require_new(folder: Path) -> None:
         holds = bool(multihost_utils.process_allgather(np.bool_(holds)).any())
     if holds:
         raise FileExistsError(f"{folder} is not empty: give a new folder")
-
-
-def unfinished_in(folder: Path) -> Path:
-    """Returns the temporary folder of the tensors' files, which start at their final size.
-
-    The folder is used until all tensors are written; missing bytes are zeros.
-    """
-    return folder / UNFINISHED
 
 
 def move_up(folder: Path) -> None:

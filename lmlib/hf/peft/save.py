@@ -17,21 +17,14 @@ from lmlib.hf.names import Placed, concatenate_shares
 from lmlib.hf.peft.config import FILE, PeftConfig
 from lmlib.hf.peft.modules import TENSORS, Module, modules_of, nested
 from lmlib.hf.peft.whole import Kept, kept
-from lmlib.hf.save import (
-    NAMES_OF_DTYPES,
-    meet,
-    move_up,
-    out_of_range,
-    require_new,
-    unfinished_in,
-)
+from lmlib.hf.save import NAMES_OF_DTYPES, meet, move_up, out_of_range, require_new
 from lmlib.hf.tensor_files import begin_files, laid_out, synced, write
 from lmlib.models.families.hugging_face.family import Family
 from lmlib.models.matrices.lora import LoRAMatrix, map_adapted, without_adapters
 from lmlib.parallel.axes import M
 from lmlib.parallel.matrix import dense, is_matrix
 from lmlib.parallel.selection import named_weights, selected
-from lmlib.storage.atomic_file import write_atomically
+from lmlib.storage.atomic_file import UNFINISHED, write_atomically
 
 V = TypeVar("V")
 
@@ -73,11 +66,7 @@ def save_adapters(
     if dtype not in NAMES_OF_DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(NAMES_OF_DTYPES)}, got {dtype!r}")
     require_new(folder)
-    shapes = shapes_of_base(model)
-    family, _ = family_of(shapes, model_type, families)
-    modules, adapters = modules_of(shapes, family.names), _adapters(model)
-    changed = selected(named_weights(shapes), trained, ())
-    whole = kept(shapes, family.names, _adapted(modules, adapters), changed)
+    modules, adapters, whole = _held(model, trained, model_type, families)
     config, tensors = _told(modules, adapters, base, whole), dict[str, np.ndarray]()
     values = {path: (_whole(one.down), _whole(one.up)) for path, one in adapters.items()}
     for module in nested(_with_adapters(modules, adapters)):
@@ -89,7 +78,7 @@ def save_adapters(
         name: _in_dtype(name, each, dtypes.get(name, dtype)) for name, each in tensors.items()
     }
     if jax.process_index() == 0:
-        unfinished = unfinished_in(folder)
+        unfinished = folder / UNFINISHED
         unfinished.mkdir(parents=True)
         shaped = {name: (each.dtype, each.shape) for name, each in tensors.items()}
         files = laid_out(unfinished, shaped, 1 << 62, TENSORS)
@@ -114,31 +103,29 @@ def written_whole(
 ) -> set[str]:
     """Returns the paths of all weights, other than adapters, that `save_adapters` writes.
 
-    Paths are in the model without adapters. `save_adapters` reads no other weights. Raises
-    ValueError as `save_adapters`.
-
-    Args:
-      model: its arrays may be shapes.
-      trained, model_type, families: as in `save_adapters`.
+    `save_adapters` reads no other weights. Paths are in the model without adapters, whose arrays
+    may be shapes. Arguments and errors are those of `save_adapters`.
     """
-    shapes = shapes_of_base(model)
+    return _paths(_held(model, trained, model_type, families)[2])
+
+
+def _held(
+    model: Any, trained: Sequence[str], model_type: str | None, families: Sequence[Family]
+) -> tuple[dict[str, Module], dict[str, LoRAMatrix], Kept]:
+    """Returns the modules, the adapters by path, and the tensors that are written in full."""
+    shapes, adapters = shapes_of_base(model), dict[str, LoRAMatrix]()
+    map_adapted(lambda path, one: adapters.update({path: one}), model)
+    if not adapters:
+        raise ValueError("the model has no adapters: `lmlib.hf.save` writes it")
     family, _ = family_of(shapes, model_type, families)
-    adapted = _adapted(modules_of(shapes, family.names), _adapters(model))
+    modules = modules_of(shapes, family.names)
+    adapted = {module.holder for module in _with_adapters(modules, adapters)}
     changed = selected(named_weights(shapes), trained, ())
-    return _paths(kept(shapes, family.names, adapted, changed))
+    return modules, adapters, kept(shapes, family.names, adapted, changed)
 
 
 def _paths(whole: Kept) -> set[str]:
     return {piece.path for each in whole.tensors for piece in each.tensor.pieces}
-
-
-def _adapters(model: Any) -> dict[str, LoRAMatrix]:
-    """Returns the adapters by the path of the weight."""
-    found: dict[str, LoRAMatrix] = {}
-    map_adapted(lambda path, one: found.update({path: one}), model)
-    if not found:
-        raise ValueError("the model has no adapters: `lmlib.hf.save` writes it")
-    return found
 
 
 def shapes_of_base(model: M) -> M:
@@ -155,11 +142,6 @@ def _with_adapters(modules: Mapping[str, Module], adapters: Collection[str]) -> 
     for module in modules.values():
         if any(place.piece.path in adapters for place in module.places):
             yield module
-
-
-def _adapted(modules: Mapping[str, Module], adapters: Collection[str]) -> set[str]:
-    """Returns the names of the modules with a weight in `adapters`."""
-    return {module.holder for module in _with_adapters(modules, adapters)}
 
 
 def _values(model: Any, paths: Collection[str]) -> dict[str, np.ndarray]:
