@@ -29,36 +29,24 @@ _BATCH_TOKENS = 16_384
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Settings for batching documents.
+    """Settings for batching documents."""
 
-    Args:
-      sequence_length: tokens per row; `None`: the run's, or else the model's maximum up to 2,048.
-      batch_size: rows per batch; `None`: about 16,384 tokens per batch.
-      overlap: tokens of context at the start of each window of a long document, except the first.
-      packed: True to put several documents into a row.
-    """
-
+    # tokens per row; `None`: the run's, or else the model's maximum up to 2,048
     sequence_length: int | None = None
-    batch_size: int | None = None
+    batch_size: int | None = None  # rows per batch; `None`: about 16,384 tokens per batch
+    # tokens of context at the start of each window of a long document, except the first
     overlap: int = 0
-    packed: bool = True
+    packed: bool = True  # True to put several documents into a row
 
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """The result of a model on a data set.
+    """The result of a model on a data set."""
 
-    Attributes:
-      model: the source of the weights: `WORKDIR@STEP`, or a folder.
-      step: step of the run's checkpoint, if it is one.
-      data: name of the data set.
-      sequence_length: tokens per row, which is the longest context of a target.
-    """
-
-    model: str
-    step: int | None
-    data: str
-    sequence_length: int
+    model: str  # the source of the weights: `WORKDIR@STEP`, or a folder
+    step: int | None  # step of the run's checkpoint, if it is one
+    data: str  # name of the data set
+    sequence_length: int  # tokens per row, which is the longest context of a target
     evaluation: DocumentsEvaluation
 
 

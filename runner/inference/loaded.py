@@ -36,16 +36,12 @@ USUAL = Sampling(temperature=0.8, top_p=0.95)
 
 
 class TokenLoss(NamedTuple):
-    """The loss of a token, predicted from the tokens before it.
-
-    Attributes:
-      text: the text that the token adds; a character of several tokens comes with its last token.
-      nats: -log p of the token.
-    """
+    """The loss of a token, predicted from the tokens before it."""
 
     id: int
+    # the text that the token adds; a character of several tokens comes with its last token
     text: str
-    nats: float
+    nats: float  # -log p of the token
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)

@@ -31,21 +31,13 @@ KINDS = ("prompt", "messages", "tokens")
 
 @dataclass(frozen=True)
 class Reader:
-    """Converts texts, chats and ids to token ids.
+    """Converts texts, chats and ids to token ids."""
 
-    Attributes:
-      name: name of the model, for messages.
-      vocab: vocabulary size; ids are in [0, vocab).
-      codec: converts between texts and ids; `None` if no tokenizer is known.
-      template: the chat template, or `None`.
-      now: the time that templates see; `None`: the current time.
-    """
-
-    name: str
-    vocab: int
-    codec: TextCodec | None
-    template: ChatTemplate | None
-    now: datetime | None = None
+    name: str  # name of the model, for messages
+    vocab: int  # vocabulary size; ids are in [0, vocab)
+    codec: TextCodec | None  # converts between texts and ids; `None` if no tokenizer is known
+    template: ChatTemplate | None  # the chat template, or `None`
+    now: datetime | None = None  # the time that templates see; `None`: the current time
 
     @property
     def shown(self) -> TextCodec:

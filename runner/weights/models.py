@@ -115,16 +115,11 @@ def use_model(
 
 @dataclasses.dataclass(frozen=True)
 class SavedRun:
-    """A checkpoint of a run. Only its notes are read until the weights are needed.
+    """A checkpoint of a run. Only its notes are read until the weights are needed."""
 
-    Attributes:
-      checkpoints: the folder of the run's checkpoints.
-      notes: the JSON that the run saved beside the arrays.
-    """
-
-    checkpoints: Path
+    checkpoints: Path  # the folder of the run's checkpoints
     step: int
-    notes: dict[str, Any]
+    notes: dict[str, Any]  # the JSON that the run saved beside the arrays
     options: LoadOptions = PLAIN
 
     # only folders have them

@@ -20,20 +20,15 @@ _SHOWN = 6  # differences in a message
 
 @dataclasses.dataclass(frozen=True)
 class LoadOptions:
-    """Options for reading saved weights.
+    """Options for reading saved weights."""
 
-    Attributes:
-      trusted: modules that a run's config.json may refer to, and whose families are known.
-      init_from: the new place of the weights that a run began with and did not train, or of the
-        base of adapters in a folder; `None`: their original place.
-      average: read the run's weight average instead of its last weights.
-      show: called with progress lines and warnings.
-    """
-
+    # modules that a run's config.json may refer to, and whose families are known.
     trusted: Collection[str] = ()
+    # the new place of the weights that a run began with and did not train, or of the base of
+    # adapters in a folder; `None`: their original place
     init_from: str | None = None
-    average: bool = False
-    show: Callable[[str], None] = lambda line: None
+    average: bool = False  # read the run's weight average instead of its last weights
+    show: Callable[[str], None] = lambda line: None  # called with progress lines and warnings
 
     @functools.cached_property
     def families(self) -> tuple[Family, ...]:
@@ -46,19 +41,13 @@ PLAIN = LoadOptions()
 
 @dataclasses.dataclass(frozen=True)
 class LoadTarget:
-    """A model of an experiment, to be filled with saved weights.
+    """A model of an experiment, to be filled with saved weights."""
 
-    Args:
-      recipe: how the experiment makes and keeps its weights.
-      mesh: the devices for the model.
-      data: batches whose token ids the model must know; `None`: any.
-      allowed_changes: "data": the data may have another tokenizer. "model": settings of the model
-        may differ if its weights fit.
-    """
-
-    recipe: Recipe
-    mesh: Mesh
-    data: Source | None = None
+    recipe: Recipe  # how the experiment makes and keeps its weights
+    mesh: Mesh  # the devices for the model
+    data: Source | None = None  # batches whose token ids the model must know; `None`: any
+    # "data": the data may have another tokenizer. "model": settings of the model may differ if its
+    # weights fit.
     allowed_changes: Collection[str] = ()
 
     def check_model(self, theirs: Any) -> None:

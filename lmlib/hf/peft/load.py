@@ -29,19 +29,14 @@ from lmlib.parallel.selection import named_weights
 
 @dataclasses.dataclass(frozen=True)
 class Adapters:
-    """Adapters in a folder of PEFT's format; only headers have been read.
-
-    Attributes:
-      sizes: rank and alpha of each adapter, by the weight's path.
-      whole: the base's tensors that the folder contains too.
-    """
+    """Adapters in a folder of PEFT's format; only headers have been read."""
 
     folder: Path
     config: PeftConfig
     modules: tuple[Module, ...]
     tensors: Mapping[str, Stored]
-    sizes: Mapping[str, tuple[int, float]]
-    whole: tuple[Whole, ...]
+    sizes: Mapping[str, tuple[int, float]]  # rank and alpha of each adapter, by the weight's path
+    whole: tuple[Whole, ...]  # the base's tensors that the folder contains too
 
     def beside(self, base: M) -> M:
         """Returns shapes of `base` with the adapters."""

@@ -59,19 +59,12 @@ def is_saved(tensor: str, modules: Iterable[str]) -> bool:
 
 
 class Kept(NamedTuple):
-    """The tensors that are written in full, and how adapter_config.json describes them.
+    """The tensors that are written in full, and how adapter_config.json describes them."""
 
-    Attributes:
-      tensors: the tensors.
-      modules: their names for `modules_to_save`.
-      biases: True if they include biases of adapted modules.
-      tied: True if they include a tied table.
-    """
-
-    tensors: tuple[Whole, ...]
-    modules: tuple[str, ...]
-    biases: bool
-    tied: bool
+    tensors: tuple[Whole, ...]  # the tensors
+    modules: tuple[str, ...]  # their names for `modules_to_save`
+    biases: bool  # True if they include biases of adapted modules
+    tied: bool  # True if they include a tied table
 
 
 def kept(base: Any, names: Names, adapted: Collection[str], changed: Collection[str]) -> Kept:
