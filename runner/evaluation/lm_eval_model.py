@@ -81,9 +81,7 @@ class LmEvalModel(TemplateLM):
 
         Without a generation prompt, the text ends inside the last message, to be continued. If the
         template takes no system message, the message is dropped with a warning, as in lm-eval's own
-        backends.
-
-        Raises ValueError if there is no template, or it rejects the chat, and OSError as
+        backends. Raises ValueError if there is no template, or it rejects the chat, and OSError as
         `ChatTemplate.render` does.
         """
 

@@ -121,10 +121,8 @@ def evaluate_tasks(
 ) -> dict[str, Any]:
     """Runs `lm_eval.simple_evaluate`, which also gets `settings`.
 
-    It runs in one process.
-
-    Raises ConfigError if the extra `eval` is not installed, there is no such task, its data is not
-    available, or the model cannot answer it.
+    It runs in one process. Raises ConfigError if the extra `eval` is not installed, there is no
+    such task, its data is not available, or the model cannot answer it.
 
     Args:
       sequence_length: maximum length of the model's input in tokens; `None`: the longest training

@@ -39,9 +39,7 @@ class Terminal:
     def show(self, prompt: Sequence[int], number: int, echo: str = "") -> list[Answer]:
         """Shows the answers to a prompt, the first as it is generated, then the others.
 
-        Ctrl-C ends all answers.
-
-        Raises ConfigError if the prompt leaves no room for an answer.
+        Ctrl-C ends all answers. Raises ConfigError if the prompt leaves no room for an answer.
 
         Args:
           number: number of the prompt, which seeds its randomness.

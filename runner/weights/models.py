@@ -357,9 +357,8 @@ def read_weights(
     """Returns the model of `target` with the weights of `reference`, and their name.
 
     The name is `run@step` or the folder. All processes must read the same weights. Frozen weights
-    are read from their original place, whatever `options.init_from` is.
-
-    Raises ConfigError if there is no such model, it is damaged, or it does not fit `target`.
+    are read from their original place, whatever `options.init_from` is. Raises ConfigError if there
+    is no such model, it is damaged, or it does not fit `target`.
     """
     options = dataclasses.replace(options, init_from=None)
     with agreed():
@@ -377,9 +376,8 @@ def frozen_weights(
     """Returns the frozen weights of `recipe`, with `None` in place of the others.
 
     Checkpoints leave them out, so they are read from `options.init_from`, or from the model that
-    the run of `notes` began with.
-
-    Raises ConfigError if they cannot be read, or differ from the run's weights.
+    the run of `notes` began with. Raises ConfigError if they cannot be read, or differ from the
+    run's weights.
     """
     origin, before = notes.get("initialised_from"), notes.get("frozen")
     if before is None or not is_frozen_note(before):
