@@ -33,10 +33,9 @@ from lmlib.runs.settings import FILE_NAME as SETTINGS
 from lmlib.storage.atomic_file import make_folder, write_atomically
 from lmlib.storage.bucket.url import BucketUrl
 from lmlib.storage.local_folder import folder_to_read
-from runner.config.overrides import BAD_LITERAL, apply_override
+from runner.config.overrides import BAD_LITERAL, apply_override, check_values
 from runner.config.saved_config import read_config
 from runner.config.text import flattened, parameters, settings, text_of, with_defaults
-from runner.config.values import check_values
 from runner.errors import ConfigError, did_you_mean, error_text, user_errors
 
 # Modules whose errors are written for users.

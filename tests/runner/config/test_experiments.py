@@ -13,9 +13,8 @@ from lmlib.guard import Guard
 from lmlib.losses.next_token import NextToken
 from lmlib.optim.average import WeightAverage
 from runner.config.configs import load, save
-from runner.config.overrides import apply_override
+from runner.config.overrides import apply_override, check_values
 from runner.config.text import flattened
-from runner.config.values import check_values
 from runner.errors import ConfigError
 
 
