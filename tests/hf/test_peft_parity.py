@@ -133,7 +133,7 @@ def changed(model, paths):
 @pytest.mark.parametrize("name", OTHERS_TRAINED)
 def test_peft_computes_the_same_if_other_weights_were_trained_too(name, tmp_path):
     adapts, others, _ = OTHERS_TRAINED[name]
-    model = adapted(name, rank=3, alpha=5.0, paths=adapts)
+    model = adapted(name, rank=3, alpha=5.0, paths=tuple(adapts))
     with_others = changed(model, others)
     expected = theirs(write(with_others, name, tmp_path / "out", others), ids_of(name))
     assert_same_logits(with_others, ids_of(name), expected)

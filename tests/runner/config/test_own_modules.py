@@ -6,13 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import user_model
 from compiled_programs import XLA_FLAGS
 from forked_processes import run_forked
-from hugging_face_families import GOLDEN, tensors
-from small_folder import change, copy_small_folder, rewritten
+from hugging_face_families import GOLDEN
+from small_folder import assert_same_tensors, change, copy_small_folder, rewritten
 
 from lmlib.hf.families import FAMILIES
 from runner.config import configs
@@ -104,13 +103,6 @@ def own(tmp_path, monkeypatch):
         sys.modules.pop(name, None)
 
 
-def same_tensors(one, other, file="model.safetensors"):
-    found, expected = tensors(one / file), tensors(other / file)
-    assert found.keys() == expected.keys()
-    for name, values in expected.items():
-        np.testing.assert_array_equal(found[name], values)
-
-
 def test_what_is_registered_comes_first_and_what_cannot_be_is_named(own):
     python, _ = own
     found = known_families(["own.blocks", "json"])
@@ -162,7 +154,7 @@ def test_every_command_that_takes_a_model_has_them(own, tmp_path):
         ended = run_forked("-m", *command, "--trust_module=own.blocks", environment=environment)
         assert ended.returncode == 0, (command, ended.stderr)
         answers.append(ended.stdout)
-    same_tensors(tmp_path / "out", folder)
+    assert_same_tensors(tmp_path / "out", folder)
     llama = run_forked("-m", "runner.generate", f"--from={GOLDEN / 'llama'}", *commands[2][2:])
     assert answers[2].splitlines()[0] == llama.stdout.splitlines()[0]
     refused = run_forked("-m", *commands[2], environment=environment)
