@@ -52,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
     with user_errors():
         to, found = local_folder(_TO.value), resolve(_FROM.value)
         if not isinstance(found, RunReference):
-            raise ConfigError(f"{found.name} is a model, and no run with checkpoints")
+            raise ConfigError(f"{found.name} is a model folder, not a run")
         steps = _chosen(found, _LAST.value)
         with made_whole(to) as unfinished:
             size = average(found.folder, steps, unfinished)

@@ -52,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
     """Runs the command and returns the exit status."""
     check_chosen(arguments, "--from=RUN --fdl_config=experiments/distil --fiddler=stored")
     if not _FROM.value:
-        raise ConfigError("give --from, whose weights the teacher has; see --help")
+        raise ConfigError("give --from, the teacher; see --help")
     start_devices()
     cfg = chosen_config()
     with user_errors():
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str]) -> int:
             with user_errors(), chosen_sizes("give a smaller --batch_size"):
                 metadata = cache_teacher_logits(loaded, data, out, _K.value or USUAL_K, show)
         except KeyboardInterrupt:
-            show("stopped; the same command goes on")
+            show("stopped; run the same command to continue")
             return STOPPED
         print(_told(out, metadata))
     return FINISHED

@@ -192,7 +192,7 @@ def bring_out(
             if own is None and texts.first is not None:
                 own = texts.first.tokenizer_path
             if own is None:
-                show("WARNING: no tokenizer's files are found, so there are none: give --tokenizer")
+                show("WARNING: no tokenizer files found, so the export has none: give --tokenizer")
             rounded = hf.save(
                 model,
                 unfinished,

@@ -110,7 +110,7 @@ def main(arguments: Sequence[str]) -> int:
         else:
             _converse(loaded, reader, manner)
     except KeyboardInterrupt:
-        show("stopped; the same command goes on" if _PROMPTS.value else "stopped")
+        show("stopped; run the same command to continue" if _PROMPTS.value else "stopped")
         return STOPPED
     return FINISHED
 
@@ -131,7 +131,7 @@ def _check(arguments: Sequence[str]) -> None:
     if _PROMPTS.value and _ROWS.value < _SAMPLES.value:
         raise ConfigError(f"--rows={_ROWS.value} must be at least --samples={_SAMPLES.value}")
     if _CHAT.value and (_TOKENS.value or _PROMPTS.value):
-        raise ConfigError('--chat is for --prompt and for what is typed; a file has "messages"')
+        raise ConfigError('--chat is for --prompt and typed texts; in a file, use "messages"')
 
 
 def _piped() -> list[str]:
@@ -145,7 +145,7 @@ def _piped() -> list[str]:
         text = "" if sys.stdin is None else sys.stdin.read(LARGEST + 1)
     if len(text) > LARGEST:
         raise ConfigError(
-            f"what is piped has more than {LARGEST:,} characters: give a shorter text"
+            f"the piped text has more than {LARGEST:,} characters: give a shorter text"
         )
     if not text:
         raise ConfigError("give --prompt, or --prompts and --out; on a terminal prompts are typed")

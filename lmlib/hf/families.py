@@ -151,6 +151,6 @@ def family_of(
         + (
             reasons.pop()
             if len(reasons) == 1
-            else "it has parts or settings that no config.json of theirs describes"
+            else "no config.json can describe its parts and settings"
         )
     )

@@ -80,8 +80,8 @@ def load_weights(
     layers, alike = least_count(model, names)
     if alike > len(there):  # checked before each of them is looked for
         raise FolderError(
-            f"{folder}: config.json says {layers:,} layers, of {alike:,} tensors of one kind, but "
-            f"there are {len(there):,} of all kinds"
+            f"{folder}: the {layers:,} layers in config.json need {alike:,} tensors of one kind, "
+            f"but the folder has {len(there):,} in all"
         )
     if not any(name.startswith(names.base) for name in there):
         there = {_with_base(name, names): tensor for name, tensor in there.items()}

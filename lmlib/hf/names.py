@@ -206,8 +206,8 @@ def _placed(
             share = Share(kept, sizes, tuple(within), tensor.along, start, groups)
             if share.shape[tensor.along] % groups:
                 raise ValueError(
-                    f"{name}: {path} has {share.shape[tensor.along]} for {tensor.each} = {groups}, "
-                    "of which that is no multiple"
+                    f"{name}: {path} has {share.shape[tensor.along]} entries, which is not a "
+                    f"multiple of {tensor.each} = {groups}"
                 )
             fixed = tuple((place, at[axis]) for place, axis in enumerate(axes) if axis in at)
             pieces.append(Piece(path, repetition, share, fixed))

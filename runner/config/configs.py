@@ -207,7 +207,7 @@ def config_of_model(reference: str, trusted: Collection[str] = ()) -> fdl.Config
     if isinstance(found, FolderReference):
         if base_of(found) is not found:
             raise ConfigError(
-                f"{reference} holds adapters alone; make a run of it: "
+                f"{reference} contains only adapters; convert it to a run: "
                 f"python -m runner.convert --from={reference} --to=RUN"
             )
         return load("experiments/from_hf", (), [f"folder={found.name!r}"], trusted)

@@ -101,8 +101,8 @@ class LmEvalModel(TemplateLM):
         if "system" not in self._ignored and not all(each in text for each in said):
             self._ignored.add("system")
             self._warn(
-                "WARNING: the chat template leaves out what the system says, so the model is asked "
-                f"without {said[0]!r:.80}: take a template that has it (chat_template.jinja)"
+                f"WARNING: the chat template ignores the system message {said[0]!r:.80}: use a "
+                "template that includes it (chat_template.jinja)"
             )
         return text
 
@@ -230,5 +230,5 @@ def continued(template: ChatTemplate, messages: Sequence[Mapping[str, Any]]) -> 
     whole = template.render([*before, {**last, "content": f"{last['content']}{mark} "}]).text
     text, found, rest = whole.rpartition(mark)
     if not found:
-        raise ValueError("the chat template leaves out what the last message says")
+        raise ValueError("the chat template leaves out the last message")
     return text if rest.startswith(" ") else text.rstrip()  # some templates strip the message

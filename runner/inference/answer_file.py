@@ -51,7 +51,7 @@ class AnswerFile:
         if not self._is_new:
             self.begun = self._begun_before()
         elif path.exists():
-            raise ConfigError(f"{path} is there, and no settings beside it: give another --out")
+            raise ConfigError(f"{path} exists, but has no settings file: give another --out")
 
     def answer(
         self, lines: Sequence[Line], generator: Generator, manner: DecodingOptions, together: int
@@ -75,7 +75,7 @@ class AnswerFile:
             sync(self._path.absolute().parent)
             done = self._keep_whole_batches(file, lines, manner.samples, together)
             if done:
-                _show(f"{done:,} of {len(lines):,} lines are answered already")
+                _show(f"{done:,} of {len(lines):,} lines already have answers")
             tell, began = now_and_then(_show, _SECONDS_BETWEEN_LINES), time.monotonic()
             finished = 0  # tokens of finished batches
 

@@ -75,7 +75,7 @@ class Loaded(Texts):
             return [int(id) for id in text]
         if self.codec is None:
             raise ConfigError(
-                f"{self.name} knows no tokenizer: give token ids, or load(…, tokenizer=FOLDER)"
+                f"{self.name} has no known tokenizer: give token ids, or load(…, tokenizer=FOLDER)"
             )
         return self.codec.encode(text)
 

@@ -51,7 +51,8 @@ class Reader:
         """
         if self.codec is None:
             raise ConfigError(
-                f"{self.name} knows no tokenizer: give --tokenizer=FOLDER, or ids as --tokens=1,2,3"
+                f"{self.name} has no known tokenizer: give --tokenizer=FOLDER, or ids as "
+                "--tokens=1,2,3"
             )
         with user_errors():
             return self.checked(self.codec.encode(text))
@@ -91,7 +92,7 @@ class Reader:
     def checked(self, ids: list[int]) -> list[int]:
         """Returns `ids`; raises ConfigError if there are none, or one is not in the vocabulary."""
         if not ids:
-            raise ConfigError("it has no tokens: a model continues at least one")
+            raise ConfigError("it has no tokens, but at least one is needed")
         if wrong := [id for id in ids if not 0 <= id < self.vocab]:
             raise ConfigError(f"{self.name} has no token {wrong[0]}: ids end at {self.vocab - 1}")
         return ids

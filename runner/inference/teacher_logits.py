@@ -42,8 +42,7 @@ def sequences_of(
     read = [*data_sets, *sets] if out is None else [cfg.data]
     if not all(map(_is_flat_tokens, data_sets)):
         raise ConfigError(
-            "data must be FlatTokens, whose sequences have numbers; of a mixture, teach each part "
-            "with an experiment of its own"
+            "data must be FlatTokens; for a mixture, use a separate experiment for each part"
         )
     found: dict[str, FlatTokens] = {}
     for each in filter(_is_flat_tokens, read):

@@ -79,7 +79,7 @@ class InitialWeights:
         if recipe is None or reference is None:
             return None
         if reference.weights_from is None:
-            show("WARNING: the objective compares with a model of new weights, which knows nothing")
+            show("WARNING: the reference model of the objective has new, untrained weights")
             return recipe.new_model(experiment.mesh)
         target = LoadTarget(recipe, experiment.mesh, experiment.data)
         model, origin = read_weights(reference.weights_from, target, self.options)
@@ -123,7 +123,7 @@ class InitialWeights:
             except (ValueError, OSError) as error:
                 raise ConfigError(
                     f"{run.name} cannot be forked: {error_text(error)}. Without continue_optimizer "
-                    "a run begins with its weights alone"
+                    "a run starts from its weights only"
                 ) from error
         restored = Restored(run.step, state, notes, ())
         check_notes(restored, run.checkpoints)
@@ -141,6 +141,6 @@ def _check_reference_model(reference_model: Any, before: dict[str, str] | None) 
         return
     if now != before:
         raise ConfigError(
-            "the objective compares with other weights than those that this run was compared with "
-            "before: give those again, or --allow_change=model to go on with these"
+            "the reference model of the objective has changed since this run began: restore it, or "
+            "give --allow_change=model to continue with the new one"
         )

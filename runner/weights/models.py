@@ -79,7 +79,7 @@ def open_model(
         found = resolve(found)
     if isinstance(found, FolderReference):
         if options.average:
-            raise ConfigError(f"{found.name} holds no average: leave out --weights=ema")
+            raise ConfigError(f"{found.name} has no weight average: leave out --weights=ema")
         return ModelFolder(found, options)
     steps = from_first(steps_in(found.folder))  # the run may just be adding one
     if not steps:
@@ -381,7 +381,7 @@ def frozen_weights(
     """
     origin, before = notes.get("initialised_from"), notes.get("frozen")
     if before is None or not is_frozen_note(before):
-        raise ConfigError(f"a checkpoint's notes of frozen weights make no sense: {before!r:.80}")
+        raise ConfigError(f"invalid notes of frozen weights: {before!r:.80}")
     if origin is None:
         recipe = dataclasses.replace(recipe, seed=before["seed"])
         with jax.set_mesh(mesh):
@@ -404,8 +404,8 @@ def frozen_weights(
         as_before = None if same else dataclasses.replace(recipe, frozen_dtype=was).kept
         if fingerprint(frozen, as_before) != before["digest"]:
             raise ConfigError(
-                f"the frozen weights of {origin or 'this experiment'} are not those that the run "
-                "was trained with: give those that were, with --init_from"
+                f"the frozen weights of {origin or 'this experiment'} differ from the weights that "
+                "the run was trained with: name the right model with --init_from"
             )
     return frozen
 

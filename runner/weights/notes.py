@@ -114,7 +114,7 @@ def check_notes(found: Restored, directory: Path) -> None:
     if wrong := [name for name, is_sound in sound.items() if not is_sound]:
         values = ", ".join(f"{name}={notes.get(name)!r:.80}" for name in wrong)
         raise ConfigError(
-            f"the notes of checkpoint {directory / str(step)} make no sense: {values}; delete it "
+            f"the notes of checkpoint {directory / str(step)} are invalid: {values}; delete it "
             f"to continue from the one before, or {in_other}"
         )
 

@@ -64,9 +64,9 @@ class LoadTarget:
         )
         more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
         raise ConfigError(
-            f"its model is not this experiment's ({shown}{more}): experiments/from_hf takes the "
-            "architecture from a folder, experiments/lora from a run too"
-            + ("" if other_shapes else ", --allow_change=model its weights alone")
+            f"its model differs from this experiment's ({shown}{more}): use its architecture, as "
+            "experiments/from_hf and experiments/lora do"
+            + ("" if other_shapes else ", or give --allow_change=model to take only its weights")
         )
 
     def check_adapters(self, theirs: Any) -> None:
@@ -83,8 +83,8 @@ class LoadTarget:
         """Raises ConfigError if there is a `problem` with the tokenizer of the data."""
         if problem is not None and "data" not in self.allowed_changes:
             raise ConfigError(
-                f"it was trained on other data: {problem}, so its ids mean other texts; to go on "
-                "all the same give --allow_change=data"
+                f"it was trained on other data: {problem}, so its ids mean other texts; to "
+                "continue anyway, give --allow_change=data"
             )
 
 

@@ -179,7 +179,7 @@ class TextSources:
             if template is None and folder is not None:
                 template = read_chat_template(folder)
         except (ValueError, OSError) as error:
-            show(f"WARNING: there is no chat template: {error}")
+            show(f"WARNING: the chat template cannot be used: {error}")
         return Texts(codec, file, end_ids, document_end, known, folder, template, self.longest)
 
     def _end_ids(self) -> tuple[int, ...]:

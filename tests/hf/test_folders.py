@@ -452,7 +452,7 @@ def snapshot(tmp_path, monkeypatch):
 def test_a_name_is_a_folder_once_it_is_fetched(snapshot):
     shutil.copy(LLAMA / "config.json", snapshot)
     assert local_folder_of("someone/small-model", weights=False) == snapshot
-    with pytest.raises(FolderError, match=r"no network, or no \*\.safetensors there"):
+    with pytest.raises(FolderError, match=r"no network access, or no \*\.safetensors there"):
         local_folder_of("someone/small-model")
     shutil.copy(LLAMA / "model.safetensors", snapshot)
     assert local_folder_of("someone/small-model") == snapshot
@@ -498,10 +498,9 @@ def test_without_a_network_it_is_told_what_to_do(snapshot):
     with pytest.raises(FolderError) as error:
         hf.load("someone/large-model")
     assert str(error.value) == (
-        "someone/large-model is no folder here, and cannot be fetched from Hugging Face's Hub "
-        "(there is no network): where there is a network, "
-        "`hf download someone/large-model --local-dir FOLDER` makes a folder of it; "
-        "give that folder"
+        "someone/large-model is not a local folder, and cannot be downloaded from the Hugging Face "
+        "Hub (no network access): with network access, run "
+        "`hf download someone/large-model --local-dir FOLDER`, and give FOLDER"
     )
 
 

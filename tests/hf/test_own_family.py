@@ -145,7 +145,7 @@ def test_an_expert_that_a_dtype_cannot_hold_is_named(tmp_path):
         (dataclasses.replace(MERGED, each="group"), "no weight in it has the axis group"),
         (
             Tensor("w1", {"mlp.up": ("mlp experts", "embed")}, along=1, each="experts"),
-            r"stack\.patterns\.0\.0\.mlp\.up has 8 for experts = 3, of which that is no multiple",
+            r"stack\.patterns\.0\.0\.mlp\.up has 8 entries, which is not a multiple of experts = 3",
         ),
     ],
     ids=("axes", "each", "multiple"),

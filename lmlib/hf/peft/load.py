@@ -88,8 +88,8 @@ class Adapters:
         def put(path: str, piece: Piece, share: Share, tensor: np.ndarray) -> None:
             if path not in shapes:
                 raise FolderError(
-                    f"{self.folder} holds {path} itself, which rests in 8 bits here: keep what is "
-                    'frozen in floats, with frozen_dtype = "bfloat16", or let it train'
+                    f"{self.folder} contains {path} itself, which is stored in 8 bits here: store "
+                    'frozen weights as floats with frozen_dtype = "bfloat16", or train it'
                 )
             if path not in found:
                 found[path] = np.zeros(shapes[path], np.float32)

@@ -169,7 +169,7 @@ def _told(
     """Returns the config of a model's adapters."""
     held = {place.piece.path for module in modules.values() for place in module.places}
     if lost := sorted(set(adapters) - held):
-        tied = " (PEFT adapts a tied table where it embeds alone)" if "embedding" in lost else ""
+        tied = " (PEFT adapts only the embedding of a tied table)" if "embedding" in lost else ""
         raise ValueError(f"PEFT's format has no place for the adapters of {', '.join(lost)}{tied}")
     kinds = {(one.rank_stabilized, one.dropout) for one in adapters.values()}
     if len(kinds) > 1:
@@ -182,7 +182,9 @@ def _told(
     for name, module in modules.items():
         own = [adapters[p.piece.path] for p in module.places if p.piece.path in adapters]
         if len({one.scale for one in own}) > 1:
-            raise ValueError(f"the adapters in {name} have several scales, which PEFT's has not")
+            raise ValueError(
+                f"the adapters in {name} have several scales, which PEFT does not support"
+            )
         if own:
             rank = sum(one.rank for one in own)
             more = rank / own[0].rank

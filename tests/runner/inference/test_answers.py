@@ -199,7 +199,7 @@ def test_a_file_of_answers_is_the_same_after_a_kill_anywhere(generator, tmp_path
 def test_a_file_that_is_something_else_is_left_as_it_is(generator, tmp_path):
     out = tmp_path / "out.jsonl"
     out.write_text("mine\n")
-    with pytest.raises(ConfigError, match="no settings beside it: give another --out"):
+    with pytest.raises(ConfigError, match="has no settings file: give another --out"):
         answer(generator, tmp_path, out)
     out.unlink()
     AnswerFile(out, {"seed": 0, "stop": ["a"]}).answer([], generator, MANNER, together=2)
@@ -258,7 +258,7 @@ def test_without_a_tokenizer_ids_are_read_and_shown(generator, tmp_path):
     reader = Reader("the model", 258, None, None)
     for ask in (reader.of_text, reader.of_chat):
         with pytest.raises(
-            ConfigError, match=r"the model (knows no tokenizer|has no chat template)"
+            ConfigError, match=r"the model (has no known tokenizer|has no chat template)"
         ):
             ask("hello")
     shown = terminal(generator, reader, codec=reader.shown)

@@ -148,7 +148,7 @@ def test_on_one_device_nothing_needs_a_mesh(run):
 
 def test_a_text_needs_a_tokenizer():
     found = load(str(LLAMA))
-    with pytest.raises(ConfigError, match="knows no tokenizer: give token ids"):
+    with pytest.raises(ConfigError, match="has no known tokenizer: give token ids"):
         found.logits("hi")
     assert found.logits([1, 2]).shape == (2, 62)
 

@@ -108,7 +108,7 @@ def test_another_architecture_is_told_by_names_and_values(settings_alone, overri
     experiment = fdl.build(config(LLAMA, override))
     with pytest.raises(ConfigError) as error:
         taken(str(settings_alone), experiment)
-    refused = f"the weights of {settings_alone}: its model is not this experiment's"
+    refused = f"the weights of {settings_alone}: its model differs from this experiment's"
     assert refused in str(error.value)
     assert told in str(error.value)
 

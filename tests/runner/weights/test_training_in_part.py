@@ -103,7 +103,7 @@ def test_another_base_is_refused_and_one_that_has_moved_is_taken_from_where_it_i
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
-    with pytest.raises(ConfigError, match="not those that the run was trained with"):
+    with pytest.raises(ConfigError, match="differ from the weights that the run was trained with"):
         fit(cfg, run)
     shutil.rmtree(base)
     with pytest.raises(ConfigError, match="is not a folder"):
