@@ -94,7 +94,7 @@ def test_declarations_hold_each_weight_once_and_describe_the_model(made):
 
 
 @pytest.mark.parametrize("layers", [1, 3])
-def test_a_deepseek_of_dense_layers_alone_is_described(layers):
+def test_a_deepseek_with_only_dense_layers_is_described(layers):
     """Nothing in it says how its experts would be."""
     content = json.loads((GOLDEN / "deepseek_v3" / "config.json").read_text())
     content |= {"num_hidden_layers": layers, "first_k_dense_replace": layers}

@@ -83,7 +83,7 @@ def save(model, folder, **settings):
 
 
 @pytest.mark.slow
-def test_the_folder_holds_them_as_declared(tmp_path):
+def test_saved_tensors_match_their_declarations(tmp_path):
     found = save(model(), tmp_path / "out")
     (block,) = model().stack.patterns[0]
     for layer in range(2):
@@ -197,7 +197,7 @@ def test_adapters_that_peft_cannot_name_are_refused(tmp_path):
 
 
 @pytest.mark.landing
-def test_a_tied_family_without_a_head_in_its_names_is_told_so(tmp_path):
+def test_a_tied_family_without_a_head_in_its_names_is_refused(tmp_path):
     tied = dataclasses.replace(
         family(),
         names=Names([each for each in shared.OUTSIDE if "unembedding" not in each.holds], LAYER),

@@ -124,7 +124,7 @@ def changed(model, paths):
         if not any(fnmatch.fnmatch(weight.path, path) for path in paths):
             return array
         random = np.random.default_rng(len(weight.path))
-        return jnp.asarray(array + 0.3 * random.standard_normal(array.shape, np.float32))
+        return jnp.asarray(array + 0.2 * random.standard_normal(array.shape, np.float32))
 
     return map_weights(change, model)
 

@@ -21,7 +21,7 @@ BECOMES = {
 
 
 @pytest.mark.parametrize("name", BECOMES)
-def test_transformers_computes_the_same_of_the_mixture(name, tmp_path):
+def test_transformers_computes_the_same_from_upcycled_models(name, tmp_path):
     model = upcycle(hf.load(GOLDEN / name), experts=4, top=2, key=jax.random.key(3))
     hf.save(model, tmp_path / "out", dtype="float32")
     theirs = golden.loaded(tmp_path / "out", "float32")

@@ -54,7 +54,7 @@ def forget():
 
 
 @pytest.mark.slow
-def test_the_command_works_when_it_is_pasted(experiment, tmp_path):
+def test_the_suggested_command_works_when_pasted(experiment, tmp_path):
     first = (f"--fdl_config={experiment}", "--fdl.steps", "2", f"--workdir={tmp_path / 'a run'}")
     environment = {"XLA_FLAGS": XLA_FLAGS}
     shown = run_forked("-m", "runner", *first, cwd=tmp_path, environment=environment)
@@ -103,7 +103,7 @@ def own(tmp_path, monkeypatch):
         sys.modules.pop(name, None)
 
 
-def test_what_is_registered_comes_first_and_what_cannot_be_is_named(own):
+def test_registered_families_come_first(own):
     python, _ = own
     found = known_families(["own.blocks", "json"])
     assert found[0].model_type == "blocks" and found[1:] == FAMILIES
@@ -118,7 +118,7 @@ def test_what_is_registered_comes_first_and_what_cannot_be_is_named(own):
             known_families([name])
 
 
-def test_an_experiment_is_given_them_and_takes_no_others(own):
+def test_an_experiment_gets_the_registered_families(own):
     _, folder = own
     named = f"folder={str(folder)!r}"
     with pytest.raises(ConfigError, match=r"'blocks' is not supported; .* --trust_module=MODULE"):
@@ -132,7 +132,7 @@ def test_an_experiment_is_given_them_and_takes_no_others(own):
 
 
 @pytest.mark.slow
-def test_every_command_that_takes_a_model_has_them(own, tmp_path):
+def test_every_model_command_knows_registered_families(own, tmp_path):
     python, folder = own
     small = ("--fiddler=tiny", "--fdl.validation=None", "--fdl.mesh.fsdp=1", "--fdl.steps=1")
     commands = (

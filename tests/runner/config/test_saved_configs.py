@@ -153,7 +153,7 @@ def test_overrides_apply_to_a_saved_config_and_fiddlers_do_not(experiment, tmp_p
 
 
 @pytest.mark.parametrize("value", [lambda x: x, object()])
-def test_a_value_that_cannot_be_found_again_is_not_saved(tmp_path, value):
+def test_a_value_that_cannot_be_imported_is_not_saved(tmp_path, value):
     with pytest.raises(ConfigError, match="this config cannot be saved"):
         save(fdl.Config(dict, a=value), tmp_path / "workdir")
     assert not (tmp_path / "workdir").exists()
@@ -210,7 +210,7 @@ def test_every_shipped_experiment_is_saved_and_loaded_again(tmp_path):
         assert load(str(tmp_path)) == cfg
 
 
-def test_what_the_docs_put_into_configs_is_trusted():
+def test_config_parts_in_the_docs_are_trusted():
     """Also what no page shows: each tracker."""
     shown = set()
     for block in (block for page in PAGES for block in blocks(page) if block.kind == "python"):

@@ -49,7 +49,7 @@ def answered(tokens: list[int], pieces: int, stop: tuple[str, ...] = (), most: i
 
 
 @pytest.mark.parametrize("pieces", [1, 2, 100])
-def test_an_answer_ends_where_it_should_however_its_tokens_come(pieces):
+def test_an_answer_ends_at_the_same_place_for_any_chunks(pieces):
     tokens = [*"é😀 end. More".encode(), EOS, 65, 66]
     whole = answered(tokens, pieces)
     assert (whole.text, whole.ended, whole.tokens) == ("é😀 end. More", "end", tokens[:-2])
@@ -102,7 +102,7 @@ def terminal(generator, reader=READER, out=None, **manner):
     )
 
 
-def test_answers_are_shown_one_after_the_other(generator):
+def test_several_answers_are_shown_in_order(generator):
     shown = terminal(generator, samples=3)
     answers = shown.show(CODEC.encode("é"), 0, echo="é")
     texts = [f"--- {n} of 3\né{answer.text}\n" for n, answer in enumerate(answers, 1)]
@@ -165,7 +165,7 @@ def answer(generator, folder, out, samples=2, settings=()):
 
 
 @pytest.mark.slow
-def test_a_file_of_answers_is_the_same_after_a_kill_anywhere(generator, tmp_path, capsys):
+def test_a_killed_answer_file_resumes_to_the_same_content(generator, tmp_path, capsys):
     whole = tmp_path / "whole.jsonl"
     answer(generator, tmp_path, whole)
     content = whole.read_bytes()
@@ -196,7 +196,7 @@ def test_a_file_of_answers_is_the_same_after_a_kill_anywhere(generator, tmp_path
     assert out.read_bytes() == content
 
 
-def test_a_file_that_is_something_else_is_left_as_it_is(generator, tmp_path):
+def test_other_files_are_not_overwritten_by_answers(generator, tmp_path):
     out = tmp_path / "out.jsonl"
     out.write_text("mine\n")
     with pytest.raises(ConfigError, match="has no settings file: give another --out"):
@@ -245,7 +245,7 @@ def test_broken_lines_are_named(tmp_path, line, reason):
 
 
 @pytest.mark.parametrize("byte", [b"a", b" "])
-def test_a_line_without_an_end_is_not_read_to_it(tmp_path, byte):
+def test_a_line_that_is_too_long_is_not_read_to_its_end(tmp_path, byte):
     file = tmp_path / "prompts.jsonl"
     file.write_bytes(b'{"prompt": "a"}\n' + byte * (LARGEST + 1))
     with file.open("r+b") as opened:
@@ -271,7 +271,7 @@ def test_without_a_tokenizer_ids_are_read_and_shown(generator, tmp_path):
     assert json.loads((tmp_path / "out").read_text())["text"] is None
 
 
-def test_prompts_are_lines_of_text_in_an_ordinary_file(tmp_path):
+def test_prompts_must_be_text_in_a_regular_file(tmp_path):
     file = tmp_path / "prompts.jsonl"
     for content, told in ((b'{"prompt": "\xff"}\n', "line 1: 'utf-8'"), (b"\n \n", "has no lines")):
         file.write_bytes(content)
@@ -319,7 +319,7 @@ def test_prompts_are_continued(workdir):
 
 
 @pytest.mark.slow
-def test_what_is_piped_is_continued(workdir):
+def test_piped_text_is_continued(workdir):
     def answer(*flags: str, piped: str) -> str:
         command = ("-m", "runner.generate", f"--from={workdir}", "--max_tokens=5", *flags)
         ended = run_forked(*command, piped=piped)
