@@ -107,7 +107,7 @@ def test_our_templates_give_the_ids_and_the_mask_of_transformers(folder, name):
     theirs, _ = stored(folder, "")
     template = load_template(str(folder), name)
     theirs.chat_template = template.sources["default"]
-    chat = CHATS["turns"][name == "gemma2" :]  # without what the system says
+    chat = CHATS["turns"][name == "gemma2" :]  # without the system message
     (found,) = encoded(folder, template, chat)
     expected = theirs.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True)
     assert template.render(chat).text == theirs.apply_chat_template(chat, tokenize=False)

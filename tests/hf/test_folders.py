@@ -1,5 +1,5 @@
-"""Folders of strangers, and names on the Hub: odd but legal ones work, others are refused in a
-sentence. Tests have no network; they fill the cache of `huggingface_hub` by hand."""
+"""Untrusted folders and Hub names: odd but legal ones work, others are refused in a sentence.
+Tests have no network; they fill the cache of `huggingface_hub` by hand."""
 
 import functools
 import json
@@ -103,7 +103,7 @@ def test_old_names_of_keys_mean_the_same(tmp_path, name):
     "name", sentinels([*FOLDERS], lambda name: name in ("phi3_long_rope", "qwen2_yarn", "gemma3"))
 )
 def test_an_export_has_rope_keys_for_old_and_new_readers(name):
-    """Either spelling alone says all of it."""
+    """Each spelling is complete."""
     model = described(GOLDEN / name).shapes
     _, content = family_of(model, FOLDERS[name][0])
     old = (
@@ -118,7 +118,7 @@ def test_an_export_has_rope_keys_for_old_and_new_readers(name):
 
 
 def test_rotary_fractions_of_all_head_sizes_are_read_back():
-    """Of 44 and 100 coordinates, 30 and 58 were another share."""
+    """30 of 44 and 58 of 100 coordinates are hard cases."""
     for head_dim in range(2, 257):
         for turned in range(2, head_dim + 1, 2):
             assert int(head_dim * fraction_of(Rotary(turned), head_dim)) == turned
@@ -129,7 +129,6 @@ def test_rotary_fractions_of_all_head_sizes_are_read_back():
 
 
 def test_dynamic_scaling_is_refused_beyond_the_training_length(folder):
-    """Where transformers scales, frequencies depend on the sequence's length."""
     dynamic = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0}
     change(folder, rope_parameters=dynamic, max_position_embeddings=8)
     model = described(folder).shapes
@@ -158,17 +157,22 @@ def test_the_length_for_dynamic_scaling_is_exported(tmp_path):
     assert before == after != 7
 
 
-def test_a_trunk_alone_and_old_buffers_are_read(folder):
+def test_a_tied_head_a_prefix_and_old_buffers_are_optional(folder):
     change(folder, tie_word_embeddings=True)
     with_head(folder, lambda table: table)
 
+    def without_head(held):
+        return {n: each for n, each in held.items() if n != HEAD}
+
     def as_old_files(held):
-        held = {n.removeprefix("model."): each for n, each in held.items() if n != HEAD}
+        held = {n.removeprefix("model."): each for n, each in held.items()}
         return held | {"layers.0.self_attn.rotary_emb.inv_freq": np.ones(2, np.float32)}
 
     expected = hf.load(folder)
-    rewritten(folder, as_old_files)
-    assert_same_weights(hf.load(folder), expected)
+    assert expected.unembedding is None
+    for change_tensors in (without_head, as_old_files):
+        rewritten(folder, change_tensors)
+        assert_same_weights(hf.load(folder), expected)
 
 
 @pytest.mark.parametrize(("keys", "told"), refusals(__file__, "config"))
@@ -369,15 +373,6 @@ def test_a_tokenizer_file_gets_a_config_with_begin_and_end_tokens(folder, ids, t
     assert found == {"tokenizer_class": "PreTrainedTokenizerFast", **told}
 
 
-def test_a_tied_head_may_be_in_the_file_or_not(folder):
-    change(folder, tie_word_embeddings=True)
-    with_head(folder, lambda table: table)
-    both = hf.load(folder)
-    rewritten(folder, lambda held: {n: each for n, each in held.items() if n != HEAD})
-    assert both.unembedding is None
-    assert_same_weights(hf.load(folder), both)
-
-
 @pytest.mark.parametrize("make", [lambda table: table + np.eye(62, 16), lambda table: table[:-1]])
 def test_a_tied_head_with_other_values_is_refused(folder, make):
     """transformers would use it."""
@@ -439,7 +434,7 @@ LLAMA = Path(__file__).parent / "golden" / "llama"
 
 @pytest.fixture
 def snapshot(tmp_path, monkeypatch):
-    """Where the cache has the files of `someone/small-model`; none yet."""
+    """The empty snapshot of `someone/small-model` in the cache."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     model = tmp_path / "models--someone--small-model"

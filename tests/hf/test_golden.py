@@ -32,8 +32,8 @@ from lmlib.parallel.layout import sharding
 
 SOME = ("llama_3_1", "gemma3", "gpt2")
 SHOWN = ("llama_3_1", "gemma2", "gpt2", "phi3", "qwen2_yarn")
-# In bfloat16 routers choose some other experts, those of transformers too, which is far more than a
-# rounding where shares do not add up to one or gates are steep.
+# In bfloat16, routers choose some other experts, in transformers too. That changes much more than
+# rounding if shares do not add up to one or gates are steep.
 CHOOSY = ("deepseek_v3_direct_queries", "gpt_oss")
 
 
@@ -73,7 +73,7 @@ def one_step(model, batch, compute):
 
 
 def after_one_step(name):
-    """Of the families' sentinels on one device, of the others on a mesh if there are devices."""
+    """Runs on one device for the families in SOME, otherwise on a mesh if there are devices."""
     several = name not in SOME and jax.device_count() >= 8
     mesh = mesh_for(name) if several else make_mesh()
     compute = Compute(dtype="float32", sequence_parallel=several)

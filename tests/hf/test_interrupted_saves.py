@@ -1,4 +1,4 @@
-"""What is left of a folder whose writing ended in the middle: nothing that looks whole."""
+"""An interrupted save leaves no folder that looks complete."""
 
 import functools
 import os

@@ -1,8 +1,4 @@
-"""What a stranger's config.json says is read as transformers reads it, or refused in a sentence.
-
-That transformers reads `READ` and the cases of `changed_keys` so is shown in
-tests/hf/test_parity.py.
-"""
+"""Odd config.json files are read as by transformers (see tests/hf/test_parity.py), or refused."""
 
 import json
 import re

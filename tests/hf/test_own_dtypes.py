@@ -18,7 +18,7 @@ from lmlib.recipe import Recipe
 
 CORRECTION = "mlp.gate.e_score_correction_bias"
 NORMS = ("input_layernorm.weight", "post_attention_layernorm.weight", "model.norm.weight")
-# What `_keep_in_fp32_modules` and its `_strict` mean: by folder and dtype, ends of names.
+# Ends of names in `_keep_in_fp32_modules` and its `_strict`, by folder and dtype.
 KEPT = {
     ("deepseek_v3", "bfloat16"): (CORRECTION,),
     ("deepseek_v3", "float16"): (CORRECTION,),
@@ -71,7 +71,7 @@ def test_frozen_weights_with_a_dtype_of_their_own_are_not_rounded(frozen):
 
 
 def test_generation_keeps_the_router_corrections_in_float32():
-    """In bfloat16 they would choose other experts than the model that was trained."""
+    """In bfloat16 they would choose other experts than in training."""
     model = golden_model("deepseek_v3")
     weights = ready(model, "bfloat16", None, whole=True, int8=False)
     (mixtures,) = (pattern for pattern in model.stack.patterns if hasattr(pattern[0].mlp, "router"))

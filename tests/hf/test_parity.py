@@ -1,5 +1,5 @@
-"""The golden folders are what transformers computes, and of folders that are written here it
-computes what lmlib does. Needs lmlib[parity]; tests/hf/test_golden.py does not."""
+"""transformers computes the golden folders, and the same as lmlib from exported folders.
+Needs lmlib[parity]; tests/hf/test_golden.py does not."""
 
 import json
 import shutil
@@ -134,7 +134,7 @@ def test_a_key_that_is_null_or_absent_gives_the_logits_of_transformers(name, tmp
 
 
 def logits_of_changed(name, keys, folder):
-    """Of the golden model with other keys in its config.json."""
+    """Logits of the golden model with other keys in its config.json."""
     folder.mkdir()
     shutil.copy(GOLDEN / name / "model.safetensors", folder)
     content = json.loads((GOLDEN / name / "config.json").read_text()) | keys

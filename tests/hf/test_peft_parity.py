@@ -1,5 +1,4 @@
-"""PEFT computes the same with adapters that lmlib writes, and lmlib with those that PEFT writes.
-Needs lmlib[parity]."""
+"""PEFT and lmlib compute the same from adapters that either writes. Needs lmlib[parity]."""
 
 import fnmatch
 import itertools

@@ -1,5 +1,4 @@
-"""Upcycled models leave as mixtures, of which transformers computes what it does of the dense
-model. Needs lmlib[parity]."""
+"""Exported upcycled models compute the same in transformers. Needs lmlib[parity]."""
 
 import jax
 import numpy as np

@@ -104,7 +104,7 @@ def scratch(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def files(scratch):
-    """What lies there before any mistake, and is to stay."""
+    """The files before any mistake, which must not change."""
     return files_of(scratch)
 
 
@@ -115,7 +115,7 @@ def _flip(step: Path) -> None:
     file.write_bytes(content)
 
 
-# What words in capitals stand for in the table.
+# Expansions of the words in capitals in the table.
 WORDS = {
     "TINY": [*TINY],
     "NEW": ["--workdir={run}"],  # a folder that is not there
@@ -141,7 +141,6 @@ ALL = cases("mistakes.txt")
 
 @pytest.mark.landing
 def test_a_wrong_part_of_a_saved_model_is_named(scratch, tmp_path, monkeypatch):
-    """Whatever the user has changed in it since the model was trained."""
     monkeypatch.syspath_prepend(scratch)
     mixer = importlib.import_module("own_mixer").OneArray
     workdir, _ = write_run_on_bytes(tmp_path, attention=mixer)

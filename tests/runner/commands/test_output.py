@@ -94,7 +94,7 @@ LINES = 20_000  # more than the pipes hold
 
 @pytest.fixture
 def descriptor():
-    """Of /dev/full, where every write fails as on a full disk."""
+    """A descriptor of /dev/full, where every write fails."""
     opened = os.open("/dev/full", os.O_WRONLY)
     yield opened
     os.close(opened)
@@ -138,7 +138,7 @@ PRINTS = f"for n in range({LINES}): print('line', n)"
 
 @pytest.mark.parametrize("log", ["kept", "on a full disk"])
 def test_a_supervised_process_ends_with_unread_output(tmp_path, log):
-    """As with `| head -1`; and with a disk that fills up under its log."""
+    """Also if the disk of its log is full."""
     file = tmp_path / "logs" / "process_00000.log"
     file.parent.mkdir()
     if log == "on a full disk":

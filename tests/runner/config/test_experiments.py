@@ -159,7 +159,7 @@ def test_an_invalid_model_folder_is_refused_with_the_reason(tmp_path):
     assert str(raised.value).startswith(expected) and "from_hf" not in str(raised.value)
 
 
-# Values that are no types of their parameters'
+# Values of wrong types
 
 SETTINGS = {
     "average": WeightAverage,

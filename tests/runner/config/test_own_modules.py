@@ -38,7 +38,7 @@ def config():
 
 @pytest.fixture
 def experiment(tmp_path, monkeypatch):
-    """The file; what its import leaves in this process is forgotten afterwards."""
+    """The file of an experiment, whose modules are forgotten afterwards."""
     folder = tmp_path / "my work"
     folder.mkdir()
     shutil.copy(user_model.__file__, folder / "my_model.py")

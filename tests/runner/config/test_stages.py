@@ -90,7 +90,6 @@ def test_a_staged_run_resumes_to_the_same_bits(ended_after, whole, tmp_path):
 
 @pytest.mark.slow
 def test_moved_stages_count_as_changed_data(whole, tmp_path):
-    """Which a run does not go on with unasked."""
     with pytest.raises(StoppedEarly):
         fit(staged(), tmp_path, Options(stop=lambda step: step == 5))
     moved = staged()

@@ -35,7 +35,7 @@ MANNER = DecodingOptions(CODEC, (EOS,), (), 6, Sampling(), samples=1, seed=0)
 
 @pytest.fixture(scope="module")
 def generator():
-    """Of a model that knows nothing: its texts are any bytes."""
+    """A generator with an untrained model, which writes random bytes."""
     model = lmlib.llama(vocab=258, embed=16, layers=1, heads=2, mlp=16, key=jax.random.key(0))
     return Generator(model, rows=4, length=128, chunk=128)
 
@@ -60,7 +60,7 @@ def test_an_answer_ends_at_the_same_place_for_any_chunks(pieces):
     long = answered(tokens, pieces, most=4, stop=("😀 end",))
     assert (long.text, long.ended, long.tokens) == ("é�", "length", tokens[:4])
     held = answered(tokens[:11], pieces, stop=(" end. M!",), most=11)
-    assert (held.text, held.ended) == ("é😀 end.", "length")  # which might have been the beginning
+    assert (held.text, held.ended) == ("é😀 end.", "length")  # the start of a possible stop string
 
 
 STOPS = ["<|end|>", "e<|end|>", "日<|end|>", "\n<|end|><|begin|>", "river ", "<|begin|>a"]
@@ -140,7 +140,7 @@ def test_a_chat_remembers_its_turns_and_survives_ctrl_c(generator):
 
     shown = terminal(generator, Seen(**vars(READER)), Interrupting())
     shown.converse(read, chat=True)
-    said = asked[1][1]  # what was there when it was interrupted
+    said = asked[1][1]  # the text before the interrupt
     assert said and shown.out.getvalue().lstrip().startswith(f"{said}\n")
     assert asked[0] == ["Hello?"]
     assert asked[1][::2] == ["Hello?", "And?"]

@@ -54,7 +54,7 @@ TOKENIZER = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Of Hugging Face's, with a tokenizer that frames its texts."""
+    """A Hugging Face folder with a tokenizer that adds begin and end tokens."""
     folder = tmp_path_factory.mktemp("folder")
     shutil.copytree(LLAMA, folder, dirs_exist_ok=True)
     (folder / "tokenizer.json").write_text(json.dumps(TOKENIZER))
@@ -203,7 +203,7 @@ def test_bytes_are_ids(on_bytes):
 @pytest.mark.slow
 @pytest.mark.parametrize("begins", [True, False])
 def test_a_tokenizer_of_data_begins_texts_like_the_data(on_bytes, tmp_path, begins):
-    write_tokenizer_folder(tmp_path, begins=not begins)  # what the file itself does is not asked
+    write_tokenizer_folder(tmp_path, begins=not begins)  # the file's own setting is ignored
     file = tmp_path / "tokenizer.json"
     loaded = dataclasses.replace(
         on_bytes,

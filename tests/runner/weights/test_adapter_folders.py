@@ -137,7 +137,7 @@ def logits(model):
 
 @pytest.mark.slow
 def test_other_trained_weights_are_exported_with_the_adapters(folder, tmp_path):
-    """Also what an earlier run trained, and not this one."""
+    """Including weights that only an earlier run trained."""
     cfg = experiment(paths=("stack.*.mlp.*",))
     cfg.trainable.besides = ("*norm.scale", "unembedding")
     cfg.steps, cfg.optimizer.peak_lr = 3, 0.1
@@ -185,7 +185,7 @@ def test_a_run_resumes_where_adapters_were_imported(folder, tmp_path):
     with pytest.raises(Exception, match="stopped after step 2"):
         fit(cfg, tmp_path / "run", Options(stop=lambda step: step == 2))
     with Checkpoints(tmp_path / "run" / "checkpoints", read_only=True) as checkpoints:
-        assert checkpoints.steps() == [0, 2]  # what was brought in stays: it may be a base
+        assert checkpoints.steps() == [0, 2]  # the import is kept, because it may be a base
     assert fit(cfg, tmp_path / "run").summary.steps == 4
 
 
@@ -195,8 +195,7 @@ def peft():
 
 
 def base_of(kind, peft, tmp_path):
-    """What a run begins with, whose values no narrower dtype than `kind` has, and the same as a
-    folder."""
+    """The base of a run, with values that need the dtype `kind`, and the same as a folder."""
     folder = tmp_path / "base"
     if kind != "run":
         peft.loaded(BASE, kind).save_pretrained(folder)
@@ -231,7 +230,7 @@ def run_of(base, workdir, frozen_dtype):
     ],
 )
 def test_adapters_are_merged_as_peft_merges_them_in_float32(peft, kind, frozen_dtype, tmp_path):
-    """However the run keeps its base: into what that stores, in whose place is no other."""
+    """For all dtypes in which the run keeps its base."""
     base, folder = base_of(kind, peft, tmp_path)
     run = run_of(base, tmp_path / "run", frozen_dtype)
     told = convert.bring_out(run, tmp_path / "out")
@@ -265,7 +264,7 @@ GONE = r"cannot be read: .*/base is not a folder; .* if .*base has moved, --init
 
 
 def moved_run(base: Path, workdir: Path, *besides: str) -> Path:
-    """A run of adapters and what is `besides`, all moved from where they began."""
+    """A run of adapters and other trained weights, whose base has moved."""
     cfg = configs.load("experiments/from_hf", ["tiny"], [f"folder={str(base)!r}"])
     cfg.model = fdl.Partial(lora, of=cfg.model, rank=2, paths=("stack.*.mlp.*",))
     cfg.trainable = fdl.Config(adapters, besides=besides)

@@ -51,7 +51,7 @@ def config(folder, *overrides):
 
 
 def taken(reference, experiment, allowed_changes=()):
-    """What `experiment` would begin with."""
+    """The initial weights of `experiment`."""
     of = experiment.recipe, experiment.mesh, experiment.data
     return read_weights(reference, LoadTarget(*of, allowed_changes))
 
@@ -153,7 +153,7 @@ def test_a_run_needs_the_folder_of_its_initial_weights_only_once(tmp_path, capsy
     for name, origin in (("folder", folder), ("run", tmp_path / "in")):
         found = fit(named, tmp_path / f"from_{name}", Options(init_from=str(origin)))
         assert losses(found) == losses(first)
-    # In the workdir that was brought in, the run goes on from there.
+    # A run in the imported workdir starts from the import.
     assert losses(fit(named, tmp_path / "in")) == losses(first)
     assert (tmp_path / "in" / "hugging_face" / "config.json").exists()
 
