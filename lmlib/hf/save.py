@@ -23,13 +23,13 @@ from lmlib.hf.folder import parsed, read_copied
 from lmlib.hf.hub import TOKENIZER_FILES
 from lmlib.hf.load import Progress, shares
 from lmlib.hf.names import Placed, Share, concatenate_shares, placed
-from lmlib.hf.tensor_files import DTYPES, Stored, begin_files, laid_out, synced, write
+from lmlib.hf.tensor_files import DTYPES, Stored, begin_files, laid_out, write
 from lmlib.models.decoder import Decoder
 from lmlib.models.experts.router import without_load
 from lmlib.models.families.hugging_face.family import Family
 from lmlib.parallel.axes import map_weights
 from lmlib.parallel.mesh import make_mesh
-from lmlib.storage.atomic_file import UNFINISHED, write_atomically
+from lmlib.storage.atomic_file import UNFINISHED, sync, write_atomically
 from lmlib.storage.stored_json import parse_json
 
 NAMES_OF_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
@@ -124,7 +124,8 @@ def save(
         if jax.process_index() == 0:
             shutil.rmtree(folder)
         raise beyond
-    synced({each.file for each in files.values()})
+    for file in {each.file for each in files.values()}:
+        sync(file)
     meet("lmlib: tensors written")
     if jax.process_index() == 0:
         move_up(unfinished)

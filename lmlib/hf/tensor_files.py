@@ -11,7 +11,7 @@ import math
 import os
 import reprlib
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -227,16 +227,6 @@ def write(tensor: Stored, start: int, values: np.ndarray) -> None:
     with open(tensor.file, "r+b") as file:
         file.seek(tensor.offset + start * tensor.dtype.itemsize)
         file.write(np.ascontiguousarray(values, tensor.dtype).view(np.uint8).data)
-
-
-def synced(files: Iterable[Path]) -> None:
-    """Flushes files to disk."""
-    for path in files:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 def _header(tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]]) -> bytes:

@@ -177,34 +177,24 @@ def _models(found: Sequence[Measured]) -> tuple[list[str], list[str], str]:
 
 def json_text(found: Sequence[Measured], settings: Settings) -> str:
     """Returns all numbers with units and standard errors; non-finite numbers are strings."""
-    content = {
-        "overlap": settings.overlap,
-        "packed": settings.packed,
-        "results": [
-            {
-                **{name: getattr(each, name) for name in ("model", "step", "data")},
-                "sequence_length": each.sequence_length,
-                **_plain(each.evaluation),
-            }
-            for each in found
-        ],
-    }
-    return json.dumps(content, indent=1, allow_nan=False) + "\n"
-
-
-def _plain(evaluation: DocumentsEvaluation) -> dict[str, Any]:
     counts = ("documents", "targets", "bytes", "characters")
-    return {
-        **{name: getattr(evaluation, name) for name in counts},
-        **{name: _number(getattr(evaluation, name), unit) for name, unit in _UNITS.items()},
-        "loss_by_position": [
-            {
-                **{name: getattr(each, name) for name in ("first", "last", "targets")},
-                **_number(each.loss, "nats per token"),
-            }
-            for each in evaluation.by_position
-        ],
-    }
+    results = [
+        {
+            **{name: getattr(each, name) for name in ("model", "step", "data", "sequence_length")},
+            **{name: getattr(each.evaluation, name) for name in counts},
+            **{n: _number(getattr(each.evaluation, n), unit) for n, unit in _UNITS.items()},
+            "loss_by_position": [
+                {
+                    **{name: getattr(at, name) for name in ("first", "last", "targets")},
+                    **_number(at.loss, "nats per token"),
+                }
+                for at in each.evaluation.by_position
+            ],
+        }
+        for each in found
+    ]
+    content = {"overlap": settings.overlap, "packed": settings.packed, "results": results}
+    return json.dumps(content, indent=1, allow_nan=False) + "\n"
 
 
 def _number(estimate: Estimate | None, unit: str) -> Any:

@@ -18,13 +18,13 @@ from lmlib.hf.peft.config import FILE, PeftConfig
 from lmlib.hf.peft.modules import TENSORS, Module, modules_of, nested
 from lmlib.hf.peft.whole import Kept, kept
 from lmlib.hf.save import NAMES_OF_DTYPES, meet, move_up, out_of_range, require_new
-from lmlib.hf.tensor_files import begin_files, laid_out, synced, write
+from lmlib.hf.tensor_files import begin_files, laid_out, write
 from lmlib.models.families.hugging_face.family import Family
 from lmlib.models.matrices.lora import LoRAMatrix, map_adapted, without_adapters
 from lmlib.parallel.axes import M
 from lmlib.parallel.matrix import dense, is_matrix
 from lmlib.parallel.selection import named_weights, selected
-from lmlib.storage.atomic_file import UNFINISHED, write_atomically
+from lmlib.storage.atomic_file import UNFINISHED, sync, write_atomically
 
 V = TypeVar("V")
 
@@ -85,7 +85,7 @@ def save_adapters(
         begin_files(files)
         for name, target in files.items():
             write(target, 0, tensors[name])
-        synced([unfinished / TENSORS])
+        sync(unfinished / TENSORS)
         move_up(unfinished)
         transposed = any(
             not module.looks_up and not module.is_parameter and place.inputs == 0
