@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -119,42 +119,28 @@ def digest_of(file: Path) -> str:
 
 
 def read_lines(file: Path, reader: Reader) -> list[Line]:
-    """Returns the lines of a file that are not empty.
+    """Returns the lines of a file that are not empty; stops at a line that is too long.
 
-    Raises:
-      OSError: if the file cannot be read.
-      ConfigError: with the numbers of broken lines, or if there are no lines.
+    Raises OSError if the file cannot be read, and ConfigError with the numbers of broken lines, or
+    if the file is empty.
     """
     lines, broken = [], []
-    for number, text in enumerate(_texts(file), 1):
-        if not text.strip() and len(text) <= LARGEST:
-            continue
-        try:
-            given = _parsed(text)
-            lines.append(Line(number, given, reader.of_line(given)))
-        except ValueError as error:
-            broken.append(f"line {number}: {error}")
+    with open(file, "rb") as stream:
+        for number, text in enumerate(iter(lambda: stream.readline(LARGEST + 1), b""), 1):
+            if len(text) > LARGEST:
+                broken.append(f"line {number}: it has more than {LARGEST:,} bytes")
+                break
+            if not text.strip():
+                continue
+            try:
+                given = parse_json(text)
+                json.dumps(given, allow_nan=False)
+                lines.append(Line(number, given, reader.of_line(given)))
+            except ValueError as error:
+                broken.append(f"line {number}: {error}")
     if broken:
         more = f"; and {len(broken) - _SHOWN:,} more" if len(broken) > _SHOWN else ""
         raise ConfigError(f"{file}: {'; '.join(broken[:_SHOWN])}{more}")
     if not lines:
         raise ConfigError(f"{file} has no lines")
     return lines
-
-
-def _texts(file: Path) -> Iterator[bytes]:
-    """Yields each line. Stops at a line that is too long, after reading only its beginning."""
-    with open(file, "rb") as stream:
-        while text := stream.readline(LARGEST + 1):
-            yield text
-            if len(text) > LARGEST:
-                return
-
-
-def _parsed(text: bytes) -> Any:
-    """Parses a line. Raises ValueError if it is too long, or not JSON; NaN is not allowed."""
-    if len(text) > LARGEST:
-        raise ValueError(f"it has more than {LARGEST:,} bytes")
-    given = parse_json(text)
-    json.dumps(given, allow_nan=False)
-    return given
