@@ -12,6 +12,7 @@ checkpoint first. See docs/faults.md for fault tolerance and exit codes, and doc
 several machines.
 """
 
+import contextlib
 import os
 import signal
 import sys
@@ -19,10 +20,13 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import fiddle as fdl
 from absl import flags
 from fiddle import absl_flags as absl_flags  # defines --fdl_config and its like
 
 import runner
+from lmlib.storage.local_folder import shown
+from lmlib.terminal.python_command import python_command
 from runner.command_line.command import DEBUG, commands, first_lines, listed, run
 from runner.command_line.exit_status import FINISHED, SIGNALLED
 from runner.command_line.flags import (
@@ -46,32 +50,28 @@ from runner.processes.stopping import StopSignals
 from runner.processes.supervisor import Connection, supervise
 from runner.training.options import Options
 
-_WORKDIR = flags.DEFINE_string("workdir", None, "Folder for everything that the run writes.")
+_WORKDIR = flags.DEFINE_string("workdir", None, "Folder for all files of the run.")
 _ALLOW_OTHER_FILES = flags.DEFINE_bool(
-    "allow_other_files", False, "Use a workdir that has other files but no run."
+    "allow_other_files", False, "Accept a workdir with other files and no run."
 )
 _LOCK_SECONDS = flags.DEFINE_float(
-    "lock_seconds", 0.0, "Seconds to wait for another run in the workdir to end.", lower_bound=0
+    "lock_seconds", 0.0, "Seconds to wait for another run in the workdir to end.", 0
 )
 _PROFILE = flags.DEFINE_string(
-    "profile",
-    None,
-    "Steps to trace into workdir/profile, as in 10:12; shows where their time went.",
+    "profile", None, "Steps to profile, as in 10:12; written to workdir/profile."
 )
-_DUMP_HLO = flags.DEFINE_bool(
-    "dump_hlo", False, "Write the optimised program of the step into workdir/hlo."
-)
+_DUMP_HLO = flags.DEFINE_bool("dump_hlo", False, "Write the optimised program to workdir/hlo.")
 _DETERMINISTIC = flags.DEFINE_bool(
-    "deterministic", False, "Use GPU kernels that give the same bits each time; slower."
+    "deterministic", False, "Use deterministic GPU kernels, which are slower."
 )
 key_flags(INIT_FROM, TRUST_MODULE)
 _CONTINUE_OPTIMIZER = flags.DEFINE_bool(
     "continue_optimizer",
     None,
-    "Fork the run of --init_from=RUN@STEP, with its moments, counts and place in the data.",
+    "With --init_from=RUN@STEP: fork that run, with its optimizer state and place in the data.",
 )
 _ALLOW_CHANGE = flags.DEFINE_multi_enum(
-    "allow_change", [], ["data", "jax", "model"], "Continue although this has changed; repeatable."
+    "allow_change", [], ["data", "jax", "model"], "Continue although this has changed."
 )
 _CHECKPOINT_FALLBACK = flags.DEFINE_bool(
     "checkpoint_fallback", True, "Continue from an older checkpoint if the newest is damaged."
@@ -80,42 +80,38 @@ _CHECKPOINT_FALLBACK = flags.DEFINE_bool(
 _COORDINATOR = flags.DEFINE_string(
     "coordinator", None, "host:port of process 0, if JAX cannot detect it."
 )
-_NUM_PROCESSES = flags.DEFINE_integer(
-    "num_processes", None, "Number of processes of the run.", lower_bound=1
-)
-_PROCESS_ID = flags.DEFINE_integer(
-    "process_id", None, "Number of this process, from 0.", lower_bound=0
-)
+_NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "Number of processes.", 1)
+_PROCESS_ID = flags.DEFINE_integer("process_id", None, "Number of this process, from 0.", 0)
 _DISTRIBUTED = flags.DEFINE_enum(
     "distributed",
     "auto",
     ["auto", "on", "off"],
-    "Let JAX detect the other processes: auto on SLURM, Open MPI, Kubernetes and Cloud TPU; on "
-    "also fails if it detects none.",
+    "Let JAX detect the other processes. auto: on SLURM, Open MPI, Kubernetes and Cloud TPU. on: "
+    "always, and fail if there are none.",
 )
 
 _STARTUP_SECONDS = flags.DEFINE_integer(
-    "startup_seconds", 300, "Seconds for which the processes wait for each other to start.", 1, MOST
+    "startup_seconds", 300, "Seconds that processes wait for each other to start.", 1, MOST
 )
 _HEARTBEAT_SECONDS = flags.DEFINE_integer(
-    "heartbeat_seconds", 30, "Seconds of silence after which a process counts as dead.", 1, MOST
+    "heartbeat_seconds", 30, "Seconds without a heartbeat until a process counts as dead.", 1, MOST
 )
 _GRACE_SECONDS = flags.DEFINE_integer(
-    "grace_seconds", 600, "Seconds from SIGTERM or SIGINT to the end, saved or not.", lower_bound=1
+    "grace_seconds", 600, "Seconds from SIGTERM or SIGINT to a forced end.", 1
 )
 _LIMITS = {
     name: flags.DEFINE_float(
         f"{name}_seconds",
         getattr(Limits, name),
-        f"Time limit of {what}; the process ends after it.",
-        lower_bound=1,
+        f"Maximum seconds {what}; longer ends the process.",
+        1,
     )
     for name, what in {
-        "compile": "compiling",
-        "step": "a step",
-        "data": "the wait for a batch",
-        "evaluation": "an evaluation",
-        "checkpoint": "the wait for a save",
+        "compile": "for compiling",
+        "step": "for a step",
+        "data": "to wait for a batch",
+        "evaluation": "for an evaluation",
+        "checkpoint": "to wait for a save",
     }.items()
 }
 
@@ -233,7 +229,6 @@ def _train(workdir: Path, options: Options) -> None:
     # Slow imports, so the signal handlers are installed first.
     import jax
 
-    from runner.config.relaunch import next_commands
     from runner.jax_settings.devices import check_devices
     from runner.processes.agreement import agreed, require_equal_devices
     from runner.training.fit import fit
@@ -244,7 +239,29 @@ def _train(workdir: Path, options: Options) -> None:
         cfg = chosen_config()
     result = fit(cfg, workdir, options)
     if jax.process_index() == 0:
-        print(result.summary.text(workdir, next_commands(cfg, workdir)))
+        print(result.summary.text(workdir, _next_commands(cfg, workdir)))
+
+
+def _next_commands(cfg: fdl.Config, workdir: Path) -> list[str]:
+    """Returns commands to try next: generate text, and train again with one change."""
+    given, place = flags.FLAGS, shown(workdir)
+    peak_lr = getattr(cfg.optimizer, "peak_lr", None)
+    change = f"--fdl.seed={cfg.seed + 1}"
+    if isinstance(peak_lr, float):
+        change = f"--fdl.optimizer.peak_lr={peak_lr / 3:.0e}".replace("e-0", "e-")
+    again = [
+        f"--fdl_config={given.fdl_config}",
+        *(f"--fiddler={each}" for each in given.fiddler),
+        *(f"--fdl.{each}" for each in given.fdl_set),
+        *(f"--trust_module={each}" for each in TRUST_MODULE.value),
+    ]
+    commands = [python_command("runner", *again, f"--workdir={place}_next", change)]
+    if cfg.samples.prompts:
+        with contextlib.suppress(ConfigError):  # modules of the user's own need more flags
+            configs.load(str(workdir))
+            prompt = f"--prompt={cfg.samples.prompts[0]}"
+            commands.insert(0, python_command("runner.generate", f"--from={place}", prompt))
+    return commands
 
 
 if __name__ == "__main__":

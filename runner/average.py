@@ -8,7 +8,6 @@ cannot continue in it. docs/optimizers.md says when this helps.
 """
 
 import shutil
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,16 +15,16 @@ from typing import Any
 
 from absl import flags
 
-from runner.command_line.command import run, take_flags
+from runner.command_line.command import run, show, take_flags
 from runner.command_line.exit_status import FINISHED
 from runner.command_line.new_folder import made_whole
 from runner.errors import ConfigError, user_errors
 
-_FROM = flags.DEFINE_string("from", None, "RUN, or RUN@STEP for checkpoints up to that step")
+_FROM = flags.DEFINE_string("from", None, "RUN, or RUN@STEP for checkpoints up to that step.")
 _LAST = flags.DEFINE_integer(
-    "last", 5, "number of checkpoints; cfg.checkpoints.keep keeps more", lower_bound=2
+    "last", 5, "Number of checkpoints; cfg.checkpoints.keep keeps more.", 2
 )
-_TO = flags.DEFINE_string("to", None, "the new workdir")
+_TO = flags.DEFINE_string("to", None, "Workdir to create.")
 
 if __name__ == "__main__":
     take_flags()  # the imports below take seconds
@@ -41,7 +40,6 @@ from lmlib.storage.local_folder import local_folder
 from lmlib.terminal.quantities import count_text, duration_text
 from runner.config.references import RunReference, resolve
 
-_PART = "model"
 _CONFIGS = ("config.json", "settings.json", "config.txt")
 
 
@@ -54,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
     with user_errors():
         to, found = local_folder(_TO.value), resolve(_FROM.value)
         if not isinstance(found, RunReference):
-            raise ConfigError(f"{found.name} is a model, and no run with checkpoints")
+            raise ConfigError(f"{found.name} is a model folder, not a run")
         steps = _chosen(found, _LAST.value)
         with made_whole(to) as unfinished:
             size = average(found.folder, steps, unfinished)
@@ -67,39 +65,44 @@ def main(arguments: Sequence[str]) -> int:
 def average(checkpoints: Path, steps: Sequence[int], to: Path) -> int:
     """Writes the mean of the weights at `steps` to the empty workdir `to`; returns their number.
 
-    Raises:
-      ValueError, OSError: if a checkpoint is damaged, or the checkpoints have different models.
+    Raises ValueError or OSError if a checkpoint is damaged, or their weights differ in shape or
+    dtype.
     """
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    target: dict[str, jax.ShapeDtypeStruct] = {}
     means: dict[str, np.ndarray] = {}
-    dtypes: dict[str, Any] = {}
     notes: dict[str, Any] = {}
     with Checkpoints(checkpoints, read_only=True) as opened:
         for count, step in enumerate(steps, 1):
             folder = checkpoints / str(step)
-            print(f"reading {folder}", file=sys.stderr, flush=True)
+            show(f"reading {folder}")
             with reading(folder):
-                target = _arrays_of(folder)
-                dtypes = dtypes or {name: each.dtype for name, each in target.items()}
-                if dtypes != {name: each.dtype for name, each in target.items()}:
+                arrays = {
+                    name.removeprefix("model."): jax.ShapeDtypeStruct(
+                        each.shape, jax.numpy.dtype(each.dtype), sharding=device
+                    )
+                    for name, each in read_manifest(folder).arrays.items()
+                    if name.startswith("model.")
+                }
+                target = target or arrays
+                if target != arrays:
                     raise ConfigError(f"step {step} holds other weights than step {steps[0]}")
-                weights, notes = opened.restore_part(step, _PART, target)
+                weights, notes = opened.restore_part(step, "model", target)
             for name, array in weights.items():
                 mean = means.setdefault(name, np.zeros(array.shape))  # float64
-                if mean.shape != array.shape:
-                    raise ConfigError(f"step {step} holds another {name} than step {steps[0]}")
                 mean += (np.asarray(array, np.float64) - mean) / count
     for name in _CONFIGS:
         if (checkpoints.parent / name).is_file():
             shutil.copyfile(checkpoints.parent / name, to / name)
     notes = {name: note for name, note in notes.items() if name != "data"}
-    state = {name: jax.numpy.asarray(mean, dtypes[name]) for name, mean in means.items()}
+    state = {name: jax.numpy.asarray(mean, target[name].dtype) for name, mean in means.items()}
     with Checkpoints(to / "checkpoints") as written:
-        written.save(steps[-1], {_PART: state}, {**notes, "averaged": list(steps)})
+        written.save(steps[-1], {"model": state}, {**notes, "averaged": list(steps)})
     return sum(mean.size for mean in means.values())
 
 
 def _chosen(found: RunReference, last: int) -> list[int]:
-    """The steps of a run's last checkpoints, up to the named one."""
+    """Returns the steps of a run's last checkpoints, up to the named one."""
     steps = steps_in(found.folder)
     if found.step is not None and found.step not in steps:
         raise ConfigError(
@@ -112,18 +115,6 @@ def _chosen(found: RunReference, last: int) -> list[int]:
             "less, or let the run keep more (cfg.checkpoints.keep)"
         )
     return until[-last:]
-
-
-def _arrays_of(folder: Path) -> dict[str, jax.ShapeDtypeStruct]:
-    """The shapes of a checkpoint's model weights, by name."""
-    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    return {
-        name.removeprefix(f"{_PART}."): jax.ShapeDtypeStruct(
-            each.shape, jax.numpy.dtype(each.dtype), sharding=device
-        )
-        for name, each in read_manifest(folder).arrays.items()
-        if name.startswith(f"{_PART}.")
-    }
 
 
 if __name__ == "__main__":

@@ -29,17 +29,13 @@ from runner.command_line.flags import (
 )
 from runner.errors import ConfigError, chosen_sizes, user_errors
 
-_FROM = flags.DEFINE_string("from", None, "RUN, RUN@STEP, a Hugging Face folder, or a Hub name")
-_OUT = flags.DEFINE_string("out", None, "the folder for data; default: data.teacher")
-_K = flags.DEFINE_integer("k", None, "ids per token; default: 32", 1)
+_FROM = flags.DEFINE_string("from", None, "RUN, RUN@STEP, Hugging Face folder, or Hub name.")
+_OUT = flags.DEFINE_string("out", None, "Folder to write for data; default: data.teacher.")
+_K = flags.DEFINE_integer("k", None, "Number of ids per token; default: 32.", 1)
 _BATCH_SIZE = flags.DEFINE_integer(
-    "batch_size",
-    None,
-    "sequences per batch; default: the experiment's",
-    lower_bound=1,
-    upper_bound=MOST,
+    "batch_size", None, "Sequences per batch; default: as in the experiment.", 1, MOST
 )
-_DTYPE = flags.DEFINE_enum("dtype", None, DTYPES, "of the computation; default: the run's")
+_DTYPE = flags.DEFINE_enum("dtype", None, DTYPES, "Compute dtype; default: as in the run.")
 key_flags(INIT_FROM, TRUST_MODULE)
 
 if __name__ == "__main__":
@@ -56,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
     """Runs the command and returns the exit status."""
     check_chosen(arguments, "--from=RUN --fdl_config=experiments/distil --fiddler=stored")
     if not _FROM.value:
-        raise ConfigError("give --from, whose weights the teacher has; see --help")
+        raise ConfigError("give --from, the teacher; see --help")
     start_devices()
     cfg = chosen_config()
     with user_errors():
@@ -67,7 +63,7 @@ def main(arguments: Sequence[str]) -> int:
             with user_errors(), chosen_sizes("give a smaller --batch_size"):
                 metadata = cache_teacher_logits(loaded, data, out, _K.value or USUAL_K, show)
         except KeyboardInterrupt:
-            show("stopped; the same command goes on")
+            show("stopped; run the same command to continue")
             return STOPPED
         print(_told(out, metadata))
     return FINISHED

@@ -21,8 +21,8 @@ from runner.command_line.command import run, take_flags
 from runner.command_line.exit_status import FINISHED
 from runner.errors import ConfigError, did_you_mean, user_errors
 
-_STEP = flags.DEFINE_integer("step", None, "With verify and show: this step only.", lower_bound=0)
-_KEEP = flags.DEFINE_integer("keep", None, "With prune: how many stay.", lower_bound=1)
+_STEP = flags.DEFINE_integer("step", None, "With verify and show: this step only.", 0)
+_KEEP = flags.DEFINE_integer("keep", None, "With prune: how many stay.", 1)
 
 if __name__ == "__main__":
     take_flags()  # the imports below take seconds
@@ -100,7 +100,9 @@ def _verify(checkpoints: Checkpoints, directory: Path) -> int:
             verdict = f"sound, {bytes_text(manifest.size)} in {files} read in {took}"
         print(f"step {step:,}: {verdict}", flush=True)
     if removed == len(steps):
-        raise ConfigError(f"all that {directory} held is removed by now: verify what it holds now")
+        raise ConfigError(
+            f"the run has removed all checkpoints that were in {directory}: verify again"
+        )
     return status
 
 
@@ -144,8 +146,8 @@ def _prune(checkpoints: Checkpoints, directory: Path) -> int:
         raise ConfigError("give --keep, how many of the newest checkpoints stay")
     if url_of(directory) is not None:
         raise ConfigError(
-            f"{shown(directory)} is in a bucket, where prune does not see whether a run goes on: "
-            "give the run --fdl.checkpoints.keep, which removes older ones as it saves"
+            f"{shown(directory)} is in a bucket, where prune cannot tell if a run is active: set "
+            "--fdl.checkpoints.keep, so that the run removes older checkpoints"
         )
     with FolderLock(directory.parent if directory.name == "checkpoints" else directory):
         return _remove_all_but(_KEEP.value, checkpoints, directory)
@@ -166,7 +168,7 @@ def _remove_all_but(keep: int, checkpoints: Checkpoints, directory: Path) -> int
     for folder in [*(directory / str(step) for step in rest), *aside, *half]:
         removal.remove([folder])
         print(f"removed {folder}")
-    print(f"kept {', '.join(f'{step:,}' for step in kept) or 'nothing, for there is none'}")
+    print(f"kept {', '.join(f'{step:,}' for step in kept) or 'nothing'}")
     return FINISHED
 
 

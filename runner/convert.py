@@ -15,7 +15,6 @@ The model is held in float32 in this machine's memory. --to is a new or empty fo
 conversion leaves nothing there. An export may go to gs://… or s3://…
 """
 
-import contextlib
 import dataclasses
 import time
 from collections.abc import Sequence
@@ -26,33 +25,26 @@ from absl import flags
 
 from runner.command_line.command import run, show, take_flags
 from runner.command_line.exit_status import FINISHED
-from runner.command_line.flags import (
-    DTYPES,
-    INIT_FROM,
-    TRUST_MODULE,
-    WEIGHTS,
-    key_flags,
-    loading,
-)
+from runner.command_line.flags import DTYPES, INIT_FROM, WEIGHTS, loading, model_flags
 from runner.command_line.new_folder import destination, made_whole
 from runner.errors import ConfigError, user_errors
 
-_FROM = flags.DEFINE_string("from", None, "a Hugging Face folder, a Hub name, or RUN[@STEP]")
-_TO = flags.DEFINE_string("to", None, "the new folder")
+_FROM = flags.DEFINE_string("from", None, "Hugging Face folder, Hub name, or RUN[@STEP].")
+_TO = flags.DEFINE_string("to", None, "Folder to create.")
 _BASE = flags.DEFINE_string(
-    "base", None, "the model below the adapters; default: the one that they name"
+    "base", None, "Base model of the adapters; default: the model that they name."
 )
 _ADAPTERS = flags.DEFINE_bool(
-    "adapters", False, "export the adapters and the other trained weights"
+    "adapters", False, "Export the adapters and the other trained weights."
 )
-_DTYPE = flags.DEFINE_enum("dtype", None, DTYPES, "export: of the files; default: the weights' own")
+_DTYPE = flags.DEFINE_enum("dtype", None, DTYPES, "Export: dtype of the files.")
 _LARGEST_FILE = flags.DEFINE_float(
-    "largest_file", 5.0, "export: approximate maximum size of a file, in GB", lower_bound=1e-6
+    "largest_file", 5.0, "Export: approximate maximum size of a file, in GB.", 1e-6
 )
 _TOKENIZER = flags.DEFINE_string(
-    "tokenizer", None, "export: a tokenizer's folder or file; default: the run's own"
+    "tokenizer", None, "Export: folder or file of a tokenizer; default: the run's tokenizer."
 )
-key_flags(INIT_FROM, WEIGHTS, TRUST_MODULE)
+model_flags()
 
 if __name__ == "__main__":
     take_flags()  # the imports below take seconds
@@ -66,6 +58,7 @@ from lmlib.adapters.lora import lora
 from lmlib.data.chats.chat import put_chat_template
 from lmlib.hf.families import family_of
 from lmlib.hf.peft import holds_adapters, written_whole
+from lmlib.models.families.hugging_face.family import Family
 from lmlib.models.matrices.lora import has_adapters, without_adapters
 from lmlib.optim.trainable import adapters
 from lmlib.parallel.mesh import make_mesh
@@ -80,8 +73,8 @@ from runner.weights.model_folder import ModelFolder, keep_origin
 from runner.weights.models import (
     SavedRun,
     merged_into_bases,
+    open_model,
     recipe_of,
-    resolve_model,
     use_model,
 )
 from runner.weights.notes import frozen_note, save_weights_alone
@@ -140,7 +133,7 @@ def bring_in(reference: str, to: Path, options: LoadOptions = PLAIN) -> str:
       options: `init_from` is the base of the adapters, if it differs from the one they name.
     """
     with made_whole(to) as unfinished:
-        source = resolve_model(reference, options)
+        source = open_model(reference, options)
         assert isinstance(source, ModelFolder), reference
         base = source.base
         folder = f"folder={str(base.folder)!r}"
@@ -188,7 +181,7 @@ def bring_out(
 
     def write(run: SavedRun | ModelFolder) -> str:
         assert isinstance(run, SavedRun), reference
-        model_type, texts, own = _model_type(run), run.texts, tokenizer
+        families, texts, own = _families(run), run.texts, tokenizer
         with made_whole(to) as unfinished:
             show(f"reading {shown(run.folder)}")
             model = merged_into_bases(run.model(_one_device(), exact=True))
@@ -199,16 +192,15 @@ def bring_out(
             if own is None and texts.first is not None:
                 own = texts.first.tokenizer_path
             if own is None:
-                show("WARNING: no tokenizer's files are found, so there are none: give --tokenizer")
+                show("WARNING: no tokenizer files found, so the export has none: give --tokenizer")
             rounded = hf.save(
                 model,
                 unfinished,
-                model_type=model_type,
                 tokenizer=own,
                 dtype=dtype,
                 longest=texts.longest,
                 settings=_settings(texts),
-                families=options.families,
+                families=families,
                 file_bytes=file_bytes,
                 progress=told("writing", show),
             )
@@ -248,7 +240,7 @@ def bring_adapters_out(
             raise ConfigError(
                 f"the model of {shown(run.workdir)} has no adapters: leave out --adapters"
             )
-        model_type, device = _model_type(run), _one_device()
+        families, device = _families(run), _one_device()
         own, *before = run.trained
         begun = base is None and run.began_with is not None
         trained, whose = sorted(own.union(*before) if begun else own), base or run.began_with
@@ -264,7 +256,7 @@ def bring_adapters_out(
             )
         with made_whole(to) as unfinished:
             show(f"reading {shown(run.folder)}")
-            written = written_whole(run.shapes, trained, model_type, options.families)
+            written = written_whole(run.shapes, trained, None, families)
             there = run.recipe.trained
             alone = there is not None and written <= there  # the base is not needed
             hf.save_adapters(
@@ -272,9 +264,8 @@ def bring_adapters_out(
                 unfinished,
                 base=whose,
                 trained=trained,
-                model_type=model_type,
                 dtype=dtype,
-                families=options.families,
+                families=families,
             )
         of_base = "" if whose is None else f", for {whose}"
         return f"the adapters of step {run.step:,} of {shown(run.workdir)} in {dtype}{of_base}"
@@ -282,20 +273,18 @@ def bring_adapters_out(
     return use_model(reference, write, options)
 
 
-def _model_type(run: SavedRun) -> str:
-    """Returns the model type of the family that made the model, or of another that supports it.
+def _families(run: SavedRun) -> list[Family]:
+    """Returns the known families, first the one that made the model.
 
-    It is found before gigabytes are read.
+    Raises ValueError if none of them supports the model, before gigabytes are read.
     """
-    model, made_by = without_adapters(run.recipe.shapes), run.cfg.model
+    made_by = run.cfg.model
     if fdl.get_callable(made_by) is lora:
         made_by = made_by.of
-    families = run.options.families
-    for family in families:
-        if family.build is fdl.get_callable(made_by):
-            with contextlib.suppress(ValueError):
-                return family_of(model, family.model_type, families)[0].model_type
-    return family_of(model, None, families)[0].model_type
+    made = fdl.get_callable(made_by)
+    families = sorted(run.options.families, key=lambda family: family.build is not made)
+    family_of(without_adapters(run.recipe.shapes), None, families)
+    return families
 
 
 def _settings(texts: TextSources) -> dict[str, Any]:

@@ -16,52 +16,50 @@ from absl import flags
 
 from runner.command_line.command import run, show, take_flags
 from runner.command_line.exit_status import FINISHED
-from runner.command_line.flags import (
-    DTYPES,
-    INIT_FROM,
-    MOST,
-    TRUST_MODULE,
-    WEIGHTS,
-    key_flags,
-    loading,
-)
+from runner.command_line.flags import DTYPES, MOST, loading, model_flags
 from runner.command_line.paths import check_can_be_made
 from runner.errors import ConfigError, user_errors
 
-_FROM = flags.DEFINE_multi_string(
-    "from", [], "RUN, RUN@STEP, a Hugging Face folder, or a Hub name; repeatable"
-)
+_FROM = flags.DEFINE_multi_string("from", [], "RUN, RUN@STEP, Hugging Face folder, or Hub name.")
 _DATA = flags.DEFINE_multi_string(
     "data",
     [],
-    "a folder of flat tokens, or a file or folder of text, JSON lines or Parquet; repeatable; "
-    "default: the run's validation data",
+    "Folder of flat tokens, or file or folder of text, JSON lines or Parquet; repeatable; default: "
+    "the run's validation data.",
 )
-_TASKS = flags.DEFINE_list("tasks", [], "lm-eval tasks, by commas; * for any characters")
-_INCLUDE_PATH = flags.DEFINE_string("include_path", None, "a folder with more tasks, as YAML")
-_NUM_FEWSHOT = flags.DEFINE_integer("num_fewshot", None, "examples per question", lower_bound=0)
-_LIMIT = flags.DEFINE_float("limit", None, "questions per task; below 1 a fraction", 0, MOST)
-_CHAT = flags.DEFINE_bool("chat", False, "apply the chat template to tasks")
-_SUITE = flags.DEFINE_bool("suite", False, "bits per byte by kind of text, copying, induction")
-_SPLIT = flags.DEFINE_string("split", "validation", "the split of flat tokens")
-_TEXT_COLUMN = flags.DEFINE_string("text_column", "text", "column of JSON lines and Parquet")
-_ALL_CHECKPOINTS = flags.DEFINE_bool(
-    "all_checkpoints", False, "evaluate every checkpoint of each run"
+_TASKS = flags.DEFINE_list("tasks", [], "Comma-separated tasks of lm-eval; * is a wildcard.")
+_INCLUDE_PATH = flags.DEFINE_string("include_path", None, "Folder with more tasks, as YAML.")
+_NUM_FEWSHOT = flags.DEFINE_integer("num_fewshot", None, "Examples per question.", 0)
+_LIMIT = flags.DEFINE_float(
+    "limit", None, "Questions per task; below 1: a fraction of them.", 0, MOST
 )
-_JSON = flags.DEFINE_string("json", None, "a file for all numbers, with units and standard errors")
+_CHAT = flags.DEFINE_bool("chat", False, "Apply the chat template to tasks.")
+_SUITE = flags.DEFINE_bool(
+    "suite", False, "Measure bits per byte by kind of text, copying, induction."
+)
+_SPLIT = flags.DEFINE_string("split", "validation", "Split of flat tokens.")
+_TEXT_COLUMN = flags.DEFINE_string("text_column", "text", "Text column of JSON lines and Parquet.")
+_ALL_CHECKPOINTS = flags.DEFINE_bool("all_checkpoints", False, "Evaluate all checkpoints of a run.")
+_JSON = flags.DEFINE_string("json", None, "JSON file for all numbers and standard errors.")
 _SEQUENCE_LENGTH = flags.DEFINE_integer(
-    "sequence_length", None, "tokens per row; default: the run's", lower_bound=1, upper_bound=MOST
+    "sequence_length",
+    None,
+    "Tokens per row; default: as in the run.",
+    1,
+    MOST,
 )
-_OVERLAP = flags.DEFINE_integer(
-    "overlap", 0, "tokens of context at a window's start", lower_bound=0
-)
+_OVERLAP = flags.DEFINE_integer("overlap", 0, "Tokens of context at the start of a window.", 0)
 _BATCH_SIZE = flags.DEFINE_integer(
-    "batch_size", None, "rows per batch; default: 16,384 tokens", lower_bound=1, upper_bound=MOST
+    "batch_size",
+    None,
+    "Rows per batch; default: 16,384 tokens.",
+    1,
+    MOST,
 )
-_PACKED = flags.DEFINE_bool("packed", True, "put several separate documents into a row")
-_DTYPE = flags.DEFINE_enum("dtype", None, DTYPES, "of the computation; default: the run's")
-_TOKENIZER = flags.DEFINE_string("tokenizer", None, "a tokenizer's folder, instead of the model's")
-key_flags(INIT_FROM, WEIGHTS, TRUST_MODULE)
+_PACKED = flags.DEFINE_bool("packed", True, "Put several separate documents into a row.")
+_DTYPE = flags.DEFINE_enum("dtype", None, DTYPES, "Compute dtype; default: as in the run.")
+_TOKENIZER = flags.DEFINE_string("tokenizer", None, "Folder of another tokenizer than the model's.")
+model_flags()
 
 if __name__ == "__main__":
     take_flags()  # the imports below take seconds
@@ -75,9 +73,9 @@ from runner.config.references import RunReference, resolve
 from runner.evaluation.data_sets import data_set, validation_of
 from runner.evaluation.measuring import (
     Measured,
-    Measuring,
     Settings,
     json_text,
+    measure,
     measure_suite,
     suite_json,
     suite_table,
@@ -130,7 +128,6 @@ def _report(
 
 
 def _measured(settings: Settings) -> Iterator[Measured]:
-    measuring = Measuring(settings, show)
     with user_errors():
         given = [data_set(path, _SPLIT.value, _TEXT_COLUMN.value) for path in _DATA.value]
     for loaded in _each_loaded():
@@ -138,7 +135,7 @@ def _measured(settings: Settings) -> Iterator[Measured]:
             data_sets = given or validation_of(loaded)
         if not data_sets:
             raise ConfigError(f"{loaded.name} has no flat tokens that it validated on: give --data")
-        yield from measuring(loaded, data_sets)
+        yield from measure(loaded, data_sets, settings, show)
 
 
 def _answered() -> Iterator[tuple[str, dict[str, Any]]]:

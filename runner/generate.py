@@ -18,56 +18,44 @@ from absl import flags
 
 from runner.command_line.command import run, show, take_flags
 from runner.command_line.exit_status import FINISHED, STOPPED
-from runner.command_line.flags import (
-    DTYPES,
-    INIT_FROM,
-    MOST,
-    TRUST_MODULE,
-    WEIGHTS,
-    key_flags,
-    loading,
-)
+from runner.command_line.flags import DTYPES, MOST, loading, model_flags
 from runner.errors import ConfigError, chosen_sizes, user_errors
 
-_FROM = flags.DEFINE_string("from", None, "RUN, RUN@STEP, a Hugging Face folder, or a Hub name")
-_PROMPT = flags.DEFINE_multi_string("prompt", [], "a text to continue; repeatable")
-_CHAT = flags.DEFINE_bool("chat", None, "render prompts with the chat template")
-_TOKENS = flags.DEFINE_multi_string(
-    "tokens", [], "token ids instead of a prompt: 1,2,3; repeatable"
-)
-_PROMPTS = flags.DEFINE_string("prompts", None, "a JSON lines file of prompts")
-_OUT = flags.DEFINE_string(
-    "out", None, "JSON lines file for their answers; an unfinished one is continued"
-)
-_MAX_TOKENS = flags.DEFINE_integer(
-    "max_tokens", 200, "maximum tokens of an answer", lower_bound=1, upper_bound=MOST
-)
-_TEMPERATURE = flags.DEFINE_float("temperature", 0.8, "0 always takes the likeliest token")
-_TOP_K = flags.DEFINE_integer("top_k", None, "sample from this number of likeliest tokens")
-_TOP_P = flags.DEFINE_float(
-    "top_p", 0.95, "sample from the likeliest tokens with this total probability"
-)
-_MIN_P = flags.DEFINE_float(
-    "min_p", 0.0, "minimum probability of a token, relative to the likeliest"
-)
-_PENALTY = flags.DEFINE_float("repetition_penalty", 1.0, "above 1 repeats less")
-_SAMPLES = flags.DEFINE_integer("samples", 1, "answers per prompt", lower_bound=1, upper_bound=MOST)
-_SEED = flags.DEFINE_integer(
-    "seed", 0, "of the random numbers", lower_bound=0, upper_bound=2**32 - 1
-)
-_STOP = flags.DEFINE_multi_string("stop", [], "a string that ends an answer; repeatable")
+_FROM = flags.DEFINE_string("from", None, "RUN, RUN@STEP, Hugging Face folder, or Hub name.")
+_PROMPT = flags.DEFINE_multi_string("prompt", [], "Text to continue.")
+_CHAT = flags.DEFINE_bool("chat", None, "Render prompts with the chat template.")
+_TOKENS = flags.DEFINE_multi_string("tokens", [], "Token ids instead of a prompt: 1,2,3.")
+_PROMPTS = flags.DEFINE_string("prompts", None, "JSON lines file of prompts.")
+_OUT = flags.DEFINE_string("out", None, "JSON lines file for answers; continued if unfinished.")
+_MAX_TOKENS = flags.DEFINE_integer("max_tokens", 200, "Maximum tokens of an answer.", 1, MOST)
+_TEMPERATURE = flags.DEFINE_float("temperature", 0.8, "Temperature; 0 takes the likeliest token.")
+_TOP_K = flags.DEFINE_integer("top_k", None, "Number of likeliest tokens to sample from.")
+_TOP_P = flags.DEFINE_float("top_p", 0.95, "Total probability of the tokens to sample from.")
+_MIN_P = flags.DEFINE_float("min_p", 0.0, "Minimum probability, relative to the likeliest token.")
+_PENALTY = flags.DEFINE_float("repetition_penalty", 1.0, "Above 1: repeat tokens less.")
+_SAMPLES = flags.DEFINE_integer("samples", 1, "Number of answers per prompt.", 1, MOST)
+_SEED = flags.DEFINE_integer("seed", 0, "Seed of the random numbers.", 0, 2**32 - 1)
+_STOP = flags.DEFINE_multi_string("stop", [], "String that ends an answer.")
 _ROWS = flags.DEFINE_integer(
-    "rows", 16, "with --prompts: answers generated together", lower_bound=1, upper_bound=MOST
+    "rows",
+    16,
+    "With --prompts: answers generated together.",
+    1,
+    MOST,
 )
 _LENGTH = flags.DEFINE_integer(
-    "length", None, "maximum tokens of prompt and answer", lower_bound=2, upper_bound=MOST
+    "length",
+    None,
+    "Maximum tokens of prompt and answer.",
+    2,
+    MOST,
 )
-_DTYPE = flags.DEFINE_enum("dtype", None, DTYPES, "of the computation; bfloat16, float32 on CPUs")
-_INT8 = flags.DEFINE_bool(
-    "int8", False, "keep matrices in 8 bits: less memory, slightly less exact"
+_DTYPE = flags.DEFINE_enum(
+    "dtype", None, DTYPES, "Compute dtype; default: bfloat16, on CPUs float32."
 )
-_TOKENIZER = flags.DEFINE_string("tokenizer", None, "a tokenizer's folder, instead of the model's")
-key_flags(INIT_FROM, WEIGHTS, TRUST_MODULE)
+_INT8 = flags.DEFINE_bool("int8", False, "Keep matrices in 8 bits, which saves memory.")
+_TOKENIZER = flags.DEFINE_string("tokenizer", None, "Folder of another tokenizer than the model's.")
+model_flags()
 
 if __name__ == "__main__":
     take_flags()  # the imports below take seconds
@@ -122,7 +110,7 @@ def main(arguments: Sequence[str]) -> int:
         else:
             _converse(loaded, reader, manner)
     except KeyboardInterrupt:
-        show("stopped; the same command goes on" if _PROMPTS.value else "stopped")
+        show("stopped; run the same command to continue" if _PROMPTS.value else "stopped")
         return STOPPED
     return FINISHED
 
@@ -143,7 +131,7 @@ def _check(arguments: Sequence[str]) -> None:
     if _PROMPTS.value and _ROWS.value < _SAMPLES.value:
         raise ConfigError(f"--rows={_ROWS.value} must be at least --samples={_SAMPLES.value}")
     if _CHAT.value and (_TOKENS.value or _PROMPTS.value):
-        raise ConfigError('--chat is for --prompt and for what is typed; a file has "messages"')
+        raise ConfigError('--chat is for --prompt and typed texts; in a file, use "messages"')
 
 
 def _piped() -> list[str]:
@@ -157,7 +145,7 @@ def _piped() -> list[str]:
         text = "" if sys.stdin is None else sys.stdin.read(LARGEST + 1)
     if len(text) > LARGEST:
         raise ConfigError(
-            f"what is piped has more than {LARGEST:,} characters: give a shorter text"
+            f"the piped text has more than {LARGEST:,} characters: give a shorter text"
         )
     if not text:
         raise ConfigError("give --prompt, or --prompts and --out; on a terminal prompts are typed")

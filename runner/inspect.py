@@ -19,10 +19,10 @@ from runner.command_line.exit_status import FINISHED
 from runner.command_line.flags import TRUST_MODULE, key_flags
 from runner.errors import ConfigError, user_errors
 
-_SPLIT = flags.DEFINE_string("split", None, "train, validation or validation/NAME; default: all")
-_VERIFY = flags.DEFINE_bool("verify", False, "read everything and list all that is damaged")
-_BATCH = flags.DEFINE_integer("batch", None, "show the batch of this step, from 0", lower_bound=0)
-_ROWS = flags.DEFINE_integer("rows", 2, "with --batch: rows to show", lower_bound=1)
+_SPLIT = flags.DEFINE_string("split", None, "train, validation or validation/NAME; default: all.")
+_VERIFY = flags.DEFINE_bool("verify", False, "Read everything and list all damage.")
+_BATCH = flags.DEFINE_integer("batch", None, "Step whose batch to show, from 0.", 0)
+_ROWS = flags.DEFINE_integer("rows", 2, "With --batch: number of rows to show.", 1)
 key_flags(TRUST_MODULE)
 
 if __name__ == "__main__":

@@ -33,13 +33,13 @@ from runner.command_line.flags import check_chosen, chosen_config, fiddlers_list
 from runner.config import configs
 from runner.errors import ConfigError, user_errors
 
-_TOPOLOGY = flags.DEFINE_string("topology", None, "hardware to plan for: v5e:16x16, h100:8x8")
-_NETWORK = flags.DEFINE_float("network", None, "GB/s of each device to other hosts or slices")
-_SEARCH = flags.DEFINE_bool("search", False, "look for the best settings that fit")
-_SEARCH_MESH = flags.DEFINE_list("search_mesh", [], "try all sizes of these axes of the mesh")
-_ADVISE = flags.DEFINE_bool("advise", False, "try what would need less memory")
-_JSON = flags.DEFINE_string("json", None, "a file for the report as JSON; -: stdout, no text")
-_NO_CACHE = flags.DEFINE_bool("no_cache", False, "make the report even if it was made before")
+_TOPOLOGY = flags.DEFINE_string("topology", None, "Hardware to plan for: v5e:16x16, h100:8x8.")
+_NETWORK = flags.DEFINE_float("network", None, "GB/s from each device to other hosts or slices.")
+_SEARCH = flags.DEFINE_bool("search", False, "Search for the fastest settings that fit.")
+_SEARCH_MESH = flags.DEFINE_list("search_mesh", [], "Try all sizes of these mesh axes.")
+_ADVISE = flags.DEFINE_bool("advise", False, "Try changes that save memory.")
+_JSON = flags.DEFINE_string("json", None, "JSON file for the report; -: stdout, without text.")
+_NO_CACHE = flags.DEFINE_bool("no_cache", False, "Ignore cached reports.")
 
 if __name__ == "__main__":
     # absl shows the module's docstring as --help.

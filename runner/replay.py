@@ -93,7 +93,7 @@ def _replay(capture: Capture, experiment: Experiment, rows: Batch) -> bool:
     again = {name: value.item() for name, value in jax.device_get(metrics).items()}
 
     print(f"step {capture.step:,}, whose update was skipped:\n")
-    lines = [("", "in the run", "made again", "")]
+    lines = [("", "in the run", "replayed", "")]
     differing = []
     for name in COMPARED:
         was, now = capture.line[name], again[name]
@@ -101,7 +101,7 @@ def _replay(capture: Capture, experiment: Experiment, rows: Batch) -> bool:
         differing += [] if same else [name]
         lines.append((name, f"{was:.9g}", f"{now:.9g}", "same bits" if same else "differs"))
     print(columns(lines))
-    print(f"\nwhat each layer makes of its batch:\n\n{table(statistics)}\n")
+    print(f"\nstatistics of each layer:\n\n{table(statistics)}\n")
     offender = first_offender(statistics)
     print(f"the first number that is not finite is in {offender}" if offender else "all are finite")
     if differing and dict(experiment.mesh.shape) != capture.mesh:

@@ -64,8 +64,7 @@ class Described:
     def shapes(self) -> Decoder:
         """Shapes of the model's weights.
 
-        Raises:
-          FolderError: if the family does not support these sizes and settings.
+        Raises FolderError if the family does not support these sizes and settings.
         """
         try:
             return jax.eval_shape(lambda: self.build(jax.random.key(0)))
@@ -80,9 +79,8 @@ class Described:
 def described(folder: Path, families: Sequence[Family] = FAMILIES) -> Described:
     """Reads `folder`/config.json, which must describe one of `families`.
 
-    Raises:
-      FolderError: if the file is missing, it has an unknown key or value, or its model is not
-        possible.
+    Raises FolderError if the file is missing, it has an unknown key or value, or its model is not
+    possible.
     """
     file = folder / "config.json"
     found = described_by(read_json(file), str(file), families)
@@ -128,14 +126,11 @@ def family_of(
     """Returns a model's family, and a config.json that describes the model exactly.
 
     A model built from it has the same parts, settings and shapes, except for settings that only
-    training reads.
+    training reads. Raises ValueError if the model belongs to no family.
 
     Args:
       model: its arrays may be shapes.
       model_type: chooses between several families with this model; `None`: the first of them.
-
-    Raises:
-      ValueError: if the model belongs to no family.
     """
     chosen = [each for each in families if model_type in (None, each.model_type)]
     reasons = set[str]()
@@ -156,6 +151,6 @@ def family_of(
         + (
             reasons.pop()
             if len(reasons) == 1
-            else "it has parts or settings that no config.json of theirs describes"
+            else "no config.json can describe its parts and settings"
         )
     )

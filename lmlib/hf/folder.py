@@ -21,9 +21,8 @@ _LARGEST_COPIED = 256 << 20  # bytes; tokenizers of the largest vocabularies hav
 def opened(path: Path) -> Iterator[BinaryIO]:
     """Opens a file of a folder.
 
-    Raises:
-      FolderError: if it cannot be read, is not a regular file, or is a link that points outside the
-        folder.
+    Raises FolderError if it cannot be read, is not a regular file, or is a link that points outside
+    the folder.
     """
     try:
         check_within_folder(path)
@@ -40,8 +39,7 @@ def opened(path: Path) -> Iterator[BinaryIO]:
 def read_json(path: Path, largest: int = 10_000_000) -> dict[str, Any]:
     """Returns the object in a JSON file of at most `largest` bytes.
 
-    Raises:
-      FolderError: if the file does not contain one.
+    Raises FolderError if the file does not contain one.
     """
     return parsed(path, _read(path, largest))
 
@@ -60,9 +58,8 @@ def parsed(path: Path, text: bytes) -> dict[str, Any]:
 def read_copied(folder: Path, names: Iterable[str]) -> dict[str, bytes]:
     """Reads those files `names` that exist in the folder, for copying.
 
-    Raises:
-      FolderError: as `opened`, or if a file is larger than 256 MiB, or is named .json and does not
-        contain an object.
+    Raises FolderError as `opened`, or if a file is larger than 256 MiB, or is named .json and does
+    not contain an object.
     """
     found = {}
     for path in (folder / name for name in names):

@@ -18,13 +18,11 @@ def local_folder_of(name: str | Path, weights: bool = True) -> Path:
     """Returns the local folder `name`, or else a local copy of the Hub's repository `name`.
 
     Copies are in the cache of `huggingface_hub`, which shows the progress of downloads. Only
-    settings, tokenizer files and safetensors are downloaded.
+    settings, tokenizer files and safetensors are downloaded. Raises FolderError if neither the
+    folder nor the name exists, or the network is unavailable.
 
     Args:
       weights: True if the tensors are needed too.
-
-    Raises:
-      FolderError: if neither the folder nor the name exists, or the network is unavailable.
     """
     folder = Path(os.path.expanduser(name))
     if folder.exists() or not _NAME.fullmatch(str(name)):
@@ -42,19 +40,19 @@ def local_folder_of(name: str | Path, weights: bool = True) -> Path:
             str(name), allow_patterns=wanted, ignore_patterns=["*/*", "consolidated*"]
         )
     except LocalEntryNotFoundError as error:
-        raise FolderError(_advice(name, "there is no network")) from error
+        raise FolderError(_advice(name, "no network access")) from error
     except Exception as error:  # from the file system or the Hub: unknown name, or access denied
         raise FolderError(_advice(name, " ".join(str(error).split()))) from error
     # Offline, the cache may contain only the files that an earlier call needed.
     for pattern in ("config.json", *(["*.safetensors"] if weights else [])):
         if not any(Path(copied).glob(pattern)):
-            raise FolderError(_advice(name, f"there is no network, or no {pattern} there"))
+            raise FolderError(_advice(name, f"no network access, or no {pattern} there"))
     return Path(copied)
 
 
 def _advice(name: str | Path, reason: str) -> str:
     return (
-        f"{name} is no folder here, and cannot be fetched from Hugging Face's Hub ({reason:.300}): "
-        f"where there is a network, `hf download {name} --local-dir FOLDER` makes a folder of it; "
-        "give that folder"
+        f"{name} is not a local folder, and cannot be downloaded from the Hugging Face Hub "
+        f"({reason:.300}): with network access, run `hf download {name} --local-dir FOLDER`, and "
+        "give FOLDER"
     )

@@ -43,17 +43,15 @@ def load(
 ) -> Decoder:
     """Loads a model from a folder written by Hugging Face's `save_pretrained`, in float32.
 
+    Raises FolderError if the folder cannot be used, or its tensors do not fit the model that it
+    describes, and LayoutError if the mesh cannot hold the model.
+
     Args:
       folder: contains config.json and safetensors; or its name on the Hub.
       mesh: where to place the model, in its storage layout; `None`: one device, for calls without a
         mesh.
       progress: called with the bytes read so far and the total, after each tensor.
       families: the known families; may include your own.
-
-    Raises:
-      FolderError: if the folder cannot be used, or its tensors do not fit the model that it
-        describes.
-      LayoutError: if the mesh cannot hold the model.
     """
     folder = local_folder_of(folder)
     found = described(folder, families)
@@ -82,8 +80,8 @@ def load_weights(
     layers, alike = least_count(model, names)
     if alike > len(there):  # checked before each of them is looked for
         raise FolderError(
-            f"{folder}: config.json says {layers:,} layers, of {alike:,} tensors of one kind, but "
-            f"there are {len(there):,} of all kinds"
+            f"{folder}: the {layers:,} layers in config.json need {alike:,} tensors of one kind, "
+            f"but the folder has {len(there):,} in all"
         )
     if not any(name.startswith(names.base) for name in there):
         there = {_with_base(name, names): tensor for name, tensor in there.items()}
@@ -222,8 +220,7 @@ def shares(size: int, mesh: Mesh) -> tuple[int, NamedSharding]:
 def _read(name: str, source: Stored, mesh: Mesh) -> jax.Array:
     """Reads the tensor's values as a flat array, zero-padded and split over the devices.
 
-    Raises:
-      FolderError: if a value is not finite.
+    Raises FolderError if a value is not finite.
     """
     padded, layout = shares(source.size, mesh)
 
@@ -262,22 +259,14 @@ def _put(stack: jax.Array, array: jax.Array, layer: jax.Array) -> jax.Array:
     return jax.lax.dynamic_update_index_in_dim(stack, array, layer, 0)
 
 
-_AT_ONCE = 1 << 22  # values
-
-
 def check_finite(name: str, source: Stored, values: ArrayLike) -> None:
-    """Checks that a tensor's values are finite, on the devices that hold it.
+    """Raises FolderError if the values of a tensor are not floats, or not all finite.
 
-    The file is read again only to locate a fault. All processes find the same.
+    The file is read again only to locate the first fault. All processes find the same.
 
     Args:
       name: the tensor's name in the folder.
-      source: where it was read from.
-      values: all values, on the host or on devices.
-
-    Raises:
-      FolderError: if values are not finite, with the tensor's name, their number and the first of
-        them; or if the tensor is not floating-point, with its dtype.
+      values: all values of `source`, on the host or on devices.
     """
     if source.dtype not in DTYPES.values():
         raise FolderError(
@@ -286,18 +275,13 @@ def check_finite(name: str, source: Stored, values: ArrayLike) -> None:
         )
     if np.isfinite(values).all() if isinstance(values, np.ndarray) else _all_finite(values):
         return
-    count, first, value = 0, 0, np.float32(0)
-    for start in range(0, source.size, _AT_ONCE):
-        with np.errstate(over="ignore"):  # values may exceed float32
-            read = source.read(start, min(start + _AT_ONCE, source.size)).astype(np.float32)
-        (places,) = np.nonzero(~np.isfinite(read))
-        if len(places) and not count:
-            first, value = start + int(places[0]), read[places[0]]
-        count += len(places)
-    index = tuple(int(i) for i in np.unravel_index(first, source.shape))
+    with np.errstate(over="ignore"):  # values may exceed float32
+        read = source.read(0, source.size).astype(np.float32)
+    (wrong,) = np.nonzero(~np.isfinite(read))
+    index = tuple(int(i) for i in np.unravel_index(wrong[0], source.shape))
     raise FolderError(
-        f"{source.file}: {count:,} of {source.size:,} values of {name} are not finite in float32, "
-        f"the first is {value} at {index}: whatever is computed with them is no number"
+        f"{source.file}: {len(wrong):,} of {source.size:,} values of {name} are not finite in "
+        f"float32, the first is {read[wrong[0]]} at {index}"
     )
 
 

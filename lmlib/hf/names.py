@@ -20,22 +20,16 @@ A = TypeVar("A", jax.Array, np.ndarray)
 
 
 class Share(NamedTuple):
-    """The part of a tensor that is one layer's weight.
+    """The part of a tensor that is one layer's weight."""
 
-    Args:
-      axes, sizes: axes and sizes of the weight.
-      within: axes of the tensor, each made of one or several axes of the weight.
-      along: the axis of the tensor along which several weights are concatenated.
-      start: the first index of this part along it.
-      groups: number of equal groups along this axis, each with a part of every weight; `start`
-        counts within a group.
-    """
-
+    # axes, sizes: axes and sizes of the weight
     axes: tuple[str, ...]
     sizes: tuple[int, ...]
-    within: tuple[str, ...]
-    along: int
-    start: int
+    within: tuple[str, ...]  # axes of the tensor, each made of one or several axes of the weight
+    along: int  # the axis of the tensor along which several weights are concatenated
+    start: int  # the first index of this part along it
+    # number of equal groups along this axis, each with a part of every weight; `start` counts
+    # within a group
     groups: int = 1
 
     @property
@@ -82,18 +76,12 @@ def _grouped(tensor: Any, share: Share) -> Any:
 
 
 class Piece(NamedTuple):
-    """A weight in a tensor.
+    """A weight in a tensor."""
 
-    Args:
-      path: in the model.
-      repetition: index in the weight's stack; `None`: not stacked.
-      share: the weight's part of the tensor, without the axes in `fixed`.
-      fixed: maps axes of the weight, by position, to their indices in the tensor's name.
-    """
-
-    path: str
-    repetition: int | None
-    share: Share
+    path: str  # in the model
+    repetition: int | None  # index in the weight's stack; `None`: not stacked
+    share: Share  # the weight's part of the tensor, without the axes in `fixed`
+    # maps axes of the weight, by position, to their indices in the tensor's name
     fixed: tuple[tuple[int, int], ...] = ()
 
     @property
@@ -218,8 +206,8 @@ def _placed(
             share = Share(kept, sizes, tuple(within), tensor.along, start, groups)
             if share.shape[tensor.along] % groups:
                 raise ValueError(
-                    f"{name}: {path} has {share.shape[tensor.along]} for {tensor.each} = {groups}, "
-                    "of which that is no multiple"
+                    f"{name}: {path} has {share.shape[tensor.along]} entries, which is not a "
+                    f"multiple of {tensor.each} = {groups}"
                 )
             fixed = tuple((place, at[axis]) for place, axis in enumerate(axes) if axis in at)
             pieces.append(Piece(path, repetition, share, fixed))

@@ -23,13 +23,13 @@ from lmlib.hf.folder import parsed, read_copied
 from lmlib.hf.hub import TOKENIZER_FILES
 from lmlib.hf.load import Progress, shares
 from lmlib.hf.names import Placed, Share, concatenate_shares, placed
-from lmlib.hf.tensor_files import DTYPES, Stored, begin_files, laid_out, synced, write
+from lmlib.hf.tensor_files import DTYPES, Stored, begin_files, laid_out, write
 from lmlib.models.decoder import Decoder
 from lmlib.models.experts.router import without_load
 from lmlib.models.families.hugging_face.family import Family
 from lmlib.parallel.axes import map_weights
 from lmlib.parallel.mesh import make_mesh
-from lmlib.storage.atomic_file import UNFINISHED, write_atomically
+from lmlib.storage.atomic_file import UNFINISHED, sync, write_atomically
 from lmlib.storage.stored_json import parse_json
 
 NAMES_OF_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
@@ -70,7 +70,11 @@ def save(
     """Writes a model in Hugging Face's format, and returns the rounding error of the dtype.
 
     Writes config.json, generation_config.json, safetensors with their index, and the tokenizer's
-    files. With several processes, each must call this, and all must see the folder.
+    files. With several processes, each must call this, and all must see the folder. Raises
+    ValueError if the model belongs to no family, `dtype` is unknown, or a weight exceeds its range,
+    FileExistsError if the folder is not empty, FileNotFoundError if `tokenizer` contains no
+    tokenizer, and FolderError if a file of `tokenizer` is damaged, or a link that points outside
+    its folder.
 
     Args:
       folder: new, or empty.
@@ -85,13 +89,6 @@ def save(
       file_bytes: approximate maximum size of a file.
       progress: called with the bytes written so far and the total, after each tensor.
       families: the known families; may include your own.
-
-    Raises:
-      ValueError: if the model belongs to no family, `dtype` is unknown, or a weight exceeds its
-        range.
-      FileExistsError: if the folder is not empty.
-      FileNotFoundError: if `tokenizer` contains no tokenizer.
-      FolderError: if a file of `tokenizer` is damaged, or a link that points outside its folder.
     """
     folder, model = Path(folder), without_load(model)
     dtype = dtype or jnp.result_type(*jax.tree.leaves(model)).name
@@ -111,7 +108,7 @@ def save(
         **(settings or {}),
     }
     wanted = placed(model, family.names)
-    unfinished = unfinished_in(folder)
+    unfinished = folder / UNFINISHED  # until all tensors are written; missing bytes are zeros
     files = laid_out(
         unfinished,
         {each.name: (DTYPES[NAMES_OF_DTYPES[each.dtype_in(dtype)]], each.shape) for each in wanted},
@@ -127,7 +124,8 @@ def save(
         if jax.process_index() == 0:
             shutil.rmtree(folder)
         raise beyond
-    synced({each.file for each in files.values()})
+    for file in {each.file for each in files.values()}:
+        sync(file)
     meet("lmlib: tensors written")
     if jax.process_index() == 0:
         move_up(unfinished)
@@ -291,14 +289,6 @@ def require_new(folder: Path) -> None:
         holds = bool(multihost_utils.process_allgather(np.bool_(holds)).any())
     if holds:
         raise FileExistsError(f"{folder} is not empty: give a new folder")
-
-
-def unfinished_in(folder: Path) -> Path:
-    """Returns the temporary folder of the tensors' files, which start at their final size.
-
-    The folder is used until all tensors are written; missing bytes are zeros.
-    """
-    return folder / UNFINISHED
 
 
 def move_up(folder: Path) -> None:

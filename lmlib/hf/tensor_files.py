@@ -11,7 +11,7 @@ import math
 import os
 import reprlib
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +56,7 @@ class Stored:
     def read(self, start: int, end: int, room: int | None = None) -> np.ndarray:
         """Reads values `start` to `end`, in file order, zero-padded to `room` values.
 
-        Raises:
-          FolderError: if the file has become shorter.
+        Raises FolderError if the file has become shorter.
         """
         values = np.zeros(end - start if room is None else room, self.dtype)
         view = memoryview(values.view(np.uint8))[: (end - start) * self.dtype.itemsize]
@@ -74,8 +73,7 @@ class Stored:
 def stored_tensors(folder: Path) -> dict[str, Stored]:
     """Returns all tensors of a folder, by name.
 
-    Raises:
-      FolderError: if there are none, or headers, index and files contradict each other.
+    Raises FolderError if there are none, or headers, index and files contradict each other.
     """
     if (folder / INDEX).exists():
         found = _indexed(folder)
@@ -121,8 +119,7 @@ def _indexed(folder: Path) -> dict[str, Stored]:
 def read_header(path: Path) -> dict[str, Stored]:
     """Returns the tensors of one file, by name.
 
-    Raises:
-      FolderError: if the header is invalid, or its tensors do not fill the file exactly.
+    Raises FolderError if the header is invalid, or its tensors do not fill the file exactly.
     """
     with opened(path) as file:
         length = os.fstat(file.fileno()).st_size
@@ -230,16 +227,6 @@ def write(tensor: Stored, start: int, values: np.ndarray) -> None:
     with open(tensor.file, "r+b") as file:
         file.seek(tensor.offset + start * tensor.dtype.itemsize)
         file.write(np.ascontiguousarray(values, tensor.dtype).view(np.uint8).data)
-
-
-def synced(files: Iterable[Path]) -> None:
-    """Flushes files to disk."""
-    for path in files:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 def _header(tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]]) -> bytes:

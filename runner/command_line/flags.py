@@ -19,15 +19,18 @@ DTYPES = ("bfloat16", "float16", "float32")
 TRUST_MODULE = flags.DEFINE_multi_string(
     "trust_module",
     [],
-    "your module that a config.json may refer to, or that has FAMILIES of models; repeatable",
+    "Module that a config.json may refer to, or that defines FAMILIES of models.",
 )
 INIT_FROM = flags.DEFINE_string(
     "init_from",
     None,
-    "RUN, RUN@STEP or Hugging Face folder to begin with, or with weights that --from lacks",
+    "RUN, RUN@STEP or Hugging Face folder with initial weights, or with weights that --from lacks.",
 )
 WEIGHTS = flags.DEFINE_enum(
-    "weights", "trained", ["trained", "ema"], "of a run: its last weights, or their average (ema)"
+    "weights",
+    "trained",
+    ["trained", "ema"],
+    "Weights of a run: the last, or their average.",
 )
 flags.disclaim_key_flags()  # `key_flags` acts for the module that calls it
 
@@ -36,6 +39,11 @@ def key_flags(*shared: flags.FlagHolder) -> None:
     """Makes --help of the calling command show these flags."""
     for each in shared:
         flags.declare_key_flag(each.name)
+
+
+def model_flags() -> None:
+    """Makes --help of the calling command show the flags of `loading`."""
+    key_flags(INIT_FROM, WEIGHTS, TRUST_MODULE)
 
 
 def loading() -> Mapping[str, Any]:

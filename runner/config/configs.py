@@ -33,10 +33,9 @@ from lmlib.runs.settings import FILE_NAME as SETTINGS
 from lmlib.storage.atomic_file import make_folder, write_atomically
 from lmlib.storage.bucket.url import BucketUrl
 from lmlib.storage.local_folder import folder_to_read
-from runner.config.overrides import BAD_LITERAL, apply_override
+from runner.config.overrides import BAD_LITERAL, apply_override, check_values
 from runner.config.saved_config import read_config
 from runner.config.text import flattened, parameters, settings, text_of, with_defaults
-from runner.config.values import check_values
 from runner.errors import ConfigError, did_you_mean, error_text, user_errors
 
 # Modules whose errors are written for users.
@@ -55,7 +54,8 @@ def load(
 
     Overrides of parameters of `config` itself become its arguments. If such a parameter takes a
     config, its override names a saved model; a `Sequence[Family]` gets the known families. A file
-    outside `experiments` is imported under its own name, with its folder on the Python path.
+    outside `experiments` is imported under its own name, with its folder on the Python path. Raises
+    ConfigError for any mistake of the user, also inside the experiment.
 
     Args:
       reference: `experiments/NAME`, `experiments/NAME.py`, `experiments.NAME`, any `.py` file, the
@@ -64,9 +64,6 @@ def load(
       overrides: `path=literal`; quotes are optional.
       trusted: modules that a `config.json` may name in addition to ours; "my_models" trusts all of
         it.
-
-    Raises:
-      ConfigError: for any mistake of the user, also inside the experiment.
     """
     if BucketUrl.parsed(reference) is not None:  # the folder of a run, or its config.json
         with user_errors():
@@ -210,7 +207,7 @@ def config_of_model(reference: str, trusted: Collection[str] = ()) -> fdl.Config
     if isinstance(found, FolderReference):
         if base_of(found) is not found:
             raise ConfigError(
-                f"{reference} holds adapters alone; make a run of it: "
+                f"{reference} contains only adapters; convert it to a run: "
                 f"python -m runner.convert --from={reference} --to=RUN"
             )
         return load("experiments/from_hf", (), [f"folder={found.name!r}"], trusted)

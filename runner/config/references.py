@@ -79,7 +79,7 @@ def base_of(found: FolderReference, base: str | None = None) -> FolderReference:
             "give runner.convert --base, or runner.generate and runner.evaluate --init_from"
         ) from error
     if not isinstance(folder, FolderReference) or holds_adapters(folder.folder):
-        raise ConfigError(f"{reference} holds no model for the adapters of {found.name}")
+        raise ConfigError(f"{reference} is not a base model for the adapters of {found.name}")
     return folder
 
 

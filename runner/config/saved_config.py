@@ -17,7 +17,7 @@ from fiddle.experimental import serialization
 
 from lmlib.storage.stored_json import parse_json, read_text
 from lmlib.storage.unlinked import LinkError, unlinked
-from runner.config.text import nodes, parameters, text_of, with_defaults
+from runner.config.text import nodes, parameters, text_of
 from runner.errors import ConfigError, did_you_mean
 
 # Names in Fiddle's own JSON.
@@ -155,31 +155,6 @@ def read_config(file: Path, trusted: Collection[str] = ()) -> fdl.Config:
             owner, near = text_of(fdl.get_callable(node)), did_you_mean(name, known)
             raise ConfigError(f"{file} sets {name!r}, but {owner} has none (any more). {near}")
     return cfg
-
-
-def modules_to_trust(cfg: fdl.Config) -> list[str]:
-    """Returns the `trusted` modules that `read_config` needs to read `cfg` once it is saved."""
-    modules: dict[str, None] = {}
-    names: list[tuple[str, str]] = []
-
-    class Recorder(serialization.PyrefPolicy):
-        def allows_import(self, module: str, symbol: str) -> bool:
-            names.append((module, symbol))
-            return True
-
-        def allows_value(self, value: Any) -> bool:
-            return True
-
-    serialization.dump_json(with_defaults(cfg), Recorder())
-    while names:
-        module, symbol = names[-1]
-        try:
-            named_value(module, symbol, TRUSTED | modules.keys())
-        except UntrustedNameError as error:
-            modules[error.module] = None  # another may follow, for the object behind the name
-        else:
-            names.pop()
-    return list(modules)
 
 
 class _Policy(serialization.PyrefPolicy):

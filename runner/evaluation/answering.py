@@ -24,14 +24,13 @@ _ROWS = 16  # continuations generated together
 class Answering:
     """Computes likelihoods of continuations, and generates continuations.
 
+    Raises ValueError if the model cannot take inputs of this length.
+
     Args:
       decode: converts ids to text, with the names of special tokens.
       end_ids: tokens that end a text.
       length: maximum length of the model's input in tokens.
       show: called with progress lines.
-
-    Raises:
-      ValueError: if the model cannot take inputs of this length.
     """
 
     def __init__(
@@ -92,7 +91,9 @@ class Answering:
     ) -> list[list[int]]:
         """Continues each prompt until its text contains one of `until`, or an end token comes.
 
-        Prompts that leave no room are cut at the beginning.
+        Prompts that leave no room are cut at the beginning. Raises ValueError if `length` leaves no
+        room for a token of the prompt, a prompt is empty, an id is not in the model's vocabulary,
+        or the model cannot compute sequences of this length.
 
         Args:
           max_tokens: new tokens for which a sequence of `length` must have room.
@@ -100,10 +101,6 @@ class Answering:
           numbers: numbers of the prompts, which seed their randomness.
           made_tokens: maximum number of new tokens; if it exceeds `max_tokens`, sequences grow
             beyond `length`.
-
-        Raises:
-          ValueError: if `length` leaves no room for a token of the prompt, a prompt is empty, an id
-            is not in the model's vocabulary, or the model cannot compute sequences of this length.
         """
         if not 0 < max_tokens < self.length:
             raise ValueError(

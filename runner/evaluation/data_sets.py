@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 from collections.abc import Iterator
-from typing import Protocol
 
 import fiddle as fdl
 import numpy as np
@@ -19,23 +18,6 @@ from runner.errors import ConfigError
 from runner.inference.loaded import Loaded
 
 
-class DataSet(Protocol):
-    """A named set of documents."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def tokens(self) -> int | None:
-        """The number of tokens, if known in advance."""
-
-    def documents(self, loaded: Loaded) -> Iterator[Document]:
-        """Yields the documents in the ids of `loaded`.
-
-        Raises ValueError or OSError if they cannot be read, or have another tokenizer's ids.
-        """
-
-
 @dataclasses.dataclass(frozen=True)
 class StoredTokens:
     """A split of flat tokens.
@@ -49,9 +31,14 @@ class StoredTokens:
 
     @property
     def tokens(self) -> int | None:
+        """The number of tokens, if known in advance."""
         return self.source.tokens
 
     def documents(self, loaded: Loaded) -> Iterator[Document]:
+        """Yields the documents in the ids of `loaded`.
+
+        Raises ValueError or OSError if they cannot be read, or have another tokenizer's ids.
+        """
         source = self.source
         _check_no_pairs(self.name, source.content)
         if tokenizers_differ(source.tokenizer, loaded.tokenizer):
@@ -81,12 +68,10 @@ class TextFiles:
 
     name: str
     files: Files
-
-    @property
-    def tokens(self) -> int | None:
-        return None
+    tokens = None  # unknown in advance
 
     def documents(self, loaded: Loaded) -> Iterator[Document]:
+        """Yields the documents; raises as `StoredTokens.documents`."""
         codec = loaded.codec
         if codec is None:
             raise ConfigError(
@@ -103,6 +88,9 @@ class TextFiles:
                 yield Document(ids, len(row.text.encode()), len(row.text))
         if not some:
             raise ConfigError(f"{self.name} holds no text")
+
+
+DataSet = StoredTokens | TextFiles
 
 
 def data_set(path: str, split: str, text_column: str) -> DataSet:

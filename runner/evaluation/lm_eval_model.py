@@ -28,13 +28,12 @@ _NAMED = 3  # questions listed in an error
 class LmEvalModel(TemplateLM):
     """Answers lm-eval's requests.
 
+    Raises ValueError if the tokenizer lacks such a token.
+
     Args:
       tokenizer: a tokenizer of transformers, with a token that begins or ends texts.
       generation: the generation settings of the model's folder.
       warn: called with a line about ignored settings.
-
-    Raises:
-      ValueError: if the tokenizer lacks such a token.
     """
 
     def __init__(
@@ -82,9 +81,7 @@ class LmEvalModel(TemplateLM):
 
         Without a generation prompt, the text ends inside the last message, to be continued. If the
         template takes no system message, the message is dropped with a warning, as in lm-eval's own
-        backends.
-
-        Raises ValueError if there is no template, or it rejects the chat, and OSError as
+        backends. Raises ValueError if there is no template, or it rejects the chat, and OSError as
         `ChatTemplate.render` does.
         """
 
@@ -104,8 +101,8 @@ class LmEvalModel(TemplateLM):
         if "system" not in self._ignored and not all(each in text for each in said):
             self._ignored.add("system")
             self._warn(
-                "WARNING: the chat template leaves out what the system says, so the model is asked "
-                f"without {said[0]!r:.80}: take a template that has it (chat_template.jinja)"
+                f"WARNING: the chat template ignores the system message {said[0]!r:.80}: use a "
+                "template that includes it (chat_template.jinja)"
             )
         return text
 
@@ -147,7 +144,7 @@ class LmEvalModel(TemplateLM):
             more = f"; and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
             raise ValueError(
                 f"{'; '.join(wrong[:_NAMED])}{more}. Both need a token, and a continuation has up "
-                f"to {self.max_length:,}: mend these questions (counted from 0), or leave out "
+                f"to {self.max_length:,}: fix these questions (counted from 0), or leave out "
                 "their tasks"
             )
         return self._answering.likelihoods(asked)
@@ -233,5 +230,5 @@ def continued(template: ChatTemplate, messages: Sequence[Mapping[str, Any]]) -> 
     whole = template.render([*before, {**last, "content": f"{last['content']}{mark} "}]).text
     text, found, rest = whole.rpartition(mark)
     if not found:
-        raise ValueError("the chat template leaves out what the last message says")
+        raise ValueError("the chat template leaves out the last message")
     return text if rest.startswith(" ") else text.rstrip()  # some templates strip the message

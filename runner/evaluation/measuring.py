@@ -29,99 +29,68 @@ _BATCH_TOKENS = 16_384
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Settings for batching documents.
+    """Settings for batching documents."""
 
-    Args:
-      sequence_length: tokens per row; `None`: the run's, or else the model's maximum up to 2,048.
-      batch_size: rows per batch; `None`: about 16,384 tokens per batch.
-      overlap: tokens of context at the start of each window of a long document, except the first.
-      packed: True to put several documents into a row.
-    """
-
+    # tokens per row; `None`: the run's, or else the model's maximum up to 2,048
     sequence_length: int | None = None
-    batch_size: int | None = None
+    batch_size: int | None = None  # rows per batch; `None`: about 16,384 tokens per batch
+    # tokens of context at the start of each window of a long document, except the first
     overlap: int = 0
-    packed: bool = True
+    packed: bool = True  # True to put several documents into a row
 
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """The result of a model on a data set.
+    """The result of a model on a data set."""
 
-    Attributes:
-      model: the source of the weights: `WORKDIR@STEP`, or a folder.
-      step: step of the run's checkpoint, if it is one.
-      data: name of the data set.
-      sequence_length: tokens per row, which is the longest context of a target.
-    """
-
-    model: str
-    step: int | None
-    data: str
-    sequence_length: int
+    model: str  # the source of the weights: `WORKDIR@STEP`, or a folder
+    step: int | None  # step of the run's checkpoint, if it is one
+    data: str  # name of the data set
+    sequence_length: int  # tokens per row, which is the longest context of a target
     evaluation: DocumentsEvaluation
 
 
-class Measuring:
-    """Evaluates models, compiling once per model shape."""
+_scorer_of = functools.lru_cache(maxsize=1)(Scorer)  # models of one shape share its programs
 
-    def __init__(self, settings: Settings, show: Callable[[str], None]):
-        """Sets up the evaluation; `show` is called with progress lines."""
-        self._settings, self._show = settings, show
-        self._scorer = functools.lru_cache(Scorer)
 
-    def __call__(self, loaded: Loaded, data_sets: Sequence[DataSet]) -> Iterator[Measured]:
-        """Yields the result of each data set."""
-        length = self._settings.sequence_length or default_length(loaded)
-        scorer = self._scorer(loaded.mesh, loaded.compute)
-        with user_errors(), chosen_sizes(SMALLER):
-            packing = Packing(self._rows(length, scorer.divisor), length, self._settings.packed)
-            check_length(loaded.model, length, loaded.compute)
-        for data in data_sets:
-            evaluation = self._evaluated(loaded, data, scorer, packing)
-            yield Measured(loaded.name, loaded.step, data.name, length, evaluation)
-
-    def _evaluated(
-        self, loaded: Loaded, data: DataSet, scorer: Scorer, packing: Packing
-    ) -> DocumentsEvaluation:
+def measure(
+    loaded: Loaded, data_sets: Sequence[DataSet], settings: Settings, show: Callable[[str], None]
+) -> Iterator[Measured]:
+    """Yields the result on each data set; `show` is called with progress lines."""
+    length, rows = settings.sequence_length or default_length(loaded), settings.batch_size
+    scorer = _scorer_of(loaded.mesh, loaded.compute)
+    divisor = scorer.divisor
+    if rows is not None and rows % divisor:
+        raise ConfigError(
+            f"--batch_size={rows} cannot be split over these devices: give a multiple of {divisor}"
+        )
+    with user_errors(), chosen_sizes(SMALLER):
+        rows = rows or divisor * max(1, _BATCH_TOKENS // (length * divisor))
+        packing = Packing(rows, length, settings.packed)
+        check_length(loaded.model, length, loaded.compute)
+    for data in data_sets:
         began, name = time.perf_counter(), f"{loaded.name} on {data.name}"
         of = "" if data.tokens is None else f" of {count_text(data.tokens)}"
-        show = now_and_then(self._show)
+        tell = now_and_then(show)
 
-        def tell(documents: int, targets: int) -> None:
-            show(lambda: f"{name}: {count_text(targets)}{of} tokens, {documents:,} documents")
+        def progress(documents: int, targets: int) -> None:
+            tell(lambda: f"{name}: {count_text(targets)}{of} tokens, {documents:,} documents")  # noqa: B023
 
         try:
             evaluation = evaluate_documents(
-                loaded.model,
-                data.documents(loaded),
-                scorer,
-                packing,
-                self._settings.overlap,
-                tell,
+                loaded.model, data.documents(loaded), scorer, packing, settings.overlap, progress
             )
         except ConfigError:
             raise
         except (ValueError, OSError) as error:
             raise ConfigError(f"{data.name}: {error}") from error
         took = time.perf_counter() - began
-        self._show(
+        show(
             f"{name}: loss {evaluation.loss.value:.4f} nats per token; "
             f"{count_text(evaluation.targets)} tokens in {duration_text(took)}, "
             f"{count_text(evaluation.targets / took)} tokens per second"
         )
-        return evaluation
-
-    def _rows(self, length: int, divisor: int) -> int:
-        rows = self._settings.batch_size
-        if rows is None:
-            return divisor * max(1, _BATCH_TOKENS // (length * divisor))
-        if rows % divisor:
-            raise ConfigError(
-                f"--batch_size={rows} cannot be split over these devices: give a multiple of "
-                f"{divisor}"
-            )
-        return rows
+        yield Measured(loaded.name, loaded.step, data.name, length, evaluation)
 
 
 def default_length(loaded: Loaded) -> int:
@@ -208,34 +177,24 @@ def _models(found: Sequence[Measured]) -> tuple[list[str], list[str], str]:
 
 def json_text(found: Sequence[Measured], settings: Settings) -> str:
     """Returns all numbers with units and standard errors; non-finite numbers are strings."""
-    content = {
-        "overlap": settings.overlap,
-        "packed": settings.packed,
-        "results": [
-            {
-                **{name: getattr(each, name) for name in ("model", "step", "data")},
-                "sequence_length": each.sequence_length,
-                **_plain(each.evaluation),
-            }
-            for each in found
-        ],
-    }
-    return json.dumps(content, indent=1, allow_nan=False) + "\n"
-
-
-def _plain(evaluation: DocumentsEvaluation) -> dict[str, Any]:
     counts = ("documents", "targets", "bytes", "characters")
-    return {
-        **{name: getattr(evaluation, name) for name in counts},
-        **{name: _number(getattr(evaluation, name), unit) for name, unit in _UNITS.items()},
-        "loss_by_position": [
-            {
-                **{name: getattr(each, name) for name in ("first", "last", "targets")},
-                **_number(each.loss, "nats per token"),
-            }
-            for each in evaluation.by_position
-        ],
-    }
+    results = [
+        {
+            **{name: getattr(each, name) for name in ("model", "step", "data", "sequence_length")},
+            **{name: getattr(each.evaluation, name) for name in counts},
+            **{n: _number(getattr(each.evaluation, n), unit) for n, unit in _UNITS.items()},
+            "loss_by_position": [
+                {
+                    **{name: getattr(at, name) for name in ("first", "last", "targets")},
+                    **_number(at.loss, "nats per token"),
+                }
+                for at in each.evaluation.by_position
+            ],
+        }
+        for each in found
+    ]
+    content = {"overlap": settings.overlap, "packed": settings.packed, "results": results}
+    return json.dumps(content, indent=1, allow_nan=False) + "\n"
 
 
 def _number(estimate: Estimate | None, unit: str) -> Any:

@@ -46,16 +46,11 @@ _NEUTRAL: dict[str, Any] = {
 class GenerationSettings:
     """The settings in a generation_config.json.
 
-    Args:
-      content: the JSON object; empty if there is no file.
-      name: name of the model, for errors.
-
-    Raises:
-      ValueError: if a value that is used is not a number.
+    Raises ValueError if a value that is used is not a number.
     """
 
-    content: Mapping[str, Any]
-    name: str
+    content: Mapping[str, Any]  # the JSON object; empty if there is no file
+    name: str  # name of the model, for errors
 
     def __post_init__(self) -> None:
         for key in (*SAMPLING, _NEW_TOKENS):
@@ -106,21 +101,15 @@ class GenerationSettings:
 
 @dataclass(frozen=True)
 class Tasks:
-    """The tasks to run.
+    """The tasks to run."""
 
-    Args:
-      names: tasks, groups of tasks and tags; `*` stands for any characters.
-      include_path: a folder with more tasks, as YAML.
-      num_fewshot: examples before each question; `None`: the default of each task.
-      limit: the number of questions of each task, from the first; below 1 a fraction; `None`: all.
-      chat: True to apply the tokenizer's chat template.
-    """
-
-    names: tuple[str, ...]
-    include_path: str | None = None
+    names: tuple[str, ...]  # tasks, groups of tasks and tags; `*` stands for any characters
+    include_path: str | None = None  # a folder with more tasks, as YAML
+    # examples before each question; `None`: the default of each task
     num_fewshot: int | None = None
+    # the number of questions of each task, from the first; below 1 a fraction; `None`: all
     limit: float | None = None
-    chat: bool = False
+    chat: bool = False  # True to apply the tokenizer's chat template
 
 
 def evaluate_tasks(
@@ -132,10 +121,8 @@ def evaluate_tasks(
 ) -> dict[str, Any]:
     """Runs `lm_eval.simple_evaluate`, which also gets `settings`.
 
-    It runs in one process.
-
-    Raises ConfigError if the extra `eval` is not installed, there is no such task, its data is not
-    available, or the model cannot answer it.
+    It runs in one process. Raises ConfigError if the extra `eval` is not installed, there is no
+    such task, its data is not available, or the model cannot answer it.
 
     Args:
       sequence_length: maximum length of the model's input in tokens; `None`: the longest training

@@ -74,19 +74,13 @@ class Answer:
 class DecodingOptions:
     """Settings for answering prompts.
 
-    Attributes:
-      codec: converts ids to text.
-      end_ids: tokens that end an answer.
-      stop: strings that end an answer.
-      max_tokens, sampling, samples, seed: as in `Generator.stream`.
-
-    Raises:
-      ValueError: if a stop string is empty.
+    Raises ValueError if a stop string is empty.
     """
 
-    codec: TextCodec
-    end_ids: tuple[int, ...]
-    stop: tuple[str, ...]
+    codec: TextCodec  # converts ids to text
+    end_ids: tuple[int, ...]  # tokens that end an answer
+    stop: tuple[str, ...]  # strings that end an answer
+    # max_tokens, sampling, samples, seed: as in `Generator.stream`.
     max_tokens: int
     sampling: Sampling
     samples: int

@@ -51,19 +51,18 @@ class AnswerFile:
         if not self._is_new:
             self.begun = self._begun_before()
         elif path.exists():
-            raise ConfigError(f"{path} is there, and no settings beside it: give another --out")
+            raise ConfigError(f"{path} exists, but has no settings file: give another --out")
 
     def answer(
         self, lines: Sequence[Line], generator: Generator, manner: DecodingOptions, together: int
     ) -> None:
         """Appends the missing answers, and shows progress on stderr.
 
+        Raises ConfigError if another process is writing the file, or it holds something else, and
+        OSError if the file cannot be written.
+
         Args:
           together: lines per batch.
-
-        Raises:
-          ConfigError: if another process is writing the file, or it holds something else.
-          OSError: if the file cannot be written.
         """
         if self._is_new:
             stored = {**self._settings, "begun": self.begun.isoformat()}
@@ -75,19 +74,34 @@ class AnswerFile:
                 raise ConfigError(f"another command is writing {self._path}") from error
             sync(self._path.absolute().parent)
             done = self._keep_whole_batches(file, lines, manner.samples, together)
-            progress = _Progress(done, len(lines))
+            if done:
+                _show(f"{done:,} of {len(lines):,} lines already have answers")
+            tell, began = now_and_then(_show, _SECONDS_BETWEEN_LINES), time.monotonic()
+            finished = 0  # tokens of finished batches
+
+            def progress(answered: int, answers: Sequence[Answer]) -> str:
+                seconds = time.monotonic() - began
+                rate = (finished + sum(len(each.tokens) for each in answers)) / seconds
+                line = f"{answered:,} of {len(lines):,} lines, {rate:,.0f} tokens/s"
+                if done < answered < len(lines):
+                    left = seconds / (answered - done) * (len(lines) - answered)
+                    line += f", {duration_text(left)} left"
+                return line
+
             for first in range(done, len(lines), together):
                 batch = lines[first : first + together]
                 prompts, ids = [line.ids for line in batch], [line.number for line in batch]
                 answers: list[Answer] = []
                 for answers in manner.rounds(generator, prompts, ids):
-                    progress.tell(answers)
+                    tell(lambda: progress(first, answers))  # noqa: B023
                 samples = itertools.product(batch, range(manner.samples))
                 for (line, sample), answer in zip(samples, answers, strict=True):
                     file.write(_written(line, sample, answer, manner))
                 file.flush()
                 os.fsync(file.fileno())
-                progress.batch_done(first + len(batch), answers)
+                finished += sum(len(each.tokens) for each in answers)
+            if done < len(lines):
+                _show(progress(len(lines), ()))
 
     def _begun_before(self) -> datetime:
         try:
@@ -148,37 +162,6 @@ def _written(line: Line, sample: int, answer: Answer, manner: DecodingOptions) -
         "given": line.given,
     }
     return (json.dumps(said) + "\n").encode()
-
-
-class _Progress:
-    """Shows a progress line every few seconds and at the end."""
-
-    def __init__(self, done: int, lines: int):
-        self._first, self._done, self._lines = done, done, lines
-        self._tokens = 0  # of finished batches
-        self._began = time.monotonic()
-        self._now_and_then = now_and_then(_show, _SECONDS_BETWEEN_LINES)
-        if done:
-            _show(f"{done:,} of {lines:,} lines are answered already")
-
-    def tell(self, answers: Sequence[Answer]) -> None:
-        """Shows the progress every few seconds; `answers` belong to the current batch."""
-        self._now_and_then(lambda: self._line(answers))
-
-    def batch_done(self, done: int, answers: Sequence[Answer]) -> None:
-        self._done = done
-        self._tokens += sum(len(answer.tokens) for answer in answers)
-        if done == self._lines:
-            _show(self._line(()))
-
-    def _line(self, answers: Sequence[Answer]) -> str:
-        seconds = time.monotonic() - self._began
-        tokens = self._tokens + sum(len(answer.tokens) for answer in answers)
-        line = f"{self._done:,} of {self._lines:,} lines, {tokens / seconds:,.0f} tokens/s"
-        if self._first < self._done < self._lines:
-            left = seconds / (self._done - self._first) * (self._lines - self._done)
-            line += f", {duration_text(left)} left"
-        return line
 
 
 def _show(line: str) -> None:

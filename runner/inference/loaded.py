@@ -36,16 +36,12 @@ USUAL = Sampling(temperature=0.8, top_p=0.95)
 
 
 class TokenLoss(NamedTuple):
-    """The loss of a token, predicted from the tokens before it.
-
-    Attributes:
-      text: the text that the token adds; a character of several tokens comes with its last token.
-      nats: -log p of the token.
-    """
+    """The loss of a token, predicted from the tokens before it."""
 
     id: int
+    # the text that the token adds; a character of several tokens comes with its last token
     text: str
-    nats: float
+    nats: float  # -log p of the token
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -79,7 +75,7 @@ class Loaded(Texts):
             return [int(id) for id in text]
         if self.codec is None:
             raise ConfigError(
-                f"{self.name} knows no tokenizer: give token ids, or load(…, tokenizer=FOLDER)"
+                f"{self.name} has no known tokenizer: give token ids, or load(…, tokenizer=FOLDER)"
             )
         return self.codec.encode(text)
 

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -31,21 +31,13 @@ KINDS = ("prompt", "messages", "tokens")
 
 @dataclass(frozen=True)
 class Reader:
-    """Converts texts, chats and ids to token ids.
+    """Converts texts, chats and ids to token ids."""
 
-    Attributes:
-      name: name of the model, for messages.
-      vocab: vocabulary size; ids are in [0, vocab).
-      codec: converts between texts and ids; `None` if no tokenizer is known.
-      template: the chat template, or `None`.
-      now: the time that templates see; `None`: the current time.
-    """
-
-    name: str
-    vocab: int
-    codec: TextCodec | None
-    template: ChatTemplate | None
-    now: datetime | None = None
+    name: str  # name of the model, for messages
+    vocab: int  # vocabulary size; ids are in [0, vocab)
+    codec: TextCodec | None  # converts between texts and ids; `None` if no tokenizer is known
+    template: ChatTemplate | None  # the chat template, or `None`
+    now: datetime | None = None  # the time that templates see; `None`: the current time
 
     @property
     def shown(self) -> TextCodec:
@@ -59,7 +51,8 @@ class Reader:
         """
         if self.codec is None:
             raise ConfigError(
-                f"{self.name} knows no tokenizer: give --tokenizer=FOLDER, or ids as --tokens=1,2,3"
+                f"{self.name} has no known tokenizer: give --tokenizer=FOLDER, or ids as "
+                "--tokens=1,2,3"
             )
         with user_errors():
             return self.checked(self.codec.encode(text))
@@ -99,7 +92,7 @@ class Reader:
     def checked(self, ids: list[int]) -> list[int]:
         """Returns `ids`; raises ConfigError if there are none, or one is not in the vocabulary."""
         if not ids:
-            raise ConfigError("it has no tokens: a model continues at least one")
+            raise ConfigError("it has no tokens, but at least one is needed")
         if wrong := [id for id in ids if not 0 <= id < self.vocab]:
             raise ConfigError(f"{self.name} has no token {wrong[0]}: ids end at {self.vocab - 1}")
         return ids
@@ -126,42 +119,28 @@ def digest_of(file: Path) -> str:
 
 
 def read_lines(file: Path, reader: Reader) -> list[Line]:
-    """Returns the lines of a file that are not empty.
+    """Returns the lines of a file that are not empty; stops at a line that is too long.
 
-    Raises:
-      OSError: if the file cannot be read.
-      ConfigError: with the numbers of broken lines, or if there are no lines.
+    Raises OSError if the file cannot be read, and ConfigError with the numbers of broken lines, or
+    if the file is empty.
     """
     lines, broken = [], []
-    for number, text in enumerate(_texts(file), 1):
-        if not text.strip() and len(text) <= LARGEST:
-            continue
-        try:
-            given = _parsed(text)
-            lines.append(Line(number, given, reader.of_line(given)))
-        except ValueError as error:
-            broken.append(f"line {number}: {error}")
+    with open(file, "rb") as stream:
+        for number, text in enumerate(iter(lambda: stream.readline(LARGEST + 1), b""), 1):
+            if len(text) > LARGEST:
+                broken.append(f"line {number}: it has more than {LARGEST:,} bytes")
+                break
+            if not text.strip():
+                continue
+            try:
+                given = parse_json(text)
+                json.dumps(given, allow_nan=False)
+                lines.append(Line(number, given, reader.of_line(given)))
+            except ValueError as error:
+                broken.append(f"line {number}: {error}")
     if broken:
         more = f"; and {len(broken) - _SHOWN:,} more" if len(broken) > _SHOWN else ""
         raise ConfigError(f"{file}: {'; '.join(broken[:_SHOWN])}{more}")
     if not lines:
         raise ConfigError(f"{file} has no lines")
     return lines
-
-
-def _texts(file: Path) -> Iterator[bytes]:
-    """Yields each line. Stops at a line that is too long, after reading only its beginning."""
-    with open(file, "rb") as stream:
-        while text := stream.readline(LARGEST + 1):
-            yield text
-            if len(text) > LARGEST:
-                return
-
-
-def _parsed(text: bytes) -> Any:
-    """Parses a line. Raises ValueError if it is too long, or not JSON; NaN is not allowed."""
-    if len(text) > LARGEST:
-        raise ValueError(f"it has more than {LARGEST:,} bytes")
-    given = parse_json(text)
-    json.dumps(given, allow_nan=False)
-    return given

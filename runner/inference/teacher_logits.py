@@ -33,11 +33,8 @@ def sequences_of(
 
     With `out`, this is `data`; otherwise each data set of training and validation goes to its own
     `teacher` folder. Each sequence comes once and in order, in batches of at least `batch_size`
-    that the devices divide evenly.
-
-    Raises:
-      ConfigError: if the data is not flat tokens, or no folder is named.
-      ValueError, OSError: if the data cannot be opened.
+    that the devices divide evenly. Raises ConfigError if the data is not flat tokens, or no folder
+    is named, and ValueError or OSError if the data cannot be opened.
     """
     validation = getattr(cfg, "validation", None)
     sets = validation.values() if isinstance(validation, Mapping) else [validation]
@@ -45,8 +42,7 @@ def sequences_of(
     read = [*data_sets, *sets] if out is None else [cfg.data]
     if not all(map(_is_flat_tokens, data_sets)):
         raise ConfigError(
-            "data must be FlatTokens, whose sequences have numbers; of a mixture, teach each part "
-            "with an experiment of its own"
+            "data must be FlatTokens; for a mixture, use a separate experiment for each part"
         )
     found: dict[str, FlatTokens] = {}
     for each in filter(_is_flat_tokens, read):
@@ -84,13 +80,10 @@ def cache_teacher_logits(
 ) -> TeacherMetadata:
     """Writes the model's top `k` ids for each sequence of `data` to `out`, or resumes.
 
-    `data` has each sequence once and in order; `show` is called with progress lines.
-
-    Raises:
-      ValueError: if the model has another tokenizer than the data, or fewer than `k` ids.
-      MemoryError: if a batch takes more memory than is free.
-      OSError: if the folder is finished, belongs to another teacher or other data, or cannot be
-        written.
+    `data` has each sequence once and in order; `show` is called with progress lines. Raises
+    ValueError if the model has another tokenizer than the data, or fewer than `k` ids, MemoryError
+    if a batch takes more memory than is free, and OSError if the folder is finished, belongs to
+    another teacher or other data, or cannot be written.
     """
     model = loaded.model
     if tokenizers_differ(loaded.tokenizer, data.tokenizer):

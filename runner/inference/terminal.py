@@ -39,9 +39,7 @@ class Terminal:
     def show(self, prompt: Sequence[int], number: int, echo: str = "") -> list[Answer]:
         """Shows the answers to a prompt, the first as it is generated, then the others.
 
-        Ctrl-C ends all answers.
-
-        Raises ConfigError if the prompt leaves no room for an answer.
+        Ctrl-C ends all answers. Raises ConfigError if the prompt leaves no room for an answer.
 
         Args:
           number: number of the prompt, which seeds its randomness.
@@ -54,23 +52,39 @@ class Terminal:
                 f"--length={self.generator.length}"
             )
         manner = dataclasses.replace(self.manner, max_tokens=min(self.manner.max_tokens, room))
-        began, first, at_first = time.perf_counter(), 0.0, 0
-        page = _Page(self.out, manner.samples, echo)
+        began, first, at_first, written = time.perf_counter(), 0.0, 0, 0
         answers: list[Answer] = []
+
+        def begin(answer: int) -> None:
+            several = f"--- {answer + 1} of {manner.samples}\n" if manner.samples > 1 else ""
+            self.out.write(f"{several}{echo}")
+
+        def tokens() -> int:
+            return sum(len(answer.tokens) for answer in answers)
+
         try:
             for answers in manner.rounds(self.generator, [prompt], [number]):
                 if not first:
-                    first, at_first = time.perf_counter(), _tokens(answers)
-                page.write(answers)
+                    first, at_first = time.perf_counter(), tokens()
+                    begin(0)
+                self.out.write(answers[0].text[written:])
+                written = len(answers[0].text)
+                self.out.flush()
         except KeyboardInterrupt:
             for answer in answers:
                 answer.interrupt()
-            page.write(answers)
+        for row, answer in enumerate(answers):
+            if row:
+                begin(row)
+            rest = answer.text if row else answer.text[written:]
+            self.out.write(rest if answer.text.endswith("\n") else f"{rest}\n")
+        self.out.flush()
         if answers:
-            seconds = time.perf_counter() - first
-            tokens = _tokens(answers)
-            rate = f", {(tokens - at_first) / seconds:,.1f} tokens/s" if tokens > at_first else ""
-            self.tell(f"[{tokens:,} tokens{rate}; the first after {duration_text(first - began)}]")
+            seconds, more = time.perf_counter() - first, tokens() - at_first
+            rate = f", {more / seconds:,.1f} tokens/s" if more else ""
+            self.tell(
+                f"[{tokens():,} tokens{rate}; the first after {duration_text(first - began)}]"
+            )
         return answers
 
     def converse(self, read: Callable[[], str], chat: bool) -> None:
@@ -103,33 +117,3 @@ class Terminal:
 
     def tell(self, line: str) -> None:
         print(line, file=self.told, flush=True)
-
-
-class _Page:
-    """Writes several answers one after the other."""
-
-    def __init__(self, out: TextIO, samples: int, echo: str):
-        self._out, self._samples, self._echo = out, samples, echo
-        self._number = 0  # the current answer
-        self._written = -1  # characters written of it; -1: not even its heading
-
-    def write(self, answers: Sequence[Answer]) -> None:
-        """Writes the text that is new since the last call."""
-        while self._number < len(answers):
-            answer = answers[self._number]
-            if self._written < 0:
-                if self._samples > 1:
-                    self._out.write(f"--- {self._number + 1} of {self._samples}\n")
-                self._out.write(self._echo)
-                self._written = 0
-            self._out.write(answer.text[self._written :])
-            self._written = len(answer.text)
-            if answer.ended is None:
-                break
-            self._out.write("" if answer.text.endswith("\n") else "\n")
-            self._number, self._written = self._number + 1, -1
-        self._out.flush()
-
-
-def _tokens(answers: Sequence[Answer]) -> int:
-    return sum(len(answer.tokens) for answer in answers)

@@ -17,8 +17,8 @@ from lmlib.metrics.sinks import Sinks
 from lmlib.parallel.axes import PartError
 from lmlib.state import State
 from runner.command_line.paths import check_can_be_made
+from runner.config.overrides import check_values
 from runner.config.text import settings
-from runner.config.values import check_values
 from runner.errors import WorkdirLost, chosen_sizes, user_errors
 from runner.jax_settings.compilation_cache import keep_compiled_programs
 from runner.jax_settings.determinism import check_determinism

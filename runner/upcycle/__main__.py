@@ -16,16 +16,16 @@ from absl import flags
 
 from runner.command_line.command import run, show, take_flags
 from runner.command_line.exit_status import FINISHED
-from runner.command_line.flags import INIT_FROM, TRUST_MODULE, WEIGHTS, key_flags, loading
+from runner.command_line.flags import loading, model_flags
 from runner.command_line.new_folder import made_whole
 from runner.errors import ConfigError, user_errors
 
-_FROM = flags.DEFINE_string("from", None, "RUN, RUN@STEP, a Hugging Face folder, or a Hub name")
-_TO = flags.DEFINE_string("to", None, "the new workdir")
-_EXPERTS = flags.DEFINE_integer("experts", 8, "experts per layer", lower_bound=2)
-_TOP = flags.DEFINE_integer("top", 2, "experts per token", lower_bound=1)
-_SEED = flags.DEFINE_integer("seed", 0, "of the routers", lower_bound=0, upper_bound=2**32 - 1)
-key_flags(INIT_FROM, WEIGHTS, TRUST_MODULE)
+_FROM = flags.DEFINE_string("from", None, "RUN, RUN@STEP, Hugging Face folder, or Hub name.")
+_TO = flags.DEFINE_string("to", None, "Workdir to create.")
+_EXPERTS = flags.DEFINE_integer("experts", 8, "Number of experts per layer.", 2)
+_TOP = flags.DEFINE_integer("top", 2, "Number of experts per token.", 1)
+_SEED = flags.DEFINE_integer("seed", 0, "Seed of the routers.", 0, 2**32 - 1)
+model_flags()
 
 if __name__ == "__main__":
     take_flags()  # the imports below take seconds

@@ -10,10 +10,10 @@ from lmlib.experiment import Experiment
 from lmlib.runs.settings import read_settings
 from lmlib.state import State
 from lmlib.storage.local_folder import shown
-from runner.config.references import FolderReference, resolve
+from runner.config.references import RunReference, resolve
 from runner.errors import ConfigError, error_text, user_errors
 from runner.processes.agreement import agreed
-from runner.weights.models import SavedRun, frozen_weights, open_run, read_weights
+from runner.weights.models import SavedRun, frozen_weights, open_model, read_weights
 from runner.weights.notes import (
     WEIGHTS_ALONE,
     Fork,
@@ -79,7 +79,7 @@ class InitialWeights:
         if recipe is None or reference is None:
             return None
         if reference.weights_from is None:
-            show("WARNING: the objective compares with a model of new weights, which knows nothing")
+            show("WARNING: the reference model of the objective has new, untrained weights")
             return recipe.new_model(experiment.mesh)
         target = LoadTarget(recipe, experiment.mesh, experiment.data)
         model, origin = read_weights(reference.weights_from, target, self.options)
@@ -97,10 +97,18 @@ class InitialWeights:
             if reference is None:
                 raise ConfigError("continue_optimizer forks a run: set init_from=RUN@STEP")
             found = resolve(reference)
-            if isinstance(found, FolderReference):
-                raise ConfigError(f"{found.name} {_NO_STATE}")
-            run = open_run(found, self.options)
-            _check_step(found.step, run, steps)
+            run = open_model(found, self.options)
+            if not isinstance(found, RunReference) or not isinstance(run, SavedRun):
+                raise ConfigError(f"{run.name} {_NO_STATE}")
+            if found.step is None:
+                raise ConfigError(f"a fork needs a fixed step: name it, as in init_from={run.name}")
+            if found.step == WEIGHTS_ALONE:
+                raise ConfigError(f"{run.name} {_NO_STATE}")
+            if steps <= found.step:
+                raise ConfigError(
+                    f"{run.name} has made {found.step:,} steps, and steps is {steps:,}, which "
+                    "includes them: increase it"
+                )
             with user_errors(), Checkpoints(run.checkpoints, read_only=True) as checkpoints:
                 check_same_model(
                     run.name,
@@ -115,24 +123,11 @@ class InitialWeights:
             except (ValueError, OSError) as error:
                 raise ConfigError(
                     f"{run.name} cannot be forked: {error_text(error)}. Without continue_optimizer "
-                    "a run begins with its weights alone"
+                    "a run starts from its weights only"
                 ) from error
         restored = Restored(run.step, state, notes, ())
         check_notes(restored, run.checkpoints)
         return restored, Fork(shown(run.checkpoints.absolute()), run.step)
-
-
-def _check_step(step: int | None, run: SavedRun, steps: int) -> None:
-    """Raises ConfigError if a run of `steps` steps cannot fork `run` at the named `step`."""
-    if step is None:
-        raise ConfigError(f"a fork needs a fixed step: name it, as in init_from={run.name}")
-    if step == WEIGHTS_ALONE:
-        raise ConfigError(f"{run.name} {_NO_STATE}")
-    if steps <= step:
-        raise ConfigError(
-            f"{run.name} has made {step:,} steps, and steps is {steps:,}, which includes them: "
-            "increase it"
-        )
 
 
 def _check_reference_model(reference_model: Any, before: dict[str, str] | None) -> None:
@@ -146,6 +141,6 @@ def _check_reference_model(reference_model: Any, before: dict[str, str] | None) 
         return
     if now != before:
         raise ConfigError(
-            "the objective compares with other weights than those that this run was compared with "
-            "before: give those again, or --allow_change=model to go on with these"
+            "the reference model of the objective has changed since this run began: restore it, or "
+            "give --allow_change=model to continue with the new one"
         )

@@ -3,9 +3,11 @@
 import dataclasses
 import functools
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import xxhash
 from jax.sharding import Mesh
 
@@ -15,12 +17,13 @@ from lmlib.hf.folder import opened, read_copied, read_json
 from lmlib.hf.hub import SETTINGS, TOKENIZER_FILES
 from lmlib.hf.load import load_weights
 from lmlib.hf.peft import Adapters, adapters_in
+from lmlib.parallel.axes import Weight
 from lmlib.storage.atomic_file import make_folder
 from runner.config.references import FolderReference, base_of
 from runner.errors import user_errors
 from runner.monitoring.progress_line import told
 from runner.processes.agreement import Read, agreed
-from runner.weights.target import PLAIN, Keeping, LoadOptions, LoadTarget
+from runner.weights.target import PLAIN, LoadOptions, LoadTarget
 from runner.weights.texts import FILE, TextSources, tokenizer_of
 
 ORIGIN = "hugging_face"  # folder in an imported workdir: the source folder's files without weights
@@ -83,9 +86,8 @@ class ModelFolder:
     @property
     def texts(self) -> TextSources:
         """The sources of the tokenizer and template; adapters may bring their own tokenizer."""
-        own, base = self.found, self.base
-        texts = own if (own.folder / FILE).is_file() else base
-        return TextSources(self.name, (texts.folder, texts.name), base.folder)
+        texts = self.found if (self.found.folder / FILE).is_file() else self.base
+        return TextSources(self.name, (texts.folder, texts.name), self.base.folder)
 
     @property
     def content(self) -> Read:
@@ -106,22 +108,18 @@ class ModelFolder:
             if adapters is not None:
                 target.check_adapters(adapters.beside(recipe.bare))
             target.check_model(self.described.shapes)
-            problem = None
-            if target.data is not None and tokenizers_differ(
-                tokenizer_of(self.base.folder, self.base.name), target.data.tokenizer
-            ):
-                problem = f"the data was made by {target.data.tokenizer}"
-            target.check_tokenizer(problem)
-        keeping = Keeping(recipe)
-        arrays = self._read(recipe.bare, target.mesh, keeping)
-        keeping.tell(self.base.name, self.options.show)
+            if target.data is not None:
+                own = tokenizer_of(self.base.folder, self.base.name)
+                if tokenizers_differ(own, target.data.tokenizer):
+                    target.check_tokenizer(f"the data was made by {target.data.tokenizer}")
+        arrays = self._read(recipe.bare, target.mesh, recipe.kept)
         model = recipe.completed(arrays, target.mesh)
         return (model if adapters is None else adapters.into(model)), self.name
 
-    def _read(self, shapes: Any, mesh: Mesh, *keeping: Keeping) -> Any:
+    def _read(self, shapes: Any, mesh: Mesh, *kept: Callable[[Weight, jax.Array], Any]) -> Any:
         names = self.described.family.names
-        tell = told(f"reading {self.base.name}:", self.options.show)
-        return load_weights(self.base.folder, shapes, names, mesh, tell, *keeping)
+        progress = told(f"reading {self.base.name}:", self.options.show)
+        return load_weights(self.base.folder, shapes, names, mesh, progress, *kept)
 
 
 def keep_origin(folder: Path, workdir: Path) -> None:

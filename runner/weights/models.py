@@ -1,7 +1,7 @@
-"""Saved models: `resolve_model` turns a reference into a model that can be read onto a mesh.
+"""Saved models: `open_model` turns a reference into a model that can be read onto a mesh.
 
-    "RUN@5000" ──────────┬─ resolve_model ──▶ SavedRun ────┬─ model(mesh)  ──▶ the model itself
-    "Qwen/Qwen3-0.6B" ───┘                    ModelFolder ─┴─ fill(target) ──▶ an experiment's model
+    "RUN@5000" ──────────┬─ open_model ──▶ SavedRun ────┬─ model(mesh)  ──▶ the model itself
+    "Qwen/Qwen3-0.6B" ───┘                 ModelFolder ─┴─ fill(target) ──▶ an experiment's model
 
 `fill` reads the weights into the model of an experiment. That model may have adapters that the
 weights lack, or lack adapters that they have, or keep weights in another dtype. A checkpoint holds
@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
@@ -31,10 +31,8 @@ from lmlib.checkpoint.folders import is_there, steps_in
 from lmlib.checkpoint.manifest import encode, read_manifest
 from lmlib.checkpoint.notes import read_notes
 from lmlib.checkpoint.removal import reading
-from lmlib.hf.families import described
 from lmlib.hf.folder import FolderError
 from lmlib.hf.hub import local_folder_of
-from lmlib.hf.peft import adapters_in, holds_adapters
 from lmlib.models.matrices.lora import LoRAMatrix, has_adapters, map_adapted, without_adapters
 from lmlib.models.weights import creator
 from lmlib.optim.average import IN_STATE
@@ -49,7 +47,7 @@ from lmlib.storage.local_folder import folder_to_read, shown
 from lmlib.storage.unlinked import unlinked
 from runner.config import configs
 from runner.config.configs import training_data
-from runner.config.references import FolderReference, RunReference, base_of, resolve
+from runner.config.references import FolderReference, RunReference, resolve
 from runner.errors import ConfigError, error_text, user_errors
 from runner.processes.agreement import Read, agreed, from_first, require_same_reads
 from runner.weights.model_folder import ORIGIN, ModelFolder
@@ -60,95 +58,68 @@ from runner.weights.notes import (
     tokenizer_changed,
     tokenizer_in,
 )
-from runner.weights.target import PLAIN, Keeping, LoadOptions, LoadTarget
+from runner.weights.target import PLAIN, LoadOptions, LoadTarget
 from runner.weights.texts import TextSources
 
 _BUFFERS = "buffers"  # the part of the state for weights without gradients
 _TRIES = 3  # attempts to read the newest checkpoint while the run continues
+_MOST_ANCESTORS = 20
 _T = TypeVar("_T")
 
 
-def resolve_model(reference: str, options: LoadOptions = PLAIN) -> "SavedRun | ModelFolder":
+def open_model(
+    found: str | RunReference | FolderReference, options: LoadOptions = PLAIN
+) -> "SavedRun | ModelFolder":
     """Finds a saved model: `RUN`, `RUN@STEP`, a Hugging Face or PEFT folder, or a Hub name.
 
-    Only its small files are read.
-
-    Raises:
-      ValueError, OSError: if there is no such model, or its notes are damaged.
-      RemovedCheckpointError: if its run removes the checkpoint meanwhile.
+    Only its small files are read. Raises ValueError or OSError if there is no such model, or its
+    notes are damaged, and RemovedCheckpointError if its run removes the checkpoint meanwhile.
     """
-    return _opened(resolve(reference), options)
-
-
-def use_model(
-    reference: str,
-    use: Callable[["SavedRun | ModelFolder"], _T],
-    options: LoadOptions = PLAIN,
-) -> _T:
-    """Calls `use` with the model of `reference`.
-
-    If `reference` names no step and the run removes its newest checkpoint meanwhile, `use` is
-    called again with the next newest. Raises as `resolve_model` does.
-    """
-    found = resolve(reference)
-    tries = _TRIES if isinstance(found, RunReference) and found.step is None else 1
-    while True:
-        tries -= 1
-        try:
-            return use(_opened(found, options))
-        except RemovedCheckpointError as error:
-            if not tries:
-                raise
-            options.show(f"{error}; going on with the newest there is now")
-
-
-def _opened(
-    found: RunReference | FolderReference, options: LoadOptions
-) -> "SavedRun | ModelFolder":
-    if isinstance(found, RunReference):
-        return open_run(found, options)
-    if options.average:
-        raise ConfigError(f"{found.name} holds no average: leave out --weights=ema")
-    if not holds_adapters(found.folder):
-        _tell_ignored(options, found.name)
-    return ModelFolder(found, options)
-
-
-def _tell_ignored(options: LoadOptions, name: str) -> None:
-    if options.init_from is not None:
-        options.show(f"--init_from={options.init_from} is ignored: {name} holds the whole model")
-
-
-def open_run(found: RunReference, options: LoadOptions = PLAIN) -> "SavedRun":
-    """Reads the notes of the checkpoint that `found` names; raises as `resolve_model` does."""
+    if isinstance(found, str):
+        found = resolve(found)
+    if isinstance(found, FolderReference):
+        if options.average:
+            raise ConfigError(f"{found.name} has no weight average: leave out --weights=ema")
+        return ModelFolder(found, options)
     steps = from_first(steps_in(found.folder))  # the run may just be adding one
     if not steps:
         raise ConfigError(f"{found.folder} has no checkpoint")
     step = steps[-1] if found.step is None else found.step
     if step not in steps:
         raise ConfigError(f"{found.folder} has no whole checkpoint at step {step}; it has {steps}")
-    folder = found.folder / str(step)
-    notes = _notes(folder)
-    if notes.get("frozen") is None:
-        _tell_ignored(options, str(folder))
-        options = dataclasses.replace(options, init_from=None)
-    elif options.init_from is not None:
+    notes = _notes(found.folder / str(step))
+    if options.init_from is not None and notes.get("frozen") is not None:
         notes["initialised_from"] = _noted(options.init_from)
     return SavedRun(found.folder, step, notes, options)
 
 
+def use_model(
+    reference: str, use: Callable[["SavedRun | ModelFolder"], _T], options: LoadOptions = PLAIN
+) -> _T:
+    """Calls `use` with the model of `reference`.
+
+    If `reference` names no step and the run removes its newest checkpoint meanwhile, `use` is
+    called again with the next newest. Raises as `open_model` does.
+    """
+    found = resolve(reference)
+    tries = _TRIES if isinstance(found, RunReference) and found.step is None else 1
+    while True:
+        tries -= 1
+        try:
+            return use(open_model(found, options))
+        except RemovedCheckpointError as error:
+            if not tries:
+                raise
+            options.show(f"{error}; going on with the newest there is now")
+
+
 @dataclasses.dataclass(frozen=True)
 class SavedRun:
-    """A checkpoint of a run. Only its notes are read until the weights are needed.
+    """A checkpoint of a run. Only its notes are read until the weights are needed."""
 
-    Attributes:
-      checkpoints: the folder of the run's checkpoints.
-      notes: the JSON that the run saved beside the arrays.
-    """
-
-    checkpoints: Path
+    checkpoints: Path  # the folder of the run's checkpoints
     step: int
-    notes: dict[str, Any]
+    notes: dict[str, Any]  # the JSON that the run saved beside the arrays
     options: LoadOptions = PLAIN
 
     # only folders have them
@@ -210,14 +181,11 @@ class SavedRun:
     def model(self, mesh: Mesh, exact: bool = False) -> Any:
         """Returns the model, laid out on `mesh` as it is stored.
 
-        Frozen weights are read from the model that the run began with.
+        Raises ValueError or OSError if a byte is damaged, or the frozen weights are gone, and
+        RemovedCheckpointError if the run has removed the checkpoint since.
 
         Args:
           exact: keep every stored value of frozen weights, in float32, instead of the run's dtype.
-
-        Raises:
-          ValueError, OSError: if a byte is damaged, or the frozen weights are gone.
-          RemovedCheckpointError: if the run has removed the checkpoint since.
         """
         with reading(self.folder), _errors_of(f"{self.checkpoints}@{self.step}"):
             recipe = _in_float32(self.recipe) if exact else self.recipe
@@ -225,9 +193,8 @@ class SavedRun:
 
     def trained_weights(self, mesh: Mesh) -> Any:
         """Returns the model with only its trained weights read; frozen weights are shapes."""
-        parts = split_by_training(
-            abstract_model(lambda: self.recipe.shapes, mesh), self.recipe.trained
-        )
+        shapes = abstract_model(lambda: self.recipe.shapes, mesh)
+        parts = split_by_training(shapes, self.recipe.trained)
         with reading(self.folder), Checkpoints(self.checkpoints, read_only=True) as checkpoints:
             arrays, _ = self._restore(checkpoints, self._part(checkpoints), parts)
         return eqx.combine(arrays, parts.frozen)
@@ -248,10 +215,9 @@ class SavedRun:
             # A run that trains part of the model saves only that part.
             in_part = there < _paths(own.shapes)
             abstract = abstract_model(lambda: own.shapes, mesh)
-            whole = there == with_gradient and not in_part
-            parts = (
-                ModelParts(abstract, None, None) if whole else split_by_training(abstract, there)
-            )
+            parts = ModelParts(abstract, None, None)
+            if in_part or there != with_gradient:
+                parts = split_by_training(abstract, there)
             model, notes = self._restore(checkpoints, part, parts)
         if target.data is not None:
             before: Any = notes.get("batches")
@@ -269,13 +235,9 @@ class SavedRun:
         if has_adapters(own.shapes) and _paths(own.shapes) == _paths(recipe.shapes):
             if "model" not in target.allowed_changes and self.has_config:
                 target.check_adapters(self.recipe.shapes)  # weights do not determine alpha
-            return jax.tree.map(
-                lambda x, kept: x.astype(kept.dtype), model, recipe.abstract_model
-            ), name
-        keeping = Keeping(recipe)
-        kept = _kept(merged_into_bases(model), recipe, keeping)
-        keeping.tell(name, self.options.show)
-        return recipe.completed(kept, mesh), name
+            model = jax.tree.map(lambda x, to: x.astype(to.dtype), model, recipe.abstract_model)
+            return model, name
+        return recipe.completed(_kept(merged_into_bases(model), recipe), mesh), name
 
     def _restore(
         self, checkpoints: Checkpoints, part: str, parts: ModelParts
@@ -335,7 +297,7 @@ class SavedRun:
         if before is None or before.rpartition("@")[2].isdecimal():
             return None
         with contextlib.suppress(ValueError, OSError):
-            return base_of(FolderReference(Path(before), before)).name
+            return self._folder_of(before).base.name
         return before
 
     @functools.cached_property
@@ -352,19 +314,21 @@ class SavedRun:
             merged = {path.removesuffix(".down") for path in there - every}
             same_adapters &= not found or (bool(merged) and there <= adapted)
             found.append(every & (there if same_adapters else there | merged))
-            folder = Path(before or "")
-            if before is not None and holds_adapters(folder):
-                base_folder = base_of(FolderReference(folder, before)).folder
-                names = described(base_folder, self.options.families).family.names
-                held = adapters_in(folder, base, names)
+            held = None if before is None else self._folder_of(before).adapters_of(base)
+            if held is not None:
                 whole = frozenset(p.path for each in held.whole for p in each.tensor.pieces)
                 found.append(whole if same_adapters else whole | held.sizes.keys())
         return found
 
+    def _folder_of(self, name: str) -> ModelFolder:
+        """Returns the model in the folder `name`, with the base that it names itself."""
+        options = dataclasses.replace(self.options, init_from=None)
+        return ModelFolder(FolderReference(Path(name), name), options)
+
     def _beginnings(self) -> Iterator[tuple[Path, str | None, frozenset[str]]]:
         """Yields the workdir, initial reference and trained paths of this run and its ancestors."""
         workdir, notes, saved = self.workdir, self.notes, self.folder
-        for _ in range(20):
+        for _ in range(_MOST_ANCESTORS):
             noted = notes.get("initialised_from")
             before = noted if isinstance(noted, str) else None
             yield workdir, before, _trained(saved, notes)
@@ -392,19 +356,16 @@ def read_weights(
 ) -> tuple[Any, str]:
     """Returns the model of `target` with the weights of `reference`, and their name.
 
-    The name is `run@step` or the folder. All processes must read the same weights.
-
-    Raises ConfigError if there is no such model, it is damaged, or it does not fit `target`.
-
-    Args:
-      options: `init_from` is ignored: frozen weights are read from their original place.
+    The name is `run@step` or the folder. All processes must read the same weights. Frozen weights
+    are read from their original place, whatever `options.init_from` is. Raises ConfigError if there
+    is no such model, it is damaged, or it does not fit `target`.
     """
     options = dataclasses.replace(options, init_from=None)
     with agreed():
         found = resolve(reference)
     with _errors_of(reference):
         with agreed(), user_errors():
-            source = _opened(found, options)
+            source = open_model(found, options)
         require_same_reads(lambda: {"the model": source.content})
         return source.fill(target)
 
@@ -414,16 +375,13 @@ def frozen_weights(
 ) -> Any:
     """Returns the frozen weights of `recipe`, with `None` in place of the others.
 
-    Checkpoints leave them out, so they are read from the model that the run of `notes` began with.
-
-    Raises ConfigError if they cannot be read, or differ from the run's weights.
-
-    Args:
-      options: `init_from` is tried first.
+    Checkpoints leave them out, so they are read from `options.init_from`, or from the model that
+    the run of `notes` began with. Raises ConfigError if they cannot be read, or differ from the
+    run's weights.
     """
     origin, before = notes.get("initialised_from"), notes.get("frozen")
     if before is None or not is_frozen_note(before):
-        raise ConfigError(f"a checkpoint's notes of frozen weights make no sense: {before!r:.80}")
+        raise ConfigError(f"invalid notes of frozen weights: {before!r:.80}")
     if origin is None:
         recipe = dataclasses.replace(recipe, seed=before["seed"])
         with jax.set_mesh(mesh):
@@ -434,7 +392,7 @@ def frozen_weights(
         options.show("reading the frozen weights, which checkpoints do not hold")
         target = LoadTarget(recipe, mesh, allowed_changes=("data", "model"))
         try:
-            model = _first_of([options.init_from, origin], target, options)
+            model, _ = read_weights(options.init_from or origin, target, options)
         except ConfigError as error:
             raise ConfigError(
                 f"its frozen weights, which checkpoints do not hold, cannot be read: {error}; if "
@@ -446,21 +404,10 @@ def frozen_weights(
         as_before = None if same else dataclasses.replace(recipe, frozen_dtype=was).kept
         if fingerprint(frozen, as_before) != before["digest"]:
             raise ConfigError(
-                f"the frozen weights of {origin or 'this experiment'} are not those that the run "
-                "was trained with: give those that were, with --init_from"
+                f"the frozen weights of {origin or 'this experiment'} differ from the weights that "
+                "the run was trained with: name the right model with --init_from"
             )
     return frozen
-
-
-def _first_of(references: Sequence[str | None], target: LoadTarget, options: LoadOptions) -> Any:
-    """Returns the model of the first reference that can be read."""
-    errors = []
-    for reference in dict.fromkeys(each for each in references if each is not None):
-        try:
-            return read_weights(reference, target, options)[0]
-        except ConfigError as error:
-            errors.append(error)
-    raise errors[0]
 
 
 def merged_into_bases(model: M) -> M:
@@ -481,14 +428,14 @@ def _merged(base: jax.Array, rest: Any) -> Any:
     return merged(dataclasses.replace(rest, base=base))
 
 
-def _kept(model: Any, recipe: Recipe, keeping: Keeping) -> Any:
+def _kept(model: Any, recipe: Recipe) -> Any:
     """Returns the weights of `model` in the form that `recipe` keeps; donates them one by one."""
     arrays: dict[str, jax.Array] = {}
     map_weights(lambda weight, array: arrays.update({weight.path: array}), model)
 
     def keep(weight: Weight, _: Any) -> Any:
         array = arrays.pop(weight.path)
-        made = jax.block_until_ready(keeping(weight, array.astype(jnp.float32)))
+        made = jax.block_until_ready(recipe.kept(weight, array.astype(jnp.float32)))
         if jax.tree.leaves(made)[0].dtype != array.dtype:
             array.delete()
         return made

@@ -53,21 +53,22 @@ def reference_note(reference_model: Any) -> dict[str, str] | None:
 
 def is_batches_note(value: Any, steps_made: int) -> bool:
     """True if `value` is a valid result of `data_probe.probe` after `steps_made` steps."""
-    sizes, digests = ("batch_size", "sequence_length"), ("first", "last")
-    kinds: dict[str, Any] = {
-        "tokenizer": dict[str, str | None] | None,
-        "bytes_per_target": float | None,
-        "steps_made": int,
+    optional = {"batch_size": int, "sequence_length": int, "first": str, "last": str}
+    kinds = {
+        name: kind for name, kind in optional.items() if isinstance(value, dict) and name in value
     }
-    if not isinstance(value, dict) or ("first" in value) != ("last" in value):
-        return False
-    kinds |= {name: int for name in sizes if name in value}
-    kinds |= {name: str for name in digests if name in value}
     return (
-        _has(value, **kinds)
+        _has(
+            value,
+            tokenizer=dict[str, str | None] | None,
+            bytes_per_target=float | None,
+            steps_made=int,
+            **kinds,
+        )
+        and ("first" in kinds) == ("last" in kinds)
         and value["steps_made"] == steps_made
         and (value["tokenizer"] is None or tokenizer_in(value) is not None)
-        and all(0 < value.get(size, 1) < 1 << 31 for size in sizes)
+        and all(0 < value.get(size, 1) < 1 << 31 for size in ("batch_size", "sequence_length"))
     )
 
 
@@ -113,7 +114,7 @@ def check_notes(found: Restored, directory: Path) -> None:
     if wrong := [name for name, is_sound in sound.items() if not is_sound]:
         values = ", ".join(f"{name}={notes.get(name)!r:.80}" for name in wrong)
         raise ConfigError(
-            f"the notes of checkpoint {directory / str(step)} make no sense: {values}; delete it "
+            f"the notes of checkpoint {directory / str(step)} are invalid: {values}; delete it "
             f"to continue from the one before, or {in_other}"
         )
 

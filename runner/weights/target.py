@@ -5,14 +5,12 @@ import functools
 from collections.abc import Callable, Collection
 from typing import Any
 
-import jax
 from jax.sharding import Mesh
 
 from lmlib.data.batch import Source
 from lmlib.models.differences import differences
 from lmlib.models.families.hugging_face.family import Family
 from lmlib.models.matrices.lora import LoRAMatrix, map_adapted
-from lmlib.parallel.axes import Weight
 from lmlib.recipe import Recipe
 from runner.config.references import known_families
 from runner.errors import ConfigError
@@ -22,20 +20,15 @@ _SHOWN = 6  # differences in a message
 
 @dataclasses.dataclass(frozen=True)
 class LoadOptions:
-    """Options for reading saved weights.
+    """Options for reading saved weights."""
 
-    Attributes:
-      trusted: modules that a run's config.json may refer to, and whose families are known.
-      init_from: the new place of the weights that a run began with and did not train, or of the
-        base of adapters in a folder; `None`: their original place.
-      average: read the run's weight average instead of its last weights.
-      show: called with progress lines and warnings.
-    """
-
+    # modules that a run's config.json may refer to, and whose families are known.
     trusted: Collection[str] = ()
+    # the new place of the weights that a run began with and did not train, or of the base of
+    # adapters in a folder; `None`: their original place
     init_from: str | None = None
-    average: bool = False
-    show: Callable[[str], None] = lambda line: None
+    average: bool = False  # read the run's weight average instead of its last weights
+    show: Callable[[str], None] = lambda line: None  # called with progress lines and warnings
 
     @functools.cached_property
     def families(self) -> tuple[Family, ...]:
@@ -48,57 +41,50 @@ PLAIN = LoadOptions()
 
 @dataclasses.dataclass(frozen=True)
 class LoadTarget:
-    """A model of an experiment, to be filled with saved weights.
+    """A model of an experiment, to be filled with saved weights."""
 
-    Args:
-      recipe: how the experiment makes and keeps its weights.
-      mesh: the devices for the model.
-      data: batches whose token ids the model must know; `None`: any.
-      allowed_changes: "data": the data may have another tokenizer. "model": settings of the model
-        may differ if its weights fit.
-    """
-
-    recipe: Recipe
-    mesh: Mesh
-    data: Source | None = None
+    recipe: Recipe  # how the experiment makes and keeps its weights
+    mesh: Mesh  # the devices for the model
+    data: Source | None = None  # batches whose token ids the model must know; `None`: any
+    # "data": the data may have another tokenizer. "model": settings of the model may differ if its
+    # weights fit.
     allowed_changes: Collection[str] = ()
 
     def check_model(self, theirs: Any) -> None:
-        """Raises ConfigError if the model `theirs`, without adapters, does not fit.
+        """Raises ConfigError unless `theirs`, without adapters, has the same shapes and settings.
 
-        It does not fit if its weights differ in shape, or its settings differ without permission.
+        With the change "model", only the shapes must be the same.
         """
-        different = list(differences(theirs, self.recipe.bare))
-        of_weights = any(each.of_weights for each in different)
-        if not different or (not of_weights and "model" in self.allowed_changes):
+        found = list(differences(theirs, self.recipe.bare))
+        other_shapes = any(each.of_weights for each in found)
+        if not found or (not other_shapes and "model" in self.allowed_changes):
             return
-        shown = [
-            f"{each.where or 'the model'}: {each.one}, here {each.other}"
-            for each in different[:_SHOWN]
-        ]
-        more = f"; and {len(different) - _SHOWN} more" if len(different) > _SHOWN else ""
+        shown = "; ".join(
+            f"{each.where or 'the model'}: {each.one}, here {each.other}" for each in found[:_SHOWN]
+        )
+        more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
         raise ConfigError(
-            f"its model is not this experiment's ({'; '.join(shown)}{more}): experiments/from_hf "
-            "takes the architecture from a folder, experiments/lora from a run too"
-            + ("" if of_weights else ", --allow_change=model its weights alone")
+            f"its model differs from this experiment's ({shown}{more}): use its architecture, as "
+            "experiments/from_hf and experiments/lora do"
+            + ("" if other_shapes else ", or give --allow_change=model to take only its weights")
         )
 
     def check_adapters(self, theirs: Any) -> None:
         """Raises ConfigError if the adapters of the model `theirs` have other sizes."""
         one, other = _adapter_sizes(theirs), _adapter_sizes(self.recipe.shapes)
         for path in one | other:
-            if one.get(path) != other.get(path):
+            was, now = one.get(path, "none"), other.get(path, "none")
+            if was != now:
                 raise ConfigError(
-                    f"its adapters differ from this experiment's ({path}: "
-                    f"{one.get(path, 'none')}, here {other.get(path, 'none')})"
+                    f"its adapters differ from this experiment's ({path}: {was}, here {now})"
                 )
 
     def check_tokenizer(self, problem: str | None) -> None:
         """Raises ConfigError if there is a `problem` with the tokenizer of the data."""
         if problem is not None and "data" not in self.allowed_changes:
             raise ConfigError(
-                f"it was trained on other data: {problem}, so its ids mean other texts; to go on "
-                "all the same give --allow_change=data"
+                f"it was trained on other data: {problem}, so its ids mean other texts; to "
+                "continue anyway, give --allow_change=data"
             )
 
 
@@ -111,31 +97,3 @@ def _adapter_sizes(model: Any) -> dict[str, str]:
 
     map_adapted(note, model)
     return found
-
-
-class Keeping:
-    """Calls `Recipe.kept`, and remembers if any value was rounded to `frozen_dtype`."""
-
-    def __init__(self, recipe: Recipe) -> None:
-        self._recipe, self._rounds = recipe, False
-
-    def __call__(self, weight: Weight, array: jax.Array) -> Any:
-        made = self._recipe.kept(weight, array)
-        # The user asked for int8, so its rounding is not reported.
-        by_dtype = self._recipe.frozen_dtype != "int8" and weight.declaration.dtype is None
-        if by_dtype and made.dtype != array.dtype and not self._rounds:
-            self._rounds = not _same(made, array)
-        return made
-
-    def tell(self, name: str, show: Callable[[str], None]) -> None:
-        """Reports rounded values in one line."""
-        if self._rounds:
-            show(
-                f"the frozen weights of {name} are rounded to {self._recipe.frozen_dtype}: "
-                "--fdl.compute.dtype=float32 keeps them, and computes, in float32"
-            )
-
-
-@jax.jit
-def _same(one: jax.Array, other: jax.Array) -> jax.Array:
-    return (one.astype(other.dtype) == other).all()

@@ -65,22 +65,14 @@ def tokenizer_of(folder: Path, name: str) -> TokenizerIdentity | None:
 
 @dataclasses.dataclass(frozen=True)
 class TextSources:
-    """Places to look for a model's tokenizer and texts: its data first, then its folder.
+    """Places to look for a model's tokenizer and texts: its data first, then its folder."""
 
-    Attributes:
-      name: name of the run or the folder.
-      folder: a folder that may hold a tokenizer, and its name, or `None`.
-      model_folder: the folder with the model's config.json, or `None`.
-      data: the configs of a run's data, stage by stage.
-      noted: the tokenizer in a checkpoint's notes.
-      has_trained: True if the model was trained on `data`; False if it is only about to be.
-    """
-
-    name: str
-    folder: tuple[Path, str] | None
-    model_folder: Path | None
-    data: Sequence[Any] = ()
-    noted: TokenizerIdentity | None = None
+    name: str  # name of the run or the folder
+    folder: tuple[Path, str] | None  # a folder that may hold a tokenizer, and its name, or `None`
+    model_folder: Path | None  # the folder with the model's config.json, or `None`.
+    data: Sequence[Any] = ()  # the configs of a run's data, stage by stage
+    noted: TokenizerIdentity | None = None  # the tokenizer in a checkpoint's notes
+    # True if the model was trained on `data`; False if it is only about to be
     has_trained: bool = False
 
     @functools.cached_property
@@ -187,7 +179,7 @@ class TextSources:
             if template is None and folder is not None:
                 template = read_chat_template(folder)
         except (ValueError, OSError) as error:
-            show(f"WARNING: there is no chat template: {error}")
+            show(f"WARNING: the chat template cannot be used: {error}")
         return Texts(codec, file, end_ids, document_end, known, folder, template, self.longest)
 
     def _end_ids(self) -> tuple[int, ...]:

@@ -55,7 +55,7 @@ def encoded(folder, template, *conversation):
 @pytest.mark.parametrize("tools", [None, TOOLS], ids=["no tools", "tools"])
 @pytest.mark.parametrize("chat", CHATS)
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_a_chat_is_the_text_and_the_ids_of_transformers(folder, name, chat, tools):
+def test_chats_have_the_text_and_ids_of_transformers(folder, name, chat, tools):
     theirs, template = stored(folder, TEMPLATES[name])
     codec = codec_of_file(folder / "tokenizer.json", bos_id=256)
     for prompted in (False, True):
@@ -74,7 +74,7 @@ def test_a_chat_is_the_text_and_the_ids_of_transformers(folder, name, chat, tool
 
 @pytest.mark.parametrize("tools", [None, TOOLS], ids=["no tools", "tools"])
 @pytest.mark.parametrize("name", ["chatml", "mistral"])
-def test_targets_are_the_tokens_of_the_mask_of_transformers(folder, name, tools):
+def test_targets_equal_the_mask_of_transformers(folder, name, tools):
     theirs, template = stored(folder, TEMPLATES[name])
     expected = theirs.apply_chat_template(
         CHATS["turns"], tools=tools, return_dict=True, return_assistant_tokens_mask=True
@@ -85,7 +85,7 @@ def test_targets_are_the_tokens_of_the_mask_of_transformers(folder, name, tools)
     assert found.is_target.any()
 
 
-def test_nulls_of_json_lines_give_the_ids_of_transformers(folder, tmp_path):
+def test_nulls_in_json_lines_give_the_ids_of_transformers(folder, tmp_path):
     """Shown by `tojson`, as templates with tools do."""
     source = "{{ tools | tojson }}{% for m in messages %}{{ m | tojson }}{% endfor %}"
     theirs, template = stored(folder, source)
@@ -107,7 +107,7 @@ def test_our_templates_give_the_ids_and_the_mask_of_transformers(folder, name):
     theirs, _ = stored(folder, "")
     template = load_template(str(folder), name)
     theirs.chat_template = template.sources["default"]
-    chat = CHATS["turns"][name == "gemma2" :]  # without what the system says
+    chat = CHATS["turns"][name == "gemma2" :]  # without the system message
     (found,) = encoded(folder, template, chat)
     expected = theirs.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True)
     assert template.render(chat).text == theirs.apply_chat_template(chat, tokenize=False)
@@ -119,7 +119,7 @@ def test_our_templates_give_the_ids_and_the_mask_of_transformers(folder, name):
 
 
 @pytest.mark.parametrize("name", ["qwen3", "phi3"])
-def test_answers_of_a_template_that_writes_history_anew_have_its_ids(folder, name):
+def test_a_template_that_rewrites_history_gives_its_ids(folder, name):
     theirs, template = stored(folder, TEMPLATES[name])
     chat = CHATS["turns"]
     found = encoded(folder, template, chat)
@@ -132,7 +132,7 @@ def test_answers_of_a_template_that_writes_history_anew_have_its_ids(folder, nam
         assert document.ids[~document.is_target].tolist() == prompt
 
 
-def test_the_marker_of_the_next_turn_ends_an_answer_as_where_the_chat_goes_on(folder):
+def test_the_marker_of_the_next_turn_ends_an_answer(folder):
     theirs, template = stored(folder, TEMPLATES["glm"])
     chat = CHATS["turns"]
     (found,) = encoded(folder, template, chat)
@@ -145,7 +145,7 @@ def test_the_marker_of_the_next_turn_ends_an_answer_as_where_the_chat_goes_on(fo
 
 
 @pytest.mark.parametrize("tools", [None, TOOLS], ids=["no tools", "tools"])
-def test_of_several_templates_the_same_is_chosen(folder, tools):
+def test_the_same_one_of_several_templates_is_chosen(folder, tools):
     named = [{"name": "default", "template": "one"}, {"name": "tool_use", "template": "other"}]
     theirs, template = stored(folder, named)
     chat = CHATS["a question"]

@@ -1,5 +1,5 @@
-"""Folders of strangers, and names on the Hub: odd but legal ones work, others are refused in a
-sentence. Tests have no network; they fill the cache of `huggingface_hub` by hand."""
+"""Untrusted folders and Hub names: odd but legal ones work, others are refused in a sentence.
+Tests have no network; they fill the cache of `huggingface_hub` by hand."""
 
 import functools
 import json
@@ -55,7 +55,7 @@ def folder(tmp_path):
     return copy_small_folder(tmp_path)
 
 
-def test_keys_that_are_left_out_or_null_mean_what_transformers_means(folder):
+def test_missing_and_null_keys_mean_the_same_as_in_transformers(folder):
     change(
         folder, rope_parameters=..., rope_theta=10_000.0, rope_scaling=None, dtype=...,
         head_dim=..., attention_bias=..., mlp_bias=..., tie_word_embeddings=...,
@@ -65,7 +65,7 @@ def test_keys_that_are_left_out_or_null_mean_what_transformers_means(folder):
     assert jax.tree.structure(model) == jax.tree.structure(golden_model())
 
 
-def test_as_many_key_value_heads_as_heads_need_no_word(folder):
+def test_the_number_of_key_value_heads_defaults_to_the_heads(folder):
     def repeated(held):
         """Each key and value head twice."""
         heads = ("k_proj.weight", "v_proj.weight")
@@ -102,8 +102,8 @@ def test_old_names_of_keys_mean_the_same(tmp_path, name):
 @pytest.mark.parametrize(
     "name", sentinels([*FOLDERS], lambda name: name in ("phi3_long_rope", "qwen2_yarn", "gemma3"))
 )
-def test_an_export_says_its_rope_for_old_and_new_readers_alike(name):
-    """Either spelling alone says all of it."""
+def test_an_export_has_rope_keys_for_old_and_new_readers(name):
+    """Each spelling is complete."""
     model = described(GOLDEN / name).shapes
     _, content = family_of(model, FOLDERS[name][0])
     old = (
@@ -117,8 +117,8 @@ def test_an_export_says_its_rope_for_old_and_new_readers_alike(name):
         assert not list(differences(found, model)), without
 
 
-def test_a_rotary_fraction_of_any_head_is_written_so_that_it_is_read_back():
-    """Of 44 and 100 coordinates, 30 and 58 were another share."""
+def test_rotary_fractions_of_all_head_sizes_are_read_back():
+    """30 of 44 and 58 of 100 coordinates are hard cases."""
     for head_dim in range(2, 257):
         for turned in range(2, head_dim + 1, 2):
             assert int(head_dim * fraction_of(Rotary(turned), head_dim)) == turned
@@ -128,8 +128,7 @@ def test_a_rotary_fraction_of_any_head_is_written_so_that_it_is_read_back():
     assert family_of(model, "phi3")[1]["hidden_size"] == 44
 
 
-def test_dynamic_scaling_is_none_up_to_the_length_of_training(folder):
-    """Where transformers scales, frequencies depend on the sequence's length."""
+def test_dynamic_scaling_is_refused_beyond_the_training_length(folder):
     dynamic = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0}
     change(folder, rope_parameters=dynamic, max_position_embeddings=8)
     model = described(folder).shapes
@@ -148,7 +147,7 @@ def test_dynamic_scaling_is_none_up_to_the_length_of_training(folder):
         described(folder)
 
 
-def test_the_length_that_dynamic_scaling_depends_on_stays(tmp_path):
+def test_the_length_for_dynamic_scaling_is_exported(tmp_path):
     golden = GOLDEN / "llama_dynamic_one_layer"
     hf.save(hf.load(golden), tmp_path / "again", longest=7)
     before, after = (
@@ -158,21 +157,26 @@ def test_the_length_that_dynamic_scaling_depends_on_stays(tmp_path):
     assert before == after != 7
 
 
-def test_a_trunk_alone_and_old_buffers_are_read(folder):
+def test_a_tied_head_a_prefix_and_old_buffers_are_optional(folder):
     change(folder, tie_word_embeddings=True)
     with_head(folder, lambda table: table)
 
+    def without_head(held):
+        return {n: each for n, each in held.items() if n != HEAD}
+
     def as_old_files(held):
-        held = {n.removeprefix("model."): each for n, each in held.items() if n != HEAD}
+        held = {n.removeprefix("model."): each for n, each in held.items()}
         return held | {"layers.0.self_attn.rotary_emb.inv_freq": np.ones(2, np.float32)}
 
     expected = hf.load(folder)
-    rewritten(folder, as_old_files)
-    assert_same_weights(hf.load(folder), expected)
+    assert expected.unembedding is None
+    for change_tensors in (without_head, as_old_files):
+        rewritten(folder, change_tensors)
+        assert_same_weights(hf.load(folder), expected)
 
 
 @pytest.mark.parametrize(("keys", "told"), refusals(__file__, "config"))
-def test_what_is_not_known_is_refused_by_name_and_value(folder, keys, told):
+def test_unknown_keys_are_refused_by_name_and_value(folder, keys, told):
     change(folder, **keys)
     with pytest.raises(FolderError, match=re.escape(told)):
         hf.load(folder)
@@ -215,7 +219,7 @@ def test_a_damaged_or_hostile_file_is_refused(folder, how, told):
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.bool_])
-def test_a_mask_is_passed_over_but_is_no_weight(tmp_path, dtype):
+def test_a_mask_is_ignored_and_cannot_be_a_weight(tmp_path, dtype):
     for file in ("config.json", "model.safetensors"):
         shutil.copy(GOLDEN / "gpt_neox" / file, tmp_path)
     mask, bias = "gpt_neox.layers.0.attention.bias", "gpt_neox.layers.0.attention.dense.bias"
@@ -320,7 +324,7 @@ def test_every_value_is_kept_unless_a_dtype_is_given(folder):
 
 
 @pytest.mark.slow
-def test_what_a_narrower_dtype_rounds_is_told(folder):
+def test_rounding_to_a_narrower_dtype_is_reported(folder):
     told = hf.save(hf.load(folder), folder / "out", dtype="bfloat16")
     changes = {}
     for name, each in stored_tensors(folder).items():
@@ -345,7 +349,7 @@ def test_a_value_beyond_float16_is_refused_by_its_tensors_name(folder):
     hf.save(model, folder / "out", dtype="bfloat16")
 
 
-def test_nothing_is_written_over(folder):
+def test_an_existing_folder_is_not_overwritten(folder):
     with pytest.raises(FileExistsError, match="is not empty: give a new folder"):
         hf.save(golden_model(), folder)
 
@@ -360,7 +364,7 @@ def test_nothing_is_written_over(folder):
         ({"bos_token_id": 5, "eos_token_id": []}, {}),
     ],
 )
-def test_a_tokenizer_alone_is_told_what_frames_texts(folder, ids, told):
+def test_a_tokenizer_file_gets_a_config_with_begin_and_end_tokens(folder, ids, told):
     added = [{"id": 0, "content": "<end>"}, {"id": 1, "content": "<begin>"}]
     file = folder / "tokenizer.json"
     file.write_text(json.dumps({"added_tokens": added}))
@@ -369,17 +373,8 @@ def test_a_tokenizer_alone_is_told_what_frames_texts(folder, ids, told):
     assert found == {"tokenizer_class": "PreTrainedTokenizerFast", **told}
 
 
-def test_a_tied_head_may_be_in_the_file_or_not(folder):
-    change(folder, tie_word_embeddings=True)
-    with_head(folder, lambda table: table)
-    both = hf.load(folder)
-    rewritten(folder, lambda held: {n: each for n, each in held.items() if n != HEAD})
-    assert both.unembedding is None
-    assert_same_weights(hf.load(folder), both)
-
-
 @pytest.mark.parametrize("make", [lambda table: table + np.eye(62, 16), lambda table: table[:-1]])
-def test_a_tied_head_that_is_another_matrix_is_refused(folder, make):
+def test_a_tied_head_with_other_values_is_refused(folder, make):
     """transformers would use it."""
     change(folder, tie_word_embeddings=True)
     with_head(folder, lambda table: make(table).astype(np.float32))
@@ -422,7 +417,7 @@ def test_values_that_are_not_finite_are_refused_by_name(folder, dtype):
 
 
 @pytest.mark.several_devices
-def test_they_are_refused_on_a_mesh_too(folder):
+def test_values_that_are_not_finite_are_refused_on_a_mesh(folder):
     def broken(held):
         held["model.norm.weight"][-1] = -np.inf  # in the share of the last device
         return held
@@ -439,7 +434,7 @@ LLAMA = Path(__file__).parent / "golden" / "llama"
 
 @pytest.fixture
 def snapshot(tmp_path, monkeypatch):
-    """Where the cache has the files of `someone/small-model`; none yet."""
+    """The empty snapshot of `someone/small-model` in the cache."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     model = tmp_path / "models--someone--small-model"
@@ -449,10 +444,10 @@ def snapshot(tmp_path, monkeypatch):
     return model / "snapshots" / "a1b2"
 
 
-def test_a_name_is_a_folder_once_it_is_fetched(snapshot):
+def test_a_hub_name_resolves_to_its_cached_folder(snapshot):
     shutil.copy(LLAMA / "config.json", snapshot)
     assert local_folder_of("someone/small-model", weights=False) == snapshot
-    with pytest.raises(FolderError, match=r"no network, or no \*\.safetensors there"):
+    with pytest.raises(FolderError, match=r"no network access, or no \*\.safetensors there"):
         local_folder_of("someone/small-model")
     shutil.copy(LLAMA / "model.safetensors", snapshot)
     assert local_folder_of("someone/small-model") == snapshot
@@ -467,7 +462,7 @@ def as_links(snapshot, folder):
         (snapshot / file.name).symlink_to(f"../../blobs/digest{number}")
 
 
-def test_the_links_of_a_snapshot_to_its_blobs_are_followed(snapshot, tmp_path):
+def test_links_inside_a_snapshot_are_followed(snapshot, tmp_path):
     write_tokenizer_folder(tmp_path / "here", begins=True)
     for name in ("config.json", "model.safetensors"):
         shutil.copy(LLAMA / name, tmp_path / "here")
@@ -483,7 +478,7 @@ def test_the_links_of_a_snapshot_to_its_blobs_are_followed(snapshot, tmp_path):
         assert not copied.is_symlink()
 
 
-def test_links_to_another_repository_are_not(snapshot, tmp_path):
+def test_links_to_another_repository_are_refused(snapshot, tmp_path):
     for name in ("config.json", "model.safetensors"):
         shutil.copy(LLAMA / name, snapshot)
     private = tmp_path / "models--someone--private" / "blobs"
@@ -494,17 +489,16 @@ def test_links_to_another_repository_are_not(snapshot, tmp_path):
         hf.save(hf.load(snapshot), tmp_path / "out", tokenizer=snapshot)
 
 
-def test_without_a_network_it_is_told_what_to_do(snapshot):
+def test_an_error_without_a_network_says_what_to_do(snapshot):
     with pytest.raises(FolderError) as error:
         hf.load("someone/large-model")
     assert str(error.value) == (
-        "someone/large-model is no folder here, and cannot be fetched from Hugging Face's Hub "
-        "(there is no network): where there is a network, "
-        "`hf download someone/large-model --local-dir FOLDER` makes a folder of it; "
-        "give that folder"
+        "someone/large-model is not a local folder, and cannot be downloaded from the Hugging Face "
+        "Hub (no network access): with network access, run "
+        "`hf download someone/large-model --local-dir FOLDER`, and give FOLDER"
     )
 
 
 @pytest.mark.parametrize("name", ["folder", "./someone/model", "/someone/model", "a/b/c", "../b"])
-def test_what_is_no_name_is_a_folder(name):
+def test_paths_that_are_not_hub_names_are_folders(name):
     assert local_folder_of(name) == Path(name)

@@ -32,8 +32,8 @@ from lmlib.parallel.layout import sharding
 
 SOME = ("llama_3_1", "gemma3", "gpt2")
 SHOWN = ("llama_3_1", "gemma2", "gpt2", "phi3", "qwen2_yarn")
-# In bfloat16 routers choose some other experts, those of transformers too, which is far more than a
-# rounding where shares do not add up to one or gates are steep.
+# In bfloat16, routers choose some other experts, in transformers too. That changes much more than
+# rounding if shares do not add up to one or gates are steep.
 CHOOSY = ("deepseek_v3_direct_queries", "gpt_oss")
 
 
@@ -73,7 +73,7 @@ def one_step(model, batch, compute):
 
 
 def after_one_step(name):
-    """Of the families' sentinels on one device, of the others on a mesh if there are devices."""
+    """Runs on one device for the families in SOME, otherwise on a mesh if there are devices."""
     several = name not in SOME and jax.device_count() >= 8
     mesh = mesh_for(name) if several else make_mesh()
     compute = Compute(dtype="float32", sequence_parallel=several)
@@ -105,7 +105,7 @@ def test_logits_of_a_prompt(name):
     "name",
     sentinels([name for name in FAMILIES if name not in CHOOSY], lambda name: name == "llama_3_1"),
 )
-def test_bfloat16_is_as_near_to_float32_as_transformers_is(name):
+def test_bfloat16_is_as_close_to_float32_as_in_transformers(name):
     """docs/huggingface.md says where the two round; the factors leave room for chance."""
     model = loaded(name)
     ids = tokens(model.vocab)[0].astype(np.int32)
@@ -134,7 +134,7 @@ def test_every_gradient_and_the_weights_after_one_step(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", sentinels(KINDS, lambda name: name in ("llama", "gpt2")))
-def test_what_is_written_is_what_was_read(name, tmp_path):
+def test_saved_tensors_equal_the_loaded_ones(name, tmp_path):
     save(loaded(name), name, tmp_path / "again")
     found, expected = (
         tensors(folder / "model.safetensors") for folder in (tmp_path / "again", GOLDEN / name)

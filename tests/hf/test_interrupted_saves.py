@@ -1,4 +1,4 @@
-"""What is left of a folder whose writing ended in the middle: nothing that looks whole."""
+"""An interrupted save leaves no folder that looks complete."""
 
 import functools
 import os
@@ -31,9 +31,7 @@ def adapted():
         ),
     ],
 )
-def test_tensors_have_no_names_before_all_of_them_are_on_the_disk(
-    tmp_path, monkeypatch, save, make
-):
+def test_an_interrupted_save_leaves_no_complete_folder(tmp_path, monkeypatch, save, make):
     def ended(descriptor):
         raise KeyboardInterrupt
 

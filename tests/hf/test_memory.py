@@ -19,8 +19,8 @@ from lmlib.models.families.llama import llama
 ROOT = Path(__file__).parents[2]
 GB = 1_000_000_000
 
-# The devices are this machine's processor, so the weights lie in the host's memory: what is told is
-# how far the peak was above what there was before, and for `load` above the weights it made.
+# The devices are CPUs, so the weights are in the host's memory. The process prints the peak above
+# the memory before, without the loaded weights.
 PROCESS = """
 import functools, json, sys
 import jax

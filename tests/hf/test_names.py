@@ -19,7 +19,7 @@ from lmlib.parallel.axes import map_weights
 
 @st.composite
 def models(draw):
-    """A family, and what makes a model of it."""
+    """A family, and a function that makes a model of it."""
     family = draw(st.sampled_from(FAMILIES))
     known = inspect.signature(family.build).parameters
     kv_heads = draw(st.integers(1, 3)) if "kv_heads" in known else 1
@@ -68,7 +68,7 @@ def test_declarations_hold_each_weight_once_and_describe_the_model(made):
 
     tensors = placed(model, family.names)
     assert len({tensor.name for tensor in tensors}) == len(tensors)
-    held = defaultdict(Counter)  # by weight and repetition: of which experts there is a tensor each
+    held = defaultdict(Counter)  # experts with a tensor each, by weight and repetition
     for tensor in tensors:
         end = 0
         for piece in tensor.pieces:  # they follow each other without a gap, and are as wide
@@ -94,7 +94,7 @@ def test_declarations_hold_each_weight_once_and_describe_the_model(made):
 
 
 @pytest.mark.parametrize("layers", [1, 3])
-def test_a_deepseek_of_dense_layers_alone_is_described(layers):
+def test_a_deepseek_with_only_dense_layers_is_described(layers):
     """Nothing in it says how its experts would be."""
     content = json.loads((GOLDEN / "deepseek_v3" / "config.json").read_text())
     content |= {"num_hidden_layers": layers, "first_k_dense_replace": layers}

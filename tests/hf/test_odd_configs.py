@@ -1,8 +1,4 @@
-"""What a stranger's config.json says is read as transformers reads it, or refused in a sentence.
-
-That transformers reads `READ` and the cases of `changed_keys` so is shown in
-tests/hf/test_parity.py.
-"""
+"""Odd config.json files are read as by transformers (see tests/hf/test_parity.py), or refused."""
 
 import json
 import re
@@ -32,7 +28,7 @@ def test_odd_keys_mean_what_they_mean_to_transformers(case):
 
 
 @pytest.mark.parametrize(("name", "keys", "told"), REFUSED, ids=lambda each: str(each)[:60])
-def test_the_rest_is_refused_in_a_sentence(name, keys, told):
+def test_other_odd_keys_are_refused_in_a_sentence(name, keys, told):
     with pytest.raises(FolderError, match=rf"^config\.json\b.*{re.escape(told)}") as error:
         described_by(changed(name, keys), "config.json").shapes  # noqa: B018
     assert "\n" not in str(error.value)
@@ -60,7 +56,7 @@ def same(found, expected):
 
 
 @pytest.mark.parametrize("value", NO_SIZES, ids=str)
-def test_what_is_no_size_is_refused(value):
+def test_invalid_sizes_are_refused(value):
     for name, sizes in SIZES.items():
         for key in sizes:
             with pytest.raises(FolderError, match=rf"^config\.json: {key} = .* is (invalid|not)"):

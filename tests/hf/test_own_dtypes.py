@@ -18,7 +18,7 @@ from lmlib.recipe import Recipe
 
 CORRECTION = "mlp.gate.e_score_correction_bias"
 NORMS = ("input_layernorm.weight", "post_attention_layernorm.weight", "model.norm.weight")
-# What `_keep_in_fp32_modules` and its `_strict` mean: by folder and dtype, ends of names.
+# Ends of names in `_keep_in_fp32_modules` and its `_strict`, by folder and dtype.
 KEPT = {
     ("deepseek_v3", "bfloat16"): (CORRECTION,),
     ("deepseek_v3", "float16"): (CORRECTION,),
@@ -29,7 +29,7 @@ KEPT = {
 
 
 @pytest.mark.parametrize(("name", "dtype"), KEPT)
-def test_a_family_says_what_stays_in_float32(name, dtype):
+def test_a_family_declares_tensors_that_stay_in_float32(name, dtype):
     found = described(GOLDEN / name)
     for each in placed(found.shapes, found.family.names):
         kept = each.name.endswith(KEPT[name, dtype]) and KEPT[name, dtype] != ()
@@ -40,7 +40,7 @@ def test_a_family_says_what_stays_in_float32(name, dtype):
 @pytest.mark.parametrize(
     ("name", "dtype"), [pytest.param(*each, marks=pytest.mark.landing) for each in KEPT]
 )
-def test_files_hold_it_in_float32(name, dtype, tmp_path):
+def test_files_store_these_tensors_in_float32(name, dtype, tmp_path):
     told = hf.save(golden_model(name), tmp_path, dtype=dtype)
     before, found = stored_tensors(GOLDEN / name), stored_tensors(tmp_path)
     assert set(found) == set(before)
@@ -70,8 +70,8 @@ def test_frozen_weights_with_a_dtype_of_their_own_are_not_rounded(frozen):
     assert kept["embedding"] == "bfloat16"
 
 
-def test_texts_go_on_with_the_corrections_that_the_folder_has():
-    """In bfloat16 they would choose other experts than the model that was trained."""
+def test_generation_keeps_the_router_corrections_in_float32():
+    """In bfloat16 they would choose other experts than in training."""
     model = golden_model("deepseek_v3")
     weights = ready(model, "bfloat16", None, whole=True, int8=False)
     (mixtures,) = (pattern for pattern in model.stack.patterns if hasattr(pattern[0].mlp, "router"))

@@ -1,5 +1,5 @@
-"""The golden folders are what transformers computes, and of folders that are written here it
-computes what lmlib does. Needs lmlib[parity]; tests/hf/test_golden.py does not."""
+"""transformers computes the golden folders, and the same as lmlib from exported folders.
+Needs lmlib[parity]; tests/hf/test_golden.py does not."""
 
 import json
 import shutil
@@ -35,7 +35,7 @@ BOUNDS = {"model": 0.0, "gradients": 1e-4, "after": 1e-5}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_golden_folder_is_what_transformers_computes(name, tmp_path):
+def test_transformers_still_computes_the_golden_folders(name, tmp_path):
     golden.write(tmp_path, *FAMILIES[name])
     for file, bound in BOUNDS.items():
         found, expected = (
@@ -52,7 +52,7 @@ def test_the_golden_folder_is_what_transformers_computes(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_transformers_computes_the_same_of_what_is_written_here(name, tmp_path):
+def test_transformers_computes_the_same_from_exported_folders(name, tmp_path):
     model = golden_model(name)
     folder, kind = tmp_path / "out", FAMILIES[name][0]
     hf.save(model, folder, model_type=kind, dtype="float32", file_bytes=20_000)
@@ -92,7 +92,7 @@ def test_files_have_the_dtypes_that_transformers_writes(name, dtype, tmp_path):
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_its_layers_show_what_those_of_transformers_do(name):
+def test_layers_give_the_activations_of_transformers(name):
     model = golden_model(name)
     ids = tokens(model.vocab)[0][0, :70].tolist()
     inspector, theirs = Inspector(model), golden.layers_of(GOLDEN / name, ids)
@@ -108,7 +108,7 @@ def test_its_layers_show_what_those_of_transformers_do(name):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_what_transformers_makes_of_changed_keys_is_noted(name):
+def test_notes_on_changed_keys_match_transformers(name):
     """tests/hf/test_odd_configs.py compares lmlib with the notes."""
     assert golden.outcomes_of_changed_keys(name) == changed_keys.OUTCOMES[name]
 
@@ -134,7 +134,7 @@ def test_a_key_that_is_null_or_absent_gives_the_logits_of_transformers(name, tmp
 
 
 def logits_of_changed(name, keys, folder):
-    """Of the golden model with other keys in its config.json."""
+    """Logits of the golden model with other keys in its config.json."""
     folder.mkdir()
     shutil.copy(GOLDEN / name / "model.safetensors", folder)
     content = json.loads((GOLDEN / name / "config.json").read_text()) | keys
@@ -144,7 +144,7 @@ def logits_of_changed(name, keys, folder):
 
 
 @pytest.mark.parametrize("case", READ)
-def test_transformers_reads_odd_keys_so(case, tmp_path):
+def test_transformers_reads_odd_keys_the_same(case, tmp_path):
     name, odd, plain = READ[case]
     found, expected = (
         logits_of_changed(name, keys, tmp_path / kind)

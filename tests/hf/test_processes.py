@@ -13,7 +13,7 @@ from lmlib.hf.tensor_files import stored_tensors
 
 GOLDEN = Path(__file__).parent / "golden"
 
-# Begins as a run does with the folder's weights, then saves them; tells what it read of which file.
+# Reads the folder's weights like a run, then saves them; prints the ranges that it read.
 PROCESS = """
 import json, sys
 import jax, fiddle as fdl, pytest
@@ -50,7 +50,6 @@ print(json.dumps([(str(name), first, end) for name, first, end in read]))
 
 @pytest.mark.slow
 def test_two_processes_read_each_byte_once_and_write_what_one_writes(tmp_path):
-    """Of a family whose tensors hold one or several of our weights."""
     hf.save(hf.load(GOLDEN / "phi3"), tmp_path / "one", dtype="float32", file_bytes=9_000)
     told = run_two(PROCESS, tmp_path / "one", tmp_path / "two")
     reads = [json.loads(line) for line in told]

@@ -1,5 +1,4 @@
-"""Upcycled models leave as mixtures, of which transformers computes what it does of the dense
-model. Needs lmlib[parity]."""
+"""Exported upcycled models compute the same in transformers. Needs lmlib[parity]."""
 
 import jax
 import numpy as np
@@ -21,7 +20,7 @@ BECOMES = {
 
 
 @pytest.mark.parametrize("name", BECOMES)
-def test_transformers_computes_the_same_of_the_mixture(name, tmp_path):
+def test_transformers_computes_the_same_from_upcycled_models(name, tmp_path):
     model = upcycle(hf.load(GOLDEN / name), experts=4, top=2, key=jax.random.key(3))
     hf.save(model, tmp_path / "out", dtype="float32")
     theirs = golden.loaded(tmp_path / "out", "float32")

@@ -31,7 +31,6 @@ IMPORTED = (
     "lmlib.data.synthetic",
     "lmlib.hf",
     "lmlib.plan.search",
-    "runner.config.relaunch",
     "runner.inference.loaded",
     "runner.jax_settings.devices",
     "runner.processes.joining",

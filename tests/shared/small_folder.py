@@ -6,10 +6,10 @@ import shutil
 
 import jax
 import numpy as np
-from hugging_face_families import GOLDEN
+from hugging_face_families import GOLDEN, tensors
 
 from lmlib import hf
-from lmlib.hf.tensor_files import begin_files, laid_out, read_header, write
+from lmlib.hf.tensor_files import begin_files, laid_out, read_header, stored_tensors, write
 
 HEAD = "lm_head.weight"
 
@@ -30,8 +30,7 @@ def change(folder, **keys):
 def rewritten(folder, change):
     """The tensors after `change` of a dict of arrays."""
     file = folder / "model.safetensors"
-    held = {n: each.read(0, each.size).reshape(each.shape) for n, each in read_header(file).items()}
-    held = change(held)
+    held = change(tensors(file))
     placed = laid_out(folder, {n: (each.dtype, each.shape) for n, each in held.items()}, 1 << 40)
     begin_files(placed)
     for name, each in held.items():
@@ -46,6 +45,18 @@ def golden_model():
 def with_head(folder, make):
     """The head as `make` makes it of the table."""
     rewritten(folder, lambda held: held | {HEAD: make(held["model.embed_tokens.weight"])})
+
+
+def assert_same_tensors(one, other):
+    """Asserts that two files or folders hold the same tensors, with the same dtypes."""
+    found, expected = (
+        {name: each.read(0, each.size) for name, each in held.items()}
+        for held in (stored_tensors(f) if f.is_dir() else read_header(f) for f in (one, other))
+    )
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        assert found[name].dtype == values.dtype
+        np.testing.assert_array_equal(found[name], values)
 
 
 def assert_same_weights(found, expected):

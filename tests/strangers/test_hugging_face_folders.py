@@ -72,7 +72,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
     ),
     "many layers": (
         lambda folder: change(folder, num_hidden_layers=10_000),
-        "config.json says 10,000 layers, of 10,000 tensors of one kind, but there are 30 of all",
+        "the 10,000 layers in config.json need 10,000 tensors of one kind, but the folder has 30",
     ),
     "many keys": (
         lambda folder: change(folder, **{f"k{number}": 1 for number in range(100_000)}),

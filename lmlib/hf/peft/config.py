@@ -51,33 +51,28 @@ class PeftConfig:
 
     A name means the module of that name ("model.layers.0.mlp.up"), or all modules whose names end
     with it ("up").
-
-    Args:
-      rank, alpha, rank_stabilized, dropout: as in `lmlib.adapters.with_adapters`.
-      base: the base model's folder, or its name on the Hub; `None`: unspecified.
-      targets: the adapted modules; `None`: the modules that have tensors.
-      parameters: the adapted parameters (of experts), by their names or suffixes.
-      excluded: modules that are not adapted; `None`: the modules without tensors.
-      ranks, alphas: other ranks and alphas, by PEFT's patterns of modules; the first match counts.
-      saved: modules whose weights are saved in full (`lmlib.hf.peft.whole`).
-      biases: True if biases of adapted modules are saved; ignored when a folder is read, where the
-        tensors decide.
-      tied: True if a saved table embeds and unembeds.
     """
 
+    # rank, alpha, rank_stabilized, dropout: as in `lmlib.adapters.with_adapters`.
     rank: int
     alpha: float
     rank_stabilized: bool = False
     dropout: float = 0.0
-    base: str | None = None
+    base: str | None = None  # the base model's folder, or its name on the Hub; `None`: unspecified
+    # the adapted modules; `None`: the modules that have tensors
     targets: tuple[str, ...] | None = None
+    # the adapted parameters (of experts), by their names or suffixes
     parameters: tuple[str, ...] = ()
+    # modules that are not adapted; `None`: the modules without tensors
     excluded: tuple[str, ...] | None = ()
+    # ranks, alphas: other ranks and alphas, by PEFT's patterns of modules; the first match counts
     ranks: Mapping[str, int] = dataclasses.field(default_factory=dict)
     alphas: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    saved: tuple[str, ...] = ()
+    saved: tuple[str, ...] = ()  # modules whose weights are saved in full (`lmlib.hf.peft.whole`).
+    # True if biases of adapted modules are saved; ignored when a folder is read, where the tensors
+    # decide
     biases: bool = False
-    tied: bool = False
+    tied: bool = False  # True if a saved table embeds and unembeds
 
     def rank_of(self, module: str) -> int:
         return next((r for each, r in self.ranks.items() if _matches(each, module)), self.rank)
@@ -131,8 +126,7 @@ _compiled = functools.lru_cache(maxsize=4096)(re.compile)  # `re` keeps 512; lar
 def read_config(folder: Path) -> PeftConfig:
     """Reads `folder`/adapter_config.json.
 
-    Raises:
-      FolderError: if the file is missing, or has an unknown key or value.
+    Raises FolderError if the file is missing, or has an unknown key or value.
     """
     where = str(folder / FILE)
     content = read_json(folder / FILE)

@@ -29,19 +29,14 @@ from lmlib.parallel.selection import named_weights
 
 @dataclasses.dataclass(frozen=True)
 class Adapters:
-    """Adapters in a folder of PEFT's format; only headers have been read.
-
-    Attributes:
-      sizes: rank and alpha of each adapter, by the weight's path.
-      whole: the base's tensors that the folder contains too.
-    """
+    """Adapters in a folder of PEFT's format; only headers have been read."""
 
     folder: Path
     config: PeftConfig
     modules: tuple[Module, ...]
     tensors: Mapping[str, Stored]
-    sizes: Mapping[str, tuple[int, float]]
-    whole: tuple[Whole, ...]
+    sizes: Mapping[str, tuple[int, float]]  # rank and alpha of each adapter, by the weight's path
+    whole: tuple[Whole, ...]  # the base's tensors that the folder contains too
 
     def beside(self, base: M) -> M:
         """Returns shapes of `base` with the adapters."""
@@ -58,8 +53,7 @@ class Adapters:
     def arguments(self, base: Any) -> dict[str, Any]:
         """Returns arguments of `lmlib.adapters.lora` that make the same adapters.
 
-        Raises:
-          FolderError: if ranks or alphas differ between adapters.
+        Raises FolderError if ranks or alphas differ between adapters.
         """
         if len(kinds := set(self.sizes.values())) > 1:
             raise FolderError(
@@ -78,11 +72,9 @@ class Adapters:
     def values(self, model: Any) -> dict[str, np.ndarray]:
         """Returns the folder's float32 values, by path in `model`.
 
-        `model` must have such adapters; its arrays may be shapes.
-
-        Raises:
-          FolderError: if the folder has different tables for the two uses of a tied table, or a
-            base weight that is not floating-point in `model`.
+        `model` must have such adapters; its arrays may be shapes. Raises FolderError if the folder
+        has different tables for the two uses of a tied table, or a base weight that is not
+        floating-point in `model`.
         """
         tables = [self._read(each.name) for each in self.whole if each.holds(("embedding",))]
         if any(not np.array_equal(tables[0], other) for other in tables[1:]):
@@ -96,8 +88,8 @@ class Adapters:
         def put(path: str, piece: Piece, share: Share, tensor: np.ndarray) -> None:
             if path not in shapes:
                 raise FolderError(
-                    f"{self.folder} holds {path} itself, which rests in 8 bits here: keep what is "
-                    'frozen in floats, with frozen_dtype = "bfloat16", or let it train'
+                    f"{self.folder} contains {path} itself, which is stored in 8 bits here: store "
+                    'frozen weights as floats with frozen_dtype = "bfloat16", or train it'
                 )
             if path not in found:
                 found[path] = np.zeros(shapes[path], np.float32)
@@ -172,15 +164,12 @@ def load_adapters(
 
     They are placed on the mesh of `model`. If a tensor of the base's folder contains several
     weights (Phi-3's qkv_proj, experts' gate_up_proj), each weight gets the whole lora_A, and its
-    own rows of lora_B.
+    own rows of lora_B. Raises FolderError if the folder cannot be used, or is for another model,
+    and ValueError if `model` has adapters already, or belongs to no family.
 
     Args:
       model: the base of the adapters.
       model_type, families: family of the base, as in `lmlib.hf.save`.
-
-    Raises:
-      FolderError: if the folder cannot be used, or is for another model.
-      ValueError: if `model` has adapters already, or belongs to no family.
     """
     if has_adapters(model):
         raise ValueError("the model has adapters already: merge them first (`merged`)")
@@ -191,8 +180,7 @@ def load_adapters(
 def adapters_in(folder: Path, base: Any, names: Names) -> Adapters:
     """Reads a PEFT folder's adapters for `base`, whose arrays may be shapes.
 
-    Raises:
-      FolderError: if the folder cannot be used, or is for another model.
+    Raises FolderError if the folder cannot be used, or is for another model.
     """
     config, tensors = read_config(folder), _tensors(folder)
     every = [*modules_of(base, names).values(), *modules_of_experts(base, names).values()]

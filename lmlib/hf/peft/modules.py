@@ -25,18 +25,12 @@ _RANK = "rank"
 
 
 class Place(NamedTuple):
-    """A weight in a module's matrix, or in all experts' matrices.
+    """A weight in a module's matrix, or in all experts' matrices."""
 
-    Args:
-      piece: as in the base's folder.
-      summed: the weight's axes that form the inputs of the matrix.
-      inputs: the input axis of the matrix, 0 or 1.
-      apart: the expert axis of the weight, with a matrix for each index; empty for a single matrix.
-    """
-
-    piece: Piece
-    summed: tuple[str, ...]
-    inputs: int
+    piece: Piece  # as in the base's folder
+    summed: tuple[str, ...]  # the weight's axes that form the inputs of the matrix
+    inputs: int  # the input axis of the matrix, 0 or 1
+    # the expert axis of the weight, with a matrix for each index; empty for a single matrix
     apart: tuple[str, ...] = ()
 
     def down(self, rank: int) -> Share:
@@ -67,19 +61,12 @@ class Place(NamedTuple):
 
 
 class Module(NamedTuple):
-    """A module with a matrix, or a parameter with the experts' matrices.
+    """A module with a matrix, or a parameter with the experts' matrices."""
 
-    Attributes:
-      name: name of the module or the parameter.
-      places: its weights.
-      looks_up: True if the matrix is an embedding table.
-      around: number of adapted parameters of the same module that wrap it (`nested`).
-    """
-
-    name: str
-    places: tuple[Place, ...]
-    looks_up: bool
-    around: int = 0
+    name: str  # name of the module or the parameter
+    places: tuple[Place, ...]  # its weights
+    looks_up: bool  # True if the matrix is an embedding table
+    around: int = 0  # number of adapted parameters of the same module that wrap it (`nested`)
 
     @property
     def is_parameter(self) -> bool:

@@ -17,21 +17,14 @@ from lmlib.hf.names import Placed, concatenate_shares
 from lmlib.hf.peft.config import FILE, PeftConfig
 from lmlib.hf.peft.modules import TENSORS, Module, modules_of, nested
 from lmlib.hf.peft.whole import Kept, kept
-from lmlib.hf.save import (
-    NAMES_OF_DTYPES,
-    meet,
-    move_up,
-    out_of_range,
-    require_new,
-    unfinished_in,
-)
-from lmlib.hf.tensor_files import begin_files, laid_out, synced, write
+from lmlib.hf.save import NAMES_OF_DTYPES, meet, move_up, out_of_range, require_new
+from lmlib.hf.tensor_files import begin_files, laid_out, write
 from lmlib.models.families.hugging_face.family import Family
 from lmlib.models.matrices.lora import LoRAMatrix, map_adapted, without_adapters
 from lmlib.parallel.axes import M
 from lmlib.parallel.matrix import dense, is_matrix
 from lmlib.parallel.selection import named_weights, selected
-from lmlib.storage.atomic_file import write_atomically
+from lmlib.storage.atomic_file import UNFINISHED, sync, write_atomically
 
 V = TypeVar("V")
 
@@ -57,7 +50,8 @@ def save_adapters(
 
     If a tensor of the base's folder contains several weights (Phi-3's qkv_proj, experts'
     gate_up_proj), its rank is the sum of the ranks of their adapters, each with its own rows and
-    columns.
+    columns. Raises ValueError if the model belongs to no family, or PEFT does not support such
+    adapters, and FileExistsError if the folder is not empty.
 
     Args:
       folder: new, or empty.
@@ -67,20 +61,12 @@ def save_adapters(
         written in full (`lmlib.hf.peft.whole`).
       model_type, families: family of the base, as in `lmlib.hf.save`.
       dtype: dtype of the file, "bfloat16", "float16" or "float32".
-
-    Raises:
-      ValueError: if the model belongs to no family, or PEFT does not support such adapters.
-      FileExistsError: if the folder is not empty.
     """
     folder = Path(folder)
     if dtype not in NAMES_OF_DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(NAMES_OF_DTYPES)}, got {dtype!r}")
     require_new(folder)
-    shapes = shapes_of_base(model)
-    family, _ = family_of(shapes, model_type, families)
-    modules, adapters = modules_of(shapes, family.names), _adapters(model)
-    changed = selected(named_weights(shapes), trained, ())
-    whole = kept(shapes, family.names, _adapted(modules, adapters), changed)
+    modules, adapters, whole = _held(model, trained, model_type, families)
     config, tensors = _told(modules, adapters, base, whole), dict[str, np.ndarray]()
     values = {path: (_whole(one.down), _whole(one.up)) for path, one in adapters.items()}
     for module in nested(_with_adapters(modules, adapters)):
@@ -92,14 +78,14 @@ def save_adapters(
         name: _in_dtype(name, each, dtypes.get(name, dtype)) for name, each in tensors.items()
     }
     if jax.process_index() == 0:
-        unfinished = unfinished_in(folder)
+        unfinished = folder / UNFINISHED
         unfinished.mkdir(parents=True)
         shaped = {name: (each.dtype, each.shape) for name, each in tensors.items()}
         files = laid_out(unfinished, shaped, 1 << 62, TENSORS)
         begin_files(files)
         for name, target in files.items():
             write(target, 0, tensors[name])
-        synced([unfinished / TENSORS])
+        sync(unfinished / TENSORS)
         move_up(unfinished)
         transposed = any(
             not module.looks_up and not module.is_parameter and place.inputs == 0
@@ -117,33 +103,29 @@ def written_whole(
 ) -> set[str]:
     """Returns the paths of all weights, other than adapters, that `save_adapters` writes.
 
-    Paths are in the model without adapters. `save_adapters` reads no other weights.
-
-    Args:
-      model: its arrays may be shapes.
-      trained, model_type, families: as in `save_adapters`.
-
-    Raises:
-      ValueError: as `save_adapters`.
+    `save_adapters` reads no other weights. Paths are in the model without adapters, whose arrays
+    may be shapes. Arguments and errors are those of `save_adapters`.
     """
-    shapes = shapes_of_base(model)
+    return _paths(_held(model, trained, model_type, families)[2])
+
+
+def _held(
+    model: Any, trained: Sequence[str], model_type: str | None, families: Sequence[Family]
+) -> tuple[dict[str, Module], dict[str, LoRAMatrix], Kept]:
+    """Returns the modules, the adapters by path, and the tensors that are written in full."""
+    shapes, adapters = shapes_of_base(model), dict[str, LoRAMatrix]()
+    map_adapted(lambda path, one: adapters.update({path: one}), model)
+    if not adapters:
+        raise ValueError("the model has no adapters: `lmlib.hf.save` writes it")
     family, _ = family_of(shapes, model_type, families)
-    adapted = _adapted(modules_of(shapes, family.names), _adapters(model))
+    modules = modules_of(shapes, family.names)
+    adapted = {module.holder for module in _with_adapters(modules, adapters)}
     changed = selected(named_weights(shapes), trained, ())
-    return _paths(kept(shapes, family.names, adapted, changed))
+    return modules, adapters, kept(shapes, family.names, adapted, changed)
 
 
 def _paths(whole: Kept) -> set[str]:
     return {piece.path for each in whole.tensors for piece in each.tensor.pieces}
-
-
-def _adapters(model: Any) -> dict[str, LoRAMatrix]:
-    """Returns the adapters by the path of the weight."""
-    found: dict[str, LoRAMatrix] = {}
-    map_adapted(lambda path, one: found.update({path: one}), model)
-    if not found:
-        raise ValueError("the model has no adapters: `lmlib.hf.save` writes it")
-    return found
 
 
 def shapes_of_base(model: M) -> M:
@@ -160,11 +142,6 @@ def _with_adapters(modules: Mapping[str, Module], adapters: Collection[str]) -> 
     for module in modules.values():
         if any(place.piece.path in adapters for place in module.places):
             yield module
-
-
-def _adapted(modules: Mapping[str, Module], adapters: Collection[str]) -> set[str]:
-    """Returns the names of the modules with a weight in `adapters`."""
-    return {module.holder for module in _with_adapters(modules, adapters)}
 
 
 def _values(model: Any, paths: Collection[str]) -> dict[str, np.ndarray]:
@@ -192,7 +169,7 @@ def _told(
     """Returns the config of a model's adapters."""
     held = {place.piece.path for module in modules.values() for place in module.places}
     if lost := sorted(set(adapters) - held):
-        tied = " (PEFT adapts a tied table where it embeds alone)" if "embedding" in lost else ""
+        tied = " (PEFT adapts only the embedding of a tied table)" if "embedding" in lost else ""
         raise ValueError(f"PEFT's format has no place for the adapters of {', '.join(lost)}{tied}")
     kinds = {(one.rank_stabilized, one.dropout) for one in adapters.values()}
     if len(kinds) > 1:
@@ -205,7 +182,9 @@ def _told(
     for name, module in modules.items():
         own = [adapters[p.piece.path] for p in module.places if p.piece.path in adapters]
         if len({one.scale for one in own}) > 1:
-            raise ValueError(f"the adapters in {name} have several scales, which PEFT's has not")
+            raise ValueError(
+                f"the adapters in {name} have several scales, which PEFT does not support"
+            )
         if own:
             rank = sum(one.rank for one in own)
             more = rank / own[0].rank

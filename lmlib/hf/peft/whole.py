@@ -59,26 +59,18 @@ def is_saved(tensor: str, modules: Iterable[str]) -> bool:
 
 
 class Kept(NamedTuple):
-    """The tensors that are written in full, and how adapter_config.json describes them.
+    """The tensors that are written in full, and how adapter_config.json describes them."""
 
-    Attributes:
-      tensors: the tensors.
-      modules: their names for `modules_to_save`.
-      biases: True if they include biases of adapted modules.
-      tied: True if they include a tied table.
-    """
-
-    tensors: tuple[Whole, ...]
-    modules: tuple[str, ...]
-    biases: bool
-    tied: bool
+    tensors: tuple[Whole, ...]  # the tensors
+    modules: tuple[str, ...]  # their names for `modules_to_save`
+    biases: bool  # True if they include biases of adapted modules
+    tied: bool  # True if they include a tied table
 
 
 def kept(base: Any, names: Names, adapted: Collection[str], changed: Collection[str]) -> Kept:
     """Returns the tensors to write for the weights at the paths `changed`.
 
-    Raises:
-      ValueError: if one of these weights is in the matrix of an adapted module.
+    Raises ValueError if one of these weights is in the matrix of an adapted module.
     """
     tensors = tensors_of(base, names, adapted)
     touched = [each for each in tensors if each.holds(changed)]
@@ -112,10 +104,8 @@ def held(
 ) -> list[Whole]:
     """Returns the tensors that a folder contains in full, or must contain by its config.
 
-    `there` are the names of the folder's tensors.
-
-    Raises:
-      ValueError: if the folder saves only one of the two uses of a tied table.
+    `there` are the names of the folder's tensors. Raises ValueError if the folder saves only one of
+    the two uses of a tied table.
     """
     tensors = tensors_of(base, names, adapted)
     found = [w for w in tensors if w.name in there or is_saved(w.tensor.name, config.saved)]

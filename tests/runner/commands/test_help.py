@@ -71,7 +71,7 @@ def test_help_shows_the_fiddlers_of_an_experiment(module):
     ],
     ids=["runner", "data_tools"],
 )
-def test_both_kinds_of_commands_expand(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+def test_all_commands_expand_the_home_folder(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     ended = run_forked("-m", *arguments, environment={"HOME": str(tmp_path)})
     assert ended.returncode == 2
     assert f"{tmp_path}/there.py" in ended.stderr and "~" not in ended.stderr
@@ -120,7 +120,7 @@ for flag, status, *modules in (["--help", 0, *sys.argv[1:]], ["--no_such_flag", 
     "only",
     [{"runner", "runner.generate", "runner.sweep"}, pytest.param(None, marks=pytest.mark.landing)],
 )
-def test_help_and_mistaken_flags_need_nothing_heavy(only: set[str] | None) -> None:
+def test_help_and_wrong_flags_import_nothing_heavy(only: set[str] | None) -> None:
     names = (name.removeprefix("python -m ") for name in commands())
     modules = [name for name in names if name.startswith("runner")]
     modules = [name for name in modules if only is None or name in only]

@@ -104,7 +104,7 @@ def scratch(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def files(scratch):
-    """What lies there before any mistake, and is to stay."""
+    """The files before any mistake, which must not change."""
     return files_of(scratch)
 
 
@@ -115,7 +115,7 @@ def _flip(step: Path) -> None:
     file.write_bytes(content)
 
 
-# What words in capitals stand for in the table.
+# Expansions of the words in capitals in the table.
 WORDS = {
     "TINY": [*TINY],
     "NEW": ["--workdir={run}"],  # a folder that is not there
@@ -140,8 +140,7 @@ ALL = cases("mistakes.txt")
 
 
 @pytest.mark.landing
-def test_a_part_of_a_saved_model_is_named_too(scratch, tmp_path, monkeypatch):
-    """Whatever the user has changed in it since the model was trained."""
+def test_a_wrong_part_of_a_saved_model_is_named(scratch, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(scratch)
     mixer = importlib.import_module("own_mixer").OneArray
     workdir, _ = write_run_on_bytes(tmp_path, attention=mixer)
@@ -158,7 +157,7 @@ def test_a_part_of_a_saved_model_is_named_too(scratch, tmp_path, monkeypatch):
     sentinels(ALL, lambda mistake: mistake in ALL[::8] or "pretokenize" in mistake[1]),
     ids=[command for command, _ in ALL],
 )
-def test_a_mistake_is_told_in_one_line_and_changes_nothing(
+def test_a_mistake_is_reported_in_one_line_and_changes_nothing(
     scratch, files, tmp_path, command, message
 ):
     names = {"scratch": str(scratch), "old": str(scratch / "old"), "run": str(tmp_path / "new")}
@@ -206,7 +205,7 @@ def test_debug_shows_where_a_mistake_was_found(scratch):
     assert "steps must be at least 1, got 0" in ended.stderr
 
 
-def test_what_jax_says_of_its_traceback_is_left_out():
+def test_notes_by_jax_about_tracebacks_are_left_out():
     def refuse(x):
         raise ValueError("heads must divide embed")
 
@@ -216,7 +215,7 @@ def test_what_jax_says_of_its_traceback_is_left_out():
     assert error_text(raised.value) == "heads must divide embed and another note stays"
 
 
-def test_a_full_disk_is_told_with_what_it_lacks(tmp_path):
+def test_a_full_disk_is_reported_with_its_free_space(tmp_path):
     error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), f"{tmp_path}/stacks")
     error.add_note("And a note.")
     told = error_text(error)
@@ -225,7 +224,7 @@ def test_a_full_disk_is_told_with_what_it_lacks(tmp_path):
 
 
 @pytest.mark.parametrize("zeros", [np.zeros, jnp.zeros])
-def test_a_lack_of_memory_is_told_in_a_line(zeros, capsys):
+def test_a_lack_of_memory_is_reported_in_one_line(zeros, capsys):
     with pytest.raises((MemoryError, RuntimeError)) as raised:  # beyond what can be addressed
         zeros((1 << 57,), "float32")
     tell(raised.value, debug=False)

@@ -62,7 +62,7 @@ for byte in sys.argv[2].encode():
 """
 
 
-def test_what_supervised_processes_write_is_shown(tmp_path):
+def test_output_of_supervised_processes_is_shown(tmp_path):
     status, sent = run_on_terminal("-c", SUPERVISED + BYTES, str(tmp_path), f"é{NAME}")
     assert (status, sent) == (0, f"é{SHOWN_NAME}")
     log = (tmp_path / "logs/process_00000.log").read_bytes().decode()
@@ -94,13 +94,13 @@ LINES = 20_000  # more than the pipes hold
 
 @pytest.fixture
 def descriptor():
-    """Of /dev/full, where every write fails as on a full disk."""
+    """A descriptor of /dev/full, where every write fails."""
     opened = os.open("/dev/full", os.O_WRONLY)
     yield opened
     os.close(opened)
 
 
-def test_what_a_full_disk_lost_is_told_once_there_is_room(descriptor, tmp_path):
+def test_bytes_lost_on_a_full_disk_are_reported_later(descriptor, tmp_path):
     stream = LossyStream(lambda: descriptor)
     stream.write(b"lost\n")
     stream.write(b"also lost\n")
@@ -114,7 +114,7 @@ def test_what_a_full_disk_lost_is_told_once_there_is_room(descriptor, tmp_path):
     assert stream.dropped == 0
 
 
-def test_a_pipe_that_nobody_reads_holds_nothing_up(monkeypatch):
+def test_an_unread_pipe_does_not_block(monkeypatch):
     monkeypatch.setattr("runner.command_line.lossy_stream.PATIENCE_SECONDS", 0.1)
     reader, writer = os.pipe()
     stream = LossyStream(lambda: writer)
@@ -137,8 +137,8 @@ PRINTS = f"for n in range({LINES}): print('line', n)"
 
 
 @pytest.mark.parametrize("log", ["kept", "on a full disk"])
-def test_a_supervised_process_ends_though_nobody_reads_its_output(tmp_path, log):
-    """As with `| head -1`; and with a disk that fills up under its log."""
+def test_a_supervised_process_ends_with_unread_output(tmp_path, log):
+    """Also if the disk of its log is full."""
     file = tmp_path / "logs" / "process_00000.log"
     file.parent.mkdir()
     if log == "on a full disk":
@@ -177,7 +177,7 @@ with open(sys.argv[1], "w") as file:
 """
 
 
-def test_closed_standard_streams_are_no_mistake(tmp_path):
+def test_closed_standard_streams_are_allowed(tmp_path):
     command = f'"{sys.executable}" -c "$0" "$1" <&- >&- 2>&-'
     ended = subprocess.run(["sh", "-c", command, CLOSED, str(tmp_path / "file")], cwd=ROOT)
     assert ended.returncode == 0
@@ -186,7 +186,7 @@ def test_closed_standard_streams_are_no_mistake(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("closing", ["2>&-", "2>&1 | head -1", "2>/dev/full", ">&- 2>&-"])
-def test_a_run_goes_on_though_nobody_reads_its_output(tmp_path, closing):
+def test_a_run_continues_with_unread_output(tmp_path, closing):
     command = [sys.executable, "-m", "runner", *EXPERIMENT, f"--workdir={tmp_path}"]
     settings = (f"--fdl.{setting}" for setting in ("steps=4",))
     script = f'set -o pipefail; "$@" {closing}'

@@ -85,7 +85,7 @@ def test_verify_and_prune(workdir, command):
 
 
 @pytest.mark.slow
-def test_beside_a_run_checkpoints_are_shown_and_not_removed(workdir, command):
+def test_checkpoints_of_an_active_run_are_shown_and_not_removed(workdir, command):
     with FolderLock(workdir):
         assert command("list", workdir)[0] == command("verify", workdir)[0] == 0
         for folder in (workdir, workdir / "checkpoints"):
@@ -136,7 +136,7 @@ def test_a_ladder_is_fitted_in_a_table_and_as_json(places):
     assert found == pytest.approx(expected, rel=1e-2)
 
 
-def test_an_end_on_which_the_runs_set_no_bound_is_null(places, tmp_path):
+def test_an_unbounded_interval_end_is_null(places, tmp_path):
     """The loss falls once, and wavers: any greater scale would do with a greater exponent."""
     for number, loss in enumerate([4, 3.1, 3.0, 3.05, 2.97, 3.02]):
         sizes = {"parameters": 10**7, "tokens": 10**8 * 2**number, "steps": 10}
@@ -161,7 +161,7 @@ print(model_arguments({base}, "width", 96), model_arguments({base}, "depth", 6))
 
 
 @pytest.mark.slow
-def test_a_table_a_picture_and_all_changes_are_left(tmp_path):
+def test_coordinate_check_writes_a_table_a_picture_and_json(tmp_path):
     flags = [
         TRANSFER, "--fiddler=tiny", "--widths=32,64", "--depths=1,2", "--steps=2",
         "--fdl.data.batch_size=8",
@@ -178,7 +178,7 @@ def test_a_table_a_picture_and_all_changes_are_left(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_page_and_mistakes(tmp_path):
+def test_report_writes_a_page_and_refuses_mistakes(tmp_path):
     leave_lines(tmp_path / "sweep/a", {"seed": 0, "steps": 2}, losses(3.0, 2.0))
     leave_lines(tmp_path / "sweep/b", {"seed": 1, "steps": 2}, losses(3.5, 2.5))
     done = run_forked("-m", "runner.report", tmp_path / "sweep")
@@ -198,7 +198,7 @@ def test_a_page_and_mistakes(tmp_path):
 
 
 @pytest.mark.parametrize("ended", ["diverged", "interrupted", ""])
-def test_a_view_ends_once_no_run_goes_on(tmp_path, ended):
+def test_a_view_ends_when_no_run_is_active(tmp_path, ended):
     """Also where no run has finished; it says the state."""
     run = leave_lines(tmp_path / "a", {"steps": 9}, losses(3.0, 2.0), goodput={"steps": 1.0})
     kept = json.loads((run / "goodput.json").read_text())
@@ -208,7 +208,7 @@ def test_a_view_ends_once_no_run_goes_on(tmp_path, ended):
     assert status == 0 and f"a  {ended or 'not running'}, step 2 of 9" in sent
 
 
-def test_a_view_goes_into_a_pipe_once(tmp_path):
+def test_a_view_is_written_to_a_pipe_once(tmp_path):
     run = leave_lines(tmp_path / "a", {"steps": 9}, losses(3.0, 2.0))
     done = run_forked("-m", "runner.watch", run, "--terminal")
     assert not done.returncode and done.stdout.startswith("a  not running, step 2 of 9\n")

@@ -13,9 +13,8 @@ from lmlib.guard import Guard
 from lmlib.losses.next_token import NextToken
 from lmlib.optim.average import WeightAverage
 from runner.config.configs import load, save
-from runner.config.overrides import apply_override
+from runner.config.overrides import apply_override, check_values
 from runner.config.text import flattened
-from runner.config.values import check_values
 from runner.errors import ConfigError
 
 
@@ -36,7 +35,7 @@ def test_fiddlers_are_applied_in_order_and_then_the_overrides(experiment):
     assert (model.layers, model.embed) == (3, 1000)
 
 
-def test_an_unknown_fiddler_is_answered_with_the_real_ones(experiment):
+def test_an_unknown_fiddler_lists_the_known_ones(experiment):
     message = error(experiment, ["tinny"])
     assert "mine has no fiddler 'tinny'. Did you mean tiny?" in message
     assert "\n    tiny: One layer of embed 8.\n" in message
@@ -45,7 +44,7 @@ def test_an_unknown_fiddler_is_answered_with_the_real_ones(experiment):
 
 
 @pytest.mark.parametrize("call", ["tiny(", "scale(layers=open)", "a.b", "scale(*[1])", "3", ""])
-def test_a_fiddler_that_is_no_name_or_call_is_refused(experiment, call):
+def test_a_malformed_fiddler_is_refused(experiment, call):
     assert f"--fiddler={call}: write a name, or call it with literals" in error(experiment, [call])
 
 
@@ -114,7 +113,7 @@ WRONG = Path(__file__).with_name("wrong_overrides.txt").read_text().splitlines()
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_wrong_override_is_answered_with_what_would_be_right(experiment, case):
+def test_a_wrong_override_says_what_is_expected(experiment, case):
     override, expected = case.split(" | ")
     message = error(experiment, (), [override])
     assert message.startswith(f"--fdl.{override}: ")
@@ -130,7 +129,7 @@ def test_an_experiment_is_found_by_any_of_its_names():
     assert len(texts) == 1
 
 
-def test_an_unknown_experiment_is_answered_with_the_nearest():
+def test_an_unknown_experiment_suggests_the_nearest():
     message = error("experiments/lama_84m")
     assert "no experiment or file is called 'experiments/lama_84m'" in message
     assert "Did you mean experiments/llama_84m" in message
@@ -152,7 +151,7 @@ def test_a_wrong_experiment_is_named_with_the_cause(write, source, expected):
     assert expected.format(file=file) in error(str(file))
 
 
-def test_a_strangers_folder_is_refused_in_the_sentence_that_says_why(tmp_path):
+def test_an_invalid_model_folder_is_refused_with_the_reason(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama", "vocab_size": 0}')
     expected = f"{tmp_path}/config.json: vocab_size = 0 is invalid"
     with pytest.raises(ConfigError) as raised:
@@ -160,7 +159,7 @@ def test_a_strangers_folder_is_refused_in_the_sentence_that_says_why(tmp_path):
     assert str(raised.value).startswith(expected) and "from_hf" not in str(raised.value)
 
 
-# Values that are no types of their parameters'
+# Values of wrong types
 
 SETTINGS = {
     "average": WeightAverage,
@@ -225,7 +224,7 @@ def config():
         ("validation", None),
     ],
 )
-def test_values_that_work_are_taken(path, value):
+def test_compatible_values_are_accepted(path, value):
     cfg = load("experiments/llama_84m", ["tiny"])
     node, _, name = path.rpartition(".")
     setattr(getattr(cfg, node) if node else cfg, name, value)

@@ -6,13 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import user_model
 from compiled_programs import XLA_FLAGS
 from forked_processes import run_forked
-from hugging_face_families import GOLDEN, tensors
-from small_folder import change, copy_small_folder, rewritten
+from hugging_face_families import GOLDEN
+from small_folder import assert_same_tensors, change, copy_small_folder, rewritten
 
 from lmlib.hf.families import FAMILIES
 from runner.config import configs
@@ -39,7 +38,7 @@ def config():
 
 @pytest.fixture
 def experiment(tmp_path, monkeypatch):
-    """The file; what its import leaves in this process is forgotten afterwards."""
+    """The file of an experiment, whose modules are forgotten afterwards."""
     folder = tmp_path / "my work"
     folder.mkdir()
     shutil.copy(user_model.__file__, folder / "my_model.py")
@@ -55,7 +54,7 @@ def forget():
 
 
 @pytest.mark.slow
-def test_the_command_works_when_it_is_pasted(experiment, tmp_path):
+def test_the_suggested_command_works_when_pasted(experiment, tmp_path):
     first = (f"--fdl_config={experiment}", "--fdl.steps", "2", f"--workdir={tmp_path / 'a run'}")
     environment = {"XLA_FLAGS": XLA_FLAGS}
     shown = run_forked("-m", "runner", *first, cwd=tmp_path, environment=environment)
@@ -104,14 +103,7 @@ def own(tmp_path, monkeypatch):
         sys.modules.pop(name, None)
 
 
-def same_tensors(one, other, file="model.safetensors"):
-    found, expected = tensors(one / file), tensors(other / file)
-    assert found.keys() == expected.keys()
-    for name, values in expected.items():
-        np.testing.assert_array_equal(found[name], values)
-
-
-def test_what_is_registered_comes_first_and_what_cannot_be_is_named(own):
+def test_registered_families_come_first(own):
     python, _ = own
     found = known_families(["own.blocks", "json"])
     assert found[0].model_type == "blocks" and found[1:] == FAMILIES
@@ -126,7 +118,7 @@ def test_what_is_registered_comes_first_and_what_cannot_be_is_named(own):
             known_families([name])
 
 
-def test_an_experiment_is_given_them_and_takes_no_others(own):
+def test_an_experiment_gets_the_registered_families(own):
     _, folder = own
     named = f"folder={str(folder)!r}"
     with pytest.raises(ConfigError, match=r"'blocks' is not supported; .* --trust_module=MODULE"):
@@ -140,7 +132,7 @@ def test_an_experiment_is_given_them_and_takes_no_others(own):
 
 
 @pytest.mark.slow
-def test_every_command_that_takes_a_model_has_them(own, tmp_path):
+def test_every_model_command_knows_registered_families(own, tmp_path):
     python, folder = own
     small = ("--fiddler=tiny", "--fdl.validation=None", "--fdl.mesh.fsdp=1", "--fdl.steps=1")
     commands = (
@@ -162,7 +154,7 @@ def test_every_command_that_takes_a_model_has_them(own, tmp_path):
         ended = run_forked("-m", *command, "--trust_module=own.blocks", environment=environment)
         assert ended.returncode == 0, (command, ended.stderr)
         answers.append(ended.stdout)
-    same_tensors(tmp_path / "out", folder)
+    assert_same_tensors(tmp_path / "out", folder)
     llama = run_forked("-m", "runner.generate", f"--from={GOLDEN / 'llama'}", *commands[2][2:])
     assert answers[2].splitlines()[0] == llama.stdout.splitlines()[0]
     refused = run_forked("-m", *commands[2], environment=environment)

@@ -1,4 +1,4 @@
-"""The text of a config, and what is saved of it."""
+"""Config texts and saved configs."""
 
 import functools
 import importlib
@@ -15,7 +15,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from written_experiment import LIBRARY
 
-import lmlib.trackers  # noqa: F401, defines those that there are
+import lmlib.trackers  # noqa: F401, defines the trackers
 from lmlib.inspect.layer_norms import LayerNorms
 from lmlib.models.parts.attention import Attention
 from lmlib.runs import Run
@@ -78,7 +78,7 @@ def test_difference_shows_each_changed_line(experiment):
         + extra.two = 2
         """)
     assert changed_paths(settings(old), settings(new)) == ["optimizer.peak_lr", "extra.two"]
-    # It steers no terminal, and defaults that are written out are no difference.
+    # Control characters are escaped, and explicit defaults are not a change.
     assert difference({"a": "1"}, {"a": "\x1b[2J1"}) == "- a = 1\n+ a = \\x1b[2J1\n"
     explicit = load(experiment, (), ["model.layers=2", "optimizer.betas=(0.9, 0.95)"])
     assert changes(load(experiment), explicit) == ""
@@ -121,7 +121,7 @@ def test_a_saved_config_does_not_follow_later_defaults(experiment, write, tmp_pa
 @hypothesis_settings(max_examples=25)
 @given(st.text(max_size=20), st.text(max_size=20))
 def test_each_setting_is_read_back_by_its_path(tmp_path_factory, key, value):
-    """Of a dictionary with any names; the paths differ where names do."""
+    """Any names in a dictionary give distinct paths."""
     workdir = tmp_path_factory.mktemp("run")
     part = {"given": value, "none": None, "text": "None", "number": 0.1}
     saved = fdl.Config(dict, sources={key: fdl.Config(dict, **part), f"{key}.": 1}, steps=2)
@@ -153,7 +153,7 @@ def test_overrides_apply_to_a_saved_config_and_fiddlers_do_not(experiment, tmp_p
 
 
 @pytest.mark.parametrize("value", [lambda x: x, object()])
-def test_a_value_that_cannot_be_found_again_is_not_saved(tmp_path, value):
+def test_a_value_that_cannot_be_imported_is_not_saved(tmp_path, value):
     with pytest.raises(ConfigError, match="this config cannot be saved"):
         save(fdl.Config(dict, a=value), tmp_path / "workdir")
     assert not (tmp_path / "workdir").exists()
@@ -210,8 +210,8 @@ def test_every_shipped_experiment_is_saved_and_loaded_again(tmp_path):
         assert load(str(tmp_path)) == cfg
 
 
-def test_what_the_docs_put_into_configs_is_trusted():
-    """Also what no page shows: each tracker."""
+def test_config_parts_in_the_docs_are_trusted():
+    """And all trackers."""
     shown = set()
     for block in (block for page in PAGES for block in blocks(page) if block.kind == "python"):
         configured = set(re.findall(r"fdl\.(?:Config|Partial)\(\s*(\w+)[,)]", block.text))

@@ -76,7 +76,7 @@ def test_each_step_is_one_of_a_run_with_batches_of_that_size(whole):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ended_after", [2, 3, 4, 6])
-def test_a_run_goes_on_to_the_same_bits_wherever_it_ended(ended_after, whole, tmp_path):
+def test_a_staged_run_resumes_to_the_same_bits(ended_after, whole, tmp_path):
     with pytest.raises(StoppedEarly):
         fit(staged(), tmp_path, Options(stop=lambda step: step == ended_after))
     again = fit(staged(), tmp_path)
@@ -89,8 +89,7 @@ def test_a_run_goes_on_to_the_same_bits_wherever_it_ended(ended_after, whole, tm
 
 
 @pytest.mark.slow
-def test_moved_stages_are_other_data(whole, tmp_path):
-    """Which a run does not go on with unasked."""
+def test_moved_stages_count_as_changed_data(whole, tmp_path):
     with pytest.raises(StoppedEarly):
         fit(staged(), tmp_path, Options(stop=lambda step: step == 5))
     moved = staged()
@@ -193,7 +192,7 @@ def test_each_stage_is_planned_and_the_whole(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_step_of_a_later_stage_is_made_again_to_the_bit(tmp_path):
+def test_a_step_of_a_later_stage_is_replayed_exactly(tmp_path):
     cfg = small("steps=12", "checkpoints.every=4", "optimizer.peak_lr=0.5", "guard.captures=9")
     cfg.guard.spike_deviations, cfg.guard.window = 0.01, 2
     later_stage(cfg, 5, batch_size=16)

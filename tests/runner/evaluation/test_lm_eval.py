@@ -1,5 +1,4 @@
-"""lm-eval's numbers are those of its own backend `hf`, and two processes find what one finds.
-Needs lmlib[eval,parity]."""
+"""lm-eval gives the same numbers as with its own backend `hf`. Needs lmlib[eval,parity]."""
 
 import functools
 import json
@@ -93,7 +92,7 @@ def theirs(folder, tasks, names=TASKS, **settings):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chat", [False, True], ids=["plain", "chat"])
-def test_every_number_is_that_of_the_backend_hf(folder, tasks, chat):
+def test_all_numbers_equal_those_from_the_hf_backend(folder, tasks, chat):
     found = evaluate_tasks(
         load(str(folder), mesh=make_mesh(fsdp=2, tensor=2)),
         Tasks(TASKS, include_path=str(tasks), chat=chat),
@@ -119,8 +118,8 @@ ONE_FOLDER = pytest.mark.parametrize("folder", [True], indirect=True, ids=["begi
 
 @pytest.mark.slow
 @ONE_FOLDER
-def test_generation_config_counts_as_it_does_there(folder, tasks, tmp_path):
-    """A task that draws finds one token left, whatever its temperature is."""
+def test_generation_config_is_used_like_in_the_hf_backend(folder, tasks, tmp_path):
+    """With top_k = 1, a task that samples has only one token to choose."""
     names = ("writing", "writing_on", DRAWN)
 
     def answers(results):
@@ -145,7 +144,7 @@ def test_generation_config_counts_as_it_does_there(folder, tasks, tmp_path):
 
 @pytest.mark.slow
 @ONE_FOLDER
-def test_what_is_ignored_of_generation_config_is_named(folder, tasks, tmp_path):
+def test_ignored_keys_of_generation_config_are_named(folder, tasks, tmp_path):
     changed, told = shutil.copytree(folder, tmp_path / "changed"), []
     content = {"no_repeat_ngram_size": 2, "num_beams": 1, "typical_p": 0.5, "bad_words_ids": None}
     (changed / "generation_config.json").write_text(json.dumps(content))
@@ -174,9 +173,6 @@ def assert_same_answers(one, other):
         assert one == other
 
 
-pytest.importorskip("lm_eval", reason="needs lmlib[eval]")
-pytest.importorskip("transformers", reason="needs lmlib[eval]")
-
 PROCESS = """
 import json, sys
 import jax
@@ -199,7 +195,7 @@ print(json.dumps([found and found["results"], told], default=str))
 
 
 @pytest.mark.slow
-def test_two_processes_find_what_one_finds(tmp_path):
+def test_two_processes_get_the_same_results_as_one(tmp_path):
     tasks = write_tasks(tmp_path / "tasks")
     vocab = write_tokenizer_folder(tmp_path / "tokenizer", begins=True)
     make = functools.partial(llama, vocab=vocab, embed=32, layers=1, heads=4, mlp=32)

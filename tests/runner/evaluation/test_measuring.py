@@ -26,9 +26,9 @@ from runner.config import configs
 from runner.errors import ConfigError
 from runner.evaluation.data_sets import data_set, validation_of
 from runner.evaluation.measuring import (
-    Measuring,
     Settings,
     json_text,
+    measure,
     measure_suite,
     suite_json,
     suite_table,
@@ -62,7 +62,7 @@ def loaded(folder):
 
 def measured(loaded, *data_sets, **settings):
     settings = Settings(**{"batch_size": 2, **settings})
-    return list(Measuring(settings, lambda line: None)(loaded, data_sets))
+    return list(measure(loaded, data_sets, settings, lambda line: None))
 
 
 @pytest.mark.slow
@@ -98,7 +98,7 @@ def write_conversations(folder, content):
 
 
 @pytest.mark.slow
-def test_of_conversations_the_answers_count(tmp_path, loaded):
+def test_only_answers_of_conversations_count(tmp_path, loaded):
     write_conversations(tmp_path, "conversations")
     (found,) = measured(loaded, data_set(str(tmp_path), "train", "text"))
     assert (found.evaluation.targets, found.evaluation.documents) == (8, 2)
@@ -109,7 +109,7 @@ def test_of_conversations_the_answers_count(tmp_path, loaded):
     assert found.evaluation.loss.value == pytest.approx(in_training.loss, rel=1e-5)
 
 
-def test_pairs_are_not_measured(tmp_path):
+def test_pairs_are_refused(tmp_path):
     write_conversations(tmp_path, "pairs")
     with pytest.raises(ConfigError, match="holds pairs of answers, which have no loss"):
         data_set(str(tmp_path), "train", "text")
@@ -138,7 +138,7 @@ def test_without_data_a_run_is_measured_on_each_set_that_it_validated_on(loaded)
         ("batch", "--batch_size=3 cannot be split over these devices: give a multiple of 2"),
     ],
 )
-def test_mistakes_are_told_before_anything_is_computed(folder, loaded, tmp_path, what, told):
+def test_mistakes_are_reported_before_computing(folder, loaded, tmp_path, what, told):
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "latin.txt").write_bytes("é".encode("latin-1"))
     (tmp_path / "column.jsonl").write_text('{"content": "a"}')
@@ -183,7 +183,7 @@ def test_all_checkpoints_are_a_curve(folder, command, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_folder_of_hugging_faces(folder, command, tmp_path):
+def test_a_hugging_face_folder_is_evaluated(folder, command, tmp_path):
     shutil.copytree(GOLDEN / "gpt2", tmp_path / "gpt2")
     refused = command(f"--from={tmp_path}/gpt2", f"--data={folder}/texts")
     assert refused.returncode == 2
@@ -203,7 +203,7 @@ def test_a_folder_of_hugging_faces(folder, command, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_saved_run_scores_what_its_evaluations_wrote(folder, tmp_path):
+def test_the_suite_scores_a_saved_run_like_its_evaluations(folder, tmp_path):
     loaded = load(str(folder / "run"), mesh=make_mesh())
     assert loaded.cfg is not None
     cfg = copy.deepcopy(loaded.cfg)
@@ -234,7 +234,7 @@ def test_tasks_need_the_extra(folder, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_command_measures_one_thing_at_a_time(folder, tmp_path):
+def test_the_command_runs_one_kind_of_evaluation(folder, tmp_path):
     of_run = f"--from={folder / 'run'}"
     done = run_forked("-m", "runner.evaluate", of_run, "--suite", f"--json={tmp_path / 'found'}")
     both = run_forked("-m", "runner.evaluate", of_run, "--suite", "--tasks=arc_easy")

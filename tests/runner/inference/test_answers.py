@@ -35,7 +35,7 @@ MANNER = DecodingOptions(CODEC, (EOS,), (), 6, Sampling(), samples=1, seed=0)
 
 @pytest.fixture(scope="module")
 def generator():
-    """Of a model that knows nothing: its texts are any bytes."""
+    """A generator with an untrained model, which writes random bytes."""
     model = lmlib.llama(vocab=258, embed=16, layers=1, heads=2, mlp=16, key=jax.random.key(0))
     return Generator(model, rows=4, length=128, chunk=128)
 
@@ -49,7 +49,7 @@ def answered(tokens: list[int], pieces: int, stop: tuple[str, ...] = (), most: i
 
 
 @pytest.mark.parametrize("pieces", [1, 2, 100])
-def test_an_answer_ends_where_it_should_however_its_tokens_come(pieces):
+def test_an_answer_ends_at_the_same_place_for_any_chunks(pieces):
     tokens = [*"é😀 end. More".encode(), EOS, 65, 66]
     whole = answered(tokens, pieces)
     assert (whole.text, whole.ended, whole.tokens) == ("é😀 end. More", "end", tokens[:-2])
@@ -60,7 +60,7 @@ def test_an_answer_ends_where_it_should_however_its_tokens_come(pieces):
     long = answered(tokens, pieces, most=4, stop=("😀 end",))
     assert (long.text, long.ended, long.tokens) == ("é�", "length", tokens[:4])
     held = answered(tokens[:11], pieces, stop=(" end. M!",), most=11)
-    assert (held.text, held.ended) == ("é😀 end.", "length")  # which might have been the beginning
+    assert (held.text, held.ended) == ("é😀 end.", "length")  # the start of a possible stop string
 
 
 STOPS = ["<|end|>", "e<|end|>", "日<|end|>", "\n<|end|><|begin|>", "river ", "<|begin|>a"]
@@ -102,7 +102,7 @@ def terminal(generator, reader=READER, out=None, **manner):
     )
 
 
-def test_answers_are_shown_one_after_the_other(generator):
+def test_several_answers_are_shown_in_order(generator):
     shown = terminal(generator, samples=3)
     answers = shown.show(CODEC.encode("é"), 0, echo="é")
     texts = [f"--- {n} of 3\né{answer.text}\n" for n, answer in enumerate(answers, 1)]
@@ -140,7 +140,7 @@ def test_a_chat_remembers_its_turns_and_survives_ctrl_c(generator):
 
     shown = terminal(generator, Seen(**vars(READER)), Interrupting())
     shown.converse(read, chat=True)
-    said = asked[1][1]  # what was there when it was interrupted
+    said = asked[1][1]  # the text before the interrupt
     assert said and shown.out.getvalue().lstrip().startswith(f"{said}\n")
     assert asked[0] == ["Hello?"]
     assert asked[1][::2] == ["Hello?", "And?"]
@@ -165,7 +165,7 @@ def answer(generator, folder, out, samples=2, settings=()):
 
 
 @pytest.mark.slow
-def test_a_file_of_answers_is_the_same_after_a_kill_anywhere(generator, tmp_path, capsys):
+def test_a_killed_answer_file_resumes_to_the_same_content(generator, tmp_path, capsys):
     whole = tmp_path / "whole.jsonl"
     answer(generator, tmp_path, whole)
     content = whole.read_bytes()
@@ -196,10 +196,10 @@ def test_a_file_of_answers_is_the_same_after_a_kill_anywhere(generator, tmp_path
     assert out.read_bytes() == content
 
 
-def test_a_file_that_is_something_else_is_left_as_it_is(generator, tmp_path):
+def test_other_files_are_not_overwritten_by_answers(generator, tmp_path):
     out = tmp_path / "out.jsonl"
     out.write_text("mine\n")
-    with pytest.raises(ConfigError, match="no settings beside it: give another --out"):
+    with pytest.raises(ConfigError, match="has no settings file: give another --out"):
         answer(generator, tmp_path, out)
     out.unlink()
     AnswerFile(out, {"seed": 0, "stop": ["a"]}).answer([], generator, MANNER, together=2)
@@ -245,7 +245,7 @@ def test_broken_lines_are_named(tmp_path, line, reason):
 
 
 @pytest.mark.parametrize("byte", [b"a", b" "])
-def test_a_line_without_an_end_is_not_read_to_it(tmp_path, byte):
+def test_a_line_that_is_too_long_is_not_read_to_its_end(tmp_path, byte):
     file = tmp_path / "prompts.jsonl"
     file.write_bytes(b'{"prompt": "a"}\n' + byte * (LARGEST + 1))
     with file.open("r+b") as opened:
@@ -258,7 +258,7 @@ def test_without_a_tokenizer_ids_are_read_and_shown(generator, tmp_path):
     reader = Reader("the model", 258, None, None)
     for ask in (reader.of_text, reader.of_chat):
         with pytest.raises(
-            ConfigError, match=r"the model (knows no tokenizer|has no chat template)"
+            ConfigError, match=r"the model (has no known tokenizer|has no chat template)"
         ):
             ask("hello")
     shown = terminal(generator, reader, codec=reader.shown)
@@ -271,7 +271,7 @@ def test_without_a_tokenizer_ids_are_read_and_shown(generator, tmp_path):
     assert json.loads((tmp_path / "out").read_text())["text"] is None
 
 
-def test_prompts_are_lines_of_text_in_an_ordinary_file(tmp_path):
+def test_prompts_must_be_text_in_a_regular_file(tmp_path):
     file = tmp_path / "prompts.jsonl"
     for content, told in ((b'{"prompt": "\xff"}\n', "line 1: 'utf-8'"), (b"\n \n", "has no lines")):
         file.write_bytes(content)
@@ -319,7 +319,7 @@ def test_prompts_are_continued(workdir):
 
 
 @pytest.mark.slow
-def test_what_is_piped_is_continued(workdir):
+def test_piped_text_is_continued(workdir):
     def answer(*flags: str, piped: str) -> str:
         command = ("-m", "runner.generate", f"--from={workdir}", "--max_tokens=5", *flags)
         ended = run_forked(*command, piped=piped)

@@ -54,7 +54,7 @@ TOKENIZER = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Of Hugging Face's, with a tokenizer that frames its texts."""
+    """A Hugging Face folder with a tokenizer that adds begin and end tokens."""
     folder = tmp_path_factory.mktemp("folder")
     shutil.copytree(LLAMA, folder, dirs_exist_ok=True)
     (folder / "tokenizer.json").write_text(json.dumps(TOKENIZER))
@@ -64,7 +64,7 @@ def folder(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.several_devices
-def test_a_folder_and_what_was_imported_of_it_are_the_same(folder, tmp_path):
+def test_a_folder_and_its_import_load_the_same(folder, tmp_path):
     convert.bring_in(str(folder), tmp_path / "run")
     mesh = make_mesh(fsdp=2)
     for reference in (str(folder), str(tmp_path / "run")):
@@ -85,7 +85,7 @@ def run(tmp_path_factory):
 
 
 @pytest.mark.landing
-def test_a_run_whose_mesh_is_not_there(run):
+def test_a_run_is_loaded_without_its_mesh(run):
     workdir, model = run
     found = load(f"{workdir}@3")
     assert found.mesh.size == len(jax.devices())  # all, though the run's were 64
@@ -96,7 +96,7 @@ def test_a_run_whose_mesh_is_not_there(run):
 
 
 @pytest.mark.slow
-def test_what_a_run_makes_of_a_text_on_several_devices(run):
+def test_the_methods_of_a_loaded_run_agree_on_several_devices(run):
     found = load(Path(run[0]))
     text = "hé!"
     ids = found.ids(text)
@@ -148,12 +148,12 @@ def test_on_one_device_nothing_needs_a_mesh(run):
 
 def test_a_text_needs_a_tokenizer():
     found = load(str(LLAMA))
-    with pytest.raises(ConfigError, match="knows no tokenizer: give token ids"):
+    with pytest.raises(ConfigError, match="has no known tokenizer: give token ids"):
         found.logits("hi")
     assert found.logits([1, 2]).shape == (2, 62)
 
 
-def test_a_run_whose_data_is_gone(run):
+def test_a_run_is_loaded_without_its_data(run):
     workdir, _ = run
     data = workdir.parent / "data"
     data.rename(workdir.parent / "gone")
@@ -166,7 +166,7 @@ def test_a_run_whose_data_is_gone(run):
     assert found.end_ids == ()
 
 
-def test_a_run_whose_data_was_made_again_by_another_tokenizer(run, tmp_path):
+def test_data_with_another_tokenizer_is_refused(run, tmp_path):
     workdir = shutil.copytree(run[0], tmp_path / "run")
     cfg = configs.load(str(workdir))
     cfg.data.path = cfg.validation.path = str(tmp_path / "data")
@@ -202,8 +202,8 @@ def test_bytes_are_ids(on_bytes):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("begins", [True, False])
-def test_a_tokenizer_of_data_begins_texts_as_the_data(on_bytes, tmp_path, begins):
-    write_tokenizer_folder(tmp_path, begins=not begins)  # what the file itself does is not asked
+def test_a_tokenizer_of_data_begins_texts_like_the_data(on_bytes, tmp_path, begins):
+    write_tokenizer_folder(tmp_path, begins=not begins)  # the file's own setting is ignored
     file = tmp_path / "tokenizer.json"
     loaded = dataclasses.replace(
         on_bytes,

@@ -59,7 +59,7 @@ def config_of_folder(teacher):
     return with_teacher(configs.load("experiments/from_hf", ["tiny"], overrides), str(teacher))
 
 
-REFUSED = "compares with other weights than those"
+REFUSED = "the reference model of the objective has changed"
 
 
 @pytest.mark.slow

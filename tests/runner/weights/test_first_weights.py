@@ -51,13 +51,13 @@ def config(folder, *overrides):
 
 
 def taken(reference, experiment, allowed_changes=()):
-    """What `experiment` would begin with."""
+    """The initial weights of `experiment`."""
     of = experiment.recipe, experiment.mesh, experiment.data
     return read_weights(reference, LoadTarget(*of, allowed_changes))
 
 
 @pytest.mark.parametrize("mesh", [(1, 1), pytest.param((2, 2), marks=pytest.mark.slow)])
-def test_the_weights_of_a_folder_lie_as_the_experiment_wants_them(mesh):
+def test_weights_of_a_folder_get_the_layout_of_the_experiment(mesh):
     fsdp, tensor = mesh
     experiment = fdl.build(config(LLAMA, f"mesh.fsdp={fsdp}", f"mesh.tensor={tensor}"))
     model, origin = taken(str(LLAMA), experiment)
@@ -68,7 +68,7 @@ def test_the_weights_of_a_folder_lie_as_the_experiment_wants_them(mesh):
 
 @pytest.mark.slow
 @pytest.mark.several_devices
-def test_a_base_read_into_8_bits_is_the_whole_base_rounded_at_once():
+def test_a_base_read_into_8_bits_equals_the_quantized_base():
     build = functools.partial(lora, described(LLAMA).build)
     recipe = Recipe(build, 0, adapters(), "int8")
     mesh = make_mesh(fsdp=4, tensor=2)
@@ -104,11 +104,11 @@ def settings_alone(tmp_path):
         lambda case: case[0] in ("model.layers=2", "model.rope_theta=7.0"),
     ),
 )
-def test_another_architecture_is_told_by_names_and_values(settings_alone, override, told):
+def test_another_architecture_is_refused_by_names_and_values(settings_alone, override, told):
     experiment = fdl.build(config(LLAMA, override))
     with pytest.raises(ConfigError) as error:
         taken(str(settings_alone), experiment)
-    refused = f"the weights of {settings_alone}: its model is not this experiment's"
+    refused = f"the weights of {settings_alone}: its model differs from this experiment's"
     assert refused in str(error.value)
     assert told in str(error.value)
 
@@ -143,7 +143,7 @@ def losses(result):
 
 
 @pytest.mark.slow
-def test_a_run_begins_with_a_folder_however_it_is_named_and_needs_it_no_more(tmp_path, capsys):
+def test_a_run_needs_the_folder_of_its_initial_weights_only_once(tmp_path, capsys):
     folder = tmp_path / "folder"
     shutil.copytree(GOLDEN / "qwen3", folder)
     convert.bring_in(str(folder), tmp_path / "in")
@@ -153,7 +153,7 @@ def test_a_run_begins_with_a_folder_however_it_is_named_and_needs_it_no_more(tmp
     for name, origin in (("folder", folder), ("run", tmp_path / "in")):
         found = fit(named, tmp_path / f"from_{name}", Options(init_from=str(origin)))
         assert losses(found) == losses(first)
-    # In the workdir that was brought in, the run goes on from there.
+    # A run in the imported workdir starts from the import.
     assert losses(fit(named, tmp_path / "in")) == losses(first)
     assert (tmp_path / "in" / "hugging_face" / "config.json").exists()
 
@@ -176,7 +176,7 @@ def test_a_run_begins_with_a_folder_however_it_is_named_and_needs_it_no_more(tmp
     "name",
     sentinels(sorted(each.name for each in GOLDEN.iterdir()), lambda name: name == "qwen2_yarn"),
 )
-def test_a_config_made_of_a_folder_is_saved_whole(name, tmp_path):
+def test_a_config_from_a_folder_is_saved_completely(name, tmp_path):
     cfg = config(GOLDEN / name)
     configs.save(cfg, tmp_path)
     again = configs.load(str(tmp_path))
@@ -229,7 +229,7 @@ def reference_model(cfg):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["lora", "dpo"])
-def test_new_adapters_begin_on_a_run(run, name):
+def test_new_adapters_start_from_a_run(run, name):
     workdir, model, data = run
     cfg = based(name, workdir, data)
     assert cfg.data.sequence_length == 24  # as the run's
@@ -239,7 +239,7 @@ def test_new_adapters_begin_on_a_run(run, name):
     assert reference_model(cfg) is None  # of preferences the model without its adapters
 
 
-def test_a_run_of_another_model_is_told_by_names_and_values(run):
+def test_a_run_with_another_model_is_refused_by_names_and_values(run):
     workdir, _, data = run
     cfg = based("lora", LLAMA, data)
     cfg.init_from = str(workdir)
@@ -248,7 +248,7 @@ def test_a_run_of_another_model_is_told_by_names_and_values(run):
 
 
 @pytest.mark.slow
-def test_a_run_of_adapters_is_a_base_of_all_three(run, tmp_path):
+def test_a_run_with_adapters_can_be_the_base_of_each_experiment(run, tmp_path):
     workdir, model, data = run
     adapted = tmp_path / "adapted"
     trained = write_adapter_run(based("lora", workdir, data), workdir, adapted)
@@ -271,7 +271,7 @@ def test_a_run_of_adapters_is_a_base_of_all_three(run, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["lora", "dpo", "distil"])
-def test_two_steps_of_each_on_a_run(run, tmp_path, name):
+def test_each_experiment_trains_two_steps_on_a_run(run, tmp_path, name):
     workdir, _, data = run
     of_a_base = name != "distil"
     cfg = based(name, workdir, data, *TWO_STEPS) if of_a_base else distilled(workdir, data)

@@ -52,7 +52,7 @@ def metrics(workdir):
 
 @pytest.mark.slow
 @pytest.mark.several_devices
-def test_a_run_begins_with_the_loss_of_the_dense_model_and_resumes(trained, upcycled, tmp_path):
+def test_an_upcycled_run_starts_with_the_dense_loss_and_resumes(trained, upcycled, tmp_path):
     fit(dense("steps=1"), tmp_path / "on", Options(init_from=str(trained)))
     settings = ("steps=4", "checkpoints.every=2", "mesh.fsdp=2", "mesh.expert=4")
     cfg = configs.load(str(upcycled), overrides=settings)
@@ -72,7 +72,7 @@ def test_a_run_begins_with_the_loss_of_the_dense_model_and_resumes(trained, upcy
 
 
 @pytest.mark.slow
-def test_it_leaves_as_a_mixtral_and_comes_back(upcycled, tmp_path):
+def test_an_upcycled_model_is_exported_as_mixtral_and_imported(upcycled, tmp_path):
     convert.bring_out(str(upcycled), tmp_path / "out")
     assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "mixtral"
     one, other = (load(str(folder)).model for folder in (upcycled, tmp_path / "out"))
@@ -81,7 +81,7 @@ def test_it_leaves_as_a_mixtral_and_comes_back(upcycled, tmp_path):
 
 
 @pytest.mark.slow
-def test_adapters_are_merged_and_all_of_the_mixture_trains(trained, tmp_path):
+def test_upcycling_merges_adapters_and_trains_all_weights(trained, tmp_path):
     cfg = dense("steps=2", "frozen_dtype='float32'")
     cfg.model, cfg.trainable = fdl.Partial(lora, of=cfg.model, rank=2), fdl.Config(adapters)
     cfg.init_from = str(trained)
@@ -105,7 +105,7 @@ def test_adapters_are_merged_and_all_of_the_mixture_trains(trained, tmp_path):
         ("llama", ("--experts=4", "--top=5"), "a token goes to 1 to 4 of 4 experts, got top=5"),
     ],
 )
-def test_what_cannot_be_upcycled_leaves_nothing(folder, flags, told, tmp_path):
+def test_models_that_cannot_be_upcycled_are_refused(folder, flags, told, tmp_path):
     ended = upcycle(GOLDEN / folder, tmp_path / "made", *flags)
     assert ended.returncode == 2 and told in ended.stderr
     assert "Traceback" not in ended.stderr and not [*tmp_path.iterdir()]
@@ -131,7 +131,7 @@ def average(*flags):
 
 
 @pytest.mark.slow
-def test_an_average_is_the_mean_and_is_taken_as_a_run_is(checkpoints, tmp_path):
+def test_an_average_is_the_mean_and_usable_like_a_run(checkpoints, tmp_path):
     ended = average(f"--from={checkpoints}", "--last=3", f"--to={tmp_path / 'mean'}")
     assert ended.returncode == 0, ended.stderr
     assert "the mean of steps 2, 3, 4, 16.4 k parameters" in ended.stdout
@@ -159,7 +159,9 @@ def test_an_average_is_the_mean_and_is_taken_as_a_run_is(checkpoints, tmp_path):
         ("/nowhere", (), "is not a folder"),
     ],
 )
-def test_what_has_no_mean_is_refused(checkpoints, tmp_path, reference, flags, message):
+def test_runs_with_too_few_checkpoints_have_no_average(
+    checkpoints, tmp_path, reference, flags, message
+):
     ended = average(f"--from={checkpoints}{reference}", *flags, f"--to={tmp_path / 'mean'}")
     assert ended.returncode == 2 and message in ended.stderr
     assert "Traceback" not in ended.stderr and not (tmp_path / "mean").exists()

@@ -54,7 +54,7 @@ def adapted(folder, *overrides, dropout=0.0, **settings):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [None, "int8", "float32"])
-def test_adapters_go_on_bit_for_bit_and_checkpoints_hold_them_alone(
+def test_adapters_resume_bit_for_bit_from_checkpoints_without_the_base(
     folder, tmp_path, dtype, request
 ):
     if dtype is None:
@@ -84,7 +84,7 @@ def test_adapters_go_on_bit_for_bit_and_checkpoints_hold_them_alone(
 
 
 @pytest.mark.parametrize("rate", [1.0, 16.0])
-def test_adapters_train_and_matrices_of_their_names_do_not(folder, rate):
+def test_matrices_named_like_adapters_do_not_train(folder, rate):
     """An MLP has matrices called down and up."""
     cfg = adapted(folder, trainable=fdl.Config(adapters, learning_rate_of_up=rate))
     cfg.model.paths = ("stack.*.attention.query",)
@@ -93,9 +93,7 @@ def test_adapters_train_and_matrices_of_their_names_do_not(folder, rate):
 
 
 @pytest.mark.slow
-def test_another_base_is_refused_and_one_that_has_moved_is_taken_from_where_it_is_now(
-    trained, tmp_path
-):
+def test_another_base_is_refused_and_a_moved_base_is_found(trained, tmp_path):
     base, cfg, _, workdir = trained
     run = cut_short(workdir, 2, tmp_path / "run")
     moved = base.rename(tmp_path / "moved")
@@ -103,7 +101,7 @@ def test_another_base_is_refused_and_one_that_has_moved_is_taken_from_where_it_i
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
-    with pytest.raises(ConfigError, match="not those that the run was trained with"):
+    with pytest.raises(ConfigError, match="differ from the weights that the run was trained with"):
         fit(cfg, run)
     shutil.rmtree(base)
     with pytest.raises(ConfigError, match="is not a folder"):
@@ -113,7 +111,7 @@ def test_another_base_is_refused_and_one_that_has_moved_is_taken_from_where_it_i
 
 
 @pytest.mark.slow
-def test_a_group_trains_alone_from_new_weights_and_from_another_run(folder, tmp_path):
+def test_only_a_group_trains_from_new_weights_and_from_a_run(folder, tmp_path):
     cfg = configs.load("experiments/llama_84m", ["tiny"], SMALL)
     cfg.trainable = {
         "head": fdl.Config(Group, axes=("vocab",), learning_rate=0.5),
