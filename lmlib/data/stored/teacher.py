@@ -13,35 +13,19 @@ from typing import Any
 import numpy as np
 
 from lmlib.data.stored.data_path import data_path
-from lmlib.data.stored.journal import (
-    FILE_LENGTH,
-    LOCK_FILE,
-    GrowingArray,
-    Journal,
-    lock,
-    read_journal,
-    remove_leftovers,
-    writing,
-)
+from lmlib.data.stored.journal import FILE_LENGTH, FolderWriter
 from lmlib.data.stored.metadata import (
-    JOURNAL_FILE,
+    FILE_NAME,
     DamagedDataError,
     digest,
     read_signed,
     write_signed,
 )
-from lmlib.data.stored.token_arrays import (
-    INTEGERS,
-    StoredArray,
-    digest_of_array,
-    reading_context,
-)
-from lmlib.storage.atomic_file import UNFINISHED, make_folder
+from lmlib.data.stored.token_arrays import INTEGERS, StoredArray, reading_context
 from lmlib.storage.local_folder import shown
 
 FORMAT = "lmlib stored teacher"
 VERSION = 1
-FILE_NAME = "metadata.json"
 IDS, LOG_PROBABILITIES = "ids", "log_probabilities"
 DTYPE = np.float16  # for log-probabilities: 3 bits more than bfloat16, and -65,504 is low enough
 _LARGEST_ROW = 2**26 - 1  # elements: a chunk of 256 MiB at most, checksum included
@@ -184,13 +168,10 @@ class StoredTeacher:
         return entries
 
 
-class TeacherWriter:
+class TeacherWriter(FolderWriter):
     """Writes the folder described by `metadata`; the digests are computed at the end.
 
     A writer can be killed at any moment: the next one continues after the last complete files.
-
-    Attributes:
-      written: the number of sequences safely on disk; `add` continues after them.
     """
 
     def __init__(
@@ -198,58 +179,40 @@ class TeacherWriter:
     ) -> None:
         """Begins the folder, or continues an unfinished one of the same teacher and sequences.
 
-        Args:
-          file_elements: approximate elements per file; a file holds whole sequences.
+        A file holds whole sequences, of about `file_elements` elements.
 
         Raises:
-          FileExistsError: if it is finished, being written, of another teacher or other sequences,
-            or holds something else.
+          FileExistsError: see `FolderWriter`.
           ValueError: if a sequence has too many elements, or the folder is damaged.
         """
-        self.folder = data_path(folder)
         self._metadata, self._step = metadata, metadata.row_elements
         if self._step > _LARGEST_ROW:
             raise ValueError(
                 f"{metadata.k:,} ids for each of {metadata.sequences.sequence_length:,} tokens are "
                 f"more than {_LARGEST_ROW:,} numbers for a sequence: take a smaller k"
             )
-        if (self.folder / FILE_NAME).exists():
-            raise FileExistsError(f"{self.folder} is finished: delete it first to make it again")
-        make_folder(self.folder)
-        there = {entry.name for entry in self.folder.iterdir() if entry.suffix != UNFINISHED}
-        if there - {LOCK_FILE} and JOURNAL_FILE not in there:
-            raise FileExistsError(f"{self.folder} holds something else: choose another folder")
-        self._lock = lock(self.folder)
-        try:
-            self._file_rows = max(1, file_elements // self._step)
-            self._journal = Journal(asdict(metadata) | {"file": self._file_rows})
-            if (self.folder / JOURNAL_FILE).exists():
-                found = read_journal(self.folder)
-                found.check_settings(self.folder, self._journal.settings)
-                self._journal = found
-            else:
-                self._journal.save(self.folder)
-            self.written = self._added = self._journal.written // self._step
-            lengths = {"file_length": self._file_rows * self._step, "chunk_length": self._step}
-            dtypes = {IDS: np.uint16 if metadata.vocab_size <= 2**16 else np.uint32}
-            written = self._journal.written or None
-            self._arrays = [
-                GrowingArray(self.folder / name, dtype, written=written, **lengths)
-                for name, dtype in (dtypes | {LOG_PROBABILITIES: DTYPE}).items()
-            ]
-        except BaseException:
-            self.close()
-            raise
+        rows = max(1, file_elements // self._step)
+        ids = np.uint16 if metadata.vocab_size <= 2**16 else np.uint32
+        super().__init__(
+            data_path(folder),
+            asdict(metadata) | {"file": rows},
+            {IDS: ids, LOG_PROBABILITIES: DTYPE},
+            rows * self._step,
+            self._step,
+        )
+        self._added = self.written
+
+    @property
+    def written(self) -> int:
+        """Number of sequences safely on disk; a new writer is given those after them."""
+        return self._journal.written // self._step
 
     def add(self, ids_BSK: np.ndarray, log_probabilities_BSK: np.ndarray) -> None:
-        """Adds the next sequences; log-probabilities are rounded to float16."""
+        """Appends the next sequences; log-probabilities are rounded to float16."""
         rounded_BSK = np.maximum(log_probabilities_BSK, np.finfo(DTYPE).min).astype(DTYPE)
-        for array, values in zip(self._arrays, (ids_BSK, rounded_BSK), strict=True):
-            array.add(values.reshape(-1), self._added * self._step)
+        values = [each.reshape(-1) for each in (ids_BSK, rounded_BSK)]
+        self._add(values, self._added * self._step)
         self._added += len(ids_BSK)
-        whole_rows = (self._added - self.written) // self._file_rows * self._file_rows
-        if whole_rows:
-            self._write(whole_rows)
 
     def finish(self) -> TeacherMetadata:
         """Writes the rest, then metadata.json. No other method works afterwards.
@@ -260,26 +223,10 @@ class TeacherWriter:
             raise ValueError(
                 f"{self._added:,} of {self._metadata.sequences.sequences:,} sequences were added"
             )
-        self._write(self._added - self.written)
-        digests = {name: digest_of_array(self.folder / name) for name in (IDS, LOG_PROBABILITIES)}
-        metadata = replace(self._metadata, digests=digests)
-        with writing(self.folder):
-            metadata.write(self.folder)
-        remove_leftovers(self.folder)
-        self.close()
+        self._write()
+        metadata = replace(self._metadata, digests=self._digests((IDS, LOG_PROBABILITIES)))
+        self._finish_folder(metadata)
         return metadata
-
-    def close(self) -> None:
-        """Releases the folder, so that another writer can continue."""
-        self._lock.close()
-
-    def _write(self, rows: int) -> None:
-        for array in self._arrays:
-            array.write(rows * self._step)
-        self.written += rows
-        self._journal = replace(self._journal, written=self.written * self._step)
-        with writing(self.folder):
-            self._journal.save(self.folder)
 
 
 def _check_types(metadata: TeacherMetadata) -> None:
