@@ -1,7 +1,4 @@
-"""Asks the process in which chat templates run, and reports how it failed.
-
-For `ChatTemplate`.
-"""
+"""Asks the process in which chat templates run, and reports how it failed. For `ChatTemplate`."""
 
 import contextlib
 import json

@@ -1,10 +1,10 @@
-"""The process in which chat templates run, within limits of memory and time.
+"""The process in which chat templates run, within limits of memory and time. For `ChatRenderer`.
 
     python -m lmlib.data.chats.server MEGABYTES SECONDS
 
-A template is a program that may be untrusted: sixty characters can request all memory or hours of
-time. The kernel enforces the limits: it gives this process no more memory, and ends it when a
-question has used up its CPU time. Questions and answers are lines of JSON. For `ChatRenderer`.
+A template may be untrusted: sixty characters can request all memory or hours of time. The kernel
+gives this process no more memory, and ends it when a question has used up its CPU time. Questions
+and answers are lines of JSON.
 """
 
 import functools
