@@ -135,7 +135,7 @@ def test_a_writer_goes_on_where_another_stopped(
 @pytest.mark.slow
 def test_a_folder_of_something_else_is_left_alone(example: Path, tmp_path: Path) -> None:
     (tmp_path / "note.txt").write_text("mine")
-    with pytest.raises(FileExistsError, match="note.txt"):
+    with pytest.raises(FileExistsError, match=r"note\.txt"):
         begun(tmp_path, open_data(example, batch_size=1))
 
 

@@ -191,7 +191,7 @@ class GrowingArray:
 
 
 class FolderWriter:
-    """Appends to arrays of one length in a folder of its own; `_finish_folder` makes it readable."""
+    """Appends to arrays of one length in a folder; `_finish_folder` makes it readable."""
 
     def __init__(
         self,
