@@ -30,19 +30,12 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation, to be rendered as text.
+    """A conversation, to be rendered as text."""
 
-    Attributes:
-      messages: each with a "role", such as "user", and usually a "content"; JSON values.
-      tools: JSON schemas of functions that the assistant may call.
-      add_generation_prompt: True ends the text with the beginning of an answer.
-      turns: indices of the messages for which `Rendered.turns` is wanted.
-    """
-
-    messages: Sequence[Message]
-    tools: Sequence[Mapping[str, Any]] | None = None
-    add_generation_prompt: bool = False
-    turns: Sequence[int] = ()
+    messages: Sequence[Message]  # each with a "role" and usually a "content"; JSON values
+    tools: Sequence[Mapping[str, Any]] | None = None  # schemas of functions to call
+    add_generation_prompt: bool = False  # True ends the text with the beginning of an answer
+    turns: Sequence[int] = ()  # indices of the messages for which `Rendered.turns` is wanted
 
 
 @dataclass(frozen=True)

@@ -175,10 +175,9 @@ class GrowingArray:
         self.buffered += len(values) - again
 
     def write(self, length: int) -> None:
-        """Writes the first `length` buffered elements.
+        """Writes the first `length` buffered elements; raises OSError on failure.
 
-        They must be complete files or the last elements, since other files would be read back and
-        rewritten. Raises OSError on failure.
+        They must be complete files or the last elements: other files would be read and rewritten.
         """
         buffered = np.concatenate([np.zeros(0, self._dtype), *self._buffer])
         if length:
@@ -204,16 +203,11 @@ class FolderWriter:
     ) -> None:
         """Begins the folder, or continues an unfinished one with the same settings.
 
-        Settings may change until the first file is written.
+        `arrays` has the dtype of each array by name, `others` the names of further files that the
+        folder may have. Settings may change until the first file is written.
 
-        Args:
-          arrays: the dtype of each array by name.
-          others: names of further files that the folder may have.
-
-        Raises:
-          FileExistsError: if it is finished, being written or begun with other settings, or holds
-            other files.
-          ValueError: if it is damaged.
+        Raises FileExistsError if it is finished, being written or begun with other settings, or
+        holds other files; ValueError if it is damaged.
         """
         self.folder, self._names = folder, (*arrays, *others)
         self._check_folder()

@@ -53,9 +53,7 @@ INDEX_FILE_LENGTH = 1024 * 1024
 class ShardWriter(FolderWriter):
     """Writes shard number `shard` of the `shards` of a split; `finish` makes it readable.
 
-    Attributes:
-      folder: of the shard.
-      totals: the counts with all documents appended so far.
+    `totals` are the counts with all documents appended so far.
     """
 
     def __init__(
@@ -86,10 +84,8 @@ class ShardWriter(FolderWriter):
           tokenizer_json: the text of the tokenizer's file, stored next to the splits.
           file_length, chunk_length: tokens in a file, and in its smallest readable part.
 
-        Raises:
-          FileExistsError: see `FolderWriter`; also for another tokenizer.json.
-          ValueError: for invalid settings, or a tokenizer that differs from other shards of the
-            data set.
+        Raises as `FolderWriter`, and ValueError or FileExistsError for invalid settings, or ones
+        that differ from other shards of the data set.
         """
         if not 1 <= vocab_size <= 2**31:
             raise ValueError(f"vocab_size must be in [1, 2**31], not {vocab_size}")
@@ -158,10 +154,9 @@ class ShardWriter(FolderWriter):
         self._unmarked_lengths = []
 
     def append(self, tokens: np.ndarray, text_bytes: int, gzip_bytes: int | None = None) -> None:
-        """Appends one document: its integer `tokens` without framing, and its text's UTF-8 length.
+        """Appends one document: its ids without framing, and its text's UTF-8 length.
 
-        `gzip_bytes` is the length of the text under gzip -9; the shard records the total only if
-        every document has one. Raises as `extend` does.
+        `gzip_bytes` is the length of the text under gzip -9; the total is known only if all are.
         """
         document = np.concatenate([self._frame[0], tokens, self._frame[1]])
         self.extend(document, np.array([len(document)]), text_bytes, gzip_bytes)
@@ -179,11 +174,8 @@ class ShardWriter(FolderWriter):
         """Appends framed documents: their concatenated tokens, and the length of each.
 
         `tokens` must not change afterwards, since it may be kept until it fills a file.
-
-        Args:
-          loss_mask: bool, the targets among the tokens; the first token of a document never is one.
-          left_out: counts of these rows, added to metadata.json's `skipped_rows`,
-            `dropped_documents` and the like.
+        `loss_mask`: bool, the targets among the tokens; the first token of a document never is one.
+        `left_out`: counts added to metadata.json's `skipped_rows`, `dropped_documents` and so on.
 
         Raises ValueError for a token outside the vocabulary, an unexpected or missing loss mask,
         incomplete pairs, or, after a restart, documents that differ from those appended before.

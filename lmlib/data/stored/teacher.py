@@ -34,18 +34,11 @@ USUAL_K = 32  # ids listed per token
 
 @dataclass(frozen=True)
 class Sequences:
-    """The sequences that a teacher saw, without their order.
+    """The sequences that a teacher saw, without their order; settings as in `FlatTokens`."""
 
-    Attributes:
-      data: a digest of the split's arrays.
-      sequences: their number.
-      split, sequence_length, packed, reset_positions, attend_across_documents,
-        begin_with_documents: as in `FlatTokens`.
-    """
-
-    data: str
+    data: str  # a digest of the split's arrays
     split: str
-    sequences: int
+    sequences: int  # their number
     sequence_length: int
     packed: bool
     reset_positions: bool
@@ -55,23 +48,14 @@ class Sequences:
 
 @dataclass(frozen=True)
 class TeacherMetadata:
-    """The content of metadata.json.
+    """The content of metadata.json."""
 
-    Attributes:
-      teacher: the source of its weights: `WORKDIR@STEP`, or a folder's name.
-      fingerprint: of its weights, from `lmlib.parallel.fingerprint.fingerprint`.
-      vocab_size: of the teacher; ids are in [0, vocab_size).
-      k: ids listed for each token.
-      sequences: the sequences that it saw.
-      digests: of each array.
-    """
-
-    teacher: str
-    fingerprint: str
-    vocab_size: int
-    k: int
+    teacher: str  # the source of its weights: `WORKDIR@STEP`, or a folder's name
+    fingerprint: str  # of its weights, from `lmlib.parallel.fingerprint.fingerprint`
+    vocab_size: int  # of the teacher; ids are in [0, vocab_size)
+    k: int  # ids listed for each token
     sequences: Sequences
-    digests: Mapping[str, str]
+    digests: Mapping[str, str]  # of each array
 
     @property
     def row_elements(self) -> int:
@@ -113,9 +97,8 @@ class StoredTeacher:
     def __init__(self, folder: str, sequences: Sequences) -> None:
         """Opens it for `sequences`.
 
-        Raises:
-          FileNotFoundError: if it is missing or unfinished.
-          ValueError: if it saw other sequences, or (DamagedDataError) is damaged.
+        Raises FileNotFoundError if it is missing or unfinished, ValueError if it saw other
+        sequences or (DamagedDataError) is damaged.
         """
         self.folder = data_path(folder)
         self.metadata = read_metadata(self.folder)
@@ -145,9 +128,8 @@ class StoredTeacher:
     def read(self, sequence_B: np.ndarray) -> Callable[[], tuple[np.ndarray, np.ndarray]]:
         """Starts reading the entries of each sequence; returns a function that waits for them.
 
-        It returns ids (int32) and log-probabilities (float16), both (b, s, k), which are zero for
-        sequence -1. It raises DamagedDataError if they cannot be read, or for an id outside the
-        vocabulary.
+        It returns ids (int32) and log-probabilities (float16), both (b, s, k), zero for sequence
+        -1, and raises DamagedDataError for unreadable data or an id outside the vocabulary.
         """
         step = self.metadata.row_elements
         coming = [
@@ -169,21 +151,15 @@ class StoredTeacher:
 
 
 class TeacherWriter(FolderWriter):
-    """Writes the folder described by `metadata`; the digests are computed at the end.
-
-    A writer can be killed at any moment: the next one continues after the last complete files.
-    """
+    """Writes the folder described by `metadata`; the digests are computed at the end."""
 
     def __init__(
         self, folder: str, metadata: TeacherMetadata, file_elements: int = FILE_LENGTH
     ) -> None:
         """Begins the folder, or continues an unfinished one of the same teacher and sequences.
 
-        A file holds whole sequences, of about `file_elements` elements.
-
-        Raises:
-          FileExistsError: see `FolderWriter`.
-          ValueError: if a sequence has too many elements, or the folder is damaged.
+        A file holds whole sequences, of about `file_elements` elements. Raises as `FolderWriter`,
+        and ValueError if a sequence has too many elements.
         """
         self._metadata, self._step = metadata, metadata.row_elements
         if self._step > _LARGEST_ROW:
