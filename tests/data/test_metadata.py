@@ -86,13 +86,6 @@ def test_shards_that_do_not_belong_together_are_refused(tmp_path, others, messag
         read_split(tmp_path)
 
 
-def test_a_renamed_shard_is_refused(tmp_path):
-    (first,) = write(tmp_path, FIRST)
-    first.rename(tmp_path / SECOND.name)
-    with pytest.raises(DamagedDataError, match="it belongs to shard 0 of 2"):
-        read_shard(tmp_path / SECOND.name)
-
-
 @pytest.mark.parametrize("version", [3, 5, "4"])
 def test_another_version_is_refused(tmp_path, version):
     (first,) = write(tmp_path, FIRST)

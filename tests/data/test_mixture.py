@@ -218,15 +218,6 @@ def test_tokenizers_that_may_be_the_same(known, expected):
     assert tokenized(*known).tokenizer == (TokenizerIdentity(*expected) if expected else None)
 
 
-@pytest.mark.parametrize(
-    "identities",
-    [[("t", "12"), ("t", "34")], [("t", None), ("u", "12")], [("t", None), ("u", None)]],
-)
-def test_tokenizers_that_differ(identities):
-    with pytest.raises(ValueError, match=r"'a' was made by .* but source 'b' by .* one tokenizer"):
-        tokenized(*identities)
-
-
 def pair(**other):
     return {"a": Numbered(0), "b": Numbered(1, **other)}
 
@@ -243,6 +234,7 @@ AT_5 = Stage({"a": 1}, 5)
         (lambda: Mixture(pair(batch_size=8), BOTH), "batch_size 4, but source 'b' has 8: give all"),
         (lambda: Mixture(pair(sequence_length=2), BOTH), "length 1, but source 'b' has 2: give"),
         (lambda: Mixture(pair(batches=10), BOTH), "'b' ends after 10 batches.* that never end"),
+        (lambda: tokenized(("t", "12"), ("t", "34")), "'a' was made by .* 'b' by .* one tokenizer"),
         (lambda: Mixture(pair(), []), "at least one stage"),
         (lambda: Mixture(pair(), [AT_5]), "first stage begins at step 0, not 5"),
         (lambda: Mixture(pair(), [*BOTH, AT_5, AT_5]), "at step 5 comes after .* step 5"),

@@ -97,17 +97,6 @@ def test_closing_early_ends_the_thread():
     batches.close()
 
 
-def test_depth_must_be_positive():
-    with pytest.raises(ValueError, match="depth of at least 1"):
-        Prefetch(Synthetic(50, 2, 4), SHARDING, start=0, stop=1, depth=0)
-
-
-def test_waiting_for_a_batch_is_measured():
-    # With a depth of 1 a batch is begun only when the one before is taken, and asked for at once.
-    with Prefetch(Synthetic(50, 2, 4), SHARDING, start=0, stop=20, depth=1) as batches:
-        assert any(batches.wait_seconds > 0 for _ in batches)
-
-
 def test_a_batch_that_is_ready_is_not_waited_for():
     with Prefetch(Synthetic(50, 2, 4), SHARDING, start=0, stop=3, depth=4) as batches:
         for thread in threading.enumerate():
@@ -150,6 +139,8 @@ def test_reading_ahead_stops_at_its_depth_and_repeats_its_error():
             yield number
         raise OSError("no more")
 
+    with pytest.raises(ValueError, match="depth of at least 1"):
+        ReadAhead(numbers(), depth=0, name="none")
     numbers_ahead = ReadAhead(numbers(), depth=2, name="numbers")
     for number in range(5):
         assert next(numbers_ahead) == number

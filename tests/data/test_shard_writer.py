@@ -70,19 +70,14 @@ def test_round_trip(tmp_path_factory, documents, bos_id, eos_id, chunk_length, c
 
 
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(65_536, np.uint16), (65_537, np.uint32)])
-def test_width_of_a_token(tmp_path, write_documents, vocab_size, dtype):
+def test_ids_up_to_the_vocabulary_are_stored(tmp_path, write_documents, vocab_size, dtype):
     write_documents(tmp_path, [[0, vocab_size - 1]], vocab_size=vocab_size)
     tokens = stored(tmp_path / "train" / ALONE / "tokens")
     assert tokens.dtype == dtype
     assert tokens.tolist() == [0, vocab_size - 1]
-
-
-@pytest.mark.parametrize("bad", [-1, 300])
-def test_token_outside_the_vocabulary(tmp_path, bad):
-    writer = ShardWriter(tmp_path, "train", vocab_size=300)
-    writer.append(np.array([5]), 1)
-    with pytest.raises(ValueError, match="documents from number 1 on have token ids"):
-        writer.append(np.array([3, bad]), 2)
+    for bad in (-1, vocab_size):
+        with pytest.raises(ValueError, match="documents from number 1 on have token ids"):
+            write_documents(tmp_path, [[5], [bad]], split=f"{bad}", vocab_size=vocab_size)
 
 
 def abandoned(path, **settings):
@@ -110,22 +105,21 @@ def test_other_documents_cannot_go_on_with_a_shard(tmp_path):
         writer.append(np.array([7, 8, 9]), 1)
 
 
-@pytest.mark.parametrize("content", ["", "{}", "[1]"])
-def test_a_damaged_journal_is_an_error(tmp_path, content):
-    abandoned(tmp_path)
-    (tmp_path / "train" / ALONE / "journal.json").write_text(content)
-    with pytest.raises(ValueError, match=r"journal\.json is damaged.*delete"):
-        abandoned(tmp_path)
-
-
-def test_lost_document_starts_are_an_error(tmp_path):
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        *(("journal.json", content, "is damaged.*delete") for content in ("", "{}", "[1]")),
+        ("document_starts.partial", "", "lost its end"),
+    ],
+)
+def test_a_damaged_file_of_an_unfinished_shard_is_an_error(tmp_path, file, content, message):
     writer = ShardWriter(tmp_path, "train", vocab_size=300, file_length=4, chunk_length=2)
     for number in range(4):
         writer.mark(number)
         writer.append(np.array([7, 8, 9]), 1)
     writer.close()
-    (tmp_path / "train" / ALONE / "document_starts.partial").write_bytes(b"")
-    with pytest.raises(ValueError, match="lost its end"):
+    (tmp_path / "train" / ALONE / file).write_text(content)
+    with pytest.raises(ValueError, match=message):
         abandoned(tmp_path)
 
 

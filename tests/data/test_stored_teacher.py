@@ -121,13 +121,6 @@ def test_a_writer_goes_on_where_another_stopped(example, taught, tmp_path):
         begun(folder, data)
 
 
-@pytest.mark.slow
-def test_a_folder_of_something_else_is_left_alone(example, tmp_path):
-    (tmp_path / "note.txt").write_text("mine")
-    with pytest.raises(FileExistsError, match=r"note\.txt"):
-        begun(tmp_path, open_data(example, batch_size=1))
-
-
 def test_all_parts_of_a_mixture_have_a_teacher_or_none(example, taught):
     stages = [Stage({"one": 1, "other": 1})]
     one = open_data(example, batch_size=4, teacher=str(taught))
