@@ -54,15 +54,13 @@ def renderer():
 )
 def test_no_template_takes_much_memory_or_time(renderer, source, too_much):
     template = ChatTemplate({"default": source}, {}, renderer)
-    with pytest.raises(
-        BeyondLimits, match=f"took more than ({too_much}) for this conversation: use another one"
-    ):
+    with pytest.raises(BeyondLimits, match=f"takes more than ({too_much}): use another template"):
         template.render(asked("Hi"))
 
 
 @pytest.mark.parametrize("source", ["{{ 9 ** (9 ** 9) }}", "{{ a }}" * 20_000])
 def test_compiling_is_limited_too(renderer, source):
-    with pytest.raises(ValueError, match=f"takes more than ({TIME}|{MEMORY}) to compile"):
+    with pytest.raises(ValueError, match=f"takes more than ({TIME}|{MEMORY}):"):
         ChatTemplate({"default": source}, {}, renderer)
 
 

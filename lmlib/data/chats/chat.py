@@ -72,9 +72,7 @@ class ChatTemplate:
     ):
         """Compiles the templates; pass a `renderer` for other limits.
 
-        Raises:
-          ValueError: if none is the default one, or one of them is not a template.
-          OSError: see `ChatRenderer.ask`.
+        Raises ValueError if none is the default one, or one of them is not a template.
         """
         if DEFAULT not in sources:
             raise ValueError(f"no chat template is named {DEFAULT!r}; there are {sorted(sources)}")
@@ -82,14 +80,7 @@ class ChatTemplate:
         self._renderer = _renderer() if renderer is None else renderer
         self._beyond = 0
         for source in sources.values():
-            try:
-                answer = self._renderer.ask({"source": source, "chat": None})
-            except BeyondLimits as error:
-                raise ValueError(
-                    f"the chat template takes more than {error} to compile: use another one"
-                ) from error
-            if "refused" in answer:
-                raise ValueError(f"the chat template cannot be compiled: {answer['refused']}")
+            self._ask("cannot be compiled", source=source, chat=None)
 
     def render(
         self,
@@ -121,25 +112,26 @@ class ChatTemplate:
                 "conversations: use another template"
             )
         several = chat.tools is not None and WITH_TOOLS in self.sources
-        question = {
-            "source": self.sources[WITH_TOOLS if several else DEFAULT],
-            "variables": {**self.special_tokens, **variables},
-            "now": (now or datetime.now()).isoformat(),
-            "chat": vars(chat),
-        }
-        try:
-            answer = self._renderer.ask(question)
-        except BeyondLimits as error:
-            self._beyond += 1
-            raise BeyondLimits(
-                f"the chat template took more than {error} for this conversation: use another "
-                "one, or leave the conversation out"
-            ) from error
-        self._beyond = 0
-        if "refused" in answer:
-            raise ValueError(f"the chat template cannot take these messages: {answer['refused']}")
+        answer = self._ask(
+            "cannot take these messages",
+            source=self.sources[WITH_TOOLS if several else DEFAULT],
+            variables={**self.special_tokens, **variables},
+            now=(now or datetime.now()).isoformat(),
+            chat=vars(chat),
+        )
         pairs = {name: tuple(map(tuple, answer[name])) for name in ("assistant", "turns")}
         return Rendered(answer["text"], **pairs)
+
+    def _ask(self, failure: str, **question: Any) -> dict[str, Any]:
+        try:
+            answer = self._renderer.ask(question)
+        except BeyondLimits:
+            self._beyond += 1
+            raise
+        self._beyond = 0
+        if "refused" in answer:
+            raise ValueError(f"the chat template {failure}: {answer['refused']}")
+        return answer
 
 
 def read_chat_template(folder: Path, template: Path | None = None) -> ChatTemplate | None:

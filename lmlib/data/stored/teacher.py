@@ -72,12 +72,11 @@ def read_metadata(folder: Path) -> TeacherMetadata:
 
     Raises FileNotFoundError if there is none, ValueError for damage or another version.
     """
-    file = folder / FILE_NAME
+    file, command = folder / FILE_NAME, "python -m runner.cache_teacher_logits"
     if not file.is_file():
         raise FileNotFoundError(
             f"{folder} holds no teacher, or an unfinished one: it has no {FILE_NAME}, which is "
-            "written last; python -m runner.cache_teacher_logits makes it, and continues an "
-            "unfinished one"
+            f"written last; {command} makes it, and continues an unfinished one"
         )
 
     def made(content: dict[str, Any]) -> TeacherMetadata:
@@ -86,9 +85,7 @@ def read_metadata(folder: Path) -> TeacherMetadata:
         _check_types(metadata)
         return metadata
 
-    return read_signed(
-        file, FORMAT, VERSION, made, "make it again with python -m runner.cache_teacher_logits"
-    )
+    return read_signed(file, FORMAT, VERSION, made, f"make it again with {command}")
 
 
 class StoredTeacher:
@@ -206,12 +203,13 @@ class TeacherWriter(FolderWriter):
 
 
 def _check_types(metadata: TeacherMetadata) -> None:
-    sequences = metadata.sequences
-    counts = metadata.vocab_size, metadata.k, sequences.sequences, sequences.sequence_length
-    if not all(type(each) is int and 0 < each < 2**31 for each in counts):
-        raise ValueError(f"its counts are {counts!r:.80}")
-    if metadata.k > metadata.vocab_size or set(metadata.digests) != {IDS, LOG_PROBABILITIES}:
+    """Raises ValueError for an entry that docs/objectives.md does not allow."""
+    seen, digests = metadata.sequences, metadata.digests
+    for count in (metadata.vocab_size, metadata.k, seen.sequences, seen.sequence_length):
+        if type(count) is not int or not 0 < count < 2**31:
+            raise ValueError(f"it has the count {count!r:.80}")
+    if metadata.k > metadata.vocab_size or set(digests) != {IDS, LOG_PROBABILITIES}:
         raise ValueError(f"it lists {metadata.k} of {metadata.vocab_size} ids")
-    texts = metadata.teacher, metadata.fingerprint, sequences.data, *metadata.digests.values()
-    if not all(isinstance(each, str) for each in texts):
-        raise ValueError("it has no text for a name or a digest")
+    for text in (metadata.teacher, metadata.fingerprint, seen.data, *digests.values()):
+        if not isinstance(text, str):
+            raise ValueError(f"it has {text!r:.40} for a text")
