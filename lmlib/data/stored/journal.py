@@ -17,7 +17,7 @@ import numpy as np
 import tensorstore as ts
 
 from lmlib.data.stored.data_path import data_path
-from lmlib.data.stored.metadata import FILE_NAME, JOURNAL_FILE, Totals, check_counts
+from lmlib.data.stored.metadata import FILE_NAME, JOURNAL_FILE, Totals, check_entries
 from lmlib.data.stored.token_arrays import (
     CHUNK_DIGESTS,
     StoredArray,
@@ -57,9 +57,8 @@ def read_journal(folder: Path) -> Journal:
     try:
         content = read_json(file)
         journal = Journal(marked=Totals(**content.pop("marked")), **content)
-        if not isinstance(journal.settings, dict):
-            raise ValueError(f"its settings are {journal.settings!r:.40}")
-        check_counts(vars(journal.marked) | {"written": journal.written})
+        check_entries(journal)
+        check_entries(journal.marked)
         return journal
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import xxhash
 
@@ -211,7 +211,12 @@ def read_shard(shard_folder: Path) -> ShardMetadata:
         if absent := vars(Totals()).keys() - content.keys():
             raise ValueError(f"it has no {sorted(absent)[0]}")
         metadata = ShardMetadata(tokenizer=identity, **content)
-        _check_types(metadata)
+        for record in (metadata, *([identity] if identity else [])):
+            check_entries(record)
+        if sorted(metadata.digests) != sorted(arrays_of(metadata.content)):
+            raise ValueError(f"its digests are {metadata.digests!r:.40}")
+        if metadata.content == "pairs" and metadata.documents % 2:
+            raise ValueError(f"its {metadata.documents} documents are not pairs")
         if shard_number(shard_folder) != (metadata.shard, metadata.shards):
             raise ValueError(f"it belongs to shard {metadata.shard} of {metadata.shards}")
         return metadata
@@ -219,32 +224,23 @@ def read_shard(shard_folder: Path) -> ShardMetadata:
     return read_signed(file, FORMAT, VERSION, made, "make the shard again")
 
 
-def check_counts(counts: Mapping[str, Any]) -> None:
-    """Raises ValueError for an entry that is not a count, or None where a count may be unknown."""
-    for name, value in counts.items():
-        least = -1 if name == "max_token_id" else 0
-        is_count = type(value) is int and least <= value < 2**62
-        if not is_count and not (value is None and name in ("gzip_bytes", "bos_id", "eos_id")):
+def check_entries(record: Any) -> None:
+    """Raises ValueError for an entry of a dataclass that lacks its declared type, or is negative.
+
+    The entries come from JSON. `max_token_id` may be -1.
+    """
+    for name, declared in get_type_hints(type(record)).items():
+        value, kinds = getattr(record, name), get_args(declared) or (declared,)
+        if get_origin(declared) is Literal:
+            fits = value in kinds
+        elif get_origin(declared) is Mapping:
+            fits = isinstance(value, dict)
+        else:
+            fits = declared is Any or type(value) in kinds
+        if type(value) is int:
+            fits = fits and (-1 if name == "max_token_id" else 0) <= value < 2**62
+        if not fits or (name == "digests" and {str} != set(map(type, value.values()))):
             raise ValueError(f"its {name} is {value!r:.40}")
-
-
-def _check_types(metadata: ShardMetadata) -> None:
-    """Raises ValueError for an entry that docs/flat-tokens.md does not allow."""
-    counts = (*vars(Totals()), "shard", "shards", "vocab_size", "bos_id", "eos_id")
-    check_counts({name: getattr(metadata, name) for name in counts})
-    digests, tokenizer, content = metadata.digests, metadata.tokenizer, metadata.content
-    if content not in get_args(Content):
-        raise ValueError(f"its content is {content!r:.40}")
-    if content == "pairs" and metadata.documents % 2:
-        raise ValueError(f"its {metadata.documents} documents are not pairs")
-    if not isinstance(metadata.source, dict):
-        raise ValueError(f"its source is {metadata.source!r:.40}")
-    if not isinstance(digests, dict) or sorted(digests) != sorted(arrays_of(content)):
-        raise ValueError(f"its digests are {digests!r:.40}")
-    names = (tokenizer.name, tokenizer.sha256 or "") if tokenizer else ()
-    for text in (metadata.data_set, *digests.values(), *names):
-        if not isinstance(text, str):
-            raise ValueError(f"it has {text!r:.40} for a text")
 
 
 def digest(content: bytes) -> str:

@@ -17,6 +17,7 @@ from lmlib.data.stored.journal import FILE_LENGTH, FolderWriter
 from lmlib.data.stored.metadata import (
     FILE_NAME,
     DamagedDataError,
+    check_entries,
     digest,
     read_signed,
     write_signed,
@@ -82,7 +83,12 @@ def read_metadata(folder: Path) -> TeacherMetadata:
     def made(content: dict[str, Any]) -> TeacherMetadata:
         content["sequences"] = Sequences(**content["sequences"])
         metadata = TeacherMetadata(**content)
-        _check_types(metadata)
+        check_entries(metadata)
+        check_entries(metadata.sequences)
+        if set(metadata.digests) != {IDS, LOG_PROBABILITIES} or metadata.row_elements < 1:
+            raise ValueError(f"its digests are {metadata.digests!r:.80} and k {metadata.k}")
+        if metadata.k > metadata.vocab_size:
+            raise ValueError(f"it lists {metadata.k} of {metadata.vocab_size} ids")
         return metadata
 
     return read_signed(file, FORMAT, VERSION, made, f"make it again with {command}")
@@ -200,16 +206,3 @@ class TeacherWriter(FolderWriter):
         metadata = replace(self._metadata, digests=self._digests((IDS, LOG_PROBABILITIES)))
         self._finish_folder(metadata)
         return metadata
-
-
-def _check_types(metadata: TeacherMetadata) -> None:
-    """Raises ValueError for an entry that docs/objectives.md does not allow."""
-    seen, digests = metadata.sequences, metadata.digests
-    for count in (metadata.vocab_size, metadata.k, seen.sequences, seen.sequence_length):
-        if type(count) is not int or not 0 < count < 2**31:
-            raise ValueError(f"it has the count {count!r:.80}")
-    if metadata.k > metadata.vocab_size or set(digests) != {IDS, LOG_PROBABILITIES}:
-        raise ValueError(f"it lists {metadata.k} of {metadata.vocab_size} ids")
-    for text in (metadata.teacher, metadata.fingerprint, seen.data, *digests.values()):
-        if not isinstance(text, str):
-            raise ValueError(f"it has {text!r:.40} for a text")
