@@ -33,14 +33,13 @@ class Batch(eqx.Module):
     segment_ids: Int32[Array | np.ndarray, "batch seq"]  # 1, 2, … along a row; 0 is padding
     positions: Int32[Array | np.ndarray, "batch seq"]  # 0 at the start of each segment
     loss_mask: Bool[Array | np.ndarray, "batch seq"]  # targets of the loss; see docs/flat-tokens.md
-    # The ids that a teacher found most likely after each token, in descending order, and their
-    # log-probabilities in nats; None without a teacher. See docs/objectives.md.
+    # A teacher's most likely ids after each token, in descending order, and their log-probabilities
+    # in nats; None without a teacher. See docs/objectives.md.
     teacher_ids: Int32[Array | np.ndarray, "batch seq k"] | None = None
     teacher_log_probabilities: Float16[Array | np.ndarray, "batch seq k"] | None = None
     # The order of the tokens, see `lmlib.row_order`; "plain" in a `Source`.
     order: str = eqx.field(static=True, default="plain")
-    # True if each row is known to be one segment and then padding, so that attention needs no
-    # mask; see `Source`.
+    # True if each row is known to be one segment and then padding, so that attention needs no mask.
     whole_rows: bool = eqx.field(static=True, default=False)
 
 
@@ -48,8 +47,7 @@ class Batch(eqx.Module):
 class Source(Protocol):
     """Batches as a pure function of the step: resuming needs no iterator state.
 
-    A source may have further attributes:
-
+    Optional attributes:
       teacher_k: ids listed by a teacher for each token; None, the default, without a teacher.
       pairs: True if documents are pairs of a chosen and a rejected answer, each pair in one row, as
         an odd segment and the next one. None, the default, for unknown.
@@ -169,39 +167,39 @@ def place(source: Source, step: int, sharding: NamedSharding, order: str = "zigz
     The tokens of each row are in an order of `lmlib.row_order`. Each process reads only the rows
     that its own devices hold, each row once.
 
-    Raises ValueError if the mesh does not divide the batch, if the order's pieces do not divide its
-    rows, or if rows that the source declares whole are not.
+    Raises ValueError if the mesh or the order does not divide the batch, or if rows that the source
+    declares whole are not.
     """
     source = source_at(source, step)
     shape = (source.batch_size, source.sequence_length)
     try:
-        sharding.shard_shape(shape)
+        devices = shape[1] // sharding.shard_shape(shape)[1]
     except ValueError as error:
         raise ValueError(
             f"a batch of {shape[0]} sequences of {shape[1]} tokens cannot be split by "
             f"{sharding.spec} over the mesh {dict(sharding.mesh.shape)}: "
             "choose a batch_size and sequence_length that those axes divide"
         ) from error
-
-    devices = shape[1] // sharding.shard_shape(shape)[1]
     if devices == 1:
         order = "plain"
         if None not in sharding.spec[1:]:  # the spec does not name axes with one device
             sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:1]))
     order_S = places(shape[1], devices, order)
-    held = np.zeros(source.batch_size, bool)
+    held_B = np.zeros(source.batch_size, bool)
     for index in sharding.addressable_devices_indices_map(shape).values():
-        held[(index or _WHOLE)[0]] = True
+        held_B[(index or _WHOLE)[0]] = True
+    edges = np.flatnonzero(np.diff(held_B, prepend=False, append=False))
+    runs = [slice(int(start), int(stop)) for start, stop in edges.reshape(-1, 2)]
     local = jax.tree.map(
-        lambda *runs: np.concatenate(runs), *(source.batch(step, run) for run in _runs(held))
+        lambda *parts: np.concatenate(parts), *(source.batch(step, run) for run in runs)
     )
     for field, values in vars(local).items():
-        if isinstance(values, np.ndarray) and values.shape[:2] != (held.sum(), shape[1]):
+        if isinstance(values, np.ndarray) and values.shape[:2] != (held_B.sum(), shape[1]):
             raise ValueError(
-                f"{type(source).__name__}.batch({step}) must give {field} of {held.sum()} rows "
+                f"{type(source).__name__}.batch({step}) must give {field} of {held_B.sum()} rows "
                 f"of {shape[1]} tokens, as many as were asked for, got shape {values.shape}"
             )
-    local_row_B = np.cumsum(held) - 1  # index of a global row among the local ones
+    local_row_B = np.cumsum(held_B) - 1  # index of a global row among the local ones
 
     def assemble(values: np.ndarray) -> Array:
         def part(index: tuple[slice, ...] | None) -> np.ndarray:
@@ -227,9 +225,3 @@ def _check_whole_rows(segment_ids_BS: np.ndarray, source: str) -> None:
             f"{source}: whole_rows is True, but a row holds the segments "
             f"{', '.join(map(str, np.unique(segment_ids_BS[row])))}, which would see each other"
         )
-
-
-def _runs(held_B: np.ndarray) -> list[slice]:
-    """Returns the maximal slices over which `held_B` is true."""
-    edges = np.flatnonzero(np.diff(held_B, prepend=False, append=False))
-    return [slice(int(start), int(stop)) for start, stop in edges.reshape(-1, 2)]

@@ -1,8 +1,7 @@
 """Compressed lengths of a split's texts, for comparison with a model's bits per byte.
 
-The lengths are measured once, while the texts are available, and stored with the split's shards in
-compressors.json, an object of bytes by code name. The lengths under gzip are in the shards'
-metadata, since the processes that encode texts measure them.
+They are measured while the texts are available, and stored beside the shards in compressors.json,
+bytes by code name. The lengths under gzip are in the shards' metadata.
 """
 
 import importlib.util
@@ -42,8 +41,8 @@ def measure(
 ) -> dict[str, int]:
     """Returns the compressed bytes of `texts` by code name, for `codes` or all `available` ones.
 
-    Texts are compressed one after the other. "After the training text" means the growth of its code
-    by these texts. `report` is called with the name of each code before it runs.
+    "After the training text" means the growth of its code by these texts. `report` is called with
+    the name of each code before it runs.
     """
     encoded, training_encoded = [[each.encode() for each in of] for of in (texts, training)]
     found = {}
@@ -68,12 +67,10 @@ def read(folder: Path) -> dict[str, int]:
         return {}
     try:
         content = read_json(file)
-    except (OSError, ValueError) as error:
-        raise DamagedDataError(f"{file} cannot be read: {error}") from error
-    if not isinstance(content, dict) or not all(
-        type(length) is int and length > 0 for length in content.values()
-    ):
-        raise DamagedDataError(f"{file} does not hold lengths in bytes: remove it")
+        if not all(type(length) is int and length > 0 for length in content.values()):
+            raise ValueError("it does not hold lengths in bytes")
+    except (OSError, ValueError, AttributeError) as error:
+        raise DamagedDataError(f"{file} cannot be read: {error}; remove it") from error
     return {code: length for code, length in content.items() if code in _CODES}
 
 

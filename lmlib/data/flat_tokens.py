@@ -57,11 +57,9 @@ class FlatTokens:
 
     Attributes, in addition to those of a `Source`:
       metadata: of the split; None in seqax's format.
-      content: the kind of documents; `pairs`: True if they are pairs of answers.
       tokens, documents: their number in the split, framing included.
       sequences: in an epoch; `steps_per_epoch`: steps that see each of them at least once.
-      bytes_per_target: of UTF-8; None if unknown, or if only some tokens are targets. Targets of
-        text are all tokens except the first of each document.
+      bytes_per_target: of UTF-8; None if unknown, or if only some tokens are targets.
       tokenizer_path: the tokenizer.json that made the tokens, if the data set has one.
       teacher: the metadata of the stored teacher; None if there is none.
     """
@@ -84,24 +82,21 @@ class FlatTokens:
         """Opens the split.
 
         Args:
-          path: the data set's folder, in this library's format or seqax's, on a disk or in a
-            bucket.
+          path: the data set's folder, on a disk or in a bucket.
           seed: of the order; None keeps the stored one.
           epochs: after this many all rows are padding; None never ends.
           packed: False gives each document a row, cut to its first S + 1 tokens.
           reset_positions: False counts positions from the start of the row.
           attend_across_documents: True makes a row one segment.
           begin_with_documents: True fills each row of packed text with whole documents; one of more
-            than S + 1 tokens is cut. Unless text is cut across rows, memory holds the starts of all
-            documents: up to 24 MB per million.
+            than S + 1 tokens is cut. Memory then holds up to 24 MB per million documents.
           shuffled_length: tokens of packed text that stay together in the order, a multiple of
             `sequence_length`, the default. Rows of any length then have one text in one order.
           teacher: a folder of `python -m runner.cache_teacher_logits` for these sequences.
 
         Raises:
           FileNotFoundError: if the data set, split or teacher is not there or unfinished.
-          ValueError: for invalid settings or metadata.
-          DamagedDataError: (a ValueError) if the stored arrays are damaged.
+          ValueError: for invalid settings; a DamagedDataError for damaged files.
         """
         sizes = {"batch_size": batch_size, "sequence_length": sequence_length}
         for name, value in {**sizes, "epochs": 1 if epochs is None else epochs}.items():
@@ -120,9 +115,9 @@ class FlatTokens:
         self._packed, self._begin_with_documents = packed, begin_with_documents
 
         folder = find_split(self._path, split)
-        self._stored = open_split(folder)
-        self.tokens, self.documents = self._stored.tokens, self._stored.documents
-        self.max_token_id, self.metadata = self._stored.max_token_id, self._stored.metadata
+        self._stored = stored = open_split(folder)
+        self.tokens, self.documents = stored.tokens, stored.documents
+        self.max_token_id, self.metadata = stored.max_token_id, stored.metadata
         self.content: Content = "text" if self.metadata is None else self.metadata.content
         self.pairs = self.content == "pairs"
         self.tokenizer = None if self.metadata is None else self.metadata.tokenizer
@@ -143,12 +138,10 @@ class FlatTokens:
         self.whole_rows = attend_across_documents or not (packed or self.pairs)
         self._rows = self._rows_of_documents()
         self.sequences = self._rows.rows
-        self._shuffle = Shuffle(
-            self.sequences, batch_size, self._rows_together(shuffled_length), seed, epochs
-        )
+        together = self._rows_together(shuffled_length)
+        self._shuffle = Shuffle(self.sequences, batch_size, together, seed, epochs)
         self.steps_per_epoch = -(-self._shuffle.rows // batch_size)
-        rows = None if epochs is None else epochs * self._shuffle.rows
-        self.batches = None if rows is None else -(-rows // batch_size)
+        self.batches = None if epochs is None else -(-epochs * self._shuffle.rows // batch_size)
         self._teacher = None
         if teacher is not None:
             from lmlib.data.stored.teacher import StoredTeacher
@@ -187,7 +180,7 @@ class FlatTokens:
 
     @property
     def compressed_bits_per_byte(self) -> dict[str, float]:
-        """Returns bits per byte of the measured compressors, by name.
+        """Bits per byte under the measured compressors, by name.
 
         Raises DamagedDataError if the file of measurements is damaged.
         """
@@ -211,10 +204,7 @@ class FlatTokens:
         return codec_of_bytes(bos_id) if self.tokenizer == BYTE_TOKENIZER else None
 
     def chat_template(self) -> "ChatTemplate | None":
-        """Returns the chat template behind the texts; None for plain text, and without a template.
-
-        Raises ValueError or OSError if it is damaged.
-        """
+        """Returns the chat template behind the texts, if any; see `read_chat_template`."""
         if self.content == "text":
             return None
         from lmlib.data.chats.chat import read_chat_template
@@ -222,9 +212,7 @@ class FlatTokens:
         return read_chat_template(self._path)
 
     def each_document(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yields the ids of each document in stored order, and the mask of its targets.
-
-        Framing is included. In text, all tokens except the first are targets.
+        """Yields the ids of each document in stored order, framed, and the mask of its targets.
 
         Raises DamagedDataError for unreadable data, ValueError in seqax's format.
         """
@@ -244,10 +232,9 @@ class FlatTokens:
         if step < 0:
             raise ValueError(f"a batch's step must be at least 0, not {step}")
         sequence_B = self.sequence_numbers(step)[rows]
-        spans_B = [[] if each < 0 else self._rows.spans(each) for each in sequence_B.tolist()]
         coming = [  # start all reads before waiting for one
-            [self._stored.read(start, stop) for start, stop in spans if start < stop]
-            for spans in spans_B
+            [self._stored.read(*span) for span in (self._rows.spans(row) if row >= 0 else ())]
+            for row in sequence_B.tolist()
         ]
         listed = None if self._teacher is None else self._teacher.read(sequence_B)
         tokens_BT = np.zeros((len(coming), self.sequence_length + 1), np.int32)
@@ -260,12 +247,9 @@ class FlatTokens:
                 tokens_BT[row, there] = tokens
                 begins_BT[row, there], targets_BT[row, there] = begins, targets
                 lengths_B[row] += len(tokens)
+        lengths_B = np.maximum(lengths_B - 1, 0)
         batch = packed_batch(
-            tokens_BT,
-            begins_BT,
-            lengths_B=np.maximum(lengths_B - 1, 0),
-            targets_BT=targets_BT,
-            **self._packing,
+            tokens_BT, begins_BT, lengths_B, targets_BT=targets_BT, **self._packing
         )
         if listed is None:
             return batch
@@ -273,21 +257,16 @@ class FlatTokens:
         return replace(batch, teacher_ids=ids, teacher_log_probabilities=log_probabilities)
 
     def sequence_numbers(self, step: int) -> np.ndarray:
-        """Returns the sequence of the split in each row of the batch of `step`; -1 is padding.
-
-        If not packed, these are the numbers of documents.
-        """
+        """Returns the sequence of the split in each row of the batch of `step`; -1 is padding."""
         return self._shuffle.of_step(step)
 
     def _rows_together(self, shuffled_length: int | None) -> int:
-        """Raises ValueError if rows cannot be cut out of pieces of `shuffled_length`."""
         if shuffled_length is None:
             return 1
         if not isinstance(self._rows, CutText):
             raise ValueError(
                 "shuffled_length applies to text that is cut across rows, but here each row "
-                "begins with a document"
-                ": leave it out"
+                "begins with a document: leave it out"
             )
         if shuffled_length < 1 or shuffled_length % self.sequence_length:
             raise ValueError(

@@ -39,28 +39,22 @@ class Stage:
     def __post_init__(self) -> None:
         if self.begin < 0:
             raise ValueError(f"a stage must begin at step 0 or later, not {self.begin}")
+        title, total = f"the stage that begins at step {self.begin}", sum(self.weights.values())
         if not self.weights:
-            raise ValueError(f"{self.title} has no weights: give one to at least one source")
+            raise ValueError(f"{title} has no weights: give one to at least one source")
         for name, weight in self.weights.items():
             if not (weight > 0 and math.isfinite(weight)):
                 raise ValueError(
-                    f"{self.title} gives {name!r} the weight {weight}: weights are positive; "
+                    f"{title} gives {name!r} the weight {weight}: weights are positive; "
                     "leave out a source that is not wanted"
                 )
-        total = sum(self.weights.values())
-        for name, count in self.counts.items():
-            if count == 0:
-                weight = self.weights[name]
+        for name, weight in self.weights.items():
+            if self.counts[name] == 0:
                 raise ValueError(
-                    f"{self.title} gives {name!r} the weight {weight} of {total}, less than one "
+                    f"{title} gives {name!r} the weight {weight} of {total}, less than one "
                     f"sequence in {PERIOD:,}: give it at least "
                     f"{(total - weight) / (PERIOD - 1):.4g}, or leave it out"
                 )
-
-    @property
-    def title(self) -> str:
-        """The stage's name in messages."""
-        return f"the stage that begins at step {self.begin}"
 
     @property
     def counts(self) -> dict[str, int]:
@@ -76,9 +70,7 @@ class Mixture:
     of a stage hold exactly `Stage.counts`, and any run of them holds within two sequences of its
     share (see `interleave`). Each source is seen in its own order: the k-th sequence taken from it
     is row k % batch_size of its step k // batch_size, and a later stage continues where an earlier
-    one stopped. A further stage never changes the batches before it.
-
-    Neither the order of `sources` nor that of a stage's weights matters; names break ties.
+    one stopped. A further stage never changes the batches before it. Names break ties.
     """
 
     def __init__(self, sources: Mapping[str, Source], stages: Sequence[Stage]) -> None:
@@ -88,8 +80,7 @@ class Mixture:
         or `Resumable`; if the stages' steps do not begin at 0 and increase; if a stage names an
         unknown source, or a source is in no stage.
         """
-        _check_sources(sources)
-        _check_stages(sources, stages)
+        _check(sources, stages)
         first = next(iter(sources.values()))
         self.batch_size = first.batch_size
         self.sequence_length = first.sequence_length
@@ -125,10 +116,7 @@ class Mixture:
         return taken
 
     def batch(self, step: int, rows: slice = slice(None)) -> Batch:
-        """Returns the given rows of the batch of `step`; see `Source.batch`.
-
-        Reads no other row of any source. Raises ValueError for a negative step.
-        """
+        """Returns the given rows of the batch of `step`; reads no other row of any source."""
         names, source_B, sequence_B = self._locate(step, rows)
         if len(source_B) == 0:
             return self.sources[names[0]].batch(0, slice(0, 0))
@@ -141,9 +129,9 @@ class Mixture:
         neighbours = same_source & (np.diff(source_row_B[sorted_B]) == 1)
         parts = []
         for run in np.split(sorted_B, 1 + np.flatnonzero(~neighbours)):
-            source = self.sources[names[source_B[run[0]]]]
             first_row = int(source_row_B[run[0]])
             run_rows = slice(first_row, first_row + len(run))
+            source = self.sources[names[source_B[run[0]]]]
             parts.append(source.batch(int(source_step_B[run[0]]), run_rows))
         unsorted_B = np.argsort(sorted_B)
         return jax.tree.map(lambda *values: np.concatenate(values)[unsorted_B], *parts)
@@ -151,7 +139,6 @@ class Mixture:
     def origins(self, step: int) -> tuple[list[str], list[int]]:
         """Returns the source of each row of the batch of `step`, and the sequence's number in it.
 
-        The k-th sequence taken from a source is row k % batch_size of its step k // batch_size.
         Raises ValueError for a negative step.
         """
         names, source_B, sequence_B = self._locate(step, slice(None))
@@ -165,7 +152,8 @@ class Mixture:
         order = self._orders[stage]
         row_B = np.arange(self.batch_size)[rows]
         number_B = (step - self._begins[stage]) * self.batch_size + row_B
-        return order.names, *order.locate(number_B)
+        source_B = order.source_P[number_B % PERIOD]
+        return order.names, source_B, order.taken(number_B)[np.arange(len(number_B)), source_B]
 
 
 class _Order:
@@ -176,8 +164,8 @@ class _Order:
         self.names = list(stage.counts)
         self._counts_N = np.array(list(stage.counts.values()))
         self._taken_N = np.array([taken[name] for name in self.names])
-        self._source_P = np.array(interleave(self._counts_N.tolist()))
-        is_source_PN = self._source_P[:, None] == np.arange(len(self.names))
+        self.source_P = np.array(interleave(self._counts_N.tolist()))
+        is_source_PN = self.source_P[:, None] == np.arange(len(self.names))
         self._taken_PN = np.cumsum(is_source_PN, axis=0) - is_source_PN  # so far in the period
 
     def taken(self, number_B: np.ndarray) -> np.ndarray:
@@ -188,18 +176,11 @@ class _Order:
         period_B, place_B = np.divmod(number_B, PERIOD)
         return self._taken_N + period_B[:, None] * self._counts_N + self._taken_PN[place_B]
 
-    def locate(self, number_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns each sequence's source, an index into `names`, and its number in that source."""
-        source_B = self._source_P[number_B % PERIOD]
-        return source_B, self.taken(number_B)[np.arange(len(number_B)), source_B]
-
 
 def apportion(weights: Sequence[float | int]) -> list[int]:
     """Returns 1,024 places divided in proportion to positive `weights`, by the largest remainder.
 
-    Each weight gets its quota rounded down. The remaining places go, one each, to the quotas with
-    the largest remainders, ties to the earlier one (Hamilton's method, 1792). The arithmetic is
-    exact.
+    Ties go to the earlier weight (Hamilton's method, 1792). The arithmetic is exact.
     """
     exact = [Fraction(weight) for weight in weights]
     quotas = [PERIOD * weight / sum(exact) for weight in exact]
@@ -215,10 +196,8 @@ def interleave(counts: Sequence[int]) -> list[int]:
 
     The `counts` are positive and sum to 1,024. With N > 1 counts, the first k places hold each
     index within 1 - 1/(2N - 2) of k·counts[i]/1,024, the best bound that holds for all counts:
-    Tijdeman, "The chairman assignment problem" (Discrete Mathematics 32, 1980). Among the indices
-    that may come without exceeding the bound, his algorithm takes the one with the earliest
-    deadline; ties go to the lower index. The order is part of a run's definition: it never changes
-    between versions.
+    Tijdeman, "The chairman assignment problem" (Discrete Mathematics 32, 1980). Ties go to the
+    lower index. The order is part of a run's definition: it never changes between versions.
     """
     scale = max(1, 2 * len(counts) - 2)  # the bound is 1 - 1/scale
     taken = [0] * len(counts)
@@ -238,7 +217,7 @@ def interleave(counts: Sequence[int]) -> list[int]:
     return pattern
 
 
-def _check_sources(sources: Mapping[str, Source]) -> None:
+def _check(sources: Mapping[str, Source], stages: Sequence[Stage]) -> None:
     if not sources:
         raise ValueError("a Mixture needs at least one source")
     for name, source in sources.items():
@@ -249,14 +228,12 @@ def _check_sources(sources: Mapping[str, Source]) -> None:
             )
     named = {f"source {name!r}": source for name, source in sources.items()}
     check_alike(named, "batch_size", "sequence_length")
-
-
-def _check_stages(sources: Mapping[str, Source], stages: Sequence[Stage]) -> None:
     check_begins([stage.begin for stage in stages])
-    known = ", ".join(sorted(sources))
     for stage in stages:
         for name in sorted(stage.weights.keys() - sources.keys()):
-            raise ValueError(f"{stage.title} weighs {name!r}, which is none of: {known}")
-    unused = sources.keys() - set().union(*(stage.weights for stage in stages))
-    for name in sorted(unused):
+            raise ValueError(
+                f"the stage that begins at step {stage.begin} weighs {name!r}, which is none of: "
+                f"{', '.join(sorted(sources))}"
+            )
+    for name in sorted(sources.keys() - set().union(*(stage.weights for stage in stages))):
         raise ValueError(f"source {name!r} has a weight in no stage: give it one or leave it out")

@@ -32,11 +32,7 @@ class Shuffle:
         seed: int | None = 0,
         epochs: int | None = None,
     ) -> None:
-        """Defines the order; see `FlatTokens`.
-
-        `together` neighbours are shuffled as one and stay in order. If it does not divide
-        `sequences`, the last group is padded.
-        """
+        """Defines the order; see `FlatTokens`. `together` neighbours stay in order."""
         self.rows = -(-sequences // together) * together
         self._sequences, self._together = sequences, together
         self._seed, self._epochs = seed, epochs
@@ -73,8 +69,6 @@ def permute(points: np.ndarray, size: int, *, seed: int, epoch: int) -> np.ndarr
 
     `points` holds integers in [0, size), any shape; the result is int64 of the same shape. The
     order is part of a run's definition: it never changes between versions.
-
-    Raises ValueError for a size outside [1, 2**63], or a seed or epoch outside [0, 2**64).
     """
     if not 1 <= size <= 2**63 or not max(seed, epoch) < 2**64 or min(seed, epoch) < 0:
         raise ValueError(f"no permutation has size {size}, seed {seed} and epoch {epoch}")
@@ -99,8 +93,7 @@ def _feistel(points: np.ndarray, half_bits: int, round_keys: np.ndarray) -> np.n
 def splitmix64(values: np.ndarray) -> np.ndarray:
     """Returns the SplitMix64 output for each state in `values` (uint64, any shape).
 
-    Unlike NumPy's generators, it never changes between releases. Source: Steele, Lea & Flood, "Fast
-    Splittable Pseudorandom Number Generators" (OOPSLA 2014), as in `java.util.SplittableRandom`.
+    Source: Steele, Lea & Flood, "Fast Splittable Pseudorandom Number Generators" (OOPSLA 2014).
     """
     mixed = np.asarray(values, np.uint64) + GOLDEN_GAMMA
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -35,16 +35,15 @@ class ReadAhead(Iterator[Item], Generic[Item]):
         self._thread.start()
 
     def _run(self) -> None:
-        end: BaseException | None = None
+        item, end = None, None
         while end is None:
             self._room.acquire()
             if self._closed:
                 return
-            item = None
             try:
                 item = next(self._items)
             except BaseException as error:  # any kind: `next` must not wait forever
-                end = error
+                item, end = None, error
             self._made.put((item, end))
 
     def ready(self) -> bool:
@@ -68,9 +67,9 @@ class ReadAhead(Iterator[Item], Generic[Item]):
         return item
 
     def close(self, timeout: float = 0.0) -> None:
-        """Drops the remaining items, and ends the thread once its current item is made.
+        """Drops the remaining items; afterwards `next` raises StopIteration.
 
-        Waits for that at most `timeout` seconds. Afterwards `next` raises StopIteration.
+        Waits at most `timeout` seconds for the thread to make its current item, and end.
         """
         self._closed, self._end = True, StopIteration()
         self._room.release()
@@ -90,8 +89,8 @@ class Prefetch(Iterator[tuple[int, Batch]]):
     as a context manager, to stop the thread early.
     """
 
-    wait_seconds: float  # waiting time of the last `next`; exactly 0 if the batch was ready
-    state: dict[str, Any] | None  # of a `Resumable` source, after the last yielded batch
+    wait_seconds: float = 0.0  # waiting time of the last `next`; exactly 0 if the batch was ready
+    state: dict[str, Any] | None = None  # of a `Resumable` source, after the last yielded batch
 
     def __init__(
         self,
@@ -106,11 +105,20 @@ class Prefetch(Iterator[tuple[int, Batch]]):
 
         Raises ValueError for a depth below 1.
         """
-        self.wait_seconds = 0.0
-        self.state = None
         self._close_seconds = close_seconds
-        placed = _placed(source, sharding, range(start, stop))
-        self._placed = ReadAhead(placed, depth, name="prefetch")
+
+        def placed() -> Iterator[tuple[int, Batch, dict[str, Any] | None]]:
+            for step in range(start, stop):
+                try:
+                    batch = place(source, step, sharding)
+                    # Read the state before the source advances to the next batch.
+                    state = source.state(step + 1) if isinstance(source, Resumable) else None
+                except Exception as error:
+                    error.add_note(f"while prefetching the batch of step {step}")
+                    raise
+                yield step, batch, state
+
+        self._placed = ReadAhead(placed(), depth, name="prefetch")
 
     def ready(self) -> bool:
         """True if `next` would return, or raise, without waiting."""
@@ -135,18 +143,3 @@ class Prefetch(Iterator[tuple[int, Batch]]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _placed(
-    source: Source, sharding: jax.sharding.NamedSharding, steps: range
-) -> Iterator[tuple[int, Batch, dict[str, Any] | None]]:
-    """Yields each step with its batch and the source's state after it."""
-    for step in steps:
-        try:
-            batch = place(source, step, sharding)
-            # Read the state before the source advances to the next batch.
-            state = source.state(step + 1) if isinstance(source, Resumable) else None
-        except Exception as error:
-            error.add_note(f"while prefetching the batch of step {step}")
-            raise
-        yield step, batch, state

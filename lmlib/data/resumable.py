@@ -13,22 +13,20 @@ class Resumable(Protocol):
     """A `Source` whose batches depend on more than the step, such as a stream.
 
     Batches must be requested in the order of their steps, all rows that a process needs of one step
-    before the next. Requesting the first batch again restarts the source. Each evaluation does that
-    with a validation source, whose state is not in checkpoints.
+    before the next. Requesting the first batch again restarts the source, as each evaluation does.
     """
 
     def state(self, step: int) -> dict[str, Any]:
-        """Returns JSON values from which `restore` reproduces the batches from `step` on.
+        """Returns JSON values from which `restore` reproduces this process's batches from `step`.
 
-        Called right after this process's rows of the batch of `step - 1`; each process has its own
-        state.
+        Called right after the batch of `step - 1`.
         """
 
     def restore(self, step: int, states: list[dict[str, Any]]) -> None:
-        """Makes `step` the next batch.
+        """Makes `step` the next batch; called before any batch.
 
         `states` come from all processes at that step, in order; the number of processes may have
-        changed. Called before any batch. Raises ValueError for states that do not fit.
+        changed. Raises ValueError for states that do not fit.
         """
 
 
@@ -41,12 +39,10 @@ def gather_states(state: dict[str, Any]) -> list[dict[str, Any]]:
     if jax.process_count() == 1:
         return [json.loads(text)]
     with jax.disable_jit(False):  # with jit disabled JAX gathers nothing, and hangs
-        content = np.frombuffer(text.encode("utf-8"), np.uint8)
+        content = np.frombuffer(text.encode(), np.uint8)
         lengths = np.ravel(multihost_utils.process_allgather(np.int32(content.size)))
         padded = np.zeros(lengths.max(), np.uint8)
         padded[: content.size] = content
         gathered = np.asarray(multihost_utils.process_allgather(padded))
-    return [
-        json.loads(row[:length].tobytes().decode("utf-8"))
-        for row, length in zip(gathered, lengths, strict=True)
-    ]
+    rows = zip(gathered, lengths, strict=True)
+    return [json.loads(row[:length].tobytes()) for row, length in rows]

@@ -20,12 +20,10 @@ class Stages:
     """A source for each stage of a run.
 
     A stage starts its source where the previous stage ends, counted in tokens of rows, padding
-    included. If that stage ends before its row n, of S tokens, the first row of this one is number
-    ⌈n·S / sequence_length⌉ of its source; row r of step t is number t·batch_size + r. If batches
-    grow and rows keep their length, the rows continue as if there were no stages. A further stage
-    never changes the batches before it.
-
-    It is a `Source` with the sizes of the first stage; `at` has the others' sizes.
+    included: after n rows of S tokens, with row number ⌈n·S / sequence_length⌉ of its source. If
+    batches grow and rows keep their length, the rows continue as if there were no stages. A further
+    stage never changes the batches before it. `batch_size` and the like are the first stage's; `at`
+    has the others'.
     """
 
     def __init__(self, sources: Sequence[tuple[int, Source]]) -> None:
@@ -51,10 +49,7 @@ class Stages:
         self.batches = self._sources[-1].batches  # None for infinite
 
     def spans(self, steps: int) -> dict[range, Source]:
-        """Returns the source of each stage by its steps, counted from 0, in a run of `steps`.
-
-        Raises ValueError if a stage begins after the last step.
-        """
+        """Returns the source of each stage by its steps, counted from 0, in a run of `steps`."""
         if self._begins[-1] >= steps:
             raise ValueError(
                 f"a stage begins at step {self._begins[-1]:,}, and the run ends after "
@@ -82,8 +77,7 @@ class Stages:
 class Continued:
     """A source that continues another one: step `begin` starts with the other's row `first_row`.
 
-    Rows are numbered over all batches: number p is row p % batch_size of the source's own step p //
-    batch_size. A batch that begins within one of the source's has rows of two of them.
+    Rows are numbered over all batches; a batch may have rows of two of the source's.
     """
 
     def __init__(self, source: Source, begin: int, first_row: int) -> None:

@@ -22,9 +22,8 @@ class Synthetic:
     """Rows of short arithmetic progressions modulo `vocab_size`, with noise.
 
     Each document starts at a random token and adds a random stride of 1 to 4 at each step; one
-    token in 16 is random instead. A model that sees only the last token can reach a loss of
-    about log 4; one that attends within the document goes lower; one that attends across
-    documents is misled. Everything is a function of (seed, step, row).
+    token in 16 is random instead. A model that sees only the last token can reach a loss of about
+    log 4. Everything is a function of (seed, step, row).
     """
 
     def __init__(

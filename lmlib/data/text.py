@@ -27,23 +27,16 @@ BYTE_TOKENIZER = TokenizerIdentity("bytes", None)  # UTF-8 bytes are ids 0 to 25
 
 @dataclass(frozen=True)
 class TextCodec:
-    """Encodes texts and decodes ids of a data set.
+    """Encodes texts and decodes ids of a data set."""
 
-    Attributes:
-      encode: returns the ids of the beginning of a document. The token that begins a document comes
-        first, if the data set has one; names of special tokens are plain text.
-      encode_marked: returns the ids of a text that names its special tokens itself.
-      decode: returns the text of ids, without special tokens.
-      settles: True if ids after this one don't change the text before them, except bytes at its end
-        that are not a complete character.
-      special_name: returns the name of a special token, and an empty text for any other id.
-    """
-
+    # The ids of the beginning of a document, with the token that begins one, if the data set has
+    # it; names of special tokens are plain text.
     encode: Callable[[str], list[int]]
-    encode_marked: Callable[[str], list[int]]
-    decode: Callable[[Iterable[int]], str]
+    encode_marked: Callable[[str], list[int]]  # of a text that names its special tokens itself
+    decode: Callable[[Iterable[int]], str]  # without special tokens
+    # True if later ids don't change the text before them, except an incomplete character at its end
     settles: Callable[[int], bool]
-    special_name: Callable[[int], str] = lambda id: ""
+    special_name: Callable[[int], str] = lambda id: ""  # empty for ids of other tokens
 
 
 @runtime_checkable
@@ -51,10 +44,7 @@ class HasText(Protocol):
     """A `Source` that may know its tokenizer."""
 
     def text_codec(self) -> TextCodec | None:
-        """Loads the tokenizer; `None` if it is unknown.
-
-        Raises ValueError or OSError if it cannot be loaded.
-        """
+        """Loads the tokenizer, or raises ValueError or OSError; `None` if it is unknown."""
 
 
 def codec_of_file(file: Path, bos_id: int | None) -> TextCodec:
@@ -62,8 +52,7 @@ def codec_of_file(file: Path, bos_id: int | None) -> TextCodec:
 
     Raises ValueError or OSError if the file does not describe a tokenizer.
     """
-    with _naming(file):
-        return codec_of_json(read_text(file, LARGEST_TOKENIZER), str(file), bos_id)
+    return codec_of_json(_text_of(file), str(file), bos_id)
 
 
 def codec_of_json(tokenizer_json: str, name: str, bos_id: int | None) -> TextCodec:
@@ -72,12 +61,12 @@ def codec_of_json(tokenizer_json: str, name: str, bos_id: int | None) -> TextCod
     Raises ValueError if the text does not describe a tokenizer.
     """
     begin = [] if bos_id is None else [bos_id]
-    tokenizer = read_tokenizer(tokenizer_json)
+    tokenizer = read_tokenizer(tokenizer_json, name)
     added = tokenizer.get_added_tokens_decoder()
 
     @functools.cache
     def marked() -> "Tokenizer":
-        tokenizer = read_tokenizer(tokenizer_json)
+        tokenizer = read_tokenizer(tokenizer_json, name)
         tokenizer.encode_special_tokens = False
         return tokenizer
 
@@ -109,14 +98,10 @@ def codec_of_json(tokenizer_json: str, name: str, bos_id: int | None) -> TextCod
 def beginning_of(file: Path, end_ids: Collection[int]) -> int | None:
     """Returns the id that the tokenizer.json `file` puts before a text; None if there is none.
 
-    Args:
-      end_ids: ids that it may put after a text.
-
-    Raises ValueError or OSError if the file does not describe a tokenizer, or one that puts several
-    ids before a text.
+    It may put `end_ids` after a text. Raises ValueError or OSError if the file does not describe a
+    tokenizer, or one that puts several ids before a text.
     """
-    with _naming(file):
-        tokenizer = read_tokenizer(read_text(file, LARGEST_TOKENIZER))
+    tokenizer = read_tokenizer(_text_of(file), str(file))
     with tokenizers_errors(f"{file} cannot encode an empty text"):
         around = tokenizer.encode("", add_special_tokens=True).ids
     before = [id for id in around if id not in end_ids]
@@ -141,14 +126,14 @@ def decoded_bytes(ids: Iterable[int | np.integer]) -> str:
     return bytes(int(i) for i in ids if i < 256).decode("utf-8", errors="replace")
 
 
-def read_tokenizer(tokenizer_json: str) -> "Tokenizer":
+def read_tokenizer(tokenizer_json: str, name: str = "the text") -> "Tokenizer":
     """Returns a tokenizer that treats any text as plain: no truncation, no padding.
 
-    Raises ValueError if the text does not describe a tokenizer.
+    Raises ValueError if the text does not describe a tokenizer; `name` is its name there.
     """
     from tokenizers import Tokenizer
 
-    with tokenizers_errors("the text is not a valid tokenizer.json"):
+    with tokenizers_errors(f"{name} is not a valid tokenizer.json"):
         tokenizer = Tokenizer.from_str(tokenizer_json)
     tokenizer.encode_special_tokens = True  # their names in a text are plain text
     tokenizer.no_truncation()
@@ -162,11 +147,9 @@ def write_tokenizer(file: Path, tokenizer_json: str) -> None:
     write_atomically(file, tokenizer_json)
 
 
-@contextmanager
-def _naming(file: Path) -> Iterator[None]:
-    """Prefixes the message of a ValueError with the file's name."""
+def _text_of(file: Path) -> str:
     try:
-        yield
+        return read_text(file, LARGEST_TOKENIZER)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
 

@@ -18,11 +18,9 @@ class TextStream:
     """
 
     def __init__(self, codec: TextCodec, kept: int = _KEPT):
-        """Starts with no text.
+        """At least `kept` ids are decoded again with new ones.
 
-        Args:
-          kept: the least number of ids that are decoded again with new ones, since the first id of
-            a text may be decoded differently: without the space before a word.
+        The first id of a text may be decoded differently: without the space before a word.
         """
         self._codec = codec
         self._kept = kept
@@ -60,11 +58,8 @@ class StopStrings:
     """Ends a text before the first of some stop strings, even if one spans several pieces.
 
     The first is the one that is completed first; if several end together, the longest. Text that
-    may be the beginning of a stop string is held back until that is decided. Names of special
-    tokens are compared too, but never shown.
-
-    Attributes:
-      found: the string that ended the text, `None` until then.
+    may begin a stop string is held back. Names of special tokens are compared, but never shown.
+    `found` is the string that ended the text, `None` until then.
     """
 
     def __init__(self, strings: Sequence[str]):
@@ -79,9 +74,7 @@ class StopStrings:
     def push(self, piece: str, special_name: str = "") -> str:
         """Returns the text that can be shown now; empty after a stop string.
 
-        Args:
-          piece: the next text.
-          special_name: `TextCodec.special_name` of the token after it.
+        `special_name` is `TextCodec.special_name` of the token after the next text, `piece`.
         """
         if self.found is not None:
             return ""

@@ -1,8 +1,6 @@
 """Small data sets for the data tests."""
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -14,16 +12,10 @@ WriteDocuments = Callable[..., SplitMetadata]
 
 
 @pytest.fixture(scope="session")
-def write_documents() -> WriteDocuments:
+def write_documents():
     """Writes documents (sequences of ids below 300) as a split cut into very small pieces."""
 
-    def write(
-        path: Path,
-        documents: Sequence[Sequence[int]],
-        split: str = "train",
-        shards: int = 1,
-        **settings: Any,
-    ) -> SplitMetadata:
+    def write(path, documents, split="train", shards=1, **settings):
         small = {"vocab_size": 300, "file_length": 32, "chunk_length": 8}
         borders = [len(documents) * shard // shards for shard in range(shards + 1)]
         for shard in range(shards):
@@ -37,7 +29,7 @@ def write_documents() -> WriteDocuments:
 
 
 @pytest.fixture(scope="session")
-def example_documents() -> list[list[int]]:
+def example_documents():
     """Sixty documents of up to 20 ids, one in ten of them empty."""
     rng = np.random.default_rng(0)
     return [
@@ -47,11 +39,7 @@ def example_documents() -> list[list[int]]:
 
 
 @pytest.fixture(scope="session")
-def example(
-    tmp_path_factory: pytest.TempPathFactory,
-    write_documents: WriteDocuments,
-    example_documents: list[list[int]],
-) -> Path:
+def example(tmp_path_factory, write_documents, example_documents):
     """A data set of the example documents in several shards; for reading only."""
     path = tmp_path_factory.mktemp("example")
     write_documents(path, example_documents, shards=4)

@@ -14,19 +14,19 @@ pytestmark = pytest.mark.several_devices
 class Recording:
     """A source that remembers which rows were read."""
 
-    def __init__(self, batch_size: int, sequence_length: int) -> None:
+    def __init__(self, batch_size, sequence_length):
         self._source = Synthetic(50, batch_size, sequence_length)
         self.batch_size, self.sequence_length = batch_size, sequence_length
         self.max_token_id = self._source.max_token_id
         self.batches = self.bytes_per_target = self.tokenizer = None
         self.rows_read: list[int] = []
 
-    def batch(self, step: int, rows: slice = slice(None)) -> Batch:
+    def batch(self, step, rows=slice(None)):
         self.rows_read += range(self.batch_size)[rows]
         return self._source.batch(step, rows)
 
 
-def mesh_of(data: int, fsdp: int, tensor: int) -> jax.sharding.Mesh:
+def mesh_of(data, fsdp, tensor):
     return jax.make_mesh(
         (data, fsdp, tensor),
         ("data", "fsdp", "tensor"),
@@ -45,14 +45,14 @@ def mesh_of(data: int, fsdp: int, tensor: int) -> jax.sharding.Mesh:
         PartitionSpec("fsdp", ("data", "tensor")),
     ],
 )
-def test_place_equals_the_batch(sizes: tuple[int, int, int], spec: PartitionSpec) -> None:
+def test_place_equals_the_batch(sizes, spec):
     source = Recording(8, 16)
     sharding = NamedSharding(mesh_of(*sizes), spec)
     placed = place(source, 3, sharding, order="plain")
     assert source.rows_read == list(range(8))  # each once
     assert isinstance(placed, Batch)
 
-    def check(array: jax.Array, expected: np.ndarray) -> None:
+    def check(array, expected):
         assert array.sharding.is_equivalent_to(sharding, array.ndim)
         assert array.dtype == expected.dtype
         np.testing.assert_array_equal(array, expected)
@@ -60,7 +60,7 @@ def test_place_equals_the_batch(sizes: tuple[int, int, int], spec: PartitionSpec
     jax.tree.map(check, placed, source.batch(3))
 
 
-def test_devices_that_share_a_row_have_an_early_and_a_late_piece_of_it() -> None:
+def test_devices_that_share_a_row_have_an_early_and_a_late_piece_of_it():
     source = Recording(8, 16)
     placed = place(source, 3, NamedSharding(mesh_of(2, 2, 2), PartitionSpec("data", "fsdp")))
     assert placed.order == "zigzag"
@@ -73,7 +73,7 @@ def test_devices_that_share_a_row_have_an_early_and_a_late_piece_of_it() -> None
             np.testing.assert_array_equal(shard.data, wanted)
 
 
-def test_a_mesh_that_does_not_divide_the_batch() -> None:
+def test_a_mesh_that_does_not_divide_the_batch():
     sharding = NamedSharding(mesh_of(2, 2, 2), PartitionSpec(("data", "fsdp")))
     with pytest.raises(ValueError, match="batch of 6 sequences of 16 tokens cannot be split"):
         place(Synthetic(50, 6, 16), 0, sharding)
@@ -81,7 +81,7 @@ def test_a_mesh_that_does_not_divide_the_batch() -> None:
 
 @settings(max_examples=100)
 @given(data=st.data(), rows=st.integers(0, 3), length=st.integers(1, 9))
-def test_packed_rows_match_a_loop(data: st.DataObject, rows: int, length: int) -> None:
+def test_packed_rows_match_a_loop(data, rows, length):
     flags = st.lists(st.booleans(), min_size=length + 1, max_size=length + 1)
     starts = np.array([data.draw(flags) for _ in range(rows)], bool).reshape(rows, length + 1)
     lengths = np.array([data.draw(st.integers(0, length)) for _ in range(rows)], int)

@@ -33,7 +33,7 @@ EXPECTED = {
 }
 
 
-def template(source: str) -> ChatTemplate:
+def template(source):
     return ChatTemplate({"default": source}, TOKENS)
 
 

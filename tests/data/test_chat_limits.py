@@ -6,7 +6,6 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -21,18 +20,18 @@ MEMORY, TIME = "80 MB of memory", "0.2 seconds of processor time"
 NESTED = "{{% for i in range(99999) %}}{{% for j in range(99999) %}}{}{{% endfor %}}{{% endfor %}}"
 
 
-def asked(text: str) -> list[dict[str, str]]:
+def asked(text):
     return [{"role": "user", "content": text}]
 
 
-def grown(start: str, step: str) -> str:
+def grown(start, step):
     """A template in which x is `start`, and ninety-nine times what `step` makes of it."""
     loop = "{% for i in range(99) %}{% set n.x = " + step + " %}{% endfor %}"
     return "{% set n = namespace(x=" + start + ") %}" + loop + "{{ n.x }}"
 
 
 @pytest.fixture(scope="module")
-def renderer() -> ChatRenderer:
+def renderer():
     return ChatRenderer(megabytes=80, seconds=0.2)
 
 
@@ -53,19 +52,15 @@ def renderer() -> ChatRenderer:
         ),
     ),
 )
-def test_no_template_takes_much_memory_or_time(
-    renderer: ChatRenderer, source: str, too_much: str
-) -> None:
+def test_no_template_takes_much_memory_or_time(renderer, source, too_much):
     template = ChatTemplate({"default": source}, {}, renderer)
-    with pytest.raises(
-        BeyondLimits, match=f"took more than ({too_much}) for this conversation: use another one"
-    ):
+    with pytest.raises(BeyondLimits, match=f"takes more than ({too_much}): use another template"):
         template.render(asked("Hi"))
 
 
 @pytest.mark.parametrize("source", ["{{ 9 ** (9 ** 9) }}", "{{ a }}" * 20_000])
-def test_compiling_is_limited_too(renderer: ChatRenderer, source: str) -> None:
-    with pytest.raises(ValueError, match=f"takes more than ({TIME}|{MEMORY}) to compile"):
+def test_compiling_is_limited_too(renderer, source):
+    with pytest.raises(ValueError, match=f"takes more than ({TIME}|{MEMORY}):"):
         ChatTemplate({"default": source}, {}, renderer)
 
 
@@ -74,31 +69,21 @@ PICKY += "{% if messages[0].content == 'no' %}{{ raise_exception('never') }}{% e
 PICKY += "{{ messages[0].content }}"
 
 
-def test_a_template_is_given_up_after_three_conversations_beyond_the_limits(
-    renderer: ChatRenderer,
-) -> None:
-    template = ChatTemplate({"default": PICKY}, {}, renderer)
-    for _ in range(3):
-        with pytest.raises(BeyondLimits):
-            template.render(asked("much"))
-    with pytest.raises(OSError, match="for 3 consecutive conversations: use another template"):
-        template.render(asked("a"))
-
-
-def test_only_the_conversation_that_took_too_much_is_refused(renderer: ChatRenderer) -> None:
-    template = ChatTemplate({"default": PICKY}, {}, renderer)
-    found = []
-    for text in ("a", "no", "much", "b", "much", "much", "c"):
+def test_a_template_is_given_up_after_three_conversations_beyond_the_limits(renderer):
+    template, found = ChatTemplate({"default": PICKY}, {}, renderer), []
+    for text in ("a", "no", "much", "b", "much", "much", "c", "much", "much", "much"):
         try:
             found.append(template.render(asked(text)).text)
         except ValueError as error:
             found.append(type(error).__name__)
-    expected = ["a", "ValueError", "BeyondLimits", "b", "BeyondLimits", "BeyondLimits", "c"]
-    assert found == expected
+    beyond = ["BeyondLimits"] * 3
+    assert found == ["a", "ValueError", beyond[0], "b", *beyond[1:], "c", *beyond]
+    with pytest.raises(OSError, match="for 3 consecutive conversations: use another template"):
+        template.render(asked("a"))
 
 
 @pytest.fixture
-def started() -> Iterator[tuple[ChatTemplate, int]]:
+def started():
     """A template of a process of its own with a minute for a text, and its number."""
     before = children()
     source = "{% if messages[0].content == 'much' %}" + NESTED.format("") + "{% endif %}"
@@ -108,7 +93,7 @@ def started() -> Iterator[tuple[ChatTemplate, int]]:
     yield template, process
 
 
-def children() -> set[int]:
+def children():
     found: set[int] = set()
     for thread in Path("/proc/self/task").iterdir():
         with contextlib.suppress(FileNotFoundError):  # of another test, and it ended just now
@@ -116,7 +101,7 @@ def children() -> set[int]:
     return found
 
 
-def test_a_process_that_was_killed_is_started_again(started: tuple[ChatTemplate, int]) -> None:
+def test_a_process_that_was_killed_is_started_again(started):
     template, process = started
     os.kill(process, signal.SIGKILL)
     os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
@@ -124,7 +109,7 @@ def test_a_process_that_was_killed_is_started_again(started: tuple[ChatTemplate,
 
 
 @pytest.mark.landing
-def test_a_process_that_is_killed_at_work_is_told_of(started: tuple[ChatTemplate, int]) -> None:
+def test_a_process_that_is_killed_at_work_is_told_of(started):
     template, process = started
     resource.prlimit(process, resource.RLIMIT_CPU, (1, 1))  # the kernel kills it within a second
     with pytest.raises(
@@ -134,12 +119,10 @@ def test_a_process_that_is_killed_at_work_is_told_of(started: tuple[ChatTemplate
     assert template.render(asked("a")).text == "a"
 
 
-def test_what_ctrl_c_leaves_unanswered_is_no_later_answer(
-    started: tuple[ChatTemplate, int],
-) -> None:
+def test_what_ctrl_c_leaves_unanswered_is_no_later_answer(started):
     template, _ = started
 
-    def interrupt(number: int, frame: object) -> None:
+    def interrupt(number, frame):
         raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGALRM, interrupt)
@@ -152,7 +135,7 @@ def test_what_ctrl_c_leaves_unanswered_is_no_later_answer(
     assert template.render(asked("a")).text == "a"
 
 
-def test_threads_get_their_own_texts(renderer: ChatRenderer) -> None:
+def test_threads_get_their_own_texts(renderer):
     template = ChatTemplate({"default": PICKY}, {}, renderer)
     texts = [str(number) * 50_000 for number in range(30)]
     with ThreadPoolExecutor(3) as threads:
@@ -172,5 +155,5 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(forked, 0)[1]) if forked else 0)
 """
 
 
-def test_a_fork_gets_its_own_texts() -> None:
+def test_a_fork_gets_its_own_texts():
     subprocess.run([sys.executable, "-c", FORKS], cwd=ROOT, check=True)

@@ -15,8 +15,8 @@ PPMD = [code for code in compressors.available() if code.startswith("PPMd")]
 
 
 @pytest.mark.skipif(shutil.which("xz") is None, reason="needs the program xz")
-def test_xz_is_that_of_the_command() -> None:
-    def command(text: str) -> int:
+def test_xz_is_that_of_the_command():
+    def command(text):
         done = subprocess.run(["xz", "-9e"], input=text.encode(), capture_output=True, check=True)
         return len(done.stdout)
 
@@ -25,12 +25,12 @@ def test_xz_is_that_of_the_command() -> None:
     assert found["xz -9e of the whole text"] == command("".join(TEXTS))
 
 
-def test_ppmd_is_no_shorter_than_what_can_be_decoded() -> None:
+def test_ppmd_is_no_shorter_than_what_can_be_decoded():
     pyppmd = pytest.importorskip("pyppmd")
     whole, before = "".join(TEXTS).encode(), "".join(TRAINING).encode()
     found = compressors.measure(TEXTS, TRAINING, PPMD)
 
-    def code(text: bytes) -> bytes:
+    def code(text):
         encoder = pyppmd.Ppmd7Encoder(16, 1 << 24)
         made = b"".join(encoder.encode(bytes([byte])) for byte in text) + encoder.flush()
         assert pyppmd.Ppmd7Decoder(16, 1 << 24).decode(made, len(text)) == text
@@ -42,7 +42,7 @@ def test_ppmd_is_no_shorter_than_what_can_be_decoded() -> None:
     assert found[after] < found[alone]
 
 
-def test_only_one_code_saw_the_training_text() -> None:
+def test_only_one_code_saw_the_training_text():
     saw = [code for code in compressors.available() if compressors.saw_training_text(code)]
     assert saw == [code for code in PPMD if "after the training text" in code]
     changed = compressors.measure(TEXTS, ["something else"])
@@ -50,7 +50,7 @@ def test_only_one_code_saw_the_training_text() -> None:
     assert {code for code in found if found[code] != changed[code]} == set(saw)
 
 
-def test_what_was_measured_is_kept(tmp_path: Path) -> None:
+def test_what_was_measured_is_kept(tmp_path):
     assert compressors.read(tmp_path) == {}
     told: list[str] = []
     measured = compressors.measure(TEXTS, TRAINING, report=told.append)
@@ -60,7 +60,7 @@ def test_what_was_measured_is_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "[1]", '{"xz -9e of each text": "1"}', '{"a": -1}', "{"])
-def test_a_damaged_record_is_named(tmp_path: Path, content: str) -> None:
+def test_a_damaged_record_is_named(tmp_path, content):
     (tmp_path / compressors.FILE_NAME).write_text(content)
     with pytest.raises(DamagedDataError, match=r"compressors\.json"):
         compressors.read(tmp_path)

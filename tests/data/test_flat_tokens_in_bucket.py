@@ -1,12 +1,9 @@
 """Flat tokens in a bucket: the batches of those on a disk, and a second epoch without a request."""
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import numpy as np
 import pytest
 from buckets.fixtures import folder_in_bucket
-from buckets.proxy import Fault, FaultyProxy
+from buckets.proxy import Fault
 
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.stored.metadata import DamagedDataError
@@ -19,7 +16,7 @@ ROWS = (2, 7, 3)  # batch size, sequence length, seed
 
 
 @pytest.fixture(params=[pytest.param("s3", marks=pytest.mark.slow), "gs"])
-def bucket(request, monkeypatch, tmp_path, example) -> Iterator[tuple[str, FaultyProxy]]:
+def bucket(request, monkeypatch, tmp_path, example):
     """The URL of a copy of the example."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with folder_in_bucket(request.param, monkeypatch) as (url, proxy):
@@ -29,7 +26,7 @@ def bucket(request, monkeypatch, tmp_path, example) -> Iterator[tuple[str, Fault
         yield url, proxy
 
 
-def assert_same_batches(one: FlatTokens, other: FlatTokens, steps: int) -> None:
+def assert_same_batches(one, other, steps):
     for step in range(steps):
         first, second = one.batch(step), other.batch(step)
         for name in ("tokens", "targets", "segment_ids", "positions", "loss_mask"):
@@ -79,7 +76,7 @@ def test_damage_in_the_bucket_is_no_fault_of_the_network(bucket):
         FlatTokens(url, "train", *ROWS)
 
 
-def test_a_cache_that_is_full_keeps_what_it_has(tmp_path: Path):
+def test_a_cache_that_is_full_keeps_what_it_has(tmp_path):
     chunks = [np.random.default_rng(number).bytes(400_000) for number in range(4)]
     ChunkCache(tmp_path, "array", 400_000).keep(0, chunks[0] + chunks[1])
     full = ChunkCache(tmp_path, "array", 400_000, largest=100_000)

@@ -58,18 +58,18 @@ assert not set(heavy) & set(sys.modules), set(heavy) & set(sys.modules)
 COMMANDS = [file.parent.name for file in (ROOT / "data_tools").glob("*/__main__.py")]
 
 
-def run(code: str, *arguments: str) -> None:
+def run(code, *arguments):
     command = [sys.executable, "-c", code, *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("code", [ALL_OF_DATA, WRITING, READING, CHATS, CHAT_SERVER])
-def test_a_room_imports_nothing_heavy(code: str) -> None:
+def test_a_room_imports_nothing_heavy(code):
     run(code)
 
 
 @pytest.mark.parametrize("command", sentinels(COMMANDS, lambda name: name == "inspect"))
 @pytest.mark.parametrize("flag", ["--help", pytest.param("--no_such_flag", marks=pytest.mark.slow)])
-def test_help_and_mistakes_come_soon(command: str, flag: str) -> None:
+def test_help_and_mistakes_come_soon(command, flag):
     run(COMMAND, command, flag, *HEAVY)

@@ -1,7 +1,5 @@
 import json
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 from forged_digests import sign
@@ -44,7 +42,7 @@ FIRST = ShardMetadata(
 SECOND = replace(FIRST, shard=1, tokens=7, documents=1, targets=6, bytes=10, max_token_id=8)
 
 
-def write(folder: Path, *shards: ShardMetadata) -> list[Path]:
+def write(folder, *shards):
     folders = [folder / shard.name for shard in shards]
     for place, shard in zip(folders, shards, strict=True):
         place.mkdir()
@@ -52,7 +50,7 @@ def write(folder: Path, *shards: ShardMetadata) -> list[Path]:
     return folders
 
 
-def test_a_split_sums_its_shards(tmp_path: Path) -> None:
+def test_a_split_sums_its_shards(tmp_path):
     (first, _) = write(tmp_path, FIRST, SECOND)
     assert read_shard(first) == FIRST
     assert [file.name for file in first.iterdir()] == ["metadata.json"]
@@ -65,7 +63,7 @@ def test_a_split_sums_its_shards(tmp_path: Path) -> None:
     assert SplitMetadata.of((FIRST, replace(SECOND, gzip_bytes=None))).gzip_bytes is None
 
 
-def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+def test_a_missing_shard_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match="has no shards"):
         read_split(tmp_path)
     write(tmp_path, SECOND)
@@ -82,23 +80,14 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
         ([SECOND, replace(FIRST, shards=3)], "splits into 2 and 3"),
     ],
 )
-def test_shards_that_do_not_belong_together_are_refused(
-    tmp_path: Path, others: list[ShardMetadata], message: str
-) -> None:
+def test_shards_that_do_not_belong_together_are_refused(tmp_path, others, message):
     write(tmp_path, FIRST, *others)
     with pytest.raises(ValueError, match=message):
         read_split(tmp_path)
 
 
-def test_a_renamed_shard_is_refused(tmp_path: Path) -> None:
-    (first,) = write(tmp_path, FIRST)
-    first.rename(tmp_path / SECOND.name)
-    with pytest.raises(DamagedDataError, match="it belongs to shard 0 of 2"):
-        read_shard(tmp_path / SECOND.name)
-
-
 @pytest.mark.parametrize("version", [3, 5, "4"])
-def test_another_version_is_refused(tmp_path: Path, version: object) -> None:
+def test_another_version_is_refused(tmp_path, version):
     (first,) = write(tmp_path, FIRST)
     file = first / "metadata.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"version": version}))
@@ -111,7 +100,7 @@ def test_another_version_is_refused(tmp_path: Path, version: object) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{", '{"format": "lmlib flat tokens"}', "null"])
-def test_damaged_metadata_names_the_file(tmp_path: Path, content: str) -> None:
+def test_damaged_metadata_names_the_file(tmp_path, content):
     (tmp_path / "metadata.json").write_text(content)
     with pytest.raises(DamagedDataError, match=r"metadata\.json is damaged"):
         read_shard(tmp_path)
@@ -133,9 +122,7 @@ def test_damaged_metadata_names_the_file(tmp_path: Path, content: str) -> None:
         ),
     ],
 )
-def test_entries_that_make_no_sense_are_damage(
-    tmp_path: Path, entries: dict[str, Any], message: str
-) -> None:
+def test_entries_that_make_no_sense_are_damage(tmp_path, entries, message):
     """`...` stands for an entry that is missing."""
     (first,) = write(tmp_path, FIRST)
     file = first / "metadata.json"
@@ -146,7 +133,7 @@ def test_entries_that_make_no_sense_are_damage(
         read_shard(first)
 
 
-def test_any_flipped_bit_is_noticed(tmp_path: Path) -> None:
+def test_any_flipped_bit_is_noticed(tmp_path):
     (first,) = write(tmp_path, FIRST)
     file = first / "metadata.json"
     whole = file.read_bytes()
@@ -158,7 +145,7 @@ def test_any_flipped_bit_is_noticed(tmp_path: Path) -> None:
             read_shard(first)
 
 
-def test_tokenizers_differ_if_their_files_do() -> None:
+def test_tokenizers_differ_if_their_files_do():
     one, plain = TokenizerIdentity("here", "aa"), TokenizerIdentity("bytes", None)
     assert not tokenizers_differ(one, TokenizerIdentity("there", "aa"))
     assert tokenizers_differ(one, TokenizerIdentity("here", "bb"))

@@ -10,9 +10,6 @@ import json
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -20,7 +17,7 @@ import pytest
 from forked_processes import ForkedProcess
 from jax.sharding import NamedSharding
 
-from lmlib.data.batch import Batch, Source
+from lmlib.data.batch import Batch
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.mixture import Mixture, Stage
 from lmlib.data.prefetch import Prefetch
@@ -37,13 +34,13 @@ STARTS = [0, 3, 130]  # where runs begin or resume; each makes two steps
 SECONDS = 100  # that the processes may take
 
 
-def sources(data_set: str) -> dict[str, Source]:
+def sources(data_set):
     """Those under test. `data_set` has fewer than 64 sequences: most steps are past an epoch."""
 
-    def stored(seed: int) -> FlatTokens:
+    def stored(seed):
         return FlatTokens(data_set, "train", BATCH_SIZE, SEQUENCE_LENGTH, seed=seed)
 
-    def made_up(seed: int, teacher_k: int | None = None) -> Synthetic:
+    def made_up(seed, teacher_k=None):
         return Synthetic(300, BATCH_SIZE, SEQUENCE_LENGTH, seed=seed, teacher_k=teacher_k)
 
     mixture = Mixture(
@@ -59,23 +56,23 @@ def sources(data_set: str) -> dict[str, Source]:
 class Recording:
     """A source that remembers which rows were read of each step."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source):
         self._source = source
         self.batch_size, self.sequence_length = source.batch_size, source.sequence_length
         self.max_token_id, self.tokenizer = source.max_token_id, source.tokenizer
         self.batches, self.bytes_per_target = source.batches, source.bytes_per_target
         self.rows_read: dict[int, list[int]] = {}
 
-    def batch(self, step: int, rows: slice = slice(None)) -> Batch:
+    def batch(self, step, rows=slice(None)):
         self.rows_read.setdefault(step, []).extend(range(self.batch_size)[rows])
         return self._source.batch(step, rows)
 
 
-def case(source: str, mesh: tuple[int, ...], step: int) -> str:
+def case(source, mesh, step):
     return f"{source}, mesh {mesh}, step {step}"
 
 
-def work(port: int, processes: int, process: int, data_set: str, out: str) -> None:
+def work(port, processes, process, data_set, out):
     """One process: writes the rows it read and each of its shards with its place, case by case."""
     jax.distributed.initialize(f"localhost:{port}", processes, process)
     assert (jax.device_count(), jax.local_device_count()) == (DEVICES, DEVICES // processes)
@@ -104,9 +101,7 @@ def work(port: int, processes: int, process: int, data_set: str, out: str) -> No
 @pytest.fixture(
     scope="module", params=[pytest.param(1, marks=slow), 2, pytest.param(4, marks=slow)]
 )
-def held_by_processes(
-    request: pytest.FixtureRequest, example: Path, tmp_path_factory: pytest.TempPathFactory
-) -> list[dict[str, np.ndarray]]:
+def held_by_processes(request, example, tmp_path_factory):
     """What each of 1, 2 or 4 processes wrote."""
     count = request.param
     out = tmp_path_factory.mktemp(f"processes_{count}")
@@ -138,7 +133,7 @@ def held_by_processes(
     return [dict(np.load(out / f"{process}.npz")) for process in range(count)]
 
 
-def shards(held: dict[str, np.ndarray], prefix: str) -> Iterator[tuple[slice, slice, np.ndarray]]:
+def shards(held, prefix):
     """The rows, columns and values of each shard of one array."""
     for number in itertools.count():
         if f"{prefix}/{number}" not in held:
@@ -147,15 +142,13 @@ def shards(held: dict[str, np.ndarray], prefix: str) -> Iterator[tuple[slice, sl
         yield slice(*rows), slice(*columns), held[f"{prefix}/{number}"]
 
 
-def cases() -> Iterator[tuple[str, tuple[int, ...], int]]:
+def cases():
     steps = [step for start in STARTS for step in (start, start + 1)]
     return itertools.product(["stored", "made up", "mixture"], MESHES, steps)
 
 
 @pytest.mark.slow
-def test_the_global_batch_is_the_same_for_any_processes_mesh_and_resume(
-    held_by_processes: list[dict[str, np.ndarray]], example: Path
-) -> None:
+def test_the_global_batch_is_the_same_for_any_processes_mesh_and_resume(held_by_processes, example):
     expected = sources(str(example))
     for name, mesh, step in cases():
         for field, whole in fields_of(expected[name].batch(step)).items():
@@ -170,9 +163,7 @@ def test_the_global_batch_is_the_same_for_any_processes_mesh_and_resume(
             assert (copies == mesh[2]).all()  # nothing is missing; `tensor` holds copies
 
 
-def test_each_process_reads_the_rows_of_its_devices_once(
-    held_by_processes: list[dict[str, np.ndarray]],
-) -> None:
+def test_each_process_reads_the_rows_of_its_devices_once(held_by_processes):
     for name, mesh, step in cases():
         key = case(name, mesh, step)
         read = [held[f"{key}/rows"].tolist() for held in held_by_processes]
@@ -186,7 +177,7 @@ def test_each_process_reads_the_rows_of_its_devices_once(
             assert all(rows_read == list(range(BATCH_SIZE)) for rows_read in read), key
 
 
-def fields_of(batch: Batch) -> dict[str, Any]:
+def fields_of(batch):
     """Its arrays, those that are there: a teacher's are not always."""
     arrays = [one.name for one in dataclasses.fields(Batch) if not one.metadata.get("static")]
     return {name: values for name in arrays if (values := getattr(batch, name)) is not None}

@@ -10,7 +10,7 @@ from lmlib.data.permutation import GOLDEN_GAMMA, hash_words, permute, splitmix64
 SEEDS = st.integers(0, 2**64 - 1)
 
 
-def test_bijection_for_every_small_size_and_some_larger_ones() -> None:
+def test_bijection_for_every_small_size_and_some_larger_ones():
     for size in (*range(1, 400), 4**8 - 1, 4**8, 4**8 + 1, 100_003):
         image = permute(np.arange(size), size, seed=size, epoch=size % 3)
         assert np.array_equal(np.sort(image), np.arange(size)), size
@@ -18,9 +18,7 @@ def test_bijection_for_every_small_size_and_some_larger_ones() -> None:
 
 @settings(max_examples=50)
 @given(size=st.integers(1, 2**63), seed=SEEDS, epoch=SEEDS, data=st.data())
-def test_any_size_stays_in_range_without_collisions(
-    size: int, seed: int, epoch: int, data: st.DataObject
-) -> None:
+def test_any_size_stays_in_range_without_collisions(size, seed, epoch, data):
     points = data.draw(st.lists(st.integers(0, size - 1), min_size=1, max_size=20, unique=True))
     image = permute(np.array(points), size, seed=seed, epoch=epoch)
     assert image.dtype == np.int64
@@ -31,7 +29,7 @@ def test_any_size_stays_in_range_without_collisions(
 
 
 @pytest.mark.landing
-def test_all_orders_of_few_elements_are_equally_likely(stats) -> None:
+def test_all_orders_of_few_elements_are_equally_likely(stats):
     orders = list(itertools.permutations(range(4)))
     counts = dict.fromkeys(orders, 0)
     for seed in range(4800):
@@ -39,7 +37,7 @@ def test_all_orders_of_few_elements_are_equally_likely(stats) -> None:
     assert stats.chisquare(list(counts.values())).pvalue > 1e-4
 
 
-def test_a_large_permutation_looks_random(stats) -> None:
+def test_a_large_permutation_looks_random(stats):
     size = 200_000
     points = np.arange(size)
     first = permute(points, size, seed=0, epoch=0)
@@ -57,7 +55,7 @@ def test_a_large_permutation_looks_random(stats) -> None:
         assert np.sum(one == another) < 12
 
 
-def test_the_order_never_changes_between_versions() -> None:
+def test_the_order_never_changes_between_versions():
     assert permute(np.arange(10), 10, seed=0, epoch=0).tolist() == [5, 1, 7, 6, 8, 0, 9, 2, 4, 3]
     assert permute(np.arange(10), 10, seed=0, epoch=1).tolist() == [3, 6, 1, 4, 9, 7, 5, 8, 2, 0]
     assert permute(np.arange(5), 2**40 + 1, seed=2**64 - 1, epoch=7).tolist() == [
@@ -83,12 +81,12 @@ def test_the_order_never_changes_between_versions() -> None:
         ([0], 3, 0, 2**64, "epoch"),
     ],
 )
-def test_errors(points: list[int], size: int, seed: int, epoch: int, message: str) -> None:
+def test_errors(points, size, seed, epoch, message):
     with pytest.raises(ValueError, match=message):
         permute(np.array(points), size, seed=seed, epoch=epoch)
 
 
-def test_splitmix64_matches_the_published_sequence() -> None:
+def test_splitmix64_matches_the_published_sequence():
     # The first outputs for the seed 1234567, as printed by the reference C code.
     states = np.uint64(1234567) + np.arange(5, dtype=np.uint64) * GOLDEN_GAMMA
     assert splitmix64(states).tolist() == [
@@ -100,7 +98,7 @@ def test_splitmix64_matches_the_published_sequence() -> None:
     ]
 
 
-def test_hash_words_depends_on_order_and_broadcasts() -> None:
+def test_hash_words_depends_on_order_and_broadcasts():
     grid = hash_words(7, np.arange(3)[:, None], np.arange(4))
     assert grid.shape == (3, 4)
     assert len(np.unique(grid)) == 12

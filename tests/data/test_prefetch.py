@@ -1,13 +1,10 @@
 import threading
-from collections.abc import Iterator
-from typing import Any
 
 import jax
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from lmlib.data.batch import Batch
 from lmlib.data.prefetch import Prefetch, ReadAhead
 from lmlib.data.synthetic import Synthetic
 
@@ -20,11 +17,11 @@ SHARDING = NamedSharding(
 class Failing(Synthetic):
     """Synthetic data that cannot be read from step 3 on, and counts what was asked for."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(50, 2, 4)
         self.asked: list[int] = []
 
-    def batch(self, step: int, rows: slice = slice(None)) -> Batch:
+    def batch(self, step, rows=slice(None)):
         self.asked.append(step)
         if step >= 3:
             raise OSError("the disk is gone")
@@ -34,12 +31,12 @@ class Failing(Synthetic):
 class Gated(Synthetic):
     """Synthetic data of which each batch must be let through."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(50, 2, 4)
         self.asked = threading.Semaphore(0)
         self.gate = threading.Semaphore(0)
 
-    def batch(self, step: int, rows: slice = slice(None)) -> Batch:
+    def batch(self, step, rows=slice(None)):
         self.asked.release()
         self.gate.acquire()
         return super().batch(step, rows)
@@ -48,27 +45,27 @@ class Gated(Synthetic):
 class Counting(Synthetic):
     """Synthetic data whose state is the number of batches that it has given."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(50, 2, 4)
         self.given = 0
 
-    def batch(self, step: int, rows: slice = slice(None)) -> Batch:
+    def batch(self, step, rows=slice(None)):
         self.given += 1
         return super().batch(step, rows)
 
-    def state(self, step: int) -> dict[str, Any]:
+    def state(self, step):
         return {"step": step, "given": self.given}
 
-    def restore(self, step: int, states: list[dict[str, Any]]) -> None:
+    def restore(self, step, states):
         self.given = states[0]["given"]
 
 
-def prefetch_threads() -> list[str]:
+def prefetch_threads():
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("prefetch")]
 
 
 @pytest.mark.parametrize("depth", [1, 2, 9])
-def test_yields_every_step_in_order(depth: int) -> None:
+def test_yields_every_step_in_order(depth):
     source = Synthetic(50, 2, 4)
     with Prefetch(source, SHARDING, start=5, stop=11, depth=depth) as batches:
         steps = []
@@ -79,7 +76,7 @@ def test_yields_every_step_in_order(depth: int) -> None:
     assert prefetch_threads() == []
 
 
-def test_errors_surface_at_the_step_that_failed() -> None:
+def test_errors_surface_at_the_step_that_failed():
     batches = Prefetch(Failing(), SHARDING, start=1, stop=10)
     assert [next(batches)[0], next(batches)[0]] == [1, 2]
     with pytest.raises(OSError, match="the disk is gone") as raised:
@@ -89,7 +86,7 @@ def test_errors_surface_at_the_step_that_failed() -> None:
     assert prefetch_threads() == []
 
 
-def test_closing_early_ends_the_thread() -> None:
+def test_closing_early_ends_the_thread():
     source = Failing()
     with Prefetch(source, SHARDING, start=0, stop=10**9) as batches:
         assert next(batches)[0] == 0
@@ -100,18 +97,7 @@ def test_closing_early_ends_the_thread() -> None:
     batches.close()
 
 
-def test_depth_must_be_positive() -> None:
-    with pytest.raises(ValueError, match="depth of at least 1"):
-        Prefetch(Synthetic(50, 2, 4), SHARDING, start=0, stop=1, depth=0)
-
-
-def test_waiting_for_a_batch_is_measured() -> None:
-    # With a depth of 1 a batch is begun only when the one before is taken, and asked for at once.
-    with Prefetch(Synthetic(50, 2, 4), SHARDING, start=0, stop=20, depth=1) as batches:
-        assert any(batches.wait_seconds > 0 for _ in batches)
-
-
-def test_a_batch_that_is_ready_is_not_waited_for() -> None:
+def test_a_batch_that_is_ready_is_not_waited_for():
     with Prefetch(Synthetic(50, 2, 4), SHARDING, start=0, stop=3, depth=4) as batches:
         for thread in threading.enumerate():
             if thread.name == "prefetch":  # it ends once all three are placed
@@ -120,7 +106,7 @@ def test_a_batch_that_is_ready_is_not_waited_for() -> None:
         assert [batches.wait_seconds for _ in batches] == [0.0, 0.0, 0.0]
 
 
-def test_the_state_is_that_after_the_batch_however_far_the_source_is_ahead() -> None:
+def test_the_state_is_that_after_the_batch_however_far_the_source_is_ahead():
     source = Counting()
     with Prefetch(source, SHARDING, start=5, stop=9, depth=4) as batches:
         assert batches.state is None
@@ -130,7 +116,7 @@ def test_the_state_is_that_after_the_batch_however_far_the_source_is_ahead() -> 
         assert [batches.state for _ in batches] == [None]
 
 
-def test_a_source_that_hangs_can_be_left() -> None:
+def test_a_source_that_hangs_can_be_left():
     source = Gated()
     with Prefetch(source, SHARDING, start=0, stop=4, close_seconds=0.01) as batches:
         source.asked.acquire()
@@ -144,15 +130,17 @@ def test_a_source_that_hangs_can_be_left() -> None:
     assert not source.asked.acquire(blocking=False)  # nothing more was asked for
 
 
-def test_reading_ahead_stops_at_its_depth_and_repeats_its_error() -> None:
+def test_reading_ahead_stops_at_its_depth_and_repeats_its_error():
     made: list[int] = []
 
-    def numbers() -> Iterator[int]:
+    def numbers():
         for number in range(5):
             made.append(number)
             yield number
         raise OSError("no more")
 
+    with pytest.raises(ValueError, match="depth of at least 1"):
+        ReadAhead(numbers(), depth=0, name="none")
     numbers_ahead = ReadAhead(numbers(), depth=2, name="numbers")
     for number in range(5):
         assert next(numbers_ahead) == number
@@ -166,10 +154,10 @@ def test_reading_ahead_stops_at_its_depth_and_repeats_its_error() -> None:
         next(numbers_ahead)
 
 
-def test_reading_ahead_gives_up_waiting_after_a_time() -> None:
+def test_reading_ahead_gives_up_waiting_after_a_time():
     hang = threading.Event()
 
-    def hanging() -> Iterator[int]:
+    def hanging():
         hang.wait()
         yield 1
 

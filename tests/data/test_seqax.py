@@ -1,8 +1,6 @@
 """Reading data sets of seqax, which zarr itself writes."""
 
 import json
-from collections.abc import Callable
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -15,7 +13,7 @@ from lmlib.data.stored.metadata import DamagedDataError
 SMALL = [[1, 2], [3, 4, 5], [6, 7, 8]]
 
 
-def test_three_documents_by_hand(tmp_path: Path) -> None:
+def test_three_documents_by_hand(tmp_path):
     write_seqax(tmp_path, SMALL)
     source = FlatTokens(str(tmp_path), "train", 1, 8, seed=None)
     assert (source.tokens, source.documents, source.max_token_id) == (8, 3, 8)
@@ -30,8 +28,8 @@ def test_three_documents_by_hand(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("length", [1, 7, 64])
 def test_batches_are_those_of_the_same_documents_in_our_format(
-    tmp_path: Path, write_documents: Callable, example_documents: list[list[int]], length: int
-) -> None:
+    tmp_path, write_documents, example_documents, length
+):
     documents = [document for document in example_documents if document]
     write_seqax(tmp_path / "seqax", documents)
     write_documents(tmp_path / "ours", documents, shards=3)
@@ -43,7 +41,7 @@ def test_batches_are_those_of_the_same_documents_in_our_format(
         jax.tree.map(np.testing.assert_array_equal, theirs.batch(step), ours.batch(step))
 
 
-def test_both_splits(tmp_path: Path) -> None:
+def test_both_splits(tmp_path):
     write_seqax(tmp_path, SMALL)
     write_seqax(tmp_path, [[9, 9, 9]], "validation")
     validation, train = (
@@ -61,9 +59,7 @@ def test_both_splits(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("chunk", ["0", "1"])
 @pytest.mark.parametrize("length", [None, 0, 10])
-def test_a_lost_or_truncated_chunk_is_never_zeros(
-    tmp_path: Path, chunk: str, length: int | None
-) -> None:
+def test_a_lost_or_truncated_chunk_is_never_zeros(tmp_path, chunk, length):
     write_seqax(tmp_path, SMALL)
     file = tmp_path / "train/encoded_tokens" / chunk
     if length is None:
@@ -90,9 +86,7 @@ ATTRIBUTES, STARTS = ".zattrs", "seq_starts/.zarray"
         ),
     ],
 )
-def test_a_description_that_makes_no_sense_is_named(
-    tmp_path: Path, file: str, content: str | dict | None, message: str
-) -> None:
+def test_a_description_that_makes_no_sense_is_named(tmp_path, file, content, message):
     write_seqax(tmp_path, SMALL)
     path = tmp_path / "train" / file
     before = json.loads(path.read_text())

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -11,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numbered_source import Numbered, Stream
 
-from lmlib.data.batch import Batch, Source, source_at
+from lmlib.data.batch import source_at
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.stages import Continued, Stages
 from lmlib.data.stored.metadata import TokenizerIdentity
@@ -19,12 +18,12 @@ from lmlib.data.synthetic import Synthetic
 from lmlib.data.text import HasText
 
 
-def numbers(batch: Batch) -> list[int]:
+def numbers(batch):
     return batch.tokens[:, 0].tolist()
 
 
 @st.composite
-def stages_of(draw: st.DrawFn) -> list[tuple[int, Numbered]]:
+def stages_of(draw):
     """Up to four stages with their begins."""
     lengths = draw(st.lists(st.integers(1, 5), min_size=0, max_size=3))
     begins = [0, *itertools.accumulate(lengths)]
@@ -64,7 +63,7 @@ def test_a_further_stage_changes_no_batch_before_it(sources, more):
         assert numbers(Stages(longer).batch(step)) == numbers(Stages(sources).batch(step))
 
 
-def test_what_is_known_of_a_source_is_known_of_its_stage(example: Path):
+def test_what_is_known_of_a_source_is_known_of_its_stage(example):
     flat = FlatTokens(str(example), "train", 4, 8, epochs=1)
     stages = Stages([(0, Synthetic(300, 2, 4)), (3, flat)])
     later = stages.at(3)
@@ -114,7 +113,7 @@ ONE, OTHER = TokenizerIdentity("one", "1" * 64), TokenizerIdentity("other", "2" 
         ),
     ],
 )
-def test_stages_that_make_no_sense_are_refused(sources: list[tuple[int, Source]], told: str):
+def test_stages_that_make_no_sense_are_refused(sources, told):
     with pytest.raises(ValueError, match=told):
         Stages(sources)
 
@@ -142,10 +141,10 @@ PIECE = 8  # tokens that are shuffled as one
     ),
     st.sampled_from([0, 7, None]),
 )
-def test_rows_cut_from_the_same_pieces_have_one_text_in_one_order(example: Path, shapes, seed):
+def test_rows_cut_from_the_same_pieces_have_one_text_in_one_order(example, shapes, seed):
     """Whether they become longer or shorter; at a change less than one row is passed over."""
 
-    def source(rows: int, length: int) -> FlatTokens:
+    def source(rows, length):
         return FlatTokens(str(example), "train", rows, length, seed=seed, shuffled_length=PIECE)
 
     steps = [0, *itertools.accumulate(steps for _, _, steps in shapes)]
@@ -163,13 +162,13 @@ def test_rows_cut_from_the_same_pieces_have_one_text_in_one_order(example: Path,
         place += len(found)
 
 
-def targets(batch: Batch) -> np.ndarray:
+def targets(batch):
     """Row after row; -1 for padding."""
     return np.where(batch.segment_ids > 0, batch.targets, -1).ravel()
 
 
-def test_pieces_that_rows_do_not_divide_are_refused(example: Path):
-    def opened(length: int, **settings) -> FlatTokens:
+def test_pieces_that_rows_do_not_divide_are_refused(example):
+    def opened(length, **settings):
         return FlatTokens(str(example), "train", 2, 8, shuffled_length=length, **settings)
 
     with pytest.raises(ValueError, match="shuffled_length is 12, and must be a multiple of"):
@@ -181,7 +180,7 @@ def test_pieces_that_rows_do_not_divide_are_refused(example: Path):
             opened(16, **other)
 
 
-def test_an_epoch_of_pieces_has_each_sequence_once(example: Path):
+def test_an_epoch_of_pieces_has_each_sequence_once(example):
     source = FlatTokens(str(example), "train", 3, 2, epochs=2, shuffled_length=14)
     assert source.sequences % 7  # or this test shows nothing
     assert source.batches is not None

@@ -5,14 +5,14 @@ import pytest
 from lmlib.data.synthetic import Synthetic
 
 
-def test_some_rows_equal_those_of_the_whole_batch() -> None:
+def test_some_rows_equal_those_of_the_whole_batch():
     source = Synthetic(97, 6, 33, seed=4)
     for rows in (slice(0, 2), slice(3, 6), slice(1, 6, 2), slice(4, 4)):
         whole, part = source.batch(8), source.batch(8, rows)
         jax.tree.map(lambda w, p, rows=rows: np.testing.assert_array_equal(w[rows], p), whole, part)
 
 
-def test_every_seed_step_and_row_differs() -> None:
+def test_every_seed_step_and_row_differs():
     rows = [
         row.tobytes()
         for seed in range(3)
@@ -24,7 +24,7 @@ def test_every_seed_step_and_row_differs() -> None:
     assert again.tokens[0].tobytes() == rows[0]
 
 
-def test_tokens_are_noisy_arithmetic_progressions_within_documents() -> None:
+def test_tokens_are_noisy_arithmetic_progressions_within_documents():
     source = Synthetic(1009, 64, 256)
     batch = source.batch(0)
     assert batch.tokens.min() >= 0 and batch.tokens.max() <= source.max_token_id
@@ -43,7 +43,7 @@ def test_tokens_are_noisy_arithmetic_progressions_within_documents() -> None:
             assert len(strides) == 0 or counts.max() >= counts.sum() - 2
 
 
-def test_documents_are_marked() -> None:
+def test_documents_are_marked():
     batch = Synthetic(97, 64, 128).batch(1)
     assert 3 < batch.segment_ids.max(axis=1).mean() < 6
     begins = batch.positions == 0
@@ -52,6 +52,6 @@ def test_documents_are_marked() -> None:
 
 
 @pytest.mark.parametrize("arguments", [(1, 1, 1), (9, 0, 1), (9, 1, 0)])
-def test_settings_that_make_no_sense(arguments: tuple[int, int, int]) -> None:
+def test_settings_that_make_no_sense(arguments):
     with pytest.raises(ValueError, match="at least"):
         Synthetic(*arguments)

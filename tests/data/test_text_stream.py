@@ -14,7 +14,7 @@ from lmlib.data.text_stream import StopStrings, TextStream
 WORDS = ["▁", "▁a", "b", "▁the", "é", "�", "日本"]
 
 
-def byte_level() -> Tokenizer:
+def byte_level():
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: id for id, token in enumerate([*letters, "Ġthe", "æĹ", "¥æ"])}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
@@ -23,7 +23,7 @@ def byte_level() -> Tokenizer:
     return tokenizer
 
 
-def with_fallback(decoder: decoders.Decoder) -> Tokenizer:
+def with_fallback(decoder):
     names = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *WORDS]
     vocab = {token: id for id, token in enumerate(names)}
     model = models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>")
@@ -33,7 +33,7 @@ def with_fallback(decoder: decoders.Decoder) -> Tokenizer:
 
 
 @functools.cache
-def codec(kind: str):
+def codec(kind):
     if kind == "bytes":
         return codec_of_bytes(bos_id=None)
     parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
@@ -55,7 +55,7 @@ def codec(kind: str):
 KINDS = ["byte-level", "SentencePiece", "metaspace", "bytes"]
 
 
-def streamed(kind: str, ids: list[int], cuts: set[int], kept: int) -> list[str]:
+def streamed(kind, ids, cuts, kept):
     stream = TextStream(codec(kind), kept)
     places = [0, *sorted(cut for cut in cuts if cut < len(ids)), len(ids)]
     shown = [stream.push(ids[begin:end]) for begin, end in itertools.pairwise(places)]
@@ -96,7 +96,7 @@ def test_a_continuation_keeps_the_space_before_its_first_word():
     assert [stream.push([the]) for _ in range(3)] == ["the", " the", " the"]
 
 
-def expected(text: str, strings: list[str]) -> tuple[str, str | None]:
+def expected(text, strings):
     """The text before the stop string that is complete first, and that string."""
     for end in range(1, len(text) + 1):
         there = [string for string in strings if text[:end].endswith(string)]

@@ -30,19 +30,12 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation, to be rendered as text.
+    """A conversation, to be rendered as text."""
 
-    Attributes:
-      messages: each with a "role", such as "user", and usually a "content"; JSON values.
-      tools: JSON schemas of functions that the assistant may call.
-      add_generation_prompt: True ends the text with the beginning of an answer.
-      turns: indices of the messages for which `Rendered.turns` is wanted.
-    """
-
-    messages: Sequence[Message]
-    tools: Sequence[Mapping[str, Any]] | None = None
-    add_generation_prompt: bool = False
-    turns: Sequence[int] = ()
+    messages: Sequence[Message]  # each with a "role" and usually a "content"; JSON values
+    tools: Sequence[Mapping[str, Any]] | None = None  # schemas of functions to call
+    add_generation_prompt: bool = False  # True ends the text with the beginning of an answer
+    turns: Sequence[int] = ()  # indices of the messages for which `Rendered.turns` is wanted
 
 
 @dataclass(frozen=True)
@@ -79,9 +72,7 @@ class ChatTemplate:
     ):
         """Compiles the templates; pass a `renderer` for other limits.
 
-        Raises:
-          ValueError: if none is the default one, or one of them is not a template.
-          OSError: see `ChatRenderer.ask`.
+        Raises ValueError if none is the default one, or one of them is not a template.
         """
         if DEFAULT not in sources:
             raise ValueError(f"no chat template is named {DEFAULT!r}; there are {sorted(sources)}")
@@ -89,14 +80,7 @@ class ChatTemplate:
         self._renderer = _renderer() if renderer is None else renderer
         self._beyond = 0
         for source in sources.values():
-            try:
-                answer = self._renderer.ask({"source": source, "chat": None})
-            except BeyondLimits as error:
-                raise ValueError(
-                    f"the chat template takes more than {error} to compile: use another one"
-                ) from error
-            if "refused" in answer:
-                raise ValueError(f"the chat template cannot be compiled: {answer['refused']}")
+            self._ask("cannot be compiled", source=source, chat=None)
 
     def render(
         self,
@@ -106,10 +90,13 @@ class ChatTemplate:
         now: datetime | None = None,
         **variables: Any,
     ) -> Rendered:
-        """Renders a chat.
+        """Renders a chat; see `Chat` and `render_chat`."""
+        return self.render_chat(Chat(messages, tools, add_generation_prompt), now, **variables)
+
+    def render_chat(self, chat: Chat, now: datetime | None = None, **variables: Any) -> Rendered:
+        """Renders a chat, with the texts of its turns.
 
         Args:
-          messages, add_generation_prompt, tools: see `Chat`.
           now: the time seen by the template; the current time by default.
           variables: further variables of the template, such as `enable_thinking`; JSON values.
 
@@ -118,10 +105,6 @@ class ChatTemplate:
             much memory or time.
           OSError: after three consecutive chats beyond the limits, or see `ChatRenderer.ask`.
         """
-        return self.render_chat(Chat(messages, tools, add_generation_prompt), now, **variables)
-
-    def render_chat(self, chat: Chat, now: datetime | None = None, **variables: Any) -> Rendered:
-        """Renders a chat, with the texts of its turns; see `render` for the errors."""
         check_messages(chat.messages)
         if self._beyond >= _MOST_BEYOND:
             raise ChildProcessError(
@@ -129,67 +112,55 @@ class ChatTemplate:
                 "conversations: use another template"
             )
         several = chat.tools is not None and WITH_TOOLS in self.sources
-        question = {
-            "source": self.sources[WITH_TOOLS if several else DEFAULT],
-            "variables": {**self.special_tokens, **variables},
-            "now": (now or datetime.now()).isoformat(),
-            "chat": vars(chat),
-        }
+        answer = self._ask(
+            "cannot take these messages",
+            source=self.sources[WITH_TOOLS if several else DEFAULT],
+            variables={**self.special_tokens, **variables},
+            now=(now or datetime.now()).isoformat(),
+            chat=vars(chat),
+        )
+        pairs = {name: tuple(map(tuple, answer[name])) for name in ("assistant", "turns")}
+        return Rendered(answer["text"], **pairs)
+
+    def _ask(self, failure: str, **question: Any) -> dict[str, Any]:
         try:
             answer = self._renderer.ask(question)
-        except BeyondLimits as error:
+        except BeyondLimits:
             self._beyond += 1
-            raise BeyondLimits(
-                f"the chat template took more than {error} for this conversation: use another "
-                "one, or leave the conversation out"
-            ) from error
+            raise
         self._beyond = 0
         if "refused" in answer:
-            raise ValueError(f"the chat template cannot take these messages: {answer['refused']}")
-        return Rendered(
-            answer["text"],
-            tuple((begin, end) for begin, end in answer["assistant"]),
-            tuple((before, after) for before, after in answer["turns"]),
-        )
+            raise ValueError(f"the chat template {failure}: {answer['refused']}")
+        return answer
 
 
 def read_chat_template(folder: Path, template: Path | None = None) -> ChatTemplate | None:
-    """Reads the template in a tokenizer's folder; `None` if it has none.
+    """Reads the template in a tokenizer's folder, or the file `template`; `None` without one.
 
     It is in chat_template.jinja, or is the "chat_template" of tokenizer_config.json, a single one
     or several with names.
 
-    Args:
-      template: another template's file to read instead.
-
-    Raises:
-      ValueError, OSError: if a file is damaged, or holds no template.
+    Raises ValueError or OSError if a file is damaged, or holds no template.
     """
     alone, file = template or folder / TEMPLATE_FILE, folder / CONFIG_FILE
-    config = {}
+    config: Any = {}
     try:
         if file.is_file():
             check_within_folder(file)
             config = read_json(file)
         if not isinstance(config, dict):
             raise ValueError("it is not an object")
-        special_tokens = {
-            name: token.get("content") if isinstance(token, dict) else token
-            for name, token in config.items()
-            if name.endswith("_token")
-        }
-        stored = config.get("chat_template")
+        stored, special_tokens = config.get("chat_template"), {}
+        for name, token in config.items():
+            token = token.get("content") if isinstance(token, dict) else token
+            if name.endswith("_token") and isinstance(token, str):
+                special_tokens[name] = token
         if template is not None or alone.is_file():
             file = alone
             if template is None:
                 check_within_folder(file)
             stored = read_text(file, LARGEST_TEMPLATE)
-        if stored is None:
-            return None
-        return ChatTemplate(
-            _by_name(stored),
-            {name: token for name, token in special_tokens.items() if isinstance(token, str)},
-        )
+        return None if stored is None else ChatTemplate(_by_name(stored), special_tokens)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
 
@@ -199,15 +170,12 @@ def write_chat_template(folder: Path, template: ChatTemplate) -> None:
 
     Raises FileExistsError if the folder has another one.
     """
-    named = [{"name": name, "template": text} for name, text in template.sources.items()]
-    content = {**template.special_tokens, "chat_template": named}
-    text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
-    file = folder / CONFIG_FILE
+    content = {**template.special_tokens, "chat_template": _named(template)}
+    text, file = _config_text(content), folder / CONFIG_FILE
     if file.exists() and file.read_text(encoding="utf-8") != text:
         raise FileExistsError(
             f"{file} holds another chat template: choose another folder, or delete it if you no "
-            f"longer need it"
-            ""
+            "longer need it"
         )
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(file, text)
@@ -220,15 +188,13 @@ def put_chat_template(folder: Path, template: ChatTemplate) -> None:
 
     Raises ValueError or OSError if a file is damaged, or cannot be written.
     """
-    file, sources = folder / CONFIG_FILE, template.sources
-    before = read_chat_template(folder)
-    if before is not None and before.sources == sources:
+    file, before = folder / CONFIG_FILE, read_chat_template(folder)
+    if before is not None and before.sources == template.sources:
         return
     config = read_json(file) if file.is_file() else {}
-    named = [{"name": name, "template": text} for name, text in sources.items()]
-    stored = named if len(sources) > 1 else sources[DEFAULT]
+    stored = _named(template) if len(template.sources) > 1 else template.sources[DEFAULT]
     content = {**template.special_tokens, **config, "chat_template": stored}
-    write_atomically(file, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+    write_atomically(file, _config_text(content))
     (folder / TEMPLATE_FILE).unlink(missing_ok=True)
 
 
@@ -276,15 +242,24 @@ def check_messages(messages: Any) -> None:
             raise ValueError(f'message {number} is no object with a "role": {message!r:.80}')
 
 
+def _named(template: ChatTemplate) -> list[dict[str, str]]:
+    return [{"name": name, "template": text} for name, text in template.sources.items()]
+
+
+def _config_text(content: Mapping[str, Any]) -> str:
+    return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+
+
 def _by_name(stored: Any) -> dict[str, str]:
-    named = [{"name": DEFAULT, "template": stored}] if isinstance(stored, str) else stored
-    if isinstance(named, list) and all(
-        isinstance(each, dict)
-        and isinstance(each.get("name"), str)
-        and isinstance(each.get("template"), str)
-        for each in named
-    ):
-        return {each["name"]: each["template"] for each in named}
+    """The inverse of `_named`; also takes a single template."""
+    try:
+        found = {DEFAULT: stored}
+        if not isinstance(stored, str):
+            found = {each["name"]: each["template"] for each in stored}
+        if all(isinstance(text, str) for pair in found.items() for text in pair):
+            return found
+    except (TypeError, KeyError):
+        pass
     raise ValueError(
         f"its chat_template is neither a text nor a list of named ones: {stored!r:.80}"
     )

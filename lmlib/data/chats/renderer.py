@@ -1,7 +1,4 @@
-"""Asks the process in which chat templates run, and reports how it failed.
-
-For `ChatTemplate`.
-"""
+"""Asks the process in which chat templates run, and reports how it failed. For `ChatTemplate`."""
 
 import contextlib
 import json
@@ -38,7 +35,7 @@ class ChatRenderer:
         """Returns the result of `lmlib.data.chats.server.answer` for the question.
 
         Raises:
-          BeyondLimits: if it takes too much; the message gives the limit.
+          BeyondLimits: if it takes too much.
           ValueError: if the question is not JSON-serialisable.
           OSError: if the process cannot be started; a ChildProcessError if it is killed.
         """
@@ -61,10 +58,15 @@ class ChatRenderer:
             if answer:
                 return from_line(answer)
             status = process.wait()
-        if status == OUT_OF_MEMORY:
-            raise BeyondLimits(f"{self._megabytes} MB of memory")
-        if status == -signal.SIGPROF:
-            raise BeyondLimits(f"{self._seconds:g} seconds of processor time")
+        limits = {
+            OUT_OF_MEMORY: f"{self._megabytes} MB of memory",
+            -signal.SIGPROF: f"{self._seconds:g} seconds of processor time",
+        }
+        if status in limits:
+            raise BeyondLimits(
+                f"the chat template takes more than {limits[status]}: use another template, or "
+                "leave this conversation out"
+            )
         how = f"exit code {status}" if status >= 0 else signal.Signals(-status).name
         raise ChildProcessError(
             f"the process in which chat templates run ended with {how}, perhaps for lack of "

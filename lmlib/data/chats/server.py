@@ -1,10 +1,10 @@
-"""The process in which chat templates run, within limits of memory and time.
+"""The process in which chat templates run, within limits of memory and time. For `ChatRenderer`.
 
     python -m lmlib.data.chats.server MEGABYTES SECONDS
 
-A template is a program that may be untrusted: sixty characters can request all memory or hours of
-time. The kernel enforces the limits: it gives this process no more memory, and ends it when a
-question has used up its CPU time. Questions and answers are lines of JSON. For `ChatRenderer`.
+A template may be untrusted: sixty characters can request all memory or hours of time. The kernel
+gives this process no more memory, and ends it when a question has used up its CPU time. Questions
+and answers are lines of JSON.
 """
 
 import functools
@@ -36,13 +36,9 @@ _BEGIN, _END = (f"[{side} {uuid4().hex}]" for side in ("begin", "end"))
 def answer(question: Mapping[str, Any]) -> dict[str, Any]:
     """Renders a chat, or returns the reason why that fails.
 
-    Args:
-      question: the template's `source`; further `variables` by name; `now`, in ISO 8601; and
-        `chat`, with the attributes of `Chat`. Without a chat the template is only compiled.
-
-    Returns:
-      `refused`, a reason; or `text` and the spans of the `assistant` and, if there are none, two
-      texts for each of the chat's turns: before it with the prompt for it, and with it.
+    The `question` has the template's `source`; further `variables` by name; `now`, in ISO 8601; and
+    `chat`, with the attributes of `Chat`. Without a chat the template is only compiled. The result
+    has `refused`, a reason, or the entries of `Rendered`.
     """
     try:
         template, chat = compiled(question["source"]), question["chat"]

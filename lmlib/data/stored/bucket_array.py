@@ -23,11 +23,9 @@ class BucketArray(StoredArray):
         """See `open_array`."""
         super().__init__(*arguments)
         self._cache: ChunkCache | None = None
-        digest = arguments[3]
-        if digest is not None:
-            folder = copies_folder() / "chunks"
-            itemsize = self._array.dtype.numpy_dtype.itemsize
-            self._cache = ChunkCache(folder, digest, self.chunk_length * itemsize)
+        if (digest := arguments[3]) is not None:
+            chunk_bytes = self.chunk_length * self.dtype.itemsize
+            self._cache = ChunkCache(copies_folder() / "chunks", digest, chunk_bytes)
 
     def files(self) -> dict[str, Any]:
         url = url_of(self.path)
@@ -42,10 +40,10 @@ class BucketArray(StoredArray):
         return {name: self.least_bytes(int(name)) for name in names}
 
     def coming(self, first: int, last: int) -> Callable[[], np.ndarray]:
-        if self._cache is None or first == last:
-            return super().coming(first, last)
         cache, chunk = self._cache, first // self.chunk_length
-        dtype = np.dtype(self._array.dtype.numpy_dtype).newbyteorder("<")
+        if cache is None or first == last:
+            return super().coming(first, last)
+        dtype = self.dtype.newbyteorder("<")
         size = (last - first) * dtype.itemsize
         content = cache.read(chunk, size)
         if len(content) == size:
@@ -64,7 +62,6 @@ class BucketArray(StoredArray):
     def _fail(self, what: str, error: Exception) -> NoReturn:
         if isinstance(error, BucketError):
             raise error
-        known = unreachable(str(error))
-        if known is not None:  # the error may contain secrets
+        if (known := unreachable(str(error))) is not None:  # the error may contain secrets
             raise BucketError(known[0], f"cannot read {url_of(self.path)}: {known[1]}") from None
         super()._fail(what, error)

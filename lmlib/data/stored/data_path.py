@@ -40,18 +40,24 @@ def find_split(path: Path, split: str) -> Path:
     def is_split(folder: Path) -> bool:
         return is_seqax_split(folder) or bool(shard_folders(folder))
 
+    def pretokenize_first(folder: Path, why: str) -> FileNotFoundError:
+        return FileNotFoundError(
+            f"{folder} {why}: pretokenize it first with python -m data_tools.pretokenize "
+            f"--dataset={shlex.quote(str(folder))} --split={split} --tokenizer=… --out=…, "
+            "and give that folder"
+        )
+
     if not path.exists():
         raise FileNotFoundError(
             f"there is no data set at {path}: make one with python -m data_tools.pretokenize "
             f"--dataset=… --split={split} --tokenizer=… --out={shlex.quote(str(path))}"
         )
     if not path.is_dir():
-        raise FileNotFoundError(_pretokenize_first(path, split, "is a file"))
+        raise pretokenize_first(path, "is a file")
     for folder in () if is_split(path / split) else (path / split, path):
         files = sorted(folder.iterdir()) if folder.is_dir() else []
         if text := next((file for file in files if file.name.endswith(_TEXT)), None):
-            holds = f"holds text, such as {text}, and no flat tokens"
-            raise FileNotFoundError(_pretokenize_first(folder, split, holds))
+            raise pretokenize_first(folder, f"holds text, such as {text}, and no flat tokens")
     if not (path / split).is_dir():
         present = [each.name for each in sorted(path.iterdir()) if each.is_dir() and is_split(each)]
         held_out = "; pretokenize holds one out with --validation_fraction=0.05"
@@ -60,11 +66,3 @@ def find_split(path: Path, split: str) -> Path:
             f"{held_out if split == 'validation' else ''}"
         )
     return path / split
-
-
-def _pretokenize_first(path: Path, split: str, why: str) -> str:
-    return (
-        f"{path} {why}: pretokenize it first with python -m data_tools.pretokenize "
-        f"--dataset={shlex.quote(str(path))} --split={split} --tokenizer=… --out=…, "
-        "and give that folder"
-    )

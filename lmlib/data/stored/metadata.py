@@ -2,16 +2,15 @@
 
 import hashlib
 import json
-import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from functools import reduce
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import xxhash
 
+from lmlib.storage.regular_file import read_regular
 from lmlib.storage.stored_json import parse_json, read_text
 
 FORMAT = "lmlib flat tokens"
@@ -23,7 +22,6 @@ LOSS_MASK = "loss_mask"  # an additional array of conversations and pairs
 TOKENIZER_FILE = "tokenizer.json"
 LARGEST_TOKENIZER = 256 << 20  # bytes; the largest vocabularies take 40 MB
 
-_SHARD_NAME = re.compile(r"shard_(\d{5})_of_(\d{5})")
 _DIGEST = '  "digest"'  # beginning of the second-last line of a signed file
 _Made = TypeVar("_Made")
 
@@ -80,18 +78,13 @@ class Totals:
     cut_tokens: int = 0
     max_token_id: int = -1
 
-    @property
-    def totals(self) -> "Totals":
-        """Returns only the counts."""
-        return Totals(*(getattr(self, each.name) for each in fields(Totals)))
-
     def __add__(self, other: "Totals") -> "Totals":
-        one, two = vars(self.totals), vars(other.totals)
-        sums: dict[str, Any] = {
-            name: None if value is None or two[name] is None else value + two[name]
-            for name, value in one.items()
-        }
-        return Totals(**sums | {"max_token_id": max(self.max_token_id, other.max_token_id)})
+        sums: dict[str, Any] = {}
+        for each in fields(Totals):
+            both = getattr(self, each.name), getattr(other, each.name)
+            add = max if each.name == "max_token_id" else sum
+            sums[each.name] = None if None in both else add(both)
+        return Totals(**sums)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +130,7 @@ class SplitMetadata(_Prepared):
     @classmethod
     def of(cls, shards: Sequence[ShardMetadata]) -> "SplitMetadata":
         """Returns the split that consists of `shards`."""
-        counts = reduce(operator.add, (shard.totals for shard in shards))
+        counts: Totals = sum(shards, start=Totals())
         shared = {name: getattr(shards[0], name) for name in _SHARED}
         return cls(**vars(counts) | shared | {"shards": tuple(shards)})
 
@@ -149,13 +142,13 @@ class SplitMetadata(_Prepared):
 
 
 def shard_name(shard: int, shards: int) -> str:
-    """Returns the folder of shard number `shard` of `shards`."""
+    """Returns the folder name of shard number `shard` of `shards`."""
     return f"shard_{shard:05d}_of_{shards:05d}"
 
 
 def shard_number(folder: Path) -> tuple[int, int] | None:
-    """Parses (shard, shards) from the name of a shard's folder; None for another name."""
-    match = _SHARD_NAME.fullmatch(folder.name)
+    """Parses (shard, shards) from a shard's folder name; None for another name."""
+    match = re.fullmatch(r"shard_(\d{5})_of_(\d{5})", folder.name)
     return (int(match[1]), int(match[2])) if match else None
 
 
@@ -170,34 +163,33 @@ def read_split(split_folder: Path) -> SplitMetadata:
     Raises FileNotFoundError if a shard is missing or unfinished, ValueError if a metadata.json is
     damaged or of another version, or the shards do not belong together.
     """
-    folders = shard_folders(split_folder)
-    if not folders:
+    numbers = [number for folder in shard_folders(split_folder) if (number := shard_number(folder))]
+    if not numbers:
         if (split_folder / FILE_NAME).is_file():  # version 1 had one for the whole split
             raise _other_version(split_folder / FILE_NAME, (FORMAT, 1), (FORMAT, VERSION))
         raise FileNotFoundError(f"{split_folder} is unfinished: it has no shards")
-    counts = {number[1] for number in map(shard_number, folders) if number}
+    counts = sorted({shards for _, shards in numbers})
     if len(counts) > 1:
         raise ValueError(
-            f"{split_folder} holds shards of splits into {' and '.join(map(str, sorted(counts)))}: "
+            f"{split_folder} holds shards of splits into {' and '.join(map(str, counts))}: "
             "remove those that do not belong there"
         )
-    (shards,) = counts
-    expected = [split_folder / shard_name(shard, shards) for shard in range(shards)]
+    expected = [split_folder / shard_name(shard, counts[0]) for shard in range(counts[0])]
     missing = [folder.name for folder in expected if not (folder / FILE_NAME).is_file()]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise FileNotFoundError(
-            f"{split_folder} is unfinished: {missing[0]}{more} of {shards} shards has no "
+            f"{split_folder} is unfinished: {missing[0]}{more} of {counts[0]} shards has no "
             f"{FILE_NAME}, which is written last; run the command that was making it again"
         )
-    found = [read_shard(folder) for folder in expected]
-    for shard in found[1:]:
+    first, *others = found = [read_shard(folder) for folder in expected]
+    for shard in others:
         for name in _SHARED:
-            if getattr(shard, name) != getattr(found[0], name):
+            if (value := getattr(shard, name)) != getattr(first, name):
                 raise ValueError(
-                    f"{split_folder / shard.name} has {name} {getattr(shard, name)!r}, but "
-                    f"{found[0].name} has {getattr(found[0], name)!r}: they are of different data "
-                    "sets; make one of them again"
+                    f"{split_folder / shard.name} has {name} {value!r}, but {first.name} has "
+                    f"{getattr(first, name)!r}: they are of different data sets; make one of them "
+                    "again"
                 )
     return SplitMetadata.of(found)
 
@@ -219,7 +211,12 @@ def read_shard(shard_folder: Path) -> ShardMetadata:
         if absent := vars(Totals()).keys() - content.keys():
             raise ValueError(f"it has no {sorted(absent)[0]}")
         metadata = ShardMetadata(tokenizer=identity, **content)
-        _check_types(metadata)
+        for record in (metadata, *([identity] if identity else [])):
+            check_entries(record)
+        if sorted(metadata.digests) != sorted(arrays_of(metadata.content)):
+            raise ValueError(f"its digests are {metadata.digests!r:.40}")
+        if metadata.content == "pairs" and metadata.documents % 2:
+            raise ValueError(f"its {metadata.documents} documents are not pairs")
         if shard_number(shard_folder) != (metadata.shard, metadata.shards):
             raise ValueError(f"it belongs to shard {metadata.shard} of {metadata.shards}")
         return metadata
@@ -227,33 +224,23 @@ def read_shard(shard_folder: Path) -> ShardMetadata:
     return read_signed(file, FORMAT, VERSION, made, "make the shard again")
 
 
-def check_counts(counts: Mapping[str, Any], optional: Sequence[str] = ("gzip_bytes",)) -> None:
-    """Raises ValueError for an entry that is not a count; `optional` ones may be None."""
-    for name, value in counts.items():
-        least = -1 if name == "max_token_id" else 0
-        is_count = type(value) is int and least <= value < 2**62
-        if not is_count and not (value is None and name in optional):
+def check_entries(record: Any) -> None:
+    """Raises ValueError for an entry of a dataclass that lacks its declared type, or is negative.
+
+    The entries come from JSON. `max_token_id` may be -1.
+    """
+    for name, declared in get_type_hints(type(record)).items():
+        value, kinds = getattr(record, name), get_args(declared) or (declared,)
+        if get_origin(declared) is Literal:
+            fits = value in kinds
+        elif get_origin(declared) is Mapping:
+            fits = isinstance(value, dict)
+        else:
+            fits = declared is Any or type(value) in kinds
+        if type(value) is int:
+            fits = fits and (-1 if name == "max_token_id" else 0) <= value < 2**62
+        if not fits or (name == "digests" and {str} != set(map(type, value.values()))):
             raise ValueError(f"its {name} is {value!r:.40}")
-
-
-def _check_types(metadata: ShardMetadata) -> None:
-    """Raises ValueError for an entry that docs/flat-tokens.md does not allow."""
-    others = ("shard", "shards", "vocab_size", "bos_id", "eos_id")
-    counts = {name: getattr(metadata, name) for name in others}
-    check_counts(vars(metadata.totals) | counts, ("gzip_bytes", "bos_id", "eos_id"))
-    if not isinstance(metadata.source, dict):
-        raise ValueError(f"its source is {metadata.source!r:.40}")
-    if metadata.content not in get_args(Content):
-        raise ValueError(f"its content is {metadata.content!r:.40}")
-    if metadata.content == "pairs" and metadata.documents % 2:
-        raise ValueError(f"its {metadata.documents} documents are not pairs")
-    digests, tokenizer = metadata.digests, metadata.tokenizer
-    if not isinstance(digests, dict) or sorted(digests) != sorted(arrays_of(metadata.content)):
-        raise ValueError(f"its digests are {digests!r:.40}")
-    texts = [metadata.data_set, *digests.values()]
-    for text in (*texts, *((tokenizer.name, tokenizer.sha256 or "") if tokenizer else ())):
-        if not isinstance(text, str):
-            raise ValueError(f"it has {text!r:.40} for a text")
 
 
 def digest(content: bytes) -> str:
@@ -313,10 +300,10 @@ def check_tokenizer_file(file: Path, metadata: SplitMetadata) -> None:
     """Raises DamagedDataError if the tokenizer.json `file` exists but did not make the tokens."""
     if metadata.tokenizer is None or metadata.tokenizer.sha256 is None or not file.is_file():
         return
-    if file.stat().st_size > LARGEST_TOKENIZER:
-        raise DamagedDataError(f"{file} has {file.stat().st_size:,} bytes: it is not a tokenizer")
-    with open(file, "rb") as stream:
-        found = hashlib.file_digest(stream, "sha256").hexdigest()
+    try:
+        found = hashlib.sha256(read_regular(file, LARGEST_TOKENIZER)).hexdigest()
+    except ValueError as error:
+        raise DamagedDataError(f"{file} is not a tokenizer: {error}") from error
     if found != metadata.tokenizer.sha256:
         raise DamagedDataError(
             f"{file} has sha256 {found}, but the tokens were made with one of "

@@ -18,13 +18,11 @@ from lmlib.data.stored.data_path import data_path
 from lmlib.data.stored.journal import (
     CHUNK_LENGTH,
     FILE_LENGTH,
-    LOCK_FILE,
     STARTS_FILE,
+    FolderWriter,
     GrowingArray,
-    Journal,
     NumberFile,
     difference,
-    lock,
     read_journal,
     remove_leftovers,
     writing,
@@ -32,7 +30,6 @@ from lmlib.data.stored.journal import (
 from lmlib.data.stored.metadata import (
     ARRAYS,
     FILE_NAME,
-    JOURNAL_FILE,
     LOSS_MASK,
     TOKENIZER_FILE,
     Content,
@@ -46,20 +43,17 @@ from lmlib.data.stored.metadata import (
     shard_name,
     shard_number,
 )
-from lmlib.data.stored.token_arrays import digest_of_array
-from lmlib.storage.atomic_file import UNFINISHED, write_atomically
+from lmlib.storage.atomic_file import write_atomically
 from lmlib.storage.local_folder import shown
 
 INDEX_CHUNK_LENGTH = 1024  # elements of document_starts and first_documents
 INDEX_FILE_LENGTH = 1024 * 1024
 
 
-class ShardWriter:
+class ShardWriter(FolderWriter):
     """Writes shard number `shard` of the `shards` of a split; `finish` makes it readable.
 
-    Attributes:
-      folder: of the shard.
-      totals: the counts with all documents appended so far.
+    `totals` are the counts with all documents appended so far.
     """
 
     def __init__(
@@ -90,21 +84,27 @@ class ShardWriter:
           tokenizer_json: the text of the tokenizer's file, stored next to the splits.
           file_length, chunk_length: tokens in a file, and in its smallest readable part.
 
-        Raises:
-          FileExistsError: if the shard is finished, being written, or begun with other settings, or
-            its folder holds other files.
-          ValueError: for invalid settings, or a tokenizer that differs from other shards of the
-            data set.
+        Raises as `FolderWriter`, and ValueError or FileExistsError for invalid settings, or ones
+        that differ from other shards of the data set.
         """
-        _check_settings(vocab_size, bos_id, eos_id, shard, shards, split)
+        if not 1 <= vocab_size <= 2**31:
+            raise ValueError(f"vocab_size must be in [1, 2**31], not {vocab_size}")
+        for name, token_id in (("bos_id", bos_id), ("eos_id", eos_id)):
+            if token_id is not None and not 0 <= token_id < vocab_size:
+                raise ValueError(f"{name} {token_id} is outside the vocabulary of {vocab_size}")
+        if not 0 <= shard < shards <= 99_999:
+            raise ValueError(
+                f"there is no shard {shard} of {shards}: shards are numbered from 0, and at most "
+                "99,999"
+            )
+        if split in ("", ".", "..") or "/" in split:
+            raise ValueError(f"a split is named by a plain folder name, not {split!r}")
         if chunk_length < 1 or file_length < 1 or file_length % chunk_length:
             raise ValueError(
                 f"file_length {file_length} must be a positive multiple of chunk_length "
                 f"{chunk_length}"
             )
         path = data_path(path)
-        self.folder = path / split / shard_name(shard, shards)
-        _check_folder(self.folder)
         shared: dict[str, Any] = {
             "shards": shards,
             "content": content,
@@ -115,41 +115,32 @@ class ShardWriter:
             "source": dict(source or {}),
         }
         data_set = digest(json.dumps(shared | {"split": split}, sort_keys=True).encode())
-        own: dict[str, Any] = {
-            "shard": shard,
-            "tokenizer": tokenizer,
-            "data_set": data_set,
-            "digests": {},
-        }
-        self._metadata = ShardMetadata(**shared | own)
+        own: dict[str, Any] = {"tokenizer": tokenizer, "data_set": data_set, "digests": {}}
+        self._metadata = ShardMetadata(shard=shard, **shared | own)
         _check_data_set(path, tokenizer_json)
         _check_neighbours(path, split, self._metadata)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._lock = lock(self.folder)
-        lengths = [file_length, chunk_length]
-        self._journal = Journal({"shard": shard} | shared | {"lengths": lengths})
+        dtypes = {"tokens": np.uint16 if vocab_size <= 2**16 else np.uint32, LOSS_MASK: np.uint8}
+        self._unmarked_lengths: list[np.ndarray] = []
+        self._unsaved_starts: list[np.ndarray] = []  # marked, but not yet in the file
+        super().__init__(
+            path / split / shard_name(shard, shards),
+            {"shard": shard} | shared | {"lengths": [file_length, chunk_length]},
+            {name: dtype for name, dtype in dtypes.items() if name in arrays_of(content)},
+            file_length,
+            chunk_length,
+            others=(STARTS_FILE, *ARRAYS),
+        )
         self._frame = [np.array([] if i is None else [i], np.int64) for i in (bos_id, eos_id)]
-        self._file_length, self._chunk_length = file_length, chunk_length
+        self._chunk_length = chunk_length
+        self.totals = self._journal.marked
         try:
-            _check_folder(self.folder)  # it may have been finished before the lock was taken
-            # Settings may change while nothing has been written.
-            begun = (self.folder / JOURNAL_FILE).exists()
-            if begun and (found := read_journal(self.folder)).written:
-                found.check_settings(self.folder, self._journal.settings)
-                self._journal = found
-                self._open(found.written)
-            else:
-                with writing(self.folder):
-                    if tokenizer_json is not None:
-                        write_atomically(path / TOKENIZER_FILE, tokenizer_json)  # like other shards
-                    self._open(None)
-                    self._journal.save(self.folder)
+            if tokenizer_json is not None and not self._journal.written:
+                write_atomically(path / TOKENIZER_FILE, tokenizer_json)  # like other shards
+            starts = self.folder / STARTS_FILE
+            self._starts = NumberFile(starts, self.totals.documents, self.folder)
         except BaseException:
             self.close()
             raise
-        self.totals: Totals = self._journal.marked
-        self._unmarked_lengths: list[np.ndarray] = []
-        self._unsaved_starts: list[np.ndarray] = []  # marked, but not yet in the file
 
     @property
     def position(self) -> Any:
@@ -163,10 +154,9 @@ class ShardWriter:
         self._unmarked_lengths = []
 
     def append(self, tokens: np.ndarray, text_bytes: int, gzip_bytes: int | None = None) -> None:
-        """Appends one document: its integer `tokens` without framing, and its text's UTF-8 length.
+        """Appends one document: its ids without framing, and its text's UTF-8 length.
 
-        `gzip_bytes` is the length of the text under gzip -9; the shard records the total only if
-        every document has one. Raises as `extend` does.
+        `gzip_bytes` is the length of the text under gzip -9; the total is known only if all are.
         """
         document = np.concatenate([self._frame[0], tokens, self._frame[1]])
         self.extend(document, np.array([len(document)]), text_bytes, gzip_bytes)
@@ -184,11 +174,8 @@ class ShardWriter:
         """Appends framed documents: their concatenated tokens, and the length of each.
 
         `tokens` must not change afterwards, since it may be kept until it fills a file.
-
-        Args:
-          loss_mask: bool, the targets among the tokens; the first token of a document never is one.
-          left_out: counts of these rows, added to metadata.json's `skipped_rows`,
-            `dropped_documents` and the like.
+        `loss_mask`: bool, the targets among the tokens; the first token of a document never is one.
+        `left_out`: counts added to metadata.json's `skipped_rows`, `dropped_documents` and so on.
 
         Raises ValueError for a token outside the vocabulary, an unexpected or missing loss mask,
         incomplete pairs, or, after a restart, documents that differ from those appended before.
@@ -215,33 +202,25 @@ class ShardWriter:
             **left_out,
         )
         self._unmarked_lengths.append(lengths)
-        values = [tokens] if loss_mask is None else [tokens, is_target]
-        for array, elements in zip(self._arrays, values, strict=True):
-            array.add(elements, start)
-        buffered = self._arrays[0].buffered
-        if buffered >= self._file_length:
-            self._write(buffered - buffered % self._file_length)
-            with writing(self.folder):
-                self._save_starts()
-                self._journal.save(self.folder)
+        self._add([tokens] if loss_mask is None else [tokens, is_target], start)
+
+    def _save_journal(self) -> None:
+        """See `FolderWriter`; the starts of the marked documents come first."""
+        self._save_starts()
+        super()._save_journal()
 
     def finish(self) -> ShardMetadata:
         """Writes the buffered tokens, then metadata.json. No other method works afterwards."""
-        self._write(self._arrays[0].buffered)
+        self._write()
         self._unsaved_starts.append(self._unmarked_starts())
-        with writing(self.folder):
-            self._save_starts()
+        self._save_starts()
         starts = self._starts.all()
         chunk_starts = np.arange(0, self.totals.tokens + self._chunk_length, self._chunk_length)
         self._write_index("document_starts", starts)
         self._write_index("first_documents", np.searchsorted(starts, chunk_starts))
-        names = arrays_of(self._metadata.content)
-        digests = {name: digest_of_array(self.folder / name) for name in names}
+        digests = self._digests(arrays_of(self._metadata.content))
         metadata = replace(self._metadata, **vars(self.totals), digests=digests)
-        with writing(self.folder):
-            metadata.write(self.folder)
-        remove_leftovers(self.folder)
-        self.close()
+        self._finish_folder(metadata)
         return metadata
 
     def discard(self) -> None:
@@ -251,29 +230,10 @@ class ShardWriter:
             self.folder.parent.rmdir()
         self.close()
 
-    def close(self) -> None:
-        """Releases the shard, so that another writer can continue it."""
-        self._lock.close()
-
-    def _open(self, written: int | None) -> None:
-        documents = self._journal.marked.documents
-        self._starts = NumberFile(self.folder / STARTS_FILE, documents, self.folder)
-        lengths = {"file_length": self._file_length, "chunk_length": self._chunk_length}
-        dtype = np.uint16 if self._metadata.vocab_size <= 2**16 else np.uint32
-        self._arrays = [
-            GrowingArray(self.folder / name, dtype, written=written, **lengths)
-            for name, dtype in {"tokens": dtype, LOSS_MASK: np.uint8}.items()
-            if name in arrays_of(self._metadata.content)
-        ]
-
-    def _write(self, length: int) -> None:
-        """Writes the first `length` buffered tokens, and their loss mask."""
-        for array in self._arrays:
-            array.write(length)
-        self._journal = replace(self._journal, written=self._journal.written + length)
-
     def _save_starts(self) -> None:
-        self._starts.append(np.concatenate([np.zeros(0, np.int64), *self._unsaved_starts]))
+        if self._unsaved_starts:
+            with writing(self.folder):
+                self._starts.append(np.concatenate(self._unsaved_starts))
         self._unsaved_starts = []
 
     def _unmarked_starts(self) -> np.ndarray:
@@ -281,31 +241,24 @@ class ShardWriter:
         return (self.totals.tokens - int(lengths.sum()) + np.cumsum(lengths))[:-1]
 
     def _write_index(self, name: str, values: np.ndarray) -> None:
-        lengths = {"file_length": INDEX_FILE_LENGTH, "chunk_length": INDEX_CHUNK_LENGTH}
-        array = GrowingArray(self.folder / name, np.uint64, written=None, **lengths)
+        array = GrowingArray(self.folder / name, np.uint64, INDEX_FILE_LENGTH, INDEX_CHUNK_LENGTH)
         for start in range(0, len(values), INDEX_FILE_LENGTH):
             array.add(values[start : start + INDEX_FILE_LENGTH], start)
             array.write(array.buffered)
 
 
 def finished_shard(
-    path: str | Path,
-    split: str,
-    shard: int,
-    shards: int,
-    *,
-    content: Content = "text",
-    **wanted: Any,
+    path: str | Path, split: str, shard: int, shards: int, *, content: Content = "text", **made: Any
 ) -> ShardMetadata | None:
     """Returns the shard if it is finished, otherwise None.
 
-    Raises FileExistsError if its metadata.json differs from the entries in `wanted`.
+    Raises FileExistsError if its metadata.json differs from the entries in `made`.
     """
     folder = data_path(path) / split / shard_name(shard, shards)
     if not (folder / FILE_NAME).exists():
         return None
     found = read_shard(folder)
-    _check_same(folder, found, {"content": content, **wanted})
+    _check_same(folder, found, {"content": content, **made})
     remove_leftovers(folder)  # from a writer killed between its last two steps
     return found
 
@@ -314,28 +267,11 @@ def shard_progress(split_folder: Path, shard: int, shards: int) -> tuple[bool, T
     """Returns True if the shard is finished, and its counts so far."""
     folder = split_folder / shard_name(shard, shards)
     if (folder / FILE_NAME).exists():
-        return True, read_shard(folder).totals
+        return True, Totals() + read_shard(folder)
     try:
         return False, read_journal(folder).marked
     except FileNotFoundError:
         return False, Totals()
-
-
-def _check_settings(
-    vocab_size: int, bos_id: int | None, eos_id: int | None, shard: int, shards: int, split: str
-) -> None:
-    """Raises ValueError for invalid settings."""
-    if not 1 <= vocab_size <= 2**31:
-        raise ValueError(f"vocab_size must be in [1, 2**31], not {vocab_size}")
-    for name, token_id in (("bos_id", bos_id), ("eos_id", eos_id)):
-        if token_id is not None and not 0 <= token_id < vocab_size:
-            raise ValueError(f"{name} {token_id} is outside the vocabulary of {vocab_size}")
-    if not 0 <= shard < shards <= 99_999:
-        raise ValueError(
-            f"there is no shard {shard} of {shards}: shards are numbered from 0, and at most 99,999"
-        )
-    if split in ("", ".", "..") or "/" in split:
-        raise ValueError(f"a split is named by a plain folder name, not {split!r}")
 
 
 def _check_documents(content: Content, lengths: np.ndarray, loss_mask: np.ndarray | None) -> None:
@@ -348,25 +284,7 @@ def _check_documents(content: Content, lengths: np.ndarray, loss_mask: np.ndarra
     if content == "pairs" and (len(lengths) % 2 or (lengths < 2).any()):
         raise ValueError(
             f"{len(lengths)} documents of {lengths.tolist()!s:.80} tokens are not pairs: each "
-            f"pair is two"
-            " documents of at least two tokens, written together"
-        )
-
-
-def _check_folder(folder: Path) -> None:
-    """Raises FileExistsError for a finished shard, or one with other files."""
-    for path in (folder, *folder.rglob("*")):
-        if path.is_symlink():
-            raise FileExistsError(f"{path} is a link, and no writer makes any: delete it")
-    if (folder / FILE_NAME).exists():
-        raise FileExistsError(f"{folder} is already finished: delete it first to make it again")
-    own = {JOURNAL_FILE, STARTS_FILE, LOCK_FILE, LOSS_MASK, *ARRAYS}
-    # A kill may leave an unfinished file of `write_atomically`.
-    there = {path.name for path in folder.glob("*") if path.suffix != UNFINISHED}
-    if strangers := sorted(there - own):
-        raise FileExistsError(
-            f"{folder} holds {strangers[0]!r}, which does not belong to a shard: choose another "
-            f"folder"
+            "pair is two documents of at least two tokens, written together"
         )
 
 

@@ -4,7 +4,7 @@ Memory holds only three numbers for every 16 Ki tokens, and one for every 1 Ki d
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
 
@@ -59,32 +59,31 @@ class StoredSplit:
         self.digest = digest(f"{metadata.digest} {metadata.tokenizer}".encode())
         context, shards = reading_context(), metadata.shards
 
-        def opened(name: str, length: Callable[[int, ShardMetadata], int]) -> list[StoredArray]:
+        def opened(name: str, lengths: list[int]) -> list[StoredArray]:
             arrays = []
-            for number, shard in enumerate(shards):
-                array = folder / shard.name / name
-                arrays.append(
-                    open_array(array, length(number, shard), context, shard.digests[name])
-                )
+            for shard, length in zip(shards, lengths, strict=True):
+                path = folder / shard.name / name
+                arrays.append(open_array(path, length, context, shard.digests[name]))
                 arrays[-1].check_files()  # before allocating arrays of the claimed length
             return arrays
 
-        self._tokens = opened("tokens", lambda _, shard: shard.tokens)
-        masked = metadata.content != "text"
-        self._loss_masks = opened(LOSS_MASK, lambda _, shard: shard.tokens) if masked else []
-        self._starts = opened("document_starts", lambda _, shard: shard.documents)
+        tokens = [shard.tokens for shard in shards]
+        self._tokens = opened("tokens", tokens)
+        self._loss_masks = opened(LOSS_MASK, tokens) if metadata.content != "text" else []
+        self._starts = opened("document_starts", [shard.documents for shard in shards])
         chunks = [-(-array.length // array.chunk_length) for array in self._tokens]
-        indexes = opened("first_documents", lambda number, _: chunks[number] + 1)
+        indexes = opened("first_documents", [count + 1 for count in chunks])
         coming = [array.read(0, array.length) for array in indexes]
-        self._first_documents = [
-            _checked_index(array.path, read(), shard.documents)
-            for array, read, shard in zip(indexes, coming, shards, strict=True)
-        ]
         # The first chunk shows if an array was swapped with another.
         first_read = self._tokens + self._loss_masks + self._starts
-        for read in [array.read(0, min(1, array.length)) for array in first_read]:
+        first_chunks = [array.read(0, min(1, array.length)) for array in first_read]
+        self._first_documents = [
+            _checked_index(array.path, read(), shard)
+            for array, read, shard in zip(indexes, coming, shards, strict=True)
+        ]
+        for read in first_chunks:
             read()
-        self._offsets = [0, *accumulate(shard.tokens for shard in shards)]
+        self._offsets = [0, *accumulate(tokens)]
         self.tokens, self.documents = self._offsets[-1], metadata.documents
 
     def read(self, start: int, stop: int) -> Callable[[], Arrays]:
@@ -98,7 +97,14 @@ class StoredSplit:
             offset, end = self._offsets[shard], min(stop, self._offsets[shard + 1])
             pieces.append(self._read_in_shard(shard, start - offset, end - offset))
             start = end
-        return lambda: _joined([piece() for piece in pieces])
+
+        def joined() -> Arrays:
+            empty = np.zeros(0, np.uint16), np.zeros(0, bool), np.zeros(0, bool)
+            parts = [piece() for piece in pieces] or [empty]
+            tokens, begins, targets = map(np.concatenate, zip(*parts, strict=True))
+            return tokens, begins, targets
+
+        return joined
 
     def edges(self, first: int = 0, stop: int | None = None) -> np.ndarray:
         """Returns the token offsets (int64) of documents [first, stop), and the last one's end."""
@@ -141,22 +147,15 @@ class StoredSplit:
         return arrays
 
 
-def _joined(pieces: Sequence[Arrays]) -> Arrays:
-    if not pieces:
-        return np.zeros(0, np.uint16), np.zeros(0, bool), np.zeros(0, bool)
-    tokens, begins, targets = map(np.concatenate, zip(*pieces, strict=True))
-    return tokens, begins, targets
-
-
-def _checked_index(array: Path, first_documents: np.ndarray, documents: int) -> np.ndarray:
+def _checked_index(array: Path, first_documents: np.ndarray, shard: ShardMetadata) -> np.ndarray:
     """Returns `first_documents` (uint64) as int64.
 
     Raises DamagedDataError if it fits no document_starts.
     """
     found = first_documents.astype(np.int64)
-    if (np.diff(found) < 0).any() or found[0] != 0 or found[-1] > documents:
+    if (np.diff(found) < 0).any() or found[0] != 0 or found[-1] > shard.documents:
         raise DamagedDataError(
-            f"{array} is not a count of {documents} documents: the data set is "
-            "damaged; make it again"
+            f"{array} is not a count of {shard.documents} documents: the data set is damaged; make "
+            "it again"
         )
     return found

@@ -13,35 +13,20 @@ from typing import Any
 import numpy as np
 
 from lmlib.data.stored.data_path import data_path
-from lmlib.data.stored.journal import (
-    FILE_LENGTH,
-    LOCK_FILE,
-    GrowingArray,
-    Journal,
-    lock,
-    read_journal,
-    remove_leftovers,
-    writing,
-)
+from lmlib.data.stored.journal import FILE_LENGTH, FolderWriter
 from lmlib.data.stored.metadata import (
-    JOURNAL_FILE,
+    FILE_NAME,
     DamagedDataError,
+    check_entries,
     digest,
     read_signed,
     write_signed,
 )
-from lmlib.data.stored.token_arrays import (
-    INTEGERS,
-    StoredArray,
-    digest_of_array,
-    reading_context,
-)
-from lmlib.storage.atomic_file import UNFINISHED, make_folder
+from lmlib.data.stored.token_arrays import INTEGERS, StoredArray, reading_context
 from lmlib.storage.local_folder import shown
 
 FORMAT = "lmlib stored teacher"
 VERSION = 1
-FILE_NAME = "metadata.json"
 IDS, LOG_PROBABILITIES = "ids", "log_probabilities"
 DTYPE = np.float16  # for log-probabilities: 3 bits more than bfloat16, and -65,504 is low enough
 _LARGEST_ROW = 2**26 - 1  # elements: a chunk of 256 MiB at most, checksum included
@@ -50,18 +35,11 @@ USUAL_K = 32  # ids listed per token
 
 @dataclass(frozen=True)
 class Sequences:
-    """The sequences that a teacher saw, without their order.
+    """The sequences that a teacher saw, without their order; settings as in `FlatTokens`."""
 
-    Attributes:
-      data: a digest of the split's arrays.
-      sequences: their number.
-      split, sequence_length, packed, reset_positions, attend_across_documents,
-        begin_with_documents: as in `FlatTokens`.
-    """
-
-    data: str
+    data: str  # a digest of the split's arrays
     split: str
-    sequences: int
+    sequences: int  # their number
     sequence_length: int
     packed: bool
     reset_positions: bool
@@ -71,23 +49,14 @@ class Sequences:
 
 @dataclass(frozen=True)
 class TeacherMetadata:
-    """The content of metadata.json.
+    """The content of metadata.json."""
 
-    Attributes:
-      teacher: the source of its weights: `WORKDIR@STEP`, or a folder's name.
-      fingerprint: of its weights, from `lmlib.parallel.fingerprint.fingerprint`.
-      vocab_size: of the teacher; ids are in [0, vocab_size).
-      k: ids listed for each token.
-      sequences: the sequences that it saw.
-      digests: of each array.
-    """
-
-    teacher: str
-    fingerprint: str
-    vocab_size: int
-    k: int
+    teacher: str  # the source of its weights: `WORKDIR@STEP`, or a folder's name
+    fingerprint: str  # of its weights, from `lmlib.parallel.fingerprint.fingerprint`
+    vocab_size: int  # of the teacher; ids are in [0, vocab_size)
+    k: int  # ids listed for each token
     sequences: Sequences
-    digests: Mapping[str, str]
+    digests: Mapping[str, str]  # of each array
 
     @property
     def row_elements(self) -> int:
@@ -104,23 +73,25 @@ def read_metadata(folder: Path) -> TeacherMetadata:
 
     Raises FileNotFoundError if there is none, ValueError for damage or another version.
     """
-    file = folder / FILE_NAME
+    file, command = folder / FILE_NAME, "python -m runner.cache_teacher_logits"
     if not file.is_file():
         raise FileNotFoundError(
             f"{folder} holds no teacher, or an unfinished one: it has no {FILE_NAME}, which is "
-            "written last; python -m runner.cache_teacher_logits makes it, and continues an "
-            "unfinished one"
+            f"written last; {command} makes it, and continues an unfinished one"
         )
 
     def made(content: dict[str, Any]) -> TeacherMetadata:
         content["sequences"] = Sequences(**content["sequences"])
         metadata = TeacherMetadata(**content)
-        _check_types(metadata)
+        check_entries(metadata)
+        check_entries(metadata.sequences)
+        if set(metadata.digests) != {IDS, LOG_PROBABILITIES} or metadata.row_elements < 1:
+            raise ValueError(f"its digests are {metadata.digests!r:.80} and k {metadata.k}")
+        if metadata.k > metadata.vocab_size:
+            raise ValueError(f"it lists {metadata.k} of {metadata.vocab_size} ids")
         return metadata
 
-    return read_signed(
-        file, FORMAT, VERSION, made, "make it again with python -m runner.cache_teacher_logits"
-    )
+    return read_signed(file, FORMAT, VERSION, made, f"make it again with {command}")
 
 
 class StoredTeacher:
@@ -129,9 +100,8 @@ class StoredTeacher:
     def __init__(self, folder: str, sequences: Sequences) -> None:
         """Opens it for `sequences`.
 
-        Raises:
-          FileNotFoundError: if it is missing or unfinished.
-          ValueError: if it saw other sequences, or (DamagedDataError) is damaged.
+        Raises FileNotFoundError if it is missing or unfinished, ValueError if it saw other
+        sequences or (DamagedDataError) is damaged.
         """
         self.folder = data_path(folder)
         self.metadata = read_metadata(self.folder)
@@ -161,9 +131,8 @@ class StoredTeacher:
     def read(self, sequence_B: np.ndarray) -> Callable[[], tuple[np.ndarray, np.ndarray]]:
         """Starts reading the entries of each sequence; returns a function that waits for them.
 
-        It returns ids (int32) and log-probabilities (float16), both (b, s, k), which are zero for
-        sequence -1. It raises DamagedDataError if they cannot be read, or for an id outside the
-        vocabulary.
+        It returns ids (int32) and log-probabilities (float16), both (b, s, k), zero for sequence
+        -1, and raises DamagedDataError for unreadable data or an id outside the vocabulary.
         """
         step = self.metadata.row_elements
         coming = [
@@ -184,72 +153,45 @@ class StoredTeacher:
         return entries
 
 
-class TeacherWriter:
-    """Writes the folder described by `metadata`; the digests are computed at the end.
-
-    A writer can be killed at any moment: the next one continues after the last complete files.
-
-    Attributes:
-      written: the number of sequences safely on disk; `add` continues after them.
-    """
+class TeacherWriter(FolderWriter):
+    """Writes the folder described by `metadata`; the digests are computed at the end."""
 
     def __init__(
         self, folder: str, metadata: TeacherMetadata, file_elements: int = FILE_LENGTH
     ) -> None:
         """Begins the folder, or continues an unfinished one of the same teacher and sequences.
 
-        Args:
-          file_elements: approximate elements per file; a file holds whole sequences.
-
-        Raises:
-          FileExistsError: if it is finished, being written, of another teacher or other sequences,
-            or holds something else.
-          ValueError: if a sequence has too many elements, or the folder is damaged.
+        A file holds whole sequences, of about `file_elements` elements. Raises as `FolderWriter`,
+        and ValueError if a sequence has too many elements.
         """
-        self.folder = data_path(folder)
         self._metadata, self._step = metadata, metadata.row_elements
         if self._step > _LARGEST_ROW:
             raise ValueError(
                 f"{metadata.k:,} ids for each of {metadata.sequences.sequence_length:,} tokens are "
                 f"more than {_LARGEST_ROW:,} numbers for a sequence: take a smaller k"
             )
-        if (self.folder / FILE_NAME).exists():
-            raise FileExistsError(f"{self.folder} is finished: delete it first to make it again")
-        make_folder(self.folder)
-        there = {entry.name for entry in self.folder.iterdir() if entry.suffix != UNFINISHED}
-        if there - {LOCK_FILE} and JOURNAL_FILE not in there:
-            raise FileExistsError(f"{self.folder} holds something else: choose another folder")
-        self._lock = lock(self.folder)
-        try:
-            self._file_rows = max(1, file_elements // self._step)
-            self._journal = Journal(asdict(metadata) | {"file": self._file_rows})
-            if (self.folder / JOURNAL_FILE).exists():
-                found = read_journal(self.folder)
-                found.check_settings(self.folder, self._journal.settings)
-                self._journal = found
-            else:
-                self._journal.save(self.folder)
-            self.written = self._added = self._journal.written // self._step
-            lengths = {"file_length": self._file_rows * self._step, "chunk_length": self._step}
-            dtypes = {IDS: np.uint16 if metadata.vocab_size <= 2**16 else np.uint32}
-            written = self._journal.written or None
-            self._arrays = [
-                GrowingArray(self.folder / name, dtype, written=written, **lengths)
-                for name, dtype in (dtypes | {LOG_PROBABILITIES: DTYPE}).items()
-            ]
-        except BaseException:
-            self.close()
-            raise
+        rows = max(1, file_elements // self._step)
+        ids = np.uint16 if metadata.vocab_size <= 2**16 else np.uint32
+        super().__init__(
+            data_path(folder),
+            asdict(metadata) | {"file": rows},
+            {IDS: ids, LOG_PROBABILITIES: DTYPE},
+            rows * self._step,
+            self._step,
+        )
+        self._added = self.written
+
+    @property
+    def written(self) -> int:
+        """Number of sequences safely on disk; a new writer is given those after them."""
+        return self._journal.written // self._step
 
     def add(self, ids_BSK: np.ndarray, log_probabilities_BSK: np.ndarray) -> None:
-        """Adds the next sequences; log-probabilities are rounded to float16."""
+        """Appends the next sequences; log-probabilities are rounded to float16."""
         rounded_BSK = np.maximum(log_probabilities_BSK, np.finfo(DTYPE).min).astype(DTYPE)
-        for array, values in zip(self._arrays, (ids_BSK, rounded_BSK), strict=True):
-            array.add(values.reshape(-1), self._added * self._step)
+        values = [each.reshape(-1) for each in (ids_BSK, rounded_BSK)]
+        self._add(values, self._added * self._step)
         self._added += len(ids_BSK)
-        whole_rows = (self._added - self.written) // self._file_rows * self._file_rows
-        if whole_rows:
-            self._write(whole_rows)
 
     def finish(self) -> TeacherMetadata:
         """Writes the rest, then metadata.json. No other method works afterwards.
@@ -260,35 +202,7 @@ class TeacherWriter:
             raise ValueError(
                 f"{self._added:,} of {self._metadata.sequences.sequences:,} sequences were added"
             )
-        self._write(self._added - self.written)
-        digests = {name: digest_of_array(self.folder / name) for name in (IDS, LOG_PROBABILITIES)}
-        metadata = replace(self._metadata, digests=digests)
-        with writing(self.folder):
-            metadata.write(self.folder)
-        remove_leftovers(self.folder)
-        self.close()
+        self._write()
+        metadata = replace(self._metadata, digests=self._digests((IDS, LOG_PROBABILITIES)))
+        self._finish_folder(metadata)
         return metadata
-
-    def close(self) -> None:
-        """Releases the folder, so that another writer can continue."""
-        self._lock.close()
-
-    def _write(self, rows: int) -> None:
-        for array in self._arrays:
-            array.write(rows * self._step)
-        self.written += rows
-        self._journal = replace(self._journal, written=self.written * self._step)
-        with writing(self.folder):
-            self._journal.save(self.folder)
-
-
-def _check_types(metadata: TeacherMetadata) -> None:
-    sequences = metadata.sequences
-    counts = metadata.vocab_size, metadata.k, sequences.sequences, sequences.sequence_length
-    if not all(type(each) is int and 0 < each < 2**31 for each in counts):
-        raise ValueError(f"its counts are {counts!r:.80}")
-    if metadata.k > metadata.vocab_size or set(metadata.digests) != {IDS, LOG_PROBABILITIES}:
-        raise ValueError(f"it lists {metadata.k} of {metadata.vocab_size} ids")
-    texts = metadata.teacher, metadata.fingerprint, sequences.data, *metadata.digests.values()
-    if not all(isinstance(each, str) for each in texts):
-        raise ValueError("it has no text for a name or a digest")

@@ -57,9 +57,7 @@ def open_array(
 ) -> "StoredArray":
     """Opens the array of `length` elements in the folder `path` or the bucket that it stands for.
 
-    Args:
-      digest: of the array; if given, it and all chunks that are read are checked.
-      dtypes: names of the allowed dtypes.
+    With a `digest`, it and all chunks that are read are checked. `dtypes` are allowed by name.
 
     Raises DamagedDataError if the array cannot be opened, or has another length or dtype.
     """
@@ -75,6 +73,7 @@ class StoredArray:
 
     description = "zarr.json"
     files_folder = "c"  # contains the files 0, 1, 2, …
+    overhead = 4, 16, 4  # bytes of a chunk's checksum, and of a file's index: per chunk, and once
 
     def __init__(
         self,
@@ -87,6 +86,7 @@ class StoredArray:
         """See `open_array`; without `length`, any length is accepted."""
         self.path = path
         self._chunk_digests: np.ndarray | None = None
+        doing = "cannot be opened"
         try:
             check_no_link(path, path / self.description)
             self.check_description(read_json(path / self.description, _LARGEST_DESCRIPTION))
@@ -101,38 +101,27 @@ class StoredArray:
             (self.length,) = self._array.shape
             self.chunk_length: int = layout.read_chunk.shape[0]
             self.file_length: int = layout.write_chunk.shape[0]
-            itemsize: int = self._array.dtype.numpy_dtype.itemsize
-            self._set_sizes(self.chunk_length * itemsize, self.file_length // self.chunk_length)
-            if self._chunk_bytes > _LARGEST_CHUNK or self._file_bytes > _LARGEST_FILE:
-                raise ValueError(
-                    f"it claims chunks of {self._chunk_bytes:,} bytes in files of "
-                    f"{self._file_bytes:,}"
-                )
+            self.dtype = np.dtype(self._array.dtype.numpy_dtype)
+            chunk, file = self.chunk_length * self.dtype.itemsize, self._file_bytes()
+            if chunk >= _LARGEST_CHUNK or file > _LARGEST_FILE:
+                raise ValueError(f"it claims chunks of {chunk:,} bytes in files of {file:,}")
             if length not in (self.length, None):
                 raise ValueError(
                     f"it has shape ({self.length},), but metadata.json promises ({length},)"
                 )
             if (dtype := self._array.dtype.name) not in dtypes:
                 raise ValueError(f"it holds {dtype!r:.40}, not {' or '.join(sorted(dtypes))}")
-        except (OSError, ValueError) as error:
-            self._fail("cannot be opened", error)
-        if digest is not None:
-            try:
+            if digest is not None:
+                doing = "has been changed or swapped"
                 self._chunk_digests = self._read_chunk_digests(digest)
-            except (OSError, ValueError) as error:
-                self._fail("has been changed or swapped", error)
+        except (OSError, ValueError) as error:
+            self._fail(doing, error)
 
     def spec(self) -> dict[str, Any]:
         """Returns TensorStore's specification; it refuses an array with another layout."""
         names = {"name": "default", "configuration": {"separator": "/"}}
         layout = {"chunk_key_encoding": names, "codecs": codecs()}
         return {"driver": "zarr3", "kvstore": self.files(), "metadata": layout}
-
-    def _set_sizes(self, chunk_bytes: int, chunks: int) -> None:
-        """Sets the sizes in bytes of a whole chunk, of a file's index and of a file of `chunks`."""
-        self._chunk_bytes = chunk_bytes + 4  # a checksum
-        self._index_bytes = chunks * 16 + 4
-        self._file_bytes = chunks * self._chunk_bytes + self._index_bytes
 
     def check_description(self, content: Any) -> None:
         """Raises ValueError for a description that this library does not read."""
@@ -143,8 +132,14 @@ class StoredArray:
 
     def least_bytes(self, file: int) -> int:
         """Returns the minimum size of file number `file` with every chunk that it should hold."""
-        held = min(self.file_length, self.length - file * self.file_length)
-        return -(-held // self.chunk_length) * self._chunk_bytes + self._index_bytes
+        return self._file_bytes(min(self.file_length, self.length - file * self.file_length))
+
+    def _file_bytes(self, held: int | None = None) -> int:
+        """Returns the size of a file with the chunks of `held` elements; by default, of all."""
+        chunks = -(-(self.file_length if held is None else held) // self.chunk_length)
+        checksum, entry, index = self.overhead
+        chunk = self.chunk_length * self.dtype.itemsize + checksum
+        return chunks * chunk + self.file_length // self.chunk_length * entry + index
 
     def file_sizes(self) -> dict[str, int]:
         """Returns the bytes of each file.
@@ -160,7 +155,7 @@ class StoredArray:
             for entry in entries:
                 check_no_link(Path(entry))
                 sizes[entry.name] = entry.stat().st_size
-                if sizes[entry.name] > self._file_bytes and entry.name.isdecimal():
+                if sizes[entry.name] > self._file_bytes() and entry.name.isdecimal():
                     raise ValueError(f"{entry.path} has {sizes[entry.name]:,} bytes, too many")
         return sizes
 
@@ -217,17 +212,17 @@ class StoredArray:
 
         def arrived() -> np.ndarray:
             values = future.result()
-            if self._chunk_digests is not None:
-                wrong = self.wrong_chunks(first // self.chunk_length, values)
-                if len(wrong):
-                    raise ValueError(f"chunk {wrong[0]} is not the one that was written there")
+            wrong = self.wrong_chunks(first // self.chunk_length, values)
+            if len(wrong):
+                raise ValueError(f"chunk {wrong[0]} is not the one that was written there")
             return values
 
         return arrived
 
     def wrong_chunks(self, chunk: int, values: np.ndarray) -> np.ndarray:
         """Returns the numbers of chunks, from `chunk` on, whose digests differ from `values`."""
-        assert self._chunk_digests is not None
+        if self._chunk_digests is None:
+            return np.zeros(0, np.int64)
         found = digests_of_chunks(values, self.chunk_length)
         return chunk + np.flatnonzero(found != self._chunk_digests[chunk : chunk + len(found)])
 
@@ -251,10 +246,6 @@ class StoredArray:
 def reading_context() -> ts.Context:
     """Returns a context that bounds the cache memory shared by all arrays opened with it."""
     retries = {"max_retries": 8, "initial_delay": "100ms", "max_delay": "10s"}  # of buckets
-    return ts.Context(
-        {
-            "cache_pool": {"total_bytes_limit": _CACHE_BYTES},
-            "s3_request_retries": retries,
-            "gcs_request_retries": retries,
-        }
-    )
+    limit = {"total_bytes_limit": _CACHE_BYTES}
+    requests = {f"{kind}_request_retries": retries for kind in ("s3", "gcs")}
+    return ts.Context({"cache_pool": limit, **requests})
