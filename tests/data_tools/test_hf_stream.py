@@ -263,7 +263,7 @@ def test_a_state_without_an_entry_is_refused(jsonl: str, entry: str) -> None:
     source.batch(0)
     state = json.loads(json.dumps(source.state(1)))
     del state["positions"]["0"][entry]
-    with pytest.raises(ValueError, match="the saved object is not the state of a stream"):
+    with pytest.raises(ValueError, match="this is not the state of a stream"):
         stream(jsonl).restore(1, [state])
 
 
