@@ -58,7 +58,7 @@ def run(name: str, command: Callable[[Sequence[str]], int], resumable: bool = Fa
             return _mistake(name, error)
         except _StoppedError as stopped:
             number = signal.Signals(stopped.number)
-            print(f"{name}: {number.name}; the same command goes on from here", file=sys.stderr)
+            print(f"{name}: {number.name}; run the same command to continue", file=sys.stderr)
             return 128 + number
         except KeyboardInterrupt:
             print(f"{name}: interrupted", file=sys.stderr)

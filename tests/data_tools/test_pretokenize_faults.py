@@ -279,5 +279,5 @@ def test_a_signal_ends_all_even_stuck_workers(tmp_path: Path, number: signal.Sig
     os.killpg(process.pid, number)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 128 + number
-    assert errors == f"pretokenize: {number.name}; the same command goes on from here\n"
+    assert errors == f"pretokenize: {number.name}; run the same command to continue\n"
     assert_ended(workers)
