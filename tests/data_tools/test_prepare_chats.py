@@ -23,7 +23,7 @@ from refusals import refusals
 from small_tokenizer import write_tokenizer_folder
 
 from data_tools.inspect.verification import verify_split
-from data_tools.prepare_chats.conversations import Conversation, ConversationField
+from data_tools.prepare_chats.conversations import ConversationField, chat_of
 from data_tools.prepare_chats.documents import Templated
 from data_tools.prepare_chats.prepare import prepare_chats, shortened
 from data_tools.prepare_chats.template import load_template, template_names
@@ -393,7 +393,7 @@ def tokenizer() -> JsonTokenizer:
 def targets(tokenizer: JsonTokenizer, source: str, chat: list) -> list[tuple[str, list[str]]]:
     """Each document's text and its targets, special tokens by name."""
     documents = Templated(template(source), NOW, tokenizer.tokenizer_json)
-    found = documents.of_row([Conversation(chat)])
+    found = documents.of_row([chat_of(chat)])
     known = tokenizers.Tokenizer.from_str(tokenizer.tokenizer_json)
 
     def text(ids: np.ndarray) -> str:
