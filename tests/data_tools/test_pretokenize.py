@@ -107,7 +107,7 @@ def test_a_line_shows_counts_speed_and_the_time_left(
     line = ProgressLine()
     for tokens, fraction in ((100, 0.1), (200, 0.2), (1_300, 0.6)):
         line({"documents": 7, "tokens": tokens}, fraction)
-    expected = "7 documents, 1,300 tokens, 120 tokens/s, 60% done, 0 min 08 s left\n"
+    expected = "7 documents, 1,300 tokens, 120 tokens/s, 60% done, 8.0 s left\n"
     assert capsys.readouterr().err == expected
 
 

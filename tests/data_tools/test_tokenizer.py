@@ -227,7 +227,7 @@ def test_a_configuration_of_another_tokenizer_is_not_overwritten(tmp_path: Path)
     (tmp_path / "a.txt").write_text(TEXTS[0])
     source, made = f"--dataset={tmp_path / 'a.txt'}", f"--out={tmp_path / 'a.json'}"
     done = command_line(source, made, "--vocab_size=290")
-    assert done.returncode == 2 and "tokenizer_config.json is there already" in done.stderr
+    assert done.returncode == 2 and "tokenizer_config.json exists already" in done.stderr
     assert not (tmp_path / "a.json").exists()
 
 
