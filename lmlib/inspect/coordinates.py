@@ -32,11 +32,8 @@ def changes(experiment: Experiment) -> Changes:
     """Returns the change of activations after each step of `experiment`, for each of `LOOKED_AT`.
 
     The change is the root mean square, over all elements of the first batch, of the difference from
-    the values before the first step. The first three names are points of the residual stream:
-    before the first layer, after a middle one and after the last.
-
-    Raises:
-      ValueError: as `Experiment.check`, or if the model does not expose its layers.
+    the values before the first step. Raises ValueError as `Experiment.check`, or if the model does
+    not expose its layers.
     """
     experiment.check()
     mesh, data = experiment.mesh, experiment.data

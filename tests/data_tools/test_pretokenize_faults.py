@@ -243,7 +243,7 @@ def test_a_lost_worker_is_an_error_and_the_run_goes_on(
     field = TextField(function="losing_worker:text")
     target = (Files([str(tmp_path / "lines.jsonl")], field=field), ByteTokenizer())
     settings: dict[str, Any] = {"workers": 2, "on_bad_row": "skip", "file_length": FILE_LENGTH}
-    with pytest.raises(ChildProcessError, match=r"worker process was killed.*again to go on"):
+    with pytest.raises(ChildProcessError, match=r"worker process was killed.*again to continue"):
         pretokenize(*target, tmp_path / "out", "train", **settings)
     pretokenize(*target, tmp_path / "out", "train", **settings)
     pretokenize(*target, tmp_path / "whole", "train", **settings)

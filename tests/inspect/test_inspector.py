@@ -89,5 +89,5 @@ def test_what_is_no_sequence_of_the_models_is_refused(inspector, ids, told):
 
 
 def test_a_model_without_layers_says_so():
-    with pytest.raises(ValueError, match="Bigram shows nothing of its layers"):
+    with pytest.raises(ValueError, match="Bigram does not expose its layers"):
         Inspector(Bigram(64, 8, key=jax.random.key(0))).activations(IDS)

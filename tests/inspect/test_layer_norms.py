@@ -45,5 +45,5 @@ class Stream(Synthetic):
 
 
 def test_a_stream_is_refused():
-    with pytest.raises(ValueError, match="cannot look into Stream, a stream"):
+    with pytest.raises(ValueError, match="cannot read Stream, a stream"):
         LayerNorms(Stream(512, 8, 64), make_mesh(fsdp=1), Compute())
