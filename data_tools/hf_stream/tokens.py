@@ -115,9 +115,9 @@ class Documents:
 
     def _encoded(self, texts: list[str | None], start: Position) -> Iterator[list[_Document]]:
         """Yields the framed documents of a block from number `start.document` on."""
-        order = range(len(texts))
+        order = np.arange(len(texts))
         if self.seed is not None:
-            order = permute(np.arange(len(texts)), len(texts), seed=self.seed, epoch=start.block)
+            order = permute(order, len(texts), seed=self.seed, epoch=start.block)
         begin_N, end_N = (
             np.array([] if token is None else [token], np.int32)
             for token in (self.tokenizer.bos_id, self.tokenizer.eos_id)

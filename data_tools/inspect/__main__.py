@@ -10,7 +10,7 @@ splits. `python -m runner.inspect RUN` shows the data of a run, as configured th
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from absl import flags
 
@@ -76,7 +76,7 @@ def _of_data_set(path: Path) -> "tuple[Source, Decode | None]":
         path, split = data_path(path).parent, own
     from lmlib.data.flat_tokens import FlatTokens
 
-    settings = {flag.name: flag.value for flag in _OF_BATCHES[1:]}
+    settings: dict[str, Any] = {flag.name: flag.value for flag in _OF_BATCHES[1:]}
     source = FlatTokens(str(path), split, seed=FLAGS.seed, **settings)
     return source, usable_decoder(path, source.tokenizer)
 

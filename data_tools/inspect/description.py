@@ -7,7 +7,7 @@ import dataclasses
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ from lmlib.data.stored.metadata import (
     FILE_NAME,
     JOURNAL_FILE,
     TOKENIZER_FILE,
+    ShardMetadata,
     SplitMetadata,
     TokenizerIdentity,
     read_shard,
@@ -111,7 +112,9 @@ def describe_split(folder: Path) -> SplitDescription:
     if len(shard_counts) != 1:
         read_split(folder)  # raises the error
     (shards,) = shard_counts
-    finished, unfinished, settings = [], {}, {}
+    finished: list[ShardMetadata] = []
+    unfinished: dict[str, int] = {}
+    settings: Mapping[str, Any] = {}
     for name in (shard_name(shard, shards) for shard in range(shards)):
         if (folder / name / FILE_NAME).exists():
             finished.append(read_shard(folder / name))

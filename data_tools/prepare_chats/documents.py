@@ -54,7 +54,7 @@ class Plain:
         return [self._document(chat.messages) for chat in chats]
 
     def _document(self, messages: Sequence[Message]) -> Document:
-        both = [message.get("content") for message in messages]
+        both: list[Any] = [message.get("content") for message in messages]
         roles = [message["role"] for message in messages]
         if roles != [USER, ASSISTANT] or not all(isinstance(text, str) for text in both):
             raise ValueError(

@@ -36,7 +36,9 @@ def load_template(tokenizer: str, template: str | None = None) -> ChatTemplate |
             f"--template={template} is neither a file nor one of {', '.join(template_names())}"
         )
     found = read_chat_template(_folder(tokenizer), file)
-    for token in ("bos_token", "eos_token") if bundled and found is not None else ():
+    if found is None or not bundled:
+        return found
+    for token in ("bos_token", "eos_token"):
         if token in found.sources[DEFAULT] and token not in found.special_tokens:
             remedy = "choose another template"
             if tokenizer != "bytes":  # which has no such file

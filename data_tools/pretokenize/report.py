@@ -8,9 +8,12 @@ from lmlib.terminal.python_command import python_command
 
 def summary(made: SplitMetadata | ShardMetadata, folder: str, seconds: float) -> str:
     """Formats the counts of the new split or shard, and the time of this run."""
-    whole = isinstance(made, SplitMetadata)
+    if isinstance(made, ShardMetadata):
+        folder, shards, complete = f"{folder}/{made.name}", made.name, "when all other shards are"
+    else:
+        shards, complete = f"{len(made.shards):,}", None
     rows = {
-        "folder": folder if whole else f"{folder}/{made.name}",
+        "folder": folder,
         "documents": f"{made.documents:,}",
         "skipped rows": f"{made.skipped_rows:,}",
         **left_out(made),
@@ -19,10 +22,10 @@ def summary(made: SplitMetadata | ShardMetadata, folder: str, seconds: float) ->
         "bytes per token": f"{made.bytes / made.tokens:.3f}" if made.tokens else "no tokens",
         "vocabulary": f"{made.vocab_size:,}",
         "largest token id": f"{made.max_token_id:,}",
-        "shards": f"{len(made.shards):,}" if whole else made.name,
+        "shards": shards,
         "time of this run": f"{seconds:.1f} s",
         "gzip -9": gzip_size(made),
-        "complete": None if whole else "when all other shards are",
+        "complete": complete,
     }
     return "\n".join(f"{name:<18}{value}" for name, value in rows.items() if value is not None)
 

@@ -43,7 +43,7 @@ def pretokenize(
         progress(together, None if fraction is None else (finished + fraction) / shards)
 
     for finished in range(shards):
-        both = {"shard": finished, "shards": shards, "progress": in_split}
+        both: dict[str, Any] = {"shard": finished, "shards": shards, "progress": in_split}
         made = pretokenize_shard(rows, tokenizer, folder, split, **both, **settings)
         before = {name: count + getattr(made, name) for name, count in before.items()}
     return finished_split(folder, split, settings.get("part"))

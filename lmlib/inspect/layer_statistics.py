@@ -153,7 +153,7 @@ def first_offender(statistics: LayerStatistics) -> str | None:
 def table(statistics: LayerStatistics) -> str:
     """Formats one line per part of the model, in the order of the forward pass."""
     rows = [("", "output rms", "weight norm", "gradient norm")]
-    for name, output, *norms in statistics.parts:
-        cells = ["" if output is None else f"{output:.4g}", *(f"{norm:.4g}" for norm in norms)]
-        rows.append((name, *cells))
+    for name, output, weights, gradients in statistics.parts:
+        first = "" if output is None else f"{output:.4g}"
+        rows.append((name, first, f"{weights:.4g}", f"{gradients:.4g}"))
     return columns([*rows, (statistics.loss_name, f"{statistics.loss:.4g}", "", "")])
