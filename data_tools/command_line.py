@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from absl import app, flags, logging
 
+from lmlib.terminal.quantities import duration_text
 from lmlib.terminal.text import guard_terminals
 
 # Flags of texts, in which `~` is an ordinary character. In all other flags it is the home folder.
@@ -27,13 +28,12 @@ _SECONDS_BETWEEN_LINES = 5.0
 def run(name: str, command: Callable[[Sequence[str]], int], resumable: bool = False) -> NoReturn:
     """Runs `command` with the arguments that are not flags; exits with the status it returns.
 
-    An unknown or invalid flag, and an OSError or ValueError of `command`, prints one line on stderr
-    that begins with `name`, and exits with status 2; Ctrl-C exits with 130. --help shows the
-    docstring of `__main__`, its flags and the adopted ones.
+    An invalid flag, and an OSError or ValueError of `command`, prints one line on stderr that
+    begins with `name`, and exits with status 2; Ctrl-C exits with 130. --help shows the docstring
+    of `__main__`, its flags and the adopted ones. Terminals show control characters escaped.
 
-    If it is `resumable`, the message after Ctrl-C and SIGTERM says that the same command continues,
-    and the status is 128 plus the signal's number; a RuntimeError is one line as well. Terminals
-    show control characters escaped, for text of any origin.
+    If it is `resumable`, a RuntimeError is one line as well, and Ctrl-C and SIGTERM exit with 128
+    plus the signal's number, after a message that the same command continues.
     """
     guard_terminals()
     logging.get_absl_handler().python_handler.setStream(sys.stderr)
@@ -50,15 +50,13 @@ def run(name: str, command: Callable[[Sequence[str]], int], resumable: bool = Fa
         except BrokenPipeError:  # the reader has closed the pipe, as `head` does
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return MISTAKE
-        except (OSError, ValueError) as error:
-            return _mistake(name, error)
-        except RuntimeError as error:
-            if not resumable:
+        except (OSError, ValueError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and not resumable:
                 raise
             return _mistake(name, error)
         except _StoppedError as stopped:
-            number = signal.Signals(stopped.number)
-            print(f"{name}: {number.name}; the same command goes on from here", file=sys.stderr)
+            number = signal.Signals(stopped.args[0])
+            print(f"{name}: {number.name}; run the same command to continue", file=sys.stderr)
             return 128 + number
         except KeyboardInterrupt:
             print(f"{name}: interrupted", file=sys.stderr)
@@ -95,16 +93,11 @@ def expand_home(values: flags.FlagValues) -> None:
         if isinstance(flag.value, str):
             flag.value = os.path.expanduser(flag.value)
         elif isinstance(flag.value, list):
-            expanded = [os.path.expanduser(x) if isinstance(x, str) else x for x in flag.value]
-            flag.value = expanded
+            flag.value = [os.path.expanduser(x) if isinstance(x, str) else x for x in flag.value]
 
 
 class _StoppedError(BaseException):
-    """Raised on a signal, from Ctrl-C or a batch system."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
+    """Raised on a signal, from Ctrl-C or a batch system; its argument is the signal's number."""
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
@@ -145,8 +138,5 @@ class ProgressLine:
         parts.append(f"{(counts[unit] - first_count) / (now - begun):,.0f} {unit}/s")
         if fraction is not None and first_fraction is not None and fraction > first_fraction:
             left = (now - begun) * (1 - fraction) / (fraction - first_fraction)
-            minutes, seconds = divmod(round(left), 60)
-            hours, minutes = divmod(minutes, 60)
-            time_left = f"{hours} h {minutes:02} min" if hours else f"{minutes} min {seconds:02} s"
-            parts.append(f"{fraction:.0%} done, {time_left} left")
+            parts.append(f"{fraction:.0%} done, {duration_text(left)} left")
         print(", ".join(parts), file=sys.stderr)

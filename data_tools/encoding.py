@@ -1,7 +1,6 @@
 """Encodes blocks of rows to documents of tokens, in order, with any number of processes.
 
-For pretokenize and prepare_chats. `concurrent.futures` is not used: its workers outlive a killed
-parent, and cannot be stopped in the middle of a block.
+The processes of `concurrent.futures` outlive a killed parent, and cannot be stopped in a block.
 """
 
 import contextlib
@@ -12,7 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
@@ -39,12 +38,14 @@ class EncodedBlock:
 
     def first(self, documents: int) -> "EncodedBlock":
         """Returns the block truncated after `documents`."""
-        return EncodedBlock(
-            self.tokens[: self.lengths[:documents].sum()],
-            self.lengths[:documents],
-            self.text_bytes[:documents],
-            None if self.gzip_bytes is None else self.gzip_bytes[:documents],
-            tuple((before, row) for before, row in self.bad_rows if before < documents),
+        gzip_bytes = None if self.gzip_bytes is None else self.gzip_bytes[:documents]
+        return replace(
+            self,
+            tokens=self.tokens[: self.lengths[:documents].sum()],
+            lengths=self.lengths[:documents],
+            text_bytes=self.text_bytes[:documents],
+            gzip_bytes=gzip_bytes,
+            bad_rows=tuple((before, row) for before, row in self.bad_rows if before < documents),
         )
 
 
@@ -58,11 +59,10 @@ class Recipe(Protocol):
 def encode_in_order(
     blocks: Iterator[Block], recipe: Recipe, workers: int
 ) -> Generator[tuple[Block, EncodedBlock], None, None]:
-    """Yields each block with its documents, in order, encoded by `workers` processes.
+    """Yields each block with its documents, in order, encoded by `workers` processes or this one.
 
-    With 0 workers this process encodes. A few blocks for each worker are read ahead. When the
-    generator is closed the workers end too, even in the middle of a block. Raises ChildProcessError
-    if a worker is killed.
+    A few blocks for each worker are read ahead. Closing the generator ends the workers, even in the
+    middle of a block. Raises ChildProcessError if a worker is killed.
     """
     if workers == 0:
         for block in blocks:
@@ -132,15 +132,15 @@ class _WorkerProcess:
             answer: EncodedBlock | Exception = self._connection.recv()
         except (EOFError, OSError) as error:
             raise ChildProcessError(
-                "a worker process was killed, perhaps for want of memory: run the same command "
-                "again to go on, with fewer --workers if it happens again"
+                "a worker process was killed, perhaps because memory ran out: run the same command "
+                "again to continue, with fewer --workers if it happens again"
             ) from error
         if isinstance(answer, Exception):
             raise answer
         return answer
 
     def end(self) -> None:
-        """Ends the process at once; it holds no state that could be lost."""
+        """Ends the process at once; it has no state that could be lost."""
         self._process.kill()
         self._process.join()
 

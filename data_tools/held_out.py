@@ -1,7 +1,4 @@
-"""Held-out documents for validation, chosen only by their text.
-
-For every command that makes splits, and train_tokenizer, which suggests a fraction to hold out.
-"""
+"""Held-out documents for validation, chosen only by their text."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -20,37 +20,36 @@ def define_source_flags() -> None:
     flags.DEFINE_list(
         "dataset",
         None,
-        "Files and folders, separated by commas: .jsonl (or .ndjson, .json), .parquet, .arrow, or "
-        "text, the first and the last also as .gz or .zst; or the name of one Hugging Face data "
-        "set.",
+        "Files and folders, separated by commas: JSON Lines, Parquet, Arrow or text (JSON Lines "
+        "and text also as .gz or .zst); or the name of one Hugging Face data set.",
         required=True,
     )
-    flags.DEFINE_string("name", None, "Which configuration of the Hugging Face data set.")
+    flags.DEFINE_string("name", None, "Configuration of the Hugging Face data set.")
     flags.DEFINE_string(
-        "split", "train", "The split to read from a Hugging Face data set, and to write if any is."
+        "split", "train", "Split to read from a Hugging Face data set, and to write."
     )
     flags.DEFINE_string(
         "pattern",
         None,
-        "Which files of a folder, for instance '*.py'; without it all, which must not be both rows "
-        "and texts.",
+        "Pattern of the files to read in folders, for instance '*.py'; default: all files, which "
+        "must not be both rows and texts.",
     )
-    flags.DEFINE_enum(
-        "on_bad_row", "fail", ["fail", "skip"], "What to do with a row that cannot be used."
-    )
+    flags.DEFINE_enum("on_bad_row", "fail", ["fail", "skip"], "Stop at a bad row, or skip it.")
 
 
 def define_text_flags() -> None:
     """Defines the flags of commands whose rows are texts."""
-    flags.DEFINE_string("text_column", "text", "The column that holds the text.")
+    flags.DEFINE_string("text_column", "text", "Column of the text.")
     flags.DEFINE_string(
-        "text_function", None, "package.module:function that makes the text from a row's dict."
+        "text_function",
+        None,
+        "Function that makes the text from a row's dict: package.module:name.",
     )
     flags.DEFINE_string(
         "document_separator",
         None,
-        r"What separates the documents of a text file, for instance '<|endoftext|>' or '\n\n\n'; "
-        "without it, a text file is one document.",
+        r"Text between the documents of a text file, for instance '<|endoftext|>' or '\n\n\n'; "
+        "default: a text file is one document.",
     )
 
 
@@ -59,23 +58,21 @@ def define_split_flags() -> None:
     flags.DEFINE_string(
         "tokenizer",
         None,
-        "A tokenizer.json, a folder holding one, a Hugging Face tokenizer, or 'bytes'.",
+        "Tokenizer: a tokenizer.json, its folder, a Hugging Face name, or 'bytes'.",
         required=True,
     )
-    flags.DEFINE_string(
-        "bos_token", None, "The token that begins a document; --bos_token= for none."
-    )
-    flags.DEFINE_string("eos_token", None, "The token that ends a document.")
-    flags.DEFINE_string("out", None, "The folder of the data set.", required=True)
+    flags.DEFINE_string("bos_token", None, "Token before each document; --bos_token= for none.")
+    flags.DEFINE_string("eos_token", None, "Token after each document.")
+    flags.DEFINE_string("out", None, "Folder of the data set.", required=True)
     flags.DEFINE_float(
         "validation_fraction",
         None,
-        "Hold out this part of the documents, for instance 0.01, as the split 'validation'.",
+        "Fraction of the documents to hold out as the split 'validation', for instance 0.01.",
     )
     flags.DEFINE_integer(
         "workers",
         None,
-        "Processes that tokenise; by default one for each core, on Ray one a shard.",
+        "Processes that tokenise; default: one per core, or one per shard on Ray.",
         lower_bound=0,
     )
 
@@ -118,8 +115,7 @@ def parts() -> list[tuple[str, Part | None, float]]:
         return [(split, None, 1.0)]
     if split == VALIDATION:
         raise ValueError(
-            f"--validation_fraction makes the split {VALIDATION!r} besides that of --split: name "
-            "another one there"
+            f"--validation_fraction makes the split {VALIDATION!r}: give --split another name"
         )
     return [
         (split, Part(fraction, False), 1 - fraction),
@@ -131,5 +127,5 @@ def workers() -> int:
     """Returns the number of tokenising processes, by default one per available core."""
     if FLAGS.workers is not None:
         return FLAGS.workers
-    known = hasattr(os, "sched_getaffinity")
+    known = hasattr(os, "sched_getaffinity")  # Linux
     return len(os.sched_getaffinity(0)) if known else os.cpu_count() or 1

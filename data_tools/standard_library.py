@@ -1,7 +1,4 @@
-"""A data set that every machine has: the sources of Python's standard library.
-
-For the quickstart, the ladder and benchmarks.
-"""
+"""A data set that every machine has: the sources of Python's standard library."""
 
 import contextlib
 import glob
@@ -40,42 +37,45 @@ _SECONDS_OF_A_DAY = 24 * 60 * 60
 def standard_library(
     vocab_size: int = 4096, max_bytes: int | None = None, cache: str | None = None
 ) -> str:
-    """Returns the folder of a data set with splits `train` and `validation`.
+    """Returns a data set with splits `train` and `validation`, made on the first call.
 
-    It is made on the first call. The documents are the running interpreter's own .py files without
-    its tests, in the order of their paths; see `sources` for the splits and `max_bytes`. A
-    byte-level BPE of `vocab_size` is trained on the split `train`. `validation` records the sizes
-    of its texts under compressors (`lmlib.data.compressors`) that are installed now or at a later
-    call. Its source entry records the share of its bytes in lines that are also in `train`.
+    The documents are the running interpreter's own .py files without its tests, in the order of
+    their paths; see `sources` for the splits and `max_bytes`. A byte-level BPE of `vocab_size` is
+    trained on the split `train`. `validation` records the sizes of its texts under compressors
+    (`lmlib.data.compressors`) that are installed now or at a later call, and the share of its bytes
+    in lines that are also in `train`.
 
-    The folder is in `cache`, by default `cache_folder()`. If there is none, or it cannot be
-    written, it is in a user-specific temporary folder. It is named after the Python version, the
-    settings and a digest of the files; another process may make it at the same time. Raises
-    ValueError if `max_bytes` leaves no text to train on or to hold out.
+    The folder is in `cache`, by default `cache_folder()`, or else in a user-specific temporary
+    folder. Its name has the Python version, the settings and a digest of the files. Another process
+    may make it at the same time. Raises ValueError if `max_bytes` leaves too little text.
     """
     begun = time.monotonic()
 
     def report(phase: str) -> None:
         print(f"standard library: {phase} ({time.monotonic() - begun:.1f} s)", file=sys.stderr)
 
-    def made_in_a_temporary_folder(reason: str) -> str:
-        own = _temporary_folder()
-        report(
-            f"{reason}, so the data goes to {own}, which may not last; XDG_CACHE_HOME names "
-            "another place"
-        )
-        return standard_library(vocab_size, max_bytes, str(own))
-
-    place = cache_folder() if cache is None else data_path(cache)
-    if place is None:
-        return made_in_a_temporary_folder("this user has no home folder")
     train, validation = sources(max_bytes)
     if not train or not validation:
         raise ValueError(
             f"max_bytes={max_bytes} leaves {len(train)} file(s) of the standard library to train "
             f"on and {len(validation)} to hold out: at least 1 of each is needed"
         )
-    folder = data_path(place) / _folder_name({**train, **validation}, vocab_size, max_bytes)
+    name = _folder_name({**train, **validation}, vocab_size, max_bytes)
+    place = cache_folder() if cache is None else data_path(cache)
+    problem = "this user has no home folder" if place is None else None
+    if place is not None and not (data_path(place) / name).is_dir():
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+            os.rmdir(tempfile.mkdtemp(dir=place))
+        except OSError as error:
+            if cache is not None:
+                raise
+            problem = f"{place} cannot be written ({error.strerror})"
+    if place is None or problem:
+        place = _temporary_folder()
+        advice = f"the data goes to {place}, which may not last; set XDG_CACHE_HOME to change it"
+        report(f"{problem}, so {advice}")
+    folder = data_path(place) / name
 
     def measure_compressors(split: Path) -> None:
         known = compressors.read(split)
@@ -93,28 +93,17 @@ def standard_library(
         try:
             measure_compressors(folder / "validation")
         except OSError as error:  # another user's folder
-            report(f"the sizes under these are not kept: {error}")
+            report(f"the compressed sizes are not saved: {error}")
         return str(folder)
-
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        os.rmdir(tempfile.mkdtemp(dir=folder.parent))
-    except OSError as error:
-        if cache is not None:
-            raise
-        reason = f"{folder.parent} cannot be written ({error.strerror})"
-        return made_in_a_temporary_folder(reason)
     with made_whole(folder) as making:
         shared = shared_lines(train.values(), validation.values())
         report(
             f"read {len(train)} files to train on and {len(validation)} to hold out, {shared:.1%} "
             f"of which are lines of more than {_LONG_LINE} bytes that both have"
         )
-
-        name = f"byte-level BPE of {vocab_size} on Python {_PYTHON_VERSION}'s standard library"
-        tokenizer = train_byte_level_bpe(list(train.values()), vocab_size, name)
+        described = f"byte-level BPE of {vocab_size} on Python {_PYTHON_VERSION}'s standard library"
+        tokenizer = train_byte_level_bpe(list(train.values()), vocab_size, described)
         report(f"trained a tokenizer of {tokenizer.vocab_size} ids")
-
         source: dict[str, Any] = {"standard_library": _PYTHON_VERSION, "max_bytes": max_bytes}
         pretokenize(Texts(list(train.values()), source), tokenizer, making, "train")
         report("wrote the split train")

@@ -1,11 +1,9 @@
-"""Tokenizers: bytes or a tokenizer.json, with the tokens that frame a document.
+"""Tokenizers: bytes or a tokenizer.json, with the tokens that frame a document."""
 
-For every command that encodes text, and for `HFStream`.
-"""
-
+import contextlib
 import hashlib
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -79,11 +77,8 @@ class JsonTokenizer(Tokenizer):
         """`tokenizer_json` is the file's text; "" for a `bos_token` means none.
 
         Framing tokens that are not given are the `configured` ones, or have common names. A token
-        that would both begin and end documents by default only ends them, so that there is one
-        between two.
-
-        Raises ValueError if the text describes no tokenizer, or a given token is not in its
-        vocabulary.
+        that would both begin and end documents by default only ends them. Raises ValueError if the
+        text describes no tokenizer, or a given token is not in its vocabulary.
         """
         try:
             self._tokenizer = read_tokenizer(tokenizer_json)
@@ -134,11 +129,9 @@ def load_tokenizer(
     """Loads the tokenizer `name`: 'bytes', a tokenizer.json, its folder, or a name on the Hub.
 
     `bos_token` and `eos_token` name the framing tokens, "" for the first means none. By default
-    tokenizer_config.json next to the file names them, or common names are tried. No foreign code is
-    ever run.
-
-    A folder may be untrusted: only these two files are read, as JSON, and neither if it is a link
-    that leads out of the folder.
+    tokenizer_config.json next to the file names them, or common names are tried. A folder may be
+    untrusted: only these two files are read, as JSON, and neither if it is a link that leads out of
+    the folder.
 
     Raises FileNotFoundError for a folder without tokenizer.json, ValueError for a name that is
     neither local nor on the Hub, a tokenizer that lacks a named token, or a damaged one.
@@ -150,8 +143,16 @@ def load_tokenizer(
     path = Path(os.path.expanduser(name))
     file = path / "tokenizer.json" if path.is_dir() else path
     if file.is_file():
-        configured = _configured_tokens(file.with_name("tokenizer_config.json"))
-        text = _read(file, named=not path.is_dir())
+        config_file = file.with_name("tokenizer_config.json")
+        configured = {}
+        if config_file.is_file():
+            with _named(config_file):
+                check_within_folder(config_file)
+                configured = _framing(read_json(config_file))
+        with _named(file):
+            if path.is_dir():  # if the user named the file itself, it may be a link
+                check_within_folder(file)
+            text = read_text(file, LARGEST_TOKENIZER)
         return JsonTokenizer(name, text, bos_token, eos_token, configured)
     if path.is_dir():
         raise FileNotFoundError(f"the folder {path} holds no tokenizer.json")
@@ -166,28 +167,22 @@ def load_tokenizer(
             f"{name!r} is neither 'bytes', nor a tokenizer.json or its folder, and cannot be "
             f"fetched from the Hugging Face Hub: {error}"
         ) from error
-    return JsonTokenizer(name, _read(file), bos_token, eos_token)
+    with _named(file):
+        text = read_text(file, LARGEST_TOKENIZER)
+    return JsonTokenizer(name, text, bos_token, eos_token)
 
 
-def _read(file: Path, named: bool = True) -> str:
-    """Returns the file's text. If the user `named` the file itself, it may be a link."""
+@contextlib.contextmanager
+def _named(file: Path) -> Iterator[None]:
+    """Adds the file to a ValueError."""
     try:
-        if not named:
-            check_within_folder(file)
-        return read_text(file, LARGEST_TOKENIZER)
+        yield
     except ValueError as error:
         raise ValueError(f"{file} cannot be used: {error}") from error
 
 
-def _configured_tokens(file: Path) -> dict[str, str]:
-    """Returns the framing tokens named in tokenizer_config.json, which may be absent."""
-    if not file.is_file():
-        return {}
-    try:
-        check_within_folder(file)
-        config = read_json(file)
-    except ValueError as error:
-        raise ValueError(f"{file} cannot be used: {error}") from error
+def _framing(config: object) -> dict[str, str]:
+    """Returns the framing tokens that the content of tokenizer_config.json names."""
     found = {}
     for role in _FRAMING_NAMES:
         entry = config.get(role) if isinstance(config, dict) else None
@@ -196,5 +191,5 @@ def _configured_tokens(file: Path) -> dict[str, str]:
         if isinstance(name, str):
             found[role] = name
         elif name is not None:
-            raise ValueError(f"{file} has the {role} {name!r:.40}, which does not name a token")
+            raise ValueError(f"its {role} {name!r:.40} does not name a token")
     return found

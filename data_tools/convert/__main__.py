@@ -18,9 +18,7 @@ from data_tools.tokenizer import load_tokenizer
 from lmlib.storage.local_folder import local_folder
 
 flags.DEFINE_string(
-    "tokenizer",
-    None,
-    "What made the ids: a tokenizer.json, its folder, a Hugging Face tokenizer, or 'bytes'.",
+    "tokenizer", None, "Tokenizer of the ids: a file, a folder, a Hugging Face name, or 'bytes'."
 )
 
 

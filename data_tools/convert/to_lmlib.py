@@ -35,11 +35,8 @@ def to_lmlib(
     """Converts each split of `source`, in seqax's format, to a split with one shard below `out`.
 
     Returns the shard of each new split, and the number of documents dropped because they have no
-    tokens.
-
-    seqax frames no document and records no text, so the new splits have no BOS and EOS and 0 bytes
-    of text. Without `tokenizer`, none is recorded and the vocabulary ends at the largest id. After
-    a kill, the same call continues where it stopped. Memory holds a block and the longest document.
+    tokens. The new splits have no BOS and EOS, and 0 bytes of text. Without `tokenizer`, none is
+    recorded and the vocabulary ends at the largest id. After a kill, the same call continues.
 
     Raises FileExistsError if `out` is finished or holds anything else, ValueError if `source` has
     no split in seqax's format or ids outside the vocabulary, DamagedDataError if it cannot be read.
@@ -55,8 +52,8 @@ def to_lmlib(
     vocab_size = largest + 1 if tokenizer is None else tokenizer.vocab_size
     if vocab_size <= largest:
         raise ValueError(
-            f"{source} has ids up to {largest}, but the tokenizer's end at {vocab_size - 1}: it is "
-            "not the one that made them"
+            f"{source} has ids up to {largest}, but the tokenizer's end at {vocab_size - 1}: give "
+            "the tokenizer that made them"
         )
     _check_out(out, list(splits))
     converted = {}

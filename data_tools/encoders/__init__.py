@@ -1,7 +1,4 @@
-"""Fast encoding of text with exactly the ids of Hugging Face `tokenizers`.
-
-For `Tokenizer`, and so for every command that encodes text.
-"""
+"""Fast encoding of text with exactly the ids of Hugging Face `tokenizers`."""
 
 from data_tools.encoders.byte_level import ByteLevelEncoder
 from data_tools.encoders.encoder import (

@@ -1,6 +1,6 @@
 """Encodes a tokenizer.json's byte-level BPE with tiktoken's engine, with the same ids.
 
-It takes four to five times less CPU time than `tokenizers`, and little memory. For `make_encoder`.
+It takes four to five times less CPU time than `tokenizers`, and little memory.
 """
 
 import json
@@ -97,11 +97,10 @@ class ByteLevelEncoder:
 def _check(model: dict[str, Any], normalizer: dict[str, Any] | None) -> None:
     if model["type"] != "BPE":
         raise UnsuitableError(f"the model is {model['type']}, not BPE")
-    settings = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
-    for setting in settings:
+    for setting in ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback"):
         if model[setting]:
             raise UnsuitableError(f"the model has {setting}")
-    if normalizer is not None and normalizer != {"type": "NFC"}:
+    if normalizer not in (None, {"type": "NFC"}):
         raise UnsuitableError(f"the normalizer is {normalizer['type']}, not NFC")
 
 
@@ -111,13 +110,7 @@ def _pre_tokenization(pre_tokenizer: dict[str, Any] | None) -> PreTokenization:
     match pre_tokenizer:
         case {**part} if part.items() >= (byte_level | {"use_regex": True}).items():
             expression = GPT2
-        case {
-            "type": "Sequence",
-            "pretokenizers": [
-                {"pattern": {"Regex": expression}, **split},
-                {**part},
-            ],
-        } if (
+        case {"pretokenizers": [{"pattern": {"Regex": expression}, **split}, {**part}]} if (
             split == {"type": "Split", "behavior": "Isolated", "invert": False}
             and part.items() >= (byte_level | {"use_regex": False}).items()
         ):

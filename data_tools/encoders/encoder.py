@@ -1,7 +1,4 @@
-"""The interface of encoders, and two simple ones: raw bytes, and Hugging Face `tokenizers`.
-
-For every command that encodes text. Imports little, so that a worker starts without JAX.
-"""
+"""The interface of encoders, and two simple ones: raw bytes, and Hugging Face `tokenizers`."""
 
 from collections.abc import Iterator, Sequence
 from typing import Protocol

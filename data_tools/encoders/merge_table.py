@@ -1,7 +1,5 @@
 """Converts the merges of a byte-level BPE to the table of tokens for tiktoken's engine.
 
-For `ByteLevelEncoder`.
-
 Both engines repeatedly merge the leftmost adjacent pair with the lowest rank. For `tokenizers` a
 pair has a rank if it is in the list of merges; for tiktoken, if its concatenation is in the table
 of tokens, whose rank it then has.

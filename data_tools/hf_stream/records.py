@@ -1,6 +1,6 @@
 """Disjoint streams of records of a data set or of files, with recovery from failures.
 
-For `HFStream`. A stream that fails or stalls is opened again at the same place.
+A stream that fails or stalls is opened again at the same place.
 """
 
 import os
@@ -14,9 +14,7 @@ from xxhash import xxh3_128, xxh3_128_hexdigest
 from data_tools.rows.hub import stream_data_set
 from lmlib.data.prefetch import ReadAhead
 
-# Names of formats in `datasets`, by file suffix (before any .gz or .zst).
-_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text"}
-_COMPRESSIONS = (".gz", ".zst")
+_SUFFIXES = (".jsonl", ".json", ".parquet", ".txt")  # before any .gz or .zst
 _LOOKED_INTO, _FIRST_BYTES = 64, 1 << 16  # files to look into, and bytes of each
 
 RECORDS_AHEAD = 256
@@ -41,17 +39,15 @@ def open_records(
 
     Raises ValueError, with the message of `datasets`, if it cannot be opened.
     """
-    from datasets.distributed import split_dataset_by_node  # 0.7 s to import
+    from datasets import load_dataset  # 0.7 s to import
+    from datasets.distributed import split_dataset_by_node
 
     try:
-        if (file_format := _file_format(dataset)) is not None:
-            from datasets import load_dataset
-
+        if file_format := _file_format(dataset):
             files = {split: dataset if isinstance(dataset, str) else list(dataset)}
             records = load_dataset(file_format, data_files=files, split=split, streaming=True)
         else:
-            assert isinstance(dataset, str)  # several names without a format have been refused
-            records = stream_data_set(dataset, name, split)
+            records = stream_data_set(str(dataset), name, split)
     except Exception as error:  # `datasets` raises many unrelated types here
         raise ValueError(
             f"cannot open {dataset!r} (name {name!r}, split {split!r}) as a Hugging Face data set "
@@ -68,20 +64,19 @@ def contents(dataset: str | Sequence[str], name: str | None) -> dict[str, str]:
     """
     from datasets import load_dataset_builder
 
-    if (file_format := _file_format(dataset)) is None:
-        builder = load_dataset_builder(dataset, name)
-    else:
+    if file_format := _file_format(dataset):
         builder = load_dataset_builder(file_format, data_files=dataset)
+    else:
+        builder = load_dataset_builder(dataset, name)
     splits = (builder.config.data_files or {}).values()
     files = sorted({str(file) for split in splits for file in split})
     if not files or any("://" in file for file in files):
         return {str(dataset): xxh3_128_hexdigest("\n".join(files).encode())}
     digest = xxh3_128()
     folder = os.path.commonpath([os.path.dirname(file) for file in files])
-    looked_into = files[:: -(-len(files) // _LOOKED_INTO)]
     for file in files:
         digest.update(f"{os.path.relpath(file, folder)} {os.path.getsize(file)}\n".encode())
-    for file in looked_into:
+    for file in files[:: -(-len(files) // _LOOKED_INTO)]:
         with open(file, "rb") as content:
             digest.update(content.read(_FIRST_BYTES))
     return {folder: digest.hexdigest()}
@@ -90,13 +85,12 @@ def contents(dataset: str | Sequence[str], name: str | None) -> dict[str, str]:
 def _file_format(dataset: str | Sequence[str]) -> str | None:
     """Returns the files' format name in `datasets`; `None` for a data set."""
     last = dataset if isinstance(dataset, str) else dataset[-1]
-    for compression in _COMPRESSIONS:
-        last = last.removesuffix(compression)
-    formats = (kind for suffix, kind in _FORMATS.items() if last.endswith(suffix))
-    found = next(formats, None)
-    if found is None and not isinstance(dataset, str):
-        raise ValueError(f"{last!r} is not a file of a known format: {', '.join(_FORMATS)}")
-    return found
+    suffix = os.path.splitext(last.removesuffix(".gz").removesuffix(".zst"))[1]
+    if suffix in _SUFFIXES:
+        return {".jsonl": "json", ".txt": "text"}.get(suffix, suffix[1:])
+    if not isinstance(dataset, str):
+        raise ValueError(f"{last!r} is not a file of a known format: {', '.join(_SUFFIXES)}")
+    return None
 
 
 class Patience(NamedTuple):
@@ -165,18 +159,15 @@ class SteadyRecords:
 
     def _pause(self, failures: int, error: Exception) -> None:
         """Prints the failure and waits; raises `StreamFailure` after too many failures."""
-        cause = " ".join(f"{type(error).__name__}: {error}".split())
-        if failures > self._patience.retries:
+        retries, cause = self._patience.retries, f"{type(error).__name__}: {error}"
+        cause = " ".join(cause.split())
+        if failures > retries:
             raise StreamFailure(
                 f"{self._what} failed {failures} times in a row, at last with {cause}"
             ) from error
-        pause = self._patience.backoff_seconds * 2 ** (failures - 1)
-        pause = min(pause, LONGEST_PAUSE_SECONDS)
-        print(
-            f"{self._what}: {cause}; retry {failures} of {self._patience.retries} in {pause:g} s",
-            file=sys.stderr,
-            flush=True,
-        )
+        pause = min(self._patience.backoff_seconds * 2 ** (failures - 1), LONGEST_PAUSE_SECONDS)
+        line = f"{self._what}: {cause}; retry {failures} of {retries} in {pause:g} s"
+        print(line, file=sys.stderr, flush=True)
         self._closed.wait(pause)
 
     def _reading(self, state: dict[str, Any] | None) -> Iterator[tuple[Any, dict[str, Any]]]:

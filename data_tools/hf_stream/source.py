@@ -6,25 +6,21 @@ Shape suffix: B batch (rows).
 import time
 import weakref
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from functools import partial
 from typing import Any, Literal
 
 import jax
 import numpy as np
 
-from data_tools.hf_stream.records import (
-    OpenRecords,
-    Patience,
-    SteadyRecords,
-    contents,
-    open_records,
-)
+from data_tools.hf_stream import records as hf_records
+from data_tools.hf_stream.records import OpenRecords, Patience, SteadyRecords
 from data_tools.hf_stream.tokens import (
+    BEGINNING,
     DOCUMENTS_AT_A_TIME,
     Documents,
     Position,
     TokenStream,
-    as_json,
 )
 from data_tools.rows.block import SkippedRows, TextField
 from data_tools.tokenizer import load_tokenizer
@@ -39,17 +35,12 @@ ARROW_SECONDS = 0.1  # for Arrow's threads after that
 class HFStream:
     """A `Source` and `Resumable` that downloads and tokenizes a data set while a run trains on it.
 
-    For trying data sets out: pretokenized flat tokens are faster, and shuffle the whole data set.
-
     The data set is split into `streams`, by files if their number allows and otherwise record by
     record. Each stream fills an equal share of the batch's rows with its documents, packed without
-    a gap (`TokenStream`). A batch depends on the number of streams, but not on processes or
-    devices. Batches must be requested in order; the first one again restarts the streams.
-
-    A resumed run gets the same batches at any step, also with another number of processes. Streams
-    of different length are at different epochs after a while. Without `repeat`, the rest of a
-    stream's last rows is padding. A data set that changes on the Hub continues at the same position
-    in other files, without an error.
+    a gap (`TokenStream`), and ends in padding without `repeat`. A batch depends on the number of
+    streams, but not on processes or devices, so a resumed run gets the same batches at any step.
+    Batches must be requested in order; the first one again restarts the streams. A data set that
+    changes on the Hub continues at the same position in other files, without an error.
     """
 
     batches = bytes_per_target = None  # known only after reading
@@ -78,19 +69,13 @@ class HFStream:
         """Loads the tokenizer and opens the data set; reads nothing yet.
 
         Args:
-          dataset: a name on the Hub, a folder, or files; see `open_records`.
-          tokenizer: as for `load_tokenizer`, like `bos_token` and `eos_token`.
-          batch_size: rows of the global batch.
-          sequence_length: tokens of a row.
-          name, split: the part of the data set.
-          text_column: the column of a record's text.
-          shuffle_documents: size of the blocks of documents, held in memory, that are shuffled; 0
-            keeps the stored order.
-          seed: of the order in the blocks.
+          dataset, name, split: a name on the Hub, a folder, or files; see `open_records`.
+          tokenizer, bos_token, eos_token: as for `load_tokenizer`.
+          shuffle_documents: documents in the blocks, held in memory, that are shuffled; 0 keeps the
+            stored order.
           repeat: True restarts a stream after its end.
           streams: `None` for one per process, or the number in the checkpoint.
-          on_bad_row: raise ValueError for a record whose text cannot be encoded, or skip it with a
-            line on stderr.
+          on_bad_row: raise ValueError for a record whose text cannot be encoded, or skip it.
           stall_seconds: time without a record after which a stream is opened again.
           retries: consecutive retries before `batch` raises `StreamFailure`.
           backoff_seconds: before the first retry, doubled for each further one up to a minute.
@@ -138,7 +123,7 @@ class HFStream:
         self._streams = self._checked_streams(jax.process_count() if streams is None else streams)
         self._name, self._stored = name, records is None
         if records is None:
-            records = partial(open_records, self._dataset, name, split)
+            records = partial(hf_records.open_records, self._dataset, name, split)
             records(0, self._streams)  # to report a misspelt name early
         self._open_records = records
         self._first_step = 0
@@ -158,7 +143,7 @@ class HFStream:
 
     def contents(self) -> dict[str, str]:
         """See `lmlib.data.batch.Stored`; unknown for the constructor's `records`."""
-        return contents(self._dataset, self._name) if self._stored else {}
+        return hf_records.contents(self._dataset, self._name) if self._stored else {}
 
     def decode(self, ids: Iterable[int]) -> str:
         """Returns the text of `ids`, without special tokens."""
@@ -198,7 +183,7 @@ class HFStream:
             "step": step,
             "streams": self._streams,
             "settings": self._settings,
-            "positions": as_json(positions),
+            "positions": {str(stream): asdict(each) for stream, each in positions.items()},
         }
 
     def restore(self, step: int, states: list[dict[str, Any]]) -> None:
@@ -211,14 +196,12 @@ class HFStream:
             self._check_states(step, states)
             streams = self._checked_streams(states[0]["streams"])
             positions = {
-                int(stream): Position.from_json(position)
+                int(stream): Position(**position)
                 for state in states
                 for stream, position in state["positions"].items()
             }
         except (KeyError, TypeError, AttributeError, IndexError) as error:
-            raise ValueError(
-                f"the saved object is not the state of a stream: {error!r:.200}"
-            ) from error
+            raise ValueError(f"this is not the state of a stream: {error!r:.200}") from error
         self.close()
         self._streams, self._first_step, self._first_positions = streams, step, positions
 
@@ -229,8 +212,8 @@ class HFStream:
             for setting, value in self._settings.items():
                 if state["settings"][setting] != value:
                     raise ValueError(
-                        f"the stream was at step {step} of one with {setting} = "
-                        f"{state['settings'][setting]!r}, not {value!r}: it cannot go on there"
+                        f"the stream was saved with {setting} = {state['settings'][setting]!r}, "
+                        f"not {value!r}: restore the old setting to resume at step {step}"
                     )
             if self._asked_streams not in (None, state["streams"]):
                 raise ValueError(
@@ -243,7 +226,7 @@ class HFStream:
 
         It uses the same number of streams; raises ValueError as `restore` does.
         """
-        known = [dict(state) if isinstance(state, dict) else {} for state in states]
+        known = [state if isinstance(state, dict) else {} for state in states]
         self.restore(0, [{**state, "step": 0, "positions": {}} for state in known])
 
     def close(self) -> None:
@@ -297,7 +280,7 @@ class HFStream:
             SkippedRows() if self._skips else None,
             what,
         )
-        position = self._first_positions.get(stream, Position())
+        position = self._first_positions.get(stream, BEGINNING)
         return TokenStream(documents, position, self._first_step)
 
 

@@ -1,6 +1,6 @@
 """The tokens of a stream's documents, one after the other, with a position to resume from.
 
-For `HFStream`. Documents are shuffled in blocks, each of the records that follow one state of the
+Documents are shuffled in blocks, each of the records that follow one state of the
 stream. A shuffle buffer could not be rebuilt without reading everything before it again.
 
 Shape suffixes: B rows, S sequence, T = S + 1 tokens of a row, N tokens of several documents.
@@ -8,7 +8,7 @@ Shape suffixes: B rows, S sequence, T = S + 1 tokens of a row, N tokens of sever
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,22 +28,20 @@ CALLS_AHEAD = 8  # of the tokenizer, ahead of the tokens' use
 class Position:
     """The position of a token; all fields are JSON values."""
 
-    records: dict[str, Any] | None = None  # state of the stream at the block; None: its beginning
-    epoch: int = 0  # earlier passes over the stream
-    record: int = 0  # earlier records of this pass, before the block
-    block: int = 0  # earlier blocks, over all epochs
-    document: int = 0  # earlier documents of the block
-    token: int = 0  # earlier tokens of the document
+    records: dict[str, Any] | None  # state of the stream at the block; None: its beginning
+    epoch: int  # earlier passes over the stream
+    record: int  # earlier records of this pass, before the block
+    block: int  # earlier blocks, over all epochs
+    document: int  # earlier documents of the block
+    token: int  # earlier tokens of the document
 
-    @classmethod
-    def from_json(cls, entries: dict[str, Any]) -> "Position":
-        """Returns the position with the entries of `asdict`; raises TypeError for any others."""
-        if set(entries) != {entry.name for entry in fields(cls)}:
-            raise TypeError(f"a position does not consist of {sorted(entries)!s:.80}")
-        for count in [value for name, value in entries.items() if name != "records"]:
+    def __post_init__(self) -> None:
+        for count in (self.epoch, self.record, self.block, self.document, self.token):
             if type(count) is not int or not 0 <= count < 2**63:
                 raise TypeError(f"{count!r:.40} is not a count")
-        return cls(**entries)
+
+
+BEGINNING = Position(None, epoch=0, record=0, block=0, document=0, token=0)
 
 
 class _Document(NamedTuple):
@@ -65,10 +63,23 @@ class Documents:
     what: str  # names the stream in errors
 
     def read(self, start: Position) -> Iterator[list[_Document]]:
-        """Yields the documents from position `start` on.
+        """Yields the documents that have tokens from position `start` on.
 
-        Raises ValueError for a bad record without `skipped`, or a stream without usable ones.
+        Raises ValueError for a bad record without `skipped`, a stream without usable ones, or a
+        first document that is shorter than when the position was saved.
         """
+        begun = False
+        for some in self._blocks(start):
+            documents = [document for document in some if len(document.tokens_N)]
+            if documents and not begun and len(documents[0].tokens_N) <= start.token:
+                raise ValueError(
+                    f"{self.what} has changed since its state was saved: a document of more than "
+                    f"{start.token} tokens has now {len(documents[0].tokens_N)}"
+                )
+            begun = begun or bool(documents)
+            yield documents
+
+    def _blocks(self, start: Position) -> Iterator[list[_Document]]:
         while True:
             texts: list[str | None] = []  # None for a skipped record
             usable = start.record > 0  # earlier records may have been usable
@@ -78,7 +89,7 @@ class Documents:
                 if len(texts) == self.size:
                     yield from self._encoded(texts, start)
                     record_number = start.record + self.size
-                    start = Position(state, start.epoch, record_number, start.block + 1)
+                    start = Position(state, start.epoch, record_number, start.block + 1, 0, 0)
                     texts = []
             if texts:
                 yield from self._encoded(texts, start)
@@ -86,7 +97,8 @@ class Documents:
                 raise ValueError(f"{self.what} has no records with a usable text")
             if not self.repeat:
                 return
-            start = Position(epoch=start.epoch + 1, block=start.block + bool(texts))
+            blocks = start.block + bool(texts)
+            start = replace(BEGINNING, epoch=start.epoch + 1, block=blocks)
 
     def _text(self, record: object, number: int) -> str | None:
         row = self.field.row(record, f"{self.what}, record {number}")
@@ -102,29 +114,25 @@ class Documents:
         return None
 
     def _encoded(self, texts: list[str | None], start: Position) -> Iterator[list[_Document]]:
-        """Yields the documents of a block from number `start.document` on."""
+        """Yields the framed documents of a block from number `start.document` on."""
+        order = np.arange(len(texts))
         if self.seed is not None:
-            order = permute(np.arange(len(texts)), len(texts), seed=self.seed, epoch=start.block)
-            texts = [texts[index] for index in order]
-        for first in range(start.document, len(texts), DOCUMENTS_AT_A_TIME):
-            some = dict(enumerate(texts[first : first + DOCUMENTS_AT_A_TIME], start=first))
-            yield self._framed(some, start)
-
-    def _framed(self, texts: dict[int, str | None], start: Position) -> list[_Document]:
-        """Returns the tokens of each text, by its number, between the tokenizer's BOS and EOS."""
-        usable = {number: text for number, text in texts.items() if text is not None}
-        encoded = self.tokenizer.encode_batch(list(usable.values()))
+            order = permute(order, len(texts), seed=self.seed, epoch=start.block)
         begin_N, end_N = (
             np.array([] if token is None else [token], np.int32)
             for token in (self.tokenizer.bos_id, self.tokenizer.eos_id)
         )
-        return [
-            _Document(
-                replace(start, document=number, token=0),
-                np.concatenate([begin_N, ids_N.astype(np.int32), end_N]),
-            )
-            for number, ids_N in zip(usable, encoded, strict=True)
-        ]
+        for first in range(start.document, len(texts), DOCUMENTS_AT_A_TIME):
+            some = enumerate(order[first : first + DOCUMENTS_AT_A_TIME], start=first)
+            usable = {number: text for number, i in some if (text := texts[i]) is not None}
+            encoded = self.tokenizer.encode_batch(list(usable.values()))
+            yield [
+                _Document(
+                    replace(start, document=number, token=0),
+                    np.concatenate([begin_N, ids_N.astype(np.int32), end_N]),
+                )
+                for number, ids_N in zip(usable, encoded, strict=True)
+            ]
 
 
 class TokenStream:
@@ -139,13 +147,12 @@ class TokenStream:
         """Starts reading at `position`, for the batch of `first_step`."""
         self.step = first_step - 1  # of the last batch
         self.batch: Batch | None = None
+        self.position = position  # of the next row's start, in the first of `_held`, if any
         self._documents = documents
         name = f"blocks of {documents.what}"
         self._encoded = ReadAhead(documents.read(position), CALLS_AHEAD, name=name)
-        self._failure: Exception | None = None
         self._held: deque[_Document] = deque()
         self._held_tokens = 0  # in `_held`, including the used ones of its first document
-        self.position = position  # of the next row's start, in the first of `_held`, if any
 
     def rows(self, count: int, sequence_length: int) -> Batch:
         """Returns the next `count` rows, padded past the end of the stream.
@@ -153,7 +160,22 @@ class TokenStream:
         Raises the error of reading or tokenizing, now and in later calls.
         """
         wanted = count * sequence_length + 1
-        tokens_N, starts_N, available = self._peek(wanted)
+        while self._held_tokens - self.position.token < wanted:
+            coming = next(self._encoded, None)
+            if coming is None:
+                break
+            self._held.extend(coming)
+            self._held_tokens += sum(len(document.tokens_N) for document in coming)
+        tokens_N = np.zeros(wanted, np.int32)
+        starts_N = np.zeros(wanted, bool)
+        available, offset = 0, self.position.token
+        for document in self._held:
+            if available == wanted:
+                break
+            part_N = document.tokens_N[offset : offset + wanted - available]
+            tokens_N[available : available + len(part_N)] = part_N
+            starts_N[available] = offset == 0
+            available, offset = available + len(part_N), 0
         first_B = np.arange(count) * sequence_length
         lengths_B = np.clip(available - 1 - first_B, 0, sequence_length)
         window_BT = first_B[:, None] + np.arange(sequence_length + 1)
@@ -165,48 +187,8 @@ class TokenStream:
         self._documents.records.close(seconds)
         self._encoded.close(seconds)
 
-    def _peek(self, wanted: int) -> tuple[np.ndarray, np.ndarray, int]:
-        """Returns the next tokens, the mask of document starts, and the number of tokens.
-
-        The rest is zeros.
-        """
-        self._hold(wanted)
-        tokens_N = np.zeros(wanted, np.int32)
-        starts_N = np.zeros(wanted, bool)
-        filled, offset = 0, self.position.token
-        for document in self._held:
-            if filled == wanted:
-                break
-            part_N = document.tokens_N[offset : offset + wanted - filled]
-            tokens_N[filled : filled + len(part_N)] = part_N
-            starts_N[filled] = offset == 0
-            filled, offset = filled + len(part_N), 0
-        return tokens_N, starts_N, filled
-
-    def _hold(self, wanted: int) -> None:
-        """Buffers at least `wanted` tokens from the position on, or all remaining ones."""
-        if self._failure is not None:
-            raise self._failure
-        try:
-            while self._held_tokens - self.position.token < wanted:
-                coming = next(self._encoded, None)
-                if coming is None:
-                    return
-                used = [document for document in coming if len(document.tokens_N)]
-                if not self._held and used and len(used[0].tokens_N) <= self.position.token:
-                    raise ValueError(
-                        f"{self._documents.what} has changed since its state was saved: a document "
-                        f"of more than {self.position.token} tokens has now "
-                        f"{len(used[0].tokens_N)}"
-                    )
-                self._held.extend(used)
-                self._held_tokens += sum(len(document.tokens_N) for document in used)
-        except Exception as error:
-            self._failure = error  # the position is lost, so nothing may follow
-            raise
-
     def _advance(self, count: int) -> None:
-        """Advances by `count` tokens, which must be buffered."""
+        """Advances by `count` tokens, which must be held."""
         passed = self.position.token + count
         while self._held and passed >= len(self._held[0].tokens_N):
             begin, tokens_N = self._held.popleft()
@@ -215,8 +197,3 @@ class TokenStream:
             self.position = replace(begin, document=begin.document + 1)
         if self._held:
             self.position = replace(self._held[0].begin, token=passed)
-
-
-def as_json(positions: dict[int, Position]) -> dict[str, Any]:
-    """Returns the positions of streams by number, as JSON values."""
-    return {str(stream): asdict(position) for stream, position in positions.items()}

@@ -25,28 +25,18 @@ if TYPE_CHECKING:  # needs JAX
     from lmlib.data.batch import Source
 
 FLAGS = flags.FLAGS
-flags.DEFINE_string("split", None, "One split; without it, all (with --batch, 'train').")
-flags.DEFINE_integer("samples", 3, "How many stretches of text to show.", lower_bound=0)
-flags.DEFINE_integer("sample_length", 100, "Tokens in each of them.", lower_bound=1)
-flags.DEFINE_bool("lengths", True, "Show how long documents are; not for seqax's format.")
-flags.DEFINE_bool("verify", False, "Read everything and list all that is damaged.")
+flags.DEFINE_string("split", None, "Name of one split; default: all, or 'train' with --batch.")
+flags.DEFINE_integer("samples", 3, "Number of samples of text to show.", lower_bound=0)
+flags.DEFINE_integer("sample_length", 100, "Tokens in each sample.", lower_bound=1)
+flags.DEFINE_bool("lengths", True, "Show document lengths (not in seqax's format).")
+flags.DEFINE_bool("verify", False, "Read everything and list all damage.")
 flags.DEFINE_integer("batch", None, "Show the batch of this step, from 0.", lower_bound=0)
-flags.DEFINE_integer(
-    "seed", 0, "With --batch: of the order; otherwise, of the samples.", lower_bound=0
-)
+flags.DEFINE_integer("seed", 0, "Seed of the samples, or of the batch's order.", lower_bound=0)
 _OF_BATCHES = (
-    flags.DEFINE_integer("rows", 2, "With --batch: how many rows to show.", lower_bound=1),
+    flags.DEFINE_integer("rows", 2, "With --batch: rows to show.", lower_bound=1),
     flags.DEFINE_integer("batch_size", 8, "With --batch: rows of the batch.", lower_bound=1),
     flags.DEFINE_integer("sequence_length", 1024, "With --batch: tokens in a row.", lower_bound=1),
-    flags.DEFINE_bool("stored_order", False, "With --batch: as FlatTokens(seed=None)."),
-    flags.DEFINE_integer("epochs", None, "With --batch: as FlatTokens(epochs=…).", lower_bound=1),
-    flags.DEFINE_bool("packed", True, "With --batch: as FlatTokens(packed=…)."),
-    flags.DEFINE_bool("reset_positions", True, "With --batch: as FlatTokens(reset_positions=…)."),
-    flags.DEFINE_bool(
-        "attend_across_documents",
-        False,
-        "With --batch: as FlatTokens(attend_across_documents=…).",
-    ),
+    flags.DEFINE_integer("epochs", None, "With --batch: passes over the data.", lower_bound=1),
 )
 
 
@@ -86,10 +76,8 @@ def _of_data_set(path: Path) -> "tuple[Source, Decode | None]":
         path, split = data_path(path).parent, own
     from lmlib.data.flat_tokens import FlatTokens
 
-    settings: dict[str, Any] = {flag.name: flag.value for flag in _OF_BATCHES}
-    del settings["rows"]
-    seed = None if settings.pop("stored_order") else FLAGS.seed
-    source = FlatTokens(str(path), split, seed=seed, **settings)
+    settings: dict[str, Any] = {flag.name: flag.value for flag in _OF_BATCHES[1:]}
+    source = FlatTokens(str(path), split, seed=FLAGS.seed, **settings)
     return source, usable_decoder(path, source.tokenizer)
 
 

@@ -1,10 +1,9 @@
 """Prints a batch as the model sees it, by row and document, with the origin of each row.
 
-For `--batch` of the inspect commands. Shape suffix: S sequence.
+Shape suffix: S sequence.
 """
 
 import itertools
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,12 +25,9 @@ def show_batch(source: "Source", decode: Decode | None, step: int, rows: int) ->
         )
     count = min(rows, source.batch_size)
     batch = source.batch(step, slice(0, count))
-    origins = row_origins(source, step)
-    print(
-        f"step {step:,}: {source.batch_size:,} rows of {source.sequence_length:,} tokens, "
-        f"{count:,} shown"
-    )
-    masked = is_masked(source)
+    origins, masked = row_origins(source, step), is_masked(source)
+    size = f"{source.batch_size:,} rows of {source.sequence_length:,} tokens"
+    print(f"step {step:,}: {size}, {count:,} shown")
     if masked and decode:
         print("text behind a dotted bar (┊) is no target in the loss")
     for row in range(count):
@@ -55,7 +51,7 @@ def row_text(
         f"{np.count_nonzero(segment_S):,} tokens, {np.count_nonzero(in_loss_S):,} targets in the "
         "loss"
     ]
-    # Padding has no target in the loss either, but forms one piece.
+    # Padding has no target in the loss, but forms one piece.
     ends_S = np.diff(segment_S, append=-1) != 0
     if not masked:
         ends_S |= ~in_loss_S & (segment_S > 0)
@@ -66,42 +62,30 @@ def row_text(
             continue
         if start:
             lines.append("  ── another document; its first token is no target in the loss ──")
-        positions = _runs(position_S[piece].tolist())
-        lines.append(f"{places}: segment {segment_S[start]}, positions {positions}")
+        lines.append(f"{places}: segment {segment_S[start]}, positions {_runs(position_S[piece])}")
         tokens, targets, in_loss = (
             values_S[piece].tolist() for values_S in (token_S, target_S, in_loss_S)
         )
         lines += _columns(tokens, targets, in_loss)
         if decode and masked:
-            lines += _marked_text(tokens, targets, in_loss, decode)
+            # The last target is not among the piece's tokens, but belongs to it if in the loss.
+            # The first token of a piece is not a target within the piece.
+            text = tokens + (targets[-1:] if in_loss[-1] else [])
+            pairs = zip([False, *in_loss], text, strict=False)
+            for is_target, group in itertools.groupby(pairs, key=lambda pair: pair[0]):
+                part = decode([token for _, token in group])
+                lines.append(quoted(part, "│" if is_target else "┊"))
         elif decode:
             lines.append(quoted(decode(tokens)))
     return "\n".join(lines)
 
 
-def _marked_text(
-    tokens: list[int], targets: list[int], in_loss: list[bool], decode: Decode
-) -> list[str]:
-    """Returns the text of a piece, split at the beginnings and ends of targets.
-
-    The last target is not among the piece's tokens, but belongs to it if it is in the loss.
-    """
-    # The first token of a piece is not a target within the piece.
-    pairs = zip([False, *in_loss], tokens + (targets[-1:] if in_loss[-1] else []), strict=False)
-    lines = []
-    for is_target, group in itertools.groupby(pairs, key=lambda pair: pair[0]):
-        lines.append(quoted(decode([token for _, token in group]), "│" if is_target else "┊"))
-    return lines
-
-
 def _columns(tokens: list[int], targets: list[int], in_loss: list[bool]) -> list[str]:
     """Formats each target below its token, with as many per line as fit."""
-    below = [
-        str(target) if part else f"({target})"
-        for target, part in zip(targets, in_loss, strict=True)
-    ]
     above = list(map(str, tokens))
-    width = 1 + max(map(len, itertools.chain(above, below)))
+    pairs = zip(targets, in_loss, strict=True)
+    below = [str(target) if part else f"({target})" for target, part in pairs]
+    width = 1 + max(map(len, above + below))
     in_a_line = max(1, (WIDTH - 11) // width)
     return [
         f"    {name:<7}{''.join(f'{word:>{width}}' for word in words[first : first + in_a_line])}"
@@ -110,16 +94,11 @@ def _columns(tokens: list[int], targets: list[int], in_loss: list[bool]) -> list
     ]
 
 
-def _runs(numbers: Sequence[int]) -> str:
+def _runs(number_S: np.ndarray) -> str:
     """Formats consecutive numbers as ranges: "0 to 11, 0 to 3"."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
+    runs = np.split(number_S, np.flatnonzero(np.diff(number_S) != 1) + 1)
     return ", ".join(
-        f"{first:,}" if first == last else f"{first:,} to {last:,}" for first, last in runs
+        f"{run[0]:,}" if len(run) == 1 else f"{run[0]:,} to {run[-1]:,}" for run in runs
     )
 
 

@@ -1,13 +1,13 @@
 """Describes a split of flat tokens: counts, document lengths, samples.
 
-For `python -m data_tools.inspect`, `runner.inspect`, and conversions. Shape suffix: N documents.
+Shape suffix: N documents.
 """
 
 import dataclasses
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ from lmlib.data.stored.metadata import (
     FILE_NAME,
     JOURNAL_FILE,
     TOKENIZER_FILE,
+    ShardMetadata,
     SplitMetadata,
     TokenizerIdentity,
     read_shard,
@@ -36,6 +37,8 @@ from lmlib.data.stored.token_arrays import open_array, reading_context
 from lmlib.storage.local_folder import shown
 
 BLOCK_LENGTH = 4 * 1024 * 1024  # tokens; a few tens of megabytes in memory
+
+Decode = Callable[[Sequence[int]], str]
 
 
 def split_folders(path: Path) -> list[Path]:
@@ -66,11 +69,8 @@ def _is_split(folder: Path) -> bool:
     return bool(shard_folders(folder) or is_seqax_split(folder) or (folder / FILE_NAME).is_file())
 
 
-Decode = Callable[[Sequence[int]], str]
-
-
 def usable_decoder(data_set: Path, tokenizer: TokenizerIdentity | None) -> Decode | None:
-    """Returns the function from ids of a data set to text; None to show ids.
+    """Returns the function from ids of a data set to text.
 
     None if the data set has no tokenizer, or an unusable one, which prints a line on stderr.
     """
@@ -108,26 +108,24 @@ def describe_split(folder: Path) -> SplitDescription:
         seqax = SeqaxSplit(folder)
         counts = {name: getattr(seqax, name) for name in ("documents", "tokens", "max_token_id")}
         return SplitDescription(folder, "seqax", 1, {}, _totals(**counts), disk_bytes)
-    counts_of_shards = {number[1] for number in map(shard_number, shard_folders(folder)) if number}
-    if len(counts_of_shards) != 1:
+    shard_counts = {number[1] for number in map(shard_number, shard_folders(folder)) if number}
+    if len(shard_counts) != 1:
         read_split(folder)  # raises the error
-    (shards,) = counts_of_shards
-    names = [shard_name(shard, shards) for shard in range(shards)]
-    finished = [read_shard(folder / name) for name in names if (folder / name / FILE_NAME).exists()]
-    begun = {
-        name: read_journal(folder / name)
-        for name in names
-        if not (folder / name / FILE_NAME).exists() and (folder / name / JOURNAL_FILE).exists()
-    }
-    missing = [name for name in names if not (folder / name / FILE_NAME).exists()]
-    if not missing:
+    (shards,) = shard_counts
+    finished: list[ShardMetadata] = []
+    unfinished: dict[str, int] = {}
+    settings: Mapping[str, Any] = {}
+    for name in (shard_name(shard, shards) for shard in range(shards)):
+        if (folder / name / FILE_NAME).exists():
+            finished.append(read_shard(folder / name))
+            continue
+        unfinished[name] = 0
+        if (folder / name / JOURNAL_FILE).exists():
+            journal = read_journal(folder / name)
+            unfinished[name], settings = journal.written, journal.settings
+    if not unfinished:
         read_split(folder)  # raises an error if they do not belong together
-    if finished:
-        totals = SplitMetadata.of(finished)
-    else:
-        settings = next((journal.settings for journal in begun.values()), {})
-        totals = _totals(**{name: value for name, value in settings.items() if value is not None})
-    unfinished = {name: begun[name].written if name in begun else 0 for name in missing}
+    totals = SplitMetadata.of(finished) if finished else _totals(**settings)
     return SplitDescription(folder, "lmlib", shards, unfinished, totals, disk_bytes)
 
 
@@ -136,7 +134,7 @@ def _totals(**known: Any) -> SplitMetadata:
     entries: dict[str, Any] = dict.fromkeys(("gzip_bytes", "tokenizer", "bos_id", "eos_id"))
     entries |= {"content": "text", "vocab_size": 0, "source": {}, "data_set": "", "shards": ()}
     names = {field.name for field in dataclasses.fields(SplitMetadata)} - {"shards"}
-    entries |= {name: value for name, value in known.items() if name in names}
+    entries |= {name: each for name, each in known.items() if name in names and each is not None}
     if isinstance(entries["tokenizer"], dict):
         entries["tokenizer"] = TokenizerIdentity(**entries["tokenizer"])
     return SplitMetadata(**entries)
@@ -148,33 +146,21 @@ def document_lengths(folder: Path, progress: Progress = no_progress) -> Counter[
     Raises DamagedDataError.
     """
     counts: Counter[int] = Counter()
-    finished = [shard for shard in shard_folders(folder) if (shard / FILE_NAME).exists()]
-    total = sum(read_shard(shard).documents for shard in finished)
-    context, done = reading_context(), 0
-    for shard in finished:
-        metadata, name = read_shard(shard), "document_starts"
-        digest = metadata.digests[name]
-        starts = open_array(shard / name, metadata.documents, context, digest)
-        pieces = (
-            starts.read(first, min(first + BLOCK_LENGTH, starts.length))()
-            for first in range(0, starts.length, BLOCK_LENGTH)
-        )
-        for lengths_N in _differences(pieces, metadata.tokens):
-            counts.update(lengths_N.tolist())
-            done += len(lengths_N)
+    shards = [shard for shard in shard_folders(folder) if (shard / FILE_NAME).exists()]
+    found = {shard: read_shard(shard) for shard in shards}
+    total, context, done = sum(each.documents for each in found.values()), reading_context(), 0
+    for shard, metadata in found.items():
+        digest = metadata.digests["document_starts"]
+        starts = open_array(shard / "document_starts", metadata.documents, context, digest)
+        for first in range(0, starts.length, BLOCK_LENGTH):
+            # One more than the block: the start of the next document, or the end of the tokens.
+            stop = min(first + BLOCK_LENGTH, starts.length)
+            start_N = starts.read(first, min(stop + 1, starts.length))().astype(np.int64)
+            end = [metadata.tokens] if stop == starts.length else []
+            counts.update(np.diff(start_N, append=np.array(end, np.int64)).tolist())
+            done += stop - first
             progress({"documents": done}, done / total)
     return counts
-
-
-def _differences(pieces: Iterable[np.ndarray], end: int) -> Iterator[np.ndarray]:
-    """Yields the distance from each document's start to the next one's, or to `end`."""
-    last_start = np.zeros(0, np.int64)
-    for starts_N in pieces:
-        starts_N = np.concatenate([last_start, starts_N.astype(np.int64)])
-        yield np.diff(starts_N)
-        last_start = starts_N[-1:]
-    if len(last_start):
-        yield end - last_start
 
 
 class Sample(NamedTuple):

@@ -17,7 +17,7 @@ from data_tools.inspect.description import (
     usable_decoder,
 )
 from data_tools.inspect.verification import verify_split
-from data_tools.pretokenize.report import left_out
+from data_tools.pretokenize.report import gzip_size, left_out
 from lmlib.data.stored.data_path import data_path
 from lmlib.data.stored.split import open_split
 from lmlib.storage.local_folder import in_bucket, shown
@@ -30,11 +30,9 @@ _PERCENTILES = (1, 10, 50, 90, 99, 100)
 def show_split(
     folder: Path, count: int = 3, length: int = 100, seed: int = 0, lengths: bool = True
 ) -> None:
-    """Prints the content of a split, and samples of its text.
+    """Prints the content of a split, and `count` samples of `length` tokens.
 
-    Args:
-      count, length, seed: number of samples, tokens per sample, and the seed of their places.
-      lengths: True prints the distribution of document lengths, unless the format is seqax's.
+    With `lengths` it also prints the document lengths, unless the format is seqax's.
     """
     split = describe_split(folder)
     print(description_text(split), flush=True)
@@ -59,42 +57,35 @@ def show_damage(folders: Sequence[Path]) -> bool:
         for damage in damages:
             print(f"damaged: {damage.path}: {' '.join(damage.reason.split())}")
         places = f"damaged in {len(damages):,} place{'s' if len(damages) > 1 else ''}"
-        verdict = places if damages else "all data is whole"
-        print(f"{shown(folder)}: {verdict}")
+        print(f"{shown(folder)}: {places if damages else 'all data is whole'}")
     return found
 
 
 def description_text(split: SplitDescription) -> str:
     """Formats the properties of a split, one per line, with units."""
-    totals, is_ours, remote = split.totals, split.format == "lmlib", in_bucket(split.folder)
-    documents, text, gzip_size, masked = f"{totals.documents:,}", "unknown", None, {}
+    totals, on_disk = split.totals, f"{split.disk_bytes:,} bytes ({bytes_text(split.disk_bytes)})"
+    documents, text = f"{totals.documents:,}", "unknown"
     if totals.documents:
         documents += f", {totals.tokens / totals.documents:,.1f} tokens each on average"
     if totals.bytes and totals.tokens:
         text = f"{totals.bytes:,} bytes, {totals.bytes / totals.tokens:.3f} bytes per token"
-    if totals.gzip_bytes is not None and totals.bytes:
-        bits = 8 * totals.gzip_bytes / totals.bytes
-        gzip_size = f"{totals.gzip_bytes:,} bytes, {bits:.3f} bits per byte"
-    if totals.content != "text":
-        masked = {"content": totals.content, **left_out(totals)}
-    ends = ("none" if token_id is None else token_id for token_id in (totals.bos_id, totals.eos_id))
+    bos, eos = ("none" if token is None else token for token in (totals.bos_id, totals.eos_id))
     rows = {
         "format": f"{split.format} flat tokens",
         "shards": f"{split.shards - len(split.unfinished):,} of {split.shards:,} finished",
         "documents": documents,
         "tokens": f"{totals.tokens:,}",
         "text": text,
-        "gzip -9": gzip_size,
-        "skipped rows": f"{totals.skipped_rows:,}" if is_ours else None,
-        **masked,
+        "gzip -9": gzip_size(totals),
+        "skipped rows": f"{totals.skipped_rows:,}" if split.format == "lmlib" else None,
+        "content": None if totals.content == "text" else totals.content,
+        **left_out(totals),
         "vocabulary": f"{totals.vocab_size:,} ids" if totals.vocab_size else "unknown",
         "largest id": f"{totals.max_token_id:,}" if totals.tokens else "none",
         "tokenizer": totals.tokenizer.name if totals.tokenizer else "unknown",
         "sha256": totals.tokenizer.sha256 if totals.tokenizer else None,
-        "framing": "BOS {}, EOS {}".format(*ends),
-        "on disk": None
-        if remote
-        else f"{split.disk_bytes:,} bytes ({bytes_text(split.disk_bytes)})",
+        "framing": f"BOS {bos}, EOS {eos}",
+        "on disk": None if in_bucket(split.folder) else on_disk,
         **{f"source {name}": _source_text(value) for name, value in totals.source.items()},
     }
     width = max(map(len, rows)) + 2
@@ -107,14 +98,9 @@ def description_text(split: SplitDescription) -> str:
 
 
 def _source_text(value: object) -> str:
-    match value:
-        case bool():
-            return str(value)
-        case int():
-            return f"{value:,}"
-        case list() | tuple():
-            return ", ".join(map(_source_text, value))
-    return " ".join(str(value).split())
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_source_text, value))
+    return f"{value:,}" if type(value) is int else " ".join(str(value).split())
 
 
 def lengths_text(lengths: Counter[int]) -> str:
@@ -124,21 +110,20 @@ def lengths_text(lengths: Counter[int]) -> str:
     bins: Counter[int] = Counter()  # by bit length
     for length, count in lengths.items():
         bins[length.bit_length()] += count
-    used = range(min(bins), max(bins) + 1)
-    ranges = [f"{1 << bits >> 1:,} to {(1 << bits) - 1:,}" for bits in used]
-    ranges = [f"{bits:,}" if bits < 2 else label for bits, label in zip(used, ranges, strict=True)]
-    width, most = max(map(len, ranges)), max(bins.values())
+    ranges = {
+        bits: f"{bits:,}" if bits < 2 else f"{1 << bits >> 1:,} to {(1 << bits) - 1:,}"
+        for bits in range(min(bins), max(bins) + 1)
+    }
+    width, most = max(map(len, ranges.values())), max(bins.values())
     lines = ["  document lengths"]
-    for label, bits in zip(ranges, used, strict=True):
-        bar = "█" * -(-_BAR * bins[bits] // most)
+    for bits, label in ranges.items():
         count_text = f"{bins[bits]:>{len(f'{most:,}')},}"
+        bar = "█" * -(-_BAR * bins[bits] // most)
         lines.append(f"  {label:>{width}} tokens  {count_text} documents  {bar}".rstrip())
-    shares = [f"{percent}%" for percent in _PERCENTILES]
-    longest = [f"{percentile(lengths, percent):,}" for percent in _PERCENTILES]
-    widths = [max(map(len, pair)) + 2 for pair in zip(shares, longest, strict=True)]
+    cells = [(f"{each}%", f"{percentile(lengths, each):,}") for each in _PERCENTILES]
     lines.append("")
-    for name, cells in (("of documents", shares), ("tokens, up to", longest)):
-        padded = (f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
+    for row, name in enumerate(("of documents", "tokens, up to")):
+        padded = (pair[row].rjust(max(map(len, pair)) + 2) for pair in cells)
         lines.append(f"  {name:<13}{''.join(padded)}")
     return "\n".join(lines)
 

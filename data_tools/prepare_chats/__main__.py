@@ -27,26 +27,25 @@ from data_tools.shared_flags import FLAGS
 shared_flags.define_source_flags()
 shared_flags.define_split_flags()
 flags.adopt_module_key_flags(shared_flags)
-flags.DEFINE_string("prompt_column", "prompt", "The column of prompts.")
-flags.DEFINE_string("response_column", "response", "The column of responses.")
-flags.DEFINE_bool("pairs", False, "Rows have answers to choose from: chosen and rejected.")
+flags.DEFINE_string("prompt_column", "prompt", "Column of prompts.")
+flags.DEFINE_string("response_column", "response", "Column of responses.")
+flags.DEFINE_bool("pairs", False, "Read a chosen and a rejected answer from each row.")
 flags.DEFINE_string(
     "template",
     None,
-    "Another chat template than the tokenizer's: a file, or one of "
-    f"{', '.join(template_names())}; --template= for none: a prompt and its response, one after "
-    "the other.",
+    f"Chat template: a file, or one of {', '.join(template_names())}; default: the tokenizer's. "
+    "--template= joins each prompt and its response without a template.",
 )
-flags.DEFINE_string("date", f"{NOW:%Y-%m-%d}", "What the template takes for today.")
+flags.DEFINE_string("date", f"{NOW:%Y-%m-%d}", "Date that the template shows as today.")
 flags.DEFINE_integer(
-    "max_length", None, "Tokens of the longest conversation, or of both of a pair.", lower_bound=2
+    "max_length", None, "Maximum tokens of a conversation, or of both of a pair.", lower_bound=2
 )
 flags.DEFINE_enum(
     "overflow",
     "drop",
     get_args(Overflow),
-    "What becomes of a longer one: it is dropped, or its prompt's beginning is cut off, or its "
-    "last turns are. A response is never cut; where that cannot be, it is dropped.",
+    "How to shorten longer conversations: drop them, cut the beginning of the prompt, or cut the "
+    "last turns. Responses are never cut; if nothing else can be, the conversation is dropped.",
 )
 
 
@@ -64,9 +63,8 @@ def make_splits(arguments: Sequence[str]) -> int:
     template = load_template(FLAGS.tokenizer, FLAGS.template)
     if template is None and FLAGS.template is None:
         raise ValueError(
-            f"--tokenizer={FLAGS.tokenizer} has no chat template, which marks who says what: give "
-            "--template, a file or a name; --template= joins each prompt and its response as they "
-            "are"
+            f"--tokenizer={FLAGS.tokenizer} has no chat template: give --template, a file or a "
+            "name, or --template= to join each prompt and its response without one"
         )
     skipped = SkippedRows()
     for split, part, _ in shared_flags.parts():

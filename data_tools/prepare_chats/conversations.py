@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from data_tools.rows.block import Field
-from lmlib.data.chats.chat import Message, check_messages
+from lmlib.data.chats.chat import Chat, Message, check_messages
 
 USER, ASSISTANT, SYSTEM = "user", "assistant", "system"
 
@@ -24,14 +24,6 @@ _ROLES = {
 
 
 @dataclass(frozen=True)
-class Conversation:
-    """Messages, and the callable functions of the assistant as JSON schemas."""
-
-    messages: Sequence[Message]
-    tools: Sequence[Mapping[str, Any]] | None = None
-
-
-@dataclass(frozen=True)
 class ConversationField(Field):
     """Reads the conversation of a row, or with `pairs` the chosen and the rejected one, as JSON.
 
@@ -44,10 +36,6 @@ class ConversationField(Field):
     prompt: str = "prompt"
     response: str = "response"
     pairs: bool = False
-
-    @property
-    def needed(self) -> str | None:
-        return None
 
     @property
     def description(self) -> Any:
@@ -77,7 +65,7 @@ class ConversationField(Field):
         """Returns the messages of the conversation, or of both."""
         if self.pairs:
             if missing := [name for name in ("chosen", "rejected") if name not in row]:
-                raise ValueError(f"it has no column {missing[0]!r}; it has {_names(row)}")
+                raise ValueError(_without(row, repr(missing[0])))
             return [self._after_prompt(row, row[name]) for name in ("chosen", "rejected")]
         for name in ("messages", "conversations"):
             if name in row:
@@ -85,28 +73,31 @@ class ConversationField(Field):
         if self.prompt in row and self.response in row:
             prompt = _messages(row[self.prompt], USER)
             return [prompt + _messages(row[self.response], ASSISTANT)]
-        advice = (
-            "for answers to choose from give --pairs"
-            if {"chosen", "rejected"} <= row.keys()
-            else "name columns with --prompt_column and --response_column"
-        )
-        raise ValueError(
-            f"it has neither messages nor {self.prompt!r} and {self.response!r}; it has "
-            f"{_names(row)}: {advice}"
-        )
+        advice = "name columns with --prompt_column and --response_column"
+        if {"chosen", "rejected"} <= row.keys():
+            advice = "give --pairs if there are answers to choose from"
+        columns = f"'messages', nor {self.prompt!r} and {self.response!r}"
+        raise ValueError(f"{_without(row, columns)}: {advice}")
 
     def _after_prompt(self, row: Mapping[str, Any], answer: Any) -> list[dict[str, Any]]:
         messages = _messages(answer, ASSISTANT)
         if messages[:1] and messages[0].get("role") != ASSISTANT:
             return messages
         if self.prompt not in row:
-            raise ValueError(f"it has no column {self.prompt!r}; it has {_names(row)}")
+            raise ValueError(_without(row, repr(self.prompt)))
         return _messages(row[self.prompt], USER) + messages
 
 
-def read_conversations(text: str) -> list[Conversation]:
+def read_conversations(text: str) -> list[Chat]:
     """Parses the one or two conversations in a row's text, see `ConversationField`."""
-    return [Conversation(each["messages"], each["tools"]) for each in json.loads(text)]
+    return [chat_of(**each) for each in json.loads(text)]
+
+
+def chat_of(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> Chat:
+    """Returns a chat whose turns are the assistant's messages after the first."""
+    roles = [message["role"] for message in messages]
+    turns = [number for number, role in enumerate(roles) if role == ASSISTANT and number]
+    return Chat(messages, tools, turns=turns)
 
 
 def _messages(value: Any, role: str) -> list[dict[str, Any]]:
@@ -142,5 +133,5 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(each) for each in value] if isinstance(value, list | tuple) else value
 
 
-def _names(row: Mapping[str, Any]) -> str:
-    return ", ".join(map(repr, row))
+def _without(row: Mapping[str, Any], column: str) -> str:
+    return f"it has no column {column}; it has {', '.join(map(repr, row))}"

@@ -1,7 +1,4 @@
-"""Encodes conversations as tokens with a loss mask, by a chat template or plainly.
-
-For prepare_chats.
-"""
+"""Encodes conversations as tokens with a loss mask, by a chat template or plainly."""
 
 import functools
 import json
@@ -14,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from data_tools.encoders.encoder import Encoder, utf8_size
-from data_tools.prepare_chats.conversations import ASSISTANT, USER, Conversation
+from data_tools.prepare_chats.conversations import ASSISTANT, USER, chat_of
 from lmlib.data.chats.chat import Chat, ChatTemplate, Message, Rendered, after_answer
 from lmlib.data.text import read_tokenizer, tokenizers_errors
 
@@ -33,11 +30,10 @@ class Document:
 class Documents(Protocol):
     """Turns conversations into documents."""
 
-    def of_row(self, conversations: Sequence[Conversation]) -> list[Document]:
-        """Returns the documents of a row's conversation or pair.
+    def of_row(self, chats: Sequence[Chat]) -> list[Document]:
+        """Returns the documents of a row's conversation, which may have several, or pair.
 
-        A conversation may become several documents, one for each of its parts. Raises ValueError
-        for a row that cannot be encoded.
+        Raises ValueError for a row that cannot be encoded.
         """
 
 
@@ -53,27 +49,22 @@ class Plain:
             np.array([] if id is None else [id], np.uint32) for id in (bos_id, eos_id)
         )
 
-    def of_row(self, conversations: Sequence[Conversation]) -> list[Document]:
+    def of_row(self, chats: Sequence[Chat]) -> list[Document]:
         """See `Documents.of_row`."""
-        return [self._document(*self._prompt_and_response(each)) for each in conversations]
+        return [self._document(chat.messages) for chat in chats]
 
-    def _document(self, *both: str) -> Document:
+    def _document(self, messages: Sequence[Message]) -> Document:
+        both: list[Any] = [message.get("content") for message in messages]
+        roles = [message["role"] for message in messages]
+        if roles != [USER, ASSISTANT] or not all(isinstance(text, str) for text in both):
+            raise ValueError(
+                "it is not one prompt and one response, and the tokenizer has no chat template: "
+                "give one with --template"
+            )
         prompt, response = self._encoder.encode(both)
         ids = np.concatenate([self._before, prompt, response, self._after])
         is_target = np.arange(len(ids)) >= len(self._before) + len(prompt)
         return Document(ids, is_target, sum(len(text.encode()) for text in both))
-
-    def _prompt_and_response(self, conversation: Conversation) -> tuple[str, str]:
-        match conversation.messages:
-            case [
-                {"role": role, "content": str(prompt)},
-                {"role": other, "content": str(response)},
-            ] if (role, other) == (USER, ASSISTANT):
-                return prompt, response
-        raise ValueError(
-            "it is not one prompt and one response, and the tokenizer has no chat template: give "
-            "one with --template"
-        )
 
 
 class Templated:
@@ -94,23 +85,17 @@ class Templated:
         """True if a special token is among the targets of an answer, or if this is unknown."""
         chat = [{"role": USER, "content": "?"}, {"role": ASSISTANT, "content": "!"}]
         try:
-            documents = self.of_row([Conversation(chat)])
+            documents = self.of_row([chat_of(chat)])
         except ValueError:
             return True
-        return any(
-            id in self._encoder.special
-            for document in documents
-            for id in document.ids[document.is_target].tolist()
-        )
+        targets = (each.ids[each.is_target].tolist() for each in documents)
+        return any(not self._encoder.special.keys().isdisjoint(ids) for ids in targets)
 
-    def of_row(self, conversations: Sequence[Conversation]) -> list[Document]:
+    def of_row(self, chats: Sequence[Chat]) -> list[Document]:
         """See `Documents.of_row`; turns that both of a pair share are not targets."""
-        found = []
-        for chat in map(_chat_of, conversations):
-            found.append(self._texts(chat, self._template.render_chat(chat, self._now)))
-        texts = found[0] if len(found) == 1 else answers_of(found)
+        found = [self._texts(chat, self._template.render_chat(chat, self._now)) for chat in chats]
         documents = []
-        for text in texts:
+        for text in found[0] if len(found) == 1 else answers_of(found):
             tokens = self._encoder.encode(text.text)
             is_target = tokens.covering(text.assistant)
             documents.append(Document(tokens.ids, is_target, len(text.text.encode())))
@@ -176,12 +161,6 @@ def _templated(sources: Any, special_tokens: Any, now: datetime, json: str | Non
     return Templated(ChatTemplate(sources, special_tokens), now, json)
 
 
-def _chat_of(conversation: Conversation) -> Chat:
-    roles = [message["role"] for message in conversation.messages]
-    turns = [number for number, role in enumerate(roles) if role == ASSISTANT and number]
-    return Chat(conversation.messages, conversation.tools, turns=turns)
-
-
 def answers_of(both: Sequence[list[Rendered]]) -> list[Rendered]:
     """Returns the two answers of a pair, without the assistant's turns that are equal in both.
 
@@ -189,8 +168,8 @@ def answers_of(both: Sequence[list[Rendered]]) -> list[Rendered]:
     """
     if both[0][:-1] != both[1][:-1]:
         raise ValueError(
-            "its template writes earlier answers otherwise once a chat goes on, and the two of "
-            "the pair differ in more than the last"
+            "its template changes earlier answers once a chat continues, and the two of the pair "
+            "differ in more than the last"
         )
     one, other = answers = [texts[-1] for texts in both]
     shared = {
@@ -225,10 +204,7 @@ class MarkedEncoder:
     """Encodes with the ids of `tokenizers`; names of special tokens become those tokens."""
 
     def __init__(self, tokenizer_json: str | None) -> None:
-        """`tokenizer_json` is the file's text; None stands for raw bytes.
-
-        Raises ValueError if the text describes no tokenizer.
-        """
+        """`tokenizer_json` is the file's text; None for raw bytes. Raises ValueError."""
         self._tokenizer = None
         self.special: dict[int, str] = {}  # names of special tokens
         if tokenizer_json is not None:

@@ -71,50 +71,42 @@ def prepare_chats(
             "--eos_token, or give a --template"
         )
     framing = (tokenizer.bos_id, tokenizer.eos_id) if template is None else (None, None)
-    documents: Documents
+    folder, digest = OutFolder.of(out), None
     if template is None:
-        documents = Plain(tokenizer.encoder, *framing)
+        documents: Documents = Plain(tokenizer.encoder, *framing)
     else:
-        documents = Templated(template, now, tokenizer.tokenizer_json)
-    dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
-    recipe = ChatRecipe(documents, dtype, field, part, max_length, overflow)
-    folder = OutFolder.of(out)
-    digest = None
-    if template is not None:
-        if not (part is not None and part.held_out):  # the user has been warned already
-            _warn_of_missing_ends(documents)
+        documents = templated = Templated(template, now, tokenizer.tokenizer_json)
+        # For held-out conversations the user has been warned already.
+        if not (part is not None and part.held_out) and not templated.ends_answers():
+            print(
+                "WARNING: answers end with no special token of the tokenizer, so the model does "
+                "not learn where to stop: choose a --template whose answers end with a token that "
+                "the tokenizer has, or stop answers with --stop of runner.generate",
+                file=sys.stderr,
+            )
         content = [dict(template.sources), dict(template.special_tokens)]
         digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
         write_chat_template(folder.path, template)
+    dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
+    recorded = {
+        "template_sha256": digest,
+        "date": f"{now:%Y-%m-%d}",
+        "max_length": max_length,
+        "overflow": overflow,
+    }
     write_shard(
         source,
-        recipe,
+        ChatRecipe(documents, dtype, field, part, max_length, overflow),
         tokenizer,
         folder,
         split,
-        described=source.description
-        | {
-            "template_sha256": digest,
-            "date": f"{now:%Y-%m-%d}",
-            "max_length": max_length,
-            "overflow": overflow,
-        },
+        described=source.description | recorded,
         content="pairs" if field.pairs else "conversations",
         framing=framing,
         part=part,
         **settings,
     )
     return read_split(folder.path / split)
-
-
-def _warn_of_missing_ends(documents: Documents) -> None:
-    if isinstance(documents, Templated) and not documents.ends_answers():
-        print(
-            "WARNING: answers end with no special token of the tokenizer, so the model learns none "
-            "to stop at: choose a --template whose answers end with one that the tokenizer has, or "
-            "stop answers with --stop of runner.generate",
-            file=sys.stderr,
-        )
 
 
 @dataclass(frozen=True)
@@ -147,11 +139,9 @@ class ChatRecipe:
                 continue
             if not documents or not all(each.is_target[1:].any() for each in documents):
                 bad_rows.append((0, Row(row.where, None, "has no response")))
-            elif self.field.pairs:
-                kept += self._fitting(documents, left_out)
             else:
-                for document in documents:
-                    kept += self._fitting([document], left_out)
+                for together in [documents] if self.field.pairs else [[one] for one in documents]:
+                    kept += self._fitting(together, left_out)
         ids = np.concatenate([np.zeros(0, self.dtype), *(each.ids for each in kept)])
         return EncodedBlock(
             tokens=ids.astype(self.dtype),
@@ -164,10 +154,7 @@ class ChatRecipe:
         )
 
     def _fitting(self, documents: list[Document], left_out: dict[str, int]) -> list[Document]:
-        """Returns the documents if they are short enough, or the kept part of one.
-
-        Counts the rest in `left_out`.
-        """
+        """Returns the documents that fit, or the kept part of one; counts the rest."""
         tokens = sum(len(each.ids) for each in documents)
         if self.max_length is None or tokens <= self.max_length:
             return documents

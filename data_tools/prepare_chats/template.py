@@ -22,39 +22,32 @@ def template_names() -> list[str]:
 def load_template(tokenizer: str, template: str | None = None) -> ChatTemplate | None:
     """Returns the chat template for a `tokenizer` of `load_tokenizer`; None if it has none.
 
-    Args:
-      template: the name of a bundled one, or a file; "" for none.
-
-    Raises ValueError or OSError if the template is absent or damaged, or a bundled one needs a
-    token that the tokenizer does not name.
+    `template` is the name of a bundled one, or a file, or "" for none. Raises ValueError or OSError
+    if it is absent or damaged, or a bundled one needs a token that the tokenizer does not name.
     """
     if template == "":
         return None
     if template is None:
         return read_chat_template(_folder(tokenizer))
-    if template in template_names():
-        ours = read_chat_template(_folder(tokenizer), _OURS / f"{template}.jinja")
-        if ours is not None:
-            _check_tokens(ours, template, tokenizer)
-        return ours
-    file = Path(os.path.expanduser(template))
+    bundled = template in template_names()
+    file = _OURS / f"{template}.jinja" if bundled else Path(os.path.expanduser(template))
     if not file.is_file():
         raise FileNotFoundError(
             f"--template={template} is neither a file nor one of {', '.join(template_names())}"
         )
-    return read_chat_template(_folder(tokenizer), file)
-
-
-def _check_tokens(template: ChatTemplate, name: str, tokenizer: str) -> None:
+    found = read_chat_template(_folder(tokenizer), file)
+    if found is None or not bundled:
+        return found
     for token in ("bos_token", "eos_token"):
-        if token in template.sources[DEFAULT] and token not in template.special_tokens:
+        if token in found.sources[DEFAULT] and token not in found.special_tokens:
             remedy = "choose another template"
-            if tokenizer != "bytes":  # "bytes" has no folder
+            if tokenizer != "bytes":  # which has no such file
                 remedy = f'write "{token}" there, or {remedy}'
             raise ValueError(
-                f"--template={name} writes a {token}, and {CONFIG_FILE} of --tokenizer={tokenizer} "
-                f"names none: {remedy}"
+                f"--template={template} writes a {token}, and {CONFIG_FILE} of "
+                f"--tokenizer={tokenizer} names none: {remedy}"
             )
+    return found
 
 
 def _folder(tokenizer: str) -> Path:

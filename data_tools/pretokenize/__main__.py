@@ -32,16 +32,16 @@ flags.adopt_module_key_flags(shared_flags)
 flags.DEFINE_float(
     "max_tokens",
     None,
-    "End with the document that reaches so many tokens, for instance 1e9.",
+    "Stop after the document that reaches this number of tokens, for instance 1e9.",
     lower_bound=1,
     upper_bound=1e18,
 )
-_SHARDS = flags.DEFINE_integer("shards", 1, "Parts to make the split of.", lower_bound=1)
+_SHARDS = flags.DEFINE_integer("shards", 1, "Number of parts of the split.", lower_bound=1)
 flags.DEFINE_string("shard", None, "Make only one part: 'i/n' is number i, from 0, of n.")
 flags.DEFINE_string(
-    "ray", None, "The address of a Ray cluster ('auto' if this machine is in it) for the shards."
+    "ray", None, "Address of a Ray cluster that makes the shards; 'auto' for this machine's."
 )
-flags.DEFINE_bool("gzip_baseline", False, "Record the documents' length under gzip -9; slow.")
+flags.DEFINE_bool("gzip_baseline", False, "Record the documents' size under gzip -9 (slow).")
 
 
 def _shard_and_shards() -> tuple[int | None, int]:

@@ -11,6 +11,7 @@ from typing import Any
 from data_tools.command_line import Progress, no_progress
 from data_tools.pretokenize.out_folder import OutFolder
 from data_tools.pretokenize.texts import finished_split, pretokenize_shard
+from data_tools.pretokenize.writing import COUNTS
 from data_tools.rows.block import RowSource
 from data_tools.tokenizer import Tokenizer
 from lmlib.data.stored.metadata import SplitMetadata
@@ -35,14 +36,13 @@ def pretokenize_on_ray(
     """Writes the same split as `pretokenize`, with one task per shard; needs the extra `ray`.
 
     A shard whose task fails, or whose machine is lost, is resumed where it stopped, up to `retries`
-    times each. All machines see the same files under the same paths, or `out` is in a bucket, in
-    which case the shards' progress is unknown. All have this library installed.
+    times each. All machines have this library, and see the same files under the same paths or use a
+    bucket, in which case the progress is unknown.
 
     Args:
       address: the cluster's address; 'auto' for the one of this machine, 'local' for a new one.
       workers: processes that tokenise for each shard; 0, the task itself, is best if there are more
         shards than cores.
-      settings: see `pretokenize_shard`.
 
     Raises ValueError for a bad row or bad settings, RuntimeError if a shard fails after all retries
     or no cluster answers.
@@ -81,15 +81,13 @@ def pretokenize_on_ray(
                     failures[shard] += 1
                     line = (str(cause).strip().splitlines() or [repr(cause)])[0]
                     failed = f"shard {shard} of {shards} failed ({line})"
-                    if failures[shard] > retries:
-                        raise RuntimeError(
-                            f"{failed} {failures[shard]} times: run the same command again to go "
-                            "on with all shards"
-                        ) from None
                     left = retries - failures[shard]
-                    print(
-                        f"{failed}; it is begun again, {left} more times at most", file=sys.stderr
-                    )
+                    if left < 0:
+                        raise RuntimeError(
+                            f"{failed} {failures[shard]} times: run the same command again to "
+                            "continue with all shards"
+                        ) from None
+                    print(f"{failed}; it starts again, {left} more times at most", file=sys.stderr)
                     running[start(shard)] = shard
             if not folder.is_in_bucket:
                 progress(*_progress(folder.path / split, shards))
@@ -107,6 +105,5 @@ def _make_shard(folder: str, target: tuple[Any, ...], settings: dict[str, Any]) 
 def _progress(folder: Path, shards: int) -> tuple[dict[str, int], float]:
     """Returns the counts of all shards on disk so far, and the finished fraction of them."""
     finished, totals = zip(*(shard_progress(folder, n, shards) for n in range(shards)), strict=True)
-    names = ("documents", "bytes", "tokens")
-    counts = {name: sum(getattr(shard, name) for shard in totals) for name in names}
+    counts = {name: sum(getattr(shard, name) for shard in totals) for name in COUNTS}
     return counts, sum(finished) / shards

@@ -1,8 +1,4 @@
-"""The output folder of a command that makes shards.
-
-It is on a disk, as named by the user. For a bucket, it is a local folder from which each complete
-shard is uploaded.
-"""
+"""The output folder of a command that makes shards: on a disk, or the local part of a bucket's."""
 
 import dataclasses
 import os
@@ -23,9 +19,8 @@ from lmlib.storage.bucket.url import BucketUrl
 class OutFolder:
     """The folder of a data set.
 
-    Attributes:
-      path: on this machine. For a folder in a bucket it has the metadata of the bucket's shards,
-        and unfinished shards, which any later process continues.
+    `path` is on this machine. For a folder in a bucket it has the metadata of the bucket's shards,
+    and unfinished shards, which any later process continues.
     """
 
     @classmethod
@@ -34,10 +29,7 @@ class OutFolder:
         return out if isinstance(out, OutFolder) else cls(out)
 
     def __init__(self, out: str | os.PathLike[str]):
-        """Opens the folder.
-
-        Raises ValueError for an invalid folder name, BucketError if the bucket cannot be read.
-        """
+        """Raises ValueError for an invalid name, BucketError if the bucket cannot be read."""
         self._name = os.fspath(out)
         self._url = BucketUrl.parsed(self._name)
         if self._url is None:
@@ -57,18 +49,20 @@ class OutFolder:
     def send(self, split: str, shard: str) -> None:
         """Uploads a complete shard, its metadata last; only the metadata stays here.
 
-        Files that the bucket already has are not sent again.
-
-        Raises:
-          FileExistsError: if the bucket has another tokenizer or chat template.
-          BucketError: if it cannot be written.
+        Files that the bucket already has are not sent again. Raises FileExistsError if the bucket
+        has another tokenizer or chat template, BucketError if it cannot be written.
         """
         if self._url is None:
             return
         store, name = BucketStore(self._url), f"{split}/{shard}"
         folder = self.path / name
         if f"{name}/{FILE_NAME}" not in store.list(name):
-            self._send_shared(store)
+            for file in self._shared():
+                if not store.write_if_absent(file.name, file.read_bytes()):
+                    raise FileExistsError(
+                        f"{self._url}/{file.name} differs from the one in {self.path}: choose "
+                        "another folder, or the same tokenizer and template"
+                    )
             below = f"{self._url.folder}/{name}".lstrip("/")
             of_shard = BucketStore(dataclasses.replace(self._url, folder=below))
             line, unit = ProgressLine(), f"bytes of {shard} sent"
@@ -79,16 +73,8 @@ class OutFolder:
             elif entry.name != FILE_NAME:
                 entry.unlink()
 
-    def _send_shared(self, store: BucketStore) -> None:
-        """Uploads the files shared by all shards, next to the splits."""
-        for file in self._shared():
-            if not store.write_if_absent(file.name, file.read_bytes()):
-                raise FileExistsError(
-                    f"{self._url}/{file.name} is another than that of {self.path}: choose another "
-                    "folder, or the same tokenizer and template"
-                )
-
     def _shared(self) -> list[Path]:
+        """Returns the files shared by all shards, next to the splits."""
         return [file for file in self.path.glob("[!.]*") if file.is_file()]
 
     def _fetch(self, store: BucketStore) -> None:

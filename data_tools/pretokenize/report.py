@@ -8,25 +8,26 @@ from lmlib.terminal.python_command import python_command
 
 def summary(made: SplitMetadata | ShardMetadata, folder: str, seconds: float) -> str:
     """Formats the counts of the new split or shard, and the time of this run."""
+    if isinstance(made, ShardMetadata):
+        folder, shards, complete = f"{folder}/{made.name}", made.name, "when all other shards are"
+    else:
+        shards, complete = f"{len(made.shards):,}", None
     rows = {
-        "folder": folder if isinstance(made, SplitMetadata) else f"{folder}/{made.name}",
+        "folder": folder,
         "documents": f"{made.documents:,}",
         "skipped rows": f"{made.skipped_rows:,}",
-        **(left_out(made) if made.content != "text" else {}),
+        **left_out(made),
         "tokens": f"{made.tokens:,}",
         "bytes of text": f"{made.bytes:,}",
         "bytes per token": f"{made.bytes / made.tokens:.3f}" if made.tokens else "no tokens",
         "vocabulary": f"{made.vocab_size:,}",
         "largest token id": f"{made.max_token_id:,}",
-        "shards": f"{len(made.shards):,}" if isinstance(made, SplitMetadata) else made.name,
+        "shards": shards,
         "time of this run": f"{seconds:.1f} s",
+        "gzip -9": gzip_size(made),
+        "complete": complete,
     }
-    if made.gzip_bytes is not None and made.bytes:
-        bits = 8 * made.gzip_bytes / made.bytes
-        rows["gzip -9"] = f"{made.gzip_bytes:,} bytes, {bits:.3f} bits per byte"
-    if isinstance(made, ShardMetadata):
-        rows["complete"] = "when all other shards are"
-    return "\n".join(f"{name:<18}{value}" for name, value in rows.items())
+    return "\n".join(f"{name:<18}{value}" for name, value in rows.items() if value is not None)
 
 
 def next_command(out: str) -> str | None:
@@ -41,8 +42,17 @@ def next_command(out: str) -> str | None:
     return python_command("runner", *flags, f"--workdir={folder}_run")
 
 
+def gzip_size(made: SplitMetadata | ShardMetadata) -> str | None:
+    """Formats the size of the texts under gzip -9; None if it is unknown."""
+    if made.gzip_bytes is None or not made.bytes:
+        return None
+    return f"{made.gzip_bytes:,} bytes, {8 * made.gzip_bytes / made.bytes:.3f} bits per byte"
+
+
 def left_out(made: SplitMetadata | ShardMetadata) -> dict[str, str]:
-    """Formats the counts of conversations that were too long, and of targets."""
+    """Formats the counts of conversations that were too long, and of targets; empty for texts."""
+    if made.content == "text":
+        return {}
     share = f", {made.targets / made.tokens:.1%} of the tokens" if made.tokens else ""
     return {
         "dropped": f"{made.dropped_documents:,} that were too long, {made.dropped_tokens:,} tokens",

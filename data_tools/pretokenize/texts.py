@@ -13,7 +13,7 @@ from data_tools.encoders.encoder import Encoder
 from data_tools.encoding import EncodedBlock
 from data_tools.held_out import Part
 from data_tools.pretokenize.out_folder import OutFolder
-from data_tools.pretokenize.writing import EmptySourceError, check_not_empty, write_shard
+from data_tools.pretokenize.writing import COUNTS, EmptySourceError, check_not_empty, write_shard
 from data_tools.rows.block import Block, Field, Row, RowSource
 from data_tools.rows.source import Texts
 from data_tools.tokenizer import Tokenizer
@@ -32,31 +32,20 @@ def pretokenize(
 ) -> SplitMetadata:
     """Writes `out`/`split`, or the missing part of it; see `pretokenize_shard` for the settings.
 
-    `source` may be any iterable of texts. `progress` is called for the whole split.
-
-    Raises the errors of `pretokenize_shard`, and ValueError if there is no text.
+    `source` may be any iterable of texts. `progress` is called for the whole split. Raises the
+    errors of `pretokenize_shard`, and ValueError if there is no text.
     """
     rows = source if isinstance(source, RowSource) else Texts(source)
-    folder = OutFolder.of(out)
-    before, finished = {"documents": 0, "bytes": 0, "tokens": 0}, 0
+    folder, before, finished = OutFolder.of(out), dict.fromkeys(COUNTS, 0), 0
 
     def in_split(counts: Mapping[str, int], fraction: float | None) -> None:
         together = {name: before[name] + count for name, count in counts.items()}
         progress(together, None if fraction is None else (finished + fraction) / shards)
 
-    for shard in range(shards):
-        made = pretokenize_shard(
-            rows,
-            tokenizer,
-            folder,
-            split,
-            shard=shard,
-            shards=shards,
-            progress=in_split,
-            **settings,
-        )
+    for finished in range(shards):
+        both: dict[str, Any] = {"shard": finished, "shards": shards, "progress": in_split}
+        made = pretokenize_shard(rows, tokenizer, folder, split, **both, **settings)
         before = {name: count + getattr(made, name) for name, count in before.items()}
-        finished += 1
     return finished_split(folder, split, settings.get("part"))
 
 
@@ -75,11 +64,9 @@ def pretokenize_shard(
     """Writes one shard of `out`/`split`, or the missing part of it.
 
     Each document is framed by the tokenizer's BOS and EOS; an empty one consists of only its frame.
-
-    Args:
-      max_tokens: of the split: a shard ends with the document that reaches its equal share.
-      gzip_baseline: True records the length of each document under gzip -9; slow.
-      settings: see `write_shard`, also for the errors.
+    The shard ends with the document that reaches its equal share of `max_tokens`. With
+    `gzip_baseline` the length of each document under gzip -9 is recorded, which is slow. See
+    `write_shard` for the other settings, and the errors.
     """
     if max_tokens is not None and max_tokens < 1:
         raise ValueError(f"max_tokens must be at least 1, not {max_tokens}")
@@ -135,31 +122,30 @@ class TextRecipe:
         compressed: list[int] = []
         bad_rows: list[tuple[int, Row]] = []
         for row in block.rows(self.field):
-            text, problem = row.text, row.problem
-            if text is not None:
+            if row.text is not None:
                 try:
-                    size = self.encoder.size(text)
+                    size = self.encoder.size(row.text)
                 except ValueError as error:
-                    text, problem = None, str(error)
-            if text is None:
+                    row = Row(row.where, None, str(error))
+            if row.text is None:
                 if self.part is None or not self.part.held_out:  # count it only once
-                    bad_rows.append((len(texts), Row(row.where, None, problem)))
-            elif self.part is None or self.part.has(text):
-                texts.append(text)
+                    bad_rows.append((len(texts), row))
+            elif self.part is None or self.part.has(row.text):
+                texts.append(row.text)
                 sizes.append(size)
                 if self.gzip_baseline:
-                    compressed.append(len(gzip.compress(text.encode(), 9)))
-        tokens, lengths = self._framed(self.encoder.encode(texts))
-        measured = np.array(compressed, np.int64) if self.gzip_baseline else None
-        return EncodedBlock(tokens, lengths, np.array(sizes, np.int64), measured, tuple(bad_rows))
-
-    def _framed(self, documents: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+                    compressed.append(len(gzip.compress(row.text.encode(), 9)))
         before, after = (
-            [] if token is None else [np.array([token], self.dtype)]
+            np.array([] if token is None else [token], self.dtype)
             for token in (self.bos_id, self.eos_id)
         )
-        lengths = np.array([len(ids) for ids in documents], np.int64) + len(before) + len(after)
-        pieces = [piece for ids in documents for piece in (*before, ids, *after)]
+        documents = self.encoder.encode(texts)
+        pieces = [piece for ids in documents for piece in (before, ids, after)]
         nothing = np.zeros(0, self.dtype)
-        tokens = np.concatenate([nothing, *pieces], dtype=self.dtype, casting="unsafe")
-        return tokens, lengths
+        return EncodedBlock(
+            np.concatenate([nothing, *pieces], dtype=self.dtype, casting="unsafe"),
+            np.array([len(ids) for ids in documents], np.int64) + len(before) + len(after),
+            np.array(sizes, np.int64),
+            np.array(compressed, np.int64) if self.gzip_baseline else None,
+            tuple(bad_rows),
+        )

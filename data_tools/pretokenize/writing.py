@@ -1,7 +1,4 @@
-"""Writes shards of documents of any kind, resuming where an earlier process stopped.
-
-For pretokenize and prepare_chats, which differ in their recipes for making documents of rows.
-"""
+"""Writes shards of documents of any kind, resuming where an earlier process stopped."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,6 +14,7 @@ from lmlib.data.stored.metadata import Content, ShardMetadata, SplitMetadata, To
 from lmlib.data.stored.shard_writer import ShardWriter, finished_shard
 
 OnBadRow = Literal["fail", "skip"]
+COUNTS = ("documents", "bytes", "tokens")  # shown as progress
 FILE_LENGTH = 16 * 1024 * 1024  # tokens in a file; a kill loses at most one file
 
 
@@ -46,16 +44,13 @@ def write_shard(
 ) -> ShardMetadata:
     """Writes the documents that `recipe` makes of the source's rows, or the missing ones.
 
-    The bytes on disk depend on neither `workers` nor interruptions. After a kill, the last tokens
-    that did not fill a file are made again.
+    The bytes on disk depend on neither `workers` nor interruptions: after a kill, the last tokens
+    that did not fill a file are made again. A shard for `gs://…` or `s3://…` is made in the user's
+    cache folder, and uploaded when it is complete.
 
     Args:
-      source: the rows; the shard takes its share.
-      out: the data set's folder. If it is `gs://…` or `s3://…`, the shard is made on this machine,
-        in the user's cache folder, and uploaded when it is complete.
       described: everything on which the documents depend, for the record.
-      content: the kind of documents.
-      framing: the ids before and after each of them, for the record.
+      framing: the ids before and after each document, for the record.
       part: the documents to take, for the record; None for all.
       max_tokens: the shard ends with the document that reaches this number.
       workers: processes that tokenise; 0 for the calling one.
@@ -63,18 +58,13 @@ def write_shard(
       progress: called with documents, bytes and tokens after each block of about a megabyte.
       skipped: called with each skipped row, and its block, which can `locate` it.
 
-    Raises:
-      FileExistsError: if the shard was made or begun with other settings, or is being written.
-      ValueError: for a bad row, with its file and line, invalid settings, or, for a single shard,
-        no text.
-      OSError: for a file or a bucket that cannot be read or written.
+    Raises FileExistsError if the shard was made or begun with other settings, or is being written;
+    ValueError for a bad row, invalid settings, or a single shard without text; OSError for a file
+    or a bucket that cannot be read or written.
     """
     if part is not None:
-        described = {
-            **described,
-            "validation_fraction": part.fraction,
-            "held_out": part.held_out,
-        }
+        held_out = {"validation_fraction": part.fraction, "held_out": part.held_out}
+        described = {**described, **held_out}
     made_by: dict[str, Any] = {
         "content": content,
         "tokenizer": tokenizer.identity,
@@ -97,8 +87,7 @@ def write_shard(
         file_length=file_length,
         **made_by,
     )
-    blocks = source.blocks(shard, shards, writer.position)
-    encoding = encode_in_order(blocks, recipe, workers)
+    encoding = encode_in_order(source.blocks(shard, shards, writer.position), recipe, workers)
     try:
         for block, encoded in encoding:
             full = False
@@ -111,7 +100,10 @@ def write_shard(
                     skipped(block, row)
             writer.mark(block.position)
             _write(writer, encoded)
-            progress(*_progress(writer.totals, block.fraction, max_tokens))
+            totals, fraction = writer.totals, block.fraction
+            if max_tokens is not None:
+                fraction = min(1.0, max(fraction or 0.0, totals.tokens / max_tokens))
+            progress({name: getattr(totals, name) for name in COUNTS}, fraction)
             if full:
                 break
         if shards == 1:
@@ -157,23 +149,13 @@ def _up_to(encoded: EncodedBlock, tokens: int) -> tuple[EncodedBlock, bool]:
 
 
 def _write(writer: ShardWriter, encoded: EncodedBlock) -> None:
-    measured: Any = encoded.gzip_bytes
+    gzip_bytes = encoded.gzip_bytes
     writer.extend(
         encoded.tokens,
         encoded.lengths,
         int(encoded.text_bytes.sum()),
-        None if measured is None else int(measured.sum()),
+        None if gzip_bytes is None else int(gzip_bytes.sum()),
         loss_mask=encoded.loss_mask,
         skipped_rows=len(encoded.bad_rows),
         **encoded.left_out,
     )
-
-
-def _progress(
-    totals: Totals, fraction: float | None, max_tokens: int | None
-) -> tuple[dict[str, int], float | None]:
-    """Returns the counts of a shard, and the completed fraction."""
-    if max_tokens is not None:
-        fraction = min(1.0, max(fraction or 0.0, totals.tokens / max_tokens))
-    counts = {"documents": totals.documents, "bytes": totals.bytes, "tokens": totals.tokens}
-    return counts, fraction

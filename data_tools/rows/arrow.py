@@ -1,19 +1,15 @@
-"""Blocks of rows from Parquet and Arrow files, and from the record batches of `datasets`.
-
-For `Files` and `HubDataset`.
-"""
+"""Blocks of rows from Parquet and Arrow files, and from the record batches of `datasets`."""
 
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from data_tools.rows.block import BLOCK_BYTES, Block, Field, Row, utf8_row
+from data_tools.rows.block import BLOCK_BYTES, Block, Field, Row, missing_column, utf8_row
 
 if TYPE_CHECKING:
     import pyarrow
 
 PARQUET, ARROW = (".parquet", ".pq"), (".arrow", ".feather")  # suffixes, in any case
-_READ_BYTES = 2 * BLOCK_BYTES  # of gathered rows
 # Rows decoded at once: a dictionary can expand a few bytes on disk to many large rows.
 _READ_ROWS = 8
 _MOST_ROWS = 1 << 16  # in a block: empty rows take memory, but no bytes on disk
@@ -48,10 +44,8 @@ def arrow_blocks(
         elif start == 0:
             skipped = position[1] if position else 0
             yield from batch_blocks(_record_batches(path, field), str(path), field, 0, skipped)
-    except pa.ArrowException as error:
-        raise OSError(f"{path} cannot be read: {error}") from error
-    except OSError as error:
-        if str(path) in str(error):
+    except (pa.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and str(path) in str(error):
             raise
         raise OSError(f"{path} cannot be read: {error}") from error
 
@@ -81,10 +75,7 @@ def batch_blocks(
 
 
 def _values(batch: "pyarrow.RecordBatch", field: Field) -> list[dict[str, Any]]:
-    """Returns the rows as dictionaries, with only the needed column if it exists.
-
-    Strings in that column that are not UTF-8 stay bytes.
-    """
+    """Returns the rows as dictionaries; strings in the needed column may be bytes if not UTF-8."""
     import pyarrow as pa
 
     if field.needed is None or field.needed not in batch.schema.names:
@@ -103,35 +94,23 @@ def _parquet_blocks(
     import pyarrow.parquet as pq
 
     with pq.ParquetFile(path, buffer_size=_BUFFER_BYTES) as file:
+        columns = _columns(path, file.schema_arrow.names, field)
         groups = file.num_row_groups
-        columns = None
-        _check_names(path, file.schema_arrow.names, field)
-        if field.needed is not None:
-            if field.needed not in file.schema_arrow.names:
-                raise ValueError(
-                    f"{path} has no column {field.needed!r}; it has "
-                    f"{', '.join(map(repr, file.schema_arrow.names))}: choose one with "
-                    "--text_column"
-                )
-            columns = [field.needed]
-        at_group, at_row = position or (0, 0)
         row_counts = [file.metadata.row_group(group).num_rows for group in range(groups)]
+        at_group, at_row = position or (0, 0)
         for group in range(at_group, groups):
             if not start <= size * group // groups < stop:
                 continue
-            batches = file.iter_batches(
-                batch_size=_READ_ROWS, row_groups=[group], columns=columns, use_threads=False
-            )
-            batches = _gathered(batches)
+            batches = file.iter_batches(_READ_ROWS, [group], columns, use_threads=False)
             skipped = at_row if group == at_group else 0
             before, place = sum(row_counts[:group]), f"{path}, row group {group}"
-            for block in batch_blocks(batches, place, field, group, skipped):
+            for block in batch_blocks(_gathered(batches), place, field, group, skipped):
                 rows = before + block.position[1] + len(block.content[2])
                 yield block._replace(fraction=rows / sum(row_counts))
 
 
 def _gathered(batches: "Iterator[pyarrow.RecordBatch]") -> "Iterator[pyarrow.RecordBatch]":
-    """Merges batches into fewer ones, of about `_READ_BYTES`."""
+    """Merges batches into fewer ones, of about two blocks."""
     import pyarrow as pa
 
     waiting: list[pa.RecordBatch] = []
@@ -139,7 +118,7 @@ def _gathered(batches: "Iterator[pyarrow.RecordBatch]") -> "Iterator[pyarrow.Rec
     for batch in batches:
         waiting.append(batch)
         rows, size = rows + len(batch), size + batch.nbytes
-        if rows >= _MOST_ROWS or size >= _READ_BYTES:
+        if rows >= _MOST_ROWS or size >= 2 * BLOCK_BYTES:
             yield from pa.Table.from_batches(waiting).combine_chunks().to_batches()
             waiting, rows, size = [], 0, 0
     if waiting:
@@ -157,40 +136,38 @@ def _record_batches(path: Path, field: Field) -> "Iterator[pyarrow.RecordBatch]"
         except pa.ArrowInvalid:
             content.seek(0)
             batches = file = pa.ipc.open_stream(content)
-        _check_names(path, file.schema.names, field)
-        needs_all = field.needed is None or field.needed not in file.schema.names
+        columns = _columns(path, file.schema.names, field)
         for batch in batches:
-            batch = batch if needs_all else batch.select([field.needed])
-            _check_offsets(batch)
+            batch = batch if columns is None else batch.select(columns)
+            for column in batch.columns:
+                _check_offsets(column)
             yield batch
 
 
-def _check_names(path: Path, names: list[str], field: Field) -> None:
-    """Raises ValueError if a needed column occurs twice."""
-    for name in names if field.needed is None else [field.needed]:
+def _columns(path: Path, names: list[str], field: Field) -> list[str] | None:
+    """Returns the needed columns, None for all; raises ValueError if one is missing or double."""
+    columns = None if field.needed is None else [field.needed]
+    for name in names if columns is None else columns:
+        if name not in names:
+            raise ValueError(f"{path} {missing_column(name, names)}")
         if names.count(name) > 1:
             raise ValueError(
                 f"{path} has {names.count(name)} columns {name!r}: give them different names"
             )
+    return columns
 
 
-def _check_offsets(batch: "pyarrow.RecordBatch") -> None:
+def _check_offsets(column: "pyarrow.Array") -> None:
     """Raises ArrowInvalid for values outside the file, which Arrow itself would read.
 
     Strings are checked as bytes: a string that is not UTF-8 makes only its row bad.
     """
     import pyarrow as pa
 
-    bytes_of = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary()}
-
-    def check(column: pa.Array) -> None:
-        if pa.types.is_dictionary(column.type):
-            check(column.dictionary)
-            # `safe` checks that the indices are in the dictionary.
-            pa.DictionaryArray.from_arrays(column.indices, column.dictionary, safe=True)
-        else:
-            kind = bytes_of.get(column.type)
-            (column if kind is None else column.view(kind)).validate(full=True)
-
-    for column in batch.columns:
-        check(column)
+    if pa.types.is_dictionary(column.type):
+        _check_offsets(column.dictionary)
+        # `safe` checks that the indices are in the dictionary.
+        pa.DictionaryArray.from_arrays(column.indices, column.dictionary, safe=True)
+    else:
+        kind = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary()}.get(column.type)
+        (column if kind is None else column.view(kind)).validate(full=True)

@@ -1,13 +1,10 @@
-"""Rows, blocks of rows and sources of blocks: the interface of readers of file formats.
-
-For all readers, and commands that read rows.
-"""
+"""Rows, blocks of rows and sources of blocks: the interface of readers of file formats."""
 
 import functools
 import importlib
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -35,9 +32,9 @@ class Field(ABC):
     """Extracts the text of a row."""
 
     @property
-    @abstractmethod
     def needed(self) -> str | None:
-        """The only column that is needed; None for all."""
+        """The only column that it reads; None for all."""
+        return None
 
     @property
     @abstractmethod
@@ -46,13 +43,9 @@ class Field(ABC):
 
     @abstractmethod
     def text(self, row: Mapping[str, Any], filled_up: bool) -> str:
-        """Returns the text of a row.
+        """Returns the text of a row; raises ValueError with the end of a sentence about the row.
 
-        Raises ValueError, whose message completes a sentence about the row.
-
-        Args:
-          filled_up: True if a null may stand for an entry that the row lacks, as in Arrow's
-            structs.
+        `filled_up` is True if a null may stand for a missing entry, as in Arrow's structs.
         """
 
     def row(self, row: object, where: str, filled_up: bool = False) -> Row:
@@ -82,21 +75,24 @@ class TextField(Field):
 
     def text(self, row: Mapping[str, Any], filled_up: bool) -> str:
         source = self.function or f"column {self.column!r}"
-        if self.function is not None:
+        if self.function is None:
+            if self.column not in row:
+                raise ValueError(missing_column(self.column, row))
+            found = row[self.column]
+        else:
             try:
                 found = imported(self.function)(row)
             except Exception as error:  # any error of the user's function makes this row bad
                 raise ValueError(f"makes {self.function} raise {error!r}") from error
-        elif self.column in row:
-            found = row[self.column]
-        else:
-            raise ValueError(
-                f"has no column {self.column!r}; it has {', '.join(map(repr, row))}: choose one "
-                "with --text_column"
-            )
         if not isinstance(found, str):
             raise ValueError(f"has no string in {source} but {found!r:.40}")
         return found
+
+
+def missing_column(column: str | None, names: Collection[str]) -> str:
+    """Returns the end of a sentence about rows without the column."""
+    known = ", ".join(map(repr, names))
+    return f"has no column {column!r}; it has {known}: choose one with --text_column"
 
 
 @functools.cache
@@ -111,28 +107,19 @@ def imported(function: str) -> Callable[[Mapping[str, Any]], Any]:
             f"package.module:function: {error}"
         ) from error
     if not callable(loaded):
-        raise ValueError(f"the text function {function!r} is {loaded!r}, no function")
+        raise ValueError(f"the text function {function!r} is {loaded!r}, not a function")
     return loaded
 
 
 class Block(NamedTuple):
-    """Consecutive rows of a source, as read.
+    """Consecutive rows of a source, as read; other processes extract their texts."""
 
-    Attributes:
-      position: the position of the block's beginning, as JSON values.
-      fraction: the fraction of the source up to the end of this block; None if unknown.
-      size: approximate bytes of memory of the rows.
-      content: the rows as read.
-      rows_of: makes rows of the content; a module's function, which other processes can import.
-      lines_of: the file of lines to whose bytes the rows' places refer, if any.
-    """
-
-    position: Any
-    fraction: float | None
-    size: int
-    content: Any
-    rows_of: Callable[[Any, Field], Iterator[Row]]
-    lines_of: str | None = None
+    position: Any  # of the block's beginning, as JSON values
+    fraction: float | None  # of the source, up to the block's end; None if unknown
+    size: int  # approximate bytes of memory of the rows
+    content: Any  # the rows as read
+    rows_of: Callable[[Any, Field], Iterator[Row]]  # makes rows of the content; can be pickled
+    lines_of: str | None = None  # the file of lines to whose bytes the rows' places refer, if any
 
     def rows(self, field: Field) -> Iterator[Row]:
         """Yields the rows, with their texts."""
@@ -169,9 +156,7 @@ class RowSource(Protocol):
 
 def bad_row(block: Block, row: Row) -> ValueError:
     """Returns an error that names a row and its problem."""
-    return ValueError(
-        f"{block.locate(row)}: repair it, or pass over such rows with --on_bad_row=skip"
-    )
+    return ValueError(f"{block.locate(row)}: repair it, or skip such rows with --on_bad_row=skip")
 
 
 class SkippedRows:

@@ -1,6 +1,6 @@
 """Files, compressed or not, as streams of bytes, for the readers of lines and of texts."""
 
-import io
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,14 +19,17 @@ def compression(path: Path) -> str:
 class Stream:
     """The decompressed content of a file."""
 
-    def __init__(self, path: Path, stored: Any, content: Any) -> None:
-        self._path, self._stored, self._content = path, stored, content
+    def __init__(self, path: Path, stored: Any) -> None:
+        self._path, self._stored, self._content = path, stored, stored
+        if suffix := compression(path):
+            import pyarrow as pa
+
+            if not path.stat().st_size:
+                raise OSError(f"{path} is empty, so not a whole {suffix}: make it again")
+            self._content = pa.CompressedInputStream(stored, COMPRESSIONS[suffix])
 
     def read(self, count: int) -> bytes:
-        """Returns the next bytes; empty at the end.
-
-        Raises OSError, naming the file, if it is truncated or not in the format of its suffix.
-        """
+        """Returns the next bytes; empty at the end. Raises OSError, naming the file."""
         try:
             return self._content.read(count)
         except OSError as error:
@@ -35,10 +38,7 @@ class Stream:
             ) from error
 
     def seek(self, place: int) -> int:
-        """Seeks to a byte of the decompressed content.
-
-        A compressed file is read from its beginning.
-        """
+        """Moves to a byte of the decompressed content; reads a compressed file up to there."""
         if self._content is self._stored:
             return self._stored.seek(place)
         done = 0
@@ -49,26 +49,11 @@ class Stream:
     @property
     def fraction(self) -> float:
         """Returns the fraction of the stored bytes that was read."""
-        place = self._stored.tell()
-        size = self._stored.seek(0, io.SEEK_END)
-        self._stored.seek(place)
-        return place / max(size, 1)
+        return self._stored.tell() / max(os.fstat(self._stored.fileno()).st_size, 1)
 
 
 @contextmanager
 def opened(path: Path) -> Iterator[Stream]:
-    """Opens the content of the file.
-
-    Raises OSError on failure, or if the file is compressed but empty.
-    """
+    """Opens the content of the file; raises OSError on failure."""
     with open(path, "rb", buffering=0) as stored:
-        if not compression(path):
-            yield Stream(path, stored, stored)
-            return
-        import pyarrow as pa
-
-        if not path.stat().st_size:
-            raise OSError(f"{path} is empty, so not a whole {compression(path)}: make it again")
-        yield Stream(
-            path, stored, pa.CompressedInputStream(stored, COMPRESSIONS[path.suffix.lower()])
-        )
+        yield Stream(path, stored)

@@ -1,7 +1,6 @@
 """Local files of mixed formats as one source of rows.
 
-For every command that reads text, and `runner.evaluate --data`. `READERS` has the formats of rows;
-a file with another suffix is a text.
+`READERS` has the formats of rows; a file with another suffix is a text.
 """
 
 import hashlib
@@ -35,7 +34,7 @@ _REFUSED = {
         ".bz2 .xz .lzma .lz4 .br .z .zip .7z .rar .tar .tgz .tbz2 .txz"
     ),
     "write its text as a text file": ".pdf .doc .docx .odt .rtf .epub",
-    "its name is that of an unfinished file: finish it, or leave it out": (
+    "it has the name of an unfinished file: finish it, or leave it out": (
         ".tmp .temp .part .partial .crdownload .incomplete"
     ),
 }
@@ -69,16 +68,12 @@ class Files:
         pattern: str | None = None,
         document_separator: str | None = None,
     ) -> None:
-        """Finds the files.
+        """Finds the files: files of `datasets`, and those that match `pattern` in its folders.
 
-        `datasets` are files and folders; folders contribute the files that match the glob
-        `pattern`, sorted by path. With a `document_separator` a text file holds many documents.
-        Links to folders inside a folder are not followed. Names that begin with a dot are skipped,
-        unless the pattern has one too.
-
-        Raises FileNotFoundError or OSError for paths that cannot be read, ValueError for an empty
-        name or separator, a file that is neither rows nor a text, or, without a pattern, a folder
-        that holds both.
+        With a `document_separator` a text file holds many documents. Names that begin with a dot
+        are skipped, unless the pattern has one too. Raises OSError for paths that cannot be read,
+        ValueError for an empty name or separator, a file that is neither rows nor a text, or,
+        without a pattern, a folder that holds both.
         """
         if not datasets or not all(datasets):
             raise ValueError(
@@ -121,9 +116,8 @@ class Files:
         ]
         shares = [share for share in shares if share[1] < share[2]]
 
-        def placed(block: Block, number: int, inner: Any, last: int, before: int) -> Block:
-            """`last` is the file in which the block ends; `before` of its bytes come earlier."""
-            done = before if block.fraction is None else block.fraction * (self._sizes[last] + 1)
+        def placed(block: Block, number: int, inner: Any, last: int, done: float) -> Block:
+            """`done` bytes of file number `last` were read at the end of the block."""
             fraction = (self._offsets[last] + done - low) / (high - low)
             fraction = min(1.0, max(0.0, fraction))
             return block._replace(position=[number, inner], fraction=fraction)
@@ -136,12 +130,16 @@ class Files:
                 numbers = [number for number, start, _ in group if start == 0]
                 for block in _text_files_blocks([self._files[number] for number in numbers]):
                     last = numbers[block.position + len(block.content) - 1]
-                    yield placed(block, numbers[block.position], None, last, 0)
+                    done = self._sizes[last] + 1
+                    yield placed(block, numbers[block.position], None, last, done)
                 continue
             for number, start, stop in group:
                 within = inner if number == first else None
-                for rows in self._file_blocks(number, start, stop, within):
-                    yield placed(rows, number, rows.position, number, start)
+                for block in self._file_blocks(number, start, stop, within):
+                    done = start
+                    if block.fraction is not None:
+                        done = block.fraction * (self._sizes[number] + 1)
+                    yield placed(block, number, block.position, number, done)
 
     def _file_blocks(self, number: int, start: int, stop: int, position: Any) -> Iterator[Block]:
         file, size = self._files[number], self._sizes[number]
@@ -181,16 +179,11 @@ def _content(path: Path) -> bytes | None:
 
 def _files_of(name: str, pattern: str | None) -> list[Path]:
     path = Path(os.path.expanduser(name))
-    if not path.is_dir():
-        found = [path]
-    else:
-
-        def fail(error: OSError) -> None:  # its content would be missed silently
-            raise OSError(f"{error.filename} cannot be listed: {error.strerror}") from error
-
-        for _ in os.walk(path, onerror=fail):
+    found = [path]
+    if path.is_dir():
+        glob = pattern or "*"
+        for _ in os.walk(path, onerror=_fail_to_list):
             pass
-        glob = "*" if pattern is None else pattern
         found = sorted(
             file
             for file in path.rglob(glob)
@@ -206,11 +199,15 @@ def _files_of(name: str, pattern: str | None) -> list[Path]:
         rows = next(file for file in found if not _is_text(file))
         raise ValueError(
             f"{path} holds files of rows, such as {rows.name}, and others, such as "
-            f"{texts[0].name}, each of which would be a document: name those that are meant, or "
+            f"{texts[0].name}, each of which would be a document: name the files to read, or "
             f"choose them with --pattern='*{kind(rows)}{compression(rows)}', or all with "
             "--pattern='*'"
         )
     return found
+
+
+def _fail_to_list(error: OSError) -> None:
+    raise OSError(f"{error.filename} cannot be listed: {error.strerror}") from error
 
 
 def _check_is_read(file: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data_tools.rows.arrow import batch_blocks
-from data_tools.rows.block import Block, Field, TextField
+from data_tools.rows.block import Block, Field, TextField, missing_column
 
 if TYPE_CHECKING:
     import datasets
@@ -67,16 +67,13 @@ class HubDataset:
             self._rows = stream_data_set(dataset, name, split)
         except Exception as error:  # `datasets` raises many unrelated types here
             raise ValueError(
-                f"{dataset!r} is no file or folder here, and cannot be opened as a Hugging Face "
+                f"{dataset!r} is not a file or folder here, and cannot be opened as a Hugging Face "
                 f"data set (name {name!r}, split {split!r}): {error}"
             ) from error
         columns = self._rows.column_names
         if self.field.needed is not None and columns is not None:
             if self.field.needed not in columns:
-                raise ValueError(
-                    f"{dataset!r} has no column {self.field.needed!r}; it has "
-                    f"{', '.join(map(repr, columns))}: choose one with --text_column"
-                )
+                raise ValueError(f"{dataset!r} {missing_column(self.field.needed, columns)}")
             self._rows = self._rows.select_columns([self.field.needed])
 
     @property
@@ -103,9 +100,8 @@ class HubDataset:
         low, high = files * shard // shards, files * (shard + 1) // shards
         first, inner = position or (low, [0, 0])
         for file in range(first, high):
+            batches, place = self._batches(file, files), f"{self._dataset}, file {file}"
             skipped = inner[1] if file == first else 0
-            batches = self._batches(file, files)
-            place = f"{self._dataset}, file {file}"
             for block in batch_blocks(batches, place, self.field, 0, skipped):
                 done = (file - low) / (high - low)
                 yield block._replace(position=[file, block.position], fraction=done)
@@ -118,5 +114,5 @@ class HubDataset:
         except Exception as error:  # of the network, the file system, the file's format
             raise OSError(
                 f"reading {self._dataset!r}, file {file} of {files}, failed ({error!r}): run the "
-                "same command again to go on from there"
+                "same command again to continue from there"
             ) from error

@@ -1,7 +1,4 @@
-"""Files of records with a separator: JSON Lines, and texts of several documents.
-
-For `Files`.
-"""
+"""Files of records with a separator: JSON Lines, and texts of several documents."""
 
 import codecs
 import json
@@ -69,8 +66,7 @@ def lines_blocks(
 ) -> Iterator[Block]:
     """Yields the lines that begin at bytes [start, stop) of the file, from byte `position` on.
 
-    A compressed file has all its lines in the range that contains byte 0; `position` then counts
-    decompressed bytes.
+    The range with byte 0 has all lines of a compressed file; `position` is then decompressed.
     """
     whole = bool(compression(path))
     if whole and start > 0:
@@ -79,8 +75,7 @@ def lines_blocks(
         begin = start if position is None else position
         begin = stream.seek(begin) if position or not begin else _next_line(stream, begin)
         for offset, content in _records(stream, begin, None if whole else stop, b"\n"):
-            lines = (str(path), offset, content, b"\n")
-            size = len(content or b"")
+            lines, size = (str(path), offset, content, b"\n"), len(content or b"")
             yield Block(offset, stream.fraction, size, lines, _lines, lines_of=str(path))
 
 

@@ -1,7 +1,4 @@
-"""Sources of rows named on a command line, and sources of texts from Python.
-
-For the commands' flags and `pretokenize`.
-"""
+"""Sources of rows named on a command line, and sources of texts from Python."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -24,34 +21,28 @@ def row_source(
 ) -> RowSource:
     """Returns the rows of `datasets`: files and folders, or one Hugging Face data set.
 
-    A name that is not a local path is taken as a Hugging Face data set; `name` and `split` select
-    its part. Only files accept a separator of the documents in a text file.
-
-    Raises FileNotFoundError for a missing path, ValueError for a data set that cannot be opened or
-    a text function that cannot be imported, and the errors of `Files`.
+    A single name that is not a local path is a Hugging Face data set, of which `name` and `split`
+    select a part. Raises FileNotFoundError for a missing path, ValueError for a data set that
+    cannot be opened or a text function that cannot be imported, and the errors of `Files`.
     """
     if isinstance(field, TextField) and field.function is not None:
         imported(field.function)
-    if len(datasets) == 1 and not Path(datasets[0]).exists() and _may_be_hub_name(datasets[0]):
+    first = datasets[0] if datasets else ""
+    # `name` or `owner/name`, without the suffix of a data file
+    may_be_on_hub = first.count("/") <= 1 and not first.startswith(("/", ".", "~"))
+    if len(datasets) == 1 and may_be_on_hub and not may_be_file(first) and not Path(first).exists():
         if document_separator is not None:
             raise ValueError(
-                f"--document_separator is for text files, and {datasets[0]!r} is no path here: "
+                f"--document_separator is for text files, and there is no path {first!r} here: "
                 "leave it out"
             )
-        return HubDataset(datasets[0], name, split=split, field=field)
+        return HubDataset(first, name, split=split, field=field)
     if name is not None:
         raise ValueError(
-            f"--name={name} chooses a part of a Hugging Face data set, but {datasets[0]!r} is a "
-            "path: leave it out"
+            f"--name={name} chooses a part of a Hugging Face data set, but {first!r} is a path: "
+            "leave it out"
         )
     return Files(datasets, field=field, pattern=pattern, document_separator=document_separator)
-
-
-def _may_be_hub_name(entry: str) -> bool:
-    """True for `name` or `owner/name` without the suffix of a data file."""
-    return (
-        entry.count("/") <= 1 and not entry.startswith(("/", ".", "~")) and not may_be_file(entry)
-    )
 
 
 class Texts:
@@ -67,18 +58,15 @@ class Texts:
         if shards != 1:
             raise ValueError(f"texts from Python make one shard, not {shards}")
         number = position or 0
-        texts = islice(iter(self._texts), number, None)
-        while True:
-            block, characters = [], 0
-            for text in texts:
-                block.append(text)
-                characters += len(text) if isinstance(text, str) else 0
-                if characters >= BLOCK_BYTES:
-                    break
-            if not block:
-                return
+        block, characters = [], 0
+        for text in islice(iter(self._texts), number, None):
+            block.append(text)
+            characters += len(text) if isinstance(text, str) else 0
+            if characters >= BLOCK_BYTES:
+                yield Block(number, None, characters, (number, block), _rows)
+                number, block, characters = number + len(block), [], 0
+        if block:
             yield Block(number, None, characters, (number, block), _rows)
-            number += len(block)
 
 
 def _rows(content: tuple[int, list[Any]], field: Field) -> Iterator[Row]:

@@ -43,21 +43,14 @@ flags.adopt_module_key_flags(shared_flags)
 flags.DEFINE_string(
     "out",
     None,
-    "A folder for tokenizer.json and tokenizer_config.json; a name in .json is that of the first.",
+    "Folder for tokenizer.json and tokenizer_config.json, or a .json file.",
     required=True,
 )
-flags.DEFINE_integer("vocab_size", None, "Ids at most, special tokens included.", required=True)
-flags.DEFINE_enum(
-    "style", "gpt2", STYLES, "How texts are cut before they are merged: as which model does it."
-)
-flags.DEFINE_list(
-    "special_tokens", None, "Names that take the first ids; by default those of the style."
-)
+flags.DEFINE_integer("vocab_size", None, "Maximum ids, with special tokens.", required=True)
+flags.DEFINE_enum("style", "gpt2", STYLES, "Model whose rules split texts before merging.")
+flags.DEFINE_list("special_tokens", None, "Names of the first ids; default: the style's.")
 flags.DEFINE_float(
-    "max_bytes",
-    None,
-    "Learn from the first so many bytes of text, for instance 1e9.",
-    lower_bound=1,
+    "max_bytes", None, "Train on at most this many bytes of text, for instance 1e9.", lower_bound=1
 )
 
 _SAMPLED = 1_000  # documents sampled to suggest a fraction to hold out
@@ -81,8 +74,7 @@ def train(arguments: Sequence[str]) -> int:
     }
     if config_file.exists() and read_json(config_file) != config:
         raise FileExistsError(
-            f"{config_file} is there already, and belongs to another tokenizer: choose a folder "
-            "without one for --out"
+            f"{config_file} exists already and is for another tokenizer: choose another --out"
         )
     counts, sizes = {"documents": 0, "skipped rows": 0, "bytes": 0}, Counter[int]()
     texts = _texts(counts, sizes)
@@ -113,7 +105,7 @@ def _next_command(tokenizer: Path, held_out: float | None) -> str:
     if held_out is None:
         held_out = 0.1
         if FLAGS.document_separator is None:
-            print("too few documents to hold one out: a text file is one, unless it is cut")
+            print("too few documents to hold one out: split text files with a separator")
             fixed.append(r"--document_separator=\n\n")
     return python_command(
         "data_tools.pretokenize",

@@ -32,11 +32,8 @@ def changes(experiment: Experiment) -> Changes:
     """Returns the change of activations after each step of `experiment`, for each of `LOOKED_AT`.
 
     The change is the root mean square, over all elements of the first batch, of the difference from
-    the values before the first step. The first three names are points of the residual stream:
-    before the first layer, after a middle one and after the last.
-
-    Raises:
-      ValueError: as `Experiment.check`, or if the model does not expose its layers.
+    the values before the first step. Raises ValueError as `Experiment.check`, or if the model does
+    not expose its layers.
     """
     experiment.check()
     mesh, data = experiment.mesh, experiment.data
@@ -45,17 +42,15 @@ def changes(experiment: Experiment) -> Changes:
     seen = functools.partial(_seen, compute=experiment.compute)
     state = experiment.initial_state()
     step = experiment.trace_step().lower().compile()
-    found: dict[str, list[float]] = {name: [] for name in LOOKED_AT}
+    found: list[dict[str, Array]] = []
     with jax.set_mesh(mesh):
         before = seen(state.whole_model, first)
     for number in range(experiment.steps):
         batch = place(data, number, rows)
         state, _ = step(state, batch, experiment.training.hyperparameters)
         with jax.set_mesh(mesh):
-            now = jax.device_get(_changes(seen(state.whole_model, first), before))
-        for name in LOOKED_AT:
-            found[name].append(float(now[name]))
-    return found
+            found.append(jax.device_get(_changes(seen(state.whole_model, first), before)))
+    return {name: [float(now[name]) for now in found] for name in LOOKED_AT}
 
 
 def slope(sizes: Sequence[int], values: Sequence[float]) -> float:
@@ -79,8 +74,8 @@ def _seen(model: Model, batch: Batch, compute: Compute) -> dict[str, Array]:
 
 @jax.jit
 def _changes(now: Mapping[str, Array], before: Mapping[str, Array]) -> dict[str, Array]:
-    def of_one(new: Array, old: Array) -> Array:
+    def change(new: Array, old: Array) -> Array:
         difference = new.astype(jnp.float32) - old.astype(jnp.float32)
         return jnp.sqrt(jnp.mean(jnp.square(difference)))
 
-    return jax.tree.map(of_one, dict(now), dict(before))
+    return jax.tree.map(change, dict(now), dict(before))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,21 +20,16 @@ EVERYTHING = "yes"  # the group of all weights if none are frozen
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:
-    """One weight.
-
-    `axes`, `shape` and `layout` align; stacked layers lead, as `layer`. `layout` is "whole" or
-    names the mesh axes over which it is sharded. `group` is its training group, `None` if it is
-    frozen. `initial_values` is "zeros", "ones" or a standard deviation.
-    """
+    """One weight. `axes`, `shape` and `layout` align; stacked layers lead, as `layer`."""
 
     path: str
     axes: tuple[str, ...]
     shape: tuple[int, ...]
-    layout: tuple[str, ...]
+    layout: tuple[str, ...]  # "whole", or the mesh axes over which it is sharded
     bytes_per_device: int
-    group: str | None
+    group: str | None  # for training; `None` if it is frozen
     decays: bool
-    initial_values: str
+    initial_values: str  # "zeros", "ones" or a standard deviation
 
     @property
     def size(self) -> int:
@@ -68,12 +64,12 @@ class Description:
         return sum(parameter.bytes_per_device for parameter in self.parameters)
 
     def short(self) -> str:
-        decaying = sum(parameter.size for parameter in self.parameters if parameter.decays)
-        groups: dict[str, int] = {}
+        groups: Counter[str] = Counter()
         for parameter in self.parameters:
-            name = parameter.group or "frozen"
-            groups[name] = groups.get(name, 0) + parameter.size
-        apart = "" if groups.keys() == {EVERYTHING} else _listed(groups)
+            groups[parameter.group or "frozen"] += parameter.size
+        listed = ", ".join(f"{name} {size:,}" for name, size in groups.items())
+        apart = "" if groups.keys() == {EVERYTHING} else f" ({listed})"
+        decaying = sum(parameter.size for parameter in self.parameters if parameter.decays)
         mesh = sizes_text(self.mesh.shape)
         where = f"each device of mesh {mesh}" if mesh else "one device"
         return (
@@ -89,10 +85,6 @@ class Description:
         return f"{columns(rows)}\n{self.short()}"
 
 
-def _listed(groups: Mapping[str, int]) -> str:
-    return f" ({', '.join(f'{name} {size:,}' for name, size in groups.items())})"
-
-
 def describe(
     model: Any,
     mesh: Mesh,
@@ -101,9 +93,8 @@ def describe(
 ) -> Description:
     """Describes `model` (arrays, or `ShapeDtypeStruct`s from `jax.eval_shape`) on `mesh`.
 
-    Args:
-      groups: the group of each trained weight, by its path (`lmlib.optim.trainable.grouped`);
-        `None` if all weights train.
+    `groups` has the group of each trained weight, by its path (`lmlib.optim.trainable.grouped`);
+    `None` if all weights train.
     """
     parameters: list[Parameter] = []
 
@@ -116,9 +107,7 @@ def describe(
                 path=weight.path,
                 axes=weight.axes,
                 shape=array.shape,
-                layout=tuple(
-                    " × ".join(splitting(mesh_axes, mesh)) or "whole" for mesh_axes in layout
-                ),
+                layout=tuple(" × ".join(splitting(axes, mesh)) or "whole" for axes in layout),
                 bytes_per_device=math.prod(local) * array.dtype.itemsize,
                 group=EVERYTHING if groups is None else groups.get(weight.path),
                 decays=(groups is None or weight.path in groups) and decays(weight),

@@ -31,7 +31,8 @@ class Inspector:
     """Runs one model on single sequences. Every result is a float32 NumPy array.
 
     Results depend only on the tokens: the mesh changes them only by rounding. If there are several
-    processes, all must make the same calls.
+    processes, all must make the same calls. Methods raise ValueError if there are no tokens or too
+    many, an id is not in the vocabulary, or the model does not expose its layers.
 
     Args:
       model: a `lmlib.models.model.Model`.
@@ -51,64 +52,40 @@ class Inspector:
         self._mesh = mesh or mesh_of(model)
 
     def logits(self, ids: Sequence[int]) -> Float[np.ndarray, "s vocab"]:
-        """Returns the logits of the token after each of `ids`.
-
-        Raises:
-          ValueError: if there are no tokens or too many, or an id is not in the vocabulary.
-        """
+        """Returns the logits of the token after each of `ids`."""
         return self._seen(_logits, ids)[: len(ids)]
 
     def token_losses(self, ids: Sequence[int]) -> Float[np.ndarray, "targets"]:
-        """Returns -log p of each token except the first, given the tokens before it, in nats.
-
-        Raises:
-          ValueError: as `logits`.
-        """
+        """Returns -log p of each token except the first, given the tokens before it, in nats."""
         return self._seen(_losses, ids)[: len(ids) - 1]
 
     def activations(self, ids: Sequence[int]) -> Float[np.ndarray, "depth s embed"]:
-        """Returns the residual stream: before the first layer, then after each.
-
-        The model's final norm is not applied.
-
-        Raises:
-          ValueError: as `logits`, or if the model does not expose its layers.
-        """
+        """Returns the residual stream before the final norm: before the first layer, after each."""
         return self._seen(residual_stream, ids)[:, : len(ids)]
 
     def logit_lens(self, ids: Sequence[int]) -> Float[np.ndarray, "depth s vocab"]:
         """Returns the logits that the model would compute from each of `activations`.
 
         The last ones equal `logits` (nostalgebraist 2020, "interpreting GPT: the logit lens"). The
-        array takes 4 bytes for each depth, token and id of the vocabulary, on every device.
-
-        Raises:
-          ValueError: as `activations`.
+        whole array is on every device.
         """
         return self._seen(logit_lens, ids)[:, : len(ids)]
 
     def attention(self, ids: Sequence[int]) -> Float[np.ndarray, "layers heads s t"]:
         """Returns the weights with which each query (s) attends to each key (t).
 
-        They are non-negative, zero for later keys, and sum to 1 over t. The array takes 4 bytes for
-        each layer, head, s and t, on every device.
-
-        Raises:
-          ValueError: as `activations`, or if a layer has no attention weights.
+        They are non-negative, zero for later keys, and sum to 1 over t. The whole array is on every
+        device. Raises ValueError if a layer has no attention weights.
         """
         return self._seen(attention_weights, ids)[:, :, : len(ids), : len(ids)]
 
     def _seen(self, look: Look, ids: Sequence[int]) -> np.ndarray:
         batch = self._batch(ids)
-        on_mesh = contextlib.nullcontext() if self._mesh is None else jax.set_mesh(self._mesh)
-        with on_mesh:
+        with contextlib.nullcontext() if self._mesh is None else jax.set_mesh(self._mesh):
             return np.asarray(_first_row(self._model, batch, self._compute, look))
 
     def _batch(self, ids: Sequence[int]) -> Batch:
-        """Puts `ids` in the first row of a batch; other rows fill the mesh.
-
-        The row is padded, so that not every length needs its own compilation.
-        """
+        """Puts `ids`, padded, in the first row of a batch; other rows fill the mesh."""
         if len(ids) == 0:
             raise ValueError("there are no tokens: give at least one")
         if wrong := [id for id in ids if not 0 <= id < self._model.vocab]:

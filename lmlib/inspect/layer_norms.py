@@ -18,16 +18,10 @@ from lmlib.parallel.layout import sharding
 class LayerNorms:
     """Adds `grad_norm/PART`, `weight_norm/PART` and `output_rms/PART` to the metrics.
 
-    PART is each layer, and each part outside the layers. The values are those in
-    `layer_statistics`, on one fixed batch. It takes the time and the memory of one more forward and
-    backward pass, and compiles that once.
-
-    Args:
-      data: the source of the batch, its first: the experiment's validation, or its data.
-      mesh, compute, objective: the experiment's.
-
-    Raises:
-      ValueError: for a stream, since reading its first batch would rewind it.
+    PART is each layer, and each part outside the layers. The values come from `layer_statistics`,
+    on the first batch of `data` (the experiment's validation, or its data). It takes the time and
+    the memory of one more forward and backward pass. Raises ValueError for a stream, since reading
+    its first batch would rewind it.
     """
 
     data: Source
@@ -38,8 +32,8 @@ class LayerNorms:
     def __post_init__(self) -> None:
         if isinstance(self.data, Resumable):
             raise ValueError(
-                f"LayerNorms cannot look into {type(self.data).__name__}, a stream: give it data "
-                "that has any batch at any time, such as flat tokens"
+                f"LayerNorms cannot read {type(self.data).__name__}, a stream: give it data that "
+                "has any batch at any time, such as flat tokens"
             )
 
     def __call__(self, now: StepEvent) -> dict[str, float]:

@@ -28,34 +28,20 @@ NEXT_TOKEN = NextToken()
 
 
 class PartStatistics(NamedTuple):
-    """Magnitudes of one part of a model: "embedding", "layer 3", "norm".
+    """Magnitudes of one part of a model; NaN or infinite if its numbers are not finite."""
 
-    They are NaN or infinite if the part's numbers are not finite.
-
-    Attributes:
-      output: root mean square of the residual stream after the part; `None` if it is not observed,
-        as in a model without layers.
-      weights, gradients: Euclidean norms; a matrix stored in 8 bits has no gradient.
-    """
-
-    name: str
-    output: float | None
-    weights: float
-    gradients: float
+    name: str  # "embedding", "layer 3", "norm"
+    output: float | None  # RMS of the residual stream after the part; `None` if not observed
+    weights: float  # Euclidean norm
+    gradients: float  # Euclidean norm; a matrix stored in 8 bits has no gradient
 
 
 class LayerStatistics(NamedTuple):
-    """Magnitudes of a model on one batch.
+    """Magnitudes of a model on one batch."""
 
-    Attributes:
-      parts: in the order of the forward pass.
-      loss: the objective's loss, averaged over its units, in nats.
-      loss_name: its name, for display.
-    """
-
-    parts: tuple[PartStatistics, ...]
-    loss: float
-    loss_name: str
+    parts: tuple[PartStatistics, ...]  # in the order of the forward pass
+    loss: float  # the objective's, averaged over its units, in nats
+    loss_name: str  # for display
 
 
 def layer_statistics(
@@ -68,9 +54,7 @@ def layer_statistics(
 ) -> LayerStatistics:
     """Runs `batch` (on the devices) forward and backward once, without dropout.
 
-    Args:
-      objective: the gradients are those of its loss.
-      reference_model: required by some objectives.
+    The gradients belong to the loss of `objective`; some objectives require a `reference_model`.
     """
     with jax.set_mesh(mesh):
         found = jax.device_get(_measuring(compute, objective)(model, reference_model, batch))
@@ -82,12 +66,12 @@ def layer_statistics(
     for part, weight, gradient in zip(model.weight_groups(), weights, gradients, strict=True):
         if part.layers is None:
             output = None if before or layers else first
-            found = PartStatistics(part.name, output, float(weight), float(gradient))
-            (after if layers else before).append(found)
-        else:
-            for i, w, g in zip(part.layers, weight, gradient, strict=True):
-                output = None if after_layers is None else float(after_layers[i])
-                layers[i] = PartStatistics(f"layer {i}", output, float(w), float(g))
+            statistics = PartStatistics(part.name, output, float(weight), float(gradient))
+            (after if layers else before).append(statistics)
+            continue
+        for i, w, g in zip(part.layers, weight, gradient, strict=True):
+            output = None if after_layers is None else float(after_layers[i])
+            layers[i] = PartStatistics(f"layer {i}", output, float(w), float(g))
     parts = (*before, *(layers[i] for i in sorted(layers)), *after)
     return LayerStatistics(parts, float(loss), objective.loss_name)
 
@@ -124,13 +108,10 @@ def _measured(
     )
 
 
-def _root_mean_squares(call: LayerCall) -> tuple[Array, Array]:
+def _root_mean_squares(call: LayerCall) -> tuple[Array, ...]:
     """Returns the root mean square of the residual stream before and after the layer."""
-    before, after = (
-        jnp.sqrt(jnp.mean(jnp.square(x_BSE.astype(jnp.float32))))
-        for x_BSE in (call.before, call.after)
-    )
-    return before, after
+    both = (x_BSE.astype(jnp.float32) for x_BSE in (call.before, call.after))
+    return tuple(jnp.sqrt(jnp.mean(jnp.square(x_BSE))) for x_BSE in both)
 
 
 def _norm(part: WeightGroup) -> Array:
@@ -172,13 +153,7 @@ def first_offender(statistics: LayerStatistics) -> str | None:
 def table(statistics: LayerStatistics) -> str:
     """Formats one line per part of the model, in the order of the forward pass."""
     rows = [("", "output rms", "weight norm", "gradient norm")]
-    rows += [
-        (
-            part.name,
-            "" if part.output is None else f"{part.output:.4g}",
-            f"{part.weights:.4g}",
-            f"{part.gradients:.4g}",
-        )
-        for part in statistics.parts
-    ]
+    for name, output, weights, gradients in statistics.parts:
+        first = "" if output is None else f"{output:.4g}"
+        rows.append((name, first, f"{weights:.4g}", f"{gradients:.4g}"))
     return columns([*rows, (statistics.loss_name, f"{statistics.loss:.4g}", "", "")])

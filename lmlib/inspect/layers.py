@@ -1,4 +1,4 @@
-"""Observes the layers of a model through `Context.observe`, which is called for each of them.
+"""Observes each layer of a model through `ForwardContext.observe`.
 
 Shapes: B batch, S sequence (queries), T sequence (keys), L layers, D depth (layers and one), E
 embed, H heads.
@@ -58,8 +58,8 @@ def _observed(model: Model, batch: Batch, compute: Compute, observe: Observe) ->
     trunk = model.trunk(jnp.asarray(batch.tokens), context)
     if trunk.observed is None:
         raise ValueError(
-            f"{type(model).__name__} shows nothing of its layers: it has none, or its trunk does "
-            "not run them by a lmlib.models.stack.Stack"
+            f"{type(model).__name__} does not expose its layers: it has none, or its trunk does "
+            "not run them in a lmlib.models.stack.Stack"
         )
     return trunk
 

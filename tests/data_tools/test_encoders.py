@@ -369,7 +369,7 @@ def test_runs_that_take_too_much_memory_are_refused(style: str, character: str) 
         encoder(style).size(run)
 
 
-def test_text_that_python_finds_normalized_is_so_for_tokenizers() -> None:
+def test_python_and_tokenizers_agree_on_normalized_text() -> None:
     """A mark between the two others would be reordered, so that they reveal every change."""
     characters = [chr(c) for c in range(0x110000) if not 0xD800 <= c < 0xE000]
     probes = [probe for c in characters for probe in (c, f"\u0345{c}\u0334", f"a{c}", f"\u1100{c}")]

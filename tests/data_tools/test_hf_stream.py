@@ -129,10 +129,7 @@ def test_rows_may_be_asked_for_in_pieces(jsonl: str) -> None:
     for step in range(5):
         expected = whole.batch(step)
         for rows in (slice(3, 4), slice(0, 3), slice(1, None, 2), slice(None)):
-            part = pieces.batch(step, rows)
-            jax.tree.map(
-                lambda a, b, r=rows: np.testing.assert_array_equal(a, b[r]), part, expected
-            )
+            assert_same(pieces.batch(step, rows), jax.tree.map(lambda v, r=rows: v[r], expected))
 
 
 def test_each_epoch_has_every_document_once_in_another_order(jsonl: str) -> None:
@@ -230,7 +227,7 @@ def test_batch_shape_may_change_at_a_checkpoint(jsonl: str) -> None:
     assert tokens_in(before)[:-1] + tokens_in(after) == framed(TEXTS)
 
 
-def test_asking_for_the_first_batch_again_starts_anew(jsonl: str) -> None:
+def test_the_first_batch_again_restarts_the_stream(jsonl: str) -> None:
     source = stream(jsonl)
     first = all_batches(source, 3)
     for one, other in zip(first, all_batches(source, 3), strict=True):
@@ -263,19 +260,17 @@ def test_a_state_without_an_entry_is_refused(jsonl: str, entry: str) -> None:
     source.batch(0)
     state = json.loads(json.dumps(source.state(1)))
     del state["positions"]["0"][entry]
-    with pytest.raises(ValueError, match="the saved object is not the state of a stream"):
+    with pytest.raises(ValueError, match="this is not the state of a stream"):
         stream(jsonl).restore(1, [state])
 
 
 @pytest.mark.parametrize(("settings", "message"), refusals(__file__, "stream settings"))
-def test_settings_that_make_no_sense_are_refused(
-    jsonl: str, settings: dict[str, Any], message: str
-) -> None:
+def test_invalid_settings_are_refused(jsonl: str, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         stream(jsonl, **settings)
 
 
-def test_a_data_set_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_a_missing_data_set_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="cannot open"):
         stream(str(tmp_path / "missing"))
     with pytest.raises(ValueError, match="not a file of a known format"):
@@ -323,10 +318,7 @@ BAD_RECORDS = [
     ({"content": "x"}, "has no column 'text'; it has 'content': choose one with --text_column"),
     ({"text": None}, "has no string in column 'text' but None"),
     ("x", "is not a JSON object but str"),
-    (
-        {"text": "a\ud800"},
-        "holds a lone surrogate at character 1, which UTF-8 cannot express",
-    ),
+    ({"text": "a\ud800"}, "holds a lone surrogate at character 1, which UTF-8 cannot express"),
 ]
 
 
@@ -339,7 +331,7 @@ def test_a_record_without_a_usable_text_stops_the_stream(record: Any, problem: s
             source.batch(0)
 
 
-def test_bad_records_are_left_out_and_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_records_are_skipped_and_reported(capsys: pytest.CaptureFixture[str]) -> None:
     bad = [record for record, _ in BAD_RECORDS]
     records = [*bad[:1], *columns(TEXTS[:9]), *bad, *columns(TEXTS[9:]), *bad[1:]]
     source = from_list(records, on_bad_row="skip")
@@ -354,15 +346,12 @@ def test_bad_records_are_left_out_and_told(capsys: pytest.CaptureFixture[str]) -
     ]
 
     # Resumed at any step, also where the next record is a bad one.
-    source, states = from_list(records, on_bad_row="skip", shuffle_documents=4), []
-    expected = []
+    source = from_list(records, on_bad_row="skip", shuffle_documents=4)
     for step in range(steps_of(TEXTS)):
-        states.append(source.state(step))
-        expected.append(source.batch(step))
-    for step, state in enumerate(states):
+        state, expected = source.state(step), source.batch(step)
         resumed = from_list(records, on_bad_row="skip", shuffle_documents=4)
         resumed.restore(step, [state])
-        assert_same(resumed.batch(step), expected[step])
+        assert_same(resumed.batch(step), expected)
 
 
 def test_a_text_longer_than_the_tokenizer_takes_is_named(tmp_path: Path) -> None:

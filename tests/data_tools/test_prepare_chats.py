@@ -1,6 +1,7 @@
 """Conversations become tokens, the assistant's become targets. tests/hf/test_chat_parity.py
 compares both with transformers."""
 
+import itertools
 import json
 import re
 import subprocess
@@ -23,7 +24,7 @@ from refusals import refusals
 from small_tokenizer import write_tokenizer_folder
 
 from data_tools.inspect.verification import verify_split
-from data_tools.prepare_chats.conversations import Conversation, ConversationField
+from data_tools.prepare_chats.conversations import ConversationField, chat_of
 from data_tools.prepare_chats.documents import Templated
 from data_tools.prepare_chats.prepare import prepare_chats, shortened
 from data_tools.prepare_chats.template import load_template, template_names
@@ -77,60 +78,41 @@ def documents(path: Path) -> list[tuple[str, list[str]]]:
             here = np.flatnonzero(batch.segment_ids[0] == segment)
             ids, mask = batch.tokens[0, here].tolist(), batch.loss_mask[0, here].tolist()
             last = [int(batch.targets[0, here[-1]])] if mask[-1] or segment % 2 == 0 else []
-            targets, before = [], False
-            for target, is_target in zip(batch.targets[0, here].tolist(), mask, strict=True):
-                if is_target:
-                    targets = (
-                        [*targets[:-1], [*targets[-1], target]] if before else [*targets, [target]]
-                    )
-                before = is_target
-            found.append((text(ids + last), [text(target) for target in targets]))
+            pairs = zip(mask, batch.targets[0, here].tolist(), strict=True)
+            runs = itertools.groupby(pairs, key=lambda pair: pair[0])
+            targets = [text([id for _, id in run]) for is_target, run in runs if is_target]
+            found.append((text(ids + last), targets))
     return found
 
 
 @pytest.mark.parametrize("source", [MARKED, UNMARKED], ids=["marked", "unmarked"])
-def test_what_the_assistant_says_is_a_target(tmp_path: Path, source: str) -> None:
+def test_answers_are_targets(tmp_path: Path, source: str) -> None:
     made = prepare(tmp_path, {"messages": TURNS}, source=source)
     ((text, targets),) = documents(tmp_path)
     whole = template(source).render(TURNS).text
     assert whole.startswith(text)
     assert targets == ["Hello! 😀<|im_end|>", "Fine.\n\n<|im_end|>"]
-    assert (made.content, made.documents, made.targets) == (
-        "conversations",
-        1,
-        sum(len(target.encode()) for target in targets),
-    )
+    count = sum(len(target.encode()) for target in targets)
+    assert (made.content, made.documents, made.targets) == ("conversations", 1, count)
     assert (made.tokens, made.bytes) == (len(whole.encode()),) * 2
     assert verify_split(tmp_path / "out/train") == []
     kept = load_template(str(tmp_path / "out"))
     assert kept is not None and kept.render(TURNS).text == whole
 
 
-THOUGHTFUL = [
-    *TURNS[:2],
-    answer("<think>\nWho?\n</think>\n\nHello!"),
-    {"role": "user", "content": "And you?"},
-    answer("Fine."),
-]
+WHO = "<think>\nWho?\n</think>\n\n"
+AGAIN = {"role": "user", "content": "And you?"}
+THOUGHTFUL = [*TURNS[:2], answer(f"{WHO}Hello!"), AGAIN, answer("Fine.")]
 
 
 @pytest.mark.parametrize(
     ("name", "targets"),
     [
-        (
-            "qwen3",
-            (
-                "<think>\nWho?\n</think>\n\nHello!<|im_end|>",
-                "<think>\n\n</think>\n\nFine.<|im_end|>",
-            ),
-        ),
-        (
-            "phi3",
-            ("<think>\nWho?\n</think>\n\nHello!<|end|>\n</s>", "Fine.<|end|>\n</s>"),
-        ),
+        ("qwen3", (f"{WHO}Hello!<|im_end|>", "<think>\n\n</think>\n\nFine.<|im_end|>")),
+        ("phi3", (f"{WHO}Hello!<|end|>\n</s>", "Fine.<|end|>\n</s>")),
     ],
 )
-def test_where_a_template_writes_history_anew_each_answer_is_a_document(
+def test_each_answer_is_a_document_if_the_template_rewrites_history(
     tmp_path: Path, name: str, targets: tuple[str, ...]
 ) -> None:
     """Each follows the text that the model is shown when it answers, as the template writes it."""
@@ -145,7 +127,7 @@ def test_where_a_template_writes_history_anew_each_answer_is_a_document(
         assert found[target].startswith(shown)
 
 
-def test_of_pairs_such_a_template_gives_the_last_answers(tmp_path: Path) -> None:
+def test_such_a_template_gives_the_last_answers_of_pairs(tmp_path: Path) -> None:
     settings = {"source": TEMPLATES["qwen3"], "pairs": True}
     both = {"chosen": THOUGHTFUL, "rejected": [*THOUGHTFUL[:4], answer("Bad.")]}
     assert prepare(tmp_path / "one", both, **settings).documents == 2
@@ -180,7 +162,7 @@ def test_system_and_tools_come_with_their_row(tmp_path: Path) -> None:
     assert "añadir" in text and "<|im_start|>system\nBe brief.<|im_end|>" in text
 
 
-def test_what_parquet_fills_up_is_not_there(tmp_path: Path) -> None:
+def test_nulls_of_parquet_are_left_out(tmp_path: Path) -> None:
     rows = [[ASKED, answer("a")], [ASKED, {**answer("b"), "tool_calls": [{"id": "1"}]}]]
     pq.write_table(pa.table({"messages": rows}), tmp_path / "rows.parquet")
     taken = Files([str(tmp_path / "rows.parquet")], field=ConversationField())
@@ -242,10 +224,8 @@ def test_turns_that_both_answers_share_are_no_targets(tmp_path: Path) -> None:
     begun = [ASKED, answer("Hello"), ASKED]
     row = {"chosen": [*begun, answer("good")], "rejected": [*begun, answer("bad")]}
     prepare(tmp_path, row, pairs=True)
-    assert [targets for _, targets in documents(tmp_path)] == [
-        ["good<|im_end|>"],
-        ["bad<|im_end|>"],
-    ]
+    found = [targets for _, targets in documents(tmp_path)]
+    assert found == [["good<|im_end|>"], ["bad<|im_end|>"]]
 
 
 @pytest.mark.parametrize(
@@ -257,7 +237,7 @@ def test_turns_that_both_answers_share_are_no_targets(tmp_path: Path) -> None:
         ("cut_turns", 40, [], (1, 45), (0, 0)),
     ],
 )
-def test_what_is_too_long_is_counted(
+def test_long_conversations_are_counted(
     tmp_path: Path, overflow: str, max_length: int, kept: list, dropped: tuple, cut: tuple
 ) -> None:
     short, long = {"prompt": "", "response": "b"}, {"prompt": "p" * 40, "response": "yes"}
@@ -393,7 +373,7 @@ def tokenizer() -> JsonTokenizer:
 def targets(tokenizer: JsonTokenizer, source: str, chat: list) -> list[tuple[str, list[str]]]:
     """Each document's text and its targets, special tokens by name."""
     documents = Templated(template(source), NOW, tokenizer.tokenizer_json)
-    found = documents.of_row([Conversation(chat)])
+    found = documents.of_row([chat_of(chat)])
     known = tokenizers.Tokenizer.from_str(tokenizer.tokenizer_json)
 
     def text(ids: np.ndarray) -> str:
@@ -430,16 +410,8 @@ def test_it_does_where_each_answer_is_a_document(tokenizer: JsonTokenizer) -> No
         assert text.startswith(template(THINKING).render(chat[: turn + 1]).text)
 
 
-def test_answers_with_an_end_get_no_other(tokenizer: JsonTokenizer) -> None:
-    for name in ("gemma", "llama3", "qwen3"):
-        chat = [CALLING[0], CALLING[5]]
-        ((text, said),) = targets(tokenizer, TEMPLATES[name], chat)
-        assert not any(marker in text for marker in MARKERS)
-        assert len(said) == 1 and said[0].endswith(tuple(ENDS))
-
-
 @pytest.mark.parametrize("name", template_names())
-def test_every_template_of_ours_ends_its_answers(
+def test_bundled_templates_end_their_answers(
     name: str, tokenizer: JsonTokenizer, tmp_path: Path
 ) -> None:
     write_chat_template(tmp_path, ChatTemplate({"default": ""}, TOKENS))
@@ -447,7 +419,7 @@ def test_every_template_of_ours_ends_its_answers(
     assert ours is not None
     source = ours.sources["default"]
     ((_, said),) = targets(tokenizer, source, [CALLING[0], CALLING[5], CALLING[4], CALLING[5]])
-    assert len(said) == 2
+    assert len(said) == 2 and all(text.endswith(ENDS) for text in said)
     without = train_byte_level_bpe(["a"], 257, special_tokens=["<s>"])
     assert not Templated(ours, NOW, without.tokenizer_json).ends_answers()
 
@@ -461,7 +433,7 @@ def test_every_template_of_ours_ends_its_answers(
         (TEMPLATES["chatml"], False),
     ],
 )  # fmt: skip
-def test_answers_without_an_end_are_told_of(
+def test_answers_without_an_end_are_reported(
     tmp_path: Path,
     tokenizer: JsonTokenizer,
     source: str,
@@ -498,10 +470,10 @@ def test_the_command(tmp_path: Path) -> None:
     assert warning.startswith("WARNING: answers end with no special token")
     assert skipped.startswith("skipped: ") and "line 51" in skipped
     assert "targets" in done.stdout and "dropped" in done.stdout
-    source = FlatTokens(str(tmp_path / "out"), "train", 1, 512)
-    assert (
-        source.documents + FlatTokens(str(tmp_path / "out"), "validation", 1, 512).documents == 50
+    source, held_out = (
+        FlatTokens(str(tmp_path / "out"), split, 1, 512) for split in ("train", "validation")
     )
+    assert source.documents + held_out.documents == 50
     decode = load_tokenizer(str(tmp_path / "out")).decode
     batch = source.batch(0)
     texts = decode(batch.targets[batch.loss_mask].tolist())

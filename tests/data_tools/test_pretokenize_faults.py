@@ -243,7 +243,7 @@ def test_a_lost_worker_is_an_error_and_the_run_goes_on(
     field = TextField(function="losing_worker:text")
     target = (Files([str(tmp_path / "lines.jsonl")], field=field), ByteTokenizer())
     settings: dict[str, Any] = {"workers": 2, "on_bad_row": "skip", "file_length": FILE_LENGTH}
-    with pytest.raises(ChildProcessError, match=r"worker process was killed.*again to go on"):
+    with pytest.raises(ChildProcessError, match=r"worker process was killed.*again to continue"):
         pretokenize(*target, tmp_path / "out", "train", **settings)
     pretokenize(*target, tmp_path / "out", "train", **settings)
     pretokenize(*target, tmp_path / "whole", "train", **settings)
@@ -279,5 +279,5 @@ def test_a_signal_ends_all_even_stuck_workers(tmp_path: Path, number: signal.Sig
     os.killpg(process.pid, number)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 128 + number
-    assert errors == f"pretokenize: {number.name}; the same command goes on from here\n"
+    assert errors == f"pretokenize: {number.name}; run the same command to continue\n"
     assert_ended(workers)

@@ -4,7 +4,7 @@ import gzip
 import itertools
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import pyarrow as pa
@@ -39,6 +39,10 @@ def rows_of(source: RowSource, shard: int = 0, shards: int = 1) -> list[Row]:
 
 def texts_of(source: RowSource, shard: int = 0, shards: int = 1) -> list[str | None]:
     return [row.text for row in rows_of(source, shard, shards)]
+
+
+def texts_in(blocks: Iterable[Block], source: RowSource) -> list[str | None]:
+    return [row.text for block in blocks for row in block.rows(source.field)]
 
 
 def write_table(file: Path, table: pa.Table, rows: int | None = None) -> None:
@@ -108,15 +112,8 @@ def test_reading_goes_on_from_any_block(
             entered += len(blocks)
             for number, block in enumerate(blocks):
                 position = json.loads(json.dumps(block.position))
-                rest = [
-                    row.text
-                    for later in source.blocks(shard, shards, position)
-                    for row in later.rows(source.field)
-                ]
-                expected = [
-                    row.text for later in blocks[number:] for row in later.rows(source.field)
-                ]
-                assert rest == expected
+                rest = texts_in(source.blocks(shard, shards, position), source)
+                assert rest == texts_in(blocks[number:], source)
             fractions = [block.fraction for block in blocks]
             assert fractions == sorted(fractions)
     assert entered > 4
@@ -152,8 +149,9 @@ def test_bad_strings_are_named(tmp_path: Path) -> None:
     assert str(bad) == "document 0 is no string but 5"
 
 
-def test_missing_columns_of_parquet_are_an_error(tmp_path: Path) -> None:
-    file = write_kind(tmp_path, ".parquet")
+@pytest.mark.parametrize("kind", [".parquet", ".arrow"])
+def test_missing_columns_are_an_error(tmp_path: Path, kind: str) -> None:
+    file = write_kind(tmp_path, kind)
     with pytest.raises(ValueError, match=r"no column 'body'; it has 'text', 'other'.*--text_col"):
         rows_of(Files([str(file)], field=TextField("body")))
 
@@ -232,12 +230,8 @@ def test_a_hugging_face_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ValueError, match="stored in 3 files, which cannot make 4 shards"):
         rows_of(source, 0, 4)
     for block in source.blocks(0, 1):
-        rest = [
-            row.text
-            for later in source.blocks(0, 1, block.position)
-            for row in later.rows(source.field)
-        ]
-        assert rest == expected[expected.index(next(iter(block.rows(source.field))).text) :]
+        rest = texts_in(source.blocks(0, 1, block.position), source)
+        assert rest == expected[expected.index(texts_in([block], source)[0]) :]
     with pytest.raises(ValueError, match="no column 'text'; it has 'body'"):
         HubDataset(str(folder))
     with pytest.raises(ValueError, match="cannot be opened as a Hugging Face data set"):
@@ -252,7 +246,7 @@ def test_byte_order_marks_carriage_returns_and_blank_lines(tmp_path: Path) -> No
     assert texts_of(Files([str(tmp_path / "text.txt")])) == ["a\r\nb"]
 
 
-def test_what_is_no_file_is_not_left_out_silently(tmp_path: Path) -> None:
+def test_other_paths_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a")
     (tmp_path / "b.txt").symlink_to("nowhere")
     for name in (tmp_path, tmp_path / "b.txt"):
@@ -385,11 +379,11 @@ def test_one_large_group_is_read_in_small_blocks(tmp_path: Path, kind: str) -> N
     source = Files([str(file)])
     blocks = list(source.blocks(0, 1))
     assert max(block.size for block in blocks) < 4 * 2**20
-    assert [row.text for block in blocks for row in block.rows(source.field)] == texts
+    assert texts_in(blocks, source) == texts
 
 
 @pytest.mark.parametrize(("name", "advice"), refusals(__file__, "files"))
-def test_what_is_neither_rows_nor_text_is_refused(tmp_path: Path, name: str, advice: str) -> None:
+def test_other_formats_are_refused(tmp_path: Path, name: str, advice: str) -> None:
     (tmp_path / name).write_text("id,text\n1,one\n")
     for path, pattern in ((tmp_path / name, None), (tmp_path, None), (tmp_path, "*")):
         with pytest.raises(ValueError, match=f"{name}.*{advice}"):

@@ -61,8 +61,6 @@ def test_byte_level_bpe_learns_and_is_deterministic(bpe: JsonTokenizer) -> None:
     assert (bpe.vocab_size, bpe.bos_id, bpe.eos_id) == (280, 0, 1)
     assert len(bpe.encode_batch([TEXT[1]])[0]) < len(TEXT[1]) / 2
     assert train_byte_level_bpe(TEXT, 280).tokenizer_json == bpe.tokenizer_json
-    with pytest.raises(ValueError, match="at least 258, not 257"):
-        train_byte_level_bpe(TEXT, 257)
 
 
 @pytest.mark.parametrize("kind", ["bytes", "bpe"])
@@ -89,17 +87,13 @@ def test_load_by_name_file_or_folder(tmp_path: Path, bpe: JsonTokenizer) -> None
 
 def test_truncation_and_padding_of_the_file_are_ignored(bpe: JsonTokenizer) -> None:
     content = json.loads(bpe.tokenizer_json)
-    content["truncation"] = {
-        "direction": "Right",
-        "max_length": 3,
-        "strategy": "LongestFirst",
-        "stride": 0,
-    }
+    three = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
+    content["truncation"] = three
     tokenizer = JsonTokenizer("truncating", json.dumps(content))
     assert tokenizer.encode_batch(TEXT)[0].tolist() == bpe.encode_batch(TEXT)[0].tolist()
 
 
-def test_which_tokens_frame_a_document(tmp_path: Path, bpe: JsonTokenizer) -> None:
+def test_framing_tokens_are_configured_or_given(tmp_path: Path, bpe: JsonTokenizer) -> None:
     (tmp_path / "tokenizer.json").write_text(bpe.tokenizer_json, encoding="utf-8")
     config = tmp_path / "tokenizer_config.json"
     config.write_text(json.dumps({"bos_token": None, "eos_token": {"content": "a"}}))
@@ -123,25 +117,20 @@ def test_a_token_that_begins_and_ends_documents_only_ends_them(tmp_path: Path) -
     assert load_tokenizer(str(tmp_path), bos_token="<|endoftext|>").bos_id == 0  # as asked for
 
 
-def test_an_empty_bos_token_is_none(tmp_path: Path, bpe: JsonTokenizer) -> None:
+def test_framing_tokens_can_be_left_out_or_named(tmp_path: Path, bpe: JsonTokenizer) -> None:
     (tmp_path / "tokenizer.json").write_text(bpe.tokenizer_json, encoding="utf-8")
     for name in ("bytes", str(tmp_path)):
         tokenizer = load_tokenizer(name, bos_token="")
         assert tokenizer.bos_id is None and tokenizer.eos_id == load_tokenizer(name).eos_id
     with pytest.raises(ValueError, match="'bytes' has no token '<s>'"):
         load_tokenizer("bytes", bos_token="<s>")
-
-
-def test_an_unknown_end_of_text_must_be_named(bpe: JsonTokenizer) -> None:
     renamed = bpe.tokenizer_json.replace(END_OF_TEXT, "<|stop|>")
     assert JsonTokenizer("renamed", renamed).eos_id is None
     assert JsonTokenizer("renamed", renamed, eos_token="<|stop|>").eos_id == 1
 
 
-TEXTS = [
-    "The cat sat on the mat in 1984. \n\n It's 12345 cats' mats!",
-    "naïve cafe\u0301 \u212b",
-] * 3
+CATS = "The cat sat on the mat in 1984. \n\n It's 12345 cats' mats!"
+TEXTS = [CATS, "naïve cafe\u0301 \u212b"] * 3
 
 
 @pytest.mark.slow
@@ -172,8 +161,6 @@ def command_line(*arguments: str) -> Ended:
 
 
 CHAT = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "the mat"}]
-
-
 OF_STYLE = {"gpt2": "chatml", "llama3": "llama3", "qwen2": "qwen2"}
 
 
@@ -210,10 +197,8 @@ def test_transformers_knows_the_tokens_of_every_style(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("".join(TEXTS))
     for style in STYLES:
         made = tmp_path / style
-        command_line(
-            *(f"--dataset={tmp_path / 'a.txt'}", f"--out={made}", f"--style={style}"),
-            "--vocab_size=280",
-        )
+        source = f"--dataset={tmp_path / 'a.txt'}"
+        command_line(source, f"--out={made}", f"--style={style}", "--vocab_size=280")
         ours, theirs = load_tokenizer(str(made)), transformers.AutoTokenizer.from_pretrained(made)
         assert theirs.eos_token_id == ours.eos_id
         assert theirs.bos_token_id == (0 if ours.bos_id is None else ours.bos_id)
@@ -227,7 +212,7 @@ def test_a_configuration_of_another_tokenizer_is_not_overwritten(tmp_path: Path)
     (tmp_path / "a.txt").write_text(TEXTS[0])
     source, made = f"--dataset={tmp_path / 'a.txt'}", f"--out={tmp_path / 'a.json'}"
     done = command_line(source, made, "--vocab_size=290")
-    assert done.returncode == 2 and "tokenizer_config.json is there already" in done.stderr
+    assert done.returncode == 2 and "tokenizer_config.json exists already" in done.stderr
     assert not (tmp_path / "a.json").exists()
 
 

@@ -9,8 +9,8 @@ from chat_templates import CHATS, TEMPLATES, TOKENS, TOOLS
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from data_tools.prepare_chats.conversations import (
-    Conversation,
     ConversationField,
+    chat_of,
     read_conversations,
 )
 from data_tools.prepare_chats.documents import Templated
@@ -49,7 +49,7 @@ def encoded(folder, template, *conversation):
     """The documents of a conversation."""
     tokenizer = (folder / "tokenizer.json").read_text()
     documents = Templated(template, datetime.now(), tokenizer)
-    return documents.of_row([Conversation(*conversation)])
+    return documents.of_row([chat_of(*conversation)])
 
 
 @pytest.mark.parametrize("tools", [None, TOOLS], ids=["no tools", "tools"])

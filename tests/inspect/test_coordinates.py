@@ -1,6 +1,7 @@
 """The coordinate check: what first steps change stays with CompleteP, and does not without."""
 
 import functools
+import itertools
 import math
 
 import jax
@@ -36,19 +37,16 @@ def experiment(scaling=True, steps=3, **sizes):
 
 
 @pytest.mark.slow
-def test_a_change_is_that_of_logits_by_hand():
+def test_changes_of_logits_by_hand():
     made = experiment(embed=16, heads=1, mlp=32, layers=1, steps=2)
     found = changes(made)
     assert found.keys() == set(LOOKED_AT)
     ids, step, state = made.data.batch(0), make_step(made.training), made.initial_state()
 
     def logits(model):
-        inspector = Inspector(model)
-        segments = ids.segment_ids
-        rows = []
-        for row, of in zip(ids.tokens, segments, strict=True):
-            rows += [inspector.logits(row[of == each].tolist()) for each in np.unique(of)]
-        return np.concatenate(rows)
+        inspector, rows = Inspector(model), zip(ids.tokens, ids.segment_ids, strict=True)
+        documents = [row[of == each].tolist() for row, of in rows for each in np.unique(of)]
+        return np.concatenate([inspector.logits(document) for document in documents])
 
     before = logits(state.model)
     for number in range(2):
@@ -57,7 +55,7 @@ def test_a_change_is_that_of_logits_by_hand():
         assert found["logits"][number] == pytest.approx(expected, rel=1e-4)
 
 
-def test_an_exponent_is_that_of_a_power():
+def test_slope_finds_the_exponent():
     sizes = [64, 128, 512]
     assert slope(sizes, [3 * size**0.5 for size in sizes]) == pytest.approx(0.5)
     assert slope(sizes, [7.0, 7.0, 7.0]) == pytest.approx(0)
@@ -90,19 +88,15 @@ def test_changes_stay_with_the_rule_and_grow_without(sizes):
 
 
 @pytest.mark.slow
-def test_a_picture_has_a_line_for_each_step_and_leaves_out_what_is_no_number(tmp_path):
-    rows = [
-        {"by": by, "rule": "with", "size": size, "looked_at": name, "step": step, "change": 0.1}
-        for by in ("width", "depth")
-        for size in (1, 2)
-        for name in LOOKED_AT
-        for step in (1, 2)
-    ]
+def test_pictures_have_a_line_per_step_and_skip_infinite_values(tmp_path):
+    names = ("by", "size", "looked_at", "step")
+    cases = itertools.product(("width", "depth"), (1, 2), LOOKED_AT, (1, 2))
+    rows = [dict(zip(names, case, strict=True), rule="with", change=0.1) for case in cases]
     rows += [{**rows[0], "change": bad} for bad in (0.0, math.inf, math.nan)]
     charts = coordinates(rows)["vconcat"]
     assert [len(chart["data"]["values"]) for chart in charts] == [16, 16]
-    write_picture(coordinates(rows), tmp_path / "check.png")
-    write_picture(coordinates(rows), tmp_path / "check.svg")
+    for name in ("check.png", "check.svg"):
+        write_picture(coordinates(rows), tmp_path / name)
     assert (tmp_path / "check.png").read_bytes().startswith(b"\x89PNG")
     svg = (tmp_path / "check.svg").read_text()
     assert all(name in svg for name in LOOKED_AT)

@@ -16,7 +16,6 @@ from lmlib.parallel.layout import shardings
 from lmlib.state import abstract_model
 
 IDS = [int(id) for id in np.random.default_rng(0).integers(0, 64, 24)]
-MESHES = {"no mesh": None, "eight devices": {"data": 2, "fsdp": 2, "tensor": 2}}
 make = functools.partial(
     llama, vocab=64, embed=32, layers=3, heads=4, kv_heads=2, mlp=48, key=jax.random.key(0)
 )
@@ -27,18 +26,15 @@ def initial():
     return jax.jit(make)()
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        "no mesh",
-        pytest.param("eight devices", marks=[pytest.mark.several_devices, pytest.mark.slow]),
-    ],
-)
+SLOW = [pytest.mark.several_devices, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module", params=["no mesh", pytest.param("eight devices", marks=SLOW)])
 def model(request):
-    sizes, made = MESHES[request.param], initial()
-    if sizes is None:
-        return made
-    return jax.device_put(made, shardings(abstract_model(make, make_mesh(**sizes))))
+    if request.param == "no mesh":
+        return initial()
+    mesh = make_mesh(data=2, fsdp=2, tensor=2)
+    return jax.device_put(initial(), shardings(abstract_model(make, mesh)))
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +55,7 @@ def expected():
 
 
 @pytest.mark.parametrize("what", ["logits", "activations", "attention", "logit_lens"])
-def test_it_is_what_the_equations_say(inspector, expected, what):
+def test_results_follow_the_equations(inspector, expected, what):
     found = getattr(inspector, what)(IDS)
     assert type(found) is np.ndarray and found.dtype == np.float32
     assert found.shape == expected[what].shape
@@ -81,13 +77,13 @@ def test_a_model_is_called_without_setting_its_mesh(model, expected):
 
 
 @pytest.mark.parametrize(
-    ("ids", "told"), [([], "no tokens"), ([3, 64], "no token 64: its ids end at 63")]
+    ("ids", "message"), [([], "no tokens"), ([3, 64], "no token 64: its ids end at 63")]
 )
-def test_what_is_no_sequence_of_the_models_is_refused(inspector, ids, told):
-    with pytest.raises(ValueError, match=told):
+def test_invalid_sequences_are_refused(inspector, ids, message):
+    with pytest.raises(ValueError, match=message):
         inspector.logits(ids)
 
 
 def test_a_model_without_layers_says_so():
-    with pytest.raises(ValueError, match="Bigram shows nothing of its layers"):
+    with pytest.raises(ValueError, match="Bigram does not expose its layers"):
         Inspector(Bigram(64, 8, key=jax.random.key(0))).activations(IDS)

@@ -21,7 +21,7 @@ def with_norms(cfg, every):
 
 
 @pytest.mark.slow
-def test_they_are_those_of_the_model_and_training_is_the_same(tmp_path):
+def test_norms_describe_the_model_and_training_is_the_same(tmp_path):
     found = fit(with_norms(small("steps=4"), 2), tmp_path / "run")
     plain = fit(small("steps=4"), tmp_path / "plain")
     assert [line["loss"] for line in found.metrics] == [line["loss"] for line in plain.metrics]
@@ -45,5 +45,5 @@ class Stream(Synthetic):
 
 
 def test_a_stream_is_refused():
-    with pytest.raises(ValueError, match="cannot look into Stream, a stream"):
+    with pytest.raises(ValueError, match="cannot read Stream, a stream"):
         LayerNorms(Stream(512, 8, 64), make_mesh(fsdp=1), Compute())

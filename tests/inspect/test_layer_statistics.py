@@ -64,8 +64,7 @@ def test_each_layer_is_measured(tied, sizes):
     for layer in range(LAYERS):
         measured = parts[f"layer {layer}"]
         stack = jax.tree.map(lambda leaf, upto=layer + 1: leaf[:upto], plain.stack)
-        upto = eqx.tree_at(lambda m: m.stack, plain, stack)
-        output = trunk(upto)
+        output = trunk(eqx.tree_at(lambda m: m.stack, plain, stack))
         expected = np.sqrt(np.mean(np.square(output)))
         assert measured.output == pytest.approx(float(expected), rel=1e-4)
         for size, tree in ((measured.weights, plain), (measured.gradients, gradients)):
@@ -84,7 +83,7 @@ def test_each_layer_is_measured(tied, sizes):
 
 
 @pytest.mark.slow
-def test_gradients_are_those_of_what_is_minimised():
+def test_gradients_belong_to_the_objective():
     objective, mesh, model = DPO(reference_from="another"), make_mesh(), weights(False)
     reference = llama(**SIZES, tied=False, key=jax.random.key(1))
     batch = place(Synthetic(64, 4, 16), 0, sharding("batch seq", mesh))
@@ -109,12 +108,11 @@ def test_gradients_are_those_of_what_is_minimised():
 
 def broken(where, value: float) -> str | None:
     """The offender when one element of the weight that `where` chooses is `value`."""
-    mesh = make_mesh()
     model = weights(False)
     weight = where(model)
     model = eqx.tree_at(where, model, weight.at[(1,) * weight.ndim].set(value))
     batch = jax.tree.map(jnp.asarray, BATCH)
-    return first_offender(layer_statistics(model, batch, mesh, FLOAT32))
+    return first_offender(layer_statistics(model, batch, make_mesh(), FLOAT32))
 
 
 @pytest.mark.slow
@@ -130,14 +128,14 @@ def test_the_first_broken_part_is_named():
 
 
 @pytest.mark.slow
-def test_a_model_whose_matrices_rest_in_8_bits_is_measured():
+def test_int8_matrices_are_measured():
     mesh = make_mesh()
     resting = map_weights(in_int8, weights(False))
-    in_use = jax.tree.map(
-        lambda leaf: leaf.dense() if isinstance(leaf, Int8) else leaf,
-        resting,
-        is_leaf=lambda leaf: isinstance(leaf, Int8),
-    )
+
+    def dense(leaf):
+        return leaf.dense() if isinstance(leaf, Int8) else leaf
+
+    in_use = jax.tree.map(dense, resting, is_leaf=lambda leaf: isinstance(leaf, Int8))
     found = layer_statistics(resting, BATCH, mesh, FLOAT32)
     expected = layer_statistics(in_use, BATCH, mesh, FLOAT32)
     assert found.loss == pytest.approx(expected.loss, rel=1e-5)
