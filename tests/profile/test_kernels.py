@@ -60,9 +60,7 @@ def test_a_program_multiplies_as_much_as_the_step_that_was_traced(library):
 @pytest.mark.slow
 def test_of_convolutions_on_tpus_nothing_is_made_up():
     program = read_program(compiled_for("v5e:2x2", {})[1])
-    products = [
-        works(program, ())[one.name] for one, _ in scheduled(program) if multiplies(one)
-    ]
+    products = [works(program, ())[one.name] for one, _ in scheduled(program) if multiplies(one)]
     assert products and {one.flops for one in products} == {None}
 
 
