@@ -41,9 +41,9 @@ _SMALL_SHARDS = (
     "axis each device has a larger shard of embed."
 )
 _REMATERIALIZED = re.compile(
-    r"Involuntary full rematerialization\. The compiler \D*? from sharding (?P<source>\{.*?\}) to "
-    r"(?P<target>\{.*?\}) (?:efficiently|without) .*?HLO operation:? %?(?P<name>\S+) = "
-    r"(?P<array>\w+\[[\d,]*\])(?P<rest>.*)"
+    r"Involuntary full rematerialization\. The compiler \D*? from sharding (\{.*?\}) to "
+    r"(\{.*?\}) (?:efficiently|without) .*?HLO operation:? %?(\S+) = "
+    r"(\w+\[[\d,]*\])(.*)"
 )
 
 
@@ -117,10 +117,8 @@ def _gathered_stacks(
     """Finds all-gathers of a weight in all layers at once, which undo FSDP."""
     stacks = [weight for weight in weights if weight.stacked and weight.computed[0] > 1]
     for one in collectives:
-        if one.kind != "all-gather":
-            continue
-        paths = _matches(one.arrays, stacks, lambda weight: [weight.computed])
-        if paths:
+        gathers = one.kind == "all-gather"
+        if gathers and (paths := _matches(one.arrays, stacks, lambda weight: [weight.computed])):
             yield CommunicationWarning(
                 "gathered stack",
                 f"{one.name} gathers the weights of all layers at once ({paths}): "
@@ -150,22 +148,23 @@ def _whole_sums(
         size = sum(array.bytes * one.count_per_step for one in group for array in _large(one))
         sends, would_send = (f"{round(times * (n - 1) / n * size):,}" for times in (2, 1))
         name = " and ".join(one.name for one in group)
-        over_cube = _over_cube(group[0].mesh_axes, mesh)
-        if assembles:
-            problem = "all-reduce for all-gather"
-            message = (
-                f"{name}: weights ({paths}) are gathered over {axes} {where} by adding each "
-                f"device's shard to zeros, which sends {sends} bytes per step where an all-gather "
-                f"sends {would_send}. {over_cube or _SMALL_SHARDS}"
-            )
-        else:
-            problem = "all-reduce for reduce-scatter"
-            message = (
+        problem, message = (
+            "all-reduce for reduce-scatter",
+            (
                 f"{name}: whole gradients ({paths}) are summed over {axes} {where}, though each "
                 f"device keeps a shard of them only: an all-reduce sends {sends} bytes per step "
                 f"where a reduce-scatter sends {would_send}. "
-                f"{over_cube or _ADVICE.get(platform, _ADVICE['cuda'])}"
+            ),
+        )
+        advice = _ADVICE.get(platform, _ADVICE["cuda"])
+        if assembles:
+            problem, advice = "all-reduce for all-gather", _SMALL_SHARDS
+            message = (
+                f"{name}: weights ({paths}) are gathered over {axes} {where} by adding each "
+                f"device's shard to zeros, which sends {sends} bytes per step where an all-gather "
+                f"sends {would_send}. "
             )
+        message += _over_cube(group[0].mesh_axes, mesh) or advice
         sent = sum(one.bytes_sent_per_step for one in group)
         yield CommunicationWarning(problem, message, sent)
 
@@ -213,18 +212,14 @@ def _axes(one: Collective) -> str:
 
 
 def _full_rematerializations(compiler_log: str) -> Iterator[CommunicationWarning]:
-    seen: set[tuple[str, ...]] = set()
-    for line in compiler_log.splitlines():
-        found = _REMATERIALIZED.search(line)
-        if found is None or found.groups() in seen:
-            continue
-        seen.add(found.groups())
-        source = re.search(r'op_name="([^"]*)"', found["rest"])
+    found = (_REMATERIALIZED.search(line) for line in compiler_log.splitlines())
+    for source, target, name, array, rest in dict.fromkeys(x.groups() for x in found if x):
+        path = re.search(r'op_name="([^"]*)"', rest)
         yield CommunicationWarning(
             "full rematerialization",
-            f"XLA cannot get {found['array']} ({source.group(1) if source else found['name']}) "
-            f"from the layout {found['source']} to {found['target']} directly: every device "
-            "gathers all of it and cuts its shard out. Go there in two steps, each of which moves "
-            "one mesh axis (jax.sharding.reshard), or choose layouts that differ in one axis.",
+            f"XLA cannot get {array} ({path[1] if path else name}) from the layout {source} to "
+            f"{target} directly: every device gathers all of it and cuts its shard out. Go there "
+            "in two steps, each of which moves one mesh axis (jax.sharding.reshard), or choose "
+            "layouts that differ in one axis.",
             0,
         )
