@@ -21,31 +21,31 @@ from runner.errors import ConfigError, user_errors
 _BASELINE = flags.DEFINE_string(
     "baseline",
     None,
-    "a run, or settings, PATH=VALUE,PATH=VALUE: each group is compared with the group that has "
-    "these settings and is otherwise the same",
+    "Run, or settings PATH=VALUE,PATH=VALUE: compares each group with the group that has these "
+    "settings and is otherwise the same.",
 )
 _MARGIN = flags.DEFINE_float(
     "margin",
     None,
-    "with --baseline: the smallest difference that matters, in the metric's unit; 0 for any",
+    "Smallest difference that matters, in the metric's unit; 0 for any.",
     lower_bound=0.0,
 )
 _METRIC = flags.DEFINE_string(
     "metric",
     "validation_loss",
-    "validation_bits_per_byte compares across tokenizers; also "
-    "training_loss, validation_loss/NAME, or another metric of the objective",
+    "Metric to compare. validation_bits_per_byte compares across tokenizers; also training_loss, "
+    "validation_loss/NAME, or a metric of the objective.",
 )
-_HIGHEST = flags.DEFINE_bool("highest_is_best", False, "higher is better, as for accuracies")
+_HIGHEST = flags.DEFINE_bool("highest_is_best", False, "Higher is better, as for accuracies.")
 _ERROR_RATE = flags.DEFINE_float(
     "error_rate",
     0.05,
-    "how often a setting without an effect may be called better",
+    "Highest rate of calling a setting without an effect better.",
     lower_bound=1e-4,
     upper_bound=0.5,
 )
-_IGNORE = flags.DEFINE_multi_string("ignore", [], "a setting that may differ; repeatable")
-_JSON = flags.DEFINE_string("json", None, "a file for all numbers")
+_IGNORE = flags.DEFINE_multi_string("ignore", [], "Setting that may differ; repeatable.")
+_JSON = flags.DEFINE_string("json", None, "File for all numbers.")
 
 if __name__ == "__main__":
     take_flags()  # the imports below take a second

@@ -20,12 +20,12 @@ from runner.command_line.command import run, take_flags
 from runner.command_line.exit_status import FINISHED
 from runner.errors import ConfigError, user_errors
 
-_METRIC = flags.DEFINE_string("metric", "validation_loss", "a positive metric")
+_METRIC = flags.DEFINE_string("metric", "validation_loss", "Metric to fit; must be positive.")
 _BUDGET = flags.DEFINE_multi_float(
-    "budget", [], "FLOPs, as 6·N·D: shows the best N and D; repeatable", lower_bound=1.0
+    "budget", [], "FLOPs (6·N·D) to show the best N and D for; repeatable.", lower_bound=1.0
 )
-_COMPUTE = flags.DEFINE_bool("compute", False, "fit the loss against compute only")
-_JSON = flags.DEFINE_string("json", None, "a file for all numbers")
+_COMPUTE = flags.DEFINE_bool("compute", False, "Fit the loss against compute only.")
+_JSON = flags.DEFINE_string("json", None, "File for all numbers.")
 
 if __name__ == "__main__":
     take_flags()  # the imports below take a second

@@ -33,13 +33,13 @@ from runner.command_line.flags import check_chosen, chosen_config, fiddlers_list
 from runner.config import configs
 from runner.errors import ConfigError, user_errors
 
-_TOPOLOGY = flags.DEFINE_string("topology", None, "hardware to plan for: v5e:16x16, h100:8x8")
-_NETWORK = flags.DEFINE_float("network", None, "GB/s of each device to other hosts or slices")
-_SEARCH = flags.DEFINE_bool("search", False, "look for the best settings that fit")
-_SEARCH_MESH = flags.DEFINE_list("search_mesh", [], "try all sizes of these axes of the mesh")
-_ADVISE = flags.DEFINE_bool("advise", False, "try what would need less memory")
-_JSON = flags.DEFINE_string("json", None, "a file for the report as JSON; -: stdout, no text")
-_NO_CACHE = flags.DEFINE_bool("no_cache", False, "make the report even if it was made before")
+_TOPOLOGY = flags.DEFINE_string("topology", None, "Hardware to plan for, such as v5e:16x16.")
+_NETWORK = flags.DEFINE_float("network", None, "GB/s from each device to other hosts or slices.")
+_SEARCH = flags.DEFINE_bool("search", False, "Find the fastest settings that fit.")
+_SEARCH_MESH = flags.DEFINE_list("search_mesh", [], "Mesh axes whose sizes to try.")
+_ADVISE = flags.DEFINE_bool("advise", False, "Try changes that need less memory.")
+_JSON = flags.DEFINE_string("json", None, "File for the report as JSON; - for stdout.")
+_NO_CACHE = flags.DEFINE_bool("no_cache", False, "Ignore cached reports.")
 
 if __name__ == "__main__":
     # absl shows the module's docstring as --help.
@@ -93,11 +93,11 @@ def _target() -> Target:
     target = targets.parse(_TOPOLOGY.value)
     if _NETWORK.value is not None:
         if not 0 < _NETWORK.value < math.inf:
-            raise ConfigError(f"--network={_NETWORK.value}: GB/s, above 0, like 12.5")
+            raise ConfigError(f"--network={_NETWORK.value}: give GB/s above 0, for example 12.5")
         target = target.on_network(_NETWORK.value * 1e9)
     check_axes(_SEARCH_MESH.value)
     if _SEARCH.value and target.accelerator.memory_bytes is None:
-        raise ConfigError(f"--search: how much memory {target} has is unknown; name an accelerator")
+        raise ConfigError(f"--search: the memory of {target} is unknown; name an accelerator")
     return target
 
 
@@ -111,7 +111,7 @@ def _report(cfg: fdl.Config, target: Target, tell: Callable[[str], None]) -> dic
     }
     key = kept_plans.key(cfg, target=target, versions=versions(), **settings)
     if not _NO_CACHE.value and (kept := kept_plans.read(key)) is not None:
-        tell("this report was made before, of the same config, code and versions; --no_cache")
+        tell("showing the cached report of this config and code; --no_cache plans again")
         return kept
     with user_errors():
         with stderr_kept():  # plugins write to stderr as they start

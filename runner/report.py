@@ -23,19 +23,21 @@ from runner.command_line.exit_status import FINISHED
 from runner.command_line.paths import check_can_be_made
 from runner.errors import ConfigError, user_errors
 
-_TO = flags.DEFINE_string("to", None, "another place for the page")
-_BASELINE = flags.DEFINE_string("baseline", None, "for verdicts, as in runner.compare")
-_MARGIN = flags.DEFINE_float("margin", None, "as in runner.compare", lower_bound=0.0)
-_PICTURES = flags.DEFINE_string(
-    "pictures", None, "a folder for PNG and SVG files, instead of the page"
+_TO = flags.DEFINE_string("to", None, "File for the page.")
+_BASELINE = flags.DEFINE_string("baseline", None, "Baseline for verdicts, as in runner.compare.")
+_MARGIN = flags.DEFINE_float(
+    "margin", None, "Margin for verdicts, as in runner.compare.", lower_bound=0.0
 )
-_METRICS = flags.DEFINE_list("metrics", [], "names, by commas; default: all that change")
-_AGAINST = flags.DEFINE_enum("against", "step", list(AXES), "the horizontal axis")
-_LOG_X = flags.DEFINE_bool("log_x", False, "a logarithmic horizontal axis")
-_LOG_Y = flags.DEFINE_bool("log_y", False, "a logarithmic vertical axis")
-_FULL_RANGE = flags.DEFINE_bool("full_range", False, "include outliers in the axes")
+_PICTURES = flags.DEFINE_string(
+    "pictures", None, "Folder for PNG and SVG files, instead of the page."
+)
+_METRICS = flags.DEFINE_list("metrics", [], "Metrics to draw; default: all that change.")
+_AGAINST = flags.DEFINE_enum("against", "step", list(AXES), "Horizontal axis.")
+_LOG_X = flags.DEFINE_bool("log_x", False, "Use a logarithmic horizontal axis.")
+_LOG_Y = flags.DEFINE_bool("log_y", False, "Use a logarithmic vertical axis.")
+_FULL_RANGE = flags.DEFINE_bool("full_range", False, "Include outliers in the axes.")
 _SMOOTHING = flags.DEFINE_float(
-    "smoothing", 0.0, "moving average, in percent of the points", 0, 100
+    "smoothing", 0.0, "Width of the moving average, in percent of the points.", 0, 100
 )
 
 

@@ -27,9 +27,11 @@ from runner.command_line.command import run
 from runner.command_line.exit_status import FINISHED
 from runner.errors import ConfigError, user_errors
 
-_TERMINAL = flags.DEFINE_bool("terminal", False, "a view in the terminal; in a pipe only once")
-_PORT = flags.DEFINE_integer("port", 8008, "port of the page", 0, 65_535)
-_SECONDS = flags.DEFINE_integer("seconds", 5, "seconds between reads of the files", 1, 3600)
+_TERMINAL = flags.DEFINE_bool(
+    "terminal", False, "Show the runs in the terminal; in a pipe only once."
+)
+_PORT = flags.DEFINE_integer("port", 8008, "Port of the page.", 0, 65_535)
+_SECONDS = flags.DEFINE_integer("seconds", 5, "Seconds between reads of the files.", 1, 3600)
 _CLEAR = "\x1b[H\x1b[J"
 
 

@@ -95,7 +95,7 @@ class Collectives(tuple[Collective, ...]):
 
     def __str__(self) -> str:
         if not self:
-            return "The devices send each other nothing."
+            return "No communication between devices."
         head = ("collective", "over", "where", "of", "arrays", "count each", "count per step")
         rows: list[tuple[str, ...]] = [(*head, "overlap", "bytes sent each", "bytes sent per step")]
         for (kind, axes, where), group in grouped(self):

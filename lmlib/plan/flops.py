@@ -96,10 +96,10 @@ class FlopsPerToken:
             for flops in (self.analytic, self.analytic_causal, self.needed, self.recomputed)
         )
         return (
-            f"analytic, for each token: {analytic} with attention whole, {causal} with its causal "
-            f"half\ncounted in the traced step: {needed} ({self.needed / self.analytic:.1%} of the "
-            f"analytic number with attention whole), and {recomputed} to compute activations "
-            f"again\n\n{self.counted}"
+            f"analytic, per token: {analytic} with full attention, {causal} with causal attention\n"
+            f"counted in the traced step, per token: {needed} ({self.needed / self.analytic:.1%} "
+            f"of the analytic number with full attention), and {recomputed} of recomputation\n\n"
+            f"{self.counted}"
         )
 
 

@@ -138,16 +138,16 @@ class Memory:
             note = f"a temporary, {kept.dtype} {shape} over all devices"
             rows.append((f"saved {kept.name}", kept.bytes_per_device, note))
         if self.loading > self.step:
-            note = "before the first step, with the weights that were read so far"
+            note = "before the first step, with the weights read so far"
             rows.append(("reading weights", self.loading, note))
         if (counted := self.counted) is None:
             rows.append(("needed at least", self.step, ""))
         else:
             rows += [
                 ("all arguments", counted.arguments, "state and batch"),
-                ("all temporaries", counted.temporaries, "not all of them at a time"),
+                ("all temporaries", counted.temporaries, "not all in use at once"),
                 ("program", counted.program, ""),
-                ("peak", counted.peak or 0, "in use at the worst moment"),
+                ("peak", counted.peak or 0, "most bytes in use at once"),
                 ("on the host", counted.on_host, "offloaded"),
             ]
         shown = [(name, f"{size:,}".rjust(17), note) for name, size, note in rows if size]
@@ -215,12 +215,12 @@ def memory(
 
 def _remarks(accelerator: Accelerator, needed: int) -> Iterator[str]:
     if accelerator.platform == "cpu":
-        yield "The temporaries are those of the compiler for CPUs; other compilers need fewer."
+        yield "These temporaries are from the compiler for CPUs; other compilers need fewer."
     if accelerator.platform in ("cuda", "rocm"):
         assert accelerator.memory_bytes is not None
         yield (
-            f"Of {bytes_text(accelerator.memory_bytes)} on the card, {_USABLE_ON_GPU:.0%} count as "
-            "usable; the driver, NCCL and cuDNN have the rest."
+            f"{_USABLE_ON_GPU:.0%} of the card's {bytes_text(accelerator.memory_bytes)} count as "
+            "usable; the driver, NCCL and cuDNN take the rest."
         )
         if _TAKEN_BY_JAX < needed / accelerator.memory_bytes <= _USABLE_ON_GPU:
             yield (

@@ -41,8 +41,8 @@ _PACKAGES = (
     *("nvidia-cudnn-cu12", "nvidia-cudnn-cu13"),
 )
 _NO_CUDNN = (
-    "cuDNN is not installed here: planned with attention={!r} in its place, which is slower than "
-    "what will run; pip install nvidia-cudnn-cu12 (beside lmlib[cuda13] it is there)"
+    "cuDNN is not installed: planned with attention={!r} instead, which is slower than the run's; "
+    "pip install nvidia-cudnn-cu12 (lmlib[cuda13] includes cuDNN)"
 )
 
 
@@ -179,7 +179,7 @@ def compilable(experiment: Experiment, target: Target) -> tuple[Experiment, tupl
         remarks.append(
             f"the compiler for {target.accelerator.name} is not installed here: compiled for "
             f"{compiler.name} instead, whose temporaries and fusions may differ; capacity and "
-            f"speeds are those of {target.accelerator.name}"
+            f"speeds are from {target.accelerator.name}"
         )
     attention, split = experiment.compute.attention, num_shards(COMPUTE["seq"], experiment.mesh) > 1
     if compiler.platform != target.accelerator.platform and attention == "auto":
@@ -252,7 +252,7 @@ def _bubble(experiment: Experiment) -> tuple[str, ...]:
         f"{schedule.stages} stages, {schedule.microbatches} microbatches of "
         f"{compute.pipeline_rows} rows of each device{around}: a stage is idle for "
         f"{schedule.bubble:.1%} of the layers' time (the bubble; more microbatches, or a larger "
-        "--fdl.compute.pipeline_rounds, make it smaller)",
+        "--fdl.compute.pipeline_rounds, shrink it)",
     )
 
 

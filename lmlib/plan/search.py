@@ -81,7 +81,7 @@ class Trial:
             f"{self.recomputed:.1%}",
             *((f"{estimate.step_seconds:.3f}", f"{estimate.mfu:.1%}") if estimate else ("", "")),
             "" if sent is None else bytes_text(sent.bytes_sent_per_step),
-            " ".join(self.flags) or "as it is",
+            " ".join(self.flags) or "unchanged",
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -123,7 +123,7 @@ class Trials:
         if self.best is not None:
             return "\n".join([*lines, "", "best:", f"  {self.best.row()[-1]}"])
         if any(trial.fits is False for trial in self.trials):
-            lines += ["", "nothing fits that was tried: use more devices, or a smaller model"]
+            lines += ["", "no setting fits: use more devices or a smaller model"]
         return "\n".join(lines)
 
     def as_json(self) -> dict[str, Any]:

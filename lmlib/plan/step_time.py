@@ -264,20 +264,20 @@ class Estimate:
                 work = f"{one.flops / 1e12:,.3f}", f"{one.bytes / 1e9:,.3f}", _ms(one.seconds)
                 where = "layers" if one.in_layers else "step"
                 rows.append((one.scope, one.phase, where, *work, one.limit))
-        rows.append(("all the rest", "", "", "", "", _ms(abs(rest)), ""))
-        sent = [("collective", "over", "where", "by", "GB sent", "ms", "ms not hidden")]
+        rows.append(("all others", "", "", "", "", _ms(abs(rest)), ""))
+        sent = [("collective", "over", "where", "by", "GB sent", "ms", "ms exposed")]
         for each in self.collectives:
             size, axes = f"{each.bytes_sent / 1e9:,.3f}", " × ".join(each.mesh_axes)
             times = _ms(each.seconds), _ms(each.exposed_seconds)
             sent.append((each.kind, axes, each.where, each.route, size, *times))
         return f"""{columns(rows)}
 
-{columns(sent) if self.collectives else "nothing is sent"}
+{columns(sent) if self.collectives else "no communication"}
 
-expected step: {self.step_seconds * 1e3:,.1f} ms, compute {self.compute_seconds * 1e3:,.1f} and \
-communication that nothing hides {self.exposed_seconds * 1e3:,.1f}
-{self.tokens_per_second:,.0f} tokens/s; MFU {self.mfu:.1%} with attention counted whole, \
-{self.mfu_causal:.1%} with its causal half
+expected step: {self.step_seconds * 1e3:,.1f} ms, compute {self.compute_seconds * 1e3:,.1f} ms and \
+exposed communication {self.exposed_seconds * 1e3:,.1f} ms
+{self.tokens_per_second:,.0f} tokens/s; MFU {self.mfu:.1%} with full attention, \
+{self.mfu_causal:.1%} with causal attention
 This is an estimate. It assumes:
 """ + "\n".join(f"- {assumption}" for assumption in self.assumptions)
 
@@ -323,7 +323,7 @@ def with_communication(
         way = route(axes or mesh.axis_names, mesh, accelerator)
         if way is None:
             return None
-        seconds = {True: 0.0, False: 0.0}  # of those that overlap, and the others
+        seconds = {True: 0.0, False: 0.0}  # with overlap, and without
         for overlaps in seconds:
             seconds[overlaps] = math.fsum(
                 way.seconds(one.bytes_sent, kind) * one.count_per_step
@@ -370,12 +370,12 @@ def _assumptions(accelerator: Accelerator) -> tuple[str, ...]:
         f"bf16 peak of {peak:,.0f} TFLOP/s and {accelerator.memory_bandwidth or 0:,.3g} bytes/s of "
         "memory, by the vendor",
         f"large matmuls reach {MATMUL_EFFICIENCY[platform]:.0%} of the peak, times "
-        f"K / (K + {PIPELINE_FILL[platform]}) for K contracted elements, less what does not fill "
-        f"blocks of {BLOCK} rows or columns; float32 operands at {FLOAT32_RATE[platform]:.0%} of "
-        "bf16's rate",
+        f"K / (K + {PIPELINE_FILL[platform]}) for K contracted elements, less the part that does "
+        f"not fill blocks of {BLOCK} rows or columns; float32 operands reach "
+        f"{FLOAT32_RATE[platform]:.0%} of bf16's rate",
         f"attention kernels reach {ATTENTION_EFFICIENCY[platform]:.0%} of the peak{short_rows}",
-        f"memory reaches {MEMORY_EFFICIENCY:.0%} of its bandwidth; what is no matmul takes the "
-        "bytes that its fusions read and write",
+        f"memory reaches {MEMORY_EFFICIENCY:.0%} of its bandwidth; operations other than matmuls "
+        "take as long as their reads and writes",
         f"links reach {LINK_EFFICIENCY:.0%} of {accelerator.link_bandwidth or 0:,.3g} bytes/s and "
         f"the network {NETWORK_EFFICIENCY:.0%} of {accelerator.network_bandwidth or 0:,.3g} bytes/s"
         f" each way; a hop takes {LINK_LATENCY * 1e6:.0f} µs, between hosts or slices "

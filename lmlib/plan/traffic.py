@@ -56,7 +56,7 @@ class Kernels:
         others = bytes_text(self.bytes - self.product_bytes)
         return (
             f"{self.number:,} kernels read and write {bytes_text(self.bytes)}, "
-            f"{others} of it in those that multiply no matrices"
+            f"{others} of it outside matmuls and attention"
         )
 
 

@@ -95,7 +95,7 @@ class StepProfile:
         return "\n".join(
             [
                 f"a step of {self.step_seconds * 1e3:,.2f} ms on each device, mean of {self.steps} "
-                f"on {self.devices} device{plural}; in {idle:.1%} of it none of its kernels ran",
+                f"on {self.devices} device{plural}; no kernel ran for {idle:.1%} of it",
                 "",
                 columns(self._scopes()),
                 "",
@@ -166,8 +166,8 @@ def step_profile(
     ]
     if any(one.instruction.startswith(GRAPH) and one.program == name for one in executions):
         raise TraceError(
-            "the GPU's kernels were launched together as graphs, whose instructions nobody names: "
-            "trace once more with XLA_FLAGS=--xla_gpu_enable_command_buffer="
+            "the GPU's kernels were launched as graphs, which lack the names of instructions: "
+            "trace again with XLA_FLAGS=--xla_gpu_enable_command_buffer="
         )
     if not own:
         raise TraceError("the trace has no execution of the step's instructions")

@@ -125,7 +125,7 @@ def test_state_is_sharded_over_all_devices(planned):
 
 
 @pytest.mark.landing
-def test_layer_inputs_that_lie_whole_along_tensor_are_told():
+def test_copies_of_layer_inputs_along_tensor_are_named():
     target = parse("cpu:8")
     base = dataclasses.replace(
         experiment(target), mesh=make_mesh(fsdp=4, tensor=2, devices=target.devices())
@@ -166,7 +166,7 @@ def test_the_report_can_be_read(planned):
 
 @pytest.mark.slow
 @needs_tpu_compiler
-def test_what_is_offloaded_lies_in_the_memory_of_the_host():
+def test_offloaded_activations_are_in_host_memory():
     target = parse("v5e:2x2")
     inner = ("mlp_gate", "mlp_up")
     kept, offloaded = (
@@ -204,7 +204,7 @@ def test_too_large_for_a_tpu_is_an_answer():
     assert report.collectives is None and "the step does not fit" in str(report)
 
 
-def test_whether_it_fits_is_told_by_the_capacity(planned):
+def test_the_capacity_decides_whether_a_step_fits(planned):
     target, report = planned
     if target.accelerator.platform == "cuda":
         assert report.memory.capacity == round(0.95 * 84_942_979_072)
@@ -214,7 +214,7 @@ def test_whether_it_fits_is_told_by_the_capacity(planned):
     assert enough.fits is True and enough.verdict.endswith(", 0 B to spare")
 
 
-def test_reading_weights_is_told_where_it_takes_more_than_the_step(planned):
+def test_reading_weights_may_need_more_than_the_step(planned):
     """The largest tensor is read whole."""
     _, report = planned
     assert report.memory.loading == 0 and "reading weights" not in str(report.memory)
@@ -251,7 +251,7 @@ def test_the_expected_step_is_what_an_h200_measured():
 @pytest.mark.parametrize(
     ("target", "expected"), [("h100:1x1", "auto"), ("mi300x:1x1", "blockwise")]
 )
-def test_what_another_vendors_compiler_plans_has_no_kernel_of_its_own(target, expected):
+def test_another_vendors_compiler_plans_without_its_own_kernels(target, expected):
     target = parse(target)
     planned, _ = compilable(experiment(target), target)
     assert planned.compute.attention == expected
@@ -322,7 +322,7 @@ def test_405b_trains_on_eight_devices_of_192_gb():
 
 
 @pytest.mark.slow
-def test_of_eight_simulated_devices_each_holds_an_eighth_of_the_base():
+def test_each_of_eight_simulated_devices_holds_an_eighth_of_the_base():
     cfg = configs.load("experiments/llama_8b_lora", ["tiny"], ["mesh.fsdp=8", "model.of.layers=1"])
     target = parse("cpu:8")
     report = plan(fdl.build(without_data(cfg)), target)

@@ -68,7 +68,7 @@ def overridden(flags) -> Experiment:
     return fdl.build(cfg)
 
 
-def test_each_device_has_as_few_sequences_whatever_axis_they_lie_along():
+def test_microbatch_counts_divide_the_rows_of_a_device():
     for axis in ("data", "fsdp", "expert"):
         assert microbatch_counts(experiment(mesh=make_mesh(**{axis: 4}))) == [1, 2]
 
@@ -117,7 +117,7 @@ def test_the_best_fits_and_nothing_better_does(all_policies):
 def test_nothing_fits():
     found = search(experiment(microbatches=ROWS // 2), with_memory(1_000))
     assert found.best is None and not any(trial.fits for trial in found.trials)
-    assert "nothing fits" in str(found)
+    assert "no setting fits: use more devices" in str(found)
 
 
 def of_experts(devices: int) -> Experiment:
@@ -155,7 +155,7 @@ def test_each_mesh_has_its_own_plan():
 
 
 @pytest.mark.parametrize("axis", ["fsdp", "experts"])
-def test_what_is_no_axis_is_said(axis):
+def test_unknown_axes_are_refused(axis):
     with pytest.raises(ValueError, match=f"'{axis}' is no axis to try sizes of"):
         search_meshes(of_experts(8), parse("cpu:8"), [axis])
 
