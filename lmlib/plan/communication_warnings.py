@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -62,26 +62,7 @@ class CommunicationWarning:
         return f"warning: {self.message}"
 
 
-@dataclasses.dataclass(frozen=True)
-class _Weight:
-    """The shapes of a weight on one device, in computation and in storage.
-
-    `stacked` is the number of leading axes that stack layers.
-    """
-
-    path: str
-    stacked: int
-    computed: tuple[int, ...]
-    stored: tuple[int, ...]
-
-    @property
-    def gathered(self) -> int:
-        """Number of devices over which the weight is gathered before use."""
-        return math.prod(self.computed) // math.prod(self.stored)
-
-    @property
-    def layer(self) -> tuple[int, ...]:
-        return self.computed[self.stacked :]
+_Shapes = Sequence[tuple[str, tuple[int, ...]]]  # paths of weights, and shapes on one device
 
 
 def communication_warnings(
@@ -91,34 +72,31 @@ def communication_warnings(
 
     The weights of `model` may be abstract. `compiler_log` is the compiler's output to stderr.
     """
-    weights = _weights(model, mesh)
+    stacks: list[tuple[str, tuple[int, ...]]] = []
+    split: list[tuple[str, tuple[int, ...]]] = []
+
+    def add(weight: Weight, array: jax.ShapeDtypeStruct) -> None:
+        stored, computed = shard_shapes(weight, array.shape, mesh)
+        if weight.stacked and computed[0] > 1:
+            stacks.append((weight.path, computed))
+        if math.prod(computed) // math.prod(stored) > 1:  # gathered before use
+            split.extend((weight.path, shape) for shape in (computed[weight.stacked :], computed))
+
+    map_weights(add, jax.eval_shape(lambda: model))
     found = [
-        *_gathered_stacks(collectives, weights),
-        *_whole_sums(collectives, weights, mesh),
+        *_gathered_stacks(collectives, stacks),
+        *_whole_sums(collectives, split, mesh),
         *_full_rematerializations(compiler_log),
     ]
     return tuple(sorted(found, key=lambda one: -one.bytes_sent_per_step))
 
 
-def _weights(model: Any, mesh: Mesh) -> list[_Weight]:
-    found: list[_Weight] = []
-
-    def add(weight: Weight, array: jax.ShapeDtypeStruct) -> None:
-        stored, computed = shard_shapes(weight, array.shape, mesh)
-        found.append(_Weight(weight.path, weight.stacked, computed, stored))
-
-    map_weights(add, jax.eval_shape(lambda: model))
-    return found
-
-
 def _gathered_stacks(
-    collectives: Sequence[Collective], weights: list[_Weight]
+    collectives: Sequence[Collective], stacks: _Shapes
 ) -> Iterator[CommunicationWarning]:
     """Finds all-gathers of a weight in all layers at once, which undo FSDP."""
-    stacks = [weight for weight in weights if weight.stacked and weight.computed[0] > 1]
     for one in collectives:
-        gathers = one.kind == "all-gather"
-        if gathers and (paths := _matches(one.arrays, stacks, lambda weight: [weight.computed])):
+        if one.kind == "all-gather" and (paths := _matches(one.arrays, stacks)):
             yield CommunicationWarning(
                 "gathered stack",
                 f"{one.name} gathers the weights of all layers at once ({paths}): "
@@ -131,15 +109,14 @@ def _gathered_stacks(
 
 
 def _whole_sums(
-    collectives: Sequence[Collective], weights: list[_Weight], mesh: Mesh
+    collectives: Sequence[Collective], split: _Shapes, mesh: Mesh
 ) -> Iterator[CommunicationWarning]:
     """Finds all-reduces of gradients whose shards would be enough, or of shards of weights."""
-    split = [weight for weight in weights if weight.gathered > 1]
     platform = mesh.devices.flat[0].platform
     groups: dict[tuple[bool, str, str, str], list[Collective]] = {}
     for one in collectives:
         if one.kind == "all-reduce" and {*STORAGE}.intersection(one.mesh_axes):
-            paths = _matches(_large(one), split, lambda weight: [weight.layer, weight.computed])
+            paths = _matches(_large(one), split)
             if paths:
                 alike = (one.assembles, paths, _axes(one), one.where)
                 groups.setdefault(alike, []).append(one)
@@ -185,21 +162,16 @@ def _large(one: Collective) -> list[ArrayType]:
     return [array for array in one.arrays if array.bytes >= SMALL_BYTES]
 
 
-def _matches(
-    arrays: Iterable[ArrayType],
-    weights: Iterable[_Weight],
-    shapes: Callable[[_Weight], list[tuple[int, ...]]],
-) -> str:
+def _matches(arrays: Iterable[ArrayType], weights: _Shapes) -> str:
     """Returns the paths of weights with the shape of one of `arrays`, in any order of axes.
 
     XLA transposes weights, adds axes of size 1, and flattens arrays that it sends together.
     """
     paths: dict[str, None] = {}
-    for array, weight in itertools.product(arrays, weights):
-        sizes = _long_axes(array.shape)
-        for shape in map(_long_axes, shapes(weight)):
-            if sizes == shape or (len(shape) > 1 and sizes == [math.prod(shape)]):
-                paths[weight.path] = None
+    for array, (path, shape) in itertools.product(arrays, weights):
+        sizes, expected = _long_axes(array.shape), _long_axes(shape)
+        if sizes == expected or (len(expected) > 1 and sizes == [math.prod(expected)]):
+            paths[path] = None
     return ", ".join(paths)
 
 
