@@ -93,11 +93,11 @@ def _target() -> Target:
     target = targets.parse(_TOPOLOGY.value)
     if _NETWORK.value is not None:
         if not 0 < _NETWORK.value < math.inf:
-            raise ConfigError(f"--network={_NETWORK.value}: GB/s, above 0, like 12.5")
+            raise ConfigError(f"--network={_NETWORK.value}: give GB/s above 0, for example 12.5")
         target = target.on_network(_NETWORK.value * 1e9)
     check_axes(_SEARCH_MESH.value)
     if _SEARCH.value and target.accelerator.memory_bytes is None:
-        raise ConfigError(f"--search: how much memory {target} has is unknown; name an accelerator")
+        raise ConfigError(f"--search: the memory of {target} is unknown; name an accelerator")
     return target
 
 
@@ -111,7 +111,7 @@ def _report(cfg: fdl.Config, target: Target, tell: Callable[[str], None]) -> dic
     }
     key = kept_plans.key(cfg, target=target, versions=versions(), **settings)
     if not _NO_CACHE.value and (kept := kept_plans.read(key)) is not None:
-        tell("this report was made before, of the same config, code and versions; --no_cache")
+        tell("showing the cached report of this config and code; --no_cache plans again")
         return kept
     with user_errors():
         with stderr_kept():  # plugins write to stderr as they start

@@ -95,7 +95,7 @@ class Collectives(tuple[Collective, ...]):
 
     def __str__(self) -> str:
         if not self:
-            return "The devices send each other nothing."
+            return "No communication between devices."
         head = ("collective", "over", "where", "of", "arrays", "count each", "count per step")
         rows: list[tuple[str, ...]] = [(*head, "overlap", "bytes sent each", "bytes sent per step")]
         for (kind, axes, where), group in grouped(self):
@@ -142,7 +142,6 @@ class _Occurrence(NamedTuple):
     instruction: Instruction
     place: Place
     scheduled: Instruction
-    schedule: Place
 
 
 def _occurrences(program: Program) -> list[list[_Occurrence]]:
@@ -153,31 +152,26 @@ def _occurrences(program: Program) -> list[list[_Occurrence]]:
     """
     found: dict[tuple[str, ...], list[_Occurrence]] = {}
     for one, place in program.instructions():
-        if _kind(one) is None:
-            continue
-        scheduled, schedule = one, place
-        while schedule.caller is not None and schedule.caller[0].opcode in _WRAPPERS:
-            scheduled, schedule = schedule.caller
-        channel = one.attribute("channel_id") if scheduled.opcode == "fusion" else None
-        key = (schedule.computation.name, channel or f"%{one.name}")
-        found.setdefault(key, []).append(_Occurrence(one, place, scheduled, schedule))
+        if _kind(one) in KINDS:
+            wrappers = itertools.takewhile(lambda each: each.opcode in _WRAPPERS, place.callers)
+            *_, scheduled = one, *wrappers
+            channel = one.attribute("channel_id") if scheduled.opcode == "fusion" else None
+            key = (scheduled.computation.name, channel or f"%{one.name}")
+            found.setdefault(key, []).append(_Occurrence(one, place, scheduled))
     return list(found.values())
 
 
-def _kind(one: Instruction) -> str | None:
+def _kind(one: Instruction) -> str:
     between_slices = one.opcode == "send" and one.attribute(_BETWEEN_SLICES)
     kind = between_slices.lower().replace("_", "-") if between_slices else one.opcode
-    kind = kind.removesuffix("-start")
-    return kind if kind in KINDS else None
+    return kind.removesuffix("-start")
 
 
 def _collective(occurrences: list[_Occurrence], program: Program, mesh: Mesh) -> Collective:
-    first = occurrences[0]
-    one, place = first.instruction, first.place
-    kind = _kind(one) or one.opcode
-    is_fused = first.scheduled is not one
-    inside = {each.opcode for each in place.computation.instructions}
-    if kind == "all-reduce" and is_fused and "dynamic-slice" in inside:
+    one, place, scheduled = occurrences[0]
+    kind = _kind(one)
+    inside = {each.opcode for each in one.computation.instructions}
+    if kind == "all-reduce" and scheduled is not one and "dynamic-slice" in inside:
         # It is fused with the slice of this device's shard, so no device receives more than that.
         kind = "reduce-scatter"
     slices = _positions_by_slice(mesh)
@@ -188,13 +182,12 @@ def _collective(occurrences: list[_Occurrence], program: Program, mesh: Mesh) ->
         within = _groups(one, slices.shape[1])
         groups = np.concatenate([positions[within] for positions in slices])
     size = groups.shape[1]
-    arrays = _arrays(one, place, program)
-    operands = {place.computation.by_name[name].opcode for name in one.operands}
+    arrays = _arrays(one)
     total = sum(array.bytes for array in arrays)
     ring = _RING.get(kind)
-    op_name, each = _source(first), "step"
+    op_name, each = one.op_name or _source(scheduled), "step"
     if place.loops:
-        each = turn(place.loops[-1].op_name) or f"turn of {place.loops[-1].name}"
+        each = turn(place.op_name) or f"turn of {place.loops[-1].name}"
     return Collective(
         name=one.name,
         kind=kind,
@@ -205,9 +198,10 @@ def _collective(occurrences: list[_Occurrence], program: Program, mesh: Mesh) ->
         bytes_sent=total if ring is None else round(ring * total * (size - 1) / size),
         count_per_step=place.times,
         each=each,
-        phase=phase(op_name or (place.loops[-1].op_name if place.loops else "")),
-        overlaps=_overlaps(occurrences, program),
-        assembles=kind == "all-reduce" and "dynamic-update-slice" in operands,
+        phase=phase(op_name or place.op_name),
+        overlaps=program.is_scheduled and _overlaps(scheduled, occurrences[-1].scheduled),
+        assembles=kind == "all-reduce"
+        and any(operand.opcode == "dynamic-update-slice" for operand in one.operands),
         op_name=op_name,
     )
 
@@ -263,78 +257,58 @@ def spanned_axes(groups: np.ndarray, mesh: Mesh) -> tuple[str, ...]:
     return ()
 
 
-def _arrays(one: Instruction, place: Place, program: Program) -> tuple[ArrayType, ...]:
+def _arrays(one: Instruction) -> tuple[ArrayType, ...]:
     """Returns the whole arrays of a collective."""
     if one.opcode == "send":  # its other operand is a token
-        return place.computation.by_name[one.operands[0]].results
+        return one.operands[0].results
     results, width = one.results, len(one.operands)
-    operands = tuple(
-        array for name in one.operands for array in place.computation.by_name[name].results
-    )
+    operands = tuple(array for operand in one.operands for array in operand.results)
     if one.opcode.endswith("-start") and len(results) >= 2 * width:
         # The result of a start lists its operands, then the results of its end.
         operands, results = results[:width], results[width : 2 * width]
     if one.opcode.startswith("all-gather"):
         return results
-    return _before_concatenation(one, place, program) or operands
+    if width == 1:
+        # A GPU program concatenates small arrays for one all-reduce.
+        (joined,) = one.operands
+        joined = joined.called["calls"][0].root if joined.opcode == "fusion" else joined
+        if joined.opcode == "concatenate" and len(joined.results[0].shape) == 1:
+            return tuple(part.results[0] for part in joined.operands)
+    return operands
 
 
-def _before_concatenation(
-    one: Instruction, place: Place, program: Program
-) -> tuple[ArrayType, ...]:
-    """Returns the arrays that a GPU program concatenates for one all-reduce; () if it does not."""
-    if len(one.operands) != 1:
-        return ()
-    source = place.computation
-    operand = source.by_name[one.operands[0]]
-    if operand.opcode == "fusion":
-        source = program.computations[operand.called["calls"][0]]
-        operand = source.root
-    if operand.opcode != "concatenate" or len(operand.results[0].shape) != 1:
-        return ()
-    return tuple(source.by_name[name].results[0] for name in operand.operands)
-
-
-def _source(first: _Occurrence) -> str:
-    """Returns the `op_name` of a collective, or of the nearest operand that has one."""
-    if first.instruction.op_name or first.scheduled.op_name:
-        return first.instruction.op_name or first.scheduled.op_name
-    computation = first.schedule.computation
-    waiting, seen = list(first.scheduled.operands), 0
-    while waiting and seen < _SEARCHED:
-        one, seen = computation.by_name[waiting.pop(0)], seen + 1
+def _source(scheduled: Instruction) -> str:
+    """Returns the `op_name` of an instruction, or of the nearest operand that has one."""
+    waiting = [scheduled]
+    for _ in range(_SEARCHED + 1):
+        if not waiting:
+            break
+        one = waiting.pop(0)
         if one.op_name:
             return one.op_name
         waiting += one.operands
     return ""
 
 
-def _overlaps(occurrences: list[_Occurrence], program: Program) -> bool:
-    first = occurrences[0]
-    schedule = first.schedule.computation.instructions
-    position = {one.name: index for index, one in enumerate(schedule)}
-    begin, end = position[first.scheduled.name], position[occurrences[-1].scheduled.name]
-    if first.scheduled.opcode == "send":
-        met = first.scheduled.attribute(_RENDEZVOUS)
-        received = next(
-            one for one in schedule if one.opcode == "recv" and one.attribute(_RENDEZVOUS) == met
-        )
-        end = next(
-            index
-            for index, one in enumerate(schedule)
-            if one.opcode == "recv-done" and received.name in one.operands
-        )
-    elif first.scheduled.opcode.endswith("-start"):
-        last = first.scheduled
-        for index in range(begin + 1, len(schedule)):
-            if last.name not in schedule[index].operands:
+def _overlaps(first: Instruction, last: Instruction) -> bool:
+    """True if compute is scheduled between the start in `first` and the end in `last`."""
+    schedule = first.computation.instructions
+    begin, end = schedule.index(first), schedule.index(last)
+    ended, ending = first, "-done"
+    if first.opcode == "send":
+        met = first.attribute(_RENDEZVOUS)
+        received = (x for x in schedule if x.opcode == "recv" and x.attribute(_RENDEZVOUS) == met)
+        ended, ending = next(received), "recv-done"
+    if ended.opcode.endswith(("-start", "recv")):
+        for index, one in enumerate(schedule):
+            if ended not in one.operands:
                 continue
-            if schedule[index].opcode.endswith("-update"):  # it provides the data to send
-                begin, last = index, schedule[index]
-            elif schedule[index].opcode.endswith("-done"):
+            if one.opcode.endswith("-update"):  # it provides the data to send
+                begin, ended = index, one
+            elif one.opcode.endswith(ending):
                 end = index
                 break
-    return program.is_scheduled and any(_computes(one) for one in schedule[begin + 1 : end])
+    return any(_computes(one) for one in schedule[begin + 1 : end])
 
 
 def _computes(one: Instruction) -> bool:

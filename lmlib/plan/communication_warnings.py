@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -41,9 +41,9 @@ _SMALL_SHARDS = (
     "axis each device has a larger shard of embed."
 )
 _REMATERIALIZED = re.compile(
-    r"Involuntary full rematerialization\. The compiler \D*? from sharding (?P<source>\{.*?\}) to "
-    r"(?P<target>\{.*?\}) (?:efficiently|without) .*?HLO operation:? %?(?P<name>\S+) = "
-    r"(?P<array>\w+\[[\d,]*\])(?P<rest>.*)"
+    r"Involuntary full rematerialization\. The compiler \D*? from sharding (\{.*?\}) to "
+    r"(\{.*?\}) (?:efficiently|without) .*?HLO operation:? %?(\S+) = "
+    r"(\w+\[[\d,]*\])(.*)"
 )
 
 
@@ -62,26 +62,7 @@ class CommunicationWarning:
         return f"warning: {self.message}"
 
 
-@dataclasses.dataclass(frozen=True)
-class _Weight:
-    """The shapes of a weight on one device, in computation and in storage.
-
-    `stacked` is the number of leading axes that stack layers.
-    """
-
-    path: str
-    stacked: int
-    computed: tuple[int, ...]
-    stored: tuple[int, ...]
-
-    @property
-    def gathered(self) -> int:
-        """Number of devices over which the weight is gathered before use."""
-        return math.prod(self.computed) // math.prod(self.stored)
-
-    @property
-    def layer(self) -> tuple[int, ...]:
-        return self.computed[self.stacked :]
+_Shapes = Sequence[tuple[str, tuple[int, ...]]]  # paths of weights, and shapes on one device
 
 
 def communication_warnings(
@@ -91,39 +72,31 @@ def communication_warnings(
 
     The weights of `model` may be abstract. `compiler_log` is the compiler's output to stderr.
     """
-    weights = _weights(model, mesh)
+    stacks: list[tuple[str, tuple[int, ...]]] = []
+    split: list[tuple[str, tuple[int, ...]]] = []
+
+    def add(weight: Weight, array: jax.ShapeDtypeStruct) -> None:
+        stored, computed = shard_shapes(weight, array.shape, mesh)
+        if weight.stacked and computed[0] > 1:
+            stacks.append((weight.path, computed))
+        if math.prod(computed) // math.prod(stored) > 1:  # gathered before use
+            split.extend((weight.path, shape) for shape in (computed[weight.stacked :], computed))
+
+    map_weights(add, jax.eval_shape(lambda: model))
     found = [
-        *_gathered_stacks(collectives, weights),
-        *_whole_sums(collectives, weights, mesh),
+        *_gathered_stacks(collectives, stacks),
+        *_whole_sums(collectives, split, mesh),
         *_full_rematerializations(compiler_log),
     ]
     return tuple(sorted(found, key=lambda one: -one.bytes_sent_per_step))
 
 
-def _weights(model: Any, mesh: Mesh) -> list[_Weight]:
-    found: list[_Weight] = []
-
-    def add(weight: Weight, array: jax.ShapeDtypeStruct) -> None:
-        moves = moves_of(weight, array.shape, mesh)
-        used = tuple(size * n for size, n in zip(array.shape, moves.repeats, strict=True))
-        stored = NamedSharding(mesh, moves.stored).shard_shape(array.shape)
-        computed = NamedSharding(mesh, moves.computed).shard_shape(used)
-        found.append(_Weight(weight.path, weight.stacked, computed, stored))
-
-    map_weights(add, jax.eval_shape(lambda: model))
-    return found
-
-
 def _gathered_stacks(
-    collectives: Sequence[Collective], weights: list[_Weight]
+    collectives: Sequence[Collective], stacks: _Shapes
 ) -> Iterator[CommunicationWarning]:
     """Finds all-gathers of a weight in all layers at once, which undo FSDP."""
-    stacks = [weight for weight in weights if weight.stacked and weight.computed[0] > 1]
     for one in collectives:
-        if one.kind != "all-gather":
-            continue
-        paths = _matches(one.arrays, stacks, lambda weight: [weight.computed])
-        if paths:
+        if one.kind == "all-gather" and (paths := _matches(one.arrays, stacks)):
             yield CommunicationWarning(
                 "gathered stack",
                 f"{one.name} gathers the weights of all layers at once ({paths}): "
@@ -136,15 +109,14 @@ def _gathered_stacks(
 
 
 def _whole_sums(
-    collectives: Sequence[Collective], weights: list[_Weight], mesh: Mesh
+    collectives: Sequence[Collective], split: _Shapes, mesh: Mesh
 ) -> Iterator[CommunicationWarning]:
     """Finds all-reduces of gradients whose shards would be enough, or of shards of weights."""
-    split = [weight for weight in weights if weight.gathered > 1]
     platform = mesh.devices.flat[0].platform
     groups: dict[tuple[bool, str, str, str], list[Collective]] = {}
     for one in collectives:
         if one.kind == "all-reduce" and {*STORAGE}.intersection(one.mesh_axes):
-            paths = _matches(_large(one), split, lambda weight: [weight.layer, weight.computed])
+            paths = _matches(_large(one), split)
             if paths:
                 alike = (one.assembles, paths, _axes(one), one.where)
                 groups.setdefault(alike, []).append(one)
@@ -153,22 +125,23 @@ def _whole_sums(
         size = sum(array.bytes * one.count_per_step for one in group for array in _large(one))
         sends, would_send = (f"{round(times * (n - 1) / n * size):,}" for times in (2, 1))
         name = " and ".join(one.name for one in group)
-        over_cube = _over_cube(group[0].mesh_axes, mesh)
-        if assembles:
-            problem = "all-reduce for all-gather"
-            message = (
-                f"{name}: weights ({paths}) are gathered over {axes} {where} by adding each "
-                f"device's shard to zeros, which sends {sends} bytes per step where an all-gather "
-                f"sends {would_send}. {over_cube or _SMALL_SHARDS}"
-            )
-        else:
-            problem = "all-reduce for reduce-scatter"
-            message = (
+        problem, message = (
+            "all-reduce for reduce-scatter",
+            (
                 f"{name}: whole gradients ({paths}) are summed over {axes} {where}, though each "
                 f"device keeps a shard of them only: an all-reduce sends {sends} bytes per step "
                 f"where a reduce-scatter sends {would_send}. "
-                f"{over_cube or _ADVICE.get(platform, _ADVICE['cuda'])}"
+            ),
+        )
+        advice = _ADVICE.get(platform, _ADVICE["cuda"])
+        if assembles:
+            problem, advice = "all-reduce for all-gather", _SMALL_SHARDS
+            message = (
+                f"{name}: weights ({paths}) are gathered over {axes} {where} by adding each "
+                f"device's shard to zeros, which sends {sends} bytes per step where an all-gather "
+                f"sends {would_send}. "
             )
+        message += _over_cube(group[0].mesh_axes, mesh) or advice
         sent = sum(one.bytes_sent_per_step for one in group)
         yield CommunicationWarning(problem, message, sent)
 
@@ -189,21 +162,16 @@ def _large(one: Collective) -> list[ArrayType]:
     return [array for array in one.arrays if array.bytes >= SMALL_BYTES]
 
 
-def _matches(
-    arrays: Iterable[ArrayType],
-    weights: Iterable[_Weight],
-    shapes: Callable[[_Weight], list[tuple[int, ...]]],
-) -> str:
+def _matches(arrays: Iterable[ArrayType], weights: _Shapes) -> str:
     """Returns the paths of weights with the shape of one of `arrays`, in any order of axes.
 
     XLA transposes weights, adds axes of size 1, and flattens arrays that it sends together.
     """
     paths: dict[str, None] = {}
-    for array, weight in itertools.product(arrays, weights):
-        sizes = _long_axes(array.shape)
-        for shape in map(_long_axes, shapes(weight)):
-            if sizes == shape or (len(shape) > 1 and sizes == [math.prod(shape)]):
-                paths[weight.path] = None
+    for array, (path, shape) in itertools.product(arrays, weights):
+        sizes, expected = _long_axes(array.shape), _long_axes(shape)
+        if sizes == expected or (len(expected) > 1 and sizes == [math.prod(expected)]):
+            paths[path] = None
     return ", ".join(paths)
 
 
@@ -216,18 +184,14 @@ def _axes(one: Collective) -> str:
 
 
 def _full_rematerializations(compiler_log: str) -> Iterator[CommunicationWarning]:
-    seen: set[tuple[str, ...]] = set()
-    for line in compiler_log.splitlines():
-        found = _REMATERIALIZED.search(line)
-        if found is None or found.groups() in seen:
-            continue
-        seen.add(found.groups())
-        source = re.search(r'op_name="([^"]*)"', found["rest"])
+    found = (_REMATERIALIZED.search(line) for line in compiler_log.splitlines())
+    for source, target, name, array, rest in dict.fromkeys(x.groups() for x in found if x):
+        path = re.search(r'op_name="([^"]*)"', rest)
         yield CommunicationWarning(
             "full rematerialization",
-            f"XLA cannot get {found['array']} ({source.group(1) if source else found['name']}) "
-            f"from the layout {found['source']} to {found['target']} directly: every device "
-            "gathers all of it and cuts its shard out. Go there in two steps, each of which moves "
-            "one mesh axis (jax.sharding.reshard), or choose layouts that differ in one axis.",
+            f"XLA cannot get {array} ({path[1] if path else name}) from the layout {source} to "
+            f"{target} directly: every device gathers all of it and cuts its shard out. Go there "
+            "in two steps, each of which moves one mesh axis (jax.sharding.reshard), or choose "
+            "layouts that differ in one axis.",
             0,
         )

@@ -61,8 +61,8 @@ class Cost:
     def __str__(self) -> str:
         causal = sum(each.steps * each.tokens * each.flops_per_token_causal for each in self.stages)
         return (
-            f"{self.size}; {self.flops}, {self.time}\nThese FLOPs, and MFU, count attention whole; "
-            f"with its causal half they are {_two_digits(causal)}."
+            f"{self.size}; {self.flops}, {self.time}\nFLOPs and MFU count full attention; with "
+            f"causal attention these are {_two_digits(causal)} FLOPs."
         )
 
 

@@ -55,17 +55,13 @@ class StepFlops:
         return math.fsum(one.flops for one in self.matmuls if one.phase in phases)
 
     def __str__(self) -> str:
-        by_scope: dict[str, dict[str, float]] = {}
-        for one in self.matmuls:
-            phases_of = by_scope.setdefault(one.scope, dict.fromkeys(PHASES, 0.0))
-            phases_of[one.phase] += one.flops
         phases = [name for name in PHASES if self.of(name)]
         rows = [("scope", *(f"{name} (TFLOP)" for name in phases), "together (TFLOP)", "share")]
         for name in (*self.scopes, OTHER):
-            if name in by_scope:
-                found = by_scope[name]
-                share = sum(found.values()) / self.total
-                rows.append((name, *_in_tera([found[name] for name in phases]), f"{share:.1%}"))
+            own = [one for one in self.matmuls if one.scope == name]
+            found = [sum(one.flops for one in own if one.phase == phase) for phase in phases]
+            if own:
+                rows.append((name, *_in_tera(found), f"{sum(found) / self.total:.1%}"))
         rows.append(("total", *_in_tera([self.of(name) for name in phases]), ""))
         return columns(rows)
 
@@ -100,10 +96,10 @@ class FlopsPerToken:
             for flops in (self.analytic, self.analytic_causal, self.needed, self.recomputed)
         )
         return (
-            f"analytic, for each token: {analytic} with attention whole, {causal} with its causal "
-            f"half\ncounted in the traced step: {needed} ({self.needed / self.analytic:.1%} of the "
-            f"analytic number with attention whole), and {recomputed} to compute activations "
-            f"again\n\n{self.counted}"
+            f"analytic, per token: {analytic} with full attention, {causal} with causal attention\n"
+            f"counted in the traced step, per token: {needed} ({self.needed / self.analytic:.1%} "
+            f"of the analytic number with full attention), and {recomputed} of recomputation\n\n"
+            f"{self.counted}"
         )
 
 
@@ -225,18 +221,14 @@ def _bytes(*avals: Any) -> int:
 
 def _dot_general(equation: Any) -> _Work:
     left, right = (operand.aval for operand in equation.invars[:2])
-    (left_contracted, right_contracted), (left_batch, right_batch) = equation.params[
-        "dimension_numbers"
-    ]
+    contracted, batched = equation.params["dimension_numbers"]
+    (left_contracted, right_contracted), (left_batch, right_batch) = contracted, batched
     (left_sizes, left_axes), (right_sizes, right_axes) = _local(left), _local(right)
     batch = math.prod(left_sizes[axis] for axis in left_batch)
     K = math.prod(left_sizes[axis] for axis in left_contracted)
     M = math.prod(left_sizes) // (batch * K)
-    N = math.prod(
-        size
-        for axis, size in enumerate(right_sizes)
-        if axis not in {*right_contracted, *right_batch}
-    )
+    others = (axis for axis in range(right.ndim) if axis not in {*right_contracted, *right_batch})
+    N = math.prod(right_sizes[axis] for axis in others)
     result = batch * M * N * equation.outvars[0].aval.dtype.itemsize
     return _Work(
         dtype=_wider(left.dtype, right.dtype),
@@ -256,13 +248,8 @@ def _ragged_dot(equation: Any) -> _Work:
     of_gradient = result.ndim == 3
     K, M = (left.shape[1], right.shape[1]) if of_gradient else (left.shape[1], result.shape[1])
     sizes = (1, K, M, N) if of_gradient else (1, N, M, K)
-    return _Work(
-        dtype=_wider(left.dtype, right.dtype),
-        sizes=sizes,
-        pieces=1,
-        device_flops=2.0 * N * K * M,
-        device_bytes=_bytes(left, right, result),
-    )
+    dtype = _wider(left.dtype, right.dtype)
+    return _Work(dtype, sizes, 1, 2.0 * N * K * M, _bytes(left, right, result))
 
 
 def _wider(*dtypes: np.dtype) -> str:

@@ -138,24 +138,24 @@ class Memory:
             note = f"a temporary, {kept.dtype} {shape} over all devices"
             rows.append((f"saved {kept.name}", kept.bytes_per_device, note))
         if self.loading > self.step:
-            note = "before the first step, with the weights that were read so far"
+            note = "before the first step, with the weights read so far"
             rows.append(("reading weights", self.loading, note))
-        if self.counted is None:
+        if (counted := self.counted) is None:
             rows.append(("needed at least", self.step, ""))
         else:
             rows += [
-                ("all arguments", self.counted.arguments, "state and batch"),
-                ("all temporaries", self.counted.temporaries, "not all of them at a time"),
-                ("program", self.counted.program, ""),
-                ("peak", self.counted.peak or 0, "in use at the worst moment"),
-                ("on the host", self.counted.on_host, "offloaded"),
+                ("all arguments", counted.arguments, "state and batch"),
+                ("all temporaries", counted.temporaries, "not all in use at once"),
+                ("program", counted.program, ""),
+                ("peak", counted.peak or 0, "most bytes in use at once"),
+                ("on the host", counted.on_host, "offloaded"),
             ]
         shown = [(name, f"{size:,}".rjust(17), note) for name, size, note in rows if size]
         blocks = [self.verdict, columns([("on each device", "bytes", ""), *shown])]
         if self.largest_arrays:
             arrays = [(f"  {one.name}", bytes_text(one.bytes)) for one in self.largest_arrays]
             blocks.append(f"the largest temporaries, with XLA's names\n{columns(arrays)}")
-        return "\n\n".join([*blocks, *(["\n".join(self.remarks)] if self.remarks else [])])
+        return "\n\n".join([*blocks, *filter(None, ["\n".join(self.remarks)])])
 
 
 def memory(
@@ -171,34 +171,39 @@ def memory(
     `state` and `batch` are `ShapeDtypeStruct`s with shardings. `program` is the text of `result`,
     read; `None` if the step does not fit.
     """
-    saved, for_reading = saved_activations(experiment), reading(experiment)
+    saved = saved_activations(experiment)
     whole = accelerator.memory_bytes
     on_gpu = accelerator.platform in ("cuda", "rocm")
-    found = Memory(
-        capacity=round(whole * _USABLE_ON_GPU) if whole and on_gpu else whole,
-        parameters=bytes_per_device(state.model),
-        frozen=bytes_per_device(state.frozen),
-        reference_model=bytes_per_device(state.reference_model),
-        optimizer_state=bytes_per_device(state.optimizer),
-        gradients=bytes_per_device(state.model),
-        batch=bytes_per_device(batch),
-        saved=tuple(saved),
-        counted=None,
-        loading=0,
-        step=0,
-        largest_arrays=(),
-        remarks=(),
-    )
-    there = found.parameters + found.frozen + found.reference_model + found.optimizer_state
+    parts = (state.model, state.frozen, state.reference_model, state.optimizer)
+    parameters, frozen, reference_model, optimizer = map(bytes_per_device, parts)
+    there, size = parameters + frozen + reference_model + optimizer, bytes_per_device(batch)
     if isinstance(result, OutOfMemory):
         counted, arrays = None, result.largest
-        step = result.needed + (there + found.batch if result.temporaries_only else 0)
+        step = result.needed + (there + size if result.temporaries_only else 0)
     else:
         assert program is not None
-        counted, arrays = _counted(result, accelerator), largest_arrays(program)
-        step = counted.needed
-    return dataclasses.replace(
-        found,
+        found = result.memory_analysis()
+        assert found is not None
+        counted = Counted(
+            arguments=found.argument_size_in_bytes,
+            outputs=found.output_size_in_bytes - found.alias_size_in_bytes,
+            temporaries=found.temp_size_in_bytes,
+            program=found.generated_code_size_in_bytes,
+            # On CPUs this number lacks the temporaries.
+            peak=None if accelerator.platform == "cpu" else found.peak_memory_in_bytes,
+            on_host=found.host_temp_size_in_bytes,
+        )
+        arrays, step = largest_arrays(program), counted.needed
+    for_reading = reading(experiment)
+    return Memory(
+        capacity=round(whole * _USABLE_ON_GPU) if whole and on_gpu else whole,
+        parameters=parameters,
+        frozen=frozen,
+        reference_model=reference_model,
+        optimizer_state=optimizer,
+        gradients=parameters,
+        batch=size,
+        saved=tuple(saved),
         counted=counted,
         # A continued run has its optimizer state before it reads the frozen weights.
         loading=there + for_reading if for_reading else 0,
@@ -208,28 +213,14 @@ def memory(
     )
 
 
-def _counted(compiled: jax.stages.Compiled, accelerator: Accelerator) -> Counted:
-    found = compiled.memory_analysis()
-    assert found is not None
-    return Counted(
-        arguments=found.argument_size_in_bytes,
-        outputs=found.output_size_in_bytes - found.alias_size_in_bytes,
-        temporaries=found.temp_size_in_bytes,
-        program=found.generated_code_size_in_bytes,
-        # On CPUs this number lacks the temporaries.
-        peak=None if accelerator.platform == "cpu" else found.peak_memory_in_bytes,
-        on_host=found.host_temp_size_in_bytes,
-    )
-
-
 def _remarks(accelerator: Accelerator, needed: int) -> Iterator[str]:
     if accelerator.platform == "cpu":
-        yield "The temporaries are those of the compiler for CPUs; other compilers need fewer."
+        yield "These temporaries are from the compiler for CPUs; other compilers need fewer."
     if accelerator.platform in ("cuda", "rocm"):
         assert accelerator.memory_bytes is not None
         yield (
-            f"Of {bytes_text(accelerator.memory_bytes)} on the card, {_USABLE_ON_GPU:.0%} count as "
-            "usable; the driver, NCCL and cuDNN have the rest."
+            f"{_USABLE_ON_GPU:.0%} of the card's {bytes_text(accelerator.memory_bytes)} count as "
+            "usable; the driver, NCCL and cuDNN take the rest."
         )
         if _TAKEN_BY_JAX < needed / accelerator.memory_bytes <= _USABLE_ON_GPU:
             yield (
@@ -251,18 +242,8 @@ def _on_copies(experiment: Experiment, saved: SavedActivations) -> Iterator[str]
 
 # Opcodes that only pass arrays on, or stand for the program's arguments.
 _MAKES_NOTHING = {
-    "parameter",
-    "constant",
-    "tuple",
-    "get-tuple-element",
-    "bitcast",
-    "while",
-    "conditional",
-    "call",
-    "call-start",
-    "call-update",
-    "call-done",
-    "optimization-barrier",
+    *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional"),
+    *("call", "call-start", "call-update", "call-done", "optimization-barrier"),
 }
 
 
@@ -288,8 +269,8 @@ def largest_arrays(program: Program, count: int = 3) -> tuple[LargeArray, ...]:
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SIZE = r"([\d.]+)([KMGT]?)"
 _ALLOCATION = re.compile(
-    rf"Size: {_SIZE}(?:\s+Operator: op_name=\"(?P<operator>[^\"]*)\"[^\n]*)?"
-    r"\s+Shape: (?P<shape>\S+)"
+    rf"Size: {_SIZE}(?:\s+Operator: op_name=\"([^\"]*)\"[^\n]*)?"
+    r"\s+Shape: (\S+)"
 )
 
 
@@ -302,9 +283,7 @@ def out_of_memory(message: str) -> OutOfMemory | None:
     if used is None:
         return None
     largest = tuple(
-        LargeArray(
-            f"{found['shape']} {found['operator'] or ''}".strip(), _bytes(*found.group(1, 2))
-        )
+        LargeArray(f"{found[4]} {found[3] or ''}".strip(), _bytes(*found.group(1, 2)))
         for found in _ALLOCATION.finditer(message)
     )
     return OutOfMemory(_bytes(*used.group(1, 2)), temporaries is not None, largest[:5])

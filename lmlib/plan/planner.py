@@ -37,17 +37,12 @@ from lmlib.train import trace_step
 
 # Packages that decide how a program is compiled.
 _PACKAGES = (
-    "jax",
-    "jaxlib",
-    "libtpu",
-    "jax-cuda12-plugin",
-    "jax-cuda13-plugin",
-    "nvidia-cudnn-cu12",
-    "nvidia-cudnn-cu13",
+    *("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin"),
+    *("nvidia-cudnn-cu12", "nvidia-cudnn-cu13"),
 )
 _NO_CUDNN = (
-    "cuDNN is not installed here: planned with attention={!r} in its place, which is slower than "
-    "what will run; pip install nvidia-cudnn-cu12 (beside lmlib[cuda13] it is there)"
+    "cuDNN is not installed: planned with attention={!r} instead, which is slower than the run's; "
+    "pip install nvidia-cudnn-cu12 (lmlib[cuda13] includes cuDNN)"
 )
 
 
@@ -83,34 +78,27 @@ class Report:
             communication = "\n\n".join([str(self.collectives), *map(str, self.warnings)])
             expected = self.estimate or f"unknown: the speed of {self.target} is unknown"
             time = f"{self.kernels}\n\n{expected}"
-        return "\n\n".join(
-            [
-                self._heading(),
-                section("Memory", str(self.memory)),
-                section("Communication", communication),
-                section("FLOPs", str(self.flops)),
-                section("Time", time),
-                f"compiled in {self.seconds:,.0f} s by {versions}",
-            ]
-        )
+        mesh, plural = sizes_text(self.mesh), "es" * (self.microbatches > 1)
+        heading = [
+            f"{self.parameters:,} parameters on {self.target}{mesh and f', mesh {mesh}'}",
+            f"{self.batch_size * self.sequence_length:,} tokens a step: {self.batch_size:,} "
+            f"sequences of {self.sequence_length:,}, in {self.microbatches} microbatch{plural}",
+        ]
+        blocks = [
+            "\n".join([*heading, *self.remarks]),
+            section("Memory", str(self.memory)),
+            section("Communication", communication),
+            section("FLOPs", str(self.flops)),
+            section("Time", time),
+            f"compiled in {self.seconds:,.0f} s by {versions}",
+        ]
+        return "\n\n".join(blocks)
 
     def as_json(self) -> dict[str, Any]:
         """JSON values, in bytes, FLOPs and seconds."""
         fields = dataclasses.asdict(self)
         fields["memory"] |= {"needed": self.memory.needed, "fits": self.memory.fits}
         return json.loads(json.dumps(fields, default=str))  # dtypes by their names
-
-    def _heading(self) -> str:
-        mesh = sizes_text(self.mesh)
-        plural = "es" * (self.microbatches > 1)
-        return "\n".join(
-            [
-                f"{self.parameters:,} parameters on {self.target}{mesh and f', mesh {mesh}'}",
-                f"{self.batch_size * self.sequence_length:,} tokens a step: {self.batch_size:,} "
-                f"sequences of {self.sequence_length:,}, in {self.microbatches} microbatch{plural}",
-                *self.remarks,
-            ]
-        )
 
 
 def section(title: str, text: str) -> str:
@@ -179,8 +167,7 @@ def _compiled(
         with jax.set_mesh(experiment.mesh):
             return traced.lower().compile()
     except jax.errors.JaxRuntimeError as error:
-        found = out_of_memory(str(error))
-        if found is None:
+        if (found := out_of_memory(str(error))) is None:
             raise
         return found
 
@@ -192,7 +179,7 @@ def compilable(experiment: Experiment, target: Target) -> tuple[Experiment, tupl
         remarks.append(
             f"the compiler for {target.accelerator.name} is not installed here: compiled for "
             f"{compiler.name} instead, whose temporaries and fusions may differ; capacity and "
-            f"speeds are those of {target.accelerator.name}"
+            f"speeds are from {target.accelerator.name}"
         )
     attention, split = experiment.compute.attention, num_shards(COMPUTE["seq"], experiment.mesh) > 1
     if compiler.platform != target.accelerator.platform and attention == "auto":
@@ -265,7 +252,7 @@ def _bubble(experiment: Experiment) -> tuple[str, ...]:
         f"{schedule.stages} stages, {schedule.microbatches} microbatches of "
         f"{compute.pipeline_rows} rows of each device{around}: a stage is idle for "
         f"{schedule.bubble:.1%} of the layers' time (the bubble; more microbatches, or a larger "
-        "--fdl.compute.pipeline_rounds, make it smaller)",
+        "--fdl.compute.pipeline_rounds, shrink it)",
     )
 
 
@@ -275,16 +262,11 @@ def dense_expansions(program: Program) -> tuple[str, ...]:
     TPU kernels are custom calls. Compilers for CPUs get the expanded product without its origin, so
     their programs never give a warning.
     """
-    paths = sorted({
-        one.op_name
-        for one, _ in program.instructions()
-        if one.opcode in ("dot", "convolution") and "ragged_dot" in one.op_name.rpartition("/")[2]
-    })  # fmt: skip
-    if not paths:
-        return ()
-    return (
+    products = (x for x, _ in program.instructions() if x.opcode in ("dot", "convolution"))
+    paths = {x.op_name for x in products if "ragged_dot" in x.op_name.rpartition("/")[2]}
+    return bool(paths) * (
         "warning: XLA expands jax.lax.ragged_dot into products of all rows with all matrices, as "
-        f"many times more work as there are groups, in {', '.join(paths)}; use "
+        f"many times more work as there are groups, in {', '.join(sorted(paths))}; use "
         "lmlib.models.experts.grouped.grouped_product, whose blocks do not",
     )
 
@@ -297,17 +279,17 @@ class WholeRun:
 
     def __str__(self) -> str:
         rows = [("steps", "sequences", "of tokens", "tokens", "on each device", "at best")]
-        for steps, one in self.stages.items():
-            label = f"{steps.start + 1:,} to {steps.stop:,}"
-            sizes = (f"{one.batch_size:,}", f"{one.sequence_length:,}")
-            rows.append((label, *sizes, *WholeRun({steps: one})._texts()))
-        return columns([*rows, ("all", "", "", *self._texts())])
-
-    def _texts(self) -> tuple[str, str, str]:
-        sums = self.as_json()
-        seconds = sums["seconds"]
-        time = "unknown" if seconds is None else duration_text(seconds)
-        return count_text(sums["tokens"]), bytes_text(sums["needed"]), time
+        stages = [(f"{x.start + 1:,} to {x.stop:,}", {x: one}) for x, one in self.stages.items()]
+        for label, each in [*stages, ("all", self.stages)]:
+            sums, sizes = WholeRun(each).as_json(), ("", "")
+            if label != "all":
+                (one,) = each.values()
+                sizes = (f"{one.batch_size:,}", f"{one.sequence_length:,}")
+            seconds = sums["seconds"]
+            time = "unknown" if seconds is None else duration_text(seconds)
+            needed = count_text(sums["tokens"]), bytes_text(sums["needed"])
+            rows.append((label, *sizes, *needed, time))
+        return columns(rows)
 
     def as_json(self) -> dict[str, Any]:
         """JSON values: tokens with padding, memory of the largest stage, and seconds at best."""

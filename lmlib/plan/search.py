@@ -5,17 +5,17 @@ Each trial compiles the step for the target. `search` tries microbatches and sav
 """
 
 import bisect
+import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
 from lmlib.compute import EVERYTHING
-from lmlib.data.batch import Batch
 from lmlib.experiment import Experiment
 from lmlib.inspect.saved_activations import saved_activations
 from lmlib.parallel.layout import mesh_axes_for, num_shards
@@ -29,8 +29,8 @@ from lmlib.parallel.other_meshes import (
 from lmlib.plan.flops import count_flops
 from lmlib.plan.memory import Memory
 from lmlib.plan.planner import Report, compilable, plan
+from lmlib.plan.step_time import Estimate
 from lmlib.plan.targets import Target
-from lmlib.state import State
 from lmlib.terminal.quantities import bytes_text
 from lmlib.terminal.table import columns
 from lmlib.train import gradient
@@ -61,31 +61,27 @@ class Trial:
         return counted.of("recomputation") / counted.total
 
     @property
-    def step_seconds(self) -> float | None:
-        """The estimate; `None` if the step does not fit or the hardware's speed is unknown."""
-        if self.fits is False or self.report.estimate is None:
-            return None
-        return self.report.estimate.step_seconds
+    def estimate(self) -> Estimate | None:
+        """`None` if the step does not fit or the hardware's speed is unknown."""
+        return None if self.fits is False else self.report.estimate
 
     @property
     def rank(self) -> tuple[int | float, ...]:
         """Sorts trials that fit by time, and the others by memory."""
         if not self.fits:
             return (1, self.report.memory.needed)
-        seconds = math.inf if self.step_seconds is None else self.step_seconds
+        seconds = math.inf if self.estimate is None else self.estimate.step_seconds
         return (0, seconds, self.recomputed, self.report.microbatches)
 
     def row(self) -> tuple[str, ...]:
-        memory, timed = self.report.memory, self.step_seconds is not None
-        sent = self.report.collectives
+        memory, estimate, sent = self.report.memory, self.estimate, self.report.collectives
         return (
-            ("" if memory.counted else "at least ") + bytes_text(memory.needed),
+            "at least " * (memory.counted is None) + bytes_text(memory.needed),
             {True: "yes", False: "no", None: "unknown"}[self.fits],
             f"{self.recomputed:.1%}",
-            f"{self.step_seconds:.3f}" if timed else "",
-            f"{self.report.estimate.mfu:.1%}" if timed and self.report.estimate else "",
+            *((f"{estimate.step_seconds:.3f}", f"{estimate.mfu:.1%}") if estimate else ("", "")),
             "" if sent is None else bytes_text(sent.bytes_sent_per_step),
-            " ".join(self.flags) or "as it is",
+            " ".join(self.flags) or "unchanged",
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -94,7 +90,7 @@ class Trial:
             "flags": self.flags,
             "needed": self.report.memory.needed,
             "fits": self.fits,
-            "step_seconds": self.step_seconds,
+            "step_seconds": self.estimate and self.estimate.step_seconds,
             "recomputed": self.recomputed,
             "bytes_sent": None if sent is None else sent.bytes_sent_per_step,
         }
@@ -102,13 +98,18 @@ class Trial:
 
 @dataclasses.dataclass(frozen=True)
 class Trials:
-    """Compiled settings, the best first: settings that fit by time, then the rest by memory.
+    """Compiled settings, which `trials` lists with the best first.
 
     `str()` gives a table. `impossible` has the flags of refused settings, and the reason.
     """
 
-    trials: tuple[Trial, ...]
-    impossible: tuple[tuple[tuple[str, ...], str], ...] = ()
+    tried: Iterable[Trial]
+    impossible: Sequence[tuple[tuple[str, ...], str]] = ()
+
+    @functools.cached_property
+    def trials(self) -> tuple[Trial, ...]:
+        """Settings that fit by time, then the rest by memory."""
+        return tuple(sorted(self.tried, key=lambda trial: trial.rank))
 
     @property
     def best(self) -> Trial | None:
@@ -122,17 +123,13 @@ class Trials:
         if self.best is not None:
             return "\n".join([*lines, "", "best:", f"  {self.best.row()[-1]}"])
         if any(trial.fits is False for trial in self.trials):
-            lines += ["", "nothing fits that was tried: use more devices, or a smaller model"]
+            lines += ["", "no setting fits: use more devices or a smaller model"]
         return "\n".join(lines)
 
     def as_json(self) -> dict[str, Any]:
         """JSON values, in bytes and seconds."""
         refused = [{"flags": flags, "impossible": reason} for flags, reason in self.impossible]
         return {"trials": [*(trial.as_json() for trial in self.trials), *refused]}
-
-
-def _sorted(trials: Sequence[Trial]) -> tuple[Trial, ...]:
-    return tuple(sorted(trials, key=lambda trial: trial.rank))
 
 
 def keeping(experiment: Experiment, saved: tuple[str, ...]) -> Experiment:
@@ -151,8 +148,12 @@ def _saved_flag(saved: tuple[str, ...]) -> str:
     return f'--fdl.compute.saved="{saved}"'
 
 
-def _mesh_flags(sizes: dict[str, int]) -> tuple[str, ...]:
-    return tuple(f"--fdl.mesh.{axis}={size}" for axis, size in sizes.items())
+def _mesh_flags(mesh: Mesh, axes: Iterable[str]) -> tuple[str, ...]:
+    return tuple(f"--fdl.mesh.{axis}={mesh.shape[axis]}" for axis in axes)
+
+
+def _changed_axes(before: Mesh, after: Mesh) -> tuple[str, ...]:
+    return _mesh_flags(after, [a for a, size in after.shape.items() if size != before.shape[a]])
 
 
 def search(
@@ -178,8 +179,7 @@ def search(
             flags = (f"--fdl.microbatches={count}", _saved_flag(saved))
             changed = keeping(dataclasses.replace(experiment, microbatches=count), saved)
             is_known = count == experiment.microbatches and saved == experiment.compute.saved
-            report = known if known and is_known else _try(flags, changed, target, tell)
-            tried[count, saved] = Trial(flags, report)
+            tried[count, saved] = _try(flags, changed, target, tell, known if is_known else None)
         return tried[count, saved]
 
     counts = microbatch_counts(experiment)
@@ -192,14 +192,22 @@ def search(
             at = bisect.bisect_left(candidates, True, key=functools.partial(fits, count))
             if at < len(candidates) and attempt(count, candidates[at]).recomputed == 0:
                 break  # fewer sequences at a time gain nothing more
-    return Trials(_sorted(list(tried.values())))
+    return Trials(tried.values())
 
 
-def _try(flags: Sequence[str], experiment: Experiment, target: Target, tell: Tell) -> Report:
-    tell(f"trying {' '.join(flags)}")
-    report = plan(experiment, target)
-    tell(report.memory.verdict)
-    return report
+def _try(
+    flags: tuple[str, ...],
+    experiment: Experiment,
+    target: Target,
+    tell: Tell,
+    known: Report | None = None,
+) -> Trial:
+    """Plans `experiment`, unless its plan is `known`."""
+    if known is None:
+        tell(f"trying {' '.join(flags)}")
+        known = plan(experiment, target)
+        tell(known.memory.verdict)
+    return Trial(flags, known)
 
 
 def policies(experiment: Experiment) -> tuple[tuple[str, ...], ...]:
@@ -210,9 +218,21 @@ def policies(experiment: Experiment) -> tuple[tuple[str, ...], ...]:
     must be recomputed on the way to it. Earlier counts are therefore lower bounds, and only the
     lowest is counted again.
     """
-    sizes = _sizes(experiment)
+    everything = keeping(experiment, EVERYTHING)
+    names = everything.compute.kept(experiment.recipe.abstract_model.names.saved)
+    sizes = dict.fromkeys(names, 0)  # bytes on each device, without offloaded activations
+    for each in saved_activations(everything):
+        if each.name in sizes:
+            sizes[each.name] += each.bytes_per_device
+    sizes = {name: size for name, size in sizes.items() if size > 0}
     state, batch = experiment.abstract_state(), experiment.abstract_batch()
-    counted = functools.cache(lambda saved: _recomputed_flops(experiment, state, batch, saved))
+
+    @functools.cache
+    def counted(saved: tuple[str, ...]) -> float:
+        """FLOPs of recomputation in the gradient; the optimizer's update recomputes nothing."""
+        step = functools.partial(gradient, training=keeping(experiment, saved).training)
+        with jax.set_mesh(experiment.mesh):
+            return count_flops(jax.make_jaxpr(step)(state, batch)).of("recomputation")
 
     def worth(name: str, saved: tuple[str, ...]) -> tuple[float, int]:
         others = tuple(other for other in saved if other != name)
@@ -229,26 +249,6 @@ def policies(experiment: Experiment) -> tuple[tuple[str, ...], ...]:
             saved = tuple(name for name in saved if name != lowest)
             found.append(saved)
     return tuple(found)
-
-
-def _sizes(experiment: Experiment) -> dict[str, int]:
-    """Bytes on each device of the model's activation names, without offloaded ones."""
-    everything = keeping(experiment, EVERYTHING)
-    sizes = dict.fromkeys(everything.compute.kept(experiment.recipe.abstract_model.names.saved), 0)
-    for each in saved_activations(everything):
-        if each.name in sizes:
-            sizes[each.name] += each.bytes_per_device
-    return {name: size for name, size in sizes.items() if size > 0}
-
-
-def _recomputed_flops(
-    experiment: Experiment, state: State, batch: Batch, saved: tuple[str, ...]
-) -> float:
-    """FLOPs of recomputation in the gradient; the optimizer's update recomputes nothing."""
-    training = keeping(experiment, saved).training
-    with jax.set_mesh(experiment.mesh):
-        traced = jax.make_jaxpr(functools.partial(gradient, training=training))(state, batch)
-    return count_flops(traced).of("recomputation")
 
 
 def search_meshes(
@@ -272,15 +272,15 @@ def search_meshes(
     trials, impossible = [], []
     for mesh in divisions(experiment.mesh, axes):
         changed = dataclasses.replace(experiment, mesh=mesh)
-        flags = _mesh_flags({axis: mesh.shape[axis] for axis in (REST, *axes)})
+        flags = _mesh_flags(mesh, (REST, *axes))
         try:
             changed.check()
         except ValueError as error:  # for example, more devices along `expert` than experts
             impossible.append((flags, str(error)))
             continue
-        report = known if known and mesh == experiment.mesh else None
-        trials.append(Trial(flags, report or _try(flags, changed, target, tell)))
-    return Trials(_sorted(trials), tuple(impossible))
+        report = known if mesh == experiment.mesh else None
+        trials.append(_try(flags, changed, target, tell, report))
+    return Trials(trials, impossible)
 
 
 def advise(
@@ -291,10 +291,8 @@ def advise(
     `report` is the plan of `experiment` for `target`.
     """
     experiment, _ = compilable(experiment, target)
-    tried = [Trial((), report)]
-    for flags, changed in changes(experiment, report.memory):
-        tried.append(Trial(flags, _try(flags, changed, target, tell)))
-    return Trials(_sorted(tried))
+    found = changes(experiment, report.memory)
+    return Trials([Trial((), report), *(_try(*each, target, tell) for each in found)])
 
 
 def changes(experiment: Experiment, memory: Memory) -> Iterator[tuple[tuple[str, ...], Experiment]]:
@@ -303,11 +301,9 @@ def changes(experiment: Experiment, memory: Memory) -> Iterator[tuple[tuple[str,
     Settings that belong together change together. `memory` counts the step of `experiment`.
     """
     for flags, changed in _candidates(experiment, memory):
-        try:
+        with contextlib.suppress(ValueError):  # for example, the mesh does not divide the heads
             changed.check()
-        except ValueError:  # for example, the mesh does not divide the heads
-            continue
-        yield flags, changed
+            yield flags, changed
 
 
 def _candidates(
@@ -333,7 +329,7 @@ def _candidates(
     # Weights and moments split over devices that held copies of them, within a slice.
     wider = with_fewer_copies(mesh)
     if wider is not None:
-        yield changed(*_differences(mesh, wider), mesh=wider)
+        yield changed(*_changed_axes(mesh, wider), mesh=wider)
 
     sequence_parallel = dataclasses.replace(compute, sequence_parallel=True)
     if num_shards(mesh_axes_for("mlp"), mesh) > 1 and not compute.sequence_parallel:
@@ -344,7 +340,7 @@ def _candidates(
     smaller = with_smaller_parts(mesh)
     if smaller is not None:
         count = 2 * experiment.microbatches
-        flags = (*_differences(mesh, smaller), _SEQUENCE_PARALLEL, f"--fdl.microbatches={count}")
+        flags = (*_changed_axes(mesh, smaller), _SEQUENCE_PARALLEL, f"--fdl.microbatches={count}")
         yield changed(*flags, mesh=smaller, microbatches=count, compute=sequence_parallel)
 
     if experiment.trainable is not None and experiment.frozen_dtype != "int8":
@@ -358,9 +354,3 @@ def _candidates(
             smaller_loss = dataclasses.replace(compute, loss_chunk=chunk)
             yield changed(f"--fdl.compute.loss_chunk={chunk}", compute=smaller_loss)
             break
-
-
-def _differences(before: Mesh, after: Mesh) -> tuple[str, ...]:
-    return _mesh_flags({
-        axis: size for axis, size in after.shape.items() if size != before.shape[axis]
-    })  # fmt: skip

@@ -10,12 +10,12 @@ slices or hosts it is hierarchical: links join the n devices of each slice or ho
 slices or hosts each device sends 1/n of the bytes.
 """
 
+import collections
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from jax.sharding import Mesh
 
@@ -53,9 +53,6 @@ LINK_EFFICIENCY = 0.8
 NETWORK_EFFICIENCY = 0.8
 _SHOWN = 1e-3  # of the compute: scopes that take less stand in one line
 
-# These run one after the other. Each hides only its own communication.
-LOOPS = ("layers, forward", "layers, backward", "outside the layers")
-
 
 @dataclasses.dataclass(frozen=True)
 class ScopeTime:
@@ -69,17 +66,6 @@ class ScopeTime:
     seconds: float
     limit: str
 
-    @property
-    def loop(self) -> str:
-        return loop_of(self.phase, self.in_layers)
-
-
-def loop_of(phase: str, in_layers: bool) -> str:
-    """One of `LOOPS`; recomputation is in the backward one."""
-    if not in_layers:
-        return LOOPS[2]
-    return LOOPS[0] if phase == "forward" else LOOPS[1]
-
 
 def compute_time(
     matmuls: Iterable[Matmul],
@@ -91,34 +77,31 @@ def compute_time(
 
     The accelerator's bfloat16 peak and memory bandwidth must be known.
     """
-    works: dict[tuple[str, str, bool], list[tuple[float, float, float, float]]] = {}
+    works = collections.defaultdict(list)
     bandwidth = (accelerator.memory_bandwidth or math.inf) * MEMORY_EFFICIENCY
     for one in matmuls:
         by_flops = one.device_flops / _matmul_rate(one, accelerator)
         by_memory = one.device_bytes / bandwidth
         limited_by_flops = by_flops if by_flops >= by_memory else 0.0
         work = (one.device_flops, one.device_bytes, max(by_flops, by_memory), limited_by_flops)
-        works.setdefault((one.scope, one.phase, one.in_layers), []).append(work)
+        works[one.scope, one.phase, one.in_layers].append(work)
     for moved in traffic:
         work = (0.0, moved.bytes, moved.bytes / bandwidth, 0.0)
-        works.setdefault((moved.scope, moved.phase, moved.in_layers), []).append(work)
+        works[moved.scope, moved.phase, moved.in_layers].append(work)
+    order = [(scope, phase) for phase in PHASES for scope in (*scopes, OTHER)]
     found = []
-    for key in works:
+    for key in sorted(works, key=lambda key: order.index(key[:2])):
         flops, size, seconds, limited_by_flops = map(math.fsum, zip(*works[key], strict=True))
         limit = "FLOPs" if limited_by_flops >= seconds / 2 else "memory"
         found.append(ScopeTime(*key, flops, size, seconds, limit))
-    order = [(phase, scope) for phase in PHASES for scope in (*scopes, OTHER)]
-    return tuple(sorted(found, key=lambda one: order.index((one.phase, one.scope))))
+    return tuple(found)
 
 
 def _matmul_rate(one: Matmul, accelerator: Accelerator) -> float:
     """FLOP/s that a device reaches in it."""
     platform = accelerator.platform
-    peak = accelerator.flops.get(one.dtype)
-    if peak is None:
-        peak = accelerator.flops["bfloat16"]
-        if one.dtype == "float32":
-            peak *= FLOAT32_RATE[platform]
+    slower = FLOAT32_RATE[platform] if one.dtype == "float32" else 1.0
+    peak = accelerator.flops.get(one.dtype, accelerator.flops["bfloat16"] * slower)
     if one.operation != "dot_general":
         _, _, keys, _ = one.sizes
         return peak * ATTENTION_EFFICIENCY[platform] * keys / (keys + ATTENTION_FILL[platform])
@@ -141,47 +124,6 @@ class CollectiveTime:
     bytes_sent: int
     seconds: float
     exposed_seconds: float
-
-
-def communication_time(
-    collectives: Sequence[Collective],
-    compute_seconds: Mapping[str, float],
-    mesh: Mesh,
-    accelerator: Accelerator,
-) -> tuple[CollectiveTime, ...] | None:
-    """Returns the time of the collectives, or `None` if a route between devices is unknown.
-
-    Overlapping collectives hide behind `compute_seconds` of their own loop, one of `LOOPS`.
-    """
-    unused = dict(compute_seconds)  # compute that hides no collective yet
-    found = []
-    for (kind, axes, where), group in grouped(collectives):
-        way = route(axes or mesh.axis_names, mesh, accelerator)
-        if way is None:
-            return None
-        overlapping, alone = (
-            math.fsum(
-                way.seconds(one.bytes_sent, kind) * one.count_per_step
-                for one in group
-                if one.overlaps is overlaps
-            )
-            for overlaps in (True, False)
-        )
-        loop = loop_of(group[0].phase, group[0].in_layers)
-        hidden = min(overlapping, unused[loop])
-        unused[loop] -= hidden
-        found.append(
-            CollectiveTime(
-                kind,
-                axes,
-                where,
-                way.name,
-                sum(one.bytes_sent_per_step for one in group),
-                overlapping + alone,
-                overlapping + alone - hidden,
-            )
-        )
-    return tuple(found)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,18 +174,18 @@ def route(axes: Sequence[str], mesh: Mesh, accelerator: Accelerator) -> Route | 
 
     Returns `None` if the speed of the accelerator's links or of a needed network is unknown.
     """
-    group = _group(axes, mesh)
-    islands: dict[int, list[jax.Device]] = {}
-    for device in group:
-        islands.setdefault(_island(device, accelerator), []).append(device)
-    inside = max(len(island) for island in islands.values())
+    islands: dict[int, list[Any]] = {}  # slices or hosts, whose devices are joined by links
+    for device in _group(axes, mesh):
+        is_tpu = accelerator.platform == "tpu"
+        island = getattr(device, "slice_index", 0) if is_tpu else device.process_index
+        islands.setdefault(island, []).append(device)
     links, hops, mean_hops = _links(next(iter(islands.values())), mesh.devices.flat, accelerator)
     if accelerator.link_bandwidth is None:
         return None
     if accelerator.network_bandwidth is None and len(islands) > 1:
         return None
     return Route(
-        inside=inside,
+        inside=max(map(len, islands.values())),
         outside=len(islands),
         link_bandwidth=accelerator.link_bandwidth * links * LINK_EFFICIENCY,
         network_bandwidth=(accelerator.network_bandwidth or math.inf) * NETWORK_EFFICIENCY,
@@ -267,13 +209,6 @@ def _group(axes: Sequence[str], mesh: Mesh) -> list[Any]:
     own = [mesh.axis_names.index(name) for name in axes]
     size = math.prod(mesh.shape[name] for name in axes)
     return mesh.devices.transpose(*others, *own).reshape(-1, size)[0].tolist()
-
-
-def _island(device: Any, accelerator: Accelerator) -> int:
-    """The slice or host whose devices are joined by links."""
-    if accelerator.platform == "tpu":
-        return getattr(device, "slice_index", 0)
-    return device.process_index
 
 
 def _links(group: Sequence[Any], everyone: Any, accelerator: Accelerator) -> tuple[int, int, float]:
@@ -322,49 +257,33 @@ class Estimate:
 
     def __str__(self) -> str:
         rows = [("scope", "phase", "in", "TFLOP", "GB", "ms", "limited by")]
-        shown = [one for one in self.scopes if one.seconds >= _SHOWN * self.compute_seconds]
-        rest = self.compute_seconds - math.fsum(one.seconds for one in shown)
-        rows += [
-            (
-                one.scope,
-                one.phase,
-                "layers" if one.in_layers else "step",
-                f"{one.flops / 1e12:,.3f}",
-                f"{one.bytes / 1e9:,.3f}",
-                f"{one.seconds * 1e3:,.2f}",
-                one.limit,
-            )
-            for one in shown
-        ]
-        rows.append(("all the rest", "", "", "", "", f"{rest * 1e3:,.2f}", ""))
-        sent = [("collective", "over", "where", "by", "GB sent", "ms", "ms not hidden")]
-        sent += [
-            (
-                one.kind,
-                " × ".join(one.mesh_axes),
-                one.where,
-                one.route,
-                f"{one.bytes_sent / 1e9:,.3f}",
-                f"{one.seconds * 1e3:,.2f}",
-                f"{one.exposed_seconds * 1e3:,.2f}",
-            )
-            for one in self.collectives
-        ]
-        return "\n".join(
-            [
-                columns(rows),
-                "",
-                columns(sent) if self.collectives else "nothing is sent",
-                "",
-                f"expected step: {self.step_seconds * 1e3:,.1f} ms, compute "
-                f"{self.compute_seconds * 1e3:,.1f} and communication that nothing hides "
-                f"{self.exposed_seconds * 1e3:,.1f}",
-                f"{self.tokens_per_second:,.0f} tokens/s; MFU {self.mfu:.1%} with attention "
-                f"counted whole, {self.mfu_causal:.1%} with its causal half",
-                "This is an estimate. It assumes:",
-                *(f"- {assumption}" for assumption in self.assumptions),
-            ]
-        )
+        rest = self.compute_seconds
+        for one in self.scopes:
+            if one.seconds >= _SHOWN * self.compute_seconds:
+                rest -= one.seconds
+                work = f"{one.flops / 1e12:,.3f}", f"{one.bytes / 1e9:,.3f}", _ms(one.seconds)
+                where = "layers" if one.in_layers else "step"
+                rows.append((one.scope, one.phase, where, *work, one.limit))
+        rows.append(("all others", "", "", "", "", _ms(abs(rest)), ""))
+        sent = [("collective", "over", "where", "by", "GB sent", "ms", "ms exposed")]
+        for each in self.collectives:
+            size, axes = f"{each.bytes_sent / 1e9:,.3f}", " × ".join(each.mesh_axes)
+            times = _ms(each.seconds), _ms(each.exposed_seconds)
+            sent.append((each.kind, axes, each.where, each.route, size, *times))
+        return f"""{columns(rows)}
+
+{columns(sent) if self.collectives else "no communication"}
+
+expected step: {self.step_seconds * 1e3:,.1f} ms, compute {self.compute_seconds * 1e3:,.1f} ms and \
+exposed communication {self.exposed_seconds * 1e3:,.1f} ms
+{self.tokens_per_second:,.0f} tokens/s; MFU {self.mfu:.1%} with full attention, \
+{self.mfu_causal:.1%} with causal attention
+This is an estimate. It assumes:
+""" + "\n".join(f"- {assumption}" for assumption in self.assumptions)
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:,.2f}"
 
 
 def estimate(
@@ -378,8 +297,7 @@ def estimate(
 
     Returns `None` if the accelerator's rates are unknown.
     """
-    peak = accelerator.flops.get("bfloat16")
-    if peak is None or accelerator.memory_bandwidth is None:
+    if "bfloat16" not in accelerator.flops or accelerator.memory_bandwidth is None:
         return None
     scopes = compute_time(flops.counted.matmuls, traffic, accelerator, flops.counted.scopes)
     return with_communication(scopes, flops, collectives, accelerator, mesh)
@@ -392,27 +310,55 @@ def with_communication(
     accelerator: Accelerator,
     mesh: Mesh,
 ) -> Estimate | None:
-    """Estimates a step whose compute times are known, for example from another network's plan."""
-    compute = {loop: math.fsum(one.seconds for one in scopes if one.loop == loop) for loop in LOOPS}
-    sent = communication_time(collectives, compute, mesh, accelerator)
-    if sent is None:
-        return None
-    compute_seconds = math.fsum(compute.values())
+    """Estimates a step whose compute times are known, for example from another network's plan.
+
+    Overlapping collectives hide behind the compute of their own loop.
+    """
+    unused: dict[Any, float] = {}  # seconds of compute by loop, which hide no collective yet
+    for loop in dict.fromkeys(map(_loop, scopes)):
+        unused[loop] = math.fsum(one.seconds for one in scopes if _loop(one) == loop)
+    compute_seconds = math.fsum(unused.values())
+    sent = []
+    for (kind, axes, where), group in grouped(collectives):
+        way = route(axes or mesh.axis_names, mesh, accelerator)
+        if way is None:
+            return None
+        seconds = {True: 0.0, False: 0.0}  # with overlap, and without
+        for overlaps in seconds:
+            seconds[overlaps] = math.fsum(
+                way.seconds(one.bytes_sent, kind) * one.count_per_step
+                for one in group
+                if one.overlaps is overlaps
+            )
+        loop, total = _loop(group[0]), seconds[True] + seconds[False]
+        hidden = min(seconds[True], unused.get(loop, 0.0))
+        unused[loop] = unused.get(loop, 0.0) - hidden
+        size = sum(one.bytes_sent_per_step for one in group)
+        sent.append(CollectiveTime(kind, axes, where, way.name, size, total, total - hidden))
     exposed = math.fsum(one.exposed_seconds for one in sent)
-    seconds = compute_seconds + exposed
-    tokens_per_second = flops.tokens / seconds
+    step_seconds = compute_seconds + exposed
+    tokens_per_second = flops.tokens / step_seconds
     all_peaks = accelerator.flops["bfloat16"] * mesh.devices.size
     return Estimate(
         scopes=scopes,
-        collectives=sent,
+        collectives=tuple(sent),
         compute_seconds=compute_seconds,
         exposed_seconds=exposed,
-        step_seconds=seconds,
+        step_seconds=step_seconds,
         tokens_per_second=tokens_per_second,
         mfu=flops.analytic * tokens_per_second / all_peaks,
         mfu_causal=flops.analytic_causal * tokens_per_second / all_peaks,
         assumptions=_assumptions(accelerator),
     )
+
+
+def _loop(one: ScopeTime | Collective) -> tuple[bool, bool]:
+    """Identifies the layers' forward or backward loop, or everything outside the layers.
+
+    These run one after the other, so each hides only its own communication. Recomputation is in
+    the backward loop.
+    """
+    return one.in_layers, one.in_layers and one.phase == "forward"
 
 
 def _assumptions(accelerator: Accelerator) -> tuple[str, ...]:
@@ -424,12 +370,12 @@ def _assumptions(accelerator: Accelerator) -> tuple[str, ...]:
         f"bf16 peak of {peak:,.0f} TFLOP/s and {accelerator.memory_bandwidth or 0:,.3g} bytes/s of "
         "memory, by the vendor",
         f"large matmuls reach {MATMUL_EFFICIENCY[platform]:.0%} of the peak, times "
-        f"K / (K + {PIPELINE_FILL[platform]}) for K contracted elements, less what does not fill "
-        f"blocks of {BLOCK} rows or columns; float32 operands at {FLOAT32_RATE[platform]:.0%} of "
-        "bf16's rate",
+        f"K / (K + {PIPELINE_FILL[platform]}) for K contracted elements, less the part that does "
+        f"not fill blocks of {BLOCK} rows or columns; float32 operands reach "
+        f"{FLOAT32_RATE[platform]:.0%} of bf16's rate",
         f"attention kernels reach {ATTENTION_EFFICIENCY[platform]:.0%} of the peak{short_rows}",
-        f"memory reaches {MEMORY_EFFICIENCY:.0%} of its bandwidth; what is no matmul takes the "
-        "bytes that its fusions read and write",
+        f"memory reaches {MEMORY_EFFICIENCY:.0%} of its bandwidth; operations other than matmuls "
+        "take as long as their reads and writes",
         f"links reach {LINK_EFFICIENCY:.0%} of {accelerator.link_bandwidth or 0:,.3g} bytes/s and "
         f"the network {NETWORK_EFFICIENCY:.0%} of {accelerator.network_bandwidth or 0:,.3g} bytes/s"
         f" each way; a hop takes {LINK_LATENCY * 1e6:.0f} µs, between hosts or slices "

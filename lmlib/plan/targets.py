@@ -71,15 +71,18 @@ class Target:
             with fewer CPU devices (see `prepare`).
         """
         if self.accelerator.platform == "cpu":
-            return self._simulated()
+            devices = jax.devices("cpu")
+            if len(devices) < self.device_count:
+                raise TargetError(
+                    f"{self} needs {self.device_count} simulated devices, and JAX has started with "
+                    f"{len(devices)}: call lmlib.plan.targets.prepare before anything uses JAX"
+                )
+            return devices[: self.device_count]
+        is_tpu = self.accelerator.platform == "tpu"
         try:
-            if self.accelerator.platform == "tpu":
-                return list(self._tpu_topology().devices)
-            return list(self._gpu_topology().devices)
-        except NotImplementedError as error:
-            raise TargetError(_no_plugin(self.accelerator)) from error
-        except RuntimeError as error:  # what XLA raises is one
-            if "not installed" in str(error):
+            return list((self._tpu_topology() if is_tpu else self._gpu_topology()).devices)
+        except RuntimeError as error:
+            if isinstance(error, NotImplementedError) or "not installed" in str(error):
                 raise TargetError(_no_plugin(self.accelerator)) from error
             reason = str(error).partition("\n")[0]
             raise TargetError(f"{self} is not a topology that XLA knows: {reason}") from error
@@ -91,17 +94,13 @@ class Target:
             options["chip_config_name"] = "megacore"  # the two cores of a chip are one device
         if self.slices > 1:
             options["num_slices"] = self.slices
-        host = self._chips_of_a_host()
+        sizes = (*self.shape, 1)[:3]  # a host has fewer chips in a smaller slice
+        host = tuple(map(min, sizes, _CHIPS_OF_A_HOST))
         if host != _CHIPS_OF_A_HOST:
             options["chips_per_host_bounds"] = host
-        shape = "x".join(map(str, self.shape))
         prefix = "tpu7x" if name == "7x" else name
+        shape = "x".join(map(str, self.shape))
         return topologies.get_topology_desc(f"{prefix}:{shape}", "tpu", **options)
-
-    def _chips_of_a_host(self) -> tuple[int, ...]:
-        """Returns 2 × 2 chips, or fewer in a smaller slice."""
-        sizes = (*self.shape, 1)[:3]
-        return tuple(min(size, most) for size, most in zip(sizes, _CHIPS_OF_A_HOST, strict=True))
 
     def _gpu_topology(self) -> topologies.TopologyDescription:
         hosts, gpus = self.shape
@@ -111,15 +110,6 @@ class Target:
             target_config=_target_config(self.compiler),
             topology=f"1x{hosts}x{gpus}",
         )
-
-    def _simulated(self) -> list[jax.Device]:
-        devices = jax.devices("cpu")
-        if len(devices) < self.device_count:
-            raise TargetError(
-                f"{self} needs {self.device_count} simulated devices, and JAX has started with "
-                f"{len(devices)}: call lmlib.plan.targets.prepare before anything uses JAX"
-            )
-        return devices[: self.device_count]
 
 
 def parse(text: str) -> Target:
@@ -139,12 +129,6 @@ def parse(text: str) -> Target:
     if accelerator.platform in ("cuda", "rocm") and len(shape) == 1:
         shape = (1, *shape)
     target = Target(accelerator, shape, int(found[1] or 1))
-    _check(target)
-    return target
-
-
-def _check(target: Target) -> None:
-    accelerator, shape = target.accelerator, target.shape
     dimensions = {"tpu": accelerator.torus_dimensions, "cpu": 1}.get(accelerator.platform, 2)
     if len(shape) != dimensions:
         meaning = {"tpu": "chips", "cpu": "devices"}.get(accelerator.platform, "hosts x GPUs")
@@ -157,12 +141,13 @@ def _check(target: Target) -> None:
         raise TargetError(f"{target}: a host has 2 x 2 chips, so sizes above 1 must be even")
     if target.slices > 1 and accelerator.platform != "tpu":
         raise TargetError(f"{target}: only TPUs have slices; for GPUs give more hosts")
-    largest = _LARGEST_SLICE.get(accelerator.name)
-    if largest is not None and math.prod(shape) > largest:
+    largest = _LARGEST_SLICE.get(accelerator.name, math.inf)
+    if math.prod(shape) > largest:
         raise TargetError(
             f"{target}: the largest slice of {accelerator.name} has {largest:,} chips; plan for "
             f"several slices, like 2x{accelerator.name}:…"
         )
+    return target
 
 
 def prepare(target: Target) -> None:

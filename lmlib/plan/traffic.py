@@ -7,31 +7,17 @@ TPU's on-chip memory are free, unless they were fetched there for one reader.
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-from lmlib.plan.program import FUSIONS, ArrayType, Computation, Instruction, Place, Program
+from lmlib.plan.program import FUSIONS, ArrayType, Instruction, Place, Program
 from lmlib.plan.scopes import phase, scope
 from lmlib.terminal.quantities import bytes_text
 
 # These only rename or wait, or their called computation counts instead.
 _FREE = {
-    "parameter",
-    "constant",
-    "tuple",
-    "get-tuple-element",
-    "bitcast",
-    "iota",
-    "while",
-    "call",
-    "call-start",
-    "call-update",
-    "conditional",
-    "after-all",
-    "partition-id",
-    "replica-id",
-    "optimization-barrier",
-    "add-dependency",
-    "slice-start",
+    *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "iota", "while", "call"),
+    *("call-start", "call-update", "conditional", "after-all", "partition-id", "replica-id"),
+    *("optimization-barrier", "add-dependency", "slice-start"),
 }
 _FREE_CALLS = ("Bitcast", "Buffer", "PrepareAsyncCall")
 _COLLECTIVE = ("all-", "reduce-scatter", "collective-", "ragged-", "async-", "send", "recv")
@@ -70,33 +56,35 @@ class Kernels:
         others = bytes_text(self.bytes - self.product_bytes)
         return (
             f"{self.number:,} kernels read and write {bytes_text(self.bytes)}, "
-            f"{others} of it in those that multiply no matrices"
+            f"{others} of it outside matmuls and attention"
         )
 
 
 def kernels(program: Program) -> Kernels:
     """Counts the kernels of one step; a kernel in a loop counts once per iteration."""
-    number = everything = products = 0
-    for one, place in scheduled(program):
-        moved = 0 if sends(one, program) else bytes_moved(one, place.computation, program)
-        if moved:
-            number += place.times
-            everything += moved * place.times
-            products += moved * place.times * multiplies(one, program)
-    return Kernels(number, everything, products)
+    found = list(_moving(program))
+    return Kernels(
+        number=sum(place.times for _, place, _ in found),
+        bytes=sum(moved for *_, moved in found),
+        product_bytes=sum(moved for one, _, moved in found if multiplies(one)),
+    )
 
 
 def traffic(program: Program, scopes: Sequence[str]) -> tuple[Traffic, ...]:
     """Returns the traffic by scope, phase and loop, in the order of the schedule."""
     totals: dict[tuple[str, str, bool], int] = {}
-    for one, place in scheduled(program):
-        if multiplies(one, program) or sends(one, program):
-            continue
-        moved = bytes_moved(one, place.computation, program)
-        if moved:
+    for one, place, moved in _moving(program):
+        if not multiplies(one):
             key = origin(one, place, scopes)
-            totals[key] = totals.get(key, 0) + moved * place.times
+            totals[key] = totals.get(key, 0) + moved
     return tuple(Traffic(*key, total) for key, total in totals.items())
+
+
+def _moving(program: Program) -> Iterator[tuple[Instruction, Place, int]]:
+    """Yields the kernels of a step, without collectives, with the bytes of all executions."""
+    for one, place in scheduled(program):
+        if not sends(one) and (moved := bytes_moved(one)):
+            yield one, place, moved * place.times
 
 
 def scheduled(program: Program) -> Iterator[tuple[Instruction, Place]]:
@@ -111,37 +99,33 @@ def origin(one: Instruction, place: Place, scopes: Sequence[str]) -> tuple[str, 
 
     An instruction without a name of its own belongs to the loop around it.
     """
-    names = one.op_name or (place.loops[-1].op_name if place.loops else "")
+    names = one.op_name or place.op_name
     around = "/".join(loop.op_name for loop in place.loops)
     return scope(names, scopes), phase(names), "layers" in f"{around}/{names}"
 
 
-def multiplies(one: Instruction, program: Program) -> bool:
+def multiplies(one: Instruction) -> bool:
     """True if it multiplies matrices, itself, in a fusion or in a library's kernel."""
     return any(
         each.opcode in _MATMULS
         or (each.opcode == "custom-call" and _calls(each, _MULTIPLYING_CALLS))
-        for each in _computed(one, program)
+        for each in _computed(one)
     )
 
 
-def sends(one: Instruction, program: Program) -> bool:
+def sends(one: Instruction) -> bool:
     """True for a collective, the start or end of one, or a fusion with one."""
-    return any(each.opcode.startswith(_COLLECTIVE) for each in _computed(one, program))
+    return any(each.opcode.startswith(_COLLECTIVE) for each in _computed(one))
 
 
-def bytes_moved(one: Instruction, computation: Computation, program: Program) -> int:
-    """Returns the bytes that one execution reads and writes in the device's memory.
-
-    Args:
-      computation: the computation that contains `one`.
-    """
+def bytes_moved(one: Instruction) -> int:
+    """Returns the bytes that one execution reads and writes in the device's memory."""
     if one.opcode in _FREE or one.opcode.endswith("-done"):
         return 0
     if one.opcode == "custom-call" and _calls(one, _FREE_CALLS):
         return 0
     if one.opcode in FUSIONS:
-        return _moved_by_fusion(one, computation, program)
+        return _moved_by_fusion(one)
     if one.opcode == "copy-start":
         # Results: the copy, the source, and a flag. A fetched array counts with its reader.
         copy, copied, *_ = one.results
@@ -149,9 +133,8 @@ def bytes_moved(one: Instruction, computation: Computation, program: Program) ->
     if one.opcode in _SLICES:
         return 2 * _stored(one.results)
     if one.opcode == "dynamic-update-slice":
-        return 2 * _stored(computation.by_name[one.operands[1]].results)
-    read = sum(_read(computation.by_name[name]) for name in one.operands)
-    return read + _stored(one.results)
+        return 2 * _stored(one.operands[1].results)
+    return sum(map(_read, one.operands)) + _stored(one.results)
 
 
 def _calls(one: Instruction, targets: tuple[str, ...]) -> bool:
@@ -159,71 +142,55 @@ def _calls(one: Instruction, targets: tuple[str, ...]) -> bool:
     return any(target in called for target in targets)
 
 
-def _computed(one: Instruction, program: Program) -> Iterator[Instruction]:
+def _computed(one: Instruction) -> Iterator[Instruction]:
     """Yields the instruction, and those inside it if it is a fusion."""
     yield one
     if one.opcode in FUSIONS:
-        for inner in _fused(one, program).instructions:
-            yield from _computed(inner, program)
+        for inner in one.called["calls"][0].instructions:
+            yield from _computed(inner)
 
 
-def _fused(one: Instruction, program: Program) -> Computation:
-    return program.computations[one.called["calls"][0]]
+def _moved_by_fusion(one: Instruction) -> int:
+    fused = one.called["calls"][0]
+    read = sum(
+        _read_inside(each)
+        for each in fused.instructions
+        if each.opcode == "parameter" and _read(one.operands[int(each.arguments)])
+    )
+    results = fused.root.operands if fused.root.opcode == "tuple" else (fused.root,)
+    return read + sum(map(_written, results))
 
 
-def _moved_by_fusion(one: Instruction, computation: Computation, program: Program) -> int:
-    fused, read = _fused(one, program), 0
-    for parameter in fused.instructions:
-        if parameter.opcode == "parameter":
-            operand = computation.by_name[one.operands[int(parameter.arguments)]]
-            read += _read_of(parameter, fused) if _read(operand) else 0
-    return read + sum(_written(result, fused) for result in _results(fused))
-
-
-def _read_of(parameter: Instruction, fused: Computation) -> int:
+def _read_inside(parameter: Instruction) -> int:
     """Returns the bytes that a fusion reads of one of its parameters."""
-    readers = list(_readers(parameter, fused))
+    # Readers of it, also through another shape or dtype; True if it is their first operand.
+    readers: list[tuple[Instruction, bool]] = []
+    same = [parameter]
+    for each in parameter.computation.instructions:
+        for position, operand in enumerate(each.operands):
+            if operand in same:
+                if each.opcode in _SAME_ELEMENTS:
+                    same.append(each)
+                else:
+                    readers.append((each, position == 0))
     whole = sum(array.bytes for array in parameter.results)
     if readers and all(
         each.opcode in _SLICES or each.opcode == "dynamic-update-slice" for each, _ in readers
     ):
-        elements = sum(
-            _elements(each)
-            for each, position in readers
-            if each.opcode in _SLICES and position == 0
-        )
-        return elements * whole // max(_elements(parameter), 1)
+        sliced = (each.results for each, first in readers if each.opcode in _SLICES and first)
+        return sum(map(_elements, sliced)) * whole // max(_elements(parameter.results), 1)
     return whole
 
 
-def _readers(parameter: Instruction, fused: Computation) -> Iterator[tuple[Instruction, int]]:
-    """Yields the instructions that read it, also through another shape or dtype, and the position
-    of the operand."""
-    names = {parameter.name}
-    for each in fused.instructions:
-        for position, operand in enumerate(each.operands):
-            if operand in names:
-                if each.opcode in _SAME_ELEMENTS:
-                    names.add(each.name)
-                else:
-                    yield each, position
+def _elements(arrays: Iterable[ArrayType]) -> int:
+    return sum(math.prod(array.shape) for array in arrays)
 
 
-def _elements(one: Instruction) -> int:
-    return sum(math.prod(array.shape) for array in one.results)
-
-
-def _results(fused: Computation) -> list[Instruction]:
-    root = fused.root
-    return [fused.by_name[name] for name in root.operands] if root.opcode == "tuple" else [root]
-
-
-def _written(result: Instruction, fused: Computation) -> int:
+def _written(result: Instruction) -> int:
     while result.opcode == "bitcast":
-        result = fused.by_name[result.operands[0]]
-    if result.opcode == "dynamic-update-slice":
-        return _stored(fused.by_name[result.operands[1]].results)
-    return _stored(result.results)
+        result = result.operands[0]
+    updates = result.opcode == "dynamic-update-slice"
+    return _stored((result.operands[1] if updates else result).results)
 
 
 def _read(operand: Instruction) -> int:
@@ -233,6 +200,6 @@ def _read(operand: Instruction) -> int:
     return _stored(operand.results)
 
 
-def _stored(arrays: Sequence[ArrayType]) -> int:
+def _stored(arrays: Iterable[ArrayType]) -> int:
     """Returns the bytes of the arrays in the device's memory."""
     return sum(array.bytes for array in arrays if array.memory == 0)

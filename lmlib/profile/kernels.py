@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 
 from lmlib.hardware.specifications import Accelerator
-from lmlib.plan.program import Computation, Instruction, Program
+from lmlib.plan.program import Instruction, Program
 from lmlib.plan.step_time import FLOAT32_RATE
 from lmlib.plan.traffic import bytes_moved, multiplies, origin, scheduled, sends
 
@@ -57,20 +57,17 @@ def works(program: Program, scopes: Sequence[str]) -> dict[str, Work]:
     for one, place in scheduled(program):
         if one.name not in found:
             inside = [
-                inner.name
-                for names in one.called.values()
-                for name in names
-                for inner in program.computations[name].instructions
+                x.name for called in one.called.values() for c in called for x in c.instructions
             ]
-            flops, dtype = _products(one, place.computation, program)
+            flops, dtype = _products(one)
             found[one.name] = Work(
                 one.name,
                 _operation(one),
                 *origin(one, place, scopes),
-                sends=sends(one, program),
+                sends=sends(one),
                 calls=frozenset(inside if one.opcode != "fusion" else ()),
                 flops=flops,
-                bytes=bytes_moved(one, place.computation, program),
+                bytes=bytes_moved(one),
                 dtype=dtype,
             )
     return found
@@ -82,28 +79,20 @@ def _operation(one: Instruction) -> str:
     return (last if "(" in last else last.rstrip(")")) or one.opcode
 
 
-def _products(one: Instruction, around: Computation, program: Program) -> tuple[float | None, str]:
+def _products(one: Instruction) -> tuple[float | None, str]:
     """Returns the FLOPs of its matmuls, and the dtype of their first operands."""
     if one.opcode == "fusion":
-        fused = program.computations[one.called["calls"][0]]
-        inner = [_products(each, fused, program) for each in fused.instructions]
+        inner = [_products(each) for each in one.called["calls"][0].instructions]
         counted = [flops for flops, _ in inner if flops is not None]
         dtype = next((dtype for _, dtype in inner if dtype), "")
         return (math.fsum(counted) if len(counted) == len(inner) else None), dtype
-    if not multiplies(one, program):
+    if not multiplies(one):
         return 0.0, ""
-    if "__cudnn$fmha" in one.attributes:  # its text has the axes of several matmuls
-        return None, ""
-    contracted = _contracted(one)
-    if contracted is None:
-        return None, ""
-    left = around.by_name[one.operands[0]].results[0]
-    K = math.prod(left.shape[axis] for axis in contracted)
-    return 2.0 * math.prod(one.results[0].shape) * K, left.dtype
-
-
-def _contracted(one: Instruction) -> list[int] | None:
-    """Returns the contracted axes of a matmul's first operand; `None` if the text has none."""
+    # The text lacks contracted axes of other kernels. cuDNN's attention has the axes of several.
     pattern = r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]+)'
     found = re.search(pattern, one.attributes)
-    return None if found is None else [int(axis) for axis in re.findall(r"\d+", found.group(1))]
+    if found is None or "__cudnn$fmha" in one.attributes:
+        return None, ""
+    left = one.operands[0].results[0]
+    K = math.prod(left.shape[int(axis)] for axis in re.findall(r"\d+", found[1]))
+    return 2.0 * math.prod(one.results[0].shape) * K, left.dtype

@@ -15,7 +15,7 @@ import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 from lmlib.hardware.specifications import Accelerator
 from lmlib.plan.flops import Matmul
@@ -81,10 +81,10 @@ class StepProfile:
         for one in self.kernels:
             kind = dataclasses.replace(one.work, name="", calls=frozenset())
             groups.setdefault(kind, []).append(one)
-        together = [
-            (len(group), Kernel(group[0].work, _sum(group, "times"), _sum(group, "seconds")))
-            for group in groups.values()
-        ]
+        together = []
+        for group in groups.values():
+            sums = (math.fsum(getattr(one, name) for one in group) for name in ("times", "seconds"))
+            together.append((len(group), Kernel(group[0].work, *sums)))
         return tuple(sorted(together, key=lambda counted: -counted[1].seconds))
 
     def text(self, every_kernel: bool) -> str:
@@ -95,7 +95,7 @@ class StepProfile:
         return "\n".join(
             [
                 f"a step of {self.step_seconds * 1e3:,.2f} ms on each device, mean of {self.steps} "
-                f"on {self.devices} device{plural}; in {idle:.1%} of it none of its kernels ran",
+                f"on {self.devices} device{plural}; no kernel ran for {idle:.1%} of it",
                 "",
                 columns(self._scopes()),
                 "",
@@ -166,8 +166,8 @@ def step_profile(
     ]
     if any(one.instruction.startswith(GRAPH) and one.program == name for one in executions):
         raise TraceError(
-            "the GPU's kernels were launched together as graphs, whose instructions nobody names: "
-            "trace once more with XLA_FLAGS=--xla_gpu_enable_command_buffer="
+            "the GPU's kernels were launched as graphs, which lack the names of instructions: "
+            "trace again with XLA_FLAGS=--xla_gpu_enable_command_buffer="
         )
     if not own:
         raise TraceError("the trace has no execution of the step's instructions")
@@ -178,10 +178,13 @@ def step_profile(
     spans = [_span([one for one in own if one.device == device]) for device in devices]
     runs = steps * len(devices)
     totals: dict[str, tuple[int, float]] = {}
-    for instruction, together in _in_a_row(own):
-        times, seconds = totals.get(instruction, (0, 0.0))
-        seconds += math.fsum(one.seconds for one in together)
-        totals[instruction] = times + _executed(together), seconds
+    own.sort(key=lambda one: (one.device, one.start))
+    for (_, name), group in itertools.groupby(own, key=lambda one: (one.device, one.instruction)):
+        together = list(group)  # consecutive executions
+        times, seconds = totals.get(name, (0, 0.0))
+        # An instruction was executed as often as its rarest kernel.
+        times += min(Counter(one.kernel for one in together).values())
+        totals[name] = times, seconds + math.fsum(one.seconds for one in together)
     kernels = [
         Kernel(known[name], times / runs, seconds / runs)
         for name, (times, seconds) in totals.items()
@@ -203,20 +206,6 @@ def step_profile(
     )
 
 
-def _in_a_row(own: Sequence[Execution]) -> Iterator[tuple[str, list[Execution]]]:
-    """Yields runs of consecutive executions of one instruction on one device."""
-    ordered = sorted(own, key=lambda one: (one.device, one.start))
-    for (_, instruction), group in itertools.groupby(
-        ordered, key=lambda one: (one.device, one.instruction)
-    ):
-        yield instruction, list(group)
-
-
-def _executed(together: Sequence[Execution]) -> int:
-    """Returns how often these kernels executed an instruction: the count of the rarest one."""
-    return min(Counter(one.kernel for one in together).values())
-
-
 def _span(executions: Sequence[Execution]) -> tuple[float, float]:
     """Returns the seconds from the first start to the last end, and the busy seconds in between."""
     ordered = sorted(executions, key=lambda one: one.start)
@@ -224,10 +213,6 @@ def _span(executions: Sequence[Execution]) -> tuple[float, float]:
     idle = math.fsum(max(0.0, one.start - end) for one, end in zip(ordered[1:], ends, strict=False))
     whole = ends[-1] - ordered[0].start
     return whole, whole - idle
-
-
-def _sum(kernels: Sequence[Kernel], name: str) -> float:
-    return math.fsum(getattr(one, name) for one in kernels)
 
 
 def _beside(seconds: float, bound: float | None) -> list[str]:

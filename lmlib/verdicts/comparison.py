@@ -80,26 +80,25 @@ class Comparison:
 
     def as_json(self) -> dict[str, Any]:
         """Returns the comparison as JSON values; a number that is not finite is a string."""
-        own = ("metric", "measured", "unit", "highest_is_best", "margin", "error_rate", "left_out")
         groups: list[dict[str, Any]] = []
         for row in self.rows:
-            group = row.group
-            groups.append(
-                {
-                    "settings": dict(group.settings),
-                    "runs": {str(run.run.path): run.value for run in group.runs.values()},
-                    "mean": group.mean,
-                    "standard_error": group.standard_error,
-                    "is_baseline": row.is_baseline,
-                }
-            )
-            if row.judged is not None:
-                fields = dataclasses.asdict(row.judged)
-                runs = row.judged.baseline.runs.values()
-                fields["baseline"] = [str(run.run.path) for run in runs]
-                fields["difference"]["mean"] *= -1 if self.highest_is_best else 1
-                groups[-1]["judged"] = fields
-        return _strict({**{name: getattr(self, name) for name in own}, "groups": groups})
+            group, judged = row.group, row.judged
+            fields: dict[str, Any] = {
+                "settings": dict(group.settings),
+                "runs": {str(run.run.path): run.value for run in group.runs.values()},
+                "mean": group.mean,
+                "standard_error": group.standard_error,
+                "is_baseline": row.is_baseline,
+            }
+            if judged is not None:
+                fields["judged"] = dataclasses.asdict(judged)
+                runs = judged.baseline.runs.values()
+                fields["judged"]["baseline"] = [str(run.run.path) for run in runs]
+                fields["judged"]["difference"]["mean"] *= -1 if self.highest_is_best else 1
+            groups.append(fields)
+        own = dict(vars(self))
+        del own["settings"], own["rows"]
+        return _strict({**own, "groups": groups})
 
 
 def compare(
@@ -135,9 +134,7 @@ def compare(
         if of.get(number, number) != number:
             other = groups[of[number]]
             curve = None if highest_is_best else _curve(groups, other, metric)
-            judged = _judged(
-                *(group, other), curve=curve, margin=margin, error_rate=error_rate, sign=sign
-            )
+            judged = _judged(group, other, curve, margin, error_rate, sign)
         rows.append(Row(group, judged, number in of.values()))
     rows.sort(key=lambda row: sign * row.group.mean if row.group.finite else math.inf)
     return Comparison(
@@ -149,9 +146,13 @@ def compare(
 
 
 def _judged(
-    *both: Group, curve: Curve | None, margin: float, error_rate: float, sign: float
+    group: Group,
+    baseline: Group,
+    curve: Curve | None,
+    margin: float,
+    error_rate: float,
+    sign: float,
 ) -> Verdict:
-    group, baseline = both
     # Pair the seeds that both have, if there are enough; otherwise compare all runs unpaired.
     ours, theirs = group.runs, baseline.runs
     pairs = [(run, theirs[seed]) for seed, run in ours.items() if seed in theirs]
@@ -167,11 +168,11 @@ def _judged(
         text = text_precision(batch_differences(pairs))
     costs = {}
     for name in ("steps", "FLOPs", "seconds"):
-        of_group, of_baseline = (
-            [getattr(run, name.lower()) for run in each.runs.values()] for each in both
+        ours_R, theirs_R = (
+            [getattr(run, name.lower()) for run in each.values()] for each in (ours, theirs)
         )
-        if all([*of_group, *of_baseline]):
-            costs[name] = float(np.mean(of_baseline) / np.mean(of_group))
+        if all([*ours_R, *theirs_R]):
+            costs[name] = float(np.mean(theirs_R) / np.mean(ours_R))
     return Verdict(
         baseline=baseline,
         difference=difference,

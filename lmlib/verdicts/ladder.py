@@ -33,7 +33,50 @@ class Ladder:
 
     def text(self, budgets: Sequence[float]) -> str:
         """Returns a table of the runs and the law, its numbers, and the optimum for each budget."""
-        return "\n".join(_lines(self, budgets))
+        return "\n".join(self._lines(budgets))
+
+    def _lines(self, budgets: Sequence[float]) -> Iterator[str]:
+        law, runs = self.law, self.runs
+        titles = ("C, FLOPs",) if law.of_compute else ("N, parameters", "D, tokens")
+        rows = [("run", *titles, f"loss, {runs[0].unit}", "fitted")]
+        for each in runs:
+            place = (count_text(each.parameters), count_text(each.tokens))
+            compute = (f"{FLOPS * each.parameters * each.tokens:.3g}",)
+            fitted = f"{law.loss(each.parameters, each.tokens):.4f}"
+            row = compute if law.of_compute else place
+            rows.append((each.run.name, *row, f"{each.value:.4f}", fitted))
+        yield columns(rows)
+        yield f"\n{law}, fitted to {len(runs)} runs; root mean square error {law.fit.error:.2%}"
+        for quantity, value in law.fixed.items():
+            yield f"All runs have {count_text(value)} {quantity}; their term is part of E."
+        rows = [("", "", "90 % interval")]
+        for name, (value, low, high) in law.numbers.items():
+            rows.append((name, f"{value:.4g}", f"{low:.4g} to {high:.4g}"))
+        yield f"\n{columns(rows)}\n"
+        if law.of_compute:
+            yield "C = 6·N·D for N parameters, including embeddings, and D targets seen."
+        else:
+            yield "N: parameters, including embeddings. D: targets seen."
+        spent = [x.flops / x.parameters / x.tokens for x in runs if x.flops is not None]
+        if len(law.quantities) == 2 and spent:
+            yield (
+                f"These runs used {min(spent):.3g} to {max(spent):.3g} FLOPs per parameter and "
+                f"token; a budget assumes {FLOPS:g}."
+            )
+        for flops in budgets:
+            yield f"\n{'At' if law.of_compute else 'Best for'} {flops:.3g} FLOPs:"
+            rows = []
+            for name, best in law.optimum(flops).items():
+                texts = [f"{x:.4f}" if name == "loss" else count_text(x) for x in best]
+                rows.append((f"  {name}", texts[0], f"{texts[1]} to {texts[2]}"))
+            yield columns(rows)
+        if not law.of_compute and (others := list(differing_settings(runs, _OF_SIZE))):
+            yield (
+                f"\nWARNING: these runs also differ in {', '.join(others[:6])}, which the law "
+                "ignores. Fit runs of one recipe, or the best run of each size."
+            )
+        if self.left_out:
+            yield "\n".join(["", *self.left_out])
 
     def as_json(self, budgets: Sequence[float]) -> dict[str, Any]:
         """Returns the ladder as JSON values; an unbounded end of an interval is null."""
@@ -78,47 +121,3 @@ def ladder_of(runs: Iterable[Run], metric: str = USUAL_METRIC, of_compute: bool 
     except ValueError as error:
         raise ValueError("; ".join([str(error), *left_out])) from error
     return Ladder(metric, finished, left_out, law)
-
-
-def _lines(ladder: Ladder, budgets: Sequence[float]) -> Iterator[str]:
-    law, runs = ladder.law, ladder.runs
-    titles = ("C, FLOPs",) if law.of_compute else ("N, parameters", "D, tokens")
-    rows = [("run", *titles, f"loss, {runs[0].unit}", "fitted")]
-    for each in runs:
-        place = (count_text(each.parameters), count_text(each.tokens))
-        compute = (f"{FLOPS * each.parameters * each.tokens:.3g}",)
-        fitted = f"{law.loss(each.parameters, each.tokens):.4f}"
-        row = compute if law.of_compute else place
-        rows.append((each.run.name, *row, f"{each.value:.4f}", fitted))
-    yield columns(rows)
-    yield f"\n{law}, fitted to {len(runs)} runs; root mean square error {law.fit.error:.2%}"
-    for quantity, value in law.fixed.items():
-        yield f"All runs have {count_text(value)} {quantity}; their term is part of E."
-    rows = [("", "", "90 % interval")]
-    for name, (value, low, high) in law.numbers.items():
-        rows.append((name, f"{value:.4g}", f"{low:.4g} to {high:.4g}"))
-    yield f"\n{columns(rows)}\n"
-    if law.of_compute:
-        yield "C = 6·N·D for N parameters, including embeddings, and D targets seen."
-    else:
-        yield "N: parameters, including embeddings. D: targets seen."
-    spent = [x.flops / x.parameters / x.tokens for x in runs if x.flops is not None]
-    if len(law.quantities) == 2 and spent:
-        yield (
-            f"These runs used {min(spent):.3g} to {max(spent):.3g} FLOPs per parameter and token; "
-            f"a budget assumes {FLOPS:g}."
-        )
-    for flops in budgets:
-        yield f"\n{'At' if law.of_compute else 'Best for'} {flops:.3g} FLOPs:"
-        rows = []
-        for name, best in law.optimum(flops).items():
-            texts = [f"{x:.4f}" if name == "loss" else count_text(x) for x in best]
-            rows.append((f"  {name}", texts[0], f"{texts[1]} to {texts[2]}"))
-        yield columns(rows)
-    if not law.of_compute and (others := list(differing_settings(runs, _OF_SIZE))):
-        yield (
-            f"\nWARNING: these runs also differ in {', '.join(others[:6])}, which the law ignores. "
-            "Fit runs of one recipe, or the best run of each size."
-        )
-    if ladder.left_out:
-        yield "\n".join(["", *ladder.left_out])

@@ -126,20 +126,18 @@ class Fit:
             terms = np.maximum(terms, _LEAST_TERM * self.losses_R.min())
             starts.append((error, np.log(np.concatenate([terms, exponents]))))
         starts.sort(key=lambda each: each[0])
-        solved = [
-            self._solve(start, width, self._residuals, self._jacobian)
-            for _, start in starts[:_STARTS]
-        ]
+        functions = self._residuals, self._jacobian
+        solved = [self._solve(start, width, *functions) for _, start in starts[:_STARTS]]
         return min(solved, key=lambda each: each.cost).x
 
-    def _solve(self, start: np.ndarray, width: float, *functions: Any) -> optimize.OptimizeResult:
-        """Minimises the Huber loss of the residuals (with a Jacobian) in `functions`."""
+    def _solve(
+        self, start: np.ndarray, width: float, residuals: Any, jacobian: Any
+    ) -> optimize.OptimizeResult:
+        """Minimizes the Huber loss of the residuals."""
         start = np.clip(start, self._low + 1, self._high - 1)  # small steps at bounds
-        return optimize.least_squares(
-            *(functions[0], start, functions[1]),
-            bounds=(self._low, self._high), loss="huber", f_scale=width,
-            xtol=1e-10, ftol=1e-12, gtol=1e-12, max_nfev=1_000,
-        )  # fmt: skip
+        limits = {"xtol": 1e-10, "ftol": 1e-12, "gtol": 1e-12, "max_nfev": 1_000}
+        huber = {"bounds": (self._low, self._high), "loss": "huber", "f_scale": width}
+        return optimize.least_squares(residuals, start, jacobian, **huber, **limits)
 
     def _end(self, q: Callable[[PowerLaw], float], reach: float) -> float:
         """Returns the value of q at which the profile's sum of squares has risen by reach².

@@ -52,7 +52,7 @@ class ScalingLaw:
     @property
     def names(self) -> tuple[str, ...]:
         """The names of its numbers: E, then A and B, then α and β."""
-        _, scales, exponents, _ = zip(*map(_QUANTITIES.__getitem__, self.quantities), strict=True)
+        _, scales, exponents, _ = zip(*(_QUANTITIES[x] for x in self.quantities), strict=True)
         return ("E", *scales, *exponents)
 
     @functools.cached_property
@@ -123,10 +123,24 @@ def fit_scaling_law(
             "sizes, or with three numbers of tokens"
         )
     for name in quantities:
-        _check_values(name, columns[name])
+        values, (_, scale, exponent, least_range) = np.unique(columns[name]), _QUANTITIES[name]
+        if len(values) < LEAST_VALUES or values[-1] / values[0] < least_range:
+            listed = ", ".join(map(count_text, values[:4])) + ", …" * (len(values) > 4)
+            raise ValueError(
+                f"E, {scale} and {exponent} are not identified: the runs have {len(values)} "
+                f"numbers of {name} ({listed}), which span a factor of "
+                f"{values[-1] / values[0]:.2f}. Give at least {LEAST_VALUES} that span "
+                f"{least_range:.0f}{', or one' * (not of_compute)}."
+            )
     x_RK = np.column_stack([columns[name] for name in quantities])
     if len(quantities) == 2:
-        _check_separate(np.log(x_RK))
+        u_R, v_R = (np.log(x_RK) - np.log(x_RK).mean(0)).T
+        if np.std(v_R - u_R * (u_R @ v_R) / (u_R @ u_R)) < _LEAST_SPREAD:
+            raise ValueError(
+                "α and β are not identified: the tokens of these runs follow from their "
+                "parameters, so either could have lowered the loss. Add runs of one size with "
+                "more or fewer tokens."
+            )
     unknown, places = 1 + 2 * len(quantities), len(np.unique(x_RK, axis=0))
     if places < unknown or len(losses_R) <= unknown:
         raise ValueError(
@@ -145,27 +159,6 @@ def fit_scaling_law(
                 "values give the same losses. Add runs of more sizes or lengths, or more seeds."
             )
     return made
-
-
-def _check_values(name: str, x_R: np.ndarray) -> None:
-    values, (_, scale, exponent, least_range) = sorted(set(x_R.tolist())), _QUANTITIES[name]
-    if len(values) >= LEAST_VALUES and values[-1] / values[0] >= least_range:
-        return
-    listed = ", ".join(count_text(value) for value in values[:4]) + ", …" * (len(values) > 4)
-    raise ValueError(
-        f"E, {scale} and {exponent} are not identified: the runs have {len(values)} numbers of "
-        f"{name} ({listed}), which span a factor of {values[-1] / values[0]:.2f}. Give at least "
-        f"{LEAST_VALUES} that span {least_range:.0f}{', or one' * (name != 'compute')}."
-    )
-
-
-def _check_separate(logs_RK: np.ndarray) -> None:
-    u_R, v_R = (logs_RK - logs_RK.mean(0)).T
-    if np.std(v_R - u_R * (u_R @ v_R) / (u_R @ u_R)) < _LEAST_SPREAD:
-        raise ValueError(
-            "α and β are not identified: the tokens of these runs follow from their parameters, so "
-            "either could have lowered the loss. Add runs of one size with more or fewer tokens."
-        )
 
 
 def _best(law: PowerLaw, flops: float) -> tuple[float, float, float]:

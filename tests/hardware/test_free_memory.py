@@ -51,7 +51,7 @@ def files(folder, contents):
     ],
     ids=["nothing", "machine", "version 2", "version 1", "no limit"],
 )
-def test_what_a_process_can_have(tmp_path, contents, expected):
+def test_free_memory_of_a_process(tmp_path, contents, expected):
     if contents:
         contents = {"proc/meminfo": MEMINFO, "proc/self/status": "VmRSS:  30 kB\n"} | contents
     assert files(tmp_path, contents) == expected

@@ -108,7 +108,7 @@ def test_scopes_and_transformations_say_where():
 def test_one_device_sends_nothing():
     found = collectives(read_program(jax.jit(jnp.sin).lower(1.0).compile().as_text()), make_mesh())
     assert found == ()
-    assert str(found) == "The devices send each other nothing."
+    assert str(found) == "No communication between devices."
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_a_collective_in_several_fusions_is_one():
     assert not scattered.overlaps
 
 
-def test_what_sparse_cores_send_is_found():
+def test_collectives_of_sparse_cores():
     """On 7x a SparseCore sends beside everything else, from the update to the end. Channels are
     numbered anew in each computation."""
     text = program_text("on_sparse_cores")
@@ -168,7 +168,7 @@ def test_what_sparse_cores_send_is_found():
 
 
 @needs_tpu_compiler
-def test_what_slices_send_each_other_is_found():
+def test_collectives_between_slices():
     """Groups number the devices of one slice; the host's runtime sums over slices."""
     mesh = make_mesh(fsdp=2, tensor=-1, devices=absent("2xv5e:2x2")[1])
     within, between = collectives(read_program(program_text("between_slices")), mesh)
@@ -178,7 +178,7 @@ def test_what_slices_send_each_other_is_found():
     assert between.overlaps
 
 
-def test_what_is_laid_end_to_end_is_taken_apart_and_its_source_is_found():
+def test_concatenated_arrays_are_separated_and_have_a_source():
     (one,) = collectives(read_program(program_text("concatenated")), make_mesh(fsdp=8))
     assert [array.shape for array in one.arrays] == [(100,), (28,)]
     assert one.phase == "backward"

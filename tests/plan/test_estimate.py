@@ -72,7 +72,7 @@ def test_float32_and_blocks_that_are_not_full_cost_more():
     assert ragged == pytest.approx(estimated([matmul(1_152, 8_192, 8_192)]).step_seconds)
 
 
-def test_what_is_no_matmul_takes_its_bytes():
+def test_other_operations_take_their_bytes():
     found = estimated(moved=[Traffic("optimizer", "update", False, 10**9)])
     assert found.step_seconds == pytest.approx(1e9 / MEMORY)
 
@@ -140,7 +140,7 @@ def test_seconds_of_a_route():
 @pytest.mark.parametrize(
     ("size", "dimensions", "ring"), [(16, 2, True), (8, 2, False), (4, 3, True), (2, 3, False)]
 )
-def test_which_dimensions_of_a_torus_close(size, dimensions, ring):
+def test_rings_of_a_torus(size, dimensions, ring):
     assert closes(size, dimensions) is ring
 
 
@@ -214,7 +214,7 @@ def test_slices_that_gpus_copy_ahead_of_time_are_not_what_they_are_cut_from():
     assert found.bytes == 2 * 1_000 * 4
 
 
-def test_of_a_slice_of_another_dtype_the_slice_is_read():
+def test_a_slice_of_another_dtype_reads_only_the_slice():
     (found,) = traffic(read_program(program_text("slice_of_another_dtype")), SCOPES)
     assert found.bytes == (4 + 2) * 1_000
 
@@ -224,5 +224,5 @@ def test_kernels_are_counted_as_often_as_their_loop_turns():
     found = kernels(read_program(program_text("kernels_in_a_loop")))
     assert found == Kernels(14, 7 * (3 + 2) * array, 7 * 3 * array)
     assert str(found) == (
-        "14 kernels read and write 350 KB, 140 KB of it in those that multiply no matrices"
+        "14 kernels read and write 350 KB, 140 KB of it outside matmuls and attention"
     )

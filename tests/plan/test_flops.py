@@ -74,7 +74,7 @@ def test_products_by_group_count_as_in_even_routing(rows):
     assert trips == ({3, 0} if rows == 96 else {2})
 
 
-def test_of_a_conditional_the_dearer_branch_counts():
+def test_a_conditional_counts_its_dearer_branch():
     def function(x, w):
         return jax.lax.cond(x[0, 0] > 0, lambda: x @ w, lambda: (x @ w) @ w)
 

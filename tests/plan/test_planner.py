@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import re
+from pathlib import Path
 
 import fiddle as fdl
 import jax
@@ -125,7 +126,7 @@ def test_state_is_sharded_over_all_devices(planned):
 
 
 @pytest.mark.landing
-def test_layer_inputs_that_lie_whole_along_tensor_are_told():
+def test_copies_of_layer_inputs_along_tensor_are_named():
     target = parse("cpu:8")
     base = dataclasses.replace(
         experiment(target), mesh=make_mesh(fsdp=4, tensor=2, devices=target.devices())
@@ -166,7 +167,7 @@ def test_the_report_can_be_read(planned):
 
 @pytest.mark.slow
 @needs_tpu_compiler
-def test_what_is_offloaded_lies_in_the_memory_of_the_host():
+def test_offloaded_activations_are_in_host_memory():
     target = parse("v5e:2x2")
     inner = ("mlp_gate", "mlp_up")
     kept, offloaded = (
@@ -204,7 +205,7 @@ def test_too_large_for_a_tpu_is_an_answer():
     assert report.collectives is None and "the step does not fit" in str(report)
 
 
-def test_whether_it_fits_is_told_by_the_capacity(planned):
+def test_the_capacity_decides_whether_a_step_fits(planned):
     target, report = planned
     if target.accelerator.platform == "cuda":
         assert report.memory.capacity == round(0.95 * 84_942_979_072)
@@ -214,7 +215,7 @@ def test_whether_it_fits_is_told_by_the_capacity(planned):
     assert enough.fits is True and enough.verdict.endswith(", 0 B to spare")
 
 
-def test_reading_weights_is_told_where_it_takes_more_than_the_step(planned):
+def test_reading_weights_may_need_more_than_the_step(planned):
     """The largest tensor is read whole."""
     _, report = planned
     assert report.memory.loading == 0 and "reading weights" not in str(report.memory)
@@ -251,7 +252,7 @@ def test_the_expected_step_is_what_an_h200_measured():
 @pytest.mark.parametrize(
     ("target", "expected"), [("h100:1x1", "auto"), ("mi300x:1x1", "blockwise")]
 )
-def test_what_another_vendors_compiler_plans_has_no_kernel_of_its_own(target, expected):
+def test_another_vendors_compiler_plans_without_its_own_kernels(target, expected):
     target = parse(target)
     planned, _ = compilable(experiment(target), target)
     assert planned.compute.attention == expected
@@ -322,7 +323,7 @@ def test_405b_trains_on_eight_devices_of_192_gb():
 
 
 @pytest.mark.slow
-def test_of_eight_simulated_devices_each_holds_an_eighth_of_the_base():
+def test_each_of_eight_simulated_devices_holds_an_eighth_of_the_base():
     cfg = configs.load("experiments/llama_8b_lora", ["tiny"], ["mesh.fsdp=8", "model.of.layers=1"])
     target = parse("cpu:8")
     report = plan(fdl.build(without_data(cfg)), target)
@@ -343,58 +344,16 @@ def test_of_eight_simulated_devices_each_holds_an_eighth_of_the_base():
     assert made_once(report) == pytest.approx(expected - of_input + scores_again, rel=0.003)
 
 
-BEFORE_SCHEDULING = (
-    "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries "
-    "(19.79G) exceeds available HBM (15.75G)."
-)
-AFTER_SCHEDULING = """RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in \
-memory space hbm. Used 20.63G of 15.48G hbm. Exceeded hbm capacity by 5.15G.
-
-Total hbm usage >= 21.14G:
-    reserved        530.00M
-    program          20.63G
-    arguments            0B
-
-Program hbm requirement 20.63G:
-    HLO temp         20.63G (99.9% utilization: Unpadded (20.60G) Padded (20.63G), 0.1% \
-fragmentation (22.45M))
-
-  Largest program allocations in hbm:
-
-  1. Size: 4.00G
-     Operator: op_name="pmap(train_step)/jit(main)/dot_general" source_file="model.py"
-     Shape: bf16[32,2048,32768]{2,1,0:T(8,128)(2,1)}
-     Unpadded size: 4.00G
-     XLA label: fusion.4 = fusion(...)
-     Allocation type: HLO temp
-     ==========================
-
-  2. Size: 512.00M
-     Shape: bf16[8192,32768]{1,0:T(8,128)(2,1)}
-     Unpadded size: 512.00M
-     ==========================
-"""
-
-
-def test_temporaries_alone_do_not_fit():
-    found = out_of_memory(BEFORE_SCHEDULING)
-    assert found.temporaries_only
-    assert found.needed == round(19.79 * 2**30)
-    assert found.largest == ()
-
-
-def test_all_together_does_not_fit():
-    found = out_of_memory(AFTER_SCHEDULING)
-    assert not found.temporaries_only
-    assert found.needed == round(20.63 * 2**30)
-    first, second = found.largest
-    assert first.name.startswith("bf16[32,2048,32768]") and "dot_general" in first.name
-    assert first.bytes == 4 * 2**30
+def test_messages_about_memory_are_read():
+    text = (Path(__file__).parent / "programs/out_of_memory.txt").read_text()
+    before, after = (out_of_memory(f"RESOURCE_{each}") for each in text.split("RESOURCE_")[1:])
+    assert before.temporaries_only and not after.temporaries_only
+    assert (before.needed, after.needed) == (round(19.79 * 2**30), round(20.63 * 2**30))
+    first, second = after.largest
+    assert before.largest == () and "dot_general" in first.name
+    assert (first.bytes, second.bytes) == (4 * 2**30, 512 * 2**20)
+    assert first.name.startswith("bf16[32,2048,32768]")
     assert second.name.startswith("bf16[8192,32768]")
-    assert second.bytes == 512 * 2**20
-
-
-def test_other_errors_are_not_about_memory():
     assert out_of_memory("UNIMPLEMENTED: Stable sorting of more than 2^31-1 elements") is None
     assert out_of_memory("RESOURCE_EXHAUSTED: too many open files") is None
 

@@ -131,7 +131,7 @@ def test_trips_without_a_known_count(limit, trips):
     assert [loop.trips for loop in place.loops] == [trips]
     assert place.times == (trips or 1)
     assert instruction.results == (ArrayType("f32", (4,), memory=1),)
-    assert instruction.operands == ("x.1", "x.1")
+    assert [operand.name for operand in instruction.operands] == ["x.1", "x.1"]
     assert instruction.op_name == "jit(f)/layers/while/body/add"
 
 

@@ -161,7 +161,7 @@ def without_cache():
         compilation_cache.reset_cache()
 
 
-def test_what_the_partitioner_complains_about_is_named():
+def test_full_rematerializations_are_named():
     mesh = make_mesh(data=2, fsdp=4)
     types = (AxisType.Auto,) * len(mesh.axis_names)
     automatic = jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=types)

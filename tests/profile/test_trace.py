@@ -51,7 +51,7 @@ def read(folder: Path, text: str, platform: str) -> list[Execution]:
     ],
     ids=["cpu", "gpu", "tpu"],
 )
-def test_what_ran_is_read_once_and_no_launch_of_it(tmp_path, text, platform, device, program):
+def test_executions_are_read_once_without_their_launches(tmp_path, text, platform, device, program):
     (one,) = read(tmp_path, text, platform)
     assert (one.device, one.program, one.instruction) == (device, program, "fusion.7")
     assert (one.start, one.seconds) == (pytest.approx(2e-6), pytest.approx(3e-6))

@@ -61,7 +61,7 @@ def test_a_report_is_shown_written_and_kept(tmp_path, topology, devices):
     again = run_forked("-m", "runner.plan", *flags, environment=environment)
     assert again.returncode == FINISHED
     assert again.stdout == done.stdout
-    assert "was made before" in again.stderr and "compiling" not in again.stderr
+    assert "cached report" in again.stderr and "compiling" not in again.stderr
 
 
 def test_without_a_topology_it_tells_what_the_run_costs():
@@ -71,7 +71,7 @@ def test_without_a_topology_it_tells_what_the_run_costs():
     totals = [38_000 * 512 * (6 * weights + attention * 2 * 4 * 16 * 64) for attention in (12, 6)]
     whole, causal = (f"{total:.1e}".replace("e+", "e") for total in totals)
     assert done.stdout.startswith(f"38,000 steps of 512 tokens; {whole} FLOPs, ")
-    assert done.stdout.endswith(f"with its causal half they are {causal}.\n")
+    assert done.stdout.endswith(f"with causal attention these are {causal} FLOPs.\n")
 
 
 def test_an_override_may_stand_apart_from_its_value_and_be_written_as_a_float():
@@ -86,8 +86,11 @@ def test_an_override_may_stand_apart_from_its_value_and_be_written_as_a_float():
         ((), "give --fdl_config"),
         ((*SMALL, "--search"), "give --topology, for example v5e:16x16; there are v4, v5e"),
         ((*SMALL, "--topology=zx81:1"), "'zx81:1' is not a topology: write v5e:16x16"),
-        ((*SMALL, "--topology=cpu:8", "--search"), "how much memory cpu:8 has is unknown"),
-        ((*SMALL, "--topology=cpu:8", "--network=0"), "--network=0.0: GB/s, above 0, like 12.5"),
+        ((*SMALL, "--topology=cpu:8", "--search"), "the memory of cpu:8 is unknown"),
+        (
+            (*SMALL, "--topology=cpu:8", "--network=0"),
+            "--network=0.0: give GB/s above 0, for example 12.5",
+        ),
         ((*SMALL, "--topology=cpu:3"), "axis 'embed' of size 64 cannot be split"),
     ],
 )

@@ -20,7 +20,7 @@ def environments(tmp_path, monkeypatch):
     return folders
 
 
-def test_what_is_printed_is_split_into_what_was_meant(tmp_path):
+def test_a_shell_splits_the_printed_command(tmp_path):
     arguments = [f"--out={tmp_path}/it's a folder", "--prompt=def $x", "plain"]
     assert shlex.split(python_command("runner", *arguments))[1:] == ["-m", "runner", *arguments]
 

@@ -65,7 +65,7 @@ run(main)
 
 
 @pytest.mark.parametrize("more", [(), ("lossy",)])
-def test_whatever_a_command_writes_is_shown_on_a_terminal(more):
+def test_all_output_of_a_command_is_escaped_on_a_terminal(more):
     status, sent = run_on_terminal("-c", TALKS, *more)
     assert status == 1
     assert not commands_in(sent), sent

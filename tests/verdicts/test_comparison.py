@@ -61,7 +61,7 @@ def test_settings_are_grouped_over_seeds_and_sorted_and_judged(tmp_path):
     assert "Standard error from the validation text: " in text
 
 
-def test_what_has_no_effect_makes_no_other_group_and_what_varies_along_is_not_shown(tmp_path):
+def test_settings_without_effect_make_no_group(tmp_path):
     for seed, (mesh, width) in enumerate([(1, 64), (8, 64), (1, 128), (8, 128)]):
         settings = {"mesh.fsdp": mesh, "data.seed": seed, "validation.path": f"'{seed}'"}
         settings |= {"model.embed": width, "model.mlp": 4 * width, "mine": seed % 2}
@@ -185,7 +185,7 @@ def test_the_text_is_of_all_sets_in_the_metrics_unit(tmp_path, metric):
     assert one.text.of_the_mean == pytest.approx(unit * errors[1])
 
 
-def test_what_cannot_be_compared_is_left_out_by_name(tmp_path):
+def test_incomparable_runs_are_left_out_by_name(tmp_path):
     sweep(tmp_path, {0.001: (3.0,), 0.003: (2.9,)})
     names = {
         "unfinished": "has not finished: it has no result.json",

@@ -62,7 +62,7 @@ def best_of(numbers):
     return share ** (1 / (alpha + beta)) * (BUDGET / 6) ** (beta / (alpha + beta))
 
 
-def test_of_small_errors_the_intervals_are_students():
+def test_small_errors_give_students_intervals():
     """Of the problem made linear in the logarithms of the numbers."""
     losses = noisy(TRUTH, PLACES, 1e-5, 1)
     law = fit_scaling_law(*PLACES.T, losses)
@@ -163,7 +163,7 @@ BARE = PowerLaw(1e-12, TRUTH.scales_K, TRUTH.exponents_K)
         (PLACES, PowerLaw(np.nan, BARE.scales_K, BARE.exponents_K), "a law needs positive losses"),
     ],
 )  # fmt: skip
-def test_what_is_not_identified_is_named(places, law, told):
+def test_unidentified_parameters_are_named(places, law, told):
     noise = 1 if law is BARE else np.linspace(1, 1.001, len(places))
     with pytest.raises(ValueError, match=told):
         fit_scaling_law(*places.T, law.loss(places) * noise)

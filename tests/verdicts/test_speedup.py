@@ -87,7 +87,7 @@ def test_a_ladder_of_lengths_is_preferred_and_costs_are_those_of_the_runs(tmp_pa
     assert found.of_compute == pytest.approx({"steps": 1.0, "FLOPs": 0.5, "seconds": 1.0})
 
 
-def test_of_one_length_the_runs_own_curve_is_read_and_that_is_said(tmp_path):
+def test_runs_of_one_length_use_their_own_curve(tmp_path):
     for seed in range(3):
         for wide in (False, True):
             value = loss(4e6) - 0.02 * wide + 1e-4 * seed * (1 + wide)

@@ -32,7 +32,7 @@ def test_one_seed_has_the_standard_error_of_a_ratio():
     assert found.of_the_mean == pytest.approx(found.of_one_seed) and found.share is None
 
 
-def test_what_all_seeds_share_stays_and_what_they_do_not_averages_out():
+def test_shared_errors_stay_and_others_average_out():
     generator = np.random.default_rng(0)
     seeds, batches = 8, 2_000
     shared = text_precision([made(generator, seeds, batches, 1.0, 0.0)])
