@@ -41,9 +41,9 @@ from runner.errors import ConfigError, user_errors
 from runner.monitoring.phases import Limits
 from runner.processes.launch import Processes
 from runner.processes.lock import wait_for_lock
-from runner.processes.parent import end_with_parent
+from runner.processes.parent import Supervisor, connect_to_parent
 from runner.processes.stopping import StopSignals
-from runner.processes.supervisor import Connection, supervise
+from runner.processes.supervisor import supervise
 from runner.training.options import Options
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "folder for everything that the run writes")
@@ -114,8 +114,7 @@ _LIMITS = {
 def main(arguments: Sequence[str]) -> int:
     """Runs the command and returns the exit status."""
     lossy_standard_streams()
-    end_with_parent()
-    supervisor = Connection.inherited()
+    supervisor = connect_to_parent()
     processes = Processes(
         _COORDINATOR.value,
         _NUM_PROCESSES.value,
@@ -135,7 +134,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _supervise_or_train(
-    arguments: Sequence[str], processes: Processes, supervisor: Connection | None
+    arguments: Sequence[str], processes: Processes, supervisor: Supervisor | None
 ) -> int:
     check_chosen(arguments, "experiments/quickstart")
     workdir = chosen_workdir(_WORKDIR.value, _ALLOW_OTHER_FILES.value)
@@ -188,7 +187,7 @@ def _supervise_or_train(
         experiment_file=configs.experiment_file(flags.FLAGS.fdl_config),
         started=runner.IMPORTED_AT,
     )
-    _train(workdir, options)
+    _train(workdir, options, processes)
     return FINISHED
 
 
@@ -220,7 +219,7 @@ def _stop_on_signals() -> Callable[[int], bool]:
     return lambda step: asked.is_set()
 
 
-def _train(workdir: Path, options: Options) -> None:
+def _train(workdir: Path, options: Options, processes: Processes) -> None:
     # Slow imports, so the signal handlers are installed first.
     import jax
 
@@ -232,6 +231,7 @@ def _train(workdir: Path, options: Options) -> None:
     check_devices()
     require_equal_devices()
     with agreed():
+        processes.check_joined(jax.process_count())
         cfg = chosen_config()
     result = fit(cfg, workdir, options)
     if jax.process_index() == 0:

@@ -1,12 +1,17 @@
 """Runs of several real processes on one machine, through the real command line."""
 
+import io
 import os
 import re
 import shutil
 import signal
+import socket
+import time
 from pathlib import Path
 
 import pytest
+from buckets.fixtures import folder_in_bucket
+from forked_processes import ForkedProcess, run_forked
 from several_processes import (
     SECONDS,
     STEPS,
@@ -18,9 +23,13 @@ from small_runs import EXPERIMENT as SMALL
 
 from lmlib.checkpoint import Checkpoints
 from lmlib.metrics.log import read_metrics
+from lmlib.storage.bucket.copies import file_of
+from lmlib.storage.bucket.store import BucketStore
+from lmlib.storage.bucket.url import BucketUrl
+from lmlib.storage.local_folder import folder_to_read
 from runner.command_line.exit_status import FAILED, MISTAKE, PEER_ENDED, STOPPED
 from runner.errors import ConfigError
-from runner.processes.endings import ending
+from runner.processes.endings import detects_nothing, ending
 from runner.processes.launch import Processes
 
 
@@ -63,7 +72,7 @@ def killed(folder):
 
 
 @pytest.mark.slow
-def test_when_a_process_is_killed_the_others_name_it_and_end(killed):
+def test_the_others_name_a_killed_process_and_end(killed):
     run, exit_codes, workdir = killed
     assert exit_codes == [PEER_ENDED, -signal.SIGKILL], run.everything()
     last = run.output(0).rstrip().rpartition("\n")[2]
@@ -77,16 +86,16 @@ def test_when_a_process_is_killed_the_others_name_it_and_end(killed):
 
 
 @pytest.mark.slow
-def test_two_processes_give_the_curve_of_one(killed, alone):
-    """As far as they came; the last line may still have lacked its validation."""
+def test_two_processes_make_the_curve_of_one(killed, alone):
+    """Up to the kill; the last line may lack its validation."""
     _, _, workdir = killed
     lines, others = read_metrics(workdir)[:-1], read_metrics(alone)
     for line, expected in zip(lines, others[: len(lines)], strict=True):
         assert_same_line(line, expected)
 
 
-def go_on(killed, folder, count):
-    """The processes that continued a copy of the killed run, and its workdir."""
+def resumed(killed, folder, count):
+    """Returns the processes that resumed a copy of the killed run, and its workdir."""
     _, _, left = killed
     workdir = folder / f"workdir_continued_{count}"
     shutil.copytree(left, workdir)
@@ -97,22 +106,21 @@ def go_on(killed, folder, count):
 
 @pytest.fixture(scope="module")
 def four(killed, folder):
-    return go_on(killed, folder, 4)
+    return resumed(killed, folder, 4)
 
 
 @pytest.fixture(scope="module", params=[1, 4])
 def continued(killed, folder, request):
     if request.param == 4:
         return request.getfixturevalue("four")
-    return go_on(killed, folder, request.param)
+    return resumed(killed, folder, request.param)
 
 
 @pytest.mark.slow
-def test_other_numbers_of_processes_continue_it_on_the_same_curve(continued, alone):
+def test_other_numbers_of_processes_resume_on_the_same_curve(continued, alone):
     run, workdir = continued
     assert re.search(rf"resuming after step \d+ of {STEPS}", run.output(0))
     assert_same_curve(workdir, alone)
-    # The log of the run before is still there.
     assert (workdir / "logs" / "process_00000.log").read_text().count("=== process 0 of ") == 2
 
 
@@ -161,12 +169,12 @@ def test_processes_that_do_not_find_each_other_say_so(tmp_path):
     waiting = SeveralProcesses(2, tmp_path / "b", tmp_path / "outputs_b", only=[0], flags=limit)
     assert alone.exit_codes() == [MISTAKE], alone.everything()
     assert waiting.exit_codes() == [MISTAKE], waiting.everything()
-    assert "error: process 1 could not reach the coordinator within 3 s" in alone.output(1)
-    assert "error: process 0 waited 3 s and process 1 did not come" in waiting.output(0)
+    assert "error: process 1 did not find the others within 3 s" in alone.output(1)
+    assert "error: process 0 did not find the others within 3 s" in waiting.output(0)
 
 
 @pytest.mark.slow
-def test_processes_meet_past_a_proxy(tmp_path):
+def test_processes_connect_without_the_proxy(tmp_path):
     nobody = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
     SeveralProcesses(
         2,
@@ -214,6 +222,156 @@ def test_a_signal_to_one_process_stops_all_with_one_checkpoint(tmp_path):
         assert checkpoints.newest_sound() == last["step"]
 
 
+PROCESS = """
+import sys, jax
+address, process = sys.argv[1], int(sys.argv[2])
+jax.distributed.initialize(
+    address, 2, process, cluster_detection_method="deactivate",
+    heartbeat_timeout_seconds=4, shutdown_timeout_seconds=2,
+)
+print("joined", flush=True)
+sys.stdin.readline()
+jax.distributed.shutdown()
+"""
+SIGNALS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
+NOTHING = "import jax\njax.distributed.initialize(cluster_detection_method='deactivate')"
+
+
+def missed(missing, how, folder):
+    """Returns the output and exit code of a process after the other, `missing`, was lost."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    both, asked, told = [], [], []
+    for n in range(2):
+        (stdin, question), (answer, stdout) = os.pipe(), os.pipe()
+        asked.append(question), told.append(answer)
+        with (folder / str(n)).open("w") as file:
+            process = ForkedProcess(
+                *("-c", PROCESS, address, str(n)), stdin=stdin, stdout=stdout, stderr=file
+            )
+        both.append(process)
+        os.close(stdin), os.close(stdout)
+    other = 1 - missing
+    try:
+        assert [io.FileIO(each, closefd=False).readline() for each in told] == [b"joined\n"] * 2
+        if how in SIGNALS:
+            both[missing].send_signal(SIGNALS[how])
+        else:  # it does not reach the shutdown
+            os.write(asked[other], b"\n")
+        returncode = both[other].wait(SECONDS)
+        return (folder / str(other)).read_text(), returncode
+    finally:
+        for process in both:
+            process.kill()
+        for end in (*asked, *told):
+            os.close(end)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("missing", "how", "message"),
+    [
+        (1, "killed", "process 0 ends because process 1 ended or stopped answering"),
+        (0, "killed", "process 1 ends because process 0, the coordinator, ended"),
+        (0, "stopped", "process 1 ends because process 0, the coordinator, ended, stopped"),
+        (1, "waits", "process 0 ends because process 1 did not reach a barrier in time"),
+    ],
+)
+def test_the_missing_process_is_found_in_the_output_of_jax(missing, how, message, tmp_path):
+    written, returncode = missed(missing, how, tmp_path)
+    assert returncode == -signal.SIGABRT, written
+    told = ending(returncode, written, 1 - missing, True, heartbeat_seconds=4, startup_seconds=60)
+    assert told.exit_code == PEER_ENDED
+    assert message in told.message, written
+
+
+def test_jax_says_that_it_detects_nothing():
+    ended = run_forked("-c", NOTHING)
+    assert ended.returncode == 1
+    assert detects_nothing(RuntimeError(ended.stderr)), ended.stderr
+
+
+# One device per process; both four and three divide the rows and the weights.
+FLAGS = ("--fdl.mesh.tensor=1", "--fdl.data.batch_size=12", "--fdl.validation.batch_size=12",
+         "--fdl.model.embed=48", "--fdl.model.mlp=96")  # fmt: skip
+
+
+def started(processes, workdir, outputs):
+    return SeveralProcesses(processes, workdir, outputs, devices=processes, flags=FLAGS)
+
+
+@pytest.mark.slow
+def test_four_then_three_then_four_make_the_curve_of_one(tmp_path):
+    workdir, outputs = tmp_path / "run", tmp_path / "outputs"
+    run = started(4, workdir, outputs / "four")
+    run.wait_for_lines(workdir, 7)
+    run.running[3].send_signal(signal.SIGKILL)
+    assert run.exit_codes() == [PEER_ENDED] * 3 + [-signal.SIGKILL], run.everything()
+
+    left = started(3, workdir, outputs / "three")
+    left.wait_for_lines(workdir, 14)
+    left.running[0].send_signal(signal.SIGTERM)
+    assert left.exit_codes() == [STOPPED] * 3, left.everything()
+    stopped = len(read_metrics(workdir))
+    assert 14 <= stopped < STEPS
+
+    again = started(4, workdir, outputs / "again").finished()
+    assert re.search(r"resuming after step 5 of 30", left.output(0))
+    assert f"resuming after step {stopped} of {STEPS}" in again.output(0)
+    started(1, tmp_path / "alone", outputs / "one").finished()
+    assert_same_curve(workdir, tmp_path / "alone")
+
+
+@pytest.fixture(params=["s3", "gs"])
+def url(request, monkeypatch):
+    with folder_in_bucket(request.param, monkeypatch) as (found, _):
+        yield found
+
+
+def started_in(url, folder, count, **settings):
+    """Starts processes with their own copies of the bucket's files, as on several machines."""
+    machines = {
+        process: {"XDG_CACHE_HOME": str(folder / f"machine_{process}")} for process in range(count)
+    }
+    return SeveralProcesses(count, url, folder / "outputs", environments=machines, **settings)
+
+
+def wait_for(url, step, run):
+    deadline = time.monotonic() + SECONDS
+    with Checkpoints(f"{url}/checkpoints", read_only=True) as checkpoints:
+        while step not in checkpoints.steps():
+            assert time.monotonic() < deadline, run.everything()
+
+
+@pytest.mark.slow
+def test_a_run_in_a_bucket_survives_a_lost_machine(url, tmp_path, monkeypatch):
+    store = BucketStore(BucketUrl.parsed(url))
+    first = started_in(url, tmp_path / "first", 2)
+    wait_for(url, 10, first)
+    os.kill(first.running[1].pid, signal.SIGKILL)
+    codes = first.exit_codes()
+    assert codes[0] == 3 and "because process 1 ended or stopped answering" in first.output(0)
+
+    started_in(url, tmp_path / "second", 2).finished()
+    SeveralProcesses(1, tmp_path / "alone", tmp_path / "of_alone").finished()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "reader"))
+    assert_same_curve(folder_to_read(url), tmp_path / "alone")
+
+    logs = {file_of(name).rpartition("/") for name in store.list("logs")}
+    assert sorted(name for *_, name in logs) == sorted(
+        f"process_{process:05}.log" for process in (0, 1) * 2
+    )
+
+
+@pytest.mark.slow
+def test_two_workdirs_in_buckets_are_refused(url, tmp_path):
+    run = started_in(url, tmp_path / "run", 2, own={1: [f"--workdir={url}_other"]})
+    assert run.exit_codes() == [MISTAKE, MISTAKE], run.everything()
+    assert "error: the workdir of process 1 differs from process 0" in run.output(0)
+    assert not BucketStore(BucketUrl.parsed(url)).list("checkpoints")
+
+
 UNHEALTHY = """The following tasks are unhealthy (stopped sending heartbeats):
 1
 12
@@ -241,23 +399,23 @@ The first task at the barrier: 1. Some timed out task names:
         (-signal.SIGABRT, UNREACHABLE, PEER_ENDED, "because process 0, the coordinator, ended"),
         (-signal.SIGABRT, SILENT, PEER_ENDED, "because process 0, the coordinator, ended, stopped"),
         (-signal.SIGABRT, FATAL, PEER_ENDED, "because another process ended or stopped"),
-        (-signal.SIGABRT, BARRIER, PEER_ENDED, "because process 2 did not come to a barrier"),
+        (-signal.SIGABRT, BARRIER, PEER_ENDED, "because process 2 did not reach a barrier"),
         (-signal.SIGABRT, "", 134, "process 3 was ended by SIGABRT"),
-        (-signal.SIGKILL, "", 137, "process 3 was ended by SIGKILL, perhaps for want of memory"),
+        (-signal.SIGKILL, "", 137, "process 3 was ended by SIGKILL, perhaps for lack of memory"),
         (1, "Traceback …\nOSError: gone\n", FAILED, "process 3 failed: OSError: gone"),
     ],
 )
-def test_how_a_process_ended(returncode, output, exit_code, message):
-    told = ending(returncode, output, 3, True, True, heartbeat_seconds=30, startup_seconds=300)
+def test_the_ending_of_a_connected_process(returncode, output, exit_code, message):
+    told = ending(returncode, output, 3, True, heartbeat_seconds=30, startup_seconds=300)
     assert told.exit_code == exit_code
     assert message in told.message
 
 
-@pytest.mark.parametrize("joined", [False, True])
-def test_a_process_that_jax_never_connected_is_told_what_to_do(joined):
-    told = ending(-signal.SIGABRT, UNREACHABLE, 1, joined, False, 30, startup_seconds=300)
+def test_a_process_that_jax_never_connected_gets_advice():
+    status = "absl::Status: INVALID_ARGUMENT: Unexpected task registered with task=2\n\nRPC: …"
+    told = ending(-signal.SIGABRT, status, 1, False, 30, startup_seconds=300)
     assert told.exit_code == MISTAKE
-    assert "did not find the others within 300 s" in told.message
+    assert "did not find the others within 300 s (INVALID_ARGUMENT: Unexpected task" in told.message
     assert "proxy" in told.message and "--distributed=off" in told.message
     assert "checkpoint" not in told.message
 
@@ -265,17 +423,20 @@ def test_a_process_that_jax_never_connected_is_told_what_to_do(joined):
 @pytest.mark.parametrize(
     ("processes", "message"),
     [
-        (Processes("localhost:1234", 2), "--process_id all together"),
+        (Processes("localhost:1234", 2), "--process_id together"),
         (Processes(None, 2, 0), "--coordinator"),
         (Processes("localhost", 2, 0), "host:port"),
-        (Processes("localhost:981234", 2, 0), "=localhost:981234: write .* port from 1 to 65535"),
-        (Processes("localhost:0", 2, 0), "port from 1 to 65535"),
+        (
+            Processes("localhost:981234", 2, 0),
+            "=localhost:981234: expected .* port from 1 to 65535",
+        ),
+        (Processes("localhost:0", 2, 0), "from 1 to 65535"),
         (Processes(":9876", 2, 0), "host:port"),
         (Processes("localhost:1234", 2, 2), "0 to 1"),
         (Processes("localhost:1234", 2, 0, "off"), "omit one"),
     ],
 )
-def test_flags_that_do_not_go_together_are_refused(processes, message):
+def test_incompatible_flags_are_refused(processes, message):
     with pytest.raises(ConfigError, match=message):
         processes.check()
 
@@ -299,5 +460,13 @@ SLURM = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}
         (Processes("localhost:1234", 2, 0), {}, True),
     ],
 )
-def test_where_other_processes_are_looked_for(processes, environment, expected):
+def test_where_other_processes_may_be_found(processes, environment, expected):
     assert processes.may_be_several(environment) == expected
+
+
+def test_another_number_of_processes_is_refused():
+    processes = Processes("localhost:1234", 3, 1)
+    processes.check_joined(3)
+    Processes().check_joined(3)
+    with pytest.raises(ConfigError, match="--num_processes=3, but 2 on process 0"):
+        processes.check_joined(2)
