@@ -154,9 +154,10 @@ def _supervise_or_train(
     # These imports are slow; a supervising process, or a command with a mistake, skips them.
     from runner.jax_settings.devices import choose_devices, keep_freed_memory, on_cpus_alone
     from runner.jax_settings.xla_flags import (
+        DETERMINISTIC,
+        WITHOUT_GRAPHS,
+        add_flags,
         keep_cpus_in_order,
-        launch_kernels_one_by_one,
-        make_deterministic,
         set_gpu_flags,
     )
     from runner.processes.joining import is_one_of_several, join, reached_stop
@@ -165,11 +166,11 @@ def _supervise_or_train(
     if on_cpus_alone():
         keep_freed_memory()
     if profile is not None:
-        launch_kernels_one_by_one()
+        add_flags((WITHOUT_GRAPHS,))
     set_gpu_flags()
     keep_cpus_in_order(several_processes=supervisor is not None)
     if _DETERMINISTIC.value:
-        make_deterministic()
+        add_flags((DETERMINISTIC,))
     if supervisor is not None:
         join(processes, supervisor)
     options = Options(

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from tempfile import TemporaryFile
 
 import fiddle as fdl
@@ -25,10 +26,9 @@ from runner.jax_settings.xla_flags import (
     IN_ORDER_ON_CPU,
     OVERLAP_ON_GPU,
     WITHOUT_GRAPHS,
+    add_flags,
     flags_of_the_run,
     keep_cpus_in_order,
-    launch_kernels_one_by_one,
-    make_deterministic,
     set_gpu_flags,
 )
 from runner.processes.endings import STOPPED
@@ -37,10 +37,8 @@ from runner.processes.endings import STOPPED
 @pytest.mark.parametrize(
     ("change", "given", "added"),
     [
-        (make_deterministic, "--xla_a=1", {DETERMINISTIC}),
-        (make_deterministic, "--xla_gpu_deterministic_ops=false", set()),
-        (launch_kernels_one_by_one, "--xla_a=1", {WITHOUT_GRAPHS}),
-        (launch_kernels_one_by_one, "--xla_gpu_enable_command_buffer=FUSION", set()),
+        (partial(add_flags, (DETERMINISTIC,)), "--xla_a=1", {DETERMINISTIC}),
+        (partial(add_flags, (WITHOUT_GRAPHS,)), "--xla_gpu_enable_command_buffer=FUSION", set()),
         (set_gpu_flags, "--xla_a=1", {*OVERLAP_ON_GPU, GRAPHS}),
         (set_gpu_flags, WITHOUT_GRAPHS, {*OVERLAP_ON_GPU}),
     ],
