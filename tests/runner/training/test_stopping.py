@@ -139,7 +139,7 @@ def test_a_thread_that_a_callback_has_left_keeps_no_finished_run(tmp_path):
     file.write_text(WITH_A_THREAD)
     run = SmallRun(tmp_path / "run", experiment=(f"--fdl_config={file}",), fresh=True)
     assert run.exit_code() == 0, run.output()
-    assert "threads go on: 'of_the_callback'; this process ends" in run.output()
+    assert "threads still run: 'of_the_callback'; the code that started" in run.output()
 
 
 @pytest.mark.slow
