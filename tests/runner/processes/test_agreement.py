@@ -141,36 +141,25 @@ def config():
 
 
 @pytest.mark.slow
-def test_other_data_at_the_same_relative_path_is_refused(tmp_path):
-    (tmp_path / "experiment.py").write_text(RELATIVE)
+@pytest.mark.parametrize("what", ["data", "weights"])
+def test_other_content_at_the_same_relative_path_is_refused(tmp_path, what):
     folders = {process: tmp_path / f"folder_{process}" for process in range(2)}
     for process, folder in folders.items():
-        write_ids(folder / "data", [[1 + process] * 5] * 40)
+        if what == "data":
+            write_ids(folder / "data", [[1 + process] * 5] * 40)
+        else:
+            fit(small("steps=1", f"seed={process}"), folder / "base")
+    if what == "data":
+        (tmp_path / "experiment.py").write_text(RELATIVE)
+        experiment = [f"--fdl_config={tmp_path}/experiment.py", "--fdl.validation=None"]
+        name, place = "data", "data/train"
+    else:
+        experiment = [*SMALL, "--fdl.mesh.fsdp=-1", "--init_from=base@1"]
+        name, place = "the weights of base@1: the model", "base/checkpoints/1"
     run = SeveralProcesses(
-        2,
-        tmp_path / "run",
-        tmp_path / "outputs",
-        folders=folders,
-        experiment=[f"--fdl_config={tmp_path}/experiment.py", "--fdl.validation=None"],
+        2, tmp_path / "run", tmp_path / "outputs", folders=folders, experiment=experiment
     )
-    places = [f"{folder}/data/train on .*" for folder in folders.values()]
-    message = rf"data {OTHER} \({places[1]}; process 0 has {places[0]}\)"
+    places = [f"{folder}/{place} on .*" for folder in folders.values()]
+    message = rf"{name} {OTHER} \({places[1]}; process 0 has {places[0]}\)"
     assert_refused(run, tmp_path / "run", message)
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["logs"]
-
-
-@pytest.mark.slow
-def test_other_weights_at_the_same_relative_path_are_refused(tmp_path):
-    folders = {process: tmp_path / f"folder_{process}" for process in range(2)}
-    for process, folder in folders.items():
-        fit(small("steps=1", f"seed={process}"), folder / "base")
-    run = SeveralProcesses(
-        2,
-        tmp_path / "run",
-        tmp_path / "outputs",
-        folders=folders,
-        experiment=[*SMALL, "--fdl.mesh.fsdp=-1", "--init_from=base@1"],
-    )
-    places = [f"{folder}/base/checkpoints/1 on .*" for folder in folders.values()]
-    message = rf"{OTHER} \({places[1]}; process 0 has {places[0]}\)"
-    assert_refused(run, tmp_path / "run", f"the weights of base@1: the model {message}")

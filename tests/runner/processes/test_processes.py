@@ -3,7 +3,6 @@
 import io
 import os
 import re
-import shutil
 import signal
 import socket
 import time
@@ -17,7 +16,6 @@ from several_processes import (
     STEPS,
     SeveralProcesses,
     assert_same_curve,
-    assert_same_line,
 )
 from small_runs import EXPERIMENT as SMALL
 
@@ -34,132 +32,44 @@ from runner.processes.launch import Processes
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("runs")
-
-
-@pytest.fixture(scope="module")
-def alone(folder):
+def alone(tmp_path_factory):
     """The workdir of an undisturbed run of one process."""
-    workdir = folder / "workdir_alone"
-    SeveralProcesses(1, workdir, folder / "outputs_alone").finished()
-    return workdir
+    folder = tmp_path_factory.mktemp("alone")
+    SeveralProcesses(1, folder / "run", folder / "outputs").finished()
+    return folder / "run"
 
 
-@pytest.fixture(scope="module")
-def killed(folder):
-    """A run of two processes whose second is killed, its exit codes and its workdir.
-
-    Before that it is started a second time. They are started as users start them.
-    """
-    workdir = folder / "workdir_killed"
-    run = SeveralProcesses(2, workdir, folder / "outputs_killed", devices=4, fresh=True)
+@pytest.mark.slow
+def test_the_others_name_a_killed_process_and_one_process_resumes(tmp_path, alone):
+    """The processes start as users start them; a second start is refused before the kill."""
+    workdir = tmp_path / "run"
+    run = SeveralProcesses(2, workdir, tmp_path / "outputs", devices=4, fresh=True)
     try:
         run.wait_for_lines(workdir, 7)
         supervisors = [Path(f"/proc/{each.pid}/maps").read_text() for each in run.running.values()]
         assert not any("jaxlib" in loaded for loaded in supervisors)
-        second = SeveralProcesses(2, workdir, folder / "outputs_second")
+        second = SeveralProcesses(2, workdir, tmp_path / "outputs_second")
         assert second.exit_codes() == [MISTAKE, MISTAKE], second.everything()
         for process in range(2):
             assert f"error: {workdir} is in use by the run of " in second.output(process)
             log = (workdir / "logs" / f"process_{process:05}.log").read_text()
             assert log.count("=== process ") == 1
         run.running[1].send_signal(signal.SIGKILL)
-    except BaseException:
+        assert run.exit_codes() == [PEER_ENDED, -signal.SIGKILL], run.everything()
+    finally:
         run.end()
-        raise
-    return run, run.exit_codes(), workdir
-
-
-@pytest.mark.slow
-def test_the_others_name_a_killed_process_and_end(killed):
-    run, exit_codes, workdir = killed
-    assert exit_codes == [PEER_ENDED, -signal.SIGKILL], run.everything()
     last = run.output(0).rstrip().rpartition("\n")[2]
     assert last.startswith("error: process 0 ends because process 1 ended or stopped answering")
-    assert "logs/process_00001.log" in last
-    assert "Traceback" not in run.output(0)
+    assert "logs/process_00001.log" in last and "Traceback" not in run.output(0)
     stacks = (workdir / "stacks" / "process_00000.txt").read_text()
     assert "Fatal Python error: Aborted" in stacks and "runner/__main__.py" in stacks
-    assert last in (workdir / "logs" / "process_00000.log").read_text()
-    assert len(read_metrics(workdir)) < STEPS
+    log = workdir / "logs" / "process_00000.log"
+    assert last in log.read_text() and len(read_metrics(workdir)) < STEPS
 
-
-@pytest.mark.slow
-def test_two_processes_make_the_curve_of_one(killed, alone):
-    """Up to the kill; the last line may lack its validation."""
-    _, _, workdir = killed
-    lines, others = read_metrics(workdir)[:-1], read_metrics(alone)
-    for line, expected in zip(lines, others[: len(lines)], strict=True):
-        assert_same_line(line, expected)
-
-
-def resumed(killed, folder, count):
-    """Returns the processes that resumed a copy of the killed run, and its workdir."""
-    _, _, left = killed
-    workdir = folder / f"workdir_continued_{count}"
-    shutil.copytree(left, workdir)
-    return SeveralProcesses(
-        count, workdir, folder / f"outputs_continued_{count}"
-    ).finished(), workdir
-
-
-@pytest.fixture(scope="module")
-def four(killed, folder):
-    return resumed(killed, folder, 4)
-
-
-@pytest.fixture(scope="module", params=[1, 4])
-def continued(killed, folder, request):
-    if request.param == 4:
-        return request.getfixturevalue("four")
-    return resumed(killed, folder, request.param)
-
-
-@pytest.mark.slow
-def test_other_numbers_of_processes_resume_on_the_same_curve(continued, alone):
-    run, workdir = continued
-    assert re.search(rf"resuming after step \d+ of {STEPS}", run.output(0))
+    resumed = SeveralProcesses(1, workdir, tmp_path / "outputs_resumed").finished()
+    assert re.search(rf"resuming after step \d+ of {STEPS}", resumed.output(0))
     assert_same_curve(workdir, alone)
-    assert (workdir / "logs" / "process_00000.log").read_text().count("=== process 0 of ") == 2
-
-
-@pytest.mark.slow
-def test_only_process_0_writes_and_prints(four, alone):
-    run, workdir = four
-    assert sorted(path.name for path in workdir.iterdir()) == [
-        "checkpoints",
-        "config.json",
-        "config.txt",
-        "goodput.json",
-        "logs",
-        "metrics.jsonl",
-        "report.html",
-        "result.json",
-        "run.log",
-        "settings.json",
-        "stacks",
-        "starts",
-        "tensorboard",
-        "validation.json",
-    ]
-    assert (workdir / "config.txt").read_text() == (alone / "config.txt").read_text()
-    assert len(list((workdir / "tensorboard").iterdir())) == 2  # one of each start
-    assert f"step {STEPS}/{STEPS}" in run.output(0)
-    assert re.search(r"^training loss ", run.output(0), re.MULTILINE)
-    for process in (1, 2, 3):
-        assert run.output(process) == ""
-
-
-@pytest.mark.slow
-def test_every_process_keeps_a_log(four):
-    _, workdir = four
-    logs = sorted((workdir / "logs").iterdir())
-    assert [log.name for log in logs] == [f"process_{n:05}.log" for n in range(4)]
-    for process, log in enumerate(logs):
-        written = log.read_text()
-        assert f"=== process {process} of 4 on " in written
-        assert f"step {STEPS}/{STEPS}" in written
+    assert log.read_text().count("=== process 0 of ") == 2
 
 
 @pytest.mark.slow
@@ -303,6 +213,7 @@ def started(processes, workdir, outputs):
 
 @pytest.mark.slow
 def test_four_then_three_then_four_make_the_curve_of_one(tmp_path):
+    """Only process 0 writes and prints; every process keeps a log."""
     workdir, outputs = tmp_path / "run", tmp_path / "outputs"
     run = started(4, workdir, outputs / "four")
     run.wait_for_lines(workdir, 7)
@@ -321,6 +232,22 @@ def test_four_then_three_then_four_make_the_curve_of_one(tmp_path):
     assert f"resuming after step {stopped} of {STEPS}" in again.output(0)
     started(1, tmp_path / "alone", outputs / "one").finished()
     assert_same_curve(workdir, tmp_path / "alone")
+
+    assert " ".join(sorted(path.name for path in workdir.iterdir())) == (
+        "checkpoints config.json config.txt goodput.json logs metrics.jsonl report.html "
+        "result.json run.log settings.json stacks starts tensorboard validation.json"
+    )
+    config = (tmp_path / "alone" / "config.txt").read_text()
+    assert (workdir / "config.txt").read_text() == config
+    assert len(list((workdir / "tensorboard").iterdir())) == 3  # one of each start
+    assert re.search(r"^training loss ", again.output(0), re.MULTILINE)
+    logs = sorted((workdir / "logs").iterdir())
+    assert [log.name for log in logs] == [f"process_{n:05}.log" for n in range(4)]
+    for process, log in enumerate(logs):
+        written = log.read_text()
+        assert f"=== process {process} of 4 on " in written
+        assert f"step {STEPS}/{STEPS}" in written
+        assert process == 0 or again.output(process) == ""
 
 
 @pytest.fixture(params=["s3", "gs"])
