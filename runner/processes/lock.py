@@ -147,19 +147,20 @@ class FolderLock(_Lease):
         """
         super().__init__(workdir, abandoned_seconds)
         self._file = workdir / FILE_NAME
-        with contextlib.ExitStack() as undo:
+        self._made: list[Path] = []
+        try:
             self._made = [each for each in (workdir, *workdir.parents) if not each.exists()]
-            undo.callback(self._remove_made)
-            try:
-                taken = False
-                while not taken:
-                    wait_for_lock(workdir, abandoned_seconds=abandoned_seconds)
-                    workdir.mkdir(parents=True, exist_ok=True)
-                    taken = self._take()
-            except OSError as error:
-                told = storage_failure(f"write {self._file}", workdir, error.errno or errno.EIO)
-                raise ConfigError(error_text(told)) from error
-            undo.pop_all()
+            taken = False
+            while not taken:
+                wait_for_lock(workdir, abandoned_seconds=abandoned_seconds)
+                workdir.mkdir(parents=True, exist_ok=True)
+                taken = self._take()
+        except (OSError, ConfigError) as error:
+            self._remove_made()
+            if isinstance(error, ConfigError):
+                raise
+            told = storage_failure(f"write {self._file}", workdir, error.errno or errno.EIO)
+            raise ConfigError(error_text(told)) from error
         self._start_renewals()
 
     def __exit__(self, *exception: object) -> None:
@@ -315,15 +316,10 @@ class BucketLock(_Lease):
 
 
 class _Held(NamedTuple):
-    """A lock record that was read.
-
-    Attributes:
-      lives: True if the owner is alive, False if it is dead or there is no lock, `None` if only
-        time can tell.
-    """
+    """A lock record that was read."""
 
     found: Found
-    lives: bool | None
+    lives: bool | None  # False without an owner or lock; `None` if only time can tell
 
 
 def wait_for_lock(

@@ -114,7 +114,7 @@ def test_the_grace_period_ends_a_run_that_cannot_stop(tmp_path):
     run.wait_until(lambda: len(read_metrics(tmp_path / "run")) == 3, "three steps")
     run.process.send_signal(signal.SIGTERM)
     assert run.exit_code() == SIGNALLED + signal.SIGTERM, run.output()
-    assert "error: ended by SIGTERM: its checkpoint was not whole 1 s after" in run.output()
+    assert "error: ended by SIGTERM: its checkpoint was not complete 1 s after" in run.output()
 
 
 @pytest.mark.slow
