@@ -62,7 +62,7 @@ class Starting:
 
 def config():
     cfg = small_experiment.small("steps=1")
-    cfg.actions = [fdl.Config(Every, 1, fdl.Config(Starting))]
+    cfg.actions = [fdl.Config(PeriodicCallback, 1, fdl.Config(Starting))]
     return cfg
 """
 
