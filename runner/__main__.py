@@ -45,9 +45,9 @@ from runner.errors import ConfigError, user_errors
 from runner.monitoring.phases import Limits
 from runner.processes.launch import Processes
 from runner.processes.lock import wait_for_lock
-from runner.processes.parent import end_with_parent
+from runner.processes.parent import Supervisor, connect_to_parent
 from runner.processes.stopping import StopSignals
-from runner.processes.supervisor import Connection, supervise
+from runner.processes.supervisor import supervise
 from runner.training.options import Options
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder for all files of the run.")
@@ -119,8 +119,7 @@ _LIMITS = {
 def main(arguments: Sequence[str]) -> int:
     """Runs the command and returns the exit status."""
     lossy_standard_streams()
-    end_with_parent()
-    supervisor = Connection.inherited()
+    supervisor = connect_to_parent()
     processes = Processes(
         _COORDINATOR.value,
         _NUM_PROCESSES.value,
@@ -140,7 +139,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _supervise_or_train(
-    arguments: Sequence[str], processes: Processes, supervisor: Connection | None
+    arguments: Sequence[str], processes: Processes, supervisor: Supervisor | None
 ) -> int:
     check_chosen(arguments, "experiments/quickstart")
     workdir = chosen_workdir(_WORKDIR.value, _ALLOW_OTHER_FILES.value)
@@ -160,9 +159,10 @@ def _supervise_or_train(
     # These imports are slow; a supervising process, or a command with a mistake, skips them.
     from runner.jax_settings.devices import choose_devices, keep_freed_memory, on_cpus_alone
     from runner.jax_settings.xla_flags import (
+        DETERMINISTIC,
+        WITHOUT_GRAPHS,
+        add_flags,
         keep_cpus_in_order,
-        launch_kernels_one_by_one,
-        make_deterministic,
         set_gpu_flags,
     )
     from runner.processes.joining import is_one_of_several, join, reached_stop
@@ -171,11 +171,11 @@ def _supervise_or_train(
     if on_cpus_alone():
         keep_freed_memory()
     if profile is not None:
-        launch_kernels_one_by_one()
+        add_flags((WITHOUT_GRAPHS,))
     set_gpu_flags()
     keep_cpus_in_order(several_processes=supervisor is not None)
     if _DETERMINISTIC.value:
-        make_deterministic()
+        add_flags((DETERMINISTIC,))
     if supervisor is not None:
         join(processes, supervisor)
     options = Options(
@@ -193,7 +193,7 @@ def _supervise_or_train(
         experiment_file=configs.experiment_file(flags.FLAGS.fdl_config),
         started=runner.IMPORTED_AT,
     )
-    _train(workdir, options)
+    _train(workdir, options, processes)
     return FINISHED
 
 
@@ -225,7 +225,7 @@ def _stop_on_signals() -> Callable[[int], bool]:
     return lambda step: asked.is_set()
 
 
-def _train(workdir: Path, options: Options) -> None:
+def _train(workdir: Path, options: Options, processes: Processes) -> None:
     # Slow imports, so the signal handlers are installed first.
     import jax
 
@@ -236,6 +236,7 @@ def _train(workdir: Path, options: Options) -> None:
     check_devices()
     require_equal_devices()
     with agreed():
+        processes.check_joined(jax.process_count())
         cfg = chosen_config()
     result = fit(cfg, workdir, options)
     if jax.process_index() == 0:

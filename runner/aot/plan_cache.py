@@ -21,15 +21,9 @@ _ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 
 def key(cfg: fdl.Config, **more: object) -> str:
     """Returns a digest of everything that a plan depends on: the config, the code and `more`."""
-    text = json.dumps(
-        {
-            "config": flattened(cfg),
-            "code": code_digest(cfg),
-            "environment": {name: os.environ.get(name) for name in _ENVIRONMENT},
-            **{name: str(value) for name, value in more.items()},
-        }
-    )
-    return hashlib.sha256(text.encode()).hexdigest()
+    environment = [os.environ.get(name) for name in _ENVIRONMENT]
+    parts = [flattened(cfg), code_digest(cfg), environment, *map(str, more.values())]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
 def read(key: str) -> dict[str, Any] | None:
@@ -48,7 +42,7 @@ def write(key: str, content: dict[str, Any]) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(file, json.dumps(content))
     except OSError as error:
-        print(f"this plan is not kept for the next time: {error}", file=sys.stderr)
+        print(f"this plan is not cached: {error}", file=sys.stderr)
 
 
 def _file(key: str) -> Path:

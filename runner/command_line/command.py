@@ -97,9 +97,8 @@ def _end_threads(status: int) -> None:
     names = [repr(thread.name) for thread in left if thread.is_alive()]
     if not names:
         return
-    told = f"WARNING: all is done, but threads go on: {', '.join(names)}; this process ends"
-    advice = "the code that started them, a callback say, must end them or make them daemons"
-    print(f"{told} without them: {advice}", file=sys.stderr)
+    told = f"WARNING: ending although threads still run: {', '.join(names)}; the code that"
+    print(f"{told} started them, such as a callback, must end them", file=sys.stderr)
     jax = sys.modules.get("jax")
     with contextlib.suppress(Exception):  # no error may prevent the exit
         if jax is not None and jax.distributed.is_initialized():
@@ -149,20 +148,15 @@ def commands() -> dict[str, Path]:
     Commands are the files in `runner` that define `main`, and the subfolders of `runner` and
     `data_tools` that have a `__main__.py`.
     """
-    ours = Path(__file__).parents[1]
-    rooms, theirs = (
-        sorted(folder.glob("*/__main__.py")) for folder in (ours, Path(data_tools.__file__).parent)
-    )
-    return (
-        {"python -m runner": ours / "__main__.py"}
-        | {
-            f"python -m runner.{file.stem}": file
-            for file in sorted(ours.glob("[!_]*.py"))
-            if "\ndef main(" in file.read_text("utf-8")
-        }
-        | {f"python -m runner.{file.parent.name}": file for file in rooms}
-        | {f"python -m data_tools.{file.parent.name}": file for file in theirs}
-    )
+    ours, theirs = Path(__file__).parents[1], Path(data_tools.__file__).parent
+    found = {"runner": ours / "__main__.py"}
+    for file in sorted(ours.glob("[!_]*.py")):
+        if "\ndef main(" in file.read_text("utf-8"):
+            found[f"runner.{file.stem}"] = file
+    for root in (ours, theirs):
+        for file in sorted(root.glob("*/__main__.py")):
+            found[f"{root.name}.{file.parent.name}"] = file
+    return {f"python -m {name}": file for name, file in found.items()}
 
 
 def listed(title: str, entries: Mapping[str, str]) -> str:

@@ -30,32 +30,28 @@ class LossyStream(io.RawIOBase):
     """
 
     def __init__(self, open_: Callable[[], int]):
-        """Prepares the stream.
-
-        Args:
-          open_: returns the file descriptor; it is called again after each OSError.
-        """
+        """`open_` returns the file descriptor; it is called again after each OSError."""
         super().__init__()
         self._open = open_
         self._descriptor: int | None = None
         self._at_line_start = True
         self._patient = True  # False after a reader blocked the stream for too long
-        self.dropped = 0
-        self.reason = ""
+        self.dropped, self.reason = 0, ""
 
     def write(self, text: Any, /) -> int:
         """Writes the bytes `text` as far as possible; always returns their full length."""
         content = bytes(text)
-        if self._told_of_loss():
-            written = self._put(content)
-            self.dropped += len(content) - written
-        else:
-            self.dropped += len(content)
+        self.flush()
+        self.dropped += len(content) - (0 if self.dropped else self._put(content))
         return len(content)
 
     def flush(self) -> None:
         """Reports dropped bytes if the stream can be written again."""
-        self._told_of_loss()
+        if self.dropped:
+            new_line = "" if self._at_line_start else "\n"
+            line = f"{new_line}[{self.dropped:,} bytes were lost here: {self.reason}]\n".encode()
+            if self._put(line) == len(line):
+                self.dropped = 0
 
     def writable(self) -> bool:
         return True
@@ -72,22 +68,17 @@ class LossyStream(io.RawIOBase):
         except OSError:
             return False
 
-    def _told_of_loss(self) -> bool:
-        """Reports lost bytes, if any; True if no loss remains unreported."""
-        if self.dropped:
-            new_line = "" if self._at_line_start else "\n"
-            line = f"{new_line}[{self.dropped:,} bytes were lost here: {self.reason}]\n".encode()
-            if self._put(line) == len(line):
-                self.dropped = 0
-        return not self.dropped
-
     def _put(self, content: bytes) -> int:
         """Writes as much of `content` as possible; returns the number of bytes written."""
         done = 0
         try:
             descriptor = self.fileno()
+            ready = select.poll()
+            ready.register(descriptor, select.POLLOUT)
             while done < len(content):
-                self._wait_for_reader(descriptor)
+                if not ready.poll(PATIENCE_SECONDS * 1000 if self._patient else 0):
+                    self._patient = False
+                    raise BlockingIOError(errno.EAGAIN, "nobody reads")
                 done += os.write(descriptor, content[done : done + _AT_ONCE])
             self._patient = True
         except OSError as error:
@@ -95,14 +86,6 @@ class LossyStream(io.RawIOBase):
         if done:
             self._at_line_start = content[done - 1 : done] == b"\n"
         return done
-
-    def _wait_for_reader(self, descriptor: int) -> None:
-        """Raises BlockingIOError if the stream cannot be written in time."""
-        ready = select.poll()
-        ready.register(descriptor, select.POLLOUT)
-        if not ready.poll(PATIENCE_SECONDS * 1000 if self._patient else 0):
-            self._patient = False
-            raise BlockingIOError(errno.EAGAIN, "nobody reads")
 
 
 def lossy_standard_streams() -> None:

@@ -45,39 +45,29 @@ def chosen_workdir(path: str | None, allow_other_files: bool) -> Path:
         listed = ", ".join(shown[:3]) + (f" and {len(shown) - 3:,} more" if len(shown) > 3 else "")
         raise ConfigError(
             f"--workdir={workdir} holds {listed}, and no run: use another folder, or give "
-            "--allow_other_files to have the run there all the same"
+            "--allow_other_files to use this one"
         )
     return workdir
 
 
-ROOM = 512  # bytes of the longest path in a run's folder, relative to the folder
-
-
-def check_can_be_made(path: Path, room: int = ROOM) -> None:
-    """Checks that a file or folder can be created at `path`.
+def check_can_be_made(path: Path, room: int = 512) -> None:
+    """Raises ConfigError unless a file or folder can be created at `path`.
 
     Args:
-      room: bytes that paths below `path` need.
+      room: bytes that paths below `path` need; the default is enough for a run.
     """
     whole = path.absolute()
     there = next(each for each in (whole, *whole.parents) if os.path.lexists(each))
-    if there.is_symlink() and not there.exists():
-        raise ConfigError(
-            f"{path} cannot be made: {there} is a link to {there.readlink()}, and nothing is there"
-        )
-    if there != whole and not there.is_dir():
-        raise ConfigError(f"{path} cannot be made: {there} is not a folder")
     folder = there if there.is_dir() else there.parent
-    longest = max(whole.parts, key=lambda part: len(os.fsencode(part)))
-    name_bytes = os.pathconf(folder, "PC_NAME_MAX")
-    if len(os.fsencode(longest)) > name_bytes:
-        raise ConfigError(
-            f"{path} cannot be made: the name {longest:.40}… has {len(os.fsencode(longest)):,} "
-            f"bytes, and the file system takes {name_bytes:,}"
-        )
-    path_bytes = os.pathconf(folder, "PC_PATH_MAX")
-    if len(os.fsencode(whole)) + room > path_bytes:
-        raise ConfigError(
-            f"{path} cannot be made: it has {len(os.fsencode(whole)):,} bytes, and the file system "
-            f"takes {path_bytes:,}, of which {room:,} are kept for what lies in it"
-        )
+    longest, length = (max(map(len, map(os.fsencode, whole.parts))), len(os.fsencode(whole)) + room)
+    if there.is_symlink() and not there.exists():
+        why = f"{there} is a link to {there.readlink()}, which does not exist"
+    elif there != whole and not there.is_dir():
+        why = f"{there} is not a folder"
+    elif longest > (limit := os.pathconf(folder, "PC_NAME_MAX")):
+        why = f"a name in it has {longest:,} bytes, and the file system allows {limit:,}"
+    elif length > (limit := os.pathconf(folder, "PC_PATH_MAX")):
+        why = f"paths in it have up to {length:,} bytes, and the file system allows {limit:,}"
+    else:
+        return
+    raise ConfigError(f"{path} cannot be created: {why}")

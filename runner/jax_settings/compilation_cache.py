@@ -26,29 +26,25 @@ def keep_compiled_programs() -> Path | None:
     settings: Any = jax.config  # type checkers don't see its attributes
     if not settings.jax_enable_compilation_cache:
         return None
-    if settings.jax_compilation_cache_dir is None:
-        cache = cache_folder()
-        if cache is None:
-            _keep_nothing(NO_HOME)
-            return None
-        jax.config.update("jax_compilation_cache_dir", str(cache / "compiled"))
+    folder, cache = settings.jax_compilation_cache_dir, cache_folder()
+    if folder is None and cache is not None:
+        folder = str(cache / "compiled")
+    try:
+        if folder is None:
+            raise FileNotFoundError(NO_HOME)
+        if "://" not in folder:  # JAX itself writes to buckets
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        reason = f"{folder} cannot be written ({error.strerror})" if folder else error
+        jax.config.update("jax_enable_compilation_cache", False)
+        print(
+            f"compiled programs are not cached: {reason}; JAX_COMPILATION_CACHE_DIR names another "
+            "folder",
+            file=sys.stderr,
+        )
+        return None
+    jax.config.update("jax_compilation_cache_dir", folder)
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
-    folder = settings.jax_compilation_cache_dir
-    if "://" in folder:  # a bucket, which JAX writes itself
-        return Path(folder)
-    try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        _keep_nothing(f"{folder} cannot be written ({error.strerror})")
-        return None
     return Path(folder)
-
-
-def _keep_nothing(reason: str) -> None:
-    jax.config.update("jax_enable_compilation_cache", False)
-    print(
-        f"compiled programs are not kept: {reason}; JAX_COMPILATION_CACHE_DIR names another folder",
-        file=sys.stderr,
-    )

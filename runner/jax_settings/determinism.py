@@ -35,6 +35,6 @@ def check_determinism(
     sources += experiment.validation_sets.values()
     if attention == "cudnn" or (attention == "auto" and any(map(has_whole_rows, sources))):
         raise ValueError(
-            f"compute.attention={attention!r} is cuDNN's here, which does not run where XLA gives "
-            "the same bits each time (--deterministic): add --fdl.compute.attention=triton"
+            f"compute.attention={attention!r} uses cuDNN here, which does not run with "
+            "--deterministic: add --fdl.compute.attention=triton"
         )

@@ -63,9 +63,8 @@ def choose_devices() -> None:
     runs_on_gpus = find_spec("nvidia") is not None and find_spec("nvidia.cudnn") is not None
     if runs_on_gpus and any(name.startswith("xla_cuda") for name in left_out):
         print(
-            "WARNING: no accelerator was found on this machine: JAX uses the CPU, and leaves out "
-            f"its plugins {', '.join(left_out)} (JAX_PLATFORMS=cuda or tpu has it look all the "
-            "same)",
+            "WARNING: no accelerator was found; using the CPU without JAX's plugins "
+            f"{', '.join(left_out)} (JAX_PLATFORMS=cuda or tpu uses them anyway)",
             file=sys.stderr,
             flush=True,
         )
@@ -103,9 +102,9 @@ def check_devices() -> None:
         held_back.buffer.clear()
         reasons = [str(each).partition("\n")[0] for each in (error, *raised)]
         reason = next(filter(None, reasons), "it finds none of them")
-        platforms = os.environ.get("JAX_PLATFORMS")
-        asked = f" of JAX_PLATFORMS={platforms}" if platforms else ""
-        advice = "; unset JAX_PLATFORMS, or set it to cpu" if platforms else ""
+        asked = advice = ""
+        if platforms := os.environ.get("JAX_PLATFORMS"):
+            asked, advice = f" of JAX_PLATFORMS={platforms}", "; unset it, or set it to cpu"
         raise ConfigError(f"JAX cannot start the devices{asked}: {reason}{advice}") from error
     finally:
         logger.removeHandler(held_back)

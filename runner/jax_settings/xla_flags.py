@@ -13,7 +13,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 
 import jax
 
-# Uses kernels without atomic additions, and makes fixed choices instead of autotuning.
+# Makes GPUs deterministic: no atomic additions, and fixed choices instead of autotuning.
 DETERMINISTIC = "--xla_gpu_deterministic_ops=true"
 
 # GPUs launch these kernels together as CUDA graphs. The list is the default of JAX 0.11. It has no
@@ -23,7 +23,8 @@ GRAPHS = (
     "--xla_gpu_enable_command_buffer=FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,"
     "DYNAMIC_SLICE_FUSION,CONDITIONAL"
 )
-# Launches kernels one by one, so that a trace shows each under the name of its instruction.
+# Launches kernels one by one, so that a trace shows each under the name of its instruction; add it
+# before `set_gpu_flags`. Steps take slightly longer.
 WITHOUT_GRAPHS = "--xla_gpu_enable_command_buffer="
 
 # Makes each CPU device run one operation at a time. Otherwise a device may start independent
@@ -52,45 +53,34 @@ _OF_ONE_PROCESS = re.compile(
 )
 
 
-def set_gpu_flags(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Overlaps collectives with computation on GPUs, and keeps them out of CUDA graphs.
+def add_flags(flags: Sequence[str], environment: MutableMapping[str, str] = os.environ) -> None:
+    """Adds XLA flags that are not set yet; call it before JAX initialises its devices."""
+    given = environment.get("XLA_FLAGS", "").split()
+    names = {flag.partition("=")[0] for flag in given}
+    added = [flag for flag in flags if flag.partition("=")[0] not in names]
+    environment["XLA_FLAGS"] = " ".join([*given, *added])
 
-    Call it before JAX initialises its devices.
-    """
-    _add((*OVERLAP_ON_GPU, GRAPHS), environment)
+
+def set_gpu_flags(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Overlaps collectives with computation on GPUs, and keeps them out of CUDA graphs."""
+    add_flags((*OVERLAP_ON_GPU, GRAPHS), environment)
 
 
 def keep_cpus_in_order(
     several_processes: bool, environment: MutableMapping[str, str] = os.environ
 ) -> None:
-    """Prevents deadlocks between CPU devices; call it before JAX initialises its devices.
-
-    A run on one device is not changed, so it can use every core.
-    """
-    if several_processes or _simulates_devices(environment):
-        _add((IN_ORDER_ON_CPU,), environment)
+    """Prevents deadlocks between CPU devices; a single device can still use every core."""
+    pattern = r"--xla_force_host_platform_device_count=(\d+)"
+    simulated = re.findall(pattern, environment.get("XLA_FLAGS", ""))
+    simulated.append(environment.get("JAX_NUM_CPU_DEVICES", "1"))
+    if several_processes or any(count.isdecimal() and int(count) > 1 for count in simulated):
+        add_flags((IN_ORDER_ON_CPU,), environment)
 
 
 def may_wait_for_ever(environment: Mapping[str, str] = os.environ) -> bool:
     """True if several CPU devices may deadlock because `IN_ORDER_ON_CPU` is not set."""
     in_order = IN_ORDER_ON_CPU in environment.get("XLA_FLAGS", "").split()
     return jax.default_backend() == "cpu" and jax.device_count() > 1 and not in_order
-
-
-def make_deterministic(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Makes XLA deterministic on GPUs; call it before JAX initialises its devices.
-
-    CPUs and TPUs are always deterministic.
-    """
-    _add((DETERMINISTIC,), environment)
-
-
-def launch_kernels_one_by_one(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Launches GPU kernels one by one, so that traces name each; steps take slightly longer.
-
-    Call it before `set_gpu_flags`, and before JAX initialises its devices.
-    """
-    _add((WITHOUT_GRAPHS,), environment)
 
 
 def flags_of_the_run(
@@ -109,17 +99,3 @@ def flags_of_the_run(
             if name.startswith("--xla_") and not _OF_ONE_PROCESS.fullmatch(name)
         }
     return found
-
-
-def _simulates_devices(environment: Mapping[str, str]) -> bool:
-    pattern = r"--xla_force_host_platform_device_count=(\d+)"
-    counts = re.findall(pattern, environment.get("XLA_FLAGS", ""))
-    counts.append(environment.get("JAX_NUM_CPU_DEVICES", "1"))
-    return any(count.isdecimal() and int(count) > 1 for count in counts)
-
-
-def _add(flags: Sequence[str], environment: MutableMapping[str, str]) -> None:
-    given = environment.get("XLA_FLAGS", "").split()
-    names = {flag.partition("=")[0] for flag in given}
-    added = [flag for flag in flags if flag.partition("=")[0] not in names]
-    environment["XLA_FLAGS"] = " ".join([*given, *added])

@@ -16,7 +16,12 @@ WRITE_SECONDS = 10.0
 
 
 class GoodputLog:
-    """Maintains `workdir/goodput.json`; only the process with `enabled` writes it."""
+    """Maintains `workdir/goodput.json`; only the process with `enabled` writes it.
+
+    Attributes:
+      problem: describes a record that could not be read; `None` if there is none.
+      furthest: the last step that any earlier start has recorded.
+    """
 
     def __init__(
         self,
@@ -31,45 +36,33 @@ class GoodputLog:
         Args:
           check: called before each write; raises an error to prevent it.
           start: the random id of this start.
-
-        Attributes:
-          problem: describes a record that could not be read; `None` if there is none.
         """
-        self._file = workdir / FILE_NAME
-        self._phases = phases
-        self._check = check
-        self._enabled, self._start_text = enabled, start
+        self._file, self._phases = workdir / FILE_NAME, phases
+        self._check, self._enabled = check, enabled
         self._earlier, self.problem = read_starts(workdir)
-        self._began = time.time() - sum(phases.seconds().values())
-        self._last_step = 0
+        self.furthest = max((start.last_step for start in self._earlier), default=0)
+        began = time.time() - sum(phases.seconds().values())
+        self._start = Start(began, began, 0, {}, start=start)
         self._written_at = 0.0
-        self._ended = self._reason = ""
-
-    @property
-    def furthest(self) -> int:
-        """The last step that any earlier start has recorded."""
-        return max((start.last_step for start in self._earlier), default=0)
 
     def update(self, step: int) -> float:
         """Records that `step` is complete; returns the goodput so far, a fraction of 1."""
-        self._last_step = step
+        self._start = dataclasses.replace(self._start, last_step=step)
         if time.monotonic() - self._written_at >= WRITE_SECONDS:
             self.write()
         return self.total().fraction
 
     def total(self) -> Goodput:
-        return total([*self._earlier, self._start()])
+        return total([*self._earlier, self._now()])
 
     def write(self) -> None:
         """Replaces the file. Storage errors are ignored, so that they don't end the run."""
         self._written_at = time.monotonic()
-        if not self._enabled:
-            return
-        starts = [dataclasses.asdict(start) for start in (*self._earlier, self._start())]
-        with contextlib.suppress(OSError):
-            write_atomically(
-                self._file, json.dumps({"starts": starts}, indent=1) + "\n", self._check
-            )
+        if self._enabled:
+            starts = [dataclasses.asdict(start) for start in (*self._earlier, self._now())]
+            content = json.dumps({"starts": starts}, indent=1) + "\n"
+            with contextlib.suppress(OSError):
+                write_atomically(self._file, content, self._check)
 
     def __enter__(self) -> "GoodputLog":
         """Writes the file, so that it includes this start before the first step."""
@@ -79,18 +72,11 @@ class GoodputLog:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
-            self._ended, self._reason = how_ended(error), error_text(error) or type(error).__name__
+            reason = error_text(error) or type(error).__name__
+            self._start = dataclasses.replace(self._start, ended=how_ended(error), reason=reason)
         self.write()
 
-    def _start(self) -> Start:
+    def _now(self) -> Start:
         seconds = {str(phase): value for phase, value in self._phases.seconds().items()}
-        until = self._began + sum(seconds.values())
-        return Start(
-            self._began,
-            until,
-            self._last_step,
-            seconds,
-            self._ended,
-            self._reason,
-            self._start_text,
-        )
+        until = self._start.began + sum(seconds.values())
+        return dataclasses.replace(self._start, until=until, seconds=seconds)

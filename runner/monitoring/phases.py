@@ -35,24 +35,12 @@ class Limits:
     checkpoint: float = 3_600.0  # the wait for a save
 
     def of(self, phase: Phase) -> float:
-        return {
-            Phase.COMPILE: self.compile,
-            Phase.DATA: self.data,
-            Phase.STEP: self.step,
-            Phase.REPEATED: self.step,
-            Phase.EVALUATION: self.evaluation,
-            Phase.CHECKPOINT: self.checkpoint,
-        }.get(phase, float("inf"))
+        name = "step" if phase is Phase.REPEATED else phase.name.lower()
+        return getattr(self, name, float("inf"))
 
 
 class Phases:
-    """Measures the time in each phase.
-
-    phases = Phases()
-    with phases.during(Phase.COMPILE):
-        ...
-    phases.enter(Phase.STEP)
-    """
+    """Measures the time in each phase."""
 
     def __init__(self, started: float | None = None):
         """Starts in the start-up phase.

@@ -35,12 +35,9 @@ class Progress:
         stream: TextIO | None = sys.stderr,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """Shows nothing until the first `update`.
+        """Shows nothing until the first `update`; `steps` is the last step of the run.
 
-        Args:
-          steps: the last step of the run.
-          stream: where to write; `None` writes nothing, on all processes except one.
-          clock: returns the time in seconds.
+        A `stream` of `None` shows nothing, on all processes except one.
         """
         self._steps = steps
         self._stream = stream
@@ -60,28 +57,29 @@ class Progress:
           check: called before each write; raises an error to prevent it.
         """
         self._log, self._check = workdir / "run.log", check
-        separator = ""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, WorkdirLost):
             # Separates this start from the previous one, whose last line may be incomplete.
-            separator = "\n" * bool(self._log.stat().st_size)
-        self._record(
-            f"=== start of process {os.getpid()} on {socket.gethostname()}", None, separator
-        )
+            if self._log.stat().st_size:
+                check()
+                with self._log.open("a") as file:
+                    file.write("\n")
+        self._record(f"=== start of process {os.getpid()} on {socket.gethostname()}")
         for at, text in self._before_log:
             self._record(text, at)
 
-    def _record(self, text: str, at: float | None = None, before: str = "") -> None:
+    def _record(self, text: str, at: float | None = None) -> None:
         """Appends each line of `text` to run.log with a UTC timestamp, of `at` or now.
 
         Lines are dropped if the storage fails or another run has taken over the workdir.
         """
-        assert self._log is not None
+        if self._log is None:
+            return
         stamp = time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(at))
         with contextlib.suppress(OSError, WorkdirLost):
             self._check()
             # Opened for each write. There are few lines, and nothing needs to be closed at the end.
             with self._log.open("a", encoding="utf-8") as file:
-                file.write(before + "".join(f"{stamp}  {line}\n" for line in text.splitlines()))
+                file.write("".join(f"{stamp}  {line}\n" for line in text.splitlines()))
 
     def update(
         self,
@@ -120,7 +118,7 @@ class Progress:
         ]
         line = "  ".join(parts)
         always = step >= self._steps
-        if self._log is not None and self._log_pace.has_turn(now, always):
+        if self._log_pace.has_turn(now, always):
             self._record(line)
         if not self._live:
             if self._stream_pace.has_turn(now, always):
@@ -138,9 +136,8 @@ class Progress:
 
     def message(self, text: str) -> None:
         """Writes `text` on separate lines, above the live line."""
-        if self._log is not None:
-            self._record(text)
-        else:
+        self._record(text)
+        if self._log is None:
             self._before_log.append((time.time(), text))
         if self._live:
             self._write(f"{CLEAR_LINE}{text}\n{self._fitting()}")
@@ -158,9 +155,8 @@ class Progress:
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
         self.close()
-        taken = kind is not None and issubclass(kind, WorkdirLost)
         # After WorkdirLost, the log may belong to another run.
-        if kind is not None and self._log is not None and not taken:
+        if kind is not None and not issubclass(kind, WorkdirLost):
             self._record(f"ended by {kind.__name__}: {error}")
 
     def _fitting(self) -> str:
@@ -177,16 +173,14 @@ class _Pace:
     """Selects the steps that get a plain line: the first few, then one about every ten seconds."""
 
     def __init__(self) -> None:
-        self._lines = 0
-        self._written_at = -float("inf")
+        self._lines, self._written_at = 0, 0.0
 
     def has_turn(self, now: float, always: bool) -> bool:
         """True if a step that ended at `now` (seconds) gets a line."""
-        begins = self._lines < PLAIN_LINES_AT_FIRST
-        if not (always or begins or now - self._written_at >= PLAIN_LINE_SECONDS):
+        first = self._lines < PLAIN_LINES_AT_FIRST
+        if not (always or first or now - self._written_at >= PLAIN_LINE_SECONDS):
             return False
-        self._lines += 1
-        self._written_at = now
+        self._lines, self._written_at = self._lines + 1, now
         return True
 
 

@@ -10,9 +10,13 @@ from typing import Self, TextIO
 from lmlib.terminal.quantities import bytes_text
 from lmlib.terminal.text import shown, text_stream
 
+CLEAR_LINE = "\r\x1b[K"  # the old line may be longer than the new one
+REDRAW_SECONDS = 1.0  # time between redraws on a terminal
+LINE_SECONDS = 10.0  # time between lines elsewhere
+
 
 def now_and_then(
-    show: Callable[[str], None], seconds: float = 10.0
+    show: Callable[[str], None], seconds: float = LINE_SECONDS
 ) -> Callable[[Callable[[], str]], None]:
     """Returns a function that shows the line its argument makes, at most once every `seconds`."""
     last = time.monotonic()
@@ -32,9 +36,6 @@ def told(doing: str, show: Callable[[str], None]) -> Callable[[int, int], None]:
     return lambda done, total: tell(lambda: f"{doing} {bytes_text(done)} of {bytes_text(total)}")
 
 
-CLEAR_LINE = "\r\x1b[K"  # the old line may be longer than the new one
-
-
 def fitting(line: str, stream: TextIO) -> str:
     """Cuts `line` to the width of the terminal, since a wrapped line cannot be redrawn."""
     try:
@@ -42,10 +43,6 @@ def fitting(line: str, stream: TextIO) -> str:
     except OSError:  # the terminal was closed
         width = 0
     return shown(line)[: width - 1] if width else line  # 0 if the terminal doesn't report its width
-
-
-REDRAW_SECONDS = 1.0  # time between redraws on a terminal
-LINE_SECONDS = 10.0  # time between lines elsewhere
 
 
 class ProgressLine:
@@ -61,12 +58,7 @@ class ProgressLine:
     """
 
     def __init__(self, stream: TextIO | None = None, seconds: float | None = None):
-        """Prepares the output.
-
-        Args:
-          stream: where to write; `None` for stderr.
-          seconds: the time between two updates of the elapsed time; `None` for the default.
-        """
+        """Prepares the output, with an update of the elapsed time every `seconds`."""
         self._own = stream is None
         self._stream = stream or text_stream(
             os.fdopen(os.dup(sys.stderr.fileno()), "wb"), "utf-8", redraws=True
@@ -75,9 +67,8 @@ class ProgressLine:
         self._seconds = seconds or (REDRAW_SECONDS if self._live else LINE_SECONDS)
         self._began = time.monotonic()
         self._line, self._since = "", self._began
-        self._writing = threading.Lock()
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._go_on, daemon=True)
+        self._writing, self._over = threading.Lock(), threading.Event()
+        self._thread = threading.Thread(target=self._update, daemon=True)
 
     def __call__(self, line: str) -> None:
         with self._writing:
@@ -96,19 +87,16 @@ class ProgressLine:
         if self._own:
             self._stream.close()
 
-    def _go_on(self) -> None:
+    def _update(self) -> None:
         while not self._over.wait(self._seconds):
             with self._writing:
                 if self._line:
-                    taken = time.monotonic() - self._since
-                    self._show(f"{self._line}: {taken:.0f} s so far")
+                    self._show(f"{self._line}: {time.monotonic() - self._since:.0f} s so far")
 
     def _show(self, line: str) -> None:
         timed = f"[{time.monotonic() - self._began:5.1f} s] {line}"
-        if self._live:
-            self._write(f"{CLEAR_LINE}{fitting(timed, self._stream)}")
-        else:
-            self._write(f"{timed}\n")
+        live = f"{CLEAR_LINE}{fitting(timed, self._stream)}"
+        self._write(live if self._live else f"{timed}\n")
 
     def _leave(self) -> None:
         """Ends the line on a terminal, so that it stays visible."""

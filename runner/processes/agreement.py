@@ -18,7 +18,7 @@ import jax
 from lmlib.data.resumable import gather_states
 from runner.errors import AGREED, ConfigError, user_errors
 
-_SHOWN = 6  # differences or processes in a message
+_SHOWN = 6  # differences in a message
 _LONGEST_VALUE = 40  # characters of a value in a message; digests are longer
 _APPEARS_SECONDS = 10.0
 
@@ -32,14 +32,9 @@ def require_equal_devices() -> None:
     for device in jax.devices():
         counts[device.process_index] += 1
     if len(set(counts)) > 1:
-        processes = {n: [p for p, count in enumerate(counts) if count == n] for n in counts}
-        told = [
-            f"{n} on process {', '.join(map(str, which[:_SHOWN]))}{', …' * (len(which) > _SHOWN)}"
-            for n, which in processes.items()
-        ]
+        firsts = "; ".join(f"{n} on process {counts.index(n)}" for n in dict.fromkeys(counts))
         raise ConfigError(
-            f"the processes have different numbers of devices ({'; '.join(told)}): give each as "
-            "many as the others"
+            f"the processes have different numbers of devices ({firsts}): give all the same number"
         )
 
 
@@ -51,16 +46,11 @@ def agreed() -> Iterator[None]:
         yield
     except ConfigError as error:
         mistake = error
-    if jax.process_count() == 1:
-        if mistake is not None:
-            raise mistake
-        return
-    answers = gather_states({"mistake": mistake and str(mistake)})
-    messages = [answer["mistake"] for answer in answers]
-    found = [f"process {n}: {message}" for n, message in enumerate(messages) if message]
-    if found:
-        same = messages[0] is not None and len(set(messages)) == 1
-        raise ConfigError(messages[0] if same else "\n".join(found)) from mistake
+    messages = [each["mistake"] for each in _gathered({"mistake": mistake and str(mistake)})]
+    if mistake is not None and len(set(messages)) == 1:
+        raise mistake
+    if found := [f"process {n}: {message}" for n, message in enumerate(messages) if message]:
+        raise ConfigError("\n".join(found)) from mistake
 
 
 def require_same(facts: Mapping[str, Mapping[str, str]]) -> None:
@@ -72,16 +62,14 @@ def require_same(facts: Mapping[str, Mapping[str, str]]) -> None:
       facts: groups of named values, such as {"the code": {"train.py": digest}}. All processes must
         have the same groups.
     """
-    if jax.process_count() == 1:
-        return
     digests = {
         what: hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
         for what, parts in facts.items()
     }
-    gathered = gather_states(digests)
+    gathered = _gathered(digests)
     for what, parts in facts.items():
         if len({each[what] for each in gathered}) > 1:
-            raise ConfigError(differing(what, gather_states(dict(parts))))
+            raise ConfigError(differing(what, _gathered(dict(parts))))
 
 
 def differing(what: str, found: Sequence[Mapping[str, str]]) -> str:
@@ -94,15 +82,17 @@ def differing(what: str, found: Sequence[Mapping[str, str]]) -> str:
     first = found[0]
     others = [n for n, parts in enumerate(found) if parts != first]
     shown = found[others[0]]
-    names = sorted(
-        name for name in shown.keys() | first.keys() if shown.get(name) != first.get(name)
-    )
-    told = [_told(name, shown.get(name), first.get(name)) for name in names[:_SHOWN]]
+    names = sorted(n for n in shown.keys() | first.keys() if shown.get(n) != first.get(n))
+    told = []
+    for name in names[:_SHOWN]:
+        values = shown.get(name) or "absent", first.get(name) or "absent"
+        short = max(map(len, values)) <= _LONGEST_VALUE
+        told.append(f"{name}: {values[0]} instead of {values[1]}" if short else name)
     more = [f"and {len(names) - _SHOWN} more"] if len(names) > _SHOWN else []
     return (
-        f"{what} of process {', '.join(map(str, others))} is another than that of process 0 "
+        f"{what} of process {', '.join(map(str, others))} differs from process 0 "
         f"({', '.join(told + more)}): start all processes with the same code, packages, "
-        "experiment, fiddlers, overrides, flags and variables of JAX"
+        "experiment, fiddlers, overrides, flags and JAX environment variables"
     )
 
 
@@ -130,10 +120,8 @@ def require_same_reads(read: Callable[[], Mapping[str, Read]]) -> None:
     if jax.process_count() == 1:
         return
     with agreed(), user_errors():
-        own = {"host": socket.gethostname()} | {
-            name: dataclasses.asdict(each) for name, each in read().items()
-        }
-    if (problem := difference_of_reads(gather_states(own))) is not None:
+        reads = {name: dataclasses.asdict(each) for name, each in read().items()}
+    if problem := difference_of_reads(_gathered({"host": socket.gethostname()} | reads)):
         raise ConfigError(problem)
 
 
@@ -152,7 +140,7 @@ def difference_of_reads(processes: Sequence[Mapping[str, Any]]) -> str | None:
                     for each in (process, first)
                 )
                 return (
-                    f"{name} of process {number} is not that of process 0 ({here}; on process 0 "
+                    f"{name} of process {number} differs from process 0 ({here}; process 0 has "
                     f"{there}): give all processes the same. A relative path means another folder "
                     "in each working directory"
                 )
@@ -170,15 +158,20 @@ def require_same_workdir(file: Path, text: str) -> None:
     """
     if jax.process_count() == 1:
         return
-    sees = _appears(file, from_first(text))
+    text, deadline = from_first(text), time.monotonic() + _APPEARS_SECONDS
+    sees = False
+    while not sees and time.monotonic() < deadline:  # network file systems may lag
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            sees = text in file.read_text()
+        time.sleep(0.0 if sees else 0.1)
     place = f"{file.parent.absolute()} on {socket.gethostname()}"
-    answers = gather_states({"sees": sees, "place": place})
+    answers = _gathered({"sees": sees, "place": place})
     blind = [n for n, answer in enumerate(answers) if not answer["sees"]]
     if blind:
         raise ConfigError(
-            f"process {blind[0]} does not see in its workdir, {answers[blind[0]]['place']}, what "
-            f"process 0 writes into its own, {answers[0]['place']}: give all processes the same "
-            "--workdir, on a file system that all of them reach"
+            f"process {blind[0]} does not see the files of process 0: its workdir is "
+            f"{answers[blind[0]]['place']}, and process 0 has {answers[0]['place']}: give all "
+            "processes the same --workdir, on a file system that all of them reach"
         )
 
 
@@ -187,6 +180,11 @@ def from_first(value: Any) -> Any:
     if jax.process_count() == 1:
         return value
     return gather_states({"value": value if jax.process_index() == 0 else None})[0]["value"]
+
+
+def _gathered(value: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns the values of all processes."""
+    return [value] if jax.process_count() == 1 else gather_states(value)
 
 
 @contextlib.contextmanager
@@ -207,25 +205,6 @@ def ends_other_processes() -> Iterator[None]:
             # Runs before JAX's handler: the last handler that is registered runs first.
             atexit.register(_exit_at_once)
         raise
-
-
-def _told(name: str, value: str | None, first: str | None) -> str:
-    """Formats a difference; the values are included if they are short."""
-    if max(len(value or ""), len(first or "")) > _LONGEST_VALUE:
-        return name
-    return f"{name}: {value or 'absent'}, there {first or 'absent'}"
-
-
-def _appears(file: Path, text: str) -> bool:
-    """True if the file contains the text within a few seconds: network file systems may lag."""
-    deadline = time.monotonic() + _APPEARS_SECONDS
-    while True:
-        with contextlib.suppress(OSError, UnicodeDecodeError):
-            if text in file.read_text():
-                return True
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.1)
 
 
 def _exit_at_once() -> None:

@@ -1,25 +1,28 @@
 """Explains how a process of a run ended, and which other process caused it.
 
-JAX reports the cause only in messages. tests/runner/processes/test_lost_processes.py makes JAX
+JAX reports the cause only in messages. tests/runner/processes/test_processes.py makes JAX
 write each one.
 """
 
-import dataclasses
 import re
 import signal
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from runner.command_line.exit_status import FINISHED, MISTAKE, PEER_ENDED, SIGNALLED, STOPPED
 
 # JAX's coordination service writes these before it aborts a process, with one name per line.
 _UNHEALTHY = re.compile(r"unhealthy \(stopped sending heartbeats\):\s*(.*?)\s*The tasks", re.DOTALL)
 _BARRIER = re.compile(r"Some timed out task names:\s*(.*?)\s*(?:\[type|$)", re.DOTALL)
-_SILENT = re.compile(r"DEADLINE_EXCEEDED[^\n]*\s+RPC: /\S*CoordinationService/Heartbeat")
+_SILENT = re.compile(
+    r"Failed to send RPC to coordination service"
+    r"|DEADLINE_EXCEEDED[^\n]*\s+RPC: /\S*CoordinationService/Heartbeat"
+)
 _NUMBER = re.compile(r"(\d+)\s*(?:$|[\n,])")
+_STATUS = re.compile(r"absl::Status: ([^\n]*)")
 
 
-@dataclasses.dataclass(frozen=True)
-class Ending:
+class Ending(NamedTuple):
     """The exit code and message of a supervisor.
 
     Attributes:
@@ -35,7 +38,6 @@ def ending(
     returncode: int,
     output: str,
     process: int | None,
-    joined: bool,
     connected: bool,
     heartbeat_seconds: int,
     startup_seconds: int,
@@ -46,7 +48,6 @@ def ending(
       returncode: as in `subprocess`, negative for a signal.
       output: the end of the process's stderr.
       process: the process's number, `None` if it ended before it knew the number.
-      joined: True if it found the other processes, or that there are none.
       connected: True if JAX connected it to the other processes.
       heartbeat_seconds, startup_seconds: the limits of the process, for messages.
     """
@@ -55,28 +56,29 @@ def ending(
     name = "this process" if process is None else f"process {process}"
     last_line = output.rstrip().rpartition("\n")[2]
     if returncode == MISTAKE:
-        # After joining, all processes find the same mistake, and process 0 reports it.
-        return Ending(MISTAKE, "" if joined else last_line, is_news=process not in (0, None))
+        # Connected processes all find the same mistake, and process 0 reports it.
+        return Ending(MISTAKE, "" if connected else last_line, is_news=process not in (0, None))
     aborted = returncode == -signal.SIGABRT
     if aborted and not connected:
+        reason = f" ({found[1]})" if (found := _STATUS.search(output)) else ""
         return Ending(
             MISTAKE,
-            f"error: {name} did not find the others within {startup_seconds} s: see that each of "
-            "them runs, and that they may connect to each other without a proxy (grpc_proxy); or "
-            "raise --startup_seconds. If it is the only one, in an interactive shell of SLURM's "
-            "say, give --distributed=off",
+            f"error: {name} did not find the others within {startup_seconds} s{reason}: check that "
+            "each of them runs with the same --coordinator and --num_processes and its own "
+            "--process_id, and that they can connect to each other without a proxy (grpc_proxy); "
+            "or raise --startup_seconds. If this is the only process, for example in an "
+            "interactive SLURM shell, give --distributed=off",
         )
     if aborted and (reason := _missed(output, heartbeat_seconds)):
         return Ending(
             PEER_ENDED,
-            f"error: {name} ends because {reason} may say why; the same command goes on from the "
+            f"error: {name} ends because {reason} may say why; the same command resumes from the "
             "newest checkpoint",
         )
     if returncode < 0:
-        number = -returncode
-        killed = signal.Signals(number).name
-        hint = ", perhaps for want of memory" if number == signal.SIGKILL else ""
-        return Ending(SIGNALLED + number, f"error: {name} was ended by {killed}{hint}")
+        number = signal.Signals(-returncode)
+        hint = ", perhaps for lack of memory" if number == signal.SIGKILL else ""
+        return Ending(SIGNALLED + number, f"error: {name} was ended by {number.name}{hint}")
     reason = last_line.removeprefix("error: ")
     return Ending(returncode, f"error: {name} failed: {reason}", process != 0)
 
@@ -84,17 +86,13 @@ def ending(
 def _missed(output: str, heartbeat_seconds: int) -> str:
     """Names the process that stopped responding, and its log; empty if unknown."""
     if ended := _numbers(_UNHEALTHY, output):
-        return (
-            f"{processes_text(ended)} ended or stopped answering (nothing heard for "
-            f"{heartbeat_seconds} s); {_logs(ended)}"
-        )
-    if "Failed to send RPC to coordination service" in output or _SILENT.search(output):
-        return (
-            "process 0, the coordinator, ended, stopped answering or cannot be reached; "
-            f"{_logs([0])}"
-        )
+        silence = f"no heartbeat for {heartbeat_seconds} s"
+        return f"{_named(ended)} ended or stopped answering ({silence}); {_logs(ended)}"
+    if _SILENT.search(output):
+        gone = "ended, stopped answering or cannot be reached"
+        return f"process 0, the coordinator, {gone}; {_logs([0])}"
     if late := _numbers(_BARRIER, output):
-        return f"{processes_text(late)} did not come to a barrier in time; {_logs(late)}"
+        return f"{_named(late)} did not reach a barrier in time; {_logs(late)}"
     if "the JAX distributed service detected fatal errors" in output:
         return "another process ended or stopped answering; the logs of the others"
     return ""
@@ -105,13 +103,12 @@ def detects_nothing(error: BaseException) -> bool:
     return "coordinator_address should be defined" in str(error)
 
 
-def processes_text(processes: Sequence[int]) -> str:
-    """Formats the numbers of at most ten processes."""
+def _named(processes: Sequence[int]) -> str:
     numbers = ", ".join(map(str, processes[:10])) + ", …" * (len(processes) > 10)
     return f"process{'es' if len(processes) > 1 else ''} {numbers}"
 
 
-def _logs(processes: list[int]) -> str:
+def _logs(processes: Sequence[int]) -> str:
     return ", ".join(f"logs/process_{process:05}.log" for process in processes[:10])
 
 

@@ -3,7 +3,9 @@
 `docs/multihost.md` describes this for users.
 """
 
+import contextlib
 import os
+import resource
 import sys
 import time
 from typing import Any, NoReturn
@@ -15,90 +17,71 @@ from runner.command_line.command import exit_code, tell
 from runner.errors import AGREED, ConfigError
 from runner.processes.endings import detects_nothing
 from runner.processes.launch import Processes, tasks
-from runner.processes.roll_call import roll_call
-from runner.processes.supervisor import Connection
+from runner.processes.parent import Supervisor
 
 SHUTDOWN_SECONDS = 60  # a finished process waits this long for the others
-
 _PROXY = "grpc_proxy"  # gRPC reads the lower-case name
+_OPEN_FILES = 1 << 16  # process 0 has a connection to each process, and the usual limit is 1,024
 
 
-def join(processes: Processes, supervisor: Connection) -> None:
+def join(processes: Processes, supervisor: Supervisor) -> None:
     """Connects to the other processes; call it before any other use of JAX.
 
-    JAX aborts this process if other processes that it detected are late.
+    JAX aborts this process if other processes are late.
 
     Raises:
-      ConfigError: if JAX cannot detect the processes, or `roll_call` finds that some are missing
-        or have different settings.
+      ConfigError: if JAX cannot detect the processes or start the coordinator.
     """
-    limits: dict[str, Any] = {
-        "initialization_timeout": processes.startup_seconds,
-        "heartbeat_timeout_seconds": processes.heartbeat_seconds,
-        "shutdown_timeout_seconds": SHUTDOWN_SECONDS,
-    }
     jax.config.update("jax_enable_preemption_service", True)  # see `reached_stop`
-    _connect_without_proxy()
-    if processes.coordinator is None:
-        _join_detected(processes, limits)
-    else:
-        assert processes.num_processes is not None and processes.process_id is not None
-        numbers = processes.process_id, processes.num_processes
-        supervisor.tell(*numbers, joined=False)
-        mistake = roll_call(
-            processes.coordinator,
-            processes.process_id,
-            processes.num_processes,
-            processes.startup_seconds,
-        )
-        supervisor.tell(*numbers, joined=True)
-        if mistake:
-            raise ConfigError(mistake)
-        try:
-            jax.distributed.initialize(
-                processes.coordinator,
-                processes.num_processes,
-                processes.process_id,
-                cluster_detection_method="deactivate",
-                **limits,
-            )
-        except jax.errors.JaxRuntimeError as error:
-            raise ConfigError(
-                f"--coordinator={processes.coordinator}: {error}; is its port in use?"
-            ) from error
-    supervisor.tell(jax.process_index(), jax.process_count(), joined=True, connected=True)
-
-
-def _connect_without_proxy() -> None:
-    """Lets JAX's processes connect directly instead of through the proxy in http_proxy.
-
-    Data and buckets are still read through the proxy. If the user has set `grpc_proxy`, it is kept,
-    and JAX warns about it.
-    """
     if not os.environ.get(_PROXY):
-        os.environ[_PROXY] = ""  # gRPC reads this variable first; empty means no proxy
+        # Empty means no proxy between the processes; data and buckets still use http_proxy.
+        os.environ[_PROXY] = ""
         jax.config.update("jax_check_proxy_envs", False)
-
-
-def _join_detected(processes: Processes, limits: dict[str, Any]) -> None:
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, _OPEN_FILES), most))
+    given: dict[str, Any] = {}
+    if processes.coordinator is not None:
+        assert processes.num_processes is not None and processes.process_id is not None
+        supervisor.tell(processes.process_id, processes.num_processes, connected=False)
+        given = {
+            "coordinator_address": processes.coordinator,
+            "num_processes": processes.num_processes,
+            "process_id": processes.process_id,
+            "cluster_detection_method": "deactivate",
+        }
     try:
-        jax.distributed.initialize(**limits)
+        jax.distributed.initialize(
+            **given,
+            initialization_timeout=processes.startup_seconds,
+            heartbeat_timeout_seconds=processes.heartbeat_seconds,
+            shutdown_timeout_seconds=SHUTDOWN_SECONDS,
+        )
     except (ValueError, RuntimeError) as error:
-        if not detects_nothing(error):
-            raise ConfigError(
-                f"JAX's detection of the other processes failed: {error}. For a run of one "
-                "process give --distributed=off; else --coordinator, --num_processes and "
-                "--process_id"
-            ) from error
-        started = tasks(os.environ)
-        if processes.distributed == "on" or started > 1:
-            raise ConfigError(
-                "JAX detects no other processes here"
-                + (f", but the launcher started {started}" if started > 1 else "")
-                + ": give --coordinator, --num_processes and --process_id (JAX needs the "
-                "package kubernetes on Kubernetes, and mpi4py for Open MPI 5); for a run of "
-                "one process give --distributed=off"
-            ) from error
+        if mistake := _mistake(error, processes):
+            raise ConfigError(mistake) from error
+    supervisor.tell(jax.process_index(), jax.process_count(), connected=True)
+
+
+def _mistake(error: Exception, processes: Processes) -> str:
+    """Returns the message for an error of JAX; empty for a run of one process."""
+    if processes.coordinator is not None:
+        return f"--coordinator={processes.coordinator}: {error}; is its port in use?"
+    if not detects_nothing(error):
+        return (
+            f"JAX failed to detect the other processes: {error}. For a run of one process give "
+            "--distributed=off, otherwise --coordinator, --num_processes and --process_id"
+        )
+    started = tasks(os.environ)
+    if processes.distributed != "on" and started <= 1:
+        return ""
+    return (
+        "JAX detects no other processes here"
+        + (f", but the launcher started {started}" if started > 1 else "")
+        + ": give --coordinator, --num_processes and --process_id (JAX needs the package "
+        "kubernetes on Kubernetes, and mpi4py for Open MPI 5); for a run of one process give "
+        "--distributed=off"
+    )
 
 
 def is_one_of_several() -> bool:
@@ -123,14 +106,13 @@ def leave(error: BaseException, heartbeat_seconds: int, debug: bool) -> NoReturn
     normal exit would wait for the others, which wait for this process.
 
     An error from JAX may be caused by another process. JAX's coordination service then soon aborts
-    this process and names the other one. So this function first waits for that, and shows the error
-    only if it doesn't happen.
+    this process and names the other one. So this function first waits for that.
     """
     together = isinstance(error, AGREED)
     if not together and jax.distributed.is_initialized() and _from_jax(error):
         seconds = 1.5 * heartbeat_seconds + 5
         first_line = str(error).partition("\n")[0]
-        print(f"{first_line}; for {seconds:g} s another process may turn out to be the cause")
+        print(f"{first_line}; waiting {seconds:g} s to see if another process caused it")
         sys.stdout.flush()
         time.sleep(seconds)
     tell(error, debug)
@@ -140,8 +122,6 @@ def leave(error: BaseException, heartbeat_seconds: int, debug: bool) -> NoReturn
 
 
 def _from_jax(error: BaseException | None) -> bool:
-    while error is not None:
-        if isinstance(error, jax.errors.JaxRuntimeError):
-            return True
+    while error is not None and not isinstance(error, jax.errors.JaxRuntimeError):
         error = error.__cause__ or error.__context__
-    return False
+    return error is not None

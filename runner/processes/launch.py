@@ -51,19 +51,27 @@ class Processes:
         if given == (None, None, None):
             return
         if self.coordinator is None or self.num_processes is None or self.process_id is None:
-            raise ConfigError("give --coordinator, --num_processes and --process_id all together")
+            raise ConfigError("give --coordinator, --num_processes and --process_id together")
         if self.distributed == "off":
             raise ConfigError(f"--distributed=off with --coordinator={self.coordinator}: omit one")
         host, _, port = self.coordinator.rpartition(":")
         if not (host and re.fullmatch("[0-9]{1,5}", port) and 0 < int(port) < 1 << 16):
             raise ConfigError(
-                f"--coordinator={self.coordinator}: write host:port of process 0, the port from 1 "
-                "to 65535"
+                f"--coordinator={self.coordinator}: expected host:port of process 0, with a port "
+                "from 1 to 65535"
             )
         if not 0 <= self.process_id < self.num_processes:
             raise ConfigError(
-                f"--process_id={self.process_id}: with --num_processes={self.num_processes} they "
-                f"are 0 to {self.num_processes - 1}"
+                f"--process_id={self.process_id}: with --num_processes={self.num_processes}, "
+                f"expected 0 to {self.num_processes - 1}"
+            )
+
+    def check_joined(self, count: int) -> None:
+        """Raises ConfigError unless the run has as many processes as this process expects."""
+        if self.num_processes not in (None, count):
+            raise ConfigError(
+                f"--num_processes={self.num_processes}, but {count} on process 0: give all "
+                "processes the same number"
             )
 
     def may_be_several(self, environment: Mapping[str, str] = os.environ) -> bool:

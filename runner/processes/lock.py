@@ -1,17 +1,16 @@
 """Locks a workdir, so that one run at a time writes to it. Process 0 holds the lock.
 
 The lock is a small JSON record: the file `workdir/lock` on a disk, or the object `lease/owner.json`
-in a bucket. The owner rewrites it every ten seconds. A process that sees no change for a minute, by
+in a bucket. Its owner rewrites it every ten seconds. A process that sees no change for a minute, by
 its own clock, takes the lock over. Where the kernel supports `flock`, a lock ends with its process,
 and other processes of the machine don't have to wait.
 
-A user may delete the file as a supposed leftover, and an owner may be suspended for an hour. So the
-owner checks that the record is still its own before it writes anything else.
+A user may delete the file, and an owner may be suspended for an hour. So the owner checks that the
+record is still its own immediately before it writes anything else.
 """
 
 import abc
 import contextlib
-import dataclasses
 import datetime
 import errno
 import fcntl
@@ -38,7 +37,6 @@ from runner.errors import ConfigError, WorkdirLost, error_text
 FILE_NAME = "lock"
 RENEW_SECONDS = 10.0
 ABANDONED_SECONDS = 60.0
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 class WorkdirLock:
@@ -63,57 +61,35 @@ class WorkdirLock:
         """Releases the lock. Raises WorkdirLost instead of any other error if the lock is lost."""
 
 
-@dataclasses.dataclass(frozen=True)
-class _Owner:
-    """The process that holds a lock.
-
-    Attributes:
-      user: its user, process and host, for messages.
-      start: a random id, different for each start.
-      machine: the boot id of the kernel, and the device or folder that kernel locks cover; empty
-        if kernel locks are not supported.
-    """
-
-    user: str
-    start: str
-    machine: str
-
-    def record(self, **more: Any) -> dict[str, Any]:
-        renewed = datetime.datetime.now(datetime.UTC).isoformat(timespec="microseconds")
-        return {**dataclasses.asdict(self), **more, "renewed": renewed}
-
-
-class Held(NamedTuple):
-    """A lock record that was read, and its state.
-
-    Attributes:
-      lives: True if the owner is alive, False if it is dead or there is no lock, `None` if only
-        time can tell.
-    """
-
-    found: Found
-    lives: bool | None
-
-
-class _HeldLock(WorkdirLock):
+class _Lease(WorkdirLock):
     """A lock that a thread renews until the end of the `with` block."""
 
-    _owner: _Owner
+    _machine: str  # boot id, and the device or folder that kernel locks cover; empty without them
     _renewed_at: float
 
     def __init__(self, place: object, abandoned_seconds: float):
         self._place, self._limit = place, abandoned_seconds
         self._mutex, self._closed = threading.Lock(), threading.Event()
         self._lost = ""  # describes how this run lost the lock
-        self.start = secrets.token_hex(8)
+        self.start, self._user = secrets.token_hex(8), _user()
+
+    @abc.abstractmethod
+    def _verify(self) -> None:
+        """Sets `_lost` if the record is not this run's any more."""
 
     @abc.abstractmethod
     def _renew(self) -> None:
-        """Rewrites the record; sets `_lost` if the lock is lost."""
+        """Rewrites the record if it is still this run's, or sets `_lost`."""
 
     @abc.abstractmethod
     def _give_back(self) -> None:
         """Releases a lock that is not lost."""
+
+    def check(self) -> None:
+        if not (self._closed.is_set() or self._lost):
+            self._verify()
+        if self._lost:
+            raise WorkdirLost(self._lost)
 
     def __exit__(self, *exception: object) -> None:
         try:
@@ -125,30 +101,37 @@ class _HeldLock(WorkdirLock):
                     with contextlib.suppress(OSError):
                         self._give_back()
 
+    def _start_renewals(self) -> None:
+        threading.Thread(target=self._keep, name="lock", daemon=True).start()
+
     def _keep(self) -> None:
-        while not self._closed.wait(min(RENEW_SECONDS, self._limit / 6 or RENEW_SECONDS)):
+        seconds = min(RENEW_SECONDS, self._limit / 6 or RENEW_SECONDS)
+        while not (self._closed.wait(seconds) or self._lost):
             with self._mutex:
                 if not self._closed.is_set():
                     self._renew()
-                if self._lost:
-                    return
+
+    def _record(self, **more: Any) -> dict[str, Any]:
+        renewed = datetime.datetime.now(datetime.UTC).isoformat(timespec="microseconds")
+        own = {"user": self._user, "start": self.start, "machine": self._machine}
+        return {**own, **more, "renewed": renewed}
 
     def _silent(self) -> float:
-        return _seconds_awake_or_not() - self._renewed_at
+        return _clock() - self._renewed_at
 
-    def _lose(self, other: _Owner | None, why: str) -> None:
+    def _lose(self, other: dict[str, Any], why: str) -> None:
         # The kernel's lock excludes other processes of this machine even without renewals.
-        kept_out = other is not None and other.machine == self._owner.machine != ""
+        kept_out = self._machine and other.get("machine") == self._machine
         if self._silent() >= self._limit and not kept_out:
-            why = f"nothing was heard of this process for {self._silent():.0f} s"
-        who = "another run may have" if other is None else f"{other.user} has"
+            why = f"this process did not renew the lock for {self._silent():.0f} s"
+        who = f"{other['user']} has" if other else "another run may have"
         self._lost = (
             f"{who} taken over {self._place}, since {why}: this process ends, and writes nothing "
-            "more. The same command goes on from the newest checkpoint"
+            "more. The same command resumes from the newest checkpoint"
         )
 
 
-class FolderLock(_HeldLock):
+class FolderLock(_Lease):
     """Locks a folder on a disk."""
 
     def __init__(self, workdir: Path, abandoned_seconds: float = ABANDONED_SECONDS):
@@ -172,20 +155,13 @@ class FolderLock(_HeldLock):
                 wait_for_lock(workdir, abandoned_seconds=abandoned_seconds)
                 workdir.mkdir(parents=True, exist_ok=True)
                 taken = self._take()
-        except OSError as error:
+        except (OSError, ConfigError) as error:
+            self._remove_made()
+            if isinstance(error, ConfigError):
+                raise
             told = storage_failure(f"write {self._file}", workdir, error.errno or errno.EIO)
-            self._remove_made()
             raise ConfigError(error_text(told)) from error
-        except ConfigError:
-            self._remove_made()
-            raise
-        threading.Thread(target=self._keep, name="lock", daemon=True).start()
-
-    def check(self) -> None:
-        if not self._closed.is_set():
-            self._look()
-            if self._lost:
-                raise WorkdirLost(self._lost)
+        self._start_renewals()
 
     def __exit__(self, *exception: object) -> None:
         try:
@@ -204,49 +180,45 @@ class FolderLock(_HeldLock):
         if faster or _held_at(descriptor, locked).lives is not False:
             os.close(descriptor)
             return False
-        machine = _machine_of(descriptor) if locked else ""
-        self._owner = _this_process(self.start, machine)
+        self._machine = _machine_of(descriptor) if locked else ""
         self._descriptor = descriptor
         self._write()
         return True
 
     def _renew(self) -> None:
-        self._look()
+        self._verify()
         if not self._lost:
             with contextlib.suppress(OSError):
                 self._write()
 
     def _write(self) -> None:
         """Writes the record. Its length is constant, so readers never see half old, half new."""
-        began = _seconds_awake_or_not()  # taken first, since the write may be slow
-        content = json.dumps(self._owner.record(), indent=1).encode() + b"\n"
+        began = _clock()  # taken first, since the write may be slow
+        content = json.dumps(self._record(), indent=1).encode() + b"\n"
         os.pwrite(self._descriptor, content, 0)
         os.ftruncate(self._descriptor, len(content))
         os.fsync(self._descriptor)
         self._renewed_at = began
 
-    def _look(self) -> None:
-        """Checks the owner in the file; ignores read errors, since the next read may succeed."""
+    def _verify(self) -> None:
+        """Reads the file; ignores read errors, since the next read may succeed."""
         try:
-            owner, same_file = (
-                _owner_of(self._file.read_bytes()),
-                _is_at(self._descriptor, self._file),
-            )
+            owner = _parsed(self._file.read_bytes())
+            same_file = _is_at(self._descriptor, self._file)
         except (FileNotFoundError, NotADirectoryError):
-            owner, same_file = None, False
+            owner, same_file = {}, False
         except OSError:
             return
-        other = None if owner is None or owner.start == self.start else owner
-        if self._lost or (other is None and same_file):
+        other = {} if owner.get("start") == self.start else owner
+        if same_file and not other:
             return
-        if not self._file.parent.is_dir():
+        if self._file.parent.is_dir():
+            self._lose(other, f"{self._file} was deleted")
+        else:
             self._lost = (
-                f"{self._place} was deleted or moved while this run went on there: this process "
-                "ends, and writes nothing more. If it was moved, the same command goes on with its "
-                "new path as --workdir"
+                f"{self._place} was deleted or moved during the run: this process ends, and writes "
+                "nothing more. If it was moved, give the same command its new path as --workdir"
             )
-            return
-        self._lose(other, f"{self._file} was deleted")
 
     def _give_back(self) -> None:
         self._file.unlink()
@@ -258,8 +230,8 @@ class FolderLock(_HeldLock):
                 folder.rmdir()
 
 
-class BucketLock(_HeldLock):
-    """Locks a folder in a bucket, with a lease.
+class BucketLock(_Lease):
+    """Locks a folder in a bucket.
 
     Writes are conditional: the server accepts a write only if the object is unchanged since the
     writer last saw it. So only one of two competing owners succeeds.
@@ -279,27 +251,19 @@ class BucketLock(_HeldLock):
         super().__init__(store.url, abandoned_seconds)
         # A kernel lock admits one writer per machine and folder of copies, so an owner with the
         # same machine and folder is dead.
-        self._owner = _this_process(self.start, f"{_kernel()} {copies_folder()}")
+        self._machine = f"{_kernel()} {copies_folder()}"
         self._object = OwnedObject(store, LEASE, self.start)
         taken = False
         while not taken:
             found = _wait(self._place, self._look, 0.0, self._limit).found
             self.files = self._files_of(found)
             # Taken before the write: other processes may see the record from this moment.
-            self._renewed_at = _seconds_awake_or_not()
-            taken = self._object.take(self._owner.record(files=self.files, ended=False), found)
+            self._renewed_at = _clock()
+            taken = self._object.take(self._record(files=self.files, ended=False), found)
         # Slower renewals are useless, and `check` would wait for them.
         soon = Patience(answer=self._limit / 10, total=self._limit / 10)
         self._object.store = BucketStore(store.url, soon)
-        threading.Thread(target=self._keep, name="lease", daemon=True).start()
-
-    def check(self) -> None:
-        if not self._lost and self._silent() >= self._limit:  # another run may have taken it
-            with self._mutex:
-                if not self._closed.is_set():
-                    self._renew()
-        if self._lost:
-            raise WorkdirLost(self._lost)
+        self._start_renewals()
 
     def publish(self) -> None:
         """Makes the lease point to this start's folder for the run's small files."""
@@ -308,12 +272,11 @@ class BucketLock(_HeldLock):
             with self._mutex:
                 self._renew(self.start)
 
-    def _look(self) -> Held:
+    def _look(self) -> "_Held":
         found = self._object.found()
-        owner = _owner_of(found.content)
-        ended = bool(_parsed(found.content).get("ended"))
-        dead = owner is None or ended or owner.machine == self._owner.machine
-        return Held(found, False if dead else None)
+        owner = _parsed(found.content)
+        dead = not owner or owner.get("ended") or owner.get("machine") == self._machine
+        return _Held(found, False if dead else None)
 
     def _files_of(self, found: Found) -> str:
         """Returns the start that the lease names; this start if the folder is empty."""
@@ -322,28 +285,41 @@ class BucketLock(_HeldLock):
         if self._object.store.list(START_FILES):
             raise BucketError(
                 errno.EIO,
-                f"cannot read {self._place}/{LEASE}: it is gone or damaged, and only it leads to "
-                f"the files in {self._place}/{START_FILES}: put it back, or delete them",
+                f"cannot read {self._place}/{LEASE}: it is missing or damaged, and only it leads "
+                f"to the files in {self._place}/{START_FILES}: restore it, or delete them",
             )
         return self.start
 
+    def _verify(self) -> None:
+        if self._silent() >= self._limit:  # another run may have taken it
+            with self._mutex:
+                if not self._closed.is_set():
+                    self._renew()
+
     def _renew(self, files: str = "") -> None:
         """Renews the lease. Errors are ignored until the lease expires; the next try may work."""
-        began, files = _seconds_awake_or_not(), files or self.files
+        began, files = _clock(), files or self.files
         if self._lost:
             return
         try:
-            self._object.write(self._owner.record(files=files, ended=False))
+            self._object.write(self._record(files=files, ended=False))
             # The time before the write, since others may have seen the record since then.
             self._renewed_at, self.files = began, files
         except TakenOverError as error:
-            self._lose(_owner_of(error.content), f"{LEASE} was deleted or replaced")
+            self._lose(_parsed(error.content), f"{LEASE} was deleted or replaced")
         except OSError:
             if self._silent() >= self._limit:
-                self._lose(None, "")
+                self._lose({}, "")
 
     def _give_back(self) -> None:
-        self._object.write(self._owner.record(files=self.files, ended=True))
+        self._object.write(self._record(files=self.files, ended=True))
+
+
+class _Held(NamedTuple):
+    """A lock record that was read."""
+
+    found: Found
+    lives: bool | None  # False without an owner or lock; `None` if only time can tell
 
 
 def wait_for_lock(
@@ -360,11 +336,11 @@ def wait_for_lock(
     """
     file = workdir / FILE_NAME
 
-    def look() -> Held:
+    def look() -> _Held:
         try:
             descriptor = os.open(file, os.O_RDONLY)
         except (FileNotFoundError, NotADirectoryError):
-            return Held(Found(None, b""), False)
+            return _Held(Found(None, b""), False)
         try:
             return _held_at(descriptor, _flock(descriptor, fcntl.LOCK_SH))
         finally:
@@ -378,10 +354,8 @@ def wait_for_lock(
                 file.unlink()
 
 
-def _wait(
-    place: object, look: Callable[[], Held], seconds: float, abandoned_seconds: float
-) -> Held:
-    """Waits until the lock's owner has ended or `abandoned_seconds` passed without a renewal.
+def _wait(place: object, look: Callable[[], _Held], seconds: float, limit: float) -> _Held:
+    """Waits until the lock's owner has ended, or did not renew it for `limit` seconds.
 
     Returns:
       The lock as it was read last.
@@ -397,31 +371,31 @@ def _wait(
             return held
         if content != seen:
             seen, seen_at = content, now
-        if held.lives is None and asked - seen_at >= abandoned_seconds:
+        if held.lives is None and asked - seen_at >= limit:
             return held
-        owner = _owner_of(content)
-        run = f"the run of {owner.user}" if owner else "a run that has just begun"
+        owner = _parsed(content)
+        run = f"the run of {owner['user']}" if owner else "a run that has just started"
         lives = held.lives or (first is not None and content != first)
         if lives and now - begun >= seconds:
             raise ConfigError(
-                f"{place} is in use by {run}: one run at a time; end that one or use another "
-                "workdir"
+                f"{place} is in use by {run}: end that run or use another workdir, since only one "
+                "run at a time can write there"
             )
         if first is None:
             first = content
-            limit = max(seconds, 0.0 if lives else abandoned_seconds)
-            told = f"{place} is locked by {run}: waiting, for {limit:g} s at most"
+            longest = max(seconds, 0.0 if lives else limit)
+            told = f"{place} is locked by {run}: waiting for at most {longest:g} s"
             print(told, file=sys.stderr, flush=True)
-        time.sleep(min(1.0, abandoned_seconds / 10))
+        time.sleep(min(1.0, limit / 10))
 
 
-def _held_at(descriptor: int, locked: bool | None) -> Held:
+def _held_at(descriptor: int, locked: bool | None) -> _Held:
     found = Found(os.pread(descriptor, 1 << 16, 0), b"")
-    owner = _owner_of(found.content)
     if locked is False:
-        return Held(found, True)
-    here = locked and owner and owner.machine == _machine_of(descriptor)
-    return Held(found, False if owner is None or here else None)
+        return _Held(found, True)
+    owner = _parsed(found.content)
+    here = locked and owner.get("machine") == _machine_of(descriptor)
+    return _Held(found, False if here or not owner else None)
 
 
 def _flock(descriptor: int, kind: int) -> bool | None:
@@ -442,41 +416,36 @@ def _is_at(descriptor: int, file: Path) -> bool:
         return False
 
 
-def _machine_of(descriptor: int) -> str:
-    return f"{_kernel()} {os.fstat(descriptor).st_dev}"
-
-
-def _owner_of(content: bytes | None) -> _Owner | None:
-    found = map(_parsed(content).get, ("user", "start", "machine"))
-    entries = [entry for entry in found if isinstance(entry, str)]
-    return _Owner(*entries) if len(entries) == 3 else None
-
-
 def _parsed(content: bytes | None) -> dict[str, Any]:
-    """Returns the entries of a record; empty if it is damaged."""
+    """Returns the entries of a record; empty if it is absent or damaged."""
     with contextlib.suppress(ValueError):
-        if isinstance(entries := parse_json(content or b""), dict):
+        entries = parse_json(content or b"")
+        if isinstance(entries, dict) and {"user", "start", "machine"} <= entries.keys():
             return entries
     return {}
 
 
-def _this_process(start: str, machine: str) -> _Owner:
+def _user() -> str:
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # users have no names in some containers
         user = f"user {os.getuid()}"
     since = time.strftime("%Y-%m-%d %H:%M:%S %z")
-    named = f"{user} (pid {os.getpid()} on {socket.gethostname()}, since {since})"
-    return _Owner(named, start, machine)
+    return f"{user} (pid {os.getpid()} on {socket.gethostname()}, since {since})"
+
+
+def _machine_of(descriptor: int) -> str:
+    return f"{_kernel()} {os.fstat(descriptor).st_dev}"
 
 
 def _kernel() -> str:
+    """Returns an id of the running kernel."""
     try:
-        return _BOOT.read_text().strip()
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return socket.gethostname()
 
 
-def _seconds_awake_or_not() -> float:
+def _clock() -> float:
     """Reads a clock that keeps running while the machine is suspended, if the system has one."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))

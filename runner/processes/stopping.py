@@ -10,7 +10,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from types import FrameType
 
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 
@@ -35,26 +34,27 @@ class StopSignals:
           stop: called once, with the first signal.
           end: called with the signal and the reason when the run must end at once.
         """
-        self._grace_seconds = grace_seconds
-        self._stop = stop
-        self._end = end
-        self._received, writer = socket.socketpair()
-        writer.setblocking(False)
-        self._writer = writer  # keeps the socket open: Python stores only its number
-        signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-        for number in STOPPING:
-            signal.signal(number, _nothing)
+        self._grace_seconds, self._stop, self._end = grace_seconds, stop, end
+        # `self._writer` keeps the socket open: Python stores only its number.
+        self._received, self._writer = socket.socketpair()
+        self._writer.setblocking(False)
+        signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        for number in STOPPING:  # Python reports only signals that have a handler
+            signal.signal(number, lambda number, frame: None)
         threading.Thread(target=self._listen, name="signals", daemon=True).start()
 
     def _listen(self) -> None:
         first: signal.Signals | None = None
-        interrupts, deadline = 0, float("inf")
+        interrupts, deadline = 0, 0.0
         while True:
             remaining = None if first is None else max(0.0, deadline - time.monotonic())
             if not select.select([self._received], [], [], remaining)[0]:
                 assert first is not None
-                reason = f"its checkpoint was not whole {self._grace_seconds:g} s after the signal"
-                self._end(first, f"{reason}; raise --grace_seconds if there is time")
+                self._end(
+                    first,
+                    f"its checkpoint was not complete {self._grace_seconds:g} s after the signal; "
+                    "raise --grace_seconds if there is time",
+                )
                 return
             for number in self._received.recv(4096):
                 if number not in STOPPING:
@@ -67,7 +67,3 @@ class StopSignals:
                 elif interrupts > 1:
                     self._end(signal.SIGINT, "it was interrupted twice")
                     return
-
-
-def _nothing(number: int, frame: FrameType | None) -> None:
-    """Does nothing. Python reports only signals that have a handler."""

@@ -24,7 +24,7 @@ from lmlib.storage.bucket.mirror import Mirror
 from lmlib.storage.bucket.store import REQUESTS, BucketStore
 from lmlib.storage.bucket.url import BucketUrl
 from lmlib.storage.local_folder import local_folder
-from runner.errors import ConfigError
+from runner.errors import ConfigError, user_errors
 from runner.processes.agreement import agreed, require_same
 from runner.processes.lock import ABANDONED_SECONDS, BucketLock, FolderLock, WorkdirLock
 
@@ -48,8 +48,7 @@ class Workdir:
     def lock(self) -> contextlib.AbstractContextManager[WorkdirLock]:
         """Returns a context manager that holds the workdir's lock on process 0.
 
-        Raises:
-          ConfigError: if another run is active there.
+        Raises ConfigError if another run is active there.
         """
         if self.url is None and jax.process_index() == 0:
             return FolderLock(self.folder)
@@ -83,11 +82,11 @@ def opened(
         yield Workdir(local_folder(path))
         return
     with contextlib.ExitStack() as held:
-        with agreed(), _mistakes():
-            place = None
+        place = None
+        with agreed(), user_errors((OSError,)):
             if jax.process_index() == 0:
                 place = held.enter_context(_written(url, tell, abandoned_seconds))
-        with agreed(), _mistakes():
+        with agreed(), user_errors((OSError,)):
             place = place or Workdir(copy_to_read(url), url)
         yield place
 
@@ -98,7 +97,13 @@ def _written(
 ) -> Iterator[Workdir]:
     """Opens the workdir on process 0, which holds the lease during the block."""
     with contextlib.ExitStack() as held:
-        folder = held.enter_context(_alone(url))
+        try:
+            folder = held.enter_context(place_to_write(url))
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"{url} is in use by a run of this machine: end that run or use another workdir, "
+                "since only one run at a time can write there"
+            ) from error
         lock = held.enter_context(BucketLock(BucketStore(url), abandoned_seconds))
         # Fetched after the lease is taken, since the previous owner may have written until then.
         while fetch(url, folder, lock.files) is None:
@@ -120,25 +125,3 @@ def _written(
         with ThreadPoolExecutor(REQUESTS) as threads:
             list(threads.map(store.delete, earlier))
         yield Workdir(folder, url, lock, mirror.sync)
-
-
-@contextlib.contextmanager
-def _alone(url: BucketUrl) -> Iterator[Path]:
-    with contextlib.ExitStack() as held:
-        try:
-            folder = held.enter_context(place_to_write(url))
-        except BlockingIOError as error:
-            raise ConfigError(
-                f"{url} is in use by a run of this machine: one run at a time; end that one or use "
-                "another workdir"
-            ) from error
-        yield folder
-
-
-@contextlib.contextmanager
-def _mistakes() -> Iterator[None]:
-    """Turns the bucket's errors into ConfigError, since the user can fix their cause."""
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(error.strerror or str(error)) from error

@@ -47,7 +47,7 @@ def test_there_is_no_cache_folder(a_number, monkeypatch):
 
 def test_a_plan_is_not_kept_and_that_is_told(a_number, capsys, tmp_path):
     kept_plans.write("key", {"text": "", "json": {}})
-    assert "is not kept for the next time: this user has no home folder" in capsys.readouterr().err
+    assert "this plan is not cached: this user has no home folder" in capsys.readouterr().err
     assert kept_plans.read("key") is None
     assert not list(tmp_path.iterdir())
 
@@ -70,5 +70,5 @@ def test_programs_compile_and_are_not_kept(tmp_path):
         text=True,
     )
     assert (ended.returncode, ended.stdout) == (0, "None 3.0\n"), ended.stderr
-    assert "compiled programs are not kept: this user has no home folder" in ended.stderr
+    assert "compiled programs are not cached: this user has no home folder" in ended.stderr
     assert not list(tmp_path.iterdir())

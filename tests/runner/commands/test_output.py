@@ -47,13 +47,14 @@ SUPERVISED = """
 import os, sys, time
 from pathlib import Path
 from runner.command_line.lossy_stream import lossy_standard_streams
-from runner.processes.supervisor import Connection, supervise
+from runner.processes.parent import connect_to_parent
+from runner.processes.supervisor import supervise
 
-connection = Connection.inherited()
+connection = connect_to_parent()
 if connection is None:
     lossy_standard_streams()
     sys.exit(supervise(Path(sys.argv[1]), 30, 300, 600))
-connection.tell(0, 1, joined=True)
+connection.tell(0, 1, connected=False)
 """
 BYTES = """
 for byte in sys.argv[2].encode():

@@ -1,4 +1,4 @@
-"""Where JAX starts on the CPU, and where it is left to look for accelerators."""
+"""The choice between the CPU and accelerators, and errors when devices cannot start."""
 
 import os
 import subprocess
@@ -19,7 +19,7 @@ def initialize():
 
 
 def ended_with(plugins, tmp_path, *command, **environment):
-    """`python COMMAND` with these plugins of JAX's installed as well."""
+    """Runs `python COMMAND` with additional JAX plugins installed."""
     for name in plugins:
         (tmp_path / "jax_plugins" / name).mkdir(parents=True)
         (tmp_path / "jax_plugins" / name / "__init__.py").write_text(PLUGIN)
@@ -40,7 +40,7 @@ def run(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("can_run", [False, True])
 def test_plugins_without_hardware_are_not_started(tmp_path, can_run):
-    """The warning is for those who have installed the libraries for running on GPUs."""
+    """A warning appears only with the libraries for running on GPUs."""
     if can_run:
         (tmp_path / "nvidia" / "cudnn").mkdir(parents=True)
     ended = ended_with(["xla_cuda0"], tmp_path, *run(tmp_path))
@@ -57,7 +57,7 @@ def test_plugins_without_hardware_are_not_started(tmp_path, can_run):
 @pytest.mark.parametrize(
     ("plugin", "platforms"), [("xla_cuda0", {"JAX_PLATFORMS": "cpu"}), ("another_maker", {})]
 )
-def test_jax_is_left_alone(tmp_path, plugin, platforms):
+def test_the_choice_of_the_user_is_kept(tmp_path, plugin, platforms):
     ended = ended_with([plugin], tmp_path, *run(tmp_path), **platforms)
     assert ended.returncode == 0, ended.stderr
     assert "no accelerator was found" not in ended.stderr
@@ -74,7 +74,7 @@ print(jax.numpy.zeros(2))
 @pytest.mark.slow
 @pytest.mark.parametrize("platforms", [{}, {"JAX_PLATFORMS": "cpu"}, {"JAX_PLATFORMS": ""}])
 def test_a_notebook_starts_no_plugins_without_hardware(tmp_path, platforms):
-    """Quietly, unless the user has said which to start."""
+    """Silently, unless the user has chosen platforms."""
     ended = ended_with(["xla_cuda0"], tmp_path, "-c", NOTEBOOK, **platforms)
     assert ended.stdout == "[0. 0.]\n", ended.stderr
     if not platforms and not has_accelerator():
@@ -85,7 +85,7 @@ def test_a_notebook_starts_no_plugins_without_hardware(tmp_path, platforms):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["runner.plan", "runner"])
-def test_plugins_for_two_versions_of_cuda_are_a_mistake(tmp_path, command):
+def test_plugins_for_two_cuda_versions_are_refused(tmp_path, command):
     flags = ["--topology=h100:1x1"] if command == "runner.plan" else run(tmp_path)[-2:]
     arguments = ("-m", command, *EXPERIMENT, *flags)
     ended = ended_with(["xla_cuda98", "xla_cuda99"], tmp_path, *arguments, JAX_PLATFORMS="cuda")
@@ -96,14 +96,14 @@ def test_plugins_for_two_versions_of_cuda_are_a_mistake(tmp_path, command):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("platforms", ["nonsense", "rocm", "cuda"])
-def test_platforms_that_are_not_here_are_a_mistake(tmp_path, platforms):
+def test_missing_platforms_are_refused(tmp_path, platforms):
     if platforms == "cuda" and has_accelerator():
         pytest.skip("this machine may have that")
     ended = ended_with([], tmp_path, *run(tmp_path), JAX_PLATFORMS=platforms)
     assert ended.returncode == 2, ended.stderr
     (told,) = ended.stderr.splitlines()
     assert told.startswith(f"error: JAX cannot start the devices of JAX_PLATFORMS={platforms}: ")
-    assert told.endswith("; unset JAX_PLATFORMS, or set it to cpu")
+    assert told.endswith("; unset it, or set it to cpu")
     assert not (tmp_path / "run").exists()
 
 
@@ -120,7 +120,7 @@ def test_platforms_that_are_not_here_are_a_mistake(tmp_path, platforms):
         ("null", False),
     ],
 )
-def test_an_accelerator_is_seen_by_its_device_file(tmp_path, file, expected):
+def test_accelerators_are_detected_by_device_files(tmp_path, file, expected):
     (tmp_path / file).parent.mkdir(exist_ok=True)
     (tmp_path / file).touch()
     assert has_accelerator(tmp_path) == (expected or has_tpu())
@@ -134,7 +134,7 @@ def test_an_accelerator_is_seen_by_its_device_file(tmp_path, file, expected):
         ({"0000:00:04.0": ("0x10de", "0x2330"), "0000:00:05.0": ("0x1ae0", "0x0042")}, False),
     ],
 )
-def test_a_tpu_is_seen_by_its_pci_device(tmp_path, devices, expected):
+def test_tpus_are_detected_by_pci_devices(tmp_path, devices, expected):
     for name, (vendor, device) in devices.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "vendor").write_text(f"{vendor}\n")

@@ -1,10 +1,11 @@
-"""The settings of JAX and XLA that a run has: flags, numbers, kept programs and memory."""
+"""JAX and XLA settings of a run: flags, numbers, the compilation cache and memory."""
 
 import ctypes
 import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from tempfile import TemporaryFile
 
 import fiddle as fdl
@@ -25,10 +26,9 @@ from runner.jax_settings.xla_flags import (
     IN_ORDER_ON_CPU,
     OVERLAP_ON_GPU,
     WITHOUT_GRAPHS,
+    add_flags,
     flags_of_the_run,
     keep_cpus_in_order,
-    launch_kernels_one_by_one,
-    make_deterministic,
     set_gpu_flags,
 )
 from runner.processes.endings import STOPPED
@@ -37,10 +37,8 @@ from runner.processes.endings import STOPPED
 @pytest.mark.parametrize(
     ("change", "given", "added"),
     [
-        (make_deterministic, "--xla_a=1", {DETERMINISTIC}),
-        (make_deterministic, "--xla_gpu_deterministic_ops=false", set()),
-        (launch_kernels_one_by_one, "--xla_a=1", {WITHOUT_GRAPHS}),
-        (launch_kernels_one_by_one, "--xla_gpu_enable_command_buffer=FUSION", set()),
+        (partial(add_flags, (DETERMINISTIC,)), "--xla_a=1", {DETERMINISTIC}),
+        (partial(add_flags, (WITHOUT_GRAPHS,)), "--xla_gpu_enable_command_buffer=FUSION", set()),
         (set_gpu_flags, "--xla_a=1", {*OVERLAP_ON_GPU, GRAPHS}),
         (set_gpu_flags, WITHOUT_GRAPHS, {*OVERLAP_ON_GPU}),
     ],
@@ -65,9 +63,7 @@ def test_flags_are_added_and_override_nothing(change, given, added):
         ({"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=true"}, True, False),
     ],
 )
-def test_cpu_devices_are_kept_in_order_where_they_are_several(
-    environment, several_processes, added
-):
+def test_several_cpu_devices_run_in_order(environment, several_processes, added):
     before = environment.get("XLA_FLAGS", "").split()
     after = dict(environment)
     keep_cpus_in_order(several_processes, after)
@@ -82,8 +78,8 @@ def test_cpu_devices_are_kept_in_order_where_they_are_several(
         (("--xla_gpu_no_such_flag=true",), False),
     ],
 )
-def test_xla_knows_them(flags, are_known):
-    """It ends the process at a flag that it does not know."""
+def test_xla_knows_the_flags(flags, are_known):
+    """An unknown flag ends the process."""
     ended = subprocess.run(
         [sys.executable, "-c", "import jax; jax.devices()"],
         env={**os.environ, "XLA_FLAGS": " ".join(flags)},
@@ -94,7 +90,7 @@ def test_xla_knows_them(flags, are_known):
 
 
 def test_flags_that_must_be_the_same_for_all_processes():
-    """Not where one of them writes what it compiles, or how many devices it simulates."""
+    """Folders for dumps and the number of simulated devices may differ."""
     own = [
         "--xla_dump_to=/tmp/of_process_3",
         "--xla_gpu_dump_autotune_results_to=/tmp/of_process_3",
@@ -124,7 +120,7 @@ def test_flags_that_must_be_the_same_for_all_processes():
         ("auto", True, DETERMINISTIC, "cpu", False),
     ],
 )
-def test_attention_that_cannot_give_the_same_bits_is_refused(
+def test_nondeterministic_attention_is_refused(
     source, attention, whole_rows, flags, platform, refused
 ):
     cfg = load("experiments/llama_84m", ["tiny"])
@@ -143,7 +139,7 @@ def test_attention_that_cannot_give_the_same_bits_is_refused(
 @pytest.mark.parametrize(
     "setting", [jax.default_prng_impl("rbg"), jax.threefry_partitionable(False)]
 )
-def test_a_setting_that_is_told_has_changed_the_first_weights(setting):
+def test_a_reported_setting_changes_the_initial_weights(setting):
     def table():
         state = fdl.build(small()).initial_state()
         return np.asarray(state.model.table_VE)
@@ -156,7 +152,7 @@ def test_a_setting_that_is_told_has_changed_the_first_weights(setting):
         assert " was " in changes(settings, settings_of_numbers())
 
 
-def test_the_variable_of_cublas_is_among_them(monkeypatch):
+def test_the_setting_of_cublas_is_reported(monkeypatch):
     monkeypatch.delenv("NVIDIA_TF32_OVERRIDE", raising=False)
     before = settings_of_numbers()
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
@@ -174,8 +170,7 @@ print(folder)
 
 
 def ended(**changed):
-    unset = {name for name in os.environ if name.startswith(("JAX_", "XDG_CACHE"))}
-    kept = {name: value for name, value in os.environ.items() if name not in unset}
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XDG_CACHE"))}
     return subprocess.run(
         [sys.executable, "-c", PROGRAM],
         env=kept | {"JAX_PLATFORMS": "cpu"} | changed,
@@ -194,12 +189,12 @@ def run(**changed):
     ("variable", "below"),
     [("XDG_CACHE_HOME", "lmlib/compiled"), ("HOME", ".cache/lmlib/compiled")],
 )
-def test_programs_are_kept_in_the_users_cache_folder(tmp_path, variable, below):
+def test_programs_are_cached_in_the_users_cache_folder(tmp_path, variable, below):
     assert run(**{variable: str(tmp_path)}) == str(tmp_path / below)
     assert list((tmp_path / below).iterdir())
 
 
-def test_the_users_own_folder_is_taken(tmp_path):
+def test_the_cache_folder_of_the_user_takes_precedence(tmp_path):
     home, own = tmp_path / "home", tmp_path / "own"
     assert run(HOME=str(home), JAX_COMPILATION_CACHE_DIR=str(own)) == str(own)
     assert list(own.iterdir())
@@ -207,7 +202,7 @@ def test_the_users_own_folder_is_taken(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_folder_that_cannot_be_written_is_told_and_done_without():
+def test_without_a_writable_folder_nothing_is_cached():
     made = ended(XDG_CACHE_HOME="/proc/nowhere")
     assert made.stdout.strip() == "None"
     (told,) = [line for line in made.stderr.splitlines() if "compiled programs" in line]
@@ -216,9 +211,9 @@ def test_a_folder_that_cannot_be_written_is_told_and_done_without():
 
 
 @pytest.mark.slow
-def test_simulated_devices_do_not_wait_for_each_other_in_a_kept_program(tmp_path):
-    """JAX 0.10 and 0.11 forget the order of the collectives in it. With this scheduler, and without
-    a flag that the command line adds, a run like the second was aborted after 27 to 119 steps."""
+def test_simulated_devices_do_not_deadlock_in_a_cached_program(tmp_path):
+    """JAX 0.10 and 0.11 lose the order of the collectives in it. With this scheduler, and without
+    `IN_ORDER_ON_CPU`, a run like the second was aborted after 27 to 119 steps."""
     settings = ("mesh.fsdp=4", "mesh.tensor=2", "steps=150", "checkpoints.every=150")
     experiment = ("--fdl_config=experiments/llama_84m", "--fiddler=tiny", "--fdl.validation=None")
     environment = {
@@ -238,7 +233,7 @@ def test_simulated_devices_do_not_wait_for_each_other_in_a_kept_program(tmp_path
     assert with_kept_program.exit_code() == 0, with_kept_program.output()
 
 
-# The page faults of a thread that takes less than another has freed.
+# Prints the page faults of a thread that allocates less than another has freed.
 FREED = """
 import concurrent.futures, ctypes, resource
 from runner.jax_settings.devices import keep_freed_memory
@@ -262,8 +257,8 @@ with concurrent.futures.ThreadPoolExecutor(1) as thread:
 
 
 @pytest.mark.landing
-@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="of glibc alone")
-def test_freed_memory_is_used_again():
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="needs glibc")
+def test_freed_memory_is_reused():
     with TemporaryFile("w+") as out:
         assert fresh_process("-c", FREED, stdout=out, stderr=out).wait(60) == 0
         out.seek(0)
@@ -274,5 +269,5 @@ def test_freed_memory_is_used_again():
 @pytest.mark.parametrize(
     "environment", [{"MALLOC_ARENA_MAX": "4"}, {"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=1"}]
 )
-def test_settings_of_the_user_stay(environment):
+def test_malloc_settings_of_the_user_take_precedence(environment):
     assert not keep_freed_memory(environment)

@@ -159,7 +159,7 @@ def test_other_texts_are_named_though_the_first_rows_agree(difference, tmp_path)
         lambda folder: write_ids(folder / "data", other),
     )
     assert found is not None
-    assert found.startswith("data of process 1 is not that of process 0 (")
+    assert found.startswith("data of process 1 differs from process 0 (")
     for number in range(2):
         assert f"{tmp_path}/process_{number}/data/train on " in found
     rows = [FlatTokens(f"{tmp_path}/process_{n}/data", "train", 4, 16, None) for n in (0, 1)]
@@ -197,7 +197,7 @@ def test_processes_that_read_other_data_are_told(difference, data, write, agree)
     cfg.data = data
     found = difference(cfg, *write)
     assert (found is None) == agree
-    assert agree or "data of process 1 is not that of process 0" in found
+    assert agree or "data of process 1 differs from process 0" in found
 
 
 @pytest.mark.landing
@@ -215,5 +215,5 @@ def test_validation_and_each_part_of_a_mixture_are_compared(difference):
     found = difference(cfg, lambda f: write(f, 1), lambda f: write(f, 1), lambda f: write(f, 2))
     assert found is not None
     assert found.startswith(
-        "validation['mixed'].sources['other'] of process 2 is not that of process 0"
+        "validation['mixed'].sources['other'] of process 2 differs from process 0"
     )

@@ -114,7 +114,7 @@ def test_the_grace_period_ends_a_run_that_cannot_stop(tmp_path):
     run.wait_until(lambda: len(read_metrics(tmp_path / "run")) == 3, "three steps")
     run.process.send_signal(signal.SIGTERM)
     assert run.exit_code() == SIGNALLED + signal.SIGTERM, run.output()
-    assert "error: ended by SIGTERM: its checkpoint was not whole 1 s after" in run.output()
+    assert "error: ended by SIGTERM: its checkpoint was not complete 1 s after" in run.output()
 
 
 @pytest.mark.slow
@@ -139,7 +139,7 @@ def test_a_thread_that_a_callback_has_left_keeps_no_finished_run(tmp_path):
     file.write_text(WITH_A_THREAD)
     run = SmallRun(tmp_path / "run", experiment=(f"--fdl_config={file}",), fresh=True)
     assert run.exit_code() == 0, run.output()
-    assert "threads go on: 'of_the_callback'; this process ends" in run.output()
+    assert "threads still run: 'of_the_callback'; the code that started" in run.output()
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Traces as they lie on disk."""
+"""Profiles of training steps: traces on disk, and summaries of their time."""
 
 import functools
 import gzip
@@ -19,20 +19,20 @@ from runner.monitoring.profiling import Profiler, where_the_time_went
 @pytest.mark.parametrize(
     ("text", "steps"), [("10:12", [10, 11, 12]), ("1:1", [1]), ("9:11", [9, 10, 11])]
 )
-def test_both_ends_are_in_the_range(text, steps):
+def test_the_range_of_steps_includes_both_ends(text, steps):
     assert list(steps_range(text)) == steps
 
 
 @pytest.mark.parametrize(
     "text", ["", "10", "10:", ":12", "12:10", "0:3", "-1:3", "1:2:3", "1.5:3", "a:b", "²:³"]
 )
-def test_what_is_no_range_is_refused(text):
+def test_other_texts_than_ranges_are_refused(text):
     with pytest.raises(ConfigError, match="write the first and the last step"):
         steps_range(text)
 
 
 def traces(folder: Path) -> list[str]:
-    """The text of each trace that Perfetto opens."""
+    """Returns the text of each trace for Perfetto."""
     files = folder.rglob("perfetto_trace.json.gz")
     return [gzip.decompress(file.read_bytes()).decode() for file in files]
 
@@ -53,10 +53,10 @@ def run(profiler: Profiler, steps: range) -> None:
         x, _ = made(step, x, None)
 
 
-def test_the_trace_holds_the_steps_of_the_range_and_no_others(tmp_path):
+def test_the_trace_has_exactly_the_steps_of_the_range(tmp_path):
     with Profiler(tmp_path, range(3, 5)) as profiler:
         run(profiler, range(1, 7))
-        (trace,) = traces(tmp_path)  # written at the end of the range, not of the run
+        (trace,) = traces(tmp_path)  # written at the end of the range
     names = {event.get("name") for event in json.loads(trace)["traceEvents"]}
     assert {name for name in names if name and name.startswith("made step")} == {
         "made step 3",
@@ -99,7 +99,7 @@ def test_without_steps_nothing_is_traced(tmp_path, steps):
     assert not list(tmp_path.iterdir())
 
 
-def test_what_cannot_be_told_or_written_ends_no_run(tmp_path):
+def test_a_failed_summary_does_not_end_the_run(tmp_path):
     experiment = Experiment(
         model=functools.partial(llama, vocab=8, embed=8, layers=1, heads=1, mlp=8),
         data=Synthetic(8, 1, 8),

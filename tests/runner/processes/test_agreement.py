@@ -17,7 +17,7 @@ from runner.processes.agreement import differing
 
 START = (
     "start all processes with the same code, packages, experiment, fiddlers, overrides, flags and "
-    "variables of JAX"
+    "JAX environment variables"
 )
 # `SeveralProcesses` gives these to each of two.
 FOUR_DEVICES = f"--xla_force_host_platform_device_count=4 {XLA_FLAGS}"
@@ -28,22 +28,22 @@ FOUR_DEVICES = f"--xla_force_host_platform_device_count=4 {XLA_FLAGS}"
     [
         (
             [{"jax": "0.12", "numpy": "2"}, {"jax": "0.12", "numpy": "2"}, {"jax": "0.11"}],
-            "of process 2 is another than that of process 0 (jax: 0.11, there 0.12, numpy: absent, "
-            "there 2)",
+            "of process 2 differs from process 0 (jax: 0.11 instead of 0.12, numpy: absent instead "
+            "of 2)",
         ),
         (
             [{"a.py": "0" * 64, "b.py": "1" * 64}, {"a.py": "2" * 64, "b.py": "1" * 64}],
-            "of process 1 is another than that of process 0 (a.py)",
+            "of process 1 differs from process 0 (a.py)",
         ),
         (
             [{str(n): "0" for n in range(9)}, {}, {}],
-            "of process 1, 2 is another than that of process 0 (0: absent, there 0, 1: absent, "
-            "there 0, 2: absent, there 0, 3: absent, there 0, 4: absent, there 0, 5: absent, there "
-            "0, and 3 more)",
+            "of process 1, 2 differs from process 0 ("
+            + "".join(f"{n}: absent instead of 0, " for n in range(6))
+            + "and 3 more)",
         ),
     ],
 )
-def test_the_message_names_who_and_what(found, message):
+def test_the_message_names_processes_and_values(found, message):
     assert differing("the code", found) == f"the code {message}: {START}"
 
 
@@ -59,23 +59,23 @@ def assert_refused(run, folder, message):
         assert told in log.read_text()
 
 
-OTHER = "of process 1 is another than that of process 0"
+OTHER = "of process 1 differs from process 0"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"own": {1: ["--fdl.seed=1"]}}, rf"the config {OTHER} \(seed: 1, there 0\)"),
-        ({"own": {1: ["--allow_change=data"]}}, rf"the command {OTHER} .*--allow_change: data, t"),
+        ({"own": {1: ["--fdl.seed=1"]}}, rf"the config {OTHER} \(seed: 1 instead of 0\)"),
+        ({"own": {1: ["--allow_change=data"]}}, rf"the command {OTHER} .*--allow_change: data i"),
         (
             {"environments": {1: {"XLA_FLAGS": f"{FOUR_DEVICES} --xla_cpu_enable_fast_math=true"}}},
-            rf"XLA_FLAGS {OTHER} \(--xla_cpu_enable_fast_math: true, there absent",
+            rf"XLA_FLAGS {OTHER} \(--xla_cpu_enable_fast_math: true instead of absent",
         ),
         *[
             (
                 {"environments": {1: {variable: value}}},
-                rf"the configuration of JAX {OTHER} \({variable}: {value}, there {usual}\)",
+                rf"the configuration of JAX {OTHER} \({variable}: {value} instead of {usual}\)",
             )
             for variable, value, usual in (
                 ("JAX_DEFAULT_PRNG_IMPL", "rbg", "threefry2x32"),
@@ -87,7 +87,7 @@ OTHER = "of process 1 is another than that of process 0"
             {"environments": {0: {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}}},
             r"the processes have different numbers of devices \(2 on process 0; 4 on process 1\)",
         ),
-        ({"own": {1: ["--num_processes=3"]}}, "--num_processes=3 on process 1 and 2 on process 0"),
+        ({"own": {1: ["--num_processes=3"]}}, "process 1: --num_processes=3, but 2 on process 0"),
     ],
 )
 def test_other_settings_are_refused(tmp_path, settings, message):
@@ -97,7 +97,7 @@ def test_other_settings_are_refused(tmp_path, settings, message):
 
 
 @pytest.mark.slow
-def test_a_mistake_on_one_process_is_said_once_and_ends_all(tmp_path):
+def test_a_mistake_on_one_process_is_shown_once_and_ends_all(tmp_path):
     run = SeveralProcesses(
         2, tmp_path / "run", tmp_path / "outputs", own={1: ["--fdl.model.embde=1"]}
     )
@@ -121,8 +121,8 @@ def test_other_code_is_refused(tmp_path):
 def test_another_workdir_is_refused(tmp_path):
     other = [f"--workdir={tmp_path}/other"]
     run = SeveralProcesses(2, tmp_path / "run", tmp_path / "outputs", own={1: other})
-    message = f"process 1 does not see in its workdir, {tmp_path}/other on .*, what process 0 "
-    assert_refused(run, tmp_path, f"{message}writes into its own, {tmp_path}/run on ")
+    message = f"process 1 does not see the files of process 0: its workdir is {tmp_path}/other on "
+    assert_refused(run, tmp_path, f"{message}.*, and process 0 has {tmp_path}/run on ")
     for name in ("run", "other"):
         assert [path.name for path in (tmp_path / name).iterdir()] == ["logs"]
 
@@ -141,38 +141,25 @@ def config():
 
 
 @pytest.mark.slow
-def test_other_data_at_the_same_relative_path_is_refused(tmp_path):
-    (tmp_path / "experiment.py").write_text(RELATIVE)
+@pytest.mark.parametrize("what", ["data", "weights"])
+def test_other_content_at_the_same_relative_path_is_refused(tmp_path, what):
     folders = {process: tmp_path / f"folder_{process}" for process in range(2)}
     for process, folder in folders.items():
-        write_ids(folder / "data", [[1 + process] * 5] * 40)
+        if what == "data":
+            write_ids(folder / "data", [[1 + process] * 5] * 40)
+        else:
+            fit(small("steps=1", f"seed={process}"), folder / "base")
+    if what == "data":
+        (tmp_path / "experiment.py").write_text(RELATIVE)
+        experiment = [f"--fdl_config={tmp_path}/experiment.py", "--fdl.validation=None"]
+        name, place = "data", "data/train"
+    else:
+        experiment = [*SMALL, "--fdl.mesh.fsdp=-1", "--init_from=base@1"]
+        name, place = "the weights of base@1: the model", "base/checkpoints/1"
     run = SeveralProcesses(
-        2,
-        tmp_path / "run",
-        tmp_path / "outputs",
-        folders=folders,
-        experiment=[f"--fdl_config={tmp_path}/experiment.py", "--fdl.validation=None"],
+        2, tmp_path / "run", tmp_path / "outputs", folders=folders, experiment=experiment
     )
-    places = [f"{folder}/data/train on .*" for folder in folders.values()]
-    message = (
-        rf"data of process 1 is not that of process 0 \({places[1]}; on process 0 {places[0]}\)"
-    )
+    places = [f"{folder}/{place} on .*" for folder in folders.values()]
+    message = rf"{name} {OTHER} \({places[1]}; process 0 has {places[0]}\)"
     assert_refused(run, tmp_path / "run", message)
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["logs"]
-
-
-@pytest.mark.slow
-def test_other_weights_at_the_same_relative_path_are_refused(tmp_path):
-    folders = {process: tmp_path / f"folder_{process}" for process in range(2)}
-    for process, folder in folders.items():
-        fit(small("steps=1", f"seed={process}"), folder / "base")
-    run = SeveralProcesses(
-        2,
-        tmp_path / "run",
-        tmp_path / "outputs",
-        folders=folders,
-        experiment=[*SMALL, "--fdl.mesh.fsdp=-1", "--init_from=base@1"],
-    )
-    places = [f"{folder}/base/checkpoints/1 on .*" for folder in folders.values()]
-    message = rf"of process 1 is not that of process 0 \({places[1]}; on process 0 {places[0]}\)"
-    assert_refused(run, tmp_path / "run", f"the weights of base@1: the model {message}")

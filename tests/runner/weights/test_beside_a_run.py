@@ -18,8 +18,8 @@ from runner.weights.target import LoadOptions
 
 STEPS = (3, 5, 7)
 
-# Runs a module, and removes a checkpoint when a first file of another, or of itself, is opened.
-# What is in the folder saved_next of the run comes before.
+# Runs a module, and removes a checkpoint when the first file of a checkpoint is opened. The content
+# of saved_next becomes new checkpoints before that.
 REMOVING = """
 import os, pathlib, runpy, sys
 from lmlib.checkpoint.removal import remove
@@ -50,18 +50,21 @@ def checkpoints(run, tmp_path):
     return shutil.copytree(run, tmp_path / "run") / "checkpoints"
 
 
-@pytest.mark.slow
-def test_of_all_checkpoints_the_others_are_evaluated_and_none_that_was_is_lost(
-    checkpoints, tmp_path
-):
+def evaluated(checkpoints, tmp_path, removed):
+    """Evaluates all checkpoints; `removed` disappears when the one of step 3 is opened."""
     (tmp_path / "text.txt").write_text(TEXTS[0])
-    (chunk,) = (checkpoints / "7/state/model.embedding").glob("[0-9]*")
-    chunk.unlink()  # the last one's end is an error, which is told after the others
-    ended = run_forked(
-        *("-c", REMOVING, f"{checkpoints}/3/", checkpoints / "5", "runner.evaluate"),
+    return run_forked(
+        *("-c", REMOVING, f"{checkpoints}/3/", checkpoints / removed, "runner.evaluate"),
         *(f"--from={checkpoints.parent}", "--all_checkpoints", f"--data={tmp_path}/text.txt"),
         f"--json={tmp_path}/out.json",
     )
+
+
+@pytest.mark.slow
+def test_a_removed_checkpoint_is_named_and_the_others_are_evaluated(checkpoints, tmp_path):
+    (chunk,) = (checkpoints / "7/state/model.embedding").glob("[0-9]*")
+    chunk.unlink()  # the damage of the last one is reported after the others
+    ended = evaluated(checkpoints, tmp_path, "5")
     assert ended.returncode == 2
     assert f"{checkpoints}/5 was removed meanwhile" in ended.stderr
     assert "7 is damaged: state/model.embedding/" in ended.stderr.splitlines()[-1]
@@ -71,15 +74,11 @@ def test_of_all_checkpoints_the_others_are_evaluated_and_none_that_was_is_lost(
 
 
 @pytest.mark.slow
-def test_of_a_run_that_removed_all_the_newest_is_evaluated(checkpoints, tmp_path):
-    (tmp_path / "text.txt").write_text(TEXTS[0])
+def test_if_all_checkpoints_are_removed_a_newer_one_is_evaluated(checkpoints, tmp_path):
     remove([checkpoints / "5"])
     (checkpoints.parent / "saved_next").mkdir()
     (checkpoints / "7").rename(checkpoints.parent / "saved_next" / "7")
-    ended = run_forked(
-        *("-c", REMOVING, f"{checkpoints}/3/", checkpoints / "3", "runner.evaluate"),
-        *(f"--from={checkpoints.parent}", "--all_checkpoints", f"--data={tmp_path}/text.txt"),
-    )
+    ended = evaluated(checkpoints, tmp_path, "3")
     assert ended.returncode == 0, ended.stderr
     assert f"{checkpoints}/3 was removed meanwhile" in ended.stderr
     assert ended.stdout.startswith(f"{checkpoints.parent}@7, sequences of 24 tokens")
@@ -87,7 +86,7 @@ def test_of_a_run_that_removed_all_the_newest_is_evaluated(checkpoints, tmp_path
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("step", "status"), [("", 0), ("@7", 2)])
-def test_the_newest_is_taken_again_and_one_that_was_named_is_told(
+def test_the_next_newest_replaces_a_removed_checkpoint_unless_it_was_named(
     checkpoints, tmp_path, step, status
 ):
     ended = run_forked(
@@ -104,8 +103,8 @@ def test_the_newest_is_taken_again_and_one_that_was_named_is_told(
 
 
 @pytest.mark.slow
-def test_what_is_removed_once_it_is_opened(checkpoints):
-    """Of the newest, the newest then; but not without end, and not of one that was named."""
+def test_a_checkpoint_removed_while_it_is_read_is_replaced_by_the_newest(checkpoints):
+    """Not if the step was named, and not forever."""
     told: list[str] = []
 
     def removed(run):

