@@ -76,7 +76,10 @@ def communication_warnings(
     split: list[tuple[str, tuple[int, ...]]] = []
 
     def add(weight: Weight, array: jax.ShapeDtypeStruct) -> None:
-        stored, computed = shard_shapes(weight, array.shape, mesh)
+        moves = moves_of(weight, array.shape, mesh)
+        used = tuple(size * n for size, n in zip(array.shape, moves.repeats, strict=True))
+        stored = NamedSharding(mesh, moves.stored).shard_shape(array.shape)
+        computed = NamedSharding(mesh, moves.computed).shard_shape(used)
         if weight.stacked and computed[0] > 1:
             stacks.append((weight.path, computed))
         if math.prod(computed) // math.prod(stored) > 1:  # gathered before use
