@@ -18,15 +18,14 @@ class Compute:
       attention: an attention kernel of `lmlib.models.attend`; "auto" selects the best one.
       quantized: precision of products in 8 bits, by kind of layer ("projections", "mlp"): "int8" or
         "float8", as in `lmlib.models.matrices.quantized`.
-      context_method: method of exchanging keys if the mesh axis `context_method` splits rows:
-        "gather" or "ring", as in `lmlib.models.attend.context_parallel`; "auto" selects "gather" if
-        keys are small.
-      dispatch: method of sending tokens to the devices of their experts: "gather" or "exchange", as
-        in `lmlib.models.experts.rounds.DISPATCHES`; "auto" selects the one that sends less.
+      context_method: method of exchanging keys if the mesh axis `context` splits rows: "gather" or
+        "ring" (`lmlib.models.attend.context_parallel`); "auto" gathers small keys.
+      dispatch: method of sending tokens to the devices of their experts: "gather" or "exchange"
+        (`lmlib.models.experts.rounds.DISPATCHES`); "auto" selects the one that sends less.
       expert_room: rows that a device computes for its experts at a time, as a multiple of the
         number for even routing; additional rows are computed in further rounds.
-      saved: activations that are saved for the backward pass, by the names that layers give them
-        (`lmlib.models.part.ActivationNames`), or `EVERYTHING`; the others are recomputed.
+      saved: names (`lmlib.models.part.ActivationNames`) of activations that are saved for the
+        backward pass, or `EVERYTHING`; the others are recomputed.
       offloaded: further activations, saved in the host's memory.
       pipeline_rows: rows of each device in a microbatch, if the mesh axis `stage` splits the
         layers; more rows make larger products, and a larger bubble.

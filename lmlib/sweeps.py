@@ -17,30 +17,21 @@ Points = list[Point]
 
 
 def axis(path: str, *values: Any) -> Points:
-    """Makes a point for each of `values`, Python literals, of the parameter at `path`.
-
-    Raises:
-      ValueError: if `values` is empty.
-    """
+    """Makes a point for each of `values`, Python literals, of the parameter at `path`."""
     if not values:
         raise ValueError(f"axis({path!r}) has no values")
     return [{path: value} for value in values]
 
 
 def product(*sweeps: Iterable[Point]) -> Points:
-    """The Cartesian product of sweeps; the last one changes fastest.
-
-    Raises:
-      ValueError: if two of them set the same path.
-    """
+    """The Cartesian product of sweeps, which set different paths; the last one changes fastest."""
     return [_together(points) for points in itertools.product(*sweeps)]
 
 
 def zipped(*sweeps: Sequence[Point]) -> Points:
     """Combines the first points of all sweeps, then the second ones, and so on.
 
-    Raises:
-      ValueError: if the sweeps have different lengths, or two of them set the same path.
+    The sweeps have equal lengths, and set different paths.
     """
     sizes = [len(sweep) for sweep in sweeps]
     if len(set(sizes)) > 1:
@@ -58,13 +49,7 @@ def chain(*sweeps: Iterable[Point]) -> Points:
 
 
 def sample(sweep: Iterable[Point], count: int, seed: int = 0) -> Points:
-    """Selects `count` different points of `sweep`, in its order, as for random search.
-
-    The result is the same for the same `seed`.
-
-    Raises:
-      ValueError: if there are fewer points.
-    """
+    """Selects `count` different points of `sweep`, in its order, by `seed`, as in random search."""
     points = list(sweep)
     if not 0 < count <= len(points):
         raise ValueError(f"sample takes 1 to {len(points)} of these points, not {count}")

@@ -123,10 +123,8 @@ def fused_loss(
     2024, arXiv:2410.10989), and the backward pass multiplies them by the incoming gradient.
 
     Args:
-      tokens: further arrays (b, s, …) that `loss` needs for each token.
-      tables: further arrays (embed, vocab) that it needs whole along embed.
-      cap: see `Model.logit_cap`.
-      chunk: tokens whose logits a device holds at a time; `None`: see `split_into_chunks`.
+      tokens, tables: further arrays (b, s, …) and (embed, vocab), whole along embed, for `loss`.
+      cap, chunk: see `Model.logit_cap` and `split_into_chunks`.
       dtype: dtype of the logits, unless the features' is wider; softmax is in float32 or wider.
     """
     call = _Call(loss, cap, chunk, dtype, is_split(h_BSE), len(tokens), len(tables))
@@ -277,12 +275,8 @@ def vocabulary_ids(logits_NV: Array) -> Int32[Array, "n v"]:
 def split_into_chunks(limit: int | None, vocab: int, *tokens: Array) -> tuple[Array, ...]:
     """Splits arrays (b, s, …) into as few equal chunks (C, N, …) as `limit` allows.
 
-    The last chunk is padded with zeros, tokens that do not count.
-
-    Args:
-      limit: tokens whose logits a device holds at a time; `None`: 1 GiB of them in float32, or 16
-        MiB on CPUs, about the cache of a core.
-      vocab: size of this device's part of the vocabulary.
+    The last chunk is padded with zeros, tokens that do not count. Without a limit, a chunk's logits
+    take 1 GiB in float32, or 16 MiB on CPUs, about the cache of a core. `vocab` is this device's.
     """
     held_bytes = 2**24 if collectives.platform() == "cpu" else 2**30
     limit = limit or max(1, held_bytes // (4 * vocab))

@@ -22,30 +22,19 @@ TOKENS, FIRST_RESIDUAL = "tokens", "first_residual"
 
 @dataclasses.dataclass(frozen=True)
 class ForwardContext:
-    """The arguments of a call, except for the tokens. All layers get the same ones except `key`.
+    """The arguments of a call, except for the tokens. All layers get the same ones except `key`."""
 
-    Args:
-      positions_BS: position of each token within its document, from 0.
-      segment_ids_BS: the document of each position, numbered within its row; `None`: each row is
-        one document, followed by padding at most.
-      key, dropout: key and rate of dropout in blocks; without a key nothing is random.
-      lengths_B: length of each row's text so far, if the call has only a part of it (with a
-        cache).
-      counts_BS: the positions that count in the layers' reports; `None`: all.
-      order: the order of tokens along the mesh axis `context`, one of `lmlib.row_order.ORDERS`.
-      observe: called in each layer, for `TrunkOutput.observed`.
-      shared: values of shape [b, s, ...] that layers share, by the keys that `Part.reads` lists.
-    """
-
-    positions_BS: Int32[Array, "b s"]
+    positions_BS: Int32[Array, "b s"]  # of each token within its document, from 0
+    # The document of each position in its row; `None`: each row is one, then padding at most.
     segment_ids_BS: Int32[Array, "b s"] | None
     compute: Compute
-    key: PRNGKeyArray | None = None
-    dropout: float = 0.0
-    lengths_B: Int32[Array, "b"] | None = None
-    counts_BS: Bool[Array, "b s"] | None = None
-    order: str = "plain"
-    observe: "Observe | None" = None
+    key: PRNGKeyArray | None = None  # for dropout in blocks; without it nothing is random
+    dropout: float = 0.0  # its rate
+    lengths_B: Int32[Array, "b"] | None = None  # of texts so far, if a cache has a part of them
+    counts_BS: Bool[Array, "b s"] | None = None  # positions that count in reports; `None`: all
+    order: str = "plain"  # of tokens along the mesh axis `context`; see `lmlib.row_order`
+    observe: "Observe | None" = None  # called in each layer, for `TrunkOutput.observed`
+    # Values of shape [b, s, ...] that layers share, by the keys that `Part.reads` lists.
     shared: Mapping[Hashable, Any] = dataclasses.field(default_factory=dict)
 
     def total(self, x_BS: Float[Array, "b s ..."]) -> Float[Array, "..."]:

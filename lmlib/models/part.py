@@ -43,12 +43,11 @@ class AuxOutputs(NamedTuple):
     """The reports of a part about its tokens, summed over positions that count (`Context.total`).
 
     A value depends only on the row of a position, so sums over microbatches and devices add up.
-    `losses` and `statistics` are scalars by name; `tallies` are any tree, for `Part.updated`.
     """
 
     losses: dict[str, Float[Array, ""]]
     statistics: dict[str, Float[Array, ""]]
-    tallies: Any = None
+    tallies: Any = None  # any tree, for `Part.updated`
 
 
 NO_AUX = AuxOutputs({}, {})
@@ -64,8 +63,7 @@ class Part(eqx.Module):
     - an MLP: `(x_BSE, context) -> (y_BSE, AuxOutputs)`
     - a layer: `(x_BSE, context, cache=None) -> (residual stream, AuxOutputs, new cache)`
 
-    A class, not its subclasses, sets `rows_may_be_split = True` if it may run where devices share
-    the tokens of a row (`lmlib.models.split_rows`).
+    Each class that may run where devices share the tokens of a row sets `rows_may_be_split = True`.
     """
 
     rows_may_be_split = False
@@ -89,10 +87,7 @@ class Part(eqx.Module):
 
     @property
     def reads(self) -> tuple[Hashable, ...]:
-        """Keys of the values that the part reads from `Context.shared`.
-
-        A key that is a function of the context, such as a `Rotary`, is called once for all layers.
-        """
+        """Keys that the part reads from `Context.shared`; functions of the context are called."""
         return tuple(dict.fromkeys(key for part in self.subparts for key in part.reads))
 
     @property
@@ -201,9 +196,8 @@ def check_like(part: Any, y_BSE: Any, x_BSE: Array) -> None:
     except Exception as error:  # same shape and dtype, so the layouts differ
         raise PartError(
             f"{class_name(part)} must return an array in the layout of the residual stream, "
-            f"{jax.typeof(x_BSE)}, got {jax.typeof(y_BSE)}; give the last product "
-            "`out_sharding=spec(context.compute.residual)`, or return "
-            "`reshard(y_BSE, context.compute.residual)`, both of lmlib.parallel.layout"
+            f"{jax.typeof(x_BSE)}, got {jax.typeof(y_BSE)}; return `reshard(y_BSE, "
+            "context.compute.residual)` of lmlib.parallel.layout"
         ) from error
 
 

@@ -59,8 +59,7 @@ def run(
     """Runs all repetitions of a pattern; also returns each layer's other results, stacked along R.
 
     `names` may be saved. `chosen` makes a layer from its entry of `repeated`, again in the backward
-    pass, so that no copy of the layer is saved. Up to `context.compute.unroll` repetitions run
-    without a loop. One repetition never is a loop: XLA's TPU compiler would run its body twice.
+    pass, which saves no copy. One repetition never is a loop: XLA for TPUs would run it twice.
     """
 
     def run_layer(

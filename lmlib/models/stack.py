@@ -1,8 +1,7 @@
 """A sequence of layers.
 
 A stack is a sequence of patterns. A pattern is a tuple of layers that repeats: `(local, local,
-global)` four times is twelve layers. The arrays of each layer of a pattern are stacked along a
-leading axis, one entry for each repetition; leading axes are unnamed and stay whole.
+global)` four times is twelve layers. Arrays of each are stacked along an unnamed leading axis.
 
 Shapes: B batch, S sequence, E embed, L layers, R repetitions of a pattern.
 """
@@ -85,8 +84,8 @@ class Stack(Part):
     ) -> TrunkOutput:
         """Runs every layer in order, each with weights gathered just before its use.
 
-        Layers get keys folded from the context's key by their indices. x has the layout that
-        `context.compute.residual` names. Caches are stacked like the weights: `cache[pattern][j]`.
+        Keys of layers are folded from the context's. Caches are stacked like weights:
+        `cache[pattern][j]`.
         """
         keys_L = None
         if context.key is not None and (context.dropout > 0 or is_random(self.patterns)):

@@ -37,10 +37,7 @@ class Optimizer(NamedTuple):
 
 
 def as_declared(weight: Weight) -> bool:
-    """True if a weight decays, as its module declares.
-
-    Matrices and tables decay; scales and biases of any shape do not.
-    """
+    """True if a weight decays, as its module declares: matrices and tables, usually."""
     return weight.declaration.decays
 
 
@@ -129,8 +126,8 @@ def by_weight(factor: Callable[[Weight], float]) -> optax.GradientTransformation
 def _decay(weight_decay: Any, decays: Decays, cautious: bool) -> optax.GradientTransformation:
     """Adds weight_decay · weight to the direction of descent.
 
-    If `cautious`, adds it only where the direction has the weight's sign, and so shrinks it already
-    (Chen et al. 2025, arXiv:2510.12402).
+    If `cautious`, only where the direction has the weight's sign (Chen et al. 2025,
+    arXiv:2510.12402).
     """
 
     def update(updates: Any, state: Any, model: Any = None) -> tuple[Any, Any]:

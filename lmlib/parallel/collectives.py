@@ -1,8 +1,7 @@
 """Functions for the part of an array on one device, for kernels and explicit collectives.
 
-`shard_map` runs a function on every device's own part of its arguments. Inside it, the functions
-below communicate along mesh axes: `lmlib.parallel.layout.mesh_axes_for` returns the axes that split
-a named axis. Without a mesh there is one device with whole arrays, and nothing is sent.
+Inside `shard_map`, these functions communicate along mesh axes, such as those that
+`lmlib.parallel.layout.mesh_axes_for` returns. Without a mesh, nothing is sent.
 """
 
 import math

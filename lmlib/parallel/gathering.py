@@ -103,8 +103,7 @@ def _move(moves: Moves, array: jax.Array) -> jax.Array:
 
 def _steps(moves: Moves, rest: PartitionSpec) -> list[PartitionSpec]:
     """The layouts between `rest` and use, if a gather takes several steps."""
-    # It takes one in a stage, since JAX cannot map an explicit scatter over stages, and if stored
-    # pieces are not parts of the pieces in use.
+    # One in a stage, where JAX maps no explicit scatter, or if stored pieces cross the used ones.
     places, layouts = [*rest.partitions], []
     for axis, (there, used) in enumerate(zip(places, moves.computed.partitions, strict=True)):
         if moves.repeats[axis] > 1:

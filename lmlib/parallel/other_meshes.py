@@ -43,11 +43,7 @@ def with_smaller_parts(mesh: Mesh) -> Mesh | None:
 
 
 def with_a_second_fsdp(mesh: Mesh, size: int) -> Mesh | None:
-    """Moves a factor `size` of devices from `fsdp` to `expert`.
-
-    For all weights except experts, `expert` is a second `fsdp`. `None` if `size` does not divide
-    `fsdp`.
-    """
+    """Moves a factor `size` of devices from `fsdp` to `expert`; `None` if it does not divide."""
     sizes = dict(mesh.shape)
     if sizes["fsdp"] % size:
         return None
@@ -70,9 +66,7 @@ def divisions(mesh: Mesh, axes: Sequence[str]) -> Iterator[Mesh]:
 
     Other axes keep their sizes.
     """
-    together = mesh.shape[REST]
-    for axis in axes:
-        together *= mesh.shape[axis]
+    together = math.prod(mesh.shape[axis] for axis in (REST, *axes))
     divisors = [size for size in range(1, together + 1) if together % size == 0]
     for sizes in itertools.product(divisors, repeat=len(axes)):
         rest = together

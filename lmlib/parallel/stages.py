@@ -34,7 +34,7 @@ def retraced_in_stage(in_a_stage_before: bool, function: Callable[..., Any]) -> 
 def in_each_stage(
     function: Callable[..., Any], inputs: Sequence[Any], outputs: Any, tracked: bool
 ) -> Callable[..., Any]:
-    """`on_each_device` inside `each_stage`: `function` gets each device's parts of its stage.
+    """`shard_map` inside `each_stage`: `function` gets each device's parts of its stage.
 
     JAX itself would leave `stage` to its partitioner, which cannot split kernels.
     """

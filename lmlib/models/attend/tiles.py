@@ -29,18 +29,12 @@ _Tiles = tuple[tuple[int, int], ...]
 
 
 class Group(NamedTuple):
-    """Pairs of pieces that visit the same pairs of tiles.
+    """Pairs of pieces that visit the same pairs of tiles."""
 
-    Attributes:
-      tile, tiles_of_piece: tokens per tile, and tiles per piece.
-      tiles_P2: a tile of the piece of queries, and one of the piece of keys.
-      pieces_CN3: for each device the index of a piece of queries, of a piece of keys, and 1; or 0
-        as padding.
-    """
-
-    tile: int
+    tile: int  # tokens
     tiles_of_piece: int
-    tiles_P2: Int[np.ndarray, "p 2"]
+    tiles_P2: Int[np.ndarray, "p 2"]  # a tile of the piece of queries, and one of the keys'
+    # For each device the index of a piece of queries, of a piece of keys, and 1; or 0 as padding.
     pieces_CN3: Int[np.ndarray, "c n 3"]
 
 

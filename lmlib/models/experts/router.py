@@ -135,14 +135,9 @@ class Router(Part):
         else:
             load_BSX = jnp.broadcast_to(self.load, chosen_BSX.shape)
         balance_BS = self.experts * jnp.sum(load_BSX * probability_BSX, axis=-1)
-        return AuxOutputs(
-            losses={
-                "router_balance": context.total(balance_BS),
-                "router_z": context.total(squared_BS),
-            },
-            statistics={"router_entropy": context.total(entropy_BS)},
-            tallies=context.total(chosen_BSX),
-        )
+        total, losses = context.total, {"router_balance": balance_BS, "router_z": squared_BS}
+        losses = {name: total(each_BS) for name, each_BS in losses.items()}
+        return AuxOutputs(losses, {"router_entropy": total(entropy_BS)}, total(chosen_BSX))
 
     @property
     def gradient_problem(self) -> str | None:

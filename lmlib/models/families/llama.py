@@ -44,11 +44,9 @@ def llama(
       head_dim, kv_heads: `None`: embed / heads, and as many as `heads`.
       rope_theta, rope_scaling: base of the rotary wavelengths; Llama 3.1 to 3.3 have a `Llama3`.
       tied: True if one table embeds and unembeds.
-      window: number of positions that each one attends to, including itself; or one for each
-        layer.
+      window: number of positions that each one attends to, with itself; or one for each layer.
       rotary_fraction: fraction of each head's coordinates that have rotary positions.
-      attention, feed_forward: make the parts of a block: `functools.partial(GatedMLP,
-        activation=gelu)`.
+      attention, feed_forward: make a block's parts: `partial(GatedMLP, activation=gelu)`.
       layer: makes a layer from a block, as `lmlib.models.residual_scales.ResidualScales` does.
       zero_outputs: True to initialize the matrices that write to the residual stream with zeros,
         so that each layer starts as the identity (Zhang et al. 2019, arXiv:1901.09321, §2).

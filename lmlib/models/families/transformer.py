@@ -48,13 +48,11 @@ def transformer(
     """Returns a decoder with new weights. The first arguments are as in `llama`.
 
     Args:
-      attention, feed_forward: make the parts of a block; or one function for each layer, the same
-        object for equal layers.
+      attention, feed_forward: make a block's parts; or one for each layer, the same for equal ones.
       rotary_layers: True for `rope_theta`, a `Rotary`, or one such value for each layer.
       norm, norms: makes norms; the names of a block's norms.
       block, layer: make a block from its parts, and a layer from a block.
-      writes: scale of the initial values of matrices that write to the residual stream; `None`:
-        `residual_scale(layers)`.
+      writes: scale of initial matrices that write to the residual stream, or `residual_scale`.
       positions: makes learned positions.
       embedding_deviation: standard deviation of initial embeddings; `None`: 1, or 1/2 for a tied
         table. The last norm's initial scale then gives the logits of a tied table a standard

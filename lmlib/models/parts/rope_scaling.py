@@ -121,13 +121,11 @@ class Yarn(Scaling):
 
 @dataclasses.dataclass(frozen=True)
 class LongRope(Scaling):
-    """Divides each pair's frequency by a factor: `short`, or `long` in documents above `original`
-    tokens.
+    """Divides pairs' frequencies by `short`, or by `long` in documents above `original` tokens.
 
     Source: Ding et al. 2024, arXiv:2402.13753, §3.2. Each document chooses for itself;
-    `transformers` chooses once for the whole call. During generation a text's length is its length
-    so far, and one that grows beyond `original` is computed again. `amplitude` multiplies cosines
-    and sines.
+    `transformers` chooses once for the whole call. In generation, a text that grows beyond
+    `original` is computed again. `amplitude` multiplies cosines and sines.
     """
 
     short: tuple[float, ...]

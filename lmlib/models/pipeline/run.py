@@ -59,15 +59,10 @@ def split_into_chunks(repeated: StackedLayers, repeats: int, schedule: Schedule)
     counts = None
     if repeats < stages * rounds * each:
         numbers_VPK = np.arange(stages * rounds * each).reshape(rounds, stages, each)
-        counts = jax.sharding.reshard(
-            jnp.asarray(np.moveaxis(numbers_VPK < repeats, 0, 2)), partition("stages")
-        )
-    return StackedLayers(
-        map_weights(chunk, repeated.layers),
-        jax.tree.map(chunk_alike, repeated.keys),
-        repeated.caches,
-        counts,
-    )
+        counts_PKV = jnp.asarray(np.moveaxis(numbers_VPK < repeats, 0, 2))
+        counts = jax.sharding.reshard(counts_PKV, partition("stages"))
+    layers, keys = map_weights(chunk, repeated.layers), jax.tree.map(chunk_alike, repeated.keys)
+    return StackedLayers(layers, keys, repeated.caches, counts)
 
 
 def to_microbatches(
@@ -135,9 +130,8 @@ def shift_waiting(
 def _passed_on(x_PWSE: Array, residual: str, stages: int) -> Array:
     """Sends each stage's microbatch `stages` stages further, in a ring (a ppermute)."""
     layout = partition(("stages", *_in_stages(residual)))
-    return shard_map(lambda x: ring_shift(x, mesh_axes_for("stages"), stages), (layout,), layout)(
-        x_PWSE
-    )
+    shift = functools.partial(ring_shift, mesh_axes=mesh_axes_for("stages"), devices=stages)
+    return shard_map(shift, (layout,), layout)(x_PWSE)
 
 
 def _in_stages(residual: str) -> tuple[str, ...]:

@@ -19,19 +19,13 @@ from lmlib.parallel.mesh_axes import STAGE
 
 
 class Work(NamedTuple):
-    """The work of each stage in each slot: NumPy arrays (T, P), or JAX arrays for one of them.
+    """The work of each stage in each slot: NumPy arrays (T, P), or JAX arrays for one of them."""
 
-    Attributes:
-      microbatch, round: its index, and the index of the stage's chunk.
-      counts: True if the stage has work; the other slots are the bubble.
-      begins, ends: True if the microbatch comes from the waiting ones, or goes back to them.
-    """
-
-    microbatch: Any
-    round: Any
-    counts: Any
-    begins: Any
-    ends: Any
+    microbatch: Any  # its index
+    round: Any  # the index of the stage's chunk
+    counts: Any  # True if the stage has work; the other slots are the bubble
+    begins: Any  # True if the microbatch comes from the waiting ones
+    ends: Any  # True if it goes back to them
 
 
 class Schedule(NamedTuple):

@@ -19,20 +19,13 @@ class Tiles(NamedTuple):
 
 
 class Sight(NamedTuple):
-    """The visible keys of each query.
+    """The visible keys of each query."""
 
-    Attributes:
-      places_S: position in the row of each query of this device; keys cover the row.
-      segments_BS, segments_BT: document of each query and each key, numbered within its row.
-      first_key_BT, last_query_BT: the first key that each token of the row attends to, and the
-        last token that attends to it.
-    """
-
-    places_S: Int[Array, "s"]
-    segments_BS: Int32[Array, "b s"]
-    segments_BT: Int32[Array, "b t"]
-    first_key_BT: Int[Array, "b t"]
-    last_query_BT: Int[Array, "b t"]
+    places_S: Int[Array, "s"]  # position in the row of each query of this device
+    segments_BS: Int32[Array, "b s"]  # the document of each query in its row
+    segments_BT: Int32[Array, "b t"]  # and of each key; keys cover the row
+    first_key_BT: Int[Array, "b t"]  # the first key that each token attends to
+    last_query_BT: Int[Array, "b t"]  # the last token that attends to it
 
 
 def sight(

@@ -71,9 +71,7 @@ class Names:
     in_float32: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
     def tensor_of(self, path: str) -> str:
-        """Returns the tensor that holds a weight outside layers, also a tied head; else raises
-        ValueError.
-        """
+        """Returns the tensor that holds a weight outside layers, also a tied head."""
         for each in self.outside:
             if path in each.holds:
                 return each.name
@@ -108,13 +106,10 @@ class Key(NamedTuple):
     also: tuple[str, ...] = ()
 
     def read(self, settings: Settings) -> Any:
-        """Returns the argument's value; raises FolderError, also if two names have different
-        values.
-        """
+        """Returns the argument's value; FolderError also if two names have different values."""
         if not self.also:
-            value = settings.take(
-                self.name, self.default, self.kind, self.zero, self.most, self.null
-            )
+            options = self.default, self.kind, self.zero, self.most, self.null
+            value = settings.take(self.name, *options)
             return bool(value) if self.kind is bool else value  # null counts as false
         named = {name: settings.take(name, None, self.kind) for name in (*self.also, self.name)}
         found = {value for value in named.values() if value is not None}

@@ -23,13 +23,9 @@ from lmlib.models.parts.rope_scaling import (
 )
 
 _LONGEST, _ORIGINAL = "max_position_embeddings", "original_max_position_embeddings"
-_KINDS: dict[str, type] = {
-    "linear": Linear,
-    "dynamic": Dynamic,
-    "llama3": Llama3,
-    "yarn": Yarn,
-    "longrope": LongRope,
-}
+_KINDS: dict[str, type] = dict(
+    linear=Linear, dynamic=Dynamic, llama3=Llama3, yarn=Yarn, longrope=LongRope
+)
 _FIELDS = {  # fields of scalings, by key
     "factor": "factor",
     _ORIGINAL: "original",
@@ -46,23 +42,16 @@ _FIELDS = {  # fields of scalings, by key
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
-    """The keys of a family's rotary positions.
+    """The keys of a family's rotary positions."""
 
-    Args:
-      theta, fraction: default base of the wavelengths, and fraction of rotated coordinates.
-      scalings, partial: the kinds of scaling, and True for fractions, that the family supports.
-      keys: the keys of base and fraction outside `rope_parameters`.
-      absent: default of `rope_parameters`; `None`: empty.
-      kind: the key of the scaling's type for old readers of the family.
-    """
-
-    theta: float = 10_000.0
-    scalings: tuple[type, ...] = (Linear, Dynamic, Llama3, Yarn)
-    partial: bool = False
-    fraction: float = 1.0
+    theta: float = 10_000.0  # default base of the wavelengths
+    scalings: tuple[type, ...] = (Linear, Dynamic, Llama3, Yarn)  # supported kinds
+    partial: bool = False  # True if the family supports fractions of rotated coordinates
+    fraction: float = 1.0  # the default
+    # The keys of base and fraction outside `rope_parameters`.
     keys: tuple[str, str] = ("rope_theta", "partial_rotary_factor")
-    absent: Mapping[str, Any] | None = None
-    kind: str = "rope_type"
+    absent: Mapping[str, Any] | None = None  # default of `rope_parameters`; `None`: empty
+    kind: str = "rope_type"  # the key of the scaling's type for old readers of the family
 
     def arguments(self, settings: Settings) -> dict[str, Any]:
         """Returns `rope_theta`, and `rope_scaling` and `rotary_fraction` if the family has them."""
@@ -157,10 +146,8 @@ def _scaling(
                 raise FolderError(f"{own.where} has no {_LONGEST}")
             return Dynamic(own.take("factor", kind=float), longest)
         case "llama3":
-            factor, low, high = (
-                own.take(key, kind=float)
-                for key in ("factor", "low_freq_factor", "high_freq_factor")
-            )
+            keys = "factor", "low_freq_factor", "high_freq_factor"
+            factor, low, high = (own.take(key, kind=float) for key in keys)
             return Llama3(factor, low, high, _original(own, longest, original))
         case "yarn":
             return _yarn(own, theta, longest, original)
@@ -200,9 +187,8 @@ def _yarn(own: Settings, theta: float, longest: int | None, original: int | None
         if longest is None:
             raise FolderError(f"{own.where} has neither factor nor {_LONGEST}")
         factor = longest / original
-    scale, all_scale = (
-        own.take(key, None, float, zero=True) for key in ("mscale", "mscale_all_dim")
-    )
+    keys = "mscale", "mscale_all_dim"
+    scale, all_scale = (own.take(key, None, float, zero=True) for key in keys)
     amplitude = yarn_amplitude(factor)
     if scale and all_scale:
         amplitude = yarn_amplitude(factor, scale) / yarn_amplitude(factor, all_scale)
