@@ -78,10 +78,8 @@ class Generator:
         int8: bool = False,
     ):
         for name, size in (("rows", rows), ("length", length), ("chunk", chunk)):
-            if size < 1:
-                raise ValueError(f"{name} must be at least 1, got {size}")
-            if size >= 2**31:
-                raise ValueError(f"{name} must be below 2^31, got {size}")
+            if not 1 <= size < 2**31:
+                raise ValueError(f"{name} must be in [1, 2^31), got {size}")
         mesh = mesh or mesh_of(model)
         if mesh is not None:
             model, mesh = undivided_model(model, mesh)
@@ -164,7 +162,10 @@ class Generator:
                 h_PE = h_1BE[0]
             seen_BV = None
             if "repetition_penalty" in rules:
-                seen_BV = self._placed(self._seen(prompts, prompt_B), "batch whole_vocab")
+                seen_PV = np.zeros((len(prompts), self._vocab), bool)
+                for row, prompt in enumerate(prompts):
+                    seen_PV[row, list(prompt)] = True
+                seen_BV = self._placed(seen_PV[prompt_B], "batch whole_vocab")
             chooser = self._chooser(sampling, seed, ids, samples, stop_ids)
             state, made = first_token(
                 self._weights,
@@ -242,9 +243,8 @@ class Generator:
             longest = min(self._chunk, max(map(len, prompts)))
             rows = min(rows, max(1, _TOKENS_IN_CACHE // longest))
         texts = [*prompts, *[(0,)] * (-len(prompts) % rows)]
-        groups = []
-        for first in range(0, len(texts), rows):
-            groups.append(self._with(None, texts[first : first + rows]))
+        starts = range(0, len(texts), rows)
+        groups = [self._with(None, texts[first : first + rows]) for first in starts]
         lengths_P = np.array([*map(len, texts)], np.int32)
         if len(groups) == 1:
             return lengths_P, *groups[0]
@@ -304,8 +304,7 @@ class Generator:
         for number, prompt in enumerate(prompts):
             if len(prompt) == 0:
                 raise ValueError(f"prompt {number} is empty; every prompt needs at least one token")
-            wrong = [token for token in prompt if not 0 <= token < self._vocab]
-            if wrong:
+            if wrong := [token for token in prompt if not 0 <= token < self._vocab]:
                 raise ValueError(
                     f"prompt {number} has the token {wrong[0]}, but the model's vocabulary ends at "
                     f"{self._vocab - 1}"
@@ -315,12 +314,6 @@ class Generator:
                     f"prompt {number} has {len(prompt):,} tokens, and {max_tokens:,} more are to "
                     f"follow, but the generator's length is {self.length:,}"
                 )
-
-    def _seen(self, prompts: Sequence[Prompt], prompt_B: np.ndarray) -> np.ndarray:
-        seen_PV = np.zeros((len(prompts), self._vocab), bool)
-        for row, prompt in enumerate(prompts):
-            seen_PV[row, list(prompt)] = True
-        return seen_PV[prompt_B]
 
     def _divisible(self, rows: int) -> int:
         """Rounds `rows` up to a multiple that the mesh can split."""

@@ -74,7 +74,7 @@ def time_of(flops: float) -> str:
     """Returns the text of `Cost.time` for a number of FLOPs."""
     seconds = flops / (_ACCELERATOR.flops["bfloat16"] * _MFU)
     if seconds < 1:
-        return "Under 1 s on an H100"
+        return "under 1 s on an H100"
     amount, unit = seconds, "seconds"
     if seconds >= 6:
         amount, unit = (seconds / 3600, "hours") if seconds >= 3600 else (seconds / 60, "minutes")

@@ -32,12 +32,13 @@ def costs_text(points: Sequence[Point], costs: Sequence[Cost | None]) -> str:
             spent, seen = spent + cost.total_flops, seen + cost.tokens
             left += 0 if point.finished else cost.tokens
         rows.append((point.name, *cells, status(point)))
-    time = f"{time_of(spent)}; measured after the first point."
+    guess = time_of(spent)
+    time = f"{guess[0].upper()}{guess[1:]}; measured after the first point."
     if speed:
         rate = f"{count_text(speed)} tokens per second"
         time = f"{duration_text(left / speed)} left, one point after the other, at {rate}."
     whole = f"{len(points)} points, {count_text(seen)} tokens, {_flops_text(spent)} FLOPs"
-    return f"{columns(rows)}\n\n{whole}; {time}"
+    return f"{columns(rows)}\n\n{whole}. {time}"
 
 
 def results_text(points: Sequence[Point], failures: Mapping[str, str]) -> str:

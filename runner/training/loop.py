@@ -182,10 +182,9 @@ class Loop:
 
     def _sample(self, now: StepEvent) -> None:
         """Samples from the prompts, except after the last step, which the summary covers."""
-        samples = self._run.samples
-        if samples is None or now.step == self._run.experiment.steps:
+        if now.step == self._run.experiment.steps:
             return
-        if texts := samples.write(now.step, now.state.whole_model):
+        if texts := self._run.sample(now.step, now.state.whole_model):
             now.tell(f"sampled after step {now.step:,}: {texts[0]!r:.200}")
 
     def _moment(self, step: int, state: State, line: Line) -> StepEvent:

@@ -177,7 +177,7 @@ def finish(run: Run, state: State, goodput: GoodputLog) -> Summary:
             "validated_on": validation.seen(whole=True),
             "compressed_bits_per_byte": validation.compressed_bits_per_byte,
         }
-    texts = () if run.samples is None else run.samples.write(experiment.steps, state.whole_model)
+    texts = run.sample(experiment.steps, state.whole_model)
     tokens_per_second = positions / totals["seconds"]
     summary = Summary(
         steps=experiment.steps,

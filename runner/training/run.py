@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import fiddle as fdl
 
@@ -19,9 +19,6 @@ from runner.processes.workdir import Workdir
 from runner.training.options import Options
 from runner.training.starts import Start
 from runner.training.validation import Validation
-
-if TYPE_CHECKING:
-    from runner.training.samples import Samples
 
 Line = dict[str, Any]  # the metrics of a step
 
@@ -53,14 +50,13 @@ class Run:
     def validation(self) -> Validation | None:
         return None if self.experiment.validation is None else Validation(self.experiment)
 
-    @functools.cached_property
-    def samples(self) -> "Samples | None":
-        """Samples from the experiment's prompts; `None` without prompts."""
+    def sample(self, step: int, model: Any) -> tuple[str, ...]:
+        """Continues the experiment's prompts, if any, and writes the texts."""
         if not self.experiment.samples.prompts:
-            return None
-        from runner.training.samples import Samples  # loads all of lmlib.generate
+            return ()
+        from runner.training.samples import write_samples  # loads all of lmlib.generate
 
-        return Samples(self)
+        return write_samples(self, step, model)
 
     def tell(self, text: str) -> None:
         """Shows `text` above the progress line."""

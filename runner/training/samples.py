@@ -21,32 +21,25 @@ SAMPLING = Sampling(temperature=0.8)
 _LENGTHS = 64
 
 
-class Samples:
-    """Samples continuations of a run's prompts. Failures are reported but don't end the run."""
+def write_samples(run: Run, step: int, model: Any) -> tuple[str, ...]:
+    """Returns the samples and writes them to WORKDIR/samples/STEP.txt; every process calls it.
 
-    def __init__(self, run: Run):
-        self._run = run
-
-    def write(self, step: int, model: Any) -> tuple[str, ...]:
-        """Returns the samples and writes them to WORKDIR/samples/STEP.txt.
-
-        Every process must call it.
-        """
-        run = self._run
-        try:
-            texts = continued(run.experiment, model)
-            run.lock.check()
-            if texts and run.primary:
-                make_folder(run.workdir / FOLDER)
-                file = run.workdir / FOLDER / f"{step:08d}.txt"
-                write_atomically(file, "\n\n".join(texts) + "\n", run.lock.check)
-            return texts
-        except WorkdirLost:
-            raise
-        except Exception as error:
-            reason = error_text(error).partition("\n")[0]
-            run.tell(f"WARNING: the prompts are not continued: {type(error).__name__}: {reason}")
-            return ()
+    Failures are reported but don't end the run.
+    """
+    try:
+        texts = continued(run.experiment, model)
+        run.lock.check()
+        if texts and run.primary:
+            make_folder(run.workdir / FOLDER)
+            file = run.workdir / FOLDER / f"{step:08d}.txt"
+            write_atomically(file, "\n\n".join(texts) + "\n", run.lock.check)
+        return texts
+    except WorkdirLost:
+        raise
+    except Exception as error:
+        reason = error_text(error).partition("\n")[0]
+        run.tell(f"WARNING: the prompts are not continued: {type(error).__name__}: {reason}")
+        return ()
 
 
 def continued(experiment: Experiment, model: Any) -> tuple[str, ...]:
