@@ -45,7 +45,7 @@ def test_a_question_is_written_as_its_template_says(name):
     assert rendered.assistant == ()
 
 
-def test_what_the_assistant_says_is_known():
+def test_marked_answers_are_found():
     for name, end in {"chatml": "<|im_end|>", "mistral": "</s>"}.items():
         text, spans = (rendered := template(TEMPLATES[name]).render(CHATS["turns"])).text, []
         assert rendered.assistant
@@ -128,7 +128,7 @@ def test_a_folder_takes_another_template(tmp_path):
     assert config["add_bos_token"] is True
 
 
-def test_an_answer_ends_with_what_is_written_after_it():
+def test_answer_ends_follow_the_template():
     letters = Tokenizer(models.BPE(vocab={"a": 0, "<": 1}, merges=[]))
     special = ["<s>", "</s>", "<|im_end|>", "<end_of_turn>", "<|im_start|>", "<|user|>"]
     letters.add_special_tokens([*special, "<|observation|>"])
@@ -189,7 +189,7 @@ def test_a_template_that_fails_says_why(source, reason):
         ([{"role": "user", "content": object()}], "a value that is not JSON"),
     ],
 )
-def test_what_is_no_chat_is_refused(messages, reason):
+def test_invalid_messages_are_refused(messages, reason):
     with pytest.raises(ValueError, match=reason):
         template("").render(messages)
     with pytest.raises(ValueError, match="must be a list"):

@@ -109,7 +109,7 @@ def test_a_process_that_was_killed_is_started_again(started):
 
 
 @pytest.mark.landing
-def test_a_process_that_is_killed_at_work_is_told_of(started):
+def test_a_killed_process_is_reported(started):
     template, process = started
     resource.prlimit(process, resource.RLIMIT_CPU, (1, 1))  # the kernel kills it within a second
     with pytest.raises(
@@ -119,7 +119,7 @@ def test_a_process_that_is_killed_at_work_is_told_of(started):
     assert template.render(asked("a")).text == "a"
 
 
-def test_what_ctrl_c_leaves_unanswered_is_no_later_answer(started):
+def test_an_interrupted_question_leaves_no_answer(started):
     template, _ = started
 
     def interrupt(number, frame):

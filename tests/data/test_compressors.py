@@ -15,7 +15,7 @@ PPMD = [code for code in compressors.available() if code.startswith("PPMd")]
 
 
 @pytest.mark.skipif(shutil.which("xz") is None, reason="needs the program xz")
-def test_xz_is_that_of_the_command():
+def test_xz_matches_the_command():
     def command(text):
         done = subprocess.run(["xz", "-9e"], input=text.encode(), capture_output=True, check=True)
         return len(done.stdout)
@@ -25,7 +25,7 @@ def test_xz_is_that_of_the_command():
     assert found["xz -9e of the whole text"] == command("".join(TEXTS))
 
 
-def test_ppmd_is_no_shorter_than_what_can_be_decoded():
+def test_ppmd_matches_a_decodable_code():
     pyppmd = pytest.importorskip("pyppmd")
     whole, before = "".join(TEXTS).encode(), "".join(TRAINING).encode()
     found = compressors.measure(TEXTS, TRAINING, PPMD)
@@ -50,7 +50,7 @@ def test_only_one_code_saw_the_training_text():
     assert {code for code in found if found[code] != changed[code]} == set(saw)
 
 
-def test_what_was_measured_is_kept(tmp_path):
+def test_saved_lengths_are_read(tmp_path):
     assert compressors.read(tmp_path) == {}
     told: list[str] = []
     measured = compressors.measure(TEXTS, TRAINING, report=told.append)

@@ -110,7 +110,7 @@ def test_the_answers_of_a_pair_are_neighbours(tmp_path):
         FlatTokens(str(tmp_path), "train", 1, 10)
 
 
-def test_what_would_have_to_be_cut_is_refused(tmp_path):
+def test_too_long_conversations_are_refused(tmp_path):
     write(tmp_path)
     FlatTokens(str(tmp_path), "train", 1, 8)
     with pytest.raises(
@@ -194,7 +194,7 @@ def test_another_mask_cannot_go_on_with_a_shard(tmp_path):
         ("pairs", [3, 1], [True] * 4, "are not pairs"),
     ],
 )
-def test_what_content_does_not_allow_is_refused(tmp_path, content, lengths, mask, message):
+def test_documents_that_do_not_fit_are_refused(tmp_path, content, lengths, mask, message):
     loss_mask = None if mask is None else np.array(mask)
     with pytest.raises(ValueError, match=message):
         begun(tmp_path, content).extend(np.arange(4), np.array(lengths), 0, loss_mask=loss_mask)

@@ -100,7 +100,7 @@ def test_settings_that_make_no_sense(example, setting, error, message):
         FlatTokens(**(settings | setting))
 
 
-def test_what_cannot_be_read_is_refused(tmp_path, example, write_documents):
+def test_unreadable_data_is_refused(tmp_path, example, write_documents):
     with pytest.raises(ValueError, match="step must be at least 0, not -1"):
         FlatTokens(str(example), "train", 2, 2).batch(-1)
     write_documents(tmp_path / "one", [[1]])
@@ -229,7 +229,7 @@ def test_positions_and_segments_along_the_row_are_for_those_who_ask(example):
         ({"attend_across_documents": True}, True),
     ],
 )
-def test_whole_rows_are_said_of_those_whose_every_row_is_one_segment(example, settings, whole):
+def test_whole_rows_hold_one_segment_each(example, settings, whole):
     source = FlatTokens(str(example), "train", 3, S, epochs=2, **settings)
     assert source.whole_rows == whole
     segments = np.concatenate([source.batch(step).segment_ids for step in range(source.batches)])
@@ -247,7 +247,7 @@ def test_whole_rows_are_said_of_those_whose_every_row_is_one_segment(example, se
         assert batch.whole_rows == has_whole_rows(stages.at(step)) == expected
 
 
-def test_rows_that_are_called_whole_and_are_not_are_refused(example):
+def test_wrong_whole_rows_are_refused(example):
     source = source_of(example)
     source.whole_rows = True
     rows = NamedSharding(make_mesh(devices=jax.devices()[:1]), PartitionSpec())

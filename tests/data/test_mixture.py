@@ -250,6 +250,6 @@ AT_5 = Stage({"a": 1}, 5)
         (lambda: Stage({"a": 0.9996, "b": 0.0004}), "'b' the weight 0.0004 .* at least 0.0009771"),
     ],
 )
-def test_what_makes_no_sense_is_refused(make, message):
+def test_invalid_mixtures_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()

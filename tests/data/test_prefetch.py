@@ -106,7 +106,7 @@ def test_a_batch_that_is_ready_is_not_waited_for():
         assert [batches.wait_seconds for _ in batches] == [0.0, 0.0, 0.0]
 
 
-def test_the_state_is_that_after_the_batch_however_far_the_source_is_ahead():
+def test_the_state_belongs_to_the_yielded_batch():
     source = Counting()
     with Prefetch(source, SHARDING, start=5, stop=9, depth=4) as batches:
         assert batches.state is None

@@ -89,13 +89,6 @@ def abandoned(path, **settings):
     writer.close()
 
 
-def test_a_shard_goes_on_after_a_kill_that_left_a_file_unfinished(tmp_path):
-    abandoned(tmp_path)
-    folder = tmp_path / "train" / ALONE
-    (folder / f".{JOURNAL_FILE}.0123456789abcdef{UNFINISHED}").write_text("{")
-    abandoned(tmp_path)
-
-
 def test_other_documents_cannot_go_on_with_a_shard(tmp_path):
     abandoned(tmp_path)
     writer = ShardWriter(tmp_path, "train", vocab_size=300, file_length=4, chunk_length=2)
@@ -118,7 +111,10 @@ def test_a_damaged_file_of_an_unfinished_shard_is_an_error(tmp_path, file, conte
         writer.mark(number)
         writer.append(np.array([7, 8, 9]), 1)
     writer.close()
-    (tmp_path / "train" / ALONE / file).write_text(content)
+    folder = tmp_path / "train" / ALONE
+    (folder / f".{JOURNAL_FILE}.0123456789abcdef{UNFINISHED}").write_text("{")  # a kill leaves it
+    abandoned(tmp_path)
+    (folder / file).write_text(content)
     with pytest.raises(ValueError, match=message):
         abandoned(tmp_path)
 
@@ -180,7 +176,7 @@ def test_settings_that_make_no_sense(tmp_path, setting, message):
         ShardWriter(**(settings | setting))
 
 
-def test_a_full_disk_is_told_with_the_folder(tmp_path):
+def test_a_full_disk_error_names_the_folder(tmp_path):
     with (
         pytest.raises(OSError, match=f"{tmp_path} cannot be written: No space left.*again"),
         writing(tmp_path),
@@ -189,7 +185,7 @@ def test_a_full_disk_is_told_with_the_folder(tmp_path):
         full.write(b"x")
 
 
-def test_what_is_there_stays(tmp_path, write_documents):
+def test_existing_folders_stay(tmp_path, write_documents):
     write_documents(tmp_path / "finished", [[1, 2]])
     with pytest.raises(FileExistsError, match="already finished"):
         write_documents(tmp_path / "finished", [[3, 4]])

@@ -63,7 +63,7 @@ def test_a_further_stage_changes_no_batch_before_it(sources, more):
         assert numbers(Stages(longer).batch(step)) == numbers(Stages(sources).batch(step))
 
 
-def test_what_is_known_of_a_source_is_known_of_its_stage(example):
+def test_a_stage_has_the_properties_of_its_source(example):
     flat = FlatTokens(str(example), "train", 4, 8, epochs=1)
     stages = Stages([(0, Synthetic(300, 2, 4)), (3, flat)])
     later = stages.at(3)
@@ -118,7 +118,7 @@ def test_stages_that_make_no_sense_are_refused(sources, told):
         Stages(sources)
 
 
-def test_steps_that_there_are_not_are_refused():
+def test_missing_steps_are_refused():
     stages = Stages([(0, Numbered()), (4, Numbered())])
     with pytest.raises(ValueError, match="at least 0, not -1"):
         stages.batch(-1)

@@ -84,7 +84,7 @@ def test_a_character_is_shown_as_soon_as_it_is_whole(kind):
     assert shown[-1] == ""
 
 
-def test_what_is_no_character_is_not_held_back_for_ever():
+def test_invalid_bytes_are_not_held_back_forever():
     stream = TextStream(codec("byte-level"))
     wrong = codec("byte-level").encode_marked("é")[1:]
     assert stream.push(wrong * 5) == "�" * 4
