@@ -114,6 +114,11 @@ def _mistake(name: str, error: Exception) -> int:
     return MISTAKE
 
 
+def aligned(rows: Mapping[str, str | None]) -> str:
+    """Formats a summary, a line for each row that is not None."""
+    return "\n".join(f"{name:<18}{value}" for name, value in rows.items() if value is not None)
+
+
 def no_progress(counts: Mapping[str, int], fraction: float | None) -> None:
     """Ignores progress."""
 

@@ -92,14 +92,15 @@ class JsonTokenizer(Tokenizer):
             raise ValueError(f"{name} is not a valid tokenizer.json: it has no tokens")
         self.vocab_size = max(vocabulary.values()) + 1
 
+        names = framing_tokens(vocabulary) | dict(configured or {})
+
         def special_id(role: str, given: str | None) -> int | None:
-            given = (configured or {}).get(role) if given is None else given
-            if given is None:
-                known = (vocabulary[each] for each in _FRAMING_NAMES[role] if each in vocabulary)
-                return next(known, None)
-            if given not in vocabulary:
-                raise ValueError(f"{name} has no token {given!r} for {role}")
-            return vocabulary[given]
+            token = names.get(role) if given is None else given
+            if token is None:
+                return None
+            if token not in vocabulary:
+                raise ValueError(f"{name} has no token {token!r} for {role}")
+            return vocabulary[token]
 
         self.eos_id = special_id("eos_token", eos_token or None)
         self.bos_id = None if bos_token == "" else special_id("bos_token", bos_token)
@@ -113,14 +114,12 @@ class JsonTokenizer(Tokenizer):
 
 
 def framing_tokens(names: Collection[str]) -> dict[str, str]:
-    """Returns the first of `names` that commonly begins documents, and the first that ends them.
-
-    The keys are the roles in tokenizer_config.json; a role without a name is left out.
-    """
-    found = {
-        role: [name for name in common if name in names] for role, common in _FRAMING_NAMES.items()
-    }
-    return {role: present[0] for role, present in found.items() if present}
+    """Returns the common names of framing tokens in `names`, by role in tokenizer_config.json."""
+    found = {}
+    for role, common in _FRAMING_NAMES.items():
+        if (name := next(filter(names.__contains__, common), None)) is not None:
+            found[role] = name
+    return found
 
 
 def load_tokenizer(

@@ -22,15 +22,14 @@ class Encoder(Protocol):
     def size(self, text: str) -> int:
         """Returns the UTF-8 bytes of `text`.
 
-        Raises ValueError if it holds a lone surrogate or would take too much memory to encode. The
-        message completes a sentence about the text.
+        Raises ValueError, with the end of a sentence about the text, if it holds a lone surrogate
+        or would take too much memory to encode.
         """
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Returns the ids (uint32, possibly read-only) of each text, without special tokens.
 
-        None is added, and none is recognised in the text. Raises ValueError for a text that `size`
-        refuses.
+        Names of special tokens are text. Raises ValueError for a text that `size` refuses.
         """
 
 

@@ -85,14 +85,13 @@ def known_pre_tokenization(expression: str) -> PreTokenization | None:
     )
     kinds = [f"[{in_python}]+", f"[{letters_in_python}]+"]
     kinds.append(f"[^{in_python}{letters_in_python}{numbers_in_python}]+")
-    if expression == GPT2:
-        kinds.append(f"[{numbers_in_python}]+")  # others take at most three numbers
     # No pre-token has whitespace after another character, except newlines after punctuation.
     # Llama 3 and Qwen 2 join those: no pre-token has a newline before another character.
-    if expression != GPT2:
-        cut = rf"(?<=[^{in_python}])(?=[{blank_in_python}])|(?<=[\r\n])(?=[^{in_python}])"
-    else:
+    if expression == GPT2:
+        kinds.append(f"[{numbers_in_python}]+")  # others take at most three numbers
         cut = rf"(?<=[^{in_python}])(?=[{in_python}])"
+    else:
+        cut = rf"(?<=[^{in_python}])(?=[{blank_in_python}])|(?<=[\r\n])(?=[^{in_python}])"
     return PreTokenization(pattern, re.compile(cut), re.compile("|".join(kinds)))
 
 

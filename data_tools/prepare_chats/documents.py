@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,16 +27,6 @@ class Document:
     text_bytes: int  # of UTF-8, before any truncation
 
 
-class Documents(Protocol):
-    """Turns conversations into documents."""
-
-    def of_row(self, chats: Sequence[Chat]) -> list[Document]:
-        """Returns the documents of a row's conversation, which may have several, or pair.
-
-        Raises ValueError for a row that cannot be encoded.
-        """
-
-
 class Plain:
     """Encodes a prompt and its response separately, after BOS and before EOS.
 
@@ -50,7 +40,7 @@ class Plain:
         )
 
     def of_row(self, chats: Sequence[Chat]) -> list[Document]:
-        """See `Documents.of_row`."""
+        """Returns the documents of a conversation or pair; raises ValueError for a bad row."""
         return [self._document(chat.messages) for chat in chats]
 
     def _document(self, messages: Sequence[Message]) -> Document:
@@ -92,7 +82,10 @@ class Templated:
         return any(not self._encoder.special.keys().isdisjoint(ids) for ids in targets)
 
     def of_row(self, chats: Sequence[Chat]) -> list[Document]:
-        """See `Documents.of_row`; turns that both of a pair share are not targets."""
+        """Returns the documents of a row's conversation, which may have several, or pair.
+
+        Turns that both of a pair share are not targets. Raises ValueError for a bad row.
+        """
         found = [self._texts(chat, self._template.render_chat(chat, self._now)) for chat in chats]
         documents = []
         for text in found[0] if len(found) == 1 else answers_of(found):

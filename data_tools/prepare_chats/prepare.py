@@ -13,7 +13,7 @@ import numpy as np
 from data_tools.encoding import EncodedBlock
 from data_tools.held_out import Part
 from data_tools.prepare_chats.conversations import ConversationField, read_conversations
-from data_tools.prepare_chats.documents import Document, Documents, Plain, Templated
+from data_tools.prepare_chats.documents import Document, Plain, Templated
 from data_tools.pretokenize.out_folder import OutFolder
 from data_tools.pretokenize.writing import write_shard
 from data_tools.rows.block import Block, Row, RowSource
@@ -73,7 +73,7 @@ def prepare_chats(
     framing = (tokenizer.bos_id, tokenizer.eos_id) if template is None else (None, None)
     folder, digest = OutFolder.of(out), None
     if template is None:
-        documents: Documents = Plain(tokenizer.encoder, *framing)
+        documents: Plain | Templated = Plain(tokenizer.encoder, *framing)
     else:
         documents = templated = Templated(template, now, tokenizer.tokenizer_json)
         # For held-out conversations the user has been warned already.
@@ -113,7 +113,7 @@ def prepare_chats(
 class ChatRecipe:
     """See `Recipe`: documents are conversations or parts of them, or the answers of pairs."""
 
-    documents: Documents
+    documents: Plain | Templated
     dtype: np.dtype
     field: ConversationField
     part: Part | None  # whose documents are kept; None: all

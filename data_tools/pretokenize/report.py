@@ -1,5 +1,6 @@
 """Summaries printed by pretokenize and prepare_chats, and the suggested next command."""
 
+from data_tools.command_line import aligned
 from data_tools.held_out import VALIDATION
 from data_tools.pretokenize.out_folder import OutFolder
 from lmlib.data.stored.metadata import ShardMetadata, SplitMetadata, read_split
@@ -27,7 +28,7 @@ def summary(made: SplitMetadata | ShardMetadata, folder: str, seconds: float) ->
         "gzip -9": gzip_size(made),
         "complete": complete,
     }
-    return "\n".join(f"{name:<18}{value}" for name, value in rows.items() if value is not None)
+    return aligned(rows)
 
 
 def next_command(out: str) -> str | None:

@@ -18,7 +18,7 @@ from typing import cast
 from absl import flags
 
 from data_tools import command_line, shared_flags
-from data_tools.command_line import ProgressLine
+from data_tools.command_line import ProgressLine, aligned
 from data_tools.encoders.byte_level import ByteLevelEncoder
 from data_tools.encoders.encoder import utf8_size
 from data_tools.held_out import fraction_to_hold_out, hash_of
@@ -89,7 +89,7 @@ def train(arguments: Sequence[str]) -> int:
         **{name: f"{count:,}" for name, count in counts.items()},
         "time of this run": f"{time.monotonic() - begun:.1f} s",
     }
-    print("\n".join(f"{name:<18}{value}" for name, value in rows.items()))
+    print(aligned(rows))
     if tokenizer.vocab_size < FLAGS.vocab_size:
         print(f"the text has no more pairs to merge: fewer ids than {FLAGS.vocab_size:,}")
     if tokenizer.eos_id is None:
