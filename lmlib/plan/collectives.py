@@ -22,23 +22,16 @@ from lmlib.terminal.table import columns
 
 # Ratio of bytes sent to bytes of the whole array, times n / (n - 1).
 _RING = {
-    "all-gather": 1,
-    "reduce-scatter": 1,
-    "all-reduce": 2,
-    "all-to-all": 1,
-    "ragged-all-to-all": 1,
-    "collective-broadcast": 1,
+    **{"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2, "all-to-all": 1},
+    **{"ragged-all-to-all": 1, "collective-broadcast": 1},
 }
 KINDS = (*_RING, "collective-permute")
 # Compute that can hide a collective. Other opcodes only rename or move memory.
 _COMPUTES = {"fusion", "dot", "convolution", "while", "call", "conditional", "custom-call", "sort"}
 # Custom calls of TPU programs that compute nothing.
 _BOOKKEEPING = {
-    "ConcatBitcast",
-    "AllocateBuffer",
-    "AssumeGatherIndicesInBound",
-    "PrepareAsyncCallStart",
-    "PrepareAsyncCallDone",
+    *("ConcatBitcast", "AllocateBuffer", "AssumeGatherIndicesInBound"),
+    *("PrepareAsyncCallStart", "PrepareAsyncCallDone"),
 }
 _WRAPPERS = {"fusion", "async-start", "call-start"}  # their computation runs in their place
 # Attribute of a `send` with the kind of its collective. The `recv` of the same rendezvous ends it.
@@ -99,22 +92,18 @@ class Collectives(tuple[Collective, ...]):
         head = ("collective", "over", "where", "of", "arrays", "count each", "count per step")
         rows: list[tuple[str, ...]] = [(*head, "overlap", "bytes sent each", "bytes sent per step")]
         for (kind, axes, where), group in grouped(self):
-            each = sum(one.bytes_sent for one in group)
-            per_step = sum(one.bytes_sent_per_step for one in group)
-            rows.append(
-                (
-                    kind,
-                    " × ".join(axes) or f"groups of {group[0].group_size}",
-                    where,
-                    ", ".join(sorted({array.dtype for one in group for array in one.arrays})),
-                    str(sum(len(one.arrays) for one in group)),
-                    str(len(group)),
-                    str(sum(one.count_per_step for one in group)),
-                    f"{sum(one.overlaps for one in group)} of {len(group)}",
-                    f"{each:,}",
-                    f"{per_step:,}",
-                )
+            numbers = (
+                sum(len(one.arrays) for one in group),
+                len(group),
+                sum(one.count_per_step for one in group),
             )
+            per_step = sum(one.bytes_sent_per_step for one in group)
+            over = " × ".join(axes) or f"groups of {group[0].group_size}"
+            dtypes = ", ".join(sorted({array.dtype for one in group for array in one.arrays}))
+            overlap = f"{sum(one.overlaps for one in group)} of {len(group)}"
+            each = sum(one.bytes_sent for one in group)
+            cells = kind, over, where, dtypes, *map(str, numbers), overlap
+            rows.append((*cells, f"{each:,}", f"{per_step:,}"))
         rows.append(("total", *[""] * 8, f"{self.bytes_sent_per_step:,}"))
         return columns(rows)
 

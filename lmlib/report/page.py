@@ -63,11 +63,8 @@ def page(
         meanings=MEANINGS,
         most=curves.MOST,
         specifications={
-            each.__name__: each()
-            for each in (
-                *(specifications.curves, specifications.heat, specifications.bars),
-                specifications.logarithmic,
-            )
+            name: getattr(specifications, name)()
+            for name in ("curves", "heat", "bars", "logarithmic")
         },
         data=tables.data(runs),
     )

@@ -40,24 +40,25 @@ def curves() -> dict[str, Any]:
     and "below". Filled in later: `data.values`, the window's frame, the limits, the titles and
     scales of axes, and the domain of colours.
     """
-    order = [{"field": "step"}]
+    parameters = {"below": -_NO_LIMIT, "above": _NO_LIMIT, "pointed_at": None}
+    runs = {"groupby": ["curve"], "sort": [{"field": "step"}]}
     moved = {"on": "pointermove", "clear": "pointerout", "nearest": True}
     nearest = {"type": "point", "fields": ["x"], **moved}
     dashes = {"domain": [False, True], "range": [[1, 0], [4, 3]]}
     dashed = {"strokeDash": by("fewer", "nominal", scale=dashes, legend=None)}
     band = {"y2": {"field": "greatest"}}
     numbers = {"value": "value", "least": "min", "greatest": "max"}
+    not_finite = {"not_finite": "NaN or infinite"}
     linear = {"type": "linear", "zero": False}
-    ticks = {axis: {"labelExpr": _TICK.replace("AXIS", axis)} for axis in "xy"}
-    rule = {"expr": "isValid(pointed_at) ? scale('x', pointed_at) : -9"}
+    colours = {"domain": [], "range": list(COLOURS)}
+    x_axis = {"labelExpr": _TICK.replace("AXIS", "x"), "tickCount": 6, "labelFlush": True}
+    y_axis = {"labelExpr": _TICK.replace("AXIS", "y"), "tickCount": 5}
+    at = {"expr": "isValid(pointed_at) ? scale('x', pointed_at) : -9"}
+    cursor = {"x": at, "y": 0, "y2": "height", "color": "#8a8583"}
     outline = {"stroke": {"expr": "scale('color', datum.curve)"}, "strokeWidth": 0.8}
     return _chart(
         230,
-        params=[
-            {"name": "below", "value": -_NO_LIMIT},
-            {"name": "above", "value": _NO_LIMIT},
-            {"name": "pointed_at", "value": None},
-        ],
+        params=[{"name": name, "value": value} for name, value in parameters.items()],
         transform=[
             {
                 "aggregate": [
@@ -74,31 +75,23 @@ def curves() -> dict[str, Any]:
                     *(_op("lag", "runs", "before"), _op("lead", "runs", "after")),
                 ],
                 "frame": [0, 0],
-                "groupby": ["curve"],
-                "sort": order,
+                **runs,
             },
             _calculate("smooth", "isValid(datum.inside) ? datum.smooth : null"),
             _calculate("changed", "datum.runs === datum.before ? 0 : 1"),
-            {"window": [_op("sum", "changed", "part")], "groupby": ["curve"], "sort": order},
+            {"window": [_op("sum", "changed", "part")], **runs},
             {"joinaggregate": [_op("max", "runs", "most")], "groupby": ["curve"]},
             _calculate("fewer", "datum.runs < datum.most"),
         ],
         encoding={
-            "x": by(
-                "x",
-                title="step",
-                scale={**linear, "nice": False},
-                axis={**ticks["x"], "tickCount": 6, "labelFlush": True},
-            ),
+            "x": by("x", title="step", scale={**linear, "nice": False}, axis=x_axis),
             "y": {
                 "type": _NUMBER,
                 "title": None,
                 "scale": {**linear, "nice": True},
-                "axis": {**ticks["y"], "tickCount": 5},
+                "axis": y_axis,
             },
-            "color": by(
-                "curve", "nominal", scale={"domain": [], "range": list(COLOURS)}, legend=None
-            ),
+            "color": by("curve", "nominal", scale=colours, legend=None),
             "detail": by("part", "nominal"),
         },
         layer=[
@@ -106,31 +99,19 @@ def curves() -> dict[str, Any]:
             _marks("area", "least", band, fillOpacity=0.2, strokeOpacity=0.6, **outline),
             _marks("line", "value", dashed, strokeWidth=1, opacity=0.3),
             _marks("line", "smooth", dashed, strokeWidth=1.8),
-            _points(
-                "datum.runs != datum.before && datum.runs != datum.after", size=25
-            ),  # isolated points
-            _at_edge(
-                "datum.not_finite > 0",
-                "6",
-                {"not_finite": "NaN or infinite"},
-                {"shape": "cross", "angle": 45, "size": 90},
-            ),
+            # Isolated points.
+            _points("datum.runs != datum.before && datum.runs != datum.after", size=25),
+            _at_edge("datum.not_finite > 0", "6", not_finite, shape="cross", angle=45, size=90),
             _at_edge(
                 "datum.greatest > above || datum.least < below",
                 "datum.greatest > above ? 6 : height - 6",
                 numbers,
-                {"shape": "triangle", "filled": True, "size": 60},
+                **{"shape": "triangle", "filled": True, "size": 60},
             ),
             {
                 "data": {"values": [{}]},
                 "mark": {"type": "rule", "clip": True},
-                "encoding": {
-                    "x": {"value": rule},
-                    "y": {"value": 0},
-                    "y2": {"value": "height"},
-                    "color": {"value": "#8a8583"},
-                    "detail": None,
-                },
+                "encoding": {**{each: {"value": x} for each, x in cursor.items()}, "detail": None},
             },
             _points("datum.x === pointed_at", size=60),
             # The nearest point. page.js gives its tooltip: Vega-Lite's says "undefined" for texts.
@@ -167,7 +148,7 @@ def _points(where: str, **mark: Any) -> dict[str, Any]:
     return shown | _marks("point", "smooth", **{"filled": True, "opacity": 1, **mark})
 
 
-def _at_edge(where: str, y: str, numbers: Mapping[str, str], mark: Any) -> dict[str, Any]:
+def _at_edge(where: str, y: str, numbers: Mapping[str, str], **mark: Any) -> dict[str, Any]:
     """Returns marks `y` pixels from the top for the points that satisfy the expression `where`."""
     shown = {"step": "step", **numbers}.items()
     tooltip = [by(field, title=title, format=",.12~g") for field, title in shown]
@@ -221,10 +202,8 @@ def bars() -> dict[str, Any]:
             "color": by("part", "nominal", sort={"field": "order"}, **colour),
             "order": {"field": "order"},
             "tooltip": [
-                by("run", "nominal"),
-                by("part", "nominal", title="phase"),
-                by("time", "nominal"),
-                by("share", format=".1%"),
+                *(by("run", "nominal"), by("part", "nominal", title="phase")),
+                *(by("time", "nominal"), by("share", format=".1%")),
             ],
         },
     )

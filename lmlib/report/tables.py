@@ -102,10 +102,8 @@ def verdicts(runs: Sequence[Seen], baseline: str | None, margin: float) -> str:
 
 
 def constants(runs: Sequence[Seen]) -> str:
-    found = curves.constants(runs).items()
-    return f"Constant so far: {', '.join(f'{x} {number(value)}' for x, value in found)}." * bool(
-        found
-    )
+    found = [f"{name} {number(value)}" for name, value in curves.constants(runs).items()]
+    return f"Constant so far: {', '.join(found)}." * bool(found)
 
 
 def samples(runs: Sequence[Seen]) -> list[tuple[int, list[tuple[str, str]]]]:
@@ -159,14 +157,8 @@ def _goodput(each: Seen) -> Iterator[Mapping[str, Any]]:
     seconds = total(read_starts(each.run.path)[0]).seconds
     for order, (phase, spent) in enumerate(seconds.items()):
         if spent > 0:
-            time, share = duration_text(spent), spent / sum(seconds.values())
-            yield {
-                "run": each.name,
-                "part": shown(phase),
-                "time": time,
-                "share": share,
-                "order": order,
-            }
+            row = {"run": each.name, "part": shown(phase), "time": duration_text(spent)}
+            yield {**row, "share": spent / sum(seconds.values()), "order": order}
 
 
 def _cut(text: str) -> str:
