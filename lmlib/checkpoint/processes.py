@@ -10,8 +10,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
-from lmlib.checkpoint.manifest import DamagedCheckpointError
-from lmlib.checkpoint.removal import RemovedCheckpointError, reading
+from lmlib.checkpoint.failures import DamagedCheckpointError, RemovedCheckpointError
+from lmlib.checkpoint.folders import reading
 
 _T = TypeVar("_T")
 

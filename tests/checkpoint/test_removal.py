@@ -66,8 +66,8 @@ told(restore, 5)
 """
     found = lines(reads, tmp_path)
     assert found[:-1] == [
-        f"RemovedCheckpointError the checkpoint {tmp_path}/{step} was removed meanwhile, as a run "
-        "that goes on removes those that it need not keep"
+        f"RemovedCheckpointError the checkpoint {tmp_path}/{step} was removed meanwhile: a run "
+        "removes old checkpoints when it saves new ones"
         for step in (1, 2, 3, 4)
     ]
     assert found[-1] == "sound"

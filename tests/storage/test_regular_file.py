@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lmlib.storage.regular_file import open_regular, read_regular
-from lmlib.storage.unlinked import check_within_folder
+from lmlib.storage.unlinked import check_within_folder, open_regular, read_regular
 
 
 def test_a_file_is_read_up_to_a_size(tmp_path: Path) -> None:

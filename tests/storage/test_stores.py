@@ -14,8 +14,7 @@ from sentinels import sentinels
 from lmlib.storage.bucket.failures import BucketError
 from lmlib.storage.bucket.store import BucketStore, Patience
 from lmlib.storage.bucket.url import BucketUrl
-from lmlib.storage.folder_store import FolderStore
-from lmlib.storage.store import Store
+from lmlib.storage.store import FolderStore, Store
 
 QUICK = Patience(answer=0.5, first_delay=0.01, longest_delay=0.05, total=20.0)
 SHORT = Patience(answer=0.3, first_delay=0.01, longest_delay=0.02, total=0.5)
@@ -162,7 +161,7 @@ def test_what_does_not_pass_is_a_sentence(bucket, fault, told):
 
 def test_a_bucket_that_is_not_there_is_named(bucket):
     url = BucketUrl(bucket[0].url.scheme, "absent-bucket", "run")
-    with pytest.raises(BucketError, match=r"absent-bucket/run/file: no bucket is called so"):
+    with pytest.raises(BucketError, match=r"absent-bucket/run/file: the bucket does not exist"):
         BucketStore(url, SHORT).write("file", b"content")
 
 

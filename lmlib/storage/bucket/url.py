@@ -40,12 +40,12 @@ class BucketUrl:
         scheme, bucket, folder = match[1], match[2], match[3].rstrip("/")
         if not _BUCKET.fullmatch(bucket):
             raise ValueError(
-                f"{text} names the bucket {bucket!r}, which no bucket can have as its name: names "
-                "are 3 to 222 of a-z, 0-9, '.', '_' and '-'"
+                f"{text} has the bucket name {bucket!r}, which no bucket can have: use 3 to 222 of "
+                "a-z, 0-9, '.', '_' and '-'"
             )
         for part in folder.split("/") if folder else ():
             if part in ("", ".", "..") or re.search(r"[\x00-\x1f\\#?\[\]*]", part):
-                raise ValueError(f"{text} has the part {part!r}, with which it is no folder's name")
+                raise ValueError(f"{text} has the part {part!r}, which no folder may have")
             if len(part.encode()) > _LONGEST_NAME:
                 raise ValueError(f"{text} has a part of more than {_LONGEST_NAME} bytes")
         return cls(scheme, bucket, folder)
