@@ -57,8 +57,8 @@ def check_savable(arrays: dict[str, Any]) -> None:
             )
         if "/" in name or name.startswith((".", "_")) or name == LAYOUTS:
             raise ValueError(
-                f"cannot save {name!r}: the folder of an array has the name of its leaf, which "
-                "may hold no / and begin with neither . nor _; rename it"
+                f"cannot save {name!r}: an array's folder has the name of its leaf, which "
+                "may contain no / and not begin with . or _; rename it"
             )
 
 
@@ -88,8 +88,8 @@ def check_target(manifest: Manifest, wanted: dict[str, Any]) -> None:
     absent, unknown = wanted.keys() - saved.keys(), saved.keys() - wanted.keys()
     if absent or unknown:
         raise ValueError(
-            f"checkpoint {step} holds another model or optimizer: it lacks {_few(absent)} and "
-            f"has {_few(unknown)} besides; restore it with the config that it was saved with"
+            f"checkpoint {step} holds another model or optimizer: it lacks {_few(absent)} and also "
+            f"has {_few(unknown)}; restore it with the config that it was saved with"
         )
     for name, leaf in wanted.items():
         if saved[name] != SavedArray(tuple(leaf.shape), str(leaf.dtype)):

@@ -222,8 +222,7 @@ class Checkpoints:
           RemovedCheckpointError: if it is removed meanwhile.
           ValueError: if there is no such checkpoint.
         """
-        folder = self._folder(step)
-        manifest = agreed(folder, lambda: read_manifest(folder))
+        folder, manifest = self._manifest(step)
         agreed(folder, lambda: check_names_and_sizes(folder, manifest))
         self._check_digests(folder, manifest, sorted(manifest.files))
         return manifest
@@ -233,8 +232,7 @@ class Checkpoints:
 
         Raises as `verify` does.
         """
-        folder = self._folder(step)
-        manifest = agreed(folder, lambda: read_manifest(folder))
+        _, manifest = self._manifest(step)
         under = f"{part}."
         return {name.removeprefix(under) for name in manifest.arrays if name.startswith(under)}
 
@@ -243,8 +241,7 @@ class Checkpoints:
 
         `restore` needs such a match. No array is read. Raises as `verify` does.
         """
-        folder = self._folder(step)
-        manifest = agreed(folder, lambda: read_manifest(folder))
+        _, manifest = self._manifest(step)
         try:
             saved.check_target(manifest, saved.named_leaves(target))
         except ValueError:
@@ -353,10 +350,9 @@ class Checkpoints:
         self._written.remove(map(str, old))
 
     def _restore(self, step: int, target: PyTree, part: str) -> tuple[PyTree, dict[str, Any]]:
-        folder = self._folder(step)
+        folder, manifest = self._manifest(step)
         wanted = {f"{part}{name}": leaf for name, leaf in saved.named_leaves(target).items()}
         # Check the target first, so that a mismatch fails before gigabytes are read.
-        manifest = agreed(folder, lambda: read_manifest(folder))
         manifest_of_part = saved.part_of(manifest, part)
         saved.check_target(manifest_of_part, wanted)
         agreed(folder, lambda: check_names_and_sizes(folder, manifest))
@@ -368,18 +364,21 @@ class Checkpoints:
         leaves = [restored[name] for name in wanted]
         return jax.tree.unflatten(jax.tree.structure(target), leaves), notes
 
-    def _check_digests(self, folder: Path, manifest: Manifest, files: Sequence[str]) -> None:
+    @staticmethod
+    def _check_digests(folder: Path, manifest: Manifest, files: Sequence[str]) -> None:
         """Checks digests; each process reads a share, and all raise if one of them finds damage."""
         share = files[jax.process_index() :: jax.process_count()]
         agreed(folder, lambda: check_digests(folder, manifest, share))
 
-    def _folder(self, step: int) -> Path:
+    def _manifest(self, step: int) -> tuple[Path, Manifest]:
+        """Returns the folder and the manifest of a step; raises as `verify` does."""
         if step not in self.steps():
             raise ValueError(
                 f"{shown(self._directory)} has no whole checkpoint at step {step}; "
                 f"it has {self.steps() or 'none'}"
             )
-        return self._directory / str(step)
+        folder = self._directory / str(step)
+        return folder, agreed(folder, lambda: read_manifest(folder))
 
     @contextlib.contextmanager
     def _recovery(self, doing: str) -> Iterator[None]:

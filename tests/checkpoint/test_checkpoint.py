@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int32
+from states import bits
 
 from lmlib.checkpoint import Checkpoints
 
@@ -67,18 +68,6 @@ def target_of(state: State, mesh: Mesh) -> State:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     return jax.tree.map(describe, state)
-
-
-def bits(tree) -> list[tuple[np.dtype, bytes]]:
-    """Dtype and bytes of every leaf."""
-    leaves = jax.tree.leaves(tree)
-    keys = [jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in leaves]
-    words = [
-        jax.random.key_data(leaf) if key else leaf for leaf, key in zip(leaves, keys, strict=True)
-    ]
-    return [
-        (leaf.dtype, np.asarray(word).tobytes()) for leaf, word in zip(leaves, words, strict=True)
-    ]
 
 
 @pytest.mark.parametrize(("fsdp", "tensor"), [(4, 2), (8, 1), (1, 4)])
@@ -138,7 +127,7 @@ def test_a_tied_weight_stays_one_array(tmp_path):
         assert restored.head is None
         assert bits(restored) == bits(tied)
         untied = place(Tied(tied.embedding, head=tied.embedding), mesh)
-        with pytest.raises(ValueError, match="lacks head and has nothing besides"):
+        with pytest.raises(ValueError, match="lacks head and also has nothing"):
             checkpoints.restore(1, target_of(untied, mesh))
 
 
@@ -178,7 +167,7 @@ ABSTRACT = jax.sharding.AbstractMesh(
         (5, lambda target: with_key(target, "threefry2x32"), "checkpoint 5 has key as"),
         (5, lambda target: with_key(target, "unsafe_rbg"), "checkpoint 5 has key as"),
         (5, lambda target: {"model": {"up": target.model.up, "gate": target.model.up}},
-         r"lacks model\.gate and has key, model\.scale, .* 5 more"),
+         r"lacks model\.gate and also has key, model\.scale, .* 5 more"),
         (5, lambda target: jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), target),
          "is on no devices"),

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from states import bits, target_of
 
 from lmlib.checkpoint import Checkpoints, DamagedCheckpointError
 from lmlib.checkpoint.manifest import (
@@ -47,20 +47,7 @@ def state(mesh):
 
 @pytest.fixture(scope="module")
 def target(state):
-    return jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state
-    )
-
-
-def same(restored, saved) -> bool:
-    """True if dtypes and bytes are the same; keys are compared by their words."""
-
-    def content(leaf):
-        is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-        words = np.asarray(jax.random.key_data(leaf) if is_key else leaf)
-        return leaf.dtype, words.tobytes()
-
-    return jax.tree.map(content, restored) == jax.tree.map(content, saved)
+    return target_of(state)
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +106,7 @@ def test_damage_to_any_file_is_noticed_and_named(directory, state, target, kind)
             assert refused.value.file == file
             path.write_bytes(sound)
         restored, notes = checkpoints.restore(STEP, target)  # all put back: sound again
-        assert same(restored, state)
+        assert bits(restored) == bits(state)
         assert notes == NOTES
 
 
@@ -140,7 +127,7 @@ def test_a_run_falls_back_to_the_newest_sound_checkpoint(tmp_path, state, target
         found = checkpoints.restore_newest(target)
         assert found.step == 10
         assert found.notes == {"tokens": 10}
-        assert same(found.state, state)
+        assert bits(found.state) == bits(state)
         assert [error.folder.name for error in found.damaged] == ["30", "20"]
         assert checkpoints.steps() == [10]
         assert (tmp_path / "30.damaged").is_dir()
@@ -252,7 +239,7 @@ def test_arrays_of_every_kind_come_back(tmp_path, mesh, dtype):
         checkpoints.wait()
         wanted = jax.ShapeDtypeStruct(array.shape, dtype, sharding=array.sharding)
         restored, _ = checkpoints.restore(1, {"array": wanted})
-    assert same(restored, {"array": array})
+    assert bits(restored) == bits({"array": array})
 
 
 def test_deleted_files_that_nfs_keeps_are_not_damage(directory, target, state):
@@ -262,7 +249,7 @@ def test_deleted_files_that_nfs_keeps_are_not_damage(directory, target, state):
     with Checkpoints(directory, read_only=True) as checkpoints:
         checkpoints.verify(STEP)
         restored, _ = checkpoints.restore(STEP, target)
-        assert same(restored["weight"], state["weight"])
+        assert bits(restored["weight"]) == bits(state["weight"])
         (folder / ".nfsstray").touch()
         with pytest.raises(DamagedCheckpointError, match="not in the manifest"):
             checkpoints.verify(STEP)
