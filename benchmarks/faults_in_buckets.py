@@ -41,7 +41,7 @@ from lmlib.terminal.table import columns
 
 _FAULTS = flags.DEFINE_integer("faults", 80, "Number of faults.", lower_bound=1)
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of the faults and their moments.")
-_SCHEMES = flags.DEFINE_list("schemes", ["s3", "gs"], "Schemes of the buckets.")
+_SCHEMES = flags.DEFINE_list("schemes", ["s3", "gs"], "Schemes of the buckets, s3 or gs.")
 
 STEPS, SECONDS, STARTS = 6, 300, 8
 REQUESTS = 200  # approximate number of requests of a run

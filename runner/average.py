@@ -33,9 +33,8 @@ import jax
 import numpy as np
 
 from lmlib.checkpoint import Checkpoints
-from lmlib.checkpoint.folders import steps_in
+from lmlib.checkpoint.folders import reading, steps_in
 from lmlib.checkpoint.manifest import read_manifest
-from lmlib.checkpoint.removal import reading
 from lmlib.storage.local_folder import local_folder
 from lmlib.terminal.quantities import count_text, duration_text
 from runner.config.references import RunReference, resolve

@@ -34,10 +34,8 @@ from lmlib.checkpoint import (
     DamagedCheckpointError,
     RemovedCheckpointError,
     folders,
-    removal,
 )
-from lmlib.checkpoint.manifest import read_manifest
-from lmlib.checkpoint.notes import read_notes
+from lmlib.checkpoint.manifest import read_manifest, read_notes
 from lmlib.storage.bucket.copies import url_of
 from lmlib.storage.local_folder import folder_to_read, shown
 from lmlib.terminal.quantities import bytes_text, duration_text
@@ -61,7 +59,7 @@ def _list(checkpoints: Checkpoints, directory: Path) -> int:
     for step in checkpoints.steps():
         folder = directory / str(step)
         try:
-            with removal.reading(folder):
+            with folders.reading(folder):
                 manifest = read_manifest(folder)
         except RemovedCheckpointError:
             continue
@@ -88,7 +86,7 @@ def _verify(checkpoints: Checkpoints, directory: Path) -> int:
     for step in steps:
         began = time.perf_counter()
         try:
-            with removal.reading(directory / str(step)):
+            with folders.reading(directory / str(step)):
                 manifest = checkpoints.verify(step)
         except DamagedCheckpointError as error:
             status, verdict = DAMAGED, f"DAMAGED: {error}"
@@ -120,7 +118,7 @@ def _asked(checkpoints: Checkpoints, directory: Path) -> list[int]:
 def _show(checkpoints: Checkpoints, directory: Path) -> int:
     step = _asked(checkpoints, directory)[-1]
     folder = directory / str(step)
-    with removal.reading(folder):
+    with folders.reading(folder):
         manifest = read_manifest(folder)
         notes = read_notes(folder, manifest)
     sizes = dict.fromkeys(manifest.arrays, 0)
@@ -164,9 +162,10 @@ def _remove_all_but(keep: int, checkpoints: Checkpoints, directory: Path) -> int
             f"it: all newer ones are damaged; keep at least {enough}"
         )
     aside = folders.set_aside_in(directory)
-    half = removal.begun_in(directory)  # interrupted removals
+    begun = folders.unfinished_in(directory)
+    half = [folder for folder in begun if folder.name.endswith(folders.REMOVED)]
     for folder in [*(directory / str(step) for step in rest), *aside, *half]:
-        removal.remove([folder])
+        folders.remove([folder])
         print(f"removed {folder}")
     print(f"kept {', '.join(f'{step:,}' for step in kept) or 'nothing'}")
     return FINISHED

@@ -65,8 +65,7 @@ if __name__ == "__main__":
     take_flags()  # the imports below take seconds
 
 from lmlib.checkpoint import RemovedCheckpointError
-from lmlib.checkpoint.folders import steps_in
-from lmlib.checkpoint.removal import reading
+from lmlib.checkpoint.folders import reading, steps_in
 from lmlib.evaluate.suite.suite import Suite
 from lmlib.storage.atomic_file import write_atomically
 from runner.config.references import RunReference, resolve

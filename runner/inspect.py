@@ -36,8 +36,7 @@ from data_tools.inspect.batches import show_batch
 from data_tools.inspect.description import split_folders, usable_decoder
 from data_tools.inspect.showing import show_damage, show_split
 from lmlib.checkpoint.folders import steps_in
-from lmlib.checkpoint.manifest import read_manifest
-from lmlib.checkpoint.notes import read_notes
+from lmlib.checkpoint.manifest import read_manifest, read_notes
 from lmlib.data import batch
 from lmlib.data.batch import Source
 from lmlib.data.flat_tokens import FlatTokens

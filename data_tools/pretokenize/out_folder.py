@@ -11,8 +11,7 @@ from lmlib.data.stored.data_path import data_path
 from lmlib.data.stored.metadata import FILE_NAME
 from lmlib.storage.atomic_file import write_atomically
 from lmlib.storage.bucket.copies import place_to_make
-from lmlib.storage.bucket.store import REQUESTS, BucketStore
-from lmlib.storage.bucket.upload import upload
+from lmlib.storage.bucket.store import REQUESTS, BucketStore, upload
 from lmlib.storage.bucket.url import BucketUrl
 
 

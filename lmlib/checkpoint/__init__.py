@@ -13,9 +13,7 @@ older one, is renamed to `<step>.damaged`. A step to be deleted is first renamed
 `<step>.orbax-checkpoint-tmp-removed`.
 """
 
-from lmlib.checkpoint.checkpoints import Checkpoints
-from lmlib.checkpoint.manifest import DamagedCheckpointError
-from lmlib.checkpoint.removal import RemovedCheckpointError
-from lmlib.checkpoint.restored import Restored
+from lmlib.checkpoint.checkpoints import Checkpoints, Restored
+from lmlib.checkpoint.failures import DamagedCheckpointError, RemovedCheckpointError
 
 __all__ = ["Checkpoints", "DamagedCheckpointError", "RemovedCheckpointError", "Restored"]

@@ -1,22 +1,27 @@
-"""The arrays of a checkpoint: names, files, and checks against a target.
+"""The arrays of a checkpoint: names, files, checks against a target, and reading.
 
 Each is an uncompressed zarr v2 array: the sizes of its files follow from its shape, and are known
-before anything is allocated.
+before anything is allocated. Each process reads the chunks that its devices need, each once, and
+only verified bytes reach a device.
 """
 
 import dataclasses
+import functools
 import itertools
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
+from lmlib.checkpoint.failures import DamagedCheckpointError
 from lmlib.checkpoint.folders import files_of
-from lmlib.checkpoint.manifest import DamagedCheckpointError, Manifest, SavedArray
+from lmlib.checkpoint.manifest import THREADS, Manifest, SavedArray, read_verified
 from lmlib.storage.bucket.failures import BucketError
 from lmlib.storage.store import Store
 from lmlib.storage.stored_json import parse_json
@@ -26,10 +31,7 @@ ZARRAY = ".zarray"  # the description of an array, next to its chunks
 LAYOUTS = "array_metadatas"
 # Orbax's own files next to the folders of the arrays. lmlib does not read them.
 STATE_FILES = (
-    "_METADATA",
-    "_CHECKPOINT_METADATA",
-    "_sharding",
-    "commit_success.txt",
+    *("_METADATA", "_CHECKPOINT_METADATA", "_sharding", "commit_success.txt"),
     f"{LAYOUTS}/",
 )
 
@@ -55,8 +57,8 @@ def check_savable(arrays: dict[str, Any]) -> None:
             )
         if "/" in name or name.startswith((".", "_")) or name == LAYOUTS:
             raise ValueError(
-                f"cannot save {name!r}: the folder of an array has the name of its leaf, which "
-                "may hold no / and begin with neither . nor _; rename it"
+                f"cannot save {name!r}: an array's folder has the name of its leaf, which "
+                "may contain no / and not begin with . or _; rename it"
             )
 
 
@@ -86,8 +88,8 @@ def check_target(manifest: Manifest, wanted: dict[str, Any]) -> None:
     absent, unknown = wanted.keys() - saved.keys(), saved.keys() - wanted.keys()
     if absent or unknown:
         raise ValueError(
-            f"checkpoint {step} holds another model or optimizer: it lacks {_few(absent)} and "
-            f"has {_few(unknown)} besides; restore it with the config that it was saved with"
+            f"checkpoint {step} holds another model or optimizer: it lacks {_few(absent)} and also "
+            f"has {_few(unknown)}; restore it with the config that it was saved with"
         )
     for name, leaf in wanted.items():
         if saved[name] != SavedArray(tuple(leaf.shape), str(leaf.dtype)):
@@ -107,10 +109,9 @@ def check_target(manifest: Manifest, wanted: dict[str, Any]) -> None:
 
 def is_chunk(file: str, wanted: Collection[str]) -> bool:
     """True if a file of a step holds elements of one of the arrays `wanted`."""
-    match file.split("/"):
-        case [folder, name, chunk]:
-            return folder == STATE and name in wanted and chunk != ZARRAY
-    return False
+    folder, _, rest = file.partition("/")
+    name, _, chunk = rest.partition("/")
+    return folder == STATE and name in wanted and chunk != ZARRAY
 
 
 def check_layout(
@@ -211,3 +212,75 @@ def _few(names: set[str]) -> str:
     shown = sorted(names)[:3]
     rest = [f"{len(names) - 3} more"] if len(names) > 3 else []
     return ", ".join([*shown, *rest]) or "nothing"
+
+
+def read_arrays(
+    folder: Path,
+    manifest: Manifest,
+    wanted: Mapping[str, jax.ShapeDtypeStruct],
+    chunks: Mapping[str, tuple[int, ...]],
+) -> dict[str, jax.Array]:
+    """Returns the arrays `wanted` of a checkpoint, laid out according to their shardings.
+
+    Every process of the run calls it. Between them they read and verify every chunk.
+
+    Args:
+      chunks: the chunk shape of each array, from `check_layout`.
+
+    Raises:
+      DamagedCheckpointError: for a chunk that cannot be read or has other bytes than were saved.
+    """
+
+    files = files_of(folder)
+
+    def read(name: str) -> jax.Array:
+        leaf = stored_leaf(wanted[name])
+        chunk = functools.cache(
+            lambda file: (
+                read_verified(files, folder, f"{STATE}/{name}/{file}", manifest)
+                .view(leaf.dtype)
+                .reshape(chunks[name])
+            )
+        )
+        return jax.make_array_from_callback(
+            leaf.shape,
+            wanted[name].sharding,
+            lambda index: _region(index, leaf, chunks[name], chunk),
+        )
+
+    with ThreadPoolExecutor(THREADS) as threads:
+        arrays = dict(zip(wanted, threads.map(read, wanted), strict=True))
+    return {name: _typed(array, wanted[name].dtype) for name, array in arrays.items()}
+
+
+def _region(
+    index: Any,
+    leaf: jax.ShapeDtypeStruct,
+    chunk: tuple[int, ...],
+    read: Callable[[str], np.ndarray],
+) -> np.ndarray:
+    """Assembles the elements `index` of an array from the chunks that hold them."""
+    bounds = [part.indices(length)[:2] for part, length in zip(index, leaf.shape, strict=True)]
+    grid = [
+        range(start // length, -(-stop // length))
+        for (start, stop), length in zip(bounds, chunk, strict=True)
+    ]
+    region = np.empty([stop - start for start, stop in bounds], leaf.dtype)
+    for numbers in itertools.product(*grid):
+        values = read(chunk_name(numbers))
+        if values.shape == region.shape and math.prod(map(len, grid)) == 1:
+            return values  # the chunk itself, without a copy
+        inside, outside = [], []
+        for number, length, (start, stop) in zip(numbers, chunk, bounds, strict=True):
+            first, last = max(start, number * length), min(stop, (number + 1) * length)
+            inside.append(slice(first - number * length, last - number * length))
+            outside.append(slice(first - start, last - start))
+        region[tuple(outside)] = values[tuple(inside)]
+    return region
+
+
+def _typed(array: jax.Array, dtype: Any) -> jax.Array:
+    """Converts stored words to PRNG keys; returns any other array unchanged."""
+    if not jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+        return array
+    return jax.random.wrap_key_data(array, impl=jax.random.key_impl(jnp.empty((), dtype)))

@@ -5,6 +5,7 @@ damaged, not half-written.
 """
 
 import contextlib
+import dataclasses
 import os
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -16,27 +17,40 @@ import jax
 from jaxtyping import PyTree
 
 from lmlib.checkpoint import arrays as saved
-from lmlib.checkpoint import folders, removal
-from lmlib.checkpoint import notes as saved_notes
-from lmlib.checkpoint.failures import named_errors
-from lmlib.checkpoint.in_bucket.steps import steps_at
-from lmlib.checkpoint.in_bucket.uploads import StepInBucket
+from lmlib.checkpoint import folders
+from lmlib.checkpoint.failures import DamagedCheckpointError, RemovedCheckpointError, named_errors
+from lmlib.checkpoint.in_bucket.uploads import WrittenStepsInBucket
 from lmlib.checkpoint.manifest import (
-    DamagedCheckpointError,
     Manifest,
     check_digests,
     check_names_and_sizes,
+    copied_notes,
     read_manifest,
-    rewrite_metric,
+    read_notes,
 )
-from lmlib.checkpoint.on_disk import OpenDirectory, StepOnDisk, silence
+from lmlib.checkpoint.on_disk import StepsOnDisk, silence
 from lmlib.checkpoint.processes import agreed, barrier, random_text
-from lmlib.checkpoint.reading import read_arrays
-from lmlib.checkpoint.restored import Restored
 from lmlib.checkpoint.retention import Retention
 from lmlib.checkpoint.saves import begin_save
-from lmlib.storage.atomic_file import make_folder
+from lmlib.storage.bucket.copies import url_of
 from lmlib.storage.local_folder import folder_named, shown
+
+
+@dataclasses.dataclass(frozen=True)
+class Restored:
+    """The result of `restore_newest`.
+
+    Attributes:
+      step: the step of the newest sound checkpoint.
+      state: laid out like the target.
+      notes: its notes.
+      damaged: an error for each newer checkpoint, newest first.
+    """
+
+    step: int
+    state: PyTree
+    notes: dict[str, Any]
+    damaged: tuple[DamagedCheckpointError, ...]
 
 
 class Checkpoints:
@@ -82,9 +96,13 @@ class Checkpoints:
         """
         self._directory = folder_named(directory).absolute()
         self._retention = Retention(keep, keep_every, keep_best, keep_steps)
-        self._in_bucket = steps_at(self._directory, check)
+        url = url_of(self._directory)
+        self._written: StepsOnDisk | WrittenStepsInBucket = (
+            StepsOnDisk(self._directory, check, save_seconds)
+            if url is None
+            else WrittenStepsInBucket(url, check)
+        )
         self._read_only = read_only
-        self._opened: OpenDirectory | None = None
         self._saving: int | None = None  # the step of the latest save
         self._pending: Future[None] | None = None  # its save
         self._save_seconds = save_seconds
@@ -95,17 +113,13 @@ class Checkpoints:
         with named_errors("open the checkpoints", self._directory):
             self._check()
             if jax.process_index() == 0:
-                if self._in_bucket is None:
-                    make_folder(self._directory)
-                    removal.finish(self._directory)
-                else:
-                    self._in_bucket.take()
+                self._written.take()
             # Part of an unfinished step's name, so that no other run writes into it, such as one
             # that was suspended in a save. The processes synchronise here.
             self._opening = random_text()
             if keep_best:
                 self._retention.read_ranks(self._directory)
-            self._reopen()
+            self._written.open()
 
     def save(
         self,
@@ -118,9 +132,9 @@ class Checkpoints:
     ) -> float:
         """Starts saving; returns once the arrays are copied, so `state` may be donated at once.
 
-        Waits first for an earlier save that still runs. The save itself may fail later: the next
-        `save`, `wait` or `close` raises the error. A run of one process recreates a directory that
-        was deleted meanwhile, but not one that was moved, since it may come back.
+        Waits first for an earlier save. A failure of this one is raised by the next `save`, `wait`
+        or `close`. A run of one process recreates a directory that was deleted meanwhile, but not
+        one that was moved, since it may come back.
 
         Args:
           step: larger than every checkpoint's step in the directory.
@@ -140,9 +154,7 @@ class Checkpoints:
         began = time.perf_counter()
         self.wait()
         if self._read_only:
-            raise ValueError(
-                f"{shown(self._directory)} was opened read-only and cannot be saved to"
-            )
+            raise ValueError(f"cannot save to {shown(self._directory)}: it was opened read-only")
         newest = self.newest()
         if newest is not None and step <= newest:
             raise ValueError(
@@ -151,11 +163,11 @@ class Checkpoints:
             )
         arrays = saved.named_leaves(state)
         saved.check_savable(arrays)
-        notes = saved_notes.copied(notes)
+        notes = copied_notes(notes)
         self._saving, self._retention.held = step, hold
         with self._recovery(f"save step {step}"):
             self._pending = begin_save(
-                self._begun(step),
+                self._written.begin(step, self._opening),
                 self._directory / str(step),
                 arrays,
                 notes,
@@ -172,20 +184,17 @@ class Checkpoints:
         """
         self.wait()
         with named_errors(f"rank step {step}", self._directory):
-            if not self._retention.rank(step, metric) or jax.process_index() != 0:
-                return
-            folder = self._directory / str(step)
-            if not folders.is_there(folder):
-                return
-            if self._in_bucket is not None:
-                return self._in_bucket.rank(str(step), metric)
-            unfinished = folders.unfinished_folder(self._directory, step, "ranked")
-            rewrite_metric(folder, unfinished, metric, self._check)
+            if (
+                self._retention.rank(step, metric)
+                and jax.process_index() == 0
+                and folders.is_there(self._directory / str(step))
+            ):
+                self._written.rank(str(step), metric)
 
     @property
     def deleted(self) -> bool:
         """True if the directory was deleted since it was opened; only known with one process."""
-        return jax.process_count() == 1 and self._opened is not None and self._opened.is_deleted
+        return jax.process_count() == 1 and self._written.is_deleted
 
     def steps(self) -> list[int]:
         """Returns the steps of all complete checkpoints, in order."""
@@ -198,7 +207,7 @@ class Checkpoints:
     def newest_sound(self) -> int | None:
         """Returns the step of the newest checkpoint that passes `verify`, or `None`."""
         for step in reversed(self.steps()):
-            with contextlib.suppress(DamagedCheckpointError, removal.RemovedCheckpointError):
+            with contextlib.suppress(DamagedCheckpointError, RemovedCheckpointError):
                 self.verify(step)
                 return step
         return None
@@ -213,8 +222,7 @@ class Checkpoints:
           RemovedCheckpointError: if it is removed meanwhile.
           ValueError: if there is no such checkpoint.
         """
-        folder = self._folder(step)
-        manifest = agreed(folder, lambda: read_manifest(folder))
+        folder, manifest = self._manifest(step)
         agreed(folder, lambda: check_names_and_sizes(folder, manifest))
         self._check_digests(folder, manifest, sorted(manifest.files))
         return manifest
@@ -224,8 +232,7 @@ class Checkpoints:
 
         Raises as `verify` does.
         """
-        folder = self._folder(step)
-        manifest = agreed(folder, lambda: read_manifest(folder))
+        _, manifest = self._manifest(step)
         under = f"{part}."
         return {name.removeprefix(under) for name in manifest.arrays if name.startswith(under)}
 
@@ -234,8 +241,7 @@ class Checkpoints:
 
         `restore` needs such a match. No array is read. Raises as `verify` does.
         """
-        folder = self._folder(step)
-        manifest = agreed(folder, lambda: read_manifest(folder))
+        _, manifest = self._manifest(step)
         try:
             saved.check_target(manifest, saved.named_leaves(target))
         except ValueError:
@@ -303,12 +309,8 @@ class Checkpoints:
         self.wait()
         if jax.process_index() == 0:
             for error in damaged:
-                self._check()
-                if self._in_bucket is None:
-                    folders.set_aside(error.folder)
-                else:
-                    name = error.folder.name
-                    self._in_bucket.set_aside(name, name + folders.SET_ASIDE)
+                name = error.folder.name
+                self._written.set_aside(name, name + folders.SET_ASIDE)
         barrier("damaged checkpoints set aside")
 
     def wait(self) -> None:
@@ -332,8 +334,7 @@ class Checkpoints:
         try:
             self.wait()
         finally:
-            if self._opened is not None:
-                self._opened.close()
+            self._written.close()
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -343,63 +344,41 @@ class Checkpoints:
         if kind is None or jax.process_count() == 1:
             self.close()
 
-    def _begun(self, step: int) -> StepInBucket | StepOnDisk:
-        if self._in_bucket is not None:
-            return StepInBucket(self._in_bucket, step, self._opening)
-        if self.deleted:
-            self._check()
-            folders.make_again(self._directory)
-            self._reopen()
-        # Fails if the directory was moved: it is not made again without its checkpoints.
-        os.stat(self._directory)
-        assert self._opened is not None
-        return StepOnDisk(self._opened.path, step, self._opening, self._check, self._save_seconds)
-
     def _remove_old(self) -> None:
         """Removes the checkpoints that are not kept, on process 0."""
-        # In the directory that is open, since another may have replaced it.
-        directory = self._directory if self._opened is None else self._opened.path
-        old = self._retention.outdated(folders.steps_in(directory))
-        if self._in_bucket is None:
-            removal.remove([directory / str(step) for step in old], self._check)
-        else:
-            self._in_bucket.remove(map(str, old))
+        old = self._retention.outdated(self._written.complete())
+        self._written.remove(map(str, old))
 
     def _restore(self, step: int, target: PyTree, part: str) -> tuple[PyTree, dict[str, Any]]:
-        folder = self._folder(step)
+        folder, manifest = self._manifest(step)
         wanted = {f"{part}{name}": leaf for name, leaf in saved.named_leaves(target).items()}
         # Check the target first, so that a mismatch fails before gigabytes are read.
-        manifest = agreed(folder, lambda: read_manifest(folder))
         manifest_of_part = saved.part_of(manifest, part)
         saved.check_target(manifest_of_part, wanted)
         agreed(folder, lambda: check_names_and_sizes(folder, manifest))
         others = [file for file in sorted(manifest.files) if not saved.is_chunk(file, wanted)]
         self._check_digests(folder, manifest, others)
         chunks = agreed(folder, lambda: saved.check_layout(folder, manifest_of_part, wanted))
-        notes = agreed(folder, lambda: saved_notes.read_notes(folder, manifest))
-        restored = agreed(folder, lambda: read_arrays(folder, manifest, wanted, chunks))
+        notes = agreed(folder, lambda: read_notes(folder, manifest))
+        restored = agreed(folder, lambda: saved.read_arrays(folder, manifest, wanted, chunks))
         leaves = [restored[name] for name in wanted]
         return jax.tree.unflatten(jax.tree.structure(target), leaves), notes
 
-    def _check_digests(self, folder: Path, manifest: Manifest, files: Sequence[str]) -> None:
+    @staticmethod
+    def _check_digests(folder: Path, manifest: Manifest, files: Sequence[str]) -> None:
         """Checks digests; each process reads a share, and all raise if one of them finds damage."""
         share = files[jax.process_index() :: jax.process_count()]
         agreed(folder, lambda: check_digests(folder, manifest, share))
 
-    def _folder(self, step: int) -> Path:
+    def _manifest(self, step: int) -> tuple[Path, Manifest]:
+        """Returns the folder and the manifest of a step; raises as `verify` does."""
         if step not in self.steps():
             raise ValueError(
                 f"{shown(self._directory)} has no whole checkpoint at step {step}; "
                 f"it has {self.steps() or 'none'}"
             )
-        return self._directory / str(step)
-
-    def _reopen(self) -> None:
-        """Opens the current directory and keeps it open."""
-        if self._opened is not None:
-            self._opened.close()
-        if self._in_bucket is None:
-            self._opened = OpenDirectory(self._directory)
+        folder = self._directory / str(step)
+        return folder, agreed(folder, lambda: read_manifest(folder))
 
     @contextlib.contextmanager
     def _recovery(self, doing: str) -> Iterator[None]:
@@ -414,8 +393,5 @@ class Checkpoints:
             self._check()
             if jax.process_count() == 1:
                 with contextlib.suppress(OSError):
-                    if self._in_bucket is None:
-                        removal.finish(self._directory)
-                    else:
-                        self._in_bucket.finish()
+                    self._written.remove_unfinished()
             raise

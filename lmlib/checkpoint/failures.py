@@ -1,4 +1,4 @@
-"""Converts storage errors of Orbax and TensorStore into messages that name the directory."""
+"""Errors of checkpoints, and storage errors of Orbax and TensorStore as messages."""
 
 import contextlib
 import re
@@ -11,34 +11,54 @@ from lmlib.storage.local_folder import shown
 _ERROR_NUMBER = re.compile(r"os_error_code='(\d+)'")
 
 
+class DamagedCheckpointError(ValueError):
+    """A checkpoint whose files differ from the saved ones.
+
+    Attributes:
+      folder: the step's folder.
+      file: the wrong file, relative to `folder`.
+    """
+
+    def __init__(self, folder: Path, file: str, reason: str):
+        super().__init__(f"the checkpoint {shown(folder)} is damaged: {file} {reason}")
+        self.folder = folder
+        self.file = file
+
+
+class RemovedCheckpointError(ValueError):
+    """A checkpoint that was removed while it was read. It is not damaged.
+
+    Attributes:
+      folder: its former place.
+    """
+
+    def __init__(self, folder: Path):
+        super().__init__(
+            f"the checkpoint {shown(folder)} was removed meanwhile: a run removes old checkpoints "
+            "when it saves new ones"
+        )
+        self.folder = folder
+
+
 @contextlib.contextmanager
 def named_errors(doing: str, directory: Path) -> Iterator[None]:
-    """Context manager that converts storage errors to OSErrors with the directory and the cause.
+    """Context manager that turns storage errors into OSErrors: `cannot {doing} in {directory}: …`.
 
-    Orbax and TensorStore raise OSErrors, or other errors that contain the text of one.
-
-    Args:
-      doing: the failed action, as in `cannot {doing}`.
+    Orbax and TensorStore raise OSErrors, or other errors that contain the text of one. Other errors
+    pass unchanged.
     """
+    doing = f"{doing} in {shown(directory)}"
     try:
         yield
     except Exception as error:
-        if (named := _named(doing, directory, error)) is not None:
-            raise named from error
-        raise
-
-
-def _named(doing: str, directory: Path, error: Exception) -> OSError | None:
-    """Returns the converted error; `None` if the storage did not cause it."""
-    code, place = _error_number(error), shown(directory)
-    if code is None and isinstance(error, TimeoutError):
-        return TimeoutError(f"cannot {doing} in {place}: {error}")
-    if code is None:
-        return None
-    if isinstance(error, OSError) and str(error.strerror).startswith("cannot "):
-        # It already names the file and the cause.
-        return OSError(code, f"cannot {doing} in {place}: {error.strerror}")
-    return storage_failure(f"{doing} in {place}", directory, code)
+        code = _error_number(error)
+        if code is None and isinstance(error, TimeoutError):
+            raise TimeoutError(f"cannot {doing}: {error}") from error
+        if code is None:
+            raise
+        if isinstance(error, OSError) and str(error.strerror).startswith("cannot "):
+            raise OSError(code, f"cannot {doing}: {error.strerror}") from error  # names the cause
+        raise storage_failure(doing, directory, code) from error
 
 
 def _error_number(error: BaseException) -> int | None:
@@ -54,9 +74,6 @@ def _error_number(error: BaseException) -> int | None:
 
 
 def tensorstore_error_number(text: str) -> int | None:
-    """Returns the errno in a TensorStore message, if any.
-
-    Such a message ends as in "No space left on device [os_error_code='28']".
-    """
+    """Returns the errno at the end of a TensorStore message: `… [os_error_code='28']`."""
     found = _ERROR_NUMBER.search(text)
     return int(found[1]) if found else None

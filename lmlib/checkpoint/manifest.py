@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: the list of its files, with digests to detect damage.
+"""The manifest of a checkpoint, which lists its files with digests, and the notes beside it.
 
 The digests are 128-bit XXH3. They detect damage, not forgery: the author of a checkpoint also makes
 its digests.
@@ -9,8 +9,7 @@ import datetime
 import json
 import math
 import os
-import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,36 +17,23 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
+from lmlib.checkpoint.failures import DamagedCheckpointError
 from lmlib.checkpoint.folders import files_of
 from lmlib.checkpoint.in_bucket.steps import MANIFEST, steps_at
 from lmlib.storage.atomic_file import sync, sync_folders, write_atomically
 from lmlib.storage.bucket.failures import BucketError
-from lmlib.storage.folder_store import NotAFileError
-from lmlib.storage.local_folder import shown
-from lmlib.storage.store import Store
+from lmlib.storage.store import NotAFileError, Store
 from lmlib.storage.stored_json import parse_json
 
 FORMAT = 1
 # The others were written after the manifest by earlier versions; lmlib does not read them.
 NOT_COVERED = frozenset({MANIFEST, "_CHECKPOINT_METADATA", "commit_success.txt"})
+NOTES_FILE = "notes/notes.json"
 THREADS = 8  # for reading files
 
 _LARGEST_MANIFEST = 32 << 20  # bytes, enough for 250,000 files
+_LARGEST_NOTES = 64 << 20  # bytes; parsed, they may take twenty times as much memory
 _ALIGNMENT = 64  # bytes; on CPUs JAX does not copy arrays with this alignment
-
-
-class DamagedCheckpointError(ValueError):
-    """A checkpoint whose files differ from the saved ones.
-
-    Attributes:
-      folder: the step's folder.
-      file: the wrong file, relative to `folder`.
-    """
-
-    def __init__(self, folder: Path, file: str, reason: str):
-        super().__init__(f"the checkpoint {shown(folder)} is damaged: {file} {reason}")
-        self.folder = folder
-        self.file = file
 
 
 class SavedArray(NamedTuple):
@@ -104,36 +90,12 @@ def write_manifest(
     """
     known = known or {}
     names = sorted(files_below(folder).keys() - NOT_COVERED)
-    read = digests_of(folder, [name for name in names if name not in known])
-    files = {name: known.get(name) or read[name] for name in names}
-    manifest = Manifest(step, utc_now(), None, arrays, files)
+    files = {**known, **digests_of(folder, [name for name in names if name not in known])}
+    files = {name: files[name] for name in names}
     sync_folders(folder)
+    manifest = Manifest(step, utc_now(), None, arrays, files)
     write_atomically(folder / MANIFEST, encode(manifest))
     return manifest
-
-
-def rewrite_metric(
-    folder: Path, unfinished: Path, metric: float, check: Callable[[], None]
-) -> None:
-    """Sets `metric` in the manifest of a step's folder on a disk, atomically.
-
-    Args:
-      unfinished: a sibling folder that does not exist yet. A kill may leave it there, but leaves
-        nothing in `folder` itself, where another file would be damage.
-      check: called immediately before the rename, which it prevents by raising.
-
-    Raises:
-      DamagedCheckpointError: if the manifest cannot be read.
-      OSError: if it cannot be written.
-    """
-    content = encode(dataclasses.replace(read_manifest(folder), metric=metric))
-    unfinished.mkdir()
-    try:
-        write_atomically(unfinished / MANIFEST, content)
-        check()
-        os.replace(unfinished / MANIFEST, folder / MANIFEST)
-    finally:
-        shutil.rmtree(unfinished)
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -159,7 +121,7 @@ def read_manifest(folder: Path) -> Manifest:
     if encode(manifest) != content:
         raise DamagedCheckpointError(folder, MANIFEST, "does not match its own digest")
     if folder.name != str(manifest.step):
-        raise DamagedCheckpointError(folder, MANIFEST, f"is that of step {manifest.step}")
+        raise DamagedCheckpointError(folder, MANIFEST, f"belongs to step {manifest.step}")
     if (steps := steps_at(folder.parent)) is None:
         return manifest
     kept = steps.kept().get(folder.name)  # the rank is not in the manifest, which never changes
@@ -183,11 +145,10 @@ def check_names_and_sizes(folder: Path, manifest: Manifest) -> None:
             raise DamagedCheckpointError(folder, name, "is missing")
         if name not in manifest.files:
             raise DamagedCheckpointError(folder, name, "is not in the manifest")
-        wanted, size = manifest.files[name].size, found[name]
-        if size is not None and size != wanted:
-            raise DamagedCheckpointError(
-                folder, name, f"has {size:,} bytes, but {wanted:,} were saved"
-            )
+        saved, size = manifest.files[name].size, found[name]
+        if size not in (None, saved):
+            reason = f"has {size:,} bytes, but {saved:,} were saved"
+            raise DamagedCheckpointError(folder, name, reason)
 
 
 def check_digests(folder: Path, manifest: Manifest, names: Sequence[str]) -> None:
@@ -198,14 +159,11 @@ def check_digests(folder: Path, manifest: Manifest, names: Sequence[str]) -> Non
     """
     files = files_of(folder)
     with ThreadPoolExecutor(THREADS) as threads:
-        for _ in threads.map(lambda name: _verify(files, folder, manifest, name), names):
-            pass
+        list(threads.map(lambda name: _verify(files, folder, manifest, name), names))
 
 
 def read_verified(files: Store, folder: Path, name: str, manifest: Manifest) -> np.ndarray:
-    """Returns the verified bytes of one of the `files` of a step's `folder`, as uint8[bytes].
-
-    The file is read once.
+    """Returns the bytes of a file of a step as uint8[bytes]. They are read once and verified.
 
     Raises:
       DamagedCheckpointError: if it cannot be read or has other bytes than were saved.
@@ -215,6 +173,35 @@ def read_verified(files: Store, folder: Path, name: str, manifest: Manifest) -> 
     content = spacious[-spacious.ctypes.data % _ALIGNMENT :][:size]
     _verify(files, folder, manifest, name, memoryview(content))
     return content
+
+
+def copied_notes(notes: dict[str, Any]) -> dict[str, Any]:
+    """Returns a copy of `notes` made through JSON; raises ValueError if JSON cannot hold them."""
+    try:
+        return json.loads(json.dumps(notes))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"the notes cannot be saved as JSON: {error}") from error
+
+
+def read_notes(folder: Path, manifest: Manifest) -> dict[str, Any]:
+    """Returns the notes of a step, verified.
+
+    Raises:
+      DamagedCheckpointError: if the bytes differ from the saved ones, or are not a JSON object.
+    """
+    saved = manifest.files.get(NOTES_FILE)
+    if saved is None or saved.size > _LARGEST_NOTES:
+        reason = "is not in the manifest or far too large"
+        raise DamagedCheckpointError(folder, NOTES_FILE, reason)
+    content = read_verified(files_of(folder), folder, NOTES_FILE, manifest)
+    try:
+        notes = parse_json(content.tobytes())
+    except ValueError as error:
+        reason = f"cannot be read: {error!r}"
+        raise DamagedCheckpointError(folder, NOTES_FILE, reason) from error
+    if not isinstance(notes, dict):
+        raise DamagedCheckpointError(folder, NOTES_FILE, "is not a JSON object")
+    return notes
 
 
 def files_below(folder: Path) -> dict[str, int | None]:

@@ -10,8 +10,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
-from lmlib.checkpoint.manifest import DamagedCheckpointError
-from lmlib.checkpoint.removal import RemovedCheckpointError, reading
+from lmlib.checkpoint.failures import DamagedCheckpointError, RemovedCheckpointError
+from lmlib.checkpoint.folders import reading
 
 _T = TypeVar("_T")
 
@@ -33,10 +33,8 @@ def agreed(folder: Path, check: Callable[[], _T]) -> _T:
     try:
         with reading(folder):
             result = check()
-    except DamagedCheckpointError as error:
-        own, problem = _DAMAGED, error
-    except RemovedCheckpointError as error:
-        own, problem = _REMOVED, error
+    except (DamagedCheckpointError, RemovedCheckpointError) as error:
+        problem, own = error, _DAMAGED if isinstance(error, DamagedCheckpointError) else _REMOVED
     if jax.process_count() > 1:
         found = np.ravel(multihost_utils.process_allgather(np.int32(own)))
         worst = int(np.max(found))

@@ -6,7 +6,8 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from lmlib.checkpoint import folders
-from lmlib.checkpoint.manifest import DamagedCheckpointError, read_manifest
+from lmlib.checkpoint.failures import DamagedCheckpointError
+from lmlib.checkpoint.manifest import read_manifest
 
 
 class Retention:

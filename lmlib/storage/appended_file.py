@@ -5,7 +5,7 @@ import errno
 import itertools
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from lmlib.storage.atomic_file import write_atomically
@@ -33,8 +33,7 @@ class AppendedFile:
             that by raising; `None` never restores the file.
           check: called before the file is put in place, as in `write_atomically`.
         """
-        self._path = path
-        self._lost, self._check = lost, check
+        self._path, self._lost, self._check = path, lost, check
         self._unwritten = b""
         self._mutex = threading.Lock()  # guards the open file, which another thread may sync
         write_atomically(path, content, check)
@@ -57,30 +56,21 @@ class AppendedFile:
             self.flush()
 
     def flush(self) -> None:
-        """Writes pending bytes.
-
-        Raises OSError, naming the file, if that fails or the file is lost.
-        """
-        try:
+        """Writes pending bytes; raises OSError, naming the file, if that fails or it is lost."""
+        with self._named_errors():
             self._put_back()
             while self._unwritten:
                 written = self._file.write(self._unwritten)
                 self._unwritten = self._unwritten[written:]
-        except OSError as error:
-            raise self._failure(error) from error
 
     def sync(self) -> None:
         """Returns once everything flushed is on the disk. May be called from another thread.
 
         Raises OSError; the error names the file.
         """
-        with self._mutex:
-            if self._file.closed:  # closing has synced it
-                return
-            try:
+        with self._mutex, self._named_errors():
+            if not self._file.closed:  # closing has synced it
                 os.fsync(self._file.fileno())
-            except OSError as error:
-                raise self._failure(error) from error
 
     def close(self) -> None:
         """Flushes, syncs and closes the file; then raises OSError if one of them failed."""
@@ -109,16 +99,16 @@ class AppendedFile:
             self._file = self._path.open("r+b", buffering=0)
             self._file.seek(place)
 
-    def _failure(self, error: OSError) -> OSError:
-        return storage_failure(f"write {self._path}", self._path.parent, error.errno or errno.EIO)
+    @contextlib.contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            code = error.errno or errno.EIO
+            raise storage_failure(f"write {self._path}", self._path.parent, code) from error
 
 
 def set_aside(path: Path) -> Path:
     """Renames the file to its name with `.1`, or the next free number."""
-    aside = next(
-        each
-        for number in itertools.count(1)
-        if not (each := path.with_name(f"{path.name}.{number}")).exists()
-    )
-    path.rename(aside)
-    return aside
+    numbered = (path.with_name(f"{path.name}.{number}") for number in itertools.count(1))
+    return path.rename(next(aside for aside in numbered if not aside.exists()))

@@ -60,28 +60,16 @@ def local_folder(path: str | os.PathLike[str]) -> Path:
     if (_URL_AS_PATH if isinstance(path, os.PathLike) else _URL).match(text):
         raise ValueError(
             f"{text} is a URL, and remote folders are not supported here: mount the bucket or "
-            "share, with gcsfuse, s3fs or NFS say, and give the mounted folder"
+            "share, for example with gcsfuse, s3fs or NFS, and give the mounted folder"
         )
     return Path(os.path.expanduser(path))
 
 
-def folder_named(path: str | os.PathLike[str]) -> Path:
+def folder_named(path: str | os.PathLike[str], fetch: bool = False) -> Path:
     """Returns `local_folder`, or for a folder in a bucket the path that stands for it.
 
-    That path may be absent.
+    That path may be absent, unless `fetch` downloads the folder's small files to it.
     """
-    return _folder(path, fetch=False)
-
-
-def folder_to_read(path: str | os.PathLike[str]) -> Path:
-    """Returns `local_folder`, or for a folder in a bucket a copy of its small files.
-
-    Raises BucketError if the bucket cannot be read.
-    """
-    return _folder(path, fetch=True)
-
-
-def _folder(path: str | os.PathLike[str], fetch: bool) -> Path:
     if _BUCKET_URL.match(os.fspath(path)):
         from lmlib.storage.bucket.copies import copy_to_read, place_of
         from lmlib.storage.bucket.url import BucketUrl
@@ -89,6 +77,14 @@ def _folder(path: str | os.PathLike[str], fetch: bool) -> Path:
         if (url := BucketUrl.parsed(os.fspath(path))) is not None:
             return copy_to_read(url) if fetch else place_of(url)
     return local_folder(path)
+
+
+def folder_to_read(path: str | os.PathLike[str]) -> Path:
+    """Returns `local_folder`, or for a folder in a bucket a copy of its small files.
+
+    Raises BucketError if the bucket cannot be read.
+    """
+    return folder_named(path, fetch=True)
 
 
 def _copied(path: Path) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from lmlib.storage.regular_file import read_regular
+from lmlib.storage.unlinked import read_regular
 
 LARGEST = 16 << 20  # bytes; lmlib's metadata is far smaller
 DEEPEST = 100  # nesting depth; more would exhaust the stack of recursive functions

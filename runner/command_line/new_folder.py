@@ -10,8 +10,7 @@ from pathlib import Path
 
 from lmlib.storage.atomic_file import make_folder, sync
 from lmlib.storage.bucket.copies import place_to_write
-from lmlib.storage.bucket.store import BucketStore
-from lmlib.storage.bucket.upload import upload
+from lmlib.storage.bucket.store import BucketStore, upload
 from lmlib.storage.bucket.url import BucketUrl
 from lmlib.storage.local_folder import local_folder
 from runner.command_line.paths import check_can_be_made

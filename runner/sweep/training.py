@@ -15,8 +15,7 @@ from pathlib import Path
 import fiddle as fdl
 
 from lmlib.storage.atomic_file import make_folder
-from lmlib.storage.regular_file import open_regular
-from lmlib.storage.unlinked import check_no_link
+from lmlib.storage.unlinked import check_no_link, open_regular
 from lmlib.terminal.quantities import duration_text
 from runner.command_line.command import tell
 from runner.command_line.exit_status import FINISHED, SIGNALLED, STOPPED

@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from lmlib.checkpoint import Checkpoints, Restored
-from lmlib.checkpoint.removal import reading
+from lmlib.checkpoint.folders import reading
 from lmlib.experiment import Experiment
 from lmlib.runs.settings import read_settings
 from lmlib.state import State

@@ -27,10 +27,8 @@ from jax.sharding import Mesh
 
 from lmlib.adapters.lora import merged
 from lmlib.checkpoint import Checkpoints, RemovedCheckpointError
-from lmlib.checkpoint.folders import is_there, steps_in
-from lmlib.checkpoint.manifest import encode, read_manifest
-from lmlib.checkpoint.notes import read_notes
-from lmlib.checkpoint.removal import reading
+from lmlib.checkpoint.folders import is_there, reading, steps_in
+from lmlib.checkpoint.manifest import encode, read_manifest, read_notes
 from lmlib.hf.folder import FolderError
 from lmlib.hf.hub import local_folder_of
 from lmlib.models.matrices.lora import LoRAMatrix, has_adapters, map_adapted, without_adapters

@@ -1,4 +1,4 @@
-"""Damage to a checkpoint's files, done to real ones: nothing wrong is ever loaded."""
+"""Damage to the files of real checkpoints is detected: nothing wrong is ever loaded."""
 
 import json
 import os
@@ -8,10 +8,10 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from states import bits, target_of
 
 from lmlib.checkpoint import Checkpoints, DamagedCheckpointError
 from lmlib.checkpoint.manifest import (
@@ -47,20 +47,7 @@ def state(mesh):
 
 @pytest.fixture(scope="module")
 def target(state):
-    return jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state
-    )
-
-
-def same(restored, saved) -> bool:
-    """Whether dtypes and bytes are the same, those of keys by their words."""
-
-    def content(leaf):
-        is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-        words = np.asarray(jax.random.key_data(leaf) if is_key else leaf)
-        return leaf.dtype, words.tobytes()
-
-    return jax.tree.map(content, restored) == jax.tree.map(content, saved)
+    return target_of(state)
 
 
 @pytest.fixture(scope="module")
@@ -77,42 +64,31 @@ def directory(tmp_path, pristine):
 
 
 def flip(path: Path) -> None:
-    """The lowest bit of the byte in the middle."""
+    """Changes the lowest bit of the byte in the middle."""
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
-
-
-def flip_in_the_last_byte(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 0x80
-    path.write_bytes(content)
-
-
-def zero(path: Path) -> None:
-    path.write_bytes(bytes(path.stat().st_size))
-
-
-def truncate(path: Path) -> None:
-    os.truncate(path, path.stat().st_size - 1)
-
-
-def empty(path: Path) -> None:
-    os.truncate(path, 0)
 
 
 def lengthen(path: Path) -> None:
     path.write_bytes(path.read_bytes() + b"\0")
 
 
-def delete(path: Path) -> None:
-    path.unlink()
+DAMAGE = {
+    "flip": flip,
+    "flip in the last byte": lambda path: path.write_bytes(
+        path.read_bytes()[:-1] + bytes([path.read_bytes()[-1] ^ 0x80])
+    ),
+    "zero": lambda path: path.write_bytes(bytes(path.stat().st_size)),
+    "truncate": lambda path: os.truncate(path, path.stat().st_size - 1),
+    "empty": lambda path: os.truncate(path, 0),
+    "lengthen": lengthen,
+    "delete": Path.unlink,
+}
 
 
-@pytest.mark.parametrize(
-    "damage", [flip, flip_in_the_last_byte, zero, truncate, empty, lengthen, delete]
-)
-def test_damage_to_any_file_is_noticed_and_named(directory, state, target, damage):
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damage_to_any_file_is_noticed_and_named(directory, state, target, kind):
     folder = directory / str(STEP)
     files = sorted(files_below(folder))
     assert len(files) > 15  # so that the loop below is about something
@@ -120,9 +96,9 @@ def test_damage_to_any_file_is_noticed_and_named(directory, state, target, damag
         for file in files:
             path = folder / file
             sound = path.read_bytes()
-            if not sound.strip(b"\0") and damage is zero:
-                continue  # all zeros as it is
-            damage(path)
+            if not sound.strip(b"\0") and kind == "zero":
+                continue  # the file holds only zeros
+            DAMAGE[kind](path)
             assert not path.exists() or path.read_bytes() != sound
             with pytest.raises(DamagedCheckpointError) as refused:
                 checkpoints.restore(STEP, target)
@@ -130,13 +106,8 @@ def test_damage_to_any_file_is_noticed_and_named(directory, state, target, damag
             assert refused.value.file == file
             path.write_bytes(sound)
         restored, notes = checkpoints.restore(STEP, target)  # all put back: sound again
-        assert same(restored, state)
+        assert bits(restored) == bits(state)
         assert notes == NOTES
-
-
-def test_every_array_and_the_notes_are_covered(directory):
-    folder = directory / str(STEP)
-    assert files_below(folder).keys() - read_manifest(folder).files.keys() == {MANIFEST}
 
 
 def test_a_run_falls_back_to_the_newest_sound_checkpoint(tmp_path, state, target):
@@ -144,7 +115,7 @@ def test_a_run_falls_back_to_the_newest_sound_checkpoint(tmp_path, state, target
         for step in (10, 20, 30):
             checkpoints.save(step, state, {"tokens": step})
     flip(tmp_path / "30/state/weight/0.0")
-    delete(tmp_path / "20/manifest.json")
+    (tmp_path / "20/manifest.json").unlink()
     with Checkpoints(tmp_path, read_only=True) as reader:
         assert reader.newest() == 30
         assert reader.newest_sound() == 10
@@ -156,7 +127,7 @@ def test_a_run_falls_back_to_the_newest_sound_checkpoint(tmp_path, state, target
         found = checkpoints.restore_newest(target)
         assert found.step == 10
         assert found.notes == {"tokens": 10}
-        assert same(found.state, state)
+        assert bits(found.state) == bits(state)
         assert [error.folder.name for error in found.damaged] == ["30", "20"]
         assert checkpoints.steps() == [10]
         assert (tmp_path / "30.damaged").is_dir()
@@ -165,7 +136,7 @@ def test_a_run_falls_back_to_the_newest_sound_checkpoint(tmp_path, state, target
         assert checkpoints.restore_newest(target).step == 20
 
 
-def test_where_no_checkpoint_is_sound_none_is_loaded(directory, target):
+def test_no_checkpoint_is_loaded_if_all_are_damaged(directory, target):
     flip(directory / str(STEP) / "state/scale/0")
     with Checkpoints(directory) as checkpoints:
         assert checkpoints.newest_sound() is None
@@ -182,16 +153,16 @@ def test_without_checkpoints_there_is_nothing_to_restore(tmp_path, target):
     assert not (tmp_path / "absent").exists()
 
 
-def test_what_a_run_sees_of_the_checkpoint_of_another_step_is_refused(directory, target):
+def test_a_checkpoint_under_the_name_of_another_step_is_refused(directory, target):
     (directory / str(STEP)).rename(directory / "6")
     with (
         Checkpoints(directory) as checkpoints,
-        pytest.raises(DamagedCheckpointError, match=r"6 is damaged: manifest\.json is that of ste"),
+        pytest.raises(DamagedCheckpointError, match=r"6 is damaged: manifest\.json belongs to ste"),
     ):
         checkpoints.restore(6, target)
 
 
-# What a stranger may send: files that are wrong, with a manifest that fits them.
+# Wrong files with a manifest that fits them, as from an untrusted source.
 
 
 def change_json(file: str, **changes) -> Callable[[Path], None]:
@@ -223,7 +194,7 @@ def nest(folder: Path) -> None:
         (change_json("state/weight/.zarray", compressor={"id": "zlib"}), "no uncompressed chunks"),
         (change_json("state/weight/.zarray", order="F"), "no uncompressed chunks"),
         (change_json("state/weight/.zarray", chunks="x"), "cannot be read"),
-        (lambda folder: delete(folder / "state/weight/3.0"), "is no chunk of 24 bytes"),
+        (lambda folder: (folder / "state/weight/3.0").unlink(), "is no chunk of 24 bytes"),
         (lambda folder: lengthen(folder / "state/weight/3.0"), "is no chunk of 24 bytes"),
         (add("state/manifest.ocdbt"), "belongs to no array"),
         (add("state/weight/zarr.json"), "belongs to no array"),
@@ -258,14 +229,6 @@ def test_the_manifest_names_no_file_outside(directory, target, name):
     assert "is missing" in str(refused.value)
 
 
-def test_names_that_are_no_folder_are_not_saved(tmp_path):
-    with Checkpoints(tmp_path) as checkpoints:
-        for name in ("../weight", "a/b", ".zarray", "_METADATA"):
-            with pytest.raises(ValueError, match="rename it"):
-                checkpoints.save(1, {name: jnp.ones(2)}, {})
-        assert checkpoints.steps() == []
-
-
 @pytest.mark.parametrize(
     "dtype", [jnp.float16, jnp.bool_, jnp.int4, jnp.uint8, jnp.float8_e4m3fn, jnp.complex64]
 )
@@ -276,17 +239,17 @@ def test_arrays_of_every_kind_come_back(tmp_path, mesh, dtype):
         checkpoints.wait()
         wanted = jax.ShapeDtypeStruct(array.shape, dtype, sharding=array.sharding)
         restored, _ = checkpoints.restore(1, {"array": wanted})
-    assert same(restored, {"array": array})
+    assert bits(restored) == bits({"array": array})
 
 
-def test_what_nfs_keeps_of_deleted_files_is_no_damage(directory, target, state):
+def test_deleted_files_that_nfs_keeps_are_not_damage(directory, target, state):
     folder = directory / str(STEP)
     for place in (folder, folder / "state", folder / "state" / "weight"):
         (place / ".nfs000000000123abcd00000001").write_bytes(b"of another file")
     with Checkpoints(directory, read_only=True) as checkpoints:
         checkpoints.verify(STEP)
         restored, _ = checkpoints.restore(STEP, target)
-        assert same(restored["weight"], state["weight"])
+        assert bits(restored["weight"]) == bits(state["weight"])
         (folder / ".nfsstray").touch()
         with pytest.raises(DamagedCheckpointError, match="not in the manifest"):
             checkpoints.verify(STEP)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from buckets.fixtures import folder_in_bucket
 from buckets.proxy import Fault, FaultyProxy
+from states import bits, target_of
 
 from lmlib.checkpoint import Checkpoints, DamagedCheckpointError
 from lmlib.checkpoint.in_bucket import uploads
@@ -45,25 +46,6 @@ def state_on(mesh_: jax.sharding.Mesh, seed: int = 0):
     return placed | {"key": key}
 
 
-def target_of(state):
-    return jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state
-    )
-
-
-def equal(one, other) -> bool:
-    one, other = (dict(sorted(each.items())) for each in (one, other))
-    words = [
-        jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
-        for leaf in (*one.values(), *other.values())
-    ]
-    half = len(one)
-    return all(
-        np.asarray(a).tobytes() == np.asarray(b).tobytes()
-        for a, b in zip(words[:half], words[half:], strict=True)
-    )
-
-
 @pytest.mark.slow
 def test_a_state_is_saved_and_restored_on_another_mesh(bucket, monkeypatch):
     monkeypatch.setattr(uploads, "CHUNK_BYTES", 256)  # several chunks of a shard
@@ -77,7 +59,7 @@ def test_a_state_is_saved_and_restored_on_another_mesh(bucket, monkeypatch):
             target = target_of(state_on(other, seed=1))
             restored, notes = checkpoints.restore(1, target)
             assert notes == {"tokens": 7}
-            assert equal(restored, state)
+            assert bits(restored) == bits(state)
             assert restored["matrix"].sharding == target["matrix"].sharding
 
 
@@ -119,7 +101,7 @@ def test_a_save_that_is_cut_off_leaves_the_one_before(bucket):
         with Checkpoints(f"{url}/checkpoints", read_only=True) as checkpoints:
             found = checkpoints.restore_newest(target_of(state))
             assert found.step in (1, 2)
-            assert equal(found.state, {1: state, 2: later}[found.step])
+            assert bits(found.state) == bits({1: state, 2: later}[found.step])
             if found.step == 2:  # what failed came after the manifest
                 return
 
@@ -139,7 +121,7 @@ def test_damage_is_noticed_and_set_aside(bucket):
         with pytest.raises(DamagedCheckpointError, match=f"{url}/checkpoints/2 is damaged"):
             checkpoints.verify(2)
         found = checkpoints.restore_newest(target_of(state))
-        assert found.step == 1 and equal(found.state, state)
+        assert found.step == 1 and bits(found.state) == bits(state)
         checkpoints.save(2, state, {})
     with Checkpoints(f"{url}/checkpoints") as checkpoints:
         checkpoints.verify(2)

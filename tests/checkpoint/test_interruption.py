@@ -57,30 +57,17 @@ def target() -> dict[str, jax.ShapeDtypeStruct]:
         [
             ("os.mkdir", r"/2\.orbax-checkpoint-tmp-\w+$", 1),  # before anything is there
             ("open", r"state\.orbax-checkpoint-tmp/_METADATA$", 1),  # while arrays are written
-            (
-                "open",
-                r"2\.orbax-checkpoint-tmp-\w+/\.manifest\.json\.\w+\.unfinished$",
-                1,
-            ),  # all but the manifest
-            (
-                "os.rename",
-                r"2\.orbax-checkpoint-tmp-\w+/\.manifest\.json",
-                1,
-            ),  # it is there but for its name
-            (
-                "os.rename",
-                r"/2\.orbax-checkpoint-tmp-\w+$",
-                1,
-            ),  # manifest there, the step not yet visible
+            # all but the manifest is there; it lacks only its name; the step is not yet visible
+            ("open", r"2\.orbax-checkpoint-tmp-\w+/\.manifest\.json\.\w+\.unfinished$", 1),
+            ("os.rename", r"2\.orbax-checkpoint-tmp-\w+/\.manifest\.json", 1),
+            ("os.rename", r"/2\.orbax-checkpoint-tmp-\w+$", 1),
             ("os.rename", "/1$", 2),  # both whole, the older about to be removed
             ("os.rmdir", r"/1\.orbax-checkpoint-tmp-removed$", 2),  # its name gone, half deleted
         ],
         lambda moment: moment[0] in ("os.rename", "os.rmdir"),
     ),
 )
-def test_killed_at_any_moment_the_last_whole_checkpoint_restores(
-    tmp_path, event, pattern, survivor
-):
+def test_the_last_complete_checkpoint_restores_after_a_kill(tmp_path, event, pattern, survivor):
     child = run_forked("-c", SAVE_AND_DIE, tmp_path, event, pattern)
     assert child.returncode == -signal.SIGKILL, child.stdout + child.stderr
     if survivor == 1:
@@ -89,7 +76,7 @@ def test_killed_at_any_moment_the_last_whole_checkpoint_restores(
     left = sorted(tmp_path.iterdir())
     with Checkpoints(tmp_path, read_only=True) as reader:
         assert [reader.verify(step).step for step in reader.steps()][-1] == survivor
-    assert sorted(tmp_path.iterdir()) == left  # which is not a reader's to clean up
+    assert sorted(tmp_path.iterdir()) == left  # a reader removes nothing
     with Checkpoints(tmp_path, keep=1) as checkpoints:
         assert not [entry.name for entry in tmp_path.iterdir() if "tmp" in entry.name]
         found = checkpoints.restore_newest(target())
@@ -102,7 +89,7 @@ def test_killed_at_any_moment_the_last_whole_checkpoint_restores(
         assert [entry.name for entry in tmp_path.iterdir()] == ["3"]
 
 
-def test_a_reader_leaves_alone_what_is_being_saved(tmp_path):
+def test_a_reader_leaves_an_unfinished_save_alone(tmp_path):
     unfinished = tmp_path / "2.orbax-checkpoint-tmp-0123abcd"
     unfinished.mkdir()
     with Checkpoints(tmp_path, read_only=True) as reader:
@@ -135,7 +122,7 @@ print(checkpoints.steps())
 """
 
 
-def test_a_save_that_the_disk_refuses_says_so_and_the_last_checkpoint_stays(tmp_path):
+def test_a_save_on_a_full_disk_fails_and_the_last_checkpoint_stays(tmp_path):
     child = run_forked("-c", DISK_FULL, tmp_path)
     assert child.returncode == 0, child.stderr
     assert child.stdout.splitlines() == [
@@ -169,14 +156,14 @@ print(checkpoints.steps(), checkpoints.newest_sound())
 """
 
 
-def test_what_loses_files_while_it_is_saved_never_counts_as_a_checkpoint(tmp_path):
+def test_a_step_that_loses_files_while_it_is_saved_never_becomes_visible(tmp_path):
     child = run_forked("-c", LOSE_AN_ARRAY, tmp_path)
     assert child.returncode == 0, child.stderr
     assert f"cannot save step 2 in {tmp_path}: the directory was deleted" in child.stdout
     assert child.stdout.endswith("[1] 1\n")
 
 
-def test_a_folder_that_cannot_be_made_is_told_at_once(tmp_path):
+def test_a_folder_that_cannot_be_made_fails_at_once(tmp_path):
     state = {"weight": jnp.ones(4)}
     with Checkpoints(tmp_path) as checkpoints:
         with pytest.raises(OSError, match="File name too long"):
@@ -186,7 +173,7 @@ def test_a_folder_that_cannot_be_made_is_told_at_once(tmp_path):
         assert checkpoints.steps() == [1]
 
 
-def test_a_directory_deleted_in_mid_run_is_named(tmp_path):
+def test_a_moved_directory_is_named_and_not_made_again(tmp_path):
     directory = tmp_path / "checkpoints"
     state = {"weight": jnp.ones(4)}
     with Checkpoints(directory) as checkpoints:
@@ -202,7 +189,7 @@ def test_a_directory_deleted_in_mid_run_is_named(tmp_path):
         assert checkpoints.steps() == [1, 2]
 
 
-def test_a_directory_that_was_deleted_is_made_again_for_what_is_saved_next(tmp_path):
+def test_a_deleted_directory_is_made_again_for_the_next_save(tmp_path):
     directory = tmp_path / "run" / "checkpoints"
     state = {"weight": jnp.ones(4)}
     with Checkpoints(directory) as checkpoints:
@@ -218,7 +205,7 @@ def test_a_directory_that_was_deleted_is_made_again_for_what_is_saved_next(tmp_p
         assert not (tmp_path / "run").exists()
 
 
-def test_a_save_makes_no_directory_again_that_was_moved_in_its_course(tmp_path):
+def test_a_directory_moved_during_a_save_is_not_made_again(tmp_path):
     directory = tmp_path / "checkpoints"
     state = {f"weight_{n}": jnp.ones(SIZE) for n in range(64)}
     with contextlib.suppress(OSError), Checkpoints(directory) as checkpoints:
@@ -228,8 +215,8 @@ def test_a_save_makes_no_directory_again_that_was_moved_in_its_course(tmp_path):
 
 
 @pytest.mark.parametrize("ended", [False, True])
-def test_a_directory_that_has_become_another_runs_is_left_as_it_is(tmp_path, ended):
-    """It does so in the middle of a save, whose folder the other run has removed, or not."""
+def test_a_directory_taken_by_another_run_is_left_unchanged(tmp_path, ended):
+    """The other run takes it during a save, whose folder it has removed or not."""
     others = tmp_path / "7.orbax-checkpoint-tmp-0123abcd"
     state, lost = {"weight": jnp.ones(4)}, []
 
@@ -259,8 +246,8 @@ def test_a_directory_that_has_become_another_runs_is_left_as_it_is(tmp_path, end
     assert left == (["1", "7"] if ended else ["1", "2", "7"])
 
 
-def test_a_save_that_goes_on_beside_another_runs_of_the_same_step_has_its_own_folder(tmp_path):
-    """As a run does that slept in it until another one had taken over."""
+def test_two_runs_save_the_same_step_into_different_folders(tmp_path):
+    """The first run sleeps in its save until another one has taken over."""
     folders, sleeps, others_is_whole = [], threading.Event(), threading.Event()
 
     def note() -> None:
@@ -307,7 +294,7 @@ def test_a_directory_that_may_not_be_written_is_named(tmp_path):
         (errno.EACCES, "may not write there"),
     ],
 )
-def test_the_cause_is_found_in_what_the_storage_raises(tmp_path, code, words):
+def test_the_cause_is_found_in_any_error_of_the_storage(tmp_path, code, words):
     text = ValueError(f"Error writing local file: Failed writing [os_error_code='{code}']")
     chained = RuntimeError("save failed")
     chained.__cause__ = OSError(code, os.strerror(code))
@@ -317,12 +304,11 @@ def test_the_cause_is_found_in_what_the_storage_raises(tmp_path, code, words):
         assert named.value.errno == code
 
 
-def test_a_save_that_took_too_long_is_named(tmp_path):
-    what = f"^cannot save step 2 in {re.escape(str(tmp_path))}: another process has not written"
-    with pytest.raises(TimeoutError, match=what), named_errors("save step 2", tmp_path):
-        raise TimeoutError("another process has not written its part of the checkpoint in 9 s")
-
-
-def test_other_errors_are_not_blamed_on_the_storage(tmp_path):
-    with pytest.raises(ValueError, match=r"^shapes differ$"), named_errors("save step 2", tmp_path):
-        raise ValueError("shapes differ")
+def test_errors_that_are_not_of_the_storage_keep_their_text(tmp_path):
+    late = f"^cannot save step 2 in {re.escape(str(tmp_path))}: another process has not written"
+    for error, message in (
+        (TimeoutError("another process has not written its part in 9 s"), late),
+        (ValueError("shapes differ"), r"^shapes differ$"),
+    ):
+        with pytest.raises(type(error), match=message), named_errors("save step 2", tmp_path):
+            raise error

@@ -19,7 +19,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 directory, port, index = sys.argv[1], sys.argv[2], int(sys.argv[3])
 jax.distributed.initialize(f"localhost:{port}", 2, index)
 from lmlib.checkpoint import Checkpoints, RemovedCheckpointError
-from lmlib.checkpoint.removal import remove
+from lmlib.checkpoint.folders import remove
 
 def remove_the_first(event, arguments):
     if event == "open" and str(arguments[0]) == f"{directory}/1/state/weight/2":

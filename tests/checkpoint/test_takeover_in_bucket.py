@@ -1,8 +1,7 @@
 """A run in a bucket, taken over while the network holds the requests of its owner.
 
-The first owner is a process of its own, behind a proxy of its own. Its late requests, and those
-that it tries again once it is back, are refused by the server, or change nothing that the next has.
-The owner of checkpoints holds no lease.
+The first owner is a separate process behind its own proxy. The server refuses its late and repeated
+requests, or they change nothing of the next owner's. The owner of checkpoints holds no lease.
 """
 
 import itertools
@@ -20,6 +19,7 @@ from buckets.owner import state
 from buckets.proxy import Fault, FaultyProxy, Request
 from buckets.servers import environment
 from forked_processes import ForkedProcess
+from states import target_of
 
 from lmlib.checkpoint import Checkpoints
 from lmlib.storage.bucket.copies import start_of
@@ -68,36 +68,28 @@ class First:
         os.close(given)
         assert self._said.readline() == "ready\n"
 
-    def act(self, strike: int) -> None:
-        """Lets it act until its changing request number `strike` has come: the network holds that
-        and all that follow, and lets nothing be read any more."""
+    def act(self, strike: int, is_stopped: bool = False) -> None:
+        """Lets it act until its changing request number `strike` arrives.
+
+        The network then holds this request and all that follow, and refuses reads; or this request
+        is answered and the process is stopped.
+        """
         numbers, struck = itertools.count(), threading.Event()
 
         def fault(request: Request) -> Fault | None:
             if request.method in ("GET", "HEAD"):
-                return Fault.REFUSED if struck.is_set() else None
-            if "lease" not in request.path and next(numbers) < strike:
+                return Fault.REFUSED if struck.is_set() and not is_stopped else None
+            before_strike = "lease" not in request.path and next(numbers) < strike
+            if before_strike or (is_stopped and ("lease" in request.path or struck.is_set())):
                 return None
+            if is_stopped:
+                os.kill(self.process.pid, signal.SIGSTOP)
             struck.set()
-            return Fault.HELD
+            return None if is_stopped else Fault.HELD
 
         self.proxy.fault = fault
         os.write(self._line, b"\n")
         assert struck.wait(60)
-
-    def act_until_it_is_stopped(self, strike: int) -> None:
-        """Lets it act until its changing request number `strike` has come; that is done."""
-        numbers, stopped = itertools.count(), threading.Event()
-
-        def fault(request: Request) -> None:
-            changes = request.method not in ("GET", "HEAD") and "lease" not in request.path
-            if changes and next(numbers) == strike:
-                os.kill(self.process.pid, signal.SIGSTOP)
-                stopped.set()
-
-        self.proxy.fault = fault
-        os.write(self._line, b"\n")
-        assert stopped.wait(60)
 
     def comes_back(self) -> list[str]:
         """Releases its requests; the lines that it writes about its act, and a save after it."""
@@ -135,20 +127,16 @@ def folders_of(found: dict[str, bytes]) -> tuple[set[str], set[str]]:
 
 
 def check_undisturbed(url: str, before: dict[str, bytes], steps: dict[int, float]) -> None:
-    """Nothing of `before` has changed, its steps are sound, and the next owner removes the rest."""
+    """Checks that nothing in `before` changed, and that the next owner removes the rest."""
     after = contents(url)
     _, named = folders_of(before)
     own = {name for name in before if name == INDEX or name.split("/")[1] in named}
     assert {name: after.get(name) for name in own} == {name: before[name] for name in own}
     assert folders_of(after)[1] == named
-    target = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding),
-        state(0.0),
-    )
     with Checkpoints(f"{url}/checkpoints") as checkpoints:
         assert checkpoints.steps() == sorted(steps)
         for step, value in steps.items():
-            restored, _ = checkpoints.restore(step, target)
+            restored, _ = checkpoints.restore(step, target_of(state(0.0)))
             assert jax.device_get(restored["matrix"]).tolist() == [[value] * 6] * 4
             checkpoints.verify(step)
     there, named = folders_of(contents(url))
@@ -178,12 +166,11 @@ def is_taken_over(line: str) -> bool:
     ],
 )
 def test_an_interrupted_save_disturbs_nothing_of_the_next_owner(bucket, first, strike, is_stopped):
-    """The network holds its requests, or the process is stopped. The next saves the same step, if
-    that is not there yet, and another. It has the step that was to go, or not: the object that says
-    so came first."""
+    """The network holds its requests, or the process is stopped. The next owner saves this step,
+    unless it is already there, and another one."""
     url = bucket[0]
     interrupted = first("save")
-    (interrupted.act_until_it_is_stopped if is_stopped else interrupted.act)(strike)
+    interrupted.act(strike, is_stopped)
     steps = {step: float(step) for step in steps_of(url)}
     for step in sorted({4, 6} - steps.keys()):
         saved_by_the_next(url, step)
@@ -197,7 +184,7 @@ def test_an_interrupted_save_disturbs_nothing_of_the_next_owner(bucket, first, s
 
 @pytest.mark.parametrize("how", ["rank", "set aside"])
 @pytest.mark.parametrize("of_next", range(5))
-def test_what_was_to_be_changed_of_a_step_stays_as_the_next_has_it(bucket, first, how, of_next):
+def test_late_changes_of_a_step_do_not_change_the_next_owners(bucket, first, how, of_next):
     """The next opens, saves, ranks or removes the same step; or is followed by another."""
     url, steps = bucket[0], {2: 2.0}
     cut_off = first(how)
@@ -218,9 +205,8 @@ def test_what_was_to_be_changed_of_a_step_stays_as_the_next_has_it(bucket, first
 
 
 @pytest.mark.parametrize("order", range(5))
-def test_delayed_requests_of_a_save_may_land_between_any_two_of_the_next(bucket, first, order):
-    """All that a save sends from its first array on lands before, or in the midst of, or after the
-    next owner's two saves."""
+def test_delayed_requests_of_a_save_do_not_disturb_the_next_saves(bucket, first, order):
+    """The requests arrive before, during or after the next owner's two saves."""
     url, has = bucket[0], 4 if order == 4 else 2
     cut_off = first("save")
     cut_off.act((ARRAYS, MANIFEST, ADDED, ADDED, DELETED)[order])
@@ -273,7 +259,7 @@ def test_late_changes_of_small_files_change_none_of_the_next_owner(
     """The next changes some of the files before the late requests come, some after, some never."""
     url = bucket[0]
     cut_off = first("", "-c", OWNER_OF_FILES, url)
-    (cut_off.act_until_it_is_stopped if is_stopped else cut_off.act)(strike)
+    cut_off.act(strike, is_stopped)
     with opened(url, print, abandoned_seconds=1.0) as place:
         lines = (place.folder / "metrics.jsonl").read_text()
         assert lines in ("1\n2\n", "1\n2\n3\n")  # what had come until then

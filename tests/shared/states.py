@@ -19,6 +19,18 @@ def assert_same_bits(one: Any, other: Any) -> None:
         np.testing.assert_array_equal(_bits(leaf), _bits(wanted), strict=True, err_msg=name)
 
 
+def bits(tree: Any) -> list[tuple[np.dtype, bytes]]:
+    """The dtype and the bytes of every leaf, in tree order."""
+    return [(leaf.dtype, _bits(leaf).tobytes()) for leaf in jax.tree.leaves(tree)]
+
+
+def target_of(state: Any) -> Any:
+    """The shape, dtype and sharding of every leaf."""
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state
+    )
+
+
 def _bits(leaf: Any) -> np.ndarray:
     is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     return np.asarray(jax.random.key_data(leaf) if is_key else leaf)

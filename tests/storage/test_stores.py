@@ -1,4 +1,4 @@
-"""A folder on a disk and one in a bucket keep what `Store` promises, whatever the network does."""
+"""Folders on a disk and in a bucket follow the `Store` interface, whatever the network does."""
 
 import itertools
 from collections.abc import Iterator
@@ -11,11 +11,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sentinels import sentinels
 
-from lmlib.storage.bucket.failures import BucketError
+from lmlib.storage.bucket.failures import BucketError, lasting
 from lmlib.storage.bucket.store import BucketStore, Patience
 from lmlib.storage.bucket.url import BucketUrl
-from lmlib.storage.folder_store import FolderStore
-from lmlib.storage.store import Store
+from lmlib.storage.store import FolderStore, Store
 
 QUICK = Patience(answer=0.5, first_delay=0.01, longest_delay=0.05, total=20.0)
 SHORT = Patience(answer=0.3, first_delay=0.01, longest_delay=0.02, total=0.5)
@@ -33,7 +32,7 @@ def bucket(request, monkeypatch) -> Iterator[tuple[BucketStore, FaultyProxy]]:
         yield BucketStore(BucketUrl.parsed(url), QUICK), proxy
 
 
-def test_what_was_written_is_read_listed_and_deleted(store):
+def test_written_files_are_read_listed_and_deleted(store):
     store.write("model.norm/0.0", b"0123456789")
     store.write("model.norm/.zarray", b"{}")
     store.write("notes", b"old")
@@ -69,7 +68,7 @@ def check_reading(store: Store) -> None:
             read()
 
 
-def test_of_many_that_write_if_absent_one_does(store):
+def test_one_of_many_conditional_writes_succeeds(store):
     with ThreadPoolExecutor(8) as threads:
         wrote = list(threads.map(lambda i: store.write_if_absent("lock", b"%d" % i), range(8)))
     assert wrote.count(True) == 1
@@ -125,10 +124,6 @@ def test_a_store_behind_faults_is_a_dictionary(data, bucket):
     assert {name: store.read(name) for name in store.list()} == expected
 
 
-def every(fault: Fault):
-    return lambda request: fault
-
-
 @pytest.mark.parametrize(
     "fault, told",
     sentinels(
@@ -143,9 +138,9 @@ def every(fault: Fault):
         landing=lambda case: case[0] is Fault.REFUSED,
     ),
 )
-def test_what_does_not_pass_is_a_sentence(bucket, fault, told):
+def test_a_lasting_fault_is_reported_in_one_sentence(bucket, fault, told):
     store = BucketStore(bucket[0].url, SHORT)
-    bucket[1].fault = every(fault)
+    bucket[1].fault = lambda request: fault
     for act in (
         lambda: store.read("file"),
         lambda: store.write("file", b"content"),
@@ -160,9 +155,9 @@ def test_what_does_not_pass_is_a_sentence(bucket, fault, told):
         assert caught.value.__cause__ is None and caught.value.__suppress_context__
 
 
-def test_a_bucket_that_is_not_there_is_named(bucket):
+def test_an_absent_bucket_is_named(bucket):
     url = BucketUrl(bucket[0].url.scheme, "absent-bucket", "run")
-    with pytest.raises(BucketError, match=r"absent-bucket/run/file: no bucket is called so"):
+    with pytest.raises(BucketError, match=r"absent-bucket/run/file: the bucket does not exist"):
         BucketStore(url, SHORT).write("file", b"content")
 
 
@@ -175,10 +170,8 @@ def test_a_bucket_that_is_not_there_is_named(bucket):
         ("AccessDenied", "permission is denied"),
     ],
 )
-def test_no_secret_is_in_what_is_said_of_credentials(code, told):
+def test_messages_about_credentials_hold_no_secret(code, told):
     """As S3 answers: https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html."""
-    from lmlib.storage.bucket.failures import lasting
-
     answer = (
         f"PERMISSION_DENIED: {code}: see there [http_response_code='403'] [http_response_body="
         "'<AWSAccessKeyId>AKIASECRET</AWSAccessKeyId><StringToSign>secret</StringToSign>']"

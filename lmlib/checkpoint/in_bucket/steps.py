@@ -89,7 +89,7 @@ class StepsInBucket:
         # No other process can add them now, since the object has changed.
         self._delete(folders)
 
-    def finish(self) -> None:
+    def remove_unfinished(self) -> None:
         """Removes the folder of a failed save of this process."""
         folders = self._list_folders()
         self._write(self._kept)
@@ -101,12 +101,10 @@ class StepsInBucket:
 
     def remove(self, names: Iterable[str]) -> None:
         """Removes steps; a kill leaves files that belong to no step."""
-        kept, removed = dict(self._kept), {name: self._kept[name] for name in names}
-        for name in removed:
-            del kept[name]
-        if removed:
+        kept = dict(self._kept)
+        if removed := [kept.pop(name).folder for name in names]:
             self._write(kept)
-            self._delete(step.folder for step in removed.values())
+            self._delete(removed)
 
     def set_aside(self, name: str, aside: str) -> None:
         """Renames a step; an earlier step with the new name is deleted."""

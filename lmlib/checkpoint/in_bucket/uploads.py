@@ -21,8 +21,27 @@ _uploads = itertools.count()  # the same on every process
 Chunk = tuple[str, np.ndarray]  # file name and elements
 
 
+class WrittenStepsInBucket(StepsInBucket):
+    """See `StepsOnDisk`. A bucket's directory is always there."""
+
+    is_deleted = False
+
+    def open(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def begin(self, step: int, opening: str) -> "StepInBucket":
+        return StepInBucket(self, step, opening)
+
+    def complete(self) -> list[int]:
+        names = [name for name in self.kept() if name.isdecimal()]
+        return sorted(int(name) for name in names if name == str(int(name)))
+
+
 class StepInBucket:
-    """See `lmlib.checkpoint.saves.UnfinishedStep`."""
+    """See `StepOnDisk`."""
 
     def __init__(self, steps: StepsInBucket, step: int, opening: str):
         """Creates nothing; process 0 must own the `steps`."""

@@ -54,8 +54,7 @@ class ChunkCache:
         found = []
         for file in self._file.parent.iterdir():
             with contextlib.suppress(FileNotFoundError):
-                facts = file.stat()
-                found.append((facts.st_mtime, facts.st_blocks * 512, file))
+                found.append((file.stat().st_mtime, file.stat().st_blocks * 512, file))
         disk = shutil.disk_usage(self._file.parent)
         used = sum(size for _, size, _ in found)
         excess = max(used - self._largest, int(_SPARED * disk.total) - disk.free)

@@ -59,12 +59,9 @@ class Mirror:
         """Returns once the bucket has everything in the copy; raises BucketError."""
         with self._mutex:
             found = self._files()
-            changed = [
-                name
-                for name, seen in found.items()
-                if name not in self._sent or self._sent[name].seen != seen
-            ]
-            gone = [name for name in self._sent if name not in found]
+            sent = {name: each.seen for name, each in self._sent.items()}
+            changed = [name for name, seen in found.items() if sent.get(name) != seen]
+            gone = sent.keys() - found.keys()
             with ThreadPoolExecutor(REQUESTS) as threads:
                 list(threads.map(self._send, changed, [found[name] for name in changed]))
                 list(threads.map(self._delete, gone))
@@ -73,10 +70,8 @@ class Mirror:
         """Calls `sync` for the last time; growing files become one object each."""
         with self._mutex:
             self._closed.set()
-            self._sent = {
-                name: _Sent((0, 0, 0)) if name.endswith(_GROWING) else sent
-                for name, sent in self._sent.items()
-            }
+            for name in filter(lambda name: name.endswith(_GROWING), self._sent):
+                self._sent[name] = _Sent((0, 0, 0))
         self.sync()
 
     def _keep(self) -> None:
@@ -108,12 +103,11 @@ class Mirror:
     def _send(self, name: str, seen: tuple[int, int, int]) -> None:
         key, before = self._object_of(name), self._sent.get(name)
         with contextlib.suppress(FileNotFoundError), open(self._copy / name, "rb") as file:
-            if not name.endswith(_GROWING):
+            growing = name.endswith(_GROWING)
+            if not growing or self._closed.is_set():
                 self._store.write(key, file.read())
-                self._sent[name] = _Sent(seen)
-            elif self._closed.is_set():
-                self._store.write(key, file.read())
-                self._delete_parts(key)
+                if growing:
+                    self._delete_parts(key)
                 self._sent[name] = _Sent(seen)
             else:
                 grew = before and before.seen[0] == seen[0] and before.seen[1] <= seen[1]

@@ -5,7 +5,6 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-_DRIVERS = {"gs": "gcs", "s3": "s3"}
 _URL = re.compile(r"(gs|s3):/{1,2}([^/]+)/*(.*)", re.DOTALL)  # `Path` merges the two slashes
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]")
 _LONGEST_NAME = 255  # bytes of a part, which is a folder name in the local copy
@@ -40,12 +39,12 @@ class BucketUrl:
         scheme, bucket, folder = match[1], match[2], match[3].rstrip("/")
         if not _BUCKET.fullmatch(bucket):
             raise ValueError(
-                f"{text} names the bucket {bucket!r}, which no bucket can have as its name: names "
-                "are 3 to 222 of a-z, 0-9, '.', '_' and '-'"
+                f"{text} has the bucket name {bucket!r}, which no bucket can have: use 3 to 222 of "
+                "a-z, 0-9, '.', '_' and '-'"
             )
         for part in folder.split("/") if folder else ():
             if part in ("", ".", "..") or re.search(r"[\x00-\x1f\\#?\[\]*]", part):
-                raise ValueError(f"{text} has the part {part!r}, with which it is no folder's name")
+                raise ValueError(f"{text} has the part {part!r}, which no folder may have")
             if len(part.encode()) > _LONGEST_NAME:
                 raise ValueError(f"{text} has a part of more than {_LONGEST_NAME} bytes")
         return cls(scheme, bucket, folder)
@@ -67,20 +66,16 @@ class BucketUrl:
         For `s3://`, the endpoint, the region and the credentials come from the places that Amazon's
         own tools use. For `gs://`, the credentials come from the places that Google's tools use.
         """
-        spec: dict[str, Any] = {
-            "driver": _DRIVERS[self.scheme],
-            "bucket": self.bucket,
-            "path": folder,
-        }
+        spec: dict[str, Any] = {"bucket": self.bucket, "path": folder}
         if self.scheme == "gs":
-            return spec
+            return spec | {"driver": "gcs"}
         endpoint, region = _first(_ENDPOINTS), _first(_REGIONS)
         if endpoint is not None:
             spec |= {"endpoint": endpoint.rstrip("/"), "aws_region": region or _ANY_REGION}
         if "AWS_ACCESS_KEY_ID" in os.environ:  # otherwise also try files and the machine's role
             spec["aws_credentials"] = {"type": "environment"}
         # Always, not only for servers that TensorStore knows: conditional writes depend on it.
-        return spec | {"use_conditional_write": True}
+        return spec | {"driver": "s3", "use_conditional_write": True}
 
 
 def _first(names: tuple[str, ...]) -> str | None:

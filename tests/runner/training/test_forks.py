@@ -12,8 +12,7 @@ from folder_contents import files_of
 from small_experiment import small
 from states import assert_same_bits
 
-from lmlib.checkpoint.manifest import read_manifest
-from lmlib.checkpoint.notes import read_notes
+from lmlib.checkpoint.manifest import read_manifest, read_notes
 from lmlib.optim.power import warmup_power_decay
 from lmlib.optim.schedules import warmup_constant, warmup_stable_decay
 from lmlib.optim.trainable import Group

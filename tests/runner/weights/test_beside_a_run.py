@@ -10,7 +10,7 @@ from forked_processes import run_forked
 from run_on_bytes import write_run_on_bytes
 
 from lmlib.checkpoint import RemovedCheckpointError, folders
-from lmlib.checkpoint.removal import remove
+from lmlib.checkpoint.folders import remove
 from lmlib.hf.tensor_files import stored_tensors
 from runner.errors import ConfigError
 from runner.weights.models import use_model
@@ -22,7 +22,7 @@ STEPS = (3, 5, 7)
 # of saved_next becomes new checkpoints before that.
 REMOVING = """
 import os, pathlib, runpy, sys
-from lmlib.checkpoint.removal import remove
+from lmlib.checkpoint.folders import remove
 
 _, opened, removed, module, *arguments = sys.argv
 removed = pathlib.Path(removed)

@@ -1,6 +1,6 @@
-"""What tests of buckets share: an emulator for each scheme behind a proxy, found as users find one.
+"""One emulator for each scheme behind a proxy, for the whole process.
 
-A process has one of each for as long as it lasts: TensorStore reads once where Google's server is.
+TensorStore reads the address of Google's server only once.
 """
 
 import atexit
@@ -19,7 +19,7 @@ SCHEMES = ("s3", "gs")
 
 @functools.cache
 def proxy_of(scheme: str) -> FaultyProxy:
-    """The proxy, with a server behind it, that this process has for a scheme."""
+    """Returns this process's proxy for a scheme, with a server behind it."""
     started = contextlib.ExitStack()
     atexit.register(started.close)
     port = started.enter_context(emulator(scheme))
@@ -28,8 +28,7 @@ def proxy_of(scheme: str) -> FaultyProxy:
 
 @contextlib.contextmanager
 def folder_in_bucket(scheme: str, patch: pytest.MonkeyPatch) -> Iterator[tuple[str, FaultyProxy]]:
-    """The URL of an empty folder, and the proxy through which this process finds it; no fault
-    outlasts the block."""
+    """Yields the URL of an empty folder and its proxy; all faults end with the block."""
     proxy = proxy_of(scheme)
     for name, value in environment(scheme, proxy.port).items():
         patch.setenv(name, value)

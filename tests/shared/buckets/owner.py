@@ -1,6 +1,6 @@
-"""An owner of checkpoints in a bucket, a process of its own: `python -m buckets.owner URL ACT`.
+"""A process that owns checkpoints in a bucket: `python -m buckets.owner URL ACT`.
 
-It saves step 2, tells so, waits for a line, acts, and then tries to save step 9.
+It saves step 2, prints `ready`, waits for a line, acts, and then tries to save step 9.
 """
 
 import sys
@@ -12,7 +12,7 @@ from lmlib.checkpoint import Checkpoints, DamagedCheckpointError
 
 
 def state(value: float) -> dict[str, jax.Array]:
-    """Two arrays of it, on one device."""
+    """Two arrays filled with `value`, on one device."""
     mesh = jax.make_mesh((1,), ("a",), axis_types=(jax.sharding.AxisType.Explicit,))
     everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     arrays = {"matrix": np.full((4, 6), value, np.float32), "scalar": np.float32(value)}

@@ -15,7 +15,7 @@ from types import TracebackType
 
 
 class Fault(enum.Enum):
-    """What becomes of a request."""
+    """The fate of a request."""
 
     REFUSED = "the connection is closed before anything is sent on"
     TIMED_OUT = "no answer comes while the proxy lasts"
@@ -29,7 +29,7 @@ class Fault(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What the proxy is asked for; `number` counts from 0."""
+    """A request to the proxy; `number` counts from 0."""
 
     number: int
     method: str
@@ -37,12 +37,12 @@ class Request:
 
 
 class FaultyProxy:
-    """Passes requests on, but for what `fault` says of each; every one comes `latency` later.
+    """Passes requests on after `latency` seconds, with the faults that `fault` chooses.
 
     Attributes:
-      port: where it listens, on the loopback interface.
-      requests: those that came.
-      held: those that the network has delayed.
+      port: on the loopback interface.
+      requests: all requests so far.
+      held: the delayed requests.
     """
 
     def __init__(
@@ -52,9 +52,10 @@ class FaultyProxy:
         latency: float = 0.0,
         keeps_conditions: bool = False,
     ):
-        """`keeps_conditions`: of a server that takes every upload, even one that says, as Google's
-        servers understand it (https://cloud.google.com/storage/docs/request-preconditions), of
-        which generation the object must be, and 0 if none may be there."""
+        """`keeps_conditions` checks the conditions of uploads for a server that ignores them.
+
+        See https://cloud.google.com/storage/docs/request-preconditions.
+        """
         self._writing = threading.Lock()
         self._keeps_conditions = keeps_conditions
         self.fault, self.latency = fault, latency
@@ -90,14 +91,14 @@ class FaultyProxy:
         threading.Thread(target=self._listener.serve_forever, daemon=True).start()
 
     def release(self, order: Callable[[list["_Held"]], list["_Held"]] = list) -> list[int]:
-        """Does what was held, in `order`; the status of each answer."""
+        """Sends the held requests, in `order`; returns the status of each answer."""
         with self._mutex:
             held, self.held = self.held, []
         return [self._answered(each)[0] for each in order(held)]
 
     @contextlib.contextmanager
     def faultless_afterwards(self) -> Iterator[None]:
-        """A block after which requests are passed on as they come, and those that wait end."""
+        """Context manager that removes all faults at the end, and ends waiting requests."""
         try:
             yield
         finally:
@@ -154,7 +155,7 @@ class FaultyProxy:
             return self._asked(sent)
 
     def _is_refused(self, sent: "_Held") -> bool:
-        """Whether it uploads an object that is not as the request says it must be."""
+        """True for an upload whose condition on the object's generation does not hold."""
         url = urllib.parse.urlsplit(sent.path)
         asked = urllib.parse.parse_qs(url.query)
         if sent.method != "POST" or "ifGenerationMatch" not in asked:

@@ -1,4 +1,4 @@
-"""Emulators of S3 and of Google Cloud Storage, each in a process of its own that ends with ours."""
+"""Emulators of S3 and of Google Cloud Storage, each in a child process."""
 
 import contextlib
 import json
@@ -49,7 +49,7 @@ os._exit(0)
 
 @contextlib.contextmanager
 def emulator(scheme: str) -> Iterator[int]:
-    """The port of an emulator with the empty bucket `BUCKET`, which ends with the block."""
+    """Starts an emulator with the empty bucket `BUCKET`; yields its port."""
     program = _SERVE.format(program=_PROGRAMS[scheme])
     with subprocess.Popen(
         [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -64,7 +64,7 @@ def emulator(scheme: str) -> Iterator[int]:
 
 
 def make_bucket(scheme: str, port: int, bucket: str = BUCKET) -> None:
-    """Makes it, with nothing in it."""
+    """Makes an empty bucket."""
     root = f"http://127.0.0.1:{port}"
     if scheme == "s3":
         request = urllib.request.Request(f"{root}/{bucket}", method="PUT")
@@ -77,7 +77,7 @@ def make_bucket(scheme: str, port: int, bucket: str = BUCKET) -> None:
 
 
 def environment(scheme: str, port: int) -> dict[str, str]:
-    """The variables with which programs find the server at `port`, and credentials for it."""
+    """Returns the variables by which programs find the server at `port` and its credentials."""
     root = f"http://127.0.0.1:{port}"
     if scheme == "gs":
         return {"TENSORSTORE_GCS_HTTP_URL": root, "GOOGLE_AUTH_TOKEN_FOR_TESTING": "secret-token"}
