@@ -10,8 +10,8 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import xxhash
 
-from lmlib.storage.regular_file import read_regular
 from lmlib.storage.stored_json import parse_json, read_text
+from lmlib.storage.unlinked import read_regular
 
 FORMAT = "lmlib flat tokens"
 VERSION = 4
