@@ -13,8 +13,8 @@ from data_tools.encoders import make_encoder
 from data_tools.encoders.encoder import Encoder
 from lmlib.data.stored.metadata import LARGEST_TOKENIZER, TokenizerIdentity
 from lmlib.data.text import BYTE_TOKENIZER, decoded_bytes, read_tokenizer, tokenizers_errors
+from lmlib.storage.hub_cache import check_within_folder
 from lmlib.storage.stored_json import read_json, read_text
-from lmlib.storage.unlinked import check_within_folder
 
 BEGIN_OF_TEXT, END_OF_TEXT = "<|begin_of_text|>", "<|end_of_text|>"
 

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from lmlib.models.families.hugging_face.settings import FolderError
+from lmlib.storage.hub_cache import check_within_folder
 from lmlib.storage.stored_json import parse_json
-from lmlib.storage.unlinked import check_within_folder, open_regular
+from lmlib.storage.unlinked import open_regular
 
 _LARGEST_COPIED = 256 << 20  # bytes; tokenizers of the largest vocabularies have 40 MB
 

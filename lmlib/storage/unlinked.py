@@ -17,10 +17,7 @@ class LinkError(OSError, ValueError):
 def unlinked(folder: str | os.PathLike[str], name: str = "") -> Path:
     """Returns `folder / name` after checking that no part of it below `folder` is a link.
 
-    The folder itself may be a link. The path need not exist.
-
-    Raises:
-      LinkError: with the link's path and a remedy.
+    The folder itself may be a link. The path need not exist. Raises LinkError, with a remedy.
     """
     path = Path(folder)
     for part in Path(name).parts:
@@ -29,40 +26,19 @@ def unlinked(folder: str | os.PathLike[str], name: str = "") -> Path:
     return path
 
 
-def check_no_link(path: Path) -> None:
-    """Raises LinkError, with a remedy, if the file or folder is a link."""
-    if path.is_symlink():
-        raise LinkError(
-            f"{path} is a link, which is not followed in a run's folder: replace it by a copy of "
-            "its target"
-        )
-
-
-def check_within_folder(path: str | os.PathLike[str]) -> None:
-    """Raises ValueError if `path` is a link that leads out of its folder.
-
-    A snapshot in the cache of `huggingface_hub` consists of links to the blobs of the same
-    repository, models--OWNER--NAME/snapshots/COMMIT/FILE to models--OWNER--NAME/blobs/DIGEST
-    (https://huggingface.co/docs/huggingface_hub/guides/manage-cache): these are allowed.
-    """
-    path = Path(path)
-    folder, file = Path(os.path.realpath(path.parent)), Path(os.path.realpath(path))
-    repository = folder.parents[1] if len(folder.parents) > 1 else folder
-    if folder.parent.name == "snapshots" and repository.name.startswith("models--"):
-        folder = repository
-    if folder not in file.parents:
-        raise ValueError(
-            f"it is a link to {file}, which is not in its folder: put a copy of the file there "
-            "if you want it to be used"
-        )
+def check_no_link(*paths: Path) -> None:
+    """Raises LinkError, with a remedy, if one of the files or folders is a link."""
+    for path in paths:
+        if path.is_symlink():
+            raise LinkError(
+                f"{path} is a link, which is not followed: replace it by a copy of its target"
+            )
 
 
 def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
     """Opens the file for reading bytes.
 
-    Raises:
-      OSError: if it cannot be opened.
-      ValueError: if it is a pipe, a device or a folder.
+    Raises OSError if it cannot be opened, ValueError if it is a pipe, a device or a folder.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # doesn't wait for a pipe's writer
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):

@@ -22,10 +22,12 @@ from lmlib.models.matmul import matmul
 from lmlib.models.model import capped
 from lmlib.models.part import NO_AUX
 from lmlib.models.parts.attention import Attention
-from lmlib.models.parts.mlp import MLP, GatedMLP, gelu, gelu_tanh, relu_squared, silu
-from lmlib.models.parts.norms import LayerNorm, RMSNorm
+from lmlib.models.parts.layer_norm import LayerNorm
+from lmlib.models.parts.mlp import GatedMLP, silu
+from lmlib.models.parts.norms import RMSNorm
 from lmlib.models.parts.rope import Rotary
 from lmlib.models.parts.rope_scaling import LongRope, Yarn, document_lengths, long_rope_amplitude
+from lmlib.models.parts.ungated_mlp import MLP, gelu, gelu_tanh, relu_squared
 
 B, S, E, F, H, K, D = 2, 5, 8, 12, 4, 2, 6
 key = jax.random.key(0)

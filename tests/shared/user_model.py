@@ -10,8 +10,8 @@ from lmlib.models.model import Model, WeightGroup
 from lmlib.models.part import Part
 from lmlib.models.parts.attention import Attention
 from lmlib.models.parts.embedding import embedded
-from lmlib.models.parts.mlp import MLP, gelu
-from lmlib.models.parts.norms import LayerNorm
+from lmlib.models.parts.layer_norm import LayerNorm
+from lmlib.models.parts.ungated_mlp import MLP, gelu
 from lmlib.models.stack import Segment, Stack
 from lmlib.models.weights import fold_in_name, initial_values, normal, weight
 from lmlib.parallel.gathering import gather

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from lmlib.checkpoint import Checkpoints
 from lmlib.metrics.log import MetricsLog
 from lmlib.metrics.tensorboard import TensorBoard
+from lmlib.storage.hub_cache import check_within_folder
 from lmlib.storage.local_folder import local_folder
-from lmlib.storage.unlinked import check_within_folder, open_regular, read_regular
+from lmlib.storage.unlinked import open_regular, read_regular
 
 STATE = {"weight": jnp.arange(6.0).reshape(3, 2)}
 TARGET = {"weight": jax.ShapeDtypeStruct((3, 2), jnp.float32, sharding=STATE["weight"].sharding)}

@@ -17,8 +17,8 @@ from uuid import uuid4
 from lmlib.data.chats.renderer import BeyondLimits, ChatRenderer
 from lmlib.data.text import TextCodec
 from lmlib.storage.atomic_file import write_atomically
+from lmlib.storage.hub_cache import check_within_folder
 from lmlib.storage.stored_json import read_json, read_text
-from lmlib.storage.unlinked import check_within_folder
 
 CONFIG_FILE, TEMPLATE_FILE = "tokenizer_config.json", "chat_template.jinja"
 LARGEST_TEMPLATE = 1 << 20  # bytes

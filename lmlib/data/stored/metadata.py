@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 import xxhash
 
 from lmlib.storage.stored_json import parse_json, read_text
-from lmlib.storage.unlinked import read_regular
+from lmlib.storage.unlinked import check_no_link, read_regular
 
 FORMAT = "lmlib flat tokens"
 VERSION = 4
@@ -287,13 +287,6 @@ def _other_version(file: Path, found: tuple[Any, Any], known: tuple[str, int]) -
         f"{file} has format {found[0]!r:.40}, version {found[1]!r:.40}, but this library reads "
         f"{known[0]!r}, version {known[1]}: make the data set again or use the matching library"
     )
-
-
-def check_no_link(*paths: Path) -> None:
-    """Raises ValueError if one of the paths is a link."""
-    for path in paths:
-        if path.is_symlink():
-            raise ValueError(f"{path} is a link: replace it by a copy of its target")
 
 
 def check_tokenizer_file(file: Path, metadata: SplitMetadata) -> None:

@@ -14,9 +14,10 @@ import tensorstore as ts
 import xxhash
 
 from lmlib.data.stored.data_path import data_path
-from lmlib.data.stored.metadata import DamagedDataError, check_no_link, digest
+from lmlib.data.stored.metadata import DamagedDataError, digest
 from lmlib.storage.local_folder import in_bucket, shown
 from lmlib.storage.stored_json import read_json
+from lmlib.storage.unlinked import check_no_link
 
 CHUNK_DIGESTS = "chunk_digests"  # little-endian uint64, one for each chunk
 INTEGERS = frozenset({"uint8", "uint16", "uint32", "uint64"})

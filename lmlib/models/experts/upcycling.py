@@ -17,7 +17,8 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from lmlib.models.experts.mixture import Mixture
 from lmlib.models.experts.mlps import Gate, GatedExperts, geglu, swiglu
 from lmlib.models.matrices.lora import has_adapters
-from lmlib.models.parts.mlp import Activation, GatedMLP, gelu_tanh, silu
+from lmlib.models.parts.mlp import Activation, GatedMLP, silu
+from lmlib.models.parts.ungated_mlp import gelu_tanh
 from lmlib.models.weights import fold_in_name
 from lmlib.parallel.axes import M
 from lmlib.parallel.mesh import on_mesh_of

@@ -14,10 +14,11 @@ from lmlib.models.families.hugging_face.settings import Settings
 from lmlib.models.families.transformer import transformer
 from lmlib.models.families.windows import each_nth
 from lmlib.models.parts.attention import Attention
-from lmlib.models.parts.mlp import GatedMLP, gelu_tanh
+from lmlib.models.parts.mlp import GatedMLP
 from lmlib.models.parts.norms import RMSNorm
 from lmlib.models.parts.rope import Rotary, Scaling
 from lmlib.models.parts.rope_scaling import Linear, Llama3, Yarn
+from lmlib.models.parts.ungated_mlp import gelu_tanh
 
 _NORMS = ("attention_norm", "attention_after_norm", "mlp_norm", "mlp_after_norm")
 

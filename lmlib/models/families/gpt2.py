@@ -10,8 +10,8 @@ from lmlib.models.families.hugging_face.family import Family, Key, Names, Tensor
 from lmlib.models.families.transformer import check_sizes, transformer
 from lmlib.models.parts.attention import Attention
 from lmlib.models.parts.embedding import Positions
-from lmlib.models.parts.mlp import MLP, gelu_tanh
-from lmlib.models.parts.norms import LayerNorm
+from lmlib.models.parts.layer_norm import LayerNorm
+from lmlib.models.parts.ungated_mlp import MLP, gelu_tanh
 
 
 def gpt2(

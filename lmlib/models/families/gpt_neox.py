@@ -20,10 +20,11 @@ from lmlib.models.forward_context import ForwardContext
 from lmlib.models.part import ActivationNames as PartNames
 from lmlib.models.part import AuxOutputs, Norm, Part, merge_names
 from lmlib.models.parts.attention import Attention
-from lmlib.models.parts.mlp import MLP, Activation, gelu, gelu_tanh, relu_squared, silu
-from lmlib.models.parts.norms import LayerNorm
+from lmlib.models.parts.layer_norm import LayerNorm
+from lmlib.models.parts.mlp import Activation, silu
 from lmlib.models.parts.rope import Scaling
 from lmlib.models.parts.rope_scaling import Dynamic, Linear
+from lmlib.models.parts.ungated_mlp import MLP, gelu, gelu_tanh, relu_squared
 
 
 class ParallelBlock(BlockBase):

@@ -12,8 +12,9 @@ from lmlib.models.families.transformer import transformer
 from lmlib.models.families.variants import variant
 from lmlib.models.families.windows import short_and_long
 from lmlib.models.parts.attention import Attention
-from lmlib.models.parts.mlp import MLP, GatedMLP, relu_squared
+from lmlib.models.parts.mlp import GatedMLP
 from lmlib.models.parts.norms import RMSNorm
+from lmlib.models.parts.ungated_mlp import MLP, relu_squared
 from lmlib.models.parts.value_embedding import ValueEmbedding
 from lmlib.models.residual_scales import ResidualScales
 

@@ -11,8 +11,8 @@ from lmlib.models.families.hugging_face.settings import Settings
 from lmlib.models.families.transformer import transformer
 from lmlib.models.families.variants import variant
 from lmlib.models.parts.attention import Attention
-from lmlib.models.parts.mlp import MLP, gelu_tanh
-from lmlib.models.parts.norms import LayerNorm
+from lmlib.models.parts.layer_norm import LayerNorm
+from lmlib.models.parts.ungated_mlp import MLP, gelu_tanh
 
 
 @variant(without="head_dim rope_scaling rotary_fraction zero_outputs")

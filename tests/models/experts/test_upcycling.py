@@ -15,7 +15,8 @@ from lmlib.models.families.experts.mixtral import mixtral
 from lmlib.models.families.gemma import gemma2
 from lmlib.models.families.gpt2 import gpt2
 from lmlib.models.families.llama import llama
-from lmlib.models.parts.mlp import GatedMLP, gelu
+from lmlib.models.parts.mlp import GatedMLP
+from lmlib.models.parts.ungated_mlp import gelu
 from lmlib.parallel.layout import shardings
 from lmlib.parallel.mesh import make_mesh
 from lmlib.state import abstract_model

@@ -30,7 +30,8 @@ from lmlib.data.chats.chat import read_chat_template
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.stored.metadata import TokenizerIdentity
 from lmlib.models.families.hugging_face.settings import FolderError
-from lmlib.models.parts.mlp import GatedMLP, relu_squared
+from lmlib.models.parts.mlp import GatedMLP
+from lmlib.models.parts.ungated_mlp import relu_squared
 from lmlib.parallel.mesh import make_mesh
 from lmlib.storage.bucket.store import BucketStore
 from lmlib.storage.bucket.url import BucketUrl
