@@ -59,7 +59,7 @@ class StepFlops:
         rows = [("scope", *(f"{name} (TFLOP)" for name in phases), "together (TFLOP)", "share")]
         for name in (*self.scopes, OTHER):
             own = [one for one in self.matmuls if one.scope == name]
-            found = [sum(one.flops for one in own if one.phase == phase) for phase in phases]
+            found = [sum((one.flops for one in own if one.phase == phase), 0.0) for phase in phases]
             if own:
                 rows.append((name, *_in_tera(found), f"{sum(found) / self.total:.1%}"))
         rows.append(("total", *_in_tera([self.of(name) for name in phases]), ""))

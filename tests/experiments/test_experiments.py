@@ -149,3 +149,15 @@ def test_longer_rows_are_as_many_tokens_a_step_with_positions_scaled_to_them():
     assert scaling.amplitude == pytest.approx(0.1 * math.log(4) + 1)
     with pytest.raises(ConfigError, match="sequence_length = 64, but rows have 64 already"):
         configs.load("experiments/quickstart", ["tiny", "longer_rows(64)"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama_84m", "llama_8b", "quickstart", "distil"])
+def test_two_tiny_steps_on_a_mesh_of_4_by_2(name, tmp_path):
+    overrides = ["steps=2", "mesh.fsdp=4", "mesh.tensor=2"]
+    cfg = configs.load(f"experiments/{name}", ["tiny"], overrides)
+    result = fit(cfg, tmp_path)
+    assert [line["step"] for line in result.metrics] == [1, 2]
+    assert int(result.state.step) == 2
+    assert result.state.model.stack.patterns[0][0].mlp.up.sharding.mesh.shape["fsdp"] == 4
+    assert result.summary.validation_loss is not None

@@ -11,7 +11,10 @@ from hugging_face_families import GOLDEN
 from sentinels import sentinels
 
 from lmlib import Compute, hf, llama, make_mesh, single_document_context
-from lmlib.generate.weights import unstacked
+from lmlib.generate import GREEDY
+from lmlib.generate.sampling import numbers_of, rules_of
+from lmlib.generate.steps import NOTHING, Chooser, first_token, next_tokens, prefill
+from lmlib.generate.weights import ready, unstacked
 from lmlib.models.families.phi import phi3
 from lmlib.models.forward_context import ForwardContext
 from lmlib.models.parts.cache import empty_cache, extended
@@ -116,6 +119,30 @@ def test_rows_of_their_lengths_and_repeated_heads_are_cached(make, mesh):
         found_BSV = in_parts(model, tokens_BS, [12, 12, *[1] * 16])
     error = np.abs(found_BSV - expected_BSV)[np.arange(LENGTH) < LENGTHS].max()
     assert error <= 2e-5 * np.abs(expected_BSV).max()
+
+
+@pytest.mark.slow
+def test_the_cache_is_updated_in_place():
+    sizes = dict(vocab=64, embed=16, layers=2, heads=2, mlp=32)
+    model = ready(llama(**sizes, key=jax.random.key(0)), "float32", None, whole=True, int8=False)
+    tokens_BC = jnp.ones((ROWS, 16), jnp.int32)
+    lengths_B = jnp.array([16, 9, 3, 1], jnp.int32)
+    chooser = Chooser(
+        jnp.zeros((ROWS, 2), jnp.uint32), numbers_of(GREEDY), jnp.full(8, NOTHING, jnp.int32)
+    )
+    runs = jnp.zeros(ROWS, bool)
+
+    def places(cache):
+        return [array.unsafe_buffer_pointer() for array in jax.tree.leaves(cache)]
+
+    start = jnp.int32(0)
+    cache, h_BE = prefill(model, None, None, tokens_BC, start, lengths_B, LENGTH, FLOAT32)
+    first = places(cache)
+    rules = rules_of(GREEDY)
+    state, _ = first_token(model, cache, h_BE, lengths_B, runs, None, chooser, FLOAT32, rules)
+    assert places(state.cache) == first
+    state, _ = next_tokens(model, state, jnp.int32(4), chooser, FLOAT32, rules, 4)
+    assert places(state.cache) == first
 
 
 @pytest.mark.parametrize("count", [1, 3])

@@ -12,7 +12,7 @@ from user_model import Learned
 
 from lmlib import Compute, make_mesh, single_document_context
 from lmlib.generate import GREEDY, Generator, Sampling, generate
-from lmlib.models.families.gemma import gemma2
+from lmlib.models.families.gemma import gemma2, gemma3
 from lmlib.models.families.phi import phi3
 from lmlib.models.parts.rope_scaling import LongRope
 from lmlib.parallel.axes import map_weights
@@ -236,3 +236,21 @@ def test_a_cache_that_memory_has_no_room_for_is_refused():
         Generator(model(), None, FLOAT32, rows=4, length=10**9)
     with pytest.raises(MemoryError, match=r"a cache of 1,000,000,000 × 64 tokens would take .* TB"):
         Generator(model(), None, FLOAT32, rows=10**9, length=64)
+
+
+@pytest.mark.slow
+def test_layers_with_other_rotary_tables_each_have_their_own():
+    two = gemma3(V, 16, 2, 4, 24, kv_heads=2, head_dim=8, window=6, period=2, key=jax.random.key(1))
+    for prompt, (made,) in zip(PROMPTS, generate(two, PROMPTS, 6, GREEDY), strict=True):
+        tokens, logprobs = by_the_whole_pass(two, prompt, 6)
+        assert made.tokens == tokens
+        np.testing.assert_allclose(made.logprobs, logprobs, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chunk", [32, 512])
+def test_the_chunk_of_a_prompt_changes_no_sample(chunk):
+    other = Generator(model(), compute=FLOAT32, rows=3, length=56, chunk=chunk)
+    expected = generator()(PROMPTS, 20, DRAWN)
+    found = other(PROMPTS, 20, DRAWN)
+    assert [rows[0].tokens for rows in found] == [rows[0].tokens for rows in expected]

@@ -160,3 +160,12 @@ def test_values_out_of_range_are_refused(wrong):
     (name,) = wrong
     with pytest.raises(ValueError, match=f"{name} must be"):
         Sampling(**wrong)
+
+
+def test_greedy_takes_the_likeliest_after_the_penalty():
+    z_1V = jnp.array([[1.0, 3.0, 2.5]])
+    penalised = Sampling(temperature=0.0, repetition_penalty=1.5)
+    seen_1V = jnp.array([[False, True, False]])
+    assert int(choose(z_1V, None, None, numbers_of(GREEDY), rules_of(GREEDY))[0][0]) == 1
+    token_1, _ = choose(z_1V, None, seen_1V, numbers_of(penalised), rules_of(penalised))
+    assert int(token_1[0]) == 2

@@ -27,7 +27,7 @@ class Experts(Part):
     down: Float[Array, "experts mlp embed"] = weight(fan_in("mlp"), rules=WHOLE)
 
     def __init__(self, embed, mlp, residual_scale, *, key):
-        fill(self, key, embed=embed, mlp=mlp, expert=EXPERTS, choice=EXPERTS)
+        fill(self, key, embed=embed, mlp=mlp, experts=EXPERTS, choice=EXPERTS)
 
     def __call__(self, x_BSE, context):
         with jax.named_scope("router"):

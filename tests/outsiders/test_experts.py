@@ -3,12 +3,14 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from outsider_runs import EIGHT, SIZES, SOURCE, check_outsider, compiled, experiment, trained
 from routed_experts import EXPERTS, RATE, Experts
 
 from lmlib import Compute, NextToken
+from lmlib.inspect.layer_statistics import layer_statistics
 from lmlib.models.families.llama import llama
 
 pytestmark = pytest.mark.several_devices
@@ -39,6 +41,18 @@ def test_a_skipped_update_leaves_the_bias_and_a_coefficient_may_change():
     metrics, state = trained(run, compiled(run), run.initial_state())
     assert metrics[-1]["skipped_updates"] == len(metrics) and not biases(state).any()
     assert metrics[0]["router_z"] > 0  # reported, and not minimised
+
+
+@pytest.mark.slow
+def test_layer_statistics_are_of_all_that_is_minimised():
+    run = run_of({})
+    state, batch = run.initial_state(), jax.tree.map(jnp.asarray, SOURCE.batch(0))
+    objectives = NextToken(), NextToken(model_losses={"router_z": 0.5})
+    of = functools.partial(layer_statistics, state.whole_model, batch, run.mesh, run.compute)
+    without, found = (of(objective).loss for objective in objectives)
+    metrics, _ = trained(run, compiled(run), state)
+    assert without == pytest.approx(metrics[0]["loss"], rel=1e-5)
+    assert found - without == pytest.approx(metrics[0]["router_z"] / 2, rel=1e-4)
 
 
 @pytest.mark.slow

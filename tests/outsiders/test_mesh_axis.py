@@ -13,6 +13,7 @@ from lmlib.models.families.llama import llama
 from lmlib.models.matmul import matmul
 from lmlib.models.part import NO_AUX, Part
 from lmlib.models.weights import fan_in, fill, weight
+from lmlib.parallel.axes import LayoutError
 from lmlib.parallel.layout import reshard
 
 pytestmark = pytest.mark.several_devices
@@ -74,3 +75,11 @@ def test_what_lies_over_fsdp_in_use_rests_there_too():
     ((block,),) = run_of(OVER_FSDP, fsdp=2, tensor=2).abstract_state().model.stack.patterns
     assert block.mlp.up.sharding.spec == PartitionSpec(None, "fsdp", "expert", "tensor")
     assert block.mlp.router.sharding.spec == PartitionSpec(None, ("fsdp", "expert"), None)
+
+
+def test_two_axes_of_a_weight_along_one_of_the_mesh_are_refused():
+    run = run_of(experts("tensor", "data"), tensor=2)
+    with pytest.raises(
+        LayoutError, match=r"stack.patterns.0.0.mlp.up: axes 'experts' and 'mlp' .* 'tensor'"
+    ):
+        run.check()

@@ -38,6 +38,11 @@ TRY = """
 DEEP = "[" * 1_000_000
 
 
+def lists(name: str, count: int, before: str = "[", after: str = "[]]") -> Change:
+    """Many in one, between `before` and `after`."""
+    return lambda folder: (folder / name).write_text(before + "[]," * count + after) and None
+
+
 def link(name: str) -> Change:
     def change(folder: Path) -> None:
         (folder / name).rename(folder.parents[1] / f"outside {folder.parent.name}")
@@ -62,11 +67,15 @@ STEP_METADATA = "_CHECKPOINT_METADATA"  # of earlier versions; it has no digest
 ATTACKS: dict[str, Change] = {
     "a deep tree": text("state/_METADATA", DEEP),
     "a long tree": sparse("state/_METADATA", 200 << 20),
+    "a layout by name": text(
+        "state/_sharding", '{"d2VpZ2h0": "{\\"sharding_type\\": \\"os.system\\"}"}'
+    ),
     "a long step": sparse(STEP_METADATA, 5 << 30),
     "a handler by name": text(
         STEP_METADATA, json.dumps({"item_handlers": {"state": "os.system", "notes": "evil.run"}})
     ),
     "deep notes": text("notes/notes.json", DEEP),
+    "notes of lists": lists("notes/notes.json", 30_000_000, '{"a": [', "[]]}"),
     "no notes": text("notes/notes.json", "[]"),
     "notes twice": twice("notes/notes.json", '"tokens": 2'),
     "chunks twice": twice("state/weight/.zarray", '"chunks": [1, 1]'),
@@ -77,6 +86,7 @@ ATTACKS: dict[str, Change] = {
 # After the manifest was written.
 LATER: dict[str, Change] = {
     "a long manifest": sparse(MANIFEST, 900 << 20),
+    "a manifest of lists": lists(MANIFEST, 30_000_000),
     "a linked manifest": link(MANIFEST),
     "a long array": sparse("state/weight/0.0", 1 << 40),
 }

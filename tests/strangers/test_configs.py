@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,17 +22,27 @@ HOSTILE = [
     ("evil", "run"),
     ("evil.deeper", "run"),
     ("os", "system"),
+    ("builtins", "exec"),
     ("builtins", "__import__"),
+    ("pickle", "load"),
+    ("jax.numpy", "load"),
     ("runner.processes.supervisor", "supervise"),
+    ("lmlib.checkpoint.folders", "remove"),
+    ("lmlib.storage.atomic_file", "write_atomically"),
     ("lmlib.data.flat_tokens", "Path.unlink"),
+    ("lmlib.data.stored.metadata", "os.system"),
+    ("lmlib.models.families.llama", "llama.__class__"),
     ("lmlib.optim.adamw", "adamw.__globals__"),
     ("experiments.quickstart", "fdl.build"),
+    ("data_tools.standard_library", "pretokenize"),
     ("data_tools.hf_stream.source", "load_tokenizer"),
 ]
 NAMES = [f"{module}:{name}" for module, name in HOSTILE]
 NO_NAMES = [
     ("lmlib.models; import evil", "x"),
     ("..evil", "run"),
+    ("", "x"),
+    (5, "x"),
     ("os", None),
 ]
 
@@ -60,6 +71,11 @@ def saved(folder: Path) -> Path:
 def naming(folder: Path, module: Any, name: Any) -> Path:
     """A saved config whose data is made by another function."""
     file = saved(folder)
+    rename(file, module, name)
+    return file
+
+
+def rename(file: Path, module: Any, name: Any) -> None:
     content = json.loads(file.read_text())
     count = 0
 
@@ -76,7 +92,6 @@ def naming(folder: Path, module: Any, name: Any) -> Path:
     replace(content)
     assert count == 1
     file.write_text(json.dumps(content))
-    return file
 
 
 @pytest.mark.parametrize(("module", "name"), HOSTILE, ids=NAMES)
@@ -108,6 +123,29 @@ def test_trust_in_one_name_is_none_in_another(evil: Path, trusted: str) -> None:
     file = naming(evil, "evil", "run")
     with pytest.raises(ConfigError, match="--trust_module=evil"):
         configs.load(str(file), trusted=[trusted])
+    assert not (evil / CANARY).exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["runner", "--fdl_config={file}", "--workdir=work"],
+        ["runner.inspect", "{folder}", "--batch=0"],
+    ],
+)
+def test_the_commands_refuse_it_in_a_line(evil: Path, command: list[str]) -> None:
+    file = naming(evil, "evil", "run")
+    done = subprocess.run(
+        [sys.executable, "-m", *(word.format(file=file, folder=file.parent) for word in command)],
+        capture_output=True,
+        text=True,
+        cwd=evil,
+        env=os.environ | {"PYTHONPATH": f"{evil}:{ROOT}"},
+    )
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "refers to evil.run" in done.stderr.replace("'", "")
     assert not (evil / CANARY).exists()
 
 
@@ -146,8 +184,16 @@ def doubling(times: int) -> dict[str, Any]:
     return lists
 
 
+def chain(length: int) -> dict[str, Any]:
+    lists = {"list0": a_list()}
+    for number in range(length):
+        lists[f"list{number + 1}"] = a_list(reference(f"list{number}"))
+    return lists
+
+
 GRAPHS = {
     "doubling": (reference("list40"), doubling(40)),
+    "very deep": (reference("list5000"), chain(5000)),
     "a circle": (reference("list0"), {"list0": a_list(reference("list0"))}),
     "a reference to nothing": (reference("nowhere"), {}),
 }

@@ -22,7 +22,7 @@ LOAD = """
     signal.alarm(100)
     hf.load(arguments)
 """
-CONFIG, WEIGHTS = "config.json", "model.safetensors"
+CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 KEY, VALUE = (f"model.layers.0.self_attn.{kind}_proj.weight" for kind in "kv")
 
 
@@ -59,12 +59,15 @@ def twice(folder: Path) -> None:
 
 
 LISTS = "[" + "[]," * 20_000_000 + "[]]"
+NAMES = ", ".join(f'"tensor {number}": "{WEIGHTS}"' for number in range(100_000))
 REFUSED: dict[str, tuple[Change, str]] = {
     "tensors exchanged": (header(exchanged), f"it has the name {KEY!r} twice"),
     "a key twice": (twice, "it has the name 'rms_norm_eps' twice"),
     "a header of lists": (header(lambda _: LISTS), "its header cannot be 60,000,004 bytes"),
     "a config of lists": (text(CONFIG, LISTS[: 9 << 20]), "more than 2,000,000 objects and lists"),
     "a long config": (sparse(CONFIG, 50 << 30), "has more than 10,000,000 bytes"),
+    "a long index": (sparse(INDEX, 50 << 30), "has more than 33,554,432 bytes"),
+    "an index of names": (text(INDEX, f'{{"weight_map": {{{NAMES}}}}}'), "has it in None"),
     "a shape of ones": (header(lambda each: each[KEY].update(shape=[1] * 3_000_000)), KEY),
     "a long number": (
         header(lambda each: json.dumps(each).replace("[8, 16]", f"[{'9' * 16_000_000}]", 1)),
@@ -73,6 +76,10 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "many layers": (
         lambda folder: change(folder, num_hidden_layers=10_000),
         "the 10,000 layers in config.json need 10,000 tensors of one kind, but the folder has 30",
+    ),
+    "a long value": (
+        lambda folder: change(folder, rms_norm_eps=[1] * 10**6),
+        "is not of type float",
     ),
     "many keys": (
         lambda folder: change(folder, **{f"k{number}": 1 for number in range(100_000)}),
