@@ -84,7 +84,7 @@ def test_merged_weights_are_base_plus_scaled_product():
     )
 
 
-def test_gradients_are_those_of_the_merged_weights():
+def test_gradients_equal_those_of_the_merged_weights():
     model = adapted()
     trained, frozen = parts(model)
     gradients = jax.jit(jax.grad(loss))(trained, frozen, BATCH)
@@ -205,7 +205,7 @@ def test_dropout_is_drawn_anew_for_each_adapter_and_layer():
     assert whole == float(jax.jit(loss)(*parts(adapted()), BATCH))
 
 
-def test_what_cannot_be_adapted_is_told():
+def test_weights_that_cannot_be_adapted_are_refused():
     def made(*of, **settings):
         of = of or (BASE,)
         return jax.eval_shape(functools.partial(lora, *of, **settings), key=jax.random.key(0))
@@ -276,7 +276,7 @@ def test_merged_adapters_compute_the_same_and_are_what_each_expert_adds():
 
 
 @pytest.mark.slow
-def test_gradients_of_experts_are_those_of_the_merged_weights():
+def test_gradients_of_experts_equal_those_of_the_merged_weights():
     model = adapted_experts()
     gradients = compiled_gradient()(*parts(model), BATCH)
     whole = compiled_gradient_of_merged()(whole_on_one_device())
@@ -335,7 +335,7 @@ def test_every_mesh_and_dispatch_gives_experts_the_gradients_of_one_device(
 
 
 @pytest.mark.several_devices
-def test_pairs_lie_with_their_experts():
+def test_adapters_of_experts_are_stored_with_their_experts():
     mesh = make_mesh(expert=4, fsdp=2)
     for name in MATRICES:
         one = getattr(experts(laid_out(adapted_experts(), mesh)), name)

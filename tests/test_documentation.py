@@ -186,6 +186,6 @@ def test_units(name, unit):
     assert meaning(name).unit == unit
 
 
-def test_what_is_not_ours_has_no_meaning():
+def test_foreign_exceptions_are_not_explained():
     assert meaning("accuracy") is None and meaning("evaluation_accuracy") is None
     assert meaning("loss/3") is None

@@ -99,7 +99,7 @@ def test_blocks_are_seen():
     assert not hidden, "commands are indented, or in a fence of bash"
 
 
-def test_what_is_listed_as_not_run_is_there():
+def test_blocks_listed_as_not_run_exist():
     for page, listed in NOT_RUN.items():
         shown = [command for _, command in commands_of(page)]
         assert not [each for each in listed if not any(s.startswith(each) for s in shown)]

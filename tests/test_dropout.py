@@ -121,7 +121,7 @@ def test_logits_match_the_equations_with_the_documented_masks():
 
 
 @pytest.mark.slow
-def test_what_only_looks_at_a_model_drops_nothing():
+def test_inspection_uses_no_dropout():
     """Nothing is dropped without a key, and nothing else than training gives one."""
     mesh, model = make_mesh(), weights()
     batch = jax.tree.map(jnp.asarray, source.batch(0))

@@ -35,7 +35,7 @@ def verdicts(
     return made
 
 
-def test_what_is_not_finite_is_skipped():
+def test_non_finite_updates_are_skipped():
     nan, infinity = float("nan"), float("inf")
     losses = [1.0, nan, 2.0, infinity, 2.0, 2.0, nan, 1.0, 1.0]
     grad_norms = [1.0, 1.0, nan, 1.0, 1.0, infinity, nan, 1.0, 1.0]

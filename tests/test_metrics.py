@@ -37,7 +37,7 @@ def test_lines_are_on_disk_at_once_and_read_back(tmp_path):
     assert all(line.startswith('{"step": ') for line in lines)
 
 
-def test_what_is_known_later_is_added_to_the_newest_line(tmp_path):
+def test_later_values_are_added_to_the_newest_line(tmp_path):
     with MetricsLog(tmp_path, resume_step=None, sinks=[TensorBoard]) as log:
         log.write(1, {"loss": 3.25})
         log.write(2, {"loss": 3.0})
@@ -53,7 +53,7 @@ def test_what_is_known_later_is_added_to_the_newest_line(tmp_path):
     assert (2, "bits", 1.5) in shown(tmp_path)
 
 
-def test_what_is_not_finite_stays_strict_json_and_comes_back(tmp_path):
+def test_non_finite_values_are_strict_json_and_read_back(tmp_path):
     with MetricsLog(tmp_path, resume_step=None, sinks=[TensorBoard]) as log:
         log.write(1, {"nan": math.nan, "up": math.inf, "down": -math.inf, "loss": 1.0})
     (line,) = strict_lines(tmp_path)
@@ -139,7 +139,7 @@ class FailsAtOnce:
         raise AssertionError("what has failed is left alone")
 
 
-def test_a_sink_that_fails_ends_nothing_and_is_told_of_once(tmp_path):
+def test_a_failing_sink_is_reported_once_and_ends_nothing(tmp_path):
     told = []
     with MetricsLog(tmp_path, None, sinks=[FailsAtOnce, TensorBoard], tell=told.append) as log:
         for step in (1, 2):
@@ -198,7 +198,7 @@ def test_other_processes_write_nothing(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_what_is_no_metric_is_refused(tmp_path):
+def test_unknown_metrics_are_refused(tmp_path):
     with MetricsLog(tmp_path, resume_step=None) as log, pytest.raises(ValueError, match='"step"'):
         log.write(1, {"step": 2})
 

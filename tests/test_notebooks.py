@@ -49,7 +49,7 @@ def short(notebook):
     return found
 
 
-def test_what_is_made_shorter_is_there():
+def test_commands_that_tests_shorten_exist():
     code = "\n".join(
         cell.source
         for path in NOTEBOOKS

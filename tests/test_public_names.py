@@ -6,7 +6,7 @@ import pytest
 
 
 @pytest.mark.parametrize("package", ["lmlib", "runner"])
-def test_what_dir_lists_can_be_had(package):
+def test_everything_in_dir_is_importable(package):
     module = importlib.import_module(package)
     assert set(module.__all__) <= set(dir(module))
     for name in dir(module):

@@ -181,6 +181,6 @@ def test_a_slow_case_has_one_turn_and_any_other_each(cases, turns, first):
 
 
 @pytest.mark.parametrize("turn", ["3", "1/0", "a/3", "1/3/5", "-1/3"])
-def test_what_is_no_turn_is_refused(turn):
+def test_invalid_turns_are_refused(turn):
     with pytest.raises(pytest.UsageError, match=f"--turn={turn}: it is K/N"):
         left_for_another([], turn)

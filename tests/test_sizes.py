@@ -27,8 +27,8 @@ ours = {file for file in files if file and root in pathlib.Path(file).parents}
 print(len(ours), sum(len(open(file).readlines()) for file in ours))
 """
 LARGEST = {  # files, lines
-    "core": (CORE, 58, 7_650),
-    "fit": ("import runner.training.fit\n", 168, 20_100),
+    "core": (CORE, 58, 7_000),
+    "fit": ("import runner.training.fit\n", 160, 18_850),
 }
 # Extras: folders and modules that the core does not import.
 EXTRAS = (
@@ -55,7 +55,7 @@ EXTRAS = (
     "lmlib.trackers",
     "lmlib.verdicts",
 )
-MOST_LINES, MOST_LINES_OF_TESTS = 64_900, 46_800
+MOST_LINES, MOST_LINES_OF_TESTS = 61_000, 45_800
 
 
 def in_a_new_process(code):

@@ -53,6 +53,6 @@ def test_a_sample_is_a_part_in_order_and_always_the_same(data, first, seed):
         (lambda: sample(axis("a", 1, 2), 3), "1 to 2 of these points, not 3"),
     ],
 )
-def test_what_makes_no_sweep_is_refused(make, told):
+def test_invalid_sweeps_are_refused(make, told):
     with pytest.raises(ValueError, match=told):
         make()

@@ -95,7 +95,7 @@ RULE = {"action": "FailJob", "onExitCodes": {"operator": "In", "values": [2]}}
         ({"action": None}, "action"),
     ],
 )
-def test_what_is_wrong_is_seen(change, told):
+def test_errors_are_detected(change, told):
     check(RULE, "V1PodFailurePolicyRule")
     with pytest.raises(ValueError, match=told):
         check(RULE | change, "V1PodFailurePolicyRule")

@@ -68,7 +68,7 @@ def test_chats_are_written_as_the_model_knows_them(name: str, tokens: str) -> No
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_what_a_template_would_leave_out_is_refused(name: str, tokens: str) -> None:
+def test_content_that_a_template_would_drop_is_refused(name: str, tokens: str) -> None:
     template = ours(name, tokens)
     called = [*ASKED, {"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}]
     for chat, tools in ((ASKED, TOOLS), (called, None)):

@@ -167,7 +167,7 @@ def test_empty_documents_and_empty_splits_are_whole(tmp_path: Path) -> None:
         ) * sum(1 for document in documents if document)
 
 
-def test_what_is_no_data_set_is_refused(tmp_path: Path) -> None:
+def test_folders_that_are_not_data_sets_are_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="there is no folder"):
         split_folders(tmp_path / "nothing")
     with pytest.raises(ValueError, match="neither a data set of flat tokens nor a split"):

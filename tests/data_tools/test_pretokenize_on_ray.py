@@ -82,7 +82,7 @@ def test_a_lost_worker_is_replaced(
 
 
 @pytest.mark.slow
-def test_what_fails_for_good_is_an_error(cluster: Path, tmp_path: Path, lines: Path) -> None:
+def test_permanent_failures_are_errors(cluster: Path, tmp_path: Path, lines: Path) -> None:
     (cluster / "dying.py").write_text("import os\ndef text(row): os.kill(os.getpid(), 9)\n")
     importlib.invalidate_caches()
     source = Files([str(lines)], field=TextField(function="dying:text"))
@@ -97,7 +97,7 @@ def test_what_fails_for_good_is_an_error(cluster: Path, tmp_path: Path, lines: P
         )
 
 
-def test_a_cluster_that_does_not_start_is_told(
+def test_a_cluster_that_does_not_start_is_reported(
     tmp_path: Path, lines: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def init(**settings: object) -> None:

@@ -87,7 +87,7 @@ def test_the_objects_are_the_files_of_a_disk(bucket, texts, tmp_path):
 
 
 @pytest.mark.parametrize("uploads", sentinels([0, 1, 9, 19], (9).__eq__))
-def test_what_could_not_be_sent_is_sent_by_the_next_start(bucket, texts, tmp_path, uploads):
+def test_unsent_metrics_are_sent_by_the_next_start(bucket, texts, tmp_path, uploads):
     url, proxy = bucket
     proxy.fault = fails_from(uploads, len(proxy.requests))
     with pytest.raises(BucketError, match="permission is denied"):

@@ -125,7 +125,7 @@ def test_it_is_made_once_for_each_setting(
     assert other != folder
 
 
-def test_what_a_killed_process_left_is_removed(folder: Path, cache: Path) -> None:
+def test_leftovers_of_a_killed_process_are_removed(folder: Path, cache: Path) -> None:
     left = cache / f"{folder.name}.making-killed"
     (left / "train").mkdir(parents=True)
     os.utime(left, (0, 0))  # long ago

@@ -127,7 +127,7 @@ def test_without_a_tokenizer_there_are_no_texts():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [{}, {"fsdp": 2, "tensor": 2}])
-def test_every_number_is_that_of_a_loop_over_single_pieces(mesh):
+def test_every_number_equals_a_loop_over_single_pieces(mesh):
     mesh = make_mesh(**mesh)
 
     def make():

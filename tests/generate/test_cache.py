@@ -81,7 +81,7 @@ def in_parts(model, tokens_BS, sizes):
         ("mistral", {}, True).__eq__,
     ),
 )
-def test_cached_logits_are_those_of_the_whole_pass_at_every_position(name, mesh, apart):
+def test_cached_logits_equal_the_full_pass_at_every_position(name, mesh, apart):
     model = hf.load(GOLDEN / name, make_mesh(**mesh))
     tokens_BS = np.random.default_rng(1).integers(0, model.vocab, (ROWS, LENGTH), np.int32)
     with jax.set_mesh(make_mesh(**mesh)):

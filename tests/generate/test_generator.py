@@ -170,7 +170,7 @@ def test_a_stop_id_ends_a_row_and_no_other():
 
 
 @pytest.mark.slow
-def test_a_stream_gives_the_same_in_rounds_and_stops_when_told():
+def test_a_stream_equals_rounds_and_stops_on_request():
     expected = [made for (made,) in generator()(PROMPTS, 20, DRAWN)]
     stream = generator().stream(PROMPTS, 20, DRAWN, round=4)
     rounds = []

@@ -15,7 +15,7 @@ NEW = 200
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_greedy_ids_are_those_of_transformers(name):
+def test_greedy_ids_equal_transformers(name):
     theirs = golden.loaded(GOLDEN / name, "float32")
     prompts = np.random.default_rng(3).integers(3, theirs.config.vocab_size, (3, 40))
     with torch.no_grad():

@@ -63,7 +63,7 @@ SAMPLINGS = st.builds(
 @example(Sampling(temperature=0.22, repetition_penalty=0.5), 1)  # softmax has zeros in float32
 @settings(max_examples=60)
 @given(SAMPLINGS, st.integers(0, 2**32 - 1))
-def test_the_distribution_is_that_of_the_definition(sampling, seed):
+def test_the_distribution_follows_the_definition(sampling, seed):
     rng = np.random.default_rng(seed)
     z_BV = rng.normal(0, 3, (4, V)).astype(np.float32)
     seen_BV = rng.random((4, V)) < 0.3

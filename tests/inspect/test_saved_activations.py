@@ -82,7 +82,7 @@ SETTINGS = [
         lambda case: case in ((SAVED[2], SETTINGS[2]), (SAVED[1], SETTINGS[3])),
     ),
 )
-def test_the_list_is_what_jax_keeps(saved, settings):
+def test_the_list_equals_the_residuals_of_jax(saved, settings):
     mesh = make_mesh(**settings["mesh"])
     subject = experiment(saved, **(settings | {"mesh": mesh}))
     listed = saved_activations(subject)

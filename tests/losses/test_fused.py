@@ -190,7 +190,7 @@ def test_tokens_have_weights_of_either_sign(chunk):
     assert_close(values, map(sum, zip(*alone, strict=True)))
 
 
-def test_what_arrives_scales_the_gradients():
+def test_incoming_gradients_scale_the_gradients():
     arrays = inputs()
     minimised, cross_entropy, dh_BSE, dtable_EV = reference(*arrays, 0.0)
     values = found(*arrays, arriving=-0.25)

@@ -156,7 +156,7 @@ def test_each_option_matches_the_definition(implementation, options):
     "options", sentinels([{"window": None}, {"window": 100, "scale": 0.3}], lambda o: len(o) == 2)
 )
 @pytest.mark.parametrize("whole_rows", [False, True])
-def test_what_cudnn_is_told_is_the_definition(options, whole_rows, monkeypatch):
+def test_the_arguments_of_cudnn_follow_the_definition(options, whole_rows, monkeypatch):
     """Its kernel runs on NVIDIA GPUs alone, but XLA can be given the same call."""
     call = jax.nn.dot_product_attention
 

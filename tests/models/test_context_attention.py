@@ -111,7 +111,7 @@ def on_a_mesh(given, *sinks, sizes, order, kernel, window):
     ("kernel", "order", "mesh", "kv_heads", "window"),
     sentinels(CELLS, SHOWN.__contains__, landing=AT_EACH_LANDING.__contains__),
 )
-def test_outputs_and_gradients_are_those_of_one_device(kernel, order, mesh, kv_heads, window):
+def test_outputs_and_gradients_equal_those_of_one_device(kernel, order, mesh, kv_heads, window):
     fused = kernel in FUSED
     S, tolerance = (OF_KERNELS[mesh], 4e-6) if fused else (OF_TILES[mesh], 1e-12)
     given = arrays(fused, S, kv_heads)

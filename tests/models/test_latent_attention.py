@@ -153,7 +153,7 @@ def part_of(part, x_BSE, positions_BS, cache):
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(24,), (5, 1, 1, 9, 8), (1,) * 24], ids=len)
 @pytest.mark.parametrize("query_latent", [12, None])
-def test_a_cache_of_latents_gives_what_the_whole_pass_does(query_latent, sizes):
+def test_a_cache_of_latents_equals_the_full_pass(query_latent, sizes):
     part, x_BSE = made(query_latent), inputs()
     index_BS = np.broadcast_to(np.arange(S, dtype=np.int32), (B, S))
     expected_BSE, _ = part_of(part, x_BSE, index_BS, None)

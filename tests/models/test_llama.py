@@ -108,7 +108,7 @@ def test_gradients_match_central_differences_in_float64(inputs, tied):
 
 
 @pytest.mark.slow
-def test_what_is_saved_changes_no_gradient(inputs):
+def test_saved_activations_change_no_gradient(inputs):
     model = initial()
 
     def gradients(**settings):

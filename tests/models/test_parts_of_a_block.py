@@ -180,7 +180,7 @@ def test_norms_after_what_a_block_adds():
     assert aux == NO_AUX and cache is None
 
 
-def test_what_a_block_adds_is_multiplied():
+def test_block_outputs_are_multiplied():
     parts = Attention(E, H, K, D, key=key), GatedMLP(E, F, key=key)
     found, _, _ = Block(*parts, residual_multiplier=0.3)(x_BSE, context)
     middle = wide(x_BSE) + 0.3 * wide(parts[0](x_BSE, context)[0])
@@ -215,7 +215,7 @@ def test_capped_logits():
         ("xnf,xfe->xne", (3, 16, 48), (3, 48, 8)),
     ],
 )
-def test_the_gradient_of_a_weight_is_that_of_einsum(equation, x_shape, w_shape):
+def test_the_gradient_of_a_weight_equals_that_of_einsum(equation, x_shape, w_shape):
     random = np.random.default_rng(0)
     x, w = random.normal(size=x_shape), random.normal(size=w_shape)
     dy = random.normal(size=np.einsum(equation, x, w).shape)
@@ -280,7 +280,7 @@ def test_documents_of_a_row_are_turned_as_if_each_were_alone(mesh):
         assert_rotations(alone, 0, range(end - start), LONG if end - start > 5 else SHORT)
 
 
-def test_of_a_part_of_a_text_the_length_is_told():
+def test_the_length_of_a_partial_text_is_reported():
     positions_BS = jnp.broadcast_to(jnp.arange(3, 6, dtype=jnp.int32), (2, 3))
     rotations = ROTARY.rotations(positions_BS, "float32", jnp.array([5, 9], jnp.int32))
     assert_rotations(rotations, 0, [3, 4, 5], SHORT)
@@ -304,7 +304,7 @@ def test_a_row_of_packed_documents_has_the_logits_of_each_alone():
     np.testing.assert_allclose(packed_BSV, np.concatenate(alone, axis=1), atol=1e-5)
 
 
-def test_the_amplitude_is_that_of_the_published_code():
+def test_the_amplitude_equals_the_published_code():
     assert long_rope_amplitude(32.0, 4_096) == pytest.approx(1.1902380714238083)
     assert long_rope_amplitude(1.0, 4_096) == 1.0
 

@@ -251,7 +251,7 @@ def test_a_stacked_matrix_has_the_scales_of_each_layer_alone():
 
 @pytest.mark.parametrize("broken", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("precision", FORMATS)
-def test_what_is_not_finite_stays_so_and_stays_in_its_rows(precision, broken):
+def test_non_finite_values_stay_in_their_rows(precision, broken):
     x, w, _ = operands("bsf,fe->bse")
     sound = np.asarray(matmul("bsf,fe->bse", x, w, precision=precision))
     x, w = x.at[1, 2, 7].set(broken), w.at[3, 5].set(broken)

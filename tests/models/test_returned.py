@@ -140,7 +140,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_it_should_not_return_is_refused_by_name(case):
+def test_invalid_results_are_refused_by_name(case):
     parts, message = CASES[case]
     if case == "trunk":
         full = runs().model.keywords["segments"]
@@ -289,5 +289,5 @@ def test_a_part_that_is_declared_wrongly_is_named(attributes, message):
         refused(functools.partial(decoder, mixer(**attributes)))
 
 
-def test_what_is_declared_well_is_not_refused():
+def test_valid_declarations_are_accepted():
     refused(functools.partial(decoder, mixer(matrix=matrix("embed own", rules={"own": "tensor"}))))

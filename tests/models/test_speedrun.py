@@ -179,7 +179,7 @@ def test_a_table_of_values_rests_where_it_is_used():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [{}, MESHES[1], MESHES[2]], ids=str)
-def test_what_is_generated_is_what_the_whole_pass_gives(mesh):
+def test_generation_equals_the_full_pass(mesh):
     """Prompts in chunks, of which the last layer makes one token alone, then token by token."""
     mesh = make_mesh(**mesh)
     generator = Generator(

@@ -93,7 +93,7 @@ class Stranger(eqx.Module):
         (Stranger, r"Stranger is not a lmlib.models.model.Model: make it a subclass"),
     ],
 )
-def test_a_model_that_lacks_a_part_is_told_which(model, message):
+def test_the_missing_part_of_a_model_is_named(model, message):
     run = dataclasses.replace(experiment({}), model=lambda key: model())
     with pytest.raises(ValueError, match=message):
         run.check()

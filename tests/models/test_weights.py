@@ -48,7 +48,7 @@ def test_values_are_bell_shaped_with_the_deviation_asked_for():
     np.testing.assert_allclose(shares, [0.6694, 0.9575], atol=0.003)  # normal: 0.683, 0.954
 
 
-def test_the_bits_are_those_of_exact_integers():
+def test_products_have_the_bits_of_exact_integers():
     """A change here changes the initial weights of every experiment."""
     key, shape = jax.random.key(7), (5, 3)
     words = np.array([jax.random.bits(half, shape, jnp.uint32) for half in jax.random.split(key)])
@@ -104,7 +104,7 @@ def declarations(module):
     return found
 
 
-def test_what_decays_and_what_is_multiplied_follows_for_every_kind_of_weight():
+def test_decay_and_multiplication_of_every_kind_of_weight():
     make = functools.partial(
         initial_values, Experts, key=jax.random.key(0), experts=2, embed=4, mlp=6
     )

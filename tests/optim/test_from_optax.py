@@ -187,7 +187,7 @@ def assert_same(model, expected):
 @pytest.mark.parametrize(
     "name", sentinels(TRAINING, landing={"adafactor", "lamb", "muon", "prodigy"}.__contains__)
 )
-def test_updates_are_those_of_layers_apart(name):
+def test_updates_equal_those_of_separate_layers(name):
     model, _ = by_ours(MAKERS[name])
     assert_same(model, by_optax(MAKERS[name]))
 
@@ -205,7 +205,7 @@ def laid_out(mesh):
 @pytest.mark.landing
 @pytest.mark.several_devices
 @pytest.mark.parametrize("name", sentinels(ON_MESHES, "muon".__eq__))
-def test_updates_on_a_mesh_are_those_of_optax_on_one_device(name):
+def test_updates_on_a_mesh_equal_those_of_optax_on_one_device(name):
     mesh = make_mesh(data=2, fsdp=2, tensor=2)
     with jax.set_mesh(mesh):
         model, state = by_ours(ON_MESHES[name], laid_out(mesh))
@@ -291,7 +291,7 @@ OWN = [
 @pytest.mark.parametrize(
     ("make", "message"), [*((MAKERS[name], REFUSED[name]) for name in sorted(REFUSED)), *OWN]
 )
-def test_what_cannot_train_here_is_refused(make, message):
+def test_unsuitable_optimizers_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         ours(make).transformation.init(random_model(0))
 

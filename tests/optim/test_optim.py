@@ -72,7 +72,7 @@ def test_decay_follows_the_rule_given():
 
 
 @pytest.mark.several_devices
-def test_moments_lie_as_their_weights():
+def test_moments_have_the_layout_of_their_weights():
     mesh = make_mesh(fsdp=4, tensor=2)
     layout = NamedSharding(mesh, partition("embed mlp", STORED))
     with jax.set_mesh(mesh):

@@ -226,7 +226,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("make", "base", "said"), REFUSED.values(), ids=REFUSED)
-def test_what_has_no_rule_is_refused_in_words(make, base, said):
+def test_parts_without_a_rule_are_refused_in_words(make, base, said):
     with pytest.raises(ValueError, match=said):
         CompleteP(base).scaled(make)
 

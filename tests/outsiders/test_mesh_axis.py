@@ -71,7 +71,7 @@ def test_experts_train_as_on_one_device_and_resume_bit_for_bit(feed_forward, mes
     check_outsider(run_of(feed_forward, **mesh), run_of(feed_forward, **one), tmp_path)
 
 
-def test_what_lies_over_fsdp_in_use_rests_there_too():
+def test_weights_computed_over_fsdp_are_stored_over_fsdp():
     ((block,),) = run_of(OVER_FSDP, fsdp=2, tensor=2).abstract_state().model.stack.patterns
     assert block.mlp.up.sharding.spec == PartitionSpec(None, "fsdp", "expert", "tensor")
     assert block.mlp.router.sharding.spec == PartitionSpec(None, ("fsdp", "expert"), None)

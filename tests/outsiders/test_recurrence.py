@@ -129,7 +129,7 @@ def test_a_loss_of_split_rows_refuses_it_without_an_experiment():
 
 
 @pytest.mark.slow
-def test_generation_with_its_cache_is_the_whole_pass():
+def test_generation_with_a_cache_equals_the_full_pass():
     model = jax.jit(recurrent)(jax.random.key(0))
     prompts = [[5, 9, 11, 2, 7], [3, 1]]
     found = generate(model, prompts, 6, GREEDY, compute=FLOAT32)

@@ -19,7 +19,7 @@ def model(**sizes):
     return jax.eval_shape(functools.partial(llama, **(settings | sizes), key=jax.random.key(0)))
 
 
-def test_what_fits_passes():
+def test_valid_settings_pass():
     check_model(model(), make_mesh(fsdp=4, tensor=2))
     # Fewer key and value heads than places, which they divide, are repeated.
     check_model(model(), make_mesh(tensor=4))

@@ -63,7 +63,7 @@ def test_data_spans_slices_and_then_fsdp(sizes, shape, slices):
 @pytest.mark.parametrize(
     "sizes", [{"data": 1, "tensor": -1}, {"data": 1, "expert": -1}, {"data": 3, "fsdp": 2}]
 )
-def test_slices_without_an_equal_part_are_told(sizes):
+def test_slices_without_an_equal_part_are_reported(sizes):
     _, devices = absent("2xv5e:2x2")
     with pytest.raises(MeshError, match=r"does not divide among 2 slices.*data be a multiple of 2"):
         make_mesh(**sizes, devices=devices)

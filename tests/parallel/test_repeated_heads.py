@@ -73,7 +73,7 @@ CASES = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kv_heads", "mesh", "sequence_parallel"), CASES)
-def test_loss_and_gradients_are_those_of_one_device(kv_heads, mesh, sequence_parallel):
+def test_loss_and_gradients_equal_those_of_one_device(kv_heads, mesh, sequence_parallel):
     loss, gradients = loss_and_gradients(kv_heads, sequence_parallel, **mesh)
     expected_loss, expected = loss_and_gradients(kv_heads)
     assert loss == pytest.approx(expected_loss, rel=1e-6)

@@ -54,7 +54,7 @@ def test_stages_become_fsdp():
 
 
 @pytest.mark.slow
-def test_scores_and_continuations_are_those_of_one_device():
+def test_scores_and_continuations_equal_those_of_one_device():
     batch = Synthetic(64, 8, 13).batch(0)  # of a length that no mesh divides
     results = []
     for sizes in ({}, SPLIT, STAGES):

@@ -35,7 +35,7 @@ def test_a_name_is_read_and_written(text, accelerator, shape, slices, devices):
 
 
 @pytest.mark.parametrize(("text", "told"), refusals(__file__, "targets"))
-def test_a_mistake_is_told(text, told):
+def test_mistakes_are_reported(text, told):
     with pytest.raises(TargetError, match=told):
         parse(text)
 
@@ -73,7 +73,7 @@ def test_slices_and_hosts_can_be_told_apart(text, number):
     assert sorted(found) == [0] * 4 + [1] * 4
 
 
-def test_the_missing_libraries_of_rocm_are_told(monkeypatch):
+def test_missing_libraries_of_rocm_are_reported(monkeypatch):
     monkeypatch.setattr(targets, "_has_cuda", lambda: False)
     with pytest.raises(TargetError, match="mi300x: that needs jax-rocm7-plugin"):
         parse("mi300x:1x8").devices()
@@ -87,7 +87,7 @@ def test_without_those_amds_cards_are_planned_by_nvidias_compiler():
     assert len(target.devices()) == 8
 
 
-def test_too_few_simulated_devices_are_told():
+def test_too_few_simulated_devices_are_reported():
     with pytest.raises(TargetError, match="cpu:256 needs 256 simulated devices"):
         parse("cpu:256").devices()
 

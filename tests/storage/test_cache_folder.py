@@ -45,7 +45,7 @@ def test_there_is_no_cache_folder(a_number, monkeypatch):
     assert str(cache_folder()) == "/cache/lmlib"
 
 
-def test_a_plan_is_not_kept_and_that_is_told(a_number, capsys, tmp_path):
+def test_a_plan_that_is_not_cached_says_so(a_number, capsys, tmp_path):
     kept_plans.write("key", {"text": "", "json": {}})
     assert "this plan is not cached: this user has no home folder" in capsys.readouterr().err
     assert kept_plans.read("key") is None

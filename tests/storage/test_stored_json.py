@@ -52,7 +52,7 @@ def test_objects_and_lists_have_a_bound() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1,]", "9" * 5_000, "\ufeff{}", '"\x00"'])
-def test_what_is_no_json_is_refused(text: str) -> None:
+def test_invalid_json_is_refused(text: str) -> None:
     with pytest.raises(ValueError):
         parse_json(text)
 

@@ -122,9 +122,7 @@ def test_it_is_refused_or_of_no_effect(restored: Outcomes, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["notes twice", "chunks twice"])
-def test_what_two_readers_could_take_for_two_things_is_refused(
-    restored: Outcomes, name: str
-) -> None:
+def test_ambiguous_files_are_refused(restored: Outcomes, name: str) -> None:
     assert_refused(restored[name], "DamagedCheckpointError")
     assert re.search(r"it has the name '\w+' twice", restored[name][1])
 

@@ -105,14 +105,14 @@ def test_the_runner_refuses_what_is_not_listed(evil: Path, module: str, name: st
 
 
 @pytest.mark.parametrize(("module", "name"), NO_NAMES)
-def test_what_is_no_name_is_refused(evil: Path, module: Any, name: Any) -> None:
+def test_invalid_names_are_refused(evil: Path, module: Any, name: Any) -> None:
     file = naming(evil, module, name)
     with pytest.raises(ConfigError, match="is not a saved Fiddle config"):
         configs.load(str(file))
     assert not (evil / CANARY).exists()
 
 
-def test_what_is_trusted_by_name_is_imported(evil: Path) -> None:
+def test_trusted_modules_are_imported(evil: Path) -> None:
     file = naming(evil, "evil", "run")
     assert fdl.get_callable(configs.load(str(file), trusted=["evil"]).data).__name__ == "run"
     assert (evil / CANARY).exists()
@@ -226,7 +226,7 @@ def test_odd_json_is_refused(tmp_path: Path, change: Change) -> None:
     refused(file)
 
 
-def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+def test_special_files_are_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "config.json")
     refused(tmp_path / "config.json")
 

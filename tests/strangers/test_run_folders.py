@@ -74,7 +74,7 @@ def told(place: Path) -> list[str]:
     return messages
 
 
-def test_what_is_sound_is_read(sweep):
+def test_sound_files_are_read(sweep):
     (sweep / "sweep.json").write_text(json.dumps({"points": [POINT]}))
     assert [each for each in told(sweep) if "result.json" in each] == []
 

@@ -67,7 +67,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
 
 
 @pytest.mark.parametrize("name", [*REFUSED, "long"])
-def test_what_is_no_tokenizer_is_refused_in_a_line(loaded: Outcomes, name: str) -> None:
+def test_invalid_tokenizers_are_refused_in_a_line(loaded: Outcomes, name: str) -> None:
     assert_refused(loaded[name], "ValueError")
 
 

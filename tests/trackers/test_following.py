@@ -199,7 +199,7 @@ def test_training_waits_for_no_server_that_hangs_and_the_next_start_sends_the_re
     assert len(told) == 1
 
 
-def test_a_server_that_fails_is_told_of_once_and_tried_again(tmp_path):
+def test_a_failing_server_is_reported_once_and_retried(tmp_path):
     """All that it lacked comes later, in the same start."""
     workdir, told, server = tmp_path / "run", [], threading.Event()
     server.set()

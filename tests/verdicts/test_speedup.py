@@ -98,7 +98,7 @@ def test_runs_of_one_length_use_their_own_curve(tmp_path):
     assert "the baseline's validation during training" in text and "closer to 1" in text
 
 
-def test_too_few_points_are_told(tmp_path):
+def test_too_few_points_are_reported(tmp_path):
     leave_run(tmp_path / "a", 3.0, {"model.wide": False}, curve={50: 3.2, 100: 3.0})
     leave_run(tmp_path / "b", 2.9, {"model.wide": True})
     text = comparison_text(compare(find_runs([tmp_path]), baseline="model.wide=False"))

@@ -23,7 +23,7 @@ COMPARISONS = 4_000
 STANDARD_ERROR = math.sqrt(RATE * (1 - RATE) / COMPARISONS)
 
 
-def test_verdicts_are_those_of_scipys_one_sided_t_tests(stats):
+def test_verdicts_equal_one_sided_t_tests_of_scipy(stats):
     generator = np.random.default_rng(0)
     for seeds in (3, 4, 9):
         values, baseline = generator.normal(3.0, 0.01, (2, seeds))

@@ -142,7 +142,7 @@ def test_it_is_a_loop_over_experts(mesh, dispatch, room, top, sequence_parallel)
 
 
 @pytest.mark.slow
-def test_gradients_are_laid_out_as_what_they_are_of():
+def test_gradients_have_the_layout_of_their_weights():
     """Split over fsdp and expert they arrive by a reduce-scatter, not whole on each device."""
     mesh = make_mesh(fsdp=2, expert=2, tensor=2)
     experts, *_ = arrays(2)

@@ -131,7 +131,7 @@ def test_corrections_grow_for_experts_that_had_few():
     assert_allclose(moved.load, np.asarray(tallies) / 24, rtol=1e-6)
 
 
-def test_what_is_reported_counts_only_what_counts():
+def test_statistics_count_only_positions_that_count():
     counts = np.array([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]], bool)
     _, routing, z = routed(counts=jnp.asarray(counts))
     p, aux = softmax(z), routing.aux

@@ -89,7 +89,7 @@ def test_the_balance_of_a_row_is_that_of_the_whole_row_where_devices_share_it(tm
 
 
 @pytest.mark.slow
-def test_what_is_kept_for_the_backward_pass_changes_no_gradient():
+def test_saved_activations_do_not_change_gradients():
     """Here "everything" keeps the first round's activations, which are otherwise computed again."""
     for saved in ((), ("expert_gate", "expert_up"), ("everything",)):
         compute = Compute(dtype="float32", saved=saved, dispatch="exchange", expert_room=1.0)

@@ -40,7 +40,7 @@ def logits(model, dtype):
         (gemma2, "float32", 1e-6),
     ],
 )
-def test_it_computes_what_the_dense_model_does(family, dtype, bound):
+def test_it_computes_the_same_as_the_dense_model(family, dtype, bound):
     dense = family(**SIZES, key=KEY)
     mixture = upcycle(dense, experts=5, top=3, key=ROUTERS)
     expected = logits(dense, dtype)
@@ -111,6 +111,6 @@ def test_a_single_expert_of_a_token_is_refused():
         (lambda key: with_adapters(llama(**SIZES, key=key), key=key), "merge them first"),
     ],
 )
-def test_what_cannot_be_upcycled_is_refused(make, told):
+def test_models_that_cannot_be_upcycled_are_refused(make, told):
     with pytest.raises(ValueError, match=told):
         jax.eval_shape(lambda key: upcycle(make(key=key), key=key), KEY)

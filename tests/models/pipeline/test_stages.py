@@ -129,7 +129,7 @@ def loss_and_gradients(mesh, model, way):
 @pytest.mark.parametrize(
     ("mesh", "model", "way"), sentinels(CELLS, landing=lambda cell: cell in AT_EACH_LANDING)
 )
-def test_losses_and_gradients_are_those_of_one_device(mesh, model, way):
+def test_losses_and_gradients_equal_those_of_one_device(mesh, model, way):
     loss, gradients = loss_and_gradients(mesh, model, way)
     expected_loss, expected = loss_and_gradients(None, model, "")
     assert loss == pytest.approx(expected_loss, rel=1e-6)
@@ -205,7 +205,7 @@ def router_is_corrected(layers=4):
     ),
     ids=str,
 )
-def test_what_layers_report_is_that_of_one_device(sizes, way):
+def test_statistics_of_layers_equal_those_of_one_device(sizes, way):
     """What a stage computes before its first rows and after its last counts nowhere."""
 
     def reported(mesh, way):
@@ -311,7 +311,7 @@ def test_each_microbatch_goes_through_all_chunks_in_order(schedule):
 
 
 @given(schedules)
-def test_the_bubble_is_that_of_the_formula(schedule):
+def test_the_bubble_follows_the_formula(schedule):
     stages, rounds = schedule.stages, schedule.rounds
     idle = 1 - schedule.work().counts.mean()
     # Narayanan et al. 2021, §2.2: (p - 1) / (m v) of the time that is used.

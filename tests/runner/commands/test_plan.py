@@ -64,7 +64,7 @@ def test_a_report_is_shown_written_and_kept(tmp_path, topology, devices):
     assert "cached report" in again.stderr and "compiling" not in again.stderr
 
 
-def test_without_a_topology_it_tells_what_the_run_costs():
+def test_without_a_topology_the_cost_of_the_run_is_shown():
     done = run_forked("-m", "runner.plan", *SMALL)
     assert done.returncode == FINISHED, done.stderr
     weights = 512 * 64 + 2 * (64 * 64 * 3 + 3 * 64 * 128)  # that multiply
@@ -94,7 +94,7 @@ def test_an_override_may_stand_apart_from_its_value_and_be_written_as_a_float():
         ((*SMALL, "--topology=cpu:3"), "axis 'embed' of size 64 cannot be split"),
     ],
 )
-def test_a_mistake_is_told_in_one_line(flags, told):
+def test_a_mistake_is_reported_in_one_line(flags, told):
     done = run_forked("-m", "runner.plan", *flags)
     assert done.returncode == MISTAKE, done.stderr
     assert told in done.stderr.splitlines()[-1]

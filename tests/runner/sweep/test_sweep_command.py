@@ -120,7 +120,7 @@ def test_a_point_that_fails_stops_no_other_and_is_listed_with_its_reason(tmp_pat
         (("--axis=seed=0", "word"), "unknown argument 'word'"),
     ],
 )
-def test_mistakes_are_told_before_anything_is_written(tmp_path, flags, told):
+def test_mistakes_are_reported_before_anything_is_written(tmp_path, flags, told):
     refused = sweep(tmp_path / "sweep", *flags)
     assert refused.returncode == MISTAKE
     assert told in refused.stderr and "Traceback" not in refused.stderr

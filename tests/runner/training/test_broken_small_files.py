@@ -41,7 +41,7 @@ CAPTURE = {
 
 
 @pytest.mark.slow
-def test_what_is_broken_is_made_again_or_named(tmp_path, capsys):
+def test_broken_files_are_rebuilt_or_named(tmp_path, capsys):
     fit(small("steps=3"), tmp_path)
     log, goodput = tmp_path / "metrics.jsonl", tmp_path / "goodput.json"
     first, _, third = log.read_text().splitlines(keepends=True)

@@ -84,7 +84,7 @@ def test_a_captured_step_is_made_again_to_the_bit(captured, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_step_that_comes_out_otherwise_is_told(captured, tmp_path):
+def test_a_step_with_another_result_is_reported(captured, tmp_path):
     _, folders = captured
     copy = tmp_path / folders[0].name
     shutil.copytree(folders[0], copy)

@@ -88,7 +88,7 @@ def test_another_batch_size_is_a_change_though_the_rows_looked_at_agree(folder):
     assert found is not None and "rows 16 to 31, counted from 0, would be left out" in found
 
 
-def test_a_mixture_that_changes_later_is_told_by_the_last_batch():
+def test_a_later_change_of_a_mixture_is_found_by_the_last_batch():
     sources = {name: Synthetic(300, 16, 8, seed=seed) for name, seed in (("one", 1), ("two", 2))}
     even, other = Stage({"one": 1, "two": 1}), Stage({"one": 1}, begin=3)
     constant, changing = Mixture(sources, [even]), Mixture(sources, [even, other])
@@ -192,7 +192,7 @@ LINES = [f'{{"text": "{text}"}}\n' for text in ("hello", "world")]
     ],
     ids=["copies", "another tokenizer", "a source of its own", "files of a stream"],
 )
-def test_processes_that_read_other_data_are_told(difference, data, write, agree):
+def test_processes_that_read_other_data_are_refused(difference, data, write, agree):
     cfg = small()
     cfg.data = data
     found = difference(cfg, *write)

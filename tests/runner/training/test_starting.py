@@ -199,7 +199,7 @@ def changes(start):
     return told
 
 
-def test_edits_of_code_and_changed_flags_are_told(tmp_path, monkeypatch):
+def test_edited_code_and_changed_flags_are_reported(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "code_beside.py").write_text("VALUE = 1")
     file = tmp_path / "code_of_mine.py"
