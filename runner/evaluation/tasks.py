@@ -182,6 +182,8 @@ def _manager(include_path: str | None, files: Sequence[tuple[str, int]]) -> Any:
 
 def _files(folder: str | None) -> tuple[tuple[str, int], ...]:
     """Returns the files in a folder, with their modification times."""
+    if folder is not None and not Path(folder).is_dir():
+        raise ConfigError(f"--include_path={folder} is not a folder: it holds tasks as YAML files")
     files = () if folder is None else (file for file in Path(folder).rglob("*") if file.is_file())
     return tuple(sorted((str(file), file.stat().st_mtime_ns) for file in files))
 
