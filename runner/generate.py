@@ -166,8 +166,8 @@ def _generator(loaded: Loaded, rows: int, needed: int) -> Generator:
     if length is None:
         longest = needed if loaded.longest is None else max(loaded.longest, needed)
         length = min(-(-needed // _LENGTHS) * _LENGTHS, longest)
-    if loaded.longest is not None and length > loaded.longest:
-        show(f"the model was trained on {loaded.longest:,} tokens at most, and may get {length:,}")
+    if warning := loaded.beyond_training(length):
+        show(warning)
     with user_errors(), chosen_sizes("give a smaller --max_tokens, --length, --samples or --rows"):
         return Generator(loaded.model, loaded.mesh, loaded.compute, rows, length, int8=_INT8.value)
 

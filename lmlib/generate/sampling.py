@@ -4,6 +4,9 @@ Shapes: B batch (rows), V vocab.
 """
 
 import dataclasses
+from collections.abc import Callable
+from numbers import Integral, Real
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +35,7 @@ class Sampling:
         §4.1); 1: no penalty.
 
     Raises:
-      ValueError: if a value is out of range.
+      ValueError: if a value is not a number, or out of range.
     """
 
     temperature: float = 1.0
@@ -42,20 +45,25 @@ class Sampling:
     repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
-        wide, penalty = f"from {_LEAST:g} to {_MOST:g}", self.repetition_penalty
-        ranges = {
-            "temperature": (
-                self.temperature == 0 or _LEAST <= self.temperature <= _MOST,
-                f"0, or {wide}",
-            ),
-            "top_k": (self.top_k is None or 1 <= self.top_k < 2**31, "in [1, 2^31), or None"),
-            "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
-            "min_p": (0 <= self.min_p <= 1, "in [0, 1]"),
-            "repetition_penalty": (_LEAST <= penalty <= _MOST, wide),
+        def in_range(value: Any) -> bool:
+            return bool(_LEAST <= value <= _MOST)
+
+        wide = f"from {_LEAST:g} to {_MOST:g}"
+        ranges: dict[str, tuple[Callable[[Any], bool], str]] = {
+            "temperature": (lambda value: value == 0 or in_range(value), f"0, or {wide}"),
+            "top_k": (lambda value: 1 <= value < 2**31, "an integer in [1, 2^31), or None"),
+            "top_p": (lambda value: 0 < value <= 1, "above 0 and at most 1"),
+            "min_p": (lambda value: 0 <= value <= 1, "in [0, 1]"),
+            "repetition_penalty": (in_range, wide),
         }
         for name, (is_allowed, text) in ranges.items():
-            if not is_allowed:
-                raise ValueError(f"{name} must be {text}, got {getattr(self, name)}")
+            value, kind = getattr(self, name), Real
+            if name == "top_k":
+                if value is None:
+                    continue
+                kind = Integral
+            if isinstance(value, bool) or not isinstance(value, kind) or not is_allowed(value):
+                raise ValueError(f"{name} must be {text}, got {value!r:.80}")
 
 
 GREEDY = Sampling(temperature=0.0)

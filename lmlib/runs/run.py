@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import html
 import math
 import os
 import time
@@ -19,6 +20,7 @@ from lmlib.runs.settings import checked_settings, read_settings, value_of
 from lmlib.runs.validation import StoredValidation, read_validation
 from lmlib.storage.stored_json import read_json, read_text
 from lmlib.storage.unlinked import unlinked
+from lmlib.terminal.quantities import count_text
 from lmlib.terminal.text import shown
 
 if TYPE_CHECKING:
@@ -118,6 +120,55 @@ class Run:
         of = self.settings.get("steps")
         at = "no step yet" if step is None else f"step {step:,.0f}" + (f" of {of}" if of else "")
         return f"{self.state.name}, {at}"
+
+    def loss_text(self, step: int | None = None) -> str:
+        """Returns the loss at `step`, by default the last one, in words; empty if it is unknown.
+
+        At the end this is the final validation loss, or else the final training loss.
+        """
+        with contextlib.suppress(ValueError, OSError):
+            if step is None or step == (self.result or {}).get("steps"):
+                for name in ("validation_loss", "training_loss"):
+                    if name in self.final:
+                        value, unit, _ = self.final[name]
+                        return shown(f"{name.replace('_', ' ')} {value:.4f} {unit}".strip())
+            for line in reversed(self.metrics):
+                if "loss" in line and step in (None, line.get("step")):
+                    return f"training loss {line['loss']:.4f}"
+        return ""
+
+    def __repr__(self) -> str:
+        """Returns the name, state, step, number of parameters and loss, in one line."""
+        return f"Run({shown(self.name)}: {', '.join(filter(None, self._summary.values()))})"
+
+    def _repr_html_(self) -> str:
+        """Returns a small table, which notebooks show."""
+        rows = {"run": shown(str(self.path)), **self._summary}
+        with contextlib.suppress(ValueError, OSError):
+            rows |= {"loss": "" if self.final else rows.get("loss", ""), "why": self.state.reason}
+            for name, (value, unit, over) in self.final.items():
+                digits = f"{value:,.0f}" if abs(value) >= 1_000 else f"{value:.5g}"
+                rows[name] = shown(f"{digits} {unit}".strip() + f" ({over})" * bool(over))
+        cells = (
+            f"<tr><th>{html.escape(name)}</th><td>{html.escape(text)}</td></tr>"
+            for name, text in rows.items()
+            if text
+        )
+        return f"<table>{''.join(cells)}</table>"
+
+    @property
+    def _summary(self) -> dict[str, str]:
+        """Returns the state and step, the number of parameters and the loss, in words."""
+        try:
+            step = self.metrics[-1].get("step") if self.metrics else None
+            state = self.status(step)
+            if self.finished and step is not None:
+                state += f", step {step:,}"
+            count = self.final.get("parameters")
+        except (ValueError, OSError) as error:
+            return {"state": shown(f"damaged: {error}")}
+        parameters = "" if count is None else f"{count_text(count.value)} parameters"
+        return {"state": state, "parameters": parameters, "loss": self.loss_text()}
 
 
 def is_locked(folder: Path) -> bool:

@@ -5,8 +5,11 @@ Shapes: S sequence (queries), T sequence (keys), L layers, E embed, V vocab.
 
 import dataclasses
 import functools
+import operator
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import fiddle as fdl
@@ -23,7 +26,10 @@ from lmlib.models.model import check_is_model, longest_sequence
 from lmlib.parallel.axes import LayoutError
 from lmlib.parallel.check import check_model
 from lmlib.parallel.mesh import make_mesh
-from runner.errors import ConfigError, user_errors
+from lmlib.runs.run import Run
+from lmlib.terminal.quantities import count_text
+from lmlib.terminal.text import shown
+from runner.errors import ConfigError, did_you_mean, user_errors
 from runner.inference.answer import DecodingOptions
 from runner.inference.prompts import AS_NUMBERS
 from runner.processes.agreement import agreed
@@ -57,6 +63,7 @@ class Loaded(Texts):
       compute: settings of the computation: the run's dtype, and defaults for everything else.
       name: name of the weights: `WORKDIR@STEP`, or the folder's name.
       step: step of the run's checkpoint; `None` for a Hugging Face folder.
+      workdir: the run's folder; `None` for a Hugging Face folder.
       generation_settings: the content of a folder's generation_config.json; empty for a run.
       cfg: the run's config; builds its `Experiment` if its data and its mesh are available.
     """
@@ -66,13 +73,35 @@ class Loaded(Texts):
     compute: Compute
     name: str
     step: int | None
+    workdir: Path | None
     generation_settings: Mapping[str, Any]
     cfg: fdl.Config | None
+
+    def __repr__(self) -> str:
+        """Returns the name, step, number of parameters and loss, in one line."""
+        count = sum(leaf.size for leaf in jax.tree.leaves(self.model))
+        parts = [f"{count_text(count)} parameters"]
+        if self.step is not None and self.workdir is not None:
+            parts = [f"step {self.step:,}", *parts, Run(self.workdir).loss_text(self.step)]
+        return f"Loaded({shown(self.name)}: {', '.join(filter(None, parts))})"
+
+    def beyond_training(self, length: int) -> str | None:
+        """Returns a warning if sequences in training were shorter than `length`, else `None`."""
+        if self.longest is None or length <= self.longest:
+            return None
+        return f"the model was trained on {self.longest:,} tokens at most, and may get {length:,}"
 
     def ids(self, text: str | Sequence[int]) -> list[int]:
         """Returns the tokens of a text, begun like a document; ids are returned unchanged."""
         if not isinstance(text, str):
-            return [int(id) for id in text]
+            try:
+                if isinstance(text, bytes):
+                    raise TypeError
+                return [operator.index(id) for id in text]
+            except TypeError as error:
+                raise ValueError(
+                    f"the text must be a string or a list of token ids, got {text!r:.80}"
+                ) from error
         if self.codec is None:
             raise ConfigError(
                 f"{self.name} has no known tokenizer: give token ids, or load(…, tokenizer=FOLDER)"
@@ -110,19 +139,38 @@ class Loaded(Texts):
         max_tokens: int = 100,
         sampling: Sampling = USUAL,
         seed: int = 0,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
+        **settings: Any,
     ) -> str:
-        """Continues the text up to the first of the strings `stop`.
+        """Continues the text, and warns if it may become longer than any sequence in training.
 
-        Stop strings may contain names of special tokens; an empty one raises ValueError. See also
-        `lmlib.generate.Generator`.
+        Args:
+          max_tokens: maximum number of new tokens.
+          stop: a string, or several, that end the text. They may contain names of special tokens.
+          settings: replace settings of `sampling`: `temperature=0.7`, `top_p=0.9` …
+
+        Raises:
+          ValueError: if an argument has a wrong type or value. See also `lmlib.generate.Generator`.
         """
         ids = self.ids(text)
+        stop = (stop,) if isinstance(stop, str) else stop
+        _check("max_tokens", max_tokens, 1, 2**31)
+        _check("seed", seed, 0, 2**32)
+        if not isinstance(stop, Iterable) or not all(isinstance(each, str) for each in stop):
+            raise ValueError(f"stop must be a string, or a list of strings, got {stop!r:.80}")
+        if not isinstance(sampling, Sampling):
+            raise ValueError(f"sampling must be a Sampling, got {sampling!r:.80}")
+        known = [field.name for field in dataclasses.fields(Sampling)]
+        for name in settings.keys() - set(known):
+            raise ValueError(f"generate has no setting {name!r}. {did_you_mean(name, known)}")
+        sampling = dataclasses.replace(sampling, **settings)
         codec = self.codec or AS_NUMBERS
         manner = DecodingOptions(codec, self.end_ids, tuple(stop), max_tokens, sampling, 1, seed)
         needed = len(ids) + max_tokens
         room = 1 << (needed - 1).bit_length()  # powers of two, so that few lengths are compiled
         generator = self._generator(max(needed, min(room, self.longest or room)))
+        if warning := self.beyond_training(needed):
+            warnings.warn(warning, stacklevel=2)
         *_, (answer,) = manner.rounds(generator, [ids], [0])
         return answer.text
 
@@ -136,6 +184,13 @@ class Loaded(Texts):
         return functools.lru_cache(maxsize=1)(
             lambda length: Generator(self.model, self.mesh, self.compute, rows=1, length=length)
         )
+
+
+def _check(name: str, value: Any, least: int, end: int) -> None:
+    if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
+        raise ValueError(f"{name} must be an integer, got {value!r:.80}")
+    if not least <= value < end:
+        raise ValueError(f"{name} must be in [{least}, {end:,}), got {value}")
 
 
 def load(
@@ -178,6 +233,7 @@ def load(
             compute=Compute(dtype=dtype or source.compute_dtype),
             name=source.name,
             step=source.step,
+            workdir=source.workdir,
             generation_settings=source.generation_settings,
             cfg=source.cfg,
         )

@@ -41,7 +41,7 @@ class ModelFolder:
     found: FolderReference
     options: LoadOptions = PLAIN
 
-    step = cfg = None  # only runs have them
+    step = cfg = workdir = None  # only runs have them
     compute_dtype = "float32"
 
     @property

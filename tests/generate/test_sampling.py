@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from forked_processes import run_forked
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -160,6 +161,26 @@ def test_values_out_of_range_are_refused(wrong):
     (name,) = wrong
     with pytest.raises(ValueError, match=f"{name} must be"):
         Sampling(**wrong)
+
+
+WRONG_TYPES = """
+from lmlib.generate import Sampling
+for wrong in ({"temperature": "0.7"}, {"temperature": None}, {"top_k": 2.5}, {"top_p": True}):
+    try:
+        Sampling(**wrong)
+    except ValueError as error:
+        print(error)
+"""
+
+
+def test_values_of_wrong_types_are_refused():
+    """In another process, because the tests check annotations."""
+    assert run_forked("-c", WRONG_TYPES).stdout.splitlines() == [
+        "temperature must be 0, or from 1e-06 to 1e+06, got '0.7'",
+        "temperature must be 0, or from 1e-06 to 1e+06, got None",
+        "top_k must be an integer in [1, 2^31), or None, got 2.5",
+        "top_p must be above 0 and at most 1, got True",
+    ]
 
 
 def test_greedy_takes_the_likeliest_after_the_penalty():

@@ -30,6 +30,23 @@ def test_a_run_says_what_was_set_and_measured(tmp_path):
     assert not read_run(tmp_path / "a").finished
 
 
+def test_a_run_is_described_in_a_line_and_in_a_table(tmp_path):
+    validation = {"validation_loss": {"value": 2.25, "unit": "nats per token"}}
+    result = {"steps": 2, "parameters": 4_210_000, "training_loss": 2.5, "validation": validation}
+    leave_run(tmp_path / "<a>", 0.001, result=result)
+    leave_run(tmp_path / "b", 0.002, steps=2_000)
+    leave_run(tmp_path / "c", 0.003, result={"steps": []})
+    done, stopped, damaged = find_runs([tmp_path])
+    loss = "validation loss 2.2500 nats per token"
+    assert repr(done) == f"Run(<a>: finished, step 2, 4.21 M parameters, {loss})"
+    assert repr(stopped) == "Run(b: not running, step 2 of 2000, training loss 2.5000)"
+    assert repr(damaged).startswith(f"Run(c: damaged: {tmp_path}/c/result.json is damaged: steps")
+    table = done._repr_html_()
+    assert "&lt;a&gt;" in table and "<a>" not in table
+    assert "<tr><th>validation_loss</th><td>2.25 nats per token</td></tr>" in table
+    assert "<td>4,210,000</td>" in table and "damaged" in damaged._repr_html_()
+
+
 def test_runs_are_found_below_a_folder_and_not_inside_each_other(tmp_path):
     leave_run(tmp_path / "sweep/b", 0.002)
     leave_run(tmp_path / "sweep/a", 0.001)

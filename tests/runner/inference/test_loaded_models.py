@@ -22,7 +22,7 @@ from lmlib import Compute, hf
 from lmlib.data.chats.chat import ChatTemplate
 from lmlib.data.stored.metadata import TokenizerIdentity
 from lmlib.data.text import codec_of_file
-from lmlib.generate import GREEDY, Generator, New
+from lmlib.generate import GREEDY, Generator, New, Sampling
 from lmlib.parallel.mesh import make_mesh
 from runner import convert
 from runner.config import configs
@@ -151,6 +151,48 @@ def test_a_text_needs_a_tokenizer():
     with pytest.raises(ConfigError, match="has no known tokenizer: give token ids"):
         found.logits("hi")
     assert found.logits([1, 2]).shape == (2, 62)
+
+
+@pytest.mark.landing
+def test_generate_takes_the_settings_of_sampling(run):
+    found = load(f"{run[0]}@3", mesh=make_mesh())
+    both = [
+        found.generate("hi", temperature=0.7, top_p=0.1, max_tokens=12, seed=5),
+        found.generate("hi", 12, Sampling(temperature=0.7, top_p=0.1), seed=5),
+    ]
+    assert both[0] == both[1] != found.generate("hi", 12, seed=5)
+    greedy = found.generate("hi", 12, GREEDY)
+    assert found.generate("hi", 12, Sampling(temperature=5.0), top_k=1) == greedy
+    assert len(greedy) > 1
+    assert found.generate("hi", 12, GREEDY, stop=greedy[1:]) == greedy[:1]
+    with pytest.warns(UserWarning, match="trained on 24 tokens at most, and may get 33"):
+        found.generate("hi", 30)  # after a begin token
+    for wrong, message in (
+        ({"top_p": 1.5}, "top_p must be above 0 and at most 1, got 1.5"),
+        ({"temprature": 0.7}, "no setting 'temprature'. Did you mean temperature"),
+        ({"sampling": 0.7}, "sampling must be a Sampling, got 0.7"),
+        ({"max_tokens": "50"}, "max_tokens must be an integer, got '50'"),
+        ({"max_tokens": 0}, r"max_tokens must be in \[1, 2,147,483,648\), got 0"),
+        ({"seed": None}, "seed must be an integer, got None"),
+        ({"stop": [1]}, r"stop must be a string, or a list of strings, got \[1\]"),
+        ({"text": ["hi", "ho"]}, "must be a string or a list of token ids, got .'hi', 'ho'"),
+        ({"text": 5}, "must be a string or a list of token ids, got 5"),
+        ({"text": [1.5]}, "must be a string or a list of token ids"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            found.generate(**{"text": "hi", **wrong})
+
+
+def test_a_loaded_model_is_described_in_a_line(run, tmp_path):
+    workdir = shutil.copytree(run[0], tmp_path / "run")
+    (workdir / "metrics.jsonl").write_text(
+        '{"step": 2, "loss": 3.5}\n{"step": 3, "loss": 2.5}\n{"step": 4, "loss": 1.5}\n'
+    )
+    found = load(workdir, mesh=make_mesh())
+    count = sum(leaf.size for leaf in jax.tree.leaves(run[1]))
+    expected = f"step 3, {count / 1000:.1f} k parameters, training loss 2.5000"
+    assert repr(found) == f"Loaded({workdir}@3: {expected})"
+    assert repr(load(LLAMA)).startswith(f"Loaded({LLAMA}: ")
 
 
 def test_a_run_is_loaded_without_its_data(run):
