@@ -1,7 +1,7 @@
 """DPO of any model, 500 steps on your pairs: a run's model, or one of Hugging Face's.
 
     python -m data_tools.prepare_chats --pairs --dataset=preferences.jsonl --tokenizer=TOKENIZER \
-        --out=data/preferences
+        --out=data/preferences --validation_fraction=0.02
     python -m runner --fdl_config=experiments/dpo --workdir=/tmp/dpo \
         --fdl.base=RUN_OR_FOLDER --fdl.tokens=data/preferences
 
@@ -26,7 +26,7 @@ def config(
 
     Args:
       base: experiment of the model; on the command line a run, or a Hugging Face folder or name.
-      tokens: a data set of pairs with a split train.
+      tokens: a data set of pairs with the splits train and validation.
     """
     cfg = lora.config(base, tokens)
     has_adapters = fdl.get_callable(base.model) is with_lora

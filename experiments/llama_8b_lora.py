@@ -1,7 +1,8 @@
 """LoRA on Llama 3.1 8B, 500 steps of 131,072 tokens; 2.4e18 FLOPs, 1.7 H100-hours at 40 % MFU.
 
     python -m data_tools.prepare_chats --dataset=HuggingFaceTB/smoltalk --name=all --split=train \
-        --tokenizer=meta-llama/Llama-3.1-8B-Instruct --max_length=4096 --out=data/chats_llama3
+        --tokenizer=meta-llama/Llama-3.1-8B-Instruct --max_length=4096 --out=data/chats_llama3 \
+        --validation_fraction=0.002
     python -m runner --fdl_config=experiments/llama_8b_lora --workdir=/tmp/llama_8b_lora
 
 The base is Llama 3.1 8B Instruct, trained further on conversations. Every matrix of every layer has
@@ -32,7 +33,6 @@ def config() -> fdl.Config[Experiment]:
     cfg.model = fdl.Partial(lora, of=model, rank=16, alpha=32.0, dropout=0.05)
     cfg.init_from = "meta-llama/Llama-3.1-8B-Instruct"
     cfg.trainable = fdl.Config(adapters)
-    cfg.validation, cfg.evaluation.batches = None, None
     cfg.evaluation.every = cfg.checkpoints.every = 100
     cfg.optimizer.b2, cfg.optimizer.weight_decay = 0.999, 0.0
     cfg.optimizer.schedule = fdl.Partial(warmup_linear, warmup=0.03, end=0.0)

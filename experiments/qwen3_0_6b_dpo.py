@@ -1,7 +1,8 @@
 """DPO of Qwen 3 0.6B, 500 steps of 131,072 tokens; 4.9e17 FLOPs, 20 H100-minutes at 40 % MFU.
 
     python -m data_tools.prepare_chats --pairs --dataset=preferences.jsonl \
-        --tokenizer=Qwen/Qwen3-0.6B --max_length=4096 --out=data/preferences_qwen3
+        --tokenizer=Qwen/Qwen3-0.6B --max_length=4096 --out=data/preferences_qwen3 \
+        --validation_fraction=0.02
     python -m runner --fdl_config=experiments/qwen3_0_6b_dpo --workdir=/tmp/qwen3_0_6b_dpo
 
 Adapters train, as in experiments/qwen3_0_6b_lora.py; the reference is the model without them.
@@ -19,6 +20,6 @@ from lmlib.losses.dpo import DPO
 def config() -> fdl.Config[Experiment]:
     cfg = qwen3_0_6b_lora.config()
     cfg.objective = fdl.Config(DPO)
-    cfg.data.path = "data/preferences_qwen3"
+    cfg.data.path = cfg.validation.path = "data/preferences_qwen3"
     cfg.optimizer.peak_lr = 2e-5
     return cfg

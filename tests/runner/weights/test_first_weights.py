@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 from adapter_runs import write_adapter_run
-from byte_texts import write_ids
+from byte_texts import write_ids, write_texts
 from run_on_bytes import write_run_on_bytes
 from sentinels import sentinels
 from small_folder import assert_same_weights
@@ -192,6 +192,7 @@ TWO_STEPS = ("steps=2", "checkpoints.every=2", "data.batch_size=8", "mesh.fsdp=1
 def run(tmp_path_factory):
     """The workdir of a run on bytes whose weights all train, its model, and its data."""
     folder = tmp_path_factory.mktemp("bytes")
+    write_texts(folder / "data", split="validation")
     return *write_run_on_bytes(folder), folder / "data"
 
 
@@ -277,7 +278,9 @@ def test_each_experiment_trains_two_steps_on_a_run(run, tmp_path, name):
     cfg = based(name, workdir, data, *TWO_STEPS) if of_a_base else distilled(workdir, data)
     if name == "dpo":  # the run's data has no pairs
         cfg.data = fdl.Config(Synthetic, vocab_size=258, batch_size=8, sequence_length=24)
+        cfg.validation = fdl.copy_with(cfg.data, seed=1)
     result = fit(cfg, tmp_path / "run")
     told = {"lora": "training loss", "dpo": "training DPO loss", "distil": "training distillation"}
     assert told[name] in result.summary.text(tmp_path, "")
+    assert (result.summary.validation_loss is not None) == of_a_base
     assert fit(cfg, tmp_path / "run").summary.steps == 2  # and it is found again
