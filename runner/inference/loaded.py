@@ -162,7 +162,8 @@ class Loaded(Texts):
             raise ValueError(f"sampling must be a Sampling, got {sampling!r:.80}")
         known = [field.name for field in dataclasses.fields(Sampling)]
         for name in settings.keys() - set(known):
-            raise ValueError(f"generate has no setting {name!r}. {did_you_mean(name, known)}")
+            names = [*known, "max_tokens", "seed", "stop"]
+            raise ValueError(f"generate has no setting {name!r}. {did_you_mean(name, names)}")
         sampling = dataclasses.replace(sampling, **settings)
         codec = self.codec or AS_NUMBERS
         manner = DecodingOptions(codec, self.end_ids, tuple(stop), max_tokens, sampling, 1, seed)

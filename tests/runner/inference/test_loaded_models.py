@@ -170,6 +170,7 @@ def test_generate_takes_the_settings_of_sampling(run):
     for wrong, message in (
         ({"top_p": 1.5}, "top_p must be above 0 and at most 1, got 1.5"),
         ({"temprature": 0.7}, "no setting 'temprature'. Did you mean temperature"),
+        ({"max_token": 9}, "no setting 'max_token'. Did you mean max_tokens"),
         ({"sampling": 0.7}, "sampling must be a Sampling, got 0.7"),
         ({"max_tokens": "50"}, "max_tokens must be an integer, got '50'"),
         ({"max_tokens": 0}, r"max_tokens must be in \[1, 2,147,483,648\), got 0"),
