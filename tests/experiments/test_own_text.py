@@ -82,7 +82,7 @@ def test_invalid_data_is_refused_in_a_sentence(folder, tmp_path):
     assert "give --fdl.tokens=" in error()
     assert "layers must be positive, got 0" in error(f"tokens={folder}/DATA", "layers=0")
     shutil.copytree(folder / "DATA/train", tmp_path / "half/train")
-    assert "no split 'validation'; it has train; pretokenize and prepare_chats hold" in error(
+    assert "no split 'validation'; it has train; --validation_fraction=0.05 holds" in error(
         f"tokens={tmp_path}/half"
     )
     write_own_texts(tmp_path / "short", documents=20)

@@ -60,10 +60,7 @@ def find_split(path: Path, split: str) -> Path:
             raise pretokenize_first(folder, f"holds text, such as {text}, and no flat tokens")
     if not (path / split).is_dir():
         present = [each.name for each in sorted(path.iterdir()) if each.is_dir() and is_split(each)]
-        held_out = (
-            "; pretokenize and prepare_chats hold one out with --validation_fraction=0.05, and "
-            "validation=None trains without"
-        )
+        held_out = "; --validation_fraction=0.05 holds one out, validation=None trains without"
         raise FileNotFoundError(
             f"{path} has no split {split!r}; it has {', '.join(present) or 'none'}"
             f"{held_out if split == 'validation' else ''}"
