@@ -90,11 +90,15 @@ class Summary:
             *self._validation_rows(),
             ("the run's files", shown(workdir)),
             *([("its page", str(page))] if page.exists() else []),
-            *(("" if i else "try next", command) for i, command in enumerate(next_commands)),
         ]
+        width = max(len(name) for name, _ in rows)
+        # Unlike a table's cells, commands are never wrapped, so they can be copied.
+        commands = (
+            f"{'' if i else 'try next':{width}}  {each}" for i, each in enumerate(next_commands)
+        )
         samples = [f"sampled: {text!r}" for text in self.samples]
         times = [] if self.goodput is None else [self.goodput.text(), ""]
-        return "\n".join([*samples, *times, columns(rows)])
+        return "\n".join([*samples, *times, columns(rows), *commands])
 
     def _validation_rows(self) -> Iterator[tuple[str, str]]:
         for name, each in self.validation.items():

@@ -11,6 +11,7 @@ from compiled_programs import XLA_FLAGS
 from forked_processes import Ended, ForkedProcess, run_forked
 from small_runs import EXPERIMENT, SECONDS
 
+from lmlib.terminal.table import WIDTH
 from runner.command_line.exit_status import FAILED, FINISHED, MISTAKE, STOPPED
 from runner.processes.lock import wait_for_lock
 
@@ -60,7 +61,10 @@ def test_a_dry_run_shows_the_cost(tmp_path):
     assert not (tmp_path / "sweep").exists()
     rows = [line.split() for line in shown.stdout.splitlines()]
     assert [row[:2] for row in rows[1:5]] == [[name, "3"] for name in POINTS]
-    assert "4 points, " in shown.stdout and "Under 1 s on an H100; measured" in shown.stdout
+    *_, last = shown.stdout.split("\n\n")
+    assert last.startswith("4 points, ")
+    assert last.index("The time here is measured in the first point.") < last.index("on an H100")
+    assert max(map(len, shown.stdout.splitlines())) <= WIDTH
 
 
 @pytest.mark.slow
