@@ -257,13 +257,13 @@ class Estimate:
     assumptions: tuple[str, ...]
 
     def __str__(self) -> str:
-        unit, size = flops_unit(max((one.flops for one in self.scopes), default=0.0))
+        unit, flops = flops_unit(max((one.flops for one in self.scopes), default=0.0))
         rows = [("scope", "phase", "in", unit, "GB", "ms", "limited by")]
         rest = self.compute_seconds
         for one in self.scopes:
             if one.seconds >= _SHOWN * self.compute_seconds:
                 rest -= one.seconds
-                work = f"{one.flops / size:,.3f}", f"{one.bytes / 1e9:,.3f}", _ms(one.seconds)
+                work = f"{one.flops / flops:,.3f}", f"{one.bytes / 1e9:,.3f}", _ms(one.seconds)
                 where = "layers" if one.in_layers else "step"
                 rows.append((one.scope, one.phase, where, *work, one.limit))
         rows.append(("all others", "", "", "", "", _ms(abs(rest)), ""))

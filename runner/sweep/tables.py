@@ -63,9 +63,12 @@ def results_text(points: Sequence[Point], failures: Mapping[str, str]) -> str:
 
 
 def result_text(point: Point) -> str:
-    """Returns the final numbers of a finished point in a few words."""
+    """Returns the final loss and speed of a finished point in a few words."""
     validation, training, speed = _numbers(point.run.final)
-    return f"validation loss {validation}, training loss {training}, {speed} tokens/s"
+    loss = (
+        f"training loss {training}" if validation == _NOTHING else f"validation loss {validation}"
+    )
+    return f"{loss}, {speed} tokens/s"
 
 
 def status(point: Point, failures: Mapping[str, str] | None = None) -> str:
