@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TextIO
 
 from lmlib.terminal.quantities import count_text
+from lmlib.terminal.table import wrapped
 from runner.errors import WorkdirLost
 from runner.monitoring.progress_line import LiveLine, bar
 
@@ -128,7 +129,7 @@ class Progress:
 
     def validated(self, step: int, found: str) -> None:
         """Shows the validation result `found` after `step`, on its own line."""
-        self.message(f"step {step:,}/{self._steps:,}  {found}")
+        self.message(wrapped(f"step {step:,}/{self._steps:,}  {found}"))
 
     def message(self, text: str) -> None:
         """Writes `text` on separate lines, above the live line."""

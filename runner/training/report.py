@@ -16,7 +16,7 @@ from lmlib.state import State
 from lmlib.storage.atomic_file import write_atomically
 from lmlib.storage.local_folder import shown
 from lmlib.terminal.quantities import count_text
-from lmlib.terminal.table import columns
+from lmlib.terminal.table import columns, wrapped
 from runner.errors import ConfigError
 from runner.monitoring.goodput import GoodputLog
 from runner.processes.agreement import from_first
@@ -96,7 +96,7 @@ class Summary:
         commands = (
             f"{'' if i else 'try next':{width}}  {each}" for i, each in enumerate(next_commands)
         )
-        samples = [f"sampled: {text!r}" for text in self.samples]
+        samples = [wrapped(f"sampled: {text!r}") for text in self.samples]
         times = [] if self.goodput is None else [self.goodput.text(), ""]
         return "\n".join([*samples, *times, columns(rows), *commands])
 
