@@ -13,7 +13,8 @@ from lmlib.optim.optimizer import Decays, as_declared
 from lmlib.parallel.axes import Weight, map_weights
 from lmlib.parallel.layout import splitting, storage_spec
 from lmlib.parallel.mesh import sizes_text
-from lmlib.terminal.table import columns
+from lmlib.terminal.quantities import bytes_text
+from lmlib.terminal.table import columns, wrapped
 
 EVERYTHING = "yes"  # the group of all weights if none are frozen
 
@@ -41,7 +42,7 @@ class Parameter:
             self.path,
             " × ".join(named),
             ", ".join(self.layout),
-            f"{self.bytes_per_device:,}",
+            bytes_text(self.bytes_per_device),
             "frozen" if self.group is None else self.group,
             "yes" if self.decays else "no",
             self.initial_values,
@@ -74,15 +75,15 @@ class Description:
         where = f"each device of mesh {mesh}" if mesh else "one device"
         return (
             f"{self.size:,} parameters in {len(self.parameters)} arrays{apart}, "
-            f"{decaying:,} with weight decay; {self.bytes_per_device:,} bytes on {where}"
+            f"{decaying:,} with weight decay; {bytes_text(self.bytes_per_device)} on {where}"
         )
 
     def __str__(self) -> str:
         header = (
-            "parameter", "shape", "layout", "bytes per device", "trains", "decay", "initial values",
+            "parameter", "shape", "layout", "per device", "trains", "decay", "initial values",
         )  # fmt: skip
         rows = [header, *(parameter.cells() for parameter in self.parameters)]
-        return f"{columns(rows)}\n{self.short()}"
+        return f"{columns(rows)}\n{wrapped(self.short())}"
 
 
 def describe(

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 from lmlib.experiment import Experiment
 from lmlib.losses.next_token import batch_loss
 from lmlib.state import abstract_batch, abstract_model
+from lmlib.terminal.quantities import bytes_text
 from lmlib.terminal.table import columns
 
 # Inputs of the rematerialised parts of the model, and the loss's residuals: always saved,
@@ -38,12 +39,12 @@ class SavedActivations(tuple[SavedActivation, ...]):
         return sum(activation.bytes_per_device for activation in self)
 
     def __str__(self) -> str:
-        rows = [("activation", "shape", "dtype", "bytes per device")]
+        rows = [("activation", "shape", "dtype", "per device")]
         rows += [
-            (a.name, " × ".join(map(str, a.shape)), a.dtype.name, f"{a.bytes_per_device:,}")
+            (a.name, " × ".join(map(str, a.shape)), a.dtype.name, bytes_text(a.bytes_per_device))
             for a in self
         ]
-        rows.append(("total", "", "", f"{self.bytes_per_device:,}"))
+        rows.append(("total", "", "", bytes_text(self.bytes_per_device)))
         return columns(rows)
 
 

@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 
 from lmlib.plan.program import ArrayType, Instruction, Place, Program
 from lmlib.plan.scopes import phase, turn
+from lmlib.terminal.quantities import bytes_text
 from lmlib.terminal.table import columns
 
 # Ratio of bytes sent to bytes of the whole array, times n / (n - 1).
@@ -90,7 +91,7 @@ class Collectives(tuple[Collective, ...]):
         if not self:
             return "No communication between devices."
         head = ("collective", "over", "where", "of", "arrays", "count each", "count per step")
-        rows: list[tuple[str, ...]] = [(*head, "overlap", "bytes sent each", "bytes sent per step")]
+        rows: list[tuple[str, ...]] = [(*head, "overlap", "sent each", "sent per step")]
         for (kind, axes, where), group in grouped(self):
             numbers = (
                 sum(len(one.arrays) for one in group),
@@ -103,8 +104,8 @@ class Collectives(tuple[Collective, ...]):
             overlap = f"{sum(one.overlaps for one in group)} of {len(group)}"
             each = sum(one.bytes_sent for one in group)
             cells = kind, over, where, dtypes, *map(str, numbers), overlap
-            rows.append((*cells, f"{each:,}", f"{per_step:,}"))
-        rows.append(("total", *[""] * 8, f"{self.bytes_sent_per_step:,}"))
+            rows.append((*cells, bytes_text(each), bytes_text(per_step)))
+        rows.append(("total", *[""] * 8, bytes_text(self.bytes_sent_per_step)))
         return columns(rows)
 
 

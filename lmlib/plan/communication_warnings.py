@@ -17,6 +17,7 @@ from lmlib.parallel.other_meshes import with_a_second_fsdp
 from lmlib.plan.collectives import Collective
 from lmlib.plan.program import ArrayType
 from lmlib.plan.step_time import dimensions_of_torus
+from lmlib.terminal.quantities import bytes_text
 
 # Smaller arrays take less time than a message's latency. Fewer rounds of messages then matter more
 # than fewer bytes, and an all-reduce is one round.
@@ -103,7 +104,7 @@ def _gathered_stacks(
             yield CommunicationWarning(
                 "gathered stack",
                 f"{one.name} gathers the weights of all layers at once ({paths}): "
-                f"{one.bytes:,} bytes on each device over {_axes(one)}, where FSDP gathers one "
+                f"{bytes_text(one.bytes)} on each device over {_axes(one)}, where FSDP gathers one "
                 "layer at a time. Gather inside the scan over layers, not before it "
                 "(lmlib.parallel.gathering.gather), or keep XLA from moving the gather out of the "
                 "loop.",

@@ -3,6 +3,7 @@
 import dataclasses
 
 from lmlib.hardware.specifications import ACCELERATORS
+from lmlib.terminal.table import wrapped
 
 _ACCELERATOR = ACCELERATORS["h100"]
 _MFU = 0.4
@@ -60,7 +61,7 @@ class Cost:
 
     def __str__(self) -> str:
         causal = sum(each.steps * each.tokens * each.flops_per_token_causal for each in self.stages)
-        return (
+        return wrapped(
             f"{self.size}; {self.flops}, {self.time}\nFLOPs and MFU count full attention; with "
             f"causal attention these are {_two_digits(causal)} FLOPs."
         )

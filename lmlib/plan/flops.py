@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lmlib.plan.scopes import OTHER, PHASES, phase, scope, turns_in_even_routing
+from lmlib.terminal.quantities import flops_unit
 from lmlib.terminal.table import columns
 
 
@@ -56,13 +57,14 @@ class StepFlops:
 
     def __str__(self) -> str:
         phases = [name for name in PHASES if self.of(name)]
-        rows = [("scope", *(f"{name} (TFLOP)" for name in phases), "together (TFLOP)", "share")]
+        unit, size = flops_unit(self.total)
+        rows = [("scope", *(f"{name} ({unit})" for name in phases), f"together ({unit})", "share")]
         for name in (*self.scopes, OTHER):
             own = [one for one in self.matmuls if one.scope == name]
             found = [sum((one.flops for one in own if one.phase == phase), 0.0) for phase in phases]
             if own:
-                rows.append((name, *_in_tera(found), f"{sum(found) / self.total:.1%}"))
-        rows.append(("total", *_in_tera([self.of(name) for name in phases]), ""))
+                rows.append((name, *_cells(found, size), f"{sum(found) / self.total:.1%}"))
+        rows.append(("total", *_cells([self.of(name) for name in phases], size), ""))
         return columns(rows)
 
 
@@ -103,8 +105,8 @@ class FlopsPerToken:
         )
 
 
-def _in_tera(flops: list[float]) -> list[str]:
-    return [f"{each / 1e12:,.3f}" for each in (*flops, sum(flops))]
+def _cells(flops: list[float], size: float) -> list[str]:
+    return [f"{each / size:,.3f}" for each in (*flops, sum(flops))]
 
 
 def count_flops(step: Any, scopes: Sequence[str] = ()) -> StepFlops:

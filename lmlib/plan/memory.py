@@ -150,8 +150,8 @@ class Memory:
                 ("peak", counted.peak or 0, "most bytes in use at once"),
                 ("on the host", counted.on_host, "offloaded"),
             ]
-        shown = [(name, f"{size:,}".rjust(17), note) for name, size, note in rows if size]
-        blocks = [self.verdict, columns([("on each device", "bytes", ""), *shown])]
+        shown = [(name, bytes_text(size), note) for name, size, note in rows if size]
+        blocks = [self.verdict, columns([("on each device", "", ""), *shown])]
         if self.largest_arrays:
             arrays = [(f"  {one.name}", bytes_text(one.bytes)) for one in self.largest_arrays]
             blocks.append(f"the largest temporaries, with XLA's names\n{columns(arrays)}")

@@ -32,7 +32,7 @@ from lmlib.plan.step_time import Estimate, estimate
 from lmlib.plan.targets import Target
 from lmlib.plan.traffic import Kernels, kernels, traffic
 from lmlib.terminal.quantities import bytes_text, count_text, duration_text
-from lmlib.terminal.table import columns
+from lmlib.terminal.table import columns, wrapped
 from lmlib.train import trace_step
 
 # Packages that decide how a program is compiled.
@@ -92,7 +92,7 @@ class Report:
             section("Time", time),
             f"compiled in {self.seconds:,.0f} s by {versions}",
         ]
-        return "\n\n".join(blocks)
+        return wrapped("\n\n".join(blocks))
 
     def as_json(self) -> dict[str, Any]:
         """JSON values, in bytes, FLOPs and seconds."""

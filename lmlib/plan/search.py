@@ -32,7 +32,7 @@ from lmlib.plan.planner import Report, compilable, plan
 from lmlib.plan.step_time import Estimate
 from lmlib.plan.targets import Target
 from lmlib.terminal.quantities import bytes_text
-from lmlib.terminal.table import columns
+from lmlib.terminal.table import columns, wrapped
 from lmlib.train import gradient
 
 Tell = Callable[[str], None]  # receives progress, a line at a time
@@ -119,7 +119,7 @@ class Trials:
     def __str__(self) -> str:
         head = ("needs", "fits", "recomputed", "expected step (s)", "MFU", "sent by each device")
         lines = [columns([(*head, "with"), *(trial.row() for trial in self.trials)])]
-        lines += [f"{' '.join(flags)}: {reason}" for flags, reason in self.impossible]
+        lines += [wrapped(f"{' '.join(flags)}: {reason}") for flags, reason in self.impossible]
         if self.best is not None:
             return "\n".join([*lines, "", "best:", f"  {self.best.row()[-1]}"])
         if any(trial.fits is False for trial in self.trials):

@@ -24,6 +24,7 @@ from lmlib.plan.collectives import Collective, grouped
 from lmlib.plan.flops import FlopsPerToken, Matmul
 from lmlib.plan.scopes import OTHER, PHASES
 from lmlib.plan.traffic import Traffic
+from lmlib.terminal.quantities import flops_unit
 from lmlib.terminal.table import columns
 
 # Fraction of the peak that large bf16 matmuls reach. GPUs lower their clock under such load: in the
@@ -256,12 +257,13 @@ class Estimate:
     assumptions: tuple[str, ...]
 
     def __str__(self) -> str:
-        rows = [("scope", "phase", "in", "TFLOP", "GB", "ms", "limited by")]
+        unit, flops = flops_unit(max((one.flops for one in self.scopes), default=0.0))
+        rows = [("scope", "phase", "in", unit, "GB", "ms", "limited by")]
         rest = self.compute_seconds
         for one in self.scopes:
             if one.seconds >= _SHOWN * self.compute_seconds:
                 rest -= one.seconds
-                work = f"{one.flops / 1e12:,.3f}", f"{one.bytes / 1e9:,.3f}", _ms(one.seconds)
+                work = f"{one.flops / flops:,.3f}", f"{one.bytes / 1e9:,.3f}", _ms(one.seconds)
                 where = "layers" if one.in_layers else "step"
                 rows.append((one.scope, one.phase, where, *work, one.limit))
         rows.append(("all others", "", "", "", "", _ms(abs(rest)), ""))

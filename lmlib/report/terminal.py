@@ -32,7 +32,7 @@ def view(runs: Sequence[Seen], width: int) -> str:
             ends = (finite_N.min(), finite_N.max()) if len(finite_N) else (None, None)
             numbers = map(tables.number, (values_N[-1], *ends))
             rows.append((name, *numbers, bars(each.series[name], left)))
-        texts.append("\n".join([head, *reason, columns(rows)]))
+        texts.append("\n".join([head, *reason, columns(rows, width)]))
     return "\n\n".join(texts)
 
 

@@ -13,6 +13,11 @@ def bytes_text(size: int | float) -> str:
     return _scaled(size, ["B", "KB", "MB", "GB", "TB", "PB", "EB"])
 
 
+def flops_unit(most: float) -> tuple[str, float]:
+    """Returns the unit of a table and its FLOPs: TFLOP, or PFLOP from 10,000 TFLOP on."""
+    return ("PFLOP", 1e15) if most >= 1e16 else ("TFLOP", 1e12)
+
+
 def duration_text(seconds: int | float) -> str:
     """Formats a duration in its two largest units: 0.41 s, 3 min 12 s, 2 h 0 min, 4 d 6 h."""
     if seconds < 59.95:

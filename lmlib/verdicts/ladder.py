@@ -9,7 +9,7 @@ import numpy as np
 
 from lmlib.runs import Run
 from lmlib.terminal.quantities import count_text
-from lmlib.terminal.table import columns
+from lmlib.terminal.table import columns, wrapped
 from lmlib.verdicts.finished import USUAL_METRIC, FinishedRun, finished_runs
 from lmlib.verdicts.groups import differing_settings
 from lmlib.verdicts.power_law import INTERVAL
@@ -33,7 +33,7 @@ class Ladder:
 
     def text(self, budgets: Sequence[float]) -> str:
         """Returns a table of the runs and the law, its numbers, and the optimum for each budget."""
-        return "\n".join(self._lines(budgets))
+        return wrapped("\n".join(self._lines(budgets)))
 
     def _lines(self, budgets: Sequence[float]) -> Iterator[str]:
         law, runs = self.law, self.runs

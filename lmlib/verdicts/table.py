@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 
 from lmlib.runs.settings import last_name
-from lmlib.terminal.table import columns
+from lmlib.terminal.table import columns, wrapped
 from lmlib.verdicts.comparison import Comparison, Row, Verdict
 from lmlib.verdicts.groups import setting_text
 from lmlib.verdicts.seeds import LEAST_SEEDS, MOST_SEEDS, USUAL_POWER
@@ -38,7 +38,7 @@ def comparison_text(comparison: Comparison) -> str:
         lines += ["", f"No verdict: {why}"]
     if comparison.left_out:
         lines += ["", *comparison.left_out]
-    return "\n".join(lines)
+    return wrapped("\n".join(lines))
 
 
 def _cells(comparison: Comparison, row: Row, sped: bool) -> list[str]:

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TextIO
 
 from lmlib.terminal.quantities import count_text
+from lmlib.terminal.table import wrapped
 from runner.errors import WorkdirLost
-from runner.monitoring.progress_line import CLEAR_LINE, fitting
+from runner.monitoring.progress_line import LiveLine, bar
 
-BAR_WIDTH = 20
 REDRAW_SECONDS = 0.1  # minimum time between redraws of the live line
 PLAIN_LINES_AT_FIRST = 3
 PLAIN_LINE_SECONDS = 10.0  # minimum time between later plain lines
@@ -40,10 +40,8 @@ class Progress:
         A `stream` of `None` shows nothing, on all processes except one.
         """
         self._steps = steps
-        self._stream = stream
+        self._shown = LiveLine(stream)
         self._clock = clock
-        self._live = stream is not None and stream.isatty()
-        self._line = ""
         self._redrawn_at = -float("inf")
         self._stream_pace, self._log_pace = _Pace(), _Pace()
         self._first: tuple[int, float] | None = None
@@ -120,35 +118,29 @@ class Progress:
         always = step >= self._steps
         if self._log_pace.has_turn(now, always):
             self._record(line)
-        if not self._live:
+        if not self._shown.live:
             if self._stream_pace.has_turn(now, always):
-                self._write(f"{line}\n")
+                self._shown.message(line)
             return
-        done = BAR_WIDTH * step // max(self._steps, 1)
-        self._line = f"[{'=' * done}{' ' * (BAR_WIDTH - done)}] {line}"
+        self._shown.line = f"{bar(step / max(self._steps, 1))} {line}"
         if always or now - self._redrawn_at >= REDRAW_SECONDS:
             self._redrawn_at = now
-            self._write(f"{CLEAR_LINE}{self._fitting()}")
+            self._shown.draw()
 
     def validated(self, step: int, found: str) -> None:
         """Shows the validation result `found` after `step`, on its own line."""
-        self.message(f"step {step:,}/{self._steps:,}  {found}")
+        self.message(wrapped(f"step {step:,}/{self._steps:,}  {found}"))
 
     def message(self, text: str) -> None:
         """Writes `text` on separate lines, above the live line."""
         self._record(text)
         if self._log is None:
             self._before_log.append((time.time(), text))
-        if self._live:
-            self._write(f"{CLEAR_LINE}{text}\n{self._fitting()}")
-        else:
-            self._write(f"{text}\n")
+        self._shown.message(text)
 
     def close(self) -> None:
         """Leaves the live line on the screen, and moves the cursor below it."""
-        if self._live and self._line:
-            self._write(f"{CLEAR_LINE}{self._fitting()}\n")
-        self._line = ""
+        self._shown.close()
 
     def __enter__(self) -> "Progress":
         return self
@@ -158,15 +150,6 @@ class Progress:
         # After WorkdirLost, the log may belong to another run.
         if kind is not None and not issubclass(kind, WorkdirLost):
             self._record(f"ended by {kind.__name__}: {error}")
-
-    def _fitting(self) -> str:
-        assert self._stream is not None
-        return fitting(self._line, self._stream)
-
-    def _write(self, text: str) -> None:
-        if self._stream is not None:
-            self._stream.write(text)
-            self._stream.flush()
 
 
 class _Pace:

@@ -10,6 +10,7 @@ from typing import Self, TextIO
 from lmlib.terminal.quantities import bytes_text
 from lmlib.terminal.text import shown, text_stream
 
+BAR_WIDTH = 20
 CLEAR_LINE = "\r\x1b[K"  # the old line may be longer than the new one
 REDRAW_SECONDS = 1.0  # time between redraws on a terminal
 LINE_SECONDS = 10.0  # time between lines elsewhere
@@ -43,6 +44,50 @@ def fitting(line: str, stream: TextIO) -> str:
     except OSError:  # the terminal was closed
         width = 0
     return shown(line)[: width - 1] if width else line  # 0 if the terminal doesn't report its width
+
+
+def bar(done: float) -> str:
+    """Returns a progress bar; `done` is a fraction."""
+    return f"[{'=' * int(BAR_WIDTH * done):{BAR_WIDTH}}]"
+
+
+class LiveLine:
+    """A line that is redrawn in place on a terminal, below messages; elsewhere only messages."""
+
+    def __init__(self, stream: TextIO | None):
+        """Shows nothing without a `stream`."""
+        self._stream, self.line = stream, ""
+        self.live = stream is not None and stream.isatty()
+        self._writing = threading.RLock()
+
+    def draw(self) -> None:
+        """Draws `line` on a terminal."""
+        if self.live:
+            self._write(f"{CLEAR_LINE}{self._fitting()}")
+
+    def message(self, text: str) -> None:
+        """Writes `text` on separate lines, above the live line."""
+        self._write(f"{CLEAR_LINE}{text}\n{self._fitting()}" if self.live else f"{text}\n")
+
+    def close(self, keep: bool = True) -> None:
+        """Moves the cursor below the line, or erases the line if not `keep`."""
+        if self.line:
+            if not keep:
+                self.line = ""
+            self.draw()
+            if self.live and keep:
+                self._write("\n")
+        self.line = ""
+
+    def _fitting(self) -> str:
+        assert self._stream is not None
+        return fitting(self.line, self._stream)
+
+    def _write(self, text: str) -> None:
+        if self._stream is not None:
+            with self._writing:
+                self._stream.write(text)
+                self._stream.flush()
 
 
 class ProgressLine:

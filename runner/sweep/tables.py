@@ -9,7 +9,7 @@ from lmlib.plan.cost import Cost, time_of
 from lmlib.runs.goodput import NOT_RUNNING, Ended
 from lmlib.runs.result import Final
 from lmlib.terminal.quantities import count_text, duration_text
-from lmlib.terminal.table import columns
+from lmlib.terminal.table import columns, wrapped
 from runner.sweep.folder import Point
 
 _NOTHING = "-"
@@ -32,13 +32,12 @@ def costs_text(points: Sequence[Point], costs: Sequence[Cost | None]) -> str:
             spent, seen = spent + cost.total_flops, seen + cost.tokens
             left += 0 if point.finished else cost.tokens
         rows.append((point.name, *cells, status(point)))
-    guess = time_of(spent)
-    time = f"{guess[0].upper()}{guess[1:]}; measured after the first point."
+    time = f"The time here is measured in the first point. For comparison: {time_of(spent)}."
     if speed:
         rate = f"{count_text(speed)} tokens per second"
         time = f"{duration_text(left / speed)} left, one point after the other, at {rate}."
     whole = f"{len(points)} points, {count_text(seen)} tokens, {_flops_text(spent)} FLOPs"
-    return f"{columns(rows)}\n\n{whole}. {time}"
+    return f"{columns(rows)}\n\n{wrapped(f'{whole}. {time}')}"
 
 
 def results_text(points: Sequence[Point], failures: Mapping[str, str]) -> str:
@@ -64,9 +63,12 @@ def results_text(points: Sequence[Point], failures: Mapping[str, str]) -> str:
 
 
 def result_text(point: Point) -> str:
-    """Returns the final numbers of a finished point in a few words."""
+    """Returns the final loss and speed of a finished point in a few words."""
     validation, training, speed = _numbers(point.run.final)
-    return f"validation loss {validation}, training loss {training}, {speed} tokens/s"
+    loss = (
+        f"training loss {training}" if validation == _NOTHING else f"validation loss {validation}"
+    )
+    return f"{loss}, {speed} tokens/s"
 
 
 def status(point: Point, failures: Mapping[str, str] | None = None) -> str:

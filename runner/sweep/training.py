@@ -8,19 +8,23 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TextIO
 
 import fiddle as fdl
 
 from lmlib.storage.atomic_file import make_folder
 from lmlib.storage.unlinked import check_no_link, open_regular
 from lmlib.terminal.quantities import duration_text
-from runner.command_line.command import tell
-from runner.command_line.exit_status import FINISHED, SIGNALLED, STOPPED
+from lmlib.terminal.table import wrapped
+from runner.command_line.command import exit_code, tell
+from runner.command_line.exit_status import FINISHED, MISTAKE, SIGNALLED, STOPPED
 from runner.errors import StoppedEarly, error_text
 from runner.monitoring.phases import Limits
+from runner.monitoring.progress import REDRAW_SECONDS
+from runner.monitoring.progress_line import LiveLine, bar
 from runner.processes.parent import Parent
 from runner.processes.stopping import StopSignals
 from runner.sweep.folder import OUTPUT, Point, Settings
@@ -29,6 +33,53 @@ from runner.training.fit import fit
 from runner.training.options import Options
 
 _TAIL_BYTES = 1 << 14
+
+
+class Total:
+    """Shows one line for each point that ended and, on a terminal, a bar of all points below."""
+
+    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic):
+        self._line, self._clock = LiveLine(stream), clock
+        self.message = self._line.message
+        self._count = self._ended = 0
+        self._began = self._drawn = 0.0
+
+    @contextlib.contextmanager
+    def of(self, points: Sequence[Point]) -> Iterator[None]:
+        """Counts `points`, which are trained in this context."""
+        self._count, self._ended, self._began = len(points), 0, self._clock()
+        try:
+            self._draw(0.0, "")
+            yield
+        finally:
+            self.pause()
+
+    def step(self, point: Point, step: int, steps: int) -> None:
+        """Shows that `point` has done `step` of `steps`."""
+        if step == 0 or self._clock() - self._drawn >= REDRAW_SECONDS:
+            self._draw(step / steps, f"  {point.name}  step {step:,}/{steps:,}")
+
+    def ended(self, point: Point, failures: Mapping[str, str], began: float) -> None:
+        """Writes the result of a point whose training began at the time `began`."""
+        self._ended += 1
+        found = failures.get(point.name) or (result_text(point) if point.finished else "")
+        state, took = status(point, failures), duration_text(self._clock() - began)
+        result = f"{point.name} {state} after {took}{found and f': {found}'}"
+        self.message(wrapped(f"{self._ended}/{self._count}  {result}"))
+        self._draw(0.0, "")
+
+    def pause(self) -> None:
+        """Erases the bar."""
+        self._line.close(keep=False)
+
+    def _draw(self, part: float, text: str) -> None:
+        self._drawn = self._clock()
+        done = (self._ended + part) / max(self._count, 1)
+        left = ""
+        if self._ended:  # before that, compilation dominates
+            left = f"  {duration_text((self._drawn - self._began) * (1 / done - 1))} left"
+        self._line.line = f"{bar(done)} {self._ended}/{self._count} points{text}{left}"
+        self._line.draw()
 
 
 class _Training:
@@ -43,20 +94,21 @@ class _Training:
     def __init__(self, grace_seconds: float):
         """Installs the signal handlers; call it on the main thread."""
         self.failures: dict[str, str] = {}
+        self._total = Total(sys.stderr)
         self._asked = threading.Event()
         StopSignals(grace_seconds, self._stop, self._end)
 
     def _stop(self, number: signal.Signals) -> None:
-        _tell(f"{number.name}: {self.ending}")
+        self._total.message(f"{number.name}: {self.ending}")
         self._asked.set()
 
     def _end(self, number: signal.Signals, reason: str) -> None:
-        _tell(f"error: ended by {number.name}: {reason}")
+        self._total.message(f"error: ended by {number.name}: {reason}")
         os._exit(SIGNALLED + number)
 
 
 class InTurn(_Training):
-    """Trains points one by one, as `python -m runner` would."""
+    """Trains points one by one, as `python -m runner` would; each logs into its own run.log."""
 
     def __init__(
         self,
@@ -77,26 +129,36 @@ class InTurn(_Training):
         stopped the training.
         """
         waiting = [each for each in points if not each.finished and each.name not in self.failures]
-        for number, point in enumerate(waiting, 1):
-            if self._asked.is_set():
-                break
-            _tell(f"\npoint {number} of {len(waiting)}: {point.name}")
-            self._train(point, until(point))
+        with self._total.of(waiting):
+            for point in waiting:
+                if self._asked.is_set():
+                    break
+                self._train(point, until(point))
         return not self._asked.is_set()
 
     def _train(self, point: Point, last: int | None) -> None:
         def stop(step: int) -> bool:
+            self._total.step(point, step, steps)
             return self._asked.is_set() or (last is not None and step >= last)
 
-        options = Options(limits=Limits(), stop=stop, experiment_file=self._experiment_file)
+        options = Options(
+            limits=Limits(), stop=stop, experiment_file=self._experiment_file, reports=False
+        )
+        began = time.monotonic()
         try:
-            fit(self._config_of(point.settings), point.workdir, options)
+            config = self._config_of(point.settings)
+            steps = last or config.steps
+            self._total.step(point, 0, steps)
+            fit(config, point.workdir, options)
         except StoppedEarly:
             pass
         except Exception as error:  # the other points continue
-            tell(error, self._debug)
             reason = " ".join(error_text(error).split())
             self.failures[point.name] = reason or type(error).__name__
+            if self._debug or exit_code(error) != MISTAKE:
+                self._total.pause()
+                tell(error, self._debug)
+        self._total.ended(point, self.failures, began)
 
 
 class SideBySide(_Training):
@@ -125,7 +187,7 @@ class SideBySide(_Training):
                 self._train(point, slot)
             slots.put(slot)
 
-        with ThreadPoolExecutor(self._max_parallel) as threads:
+        with self._total.of(waiting), ThreadPoolExecutor(self._max_parallel) as threads:
             list(threads.map(train, waiting))
         return not self._asked.is_set()
 
@@ -146,22 +208,16 @@ class SideBySide(_Training):
                 )
         except OSError as error:
             self.failures[point.name] = str(error)
-            _tell(f"failed: {point.name}: {error}")
+            self._total.ended(point, self.failures, began)
             return
         self._running.add(process)
-        _tell(f"began {point.name}; its output: {output}")
         if self._asked.is_set():  # set in the meantime
             self._signal(signal.SIGTERM)
         code = process.wait()
         self._running.remove(process)
-        found = ""
-        if code == FINISHED:
-            found = f": {result_text(point)}"
-        elif code != STOPPED:
-            reason = last_line(output) or f"exit status {code}"
-            self.failures[point.name], found = reason, f": {reason}"
-        took = duration_text(time.monotonic() - began)
-        _tell(f"{point.name} {status(point, self.failures)} after {took}{found}")
+        if code not in (FINISHED, STOPPED):
+            self.failures[point.name] = last_line(output) or f"exit status {code}"
+        self._total.ended(point, self.failures, began)
 
     def _stop(self, number: signal.Signals) -> None:
         super()._stop(number)
@@ -191,7 +247,3 @@ def last_line(file: Path) -> str:
 
 def _output(point: Point) -> Path:
     return point.workdir.parent / OUTPUT / f"{point.name}.txt"
-
-
-def _tell(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

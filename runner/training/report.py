@@ -16,7 +16,7 @@ from lmlib.state import State
 from lmlib.storage.atomic_file import write_atomically
 from lmlib.storage.local_folder import shown
 from lmlib.terminal.quantities import count_text
-from lmlib.terminal.table import columns
+from lmlib.terminal.table import columns, wrapped
 from runner.errors import ConfigError
 from runner.monitoring.goodput import GoodputLog
 from runner.processes.agreement import from_first
@@ -90,11 +90,15 @@ class Summary:
             *self._validation_rows(),
             ("the run's files", shown(workdir)),
             *([("its page", str(page))] if page.exists() else []),
-            *(("" if i else "try next", command) for i, command in enumerate(next_commands)),
         ]
-        samples = [f"sampled: {text!r}" for text in self.samples]
+        width = max(len(name) for name, _ in rows)
+        # Unlike a table's cells, commands are never wrapped, so they can be copied.
+        commands = (
+            f"{'' if i else 'try next':{width}}  {each}" for i, each in enumerate(next_commands)
+        )
+        samples = [wrapped(f"sampled: {text!r}") for text in self.samples]
         times = [] if self.goodput is None else [self.goodput.text(), ""]
-        return "\n".join([*samples, *times, columns(rows)])
+        return "\n".join([*samples, *times, columns(rows), *commands])
 
     def _validation_rows(self) -> Iterator[tuple[str, str]]:
         for name, each in self.validation.items():

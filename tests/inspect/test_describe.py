@@ -9,6 +9,8 @@ from lmlib.inspect.description import describe
 from lmlib.models.families.llama import llama
 from lmlib.models.weights import creator
 from lmlib.parallel.mesh import make_mesh
+from lmlib.terminal.quantities import bytes_text
+from lmlib.terminal.table import WIDTH
 
 pytestmark = pytest.mark.several_devices
 
@@ -43,20 +45,23 @@ def test_rows_describe_the_arrays():
 def test_the_text_names_axes_layout_and_totals():
     text = str(describe(jax.eval_shape(make), make_mesh(fsdp=4, tensor=2)))
     row = next(line for line in text.splitlines() if line.startswith("stack.patterns.0.0.mlp.down"))
-    assert "2 × mlp 256 × embed 64" in row
-    assert "whole, tensor, fsdp" in row
-    assert f"{2 * 256 * 64 * 4 // 8:,}" in row
+    # The cells go on in the lines below.
+    below = " ".join(text.partition(row)[2].split("norm.scale")[0].split())
+    assert "layer 2 ×" in row and below.startswith("mlp 256 ×")
+    assert "whole, " in row and "tensor, fsdp" in below
+    assert bytes_text(2 * 256 * 64 * 4 // 8) in row
     assert "yes" in row
     assert f"{256**-0.5 / 2:.4g}" in row  # a residual write of two layers
     total = 2 * 512 * 64 + 64 + 2 * (2 * 64 + 64 * 8 * 8 * 2 + 64 * 4 * 8 * 2 + 3 * 64 * 256)
-    assert text.splitlines()[-1].startswith(f"{total:,} parameters in 12 arrays")
-    assert text.splitlines()[-1].endswith("bytes on each device of mesh fsdp 4 × tensor 2")
+    assert f"\n{total:,} parameters in 12 arrays" in text
+    assert " ".join(text.split()).endswith("KB on each device of mesh fsdp 4 × tensor 2")
+    assert max(map(len, text.splitlines())) <= WIDTH
 
 
 @pytest.mark.parametrize(
     ("sizes", "layout", "where"),
     [
-        ({}, ("whole", "whole", "whole"), "bytes on one device"),
+        ({}, ("whole", "whole", "whole"), "KB on one device"),
         ({"tensor": 2}, ("whole", "tensor", "whole"), "mesh tensor 2"),
         ({"fsdp": 2, "expert": 4}, ("whole", "whole", "fsdp × expert"), "mesh fsdp 2 × expert 4"),
     ],

@@ -20,6 +20,7 @@ from lmlib.models.families.llama import llama
 from lmlib.optim.adamw import adamw
 from lmlib.parallel.mesh import make_mesh
 from lmlib.state import abstract_batch, abstract_model
+from lmlib.terminal.quantities import bytes_text
 
 pytestmark = pytest.mark.several_devices
 
@@ -99,5 +100,5 @@ def test_the_table_names_shapes_and_bytes():
     local = layers * (rows // 4) * sequence * (heads // 2) * head_dim * 2
     line = next(line for line in text.splitlines() if line.startswith("query"))
     assert "3 × 16 × 32 × 8 × 8" in line
-    assert f"{local:,}" in line
+    assert bytes_text(local) in line
     assert text.splitlines()[-1].startswith("total")

@@ -15,6 +15,8 @@ from program_texts import program_text
 from lmlib.parallel.mesh import make_mesh
 from lmlib.plan.collectives import collectives, spanned_axes
 from lmlib.plan.program import ArrayType, read_program
+from lmlib.terminal.quantities import bytes_text
+from lmlib.terminal.table import WIDTH
 
 pytestmark = pytest.mark.several_devices
 
@@ -99,10 +101,10 @@ def test_scopes_and_transformations_say_where():
         ("all-reduce", "each layer, backward"),
         ("all-reduce", "each step, update"),
     ]
-    # The table has a line for each, a head and a total.
+    # The table has a line for each, titles of three lines and a total.
     lines = str(found).splitlines()
-    assert len(lines) == 6
-    assert lines[-1].split()[-1] == f"{found.bytes_sent_per_step:,}"
+    assert len(lines) == 8 and max(map(len, lines)) <= WIDTH
+    assert lines[-1].endswith(f"  {bytes_text(found.bytes_sent_per_step)}")
 
 
 def test_one_device_sends_nothing():

@@ -43,6 +43,13 @@ def test_a_matmul_and_what_it_moves():
     assert (one.dtype, one.count, one.scope, one.phase) == ("bfloat16", 1, "other", "update")
 
 
+def test_large_steps_are_shown_in_pflop():
+    big = functools.partial(counted, lambda x, w: x @ w)
+    below, above = (str(big(*shapes((rows, 10**6), (10**6, 10**4)))) for rows in (450_000, 550_000))
+    assert "together (TFLOP)" in below and "9,000.000" in below
+    assert "together (PFLOP)" in above and "11.000" in above and "TFLOP" not in above
+
+
 def test_scans_count_as_often_as_they_turn():
     def outer(x, w):
         def inner(x, _):

@@ -28,6 +28,7 @@ from lmlib.plan.planner import compilable, dense_expansions, plan
 from lmlib.plan.program import read_program
 from lmlib.plan.targets import Target, parse, prepare
 from lmlib.terminal.quantities import bytes_text
+from lmlib.terminal.table import WIDTH
 from runner.aot.abstract_inputs import built, without_data
 from runner.config import configs
 from runner.config.configs import load
@@ -162,6 +163,9 @@ def test_the_report_can_be_read(planned):
     assert text.startswith(f"{PARAMETERS:,} parameters on {target}, mesh fsdp")
     for title in ("Memory", "Communication", "FLOPs", "Time"):
         assert f"\n{title}\n─" in text
+    assert max(map(len, text.splitlines())) <= WIDTH
+    sent = report.collectives.bytes_sent_per_step
+    assert bytes_text(sent) in text and f"{sent:,}" not in text
     assert json.loads(json.dumps(report.as_json()))["memory"]["needed"] == report.memory.needed
 
 
@@ -224,7 +228,8 @@ def test_reading_weights_may_need_more_than_the_step(planned):
     )
     assert more.needed == more.loading and more.fits is False
     assert " to read the weights of 1 B, " in more.verdict
-    assert re.search(rf"\nreading weights +{more.loading:,}  before the first step", str(more))
+    size = re.escape(bytes_text(more.loading))
+    assert re.search(rf"\nreading weights +{size} +before the first step", str(more))
     run = experiment(parse("cpu:8"))
     assert reading(run) == 0
     table = VOCAB * EMBED  # in bfloat16, and a device's share of it, which is float32 where it lies

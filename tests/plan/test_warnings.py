@@ -22,6 +22,7 @@ from lmlib.plan.communication_warnings import communication_warnings
 from lmlib.plan.planner import stderr_kept
 from lmlib.plan.program import read_program
 from lmlib.state import abstract_model
+from lmlib.terminal.quantities import bytes_text
 
 pytestmark = pytest.mark.several_devices
 
@@ -55,7 +56,7 @@ def test_a_gathered_stack_is_named_with_its_bytes():
     assert warning.problem == "gathered stack"
     assert "stack.patterns.0.0.mlp.gate" in warning.message
     stack = L * E * (F // 2) * 4
-    assert f"{stack:,} bytes" in warning.message
+    assert bytes_text(stack) in warning.message
     assert warning.bytes_sent_per_step == stack * 3 // 4
     assert warnings_of(functools.partial(gathered, whole_stack=False), mesh) == ()
 

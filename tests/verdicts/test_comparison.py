@@ -53,7 +53,7 @@ def test_settings_are_grouped_over_seeds_and_sorted_and_judged(tmp_path):
     assert worst.verdict == "inconclusive" and worst.seeds_needed > 3
     content = json.loads(json.dumps(found.as_json(), allow_nan=False))
     assert content["groups"][0]["judged"]["verdict"] == "better"
-    text = comparison_text(found)
+    text = " ".join(comparison_text(found).split())
     assert "2.9997 ± 0.0574" in text
     assert re.search(r"lr = 0\.01: .* needs \d+ more seeds per setting for 80 % power", text)
     assert "A setting with no effect is called better at most 5 % of the time, and worse" in text

@@ -1,5 +1,6 @@
 """The points of a sweep: values, names, folder, commands and halving."""
 
+import io
 import json
 import re
 import shlex
@@ -23,6 +24,7 @@ from runner.sweep.folder import (
 )
 from runner.sweep.halving import halved, parsed_rungs
 from runner.sweep.points import check_paths, points_of
+from runner.sweep.training import Total
 
 EXPERIMENT = """
 from lmlib.sweeps import axis, product
@@ -300,3 +302,24 @@ def test_fractions_rise_between_nothing_and_all():
     for text in ("", "a", "0.5,0.25", "0,0.5", "0.5,1", "0.5,0.5", "nan"):
         with pytest.raises(ConfigError, match="give rising fractions"):
             parsed_rungs(text)
+
+
+def test_a_terminal_shows_a_line_for_each_ended_point_above_a_bar(tmp_path):
+    stream, seconds = io.StringIO(), iter(range(1_000))
+    stream.isatty = lambda: True
+    points = [Point(tmp_path / name, {}) for name in "ab"]
+    total = Total(stream, lambda: next(seconds))
+    with total.of(points):
+        total.step(points[0], 0, 10)
+        total.step(points[0], 5, 10)
+        drawn = stream.getvalue().split("\r\x1b[K")
+        total.ended(points[0], {"a": "no room"}, 0.0)
+    assert drawn[0] == "" and drawn[2:] == [
+        f"[{' ' * 20}] 0/2 points  a  step 0/10",
+        f"[{'=' * 5}{' ' * 15}] 0/2 points  a  step 5/10",
+    ]
+    _, line, bar, erased = stream.getvalue().removeprefix("\r\x1b[K".join(drawn)).split("\r\x1b[K")
+    ended, below = line.split("\n")
+    assert re.fullmatch(r"1/2  a failed after \d+\.0 s: no room", ended)
+    assert below == drawn[3] and re.match(r"\[={10} {10}\] 1/2 points  \d+\.0 s left", bar)
+    assert erased == ""

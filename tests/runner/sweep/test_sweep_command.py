@@ -1,6 +1,7 @@
 """`python -m runner.sweep`: its points are ordinary runs, and it continues where it ended."""
 
 import json
+import re
 import signal
 import subprocess
 import time
@@ -11,6 +12,7 @@ from compiled_programs import XLA_FLAGS
 from forked_processes import Ended, ForkedProcess, run_forked
 from small_runs import EXPERIMENT, SECONDS
 
+from lmlib.terminal.table import WIDTH
 from runner.command_line.exit_status import FAILED, FINISHED, MISTAKE, STOPPED
 from runner.processes.lock import wait_for_lock
 
@@ -46,7 +48,13 @@ def test_each_point_is_a_run_in_a_folder_of_its_own(made):
     assert sorted(file.parent.name for file in folder.glob("*/result.json")) == POINTS
     curves = [losses(folder / name) for name in POINTS]
     assert len({tuple(curve) for curve in curves}) == 4
-    assert all(f"point {i} of 4: {name}" in done.stderr for i, name in enumerate(POINTS, 1))
+    # One line for each point; the lines of its steps are in its folder.
+    told = done.stderr.splitlines()
+    assert [re.match(r"(./4)  (\S+) finished after .*: training loss ", x)[1] for x in told] == [
+        f"{i}/4" for i in range(1, 5)
+    ]
+    assert [line.split()[1] for line in told] == POINTS
+    assert all("step 3/3" in (folder / name / "run.log").read_text() for name in POINTS)
     assert f"-m runner.compare {folder}" in done.stdout
     # Best first: these runs have training losses alone.
     shown = [line.split()[0] for line in done.stdout.splitlines() if line.startswith("peak_lr")]
@@ -60,7 +68,10 @@ def test_a_dry_run_shows_the_cost(tmp_path):
     assert not (tmp_path / "sweep").exists()
     rows = [line.split() for line in shown.stdout.splitlines()]
     assert [row[:2] for row in rows[1:5]] == [[name, "3"] for name in POINTS]
-    assert "4 points, " in shown.stdout and "Under 1 s on an H100; measured" in shown.stdout
+    *_, last = shown.stdout.split("\n\n")
+    assert last.startswith("4 points, ")
+    assert last.index("The time here is measured in the first point.") < last.index("on an H100")
+    assert max(map(len, shown.stdout.splitlines())) <= WIDTH
 
 
 @pytest.mark.slow
@@ -80,7 +91,7 @@ def test_finished_points_are_skipped_and_points_can_be_added(made):
     folder, _ = made
     before = {file: file.read_bytes() for file in folder.glob("*/metrics.jsonl")}
     again = sweep(folder, *AXES)
-    assert (again.returncode, "point 1 of" in again.stderr) == (FINISHED, False)
+    assert (again.returncode, again.stderr) == (FINISHED, "")
     wider = (AXES[0], "--axis=seed=0,1,2")
     refused = sweep(folder, *wider)
     assert refused.returncode == MISTAKE
@@ -90,7 +101,7 @@ def test_finished_points_are_skipped_and_points_can_be_added(made):
     assert "differs in steps" in other.stderr
     added = sweep(folder, "--axis=optimizer.peak_lr=1e-3", "--axis=seed=2", "--add_points")
     assert added.returncode == FINISHED, added.stderr
-    assert "point 1 of 1: peak_lr=0.001,seed=2" in added.stderr
+    assert "1/1  peak_lr=0.001,seed=2 finished after" in added.stderr
     assert all(file.read_bytes() == content for file, content in before.items())
 
 

@@ -15,9 +15,11 @@ from states import assert_same_bits, without_times
 from lmlib.data.synthetic import Synthetic
 from lmlib.metrics.log import read_metrics
 from lmlib.runs.goodput import read_starts
+from lmlib.terminal.table import WIDTH
 from runner import Options, fit
 from runner.config import configs
 from runner.errors import ConfigError
+from runner.training.report import Summary
 
 SMALL = ("model.layers=1", "model.embed=16", "model.mlp=16", "mesh.fsdp=1", "validation=None")
 MESH = ("mesh.fsdp=4", "mesh.tensor=2", "compute.dtype=float32")
@@ -201,6 +203,15 @@ def test_the_command_line_profiles_and_dumps(tmp_path):
     assert sum(map(float, seconds)) == pytest.approx(float(told[1]), abs=0.5)
     for row in ("parameters", "tokens seen", "training loss", "validation loss", "try next"):
         assert re.search(rf"^{row} ", done.stdout, re.MULTILINE)
+
+
+def test_the_final_table_counts_its_steps_and_leaves_commands_whole(tmp_path):
+    command = "python -m runner " + "--fdl.steps=20 " * 20
+    summary = Summary(20, 1_000, 500, 1e3, None, 2.5, "loss", "nats per token", ("word " * 50,))
+    *table, last = summary.text(tmp_path, [command]).splitlines()
+    assert last == f"try next                {command}"
+    assert "training loss           2.5000 nats per token, last 20 steps" in table
+    assert max(map(len, table)) <= WIDTH
 
 
 @pytest.mark.slow
