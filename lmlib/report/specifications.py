@@ -17,17 +17,16 @@ COLOURS = (
 )  # fmt: skip
 _NUMBER = "quantitative"
 _LEGEND = {"title": None, "symbolType": "stroke", "symbolOpacity": 1, "symbolStrokeWidth": 2}
-# 20k, 1.5B, 1e+20, 0.002, 100: enough digits to tell the ticks of an axis apart.
-_DIGITS = (
-    "clamp(ceil(log(max(abs(domain('AXIS')[0]), abs(domain('AXIS')[1])) / "
-    "(abs(span(domain('AXIS'))) || 1)) / LN10 + 2.5), 4, 15)"
-)
+# 20k, 1.5B, 1e+20, 0.002, 100, 2e-5: enough digits to tell the ticks of an axis apart.
+_LARGEST = "max(abs(domain('AXIS')[0]), abs(domain('AXIS')[1]))"
+_DIGITS = f"clamp(ceil(log({_LARGEST} / (abs(span(domain('AXIS'))) || 1)) / LN10 + 2.5), 4, 15)"
 _TICK = (
-    "!datum.value ? '0' : abs(datum.value) >= 1e15 || abs(datum.value) < 1e-4 "
+    "!datum.value ? '0' : abs(datum.value) >= 1e15 || min(abs(datum.value), LARGEST / 9) < 1e-4 "
     "? format(datum.value, '.' + (DIGITS - 1) + '~e') : abs(datum.value) < 1e4 "
     "? format(datum.value, '.' + DIGITS + '~g') : DIGITS > 5 && abs(datum.value) < 1e8 "
     "? format(datum.value, ',.15~g') : replace(format(datum.value, '.' + DIGITS + '~s'), 'G', 'B')"
-).replace("DIGITS", _DIGITS)
+)
+_TICK = _TICK.replace("DIGITS", _DIGITS).replace("LARGEST", _LARGEST)
 _NO_LIMIT = 1.7e308
 
 

@@ -56,8 +56,9 @@ const point = (view, ...at) => {
 };
 setTimeout(async () => {
   const charts = {};
-  data.charts.forEach(({ metric }, i) => {
-    const view = views[i];
+  document.querySelectorAll("figure[data-metric]").forEach((figure) => {
+    const view = views.find((each) => figure.contains(each.container()));
+    const { metric } = figure.dataset;
     const empty = { marks: {}, labels: [], heights: [], dashed: 0 };
     charts[metric] = look(view.scenegraph().root, empty);
   });
@@ -176,6 +177,42 @@ def test_odd_values_hide_no_others(tmp_path):
     assert charts["loss"]["marks"]["triangle"] == 1 and charts["loss"]["marks"]["line"] == 2 * 60
     assert "1,000,030" in charts["loss"]["labels"][0]
     assert charts["lonely"]["marks"]["cross"] == 30 and charts["lonely"]["marks"]["circle"] == 30
+
+
+def test_charts_are_grouped_and_a_dull_one_is_drawn_when_its_group_opens(tmp_path):
+    lines = [
+        {
+            "step": step,
+            "loss": 4.0 - step / 40,
+            "learning_rate": 1e-5 * step,
+            "skipped_updates": int(step > 20) + int(step > 30),
+            "valid_tokens": 512 - step % 2,
+            "step_seconds": {1: 2.0, 2: 1.0}.get(step, 0.3 + step % 3 / 100),
+            "data_wait_seconds": 1e-6 * step,
+        }
+        for step in range(1, 41)
+    ]
+    told = """[charts, await (async () => {
+      const groups = [...document.querySelectorAll("#charts > details")];
+      const closed = groups.filter((each) => !each.open).map((each) => each.innerText);
+      const caption = document.querySelector("[data-metric=learning_rate]").innerText;
+      groups.at(-1).querySelector("summary").click();
+      await new Promise((resolve) => setTimeout(resolve, 9000));
+      const drawn = document.querySelectorAll("#charts > details:last-child canvas").length;
+      return [groups.map((each) => each.querySelector("h2").textContent), closed, caption, drawn];
+    })()]"""
+    charts, (groups, closed, caption, drawn) = look(
+        page_of(tmp_path, lines), tmp_path / "profile", told
+    )
+    assert groups == ["Loss", "Optimization", "Speed and memory", "Nearly constant"]
+    assert len(closed) == 1 and "valid_tokens 511 to 512" in closed[0] and drawn == 2
+    assert "data_wait_seconds 1.0e-6 to 4.0e-5" in closed[0] and "valid_tokens" not in charts
+    assert caption.startswith("Learning rate learning_rate")
+    assert "2e-4" in charts["learning_rate"]["labels"][1]
+    assert [label for label in charts["skipped_updates"]["labels"][1] if label] == ["0", "1", "2"]
+    assert charts["step_seconds"]["marks"]["triangle"] == 2
+    heights = [y for y in charts["step_seconds"]["heights"] if y >= 0]
+    assert max(heights) - min(heights) > 0.6  # the steps without compilation
 
 
 def test_a_zero_spoils_no_logarithmic_axis_and_the_full_range_is_there(tmp_path):

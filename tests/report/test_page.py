@@ -264,7 +264,10 @@ def test_few_values_that_are_far_from_the_rest_are_outside():
         ([3.0, 1e30], (math.nan, math.nan)),
         ([math.inf, math.nan], (math.nan, math.nan)),
     ]:
-        assert limits([np.array(values)]) == pytest.approx(expected, nan_ok=True), values
+        assert limits(np.array(values)) == pytest.approx(expected, nan_ok=True), values
+    assert limits(np.array([4.0, 2.0, *[0.3, 0.31] * 4]), compiled=True) == pytest.approx(
+        (math.nan, 0.31), nan_ok=True
+    )
 
 
 def test_layers_are_in_the_order_of_the_model(tmp_path):
