@@ -66,7 +66,8 @@ def page(
         specifications={
             name: getattr(specifications, name)()
             for name in ("curves", "heat", "bars", "logarithmic")
-        },
+        }
+        | {"colours": specifications.COLOURS, "viridis": specifications.VIRIDIS},
         data=tables.data(runs),
     )
 

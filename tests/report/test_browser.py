@@ -18,6 +18,7 @@ from small_experiment import small
 from lmlib.report import page, seen, write_page
 from lmlib.report.seen import Watched
 from lmlib.report.server import PageServer
+from lmlib.report.specifications import COLOURS
 from runner import fit
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "google-chrome", "chrome"))), None)
@@ -38,6 +39,7 @@ const look = (item, found) => {
     found.marks[kind] = (found.marks[kind] ?? 0) + seen.length;
     const drawn = seen.filter((each) => each.defined !== false && Number.isFinite(each.y));
     if (kind === "line") found.heights.push(...drawn.map((each) => each.y / 230));
+    if (kind === "line") found.colours.push(...seen.slice(0, 1).map((each) => each.stroke));
     if (kind === "line") found.dashed += seen.filter((each) => each.strokeDash?.[1]).length;
   }
   for (const each of item.items ?? []) look(each, found);
@@ -59,7 +61,7 @@ setTimeout(async () => {
   document.querySelectorAll("figure[data-metric]").forEach((figure) => {
     const view = views.find((each) => figure.contains(each.container()));
     const { metric } = figure.dataset;
-    const empty = { marks: {}, labels: [], heights: [], dashed: 0 };
+    const empty = { marks: {}, labels: [], heights: [], colours: [], dashed: 0 };
     charts[metric] = look(view.scenegraph().root, empty);
   });
   document.title = JSON.stringify(EXPRESSION);
@@ -213,6 +215,25 @@ def test_charts_are_grouped_and_a_dull_one_is_drawn_when_its_group_opens(tmp_pat
     assert charts["step_seconds"]["marks"]["triangle"] == 2
     heights = [y for y in charts["step_seconds"]["heights"] if y >= 0]
     assert max(heights) - min(heights) > 0.6  # the steps without compilation
+
+
+@pytest.mark.parametrize("count", [2, 12])
+def test_curves_have_the_colours_of_the_theme(tmp_path, count):
+    for i in range(count):
+        leave_run(tmp_path / f"runs/{i:02}", {"lr": i, "steps": 2}, losses(3.0, 2.0 + i))
+    write_page(seen([tmp_path / "runs"]), tmp_path / "page.html")
+    told = """[charts.loss.colours, [...document.querySelectorAll("#legend i")].map((each) => {
+        const parts = getComputedStyle(each).backgroundColor.match(/\\d+/g);
+        return "#" + parts.map((part) => Number(part).toString(16).padStart(2, "0")).join("");
+    })]"""
+    drawn = {}
+    for theme in ("light", "dark"):
+        address = f"theme={theme}"
+        lines, legend = look(tmp_path / "page.html", tmp_path / "profile", told, address)
+        assert len(set(legend)) == count and set(legend) <= set(lines)
+        assert legend == COLOURS[theme][:2] or count > 2
+        drawn[theme] = legend
+    assert not set(drawn["light"]) & set(drawn["dark"])
 
 
 def test_a_zero_spoils_no_logarithmic_axis_and_the_full_range_is_there(tmp_path):

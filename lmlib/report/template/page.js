@@ -14,17 +14,32 @@ const hasSeeds = () => new Set(data.runs.map((run) => run.group)).size < data.ru
 const bySeed = () => hasSeeds() && control("seeds").checked;
 const curveOf = (run) => (bySeed() ? run.group : run.name);
 const curves = () => [...new Set(data.runs.map(curveOf))];
-const colours = specifications.curves.encoding.color.scale.range;
-
 const isDark = () =>
   (document.documentElement.dataset.theme ??
     (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
+
+const palette = () => specifications.colours[isDark() ? "dark" : "light"];
+
+// A colour for each curve.
+function colours() {
+  const { length } = curves(), scale = specifications.viridis[isDark() ? "dark" : "light"];
+  if (length <= palette().length) return palette();
+  return curves().map((_, number) => { // between two colours of the scale
+    const at = (number / (length - 1)) * (scale.length - 1), i = Math.min(Math.floor(at), scale.length - 2);
+    const channels = [1, 3, 5].map((from) => {
+      const [low, high] = [scale[i], scale[i + 1]].map((each) => parseInt(each.slice(from, from + 2), 16));
+      return Math.round(low + (at - i) * (high - low)).toString(16).padStart(2, "0");
+    });
+    return `#${channels.join("")}`;
+  });
+}
 
 function theme() {
   const style = getComputedStyle(document.documentElement);
   const [text, line] = ["--text", "--line"].map((name) => style.getPropertyValue(name).trim());
   return {
     background: null,
+    range: { category: palette() },
     font: style.getPropertyValue("font-family"),
     view: { stroke: null },
     axis: { labelColor: text, titleColor: text, gridColor: line, domainColor: line,
@@ -65,7 +80,7 @@ function curveSpecification(chart) {
   const around = Math.floor((Number(control("smoothing").value) / 100) * points / 2);
   spec.transform[2].frame = [-around, around];
   const { x, y, color } = spec.encoding;
-  color.scale.domain = curves();
+  color.scale = { domain: curves(), range: colours() };
   x.title = control("axis").selectedOptions[0].textContent;
   if (logX) x.scale = specifications.logarithmic.scale;
   if (logY) y.scale = structuredClone(specifications.logarithmic.scale);
@@ -165,6 +180,7 @@ async function draw(place, spec) {
 function legend() {
   const place = control("legend");
   place.replaceChildren();
+  const shades = colours();
   curves().forEach((name, i) => {
     const label = element("label");
     const box = Object.assign(element("input"), { type: "checkbox", checked: !hidden.has(name) });
@@ -174,7 +190,7 @@ function legend() {
       drawAll();
     });
     const swatch = element("i");
-    swatch.style.background = colours[i % colours.length];
+    swatch.style.background = shades[i];
     label.append(box, swatch, name);
     place.append(label);
   });
