@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import threading
 
+import made_up_runs
 import pytest
 from made_up_runs import leave_files as leave_run
 from made_up_runs import losses
@@ -234,6 +235,24 @@ def test_curves_have_the_colours_of_the_theme(tmp_path, count):
         assert legend == COLOURS[theme][:2] or count > 2
         drawn[theme] = legend
     assert not set(drawn["light"]) & set(drawn["dark"])
+
+
+def test_with_eighty_runs_the_first_chart_starts_on_the_first_screen(tmp_path):
+    for i in range(80):
+        run = tmp_path / f"runs/{i:02}"
+        settings = {"optimizer.peak_lr": f"{1e-4 * 1.1 ** (i // 2):.6f}", "seed": i % 2}
+        made_up_runs.leave_run(run, 2.5 + i % 9 / 10, settings, steps=3, finished=i % 8 < 6)
+        start = {"began": 0.0, "until": 1.0, "last_step": 3, "seconds": {"steps": 1.0}}
+        start |= {"ended": "diverged", "reason": "the loss is NaN"}
+        (run / "goodput.json").write_text(json.dumps({"starts": [start]}))
+    runs = seen([tmp_path / "runs"])
+    write_page(runs, tmp_path / "page.html", baseline="optimizer.peak_lr=0.000100", margin=0.01)
+    text = (tmp_path / "page.html").read_text()
+    assert text.count("20 runs have not finished") == 1 and text.count("the loss is NaN") == 1
+    told = """[innerHeight, document.querySelector("figure").getBoundingClientRect().top,
+        document.querySelectorAll("#runs tbody tr").length, document.querySelector("#runs").open]"""
+    height, top, rows, opened_ = look(tmp_path / "page.html", tmp_path / "profile", told)
+    assert top < 900 and rows == 80 and not opened_, (height, top)
 
 
 def test_a_zero_spoils_no_logarithmic_axis_and_the_full_range_is_there(tmp_path):

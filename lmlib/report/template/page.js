@@ -305,6 +305,8 @@ async function refresh(seconds) {
     document.title = page.title;
     for (const part of document.querySelectorAll("[data-live]")) {
       const next = page.getElementById(part.id); // what has not changed stays, open or closed
+      for (const each of next.querySelectorAll("details[id]"))
+        each.open = control(each.id)?.open ?? each.open;
       if (next.textContent !== part.textContent) part.replaceWith(document.adoptNode(next));
     }
     if (text !== control("data").textContent) {
