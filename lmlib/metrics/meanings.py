@@ -14,10 +14,14 @@ class Meaning(NamedTuple):
     name: str
     unit: str
     text: str
+    title: str = ""  # of a chart; empty if the key says it
 
 
 _TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-MEANINGS = tuple(Meaning(name, row.get("unit", ""), row["text"]) for name, row in _TABLE.items())
+MEANINGS = tuple(
+    Meaning(name, row.get("unit", ""), row["text"], row.get("title", ""))
+    for name, row in _TABLE.items()
+)
 _BY_NAME = {each.name.partition("/")[0] + "/" * ("/" in each.name): each for each in MEANINGS}
 
 
@@ -33,6 +37,15 @@ def meaning(name: str) -> Meaning | None:
     if not whole.startswith(EVALUATION) or base is None:
         return None
     return Meaning(name, base.unit, f"{base.name} on the validation split")
+
+
+def title(name: str) -> str:
+    """Returns the title of the metric's chart: "Gradient norm" for "grad_norm"."""
+    known = meaning(name)
+    if known is not None and known.title and "/" not in name:
+        return known.title
+    words = name.replace("_", " ").replace("/", ": ")
+    return words[:1].upper() + words[1:]
 
 
 def markdown() -> Iterator[str]:

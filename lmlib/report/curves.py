@@ -1,11 +1,12 @@
 """The curves of a page as JSON: one thinned series for each metric and run.
 
-    {"metric", "unit", "text", "stretch", "limits",
+    {"metric", "title", "group", "range", "whole", "unit", "text", "stretch", "limits",
      "series": [{"run", "step", "tokens", …, "value", "least", "greatest", "not_finite"}]}
 
 Each list in a series has one entry per point; `null` stands for a number that is not finite.
 "least", "greatest" and "not_finite" are left out where they add nothing. "limits" are the smallest
-and the largest value shown without "full range"; `null` means no limit.
+and the largest value shown without "full range"; `null` means no limit. "whole" is true if all
+values are integers. "range" has the smallest and the largest value.
 """
 
 import re
@@ -14,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from lmlib.metrics.meanings import EVALUATION, Meaning, meaning
+from lmlib.metrics.meanings import EVALUATION, Meaning, meaning, title
 from lmlib.report.points import AXES, at, axes, downsample, steps_per_point
 from lmlib.report.seen import Seen
 from lmlib.runs.series import Series
@@ -25,8 +26,15 @@ _PER_PART = ("grad_norm", "weight_norm", "output_rms")
 # The largest distance of a drawn value from the interquartile range of all values: in widths of
 # that range, and relative to its magnitudes.
 _FAR, _LARGE = 20, 10
+# Stricter for metrics that compilation makes extreme in the first steps of a start.
+_COMPILED = ("step_seconds", "tokens_per_second", "mfu")
+_NEAR, _SMALL = 3, 0.5
+# Charts whose values differ by less than this fraction are folded, except in the first two groups.
+_DULL = 0.005
+DULL = "Nearly constant"
 _NOT_DRAWN = ("step", "tokens", "step_flops")  # axes, or covered by other charts
-# The order of charts: losses, other validation metrics, custom metrics, the update, speed.
+# The groups of charts in their order, and the metrics in theirs.
+_GROUPS = ("Loss", "Model and objective", "Optimization", "Speed and memory", DULL)
 _FIRST = ("loss", "evaluation_loss", "evaluation_bits_per_byte")
 _UPDATE = ("learning_rate", "grad_norm", "update_norm", "parameter_norm")
 _SPEED = (
@@ -47,21 +55,28 @@ def charts(runs: Sequence[Seen], units: Mapping[str, str]) -> list[dict[str, Any
     for name in drawn(runs):
         known = meaning(name) or _UNKNOWN
         of = {number: run.series[name] for number, run in enumerate(runs) if name in run.series}
+        values_N = np.concatenate([each.values_N for each in of.values()])
+        finite_N = values_N[np.isfinite(values_N)]
+        ends = (finite_N.min(), finite_N.max()) if len(finite_N) else (np.nan, np.nan)
         steps = max(steps_per_point(series, most) for series in of.values())
         found.append(
             {
                 "metric": name,
+                "title": title(name),
+                "group": DULL if _dull(name, values_N, runs) else _GROUPS[_order(name)[0]],
+                "range": _json(ends),
+                "whole": bool(np.all(finite_N == np.round(finite_N))),
                 "unit": units.get(name, known.unit),
                 "text": known.text,
                 "stretch": steps,
-                "limits": _json(limits([each.values_N for each in of.values()])),
+                "limits": _json(limits(values_N, compiled=name in _COMPILED)),
                 "series": [
                     {"run": number, **_points(series, steps, against[number])}
                     for number, series in of.items()
                 ],
             }
         )
-    return found
+    return sorted(found, key=lambda chart: _GROUPS.index(chart["group"]))
 
 
 def drawn(runs: Sequence[Seen]) -> list[str]:
@@ -92,24 +107,38 @@ def layers(run: Seen) -> list[dict[str, Any]]:
     return found
 
 
-def limits(values: Sequence[np.ndarray]) -> tuple[float, float]:
-    """Returns the smallest and the largest of `values` to draw without "full range".
+def limits(values_N: np.ndarray, compiled: bool = False) -> tuple[float, float]:
+    """Returns the smallest and the largest of `values_N` to draw without "full range".
 
-    A few outliers then do not flatten the curve. NaN for a side without outliers.
+    A few outliers then do not flatten the curve; with `compiled` they may be nearer and more. NaN
+    for a side without outliers.
     """
-    found_N = np.concatenate(values)
-    found_N = np.sort(found_N[np.isfinite(found_N)])
+    far, large, fraction = (_NEAR, _SMALL, 4) if compiled else (_FAR, _LARGE, 8)
+    found_N = np.sort(values_N[np.isfinite(values_N)])
     count = len(found_N)
     if count < 3:
         return np.nan, np.nan
     low, high = found_N[(count + 2) // 4], found_N[3 * (count - 1) // 4]  # the interquartile range
     with np.errstate(over="ignore"):
-        reach = max(_FAR * (high - low), _LARGE * max(abs(low), abs(high)))
+        reach = max(far * (high - low), large * max(abs(low), abs(high)))
         below, above = np.sum(found_N < low - reach), np.sum(found_N > high + reach)
     least, greatest = found_N[below], found_N[count - 1 - above]
-    if max(below, above) > max(1, count // 8) or least == greatest:
+    if max(below, above) > max(1, count // fraction) or least == greatest:
         return np.nan, np.nan
     return least if below else np.nan, greatest if above else np.nan
+
+
+def _dull(name: str, values_N: np.ndarray, runs: Sequence[Seen]) -> bool:
+    """Returns whether a metric hardly changes: `_DULL` of its size, or of a step's time."""
+    if _order(name)[0] < 2 or not np.isfinite(values_N).all():
+        return False
+    size = np.abs(values_N).max()
+    if name == "data_wait_seconds":
+        steps = [
+            run.series["step_seconds"].values_N for run in runs if "step_seconds" in run.series
+        ]
+        return bool(steps and size <= _DULL * np.nanmedian(np.concatenate(steps)))
+    return len(values_N) > len(runs) and bool(np.ptp(values_N) <= _DULL * size)
 
 
 def _names(runs: Sequence[Seen]) -> Iterator[tuple[str, float | None]]:
@@ -146,10 +175,11 @@ def _json(values: Iterable[float], digits: int = 6) -> list[float | None]:
 
 
 def _order(name: str) -> tuple[int, int, str]:
-    for place, names in ((0, _FIRST), (3, _UPDATE), (4, _SPEED)):
+    for place, names in ((0, _FIRST), (2, _UPDATE), (3, _SPEED)):
         if name in names:
             return place, names.index(name), name
-    return (1 if name.startswith(EVALUATION) else 2 if meaning(name) is None else 5), 0, name
+    place = 0 if name.startswith(EVALUATION) else 1 if meaning(name) is None else 2
+    return place, len(_UPDATE), name
 
 
 def _depth(name: str) -> tuple[int, int, str]:

@@ -62,10 +62,12 @@ def page(
         all_settings=tables.settings(runs),
         meanings=MEANINGS,
         most=curves.MOST,
+        dull=curves.DULL,
         specifications={
             name: getattr(specifications, name)()
             for name in ("curves", "heat", "bars", "logarithmic")
-        },
+        }
+        | {"colours": specifications.COLOURS, "viridis": specifications.VIRIDIS},
         data=tables.data(runs),
     )
 

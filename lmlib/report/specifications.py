@@ -8,26 +8,33 @@ from typing import Any
 
 VERSION = "6.4"  # Vega-Lite's
 SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"  # an identifier, never fetched
-# Up to ten curves use Tableau's colours, which are distinct on light and dark backgrounds; more
-# curves use all twenty.
-COLOURS = (
-    "#4c78a8", "#f58518", "#54a24b", "#e45756", "#72b7b2", "#b279a2", "#d4a72c", "#ff9da6",
-    "#9d755d", "#8a8583", "#9ecae9", "#ffbf79", "#88d27a", "#b79a20", "#439894", "#83bcb6",
-    "#f2cf5b", "#d6a5c9", "#d8b5a5", "#79706e",
-)  # fmt: skip
+# Colours of up to eight curves on the page's light and dark panels: distinct also with each kind of
+# colour blindness (Machado et al. 2009), with a contrast of at least 3 (WCAG 1.4.11). More curves
+# take their colours from these parts of viridis, in their order.
+COLOURS = {
+    "light": [
+        *("#2f6db5", "#f6530f", "#830d67", "#9976fd", "#4e420a", "#c2799e", "#471bb5", "#8c594e"),
+    ],
+    "dark": [
+        *("#7fb0e6", "#bebc01", "#f88094", "#46fd90", "#c55910", "#fbcdfb", "#0d77eb", "#9d6ca5"),
+    ],
+}
+VIRIDIS = {
+    "light": ["#440154", "#482878", "#3e4989", "#31688e", "#26828e", "#1f9e89"],
+    "dark": ["#26828e", "#1f9e89", "#35b779", "#6ece58", "#b5de2b", "#fde725"],
+}
 _NUMBER = "quantitative"
 _LEGEND = {"title": None, "symbolType": "stroke", "symbolOpacity": 1, "symbolStrokeWidth": 2}
-# 20k, 1.5B, 1e+20, 0.002, 100: enough digits to tell the ticks of an axis apart.
-_DIGITS = (
-    "clamp(ceil(log(max(abs(domain('AXIS')[0]), abs(domain('AXIS')[1])) / "
-    "(abs(span(domain('AXIS'))) || 1)) / LN10 + 2.5), 4, 15)"
-)
+# 20k, 1.5B, 1e+20, 0.002, 100, 2e-5: enough digits to tell the ticks of an axis apart.
+_LARGEST = "max(abs(domain('AXIS')[0]), abs(domain('AXIS')[1]))"
+_DIGITS = f"clamp(ceil(log({_LARGEST} / (abs(span(domain('AXIS'))) || 1)) / LN10 + 2.5), 4, 15)"
 _TICK = (
-    "!datum.value ? '0' : abs(datum.value) >= 1e15 || abs(datum.value) < 1e-4 "
+    "!datum.value ? '0' : abs(datum.value) >= 1e15 || min(abs(datum.value), LARGEST / 9) < 1e-4 "
     "? format(datum.value, '.' + (DIGITS - 1) + '~e') : abs(datum.value) < 1e4 "
     "? format(datum.value, '.' + DIGITS + '~g') : DIGITS > 5 && abs(datum.value) < 1e8 "
     "? format(datum.value, ',.15~g') : replace(format(datum.value, '.' + DIGITS + '~s'), 'G', 'B')"
-).replace("DIGITS", _DIGITS)
+)
+_TICK = _TICK.replace("DIGITS", _DIGITS).replace("LARGEST", _LARGEST)
 _NO_LIMIT = 1.7e308
 
 
@@ -38,7 +45,7 @@ def curves() -> dict[str, Any]:
     a band from minimum to maximum. It is dashed where fewer runs have a value, and breaks where
     their number changes. Crosses mark values that are not finite, triangles values beyond "above"
     and "below". Filled in later: `data.values`, the window's frame, the limits, the titles and
-    scales of axes, and the domain of colours.
+    scales of axes, and the domain and range of colours.
     """
     parameters = {"below": -_NO_LIMIT, "above": _NO_LIMIT, "pointed_at": None}
     runs = {"groupby": ["curve"], "sort": [{"field": "step"}]}
@@ -50,7 +57,7 @@ def curves() -> dict[str, Any]:
     numbers = {"value": "value", "least": "min", "greatest": "max"}
     not_finite = {"not_finite": "NaN or infinite"}
     linear = {"type": "linear", "zero": False}
-    colours = {"domain": [], "range": list(COLOURS)}
+    colours: dict[str, Any] = {"domain": []}
     x_axis = {"labelExpr": _TICK.replace("AXIS", "x"), "tickCount": 6, "labelFlush": True}
     y_axis = {"labelExpr": _TICK.replace("AXIS", "y"), "tickCount": 5}
     at = {"expr": "isValid(pointed_at) ? scale('x', pointed_at) : -9"}
@@ -192,7 +199,7 @@ def heat() -> dict[str, Any]:
 def bars() -> dict[str, Any]:
     """Returns a stacked bar for each run from rows {run, part, time, share, order}."""
     scale, axis = {"domain": [0, 1]}, {"format": "%"}
-    colour = {"scale": {"range": list(COLOURS)}, "legend": {"orient": "bottom", "title": None}}
+    colour = {"legend": {"orient": "bottom", "title": None}}
     return _chart(
         26,  # pixels per run
         mark="bar",
@@ -230,7 +237,10 @@ def for_paper(
     found["layer"].pop()  # no pointer on paper
     x, y, colour = (found["encoding"][each] for each in ("x", "y", "color"))
     x["title"], y["title"] = x_title, f"{title} ({unit})" if unit else title
-    colour["scale"]["domain"] = list(curve_names)
+    few = len(curve_names) <= len(COLOURS["light"])
+    scheme = {"name": "viridis", "extent": [0, 0.55]}
+    colours = {"range": COLOURS["light"]} if few else {"scheme": scheme}
+    colour["scale"] = {"domain": list(curve_names), **colours}
     colour["legend"] = {**_LEGEND, "labelLimit": 400} if len(curve_names) > 1 else None
     if log_x:
         x["scale"] = logarithmic()["scale"]

@@ -46,9 +46,16 @@ def status(runs: Sequence[Seen]) -> str:
 
 
 def reasons(runs: Sequence[Seen]) -> list[tuple[str, str]]:
-    """Returns the recorded reasons why runs did not finish."""
-    recorded = [(each, each.run.state.reason) for each in runs]
-    return [(f"{each.name}: {status([each])}", _cut(why)) for each, why in recorded if why]
+    """Returns the recorded reasons why runs did not finish, with the runs that share each."""
+    same: dict[tuple[str, str], list[Seen]] = collections.defaultdict(list)
+    for each in runs:
+        if (why := each.run.state.reason) != "":
+            same[each.run.state.name, why].append(each)
+    found = []
+    for (state, why), those in same.items():
+        ended = status(those) if len(those) == 1 else state
+        found.append((f"{', '.join(each.name for each in those)}: {ended}", _cut(why)))
+    return found
 
 
 def tiles(each: Seen) -> list[tuple[str, str, str]]:

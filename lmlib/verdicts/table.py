@@ -1,7 +1,7 @@
 """A comparison of runs as a text table."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from lmlib.runs.settings import last_name
 from lmlib.terminal.table import columns, wrapped
@@ -26,7 +26,8 @@ def comparison_text(comparison: Comparison) -> str:
     lines = [columns([titles, *cells]), "", "± is one standard error over seeds."]
     if judged:
         lines += ["", *_rules(comparison, len(judged)), ""]
-        lines += [_note(comparison, row, row.judged) for row in rows if row.judged is not None]
+        noted = [(_name(comparison, row), row.judged) for row in rows if row.judged is not None]
+        lines += _merged((name, " ".join(_sentences(comparison, each))) for name, each in noted)
         lines += _about_speedups(judged)
     elif any(row.is_baseline for row in rows):
         why = "all runs have the baseline's settings. Add runs of another setting."
@@ -37,7 +38,13 @@ def comparison_text(comparison: Comparison) -> str:
             )
         lines += ["", f"No verdict: {why}"]
     if comparison.left_out:
-        lines += ["", *comparison.left_out]
+        end = " has not finished: it has no result.json"
+        unfinished = [each for each in comparison.left_out if each.endswith(end)]
+        lines += ["", *(each for each in comparison.left_out if each not in unfinished[1:])]
+        if len(unfinished) > 1:
+            names = (each.removeprefix("Left out: ").removesuffix(end) for each in unfinished)
+            of_all = f"Left out: {len(unfinished)} runs have not finished: {', '.join(names)}"
+            lines[lines.index(unfinished[0])] = of_all
     return wrapped("\n".join(lines))
 
 
@@ -67,10 +74,18 @@ def _rules(comparison: Comparison, count: int) -> Iterator[str]:
         )
 
 
-def _note(comparison: Comparison, row: Row, judged: Verdict) -> str:
+def _name(comparison: Comparison, row: Row) -> str:
     settings = row.group.settings.items()
     named = [f"{last_name(p)} = {setting_text(x)}" for p, x in settings if p in comparison.settings]
-    return f"{', '.join(named)}: {' '.join(_sentences(comparison, judged))}"
+    return ", ".join(named)
+
+
+def _merged(notes: Iterable[tuple[str, str]]) -> list[str]:
+    """Returns a line for each text of `notes`, pairs of a name and a text, with all its names."""
+    names: dict[str, list[str]] = {}
+    for name, text in notes:
+        names.setdefault(text, []).append(name)
+    return [f"{'; '.join(same)}: {text}" for text, same in names.items()]
 
 
 def _sentences(comparison: Comparison, judged: Verdict) -> Iterator[str]:

@@ -132,9 +132,10 @@ def check_same_model(
     if of_the_model and "model" not in allowed_changes:
         remedy = "use another workdir (--init_from takes the weights there), or give "
         remedy += "--allow_change=model"
+        others = "their shapes differ too: use another workdir"
         raise ConfigError(
             f"{', '.join(of_the_model)} changed since {name} was trained, so its weights belong "
-            f"to another model; {remedy if weights_fit() else 'their shapes differ too'}"
+            f"to another model; {remedy if weights_fit() else others}"
         )
 
 

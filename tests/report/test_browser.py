@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import threading
 
+import made_up_runs
 import pytest
 from made_up_runs import leave_files as leave_run
 from made_up_runs import losses
@@ -18,6 +19,7 @@ from small_experiment import small
 from lmlib.report import page, seen, write_page
 from lmlib.report.seen import Watched
 from lmlib.report.server import PageServer
+from lmlib.report.specifications import COLOURS
 from runner import fit
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "google-chrome", "chrome"))), None)
@@ -38,6 +40,7 @@ const look = (item, found) => {
     found.marks[kind] = (found.marks[kind] ?? 0) + seen.length;
     const drawn = seen.filter((each) => each.defined !== false && Number.isFinite(each.y));
     if (kind === "line") found.heights.push(...drawn.map((each) => each.y / 230));
+    if (kind === "line") found.colours.push(...seen.slice(0, 1).map((each) => each.stroke));
     if (kind === "line") found.dashed += seen.filter((each) => each.strokeDash?.[1]).length;
   }
   for (const each of item.items ?? []) look(each, found);
@@ -56,9 +59,10 @@ const point = (view, ...at) => {
 };
 setTimeout(async () => {
   const charts = {};
-  data.charts.forEach(({ metric }, i) => {
-    const view = views[i];
-    const empty = { marks: {}, labels: [], heights: [], dashed: 0 };
+  document.querySelectorAll("figure[data-metric]").forEach((figure) => {
+    const view = views.find((each) => figure.contains(each.container()));
+    const { metric } = figure.dataset;
+    const empty = { marks: {}, labels: [], heights: [], colours: [], dashed: 0 };
     charts[metric] = look(view.scenegraph().root, empty);
   });
   document.title = JSON.stringify(EXPRESSION);
@@ -176,6 +180,79 @@ def test_odd_values_hide_no_others(tmp_path):
     assert charts["loss"]["marks"]["triangle"] == 1 and charts["loss"]["marks"]["line"] == 2 * 60
     assert "1,000,030" in charts["loss"]["labels"][0]
     assert charts["lonely"]["marks"]["cross"] == 30 and charts["lonely"]["marks"]["circle"] == 30
+
+
+def test_charts_are_grouped_and_a_dull_one_is_drawn_when_its_group_opens(tmp_path):
+    lines = [
+        {
+            "step": step,
+            "loss": 4.0 - step / 40,
+            "learning_rate": 1e-5 * step,
+            "skipped_updates": int(step > 20) + int(step > 30),
+            "valid_tokens": 512 - step % 2,
+            "step_seconds": {1: 2.0, 2: 1.0}.get(step, 0.3 + step % 3 / 100),
+            "data_wait_seconds": 1e-6 * step,
+        }
+        for step in range(1, 41)
+    ]
+    told = """[charts, await (async () => {
+      const groups = [...document.querySelectorAll("#charts > details")];
+      const closed = groups.filter((each) => !each.open).map((each) => each.innerText);
+      const caption = document.querySelector("[data-metric=learning_rate]").innerText;
+      groups.at(-1).querySelector("summary").click();
+      await new Promise((resolve) => setTimeout(resolve, 9000));
+      const drawn = document.querySelectorAll("#charts > details:last-child canvas").length;
+      return [groups.map((each) => each.querySelector("h2").textContent), closed, caption, drawn];
+    })()]"""
+    charts, (groups, closed, caption, drawn) = look(
+        page_of(tmp_path, lines), tmp_path / "profile", told
+    )
+    assert groups == ["Loss", "Optimization", "Speed and memory", "Nearly constant"]
+    assert len(closed) == 1 and "valid_tokens 511 to 512" in closed[0] and drawn == 2
+    assert "data_wait_seconds 1.0e-6 to 4.0e-5" in closed[0] and "valid_tokens" not in charts
+    assert caption.startswith("Learning rate learning_rate")
+    assert "2e-4" in charts["learning_rate"]["labels"][1]
+    assert [label for label in charts["skipped_updates"]["labels"][1] if label] == ["0", "1", "2"]
+    assert charts["step_seconds"]["marks"]["triangle"] == 2
+    heights = [y for y in charts["step_seconds"]["heights"] if y >= 0]
+    assert max(heights) - min(heights) > 0.6  # the steps without compilation
+
+
+@pytest.mark.parametrize("count", [2, 12])
+def test_curves_have_the_colours_of_the_theme(tmp_path, count):
+    for i in range(count):
+        leave_run(tmp_path / f"runs/{i:02}", {"lr": i, "steps": 2}, losses(3.0, 2.0 + i))
+    write_page(seen([tmp_path / "runs"]), tmp_path / "page.html")
+    told = """[charts.loss.colours, [...document.querySelectorAll("#legend i")].map((each) => {
+        const parts = getComputedStyle(each).backgroundColor.match(/\\d+/g);
+        return "#" + parts.map((part) => Number(part).toString(16).padStart(2, "0")).join("");
+    })]"""
+    drawn = {}
+    for theme in ("light", "dark"):
+        address = f"theme={theme}"
+        lines, legend = look(tmp_path / "page.html", tmp_path / "profile", told, address)
+        assert len(set(legend)) == count and set(legend) <= set(lines)
+        assert legend == COLOURS[theme][:2] or count > 2
+        drawn[theme] = legend
+    assert not set(drawn["light"]) & set(drawn["dark"])
+
+
+def test_with_eighty_runs_the_first_chart_starts_on_the_first_screen(tmp_path):
+    for i in range(80):
+        run = tmp_path / f"runs/{i:02}"
+        settings = {"optimizer.peak_lr": f"{1e-4 * 1.1 ** (i // 2):.6f}", "seed": i % 2}
+        made_up_runs.leave_run(run, 2.5 + i % 9 / 10, settings, steps=3, finished=i % 8 < 6)
+        start = {"began": 0.0, "until": 1.0, "last_step": 3, "seconds": {"steps": 1.0}}
+        start |= {"ended": "diverged", "reason": "the loss is NaN"}
+        (run / "goodput.json").write_text(json.dumps({"starts": [start]}))
+    runs = seen([tmp_path / "runs"])
+    write_page(runs, tmp_path / "page.html", baseline="optimizer.peak_lr=0.000100", margin=0.01)
+    text = (tmp_path / "page.html").read_text()
+    assert text.count("20 runs have not finished") == 1 and text.count("the loss is NaN") == 1
+    told = """[innerHeight, document.querySelector("figure").getBoundingClientRect().top,
+        document.querySelectorAll("#runs tbody tr").length, document.querySelector("#runs").open]"""
+    height, top, rows, opened_ = look(tmp_path / "page.html", tmp_path / "profile", told)
+    assert top < 900 and rows == 80 and not opened_, (height, top)
 
 
 def test_a_zero_spoils_no_logarithmic_axis_and_the_full_range_is_there(tmp_path):

@@ -19,9 +19,10 @@ from small_experiment import small
 
 from lmlib.report import page, seen, write_page, write_pictures
 from lmlib.report.curves import limits
+from lmlib.report.page import _TEMPLATE as TEMPLATE
 from lmlib.report.page import _library
 from lmlib.report.seen import Watched
-from lmlib.report.specifications import VERSION, for_paper
+from lmlib.report.specifications import COLOURS, VERSION, for_paper
 from lmlib.report.terminal import bars, view
 from lmlib.runs import read_run, runs
 from lmlib.runs.series import Series
@@ -264,7 +265,10 @@ def test_few_values_that_are_far_from_the_rest_are_outside():
         ([3.0, 1e30], (math.nan, math.nan)),
         ([math.inf, math.nan], (math.nan, math.nan)),
     ]:
-        assert limits([np.array(values)]) == pytest.approx(expected, nan_ok=True), values
+        assert limits(np.array(values)) == pytest.approx(expected, nan_ok=True), values
+    assert limits(np.array([4.0, 2.0, *[0.3, 0.31] * 4]), compiled=True) == pytest.approx(
+        (math.nan, 0.31), nan_ok=True
+    )
 
 
 def test_layers_are_in_the_order_of_the_model(tmp_path):
@@ -330,6 +334,37 @@ def test_ticks_differ_from_each_other(first, last, shown_among):
     for axis in "XY":
         found = labels(svg, axis)
         assert len(set(found)) == len(found) > 2 and shown_among in found
+
+
+# Linear sRGB as colour-blind eyes see it: Machado, Oliveira and Fernandes (2009), severity 1.
+COLOUR_BLIND = {
+    "none": np.eye(3),
+    "protanopia": [[0.152, 1.053, -0.205], [0.115, 0.786, 0.099], [-0.004, -0.048, 1.052]],
+    "deuteranopia": [[0.367, 0.861, -0.228], [0.280, 0.673, 0.047], [-0.012, 0.043, 0.969]],
+    "tritanopia": [[1.256, -0.077, -0.179], [-0.078, 0.931, 0.148], [0.005, 0.691, 0.304]],
+}
+# Oklab, https://bottosson.github.io/posts/oklab/
+TO_CONES = [[0.4122, 0.5363, 0.0514], [0.2119, 0.6807, 0.1074], [0.0883, 0.2817, 0.6300]]
+TO_OKLAB = [[0.2105, 0.7936, -0.0041], [1.9780, -2.4286, 0.4506], [0.0259, 0.7828, -0.8087]]
+
+
+def linear(colour):
+    channels = np.array([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
+    return np.where(channels <= 0.04045, channels / 12.92, ((channels + 0.055) / 1.055) ** 2.4)
+
+
+@pytest.mark.parametrize(("theme", "panel"), [("light", "#f7f7f5"), ("dark", "#1f2227")])
+def test_curves_stand_out_from_the_panel_and_from_each_other_for_the_colour_blind(theme, panel):
+    assert f"--panel: {panel}" in (TEMPLATE / "page.css").read_text()
+    colours = np.array([linear(each) for each in COLOURS[theme]])
+    luminances = np.array([*colours, linear(panel)]) @ [0.2126, 0.7152, 0.0722] + 0.05
+    contrasts = luminances[:-1] / luminances[-1]
+    assert np.maximum(contrasts, 1 / contrasts).min() >= 3
+    for kind, matrix in COLOUR_BLIND.items():
+        seen_by = np.clip(colours @ np.transpose(matrix), 0, 1)
+        oklab = np.cbrt(seen_by @ np.transpose(TO_CONES)) @ np.transpose(TO_OKLAB)
+        apart = np.linalg.norm(oklab[:, None] - oklab, axis=-1) + np.eye(len(oklab))
+        assert apart.min() > 0.1, kind
 
 
 def series(*values):

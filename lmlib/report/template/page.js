@@ -4,6 +4,8 @@ const read = (id) => JSON.parse(document.getElementById(id).textContent);
 const specifications = read("specifications");
 const control = (id) => document.getElementById(id);
 const hidden = new Set(); // curves that the legend has switched off, by name
+const { dull } = control("charts").dataset; // the group of charts that is folded at first
+const folded = new Set([dull]); // groups, by name
 let data = read("data");
 let views = [], curveViews = []; // all, and those of curves
 let drawing = 0;
@@ -12,17 +14,32 @@ const hasSeeds = () => new Set(data.runs.map((run) => run.group)).size < data.ru
 const bySeed = () => hasSeeds() && control("seeds").checked;
 const curveOf = (run) => (bySeed() ? run.group : run.name);
 const curves = () => [...new Set(data.runs.map(curveOf))];
-const colours = specifications.curves.encoding.color.scale.range;
-
 const isDark = () =>
   (document.documentElement.dataset.theme ??
     (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
+
+const palette = () => specifications.colours[isDark() ? "dark" : "light"];
+
+// A colour for each curve.
+function colours() {
+  const { length } = curves(), scale = specifications.viridis[isDark() ? "dark" : "light"];
+  if (length <= palette().length) return palette();
+  return curves().map((_, number) => { // between two colours of the scale
+    const at = (number / (length - 1)) * (scale.length - 1), i = Math.min(Math.floor(at), scale.length - 2);
+    const channels = [1, 3, 5].map((from) => {
+      const [low, high] = [scale[i], scale[i + 1]].map((each) => parseInt(each.slice(from, from + 2), 16));
+      return Math.round(low + (at - i) * (high - low)).toString(16).padStart(2, "0");
+    });
+    return `#${channels.join("")}`;
+  });
+}
 
 function theme() {
   const style = getComputedStyle(document.documentElement);
   const [text, line] = ["--text", "--line"].map((name) => style.getPropertyValue(name).trim());
   return {
     background: null,
+    range: { category: palette() },
     font: style.getPropertyValue("font-family"),
     view: { stroke: null },
     axis: { labelColor: text, titleColor: text, gridColor: line, domainColor: line,
@@ -63,11 +80,17 @@ function curveSpecification(chart) {
   const around = Math.floor((Number(control("smoothing").value) / 100) * points / 2);
   spec.transform[2].frame = [-around, around];
   const { x, y, color } = spec.encoding;
-  color.scale.domain = curves();
+  color.scale = { domain: curves(), range: colours() };
   x.title = control("axis").selectedOptions[0].textContent;
   if (logX) x.scale = specifications.logarithmic.scale;
   if (logY) y.scale = structuredClone(specifications.logarithmic.scale);
   if (logY) spec.transform.splice(1, 0, ...specifications.logarithmic.transform);
+  if (chart.whole && !logY) {
+    y.axis.tickMinStep = 1;
+    y.axis.gridOpacity = y.axis.tickOpacity = { condition: { test: "datum.value % 1", value: 0 }, value: 1 };
+    y.axis.labelExpr = `datum.value % 1 ? '' : ${y.axis.labelExpr}`;
+  }
+  if (axis !== "seconds" && !logX) x.axis.tickMinStep = 1;
   if (chart.unit === "B") y.axis.labelExpr = y.axis.labelExpr.replace("'B'", "'G'"); // bytes
   const limits = control("full_range").checked ? [] : chart.limits;
   limits.forEach((limit, i) => {
@@ -111,13 +134,33 @@ function element(name, text, className) {
   return made;
 }
 
-function figure(title, unit, text) {
+function figure(title, unit, text, key) {
   const made = element("figure");
   const caption = element("figcaption");
   caption.append(element("strong", title), element("span", unit ? ` ${unit}` : "", "unit"));
+  if (key) caption.append(" ", element("code", key, "quiet"));
   if (text) caption.append(element("small", text));
   const place = element("div", undefined, "plot");
   made.append(caption, place);
+  return [made, place];
+}
+
+// A group of charts that can be folded. A folded one is drawn when it opens.
+function group(name, charts) {
+  const made = element("details"), title = element("summary"), place = element("div", undefined, "charts");
+  title.append(element("h2", name));
+  const short = (x) => (x && Math.abs(x) < 1e-3 ? x.toExponential(1)
+    : x.toLocaleString("en", { maximumSignificantDigits: 4 }));
+  const ranges = charts.map((each) => `${each.metric} ${each.range.map(short).join(" to ")}`);
+  if (name === dull) title.append(element("span", ranges.join(", "), "quiet"));
+  made.append(title, place);
+  made.open = !folded.has(name);
+  made.addEventListener("toggle", () => {
+    if (made.open !== folded.has(name)) return;
+    if (made.open) folded.delete(name);
+    else folded.add(name);
+    drawAll();
+  });
   return [made, place];
 }
 
@@ -137,6 +180,7 @@ async function draw(place, spec) {
 function legend() {
   const place = control("legend");
   place.replaceChildren();
+  const shades = colours();
   curves().forEach((name, i) => {
     const label = element("label");
     const box = Object.assign(element("input"), { type: "checkbox", checked: !hidden.has(name) });
@@ -146,7 +190,7 @@ function legend() {
       drawAll();
     });
     const swatch = element("i");
-    swatch.style.background = colours[i % colours.length];
+    swatch.style.background = shades[i];
     label.append(box, swatch, name);
     place.append(label);
   });
@@ -162,14 +206,21 @@ async function drawAll() {
   const around = window.scrollY;
   const made = { charts: document.createDocumentFragment(), layers: document.createDocumentFragment() };
   const todo = [];
+  const groups = new Map();
+  for (const name of new Set(data.charts.map((chart) => chart.group))) {
+    groups.set(name, group(name, data.charts.filter((chart) => chart.group === name)));
+    made.charts.append(groups.get(name)[0]);
+  }
   for (const chart of data.charts) {
+    if (folded.has(chart.group)) continue;
     const [spec, shown, left, fewer] = curveSpecification(chart);
     const notes = [chart.text];
     if (chart.stretch > 1) notes.push(`each point is the mean of ${chart.stretch.toLocaleString("en")} steps, with a band from min to max`);
     if (fewer) notes.push("dashed: mean of fewer runs");
     if (left) notes.push(`${left} points are not positive and have no place on a logarithmic axis`);
-    const [whole, place] = figure(chart.metric, chart.unit, notes.filter(Boolean).join(" · "));
-    made.charts.append(whole);
+    const [whole, place] = figure(chart.title, chart.unit, notes.filter(Boolean).join(" · "), chart.metric);
+    whole.dataset.metric = chart.metric;
+    groups.get(chart.group)[1].append(whole);
     if (shown) todo.push([place, spec]);
     else place.append(element("p", "no points on these axes", "nothing"));
   }
@@ -254,6 +305,8 @@ async function refresh(seconds) {
     document.title = page.title;
     for (const part of document.querySelectorAll("[data-live]")) {
       const next = page.getElementById(part.id); // what has not changed stays, open or closed
+      for (const each of next.querySelectorAll("details[id]"))
+        each.open = control(each.id)?.open ?? each.open;
       if (next.textContent !== part.textContent) part.replaceWith(document.adoptNode(next));
     }
     if (text !== control("data").textContent) {
