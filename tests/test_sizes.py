@@ -55,7 +55,8 @@ EXTRAS = (
     "lmlib.trackers",
     "lmlib.verdicts",
 )
-MOST_LINES, MOST_LINES_OF_TESTS = 61_050, 45_900
+# Pages, terminal and Python surfaces added 300 lines, and 230 of tests.
+MOST_LINES, MOST_LINES_OF_TESTS = 61_400, 46_150
 
 
 def in_a_new_process(code):
