@@ -28,7 +28,7 @@ print(len(ours), sum(len(open(file).readlines()) for file in ours))
 """
 LARGEST = {  # files, lines
     "core": (CORE, 58, 7_000),
-    "fit": ("import runner.training.fit\n", 160, 18_850),
+    "fit": ("import runner.training.fit\n", 160, 18_950),
 }
 # Extras: folders and modules that the core does not import.
 EXTRAS = (
