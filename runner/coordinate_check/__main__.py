@@ -129,8 +129,8 @@ def main(arguments: Sequence[str]) -> int:
     }
     choose_devices()
     keep_cpus_in_order(several_processes=False)
-    keep_compiled_programs()
     check_devices()
+    keep_compiled_programs()
     rows = list(_rows(cfg, arguments_of))
     print(_table(rows))
     with user_errors():

@@ -16,9 +16,11 @@ from lmlib.storage.local_folder import NO_HOME, cache_folder
 
 
 def keep_compiled_programs() -> Path | None:
-    """Enables the compilation cache; call it before anything compiles.
+    """Enables the compilation cache; call it when JAX has started, before anything compiles.
 
     If there is no folder, or it cannot be written, the cache is disabled with a message on stderr.
+    Several CPU devices of JAX 0.10 and 0.11 have no cache unless the user names its folder:
+    programs read from it lose the order of their collectives, and may deadlock.
 
     Returns:
       The cache folder; `None` if the cache is disabled.
@@ -27,6 +29,9 @@ def keep_compiled_programs() -> Path | None:
     if not settings.jax_enable_compilation_cache:
         return None
     folder, cache = settings.jax_compilation_cache_dir, cache_folder()
+    several_cpus = jax.default_backend() == "cpu" and jax.device_count() > 1
+    if folder is None and several_cpus and jax.__version_info__ < (0, 12):
+        return None
     if folder is None and cache is not None:
         folder = str(cache / "compiled")
     try:

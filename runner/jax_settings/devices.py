@@ -45,8 +45,8 @@ def start_devices() -> None:
     """
     choose_devices()
     keep_cpus_in_order(several_processes=False)
-    keep_compiled_programs()
     check_devices()
+    keep_compiled_programs()
 
 
 def choose_devices() -> None:

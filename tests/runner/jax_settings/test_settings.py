@@ -170,7 +170,7 @@ print(folder)
 
 
 def ended(**changed):
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XDG_CACHE"))}
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XDG_CACHE", "XLA_"))}
     return subprocess.run(
         [sys.executable, "-c", PROGRAM],
         env=kept | {"JAX_PLATFORMS": "cpu"} | changed,
@@ -192,6 +192,16 @@ def run(**changed):
 def test_programs_are_cached_in_the_users_cache_folder(tmp_path, variable, below):
     assert run(**{variable: str(tmp_path)}) == str(tmp_path / below)
     assert list((tmp_path / below).iterdir())
+
+
+@pytest.mark.landing
+def test_several_cpu_devices_have_a_cache_since_jax_0_12(tmp_path):
+    """Programs from the cache of older versions may deadlock."""
+    two = "--xla_force_host_platform_device_count=2"
+    found = run(XDG_CACHE_HOME=str(tmp_path), XLA_FLAGS=two)
+    kept = tmp_path / "lmlib" / "compiled"
+    assert found == (str(kept) if jax.__version_info__ >= (0, 12) else "None")
+    assert kept.exists() == (found != "None")
 
 
 def test_the_cache_folder_of_the_user_takes_precedence(tmp_path):

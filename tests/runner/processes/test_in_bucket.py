@@ -172,18 +172,20 @@ def test_a_second_run_is_refused(bucket, machine):
 
 
 @pytest.mark.parametrize("how", ["write", "delete"])
-def test_no_retry_outlives_the_lease(bucket, how):
-    """The owner of the lease is cut off, and retries a request until the lease has ended."""
+def test_no_retry_of_a_cut_off_owner_reaches_the_next(bucket, machine, how):
+    """The owner of the lease retries a request while another machine takes the lease over."""
     url, proxy = bucket
     quick = Patience(answer=0.5, first_delay=0.01, longest_delay=0.05, total=60.0)
     of_next = BucketStore(BucketUrl.parsed(url))
-    tried = threading.Event()
+    tried, lost = threading.Event(), threading.Event()
 
     def cut_off(request: Request) -> Fault | None:
-        changes = request.method != "GET" and request.method != "HEAD"
-        if changes and "pointer" in request.path:
+        if request.method in ("GET", "HEAD"):
+            return None
+        if "pointer" in request.path:
             tried.set()
-        return Fault.REFUSED if changes else None
+            return Fault.REFUSED
+        return None if lost.is_set() else Fault.REFUSED
 
     of_next.write("pointer", b"of both")
     own = BucketLock(BucketStore(of_next.url), abandoned_seconds=1.0)
@@ -196,10 +198,14 @@ def test_no_retry_outlives_the_lease(bucket, how):
         with pytest.raises(WorkdirLost, match="another run may have taken over"):
             while True:  # until the lease has ended
                 own.check()
-        with pytest.raises(WorkdirLost, match="another run may have taken over"):
-            sent.result(60)
-    proxy.fault = lambda request: None
-    assert of_next.read("pointer") == b"of both"
+        lost.set()
+        machine("second")
+        with BucketLock(BucketStore(of_next.url), abandoned_seconds=1.0):
+            proxy.fault = lambda request: None
+            of_next.write("pointer", b"of the next")
+            with pytest.raises(WorkdirLost, match="another run may have taken over"):
+                sent.result(60)
+            assert of_next.read("pointer") == b"of the next"
 
 
 HOLDER = """
