@@ -1,12 +1,15 @@
 """What a step sends, array by array, for each way to split it: golden budgets, computed by hand.
 
 Compiled ahead of time for GPUs, whose programs gather and scatter in the dtypes of the model. An
-array is known by its size: XLA transposes, flattens and combines what it sends.
+array is known by its size: XLA transposes, flattens and combines what it sends. On CPUs gradients
+are summed over one of FSDP's axes whole, over both one after the other, and an exchange sends whole
+buffers; GPUs scatter sums, over both axes at once, and send rows alone.
 
 b is how many sequences a device has, t into how many shares heads, mlp and vocabulary fall.
 """
 
 import functools
+import itertools
 import math
 from collections import Counter
 
@@ -16,6 +19,7 @@ from aot import COUNTED_ON_GPUS, absent
 
 from lmlib import train
 from lmlib.compute import Compute
+from lmlib.models.families.experts.mixtral import mixtral
 from lmlib.models.families.llama import llama
 from lmlib.optim.adamw import adamw
 from lmlib.optim.muon import muon
@@ -234,13 +238,15 @@ LAYOUTS = {
 }
 
 
+dense = functools.partial(llama, V, E, L, H, F, K, D, key=jax.random.key(0))
+
+
 @functools.cache
-def compiled(target, layout):
+def compiled(target, layout, make=dense):
     """The collectives of a step in `layout`, what plan warns of, and its mesh."""
-    sizes, settings, _ = LAYOUTS[layout]
-    _, devices = absent(target)
+    sizes, settings, _ = (LAYOUTS | OF_LAYERS)[layout]
+    devices = None if target == "cpu:8" else absent(target)[1]
     mesh = make_mesh(**sizes, devices=devices)
-    make = functools.partial(llama, V, E, L, H, F, K, D, key=jax.random.key(0))
     compute = Compute(**{"attention": "plain"} | settings)
     optimizer = muon if layout.endswith("Muon") else adamw
     training = Training(optimizer(100, 1e-3), mesh, compute)
@@ -256,8 +262,8 @@ def budget(sent):
     """What is sent, but for single numbers: the metrics'."""
     found = Counter()
     for one in sent:
-        phase = FORWARD if one.phase == "forward" else BACKWARD
-        where = phase if one.each == "layer" else f"each {one.each}"
+        phase = "forward" if one.phase == "forward" else "backward"
+        where = STEP if one.each == "step" else f"each {one.each}, {phase}"
         for array in one.arrays:
             size = array.bytes // BYTES[array.dtype]
             if size > 1:
@@ -287,6 +293,124 @@ def test_a_step_sends_what_its_layout_needs_and_nothing_else(layout):
     # The metrics' single numbers are all that is left.
     assert 0 <= sent.bytes_sent_per_step - bytes_of(found, mesh) < 1_000
     assert warnings == ()
+
+
+# Of layers with experts and of stages: in float32, and without what is sent once a step.
+X, TOP, FSDP, EXPERT = 8, 2, 2, 4
+STAGE, STAGED = 4, 8  # stages, and the layers in all of them
+N = B * S // FSDP  # tokens of all devices along `expert`
+each_layer = functools.partial(sends, dtype="any", count=L)
+experts = functools.partial(
+    mixtral, vocab=V, embed=E, layers=L, heads=H, kv_heads=K, head_dim=D, mlp=F, experts=X,
+    top=TOP, key=jax.random.key(0),
+)  # fmt: skip
+staged = functools.partial(llama, V, E, STAGED, H, F, K, D, key=jax.random.key(0))
+
+
+def gathered_twice(axes, sizes):
+    return each_layer("all-gather", axes, FORWARD, sizes=sizes) + each_layer(
+        "all-gather", axes, BACKWARD, sizes=sizes
+    )
+
+
+def by_gathering():
+    """Each device along `expert` gets tokens, their choices and shares of all, and scatters what
+    its experts make of them; in the backward pass also the outputs' gradients."""
+    gathered, scattered = (
+        functools.partial(each_layer, kind, ("expert",))
+        for kind in ("all-gather", "reduce-scatter")
+    )
+    return (
+        gathered(FORWARD, sizes=[N * E, N * TOP, N * TOP])
+        + scattered(FORWARD, sizes=[N * E])
+        # Tokens again, and gradients with choices and shares.
+        + gathered(BACKWARD, sizes=[N * E, N * E, N * TOP, N * TOP])
+        + scattered(BACKWARD, sizes=[N * E, N * TOP])
+    )
+
+
+def by_exchange():
+    """Each device has room for 1.25 times the rows that even routing sends to each other one. A row
+    goes there with its share, and comes back."""
+    Q = N // EXPERT * TOP * 5 // (4 * EXPERT)
+    to_all = functools.partial(each_layer, "all-to-all", ("expert",))
+    return (
+        to_all(FORWARD, sizes=EXPERT * [Q * E, Q * E, Q])
+        # Rows again; their gradients there and back, with shares and their gradients.
+        + to_all(BACKWARD, sizes=EXPERT * [Q * E, Q * E, Q * E, Q, Q])
+        # How many rows each device has for each expert, once more for the backward pass.
+        + gathered_twice(("expert",), [EXPERT * X])
+    )
+
+
+def weights_beside_experts(on_cpu):
+    """Over `fsdp` gate, up and down of a device's experts; over both axes, as in dense models,
+    attention, router and norms. CPUs send over `expert` a device's share of a half along `fsdp`."""
+    summed, own = "all-reduce" if on_cpu else "reduce-scatter", 3 * [X // EXPERT * E * F]
+    found = gathered_twice(("fsdp",), own) + each_layer(summed, ("fsdp",), BACKWARD, sizes=own)
+    matrices, scales, both = [*layer_matrices(1)[:4], E * X], [E, E], ("fsdp", "expert")
+    whole = matrices + scales
+    if not on_cpu:
+        found += gathered_twice(both, whole)
+        return found + each_layer("reduce-scatter", both, BACKWARD, sizes=whole)
+    for axis, parts in (("expert", FSDP), ("fsdp", 1)):
+        sizes = [size // parts for size in whole]
+        found += gathered_twice((axis,), sizes)
+        found += each_layer("reduce-scatter", (axis,), BACKWARD, sizes=sizes[: len(matrices)])
+    return found + each_layer("all-reduce", both, BACKWARD, sizes=scales)
+
+
+def in_slots(on_cpu):
+    """With one round a stage has STAGED / STAGE layers, and all microbatches go through them. A
+    slot passes rows to the next stage, and those that wait, or have ended, one stage up."""
+    slots = B // FSDP + STAGE - 1
+    rows = functools.partial(sends, "collective-permute", ("stage",), dtype="any", count=3 * slots)
+    weights = functools.partial(
+        sends, axes=("fsdp",), dtype="any", sizes=[E, E, *layer_matrices(1)],
+        count=STAGED // STAGE * slots,
+    )  # fmt: skip
+    return (
+        rows(where="each slot, forward", sizes=[S * E])
+        + rows(where="each slot, backward", sizes=[S * E])
+        + weights("all-gather", where=FORWARD)
+        + weights("all-gather", where=BACKWARD)
+        + weights("all-reduce" if on_cpu else "reduce-scatter", where=BACKWARD)
+    )
+
+
+OVER_EXPERT, PLAIN = {"fsdp": FSDP, "expert": EXPERT}, {"dtype": "float32"}
+OF_LAYERS = {
+    "experts, gathered": (
+        OVER_EXPERT,
+        PLAIN | {"dispatch": "gather"},
+        lambda on_cpu: by_gathering() + weights_beside_experts(on_cpu),
+    ),
+    "experts, exchanged": (
+        OVER_EXPERT,
+        PLAIN | {"dispatch": "exchange"},
+        lambda on_cpu: by_exchange() + weights_beside_experts(on_cpu),
+    ),
+    "stages": ({"stage": STAGE, "fsdp": FSDP}, PLAIN | {"pipeline_rows": 1}, in_slots),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.several_devices
+@pytest.mark.parametrize(
+    ("target", "layout"),
+    [
+        *itertools.product(["cpu:8"], OF_LAYERS),
+        *itertools.product(["h100:1x8"], ["experts, gathered", "stages"]),
+    ],
+)
+def test_layers_and_slots_send_what_they_need_and_nothing_else(target, layout):
+    sent, _, _ = compiled(target, layout, staged if layout == "stages" else experts)
+    found = Counter()
+    for (kind, axes, where, _, size), count in budget(sent).items():
+        if where != STEP and count:
+            found[kind, axes, where, "any", size] += count
+    expected = OF_LAYERS[layout][2](target == "cpu:8")
+    assert found == expected, {"besides": found - expected, "missing": expected - found}
 
 
 @pytest.mark.slow
