@@ -33,7 +33,8 @@ from sentinels import sentinels
 from lmlib import hf, make_mesh
 from lmlib.adapters.lora import with_adapters
 from lmlib.hf.families import described
-from lmlib.hf.peft import adapters_in, read_config
+from lmlib.hf.peft.config import read_config
+from lmlib.hf.peft.load import adapters_in
 from lmlib.models.families.hugging_face.settings import FolderError
 
 FILE, CONFIG = "adapter_model.safetensors", "adapter_config.json"

@@ -315,14 +315,15 @@ def gathered_twice(axes, sizes):
 
 def by_gathering():
     """Each device along `expert` gets tokens, their choices and shares of all, and scatters what
-    its experts make of them; in the backward pass also the outputs' gradients."""
+    its experts make of them, with the share of choices computed; in the backward pass also the
+    outputs' gradients."""
     gathered, scattered = (
         functools.partial(each_layer, kind, ("expert",))
         for kind in ("all-gather", "reduce-scatter")
     )
     return (
         gathered(FORWARD, sizes=[N * E, N * TOP, N * TOP])
-        + scattered(FORWARD, sizes=[N * E])
+        + scattered(FORWARD, sizes=[N * E, N])
         # Tokens again, and gradients with choices and shares.
         + gathered(BACKWARD, sizes=[N * E, N * E, N * TOP, N * TOP])
         + scattered(BACKWARD, sizes=[N * E, N * TOP])
@@ -357,6 +358,8 @@ def weights_beside_experts(on_cpu):
         sizes = [size // parts for size in whole]
         found += gathered_twice((axis,), sizes)
         found += each_layer("reduce-scatter", (axis,), BACKWARD, sizes=sizes[: len(matrices)])
+    # Also counts of each expert's tokens, which GPUs sum once a step.
+    found += each_layer("all-reduce", both, FORWARD, sizes=[X])
     return found + each_layer("all-reduce", both, BACKWARD, sizes=scales)
 
 
