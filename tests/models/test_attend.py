@@ -105,7 +105,7 @@ def found(implementation, q, k, v, segments_BS, d_BSHD, window, sinks_H=None, **
 def assert_close(values, expected, tolerance):
     for value, right in zip(values, expected, strict=True):
         error = np.linalg.norm(np.asarray(value, np.float64) - right)
-        # What goes in is of the order of one, and some gradients are nothing.
+        # Inputs are of the order of one, and some gradients are zero.
         assert error <= tolerance * max(np.linalg.norm(right), right.size**0.5)
 
 
@@ -131,7 +131,7 @@ def assert_bfloat16_is_close(implementation, whole_rows=False, **options):
     ),
 )
 def test_outputs_and_gradients_match_the_definition(implementation, options):
-    """In float32, or where an implementation computes in nothing wider, in bfloat16."""
+    """In float32, or in bfloat16 for an implementation without a wider dtype."""
     options = {"window": None} | options
     if implementation == "cudnn":
         assert_bfloat16_is_close(implementation, **options)

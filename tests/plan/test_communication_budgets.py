@@ -1,9 +1,9 @@
-"""What a step sends, array by array, for each way to split it: golden budgets, computed by hand.
+"""The arrays that a step sends, for each way to split it, against budgets computed by hand.
 
-Compiled ahead of time for GPUs, whose programs gather and scatter in the dtypes of the model. An
-array is known by its size: XLA transposes, flattens and combines what it sends. On CPUs gradients
-are summed over one of FSDP's axes whole, over both one after the other, and an exchange sends whole
-buffers; GPUs scatter sums, over both axes at once, and send rows alone.
+Programs for GPUs are compiled ahead of time. They gather and scatter in the dtypes of the model. An
+array is identified by its size, because XLA transposes, flattens and combines arrays. On CPUs
+gradients are summed over one of FSDP's axes whole, over both one after the other, and an exchange
+sends whole buffers; GPUs scatter sums, over both axes at once, and send only rows.
 
 b is how many sequences a device has, t into how many shares heads, mlp and vocabulary fall.
 """
@@ -34,7 +34,7 @@ B, S = 16, 256
 BYTES = {"bf16": 2, "f32": 4, "s32": 4}
 RING = {"all-gather": 1, "reduce-scatter": 1, "all-to-all": 1, "all-reduce": 2}
 
-FORWARD, BACKWARD = "each layer, forward", "each layer, backward"  # with what it computes again
+FORWARD, BACKWARD = "each layer, forward", "each layer, backward"  # includes recomputation
 STEP = "each step"  # XLA combines what forward, backward and update send once a step
 
 
@@ -44,7 +44,7 @@ def layer_matrices(t):
 
 
 def sends(kind, axes, where, dtype, sizes, count=1):
-    """A budget of arrays of so many elements, each sent `count` times in a step."""
+    """A budget of arrays with these numbers of elements, each sent `count` times in a step."""
     budget = Counter()
     for size in sizes:
         budget[kind, axes, where, dtype, size] += count
@@ -52,10 +52,8 @@ def sends(kind, axes, where, dtype, sizes, count=1):
 
 
 def fully_sharded(fsdp, data=1, t=1, axes=("fsdp",)):
-    """Weights rest split over so many devices along `axes`: gathered for each use, and the
-    matrices' gradients scattered.
-
-    Those of norms are in `norms`."""
+    """Weights are stored split over `axes`, and gathered for each use. Gradients of matrices are
+    scattered; `norms` has the gradients of norms."""
     b = B // (data * fsdp)
     once = functools.partial(sends, axes=axes, where=STEP)
     in_layers = functools.partial(sends, axes=axes, dtype="bf16", count=L)
@@ -63,7 +61,7 @@ def fully_sharded(fsdp, data=1, t=1, axes=("fsdp",)):
         in_layers("all-gather", where=FORWARD, sizes=[E, E, *layer_matrices(t)])
         + in_layers("all-gather", where=BACKWARD, sizes=[E, E, *layer_matrices(t)])
         + in_layers("reduce-scatter", where=BACKWARD, sizes=layer_matrices(t))
-        # The table stays where it is: tokens go to it, and what was looked up comes back.
+        # The table stays in place: tokens go to it, and the embedded tokens come back.
         + once("all-gather", dtype="s32", sizes=[B // data * S])
         + once("all-to-all", dtype="bf16", sizes=[b * S * E], count=2)
         # The last norm, again for its backward pass, and the table of the loss.
@@ -80,7 +78,7 @@ def norms(kind, axes):
 
 
 def tensor_parallel(b):
-    """Sums over `tensor` of what its shares of heads, mlp and vocabulary make."""
+    """Sums over `tensor` of the outputs of its shares of heads, mlp and vocabulary."""
     activation = b * S * E
     summed = functools.partial(sends, "all-reduce", ("tensor",), dtype="bf16")
     return (
@@ -88,7 +86,7 @@ def tensor_parallel(b):
         summed(FORWARD, sizes=[activation] * 2, count=L)
         # Attention's again, which the backward pass needs, and the gradients of their inputs.
         + summed(BACKWARD, sizes=[activation] * 3, count=L)
-        # The embedded tokens, and the gradient of what the loss sees.
+        # The embedded tokens, and the gradient of the input of the loss.
         + summed(STEP, sizes=[activation] * 2)
         + of_each_token(b)
     )
@@ -100,8 +98,8 @@ def of_each_token(b):
 
 
 def sequence_parallel(b):
-    """Between blocks each device holds a part of the sequence: instead of sums, scattered sums and
-    gathers of what goes into the next block; in the backward pass the other way round."""
+    """Between blocks each device has a part of the sequence: instead of sums there are scattered
+    sums, and gathers of the next block's input; the backward pass has the reverse."""
     activation = b * S * E
     gathered, scattered = (
         functools.partial(sends, kind, ("tensor",), dtype="bf16")
@@ -114,7 +112,7 @@ def sequence_parallel(b):
         + gathered(BACKWARD, sizes=[activation] * 4, count=L)
         # Attention's output again, and the gradients of the inputs of both.
         + scattered(BACKWARD, sizes=[activation] * 3, count=L)
-        # Gathered: what the loss sees, the embedded tokens' gradient. Scattered: the reverse.
+        # Gathered: the input of the loss, the embedded tokens' gradient. Scattered: the reverse.
         + gathered(STEP, sizes=[activation] * 2)
         + scattered(STEP, sizes=[activation] * 2)
         + of_each_token(b)
@@ -122,7 +120,7 @@ def sequence_parallel(b):
 
 
 def shares_of_norms(fsdp):
-    """What is left of them when each device along `tensor` saw another part of the sequence: XLA
+    """The rest of their sum if each device along `tensor` has another part of the sequence: XLA
     sums the shares of all layers at once."""
     return sends("all-reduce", ("tensor",), STEP, "bf16", [L * E // fsdp] * 2 + [E // fsdp])
 
@@ -186,8 +184,8 @@ def sharded(fsdp, data=1, t=1, axes=("fsdp",)):
 
 
 CONTEXT = ("fsdp", "context")
-# Sizes of the mesh, settings of the model, and the budgets that serve: XLA's versions differ. What
-# FSDP sends alone, and TP alone, is a part of what these send.
+# Sizes of the mesh, settings of the model, and the accepted budgets: XLA's versions differ. These
+# include the budgets of FSDP alone and of TP alone.
 LAYOUTS = {
     "FSDP × TP": (
         {"fsdp": 4, "tensor": 2},
@@ -259,7 +257,7 @@ def compiled(target, layout, make=dense):
 
 
 def budget(sent):
-    """What is sent, but for single numbers: the metrics'."""
+    """The arrays that are sent, without single numbers, which are metrics."""
     found = Counter()
     for one in sent:
         phase = "forward" if one.phase == "forward" else "backward"
@@ -272,7 +270,7 @@ def budget(sent):
 
 
 def bytes_of(budget, mesh):
-    """What each device sends for a budget, by the ring algorithm; of a permutation all it has."""
+    """Bytes that each device sends for a budget, by the ring algorithm; a permutation sends all."""
     total = 0
     for (kind, axes, _, dtype, size), count in budget.items():
         n = math.prod(mesh.shape[axis] for axis in axes)
@@ -295,7 +293,7 @@ def test_a_step_sends_what_its_layout_needs_and_nothing_else(layout):
     assert warnings == ()
 
 
-# Of layers with experts and of stages: in float32, and without what is sent once a step.
+# Layers with experts, and stages: in float32, and only arrays that are sent more than once a step.
 X, TOP, FSDP, EXPERT = 8, 2, 2, 4
 STAGE, STAGED = 4, 8  # stages, and the layers in all of them
 N = B * S // FSDP  # tokens of all devices along `expert`
@@ -331,15 +329,15 @@ def by_gathering():
 
 
 def by_exchange():
-    """Each device has room for 1.25 times the rows that even routing sends to each other one. A row
-    goes there with its share, and comes back."""
+    """Each device has room for 1.25 times the rows that even routing sends to each other device. A
+    row is sent with its share, and returns."""
     Q = N // EXPERT * TOP * 5 // (4 * EXPERT)
     to_all = functools.partial(each_layer, "all-to-all", ("expert",))
     return (
         to_all(FORWARD, sizes=EXPERT * [Q * E, Q * E, Q])
         # Rows again; their gradients there and back, with shares and their gradients.
         + to_all(BACKWARD, sizes=EXPERT * [Q * E, Q * E, Q * E, Q, Q])
-        # How many rows each device has for each expert, once more for the backward pass.
+        # The number of rows that each device has for each expert, again for the backward pass.
         + gathered_twice(("expert",), [EXPERT * X])
     )
 
@@ -365,7 +363,7 @@ def weights_beside_experts(on_cpu):
 
 def in_slots(on_cpu):
     """With one round a stage has STAGED / STAGE layers, and all microbatches go through them. A
-    slot passes rows to the next stage, and those that wait, or have ended, one stage up."""
+    slot passes rows to the next stage, and waiting and finished rows one stage up."""
     slots = B // FSDP + STAGE - 1
     rows = functools.partial(sends, "collective-permute", ("stage",), dtype="any", count=3 * slots)
     weights = functools.partial(
