@@ -46,7 +46,7 @@ MESHES = {
     "2 data, 2 expert, 2 context": {"data": 2, "expert": 2, "context": 2},
 }
 FLOAT32 = Compute(dtype="float32")
-# Whether the head is tied to the table, and how the model is computed.
+# The head is tied to the table or not, and the way the model is computed.
 VARIANTS = {
     "untied": (False, FLOAT32),
     "tied": (True, FLOAT32),
@@ -70,7 +70,7 @@ def rows(mesh):
     return sharding("batch seq", mesh)
 
 
-# Weights lie alike on each device along `data` and `context`, and over `expert` as over `fsdp`.
+# Weights are equal along `data` and `context`, and split over `expert` as over `fsdp`.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh_name",
@@ -98,7 +98,7 @@ def loss_and_gradients(mesh_name, variant):
     return laid_out.loss_and_gradients(weights(tied), MESHES[mesh_name], compute, source)
 
 
-# Each axis alone and beside others, and each variant on two meshes. Without `tensor` sequence
+# Each axis by itself and with others, and each variant on two meshes. Without `tensor` sequence
 # parallelism changes nothing; the curves below are of meshes whose heads are untied.
 CASES = [
     ("8 fsdp", "tied"),
