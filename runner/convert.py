@@ -57,7 +57,8 @@ from lmlib import hf
 from lmlib.adapters.lora import lora
 from lmlib.data.chats.chat import put_chat_template
 from lmlib.hf.families import family_of
-from lmlib.hf.peft import holds_adapters, written_whole
+from lmlib.hf.peft.config import holds_adapters
+from lmlib.hf.peft.save import written_whole
 from lmlib.models.families.hugging_face.family import Family
 from lmlib.models.matrices.lora import has_adapters, without_adapters
 from lmlib.optim.trainable import adapters

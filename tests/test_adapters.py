@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from laid_out import drawn, laid_out
 from linear import Linear
-from outsider_runs import compiled, experiment, trained
+from outsider_runs import EIGHT, compiled, experiment, trained
 
 from lmlib.adapters.lora import lora, merged, with_adapters
 from lmlib.compute import Compute
@@ -50,6 +50,13 @@ def loss(trained, frozen, batch, compute=FLOAT32, key=None):
     return batch_loss(eqx.combine(trained, frozen), batch, compute, key=key)[0].loss_sum
 
 
+assert_exact = functools.partial(np.testing.assert_allclose, atol=1e-6)
+
+
+def assert_close(found, expected):
+    np.testing.assert_allclose(found, expected, atol=1e-5 * np.max(np.abs(expected)))
+
+
 BATCH = Synthetic(V, batch_size=8, sequence_length=S).batch(0)
 
 
@@ -66,18 +73,13 @@ def test_new_adapters_change_nothing_and_merged_ones_compute_the_same():
     model = drawn(new)
     found, expected = logits(model), logits(merged(model))
     assert np.max(np.abs(found - logits(base))) > 0.1
-    np.testing.assert_allclose(found, expected, atol=1e-5 * np.max(np.abs(expected)))
-    bare = jax.tree.leaves(without_adapters(new))
-    for one, other in zip(bare, jax.tree.leaves(base), strict=True):
-        np.testing.assert_array_equal(one, other)
+    assert_close(found, expected)
+    jax.tree.map(np.testing.assert_array_equal, without_adapters(new), base)
 
 
 def test_merged_weights_are_base_plus_scaled_product():
     model = adapted(rank_stabilized=True)
-    one, other = (
-        model.stack.patterns[0][0].attention.output,
-        merged(model).stack.patterns[0][0].attention.output,
-    )
+    one, other = (m.stack.patterns[0][0].attention.output for m in (model, merged(model)))
     low = np.einsum("lhdr,lre->lhde", *(np.asarray(x, np.float64) for x in (one.down, one.up)))
     np.testing.assert_allclose(
         other, np.asarray(one.base) + 8 / np.sqrt(4) * low, rtol=1e-5, atol=1e-6
@@ -93,54 +95,25 @@ def test_gradients_equal_those_of_the_merged_weights():
     )(merged(model))
 
     def check(path, one):
-        owner, field = path.rsplit(".", 1)
-        at = functools.reduce(
-            lambda node, name: node[int(name)] if name.isdecimal() else getattr(node, name),
-            owner.split("."), whole,
-        )  # fmt: skip
-        given = functools.reduce(
-            lambda node, name: node[int(name)] if name.isdecimal() else getattr(node, name),
-            path.split("."), model,
-        )  # fmt: skip
+        whole_gradient, given = (
+            functools.reduce(
+                lambda node, name: node[int(name)] if name.isdecimal() else getattr(node, name),
+                path.split("."),
+                tree,
+            )
+            for tree in (whole, model)
+        )
         L, axes = given.base.shape[0], given.down.ndim - 2
         rows = int(np.prod(given.base.shape[1 : 1 + axes]))
-        dw = np.asarray(getattr(at, field), np.float64).reshape(L, rows, -1)
+        dw = np.asarray(whole_gradient, np.float64).reshape(L, rows, -1)
         down = np.asarray(given.down, np.float64).reshape(L, rows, -1)
         up = np.asarray(given.up, np.float64).reshape(L, given.up.shape[1], -1)
         expected = given.scale * dw @ up.swapaxes(1, 2), given.scale * down.swapaxes(1, 2) @ dw
         for found, wanted in zip((one.down, one.up), expected, strict=True):
-            np.testing.assert_allclose(
-                np.asarray(found).reshape(wanted.shape), wanted, atol=1e-5 * np.max(np.abs(wanted))
-            )
+            assert_close(np.asarray(found).reshape(wanted.shape), wanted)
         return one
 
     map_adapted(check, gradients)
-
-
-MESHES = [
-    ({"data": 2, "fsdp": 2, "tensor": 2}, True),
-    ({"fsdp": 2, "tensor": 4}, False),
-    ({"fsdp": 4, "expert": 2}, False),
-    ({"fsdp": 2, "expert": 2, "tensor": 2}, True),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.several_devices
-@pytest.mark.parametrize(("mesh", "sequence_parallel"), MESHES)
-def test_every_mesh_gives_the_gradients_of_one_device(mesh, sequence_parallel):
-    model = adapted(dropout=0.2)
-    key = jax.random.key(3)
-    gradient = jax.jit(jax.grad(loss), static_argnums=3)
-    expected = gradient(*parts(model), BATCH, FLOAT32, key)
-    mesh = make_mesh(**mesh)
-    with jax.set_mesh(mesh):
-        placed = laid_out(model, mesh)
-        rows = jax.tree.map(lambda leaf: leaf.sharding, abstract_batch(8, S, mesh))
-        compute = Compute(dtype="float32", sequence_parallel=sequence_parallel)
-        found = gradient(*parts(placed), jax.device_put(BATCH, rows), compute, key)
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-5 * np.max(np.abs(other)))
 
 
 @pytest.mark.several_devices
@@ -157,8 +130,7 @@ def test_both_matrices_rest_split_over_fsdp_and_are_merged_there():
     map_adapted(check, placed)
     with jax.set_mesh(mesh):
         found = jax.jit(merged)(placed)
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(merged(model)), strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-6)
+    jax.tree.map(assert_exact, found, merged(model))
 
 
 @pytest.mark.several_devices
@@ -232,6 +204,8 @@ MIXTURE = functools.partial(
 WITH_EXPERTS = functools.partial(BASE, layers=2, mlp=F, feed_forward=MIXTURE)
 PATHS = ("*.experts.*", "*.query")
 MATRICES = ("gate", "up", "down")
+OVER_EXPERT = {"fsdp": 2, "expert": 2, "tensor": 2}
+IN_ROUNDS = {"dispatch": "exchange", "expert_room": 1.0}  # with little room
 
 
 @functools.cache
@@ -264,8 +238,7 @@ def experts(model):
 
 def test_merged_adapters_compute_the_same_and_are_what_each_expert_adds():
     model = adapted_experts()
-    found, expected = logits(model), logits(whole_on_one_device())
-    np.testing.assert_allclose(found, expected, atol=1e-5 * np.max(np.abs(expected)))
+    assert_close(logits(model), logits(whole_on_one_device()))
     for name in MATRICES:
         one, whole = getattr(experts(model), name), getattr(experts(whole_on_one_device()), name)
         base, down, up = (np.asarray(x, np.float64) for x in (one.base, one.down, one.up))
@@ -292,46 +265,45 @@ def test_gradients_of_experts_equal_those_of_the_merged_weights():
             "up": one.scale * np.einsum("lxer,lxef->lxrf", down, dw),
         }
         for field, expected in wanted.items():
-            np.testing.assert_allclose(
-                getattr(found, field), expected, atol=1e-5 * np.max(np.abs(expected))
-            )
+            assert_close(getattr(found, field), expected)
 
 
 @pytest.mark.slow
 @pytest.mark.several_devices
 @pytest.mark.parametrize(
-    ("mesh", "dispatch", "room", "sequence_parallel"),
+    ("made", "mesh", "settings"),
     [
-        ({"fsdp": 2, "expert": 2, "tensor": 2}, "exchange", 1.0, True),
-        ({"expert": 8}, "exchange", 1.0, False),
-        ({"fsdp": 2, "expert": 2, "tensor": 2}, "gather", 2.0, False),
-        ({"expert": 4, "tensor": 2}, "gather", 1.0, True),
-        ({"data": 2, "fsdp": 2, "tensor": 2}, "auto", 1.0, True),
+        (adapted, EIGHT, {"sequence_parallel": True}),
+        (adapted, {"fsdp": 2, "tensor": 4}, {}),
+        (adapted, {"fsdp": 4, "expert": 2}, {}),
+        (adapted, OVER_EXPERT, {"sequence_parallel": True}),
+        (adapted_experts, OVER_EXPERT, {**IN_ROUNDS, "sequence_parallel": True}),
+        (adapted_experts, {"expert": 8}, IN_ROUNDS),
+        (adapted_experts, OVER_EXPERT, {"dispatch": "gather", "expert_room": 2.0}),
+        (
+            adapted_experts,
+            {"expert": 4, "tensor": 2},
+            {"dispatch": "gather", "expert_room": 1.0, "sequence_parallel": True},
+        ),
+        (adapted_experts, EIGHT, {"expert_room": 1.0, "sequence_parallel": True}),
     ],
 )
-def test_every_mesh_and_dispatch_gives_experts_the_gradients_of_one_device(
-    mesh, dispatch, room, sequence_parallel
-):
-    """With little room, rows come in several rounds."""
-    expected = compiled_gradient()(*parts(adapted_experts()), BATCH)
-    mesh = make_mesh(**mesh)
-    compute = Compute(
-        dtype="float32", dispatch=dispatch, expert_room=room, sequence_parallel=sequence_parallel
-    )
+def test_every_mesh_and_dispatch_gives_the_gradients_of_one_device(made, mesh, settings):
+    model, key = (adapted(dropout=0.2), jax.random.key(3)) if made is adapted else (made(), None)
+    expected = jax.jit(jax.grad(loss))(*parts(model), BATCH, key=key)
+    mesh, compute = make_mesh(**mesh), Compute(dtype="float32", **settings)
     with jax.set_mesh(mesh):
-        placed = laid_out(adapted_experts(), mesh)
+        placed = laid_out(model, mesh)
         rows = jax.tree.map(lambda leaf: leaf.sharding, abstract_batch(8, S, mesh))
 
         @jax.jit
         def both(model, batch):
-            gradient = jax.grad(functools.partial(loss, compute=compute))
+            gradient = jax.grad(functools.partial(loss, compute=compute, key=key))
             return gradient(*parts(model), batch), merged(model)
 
         found, whole = both(placed, jax.device_put(BATCH, rows))
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-5 * np.max(np.abs(other)))
-    for one, other in zip(*map(jax.tree.leaves, (whole, whole_on_one_device())), strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-6)
+    jax.tree.map(assert_close, found, expected)
+    jax.tree.map(assert_exact, whole, jax.jit(merged)(model))
 
 
 @pytest.mark.several_devices
@@ -353,13 +325,12 @@ def test_a_run_trains_the_pairs_alone_and_on_a_mesh_as_on_one_device(frozen_dtyp
         trainable=adapters(), frozen_dtype=frozen_dtype,
     )  # fmt: skip
     found = {}
-    for mesh in ({}, {"fsdp": 2, "expert": 2, "tensor": 2}):
+    for mesh in ({}, OVER_EXPERT):
         run = run_of(mesh)
         begun = run.initial_state()
         before = jax.device_get(begun.frozen)
         found[len(mesh)], state = trained(run, compiled(run), begun)
-        for one, other in zip(*map(jax.tree.leaves, (state.frozen, before)), strict=True):
-            np.testing.assert_array_equal(one, other)
+        jax.tree.map(np.testing.assert_array_equal, state.frozen, before)
         assert np.any(np.asarray(experts(state.model).down.up))
     for ours, theirs in zip(*found.values(), strict=True):
         np.testing.assert_allclose(ours["loss"], theirs["loss"], rtol=1e-4)

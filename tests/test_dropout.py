@@ -13,6 +13,7 @@ import pytest
 from bigram import Bigram
 from laid_out import drawn, first_state
 from llama_reference import reference_logits
+from states import assert_same_bits
 
 from lmlib import train
 from lmlib.compute import EVERYTHING, Compute
@@ -27,7 +28,7 @@ from lmlib.models.families.llama import llama
 from lmlib.models.forward_context import ForwardContext, single_document_context
 from lmlib.models.weights import fold_in_name
 from lmlib.optim.optimizer import Optimizer, as_declared
-from lmlib.parallel.layout import partition, sharding
+from lmlib.parallel.layout import partition, sharding, shardings
 from lmlib.parallel.mesh import make_mesh
 from lmlib.state import (
     Training,
@@ -61,13 +62,6 @@ def dropped(x_BSE, rate, key, sequence_parallel=False):
     compute = Compute(sequence_parallel=sequence_parallel)
     context = single_document_context(jnp.zeros(x_BSE.shape[:2], jnp.int32), compute)
     return dataclasses.replace(context, dropout=rate, key=key).dropped(x_BSE, "mlp")
-
-
-def equal_bits(one, other):
-    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
-        if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
-            a, b = jax.random.key_data(a), jax.random.key_data(b)
-        np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
@@ -131,7 +125,7 @@ def test_inspection_uses_no_dropout():
         return batch_loss(model, batch, FLOAT32, objective)[0]
 
     plain = sums(model, batch, NextToken())
-    equal_bits(sums(model, batch, DROPPED), plain)
+    assert_same_bits(sums(model, batch, DROPPED), plain)
     loss = pytest.approx(float(plain.reported["loss"]) / int(batch.loss_mask.sum()), rel=1e-6)
     assert Evaluator(mesh, FLOAT32)(model, source, 1).loss == loss
     assert layer_statistics(model, batch, mesh, FLOAT32).loss == loss
@@ -199,12 +193,13 @@ def test_each_microbatch_has_the_documented_key():
     mesh, seed = make_mesh(), 5
     training = Training(optimizer, mesh, FLOAT32, Draws(), microbatches=2, seed=seed)
     state = new_state(functools.partial(Bigram, V, E, key=jax.random.key(0)), training)
+    state = eqx.tree_at(lambda state: state.step, state, jnp.int32(3))
     with jax.set_mesh(mesh):
         batch = place(source, 0, sharding("batch seq", mesh))
         _, reported, count = jax.jit(functools.partial(train.gradient, training=training))(
             state, batch
         )
-    key = jax.random.fold_in(fold_in_name(jax.random.key(seed), "steps"), 0)
+    key = jax.random.fold_in(fold_in_name(jax.random.key(seed), "steps"), 3)
     drawn_of = [float(jax.random.uniform(jax.random.fold_in(key, i))) for i in range(2)]
     assert float(reported.metrics["drawn"] * count) == pytest.approx(sum(drawn_of), rel=1e-5)
 
@@ -234,16 +229,6 @@ def test_the_loss_of_a_step_is_that_of_its_documented_keys():
 
 
 @pytest.mark.slow
-def test_seed_and_step_change_what_is_dropped():
-    first = advance("1", begin("1"), 1, batch=0)[1]
-    assert first == advance("1", begin("1"), 1, batch=0)[1]
-    assert first != pytest.approx(advance("1", begin("1", seed=1), 1, batch=0)[1], rel=1e-4)
-    later = eqx.tree_at(lambda state: state.step, begin("1"), jnp.int32(1))
-    later = jax.device_put(later, jax.tree.map(lambda leaf: leaf.sharding, begin("1")))
-    assert first != pytest.approx(advance("1", later, 1, batch=0)[1], rel=1e-4)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("mesh_name", ["1", "4 fsdp, 2 tensor"])
 def test_going_on_from_a_copy_of_the_state_gives_the_same_bits(mesh_name):
     state, _ = advance(mesh_name, begin(mesh_name), 3)
@@ -253,9 +238,9 @@ def test_going_on_from_a_copy_of_the_state_gives_the_same_bits(mesh_name):
     whole, losses = advance(mesh_name, begin(mesh_name), 6)
     np.testing.assert_array_equal(found, expected)
     np.testing.assert_array_equal(losses[3:], expected)
-    equal_bits(resumed, undisturbed)
-    equal_bits(resumed, whole)
-    equal_bits(whole.key, begin(mesh_name).key)
+    assert_same_bits(resumed, undisturbed)
+    assert_same_bits(resumed, whole)
+    assert_same_bits(whole.key, begin(mesh_name).key)
 
 
 @pytest.mark.slow
@@ -336,9 +321,8 @@ def test_one_model_can_be_trained_on_from_its_weights_alone():
     kept = jax.device_get(trained.model)
     state = initial_state(trained.model, Training(optimizer, mesh, seed=7))
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(trained.model))
-    equal_bits(state.model, kept)
+    assert_same_bits(state.model, kept)
     fresh = first_state(weights(), optimizer, mesh, seed=7)
     rest = [(each.step, each.optimizer, each.guard, each.key) for each in (state, fresh)]
-    equal_bits(*rest)
-    for leaf, expected in zip(jax.tree.leaves(state), jax.tree.leaves(fresh), strict=True):
-        assert leaf.sharding == expected.sharding
+    assert_same_bits(*rest)
+    assert shardings(state) == shardings(fresh)

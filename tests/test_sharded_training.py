@@ -5,17 +5,17 @@ import math
 import re
 
 import jax
+import laid_out
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
-from laid_out import first_state, laid_out
+from laid_out import first_state
 from sentinels import sentinels
 
 from lmlib import train
 from lmlib.compute import Compute
 from lmlib.data.batch import place
 from lmlib.data.synthetic import Synthetic
-from lmlib.losses.next_token import batch_loss
 from lmlib.models.families.llama import llama
 from lmlib.models.weights import creator
 from lmlib.optim.adamw import adamw
@@ -29,7 +29,6 @@ from lmlib.state import (
     abstract_model,
     abstract_state,
     new_model,
-    new_state,
 )
 
 pytestmark = pytest.mark.several_devices
@@ -47,7 +46,7 @@ MESHES = {
     "2 data, 2 expert, 2 context": {"data": 2, "expert": 2, "context": 2},
 }
 FLOAT32 = Compute(dtype="float32")
-# Whether the head is tied to the table, and how the model is computed.
+# The head is tied to the table or not, and the way the model is computed.
 VARIANTS = {
     "untied": (False, FLOAT32),
     "tied": (True, FLOAT32),
@@ -71,7 +70,7 @@ def rows(mesh):
     return sharding("batch seq", mesh)
 
 
-# Weights lie alike on each device along `data` and `context`, and over `expert` as over `fsdp`.
+# Weights are equal along `data` and `context`, and split over `expert` as over `fsdp`.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh_name",
@@ -82,8 +81,7 @@ def test_first_weights_are_the_same_on_every_mesh(mesh_name):
     found = new_model(model_maker(tied), mesh)
     layout = shardings(abstract_model(model_maker(tied), mesh))
     assert shardings(found) == layout
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(weights(tied)), strict=True):
-        np.testing.assert_array_equal(one, other)
+    jax.tree.map(np.testing.assert_array_equal, found, weights(tied))
 
 
 @pytest.mark.slow
@@ -91,28 +89,16 @@ def test_first_weights_are_the_same_on_every_mesh(mesh_name):
 def test_a_recipe_makes_the_weights_of_its_seed(seed):
     make = model_maker(tied=False)
     found = Recipe(make, seed, None, "float32").new_model(make_mesh(fsdp=4, tensor=2))
-    expected = make(key=jax.random.key(seed))
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_array_equal(one, other)
+    jax.tree.map(np.testing.assert_array_equal, found, make(key=jax.random.key(seed)))
 
 
 @functools.cache
 def loss_and_gradients(mesh_name, variant):
-    mesh = make_mesh(**MESHES[mesh_name])
     tied, compute = VARIANTS[variant]
-
-    def mean(model, batch):
-        sums, _ = batch_loss(model, batch, compute)
-        return sums.loss_sum / batch.loss_mask.sum()
-
-    model = laid_out(weights(tied), mesh)
-    with jax.set_mesh(mesh):
-        loss, gradients = jax.jit(jax.value_and_grad(mean))(model, place(source, 0, rows(mesh)))
-    assert shardings(gradients) == shardings(model)
-    return float(loss), jax.device_get(gradients)
+    return laid_out.loss_and_gradients(weights(tied), MESHES[mesh_name], compute, source)
 
 
-# Each axis alone and beside others, and each variant on two meshes. Without `tensor` sequence
+# Each axis by itself and with others, and each variant on two meshes. Without `tensor` sequence
 # parallelism changes nothing; the curves below are of meshes whose heads are untied.
 CASES = [
     ("8 fsdp", "tied"),
@@ -138,10 +124,7 @@ def test_loss_and_gradients_equal_those_of_one_device(mesh_name, variant):
     plain = "tied" if variant == "tied" else "untied"
     expected_loss, expected_gradients = loss_and_gradients("1", plain)
     assert loss == pytest.approx(expected_loss, rel=1e-6)
-    for found, expected in zip(
-        jax.tree.leaves(gradients), jax.tree.leaves(expected_gradients), strict=True
-    ):
-        assert np.linalg.norm(found - expected) <= 1e-5 * np.linalg.norm(expected)
+    laid_out.assert_near(gradients, expected_gradients)
 
 
 def compiled_step(state, optimizer, mesh, compute=FLOAT32, microbatches=1):
@@ -196,47 +179,22 @@ def test_initialisation_never_holds_an_unsharded_copy():
     assert max(math.prod(map(int, shape.split(","))) for shape in arrays) == largest / 8
 
 
-@functools.cache
-def step_of_a_tied_model():
-    mesh = make_mesh(fsdp=4, tensor=2)
-    optimizer = adamw(10, peak_lr=1e-2)
-    state = abstract_state(model_maker(tied=True), Training(optimizer, mesh))
-    return *compiled_step(state, optimizer, mesh), optimizer, mesh
-
-
 @pytest.mark.landing
-def test_the_state_is_donated_and_every_sharding_is_named():
-    compiled, numbers, optimizer, mesh = step_of_a_tied_model()
+def test_the_state_is_donated_every_sharding_is_named_and_a_tied_table_stays_one_leaf():
+    mesh, optimizer = make_mesh(fsdp=4, tensor=2), adamw(10, peak_lr=1e-2)
+    state = abstract_state(model_maker(tied=True), Training(optimizer, mesh))
+    compiled, numbers = compiled_step(state, optimizer, mesh)
     for each in jax.tree.leaves((compiled.input_shardings[0], compiled.output_shardings)):
         assert isinstance(each, NamedSharding)
         assert each.mesh.axis_names == NAMES
     state, placed = first_state(weights(True), optimizer, mesh), place(source, 0, rows(mesh))
+    shapes = [leaf.shape for leaf in jax.tree.leaves(state.model)]
+    assert shapes.count((128, 64)) == 1 and (64, 128) not in shapes
     new_state, _ = compiled(state, placed, numbers)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((new_state, placed, numbers)))
     aliased = compiled.memory_analysis().alias_size_in_bytes
     held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(new_state))
     assert aliased >= held
-
-
-@pytest.mark.slow
-def test_the_abstract_state_is_the_state():
-    mesh = make_mesh(data=2, fsdp=2, tensor=2)
-    training = Training(adamw(10, peak_lr=1e-2), mesh)
-    make = model_maker(tied=True)
-    real, abstract = new_state(make, training), abstract_state(make, training)
-    assert jax.tree.structure(real) == jax.tree.structure(abstract)
-    for leaf, shape in zip(jax.tree.leaves(real), jax.tree.leaves(abstract), strict=True):
-        assert (leaf.shape, leaf.dtype, leaf.sharding) == (shape.shape, shape.dtype, shape.sharding)
-
-
-@pytest.mark.landing
-def test_a_tied_table_is_one_leaf_and_stays_one():
-    compiled, numbers, optimizer, mesh = step_of_a_tied_model()
-    state = first_state(weights(True), optimizer, mesh)
-    shapes = [leaf.shape for leaf in jax.tree.leaves(state.model)]
-    assert shapes.count((128, 64)) == 1
-    assert (64, 128) not in shapes
-    new_state, _ = compiled(state, place(source, 0, rows(mesh)), numbers)
     assert [leaf.shape for leaf in jax.tree.leaves(new_state.model)] == shapes
     assert new_state.model.unembedding is None

@@ -9,7 +9,7 @@ timed in turns; values are medians. FLOP/s count the two matrix products of the 
 five of the backward pass, for the causal half of whole rows.
 
 `--launches` times Triton's kernels with other tiles, warps and stages than
-`lmlib.models.attend.fused.launches` has, and lists the fastest.
+`lmlib.models.attend.fused.triton_kernels` has, and lists the fastest.
 """
 
 import concurrent.futures
@@ -29,7 +29,7 @@ from jax import Array
 
 from lmlib.models.attend import attend, problem
 from lmlib.models.attend.fused import triton_kernels
-from lmlib.models.attend.fused.launches import Launch
+from lmlib.models.attend.fused.triton_kernels import Launch
 from lmlib.models.attend.fused.visits import Tiles, sight
 from lmlib.models.attend.kernel import Options, Shapes, whole_row
 from lmlib.terminal.table import columns

@@ -38,16 +38,8 @@ def lora(
 
     The other arguments are as in `with_adapters`.
     """
-    return with_adapters(
-        of(key=key),
-        rank,
-        alpha,
-        paths,
-        axes,
-        rank_stabilized,
-        dropout,
-        key=fold_in_name(key, "adapters"),
-    )
+    settings = rank, alpha, paths, axes, rank_stabilized, dropout
+    return with_adapters(of(key=key), *settings, key=fold_in_name(key, "adapters"))
 
 
 def with_adapters(

@@ -5,12 +5,13 @@ import functools
 import hashlib
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float64, Int32, Int64, UInt32
+from jaxtyping import Array, Float64, Int64
 
 from lmlib.compute import Compute
 from lmlib.data.batch import Batch, Source
@@ -50,22 +51,6 @@ class Evaluation:
         return self.metrics["loss"]
 
 
-def evaluation_step(
-    model: Model,
-    reference_model: Model | None,
-    batch: Batch,
-    compute: Compute,
-    objective: Objective,
-) -> tuple[dict[str, Array], Int32[Array, ""], UInt32[Array, "fields 2"]]:
-    """Returns the sums of the objective's metrics over a batch, without dropout.
-
-    Also returns the count of its units, and a digest of its content.
-    """
-    reported = sums_of(objective, model, reference_model, batch, compute).reported
-    bits = jnp.stack([sums_of_bits(field) for field in jax.tree.leaves(batch)])
-    return {name: reported[name] for name in objective.metrics}, objective.count(batch), bits
-
-
 class Evaluator:
     """Evaluates models on the first batches of sources, which are always the same.
 
@@ -77,7 +62,17 @@ class Evaluator:
         self._mesh = mesh
         self._objective = objective
         everywhere = NamedSharding(mesh, PartitionSpec())
-        step = functools.partial(evaluation_step, compute=compute, objective=objective)
+
+        def step(model: Model, reference_model: Model | None, batch: Batch) -> tuple[Any, ...]:
+            """Sums of the metrics without dropout, the count of units, a digest of the batch."""
+            reported = sums_of(objective, model, reference_model, batch, compute).reported
+            bits = jnp.stack([sums_of_bits(field) for field in jax.tree.leaves(batch)])
+            return (
+                {name: reported[name] for name in objective.metrics},
+                objective.count(batch),
+                bits,
+            )
+
         self._step = jax.jit(step, out_shardings=(everywhere, everywhere, everywhere))
 
     def __call__(

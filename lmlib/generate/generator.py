@@ -167,16 +167,10 @@ class Generator:
                     seen_PV[row, list(prompt)] = True
                 seen_BV = self._placed(seen_PV[prompt_B], "batch whole_vocab")
             chooser = self._chooser(sampling, seed, ids, samples, stop_ids)
+            lengths_B = self._placed(lengths_P[prompt_B], "batch")
+            rest = self._placed(np.arange(self.rows) >= rows, "batch"), seen_BV, chooser
             state, made = first_token(
-                self._weights,
-                cache,
-                h_PE,
-                self._placed(lengths_P[prompt_B], "batch"),
-                self._placed(np.arange(self.rows) >= rows, "batch"),
-                seen_BV,
-                chooser,
-                self._compute,
-                rules,
+                self._weights, cache, h_PE, lengths_B, *rest, self._compute, rules
             )
         more = functools.partial(self._more, prompts, chooser, rules, round)
         return Stream(state, made, more, rows, max_tokens, round, frozenset(stop_ids))
@@ -269,15 +263,9 @@ class Generator:
             chunk_BC = np.zeros((rows, size), np.int32)
             part_BC = tokens_BS[:, start : start + size]
             chunk_BC[:, : part_BC.shape[1]] = part_BC
+            part = self._placed(chunk_BC, "batch seq"), self._placed(np.array(start, np.int32), ())
             cache, h_BE = prefill(
-                self._weights,
-                cache,
-                h_BE,
-                self._placed(chunk_BC, "batch seq"),
-                self._placed(np.array(start, np.int32), ()),
-                lengths,
-                self.length,
-                self._compute,
+                self._weights, cache, h_BE, *part, lengths, self.length, self._compute
             )
             start += size
         return cache, h_BE

@@ -33,8 +33,6 @@ class Decoder(Model):
       logit_cap: c, if logits z become c · tanh(z / c); `None` leaves them as they are.
       embedding_deviation: standard deviation of the embedding's initial values.
       embedding_scale, logits_scale: factors of embedded tokens, and of logits.
-      unembedding_scale: standard deviation of the initial logits for features of variance 1; the
-        first loss is ln(vocab) + unembedding_scale² / 2.
     """
 
     rows_may_be_split = True
@@ -46,10 +44,8 @@ class Decoder(Model):
     positions: Positions | None
     stack: Stack
     norm: Norm | None
-    unembedding: Float[Array, "embed vocab"] | None = weight(
-        lambda self: fan_in("embed", scale=self.unembedding_scale)
-    )
-    unembedding_scale: float = eqx.field(static=True)
+    # For features of variance 1 the first loss is ln(vocab) + 0.35² / 2.
+    unembedding: Float[Array, "embed vocab"] | None = weight(fan_in("embed", scale=0.35))
     logit_cap: float | None = eqx.field(static=True)
     logits_scale: float = eqx.field(static=True)
 
@@ -63,7 +59,6 @@ class Decoder(Model):
         logit_cap: float | None = None,
         embedding_deviation: float = 1.0,
         embedding_scale: float = 1.0,
-        unembedding_scale: float = 0.35,
         logits_scale: float = 1.0,
         positions: Positions | None = None,
         *,
@@ -71,7 +66,6 @@ class Decoder(Model):
     ):
         self.vocab, self.logit_cap, self.logits_scale = vocab, logit_cap, logits_scale
         self.embedding_deviation, self.embedding_scale = embedding_deviation, embedding_scale
-        self.unembedding_scale = unembedding_scale
         sizes = {"vocab": vocab, "embed": embed}
         self.embedding = initial_values(self, "embedding", key, **sizes)
         self.positions, self.stack, self.norm = positions, Stack(segments, key), norm
@@ -125,15 +119,11 @@ class Decoder(Model):
         return head + self.stack.flops_per_token(sequence_length, causal)
 
     def weight_groups(self) -> tuple[WeightGroup, ...]:
-        first, last = ("embedding", "positions"), ("norm", "unembedding")
-        before, after = (
-            [
-                WeightGroup(name, getattr(self, name))
-                for name in names
-                if getattr(self, name) is not None
-            ]
-            for names in (first, last)
-        )
+        def groups(*names: str) -> list[WeightGroup]:
+            found = ((name, getattr(self, name)) for name in names)
+            return [WeightGroup(*each) for each in found if each[1] is not None]
+
+        before, after = groups("embedding", "positions"), groups("norm", "unembedding")
         return (*before, *self.stack.weight_groups(), *after)
 
 

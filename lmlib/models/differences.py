@@ -7,10 +7,7 @@ from typing import Any, NamedTuple
 import jax
 
 # Settings that only affect initial values: models with the same weights compute the same.
-_OF_INITIAL_VALUES = {
-    *("embedding_deviation", "unembedding_scale", "residual_scale"),
-    *("initial", "initial_first", "initial_share", "deviation"),
-}
+_OF_INITIAL_VALUES = {"embedding_deviation", "residual_scale", "initial", "initial_first"}
 
 
 class Difference(NamedTuple):

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int32
 from lmlib.compute import Compute
 from lmlib.models.forward_context import ForwardContext, single_document_context
 from lmlib.models.part import NO_AUX, AuxOutputs, Part, class_name
-from lmlib.parallel.axes import map_weights
+from lmlib.parallel.axes import Weight, map_weights
 from lmlib.parallel.collectives import platform
 from lmlib.parallel.layout import reshard
 from lmlib.parallel.mesh import on_mesh_of
@@ -146,12 +146,10 @@ def padded_length(model: Any, tokens: int, multiple: int) -> int:
 def _positions(model: Any) -> dict[str, int]:
     """Sizes of the axis "position" of weights, by their paths."""
     found: dict[str, int] = {}
-    map_weights(
-        lambda weight, x: (
-            found.update({weight.path: x.shape[weight.axes.index(POSITION)]})
-            if POSITION in weight.axes
-            else None
-        ),
-        model,
-    )
+
+    def note(weight: Weight, x: Any) -> None:
+        if POSITION in weight.axes:
+            found[weight.path] = x.shape[weight.axes.index(POSITION)]
+
+    map_weights(note, model)
     return found

@@ -16,7 +16,7 @@ from lmlib.hf.families import Described, described
 from lmlib.hf.folder import opened, read_copied, read_json
 from lmlib.hf.hub import SETTINGS, TOKENIZER_FILES
 from lmlib.hf.load import load_weights
-from lmlib.hf.peft import Adapters, adapters_in
+from lmlib.hf.peft.load import Adapters, adapters_in
 from lmlib.parallel.axes import Weight
 from lmlib.storage.atomic_file import make_folder
 from runner.config.references import FolderReference, base_of

@@ -11,8 +11,14 @@ import pytest
 from lmlib.compute import Compute
 from lmlib.data.text import codec_of_bytes
 from lmlib.evaluate.scoring import Scorer
-from lmlib.evaluate.suite.random_sequences import RandomIds, pieces
-from lmlib.evaluate.suite.suite import TEXTS, Suite, SuiteEvaluator, in_context_slope
+from lmlib.evaluate.suite.suite import (
+    TEXTS,
+    RandomIds,
+    Suite,
+    SuiteEvaluator,
+    in_context_slope,
+    pieces,
+)
 from lmlib.models.families.llama import llama
 from lmlib.models.forward_context import single_document_context
 from lmlib.models.model import Model, TrunkOutput

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from refusals import refusals
 from user_model import Learned
 
 from lmlib import Compute, make_mesh, single_document_context
@@ -64,12 +65,17 @@ def by_the_whole_pass(model, prompt, count):
     return tokens_S[len(prompt) : len(prompt) + count].tolist(), logprobs
 
 
-@pytest.mark.landing
-def test_greedy_takes_the_likeliest_token_of_the_whole_pass_each_time():
-    for prompt, (made,) in zip(PROMPTS, generator()(PROMPTS, 20, GREEDY), strict=True):
-        tokens, logprobs = by_the_whole_pass(model(), prompt, 20)
+def assert_likeliest(generator, model, count):
+    """That greedy tokens are each time the likeliest of the whole pass."""
+    for prompt, (made,) in zip(PROMPTS, generator(PROMPTS, count, GREEDY), strict=True):
+        tokens, logprobs = by_the_whole_pass(model, prompt, count)
         assert made.tokens == tokens and not made.stopped
         np.testing.assert_allclose(made.logprobs, logprobs, atol=1e-5)
+
+
+@pytest.mark.landing
+def test_greedy_takes_the_likeliest_token_of_the_whole_pass_each_time():
+    assert_likeliest(generator(), model(), 20)
 
 
 @pytest.mark.slow
@@ -81,10 +87,7 @@ def test_a_text_that_grows_beyond_the_original_length_is_computed_again(window):
         V, 16, 2, 4, 24, kv_heads=2, rope_scaling=scaling, window=window, key=jax.random.key(0)
     )
     again = Generator(long_rope, compute=FLOAT32, rows=4, length=64, chunk=16)
-    for prompt, (made,) in zip(PROMPTS, again(PROMPTS, 20, GREEDY), strict=True):
-        tokens, logprobs = by_the_whole_pass(long_rope, prompt, 20)
-        assert made.tokens == tokens
-        np.testing.assert_allclose(made.logprobs, logprobs, atol=1e-5)
+    assert_likeliest(again, long_rope, 20)
 
 
 @pytest.mark.slow
@@ -205,17 +208,7 @@ def test_matrices_in_8_bits_give_what_their_rounded_values_give(mesh):
         np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("prompts", "settings", "message"),
-    [
-        ([[1], []], {}, "prompt 1 is empty; every prompt needs at least one token"),
-        ([[1, V]], {}, f"prompt 0 has the token {V}, but the model's vocabulary ends at {V - 1}"),
-        ([[1] * 60], {}, "prompt 0 has 60 tokens, and 5 more are to follow, but .* length is 64"),
-        ([[1]] * 5, {"samples": 2}, "5 prompts with 2 samples each, but the generator has 8 rows"),
-        ([[1]], {"seed": -1}, r"seed and ids must be in \[0, 2\^32\), got -1 and \[0\]"),
-        ([[1]], {"max_tokens": 0}, "max_tokens and samples must be at least 1, got 0 and 1"),
-    ],
-)
+@pytest.mark.parametrize(("prompts", "settings", "message"), refusals(__file__, "prompts"))
 def test_invalid_prompts_are_refused(prompts, settings, message):
     with pytest.raises(ValueError, match=message):
         generator().stream(prompts, **{"max_tokens": 5, **settings})
@@ -241,10 +234,7 @@ def test_a_cache_that_memory_has_no_room_for_is_refused():
 @pytest.mark.slow
 def test_layers_with_other_rotary_tables_each_have_their_own():
     two = gemma3(V, 16, 2, 4, 24, kv_heads=2, head_dim=8, window=6, period=2, key=jax.random.key(1))
-    for prompt, (made,) in zip(PROMPTS, generate(two, PROMPTS, 6, GREEDY), strict=True):
-        tokens, logprobs = by_the_whole_pass(two, prompt, 6)
-        assert made.tokens == tokens
-        np.testing.assert_allclose(made.logprobs, logprobs, atol=1e-5)
+    assert_likeliest(Generator(two, compute=FLOAT32, rows=4, length=64), two, 6)
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@ Tests have no network; they fill the cache of `huggingface_hub` by hand."""
 
 import functools
 import json
+import os
 import re
 import shutil
 import struct
@@ -32,6 +33,7 @@ from small_tokenizer import write_tokenizer_folder
 
 from data_tools.tokenizer import load_tokenizer
 from lmlib import Compute, hf, make_mesh
+from lmlib.adapters.lora import with_adapters
 from lmlib.data.chats.chat import read_chat_template
 from lmlib.hf.families import FAMILIES, described, described_by, family_of
 from lmlib.hf.hub import local_folder_of
@@ -297,6 +299,7 @@ def test_files_of_any_tensors_are_read_as_they_were_written(tmp_path_factory, te
     assert set(found) == set(values)
     for name, each in values.items():
         assert found[name].shape == each.shape and found[name].dtype == each.dtype
+        assert found[name].offset % each.dtype.itemsize == 0  # else readers cannot map the file
         np.testing.assert_array_equal(found[name].read(0, each.size), each.reshape(-1))
 
 
@@ -326,10 +329,11 @@ def test_every_value_is_kept_unless_a_dtype_is_given(folder):
 @pytest.mark.slow
 def test_rounding_to_a_narrower_dtype_is_reported(folder):
     told = hf.save(hf.load(folder), folder / "out", dtype="bfloat16")
-    changes = {}
+    changes, written = {}, stored_tensors(folder / "out")
     for name, each in stored_tensors(folder).items():
         value = each.read(0, each.size).astype(np.float64)
         rounded = value.astype(jnp.bfloat16).astype(np.float64)
+        np.testing.assert_array_equal(written[name].read(0, each.size), rounded)
         changes[name] = np.max(np.abs(rounded - value) / np.abs(value))
     assert told.largest == pytest.approx(max(changes.values()), rel=1e-6)
     assert told.tensor == max(changes, key=changes.__getitem__)
@@ -349,9 +353,28 @@ def test_a_value_beyond_float16_is_refused_by_its_tensors_name(folder):
     hf.save(model, folder / "out", dtype="bfloat16")
 
 
-def test_an_existing_folder_is_not_overwritten(folder):
+@pytest.mark.parametrize("adapters", [False, pytest.param(True, marks=pytest.mark.landing)])
+def test_an_interrupted_save_leaves_no_complete_folder_and_none_is_overwritten(
+    tmp_path, monkeypatch, adapters
+):
+    save = functools.partial(hf.save_adapters, trained=()) if adapters else hf.save
+    model = golden_model()
+    if adapters:
+        model = with_adapters(model, rank=2, key=jax.random.key(1))
+
+    def ended(descriptor):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patches:
+        patches.setattr(os, "fsync", ended)
+        with pytest.raises(KeyboardInterrupt):
+            save(model, tmp_path / "out")
+    assert not [*(tmp_path / "out").glob("*.safetensors"), *(tmp_path / "out").glob("*.json")]
     with pytest.raises(FileExistsError, match="is not empty: give a new folder"):
-        hf.save(golden_model(), folder)
+        save(model, tmp_path / "out")
+    save(model, tmp_path / "again")
+    assert len([*(tmp_path / "again").glob("*.safetensors")]) == 1
+    assert not [each for each in (tmp_path / "again").iterdir() if each.is_dir()]
 
 
 @pytest.mark.parametrize(

@@ -149,9 +149,7 @@ def test_saved_tensors_equal_the_loaded_ones(name, tmp_path):
 @pytest.mark.parametrize("name", KINDS)
 def test_on_a_mesh_as_on_one_device(name, tmp_path):
     model = hf.load(GOLDEN / name, mesh_for(name))
-    for found, expected in zip(jax.tree.leaves(model), jax.tree.leaves(loaded(name)), strict=True):
-        np.testing.assert_array_equal(found, expected)
+    jax.tree.map(np.testing.assert_array_equal, model, loaded(name))
     save(model, name, tmp_path / "again", file_bytes=4_000)
     again = hf.load(tmp_path / "again")
-    for found, expected in zip(jax.tree.leaves(again), jax.tree.leaves(model), strict=True):
-        np.testing.assert_array_equal(found, expected)
+    jax.tree.map(np.testing.assert_array_equal, again, model)

@@ -7,11 +7,9 @@ import pytest
 from golden_models import golden_model
 from hugging_face_families import GOLDEN
 
-from lmlib import hf
 from lmlib.generate.weights import ready
 from lmlib.hf.families import described
 from lmlib.hf.names import placed
-from lmlib.hf.tensor_files import stored_tensors
 from lmlib.optim.trainable import Group
 from lmlib.parallel.axes import map_weights
 from lmlib.recipe import Recipe
@@ -35,22 +33,6 @@ def test_a_family_declares_tensors_that_stay_in_float32(name, dtype):
         kept = each.name.endswith(KEPT[name, dtype]) and KEPT[name, dtype] != ()
         assert each.dtype_in(dtype) == ("float32" if kept else dtype), each.name
         assert each.dtype_in("float32") == "float32"
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype"), [pytest.param(*each, marks=pytest.mark.landing) for each in KEPT]
-)
-def test_files_store_these_tensors_in_float32(name, dtype, tmp_path):
-    told = hf.save(golden_model(name), tmp_path, dtype=dtype)
-    before, found = stored_tensors(GOLDEN / name), stored_tensors(tmp_path)
-    assert set(found) == set(before)
-    for tensor, each in found.items():
-        kept = any(tensor.endswith(end) for end in KEPT[name, dtype])
-        assert each.dtype == (jnp.float32 if kept else jnp.dtype(dtype)), tensor
-        assert each.offset % each.dtype.itemsize == 0  # else readers cannot map the file
-        expected = before[tensor].read(0, each.size)
-        np.testing.assert_array_equal(each.read(0, each.size), expected.astype(each.dtype))
-    assert told.largest > 0 and not told.tensor.endswith(KEPT[name, dtype] or ("?",))
 
 
 def dtypes(model):

@@ -1,5 +1,5 @@
-"""transformers computes the golden folders, and the same as lmlib from exported folders.
-Needs lmlib[parity]; tests/hf/test_golden.py does not."""
+"""transformers computes the golden folders, the same as lmlib from exported folders, and the same
+continuations. Needs lmlib[parity]; tests/hf/test_golden.py does not."""
 
 import json
 import shutil
@@ -23,10 +23,13 @@ from hugging_face_families import (
 from odd_configs import READ
 
 from lmlib import Inspector, hf, single_document_context
+from lmlib.generate import GREEDY, generate
 from lmlib.hf.families import described
 from lmlib.hf.tensor_files import stored_tensors
+from lmlib.models.experts.upcycling import upcycle
 from lmlib.models.families.hugging_face.settings import FolderError
 
+torch = pytest.importorskip("torch", reason="needs lmlib[parity]")
 golden = pytest.importorskip("golden_by_transformers", reason="needs lmlib[parity]")
 pytestmark = pytest.mark.slow
 
@@ -151,3 +154,36 @@ def test_transformers_reads_odd_keys_the_same(case, tmp_path):
         for kind, keys in {"odd": odd, "plain": plain}.items()
     )
     np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("llama", "mixtral"),
+        ("llama_3_1", "mixtral"),
+        ("mistral", "mixtral"),
+        ("qwen3", "qwen3_moe"),
+    ],
+)
+def test_transformers_computes_the_same_from_upcycled_models(name, kind, tmp_path):
+    model = upcycle(golden_model(name), experts=4, top=2, key=jax.random.key(3))
+    hf.save(model, tmp_path / "out", dtype="float32")
+    theirs = golden.loaded(tmp_path / "out", "float32")
+    assert theirs.config.model_type == kind
+    found = golden.logits_of_prompt(theirs, model.vocab).numpy()
+    expected = tensors(GOLDEN / name / "expected.safetensors")["logits"]
+    assert np.abs(found - expected).max() <= 1e-5 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_greedy_ids_equal_transformers(name):
+    theirs = golden.loaded(GOLDEN / name, "float32")
+    prompts = np.random.default_rng(3).integers(3, theirs.config.vocab_size, (3, 40))
+    with torch.no_grad():
+        expected = theirs.generate(
+            torch.tensor(prompts), max_new_tokens=200, min_new_tokens=200, do_sample=False,
+            eos_token_id=None, pad_token_id=0,
+        )  # fmt: skip
+    made = generate(golden_model(name), prompts.tolist(), 200, GREEDY, compute=FLOAT32)
+    for (found,), ids in zip(made, expected[:, 40:].tolist(), strict=True):
+        assert found.tokens == ids

@@ -33,7 +33,8 @@ from sentinels import sentinels
 from lmlib import hf, make_mesh
 from lmlib.adapters.lora import with_adapters
 from lmlib.hf.families import described
-from lmlib.hf.peft import adapters_in, read_config
+from lmlib.hf.peft.config import read_config
+from lmlib.hf.peft.load import adapters_in
 from lmlib.models.families.hugging_face.settings import FolderError
 
 FILE, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -55,8 +56,8 @@ def merged_and_before(model, folder, name):
 
 
 def assert_merges_alike(one, other):
-    for a, b in zip(jax.tree.leaves(merge(one)), jax.tree.leaves(merge(other)), strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-6)
+    near = functools.partial(np.testing.assert_allclose, atol=1e-6)
+    jax.tree.map(near, merge(one), merge(other))
 
 
 @pytest.mark.landing

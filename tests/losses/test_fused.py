@@ -20,6 +20,7 @@ from lmlib.plan.program import read_program
 from lmlib.plan.traffic import kernels
 
 B, S, E, V = 4, 6, 16, 32
+THREE = {"data": 2, "fsdp": 2, "tensor": 2}
 
 
 def inputs(seed=0, scale=5.0, share=0.7):
@@ -106,31 +107,22 @@ def test_sums_and_gradients_match_float64_in_chunks_of_any_size(
 
 @pytest.mark.several_devices
 @pytest.mark.parametrize(
-    "mesh",
+    ("mesh", "features"),
     sentinels(
         [
-            {"tensor": 8},
-            {"fsdp": 2, "tensor": 4},
-            {"data": 2, "fsdp": 2, "tensor": 2},
-            {"fsdp": 2, "expert": 2, "tensor": 2},
-            {"data": 4},
+            ({"tensor": 8}, "batch seq embed"),
+            ({"fsdp": 2, "tensor": 4}, "batch seq embed"),
+            (THREE, "batch seq embed"),
+            (THREE, "batch seq_parallel embed"),
+            ({"fsdp": 2, "expert": 2, "tensor": 2}, "batch seq embed"),
+            ({"data": 4}, "batch seq embed"),
         ],
-        lambda mesh: len(mesh) == 3,
+        (THREE, "batch seq embed").__eq__,
+        landing=lambda case: "parallel" in case[1],
     ),
 )
 @pytest.mark.parametrize("chunk", [None, 5])
-def test_neither_a_split_vocabulary_nor_a_split_batch_changes_anything(mesh, chunk):
-    check_on_a_mesh(mesh, chunk, "batch seq embed")
-
-
-@pytest.mark.landing
-@pytest.mark.several_devices
-@pytest.mark.parametrize("chunk", [None, 5])
-def test_nor_does_a_split_sequence(chunk):
-    check_on_a_mesh({"data": 2, "fsdp": 2, "tensor": 2}, chunk, "batch seq_parallel embed")
-
-
-def check_on_a_mesh(mesh, chunk, features):
+def test_no_split_vocabulary_batch_or_sequence_changes_anything(mesh, features, chunk):
     arrays = inputs()
     mesh = make_mesh(**mesh)
     layouts = [partition(features), partition("embed vocab", STORED)]

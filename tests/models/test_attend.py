@@ -1,7 +1,6 @@
 """Every implementation of attention against the definition in float64."""
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +22,9 @@ FUSED = ["cudnn" if jax.default_backend() == "gpu" else "splash", "triton"]
 RUNNABLE = ["plain", "blockwise", *FUSED]
 BUT_FUSED = sentinels(RUNNABLE, lambda name: name not in FUSED)
 B, S, H, K, D = 2, 256, 4, 2, 64
-WINDOWS = [None, 1, 100, 128, 129, 1_000]
-# Beside a window alone, which has its own test: each with and without each other.
 OPTIONS = [
+    *({"window": window} for window in (None, 1, 100, 128, 129, 1_000)),
+    # Each with and without each other.
     {"scale": 0.3},
     {"soft_cap": 2.0},
     {"window": 100, "scale": 0.3},
@@ -106,19 +105,8 @@ def found(implementation, q, k, v, segments_BS, d_BSHD, window, sinks_H=None, **
 def assert_close(values, expected, tolerance):
     for value, right in zip(values, expected, strict=True):
         error = np.linalg.norm(np.asarray(value, np.float64) - right)
-        # What goes in is of the order of one, and some gradients are nothing.
+        # Inputs are of the order of one, and some gradients are zero.
         assert error <= tolerance * max(np.linalg.norm(right), right.size**0.5)
-
-
-def assert_matches_the_definition(implementation, tolerance, **options):
-    """In float32, or where an implementation computes in nothing wider, in bfloat16."""
-    if implementation == "cudnn":
-        assert_bfloat16_is_close(implementation, **options)
-        return
-    arrays = inputs()
-    with jax.default_matmul_precision("highest"):
-        values = found(implementation, *arrays, **options)
-    assert_close(values, reference(*arrays, **options), tolerance)
 
 
 def assert_bfloat16_is_close(implementation, whole_rows=False, **options):
@@ -136,20 +124,22 @@ def assert_bfloat16_is_close(implementation, whole_rows=False, **options):
 
 
 @pytest.mark.parametrize(
-    ("implementation", "window"),
+    ("implementation", "options"),
     sentinels(
-        itertools.product(RUNNABLE, WINDOWS), lambda case: case[1] == 129 and case[0] not in FUSED
+        CASES,
+        lambda case: len(case[1]) == 3 or (case[1] == {"window": 129} and case[0] not in FUSED),
     ),
 )
-def test_outputs_and_gradients_match_the_definition(implementation, window):
-    assert_matches_the_definition(implementation, 2e-6, window=window)
-
-
-@pytest.mark.parametrize(
-    ("implementation", "options"), sentinels(CASES, lambda case: len(case[1]) == 3)
-)
-def test_each_option_matches_the_definition(implementation, options):
-    assert_matches_the_definition(implementation, 4e-6, **({"window": None} | options))
+def test_outputs_and_gradients_match_the_definition(implementation, options):
+    """In float32, or in bfloat16 for an implementation without a wider dtype."""
+    options = {"window": None} | options
+    if implementation == "cudnn":
+        assert_bfloat16_is_close(implementation, **options)
+        return
+    arrays = inputs()
+    with jax.default_matmul_precision("highest"):
+        values = found(implementation, *arrays, **options)
+    assert_close(values, reference(*arrays, **options), 2e-6 if len(options) == 1 else 4e-6)
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,7 @@ from sentinels import sentinels
 from lmlib import Compute, make_mesh, single_document_context
 from lmlib.models.block import Block
 from lmlib.models.decoder import Decoder
-from lmlib.models.families.phi import phi3
-from lmlib.models.forward_context import ForwardContext
 from lmlib.models.matmul import matmul
-from lmlib.models.model import capped
 from lmlib.models.part import NO_AUX
 from lmlib.models.parts.attention import Attention
 from lmlib.models.parts.layer_norm import LayerNorm
@@ -167,19 +164,6 @@ def test_attention_with_every_option(axes, rotary):
     assert_close(found, expected)
 
 
-@pytest.mark.landing
-def test_norms_after_what_a_block_adds():
-    mlp, norm = GatedMLP(E, F, key=key), moved(RMSNorm(embed=E, key=key))
-    attention = Attention(E, H, K, D, key=key)
-    block = Block(attention, mlp, attention_after_norm=norm, mlp_after_norm=norm)
-    found, aux, cache = block(x_BSE, context)
-    added = wide(attention(x_BSE, context)[0])
-    middle = wide(x_BSE) + rms(added, wide(norm.scale))
-    added = wide(mlp(jnp.asarray(middle, jnp.float32), context)[0])
-    assert_close(found, middle + rms(added, wide(norm.scale)))
-    assert aux == NO_AUX and cache is None
-
-
 def test_block_outputs_are_multiplied():
     parts = Attention(E, H, K, D, key=key), GatedMLP(E, F, key=key)
     found, _, _ = Block(*parts, residual_multiplier=0.3)(x_BSE, context)
@@ -196,13 +180,6 @@ def test_a_scale_of_logits_multiplies_them():
 
     found = made(logits_scale=0.3)(tokens_BS, context)
     assert_close(found, 0.3 * wide(made()(tokens_BS, context)))
-
-
-def test_capped_logits():
-    logits = jnp.array([-100.0, -1.0, 0.0, 50.0])
-    expected = 30 * np.tanh(np.asarray(logits, np.float64) / 30)
-    np.testing.assert_allclose(capped(logits, 30.0), expected, 1e-6)
-    assert capped(logits, None) is logits
 
 
 @pytest.mark.parametrize(
@@ -285,23 +262,6 @@ def test_the_length_of_a_partial_text_is_reported():
     rotations = ROTARY.rotations(positions_BS, "float32", jnp.array([5, 9], jnp.int32))
     assert_rotations(rotations, 0, [3, 4, 5], SHORT)
     assert_rotations(rotations, 1, [3, 4, 5], LONG)
-
-
-@pytest.mark.slow
-def test_a_row_of_packed_documents_has_the_logits_of_each_alone():
-    model = phi3(
-        16, 16, 1, 2, 8, rope_scaling=LongRope((1.0,) * 4, (8.0,) * 4, 5), key=jax.random.key(0)
-    )
-    tokens_BS = jnp.asarray(np.random.default_rng(0).integers(0, 16, (1, 12), np.int32))
-    positions_BS = jnp.array([[*range(4), *range(8)]], jnp.int32)
-    segments_BS = jnp.array([[0] * 4 + [1] * 8], jnp.int32)
-    compute = Compute(dtype="float32")
-    packed_BSV = model(tokens_BS, ForwardContext(positions_BS, segments_BS, compute))
-    alone = [
-        model(tokens_BS[:, part], single_document_context(tokens_BS[:, part], compute))
-        for part in (slice(4), slice(4, 12))
-    ]
-    np.testing.assert_allclose(packed_BSV, np.concatenate(alone, axis=1), atol=1e-5)
 
 
 def test_the_amplitude_equals_the_published_code():

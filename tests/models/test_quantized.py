@@ -10,22 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from jax.sharding import NamedSharding, PartitionSpec
+from outsider_runs import EIGHT, SIZES, compiled, experiment, trained
 from sentinels import sentinels
 
-from lmlib import train
 from lmlib.compute import Compute
-from lmlib.data.batch import place
-from lmlib.data.synthetic import Synthetic
 from lmlib.models.families.llama import llama
 from lmlib.models.forward_context import single_document_context
 from lmlib.models.matmul import matmul
 from lmlib.models.matrices.int8 import in_int8
 from lmlib.models.matrices.quantized import FORMATS, rounded
 from lmlib.optim.adamw import adamw
-from lmlib.parallel.layout import sharding, shardings
 from lmlib.parallel.mesh import make_mesh
 from lmlib.parallel.selection import named_weights
-from lmlib.state import Training, abstract_batch, abstract_model, initial_state
 
 # Everything that a block multiplies, and a result whose axes are in another order.
 EQUATIONS = {
@@ -166,38 +162,17 @@ def test_eight_devices_compute_the_same_as_one(precision, equation):
         np.testing.assert_array_equal(together[0], alone[0])
 
 
-@functools.cache
-def small():
-    """Arrays of NumPy: steps take copies."""
-    make = functools.partial(llama, vocab=64, embed=32, layers=2, heads=4, mlp=64)
-    return jax.device_get(make(key=jax.random.key(0)))
-
-
-def losses(quantized, mesh, **settings):
-    """Of three steps of a small model."""
-    compute = Compute(dtype="float32", quantized=quantized, **settings)
-    training = Training(adamw(10, 1e-2), mesh, compute)
-    source = Synthetic(64, 4, 32)
-    made = small()
-    layout = shardings(abstract_model(lambda: made, mesh))
-    state = initial_state(jax.device_put(made, layout, may_alias=False), training)
-    blank = abstract_batch(4, 32, mesh)
-    step = train.trace_step(state, blank, training).lower().compile()
-    found = []
-    for index in range(3):
-        batch = place(source, index, sharding("batch seq", mesh))
-        state, metrics = step(state, batch, training.hyperparameters)
-        found.append(float(metrics["loss"]))
-    return found
-
-
 @pytest.mark.slow
 def test_a_model_learns_alike_on_any_mesh():
-    both = {"projections": "int8", "mlp": "float8"}
-    alone = losses(both, make_mesh())
-    together = losses(both, make_mesh(data=2, fsdp=2, tensor=2), sequence_parallel=True)
+    model = functools.partial(llama, **SIZES, layers=2, heads=4, mlp=64)
+    both, losses = {"projections": "int8", "mlp": "float8"}, []
+    for mesh in ({}, EIGHT):
+        compute = Compute(dtype="float32", quantized=both, sequence_parallel=bool(mesh))
+        run = experiment(model, mesh, compute, functools.partial(adamw, peak_lr=1e-2))
+        metrics, _ = trained(run, compiled(run), run.initial_state(), first=3)
+        losses.append([of_step["loss"] for of_step in metrics])
     # A last bit of difference sends some numbers to the neighbour of what they were rounded to.
-    np.testing.assert_allclose(together, alone, rtol=1e-3)
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-3)
 
 
 @pytest.mark.slow

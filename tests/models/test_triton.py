@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 from lmlib.models.attend import attend
 from lmlib.models.attend.blockwise import Split
-from lmlib.models.attend.fused.launches import launches_of
 from lmlib.models.attend.fused.splash import Visible, visited
+from lmlib.models.attend.fused.triton_kernels import launches_of
 from lmlib.models.attend.fused.visits import Tiles, keys_visited, queries_visited, sight
 from lmlib.parallel.mesh import make_mesh
 from lmlib.plan.flops import count_flops

@@ -6,13 +6,12 @@ import functools
 import equinox as eqx
 import jax
 import numpy as np
-import outsider_runs
 import pytest
 from jaxtyping import Array, Float
-from outsider_runs import check_outsider
+from outsider_runs import EIGHT, SOURCE, check_outsider, experiment
 from user_model import Learned
 
-from lmlib import Compute, Experiment, describe, make_mesh
+from lmlib import Compute, describe
 from lmlib.data.batch import place
 from lmlib.data.synthetic import Synthetic
 from lmlib.experiment import DataStage
@@ -25,39 +24,27 @@ from lmlib.models.families.llama import llama
 from lmlib.models.model import Model, padded_length
 from lmlib.models.part import NO_AUX, Part
 from lmlib.models.weights import initial_values, weight, zeros
-from lmlib.optim.adamw import adamw
 from lmlib.parallel.layout import sharding
 from lmlib.plan.planner import plan
 from lmlib.plan.targets import parse
 
-source = Synthetic(vocab_size=64, batch_size=16, sequence_length=32)
 make = functools.partial(Learned, vocab=64, embed=32, layers=3, heads=4, positions=32)
-
-
-def experiment(mesh, **compute):
-    return Experiment(
-        model=make,
-        data=source,
-        optimizer=functools.partial(adamw, peak_lr=1e-2),
-        mesh=make_mesh(**mesh),
-        steps=20,
-        compute=Compute(dtype="float32", **compute),
-    )
 
 
 @pytest.mark.slow
 @pytest.mark.several_devices
 def test_it_trains_as_on_one_device_and_resumes_bit_for_bit(tmp_path):
     compute = Compute(dtype="float32", sequence_parallel=True)
-    run_of = functools.partial(outsider_runs.experiment, make)
-    check_outsider(run_of(outsider_runs.EIGHT, compute), run_of({}), tmp_path)
+    run_of = functools.partial(experiment, make)
+    check_outsider(run_of(EIGHT, compute), run_of({}), tmp_path)
 
 
 @pytest.mark.slow
 def test_it_is_planned_described_measured_and_sampled():
-    run = experiment({"fsdp": 1})
-    described = str(describe(run.recipe.abstract_model, run.mesh))
-    assert "positions.table_PE" in described and "position 32 × embed 32" in described
+    run = experiment(make, {"fsdp": 1})
+    described = describe(run.recipe.abstract_model, run.mesh)
+    cells = {each.path: each.cells() for each in described.parameters}
+    assert cells["positions.table_PE"][1] == "position 32 × embed 32"
     assert {kept.name for kept in saved_activations(run)} >= {"layer_input", "loss_gradient"}
     report = plan(run, parse("cpu:1"))
     assert report.parameters == sum(
@@ -65,12 +52,12 @@ def test_it_is_planned_described_measured_and_sampled():
     )
     model = run.initial_state().model
     rows = sharding("batch seq", run.mesh)
-    found = layer_statistics(model, place(source, 0, rows), run.mesh, run.compute)
+    found = layer_statistics(model, place(SOURCE, 0, rows), run.mesh, run.compute)
     names = [part.name for part in found.parts]
     assert names == ["tokens", "positions", "layer 0", "layer 1", "layer 2", "norm"]
     assert first_offender(found) is None and "positions" in table(found)
     broken = eqx.tree_at(lambda m: m.norm.bias, model, model.norm.bias * np.nan)
-    found = layer_statistics(broken, place(source, 0, rows), run.mesh, run.compute)
+    found = layer_statistics(broken, place(SOURCE, 0, rows), run.mesh, run.compute)
     assert first_offender(found) == "the weights of norm"
     ((made,),) = generate(model, [[1, 2, 3]], 5, mesh=run.mesh, compute=Compute(dtype="float32"))
     assert len(made.tokens) == 5
@@ -94,9 +81,8 @@ class Stranger(eqx.Module):
     ],
 )
 def test_the_missing_part_of_a_model_is_named(model, message):
-    run = dataclasses.replace(experiment({}), model=lambda key: model())
     with pytest.raises(ValueError, match=message):
-        run.check()
+        experiment(lambda key: model(), {}).check()
 
 
 LONGER = Synthetic(vocab_size=64, batch_size=16, sequence_length=33)
@@ -117,7 +103,7 @@ class BiasedByPosition(Part):
 
 def test_longer_sequences_than_there_are_positions_are_refused():
     """What does not ask the model's own check also asks here: `make` has no limit in its check."""
-    run = experiment({"fsdp": 1})
+    run = experiment(make, {"fsdp": 1})
     model = jax.eval_shape(make, key=jax.random.key(0))
     biased = functools.partial(llama_of_any_length, feed_forward=BiasedByPosition)
     loss = functools.partial(token_losses, compute=run.compute)

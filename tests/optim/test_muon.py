@@ -12,6 +12,7 @@ import pytest
 from jaxtyping import Array, Float
 from laid_out import drawn, laid_out
 from outsider_runs import EIGHT, SIZES, check_outsider, experiment
+from refusals import refusals
 from sentinels import sentinels
 
 from lmlib.adapters.lora import lora
@@ -219,17 +220,7 @@ def test_it_trains_as_on_one_device_and_resumes_bit_for_bit(tmp_path):
     check_outsider(run, alone, tmp_path, rtol=2e-3)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"momentum": 1.0}, "momentum must be at least 0 and less than 1, got 1.0"),
-        ({"neuron_decay": -0.1}, "neuron_decay must be at least 0"),
-        ({"adamw_learning_rate": 0.0}, "adamw_learning_rate must be positive, got 0.0"),
-        ({"dtype": "float8"}, "'bfloat16' or 'float32', got 'float8'"),
-        ({"apart": "heads"}, "several names of axes, got the text 'heads'"),
-        ({"weight_decay": -1.0}, "weight_decay must be a number of at least 0"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "message"), refusals(__file__, "muon"))
 def test_senseless_settings_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         muon(10, 1e-3, **settings)

@@ -7,13 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import outsider_runs
 import pytest
 from jaxtyping import Array, Float
 
 from lmlib.adapters.lora import lora
-from lmlib.compute import Compute
-from lmlib.data.synthetic import Synthetic
-from lmlib.experiment import Experiment
 from lmlib.inspect.description import describe
 from lmlib.models.families.llama import llama
 from lmlib.models.weights import fill, ones, weight
@@ -32,9 +30,7 @@ ADAM = functools.partial(adamw, peak_lr=1e-2, schedule=warmup_constant, clip_nor
 
 
 def experiment(model=BASE, optimizer=ADAM, **settings):
-    data = Synthetic(64, batch_size=4, sequence_length=16)
-    settings = {"compute": Compute(dtype="float32"), "steps": 3} | settings
-    made = Experiment(model, data, optimizer, make_mesh(devices=jax.devices()[:1]), **settings)
+    made = outsider_runs.experiment(model, {}, optimizer=optimizer, **settings)
     made.check()
     return made
 

@@ -8,12 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from outsider_runs import experiment
 from user_model import Learned
 
 from lmlib.adapters.lora import lora
-from lmlib.compute import Compute
-from lmlib.data.synthetic import Synthetic
-from lmlib.experiment import Experiment
 from lmlib.models.families.gemma import gemma2, gemma3
 from lmlib.models.families.gpt2 import gpt2
 from lmlib.models.families.llama import llama
@@ -22,7 +20,6 @@ from lmlib.optim.muon import muon
 from lmlib.optim.optimizer import Optimizer, as_declared
 from lmlib.optim.schedules import warmup_constant
 from lmlib.optim.transfer import CompleteP
-from lmlib.parallel.mesh import make_mesh
 from lmlib.parallel.selection import named_weights
 
 LLAMA = functools.partial(llama, vocab=128, embed=128, layers=4, heads=8, mlp=256)
@@ -142,14 +139,6 @@ def test_a_model_that_is_its_base_is_left_alone():
     assert {tuple(each) for each in factors.values()} == {(1.0,) * 5}
 
 
-def test_the_last_norm_of_a_tied_model_takes_the_multiplier_of_the_unembedding():
-    factors = CompleteP(BASE).scaled(functools.partial(LLAMA, tied=True)).factors
-    norm = factors["norm.scale"]
-    (table,) = (each for path, each in factors.items() if path.startswith("embedding"))
-    assert (norm.multiplier, norm.rate, norm.epsilon) == (1 / M, 1 / M, 1 / M)
-    assert (table.multiplier, table.rate) == (1, 1)
-
-
 def test_a_model_smaller_than_its_base_is_the_other_way_round():
     large, small = LLAMA, functools.partial(LLAMA, **BASE)
     sizes = {"embed": 128, "heads": 8, "mlp": 256, "layers": 4}
@@ -237,17 +226,10 @@ def test_sizes_are_sizes(base):
         CompleteP(base)
 
 
-def experiment(optimizer, **settings):
+def scaled_run(optimizer, scaling=True, **mesh):
     make = functools.partial(llama, vocab=64, embed=32, layers=2, heads=4, mlp=64)
-    base = CompleteP({"embed": 16, "heads": 2, "mlp": 32, "layers": 1})
-    return Experiment(
-        make,
-        Synthetic(64, batch_size=8, sequence_length=16),
-        optimizer,
-        steps=3,
-        compute=Compute(dtype="float32"),
-        **{"mesh": make_mesh(devices=jax.devices()[:1]), "scaling": base} | settings,
-    )
+    base = CompleteP({"embed": 16, "heads": 2, "mlp": 32, "layers": 1}) if scaling else None
+    return experiment(make, mesh, optimizer=optimizer, scaling=base)
 
 
 def test_an_optimizer_without_the_rule_is_refused():
@@ -255,18 +237,18 @@ def test_an_optimizer_without_the_rule_is_refused():
         return Optimizer(optax.sgd(0.1), lambda step: 0.1, as_declared)
 
     with pytest.raises(ValueError, match="scaling is set, which it takes as `scaled`"):
-        experiment(sgd).check()
+        scaled_run(sgd).check()
 
 
 @pytest.mark.slow
 def test_a_run_begins_scaled_with_the_same_bits_on_every_mesh():
     adam = functools.partial(adamw, peak_lr=1e-2)
-    made = experiment(adam, mesh=make_mesh(fsdp=4, tensor=2))
+    made = scaled_run(adam, fsdp=4, tensor=2)
     made.check()
     split = made.recipe.new_model(made.mesh)
-    single = experiment(adam)
+    single = scaled_run(adam)
     whole = single.recipe.new_model(single.mesh)
     jax.tree.map(np.testing.assert_array_equal, split, whole)
-    plain = by_path(experiment(adam, scaling=None).recipe.make())
+    plain = by_path(scaled_run(adam, scaling=False).recipe.make())
     head, expected = by_path(whole)["unembedding"], plain["unembedding"] * math.sqrt(1 / 2)
     np.testing.assert_allclose(head, expected, rtol=1e-6)

@@ -2,6 +2,7 @@ import jax
 import numpy as np
 import pytest
 from aot import absent, needs_gpu_compiler, needs_tpu_compiler
+from refusals import refusals
 
 from lmlib.parallel.mesh import MeshError, make_mesh
 from lmlib.parallel.mesh_axes import NAMES
@@ -75,15 +76,7 @@ def test_hosts_of_gpus_do_not_change_the_mesh():
     assert used(make_mesh(fsdp=-1, devices=devices)) == {"fsdp": 8}
 
 
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [
-        ({"fsdp": 16}, "needs 16 devices and there are 8.*device_count=16 "),
-        ({"fsdp": 3, "tensor": -1}, "8 devices do not divide by 3"),
-        ({"fsdp": -1, "tensor": -1}, "only one size may be -1, not fsdp and tensor"),
-        ({"data": 0}, "each size must be at least 1"),
-    ],
-)
+@pytest.mark.parametrize(("sizes", "message"), refusals(__file__, "meshes"))
 def test_impossible_meshes_say_what_would_work(sizes, message):
     with pytest.raises(MeshError, match=message):
         make_mesh(**sizes)

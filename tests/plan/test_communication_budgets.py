@@ -1,12 +1,15 @@
-"""What a step sends, array by array, for each way to split it: golden budgets, computed by hand.
+"""The arrays that a step sends, for each way to split it, against budgets computed by hand.
 
-Compiled ahead of time for GPUs, whose programs gather and scatter in the dtypes of the model. An
-array is known by its size: XLA transposes, flattens and combines what it sends.
+Programs for GPUs are compiled ahead of time. They gather and scatter in the dtypes of the model. An
+array is identified by its size, because XLA transposes, flattens and combines arrays. On CPUs
+gradients are summed over one of FSDP's axes whole, over both one after the other, and an exchange
+sends whole buffers; GPUs scatter sums, over both axes at once, and send only rows.
 
 b is how many sequences a device has, t into how many shares heads, mlp and vocabulary fall.
 """
 
 import functools
+import itertools
 import math
 from collections import Counter
 
@@ -16,6 +19,7 @@ from aot import COUNTED_ON_GPUS, absent
 
 from lmlib import train
 from lmlib.compute import Compute
+from lmlib.models.families.experts.mixtral import mixtral
 from lmlib.models.families.llama import llama
 from lmlib.optim.adamw import adamw
 from lmlib.optim.muon import muon
@@ -30,7 +34,7 @@ B, S = 16, 256
 BYTES = {"bf16": 2, "f32": 4, "s32": 4}
 RING = {"all-gather": 1, "reduce-scatter": 1, "all-to-all": 1, "all-reduce": 2}
 
-FORWARD, BACKWARD = "each layer, forward", "each layer, backward"  # with what it computes again
+FORWARD, BACKWARD = "each layer, forward", "each layer, backward"  # includes recomputation
 STEP = "each step"  # XLA combines what forward, backward and update send once a step
 
 
@@ -40,7 +44,7 @@ def layer_matrices(t):
 
 
 def sends(kind, axes, where, dtype, sizes, count=1):
-    """A budget of arrays of so many elements, each sent `count` times in a step."""
+    """A budget of arrays with these numbers of elements, each sent `count` times in a step."""
     budget = Counter()
     for size in sizes:
         budget[kind, axes, where, dtype, size] += count
@@ -48,10 +52,8 @@ def sends(kind, axes, where, dtype, sizes, count=1):
 
 
 def fully_sharded(fsdp, data=1, t=1, axes=("fsdp",)):
-    """Weights rest split over so many devices along `axes`: gathered for each use, and the
-    matrices' gradients scattered.
-
-    Those of norms are in `norms`."""
+    """Weights are stored split over `axes`, and gathered for each use. Gradients of matrices are
+    scattered; `norms` has the gradients of norms."""
     b = B // (data * fsdp)
     once = functools.partial(sends, axes=axes, where=STEP)
     in_layers = functools.partial(sends, axes=axes, dtype="bf16", count=L)
@@ -59,7 +61,7 @@ def fully_sharded(fsdp, data=1, t=1, axes=("fsdp",)):
         in_layers("all-gather", where=FORWARD, sizes=[E, E, *layer_matrices(t)])
         + in_layers("all-gather", where=BACKWARD, sizes=[E, E, *layer_matrices(t)])
         + in_layers("reduce-scatter", where=BACKWARD, sizes=layer_matrices(t))
-        # The table stays where it is: tokens go to it, and what was looked up comes back.
+        # The table stays in place: tokens go to it, and the embedded tokens come back.
         + once("all-gather", dtype="s32", sizes=[B // data * S])
         + once("all-to-all", dtype="bf16", sizes=[b * S * E], count=2)
         # The last norm, again for its backward pass, and the table of the loss.
@@ -76,7 +78,7 @@ def norms(kind, axes):
 
 
 def tensor_parallel(b):
-    """Sums over `tensor` of what its shares of heads, mlp and vocabulary make."""
+    """Sums over `tensor` of the outputs of its shares of heads, mlp and vocabulary."""
     activation = b * S * E
     summed = functools.partial(sends, "all-reduce", ("tensor",), dtype="bf16")
     return (
@@ -84,7 +86,7 @@ def tensor_parallel(b):
         summed(FORWARD, sizes=[activation] * 2, count=L)
         # Attention's again, which the backward pass needs, and the gradients of their inputs.
         + summed(BACKWARD, sizes=[activation] * 3, count=L)
-        # The embedded tokens, and the gradient of what the loss sees.
+        # The embedded tokens, and the gradient of the input of the loss.
         + summed(STEP, sizes=[activation] * 2)
         + of_each_token(b)
     )
@@ -96,8 +98,8 @@ def of_each_token(b):
 
 
 def sequence_parallel(b):
-    """Between blocks each device holds a part of the sequence: instead of sums, scattered sums and
-    gathers of what goes into the next block; in the backward pass the other way round."""
+    """Between blocks each device has a part of the sequence: instead of sums there are scattered
+    sums, and gathers of the next block's input; the backward pass has the reverse."""
     activation = b * S * E
     gathered, scattered = (
         functools.partial(sends, kind, ("tensor",), dtype="bf16")
@@ -110,7 +112,7 @@ def sequence_parallel(b):
         + gathered(BACKWARD, sizes=[activation] * 4, count=L)
         # Attention's output again, and the gradients of the inputs of both.
         + scattered(BACKWARD, sizes=[activation] * 3, count=L)
-        # Gathered: what the loss sees, the embedded tokens' gradient. Scattered: the reverse.
+        # Gathered: the input of the loss, the embedded tokens' gradient. Scattered: the reverse.
         + gathered(STEP, sizes=[activation] * 2)
         + scattered(STEP, sizes=[activation] * 2)
         + of_each_token(b)
@@ -118,7 +120,7 @@ def sequence_parallel(b):
 
 
 def shares_of_norms(fsdp):
-    """What is left of them when each device along `tensor` saw another part of the sequence: XLA
+    """The rest of their sum if each device along `tensor` has another part of the sequence: XLA
     sums the shares of all layers at once."""
     return sends("all-reduce", ("tensor",), STEP, "bf16", [L * E // fsdp] * 2 + [E // fsdp])
 
@@ -182,8 +184,8 @@ def sharded(fsdp, data=1, t=1, axes=("fsdp",)):
 
 
 CONTEXT = ("fsdp", "context")
-# Sizes of the mesh, settings of the model, and the budgets that serve: XLA's versions differ. What
-# FSDP sends alone, and TP alone, is a part of what these send.
+# Sizes of the mesh, settings of the model, and the accepted budgets: XLA's versions differ. These
+# include the budgets of FSDP alone and of TP alone.
 LAYOUTS = {
     "FSDP × TP": (
         {"fsdp": 4, "tensor": 2},
@@ -234,13 +236,15 @@ LAYOUTS = {
 }
 
 
+dense = functools.partial(llama, V, E, L, H, F, K, D, key=jax.random.key(0))
+
+
 @functools.cache
-def compiled(target, layout):
+def compiled(target, layout, make=dense):
     """The collectives of a step in `layout`, what plan warns of, and its mesh."""
-    sizes, settings, _ = LAYOUTS[layout]
-    _, devices = absent(target)
+    sizes, settings, _ = (LAYOUTS | OF_LAYERS)[layout]
+    devices = None if target == "cpu:8" else absent(target)[1]
     mesh = make_mesh(**sizes, devices=devices)
-    make = functools.partial(llama, V, E, L, H, F, K, D, key=jax.random.key(0))
     compute = Compute(**{"attention": "plain"} | settings)
     optimizer = muon if layout.endswith("Muon") else adamw
     training = Training(optimizer(100, 1e-3), mesh, compute)
@@ -253,11 +257,11 @@ def compiled(target, layout):
 
 
 def budget(sent):
-    """What is sent, but for single numbers: the metrics'."""
+    """The arrays that are sent, without single numbers, which are metrics."""
     found = Counter()
     for one in sent:
-        phase = FORWARD if one.phase == "forward" else BACKWARD
-        where = phase if one.each == "layer" else f"each {one.each}"
+        phase = "forward" if one.phase == "forward" else "backward"
+        where = STEP if one.each == "step" else f"each {one.each}, {phase}"
         for array in one.arrays:
             size = array.bytes // BYTES[array.dtype]
             if size > 1:
@@ -266,7 +270,7 @@ def budget(sent):
 
 
 def bytes_of(budget, mesh):
-    """What each device sends for a budget, by the ring algorithm; of a permutation all it has."""
+    """Bytes that each device sends for a budget, by the ring algorithm; a permutation sends all."""
     total = 0
     for (kind, axes, _, dtype, size), count in budget.items():
         n = math.prod(mesh.shape[axis] for axis in axes)
@@ -287,6 +291,127 @@ def test_a_step_sends_what_its_layout_needs_and_nothing_else(layout):
     # The metrics' single numbers are all that is left.
     assert 0 <= sent.bytes_sent_per_step - bytes_of(found, mesh) < 1_000
     assert warnings == ()
+
+
+# Layers with experts, and stages: in float32, and only arrays that are sent more than once a step.
+X, TOP, FSDP, EXPERT = 8, 2, 2, 4
+STAGE, STAGED = 4, 8  # stages, and the layers in all of them
+N = B * S // FSDP  # tokens of all devices along `expert`
+each_layer = functools.partial(sends, dtype="any", count=L)
+experts = functools.partial(
+    mixtral, vocab=V, embed=E, layers=L, heads=H, kv_heads=K, head_dim=D, mlp=F, experts=X,
+    top=TOP, key=jax.random.key(0),
+)  # fmt: skip
+staged = functools.partial(llama, V, E, STAGED, H, F, K, D, key=jax.random.key(0))
+
+
+def gathered_twice(axes, sizes):
+    return each_layer("all-gather", axes, FORWARD, sizes=sizes) + each_layer(
+        "all-gather", axes, BACKWARD, sizes=sizes
+    )
+
+
+def by_gathering():
+    """Each device along `expert` gets tokens, their choices and shares of all, and scatters what
+    its experts make of them, with the share of choices computed; in the backward pass also the
+    outputs' gradients."""
+    gathered, scattered = (
+        functools.partial(each_layer, kind, ("expert",))
+        for kind in ("all-gather", "reduce-scatter")
+    )
+    return (
+        gathered(FORWARD, sizes=[N * E, N * TOP, N * TOP])
+        + scattered(FORWARD, sizes=[N * E, N])
+        # Tokens again, and gradients with choices and shares.
+        + gathered(BACKWARD, sizes=[N * E, N * E, N * TOP, N * TOP])
+        + scattered(BACKWARD, sizes=[N * E, N * TOP])
+    )
+
+
+def by_exchange():
+    """Each device has room for 1.25 times the rows that even routing sends to each other device. A
+    row is sent with its share, and returns."""
+    Q = N // EXPERT * TOP * 5 // (4 * EXPERT)
+    to_all = functools.partial(each_layer, "all-to-all", ("expert",))
+    return (
+        to_all(FORWARD, sizes=EXPERT * [Q * E, Q * E, Q])
+        # Rows again; their gradients there and back, with shares and their gradients.
+        + to_all(BACKWARD, sizes=EXPERT * [Q * E, Q * E, Q * E, Q, Q])
+        # The number of rows that each device has for each expert, again for the backward pass.
+        + gathered_twice(("expert",), [EXPERT * X])
+    )
+
+
+def weights_beside_experts(on_cpu):
+    """Over `fsdp` gate, up and down of a device's experts; over both axes, as in dense models,
+    attention, router and norms. CPUs send over `expert` a device's share of a half along `fsdp`."""
+    summed, own = "all-reduce" if on_cpu else "reduce-scatter", 3 * [X // EXPERT * E * F]
+    found = gathered_twice(("fsdp",), own) + each_layer(summed, ("fsdp",), BACKWARD, sizes=own)
+    matrices, scales, both = [*layer_matrices(1)[:4], E * X], [E, E], ("fsdp", "expert")
+    whole = matrices + scales
+    if not on_cpu:
+        found += gathered_twice(both, whole)
+        return found + each_layer("reduce-scatter", both, BACKWARD, sizes=whole)
+    for axis, parts in (("expert", FSDP), ("fsdp", 1)):
+        sizes = [size // parts for size in whole]
+        found += gathered_twice((axis,), sizes)
+        found += each_layer("reduce-scatter", (axis,), BACKWARD, sizes=sizes[: len(matrices)])
+    # Also counts of each expert's tokens, which GPUs sum once a step.
+    found += each_layer("all-reduce", both, FORWARD, sizes=[X])
+    return found + each_layer("all-reduce", both, BACKWARD, sizes=scales)
+
+
+def in_slots(on_cpu):
+    """With one round a stage has STAGED / STAGE layers, and all microbatches go through them. A
+    slot passes rows to the next stage, and waiting and finished rows one stage up."""
+    slots = B // FSDP + STAGE - 1
+    rows = functools.partial(sends, "collective-permute", ("stage",), dtype="any", count=3 * slots)
+    weights = functools.partial(
+        sends, axes=("fsdp",), dtype="any", sizes=[E, E, *layer_matrices(1)],
+        count=STAGED // STAGE * slots,
+    )  # fmt: skip
+    return (
+        rows(where="each slot, forward", sizes=[S * E])
+        + rows(where="each slot, backward", sizes=[S * E])
+        + weights("all-gather", where=FORWARD)
+        + weights("all-gather", where=BACKWARD)
+        + weights("all-reduce" if on_cpu else "reduce-scatter", where=BACKWARD)
+    )
+
+
+OVER_EXPERT, PLAIN = {"fsdp": FSDP, "expert": EXPERT}, {"dtype": "float32"}
+OF_LAYERS = {
+    "experts, gathered": (
+        OVER_EXPERT,
+        PLAIN | {"dispatch": "gather"},
+        lambda on_cpu: by_gathering() + weights_beside_experts(on_cpu),
+    ),
+    "experts, exchanged": (
+        OVER_EXPERT,
+        PLAIN | {"dispatch": "exchange"},
+        lambda on_cpu: by_exchange() + weights_beside_experts(on_cpu),
+    ),
+    "stages": ({"stage": STAGE, "fsdp": FSDP}, PLAIN | {"pipeline_rows": 1}, in_slots),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.several_devices
+@pytest.mark.parametrize(
+    ("target", "layout"),
+    [
+        *itertools.product(["cpu:8"], OF_LAYERS),
+        *itertools.product(["h100:1x8"], ["experts, gathered", "stages"]),
+    ],
+)
+def test_layers_and_slots_send_what_they_need_and_nothing_else(target, layout):
+    sent, _, _ = compiled(target, layout, staged if layout == "stages" else experts)
+    found = Counter()
+    for (kind, axes, where, _, size), count in budget(sent).items():
+        if where != STEP and count:
+            found[kind, axes, where, "any", size] += count
+    expected = OF_LAYERS[layout][2](target == "cpu:8")
+    assert found == expected, {"besides": found - expected, "missing": expected - found}
 
 
 @pytest.mark.slow

@@ -207,6 +207,8 @@ def test_a_step_multiplies_what_the_analytic_count_says_and_what_it_recomputes(m
     model = jax.eval_shape(functools.partial(make, tied=settings.get("tied", False)))
     analytic = model.flops_per_token(S, causal=False) * B * S
     assert found.of("forward", "backward") == analytic
+    scores = 12 * L * HEADS * HEAD_DIM * S * B * S
+    assert model.flops_per_token(S, causal=True) * B * S == analytic - scores / 2
     # Each layer again, but for mlp's last product: nothing in the backward pass needs it.
     layer = 2 * E * HEAD_DIM * (2 * HEADS + 2 * KV) + 4 * S * HEADS * HEAD_DIM + 2 * 2 * E * F
     assert found.of("recomputation") == layer * L * B * S

@@ -4,13 +4,14 @@ import dataclasses
 import functools
 
 import jax
+import outsider_runs
 import pytest
 from bigram import Bigram
 from byte_texts import write_ids
 
+from lmlib.compute import Compute
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.synthetic import Synthetic
-from lmlib.experiment import Experiment
 from lmlib.losses.distillation import Distillation
 from lmlib.losses.dpo import DPO
 from lmlib.models.families.llama import llama
@@ -28,16 +29,12 @@ teacher = functools.partial(llama, vocab=V, embed=32, layers=2, heads=2, mlp=64)
 # Of one layer four square matrices, three of the mlp and two norms; two tables and a last norm.
 PARAMETERS = 2 * (4 * 32**2 + 3 * 32 * 64 + 2 * 32) + 2 * V * 32 + 32
 TAUGHT = Distillation(teacher)
+ADAM = functools.partial(adamw, peak_lr=1e-3)
 
 
 def experiment(model=student, **settings):
-    return Experiment(
-        model=model,
-        optimizer=functools.partial(adamw, peak_lr=1e-3),
-        mesh=make_mesh(fsdp=8),
-        steps=10,
-        **{"data": Synthetic(V, ROWS, LENGTH), **settings},
-    )
+    settings = {"data": Synthetic(V, ROWS, LENGTH), "optimizer": ADAM} | settings
+    return outsider_runs.experiment(model, {"fsdp": 8}, Compute(), **settings)
 
 
 @pytest.mark.slow

@@ -1,18 +1,19 @@
-"""Weights made once by NumPy or on one device, and then placed on the meshes of tests.
+"""Weights made once by NumPy or on one device and then placed on the meshes of tests, and gradients
+there. Programs that draw random numbers take seconds to compile."""
 
-Programs that draw random numbers take seconds to compile.
-"""
-
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from lmlib.data.batch import place
+from lmlib.losses.next_token import batch_loss
 from lmlib.optim.optimizer import Optimizer
 from lmlib.parallel.axes import map_weights
-from lmlib.parallel.layout import shardings
+from lmlib.parallel.layout import sharding, shardings
+from lmlib.parallel.mesh import make_mesh
 from lmlib.state import State, Training, abstract_model, initial_state
 
 M = TypeVar("M")
@@ -35,6 +36,28 @@ def laid_out(model: M, mesh: Mesh) -> M:
     """A copy of `model` on `mesh`, laid out as a run lays it out; its buffers may be donated."""
     layout = shardings(abstract_model(lambda: model, mesh))
     return jax.device_put(jax.device_get(model), layout)
+
+
+def loss_and_gradients(model: M, sizes: dict[str, int], compute, source) -> tuple[float, M]:
+    """The mean loss of the first batch of `source` on a mesh of these `sizes`, and its gradients,
+    which have the layout of the weights."""
+
+    def mean(model, batch):
+        return batch_loss(model, batch, compute)[0].loss_sum / batch.loss_mask.sum()
+
+    mesh = make_mesh(**sizes)
+    model = laid_out(model, mesh)
+    with jax.set_mesh(mesh):
+        batch = place(source, 0, sharding("batch seq", mesh))
+        loss, gradients = jax.jit(jax.value_and_grad(mean))(model, batch)
+    assert shardings(gradients) == shardings(model)
+    return float(loss), jax.device_get(gradients)
+
+
+def assert_near(found: Any, expected: Any, bound: float = 1e-5, least: float = 0.0) -> None:
+    """Asserts that each array is off by at most `bound` times its norm, or `least`."""
+    for one, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        assert np.linalg.norm(one - other) <= bound * np.linalg.norm(other) + least
 
 
 def first_state(model, optimizer: Optimizer, mesh: Mesh, **settings) -> State:

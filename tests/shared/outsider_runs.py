@@ -25,10 +25,13 @@ def momentum(steps):
 
 
 def experiment(model, mesh=EIGHT, compute=FLOAT32, optimizer=momentum, **settings):
-    return Experiment(
-        model=model, data=SOURCE, mesh=make_mesh(**mesh), steps=STEPS, compute=compute,
-        optimizer=optimizer, **settings,
-    )  # fmt: skip
+    settings = {
+        "data": SOURCE,
+        "steps": STEPS,
+        "compute": compute,
+        "optimizer": optimizer,
+    } | settings
+    return Experiment(model=model, mesh=make_mesh(**mesh), **settings)
 
 
 def compiled(run):

@@ -5,6 +5,5 @@ mixture.py      the feed-forward layer: router, experts, shared experts
 mlps.py         the experts' MLPs, on rows that are sorted by expert
 grouped.py      matrix products of sorted rows, one matrix for each group
 rounds.py       moves rows to experts and back, in several rounds if needed, and the backward pass
-gathered.py     dispatch by all-gather: every device gathers all tokens
-exchanged.py    dispatch by all-to-all: each row is sent to its expert's device
+dispatches.py   by all-gather, where every device gathers all tokens, or by all-to-all of rows
 """

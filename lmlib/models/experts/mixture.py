@@ -12,8 +12,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from lmlib.compute import Compute
+from lmlib.models.experts.dispatches import DISPATCHES
 from lmlib.models.experts.mlps import GatedExperts
-from lmlib.models.experts.rounds import DISPATCHES, KEPT, Settings, best_dispatch, mix_experts
+from lmlib.models.experts.rounds import KEPT, Settings, best_dispatch, mix_experts
 from lmlib.models.experts.router import Router
 from lmlib.models.forward_context import ForwardContext
 from lmlib.models.part import ActivationNames, AuxOutputs, Part, checked, merge_names

@@ -20,8 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int32
 
-from lmlib.models.experts.exchanged import Exchanged
-from lmlib.models.experts.gathered import Gathered
+from lmlib.models.experts.dispatches import DISPATCHES, Dispatch, Gathered
 from lmlib.parallel.collectives import devices_along, psum, psum_scatter, shard_map
 from lmlib.parallel.layout import mesh_axes_for, mesh_axes_of, named, partition
 from lmlib.parallel.matrix import is_matrix
@@ -30,16 +29,6 @@ from lmlib.parallel.stages import retraced_in_stage
 
 KEPT = ("expert_input", "expert_gate", "expert_up")
 FURTHER_ROUNDS = "further_rounds"  # scope of all rounds after the first
-DISPATCHES: dict[str, Callable[..., Any]] = {"gather": Gathered, "exchange": Exchanged}
-
-
-# A movement of rows to the devices of their experts and back, on one device, in `rounds` (an `int`
-# if always 1). `sent` prepares an array of tokens or pairs for `rows`, which returns a round's rows
-# for this device's experts, sorted by expert and zero-padded: [C, E], or [C] for pairs of a token
-# and a choice. `sizes` are the rows of each expert. `back`, the transpose of `rows`, sums the rows
-# of each token, and `combine` returns the sums to the devices of their tokens. `computed` is True
-# for each pair that a round computes.
-Dispatch = Gathered | Exchanged
 
 
 class Settings(NamedTuple):

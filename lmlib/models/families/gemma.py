@@ -3,8 +3,6 @@
 import functools
 from typing import Any
 
-from jaxtyping import PRNGKeyArray
-
 from lmlib.models.decoder import Decoder
 from lmlib.models.families.hugging_face import parts, shared
 from lmlib.models.families.hugging_face.family import Family, Key, Names, Tensor
@@ -12,6 +10,7 @@ from lmlib.models.families.hugging_face.parts import FULL, SLIDING
 from lmlib.models.families.hugging_face.rope import Rope
 from lmlib.models.families.hugging_face.settings import Settings
 from lmlib.models.families.transformer import transformer
+from lmlib.models.families.variants import variant
 from lmlib.models.families.windows import each_nth
 from lmlib.models.parts.attention import Attention
 from lmlib.models.parts.mlp import GatedMLP
@@ -23,24 +22,18 @@ from lmlib.models.parts.ungated_mlp import gelu_tanh
 _NORMS = ("attention_norm", "attention_after_norm", "mlp_norm", "mlp_after_norm")
 
 
+@variant(without="rope_scaling rotary_fraction zero_outputs")
 def gemma2(
-    vocab: int,
-    embed: int,
-    layers: int,
-    heads: int,
-    mlp: int,
-    kv_heads: int | None = None,
+    *,
     head_dim: int = 256,
     query_scale: float = 256.0,
     window: int = 4_096,
     period: int = 2,
-    rope_theta: float = 10_000.0,
     norm_epsilon: float = 1e-6,
     attention_cap: float | None = 50.0,
-    logit_cap: float | None = 30.0,
     tied: bool = True,
-    *,
-    key: PRNGKeyArray,
+    logit_cap: float | None = 30.0,
+    **others: Any,
 ) -> Decoder:
     """Gemma 2 (§2).
 
@@ -53,22 +46,17 @@ def gemma2(
       window, period: positions that a local layer attends to; every `period`-th layer is global.
       attention_cap, logit_cap: c; scores or logits z become c · tanh(z / c). `None`: no cap.
     """
-    is_global = each_nth(period, layers)
     return _gemma(
-        vocab, embed, layers, heads, mlp, kv_heads, head_dim, rope_theta, None, norm_epsilon, tied,
-        [None if each else window for each in is_global],
+        head_dim=head_dim, norm_epsilon=norm_epsilon, tied=tied, window=window, period=period,
         attention=functools.partial(Attention, scale=query_scale**-0.5, soft_cap=attention_cap),
-        logit_cap=logit_cap, key=key,
+        logit_cap=logit_cap, **others,
     )  # fmt: skip
 
 
+@variant(without="rotary_fraction zero_outputs")
 def gemma3(
-    vocab: int,
-    embed: int,
+    *,
     layers: int,
-    heads: int,
-    mlp: int,
-    kv_heads: int | None = None,
     head_dim: int = 256,
     query_scale: float = 256.0,
     window: int = 512,
@@ -78,31 +66,27 @@ def gemma3(
     local_rope_theta: float = 10_000.0,
     norm_epsilon: float = 1e-6,
     tied: bool = True,
-    *,
-    key: PRNGKeyArray,
+    **others: Any,
 ) -> Decoder:
     """Gemma 3, text (§2.1).
 
     Differences from Gemma 2: no caps; norms of each head's queries and keys. `rope_theta` and
     `rope_scaling` are for global layers, `local_rope_theta` for local ones.
     """
-    is_global = each_nth(period, layers)
     whole, local = Rotary(head_dim, rope_theta, rope_scaling), Rotary(head_dim, local_rope_theta)
+    norm = functools.partial(RMSNorm, "head_dim", norm_epsilon, 1.0)
     return _gemma(
-        vocab, embed, layers, heads, mlp, kv_heads, head_dim, rope_theta, None, norm_epsilon, tied,
-        [None if each else window for each in is_global],
-        attention=functools.partial(
-            Attention, scale=query_scale**-0.5,
-            norm=functools.partial(RMSNorm, "head_dim", norm_epsilon, 1.0),
-        ),
-        rotary_layers=[whole if each else local for each in is_global], key=key,
+        layers=layers, head_dim=head_dim, norm_epsilon=norm_epsilon, tied=tied, window=window,
+        period=period, attention=functools.partial(Attention, scale=query_scale**-0.5, norm=norm),
+        rotary_layers=[whole if each else local for each in each_nth(period, layers)], **others,
     )  # fmt: skip
 
 
-def _gemma(vocab: int, embed: int, *sizes: Any, **others: Any) -> Decoder:
+def _gemma(*, embed: int, layers: int, window: int, period: int, **others: Any) -> Decoder:
     """Makes a Gemma, with initial values that suit its norms and its scaled embedding."""
     return transformer(
-        vocab, embed, *sizes, norm=functools.partial(RMSNorm, offset=1.0), norms=_NORMS,
+        embed=embed, layers=layers, norm=functools.partial(RMSNorm, offset=1.0), norms=_NORMS,
+        window=[None if each else window for each in each_nth(period, layers)],
         feed_forward=functools.partial(GatedMLP, activation=gelu_tanh), writes=1.0,
         embedding_deviation=embed**-0.5, embedding_scale=embed**0.5, **others,
     )  # fmt: skip
@@ -118,11 +102,6 @@ _LAYER = (
 )
 _PERIODS = ("sliding_window_pattern", "_sliding_window_pattern")
 _WHOLE = Rope(1_000_000.0, (Linear, Llama3, Yarn))
-
-
-def _query_scale(model: Decoder) -> int:
-    scale = parts.attention(model).scale
-    return parts.head_dim(model) if scale is None else round(scale**-2)
 
 
 def _read(
@@ -189,7 +168,11 @@ def _written_ropes(model: Decoder) -> dict[str, Any]:
 
 _KEYS = shared.llama_keys(
     shared.HEAD_DIM._replace(default=256),
-    Key("query_pre_attn_scalar", "query_scale", _query_scale, 256.0, float),
+    Key(
+        "query_pre_attn_scalar", "query_scale",
+        lambda model: round((parts.attention(model).scale or parts.head_dim(model)**-0.5)**-2),
+        256.0, float,
+    ),
     Key("sliding_window", "window", parts.window, 4_096),
     tied_by_default=True, kv_heads=4,
 )  # fmt: skip

@@ -1,30 +1,22 @@
 """GPT-2 (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", §2.3)."""
 
 import functools
-
-from jaxtyping import PRNGKeyArray
+from typing import Any
 
 from lmlib.models.decoder import Decoder
 from lmlib.models.families.hugging_face import parts, shared
 from lmlib.models.families.hugging_face.family import Family, Key, Names, Tensor
 from lmlib.models.families.transformer import check_sizes, transformer
+from lmlib.models.families.variants import variant
 from lmlib.models.parts.attention import Attention
 from lmlib.models.parts.embedding import Positions
 from lmlib.models.parts.layer_norm import LayerNorm
 from lmlib.models.parts.ungated_mlp import MLP, gelu_tanh
 
 
+@variant(without="kv_heads head_dim rope_theta rope_scaling window rotary_fraction zero_outputs")
 def gpt2(
-    vocab: int,
-    embed: int,
-    layers: int,
-    heads: int,
-    mlp: int | None = None,
-    positions: int = 1_024,
-    norm_epsilon: float = 1e-5,
-    tied: bool = True,
-    *,
-    key: PRNGKeyArray,
+    *, embed: int, mlp: int | None = None, tied: bool = True, positions: int = 1_024, **others: Any
 ) -> Decoder:
     """GPT-2.
 
@@ -34,12 +26,11 @@ def gpt2(
     """
     check_sizes(positions=positions)
     return transformer(
-        vocab, embed, layers, heads, 4 * embed if mlp is None else mlp,
-        norm_epsilon=norm_epsilon, tied=tied, norm=LayerNorm, rotary_layers=False,
-        attention=functools.partial(Attention, bias=True, output_bias=True),
+        embed=embed, mlp=4 * embed if mlp is None else mlp, tied=tied, norm=LayerNorm,
+        attention=functools.partial(Attention, bias=True, output_bias=True), rotary_layers=False,
         feed_forward=functools.partial(MLP, activation=gelu_tanh),
         positions=functools.partial(Positions, positions, embed),
-        embedding_deviation=0.02, key=key,
+        embedding_deviation=0.02, **others,
     )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from jaxtyping import Array, PRNGKeyArray
+from jaxtyping import Array
 
 from lmlib.models.block import Block, BlockBase
 from lmlib.models.decoder import Decoder
@@ -16,13 +16,13 @@ from lmlib.models.families.hugging_face.family import Family, Key, Names, Tensor
 from lmlib.models.families.hugging_face.rope import Rope
 from lmlib.models.families.hugging_face.settings import Settings
 from lmlib.models.families.transformer import transformer
+from lmlib.models.families.variants import variant
 from lmlib.models.forward_context import ForwardContext
 from lmlib.models.part import ActivationNames as PartNames
 from lmlib.models.part import AuxOutputs, Norm, Part, merge_names
 from lmlib.models.parts.attention import Attention
 from lmlib.models.parts.layer_norm import LayerNorm
 from lmlib.models.parts.mlp import Activation, silu
-from lmlib.models.parts.rope import Scaling
 from lmlib.models.parts.rope_scaling import Dynamic, Linear
 from lmlib.models.parts.ungated_mlp import MLP, gelu, gelu_tanh, relu_squared
 
@@ -53,21 +53,16 @@ class ParallelBlock(BlockBase):
         return merge_names(before[0], self.attention.names, before[1], self.mlp.names)
 
 
+@variant(without="kv_heads head_dim window zero_outputs")
 def gpt_neox(
-    vocab: int,
+    *,
     embed: int,
-    layers: int,
-    heads: int,
     mlp: int | None = None,
-    rope_theta: float = 10_000.0,
-    rope_scaling: Scaling | None = None,
-    rotary_fraction: float = 0.25,
-    norm_epsilon: float = 1e-5,
     tied: bool = False,
+    rotary_fraction: float = 0.25,
     parallel: bool = True,
     activation: Activation = gelu,
-    *,
-    key: PRNGKeyArray,
+    **others: Any,
 ) -> Decoder:
     """GPT-NeoX (§2.1).
 
@@ -77,12 +72,12 @@ def gpt_neox(
     reads the sum of the residual stream and attention's output.
     """
     return transformer(
-        vocab, embed, layers, heads, 4 * embed if mlp is None else mlp, None, None, rope_theta,
-        rope_scaling, norm_epsilon, tied, None, rotary_fraction,
+        embed=embed, mlp=4 * embed if mlp is None else mlp, tied=tied,
+        rotary_fraction=rotary_fraction,
         attention=functools.partial(Attention, bias=True, output_bias=True),
         feed_forward=functools.partial(MLP, activation=activation), norm=LayerNorm,
         block=ParallelBlock if parallel else Block,
-        embedding_deviation=0.02 if tied else 1.0, key=key,
+        embedding_deviation=0.02 if tied else 1.0, **others,
     )  # fmt: skip
 
 

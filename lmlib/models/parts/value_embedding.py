@@ -19,7 +19,7 @@ from lmlib.parallel.matrix import dense
 
 
 class ValueEmbedding(Part):
-    """v + share · table[token], with a learned share, which starts at `initial_share`.
+    """v + share · table[token], with a learned share, which starts at 0.5.
 
     Jordan et al. 2024, https://github.com/KellerJordan/modded-nanogpt, after arXiv:2410.17897, §3.
     The table is never gathered: its columns are split over all devices that hold parts of a layer.
@@ -29,25 +29,15 @@ class ValueEmbedding(Part):
     rows_may_be_split = True
 
     table: Float[Array, "vocab looked_up"] = weight(
-        lambda self: normal(self.deviation), rules={"vocab": None}, dtype="float32"
+        normal(1.0), rules={"vocab": None}, dtype="float32"
     )
-    share: Float[Array, ""] = weight(lambda self: Constant(self.initial_share), dtype="float32")
+    share: Float[Array, ""] = weight(Constant(0.5), dtype="float32")
     kv_heads: int = eqx.field(static=True)
-    deviation: float = eqx.field(static=True)
-    initial_share: float = eqx.field(static=True)
 
     def __init__(
-        self,
-        vocab: int,
-        kv_heads: int,
-        head_dim: int,
-        deviation: float = 1.0,
-        initial_share: float = 0.5,
-        *,
-        key: PRNGKeyArray,
-        **others: int,
+        self, vocab: int, kv_heads: int, head_dim: int, *, key: PRNGKeyArray, **others: int
     ):
-        self.kv_heads, self.deviation, self.initial_share = kv_heads, deviation, initial_share
+        self.kv_heads = kv_heads
         fill(self, key, vocab=vocab, looked_up=kv_heads * head_dim)
 
     @property

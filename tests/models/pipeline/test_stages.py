@@ -7,12 +7,12 @@ import re
 
 import jax
 import jax.numpy as jnp
+import laid_out
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jaxtyping import Array, Float
-from laid_out import laid_out
 from outsider_runs import SIZES, SOURCE, check_outsider, compiled, experiment, trained
 from sentinels import sentinels
 
@@ -32,7 +32,7 @@ from lmlib.models.stack import Segment, Stack
 from lmlib.models.weights import initial_values, ones, weight
 from lmlib.optim.adamw import adamw
 from lmlib.optim.muon import muon
-from lmlib.parallel.layout import sharding, shardings, spec
+from lmlib.parallel.layout import sharding, spec
 from lmlib.parallel.mesh import make_mesh
 from lmlib.state import abstract_batch, abstract_model
 
@@ -112,18 +112,9 @@ def weights(model):
 
 @functools.cache
 def loss_and_gradients(mesh, model, way):
-    mesh = make_mesh(**({} if mesh is None else MESHES[mesh]))
-
-    def mean(model, batch):
-        sums, _ = batch_loss(model, batch, CONTEXT_METHODS[way])
-        return sums.loss_sum / batch.loss_mask.sum()
-
-    model, batch = laid_out(weights(model), mesh), SOURCE.batch(0)
-    with jax.set_mesh(mesh):
-        rows = place(SOURCE, 0, sharding("batch seq", mesh))
-        loss, gradients = jax.jit(jax.value_and_grad(mean))(model, rows)
-    assert batch.segment_ids.max() > 1 and shardings(gradients) == shardings(model)
-    return float(loss), jax.device_get(gradients)
+    sizes = {} if mesh is None else MESHES[mesh]
+    assert SOURCE.batch(0).segment_ids.max() > 1
+    return laid_out.loss_and_gradients(weights(model), sizes, CONTEXT_METHODS[way], SOURCE)
 
 
 @pytest.mark.parametrize(
@@ -133,8 +124,7 @@ def test_losses_and_gradients_equal_those_of_one_device(mesh, model, way):
     loss, gradients = loss_and_gradients(mesh, model, way)
     expected_loss, expected = loss_and_gradients(None, model, "")
     assert loss == pytest.approx(expected_loss, rel=1e-6)
-    for found, whole in zip(jax.tree.leaves(gradients), jax.tree.leaves(expected), strict=True):
-        assert np.linalg.norm(found - whole) <= 2e-5 * np.linalg.norm(whole) + 1e-8
+    laid_out.assert_near(gradients, expected, 2e-5, 1e-8)
 
 
 class Dropping(Part):
@@ -212,7 +202,7 @@ def test_statistics_of_layers_equal_those_of_one_device(sizes, way):
         def aux(model, batch):
             return batch_loss(model, batch, CONTEXT_METHODS[way])[0].model
 
-        model = laid_out(weights("experts"), mesh)
+        model = laid_out.laid_out(weights("experts"), mesh)
         with jax.set_mesh(mesh):
             rows = place(SOURCE, 0, sharding("batch seq", mesh))
             return jax.tree.leaves(jax.device_get(jax.jit(aux)(model, rows)))

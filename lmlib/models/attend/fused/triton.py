@@ -17,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
 from lmlib.models.attend.fused import triton_kernels
-from lmlib.models.attend.fused.launches import Launches, launches_of
+from lmlib.models.attend.fused.triton_kernels import Launches, launches_of
 from lmlib.models.attend.fused.visits import Sight, sight
 from lmlib.models.attend.kernel import Kernel, Options, Places, Shapes
 

@@ -16,15 +16,15 @@ per tile, N and M tiles of queries and of keys, P pieces.
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pallas_triton
+from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from lmlib.models.attend.fused.launches import Launch
 from lmlib.models.attend.fused.visits import Sight, Tiles, keys_visited, queries_visited
 from lmlib.models.attend.kernel import Options
 from lmlib.parallel.collectives import platform
@@ -34,6 +34,46 @@ Ref = Any  # Pallas's reference to an array in the GPU's memory, or to a tile of
 _FAR = -1e30  # negligible in any sum, and still finite
 _LOG2_E = math.log2(math.e)
 _SMALLEST = 1e-37  # lower bound of the sum of a query's exponentials
+
+
+class Launch(NamedTuple):
+    """Tile sizes of a kernel, warps per program, and iterations that are loaded ahead."""
+
+    tiles: Tiles
+    warps: int
+    stages: int
+
+
+class Launches(NamedTuple):
+    """Launch settings of each kernel, and the tokens of a piece."""
+
+    mixed: Launch
+    query_gradients: Launch
+    key_gradients: Launch
+    piece: int
+
+
+# Measured, not derived; `python benchmarks/kernels/attention.py --launches` measures others. Keys
+# are the largest size of a head in bytes. Each entry was the fastest of about twenty on an
+# H200 for rows of 1,024 tokens in bfloat16; a tile of 128 keys is 8 % faster for the gradients of
+# keys in rows of 16,384 tokens. The last entry was not measured.
+_LAUNCHES = {
+    128: (Launch(Tiles(64, 64), 4, 2), Launch(Tiles(64, 64), 4, 3), Launch(Tiles(64, 64), 4, 3)),
+    256: (Launch(Tiles(64, 64), 4, 3), Launch(Tiles(64, 64), 4, 2), Launch(Tiles(64, 64), 4, 2)),
+    512: (Launch(Tiles(64, 32), 4, 2), Launch(Tiles(64, 64), 4, 2), Launch(Tiles(64, 32), 4, 2)),
+    1024: (Launch(Tiles(32, 32), 4, 2), Launch(Tiles(32, 32), 4, 2), Launch(Tiles(32, 32), 4, 2)),
+}
+
+
+def launches_of(piece: int, head_dim: int, dtype: DTypeLike) -> Launches:
+    """Returns the launches for pieces of `piece` tokens, which every tile divides."""
+    size = head_dim * jnp.dtype(dtype).itemsize
+    largest = next(each for limit, each in _LAUNCHES.items() if size <= limit)
+    mixed, query_gradients, key_gradients = (
+        launch._replace(tiles=Tiles(*(math.gcd(piece, size) for size in launch.tiles)))
+        for launch in largest
+    )
+    return Launches(mixed, query_gradients, key_gradients, piece)
 
 
 def mixed(
