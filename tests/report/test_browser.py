@@ -41,6 +41,7 @@ const look = (item, found) => {
     const drawn = seen.filter((each) => each.defined !== false && Number.isFinite(each.y));
     if (kind === "line") found.heights.push(...drawn.map((each) => each.y / 230));
     if (kind === "line") found.colours.push(...seen.slice(0, 1).map((each) => each.stroke));
+    if (kind === "line") found.opacities.push(...seen.slice(0, 1).map((each) => each.opacity ?? 1));
     if (kind === "line") found.dashed += seen.filter((each) => each.strokeDash?.[1]).length;
   }
   for (const each of item.items ?? []) look(each, found);
@@ -50,19 +51,20 @@ const place = (view, x, y) => { // from the corner of the canvas
   const [left, top] = view.origin(), padding = view.padding();
   return [left + padding.left + view.scale("x")(x), top + padding.top + view.scale("y")(y)];
 };
-const point = (view, ...at) => {
+const point = (view, x_value, y_value, type = "pointermove") => {
   const canvas = view.container().querySelector("canvas");
-  const box = canvas.getBoundingClientRect(), [x, y] = place(view, ...at);
+  const box = canvas.getBoundingClientRect(), [x, y] = place(view, x_value, y_value);
   const event = { clientX: box.left + x + 3, clientY: box.top + y + 3, bubbles: true };
-  canvas.dispatchEvent(new PointerEvent("pointermove", event));
+  canvas.dispatchEvent(new PointerEvent(type, event));
   return [...document.querySelectorAll(".vg-tooltip td")].map((each) => each.innerText);
 };
+const wait = (milliseconds) => new Promise((resolve) => setTimeout(resolve, milliseconds));
 setTimeout(async () => {
   const charts = {};
   document.querySelectorAll("figure[data-metric]").forEach((figure) => {
     const view = views.find((each) => figure.contains(each.container()));
     const { metric } = figure.dataset;
-    const empty = { marks: {}, labels: [], heights: [], colours: [], dashed: 0 };
+    const empty = { marks: {}, labels: [], heights: [], colours: [], opacities: [], dashed: 0 };
     charts[metric] = look(view.scenegraph().root, empty);
   });
   document.title = JSON.stringify(EXPRESSION);
@@ -91,7 +93,7 @@ def look(file, folder, expression="charts", address=""):
     copy = file.with_name("looked_at.html")
     copy.write_text(with_at_end(text, LOOK.replace("EXPRESSION", expression)), "utf-8")
     dom, console = opened(f"{copy.as_uri()}#{address}", folder)
-    assert not console
+    assert not console, console
     return json.loads(html.unescape(re.search(r"<title>(.*?)</title>", dom)[1]))
 
 
@@ -104,7 +106,7 @@ def test_the_page_that_a_finished_run_leaves(tmp_path):
     fit(small("steps=12"), tmp_path / "run")
     file = tmp_path / "run/report.html"
     dom, console = opened(file.as_uri(), tmp_path / "profile")
-    assert not console
+    assert not console, console
     assert 'data-drawn="1"' in dom and "<canvas" in dom
     tiles = "[...document.querySelectorAll('.tiles div')]"
     cut_off = f"{tiles}.filter((each) => each.scrollWidth > each.clientWidth).length"
@@ -158,6 +160,43 @@ def test_one_cursor_moves_over_all_charts_and_says_run_step_and_value(tmp_path):
     assert rules == [[0], [0]]
 
 
+def test_a_drag_zooms_all_charts_and_a_double_click_shows_all_again(tmp_path):
+    lines = [
+        {"step": step, "loss": 10 / step, "mine": step**2 if step != 25 else 1e9, "odd": step % 2}
+        for step in range(1, 41)
+    ]
+    told = """[charts.odd, ...await (async () => {
+        const axes = async () => {
+          await Promise.all(views.map((view) => view.runAsync()));
+          const ends = views.slice(0, 2).map((view) =>
+            ["x", "y"].map((each) => view.scale(each).domain()));
+          const address = new URLSearchParams(location.hash.slice(1));
+          return [ends, control("unzoom").hidden, address.get("zoom")];
+        };
+        point(views[0], 20, 1, "pointerdown");
+        point(views[0], 25, 1);
+        point(views[0], 30, 1, "pointerup");
+        const zoomed = await axes();
+        control("theme").click(); // all is drawn anew
+        await wait(5000);
+        const again = await axes();
+        point(views[0], 25, 0.4, "dblclick");
+        return [zoomed, again, await axes()];
+    })()]"""
+    page, address = page_of(tmp_path, lines), "smoothing=30"
+    odd, zoomed, again, whole = look(page, tmp_path / "profile", told, address)
+    assert odd["opacities"] == [0.3, 1]  # the raw curve is faint, and alone in its height
+    heights = [max(each) - min(each) for each in (odd["heights"][:40], odd["heights"][40:])]
+    assert heights[0] > 0.9 and heights[1] < 0.2
+    ((x, loss_y), (other_x, mine_y)), unzoom_hidden, zoom = zoomed
+    assert x == other_x == pytest.approx([20, 30], abs=0.8) and not unzoom_hidden
+    assert [float(each) for each in zoom.split(",")] == pytest.approx(x)
+    assert 0.3 <= loss_y[0] <= 10 / 30 and 10 / 21 <= loss_y[1] <= 0.5
+    assert 400 <= mine_y[0] <= 441 and 900 <= mine_y[1] <= 950  # not the outlier, 1e9
+    assert again[0][0][0] == pytest.approx(x) and again[1:] == [False, zoom]
+    assert whole[0][0][0] == [1, 40] and whole[1:] == [True, ""]
+
+
 ODD = [
     {
         "step": 1_000_000 + i,
@@ -196,19 +235,32 @@ def test_charts_are_grouped_and_a_dull_one_is_drawn_when_its_group_opens(tmp_pat
         for step in range(1, 41)
     ]
     told = """[charts, await (async () => {
-      const groups = [...document.querySelectorAll("#charts > details")];
+      const groups_ = () => [...document.querySelectorAll("#charts > details")];
+      const groups = groups_();
       const closed = groups.filter((each) => !each.open).map((each) => each.innerText);
       const caption = document.querySelector("[data-metric=learning_rate]").innerText;
       groups.at(-1).querySelector("summary").click();
-      await new Promise((resolve) => setTimeout(resolve, 9000));
+      await wait(3000);
       const drawn = document.querySelectorAll("#charts > details:last-child canvas").length;
-      return [groups.map((each) => each.querySelector("h2").textContent), closed, caption, drawn];
+      const found = [];
+      for (const text of ["", "lid_to", "WAIT FOR", "absent"]) {
+        if (!text) groups_().at(-1).querySelector("summary").click(); // fold it again
+        control("search").value = text;
+        control("search").dispatchEvent(new Event("input"));
+        await wait(2000);
+        const drawn = [...document.querySelectorAll("#charts figure:has(canvas)")];
+        found.push(drawn.map((each) => each.dataset.metric));
+      }
+      return [groups.map((each) => each.querySelector("h2").textContent), closed, caption, drawn,
+              found, control("charts").innerText];
     })()]"""
-    charts, (groups, closed, caption, drawn) = look(
+    charts, (groups, closed, caption, drawn, found, nothing) = look(
         page_of(tmp_path, lines), tmp_path / "profile", told
     )
     assert groups == ["Loss", "Optimization", "Speed and memory", "Nearly constant"]
     assert len(closed) == 1 and "valid_tokens 511 to 512" in closed[0] and drawn == 2
+    assert found[0] == [*charts] and found[1:] == [["valid_tokens"], ["data_wait_seconds"], []]
+    assert nothing == "No metric contains “absent”."
     assert "data_wait_seconds 1.0e-6 to 4.0e-5" in closed[0] and "valid_tokens" not in charts
     assert caption.startswith("Learning rate learning_rate")
     assert "2e-4" in charts["learning_rate"]["labels"][1]
