@@ -58,14 +58,17 @@ const point = (view, x_value, y_value, type = "pointermove") => {
   canvas.dispatchEvent(new PointerEvent(type, event));
   return [...document.querySelectorAll(".vg-tooltip td")].map((each) => each.innerText);
 };
+const swatches = (selector) => [...document.querySelectorAll(selector)].map((each) => {
+  const parts = getComputedStyle(each).backgroundColor.match(/\\d+/g);
+  return "#" + parts.map((part) => Number(part).toString(16).padStart(2, "0")).join("");
+});
 const wait = (milliseconds) => new Promise((resolve) => setTimeout(resolve, milliseconds));
 setTimeout(async () => {
   const charts = {};
+  const empty = { marks: {}, labels: [], heights: [], colours: [], opacities: [], dashed: 0 };
   document.querySelectorAll("figure[data-metric]").forEach((figure) => {
     const view = views.find((each) => figure.contains(each.container()));
-    const { metric } = figure.dataset;
-    const empty = { marks: {}, labels: [], heights: [], colours: [], opacities: [], dashed: 0 };
-    charts[metric] = look(view.scenegraph().root, empty);
+    charts[figure.dataset.metric] = look(view.scenegraph().root, structuredClone(empty));
   });
   document.title = JSON.stringify(EXPRESSION);
 }, 15000);
@@ -76,7 +79,8 @@ def opened(url, folder, seconds=30):
     """The page as the browser has it in the end, and what it wrote to its console."""
     done = subprocess.run(
         [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder}",
-         "--enable-logging=stderr", f"--virtual-time-budget={seconds}000", "--dump-dom", url],
+         "--enable-logging=stderr", "--allow-file-access-from-files",
+         f"--virtual-time-budget={seconds}000", "--dump-dom", url],
         capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     return done.stdout, re.findall(r"CONSOLE.*", done.stderr)
@@ -275,10 +279,7 @@ def test_curves_have_the_colours_of_the_theme(tmp_path, count):
     for i in range(count):
         leave_run(tmp_path / f"runs/{i:02}", {"lr": i, "steps": 2}, losses(3.0, 2.0 + i))
     write_page(seen([tmp_path / "runs"]), tmp_path / "page.html")
-    told = """[charts.loss.colours, [...document.querySelectorAll("#legend i")].map((each) => {
-        const parts = getComputedStyle(each).backgroundColor.match(/\\d+/g);
-        return "#" + parts.map((part) => Number(part).toString(16).padStart(2, "0")).join("");
-    })]"""
+    told = "[charts.loss.colours, swatches('#legend i')]"
     drawn = {}
     for theme in ("light", "dark"):
         address = f"theme={theme}"
@@ -302,9 +303,66 @@ def test_with_eighty_runs_the_first_chart_starts_on_the_first_screen(tmp_path):
     text = (tmp_path / "page.html").read_text()
     assert text.count("20 runs have not finished") == 1 and text.count("the loss is NaN") == 1
     told = """[innerHeight, document.querySelector("figure").getBoundingClientRect().top,
-        document.querySelectorAll("#runs tbody tr").length, document.querySelector("#runs").open]"""
-    height, top, rows, opened_ = look(tmp_path / "page.html", tmp_path / "profile", told)
-    assert top < 900 and rows == 80 and not opened_, (height, top)
+        document.querySelectorAll("#runs tbody").length, document.querySelector("#runs").open]"""
+    height, top, groups, opened_ = look(tmp_path / "page.html", tmp_path / "profile", told)
+    assert top < 900 and groups == 40 and not opened_, (height, top)
+
+
+def test_the_table_of_runs_sorts_filters_and_opens(tmp_path):
+    for rate, loss in (("0.001", 10.5), ("0.003", 2.5), ("0.01", 2.75)):
+        for seed in (0, 1):
+            settings = {"optimizer.peak_lr": rate, "seed": seed}
+            run, value = tmp_path / f"runs/{rate}/{seed}", loss - seed * min(0.4, float(rate) * 40)
+            made_up_runs.leave_run(run, value, settings, curve={50: 9.0, 100: value})
+    write_page(seen([tmp_path / "runs"]), tmp_path / "page.html")
+    told = """await (async () => {
+      const rows = () => [...document.querySelectorAll("#runs tbody tr:not([hidden])")];
+      const names = () => rows().map((row) => row.cells[0].textContent.trim());
+      const sort = () => document.querySelector('[data-key="validation_loss"] button').click();
+      const typed = async (text) => {
+        control("filter").value = text;
+        control("filter").dispatchEvent(new Event("input"));
+        await wait(1500);
+        const drawn = views.map((view) => look(view.scenegraph().root, structuredClone(empty)));
+        const lines = [...new Set(drawn.flatMap((chart) => chart.colours))];
+        return [names(), control("filtered").textContent, lines, swatches("#legend i")];
+      };
+      const all = swatches("#runs tr:not([hidden]) i"), found = [];
+      const open = () => rows()[1].querySelector("button").click();
+      for (const act of [() => {}, sort, sort, open]) {
+        act();
+        found.push(names());
+      }
+      const filtered = [];
+      for (const text of ["absent", "PEAK_lr=1e-2, FINI", "seed=1"])
+        filtered.push(await typed(text));
+      const frame = document.createElement("iframe");
+      Object.assign(frame, { src: "page.html", width: 400, height: 900 });
+      document.body.append(frame);
+      await wait(2500);
+      const inside = frame.contentDocument, table = inside.querySelector("#runs .wide");
+      table.scrollLeft = 150;
+      const [name, result, setting] = table.querySelector("tbody tr").cells;
+      const boxes = [name, result, setting].map((cell) => {
+        const { left, right } = cell.getBoundingClientRect();
+        return [left, right];
+      });
+      return [all, found, filtered, table.scrollLeft, boxes];
+    })()"""
+    swatches, found, filtered, scrolled, boxes = look(
+        tmp_path / "page.html", tmp_path / "profile", told
+    )
+    one, three, ten = (f"peak_lr={rate} 2 runs" for rate in ("0.001", "0.003", "0.01"))
+    assert found[:3] == [[one, three, ten], [three, ten, one], [one, ten, three]]
+    assert found[3] == [one, ten, "0.01/0", "0.01/1", three]
+    nothing, by_rate, by_seed = filtered
+    assert nothing == [[], "0 of 6 runs", [], []]
+    assert by_rate[:2] == [[ten, "0.01/0", "0.01/1"], "2 of 6 runs"]
+    assert len(set(swatches)) == 3 and by_rate[2] == by_rate[3] == [swatches[2]]
+    assert by_seed[:2] == [["0.001/1", "0.003/1", "0.01/1"], "3 of 6 runs"]
+    (left, name_ends), (result_begins, result_ends), (setting_begins, _) = boxes
+    assert scrolled > 50 and left >= 0 and result_begins >= name_ends - 1 and result_ends <= 400
+    assert setting_begins < result_ends  # it goes on behind the result
 
 
 def test_a_zero_spoils_no_logarithmic_axis_and_the_full_range_is_there(tmp_path):

@@ -1,4 +1,3 @@
-"use strict";
 // Draws the charts of the page from its data, as the controls say. Text goes into the page as text.
 const read = (id) => JSON.parse(document.getElementById(id).textContent);
 const specifications = read("specifications");
@@ -53,6 +52,7 @@ function rows(chart, axis, logX, logY) {
   const found = [];
   let left = 0;
   for (const series of chart.series) {
+    if (leftOut.has(series.run)) continue;
     const curve = curveOf(data.runs[series.run]);
     if (hidden.has(curve) || !series[axis]) continue;
     series.value.forEach((value, i) => {
@@ -101,8 +101,12 @@ function curveSpecification(chart) {
       channel.scale = { ...channel.scale, [`domain${end}`]: { expr: `${name}_${end.toLowerCase()}` } };
   const shown = axisEnds(spec);
   for (const each of spec.params) each.value = shown[each.name] ?? each.value;
-  const ends = chart.series.map(({ run, step }) => JSON.stringify([curveOf(data.runs[run]), step.at(-1)]));
-  const fewer = bySeed() && new Set(ends).size > curves().length;
+  const ends = new Map();
+  for (const { run, step } of chart.series.filter((each) => !leftOut.has(each.run))) {
+    const curve = curveOf(data.runs[run]);
+    ends.set(curve, (ends.get(curve) ?? new Set()).add(step.at(-1)));
+  }
+  const fewer = bySeed() && [...ends.values()].some((each) => each.size > 1);
   const several = bySeed() || chart.stretch > 1;
   spec.layer.at(-1).encoding.tooltip = said({
     run: "point.curve",
@@ -245,7 +249,9 @@ function legend() {
   const place = control("legend");
   place.replaceChildren();
   const shades = colours();
+  const shown = new Set(data.runs.filter((_, i) => !leftOut.has(i)).map(curveOf));
   curves().forEach((name, i) => {
+    if (!shown.has(name)) return;
     const label = element("label");
     const box = Object.assign(element("input"), { type: "checkbox", checked: !hidden.has(name) });
     box.addEventListener("change", () => {
@@ -267,6 +273,7 @@ function legend() {
 
 async function drawAll() {
   const turn = ++drawing;
+  arrange();
   legend();
   const around = window.scrollY;
   const made = { charts: document.createDocumentFragment(), layers: document.createDocumentFragment() };
@@ -322,7 +329,7 @@ async function drawAll() {
 }
 
 // The state of the controls is in the address after "#", to be kept or given to others.
-const CONTROLS = ["axis", "smoothing", "log_x", "log_y", "full_range", "seeds", "search", "zoom"];
+const CONTROLS = ["axis", "smoothing", "log_x", "log_y", "full_range", "seeds", "search", "zoom", "filter"];
 
 function fromAddress() {
   const state = new URLSearchParams(location.hash.slice(1));
@@ -387,6 +394,7 @@ async function refresh(seconds) {
         each.open = control(each.id)?.open ?? each.open;
       if (next.textContent !== part.textContent) part.replaceWith(document.adoptNode(next));
     }
+    arrange();
     if (text !== control("data").textContent) {
       control("data").textContent = text;
       data = JSON.parse(text);
