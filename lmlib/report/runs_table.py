@@ -43,14 +43,14 @@ class Column(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A run, or the means of a group of `count` runs; `best` are the columns of its best results.
+    """A run, or the means of a group of `size` runs; `best` are the columns of its best results.
 
     `run` is the place of the run among all runs; `None` for a group.
     """
 
     name: str
     run: int | None
-    count: int
+    size: int
     cells: Sequence[Cell]
     best: Sequence[int] = ()
 

@@ -151,7 +151,7 @@ def test_finished_runs_are_compared(tmp_path):
     means = [statistics.fmean(2.5 + rate + each for each in (0, 0.01, 0.04)) for rate in (0.1, 0.2)]
     spread = statistics.stdev((0, 0.01, 0.04))
     for (head, *members), mean, rate in zip(groups, means, ("0.1", "0.2"), strict=True):
-        assert head.run is None and head.count == len(members)
+        assert head.run is None and head.size == len(members)
         assert head.cells[0] == (f"{mean:.4f}", pytest.approx(mean), f"± {spread:.4f}")
         assert head.cells[1] == (rate, float(rate), None)
         assert not any(row.best for row in members)
