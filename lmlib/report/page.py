@@ -14,6 +14,7 @@ import jinja2
 from lmlib.metrics.meanings import MEANINGS
 from lmlib.report import curves, specifications, tables
 from lmlib.report.points import AXES
+from lmlib.report.runs_table import runs_table
 from lmlib.report.seen import Seen, seen
 from lmlib.storage.atomic_file import make_folder, write_atomically
 from lmlib.storage.local_folder import cache_folder
@@ -35,7 +36,7 @@ def page(
     are for verdicts on several runs, as in `lmlib.verdicts.compare`. Raises ValueError if a file of
     a run is damaged, or there can be no verdict.
     """
-    charting, script = _library(), _text("page.js")
+    charting, script = _library(), _text("table.js") + _text("page.js")
     digests = (hashlib.sha256(each.encode()).digest() for each in (charting, script))
     hashes = " ".join(f"'sha256-{base64.b64encode(each).decode()}'" for each in digests)
     connect = "'none'" if refresh_seconds is None else "'self'"
@@ -53,9 +54,8 @@ def page(
         status=tables.status(runs),
         reasons=tables.reasons(runs),
         tiles=[] if several else tables.tiles(runs[0]),
-        table=tables.comparison(runs) if several else None,
-        judged=baseline is not None,
-        verdicts=tables.verdicts(runs, baseline, margin) if several else "",
+        table=runs_table(runs, tables.shown_numbers(runs)) if several else None,
+        verdicts="" if baseline is None or not several else tables.verdicts(runs, baseline, margin),
         axes=AXES.items(),
         constants=tables.constants(runs),
         samples=tables.samples(runs),

@@ -45,9 +45,11 @@ def curves() -> dict[str, Any]:
     a band from minimum to maximum. It is dashed where fewer runs have a value, and breaks where
     their number changes. Crosses mark values that are not finite, triangles values beyond "above"
     and "below". Filled in later: `data.values`, the window's frame, the limits, the titles and
-    scales of axes, and the domain and range of colours.
+    scales of axes, and the domain and range of colours. "x_min" to "y_max" are the ends of zoomed
+    axes, "dragged" has two places in pixels.
     """
-    parameters = {"below": -_NO_LIMIT, "above": _NO_LIMIT, "pointed_at": None}
+    ends = ("x_min", "x_max", "y_min", "y_max", "dragged", "pointed_at")
+    parameters = {"below": -_NO_LIMIT, "above": _NO_LIMIT, **dict.fromkeys(ends)}
     runs = {"groupby": ["curve"], "sort": [{"field": "step"}]}
     moved = {"on": "pointermove", "clear": "pointerout", "nearest": True}
     nearest = {"type": "point", "fields": ["x"], **moved}
@@ -61,7 +63,8 @@ def curves() -> dict[str, Any]:
     x_axis = {"labelExpr": _TICK.replace("AXIS", "x"), "tickCount": 6, "labelFlush": True}
     y_axis = {"labelExpr": _TICK.replace("AXIS", "y"), "tickCount": 5}
     at = {"expr": "isValid(pointed_at) ? scale('x', pointed_at) : -9"}
-    cursor = {"x": at, "y": 0, "y2": "height", "color": "#8a8583"}
+    across = {"y": 0, "y2": "height", "color": "#8a8583"}
+    dragged = [{"expr": f"dragged ? dragged[{i}] : -9"} for i in (0, 1)]
     outline = {"stroke": {"expr": "scale('color', datum.curve)"}, "strokeWidth": 0.8}
     return _chart(
         230,
@@ -115,11 +118,8 @@ def curves() -> dict[str, Any]:
                 numbers,
                 **{"shape": "triangle", "filled": True, "size": 60},
             ),
-            {
-                "data": {"values": [{}]},
-                "mark": {"type": "rule", "clip": True},
-                "encoding": {**{each: {"value": x} for each, x in cursor.items()}, "detail": None},
-            },
+            _drawn("rule", x=at, **across),
+            _drawn("rect", x=dragged[0], x2=dragged[1], opacity=0.25, **across),
             _points("datum.x === pointed_at", size=60),
             # The nearest point. page.js gives its tooltip: Vega-Lite's says "undefined" for texts.
             {**_points("true", opacity=0), "params": [{"name": "hover", "select": nearest}]},
@@ -149,6 +149,13 @@ def _marks(kind: str, y: str, encoding: Any = (), **mark: Any) -> dict[str, Any]
     return {"mark": mark, "encoding": {"y": {"field": y}, **dict(encoding)}}
 
 
+def _drawn(kind: str, **places: Any) -> dict[str, Any]:
+    """Returns a layer with one mark that does not depend on the rows."""
+    encoding = {**{name: {"value": place} for name, place in places.items()}, "detail": None}
+    mark = {"type": kind, "clip": True}
+    return {"data": {"values": [{}]}, "mark": mark, "encoding": encoding}
+
+
 def _points(where: str, **mark: Any) -> dict[str, Any]:
     """Returns a layer with the points of the curves that satisfy the expression `where`."""
     shown = {"transform": [{"filter": f"isValid(datum.smooth) && ({where})"}]}
@@ -160,7 +167,9 @@ def _at_edge(where: str, y: str, numbers: Mapping[str, str], **mark: Any) -> dic
     shown = {"step": "step", **numbers}.items()
     tooltip = [by(field, title=title, format=",.12~g") for field, title in shown]
     return {
-        "transform": [{"filter": where}],
+        "transform": [
+            {"filter": f"({where}) && (!isValid(x_min) || inrange(datum.x, [x_min, x_max]))"}
+        ],
         "mark": {"type": "point", "opacity": 1, **mark},
         "encoding": {
             "y": {"value": {"expr": y}},

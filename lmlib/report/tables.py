@@ -2,14 +2,13 @@
 
 import collections
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from lmlib.metrics.meanings import EVALUATION, VALIDATION
 from lmlib.report import curves
 from lmlib.report.seen import Seen
 from lmlib.runs.goodput import FINISHED, read_starts, total
 from lmlib.runs.result import final_numbers
-from lmlib.runs.run import difference
 from lmlib.terminal.quantities import bytes_text, count_text, duration_text
 from lmlib.terminal.text import shown
 
@@ -26,14 +25,6 @@ _TEXTS: Mapping[str, Callable[[float], str]] = {
     **dict.fromkeys(("mfu", "goodput"), "{:.1%}".format),
     "peak_memory_bytes": bytes_text,
 }
-
-
-class Table(NamedTuple):
-    """Rows of texts; `numbers` are the columns that hold numbers."""
-
-    header: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    numbers: Sequence[int]
 
 
 def status(runs: Sequence[Seen]) -> str:
@@ -64,7 +55,7 @@ def tiles(each: Seen) -> list[tuple[str, str, str]]:
     A finished run shows the numbers of the whole run, others those of a step.
     """
     found = []
-    for name in [*_shown_numbers([each]), *_OF_TILES]:
+    for name in [*shown_numbers([each]), *_OF_TILES]:
         if (final := each.run.final.get(name)) is not None:
             value, about = final.value, [final.unit, final.over]
         elif (series := each.series.get(name)) is not None:
@@ -76,35 +67,12 @@ def tiles(each: Seen) -> list[tuple[str, str, str]]:
     return found
 
 
-def comparison(runs: Sequence[Seen]) -> Table:
-    """Returns a table of the settings in which the runs differ, and the numbers of each run."""
-    differing, metrics = difference(each.run for each in runs), _shown_numbers(runs)
-    rows = [["run", *differing, "state", "step", *metrics]]
-    for i, each in enumerate(runs):
-        settings = ["—" if values[i] is None else str(values[i]) for values in differing.values()]
-        final, step = each.run.final, f"{each.last('step') or 0:,.0f}"
-        numbers = [final[name].value if name in final else each.last(name) for name in metrics]
-        rows.append([each.name, *settings, each.run.state.name, step, *map(number, numbers)])
-    header, *texts = [[shown(cell) for cell in row] for row in rows]
-    return Table(header, texts, range(len(differing) + 2, len(header)))
-
-
-def verdicts(runs: Sequence[Seen], baseline: str | None, margin: float) -> str:
-    """Returns the table of `lmlib.verdicts`; raises ValueError if the baseline does not fit.
-
-    Without a baseline it has means over seeds, or is empty if there are none.
-    """
-    from lmlib.verdicts import compare  # imports SciPy, which the page of one run does not need
+def verdicts(runs: Sequence[Seen], baseline: str, margin: float) -> str:
+    """Returns the table of `lmlib.verdicts`; raises ValueError if the baseline does not fit."""
+    from lmlib.verdicts import compare  # imports SciPy, which other pages do not need
     from lmlib.verdicts.table import comparison_text
 
-    try:
-        found = compare([each.run for each in runs], baseline=baseline, margin=margin)
-    except ValueError:
-        if baseline is None:
-            return ""
-        raise
-    if baseline is None and all(len(row.group.runs) == 1 for row in found.rows):
-        return ""
+    found = compare([each.run for each in runs], baseline=baseline, margin=margin)
     return shown(comparison_text(found))
 
 
@@ -153,7 +121,7 @@ def number(value: float | None) -> str:
     return f"{value:,.0f}" if 1e4 <= abs(value) < 1e15 else f"{value:.5g}"
 
 
-def _shown_numbers(runs: Sequence[Seen]) -> list[str]:
+def shown_numbers(runs: Sequence[Seen]) -> list[str]:
     """Returns the names in `Run.final`, and the last steps' metrics of unfinished runs."""
     made = {name for each in runs for name in each.run.final}
     made |= {name for each in runs if not each.run.finished for name in each.series}

@@ -41,6 +41,7 @@ const look = (item, found) => {
     const drawn = seen.filter((each) => each.defined !== false && Number.isFinite(each.y));
     if (kind === "line") found.heights.push(...drawn.map((each) => each.y / 230));
     if (kind === "line") found.colours.push(...seen.slice(0, 1).map((each) => each.stroke));
+    if (kind === "line") found.opacities.push(...seen.slice(0, 1).map((each) => each.opacity ?? 1));
     if (kind === "line") found.dashed += seen.filter((each) => each.strokeDash?.[1]).length;
   }
   for (const each of item.items ?? []) look(each, found);
@@ -50,20 +51,24 @@ const place = (view, x, y) => { // from the corner of the canvas
   const [left, top] = view.origin(), padding = view.padding();
   return [left + padding.left + view.scale("x")(x), top + padding.top + view.scale("y")(y)];
 };
-const point = (view, ...at) => {
+const point = (view, x_value, y_value, type = "pointermove") => {
   const canvas = view.container().querySelector("canvas");
-  const box = canvas.getBoundingClientRect(), [x, y] = place(view, ...at);
+  const box = canvas.getBoundingClientRect(), [x, y] = place(view, x_value, y_value);
   const event = { clientX: box.left + x + 3, clientY: box.top + y + 3, bubbles: true };
-  canvas.dispatchEvent(new PointerEvent("pointermove", event));
+  canvas.dispatchEvent(new PointerEvent(type, event));
   return [...document.querySelectorAll(".vg-tooltip td")].map((each) => each.innerText);
 };
+const swatches = (selector) => [...document.querySelectorAll(selector)].map((each) => {
+  const parts = getComputedStyle(each).backgroundColor.match(/\\d+/g);
+  return "#" + parts.map((part) => Number(part).toString(16).padStart(2, "0")).join("");
+});
+const wait = (milliseconds) => new Promise((resolve) => setTimeout(resolve, milliseconds));
 setTimeout(async () => {
   const charts = {};
+  const empty = { marks: {}, labels: [], heights: [], colours: [], opacities: [], dashed: 0 };
   document.querySelectorAll("figure[data-metric]").forEach((figure) => {
     const view = views.find((each) => figure.contains(each.container()));
-    const { metric } = figure.dataset;
-    const empty = { marks: {}, labels: [], heights: [], colours: [], dashed: 0 };
-    charts[metric] = look(view.scenegraph().root, empty);
+    charts[figure.dataset.metric] = look(view.scenegraph().root, structuredClone(empty));
   });
   document.title = JSON.stringify(EXPRESSION);
 }, 15000);
@@ -74,7 +79,8 @@ def opened(url, folder, seconds=30):
     """The page as the browser has it in the end, and what it wrote to its console."""
     done = subprocess.run(
         [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder}",
-         "--enable-logging=stderr", f"--virtual-time-budget={seconds}000", "--dump-dom", url],
+         "--enable-logging=stderr", "--allow-file-access-from-files",
+         f"--virtual-time-budget={seconds}000", "--dump-dom", url],
         capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     return done.stdout, re.findall(r"CONSOLE.*", done.stderr)
@@ -91,7 +97,7 @@ def look(file, folder, expression="charts", address=""):
     copy = file.with_name("looked_at.html")
     copy.write_text(with_at_end(text, LOOK.replace("EXPRESSION", expression)), "utf-8")
     dom, console = opened(f"{copy.as_uri()}#{address}", folder)
-    assert not console
+    assert not console, console
     return json.loads(html.unescape(re.search(r"<title>(.*?)</title>", dom)[1]))
 
 
@@ -104,7 +110,7 @@ def test_the_page_that_a_finished_run_leaves(tmp_path):
     fit(small("steps=12"), tmp_path / "run")
     file = tmp_path / "run/report.html"
     dom, console = opened(file.as_uri(), tmp_path / "profile")
-    assert not console
+    assert not console, console
     assert 'data-drawn="1"' in dom and "<canvas" in dom
     tiles = "[...document.querySelectorAll('.tiles div')]"
     cut_off = f"{tiles}.filter((each) => each.scrollWidth > each.clientWidth).length"
@@ -158,6 +164,43 @@ def test_one_cursor_moves_over_all_charts_and_says_run_step_and_value(tmp_path):
     assert rules == [[0], [0]]
 
 
+def test_a_drag_zooms_all_charts_and_a_double_click_shows_all_again(tmp_path):
+    lines = [
+        {"step": step, "loss": 10 / step, "mine": step**2 if step != 25 else 1e9, "odd": step % 2}
+        for step in range(1, 41)
+    ]
+    told = """[charts.odd, ...await (async () => {
+        const axes = async () => {
+          await Promise.all(views.map((view) => view.runAsync()));
+          const ends = views.slice(0, 2).map((view) =>
+            ["x", "y"].map((each) => view.scale(each).domain()));
+          const address = new URLSearchParams(location.hash.slice(1));
+          return [ends, control("unzoom").hidden, address.get("zoom")];
+        };
+        point(views[0], 20, 1, "pointerdown");
+        point(views[0], 25, 1);
+        point(views[0], 30, 1, "pointerup");
+        const zoomed = await axes();
+        control("theme").click(); // all is drawn anew
+        await wait(5000);
+        const again = await axes();
+        point(views[0], 25, 0.4, "dblclick");
+        return [zoomed, again, await axes()];
+    })()]"""
+    page, address = page_of(tmp_path, lines), "smoothing=30"
+    odd, zoomed, again, whole = look(page, tmp_path / "profile", told, address)
+    assert odd["opacities"] == [0.3, 1]  # the raw curve is faint, and alone in its height
+    heights = [max(each) - min(each) for each in (odd["heights"][:40], odd["heights"][40:])]
+    assert heights[0] > 0.9 and heights[1] < 0.2
+    ((x, loss_y), (other_x, mine_y)), unzoom_hidden, zoom = zoomed
+    assert x == other_x == pytest.approx([20, 30], abs=0.8) and not unzoom_hidden
+    assert [float(each) for each in zoom.split(",")] == pytest.approx(x)
+    assert 0.3 <= loss_y[0] <= 10 / 30 and 10 / 21 <= loss_y[1] <= 0.5
+    assert 400 <= mine_y[0] <= 441 and 900 <= mine_y[1] <= 950  # not the outlier, 1e9
+    assert again[0][0][0] == pytest.approx(x) and again[1:] == [False, zoom]
+    assert whole[0][0][0] == [1, 40] and whole[1:] == [True, ""]
+
+
 ODD = [
     {
         "step": 1_000_000 + i,
@@ -196,19 +239,32 @@ def test_charts_are_grouped_and_a_dull_one_is_drawn_when_its_group_opens(tmp_pat
         for step in range(1, 41)
     ]
     told = """[charts, await (async () => {
-      const groups = [...document.querySelectorAll("#charts > details")];
+      const groups_ = () => [...document.querySelectorAll("#charts > details")];
+      const groups = groups_();
       const closed = groups.filter((each) => !each.open).map((each) => each.innerText);
       const caption = document.querySelector("[data-metric=learning_rate]").innerText;
       groups.at(-1).querySelector("summary").click();
-      await new Promise((resolve) => setTimeout(resolve, 9000));
+      await wait(3000);
       const drawn = document.querySelectorAll("#charts > details:last-child canvas").length;
-      return [groups.map((each) => each.querySelector("h2").textContent), closed, caption, drawn];
+      const found = [];
+      for (const text of ["", "lid_to", "WAIT FOR", "absent"]) {
+        if (!text) groups_().at(-1).querySelector("summary").click(); // fold it again
+        control("search").value = text;
+        control("search").dispatchEvent(new Event("input"));
+        await wait(2000);
+        const drawn = [...document.querySelectorAll("#charts figure:has(canvas)")];
+        found.push(drawn.map((each) => each.dataset.metric));
+      }
+      return [groups.map((each) => each.querySelector("h2").textContent), closed, caption, drawn,
+              found, control("charts").innerText];
     })()]"""
-    charts, (groups, closed, caption, drawn) = look(
+    charts, (groups, closed, caption, drawn, found, nothing) = look(
         page_of(tmp_path, lines), tmp_path / "profile", told
     )
     assert groups == ["Loss", "Optimization", "Speed and memory", "Nearly constant"]
     assert len(closed) == 1 and "valid_tokens 511 to 512" in closed[0] and drawn == 2
+    assert found[0] == [*charts] and found[1:] == [["valid_tokens"], ["data_wait_seconds"], []]
+    assert nothing == "No metric contains “absent”."
     assert "data_wait_seconds 1.0e-6 to 4.0e-5" in closed[0] and "valid_tokens" not in charts
     assert caption.startswith("Learning rate learning_rate")
     assert "2e-4" in charts["learning_rate"]["labels"][1]
@@ -223,10 +279,7 @@ def test_curves_have_the_colours_of_the_theme(tmp_path, count):
     for i in range(count):
         leave_run(tmp_path / f"runs/{i:02}", {"lr": i, "steps": 2}, losses(3.0, 2.0 + i))
     write_page(seen([tmp_path / "runs"]), tmp_path / "page.html")
-    told = """[charts.loss.colours, [...document.querySelectorAll("#legend i")].map((each) => {
-        const parts = getComputedStyle(each).backgroundColor.match(/\\d+/g);
-        return "#" + parts.map((part) => Number(part).toString(16).padStart(2, "0")).join("");
-    })]"""
+    told = "[charts.loss.colours, swatches('#legend i')]"
     drawn = {}
     for theme in ("light", "dark"):
         address = f"theme={theme}"
@@ -250,9 +303,66 @@ def test_with_eighty_runs_the_first_chart_starts_on_the_first_screen(tmp_path):
     text = (tmp_path / "page.html").read_text()
     assert text.count("20 runs have not finished") == 1 and text.count("the loss is NaN") == 1
     told = """[innerHeight, document.querySelector("figure").getBoundingClientRect().top,
-        document.querySelectorAll("#runs tbody tr").length, document.querySelector("#runs").open]"""
-    height, top, rows, opened_ = look(tmp_path / "page.html", tmp_path / "profile", told)
-    assert top < 900 and rows == 80 and not opened_, (height, top)
+        document.querySelectorAll("#runs tbody").length, document.querySelector("#runs").open]"""
+    height, top, groups, opened_ = look(tmp_path / "page.html", tmp_path / "profile", told)
+    assert top < 900 and groups == 40 and not opened_, (height, top)
+
+
+def test_the_table_of_runs_sorts_filters_and_opens(tmp_path):
+    for rate, loss in (("0.001", 10.5), ("0.003", 2.5), ("0.01", 2.75)):
+        for seed in (0, 1):
+            settings = {"optimizer.peak_lr": rate, "seed": seed}
+            run, value = tmp_path / f"runs/{rate}/{seed}", loss - seed * min(0.4, float(rate) * 40)
+            made_up_runs.leave_run(run, value, settings, curve={50: 9.0, 100: value})
+    write_page(seen([tmp_path / "runs"]), tmp_path / "page.html")
+    told = """await (async () => {
+      const rows = () => [...document.querySelectorAll("#runs tbody tr:not([hidden])")];
+      const names = () => rows().map((row) => row.cells[0].textContent.trim());
+      const sort = () => document.querySelector('[data-key="validation_loss"] button').click();
+      const typed = async (text) => {
+        control("filter").value = text;
+        control("filter").dispatchEvent(new Event("input"));
+        await wait(1500);
+        const drawn = views.map((view) => look(view.scenegraph().root, structuredClone(empty)));
+        const lines = [...new Set(drawn.flatMap((chart) => chart.colours))];
+        return [names(), control("filtered").textContent, lines, swatches("#legend i")];
+      };
+      const all = swatches("#runs tr:not([hidden]) i"), found = [];
+      const open = () => rows()[1].querySelector("button").click();
+      for (const act of [() => {}, sort, sort, open]) {
+        act();
+        found.push(names());
+      }
+      const filtered = [];
+      for (const text of ["absent", "PEAK_lr=1e-2, FINI", "seed=1"])
+        filtered.push(await typed(text));
+      const frame = document.createElement("iframe");
+      Object.assign(frame, { src: "page.html", width: 400, height: 900 });
+      document.body.append(frame);
+      await wait(2500);
+      const inside = frame.contentDocument, table = inside.querySelector("#runs .wide");
+      table.scrollLeft = 150;
+      const [name, result, setting] = table.querySelector("tbody tr").cells;
+      const boxes = [name, result, setting].map((cell) => {
+        const { left, right } = cell.getBoundingClientRect();
+        return [left, right];
+      });
+      return [all, found, filtered, table.scrollLeft, boxes];
+    })()"""
+    swatches, found, filtered, scrolled, boxes = look(
+        tmp_path / "page.html", tmp_path / "profile", told
+    )
+    one, three, ten = (f"peak_lr={rate} 2 runs" for rate in ("0.001", "0.003", "0.01"))
+    assert found[:3] == [[one, three, ten], [three, ten, one], [one, ten, three]]
+    assert found[3] == [one, ten, "0.01/0", "0.01/1", three]
+    nothing, by_rate, by_seed = filtered
+    assert nothing == [[], "0 of 6 runs", [], []]
+    assert by_rate[:2] == [[ten, "0.01/0", "0.01/1"], "2 of 6 runs"]
+    assert len(set(swatches)) == 3 and by_rate[2] == by_rate[3] == [swatches[2]]
+    assert by_seed[:2] == [["0.001/1", "0.003/1", "0.01/1"], "3 of 6 runs"]
+    (left, name_ends), (result_begins, result_ends), (setting_begins, _) = boxes
+    assert scrolled > 50 and left >= 0 and result_begins >= name_ends - 1 and result_ends <= 400
+    assert setting_begins < result_ends  # it goes on behind the result
 
 
 def test_a_zero_spoils_no_logarithmic_axis_and_the_full_range_is_there(tmp_path):

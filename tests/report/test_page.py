@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import statistics
 
 import made_up_runs
 import numpy as np
@@ -17,10 +18,11 @@ from made_up_runs import leave_files as leave_run
 from made_up_runs import losses
 from small_experiment import small
 
-from lmlib.report import page, seen, write_page, write_pictures
+from lmlib.report import page, seen, tables, write_page, write_pictures
 from lmlib.report.curves import limits
 from lmlib.report.page import _TEMPLATE as TEMPLATE
 from lmlib.report.page import _library
+from lmlib.report.runs_table import runs_table
 from lmlib.report.seen import Watched
 from lmlib.report.specifications import COLOURS, VERSION, for_paper
 from lmlib.report.terminal import bars, view
@@ -126,7 +128,8 @@ def test_a_page_of_several_runs_says_what_differs(tmp_path):
         "peak_lr=0.2"
     ] * 2
     cells = Parsed(text).texts["td"]
-    assert cells[:5] == ["0.1/0", "0.1", "0", "not running", "2"]
+    assert cells[:6] == ["peak_lr=0.1 ", "2.1000", "0.1", "0, 1", "not running", "2"]
+    assert cells[6:12] == ["0.1/0", "2.1000", "0.1", "0", "not running", "2"]
     assert "0 of 4 finished, 4 not running" in text
 
 
@@ -134,17 +137,45 @@ def test_finished_runs_are_compared(tmp_path):
     for rate in (0.1, 0.2):
         for seed in (0, 1, 2):
             settings = {"optimizer.peak_lr": rate, "seed": seed}
-            made_up_runs.leave_run(tmp_path / f"{rate}/{seed}", 2.5 + rate + seed / 100, settings)
+            loss = 2.5 + rate + seed**2 / 100
+            made_up_runs.leave_run(tmp_path / f"{rate}/{seed}", loss, settings)
+    made_up_runs.leave_run(
+        tmp_path / "0.1/3", 0.0, {**settings, "optimizer.peak_lr": 0.1, "seed": 3}, finished=False
+    )
     runs = seen([tmp_path])
-    table, notes = [text for text in Parsed(page(runs)).texts["pre"] if "±" in text]
-    assert "2.6100" in table and "2.7100" in table and "verdict" not in table
-    assert notes == "± is one standard error over seeds."  # apart: they wrap, the table doesn't
-    assert "Verdicts" not in Parsed(page(runs)).texts["h2"]
-    judged = page(runs, baseline="optimizer.peak_lr=0.1", margin=0.01)
-    assert "Verdicts" in Parsed(judged).texts["h2"]
-    alone = page(seen([tmp_path / "0.1/0", tmp_path / "0.2/0"]))
-    assert "±" not in alone and not {"Verdicts", "Means over seeds"} & {*Parsed(alone).texts["h2"]}
-    assert [text for text in Parsed(judged).texts["pre"] if "minus baseline" in text]
+    columns, groups, has_seeds = runs_table(runs, tables.shown_numbers(runs))
+    keys = [column.key for column in columns]
+    assert (
+        keys[:5] == ["validation_loss", "optimizer.peak_lr", "seed", "state", "step"] and has_seeds
+    )
+    means = [statistics.fmean(2.5 + rate + each for each in (0, 0.01, 0.04)) for rate in (0.1, 0.2)]
+    spread = statistics.stdev((0, 0.01, 0.04))
+    for (head, *members), mean, rate in zip(groups, means, ("0.1", "0.2"), strict=True):
+        assert head.run is None and head.size == len(members)
+        assert head.cells[0] == (f"{mean:.4f}", pytest.approx(mean), f"± {spread:.4f}")
+        assert head.cells[1] == (rate, float(rate), None)
+        assert not any(row.best for row in members)
+    assert groups[0][0].cells[2:4] == [
+        ("4 values", None, None),
+        ("finished, not running", None, None),
+    ]
+    assert [row.run for row in groups[1][1:]] == [4, 5, 6] and groups[1][2].cells[2] == (
+        "1",
+        1,
+        None,
+    )
+    assert {"validation_loss", "training_loss"} <= {keys[i] for i in groups[0][0].best}
+    assert "validation_loss" not in {keys[i] for i in groups[1][0].best}
+    assert Parsed(page(runs)).texts["small"][:3] == [
+        "nats per token",
+        "nats per token",
+        "bits per byte",
+    ]
+    judged = Parsed(page(runs, baseline="optimizer.peak_lr=0.1", margin=0.01)).texts
+    assert "Verdicts" in judged["h2"] and "Verdicts" not in Parsed(page(runs)).texts["h2"]
+    assert [text for text in judged["pre"] if "minus baseline" in text]
+    alone = seen([tmp_path / "0.1/0", tmp_path / "0.2/0"])
+    assert not runs_table(alone, ["validation_loss"]).has_seeds and "±" not in page(alone)
     with pytest.raises(ValueError, match="peak_lr"):
         page(runs, baseline="optimizer.peak_lr=7")
 

@@ -1,4 +1,3 @@
-"use strict";
 // Draws the charts of the page from its data, as the controls say. Text goes into the page as text.
 const read = (id) => JSON.parse(document.getElementById(id).textContent);
 const specifications = read("specifications");
@@ -7,7 +6,7 @@ const hidden = new Set(); // curves that the legend has switched off, by name
 const { dull } = control("charts").dataset; // the group of charts that is folded at first
 const folded = new Set([dull]); // groups, by name
 let data = read("data");
-let views = [], curveViews = []; // all, and those of curves
+let views = [], curveViews = []; // all, and those of curves with their specifications
 let drawing = 0;
 
 const hasSeeds = () => new Set(data.runs.map((run) => run.group)).size < data.runs.length;
@@ -53,6 +52,7 @@ function rows(chart, axis, logX, logY) {
   const found = [];
   let left = 0;
   for (const series of chart.series) {
+    if (leftOut.has(series.run)) continue;
     const curve = curveOf(data.runs[series.run]);
     if (hidden.has(curve) || !series[axis]) continue;
     series.value.forEach((value, i) => {
@@ -83,7 +83,7 @@ function curveSpecification(chart) {
   color.scale = { domain: curves(), range: colours() };
   x.title = control("axis").selectedOptions[0].textContent;
   if (logX) x.scale = specifications.logarithmic.scale;
-  if (logY) y.scale = structuredClone(specifications.logarithmic.scale);
+  if (logY) y.scale = specifications.logarithmic.scale;
   if (logY) spec.transform.splice(1, 0, ...specifications.logarithmic.transform);
   if (chart.whole && !logY) {
     y.axis.tickMinStep = 1;
@@ -94,11 +94,19 @@ function curveSpecification(chart) {
   if (chart.unit === "B") y.axis.labelExpr = y.axis.labelExpr.replace("'B'", "'G'"); // bytes
   const limits = control("full_range").checked ? [] : chart.limits;
   limits.forEach((limit, i) => {
-    if (limit !== null && (limit > 0 || !logY))
-      spec.params[i].value = y.scale[["domainMin", "domainMax"][i]] = limit;
+    if (limit !== null && (limit > 0 || !logY)) spec.params[i].value = limit;
   });
-  const ends = chart.series.map(({ run, step }) => JSON.stringify([curveOf(data.runs[run]), step.at(-1)]));
-  const fewer = bySeed() && new Set(ends).size > curves().length;
+  for (const end of ["Min", "Max"])
+    for (const [name, channel] of [["x", x], ["y", y]])
+      channel.scale = { ...channel.scale, [`domain${end}`]: { expr: `${name}_${end.toLowerCase()}` } };
+  const shown = axisEnds(spec);
+  for (const each of spec.params) each.value = shown[each.name] ?? each.value;
+  const ends = new Map();
+  for (const { run, step } of chart.series.filter((each) => !leftOut.has(each.run))) {
+    const curve = curveOf(data.runs[run]);
+    ends.set(curve, (ends.get(curve) ?? new Set()).add(step.at(-1)));
+  }
+  const fewer = bySeed() && [...ends.values()].some((each) => each.size > 1);
   const several = bySeed() || chart.stretch > 1;
   spec.layer.at(-1).encoding.tooltip = said({
     run: "point.curve",
@@ -110,6 +118,61 @@ function curveSpecification(chart) {
     ...(bySeed() && { runs: "point.runs + ' of ' + point.most" }),
   });
   return [spec, found.some((row) => row.value > 0 || !logY), left, fewer];
+}
+
+// The range of x that is shown; null for all.
+function zoom() {
+  const [from, to] = control("zoom").value.split(",").map(Number);
+  const isRange = from < to && Number.isFinite(to - from) && (from > 0 || !control("log_x").checked);
+  return isRange ? [from, to] : null;
+}
+
+// The ends of a chart's axes: of the zoom and the values in it that are no outliers. Null for all.
+function axisEnds({ data: { values }, params, encoding }) {
+  const [below, above] = params.map((each) => each.value), range = zoom();
+  let [low, high] = [Infinity, -Infinity];
+  for (const { x, least, greatest } of range ? values : [])
+    for (const each of x < range[0] || x > range[1] ? [] : [least, greatest])
+      if (each !== null && each >= below && each <= above && (each > 0 || encoding.y.scale.type !== "log"))
+        [low, high] = [Math.min(low, each), Math.max(high, each)];
+  if (low > high) [low, high] = [below, above].map((each) => (Math.abs(each) < 1.7e308 ? each : null));
+  return { x_min: range?.[0] ?? null, x_max: range?.[1] ?? null, y_min: low, y_max: high };
+}
+
+// Shows a range of x in all charts of curves; null for all.
+function zoomTo(range) {
+  control("zoom").value = range ? range.map((each) => each.toPrecision(12)).join() : "";
+  control("unzoom").hidden = !range;
+  toAddress();
+  for (const [view, spec] of curveViews) {
+    for (const [name, value] of Object.entries(axisEnds(spec))) view.signal(name, value);
+    view.runAsync();
+  }
+}
+
+let drag = null; // the chart over which the pointer is dragged, and where that began
+
+function zoomable(view) {
+  const canvas = view.container().querySelector("canvas");
+  const at = ({ clientX }) => {
+    const x = clientX - canvas.getBoundingClientRect().left - view.origin()[0] - view.padding().left;
+    return Math.min(Math.max(x, 0), view.width());
+  };
+  canvas.addEventListener("pointerdown", (event) => {
+    if (event.button === 0) drag = { view, at, from: at(event) };
+  });
+  canvas.addEventListener("dblclick", () => zoomTo(null));
+}
+
+function dragging(event) {
+  if (!drag) return;
+  const { view, at, from } = drag, goesOn = event.type === "pointermove";
+  const places = [from, at(event)].sort((a, b) => a - b);
+  view.signal("dragged", goesOn ? places : null).runAsync();
+  if (goesOn) return;
+  drag = null;
+  if (event.type === "pointerup" && places[1] - places[0] > 4)
+    zoomTo(places.map((each) => view.scale("x").invert(each)));
 }
 
 // A tooltip: titles, and expressions of a point or of the cell around it.
@@ -145,6 +208,10 @@ function figure(title, unit, text, key) {
   return [made, place];
 }
 
+// The text that titles or keys of charts must contain; it opens the groups of those.
+const searched = () => control("search").value.trim().toLowerCase();
+const isOpen = (name) => !folded.has(name) || searched() !== "";
+
 // A group of charts that can be folded. A folded one is drawn when it opens.
 function group(name, charts) {
   const made = element("details"), title = element("summary"), place = element("div", undefined, "charts");
@@ -154,9 +221,9 @@ function group(name, charts) {
   const ranges = charts.map((each) => `${each.metric} ${each.range.map(short).join(" to ")}`);
   if (name === dull) title.append(element("span", ranges.join(", "), "quiet"));
   made.append(title, place);
-  made.open = !folded.has(name);
+  made.open = isOpen(name);
   made.addEventListener("toggle", () => {
-    if (made.open !== folded.has(name)) return;
+    if (made.open !== folded.has(name) || searched()) return;
     if (made.open) folded.delete(name);
     else folded.add(name);
     drawAll();
@@ -171,9 +238,10 @@ async function draw(place, spec) {
   const { view } = await vegaEmbed(place, spec, options);
   views.push(view);
   if (!spec.params) return;
-  curveViews.push(view);
+  curveViews.push([view, spec]);
+  zoomable(view);
   view.addSignalListener("hover", (_, { x }) => { // one cursor for all charts of curves
-    for (const each of curveViews) each.signal("pointed_at", x?.[0] ?? null).runAsync();
+    for (const [each] of curveViews) each.signal("pointed_at", x?.[0] ?? null).runAsync();
   });
 }
 
@@ -181,7 +249,9 @@ function legend() {
   const place = control("legend");
   place.replaceChildren();
   const shades = colours();
+  const shown = new Set(data.runs.filter((_, i) => !leftOut.has(i)).map(curveOf));
   curves().forEach((name, i) => {
+    if (!shown.has(name)) return;
     const label = element("label");
     const box = Object.assign(element("input"), { type: "checkbox", checked: !hidden.has(name) });
     box.addEventListener("change", () => {
@@ -198,21 +268,27 @@ function legend() {
   control("seeds").parentElement.hidden = !hasSeeds();
   control("full_range").parentElement.hidden =
     !data.charts.some((chart) => chart.limits.some((limit) => limit !== null));
+  control("unzoom").hidden = !zoom();
 }
 
 async function drawAll() {
   const turn = ++drawing;
+  arrange();
   legend();
   const around = window.scrollY;
   const made = { charts: document.createDocumentFragment(), layers: document.createDocumentFragment() };
   const todo = [];
   const groups = new Map();
-  for (const name of new Set(data.charts.map((chart) => chart.group))) {
-    groups.set(name, group(name, data.charts.filter((chart) => chart.group === name)));
+  const charts = data.charts.filter(({ title, metric }) =>
+    [title, metric].some((each) => each.toLowerCase().includes(searched())));
+  for (const name of new Set(charts.map((chart) => chart.group))) {
+    groups.set(name, group(name, charts.filter((chart) => chart.group === name)));
     made.charts.append(groups.get(name)[0]);
   }
-  for (const chart of data.charts) {
-    if (folded.has(chart.group)) continue;
+  if (!charts.length && searched())
+    made.charts.append(element("p", `No metric contains “${searched()}”.`, "nothing"));
+  for (const chart of charts) {
+    if (!isOpen(chart.group)) continue;
     const [spec, shown, left, fewer] = curveSpecification(chart);
     const notes = [chart.text];
     if (chart.stretch > 1) notes.push(`each point is the mean of ${chart.stretch.toLocaleString("en")} steps, with a band from min to max`);
@@ -253,7 +329,7 @@ async function drawAll() {
 }
 
 // The state of the controls is in the address after "#", to be kept or given to others.
-const CONTROLS = ["axis", "smoothing", "log_x", "log_y", "full_range", "seeds"];
+const CONTROLS = ["axis", "smoothing", "log_x", "log_y", "full_range", "seeds", "search", "zoom", "filter"];
 
 function fromAddress() {
   const state = new URLSearchParams(location.hash.slice(1));
@@ -284,7 +360,16 @@ function setUp() {
   const smoothing = () => { control("smoothing_text").textContent = `${control("smoothing").value} %`; };
   control("smoothing").addEventListener("input", smoothing);
   smoothing();
-  for (const id of CONTROLS) control(id).addEventListener("change", changed);
+  control("axis").addEventListener("change", () => { control("zoom").value = ""; });
+  let waiting;
+  for (const each of CONTROLS.map(control))
+    each.addEventListener(each.type === "search" ? "input" : "change", () => {
+      clearTimeout(waiting);
+      waiting = setTimeout(changed, each.type === "search" ? 200 : 0);
+    });
+  for (const type of ["pointermove", "pointerup", "pointercancel"])
+    document.addEventListener(type, dragging);
+  control("unzoom").addEventListener("click", () => zoomTo(null));
   control("theme").addEventListener("click", () => {
     document.documentElement.dataset.theme = isDark() ? "light" : "dark";
     changed();
@@ -309,6 +394,7 @@ async function refresh(seconds) {
         each.open = control(each.id)?.open ?? each.open;
       if (next.textContent !== part.textContent) part.replaceWith(document.adoptNode(next));
     }
+    arrange();
     if (text !== control("data").textContent) {
       control("data").textContent = text;
       data = JSON.parse(text);
