@@ -28,6 +28,7 @@ class Metric(NamedTuple):
 
     unit: str  # of its mean over tokens or pairs; follows the number in texts
     shown: bool = False  # True if a run's progress shows it next to the loss
+    text: str = ""  # its meaning, for the page of a run
 
 
 class ReferenceModel(NamedTuple):

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from lmlib.metrics.meanings import EVALUATION, Meaning, meaning, title
 from lmlib.runs.run import Run, difference, find_runs
 from lmlib.runs.series import Measurements, Series
 from lmlib.runs.settings import last_name
@@ -28,6 +29,25 @@ class Seen:
         """The last value of a metric; `None` if there is none."""
         found = self.series.get(metric)
         return None if found is None else float(found.values_N[-1])
+
+    def named(self, metric: str) -> str:
+        """Returns the metric in words, with the objective's own name of its loss."""
+        whole, slash, part = metric.partition("/")
+        if whole.rpartition("_")[2] == "loss":
+            whole = whole.removesuffix("loss") + shown(self.run.about.loss_name)
+        return whole.replace("_", " ") + slash + part
+
+    def meaning(self, metric: str) -> Meaning:
+        """Returns the unit, meaning and title of a metric, as the run's objective gives them."""
+        general = meaning(metric) or Meaning("", "", "")
+        base = metric.partition("/")[0].removeprefix(EVALUATION)
+        unit, text = map(shown, self.run.about.metrics.get(base, ("", "")))
+        if text and metric.startswith(EVALUATION):
+            text += ", on the validation split"
+        heading = title(metric)
+        if base == "loss" and self.run.about.loss_name != "loss":
+            heading = self.named(f"training_{metric}" if metric == base else metric).capitalize()
+        return Meaning(metric, unit or general.unit, text or general.text, heading)
 
 
 class Watched:

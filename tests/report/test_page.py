@@ -299,7 +299,7 @@ def test_pictures_for_papers(tmp_path):
     files = write_pictures(runs, tmp_path / "out", ["loss"], log_x=True, log_y=True, smoothing=0.1)
     assert [file.name for file in files] == ["loss.svg", "loss.png"]
     drawn = files[0].read_text("utf-8")
-    assert "mark-line" in drawn and "nats per target token" in drawn
+    assert "mark-line" in drawn and "nats per token" in drawn
     assert files[1].read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="no curve of 'lss'; there are loss"):
         write_pictures(runs, tmp_path / "out", ["lss"])
