@@ -9,7 +9,7 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import jax
@@ -26,11 +26,14 @@ class SystemMetrics:
     the speed of the steps: measurements are 10 to 40 seconds apart.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self, devices: Sequence[jax.Device], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Begins to count the time of the processors; `devices` are this process's own."""
+        self._devices, self._clock = devices, clock
         self._every = 1  # steps
-        self._began, self._cpu_seconds = time.monotonic(), time.process_time()
-        self._devices = jax.local_devices()
-        has_gpus = any(each.platform == "gpu" for each in self._devices)
+        self._began, self._cpu_seconds = clock(), time.process_time()
+        has_gpus = any(each.platform == "gpu" for each in devices)
         self._command = shutil.which("nvidia-smi") if has_gpus else None
         self._query: subprocess.Popen[str] | None = None
 
@@ -39,7 +42,7 @@ class SystemMetrics:
         found = dict(self._utilization())
         if step % self._every:
             return found
-        now, cpu_seconds = time.monotonic(), time.process_time()
+        now, cpu_seconds = self._clock(), time.process_time()
         seconds = now - self._began
         found["cpu_cores"] = (cpu_seconds - self._cpu_seconds) / max(seconds, 1e-9)
         self._began, self._cpu_seconds = now, cpu_seconds
@@ -59,7 +62,11 @@ class SystemMetrics:
             ids = [f"--id={visible}"] if visible else []
             with contextlib.suppress(OSError):
                 self._query = subprocess.Popen(
-                    [self._command, *_QUERY, *ids], stdout=subprocess.PIPE, text=True
+                    [self._command, *_QUERY, *ids],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
+                    text=True,
                 )
         return found
 

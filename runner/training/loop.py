@@ -98,7 +98,7 @@ class Loop:
             for steps, stage in settings.stages.items()
         }
         self._devices = list(settings.mesh.devices.flat)
-        self._system = SystemMetrics()
+        self._system = SystemMetrics(jax.local_devices())
         self._save_every = PeriodicCallback(settings.checkpoints.every, saver.save_at, True)
         self._actions: list[PeriodicCallback] = []
         if run.validation is not None:

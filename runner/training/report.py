@@ -48,7 +48,6 @@ class Summary:
       mean_tokens_per_second, mean_mfu: throughput and model FLOPs utilization over all steps.
       training_loss: the mean over the last 50 steps, weighted by tokens or pairs.
       loss_name, loss_unit: the objective's name and unit for the loss.
-      training: the other metrics of the objective by name ("training_…"), over the same steps.
       samples: continuations of the experiment's prompts.
       validation: validation metrics by name ("validation_…"), without the evaluation suite.
       validated_on: describes the validation batches: all batches of each finite set.
@@ -58,6 +57,7 @@ class Summary:
       flops_per_token: analytic FLOPs per position of a training step, averaged over the steps,
         without the causal saving.
       start: the random id of the start that wrote this summary.
+      training: the objective's other metrics by name ("training_…"), over the steps of the loss.
     """
 
     steps: int
@@ -68,7 +68,6 @@ class Summary:
     training_loss: float
     loss_name: str
     loss_unit: str
-    training: Mapping[str, Measured] = dataclasses.field(default_factory=dict)
     samples: tuple[str, ...] = ()
     validation: Mapping[str, Measured] = dataclasses.field(default_factory=dict)
     validated_on: str | None = None
@@ -76,6 +75,7 @@ class Summary:
     goodput: Goodput | None = None
     flops_per_token: float | None = None
     start: str = ""
+    training: Mapping[str, Measured] = dataclasses.field(default_factory=dict)
 
     @property
     def validation_loss(self) -> float | None:
