@@ -127,8 +127,9 @@ def validation_metrics(
     found: dict[str, str] = {}
     if not sets:
         return found
+    places = ("", *(f"/{each}" for each in names))
     for metric, known in objective.metrics.items():
-        found |= {f"{begin}_{metric}{at}": known.unit for at in ("", *(f"/{each}" for each in names))}
+        found |= {f"{begin}_{metric}{at}": known.unit for at in places}
     if objective.cross_entropy is not None:
         are_text = [name for name, each in sets.items() if each.bytes_per_target is not None]
         total = ("",) if len(are_text) == len(sets) else ()

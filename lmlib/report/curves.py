@@ -180,7 +180,7 @@ def _order(name: str) -> tuple[int, int, str]:
         if name in names:
             return place, names.index(name), name
     if (base := name.partition("/")[0].removeprefix(EVALUATION)) in _OBJECTIVES:
-        return 0, len(_FIRST) + _OBJECTIVES.index(base), name
+        return 0, len(_FIRST) + 2 * _OBJECTIVES.index(base) + name.startswith(EVALUATION), name
     place = 0 if name.startswith(EVALUATION) else 1 if meaning(name) is None else 2
     return place, len(_UPDATE), name
 

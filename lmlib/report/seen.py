@@ -12,6 +12,8 @@ from lmlib.runs.series import Measurements, Series
 from lmlib.runs.settings import last_name
 from lmlib.terminal.text import shown
 
+_LOSSES = {"loss", "training_loss", "evaluation_loss", "validation_loss"}
+
 
 @dataclasses.dataclass(frozen=True)
 class Seen:
@@ -32,8 +34,8 @@ class Seen:
 
     def named(self, metric: str) -> str:
         """Returns the metric in words, with the objective's own name of its loss."""
-        whole, slash, part = metric.partition("/")
-        if whole.rpartition("_")[2] == "loss":
+        whole, slash, part = metric.removesuffix("_bytes").partition("/")
+        if whole in _LOSSES:
             whole = whole.removesuffix("loss") + shown(self.run.about.loss_name)
         return whole.replace("_", " ") + slash + part
 
@@ -46,7 +48,8 @@ class Seen:
             text += ", on the validation split"
         heading = title(metric)
         if base == "loss" and self.run.about.loss_name != "loss":
-            heading = self.named(f"training_{metric}" if metric == base else metric).capitalize()
+            heading = self.named(f"training_{metric}" if metric == base else metric)
+            heading = heading[:1].upper() + heading[1:]
         return Meaning(metric, unit or general.unit, text or general.text, heading)
 
 

@@ -66,8 +66,11 @@ def tiles(each: Seen) -> list[tuple[str, str, str]]:
 
     A finished run shows the numbers of the whole run, others those of a step.
     """
-    found = []
-    for name in [*_shown_numbers([each]), *_OF_TILES]:
+    return [*_tiles(each, _shown_numbers([each])), *_times(each), *_tiles(each, _OF_TILES)]
+
+
+def _tiles(each: Seen, names: Sequence[str]) -> Iterator[tuple[str, str, str]]:
+    for name in names:
         if (final := each.run.final.get(name)) is not None:
             value, unit, about = final
         elif (series := each.series.get(name)) is not None:
@@ -79,8 +82,7 @@ def tiles(each: Seen) -> list[tuple[str, str, str]]:
             continue
         text = _TEXTS.get(name.removeprefix("mean_"))
         unit, digits = ("", text(value)) if text else (unit, mean_text(value, unit))
-        found.append((each.named(name), digits, shown(", ".join(filter(None, (unit, about))))))
-    return [*found, *_times(each)]
+        yield each.named(name), digits, shown(", ".join(filter(None, (unit, about))))
 
 
 def _times(each: Seen) -> Iterator[tuple[str, str, str]]:

@@ -9,19 +9,25 @@ import re
 import shutil
 import subprocess
 import threading
+from pathlib import Path
 
+import fiddle as fdl
 import made_up_runs
 import pytest
 from made_up_runs import leave_files as leave_run
 from made_up_runs import losses
 from small_experiment import small
 
+from lmlib.experiment import PeriodicCallback
+from lmlib.losses.dpo import DPO
 from lmlib.report import page, seen, write_page
 from lmlib.report.seen import Watched
 from lmlib.report.server import PageServer
 from lmlib.report.specifications import COLOURS
-from runner import fit
+from runner import Options, fit
+from runner.config import configs
 
+LLAMA = Path(__file__).parents[1] / "hf" / "golden" / "llama"
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "google-chrome", "chrome"))), None)
 pytestmark = [
     pytest.mark.slow,
@@ -207,7 +213,7 @@ def test_charts_are_grouped_and_a_dull_one_is_drawn_when_its_group_opens(tmp_pat
     charts, (groups, closed, caption, drawn) = look(
         page_of(tmp_path, lines), tmp_path / "profile", told
     )
-    assert groups == ["Loss", "Optimization", "Speed and memory", "Nearly constant"]
+    assert groups == ["Loss", "Optimization", "Speed", "Nearly constant"]
     assert len(closed) == 1 and "valid_tokens 511 to 512" in closed[0] and drawn == 2
     assert "data_wait_seconds 1.0e-6 to 4.0e-5" in closed[0] and "valid_tokens" not in charts
     assert caption.startswith("Learning rate learning_rate")
@@ -286,6 +292,29 @@ def test_no_script_of_a_run_would_run(tmp_path):
     dom, console = opened(file.as_uri(), tmp_path / "profile")
     assert "<title>a</title>" in dom
     assert len(console) == 2 and all("Content Security Policy" in line for line in console)
+
+
+def test_a_run_of_pairs_while_it_goes_on_and_when_it_has_finished(tmp_path):
+    settings = [f"folder={LLAMA}", "mesh.fsdp=1", "steps=9", "evaluation.every=3"]
+    cfg = configs.load("experiments/from_hf", ["tiny"], [*settings, "init_from=None"])
+    cfg.init_from, cfg.objective = str(LLAMA), fdl.Config(DPO, reference_from=str(LLAMA))
+    live = PeriodicCallback(8, lambda now: write_page(seen([now.workdir]), tmp_path / "live.html"))
+    fit(cfg, tmp_path / "run", Options(actions=[live]))
+    told = """[Object.keys(charts), control("status").innerText,
+        [...document.querySelectorAll("figcaption")].map((each) => each.innerText),
+        Object.fromEntries([...document.querySelectorAll(".tiles div")].map((each) =>
+          [...each.children].map((part) => part.innerText)))]"""
+    files = tmp_path / "live.html", tmp_path / "run/report.html"
+    (_, state, captions, now), (names, ended, finished, tiles) = (
+        look(file, tmp_path / "profile", told) for file in files
+    )
+    assert state == "running, step 8 of 9" and ended == "finished"
+    assert set(captions) == set(finished)
+    assert {"process_memory_bytes", "cpu_cores", "chosen_reward", "rejected_reward"} <= set(names)
+    assert any(each.startswith("Training DPO loss nats per pair") for each in captions)
+    assert now.keys() >= {"DPO loss", "reward accuracy", "parameters", "elapsed", "left"}
+    assert tiles.keys() >= {"training DPO loss", "validation reward accuracy", "wall time"}
+    assert tiles["parameters"] == now["parameters"]
 
 
 def test_the_live_page_takes_over_new_lines_and_forgets_a_deleted_run(tmp_path):

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import time
 
 import made_up_runs
 import numpy as np
@@ -17,7 +18,7 @@ from made_up_runs import leave_files as leave_run
 from made_up_runs import losses
 from small_experiment import small
 
-from lmlib.report import page, seen, write_page, write_pictures
+from lmlib.report import page, seen, tables, write_page, write_pictures
 from lmlib.report.curves import limits
 from lmlib.report.page import _TEMPLATE as TEMPLATE
 from lmlib.report.page import _library
@@ -108,11 +109,63 @@ def test_a_run_that_goes_on_has_the_numbers_of_its_last_step(tmp_path):
     parsed = Parsed(page(seen([run])))
     tiles = dict(zip(parsed.texts["dt"], parsed.texts["dd"], strict=True))
     assert [tiles[name].split()[0] for name in ("loss", "evaluation loss")] == ["2.7500", "3.2500"]
-    assert parsed.texts["small"][:2] == ["step 2", "step 1"]
+    assert parsed.texts["small"][:2] == ["nats per token, step 2", "nats per token, step 1"]
     assert not {"training loss", "validation loss", "mean tokens per second"} & tiles.keys()
     assert read_run(run).final == {} and "validation_loss" not in runs(run)
     text = page(seen([leave_run(tmp_path / "new", {"steps": 5}, [])]))
     assert "no step yet" in text and data_of(text)["charts"] == []
+
+
+def test_a_live_page_has_the_names_and_units_of_the_finished_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(time, "time", lambda: 1e9)
+    about = {
+        "first_step": 1, "parameters": 1_234_567, "loss_name": "DPO loss",
+        "metrics": {"loss": ["nats per pair", "-log σ"], "reward_accuracy": ["of pairs", "right"]},
+    }  # fmt: skip
+    lines = [{**line, "reward_accuracy": 0.5, "evaluation_reward_accuracy": 0.25, "pairs": i}
+             for i, line in enumerate(losses(3.0, 2.0))]  # fmt: skip
+    run = leave_run(tmp_path / "a", {"steps": 9}, lines, None, {1: "old", 2: "new"}, {}, about)
+    times = {"compile": 50.0, "steps": 80.0, "evaluation": 20.0}
+    start = {"began": 1e9 - 200, "until": 1e9 - 50, "last_step": 2, "seconds": times}
+    (run / "goodput.json").write_text(json.dumps({"starts": [start]}))
+    (run / "lock").write_text("")
+    os.utime(run / "lock", (1e9, 1e9))
+
+    def shown_on(text):
+        parsed = Parsed(text)
+        tiles = dict(zip(parsed.texts["dt"], map(str.split, parsed.texts["dd"]), strict=True))
+        charts = {each["metric"]: each for each in data_of(text)["charts"]}
+        units = {name: (each["title"], each["unit"], each["text"]) for name, each in charts.items()}
+        return {name: " ".join(words) for name, words in tiles.items()}, units, parsed
+
+    tiles, live, parsed = shown_on(page(seen([run])))
+    assert tiles["DPO loss"] == "2.0000" and parsed.texts["small"][0] == "nats per pair, step 2"
+    assert tiles["reward accuracy"] == "50.0%" and tiles["parameters"] == "1.23 M"
+    assert tiles["elapsed"] == "3 min 20 s"
+    assert tiles["left"] == "5 min 0 s"  # 100 s for 2 steps, 7 more, 50 s of which have passed
+    assert live["loss"] == ("Training DPO loss", "nats per pair", "-log σ")
+    assert "new" in parsed.texts["pre"][0] and "old" in parsed.texts["pre"][1]
+    assert "Newest sample, after step 2" in parsed.texts["summary"]
+    assert parsed.texts["td"][:6] == ["steps", "1 min 20 s", "53.3%", "compile", "50.0 s", "33.3%"]
+    assert data_of(page(seen([run])))["charts"][0]["group"] == "Loss"
+    assert "1.23 M parameters" in repr(read_run(run))
+
+    accuracy = {"training_reward_accuracy": {"value": 0.75, "unit": "of pairs"}}
+    result = FINISHED | {"steps": 9, "loss_unit": "nats per pair", "training": accuracy}
+    (run / "result.json").write_text(json.dumps(result))
+    tiles, finished, _ = shown_on(page(seen([run])))
+    assert finished == live and tiles["training DPO loss"] == "2.5000"
+    assert tiles["training reward accuracy"] == "75.0%" and tiles["wall time"] == "2 min 30 s"
+    assert "left" not in tiles and "reward accuracy" not in tiles
+    other = leave_run(tmp_path / "b", {"steps": 9}, lines, None, None, times)
+    header, (_, row), _ = tables.wall_times(seen([run, other]))
+    assert header == ("run", "wall time", "steps", "compile", "evaluation")
+    shares = ("1 min 20 s · 53.3%", "50.0 s · 33.3%", "20.0 s · 13.3%")
+    assert row == ("b", "2 min 30 s", *shares)
+    for damaged in ([], {"metrics": [1], "parameters": "9", "loss_name": 7, "first_step": -1},
+                    {"metrics": {"loss": "b", "reward_accuracy": [1, 2]}}):  # fmt: skip
+        (run / "starts/00000/start.json").write_text(json.dumps(damaged))
+        assert shown_on(page(seen([run])))[1]["loss"][:2] == ("Training loss", "nats per token")
 
 
 def test_a_page_of_several_runs_says_what_differs(tmp_path):
@@ -176,7 +229,8 @@ def test_text_of_runs_stays_text(tmp_path_factory, name, value, sample):
     writable = sample.encode("utf-8", "replace").decode()
     lines = [{"step": 1, name: 2.0}, {"step": 2, name: 3.0}] if name != "step" else losses(1.0)
     setting = {"a": value.encode("utf-8", "replace").decode()}
-    leave_run(folder / "a", setting, lines, result, {1: writable}, {name: 2.0})
+    about = {"loss_name": value, "metrics": {name: [value, value], "loss": [sample, value]}}
+    leave_run(folder / "a", setting, lines, result, {1: writable}, {name: 2.0}, about)
     write_page(seen([folder / "a"]), folder / "page.html")
     text = (folder / "page.html").read_text("utf-8")
     parsed = Parsed(text)
