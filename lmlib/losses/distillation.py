@@ -89,7 +89,7 @@ class Distillation(Objective):
         weight = self.weight * self.temperature**2
         terms = f"{1 - self.weight:g} · cross-entropy + {weight:g} · divergence"
         return {
-            "loss": Metric(f"nats per token ({terms})"),
+            "loss": Metric(f"nats per token ({terms})", text="the mixture that training minimises"),
             "cross_entropy": Metric("nats per token", True, "-log p(target) of the student"),
             "divergence": Metric("nats per token", True, _DIVERGENCE),
         }

@@ -78,7 +78,6 @@ class Objective(abc.ABC):
 
         Both may be abstract. `trained` are the paths of the weights that train; `None`: all do.
         """
-        return  # most objectives can
 
     def flops_per_token(self, model: Any, sequence_length: int, causal: bool) -> float:
         """Analytic FLOPs per token beyond `Part.flops_per_token` of `model`, maybe abstract."""
