@@ -78,6 +78,7 @@ class Objective(abc.ABC):
 
         Both may be abstract. `trained` are the paths of the weights that train; `None`: all do.
         """
+        return  # most objectives can
 
     def flops_per_token(self, model: Any, sequence_length: int, causal: bool) -> float:
         """Analytic FLOPs per token beyond `Part.flops_per_token` of `model`, maybe abstract."""
@@ -121,8 +122,7 @@ def sums_of(
     sums = objective.sums(model, reference_model, batch, compute, key)
     if not isinstance(sums, LossSums):
         raise PartError(
-            f"{class_name(objective)}.sums must return a lmlib.losses.LossSums, got a "
-            f"{type(sums).__name__}"
+            f"{class_name(objective)}.sums must return LossSums, got a {type(sums).__name__}"
         )
     check_scalars(objective, "sums", {"loss_sum": sums.loss_sum})
     check_scalars(objective, "reported", sums.reported)
