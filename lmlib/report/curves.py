@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from lmlib.metrics.meanings import EVALUATION, meaning
+from lmlib.metrics.meanings import EVALUATION, meaning, title
 from lmlib.report.points import AXES, at, axes, downsample, steps_per_point
 from lmlib.report.seen import Seen
 from lmlib.runs.series import Series
@@ -55,7 +55,10 @@ def charts(runs: Sequence[Seen]) -> list[dict[str, Any]]:
     found = []
     for name in drawn(runs):
         of = {number: run.series[name] for number, run in enumerate(runs) if name in run.series}
-        known = runs[next(iter(of))].meaning(name)
+        known, *others = dict.fromkeys(runs[number].meaning(name) for number in of)
+        if others:  # of other objectives
+            units = dict.fromkeys(each.unit for each in (known, *others))
+            known = known._replace(title=title(name), unit=" or ".join(filter(None, units)))
         values_N = np.concatenate([each.values_N for each in of.values()])
         finite_N = values_N[np.isfinite(values_N)]
         ends = (finite_N.min(), finite_N.max()) if len(finite_N) else (np.nan, np.nan)

@@ -148,6 +148,7 @@ def test_the_mean_of_seeds_breaks_where_one_ends(tmp_path):
 
 def test_one_cursor_moves_over_all_charts_and_says_run_step_and_value(tmp_path):
     lines = [{"step": step, "loss": 4.0 - step, "mine": step} for step in (1, 2, 3)]
+    lines = [line | {"step_seconds": 3600.0} for line in lines]
     told = """[point(views[0], 2, 2), await Promise.all(views.map((view) => view.runAsync())) &&
          views.map((view) => {
            const found = [];
@@ -159,8 +160,9 @@ def test_one_cursor_moves_over_all_charts_and_says_run_step_and_value(tmp_path):
            rules(view.scenegraph().root);
            return found;
          })]"""
-    tooltip, rules = look(page_of(tmp_path, lines), tmp_path / "profile", told)
-    assert tooltip == ["run", "a", "step", "2", "value", "2"]
+    page = page_of(tmp_path, lines)
+    tooltip, rules = look(page, tmp_path / "profile", told, "axis=seconds")
+    assert tooltip == ["run", "a", "step", "2", "value", "2", "wall time (h)", "2"]
     assert rules == [[0], [0]]
 
 

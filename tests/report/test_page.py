@@ -158,6 +158,8 @@ def test_a_live_page_has_the_names_and_units_of_the_finished_one(tmp_path, monke
     assert tiles["training reward accuracy"] == "75.0%" and tiles["wall time"] == "2 min 30 s"
     assert "left" not in tiles and "reward accuracy" not in tiles
     other = leave_run(tmp_path / "b", {"steps": 9}, lines, None, None, times)
+    both = data_of(page(seen([run, other])))["charts"][0]
+    assert (both["title"], both["unit"]) == ("Training loss", "nats per pair or nats per token")
     header, (_, row), _ = tables.wall_times(seen([run, other]))
     assert header == ("run", "wall time", "steps", "compile", "evaluation")
     shares = ("1 min 20 s · 53.3%", "50.0 s · 33.3%", "20.0 s · 13.3%")
