@@ -56,7 +56,7 @@ class Seen:
 class Watched:
     """The runs in `places`, which are workdirs or folders that contain some.
 
-    Each call of `now` reads only what is new in their metrics.
+    Each call of `now` reads only the new lines of their metrics.
     """
 
     def __init__(self, places: Iterable[str | os.PathLike[str]]):

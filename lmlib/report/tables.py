@@ -14,7 +14,7 @@ from lmlib.terminal.text import shown
 
 _SAMPLES = 12  # steps
 _LONGEST = 4000  # characters per text
-# Of whole runs, and of the last steps of unfinished runs.
+# For whole runs, and for the last steps of unfinished runs.
 _LOSSES = ("training_loss", "validation_loss", "loss", "evaluation_loss")
 _NUMBERS = (
     *("validation_bits_per_byte", "evaluation_bits_per_byte"),
@@ -64,7 +64,7 @@ def reasons(runs: Sequence[Seen]) -> list[tuple[str, str]]:
 def tiles(each: Seen) -> list[tuple[str, str, str]]:
     """Returns the numbers at the head of one run's page, with their units and steps.
 
-    A finished run shows the numbers of the whole run, others those of a step.
+    A finished run shows numbers of the whole run, other runs numbers of a step.
     """
     return [*_tiles(each, _shown_numbers([each])), *_times(each), *_tiles(each, _OF_TILES)]
 

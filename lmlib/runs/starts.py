@@ -38,7 +38,7 @@ def start_folders(workdir: Path) -> list[Path]:
 
 
 def read_about(workdir: Path) -> About:
-    """Returns what the newest start recorded, as far as it has the right types."""
+    """Returns the facts that the newest start recorded, if they have the right types."""
     facts = newest_start(workdir)
     numbers = (facts.get(name) for name in ("first_step", "parameters"))
     counts = (each if type(each) is int and 0 < each < 1 << 63 else None for each in numbers)

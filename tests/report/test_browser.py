@@ -1,4 +1,4 @@
-"""A run's page in a real browser, which has no network: it draws, and complains of nothing.
+"""A run's page in a real browser, which has no network: it draws, and its console stays empty.
 
 Needs `chromium` or `google-chrome` on the PATH: apt-get install chromium.
 """
@@ -77,7 +77,7 @@ setTimeout(async () => {
 
 
 def opened(url, folder, seconds=30):
-    """The page as the browser has it in the end, and what it wrote to its console."""
+    """The page as the browser has it in the end, and the lines of its console."""
     done = subprocess.run(
         [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder}",
          "--enable-logging=stderr", f"--virtual-time-budget={seconds}000", "--dump-dom", url],
@@ -92,7 +92,7 @@ def with_at_end(text, added):
 
 
 def look(file, folder, expression="charts", address=""):
-    """What `expression` gives, of a copy of the page that looks at its charts."""
+    """The value of `expression` in a copy of the page that looks at its charts."""
     text = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", file.read_text("utf-8"))
     copy = file.with_name("looked_at.html")
     copy.write_text(with_at_end(text, LOOK.replace("EXPRESSION", expression)), "utf-8")

@@ -1,5 +1,4 @@
-"""The page and the view in a terminal say what the runs' files say, and no text of theirs is more
-than text."""
+"""The page and the view in a terminal show the content of the runs' files, and texts stay texts."""
 
 import html.parser
 import json
@@ -71,7 +70,7 @@ def data_of(text):
 def test_a_page_of_one_run(tmp_path):
     lines = losses(3.5, "NaN", 2.5)
     lines[0]["mine"], lines[2]["mine"] = 1, 2
-    lines[1]["once"] = 7.0  # what was measured once is drawn
+    lines[1]["once"] = 7.0  # a single measurement is drawn
     for line in lines:
         line["same"] = 1.0
     run = leave_run(
@@ -142,7 +141,7 @@ def test_a_live_page_has_the_names_and_units_of_the_finished_one(tmp_path, monke
     assert tiles["DPO loss"] == "2.0000" and parsed.texts["small"][0] == "nats per pair, step 2"
     assert tiles["reward accuracy"] == "50.0%" and tiles["parameters"] == "1.23 M"
     assert tiles["elapsed"] == "3 min 20 s"
-    assert tiles["left"] == "5 min 0 s"  # 100 s for 2 steps, 7 more, 50 s of which have passed
+    assert tiles["left"] == "5 min 0 s"  # 2 steps took 100 s, so 7 take 350 s, and 50 s have passed
     assert live["loss"] == ("Training DPO loss", "nats per pair", "-log σ")
     assert "new" in parsed.texts["pre"][0] and "old" in parsed.texts["pre"][1]
     assert "Newest sample, after step 2" in parsed.texts["summary"]
@@ -215,7 +214,7 @@ def test_long_metrics_are_thinned_with_their_extremes(tmp_path):
     assert sum(series["not_finite"]) == 1
 
 
-# Of what a file can hold, all that is not refused before: surrogates as JSON can write them.
+# Texts that a file can hold and that are not refused before: surrogates as JSON can write them.
 TEXTS = st.text(min_size=1, max_size=40) | st.sampled_from(
     ["</script><script>alert(1)</script>", "<!--", "<script", "]]>", "{{ 7 * 7 }}", "&lt;",
      "\x1b]52;c;\x07", "\u202eabc", "' onload='", '" onload="', "\u2028", "\ud800", "<b>\0"]
@@ -317,7 +316,7 @@ def test_few_values_that_are_far_from_the_rest_are_outside():
         ([3.0, -1e30, 2.5, 2.0, 2.2, math.nan], (2.0, math.nan)),
         ([11.0, 3.0, 2.6, 2.5, 2.4, 2.3], (math.nan, math.nan)),  # as a loss falls
         ([0.0] * 9 + [5.0], (math.nan, math.nan)),  # nothing would be left to see
-        ([1.0] * 3 + [1.1, 1e6, 1e6, 1e6], (math.nan, math.nan)),  # many are no exception
+        ([1.0] * 3 + [1.1, 1e6, 1e6, 1e6], (math.nan, math.nan)),  # too many for exceptions
         ([3.0, 1e30], (math.nan, math.nan)),
         ([math.inf, math.nan], (math.nan, math.nan)),
     ]:
