@@ -40,11 +40,13 @@ def start_folders(workdir: Path) -> list[Path]:
 def read_about(workdir: Path) -> About:
     """Returns the facts that the newest start recorded, if they have the right types."""
     facts = newest_start(workdir)
-    numbers = (facts.get(name) for name in ("first_step", "parameters"))
-    counts = (each if type(each) is int and 0 < each < 1 << 63 else None for each in numbers)
+    counts = [facts.get(name) for name in ("first_step", "parameters")]
+    first_step, parameters = (
+        each if type(each) is int and 0 < each < 1 << 63 else None for each in counts
+    )
     name, metrics = facts.get("loss_name"), facts.get("metrics")
     found = {}
     for key, texts in metrics.items() if isinstance(metrics, dict) else ():
         if isinstance(texts, list) and len(texts) == 2 and all(isinstance(x, str) for x in texts):
             found[key] = (texts[0], texts[1])
-    return About(*counts, name if isinstance(name, str) else "loss", found)
+    return About(first_step, parameters, name if isinstance(name, str) else "loss", found)
