@@ -174,9 +174,9 @@ def test_no_metric_is_explained_twice():
 @pytest.mark.parametrize(
     ("name", "unit"),
     [
-        ("loss", "nats per target token"),
-        ("evaluation_loss/NAME", "nats per target token"),
-        ("evaluation_loss/code", "nats per target token"),
+        ("loss", "nats per token"),
+        ("evaluation_loss/NAME", "nats per token"),
+        ("evaluation_loss/code", "nats per token"),
         ("evaluation_tokens_per_second", "1/s"),
         ("grad_norm/layer 3", ""),
         ("step_flops", "FLOPs"),

@@ -122,11 +122,12 @@ def validation_metrics(
     found: dict[str, str] = {}
     if not sets:
         return found
-    for metric, (unit, _) in objective.metrics.items():
-        found |= {f"{begin}_{metric}{at}": unit for at in ("", *(f"/{each}" for each in names))}
+    places = ("", *(f"/{each}" for each in names))
+    for metric, known in objective.metrics.items():
+        found |= {f"{begin}_{metric}{at}": known.unit for at in places}
     if objective.cross_entropy is not None:
         are_text = [name for name, each in sets.items() if each.bytes_per_target is not None]
         total = ("",) if len(are_text) == len(sets) else ()
-        each = (f"/{name}" for name in names if name in are_text)
-        found |= {f"{begin}_bits_per_byte{at}": "bits per byte" for at in (*total, *each)}
+        parts = (f"/{name}" for name in names if name in are_text)
+        found |= {f"{begin}_bits_per_byte{at}": "bits per byte" for at in (*total, *parts)}
     return found

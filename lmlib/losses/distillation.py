@@ -22,6 +22,8 @@ from lmlib.models.model import Model
 from lmlib.parallel.collectives import axis_index, pmax, psum
 from lmlib.parallel.layout import mesh_axes_for, reshard
 
+_DIVERGENCE = "KL(teacher ‖ student) at the temperature, without its square"
+
 
 @dataclasses.dataclass(frozen=True)
 class Distillation(Objective):
@@ -87,9 +89,9 @@ class Distillation(Objective):
         weight = self.weight * self.temperature**2
         terms = f"{1 - self.weight:g} · cross-entropy + {weight:g} · divergence"
         return {
-            "loss": Metric(f"nats per token ({terms})"),
-            "cross_entropy": Metric("nats per token", shown=True),
-            "divergence": Metric("nats per token", shown=True),
+            "loss": Metric(f"nats per token ({terms})", text="the mixture that training minimises"),
+            "cross_entropy": Metric("nats per token", True, "-log p(target) of the student"),
+            "divergence": Metric("nats per token", True, _DIVERGENCE),
         }
 
     def check(self, model: Any, reference_model: Any, trained: Set[str] | None) -> None:

@@ -12,6 +12,8 @@ from jaxtyping import Array, Float
 from lmlib.losses.objective import Metric
 from lmlib.losses.pairs import PairedObjective, PairSums
 
+_REWARD = "β times the log-probability of the {} response, minus the reference's"
+
 
 @dataclasses.dataclass(frozen=True)
 class DPO(PairedObjective):
@@ -27,7 +29,8 @@ class DPO(PairedObjective):
     · m) - ε · log σ(-β · m).
 
     Reports means over pairs: `loss`, nats; `reward_margin`, β · m; `reward_accuracy`, the fraction
-    of pairs with m > 0; `chosen_log_probability` and `rejected_log_probability`, the model's
+    of pairs with m > 0; `chosen_reward` and `rejected_reward`, β · (log π - log π_ref), whose
+    difference is the margin; `chosen_log_probability` and `rejected_log_probability`, the model's
     log-probabilities in nats, summed over a response.
 
     Args:
@@ -53,11 +56,13 @@ class DPO(PairedObjective):
     @property
     def metrics(self) -> Mapping[str, Metric]:
         return {
-            "loss": Metric("nats per pair"),
-            "reward_margin": Metric("nats per pair", shown=True),
-            "reward_accuracy": Metric("of pairs", shown=True),
-            "chosen_log_probability": Metric("nats per response"),
-            "rejected_log_probability": Metric("nats per response"),
+            "loss": Metric("nats per pair", text="-log σ(reward margin), with label smoothing"),
+            "reward_margin": Metric("nats per pair", True, "chosen minus rejected reward"),
+            "reward_accuracy": Metric("of pairs", True, "pairs with a positive reward margin"),
+            "chosen_reward": Metric("nats per response", text=_REWARD.format("chosen")),
+            "rejected_reward": Metric("nats per response", text=_REWARD.format("rejected")),
+            "chosen_log_probability": Metric("nats per response", text="sum over its tokens"),
+            "rejected_log_probability": Metric("nats per response", text="sum over its tokens"),
         }
 
     def of_pairs(self, pairs: PairSums) -> dict[str, Float[Array, "b s"]]:
@@ -69,6 +74,8 @@ class DPO(PairedObjective):
             "loss": loss_BS,
             "reward_margin": margin_BS,
             "reward_accuracy": (margin_BS > 0).astype(margin_BS.dtype),
+            "chosen_reward": self.beta * pairs.gains.chosen_BS,
+            "rejected_reward": self.beta * pairs.gains.rejected_BS,
             "chosen_log_probability": pairs.log_p.chosen_BS,
             "rejected_log_probability": pairs.log_p.rejected_BS,
         }

@@ -28,6 +28,7 @@ class Metric(NamedTuple):
 
     unit: str  # of its mean over tokens or pairs; follows the number in texts
     shown: bool = False  # True if a run's progress shows it next to the loss
+    text: str = ""  # its meaning, for the page of a run
 
 
 class ReferenceModel(NamedTuple):
@@ -121,8 +122,7 @@ def sums_of(
     sums = objective.sums(model, reference_model, batch, compute, key)
     if not isinstance(sums, LossSums):
         raise PartError(
-            f"{class_name(objective)}.sums must return a lmlib.losses.LossSums, got a "
-            f"{type(sums).__name__}"
+            f"{class_name(objective)}.sums must return LossSums, got a {type(sums).__name__}"
         )
     check_scalars(objective, "sums", {"loss_sum": sums.loss_sum})
     check_scalars(objective, "reported", sums.reported)

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from lmlib.metrics.meanings import EVALUATION, Meaning, meaning, title
+from lmlib.metrics.meanings import EVALUATION, meaning, title
 from lmlib.report.points import AXES, at, axes, downsample, steps_per_point
 from lmlib.report.seen import Seen
 from lmlib.runs.series import Series
@@ -34,27 +34,31 @@ _DULL = 0.005
 DULL = "Nearly constant"
 _NOT_DRAWN = ("step", "tokens", "step_flops")  # axes, or covered by other charts
 # The groups of charts in their order, and the metrics in theirs.
-_GROUPS = ("Loss", "Model and objective", "Optimization", "Speed and memory", DULL)
+_GROUPS = ("Loss", "Model and objective", "Optimization", "Speed", "System", DULL)
 _FIRST = ("loss", "evaluation_loss", "evaluation_bits_per_byte")
-_UPDATE = ("learning_rate", "grad_norm", "update_norm", "parameter_norm")
-_SPEED = (
-    *("tokens_per_second", "mfu", "goodput", "step_seconds", "data_wait_seconds"),
-    "peak_memory_bytes",
+_OBJECTIVES = (  # and their evaluations, after them
+    *("cross_entropy", "divergence", "reward_accuracy", "reward_margin", "chosen_reward"),
+    *("rejected_reward", "chosen_log_probability", "rejected_log_probability"),
 )
-_UNKNOWN = Meaning("", "", "")
+_UPDATE = ("learning_rate", "grad_norm", "update_norm", "parameter_norm")
+_SPEED = ("tokens_per_second", "mfu", "goodput", "step_seconds", "data_wait_seconds")
+_SYSTEM = (
+    *("process_memory_bytes", "device_memory_bytes", "peak_memory_bytes"),
+    *("cpu_cores", "gpu_utilization"),
+)
 
 
-def charts(runs: Sequence[Seen], units: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Returns a chart for each metric that changes in any of `runs`, in the order of the page.
-
-    `units` are of metrics whose unit in the runs differs from `lmlib/metrics/meanings.py`.
-    """
+def charts(runs: Sequence[Seen]) -> list[dict[str, Any]]:
+    """Returns a chart for each metric that changes in any of `runs`, in the order of the page."""
     most = min(MOST, max(FEWEST, POINTS // max(1, len(runs))))
     against = [axes(run.series) for run in runs]
     found = []
     for name in drawn(runs):
-        known = meaning(name) or _UNKNOWN
         of = {number: run.series[name] for number, run in enumerate(runs) if name in run.series}
+        known, *others = dict.fromkeys(runs[number].meaning(name) for number in of)
+        if others:  # of other objectives
+            units = dict.fromkeys(each.unit for each in (known, *others))
+            known = known._replace(title=title(name), unit=" or ".join(filter(None, units)))
         values_N = np.concatenate([each.values_N for each in of.values()])
         finite_N = values_N[np.isfinite(values_N)]
         ends = (finite_N.min(), finite_N.max()) if len(finite_N) else (np.nan, np.nan)
@@ -62,11 +66,11 @@ def charts(runs: Sequence[Seen], units: Mapping[str, str]) -> list[dict[str, Any
         found.append(
             {
                 "metric": name,
-                "title": title(name),
+                "title": known.title,
                 "group": DULL if _dull(name, values_N, runs) else _GROUPS[_order(name)[0]],
                 "range": _json(ends),
                 "whole": bool(np.all(finite_N == np.round(finite_N))),
-                "unit": units.get(name, known.unit),
+                "unit": known.unit,
                 "text": known.text,
                 "stretch": steps,
                 "limits": _json(limits(values_N, compiled=name in _COMPILED)),
@@ -102,7 +106,7 @@ def layers(run: Seen) -> list[dict[str, Any]]:
                 part = name.partition("/")[2]
                 rows.append({"part": part, "order": order, "step": step, "value": value})
         if rows:
-            text = (meaning(names[0]) or _UNKNOWN).text
+            text = run.meaning(names[0]).text
             found.append({"statistic": statistic, "text": text, "rows": rows})
     return found
 
@@ -130,7 +134,7 @@ def limits(values_N: np.ndarray, compiled: bool = False) -> tuple[float, float]:
 
 def _dull(name: str, values_N: np.ndarray, runs: Sequence[Seen]) -> bool:
     """Returns whether a metric hardly changes: `_DULL` of its size, or of a step's time."""
-    if _order(name)[0] < 2 or not np.isfinite(values_N).all():
+    if _order(name)[0] not in (2, 3) or not np.isfinite(values_N).all():
         return False
     size = np.abs(values_N).max()
     if name == "data_wait_seconds":
@@ -175,9 +179,11 @@ def _json(values: Iterable[float], digits: int = 6) -> list[float | None]:
 
 
 def _order(name: str) -> tuple[int, int, str]:
-    for place, names in ((0, _FIRST), (2, _UPDATE), (3, _SPEED)):
+    for place, names in ((0, _FIRST), (2, _UPDATE), (3, _SPEED), (4, _SYSTEM)):
         if name in names:
             return place, names.index(name), name
+    if (base := name.partition("/")[0].removeprefix(EVALUATION)) in _OBJECTIVES:
+        return 0, len(_FIRST) + 2 * _OBJECTIVES.index(base) + name.startswith(EVALUATION), name
     place = 0 if name.startswith(EVALUATION) else 1 if meaning(name) is None else 2
     return place, len(_UPDATE), name
 

@@ -41,7 +41,8 @@ def page(
     hashes = " ".join(f"'sha256-{base64.b64encode(each).decode()}'" for each in digests)
     connect = "'none'" if refresh_seconds is None else "'self'"
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-    several = len(runs) > 1
+    several, samples = len(runs) > 1, tables.samples(runs)
+    newest = samples.pop(0) if samples and not several else None
     return environment.from_string(_text("page.html.jinja")).render(
         policy=f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; "
         f"img-src data: blob:; connect-src {connect}; base-uri 'none'; form-action 'none'",
@@ -52,13 +53,16 @@ def page(
         live="" if refresh_seconds is None else " data-live",
         title=f"{len(runs)} runs" if several else runs[0].name,
         status=tables.status(runs),
+        state=runs[0].run.state.name if not several else "",
         reasons=tables.reasons(runs),
         tiles=[] if several else tables.tiles(runs[0]),
         table=runs_table(runs, tables.shown_numbers(runs)) if several else None,
         verdicts="" if baseline is None or not several else tables.verdicts(runs, baseline, margin),
         axes=AXES.items(),
         constants=tables.constants(runs),
-        samples=tables.samples(runs),
+        newest=newest,
+        samples=samples,
+        wall_times=tables.wall_times(runs),
         all_settings=tables.settings(runs),
         meanings=MEANINGS,
         most=curves.MOST,

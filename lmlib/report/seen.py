@@ -6,10 +6,13 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from lmlib.metrics.meanings import EVALUATION, Meaning, meaning, title
 from lmlib.runs.run import Run, difference, find_runs
 from lmlib.runs.series import Measurements, Series
 from lmlib.runs.settings import last_name
 from lmlib.terminal.text import shown
+
+_LOSSES = {"loss", "training_loss", "evaluation_loss", "validation_loss"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,11 +32,31 @@ class Seen:
         found = self.series.get(metric)
         return None if found is None else float(found.values_N[-1])
 
+    def named(self, metric: str) -> str:
+        """Returns the metric in words, with the objective's own name of its loss."""
+        whole, slash, part = metric.removesuffix("_bytes").partition("/")
+        if whole in _LOSSES:
+            whole = whole.removesuffix("loss") + shown(self.run.about.loss_name)
+        return whole.replace("_", " ") + slash + part
+
+    def meaning(self, metric: str) -> Meaning:
+        """Returns the unit, meaning and title of a metric, as the run's objective gives them."""
+        general = meaning(metric) or Meaning("", "", "")
+        base = metric.partition("/")[0].removeprefix(EVALUATION)
+        unit, text = map(shown, self.run.about.metrics.get(base, ("", "")))
+        if text and metric.startswith(EVALUATION):
+            text += ", on the validation split"
+        heading = title(metric)
+        if base == "loss" and self.run.about.loss_name != "loss":
+            heading = self.named(f"training_{metric}" if metric == base else metric)
+            heading = heading[:1].upper() + heading[1:]
+        return Meaning(metric, unit or general.unit, text or general.text, heading)
+
 
 class Watched:
     """The runs in `places`, which are workdirs or folders that contain some.
 
-    Each call of `now` reads only what is new in their metrics.
+    Each call of `now` reads only the new lines of their metrics.
     """
 
     def __init__(self, places: Iterable[str | os.PathLike[str]]):

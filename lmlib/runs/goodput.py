@@ -17,6 +17,7 @@ from lmlib.terminal.table import columns
 
 FILE_NAME = "goodput.json"
 STEPS = "steps"  # the phase in which steps run for the first time
+ONCE = ("start-up", "initialisation", "restore", "compile", "trackers")  # phases of each start
 # States of a run. The first ones say how a start ended before the last step.
 Ended: TypeAlias = Literal["interrupted", "diverged", "failed"]
 FINISHED, RUNNING, NOT_RUNNING, NOT_BEGUN = "finished", "running", "not running", "not begun"
@@ -61,6 +62,18 @@ class Goodput:
         longest = sorted(self.seconds.items(), key=lambda item: -item[1])
         rows = [(name, duration_text(s), f"{s / wall:.1%}") for name, s in longest if s > 0]
         return columns([("wall time", duration_text(wall), f"in {starts}"), *rows])
+
+
+def seconds_left(start: Start, first_step: int, steps: int, now: float) -> float | None:
+    """Estimates the time until `steps` steps are made, with their evaluations and checkpoints.
+
+    `first_step` is that of the newest `start`, whose pace counts; `None` before it was made.
+    """
+    made = start.last_step - first_step + 1
+    if made < 1 or start.last_step >= steps:
+        return None
+    seconds = sum(spent for phase, spent in start.seconds.items() if phase not in ONCE)
+    return max(0.0, seconds / made * (steps - start.last_step) - (now - start.until))
 
 
 def total(starts: list[Start]) -> Goodput:

@@ -49,6 +49,8 @@ def final_numbers(result: Mapping[str, Any]) -> dict[str, Final]:
         over = f"mean of the last {min(LOSS_STEPS, result.get('steps', LOSS_STEPS))} steps"
         loss, unit = result["training_loss"], result.get("loss_unit", "")
         found["training_loss"] = Final(float(loss), unit, over)
+        for name, each in result.get("training", {}).items():
+            found[name] = Final(float(each["value"]), each["unit"], over)
     for name, each in result.get("validation", {}).items():
         found[name] = Final(float(each["value"]), each["unit"], result.get("validated_on") or "")
     averages = "mean_tokens_per_second", "mean_mfu"
@@ -97,7 +99,7 @@ _KEYS: Mapping[str, _Check] = {
     **dict.fromkeys(("mean_mfu", "flops_per_token"), _optional(_rate)),
     "training_loss": _number,
     **dict.fromkeys(("loss_name", "loss_unit", "start"), _text),
-    "validation": _each(_fields(value=_number, unit=_text)),
+    **dict.fromkeys(("training", "validation"), _each(_fields(value=_number, unit=_text))),
     "validated_on": _optional(_text),
     "compressed_bits_per_byte": _each(_number),
     "samples": lambda value: isinstance(value, list) and all(map(_text, value)),

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lmlib.metrics.log import FILE_NAME as METRICS
 from lmlib.metrics.log import read_metrics
-from lmlib.runs.goodput import FINISHED, NOT_BEGUN, NOT_RUNNING, RUNNING, read_starts
+from lmlib.runs.goodput import FINISHED, NOT_BEGUN, NOT_RUNNING, RUNNING, Start, read_starts
 from lmlib.runs.result import Final, final_numbers, read_result
 from lmlib.runs.settings import FILE_NAME as SETTINGS
 from lmlib.runs.settings import checked_settings, read_settings, value_of
+from lmlib.runs.starts import About, read_about
 from lmlib.runs.validation import StoredValidation, read_validation
 from lmlib.storage.stored_json import read_json, read_text
 from lmlib.storage.unlinked import unlinked
@@ -68,6 +69,16 @@ class Run:
         return read_result(self.path)
 
     @functools.cached_property
+    def starts(self) -> list[Start]:
+        """The starts in goodput.json; damaged ones are left out."""
+        return read_starts(self.path)[0]
+
+    @functools.cached_property
+    def about(self) -> About:
+        """The model and the objective; mostly empty before the first step."""
+        return read_about(self.path)
+
+    @functools.cached_property
     def validation(self) -> StoredValidation | None:
         """The content of validation.json, the last validation batch by batch, or `None`."""
         return read_validation(self.path)
@@ -104,7 +115,7 @@ class Run:
         """The state; a run that recorded no end is running as long as its lock is renewed."""
         if self.finished:
             return State(FINISHED)
-        starts, _ = read_starts(self.path)
+        starts = self.starts
         if starts and starts[-1].ended:
             return State(shown(starts[-1].ended), shown(starts[-1].reason))
         if is_locked(self.path):
@@ -164,10 +175,12 @@ class Run:
             state = self.status(step)
             if self.finished and step is not None:
                 state += f", step {step:,}"
-            count = self.final.get("parameters")
+            count = self.about.parameters
+            if count is None and "parameters" in self.final:
+                count = int(self.final["parameters"].value)
         except (ValueError, OSError) as error:
             return {"state": shown(f"damaged: {error}")}
-        parameters = "" if count is None else f"{count_text(count.value)} parameters"
+        parameters = "" if count is None else f"{count_text(count)} parameters"
         return {"state": state, "parameters": parameters, "loss": self.loss_text()}
 
 

@@ -13,6 +13,11 @@ def bytes_text(size: int | float) -> str:
     return _scaled(size, ["B", "KB", "MB", "GB", "TB", "PB", "EB"])
 
 
+def mean_text(value: float, unit: str) -> str:
+    """Formats a mean before its unit: 2.5000 (nats per token), and fractions 71.0% (of pairs)."""
+    return f"{value:.1%}" if unit.startswith("of ") else f"{value:.4f}"
+
+
 def flops_unit(most: float) -> tuple[str, float]:
     """Returns the unit of a table and its FLOPs: TFLOP, or PFLOP from 10,000 TFLOP on."""
     return ("PFLOP", 1e15) if most >= 1e16 else ("TFLOP", 1e12)

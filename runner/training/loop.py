@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import jax
 import numpy as np
@@ -11,7 +12,7 @@ import numpy as np
 from lmlib.checkpoint import Checkpoints
 from lmlib.data.batch import Batch
 from lmlib.data.prefetch import Prefetch
-from lmlib.experiment import Action, PeriodicCallback, StepEvent
+from lmlib.experiment import Action, Experiment, PeriodicCallback, StepEvent
 from lmlib.experiment.stages import at
 from lmlib.metrics.log import MetricsLog, mfu, read_metrics
 from lmlib.metrics.tensorboard import TensorBoard
@@ -24,6 +25,7 @@ from runner.errors import ConfigError, StoppedEarly, user_errors
 from runner.monitoring.goodput import GoodputLog
 from runner.monitoring.phases import Phase
 from runner.monitoring.profiling import Profiler, where_the_time_went
+from runner.monitoring.system import SystemMetrics
 from runner.processes.agreement import from_first
 from runner.training.captures import Captures
 from runner.training.run import Line, Run
@@ -96,6 +98,7 @@ class Loop:
             for steps, stage in settings.stages.items()
         }
         self._devices = list(settings.mesh.devices.flat)
+        self._system = SystemMetrics(jax.local_devices())
         self._save_every = PeriodicCallback(settings.checkpoints.every, saver.save_at, True)
         self._actions: list[PeriodicCallback] = []
         if run.validation is not None:
@@ -237,10 +240,11 @@ class Loop:
         run.lock.check()
         if step == first:
             if run.primary:
-                run.start.record(first, run.lock)
+                run.start.record(first, run.lock, **_about(run.experiment))
             run.tell(f"first step after {run.phases.text()}")
         metrics = {name: value for name, value in line.items() if name != "step"}
-        self._log.write(step, metrics | {"goodput": self._goodput.update(step)})
+        metrics["goodput"] = self._goodput.update(step)
+        self._log.write(step, metrics | (self._system.at(step) if run.primary else {}))
         run.progress.update(
             step,
             loss=line["loss"],
@@ -256,6 +260,16 @@ class Loop:
             from runner.training.divergence import stop  # which few runs need
 
             stop(run.experiment, line, newest, batch, self._saver)
+
+
+def _about(experiment: Experiment) -> dict[str, Any]:
+    """Returns facts for `lmlib.runs.starts.read_about`."""
+    weights, objective = experiment.recipe.abstract_model, experiment.objective
+    return {
+        "parameters": sum(weight.size for weight in jax.tree.leaves(weights)),
+        "loss_name": objective.loss_name,
+        "metrics": {name: (each.unit, each.text) for name, each in objective.metrics.items()},
+    }
 
 
 def make_steps(

@@ -9,13 +9,14 @@ from typing import Any
 import jax
 
 from lmlib.data.compressors import saw_training_text
+from lmlib.losses.objective import Objective
 from lmlib.metrics.log import mfu, read_metrics
 from lmlib.runs.goodput import Goodput
 from lmlib.runs.result import FILE_NAME, LOSS_STEPS, read_result
 from lmlib.state import State
 from lmlib.storage.atomic_file import write_atomically
 from lmlib.storage.local_folder import shown
-from lmlib.terminal.quantities import count_text
+from lmlib.terminal.quantities import count_text, mean_text
 from lmlib.terminal.table import columns, wrapped
 from runner.errors import ConfigError
 from runner.monitoring.goodput import GoodputLog
@@ -31,6 +32,9 @@ class Measured:
 
     value: float
     unit: str
+
+    def __str__(self) -> str:
+        return f"{mean_text(self.value, self.unit)} {self.unit}".strip()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +57,7 @@ class Summary:
       flops_per_token: analytic FLOPs per position of a training step, averaged over the steps,
         without the causal saving.
       start: the random id of the start that wrote this summary.
+      training: the objective's other metrics by name ("training_…"), over the steps of the loss.
     """
 
     steps: int
@@ -70,6 +75,7 @@ class Summary:
     goodput: Goodput | None = None
     flops_per_token: float | None = None
     start: str = ""
+    training: Mapping[str, Measured] = dataclasses.field(default_factory=dict)
 
     @property
     def validation_loss(self) -> float | None:
@@ -87,6 +93,7 @@ class Summary:
             ("mean tokens per second", count_text(self.mean_tokens_per_second)),
             (f"training {self.loss_name}", loss),
             *([("mean MFU", f"{self.mean_mfu:.1%}")] if self.mean_mfu else []),
+            *([] if self.validation else self._training_rows(last)),
             *self._validation_rows(),
             ("the run's files", shown(workdir)),
             *([("its page", str(page))] if page.exists() else []),
@@ -100,12 +107,16 @@ class Summary:
         times = [] if self.goodput is None else [self.goodput.text(), ""]
         return "\n".join([*samples, *times, columns(rows), *commands])
 
+    def _training_rows(self, last: int) -> Iterator[tuple[str, str]]:
+        for name, each in self.training.items():
+            yield name.replace("_", " "), f"{each}, last {last} steps"
+
     def _validation_rows(self) -> Iterator[tuple[str, str]]:
         for name, each in self.validation.items():
             metric, _, of = name.removeprefix("validation_").partition("/")
             words = self.loss_name if metric == "loss" else metric.replace("_", " ")
             over = f", over {self.validated_on}" if name == "validation_loss" else ""
-            text = f"{each.value:.4f} {each.unit}{over}"
+            text = f"{each}{over}"
             if words == each.unit:
                 text = f"{each.value:.3f}"
             yield f"validation {words}{of and f', {of}'}", text
@@ -134,7 +145,10 @@ def from_json(saved: Mapping[str, Any]) -> Summary:
         **{
             **saved,
             "samples": tuple(saved["samples"]),
-            "validation": {name: Measured(**each) for name, each in saved["validation"].items()},
+            **{
+                part: {name: Measured(**each) for name, each in saved.get(part, {}).items()}
+                for part in ("training", "validation")
+            },
             "goodput": saved["goodput"] and Goodput(**saved["goodput"]),
         }
     )
@@ -162,7 +176,7 @@ def finish(run: Run, state: State, goodput: GoodputLog) -> Summary:
     experiment, validation, workdir = run.experiment, run.validation, run.workdir
     objective, stages = experiment.objective, experiment.stages
     lines = read_metrics(workdir) if run.primary else []
-    totals = from_first(totals_of(lines, objective.units, stages) if run.primary else None)
+    totals = from_first(totals_of(lines, objective, stages) if run.primary else None)
     if totals is None:
         raise ConfigError(f"{workdir} has a finished checkpoint but no metrics.jsonl")
     tokens_of = [n * e.step_tokens for e, n in zip(stages.values(), totals["steps"], strict=True)]
@@ -189,9 +203,13 @@ def finish(run: Run, state: State, goodput: GoodputLog) -> Summary:
         tokens=totals["tokens"],
         mean_tokens_per_second=tokens_per_second,
         mean_mfu=mfu(flops, tokens_per_second, list(experiment.mesh.devices.flat)),
-        training_loss=totals["training_loss"],
+        training_loss=totals["training"].pop("loss"),
         loss_name=objective.loss_name,
         loss_unit=objective.metrics["loss"].unit,
+        training={
+            f"training_{name}": Measured(value, objective.metrics[name].unit)
+            for name, value in totals["training"].items()
+        },
         samples=texts,
         goodput=goodput.total(),
         flops_per_token=flops,
@@ -213,22 +231,27 @@ def leave_report(run: Run, replace: bool = True) -> None:
 
 
 def totals_of(
-    metrics: Sequence[Mapping[str, Any]], units: str, stages: Iterable[range]
+    metrics: Sequence[Mapping[str, Any]], objective: Objective, stages: Iterable[range]
 ) -> dict[str, Any] | None:
     """Returns the totals of metrics.jsonl for a summary; `None` if no line has them.
 
-    The objective's `units` weight each line in the mean loss. Lines are counted in each of the
-    `stages`, ranges of steps from 0.
+    The objective's units weight each line in the means of its metrics. Lines are counted in each of
+    the `stages`, ranges of steps from 0.
     """
-    weight = "valid_tokens" if units == "tokens" else units
+    weight = "valid_tokens" if objective.units == "tokens" else objective.units
     metrics = [line for line in metrics if line.keys() >= {*_SUMMED, weight}]
     if not metrics:
         return None
     recent = metrics[-LOSS_STEPS:]
-    loss = sum(line["loss"] * line[weight] for line in recent)
+    counts = [line[weight] for line in recent]
+    names = [name for name in objective.metrics if all(name in line for line in recent)]
     return {
         "steps": [sum(line["step"] - 1 in steps for line in metrics) for steps in stages],
         "seconds": sum(line["step_seconds"] for line in metrics),
         "tokens": metrics[-1]["tokens"],
-        "training_loss": loss / max(sum(line[weight] for line in recent), 1),
+        "training": {
+            name: sum(line[name] * n for line, n in zip(recent, counts, strict=True))
+            / max(sum(counts), 1)
+            for name in names
+        },
     }

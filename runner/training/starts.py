@@ -20,9 +20,8 @@ import jax
 
 import lmlib
 from lmlib.checkpoint.folders import steps_in
+from lmlib.runs.starts import newest_start, start_folders
 from lmlib.storage.atomic_file import make_folder, write_atomically
-from lmlib.storage.stored_json import read_json
-from lmlib.storage.unlinked import unlinked
 from runner.config import configs
 from runner.config.code import code_files, commit_of, versions
 from runner.config.text import changed_paths, printable
@@ -31,7 +30,6 @@ from runner.jax_settings import numbers
 from runner.jax_settings.xla_flags import flags_of_the_run
 from runner.processes.lock import WorkdirLock
 
-_LARGEST = 10_000_000  # bytes; start.json usually has about ten thousand
 _SHOWN = 8  # changed files that a message names
 
 
@@ -60,7 +58,7 @@ class Start:
 
     def tell_changes(self, tell: Callable[[str], None]) -> None:
         """Reports changes to code, packages and XLA flags since the run was last trained."""
-        before, found = _newest(self._workdir), dict[str, list[str]]()
+        before, found = newest_start(self._workdir), dict[str, list[str]]()
         code, packages, flags = (before.get(name) for name in ("code", "versions", "xla_flags"))
         if isinstance(code, dict) and isinstance(packages, dict):
             updated = _changed(packages, self.versions, "{name} {was} → {now}")
@@ -78,7 +76,7 @@ class Start:
         self, allowed_changes: Collection[str], tell: Callable[[str], None]
     ) -> None:
         """Checks JAX's settings against those of the previous start, if the run has checkpoints."""
-        before = _newest(self._workdir).get("jax_settings")
+        before = newest_start(self._workdir).get("jax_settings")
         if not isinstance(before, dict) or not steps_in(self._workdir / "checkpoints"):
             return
         if not (changes := numbers.changes(before, self.jax_settings)):
@@ -93,12 +91,14 @@ class Start:
             )
         tell(f"WARNING: {told}; continuing, since --allow_change=jax was given")
 
-    def record(self, first_step: int, lock: WorkdirLock) -> None:
-        """Writes this start to disk. Process 0 calls it after the first step.
+    def record(self, first_step: int, lock: WorkdirLock, **about: Any) -> None:
+        """Writes this start to disk, with the facts `about` the model and its objective.
+
+        Process 0 calls it after the first step.
 
         Raises WorkdirLost if another run has taken over the workdir, and OSError.
         """
-        number = max((int(folder.name) + 1 for folder in _folders(self._workdir)), default=0)
+        number = max((int(folder.name) + 1 for folder in start_folders(self._workdir)), default=0)
         folder = self._workdir / "starts" / f"{number:05}"
         lock.check()
         make_folder(folder)
@@ -107,6 +107,7 @@ class Start:
             "began": time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(self._began)),
             "first_step": first_step,
             "start": lock.start,
+            **about,
             "host": socket.gethostname(),
             "processes": jax.process_count(),
             "versions": self.versions,
@@ -128,21 +129,3 @@ def _changed(before: Mapping[str, str], now: Mapping[str, str], form: str) -> li
         form.format(name=name, was=before.get(name, "absent"), now=now.get(name, "absent"))
         for name in changed_paths(now, before)
     ]
-
-
-def _folders(workdir: Path) -> list[Path]:
-    """Returns the folders of all starts, oldest first."""
-    found = [folder for folder in (workdir / "starts").glob("*") if folder.name.isdecimal()]
-    return sorted(found, key=lambda folder: int(folder.name))
-
-
-def _newest(workdir: Path) -> Mapping[str, Any]:
-    """Returns start.json of the newest complete start; empty if there is none."""
-    for folder in reversed(_folders(workdir)):
-        try:
-            facts = read_json(unlinked(workdir, f"starts/{folder.name}/start.json"), _LARGEST)
-        except (OSError, ValueError):
-            continue
-        if isinstance(facts, dict):
-            return facts
-    return {}

@@ -110,6 +110,8 @@ def definition():
         sums["loss"] -= smoothing * np.log(sigmoid(-margin))
         sums["reward_margin"] += margin
         sums["reward_accuracy"] += margin > 0
+        sums["chosen_reward"] += beta * gains[0]
+        sums["rejected_reward"] += beta * gains[1]
         sums["chosen_log_probability"] += log_p[chosen]
         sums["rejected_log_probability"] += log_p[rejected]
         slope = beta * (-(1 - smoothing) * sigmoid(-margin) + smoothing * sigmoid(margin))

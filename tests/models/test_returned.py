@@ -126,7 +126,7 @@ CASES = {
         {"model": functools.partial(NoTrunk, **SIZES, segments=[])},
         "NoTrunk.trunk must return a lmlib.models.model.TrunkOutput",
     ),
-    "sums": ({"objective": Sums()}, "Sums.sums must return a lmlib.losses.LossSums, got a tuple"),
+    "sums": ({"objective": Sums()}, "Sums.sums must return LossSums, got a tuple"),
     "sums, nothing": ({"objective": Nothing()}, "Nothing has the metric 'loss', but its sums"),
     "optimizer, updates alone": (
         {"optimizer": optimizer(lambda updates, state, weights: updates)},

@@ -13,7 +13,10 @@ from runner.errors import StoppedEarly
 
 pytestmark = pytest.mark.several_devices
 
-TIMES = {"tokens_per_second", "step_seconds", "data_wait_seconds", "goodput", "peak_memory_bytes"}
+TIMES = {
+    *("tokens_per_second", "step_seconds", "data_wait_seconds", "goodput", "peak_memory_bytes"),
+    *("process_memory_bytes", "device_memory_bytes", "cpu_cores", "gpu_utilization"),
+}
 
 
 class Table:

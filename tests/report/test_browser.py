@@ -1,4 +1,4 @@
-"""A run's page in a real browser, which has no network: it draws, and complains of nothing.
+"""A run's page in a real browser, which has no network: it draws, and its console stays empty.
 
 Needs `chromium` or `google-chrome` on the PATH: apt-get install chromium.
 """
@@ -9,19 +9,25 @@ import re
 import shutil
 import subprocess
 import threading
+from pathlib import Path
 
+import fiddle as fdl
 import made_up_runs
 import pytest
 from made_up_runs import leave_files as leave_run
 from made_up_runs import losses
 from small_experiment import small
 
+from lmlib.experiment import PeriodicCallback
+from lmlib.losses.dpo import DPO
 from lmlib.report import page, seen, write_page
 from lmlib.report.seen import Watched
 from lmlib.report.server import PageServer
 from lmlib.report.specifications import COLOURS
-from runner import fit
+from runner import Options, fit
+from runner.config import configs
 
+LLAMA = Path(__file__).parents[1] / "hf" / "golden" / "llama"
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "google-chrome", "chrome"))), None)
 pytestmark = [
     pytest.mark.slow,
@@ -76,7 +82,7 @@ setTimeout(async () => {
 
 
 def opened(url, folder, seconds=30):
-    """The page as the browser has it in the end, and what it wrote to its console."""
+    """The page as the browser has it in the end, and the lines of its console."""
     done = subprocess.run(
         [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder}",
          "--enable-logging=stderr", "--allow-file-access-from-files",
@@ -92,7 +98,7 @@ def with_at_end(text, added):
 
 
 def look(file, folder, expression="charts", address=""):
-    """What `expression` gives, of a copy of the page that looks at its charts."""
+    """The value of `expression` in a copy of the page that looks at its charts."""
     text = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", file.read_text("utf-8"))
     copy = file.with_name("looked_at.html")
     copy.write_text(with_at_end(text, LOOK.replace("EXPRESSION", expression)), "utf-8")
@@ -148,6 +154,7 @@ def test_the_mean_of_seeds_breaks_where_one_ends(tmp_path):
 
 def test_one_cursor_moves_over_all_charts_and_says_run_step_and_value(tmp_path):
     lines = [{"step": step, "loss": 4.0 - step, "mine": step} for step in (1, 2, 3)]
+    lines = [line | {"step_seconds": 3600.0} for line in lines]
     told = """[point(views[0], 2, 2), await Promise.all(views.map((view) => view.runAsync())) &&
          views.map((view) => {
            const found = [];
@@ -159,8 +166,9 @@ def test_one_cursor_moves_over_all_charts_and_says_run_step_and_value(tmp_path):
            rules(view.scenegraph().root);
            return found;
          })]"""
-    tooltip, rules = look(page_of(tmp_path, lines), tmp_path / "profile", told)
-    assert tooltip == ["run", "a", "step", "2", "value", "2"]
+    page = page_of(tmp_path, lines)
+    tooltip, rules = look(page, tmp_path / "profile", told, "axis=seconds")
+    assert tooltip == ["run", "a", "step", "2", "value", "2", "wall time (h)", "2"]
     assert rules == [[0], [0]]
 
 
@@ -261,7 +269,7 @@ def test_charts_are_grouped_and_a_dull_one_is_drawn_when_its_group_opens(tmp_pat
     charts, (groups, closed, caption, drawn, found, nothing) = look(
         page_of(tmp_path, lines), tmp_path / "profile", told
     )
-    assert groups == ["Loss", "Optimization", "Speed and memory", "Nearly constant"]
+    assert groups == ["Loss", "Optimization", "Speed", "Nearly constant"]
     assert len(closed) == 1 and "valid_tokens 511 to 512" in closed[0] and drawn == 2
     assert found[0] == [*charts] and found[1:] == [["valid_tokens"], ["data_wait_seconds"], []]
     assert nothing == "No metric contains “absent”."
@@ -396,6 +404,29 @@ def test_no_script_of_a_run_would_run(tmp_path):
     dom, console = opened(file.as_uri(), tmp_path / "profile")
     assert "<title>a</title>" in dom
     assert len(console) == 2 and all("Content Security Policy" in line for line in console)
+
+
+def test_a_run_of_pairs_while_it_goes_on_and_when_it_has_finished(tmp_path):
+    settings = [f"folder={LLAMA}", "mesh.fsdp=1", "steps=9", "evaluation.every=3"]
+    cfg = configs.load("experiments/from_hf", ["tiny"], [*settings, "init_from=None"])
+    cfg.init_from, cfg.objective = str(LLAMA), fdl.Config(DPO, reference_from=str(LLAMA))
+    live = PeriodicCallback(8, lambda now: write_page(seen([now.workdir]), tmp_path / "live.html"))
+    fit(cfg, tmp_path / "run", Options(actions=[live]))
+    told = """[Object.keys(charts), control("status").innerText,
+        [...document.querySelectorAll("figcaption")].map((each) => each.innerText),
+        Object.fromEntries([...document.querySelectorAll(".tiles div")].map((each) =>
+          [...each.children].map((part) => part.innerText)))]"""
+    files = tmp_path / "live.html", tmp_path / "run/report.html"
+    (_, state, captions, now), (names, ended, finished, tiles) = (
+        look(file, tmp_path / "profile", told) for file in files
+    )
+    assert state == "running, step 8 of 9" and ended == "finished"
+    assert set(captions) == set(finished)
+    assert {"process_memory_bytes", "cpu_cores", "chosen_reward", "rejected_reward"} <= set(names)
+    assert any(each.startswith("Training DPO loss nats per pair") for each in captions)
+    assert now.keys() >= {"DPO loss", "reward accuracy", "parameters", "elapsed", "left"}
+    assert tiles.keys() >= {"training DPO loss", "validation reward accuracy", "wall time"}
+    assert tiles["parameters"] == now["parameters"]
 
 
 def test_the_live_page_takes_over_new_lines_and_forgets_a_deleted_run(tmp_path):

@@ -1,5 +1,4 @@
-"""The page and the view in a terminal say what the runs' files say, and no text of theirs is more
-than text."""
+"""The page and the view in a terminal show the content of the runs' files, and texts stay texts."""
 
 import html.parser
 import json
@@ -7,6 +6,7 @@ import math
 import os
 import re
 import statistics
+import time
 
 import made_up_runs
 import numpy as np
@@ -72,7 +72,7 @@ def data_of(text):
 def test_a_page_of_one_run(tmp_path):
     lines = losses(3.5, "NaN", 2.5)
     lines[0]["mine"], lines[2]["mine"] = 1, 2
-    lines[1]["once"] = 7.0  # what was measured once is drawn
+    lines[1]["once"] = 7.0  # a single measurement is drawn
     for line in lines:
         line["same"] = 1.0
     run = leave_run(
@@ -110,11 +110,65 @@ def test_a_run_that_goes_on_has_the_numbers_of_its_last_step(tmp_path):
     parsed = Parsed(page(seen([run])))
     tiles = dict(zip(parsed.texts["dt"], parsed.texts["dd"], strict=True))
     assert [tiles[name].split()[0] for name in ("loss", "evaluation loss")] == ["2.7500", "3.2500"]
-    assert parsed.texts["small"][:2] == ["step 2", "step 1"]
+    assert parsed.texts["small"][:2] == ["nats per token, step 2", "nats per token, step 1"]
     assert not {"training loss", "validation loss", "mean tokens per second"} & tiles.keys()
     assert read_run(run).final == {} and "validation_loss" not in runs(run)
     text = page(seen([leave_run(tmp_path / "new", {"steps": 5}, [])]))
     assert "no step yet" in text and data_of(text)["charts"] == []
+
+
+def test_a_live_page_has_the_names_and_units_of_the_finished_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(time, "time", lambda: 1e9)
+    about = {
+        "first_step": 1, "parameters": 1_234_567, "loss_name": "DPO loss",
+        "metrics": {"loss": ["nats per pair", "-log σ"], "reward_accuracy": ["of pairs", "right"]},
+    }  # fmt: skip
+    lines = [{**line, "reward_accuracy": 0.5, "evaluation_reward_accuracy": 0.25, "pairs": i}
+             for i, line in enumerate(losses(3.0, 2.0))]  # fmt: skip
+    run = leave_run(tmp_path / "a", {"steps": 9}, lines, None, {1: "old", 2: "new"}, {}, about)
+    times = {"compile": 50.0, "steps": 80.0, "evaluation": 20.0}
+    start = {"began": 1e9 - 200, "until": 1e9 - 50, "last_step": 2, "seconds": times}
+    (run / "goodput.json").write_text(json.dumps({"starts": [start]}))
+    (run / "lock").write_text("")
+    os.utime(run / "lock", (1e9, 1e9))
+
+    def shown_on(text):
+        parsed = Parsed(text)
+        tiles = dict(zip(parsed.texts["dt"], map(str.split, parsed.texts["dd"]), strict=True))
+        charts = {each["metric"]: each for each in data_of(text)["charts"]}
+        units = {name: (each["title"], each["unit"], each["text"]) for name, each in charts.items()}
+        return {name: " ".join(words) for name, words in tiles.items()}, units, parsed
+
+    tiles, live, parsed = shown_on(page(seen([run])))
+    assert tiles["DPO loss"] == "2.0000" and parsed.texts["small"][0] == "nats per pair, step 2"
+    assert tiles["reward accuracy"] == "50.0%" and tiles["parameters"] == "1.23 M"
+    assert tiles["elapsed"] == "3 min 20 s"
+    assert tiles["left"] == "5 min 0 s"  # 2 steps took 100 s, so 7 take 350 s, and 50 s have passed
+    assert live["loss"] == ("Training DPO loss", "nats per pair", "-log σ")
+    assert "new" in parsed.texts["pre"][0] and "old" in parsed.texts["pre"][1]
+    assert "Newest sample, after step 2" in parsed.texts["summary"]
+    assert parsed.texts["td"][:6] == ["steps", "1 min 20 s", "53.3%", "compile", "50.0 s", "33.3%"]
+    assert data_of(page(seen([run])))["charts"][0]["group"] == "Loss"
+    assert "1.23 M parameters" in repr(read_run(run))
+
+    accuracy = {"training_reward_accuracy": {"value": 0.75, "unit": "of pairs"}}
+    result = FINISHED | {"steps": 9, "loss_unit": "nats per pair", "training": accuracy}
+    (run / "result.json").write_text(json.dumps(result))
+    tiles, finished, _ = shown_on(page(seen([run])))
+    assert finished == live and tiles["training DPO loss"] == "2.5000"
+    assert tiles["training reward accuracy"] == "75.0%" and tiles["wall time"] == "2 min 30 s"
+    assert "left" not in tiles and "reward accuracy" not in tiles
+    other = leave_run(tmp_path / "b", {"steps": 9}, lines, None, None, times)
+    both = data_of(page(seen([run, other])))["charts"][0]
+    assert (both["title"], both["unit"]) == ("Training loss", "nats per pair or nats per token")
+    header, (_, row), _ = tables.wall_times(seen([run, other]))
+    assert header == ("run", "wall time", "steps", "compile", "evaluation")
+    shares = ("1 min 20 s · 53.3%", "50.0 s · 33.3%", "20.0 s · 13.3%")
+    assert row == ("b", "2 min 30 s", *shares)
+    for damaged in ([], {"metrics": [1], "parameters": "9", "loss_name": 7, "first_step": -1},
+                    {"metrics": {"loss": "b", "reward_accuracy": [1, 2]}}):  # fmt: skip
+        (run / "starts/00000/start.json").write_text(json.dumps(damaged))
+        assert shown_on(page(seen([run])))[1]["loss"][:2] == ("Training loss", "nats per token")
 
 
 def test_a_page_of_several_runs_says_what_differs(tmp_path):
@@ -191,7 +245,7 @@ def test_long_metrics_are_thinned_with_their_extremes(tmp_path):
     assert sum(series["not_finite"]) == 1
 
 
-# Of what a file can hold, all that is not refused before: surrogates as JSON can write them.
+# Texts that a file can hold and that are not refused before: surrogates as JSON can write them.
 TEXTS = st.text(min_size=1, max_size=40) | st.sampled_from(
     ["</script><script>alert(1)</script>", "<!--", "<script", "]]>", "{{ 7 * 7 }}", "&lt;",
      "\x1b]52;c;\x07", "\u202eabc", "' onload='", '" onload="', "\u2028", "\ud800", "<b>\0"]
@@ -207,7 +261,8 @@ def test_text_of_runs_stays_text(tmp_path_factory, name, value, sample):
     writable = sample.encode("utf-8", "replace").decode()
     lines = [{"step": 1, name: 2.0}, {"step": 2, name: 3.0}] if name != "step" else losses(1.0)
     setting = {"a": value.encode("utf-8", "replace").decode()}
-    leave_run(folder / "a", setting, lines, result, {1: writable}, {name: 2.0})
+    about = {"loss_name": value, "metrics": {name: [value, value], "loss": [sample, value]}}
+    leave_run(folder / "a", setting, lines, result, {1: writable}, {name: 2.0}, about)
     write_page(seen([folder / "a"]), folder / "page.html")
     text = (folder / "page.html").read_text("utf-8")
     parsed = Parsed(text)
@@ -292,7 +347,7 @@ def test_few_values_that_are_far_from_the_rest_are_outside():
         ([3.0, -1e30, 2.5, 2.0, 2.2, math.nan], (2.0, math.nan)),
         ([11.0, 3.0, 2.6, 2.5, 2.4, 2.3], (math.nan, math.nan)),  # as a loss falls
         ([0.0] * 9 + [5.0], (math.nan, math.nan)),  # nothing would be left to see
-        ([1.0] * 3 + [1.1, 1e6, 1e6, 1e6], (math.nan, math.nan)),  # many are no exception
+        ([1.0] * 3 + [1.1, 1e6, 1e6, 1e6], (math.nan, math.nan)),  # too many for exceptions
         ([3.0, 1e30], (math.nan, math.nan)),
         ([math.inf, math.nan], (math.nan, math.nan)),
     ]:
@@ -330,7 +385,7 @@ def test_pictures_for_papers(tmp_path):
     files = write_pictures(runs, tmp_path / "out", ["loss"], log_x=True, log_y=True, smoothing=0.1)
     assert [file.name for file in files] == ["loss.svg", "loss.png"]
     drawn = files[0].read_text("utf-8")
-    assert "mark-line" in drawn and "nats per target token" in drawn
+    assert "mark-line" in drawn and "nats per token" in drawn
     assert files[1].read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="no curve of 'lss'; there are loss"):
         write_pictures(runs, tmp_path / "out", ["lss"])

@@ -20,8 +20,10 @@ def leave_files(
     result: Mapping[str, Any] | None = None,
     samples: Mapping[int, str] | None = None,
     goodput: Mapping[str, float] | None = None,
+    about: Mapping[str, Any] | None = None,
 ) -> Path:
-    """`lines` of metrics.jsonl, each with its step; `goodput`: the seconds of one start."""
+    """`lines` of metrics.jsonl, each with its step; `goodput`: the seconds of one start, whose
+    start.json is `about` it."""
     folder.mkdir(parents=True)
     texts = {path: str(value) for path, value in settings.items()}
     (folder / "settings.json").write_text(json.dumps(texts))
@@ -32,6 +34,9 @@ def leave_files(
         (folder / "samples").mkdir()
         for step, text in samples.items():
             (folder / f"samples/{step:08}.txt").write_text(text, "utf-8", "surrogatepass")
+    if about is not None:
+        (folder / "starts/00000").mkdir(parents=True)
+        (folder / "starts/00000/start.json").write_text(json.dumps(about))
     if goodput is not None:
         start = {"began": 0.0, "until": sum(goodput.values()), "last_step": 1, "seconds": goodput}
         (folder / "goodput.json").write_text(json.dumps({"starts": [start]}))

@@ -7,7 +7,10 @@ from typing import Any
 import jax
 import numpy as np
 
-TIMES = ("tokens_per_second", "step_seconds", "data_wait_seconds", "goodput", "peak_memory_bytes")
+TIMES = (
+    *("tokens_per_second", "step_seconds", "data_wait_seconds", "goodput", "peak_memory_bytes"),
+    *("process_memory_bytes", "device_memory_bytes", "cpu_cores", "gpu_utilization"),
+)
 
 
 def assert_same_bits(one: Any, other: Any) -> None:

@@ -47,8 +47,16 @@ function theme() {
   };
 }
 
+// The seconds per unit of an axis of wall time, or 1; and the title of the axis.
+function unitOf(axis) {
+  if (axis !== "seconds") return [1, control("axis").selectedOptions[0].textContent];
+  const last = Math.max(0, ...data.charts.flatMap((chart) => chart.series.map((each) => each.seconds?.at(-1) ?? 0)));
+  const [size, name] = last > 7200 ? [3600, "h"] : last > 300 ? [60, "min"] : [1, "s"];
+  return [size, `wall time (${name})`];
+}
+
 // The rows of a chart: a row for each point of each curve that is shown.
-function rows(chart, axis, logX, logY) {
+function rows(chart, axis, size, logX, logY) {
   const found = [];
   let left = 0;
   for (const series of chart.series) {
@@ -56,7 +64,7 @@ function rows(chart, axis, logX, logY) {
     const curve = curveOf(data.runs[series.run]);
     if (hidden.has(curve) || !series[axis]) continue;
     series.value.forEach((value, i) => {
-      const x = series[axis][i];
+      const x = series[axis][i] / size;
       if ((logX && x <= 0) || (logY && value !== null && value <= 0)) left += 1;
       if (logX && x <= 0) return;
       found.push({
@@ -74,14 +82,15 @@ function curveSpecification(chart) {
   const axis = control("axis").value;
   const [logX, logY] = [control("log_x").checked, control("log_y").checked];
   const spec = structuredClone(specifications.curves);
-  const [found, left] = rows(chart, axis, logX, logY);
+  const [size, title] = unitOf(axis);
+  const [found, left] = rows(chart, axis, size, logX, logY);
   spec.data.values = found;
   const points = Math.max(...chart.series.map((series) => series.value.length));
   const around = Math.floor((Number(control("smoothing").value) / 100) * points / 2);
   spec.transform[2].frame = [-around, around];
   const { x, y, color } = spec.encoding;
   color.scale = { domain: curves(), range: colours() };
-  x.title = control("axis").selectedOptions[0].textContent;
+  x.title = title;
   if (logX) x.scale = specifications.logarithmic.scale;
   if (logY) y.scale = specifications.logarithmic.scale;
   if (logY) spec.transform.splice(1, 0, ...specifications.logarithmic.transform);

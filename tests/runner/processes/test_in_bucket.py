@@ -18,7 +18,7 @@ from buckets.proxy import Fault, FaultyProxy, Request
 from buckets.servers import environment
 from forked_processes import ForkedProcess, run_forked
 from small_experiment import small
-from states import assert_same_bits
+from states import TIMES, assert_same_bits
 
 from lmlib.checkpoint import Checkpoints
 from lmlib.metrics.log import read_metrics
@@ -40,7 +40,6 @@ EXPERIMENT_FLAGS = (
     "--fdl.checkpoints.every=2",
 )
 EXPERIMENT = (f"steps={STEPS}", "checkpoints.every=2")
-TIMES = ("tokens_per_second", "step_seconds", "data_wait_seconds", "goodput", "peak_memory_bytes")
 LOG = "metrics.jsonl"
 LEASE = r"lease(/|%2F)owner.json"  # in a request's path
 PASSING = (Fault.REFUSED, Fault.THROTTLED, Fault.UNAVAILABLE, Fault.CUT, Fault.LOST)

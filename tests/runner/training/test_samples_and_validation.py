@@ -26,6 +26,7 @@ from lmlib.data.text import TextCodec, codec_of_bytes
 from lmlib.evaluate.validation import Evaluator
 from lmlib.experiment import CheckpointSettings, EvaluationSettings, Experiment
 from lmlib.losses.dpo import DPO
+from lmlib.losses.next_token import NextToken
 from runner import fit
 from runner.config import configs
 from runner.training.report import finished_summary, totals_of
@@ -254,12 +255,11 @@ def test_invalid_settings_are_refused_before_training(experiment, changes, told)
 def test_the_training_loss_weighs_what_the_objective_counts():
     line = {"step_seconds": 1.0, "tokens": 30}
     lines = [
-        {**line, "step": 1, "loss": 1.0, "valid_tokens": 20, "pairs": 1},
-        {**line, "step": 2, "loss": 4.0, "valid_tokens": 10, "pairs": 2},
+        {**line, "step": 1, "loss": 1.0, "valid_tokens": 20, "pairs": 1, "reward_accuracy": 1.0},
+        {**line, "step": 2, "loss": 4.0, "valid_tokens": 10, "pairs": 2, "reward_accuracy": 0.25},
     ]
-    units = ("tokens", DPO().units)
-    found = [totals_of(lines, each, [range(2)])["training_loss"] for each in units]
-    assert found == [2.0, 3.0]
+    found = [totals_of(lines, each, [range(2)])["training"] for each in (NextToken(), DPO())]
+    assert found == [{"loss": 2.0}, {"loss": 3.0, "reward_accuracy": 0.5}]
 
 
 @pytest.mark.slow

@@ -46,9 +46,11 @@ def test_a_run_describes_itself(undisturbed):
         *("valid_tokens", "tokens", "tokens_per_second", "step_seconds", "data_wait_seconds"),
         *("step_flops", "goodput", "skipped_updates", "skipped_in_a_row", "empty_batches"),
     }
+    system = {"process_memory_bytes", "cpu_cores"}
+    assert lines[0].keys() >= system
     for line in lines:
         evaluated = {"evaluation_loss"} if line["step"] in (10, 20) else set()
-        assert set(line) == always | evaluated
+        assert set(line) - system == always | evaluated
         assert line["tokens_per_second"] == pytest.approx(8 * 64 / line["step_seconds"])
     assert [line["tokens"] for line in lines] == np.cumsum(
         [line["valid_tokens"] for line in lines]
