@@ -13,6 +13,7 @@ import pytest
 from bigram import Bigram
 from laid_out import drawn, first_state
 from llama_reference import reference_logits
+from states import assert_same_bits
 
 from lmlib import train
 from lmlib.compute import EVERYTHING, Compute
@@ -61,13 +62,6 @@ def dropped(x_BSE, rate, key, sequence_parallel=False):
     compute = Compute(sequence_parallel=sequence_parallel)
     context = single_document_context(jnp.zeros(x_BSE.shape[:2], jnp.int32), compute)
     return dataclasses.replace(context, dropout=rate, key=key).dropped(x_BSE, "mlp")
-
-
-def equal_bits(one, other):
-    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
-        if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
-            a, b = jax.random.key_data(a), jax.random.key_data(b)
-        np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
@@ -131,7 +125,7 @@ def test_inspection_uses_no_dropout():
         return batch_loss(model, batch, FLOAT32, objective)[0]
 
     plain = sums(model, batch, NextToken())
-    equal_bits(sums(model, batch, DROPPED), plain)
+    assert_same_bits(sums(model, batch, DROPPED), plain)
     loss = pytest.approx(float(plain.reported["loss"]) / int(batch.loss_mask.sum()), rel=1e-6)
     assert Evaluator(mesh, FLOAT32)(model, source, 1).loss == loss
     assert layer_statistics(model, batch, mesh, FLOAT32).loss == loss
@@ -283,9 +277,9 @@ def test_one_model_can_be_trained_on_from_its_weights_alone():
     kept = jax.device_get(trained.model)
     state = initial_state(trained.model, Training(optimizer, mesh, seed=7))
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(trained.model))
-    equal_bits(state.model, kept)
+    assert_same_bits(state.model, kept)
     fresh = first_state(weights(), optimizer, mesh, seed=7)
     rest = [(each.step, each.optimizer, each.guard, each.key) for each in (state, fresh)]
-    equal_bits(*rest)
+    assert_same_bits(*rest)
     for leaf, expected in zip(jax.tree.leaves(state), jax.tree.leaves(fresh), strict=True):
         assert leaf.sharding == expected.sharding
