@@ -106,6 +106,7 @@ def test_a_mixture_is_measured_beside_a_dense_model_and_peers_of_its_losses():
 @pytest.mark.slow
 def test_quality_is_compared_at_the_same_cpu_seconds():
     pytest.importorskip("torch")
+    pytest.importorskip("transformers")
     few = "--fiddler=tiny", "--steps=4", "--seeds=2", "--rates=2e-3,4e-3"
     given = {"PYTHONPATH": PATHS, "XLA_FLAGS": XLA_FLAGS}
     ran = subprocess.run(  # PyTorch compiles in threads, which a fork does not have
