@@ -14,7 +14,7 @@ token together (`dense`), and transformers' Mixtral with its experts one after a
 matmuls (`transformers`, `transformers_grouped`).
 
 All except `dense` start from lmlib's weights, and see the same batches of one document per row and
-the same hyperparameters. The losses of the first 20 steps must agree, or the script names the step
+the same hyperparameters. The losses of all 20 steps must agree, or the script names the step
 and fails. With --packed (several documents in a row) or --muon, lmlib runs without peers.
 
 On a CPU the contenders take turns of five steps, and the first turn warms up. Values are tokens per
@@ -46,7 +46,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
 
 import jax
 from step_peers import jax_step, lmlib_step
-from step_peers.measure import CHECKED, TOLERANCE, TURN, Measurements, machine, title
+from step_peers.measure import STEPS, TOLERANCE, Measurements, machine, title
 from step_peers.work import (
     ON_CPU,
     ON_GPU,
@@ -75,9 +75,6 @@ _PRECISIONS = flags.DEFINE_list(
 )
 _PEERS = flags.DEFINE_list(
     "peers", None, f"Peers: {', '.join(PEERS)}. Default: all on a CPU, pytorch_compiled on a GPU."
-)
-_STEPS = flags.DEFINE_integer(
-    "steps", CHECKED, f"Steps of each contender, in turns of {TURN}.", lower_bound=2 * TURN
 )
 _SETTINGS = flags.DEFINE_multi_string(
     "setting", [], "Setting of lmlib's Compute, NAME=LITERAL, as in --setting=unroll=8."
@@ -182,7 +179,7 @@ def chosen_works(sizes: Sequence[str], precisions: Sequence[str]) -> list[Work]:
     for name in chosen(_SIZES, sizes, SIZES):
         size = dataclasses.replace(SIZES[name], changes=changes)
         for precision in chosen(_PRECISIONS, precisions, TOLERANCE):
-            works.append(Work(size, precision, _STEPS.value, _PACKED.value, _MUON.value))
+            works.append(Work(size, precision, STEPS, _PACKED.value, _MUON.value))
     return works
 
 
@@ -206,8 +203,6 @@ def main(arguments: Sequence[str]) -> None:
     logging.set_verbosity(logging.WARNING)  # hides JAX's messages about missing devices
     keep_freed_memory()  # as the runner does on CPUs, for all contenders alike
     set_gpu_flags()  # as the runner does, before JAX finds its devices
-    if _STEPS.value % TURN:
-        sys.exit(f"--steps={_STEPS.value} must be a multiple of {TURN}, the steps of a turn")
     choose_devices()
     device = jax.devices()[0]
     gpu = device.platform == "gpu"

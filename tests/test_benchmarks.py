@@ -32,8 +32,8 @@ def peers():
 def reference(peers):
     """lmlib's losses at the smallest size."""
     _, lmlib_step, measure, work = peers
-    tiny = work.Work(work.SIZES["tiny"], "float32", measure.CHECKED)
-    return tiny, lmlib_step.LmlibStep(tiny).run(range(measure.CHECKED))
+    tiny = work.Work(work.SIZES["tiny"], "float32", measure.STEPS)
+    return tiny, lmlib_step.LmlibStep(tiny).run(range(measure.STEPS))
 
 
 def run(*arguments, script="train_step.py"):
@@ -66,7 +66,7 @@ def test_other_numbers_are_noticed(peers, reference, change):
     work, expected = reference
     adamw = dataclasses.replace(work.size.adamw, **change)
     other = dataclasses.replace(work, size=dataclasses.replace(work.size, adamw=adamw))
-    losses = jax_step.BareJaxStep(other).run(range(measure.CHECKED))
+    losses = jax_step.BareJaxStep(other).run(range(measure.STEPS))
     problem = measure.other_work("jax", losses, expected, "float32")
     noticed = problem and problem.startswith("jax does not do lmlib's work: in float32, its loss")
     assert noticed if change else problem is None
