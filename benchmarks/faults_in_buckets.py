@@ -10,10 +10,10 @@ about twenty seconds per fault; Linux only.
 """
 
 import dataclasses
+import functools
 import json
 import os
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -27,11 +27,12 @@ from absl import app, flags
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "shared"))
 
-import small_experiment
 from buckets.proxy import Fault, FaultyProxy, Request
 from buckets.servers import BUCKET, emulator, environment
 from compiled_programs import XLA_FLAGS
-from forked_processes import ForkedProcess
+from small_runs import EXPERIMENT
+from started import Started, flags_of, free_address
+from states import without_times
 
 from lmlib.metrics.log import read_metrics
 from lmlib.storage.bucket.store import BucketStore
@@ -43,9 +44,8 @@ _FAULTS = flags.DEFINE_integer("faults", 80, "Number of faults.", lower_bound=1)
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of the faults and their moments.")
 _SCHEMES = flags.DEFINE_list("schemes", ["s3", "gs"], "Schemes of the buckets, s3 or gs.")
 
-STEPS, SECONDS, STARTS = 6, 300, 8
+STEPS, STARTS = 6, 8
 REQUESTS = 200  # approximate number of requests of a run
-TIMES = ("tokens_per_second", "step_seconds", "data_wait_seconds", "goodput", "peak_memory_bytes")
 PASSING = (Fault.REFUSED, Fault.THROTTLED, Fault.UNAVAILABLE, Fault.CUT, Fault.LOST)
 KILLED, STOPPED, MISTAKE, MISSED = -signal.SIGKILL, 75, 2, 3
 
@@ -58,34 +58,27 @@ class Run:
     url: str
     processes: int
     scratch: Path
-    outputs: list[Path] = dataclasses.field(default_factory=list)
+    starts: list[Started] = dataclasses.field(default_factory=list)
 
-    def start(self, machine: str) -> list[ForkedProcess]:
+    def start(self, machine: str) -> Started:
         """Starts all processes; `machine` names the folder of local copies."""
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            coordinator = f"--coordinator=localhost:{free.getsockname()[1]}"
-        several = [coordinator, f"--num_processes={self.processes}"]
-        several += ["--heartbeat_seconds=10", "--lock_seconds=100"]
-        started = []
+        several, address = self.processes > 1, free_address()
+        settings = (f"mesh.fsdp={self.processes}", f"steps={STEPS}", "checkpoints.every=2")
+        name = f"output_{len(self.starts)}"
+        found = Started([self.scratch / f"{name}.{process}" for process in range(self.processes)])
+        self.starts.append(found)
         for process in range(self.processes):
-            of_several = [*several, f"--process_id={process}"] if self.processes > 1 else []
-            self.outputs.append(self.scratch / f"output_{len(self.outputs)}")
-            with self.outputs[-1].open("w") as file:
-                settings = (f"mesh.fsdp={self.processes}", f"steps={STEPS}", "checkpoints.every=2")
-                new = ForkedProcess(
-                    *("-m", "runner", f"--fdl_config={small_experiment.__file__}"),
-                    *(f"--fdl.{each}" for each in ("validation=None", *settings)),
-                    *(f"--workdir={self.url}", *of_several),
-                    stdout=file,
-                    stderr=file,
-                    environment={
-                        "XDG_CACHE_HOME": str(self.scratch / machine),
-                        "XLA_FLAGS": f"--xla_force_host_platform_device_count=1 {XLA_FLAGS}",
-                    },
-                )
-                started.append(new)
-        return started
+            found.start(
+                process,
+                *("runner", *EXPERIMENT, *(f"--fdl.{each}" for each in settings)),
+                f"--workdir={self.url}",
+                *(("--lock_seconds=100", *flags_of(address, self.processes, process)) * several),
+                environment={
+                    "XDG_CACHE_HOME": str(self.scratch / machine),
+                    "XLA_FLAGS": f"--xla_force_host_platform_device_count=1 {XLA_FLAGS}",
+                },
+            )
+        return found
 
     def store(self) -> BucketStore:
         return BucketStore(BucketUrl.parsed(self.url))
@@ -100,15 +93,7 @@ class Run:
         lines = read_metrics(folder_to_read(self.url))
         manifest = json.loads(self.store().read(f"{self.folders()[STEPS]}/manifest.json"))
         arrays = {name: entry for name, entry in manifest["files"].items() if "state/" in name}
-        return [{k: v for k, v in line.items() if k not in TIMES} for line in lines], arrays
-
-
-def ended(processes: list[ForkedProcess]) -> list[int]:
-    try:
-        return [each.wait(SECONDS) for each in processes]
-    finally:
-        for each in processes:
-            each.kill()
+        return without_times(lines), arrays
 
 
 def at_request(run: Run, number: int, act: Callable[[], None]) -> threading.Event:
@@ -128,23 +113,26 @@ def at_request(run: Run, number: int, act: Callable[[], None]) -> threading.Even
 def killed(run: Run, random: Random, machine: str) -> tuple[list[int], set[int]]:
     """Kills all processes at once, like a machine that loses power."""
     started = run.start(machine)
-    at_request(run, random.randrange(REQUESTS), lambda: [each.kill() for each in started])
-    return ended(started), {0, KILLED}
+    at_request(
+        run, random.randrange(REQUESTS), lambda: [each.kill() for each in started.running.values()]
+    )
+    return started.exit_codes(), {0, KILLED}
 
 
 def one_lost(run: Run, random: Random, machine: str) -> tuple[list[int], set[int]]:
     """Kills one randomly chosen process."""
     started = run.start(machine)
-    lost = random.choice(started)
-    at_request(run, random.randrange(REQUESTS), lost.kill)
-    return ended(started), {0, KILLED, MISSED}
+    lost = random.randrange(run.processes)
+    at_request(run, random.randrange(REQUESTS), started.running[lost].kill)
+    return started.exit_codes(), {0, KILLED, MISSED}
 
 
 def terminated(run: Run, random: Random, machine: str) -> tuple[list[int], set[int]]:
     started = run.start(machine)
-    signalled = random.choice(started)
-    at_request(run, random.randrange(REQUESTS), lambda: signalled.send_signal(signal.SIGTERM))
-    return ended(started), {0, STOPPED}
+    signalled = random.randrange(run.processes)
+    stop = functools.partial(started.send, signal.SIGTERM, signalled)
+    at_request(run, random.randrange(REQUESTS), stop)
+    return started.exit_codes(), {0, STOPPED}
 
 
 def unreliable(run: Run, random: Random, machine: str) -> tuple[list[int], set[int]]:
@@ -159,24 +147,24 @@ def unreliable(run: Run, random: Random, machine: str) -> tuple[list[int], set[i
         return random.choice(PASSING)
 
     run.proxy.fault = fault
-    return ended(run.start(machine)), {0}
+    return run.start(machine).exit_codes(), {0}
 
 
 def denied(run: Run, random: Random, machine: str) -> tuple[list[int], set[int]]:
     """Forbids everything from some request on, as when credentials are withdrawn."""
     at = len(run.proxy.requests) + random.randrange(REQUESTS)
     run.proxy.fault = lambda request: Fault.FORBIDDEN if request.number >= at else None
-    return ended(run.start(machine)), {0, 1, MISTAKE, MISSED}
+    return run.start(machine).exit_codes(), {0, 1, MISTAKE, MISSED}
 
 
 def started_twice(run: Run, random: Random, machine: str) -> tuple[list[int], set[int]]:
     """Starts the run on a second machine while it runs; one is refused, and the other continues."""
     first = run.start(machine)
     reached = at_request(run, random.randrange(REQUESTS), lambda: None)
-    while not reached.wait(0.05) and first[0].poll() is None:
-        pass
-    codes = ended(run.start(f"{machine}_too")) if reached.is_set() else []
-    return ended(first) + codes, {0, MISTAKE}
+    codes = []
+    if first.wait_until(reached.is_set):
+        codes = run.start(f"{machine}_too").exit_codes()
+    return first.exit_codes() + codes, {0, MISTAKE}
 
 
 def flipped(run: Run, random: Random, machine: str) -> tuple[list[int], set[int]]:
@@ -199,9 +187,10 @@ FAULTS[2] = (*FAULTS[1], one_lost)
 
 def problems(run: Run, codes: list[int], fitting: set[int]) -> list[str]:
     found = [f"exit code {code}" for code in codes if code not in fitting]
-    for output in run.outputs:
-        text = output.read_text(errors="replace")
-        found += [f"{word} in {output}" for word in ("Traceback", "secret") if word in text]
+    for start in run.starts:
+        text = start.everything()
+        words = [word for word in ("Traceback", "secret") if word in text]
+        found += [f"{word} in one of {start.files}" for word in words]
     return found
 
 
@@ -221,8 +210,8 @@ def campaign(scheme: str, count: int, random: Random, scratch: Path) -> list[tup
         expected = {}
         for processes in FAULTS:
             run = new_run(f"undisturbed_{processes}", processes)
-            if set(ended(run.start("here"))) != {0}:
-                raise SystemExit(f"the undisturbed run failed:\n{run.outputs[0].read_text()}")
+            if set(run.start("here").exit_codes()) != {0}:
+                raise SystemExit(f"the undisturbed run failed:\n{run.starts[0].everything()}")
             expected[processes] = run.result()
         for number in range(count):
             processes = 2 if number % 4 == 3 else 1
@@ -231,7 +220,7 @@ def campaign(scheme: str, count: int, random: Random, scratch: Path) -> list[tup
             found = problems(run, codes, fitting)
             proxy.fault = lambda request: None
             for start in range(STARTS):
-                last = ended(run.start(random.choice(("here", f"elsewhere_{start}"))))
+                last = run.start(random.choice(("here", f"elsewhere_{start}"))).exit_codes()
                 if set(last) == {0}:
                     break
             found += problems(run, last, {0})

@@ -4,12 +4,12 @@
     python benchmarks/quality.py --fiddler=tiny --seeds=1 --rates=4e-3   # a look
 
 Both read the same batches, and are evaluated in bits per byte on the full validation text. The GPT
-(learned positions, LayerNorm, GELU, tied embeddings, AdamW) has the quickstart's width, layers and
-heads. It trains until it has spent the CPU-seconds of lmlib's steps, which also determine its
-schedule; start-up, compilation and evaluation count for neither. The last line is the mean
-difference over pairs with the same seed, with its standard error.
+is transformers' GPT-2 (learned positions, LayerNorm, GELU, tied embeddings) with the quickstart's
+width, layers and heads, and AdamW. It trains until it has spent the CPU-seconds of lmlib's steps,
+which also determine its schedule; start-up, compilation and evaluation count for neither. The last
+line is the mean difference over pairs with the same seed, with its standard error.
 
-Shapes: B batch, S sequence, E embed, H heads, D head_dim, V vocab.
+Shapes: B batch, S sequence, V vocab.
 """
 
 import math
@@ -30,8 +30,9 @@ import numpy as np
 
 try:
     import torch
+    import transformers
 except ImportError:
-    sys.exit("the GPT needs PyTorch: pip install torch")
+    sys.exit("the GPT needs PyTorch and transformers: pip install torch transformers")
 from step_peers.pytorch_peer import fused_adamw
 from step_peers.work import AdamW
 from torch import Tensor, nn
@@ -56,29 +57,7 @@ _RATES = flags.DEFINE_list("rates", ["1e-3", "2e-3", "4e-3"], "Peak learning rat
 
 ADAMW = AdamW()
 WARMUP, END = 0.05, 0.1  # fraction of the budget, and of the peak rate
-DEVIATION = 0.02  # standard deviation of the initial values
 _NO_TARGET = -100  # ignored by PyTorch's loss
-
-
-class Block(nn.Module):
-    def __init__(self, embed: int, heads: int):
-        super().__init__()
-        self.heads = heads
-        self.attention_norm = nn.LayerNorm(embed)
-        self.query_key_value = nn.Linear(embed, 3 * embed)
-        self.output = nn.Linear(embed, embed)
-        self.mlp_norm = nn.LayerNorm(embed)
-        self.up = nn.Linear(embed, 4 * embed)
-        self.down = nn.Linear(4 * embed, embed)
-
-    def forward(self, x_BSE: Tensor) -> Tensor:
-        parts = self.query_key_value(self.attention_norm(x_BSE)).chunk(3, dim=-1)
-        q_BHSD, k_BHSD, v_BHSD = (
-            part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts
-        )
-        mixed_BHSD = functional.scaled_dot_product_attention(q_BHSD, k_BHSD, v_BHSD, is_causal=True)
-        x_BSE = x_BSE + self.output(mixed_BHSD.transpose(1, 2).flatten(2))
-        return x_BSE + self.down(functional.gelu(self.up(self.mlp_norm(x_BSE))))
 
 
 class GPT(nn.Module):
@@ -86,22 +65,16 @@ class GPT(nn.Module):
 
     def __init__(self, vocab: int, embed: int, layers: int, heads: int, sequence: int):
         super().__init__()
-        self.embedding = nn.Embedding(vocab, embed)
-        self.position = nn.Embedding(sequence, embed)
-        self.blocks = nn.ModuleList(Block(embed, heads) for _ in range(layers))
-        self.norm = nn.LayerNorm(embed)
-        for name, weight in self.named_parameters():
-            if weight.ndim > 1:
-                deep = name.endswith(("output.weight", "down.weight"))
-                nn.init.normal_(weight, std=DEVIATION / math.sqrt(2 * layers if deep else 1))
-            elif name.endswith("bias"):
-                nn.init.zeros_(weight)
+        sizes = dict(vocab_size=vocab, n_positions=sequence, n_embd=embed, n_layer=layers)
+        no_dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+        no_ids = {"bos_token_id": None, "eos_token_id": None}
+        config = transformers.GPT2Config(
+            **sizes, n_head=heads, activation_function="gelu", **no_dropout, **no_ids
+        )
+        self.model = transformers.GPT2LMHeadModel(config)
 
     def forward(self, tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:
-        x_BSE = self.embedding(tokens_BS) + self.position.weight[: tokens_BS.shape[1]]
-        for block in self.blocks:
-            x_BSE = block(x_BSE)
-        logits_BSV = functional.linear(self.norm(x_BSE), self.embedding.weight)
+        logits_BSV = self.model(input_ids=tokens_BS, use_cache=False).logits
         return functional.cross_entropy(
             logits_BSV.flatten(0, 1), targets_BS.flatten(), ignore_index=_NO_TARGET, reduction="sum"
         )

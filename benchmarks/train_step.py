@@ -4,9 +4,8 @@
     python benchmarks/train_step.py                       # on a GPU: 84m to 2b, under 8 minutes
     python benchmarks/train_step.py --sizes=84m,2b --peers=pytorch_eager --setting=unroll=8
     python benchmarks/train_step.py --sizes=8_of_512,32_of_256 --precisions=float32   # mixtures
-    python benchmarks/train_step.py --sizes=1b --sequence=8192 --packed
+    python benchmarks/train_step.py --sizes=1b --packed
     python benchmarks/train_step.py --sizes=84m,8x2048 --muon
-    python benchmarks/train_step.py --compile_only=h200   # anywhere: for an absent GPU
 
 lmlib's own step is the one that the runner compiles. Its peers are a bare JAX step (`jax`) and a
 plain PyTorch step with SDPA and fused AdamW (`pytorch_eager`, `pytorch_compiled`). Mixtures of
@@ -15,7 +14,7 @@ token together (`dense`), and transformers' Mixtral with its experts one after a
 matmuls (`transformers`, `transformers_grouped`).
 
 All except `dense` start from lmlib's weights, and see the same batches of one document per row and
-the same hyperparameters. The losses of the first 20 steps must agree, or the script names the step
+the same hyperparameters. The losses of all 20 steps must agree, or the script names the step
 and fails. With --packed (several documents in a row) or --muon, lmlib runs without peers.
 
 On a CPU the contenders take turns of five steps, and the first turn warms up. Values are tokens per
@@ -47,7 +46,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
 
 import jax
 from step_peers import jax_step, lmlib_step
-from step_peers.measure import CHECKED, TOLERANCE, TURN, Measurements, machine, title
+from step_peers.measure import STEPS, TOLERANCE, Measurements, machine, title
 from step_peers.work import (
     ON_CPU,
     ON_GPU,
@@ -77,20 +76,11 @@ _PRECISIONS = flags.DEFINE_list(
 _PEERS = flags.DEFINE_list(
     "peers", None, f"Peers: {', '.join(PEERS)}. Default: all on a CPU, pytorch_compiled on a GPU."
 )
-_STEPS = flags.DEFINE_integer(
-    "steps", CHECKED, f"Steps of each contender, in turns of {TURN}.", lower_bound=2 * TURN
-)
 _SETTINGS = flags.DEFINE_multi_string(
     "setting", [], "Setting of lmlib's Compute, NAME=LITERAL, as in --setting=unroll=8."
 )
-_SEQUENCE = flags.DEFINE_integer(
-    "sequence", None, "Tokens per row, with the same number of tokens per step."
-)
 _PACKED = flags.DEFINE_bool("packed", False, "Put several documents in each row, without peers.")
 _MUON = flags.DEFINE_bool("muon", False, "Use Muon instead of AdamW, without peers.")
-_COMPILE_ONLY = flags.DEFINE_string(
-    "compile_only", None, "Only compile lmlib's step for this target, such as h200 or h100:1x8."
-)
 
 
 def missing(name: str, on_gpu: bool) -> str | None:
@@ -187,13 +177,9 @@ def chosen_works(sizes: Sequence[str], precisions: Sequence[str]) -> list[Work]:
     """Returns the works of the flags, by default these sizes in these precisions."""
     changes, works = changed_settings(_SETTINGS.value), []
     for name in chosen(_SIZES, sizes, SIZES):
-        size = SIZES[name]
-        if (sequence := _SEQUENCE.value or size.sequence) < 1 or size.tokens % sequence:
-            sys.exit(f"--sequence={sequence} must divide the {size.tokens:,} tokens of a step")
-        rows = size.tokens // sequence
-        size = dataclasses.replace(size, batch=rows, sequence=sequence, changes=changes)
+        size = dataclasses.replace(SIZES[name], changes=changes)
         for precision in chosen(_PRECISIONS, precisions, TOLERANCE):
-            works.append(Work(size, precision, _STEPS.value, _PACKED.value, _MUON.value))
+            works.append(Work(size, precision, STEPS, _PACKED.value, _MUON.value))
     return works
 
 
@@ -217,13 +203,6 @@ def main(arguments: Sequence[str]) -> None:
     logging.set_verbosity(logging.WARNING)  # hides JAX's messages about missing devices
     keep_freed_memory()  # as the runner does on CPUs, for all contenders alike
     set_gpu_flags()  # as the runner does, before JAX finds its devices
-    if _COMPILE_ONLY.value is not None:
-        target = lmlib_step.target_of(_COMPILE_ONLY.value)
-        for row in lmlib_step.compiled_for(target, chosen_works(ON_GPU, ["bfloat16"])):
-            print(": ".join(row), flush=True)
-        return
-    if _STEPS.value % TURN:
-        sys.exit(f"--steps={_STEPS.value} must be a multiple of {TURN}, the steps of a turn")
     choose_devices()
     device = jax.devices()[0]
     gpu = device.platform == "gpu"

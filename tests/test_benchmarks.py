@@ -32,8 +32,8 @@ def peers():
 def reference(peers):
     """lmlib's losses at the smallest size."""
     _, lmlib_step, measure, work = peers
-    tiny = work.Work(work.SIZES["tiny"], "float32", measure.CHECKED)
-    return tiny, lmlib_step.LmlibStep(tiny).run(range(measure.CHECKED))
+    tiny = work.Work(work.SIZES["tiny"], "float32", measure.STEPS)
+    return tiny, lmlib_step.LmlibStep(tiny).run(range(measure.STEPS))
 
 
 def run(*arguments, script="train_step.py"):
@@ -66,7 +66,7 @@ def test_other_numbers_are_noticed(peers, reference, change):
     work, expected = reference
     adamw = dataclasses.replace(work.size.adamw, **change)
     other = dataclasses.replace(work, size=dataclasses.replace(work.size, adamw=adamw))
-    losses = jax_step.BareJaxStep(other).run(range(measure.CHECKED))
+    losses = jax_step.BareJaxStep(other).run(range(measure.STEPS))
     problem = measure.other_work("jax", losses, expected, "float32")
     noticed = problem and problem.startswith("jax does not do lmlib's work: in float32, its loss")
     assert noticed if change else problem is None
@@ -106,6 +106,7 @@ def test_a_mixture_is_measured_beside_a_dense_model_and_peers_of_its_losses():
 @pytest.mark.slow
 def test_quality_is_compared_at_the_same_cpu_seconds():
     pytest.importorskip("torch")
+    pytest.importorskip("transformers")
     few = "--fiddler=tiny", "--steps=4", "--seeds=2", "--rates=2e-3,4e-3"
     given = {"PYTHONPATH": PATHS, "XLA_FLAGS": XLA_FLAGS}
     ran = subprocess.run(  # PyTorch compiles in threads, which a fork does not have

@@ -153,18 +153,13 @@ def compiled_step(mesh_name):
     return lowered.compile(), training
 
 
-def begin(mesh_name, seed=0):
-    return first_state(weights(), optimizer, make_mesh(**MESHES[mesh_name][0]), seed=seed)
-
-
-def advance(mesh_name, state, steps, batch=None):
-    """The state after `steps` more steps, and their losses; `batch` instead of each step's own."""
+def advance(mesh_name, steps):
+    """The state after the first `steps` steps, and their losses."""
+    state = first_state(weights(), optimizer, make_mesh(**MESHES[mesh_name][0]))
     compiled, training = compiled_step(mesh_name)
     rows, losses = sharding("batch seq", training.mesh), []
-    first = int(state.step)
-    for step in range(first, first + steps):
-        index = step if batch is None else batch
-        state, metrics = compiled(state, place(source, index, rows), training.hyperparameters)
+    for step in range(steps):
+        state, metrics = compiled(state, place(source, step, rows), training.hyperparameters)
         losses.append(float(metrics["loss"]))
     return state, np.array(losses)
 
@@ -204,45 +199,6 @@ def test_each_microbatch_has_the_documented_key():
     assert float(reported.metrics["drawn"] * count) == pytest.approx(sum(drawn_of), rel=1e-5)
 
 
-@pytest.mark.landing
-def test_the_loss_of_a_step_is_that_of_its_documented_keys():
-    model, batch, seed = weights(), source.batch(0), 5
-    state = begin("1", seed)
-    assert not np.array_equal(
-        jax.random.key_data(state.key), jax.random.key_data(jax.random.key(seed))
-    )
-    key = jax.random.fold_in(fold_in_name(jax.random.key(seed), "steps"), 0)
-
-    @jax.jit
-    def loss_of(part, key):
-        return batch_loss(model, part, FLOAT32, DROPPED, key)[0].loss_sum
-
-    def loss(keys):
-        parts = [jax.tree.map(lambda x, i=i: jnp.asarray(x[i::2]), batch) for i in range(2)]
-        sums = [loss_of(part, key) for part, key in zip(parts, keys, strict=True)]
-        return float(sum(sums)) / batch.loss_mask.sum()
-
-    _, losses = advance("1", state, 1)
-    keys = [jax.random.fold_in(key, i) for i in range(2)]
-    assert losses[0] == pytest.approx(loss(keys), rel=1e-6)
-    assert losses[0] != pytest.approx(loss([keys[0]] * 2), rel=1e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh_name", ["1", "4 fsdp, 2 tensor"])
-def test_going_on_from_a_copy_of_the_state_gives_the_same_bits(mesh_name):
-    state, _ = advance(mesh_name, begin(mesh_name), 3)
-    copy = jax.tree.map(jnp.copy, state)
-    undisturbed, expected = advance(mesh_name, state, 3)
-    resumed, found = advance(mesh_name, copy, 3)
-    whole, losses = advance(mesh_name, begin(mesh_name), 6)
-    np.testing.assert_array_equal(found, expected)
-    np.testing.assert_array_equal(losses[3:], expected)
-    assert_same_bits(resumed, undisturbed)
-    assert_same_bits(resumed, whole)
-    assert_same_bits(whole.key, begin(mesh_name).key)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh_name", list(MESHES)[1:])
 def test_every_mesh_drops_the_same(mesh_name):
@@ -256,8 +212,8 @@ def test_every_mesh_drops_the_same(mesh_name):
         found = dropped(x_BSE, RATE, key, sequence_parallel)
     assert found.sharding.spec == partition(layout, mesh=mesh)
     np.testing.assert_array_equal(found, expected)
-    _, losses = advance(mesh_name, begin(mesh_name), 6)
-    np.testing.assert_allclose(losses, advance("1", begin("1"), 6)[1], rtol=1e-4)
+    _, losses = advance(mesh_name, 6)
+    np.testing.assert_allclose(losses, advance("1", 6)[1], rtol=1e-4)
 
 
 @pytest.mark.slow
@@ -317,7 +273,7 @@ def test_impossible_rates_are_refused(rate):
 @pytest.mark.slow
 def test_one_model_can_be_trained_on_from_its_weights_alone():
     mesh = make_mesh(fsdp=4, tensor=2)
-    trained, _ = advance("4 fsdp, 2 tensor", begin("4 fsdp, 2 tensor"), 2)
+    trained, _ = advance("4 fsdp, 2 tensor", 2)
     kept = jax.device_get(trained.model)
     state = initial_state(trained.model, Training(optimizer, mesh, seed=7))
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(trained.model))

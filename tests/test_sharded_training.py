@@ -193,6 +193,7 @@ def test_the_state_is_donated_every_sharding_is_named_and_a_tied_table_stays_one
     new_state, _ = compiled(state, placed, numbers)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((new_state, placed, numbers)))
+    assert new_state.model.unembedding is None  # a tied table stays one array
     aliased = compiled.memory_analysis().alias_size_in_bytes
     held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(new_state))
     assert aliased >= held

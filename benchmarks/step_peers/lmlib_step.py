@@ -1,21 +1,14 @@
-"""lmlib's training step as the runner makes it, for this machine or for absent hardware."""
-
-import sys
-from collections.abc import Iterator, Sequence
+"""lmlib's training step as the runner makes it."""
 
 import jax
 import optax
 
 from lmlib import train
-from lmlib.data.synthetic import Synthetic
-from lmlib.experiment import Experiment
 from lmlib.optim.adamw import adamw
 from lmlib.optim.muon import muon
 from lmlib.optim.optimizer import Optimizer
 from lmlib.parallel.layout import sharding
 from lmlib.parallel.mesh import make_mesh
-from lmlib.plan.planner import plan
-from lmlib.plan.targets import Target, TargetError, parse, prepare
 from lmlib.state import Training, abstract_batch, new_state
 from step_peers.work import Work
 
@@ -74,36 +67,3 @@ def planned_peak(step: jax.stages.Compiled) -> int | None:
         return None
     analysis = step.memory_analysis()
     return getattr(analysis, "peak_memory_in_bytes", None) or None
-
-
-def target_of(text: str) -> Target:
-    """Parses "h200" (one GPU) or "h200:1x8" (a host with eight); exits if it is unknown."""
-    try:
-        target = parse(text if ":" in text else f"{text}:1x1")
-        prepare(target)
-        target.devices()
-    except TargetError as error:
-        sys.exit(f"--compile_only={text}: {error}")
-    return target
-
-
-def compiled_for(target: Target, works: Sequence[Work]) -> Iterator[tuple[str, ...]]:
-    """Yields a row for each work once it is compiled: size, memory, kernels and seconds."""
-    mesh = make_mesh(fsdp=-1, devices=target.devices())
-    for work in works:
-        size = work.size
-        data = Synthetic(size.settings["vocab"], size.batch, size.sequence)
-        data.whole_rows = not work.packed
-        experiment = Experiment(
-            model=size.model,
-            compute=size.compute(work.precision),
-            data=data,
-            optimizer=lambda steps, work=work: make_optimizer(work),
-            mesh=mesh,
-            steps=work.steps,
-        )
-        report = plan(experiment, target)
-        launched = "" if report.kernels is None else str(report.kernels)
-        seconds = f"compiled in {report.seconds:.0f} s"
-        columns = size.name, report.memory.verdict, launched, *report.remarks, seconds
-        yield tuple(filter(None, columns))

@@ -18,7 +18,7 @@ from lmlib.terminal.table import columns
 from step_peers.work import Contender, Work
 
 TURN = 5  # steps per turn; the first turn warms up and is not counted
-CHECKED = 20  # first steps whose losses must agree
+STEPS = 20  # of each contender; their losses must agree
 
 # Maximum relative difference of a loss from lmlib's; in these steps the loss falls by 1e-2 or more.
 # float32 contenders differ in the order of their sums, by 6e-8 each, which training amplifies. A
@@ -109,8 +109,7 @@ class Measurements:
                 peak = found.peak_bytes
                 row.append("unknown" if peak is None else f"{peak / 1e9:.1f}")
             row += [f"{found.losses[0]:.5f}", f"{found.losses[-1]:.5f}"]
-            expected = self.of["lmlib"].losses[:CHECKED]
-            off = largest_difference(found.losses[:CHECKED], expected)
+            off = largest_difference(found.losses, self.of["lmlib"].losses)
             rows.append([*row, "other work" if name in OTHER_LOSSES else f"{off:.1e}"])
         return columns(rows)
 
@@ -130,7 +129,7 @@ def other_work(
     name: str, losses: Sequence[float], reference: Sequence[float], precision: str
 ) -> str | None:
     """Describes the first step whose losses differ by more than `TOLERANCE`, or returns `None`."""
-    for step, (loss, expected) in enumerate(zip(losses[:CHECKED], reference, strict=False)):
+    for step, (loss, expected) in enumerate(zip(losses, reference, strict=True)):
         # Written so that NaN fails.
         if not abs(loss - expected) <= TOLERANCE[precision] * abs(expected):
             return (

@@ -12,6 +12,10 @@ class Sink(Protocol):
 
     If it raises, a warning is shown, the sink is dropped, and the run continues. Training waits for
     each call. Text that it returns is shown above the progress.
+
+    A sink that keeps a file in the workdir under the same name in all starts of the run has an
+    attribute `check`, which `Sinks` sets. The sink calls it immediately before it renames such a
+    file; it raises if the workdir now belongs to another run.
     """
 
     def write(self, step: int, metrics: Mapping[str, float | int]) -> str | None:
@@ -22,18 +26,6 @@ class Sink(Protocol):
 
     def close(self) -> str | None:
         """Called when the run ends, successfully or not."""
-
-
-@runtime_checkable
-class WritesIntoWorkdir(Protocol):
-    """A sink that keeps a file in the workdir under the same name in all starts of the run.
-
-    Attributes:
-      check: set by `Sinks`. The sink calls it immediately before it renames such a file; it raises
-        if the workdir now belongs to another run.
-    """
-
-    check: Callable[[], None]
 
 
 MakeSink = Callable[[Path, int], Sink]
@@ -57,7 +49,7 @@ class Sinks:
         for make in makers:
             with self._told(make):
                 sink = make(workdir, first_step)
-                if isinstance(sink, WritesIntoWorkdir):
+                if hasattr(sink, "check"):
                     sink.check = check
                 self._open.append(sink)
 

@@ -52,7 +52,7 @@ class Tracker(abc.ABC):
             self.library: Any = importlib.import_module(self.package)
         except ImportError as error:
             raise ImportError(f"pip install 'lmlib[{self.package}]' ({error})") from error
-        self.check: Callable[[], None] = lambda: None  # see `WritesIntoWorkdir`
+        self.check: Callable[[], None] = lambda: None  # see `Sink`
         self.workdir, self._first_step = workdir, first_step
         self._file, self._kept = workdir / METRICS, workdir / FOLDER / f"{self.package}.json"
         self._thread = threading.Thread(target=self._follow, name=self.package, daemon=True)

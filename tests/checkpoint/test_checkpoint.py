@@ -87,16 +87,6 @@ def test_a_state_comes_back_bitwise_on_any_mesh(tmp_path, fsdp, tensor):
         assert leaf.sharding == wanted.sharding
 
 
-def test_without_a_mesh_one_device_is_enough(tmp_path):
-    weight = jax.device_put(jnp.arange(6.0), jax.devices()[0])
-    with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(1, {"weight": weight}, {})
-        checkpoints.wait()
-        target = {"weight": jax.ShapeDtypeStruct((6,), jnp.float32, sharding=weight.sharding)}
-        restored, _ = checkpoints.restore(1, target)
-    assert bits(restored) == bits({"weight": weight})
-
-
 def test_buffers_may_be_donated_as_soon_as_save_returns(tmp_path):
     mesh = make_mesh(4, 2)
     state = place({"weight": jnp.ones((8, 512, 1024))}, mesh)

@@ -19,7 +19,7 @@ from lmlib.checkpoint import Checkpoints
 from lmlib.checkpoint.folders import UNFINISHED
 from lmlib.checkpoint.manifest import read_manifest
 from lmlib.metrics.log import FILE_NAME, MetricsLog
-from lmlib.storage.atomic_file import make_folder
+from lmlib.storage.atomic_file import make_folder, write_atomically
 from lmlib.storage.failures import storage_failure
 
 Call = tuple[str, str]  # of the system, and its path
@@ -116,6 +116,19 @@ def test_the_name_of_a_step_is_on_the_disk_before_an_older_one_is_removed(saved)
     assert named < last(calls[:renamed], ("fsync", str(directory)))
     # The loss of its name too, before the first of its files is deleted: no half of it comes back.
     assert renamed < last(calls, ("fsync", str(directory))) < min(deleted)
+
+
+def test_file_then_name_then_folder_reach_the_disk(tmp_path, calls):
+    calls.clear()
+    file = tmp_path / "file.json"
+    write_atomically(file, "Größe\r\n")
+    assert file.read_bytes() == "Größe\r\n".encode()
+    (first, unfinished), (second, renamed), third = calls
+    assert (first, second) == ("fsync", "replace") and unfinished == renamed != str(file)
+    assert third == ("fsync", str(tmp_path)) and os.listdir(tmp_path) == ["file.json"]
+    before = os.umask(0)
+    os.umask(before)
+    assert file.stat().st_mode & 0o777 == 0o666 & ~before  # others may read it as any other file
 
 
 def test_new_folders_are_on_the_disk(tmp_path, calls):

@@ -11,7 +11,8 @@ import pytest
 from buckets.fixtures import folder_in_bucket
 from compiled_programs import XLA_FLAGS
 from forked_processes import PATHS, ROOT, run_forked
-from several_processes import HEARTBEAT_SECONDS, LLAMA, assert_same_curve
+from several_processes import LLAMA, assert_same_curve
+from started import HEARTBEAT_SECONDS, SECONDS
 
 from lmlib.metrics.log import read_metrics
 from lmlib.storage.local_folder import folder_to_read
@@ -20,7 +21,6 @@ ray_cluster = pytest.importorskip("ray.cluster_utils", reason="needs lmlib[ray]"
 pytestmark = pytest.mark.slow
 
 SCRIPT = ROOT / "clusters/ray_train.py"
-SECONDS = 400
 DEVICES = f"--xla_force_host_platform_device_count=2 {XLA_FLAGS}"
 
 

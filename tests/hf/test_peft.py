@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from adapted_models import adapted, assert_same, assert_same_logits, base_of, merge
+from adapted_models import adapted, assert_same_logits, base_of, merge
 from expert_adapters import (
     ALL_WEIGHTS,
     EXPERT_TENSORS,
@@ -29,6 +29,7 @@ from hugging_face_families import (
 )
 from refusals import refusals
 from sentinels import sentinels
+from states import assert_same_bits
 
 from lmlib import hf, make_mesh
 from lmlib.adapters.lora import with_adapters
@@ -149,7 +150,7 @@ def test_adapters_of_some_layers_and_matrices_are_read_back(name, tmp_path):
     model = adapted(name, rank=2, alpha=5.0, paths=paths, dropout=0.25)
     again = read(written(model, tmp_path / "out", name), name)
     if not joined:
-        assert_same(again, model)
+        assert_same_bits(again, model)
     assert_merges_alike(again, model)
 
 
@@ -162,7 +163,7 @@ def test_adapters_of_experts_are_read_back(paths, tmp_path):
     again = read(written(model, tmp_path / "out", "mixtral"), "mixtral")
     assert_merges_alike(again, model)
     if paths == ("*.experts.down",):
-        assert_same(model, again)
+        assert_same_bits(model, again)
 
 
 def test_attention_and_experts_may_have_different_ranks(tmp_path):
@@ -178,7 +179,7 @@ def test_attention_and_experts_may_have_different_ranks(tmp_path):
 @pytest.mark.landing
 def test_a_module_for_each_expert_is_read(tmp_path):
     model = write_expert_modules(tmp_path / "old", "mixtral")
-    assert_same(read(tmp_path / "old", "mixtral"), model)
+    assert_same_bits(read(tmp_path / "old", "mixtral"), model)
     file = tmp_path / "old" / FILE
     fewer = {key: each for key, each in tensors(file).items() if ".experts.4." not in key}
     file.unlink()
@@ -202,7 +203,7 @@ def test_adapters_take_the_layout_of_their_weights(tmp_path):
     split = hf.load_adapters(folder, hf.load(GOLDEN / "llama", mesh))
     down = split.stack.patterns[0][0].attention.query.down
     assert len({str(shard.index) for shard in down.addressable_shards}) == 4
-    assert_same(split, hf.load_adapters(folder, base_of("llama")))
+    assert_same_bits(split, hf.load_adapters(folder, base_of("llama")))
     hf.save_adapters(split, tmp_path / "out", trained=())
 
 

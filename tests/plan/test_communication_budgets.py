@@ -20,6 +20,7 @@ from aot import COUNTED_ON_GPUS, absent
 from lmlib import train
 from lmlib.compute import Compute
 from lmlib.models.families.experts.mixtral import mixtral
+from lmlib.losses.next_token import NextToken
 from lmlib.models.families.llama import llama
 from lmlib.optim.adamw import adamw
 from lmlib.optim.muon import muon
@@ -247,7 +248,8 @@ def compiled(target, layout, make=dense):
     mesh = make_mesh(**sizes, devices=devices)
     compute = Compute(**{"attention": "plain"} | settings)
     optimizer = muon if layout.endswith("Muon") else adamw
-    training = Training(optimizer(100, 1e-3), mesh, compute)
+    # Dropout draws its masks where the activations are, and sends nothing.
+    training = Training(optimizer(100, 1e-3), mesh, compute, NextToken(dropout=0.1))
     state = abstract_state(make, training)
     batch = abstract_batch(B, S, mesh)
     step = train.trace_step(state, batch, training).lower()

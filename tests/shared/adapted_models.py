@@ -39,10 +39,6 @@ def adapted(name, **settings):
     return map_weights(value, jax.eval_shape(lambda: with_adapters(base, **settings, key=key)))
 
 
-def assert_same(one, other):
-    jax.tree.map(np.testing.assert_array_equal, one, other)
-
-
 def ids_of(name):
     return np.random.default_rng(1).integers(0, base_of(name).vocab, (1, PROMPT))
 

@@ -1,19 +1,16 @@
 """Small runs through the real command line, begun, watched and ended."""
 
-import subprocess
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import small_experiment
 from compiled_programs import XLA_FLAGS
-from forked_processes import ForkedProcess, fresh_process
+from started import Started
 
-SECONDS = 240.0  # that anything may take
 EXPERIMENT = (f"--fdl_config={small_experiment.__file__}", "--fdl.validation=None")
 
 
-class SmallRun:
+class SmallRun(Started):
     """`python -m runner` on one CPU device, its output going to a file beside the workdir."""
 
     def __init__(
@@ -25,40 +22,21 @@ class SmallRun:
         fresh: bool = False,
         environment: Mapping[str, str] | None = None,
     ):
-        """Starts it; `fresh`: as `fresh_process` does. `environment`: variables of its own."""
-        self.workdir = workdir
+        """Starts it; `fresh` as `fresh_process` does. `environment` has variables of its own."""
         workdir.parent.mkdir(parents=True, exist_ok=True)
-        self._file = workdir.with_suffix(".output")
+        super().__init__([workdir.with_suffix(".output")])
         settings = (f"--fdl.{override}" for override in overrides)
         arguments = (*experiment, *settings, f"--workdir={workdir}", *flags)
-        with self._file.open("w") as file:
-            self.process = (fresh_process if fresh else ForkedProcess)(
-                *("-m", "runner", *arguments),
-                stdout=file,
-                stderr=file,
-                environment={"XLA_FLAGS": XLA_FLAGS, **(environment or {})},
-            )
+        variables = {"XLA_FLAGS": XLA_FLAGS, **(environment or {})}
+        self.start(0, "runner", *arguments, fresh=fresh, environment=variables)
 
-    def output(self) -> str:
-        return self._file.read_text()
+    def wait_for(self, text: str) -> None:
+        """Returns once `text` is in the output."""
+        self.reach(lambda: text in self.output(), text)
 
-    def wait_for(self, what: str) -> None:
-        """Until `what` is in the output."""
-        self.wait_until(lambda: what in self.output(), what)
-
-    def wait_until(self, condition: Callable[[], bool], what: str) -> None:
-        deadline = time.monotonic() + SECONDS
-        while not condition():
-            assert time.monotonic() < deadline, f"no {what!r} in\n{self.output()}"
-            try:
-                self.process.wait(0.01)
-            except subprocess.TimeoutExpired:
-                continue
-            assert condition(), f"ended before {what!r}\n{self.output()}"
+    def reach(self, condition: Callable[[], bool], what: str) -> None:
+        assert self.wait_until(condition), f"ended before {what!r}\n{self.output()}"
 
     def exit_code(self) -> int:
-        try:
-            return self.process.wait(SECONDS)
-        finally:
-            self.process.kill()
-            self.process.wait()
+        (code,) = self.exit_codes()
+        return code

@@ -1,4 +1,4 @@
-"""Files written whole, by the order of the system's calls, by failures, and by two writers."""
+"""Files written whole, by failures and by two writers; test_durability.py has the calls' order."""
 
 import errno
 import os
@@ -11,41 +11,6 @@ import pytest
 from lmlib.storage.atomic_file import write_atomically
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    """What the system is asked for, in order: the call, and the path that it is about."""
-    made: list[tuple[str, str]] = []
-    fsync, replace = os.fsync, os.replace
-
-    def recording_fsync(descriptor: int) -> None:
-        made.append(("fsync", os.readlink(f"/proc/self/fd/{descriptor}")))
-        fsync(descriptor)
-
-    def recording_replace(source: Path, target: Path) -> None:
-        assert Path(source).read_bytes()  # all of it, before it gets its name
-        made.append(("replace", str(target)))
-        replace(source, target)
-
-    monkeypatch.setattr(os, "fsync", recording_fsync)
-    monkeypatch.setattr(os, "replace", recording_replace)
-    return made
-
-
-def test_file_then_name_then_folder_reach_the_disk(tmp_path, calls):
-    file = tmp_path / "file.json"
-    write_atomically(file, "Größe\r\n")
-    assert file.read_bytes() == "Größe\r\n".encode()
-    (first, unfinished), second, third = calls
-    assert first == "fsync"
-    assert Path(unfinished).parent == tmp_path
-    assert unfinished != str(file)
-    assert (second, third) == (("replace", str(file)), ("fsync", str(tmp_path)))
-    assert os.listdir(tmp_path) == ["file.json"]
-    before = os.umask(0)
-    os.umask(before)
-    assert file.stat().st_mode & 0o777 == 0o666 & ~before  # others may read it as any other file
 
 
 @pytest.mark.parametrize(

@@ -237,7 +237,7 @@ def test_simulated_devices_do_not_deadlock_in_a_cached_program(tmp_path):
 
     compiling = begun("compiling")
     compiling.wait_for("step 1/150")
-    compiling.process.send_signal(signal.SIGTERM)
+    compiling.send(signal.SIGTERM)
     assert compiling.exit_code() == STOPPED, compiling.output()
     with_kept_program = begun("with_kept_program")
     assert with_kept_program.exit_code() == 0, with_kept_program.output()

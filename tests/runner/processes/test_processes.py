@@ -12,12 +12,12 @@ import pytest
 from buckets.fixtures import folder_in_bucket
 from forked_processes import ForkedProcess, run_forked
 from several_processes import (
-    SECONDS,
     STEPS,
     SeveralProcesses,
     assert_same_curve,
 )
 from small_runs import EXPERIMENT as SMALL
+from started import SECONDS
 
 from lmlib.checkpoint import Checkpoints
 from lmlib.metrics.log import read_metrics
@@ -57,7 +57,7 @@ def test_the_others_name_a_killed_process_and_one_process_resumes(tmp_path, alon
         run.running[1].send_signal(signal.SIGKILL)
         assert run.exit_codes() == [PEER_ENDED, -signal.SIGKILL], run.everything()
     finally:
-        run.end()
+        run.kill()
     last = run.output(0).rstrip().rpartition("\n")[2]
     assert last.startswith("error: process 0 ends because process 1 ended or stopped answering")
     assert "logs/process_00001.log" in last and "Traceback" not in run.output(0)
@@ -110,7 +110,7 @@ def test_a_stopped_coordinator_is_named_by_the_others(tmp_path):
         finally:
             os.kill(child, signal.SIGKILL)  # stopped, it would not end with its supervisor
     finally:
-        run.end()
+        run.kill()
     last = run.output(1).rstrip().rpartition("\n")[2]
     assert last.startswith("error: process 1 ends because process 0, the coordinator, ended,")
     assert "logs/process_00000.log" in last and "Traceback" not in run.output(1)

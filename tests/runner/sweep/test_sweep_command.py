@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from compiled_programs import XLA_FLAGS
 from forked_processes import Ended, ForkedProcess, run_forked
-from small_runs import EXPERIMENT, SECONDS
+from small_runs import EXPERIMENT
+from started import SECONDS
 
 from lmlib.terminal.table import WIDTH
 from runner.command_line.exit_status import FAILED, FINISHED, MISTAKE, STOPPED

@@ -82,7 +82,7 @@ def test_schedulers_requeue_on_the_code_of_a_stopped_run():
 def test_sigterm_saves_and_the_run_goes_on_when_it_is_requeued(tmp_path):
     run = SmallRun(tmp_path / "run", *NEVER_ENDS, fresh=True)
     run.wait_for("step 3/")
-    run.process.send_signal(signal.SIGTERM)
+    run.send(signal.SIGTERM)
     assert run.exit_code() == REQUEUE, run.output()
     (last,) = read_metrics(tmp_path / "run")[-1:]
     with Checkpoints(tmp_path / "run" / "checkpoints", read_only=True) as checkpoints:
@@ -99,9 +99,9 @@ def test_a_second_interrupt_ends_at_once_even_while_compiling(tmp_path):
     large = ("model.embed=16", "model.layers=24", "compute.unroll=24")
     run = SmallRun(tmp_path / "run", *large, *NEVER_ENDS, experiment=LLAMA)
     run.wait_for("saved activations")  # the step is compiled next
-    run.process.send_signal(signal.SIGINT)
+    run.send(signal.SIGINT)
     run.wait_for("SIGINT: ending after this step, with a checkpoint")
-    run.process.send_signal(signal.SIGINT)
+    run.send(signal.SIGINT)
     assert run.exit_code() == SIGNALLED + signal.SIGINT, run.output()
     assert "error: ended by SIGINT: it was interrupted twice" in run.output()
     assert "compiled the step" not in run.output()
@@ -111,8 +111,8 @@ def test_a_second_interrupt_ends_at_once_even_while_compiling(tmp_path):
 @pytest.mark.slow
 def test_the_grace_period_ends_a_run_that_cannot_stop(tmp_path):
     run = hanging_run(tmp_path, "--grace_seconds=1")
-    run.wait_until(lambda: len(read_metrics(tmp_path / "run")) == 3, "three steps")
-    run.process.send_signal(signal.SIGTERM)
+    run.reach(lambda: len(read_metrics(tmp_path / "run")) == 3, "three steps")
+    run.send(signal.SIGTERM)
     assert run.exit_code() == SIGNALLED + signal.SIGTERM, run.output()
     assert "error: ended by SIGTERM: its checkpoint was not complete 1 s after" in run.output()
 
@@ -121,10 +121,10 @@ def test_the_grace_period_ends_a_run_that_cannot_stop(tmp_path):
 def test_stacks_are_shown_on_request_and_beyond_a_limit(tmp_path):
     run = hanging_run(tmp_path, "--data_seconds=5")
     stacks = tmp_path / "run" / "stacks" / "process_00000.txt"
-    run.wait_until(lambda: len(read_metrics(tmp_path / "run")) == 3, "three steps")
+    run.reach(lambda: len(read_metrics(tmp_path / "run")) == 3, "three steps")
     assert "hang_here" not in stacks.read_text()
-    run.process.send_signal(signal.SIGUSR1)
-    run.wait_until(lambda: "hang_here" in stacks.read_text(), "stacks")
+    run.send(signal.SIGUSR1)
+    run.reach(lambda: "hang_here" in stacks.read_text(), "stacks")
     assert run.exit_code() == 1, run.output()
     assert "error: process 0 has been waiting for its data source for 5 s" in run.output()
     assert str(stacks) in run.output()
@@ -146,13 +146,13 @@ def test_a_thread_that_a_callback_has_left_keeps_no_finished_run(tmp_path):
 def test_a_run_that_was_held_beyond_a_limit_goes_on(tmp_path):
     run = SmallRun(tmp_path / "run", *NEVER_ENDS, flags=("--step_seconds=5", "--data_seconds=5"))
     run.wait_for("step 3/")
-    run.process.send_signal(signal.SIGSTOP)
+    run.send(signal.SIGSTOP)
     end = time.monotonic() + 8
-    run.wait_until(lambda: time.monotonic() > end, "8 seconds")
+    run.reach(lambda: time.monotonic() > end, "8 seconds")
     made = len(read_metrics(tmp_path / "run"))
-    run.process.send_signal(signal.SIGCONT)
-    run.wait_until(lambda: len(read_metrics(tmp_path / "run")) > made + 20, "twenty steps")
-    run.process.send_signal(signal.SIGTERM)
+    run.send(signal.SIGCONT)
+    run.reach(lambda: len(read_metrics(tmp_path / "run")) > made + 20, "twenty steps")
+    run.send(signal.SIGTERM)
     assert run.exit_code() == REQUEUE, run.output()
 
 

@@ -7,25 +7,18 @@ import os
 import re
 import resource
 import shutil
-import signal
-import socket
-import subprocess
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 from folder_contents import files_of
-from forked_processes import ROOT, ForkedProcess, fresh_process
+from forked_processes import ROOT
+from started import Started, flags_of, free_address
 
 from fault_injection import experiment
 from fault_injection.kinds import EVERYTHING, Kind
 from lmlib.metrics.log import read_metrics
 
 DEVICES = 8
-POLL_SECONDS = 0.002
-LONGEST_LOOK = 1.0  # seconds from one look to the next
-LIMIT_SECONDS = 300.0  # for whatever is waited for
-HEARTBEAT_SECONDS = 10  # of several processes
 
 # What the runner says when it has come so far.
 READY = "saved activations"
@@ -36,43 +29,13 @@ FULL = os.strerror(errno.EFBIG)  # for what `limit_file_sizes` makes impossible
 PROGRAMS = "programs"  # the folder of what was compiled, in `scratch`
 UNFINISHED = re.compile(r"(\d+)\.orbax-checkpoint-tmp-[0-9a-f]{8}")
 
-Process = subprocess.Popen[bytes] | ForkedProcess
 
+class Attempt(Started):
+    """The processes of one start, until they end."""
 
-class HangError(Exception):
-    """What was waited for did not come in time."""
-
-
-class Limit:
-    """Of waiting, in seconds in which this process looked: it may be held meanwhile."""
-
-    def __init__(self, seconds: float):
-        self._left, self._looked_at = seconds, time.monotonic()
-
-    def is_over(self) -> bool:
-        now = time.monotonic()
-        self._left -= min(now - self._looked_at, LONGEST_LOOK)
-        self._looked_at = now
-        return self._left < 0
-
-
-class Attempt:
-    """The processes of one start, until they end. What each writes goes to one of `files`."""
-
-    def __init__(self, job: "Job", processes: list[Process], files: list[Path]):
+    def __init__(self, job: "Job", files: list[Path]):
+        super().__init__(files)
         self.job = job
-        self.processes = processes
-        self.files = files
-        self._began = time.monotonic()
-
-    @property
-    def seconds(self) -> float:
-        """Since the start."""
-        return time.monotonic() - self._began
-
-    def output(self, process: int = 0) -> str:
-        """All that it has written so far."""
-        return self.files[process].read_text(errors="replace")
 
     def says(self, text: str) -> bool:
         """Whether process 0 has written it."""
@@ -89,57 +52,16 @@ class Attempt:
         """Whether metrics.jsonl is that of this attempt by now."""
         return self.says(COMPILED)
 
-    @property
-    def ended(self) -> bool:
-        """Whether one of its processes has ended."""
-        return any(process.poll() is not None for process in self.processes)
-
-    def wait_until(self, condition: Callable[[], bool]) -> bool:
-        """Whether `condition` came to hold before a process ended; polled.
-
-        Raises HangError after `LIMIT_SECONDS`; then nothing is left running.
-        """
-        limit = Limit(LIMIT_SECONDS)
-        while not condition():
-            if self.ended:
-                return False
-            self._check(limit)
-            time.sleep(POLL_SECONDS)
-        return True
-
     def wait_for_checkpoint(self) -> bool:
         """Whether a new one became whole before a process ended."""
         newest = self.job.newest_checkpoint() or 0
         return self.wait_until(lambda: (self.job.newest_checkpoint() or 0) > newest)
 
-    def exit_codes(self, limit_seconds: float = LIMIT_SECONDS) -> list[int]:
-        """Those of all processes, once they have ended. Raises HangError after the limit."""
-        limit = Limit(limit_seconds)
-        while any(process.poll() is None for process in self.processes):
-            self._check(limit)
-            time.sleep(POLL_SECONDS)
-        return [process.returncode for process in self.processes]
-
-    def send(self, number: signal.Signals, process: int = 0) -> None:
-        self.processes[process].send_signal(number)
-
     def limit_file_sizes(self, size: int, process: int = 0) -> None:
         """From now on no file may grow beyond `size` bytes, as on a full disk; Linux only."""
         with contextlib.suppress(ProcessLookupError):
             limits = size, resource.RLIM_INFINITY
-            resource.prlimit(self.processes[process].pid, resource.RLIMIT_FSIZE, limits)
-
-    def kill(self) -> None:
-        """Ends all with SIGKILL."""
-        for process in self.processes:
-            process.kill()
-        for process in self.processes:
-            process.wait()
-
-    def _check(self, limit: Limit) -> None:
-        if limit.is_over():
-            self.kill()
-            raise HangError(f"nothing came of this in its time:\n{self.output()[-3000:]}")
+            resource.prlimit(self.running[process].pid, resource.RLIMIT_FSIZE, limits)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,33 +86,24 @@ class Job:
         """Starts the run, or goes on with it; `fresh`: as `fresh_process` does."""
         if not beside_another:
             self._restore_programs()
-        address = _free_address() if self.processes > 1 else None
+        address = free_address() if self.processes > 1 else None
         commands = [("runner", *self._arguments(address, n)) for n in range(self.processes)]
-        return self._begun("output", commands, fresh_process if fresh else ForkedProcess)
+        return self._begun("output", commands, fresh)
 
     def prune(self, keep: int) -> Attempt:
         """Starts `runner.checkpoint prune`."""
-        command = ("runner.checkpoint", "prune", str(self.workdir), f"--keep={keep}")
-        return self._begun("prune", [command], ForkedProcess)
+        return self._begun(
+            "prune", [("runner.checkpoint", "prune", str(self.workdir), f"--keep={keep}")]
+        )
 
-    def _begun(
-        self, what: str, commands: list[tuple[str, ...]], begin: Callable[..., Process]
-    ) -> Attempt:
+    def _begun(self, what: str, commands: list[tuple[str, ...]], fresh: bool = False) -> Attempt:
         number = sum(1 for _ in self.scratch.glob(f"{self.name}.*.{what}.0"))
-        files = [self.scratch / f"{self.name}.{number}.{what}.{n}" for n in range(len(commands))]
-        started = []
-        for path, command in zip(files, commands, strict=True):
-            with path.open("wb") as output:
-                started.append(
-                    begin(
-                        *("-m", *command),
-                        stdout=output,
-                        stderr=output,
-                        cwd=self.scratch,
-                        environment=self._environment(),
-                    )
-                )
-        return Attempt(self, started, files)
+        names = [f"{self.name}.{number}.{what}.{n}" for n in range(len(commands))]
+        attempt = Attempt(self, [self.scratch / name for name in names])
+        settings = {"fresh": fresh, "cwd": self.scratch, "environment": self._variables()}
+        for n, command in enumerate(commands):
+            attempt.start(n, *command, **settings)
+        return attempt
 
     def keep_programs(self) -> None:
         """What was compiled up to now is not compiled again by later attempts of any such job.
@@ -250,21 +163,15 @@ class Job:
             shutil.copytree(self._kept_programs, self._programs)
 
     def _arguments(self, address: str | None, process: int) -> list[str]:
-        several = [
-            f"--coordinator={address}",
-            f"--num_processes={self.processes}",
-            f"--process_id={process}",
-            f"--heartbeat_seconds={HEARTBEAT_SECONDS}",
-        ]
         return [
             f"--fdl_config={experiment.__file__}",
             *([f"--fiddler={self.kind.fiddler}"] if self.kind.fiddler else []),
             f"--workdir={self.workdir}",
             *(f"--fdl.{override}" for override in self.overrides),
-            *(several if address else []),
+            *(flags_of(address, self.processes, process) if address else []),
         ]
 
-    def _environment(self) -> dict[str, str]:
+    def _variables(self) -> dict[str, str]:
         return {
             "PYTHONPATH": str(ROOT),
             "PYTHONUNBUFFERED": "1",
@@ -282,9 +189,3 @@ def step_of(unfinished: Path) -> int:
     found = UNFINISHED.fullmatch(unfinished.name)
     assert found
     return int(found[1])
-
-
-def _free_address() -> str:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        return f"localhost:{free.getsockname()[1]}"

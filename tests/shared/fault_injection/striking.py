@@ -5,9 +5,11 @@ import itertools
 from collections.abc import Iterator
 from random import Random
 
+from started import HangError
+
 from fault_injection.comparison import difference, difference_at_end
 from fault_injection.faults import Fault, Struck, draw
-from fault_injection.job import Attempt, HangError, Job
+from fault_injection.job import Attempt, Job
 
 
 @dataclasses.dataclass
