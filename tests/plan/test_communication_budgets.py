@@ -19,8 +19,8 @@ from aot import COUNTED_ON_GPUS, absent
 
 from lmlib import train
 from lmlib.compute import Compute
-from lmlib.models.families.experts.mixtral import mixtral
 from lmlib.losses.next_token import NextToken
+from lmlib.models.families.experts.mixtral import mixtral
 from lmlib.models.families.llama import llama
 from lmlib.optim.adamw import adamw
 from lmlib.optim.muon import muon
