@@ -94,7 +94,7 @@ def started():
 
 
 def children():
-    found: set[int] = set()
+    found = set()
     for thread in Path("/proc/self/task").iterdir():
         with contextlib.suppress(FileNotFoundError):  # of another test, and it ended just now
             found |= {int(each) for each in (thread / "children").read_text().split()}

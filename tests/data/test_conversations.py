@@ -79,7 +79,6 @@ def test_each_conversation_lies_whole_in_one_row(tmp_path, packed):
     assert verify_split(write(tmp_path)) == []
     source = FlatTokens(str(tmp_path), "train", 1, 11, epochs=1, packed=packed)
     assert (source.content, source.pairs, source.bytes_per_target) == ("conversations", False, None)
-    assert source.metadata is not None
     assert source.metadata.targets == sum(int(mask[1:].sum()) for mask in masks())
     assert source.metadata.cut_documents == 4
     rows = rows_of(source)

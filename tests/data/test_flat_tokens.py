@@ -25,7 +25,7 @@ FIELDS = ("tokens", "targets", "segment_ids", "positions", "loss_mask")
 def reference_row(documents, index, length):
     """Sequence `index`, token by token; `documents` in the order in which they are stored."""
     flat = [(token, number) for number, document in enumerate(documents) for token in document]
-    row: dict[str, list] = {field: [] for field in FIELDS}
+    row = {field: [] for field in FIELDS}
     segment, position = 0, 0
     for p in range(index * length, (index + 1) * length):
         if p + 1 >= len(flat):
@@ -192,7 +192,6 @@ def test_one_document_in_each_row(example, example_documents, seed):
 @pytest.mark.parametrize("epochs", [1, 3])
 def test_so_many_epochs(example, packed, epochs):
     source = FlatTokens(str(example), "train", 4, S, epochs=epochs, packed=packed)
-    assert source.batches is not None
     rows = np.concatenate([source.sequence_numbers(step) for step in range(source.batches)])
     counted = np.bincount(rows[rows >= 0], minlength=source.sequences)
     assert (counted == epochs).all()
@@ -271,7 +270,7 @@ def test_rows_that_begin_with_a_document(example, example_documents, length, see
         for position in range(len(cut) - 1)
     )
     for epoch in range(2):
-        found: Counter[tuple[int, ...]] = Counter()
+        found = Counter()
         for row in range(epoch * source.sequences, (epoch + 1) * source.sequences):
             batch = source.batch(row // 4, slice(row % 4, row % 4 + 1))
             (mask,), (positions,) = batch.loss_mask, batch.positions

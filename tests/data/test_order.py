@@ -76,7 +76,7 @@ def work(port, processes, process, data_set, out):
     """One process: writes the rows it read and each of its shards with its place, case by case."""
     jax.distributed.initialize(f"localhost:{port}", processes, process)
     assert (jax.device_count(), jax.local_device_count()) == (DEVICES, DEVICES // processes)
-    held: dict[str, np.ndarray] = {}
+    held = {}
     for (name, source), sizes in itertools.product(sources(data_set).items(), MESHES):
         devices = jax.devices()
         if sizes[0] == DEVICES:  # so that the rows of a process are not neighbours

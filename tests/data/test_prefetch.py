@@ -137,7 +137,7 @@ def test_a_source_that_hangs_can_be_left():
 
 
 def test_reading_ahead_stops_at_its_depth_and_repeats_its_error():
-    made: list[int] = []
+    made = []
 
     def numbers():
         for number in range(5):

@@ -183,7 +183,6 @@ def test_pieces_that_rows_do_not_divide_are_refused(example):
 def test_an_epoch_of_pieces_has_each_sequence_once(example):
     source = FlatTokens(str(example), "train", 3, 2, epochs=2, shuffled_length=14)
     assert source.sequences % 7  # or this test shows nothing
-    assert source.batches is not None
     numbers = np.concatenate([source.sequence_numbers(step) for step in range(source.batches)])
     rows = -(-source.sequences // 7) * 7
     for epoch in (numbers[:rows], numbers[rows : 2 * rows]):

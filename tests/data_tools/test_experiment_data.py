@@ -1,7 +1,6 @@
 """Data that does not fit the experiment stops it before anything compiles."""
 
 import dataclasses
-from pathlib import Path
 
 import pytest
 
@@ -10,13 +9,12 @@ from data_tools.tokenizer import ByteTokenizer
 from data_tools.train_tokenizer.byte_level_bpe import train_byte_level_bpe
 from experiments import llama_84m
 from lmlib.data.flat_tokens import FlatTokens
-from lmlib.experiment import Experiment
 
 TEXTS = ["some text to learn from", "and a little more"] * 20
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
     pretokenize(TEXTS, ByteTokenizer(), folder / "bytes", "train")
     pretokenize(TEXTS, train_byte_level_bpe(TEXTS, 280), folder / "bpe", "train")
@@ -24,7 +22,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def experiment() -> Experiment:
+def experiment():
     import fiddle as fdl
 
     cfg = llama_84m.config()
@@ -34,12 +32,12 @@ def experiment() -> Experiment:
     return fdl.build(cfg)
 
 
-def test_data_that_does_not_fit(folder: Path, experiment: Experiment) -> None:
+def test_data_that_does_not_fit(folder, experiment):
     data, other = (FlatTokens(str(folder / name), "train", 8, 16) for name in ("bytes", "bpe"))
     for fitting in (data, other):
         dataclasses.replace(experiment, data=fitting, validation=None).check()
 
-    def small_model(**settings: object) -> object:
+    def small_model(**settings):
         return experiment.model(**settings, vocab=257)
 
     small = dataclasses.replace(experiment, model=small_model, data=data, validation=None)
@@ -48,7 +46,6 @@ def test_data_that_does_not_fit(folder: Path, experiment: Experiment) -> None:
     with pytest.raises(ValueError, match=r"made by 'bytes', but validation by 'byte-level BPE'"):
         dataclasses.replace(experiment, data=data, validation=other).check()
     data = FlatTokens(str(folder / "bytes"), "train", 8, 16, epochs=2)
-    assert data.batches is not None
     fitting = dataclasses.replace(experiment, data=data, validation=None, steps=data.batches)
     fitting.check()
     with pytest.raises(ValueError, match=f"data ends after {data.batches} batches, but steps is"):
