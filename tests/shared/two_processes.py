@@ -12,8 +12,10 @@ from forked_processes import ROOT, Ended, ForkedProcess
 SECONDS = 400  # that they may take
 
 
-def ends_of_two(code: str, *arguments: object, start: Any = ForkedProcess) -> list[Ended]:
-    """Runs `code` in two processes of two devices, with `arguments`, a port and 0 or 1."""
+def ends_of_two(
+    code: str, *arguments: object, start: Any = ForkedProcess, count: int = 2, devices: int = 2
+) -> list[Ended]:
+    """Runs `code` in `count` processes of `devices`, with `arguments`, a port and a number."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -21,11 +23,11 @@ def ends_of_two(code: str, *arguments: object, start: Any = ForkedProcess) -> li
         "PYTHONPATH": os.pathsep.join(
             [str(ROOT), str(ROOT / "tests/shared"), os.environ.get("PYTHONPATH", "")]
         ),
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count=2 {XLA_FLAGS}",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} {XLA_FLAGS}",
     }
     children, found = [], []
     with contextlib.ExitStack() as ends:
-        for index in range(2):
+        for index in range(count):
             output, errors = (ends.enter_context(TemporaryFile("w+")) for _ in range(2))
             child = start(
                 *("-c", code, *map(str, (*arguments, port, index))),
@@ -42,9 +44,9 @@ def ends_of_two(code: str, *arguments: object, start: Any = ForkedProcess) -> li
     return found
 
 
-def run_two(code: str, *arguments: object) -> list[str]:
-    """The last line that each prints; both must end well."""
-    found = ends_of_two(code, *arguments)
+def run_two(code: str, *arguments: object, **settings: int) -> list[str]:
+    """The last line that each prints; all must end well. See `ends_of_two`."""
+    found = ends_of_two(code, *arguments, **settings)
     for ended in found:
         assert ended.returncode == 0, ended.stderr
     return [ended.stdout.splitlines()[-1] for ended in found]
