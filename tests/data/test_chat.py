@@ -5,7 +5,7 @@ from datetime import datetime
 
 import pytest
 from chat_templates import CHATS, TEMPLATES, TOKENS, TOOLS
-from sentinels import sentinels
+from refusals import refusals
 from tokenizers import Tokenizer, models
 
 from lmlib.data.chats.chat import (
@@ -157,25 +157,7 @@ def test_a_damaged_template_is_refused(tmp_path, stored, message):
         read_chat_template(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("source", "reason"),
-    sentinels(
-        [
-            ("{{ raise_exception('no\nsystem') }}", "no system"),
-            ("{{ messages[0].nothing.more }}", "no attribute 'nothing'"),
-            ("{{ messages.append(1) }}", "unsafe"),
-            ("{{ messages.__class__.__mro__ }}", "unsafe"),
-            ("{{ namespace(__init__=1) }}", "cannot have the name '__init__'"),
-            ("{{ cycler.__init__.__globals__ }}", "unsafe"),
-            ("{{ strftime_now.__self__.x }}", "unsafe"),
-            ("{% include '/etc/passwd' %}", "no loader"),
-            ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
-            ("{% for i in range(1_000_000) %}{% endfor %}", "Range too big"),
-            ("{{ 1 // 0 }}", "by zero"),
-        ],
-        lambda case: "999" not in case[0],
-    ),
-)
+@pytest.mark.parametrize(("source", "reason"), refusals(__file__, "templates"))
 def test_a_template_that_fails_says_why(source, reason):
     with pytest.raises(ValueError, match=f"cannot take these messages: .*{reason}"):
         template(source).render(QUESTION)

@@ -12,6 +12,7 @@ from folder_contents import files_of
 from forged_digests import sign
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refusals
 
 from data_tools.inspect.verification import verify_split
 from lmlib import llama
@@ -183,16 +184,7 @@ def test_another_mask_cannot_go_on_with_a_shard(tmp_path):
         begun(tmp_path).extend(ids, lengths, 0, loss_mask=ids > 4)
 
 
-@pytest.mark.parametrize(
-    ("content", "lengths", "mask", "message"),
-    [
-        ("conversations", [4], None, "conversations need a loss mask"),
-        ("text", [4], [True] * 4, "text has no loss mask: leave it out"),
-        ("conversations", [4], [True] * 3, r"loss mask of \(3,\) does not fit 4 tokens"),
-        ("pairs", [4], [True] * 4, "are not pairs"),
-        ("pairs", [3, 1], [True] * 4, "are not pairs"),
-    ],
-)
+@pytest.mark.parametrize(("content", "lengths", "mask", "message"), refusals(__file__, "documents"))
 def test_documents_that_do_not_fit_are_refused(tmp_path, content, lengths, mask, message):
     loss_mask = None if mask is None else np.array(mask)
     with pytest.raises(ValueError, match=message):

@@ -3,6 +3,7 @@ from dataclasses import replace
 
 import pytest
 from forged_digests import sign
+from refusals import refusals
 
 from lmlib.data.stored.metadata import (
     ARRAYS,
@@ -10,7 +11,6 @@ from lmlib.data.stored.metadata import (
     ShardMetadata,
     SplitMetadata,
     TokenizerIdentity,
-    arrays_of,
     read_shard,
     read_split,
     tokenizers_differ,
@@ -106,22 +106,7 @@ def test_damaged_metadata_names_the_file(tmp_path, content):
         read_shard(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("entries", "message"),
-    [
-        ({"tokens": ...}, "has no tokens"),
-        ({"source": ...}, "source"),
-        ({"extra": 1}, "extra"),
-        ({"content": "poems"}, "content.*poems"),
-        ({"content": "conversations"}, "its digests are"),
-        ({"dropped_tokens": -1}, "its dropped_tokens is -1"),
-        ({"cut_documents": None}, "cut_documents.*None"),
-        (
-            {"content": "pairs", "documents": 3, "digests": dict.fromkeys(arrays_of("pairs"), "")},
-            "its 3 documents are not pairs",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("entries", "message"), refusals(__file__, "metadata entries"))
 def test_entries_that_make_no_sense_are_damage(tmp_path, entries, message):
     """`...` stands for an entry that is missing."""
     (first,) = write(tmp_path, FIRST)

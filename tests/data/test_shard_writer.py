@@ -3,6 +3,7 @@ import pytest
 import tensorstore as ts
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refusals
 
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.stored.journal import writing
@@ -159,17 +160,7 @@ def test_a_shard_without_documents(tmp_path):
     assert batch.tokens.tolist() == [[5, 6, 0, 0]]
 
 
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ({"vocab_size": 0}, "vocab_size"),
-        ({"bos_id": 300}, "bos_id 300"),
-        ({"eos_id": -1}, "eos_id -1"),
-        ({"chunk_length": 7}, "multiple of chunk_length"),
-        ({"shard": 2, "shards": 2}, "no shard 2 of 2"),
-        ({"split": "../elsewhere"}, "plain folder name"),
-    ],
-)
+@pytest.mark.parametrize(("setting", "message"), refusals(__file__, "shard writer"))
 def test_settings_that_make_no_sense(tmp_path, setting, message):
     settings = {"path": tmp_path, "split": "train", "vocab_size": 300}
     with pytest.raises(ValueError, match=message):

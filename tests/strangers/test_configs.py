@@ -8,40 +8,13 @@ import sys
 
 import fiddle as fdl
 import pytest
+from refusals import refusals
 from strangers import CANARY, ROOT, leave_canary, sparse, text
 
 from lmlib.data.synthetic import Synthetic
 from lmlib.experiment import Experiment, SampleSettings
 from runner.config import configs
 from runner.errors import ConfigError
-
-HOSTILE = [
-    ("evil", "run"),
-    ("evil.deeper", "run"),
-    ("os", "system"),
-    ("builtins", "exec"),
-    ("builtins", "__import__"),
-    ("pickle", "load"),
-    ("jax.numpy", "load"),
-    ("runner.processes.supervisor", "supervise"),
-    ("lmlib.checkpoint.folders", "remove"),
-    ("lmlib.storage.atomic_file", "write_atomically"),
-    ("lmlib.data.flat_tokens", "Path.unlink"),
-    ("lmlib.data.stored.metadata", "os.system"),
-    ("lmlib.models.families.llama", "llama.__class__"),
-    ("lmlib.optim.adamw", "adamw.__globals__"),
-    ("experiments.quickstart", "fdl.build"),
-    ("data_tools.standard_library", "pretokenize"),
-    ("data_tools.hf_stream.source", "load_tokenizer"),
-]
-NAMES = [f"{module}:{name}" for module, name in HOSTILE]
-NO_NAMES = [
-    ("lmlib.models; import evil", "x"),
-    ("..evil", "run"),
-    ("", "x"),
-    (5, "x"),
-    ("os", None),
-]
 
 
 @pytest.fixture
@@ -91,22 +64,14 @@ def rename(file, module, name):
     file.write_text(json.dumps(content))
 
 
-@pytest.mark.parametrize(("module", "name"), HOSTILE, ids=NAMES)
-def test_the_runner_refuses_what_is_not_listed(evil, module, name):
+@pytest.mark.parametrize(("module", "name", "told"), refusals(__file__, "hostile"))
+def test_the_runner_refuses_what_is_not_listed(evil, module, name, told):
     file = naming(evil, module, name)
-    with pytest.raises(ConfigError, match=r"may not run unasked|has no attribute") as raised:
+    with pytest.raises(ConfigError, match=told) as raised:
         configs.load(str(file))
     assert "\n" not in str(raised.value)
     assert not (evil / CANARY).exists()
     assert "evil" not in sys.modules
-
-
-@pytest.mark.parametrize(("module", "name"), NO_NAMES)
-def test_invalid_names_are_refused(evil, module, name):
-    file = naming(evil, module, name)
-    with pytest.raises(ConfigError, match="is not a saved Fiddle config"):
-        configs.load(str(file))
-    assert not (evil / CANARY).exists()
 
 
 def test_trusted_modules_are_imported(evil):
