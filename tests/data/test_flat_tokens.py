@@ -1,5 +1,6 @@
 """Flat tokens against loops over tokens and over documents, and what is refused."""
 
+import itertools
 import json
 import shutil
 from collections import Counter
@@ -17,6 +18,7 @@ from lmlib.data.mixture import Mixture, Stage
 from lmlib.data.permutation import permute
 from lmlib.data.stages import Stages
 from lmlib.data.stored.metadata import DamagedDataError
+from lmlib.data.synthetic import Synthetic
 from lmlib.parallel.mesh import make_mesh
 
 FIELDS = ("tokens", "targets", "segment_ids", "positions", "loss_mask")
@@ -67,8 +69,9 @@ def test_batches_match_a_loop_over_tokens(example, example_documents, length, ba
 
 @pytest.mark.parametrize("rows", [slice(0, 3), slice(2, 6), slice(5, 5), slice(0, 6, 2)])
 def test_some_rows_equal_those_of_the_whole_batch(example, rows):
-    source = FlatTokens(str(example), "train", 6, 10)
-    for step in (0, 3, source.steps_per_epoch - 1):
+    flat = FlatTokens(str(example), "train", 6, 10)
+    sources = flat, Synthetic(97, 6, 33, seed=4, teacher_k=2)
+    for source, step in itertools.product(sources, (0, 3, flat.steps_per_epoch - 1)):
         whole, part = source.batch(step), source.batch(step, rows)
         jax.tree.map(lambda w, p: np.testing.assert_array_equal(w[rows], p), whole, part)
 

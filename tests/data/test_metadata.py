@@ -13,7 +13,6 @@ from lmlib.data.stored.metadata import (
     TokenizerIdentity,
     read_shard,
     read_split,
-    tokenizers_differ,
 )
 
 FIRST = ShardMetadata(
@@ -128,12 +127,3 @@ def test_any_flipped_bit_is_noticed(tmp_path):
         file.write_bytes(changed)
         with pytest.raises(ValueError, match=r"damaged|version"):
             read_shard(first)
-
-
-def test_tokenizers_differ_if_their_files_do():
-    one, plain = TokenizerIdentity("here", "aa"), TokenizerIdentity("bytes", None)
-    assert not tokenizers_differ(one, TokenizerIdentity("there", "aa"))
-    assert tokenizers_differ(one, TokenizerIdentity("here", "bb"))
-    assert not tokenizers_differ(plain, plain)
-    assert tokenizers_differ(plain, one)
-    assert not tokenizers_differ(one, None) and not tokenizers_differ(None, None)

@@ -7,13 +7,13 @@ is also their program).
 import dataclasses
 import itertools
 import sys
-from collections import defaultdict
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
+from numbered_source import remember_rows
 from two_processes import run_two
 
 from lmlib.data.batch import Batch
@@ -46,18 +46,6 @@ def sources(data_set):
         ],
     )
     return {"stored": stored(0), "made up": made_up(0, teacher_k=3), "mixture": mixture}
-
-
-def remember_rows(source):
-    """Makes `source` remember the rows that were read, by step."""
-    read, batch = defaultdict(list), source.batch
-
-    def remembered(step, rows=slice(None)):
-        read[step] += range(BATCH_SIZE)[rows]
-        return batch(step, rows)
-
-    source.batch = remembered
-    return read
 
 
 def arrays_of(batch):

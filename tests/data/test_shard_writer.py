@@ -8,7 +8,7 @@ from refusals import refusals
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.stored.journal import writing
 from lmlib.data.stored.metadata import JOURNAL_FILE, TokenizerIdentity, read_shard
-from lmlib.data.stored.shard_writer import ShardWriter, finished_shard
+from lmlib.data.stored.shard_writer import ShardWriter
 from lmlib.storage.atomic_file import UNFINISHED
 
 IDS = st.integers(0, 299) | st.just(0)  # zeros, the fill value, come often
@@ -131,23 +131,6 @@ def test_splits_share_one_tokenizer(tmp_path):
     for other in (None, TokenizerIdentity("other", "00")):
         with pytest.raises(ValueError, match="share one tokenizer"):
             write("test", other)
-
-
-def test_finished_shard(tmp_path):
-    tokenizer, source = TokenizerIdentity("bytes", None), {"datasets": ["a"]}
-    settings = {"tokenizer": tokenizer, "source": source, "bos_id": None, "eos_id": 1}
-
-    def found(**changed):
-        return finished_shard(tmp_path, "train", 0, 1, **(settings | changed))
-
-    assert found() is None
-    writer = ShardWriter(tmp_path, "train", vocab_size=300, **settings)
-    writer.append(np.array([1, 2]), 2)
-    assert found() is None
-    assert writer.finish() == found()
-    for name, value in (("source", {"datasets": ["b"]}), ("bos_id", 0), ("eos_id", 2)):
-        with pytest.raises(FileExistsError, match=f"is finished, with {name}"):
-            found(**{name: value})
 
 
 def test_a_shard_without_documents(tmp_path):

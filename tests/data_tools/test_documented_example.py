@@ -6,6 +6,7 @@ import struct
 from pathlib import Path
 
 import pytest
+from numcodecs.checksum32 import CRC32C
 from xxhash import xxh3_64_intdigest, xxh3_128_hexdigest
 
 from data_tools.pretokenize.texts import pretokenize
@@ -19,25 +20,15 @@ PAGE = Path(__file__).parents[2] / "docs" / "flat-tokens.md"
 FOLDER = Path("two/train/shard_00000_of_00001")
 INNER_CHUNK = 16 * 1024  # tokens
 INNER_CHUNKS = 1024  # in a file
+CHECKED = CRC32C(location="end")  # bytes, then their checksum
 ABSENT = struct.pack("<2Q", 2**64 - 1, 2**64 - 1)
-
-
-def crc32c(content):
-    """Castagnoli's CRC bit by bit (RFC 3720, appendix B.4), little-endian."""
-    remainder = 0xFFFFFFFF
-    for byte in content:
-        remainder ^= byte
-        for _ in range(8):
-            remainder = (remainder >> 1) ^ (0x82F63B78 if remainder & 1 else 0)
-    return struct.pack("<I", remainder ^ 0xFFFFFFFF)
 
 
 def file_of(values, inner_chunk_bytes):
     """A file with one inner chunk."""
-    chunk = values.ljust(inner_chunk_bytes, b"\0")
-    chunk += crc32c(chunk)
+    chunk = CHECKED.encode(values.ljust(inner_chunk_bytes, b"\0")).tobytes()
     index = struct.pack("<2Q", 0, len(chunk)) + ABSENT * (INNER_CHUNKS - 1)
-    return chunk + index + crc32c(index)
+    return chunk + CHECKED.encode(index).tobytes()
 
 
 @pytest.fixture(scope="module")

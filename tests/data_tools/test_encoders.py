@@ -169,9 +169,11 @@ def test_every_code_point_is_cut_alike(style):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("style", STYLES)
-def test_texts_longer_than_a_chunk(style):
+def test_texts_longer_than_a_chunk_and_long_runs(style):
     text = "".join(multilingual() + standard_library())[: 5 << 19]
-    assert_same_ids(encoder(style), trained(style), [text, text.replace(" ", "")[: 3 << 19]])
+    runs = [run * 100_000 + " end" for run in ("a", "0", "中", "!", "'s", "가", "é")]
+    texts = [text, text.replace(" ", "")[: 3 << 19], *runs]
+    assert_same_ids(encoder(style), trained(style), texts)
 
 
 @pytest.mark.landing
@@ -189,14 +191,6 @@ def test_texts_longer_than_a_chunk(style):
 def test_long_whitespace(style, run):
     repeated = run * (1_010_000 // len(run))  # fancy-regex gives up at a million
     assert_same_ids(encoder(style), trained(style), [f"a {repeated}b", f"!{repeated}"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("run", ["a", "0", "中", "!", "'s", "가", "é"])
-def test_long_runs_of_other_characters(run):
-    texts = [run * 100_000 + " end"]
-    for style in STYLES:
-        assert_same_ids(encoder(style), trained(style), texts)
 
 
 @pytest.mark.slow
