@@ -6,7 +6,6 @@ import json
 import numpy as np
 import pytest
 import zarr
-from byte_texts import write_ids
 from forked_processes import run_forked
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -120,14 +119,6 @@ def test_damage_is_named(tmp_path):
         to_lmlib(tmp_path / "other", tmp_path / "out2")
 
 
-def test_the_wrong_source_is_refused(tmp_path):
-    write_ids(tmp_path / "lmlib", SMALL)
-    with pytest.raises(ValueError, match="no split in seqax's format"):
-        to_lmlib(tmp_path / "lmlib", tmp_path / "out")
-    with pytest.raises(FileNotFoundError, match="there is no folder"):
-        to_lmlib(tmp_path / "nothing", tmp_path / "out")
-
-
 @pytest.mark.slow
 def test_the_command(tmp_path):
     write_seqax(tmp_path / "in", [[1, 2], [], [3]])
@@ -141,11 +132,5 @@ def test_the_command(tmp_path):
     assert done.stdout == f"{tmp_path}/out/train: {kept}; {dropped}\n"
     content = json.loads((tmp_path / "out/train/shard_00000_of_00001/metadata.json").read_text())
     assert content["source"]["path"] == str(tmp_path / "in")
-    again = run("in", "out")
-    exists = f"convert: {tmp_path}/out exists already: choose another folder\n"
-    assert (again.returncode, again.stdout, again.stderr) == (2, "", exists)
     assert run("in", "named", "--tokenizer=bytes").returncode == 0
     assert read_split(tmp_path / "named/train").tokenizer == load_tokenizer("bytes").identity
-    wrong = run("in")
-    assert (wrong.returncode, wrong.stdout) == (2, "")
-    assert wrong.stderr == "convert: give a folder in seqax's format and a new one; see --help\n"

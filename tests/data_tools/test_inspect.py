@@ -14,7 +14,6 @@ from folder_contents import files_of
 from forged_digests import sign
 from forked_processes import run_forked
 from refusals import refusals
-from sentinels import sentinels
 from seqax_data import write_seqax
 
 from data_tools.inspect.batches import is_masked, row_text
@@ -204,19 +203,6 @@ def test_the_status_of_the_command(tmp_path):
         "damaged: data/train/shard_00000_of_00001/tokens/c/1: is missing",
         "data/train: damaged in 1 place",
     ]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    sentinels(  # one of flags, one of a batch's needs, and one of the data
-        refusals(__file__, "inspect"),
-        lambda case: case[0] in ("data --cheque=1", "data --rows=3", "data --batch=9 --epochs=1"),
-    ),
-)
-def test_a_mistake_is_one_line(tmp_path, arguments, message):
-    write_texts(tmp_path / "data")
-    done = command(tmp_path, *arguments.split())
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"inspect: {message}\n")
 
 
 def test_control_characters_do_not_reach_the_terminal():

@@ -10,8 +10,6 @@ import pytest
 from folder_contents import files_of
 from forked_processes import run_forked
 from own_texts import write_own_texts
-from refusals import refusals
-from sentinels import sentinels
 
 from data_tools import command_line as command_line_module
 from data_tools.command_line import ProgressLine
@@ -226,20 +224,6 @@ def test_shards_have_one_source(tmp_path):
     pretokenize_shard(a, *target, shards=2)
     with pytest.raises(FileExistsError, match=r"is finished, with source datasets .*a\.jsonl"):
         pretokenize_shard(b, *target, shard=1, shards=2)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    sentinels(refusals(__file__, "pretokenize"), lambda mistake: len(mistake[0]) == 2),
-)
-def test_mistakes_are_reported_in_one_line(tmp_path, arguments, message):
-    (tmp_path / "a.txt").write_text("a")
-    common = [f"--dataset={tmp_path / 'a.txt'}", "--tokenizer=bytes", f"--out={tmp_path / 'out'}"]
-    failed = command_line(*common, *arguments)
-    assert failed.returncode == 2
-    assert failed.stderr.startswith("pretokenize: ") and failed.stderr.count("\n") == 1
-    assert message in failed.stderr
-    assert not (tmp_path / "out").exists()
 
 
 def test_training_is_proposed_once_both_splits_are_there(tmp_path):
