@@ -194,14 +194,6 @@ def test_missing_paths(tmp_path):
         row_source([str(tmp_path)], name="en")
 
 
-def test_a_changed_file_changes_the_description(tmp_path):
-    file = write_kind(tmp_path, ".jsonl")
-    before = Files([str(file)]).description
-    assert json.loads(json.dumps(before)) == before
-    file.write_bytes(file.read_bytes() + b"\n")
-    assert Files([str(file)]).description != before
-
-
 def test_a_hugging_face_data_set(tmp_path, monkeypatch):
     """It is a folder, since a network may be missing; `datasets` reads both alike."""
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))

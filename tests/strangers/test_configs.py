@@ -3,11 +3,11 @@
 import json
 import os
 import re
-import subprocess
 import sys
 
 import fiddle as fdl
 import pytest
+from forked_processes import PATHS, run_forked
 from refusals import refusals
 from strangers import CANARY, ROOT, leave_canary, sparse, text
 
@@ -89,24 +89,11 @@ def test_trust_in_one_name_is_none_in_another(evil, trusted):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["runner", "--fdl_config={file}", "--workdir=work"],
-        ["runner.inspect", "{folder}", "--batch=0"],
-    ],
-)
-def test_the_commands_refuse_it_in_a_line(evil, command):
-    file = naming(evil, "evil", "run")
-    done = subprocess.run(
-        [sys.executable, "-m", *(word.format(file=file, folder=file.parent) for word in command)],
-        capture_output=True,
-        text=True,
-        cwd=evil,
-        env=os.environ | {"PYTHONPATH": f"{evil}:{ROOT}"},
-    )
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
+def test_inspecting_a_run_refuses_it_in_a_line(evil):
+    folder = naming(evil, "evil", "run").parent
+    paths = {"PYTHONPATH": f"{evil}:{PATHS}"}
+    done = run_forked("-m", "runner.inspect", folder, "--batch=0", cwd=evil, environment=paths)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert "refers to evil.run" in done.stderr.replace("'", "")
     assert not (evil / CANARY).exists()
 
