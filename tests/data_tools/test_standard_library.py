@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_tools.standard_library import made_whole, shared_lines, sources, standard_library
+from data_tools.standard_library import made_whole, sources, standard_library
 from data_tools.tokenizer import load_tokenizer
 from lmlib.data import compressors
 from lmlib.data.flat_tokens import FlatTokens
@@ -64,22 +64,12 @@ def test_whole_packages_are_held_out(folder):
     assert documents_of(folder, "validation") == held_out
 
 
-def test_a_twentieth_of_validation_are_long_lines_that_the_training_text_has():
+def test_the_splits_share_no_package():
     train, held_out = sources()
     assert 900_000 < sum(len(text.encode()) for text in held_out.values()) < 1_200_000
     assert {path.partition("/")[0] for path in held_out} == {"email", "http", "urllib", "xml"}
     elsewhere = {"email", "http", "urllib", "xml", "encodings", "pydoc_data"}
     assert not {path.partition("/")[0] for path in train} & elsewhere
-    share = shared_lines(train.values(), held_out.values())
-    assert 0 < share < 0.05
-
-
-def test_shared_lines_are_counted_in_bytes():
-    long, short, umlauts = "x" * 21, "y" * 20, "ü" * 11
-    train = [f"{long}\n{short}\n", f"before\n{umlauts}"]
-    held_out = [f"{long}\n{long} \n{short}\n{umlauts}\n", f"z\n{long}"]
-    expected = (22 + 23 + 22) / len("".join(held_out).encode())
-    assert shared_lines(train, held_out) == pytest.approx(expected)
 
 
 def test_compressors_are_measured_on_the_held_out_bytes(folder):
@@ -92,7 +82,6 @@ def test_compressors_are_measured_on_the_held_out_bytes(folder):
     gzipped = sum(len(gzip.compress(text, 9)) for text in held_out)
     assert found["gzip -9 of each text"] == 8 * gzipped / size
     assert found.keys() == {"gzip -9 of each text", *compressors.available()}
-    assert source.metadata.source["lines_in_training"] > 0
     assert not FlatTokens(str(folder), "train", 1, 8).compressed_bits_per_byte
 
 
