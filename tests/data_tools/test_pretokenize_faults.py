@@ -51,11 +51,12 @@ def write_lines(file, total_bytes):
             written += lines.write(line)
 
 
-def drive(driver, *arguments):
-    """The driver, once it has begun."""
+def drive(folder, out, workers):
+    """The driver on `folder`'s lines.jsonl, once it has begun."""
+    (folder / "driver.py").write_text(DRIVER)
     process = subprocess.Popen(
-        [sys.executable, str(driver), *map(str, arguments)],
-        cwd=REPOSITORY,
+        [sys.executable, "driver.py", "lines.jsonl", out, str(workers)],
+        cwd=folder,
         env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
         stdout=subprocess.PIPE,
         start_new_session=True,
@@ -67,17 +68,15 @@ def drive(driver, *arguments):
 @pytest.mark.landing
 def test_killed_at_random_moments_the_bytes_are_the_same(tmp_path):
     write_lines(tmp_path / "lines.jsonl", 4_000_000)
-    driver = tmp_path / "driver.py"
-    driver.write_text(DRIVER)
     begun = time.monotonic()
-    whole = drive(driver, tmp_path / "lines.jsonl", tmp_path / "whole", 0)
+    whole = drive(tmp_path, "whole", 0)
     assert whole.wait(timeout=120) == 0
     seconds = time.monotonic() - begun
 
     rng = random.Random()
     killed = 0
     while killed < 5:
-        process = drive(driver, tmp_path / "lines.jsonl", tmp_path / "killed", 0)
+        process = drive(tmp_path, "killed", 0)
         try:
             process.wait(timeout=rng.uniform(0, seconds / 4))
             break  # it went to its end before it could be killed
@@ -85,7 +84,7 @@ def test_killed_at_random_moments_the_bytes_are_the_same(tmp_path):
             process.kill()
             process.wait()
             killed += 1
-    assert drive(driver, tmp_path / "lines.jsonl", tmp_path / "killed", 0).wait(timeout=120) == 0
+    assert drive(tmp_path, "killed", 0).wait(timeout=120) == 0
     assert files_of(tmp_path / "killed") == files_of(tmp_path / "whole")
 
 
@@ -104,9 +103,7 @@ def assert_ended(workers):
 
 def test_workers_end_with_the_killed_process(tmp_path):
     write_lines(tmp_path / "lines.jsonl", 30_000_000)
-    driver = tmp_path / "driver.py"
-    driver.write_text(DRIVER)
-    process = drive(driver, tmp_path / "lines.jsonl", tmp_path / "out", 2)
+    process = drive(tmp_path, "out", 2)
     journal = tmp_path / "out" / "train" / "shard_00000_of_00002" / "journal.json"
     while not (journal.exists() and json.loads(journal.read_text())["written"]):
         assert process.poll() is None
