@@ -9,7 +9,7 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ HELD_OUT = ("email", "http", "urllib", "xml")
 LEFT_OUT = ("encodings", "pydoc_data")  # character tables, and the manual as strings
 
 _RECIPE = 4  # increment if the same sources should give other data
-_LONG_LINE = 20  # bytes; `shared_lines` counts longer ones
 _VALIDATION_SHARE = 10  # one byte in ten of `max_bytes`
 _EXCLUDED_FOLDERS = frozenset(
     {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
@@ -42,8 +41,7 @@ def standard_library(
     The documents are the running interpreter's own .py files without its tests, in the order of
     their paths; see `sources` for the splits and `max_bytes`. A byte-level BPE of `vocab_size` is
     trained on the split `train`. `validation` records the sizes of its texts under compressors
-    (`lmlib.data.compressors`) that are installed now or at a later call, and the share of its bytes
-    in lines that are also in `train`.
+    (`lmlib.data.compressors`) that are installed now or at a later call.
 
     The folder is in `cache`, by default `cache_folder()`, or else in a user-specific temporary
     folder. Its name has the Python version, the settings and a digest of the files. Another process
@@ -96,18 +94,14 @@ def standard_library(
             report(f"the compressed sizes are not saved: {error}")
         return str(folder)
     with made_whole(folder) as making:
-        shared = shared_lines(train.values(), validation.values())
-        report(
-            f"read {len(train)} files to train on and {len(validation)} to hold out, {shared:.1%} "
-            f"of which are lines of more than {_LONG_LINE} bytes that both have"
-        )
+        report(f"read {len(train)} files to train on and {len(validation)} to hold out")
         described = f"byte-level BPE of {vocab_size} on Python {_PYTHON_VERSION}'s standard library"
         tokenizer = train_byte_level_bpe(list(train.values()), vocab_size, described)
         report(f"trained a tokenizer of {tokenizer.vocab_size} ids")
         source: dict[str, Any] = {"standard_library": _PYTHON_VERSION, "max_bytes": max_bytes}
         pretokenize(Texts(list(train.values()), source), tokenizer, making, "train")
         report("wrote the split train")
-        source |= {"packages": list(HELD_OUT), "lines_in_training": round(shared, 4)}
+        source |= {"packages": list(HELD_OUT)}
         held_out = Texts(list(validation.values()), source)
         pretokenize(held_out, tokenizer, making, "validation", gzip_baseline=True)
         measure_compressors(making / "validation")
@@ -141,18 +135,6 @@ def sources(max_bytes: int | None = None) -> tuple[dict[str, str], dict[str, str
         return train, validation
     held_out_bytes = max_bytes // _VALIDATION_SHARE
     return _fitting(train, max_bytes - held_out_bytes), _fitting(validation, held_out_bytes)
-
-
-def shared_lines(train: Iterable[str], validation: Iterable[str]) -> float:
-    """Returns the share of `validation`'s bytes in lines that are also in `train`.
-
-    Counts lines of more than 20 bytes, verbatim, with their newlines.
-    """
-    known = {line for text in train for line in text.split("\n")}
-    lines = [line for text in validation for line in text.split("\n")]
-    sizes = [(line, len(line.encode())) for line in lines]
-    shared = sum(size + 1 for line, size in sizes if size > _LONG_LINE and line in known)
-    return shared / sum(len(text.encode()) for text in validation)
 
 
 def _fitting(texts: Mapping[str, str], most: int) -> dict[str, str]:

@@ -151,7 +151,7 @@ def _saved_states(workdir: Path) -> dict[int, list[dict[str, Any]]]:
 def _decoder(cfg: fdl.Config, part: str, source: Source) -> Any:
     """Returns a function that decodes the ids of `source`, or `None` if no tokenizer is known."""
     if isinstance(source, HFStream):
-        return source.decode
+        return source.text_codec().decode
     decoders = (usable_decoder(data, source.tokenizer) for data, _ in data_sets(cfg, part))
     return next(filter(None, decoders), None)
 

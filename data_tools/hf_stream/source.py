@@ -5,7 +5,7 @@ Shape suffix: B batch (rows).
 
 import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any, Literal
@@ -144,10 +144,6 @@ class HFStream:
     def contents(self) -> dict[str, str]:
         """See `lmlib.data.batch.Stored`; unknown for the constructor's `records`."""
         return hf_records.contents(self._dataset, self._name) if self._stored else {}
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """Returns the text of `ids`, without special tokens."""
-        return self._tokenizer.decode(ids)
 
     def text_codec(self) -> TextCodec:
         """See `lmlib.data.text.HasText`."""

@@ -28,7 +28,6 @@ FLAGS = flags.FLAGS
 flags.DEFINE_string("split", None, "Name of one split; default: all, or 'train' with --batch.")
 flags.DEFINE_integer("samples", 3, "Number of samples of text to show.", lower_bound=0)
 flags.DEFINE_integer("sample_length", 100, "Tokens in each sample.", lower_bound=1)
-flags.DEFINE_bool("lengths", True, "Show document lengths (not in seqax's format).")
 flags.DEFINE_bool("verify", False, "Read everything and list all damage.")
 flags.DEFINE_integer("batch", None, "Show the batch of this step, from 0.", lower_bound=0)
 flags.DEFINE_integer("seed", 0, "Seed of the samples, or of the batch's order.", lower_bound=0)
@@ -62,7 +61,7 @@ def inspect(arguments: Sequence[str]) -> int:
         return 1 if show_damage(wanted) else 0
     for number, folder in enumerate(wanted):
         print("\n" if number else "", end="")
-        show_split(folder, FLAGS.samples, FLAGS.sample_length, FLAGS.seed, lengths=FLAGS.lengths)
+        show_split(folder, FLAGS.samples, FLAGS.sample_length, FLAGS.seed)
     return 0
 
 

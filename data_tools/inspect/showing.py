@@ -27,16 +27,14 @@ _BAR = 40  # characters of the longest bar
 _PERCENTILES = (1, 10, 50, 90, 99, 100)
 
 
-def show_split(
-    folder: Path, count: int = 3, length: int = 100, seed: int = 0, lengths: bool = True
-) -> None:
+def show_split(folder: Path, count: int = 3, length: int = 100, seed: int = 0) -> None:
     """Prints the content of a split, and `count` samples of `length` tokens.
 
-    With `lengths` it also prints the document lengths, unless the format is seqax's.
+    Unless the format is seqax's, it also prints the document lengths.
     """
     split = describe_split(folder)
     print(description_text(split), flush=True)
-    if lengths and split.format == "lmlib":
+    if split.format == "lmlib":
         print(f"\n{lengths_text(document_lengths(folder, ProgressLine()))}", flush=True)
     if not count:
         return

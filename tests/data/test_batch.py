@@ -4,26 +4,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from numbered_source import remember_rows
 
 from lmlib.data.batch import Batch, packed_batch, place
 from lmlib.data.synthetic import Synthetic
 
 pytestmark = pytest.mark.several_devices
-
-
-class Recording:
-    """A source that remembers which rows were read."""
-
-    def __init__(self, batch_size, sequence_length):
-        self._source = Synthetic(50, batch_size, sequence_length)
-        self.batch_size, self.sequence_length = batch_size, sequence_length
-        self.max_token_id = self._source.max_token_id
-        self.batches = self.bytes_per_target = self.tokenizer = None
-        self.rows_read: list[int] = []
-
-    def batch(self, step, rows=slice(None)):
-        self.rows_read += range(self.batch_size)[rows]
-        return self._source.batch(step, rows)
 
 
 def mesh_of(data, fsdp, tensor):
@@ -46,10 +32,11 @@ def mesh_of(data, fsdp, tensor):
     ],
 )
 def test_place_equals_the_batch(sizes, spec):
-    source = Recording(8, 16)
+    source, expected = (Synthetic(50, 8, 16) for _ in range(2))
+    read = remember_rows(source)
     sharding = NamedSharding(mesh_of(*sizes), spec)
     placed = place(source, 3, sharding, order="plain")
-    assert source.rows_read == list(range(8))  # each once
+    assert read == {3: list(range(8))}  # each once
     assert isinstance(placed, Batch)
 
     def check(array, expected):
@@ -57,11 +44,11 @@ def test_place_equals_the_batch(sizes, spec):
         assert array.dtype == expected.dtype
         np.testing.assert_array_equal(array, expected)
 
-    jax.tree.map(check, placed, source.batch(3))
+    jax.tree.map(check, placed, expected.batch(3))
 
 
 def test_devices_that_share_a_row_have_an_early_and_a_late_piece_of_it():
-    source = Recording(8, 16)
+    source = Synthetic(50, 8, 16)
     placed = place(source, 3, NamedSharding(mesh_of(2, 2, 2), PartitionSpec("data", "fsdp")))
     assert placed.order == "zigzag"
     expected = source.batch(3)

@@ -2,14 +2,14 @@
 
 import json
 from datetime import datetime
+from pathlib import Path
 
 import pytest
 from chat_templates import CHATS, TEMPLATES, TOKENS, TOOLS
-from sentinels import sentinels
+from refusals import refusals
 from tokenizers import Tokenizer, models
 
 from lmlib.data.chats.chat import (
-    Chat,
     ChatTemplate,
     answer_ends,
     check_messages,
@@ -19,18 +19,7 @@ from lmlib.data.chats.chat import (
 from lmlib.data.text import codec_of_json
 
 QUESTION = CHATS["a question"]
-ASKED = "What is 1 < 2 & 'é' in 日本?"
-EXPECTED = {
-    "chatml": f"<|im_start|>user\n  {ASKED}\n<|im_end|>\n<|im_start|>assistant\n",
-    "llama3": "<s><|start_header_id|>system<|end_header_id|>\n\nToday: 05 Mar 2024\n\n<|eot_id|>"
-    f"<|start_header_id|>user<|end_header_id|>\n\n{ASKED}<|eot_id|>"
-    "<|start_header_id|>assistant<|end_header_id|>\n\n",
-    "gemma": f"<s><start_of_turn>user\n{ASKED}<end_of_turn>\n<start_of_turn>model\n",
-    "mistral": f"<s>[INST]   {ASKED}\n[/INST]1 asked",
-    "qwen3": f"<|im_start|>user\n  {ASKED}\n<|im_end|>\n<|im_start|>assistant\n",
-    "glm": f"[gMASK]<sop><|user|>\n  {ASKED}\n<|assistant|>",
-    "phi3": f"<|user|>\n  {ASKED}\n<|end|>\n<|assistant|>\n",
-}
+EXPECTED = json.loads(Path(__file__).with_name("written_questions.json").read_text("utf-8"))
 
 
 def template(source):
@@ -57,24 +46,6 @@ def test_a_text_may_have_lone_surrogates():
     halves = [{"role": "user", "content": half} for half in ("\ud83d", "\ude00")]
     joined = template("{{ messages[0].content ~ messages[1].content }}").render(halves).text
     assert [*joined] == ["\ud83d", "\ude00"]
-
-
-def test_turns_are_written_where_the_template_marks_none():
-    for name in ("gemma", "qwen3"):  # which writes what was said before otherwise
-        source = template(TEMPLATES[name])
-        chat = Chat(CHATS["turns"][name == "gemma" :], turns=(1, 3) if name == "gemma" else (2, 4))
-        found = source.render_chat(chat)
-        assert found.text == source.render(chat.messages).text
-        for turn, texts in zip(chat.turns, found.turns, strict=True):
-            prompt = source.render(chat.messages[:turn], add_generation_prompt=True).text
-            assert texts == (prompt, source.render(chat.messages[: turn + 1]).text)
-    found = template(TEMPLATES["chatml"]).render_chat(Chat(CHATS["turns"], turns=(2, 4)))
-    assert found.assistant and found.turns == ()
-
-
-def test_tools_are_json_as_it_is_read():
-    text = template(TEMPLATES["chatml"]).render(QUESTION, tools=TOOLS).text
-    assert f"\n{json.dumps(TOOLS[0], ensure_ascii=False)}<|im_end|>" in text
 
 
 def write(folder, template, **others):
@@ -157,25 +128,7 @@ def test_a_damaged_template_is_refused(tmp_path, stored, message):
         read_chat_template(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("source", "reason"),
-    sentinels(
-        [
-            ("{{ raise_exception('no\nsystem') }}", "no system"),
-            ("{{ messages[0].nothing.more }}", "no attribute 'nothing'"),
-            ("{{ messages.append(1) }}", "unsafe"),
-            ("{{ messages.__class__.__mro__ }}", "unsafe"),
-            ("{{ namespace(__init__=1) }}", "cannot have the name '__init__'"),
-            ("{{ cycler.__init__.__globals__ }}", "unsafe"),
-            ("{{ strftime_now.__self__.x }}", "unsafe"),
-            ("{% include '/etc/passwd' %}", "no loader"),
-            ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
-            ("{% for i in range(1_000_000) %}{% endfor %}", "Range too big"),
-            ("{{ 1 // 0 }}", "by zero"),
-        ],
-        lambda case: "999" not in case[0],
-    ),
-)
+@pytest.mark.parametrize(("source", "reason"), refusals(__file__, "templates"))
 def test_a_template_that_fails_says_why(source, reason):
     with pytest.raises(ValueError, match=f"cannot take these messages: .*{reason}"):
         template(source).render(QUESTION)

@@ -52,7 +52,7 @@ def test_only_one_code_saw_the_training_text():
 
 def test_saved_lengths_are_read(tmp_path):
     assert compressors.read(tmp_path) == {}
-    told: list[str] = []
+    told = []
     measured = compressors.measure(TEXTS, TRAINING, report=told.append)
     assert tuple(told) == tuple(measured) == compressors.available()
     compressors.save(tmp_path, measured)

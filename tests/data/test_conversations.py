@@ -4,7 +4,6 @@ import filecmp
 import re
 from collections import Counter
 
-import jax
 import numpy as np
 import pytest
 import zarr
@@ -12,14 +11,12 @@ from folder_contents import files_of
 from forged_digests import sign
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refusals
 
 from data_tools.inspect.verification import verify_split
-from lmlib import llama
-from lmlib.compute import Compute
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.stored.shard_writer import ShardWriter
 from lmlib.data.whole_documents import arranged, best_fit_decreasing
-from lmlib.losses.next_token import batch_loss
 
 SMALL = {"vocab_size": 300, "file_length": 16, "chunk_length": 4}
 LENGTHS = [3, 7, 2, 9, 5, 4, 4, 8]  # tokens of documents whose ids tell where they belong
@@ -65,6 +62,7 @@ def rows_of(source):
                 here = np.flatnonzero(segments == segment)
                 ids.append([*batch.tokens[row, here].tolist()])
                 targets.append(batch.loss_mask[row, here].tolist())
+                assert batch.positions[row, here].tolist() == [*range(len(here))]
                 last = int(batch.targets[row, here[-1]])
                 if last // 10 == ids[-1][0] // 10 and last:
                     ids[-1].append(last)
@@ -79,7 +77,6 @@ def test_each_conversation_lies_whole_in_one_row(tmp_path, packed):
     assert verify_split(write(tmp_path)) == []
     source = FlatTokens(str(tmp_path), "train", 1, 11, epochs=1, packed=packed)
     assert (source.content, source.pairs, source.bytes_per_target) == ("conversations", False, None)
-    assert source.metadata is not None
     assert source.metadata.targets == sum(int(mask[1:].sum()) for mask in masks())
     assert source.metadata.cut_documents == 4
     rows = rows_of(source)
@@ -184,16 +181,7 @@ def test_another_mask_cannot_go_on_with_a_shard(tmp_path):
         begun(tmp_path).extend(ids, lengths, 0, loss_mask=ids > 4)
 
 
-@pytest.mark.parametrize(
-    ("content", "lengths", "mask", "message"),
-    [
-        ("conversations", [4], None, "conversations need a loss mask"),
-        ("text", [4], [True] * 4, "text has no loss mask: leave it out"),
-        ("conversations", [4], [True] * 3, r"loss mask of \(3,\) does not fit 4 tokens"),
-        ("pairs", [4], [True] * 4, "are not pairs"),
-        ("pairs", [3, 1], [True] * 4, "are not pairs"),
-    ],
-)
+@pytest.mark.parametrize(("content", "lengths", "mask", "message"), refusals(__file__, "documents"))
 def test_documents_that_do_not_fit_are_refused(tmp_path, content, lengths, mask, message):
     loss_mask = None if mask is None else np.array(mask)
     with pytest.raises(ValueError, match=message):
@@ -211,30 +199,3 @@ def test_verify_compares_the_mask_with_the_metadata(tmp_path, place, value, mess
     mask[place] = value
     sign(shard)
     assert re.search(message, " ".join(damage.reason for damage in verify_split(folder)))
-
-
-@pytest.mark.slow
-def test_the_loss_of_a_row_is_the_sum_of_those_of_its_conversations(tmp_path):
-    rng = np.random.default_rng(0)
-    writer = ShardWriter(tmp_path, "train", content="conversations", vocab_size=64)
-    lengths = rng.integers(3, 30, 40)
-    tokens = rng.integers(0, 64, lengths.sum())
-    writer.extend(tokens, lengths, 0, loss_mask=rng.random(len(tokens)) < 0.5)
-    made = writer.finish()
-    model = llama(vocab=64, embed=32, layers=2, heads=2, mlp=64, key=jax.random.key(0))
-
-    def loss(packed):
-        source = FlatTokens(str(tmp_path), "train", 1, 63, packed=packed)
-        total, targets = 0.0, 0
-        compute = Compute(dtype="float32")
-        of_batch = jax.jit(lambda batch: batch_loss(model, batch, compute)[0].loss_sum)
-        for step in range(source.steps_per_epoch):
-            batch = source.batch(step)
-            total += float(of_batch(batch))
-            targets += int(batch.loss_mask.sum())
-        return total, targets, source.sequences
-
-    (together, targets, rows), (alone, targets_alone, documents) = loss(True), loss(False)
-    assert targets == targets_alone == made.targets
-    assert rows < documents == 40
-    np.testing.assert_allclose(together, alone, rtol=1e-5)

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 from small_experiment import small
 
+from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.mixture import Mixture, Stage
+from lmlib.data.stored.metadata import TokenizerIdentity
 from lmlib.data.synthetic import Synthetic
 from lmlib.experiment.sources import check_rows
 from runner import fit
@@ -103,3 +105,13 @@ def test_a_run_refuses_them_before_it_begins(tmp_path):
     with pytest.raises(ConfigError, match=r"^data\.sources\['own'\]\.batch.* has the id 512"):
         fit(cfg, tmp_path / "run")
     assert not (tmp_path / "run" / "config.json").exists()
+
+
+def test_validation_of_another_tokenizer_is_refused(tmp_path, write_documents):
+    cfg = small("steps=1")
+    for name in ("data", "validation"):
+        tokenizer = TokenizerIdentity(f"of {name}", None)
+        write_documents(tmp_path / name, [[1] * 40], tokenizer=tokenizer)
+        setattr(cfg, name, fdl.Config(FlatTokens, str(tmp_path / name), "train", B, S))
+    with pytest.raises(ConfigError, match=r"made by 'of data', but validation by 'of validation'"):
+        fit(cfg, tmp_path / "run")

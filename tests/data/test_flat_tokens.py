@@ -1,7 +1,7 @@
 """Flat tokens against loops over tokens and over documents, and what is refused."""
 
+import itertools
 import json
-import re
 import shutil
 from collections import Counter
 
@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from forged_digests import sign
 from jax.sharding import NamedSharding, PartitionSpec
+from refusals import refusals
 
 from lmlib.data.batch import has_whole_rows, place
 from lmlib.data.flat_tokens import FlatTokens
@@ -17,6 +18,7 @@ from lmlib.data.mixture import Mixture, Stage
 from lmlib.data.permutation import permute
 from lmlib.data.stages import Stages
 from lmlib.data.stored.metadata import DamagedDataError
+from lmlib.data.synthetic import Synthetic
 from lmlib.parallel.mesh import make_mesh
 
 FIELDS = ("tokens", "targets", "segment_ids", "positions", "loss_mask")
@@ -25,7 +27,7 @@ FIELDS = ("tokens", "targets", "segment_ids", "positions", "loss_mask")
 def reference_row(documents, index, length):
     """Sequence `index`, token by token; `documents` in the order in which they are stored."""
     flat = [(token, number) for number, document in enumerate(documents) for token in document]
-    row: dict[str, list] = {field: [] for field in FIELDS}
+    row = {field: [] for field in FIELDS}
     segment, position = 0, 0
     for p in range(index * length, (index + 1) * length):
         if p + 1 >= len(flat):
@@ -67,8 +69,9 @@ def test_batches_match_a_loop_over_tokens(example, example_documents, length, ba
 
 @pytest.mark.parametrize("rows", [slice(0, 3), slice(2, 6), slice(5, 5), slice(0, 6, 2)])
 def test_some_rows_equal_those_of_the_whole_batch(example, rows):
-    source = FlatTokens(str(example), "train", 6, 10)
-    for step in (0, 3, source.steps_per_epoch - 1):
+    flat = FlatTokens(str(example), "train", 6, 10)
+    sources = flat, Synthetic(97, 6, 33, seed=4, teacher_k=2)
+    for source, step in itertools.product(sources, (0, 3, flat.steps_per_epoch - 1)):
         whole, part = source.batch(step), source.batch(step, rows)
         jax.tree.map(lambda w, p: np.testing.assert_array_equal(w[rows], p), whole, part)
 
@@ -81,22 +84,11 @@ def test_bytes_per_target_counts_what_the_loss_counts(tmp_path, write_documents,
     assert source.bytes_per_target == source.metadata.bytes / targets
 
 
-@pytest.mark.parametrize(
-    ("setting", "error", "message"),
-    [
-        ({"batch_size": 0}, ValueError, "batch_size of at least 1, not 0"),
-        ({"batch_size": 2**31}, ValueError, "batch_size below 2^31, not 2,147,483,648"),
-        ({"sequence_length": -2}, ValueError, "sequence_length of at least 1, not -2"),
-        ({"epochs": 0}, ValueError, "epochs of at least 1, not 0"),
-        ({"seed": -1}, ValueError, "seed in [0, 2**64) or None, not -1"),
-        ({"path": "/nowhere"}, FileNotFoundError, "python -m data_tools.pretokenize"),
-        ({"path": __file__}, FileNotFoundError, "is a file: pretokenize it first"),
-        ({"split": "test"}, FileNotFoundError, "no split 'test'; it has train"),
-    ],
-)
-def test_settings_that_make_no_sense(example, setting, error, message):
+@pytest.mark.parametrize(("setting", "message"), refusals(__file__, "flat tokens"))
+def test_settings_that_make_no_sense(example, setting, message):
     settings = {"path": str(example), "split": "train", "batch_size": 2, "sequence_length": 2}
-    with pytest.raises(error, match=re.escape(message)):
+    error = FileNotFoundError if setting.keys() & {"path", "split"} else ValueError
+    with pytest.raises(error, match=message):
         FlatTokens(**(settings | setting))
 
 
@@ -192,7 +184,6 @@ def test_one_document_in_each_row(example, example_documents, seed):
 @pytest.mark.parametrize("epochs", [1, 3])
 def test_so_many_epochs(example, packed, epochs):
     source = FlatTokens(str(example), "train", 4, S, epochs=epochs, packed=packed)
-    assert source.batches is not None
     rows = np.concatenate([source.sequence_numbers(step) for step in range(source.batches)])
     counted = np.bincount(rows[rows >= 0], minlength=source.sequences)
     assert (counted == epochs).all()
@@ -271,7 +262,7 @@ def test_rows_that_begin_with_a_document(example, example_documents, length, see
         for position in range(len(cut) - 1)
     )
     for epoch in range(2):
-        found: Counter[tuple[int, ...]] = Counter()
+        found = Counter()
         for row in range(epoch * source.sequences, (epoch + 1) * source.sequences):
             batch = source.batch(row // 4, slice(row % 4, row % 4 + 1))
             (mask,), (positions,) = batch.loss_mask, batch.positions

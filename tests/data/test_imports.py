@@ -6,44 +6,20 @@ import pytest
 from sentinels import sentinels
 
 ROOT = Path(__file__).parents[2]
-
-ALL_OF_DATA = """
-import sys
-from lmlib.data.flat_tokens import FlatTokens
-import importlib, pkgutil, lmlib.data
-for module in pkgutil.iter_modules(lmlib.data.__path__, "lmlib.data."):
-    importlib.import_module(module.name)
-slow = {"datasets", "tokenizers"} & set(sys.modules)
-ours = ("lmlib.data", "lmlib.storage", "lmlib.row_order")
-others = [name for name in sys.modules if name.startswith("lmlib.") and not name.startswith(ours)]
-assert FlatTokens and not slow and not others, (slow, others)
-"""
-WRITING = """
-import sys
-from lmlib.data.stored.metadata import read_split
-from lmlib.data.stored.shard_writer import ShardWriter
-assert "jax" not in sys.modules
-"""
-READING = """
+ROOM = """
 import importlib, pkgutil, sys
-import lmlib.data.stored, lmlib.data.text, lmlib.storage
-for room in (lmlib.data.stored, lmlib.storage):
-    for module in pkgutil.iter_modules(room.__path__, f"{room.__name__}."):
-        importlib.import_module(module.name)
-assert "lmlib.data.stored.metadata" in sys.modules and "jax" not in sys.modules
+places, heavy = (each.split() for each in sys.argv[1:])
+for name in places:
+    for inside in pkgutil.iter_modules(getattr(importlib.import_module(name), "__path__", ())):
+        importlib.import_module(f"{name}.{inside.name}")
+assert not set(heavy) & set(sys.modules), set(heavy) & set(sys.modules)
 """
-CHATS = """
-import sys
-import lmlib.data.chats.chat
-assert "jinja2" not in sys.modules
-import lmlib.data.chats.server
-assert not {"jax", "datasets", "tokenizers"} & set(sys.modules)
-"""
-CHAT_SERVER = """
-import sys
-import lmlib.data.chats.server
-assert not {"jax", "numpy", "datasets", "tokenizers"} & set(sys.modules)
-"""
+ROOMS = [
+    ("lmlib.data", "datasets tokenizers"),
+    ("lmlib.data.stored lmlib.data.text lmlib.storage", "jax"),
+    ("lmlib.data.chats.chat", "jinja2 jax datasets tokenizers"),
+    ("lmlib.data.chats.server", "jax numpy datasets tokenizers"),
+]
 HEAVY = "jax", "jaxlib", "datasets", "pandas", "pyarrow", "transformers", "torch"
 COMMAND = """
 import runpy, sys
@@ -64,9 +40,9 @@ def run(code, *arguments):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("code", [ALL_OF_DATA, WRITING, READING, CHATS, CHAT_SERVER])
-def test_a_room_imports_nothing_heavy(code):
-    run(code)
+@pytest.mark.parametrize(("places", "heavy"), ROOMS)
+def test_a_room_imports_nothing_heavy(places, heavy):
+    run(ROOM, places, heavy)
 
 
 @pytest.mark.parametrize("command", sentinels(COMMANDS, lambda name: name == "inspect"))

@@ -3,6 +3,7 @@ from dataclasses import replace
 
 import pytest
 from forged_digests import sign
+from refusals import refusals
 
 from lmlib.data.stored.metadata import (
     ARRAYS,
@@ -10,10 +11,8 @@ from lmlib.data.stored.metadata import (
     ShardMetadata,
     SplitMetadata,
     TokenizerIdentity,
-    arrays_of,
     read_shard,
     read_split,
-    tokenizers_differ,
 )
 
 FIRST = ShardMetadata(
@@ -106,22 +105,7 @@ def test_damaged_metadata_names_the_file(tmp_path, content):
         read_shard(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("entries", "message"),
-    [
-        ({"tokens": ...}, "has no tokens"),
-        ({"source": ...}, "source"),
-        ({"extra": 1}, "extra"),
-        ({"content": "poems"}, "content.*poems"),
-        ({"content": "conversations"}, "its digests are"),
-        ({"dropped_tokens": -1}, "its dropped_tokens is -1"),
-        ({"cut_documents": None}, "cut_documents.*None"),
-        (
-            {"content": "pairs", "documents": 3, "digests": dict.fromkeys(arrays_of("pairs"), "")},
-            "its 3 documents are not pairs",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("entries", "message"), refusals(__file__, "metadata entries"))
 def test_entries_that_make_no_sense_are_damage(tmp_path, entries, message):
     """`...` stands for an entry that is missing."""
     (first,) = write(tmp_path, FIRST)
@@ -143,12 +127,3 @@ def test_any_flipped_bit_is_noticed(tmp_path):
         file.write_bytes(changed)
         with pytest.raises(ValueError, match=r"damaged|version"):
             read_shard(first)
-
-
-def test_tokenizers_differ_if_their_files_do():
-    one, plain = TokenizerIdentity("here", "aa"), TokenizerIdentity("bytes", None)
-    assert not tokenizers_differ(one, TokenizerIdentity("there", "aa"))
-    assert tokenizers_differ(one, TokenizerIdentity("here", "bb"))
-    assert not tokenizers_differ(plain, plain)
-    assert tokenizers_differ(plain, one)
-    assert not tokenizers_differ(one, None) and not tokenizers_differ(None, None)

@@ -212,6 +212,7 @@ def tokenized(*identities):
         ([None, ("t", None)], ("t", None)),
         ([("t", None), ("t", "12")], ("t", "12")),
         ([("t", "12"), ("a copy of t", "12")], ("t", "12")),
+        ([("t", None), ("t", None)], ("t", None)),
     ],
 )
 def test_tokenizers_that_may_be_the_same(known, expected):
@@ -235,6 +236,7 @@ AT_5 = Stage({"a": 1}, 5)
         (lambda: Mixture(pair(sequence_length=2), BOTH), "length 1, but source 'b' has 2: give"),
         (lambda: Mixture(pair(batches=10), BOTH), "'b' ends after 10 batches.* that never end"),
         (lambda: tokenized(("t", "12"), ("t", "34")), "'a' was made by .* 'b' by .* one tokenizer"),
+        (lambda: tokenized(("b", None), ("t", "34")), "'a' was made by .* 'b' by .* one tokenizer"),
         (lambda: Mixture(pair(), []), "at least one stage"),
         (lambda: Mixture(pair(), [AT_5]), "first stage begins at step 0, not 5"),
         (lambda: Mixture(pair(), [*BOTH, AT_5, AT_5]), "at step 5 comes after .* step 5"),

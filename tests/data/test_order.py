@@ -1,21 +1,20 @@
 """The order is the law: processes, meshes, microbatches and resumes never change a global batch.
 
-Real processes share eight devices and write down what each device holds (this file is also their
-program); the tests put the global batches together and compare them with `Source.batch`.
+Real processes share eight devices and compare what each device holds with `Source.batch` (this file
+is also their program).
 """
 
 import dataclasses
 import itertools
-import json
-import socket
-import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from forked_processes import ForkedProcess
 from jax.sharding import NamedSharding
+from numbered_source import remember_rows
+from two_processes import run_two
 
 from lmlib.data.batch import Batch
 from lmlib.data.flat_tokens import FlatTokens
@@ -25,17 +24,13 @@ from lmlib.data.synthetic import Synthetic
 from lmlib.parallel.layout import partition
 from lmlib.parallel.mesh import make_mesh
 
-slow = pytest.mark.slow
-
-BATCH_SIZE, SEQUENCE_LENGTH = 32, 12
-DEVICES = 8
+BATCH_SIZE, SEQUENCE_LENGTH, DEVICES = 32, 12, 8
 MESHES = [(8, 1, 1), (2, 4, 1), (2, 2, 2), (1, 1, 8)]  # data, fsdp, tensor
 STARTS = [0, 3, 130]  # where runs begin or resume; each makes two steps
-SECONDS = 100  # that the processes may take
 
 
 def sources(data_set):
-    """Those under test. `data_set` has fewer than 64 sequences: most steps are past an epoch."""
+    """By name. `data_set` has fewer than 64 sequences: most steps are past an epoch."""
 
     def stored(seed):
         return FlatTokens(data_set, "train", BATCH_SIZE, SEQUENCE_LENGTH, seed=seed)
@@ -53,135 +48,50 @@ def sources(data_set):
     return {"stored": stored(0), "made up": made_up(0, teacher_k=3), "mixture": mixture}
 
 
-class Recording:
-    """A source that remembers which rows were read of each step."""
-
-    def __init__(self, source):
-        self._source = source
-        self.batch_size, self.sequence_length = source.batch_size, source.sequence_length
-        self.max_token_id, self.tokenizer = source.max_token_id, source.tokenizer
-        self.batches, self.bytes_per_target = source.batches, source.bytes_per_target
-        self.rows_read: dict[int, list[int]] = {}
-
-    def batch(self, step, rows=slice(None)):
-        self.rows_read.setdefault(step, []).extend(range(self.batch_size)[rows])
-        return self._source.batch(step, rows)
+def arrays_of(batch):
+    """Its arrays by name; not every batch has those of a teacher."""
+    fields = [field.name for field in dataclasses.fields(Batch) if not field.metadata.get("static")]
+    return {name: values for name in fields if (values := getattr(batch, name)) is not None}
 
 
-def case(source, mesh, step):
-    return f"{source}, mesh {mesh}, step {step}"
-
-
-def work(port, processes, process, data_set, out):
-    """One process: writes the rows it read and each of its shards with its place, case by case."""
+def check_process(data_set, processes, port, process):
+    """Reads all cases in one of the processes, and checks what its devices hold."""
     jax.distributed.initialize(f"localhost:{port}", processes, process)
     assert (jax.device_count(), jax.local_device_count()) == (DEVICES, DEVICES // processes)
-    held: dict[str, np.ndarray] = {}
+    expected = sources(data_set)
     for (name, source), sizes in itertools.product(sources(data_set).items(), MESHES):
         devices = jax.devices()
         if sizes[0] == DEVICES:  # so that the rows of a process are not neighbours
             devices = [*devices[::2], *devices[1::2]]
         sharding = NamedSharding(make_mesh(*sizes, devices=devices), partition("batch seq"))
+        apart = sizes[0] * sizes[1] >= processes  # the mesh gives each process rows of its own
+        read = remember_rows(source)
         for start in STARTS:
-            recording = Recording(source)
-            with Prefetch(recording, sharding, start, start + 2) as batches:
+            with Prefetch(source, sharding, start, start + 2) as batches:
                 for step, batch in batches:
-                    key = case(name, sizes, step)
-                    held[f"{key}/rows"] = np.array(recording.rows_read[step])
-                    for field, values in fields_of(batch).items():
-                        for number, shard in enumerate(values.addressable_shards):
-                            held[f"{key}/{field}/{number}"] = np.asarray(shard.data)
-                            spans = zip(shard.index, values.shape, strict=True)
-                            held[f"{key}/{field}/{number}/span"] = np.array(
-                                [span.indices(size)[:2] for span, size in spans]
+                    case, mine = f"{name}, mesh {sizes}, step {step}", set()
+                    whole = arrays_of(expected[name].batch(step))
+                    assert whole.keys() == arrays_of(batch).keys(), case
+                    for field, values in arrays_of(batch).items():
+                        assert values.dtype == whole[field].dtype
+                        for shard in values.addressable_shards:
+                            mine.update(range(BATCH_SIZE)[shard.index[0]])
+                            np.testing.assert_array_equal(
+                                shard.data, whole[field][shard.index], err_msg=f"{case}: {field}"
                             )
-    np.savez(out, **held)
+                    assert sorted(read.pop(step)) == sorted(mine), case  # each once
+                    assert len(mine) == (BATCH_SIZE // processes if apart else BATCH_SIZE), case
+    print("the same batches")
 
 
-@pytest.fixture(
-    scope="module", params=[pytest.param(1, marks=slow), 2, pytest.param(4, marks=slow)]
+@pytest.mark.parametrize(
+    "processes",
+    [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)],
 )
-def held_by_processes(request, example, tmp_path_factory):
-    """What each of 1, 2 or 4 processes wrote."""
-    count = request.param
-    out = tmp_path_factory.mktemp(f"processes_{count}")
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    devices = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES // count}"}
-    logs = [out / f"{process}.log" for process in range(count)]
-    running = []
-    for process, log in enumerate(logs):
-        arguments = json.dumps([port, count, process, str(example), str(out / f"{process}.npz")])
-        with log.open("w") as stream:
-            running.append(
-                ForkedProcess(
-                    __file__, arguments, stdout=stream, stderr=stream, environment=devices
-                )
-            )
-    try:
-        for each in running:
-            each.wait(SECONDS)
-    except subprocess.TimeoutExpired:
-        pass  # told below, with the output
-    finally:
-        for each in running:
-            each.kill()
-            each.wait()
-    outputs = "\n".join(f"{log.name}:\n{log.read_text()}" for log in logs)
-    assert [each.returncode for each in running] == [0] * count, outputs
-    return [dict(np.load(out / f"{process}.npz")) for process in range(count)]
-
-
-def shards(held, prefix):
-    """The rows, columns and values of each shard of one array."""
-    for number in itertools.count():
-        if f"{prefix}/{number}" not in held:
-            return
-        rows, columns = held[f"{prefix}/{number}/span"][:2]
-        yield slice(*rows), slice(*columns), held[f"{prefix}/{number}"]
-
-
-def cases():
-    steps = [step for start in STARTS for step in (start, start + 1)]
-    return itertools.product(["stored", "made up", "mixture"], MESHES, steps)
-
-
-@pytest.mark.slow
-def test_the_global_batch_is_the_same_for_any_processes_mesh_and_resume(held_by_processes, example):
-    expected = sources(str(example))
-    for name, mesh, step in cases():
-        for field, whole in fields_of(expected[name].batch(step)).items():
-            copies = np.zeros(whole.shape, int)
-            for held in held_by_processes:
-                for rows, columns, values in shards(held, f"{case(name, mesh, step)}/{field}"):
-                    assert values.dtype == whole.dtype
-                    np.testing.assert_array_equal(
-                        values, whole[rows, columns], err_msg=f"{case(name, mesh, step)}: {field}"
-                    )
-                    copies[rows, columns] += 1
-            assert (copies == mesh[2]).all()  # nothing is missing; `tensor` holds copies
-
-
-def test_each_process_reads_the_rows_of_its_devices_once(held_by_processes):
-    for name, mesh, step in cases():
-        key = case(name, mesh, step)
-        read = [held[f"{key}/rows"].tolist() for held in held_by_processes]
-        for rows_read, held in zip(read, held_by_processes, strict=True):
-            spans = [rows for rows, _, _ in shards(held, f"{key}/tokens")]
-            mine = {row for rows in spans for row in range(BATCH_SIZE)[rows]}
-            assert sorted(rows_read) == sorted(mine), key
-        if mesh[0] * mesh[1] >= len(read):  # the mesh gives each process rows of its own
-            assert sorted(itertools.chain(*read)) == list(range(BATCH_SIZE)), key
-        else:
-            assert all(rows_read == list(range(BATCH_SIZE)) for rows_read in read), key
-
-
-def fields_of(batch):
-    """Its arrays, those that are there: a teacher's are not always."""
-    arrays = [one.name for one in dataclasses.fields(Batch) if not one.metadata.get("static")]
-    return {name: values for name in arrays if (values := getattr(batch, name)) is not None}
+def test_the_global_batch_is_the_same_for_any_processes_mesh_and_resume(example, processes):
+    program = Path(__file__).read_text()
+    run_two(program, example, processes, count=processes, devices=DEVICES // processes)
 
 
 if __name__ == "__main__":
-    work(*json.loads(sys.argv[1]))
+    check_process(sys.argv[1], *map(int, sys.argv[2:]))

@@ -14,50 +14,31 @@ SHARDING = NamedSharding(
 )
 
 
-class Failing(Synthetic):
-    """Synthetic data that cannot be read from step 3 on, and counts what was asked for."""
+class Asked(Synthetic):
+    """Synthetic data that calls `before` with each step that is asked for, and counts them."""
 
-    def __init__(self):
+    def __init__(self, before=lambda step: None):
         super().__init__(50, 2, 4)
-        self.asked: list[int] = []
+        self.before, self.asked = before, []
 
     def batch(self, step, rows=slice(None)):
         self.asked.append(step)
-        if step >= 3:
-            raise OSError("the disk is gone")
+        self.before(step)
         return super().batch(step, rows)
 
 
-class Gated(Synthetic):
-    """Synthetic data of which each batch must be let through."""
-
-    def __init__(self):
-        super().__init__(50, 2, 4)
-        self.asked = threading.Semaphore(0)
-        self.gate = threading.Semaphore(0)
-
-    def batch(self, step, rows=slice(None)):
-        self.asked.release()
-        self.gate.acquire()
-        return super().batch(step, rows)
-
-
-class Counting(Synthetic):
-    """Synthetic data whose state is the number of batches that it has given."""
-
-    def __init__(self):
-        super().__init__(50, 2, 4)
-        self.given = 0
-
-    def batch(self, step, rows=slice(None)):
-        self.given += 1
-        return super().batch(step, rows)
+class Counting(Asked):
+    """One whose state is the number of batches that it has given."""
 
     def state(self, step):
-        return {"step": step, "given": self.given}
+        return {"step": step, "given": len(self.asked)}
 
-    def restore(self, step, states):
-        self.given = states[0]["given"]
+    def restore(self, step, states): ...
+
+
+def fail_from_step_3(step):
+    if step >= 3:
+        raise OSError("the disk is gone")
 
 
 def prefetch_threads():
@@ -77,7 +58,7 @@ def test_yields_every_step_in_order(depth):
 
 
 def test_errors_surface_at_the_step_that_failed():
-    batches = Prefetch(Failing(), SHARDING, start=1, stop=10)
+    batches = Prefetch(Asked(fail_from_step_3), SHARDING, start=1, stop=10)
     assert [next(batches)[0], next(batches)[0]] == [1, 2]
     with pytest.raises(OSError, match="the disk is gone") as raised:
         next(batches)
@@ -87,7 +68,7 @@ def test_errors_surface_at_the_step_that_failed():
 
 
 def test_closing_early_ends_the_thread():
-    source = Failing()
+    source = Asked(fail_from_step_3)
     with Prefetch(source, SHARDING, start=0, stop=10**9) as batches:
         assert next(batches)[0] == 0
     assert prefetch_threads() == []
@@ -123,21 +104,22 @@ def test_the_state_belongs_to_the_yielded_batch():
 
 
 def test_a_source_that_hangs_can_be_left():
-    source = Gated()
+    asked, gate = threading.Event(), threading.Event()
+    source = Asked(lambda step: (asked.set(), gate.wait()))
     with Prefetch(source, SHARDING, start=0, stop=4, close_seconds=0.01) as batches:
-        source.asked.acquire()
+        asked.wait()
     with pytest.raises(StopIteration):
         next(batches)
     threads = [thread for thread in threading.enumerate() if thread.name == "prefetch"]
     assert [thread.daemon for thread in threads] == [True]
-    source.gate.release()
+    gate.set()
     threads[0].join(60)
     assert prefetch_threads() == []
-    assert not source.asked.acquire(blocking=False)  # nothing more was asked for
+    assert source.asked == [0]  # nothing more was asked for
 
 
 def test_reading_ahead_stops_at_its_depth_and_repeats_its_error():
-    made: list[int] = []
+    made = []
 
     def numbers():
         for number in range(5):

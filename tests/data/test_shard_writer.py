@@ -3,11 +3,12 @@ import pytest
 import tensorstore as ts
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refusals
 
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.stored.journal import writing
 from lmlib.data.stored.metadata import JOURNAL_FILE, TokenizerIdentity, read_shard
-from lmlib.data.stored.shard_writer import ShardWriter, finished_shard
+from lmlib.data.stored.shard_writer import ShardWriter
 from lmlib.storage.atomic_file import UNFINISHED
 
 IDS = st.integers(0, 299) | st.just(0)  # zeros, the fill value, come often
@@ -132,23 +133,6 @@ def test_splits_share_one_tokenizer(tmp_path):
             write("test", other)
 
 
-def test_finished_shard(tmp_path):
-    tokenizer, source = TokenizerIdentity("bytes", None), {"datasets": ["a"]}
-    settings = {"tokenizer": tokenizer, "source": source, "bos_id": None, "eos_id": 1}
-
-    def found(**changed):
-        return finished_shard(tmp_path, "train", 0, 1, **(settings | changed))
-
-    assert found() is None
-    writer = ShardWriter(tmp_path, "train", vocab_size=300, **settings)
-    writer.append(np.array([1, 2]), 2)
-    assert found() is None
-    assert writer.finish() == found()
-    for name, value in (("source", {"datasets": ["b"]}), ("bos_id", 0), ("eos_id", 2)):
-        with pytest.raises(FileExistsError, match=f"is finished, with {name}"):
-            found(**{name: value})
-
-
 def test_a_shard_without_documents(tmp_path):
     for shard, documents in enumerate(([[5, 6]], [], [[7]])):
         writer = ShardWriter(tmp_path, "train", shard=shard, shards=3, vocab_size=300)
@@ -159,17 +143,7 @@ def test_a_shard_without_documents(tmp_path):
     assert batch.tokens.tolist() == [[5, 6, 0, 0]]
 
 
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ({"vocab_size": 0}, "vocab_size"),
-        ({"bos_id": 300}, "bos_id 300"),
-        ({"eos_id": -1}, "eos_id -1"),
-        ({"chunk_length": 7}, "multiple of chunk_length"),
-        ({"shard": 2, "shards": 2}, "no shard 2 of 2"),
-        ({"split": "../elsewhere"}, "plain folder name"),
-    ],
-)
+@pytest.mark.parametrize(("setting", "message"), refusals(__file__, "shard writer"))
 def test_settings_that_make_no_sense(tmp_path, setting, message):
     settings = {"path": tmp_path, "split": "train", "vocab_size": 300}
     with pytest.raises(ValueError, match=message):

@@ -1,15 +1,7 @@
-import jax
 import numpy as np
 import pytest
 
 from lmlib.data.synthetic import Synthetic
-
-
-def test_some_rows_equal_those_of_the_whole_batch():
-    source = Synthetic(97, 6, 33, seed=4)
-    for rows in (slice(0, 2), slice(3, 6), slice(1, 6, 2), slice(4, 4)):
-        whole, part = source.batch(8), source.batch(8, rows)
-        jax.tree.map(lambda w, p, rows=rows: np.testing.assert_array_equal(w[rows], p), whole, part)
 
 
 def test_every_seed_step_and_row_differs():

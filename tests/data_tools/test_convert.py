@@ -2,13 +2,11 @@
 
 import itertools
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
 import zarr
-from byte_texts import write_ids
-from forked_processes import Ended, run_forked
+from forked_processes import run_forked
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from seqax_data import write_seqax
@@ -21,7 +19,7 @@ SMALL = [[1, 2], [3, 4, 5], [6, 7, 8]]
 DOCUMENTS = st.lists(st.lists(st.integers(0, 299), max_size=9), min_size=1, max_size=8)
 
 
-def stored_documents(path: Path, split: str = "train") -> list[list[int]]:
+def stored_documents(path, split="train"):
     """The documents of a split of one shard in this library's format, as zarr reads them."""
     shard = path / split / "shard_00000_of_00001"
     starts = zarr.open_array(shard / "document_starts", mode="r")[:].astype(np.int64)
@@ -29,7 +27,7 @@ def stored_documents(path: Path, split: str = "train") -> list[list[int]]:
     return [piece.tolist() for piece in np.split(tokens, starts[1:])]
 
 
-def test_to_lmlib_by_hand(tmp_path: Path) -> None:
+def test_to_lmlib_by_hand(tmp_path):
     write_seqax(tmp_path / "in", SMALL)
     write_seqax(tmp_path / "in", [[9]], "validation")
     to_lmlib(tmp_path / "in", tmp_path / "out")
@@ -45,9 +43,7 @@ def test_to_lmlib_by_hand(tmp_path: Path) -> None:
 
 @settings(max_examples=8)
 @given(documents=DOCUMENTS, block_length=st.integers(1, 20))
-def test_any_documents(
-    tmp_path_factory: pytest.TempPathFactory, documents: list[list[int]], block_length: int
-) -> None:
+def test_any_documents(tmp_path_factory, documents, block_length):
     path = tmp_path_factory.mktemp("converted")
     write_seqax(path / "in", documents)
     kept = [document for document in documents if document]
@@ -58,7 +54,7 @@ def test_any_documents(
     assert stored_documents(path / "out") == (kept or [[]])
 
 
-def test_a_tokenizer_can_be_recorded(tmp_path: Path) -> None:
+def test_a_tokenizer_can_be_recorded(tmp_path):
     write_seqax(tmp_path / "in", [[256, 104, 105]])
     tokenizer = load_tokenizer("bytes")
     to_lmlib(tmp_path / "in", tmp_path / "out", tokenizer=tokenizer)
@@ -73,10 +69,10 @@ class Killed(BaseException):
     """Ends a conversion in a test."""
 
 
-def killed_after(calls: int):
+def killed_after(calls):
     remaining = itertools.count(calls, -1)
 
-    def progress(counts: dict[str, int], fraction: float | None) -> None:
+    def progress(counts, fraction):
         if next(remaining) <= 1:
             raise Killed
 
@@ -84,7 +80,7 @@ def killed_after(calls: int):
 
 
 @pytest.mark.parametrize("calls", [1, 3, 6])
-def test_a_killed_conversion_to_lmlib_goes_on(tmp_path: Path, calls: int) -> None:
+def test_a_killed_conversion_to_lmlib_goes_on(tmp_path, calls):
     documents = [[number] * 5 for number in range(1, 20)]
     for split in ("train", "validation"):
         write_seqax(tmp_path / "in", documents, split)
@@ -100,7 +96,7 @@ def test_a_killed_conversion_to_lmlib_goes_on(tmp_path: Path, calls: int) -> Non
         to_lmlib(tmp_path / "in", tmp_path / "out", **lengths)
 
 
-def test_an_existing_folder_is_never_touched(tmp_path: Path) -> None:
+def test_an_existing_folder_is_never_touched(tmp_path):
     write_seqax(tmp_path / "in", SMALL)
     out = tmp_path / "out"
     out.mkdir()
@@ -110,7 +106,7 @@ def test_an_existing_folder_is_never_touched(tmp_path: Path) -> None:
     assert [entry.name for entry in out.iterdir()] == ["diary.txt"]
 
 
-def test_damage_is_named(tmp_path: Path) -> None:
+def test_damage_is_named(tmp_path):
     write_seqax(tmp_path / "in", SMALL)
     (tmp_path / "in/train/encoded_tokens/1").unlink()
     with pytest.raises(DamagedDataError, match="encoded_tokens/1"):
@@ -123,19 +119,11 @@ def test_damage_is_named(tmp_path: Path) -> None:
         to_lmlib(tmp_path / "other", tmp_path / "out2")
 
 
-def test_the_wrong_source_is_refused(tmp_path: Path) -> None:
-    write_ids(tmp_path / "lmlib", SMALL)
-    with pytest.raises(ValueError, match="no split in seqax's format"):
-        to_lmlib(tmp_path / "lmlib", tmp_path / "out")
-    with pytest.raises(FileNotFoundError, match="there is no folder"):
-        to_lmlib(tmp_path / "nothing", tmp_path / "out")
-
-
 @pytest.mark.slow
-def test_the_command(tmp_path: Path) -> None:
+def test_the_command(tmp_path):
     write_seqax(tmp_path / "in", [[1, 2], [], [3]])
 
-    def run(*arguments: str) -> Ended:
+    def run(*arguments):
         return run_forked("-m", "data_tools.convert", *arguments, cwd=tmp_path)
 
     done = run("in", "out")
@@ -144,11 +132,5 @@ def test_the_command(tmp_path: Path) -> None:
     assert done.stdout == f"{tmp_path}/out/train: {kept}; {dropped}\n"
     content = json.loads((tmp_path / "out/train/shard_00000_of_00001/metadata.json").read_text())
     assert content["source"]["path"] == str(tmp_path / "in")
-    again = run("in", "out")
-    exists = f"convert: {tmp_path}/out exists already: choose another folder\n"
-    assert (again.returncode, again.stdout, again.stderr) == (2, "", exists)
     assert run("in", "named", "--tokenizer=bytes").returncode == 0
     assert read_split(tmp_path / "named/train").tokenizer == load_tokenizer("bytes").identity
-    wrong = run("in")
-    assert (wrong.returncode, wrong.stdout) == (2, "")
-    assert wrong.stderr == "convert: give a folder in seqax's format and a new one; see --help\n"

@@ -6,6 +6,7 @@ import struct
 from pathlib import Path
 
 import pytest
+from numcodecs.checksum32 import CRC32C
 from xxhash import xxh3_64_intdigest, xxh3_128_hexdigest
 
 from data_tools.pretokenize.texts import pretokenize
@@ -19,34 +20,24 @@ PAGE = Path(__file__).parents[2] / "docs" / "flat-tokens.md"
 FOLDER = Path("two/train/shard_00000_of_00001")
 INNER_CHUNK = 16 * 1024  # tokens
 INNER_CHUNKS = 1024  # in a file
+CHECKED = CRC32C(location="end")  # bytes, then their checksum
 ABSENT = struct.pack("<2Q", 2**64 - 1, 2**64 - 1)
 
 
-def crc32c(content: bytes) -> bytes:
-    """Castagnoli's CRC bit by bit (RFC 3720, appendix B.4), little-endian."""
-    remainder = 0xFFFFFFFF
-    for byte in content:
-        remainder ^= byte
-        for _ in range(8):
-            remainder = (remainder >> 1) ^ (0x82F63B78 if remainder & 1 else 0)
-    return struct.pack("<I", remainder ^ 0xFFFFFFFF)
-
-
-def file_of(values: bytes, inner_chunk_bytes: int) -> bytes:
+def file_of(values, inner_chunk_bytes):
     """A file with one inner chunk."""
-    chunk = values.ljust(inner_chunk_bytes, b"\0")
-    chunk += crc32c(chunk)
+    chunk = CHECKED.encode(values.ljust(inner_chunk_bytes, b"\0")).tobytes()
     index = struct.pack("<2Q", 0, len(chunk)) + ABSENT * (INNER_CHUNKS - 1)
-    return chunk + index + crc32c(index)
+    return chunk + CHECKED.encode(index).tobytes()
 
 
 @pytest.fixture(scope="module")
-def documented_metadata() -> str:
+def documented_metadata():
     return PAGE.read_text(encoding="utf-8").split("```json\n")[1].split("```")[0]
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def written(tmp_path_factory):
     folder = tmp_path_factory.mktemp("example")
     (folder / "two.jsonl").write_text('{"text": "hi"}\n{"text": "a"}\n')
     with pytest.MonkeyPatch.context() as patch:
@@ -55,7 +46,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_arrays_have_the_documented_bytes(written: Path, documented_metadata: str) -> None:
+def test_the_arrays_have_the_documented_bytes(written, documented_metadata):
     tokens = struct.pack("<7H", 256, 104, 105, 257, 256, 97, 257)
     expected = {
         "tokens": file_of(tokens, 2 * INNER_CHUNK),
@@ -88,14 +79,14 @@ def test_the_arrays_have_the_documented_bytes(written: Path, documented_metadata
     assert shown == [tokens, *checksums, digests["tokens"]]
 
 
-def test_the_metadata_is_the_documented_one(written: Path, documented_metadata: str) -> None:
+def test_the_metadata_is_the_documented_one(written, documented_metadata):
     assert (written / FOLDER / "metadata.json").read_text() == documented_metadata
     assert read_shard(written / FOLDER).tokens == 7
     names = sorted(entry.name for entry in (written / FOLDER).iterdir())
     assert names == ["document_starts", "first_documents", "metadata.json", "tokens"]
 
 
-def test_the_sequences_are_the_documented_ones(written: Path) -> None:
+def test_the_sequences_are_the_documented_ones(written):
     rows = re.findall(r"^\| (\d) \| (.*) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     assert [row[0] for row in rows] == ["0", "1"]
     batch = FlatTokens(str(written / "two"), "train", 2, 4, seed=None).batch(0)
@@ -106,7 +97,7 @@ def test_the_sequences_are_the_documented_ones(written: Path) -> None:
             assert found == [int(value) for value in cell.split()], field
 
 
-def test_texts_from_python_give_the_same_arrays(written: Path, tmp_path: Path) -> None:
+def test_texts_from_python_give_the_same_arrays(written, tmp_path):
     pretokenize(Texts(["hi", "a"]), ByteTokenizer(), tmp_path / "two", "train")
     for file in (tmp_path / FOLDER).glob("*/c/0"):
         assert file.read_bytes() == (written / file.relative_to(tmp_path)).read_bytes()

@@ -10,9 +10,7 @@ import json
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -23,7 +21,6 @@ from sentinels import sentinels
 from data_tools.encoders.encoder import MAX_TEXT_BYTES
 from data_tools.hf_stream.records import StreamFailure
 from data_tools.hf_stream.source import HFStream
-from lmlib.data.batch import Batch
 from lmlib.data.resumable import gather_states
 from lmlib.data.stored.metadata import TokenizerIdentity
 
@@ -35,22 +32,22 @@ BOS, EOS = 256, 257  # of the tokenizer 'bytes'
 TEXTS = [f"{n}:" + "aé漢😀"[n % 4] * (n * 7 % 15) for n in range(47)]
 
 
-def stream(dataset: str | Sequence[str], **settings: Any) -> HFStream:
+def stream(dataset, **settings):
     settings = {"batch_size": BATCH, "sequence_length": SEQUENCE, **settings}
     return HFStream(dataset, "bytes", **settings)
 
 
-def framed(texts: list[str]) -> list[int]:
+def framed(texts):
     return [token for text in texts for token in (BOS, *text.encode("utf-8"), EOS)]
 
 
-def tokens_in(batches: list[Batch]) -> list[int]:
+def tokens_in(batches):
     """The first input and all targets that are not padding: what went in, if it was packed well."""
     targets = [batch.targets[batch.segment_ids > 0] for batch in batches]
     return [int(batches[0].tokens[0, 0]), *map(int, np.concatenate(targets))]
 
 
-def documents_in(batches: list[Batch]) -> list[str]:
+def documents_in(batches):
     """The whole documents, decoded."""
     tokens, texts = tokens_in(batches), []
     ends = [place for place, token in enumerate(tokens) if token == EOS]
@@ -60,21 +57,21 @@ def documents_in(batches: list[Batch]) -> list[str]:
     return texts
 
 
-def assert_same(one: Batch, other: Batch) -> None:
+def assert_same(one, other):
     jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
-def steps_of(texts: list[str]) -> int:
+def steps_of(texts):
     """Batches that hold them all."""
     return -(-(len(framed(texts)) - 1) // (BATCH * SEQUENCE))
 
 
-def all_batches(source: HFStream, count: int) -> list[Batch]:
+def all_batches(source, count):
     return [source.batch(step) for step in range(count)]
 
 
 @pytest.fixture(scope="module")
-def jsonl(tmp_path_factory: pytest.TempPathFactory) -> str:
+def jsonl(tmp_path_factory):
     """A folder with the texts in order, in two files of different length."""
     folder = tmp_path_factory.mktemp("jsonl")
     for name, texts in (("a", TEXTS[:30]), ("b", TEXTS[30:])):
@@ -84,7 +81,7 @@ def jsonl(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def parquet(tmp_path_factory: pytest.TempPathFactory) -> str:
+def parquet(tmp_path_factory):
     """The same in one file of row groups that no block size divides."""
     import pyarrow
     import pyarrow.parquet
@@ -94,7 +91,7 @@ def parquet(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(file)
 
 
-def test_rows_are_consecutive_tokens_of_the_documents_in_order(parquet: str) -> None:
+def test_rows_are_consecutive_tokens_of_the_documents_in_order(parquet):
     source = stream(parquet, repeat=False)
     assert (source.max_token_id, source.tokenizer) == (EOS, TokenizerIdentity("bytes", None))
     expected_N = np.array(framed(TEXTS))
@@ -115,7 +112,7 @@ def test_rows_are_consecutive_tokens_of_the_documents_in_order(parquet: str) -> 
             assert not any(values[row, length:].any() for values in jax.tree.leaves(batch))
 
 
-def test_folders_and_files_are_read(jsonl: str, tmp_path: Path) -> None:
+def test_folders_and_files_are_read(jsonl, tmp_path):
     files = [f"{jsonl}/a.jsonl", f"{jsonl}/b.jsonl"]
     compressed = tmp_path / "texts.jsonl.gz"
     compressed.write_bytes(gzip.compress(b"".join(Path(file).read_bytes() for file in files)))
@@ -124,7 +121,7 @@ def test_folders_and_files_are_read(jsonl: str, tmp_path: Path) -> None:
         assert documents_in(all_batches(source, steps_of(TEXTS))) == TEXTS, dataset
 
 
-def test_rows_may_be_asked_for_in_pieces(jsonl: str) -> None:
+def test_rows_may_be_asked_for_in_pieces(jsonl):
     whole, pieces = stream(jsonl, streams=2), stream(jsonl, streams=2)
     for step in range(5):
         expected = whole.batch(step)
@@ -132,7 +129,7 @@ def test_rows_may_be_asked_for_in_pieces(jsonl: str) -> None:
             assert_same(pieces.batch(step, rows), jax.tree.map(lambda v, r=rows: v[r], expected))
 
 
-def test_each_epoch_has_every_document_once_in_another_order(jsonl: str) -> None:
+def test_each_epoch_has_every_document_once_in_another_order(jsonl):
     source = stream(jsonl, shuffle_documents=10, seed=3)
     batches = all_batches(source, steps_of(3 * TEXTS))
     seen = documents_in(batches)[: 3 * len(TEXTS)]
@@ -145,7 +142,7 @@ def test_each_epoch_has_every_document_once_in_another_order(jsonl: str) -> None
     assert documents_in(all_batches(other, steps_of(TEXTS))) != seen[: len(TEXTS)]
 
 
-def test_unshuffled_epochs_follow_each_other_without_a_gap(jsonl: str) -> None:
+def test_unshuffled_epochs_follow_each_other_without_a_gap(jsonl):
     batches = all_batches(stream(jsonl), steps_of(3 * TEXTS))
     expected = framed(4 * TEXTS)
     tokens = tokens_in(batches)
@@ -170,9 +167,7 @@ def test_unshuffled_epochs_follow_each_other_without_a_gap(jsonl: str) -> None:
     ),
     ids=str,
 )
-def test_resumed_at_any_step_the_batches_are_the_same(
-    request: pytest.FixtureRequest, kind: str, settings: dict[str, Any]
-) -> None:
+def test_resumed_at_any_step_the_batches_are_the_same(request, kind, settings):
     dataset = request.getfixturevalue(kind)
     steps = steps_of(TEXTS) + 3  # into the next epoch, or past the end
     uninterrupted = stream(dataset, **settings)
@@ -193,7 +188,7 @@ def test_resumed_at_any_step_the_batches_are_the_same(
         resumed_state = gather_states(resumed.state(step + 1))
 
 
-def test_streams_share_the_documents(jsonl: str) -> None:
+def test_streams_share_the_documents(jsonl):
     source = stream(jsonl, streams=4, repeat=False)
     batches = all_batches(source, 2 * steps_of(TEXTS))  # the streams are not equally long
     seen = []
@@ -203,7 +198,7 @@ def test_streams_share_the_documents(jsonl: str) -> None:
     assert sorted(seen) == sorted(TEXTS)
 
 
-def test_another_number_of_processes_continues_with_the_streams_of_the_first(jsonl: str) -> None:
+def test_another_number_of_processes_continues_with_the_streams_of_the_first(jsonl):
     first = stream(jsonl, streams=2, shuffle_documents=5)
     # Two processes, each with the rows and the state of its own stream.
     halves = [stream(jsonl, streams=2, shuffle_documents=5) for _ in range(2)]
@@ -218,7 +213,7 @@ def test_another_number_of_processes_continues_with_the_streams_of_the_first(jso
         assert_same(alone.batch(step), first.batch(step))
 
 
-def test_batch_shape_may_change_at_a_checkpoint(jsonl: str) -> None:
+def test_batch_shape_may_change_at_a_checkpoint(jsonl):
     first = stream(jsonl, repeat=False)
     before = all_batches(first, 2)
     second = stream(jsonl, batch_size=2, sequence_length=8, repeat=False)
@@ -227,7 +222,7 @@ def test_batch_shape_may_change_at_a_checkpoint(jsonl: str) -> None:
     assert tokens_in(before)[:-1] + tokens_in(after) == framed(TEXTS)
 
 
-def test_the_first_batch_again_restarts_the_stream(jsonl: str) -> None:
+def test_the_first_batch_again_restarts_the_stream(jsonl):
     source = stream(jsonl)
     first = all_batches(source, 3)
     for one, other in zip(first, all_batches(source, 3), strict=True):
@@ -241,9 +236,7 @@ def test_the_first_batch_again_restarts_the_stream(jsonl: str) -> None:
 
 
 @pytest.mark.parametrize(("changed", "message"), refusals(__file__, "stream states"))
-def test_a_state_of_other_settings_is_refused(
-    jsonl: str, changed: dict[str, Any], message: str
-) -> None:
+def test_a_state_of_other_settings_is_refused(jsonl, changed, message):
     source = stream(jsonl, shuffle_documents=5)
     source.batch(0)
     other = stream(jsonl, **{"shuffle_documents": 5, **changed})
@@ -254,7 +247,7 @@ def test_a_state_of_other_settings_is_refused(
 
 
 @pytest.mark.parametrize("entry", ["records", "record", "token"])
-def test_a_state_without_an_entry_is_refused(jsonl: str, entry: str) -> None:
+def test_a_state_without_an_entry_is_refused(jsonl, entry):
     """To take the entry for 0 would give batches from another place."""
     source = stream(jsonl)
     source.batch(0)
@@ -265,12 +258,12 @@ def test_a_state_without_an_entry_is_refused(jsonl: str, entry: str) -> None:
 
 
 @pytest.mark.parametrize(("settings", "message"), refusals(__file__, "stream settings"))
-def test_invalid_settings_are_refused(jsonl: str, settings: dict[str, Any], message: str) -> None:
+def test_invalid_settings_are_refused(jsonl, settings, message):
     with pytest.raises(ValueError, match=message):
         stream(jsonl, **settings)
 
 
-def test_a_missing_data_set_is_refused(tmp_path: Path) -> None:
+def test_a_missing_data_set_is_refused(tmp_path):
     with pytest.raises(ValueError, match="cannot open"):
         stream(str(tmp_path / "missing"))
     with pytest.raises(ValueError, match="not a file of a known format"):
@@ -283,12 +276,12 @@ class Texts:
     `before(number)` is called before record `number` is given.
     """
 
-    def __init__(self, records: Sequence[Any], before: Callable[[int], None]) -> None:
+    def __init__(self, records, before):
         self._records = records
         self._before = before
         self._next = 0
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         while True:
             self._before(self._next)
             if self._next == len(self._records):
@@ -296,21 +289,19 @@ class Texts:
             self._next += 1
             yield self._records[self._next - 1]
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         return {"next": self._next}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict):
         self._next = state_dict["next"]
 
 
-def from_list(
-    records: Sequence[Any], before: Callable[[int], None] = lambda number: None, **settings: Any
-) -> HFStream:
+def from_list(records, before=lambda number: None, **settings):
     settings = {"repeat": False, "retries": 3, "backoff_seconds": 0.0, **settings}
     return stream("a list", records=lambda index, streams: Texts(records, before), **settings)
 
 
-def columns(texts: list[str]) -> list[dict[str, str]]:
+def columns(texts):
     return [{"text": text} for text in texts]
 
 
@@ -323,7 +314,7 @@ BAD_RECORDS = [
 
 
 @pytest.mark.parametrize(("record", "problem"), BAD_RECORDS)
-def test_a_record_without_a_usable_text_stops_the_stream(record: Any, problem: str) -> None:
+def test_a_record_without_a_usable_text_stops_the_stream(record, problem):
     source = from_list([*columns(TEXTS[:5]), record], shuffle_documents=4, batch_size=16)
     message = f"'a list', record 5 {problem}; on_bad_row='skip' leaves such records out"
     for _ in range(2):  # asked again, it does not go on behind it
@@ -331,7 +322,7 @@ def test_a_record_without_a_usable_text_stops_the_stream(record: Any, problem: s
             source.batch(0)
 
 
-def test_bad_records_are_skipped_and_reported(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_records_are_skipped_and_reported(capsys):
     bad = [record for record, _ in BAD_RECORDS]
     records = [*bad[:1], *columns(TEXTS[:9]), *bad, *columns(TEXTS[9:]), *bad[1:]]
     source = from_list(records, on_bad_row="skip")
@@ -354,7 +345,7 @@ def test_bad_records_are_skipped_and_reported(capsys: pytest.CaptureFixture[str]
         assert_same(resumed.batch(step), expected)
 
 
-def test_a_text_longer_than_the_tokenizer_takes_is_named(tmp_path: Path) -> None:
+def test_a_text_longer_than_the_tokenizer_takes_is_named(tmp_path):
     """The fast encoder does not know the tokenizer; the limit counts bytes, not letters."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -364,7 +355,7 @@ def test_a_text_longer_than_the_tokenizer_takes_is_named(tmp_path: Path) -> None
     limit = MAX_TEXT_BYTES
     texts = ["é a", "é" * (limit // 2 + 1), "é" * (limit // 2), "é b"]
 
-    def source(on_bad_row: str) -> HFStream:
+    def source(on_bad_row):
         return HFStream(
             "a list",
             str(tmp_path),
@@ -381,7 +372,7 @@ def test_a_text_longer_than_the_tokenizer_takes_is_named(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("records", [[], [{"text": None}] * 5])
 @pytest.mark.parametrize("repeat", [False, True])
-def test_a_stream_of_nothing_usable_is_an_error(records: list[Any], repeat: bool) -> None:
+def test_a_stream_of_nothing_usable_is_an_error(records, repeat):
     """Instead of reading it for ever."""
     source = from_list(records, repeat=repeat, on_bad_row="skip", shuffle_documents=2)
     with pytest.raises(ValueError, match="'a list' has no records with a usable text"):
@@ -389,12 +380,10 @@ def test_a_stream_of_nothing_usable_is_an_error(records: list[Any], repeat: bool
 
 
 @pytest.mark.parametrize("shuffle_documents", [0, 10])
-def test_a_stream_that_fails_now_and_then_loses_nothing(
-    shuffle_documents: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_stream_that_fails_now_and_then_loses_nothing(shuffle_documents, capsys):
     failures = {5: 2, 20: 1, 21: 3, 47: 2}  # how often before record n; 47 is the end
 
-    def fails(number: int) -> None:
+    def fails(number):
         if failures.get(number):
             failures[number] -= 1
             raise ConnectionError(f"lost at {number}")
@@ -413,11 +402,11 @@ def test_a_stream_that_fails_now_and_then_loses_nothing(
     assert len(told) == 8
 
 
-def test_a_stream_that_fails_for_ever_is_given_up(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_stream_that_fails_for_ever_is_given_up(capsys):
     """After pauses that grow."""
     tries = itertools.count()
 
-    def fails(number: int) -> None:
+    def fails(number):
         if number == 30:
             next(tries)
             raise ConnectionError("gone")
@@ -435,10 +424,10 @@ def test_a_stream_that_fails_for_ever_is_given_up(capsys: pytest.CaptureFixture[
     assert pauses == ["0.001 s", "0.002 s", "0.004 s"]
 
 
-def test_opening_is_retried_too() -> None:
+def test_opening_is_retried_too():
     failures = iter([OSError("no route"), OSError("no route")])
 
-    def opened(index: int, streams: int) -> Texts:
+    def opened(index, streams):
         for error in failures:
             raise error
         return Texts(columns(TEXTS), lambda number: None)
@@ -448,18 +437,16 @@ def test_opening_is_retried_too() -> None:
 
 
 @pytest.mark.landing
-def test_a_stalled_stream_is_opened_again_and_then_given_up(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_stalled_stream_is_opened_again_and_then_given_up(capsys):
     release = threading.Event()
     stalls = [20, 33]
 
-    def stalls_once(number: int) -> None:
+    def stalls_once(number):
         if number in stalls:
             stalls.remove(number)
             release.wait()
 
-    def stalls_always(number: int) -> None:
+    def stalls_always(number):
         if number == 20:
             release.wait()
 
@@ -476,13 +463,13 @@ def test_a_stalled_stream_is_opened_again_and_then_given_up(
         release.set()
 
 
-def reading_threads() -> list[threading.Thread]:
+def reading_threads():
     return [thread for thread in threading.enumerate() if "'a dropped list'" in thread.name]
 
 
 @pytest.mark.landing
 @pytest.mark.parametrize("how", ["closed", "dropped"])
-def test_a_source_no_longer_used_leaves_no_thread(how: str) -> None:
+def test_a_source_no_longer_used_leaves_no_thread(how):
     source = stream("a dropped list", records=lambda i, n: Texts(columns(TEXTS), lambda k: None))
     source.batch(0)
     running = reading_threads()

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -29,11 +28,10 @@ from data_tools.prepare_chats.documents import Templated
 from data_tools.prepare_chats.prepare import prepare_chats, shortened
 from data_tools.prepare_chats.template import load_template, template_names
 from data_tools.rows.files import Files
-from data_tools.tokenizer import ByteTokenizer, JsonTokenizer, load_tokenizer
+from data_tools.tokenizer import ByteTokenizer, load_tokenizer
 from data_tools.train_tokenizer.byte_level_bpe import train_byte_level_bpe
 from lmlib.data.chats.chat import ChatTemplate, write_chat_template
 from lmlib.data.flat_tokens import FlatTokens
-from lmlib.data.stored.metadata import SplitMetadata
 
 REPOSITORY = Path(__file__).parents[2]
 TURNS = CHATS["turns"]
@@ -42,33 +40,33 @@ UNMARKED = re.sub(r"{%-? (end)?generation %}", "", MARKED)
 ASKED = {"role": "user", "content": "Hi"}
 
 
-def answer(text: str) -> dict[str, Any]:
+def answer(text):
     return {"role": "assistant", "content": text}
 
 
-def template(source: str) -> ChatTemplate:
+def template(source):
     return ChatTemplate({"default": source}, TOKENS)
 
 
-def rows(path: Path, *found: Any, **columns: Any) -> Files:
+def rows(path, *found, **columns):
     path.mkdir(exist_ok=True)
     (path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in found))
     return Files([str(path / "rows.jsonl")], field=ConversationField(**columns))
 
 
-def prepare(path: Path, *found: Any, source: str | None = MARKED, **settings: Any) -> SplitMetadata:
+def prepare(path, *found, source=MARKED, **settings):
     columns = {name: settings.pop(name) for name in ("pairs", "response") if name in settings}
     chosen = None if source is None else template(source)
     taken = rows(path, *found, **columns)
     return prepare_chats(taken, ByteTokenizer(), chosen, path / "out", "train", **settings)
 
 
-def documents(path: Path) -> list[tuple[str, list[str]]]:
+def documents(path):
     """Each document's text, and its targets where they are not cut; 256 and 257 are ^ and $."""
     source = FlatTokens(str(path / "out"), "train", 1, 4_000, seed=None, packed=False)
     shown = {256: b"^", 257: b"$"}
 
-    def text(ids: list[int]) -> str:
+    def text(ids):
         return b"".join(shown.get(id) or bytes([id]) for id in ids).decode()
 
     found = []
@@ -86,7 +84,7 @@ def documents(path: Path) -> list[tuple[str, list[str]]]:
 
 
 @pytest.mark.parametrize("source", [MARKED, UNMARKED], ids=["marked", "unmarked"])
-def test_answers_are_targets(tmp_path: Path, source: str) -> None:
+def test_answers_are_targets(tmp_path, source):
     made = prepare(tmp_path, {"messages": TURNS}, source=source)
     ((text, targets),) = documents(tmp_path)
     whole = template(source).render(TURNS).text
@@ -97,7 +95,7 @@ def test_answers_are_targets(tmp_path: Path, source: str) -> None:
     assert (made.tokens, made.bytes) == (len(whole.encode()),) * 2
     assert verify_split(tmp_path / "out/train") == []
     kept = load_template(str(tmp_path / "out"))
-    assert kept is not None and kept.render(TURNS).text == whole
+    assert kept.render(TURNS).text == whole
 
 
 WHO = "<think>\nWho?\n</think>\n\n"
@@ -112,9 +110,7 @@ THOUGHTFUL = [*TURNS[:2], answer(f"{WHO}Hello!"), AGAIN, answer("Fine.")]
         ("phi3", (f"{WHO}Hello!<|end|>\n</s>", "Fine.<|end|>\n</s>")),
     ],
 )
-def test_each_answer_is_a_document_if_the_template_rewrites_history(
-    tmp_path: Path, name: str, targets: tuple[str, ...]
-) -> None:
+def test_each_answer_is_a_document_if_the_template_rewrites_history(tmp_path, name, targets):
     """Each follows the text that the model is shown when it answers, as the template writes it."""
     source = TEMPLATES[name]
     made = prepare(tmp_path, {"messages": THOUGHTFUL}, source=source, max_length=1_000)
@@ -127,7 +123,7 @@ def test_each_answer_is_a_document_if_the_template_rewrites_history(
         assert found[target].startswith(shown)
 
 
-def test_such_a_template_gives_the_last_answers_of_pairs(tmp_path: Path) -> None:
+def test_such_a_template_gives_the_last_answers_of_pairs(tmp_path):
     settings = {"source": TEMPLATES["qwen3"], "pairs": True}
     both = {"chosen": THOUGHTFUL, "rejected": [*THOUGHTFUL[:4], answer("Bad.")]}
     assert prepare(tmp_path / "one", both, **settings).documents == 2
@@ -148,21 +144,21 @@ def test_such_a_template_gives_the_last_answers_of_pairs(tmp_path: Path) -> None
         {"prompt": [ASKED], "response": [answer("yes")]},
     ],
 )
-def test_rows_of_every_form(tmp_path: Path, row: dict) -> None:
+def test_rows_of_every_form(tmp_path, row):
     prepare(tmp_path, row)
     ((text, targets),) = documents(tmp_path)
     assert text.startswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nyes")
     assert targets == ["yes<|im_end|>"]
 
 
-def test_system_and_tools_come_with_their_row(tmp_path: Path) -> None:
+def test_system_and_tools_come_with_their_row(tmp_path):
     row = {"system": "Be brief.", "tools": json.dumps(TOOLS), "messages": [ASKED, answer("yes")]}
     prepare(tmp_path, row)
     ((text, _),) = documents(tmp_path)
     assert "añadir" in text and "<|im_start|>system\nBe brief.<|im_end|>" in text
 
 
-def test_nulls_of_parquet_are_left_out(tmp_path: Path) -> None:
+def test_nulls_of_parquet_are_left_out(tmp_path):
     rows = [[ASKED, answer("a")], [ASKED, {**answer("b"), "tool_calls": [{"id": "1"}]}]]
     pq.write_table(pa.table({"messages": rows}), tmp_path / "rows.parquet")
     taken = Files([str(tmp_path / "rows.parquet")], field=ConversationField())
@@ -189,14 +185,14 @@ SHOWS_ALL = (
 
 
 @pytest.mark.parametrize("tools", [CALLED["tools"], [], None])
-def test_nulls_of_json_lines_reach_the_template(tmp_path: Path, tools: Any) -> None:
+def test_nulls_of_json_lines_reach_the_template(tmp_path, tools):
     prepare(tmp_path, CALLED | {"tools": tools}, source=SHOWS_ALL)
     ((text, _),) = documents(tmp_path)
     written = [tools, *CALLED["messages"]]
     assert text == "".join(json.dumps(each) for each in written)
 
 
-def test_without_a_template_prompt_and_response_are_framed(tmp_path: Path) -> None:
+def test_without_a_template_prompt_and_response_are_framed(tmp_path):
     made = prepare(
         tmp_path, {"prompt": "1 + 1 = ", "completion": "2"}, source=None, response="completion"
     )
@@ -212,7 +208,7 @@ def test_without_a_template_prompt_and_response_are_framed(tmp_path: Path) -> No
         {"prompt": "Hi", "chosen": [ASKED, answer("good")], "rejected": [ASKED, answer("bad")]},
     ],
 )
-def test_pairs_of_every_form(tmp_path: Path, row: dict) -> None:
+def test_pairs_of_every_form(tmp_path, row):
     made = prepare(tmp_path, row, row, pairs=True)
     assert (made.content, made.documents) == ("pairs", 4)
     chosen, rejected = documents(tmp_path)[:2]
@@ -220,7 +216,7 @@ def test_pairs_of_every_form(tmp_path: Path, row: dict) -> None:
     assert (chosen[1], rejected[1]) == (["good<|im_end|>"], ["bad<|im_end|>"])
 
 
-def test_turns_that_both_answers_share_are_no_targets(tmp_path: Path) -> None:
+def test_turns_that_both_answers_share_are_no_targets(tmp_path):
     begun = [ASKED, answer("Hello"), ASKED]
     row = {"chosen": [*begun, answer("good")], "rejected": [*begun, answer("bad")]}
     prepare(tmp_path, row, pairs=True)
@@ -237,9 +233,7 @@ def test_turns_that_both_answers_share_are_no_targets(tmp_path: Path) -> None:
         ("cut_turns", 40, [], (1, 45), (0, 0)),
     ],
 )
-def test_long_conversations_are_counted(
-    tmp_path: Path, overflow: str, max_length: int, kept: list, dropped: tuple, cut: tuple
-) -> None:
+def test_long_conversations_are_counted(tmp_path, overflow, max_length, kept, dropped, cut):
     short, long = {"prompt": "", "response": "b"}, {"prompt": "p" * 40, "response": "yes"}
     made = prepare(tmp_path, short, long, source=None, overflow=overflow, max_length=max_length)
     assert documents(tmp_path) == [("^b$", ["b$"]), *kept]
@@ -247,7 +241,7 @@ def test_long_conversations_are_counted(
     assert (made.cut_documents, made.cut_tokens) == cut
 
 
-def test_the_last_turns_are_cut(tmp_path: Path) -> None:
+def test_the_last_turns_are_cut(tmp_path):
     long = {"messages": [ASKED, answer("one"), ASKED, answer("t" * 50)]}
     made = prepare(tmp_path, long, overflow="cut_turns", max_length=100)
     ((text, targets),) = documents(tmp_path)
@@ -260,9 +254,7 @@ def test_the_last_turns_are_cut(tmp_path: Path) -> None:
     overflow=st.sampled_from(["cut_prompt", "cut_turns"]),
     data=st.data(),
 )
-def test_a_response_is_kept_whole_or_not_at_all(
-    mask: list[bool], overflow: Any, data: st.DataObject
-) -> None:
+def test_a_response_is_kept_whole_or_not_at_all(mask, overflow, data):
     longest = data.draw(st.integers(1, len(mask) - 1))
     kept = shortened(np.arange(len(mask)), np.array(mask), longest, overflow)
     if kept is None:
@@ -275,7 +267,7 @@ def test_a_response_is_kept_whole_or_not_at_all(
         assert overflow == "cut_turns" or sum(mask[kept]) == sum(mask)
 
 
-def test_pairs_are_dropped_together(tmp_path: Path) -> None:
+def test_pairs_are_dropped_together(tmp_path):
     short = {"prompt": "a", "chosen": "b", "rejected": "c"}
     long = {"prompt": "a", "chosen": "b", "rejected": "c" * 90}
     made = prepare(tmp_path, long, short, pairs=True, source=None, max_length=30)
@@ -296,9 +288,7 @@ LONG_CHATS = "{% if messages | length > 4 %}!{% endif %}" + UNMARKED
         ({"messages": TURNS}, {"source": LONG_CHATS}, "does not write message 5 .*--template"),
     ],
 )
-def test_rows_that_cannot_be_used_say_why(
-    tmp_path: Path, row: dict, settings: dict, message: str
-) -> None:
+def test_rows_that_cannot_be_used_say_why(tmp_path, row, settings, message):
     with pytest.raises(ValueError, match=f"line 1, .*{message}.*--on_bad_row=skip"):
         prepare(tmp_path, row, **settings)
     good = {"prompt": "a", "response": "b", "chosen": "c", "rejected": "d"}
@@ -306,7 +296,7 @@ def test_rows_that_cannot_be_used_say_why(
     assert made.skipped_rows == 1
 
 
-def test_a_row_for_which_the_template_takes_too_much_is_a_bad_row(tmp_path: Path) -> None:
+def test_a_row_for_which_the_template_takes_too_much_is_a_bad_row(tmp_path):
     source = "{% if messages[0].content == 'much' %}{{ 'a'.center(999999999) }}{% endif %}" + MARKED
     good, much = ({"prompt": text, "response": "b"} for text in ("a", "much"))
     with pytest.raises(ValueError, match=r"line 2, .*than 512 MB of memory.*--on_bad_row=skip"):
@@ -315,7 +305,7 @@ def test_a_row_for_which_the_template_takes_too_much_is_a_bad_row(tmp_path: Path
     assert (made.documents, made.skipped_rows) == (2, 1)
 
 
-def test_killed_and_started_again_the_bytes_are_the_same(tmp_path: Path) -> None:
+def test_killed_and_started_again_the_bytes_are_the_same(tmp_path):
     # More than a block, so that a second run has something to go on from.
     chats = [{"prompt": "x" * (n % 97), "response": "y" * (n * 31 % 999)} for n in range(2_500)]
     settings = {"source": None, "file_length": 64 * 1024, "max_length": 900}
@@ -323,7 +313,7 @@ def test_killed_and_started_again_the_bytes_are_the_same(tmp_path: Path) -> None
     class Killed(Exception):
         pass
 
-    def killed(counts: Any, fraction: float | None) -> None:
+    def killed(counts, fraction):
         raise Killed
 
     prepare(tmp_path / "whole", *chats, **settings)
@@ -337,7 +327,7 @@ def test_killed_and_started_again_the_bytes_are_the_same(tmp_path: Path) -> None
     assert files_of(tmp_path / "again") == files_of(tmp_path / "whole/out")
 
 
-def test_another_template_is_another_data_set(tmp_path: Path) -> None:
+def test_another_template_is_another_data_set(tmp_path):
     prepare(tmp_path, {"messages": TURNS})
     with pytest.raises(FileExistsError, match="holds another chat template"):
         prepare(tmp_path, {"messages": TURNS}, source=UNMARKED)
@@ -365,18 +355,18 @@ THINKING = (
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> JsonTokenizer:
+def tokenizer():
     special = ("<s>", *ENDS, *MARKERS)
     return train_byte_level_bpe(["a"], 256 + len(special), special_tokens=special)
 
 
-def targets(tokenizer: JsonTokenizer, source: str, chat: list) -> list[tuple[str, list[str]]]:
+def targets(tokenizer, source, chat):
     """Each document's text and its targets, special tokens by name."""
     documents = Templated(template(source), NOW, tokenizer.tokenizer_json)
     found = documents.of_row([chat_of(chat)])
     known = tokenizers.Tokenizer.from_str(tokenizer.tokenizer_json)
 
-    def text(ids: np.ndarray) -> str:
+    def text(ids):
         return known.decode(ids.tolist(), skip_special_tokens=False)
 
     shown = []
@@ -388,7 +378,7 @@ def targets(tokenizer: JsonTokenizer, source: str, chat: list) -> list[tuple[str
     return shown
 
 
-def test_the_marker_of_the_next_turn_ends_an_answer(tokenizer: JsonTokenizer) -> None:
+def test_the_marker_of_the_next_turn_ends_an_answer(tokenizer):
     ((text, said),) = targets(tokenizer, TEMPLATES["glm"], CALLING)
     assert said == ["\nLet me look.<|observation|>", "\nThree.\n<|user|>", "\nFour.<|user|>"]
     assert text == template(TEMPLATES["glm"]).render(CALLING).text + "<|user|>"
@@ -398,7 +388,7 @@ def test_the_marker_of_the_next_turn_ends_an_answer(tokenizer: JsonTokenizer) ->
     assert said == ["\nLet me look.<|observation|>"] and text.endswith("<|observation|>\n3")
 
 
-def test_it_does_where_each_answer_is_a_document(tokenizer: JsonTokenizer) -> None:
+def test_it_does_where_each_answer_is_a_document(tokenizer):
     chat = [message | {"thought": "?"} for message in CALLING]
     found = targets(tokenizer, THINKING, chat)
     assert [said for _, said in found] == [
@@ -411,12 +401,9 @@ def test_it_does_where_each_answer_is_a_document(tokenizer: JsonTokenizer) -> No
 
 
 @pytest.mark.parametrize("name", template_names())
-def test_bundled_templates_end_their_answers(
-    name: str, tokenizer: JsonTokenizer, tmp_path: Path
-) -> None:
+def test_bundled_templates_end_their_answers(name, tokenizer, tmp_path):
     write_chat_template(tmp_path, ChatTemplate({"default": ""}, TOKENS))
     ours = load_template(str(tmp_path), name)
-    assert ours is not None
     source = ours.sources["default"]
     ((_, said),) = targets(tokenizer, source, [CALLING[0], CALLING[5], CALLING[4], CALLING[5]])
     assert len(said) == 2 and all(text.endswith(ENDS) for text in said)
@@ -433,32 +420,22 @@ def test_bundled_templates_end_their_answers(
         (TEMPLATES["chatml"], False),
     ],
 )  # fmt: skip
-def test_answers_without_an_end_are_reported(
-    tmp_path: Path,
-    tokenizer: JsonTokenizer,
-    source: str,
-    told: bool,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_answers_without_an_end_are_reported(tmp_path, tokenizer, source, told, capsys):
     taken = rows(tmp_path, {"prompt": "Hi", "response": "yes"})
     prepare_chats(taken, tokenizer, template(source), tmp_path / "out", "train")
     assert ("WARNING: answers end with no special token" in capsys.readouterr().err) is told
 
 
-def test_the_command_asks_for_a_template_where_the_tokenizer_has_none(tmp_path: Path) -> None:
+def test_the_command_joins_prompts_and_responses_without_a_template(tmp_path):
     rows(tmp_path, {"messages": [ASKED, answer("The bridges.")]})
     command = ["-m", "data_tools.prepare_chats", f"--dataset={tmp_path / 'rows.jsonl'}"]
-    command += ["--tokenizer=bytes", "--workers=0", f"--out={tmp_path / 'out'}"]
-    refused = run_forked(*command)
-    assert refused.returncode == 2 and refused.stderr.count("\n") == 1
-    assert "--tokenizer=bytes has no chat template" in refused.stderr
-    assert "give --template" in refused.stderr and not (tmp_path / "out").exists()
-    joined = run_forked(*command, "--template=")
+    command += ["--tokenizer=bytes", "--workers=0", f"--out={tmp_path / 'out'}", "--template="]
+    joined = run_forked(*command)
     assert joined.returncode == 0, joined.stderr
 
 
 @pytest.mark.slow
-def test_the_command(tmp_path: Path) -> None:
+def test_the_command(tmp_path):
     write_tokenizer_folder(tmp_path / "tokenizer", begins=True)
     rows(tmp_path, *[{"messages": [ASKED, answer(f"The {n} bridges.")]} for n in range(50)], "x")
     command = [sys.executable, "-m", "data_tools.prepare_chats", "--workers=2"]

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from folder_contents import files_of
@@ -41,7 +40,7 @@ if __name__ == "__main__":
 """
 
 
-def write_lines(file: Path, total_bytes: int) -> None:
+def write_lines(file, total_bytes):
     """JSON Lines of documents of very different lengths, and one bad line in a hundred."""
     rng = random.Random(0)
     written = 0
@@ -52,34 +51,32 @@ def write_lines(file: Path, total_bytes: int) -> None:
             written += lines.write(line)
 
 
-def drive(driver: Path, *arguments: object) -> subprocess.Popen[bytes]:
-    """The driver, once it has begun."""
+def drive(folder, out, workers):
+    """The driver on `folder`'s lines.jsonl, once it has begun."""
+    (folder / "driver.py").write_text(DRIVER)
     process = subprocess.Popen(
-        [sys.executable, str(driver), *map(str, arguments)],
-        cwd=REPOSITORY,
+        [sys.executable, "driver.py", "lines.jsonl", out, str(workers)],
+        cwd=folder,
         env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
         stdout=subprocess.PIPE,
         start_new_session=True,
     )
-    assert process.stdout is not None
     assert process.stdout.readline() == b"begun\n"
     return process
 
 
 @pytest.mark.landing
-def test_killed_at_random_moments_the_bytes_are_the_same(tmp_path: Path) -> None:
+def test_killed_at_random_moments_the_bytes_are_the_same(tmp_path):
     write_lines(tmp_path / "lines.jsonl", 4_000_000)
-    driver = tmp_path / "driver.py"
-    driver.write_text(DRIVER)
     begun = time.monotonic()
-    whole = drive(driver, tmp_path / "lines.jsonl", tmp_path / "whole", 0)
+    whole = drive(tmp_path, "whole", 0)
     assert whole.wait(timeout=120) == 0
     seconds = time.monotonic() - begun
 
     rng = random.Random()
     killed = 0
     while killed < 5:
-        process = drive(driver, tmp_path / "lines.jsonl", tmp_path / "killed", 0)
+        process = drive(tmp_path, "killed", 0)
         try:
             process.wait(timeout=rng.uniform(0, seconds / 4))
             break  # it went to its end before it could be killed
@@ -87,28 +84,26 @@ def test_killed_at_random_moments_the_bytes_are_the_same(tmp_path: Path) -> None
             process.kill()
             process.wait()
             killed += 1
-    assert drive(driver, tmp_path / "lines.jsonl", tmp_path / "killed", 0).wait(timeout=120) == 0
+    assert drive(tmp_path, "killed", 0).wait(timeout=120) == 0
     assert files_of(tmp_path / "killed") == files_of(tmp_path / "whole")
 
 
-def workers_of(process: subprocess.Popen[Any]) -> list[int]:
+def workers_of(process):
     """File descriptors of its children, of which Python's own is one."""
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     assert len(children) >= 2
     return [os.pidfd_open(int(child)) for child in children]
 
 
-def assert_ended(workers: list[int]) -> None:
+def assert_ended(workers):
     for worker in workers:
         assert select.select([worker], [], [], 30)[0], "a worker outlived its parent"
         os.close(worker)
 
 
-def test_workers_end_with_the_killed_process(tmp_path: Path) -> None:
+def test_workers_end_with_the_killed_process(tmp_path):
     write_lines(tmp_path / "lines.jsonl", 30_000_000)
-    driver = tmp_path / "driver.py"
-    driver.write_text(DRIVER)
-    process = drive(driver, tmp_path / "lines.jsonl", tmp_path / "out", 2)
+    process = drive(tmp_path, "out", 2)
     journal = tmp_path / "out" / "train" / "shard_00000_of_00002" / "journal.json"
     while not (journal.exists() and json.loads(journal.read_text())["written"]):
         assert process.poll() is None
@@ -140,7 +135,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.landing
-def test_workers_of_a_killed_process_say_nothing(tmp_path: Path) -> None:
+def test_workers_of_a_killed_process_say_nothing(tmp_path):
     """Whatever they were reading of it."""
     driver = tmp_path / "driver.py"
     driver.write_text(KILLED_WHILE_SENDING)
@@ -151,7 +146,7 @@ def test_workers_of_a_killed_process_say_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_same_bytes_for_any_number_of_workers(tmp_path: Path) -> None:
+def test_the_same_bytes_for_any_number_of_workers(tmp_path):
     write_lines(tmp_path / "lines.jsonl", 4_000_000)
     source = Files([str(tmp_path / "lines.jsonl")])
     tokenizer = train_byte_level_bpe(["a" * 300, "some words and others"], 270)
@@ -163,9 +158,7 @@ def test_the_same_bytes_for_any_number_of_workers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_bad_row_is_fatal_or_skipped_and_counted(
-    tmp_path: Path, workers: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bad_row_is_fatal_or_skipped_and_counted(tmp_path, workers, capsys):
     """Ten are shown."""
     file = tmp_path / "lines.jsonl"
     file.write_bytes(
@@ -185,7 +178,7 @@ def test_a_bad_row_is_fatal_or_skipped_and_counted(
     assert metadata.bytes == len("onefive")
 
 
-def test_a_changed_source_cannot_go_on(tmp_path: Path) -> None:
+def test_a_changed_source_cannot_go_on(tmp_path):
     file = tmp_path / "lines.jsonl"
     good = json.dumps({"text": "a" * 2**20}) + "\n"  # a block of its own
     file.write_text(2 * good + "not JSON\n")
@@ -198,7 +191,7 @@ def test_a_changed_source_cannot_go_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_document_of_100_megabytes(tmp_path: Path) -> None:
+def test_a_document_of_100_megabytes(tmp_path):
     text = "a line of ordinary text, and then some more of it\n" * 2_000_000
     (tmp_path / "lines.jsonl").write_text(
         "".join(json.dumps({"text": t}) + "\n" for t in ("before", text, "after"))
@@ -209,10 +202,10 @@ def test_a_document_of_100_megabytes(tmp_path: Path) -> None:
     assert metadata.tokens == len("before" + text + "after") + 6
 
 
-def test_a_full_disk_is_named_and_nothing_is_lost(tmp_path: Path) -> None:
+def test_a_full_disk_is_named_and_nothing_is_lost(tmp_path):
     write_lines(tmp_path / "lines.jsonl", 1_000_000)
     target = (Files([str(tmp_path / "lines.jsonl")]), ByteTokenizer())
-    settings: dict[str, Any] = {"on_bad_row": "skip", "file_length": 8 * FILE_LENGTH}
+    settings = {"on_bad_row": "skip", "file_length": 8 * FILE_LENGTH}
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, hard))
     try:
@@ -226,9 +219,7 @@ def test_a_full_disk_is_named_and_nothing_is_lost(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_lost_worker_is_an_error_and_the_run_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lost_worker_is_an_error_and_the_run_goes_on(tmp_path, monkeypatch):
     write_lines(tmp_path / "lines.jsonl", 3_000_000)
     lost = tmp_path / "lost"
     (tmp_path / "losing_worker.py").write_text(
@@ -242,7 +233,7 @@ def test_a_lost_worker_is_an_error_and_the_run_goes_on(
     monkeypatch.syspath_prepend(tmp_path)
     field = TextField(function="losing_worker:text")
     target = (Files([str(tmp_path / "lines.jsonl")], field=field), ByteTokenizer())
-    settings: dict[str, Any] = {"workers": 2, "on_bad_row": "skip", "file_length": FILE_LENGTH}
+    settings = {"workers": 2, "on_bad_row": "skip", "file_length": FILE_LENGTH}
     with pytest.raises(ChildProcessError, match=r"worker process was killed.*again to continue"):
         pretokenize(*target, tmp_path / "out", "train", **settings)
     pretokenize(*target, tmp_path / "out", "train", **settings)
@@ -254,7 +245,7 @@ def test_a_lost_worker_is_an_error_and_the_run_goes_on(
 @pytest.mark.parametrize(
     "number", sentinels([signal.SIGINT, signal.SIGTERM], lambda number: number == signal.SIGTERM)
 )
-def test_a_signal_ends_all_even_stuck_workers(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_signal_ends_all_even_stuck_workers(tmp_path, number):
     """The signal goes to all processes at once, like Ctrl-C and those of batch systems."""
     begun = tmp_path / "begun"
     os.mkfifo(begun)

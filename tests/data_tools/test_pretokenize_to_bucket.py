@@ -3,13 +3,11 @@
 import json
 import os
 import signal
-from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
 from buckets.fixtures import SCHEMES, folder_in_bucket
-from buckets.proxy import Fault, FaultyProxy, Request
+from buckets.proxy import Fault
 from folder_contents import files_of
 from forked_processes import SECONDS, ForkedProcess, run_forked
 from sentinels import sentinels
@@ -30,39 +28,39 @@ SHARDS = 2
 
 
 @pytest.fixture(params=[pytest.param("s3", marks=pytest.mark.landing), "gs"])
-def bucket(request, monkeypatch, tmp_path) -> Iterator[tuple[str, FaultyProxy]]:
+def bucket(request, monkeypatch, tmp_path):
     assert request.param in SCHEMES
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with folder_in_bucket(request.param, monkeypatch) as found:
         yield found
 
 
-def objects_of(url: str) -> dict[str, bytes]:
+def objects_of(url):
     store = BucketStore(BucketUrl.parsed(url))
     return {name: store.read(name) for name in store.list()}
 
 
-def made_here(url: str) -> dict[str, bytes]:
+def made_here(url):
     return files_of(place_to_make(BucketUrl.parsed(url)))
 
 
 @pytest.fixture
-def texts(tmp_path) -> Files:
+def texts(tmp_path):
     lines = [json.dumps({"text": text}) + "\n" for text in TEXTS]
     (tmp_path / "texts.jsonl").write_text("".join(lines))
     return Files([str(tmp_path / "texts.jsonl")])
 
 
-def on_disk(texts: Files, folder: Path, tokenizer) -> dict[str, bytes]:
+def on_disk(texts, folder, tokenizer):
     pretokenize(texts, tokenizer, folder, "train", shards=SHARDS)
     return files_of(folder)
 
 
-def fails_from(number: int, before: int):
+def fails_from(number, before):
     """The proxy's answers: permission is denied from one upload on."""
     uploads = []
 
-    def fault(request: Request) -> Fault | None:
+    def fault(request):
         if request.method in ("PUT", "POST") and request.number >= before:
             uploads.append(request)
         return Fault.FORBIDDEN if len(uploads) > number else None
@@ -109,7 +107,7 @@ def test_a_command_that_is_killed_while_it_sends_goes_on(bucket, texts, tmp_path
     with open(tmp_path / "shown", "wb") as shown:
         process = ForkedProcess(*command, stdout=shown, stderr=shown)
 
-        def kill(request: Request) -> None:
+        def kill(request):
             if request.method in ("PUT", "POST") and request.number >= before:
                 sent.append(request)
                 if len(sent) == uploads + 1:

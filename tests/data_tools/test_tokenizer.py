@@ -1,10 +1,9 @@
 import hashlib
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
-from forked_processes import Ended, run_forked
+from forked_processes import run_forked
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,13 +18,11 @@ from data_tools.tokenizer import (
     END_OF_TEXT,
     ByteTokenizer,
     JsonTokenizer,
-    Tokenizer,
     load_tokenizer,
 )
 from data_tools.train_tokenizer.byte_level_bpe import (
     SPECIAL_TOKENS,
     STYLES,
-    Style,
     train_byte_level_bpe,
 )
 
@@ -34,13 +31,13 @@ UNICODE = st.text(st.characters(exclude_categories=["Cs"]))
 
 
 @pytest.fixture(scope="module")
-def bpe() -> JsonTokenizer:
+def bpe():
     return train_byte_level_bpe(TEXT, 280)
 
 
 @settings(max_examples=50)
 @given(texts=st.lists(UNICODE, max_size=4))
-def test_bytes_are_utf8(texts: list[str]) -> None:
+def test_bytes_are_utf8(texts):
     tokenizer = ByteTokenizer()
     encoded = tokenizer.encode_batch(texts)
     assert [ids.tolist() for ids in encoded] == [list(text.encode()) for text in texts]
@@ -50,29 +47,29 @@ def test_bytes_are_utf8(texts: list[str]) -> None:
 
 @settings(max_examples=50)
 @given(texts=st.lists(UNICODE, max_size=4))
-def test_byte_level_bpe_round_trips_any_text(bpe: JsonTokenizer, texts: list[str]) -> None:
+def test_byte_level_bpe_round_trips_any_text(bpe, texts):
     encoded = bpe.encode_batch(texts)
     assert [bpe.decode(ids) for ids in encoded] == texts
     assert all(ids.dtype == np.uint32 for ids in encoded)
     assert all(2 <= token < bpe.vocab_size for ids in encoded for token in ids)
 
 
-def test_byte_level_bpe_learns_and_is_deterministic(bpe: JsonTokenizer) -> None:
+def test_byte_level_bpe_learns_and_is_deterministic(bpe):
     assert (bpe.vocab_size, bpe.bos_id, bpe.eos_id) == (280, 0, 1)
     assert len(bpe.encode_batch([TEXT[1]])[0]) < len(TEXT[1]) / 2
     assert train_byte_level_bpe(TEXT, 280).tokenizer_json == bpe.tokenizer_json
 
 
 @pytest.mark.parametrize("kind", ["bytes", "bpe"])
-def test_special_tokens_in_a_document_are_text(kind: str, bpe: JsonTokenizer) -> None:
-    tokenizer: Tokenizer = ByteTokenizer() if kind == "bytes" else bpe
+def test_special_tokens_in_a_document_are_text(kind, bpe):
+    tokenizer = ByteTokenizer() if kind == "bytes" else bpe
     text = f"before{END_OF_TEXT}between{BEGIN_OF_TEXT}after"
     (ids,) = tokenizer.encode_batch([text])
     assert tokenizer.bos_id not in ids and tokenizer.eos_id not in ids
     assert tokenizer.decode(ids) == text
 
 
-def test_load_by_name_file_or_folder(tmp_path: Path, bpe: JsonTokenizer) -> None:
+def test_load_by_name_file_or_folder(tmp_path, bpe):
     file = tmp_path / "tokenizer.json"
     file.write_text(bpe.tokenizer_json, encoding="utf-8")
     for name in (str(file), str(tmp_path)):
@@ -85,7 +82,7 @@ def test_load_by_name_file_or_folder(tmp_path: Path, bpe: JsonTokenizer) -> None
     assert load_tokenizer("bytes").identity.sha256 is None
 
 
-def test_truncation_and_padding_of_the_file_are_ignored(bpe: JsonTokenizer) -> None:
+def test_truncation_and_padding_of_the_file_are_ignored(bpe):
     content = json.loads(bpe.tokenizer_json)
     three = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
     content["truncation"] = three
@@ -93,7 +90,7 @@ def test_truncation_and_padding_of_the_file_are_ignored(bpe: JsonTokenizer) -> N
     assert tokenizer.encode_batch(TEXT)[0].tolist() == bpe.encode_batch(TEXT)[0].tolist()
 
 
-def test_framing_tokens_are_configured_or_given(tmp_path: Path, bpe: JsonTokenizer) -> None:
+def test_framing_tokens_are_configured_or_given(tmp_path, bpe):
     (tmp_path / "tokenizer.json").write_text(bpe.tokenizer_json, encoding="utf-8")
     config = tmp_path / "tokenizer_config.json"
     config.write_text(json.dumps({"bos_token": None, "eos_token": {"content": "a"}}))
@@ -107,7 +104,7 @@ def test_framing_tokens_are_configured_or_given(tmp_path: Path, bpe: JsonTokeniz
         load_tokenizer(str(tmp_path))
 
 
-def test_a_token_that_begins_and_ends_documents_only_ends_them(tmp_path: Path) -> None:
+def test_a_token_that_begins_and_ends_documents_only_ends_them(tmp_path):
     gpt2 = train_byte_level_bpe(TEXT, 280, special_tokens=["<|endoftext|>"])
     assert (gpt2.bos_id, gpt2.eos_id) == (None, 0)
     (tmp_path / "tokenizer.json").write_text(gpt2.tokenizer_json, encoding="utf-8")
@@ -117,7 +114,7 @@ def test_a_token_that_begins_and_ends_documents_only_ends_them(tmp_path: Path) -
     assert load_tokenizer(str(tmp_path), bos_token="<|endoftext|>").bos_id == 0  # as asked for
 
 
-def test_framing_tokens_can_be_left_out_or_named(tmp_path: Path, bpe: JsonTokenizer) -> None:
+def test_framing_tokens_can_be_left_out_or_named(tmp_path, bpe):
     (tmp_path / "tokenizer.json").write_text(bpe.tokenizer_json, encoding="utf-8")
     for name in ("bytes", str(tmp_path)):
         tokenizer = load_tokenizer(name, bos_token="")
@@ -135,7 +132,7 @@ TEXTS = [CATS, "naïve cafe\u0301 \u212b"] * 3
 
 @pytest.mark.slow
 @pytest.mark.parametrize("style", STYLES)
-def test_every_style_is_encoded_fast(style: Style) -> None:
+def test_every_style_is_encoded_fast(style):
     tokenizer = train_byte_level_bpe(TEXTS, 285, "x", style, SPECIAL_TOKENS[style])
     assert isinstance(make_encoder(tokenizer.tokenizer_json), ByteLevelEncoder)
     names = [token["content"] for token in json.loads(tokenizer.tokenizer_json)["added_tokens"]]
@@ -148,7 +145,7 @@ def test_every_style_is_encoded_fast(style: Style) -> None:
         assert tokenizer.decode(tokenizer.encode_batch(["e\u0301"])[0].tolist()) == "é"
 
 
-def test_special_tokens_are_distinct_and_fit() -> None:
+def test_special_tokens_are_distinct_and_fit():
     with pytest.raises(ValueError, match="at least 259, not 258: 256 bytes and 3 special tokens"):
         train_byte_level_bpe(TEXTS, 258, special_tokens=["a", "b", "c"])
     for names in (["a", "a"], [""]):
@@ -156,7 +153,7 @@ def test_special_tokens_are_distinct_and_fit() -> None:
             train_byte_level_bpe(TEXTS, 300, special_tokens=names)
 
 
-def command_line(*arguments: str) -> Ended:
+def command_line(*arguments):
     return run_forked("-m", "data_tools.train_tokenizer", *arguments)
 
 
@@ -166,7 +163,7 @@ OF_STYLE = {"gpt2": "chatml", "llama3": "llama3", "qwen2": "qwen2"}
 
 @pytest.mark.landing
 @pytest.mark.parametrize("style", STYLES)
-def test_every_template_takes_the_tokenizer_of_every_style(tmp_path: Path, style: Style) -> None:
+def test_every_template_takes_the_tokenizer_of_every_style(tmp_path, style):
     lines = "".join(json.dumps({"text": text, "messages": CHAT}) + "\n" for text in TEXTS)
     (tmp_path / "texts.jsonl").write_text(lines)
     source, made = f"--dataset={tmp_path / 'texts.jsonl'}", tmp_path / "made"
@@ -192,7 +189,7 @@ def test_every_template_takes_the_tokenizer_of_every_style(tmp_path: Path, style
 
 
 @pytest.mark.slow
-def test_transformers_knows_the_tokens_of_every_style(tmp_path: Path) -> None:
+def test_transformers_knows_the_tokens_of_every_style(tmp_path):
     transformers = pytest.importorskip("transformers", reason="needs lmlib[parity]")
     (tmp_path / "a.txt").write_text("".join(TEXTS))
     for style in STYLES:
@@ -207,7 +204,7 @@ def test_transformers_knows_the_tokens_of_every_style(tmp_path: Path) -> None:
         assert ids == ours.encode_batch([text])[0].tolist() and theirs.decode(ids) == text
 
 
-def test_a_configuration_of_another_tokenizer_is_not_overwritten(tmp_path: Path) -> None:
+def test_a_configuration_of_another_tokenizer_is_not_overwritten(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
     (tmp_path / "a.txt").write_text(TEXTS[0])
     source, made = f"--dataset={tmp_path / 'a.txt'}", f"--out={tmp_path / 'a.json'}"
@@ -217,7 +214,7 @@ def test_a_configuration_of_another_tokenizer_is_not_overwritten(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_command_line(tmp_path: Path) -> None:
+def test_command_line(tmp_path):
     file = tmp_path / "texts.jsonl"
     lines = [json.dumps({"text": text}) for text in TEXTS]
     file.write_text("\n".join([*lines, "{"]))

@@ -16,7 +16,6 @@ from lmlib.data.synthetic import Synthetic
 from lmlib.inspect.layer_statistics import first_offender, layer_statistics, table
 from lmlib.losses.dpo import DPO
 from lmlib.losses.next_token import batch_loss
-from lmlib.models.decoder import Decoder
 from lmlib.models.families.llama import llama
 from lmlib.models.forward_context import ForwardContext
 from lmlib.models.matrices.int8 import Int8, in_int8
@@ -32,11 +31,11 @@ BATCH = Synthetic(64, 4, 16).batch(0)
 
 
 @functools.cache
-def weights(tied: bool) -> Decoder:
+def weights(tied):
     return llama(**SIZES, tied=tied, key=jax.random.key(0))
 
 
-def norm(tree) -> float:
+def norm(tree):
     leaves = jax.tree.leaves(jax.device_get(tree))
     return float(np.sqrt(sum(np.sum(np.square(leaf, dtype=np.float64)) for leaf in leaves)))
 
@@ -106,7 +105,7 @@ def test_gradients_belong_to_the_objective():
     assert first_offender(found) == "the DPO loss"
 
 
-def broken(where, value: float) -> str | None:
+def broken(where, value):
     """The offender when one element of the weight that `where` chooses is `value`."""
     model = weights(False)
     weight = where(model)

@@ -1,10 +1,11 @@
 """Sources whose tokens tell which sequence they are."""
 
+from collections import defaultdict
 from typing import Any
 
 import numpy as np
 
-from lmlib.data.batch import Batch
+from lmlib.data.batch import Batch, Source
 from lmlib.data.stored.metadata import TokenizerIdentity
 
 NUMBER = 10**7  # more sequences than any test takes from a source
@@ -43,3 +44,15 @@ class Stream(Numbered):
 
     def restore(self, step: int, states: list[dict[str, Any]]) -> None:
         pass
+
+
+def remember_rows(source: Source) -> dict[int, list[int]]:
+    """Makes `source` remember the rows that are read, by step."""
+    read, batch = defaultdict[int, list[int]](list), source.batch
+
+    def remembered(step: int, rows: slice = slice(None)) -> Batch:
+        read[step] += range(source.batch_size)[rows]
+        return batch(step, rows)
+
+    source.batch = remembered
+    return read

@@ -10,18 +10,20 @@ from forked_processes import ROOT, Ended, ForkedProcess
 from started import SECONDS, free_address
 
 
-def ends_of_two(code: str, *arguments: object, start: Any = ForkedProcess) -> list[Ended]:
-    """Runs `code` in two processes of two devices, with `arguments`, a port and 0 or 1."""
+def ends_of_two(
+    code: str, *arguments: object, start: Any = ForkedProcess, count: int = 2, devices: int = 2
+) -> list[Ended]:
+    """Runs `code` in `count` processes of `devices`, with `arguments`, a port and a number."""
     port = free_address().rpartition(":")[2]
     environment = {
         "PYTHONPATH": os.pathsep.join(
             [str(ROOT), str(ROOT / "tests/shared"), os.environ.get("PYTHONPATH", "")]
         ),
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count=2 {XLA_FLAGS}",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} {XLA_FLAGS}",
     }
     children, found = [], []
     with contextlib.ExitStack() as ends:
-        for index in range(2):
+        for index in range(count):
             output, errors = (ends.enter_context(TemporaryFile("w+")) for _ in range(2))
             child = start(
                 *("-c", code, *map(str, (*arguments, port, index))),
@@ -38,9 +40,9 @@ def ends_of_two(code: str, *arguments: object, start: Any = ForkedProcess) -> li
     return found
 
 
-def run_two(code: str, *arguments: object) -> list[str]:
-    """The last line that each prints; both must end well."""
-    found = ends_of_two(code, *arguments)
+def run_two(code: str, *arguments: object, **settings: int) -> list[str]:
+    """The last line that each prints; all must end well. See `ends_of_two`."""
+    found = ends_of_two(code, *arguments, **settings)
     for ended in found:
         assert ended.returncode == 0, ended.stderr
     return [ended.stdout.splitlines()[-1] for ended in found]

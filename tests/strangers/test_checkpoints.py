@@ -4,13 +4,12 @@ import json
 import os
 import re
 import shutil
-from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
 from folder_contents import files_of
 from sentinels import sentinels
-from strangers import Change, Outcomes, assert_refused, outcomes, sparse, text
+from strangers import assert_refused, outcomes, sparse, text
 
 from lmlib.checkpoint import Checkpoints
 from lmlib.checkpoint.manifest import MANIFEST, read_manifest, write_manifest
@@ -38,23 +37,23 @@ TRY = """
 DEEP = "[" * 1_000_000
 
 
-def lists(name: str, count: int, before: str = "[", after: str = "[]]") -> Change:
+def lists(name, count, before="[", after="[]]"):
     """Many in one, between `before` and `after`."""
     return lambda folder: (folder / name).write_text(before + "[]," * count + after) and None
 
 
-def link(name: str) -> Change:
-    def change(folder: Path) -> None:
+def link(name):
+    def change(folder):
         (folder / name).rename(folder.parents[1] / f"outside {folder.parent.name}")
         (folder / name).symlink_to(folder.parents[1] / f"outside {folder.parent.name}")
 
     return change
 
 
-def twice(name: str, entry: str) -> Change:
+def twice(name, entry):
     """Puts `entry` before what the file says."""
 
-    def change(folder: Path) -> None:
+    def change(folder):
         content = (folder / name).read_text()
         (folder / name).write_text(content.replace("{", f"{{{entry}, ", 1))
 
@@ -64,7 +63,7 @@ def twice(name: str, entry: str) -> Change:
 STEP_METADATA = "_CHECKPOINT_METADATA"  # of earlier versions; it has no digest
 
 # Nothing of lmlib reads the files that Orbax writes besides the arrays.
-ATTACKS: dict[str, Change] = {
+ATTACKS = {
     "a deep tree": text("state/_METADATA", DEEP),
     "a long tree": sparse("state/_METADATA", 200 << 20),
     "a layout by name": text(
@@ -84,7 +83,7 @@ ATTACKS: dict[str, Change] = {
 }
 
 # After the manifest was written.
-LATER: dict[str, Change] = {
+LATER = {
     "a long manifest": sparse(MANIFEST, 900 << 20),
     "a manifest of lists": lists(MANIFEST, 30_000_000),
     "a linked manifest": link(MANIFEST),
@@ -93,7 +92,7 @@ LATER: dict[str, Change] = {
 ALL = ATTACKS | LATER
 
 
-def attacked_folder(folder: Path, sound: Path, name: str) -> str:
+def attacked_folder(folder, sound, name):
     directory = shutil.copytree(sound, folder / name)
     step = directory / str(STEP)
     arrays = read_manifest(step).arrays
@@ -104,7 +103,7 @@ def attacked_folder(folder: Path, sound: Path, name: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def restored(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+def restored(tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoints")
     with Checkpoints(folder / "sound") as checkpoints:
         checkpoints.save(STEP, {"weight": jnp.ones((16, 3)), "scale": jnp.ones(3)}, {"tokens": 1})
@@ -115,20 +114,20 @@ def restored(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
 
 
 @pytest.mark.parametrize("name", sentinels(ALL, lambda name: name != "a deep tree"))
-def test_it_is_refused_or_of_no_effect(restored: Outcomes, name: str) -> None:
+def test_it_is_refused_or_of_no_effect(restored, name):
     assert restored["sound"] == ("opened", "")
     if restored[name] != ("opened", ""):
         assert_refused(restored[name], "DamagedCheckpointError")
 
 
 @pytest.mark.parametrize("name", ["notes twice", "chunks twice"])
-def test_ambiguous_files_are_refused(restored: Outcomes, name: str) -> None:
+def test_ambiguous_files_are_refused(restored, name):
     assert_refused(restored[name], "DamagedCheckpointError")
     assert re.search(r"it has the name '\w+' twice", restored[name][1])
 
 
 @pytest.mark.parametrize("name", ["6", "6.damaged", "6.orbax-checkpoint-tmp"])
-def test_nothing_is_removed_through_a_link(tmp_path: Path, name: str) -> None:
+def test_nothing_is_removed_through_a_link(tmp_path, name):
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "precious").write_text("precious")

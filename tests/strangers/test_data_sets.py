@@ -3,8 +3,6 @@
 import hashlib
 import json
 import shutil
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +12,7 @@ from byte_texts import RAGGED, write_ids
 from folder_contents import files_of
 from forged_digests import sign
 from seqax_data import write_seqax
-from strangers import Change, Outcomes, assert_refused, link, outcomes, sparse, text
+from strangers import assert_refused, link, outcomes, sparse, text
 
 from lmlib.data.stored.metadata import TokenizerIdentity
 from lmlib.data.stored.shard_writer import ShardWriter
@@ -42,10 +40,10 @@ LOOK = """
 """
 
 
-def changed(name: str, **entries: Any) -> Change:
+def changed(name, **entries):
     """Sets entries of the JSON file `name` of a data set; `a__b` is entry b of entry a."""
 
-    def change(data_set: Path) -> None:
+    def change(data_set):
         file = data_set / name
         content = json.loads(file.read_text())
         for path, value in entries.items():
@@ -59,25 +57,25 @@ def changed(name: str, **entries: Any) -> Change:
     return change
 
 
-def together(*changes: Change) -> Change:
-    def change(data_set: Path) -> None:
+def together(*changes):
+    def change(data_set):
         for each in changes:
             each(data_set)
 
     return change
 
 
-def values(name: str, *numbers: int) -> Change:
+def values(name, *numbers):
     """Overwrites the first values of an array, with valid checksums."""
 
-    def change(data_set: Path) -> None:
+    def change(data_set):
         array = zarr.open_array(data_set / SHARD / name)
         array[: len(numbers)] = np.array(numbers, array.dtype)
 
     return change
 
 
-def bomb(data_set: Path) -> None:
+def bomb(data_set):
     """One chunk of 4 GB of zeros, in a few hundred KB of zstd."""
     sizes = zstandard.ZstdCompressor().compressobj()
     million = bytes(1 << 20)
@@ -98,7 +96,7 @@ DEEP = "[" * 1_000_000
 SHARDING = "codecs__0__configuration__chunk_shape"
 FILES = "chunk_grid__configuration__chunk_shape"
 
-ATTACKS: dict[str, Change] = {
+ATTACKS = {
     "tokens": together(changed(META, tokens=HUGE), changed(TOKENS, shape=[HUGE])),
     "documents": together(changed(META, documents=HUGE), changed(STARTS, shape=[HUGE])),
     "chunks": changed(TOKENS, **{SHARDING: [HUGE], FILES: [HUGE]}),
@@ -134,7 +132,7 @@ ATTACKS: dict[str, Change] = {
 }
 
 ZARRAY = "train/encoded_tokens/.zarray"
-SEQAX_ATTACKS: dict[str, Change] = {
+SEQAX_ATTACKS = {
     "seqax tokens": changed(ZARRAY, shape=[HUGE]),
     "seqax tokens in chunks": changed(ZARRAY, shape=[HUGE], chunks=[HUGE]),
     "seqax starts": changed("train/seq_starts/.zarray", shape=[HUGE], filters=[{"id": "delta"}]),
@@ -149,7 +147,7 @@ HARMLESS_TO_TRAIN = {"seqax starts"}
 
 
 @pytest.fixture(scope="module")
-def attacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def attacked(tmp_path_factory):
     """A folder with a data set for each attack, and a secret beside them."""
     folder = tmp_path_factory.mktemp("strangers")
     sound = folder / "sound"
@@ -166,7 +164,7 @@ def attacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def of_all(folder: Path, call: str) -> Outcomes:
+def of_all(folder, call):
     """How `call` ends for each data set; the sound one must be opened."""
     cases = {name: str(folder / name) for name in ("sound", "seqax sound", *ALL)}
     before = {path: files_of(path) for path in folder.glob("* outside") if path.is_dir()}
@@ -177,22 +175,22 @@ def of_all(folder: Path, call: str) -> Outcomes:
 
 
 @pytest.fixture(scope="module")
-def trained(attacked: Path) -> Outcomes:
+def trained(attacked):
     return of_all(attacked, TRAIN)
 
 
 @pytest.fixture(scope="module")
-def looked_at(attacked: Path) -> Outcomes:
+def looked_at(attacked):
     return of_all(attacked, LOOK)
 
 
 @pytest.mark.parametrize("name", sorted(ALL.keys() - HARMLESS_TO_TRAIN))
-def test_training_refuses_it(trained: Outcomes, name: str) -> None:
+def test_training_refuses_it(trained, name):
     assert_refused(trained[name], "DamagedDataError", "LinkError", "ValueError")
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_inspect_finds_it(looked_at: Outcomes, name: str) -> None:
+def test_inspect_finds_it(looked_at, name):
     """Verification does, and neither the description nor the lengths take harm."""
     if looked_at[name] != ("opened", ""):
         assert_refused(looked_at[name], "DamagedDataError", "LinkError", "ValueError")
@@ -202,7 +200,7 @@ def test_inspect_finds_it(looked_at: Outcomes, name: str) -> None:
 
 
 @pytest.fixture
-def begun(tmp_path: Path) -> Path:
+def begun(tmp_path):
     """A data set with a shard that was left unfinished, and a folder outside with a file."""
     writer = ShardWriter(tmp_path / "data", "train", vocab_size=300, file_length=8, chunk_length=8)
     writer.close()
@@ -211,7 +209,7 @@ def begun(tmp_path: Path) -> Path:
     return tmp_path / "data" / SHARD
 
 
-def go_on(begun: Path) -> None:
+def go_on(begun):
     writer = ShardWriter(begun.parents[1], "train", vocab_size=300, file_length=8, chunk_length=8)
     try:
         for document in RAGGED:
@@ -231,7 +229,7 @@ def go_on(begun: Path) -> None:
         ".",
     ],
 )
-def test_a_writer_writes_through_no_link(begun: Path, name: str) -> None:
+def test_a_writer_writes_through_no_link(begun, name):
     outside = begun.parents[2] / "outside"
     path = begun / name
     shutil.rmtree(path) if path.is_dir() else path.unlink(True)
@@ -251,7 +249,7 @@ def test_a_writer_writes_through_no_link(begun: Path, name: str) -> None:
         ("marked__tokens", 1.5),
     ],
 )
-def test_a_journal_that_makes_no_sense_is_refused(begun: Path, entry: str, value: Any) -> None:
+def test_a_journal_that_makes_no_sense_is_refused(begun, entry, value):
     changed(f"{SHARD}/journal.json", **{"written": 8, entry: value})(begun.parents[1])
     with pytest.raises((ValueError, OSError), match="delete"):
         go_on(begun)

@@ -4,14 +4,11 @@ import json
 import os
 import shutil
 import struct
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 from sentinels import sentinels
 from small_folder import change, copy_small_folder
-from strangers import Change, Outcomes, assert_refused, link, outcomes, sparse, text
+from strangers import assert_refused, link, outcomes, sparse, text
 
 IMPORTS = """
 import signal
@@ -26,10 +23,10 @@ CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.
 KEY, VALUE = (f"model.layers.0.self_attn.{kind}_proj.weight" for kind in "kv")
 
 
-def header(change: Callable[[dict[str, Any]], str | None]) -> Change:
+def header(change):
     """Changes the header, or writes what `change` returns in its place."""
 
-    def write(folder: Path) -> None:
+    def write(folder):
         content = (folder / WEIGHTS).read_bytes()
         (size,) = struct.unpack("<Q", content[:8])
         entries = json.loads(content[8 : 8 + size])
@@ -39,28 +36,28 @@ def header(change: Callable[[dict[str, Any]], str | None]) -> Change:
     return write
 
 
-def exchanged(entries: dict[str, Any]) -> str:
+def exchanged(entries):
     """Keys and values, once more under each other's names."""
     again = json.dumps({KEY: entries[VALUE], VALUE: entries[KEY]})
     return f"{json.dumps(entries)[:-1]}, {again[1:]}"
 
 
-def pipe(name: str) -> Change:
-    def make(folder: Path) -> None:
+def pipe(name):
+    def make(folder):
         (folder / name).unlink(missing_ok=True)
         os.mkfifo(folder / name)
 
     return make
 
 
-def twice(folder: Path) -> None:
+def twice(folder):
     content = (folder / CONFIG).read_text().rstrip().removesuffix("}")
     (folder / CONFIG).write_text(f'{content}, "rms_norm_eps": 0.5}}')
 
 
 LISTS = "[" + "[]," * 20_000_000 + "[]]"
 NAMES = ", ".join(f'"tensor {number}": "{WEIGHTS}"' for number in range(100_000))
-REFUSED: dict[str, tuple[Change, str]] = {
+REFUSED = {
     "tensors exchanged": (header(exchanged), f"it has the name {KEY!r} twice"),
     "a key twice": (twice, "it has the name 'rms_norm_eps' twice"),
     "a header of lists": (header(lambda _: LISTS), "its header cannot be 60,000,004 bytes"),
@@ -93,7 +90,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
 
 
 @pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+def loaded(tmp_path_factory):
     folder = tmp_path_factory.mktemp("folders")
     for name in ("sound", *REFUSED):
         (folder / name).mkdir()
@@ -108,7 +105,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
 
 
 @pytest.mark.parametrize("name", sentinels(REFUSED, lambda name: name != "tensors exchanged"))
-def test_it_is_refused_in_a_line(loaded: Outcomes, name: str) -> None:
+def test_it_is_refused_in_a_line(loaded, name):
     assert loaded["sound"] == ("opened", "")
     assert_refused(loaded[name], "FolderError")
     told = loaded[name][1]

@@ -3,9 +3,6 @@
 import json
 import math
 import shutil
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -38,7 +35,7 @@ POINT = {"name": "a", "settings": {"optimizer.peak_lr": "1e-3"}}
 
 
 @pytest.fixture
-def sweep(tmp_path: Path) -> Path:
+def sweep(tmp_path):
     for name, loss in (("a", 2.0), ("b", 2.5)):
         leave_run(tmp_path / "sweep" / name, np.array([loss, loss]), {"peak_lr": loss}, steps=3)
         result = tmp_path / "sweep" / name / "result.json"
@@ -50,7 +47,7 @@ def sweep(tmp_path: Path) -> Path:
     return tmp_path / "sweep"
 
 
-def reading(place: Path) -> Iterator[Any]:
+def reading(place):
     """Everything that reads runs without JAX."""
     yield lambda: page(seen([place]))
     yield lambda: page(seen([place / "a"]))
@@ -63,7 +60,7 @@ def reading(place: Path) -> Iterator[Any]:
     yield lambda: finished_summary(place / "a", 3)
 
 
-def told(place: Path) -> list[str]:
+def told(place):
     """The messages of those that refuse; any other error is raised."""
     messages = []
     for read in reading(place):
@@ -136,7 +133,7 @@ SECRET = "the-secret-of-this-machine"
 
 
 @pytest.fixture
-def linked(tmp_path: Path) -> Path:
+def linked(tmp_path):
     """A run with a file of another place in it, and that place."""
     (tmp_path / "secret.txt").write_text(f"{SECRET} = 1\n{SECRET} = 2\n")
     leave_texts(tmp_path / "run", {"steps": 2}, [{"step": 1, "loss": 2.0}], {}, {1: "a sample"})

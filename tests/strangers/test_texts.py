@@ -6,14 +6,12 @@ import json
 import pickle
 import struct
 import tarfile
-from collections.abc import Callable
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
-from strangers import Outcomes, assert_refused, leave_canary, outcomes
+from strangers import assert_refused, leave_canary, outcomes
 
 READ = """
 from data_tools.rows.files import Files
@@ -37,7 +35,7 @@ MEGABYTE = bytes(1 << 20)
 MAGIC = 0xFD2FB528  # of zstd
 
 
-def compressed_bomb(path: Path) -> None:
+def compressed_bomb(path):
     """A gigabyte of zeros and not a single newline."""
     if path.suffix == ".gz":
         part = gzip.compress(MEGABYTE * 64, 9)
@@ -47,24 +45,24 @@ def compressed_bomb(path: Path) -> None:
         path.write_bytes(part * 16)
 
 
-def run_length_bomb(path: Path) -> None:
+def run_length_bomb(path):
     """A single frame of zstd: blocks of three bytes and one, each 128 KiB of zeros."""
     header = struct.pack("<IBB", MAGIC, 0, (17 - 10) << 3)  # window of 128 KiB
     block = ((1 << 17) << 3 | 1 << 1).to_bytes(3, "little") + b"\0"
     path.write_bytes(header + block * 8_192)
 
 
-def large_window(path: Path) -> None:
+def large_window(path):
     """A frame that asks for a window of 2 GB before anything comes."""
     header = struct.pack("<IBB", MAGIC, 0, (31 - 10) << 3)
     path.write_bytes(header + (5 << 3 | 1).to_bytes(3, "little") + b"text\n")
 
 
-def deep_lines(path: Path) -> None:
+def deep_lines(path):
     path.write_text("[" * 1_000_000 + "\n" + '{"text": ' * 100_000 + "\n")
 
 
-def one_string_a_million_times(path: Path) -> None:
+def one_string_a_million_times(path):
     """2 TB of rows: a dictionary with one string of a megabyte."""
     column = pa.DictionaryArray.from_arrays(
         pa.repeat(pa.scalar(0, pa.int32()), 2 << 20), ["x" * 10**6]
@@ -72,13 +70,13 @@ def one_string_a_million_times(path: Path) -> None:
     pq.write_table(pa.table({"text": column}), path, row_group_size=2 << 20)
 
 
-def rows_of_nothing(path: Path) -> None:
+def rows_of_nothing(path):
     """2**40 rows in no bytes."""
     rows = 7_777_777
     arrow(path, pa.nulls(rows), struct.pack("<q", rows), struct.pack("<q", 1 << 40))
 
 
-def arrow(path: Path, column: pa.Array, old: bytes, new: bytes) -> None:
+def arrow(path, column, old, new):
     table = pa.table({"text": column})
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
         writer.write_table(table)
@@ -87,12 +85,12 @@ def arrow(path: Path, column: pa.Array, old: bytes, new: bytes) -> None:
     path.write_bytes(content.replace(old, new))
 
 
-def indices_outside(path: Path) -> None:
+def indices_outside(path):
     old, new = struct.pack("<3i", 0, 1, 0), struct.pack("<3i", 0, 1 << 28, 0)
     arrow(path, pa.array(["one", "two", "one"]).dictionary_encode(), old, new)
 
 
-BOMBS: dict[str, Callable[[Path], None]] = {
+BOMBS = {
     "bomb.jsonl.gz": compressed_bomb,
     "bomb.jsonl.zst": compressed_bomb,
     "run_length.jsonl.zst": run_length_bomb,
@@ -111,7 +109,7 @@ REFUSED = {
 
 
 @pytest.fixture(scope="module")
-def read(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+def read(tmp_path_factory):
     folder = tmp_path_factory.mktemp("texts")
     for name, write in BOMBS.items():
         write(folder / name)
@@ -121,7 +119,7 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BOMBS)
-def test_memory_is_bounded_whatever_a_file_expands_to(read: Outcomes, name: str) -> None:
+def test_memory_is_bounded_whatever_a_file_expands_to(read, name):
     if name in ENDLESS:
         assert read[name] == ("ValueError", "rows without an end")
     elif name in REFUSED:
@@ -136,15 +134,15 @@ def test_memory_is_bounded_whatever_a_file_expands_to(read: Outcomes, name: str)
 class Touch:
     """Unpickled, it leaves the canary."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.folder = folder
 
-    def __reduce__(self) -> tuple[Callable[[str], None], tuple[str]]:
+    def __reduce__(self):
         return exec, (leave_canary(self.folder),)
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])
-def test_no_extension_type_is_unpickled(tmp_path: Path, kind: str) -> None:
+def test_no_extension_type_is_unpickled(tmp_path, kind):
     """pyarrow once unpickled the types of such columns as soon as it saw the schema."""
     metadata = {
         b"ARROW:extension:name": b"arrow.py_extension_type",
@@ -171,7 +169,7 @@ def test_no_extension_type_is_unpickled(tmp_path: Path, kind: str) -> None:
         assert found == ("opened", "")
 
 
-def data_set(folder: Path, **files: str | bytes) -> str:
+def data_set(folder, **files):
     folder.mkdir()
     for name, content in files.items():
         file = folder / name.replace("__", ".")
@@ -179,12 +177,12 @@ def data_set(folder: Path, **files: str | bytes) -> str:
     return str(folder)
 
 
-def readme(files: str) -> str:
+def readme(files):
     return f"---\nconfigs:\n- config_name: default\n  data_files: {json.dumps(files)}\n---\n"
 
 
 @pytest.fixture(scope="module")
-def streamed(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+def streamed(tmp_path_factory):
     """What becomes of folders that are streamed as Hugging Face data sets."""
     folder = tmp_path_factory.mktemp("folders")
     script = leave_canary(folder) + "\nraise SystemExit"
@@ -204,7 +202,7 @@ def streamed(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     return outcomes(READ, STREAM, cases, folder, megabytes=2000)
 
 
-def tar_of(content: bytes) -> bytes:
+def tar_of(content):
     sink = io.BytesIO()
     with tarfile.open(fileobj=sink, mode="w") as archive:
         for suffix in ("pickle", "pyd", "pth", "npy"):
@@ -225,9 +223,7 @@ def tar_of(content: bytes) -> bytes:
         ("pandas", "its format is pandas, not one of json"),
     ],
 )
-def test_a_data_set_is_read_without_running_it(
-    streamed: Outcomes, name: str, expected: str
-) -> None:
+def test_a_data_set_is_read_without_running_it(streamed, name, expected):
     assert streamed["sound"] == ("opened", "")
     assert streamed["another script"] == ("opened", "")  # which is no file of data
     assert_refused(streamed[name], "ValueError")

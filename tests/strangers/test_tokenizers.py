@@ -3,11 +3,9 @@
 import copy
 import json
 import os
-from pathlib import Path
-from typing import Any
 
 import pytest
-from strangers import CANARY, Change, Outcomes, assert_refused, leave_canary, outcomes, sparse, text
+from strangers import CANARY, assert_refused, leave_canary, outcomes, sparse, text
 
 from data_tools.tokenizer import load_tokenizer
 from data_tools.train_tokenizer.byte_level_bpe import train_byte_level_bpe
@@ -22,7 +20,7 @@ USE = """
 """
 
 
-def changed(**entries: Any) -> dict[str, Any]:
+def changed(**entries):
     """Of the sound tokenizer.json; `a__b` is entry b of entry a."""
     content = copy.deepcopy(SOUND)
     for path, value in entries.items():
@@ -34,12 +32,12 @@ def changed(**entries: Any) -> dict[str, Any]:
     return content
 
 
-def added(**entries: Any) -> dict[str, Any]:
+def added(**entries):
     token = {"id": 0, "content": "a", "special": False, "normalized": False}
     return token | {"single_word": False, "lstrip": False, "rstrip": False} | entries
 
 
-REFUSED: dict[str, Any] = {
+REFUSED = {
     "nothing": "",
     "a list": [],
     "deep": "[" * 1_000_000,
@@ -47,14 +45,14 @@ REFUSED: dict[str, Any] = {
     "merges of nothing": changed(model__merges=[["h", "zzz"]]),
     "dropout": changed(model__dropout=5.0),
 }
-HARMLESS: dict[str, Any] = {
+HARMLESS = {
     "sound": SOUND,
     "a large id": changed(added_tokens=[added(id=2**32 - 1, content="x")]),
 }
 
 
 @pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+def loaded(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizers")
     for name, content in (REFUSED | HARMLESS).items():
         (folder / name).mkdir()
@@ -67,16 +65,16 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
 
 
 @pytest.mark.parametrize("name", [*REFUSED, "long"])
-def test_invalid_tokenizers_are_refused_in_a_line(loaded: Outcomes, name: str) -> None:
+def test_invalid_tokenizers_are_refused_in_a_line(loaded, name):
     assert_refused(loaded[name], "ValueError")
 
 
 @pytest.mark.parametrize("name", HARMLESS)
-def test_a_tokenizer_allocates_nothing_on_its_word(loaded: Outcomes, name: str) -> None:
+def test_a_tokenizer_allocates_nothing_on_its_word(loaded, name):
     assert loaded[name] == ("opened", "")
 
 
-def test_code_beside_a_tokenizer_is_not_run(tmp_path: Path) -> None:
+def test_code_beside_a_tokenizer_is_not_run(tmp_path):
     folder = tmp_path / "tokenizer"
     folder.mkdir()
     (folder / "tokenizer.json").write_text(json.dumps(SOUND))
@@ -105,7 +103,7 @@ def test_code_beside_a_tokenizer_is_not_run(tmp_path: Path) -> None:
         text(CONFIG, '{"bos_token": "<s>", "bos_token": "x"}'),
     ],
 )
-def test_an_odd_tokenizer_config_is_refused(tmp_path: Path, write: Change) -> None:
+def test_an_odd_tokenizer_config_is_refused(tmp_path, write):
     (tmp_path / "tokenizer.json").write_text(json.dumps(SOUND))
     write(tmp_path)
     with pytest.raises(ValueError, match=r"tokenizer_config\.json") as raised:
@@ -114,7 +112,7 @@ def test_an_odd_tokenizer_config_is_refused(tmp_path: Path, write: Change) -> No
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
-def test_a_file_elsewhere_is_not_taken_for_the_folders(tmp_path: Path, name: str) -> None:
+def test_a_file_elsewhere_is_not_taken_for_the_folders(tmp_path, name):
     folder = tmp_path / "tokenizer"
     folder.mkdir()
     (folder / "tokenizer.json").write_text(json.dumps(SOUND))
@@ -127,7 +125,7 @@ def test_a_file_elsewhere_is_not_taken_for_the_folders(tmp_path: Path, name: str
         assert load_tokenizer(str(folder / name)).bos_id == 0
 
 
-def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_pipe_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "tokenizer.json")
     with pytest.raises(FileNotFoundError, match=r"holds no tokenizer\.json"):
         load_tokenizer(str(tmp_path))
