@@ -12,7 +12,7 @@ from pathlib import Path
 import jinja2
 
 from lmlib.metrics.meanings import MEANINGS
-from lmlib.report import curves, specifications, tables
+from lmlib.report import curves, specifications, sweep, tables
 from lmlib.report.points import AXES
 from lmlib.report.seen import Seen, seen
 from lmlib.storage.atomic_file import make_folder, write_atomically
@@ -35,7 +35,7 @@ def page(
     are for verdicts on several runs, as in `lmlib.verdicts.compare`. Raises ValueError if a file of
     a run is damaged, or there can be no verdict.
     """
-    charting, script = _library(), _text("page.js")
+    charting, script = _library(), _text("sweep.js") + _text("page.js")
     digests = (hashlib.sha256(each.encode()).digest() for each in (charting, script))
     hashes = " ".join(f"'sha256-{base64.b64encode(each).decode()}'" for each in digests)
     connect = "'none'" if refresh_seconds is None else "'self'"
@@ -67,8 +67,9 @@ def page(
             name: getattr(specifications, name)()
             for name in ("curves", "heat", "bars", "logarithmic")
         }
+        | {"against": sweep.against(), "parallel": sweep.parallel()}
         | {"colours": specifications.COLOURS, "viridis": specifications.VIRIDIS},
-        data=tables.data(runs),
+        data=tables.data(runs) | sweep.data(runs),
     )
 
 

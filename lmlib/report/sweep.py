@@ -1,0 +1,325 @@
+"""The answer of a sweep: its settings as scales, and the final loss against each of them.
+
+Positions on a scale are from 0 to 1; the page takes the colours of curves from them.
+"""
+
+import collections
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from lmlib.metrics.meanings import title
+from lmlib.report.curves import limits
+from lmlib.report.seen import Seen
+from lmlib.report.specifications import SCHEMA, by, curves
+from lmlib.runs.run import difference
+from lmlib.runs.settings import last_name, value_of
+from lmlib.terminal.text import shown
+
+_METRICS = ("validation_loss", "validation_bits_per_byte", "training_loss")
+_MOST = 12  # settings
+_TICKS = 8  # a scale with more values has round ticks
+_DECADE = 10
+_RATE = re.compile(r"(?:.*_)?(?:lr|rate)")
+_MODULES = re.compile(r"^[A-Za-z_][\w.]*\.(?=\w)")  # of a class or function
+
+
+def data(runs: Sequence[Seen]) -> dict[str, Any]:
+    """Returns the part of the page's data that is about settings."""
+    swept = settings(runs) if len(runs) > 1 else []
+    return {"swept": swept, "answer": answer(runs, swept) if swept else None}
+
+
+def settings(runs: Sequence[Seen]) -> list[dict[str, Any]]:
+    """Returns the settings in which `runs` differ, except seeds, as scales of the page.
+
+    Settings whose values determine each other, as those of `zipped` axes, are one: "also" has the
+    names of the others. "values" and "at", the positions, have an entry per run.
+    """
+    differing = difference(each.run for each in runs)
+    found: dict[tuple[int, ...], dict[str, Any]] = {}  # by the runs that share values
+    lasts = collections.Counter(map(last_name, differing))
+    for path, texts in differing.items():
+        if (last := last_name(path)) == "seed":
+            continue
+        kinds = tuple(_numbers(texts))
+        name = shown(last if lasts[last] == 1 else path)
+        if kinds in found:
+            found[kinds]["also"].append(name)
+        else:
+            found[kinds] = {"name": name, "path": shown(path), "also": [], **_scale(last, texts)}
+    return list(found.values())[:_MOST]
+
+
+def answer(runs: Sequence[Seen], swept: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Returns the final loss of `runs` by the settings `swept`; `None` without two finished groups.
+
+    "values" have an entry per run: `None` without a finite loss, which "failed" if it diverged. "at"
+    are positions up to "limit", beyond which a loss is an outlier. "lines" has for each setting an
+    entry per run: runs with the same number differ in this setting and seeds alone. The best group
+    has the lowest mean over its seeds. "parallel" has the groups, the best first.
+    """
+    metric, unit, finals = _finals(runs)
+    failed = [
+        each.run.state.name == "diverged" or not math.isfinite(finals.get(i, 0.0))
+        for i, each in enumerate(runs)
+    ]
+    members = collections.defaultdict(list)
+    for i, each in enumerate(runs):
+        if i in finals or failed[i]:
+            members[each.group].append(i)
+    groups = [
+        (float(np.mean([finals[i] for i in those])), those)
+        for those in members.values()
+        if not any(failed[i] for i in those)
+    ]
+    if not swept or not groups or len(members) < 2:
+        return None
+    groups.sort(key=lambda each: each[0])
+    finite_N = np.array([finals[i] for i in finals if not failed[i]])
+    least, limit = finite_N.min(), limits(finite_N, compiled=True)[1]
+    greatest = finite_N.max() if math.isnan(limit) else limit
+
+    def at(value: float) -> float:
+        return float(min(1.0, (value - least) / ((greatest - least) or 1.0)))
+
+    values = [None if failed[i] else finals.get(i) for i in range(len(runs))]
+    mean, (first, *more) = groups[0]
+    return {
+        "title": title(metric),
+        "unit": shown(unit),
+        "values": values,
+        "failed": failed,
+        "at": [None if value is None else at(value) for value in values],
+        "limit": None if math.isnan(limit) else float(limit),
+        "lines": [
+            _numbers(zip(*(each["values"] for each in swept if each is not own), strict=True))
+            for own in swept
+        ]
+        if len(swept) > 1
+        else [[0] * len(runs)],
+        "best": {"run": first, "value": mean},
+        "text": _text(
+            *(runs, swept, first),
+            f"{title(metric).lower()} {mean:.4f} {shown(unit)}".strip(),
+            1 + len(more),
+        ),
+        "parallel": [{"run": i, "value": mean, "at": at(mean)} for mean, (i, *_) in groups]
+        if len(swept) > 2
+        else [],
+        "ends": [f"{least:.4g}", f"{greatest:.4g}"],
+    }
+
+
+def against() -> dict[str, Any]:
+    """Returns a chart of the final loss against a setting.
+
+    Rows are {x, value, failed, run, line, colour, line_colour}. The last layer has rows {x, value,
+    text, colour} of the best. Lines join the means over seeds. Crosses mark runs that diverged,
+    triangles losses above "above". Filled in later: rows, scale and ticks of x, and the tooltips.
+    """
+    encoding = {axis: curves()["encoding"][axis] for axis in "xy"}
+    x, y = encoding["x"], encoding["y"]
+    x["title"], x["axis"]["tickCount"], x["axis"]["labelOverlap"] = None, 5, True
+    y["field"], y["scale"]["padding"] = "value", 12
+    colour = {"color": by("colour", "nominal", scale=None)}
+    mean = {"op": "mean", "field": "value", "as": "value"}
+    valid = {"op": "valid", "field": "value", "as": "valid"}
+    same = {"aggregate": [mean, valid, {"op": "count", "as": "count"}]}
+    text = {
+        "type": "text",
+        "baseline": "top",
+        "dy": 10,
+        "fontWeight": "bold",
+        "align": "center",
+    }
+    points = {"type": "point", "filled": True, "opacity": 0.9, "size": 45, "clip": True}
+    edge = {"y": {"value": 6}, **colour}
+    return {
+        "$schema": SCHEMA,
+        "width": "container",
+        "height": 190,
+        "data": {"values": []},
+        "encoding": encoding,
+        "layer": [
+            {
+                "transform": [
+                    {**same, "groupby": ["x", "line", "line_colour"]},
+                    {"filter": "datum.valid === datum.count"},
+                ],
+                "mark": {"type": "line", "clip": True, "strokeWidth": 1.5},
+                "encoding": {
+                    "color": by("line_colour", "nominal", scale=None),
+                    "detail": by("line", "nominal"),
+                },
+            },
+            {
+                "transform": [{"filter": "isValid(datum.value)"}],
+                "mark": points,
+                "encoding": colour,
+            },
+            {
+                "transform": [{"filter": "datum.failed"}],
+                "mark": {**points, "filled": False, "shape": "cross", "angle": 45, "size": 90},
+                "encoding": edge,
+            },
+            {
+                "transform": [{"filter": "datum.outlier"}],
+                "mark": {**points, "shape": "triangle", "size": 60},
+                "encoding": edge,
+            },
+            {
+                "data": {"values": []},
+                "encoding": colour,
+                "layer": [
+                    {"mark": {**points, "filled": False, "size": 190, "strokeWidth": 2}},
+                    {"mark": text, "encoding": {"text": by("text", "nominal")}},
+                ],
+            },
+        ],
+    }
+
+
+def parallel() -> dict[str, Any]:
+    """Returns parallel coordinates of rows {line, axis, at, text, good, best, colour}.
+
+    "good" is 1 for the best line and 0 for the worst. The last layer has the rows {axis, at, text}
+    of the ticks. Filled in later: all rows, and the order of the axes.
+    """
+    x = by("axis", "nominal", title=None, sort=None)
+    x["axis"] = {"orient": "top", "labelAngle": 0, "labelLimit": 110, "grid": True, "ticks": False}
+    y = by("at", scale={"domain": [-0.04, 1.04], "nice": False}, axis=None)
+    colour = by("colour", "nominal", scale=None)
+    good = by("good", scale={"domain": [0, 1], "range": [0.15, 0.9]}, legend=None)
+    width = {"condition": {"test": "datum.best", "value": 4}, "value": 1.3}
+    return {
+        "$schema": SCHEMA,
+        "width": "container",
+        "height": 230,
+        "data": {"values": []},
+        "encoding": {"x": x, "y": y},
+        "layer": [
+            {
+                "mark": "line",
+                "encoding": {
+                    "color": colour,
+                    "detail": by("line", "nominal"),
+                    "opacity": good,
+                    "strokeWidth": width,
+                    "order": by("order"),
+                },
+            },
+            {
+                "mark": {"type": "point", "filled": True, "size": 30, "opacity": 1},
+                "encoding": {"color": colour},
+            },
+            {
+                "data": {"values": []},
+                "mark": {"type": "text", "align": "right", "dx": -7},
+                "encoding": {"text": by("text", "nominal"), "color": colour},
+            },
+        ],
+    }
+
+
+def _scale(name: str, texts: Sequence[str | None]) -> dict[str, Any]:
+    """Returns the scale of a setting named `name` with the value `texts` of each run."""
+    values = [None if text is None else value_of(text) for text in texts]
+    if all(type(value) in (int, float) and abs(value) < 1e300 for value in values):
+        numbers = [float(value) for value in values]
+        distinct_V = np.unique(numbers)
+        scale, moved_V = _numeric(name, distinct_V)
+        at_V = (moved_V - moved_V[0]) / (moved_V[-1] - moved_V[0])
+        at = dict(zip(distinct_V.tolist(), at_V.tolist(), strict=True))
+        few = len(distinct_V) <= _TICKS and np.diff(at_V).min() > 0.04
+        return {
+            "numeric": True,
+            "scale": {"nice": False, "zero": False, "padding": 14, **scale},
+            "ticks": distinct_V.tolist() if few else None,
+            "values": numbers,
+            "at": [at[number] for number in numbers],
+        }
+    names = ["—" if text is None else shown(str(value_of(text))) for text in texts]
+    if len(short := {each: _MODULES.sub("", each) for each in names}) == len({*short.values()}):
+        names = [short[each] for each in names]
+    known = dict.fromkeys(names)
+    last = len(known) - 1
+    order = {name: i / last for i, name in enumerate(sorted(known, key=_order))}
+    return {
+        "numeric": False,
+        "scale": {"type": "point", "padding": 0.5, "domain": list(order)},
+        "ticks": list(order),
+        "values": names,
+        "at": [order[name] for name in names],
+    }
+
+
+def _numeric(name: str, distinct_V: np.ndarray) -> tuple[dict[str, Any], np.ndarray]:
+    """Returns the type of the scale, and its values where they are linear.
+
+    Logarithmic for rates, and for values that span a decade or grow by factors; also if the
+    smallest of them is zero.
+    """
+    from_zero = distinct_V[0] == 0 and len(distinct_V) > 2
+    positive_V = distinct_V[1:] if from_zero else distinct_V
+    if positive_V[0] <= 0:
+        return {"type": "linear"}, distinct_V
+    wide = positive_V[-1] >= _DECADE * positive_V[0]
+    factors = _unevenness(np.log(positive_V)) < _unevenness(positive_V) / 1.01
+    if not (wide or factors or _RATE.fullmatch(name)):
+        return {"type": "linear"}, distinct_V
+    if from_zero:
+        constant = float(positive_V[0])
+        return {"type": "symlog", "constant": constant}, np.log1p(distinct_V / constant)
+    return {"type": "log"}, np.log(distinct_V)
+
+
+def _unevenness(moved_V: np.ndarray) -> float:
+    """Returns the largest distance between neighbours over the smallest."""
+    gaps = np.diff(moved_V)
+    return float(gaps.max() / gaps.min()) if len(gaps) else 1.0
+
+
+def _order(text: str) -> tuple[bool, float]:
+    """Sorts texts of numbers by their values, before all others."""
+    value = value_of(text)
+    return (False, value) if type(value) in (int, float) else (True, 0.0)
+
+
+def _numbers(keys: Iterable[Any]) -> list[int]:
+    """Returns for each of `keys` a number, the same for equal ones."""
+    known: dict[Any, int] = {}
+    return [known.setdefault(key, len(known)) for key in keys]
+
+
+def _finals(runs: Sequence[Seen]) -> tuple[str, str, dict[int, float]]:
+    """Returns the first of `_METRICS` by which finished runs can be compared, its unit and values.
+
+    The values are by the number of the run.
+    """
+    from lmlib.verdicts.finished import finished_runs  # imports SciPy
+
+    for metric in _METRICS:
+        try:
+            finished, _ = finished_runs((each.run for each in runs), metric)
+        except ValueError:
+            continue
+        by_path = {each.run.path: each.value for each in finished}
+        found = {i: by_path[x.run.path] for i, x in enumerate(runs) if x.run.path in by_path}
+        return metric, finished[0].unit, found
+    return "", "", {}
+
+
+def _text(
+    runs: Sequence[Seen], swept: Sequence[Mapping[str, Any]], best: int, loss: str, seeds: int
+) -> str:
+    text = f"Best: {runs[best].group}, {loss}" + f", the mean of {seeds} seeds" * (seeds > 1) + "."
+    for each in swept:
+        at, count = each["at"][best], len(set(each["values"]))
+        if each["numeric"] and count > 2 and at in (0, 1) and each["values"][best]:
+            end = "largest" if at else "smallest"
+            text += f" The {end} {each['name']} is the best: try {end[:-2]}r ones."
+    return text
