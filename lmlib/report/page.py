@@ -68,7 +68,7 @@ def page(
             for name in ("curves", "heat", "bars", "logarithmic")
         }
         | {"against": sweep.against(), "parallel": sweep.parallel()}
-        | {"colours": specifications.COLOURS, "viridis": specifications.VIRIDIS},
+        | {"colours": specifications.COLOURS, "sequential": specifications.SEQUENTIAL},
         data=tables.data(runs) | sweep.data(runs),
     )
 

@@ -96,11 +96,12 @@ def answer(runs: Sequence[Seen], swept: Sequence[Mapping[str, Any]]) -> dict[str
         "at": [None if value is None else at(value) for value in values],
         "limit": None if math.isnan(limit) else float(limit),
         "lines": [
-            _numbers(zip(*(each["values"] for each in swept if each is not own), strict=True))
+            _numbers(
+                tuple(each["values"][i] for each in swept if each is not own)
+                for i in range(len(runs))
+            )
             for own in swept
-        ]
-        if len(swept) > 1
-        else [[0] * len(runs)],
+        ],
         "best": {"run": first, "value": mean},
         "text": _text(
             *(runs, swept, first),
@@ -110,7 +111,7 @@ def answer(runs: Sequence[Seen], swept: Sequence[Mapping[str, Any]]) -> dict[str
         "parallel": [{"run": i, "value": mean, "at": at(mean)} for mean, (i, *_) in groups]
         if len(swept) > 2
         else [],
-        "ends": [f"{least:.4g}", f"{greatest:.4g}"],
+        "ends": [f"{least:.4g}", "≥ " * bool(greatest == limit) + f"{greatest:.4g}"],
     }
 
 
@@ -187,10 +188,13 @@ def parallel() -> dict[str, Any]:
     """Returns parallel coordinates of rows {line, axis, at, text, good, best, colour}.
 
     "good" is 1 for the best line and 0 for the worst. The last layer has the rows {axis, at, text}
-    of the ticks. Filled in later: all rows, and the order of the axes.
+    of the ticks, with an outline. Filled in later: rows, the order of the axes, and the text's
+    colours.
     """
     x = by("axis", "nominal", title=None, sort=None)
-    x["axis"] = {"orient": "top", "labelAngle": 0, "labelLimit": 110, "grid": True, "ticks": False}
+    x["axis"] = {"orient": "top", "labelAngle": 0, "labelLimit": 110, "labelPadding": 8}
+    x["axis"] |= {"grid": True, "ticks": False, "domain": False}
+    text = {"type": "text", "align": "right", "dx": -7}
     y = by("at", scale={"domain": [-0.04, 1.04], "nice": False}, axis=None)
     colour = by("colour", "nominal", scale=None)
     good = by("good", scale={"domain": [0, 1], "range": [0.15, 0.9]}, legend=None)
@@ -218,8 +222,8 @@ def parallel() -> dict[str, Any]:
             },
             {
                 "data": {"values": []},
-                "mark": {"type": "text", "align": "right", "dx": -7},
-                "encoding": {"text": by("text", "nominal"), "color": colour},
+                "encoding": {"text": by("text", "nominal")},
+                "layer": [{"mark": {**text, "strokeWidth": 4}}, {"mark": text}],
             },
         ],
     }
@@ -237,8 +241,8 @@ def _scale(name: str, texts: Sequence[str | None]) -> dict[str, Any]:
         few = len(distinct_V) <= _TICKS and np.diff(at_V).min() > 0.04
         return {
             "numeric": True,
-            "scale": {"nice": False, "zero": False, "padding": 14, **scale},
-            "ticks": distinct_V.tolist() if few else None,
+            "scale": {"nice": False, "padding": 14, **scale},
+            "ticks": distinct_V.tolist() if few else _powers(distinct_V, scale["type"]),
             "values": numbers,
             "at": [at[number] for number in numbers],
         }
@@ -266,15 +270,23 @@ def _numeric(name: str, distinct_V: np.ndarray) -> tuple[dict[str, Any], np.ndar
     from_zero = distinct_V[0] == 0 and len(distinct_V) > 2
     positive_V = distinct_V[1:] if from_zero else distinct_V
     if positive_V[0] <= 0:
-        return {"type": "linear"}, distinct_V
+        return {"type": "linear", "zero": False}, distinct_V
     wide = positive_V[-1] >= _DECADE * positive_V[0]
     factors = _unevenness(np.log(positive_V)) < _unevenness(positive_V) / 1.01
     if not (wide or factors or _RATE.fullmatch(name)):
-        return {"type": "linear"}, distinct_V
+        return {"type": "linear", "zero": False}, distinct_V
     if from_zero:
         constant = float(positive_V[0])
         return {"type": "symlog", "constant": constant}, np.log1p(distinct_V / constant)
     return {"type": "log"}, np.log(distinct_V)
+
+
+def _powers(distinct_V: np.ndarray, kind: str) -> list[float] | None:
+    """Returns the ticks 1, 10, 100 … of a logarithmic scale of many values; `None` for others."""
+    if kind != "log" or distinct_V[-1] < _DECADE**2 * distinct_V[0]:
+        return None
+    ends = (math.log10(distinct_V[0]), math.log10(distinct_V[-1]))
+    return [float(f"1e{k}") for k in range(math.ceil(ends[0]), math.floor(ends[1]) + 1)]
 
 
 def _unevenness(moved_V: np.ndarray) -> float:

@@ -35,7 +35,7 @@ function colours() {
 
 // The colour at a position from 0 to 1: between two colours of the scale.
 function shade(position) {
-  const scale = specifications.viridis[isDark() ? "dark" : "light"];
+  const scale = specifications.sequential[isDark() ? "dark" : "light"];
   const at = position * (scale.length - 1), i = Math.min(Math.floor(at), scale.length - 2);
   const channels = [1, 3, 5].map((from) => {
     const [low, high] = [scale[i], scale[i + 1]].map((each) => parseInt(each.slice(from, from + 2), 16));

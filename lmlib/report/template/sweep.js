@@ -83,7 +83,7 @@ function drawAnswer() {
     return whole;
   });
   if (answer.parallel.length) {
-    const [whole, place] = figure("All settings", "", "a line for each combination; the better, the stronger");
+    const [whole, place] = figure("All settings", "", "a line for each combination: strong if good, thick if best");
     whole.classList.add("broad");
     const loss = { name: answer.title, at: [0, 1], ticks: [0, 1], values: [0, 1] };
     const spec = structuredClone(specifications.parallel), last = answer.parallel.length - 1;
@@ -95,11 +95,13 @@ function drawAnswer() {
       })));
     const ticks = swept.flatMap((setting) => {
       const all = [...new Map(setting.values.map((value, i) => [value, setting.at[i]]))];
-      return all.filter(([, at]) => setting.ticks || at === 0 || at === 1)
-        .map(([value, at]) => ({ axis: setting.name, at, text: shortened(value), colour: ink }));
+      return all.filter(([, at]) => (setting.ticks && all.length <= 8) || at === 0 || at === 1)
+        .map(([value, at]) => ({ axis: setting.name, at, text: shortened(value) }));
     });
-    const ends = answer.ends.map((text, at) => ({ axis: loss.name, at, text, colour: ink }));
-    spec.layer.at(-1).data.values = [...ticks, ...ends];
+    const ends = answer.ends.map((text, at) => ({ axis: loss.name, at, text }));
+    const labels = spec.layer.at(-1);
+    labels.data.values = [...ticks, ...ends];
+    labels.layer.forEach(({ mark }, i) => { mark[i ? "color" : "stroke"] = i ? ink : styled("--panel"); });
     charts.push(whole);
     todo.push([place, spec]);
   }
