@@ -307,9 +307,9 @@ def test_a_sweep_begins_with_its_answer(tmp_path):
     lines = [(x, y) for x, y, _ in rates["marks"]["line"]]
     np.testing.assert_allclose(sorted(lines), sorted((rate, x) for (rate, *_), x in means.items()))
     assert len(rates["marks"]["cross"]) == 2
-    for chart, x in ((rates, 1e-2), (decays, 0.0), (kinds, None)):
+    for chart, x in ((rates, 1e-2), (decays, 0.0), (kinds, "False")):
         ((at, loss, _),) = [each for each in chart["marks"]["circle"] if each[2] > 100]
-        assert at == (None if x is None else pytest.approx(x, abs=1e-6))
+        assert at == pytest.approx(x, abs=1e-6)
         assert loss == pytest.approx(2.01)
         assert [each[2] for each in chart["marks"]["text"]] == ["best 2.0100"]
     assert whole["domain"] == ["peak_lr", "decay", "cautious", "Validation loss"]
