@@ -19,7 +19,7 @@ from lmlib.runs.run import difference
 from lmlib.runs.settings import last_name, value_of
 from lmlib.terminal.text import shown
 
-_METRICS = ("validation_loss", "validation_bits_per_byte", "training_loss")
+_METRICS = ("validation_loss", "validation_bits_per_byte")
 _MOST = 12  # settings
 _TICKS = 8  # a scale with more values has round ticks
 _DECADE = 10
@@ -57,10 +57,11 @@ def settings(runs: Sequence[Seen]) -> list[dict[str, Any]]:
 def answer(runs: Sequence[Seen], swept: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     """Returns the final loss of `runs` by the settings `swept`; `None` without two finished groups.
 
-    "values" have an entry per run: `None` without a finite loss, which "failed" if it diverged. "at"
-    are positions up to "limit", beyond which a loss is an outlier. "lines" has for each setting an
-    entry per run: runs with the same number differ in this setting and seeds alone. The best group
-    has the lowest mean over its seeds. "parallel" has the groups, the best first.
+    "values" have an entry per run: `None` without a finite loss; then "failed" is true if it
+    diverged. "at" are positions up to "limit", beyond which a loss is an outlier. "lines" has a list
+    for each setting, with an entry per run: runs with the same number differ in this setting and in
+    seeds alone. "best" is the group with the lowest mean over its seeds, and "parallel" has all
+    groups, the best first.
     """
     metric, unit, finals = _finals(runs)
     failed = [
@@ -120,7 +121,7 @@ def against() -> dict[str, Any]:
 
     Rows are {x, value, failed, run, line, colour, line_colour}. The last layer has rows {x, value,
     text, colour} of the best. Lines join the means over seeds. Crosses mark runs that diverged,
-    triangles losses above "above". Filled in later: rows, scale and ticks of x, and the tooltips.
+    triangles losses beyond the limit. Filled in later: rows, and the scale and ticks of x.
     """
     encoding = {axis: curves()["encoding"][axis] for axis in "xy"}
     x, y = encoding["x"], encoding["y"]
@@ -231,12 +232,11 @@ def parallel() -> dict[str, Any]:
 
 def _scale(name: str, texts: Sequence[str | None]) -> dict[str, Any]:
     """Returns the scale of a setting named `name` with the value `texts` of each run."""
-    values = [None if text is None else value_of(text) for text in texts]
-    if all(type(value) in (int, float) and abs(value) < 1e300 for value in values):
-        numbers = [float(value) for value in values]
-        distinct_V = np.unique(numbers)
+    numbers = [number for text in texts if (number := _number(text)) is not None]
+    distinct_V = np.unique(numbers)
+    if len(numbers) == len(texts) and len(distinct_V) > 1:
         scale, moved_V = _numeric(name, distinct_V)
-        at_V = (moved_V - moved_V[0]) / (moved_V[-1] - moved_V[0])
+        at_V = (moved_V - moved_V[0]) / (moved_V[-1] - moved_V[0] or 1.0)
         at = dict(zip(distinct_V.tolist(), at_V.tolist(), strict=True))
         few = len(distinct_V) <= _TICKS and np.diff(at_V).min() > 0.04
         return {
@@ -250,8 +250,9 @@ def _scale(name: str, texts: Sequence[str | None]) -> dict[str, Any]:
     if len(short := {each: _MODULES.sub("", each) for each in names}) == len({*short.values()}):
         names = [short[each] for each in names]
     known = dict.fromkeys(names)
-    last = len(known) - 1
-    order = {name: i / last for i, name in enumerate(sorted(known, key=_order))}
+    last = max(1, len(known) - 1)
+    by_value = sorted(known, key=lambda name: math.inf if (x := _number(name)) is None else x)
+    order = {name: i / last for i, name in enumerate(by_value)}
     return {
         "numeric": False,
         "scale": {"type": "point", "padding": 0.5, "domain": list(order)},
@@ -292,13 +293,13 @@ def _powers(distinct_V: np.ndarray, kind: str) -> list[float] | None:
 def _unevenness(moved_V: np.ndarray) -> float:
     """Returns the largest distance between neighbours over the smallest."""
     gaps = np.diff(moved_V)
-    return float(gaps.max() / gaps.min()) if len(gaps) else 1.0
+    return float(gaps.max() / max(gaps.min(), 1e-300)) if len(gaps) else 1.0
 
 
-def _order(text: str) -> tuple[bool, float]:
-    """Sorts texts of numbers by their values, before all others."""
-    value = value_of(text)
-    return (False, value) if type(value) in (int, float) else (True, 0.0)
+def _number(text: str | None) -> float | None:
+    """Returns the finite number written in `text`, or `None`."""
+    value = None if text is None else value_of(text)
+    return float(value) if type(value) in (int, float) and abs(value) < 1e300 else None
 
 
 def _numbers(keys: Iterable[Any]) -> list[int]:
@@ -308,13 +309,14 @@ def _numbers(keys: Iterable[Any]) -> list[int]:
 
 
 def _finals(runs: Sequence[Seen]) -> tuple[str, str, dict[int, float]]:
-    """Returns the first of `_METRICS` by which finished runs can be compared, its unit and values.
+    """Returns the metric by which finished runs can be compared, its unit and values.
 
-    The values are by the number of the run.
+    The values are by the number of the run. The metric is the training loss if none was validated.
     """
     from lmlib.verdicts.finished import finished_runs  # imports SciPy
 
-    for metric in _METRICS:
+    validated = any("validation_loss" in each.run.final for each in runs)
+    for metric in _METRICS if validated else ("training_loss",):
         try:
             finished, _ = finished_runs((each.run for each in runs), metric)
         except ValueError:
@@ -333,5 +335,5 @@ def _text(
         at, count = each["at"][best], len(set(each["values"]))
         if each["numeric"] and count > 2 and at in (0, 1) and each["values"][best]:
             end = "largest" if at else "smallest"
-            text += f" The {end} {each['name']} is the best: try {end[:-2]}r ones."
+            text += f" The best {each['name']} is the {end} one tried."
     return text

@@ -297,7 +297,7 @@ def test_a_sweep_begins_with_its_answer(tmp_path):
     )
     assert place == "answer_section" and top < 300
     assert "Best: peak_lr=0.01, decay=0.0, cautious=False, validation loss 2.0100" in text
-    assert "the mean of 2 seeds" in text and "try" not in text
+    assert "the mean of 2 seeds" in text and "tried" not in text
     rates, decays, kinds, whole = found.values()
     assert rates["type"] == "log" and decays["type"] == "linear" and kinds["type"] == "point"
     assert kinds["domain"] == ["False", "True"]

@@ -43,7 +43,8 @@ function colourOptions() {
   if (data.answer) known.push([LOSS, LOSS]);
   const select = control("colour"), { value } = select;
   select.parentElement.hidden = !data.swept.length;
-  if (select.options.length === known.length) return;
+  if (String(known) === select.dataset.known) return;
+  select.dataset.known = known;
   select.replaceChildren(...known.map((each) => new Option(each[1], each[0])));
   select.value = known.some((each) => each[0] === value) ? value : "";
 }
