@@ -23,6 +23,8 @@ _METRICS = ("validation_loss", "validation_bits_per_byte")
 _MOST = 12  # settings
 _TICKS = 8  # a scale with more values has round ticks
 _DECADE = 10
+_COLOUR = {"color": by("colour", "nominal", scale=None)}
+_SAID = {"tooltip": [by("run", "nominal"), by("loss", "nominal")]}
 _RATE = re.compile(r"(?:.*_)?(?:lr|rate)")
 _MODULES = re.compile(r"^[A-Za-z_][\w.]*\.(?=\w)")  # of a class or function
 
@@ -58,9 +60,9 @@ def answer(runs: Sequence[Seen], swept: Sequence[Mapping[str, Any]]) -> dict[str
     """Returns the final loss of `runs` by the settings `swept`; `None` without two finished groups.
 
     "values" have an entry per run: `None` without a finite loss; then "failed" is true if it
-    diverged. "at" are positions up to "limit", beyond which a loss is an outlier. "lines" has a list
-    for each setting, with an entry per run: runs with the same number differ in this setting and in
-    seeds alone. "best" is the group with the lowest mean over its seeds, and "parallel" has all
+    diverged. "at" are positions up to "limit", beyond which a loss is an outlier. "lines" has a
+    list for each setting, with an entry per run: runs with the same number differ in this setting
+    and seeds. "best" is the group with the lowest mean over its seeds, and "parallel" has all
     groups, the best first.
     """
     metric, unit, finals = _finals(runs)
@@ -119,74 +121,43 @@ def answer(runs: Sequence[Seen], swept: Sequence[Mapping[str, Any]]) -> dict[str
 def against() -> dict[str, Any]:
     """Returns a chart of the final loss against a setting.
 
-    Rows are {x, value, failed, run, line, colour, line_colour}. The last layer has rows {x, value,
-    text, colour} of the best. Lines join the means over seeds. Crosses mark runs that diverged,
-    triangles losses beyond the limit. Filled in later: rows, and the scale and ticks of x.
+    Rows are {x, value, failed, outlier, line, colour, line_colour, run, loss}. The last layer has
+    rows {x, value, text, colour} of the best. Lines join the means over seeds. Crosses mark
+    runs that diverged, triangles losses beyond the limit. Filled in later: rows, and the scale and ticks of x.
     """
     encoding = {axis: curves()["encoding"][axis] for axis in "xy"}
     x, y = encoding["x"], encoding["y"]
     x["title"], x["axis"]["tickCount"], x["axis"]["labelOverlap"] = None, 5, True
     y["field"], y["scale"]["padding"] = "value", 12
-    colour = {"color": by("colour", "nominal", scale=None)}
-    mean = {"op": "mean", "field": "value", "as": "value"}
-    valid = {"op": "valid", "field": "value", "as": "valid"}
-    same = {"aggregate": [mean, valid, {"op": "count", "as": "count"}]}
-    text = {
-        "type": "text",
-        "baseline": "top",
-        "dy": 10,
-        "fontWeight": "bold",
-        "align": "center",
-    }
+    names = {"mean": ("value", "value"), "valid": ("value", "valid"), "count": (None, "count")}
+    same = [{"op": op, "field": field, "as": name} for op, (field, name) in names.items()]
+    means = [
+        {"aggregate": same, "groupby": ["x", "line", "line_colour"]},
+        {"filter": "datum.valid === datum.count"},
+    ]
+    joined = {"color": by("line_colour", "nominal", scale=None), "detail": by("line", "nominal")}
     points = {"type": "point", "filled": True, "opacity": 0.9, "size": 45, "clip": True}
-    edge = {"y": {"value": 6}, **colour}
-    return {
-        "$schema": SCHEMA,
-        "width": "container",
-        "height": 190,
-        "data": {"values": []},
-        "encoding": encoding,
-        "layer": [
-            {
-                "transform": [
-                    {**same, "groupby": ["x", "line", "line_colour"]},
-                    {"filter": "datum.valid === datum.count"},
-                ],
-                "mark": {"type": "line", "clip": True, "strokeWidth": 1.5},
-                "encoding": {
-                    "color": by("line_colour", "nominal", scale=None),
-                    "detail": by("line", "nominal"),
-                },
-            },
-            {
-                "transform": [{"filter": "isValid(datum.value)"}],
-                "mark": points,
-                "encoding": colour,
-            },
-            {
-                "transform": [{"filter": "datum.failed"}],
-                "mark": {**points, "filled": False, "shape": "cross", "angle": 45, "size": 90},
-                "encoding": edge,
-            },
-            {
-                "transform": [{"filter": "datum.outlier"}],
-                "mark": {**points, "shape": "triangle", "size": 60},
-                "encoding": edge,
-            },
-            {
-                "data": {"values": []},
-                "encoding": colour,
-                "layer": [
-                    {"mark": {**points, "filled": False, "size": 190, "strokeWidth": 2}},
-                    {"mark": text, "encoding": {"text": by("text", "nominal")}},
-                ],
-            },
-        ],
-    }
+    cross = {**points, "filled": False, "shape": "cross", "angle": 45, "size": 90}
+    ring = {"mark": {**points, "filled": False, "size": 190, "strokeWidth": 2}}
+    text = {"type": "text", "baseline": "top", "dy": 10, "fontWeight": "bold"}
+    edge = {"y": {"value": 6}, **_COLOUR, **_SAID}
+    return _chart(
+        190,
+        encoding,
+        _layer({"type": "line", "clip": True, "strokeWidth": 1.5}, joined, *means),
+        _layer(points, {**_COLOUR, **_SAID}, {"filter": "isValid(datum.value)"}),
+        _layer(cross, edge, {"filter": "datum.failed"}),
+        _layer({**points, "shape": "triangle", "size": 60}, edge, {"filter": "datum.outlier"}),
+        {
+            "data": {"values": []},
+            "encoding": _COLOUR,
+            "layer": [ring, _layer(text, {"text": by("text", "nominal")})],
+        },
+    )
 
 
 def parallel() -> dict[str, Any]:
-    """Returns parallel coordinates of rows {line, axis, at, text, good, best, colour}.
+    """Returns parallel coordinates of rows {line, axis, order, at, good, best, colour, run, loss}.
 
     "good" is 1 for the best line and 0 for the worst. The last layer has the rows {axis, at, text}
     of the ticks, with an outline. Filled in later: rows, the order of the axes, and the text's
@@ -197,37 +168,33 @@ def parallel() -> dict[str, Any]:
     x["axis"] |= {"grid": True, "ticks": False, "domain": False}
     text = {"type": "text", "align": "right", "dx": -7}
     y = by("at", scale={"domain": [-0.04, 1.04], "nice": False}, axis=None)
-    colour = by("colour", "nominal", scale=None)
-    good = by("good", scale={"domain": [0, 1], "range": [0.15, 0.9]}, legend=None)
-    width = {"condition": {"test": "datum.best", "value": 4}, "value": 1.3}
-    return {
-        "$schema": SCHEMA,
-        "width": "container",
-        "height": 230,
-        "data": {"values": []},
-        "encoding": {"x": x, "y": y},
-        "layer": [
-            {
-                "mark": "line",
-                "encoding": {
-                    "color": colour,
-                    "detail": by("line", "nominal"),
-                    "opacity": good,
-                    "strokeWidth": width,
-                    "order": by("order"),
-                },
-            },
-            {
-                "mark": {"type": "point", "filled": True, "size": 30, "opacity": 1},
-                "encoding": {"color": colour},
-            },
-            {
-                "data": {"values": []},
-                "encoding": {"text": by("text", "nominal")},
-                "layer": [{"mark": {**text, "strokeWidth": 4}}, {"mark": text}],
-            },
-        ],
+    strength = {
+        "detail": by("line", "nominal"),
+        "opacity": by("good", scale={"domain": [0, 1], "range": [0.15, 0.9]}, legend=None),
+        "strokeWidth": {"condition": {"test": "datum.best", "value": 4}, "value": 1.3},
+        "order": by("order"),
     }
+    points = {"type": "point", "filled": True, "size": 30, "opacity": 1}
+    return _chart(
+        230,
+        {"x": x, "y": y},
+        _layer({"type": "line"}, {**_COLOUR, **strength}),
+        _layer(points, {**_COLOUR, **_SAID}),
+        {
+            "data": {"values": []},
+            "encoding": {"text": by("text", "nominal")},
+            "layer": [{"mark": {**text, "strokeWidth": 4}}, {"mark": text}],
+        },
+    )
+
+
+def _chart(height: int, encoding: Any, *layer: Any) -> dict[str, Any]:
+    base = {"$schema": SCHEMA, "width": "container", "height": height, "data": {"values": []}}
+    return {**base, "encoding": encoding, "layer": list(layer)}
+
+
+def _layer(mark: Any, encoding: Any, *transform: Any) -> dict[str, Any]:
+    return {"transform": list(transform), "mark": mark, "encoding": encoding}
 
 
 def _scale(name: str, texts: Sequence[str | None]) -> dict[str, Any]:
@@ -298,7 +265,7 @@ def _unevenness(moved_V: np.ndarray) -> float:
 
 def _number(text: str | None) -> float | None:
     """Returns the finite number written in `text`, or `None`."""
-    value = None if text is None else value_of(text)
+    value = value_of("None" if text is None else text)
     return float(value) if type(value) in (int, float) and abs(value) < 1e300 else None
 
 
