@@ -122,8 +122,9 @@ def against() -> dict[str, Any]:
     """Returns a chart of the final loss against a setting.
 
     Rows are {x, value, failed, outlier, line, colour, line_colour, run, loss}. The last layer has
-    rows {x, value, text, colour} of the best. Lines join the means over seeds. Crosses mark
-    runs that diverged, triangles losses beyond the limit. Filled in later: rows, and the scale and ticks of x.
+    rows {x, value, text, colour} of the best. Lines join the means over seeds. Crosses mark runs
+    that diverged, triangles losses beyond the limit. Filled in later: rows, and the scale and ticks
+    of x.
     """
     encoding = {axis: curves()["encoding"][axis] for axis in "xy"}
     x, y = encoding["x"], encoding["y"]
