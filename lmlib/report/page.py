@@ -12,7 +12,7 @@ from pathlib import Path
 import jinja2
 
 from lmlib.metrics.meanings import MEANINGS
-from lmlib.report import curves, specifications, tables
+from lmlib.report import curves, specifications, sweep, tables
 from lmlib.report.points import AXES
 from lmlib.report.runs_table import runs_table
 from lmlib.report.seen import Seen, seen
@@ -36,7 +36,8 @@ def page(
     are for verdicts on several runs, as in `lmlib.verdicts.compare`. Raises ValueError if a file of
     a run is damaged, or there can be no verdict.
     """
-    charting, script = _library(), _text("table.js") + _text("page.js")
+    script = _text("sweep.js") + _text("table.js") + _text("page.js")
+    charting = _library()
     digests = (hashlib.sha256(each.encode()).digest() for each in (charting, script))
     hashes = " ".join(f"'sha256-{base64.b64encode(each).decode()}'" for each in digests)
     connect = "'none'" if refresh_seconds is None else "'self'"
@@ -71,8 +72,9 @@ def page(
             name: getattr(specifications, name)()
             for name in ("curves", "heat", "bars", "logarithmic")
         }
-        | {"colours": specifications.COLOURS, "viridis": specifications.VIRIDIS},
-        data=tables.data(runs),
+        | {"against": sweep.against(), "parallel": sweep.parallel()}
+        | {"colours": specifications.COLOURS, "sequential": specifications.SEQUENTIAL},
+        data=tables.data(runs) | sweep.data(runs),
     )
 
 

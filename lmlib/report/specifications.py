@@ -9,8 +9,8 @@ from typing import Any
 VERSION = "6.4"  # Vega-Lite's
 SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"  # an identifier, never fetched
 # Colours of up to eight curves on the page's light and dark panels: distinct also with each kind of
-# colour blindness (Machado et al. 2009), with a contrast of at least 3 (WCAG 1.4.11). More curves
-# take their colours from these parts of viridis, in their order.
+# colour blindness (Machado et al. 2009), with a contrast of at least 3 (WCAG 1.4.11). More curves,
+# and curves by value, take their colours from parts of inferno (light) and viridis (dark).
 COLOURS = {
     "light": [
         *("#2f6db5", "#f6530f", "#830d67", "#9976fd", "#4e420a", "#c2799e", "#471bb5", "#8c594e"),
@@ -19,8 +19,8 @@ COLOURS = {
         *("#7fb0e6", "#bebc01", "#f88094", "#46fd90", "#c55910", "#fbcdfb", "#0d77eb", "#9d6ca5"),
     ],
 }
-VIRIDIS = {
-    "light": ["#440154", "#482878", "#3e4989", "#31688e", "#26828e", "#1f9e89"],
+SEQUENTIAL = {
+    "light": ["#420a68", "#67166e", "#8c2369", "#b0315b", "#d04545", "#ea632a"],
     "dark": ["#26828e", "#1f9e89", "#35b779", "#6ece58", "#b5de2b", "#fde725"],
 }
 _NUMBER = "quantitative"
@@ -247,7 +247,7 @@ def for_paper(
     x, y, colour = (found["encoding"][each] for each in ("x", "y", "color"))
     x["title"], y["title"] = x_title, f"{title} ({unit})" if unit else title
     few = len(curve_names) <= len(COLOURS["light"])
-    scheme = {"name": "viridis", "extent": [0, 0.55]}
+    scheme = {"name": "inferno", "extent": [0.2, 0.65]}
     colours = {"range": COLOURS["light"]} if few else {"scheme": scheme}
     colour["scale"] = {"domain": list(curve_names), **colours}
     colour["legend"] = {**_LEGEND, "labelLimit": 400} if len(curve_names) > 1 else None

@@ -4,7 +4,9 @@ Needs `chromium` or `google-chrome` on the PATH: apt-get install chromium.
 """
 
 import html
+import itertools
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -13,6 +15,7 @@ from pathlib import Path
 
 import fiddle as fdl
 import made_up_runs
+import numpy as np
 import pytest
 from made_up_runs import leave_files as leave_run
 from made_up_runs import losses
@@ -23,7 +26,7 @@ from lmlib.losses.dpo import DPO
 from lmlib.report import page, seen, write_page
 from lmlib.report.seen import Watched
 from lmlib.report.server import PageServer
-from lmlib.report.specifications import COLOURS
+from lmlib.report.specifications import COLOURS, SEQUENTIAL
 from runner import Options, fit
 from runner.config import configs
 
@@ -296,6 +299,90 @@ def test_curves_have_the_colours_of_the_theme(tmp_path, count):
         assert legend == COLOURS[theme][:2] or count > 2
         drawn[theme] = legend
     assert not set(drawn["light"]) & set(drawn["dark"])
+
+
+ANSWER = """[(() => {
+  const found = {};
+  for (const figure of document.querySelectorAll("#answer figure")) {
+    const view = views.find((each) => figure.contains(each.container()));
+    const [x, y] = ["x", "y"].map((axis) => view.scale(axis)), marks = {};
+    const collect = (item) => {
+      if (item.role === "mark" && item.marktype !== "group")
+        for (const each of item.items)
+          (marks[each.shape ?? item.marktype] ??= []).push(
+            [x.invert?.(each.x), y.invert(each.y), each.text ?? each.size]);
+      (item.items ?? []).forEach(collect);
+    };
+    collect(view.scenegraph().root);
+    found[figure.dataset.setting ?? "all"] = { type: x.type, domain: x.domain(), marks };
+  }
+  return found;
+})(),
+document.querySelector("figure").closest("section").id,
+document.querySelector("figure").getBoundingClientRect().top,
+document.querySelector("#answer_text").innerText,
+document.querySelector("#legend .key").innerText,
+charts.evaluation_loss.colours,
+await (async () => {
+  control("colour").value = "model.cautious";
+  control("colour").dispatchEvent(new Event("change"));
+  return new Set([...document.querySelectorAll("#legend label i")].map(
+    (each) => each.style.background)).size;
+})()]"""
+
+
+def test_a_sweep_begins_with_its_answer(tmp_path):
+    losses, means = {}, {}
+    for rate, decay, cautious in itertools.product((1e-3, 1e-2, 1e-1), (0.0, 0.1), (False, True)):
+        for seed in (0, 1):
+            loss = 2 + 0.3 * math.log10(rate / 1e-2) ** 2 + decay + 0.05 * cautious + 0.02 * seed
+            run = tmp_path / f"runs/{rate},{decay},{cautious},{seed}"
+            settings = {"optimizer.peak_lr": rate, "optimizer.decay": decay, "seed": seed}
+            settings |= {"model.cautious": cautious}
+            made_up_runs.leave_run(
+                run, loss, settings, steps=2, curve={1: 4.0, 2: loss}, finished=loss < 2.46
+            )
+            losses[rate, decay, cautious, seed] = loss
+        means[rate, decay, cautious] = loss - 0.01
+    worst = [run for run, loss in losses.items() if loss > 2.46]
+    assert worst == [(1e-3, 0.1, True, 1), (1e-1, 0.1, True, 1)]
+    start = {"began": 0.0, "until": 1.0, "last_step": 2, "seconds": {"steps": 1.0}}
+    start |= {"ended": "diverged", "reason": "the loss is NaN"}
+    for rate in (1e-3, 1e-1):
+        file = tmp_path / f"runs/{rate},0.1,True,1/goodput.json"
+        file.write_text(json.dumps({"starts": [start]}))
+        del means[rate, 0.1, True]
+    write_page(seen([tmp_path / "runs"]), tmp_path / "page.html")
+    found, place, top, text, key, colours, shades = look(
+        tmp_path / "page.html", tmp_path / "profile", ANSWER
+    )
+    assert place == "answer_section" and top < 300
+    assert "Best: peak_lr=0.01, decay=0.0, cautious=False, validation loss 2.0100" in text
+    assert "the mean of 2 seeds" in text and "tried" not in text
+    rates, decays, kinds, whole = found.values()
+    assert rates["type"] == "log" and decays["type"] == "linear" and kinds["type"] == "point"
+    assert kinds["domain"] == ["False", "True"]
+    points = [(rate, loss) for (rate, *_), loss in losses.items() if loss < 2.46]
+    small = [(x, y) for x, y, size in rates["marks"]["circle"] if size < 100]
+    np.testing.assert_allclose(sorted(small), sorted(points))
+    lines = [(x, y) for x, y, _ in rates["marks"]["line"]]
+    np.testing.assert_allclose(sorted(lines), sorted((rate, x) for (rate, *_), x in means.items()))
+    assert len(rates["marks"]["cross"]) == 2
+    for chart, x in ((rates, 1e-2), (decays, 0.0), (kinds, "False")):
+        ((at, loss, _),) = [each for each in chart["marks"]["circle"] if each[2] > 100]
+        assert at == pytest.approx(x, abs=1e-6)
+        assert loss == pytest.approx(2.01)
+        assert [each[2] for each in chart["marks"]["text"]] == ["best 2.0100"]
+    assert whole["domain"] == ["peak_lr", "decay", "cautious", "Validation loss"]
+    assert len(whole["marks"]["line"]) == 4 * len(means)
+    # Colours follow the logarithm of the rate.
+    assert key.split() == ["peak_lr", "0.001", "0.01", "0.1"]
+    scale = [[int(each[i : i + 2], 16) for i in (1, 3, 5)] for each in SEQUENTIAL["light"]]
+    middle = [(low + high) / 2 for low, high in zip(scale[2], scale[3], strict=True)]
+    drawn = {tuple(int(each[i : i + 2], 16) for i in (1, 3, 5)) for each in colours}
+    assert {tuple(scale[0]), tuple(scale[-1])} < drawn and len(drawn) == 3
+    assert min(max(abs(a - b) for a, b in zip(middle, each, strict=True)) for each in drawn) <= 1
+    assert shades == 2
 
 
 def test_with_eighty_runs_the_first_chart_starts_on_the_first_screen(tmp_path):

@@ -24,7 +24,7 @@ from lmlib.report.page import _TEMPLATE as TEMPLATE
 from lmlib.report.page import _library
 from lmlib.report.runs_table import runs_table
 from lmlib.report.seen import Watched
-from lmlib.report.specifications import COLOURS, VERSION, for_paper
+from lmlib.report.specifications import COLOURS, SEQUENTIAL, VERSION, for_paper
 from lmlib.report.terminal import bars, view
 from lmlib.runs import read_run, runs
 from lmlib.runs.series import Series
@@ -451,6 +451,63 @@ def test_curves_stand_out_from_the_panel_and_from_each_other_for_the_colour_blin
         oklab = np.cbrt(seen_by @ np.transpose(TO_CONES)) @ np.transpose(TO_OKLAB)
         apart = np.linalg.norm(oklab[:, None] - oklab, axis=-1) + np.eye(len(oklab))
         assert apart.min() > 0.1, kind
+
+    scale = np.array([linear(each) for each in SEQUENTIAL[theme]])
+    brightness = scale @ [0.2126, 0.7152, 0.0722] + 0.05
+    assert np.all(np.diff(brightness) > 0)  # for readers without any colours
+    contrasts = brightness / luminances[-1]
+    assert np.maximum(contrasts, 1 / contrasts).min() >= 3
+
+
+def swept(folder, *texts):
+    """The settings that differ between runs with these values of `optimizer.NAME`, and seeds."""
+    for i, values in enumerate(zip(*texts, strict=True)):
+        named = dict(zip(("optimizer.peak_lr", "model.mlp"), values, strict=False))
+        made_up_runs.leave_run(folder / f"{i:02}", 3.0 - i % 3 / 10, named | {"seed": i}, steps=2)
+    return data_of(page(seen([folder])))
+
+
+@pytest.mark.parametrize(
+    ("texts", "scale", "at"),
+    [
+        (("1", "2", "3"), "log", [0, math.log(2, 3), 1]),  # a rate
+        (("0.0", "1.0", "10.0"), "symlog", [0, math.log(2, 11), 1]),
+        (("-1", "0", "3"), "linear", [0, 0.25, 1]),
+        (("16", "None", "2"), "point", [0.5, 1, 0]),
+        (("nan", "1", "2"), "point", [1, 0, 0.5]),
+        (("1", "1.0", "1"), "point", [0, 1, 0]),
+    ],
+)
+def test_the_scale_of_a_setting(tmp_path, texts, scale, at):
+    found = swept(tmp_path, texts, [f"lmlib.parts.{text}" for text in texts])
+    (setting,) = found["swept"]
+    assert setting["name"] == "peak_lr" and setting["also"] == ["mlp"]
+    assert setting["scale"]["type"] == scale
+    np.testing.assert_allclose(setting["at"], at)
+
+
+def test_scales_of_other_settings_are_logarithmic_if_values_grow_by_factors(tmp_path):
+    rates = [f"{1e-5 * 1.5 ** (i % 20)}" for i in range(40)]
+    found = swept(tmp_path, rates, [64 if i < 10 else 128 if i < 20 else 256 for i in range(40)])
+    rate, width = found["swept"]
+    assert rate["ticks"] == [1e-5, 1e-4, 1e-3, 1e-2] and width["ticks"] == [64, 128, 256]
+    assert width["scale"]["type"] == "log" and not found["answer"]["parallel"]
+    linear = swept(tmp_path / "linear", ["1", "1", "1", "1"], [64, 128, 192, 256])["swept"]
+    assert [each["scale"]["type"] for each in linear] == ["linear"]
+
+
+def test_the_answer_compares_only_what_can_be_compared(tmp_path):
+    for i, (tokenizer, loss) in enumerate((("a", 3.0), ("a", 3.1), ("b", 2.9))):
+        made_up_runs.leave_run(
+            tmp_path / f"{i}", loss, {"data.path": tokenizer, "seed": i}, steps=2, digest=tokenizer
+        )
+    answer = data_of(page(seen([tmp_path])))["answer"]
+    assert answer["title"] == "Validation bits per byte"
+    np.testing.assert_allclose(answer["values"], np.array([3.0, 3.1, 2.9]) / np.log(2) / 4)
+    assert answer["text"].startswith("Best: path=b, ") and answer["best"]["run"] == 2
+    for file in tmp_path.glob("[12]/result.json"):
+        file.unlink()
+    assert data_of(page(seen([tmp_path])))["answer"] is None  # one group has finished
 
 
 def series(*values):

@@ -12,7 +12,13 @@ let drawing = 0;
 const hasSeeds = () => new Set(data.runs.map((run) => run.group)).size < data.runs.length;
 const bySeed = () => hasSeeds() && control("seeds").checked;
 const curveOf = (run) => (bySeed() ? run.group : run.name);
-const curves = () => [...new Set(data.runs.map(curveOf))];
+function curves() { // by name, in the order of their colours
+  const by = colouring(), places = new Map();
+  data.runs.forEach((run, i) => {
+    if (!places.has(curveOf(run))) places.set(curveOf(run), by ? by.at[i] ?? 2 : 0);
+  });
+  return [...places.keys()].sort((one, other) => places.get(one) - places.get(other));
+}
 const isDark = () =>
   (document.documentElement.dataset.theme ??
     (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
@@ -21,25 +27,31 @@ const palette = () => specifications.colours[isDark() ? "dark" : "light"];
 
 // A colour for each curve.
 function colours() {
-  const { length } = curves(), scale = specifications.viridis[isDark() ? "dark" : "light"];
-  if (length <= palette().length) return palette();
-  return curves().map((_, number) => { // between two colours of the scale
-    const at = (number / (length - 1)) * (scale.length - 1), i = Math.min(Math.floor(at), scale.length - 2);
-    const channels = [1, 3, 5].map((from) => {
-      const [low, high] = [scale[i], scale[i + 1]].map((each) => parseInt(each.slice(from, from + 2), 16));
-      return Math.round(low + (at - i) * (high - low)).toString(16).padStart(2, "0");
-    });
-    return `#${channels.join("")}`;
-  });
+  const by = colouring(), names = curves();
+  const runs = new Map(data.runs.map((run, i) => [curveOf(run), i]).reverse());
+  if (by) return names.map((name) => colourOf(by, runs.get(name)));
+  return names.length <= palette().length ? palette() : names.map((_, i) => shade(i / (names.length - 1)));
 }
 
+// The colour at a position from 0 to 1: between two colours of the scale.
+function shade(position) {
+  const scale = specifications.sequential[isDark() ? "dark" : "light"];
+  const at = position * (scale.length - 1), i = Math.min(Math.floor(at), scale.length - 2);
+  const channels = [1, 3, 5].map((from) => {
+    const [low, high] = [scale[i], scale[i + 1]].map((each) => parseInt(each.slice(from, from + 2), 16));
+    return Math.round(low + (at - i) * (high - low)).toString(16).padStart(2, "0");
+  });
+  return `#${channels.join("")}`;
+}
+
+const styled = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
 function theme() {
-  const style = getComputedStyle(document.documentElement);
-  const [text, line] = ["--text", "--line"].map((name) => style.getPropertyValue(name).trim());
+  const [text, line, font] = ["--text", "--line", "font-family"].map(styled);
   return {
     background: null,
     range: { category: palette() },
-    font: style.getPropertyValue("font-family"),
+    font,
     view: { stroke: null },
     axis: { labelColor: text, titleColor: text, gridColor: line, domainColor: line,
             tickColor: line, titleFontWeight: "normal" },
@@ -255,8 +267,13 @@ async function draw(place, spec) {
 }
 
 function legend() {
-  const place = control("legend");
+  const place = control("legend"), by = colouring();
   place.replaceChildren();
+  if (by && curves().length > palette().length) {
+    const values = element("p", undefined, "key");
+    values.append(...key(by));
+    place.append(values);
+  }
   const shades = colours();
   const shown = new Set(data.runs.filter((_, i) => !leftOut.has(i)).map(curveOf));
   curves().forEach((name, i) => {
@@ -268,25 +285,24 @@ function legend() {
       else hidden.add(name);
       drawAll();
     });
-    const swatch = element("i");
-    swatch.style.background = shades[i];
-    label.append(box, swatch, name);
+    label.append(box, swatch(shades[i]), name);
     place.append(label);
   });
   place.hidden = curves().length < 2;
   control("seeds").parentElement.hidden = !hasSeeds();
   control("full_range").parentElement.hidden =
-    !data.charts.some((chart) => chart.limits.some((limit) => limit !== null));
+    !data.charts.some((chart) => chart.limits.some((limit) => limit !== null)) && !data.answer?.limit;
   control("unzoom").hidden = !zoom();
 }
 
 async function drawAll() {
   const turn = ++drawing;
+  colourOptions();
   arrange();
   legend();
   const around = window.scrollY;
   const made = { charts: document.createDocumentFragment(), layers: document.createDocumentFragment() };
-  const todo = [];
+  const todo = drawAnswer();
   const groups = new Map();
   const charts = data.charts.filter(({ title, metric }) =>
     [title, metric].some((each) => each.toLowerCase().includes(searched())));
@@ -338,14 +354,15 @@ async function drawAll() {
 }
 
 // The state of the controls is in the address after "#", to be kept or given to others.
-const CONTROLS = ["axis", "smoothing", "log_x", "log_y", "full_range", "seeds", "search", "zoom", "filter"];
+const CONTROLS = ["axis", "smoothing", "log_x", "log_y", "full_range", "seeds", "search", "zoom", "filter", "colour"];
 
 function fromAddress() {
+  colourOptions();
   const state = new URLSearchParams(location.hash.slice(1));
   for (const id of CONTROLS.filter((each) => state.has(each)))
     if (control(id).type === "checkbox") control(id).checked = state.get(id) === "1";
     else control(id).value = state.get(id);
-  if (!control("axis").value) control("axis").value = "step";
+  for (const [id, usual] of [["axis", "step"], ["colour", ""]]) if (!control(id).value) control(id).value = usual;
   const theme = state.get("theme");
   if (theme === "dark" || theme === "light") document.documentElement.dataset.theme = theme;
 }

@@ -1,4 +1,3 @@
-"use strict";
 // The table of runs: a click on a header sorts it, a text filters it, and groups of seeds open.
 const leftOut = new Set(); // the runs that the filter leaves out of the page, by number
 const opened = new Set(); // groups, by name
