@@ -79,6 +79,19 @@ def charts(runs: Sequence[Seen], units: Mapping[str, str]) -> list[dict[str, Any
     return sorted(found, key=lambda chart: _GROUPS.index(chart["group"]))
 
 
+def shared(charts: Sequence[Mapping[str, Any]]) -> list[tuple[float | None, ...]]:
+    """Replaces the axis values of all series by their place in a list without repeats.
+
+    Returns that list.
+    """
+    found: dict[tuple[float | None, ...], int] = {}
+    for chart in charts:
+        for series in chart["series"]:
+            for axis in AXES & series.keys():
+                series[axis] = found.setdefault(tuple(series[axis]), len(found))
+    return [*found]
+
+
 def drawn(runs: Sequence[Seen]) -> list[str]:
     """Returns the metrics that have a chart, in the order of the page."""
     return sorted((name for name, value in _names(runs) if value is None), key=_order)

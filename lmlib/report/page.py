@@ -35,11 +35,12 @@ def page(
     are for verdicts on several runs, as in `lmlib.verdicts.compare`. Raises ValueError if a file of
     a run is damaged, or there can be no verdict.
     """
-    charting, script = _library(), _text("page.js")
+    charting, script = _library(), _text("many.js") + _text("page.js")
     digests = (hashlib.sha256(each.encode()).digest() for each in (charting, script))
     hashes = " ".join(f"'sha256-{base64.b64encode(each).decode()}'" for each in digests)
     connect = "'none'" if refresh_seconds is None else "'self'"
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
     several = len(runs) > 1
     return environment.from_string(_text("page.html.jinja")).render(
         policy=f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; "

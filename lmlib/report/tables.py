@@ -135,9 +135,11 @@ def data(runs: Sequence[Seen]) -> dict[str, Any]:
             of = "training_loss" if name == "loss" else name.replace(EVALUATION, VALIDATION, 1)
             if of in finals:
                 units[name] = shown(finals[of].unit)
+    charts = curves.charts(runs, units)
     return {
         "runs": [{"name": each.name, "group": each.group} for each in runs],
-        "charts": curves.charts(runs, units),
+        "axes": curves.shared(charts),
+        "charts": charts,
         "layers": [
             {"run": run.name if len(runs) > 1 else "", **layers}
             for run in runs
