@@ -3,6 +3,7 @@
 // of a line, so more than MANY become paths: one mark for each curve. Only points that have a mark
 // of their own stay rows. Paths are drawn in units of the shown range, and stretched with the axes.
 const MANY = 2000, UNITS = 1e5;
+const BANDS = 20; // more curves than this have no bands, which would hide them
 
 const mean = (values) => (values.length ? values.reduce((sum, each) => sum + each, 0) / values.length : null);
 const isNumber = (value) => value !== null && Number.isFinite(value);
@@ -21,9 +22,11 @@ function pointsOf(spec) {
   return [...grouped].map(([curve, stretches]) => {
     const points = [...stretches.values()].map((rows) => {
       const of = (field) => rows.map((row) => row[field]).filter(isNumber), values = of("value");
-      const point = { curve, step: mean(of("step")), x: mean(of("x")), value: mean(values), runs: values.length,
+      const point = rows.length === 1 ? { ...rows[0], runs: Number(isNumber(rows[0].value)) } : {
+        curve, step: mean(of("step")), x: mean(of("x")), value: mean(values), runs: values.length,
         least: Math.min(...of("least")), greatest: Math.max(...of("greatest")),
-        not_finite: rows.reduce((sum, row) => sum + row.not_finite, 0) };
+        not_finite: rows.reduce((sum, row) => sum + row.not_finite, 0),
+      };
       if (logY && !(point.value > 0)) Object.assign(point, { value: null, runs: 0 });
       if (logY && !(point.least > 0)) point.least = point.value;
       return point;
@@ -31,7 +34,7 @@ function pointsOf(spec) {
     const most = Math.max(...points.map((point) => point.runs));
     const inside = points.map(({ value }) => (value === null || value > above || value < below ? null : value));
     return points.map((point, i) => {
-      const near = inside.slice(Math.max(0, i - around), i + around + 1).filter(isNumber);
+      const near = around ? inside.slice(Math.max(0, i - around), i + around + 1).filter(isNumber) : [inside[i]];
       return Object.assign(point, { smooth: inside[i] === null ? null : mean(near), most,
         fewer: point.runs < most, before: points[i - 1]?.runs ?? null, after: points[i + 1]?.runs ?? null });
     });
@@ -81,12 +84,12 @@ function withPaths(whole) {
       const edge = (field) => wide.map((point) => `${X(point.x)},${Y(point[field])}`);
       return `M${[...edge("greatest"), ...edge("least").reverse()].join("L")}Z`;
     };
-    add(parts.map(band).join(""), { fill: 0.2, opacity: 0.6, width: 0.8 });
+    if (curves.length <= BANDS) add(parts.map(band).join(""), { fill: 0.2, opacity: 0.6, width: 0.8 });
     for (const fewer of [false, true]) {
       const some = parts.filter((part) => part[0].fewer === fewer), dash = fewer ? [4, 3] : [];
       const smoothed = spec.transform.find(({ frame }) => frame).frame[1] > 0;
       if (smoothed) add(some.map((part) => joined(part, "value")).join(""), { fill: 0, opacity: 0.3, width: 1, dash });
-      add(some.map((part) => joined(part, "smooth")).join(""), { fill: 0, opacity: 1, width: 1.8, dash });
+      add(some.map((part) => joined(part, "smooth")).join(""), { fill: 0, opacity: 1, width: curves.length > BANDS ? 1 : 1.8, dash });
     }
   }
   spec.data.values = points.filter(({ runs, before, after, not_finite, least, greatest }) =>

@@ -18,7 +18,7 @@ function unpacked(read) {
   return read;
 }
 
-const hasSeeds = () => new Set(data.runs.map((run) => run.group)).size < data.runs.length;
+const hasSeeds = () => (data.hasSeeds ??= new Set(data.runs.map((run) => run.group)).size < data.runs.length);
 const bySeed = () => hasSeeds() && control("seeds").checked;
 const curveOf = (run) => (bySeed() ? run.group : run.name);
 const curves = () => [...new Set(data.runs.map(curveOf))];
@@ -159,8 +159,8 @@ function group(name, charts) {
   title.append(element("h2", name));
   const short = (x) => (x && Math.abs(x) < 1e-3 ? x.toExponential(1)
     : x.toLocaleString("en", { maximumSignificantDigits: 4 }));
-  const ranges = charts.map((each) => `${each.metric} ${each.range.map(short).join(" to ")}`);
-  if (name === dull) title.append(element("span", ranges.join(", "), "quiet"));
+  const range = (each) => `${each.metric} ${each.range.map(short).join(" to ")}`;
+  if (name === dull) title.append(element("span", charts.map(range).join(", "), "quiet"));
   made.append(title, place);
   made.open = !folded.has(name);
   made.addEventListener("toggle", () => {
