@@ -8,6 +8,14 @@ const BANDS = 20; // more curves than this have no bands, which would hide them
 const mean = (values) => (values.length ? values.reduce((sum, each) => sum + each, 0) / values.length : null);
 const isNumber = (value) => value !== null && Number.isFinite(value);
 
+// The point of several runs in one stretch of steps.
+function merged(rows) {
+  const of = (field) => rows.map((row) => row[field]).filter(isNumber), values = of("value");
+  return { curve: rows[0].curve, step: mean(of("step")), x: mean(of("x")), value: mean(values), runs: values.length,
+           least: Math.min(...of("least")), greatest: Math.max(...of("greatest")),
+           not_finite: rows.reduce((sum, row) => sum + row.not_finite, 0) };
+}
+
 // The points of each curve, as the transforms of `spec` make them from its rows.
 function pointsOf(spec) {
   const { below, above } = Object.fromEntries(spec.params.map(({ name, value }) => [name, value]));
@@ -19,14 +27,9 @@ function pointsOf(spec) {
     if (stretches.has(row.stretch)) stretches.get(row.stretch).push(row);
     else stretches.set(row.stretch, [row]);
   }
-  return [...grouped].map(([curve, stretches]) => {
+  return [...grouped.values()].map((stretches) => {
     const points = [...stretches.values()].map((rows) => {
-      const of = (field) => rows.map((row) => row[field]).filter(isNumber), values = of("value");
-      const point = rows.length === 1 ? { ...rows[0], runs: Number(isNumber(rows[0].value)) } : {
-        curve, step: mean(of("step")), x: mean(of("x")), value: mean(values), runs: values.length,
-        least: Math.min(...of("least")), greatest: Math.max(...of("greatest")),
-        not_finite: rows.reduce((sum, row) => sum + row.not_finite, 0),
-      };
+      const point = rows.length === 1 ? { ...rows[0], runs: Number(isNumber(rows[0].value)) } : merged(rows);
       if (logY && !(point.value > 0)) Object.assign(point, { value: null, runs: 0 });
       if (logY && !(point.least > 0)) point.least = point.value;
       return point;
@@ -48,8 +51,8 @@ function range(numbers) {
   return [low, high];
 }
 
-// The chart of `spec` with paths: its specification, the patch that adds them, and all points.
-function withPaths(whole) {
+// The chart of `whole` with paths, compiled, and the points of all curves.
+async function withPaths(whole, config) {
   const curves = pointsOf(whole), points = curves.flat();
   const spec = structuredClone({ ...whole, data: { values: [] } }), { x, y } = spec.encoding;
   const ends = { x: range(points.map((each) => each.x)),
@@ -104,15 +107,15 @@ function withPaths(whole) {
     return { [name]: { signal: low }, [`scale${name.toUpperCase()}`]: { signal: `(${high} - ${low}) / ${UNITS}` } };
   };
   const colour = { scale: "color", field: "curve" };
-  const patch = (vega) => {
-    vega.data.push({ name: "paths", values: paths });
-    vega.marks.unshift({ type: "path", clip: true, interactive: false, from: { data: "paths" },
-      encode: { update: { path: { field: "path" }, stroke: colour, fill: colour, fillOpacity: { field: "fill" },
-        strokeOpacity: { field: "opacity" }, strokeWidth: { field: "width" }, strokeDash: { field: "dash" },
-        ...stretched("x"), ...stretched("y") } } });
-    return vega;
-  };
-  return { spec, patch, points };
+  await pause();
+  const made = vegaLite.compile(spec, { config }).spec;
+  made.data.push({ name: "paths", values: paths });
+  made.marks.unshift({ type: "path", clip: true, interactive: false, from: { data: "paths" },
+    encode: { update: { path: { field: "path" }, stroke: colour, fill: colour, fillOpacity: { field: "fill" },
+      strokeOpacity: { field: "opacity" }, strokeWidth: { field: "width" }, strokeDash: { field: "dash" },
+      ...stretched("x"), ...stretched("y") } } });
+  await pause();
+  return [made, points];
 }
 
 // Keeps the point that is nearest to the pointer as the one row that the pointer can reach.
