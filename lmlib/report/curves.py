@@ -3,6 +3,8 @@
     {"metric", "title", "group", "range", "whole", "unit", "text", "stretch", "limits",
      "series": [{"run", "step", "tokens", …, "value", "least", "greatest", "not_finite"}]}
 
+On a page, "step", "tokens" and other axes are places in a list of axis values (see `shared`).
+
 Each list in a series has one entry per point; `null` stands for a number that is not finite.
 "least", "greatest" and "not_finite" are left out where they add nothing. "limits" are the smallest
 and the largest value shown without "full range"; `null` means no limit. "whole" is true if all
@@ -81,12 +83,12 @@ def charts(runs: Sequence[Seen], units: Mapping[str, str]) -> list[dict[str, Any
     return sorted(found, key=lambda chart: _GROUPS.index(chart["group"]))
 
 
-def shared(charts: Sequence[Mapping[str, Any]]) -> list[tuple[float | None, ...]]:
+def shared(charts: Sequence[Mapping[str, Any]]) -> list[tuple[int | float | None, ...]]:
     """Replaces the axis values of all series by their place in a list without repeats.
 
     Returns that list.
     """
-    found: dict[tuple[float | None, ...], int] = {}
+    found: dict[tuple[int | float | None, ...], int] = {}
     for chart in charts:
         for series in chart["series"]:
             for axis in AXES & series.keys():
@@ -189,7 +191,7 @@ def _points(series: Series, steps: int, against: Mapping[str, Series]) -> dict[s
     return found
 
 
-def _json(values: Iterable[float], digits: int | Iterable[float] = 6) -> list[float | None]:
+def _json(values: Iterable[float], digits: int | Iterable[float] = 6) -> list[int | float | None]:
     """Returns `values` rounded to `digits`, in as few characters as JSON has for them."""
     each_digits = itertools.repeat(digits) if isinstance(digits, int) else digits
     texts = (f"{each:.{int(n)}g}" for each, n in zip(values, each_digits, strict=False))
