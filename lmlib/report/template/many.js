@@ -51,8 +51,8 @@ function range(numbers) {
   return [low, high];
 }
 
-// The chart of `whole` with paths, compiled, and the points of all curves.
-async function withPaths(whole, config) {
+// The chart of `whole` with paths: its specification, the patch that adds them, and all points.
+function withPaths(whole) {
   const curves = pointsOf(whole), points = curves.flat();
   const spec = structuredClone({ ...whole, data: { values: [] } }), { x, y } = spec.encoding;
   const ends = { x: range(points.map((each) => each.x)),
@@ -107,15 +107,15 @@ async function withPaths(whole, config) {
     return { [name]: { signal: low }, [`scale${name.toUpperCase()}`]: { signal: `(${high} - ${low}) / ${UNITS}` } };
   };
   const colour = { scale: "color", field: "curve" };
-  await pause();
-  const made = vegaLite.compile(spec, { config }).spec;
-  made.data.push({ name: "paths", values: paths });
-  made.marks.unshift({ type: "path", clip: true, interactive: false, from: { data: "paths" },
-    encode: { update: { path: { field: "path" }, stroke: colour, fill: colour, fillOpacity: { field: "fill" },
-      strokeOpacity: { field: "opacity" }, strokeWidth: { field: "width" }, strokeDash: { field: "dash" },
-      ...stretched("x"), ...stretched("y") } } });
-  await pause();
-  return [made, points];
+  const patch = (made) => {
+    made.data.push({ name: "paths", values: paths });
+    made.marks.unshift({ type: "path", clip: true, interactive: false, from: { data: "paths" },
+      encode: { update: { path: { field: "path" }, stroke: colour, fill: colour, fillOpacity: { field: "fill" },
+        strokeOpacity: { field: "opacity" }, strokeWidth: { field: "width" }, strokeDash: { field: "dash" },
+        ...stretched("x"), ...stretched("y") } } });
+    return made;
+  };
+  return { spec, patch, points };
 }
 
 // Keeps the point that is nearest to the pointer as the one row that the pointer can reach.

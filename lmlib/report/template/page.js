@@ -176,15 +176,16 @@ async function draw(place, spec) {
   const options = { actions: { export: true, source: false, compiled: false, editor: false },
                     ast: true, config: theme(), renderer: "canvas", mode: "vega-lite",
                     logLevel: 1, tooltip: { theme: isDark() ? "dark" : "light" } };
-  const many = spec.params && spec.data.values.length > MANY && await withPaths(spec, theme());
-  const { view } = await vegaEmbed(place, many ? many[0] : spec, { ...options, ...(many && { mode: "vega", config: {} }) });
+  const many = spec.params && spec.data.values.length > MANY && withPaths(spec);
+  if (many) await pause();
+  const { view } = await vegaEmbed(place, many ? many.spec : spec, { ...options, ...(many && { patch: many.patch }) });
   views.push(view);
   if (!spec.params) return;
-  if (many) followPointer(view, many[1]);
+  if (many) followPointer(view, many.points);
   curveViews.push(view);
   view.addSignalListener("hover", (_, { x }) => { // one cursor for all charts of curves
     for (const each of curveViews)
-      if (distance(each.container()) === 0) each.signal("pointed_at", x?.[0] ?? null).runAsync();
+      if (distance(each.container()) < innerHeight) each.signal("pointed_at", x?.[0] ?? null).runAsync();
   });
 }
 
