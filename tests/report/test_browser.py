@@ -263,8 +263,8 @@ def test_a_chart_of_many_points_shows_what_one_of_few_does(tmp_path, address):
     for i in range(6):
         steps = range(1, 1 + 500 * (1 + i % 2))  # one seed of each group ends earlier
         values = ["NaN" if n == 100 + i else 9 / n**0.3 + i / 9 + n % 3 / 50 for n in steps]
-        lines = [{**line, "mine": 1 + line["step"] / 99} for line in losses(*values)]
-        leave_run(tmp_path / f"runs/{i}", {"lr": i // 2, "seed": i % 2, "steps": 9}, lines)
+        settings = {"lr": i // 2, "seed": i % 2, "steps": 9}
+        leave_run(tmp_path / f"runs/{i}", settings, losses(*values))
     file = tmp_path / "page.html"
     write_page(seen([tmp_path / "runs"]), file)
     told = """[...document.querySelectorAll("[data-metric]")].map((figure) => {
