@@ -3,12 +3,16 @@
     {"metric", "title", "group", "range", "whole", "unit", "text", "stretch", "limits",
      "series": [{"run", "step", "tokens", …, "value", "least", "greatest", "not_finite"}]}
 
+On a page, "step", "tokens" and other axes are places in a list of axis values (see `shared`).
+
 Each list in a series has one entry per point; `null` stands for a number that is not finite.
 "least", "greatest" and "not_finite" are left out where they add nothing. "limits" are the smallest
 and the largest value shown without "full range"; `null` means no limit. "whole" is true if all
 values are integers. "range" has the smallest and the largest value.
 """
 
+import itertools
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -81,6 +85,19 @@ def charts(runs: Sequence[Seen]) -> list[dict[str, Any]]:
             }
         )
     return sorted(found, key=lambda chart: _GROUPS.index(chart["group"]))
+
+
+def shared(charts: Sequence[Mapping[str, Any]]) -> list[tuple[int | float | None, ...]]:
+    """Replaces the axis values of all series by their place in a list without repeats.
+
+    Returns that list.
+    """
+    found: dict[tuple[int | float | None, ...], int] = {}
+    for chart in charts:
+        for series in chart["series"]:
+            for axis in AXES & series.keys():
+                series[axis] = found.setdefault(tuple(series[axis]), len(found))
+    return [*found]
 
 
 def drawn(runs: Sequence[Seen]) -> list[str]:
@@ -168,14 +185,25 @@ def _points(series: Series, steps: int, against: Mapping[str, Series]) -> dict[s
     }
     found["value"] = _json(points.mean_P)
     if steps > 1:
-        found |= {"least": _json(points.least_P), "greatest": _json(points.greatest_P)}
+        ends = points.least_P, points.greatest_P
+        with np.errstate(all="ignore"):  # the digits of a hundredth of the band's height
+            digits_P = np.log10(np.maximum(*np.abs(ends)) / (points.greatest_P - points.least_P))
+        digits_P = np.nan_to_num(np.ceil(digits_P) + 2, nan=6, posinf=6, neginf=6).clip(2, 6)
+        found |= dict(zip(("least", "greatest"), (_json(x, digits_P) for x in ends), strict=True))
     if points.not_finite_P.any():
         found["not_finite"] = points.not_finite_P.tolist()
     return found
 
 
-def _json(values: Iterable[float], digits: int = 6) -> list[float | None]:
-    return [float(f"{each:.{digits}g}") if np.isfinite(each) else None for each in values]
+def _json(values: Iterable[float], digits: int | Iterable[float] = 6) -> list[int | float | None]:
+    """Returns `values` rounded to `digits`, in as few characters as JSON has for them."""
+    each_digits = itertools.repeat(digits) if isinstance(digits, int) else digits
+    texts = (f"{each:.{int(n)}g}" for each, n in zip(values, each_digits, strict=False))
+    found = (float(text) for text in texts)
+    return [
+        None if not math.isfinite(x) else int(x) if x.is_integer() and abs(x) < 1e15 else x
+        for x in found
+    ]
 
 
 def _order(name: str) -> tuple[int, int, str]:

@@ -36,12 +36,13 @@ def page(
     are for verdicts on several runs, as in `lmlib.verdicts.compare`. Raises ValueError if a file of
     a run is damaged, or there can be no verdict.
     """
-    script = _text("sweep.js") + _text("table.js") + _text("page.js")
+    script = "".join(map(_text, ("sweep.js", "table.js", "many.js", "page.js")))
     charting = _library()
     digests = (hashlib.sha256(each.encode()).digest() for each in (charting, script))
     hashes = " ".join(f"'sha256-{base64.b64encode(each).decode()}'" for each in digests)
     connect = "'none'" if refresh_seconds is None else "'self'"
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
     several, samples = len(runs) > 1, tables.samples(runs)
     newest = samples.pop(0) if samples and not several else None
     return environment.from_string(_text("page.html.jinja")).render(

@@ -124,14 +124,21 @@ def samples(runs: Sequence[Seen]) -> list[tuple[int, list[tuple[str, str]]]]:
 
 
 def settings(runs: Sequence[Seen]) -> list[tuple[str, list[tuple[str, str]]]]:
-    return [(x.name, [(shown(a), shown(b)) for a, b in x.run.settings.items()]) for x in runs]
+    """Returns the settings of each run; first, once, those that several runs all have."""
+    every = [[(shown(a), shown(b)) for a, b in each.run.settings.items()] for each in runs]
+    common = set(every[0]).intersection(*every) if len(runs) > 1 else set()
+    found = [("all runs", [pair for pair in every[0] if pair in common])] if common else []
+    own = ([pair for pair in pairs if pair not in common] for pairs in every)
+    return found + [(each.name, pairs) for each, pairs in zip(runs, own, strict=True) if pairs]
 
 
 def data(runs: Sequence[Seen]) -> dict[str, Any]:
     """Returns the data that the page's script draws."""
+    charts = curves.charts(runs)
     return {
         "runs": [{"name": each.name, "group": each.group} for each in runs],
-        "charts": curves.charts(runs),
+        "axes": curves.shared(charts),
+        "charts": charts,
         "layers": [
             {"run": run.name if len(runs) > 1 else "", **layers}
             for run in runs

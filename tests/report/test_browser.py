@@ -77,6 +77,7 @@ setTimeout(async () => {
   const empty = { marks: {}, labels: [], heights: [], colours: [], opacities: [], dashed: 0 };
   document.querySelectorAll("figure[data-metric]").forEach((figure) => {
     const view = views.find((each) => figure.contains(each.container()));
+    if (!view) return; // not drawn yet
     charts[figure.dataset.metric] = look(view.scenegraph().root, structuredClone(empty));
   });
   document.title = JSON.stringify(EXPRESSION);
@@ -458,6 +459,55 @@ def test_the_table_of_runs_sorts_filters_and_opens(tmp_path):
     (left, name_ends), (result_begins, result_ends), (setting_begins, _) = boxes
     assert scrolled > 50 and left >= 0 and result_begins >= name_ends - 1 and result_ends <= 400
     assert setting_begins < result_ends  # it goes on behind the result
+
+
+@pytest.mark.parametrize("address", ["", "log_y=1&smoothing=10"])
+def test_a_chart_of_many_points_shows_what_one_of_few_does(tmp_path, address):
+    """Its curves are paths. With MANY out of reach the library draws them: the reference."""
+    for i in range(6):
+        steps = range(1, 1 + 500 * (1 + i % 2))  # one seed of each group ends earlier
+        values = ["NaN" if n == 100 + i else 9 / n**0.3 + i / 9 + n % 3 / 50 for n in steps]
+        settings = {"lr": i // 2, "seed": i % 2, "steps": 9}
+        leave_run(tmp_path / f"runs/{i}", settings, losses(*values))
+    file = tmp_path / "page.html"
+    write_page(seen([tmp_path / "runs"]), file)
+    told = """[...document.querySelectorAll("[data-metric]")].map((figure) => {
+        const view = views.find((each) => figure.contains(each.container()));
+        const canvas = figure.querySelector("canvas"), { width, height } = canvas;
+        const pixels = canvas.getContext("2d").getImageData(0, 0, width, height).data;
+        const dark = [];
+        for (let i = 3; i < pixels.length; i += 4) dark.push(pixels[i]);
+        const empty = { marks: {}, labels: [], heights: [], colours: [] };
+        const kinds = look(view.scenegraph().root, empty);
+        return [kinds.marks, kinds.labels, dark, point(view, 300, 2)];
+    })"""
+    many = look(file, tmp_path / "profile", told, address)
+    text = file.read_text("utf-8")
+    assert "MANY = 2000" in text
+    file.write_text(text.replace("MANY = 2000", "MANY = 1e9"), "utf-8")
+    few = look(file, tmp_path / "profile", told, address)
+    (run, own, step, place, *_), (*expected, other) = many[0][3], few[0][3][:4]
+    assert [run, own, step] == expected and abs(float(place) - float(other)) <= 4  # by a pixel
+    for (marks, labels, dark, _), (others, expected, own, _) in zip(many, few, strict=True):
+        assert "line" not in marks and others["line"]
+        assert labels == expected and marks.get("cross") == others.get("cross")
+        differing = sum(abs(one - other) > 64 for one, other in zip(dark, own, strict=True))
+        assert differing < 0.015 * len(dark), (differing, len(dark))
+
+
+def test_a_chart_far_from_the_screen_is_drawn_when_it_comes_near(tmp_path):
+    metrics = {f"metric {i:02}": i for i in range(40)}
+    lines = [
+        {"step": n, **{name: math.sin(n + i) for name, i in metrics.items()}} for n in (1, 2, 3)
+    ]
+    file = page_of(tmp_path, lines)
+    text = file.read_text("utf-8")
+    assert text.count("pause(300)") == 1  # without the drawing of all others when nobody scrolls
+    file.write_text(text.replace("pause(300)", "pause(scrollY ? 300 : 1e7)"), "utf-8")
+    told = """[...document.querySelectorAll("figure[data-metric]")].map((each) =>
+        each.querySelector("canvas") !== null)"""
+    drawn = look(file, tmp_path / "profile", told)
+    assert len(drawn) == 40 and 2 <= sum(drawn) < 20 and all(drawn[: sum(drawn)])
 
 
 def test_a_zero_spoils_no_logarithmic_axis_and_the_full_range_is_there(tmp_path):

@@ -22,6 +22,7 @@ from lmlib.report import page, seen, tables, write_page, write_pictures
 from lmlib.report.curves import limits
 from lmlib.report.page import _TEMPLATE as TEMPLATE
 from lmlib.report.page import _library
+from lmlib.report.points import AXES
 from lmlib.report.runs_table import runs_table
 from lmlib.report.seen import Watched
 from lmlib.report.specifications import COLOURS, SEQUENTIAL, VERSION, for_paper
@@ -65,8 +66,12 @@ class Parsed(html.parser.HTMLParser):
 
 
 def data_of(text):
+    """The data of a page, whose series have the places of their axis values in "axes"."""
     found = re.search(r'<script id="data" type="application/json">(.*?)</script>', text, re.DOTALL)
-    return json.loads(found[1])
+    data = json.loads(found[1])
+    for series in (each for chart in data["charts"] for each in chart["series"]):
+        series |= {axis: data["axes"][series[axis]] for axis in AXES.keys() & series.keys()}
+    return data
 
 
 def test_a_page_of_one_run(tmp_path):
@@ -243,6 +248,30 @@ def test_long_metrics_are_thinned_with_their_extremes(tmp_path):
     assert chart["stretch"] == 21 and len(series["value"]) < 1000
     assert max(series["greatest"]) == 99.0 and min(series["least"]) == 3.0
     assert sum(series["not_finite"]) == 1
+
+
+def test_the_size_of_a_page_follows_from_its_runs_points_and_metrics(tmp_path):
+    """Steps are there once, settings that all share once, and a number takes few characters."""
+    sizes, metrics = {}, [f"metric {i}" for i in range(6)]
+    random = np.random.default_rng(0)
+    for count in (4, 8):
+        for i in range(count):
+            rows = 3e6 + random.standard_normal((1500, len(metrics)))
+            lines = [
+                {"step": n, **dict(zip(metrics, row, strict=True))} for n, row in enumerate(rows, 1)
+            ]
+            settings = {"lr": i, **{f"setting {number}": "x" * 50 for number in range(100)}}
+            leave_run(tmp_path / f"{count}/{i}", settings, lines)
+        text = page(seen([tmp_path / str(count)]))
+        assert text.count("x" * 50) == 100
+        sizes[count] = len(text)
+        data = data_of(text)
+        points = sum(len(each["value"]) for chart in data["charts"] for each in chart["series"])
+        assert points == 1500 / (count // 2) * count * len(metrics)  # means of 2 or 4 steps
+        assert len(data["axes"]) == 1
+        # 8 characters for a mean, 3 or 4 digits beyond the shared ones for the ends of a band.
+        assert len(json.dumps(data["charts"])) < points * 50
+    assert sizes[8] < sizes[4] + 40_000  # as many points: only names, states and settings are more
 
 
 # Texts that a file can hold and that are not refused before: surrogates as JSON can write them.

@@ -5,11 +5,20 @@ const control = (id) => document.getElementById(id);
 const hidden = new Set(); // curves that the legend has switched off, by name
 const { dull } = control("charts").dataset; // the group of charts that is folded at first
 const folded = new Set([dull]); // groups, by name
-let data = read("data");
+let data = unpacked(read("data"));
 let views = [], curveViews = []; // all, and those of curves with their specifications
 let drawing = 0;
 
-const hasSeeds = () => new Set(data.runs.map((run) => run.group)).size < data.runs.length;
+// Axis values are there once, and series have their places: here these become the values again.
+function unpacked(read) {
+  for (const { series } of read.charts)
+    for (const each of series)
+      for (const { value } of control("axis").options)
+        if (value in each) each[value] = read.axes[each[value]];
+  return read;
+}
+
+const hasSeeds = () => (data.hasSeeds ??= new Set(data.runs.map((run) => run.group)).size < data.runs.length);
 const bySeed = () => hasSeeds() && control("seeds").checked;
 const curveOf = (run) => (bySeed() ? run.group : run.name);
 function curves() { // by name, in the order of their colours
@@ -223,7 +232,7 @@ function figure(title, unit, text, key) {
   const caption = element("figcaption");
   caption.append(element("strong", title), element("span", unit ? ` ${unit}` : "", "unit"));
   if (key) caption.append(" ", element("code", key, "quiet"));
-  if (text) caption.append(element("small", text));
+  caption.append(element("small", text));
   const place = element("div", undefined, "plot");
   made.append(caption, place);
   return [made, place];
@@ -239,8 +248,8 @@ function group(name, charts) {
   title.append(element("h2", name));
   const short = (x) => (x && Math.abs(x) < 1e-3 ? x.toExponential(1)
     : x.toLocaleString("en", { maximumSignificantDigits: 4 }));
-  const ranges = charts.map((each) => `${each.metric} ${each.range.map(short).join(" to ")}`);
-  if (name === dull) title.append(element("span", ranges.join(", "), "quiet"));
+  const range = (each) => `${each.metric} ${each.range.map(short).join(" to ")}`;
+  if (name === dull) title.append(element("span", charts.map(range).join(", "), "quiet"));
   made.append(title, place);
   made.open = isOpen(name);
   made.addEventListener("toggle", () => {
@@ -256,13 +265,17 @@ async function draw(place, spec) {
   const options = { actions: { export: true, source: false, compiled: false, editor: false },
                     ast: true, config: theme(), renderer: "canvas", mode: "vega-lite",
                     logLevel: 1, tooltip: { theme: isDark() ? "dark" : "light" } };
-  const { view } = await vegaEmbed(place, spec, options);
+  const many = spec.params && spec.data.values.length > MANY && withPaths(spec);
+  if (many) await pause();
+  const { view } = await vegaEmbed(place, many ? many.spec : spec, { ...options, ...(many && { patch: many.patch }) });
   views.push(view);
   if (!spec.params) return;
+  if (many) followPointer(view, many.points);
   curveViews.push([view, spec]);
   zoomable(view);
   view.addSignalListener("hover", (_, { x }) => { // one cursor for all charts of curves
-    for (const [each] of curveViews) each.signal("pointed_at", x?.[0] ?? null).runAsync();
+    for (const [each] of curveViews)
+      if (distance(each.container()) < innerHeight) each.signal("pointed_at", x?.[0] ?? null).runAsync();
   });
 }
 
@@ -314,16 +327,19 @@ async function drawAll() {
     made.charts.append(element("p", `No metric contains “${searched()}”.`, "nothing"));
   for (const chart of charts) {
     if (!isOpen(chart.group)) continue;
-    const [spec, shown, left, fewer] = curveSpecification(chart);
-    const notes = [chart.text];
-    if (chart.stretch > 1) notes.push(`each point is the mean of ${chart.stretch.toLocaleString("en")} steps, with a band from min to max`);
-    if (fewer) notes.push("dashed: mean of fewer runs");
-    if (left) notes.push(`${left} points are not positive and have no place on a logarithmic axis`);
-    const [whole, place] = figure(chart.title, chart.unit, notes.filter(Boolean).join(" · "), chart.metric);
+    const [whole, place] = figure(chart.title, chart.unit, chart.text, chart.metric);
     whole.dataset.metric = chart.metric;
     groups.get(chart.group)[1].append(whole);
-    if (shown) todo.push([place, spec]);
-    else place.append(element("p", "no points on these axes", "nothing"));
+    todo.push([place, () => { // when the chart comes near
+      const [spec, shown, left, fewer] = curveSpecification(chart);
+      const notes = [chart.text];
+      if (chart.stretch > 1) notes.push(`each point is the mean of ${chart.stretch.toLocaleString("en")} steps, with a band from min to max`);
+      if (fewer) notes.push("dashed: mean of fewer runs");
+      if (left) notes.push(`${left} points are not positive and have no place on a logarithmic axis`);
+      whole.querySelector("small").textContent = notes.filter(Boolean).join(" · ");
+      if (!shown) place.replaceChildren(element("p", "no points on these axes", "nothing"));
+      return shown && spec;
+    }]);
   }
   for (const layers of data.layers) {
     const [whole, place] = figure(layers.statistic, layers.run, layers.text);
@@ -346,9 +362,33 @@ async function drawAll() {
   }
   window.scrollTo(0, around);
   for (const view of old) view.finalize();
-  for (const [place, spec] of todo) {
+  await drawNear(new Map(todo), turn);
+}
+
+// The pixels from the screen to an element; 0 if a part of it can be seen.
+function distance(element) {
+  const { top, bottom } = element.getBoundingClientRect();
+  return Math.max(0, top - innerHeight, -bottom);
+}
+
+const pause = (ms = 0) => new Promise((resolve) => setTimeout(resolve, ms));
+
+// Draws the nearest charts first; those farther than a screen once nobody has scrolled for a while.
+async function drawNear(todo, turn) {
+  while (todo.size) {
+    const nearest = [...todo.keys()].reduce((one, other) => (distance(other) < distance(one) ? other : one));
+    if (distance(nearest) > innerHeight) {
+      document.documentElement.dataset.drawn = String(turn);
+      const before = scrollY;
+      await pause(300);
+      if (scrollY !== before) continue;
+    }
+    const made = todo.get(nearest), spec = typeof made === "function" ? made() : made;
+    todo.delete(nearest);
+    await pause();
     if (turn !== drawing) return;
-    await draw(place, spec);
+    if (spec) await draw(nearest, spec);
+    if (turn !== drawing) return;
   }
   document.documentElement.dataset.drawn = String(turn);
 }
@@ -423,7 +463,7 @@ async function refresh(seconds) {
     arrange();
     if (text !== control("data").textContent) {
       control("data").textContent = text;
-      data = JSON.parse(text);
+      data = unpacked(JSON.parse(text));
       await drawAll();
     }
   } catch (error) {
