@@ -45,6 +45,8 @@ def page(
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
     several, samples = len(runs) > 1, tables.samples(runs)
     newest = samples.pop(0) if samples and not several else None
+    data = tables.data(runs) | sweep.data(runs)
+    data["axes"] = curves.shared(data["charts"])
     return environment.from_string(_text("page.html.jinja")).render(
         policy=f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; "
         f"img-src data: blob:; connect-src {connect}; base-uri 'none'; form-action 'none'",
@@ -75,7 +77,7 @@ def page(
         }
         | {"against": sweep.against(), "parallel": sweep.parallel()}
         | {"colours": specifications.COLOURS, "sequential": specifications.SEQUENTIAL},
-        data=tables.data(runs) | sweep.data(runs),
+        data=data,
     )
 
 

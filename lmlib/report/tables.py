@@ -134,11 +134,9 @@ def settings(runs: Sequence[Seen]) -> list[tuple[str, list[tuple[str, str]]]]:
 
 def data(runs: Sequence[Seen]) -> dict[str, Any]:
     """Returns the data that the page's script draws."""
-    charts = curves.charts(runs)
     return {
         "runs": [{"name": each.name, "group": each.group} for each in runs],
-        "axes": curves.shared(charts),
-        "charts": charts,
+        "charts": curves.charts(runs),
         "layers": [
             {"run": run.name if len(runs) > 1 else "", **layers}
             for run in runs

@@ -327,8 +327,8 @@ charts.evaluation_loss.colours,
 await (async () => {
   control("colour").value = "model.cautious";
   control("colour").dispatchEvent(new Event("change"));
-  return new Set([...document.querySelectorAll("#legend label i")].map(
-    (each) => each.style.background)).size;
+  await wait(200);
+  return [...document.querySelectorAll("#legend label i")].map((each) => each.style.background);
 })()]"""
 
 
@@ -383,7 +383,7 @@ def test_a_sweep_begins_with_its_answer(tmp_path):
     drawn = {tuple(int(each[i : i + 2], 16) for i in (1, 3, 5)) for each in colours}
     assert {tuple(scale[0]), tuple(scale[-1])} < drawn and len(drawn) == 3
     assert min(max(abs(a - b) for a, b in zip(middle, each, strict=True)) for each in drawn) <= 1
-    assert shades == 2
+    assert len(set(shades)) == 2, shades
 
 
 def test_with_eighty_runs_the_first_chart_starts_on_the_first_screen(tmp_path):
@@ -419,7 +419,8 @@ def test_the_table_of_runs_sorts_filters_and_opens(tmp_path):
         control("filter").value = text;
         control("filter").dispatchEvent(new Event("input"));
         await wait(1500);
-        const drawn = views.map((view) => look(view.scenegraph().root, structuredClone(empty)));
+        const curved = views.filter((view) => control("charts").contains(view.container()));
+        const drawn = curved.map((view) => look(view.scenegraph().root, structuredClone(empty)));
         const lines = [...new Set(drawn.flatMap((chart) => chart.colours))];
         return [names(), control("filtered").textContent, lines, swatches("#legend i")];
       };
@@ -477,8 +478,7 @@ def test_a_chart_of_many_points_shows_what_one_of_few_does(tmp_path, address):
         const pixels = canvas.getContext("2d").getImageData(0, 0, width, height).data;
         const dark = [];
         for (let i = 3; i < pixels.length; i += 4) dark.push(pixels[i]);
-        const empty = { marks: {}, labels: [], heights: [], colours: [] };
-        const kinds = look(view.scenegraph().root, empty);
+        const kinds = look(view.scenegraph().root, structuredClone(empty));
         return [kinds.marks, kinds.labels, dark, point(view, 300, 2)];
     })"""
     many = look(file, tmp_path / "profile", told, address)
